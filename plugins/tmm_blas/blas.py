@@ -1,0 +1,169 @@
+"""``blas``: torch.mm and its kin, then the epilogue by its torch reference.
+
+Can do everything torch can: any dtype, any stride, empty sizes. Where torch exposes
+cuBLASLt's fused bias + relu (``torch._addmm_activation``), that is a config of its own.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
+
+from tmm_core import Config, Kernel, Launcher, Problem, Traits
+
+Tensor = torch.Tensor
+
+#: Rates for untuned estimates, per SM and µs, from an H200 (HBM 4.3 TB/s, 720 TFLOPS in
+#: 16 bits over 132 SMs); other GPUs scale by SM count, which is all a guess needs.
+FLOPS_PER_SM_US = {2: 5.4e6, 4: 0.38e6, 1: 10e6}
+TF32_FLOPS_PER_SM_US = 3.0e6
+BYTES_PER_SM_US = 32e3
+LAUNCH_US = 4.0
+
+#: cuBLAS with a leading stride off 16 bytes ran at 128–255 TFLOPS where the aligned
+#: neighbour had 720.
+UNALIGNED_PENALTY = 4.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class BlasConfig(Config):
+    """``fused``: bias and relu inside cuBLASLt."""
+
+    fused: bool = False
+
+
+class Blas(Kernel[BlasConfig]):
+    name = "blas"
+    # cuBLAS picks kernels (and split-K) by M; torch makes no promise across M.
+    traits = Traits(deterministic=True, batch_invariant=False)
+    config_type = BlasConfig
+
+    def reasons_against(self, problem: Problem) -> list[str]:
+        return []
+
+    def configs(self, problem: Problem) -> Iterable[BlasConfig]:
+        yield BlasConfig()
+        if _fusable(problem):
+            yield BlasConfig(fused=True)
+
+    def default_config(self, problem: Problem) -> BlasConfig:
+        return BlasConfig()
+
+    def bind(self, problem: Problem, config: BlasConfig) -> Launcher:
+        if config.fused and not _fusable(problem):
+            raise ValueError(f"cuBLASLt fuses bias + relu into plain 2-D products, not {problem}")
+        if config.fused:
+            return _bind_fused()
+        return bind_product(problem)
+
+    def estimate_us(self, problem: Problem, config: BlasConfig) -> float | None:
+        return estimate_us(problem, aligned=problem.a.aligned and problem.b.aligned)
+
+
+def estimate_us(problem: Problem, *, aligned: bool) -> float | None:
+    """Roofline of the product, plus a pass over the output for each eager step."""
+    sms = problem.device.sm_count
+    if not sms:
+        return None
+    rate = FLOPS_PER_SM_US.get(problem.a.dtype.itemsize, 0.04e6)
+    if problem.tf32:
+        rate = TF32_FLOPS_PER_SM_US
+    if not aligned:
+        rate /= UNALIGNED_PENALTY
+    product = max(problem.flops / (rate * sms), problem.bytes / (BYTES_PER_SM_US * sms))
+    width = 2 if problem.gated else 1
+    result = problem.batch * problem.m * problem.n * problem.out.dtype.itemsize
+    steps = (not problem.epilogue.is_identity) * (1 + width) + (problem.residual is not None) * 3
+    # An elementwise pass over an output that fits the L2 runs at some three times HBM.
+    cached = 3.0 if result < problem.device.l2 / 2 else 1.0
+    passes = steps * result / (BYTES_PER_SM_US * sms * cached)
+    return product + passes + LAUNCH_US * (1 + (steps > 0))
+
+
+def bind_product(problem: Problem) -> Launcher:
+    """The whole expression by torch's own operators, in torch's own roundings."""
+    epilogue = problem.epilogue
+    out_dtype = problem.out.dtype
+    same = out_dtype == problem.a.dtype
+    mm = torch.mm if problem.batch == 1 else torch.bmm
+
+    if problem.plain and same:
+
+        def plain(
+            a: Tensor,
+            b: Tensor,
+            bias: Tensor | None,
+            residual: Tensor | None,
+            alpha: float,
+            out: Tensor | None,
+        ) -> Tensor:
+            return mm(a, b) if out is None else mm(a, b, out=out)
+
+        return plain
+
+    add_bias = problem.bias == problem.a.dtype and problem.batch == 1 and same
+
+    def general(
+        a: Tensor,
+        b: Tensor,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        alpha: float,
+        out: Tensor | None,
+    ) -> Tensor:
+        if add_bias and bias is not None:
+            z = torch.addmm(bias, a, b, alpha=alpha)
+        else:
+            z = mm(a, b) if same else _wide(a, b, out_dtype, mm)
+            if alpha != 1.0:
+                z = z * alpha
+            if bias is not None:
+                z = z + bias
+        z = epilogue.apply(z)
+        if residual is not None:
+            z = z + residual
+        if out is not None:
+            return out.copy_(z)
+        return z.to(out_dtype)
+
+    return general
+
+
+def _wide(a: Tensor, b: Tensor, dtype: torch.dtype, mm: object) -> Tensor:
+    """The product with another output dtype, keeping the accumulator's precision."""
+    function = torch.mm if mm is torch.mm else torch.bmm
+    if a.is_cuda and dtype == torch.float32 and a.dtype in (torch.float16, torch.bfloat16):
+        return function(a, b, out_dtype=dtype)
+    wide = torch.promote_types(a.dtype, dtype)
+    return function(a.to(wide), b.to(wide))
+
+
+def _fusable(problem: Problem) -> bool:
+    return (
+        problem.device.type == "cuda"
+        and problem.epilogue.key == "relu"
+        and problem.bias == problem.a.dtype == problem.out.dtype
+        and problem.a.dtype.is_floating_point
+        and problem.residual is None
+        and not problem.scaled
+        and problem.batch == 1
+    )
+
+
+def _bind_fused() -> Launcher:
+    def fused(
+        a: Tensor,
+        b: Tensor,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        alpha: float,
+        out: Tensor | None,
+    ) -> Tensor:
+        assert bias is not None
+        if out is None:
+            return torch._addmm_activation(bias, a, b, use_gelu=False)
+        return torch._addmm_activation(bias, a, b, use_gelu=False, out=out)
+
+    return fused

@@ -1,0 +1,15 @@
+"""Entry point of tmm's BLAS kernels."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tmm_core import Kernel, hookimpl
+
+
+@hookimpl
+def tmm_kernels() -> list[Kernel[Any]]:
+    from tmm_blas.blas import Blas
+    from tmm_blas.padded import PaddedBlas
+
+    return [Blas(), PaddedBlas()]

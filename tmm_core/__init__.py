@@ -1,0 +1,62 @@
+"""One matmul call over a registry of kernels, with winners remembered per GPU.
+
+>>> import torch, tmm_core
+>>> x, w = torch.randn(4, 8), torch.randn(8, 3)
+>>> torch.allclose(tmm_core.matmul(x, w, epilogue="relu"), torch.relu(x @ w), atol=1e-6)
+True
+"""
+
+from __future__ import annotations
+
+from tmm_core.api import explain, kernels, linear, matmul, plan, problem, tune
+from tmm_core.epilogue import Epilogue
+from tmm_core.errors import (
+    CacheMissError,
+    ConfigError,
+    PluginError,
+    SettingsError,
+    TmmError,
+    TmmWarning,
+    UnknownNameError,
+    UnsupportedProblemError,
+)
+from tmm_core.explain import Explanation, KernelInfo
+from tmm_core.hookspecs import hookimpl
+from tmm_core.kernel import Candidate, Config, Kernel, Launcher, Traits
+from tmm_core.plan import Plan
+from tmm_core.problem import Operand, Problem
+from tmm_core.settings import Settings, override
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CacheMissError",
+    "Candidate",
+    "Config",
+    "ConfigError",
+    "Epilogue",
+    "Explanation",
+    "Kernel",
+    "KernelInfo",
+    "Launcher",
+    "Operand",
+    "Plan",
+    "PluginError",
+    "Problem",
+    "Settings",
+    "SettingsError",
+    "TmmError",
+    "TmmWarning",
+    "Traits",
+    "UnknownNameError",
+    "UnsupportedProblemError",
+    "explain",
+    "hookimpl",
+    "kernels",
+    "linear",
+    "matmul",
+    "override",
+    "plan",
+    "problem",
+    "tune",
+]

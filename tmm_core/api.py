@@ -1,0 +1,296 @@
+"""The public calls: thin functions over the operator and the default dispatcher."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+from tmm_cache import TuningRecord
+
+from tmm_core import ops, settings
+from tmm_core.epilogue import Epilogue, EpilogueLike
+from tmm_core.explain import Explanation, KernelInfo, explain_problem, kernel_infos
+from tmm_core.kernel import Config
+from tmm_core.plan import Plan
+from tmm_core.problem import Problem
+
+Tensor = torch.Tensor
+ConfigLike = Config | Mapping[str, Any] | None
+
+
+def matmul(
+    a: Tensor,
+    b: Tensor,
+    *,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    alpha: float = 1.0,
+    epilogue: EpilogueLike = None,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    kernel: str | None = None,
+    config: ConfigLike = None,
+    on_cache_miss: settings.OnCacheMiss | None = None,
+) -> Tensor:
+    """``epilogue(alpha · (a @ b) + bias) + residual``, by the fastest verified kernel.
+
+    >>> y = matmul(x, w, epilogue="silu")                    # doctest: +SKIP
+
+    Args:
+        a: ``[..., M, K]`` or ``[K]``, any strides.
+        b: ``[..., K, N]`` or ``[K]``, of a's dtype. With a gated epilogue the width is 2N:
+            the gate's columns, then the up projection's.
+        bias: ``[N]`` (2N where gated), of a's dtype, the output's, or fp32.
+        residual: Broadcastable to the output; added last, after the epilogue.
+        alpha: Scales the product.
+        epilogue: ``None``, a name such as ``"silu"``, a chain ``"gelu_tanh+softcap(30)"``, an
+            :class:`Epilogue` or a sequence of these.
+        out: Where to write; resized as torch resizes. Not differentiable.
+        out_dtype: The result's dtype; a's by default. fp32 accumulators are rounded once.
+        kernel: Force this kernel. It raises where it cannot serve the call.
+        config: And this config of it.
+        on_cache_miss: ``"tune"``, ``"heuristic"`` or ``"error"``, for this call.
+
+    Returns:
+        A tensor of ``torch.matmul(a, b)``'s shape, its last dimension halved where gated.
+
+    Raises:
+        RuntimeError, ValueError, TypeError: Tensors that do not fit, in torch's words where
+            it has them.
+        UnknownNameError, UnsupportedProblemError, ConfigError, SettingsError,
+            CacheMissError: See :mod:`tmm_core.errors`.
+    """
+    if kernel is not None or config is not None or on_cache_miss is not None:
+        with _overrides(kernel, config, on_cache_miss):
+            return matmul(
+                a,
+                b,
+                bias=bias,
+                residual=residual,
+                alpha=alpha,
+                epilogue=epilogue,
+                out=out,
+                out_dtype=out_dtype,
+            )
+    if epilogue is None:
+        text = ""
+    elif type(epilogue) is str:
+        text = epilogue
+    else:
+        text = ops.intern(ops.dispatcher().registry.epilogue(epilogue))
+    if out is not None:
+        return ops.matmul_out(a, b, bias, residual, alpha, text, out_dtype, out=out)  # type: ignore[no-any-return]
+    if torch.compiler.is_compiling():
+        return ops.matmul(a, b, bias, residual, alpha, text, out_dtype)  # type: ignore[no-any-return]
+    if torch.is_grad_enabled() and (
+        a.requires_grad
+        or b.requires_grad
+        or (bias is not None and bias.requires_grad)
+        or (residual is not None and residual.requires_grad)
+    ):
+        return _differentiable(a, b, bias, residual, alpha, text, out_dtype)
+    # The operator's autograd rule would cost 2 µs to find that there is nothing to do.
+    with torch._C._AutoDispatchBelowAutograd():
+        return ops.matmul(a, b, bias, residual, alpha, text, out_dtype)  # type: ignore[no-any-return]
+
+
+def _differentiable(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    alpha: float,
+    text: str,
+    out_dtype: torch.dtype | None,
+) -> Tensor:
+    """With gradients the pre-activation is kept, as eager keeps it, and the epilogue applied
+    by torch: recomputing it in backward would cost a whole product."""
+    fused = ops.epilogue_of(text)
+    if fused.is_identity:
+        return ops.matmul(a, b, bias, residual, alpha, "", out_dtype)  # type: ignore[no-any-return]
+    z = ops.matmul(a, b, bias, None, alpha, "", out_dtype)
+    y = _apply(fused, z)
+    return y if residual is None else (y + residual).to(y.dtype)
+
+
+def _apply(epilogue: Epilogue, z: Tensor) -> Tensor:
+    for stage in epilogue.stages or (epilogue,):
+        inputs = z.chunk(2, dim=-1) if stage.gated else (z,)
+        if stage.derivative is None:
+            z = stage.reference(*inputs, *stage.parameters)
+        else:
+            z = _WithDerivative.apply(stage, *inputs)
+    return z
+
+
+class _WithDerivative(torch.autograd.Function):
+    """An epilogue whose author gave the derivative."""
+
+    @staticmethod
+    def forward(ctx: Any, stage: Epilogue, *inputs: Tensor) -> Tensor:
+        ctx.stage = stage
+        ctx.save_for_backward(*inputs)
+        return stage.reference(*inputs, *stage.parameters)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        inputs = ctx.saved_tensors
+        slopes = ctx.stage.derivative(*inputs, *ctx.stage.parameters)
+        if len(inputs) == 1:
+            slopes = (slopes,)
+        return (None, *(grad * slope for slope in slopes))
+
+
+def linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    residual: Tensor | None = None,
+    alpha: float = 1.0,
+    epilogue: EpilogueLike = None,
+    out: Tensor | None = None,
+    out_dtype: torch.dtype | None = None,
+    kernel: str | None = None,
+    config: ConfigLike = None,
+    on_cache_miss: settings.OnCacheMiss | None = None,
+) -> Tensor:
+    """``epilogue(x @ weight.T + bias) + residual``, as ``torch.nn.functional.linear``.
+
+    Args:
+        x: ``[..., K]``.
+        weight: ``[N, K]``; with a gated epilogue ``[2N, K]``, gate rows before up rows.
+        bias: ``[N]`` or ``[2N]``.
+
+    The rest is as for :func:`matmul`.
+
+    Raises:
+        RuntimeError: ``weight`` is not 2-D; else as :func:`matmul`.
+    """
+    if weight.dim() != 2:
+        raise RuntimeError(f"linear(): weight must be 2-D [N, K], got {weight.dim()}D")
+    return matmul(
+        x,
+        weight.t(),
+        bias=bias,
+        residual=residual,
+        alpha=alpha,
+        epilogue=epilogue,
+        out=out,
+        out_dtype=out_dtype,
+        kernel=kernel,
+        config=config,
+        on_cache_miss=on_cache_miss,
+    )
+
+
+def plan(
+    a: Tensor,
+    b: Tensor,
+    *,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    alpha: float = 1.0,
+    epilogue: EpilogueLike = None,
+    out_dtype: torch.dtype | None = None,
+    kernel: str | None = None,
+    config: ConfigLike = None,
+    on_cache_miss: settings.OnCacheMiss | None = None,
+) -> Plan:
+    """Choose and compile now; the returned :class:`Plan` is called with tensors of the same
+    shapes, strides and dtypes, many times, at the least host cost there is.
+
+    Not differentiable. Arguments and errors are those of :func:`matmul`.
+    """
+    with _overrides(kernel, config, on_cache_miss):
+        return ops.make_plan(
+            a,
+            b,
+            bias,
+            residual,
+            alpha,
+            ops.dispatcher().registry.epilogue(epilogue),
+            out_dtype,
+            None,
+            settings.current(),
+        )
+
+
+def problem(
+    a: Tensor,
+    b: Tensor,
+    *,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    alpha: float = 1.0,
+    epilogue: EpilogueLike = None,
+    out_dtype: torch.dtype | None = None,
+) -> Problem:
+    """The :class:`Problem` that a call with these arguments poses.
+
+    Raises:
+        RuntimeError, ValueError, TypeError: As :func:`matmul`.
+    """
+    parsed = ops.dispatcher().registry.epilogue(epilogue)
+    current = settings.current()
+    return ops.pose(a, b, bias, residual, alpha, parsed, out_dtype, None, current)[0]
+
+
+def explain(a: Tensor, b: Tensor, **arguments: Any) -> Explanation:
+    """What :func:`matmul` would run for these arguments, why, and why not the others.
+
+    Nothing is tuned or launched. ``print()`` the result, or read its fields.
+
+    Args:
+        a, b, arguments: As for :func:`matmul`, ``out`` left out.
+
+    Raises:
+        RuntimeError, ValueError, TypeError: As :func:`matmul`.
+    """
+    names = ("kernel", "config")
+    forced = {name: arguments.pop(name) for name in names if name in arguments}
+    arguments.pop("on_cache_miss", None)
+    with settings.override(**forced, on_cache_miss="heuristic"):
+        posed = problem(a, b, **arguments)
+        return explain_problem(ops.dispatcher(), posed, settings.current())
+
+
+def tune(
+    problems: Problem | Iterable[Problem], *, force: bool = False, budget: float | None = None
+) -> list[TuningRecord]:
+    """Measure problems now, as they are, and store each record as soon as it exists.
+
+    Args:
+        problems: From :func:`problem`, one or many.
+        force: Measure also what is on record.
+        budget: Seconds per problem (``TMM_TUNE_BUDGET``).
+
+    Returns:
+        One record per problem.
+    """
+    if isinstance(problems, Problem):
+        problems = [problems]
+    changes: dict[str, Any] = {} if budget is None else {"tune_budget": budget}
+    with settings.override(**changes) as current:
+        records = [ops.dispatcher().tune(p, current, force=force) for p in problems]
+    ops.forget_plans()
+    return records
+
+
+def kernels() -> list[KernelInfo]:
+    """Every kernel there is, with version, distribution, traits, and why it is disabled."""
+    return kernel_infos(ops.dispatcher().registry, settings.current())
+
+
+def _overrides(kernel: str | None, config: ConfigLike, on_cache_miss: str | None) -> Any:
+    changes: dict[str, Any] = {}
+    if kernel is not None:
+        changes["kernel"] = kernel
+    if config is not None:
+        changes["config"] = config
+    if on_cache_miss is not None:
+        changes["on_cache_miss"] = on_cache_miss
+    return settings.override(**changes) if changes else ExitStack()

@@ -1,0 +1,163 @@
+"""Bad input, refused before any work, in torch's words where torch has them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import NoReturn
+
+import torch
+
+from tmm_core.epilogue import Epilogue
+
+_OUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def check(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    epilogue: Epilogue,
+    out_dtype: torch.dtype | None,
+) -> torch.Size:
+    """Hold the arguments of one call against each other; returns the output's shape.
+
+    Raises:
+        RuntimeError: Shapes, dtypes or devices that do not fit, as ``torch.matmul`` says it.
+        ValueError: A bias, residual or gated width that does not fit.
+        TypeError: An ``out_dtype`` that is not a floating dtype.
+    """
+    tensors = {"a": a, "b": b, "bias": bias, "residual": residual}
+    devices = dict.fromkeys(t.device for t in tensors.values() if t is not None)
+    if len(devices) > 1:
+        names = [str(device) for device in devices]
+        raise RuntimeError(
+            "Expected all tensors to be on the same device, but found at least two devices, "
+            f"{names[0]} and {names[1]}!"
+        )
+    shape = product_shape(a, b)
+    if a.dtype != b.dtype:
+        _let_torch_say(a, b)
+    if not epilogue.is_identity and not a.dtype.is_floating_point:
+        raise RuntimeError(f"epilogue {epilogue.name!r} needs a floating dtype, got {a.dtype}")
+    width = b.shape[-1] if b.dim() > 1 else 1
+    if epilogue.gated:
+        if b.dim() == 1 or width % 2:
+            raise ValueError(
+                f"gated epilogue {epilogue.name!r} needs b of width 2N (gate and up halves), "
+                f"got b of shape {tuple(b.shape)}"
+            )
+        shape = torch.Size([*shape[:-1], shape[-1] // 2])
+    if out_dtype is not None and out_dtype != a.dtype and out_dtype not in _OUT_DTYPES:
+        raise TypeError(f"out_dtype must be a floating dtype, got {out_dtype}")
+    allowed = {a.dtype, out_dtype or a.dtype, torch.float32}
+    for name, t in (("bias", bias), ("residual", residual)):
+        if t is not None and t.dtype not in allowed:
+            raise RuntimeError(
+                f"{name} must have dtype {' or '.join(sorted(map(str, allowed)))}, got {t.dtype}"
+            )
+    if bias is not None and bias.shape != (width,):
+        raise ValueError(f"bias must have shape ({width},), got {tuple(bias.shape)}")
+    if residual is not None and not _broadcasts(residual.shape, shape):
+        raise ValueError(
+            f"residual of shape {tuple(residual.shape)} does not broadcast to the output's "
+            f"shape {tuple(shape)}"
+        )
+    return shape
+
+
+def product_shape(a: torch.Tensor, b: torch.Tensor) -> torch.Size:
+    """Shape of ``torch.matmul(a, b)``, or torch's own error.
+
+    Raises:
+        RuntimeError: They do not multiply.
+    """
+    if a.dim() == 0 or b.dim() == 0:
+        raise RuntimeError(
+            "both arguments to matmul need to be at least 1D, but they are "
+            f"{a.dim()}D and {b.dim()}D"
+        )
+    k = b.shape[-2] if b.dim() > 1 else b.shape[0]
+    batch = _broadcast(a.shape[:-2], b.shape[:-2])
+    if a.shape[-1] != k or batch is None:
+        _let_torch_say(a, b)
+    rows = [a.shape[-2]] if a.dim() > 1 else []
+    cols = [b.shape[-1]] if b.dim() > 1 else []
+    return torch.Size([*batch, *rows, *cols])
+
+
+def _let_torch_say(a: torch.Tensor, b: torch.Tensor) -> NoReturn:
+    """Raise torch's own error for operands known not to multiply: on zero-stride stand-ins
+    of their shapes and dtypes nothing is computed before it is raised."""
+    torch.matmul(*(torch.zeros((), dtype=t.dtype).expand(t.shape) for t in (a, b)))
+    raise RuntimeError(f"cannot multiply {a.dtype} {tuple(a.shape)} and {b.dtype} {tuple(b.shape)}")
+
+
+def check_out(
+    out: torch.Tensor, shape: torch.Size, dtype: torch.dtype, inputs: Sequence[torch.Tensor]
+) -> None:
+    """Hold ``out=`` against the result, resizing it as torch does.
+
+    Raises:
+        RuntimeError: A wrong dtype or device, or ``out`` shares memory with an input.
+    """
+    if out.dtype != dtype:
+        raise RuntimeError(
+            f"Expected out tensor to have dtype {dtype}, but got {out.dtype} instead"
+        )
+    if out.device != inputs[0].device:
+        raise RuntimeError(
+            "Expected all tensors to be on the same device, but found at least two devices, "
+            f"{inputs[0].device} and {out.device}!"
+        )
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (out, *inputs)):
+        raise RuntimeError(
+            "matmul(): functions with out=... arguments don't support automatic "
+            "differentiation, but one of the arguments requires grad."
+        )
+    for t in inputs:
+        if _overlap(out, t):
+            raise RuntimeError(
+                "unsupported operation: some elements of the input tensor and the written-to "
+                "tensor refer to a single memory location. Please clone() the tensor before "
+                "performing the operation."
+            )
+    if out.shape != shape:
+        if out.numel():
+            warnings.warn(
+                "An output with one or more elements was resized since it had shape "
+                f"{list(out.shape)}, which does not match the required output shape {list(shape)}.",
+                stacklevel=4,
+            )
+        out.resize_(shape)
+
+
+def _overlap(out: torch.Tensor, t: torch.Tensor) -> bool:
+    """Whether the address ranges meet: cautious, since strides could interleave."""
+    if not out.numel() or not t.numel():
+        return False
+    (out_lo, out_hi), (lo, hi) = _span(out), _span(t)
+    return out_lo < hi and lo < out_hi
+
+
+def _span(t: torch.Tensor) -> tuple[int, int]:
+    reach = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+    start = t.data_ptr()
+    return start, start + (reach + 1) * t.element_size()
+
+
+def _broadcast(x: Sequence[int], y: Sequence[int]) -> tuple[int, ...] | None:
+    """Broadcast shape, or None (``torch.broadcast_shapes`` takes 8 µs)."""
+    if x == y:
+        return tuple(x)
+    longer, shorter = (x, y) if len(x) >= len(y) else (y, x)
+    padded = (1,) * (len(longer) - len(shorter)) + tuple(shorter)
+    pairs = list(zip(longer, padded, strict=True))
+    if any(p != q and p != 1 and q != 1 for p, q in pairs):
+        return None
+    return tuple(q if p == 1 else p for p, q in pairs)
+
+
+def _broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
+    return _broadcast(shape, to) == tuple(to)

@@ -1,0 +1,111 @@
+"""Which GPU, under which software: the folder a tuning record belongs in."""
+
+from __future__ import annotations
+
+import functools
+import importlib.metadata
+import importlib.util
+import os
+from dataclasses import dataclass
+
+import torch
+from tmm_cache import JSON, slug
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceFingerprint:
+    """A device as kernels and the cache see it.
+
+    ``shared_memory`` and ``l2`` are bytes; ``shared_memory`` is the most one block may
+    opt in to. Software versions are part of it because they change which kernel wins.
+    """
+
+    type: str
+    name: str
+    capability: tuple[int, int] = (0, 0)
+    sm_count: int = 0
+    shared_memory: int = 0
+    l2: int = 0
+    torch: str = ""
+    triton: str = ""
+    cuda: str = ""
+    cublas: str = ""
+    #: Triton kernels run in its interpreter (``TRITON_INTERPRET=1``), on the CPU.
+    interpreted: bool = False
+
+    @property
+    def sm(self) -> int:
+        """Compute capability as the two digits of ``sm_90``."""
+        return self.capability[0] * 10 + self.capability[1]
+
+    @property
+    def gpu(self) -> str:
+        """The folder name of this GPU, e.g. ``nvidia-h200-sm90-132``."""
+        parts = [self.name]
+        if self.type == "cuda":
+            parts += [f"sm{self.sm}", str(self.sm_count)]
+        if self.interpreted:
+            parts.append("interpreted")
+        return slug("-".join(parts))
+
+    @property
+    def environment(self) -> dict[str, JSON]:
+        """The readable document whose hash names the environment folder."""
+        return {
+            "type": self.type,
+            "name": self.name,
+            "capability": list(self.capability),
+            "sm_count": self.sm_count,
+            "torch": self.torch,
+            "triton": self.triton,
+            "cuda": self.cuda,
+            "cublas": self.cublas,
+            "interpreted": self.interpreted,
+        }
+
+
+def interpreting() -> bool:
+    """Whether Triton was asked to interpret kernels (read as Triton reads it)."""
+    return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "on", "true", "yes", "y")
+
+
+def version_of(distribution: str) -> str:
+    try:
+        return importlib.metadata.version(distribution)
+    except importlib.metadata.PackageNotFoundError:
+        return ""
+
+
+def _cublas_version() -> str:
+    """The cuBLAS wheel's version; torch's CUDA version stands in for a system cuBLAS."""
+    for distribution in ("nvidia-cublas", "nvidia-cublas-cu13", "nvidia-cublas-cu12"):
+        if version := version_of(distribution):
+            return version
+    return f"torch-cuda-{torch.version.cuda}"
+
+
+@functools.cache
+def fingerprint(device: torch.device) -> DeviceFingerprint:
+    """The fingerprint of ``device`` (one with an index, or a CPU); asked once per device."""
+    triton = version_of("triton") or version_of("pytorch-triton-rocm")
+    if device.type != "cuda":
+        return DeviceFingerprint(
+            type=device.type,
+            name=device.type,
+            torch=torch.__version__,
+            triton=triton,
+            interpreted=interpreting() and importlib.util.find_spec("triton") is not None,
+        )
+    properties = torch.cuda.get_device_properties(device)
+    return DeviceFingerprint(
+        type="cuda",
+        name=properties.name,
+        capability=(properties.major, properties.minor),
+        sm_count=properties.multi_processor_count,
+        shared_memory=getattr(properties, "shared_memory_per_block_optin", 49152),
+        l2=getattr(properties, "L2_cache_size", 0),
+        torch=torch.__version__,
+        triton=triton,
+        cuda=torch.version.cuda or f"hip-{torch.version.hip}",
+        cublas=_cublas_version(),
+    )

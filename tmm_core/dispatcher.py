@@ -1,0 +1,329 @@
+"""From a problem to a plan: the slow path that the warm path never sees.
+
+The ladder, top rung first; each choice says which rung it stands on:
+
+1. forced      ``kernel=``, ``TMM_KERNEL``, ``override(kernel=…)``
+2. cache       a record of this problem, else of its M bucket
+3. tune        measure now, where ``on_cache_miss="tune"`` and nothing forbids it
+4. neighbour   the nearest tuned problem of the same kind: a guess
+5. heuristic   the kernels' own estimates
+6. fallback    BLAS, which always can
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+import warnings
+from dataclasses import replace
+from typing import Any
+
+from tmm_cache import CacheStore, CandidateResult, TuningRecord
+
+from tmm_core.bucket import bucketed
+from tmm_core.errors import (
+    CacheMissError,
+    ConfigError,
+    TmmWarning,
+    UnsupportedProblemError,
+)
+from tmm_core.kernel import Candidate, Kernel
+from tmm_core.neighbour import Neighbours
+from tmm_core.plan import Choice
+from tmm_core.problem import Problem
+from tmm_core.registry import Registry
+from tmm_core.settings import Settings
+from tmm_core.tuner import Tuner
+
+#: The kernel that always can.
+FALLBACK = "blas"
+
+#: Batch-invariant mode chooses at this M for all M, so that the choice cannot depend on it.
+INVARIANT_M = 256
+
+#: Without a measurement, another kernel is chosen over BLAS only where its estimate is
+#: better than BLAS's by this factor: estimates are rooflines, good to some 20 %.
+HEURISTIC_ADVANTAGE = 0.8
+
+#: How long to wait for another process that is tuning the same problem, in budgets.
+LOCK_PATIENCE = 4.0
+
+
+class Dispatcher:
+    """Chooses candidates. Holds what it has chosen, per bucket, for this process."""
+
+    def __init__(self, registry: Registry, tuner: Tuner, store: CacheStore) -> None:
+        self.registry = registry
+        self.tuner = tuner
+        self.store = store
+        self._neighbours = Neighbours(store)
+        self._choices: dict[tuple[Problem, Settings], Choice] = {}
+        #: (kernel, bucket) pairs that raised at run time, with the error's text.
+        self._quarantine: dict[tuple[str, Problem], str] = {}
+        self._warned: set[str] = set()
+        self._lock = threading.RLock()
+
+    def choose(self, problem: Problem, settings: Settings) -> Choice:
+        """Climb down the ladder.
+
+        Raises:
+            UnknownNameError, UnsupportedProblemError, ConfigError, PluginError: A forced
+                kernel or config that cannot be had.
+            CacheMissError: ``on_cache_miss="error"`` and no record.
+        """
+        if settings.kernel is not None:
+            return self._forced(problem, settings)
+        key = self._canonical(problem)
+        # An exact record may exist beside the bucket's: exact sizes are looked up each time
+        # a new shape comes by, the bucket's choice is made once.
+        with self._lock:
+            able = self._able(problem, settings)
+            if [kernel.name for kernel in able] == [FALLBACK]:
+                return self._fallback("no other kernel can serve this problem")
+            if key.m != problem.m and not problem.batch_invariant:
+                exact = self._cached(problem, _bare(problem), able)
+                if exact is not None:
+                    return exact
+            memo = self._choices.get((key, settings))
+            if memo is not None and memo.candidate.kernel in able:
+                return memo
+            choice = self._resolve(problem, key, able, settings)
+            if not problem.capturing:
+                self._choices[key, settings] = choice
+            return choice
+
+    def tune(self, problem: Problem, settings: Settings, *, force: bool = False) -> TuningRecord:
+        """Measure ``problem`` as it is (no bucket) and store the record.
+
+        A record that is complete already is returned as it is unless ``force``. Where
+        another process is tuning the same problem, waits for its record.
+        """
+        problem = _bare(problem)
+        with self._lock:
+            record = self._tune(problem, self._able(problem, settings), settings, force)
+            self._choices.clear()
+            self._neighbours.forget()
+            return record
+
+    def quarantine(self, problem: Problem, choice: Choice, error: Exception) -> None:
+        """Never again use this kernel for problems of this bucket, in this process."""
+        name = choice.candidate.kernel.name
+        self._quarantine[name, bucketed(_bare(problem))] = f"{type(error).__name__}: {error}"
+        self._choices.clear()
+        warnings.warn(
+            f"kernel {name} failed on {problem} and is not used for it any more: "
+            f"{type(error).__name__}: {error}",
+            TmmWarning,
+            stacklevel=3,
+        )
+
+    def rejections(self, problem: Problem, settings: Settings) -> dict[str, list[str]]:
+        """Every kernel that is not a candidate, with its reasons; for ``explain()``."""
+        _, rejected = self.registry.candidates(problem, settings)
+        for (name, bucket), error in self._quarantine.items():
+            if bucket == bucketed(_bare(problem)):
+                rejected.setdefault(name, []).append(f"quarantined: it raised {error}")
+        return rejected
+
+    def record(self, problem: Problem) -> tuple[Problem, TuningRecord] | None:
+        """The record that answers for ``problem``, exact or its bucket's, and for what."""
+        environment = problem.device.environment
+        canonical = self._canonical(problem)
+        exact = () if problem.batch_invariant else (_bare(problem),)
+        tries = dict.fromkeys((*exact, canonical))
+        for key in tries:
+            found = self.store.load(problem.device.gpu, environment, key.to_json())
+            if found is not None:
+                return key, found
+        return None
+
+    # -- rungs -----------------------------------------------------------------------
+
+    def _resolve(
+        self, problem: Problem, key: Problem, able: list[Kernel[Any]], settings: Settings
+    ) -> Choice:
+        if (choice := self._cached(problem, key, able, settings)) is not None:
+            return choice
+        forbidden = self._forbids_tuning(problem, settings)
+        if settings.on_cache_miss == "error":
+            raise CacheMissError(
+                f"no tuned record for {problem} (bucket M={key.m}) in {self.store.root} and "
+                f"on_cache_miss='error'; run `tmm tune` for it or allow 'tune' or 'heuristic'"
+            )
+        if forbidden is None:
+            try:
+                record = self._tune(key, self._able(key, settings), settings)
+            except Exception as error:  # tuning is a feature; the matmul must be answered
+                forbidden = f"tuning failed: {type(error).__name__}: {error}"
+                warnings.warn(f"{problem}: {forbidden}", TmmWarning, stacklevel=2)
+            else:
+                if (candidate := self._best(record, able)) is not None:
+                    return Choice(candidate, "tuned", self._where(key), _other(key, problem))
+        elif settings.on_cache_miss == "tune" or problem.capturing:
+            self.store.log_miss(problem.device.gpu, problem.device.environment, key.to_json())
+        why = forbidden or "tuning gave no usable winner"
+        return (
+            self._neighbour(problem, able, why)
+            or self._heuristic(problem, able, why)
+            or self._fallback(why)
+        )
+
+    def _forced(self, problem: Problem, settings: Settings) -> Choice:
+        assert settings.kernel is not None
+        kernel = self.registry.kernel(settings.kernel)
+        if reasons := self.registry.reasons_against(kernel, problem, settings):
+            raise UnsupportedProblemError(
+                f"kernel {kernel.name!r} cannot serve {problem}: {'; '.join(reasons)}"
+            )
+        if settings.config is not None:
+            config = kernel.config_type.from_json(json.loads(settings.config))
+            return Choice(Candidate(kernel, config), "forced", "config given")
+        found = self.record(problem)
+        timed = [] if found is None else _by_time(found[1])
+        for result in timed:
+            if result.kernel == kernel.name and (c := self._candidate(result, [kernel])):
+                return Choice(c, "forced", "its best config on record")
+        return Choice(Candidate(kernel, kernel.default_config(problem)), "forced", "default config")
+
+    def _cached(
+        self,
+        problem: Problem,
+        key: Problem,
+        able: list[Kernel[Any]],
+        settings: Settings | None = None,
+    ) -> Choice | None:
+        """From the record of ``key``. With ``settings``, a record that does not know some
+        kernel (new plugin, other version) is left to be completed where tuning may happen."""
+        record = self.store.load(problem.device.gpu, problem.device.environment, key.to_json())
+        if record is None:
+            return None
+        if settings is not None and self._forbids_tuning(problem, settings) is None:
+            known = {(c.kernel, c.version) for c in record.candidates}
+            if any((k.name, k.version) not in known for k in able):
+                return None
+        candidate = self._best(record, able)
+        if candidate is None:
+            return None
+        return Choice(candidate, "cache", self._where(key), _other(key, problem))
+
+    def _tune(
+        self,
+        key: Problem,
+        able: list[Kernel[Any]],
+        settings: Settings,
+        force: bool = False,
+    ) -> TuningRecord:
+        device, document = key.device, key.to_json()
+        patience = settings.tune_budget * LOCK_PATIENCE
+        with self.store.lock(device.gpu, device.environment, document, patience) as _held:
+            # Whoever held the lock before may have left what was to be measured.
+            before = self.store.load(device.gpu, device.environment, document)
+            record = self.tuner.tune(key, able, settings, None if force else before)
+            if record is not before:
+                self.store.save(device.gpu, device.environment, record)
+            return record
+
+    def _neighbour(self, problem: Problem, able: list[Kernel[Any]], why: str) -> Choice | None:
+        for near in self._neighbours.nearest(problem):
+            for result in _by_time(near.record):
+                candidate = self._candidate(result, able, any_version=True)
+                if candidate is not None and _fits(candidate, problem):
+                    return Choice(candidate, "neighbour", f"{why}; untuned guess from {near}")
+        return None
+
+    def _heuristic(self, problem: Problem, able: list[Kernel[Any]], why: str) -> Choice | None:
+        estimates: dict[str, tuple[float, Candidate]] = {}
+        for kernel in able:
+            try:
+                config = kernel.default_config(problem)
+                estimate = kernel.estimate_us(problem, config)
+            except Exception as error:
+                self._warn_once(kernel, error)
+                continue
+            if estimate is not None:
+                estimates[kernel.name] = (estimate, Candidate(kernel, config))
+        baseline = estimates.get(FALLBACK)
+        if baseline is None:
+            return None
+        time, candidate = min(estimates.values(), key=lambda e: (e[0], e[1].kernel.name))
+        if time >= baseline[0] * HEURISTIC_ADVANTAGE:
+            time, candidate = baseline
+        return Choice(candidate, "heuristic", f"{why}; estimated {time:.3g} µs, not measured")
+
+    def _fallback(self, why: str) -> Choice:
+        kernel = self.registry.kernel(FALLBACK)
+        return Choice(Candidate(kernel, kernel.config_type()), "fallback", why)
+
+    # -- what the rungs share --------------------------------------------------------
+
+    def _canonical(self, problem: Problem) -> Problem:
+        """The problem whose record answers for this one, requirements left out."""
+        if problem.batch_invariant:
+            return replace(_bare(problem), m=INVARIANT_M)
+        return bucketed(_bare(problem))
+
+    def _able(self, problem: Problem, settings: Settings) -> list[Kernel[Any]]:
+        able, _ = self.registry.candidates(problem, settings)
+        bucket = bucketed(_bare(problem))
+        return [k for k in able if (k.name, bucket) not in self._quarantine]
+
+    def _best(self, record: TuningRecord, able: list[Kernel[Any]]) -> Candidate | None:
+        """The winner on record, or the fastest after it that may serve this very call."""
+        winner = record.candidates[record.winner]
+        for result in (winner, *_by_time(record)):
+            candidate = self._candidate(result, able)
+            if candidate is not None:
+                return candidate
+        return None
+
+    def _candidate(
+        self, result: CandidateResult, able: list[Kernel[Any]], any_version: bool = False
+    ) -> Candidate | None:
+        for kernel in able:
+            if kernel.name == result.kernel and (any_version or kernel.version == result.version):
+                try:
+                    return Candidate(kernel, kernel.config_type.from_json(result.config))
+                except ConfigError as error:
+                    self._warn_once(kernel, error)
+        return None
+
+    def _forbids_tuning(self, problem: Problem, settings: Settings) -> str | None:
+        if problem.capturing:
+            return "a CUDA graph is being captured"
+        if settings.on_cache_miss != "tune":
+            return f"on_cache_miss={settings.on_cache_miss!r}"
+        if problem.deterministic:
+            return "deterministic mode: a choice by timing may differ from run to run"
+        if problem.device.interpreted:
+            return "interpreted kernels' times mean nothing"
+        return None
+
+    def _where(self, key: Problem) -> str:
+        device = key.device
+        path = self.store.found(device.gpu, device.environment, key.to_json())
+        return str(path or "not stored")
+
+    def _warn_once(self, kernel: Kernel[Any], error: Exception) -> None:
+        note = f"kernel {kernel.name}: {type(error).__name__}: {error}"
+        if note not in self._warned:
+            self._warned.add(note)
+            warnings.warn(note, TmmWarning, stacklevel=2)
+
+
+def _bare(problem: Problem) -> Problem:
+    return replace(problem, deterministic=False, batch_invariant=False, capturing=False)
+
+
+def _fits(candidate: Candidate, problem: Problem) -> bool:
+    """Whether a config found for another problem is in this one's search space."""
+    return candidate.config in list(candidate.kernel.configs(problem))
+
+
+def _other(key: Problem, problem: Problem) -> Problem | None:
+    return key if key.m != problem.m else None
+
+
+def _by_time(record: TuningRecord) -> list[CandidateResult]:
+    """Fully timed results, fastest first."""
+    done = [c for c in record.candidates if c.status == "ok"]
+    return sorted(done, key=lambda c: (c.median_us or float("inf"), c.kernel))

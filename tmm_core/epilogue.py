@@ -1,0 +1,256 @@
+"""What happens to the fp32 accumulator before it is rounded and stored.
+
+``out = epilogue(alpha · (a @ b) + bias) + residual``
+
+An :class:`Epilogue` carries the same function several times: as torch code (the
+reference every kernel is verified against, and what BLAS applies), as a
+``@triton.jit`` device function (what kernels fuse) and, where it should train
+without torch differentiating the reference, as a derivative.
+
+>>> parse("silu").name
+'silu'
+>>> parse("gelu_tanh+softcap(30)").key
+'gelu_tanh+softcap(30.0)'
+"""
+
+from __future__ import annotations
+
+import hashlib
+import inspect
+import math
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from typing import Any, Union
+
+import torch
+import torch.nn.functional as F
+
+from tmm_core.errors import UnknownNameError
+
+EpilogueLike = Union[None, str, "Epilogue", Sequence[Union[str, "Epilogue"]]]
+
+
+@dataclass(frozen=True, eq=False)
+class Epilogue:
+    """A function of the accumulator, element by element.
+
+    Args:
+        name: An identifier, as users write it in ``epilogue="…"``.
+        reference: ``(z, *parameters) -> Tensor`` in torch; for a gated epilogue
+            ``(gate, up, *parameters)``. Runs in any floating dtype, fp64 included.
+        device: A ``@triton.jit`` function of the same signature over fp32 blocks, its
+            parameters annotated ``tl.constexpr``; or ``"module:attribute"`` naming one, so
+            that defining an epilogue need not import Triton. ``None``: no kernel can fuse
+            it and BLAS applies the reference.
+        derivative: ``(z, *parameters) -> Tensor``, d epilogue / d z; for a gated epilogue
+            ``(gate, up, *parameters)`` to the pair ``(d/d gate, d/d up)``. ``None``: torch
+            differentiates the reference.
+        parameters: Default values of the extra arguments, baked into compiled kernels.
+        gated: Takes two halves of the product, ``z[..., :N]`` (gate) and ``z[..., N:]``
+            (up), and returns one of width N.
+        linear: ``f(x + y) == f(x) + f(y)``: partial sums may pass through it.
+
+    Raises:
+        ValueError: The name is not an identifier, or a parameter is not a finite number.
+    """
+
+    name: str
+    reference: Callable[..., torch.Tensor]
+    device: Any = None
+    derivative: Callable[..., Any] | None = None
+    parameters: tuple[float, ...] = ()
+    gated: bool = False
+    linear: bool = False
+    #: The single-stage epilogues this one chains; empty for a single stage. A chain's own
+    #: ``reference`` is its first stage's; ``apply`` goes through them all.
+    stages: tuple[Epilogue, ...] = field(default=(), repr=False)
+    #: Built in: its behaviour is tied to tmm's version, so its name is its key.
+    builtin: bool = field(default=False, repr=False)
+
+    def __post_init__(self) -> None:
+        if not self.stages and not self.name.isidentifier():
+            raise ValueError(f"epilogue name must be an identifier, got {self.name!r}")
+        object.__setattr__(self, "parameters", tuple(float(p) for p in self.parameters))
+        if not all(map(math.isfinite, self.parameters)):
+            raise ValueError(f"epilogue {self.name!r}: parameters must be finite numbers")
+
+    @cached_property
+    def key(self) -> str:
+        """Identity on disk and in plan keys; changes when a user's source changes."""
+        if self.stages:
+            return "+".join(stage.key for stage in self.stages)
+        text = self.name
+        if self.parameters:
+            text += "(" + ",".join(repr(p) for p in self.parameters) + ")"
+        if self.builtin:
+            return text
+        sources = "\n".join(_source(f) for f in (self.reference, self.device) if f is not None)
+        return f"{text}@{hashlib.sha256(sources.encode()).hexdigest()[:12]}"
+
+    @property
+    def is_identity(self) -> bool:
+        return self.key == "identity"
+
+    @property
+    def fusable(self) -> bool:
+        """Whether every stage has a device function."""
+        return all(stage.device is not None for stage in self.stages or (self,))
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Epilogue) and self.key == other.key
+
+    def __hash__(self) -> int:
+        return hash(self.key)
+
+    def __str__(self) -> str:
+        return self.key
+
+    def with_parameters(self, *parameters: float) -> Epilogue:
+        """The same epilogue with other parameter values.
+
+        Raises:
+            ValueError: Not as many values as the epilogue has parameters.
+        """
+        if len(parameters) != len(self.parameters):
+            raise ValueError(
+                f"epilogue {self.name!r} takes {len(self.parameters)} parameters, "
+                f"got {len(parameters)}"
+            )
+        return replace(self, parameters=tuple(parameters))
+
+    def then(self, after: Epilogue) -> Epilogue:
+        """The chain ``after(self(z))``.
+
+        Raises:
+            ValueError: ``after`` is gated (only the first stage sees both halves).
+        """
+        if after.gated:
+            raise ValueError(f"gated epilogue {after.name!r} can only come first in a chain")
+        if after.is_identity:
+            return self
+        if self.is_identity:
+            return after
+        stages = (self.stages or (self,)) + (after.stages or (after,))
+        first = stages[0]
+        return Epilogue(
+            name="+".join(stage.name for stage in stages),
+            reference=first.reference,
+            gated=first.gated,
+            linear=all(stage.linear for stage in stages),
+            stages=stages,
+        )
+
+    def apply(self, z: torch.Tensor) -> torch.Tensor:
+        """The reference on the whole product ``z`` (width 2N where gated), in z's dtype."""
+        if self.is_identity:
+            return z
+        for stage in self.stages or (self,):
+            inputs = z.chunk(2, dim=-1) if stage.gated else (z,)
+            z = stage.reference(*inputs, *stage.parameters)
+        return z
+
+
+def _source(function: Any) -> str:
+    """Source text of a reference or device function, for keys; its name where there is none."""
+    function = getattr(function, "fn", function)  # a JITFunction wraps the Python one
+    try:
+        return inspect.getsource(function)
+    except (OSError, TypeError):
+        return repr(getattr(function, "__qualname__", function))
+
+
+def _builtin(
+    name: str, reference: Callable[..., torch.Tensor], *parameters: float, **kw: Any
+) -> Epilogue:
+    return Epilogue(
+        name,
+        reference,
+        device=f"tmm_core.triton.epilogues:{name}",
+        parameters=parameters,
+        builtin=True,
+        **kw,
+    )
+
+
+IDENTITY = _builtin("identity", lambda z: z, linear=True)
+
+#: The names every installation understands. ``gelu`` is the erf form, as torch's default;
+#: ``softcap(cap)`` is cap·tanh(z/cap) (Gemma 2, arXiv:2408.00118); ``relu2`` is relu(z)²
+#: (Primer, arXiv:2109.08668); the gated forms are from GLU Variants (arXiv:2002.05202).
+BUILTIN: Mapping[str, Epilogue] = {
+    e.name: e
+    for e in (
+        IDENTITY,
+        _builtin("relu", F.relu),
+        _builtin("relu2", lambda z: F.relu(z).square()),
+        _builtin("leaky_relu", lambda z, slope: F.leaky_relu(z, slope), 0.01),
+        _builtin("gelu", lambda z: F.gelu(z)),
+        _builtin("gelu_tanh", lambda z: F.gelu(z, approximate="tanh")),
+        _builtin("silu", F.silu),
+        _builtin("sigmoid", torch.sigmoid),
+        _builtin("tanh", torch.tanh),
+        _builtin("softplus", lambda z: F.softplus(z)),
+        _builtin("softcap", lambda z, cap: cap * torch.tanh(z / cap), 30.0),
+        _builtin("scale", lambda z, factor: z * factor, 1.0, linear=True),
+        _builtin("swiglu", lambda gate, up: F.silu(gate) * up, gated=True),
+        _builtin("geglu", lambda gate, up: F.gelu(gate) * up, gated=True),
+        _builtin("geglu_tanh", lambda g, u: F.gelu(g, approximate="tanh") * u, gated=True),
+        _builtin("reglu", lambda gate, up: F.relu(gate) * up, gated=True),
+    )
+}
+
+_TERM = re.compile(r"\s*(?P<name>[A-Za-z_]\w*)\s*(?:\((?P<args>[^()]*)\))?\s*")
+
+
+def parse(text: EpilogueLike, known: Mapping[str, Epilogue] = BUILTIN) -> Epilogue:
+    """Turn what a caller passed as ``epilogue=`` into an :class:`Epilogue`.
+
+    Accepts ``None`` (identity), an :class:`Epilogue`, a string such as ``"silu"``,
+    ``"softcap(30)"`` or the chain ``"gelu_tanh+softcap(30)"``, and a sequence of these.
+
+    Raises:
+        UnknownNameError: A name that is not in ``known``; the message has near matches.
+        ValueError: The text does not parse, or a parameter is not a number.
+        TypeError: Neither of the accepted types.
+    """
+    if text is None:
+        return IDENTITY
+    if isinstance(text, Epilogue):
+        return text
+    if isinstance(text, str):
+        parts: list[Epilogue] = [_parse_term(t, text, known) for t in _split(text)]
+    elif isinstance(text, Sequence):
+        parts = [parse(part, known) for part in text]
+    else:
+        raise TypeError(f"epilogue must be a str or an Epilogue, got {type(text).__name__}")
+    result = IDENTITY
+    for part in parts:
+        if part.gated and not result.is_identity:
+            raise ValueError(f"gated epilogue {part.name!r} can only come first in a chain")
+        result = result.then(part) if not result.is_identity else part
+    return result
+
+
+def _split(text: str) -> list[str]:
+    """Split a chain at its plus signs, leaving those inside numbers such as 1e+3."""
+    return re.split(r"\+(?![^()]*\))", text)
+
+
+def _parse_term(term: str, whole: str, known: Mapping[str, Epilogue]) -> Epilogue:
+    match = _TERM.fullmatch(term)
+    if match is None:
+        raise ValueError(
+            f"cannot parse epilogue {whole!r}; expected name, name(number, …) or a chain a+b"
+        )
+    name, args = match["name"], match["args"]
+    if name not in known:
+        raise UnknownNameError("epilogue", name, known)
+    if args is None:
+        return known[name]
+    try:
+        values = [float(a) for a in args.split(",")] if args.strip() else []
+    except ValueError:
+        raise ValueError(f"epilogue {whole!r}: parameters must be numbers") from None
+    return known[name].with_parameters(*values)

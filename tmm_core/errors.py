@@ -1,0 +1,60 @@
+"""Every error tmm raises on its own account, in one place.
+
+Errors about tensors (shapes, dtypes, devices) are not here: those are the
+``RuntimeError``, ``TypeError`` and ``NotImplementedError`` that torch raises, in
+torch's words, so that code written around ``torch.matmul`` keeps working::
+
+    TmmError
+    ├── UnknownNameError (ValueError)      a kernel or epilogue nobody registered
+    ├── UnsupportedProblemError (RuntimeError)  a forced kernel cannot serve the problem
+    ├── ConfigError (ValueError)           a kernel config does not parse or is out of bounds
+    ├── SettingsError (ValueError)         a ``TMM_*`` variable or override has no valid value
+    ├── CacheMissError (LookupError)       nothing tuned, and ``on_cache_miss="error"``
+    └── PluginError (RuntimeError)         a plugin registered something unusable
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class TmmError(Exception):
+    """Base of all errors that are tmm's own."""
+
+
+class UnknownNameError(TmmError, ValueError):
+    """A kernel or epilogue name that nobody registered.
+
+    The message names the closest registered names.
+    """
+
+    def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
+        names = sorted(known)
+        near = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
+        hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"known: {names}"
+        super().__init__(f"unknown {kind} {name!r}; {hint}")
+
+
+class UnsupportedProblemError(TmmError, RuntimeError):
+    """A kernel that was asked for by name cannot serve the problem."""
+
+
+class ConfigError(TmmError, ValueError):
+    """A kernel config that does not parse or is out of its bounds."""
+
+
+class SettingsError(TmmError, ValueError):
+    """A ``TMM_*`` variable or an override whose value is not accepted."""
+
+
+class CacheMissError(TmmError, LookupError):
+    """No tuned record exists and ``on_cache_miss="error"`` forbids going on without."""
+
+
+class PluginError(TmmError, RuntimeError):
+    """A plugin registered something that tmm cannot use."""
+
+
+class TmmWarning(UserWarning):
+    """A fault that cost a feature (a plugin, a record, a kernel), never the matmul."""

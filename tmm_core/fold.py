@@ -1,0 +1,88 @@
+"""N-D operands seen as one 2-D product, or as one batch of them.
+
+``[B, M, K] @ [K, N]`` is a single product of B·M rows; anything else with batches becomes
+3-D operands whose broadcast dimensions have stride zero, so that nothing is copied which
+torch.matmul would not copy.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+
+from tmm_core.kernel import Launcher
+
+
+@dataclass(frozen=True, slots=True)
+class Fold:
+    """How operands of given shapes become 2-D or 3-D, and the result N-D again."""
+
+    #: Broadcast batch shape that a and b are expanded to; None: a's rows are folded.
+    batch: tuple[int, ...] | None
+    #: Shape of the product as kernels see it, and as the caller does.
+    flat: tuple[int, ...]
+    shape: torch.Size
+
+    @classmethod
+    def of(
+        cls,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        residual: torch.Tensor | None,
+        shape: torch.Size,
+    ) -> Fold | None:
+        """The fold of a product of output ``shape``; None where nothing is to be done:
+        operands are 2-D and a residual needs no broadcasting."""
+        if a.dim() == 2 and b.dim() == 2 and (residual is None or residual.shape == shape):
+            return None
+        m = a.shape[-2] if a.dim() > 1 else 1
+        n = shape[-1] if b.dim() > 1 else 1
+        if b.dim() <= 2:
+            return cls(None, (math.prod(a.shape[:-1]), n), shape)
+        batch = tuple(shape[: -1 if a.dim() == 1 else -2])
+        count = math.prod(batch)
+        return cls(batch, (m, n) if count == 1 else (count, m, n), shape)
+
+    def operand_a(self, a: torch.Tensor) -> torch.Tensor:
+        if self.batch is None:
+            return a.reshape(self.flat[0], a.shape[-1])
+        a = a if a.dim() > 1 else a[None]
+        return self._stack(a)
+
+    def operand_b(self, b: torch.Tensor) -> torch.Tensor:
+        if self.batch is None:
+            return b if b.dim() == 2 else b[:, None]
+        return self._stack(b)
+
+    def _stack(self, t: torch.Tensor) -> torch.Tensor:
+        assert self.batch is not None
+        matrix = tuple(t.shape[-2:])
+        lead = self.flat[:-2]
+        return t.expand(*self.batch, *matrix).reshape(*lead, *matrix)
+
+    def residual(self, t: torch.Tensor | None) -> torch.Tensor | None:
+        return None if t is None else t.expand(self.shape).reshape(self.flat)
+
+    def wrap(self, launcher: Launcher) -> Launcher:
+        """A launcher that takes and returns N-D tensors."""
+
+        def run(
+            a: torch.Tensor,
+            b: torch.Tensor,
+            bias: torch.Tensor | None,
+            residual: torch.Tensor | None,
+            alpha: float,
+            out: torch.Tensor | None,
+        ) -> torch.Tensor:
+            a, b = self.operand_a(a), self.operand_b(b)
+            flat = None
+            if out is not None and (out.is_contiguous() or out.shape == self.flat):
+                flat = out.view(self.flat)
+            result = launcher(a, b, bias, self.residual(residual), alpha, flat)
+            if out is None:
+                return result.view(self.shape)
+            return out if flat is not None else out.copy_(result.view(self.shape))
+
+        return run

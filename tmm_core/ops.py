@@ -1,0 +1,365 @@
+"""``tmm::matmul`` as a torch operator, and the path of a call.
+
+The operator is opaque to torch.compile and dispatches at run time, so thousands of M cost
+no recompile. Behind it: one tuple, one look-up, one launch. Everything else (parsing,
+checking, choosing, compiling) happens when the look-up misses.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from tmm_cache import CacheStore
+
+from tmm_core import settings as settings_module
+from tmm_core.check import check, check_out, product_shape
+from tmm_core.device import fingerprint
+from tmm_core.dispatcher import FALLBACK, Dispatcher
+from tmm_core.epilogue import Epilogue
+from tmm_core.fold import Fold
+from tmm_core.plan import Plan
+from tmm_core.problem import Problem
+from tmm_core.registry import Registry
+from tmm_core.settings import Settings
+from tmm_core.tuner import Tuner
+
+Tensor = torch.Tensor
+
+#: Plans held at most; past it the table starts anew (a plan is some 2 kB and rebinding one
+#: whose kernel is compiled takes microseconds).
+MAX_PLANS = 65536
+
+_plans: dict[tuple[Any, ...], Plan] = {}
+#: Epilogue objects by key: the operator's schema can carry a string only.
+_epilogues: dict[str, Epilogue] = {}
+_build_lock = threading.Lock()
+
+
+@functools.cache
+def dispatcher() -> Dispatcher:
+    """The process's own dispatcher, over installed plugins and the user's cache."""
+    return Dispatcher(Registry.from_environment(), Tuner(), CacheStore())
+
+
+def forget_plans() -> None:
+    """Choose anew at the next call: records, settings or plugins have changed."""
+    _plans.clear()
+
+
+def intern(epilogue: Epilogue) -> str:
+    """The text under which the operator finds this epilogue again."""
+    return _epilogues.setdefault(epilogue.key, epilogue).key
+
+
+def epilogue_of(text: str) -> Epilogue:
+    """The epilogue an operator argument names.
+
+    Raises:
+        UnknownNameError, ValueError: See :func:`tmm_core.epilogue.parse`.
+    """
+    return _epilogues.get(text) or dispatcher().registry.epilogue(text or None)
+
+
+# -- the path of a call ------------------------------------------------------------------
+
+
+def _run(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    alpha: float,
+    epilogue: str,
+    out_dtype: torch.dtype | None,
+    out: Tensor | None = None,
+) -> Tensor:
+    settings = settings_module.current()
+    key = (
+        a.shape,
+        a.stride(),
+        a.dtype,
+        a.data_ptr() & 15,
+        a.get_device(),
+        b.shape,
+        b.stride(),
+        b.dtype,
+        b.data_ptr() & 15,
+        b.get_device(),
+        None if bias is None else _signature(bias),
+        None if residual is None else _signature(residual),
+        None if out is None else _signature(out),
+        epilogue,
+        alpha == 1.0,
+        out_dtype,
+        settings,
+        torch.are_deterministic_algorithms_enabled(),
+        _tf32() if a.dtype is torch.float32 else None,
+    )
+    plan = _plans.get(key)
+    if plan is None:
+        plan = _build(key, a, b, bias, residual, alpha, epilogue, out_dtype, out, settings)
+    try:
+        return plan.launcher(a, b, bias, residual, alpha, out)
+    except Exception as error:
+        if not _quarantine(plan, error):
+            raise
+        _plans.pop(key, None)
+    return _run(a, b, bias, residual, alpha, epilogue, out_dtype, out)
+
+
+def _signature(t: Tensor) -> tuple[Any, ...]:
+    return (t.shape, t.stride(), t.dtype, t.data_ptr() & 15, t.get_device())
+
+
+def _tf32() -> bool:
+    """Whether fp32 operands may be rounded. The older getters raise once this is set."""
+    return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
+
+
+# -- the slow path -----------------------------------------------------------------------
+
+
+def _build(
+    key: tuple[Any, ...],
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    alpha: float,
+    epilogue: str,
+    out_dtype: torch.dtype | None,
+    out: Tensor | None,
+    settings: Settings,
+) -> Plan:
+    plan = make_plan(a, b, bias, residual, alpha, epilogue_of(epilogue), out_dtype, out, settings)
+    if not plan.problem.capturing:
+        # What was chosen under capture was chosen with its hands tied.
+        with _build_lock:
+            if len(_plans) >= MAX_PLANS:
+                _plans.clear()
+            _plans[key] = plan
+    return plan
+
+
+def make_plan(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    alpha: float,
+    epilogue: Epilogue,
+    out_dtype: torch.dtype | None,
+    out: Tensor | None,
+    settings: Settings,
+) -> Plan:
+    """Check, choose and bind; everything raised for bad input is raised here.
+
+    Raises:
+        RuntimeError, ValueError, TypeError: See :func:`tmm_core.check.check`.
+        TmmError: See :meth:`tmm_core.dispatcher.Dispatcher.choose`.
+    """
+    problem, fold = pose(a, b, bias, residual, alpha, epilogue, out_dtype, out, settings)
+    chooser = dispatcher()
+    while True:
+        choice = chooser.choose(problem, settings)
+        kernel, config = choice.candidate.kernel, choice.candidate.config
+        try:
+            with torch.cuda.device(a.device) if a.is_cuda else nullcontext():
+                launcher = kernel.bind(problem, config)
+            break
+        except Exception as error:
+            if choice.origin == "forced" or kernel.name == FALLBACK:
+                raise
+            chooser.quarantine(problem, choice, error)
+    if fold is not None:
+        launcher = fold.wrap(launcher)
+    return Plan(problem, choice, launcher, (a.shape, a.stride(), b.shape, b.stride()), alpha)
+
+
+def pose(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    alpha: float,
+    epilogue: Epilogue,
+    out_dtype: torch.dtype | None,
+    out: Tensor | None,
+    settings: Settings,
+) -> tuple[Problem, Fold | None]:
+    """The problem that one call's arguments pose, with operands folded to 2-D or 3-D."""
+    shape = check(a, b, bias, residual, epilogue, out_dtype)
+    fold = Fold.of(a, b, residual, shape)
+    if fold is not None:
+        a, b, residual = fold.operand_a(a), fold.operand_b(b), fold.residual(residual)
+    flat = shape if fold is None else fold.flat
+    if out is not None and out.shape == flat:
+        target = out
+    else:
+        target = torch.empty(flat, dtype=out_dtype or a.dtype, device="meta")
+    problem = Problem.of(
+        a,
+        b,
+        target,
+        fingerprint(a.device),
+        bias=bias,
+        residual=residual,
+        epilogue=epilogue,
+        scaled=alpha != 1.0,
+        tf32=a.dtype is torch.float32 and a.is_cuda and _tf32(),
+        deterministic=settings.deterministic or torch.are_deterministic_algorithms_enabled(),
+        batch_invariant=settings.batch_invariant,
+        capturing=a.is_cuda and torch.cuda.is_current_stream_capturing(),
+    )
+    return problem, fold
+
+
+def _quarantine(plan: Plan, error: Exception) -> bool:
+    """Put a kernel that raised out of use; False where the error is the caller's to see."""
+    hopeless = plan.choice.origin == "forced" or plan.kernel == FALLBACK
+    if hopeless or isinstance(error, torch.OutOfMemoryError):
+        return False
+    dispatcher().quarantine(plan.problem, plan.choice, error)
+    return True
+
+
+# -- the operator ------------------------------------------------------------------------
+
+_ARGUMENTS = (
+    "Tensor a, Tensor b, Tensor? bias=None, Tensor? residual=None, float alpha=1.0, "
+    "str epilogue='', ScalarType? out_dtype=None"
+)
+
+library = torch.library.Library("tmm", "DEF")
+library.define(f"matmul({_ARGUMENTS}) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+library.define(f"matmul.out({_ARGUMENTS}, *, Tensor(a!) out) -> Tensor(a!)")
+
+
+def _run_out(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    alpha: float = 1.0,
+    epilogue: str = "",
+    out_dtype: torch.dtype | None = None,
+    *,
+    out: Tensor,
+) -> Tensor:
+    shape = check(a, b, bias, residual, epilogue_of(epilogue), out_dtype)
+    inputs = [t for t in (a, b, bias, residual) if t is not None]
+    check_out(out, shape, out_dtype or a.dtype, inputs)
+    return _run(a, b, bias, residual, alpha, epilogue, out_dtype, out)
+
+
+def _run_op(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    alpha: float = 1.0,
+    epilogue: str = "",
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    return _run(a, b, bias, residual, alpha, epilogue, out_dtype)
+
+
+library.impl("matmul", _run_op, "CompositeExplicitAutograd")
+library.impl("matmul.out", _run_out, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("tmm::matmul", lib=library)  # type: ignore[untyped-decorator]
+def _fake(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    alpha: float = 1.0,
+    epilogue: str = "",
+    out_dtype: torch.dtype | None = None,
+) -> Tensor:
+    shape = list(product_shape(a, b))
+    if epilogue_of(epilogue).gated:
+        shape[-1] //= 2
+    return a.new_empty(shape, dtype=out_dtype or a.dtype)
+
+
+def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    a, b, bias, residual, ctx.alpha, ctx.epilogue, _ = inputs
+    ctx.save_for_backward(a, b, bias)
+    ctx.residual = None if residual is None else (residual.shape, residual.dtype)
+
+
+def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """Gradients of the operator; the pre-activation is recomputed, not kept."""
+    a, b, bias = ctx.saved_tensors
+    alpha, epilogue = ctx.alpha, epilogue_of(ctx.epilogue)
+    # torch leaves trailing arguments at their defaults out of this tuple.
+    needs = (*ctx.needs_input_grad, False, False, False, False)
+    wants_a, wants_b, wants_bias, wants_residual = needs[:4]
+    dz = grad
+    if not epilogue.is_identity and (wants_a or wants_b or wants_bias):
+        z = torch.ops.tmm.matmul(a, b, bias, None, alpha)
+        dz = torch.func.vjp(epilogue.apply, z)[1](grad.to(z.dtype))[0]
+    dz = dz.to(a.dtype)
+    # Vectors are matrices of one row or column here, and their gradient loses it again.
+    a2 = a if a.dim() > 1 else a[None]
+    b2 = b if b.dim() > 1 else b[:, None]
+    dz2 = dz if b.dim() > 1 else dz[..., None]
+    dz2 = dz2 if a.dim() > 1 else dz2[..., None, :]
+    da = db = None
+    if wants_a:
+        da = torch.ops.tmm.matmul(dz2, b2.mT, None, None, alpha).sum_to_size(a2.shape).view_as(a)
+    if wants_b:
+        if b2.dim() == 2 and a2.dim() > 2:
+            a2, dz2 = a2.flatten(0, -2), dz2.flatten(0, -2)
+        db = torch.ops.tmm.matmul(a2.mT, dz2, None, None, alpha).sum_to_size(b2.shape).view_as(b)
+    dbias = dz2.sum_to_size(bias.shape).to(bias.dtype) if wants_bias else None
+    dresidual = None
+    if wants_residual:
+        shape, dtype = ctx.residual
+        dresidual = grad.sum_to_size(shape).to(dtype)
+    return da, db, dbias, dresidual, None, None, None
+
+
+torch.library.register_autograd("tmm::matmul", _backward, setup_context=_setup, lib=library)
+
+
+def _autocast(device: str) -> Any:
+    def cast(
+        a: Tensor,
+        b: Tensor,
+        bias: Tensor | None = None,
+        residual: Tensor | None = None,
+        alpha: float = 1.0,
+        epilogue: str = "",
+        out_dtype: torch.dtype | None = None,
+    ) -> Tensor:
+        """As torch.matmul under autocast: floating operands in the active dtype."""
+        dtype = torch.get_autocast_dtype(device)
+
+        def to(t: Tensor | None) -> Tensor | None:
+            eligible = t is not None and t.is_floating_point() and t.dtype != torch.float64
+            return t.to(dtype) if t is not None and eligible else t
+
+        keys = torch._C.DispatchKeySet(
+            torch._C.DispatchKey.AutocastCUDA
+            if device == "cuda"
+            else torch._C.DispatchKey.AutocastCPU
+        )
+        with torch._C._ExcludeDispatchKeyGuard(keys):
+            cast = (to(a), to(b), to(bias), to(residual))
+            return matmul(*cast, alpha, epilogue, out_dtype)  # type: ignore[no-any-return]
+
+    return cast
+
+
+library.impl("matmul", _autocast("cuda"), "AutocastCUDA")
+library.impl("matmul", _autocast("cpu"), "AutocastCPU")
+
+matmul = torch.ops.tmm.matmul.default
+matmul_out = torch.ops.tmm.matmul.out

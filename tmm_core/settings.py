@@ -1,0 +1,162 @@
+"""What an operator or a ``with`` block decides for all calls: read once, then frozen.
+
+======================  =========================================================
+``TMM_ON_CACHE_MISS``   ``tune`` (default), ``heuristic`` or ``error``
+``TMM_KERNEL``          force one kernel, e.g. ``triton.split_k``
+``TMM_DISABLE``         kernel names not to use, comma-separated
+``TMM_BATCH_INVARIANT`` ``1``: a row's bits do not depend on how many rows come with it
+``TMM_TUNE_BUDGET``     seconds a problem's tuning may take (default 20)
+``TMM_PROGRESS``        ``0``: no progress display; ``1``: also where no terminal is
+======================  =========================================================
+
+Which plugins load is the registry's (``TMM_PLUGINS``, ``TMM_DISABLE_PLUGINS``), where
+records lie is the cache's (``TMM_CACHE_DIR``, ``TMM_CACHE_PATH``).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import json
+import math
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from contextvars import ContextVar
+from dataclasses import dataclass
+from typing import Any, Literal, get_args
+
+from tmm_core.errors import SettingsError
+
+OnCacheMiss = Literal["tune", "heuristic", "error"]
+
+_FLAGS = {"1": True, "true": True, "on": True, "yes": True}
+_FLAGS |= {"0": False, "false": False, "off": False, "no": False, "": False}
+
+
+@dataclass(frozen=True, eq=False)
+class Settings:
+    """Compared by identity, so that it costs a plan's key nothing to hold one; equal
+    settings are one object because :func:`override` interns them."""
+
+    on_cache_miss: OnCacheMiss = "tune"
+    #: Force this kernel, and this config of it (a JSON object as text, hashable).
+    kernel: str | None = None
+    config: str | None = None
+    disable: frozenset[str] = frozenset()
+    deterministic: bool = False
+    batch_invariant: bool = False
+    #: Seconds one problem's tuning may take.
+    tune_budget: float = 20.0
+    #: None: show progress where stderr is a terminal.
+    progress: bool | None = None
+
+    def __post_init__(self) -> None:
+        if self.on_cache_miss not in get_args(OnCacheMiss):
+            raise SettingsError(
+                f"on_cache_miss must be one of {', '.join(get_args(OnCacheMiss))}; "
+                f"got {self.on_cache_miss!r}"
+            )
+        if not (math.isfinite(self.tune_budget) and self.tune_budget > 0):
+            raise SettingsError(f"tune_budget must be positive seconds, got {self.tune_budget!r}")
+        if self.config is not None and self.kernel is None:
+            raise SettingsError("config needs kernel: a config belongs to one kernel")
+
+    @classmethod
+    def from_environ(cls, environ: Mapping[str, str]) -> Settings:
+        """Read ``TMM_*``; names the variable at fault.
+
+        Raises:
+            SettingsError: A value that is not accepted.
+        """
+        fields: dict[str, Any] = {}
+        for name, (variable, convert) in _VARIABLES.items():
+            if (text := environ.get(variable)) is None:
+                continue
+            try:
+                fields[name] = convert(text)
+                cls(**{name: fields[name]})
+            except (SettingsError, ValueError) as error:
+                raise SettingsError(f"{variable}={text!r}: {error}") from None
+        return cls(**fields)
+
+
+def _flag(text: str) -> bool:
+    try:
+        return _FLAGS[text.strip().lower()]
+    except KeyError:
+        raise ValueError("expected 1 or 0") from None
+
+
+def names(text: str) -> frozenset[str]:
+    """The comma-separated names in ``text``."""
+    return frozenset(filter(None, (part.strip() for part in text.split(","))))
+
+
+_VARIABLES: dict[str, tuple[str, Any]] = {
+    "on_cache_miss": ("TMM_ON_CACHE_MISS", str),
+    "kernel": ("TMM_KERNEL", lambda text: text.strip() or None),
+    "disable": ("TMM_DISABLE", names),
+    "batch_invariant": ("TMM_BATCH_INVARIANT", _flag),
+    "tune_budget": ("TMM_TUNE_BUDGET", float),
+    "progress": ("TMM_PROGRESS", _flag),
+}
+
+_active: ContextVar[Settings | None] = ContextVar("tmm_settings", default=None)
+_interned: dict[tuple[Any, ...], Settings] = {}
+
+
+@functools.cache
+def _from_environment() -> Settings:
+    return Settings.from_environ(os.environ)
+
+
+def current() -> Settings:
+    """The settings in force here.
+
+    Raises:
+        SettingsError: A ``TMM_*`` variable has a value that is not accepted.
+    """
+    return _active.get() or _from_environment()
+
+
+@contextmanager
+def override(
+    *,
+    kernel: str | None = None,
+    config: Mapping[str, Any] | None = None,
+    disable: Iterable[str] = (),
+    **changes: Any,
+) -> Iterator[Settings]:
+    """Other settings inside a ``with`` block, in this thread or task only.
+
+    Args:
+        kernel: Force this kernel.
+        config: And this config of it, as a mapping of its fields.
+        disable: Kernels not to use, besides those disabled already.
+        changes: ``on_cache_miss``, ``deterministic``, ``batch_invariant``,
+            ``tune_budget``, ``progress``.
+
+    Raises:
+        SettingsError: An unknown name or a value that is not accepted.
+    """
+    base = current()
+    if kernel is not None:
+        changes["kernel"] = kernel
+        changes["config"] = None
+    if config is not None:
+        to_json = getattr(config, "to_json", None)
+        changes["config"] = json.dumps(to_json() if to_json else dict(config), sort_keys=True)
+    if isinstance(disable, str):
+        disable = names(disable)
+    changes["disable"] = base.disable | frozenset(disable)
+    known = [f.name for f in dataclasses.fields(Settings)]
+    if unknown := sorted(set(changes) - set(known)):
+        raise SettingsError(f"unknown setting {', '.join(unknown)}; known: {', '.join(known)}")
+    changed = dataclasses.replace(base, **changes)
+    key = tuple(getattr(changed, name) for name in known)
+    token = _active.set(_interned.setdefault(key, changed))
+    try:
+        yield current()
+    finally:
+        _active.reset(token)

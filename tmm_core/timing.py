@@ -1,0 +1,78 @@
+"""Time candidates the way they will be used: L2-cold, side by side, medians.
+
+Events bracket one launch each; before it the L2 is flushed, which also keeps the GPU busy
+(some 70 µs) while the host queues what is measured, so a launch gap is not timed.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import Protocol
+
+import torch
+
+Run = Callable[[], object]
+
+#: Bytes overwritten to flush the L2: past four times the largest L2 there is (60 MB on an
+#: H200, 126 MB on a B200, of which half is near).
+FLUSH_BYTES = 256 * 2**20
+
+
+class Timer(Protocol):
+    """Measures callables against one another."""
+
+    def measure(self, runs: Sequence[Run], rounds: int) -> list[list[float]]:
+        """Time each run ``rounds`` times, alternating; µs per run, in order."""
+        ...
+
+
+class CudaTimer:
+    """GPU time by events on the current stream of ``device``."""
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._flush: torch.Tensor | None = None
+
+    def measure(self, runs: Sequence[Run], rounds: int) -> list[list[float]]:
+        if self._flush is None:
+            self._flush = torch.empty(FLUSH_BYTES // 4, dtype=torch.int32, device=self.device)
+        flush = self._flush
+        spans: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in runs]
+        with torch.cuda.device(self.device):
+            for _ in range(rounds):
+                for run, mine in zip(runs, spans, strict=True):
+                    start = torch.cuda.Event(enable_timing=True)
+                    end = torch.cuda.Event(enable_timing=True)
+                    flush.zero_()
+                    start.record()
+                    run()
+                    end.record()
+                    mine.append((start, end))
+            torch.cuda.synchronize(self.device)
+        return [[s.elapsed_time(e) * 1e3 for s, e in mine] for mine in spans]
+
+    def release(self) -> None:
+        """Give the flush buffer back to the allocator."""
+        self._flush = None
+
+
+class HostTimer:
+    """Wall time, for devices whose work is done when the call returns."""
+
+    def measure(self, runs: Sequence[Run], rounds: int) -> list[list[float]]:
+        samples: list[list[float]] = [[] for _ in runs]
+        for _ in range(rounds):
+            for run, mine in zip(runs, samples, strict=True):
+                start = time.perf_counter()
+                run()
+                mine.append((time.perf_counter() - start) * 1e6)
+        return samples
+
+    def release(self) -> None:
+        """Nothing is held."""
+
+
+def median(samples: Sequence[float]) -> float:
+    return statistics.median(samples)

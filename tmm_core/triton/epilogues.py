@@ -1,0 +1,158 @@
+"""Device functions of the built-in epilogues, and how a chain becomes one function.
+
+All work on fp32 blocks. A parameter is a ``tl.constexpr``, so every value of it is a
+kernel of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import linecache
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from tmm_core.epilogue import Epilogue
+
+# √½, √(2/π) and GPT-2's cubic coefficient, as in torch.nn.functional.gelu.
+_SQRT_HALF = tl.constexpr(0.7071067811865476)
+_SQRT_2_OVER_PI = tl.constexpr(0.7978845608028654)
+_GELU_CUBIC = tl.constexpr(0.044715)
+
+
+@triton.jit
+def identity(z):
+    return z
+
+
+@triton.jit
+def relu(z):
+    # Not tl.maximum(z, 0): a NaN has to come through, as in torch.
+    return tl.where(z < 0, 0.0, z)
+
+
+@triton.jit
+def relu2(z):
+    r = relu(z)
+    return r * r
+
+
+@triton.jit
+def leaky_relu(z, slope: tl.constexpr):
+    return tl.where(z < 0, z * slope, z)
+
+
+@triton.jit
+def sigmoid(z):
+    return 1 / (1 + tl.exp(-z))
+
+
+@triton.jit
+def silu(z):
+    return z / (1 + tl.exp(-z))
+
+
+@triton.jit
+def tanh(z):
+    # 1 − 2 / (e^2z + 1) has the right limits where e^2z overflows to inf or to 0; near
+    # zero it cancels, and there the odd Taylor series to z⁵ is good to fp32 rounding.
+    square = z * z
+    series = z * (1 - square * (1.0 / 3 - square * (2.0 / 15)))
+    return tl.where(tl.abs(z) < 0.05, series, 1 - 2 / (tl.exp(2 * z) + 1))
+
+
+@triton.jit
+def gelu(z):
+    return 0.5 * z * (1 + tl.erf(z * _SQRT_HALF))
+
+
+@triton.jit
+def gelu_tanh(z):
+    # ½(1 + tanh u) = sigmoid(2u)
+    return z * sigmoid(2 * _SQRT_2_OVER_PI * z * (1 + _GELU_CUBIC * z * z))
+
+
+@triton.jit
+def softplus(z):
+    # log(1 + e^z) = max(z, 0) + log(1 + e^−|z|), which never overflows.
+    small = tl.exp(-tl.abs(z))
+    # log(1 + s) loses s below 1e-4; there s − s²/2 is exact to fp32 rounding.
+    log1p = tl.where(small < 1e-4, small * (1 - 0.5 * small), tl.log(1 + small))
+    return relu(z) + log1p
+
+
+@triton.jit
+def softcap(z, cap: tl.constexpr):
+    return cap * tanh(z / cap)
+
+
+@triton.jit
+def scale(z, factor: tl.constexpr):
+    return z * factor
+
+
+@triton.jit
+def swiglu(gate, up):
+    return silu(gate) * up
+
+
+@triton.jit
+def geglu(gate, up):
+    return gelu(gate) * up
+
+
+@triton.jit
+def geglu_tanh(gate, up):
+    return gelu_tanh(gate) * up
+
+
+@triton.jit
+def reglu(gate, up):
+    return relu(gate) * up
+
+
+def device_function(epilogue: Epilogue) -> Any:
+    """The ``@triton.jit`` function of ``epilogue``: takes the fp32 accumulator (two of them
+    where gated) and returns a block of its shape. Parameters are baked in.
+
+    A kernel takes it as a ``tl.constexpr`` argument and calls it; Triton's own cache key
+    covers its source and that of everything it calls.
+
+    Raises:
+        ValueError: A stage has no device function (``epilogue.fusable`` is False).
+    """
+    return _device_function(epilogue)
+
+
+@functools.lru_cache(maxsize=1024)
+def _device_function(epilogue: Epilogue) -> Any:
+    stages = epilogue.stages or (epilogue,)
+    functions = [_resolve(stage) for stage in stages]
+    if len(stages) == 1 and not epilogue.parameters:
+        return functions[0]
+    # Triton compiles functions from source only: write the chain out as one.
+    inputs = "gate, up" if epilogue.gated else "z"
+    lines, argument = [f"def chain({inputs}):"], inputs
+    for i, stage in enumerate(stages):
+        constants = "".join(f", {p!r}" for p in stage.parameters)
+        lines.append(f"    z = stage{i}({argument}{constants})")
+        argument = "z"
+    source = "\n".join([*lines, "    return z", ""])
+    filename = f"<tmm epilogue {epilogue.key}>"
+    # inspect.getsource, which Triton uses, reads through linecache.
+    linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
+    namespace = {f"stage{i}": f for i, f in enumerate(functions)}
+    namespace |= {"tl": tl, "__name__": __name__}
+    exec(compile(source, filename, "exec"), namespace)
+    return triton.jit(namespace["chain"])
+
+
+def _resolve(stage: Epilogue) -> Any:
+    if stage.device is None:
+        raise ValueError(f"epilogue {stage.name!r} has no device function to fuse")
+    if isinstance(stage.device, str):
+        module, _, attribute = stage.device.partition(":")
+        return getattr(importlib.import_module(module), attribute)
+    return stage.device

@@ -1,0 +1,340 @@
+"""Candidates in, a :class:`TuningRecord` out.
+
+Compile in parallel, verify on a poisoned output, then time in stages: everything a little,
+the promising more, finalists and BLAS afresh and alternating. A candidate that fails to
+compile, is wrong, or hangs costs itself only, and the record says so.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures as futures
+import datetime
+import os
+import sys
+import threading
+import time
+import warnings
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+import torch
+from tmm_cache import CandidateResult, TuningRecord
+
+from tmm_core import verify
+from tmm_core.errors import TmmWarning
+from tmm_core.kernel import Candidate, Config, Kernel, Launcher
+from tmm_core.problem import Problem
+from tmm_core.settings import Settings
+from tmm_core.timing import CudaTimer, HostTimer, Timer, median
+
+#: The kernel a winner has to beat, and by how much: what two timings of the same thing
+#: differ by on a quiet H200 is 0.5–1 %; 1.5 % is past it.
+BASELINE = "blas"
+MARGIN = 0.015
+
+#: Times this close to the best are a tie, broken by a stable rule so that restarts agree.
+TIE = 0.005
+
+#: (rounds, slower than the best by more than this factor: out). The last stage is the
+#: fresh measure that decides; earlier samples only eliminate.
+STAGES = ((3, 1.4), (8, 1.1), (25, 0.0))
+FINALISTS = 6
+
+#: Seconds one candidate may take to compile before it is left behind.
+COMPILE_LIMIT = 60.0
+
+
+@dataclass
+class _Trial:
+    """One candidate on its way through a tuning."""
+
+    candidate: Candidate
+    status: Literal["ok", "slow", "wrong", "failed"] = "slow"
+    launcher: Launcher | None = None
+    samples: list[float] = field(default_factory=list)
+    error: float | None = None
+    reason: str | None = None
+
+    @property
+    def time(self) -> float:
+        return median(self.samples) if self.samples else float("inf")
+
+    @property
+    def is_baseline(self) -> bool:
+        return self.candidate.kernel.name == BASELINE
+
+    def fail(self, error: BaseException | str) -> None:
+        self.status = "failed"
+        self.launcher = None
+        text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
+        self.reason = text.strip()[:500]
+
+
+class Tuner:
+    """Measures candidates on the device a problem names.
+
+    Args:
+        timer: For tests; by default GPU events, or wall time on a CPU.
+        workers: Threads that compile (Triton releases the GIL in its passes and runs ptxas
+            as a process); by default the number of cores, at most 16.
+    """
+
+    def __init__(self, timer: Timer | None = None, workers: int | None = None) -> None:
+        self._timer = timer
+        self._workers = workers or min(16, os.cpu_count() or 1)
+
+    def tune(
+        self,
+        problem: Problem,
+        kernels: Sequence[Kernel[Any]],
+        settings: Settings,
+        before: TuningRecord | None = None,
+    ) -> TuningRecord:
+        """Time what ``before`` does not hold yet, with BLAS and its winner beside it.
+
+        Returns ``before`` itself where it is complete. Kernels are told apart by their own
+        version, so an upgraded plugin's candidates alone are measured again.
+
+        Raises:
+            ValueError: ``kernels`` has no baseline (nothing to compare with).
+        """
+        started = time.monotonic()
+        old = {(c.kernel, c.version): c for c in before.candidates} if before else {}
+        new = [k for k in kernels if (k.name, k.version) not in old]
+        if before is not None and not new:
+            return before
+        if not any(kernel.name == BASELINE for kernel in kernels):
+            raise ValueError(f"no {BASELINE!r} kernel to compare with")
+        trials = list(_trials(problem, kernels, new, before))
+        deadline = started + settings.tune_budget
+        device = _device(problem)
+        with _progress(problem, len(trials), settings) as advance:
+            self._compile(trials, problem, deadline, advance)
+            self._verify(trials, problem, device)
+            self._time(trials, problem, device, deadline)
+        results = [_result(trial, problem) for trial in trials]
+        measured = {(r.kernel, r.version) for r in results}
+        present = {(k.name, k.version) for k in kernels}
+        if before is not None:
+            results += [
+                c
+                for c in before.candidates
+                if (c.kernel, c.version) in present and (c.kernel, c.version) not in measured
+            ]
+        incumbent = before.candidates[before.winner] if before else None
+        return TuningRecord(
+            problem=problem.to_json(),
+            winner=decide(results, incumbent),
+            candidates=tuple(results),
+            created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            tuning_seconds=round(time.monotonic() - started, 3),
+        )
+
+    def _compile(
+        self, trials: list[_Trial], problem: Problem, deadline: float, advance: Any
+    ) -> None:
+        """Bind all, in parallel. Threads, not a pool: one that hangs is left behind."""
+        queue = iter(trials)
+        lock = threading.Lock()
+        done: dict[int, futures.Future[Launcher]] = {id(t): futures.Future() for t in trials}
+
+        def work() -> None:
+            while True:
+                with lock:
+                    trial = next(queue, None)
+                if trial is None:
+                    return
+                promise = done[id(trial)]
+                if time.monotonic() > deadline and not trial.is_baseline:
+                    promise.set_exception(TimeoutError("the tuning budget ended before it"))
+                    continue
+                try:
+                    kernel, config = trial.candidate.kernel, trial.candidate.config
+                    promise.set_result(kernel.bind(problem, config))
+                except BaseException as error:  # compilers raise SystemExit and worse
+                    promise.set_exception(error)
+
+        for _ in range(min(self._workers, len(trials))):
+            threading.Thread(target=work, daemon=True).start()
+        for trial in trials:
+            try:
+                trial.launcher = done[id(trial)].result(timeout=COMPILE_LIMIT)
+            except futures.TimeoutError as error:
+                text = str(error) or f"did not compile within {COMPILE_LIMIT:.0f} s"
+                trial.fail(text)
+            except BaseException as error:
+                if isinstance(error, KeyboardInterrupt):
+                    raise
+                trial.fail(error)
+            advance()
+
+    def _verify(self, trials: list[_Trial], problem: Problem, device: torch.device) -> None:
+        inputs = verify.make_inputs(problem, device, seed=_fresh_seed())
+        expected = verify.reference(problem, inputs)
+        limit = verify.tolerance(problem)
+        for trial in trials:
+            if trial.launcher is None:
+                continue
+            verify.poison(inputs.out)
+            try:
+                out = inputs.run(trial.launcher)
+                trial.error = verify.error(out, expected)
+            except Exception as error:
+                trial.fail(error)
+                continue
+            # BLAS is what the others are held against; torch's own error is no verdict.
+            if not trial.error <= limit and not trial.is_baseline:
+                trial.status, trial.launcher = "wrong", None
+                trial.reason = f"error {trial.error:.3g} exceeds {limit:.3g}"
+
+    def _time(
+        self, trials: list[_Trial], problem: Problem, device: torch.device, deadline: float
+    ) -> None:
+        timer = self._timer or (CudaTimer(device) if device.type == "cuda" else HostTimer())
+        inputs = verify.make_inputs(problem, device, seed=_fresh_seed())
+        racing = [t for t in trials if t.launcher is not None]
+        for stage, (rounds, keep) in enumerate(STAGES):
+            runs = [_runner(t.launcher, inputs) for t in racing if t.launcher is not None]
+            if stage == 0:
+                timer.measure(runs, 1)  # modules load, clocks rise
+            elif time.monotonic() > deadline:
+                break
+            try:
+                samples = timer.measure(runs, rounds)
+            except Exception as error:
+                warnings.warn(f"timing {problem} failed: {error}", TmmWarning, stacklevel=2)
+                break
+            for trial, mine in zip(racing, samples, strict=True):
+                trial.samples = mine
+            if keep:
+                best = min(t.time for t in racing)
+                ranked = sorted(racing, key=lambda t: t.time)
+                limit = FINALISTS if stage == len(STAGES) - 2 else len(ranked)
+                racing = [
+                    t
+                    for i, t in enumerate(ranked)
+                    if t.is_baseline or (i < limit and t.time <= best * keep)
+                ]
+        for trial in racing:
+            trial.status = "ok"
+        release = getattr(timer, "release", None)
+        if release is not None and self._timer is None:
+            release()
+
+
+def decide(results: Sequence[CandidateResult], incumbent: CandidateResult | None = None) -> int:
+    """Index of the winner.
+
+    BLAS, unless the best beats it by :data:`MARGIN`; among those within :data:`TIE` of the
+    best: deterministic before not, then least workspace, then the incumbent, then by name.
+
+    Raises:
+        ValueError: Nothing was timed.
+    """
+    timed = [(i, r) for i, r in enumerate(results) if r.status == "ok" and r.samples_us]
+    if not timed:
+        raise ValueError("no candidate was timed")
+    best = min(_us(r) for _, r in timed)
+    baseline = [(i, r) for i, r in timed if r.kernel == BASELINE]
+    if baseline:
+        index, blas = min(baseline, key=lambda pair: _us(pair[1]))
+        if best > _us(blas) * (1 - MARGIN):
+            return index
+
+    def rank(pair: tuple[int, CandidateResult]) -> tuple[Any, ...]:
+        _, r = pair
+        same = incumbent is not None and (r.kernel, r.config) == (
+            incumbent.kernel,
+            incumbent.config,
+        )
+        return (not r.deterministic, r.workspace_bytes, not same, r.kernel, str(r.config))
+
+    return min((p for p in timed if _us(p[1]) <= best * (1 + TIE)), key=rank)[0]
+
+
+def _us(result: CandidateResult) -> float:
+    time_us = result.median_us
+    return float("inf") if time_us is None else time_us
+
+
+def _trials(
+    problem: Problem,
+    kernels: Sequence[Kernel[Any]],
+    new: Sequence[Kernel[Any]],
+    before: TuningRecord | None,
+) -> Iterator[_Trial]:
+    """New kernels' whole spaces; of the others BLAS and the winner so far, as anchors."""
+    winner = before.candidates[before.winner] if before else None
+    for kernel in kernels:
+        configs: list[Config] = []
+        reason: Any = "its search space is empty for this problem"
+        try:
+            if kernel in new:
+                configs = [kernel.default_config(problem), *kernel.configs(problem)]
+            elif kernel.name == BASELINE:
+                configs = [kernel.default_config(problem)]
+            elif winner is not None and kernel.name == winner.kernel:
+                configs = [kernel.config_type.from_json(winner.config)]
+            else:
+                continue
+        except Exception as error:
+            reason = error
+        for config in dict.fromkeys(configs):
+            yield _Trial(Candidate(kernel, config))
+        if not configs:
+            empty = _Trial(Candidate(kernel, Config()))
+            empty.fail(reason)
+            yield empty
+
+
+def _result(trial: _Trial, problem: Problem) -> CandidateResult:
+    kernel, config = trial.candidate.kernel, trial.candidate.config
+    scratch = kernel.workspace_bytes(problem, config) if trial.launcher is not None else 0
+    return CandidateResult(
+        kernel=kernel.name,
+        version=kernel.version,
+        config=config.to_json(),
+        status=trial.status,
+        samples_us=tuple(round(s, 3) for s in trial.samples),
+        error=trial.error,
+        tolerance=verify.tolerance(problem) if trial.error is not None else None,
+        workspace_bytes=scratch,
+        deterministic=kernel.traits.deterministic,
+        batch_invariant=kernel.traits.batch_invariant,
+        reason=trial.reason,
+    )
+
+
+def _runner(launcher: Launcher, inputs: verify.Inputs) -> Any:
+    return lambda: inputs.run(launcher)
+
+
+def _device(problem: Problem) -> torch.device:
+    """The current device, of the problem's type: fingerprints have no index."""
+    if problem.device.type == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device(problem.device.type)
+
+
+def _fresh_seed() -> int:
+    return int.from_bytes(os.urandom(4), "little")
+
+
+@contextmanager
+def _progress(problem: Problem, total: int, settings: Settings) -> Iterator[Any]:
+    """A bar on stderr where a person is looking, nothing elsewhere."""
+    shown = settings.progress
+    if shown is None:
+        shown = sys.stderr.isatty()
+    if not shown:
+        yield lambda: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    columns = (TextColumn("tuning {task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(str(problem), total=total)
+        yield lambda: progress.advance(task)
