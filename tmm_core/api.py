@@ -74,6 +74,9 @@ def matmul(
                 out=out,
                 out_dtype=out_dtype,
             )
+    if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
+        name, wrong = ("a", a) if not isinstance(a, Tensor) else ("b", b)
+        raise TypeError(f"matmul(): argument '{name}' must be Tensor, not {type(wrong).__name__}")
     if epilogue is None:
         text = ""
     elif type(epilogue) is str:
@@ -121,7 +124,7 @@ def _apply(epilogue: Epilogue, z: Tensor) -> Tensor:
         if stage.derivative is None:
             z = stage.reference(*inputs, *stage.parameters)
         else:
-            z = _WithDerivative.apply(stage, *inputs)
+            z = _WithDerivative.apply(stage, *inputs)  # type: ignore[no-untyped-call]
     return z
 
 

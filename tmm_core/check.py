@@ -88,9 +88,11 @@ def product_shape(a: torch.Tensor, b: torch.Tensor) -> torch.Size:
 
 
 def _let_torch_say(a: torch.Tensor, b: torch.Tensor) -> NoReturn:
-    """Raise torch's own error for operands known not to multiply: on zero-stride stand-ins
-    of their shapes and dtypes nothing is computed before it is raised."""
-    torch.matmul(*(torch.zeros((), dtype=t.dtype).expand(t.shape) for t in (a, b)))
+    """Raise torch's own error for operands known not to multiply, from stand-ins of their
+    shapes, strides and dtypes: nothing is computed, or read, before it is raised."""
+    torch.matmul(
+        *(torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cpu") for t in (a, b))
+    )
     raise RuntimeError(f"cannot multiply {a.dtype} {tuple(a.shape)} and {b.dtype} {tuple(b.shape)}")
 
 

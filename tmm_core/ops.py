@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from tmm_cache import CacheStore
 
-from tmm_core import settings as settings_module
-from tmm_core.check import check, check_out, product_shape
+from tmm_core import flops, settings
+from tmm_core.check import check, check_out
 from tmm_core.device import fingerprint
 from tmm_core.dispatcher import FALLBACK, Dispatcher
 from tmm_core.epilogue import Epilogue
@@ -24,7 +24,6 @@ from tmm_core.fold import Fold
 from tmm_core.plan import Plan
 from tmm_core.problem import Problem
 from tmm_core.registry import Registry
-from tmm_core.settings import Settings
 from tmm_core.tuner import Tuner
 
 Tensor = torch.Tensor
@@ -70,14 +69,13 @@ def epilogue_of(text: str) -> Epilogue:
 def _run(
     a: Tensor,
     b: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    alpha: float,
-    epilogue: str,
-    out_dtype: torch.dtype | None,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    alpha: float = 1.0,
+    epilogue: str = "",
+    out_dtype: torch.dtype | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    settings = settings_module.current()
     key = (
         a.shape,
         a.stride(),
@@ -95,13 +93,13 @@ def _run(
         epilogue,
         alpha == 1.0,
         out_dtype,
-        settings,
-        torch.are_deterministic_algorithms_enabled(),
-        _tf32() if a.dtype is torch.float32 else None,
+        _overridden(),
+        _deterministic(),
+        a.dtype is torch.float32 and _tf32(),
     )
     plan = _plans.get(key)
     if plan is None:
-        plan = _build(key, a, b, bias, residual, alpha, epilogue, out_dtype, out, settings)
+        plan = _build(key, a, b, bias, residual, alpha, epilogue, out_dtype, out)
     try:
         return plan.launcher(a, b, bias, residual, alpha, out)
     except Exception as error:
@@ -109,6 +107,10 @@ def _run(
             raise
         _plans.pop(key, None)
     return _run(a, b, bias, residual, alpha, epilogue, out_dtype, out)
+
+
+_overridden = settings.overridden
+_deterministic = torch._C._get_deterministic_algorithms
 
 
 def _signature(t: Tensor) -> tuple[Any, ...]:
@@ -133,9 +135,9 @@ def _build(
     epilogue: str,
     out_dtype: torch.dtype | None,
     out: Tensor | None,
-    settings: Settings,
 ) -> Plan:
-    plan = make_plan(a, b, bias, residual, alpha, epilogue_of(epilogue), out_dtype, out, settings)
+    parsed, current = epilogue_of(epilogue), settings.current()
+    plan = make_plan(a, b, bias, residual, alpha, parsed, out_dtype, out, current)
     if not plan.problem.capturing:
         # What was chosen under capture was chosen with its hands tied.
         with _build_lock:
@@ -154,7 +156,7 @@ def make_plan(
     epilogue: Epilogue,
     out_dtype: torch.dtype | None,
     out: Tensor | None,
-    settings: Settings,
+    current: settings.Settings,
 ) -> Plan:
     """Check, choose and bind; everything raised for bad input is raised here.
 
@@ -162,10 +164,10 @@ def make_plan(
         RuntimeError, ValueError, TypeError: See :func:`tmm_core.check.check`.
         TmmError: See :meth:`tmm_core.dispatcher.Dispatcher.choose`.
     """
-    problem, fold = pose(a, b, bias, residual, alpha, epilogue, out_dtype, out, settings)
+    problem, fold = pose(a, b, bias, residual, alpha, epilogue, out_dtype, out, current)
     chooser = dispatcher()
     while True:
-        choice = chooser.choose(problem, settings)
+        choice = chooser.choose(problem, current)
         kernel, config = choice.candidate.kernel, choice.candidate.config
         try:
             with torch.cuda.device(a.device) if a.is_cuda else nullcontext():
@@ -189,7 +191,7 @@ def pose(
     epilogue: Epilogue,
     out_dtype: torch.dtype | None,
     out: Tensor | None,
-    settings: Settings,
+    current: settings.Settings,
 ) -> tuple[Problem, Fold | None]:
     """The problem that one call's arguments pose, with operands folded to 2-D or 3-D."""
     shape = check(a, b, bias, residual, epilogue, out_dtype)
@@ -211,8 +213,8 @@ def pose(
         epilogue=epilogue,
         scaled=alpha != 1.0,
         tf32=a.dtype is torch.float32 and a.is_cuda and _tf32(),
-        deterministic=settings.deterministic or torch.are_deterministic_algorithms_enabled(),
-        batch_invariant=settings.batch_invariant,
+        deterministic=current.deterministic or torch.are_deterministic_algorithms_enabled(),
+        batch_invariant=current.batch_invariant,
         capturing=a.is_cuda and torch.cuda.is_current_stream_capturing(),
     )
     return problem, fold
@@ -256,19 +258,7 @@ def _run_out(
     return _run(a, b, bias, residual, alpha, epilogue, out_dtype, out)
 
 
-def _run_op(
-    a: Tensor,
-    b: Tensor,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    alpha: float = 1.0,
-    epilogue: str = "",
-    out_dtype: torch.dtype | None = None,
-) -> Tensor:
-    return _run(a, b, bias, residual, alpha, epilogue, out_dtype)
-
-
-library.impl("matmul", _run_op, "CompositeExplicitAutograd")
+library.impl("matmul", _run, "CompositeExplicitAutograd")
 library.impl("matmul.out", _run_out, "CompositeExplicitAutograd")
 
 
@@ -282,9 +272,7 @@ def _fake(
     epilogue: str = "",
     out_dtype: torch.dtype | None = None,
 ) -> Tensor:
-    shape = list(product_shape(a, b))
-    if epilogue_of(epilogue).gated:
-        shape[-1] //= 2
+    shape = check(a, b, bias, residual, epilogue_of(epilogue), out_dtype)
     return a.new_empty(shape, dtype=out_dtype or a.dtype)
 
 
@@ -360,6 +348,7 @@ def _autocast(device: str) -> Any:
 
 library.impl("matmul", _autocast("cuda"), "AutocastCUDA")
 library.impl("matmul", _autocast("cpu"), "AutocastCPU")
+flops.install()
 
 matmul = torch.ops.tmm.matmul.default
 matmul_out = torch.ops.tmm.matmul.out

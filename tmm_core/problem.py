@@ -40,8 +40,10 @@ class Operand:
         rows, cols = t.shape[-2:]
         s_row, s_col = t.stride()[-2:]
         layout: Layout
-        # A dimension of size one has no stride to speak of.
-        if s_col == 1 or cols <= 1:
+        # A dimension of size one has no stride to speak of; a contiguous vector is of the
+        # layout in which it is one row or one column.
+        column = s_row == 1 and cols <= 1 < rows
+        if (s_col == 1 or cols <= 1) and not column:
             layout, leading, width, count = "row", s_row, cols, rows
         elif s_row == 1 or rows <= 1:
             layout, leading, width, count = "col", s_col, rows, cols

@@ -103,6 +103,8 @@ _VARIABLES: dict[str, tuple[str, Any]] = {
 }
 
 _active: ContextVar[Settings | None] = ContextVar("tmm_settings", default=None)
+#: What a plan's key holds: the settings of the innermost override, None outside of any.
+overridden = _active.get
 _interned: dict[tuple[Any, ...], Settings] = {}
 
 

@@ -41,6 +41,7 @@ TIE = 0.005
 #: fresh measure that decides; earlier samples only eliminate.
 STAGES = ((3, 1.4), (8, 1.1), (25, 0.0))
 FINALISTS = 6
+RESERVE = 3.0
 
 #: Seconds one candidate may take to compile before it is left behind.
 COMPILE_LIMIT = 60.0
@@ -196,7 +197,7 @@ class Tuner:
         inputs = verify.make_inputs(problem, device, seed=_fresh_seed())
         racing = [t for t in trials if t.launcher is not None]
         for stage, (rounds, keep) in enumerate(STAGES):
-            runs = [_runner(t.launcher, inputs) for t in racing if t.launcher is not None]
+            runs = [_Runner(t.launcher, inputs) for t in racing if t.launcher is not None]
             if stage == 0:
                 timer.measure(runs, 1)  # modules load, clocks rise
             elif time.monotonic() > deadline:
@@ -209,19 +210,29 @@ class Tuner:
             for trial, mine in zip(racing, samples, strict=True):
                 trial.samples = mine
             if keep:
-                best = min(t.time for t in racing)
-                ranked = sorted(racing, key=lambda t: t.time)
-                limit = FINALISTS if stage == len(STAGES) - 2 else len(ranked)
-                racing = [
-                    t
-                    for i, t in enumerate(ranked)
-                    if t.is_baseline or (i < limit and t.time <= best * keep)
-                ]
+                racing = _survivors(racing, keep, FINALISTS if stage == len(STAGES) - 2 else None)
         for trial in racing:
             trial.status = "ok"
         release = getattr(timer, "release", None)
         if release is not None and self._timer is None:
             release()
+
+
+def _survivors(racing: list[_Trial], keep: float, limit: int | None) -> list[_Trial]:
+    """BLAS, the ``limit`` best within a factor ``keep`` of the best, and of each kernel its
+    best config within :data:`RESERVE`: it is next in line where the winner is filtered out,
+    quarantined or uninstalled."""
+    ranked = sorted(racing, key=lambda t: t.time)
+    best = ranked[0].time
+    kept, seen = [], set()
+    for place, trial in enumerate(ranked):
+        name = trial.candidate.kernel.name
+        close = trial.time <= best * keep and (limit is None or place < limit)
+        reserve = name not in seen and trial.time <= best * RESERVE
+        seen.add(name)
+        if close or reserve or trial.is_baseline:
+            kept.append(trial)
+    return kept
 
 
 def decide(results: Sequence[CandidateResult], incumbent: CandidateResult | None = None) -> int:
@@ -307,8 +318,15 @@ def _result(trial: _Trial, problem: Problem) -> CandidateResult:
     )
 
 
-def _runner(launcher: Launcher, inputs: verify.Inputs) -> Any:
-    return lambda: inputs.run(launcher)
+@dataclass(frozen=True, slots=True)
+class _Runner:
+    """One launch of a candidate on the inputs all are timed on."""
+
+    launcher: Launcher
+    inputs: verify.Inputs
+
+    def __call__(self) -> object:
+        return self.inputs.run(self.launcher)
 
 
 def _device(problem: Problem) -> torch.device:

@@ -9,6 +9,7 @@ divisible by what and how wide an integer is, and the launcher keeps the handle.
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, ClassVar
@@ -133,6 +134,7 @@ class Launch:
         **options: Any,
     ) -> None:
         self.compiled: CompiledKernel | None = None
+        self._described = [n for n in fn.arg_names if types.get(n, "").startswith("tensordesc")]
         if interpreting() or device.type != "cuda":
             self._call = _interpreted(fn, list(types), constants)
             return
@@ -153,10 +155,53 @@ class Launch:
                 compiled._init_handles()
             self._compiled[key] = compiled
         self.compiled = compiled
-        self._call = _direct(compiled, [name in types for name in fn.arg_names], index)
+        self._low = _low_level(compiled.run, described=bool(self._described))
+        runtime = [name in types for name in fn.arg_names]
+        self._call = _direct(compiled, self._low, runtime, index, described=bool(self._described))
 
     def __call__(self, grid: Grid, *args: Any) -> None:
         self._call(grid, args)
+
+    def tensor_map(
+        self, name: str, describe: Callable[[torch.Tensor], Any]
+    ) -> Callable[[torch.Tensor], Any]:
+        """What to pass for the ``tensordesc`` parameter ``name``, given the tensor.
+
+        Triton encodes a tensor map anew for every descriptor of every launch. The function
+        returned keeps the maps of the tensors it saw last, so that a warm launch encodes none.
+
+        Args:
+            name: A parameter whose type is ``tensordesc<…>``.
+            describe: The tensor's descriptor; it may depend on address, shape and strides.
+        """
+        if self.compiled is None or self._low is None:
+            return describe
+        from triton.backends.nvidia.driver import make_tensordesc_arg
+
+        meta = self.compiled.metadata.tensordesc_meta[self._described.index(name)]
+        maps: dict[tuple[Any, ...], _TensorMap] = {}
+
+        def of(t: torch.Tensor) -> Any:
+            key = (t.data_ptr(), t.shape, t.stride())
+            encoded = maps.get(key)
+            if encoded is None:
+                if len(maps) >= _TENSOR_MAPS_KEPT:
+                    maps.pop(next(iter(maps)), None)
+                encoded = _TensorMap(make_tensordesc_arg(describe(t), meta))
+                maps[key] = encoded
+            return encoded
+
+        return of
+
+
+#: A weight has one address, activations come from a few blocks of torch's allocator.
+_TENSOR_MAPS_KEPT = 64
+
+
+class _TensorMap(tuple[Any, ...]):
+    """A descriptor as the C launcher takes it: the encoded map, then shape and strides."""
+
+    __slots__ = ()
 
 
 def _interpreted(fn: Any, names: Sequence[str], constants: Mapping[str, Any]) -> Any:
@@ -166,32 +211,46 @@ def _interpreted(fn: Any, names: Sequence[str], constants: Mapping[str, Any]) ->
     return call
 
 
-def _direct(compiled: CompiledKernel, runtime: Sequence[bool], device: int) -> Any:
+def _low_level(run: Any, *, described: bool) -> Any:
+    """Triton's C launch function; None where its order of arguments, which belongs to a
+    version, is not known, or the launch needs more than it."""
+    if getattr(run, "global_scratch_size", 1) or getattr(run, "profile_scratch_size", 1):
+        return None
+    if not (hasattr(run, "launch_cooperative_grid") and hasattr(run, "launch_pdl")):
+        return None
+    if not (hasattr(run, "kernel_signature") or triton.__version__.startswith("3.6.")):
+        return None
+    low = getattr(run, "launch", None)
+    if described and low is not None:
+        # Under the wrapper that encodes descriptors; ours come encoded.
+        low = inspect.getclosurevars(low).nonlocals.get("launcher")
+    return low
+
+
+def _direct(
+    compiled: CompiledKernel, low: Any, runtime: Sequence[bool], device: int, *, described: bool
+) -> Any:
     """The launch call of the installed Triton, everything but grid and arguments bound.
 
-    Its low-level ``launch`` takes the same things in an order that belongs to a version;
-    where neither known order fits, the launcher object's own call is used (0.6 µs more).
+    Where :func:`_low_level` knows none, the launcher object's own call is used (0.6 µs more).
     """
     run = compiled.run
     function, metadata = compiled.function, compiled.packed_metadata
     stream_of = torch._C._cuda_getCurrentRawStream
     current_device = torch.cuda.current_device
     expand = _expander(runtime)
-    no_scratch = not (
-        getattr(run, "global_scratch_size", 1) or getattr(run, "profile_scratch_size", 1)
-    )
-    flags = (getattr(run, "launch_cooperative_grid", None), getattr(run, "launch_pdl", None))
-    low: Any = getattr(run, "launch", None)
-    known = no_scratch and None not in flags and low is not None
     launch: Callable[[Grid, int, tuple[Any, ...]], None]
-    if known and hasattr(run, "kernel_signature"):  # Triton 3.7
+    if low is not None and described:
+        expand = _flattened(expand)
+    if low is not None and hasattr(run, "kernel_signature"):  # Triton 3.7
+        flags = (run.launch_cooperative_grid, run.launch_pdl)
         tail = (metadata, None, None, None, None, None, run.arg_annotations, run.kernel_signature)
 
         def launch(grid: Grid, stream: int, args: tuple[Any, ...]) -> None:
             low(*grid, stream, function, *flags, *tail, args)
 
-    elif known and triton.__version__.startswith("3.6."):
-        head = (*flags, None, None, metadata, None, None, None)
+    elif low is not None:  # Triton 3.6
+        head = (run.launch_cooperative_grid, run.launch_pdl, None, None, metadata, None, None, None)
 
         def launch(grid: Grid, stream: int, args: tuple[Any, ...]) -> None:
             low(*grid, stream, function, *head, *args)
@@ -227,3 +286,20 @@ def _expander(runtime: Sequence[bool]) -> Callable[[tuple[Any, ...]], tuple[Any,
         return tuple(full)
 
     return expand
+
+
+def _flattened(
+    expand: Callable[[tuple[Any, ...]], tuple[Any, ...]],
+) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
+    """``expand``, with every encoded descriptor spread out."""
+
+    def flatten(args: tuple[Any, ...]) -> tuple[Any, ...]:
+        flat: list[Any] = []
+        for arg in expand(args):
+            if type(arg) is _TensorMap:
+                flat += arg
+            else:
+                flat.append(arg)
+        return tuple(flat)
+
+    return flatten

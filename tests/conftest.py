@@ -1,0 +1,47 @@
+"""Every test has a cache folder of its own, and without a GPU kernels are interpreted."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+if not torch.cuda.is_available():
+    # Triton reads this when a kernel's module is imported.
+    assert "triton" not in sys.modules
+    os.environ["TRITON_INTERPRET"] = "1"
+
+sys.path.insert(0, str(Path(__file__).parent))  # fakes.py
+
+from tmm_core import ops, settings
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="no CUDA device")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)
+
+
+@pytest.fixture(autouse=True)
+def isolated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    for name in list(os.environ):
+        if name.startswith("TMM_"):
+            monkeypatch.delenv(name)
+    monkeypatch.setenv("TMM_CACHE_DIR", str(tmp_path / "tmm-cache"))
+    forget()
+    yield
+    forget()
+
+
+def forget() -> None:
+    """Make the process read environment, plugins and cache anew."""
+    ops.dispatcher.cache_clear()
+    ops.forget_plans()
+    settings._from_environment.cache_clear()

@@ -1,0 +1,414 @@
+"""The public call against torch's: shapes, values, gradients, errors in torch's words."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import threading
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from fakes import FakeKernel, plugin
+
+import tmm_core
+from tmm_core import ops
+from tmm_core.epilogue import BUILTIN, Epilogue
+
+SHAPES = [
+    ((7,), (7,)),
+    ((2, 7), (7,)),
+    ((7,), (7, 3)),
+    ((5, 7), (7, 3)),
+    ((2, 5, 7), (7, 3)),
+    ((2, 5, 7), (2, 7, 3)),
+    ((4, 1, 5, 7), (3, 7, 2)),
+    ((7,), (4, 7, 3)),
+    ((4, 5, 7), (7,)),
+    ((1, 5, 7), (4, 7, 3)),
+    ((5, 7), (4, 7, 3)),
+    ((0, 7), (7, 3)),
+    ((2, 0), (0, 3)),
+    ((0, 5, 7), (7, 3)),
+    ((3, 5, 0), (3, 0, 2)),
+]
+
+
+@pytest.mark.parametrize(("sa", "sb"), SHAPES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64, torch.int32])
+def test_shapes_and_values_are_torchs(sa: Any, sb: Any, dtype: torch.dtype) -> None:
+    a = torch.randn(sa).mul(4).to(dtype)
+    b = torch.randn(sb).mul(4).to(dtype)
+    expected = torch.matmul(a, b)
+    torch.testing.assert_close(tmm_core.matmul(a, b), expected)
+    out = torch.empty(0, dtype=dtype)
+    assert tmm_core.matmul(a, b, out=out) is out
+    torch.testing.assert_close(out, expected)
+
+
+@pytest.mark.parametrize(("sa", "sb"), SHAPES)
+def test_gradients_are_torchs(sa: Any, sb: Any) -> None:
+    a = torch.randn(sa, dtype=torch.float64, requires_grad=True)
+    b = torch.randn(sb, dtype=torch.float64, requires_grad=True)
+    grad = torch.randn(torch.matmul(a, b).shape, dtype=torch.float64)
+    expected = torch.autograd.grad(torch.matmul(a, b), (a, b), grad)
+    got = torch.autograd.grad(tmm_core.matmul(a, b), (a, b), grad)
+    for mine, theirs in zip(got, expected, strict=True):
+        torch.testing.assert_close(mine, theirs)
+
+
+STRIDES = {
+    "row": lambda r, c: torch.randn(r, c),
+    "col": lambda r, c: torch.randn(c, r).t(),
+    "sliced": lambda r, c: torch.randn(r, c + 5)[:, 2 : c + 2],
+    "every other": lambda r, c: torch.randn(r, 2 * c)[:, ::2],
+    "expanded": lambda r, c: torch.randn(1, c).expand(r, c),
+    "rows skipped": lambda r, c: torch.randn(3 * r, c)[::3],
+}
+
+
+@pytest.mark.parametrize("left", STRIDES)
+@pytest.mark.parametrize("right", STRIDES)
+def test_every_stride(left: str, right: str) -> None:
+    a, b = STRIDES[left](6, 9), STRIDES[right](9, 4)
+    torch.testing.assert_close(tmm_core.matmul(a, b, epilogue="tanh"), torch.tanh(a @ b))
+
+
+@pytest.mark.parametrize("name", [n for n, e in BUILTIN.items() if not e.gated])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_the_whole_expression(name: str, dtype: torch.dtype) -> None:
+    a, b = torch.randn(6, 9, dtype=dtype), torch.randn(9, 4, dtype=dtype)
+    bias, residual = torch.randn(4, dtype=dtype), torch.randn(6, 4, dtype=dtype)
+    got = tmm_core.matmul(a, b, bias=bias, residual=residual, alpha=0.5, epilogue=name)
+    z = 0.5 * (a.double() @ b.double()) + bias.double()
+    expected = BUILTIN[name].apply(z) + residual.double()
+    tolerance = 1e-5 if dtype is torch.float32 else 4e-2
+    torch.testing.assert_close(got.double(), expected, atol=tolerance, rtol=tolerance)
+    assert got.dtype is dtype
+
+
+@pytest.mark.parametrize("name", [n for n, e in BUILTIN.items() if e.gated])
+def test_gated(name: str) -> None:
+    x, w, bias = torch.randn(3, 6, 9), torch.randn(8, 9), torch.randn(8)
+    gate, up = F.linear(x, w, bias).chunk(2, dim=-1)
+    expected = BUILTIN[name].reference(gate, up)
+    torch.testing.assert_close(tmm_core.linear(x, w, bias, epilogue=name), expected)
+
+
+def test_linear_is_torchs() -> None:
+    x, w, bias = torch.randn(2, 5, 7), torch.randn(3, 7), torch.randn(3)
+    torch.testing.assert_close(tmm_core.linear(x, w, bias), F.linear(x, w, bias))
+    with pytest.raises(RuntimeError, match="weight must be 2-D"):
+        tmm_core.linear(x, w[0])
+
+
+def test_chains_and_objects() -> None:
+    a, b = torch.randn(4, 5), torch.randn(5, 6)
+    cube = Epilogue("cube", lambda z: z**3)
+    expected = torch.tanh((a @ b) ** 3)
+    torch.testing.assert_close(tmm_core.matmul(a, b, epilogue=[cube, "tanh"]), expected)
+    got = tmm_core.matmul(a, b, epilogue="gelu_tanh+softcap(2)")
+    torch.testing.assert_close(got, 2 * torch.tanh(F.gelu(a @ b, approximate="tanh") / 2))
+
+
+def test_out_dtype_and_out() -> None:
+    a, b = torch.randn(4, 5).bfloat16(), torch.randn(5, 6).bfloat16()
+    wide = tmm_core.matmul(a, b, out_dtype=torch.float32)
+    assert wide.dtype is torch.float32
+    torch.testing.assert_close(wide, a.float() @ b.float())
+    out = torch.full((6, 4), float("nan")).t()
+    tmm_core.matmul(a, b, out=out, out_dtype=torch.float32, epilogue="relu")
+    torch.testing.assert_close(out, torch.relu(a.float() @ b.float()))
+    with pytest.warns(UserWarning, match="resized"):
+        tmm_core.matmul(a, b, out=torch.empty(3, dtype=torch.bfloat16))
+
+
+def t(*shape: int, **kw: Any) -> torch.Tensor:
+    return torch.zeros(*shape, **kw)
+
+
+@pytest.mark.parametrize(
+    ("call", "error", "said"),
+    [
+        (lambda: tmm_core.matmul(t(2, 3), t(2, 3)), RuntimeError, "mat1 and mat2 shapes cannot be multiplied \\(2x3 and 2x3\\)"),
+        (lambda: tmm_core.matmul(t(2, 3, 4), t(3, 4, 5)), RuntimeError, "must match the size of tensor b"),
+        (lambda: tmm_core.matmul(t(2, 3), t(3, 2, dtype=torch.float64)), RuntimeError, "expected m1 and m2 to have the same dtype, but got: float != double"),
+        (lambda: tmm_core.matmul(t(()), t(3)), RuntimeError, "both arguments to matmul need to be at least 1D, but they are 0D and 1D"),
+        (lambda: tmm_core.matmul([[1.0]], t(1, 1)), TypeError, "Tensor"),
+        (lambda: tmm_core.matmul(t(2, 3), t(3, 2), bias=t(3)), ValueError, r"bias must have shape \(2,\), got \(3,\)"),
+        (lambda: tmm_core.matmul(t(2, 3), t(3, 2), bias=t(2, dtype=torch.int32)), RuntimeError, "bias must have dtype"),
+        (lambda: tmm_core.matmul(t(2, 3), t(3, 2), residual=t(3, 2)), ValueError, "does not broadcast"),
+        (lambda: tmm_core.matmul(t(2, 3), t(3, 3), epilogue="swiglu"), ValueError, "width 2N"),
+        (lambda: tmm_core.matmul(t(2, 3), t(3, 2), epilogue="sillu"), tmm_core.UnknownNameError, "did you mean 'silu'"),
+        (lambda: tmm_core.matmul(t(2, 3), t(3, 2), epilogue="silu("), ValueError, "cannot parse epilogue"),
+        (lambda: tmm_core.matmul(t(2, 3), t(3, 2), epilogue="softcap(x)"), ValueError, "must be numbers"),
+        (lambda: tmm_core.matmul(t(2, 3), t(3, 2), epilogue="softcap(1,2)"), ValueError, "takes 1 parameters, got 2"),
+        (lambda: tmm_core.matmul(t(2, 3), t(3, 2), epilogue="silu+swiglu"), ValueError, "only come first"),
+        (lambda: tmm_core.matmul(t(2, 3), t(3, 2), epilogue=3), TypeError, "must be a str or an Epilogue"),
+        (lambda: tmm_core.matmul(t(2, 3, dtype=torch.int32), t(3, 2, dtype=torch.int32), epilogue="silu"), RuntimeError, "needs a floating dtype"),
+        (lambda: tmm_core.matmul(t(2, 3), t(3, 2), out_dtype=torch.int8), TypeError, "out_dtype must be a floating dtype"),
+        (lambda: tmm_core.matmul(t(2, 3), t(3, 2), out=t(2, 2, dtype=torch.float64)), RuntimeError, "Expected out tensor to have dtype"),
+        (lambda: tmm_core.matmul(t(2, 3), t(3, 2), kernel="blast"), tmm_core.UnknownNameError, "did you mean 'blas'"),
+        (lambda: tmm_core.matmul(t(2, 3), t(3, 2), config={"fused": True}), tmm_core.SettingsError, "config needs kernel"),
+        (lambda: tmm_core.matmul(t(2, 3), t(3, 2), kernel="blas", config={"fuse": True}), tmm_core.ConfigError, "fuse"),
+        (lambda: tmm_core.matmul(t(2, 3), t(3, 2), on_cache_miss="never"), tmm_core.SettingsError, "one of tune, heuristic, error"),
+        (lambda: tmm_core.matmul(t(2, 3), t(3, 2, device="meta")), RuntimeError, "same device"),
+    ],
+)  # fmt: skip
+def test_bad_input(call: Any, error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said) as caught:
+        call()
+    if issubclass(error, tmm_core.TmmError):
+        assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    ("sa", "sb"),
+    [
+        ((2, 3), (2, 3)),
+        ((2, 3, 4), (3, 4, 5)),
+        ((3,), (4,)),
+        ((2, 3, 4), (5, 2)),
+        ((4,), (2, 3, 4)),
+    ],
+)
+def test_shape_errors_are_torchs_own(sa: Any, sb: Any) -> None:
+    with pytest.raises(RuntimeError) as theirs:
+        torch.matmul(t(*sa), t(*sb))
+    with pytest.raises(RuntimeError) as ours:
+        tmm_core.matmul(t(*sa), t(*sb))
+    assert str(ours.value) == str(theirs.value)
+
+
+def test_out_may_not_alias_an_input() -> None:
+    a = torch.randn(4, 4)
+    before = a.clone()
+    with pytest.raises(RuntimeError, match="single memory location"):
+        tmm_core.matmul(a, a, out=a)
+    assert torch.equal(a, before)
+
+
+def test_out_is_not_differentiable() -> None:
+    a = torch.randn(2, 2, requires_grad=True)
+    with pytest.raises(RuntimeError, match="don't support automatic differentiation"):
+        tmm_core.matmul(a, a, out=torch.empty(2, 2))
+
+
+@pytest.mark.parametrize("epilogue", [None, "silu", "gelu", "softcap(2)", "swiglu", "relu2+tanh"])
+def test_gradients_through_everything(epilogue: str | None) -> None:
+    def leaf(*shape: int) -> torch.Tensor:
+        return torch.randn(*shape, dtype=torch.float64, requires_grad=True)
+
+    width = 4 if epilogue == "swiglu" else 2
+    inputs = (leaf(3, 5), leaf(5, width), leaf(width), leaf(3, 2))
+
+    def call(a: Any, b: Any, bias: Any, residual: Any) -> torch.Tensor:
+        return tmm_core.matmul(a, b, bias=bias, residual=residual, alpha=0.7, epilogue=epilogue)
+
+    assert torch.autograd.gradcheck(call, inputs)
+
+    def operator(a: Any, b: Any, bias: Any, residual: Any) -> torch.Tensor:
+        return torch.ops.tmm.matmul(a, b, bias, residual, 0.7, epilogue or "")
+
+    assert torch.autograd.gradcheck(operator, inputs)
+
+
+def test_a_given_derivative_is_used() -> None:
+    double = Epilogue("steep", lambda z: z * 2, derivative=lambda z: torch.full_like(z, 7.0))
+    a, b = torch.randn(2, 3, requires_grad=True), torch.eye(3)
+    tmm_core.matmul(a, b, epilogue=double).sum().backward()
+    assert torch.equal(a.grad, torch.full((2, 3), 7.0))
+
+
+def test_autocast_is_torchs() -> None:
+    a, b = torch.randn(4, 5), torch.randn(5, 6)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        mine, theirs = tmm_core.matmul(a, b), torch.matmul(a, b)
+    assert mine.dtype is theirs.dtype is torch.bfloat16
+    torch.testing.assert_close(mine, theirs)
+
+
+def test_opcheck() -> None:
+    a, b = torch.randn(4, 5, requires_grad=True), torch.randn(5, 6, requires_grad=True)
+    bias, residual = torch.randn(6), torch.randn(4, 6)
+    torch.library.opcheck(ops.matmul, (a, b))
+    torch.library.opcheck(ops.matmul, (a, b, bias, residual, 0.5, "silu", None))
+    torch.library.opcheck(ops.matmul, (a.detach(), b.detach(), None, None, 1.0, "swiglu", None))
+
+
+def test_compile_has_no_graph_break_and_few_compiles() -> None:
+    compiles = 0
+
+    def count(graph: Any, _: Any) -> Any:
+        nonlocal compiles
+        compiles += 1
+        return graph
+
+    w = torch.randn(7, 3)
+
+    @torch.compile(fullgraph=True, dynamic=True, backend=count)
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return tmm_core.matmul(x, w, epilogue="silu") * 2
+
+    for m in range(1, 51):
+        x = torch.randn(m, 7)
+        torch.testing.assert_close(f(x), F.silu(x @ w) * 2)
+    assert compiles <= 4
+
+
+def test_conj_and_neg_bits() -> None:
+    a = torch.randn(3, 4, dtype=torch.complex64)
+    b = torch.randn(4, 2, dtype=torch.complex64)
+    torch.testing.assert_close(tmm_core.matmul(a.conj(), b), a.conj() @ b)
+    neg = a.conj().imag
+    assert neg.is_neg()
+    torch.testing.assert_close(tmm_core.matmul(neg, b.real), neg @ b.real)
+
+
+def test_fake_tensors_have_the_right_shape() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    with FakeTensorMode():
+        y = tmm_core.matmul(torch.empty(2, 5, 7), torch.empty(7, 4), epilogue="swiglu")
+        assert y.shape == (2, 5, 2)
+
+
+def test_a_plan_replays_and_refuses_other_tensors() -> None:
+    a, b, bias = torch.randn(4, 5), torch.randn(5, 6), torch.randn(6)
+    plan = tmm_core.plan(a, b, bias=bias, epilogue="relu")
+    torch.testing.assert_close(plan(a, b, bias), torch.relu(a @ b + bias))
+    with pytest.raises(ValueError, match=r"plan is for a \(4, 5\) stride \(5, 1\)"):
+        plan(a.t().contiguous().t(), b, bias)
+    with pytest.raises(ValueError, match="bias given"):
+        plan(a, b)
+    with pytest.raises(ValueError, match="plan is for"):
+        plan(a.double(), b, bias)
+    assert plan.kernel == "blas"
+
+
+def test_a_kernel_that_raises_is_quarantined_and_the_call_answered() -> None:
+    def explode(out: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("illegal address")
+
+    ops.dispatcher().registry.register(
+        plugin(FakeKernel("test.bad", spoil=explode, estimate=1.0)), "bad"
+    )
+    ops.dispatcher().registry.kernel("blas").__class__.estimate_us, kept = (
+        lambda *_: 100.0,
+        ops.dispatcher().registry.kernel("blas").__class__.estimate_us,
+    )
+    try:
+        a, b = torch.randn(4, 5), torch.randn(5, 6)
+        with tmm_core.override(on_cache_miss="heuristic"):
+            with pytest.warns(tmm_core.TmmWarning, match="illegal address"):
+                got = tmm_core.matmul(a, b)
+            torch.testing.assert_close(got, a @ b)
+            torch.testing.assert_close(tmm_core.matmul(a, b), a @ b)  # silently now
+        with pytest.raises(RuntimeError, match="illegal address"):
+            tmm_core.matmul(a, b, kernel="test.bad")
+    finally:
+        ops.dispatcher().registry.kernel("blas").__class__.estimate_us = kept
+
+
+def test_override_nests_and_ends() -> None:
+    a, b = torch.randn(2, 2), torch.randn(2, 2)
+    ops.dispatcher().registry.register(
+        plugin(FakeKernel("test.plus", spoil=lambda out: out + 1)), "p"
+    )
+    with tmm_core.override(kernel="test.plus"):
+        torch.testing.assert_close(tmm_core.matmul(a, b), a @ b + 1)
+        with tmm_core.override(kernel="blas"):
+            torch.testing.assert_close(tmm_core.matmul(a, b), a @ b)
+        torch.testing.assert_close(tmm_core.matmul(a, b), a @ b + 1)
+    torch.testing.assert_close(tmm_core.matmul(a, b), a @ b)
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("TMM_ON_CACHE_MISS", "always", "one of tune, heuristic, error"),
+        ("TMM_TUNE_BUDGET", "-1", "positive seconds"),
+        ("TMM_TUNE_BUDGET", "soon", "could not convert"),
+        ("TMM_PROGRESS", "maybe", "expected 1 or 0"),
+    ],
+)
+def test_invalid_environment(
+    name: str, value: str, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(name, value)
+    with pytest.raises(tmm_core.SettingsError, match=f"{name}='{value}': .*{said}") as caught:
+        tmm_core.matmul(torch.ones(2, 2), torch.ones(2, 2))
+    assert "\n" not in str(caught.value)
+
+
+def test_threads_racing_the_first_call() -> None:
+    a, b = torch.randn(8, 8), torch.randn(8, 8)
+    expected = torch.relu(a @ b)
+    failures: list[BaseException] = []
+
+    def work() -> None:
+        try:
+            for _ in range(50):
+                torch.testing.assert_close(tmm_core.matmul(a, b, epilogue="relu"), expected)
+        except BaseException as error:
+            failures.append(error)
+
+    threads = [threading.Thread(target=work) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert failures == []
+
+
+def test_flops_are_counted() -> None:
+    from torch.utils.flop_counter import FlopCounterMode
+
+    a, b = torch.randn(4, 5), torch.randn(5, 6)
+    with FlopCounterMode(display=False) as counter:
+        tmm_core.matmul(a, b, epilogue="silu")
+        tmm_core.matmul(torch.randn(3, 4, 5), b)
+    assert counter.get_total_flops() == 2 * 4 * 5 * 6 * 4
+
+
+IMPORT = """
+import sys, os, torch
+before = set(os.listdir({home!r}))
+import tmm_core
+assert not torch.cuda.is_initialized()
+assert "triton" not in sys.modules, "triton"
+assert "tmm_triton" not in sys.modules and "tmm_blas" not in sys.modules
+assert "rich" not in sys.modules and "filelock" not in sys.modules
+from tmm_core import ops
+assert ops.dispatcher.cache_info().currsize == 0
+assert set(os.listdir({home!r})) == before
+"""
+
+
+def test_importing_does_nothing(tmp_path: Any) -> None:
+    environment = {**os.environ, "HOME": str(tmp_path), "XDG_CACHE_HOME": str(tmp_path)}
+    environment.pop("TRITON_INTERPRET", None)
+    subprocess.run(
+        [sys.executable, "-c", IMPORT.format(home=str(tmp_path))], env=environment, check=True
+    )
+
+
+def test_the_public_names() -> None:
+    assert sorted(tmm_core.__all__) == tmm_core.__all__
+    assert set(tmm_core.__all__) == {
+        "CacheMissError", "Candidate", "Config", "ConfigError", "Epilogue", "Explanation",
+        "Kernel", "KernelInfo", "Launcher", "Operand", "Plan", "PluginError", "Problem",
+        "Settings", "SettingsError", "TmmError", "TmmWarning", "Traits", "UnknownNameError",
+        "UnsupportedProblemError", "explain", "hookimpl", "kernels", "linear", "matmul",
+        "override", "plan", "problem", "tune",
+    }  # fmt: skip
+    assert all(hasattr(tmm_core, name) for name in tmm_core.__all__)
+
+
+def test_no_warning_on_a_plain_call() -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        tmm_core.matmul(torch.randn(2, 2), torch.randn(2, 2))

@@ -1,0 +1,302 @@
+"""Every rung of the ladder, with fakes and no GPU."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fakes import DEVICE, FakeBlas, FakeKernel, dispatcher, problem, settings
+from tmm_cache import CacheStore, CacheWarning
+
+from tmm_core import (
+    CacheMissError,
+    ConfigError,
+    TmmWarning,
+    Traits,
+    UnknownNameError,
+    UnsupportedProblemError,
+)
+from tmm_core.bucket import bucket_edge
+from tmm_core.explain import explain_problem
+
+FAST = {"fast": 10.0, "blas": 20.0}
+
+
+def test_a_forced_kernel_is_taken_even_when_slower() -> None:
+    d, timer = dispatcher(FakeBlas(), FakeKernel("slow"), times={"slow": 50.0, "blas": 20.0})
+    choice = d.choose(problem(), settings(kernel="slow"))
+    assert (choice.candidate.kernel.name, choice.origin) == ("slow", "forced")
+    assert timer.measured == []
+
+
+def test_a_forced_config_is_parsed_and_bounded() -> None:
+    d, _ = dispatcher(FakeBlas(), FakeKernel("fast", tiles=(1, 2)))
+    choice = d.choose(problem(), settings(kernel="fast", config='{"tile": 2}'))
+    assert choice.candidate.config.to_json() == {"tile": 2}
+    for bad, said in (
+        ('{"tile": 0}', "positive"),
+        ('{"tiel": 1}', "tiel"),
+        ('{"tile": "1"}', "int"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            d.choose(problem(), settings(kernel="fast", config=bad))
+
+
+def test_a_forced_kernel_that_cannot_raises_with_its_reasons() -> None:
+    d, _ = dispatcher(FakeBlas(), FakeKernel("odd", against=lambda p: ["m is even", "n too"]))
+    with pytest.raises(UnsupportedProblemError, match=r"'odd'.*m is even; n too"):
+        d.choose(problem(), settings(kernel="odd"))
+    with pytest.raises(UnknownNameError, match="did you mean 'odd'"):
+        d.choose(problem(), settings(kernel="od"))
+
+
+def test_forced_takes_its_best_config_on_record() -> None:
+    d, _ = dispatcher(
+        FakeBlas(), FakeKernel("fast", tiles=(1, 2)), times={("fast", 1): 15, ("fast", 2): 11}
+    )
+    d.tune(problem(), settings())
+    choice = d.choose(problem(), settings(kernel="fast"))
+    assert choice.candidate.config.to_json() == {"tile": 2}
+
+
+def test_a_miss_tunes_once_and_a_new_process_replays(tmp_path: Path) -> None:
+    d, timer = dispatcher(FakeBlas(), FakeKernel("fast"), times=FAST, root=tmp_path)
+    first = d.choose(problem(), settings())
+    assert (first.candidate.kernel.name, first.origin) == ("fast", "tuned")
+    assert "fast" in timer.measured
+
+    again, timer = dispatcher(FakeBlas(), FakeKernel("fast"), times=FAST, root=tmp_path)
+    second = again.choose(problem(), settings())
+    assert (second.candidate.kernel.name, second.origin) == ("fast", "cache")
+    assert timer.measured == []
+    assert str(tmp_path) in second.reason
+
+
+def test_blas_wins_without_a_margin() -> None:
+    d, _ = dispatcher(FakeBlas(), FakeKernel("close"), times={"close": 19.9, "blas": 20.0})
+    assert d.choose(problem(), settings()).candidate.kernel.name == "blas"
+
+
+def test_the_record_of_a_bucket_serves_all_of_it(tmp_path: Path) -> None:
+    d, timer = dispatcher(FakeBlas(), FakeKernel("fast"), times=FAST, root=tmp_path)
+    for m in range(4097, 5121, 64):
+        choice = d.choose(problem(m=m), settings())
+        assert choice.candidate.kernel.name == "fast"
+        assert choice.evidence is None or choice.evidence.m == 5120
+    assert len(list(tmp_path.rglob("*.json"))) == 2  # one record, environment.json
+    assert timer.measured.count("fast") == 1 + 1 + 1 + 1  # warm-up and three stages
+
+
+def test_an_exact_record_goes_before_the_buckets(tmp_path: Path) -> None:
+    times: dict[Any, float] = {"fast": 10.0, "blas": 20.0}
+    d, timer = dispatcher(FakeBlas(), FakeKernel("fast"), times=times, root=tmp_path)
+    d.tune(problem(m=5120), settings())
+    timer.times = {"fast": 40.0, "blas": 20.0}
+    d.tune(problem(m=4500), settings())
+    assert d.choose(problem(m=4500), settings()).candidate.kernel.name == "blas"
+    assert d.choose(problem(m=4501), settings()).candidate.kernel.name == "fast"
+
+
+def test_a_removed_kernel_gives_way_to_the_next(tmp_path: Path) -> None:
+    both = (FakeKernel("fast"), FakeKernel("second"))
+    times = {"fast": 10.0, "second": 12.0, "blas": 20.0}
+    d, _ = dispatcher(FakeBlas(), *both, times=times, root=tmp_path)
+    d.choose(problem(), settings())
+    d, timer = dispatcher(FakeBlas(), FakeKernel("second"), times=times, root=tmp_path)
+    choice = d.choose(problem(), settings())
+    assert (choice.candidate.kernel.name, choice.origin) == ("second", "cache")
+    assert timer.measured == []
+
+
+def test_an_upgraded_kernel_alone_is_measured_again(tmp_path: Path) -> None:
+    times = {"fast": 10.0, "other": 15.0, "blas": 20.0}
+    d, _ = dispatcher(
+        FakeBlas(), FakeKernel("fast"), FakeKernel("other"), times=times, root=tmp_path
+    )
+    d.choose(problem(), settings())
+    times["other"] = 5.0
+    d, _ = dispatcher(
+        FakeBlas(), FakeKernel("fast"), FakeKernel("other", version="2"), times=times, root=tmp_path
+    )
+    choice = d.choose(problem(), settings())
+    assert (choice.candidate.kernel.name, choice.origin) == ("other", "tuned")
+    kept = d.store.load(DEVICE.gpu, DEVICE.environment, problem().to_json())
+    assert kept is not None
+    assert {(c.kernel, c.version) for c in kept.candidates} == {
+        ("blas", "1"),
+        ("fast", "1"),
+        ("other", "2"),
+    }
+
+
+def test_an_out_of_bounds_config_on_record_is_passed_over(tmp_path: Path) -> None:
+    d, _ = dispatcher(FakeBlas(), FakeKernel("fast"), times=FAST, root=tmp_path)
+    d.choose(problem(), settings())
+    (path,) = (p for p in tmp_path.rglob("*.json") if p.name != "environment.json")
+    path.write_text(path.read_text().replace('"tile": 1', '"tile": -1'))
+    d, _ = dispatcher(FakeBlas(), FakeKernel("fast"), times=FAST, root=tmp_path)
+    with pytest.warns(TmmWarning, match="tile must be positive"):
+        choice = d.choose(problem(), settings(on_cache_miss="heuristic"))
+    assert choice.candidate.kernel.name == "blas"
+
+
+def test_error_on_a_miss_says_what_to_do() -> None:
+    d, _ = dispatcher(FakeBlas(), FakeKernel("fast"))
+    with pytest.raises(CacheMissError, match="tmm tune"):
+        d.choose(problem(), settings(on_cache_miss="error"))
+
+
+def test_neighbour_before_heuristic_before_fallback(tmp_path: Path) -> None:
+    fast = FakeKernel("fast", tiles=(1, 2), estimate=None)
+    d, _ = dispatcher(FakeBlas(), fast, times={("fast", 2): 5.0, "blas": 20.0}, root=tmp_path)
+    untuned = settings(on_cache_miss="heuristic")
+    assert d.choose(problem(), untuned).origin == "fallback"
+    d.tune(problem(m=128), settings())
+    near = d.choose(problem(m=100), untuned)
+    assert (near.origin, near.candidate.config.to_json()) == ("neighbour", {"tile": 2})
+    assert "128×32×16" in near.reason
+    assert d.choose(problem(m=8192), untuned).origin == "fallback"  # too far to say anything
+    assert d.choose(problem(m=100, tf32=True), untuned).origin == "fallback"  # another kind
+
+
+def test_neighbour_from_older_versions_of_the_same_gpu(tmp_path: Path) -> None:
+    d, _ = dispatcher(FakeBlas(), FakeKernel("fast"), times=FAST, root=tmp_path)
+    d.tune(problem(device=replace(DEVICE, torch="1")), settings())
+    choice = d.choose(problem(), settings(on_cache_miss="heuristic"))
+    assert (choice.origin, choice.candidate.kernel.name) == ("neighbour", "fast")
+    assert "under other versions" in choice.reason
+
+
+def test_heuristic_needs_a_clear_advantage() -> None:
+    for estimate, expected in ((15.0, "guess"), (19.0, "blas")):
+        d, _ = dispatcher(FakeBlas(estimate=20.0), FakeKernel("guess", estimate=estimate))
+        choice = d.choose(problem(), settings(on_cache_miss="heuristic"))
+        assert (choice.candidate.kernel.name, choice.origin) == (expected, "heuristic")
+
+
+def test_capture_neither_tunes_nor_sticks_and_is_remembered(tmp_path: Path) -> None:
+    safe = FakeKernel("safe")
+    unsafe = FakeKernel("unsafe", traits=Traits(capture_safe=False))
+    times = {"safe": 10.0, "unsafe": 5.0, "blas": 20.0}
+    d, timer = dispatcher(FakeBlas(), safe, unsafe, times=times, root=tmp_path)
+    captured = d.choose(problem(capturing=True), settings())
+    assert captured.candidate.kernel.name == "blas"
+    assert timer.measured == []
+    assert [m["m"] for m in (dict(x.problem) for x in d.store.misses())] == [64]
+    assert d.choose(problem(), settings()).candidate.kernel.name == "unsafe"
+    warm = d.choose(problem(capturing=True), settings())
+    assert (warm.candidate.kernel.name, warm.origin) == ("safe", "cache")
+
+
+def test_requirements_filter_by_trait(tmp_path: Path) -> None:
+    loose = FakeKernel("loose", traits=Traits(deterministic=False))
+    firm = FakeKernel("firm", traits=Traits(batch_invariant=True))
+    times = {"loose": 5.0, "firm": 10.0, "blas": 20.0}
+    d, _ = dispatcher(FakeBlas(), loose, firm, times=times, root=tmp_path)
+    assert d.choose(problem(), settings()).candidate.kernel.name == "loose"
+    choice = d.choose(problem(deterministic=True), settings())
+    assert (choice.candidate.kernel.name, choice.origin) == ("firm", "cache")
+    rejected = d.rejections(problem(deterministic=True), settings())
+    assert rejected["loose"] == ["not deterministic"]
+
+
+def test_batch_invariant_mode_chooses_one_candidate_for_all_m() -> None:
+    firm = FakeKernel("firm", tiles=(1, 2), traits=Traits(batch_invariant=True))
+    blas = FakeBlas(traits=Traits(batch_invariant=True))
+    d, _ = dispatcher(blas, firm, times={("firm", 2): 5.0, "blas": 20.0})
+    chosen = {
+        str(d.choose(problem(m=m, batch_invariant=True), settings()).candidate)
+        for m in (1, 2, 17, 64, 300, 512, 4096)
+    }
+    assert chosen == {"firm tile=2"}
+
+
+def test_deterministic_mode_does_not_time_anew() -> None:
+    d, timer = dispatcher(FakeBlas(), FakeKernel("fast"), times=FAST)
+    choice = d.choose(problem(deterministic=True), settings())
+    assert choice.candidate.kernel.name == "blas"
+    assert "deterministic" in choice.reason
+    assert timer.measured == []
+
+
+def test_quarantine_answers_with_the_next() -> None:
+    d, _ = dispatcher(FakeBlas(), FakeKernel("fast"), times=FAST)
+    choice = d.choose(problem(), settings())
+    with pytest.warns(TmmWarning, match=r"fast failed on .*boom"):
+        d.quarantine(problem(), choice, RuntimeError("boom"))
+    assert d.choose(problem(), settings()).candidate.kernel.name == "blas"
+    assert "boom" in d.rejections(problem(), settings())["fast"][0]
+    assert d.choose(problem(m=4096), settings()).candidate.kernel.name == "fast"
+
+
+def test_a_tuner_that_fails_costs_the_tuning_not_the_call() -> None:
+    d, _ = dispatcher(FakeBlas(), FakeKernel("fast"), times=FAST)
+
+    def explode(*_: object) -> Any:
+        raise RuntimeError("no timer")
+
+    d.tuner.tune = explode  # type: ignore[method-assign]
+    with pytest.warns(TmmWarning, match="no timer"):
+        choice = d.choose(problem(), settings())
+    assert choice.candidate.kernel.name == "blas"
+
+
+def test_disabled_kernels_are_not_candidates() -> None:
+    d, _ = dispatcher(FakeBlas(), FakeKernel("fast"), times=FAST)
+    off = settings(disable=frozenset({"fast"}))
+    assert d.choose(problem(), off).candidate.kernel.name == "blas"
+    assert d.rejections(problem(), off)["fast"] == ["disabled by TMM_DISABLE or override"]
+
+
+def test_a_read_only_cache_costs_persistence_only(tmp_path: Path) -> None:
+    root = tmp_path / "file"
+    root.write_text("in the way")
+    d, _ = dispatcher(FakeBlas(), FakeKernel("fast"), times=FAST, root=root)
+    with pytest.warns(CacheWarning, match="file"):
+        choice = d.choose(problem(), settings())
+    assert choice.candidate.kernel.name == "fast"
+
+
+def test_explain_names_every_candidate_and_rejection(tmp_path: Path) -> None:
+    odd = FakeKernel("odd", against=lambda p: ["m is even"])
+    wrong = FakeKernel("wrong", spoil=lambda out: out + 1)
+    broken = FakeKernel("broken", bind_error=RuntimeError("no compiler"))
+    d, _ = dispatcher(FakeBlas(), FakeKernel("fast"), odd, wrong, broken, times=FAST, root=tmp_path)
+    d.choose(problem(), settings())
+    text = str(explain_problem(d, problem(), settings(on_cache_miss="heuristic")))
+    for said in (
+        "chosen    fast tile=1",
+        "because   cache",
+        str(tmp_path),
+        "2.00×",
+        "rejected  odd: m is even",
+        "no compiler",
+    ):
+        assert said in text, text
+    assert "exceeds" in text
+
+
+def test_bucket_edges_are_edges_of_their_own_bucket() -> None:
+    edges = sorted({bucket_edge(m) for m in range(1, 10000)})
+    assert all(bucket_edge(edge) == edge for edge in edges)
+    assert all(
+        m <= bucket_edge(m) <= max(m * 1.25, 2 * m if m <= 64 else 0) for m in range(1, 10000)
+    )
+    assert len(edges) < 45
+
+
+def test_store_is_the_users_by_default() -> None:
+    import os
+
+    assert str(CacheStore().root) == os.environ["TMM_CACHE_DIR"]
+
+
+def test_problem_json_round_trip() -> None:
+    from tmm_core import Problem
+    from tmm_core.epilogue import parse
+
+    p = problem(m=3, epilogue=parse("softcap(5)"), bias=torch.float32, tf32=True, scaled=True)
+    assert Problem.from_json(p.to_json(), DEVICE, parse(p.to_json()["epilogue"])) == p

@@ -1,0 +1,210 @@
+"""Verified before timed, staged, decided by a stable rule."""
+
+from __future__ import annotations
+
+import threading
+import time
+from typing import Any
+
+import pytest
+import torch
+from fakes import FakeBlas, FakeConfig, FakeKernel, FakeTimer, problem, settings
+from tmm_cache import CandidateResult, TuningRecord
+
+from tmm_core import Traits, tuner, verify
+from tmm_core.problem import Operand
+from tmm_core.tuner import Tuner, decide
+
+
+def result(kernel: str, us: float, **fields: Any) -> CandidateResult:
+    return CandidateResult(
+        kernel=kernel,
+        version="1",
+        config=fields.pop("config", {}),
+        status=fields.pop("status", "ok"),
+        samples_us=(us, us, us),
+        **fields,
+    )
+
+
+def tune(*kernels: FakeKernel, **fields: Any) -> tuple[TuningRecord, FakeTimer]:
+    timer = FakeTimer(fields.pop("times", {}))
+    before = fields.pop("before", None)
+    asked = fields.pop("problem", problem())
+    return Tuner(timer).tune(asked, kernels, settings(**fields), before), timer
+
+
+def status(record: TuningRecord) -> dict[str, str]:
+    return {c.kernel: c.status for c in record.candidates}
+
+
+def winner(record: TuningRecord) -> str:
+    return record.candidates[record.winner].kernel
+
+
+def unwritten(out: torch.Tensor) -> torch.Tensor:
+    out = out.clone()
+    out[-1, -1] = float("nan")
+    return out
+
+
+def one_wrong_element(out: torch.Tensor) -> torch.Tensor:
+    out = out.clone()
+    out[3, 5] += 0.05
+    return out
+
+
+@pytest.mark.parametrize("spoil", [unwritten, one_wrong_element, lambda out: out * 1.001])
+def test_fast_and_wrong_never_wins(spoil: Any) -> None:
+    record, timer = tune(
+        FakeBlas(), FakeKernel("cheat", spoil=spoil), times={"cheat": 1.0, "blas": 20.0}
+    )
+    assert winner(record) == "blas"
+    assert status(record)["cheat"] == "wrong"
+    assert "cheat" not in timer.measured
+    (evidence,) = (c for c in record.candidates if c.kernel == "cheat")
+    assert evidence.tolerance is not None
+    assert evidence.reason is not None
+    assert "exceeds" in evidence.reason
+
+
+def test_the_reference_covers_the_whole_expression() -> None:
+    from tmm_core.epilogue import parse
+
+    operand = Operand(torch.float32)
+    whole = problem(
+        epilogue=parse("gelu_tanh+softcap(2)"), bias=torch.float32, residual=operand, scaled=True
+    )
+    record, _ = tune(FakeBlas(), FakeKernel("right"), problem=whole)
+    assert all(c.error is not None and c.error < 1e-5 for c in record.candidates)
+    record, _ = tune(FakeBlas(), FakeKernel("w", spoil=lambda o: o - 1e-3), problem=whole)
+    assert status(record)["w"] == "wrong"
+
+
+def test_a_compile_error_costs_that_candidate() -> None:
+    broken = FakeKernel("broken", bind_error=RuntimeError("out of resource: shared memory"))
+    record, _ = tune(FakeBlas(), broken, FakeKernel("fine"), times={"fine": 5.0})
+    assert winner(record) == "fine"
+    (evidence,) = (c for c in record.candidates if c.kernel == "broken")
+    assert evidence.status == "failed"
+    assert "shared memory" in str(evidence.reason)
+
+
+def test_a_launch_error_costs_that_candidate() -> None:
+    def explode(out: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("illegal address")
+
+    record, _ = tune(FakeBlas(), FakeKernel("bad", spoil=explode))
+    assert status(record) == {"blas": "ok", "bad": "failed"}
+
+
+def test_a_hang_in_compilation_costs_that_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
+    release = threading.Event()
+
+    class Hangs(FakeKernel):
+        def bind(self, problem: Any, config: FakeConfig) -> Any:
+            release.wait(20)
+            return super().bind(problem, config)
+
+    monkeypatch.setattr(tuner, "COMPILE_LIMIT", 0.2)
+    started = time.monotonic()
+    record, _ = tune(FakeBlas(), Hangs("hangs"))
+    release.set()
+    assert time.monotonic() - started < 10
+    assert status(record) == {"blas": "ok", "hangs": "failed"}
+
+
+def test_an_empty_search_space_is_recorded_not_asked_again() -> None:
+    record, _ = tune(FakeBlas(), FakeKernel("none", tiles=(1,)))
+    again, timer = tune(FakeBlas(), FakeKernel("none"), before=record)
+    assert again is record
+    assert timer.measured == []
+
+
+def test_slow_ones_are_eliminated_early() -> None:
+    tiles = tuple(range(1, 21))
+    times: dict[Any, float] = {("k", t): 10.0 + t * 4 for t in tiles}
+    record, timer = tune(FakeBlas(), FakeKernel("k", tiles=tiles), times=times)
+    assert record.candidates[record.winner].config == {"tile": 1}
+    # warm-up 21, first stage 21, then only what is near the best, and BLAS
+    assert len(timer.measured) < 21 * 2 + 2 * (tuner.FINALISTS + 2)
+    assert sum(c.status == "slow" for c in record.candidates) > 10
+
+
+def test_every_kernel_keeps_a_runner_up() -> None:
+    record, _ = tune(
+        FakeBlas(), FakeKernel("a"), FakeKernel("b"), times={"a": 10.0, "b": 25.0, "blas": 30.0}
+    )
+    assert status(record) == {"blas": "ok", "a": "ok", "b": "ok"}
+
+
+def test_the_budget_ends_it_with_what_there_is() -> None:
+    class Slow(FakeTimer):
+        def measure(self, runs: Any, rounds: int) -> list[list[float]]:
+            time.sleep(0.1)
+            return super().measure(runs, rounds)
+
+    record = Tuner(Slow({"k": 5.0})).tune(
+        problem(), [FakeBlas(), FakeKernel("k")], settings(tune_budget=0.05)
+    )
+    assert winner(record) == "k"
+    assert len(record.candidates[record.winner].samples_us) == tuner.STAGES[0][0]
+
+
+def test_without_a_baseline_nothing_is_decided() -> None:
+    with pytest.raises(ValueError, match="blas"):
+        tune(FakeKernel("alone"))
+
+
+def test_blas_needs_beating_by_the_margin() -> None:
+    assert decide([result("blas", 100.0), result("k", 99.0)]) == 0
+    assert decide([result("blas", 100.0), result("k", 98.0)]) == 1
+
+
+def test_ties_break_by_a_stable_rule() -> None:
+    blas = result("blas", 100.0)
+    loose = result("a", 50.0, deterministic=False)
+    big = result("b", 50.1, workspace_bytes=4096)
+    lean = result("c", 50.2)
+    twin = result("d", 50.0)
+    clearly = result("e", 49.0, deterministic=False)
+    assert decide([blas, loose, big, lean]) == 3
+    assert decide([blas, twin, lean]) == 2  # by name
+    assert decide([blas, twin, lean], incumbent=twin) == 1
+    assert decide([blas, lean, clearly]) == 2
+    assert decide([blas, result("x", 1.0, status="wrong")]) == 0
+
+
+def test_traits_and_workspace_are_on_record() -> None:
+    k = FakeKernel("k", traits=Traits(deterministic=False, batch_invariant=True), workspace=77)
+    record, _ = tune(FakeBlas(), k)
+    (c,) = (c for c in record.candidates if c.kernel == "k")
+    assert (c.deterministic, c.batch_invariant, c.workspace_bytes) == (False, True, 77)
+
+
+@pytest.mark.parametrize("layout", ["row", "col", "strided"])
+@pytest.mark.parametrize("aligned", [True, False])
+@pytest.mark.parametrize("size", [(16, 24), (5, 7), (1, 7), (1, 8), (7, 1)])
+def test_inputs_are_of_the_class_asked(layout: Any, aligned: bool, size: tuple[int, int]) -> None:
+    if layout == "strided" and (aligned or 1 in size):
+        pytest.skip("no such class")
+    spec = Operand(torch.bfloat16, layout, aligned)
+    t = verify._empty(spec, size, torch.device("cpu"))
+    assert tuple(t.shape) == size
+    found = Operand.of(t)
+    if 1 not in size:
+        assert found == spec
+        assert found.aligned == aligned
+    else:
+        assert found.aligned or not aligned
+
+
+def test_error_sees_one_element_in_a_million() -> None:
+    expected = torch.randn(1000, 1000, dtype=torch.float64)
+    out = expected.float()
+    assert verify.error(out, expected) < 1e-6
+    out[7, 7] += 1
+    assert verify.error(out, expected) > 0.1
+    out[7, 7] = float("nan")
+    assert not verify.error(out, expected) <= 1e9
+    assert verify.error(torch.zeros(3, 3), torch.zeros(3, 3)) == 0.0

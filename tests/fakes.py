@@ -1,0 +1,142 @@
+"""A kernel, a timer and a device small enough to read at a glance; no GPU, no Triton."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from tmm_blas.blas import Blas
+from tmm_cache import CacheStore
+
+from tmm_core import Config, Kernel, Launcher, Problem, Traits, hookimpl
+from tmm_core.device import DeviceFingerprint
+from tmm_core.dispatcher import Dispatcher
+from tmm_core.problem import Operand
+from tmm_core.registry import Registry
+from tmm_core.settings import Settings
+from tmm_core.tuner import Tuner
+
+DEVICE = DeviceFingerprint(
+    type="cpu", name="Fake H200", capability=(9, 0), sm_count=132, torch="2", triton="3"
+)
+
+
+def problem(m: int = 64, n: int = 32, k: int = 16, **fields: Any) -> Problem:
+    operand = Operand(torch.float32)
+    fields = {"a": operand, "b": operand, "out": operand, "device": DEVICE, **fields}
+    return Problem(m=m, n=n, k=k, **fields)
+
+
+@dataclass(frozen=True, kw_only=True)
+class FakeConfig(Config):
+    tile: int = 1
+
+    def __post_init__(self) -> None:
+        if self.tile < 1:
+            raise ValueError(f"tile must be positive, got {self.tile}")
+
+
+class FakeKernel(Kernel[FakeConfig]):
+    """torch's own answer, after doing to it whatever a test says."""
+
+    config_type = FakeConfig
+
+    def __init__(
+        self,
+        name: str,
+        *,
+        version: str = "1",
+        traits: Traits = Traits(),
+        tiles: Sequence[int] = (1,),
+        against: Callable[[Problem], list[str]] = lambda problem: [],
+        spoil: Callable[[torch.Tensor], torch.Tensor] = lambda out: out,
+        bind_error: Exception | None = None,
+        estimate: float | None = None,
+        workspace: int = 0,
+    ) -> None:
+        self.name = name  # type: ignore[misc]  # a class variable on real kernels
+        self.__dict__["version"] = version
+        self.traits = traits  # type: ignore[misc]
+        self.tiles, self.against, self.spoil = tiles, against, spoil
+        self.bind_error, self.estimate, self.workspace = bind_error, estimate, workspace
+        self.bound: list[Problem] = []
+
+    def reasons_against(self, problem: Problem) -> list[str]:
+        return self.against(problem)
+
+    def configs(self, problem: Problem) -> Iterable[FakeConfig]:
+        return [FakeConfig(tile=tile) for tile in self.tiles]
+
+    def default_config(self, problem: Problem) -> FakeConfig:
+        return FakeConfig(tile=self.tiles[0])
+
+    def bind(self, problem: Problem, config: FakeConfig) -> Launcher:
+        self.bound.append(problem)
+        if self.bind_error is not None:
+            raise self.bind_error
+        right = Blas().bind(problem, Blas.config_type())
+
+        def launch(a: Any, b: Any, bias: Any, residual: Any, alpha: float, out: Any) -> Any:
+            result = self.spoil(right(a, b, bias, residual, alpha, None))
+            return result if out is None else out.copy_(result)
+
+        launch.cost = (self.name, config.to_json().get("tile", 1))  # type: ignore[attr-defined]
+        return launch
+
+    def estimate_us(self, problem: Problem, config: FakeConfig) -> float | None:
+        return self.estimate
+
+    def workspace_bytes(self, problem: Problem, config: FakeConfig) -> int:
+        return self.workspace
+
+
+class FakeBlas(FakeKernel):
+    """Plays BLAS: the baseline, always able."""
+
+    def __init__(self, **fields: Any) -> None:
+        super().__init__("blas", **fields)
+
+
+class FakeTimer:
+    """Says what each (kernel, tile) takes; counts how often it was asked."""
+
+    def __init__(self, times: dict[Any, float]) -> None:
+        self.times = times
+        self.measured: list[str] = []
+
+    def measure(self, runs: Sequence[Any], rounds: int) -> list[list[float]]:
+        samples = []
+        for run in runs:
+            name, tile = run.launcher.cost
+            self.measured.append(name)
+            samples.append([self.times.get((name, tile), self.times.get(name, 100.0))] * rounds)
+        return samples
+
+
+def plugin(*kernels: Kernel[Any], epilogues: Sequence[Any] = ()) -> object:
+    class Plugin:
+        @hookimpl
+        def tmm_kernels(self) -> list[Kernel[Any]]:
+            return list(kernels)
+
+        @hookimpl
+        def tmm_epilogues(self) -> list[Any]:
+            return list(epilogues)
+
+    return Plugin()
+
+
+def dispatcher(
+    *kernels: Kernel[Any], times: dict[Any, float] | None = None, root: Any = None
+) -> tuple[Dispatcher, FakeTimer]:
+    """A dispatcher over these kernels and a fake timer."""
+    registry = Registry()
+    registry.register(plugin(*kernels), "fakes")
+    timer = FakeTimer(times or {})
+    return Dispatcher(registry, Tuner(timer), CacheStore(root)), timer
+
+
+def settings(**fields: Any) -> Settings:
+    return replace(Settings(progress=False), **fields)

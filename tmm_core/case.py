@@ -1,0 +1,208 @@
+"""One matmul call described by sizes and names, and the tensors it takes.
+
+The command line, the benchmark suites and the demo all start from such a description; what
+they measure is then an ordinary call on ordinary tensors.
+
+>>> case = Case(m=64, n=48, k=32, dtype=torch.float32, layout="nt", epilogue="silu", bias=True)
+>>> case.call(torch.device("cpu")).matmul().shape
+torch.Size([64, 48])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import tmm_core
+from tmm_core import ops
+from tmm_core.epilogue import Epilogue
+from tmm_core.problem import Problem, dtype_name, dtype_of
+
+Tensor = torch.Tensor
+
+#: What people write for the dtypes they multiply in.
+ALIASES = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "half": torch.float16,
+    "fp32": torch.float32,
+    "float": torch.float32,
+    "fp64": torch.float64,
+    "double": torch.float64,
+    "e4m3": torch.float8_e4m3fn,
+    "e5m2": torch.float8_e5m2,
+}
+
+#: First letter a, second b: ``n`` row-major as it is, ``t`` a transposed view of a
+#: row-major tensor, as in BLAS. ``nt`` is ``x @ weight.T``.
+LAYOUTS = ("nn", "nt", "tn", "tt")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """Sizes as in :class:`Problem`: with a gated epilogue ``b`` is ``[k, 2n]``.
+
+    ``epilogue`` is text as in ``matmul(epilogue=…)``; ``tf32`` allows TF32 for fp32.
+    """
+
+    m: int
+    n: int
+    k: int
+    batch: int = 1
+    dtype: torch.dtype = torch.bfloat16
+    layout: str = "nn"
+    epilogue: str = ""
+    bias: bool = False
+    residual: bool = False
+    out_dtype: torch.dtype | None = None
+    tf32: bool = False
+
+    def call(self, device: torch.device, fill: Callable[..., Tensor] = torch.randn) -> Call:
+        """The call's tensors on ``device``, made by ``fill(shape, dtype=…, device=…)``.
+
+        Raises:
+            UnknownNameError, ValueError: The epilogue.
+            RuntimeError: Torch cannot allocate or fill such tensors.
+        """
+        epilogue = ops.dispatcher().registry.epilogue(self.epilogue or None)
+        width = self.n * (2 if epilogue.gated else 1)
+        out_dtype = self.out_dtype or self.dtype
+
+        def matrix(rows: int, cols: int, transposed: bool, dtype: torch.dtype) -> Tensor:
+            shape = (cols, rows) if transposed else (rows, cols)
+            batch = (self.batch,) if self.batch > 1 else ()
+            t = fill((*batch, *shape), dtype=dtype, device=device)
+            return t.mT if transposed else t
+
+        return Call(
+            a=matrix(self.m, self.k, self.layout[0] == "t", self.dtype),
+            b=matrix(self.k, width, self.layout[1] == "t", self.dtype),
+            bias=fill((width,), dtype=self.dtype, device=device) if self.bias else None,
+            residual=matrix(self.m, self.n, False, out_dtype) if self.residual else None,
+            epilogue=epilogue,
+            out_dtype=self.out_dtype,
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "m": self.m,
+            "n": self.n,
+            "k": self.k,
+            "batch": self.batch,
+            "dtype": dtype_name(self.dtype),
+            "layout": self.layout,
+            "epilogue": self.epilogue,
+            "bias": self.bias,
+            "residual": self.residual,
+            "out_dtype": dtype_name(self.out_dtype) if self.out_dtype else None,
+            "tf32": self.tf32,
+        }
+
+    @classmethod
+    def from_json(cls, doc: Mapping[str, Any]) -> Case:
+        """Raises KeyError, TypeError or ValueError where ``doc`` describes no case."""
+        out_dtype = doc["out_dtype"]
+        return cls(
+            **{
+                **doc,
+                "dtype": dtype_of(doc["dtype"]),
+                "out_dtype": dtype_of(out_dtype) if out_dtype else None,
+            }
+        )
+
+    def __str__(self) -> str:
+        size = f"{self.m}×{self.n}×{self.k}"
+        words = [
+            f"{self.batch}×{size}" if self.batch > 1 else size,
+            dtype_name(self.dtype) + (f"→{dtype_name(self.out_dtype)}" if self.out_dtype else ""),
+            self.layout,
+            "tf32" if self.tf32 else "",
+            "bias" if self.bias else "",
+            self.epilogue,
+            "residual" if self.residual else "",
+        ]
+        return " ".join(filter(None, words))
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """The arguments of one ``tmm_core.matmul``."""
+
+    a: Tensor
+    b: Tensor
+    bias: Tensor | None
+    residual: Tensor | None
+    epilogue: Epilogue
+    out_dtype: torch.dtype | None
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        return {
+            "bias": self.bias,
+            "residual": self.residual,
+            "epilogue": None if self.epilogue.is_identity else self.epilogue.key,
+            "out_dtype": self.out_dtype,
+        }
+
+    def problem(self) -> Problem:
+        """The problem this call poses."""
+        return tmm_core.problem(self.a, self.b, **self.keywords)
+
+    def matmul(self, **more: Any) -> Tensor:
+        """Make the call; ``more`` as in :func:`tmm_core.matmul`."""
+        return tmm_core.matmul(self.a, self.b, **self.keywords, **more)
+
+
+def parse_shape(text: str) -> tuple[int, int, int, int]:
+    """``(batch, m, n, k)`` of ``"MxNxK"`` or ``"BxMxNxK"``.
+
+    >>> parse_shape("8x64x64x128"), parse_shape("16x4096x512")
+    ((8, 64, 64, 128), (1, 16, 4096, 512))
+
+    Raises:
+        ValueError: Not three or four whole numbers.
+    """
+    parts = text.lower().replace("×", "x").split("x")
+    if len(parts) not in (3, 4) or not all(p.isascii() and p.isdigit() for p in parts):
+        raise ValueError(f"found {text!r}, accepted is MxNxK or BxMxNxK, like 4096x4096x512")
+    batch, m, n, k = [1] * (4 - len(parts)) + [int(p) for p in parts]
+    return batch, m, n, k
+
+
+def parse_dtype(text: str) -> torch.dtype:
+    """``torch.bfloat16`` for ``"bf16"`` or ``"bfloat16"``.
+
+    Raises:
+        ValueError: No such dtype.
+    """
+    return ALIASES.get(text) or dtype_of(text)
+
+
+def parse_expression(text: str) -> tuple[bool, str, bool]:
+    """Bias, epilogue, residual of ``"bias+gelu_tanh+residual"``: the two ends may be left
+    out, and so may the middle.
+
+    >>> parse_expression("bias+gelu_tanh+softcap(30)"), parse_expression("residual")
+    ((True, 'gelu_tanh+softcap(30)', False), (False, '', True))
+    """
+    stages = text.split("+") if text else []
+    bias = stages[:1] == ["bias"]
+    stages = stages[bias:]
+    residual = stages[-1:] == ["residual"]
+    return bias, "+".join(stages[: len(stages) - residual]), residual
+
+
+@contextmanager
+def precision(tf32: bool) -> Iterator[None]:
+    """Inside, fp32 products may be rounded to TF32, or may not."""
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    matmul.fp32_precision = "tf32" if tf32 else "ieee"
+    try:
+        yield
+    finally:
+        matmul.fp32_precision = before

@@ -1,0 +1,62 @@
+"""Count our FLOPs in ``torch.utils.flop_counter``, without importing it.
+
+That module imports Triton (150 ms) and most programs never need it, so the formula is
+registered when, and if, somebody imports it.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import math
+import sys
+from collections.abc import Sequence
+from importlib.machinery import ModuleSpec
+from types import ModuleType
+from typing import Any
+
+import torch
+
+_MODULE = "torch.utils.flop_counter"
+
+
+def matmul_flops(
+    a: Sequence[int], b: Sequence[int], *_: Any, out_shape: Any = None, **__: Any
+) -> int:
+    """Multiply-adds of ``a @ b`` counted as two; the epilogue is not counted, as torch does
+    not count its own pointwise operators."""
+    rows = a[-2] if len(a) > 1 else 1
+    width = b[-1] if len(b) > 1 else 1
+    batch = torch.broadcast_shapes(tuple(a[:-2]), tuple(b[:-2]))
+    return 2 * math.prod(batch) * rows * a[-1] * width
+
+
+def install() -> None:
+    """Register the formula now, or as soon as the counter is imported."""
+    module = sys.modules.get(_MODULE)
+    if module is not None:
+        _register(module)
+    else:
+        sys.meta_path.insert(0, _WhenImported())
+
+
+def _register(module: ModuleType) -> None:
+    module.register_flop_formula(torch.ops.tmm.matmul)(matmul_flops)
+
+
+class _WhenImported:
+    """Stands in front of the import of one module, once, to be told when it has run."""
+
+    def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
+        if name != _MODULE:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.loader is not None:
+            run = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                run(module)
+                _register(module)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec

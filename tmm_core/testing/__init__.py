@@ -1,0 +1,30 @@
+"""For authors of kernels: a conformance suite, and what helps while a kernel is still wrong.
+
+Nothing is imported before it is asked for: the suite needs pytest and the device functions
+need Triton, which a module that only checks its tensors must not have to install.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tmm_core.testing.conformance import KernelConformance
+    from tmm_core.testing.debug import breakpoint_if, print_if
+    from tmm_core.testing.ready import check_tensors_ready
+
+__all__ = ["KernelConformance", "breakpoint_if", "check_tensors_ready", "print_if"]
+
+_HOME = {
+    "KernelConformance": "conformance",
+    "breakpoint_if": "debug",
+    "check_tensors_ready": "ready",
+    "print_if": "debug",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"{__name__}.{_HOME[name]}"), name)

@@ -1,0 +1,209 @@
+"""Matrices in every layout, inside memory that tells when it was misread or overwritten.
+
+A matrix is a view of a larger buffer. Around and between the elements of an operand lies
+NaN, so that a kernel which reads past an edge and relies on a zero of the other operand to
+cancel it answers NaN. Around and between the elements of an output lies a known number, so
+that a store past an edge is found.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from tmm_core.problem import ALIGNMENT
+
+#: Elements before and after a matrix. A tile stored without masks reaches BLOCK_M rows past
+#: the end; on a CPU that would be somebody else's memory, so it has to fit in here.
+GUARD = {"cpu": 1 << 14, "cuda": 1 << 18}
+
+#: Lies around outputs: exact in every dtype, int8 included.
+SENTINEL = 96
+
+#: How a matrix of given rows and columns lies in memory. ``padded``: a leading stride beyond
+#: what is needed, a multiple of 16 bytes; ``unaligned``: one that is no multiple; ``sliced``:
+#: cut out of a wider matrix, its base unaligned too; ``strided``: neither rows nor columns
+#: are contiguous; ``broadcast``: a stride of zero; ``overlapping``: rows that begin before the
+#: row above ends.
+LAYOUTS = (
+    "row",
+    "col",
+    "row_padded",
+    "col_padded",
+    "row_unaligned",
+    "col_unaligned",
+    "row_sliced",
+    "col_sliced",
+    "strided",
+    "broadcast_rows",
+    "broadcast_cols",
+    "broadcast",
+    "overlapping",
+)
+#: Those in which every element has a place of its own: an output can have them.
+WRITABLE = tuple(layout for layout in LAYOUTS if "broadcast" not in layout)[:-1]
+
+#: How the matrices of a batch follow each other: one after the other, all the same one, or
+#: row by row in turn, as the heads of an attention layer do.
+STACKINGS = ("packed", "broadcast", "interleaved")
+
+
+@dataclass(frozen=True, slots=True)
+class Guarded:
+    """A tensor, the buffer it is a view of, and that buffer as it was handed out."""
+
+    tensor: torch.Tensor
+    memory: torch.Tensor
+    before: torch.Tensor
+    #: Which elements of ``memory`` are the tensor's.
+    inside: torch.Tensor
+
+    def changed(self) -> int:
+        """How many elements are not what they were, of the tensor or around it."""
+        return int(self._differs().sum())
+
+    def changed_outside(self) -> int:
+        """How many elements around the tensor are not what they were."""
+        return int((self._differs() & ~self.inside).sum())
+
+    def _differs(self) -> torch.Tensor:
+        # By bytes: NaN is equal to nothing.
+        size = (-1, self.memory.element_size())
+        mine, theirs = self.memory.view(torch.uint8), self.before.view(torch.uint8)
+        return (mine.view(size) != theirs.view(size)).any(dim=1)
+
+
+def operand(
+    shape: Sequence[int],
+    layout: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    generator: torch.Generator,
+    *,
+    scale: float = 1.0,
+    stacking: str = "packed",
+    spread: int = 1,
+) -> Guarded:
+    """A random matrix (or 3-D batch of them) in ``layout``, NaN around it.
+
+    Args:
+        shape: ``(rows, cols)`` or ``(batch, rows, cols)``.
+        layout, stacking: Of :data:`LAYOUTS` and :data:`STACKINGS`.
+        scale: Standard deviation of the elements; integers are drawn from −8 to 8.
+        spread: How generous leading strides are; varies them within their class.
+    """
+    strides, offset, length = _strides(shape, layout, stacking, dtype.itemsize, spread)
+    guard = GUARD[device.type]
+    if dtype.is_floating_point or dtype.is_complex:
+        drawn = torch.randn(length, generator=generator, device=device) * scale
+        outside: float = math.nan
+    else:
+        drawn = torch.randint(-8, 9, (length,), generator=generator, device=device)
+        outside = SENTINEL
+    memory = torch.full((2 * guard + length,), outside, device=device).to(dtype)
+    inside = _inside(memory, shape, strides, guard + offset)
+    memory[guard : guard + length] = drawn.to(dtype)
+    memory[~inside] = outside
+    return Guarded(
+        memory.as_strided(shape, strides, guard + offset), memory, memory.clone(), inside
+    )
+
+
+def destination(
+    shape: Sequence[int],
+    layout: str,
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    spread: int = 1,
+) -> Guarded:
+    """An output full of NaN (zeros where the dtype has none) in memory full of
+    :data:`SENTINEL`; ``layout`` is one of :data:`WRITABLE`."""
+    strides, offset, length = _strides(shape, layout, "packed", dtype.itemsize, spread)
+    guard = GUARD[device.type]
+    memory = torch.full((2 * guard + length,), SENTINEL, device=device).to(dtype)
+    inside = _inside(memory, shape, strides, guard + offset)
+    tensor = memory.as_strided(shape, strides, guard + offset)
+    tensor.fill_(math.nan if dtype.is_floating_point or dtype.is_complex else 0)
+    return Guarded(tensor, memory, memory.clone(), inside)
+
+
+def vector(
+    size: int, layout: str, dtype: torch.dtype, device: torch.device, generator: torch.Generator
+) -> Guarded:
+    """A random vector, ``"packed"``, ``"strided"`` (every third element) or ``"broadcast"``,
+    NaN around it."""
+    step = {"packed": 1, "strided": 3, "broadcast": 0}[layout]
+    guard, length = GUARD[device.type], max(0, size - 1) * step + 1
+    drawn = torch.randn(length, generator=generator, device=device)
+    memory = torch.full((2 * guard + length,), math.nan, dtype=dtype, device=device)
+    inside = _inside(memory, (size,), (step,), guard)
+    memory[guard : guard + length] = drawn.to(dtype)
+    memory[~inside] = math.nan
+    return Guarded(memory.as_strided((size,), (step,), guard), memory, memory.clone(), inside)
+
+
+def _inside(
+    memory: torch.Tensor, shape: Sequence[int], strides: Sequence[int], offset: int
+) -> torch.Tensor:
+    places = torch.arange(memory.numel(), device=memory.device)
+    inside = torch.zeros(memory.numel(), dtype=torch.bool, device=memory.device)
+    inside[places.as_strided(shape, strides, offset).reshape(-1)] = True
+    return inside
+
+
+def _strides(
+    shape: Sequence[int], layout: str, stacking: str, itemsize: int, spread: int
+) -> tuple[tuple[int, ...], int, int]:
+    """Strides of the dimensions, offset from the guard, and elements from there to the end."""
+    *batch, rows, cols = shape
+    unit = max(1, ALIGNMENT // itemsize)
+    row, col, offset = _matrix(layout, rows, cols, unit, spread)
+    if not batch:
+        strides: tuple[int, ...] = (row, col)
+    elif stacking == "broadcast":
+        strides = (0, row, col)
+    elif stacking == "interleaved":
+        assert layout.startswith("row"), "only rows can be interleaved"
+        strides = (row, row * batch[0], col)
+    else:
+        reach = _reach((rows, cols), (row, col)) + 1
+        strides = (_rounded_up(reach, unit) if row % unit == 0 else reach, row, col)
+    return strides, offset, offset + _reach(shape, strides) + 1
+
+
+def _matrix(layout: str, rows: int, cols: int, unit: int, spread: int) -> tuple[int, int, int]:
+    """Row stride, column stride and offset in elements; ``unit`` of them are 16 bytes."""
+    if layout.startswith("col"):
+        leading, inner, offset = _matrix("row" + layout[3:], cols, rows, unit, spread)
+        return inner, leading, offset
+    if layout == "row":
+        return cols, 1, 0
+    if layout == "row_padded":
+        return _rounded_up(cols, unit) + 2 * unit * spread, 1, 0
+    if layout == "row_unaligned":
+        return (cols | 1) + 2 * spread, 1, 0  # odd: no multiple of anything
+    if layout == "row_sliced":
+        return _rounded_up(cols, unit) + 2 * unit * spread, 1, 3
+    if layout == "strided":
+        return (cols + 1) * (1 + spread), 1 + spread, 0
+    if layout == "overlapping":
+        return unit, 1, 0
+    try:
+        return {"broadcast_rows": (0, 1, 0), "broadcast_cols": (1, 0, 0), "broadcast": (0, 0, 0)}[
+            layout
+        ]
+    except KeyError:
+        raise ValueError(f"unknown layout {layout!r}; known: {', '.join(LAYOUTS)}") from None
+
+
+def _reach(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """Offset of the last element from the first."""
+    return sum(max(0, n - 1) * s for n, s in zip(shape, strides, strict=True))
+
+
+def _rounded_up(count: int, unit: int) -> int:
+    return -(-count // unit) * unit
