@@ -1,0 +1,70 @@
+"""Two processes and one problem; a process that dies in the middle."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from tmm_cache import CacheStore
+
+HERE = Path(__file__).parent.parent
+
+TUNE = """
+import sys, time
+sys.path.insert(0, {here!r})
+from pathlib import Path
+from fakes import FakeBlas, FakeKernel, dispatcher, problem, settings
+
+class Slow(FakeKernel):
+    def bind(self, problem, config):
+        time.sleep({delay})
+        return super().bind(problem, config)
+
+times = {{"slow": 5.0, "blas": 10.0}}
+d, timer = dispatcher(FakeBlas(), Slow("slow"), times=times, root=Path(sys.argv[1]))
+for n in range({count}):
+    choice = d.choose(problem(n=32 + n), settings())
+    print(choice.candidate.kernel.name, choice.origin, len(timer.measured), flush=True)
+"""
+
+
+def start(root: Path, delay: float = 0.5, count: int = 1) -> subprocess.Popen[str]:
+    code = TUNE.format(here=str(HERE), delay=delay, count=count)
+    return subprocess.Popen(
+        [sys.executable, "-c", code, str(root)], stdout=subprocess.PIPE, text=True
+    )
+
+
+def test_two_processes_tune_a_problem_once(tmp_path: Path) -> None:
+    lines = []
+    for process in [start(tmp_path), start(tmp_path)]:
+        out, _ = process.communicate(timeout=120)
+        assert process.returncode == 0
+        lines.append(out.split())
+    assert [line[:2] for line in lines] == [["slow", "tuned"]] * 2
+    measured = sorted(int(line[2]) for line in lines)
+    assert measured[0] == 0
+    assert measured[1] > 0
+
+
+def test_a_killed_tune_loses_one_problem(tmp_path: Path) -> None:
+    process = start(tmp_path, delay=0.05, count=200)
+    assert process.stdout is not None
+    for _ in range(3):
+        process.stdout.readline()
+    time.sleep(0.02)
+    os.kill(process.pid, signal.SIGKILL)
+    process.communicate()
+    store = CacheStore(tmp_path)
+    records = list(store.entries())  # a warning would be an error
+    assert len(records) >= 3
+    for path in tmp_path.rglob("*.json"):
+        json.loads(path.read_text())
+    again = start(tmp_path, delay=0.0, count=3)
+    out, _ = again.communicate(timeout=60)
+    assert [line.split()[1] for line in out.splitlines()] == ["cache"] * 3
