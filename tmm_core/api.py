@@ -94,8 +94,11 @@ def matmul(
         or (residual is not None and residual.requires_grad)
     ):
         return _differentiable(a, b, bias, residual, alpha, text, out_dtype)
-    # The operator's autograd rule would cost 2 µs to find that there is nothing to do.
+    # The operator's autograd rule would cost 2 µs to find that there is nothing to do, and
+    # each argument that is passed 0.15 µs on its way through the dispatcher and back.
     with torch._C._AutoDispatchBelowAutograd():
+        if bias is None and residual is None and alpha == 1.0 and out_dtype is None:
+            return ops.matmul(a, b, None, None, 1.0, text) if text else ops.matmul(a, b)  # type: ignore[no-any-return]
         return ops.matmul(a, b, bias, residual, alpha, text, out_dtype)  # type: ignore[no-any-return]
 
 

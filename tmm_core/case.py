@@ -18,7 +18,7 @@ from typing import Any
 import torch
 
 import tmm_core
-from tmm_core import ops
+from tmm_core import ops, verify
 from tmm_core.epilogue import Epilogue
 from tmm_core.problem import Problem, dtype_name, dtype_of
 
@@ -144,13 +144,21 @@ class Call:
         return {
             "bias": self.bias,
             "residual": self.residual,
-            "epilogue": None if self.epilogue.is_identity else self.epilogue.key,
+            "epilogue": None if self.epilogue.is_identity else ops.intern(self.epilogue),
             "out_dtype": self.out_dtype,
         }
 
     def problem(self) -> Problem:
         """The problem this call poses."""
         return tmm_core.problem(self.a, self.b, **self.keywords)
+
+    def inputs(self) -> verify.Inputs:
+        """The call's tensors and an output to write, as :mod:`tmm_core.verify` takes them."""
+        shape = list(torch.broadcast_shapes(self.a.shape[:-2], self.b.shape[:-2]))
+        shape += [self.a.shape[-2], self.b.shape[-1] // (2 if self.epilogue.gated else 1)]
+        dtype = self.out_dtype or self.a.dtype
+        out = torch.empty(shape, dtype=dtype, device=self.a.device)
+        return verify.Inputs(self.a, self.b, self.bias, self.residual, 1.0, out)
 
     def matmul(self, **more: Any) -> Tensor:
         """Make the call; ``more`` as in :func:`tmm_core.matmul`."""

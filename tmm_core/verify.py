@@ -132,8 +132,10 @@ def poison(out: torch.Tensor) -> None:
 
 def error(out: torch.Tensor, expected: torch.Tensor) -> float:
     """max |out − expected| / (|expected| + rms(expected)); NaN where ``out`` has one that
-    ``expected`` has not. The rms keeps elements near zero from counting too much, the
-    maximum a single wrong element from being averaged away."""
+    ``expected`` has not, zero where there are no elements. The rms keeps elements near zero
+    from counting too much, the maximum a single wrong element from being averaged away."""
+    if not expected.numel():
+        return 0.0
     expected = expected.to(torch.promote_types(expected.dtype, torch.float32))
     scale = expected.square().mean().sqrt()
     if not scale > 0:

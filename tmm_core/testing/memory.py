@@ -17,8 +17,9 @@ import torch
 from tmm_core.problem import ALIGNMENT
 
 #: Elements before and after a matrix. A tile stored without masks reaches BLOCK_M rows past
-#: the end; on a CPU that would be somebody else's memory, so it has to fit in here.
-GUARD = {"cpu": 1 << 14, "cuda": 1 << 18}
+#: the end, which on a CPU would be somebody else's memory. Two guards and a small matrix
+#: stay below the 2¹⁵ elements from which torch spreads a loop over threads.
+GUARD = {"cpu": 12 << 10, "cuda": 1 << 18}
 
 #: Lies around outputs: exact in every dtype, int8 included.
 SENTINEL = 96
@@ -44,7 +45,9 @@ LAYOUTS = (
     "overlapping",
 )
 #: Those in which every element has a place of its own: an output can have them.
-WRITABLE = tuple(layout for layout in LAYOUTS if "broadcast" not in layout)[:-1]
+WRITABLE = tuple(
+    layout for layout in LAYOUTS if not layout.startswith(("broadcast", "overlapping"))
+)
 
 #: How the matrices of a batch follow each other: one after the other, all the same one, or
 #: row by row in turn, as the heads of an attention layer do.
@@ -70,10 +73,10 @@ class Guarded:
         return int((self._differs() & ~self.inside).sum())
 
     def _differs(self) -> torch.Tensor:
-        # By bytes: NaN is equal to nothing.
-        size = (-1, self.memory.element_size())
-        mine, theirs = self.memory.view(torch.uint8), self.before.view(torch.uint8)
-        return (mine.view(size) != theirs.view(size)).any(dim=1)
+        # By bits: NaN is equal to nothing.
+        bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+        as_bits = bits[self.memory.element_size()]
+        return self.memory.view(as_bits) != self.before.view(as_bits)
 
 
 def operand(
@@ -96,20 +99,12 @@ def operand(
         spread: How generous leading strides are; varies them within their class.
     """
     strides, offset, length = _strides(shape, layout, stacking, dtype.itemsize, spread)
-    guard = GUARD[device.type]
-    if dtype.is_floating_point or dtype.is_complex:
-        drawn = torch.randn(length, generator=generator, device=device) * scale
-        outside: float = math.nan
-    else:
-        drawn = torch.randint(-8, 9, (length,), generator=generator, device=device)
-        outside = SENTINEL
-    memory = torch.full((2 * guard + length,), outside, device=device).to(dtype)
-    inside = _inside(memory, shape, strides, guard + offset)
-    memory[guard : guard + length] = drawn.to(dtype)
-    memory[~inside] = outside
-    return Guarded(
-        memory.as_strided(shape, strides, guard + offset), memory, memory.clone(), inside
-    )
+    if not (dtype.is_floating_point or dtype.is_complex):
+        whole = torch.randint(-8, 9, (length,), generator=generator, device=device)
+        return _guarded(whole, SENTINEL, shape, strides, offset, dtype)
+    wide = torch.promote_types(dtype, torch.float32) if dtype.itemsize > 1 else torch.float32
+    drawn = torch.randn(length, generator=generator, device=device, dtype=wide) * scale
+    return _guarded(drawn, math.nan, shape, strides, offset, dtype)
 
 
 def destination(
@@ -123,12 +118,9 @@ def destination(
     """An output full of NaN (zeros where the dtype has none) in memory full of
     :data:`SENTINEL`; ``layout`` is one of :data:`WRITABLE`."""
     strides, offset, length = _strides(shape, layout, "packed", dtype.itemsize, spread)
-    guard = GUARD[device.type]
-    memory = torch.full((2 * guard + length,), SENTINEL, device=device).to(dtype)
-    inside = _inside(memory, shape, strides, guard + offset)
-    tensor = memory.as_strided(shape, strides, guard + offset)
-    tensor.fill_(math.nan if dtype.is_floating_point or dtype.is_complex else 0)
-    return Guarded(tensor, memory, memory.clone(), inside)
+    whole = not (dtype.is_floating_point or dtype.is_complex)
+    unwritten = torch.full((length,), 0 if whole else math.nan, device=device)
+    return _guarded(unwritten, SENTINEL, shape, strides, offset, dtype)
 
 
 def vector(
@@ -137,22 +129,27 @@ def vector(
     """A random vector, ``"packed"``, ``"strided"`` (every third element) or ``"broadcast"``,
     NaN around it."""
     step = {"packed": 1, "strided": 3, "broadcast": 0}[layout]
-    guard, length = GUARD[device.type], max(0, size - 1) * step + 1
-    drawn = torch.randn(length, generator=generator, device=device)
-    memory = torch.full((2 * guard + length,), math.nan, dtype=dtype, device=device)
-    inside = _inside(memory, (size,), (step,), guard)
-    memory[guard : guard + length] = drawn.to(dtype)
-    memory[~inside] = math.nan
-    return Guarded(memory.as_strided((size,), (step,), guard), memory, memory.clone(), inside)
+    drawn = torch.randn(max(0, size - 1) * step + 1, generator=generator, device=device)
+    return _guarded(drawn, math.nan, (size,), (step,), 0, dtype)
 
 
-def _inside(
-    memory: torch.Tensor, shape: Sequence[int], strides: Sequence[int], offset: int
-) -> torch.Tensor:
+def _guarded(
+    values: torch.Tensor,
+    outside: float,
+    shape: Sequence[int],
+    strides: Sequence[int],
+    offset: int,
+    dtype: torch.dtype,
+) -> Guarded:
+    """``values`` between two guards, those that the view of ``strides`` leaves out replaced."""
+    guard = GUARD[values.device.type]
+    memory = torch.nn.functional.pad(values, (guard, guard))
     places = torch.arange(memory.numel(), device=memory.device)
-    inside = torch.zeros(memory.numel(), dtype=torch.bool, device=memory.device)
-    inside[places.as_strided(shape, strides, offset).reshape(-1)] = True
-    return inside
+    inside = torch.zeros_like(places, dtype=torch.bool)
+    inside[places.as_strided(shape, strides, guard + offset).reshape(-1)] = True
+    memory = torch.where(inside, memory, outside).to(dtype)
+    view = memory.as_strided(shape, strides, guard + offset)
+    return Guarded(view, memory, memory.clone(), inside)
 
 
 def _strides(

@@ -5,7 +5,16 @@ Imports Triton, so nothing else in ``tmm_core`` imports this at the top of a mod
 
 from __future__ import annotations
 
+from tmm_core.device import interpreting
 from tmm_core.triton.epilogues import device_function
 from tmm_core.triton.launch import Launch, compile_for, pointer, source, supports
 
-__all__ = ["Launch", "compile_for", "device_function", "pointer", "source", "supports"]
+__all__ = [
+    "Launch",
+    "compile_for",
+    "device_function",
+    "interpreting",
+    "pointer",
+    "source",
+    "supports",
+]

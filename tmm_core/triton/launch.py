@@ -134,7 +134,9 @@ class Launch:
         **options: Any,
     ) -> None:
         self.compiled: CompiledKernel | None = None
-        self._described = [n for n in fn.arg_names if types.get(n, "").startswith("tensordesc")]
+        #: What each ``tensordesc`` parameter's map is encoded from, besides the tensor, where
+        #: this launch takes encoded maps.
+        self._maps: dict[str, Any] = {}
         if interpreting() or device.type != "cuda":
             self._call = _interpreted(fn, list(types), constants)
             return
@@ -155,9 +157,14 @@ class Launch:
                 compiled._init_handles()
             self._compiled[key] = compiled
         self.compiled = compiled
-        self._low = _low_level(compiled.run, described=bool(self._described))
-        runtime = [name in types for name in fn.arg_names]
-        self._call = _direct(compiled, self._low, runtime, index, described=bool(self._described))
+        # Empty where Triton takes descriptors apart instead of encoding them.
+        meta = getattr(compiled.metadata, "tensordesc_meta", None) or []
+        low = _low_level(compiled.run, described=bool(meta))
+        if low is not None and meta:
+            described = [n for n in fn.arg_names if types.get(n, "").startswith("tensordesc")]
+            self._maps = dict(zip(described, meta, strict=True))
+        signature = [(name in types, self._maps.get(name)) for name in fn.arg_names]
+        self._call = _direct(compiled, low, signature, index)
 
     def __call__(self, grid: Grid, *args: Any) -> None:
         self._call(grid, args)
@@ -174,11 +181,9 @@ class Launch:
             name: A parameter whose type is ``tensordesc<…>``.
             describe: The tensor's descriptor; it may depend on address, shape and strides.
         """
-        if self.compiled is None or self._low is None:
+        if name not in self._maps:
             return describe
-        from triton.backends.nvidia.driver import make_tensordesc_arg
-
-        meta = self.compiled.metadata.tensordesc_meta[self._described.index(name)]
+        meta = self._maps[name]
         maps: dict[tuple[Any, ...], _TensorMap] = {}
 
         def of(t: torch.Tensor) -> Any:
@@ -187,8 +192,7 @@ class Launch:
             if encoded is None:
                 if len(maps) >= _TENSOR_MAPS_KEPT:
                     maps.pop(next(iter(maps)), None)
-                encoded = _TensorMap(make_tensordesc_arg(describe(t), meta))
-                maps[key] = encoded
+                encoded = maps[key] = _TensorMap(_encode(describe(t), meta))
             return encoded
 
         return of
@@ -199,7 +203,7 @@ _TENSOR_MAPS_KEPT = 64
 
 
 class _TensorMap(tuple[Any, ...]):
-    """A descriptor as the C launcher takes it: the encoded map, then shape and strides."""
+    """An encoded descriptor, as :func:`_encode` returns it."""
 
     __slots__ = ()
 
@@ -228,20 +232,22 @@ def _low_level(run: Any, *, described: bool) -> Any:
 
 
 def _direct(
-    compiled: CompiledKernel, low: Any, runtime: Sequence[bool], device: int, *, described: bool
+    compiled: CompiledKernel, low: Any, signature: Sequence[tuple[bool, Any]], device: int
 ) -> Any:
     """The launch call of the installed Triton, everything but grid and arguments bound.
 
-    Where :func:`_low_level` knows none, the launcher object's own call is used (0.6 µs more).
+    ``signature`` tells of each parameter whether it is given at run time, and from what its
+    descriptor is encoded. Where ``low``, the C function, is not known, the launcher object's
+    own call is used (0.6 µs more).
     """
     run = compiled.run
     function, metadata = compiled.function, compiled.packed_metadata
     stream_of = torch._C._cuda_getCurrentRawStream
     current_device = torch.cuda.current_device
-    expand = _expander(runtime)
+    expand = _expander([runtime for runtime, _ in signature])
+    if maps := {i: meta for i, (_, meta) in enumerate(signature) if meta is not None}:
+        expand = _flattened(expand, maps)
     launch: Callable[[Grid, int, tuple[Any, ...]], None]
-    if low is not None and described:
-        expand = _flattened(expand)
     if low is not None and hasattr(run, "kernel_signature"):  # Triton 3.7
         flags = (run.launch_cooperative_grid, run.launch_pdl)
         tail = (metadata, None, None, None, None, None, run.arg_annotations, run.kernel_signature)
@@ -289,17 +295,26 @@ def _expander(runtime: Sequence[bool]) -> Callable[[tuple[Any, ...]], tuple[Any,
 
 
 def _flattened(
-    expand: Callable[[tuple[Any, ...]], tuple[Any, ...]],
+    expand: Callable[[tuple[Any, ...]], tuple[Any, ...]], maps: Mapping[int, Any]
 ) -> Callable[[tuple[Any, ...]], tuple[Any, ...]]:
-    """``expand``, with every encoded descriptor spread out."""
+    """``expand``, with the descriptors at the places ``maps`` has encoded and spread out."""
 
     def flatten(args: tuple[Any, ...]) -> tuple[Any, ...]:
         flat: list[Any] = []
-        for arg in expand(args):
-            if type(arg) is _TensorMap:
+        for place, arg in enumerate(expand(args)):
+            if place not in maps:
+                flat.append(arg)
+            elif type(arg) is _TensorMap:
                 flat += arg
             else:
-                flat.append(arg)
+                flat += _encode(arg, maps[place])
         return tuple(flat)
 
     return flatten
+
+
+def _encode(descriptor: Any, meta: Any) -> Any:
+    """What the C launcher takes for a descriptor: its tensor map, shape and strides."""
+    from triton.backends.nvidia.driver import make_tensordesc_arg
+
+    return make_tensordesc_arg(descriptor, meta)

@@ -1,0 +1,34 @@
+"""The on-disk cache of tuning results, one small JSON file per problem and GPU.
+
+It knows neither torch nor the kernels: problems, environments and configs are JSON that it keeps.
+
+    store = CacheStore()
+    with store.lock(gpu, environment, problem, timeout=60) as mine:
+        record = store.load(gpu, environment, problem)
+        if record is None and mine:
+            store.save(gpu, environment, tune(problem))
+"""
+
+from tmm_cache.errors import CacheWarning, RecordError
+from tmm_cache.keys import JSON, digest, slug
+from tmm_cache.layout import default_root, layer_paths
+from tmm_cache.misses import Miss
+from tmm_cache.record import SCHEMA, CandidateResult, TuningRecord
+from tmm_cache.scan import Entry
+from tmm_cache.store import CacheStore
+
+__all__ = [
+    "JSON",
+    "SCHEMA",
+    "CacheStore",
+    "CacheWarning",
+    "CandidateResult",
+    "Entry",
+    "Miss",
+    "RecordError",
+    "TuningRecord",
+    "default_root",
+    "digest",
+    "layer_paths",
+    "slug",
+]

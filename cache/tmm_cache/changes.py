@@ -1,0 +1,116 @@
+"""The commands that write: clear, prune, export, import.
+
+Each takes the store and its parsed options, and returns the exit status. They change the user's
+own root alone; what is removed is listed first and asked for.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterator
+
+from tmm_cache import facets, removal
+from tmm_cache.console import (
+    DONE,
+    FOUND,
+    MISTAKE,
+    can_ask,
+    confirmed,
+    counted,
+    note,
+    print_json,
+    without_faults,
+)
+from tmm_cache.files import Fault
+from tmm_cache.filters import from_options, moment_before, utc_now
+from tmm_cache.removal import Removal
+from tmm_cache.scan import scan
+from tmm_cache.store import CacheStore
+
+
+def clear(store: CacheStore, options: Namespace) -> int:
+    """Remove the records that pass the filters, or everything."""
+    wanted = from_options(options, utc_now())
+    if wanted.is_empty:
+        return _remove(store, options, removal.everything(store.root))
+    return _remove(store, options, removal.matching(store.root, wanted))
+
+
+def prune(store: CacheStore, options: Namespace) -> int:
+    """Remove what is outdated, damaged or left over."""
+    before = moment_before(utc_now(), options.older_than)
+    return _remove(store, options, removal.outdated(store.root, before))
+
+
+def export(store: CacheStore, options: Namespace) -> int:
+    """Write the user's own records that pass the filters into an archive."""
+    from tmm_cache.archive import ArchiveError, write_archive
+
+    wanted = from_options(options, utc_now())
+    entries = [entry for entry in without_faults(scan(store.root)) if wanted(entry)]
+    if not entries:
+        note(f"no records{'' if wanted.is_empty else ' match'} in {store.root}; nothing written")
+        return FOUND
+    try:
+        count = write_archive(options.file, entries)
+    except ArchiveError as error:
+        note(str(error))
+        return MISTAKE
+    note(f"{counted(count, 'record')} written to {options.file}")
+    return DONE
+
+
+def import_(store: CacheStore, options: Namespace) -> int:
+    """Write an archive's records into the user's own root."""
+    from tmm_cache.archive import ArchiveError, read_archive
+
+    try:
+        imported = read_archive(options.file, store.root, options.force)
+    except ArchiveError as error:
+        note(str(error))
+        return MISTAKE
+    for name, reason in imported.faults:
+        note(f"left out {name}: {reason}")
+    if imported.ignored:
+        note(f"left out {counted(imported.ignored, 'file')} that no cache has")
+    kept = f", {imported.kept} kept that were as new or newer" if imported.kept else ""
+    note(f"{counted(imported.written, 'record')} written to {store.root}{kept}")
+    return FOUND if imported.faults else DONE
+
+
+def _remove(store: CacheStore, options: Namespace, found: Iterator[Removal | Fault]) -> int:
+    removals = list(without_faults(found))
+    if not removals:
+        note(f"nothing to remove in {store.root}")
+        if options.json:
+            print_json([])
+        return DONE
+    records = sum(item.kind == "record" for item in removals)
+    what = counted(records, "record")
+    if len(removals) > records:
+        what += f" and {counted(len(removals) - records, 'other file')}"
+    asked = not (options.yes or options.dry_run)
+    if asked and not can_ask():
+        note(f"-y is needed to remove {what} from {store.root} where nobody can be asked")
+        return MISTAKE
+    if options.json:
+        print_json(
+            [
+                {"path": str(item.path), "kind": item.kind, "reason": item.reason}
+                for item in removals
+            ]
+        )
+    else:
+        for item in removals:
+            print(facets.printable(f"{item.path}  {item.kind}: {item.reason}"))
+    if options.dry_run:
+        note(f"would remove {what} from {store.root}")
+        return DONE
+    if asked and not confirmed(f"Remove {what} from {store.root}? [y/N] "):
+        note("nothing removed")
+        return FOUND
+    faults = removal.remove(store.root, removals)
+    for fault in faults:
+        note(f"{fault.path}: {fault.reason}")
+    note(f"removed {len(removals) - len(faults)} of {counted(len(removals), 'file')}")
+    return FOUND if faults else DONE

@@ -1,0 +1,175 @@
+"""The `tmm-cache` command: its options, and how it ends.
+
+It looks after the cache on machines without a GPU and in images without torch, so neither is
+imported, and rich only where a table is printed: `--help` and `dir` answer at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import NoReturn, TypeAlias, TypeVar
+
+from tmm_cache import changes, console, filters, reports
+from tmm_cache.store import CacheStore
+
+T = TypeVar("T")
+
+Command: TypeAlias = Callable[[CacheStore, argparse.Namespace], int]
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, with complaints of one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(console.MISTAKE, f"{self.prog}: {message}\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit status, 0 done, 1 found or left undone, 2 a mistake."""
+    try:
+        status = _run(argv)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # `tmm-cache show | head`. Python flushes stdout once more at its end, so point it away.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return console.DONE
+    except KeyboardInterrupt:
+        return 130
+    except OSError as error:
+        console.note(str(error))
+        return console.MISTAKE
+    return status
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    try:
+        options = _parser().parse_args(argv)
+    except SystemExit as stop:  # after --help or a mistake
+        return stop.code if isinstance(stop.code, int) else console.DONE
+    if hasattr(sys.stdout, "reconfigure"):
+        # µ on an ASCII terminal is escaped rather than fatal.
+        sys.stdout.reconfigure(errors="backslashreplace")
+    run: Command = options.run
+    return run(CacheStore(options.cache_dir), options)
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(
+        prog="tmm-cache",
+        description="Look after tmm's tuning records.",
+        epilog="The root is TMM_CACHE_DIR or the platform's cache folder; TMM_CACHE_PATH lists "
+        "read-only layers below it.",
+    )
+    _add_cache_dir(parser, default=None)
+    subparsers = parser.add_subparsers(required=True, metavar="command", parser_class=_Parser)
+
+    def add(name: str, run: Command, text: str) -> argparse.ArgumentParser:
+        command = subparsers.add_parser(
+            name, help=text, description=text[0].upper() + text[1:] + "."
+        )
+        # Without a default, or the one given before the command would be lost.
+        _add_cache_dir(command, default=argparse.SUPPRESS)
+        command.set_defaults(run=run)
+        return command
+
+    show = add("show", reports.show, "list records, or print one in full")
+    show.add_argument("record", nargs="?", help="beginning of a record's digest")
+    _add_json(show)
+    _add_filters(show)
+
+    clear = add("clear", changes.clear, "remove own records, all or those that pass the filters")
+    _add_json(clear)
+    _add_removal(clear)
+    _add_filters(clear)
+
+    directory = add("dir", reports.directory, "print where own records lie")
+    _add_json(directory)
+
+    stats = add("stats", reports.stats, "count records and winners per GPU and environment")
+    _add_json(stats)
+
+    verify = add("verify", reports.verify, "read every file and print each fault")
+    _add_json(verify)
+
+    prune = add(
+        "prune",
+        changes.prune,
+        "remove damaged and left-over files, and records of all environments but a GPU's newest",
+    )
+    _add_json(prune)
+    _add_removal(prune)
+    _add_age(prune, "--older-than", "instead of old environments, remove records older than this")
+
+    export = add("export", changes.export, "write own records to an archive")
+    export.add_argument("file", type=Path, metavar="FILE.tar.gz")
+    _add_filters(export)
+
+    import_ = add("import", changes.import_, "add the records of an archive to one's own")
+    import_.add_argument("file", type=Path, metavar="FILE")
+    import_.add_argument("--force", action="store_true", help="overwrite newer records too")
+    return parser
+
+
+def _add_cache_dir(parser: argparse.ArgumentParser, default: str | None) -> None:
+    parser.add_argument(
+        "--cache-dir",
+        type=_argument(_folder),
+        default=default,
+        metavar="DIR",
+        help="the root to use instead of TMM_CACHE_DIR",
+    )
+
+
+def _add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def _add_removal(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("-y", "--yes", action="store_true", help="remove without asking")
+    parser.add_argument("--dry-run", action="store_true", help="list, and remove nothing")
+
+
+def _add_filters(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("filters", "GLOB is a name in which * and ? stand for any")
+    group.add_argument("--gpu", metavar="GLOB", help="the GPU's folder, like nvidia-h200*")
+    group.add_argument("--kernel", metavar="GLOB", help="the winning kernel")
+    group.add_argument("--dtype", metavar="GLOB", help="dtype of the first operand")
+    group.add_argument("--epilogue", metavar="GLOB")
+    group.add_argument(
+        "--shape",
+        type=_argument(filters.parse_shape),
+        metavar="MxNxK",
+        help="the sizes, each a number or *",
+    )
+    _add_age(group, "--older-than", "made longer ago than this")
+    _add_age(group, "--newer-than", "made since this long ago")
+
+
+def _add_age(parser: argparse._ActionsContainer, name: str, text: str) -> None:
+    parser.add_argument(
+        name, type=_argument(filters.parse_age), metavar="AGE", help=f"{text}: 90m, 12h, 30d, 2w"
+    )
+
+
+def _folder(text: str) -> Path:
+    if not text:
+        raise ValueError("found nothing, accepted is a folder")
+    return Path(text).expanduser()
+
+
+def _argument(parse: Callable[[str], T]) -> Callable[[str], T]:
+    def parsed(text: str) -> T:
+        try:
+            return parse(text)
+        except ValueError as error:  # whose text argparse would drop
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return parsed
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

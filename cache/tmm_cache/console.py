@@ -1,0 +1,54 @@
+"""How the command speaks and ends: data on stdout, notes on stderr, three exit statuses."""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
+
+from tmm_cache.facets import printable
+from tmm_cache.files import Fault
+from tmm_cache.keys import JSON
+
+T = TypeVar("T")
+
+#: Exit statuses: done; something was found or left undone; a mistake in the call.
+DONE, FOUND, MISTAKE = 0, 1, 2
+
+
+def note(text: str) -> None:
+    """Tell the user something that is not data."""
+    print(f"tmm-cache: {printable(text)}", file=sys.stderr)
+
+
+def without_faults(items: Iterable[T | Fault]) -> Iterator[T]:
+    """The items that are no faults; each fault is noted."""
+    for item in items:
+        if isinstance(item, Fault):
+            note(f"passed over {item.path}: {item.reason}")
+        else:
+            yield item
+
+
+def print_json(value: JSON) -> None:
+    """Print data for a program."""
+    print(json.dumps(value, indent=2))
+
+
+def counted(number: int, noun: str) -> str:
+    """`1 record`, `2 records`."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
+
+
+def can_ask() -> bool:
+    """Whether somebody at a terminal could answer."""
+    return sys.stdin is not None and sys.stdin.isatty()
+
+
+def confirmed(question: str) -> bool:
+    """Ask at the terminal; anything but yes is no."""
+    # `input` would put the question among the data on stdout.
+    sys.stdout.flush()
+    print(question, end="", file=sys.stderr, flush=True)
+    return sys.stdin.readline().strip().lower() in ("y", "yes")

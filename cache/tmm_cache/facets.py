@@ -1,0 +1,100 @@
+"""What the command shows and filters by, read from problems that are opaque to the store.
+
+Every look here tolerates what it doesn't find: the core may add to a problem or rename a part of
+it, and the command still lists the record.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from datetime import datetime
+
+from tmm_cache.keys import JSON, canonical
+from tmm_cache.record import TuningRecord
+
+ABSENT = "-"
+
+
+def printable(text: str) -> str:
+    """The text without control characters: a record may be a stranger's, and terminals obey."""
+    if text.isprintable():
+        return text
+    return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
+
+
+def text_of(value: JSON) -> str:
+    """A value as a table's cell says it."""
+    if value is None:
+        return "none"
+    if isinstance(value, str):
+        return printable(value.removeprefix("torch."))
+    return printable(canonical(value))
+
+
+def sizes(problem: Mapping[str, JSON]) -> tuple[JSON, JSON, JSON]:
+    """M, N and K; None for what is not there."""
+    return problem.get("m"), problem.get("n"), problem.get("k")
+
+
+def shape(problem: Mapping[str, JSON]) -> str:
+    """`4096x4096x1024`, behind `8*` for a batch of eight."""
+    text = "x".join(ABSENT if size is None else text_of(size) for size in sizes(problem))
+    batch = problem.get("batch")
+    return text if batch in (None, 1, []) else f"{text_of(batch)}*{text}"
+
+
+def operand(problem: Mapping[str, JSON], name: str, part: str) -> str:
+    """A part, like "dtype" or "layout", of the operand "a" or "b"."""
+    value = problem.get(name)
+    if not isinstance(value, Mapping) or part not in value:
+        return ABSENT
+    return text_of(value[part])
+
+
+def dtypes(problem: Mapping[str, JSON]) -> str:
+    """`bfloat16`, or in full `float8_e4m3fn x float8_e5m2 -> bfloat16` where they differ."""
+    a, b = operand(problem, "a", "dtype"), operand(problem, "b", "dtype")
+    out = text_of(problem["out_dtype"]) if "out_dtype" in problem else a
+    operands = a if b in (a, ABSENT) else f"{a} x {b}"
+    return operands if out == a else f"{operands} -> {out}"
+
+
+def layouts(problem: Mapping[str, JSON]) -> str:
+    """The layouts of a and b."""
+    return f"{operand(problem, 'a', 'layout')} x {operand(problem, 'b', 'layout')}"
+
+
+def epilogue(problem: Mapping[str, JSON]) -> str:
+    """The epilogue's name."""
+    value = problem.get("epilogue", ABSENT)
+    return text_of(value["name"] if isinstance(value, Mapping) and "name" in value else value)
+
+
+def config(values: Mapping[str, JSON]) -> str:
+    """`BLOCK_M=128 BLOCK_N=64`."""
+    return " ".join(f"{printable(name)}={text_of(value)}" for name, value in values.items())
+
+
+def blas_us(record: TuningRecord) -> float | None:
+    """The best median of the BLAS candidates, in microseconds; None where none was timed."""
+    medians = [
+        candidate.median_us
+        for candidate in record.candidates
+        if candidate.kernel == "blas" or candidate.kernel.startswith("blas.")
+    ]
+    return min((median for median in medians if median is not None), default=None)
+
+
+def speedup(record: TuningRecord) -> float | None:
+    """How many times the winner is faster than BLAS; None where either was not timed."""
+    blas, best = blas_us(record), record.best.median_us
+    return blas / best if blas is not None and best else None
+
+
+def age(record: TuningRecord, now: datetime) -> str:
+    """How long ago the record was made, in its largest unit: `3d`."""
+    seconds = max(0, int((now - record.created_at).total_seconds()))
+    for unit, length in (("d", 86400), ("h", 3600), ("m", 60)):
+        if seconds >= length:
+            return f"{seconds // length}{unit}"
+    return f"{seconds}s"

@@ -1,0 +1,210 @@
+"""Reading and writing single files so that a crash, a full disk or garbage costs one file only.
+
+A write goes to a temporary file in the same folder, is synced and renamed over the old one: a
+reader sees the old record or the new one and takes no lock. A read never raises: it answers with
+the content, with None where there is nothing, or with the `Fault` that it met.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import stat
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import NoReturn
+
+from tmm_cache.errors import RecordError
+from tmm_cache.keys import JSON, digest, plain
+from tmm_cache.layout import ENVIRONMENT, temporary_name
+from tmm_cache.record import TuningRecord
+
+#: A thousand candidates with a hundred samples each take 2 MB; what is larger is no record.
+MAX_BYTES = 16 * 2**20
+
+FOLDER_MODE = 0o700
+FILE_MODE = 0o600
+
+
+@dataclass(frozen=True, slots=True)
+class Fault:
+    """A file that is there and can't be used.
+
+    `damaged`: its content is wrong and stays wrong, so that `prune` may remove it. Otherwise it
+    could not be read this time, which a permission or a mount may cure.
+    """
+
+    path: Path
+    reason: str
+    damaged: bool
+
+
+def parse(data: bytes) -> object:
+    """The JSON value of a file's bytes. Raises ValueError, and nothing else, with the reason."""
+    if not data.strip():
+        raise ValueError("the file is empty")
+    try:
+        value: object = json.loads(data.decode("utf-8"), parse_constant=_no_constant)
+    except RecursionError as error:
+        raise ValueError("nested too deeply") from error
+    return value
+
+
+def _no_constant(name: str) -> NoReturn:
+    raise ValueError(f"{name} is not JSON")
+
+
+def parse_record(data: bytes, name: str) -> TuningRecord:
+    """The record of a file called `<name>.json`.
+
+    Raises ValueError for bytes that are no JSON, RecordError for JSON that is no record or that
+    records another problem than its name says (edited, or copied under a wrong name).
+    """
+    record = TuningRecord.from_json(parse(data))
+    actual = digest(record.problem)
+    if actual != name:
+        raise RecordError(f"problem: found the problem of {actual}.json, accepted is {name}'s own")
+    return record
+
+
+def parse_environment(data: bytes, name: str) -> dict[str, JSON]:
+    """The environment of a folder called `name`. Raises ValueError as `parse_record`."""
+    value = parse(data)
+    if not isinstance(value, dict):
+        raise RecordError("environment: found no object, accepted is an object")
+    try:
+        actual = digest(value)
+    except (ValueError, RecursionError) as error:
+        raise RecordError(f"environment: found what is not JSON ({error})") from error
+    if actual != name:
+        raise RecordError(f"environment: found that of {actual}, accepted is {name}'s own")
+    return value
+
+
+def read_bytes(path: Path) -> bytes | Fault | None:
+    """A regular file's content; None where it is absent."""
+    try:
+        # Before opening: to open a FIFO would wait for its writer.
+        status = os.stat(path)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        # The folder is at fault, alike for every file in it: one warning, not thousands.
+        return Fault(path.parent, f"cannot be read: {error}", damaged=False)
+    if not stat.S_ISREG(status.st_mode):
+        return Fault(path, "is not a regular file", damaged=False)
+    try:
+        with open(path, "rb") as file:
+            data = file.read(MAX_BYTES + 1)
+    except FileNotFoundError:
+        return None
+    except OSError as error:
+        return Fault(path, f"cannot be read: {error.strerror or error}", damaged=False)
+    if len(data) > MAX_BYTES:
+        return Fault(path, f"is larger than {MAX_BYTES} bytes", damaged=True)
+    return data
+
+
+def read_record(path: Path) -> TuningRecord | Fault | None:
+    """The record in a file; None where the file is absent."""
+    data = read_bytes(path)
+    if not isinstance(data, bytes):
+        return data
+    try:
+        return parse_record(data, path.stem)
+    except ValueError as error:
+        return Fault(path, f"is no valid record: {error}", damaged=True)
+
+
+def read_environment(folder: Path) -> dict[str, JSON] | Fault | None:
+    """The environment of a folder of records; None where its file is absent."""
+    data = read_bytes(folder / ENVIRONMENT)
+    if not isinstance(data, bytes):
+        return data
+    try:
+        return parse_environment(data, folder.name)
+    except ValueError as error:
+        return Fault(folder / ENVIRONMENT, f"is no valid environment: {error}", damaged=True)
+
+
+def record_bytes(record: TuningRecord) -> bytes:
+    """The content of a record's file.
+
+    Raises RecordError for a record that would not read back: a mistake of the program, better met
+    now than as a warning in every later process.
+    """
+    document = record.to_json()
+    TuningRecord.from_json(document)
+    return json.dumps(document, allow_nan=False).encode("ascii") + b"\n"
+
+
+def write_record(path: Path, data: bytes, environment: Mapping[str, JSON] | None) -> None:
+    """Put a record's bytes in place, and its environment beside it if that is absent.
+
+    Raises OSError; then the file is what it was before.
+    """
+    for attempt in ("first", "last"):
+        try:
+            make_folder(path.parent)
+            if environment is not None:
+                write_environment(path.parent, environment)
+            write_atomically(path, data)
+        except FileNotFoundError:
+            # A `clear` elsewhere removed the empty folder between the two steps.
+            if attempt == "last":
+                raise
+        else:
+            return
+
+
+def write_environment(folder: Path, environment: Mapping[str, JSON]) -> None:
+    """Say readably which environment a folder belongs to, once. Raises OSError."""
+    path = folder / ENVIRONMENT
+    if not path.exists():
+        text = json.dumps(plain(environment), indent=2) + "\n"
+        write_atomically(path, text.encode("ascii"))
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and its parents, all private: `mkdir(parents=True)` opens the parents to all.
+
+    Raises OSError.
+    """
+    missing = []
+    while not folder.is_dir():
+        missing.append(folder)
+        if folder.parent == folder:
+            break
+        folder = folder.parent
+    for path in reversed(missing):
+        path.mkdir(FOLDER_MODE, exist_ok=True)
+
+
+def write_atomically(path: Path, data: bytes, mode: int = FILE_MODE) -> None:
+    """Replace a file in one step. Raises OSError; then the old file is untouched."""
+    temporary = path.with_name(temporary_name(path.name))
+    try:
+        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+        with open(handle, "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+    _sync_folder(path.parent)
+
+
+def _sync_folder(folder: Path) -> None:
+    # The file is in place and complete. Some network file systems can't sync a folder, which
+    # costs durability over a power cut and nothing else.
+    with contextlib.suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

@@ -1,0 +1,126 @@
+"""The filters of the command, from the words of a command line to a predicate on records.
+
+`parse_*` raise ValueError with a line that argparse shows, so that a bad value never gets as far
+as removing something.
+"""
+
+from __future__ import annotations
+
+import re
+from argparse import Namespace
+from dataclasses import dataclass
+from datetime import datetime, timedelta, timezone
+from fnmatch import fnmatchcase
+from typing import TypeAlias
+
+from tmm_cache import facets
+from tmm_cache.scan import Entry
+
+Shape: TypeAlias = tuple[int | None, int | None, int | None]
+
+_AGE = re.compile(r"([0-9]+(?:\.[0-9]+)?)([smhdw])", re.ASCII)
+_UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
+_SHORT_DTYPES = {
+    "bf16": "bfloat16",
+    "fp16": "float16",
+    "f16": "float16",
+    "fp32": "float32",
+    "f32": "float32",
+    "fp64": "float64",
+    "f64": "float64",
+}
+
+
+def parse_shape(text: str) -> Shape:
+    """`4096x*x512` as sizes, None for any. Raises ValueError."""
+    parts = re.split("[xX×]", text)
+    if len(parts) != 3 or not all(
+        part == "*" or re.fullmatch("[0-9]{1,18}", part) for part in parts
+    ):
+        raise ValueError(f"found {text!r}, accepted is MxNxK, each a size or *")
+    m, n, k = (None if part == "*" else int(part) for part in parts)
+    return m, n, k
+
+
+def parse_age(text: str) -> timedelta:
+    """`30d`, `12h`, `1.5w` as a span. Raises ValueError."""
+    match = _AGE.fullmatch(text)
+    if match:
+        try:
+            return timedelta(**{_UNITS[match[2]]: float(match[1])})
+        except OverflowError:
+            pass
+    raise ValueError(f"found {text!r}, accepted is a number and a unit of s m h d w, like 30d")
+
+
+def moment_before(now: datetime, age: timedelta | None) -> datetime | None:
+    """The time that long ago; an age beyond the calendar is its beginning."""
+    if age is None:
+        return None
+    try:
+        return now - age
+    except OverflowError:
+        return datetime.min.replace(tzinfo=timezone.utc)
+
+
+@dataclass(frozen=True, slots=True)
+class Filter:
+    """Which records a command is about; None and an empty filter are about all.
+
+    `gpu`, `kernel` (of the winner), `dtype` (of a) and `epilogue` are globs.
+    """
+
+    gpu: str | None = None
+    kernel: str | None = None
+    dtype: str | None = None
+    shape: Shape | None = None
+    epilogue: str | None = None
+    before: datetime | None = None
+    after: datetime | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether every record passes."""
+        return self == Filter()
+
+    def __call__(self, entry: Entry) -> bool:
+        record, problem = entry.record, entry.record.problem
+        dtype = None if self.dtype is None else _SHORT_DTYPES.get(self.dtype, self.dtype)
+        return (
+            _matches(entry.gpu, self.gpu)
+            and _matches(record.best.kernel, self.kernel)
+            and _matches(facets.operand(problem, "a", "dtype"), dtype)
+            and _matches(facets.epilogue(problem), self.epilogue)
+            and (self.shape is None or _fits(entry, self.shape))
+            and (self.before is None or record.created_at < self.before)
+            and (self.after is None or record.created_at > self.after)
+        )
+
+
+def utc_now() -> datetime:
+    """The time that ages are reckoned from."""
+    return datetime.now(timezone.utc)
+
+
+def from_options(options: Namespace, now: datetime) -> Filter:
+    """The filter that a command line asks for."""
+    return Filter(
+        gpu=options.gpu,
+        kernel=options.kernel,
+        dtype=options.dtype,
+        shape=options.shape,
+        epilogue=options.epilogue,
+        before=moment_before(now, options.older_than),
+        after=moment_before(now, options.newer_than),
+    )
+
+
+def _matches(text: str, pattern: str | None) -> bool:
+    return pattern is None or fnmatchcase(text, pattern)
+
+
+def _fits(entry: Entry, wanted: Shape) -> bool:
+    return all(
+        size is None or size == found
+        for size, found in zip(wanted, facets.sizes(entry.record.problem), strict=True)
+    )

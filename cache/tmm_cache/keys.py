@@ -1,0 +1,76 @@
+"""How a problem and an environment become file names.
+
+Two processes must name the same problem alike, whatever the order of its keys, and no GPU name
+may lead out of the cache's folder.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from typing import TypeAlias
+
+JSON: TypeAlias = "bool | int | float | str | Sequence[JSON] | Mapping[str, JSON] | None"
+
+#: Digits of a digest. 64 bits: a collision needs some 10^9 problems, and `load` compares the
+#: problem itself, so that it would cost a miss and not a wrong kernel.
+DIGEST_DIGITS = 16
+
+_SLUG_MAX = 96
+_SLUG = re.compile(rf"[a-z0-9][a-z0-9._-]{{0,{_SLUG_MAX - 1}}}")
+
+
+def canonical(value: JSON) -> str:
+    """The one JSON text of a value: sorted keys, no spaces, ASCII.
+
+    Raises TypeError for a value that JSON has no form for, ValueError for NaN, infinities and
+    circular references, RecursionError for nesting beyond Python's stack.
+    """
+    return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False, default=_bare)
+
+
+def plain(mapping: Mapping[str, JSON]) -> dict[str, JSON]:
+    """A copy in dicts and lists alone, in the mapping's own order. Raises what `canonical` does."""
+    copy: dict[str, JSON] = json.loads(json.dumps(mapping, allow_nan=False, default=_bare))
+    return copy
+
+
+def _bare(value: object) -> object:
+    if isinstance(value, Mapping):
+        return dict(value)
+    if isinstance(value, Sequence) and not isinstance(value, bytes | bytearray | memoryview):
+        return list(value)
+    raise TypeError(f"{value!r} of type {type(value).__name__} is not JSON")
+
+
+def digest(mapping: Mapping[str, JSON]) -> str:
+    """16 hexadecimal digits of the SHA-256 of the mapping's canonical JSON.
+
+    Raises what `canonical` raises.
+    """
+    return hashlib.sha256(canonical(mapping).encode("ascii")).hexdigest()[:DIGEST_DIGITS]
+
+
+def slug(text: str) -> str:
+    """A folder name for a GPU: `slug("NVIDIA H200 sm90 132SM") == "nvidia-h200-sm90-132sm"`.
+
+    Any text gives a valid name and a slug is its own slug; a text without a letter or a digit
+    gives "unknown", an overlong one ends in a hash of what was cut.
+    """
+    name = re.sub(r"[^a-z0-9._]+", "-", text.lower()).lstrip("-._").rstrip("-")
+    if len(name) > _SLUG_MAX:
+        tail = hashlib.sha256(name.encode("ascii")).hexdigest()[:8]
+        name = f"{name[: _SLUG_MAX - 9]}-{tail}"
+    return name or "unknown"
+
+
+def is_slug(name: str) -> bool:
+    """Whether the name may be a GPU's folder: never empty, never `..`, no separator."""
+    return _SLUG.fullmatch(name) is not None
+
+
+def is_digest_prefix(text: str) -> bool:
+    """Whether a digest may begin like this."""
+    return re.fullmatch(rf"[0-9a-f]{{1,{DIGEST_DIGITS}}}", text) is not None

@@ -1,0 +1,68 @@
+"""Where everything lies: `<root>/v1/<gpu slug>/<environment digest>/<problem digest>.json`.
+
+One statement of the names, so that a reader, a writer and a remover agree on which files are the
+cache's: whatever these patterns don't match is somebody else's and is never touched.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from tmm_cache.keys import DIGEST_DIGITS, JSON, digest, is_slug
+from tmm_cache.record import SCHEMA
+
+ENVIRONMENT: Final = "environment.json"
+MISSES: Final = "misses.jsonl"
+LOCK_SUFFIX: Final = ".lock"
+VERSION: Final = f"v{SCHEMA}"
+
+_HEX = rf"[0-9a-f]{{{DIGEST_DIGITS}}}"
+DIGEST: Final = re.compile(_HEX)
+RECORD: Final = re.compile(rf"{_HEX}\.json")
+LOCK: Final = re.compile(rf"{_HEX}\.json{re.escape(LOCK_SUFFIX)}")
+TEMPORARY: Final = re.compile(rf"({_HEX}|environment)\.json\.[0-9]+-[0-9a-f]{{8}}\.tmp")
+
+
+def temporary_name(name: str) -> str:
+    """A name beside `name` that no other process or thread takes, as `TEMPORARY` matches it."""
+    return f"{name}.{os.getpid()}-{os.urandom(4).hex()}.tmp"
+
+
+def default_root(environ: Mapping[str, str] = os.environ) -> Path:
+    """The folder of the user's own records: `TMM_CACHE_DIR`, else the platform's cache folder."""
+    chosen = environ.get("TMM_CACHE_DIR")
+    if chosen:
+        return Path(chosen).expanduser()
+    import platformdirs  # 15 ms, only needed here
+
+    return Path(platformdirs.user_cache_dir("tmm"))
+
+
+def layer_paths(environ: Mapping[str, str] = os.environ) -> tuple[Path, ...]:
+    """The read-only layers below the user's own: `TMM_CACHE_PATH`, nearest first."""
+    parts = environ.get("TMM_CACHE_PATH", "").split(os.pathsep)
+    return tuple(Path(part).expanduser() for part in parts if part)
+
+
+def environment_folder(root: Path, gpu: str, environment: str) -> Path:
+    """The folder of a GPU's records under one environment digest.
+
+    Raises ValueError for a GPU that is no slug or an environment that is no digest: both become
+    path components and must not lead out of the root.
+    """
+    if not is_slug(gpu):
+        raise ValueError(f"gpu: found {gpu!r}, accepted is a slug like {'nvidia-h200-sm90'!r}")
+    if not DIGEST.fullmatch(environment):
+        raise ValueError(f"environment: found {environment!r}, accepted is a digest")
+    return root / VERSION / gpu / environment
+
+
+def record_path(
+    root: Path, gpu: str, environment: Mapping[str, JSON], problem: Mapping[str, JSON]
+) -> Path:
+    """The file of one record. Raises ValueError as `environment_folder`, and as `digest`."""
+    return environment_folder(root, gpu, digest(environment)) / f"{digest(problem)}.json"

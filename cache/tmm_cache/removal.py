@@ -1,0 +1,174 @@
+"""Removing the cache's own files from the user's own root, and nothing else.
+
+A wrong `rm -r` on a folder that somebody pointed `TMM_CACHE_DIR` at is not undone, so removal
+works on a list of single files that the layout knows by name, which the command shows first.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from datetime import datetime
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+from tmm_cache.files import Fault
+from tmm_cache.layout import ENVIRONMENT, LOCK, LOCK_SUFFIX, MISSES, TEMPORARY
+from tmm_cache.scan import Entry, Folder, folders, scan, scan_folder
+
+Kind: TypeAlias = Literal["record", "damaged", "misses", "lock", "temporary"]
+
+#: A younger temporary file may be a save that is under way.
+STALE_SECONDS = 3600.0
+
+
+@dataclass(frozen=True, slots=True)
+class Removal:
+    """One file to remove, and why."""
+
+    path: Path
+    kind: Kind
+    reason: str
+
+
+def everything(root: Path) -> Iterator[Removal | Fault]:
+    """All of the root: records, damaged files, misses, locks, stale temporary files.
+
+    This and the two below also yield the faults that stay, such as a folder that can't be listed.
+    """
+    for folder in folders(root):
+        if isinstance(folder, Fault):
+            yield folder
+            continue
+        for item in scan_folder(root, folder):
+            yield _removal(item, "to be cleared")
+        yield from _misses(folder, "to be cleared")
+        yield from _leftovers(folder)
+
+
+def matching(root: Path, wanted: Callable[[Entry], bool]) -> Iterator[Removal | Fault]:
+    """The records that `wanted` chooses."""
+    for item in scan(root):
+        if isinstance(item, Fault):
+            yield item
+        elif wanted(item):
+            yield _removal(item, "to be cleared")
+
+
+def outdated(root: Path, before: datetime | None) -> Iterator[Removal | Fault]:
+    """What `prune` removes: damaged files, stale temporary files, locks without a record, and
+    records created before a time or, without one, of every environment of a GPU but its newest.
+    """
+    contents: dict[Folder, list[Entry | Fault]] = {}
+    for folder in folders(root):
+        if isinstance(folder, Fault):
+            yield folder
+        else:
+            contents[folder] = list(scan_folder(root, folder))
+    latest: dict[Folder, datetime] = {}
+    for folder, items in contents.items():
+        times = [item.record.created_at for item in items if isinstance(item, Entry)]
+        if times:
+            latest[folder] = max(times)
+    newest: dict[str, Folder] = {}
+    for folder, time_of_last in latest.items():
+        rival = newest.setdefault(folder.gpu, folder)
+        if time_of_last > latest[rival]:
+            newest[folder.gpu] = folder
+    for folder, items in contents.items():
+        # A folder of misses alone, not in `latest`, is of an environment that is yet to be tuned.
+        superseded = before is None and folder in latest and newest[folder.gpu] != folder
+        for item in items:
+            if superseded or isinstance(item, Fault):
+                yield _removal(item, "an older environment of this GPU")
+            elif before is not None and item.record.created_at < before:
+                yield _removal(item, f"created {item.record.created}")
+        if superseded:
+            yield from _misses(folder, "an older environment of this GPU")
+        yield from _leftovers(folder)
+
+
+def remove(root: Path, removals: Iterable[Removal]) -> list[Fault]:
+    """Remove the files, a record's lock with it, and the folders that this leaves empty.
+
+    Returns those that could not be removed, among them a lock that is held.
+    """
+    faults: list[Fault] = []
+    touched: dict[Path, None] = {}
+    inside = root.resolve()
+    for removal in removals:
+        path = removal.path
+        if not path.parent.resolve().is_relative_to(inside):
+            faults.append(Fault(path, f"lies outside {root}, through a link", damaged=False))
+            continue
+        touched[path.parent] = None
+        try:
+            if removal.kind == "lock":
+                _remove_lock(path)
+                continue
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            reason = f"cannot be removed: {error.strerror or error}"
+            faults.append(Fault(path, reason, damaged=False))
+            continue
+        if removal.kind in ("record", "damaged"):
+            # Held by a process that is tuning, or not ours to write: it costs an empty file.
+            with contextlib.suppress(OSError):
+                _remove_lock(path.with_name(path.name + LOCK_SUFFIX))
+    for folder in touched:
+        _remove_if_empty(folder)
+    return faults
+
+
+def _removal(item: Entry | Fault, reason: str) -> Removal | Fault:
+    if isinstance(item, Entry):
+        return Removal(item.path, "record", reason)
+    return Removal(item.path, "damaged", item.reason) if item.damaged else item
+
+
+def _misses(folder: Folder, reason: str) -> Iterator[Removal]:
+    path = folder.path / MISSES
+    if os.path.isfile(path):
+        yield Removal(path, "misses", reason)
+
+
+def _leftovers(folder: Folder) -> Iterator[Removal]:
+    names = folder.names()
+    if isinstance(names, Fault):
+        return
+    present = set(names)
+    for name in names:
+        path = folder.path / name
+        if LOCK.fullmatch(name) and name.removesuffix(LOCK_SUFFIX) not in present:
+            yield Removal(path, "lock", "without a record")
+        elif TEMPORARY.fullmatch(name) and _is_stale(path):
+            yield Removal(path, "temporary", "left by a process that was killed")
+
+
+def _is_stale(path: Path) -> bool:
+    try:
+        return time.time() - path.stat().st_mtime > STALE_SECONDS
+    except OSError:
+        return False
+
+
+def _remove_lock(path: Path) -> None:
+    if not os.path.isfile(path):
+        return
+    from filelock import FileLock  # 35 ms, only needed here
+
+    with FileLock(path, timeout=0):
+        path.unlink()
+
+
+def _remove_if_empty(folder: Path) -> None:
+    # `rmdir` refuses a folder that holds anything more.
+    with contextlib.suppress(OSError):
+        if [path.name for path in folder.iterdir()] == [ENVIRONMENT]:
+            (folder / ENVIRONMENT).unlink()
+        folder.rmdir()
+        folder.parent.rmdir()
+        folder.parent.parent.rmdir()

@@ -1,0 +1,173 @@
+"""The commands that only look: show, dir, stats, verify.
+
+Each takes the store and its parsed options, and returns the exit status.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections import Counter
+from pathlib import Path
+
+from tmm_cache import facets
+from tmm_cache.console import DONE, FOUND, MISTAKE, counted, note, print_json, without_faults
+from tmm_cache.files import Fault, read_environment
+from tmm_cache.filters import from_options, utc_now
+from tmm_cache.keys import JSON, is_digest_prefix
+from tmm_cache.misses import read_misses
+from tmm_cache.record import SCHEMA
+from tmm_cache.scan import Entry, Folder, folders, scan, scan_folder
+from tmm_cache.store import CacheStore
+
+
+def show(store: CacheStore, options: Namespace) -> int:
+    """List records, or print those of one digest in full."""
+    now = utc_now()
+    wanted = from_options(options, now)
+    prefix: str | None = options.record
+    if prefix is not None and not is_digest_prefix(prefix):
+        note(f"record: found {prefix!r}, accepted is the beginning of a digest, like 3f9a")
+        return MISTAKE
+    entries = [
+        entry
+        for root in _roots(store)
+        for entry in without_faults(scan(root))
+        if wanted(entry) and entry.digest.startswith(prefix or "")
+    ]
+    if options.json:
+        print_json([_entry_json(entry) for entry in entries])
+    if not entries:
+        note(f"no records{'' if wanted.is_empty and not prefix else ' match'} in {store.root}")
+        return DONE if prefix is None else FOUND
+    if options.json:
+        return DONE
+    from tmm_cache import tables
+
+    layers = _layer_names(store)
+    if prefix is None:
+        tables.print_entries(entries, layers, now)
+    else:
+        for entry in entries:
+            tables.print_record(entry, layers[entry.root], now)
+    return DONE
+
+
+def directory(store: CacheStore, options: Namespace) -> int:
+    """Print where the user's own records lie."""
+    if options.json:
+        layers: list[JSON] = [str(layer) for layer in store.layers]
+        print_json({"root": str(store.root), "layers": layers, "schema": SCHEMA})
+    else:
+        print(store.root)
+    return DONE
+
+
+def stats(store: CacheStore, options: Namespace) -> int:
+    """Count records, winners, misses and bytes per GPU and environment."""
+    rows = [
+        _statistics(root, folder)
+        for root in _roots(store)
+        for folder in without_faults(folders(root))
+    ]
+    if options.json:
+        print_json(rows)
+        return DONE
+    if not rows:
+        note(f"no records in {store.root}")
+        return DONE
+    from tmm_cache import tables
+
+    layers = {str(root): name for root, name in _layer_names(store).items()}
+    columns = ("gpu", "environment", "layer", "records", "bytes", "misses", "faults", "winners")
+    tables.print_table(
+        columns,
+        [
+            (
+                str(row["gpu"]),
+                str(row["environment_digest"]),
+                layers[str(row["layer"])],
+                str(row["records"]),
+                tables.bytes_text(int(str(row["bytes"]))),
+                str(row["misses"]),
+                str(row["faults"]),
+                facets.config(winners) if isinstance(winners := row["winners"], dict) else "",
+            )
+            for row in rows
+        ],
+        right=("records", "bytes", "misses", "faults"),
+        optional=("bytes", "faults", "layer"),
+    )
+    return DONE
+
+
+def verify(store: CacheStore, options: Namespace) -> int:
+    """Read everything and print each fault."""
+    records = 0
+    faults: list[Fault] = []
+    for root in _roots(store):
+        for item in scan(root):
+            if isinstance(item, Fault):
+                faults.append(item)
+            else:
+                records += 1
+        for folder in folders(root):
+            if isinstance(folder, Folder):
+                _, fault = read_misses(folder.path)
+                faults += [] if fault is None else [fault]
+    if options.json:
+        found: list[JSON] = [_fault_json(fault) for fault in faults]
+        print_json({"records": records, "faults": found})
+    else:
+        for fault in faults:
+            print(facets.printable(f"{fault.path}: {fault.reason}"))
+    note(f"{counted(records, 'good record')}, {counted(len(faults), 'fault')}")
+    return FOUND if faults else DONE
+
+
+def _roots(store: CacheStore) -> tuple[Path, ...]:
+    return (store.root, *store.layers)
+
+
+def _layer_names(store: CacheStore) -> dict[Path, str]:
+    return {store.root: "own"} | {layer: facets.printable(str(layer)) for layer in store.layers}
+
+
+def _statistics(root: Path, folder: Folder) -> dict[str, JSON]:
+    items = list(scan_folder(root, folder))
+    entries = [item for item in items if isinstance(item, Entry)]
+    environment = read_environment(folder.path)
+    problems, _ = read_misses(folder.path)
+    winners = Counter(entry.record.best.kernel for entry in entries)
+    times = sorted(entry.record.created_at for entry in entries)
+    return {
+        "layer": str(root),
+        "gpu": folder.gpu,
+        "environment_digest": folder.environment_digest,
+        "environment": environment if isinstance(environment, dict) else None,
+        "records": len(entries),
+        "bytes": sum(entry.path.stat().st_size for entry in entries),
+        "misses": len(problems),
+        "faults": len(items) - len(entries),
+        "winners": dict(winners.most_common()),
+        "oldest": times[0].isoformat() if times else None,
+        "newest": times[-1].isoformat() if times else None,
+    }
+
+
+def _entry_json(entry: Entry) -> JSON:
+    return {
+        "digest": entry.digest,
+        "path": str(entry.path),
+        "layer": str(entry.root),
+        "gpu": entry.gpu,
+        "environment_digest": entry.environment_digest,
+        "environment": entry.environment,
+        "median_us": entry.record.best.median_us,
+        "blas_us": facets.blas_us(entry.record),
+        "speedup": facets.speedup(entry.record),
+        "record": entry.record.to_json(),
+    }
+
+
+def _fault_json(fault: Fault) -> JSON:
+    return {"path": str(fault.path), "reason": fault.reason, "damaged": fault.damaged}

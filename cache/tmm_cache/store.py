@@ -1,0 +1,256 @@
+"""The store that the dispatcher asks before it tunes and tells after it has.
+
+It stands between a matmul and a file system that may be read-only, full, shared by many ranks or
+damaged: nothing that a file system does makes these methods raise.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+from tmm_cache import removal
+from tmm_cache.errors import warn_once
+from tmm_cache.files import (
+    FILE_MODE,
+    Fault,
+    make_folder,
+    read_environment,
+    read_record,
+    record_bytes,
+    write_environment,
+    write_record,
+)
+from tmm_cache.keys import JSON, canonical, digest
+from tmm_cache.layout import (
+    LOCK_SUFFIX,
+    MISSES,
+    default_root,
+    environment_folder,
+    layer_paths,
+    record_path,
+)
+from tmm_cache.misses import Miss, append_miss, read_misses
+from tmm_cache.record import TuningRecord
+from tmm_cache.scan import Entry, Folder, folders, scan
+
+# A file system that can't lock (NFS without lockd, Lustre without -o flock), as against one that
+# can't be written.
+_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL}
+
+
+class CacheStore:
+    """Tuning records on disk: the user's own root, and read-only layers below it.
+
+    `root` and `layers` left out come from `TMM_CACHE_DIR` and `TMM_CACHE_PATH`. No folder is made
+    before the first save. A file that can't be used costs a miss and one `CacheWarning` per
+    process. Methods that take a GPU raise ValueError where it is no slug (see `slug`), and what
+    `digest` raises where an environment or a problem is not JSON.
+    """
+
+    __slots__ = ("_logged", "layers", "root")
+
+    def __init__(self, root: Path | None = None, layers: Sequence[Path] | None = None) -> None:
+        #: The user's own records. Absolute, so that a later `chdir` does not move the cache.
+        self.root = (default_root() if root is None else Path(root)).absolute()
+        below = layer_paths() if layers is None else layers
+        seen = {self.root.resolve()}
+        kept = []
+        for layer in below:
+            if layer.resolve() not in seen:
+                seen.add(layer.resolve())
+                kept.append(layer.absolute())
+        #: The layers below, nearest first, without those that are the root itself.
+        self.layers = tuple(kept)
+        self._logged: set[Path] = set()
+
+    def path(self, gpu: str, environment: Mapping[str, JSON], problem: Mapping[str, JSON]) -> Path:
+        """The file in the user's own root where the problem's record is or would be."""
+        return record_path(self.root, gpu, environment, problem)
+
+    def load(
+        self, gpu: str, environment: Mapping[str, JSON], problem: Mapping[str, JSON]
+    ) -> TuningRecord | None:
+        """The problem's record from the root or the first layer that has it; None is a miss.
+
+        Takes no lock. A file that is damaged, of a foreign schema or about another problem is
+        passed over with a `CacheWarning`.
+        """
+        located = self._locate(gpu, environment, problem)
+        return None if located is None else located[1]
+
+    def found(
+        self, gpu: str, environment: Mapping[str, JSON], problem: Mapping[str, JSON]
+    ) -> Path | None:
+        """The file that `load` would answer from."""
+        located = self._locate(gpu, environment, problem)
+        return None if located is None else located[0]
+
+    def save(self, gpu: str, environment: Mapping[str, JSON], record: TuningRecord) -> Path | None:
+        """Write a record into the user's own root; None where that failed, with a `CacheWarning`.
+
+        Raises RecordError for a record that would not read back, never OSError.
+        """
+        data = record_bytes(record)
+        path = self.path(gpu, environment, record.problem)
+        try:
+            write_record(path, data, environment)
+        except OSError as error:
+            self._warn_unwritable(error)
+            return None
+        return path
+
+    def entries(self, gpu: str | None = None) -> Iterator[Entry]:
+        """Every readable record, the root's first, then each layer's, in the order of their paths.
+
+        What a layer hides from the next is not left out. Faults are passed over with a warning.
+        """
+        for root in (self.root, *self.layers):
+            for item in scan(root, gpu):
+                if isinstance(item, Fault):
+                    _warn(item)
+                else:
+                    yield item
+
+    def remove(self, entries: Iterable[Entry]) -> int:
+        """Remove records of the user's own root, and the folders that leaves empty.
+
+        Returns how many are gone; each that stays costs a `CacheWarning`. Raises ValueError for
+        an entry of a layer: layers are read-only.
+        """
+        removals = []
+        for entry in entries:
+            if entry.root != self.root:
+                raise ValueError(f"{entry.path} is of the layer {entry.root}, not of {self.root}")
+            removals.append(removal.Removal(entry.path, "record", "asked for"))
+        faults = removal.remove(self.root, removals)
+        for fault in faults:
+            _warn(fault)
+        return len(removals) - len(faults)
+
+    @contextlib.contextmanager
+    def lock(
+        self,
+        gpu: str,
+        environment: Mapping[str, JSON],
+        problem: Mapping[str, JSON],
+        timeout: float,
+    ) -> Iterator[bool]:
+        """Hold the right to tune a problem, among all threads and processes on this root.
+
+        Yields False if another still holds it after `timeout` seconds. Where no lock can be had,
+        because the root can't be written or its file system can't lock, it warns and yields True:
+        tuning twice is better than not at all. Raises ValueError for a timeout below zero.
+        """
+        if not timeout >= 0:
+            raise ValueError(f"timeout: found {timeout}, accepted is a number of seconds >= 0")
+        from filelock import FileLock, Timeout  # 35 ms, only needed here
+
+        path = self.path(gpu, environment, problem)
+        lock = FileLock(path.with_name(path.name + LOCK_SUFFIX), mode=FILE_MODE)
+        held = True
+        try:
+            make_folder(path.parent)
+            lock.acquire(timeout=timeout)
+        except Timeout:
+            held = False
+        except OSError as error:
+            if error.errno in _NO_LOCKS:
+                reason = error.strerror or error
+                warn_once(
+                    self.root,
+                    f"cannot be locked ({reason}); two processes may tune the same problem",
+                    about="lock",
+                )
+            else:
+                self._warn_unwritable(error)
+        try:
+            yield held
+        finally:
+            with contextlib.suppress(OSError):  # the descriptor is closed even so
+                lock.release()
+
+    def log_miss(
+        self, gpu: str, environment: Mapping[str, JSON], problem: Mapping[str, JSON]
+    ) -> None:
+        """Note a problem that was met where tuning is forbidden, once per store. Never OSError."""
+        path = self.path(gpu, environment, problem)
+        if path in self._logged:
+            return
+        self._logged.add(path)
+        try:
+            make_folder(path.parent)
+            write_environment(path.parent, environment)
+            append_miss(path.parent, problem)
+        except OSError as error:
+            self._warn_unwritable(error)
+
+    def misses(self) -> list[Miss]:
+        """The problems noted in the user's own root, each once per GPU and environment."""
+        found = []
+        for folder in self._folders():
+            problems, fault = read_misses(folder.path)
+            if fault is not None:
+                _warn(fault)
+            if not problems:
+                continue
+            environment = read_environment(folder.path)
+            if isinstance(environment, Fault):
+                _warn(environment)
+                environment = None
+            found += [
+                Miss(folder.gpu, folder.environment_digest, environment, problem, count)
+                for problem, count in problems
+            ]
+        return found
+
+    def clear_misses(self) -> int:
+        """Forget the noted problems; returns how many logs are gone."""
+        removals = [
+            removal.Removal(folder.path / MISSES, "misses", "asked for")
+            for folder in self._folders()
+            if os.path.isfile(folder.path / MISSES)
+        ]
+        faults = removal.remove(self.root, removals)
+        for fault in faults:
+            _warn(fault)
+        self._logged.clear()
+        return len(removals) - len(faults)
+
+    def _folders(self) -> Iterator[Folder]:
+        for folder in folders(self.root):
+            if isinstance(folder, Fault):
+                _warn(folder)
+            else:
+                yield folder
+
+    def _locate(
+        self, gpu: str, environment: Mapping[str, JSON], problem: Mapping[str, JSON]
+    ) -> tuple[Path, TuningRecord] | None:
+        asked, environment_digest = canonical(problem), digest(environment)
+        name = f"{digest(problem)}.json"
+        for root in (self.root, *self.layers):
+            path = environment_folder(root, gpu, environment_digest) / name
+            record = read_record(path)
+            if isinstance(record, Fault):
+                _warn(record)
+            elif record is not None:
+                if canonical(record.problem) == asked:
+                    return path, record
+                _warn(Fault(path, "records another problem of the same digest", damaged=False))
+        return None
+
+    def _warn_unwritable(self, error: OSError) -> None:
+        reason = error.strerror or error
+        warn_once(
+            self.root,
+            f"cannot be written ({reason}); what is tuned is lost when the process ends",
+            about="write",
+        )
+
+
+def _warn(fault: Fault) -> None:
+    warn_once(fault.path, f"{fault.reason}; passed over")

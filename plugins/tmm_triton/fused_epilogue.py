@@ -1,0 +1,184 @@
+"""``triton.fused_epilogue``: gated products in one pass, and large tiles with heavy epilogues.
+
+A gated product, silu(x·W_gate) · (x·W_up), is two matmuls over one A: computed apart, A is
+read twice and both products go through memory. Here a program keeps two accumulators, for
+the same tile of the gate and of the up half, and loads each tile of A once for both dots.
+
+With SUBTILE 2 a tile is finished in two halves of its columns: the epilogue's temporaries
+and the rounded copy then need half the registers, which a 128×256 tile does not have to
+spare. Grouped order and pipelining are as in ``triton.grouped``. Ungated problems are
+served too, with one accumulator.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+
+from tmm_core import Launcher, Problem, Traits
+from tmm_triton.kernel import TritonKernel, group_sizes, proposed, single, tiles
+from tmm_triton.operands import (
+    Build,
+    TileConfig,
+    add_residual,
+    affine,
+    build,
+    check,
+    dot,
+    halves,
+    load,
+    store,
+    tile_of,
+)
+
+
+@triton.jit
+def finish_pair(
+    gate, up, z, rows, cols, M, N,
+    bias_ptr, stride_bias, alpha, EPILOGUE: tl.constexpr, GATED: tl.constexpr,
+    residual_ptr, stride_rz, stride_rm, stride_rn, out_ptr, stride_oz, stride_om, stride_on,
+):  # fmt: skip
+    """As ``operands.finish``, for the accumulator ``gate`` and, where gated, ``up``."""
+    if GATED:
+        gate = affine(gate, cols, N, bias_ptr, stride_bias, alpha)
+        up = affine(up, cols + N, 2 * N, bias_ptr, stride_bias, alpha)
+        acc = EPILOGUE(gate, up)
+    else:
+        acc = EPILOGUE(affine(gate, cols, N, bias_ptr, stride_bias, alpha))
+    acc = add_residual(acc, z, rows, cols, M, N, residual_ptr, stride_rz, stride_rm, stride_rn)
+    store(acc, z, rows, cols, M, N, out_ptr, stride_oz, stride_om, stride_on)
+
+
+@triton.jit
+def fused_epilogue_kernel(
+    a_ptr, b_ptr, bias_ptr, residual_ptr, out_ptr,
+    M, N, K,
+    stride_az, stride_am, stride_ak,
+    stride_bz, stride_bk, stride_bn,
+    stride_rz, stride_rm, stride_rn,
+    stride_oz, stride_om, stride_on,
+    stride_bias, alpha,
+    EPILOGUE: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, GATED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr, SUBTILE: tl.constexpr, WHOLE_K: tl.constexpr,
+):  # fmt: skip
+    z = tl.program_id(1)
+    tile_m, tile_n = tile_of(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP_M)
+    rows = tile_m * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = tile_n * BLOCK_N + tl.arange(0, BLOCK_N)
+    a_rows = a_ptr + z * stride_az + rows[:, None] * stride_am
+    b_cols = b_ptr + z * stride_bz + cols[None, :] * stride_bn
+    up_cols = b_cols + N * stride_bn
+
+    gate = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    up = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for k in range(0, K, BLOCK_K):
+        ks = k + tl.arange(0, BLOCK_K)
+        a = load(a_rows + ks[None, :] * stride_ak, rows, ks, M, K, False, WHOLE_K)
+        b = load(b_cols + ks[:, None] * stride_bk, ks, cols, K, N, WHOLE_K, False)
+        gate = dot(a, b, gate, PRECISION, UPCAST)
+        if GATED:
+            b_up = load(up_cols + ks[:, None] * stride_bk, ks, cols, K, N, WHOLE_K, False)
+            up = dot(a, b_up, up, PRECISION, UPCAST)
+
+    if SUBTILE == 1:
+        finish_pair(
+            gate, up, z, rows, cols, M, N, bias_ptr, stride_bias, alpha, EPILOGUE, GATED,
+            residual_ptr, stride_rz, stride_rm, stride_rn, out_ptr, stride_oz, stride_om, stride_on,
+        )  # fmt: skip
+    else:
+        gate_left, gate_right = halves(gate, BLOCK_M, BLOCK_N)
+        up_left, up_right = halves(up, BLOCK_M, BLOCK_N)
+        left = tile_n * BLOCK_N + tl.arange(0, BLOCK_N // 2)
+        finish_pair(
+            gate_left, up_left, z, rows, left, M, N,
+            bias_ptr, stride_bias, alpha, EPILOGUE, GATED,
+            residual_ptr, stride_rz, stride_rm, stride_rn, out_ptr, stride_oz, stride_om, stride_on,
+        )  # fmt: skip
+        finish_pair(
+            gate_right, up_right, z, rows, left + BLOCK_N // 2, M, N,
+            bias_ptr, stride_bias, alpha, EPILOGUE, GATED,
+            residual_ptr, stride_rz, stride_rm, stride_rn, out_ptr, stride_oz, stride_om, stride_on,
+        )  # fmt: skip
+
+
+#: BLOCK_M, BLOCK_N, BLOCK_K, num_stages, num_warps at 16 bits per element.
+_SHAPES = [
+    (128, 256, 64, 4, 8),
+    (128, 256, 64, 3, 8),
+    (256, 128, 64, 3, 8),
+    (128, 128, 64, 4, 8),
+    (64, 256, 64, 4, 4),
+    (128, 64, 64, 4, 4),
+    (64, 128, 64, 4, 4),
+    (64, 64, 64, 5, 4),
+    (32, 64, 128, 4, 4),
+    (16, 64, 128, 5, 4),
+]
+#: Where two accumulators share the registers: BLOCK_N is the width of each.
+_GATED_SHAPES = [
+    (128, 128, 64, 4, 8),
+    (128, 128, 64, 3, 8),
+    (128, 128, 32, 6, 8),
+    (256, 64, 64, 4, 8),
+    (64, 128, 64, 4, 4),
+    (64, 128, 64, 4, 8),
+    (128, 64, 64, 4, 4),
+    (128, 64, 64, 4, 8),
+    (64, 64, 64, 4, 4),
+    (64, 64, 128, 3, 4),
+    (64, 32, 128, 4, 4),
+    (32, 64, 128, 3, 4),
+    (32, 32, 128, 5, 4),
+    (16, 64, 128, 4, 4),
+    (16, 32, 128, 5, 4),
+    (16, 32, 256, 4, 4),
+]
+
+
+#: Narrower tiles have registers to spare.
+_LEAST_SUBTILED = 128
+
+
+@dataclass(frozen=True, kw_only=True)
+class FusedEpilogueConfig(TileConfig):
+    """A tile (of each half, where gated), its pipeline, the order of tiles, and in how many
+    parts a tile is finished."""
+
+    GROUP_M: int
+    SUBTILE: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check("GROUP_M", self.GROUP_M, range(1, 65))
+        check("SUBTILE", self.SUBTILE, (1, 2))
+
+
+class FusedEpilogue(TritonKernel[FusedEpilogueConfig]):
+    name = "triton.fused_epilogue"
+    traits = Traits(deterministic=True, batch_invariant=True)
+    config_type = FusedEpilogueConfig
+    gates = True
+    reach = 0.6
+
+    def configs(self, problem: Problem) -> list[FusedEpilogueConfig]:
+        shapes = _GATED_SHAPES if problem.gated else _SHAPES
+        configs = [
+            FusedEpilogueConfig(
+                BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, num_stages=s, num_warps=w, GROUP_M=g, SUBTILE=sub
+            )
+            for sub in (1, 2)
+            for g in group_sizes(problem)
+            for m, n, k, s, w in proposed(problem, shapes)
+            if sub == 1 or n >= _LEAST_SUBTILED
+        ]
+        return self.ranked(problem, configs, 14)
+
+    def builds(self, problem: Problem, config: FusedEpilogueConfig) -> list[Build]:
+        constants = {"GATED": problem.gated, "WHOLE_K": problem.k % config.BLOCK_K == 0}
+        return [build(fused_epilogue_kernel, problem, config, constants)]
+
+    def bind(self, problem: Problem, config: FusedEpilogueConfig) -> Launcher:
+        return single(self, problem, config, (tiles(problem, config), problem.batch, 1))

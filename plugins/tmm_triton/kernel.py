@@ -1,0 +1,236 @@
+"""What the kernels of this package have in common as kernels: when they decline, what their
+version covers, how a list of configs becomes a search space."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import os
+import shutil
+import sysconfig
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import ClassVar, TypeVar
+
+import torch
+import triton
+
+import tmm_core.triton.epilogues
+from tmm_core import Kernel, Launcher, Problem
+from tmm_triton import operands, roofline
+from tmm_triton.operands import Build, TileConfig
+
+C = TypeVar("C", bound=TileConfig)
+
+#: What the tensor cores take at 16 bits or as TF32, and rounding an fp32 sum can produce.
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+#: Of the 255 a thread may have, what is left for tiles beside addresses, masks and indices.
+_MOST_REGISTERS = 200
+#: The grid's second and third dimension end here.
+GRID_LIMIT = 65535
+
+
+class TritonKernel(Kernel[C]):
+    """A kernel of this package.
+
+    Subclasses implement ``configs``, ``builds`` and ``bind``.
+    """
+
+    #: Takes gated epilogues.
+    gates: ClassVar[bool] = False
+    #: Fraction of the tensor cores' peak that the main loop reaches where nothing else
+    #: limits it; for estimates.
+    reach: ClassVar[float] = 0.5
+
+    @functools.cached_property
+    def version(self) -> str:
+        """Of the kernel's own module and of the device code it shares with others."""
+        modules = (inspect.getmodule(type(self)), operands, tmm_core.triton.epilogues)
+        sources = "\n".join(inspect.getsource(m) for m in modules if m is not None)
+        return hashlib.sha256(sources.encode()).hexdigest()[:12]
+
+    def reasons_against(self, problem: Problem) -> list[str]:
+        reasons = []
+        device = problem.device
+        if device.type != "cuda" and not device.interpreted:
+            reasons.append(
+                f"Triton runs on GPUs, not on {device.type} (except under TRITON_INTERPRET=1)"
+            )
+        elif device.type == "cuda":
+            # Capabilities of AMD's GPUs are numbered otherwise.
+            if device.capability < (8, 0) and not device.cuda.startswith("hip"):
+                reasons.append(f"needs compute capability 8.0, this is {device.sm / 10}")
+            reasons += missing_toolchain()
+        reasons += _dtype_reasons(problem)
+        if not problem.epilogue.fusable:
+            reasons.append(f"epilogue {problem.epilogue.name!r} has no device function")
+        if problem.gated and not self.gates:
+            reasons.append(f"has one accumulator, gated {problem.epilogue.name!r} needs two")
+        if 0 in (problem.m, problem.n, problem.k, problem.batch):
+            reasons.append("nothing to multiply: a dimension is 0")
+        if problem.batch > GRID_LIMIT:
+            reasons.append(f"batch {problem.batch} exceeds the grid's {GRID_LIMIT}")
+        return reasons
+
+    def builds(self, problem: Problem, config: C) -> list[Build]:
+        """Every compilation that :meth:`bind` makes, in the order of their launches."""
+        raise NotImplementedError
+
+    def default_config(self, problem: Problem) -> C:
+        return next(iter(self.configs(problem)))
+
+    def estimate_us(self, problem: Problem, config: C) -> float:
+        return roofline.estimate_us(
+            problem,
+            BLOCK_M=config.BLOCK_M,
+            BLOCK_N=config.BLOCK_N,
+            BLOCK_K=config.BLOCK_K,
+            num_stages=config.num_stages,
+            shared_memory=config.shared_memory(problem),
+            splits=self.splits(config),
+            reach=self.reach,
+        )
+
+    def splits(self, config: C) -> int:
+        """Into how many ranges the sum over K is cut."""
+        return 1
+
+    def ranked(self, problem: Problem, configs: Iterable[C], most: int) -> list[C]:
+        """Of ``configs`` those that fit the device and the shape, each once, best estimate
+        first, at most ``most``."""
+        if problem.device.interpreted:
+            return list(dict.fromkeys(configs))[:3]
+        fitting = _fitting(problem, dict.fromkeys(configs))
+        return sorted(fitting, key=lambda c: self.estimate_us(problem, c))[:most]
+
+
+def single(kernel: TritonKernel[C], problem: Problem, config: C, grid: operands.Grid) -> Launcher:
+    """The launcher of a kernel that is one launch over pointers."""
+    (build,) = kernel.builds(problem, config)
+    launch = build.launch(problem.device.type)
+    read = operands.reader(problem, list(build.types))
+    shape, dtype = operands.out_shape(problem), problem.out.dtype
+
+    def run(
+        a: torch.Tensor,
+        b: torch.Tensor,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor | None,
+        alpha: float,
+        out: torch.Tensor | None,
+    ) -> torch.Tensor:
+        if out is None:
+            out = a.new_empty(shape, dtype=dtype)
+        launch(grid, *read(a, b, bias, residual, alpha, out))
+        return out
+
+    return run
+
+
+def tiles(problem: Problem, config: TileConfig) -> int:
+    """Output tiles of one product of the batch."""
+    return triton.cdiv(problem.m, config.BLOCK_M) * triton.cdiv(problem.n, config.BLOCK_N)
+
+
+def proposed(problem: Problem, shapes: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
+    """Tiles for the problem's dtype and device, from ``shapes`` written for 16-bit elements:
+    ``(BLOCK_M, BLOCK_N, BLOCK_K, num_stages, num_warps)``.
+
+    fp32 gets as many bytes along K. Without TF32 it is summed by FMAs out of registers,
+    where larger tiles spill.
+    """
+    if problem.device.interpreted:
+        return _INTERPRETED
+    if problem.a.dtype is not torch.float32:
+        return list(shapes)
+    if not problem.tf32:
+        return _FMA
+    return [(m, n, max(16, k // 2), *rest) for m, n, k, *rest in shapes]
+
+
+def group_sizes(problem: Problem) -> tuple[int, ...]:
+    """Values of GROUP_M worth trying: one row of tiles where M is long, all of them where N
+    is, and for squares what keeps a wave's rows and columns alike in number."""
+    if problem.device.interpreted:
+        return (2,)
+    if problem.m > 10 * problem.n:
+        return (1,)
+    if problem.n > 10 * problem.m:
+        return (32,)
+    return (8, 16) if problem.m >= 4096 else (8,)
+
+
+#: Every program costs the interpreter some 7 ms: few of them, and a second size for tails.
+_INTERPRETED: list[tuple[int, ...]] = [(128, 128, 64, 2, 4), (32, 64, 32, 2, 4)]
+_FMA: list[tuple[int, ...]] = [(64, 64, 32, 3, 8), (64, 64, 16, 3, 4), (32, 32, 32, 3, 4), (16, 32, 32, 3, 2)]
+
+
+def hopper_or_later(problem: Problem) -> bool:
+    """Whether the GPU has Hopper's means: ``wgmma`` (or its successor), bulk tensor copies,
+    programmatic dependent launch. AMD numbers its capabilities otherwise."""
+    device = problem.device
+    return (
+        device.type == "cuda"
+        and device.capability >= (9, 0)
+        and not device.cuda.startswith("hip")
+    )
+
+
+def _fitting(problem: Problem, configs: Iterable[C]) -> list[C]:
+    """Those whose tile fits shared memory and registers and, in each dimension, is no larger
+    than the problem needs or the smallest there is."""
+    fit = [
+        c
+        for c in configs
+        if c.shared_memory(problem) <= problem.device.shared_memory
+        and c.registers(problem) <= _MOST_REGISTERS
+    ]
+    sizes = {"BLOCK_M": problem.m, "BLOCK_N": problem.n, "BLOCK_K": problem.k}
+    for block, size in sizes.items():
+        least = min((getattr(c, block) for c in fit), default=0)
+        most = max(least, triton.next_power_of_2(size))
+        fit = [c for c in fit if getattr(c, block) <= most]
+    return fit
+
+
+def _dtype_reasons(problem: Problem) -> list[str]:
+    reasons = []
+    names = ", ".join(str(d).removeprefix("torch.") for d in FLOATS)
+    if problem.a.dtype not in FLOATS:
+        reasons.append(f"{problem.a.dtype} operands are not among {names}")
+    elif problem.a.dtype is not problem.b.dtype:
+        reasons.append(f"operands differ in dtype: {problem.a.dtype} and {problem.b.dtype}")
+    others = {
+        "out": problem.out.dtype,
+        "bias": problem.bias,
+        "residual": problem.residual.dtype if problem.residual else None,
+    }
+    reasons += [
+        f"{what} of {dtype} is not among {names}"
+        for what, dtype in others.items()
+        if dtype is not None and dtype not in FLOATS
+    ]
+    return reasons
+
+
+@functools.cache
+def missing_toolchain() -> tuple[str, ...]:
+    """What Triton's driver lacks on this machine to build its launcher, if anything.
+
+    It compiles a C extension when a process first launches a kernel, unless its disk cache
+    holds it; from Triton 3.7 on that one extension serves every kernel.
+    """
+    if triton.knobs.build.impl is not None:
+        return ()
+    compiler = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    scheme = sysconfig.get_default_scheme().replace("posix_local", "posix_prefix")
+    header = Path(sysconfig.get_paths(scheme)["include"], "Python.h")
+    if compiler and shutil.which(compiler) and header.exists():
+        return ()
+    try:
+        triton.runtime.driver.active.utils.launch  # noqa: B018  # loading it is the test
+    except Exception:  # whatever the build raised, the answer is the same
+        lacking = "Python.h" if compiler and shutil.which(compiler) else "a C compiler"
+        return (f"Triton's driver needs {lacking} to build its launcher",)
+    return ()

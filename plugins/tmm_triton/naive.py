@@ -1,0 +1,85 @@
+"""``triton.naive``: the textbook blocked matmul, kept as the baseline the others are read by.
+
+One program computes one [BLOCK_M, BLOCK_N] tile of the output, walking K in steps of
+BLOCK_K; programs are numbered along rows of tiles. All operands are addressed by pointers
+with any stride, and every load is masked in both dimensions, the tail of K on *both*
+operands: zeroing one alone multiplies whatever lies past the end of the other, NaN included.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import triton
+import triton.language as tl
+
+from tmm_core import Launcher, Problem, Traits
+from tmm_triton.kernel import TritonKernel, proposed, single, tiles
+from tmm_triton.operands import Build, TileConfig, build, dot, finish, load
+
+
+@triton.jit
+def naive_kernel(
+    a_ptr, b_ptr, bias_ptr, residual_ptr, out_ptr,
+    M, N, K,
+    stride_az, stride_am, stride_ak,
+    stride_bz, stride_bk, stride_bn,
+    stride_rz, stride_rm, stride_rn,
+    stride_oz, stride_om, stride_on,
+    stride_bias, alpha,
+    EPILOGUE: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    tile, z = tl.program_id(0), tl.program_id(1)
+    tiles_n = tl.cdiv(N, BLOCK_N)
+    rows = (tile // tiles_n) * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = (tile % tiles_n) * BLOCK_N + tl.arange(0, BLOCK_N)
+    a_rows = a_ptr + z * stride_az + rows[:, None] * stride_am
+    b_cols = b_ptr + z * stride_bz + cols[None, :] * stride_bn
+
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for k in range(0, K, BLOCK_K):
+        ks = k + tl.arange(0, BLOCK_K)
+        a = load(a_rows + ks[None, :] * stride_ak, rows, ks, M, K, False, False)
+        b = load(b_cols + ks[:, None] * stride_bk, ks, cols, K, N, False, False)
+        acc = dot(a, b, acc, PRECISION, UPCAST)
+
+    finish(
+        acc, z, rows, cols, M, N, bias_ptr, stride_bias, alpha, EPILOGUE,
+        residual_ptr, stride_rz, stride_rm, stride_rn, out_ptr, stride_oz, stride_om, stride_on,
+    )  # fmt: skip
+
+
+#: BLOCK_M, BLOCK_N, BLOCK_K, num_stages, num_warps at 16 bits per element.
+_SHAPES = [
+    (128, 128, 64, 3, 8),
+    (64, 128, 64, 3, 4),
+    (64, 64, 64, 3, 4),
+    (16, 64, 64, 3, 4),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class NaiveConfig(TileConfig):
+    """A tile and its pipeline; see :class:`~tmm_triton.operands.TileConfig`."""
+
+
+class Naive(TritonKernel[NaiveConfig]):
+    name = "triton.naive"
+    traits = Traits(deterministic=True, batch_invariant=True)
+    config_type = NaiveConfig
+    reach = 0.35
+
+    def configs(self, problem: Problem) -> list[NaiveConfig]:
+        shapes = proposed(problem, _SHAPES)
+        configs = [
+            NaiveConfig(BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, num_stages=s, num_warps=w)
+            for m, n, k, s, w in shapes
+        ]
+        return self.ranked(problem, configs, 4)
+
+    def builds(self, problem: Problem, config: NaiveConfig) -> list[Build]:
+        return [build(naive_kernel, problem, config)]
+
+    def bind(self, problem: Problem, config: NaiveConfig) -> Launcher:
+        return single(self, problem, config, (tiles(problem, config), problem.batch, 1))

@@ -1,0 +1,326 @@
+"""How a problem becomes arguments of a Triton kernel, and the device code all kernels share.
+
+The pointer kernels have one calling convention: every operand comes with a stride per
+dimension, and whatever the problem fixes (a contiguous dimension's stride of one, an absent
+bias, a batch of one) is a compile-time constant, so that one source serves every layout at
+the price of the layout in hand. What is *not* fixed stays a run-time argument: M above all,
+since a serving loop brings thousands of values of it.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.backends.compiler import GPUTarget
+
+from tmm_core import Config, Operand, Problem
+from tmm_core.device import interpreting
+from tmm_core.triton import Launch, compile_for, device_function, pointer, source
+
+Read = Callable[..., tuple[Any, ...]]
+
+#: Bytes of the widest load and store of one thread; what ``Operand.aligned`` speaks of.
+VECTOR = 16
+
+
+@triton.jit
+def tile_of(pid, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
+    """The tile of the ``pid``-th program: down GROUP_M tiles, then right, so that programs
+    running together share rows of A and columns of B in L2."""
+    tiles_m = tl.cdiv(M, BLOCK_M)
+    per_group = GROUP_M * tl.cdiv(N, BLOCK_N)
+    first = (pid // per_group) * GROUP_M
+    height = tl.minimum(tiles_m - first, GROUP_M)
+    within = pid % per_group
+    return first + within % height, within // height
+
+
+@triton.jit
+def load(ptrs, rows, cols, M, N, WHOLE_ROWS: tl.constexpr, WHOLE_COLS: tl.constexpr):
+    """A tile with zeros outside [M, N]; a dimension known to be whole is not compared."""
+    if WHOLE_ROWS and WHOLE_COLS:
+        tile = tl.load(ptrs)
+    elif WHOLE_COLS:
+        tile = tl.load(ptrs, mask=rows[:, None] < M, other=0.0)
+    elif WHOLE_ROWS:
+        tile = tl.load(ptrs, mask=cols[None, :] < N, other=0.0)
+    else:
+        tile = tl.load(ptrs, mask=(rows[:, None] < M) & (cols[None, :] < N), other=0.0)
+    return tile
+
+
+@triton.jit
+def dot(a, b, acc, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
+    """``acc + a @ b`` in fp32."""
+    if UPCAST:
+        # Triton's interpreter keeps bf16 as 16-bit integers and multiplies those.
+        a = a.to(tl.float32)
+        b = b.to(tl.float32)
+    return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def affine(acc, cols, N, bias_ptr, stride_bias, alpha):
+    """``alpha · acc + bias``, each where the problem has it."""
+    if alpha is not None:
+        acc = acc * alpha
+    if bias_ptr is not None:
+        bias = tl.load(bias_ptr + cols * stride_bias, mask=cols < N, other=0.0)
+        acc += bias.to(tl.float32)[None, :]
+    return acc
+
+
+@triton.jit
+def add_residual(acc, z, rows, cols, M, N, residual_ptr, stride_rz, stride_rm, stride_rn):
+    if residual_ptr is not None:
+        ptrs = residual_ptr + z * stride_rz
+        ptrs += rows[:, None] * stride_rm + cols[None, :] * stride_rn
+        acc += load(ptrs, rows, cols, M, N, False, False).to(tl.float32)
+    return acc
+
+
+@triton.jit
+def store(acc, z, rows, cols, M, N, out_ptr, stride_oz, stride_om, stride_on):
+    """Round once, and write what lies inside [M, N]."""
+    ptrs = out_ptr + z * stride_oz
+    ptrs += rows[:, None] * stride_om + cols[None, :] * stride_on
+    inside = (rows[:, None] < M) & (cols[None, :] < N)
+    tl.store(ptrs, acc.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def finish(
+    acc, z, rows, cols, M, N,
+    bias_ptr, stride_bias, alpha, EPILOGUE: tl.constexpr,
+    residual_ptr, stride_rz, stride_rm, stride_rn, out_ptr, stride_oz, stride_om, stride_on,
+):  # fmt: skip
+    """``out[z] = EPILOGUE(alpha · acc + bias) + residual[z]`` for one tile."""
+    acc = EPILOGUE(affine(acc, cols, N, bias_ptr, stride_bias, alpha))
+    acc = add_residual(
+        acc, z, rows, cols, M, N, residual_ptr, stride_rz, stride_rm, stride_rn
+    )
+    store(acc, z, rows, cols, M, N, out_ptr, stride_oz, stride_om, stride_on)
+
+
+@triton.jit
+def halves(acc, ROWS: tl.constexpr, COLS: tl.constexpr):
+    """The left and the right half of a tile. Each thread keeps its elements: rows of an
+    MMA accumulator are spread along N in registers, so nothing moves between threads."""
+    return acc.reshape(ROWS, 2, COLS // 2).permute(0, 2, 1).split()
+
+
+@dataclass(frozen=True, kw_only=True)
+class TileConfig(Config):
+    """The output tile of one program, its step along K and its pipeline.
+
+    Raises:
+        ValueError: A block is not a power of two of at least 16 (``tl.dot``'s least), or
+            stages or warps are out of bounds.
+    """
+
+    BLOCK_M: int
+    BLOCK_N: int
+    BLOCK_K: int
+    num_stages: int
+    num_warps: int
+
+    def __post_init__(self) -> None:
+        for name in ("BLOCK_M", "BLOCK_N", "BLOCK_K"):
+            check(name, getattr(self, name), (16, 32, 64, 128, 256, 512))
+        check("num_stages", self.num_stages, range(1, 9))
+        check("num_warps", self.num_warps, (1, 2, 4, 8, 16))
+
+    def shared_memory(self, problem: Problem) -> int:
+        """Bytes the pipelined operand tiles take."""
+        width = self.BLOCK_N * (2 if problem.gated else 1)
+        stage = (self.BLOCK_M + width) * self.BLOCK_K * problem.a.dtype.itemsize
+        return self.num_stages * stage
+
+    def registers(self, problem: Problem) -> int:
+        """Registers per thread that hold the accumulators and whatever of the operand tiles
+        has to pass through registers: all of an operand whose rows are not aligned, since
+        asynchronous copies move 4 bytes at least, each element with an address of its own."""
+        threads = 32 * self.num_warps
+        width = self.BLOCK_N * (2 if problem.gated else 1)
+        accumulator = self.BLOCK_M * width // threads
+        copied = 0
+        if not problem.a.aligned:
+            copied += self.BLOCK_M * self.BLOCK_K
+        if not problem.b.aligned:
+            copied += self.BLOCK_K * width
+        return accumulator + 2 * copied // threads
+
+
+def check(name: str, value: int, allowed: Sequence[int]) -> None:
+    """Hold one field of a config to its bounds.
+
+    Raises:
+        ValueError: ``value`` is not one of ``allowed``.
+    """
+    if value not in allowed:
+        raise ValueError(f"{name} must be one of {list(allowed)}, got {value}")
+
+
+@dataclass(frozen=True)
+class Build:
+    """One Triton compilation: what :meth:`TritonKernel.bind` compiles and launches, and what
+    a test can compile for a GPU that is not there."""
+
+    fn: Any
+    #: Of the run-time arguments, in the order of ``fn``'s signature.
+    types: Mapping[str, str]
+    constants: Mapping[str, Any]
+    divisible: Mapping[str, int] = field(default_factory=dict)
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def launch(self, device: str) -> Launch:
+        """Compile for the current device of that type."""
+        return Launch(
+            self.fn, self.types, self.constants,
+            device=torch.device(device), divisible=self.divisible, **self.options,
+        )  # fmt: skip
+
+    def compile_for(self, capability: int) -> Any:
+        """Compile for an NVIDIA GPU (``capability`` 90 for sm_90) without one."""
+        src = source(self.fn, self.types, self.constants, self.divisible)
+        return compile_for(GPUTarget("cuda", capability, 32), src, **self.options)
+
+
+def build(
+    fn: Any,
+    problem: Problem,
+    config: TileConfig,
+    constants: Mapping[str, Any] | None = None,
+    types: Mapping[str, str] | None = None,
+    **options: Any,
+) -> Build:
+    """``fn`` specialised to ``problem`` and ``config``: of what follows, whatever ``fn`` takes.
+
+    ``{a,b,bias,residual,out}_ptr``, ``M N K``, ``stride_{a,b,r,o}{z,…}``, ``stride_bias``,
+    ``alpha``, ``EPILOGUE``, ``PRECISION``, ``UPCAST``, and the config's upper-case fields.
+    ``constants`` and ``types`` name the kernel's own arguments and take precedence.
+    """
+    shared_types, shared_constants, divisible = _convention(problem)
+    fields = config.to_json()
+    shared_constants |= {name: value for name, value in fields.items() if name.isupper()}
+    own_types, own_constants = dict(types or {}), dict(constants or {})
+    all_types = {k: v for k, v in shared_types.items() if k not in own_constants} | own_types
+    all_constants = {k: v for k, v in shared_constants.items() if k not in own_types}
+    all_constants |= own_constants
+    return Build(
+        fn,
+        {name: all_types[name] for name in fn.arg_names if name in all_types},
+        {name: all_constants[name] for name in fn.arg_names if name in all_constants},
+        divisible,
+        {"num_warps": config.num_warps, "num_stages": config.num_stages, **options},
+    )
+
+
+def _strides(problem: Problem) -> Iterator[tuple[str, Operand, tuple[str, str], tuple[int, int]]]:
+    """Each operand's letter, class, names of its two dimensions and their extents."""
+    m, n, k = problem.m, problem.n, problem.k
+    yield "a", problem.a, ("m", "k"), (m, k)
+    yield "b", problem.b, ("k", "n"), (k, 2 * n if problem.gated else n)
+    yield "o", problem.out, ("m", "n"), (m, n)
+    if problem.residual is not None:
+        yield "r", problem.residual, ("m", "n"), (m, n)
+
+
+def _convention(problem: Problem) -> tuple[dict[str, str], dict[str, Any], dict[str, int]]:
+    """Types, constants and divisibility of the shared arguments."""
+    types: dict[str, str] = {"M": "i32", "N": "i32", "K": "i32"}
+    constants: dict[str, Any] = {
+        "EPILOGUE": device_function(problem.epilogue),
+        "PRECISION": "tf32" if problem.tf32 else "ieee",
+        "UPCAST": interpreting() and problem.a.dtype is torch.bfloat16,
+    }
+    divisible: dict[str, int] = {}
+    pointers = {"a": "a_ptr", "b": "b_ptr", "o": "out_ptr", "r": "residual_ptr"}
+    vector = VECTOR // problem.a.dtype.itemsize
+    for letter, operand, dims, extents in _strides(problem):
+        types[pointers[letter]] = pointer(operand.dtype)
+        contiguous = {"row": 1, "col": 0, "strided": None}[operand.layout]
+        step = VECTOR // operand.dtype.itemsize
+        for i, dim in enumerate(dims):
+            name = f"stride_{letter}{dim}"
+            if i == contiguous:
+                constants[name] = 1
+            elif extents[i] <= 1:
+                # The stride of a single row is arbitrary, and may not fit its type.
+                constants[name] = 0
+            else:
+                types[name] = "i64" if operand.wide else "i32"
+                if operand.aligned:
+                    divisible[name] = step
+        batch = f"stride_{letter}z"
+        if problem.batch > 1:
+            types[batch] = "i64"
+        else:
+            constants[batch] = 0
+        if operand.aligned:
+            divisible[pointers[letter]] = VECTOR
+            if problem.batch > 1:
+                divisible[batch] = step
+    # Sizes bear on vectorisation through the masks of contiguous dimensions. M is left
+    # alone unless it is one, so that its values share compiled kernels.
+    sizes = {"N": problem.n, "K": problem.k}
+    if "col" in (problem.a.layout, problem.out.layout):
+        sizes["M"] = problem.m
+    divisible |= {name: vector for name, size in sizes.items() if size % vector == 0}
+
+    if problem.residual is None:
+        constants |= {"residual_ptr": None, "stride_rz": 0, "stride_rm": 0, "stride_rn": 0}
+    if problem.bias is None:
+        constants |= {"bias_ptr": None, "stride_bias": 0}
+    else:
+        types |= {"bias_ptr": pointer(problem.bias), "stride_bias": "i64"}
+    if problem.scaled:
+        types["alpha"] = "fp32"
+    else:
+        constants["alpha"] = None
+    return types, constants, divisible
+
+
+def reader(problem: Problem, names: Sequence[str]) -> Read:
+    """What turns the tensors of one call into the run-time arguments ``names``.
+
+    The warm path: strides are read anew (only their class is part of the problem), put in
+    one tuple with everything else, and picked from it by position.
+    """
+    batch = ("z",) if problem.batch > 1 else ()
+    known = ["a_ptr", "b_ptr", "bias_ptr", "residual_ptr", "out_ptr", "alpha", "M", "N", "K"]
+    strides = {letter: [*batch, *dims] for letter, _, dims, _ in _strides(problem)}
+    known += [f"stride_{letter}{dim}" for letter in strides for dim in strides[letter]]
+    known += ["stride_bias"] if problem.bias is not None else []
+    pick = operator.itemgetter(*map(known.index, names))
+    m, n, k = problem.m, problem.n, problem.k
+
+    def read(
+        a: torch.Tensor,
+        b: torch.Tensor,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor | None,
+        alpha: float,
+        out: torch.Tensor,
+    ) -> Any:
+        return pick(
+            (
+                a, b, bias, residual, out, alpha, m, n, k,
+                *a.stride(), *b.stride(), *out.stride(),
+                *(residual.stride() if residual is not None else ()),
+                *(bias.stride() if bias is not None else ()),
+            )
+        )  # fmt: skip
+
+    return read
+
+
+def out_shape(problem: Problem) -> tuple[int, ...]:
+    """``(M, N)``, or ``(batch, M, N)`` where there is a batch."""
+    return (problem.batch, problem.m, problem.n)[problem.batch == 1 :]

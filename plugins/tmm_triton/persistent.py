@@ -1,0 +1,374 @@
+"""``triton.persistent``: one program per SM walks the tiles, fed by bulk tensor copies (TMA).
+
+A program that stays for many tiles pays its prologue once, and with ``FLATTEN`` the loops
+over tiles and over K become one, so that the loads of the next tile start under the epilogue
+of this one. TMA takes the address arithmetic and the bounds out of the loop: a whole tile is
+one instruction of one thread, and what lies outside the matrix arrives as zeros, the tail of
+K included. An operand is described along its contiguous dimension and transposed for the dot
+where that is the wrong one; ``wgmma`` reads shared memory either way.
+
+Descriptors are made on the host (device-side ones need an allocator set in every thread that
+launches). They bear an address, so they are kept by address, extent and stride.
+
+The output goes out by TMA too where it can be described, in SUBTILE parts: half the staging
+buffer leaves room for one more stage of the pipeline. Gated problems keep two accumulators,
+fed from two tiles of the one descriptor of B.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from tmm_core import Launcher, Operand, Problem, Traits
+from tmm_core.device import interpreting
+from tmm_core.triton import pointer
+from tmm_triton.kernel import TritonKernel, group_sizes, hopper_or_later, proposed, tiles
+from tmm_triton.operands import (
+    VECTOR,
+    Build,
+    TileConfig,
+    add_residual,
+    affine,
+    build,
+    check,
+    dot,
+    halves,
+    out_shape,
+    reader,
+    store,
+    tile_of,
+)
+
+
+@triton.jit
+def load_tile(
+    desc, z, row, col, LAYOUT: tl.constexpr, BATCHED: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    """The [ROWS, COLS] tile at (row, col) of matrix z."""
+    if LAYOUT == "row" and BATCHED:
+        tile = desc.load([z, row, col]).reshape(ROWS, COLS)
+    elif LAYOUT == "row":
+        tile = desc.load([row, col])
+    elif BATCHED:
+        tile = tl.trans(desc.load([z, col, row]).reshape(COLS, ROWS))
+    else:
+        tile = tl.trans(desc.load([col, row]))
+    return tile
+
+
+@triton.jit
+def finish_tile(
+    gate, up, z, row, col, M, N,
+    bias_ptr, stride_bias, alpha, EPILOGUE: tl.constexpr, GATED: tl.constexpr,
+    residual_ptr, stride_rz, stride_rm, stride_rn,
+    out_desc, out_ptr, stride_oz, stride_om, stride_on, BATCHED: tl.constexpr,
+    ROWS: tl.constexpr, COLS: tl.constexpr,
+):  # fmt: skip
+    rows = row + tl.arange(0, ROWS)
+    cols = col + tl.arange(0, COLS)
+    if GATED:
+        gate = affine(gate, cols, N, bias_ptr, stride_bias, alpha)
+        up = affine(up, cols + N, 2 * N, bias_ptr, stride_bias, alpha)
+        acc = EPILOGUE(gate, up)
+    else:
+        acc = EPILOGUE(affine(gate, cols, N, bias_ptr, stride_bias, alpha))
+    acc = add_residual(acc, z, rows, cols, M, N, residual_ptr, stride_rz, stride_rm, stride_rn)
+    if out_desc is None:
+        store(acc, z, rows, cols, M, N, out_ptr, stride_oz, stride_om, stride_on)
+    elif BATCHED:
+        out_desc.store([z, row, col], acc.to(out_desc.dtype).reshape(1, ROWS, COLS))
+    else:
+        out_desc.store([row, col], acc.to(out_desc.dtype))
+
+
+@triton.jit
+def persistent_kernel(
+    a_desc, b_desc, out_desc, a_step, b_step, batch,
+    bias_ptr, residual_ptr, out_ptr,
+    M, N, K,
+    stride_rz, stride_rm, stride_rn,
+    stride_oz, stride_om, stride_on,
+    stride_bias, alpha,
+    EPILOGUE: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, GATED: tl.constexpr,
+    A_LAYOUT: tl.constexpr, B_LAYOUT: tl.constexpr, BATCHED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    GROUP_M: tl.constexpr, SUBTILE: tl.constexpr, FLATTEN: tl.constexpr,
+):  # fmt: skip
+    per_matrix = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
+    programs = tl.num_programs(0)
+    steps = tl.cdiv(K, BLOCK_K)
+    # The epilogue counts tiles on its own: sharing the loop's counter would keep the values
+    # derived from it alive across the main loop, and hold its pipeline back.
+    done = tl.program_id(0) - programs
+    for tile in tl.range(tl.program_id(0), per_matrix * batch, programs, flatten=FLATTEN):
+        z = tile // per_matrix
+        tile_m, tile_n = tile_of(tile % per_matrix, M, N, BLOCK_M, BLOCK_N, GROUP_M)
+        row, col = tile_m * BLOCK_M, tile_n * BLOCK_N
+        gate = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        up = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+        for step in range(steps):
+            k = step * BLOCK_K
+            a = load_tile(a_desc, z * a_step, row, k, A_LAYOUT, BATCHED, BLOCK_M, BLOCK_K)
+            b = load_tile(b_desc, z * b_step, k, col, B_LAYOUT, BATCHED, BLOCK_K, BLOCK_N)
+            gate = dot(a, b, gate, PRECISION, UPCAST)
+            if GATED:
+                b = load_tile(b_desc, z * b_step, k, N + col, B_LAYOUT, BATCHED, BLOCK_K, BLOCK_N)
+                up = dot(a, b, up, PRECISION, UPCAST)
+
+        done += programs
+        z = done // per_matrix
+        tile_m, tile_n = tile_of(done % per_matrix, M, N, BLOCK_M, BLOCK_N, GROUP_M)
+        row, col = tile_m * BLOCK_M, tile_n * BLOCK_N
+        if SUBTILE == 1:
+            finish_tile(
+                gate, up, z, row, col, M, N, bias_ptr, stride_bias, alpha, EPILOGUE, GATED,
+                residual_ptr, stride_rz, stride_rm, stride_rn,
+                out_desc, out_ptr, stride_oz, stride_om, stride_on, BATCHED, BLOCK_M, BLOCK_N,
+            )  # fmt: skip
+        else:
+            half: tl.constexpr = BLOCK_N // 2
+            gate_left, gate_right = halves(gate, BLOCK_M, BLOCK_N)
+            up_left, up_right = halves(up, BLOCK_M, BLOCK_N)
+            finish_tile(
+                gate_left, up_left, z, row, col, M, N,
+                bias_ptr, stride_bias, alpha, EPILOGUE, GATED,
+                residual_ptr, stride_rz, stride_rm, stride_rn,
+                out_desc, out_ptr, stride_oz, stride_om, stride_on, BATCHED, BLOCK_M, half,
+            )  # fmt: skip
+            finish_tile(
+                gate_right, up_right, z, row, col + half, M, N,
+                bias_ptr, stride_bias, alpha, EPILOGUE, GATED,
+                residual_ptr, stride_rz, stride_rm, stride_rn,
+                out_desc, out_ptr, stride_oz, stride_om, stride_on, BATCHED, BLOCK_M, half,
+            )  # fmt: skip
+
+
+#: BLOCK_M, BLOCK_N, BLOCK_K, num_stages, num_warps at 16 bits per element.
+_SHAPES = [
+    (128, 256, 64, 3, 8),
+    (128, 256, 64, 4, 8),
+    (256, 128, 64, 3, 8),
+    (256, 128, 64, 4, 8),
+    (128, 128, 64, 4, 8),
+    (128, 128, 64, 5, 8),
+    (128, 128, 64, 5, 4),
+    (128, 128, 128, 3, 8),
+    (64, 256, 64, 4, 4),
+    (256, 64, 64, 4, 4),
+    (128, 64, 64, 5, 4),
+    (64, 128, 64, 5, 4),
+    (64, 64, 128, 4, 4),
+    (64, 32, 128, 4, 4),
+    (64, 16, 128, 5, 4),
+]
+_GATED_SHAPES = [
+    (128, 128, 64, 3, 8),
+    (128, 128, 64, 4, 8),
+    (256, 64, 64, 3, 8),
+    (256, 64, 64, 4, 8),
+    (128, 64, 64, 4, 4),
+    (128, 64, 64, 4, 8),
+    (64, 128, 64, 4, 4),
+    (64, 64, 64, 5, 4),
+    (64, 64, 128, 3, 4),
+    (64, 32, 128, 4, 4),
+]
+#: Narrower tiles have registers and shared memory to spare.
+_LEAST_SUBTILED = 128
+#: Addresses a launcher remembers descriptors for: weights have one, activations a few.
+_DESCRIPTORS = 64
+
+
+@dataclass(frozen=True, kw_only=True)
+class PersistentConfig(TileConfig):
+    """A tile, its pipeline, the order of tiles, in how many parts a tile is stored, and
+    whether the loops over tiles and K become one."""
+
+    GROUP_M: int
+    SUBTILE: int
+    FLATTEN: bool
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check("GROUP_M", self.GROUP_M, range(1, 65))
+        check("SUBTILE", self.SUBTILE, (1, 2))
+
+    def shared_memory(self, problem: Problem) -> int:
+        """Bytes of the operand tiles and of the output on its way out."""
+        staged = self.BLOCK_M * self.BLOCK_N // self.SUBTILE * problem.out.dtype.itemsize
+        return super().shared_memory(problem) + (staged if _describable(problem.out) else 0)
+
+
+class Persistent(TritonKernel[PersistentConfig]):
+    name = "triton.persistent"
+    traits = Traits(deterministic=True, batch_invariant=True)
+    config_type = PersistentConfig
+    gates = True
+    reach = 0.68
+
+    def reasons_against(self, problem: Problem) -> list[str]:
+        reasons = super().reasons_against(problem)
+        device = problem.device
+        if device.type == "cuda" and not hopper_or_later(problem):
+            reasons.append("bulk tensor copies (TMA) need an NVIDIA GPU of capability 9.0")
+        for name, operand in (("a", problem.a), ("b", problem.b)):
+            if operand.layout == "strided":
+                reasons.append(f"{name} has no contiguous dimension for TMA")
+            elif not operand.aligned:
+                reasons.append(f"{name} is not aligned to 16 bytes (base and strides) for TMA")
+        if problem.a.dtype is torch.float32 and not problem.tf32:
+            reasons.append("fp32 without TF32 is not for tensor cores")
+        return reasons
+
+    def configs(self, problem: Problem) -> list[PersistentConfig]:
+        configs = [
+            PersistentConfig(
+                BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, num_stages=s, num_warps=w,
+                GROUP_M=g, SUBTILE=sub, FLATTEN=flatten,
+            )  # fmt: skip
+            for flatten in (True, False)
+            for sub in (1, 2)
+            for g in group_sizes(problem)
+            for m, n, k, s, w in proposed(problem, _GATED_SHAPES if problem.gated else _SHAPES)
+            if sub == 1 or n >= _LEAST_SUBTILED
+        ]
+        return self.ranked(problem, configs, 20)
+
+    def builds(self, problem: Problem, config: PersistentConfig) -> list[Build]:
+        m, n, k = config.BLOCK_M, config.BLOCK_N, config.BLOCK_K
+        batched = problem.batch > 1
+        types = {
+            "a_desc": _descriptor_type(problem.a, m, k, batched),
+            "b_desc": _descriptor_type(problem.b, k, n, batched),
+        }
+        constants: dict[str, Any] = {
+            "GATED": problem.gated,
+            "BATCHED": batched,
+            "A_LAYOUT": problem.a.layout,
+            "B_LAYOUT": problem.b.layout,
+        }
+        if _describable(problem.out):
+            types["out_desc"] = _descriptor_type(problem.out, m, n // config.SUBTILE, batched)
+            constants |= {"out_ptr": None, "stride_oz": 0, "stride_om": 0, "stride_on": 0}
+        else:
+            constants["out_desc"] = None
+        if batched:
+            types |= {"a_step": "i32", "b_step": "i32", "batch": "i32"}
+        else:
+            constants |= {"a_step": 0, "b_step": 0, "batch": 1}
+        return [build(persistent_kernel, problem, config, constants, types)]
+
+    def bind(self, problem: Problem, config: PersistentConfig) -> Launcher:
+        (build,) = self.builds(problem, config)
+        launch = build.launch(problem.device.type)
+        own = {"a_desc", "b_desc", "out_desc", "a_step", "b_step", "batch"}
+        read = reader(problem, [name for name in build.types if name not in own])
+        m, n, k, batch = problem.m, problem.n, problem.k, problem.batch
+        width = 2 * n if problem.gated else n
+        describe_a = _describer(problem.a, (m, k), batch, (config.BLOCK_M, config.BLOCK_K))
+        describe_b = _describer(problem.b, (k, width), batch, (config.BLOCK_K, config.BLOCK_N))
+        describe_out = None
+        if "out_desc" in build.types:
+            part = (config.BLOCK_M, config.BLOCK_N // config.SUBTILE)
+            describe_out = _describer(problem.out, (m, n), batch, part)
+        grid = (_programs(problem, config), 1, 1)
+        shape, dtype = out_shape(problem), problem.out.dtype
+
+        def run(
+            a: torch.Tensor,
+            b: torch.Tensor,
+            bias: torch.Tensor | None,
+            residual: torch.Tensor | None,
+            alpha: float,
+            out: torch.Tensor | None,
+        ) -> torch.Tensor:
+            if out is None:
+                out = a.new_empty(shape, dtype=dtype)
+            first: tuple[Any, ...] = (describe_a(a), describe_b(b))
+            if describe_out is not None:
+                first += (describe_out(out),)
+            if batch > 1:
+                # A matrix shared by the whole batch is described once: TMA knows no stride 0.
+                first += (int(a.stride(0) != 0), int(b.stride(0) != 0), batch)
+            launch(grid, *first, *read(a, b, bias, residual, alpha, out))
+            return out
+
+        return run
+
+
+def _describable(operand: Operand) -> bool:
+    """Whether TMA can write a tile of it without transposing."""
+    return operand.layout == "row" and operand.aligned
+
+
+def _programs(problem: Problem, config: PersistentConfig) -> int:
+    """Programs to launch: one per SM, or two where they are small enough to share one."""
+    device = problem.device
+    count = problem.batch * tiles(problem, config)
+    if device.interpreted:
+        return min(count, 3)
+    shared = config.num_warps <= 4 and 2 * config.shared_memory(problem) <= device.shared_memory
+    return min(count, device.sm_count * (2 if shared else 1))
+
+
+def _block(operand: Operand, rows: int, cols: int, batched: bool) -> list[int]:
+    """A [rows, cols] tile as its descriptor has it, the contiguous dimension last."""
+    block = [rows, cols] if operand.layout == "row" else [cols, rows]
+    return [1, *block] if batched else block
+
+
+def _descriptor_type(operand: Operand, rows: int, cols: int, batched: bool) -> str:
+    """Triton's signature for a descriptor of tiles of ``operand``."""
+    return f"tensordesc<{pointer(operand.dtype)[1:]}{_block(operand, rows, cols, batched)}>"
+
+
+@dataclass(frozen=True)
+class _Address:
+    """What a descriptor wants of a tensor, without keeping the tensor alive."""
+
+    address: int
+    dtype: torch.dtype
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+def _describer(
+    operand: Operand, extent: tuple[int, int], batch: int, tile: tuple[int, int]
+) -> Callable[[torch.Tensor], TensorDescriptor]:
+    """What describes matrices of that ``extent`` and class (a batch of them in front, where
+    it is more than one) in tiles of ``tile``."""
+    rows, cols = extent
+    block = _block(operand, *tile, batch > 1)
+    row_major = operand.layout == "row"
+    outer, inner = (rows, cols) if row_major else (cols, rows)
+    leading_dim = -2 if row_major else -1
+    vector = VECTOR // operand.dtype.itemsize
+    # The stride of a single row is arbitrary, TMA wants a multiple of 16 bytes all the same.
+    lone = -(-inner // vector) * vector
+
+    def describe(base: Any, leading: int, step: int) -> TensorDescriptor:
+        leading = leading if outer > 1 else lone
+        shape, strides = [outer, inner], [leading, 1]
+        if batch > 1:
+            shape = [batch if step else 1, *shape]
+            strides = [step or outer * leading, *strides]
+        return TensorDescriptor(base, shape, strides, block)
+
+    if interpreting():  # which reads the tensor itself
+        return lambda t: describe(t, t.stride(leading_dim), t.stride(0))
+
+    @functools.lru_cache(maxsize=_DESCRIPTORS)
+    def at(address: int, leading: int, step: int) -> TensorDescriptor:
+        return describe(_Address(address, operand.dtype), leading, step)
+
+    return lambda t: at(t.data_ptr(), t.stride(leading_dim), t.stride(0))

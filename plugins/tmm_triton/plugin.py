@@ -1,0 +1,62 @@
+"""The plugin: hands tmm the Triton kernels, or stand-ins that say why there are none."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Iterable
+from typing import Any
+
+from tmm_core import Config, Kernel, Launcher, Problem, hookimpl
+
+#: Module and class of each kernel; ``triton.<module>`` is its name.
+KERNELS = {
+    "naive": "Naive",
+    "grouped": "Grouped",
+    "split_k": "SplitK",
+    "fused_epilogue": "FusedEpilogue",
+    "persistent": "Persistent",
+    "warp_specialized": "WarpSpecialized",
+}
+
+
+class Missing(Kernel[Config]):
+    """Stands in for a kernel that cannot be imported, and declines everything with the reason."""
+
+    reason: str
+
+    def reasons_against(self, problem: Problem) -> list[str]:
+        return [self.reason]
+
+    def configs(self, problem: Problem) -> Iterable[Config]:
+        return ()
+
+    def default_config(self, problem: Problem) -> Config:
+        raise RuntimeError(self.reason)
+
+    def bind(self, problem: Problem, config: Config) -> Launcher:
+        raise RuntimeError(self.reason)
+
+
+def missing(name: str, reason: str) -> Missing:
+    """A stand-in under ``name``; a kernel's name belongs to its class."""
+    stand_in = type("Missing", (Missing,), {"name": name, "reason": reason})
+    kernel: Missing = stand_in()
+    return kernel
+
+
+@hookimpl
+def tmm_kernels() -> list[Kernel[Any]]:
+    return [_load(module, class_name) for module, class_name in KERNELS.items()]
+
+
+def _load(module: str, class_name: str) -> Kernel[Any]:
+    name = f"triton.{module}"
+    if importlib.util.find_spec("triton") is None:
+        return missing(name, "Triton is not installed")
+    try:
+        kernel: Kernel[Any] = getattr(importlib.import_module(f"tmm_triton.{module}"), class_name)()
+    except ImportError as error:
+        # Gluon is experimental: a Triton without what one kernel uses costs that kernel only.
+        return missing(name, f"this Triton does not have what it needs: {error}")
+    return kernel

@@ -1,0 +1,74 @@
+"""How long a tiled matmul should take, from the shape, the tile and a few machine numbers.
+
+Only ranks configs, and stands in where nothing was measured; a measurement always wins.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from tmm_core import Problem
+
+#: Dense bf16 tensor-core TFLOPS of one SM at boost clock, from NVIDIA's data sheets: A100
+#: 312/108, RTX 3090 71/82, RTX 4090 165/128, H100 SXM 989/132, B200 2250/148, RTX 5090
+#: 210/170.
+_TENSOR_TFLOPS = {
+    (8, 0): 2.9, (8, 6): 0.87, (8, 9): 1.3, (9, 0): 7.5, (10, 0): 15.2, (12, 0): 1.2,
+}  # fmt: skip
+#: fp32 FMA TFLOPS of one SM: 128 lanes × 2 × 1.7 GHz (64 lanes on 8.0, at 1.4).
+_FMA_TFLOPS = 0.43
+#: Memory bandwidth in TB/s: the H200's as a copy reaches it, the others' as specified.
+_BANDWIDTH = {"H200": 4.27, "H100": 3.35, "A100": 1.9, "B200": 7.7}
+#: Of a GPU not listed, per SM.
+_UNKNOWN_TFLOPS, _UNKNOWN_BANDWIDTH = 1.0, 0.008
+
+#: BM·BN / (BM + BN) from which on a tile keeps the tensor cores fed: that of 128×256, the
+#: smallest that reaches cuBLAS on an H200. Below, time goes with the bytes each SM loads.
+_FULL_INTENSITY = 128 * 256 / (128 + 256)
+#: µs from asking memory for a tile to having it, when every SM asks: measured 0.6–0.8 on H200.
+_LATENCY = 0.7
+#: µs of an empty kernel, its launch and drain: 3.3 measured on H200.
+_EMPTY = 3.3
+#: Programs on one SM at a time past which more of them hide no more latency.
+_MOST_RESIDENT = 4
+
+
+def estimate_us(
+    problem: Problem,
+    *,
+    BLOCK_M: int,
+    BLOCK_N: int,
+    BLOCK_K: int,
+    num_stages: int,
+    shared_memory: int,
+    splits: int = 1,
+    reach: float = 1.0,
+) -> float:
+    """Expected µs: the longest of three times, after wave quantisation.
+
+    Arithmetic at ``reach`` of peak (slowed where the tile's intensity is too low to feed
+    it), waiting for memory along K at ``num_stages - 1`` tiles in flight, and moving every
+    byte once. Split-K's partial sums count as traffic, written and read.
+    """
+    device = problem.device
+    sms = device.sm_count or 1
+    bf16 = _TENSOR_TFLOPS.get(device.capability, _UNKNOWN_TFLOPS)
+    if problem.a.dtype is torch.float32:
+        peak = bf16 / 2 if problem.tf32 else min(_FMA_TFLOPS, bf16)
+    else:
+        peak = bf16
+    bandwidth = next(
+        (tbs for name, tbs in _BANDWIDTH.items() if name in device.name), sms * _UNKNOWN_BANDWIDTH
+    )
+    width = BLOCK_N * (2 if problem.gated else 1)
+    intensity = BLOCK_M * width / (BLOCK_M + width)
+    programs = problem.batch * -(-problem.m // BLOCK_M) * -(-problem.n // BLOCK_N) * splits
+    steps = -(-problem.k // (BLOCK_K * splits))
+
+    flops = 2 * BLOCK_M * width * BLOCK_K * steps
+    busy = -(-programs // sms) * flops / (peak * reach * min(1, intensity / _FULL_INTENSITY) * 1e6)
+    resident = max(1, min(_MOST_RESIDENT, device.shared_memory // max(shared_memory, 1)))
+    waiting = -(-programs // (sms * resident)) * (steps + 1) * _LATENCY / max(num_stages - 1, 1)
+    partials = 8 * splits * problem.batch * problem.m * problem.n if splits > 1 else 0
+    moving = (problem.bytes + partials) / (bandwidth * 1e6)
+    return _EMPTY + max(busy, waiting, moving)

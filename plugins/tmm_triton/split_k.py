@@ -1,0 +1,405 @@
+"""``triton.split_k``: cut the sum over K among programs, for outputs too small to fill a GPU.
+
+A product with few output tiles (decode, M·N small against K) leaves most SMs idle, or too
+few bytes in flight to reach the memory's bandwidth. Here SPLIT_K programs share a tile: each
+sums a contiguous range of whole BLOCK_K steps in fp32 and writes its partial sum to a
+workspace. The partial sums are then added in the order of their ranges, always the same, and
+epilogue, bias and residual are applied once, to the full sum. So the result is deterministic,
+and with a given config a row's bits depend on neither M nor the other rows.
+
+Who adds is part of the config:
+
+- ``REDUCE="last"``: the program of a tile that finishes last, told by an atomic counter,
+  which it sets back to zero for the next launch. One launch.
+- ``REDUCE="kernel"``: a second kernel, spread over all SMs whatever the number of tiles; on
+  Hopper and later its launch overlaps the first kernel's tail (programmatic dependent launch).
+
+``SWAP`` computes the tile transposed, Bᵀ·Aᵀ: ``wgmma`` has a fixed height of 64 and a width
+from 8 up, so with few rows of A it is N that should lie along the height.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any, ClassVar
+
+import torch
+import triton
+import triton.language as tl
+
+from tmm_core import Launcher, Problem, Traits
+from tmm_triton.kernel import TritonKernel, hopper_or_later, proposed, single, tiles
+from tmm_triton.operands import (
+    Build,
+    TileConfig,
+    build,
+    check,
+    dot,
+    finish,
+    load,
+    out_shape,
+    reader,
+)
+
+
+@triton.jit
+def sum_partials(
+    partials_ptr, z, batch, rows, cols, M, N,
+    SPLIT_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    """The full sum of a tile, first range first, from the workspace [SPLIT_K, batch, M, N]."""
+    ptrs = partials_ptr + z * M * N + rows[:, None] * N + cols[None, :]
+    inside = (rows[:, None] < M) & (cols[None, :] < N)
+    acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    # Unrolled, AHEAD loads are under way at a time while the sums still come in order.
+    for _ in tl.range(0, SPLIT_K, loop_unroll_factor=AHEAD):
+        # Other SMs wrote them: read past this one's L1.
+        acc += tl.load(ptrs, mask=inside, other=0.0, cache_modifier=".cg")
+        ptrs += batch * M * N
+    return acc
+
+
+@triton.jit
+def split_k_kernel(
+    partials_ptr, counters_ptr,
+    a_ptr, b_ptr, bias_ptr, residual_ptr, out_ptr,
+    M, N, K,
+    stride_az, stride_am, stride_ak,
+    stride_bz, stride_bk, stride_bn,
+    stride_rz, stride_rm, stride_rn,
+    stride_oz, stride_om, stride_on,
+    stride_bias, alpha,
+    EPILOGUE: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    SPLIT_K: tl.constexpr, REDUCE: tl.constexpr, SWAP: tl.constexpr, WHOLE_K: tl.constexpr,
+    AHEAD: tl.constexpr,
+):  # fmt: skip
+    tile, split, z = tl.program_id(0), tl.program_id(1), tl.program_id(2)
+    batch = tl.num_programs(2)
+    # Few rows of tiles, by the nature of these problems: neighbours share columns of B.
+    tiles_m = tl.cdiv(M, BLOCK_M)
+    rows = (tile % tiles_m) * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = (tile // tiles_m) * BLOCK_N + tl.arange(0, BLOCK_N)
+
+    # Ranges differ by one step at most, the longer ones first.
+    steps = tl.cdiv(K, BLOCK_K)
+    least, longer = steps // SPLIT_K, steps % SPLIT_K
+    first = (split * least + tl.minimum(split, longer)) * BLOCK_K
+    last = tl.minimum(first + tl.where(split < longer, least + 1, least) * BLOCK_K, K)
+    a_rows = a_ptr + z * stride_az + rows[:, None] * stride_am
+    b_cols = b_ptr + z * stride_bz + cols[None, :] * stride_bn
+
+    if SWAP:
+        acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
+    else:
+        acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for k in range(first, last, BLOCK_K):
+        ks = k + tl.arange(0, BLOCK_K)
+        a = load(a_rows + ks[None, :] * stride_ak, rows, ks, M, K, False, WHOLE_K)
+        b = load(b_cols + ks[:, None] * stride_bk, ks, cols, K, N, WHOLE_K, False)
+        if SWAP:
+            acc = dot(tl.trans(b), tl.trans(a), acc, PRECISION, UPCAST)
+        else:
+            acc = dot(a, b, acc, PRECISION, UPCAST)
+    if SWAP:
+        acc = tl.trans(acc)
+
+    if SPLIT_K == 1:
+        finish(
+            acc, z, rows, cols, M, N, bias_ptr, stride_bias, alpha, EPILOGUE,
+            residual_ptr, stride_rz, stride_rm, stride_rn, out_ptr, stride_oz, stride_om, stride_on,
+        )  # fmt: skip
+    else:
+        ptrs = partials_ptr + (split * batch + z) * M * N + rows[:, None] * N + cols[None, :]
+        tl.store(ptrs, acc, mask=(rows[:, None] < M) & (cols[None, :] < N))
+        if REDUCE == "last":
+            counter = counters_ptr + z * tl.num_programs(0) + tile
+            # All threads' stores come before the barrier, the barrier before the release.
+            tl.debug_barrier()
+            if tl.atomic_add(counter, 1, sem="acq_rel") == SPLIT_K - 1:
+                acc = sum_partials(
+                    partials_ptr, z, batch, rows, cols, M, N, SPLIT_K, BLOCK_M, BLOCK_N, AHEAD
+                )
+                finish(
+                    acc, z, rows, cols, M, N, bias_ptr, stride_bias, alpha, EPILOGUE,
+                    residual_ptr, stride_rz, stride_rm, stride_rn,
+                    out_ptr, stride_oz, stride_om, stride_on,
+                )  # fmt: skip
+                tl.store(counter, 0)
+
+
+@triton.jit
+def reduce_kernel(
+    partials_ptr, bias_ptr, residual_ptr, out_ptr,
+    M, N,
+    stride_rz, stride_rm, stride_rn,
+    stride_oz, stride_om, stride_on,
+    stride_bias, alpha,
+    EPILOGUE: tl.constexpr, SPLIT_K: tl.constexpr, OVERLAP: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, AHEAD: tl.constexpr,
+):  # fmt: skip
+    z = tl.program_id(2)
+    rows = tl.program_id(1) * BLOCK_M + tl.arange(0, BLOCK_M)
+    cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)
+    if OVERLAP:
+        tl.extra.cuda.gdc_wait()
+    batch = tl.num_programs(2)
+    acc = sum_partials(
+        partials_ptr, z, batch, rows, cols, M, N, SPLIT_K, BLOCK_M, BLOCK_N, AHEAD
+    )
+    finish(
+        acc, z, rows, cols, M, N, bias_ptr, stride_bias, alpha, EPILOGUE,
+        residual_ptr, stride_rz, stride_rm, stride_rn, out_ptr, stride_oz, stride_om, stride_on,
+    )  # fmt: skip
+
+
+#: BLOCK_M, BLOCK_N, BLOCK_K, num_stages, num_warps at 16 bits per element.
+_SHAPES = [
+    (16, 32, 256, 4, 2),
+    (16, 64, 128, 5, 4),
+    (16, 64, 256, 4, 4),
+    (16, 128, 64, 6, 4),
+    (16, 128, 128, 4, 4),
+    (32, 32, 128, 5, 2),
+    (32, 64, 128, 5, 4),
+    (32, 128, 64, 5, 4),
+    (32, 128, 128, 4, 4),
+    (64, 64, 64, 5, 4),
+    (64, 64, 128, 4, 4),
+    (64, 128, 64, 4, 4),
+    (128, 64, 64, 4, 4),
+    (128, 128, 64, 4, 8),
+]
+#: Programs per SM worth aiming at: one wave, or enough of them to keep more loads under way.
+_PROGRAMS_PER_SM = (1, 2, 4)
+_MOST_SPLITS = 512
+#: Partial sums of more than this cost more traffic than splitting saves; the kernels rely
+#: on a workspace that 32 bits can index.
+_MOST_WORKSPACE = 128 * 2**20
+#: Partial sums to have under way, at 4 elements per thread.
+_AHEAD = 8
+#: Elements of the output one program of the second kernel sums: 4 for each of 128 threads.
+_REDUCED = 512
+#: Launches of one launcher under capture whose counters are zeroed ahead.
+_CAPTURES = 64
+#: Bytes per µs at which a single program reads partial sums back.
+_ONE_PROGRAM_RATE = 50_000
+#: µs a second kernel adds where its launch overlaps the first one's tail.
+_SECOND_LAUNCH = 1.5
+
+
+@dataclass(frozen=True, kw_only=True)
+class SplitKConfig(TileConfig):
+    """A tile, into how many ranges K is cut, and how the partial sums come together."""
+
+    SPLIT_K: int
+    REDUCE: str
+    SWAP: bool
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check("SPLIT_K", self.SPLIT_K, range(1, _MOST_SPLITS + 1))
+        if self.REDUCE not in ("last", "kernel"):
+            raise ValueError(f"REDUCE must be 'last' or 'kernel', got {self.REDUCE!r}")
+
+
+class SplitK(TritonKernel[SplitKConfig]):
+    name = "triton.split_k"
+    traits = Traits(deterministic=True, batch_invariant=True, needs_workspace=True)
+    config_type = SplitKConfig
+    reach = 0.55
+
+    def configs(self, problem: Problem) -> list[SplitKConfig]:
+        device = problem.device
+        reductions = ["kernel"] if device.interpreted else ["last", "kernel"]
+        transposes = hopper_or_later(problem)
+        configs = []
+        for m, n, k, s, w in proposed(problem, _SHAPES):
+            shape = {"BLOCK_M": m, "BLOCK_N": n, "BLOCK_K": k, "num_stages": s, "num_warps": w}
+            swaps = [False, True] if transposes and m <= 64 <= n and w % 4 == 0 else [False]
+            for swap, split in itertools.product(swaps, _splits(problem, m, n, k)):
+                if split == 1 and not swap and not device.interpreted:
+                    continue  # what triton.grouped does
+                for reduction in reductions if split > 1 else ["kernel"]:
+                    config = SplitKConfig(**shape, SPLIT_K=split, REDUCE=reduction, SWAP=swap)
+                    if self.workspace_bytes(problem, config) <= _MOST_WORKSPACE:
+                        configs.append(config)
+        return self.ranked(problem, configs, 24)
+
+    def default_config(self, problem: Problem) -> SplitKConfig:
+        # Where no split fits the workspace, the whole sum in one program is still right.
+        m, n, k, s, w = proposed(problem, _SHAPES)[-1]
+        whole = SplitKConfig(
+            BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, num_stages=s, num_warps=w,
+            SPLIT_K=1, REDUCE="kernel", SWAP=False,
+        )  # fmt: skip
+        return next(iter(self.configs(problem)), whole)
+
+    def splits(self, config: SplitKConfig) -> int:
+        return config.SPLIT_K
+
+    def estimate_us(self, problem: Problem, config: SplitKConfig) -> float:
+        estimate = super().estimate_us(problem, config)
+        if config.SPLIT_K == 1:
+            return estimate
+        if config.REDUCE == "kernel":
+            return estimate + _SECOND_LAUNCH
+        tile = min(config.BLOCK_M, problem.m) * min(config.BLOCK_N, problem.n)
+        return estimate + 4 * config.SPLIT_K * tile / _ONE_PROGRAM_RATE
+
+    def workspace_bytes(self, problem: Problem, config: SplitKConfig) -> int:
+        if config.SPLIT_K == 1:
+            return 0
+        partials = 4 * config.SPLIT_K * problem.batch * problem.m * problem.n
+        counters = 4 * problem.batch * tiles(problem, config) if config.REDUCE == "last" else 0
+        return partials + counters
+
+    def builds(self, problem: Problem, config: SplitKConfig) -> list[Build]:
+        split = config.SPLIT_K > 1
+        last = split and config.REDUCE == "last"
+        types = {"partials_ptr": "*fp32"} if split else {}
+        types |= {"counters_ptr": "*i32"} if last else {}
+        constants: dict[str, Any] = dict.fromkeys({"partials_ptr", "counters_ptr"} - set(types))
+        constants["WHOLE_K"] = problem.k % config.BLOCK_K == 0
+        # Of a large tile one partial sum fills the registers as it is.
+        each = config.BLOCK_M * config.BLOCK_N // (32 * config.num_warps)
+        constants["AHEAD"] = max(1, min(_AHEAD, _AHEAD * 4 // each))
+        builds = [build(split_k_kernel, problem, config, constants, types)]
+        if split and not last:
+            overlap = hopper_or_later(problem)
+            block_m, block_n = _reduce_block(problem)
+            constants = {"BLOCK_M": block_m, "BLOCK_N": block_n, "OVERLAP": overlap, "AHEAD": _AHEAD}
+            options = {"num_warps": 4, "num_stages": 1} | ({"launch_pdl": True} if overlap else {})
+            builds.append(build(reduce_kernel, problem, config, constants, types, **options))
+        return builds
+
+    def bind(self, problem: Problem, config: SplitKConfig) -> Launcher:
+        grid = (tiles(problem, config), config.SPLIT_K, problem.batch)
+        if config.SPLIT_K == 1:
+            return single(self, problem, config, grid)
+        if config.REDUCE == "last":
+            return _bind_last(self, problem, config, grid)
+        return _bind_two(self, problem, config, grid)
+
+
+def _splits(problem: Problem, block_m: int, block_n: int, block_k: int) -> list[int]:
+    """Values of SPLIT_K that aim at a few programs per SM and leave each at least one step."""
+    if problem.device.interpreted:
+        return [3, 1]
+    programs = problem.batch * triton.cdiv(problem.m, block_m) * triton.cdiv(problem.n, block_n)
+    steps = triton.cdiv(problem.k, block_k)
+    aims = [round(problem.device.sm_count * each / programs) for each in _PROGRAMS_PER_SM]
+    return sorted({max(1, min(aim, steps, _MOST_SPLITS)) for aim in aims})
+
+
+def _reduce_block(problem: Problem) -> tuple[int, int]:
+    """The tile of one program of the second kernel."""
+    if problem.device.interpreted:
+        return 128, 128
+    block_n = min(128, triton.next_power_of_2(problem.n))
+    block_m = min(_REDUCED // block_n, triton.next_power_of_2(problem.m))
+    return block_m, block_n
+
+
+def _bind_last(
+    kernel: SplitK, problem: Problem, config: SplitKConfig, grid: tuple[int, int, int]
+) -> Launcher:
+    (build,) = kernel.builds(problem, config)
+    launch = build.launch(problem.device.type)
+    read = reader(problem, list(build.types)[2:])
+    shape, dtype = out_shape(problem), problem.out.dtype
+    partials = config.SPLIT_K * problem.batch * problem.m * problem.n
+    counters = Counters(problem.batch * tiles(problem, config))
+
+    def run(
+        a: torch.Tensor,
+        b: torch.Tensor,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor | None,
+        alpha: float,
+        out: torch.Tensor | None,
+    ) -> torch.Tensor:
+        if out is None:
+            out = a.new_empty(shape, dtype=dtype)
+        workspace = a.new_empty(partials, dtype=torch.float32)
+        launch(grid, workspace, counters(), *read(a, b, bias, residual, alpha, out))
+        return out
+
+    return run
+
+
+def _bind_two(
+    kernel: SplitK, problem: Problem, config: SplitKConfig, grid: tuple[int, int, int]
+) -> Launcher:
+    build, second = kernel.builds(problem, config)
+    launch, reduce = build.launch(problem.device.type), second.launch(problem.device.type)
+    read = reader(problem, list(build.types)[1:])
+    read_second = reader(problem, list(second.types)[1:])
+    block_m, block_n = _reduce_block(problem)
+    reduce_grid = (triton.cdiv(problem.n, block_n), triton.cdiv(problem.m, block_m), problem.batch)
+    shape, dtype = out_shape(problem), problem.out.dtype
+    partials = config.SPLIT_K * problem.batch * problem.m * problem.n
+
+    def run(
+        a: torch.Tensor,
+        b: torch.Tensor,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor | None,
+        alpha: float,
+        out: torch.Tensor | None,
+    ) -> torch.Tensor:
+        if out is None:
+            out = a.new_empty(shape, dtype=dtype)
+        # One per call: were it shared, a second thread's first launch could come between
+        # this one's two.
+        workspace = a.new_empty(partials, dtype=torch.float32)
+        launch(grid, workspace, *read(a, b, bias, residual, alpha, out))
+        reduce(reduce_grid, workspace, *read_second(a, b, bias, residual, alpha, out))
+        return out
+
+    return run
+
+
+class Counters:
+    """Arrival counters of one launcher: int32 zeros, which every launch leaves zero.
+
+    Launches that may run at the same time must not share them. Eager launches on one stream
+    never do, so each stream has its own. A captured launch may be replayed on any stream at
+    any time, so each gets its own too, from a reserve zeroed beforehand: zeroing inside the
+    graph would be one more node in every replay. Nothing tells when a graph is gone, so a
+    reserve that was drawn from is kept for the life of the process (4 bytes a tile and use).
+
+    Args:
+        count: How many counters one launch needs.
+    """
+
+    _captured: ClassVar[list[torch.Tensor]] = []
+
+    def __init__(self, count: int) -> None:
+        self._count = count
+        self._device = torch.cuda.current_device()
+        self._by_stream: dict[int, torch.Tensor] = {}
+        self._reserve: list[torch.Tensor] = []
+        if not torch.cuda.is_current_stream_capturing():
+            self._reserve = list(self._zeros(_CAPTURES * count).split(count))
+            # The first replay need not be on this stream, nor ordered after it.
+            torch.cuda.current_stream().synchronize()
+
+    def _zeros(self, count: int) -> torch.Tensor:
+        return torch.zeros(count, dtype=torch.int32, device=f"cuda:{self._device}")
+
+    def __call__(self) -> torch.Tensor:
+        """The counters for a launch on the current stream."""
+        if torch.cuda.is_current_stream_capturing():
+            try:
+                counters = self._reserve.pop()
+            except IndexError:
+                return self._zeros(self._count)
+            self._captured.append(counters)
+            return counters
+        stream = torch._C._cuda_getCurrentRawStream(self._device)
+        counters = self._by_stream.get(stream)
+        if counters is None:
+            counters = self._by_stream.setdefault(stream, self._zeros(self._count))
+        return counters

@@ -1,0 +1,476 @@
+"""What `tmm-cache` prints where, and how it ends."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import pty
+import re
+import resource
+import subprocess
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cache_builders import (
+    BLAS,
+    ENVIRONMENT,
+    GPU,
+    OLDER_ENVIRONMENT,
+    SLOW,
+    SPLIT_K,
+    child,
+    made,
+    problem,
+    record,
+)
+from tmm_cache import CacheStore, CandidateResult, digest
+from tmm_cache.cli import main
+
+Captured = pytest.CaptureFixture[str]
+
+
+@pytest.fixture
+def filled(store: CacheStore) -> CacheStore:
+    """Four records: two of bfloat16, one of float16 won by BLAS, one on another GPU."""
+    store.save(GPU, ENVIRONMENT, record(problem(m=16), created=made(timedelta(hours=2))))
+    store.save(GPU, ENVIRONMENT, record(problem(m=2048), created=made(timedelta(days=3))))
+    store.save(
+        GPU,
+        ENVIRONMENT,
+        record(
+            problem(m=32, n=64, k=128, dtype="float16", epilogue="none", batch=8),
+            candidates=(BLAS, SLOW),
+            winner=0,
+            created=made(timedelta(days=40)),
+        ),
+    )
+    store.save(
+        "nvidia-a100",
+        OLDER_ENVIRONMENT,
+        record(problem(m=1), created=made(timedelta(minutes=5))),
+    )
+    return store
+
+
+def shown(capsys: Captured, *options: str) -> list[dict[str, Any]]:
+    assert main(["show", "--json", *options]) == 0
+    found: list[dict[str, Any]] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def sizes(capsys: Captured, *options: str) -> list[int]:
+    return sorted(item["record"]["problem"]["m"] for item in shown(capsys, *options))
+
+
+def test_show_is_a_table_with_everything_uncut(filled: CacheStore, capsys: Captured) -> None:
+    assert main(["show"]) == 0
+    captured = capsys.readouterr()
+    assert captured.err == ""
+    lines = captured.out.splitlines()
+    titles = [line for line in lines if "environment " in line]
+    assert titles == [
+        f"nvidia-a100  environment {digest(OLDER_ENVIRONMENT)}",
+        f"{GPU}  environment {digest(ENVIRONMENT)}",
+    ]
+    [line] = [line for line in lines if "2048x4096x512" in line]
+    assert re.split("  +", line.strip()) == [
+        digest(problem(m=2048))[:8],
+        "2048x4096x512",
+        "bfloat16",
+        "row x column",
+        "silu",
+        "triton.split_k",
+        'BLOCK_M=64 SPLIT_K=4 nested={"pid":[1,2.5,null,true]}',
+        "11.50",
+        "21.00",
+        "1.83x",
+        "3d",
+        "own",
+    ]
+    [line] = [line for line in lines if "8*32x64x128" in line]
+    assert " blas " in line
+    assert " 1.00x " in line
+    assert " none " in line
+
+
+def test_show_lists_layers_and_their_records(
+    filled: CacheStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    below = CacheStore(tmp_path / "below", [])
+    below.save(GPU, ENVIRONMENT, record(problem(m=16), note="below"))
+    monkeypatch.setenv("TMM_CACHE_PATH", str(below.root))
+    assert main(["show", "--shape", "16x*x*"]) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if "16x4096x512" in line]
+    assert sorted(line.split()[-1] for line in lines) == sorted(["own", str(below.root)])
+    layers = [item["layer"] for item in shown(capsys, "--shape", "16x*x*")]
+    assert layers == [str(filled.root), str(below.root)]
+
+
+def test_show_json_holds_the_whole_record(filled: CacheStore, capsys: Captured) -> None:
+    [item] = shown(capsys, "--shape", "16x4096x512")
+    found = filled.load(GPU, ENVIRONMENT, problem(m=16))
+    assert found is not None
+    assert item == {
+        "digest": digest(problem(m=16)),
+        "path": str(filled.path(GPU, ENVIRONMENT, problem(m=16))),
+        "layer": str(filled.root),
+        "gpu": GPU,
+        "environment_digest": digest(ENVIRONMENT),
+        "environment": ENVIRONMENT,
+        "median_us": 11.5,
+        "blas_us": 21.0,
+        "speedup": 21.0 / 11.5,
+        "record": found.to_json(),
+    }
+
+
+@pytest.mark.parametrize(
+    ("options", "expected"),
+    [
+        ([], [1, 16, 32, 2048]),
+        (["--gpu", GPU], [16, 32, 2048]),
+        (["--gpu", "nvidia-a*"], [1]),
+        (["--kernel", "triton.*"], [1, 16, 2048]),
+        (["--kernel", "blas"], [32]),
+        (["--kernel", "triton"], []),
+        (["--dtype", "float16"], [32]),
+        (["--dtype", "fp16"], [32]),
+        (["--dtype", "bf16"], [1, 16, 2048]),
+        (["--dtype", "*16"], [1, 16, 32, 2048]),
+        (["--epilogue", "none"], [32]),
+        (["--epilogue", "s*"], [1, 16, 2048]),
+        (["--shape", "16x4096x512"], [16]),
+        (["--shape", "*x4096x*"], [1, 16, 2048]),
+        (["--shape", "*X*X128"], [32]),
+        (["--shape", "16x1x1"], []),
+        (["--older-than", "1d"], [32, 2048]),
+        (["--newer-than", "1d"], [1, 16]),
+        (["--older-than", "1h", "--newer-than", "10d"], [16, 2048]),
+        (["--older-than", "0s"], [1, 16, 32, 2048]),
+        (["--newer-than", "99999999d"], [1, 16, 32, 2048]),
+        (["--kernel", "triton.*", "--shape", "16x*x*", "--gpu", GPU], [16]),
+    ],
+)
+def test_filters(
+    filled: CacheStore, capsys: Captured, options: list[str], expected: list[int]
+) -> None:
+    assert sizes(capsys, *options) == expected
+
+
+def test_show_one_record_in_full(filled: CacheStore, capsys: Captured) -> None:
+    path = filled.path(GPU, ENVIRONMENT, problem(m=2048))
+    assert main(["show", path.stem[:6]]) == 0
+    text = capsys.readouterr().out
+    for part in (
+        path.stem,
+        str(path),
+        "2048x4096x512",
+        "\n  torch         2.13.0\n",
+        '{"aligned":true,"dtype":"bfloat16","layout":"row"}',
+        "(3d ago)",
+        "3.2 s",
+        "1.83x over blas",
+        "tuned by a test",
+        "out of shared memory [red]",
+        "9.00e-04",
+        "1.00e-02",
+        "4.0 KiB",
+        "deterministic batch-invariant",
+    ):
+        assert part in text, part
+    rows = text[text.index("median µs") :].splitlines()
+    kernels = ["triton.split_k", "blas", "triton.naive", "triton.atomic", "triton.big"]
+    body = [row for row in rows if any(f" {kernel} " in row for kernel in kernels)]
+    assert [
+        row.replace("*", "").split()[0] for row in body
+    ] == kernels  # winner first, then fastest
+    assert [row.startswith(" *") for row in body] == [True, False, False, False, False]
+    assert body[0].split()[-2:] == ["batch-invariant", "-"]
+    [full] = shown(capsys, path.stem)
+    assert full["path"] == str(path)
+
+
+def test_show_of_an_unknown_digest_and_of_no_digest(filled: CacheStore, capsys: Captured) -> None:
+    assert main(["show", "0000000000000000"]) == 1
+    assert "no records match" in capsys.readouterr().err
+    for text in ("xyz", "../x", "0" * 17, ""):
+        assert main(["show", text]) == 2
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert captured.err == (
+            f"tmm-cache: record: found {text!r}, accepted is the beginning of a digest, like 3f9a\n"
+        )
+
+
+def test_an_empty_cache_is_a_note_and_no_error(root: Path, capsys: Captured) -> None:
+    for command in (["show"], ["stats"]):
+        assert main(command) == 0
+        captured = capsys.readouterr()
+        assert captured.out == ""
+        assert captured.err == f"tmm-cache: no records in {root}\n"
+        assert main([*command, "--json"]) == 0
+        assert json.loads(capsys.readouterr().out) == []
+    assert main(["verify"]) == 0
+    assert not root.exists()
+
+
+def test_problems_of_another_make_are_listed_all_the_same(
+    store: CacheStore, capsys: Captured
+) -> None:
+    odd = CandidateResult("odd\x1b[31m.kernel", "v", {"a": [1]}, "ok")
+    store.save(GPU, ENVIRONMENT, record({}, candidates=(odd,), winner=0))
+    store.save(
+        GPU,
+        ENVIRONMENT,
+        record(
+            {"m": "many", "batch": [2, 3], "a": 7, "b": [], "epilogue": {"name": "silu", "x": 1}}
+        ),
+    )
+    store.save(GPU, ENVIRONMENT, record({"a": {"dtype": "torch.int8"}, "out_dtype": "int32"}))
+    assert main(["show"]) == 0
+    text = capsys.readouterr().out
+    assert "odd\\x1b[31m.kernel" in text  # a stranger's record gives the terminal no orders
+    assert "\x1b" not in text
+    assert "[2,3]*manyx-x-" in text
+    assert " silu " in text
+    assert "int8 -> int32" in text
+    for entry in store.entries():
+        assert main(["show", entry.digest]) == 0
+
+
+def test_faults_are_noted_on_stderr_and_the_rest_is_shown(
+    filled: CacheStore, capsys: Captured
+) -> None:
+    broken = filled.path(GPU, ENVIRONMENT, problem(m=16))
+    broken.write_text("{")
+    assert main(["show", "--json"]) == 0
+    captured = capsys.readouterr()
+    assert len(json.loads(captured.out)) == 3
+    [line] = captured.err.splitlines()
+    assert line.startswith(f"tmm-cache: passed over {broken}: is no valid record: ")
+
+
+def test_dir(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:
+    assert main(["dir"]) == 0
+    assert capsys.readouterr() == (f"{root}\n", "")
+    monkeypatch.setenv("TMM_CACHE_PATH", f"/site{os.pathsep}/image")
+    assert main(["dir", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == {
+        "root": str(root),
+        "layers": ["/site", "/image"],
+        "schema": 1,
+    }
+    other = str(tmp_path / "other")
+    for command in (["--cache-dir", other, "dir"], ["dir", "--cache-dir", other]):
+        assert main(command) == 0
+        assert capsys.readouterr().out == f"{other}\n"
+
+
+def test_stats(filled: CacheStore, capsys: Captured) -> None:
+    filled.log_miss(GPU, ENVIRONMENT, problem(m=5))
+    filled.path(GPU, ENVIRONMENT, problem(m=9)).write_text("{")
+    assert main(["stats", "--json"]) == 0
+    small, large = json.loads(capsys.readouterr().out)
+    assert (small["gpu"], small["records"], small["misses"]) == ("nvidia-a100", 1, 0)
+    assert small["winners"] == {"triton.split_k": 1}
+    assert small["environment"] == OLDER_ENVIRONMENT
+    assert large["gpu"] == GPU
+    assert large["environment_digest"] == digest(ENVIRONMENT)
+    assert large["winners"] == {"triton.split_k": 2, "blas": 1}
+    assert (large["records"], large["misses"], large["faults"]) == (3, 1, 1)
+    assert large["bytes"] == sum(
+        filled.path(GPU, ENVIRONMENT, asked).stat().st_size
+        for asked in (
+            problem(m=16),
+            problem(m=2048),
+            problem(m=32, n=64, k=128, dtype="float16", epilogue="none", batch=8),
+        )
+    )
+    assert large["oldest"] < large["newest"]
+    assert main(["stats"]) == 0
+    [line] = [row for row in capsys.readouterr().out.splitlines() if GPU in row]
+    assert line.split()[:4] == [GPU, digest(ENVIRONMENT), "own", "3"]
+    assert line.split()[-2:] == ["triton.split_k=2", "blas=1"]
+
+
+def test_verify(filled: CacheStore, capsys: Captured) -> None:
+    assert main(["verify"]) == 0
+    assert capsys.readouterr() == ("", "tmm-cache: 4 good records, 0 faults\n")
+    broken = filled.path(GPU, ENVIRONMENT, problem(m=16))
+    copied = filled.path(GPU, ENVIRONMENT, problem(m=77))
+    copied.write_bytes(filled.path(GPU, ENVIRONMENT, problem(m=2048)).read_bytes())
+    broken.write_text("{")
+    environment = broken.with_name("environment.json")
+    environment.write_text("{}")
+    log = broken.with_name("misses.jsonl")
+    log.write_text("torn\n{}\n")
+    assert main(["verify"]) == 1
+    captured = capsys.readouterr()
+    assert captured.err == "tmm-cache: 3 good records, 4 faults\n"
+    lines = captured.out.splitlines()
+    assert sorted(line.split(": ")[0] for line in lines) == sorted(
+        map(str, (broken, copied, environment, log))
+    )
+    assert main(["verify", "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert found["records"] == 3
+    assert {fault["path"]: fault["damaged"] for fault in found["faults"]} == {
+        str(broken): True,
+        str(copied): True,
+        str(environment): True,
+        str(log): False,
+    }
+
+
+def test_verify_looks_into_layers(
+    filled: CacheStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    below = CacheStore(tmp_path / "below", [])
+    path = below.save(GPU, ENVIRONMENT, record())
+    assert path is not None
+    path.write_text("{")
+    monkeypatch.setenv("TMM_CACHE_PATH", str(below.root))
+    assert main(["verify"]) == 1
+    assert capsys.readouterr().out.startswith(f"{path}: ")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        ([], "tmm-cache: the following arguments are required: command"),
+        (["shwo"], "tmm-cache: argument command: invalid choice: 'shwo'"),
+        (["show", "--shape", "1x2"], "argument --shape: found '1x2', accepted is MxNxK"),
+        (["show", "--shape", "1x2x-3"], "argument --shape: found '1x2x-3'"),
+        (["show", "--shape", "1x2x3x4"], "argument --shape: found '1x2x3x4'"),
+        (["clear", "--shape", ""], "argument --shape: found ''"),
+        (["show", "--older-than", "soon"], "argument --older-than: found 'soon', accepted is a"),
+        (["show", "--newer-than", "-3d"], "argument --newer-than: "),
+        (["clear", "--older-than", "30"], "argument --older-than: found '30'"),
+        (["prune", "--older-than", "9" * 400 + "d"], "argument --older-than: found '999"),
+        (["prune", "--older-than", "99999999999w"], "argument --older-than: found '999"),
+        (["dir", "--cache-dir", ""], "argument --cache-dir: found nothing"),
+        (["export"], "the following arguments are required: FILE.tar.gz"),
+        (["dir", "extra"], "unrecognized arguments: extra"),
+    ],
+)
+def test_mistakes_are_one_line_on_stderr_and_status_two(
+    capsys: Captured, arguments: list[str], complaint: str
+) -> None:
+    assert main(arguments) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert complaint in captured.err
+    assert len(captured.err.splitlines()) == 1
+
+
+def test_help_names_every_command(capsys: Captured) -> None:
+    assert main(["--help"]) == 0
+    text = capsys.readouterr().out
+    for name in ("show", "clear", "dir", "stats", "verify", "prune", "export", "import"):
+        assert f"\n    {name} " in text
+        assert main([name, "--help"]) == 0
+    assert "90m, 12h, 30d, 2w" in capsys.readouterr().out
+
+
+def test_an_ascii_terminal_gets_escapes_and_no_error(filled: CacheStore) -> None:
+    command = child("-m", "tmm_cache.cli", "show", environ={"PYTHONIOENCODING": "ascii"})
+    out, complaint = command.communicate()
+    assert (command.returncode, complaint) == (0, "")
+    assert "\\xb5s" in out
+
+
+@pytest.mark.parametrize("options", [["show"], ["show", "--json"], ["dir"], ["--help"]])
+def test_a_closed_pipe_is_no_complaint(filled: CacheStore, options: list[str]) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = child("-m", "tmm_cache.cli", *options, stdout=writer)
+    os.close(writer)
+    assert command.communicate() == (None, "")
+    assert command.returncode == 0
+
+
+def on_a_terminal(columns: int, *options: str) -> tuple[list[str], str]:
+    """What the command writes on a terminal of that width, and its notes."""
+    ours, theirs = pty.openpty()
+    environ = {"COLUMNS": str(columns), "TERM": "xterm"}
+    command = child("-m", "tmm_cache.cli", *options, stdout=theirs, environ=environ)
+    os.close(theirs)
+    chunks = []
+    with open(ours, "rb", buffering=0) as terminal, contextlib.suppress(OSError):  # Linux's end
+        while chunk := terminal.read(65536):
+            chunks.append(chunk)
+    _, notes = command.communicate()
+    assert command.returncode == 0
+    return re.sub(r"\x1b\[[0-9;]*m", "", b"".join(chunks).decode()).splitlines(), notes
+
+
+@pytest.mark.parametrize(
+    ("columns", "missing"),
+    [
+        (40, "layouts, config, blas µs, age, layer"),
+        (80, "layouts, config, blas µs, age, layer"),
+        (120, "config"),
+    ],
+)
+def test_a_narrow_terminal_loses_columns_and_cuts_no_cell(
+    filled: CacheStore, columns: int, missing: str
+) -> None:
+    lines, notes = on_a_terminal(columns, "show", "--shape", "2048x*x*")
+    table = lines[1:]  # above it stands which GPU it is
+    assert max(len(line) for line in table) <= columns
+    assert "…" not in "".join(lines)
+    assert notes == f"tmm-cache: left out for want of width: {missing}\n"
+    assert any("1.83x" in line for line in lines)
+    if columns > 40:
+        assert any("2048x4096x512" in line and "triton.split_k" in line for line in lines)
+
+
+def test_a_wide_terminal_shows_every_column(filled: CacheStore) -> None:
+    lines, notes = on_a_terminal(200, "show")
+    assert notes == ""
+    assert any("BLOCK_M=64 SPLIT_K=4" in line and line.endswith("own") for line in lines)
+
+
+@pytest.mark.parametrize("arguments", [["--help"], ["dir"], ["show", "--json"], ["verify"]])
+def test_looking_imports_nothing_heavy(filled: CacheStore, arguments: list[str]) -> None:
+    code = (
+        "import sys; from tmm_cache.cli import main; main(sys.argv[1:]); heavy = {'torch', 'rich', "
+        "'filelock', 'platformdirs', 'tarfile', 'tmm_core'}; sys.exit(repr(heavy & {*sys.modules}))"
+    )
+    command = child("-c", code, *arguments)
+    assert command.communicate()[1].splitlines()[-1] == "set()"
+
+
+def test_show_imports_rich_and_no_torch(filled: CacheStore) -> None:
+    code = (
+        "import sys; from tmm_cache.cli import main; main(['show']); heavy = {'torch', 'rich', "
+        "'filelock', 'platformdirs', 'tarfile', 'tmm_core'}; sys.exit(repr(heavy & {*sys.modules}))"
+    )
+    assert child("-c", code).communicate()[1].strip() == "{'rich'}"
+
+
+def test_the_command_answers_at_once(filled: CacheStore) -> None:
+    def spent() -> float:
+        usage = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return usage.ru_utime + usage.ru_stime
+
+    costs = []
+    for _ in range(5):
+        before = spent()
+        child("-m", "tmm_cache.cli", "show", stdout=subprocess.DEVNULL).communicate()
+        costs.append(spent() - before)
+    # 0.09 s on an idle machine. Processor time and the least of several, since others may be
+    # at work; an import of torch costs 0.8 s at best.
+    assert min(costs) < 0.4
+
+
+def test_the_winner_alone_has_no_speedup_over_nothing(store: CacheStore, capsys: Captured) -> None:
+    store.save(GPU, ENVIRONMENT, record(candidates=(SPLIT_K,), winner=0))
+    [item] = shown(capsys)
+    assert (item["median_us"], item["blas_us"], item["speedup"]) == (11.5, None, None)
+    assert main(["show"]) == 0
+    [line] = [row for row in capsys.readouterr().out.splitlines() if "128x4096x512" in row]
+    assert line.split()[-5:-2] == ["11.50", "-", "-"]

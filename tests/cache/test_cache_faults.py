@@ -1,0 +1,373 @@
+"""Whatever happens to the files, the store answers, warns exactly once, and names the file."""
+
+from __future__ import annotations
+
+import builtins
+import errno
+import json
+import os
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cache_builders import ENVIRONMENT, GPU, problem, record, warned
+from tmm_cache import CacheStore, files, misses
+from tmm_cache import store as store_module
+
+
+def edited(**changes: Any) -> Callable[[Path], None]:
+    def edit(path: Path) -> None:
+        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+    return edit
+
+
+def replaced(data: bytes) -> Callable[[Path], None]:
+    return lambda path: path.write_bytes(data) and None
+
+
+def truncated(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[:-20])
+
+
+def made_a_folder(path: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def made_a_fifo(path: Path) -> None:
+    path.unlink()
+    os.mkfifo(path)
+
+
+def made_a_loop(path: Path) -> None:
+    path.unlink()
+    path.symlink_to(path)
+
+
+def made_huge(path: Path) -> None:
+    os.truncate(path, files.MAX_BYTES + 1)
+
+
+CORRUPTIONS = {
+    "truncated": (truncated, "is no valid record: "),
+    "empty": (replaced(b""), "is no valid record: the file is empty"),
+    "zeros": (replaced(b"\0" * 512), "is no valid record: "),
+    "garbage": (replaced(b"\xff\xfe\x00garbage"), "is no valid record: 'utf-8' codec"),
+    "too deep": (replaced(b"[" * 200_000), "is no valid record: nested too deeply"),
+    "another program's JSON": (replaced(b'{"a": 1}'), "schema: found nothing"),
+    "foreign schema": (edited(schema=2), "schema: found 2, accepted is 1"),
+    "out of bounds": (edited(winner=99), "winner: found 99, accepted is an index"),
+    "negative time": (edited(tuning_seconds=-1), "tuning_seconds: found -1"),
+    "wrong problem": (edited(problem=problem(m=7)), "problem: found the problem of "),
+    "a folder": (made_a_folder, "is not a regular file"),
+    "a fifo": (made_a_fifo, "is not a regular file"),
+    "huge": (made_huge, "is larger than"),
+}
+
+
+@pytest.fixture(params=CORRUPTIONS.values(), ids=CORRUPTIONS.keys())
+def broken(request: pytest.FixtureRequest, store: CacheStore) -> tuple[CacheStore, Path, str]:
+    """A store whose one record of m=128 is broken, beside a good one; its path; the complaint."""
+    store.save(GPU, ENVIRONMENT, record(problem(m=1)))
+    path = store.save(GPU, ENVIRONMENT, record())
+    assert path is not None
+    spoil, complaint = request.param
+    spoil(path)
+    return store, path, complaint
+
+
+def test_a_broken_record_is_a_miss_with_one_warning(broken: tuple[CacheStore, Path, str]) -> None:
+    store, path, complaint = broken
+    with warned("") as caught:
+        assert store.load(GPU, ENVIRONMENT, problem()) is None
+    text = str(caught[0].message)
+    assert text.startswith(f"{path}: ")
+    assert complaint in text
+    # Warnings are errors here: neither asking again, nor another store, nor listing warns twice.
+    assert store.load(GPU, ENVIRONMENT, problem()) is None
+    assert store.found(GPU, ENVIRONMENT, problem()) is None
+    assert CacheStore().load(GPU, ENVIRONMENT, problem()) is None
+    assert [entry.record.problem["m"] for entry in store.entries()] == [1]
+    assert store.load(GPU, ENVIRONMENT, problem(m=1)) == record(problem(m=1))
+
+
+def test_listing_passes_over_a_broken_record_with_one_warning(
+    broken: tuple[CacheStore, Path, str],
+) -> None:
+    store, path, complaint = broken
+    with warned("") as caught:
+        assert [entry.record.problem["m"] for entry in store.entries()] == [1]
+    assert [complaint in str(warning.message) for warning in caught] == [True]
+    assert str(caught[0].message).startswith(f"{path}: ")
+
+
+def test_a_layer_answers_for_a_broken_record_of_the_root(
+    broken: tuple[CacheStore, Path, str], tmp_path: Path
+) -> None:
+    _, path, _ = broken
+    below = CacheStore(tmp_path / "below", [])
+    answer = below.save(GPU, ENVIRONMENT, record(note="below"))
+    store = CacheStore(layers=[below.root])
+    with warned(str(path)):
+        assert store.load(GPU, ENVIRONMENT, problem()) == record(note="below")
+    assert store.found(GPU, ENVIRONMENT, problem()) == answer
+
+
+def test_saving_mends_a_broken_record(broken: tuple[CacheStore, Path, str]) -> None:
+    store, path, _ = broken
+    if path.is_dir():
+        with warned("cannot be written"):
+            assert store.save(GPU, ENVIRONMENT, record()) is None
+        return
+    assert store.save(GPU, ENVIRONMENT, record()) == path
+    assert store.load(GPU, ENVIRONMENT, problem()) == record()
+
+
+def test_a_digest_collision_is_a_miss(store: CacheStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (files, store_module):
+        monkeypatch.setattr(module, "digest", lambda mapping: "0" * 16)
+    monkeypatch.setattr("tmm_cache.layout.digest", lambda mapping: "0" * 16)
+    store.save(GPU, ENVIRONMENT, record())
+    assert store.load(GPU, ENVIRONMENT, problem()) == record()
+    with warned("records another problem of the same digest"):
+        assert store.load(GPU, ENVIRONMENT, problem(m=7)) is None
+
+
+def test_an_unreadable_file_is_a_miss(store: CacheStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = store.save(GPU, ENVIRONMENT, record())
+    assert path is not None
+
+    def denied(file: Any, *arguments: Any) -> Any:
+        if file == path:
+            raise PermissionError(errno.EACCES, "Permission denied", str(file))
+        return builtins.open(file, *arguments)
+
+    monkeypatch.setattr(files, "open", denied, raising=False)
+    with warned(rf"{path}: cannot be read: Permission denied"):
+        assert store.load(GPU, ENVIRONMENT, problem()) is None
+        assert list(store.entries()) == []
+    monkeypatch.undo()
+    assert CacheStore(store.root, []).load(GPU, ENVIRONMENT, problem()) == record()
+
+
+def test_a_file_that_vanishes_between_two_steps_is_a_silent_miss(
+    store: CacheStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = store.save(GPU, ENVIRONMENT, record())
+    assert path is not None
+
+    def vanished(file: Any, *arguments: Any) -> Any:
+        raise FileNotFoundError(errno.ENOENT, "No such file", str(file))
+
+    monkeypatch.setattr(files, "open", vanished, raising=False)
+    assert store.load(GPU, ENVIRONMENT, problem()) is None
+
+
+@pytest.mark.parametrize(
+    ("content", "complaint"),
+    [
+        ("{", "is no valid environment"),
+        ("[]", "found no object"),
+        ("{}", "environment: found that of"),
+    ],
+)
+def test_a_broken_environment_file_costs_a_warning_and_no_record(
+    store: CacheStore, content: str, complaint: str
+) -> None:
+    path = store.save(GPU, ENVIRONMENT, record())
+    assert path is not None
+    path.with_name("environment.json").write_text(content)
+    with warned(complaint):
+        entries = list(store.entries())
+        assert list(store.entries()) == entries
+    assert [(entry.environment, entry.record) for entry in entries] == [(None, record())]
+    assert store.load(GPU, ENVIRONMENT, problem()) == record()
+
+
+def test_a_missing_environment_file_is_no_fault_and_comes_back(store: CacheStore) -> None:
+    path = store.save(GPU, ENVIRONMENT, record())
+    assert path is not None
+    path.with_name("environment.json").unlink()
+    assert [entry.environment for entry in store.entries()] == [None]
+    store.save(GPU, ENVIRONMENT, record(problem(m=2)))
+    assert [entry.environment for entry in store.entries()] == [ENVIRONMENT] * 2
+
+
+def test_a_root_that_is_a_file_costs_persistence_and_one_warning(root: Path) -> None:
+    root.write_text("a file")
+    store = CacheStore()
+    with warned("") as caught:
+        assert store.save(GPU, ENVIRONMENT, record()) is None
+        assert store.save(GPU, ENVIRONMENT, record(problem(m=2))) is None
+        store.log_miss(GPU, ENVIRONMENT, problem())
+        with store.lock(GPU, ENVIRONMENT, problem(), timeout=0) as mine:
+            assert mine is True
+    assert [str(warning.message).split(":")[0] for warning in caught] == [str(root)]
+    assert "what is tuned is lost" in str(caught[0].message)
+    assert root.read_text() == "a file"
+
+
+def test_reading_a_root_that_is_a_file_warns_once_and_falls_to_the_layers(
+    root: Path, tmp_path: Path
+) -> None:
+    root.write_text("a file")
+    below = CacheStore(tmp_path / "below", [])
+    for m in (1, 2):
+        below.save(GPU, ENVIRONMENT, record(problem(m=m)))
+    store = CacheStore(layers=[below.root])
+    with warned("Not a directory"):
+        for m in (1, 2):
+            assert store.load(GPU, ENVIRONMENT, problem(m=m)) == record(problem(m=m))
+    with warned("cannot be listed: Not a directory"):
+        assert len(list(store.entries())) == 2
+
+
+def failing(name: str, code: int, only: str = "") -> Callable[..., Any]:
+    real = getattr(os, name)
+
+    def fail(*arguments: Any, **options: Any) -> Any:
+        if only and not any(only in str(argument) for argument in arguments):
+            return real(*arguments, **options)
+        raise OSError(code, os.strerror(code))
+
+    return fail
+
+
+@pytest.mark.parametrize(
+    ("name", "code"),
+    [
+        ("replace", errno.ENOSPC),
+        ("replace", errno.EROFS),
+        ("fsync", errno.ENOSPC),
+        ("open", errno.EROFS),
+        ("open", errno.EDQUOT),
+        ("mkdir", errno.EACCES),
+    ],
+)
+def test_a_full_or_read_only_disk_costs_persistence_and_one_warning(
+    store: CacheStore, monkeypatch: pytest.MonkeyPatch, name: str, code: int
+) -> None:
+    if name != "mkdir":
+        assert store.save(GPU, ENVIRONMENT, record()) is not None
+    monkeypatch.setattr(os, name, failing(name, code))
+    with warned("") as caught:
+        assert store.save(GPU, ENVIRONMENT, record(note="new")) is None
+        assert store.save(GPU, ENVIRONMENT, record(problem(m=2))) is None
+    monkeypatch.undo()
+    complaint = f"{store.root}: cannot be written ({os.strerror(code)})"
+    assert str(caught[0].message).startswith(complaint)
+    if name != "mkdir":
+        # The record of before is whole, and no temporary file takes up the space that is missing.
+        assert store.load(GPU, ENVIRONMENT, problem()) == record()
+        folder = store.path(GPU, ENVIRONMENT, problem()).parent
+        assert [path for path in folder.iterdir() if path.name.endswith(".tmp")] == []
+
+
+def test_an_interrupt_in_the_middle_of_a_save_leaves_no_temporary_file(
+    store: CacheStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(*arguments: Any) -> None:
+        raise KeyboardInterrupt
+
+    path = store.save(GPU, ENVIRONMENT, record())
+    assert path is not None
+    monkeypatch.setattr(os, "replace", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        store.save(GPU, ENVIRONMENT, record(note="new"))
+    monkeypatch.undo()
+    assert store.load(GPU, ENVIRONMENT, problem()) == record()
+    assert sorted(os.listdir(path.parent)) == sorted([path.name, "environment.json"])
+
+
+def test_a_file_system_that_cannot_sync_folders_keeps_the_record(
+    store: CacheStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import stat
+
+    real = os.fsync
+
+    def fsync(handle: int) -> None:
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        real(handle)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    assert store.save(GPU, ENVIRONMENT, record()) is not None
+    assert store.load(GPU, ENVIRONMENT, problem()) == record()
+
+
+def test_the_data_is_synced_before_it_is_renamed_and_the_folder_after(
+    store: CacheStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.save(GPU, ENVIRONMENT, record())
+    steps: list[str] = []
+    fsync, replace = os.fsync, os.replace
+
+    def seen_fsync(handle: int) -> None:
+        steps.append(f"fsync {Path(os.readlink(f'/proc/self/fd/{handle}')).suffix}")
+        fsync(handle)
+
+    def seen_replace(source: Path, target: Path) -> None:
+        assert Path(source).parent == Path(target).parent
+        assert Path(source).read_bytes().endswith(b"}\n")
+        steps.append("replace")
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", seen_fsync)
+    monkeypatch.setattr(os, "replace", seen_replace)
+    store.save(GPU, ENVIRONMENT, record())
+    assert steps == ["fsync .tmp", "replace", "fsync "]
+
+
+def test_a_folder_that_a_clear_elsewhere_removes_is_made_again(
+    store: CacheStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = files.write_atomically
+    calls = []
+
+    def racing(path: Path, data: bytes, mode: int = 0o600) -> None:
+        calls.append(path)
+        if len(calls) == 1:
+            path.parent.rmdir()
+        real(path, data, mode)
+
+    monkeypatch.setattr(files, "write_atomically", racing)
+    assert store.save(GPU, ENVIRONMENT, record()) is not None
+    assert store.load(GPU, ENVIRONMENT, problem()) == record()
+
+
+def test_a_name_too_long_for_the_file_system_is_a_fault_like_any_other(tmp_path: Path) -> None:
+    store = CacheStore(tmp_path / ("x" * 300), [])
+    # The folder that can't be read, and the root that can't be written.
+    with warned("File name too long", times=2):
+        assert store.load(GPU, ENVIRONMENT, problem()) is None
+        assert store.save(GPU, ENVIRONMENT, record()) is None
+
+
+def test_a_full_log_of_misses_stops_growing(
+    store: CacheStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(misses, "MAX_BYTES", 400)
+    with warned(r"misses\.jsonl is full"):
+        for m in range(10):
+            store.log_miss(GPU, ENVIRONMENT, problem(m=m))
+    assert (
+        0 < (store.path(GPU, ENVIRONMENT, problem()).parent / "misses.jsonl").stat().st_size <= 400
+    )
+    assert [miss.problem["m"] for miss in store.misses()] == [0]
+
+
+def test_a_healthy_cache_never_warns(store: CacheStore) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        store.save(GPU, ENVIRONMENT, record())
+        store.load(GPU, ENVIRONMENT, problem())
+        store.load(GPU, ENVIRONMENT, problem(m=5))
+        store.log_miss(GPU, ENVIRONMENT, problem(m=5))
+        with store.lock(GPU, ENVIRONMENT, problem(), timeout=0) as mine:
+            assert mine
+        assert len(list(store.entries())) == 1
+        assert len(store.misses()) == 1

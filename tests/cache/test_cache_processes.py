@@ -1,0 +1,227 @@
+"""Several processes on one cache, and processes that die in the middle of it."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import random
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cache_builders import ENVIRONMENT, GPU, child, problem, record, warned
+from tmm_cache import CacheStore
+
+WRITER = """
+import itertools
+from cache_builders import *
+from tmm_cache import CacheStore
+store = CacheStore()
+for turn in itertools.count():
+    samples = tuple(float(i) for i in range(turn % 7 * 500 + 1))
+    winner = CandidateResult("blas", "b", {}, "ok", samples)
+    for m in range(5):
+        store.save(GPU, ENVIRONMENT, record(problem(m=m), candidates=(winner,), winner=0))
+        store.log_miss(GPU, ENVIRONMENT, problem(m=turn * 5 + m))
+"""
+
+HOLDER = """
+import sys
+from cache_builders import *
+from tmm_cache import CacheStore
+with CacheStore().lock(GPU, ENVIRONMENT, problem(), timeout=5) as mine:
+    print(mine, flush=True)
+    sys.stdin.readline()
+"""
+
+TUNER = """
+import os, sys, time
+from cache_builders import *
+from tmm_cache import CacheStore
+store = CacheStore()
+sys.stdin.readline()
+with store.lock(GPU, ENVIRONMENT, problem(), timeout=20) as mine:
+    assert mine
+    if store.load(GPU, ENVIRONMENT, problem()) is None:
+        print("tuned")
+        time.sleep(0.2)
+        store.save(GPU, ENVIRONMENT, record())
+"""
+
+SAVER = """
+import sys
+from cache_builders import *
+from tmm_cache import CacheStore
+store = CacheStore()
+sys.stdin.readline()
+for turn in range(20):
+    for m in range(8):
+        assert store.save(GPU, ENVIRONMENT, record(problem(m=m), note=sys.argv[1])) is not None
+"""
+
+
+def test_a_writer_killed_at_any_moment_leaves_every_record_whole(store: CacheStore) -> None:
+    store.save(GPU, ENVIRONMENT, record(problem(m=99)))
+    folder = store.path(GPU, ENVIRONMENT, problem()).parent
+    chance = random.Random(20260131)
+    for _ in range(12):
+        writer = child("-c", WRITER)
+        last = store.path(GPU, ENVIRONMENT, problem(m=4))
+        before = last.stat().st_mtime_ns if last.exists() else 0
+        deadline = time.monotonic() + 20
+        while (
+            not last.exists() or last.stat().st_mtime_ns == before
+        ) and time.monotonic() < deadline:
+            time.sleep(0.001)
+        time.sleep(chance.uniform(0, 0.02))
+        writer.kill()
+        _, complaints = writer.communicate()
+        assert complaints == ""
+        assert last.stat().st_mtime_ns != before
+        for path in folder.glob("*.json"):
+            json.loads(path.read_bytes())
+        # Warnings are errors: every record is whole, and each problem's is its own.
+        assert sorted(str(entry.record.problem["m"]) for entry in store.entries()) == [
+            "0",
+            "1",
+            "2",
+            "3",
+            "4",
+            "99",
+        ]
+        assert store.load(GPU, ENVIRONMENT, problem(m=99)) == record(problem(m=99))
+        assert len(store.misses()) >= 5
+
+
+def test_processes_that_save_the_same_records_never_show_a_torn_one(store: CacheStore) -> None:
+    savers = [child("-c", SAVER, f"saver {number}") for number in range(3)]
+    for saver in savers:
+        assert saver.stdin is not None
+        saver.stdin.write("go\n")
+        saver.stdin.flush()
+    seen = set()
+    while any(saver.poll() is None for saver in savers):
+        for m in range(8):
+            found = store.load(GPU, ENVIRONMENT, problem(m=m))  # a warning would be an error
+            if found is not None:
+                assert found == record(problem(m=m), note=found.note)
+                seen.add(found.note)
+    for saver in savers:
+        assert saver.communicate() == ("", "")
+        assert saver.returncode == 0
+    assert len(list(store.entries())) == 8
+    assert seen <= {"saver 0", "saver 1", "saver 2"}
+    assert [path.name for path in store.root.rglob("*.tmp")] == []
+
+
+def test_a_lock_that_another_process_holds_is_waited_for(store: CacheStore) -> None:
+    holder = child("-c", HOLDER)
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "True\n"
+    start = time.monotonic()
+    with store.lock(GPU, ENVIRONMENT, problem(), timeout=0.3) as mine:
+        assert mine is False
+    assert 0.25 < time.monotonic() - start < 15
+    with store.lock(GPU, ENVIRONMENT, problem(m=2), timeout=0) as mine:
+        assert mine is True  # another problem's lock is another lock
+    threading.Timer(0.2, lambda: holder.communicate("\n")).start()
+    with store.lock(GPU, ENVIRONMENT, problem(), timeout=20) as mine:
+        assert mine is True
+
+
+def test_a_killed_process_leaves_no_lock_behind(store: CacheStore) -> None:
+    holder = child("-c", HOLDER)
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "True\n"
+    holder.kill()
+    holder.communicate()
+    with store.lock(GPU, ENVIRONMENT, problem(), timeout=5) as mine:
+        assert mine is True
+
+
+def test_one_process_of_many_tunes(store: CacheStore) -> None:
+    tuners = [child("-c", TUNER) for _ in range(4)]
+    for tuner in tuners:
+        assert tuner.stdin is not None
+        tuner.stdin.write("go\n")
+        tuner.stdin.flush()
+    answers = [tuner.communicate() for tuner in tuners]
+    assert sorted(answers) == [("", "")] * 3 + [("tuned\n", "")]
+
+
+def test_threads_of_one_process_exclude_each_other(store: CacheStore) -> None:
+    with store.lock(GPU, ENVIRONMENT, problem(), timeout=0) as mine:
+        assert mine is True
+        found = []
+
+        def other() -> None:
+            with store.lock(GPU, ENVIRONMENT, problem(), timeout=0) as also:
+                found.append(also)
+
+        thread = threading.Thread(target=other)
+        thread.start()
+        thread.join()
+        assert found == [False]
+
+
+@pytest.mark.parametrize(
+    "error", [RuntimeError("tuner"), OSError(errno.ENOSPC, "tuner"), TimeoutError("tuner")]
+)
+def test_an_error_inside_the_lock_comes_through_and_frees_it(
+    store: CacheStore, error: Exception
+) -> None:
+    def tune() -> None:
+        with store.lock(GPU, ENVIRONMENT, problem(), timeout=0) as mine:
+            assert mine is True
+            raise error
+
+    for _ in range(2):
+        with pytest.raises(type(error), match="tuner"):
+            tune()
+
+
+@pytest.mark.parametrize("timeout", [-1.0, float("nan")])
+def test_a_timeout_must_be_a_number_of_seconds(store: CacheStore, timeout: float) -> None:
+    with (
+        pytest.raises(ValueError, match="timeout: found"),
+        store.lock(GPU, ENVIRONMENT, problem(), timeout),
+    ):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("code", "complaint"),
+    [(errno.ENOLCK, "two processes may tune"), (errno.EROFS, "what is tuned is lost")],
+)
+def test_where_no_lock_can_be_had_one_tunes_without(
+    store: CacheStore, monkeypatch: pytest.MonkeyPatch, code: int, complaint: str
+) -> None:
+    import filelock
+
+    def refuse(*arguments: Any, **options: Any) -> None:
+        raise OSError(code, os.strerror(code))
+
+    monkeypatch.setattr(filelock.FileLock, "acquire", refuse)
+    with warned(complaint) as caught:
+        for m in (1, 2):
+            with store.lock(GPU, ENVIRONMENT, problem(m=m), timeout=0) as mine:
+                assert mine is True
+    assert [str(warning.message).split(":")[0] for warning in caught] == [str(store.root)]
+
+
+def test_a_held_lock_survives_the_removal_of_its_record(store: CacheStore) -> None:
+    path = store.save(GPU, ENVIRONMENT, record())
+    assert path is not None
+    lock = Path(f"{path}.lock")
+    holder = child("-c", HOLDER)
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "True\n"
+    assert store.remove(store.entries()) == 1
+    assert not path.exists()
+    assert lock.exists()
+    with store.lock(GPU, ENVIRONMENT, problem(), timeout=0) as mine:
+        assert mine is False
+    holder.communicate("\n")

@@ -1,0 +1,274 @@
+"""A record survives its JSON form exactly, and nothing else passes for a record."""
+
+from __future__ import annotations
+
+import json
+import math
+from types import MappingProxyType
+from typing import Any
+
+import pytest
+from cache_builders import BLAS, FAILED, SPLIT_K, record
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
+from tmm_cache import SCHEMA, CandidateResult, RecordError, TuningRecord
+from tmm_cache.files import parse, parse_record
+
+JSON_VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4)
+    ),
+    max_leaves=12,
+)
+FINITE_JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.text()
+    | st.floats(allow_nan=False, allow_infinity=False),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
+    max_leaves=8,
+)
+MAPPINGS = st.dictionaries(st.text(), FINITE_JSON, max_size=4)
+MEASURES = st.floats(min_value=0, allow_nan=False, allow_infinity=False)
+NAMES = st.text(min_size=1)
+
+
+def candidates(statuses: st.SearchStrategy[Any]) -> st.SearchStrategy[CandidateResult]:
+    return st.builds(
+        CandidateResult,
+        kernel=NAMES,
+        version=NAMES,
+        config=MAPPINGS,
+        status=statuses,
+        samples_us=st.lists(MEASURES, max_size=4).map(tuple),
+        error=st.none() | MEASURES,
+        tolerance=st.none() | MEASURES,
+        workspace_bytes=st.integers(min_value=0),
+        deterministic=st.booleans(),
+        batch_invariant=st.booleans(),
+        reason=st.none() | NAMES,
+    )
+
+
+@st.composite
+def records(draw: st.DrawFn) -> TuningRecord:
+    others = draw(
+        st.lists(candidates(st.sampled_from(["ok", "slow", "wrong", "failed"])), max_size=3)
+    )
+    winner = draw(st.integers(min_value=0, max_value=len(others)))
+    others.insert(winner, draw(candidates(st.just("ok"))))
+    return TuningRecord(
+        problem=draw(MAPPINGS),
+        winner=winner,
+        candidates=tuple(others),
+        created=draw(
+            st.datetimes().map(lambda moment: moment.isoformat(timespec="microseconds") + "Z")
+        ),
+        tuning_seconds=draw(MEASURES),
+        note=draw(st.none() | NAMES),
+    )
+
+
+@settings(deadline=None)
+@given(records())
+def test_round_trip_through_text_is_exact(original: TuningRecord) -> None:
+    text = json.dumps(original.to_json(), allow_nan=False)
+    assert TuningRecord.from_json(json.loads(text)) == original
+
+
+@settings(deadline=None)
+@given(JSON_VALUES)
+@example({"schema": SCHEMA})
+@example({"schema": True})
+@example([[[]]])
+def test_no_json_value_raises_anything_but_a_record_error(value: object) -> None:
+    with pytest.raises(RecordError):
+        TuningRecord.from_json(value)
+
+
+def paths(value: Any, above: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """Where every value inside a document lies."""
+    inside: list[tuple[Any, Any]] = []
+    if isinstance(value, dict):
+        inside = list(value.items())
+    elif isinstance(value, list):
+        inside = list(enumerate(value))
+    return [above] + [path for key, item in inside for path in paths(item, (*above, key))]
+
+
+@settings(deadline=None, max_examples=300)
+@given(st.data())
+def test_a_record_with_one_value_replaced_is_refused_or_still_round_trips(
+    data: st.DataObject,
+) -> None:
+    document: Any = record().to_json()
+    path = data.draw(st.sampled_from(paths(document)))
+    replacement = data.draw(JSON_VALUES)
+    if path:
+        holder = document
+        for key in path[:-1]:
+            holder = holder[key]
+        holder[path[-1]] = replacement
+    else:
+        document = replacement
+    try:
+        read = TuningRecord.from_json(document)
+    except RecordError:
+        return
+    assert read.best.status == "ok"
+    assert all(math.isfinite(sample) and sample >= 0 for sample in read.best.samples_us)
+    assert TuningRecord.from_json(json.loads(json.dumps(read.to_json()))) == read
+
+
+@settings(deadline=None)
+@given(st.binary(max_size=200))
+@example(b"[" * 100_000)
+@example(b'{"a":' * 100_000)
+@example(b"9" * 5000)
+@example(b"\xff\xfe\x00")
+@example(b"")
+@example(b"1e999")
+def test_bytes_raise_nothing_but_value_error(data: bytes) -> None:
+    with pytest.raises(ValueError):
+        parse_record(data, "0" * 16)
+
+
+@pytest.mark.parametrize(
+    ("path", "value", "complaint"),
+    [
+        (("schema",), 2, r"schema: found 2, accepted is 1"),
+        (("schema",), True, r"schema: found True"),
+        (("schema",), "1", r"schema: found '1'"),
+        (("winner",), 5, r"winner: found 5, accepted is an index into the 5 candidates"),
+        (("winner",), -1, r"winner: found -1"),
+        (("winner",), True, r"winner: found True"),
+        (("winner",), 1.0, r"winner: found 1\.0"),
+        (("winner",), 2, r"candidates\[2\]\.status: found 'slow', accepted is 'ok'"),
+        (("candidates",), [], r"winner: found 1, accepted is an index into the 0"),
+        (("candidates",), {}, r"candidates: found an object, accepted is a list"),
+        (("candidates", 0), 7, r"candidates\[0\]: found 7, accepted is an object"),
+        (
+            ("candidates", 0, "status"),
+            "fast",
+            r"candidates\[0\]\.status: found 'fast', accepted .*'ok'",
+        ),
+        (
+            ("candidates", 1, "samples_us", 2),
+            -1.0,
+            r"candidates\[1\]\.samples_us\[2\]: found -1\.0",
+        ),
+        (("candidates", 1, "samples_us", 0), math.nan, r"samples_us\[0\]: found nan"),
+        (("candidates", 1, "samples_us", 0), math.inf, r"samples_us\[0\]: found inf"),
+        (("candidates", 1, "samples_us", 0), 10**400, r"samples_us\[0\]: found 1000"),
+        pytest.param(
+            ("candidates", 1, "samples_us", 0),
+            10**5000,
+            r"samples_us\[0\]: found a huge integer",
+            id="more digits than Python prints",
+        ),
+        (("candidates", 1, "samples_us", 0), "12", r"samples_us\[0\]: found '12'"),
+        (("candidates", 1, "samples_us", 0), True, r"samples_us\[0\]: found True"),
+        (("candidates", 1, "config"), [], r"candidates\[1\]\.config: found a list"),
+        (("candidates", 1, "config"), {"x": math.nan}, r"config: found what is not JSON"),
+        (("candidates", 1, "error"), math.nan, r"error: found nan"),
+        (("candidates", 1, "workspace_bytes"), 1.5, r"workspace_bytes: found 1\.5"),
+        (("candidates", 1, "workspace_bytes"), -1, r"workspace_bytes: found -1"),
+        (("candidates", 1, "deterministic"), 1, r"deterministic: found 1, accepted is true or"),
+        (("candidates", 1, "kernel"), "", r"kernel: found ''"),
+        (("candidates", 1, "version"), None, r"version: found None"),
+        (("candidates", 1, "reason"), 3, r"reason: found 3"),
+        (("problem",), None, r"problem: found None"),
+        (("tuning_seconds",), -0.5, r"tuning_seconds: found -0\.5"),
+        (("created",), "yesterday", r"created: found 'yesterday'"),
+        (("created",), "2026-02-31T12:00:00Z", r"created: found '2026-02-31"),
+        (("created",), "2026-01-31T12:00:00+02:00", r"created: .*accepted is a UTC time"),
+        (("created",), "2026-01-31T12:00:00", r"created: .*accepted is a UTC time"),
+        (("created",), "２026-01-31T12:00:00Z", r"created: .*accepted is a UTC time"),
+        (("note",), "", r"note: found ''"),
+    ],
+)
+def test_complaints_name_field_found_and_accepted(path: Any, value: Any, complaint: str) -> None:
+    document: Any = record().to_json()
+    holder = document
+    for key in path[:-1]:
+        holder = holder[key]
+    holder[path[-1]] = value
+    with pytest.raises(RecordError, match=complaint):
+        TuningRecord.from_json(document)
+
+
+@pytest.mark.parametrize("name", sorted(record().to_json()))
+def test_every_field_of_a_record_is_required(name: str) -> None:
+    document = record().to_json()
+    del document[name]
+    with pytest.raises(RecordError, match=rf"^{name}: found nothing"):
+        TuningRecord.from_json(document)
+
+
+@pytest.mark.parametrize("name", sorted(SPLIT_K.to_json()))
+def test_every_field_of_a_candidate_is_required(name: str) -> None:
+    document: Any = record().to_json()
+    del document["candidates"][3][name]
+    with pytest.raises(RecordError, match=rf"^candidates\[3\]\.{name}: found nothing"):
+        TuningRecord.from_json(document)
+
+
+def test_unknown_fields_are_refused_by_name() -> None:
+    document: Any = record().to_json()
+    document["candidates"][0]["sampels_us"] = []
+    with pytest.raises(RecordError, match=r"candidates\[0\]\.'sampels_us': found this field"):
+        TuningRecord.from_json(document)
+
+
+def test_complaint_about_a_huge_text_is_short() -> None:
+    document: Any = record().to_json()
+    document["created"] = "x" * 100_000
+    with pytest.raises(RecordError) as caught:
+        TuningRecord.from_json(document)
+    assert len(str(caught.value)) < 200
+
+
+@pytest.mark.parametrize(
+    ("samples", "median"),
+    [((), None), ((3.0,), 3.0), ((4.0, 1.0), 2.5), ((9.0, 1.0, 2.0), 2.0), ((1e308, 1e308), 1e308)],
+)
+def test_median(samples: tuple[float, ...], median: float | None) -> None:
+    assert CandidateResult("k", "v", {}, "ok", samples).median_us == median
+
+
+def test_best_is_the_winner_and_defaults_are_what_the_document_says() -> None:
+    assert record().best is SPLIT_K
+    assert record(winner=0).best is BLAS
+    assert FAILED.to_json() == {
+        "kernel": "triton.big",
+        "version": "g1",
+        "config": {},
+        "status": "failed",
+        "samples_us": [],
+        "error": None,
+        "tolerance": None,
+        "workspace_bytes": 0,
+        "deterministic": True,
+        "batch_invariant": False,
+        "reason": "out of shared memory [red]",
+    }
+
+
+def test_any_mapping_and_sequence_becomes_plain_json_in_its_own_order() -> None:
+    config = MappingProxyType({"z": (1, 2), "a": MappingProxyType({"y": range(2)})})
+    document = CandidateResult("k", "v", config, "ok").to_json()
+    assert json.dumps(document["config"]) == '{"z": [1, 2], "a": {"y": [0, 1]}}'
+
+
+@pytest.mark.parametrize("value", [object(), {1, 2}, math.nan, b"bytes"])
+def test_a_config_that_is_not_json_is_refused_when_written(value: Any) -> None:
+    with pytest.raises(RecordError, match="config: found what is not JSON"):
+        CandidateResult("k", "v", {"x": value}, "ok").to_json()
+
+
+def test_parse_refuses_constants_that_are_not_json() -> None:
+    for text in (b"NaN", b"[Infinity]", b'{"a": -Infinity}'):
+        with pytest.raises(ValueError, match="is not JSON"):
+            parse(text)

@@ -1,0 +1,306 @@
+"""`clear` and `prune` remove what they say, and nothing that is not the cache's own."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import time
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cache_builders import (
+    BLAS,
+    ENVIRONMENT,
+    GPU,
+    OLDER_ENVIRONMENT,
+    child,
+    made,
+    problem,
+    record,
+)
+from tmm_cache import CacheStore
+from tmm_cache.cli import main
+
+Captured = pytest.CaptureFixture[str]
+
+
+class Terminal(io.StringIO):
+    """A standard input that somebody sits at."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture(autouse=True)
+def nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A standard input that is no terminal, wherever the tests run."""
+    monkeypatch.setattr("sys.stdin", io.StringIO("y\n"))
+
+
+def answer(monkeypatch: pytest.MonkeyPatch, text: str) -> None:
+    monkeypatch.setattr("sys.stdin", Terminal(text))
+
+
+def files_under(root: Path) -> set[str]:
+    return {str(path.relative_to(root)) for path in root.rglob("*") if path.is_file()}
+
+
+def listed(capsys: Captured) -> list[tuple[str, str]]:
+    """The names and kinds that a command printed as JSON."""
+    return [(Path(item["path"]).name, item["kind"]) for item in json.loads(capsys.readouterr().out)]
+
+
+def names(store: CacheStore) -> list[Any]:
+    return sorted(str(entry.record.problem["m"]) for entry in store.entries())
+
+
+@pytest.fixture
+def filled(store: CacheStore) -> CacheStore:
+    for m in (1, 2, 3):
+        store.save(GPU, ENVIRONMENT, record(problem(m=m)))
+    with store.lock(GPU, ENVIRONMENT, problem(m=1), timeout=0):
+        pass
+    store.log_miss(GPU, ENVIRONMENT, problem(m=4))
+    return store
+
+
+def test_clear_refuses_where_nobody_can_be_asked(filled: CacheStore, capsys: Captured) -> None:
+    before = files_under(filled.root)
+    assert main(["clear"]) == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err == (
+        f"tmm-cache: -y is needed to remove 3 records and 1 other file from {filled.root} "
+        "where nobody can be asked\n"
+    )
+    assert files_under(filled.root) == before
+
+
+@pytest.mark.parametrize("text", ["", "\n", "n\n", "no\n", "yeah\n"])
+def test_anything_but_yes_is_no(
+    filled: CacheStore, monkeypatch: pytest.MonkeyPatch, capsys: Captured, text: str
+) -> None:
+    before = files_under(filled.root)
+    answer(monkeypatch, text)
+    assert main(["clear"]) == 1
+    captured = capsys.readouterr()
+    question = f"Remove 3 records and 1 other file from {filled.root}? [y/N] "
+    assert captured.err == f"{question}tmm-cache: nothing removed\n"
+    assert len(captured.out.splitlines()) == 4
+    assert files_under(filled.root) == before
+
+
+@pytest.mark.parametrize("text", ["y\n", "YES\n", " yes \n"])
+def test_yes_removes_everything(
+    filled: CacheStore, monkeypatch: pytest.MonkeyPatch, text: str
+) -> None:
+    answer(monkeypatch, text)
+    assert main(["clear"]) == 0
+    assert os.listdir(filled.root) == []
+
+
+def test_dry_run_lists_and_removes_nothing(filled: CacheStore, capsys: Captured) -> None:
+    before = files_under(filled.root)
+    assert main(["clear", "--dry-run", "--json", "-y"]) == 0
+    kinds = [kind for _, kind in listed(capsys)]
+    assert sorted(kinds) == ["misses", "record", "record", "record"]
+    assert main(["prune", "--older-than", "1s", "--dry-run"]) == 0
+    captured = capsys.readouterr()
+    assert len(captured.out.splitlines()) == 3
+    assert f"would remove 3 records from {filled.root}" in captured.err
+    assert files_under(filled.root) == before
+
+
+def test_clear_without_a_terminal_needs_only_y(filled: CacheStore, capsys: Captured) -> None:
+    assert main(["clear", "-y"]) == 0
+    assert os.listdir(filled.root) == []
+    assert "removed 4 of 4 files" in capsys.readouterr().err
+    assert main(["clear"]) == 0  # nothing to ask about
+    assert "nothing to remove" in capsys.readouterr().err
+    assert main(["clear", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out) == []
+
+
+def test_clear_with_a_filter_leaves_the_rest(filled: CacheStore) -> None:
+    assert main(["clear", "-y", "--shape", "2x*x*"]) == 0
+    assert names(filled) == ["1", "3"]
+    assert len(filled.misses()) == 1
+    assert main(["clear", "-y", "--kernel", "no.such"]) == 0
+    assert main(["clear", "-y", "--gpu", ""]) == 0  # an empty filter is a filter, not none
+    assert names(filled) == ["1", "3"]
+    lock = Path(f"{filled.path(GPU, ENVIRONMENT, problem(m=1))}.lock")
+    assert lock.exists()
+    assert main(["clear", "-y", "--shape", "1x*x*"]) == 0
+    assert not lock.exists()
+
+
+def test_clear_never_touches_layers_or_files_of_others(
+    filled: CacheStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    below = CacheStore(tmp_path / "below", [])
+    below.save(GPU, ENVIRONMENT, record(problem(m=1)))
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / filled.path(GPU, ENVIRONMENT, problem(m=1)).name).write_text("{}")
+    linked = filled.root / "v1" / GPU / ("0" * 16)
+    linked.symlink_to(outside)
+    folder = filled.path(GPU, ENVIRONMENT, problem()).parent
+    kept = [
+        filled.root / "README",
+        filled.root / "v2" / GPU / folder.name / f"{'0' * 16}.json",
+        filled.root / "v1" / "models" / "weights.json",
+        folder / "notes.json",
+        folder / "0123.json",
+        folder / f"{'0' * 16}.json.1-00000000.tmp",  # young: a save that is under way
+    ]
+    for path in kept:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("mine")
+    before = files_under(below.root)
+    monkeypatch.setenv("TMM_CACHE_PATH", str(below.root))
+    assert main(["clear", "-y"]) == 1  # the damaged file behind the link stays, and is told of
+    assert all(path.read_text() == "mine" for path in kept)
+    assert files_under(below.root) == before
+    assert os.listdir(outside) == [filled.path(GPU, ENVIRONMENT, problem(m=1)).name]
+    assert files_under(filled.root) == {
+        *(str(path.relative_to(filled.root)) for path in kept),
+        str((folder / "environment.json").relative_to(filled.root)),
+    }
+
+
+def test_clear_says_what_it_could_not_remove(
+    filled: CacheStore, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    stuck = filled.path(GPU, ENVIRONMENT, problem(m=2))
+    unlink = Path.unlink
+
+    def refuse(path: Path, missing_ok: bool = False) -> None:
+        if path == stuck:
+            raise PermissionError(13, "Permission denied", str(path))
+        unlink(path, missing_ok)
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    assert main(["clear", "-y"]) == 1
+    captured = capsys.readouterr()
+    assert f"{stuck}: cannot be removed: Permission denied" in captured.err
+    assert "removed 3 of 4 files" in captured.err
+    assert names(filled) == ["2"]
+
+
+def test_clear_tells_of_a_folder_in_a_records_place(filled: CacheStore, capsys: Captured) -> None:
+    odd = filled.path(GPU, ENVIRONMENT, problem(m=9))
+    odd.mkdir()
+    assert main(["clear", "-y"]) == 0
+    assert f"passed over {odd}: is not a regular file" in capsys.readouterr().err
+    assert odd.is_dir()
+
+
+def test_clear_leaves_a_lock_that_is_held(filled: CacheStore, capsys: Captured) -> None:
+    with filled.lock(GPU, ENVIRONMENT, problem(m=7), timeout=0) as mine:
+        assert mine is True
+        assert main(["clear", "-y"]) == 1
+        lock = Path(f"{filled.path(GPU, ENVIRONMENT, problem(m=7))}.lock")
+        captured = capsys.readouterr()
+        assert f"{lock}: cannot be removed: " in captured.err
+        assert "removed 4 of 5 files" in captured.err
+        assert sorted(path.name for path in lock.parent.iterdir()) == [
+            lock.name,
+            "environment.json",
+        ]
+    assert main(["clear", "-y"]) == 0
+    assert os.listdir(filled.root) == []
+
+
+def test_prune_keeps_the_newest_environment_of_each_gpu(
+    store: CacheStore, capsys: Captured
+) -> None:
+    def save(gpu: str, environment: dict[str, str], m: int, days: int) -> None:
+        store.save(gpu, environment, record(problem(m=m), created=made(timedelta(days=days))))
+
+    save(GPU, OLDER_ENVIRONMENT, 1, days=20)
+    save(GPU, OLDER_ENVIRONMENT, 2, days=9)
+    save(GPU, ENVIRONMENT, 3, days=30)
+    save(GPU, ENVIRONMENT, 4, days=8)
+    save("nvidia-a100", OLDER_ENVIRONMENT, 5, days=300)
+    store.log_miss(GPU, OLDER_ENVIRONMENT, problem(m=6))
+    store.log_miss(GPU, {"torch": "3.0"}, problem(m=7))  # new, and not tuned yet
+    assert main(["prune", "-y", "--json"]) == 0
+    assert sorted(kind for _, kind in listed(capsys)) == ["misses", "record", "record"]
+    assert names(store) == ["3", "4", "5"]
+    assert [miss.problem["m"] for miss in store.misses()] == [7]
+    assert len(list((store.root / "v1" / GPU).iterdir())) == 2
+
+
+def test_prune_by_age_goes_by_age_alone(store: CacheStore) -> None:
+    for m, days in ((1, 40), (2, 20)):
+        store.save(GPU, ENVIRONMENT, record(problem(m=m), created=made(timedelta(days=days))))
+    store.save(GPU, OLDER_ENVIRONMENT, record(problem(m=3), created=made(timedelta(days=25))))
+    assert main(["prune", "-y", "--older-than", "30d"]) == 0
+    assert names(store) == ["2", "3"]
+    assert main(["prune", "-y", "--older-than", "3.2w"]) == 0
+    assert names(store) == ["2"]
+    assert main(["prune", "-y", "--older-than", "999999d"]) == 0
+    assert names(store) == ["2"]
+
+
+def test_prune_removes_damaged_and_left_over_files(filled: CacheStore, capsys: Captured) -> None:
+    folder = filled.path(GPU, ENVIRONMENT, problem()).parent
+    damaged = filled.path(GPU, ENVIRONMENT, problem(m=2))
+    damaged.write_text("{")
+    stale = folder / f"{'0' * 16}.json.1-00000000.tmp"
+    young = folder / f"{'1' * 16}.json.1-00000000.tmp"
+    foreign = folder / "editor.tmp"
+    orphan = folder / f"{'2' * 16}.json.lock"
+    used = Path(f"{filled.path(GPU, ENVIRONMENT, problem(m=1))}.lock")
+    for path in (stale, young, foreign, orphan):
+        path.touch()
+    two_hours_ago = time.time() - 7200
+    for path in (stale, foreign):
+        os.utime(path, (two_hours_ago, two_hours_ago))
+    assert main(["prune", "-y", "--json"]) == 0
+    assert sorted(listed(capsys)) == sorted(
+        [(damaged.name, "damaged"), (stale.name, "temporary"), (orphan.name, "lock")]
+    )
+    assert not any(path.exists() for path in (damaged, stale, orphan))
+    assert all(path.exists() for path in (young, foreign, used))
+    assert names(filled) == ["1", "3"]
+    assert len(filled.misses()) == 1
+
+
+def test_a_record_that_could_not_be_read_this_time_is_not_damaged(
+    filled: CacheStore, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    def failing(file: Any, *arguments: Any) -> Any:
+        raise OSError(5, "Input/output error", str(file))
+
+    before = files_under(filled.root)
+    with monkeypatch.context() as patch:
+        patch.setattr("tmm_cache.files.open", failing, raising=False)
+        assert main(["prune", "-y"]) == 0
+    assert "cannot be read: Input/output error" in capsys.readouterr().err
+    assert files_under(filled.root) == before
+    assert names(filled) == ["1", "2", "3"]
+
+
+def test_prune_refuses_where_nobody_can_be_asked(filled: CacheStore, capsys: Captured) -> None:
+    filled.path(GPU, ENVIRONMENT, problem(m=2)).write_text("{")
+    assert main(["prune"]) == 2
+    assert "-y is needed to remove 0 records and 1 other file" in capsys.readouterr().err
+
+
+def test_a_closed_standard_input_is_nobody(filled: CacheStore) -> None:
+    command = child("-m", "tmm_cache.cli", "clear", preexec_fn=lambda: os.close(0))
+    out, complaint = command.communicate()
+    assert (command.returncode, out) == (2, "")
+    assert "-y is needed" in complaint
+    assert names(filled) == ["1", "2", "3"]
+
+
+def test_winning_kernels_are_cleared_by_glob(store: CacheStore) -> None:
+    store.save(GPU, ENVIRONMENT, record(problem(m=1)))
+    store.save(GPU, ENVIRONMENT, record(problem(m=2), candidates=(BLAS,), winner=0))
+    assert main(["clear", "-y", "--kernel", "triton.*"]) == 0
+    assert names(store) == ["2"]

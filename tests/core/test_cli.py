@@ -1,0 +1,368 @@
+"""The `tmm` command: what it prints where, what it leaves on disk, how it ends."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fakes import FakeKernel, plugin
+from tmm_cache import CacheStore
+
+import tmm_core
+from tmm_core import Traits, ops, settings
+from tmm_core.cli import main
+from tmm_core.commands import doctor
+from tmm_core.device import fingerprint
+
+CPU = ("--device", "cpu")
+
+
+@pytest.fixture(autouse=True)
+def blas_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No Triton, and one thread: two cores that others use too make tiny products wait."""
+    monkeypatch.setenv("TMM_PLUGINS", "blas")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def register(*kernels: FakeKernel) -> None:
+    ops.dispatcher().registry.register(plugin(*kernels), "fakes")
+
+
+def run_json(capsys: pytest.CaptureFixture[str], *argv: str) -> Any:
+    assert main([*argv, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+def records() -> list[Any]:
+    return [entry.record for entry in CacheStore().entries()]
+
+
+# -- kernels -----------------------------------------------------------------------------
+
+
+def test_kernels_lists_what_is_used_and_what_is_not(capsys: pytest.CaptureFixture[str]) -> None:
+    listed = {info["name"]: info for info in run_json(capsys, "kernels")}
+    version = ops.dispatcher().registry.kernel("blas").version
+    assert listed["blas"]["version"] == version
+    assert listed["blas"]["distribution"] == "tmm"
+    assert listed["blas"]["disabled"] is None
+    assert listed["blas.padded"]["traits"]["needs_workspace"] is True
+    assert listed["triton.*"]["disabled"] == "not in TMM_PLUGINS"
+
+    assert main(["kernels"]) == 0
+    rows = capsys.readouterr().out.splitlines()
+    (blas,) = (row for row in rows if row.startswith(" blas "))
+    assert version in blas
+    assert blas.endswith("deterministic, capture-safe                     in use")
+    (triton,) = (row for row in rows if "triton.*" in row)
+    assert triton.endswith("not used: not in TMM_PLUGINS")
+
+
+class _Broken:
+    name = "broken"
+    dist = None
+
+    def load(self) -> Any:
+        raise ImportError("no module named nvcc_magic")
+
+
+def test_a_broken_plugin_is_listed_and_noted_on_stderr(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMM_PLUGINS", "blas,broken")
+    real = importlib.metadata.entry_points
+    monkeypatch.setattr(
+        importlib.metadata, "entry_points", lambda **group: [*real(**group), _Broken()]
+    )
+    assert main(["kernels"]) == 0
+    out, err = capsys.readouterr()
+    assert "not used: import failed: ImportError: no module named nvcc_magic" in out
+    assert err.count("nvcc_magic") == 1
+    assert err.startswith("tmm: plugin 'broken' is not used")
+
+
+# -- explain -----------------------------------------------------------------------------
+
+
+def test_explain_poses_the_problem_that_the_options_describe(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    options = ("--dtype", "fp16", "--layout", "nt", "--epilogue", "bias+silu", "--residual")
+    doc = run_json(capsys, "explain", "24x40x16", *options, "--out-dtype", "fp32", *CPU)
+    x, w = torch.empty(24, 16, dtype=torch.half), torch.empty(40, 16, dtype=torch.half)
+    bias, residual = torch.empty(40, dtype=torch.half), torch.empty(24, 40)
+    posed = tmm_core.problem(
+        x, w.t(), bias=bias, residual=residual, epilogue="silu", out_dtype=torch.float32
+    )
+    assert doc["problem"] == posed.to_json()
+    assert doc["kernel"] == "blas"
+    assert "blas.padded" in doc["rejected"]
+
+
+def test_explain_takes_batches_and_gated_widths(capsys: pytest.CaptureFixture[str]) -> None:
+    doc = run_json(capsys, "explain", "8x16x32", "--batch", "3", "--layout", "tn", *CPU)
+    sizes = {name: doc["problem"][name] for name in ("batch", "m", "n", "k")}
+    assert sizes == {"batch": 3, "m": 8, "n": 16, "k": 32}
+    assert (doc["problem"]["a"]["layout"], doc["problem"]["b"]["layout"]) == ("col", "row")
+    doc = run_json(capsys, "explain", "8x16x32", "--epilogue", "swiglu", *CPU)
+    assert (doc["problem"]["n"], doc["problem"]["epilogue"]) == (16, "swiglu")
+
+
+def test_explain_prints_the_choice_and_the_refusals(capsys: pytest.CaptureFixture[str]) -> None:
+    register(FakeKernel("fake.picky", against=lambda problem: ["only on Sundays"]))
+    assert main(["explain", "64x64x64", *CPU]) == 0
+    out = capsys.readouterr().out
+    assert "problem   64×64×64 bfloat16 nn" in out
+    assert "chosen    blas fused=False" in out
+    assert "rejected  fake.picky: only on Sundays" in out
+
+
+@pytest.mark.parametrize(
+    ("argv", "complaint"),
+    [
+        (["explain", "64x64"], "accepted is MxNxK or BxMxNxK"),
+        (["explain", "64x64x-1"], "accepted is MxNxK or BxMxNxK"),
+        (["explain", "8x8x8", "--epilogue", "silo", *CPU], "did you mean 'silu'"),
+        (["explain", "8x8x8", "--dtype", "bf17"], "unknown dtype 'bf17'"),
+        (["explain", "8x8x8", "--device", "abacus"], "--device abacus"),
+        (["explain", "2x8x8x8", "--batch", "3", *CPU], "the shape 2x8x8x8 has its own"),
+        (["tune", *CPU], "give shapes"),
+        (["tune", "--suite", "round", *CPU], "unknown suite round"),
+        (["tune", "--file", "/nowhere.json", *CPU], "/nowhere.json"),
+        (["bench", "--plots", *CPU], "--plots needs --output"),
+        (["bench", "--resume", *CPU], "--resume needs --output"),
+        (["bench", "--limit", "0", *CPU], "accepted is a number above 0"),
+        (["bench", "--from", "/nowhere.jsonl"], "/nowhere.jsonl"),
+        (["dance"], "invalid choice"),
+    ],
+)
+def test_a_mistake_is_one_line_on_stderr_and_status_2(
+    argv: list[str], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(argv) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert complaint in err
+    assert err.count("\n") == 1
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="a GPU is there")
+def test_a_gpu_that_is_not_there_is_a_mistake(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "8x8x8", "--device", "cuda"]) == 2
+    assert "sees no GPU" in capsys.readouterr().err
+
+
+# -- tune --------------------------------------------------------------------------------
+
+
+def test_tune_saves_a_record_of_the_very_problem(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["tune", "48x32x16", "100x32x16", "--dtype", "fp32", *CPU]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("[1/2] 48×32×16 float32 nn  blas fused=False  ")
+    assert "1.00× blas" in lines[1]
+    # 100 is no bucket's edge: what was asked for is what is on record.
+    assert sorted(record.problem["m"] for record in records()) == [48, 100]
+    assert all(record.best.error is not None for record in records())
+
+
+def test_tune_leaves_what_is_on_record_unless_forced(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ("tune", "32x32x32", "--dtype", "fp32", *CPU)
+    assert run_json(capsys, *argv)[0]["status"] == "tuned"
+    (first,) = records()
+    (again,) = run_json(capsys, *argv)
+    assert again["status"] == "on record"
+    assert again["median_us"] == first.best.median_us
+    assert again["key"] == first.problem
+    assert records() == [first]
+    assert run_json(capsys, *argv, "--force")[0]["status"] == "tuned"
+    assert records() != [first]
+
+
+def test_one_failing_problem_costs_the_status_and_no_other_problem(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    good = tmm_core.problem(torch.empty(16, 16), torch.empty(16, 16)).to_json()
+    # As `tmm misses --json` prints them, and as records hold them.
+    problems = [{"problem": {**good, "epilogue": "silo"}, "count": 1}, {**good, "m": 24}]
+    file = tmp_path / "problems.json"
+    file.write_text(json.dumps(problems))
+    assert main(["tune", "--file", str(file), *CPU]) == 1
+    first, second = capsys.readouterr().out.splitlines()
+    assert first.startswith("[1/2] 16×16×16 float32 row·row silo  failed: UnknownNameError")
+    assert second.startswith("[2/2] 24×16×16 float32 nn  blas")
+    assert [record.problem["m"] for record in records()] == [24]
+
+
+def test_tune_reads_suites_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "suites.json"
+    suite = {"dtypes": ["float32"], "layout": "nt", "shapes": [[8, 16, 32], [2, 8, 8, 8]]}
+    scaled = {"dtypes": ["float8_e4m3fn"], "shapes": [[16, 16, 16]]}
+    file.write_text(json.dumps({"_doc": "mine", "mine": suite, "scaled": scaled}))
+    assert main(["tune", "--file", str(file), *CPU]) == 0
+    out, err = capsys.readouterr()
+    assert "8×16×32 float32 nt" in out
+    assert "2×8×8×8 float32 nt" in out
+    assert "takes no scales" in err
+    assert len(records()) == 2
+
+
+def test_an_interrupted_tune_keeps_what_is_done(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = tmm_core.tune
+
+    def interrupted(problem: Any, **options: Any) -> Any:
+        if problem.m == 24:
+            raise KeyboardInterrupt
+        return real(problem, **options)
+
+    monkeypatch.setattr(tmm_core, "tune", interrupted)
+    argv = ["tune", "16x16x16", "24x16x16", "32x16x16", "--dtype", "fp32", *CPU]
+    assert main(argv) == 130
+    out, err = capsys.readouterr()
+    assert len(out.splitlines()) == 1
+    assert "interrupted; 1 of 3 are done" in err
+    assert [record.problem["m"] for record in records()] == [16]
+
+
+def test_tune_allows_tf32_where_the_problem_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    monkeypatch.setattr(
+        tmm_core, "tune", lambda *_, **__: seen.append(torch.backends.cuda.matmul.fp32_precision)
+    )
+    before = torch.backends.cuda.matmul.fp32_precision
+    main(["tune", "16x16x16", "--dtype", "fp32", "--tf32", *CPU])
+    main(["tune", "16x16x16", "--dtype", "fp32", *CPU])
+    assert seen == ["tf32", "ieee"]
+    assert torch.backends.cuda.matmul.fp32_precision == before
+
+
+# -- misses ------------------------------------------------------------------------------
+
+
+def test_a_miss_is_listed_tuned_and_cleared(capsys: pytest.CaptureFixture[str]) -> None:
+    register(FakeKernel("fake.other", traits=Traits(deterministic=True)))
+    with settings.override(deterministic=True):  # a timing must not decide
+        tmm_core.matmul(torch.randn(60, 16), torch.randn(16, 8))
+    (miss,) = run_json(capsys, "misses")
+    # Of the bucket, because that is what serves the next call.
+    assert (miss["problem"]["m"], miss["tuned"], miss["count"]) == (64, False, 1)
+    assert miss["gpu"] == fingerprint(torch.device("cpu")).gpu
+
+    assert main(["tune", "--misses", *CPU]) == 0
+    assert "64×8×16 float32 nn" in capsys.readouterr().out
+    assert [record.problem["m"] for record in records()] == [64]
+
+    assert main(["misses"]) == 0
+    (row,) = (r for r in capsys.readouterr().out.splitlines() if r.startswith(" 64×8×16"))
+    assert row.endswith("yes")
+    assert main(["tune", "--misses", *CPU]) == 0
+    assert "nothing to tune" in capsys.readouterr().err
+
+    assert main(["misses", "--clear"]) == 0
+    assert run_json(capsys, "misses") == []
+
+
+# -- doctor ------------------------------------------------------------------------------
+
+
+def findings(capsys: pytest.CaptureFixture[str], status: int) -> list[dict[str, str]]:
+    assert main(["doctor", "--json", *CPU]) == status
+    found: list[dict[str, str]] = json.loads(capsys.readouterr().out)
+    return found
+
+
+def problems(found: list[dict[str, str]]) -> list[dict[str, str]]:
+    return [finding for finding in found if finding["state"] == "problem"]
+
+
+@pytest.fixture(autouse=True)
+def no_stray_gpu_tools(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A CPU build of torch on a GPU machine is a problem, and not the one under test."""
+    monkeypatch.setattr(doctor.shutil, "which", lambda name: None)
+
+
+def test_doctor_is_content_with_this_machine(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = findings(capsys, 0)
+    texts = {finding["about"]: finding["text"] for finding in found}
+    assert torch.__version__ in texts["torch"]
+    assert texts["cache"].startswith(str(CacheStore().root))
+    assert texts["records"].startswith("0 records for cpu")
+    said = [f["text"] for f in found if f["about"] == "kernel"]
+    assert "blas runs and is right" in said
+    assert any(text.startswith("blas.padded declines: ") for text in said)
+    assert main(["doctor", *CPU]) == 0
+    assert f"  torch             {torch.__version__}" in capsys.readouterr().out
+
+
+def test_doctor_names_a_misspelt_variable(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMM_KERNL", "blas")
+    (finding,) = problems(findings(capsys, 1))
+    assert finding["text"] == "TMM_KERNL is not read by tmm"
+    assert finding["advice"] == "did you mean TMM_KERNEL?"
+
+
+def test_doctor_names_a_bad_setting(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMM_TUNE_BUDGET", "soon")
+    found = findings(capsys, 1)
+    (finding,) = problems(found)
+    assert finding["text"].startswith("TMM_TUNE_BUDGET='soon'")
+    assert {"kernel", "cache"} <= {f["about"] for f in found}  # it went on
+
+
+def test_doctor_finds_a_cache_that_cannot_be_written(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    (tmp_path / "file").write_text("in the way")
+    monkeypatch.setenv("TMM_CACHE_DIR", str(tmp_path / "file" / "cache"))
+    monkeypatch.setenv("TMM_CACHE_PATH", str(tmp_path / "baked"))
+    cache, layer = problems(findings(capsys, 1))
+    assert "cannot be written" in cache["text"]
+    assert "TMM_CACHE_DIR" in cache["advice"]
+    assert layer["text"] == f"{tmp_path / 'baked'} is no readable folder"
+
+
+def test_doctor_finds_kernels_that_lie_or_fall(capsys: pytest.CaptureFixture[str]) -> None:
+    def unwritten(out: torch.Tensor) -> torch.Tensor:
+        out = out.clone()
+        out[-1, -1] = float("nan")
+        return out
+
+    register(
+        FakeKernel("fake.liar", spoil=unwritten),
+        FakeKernel("fake.lame", bind_error=RuntimeError("out of registers")),
+        FakeKernel("fake.fine"),
+    )
+    lame, liar = problems(findings(capsys, 1))
+    assert "fake.lame" in lame["text"]
+    assert "RuntimeError: out of registers" in lame["text"]
+    assert lame["advice"].startswith("leave it out by TMM_DISABLE=fake.lame")
+    assert "fake.liar" in liar["text"]
+    assert "wrong, error nan" in liar["text"]
+
+
+def test_doctor_finds_a_broken_plugin(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMM_PLUGINS", "blas,broken")
+    real = importlib.metadata.entry_points
+    monkeypatch.setattr(
+        importlib.metadata, "entry_points", lambda **group: [*real(**group), _Broken()]
+    )
+    (finding,) = problems(findings(capsys, 1))
+    assert "nvcc_magic" in finding["text"]
+    assert "TMM_DISABLE_PLUGINS=broken" in finding["advice"]

@@ -1,0 +1,464 @@
+"""The conformance suite passes a right kernel and fails each kind of wrong one, by the test
+that is there for it."""
+
+from __future__ import annotations
+
+import itertools
+import time
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+
+from tmm_core import Config, Kernel, Launcher, Problem, Traits
+from tmm_core.testing import KernelConformance
+from tmm_core.testing.memory import LAYOUTS, WRITABLE, destination, operand
+
+pytest_plugins = ["pytester"]
+
+Tensor = torch.Tensor
+FLOATS = (torch.float16, torch.bfloat16, torch.float32)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Tile(Config):
+    rows: int = 16
+
+
+class Right(Kernel[Tile]):
+    """The whole expression in fp64, rounded once. Each wrong kernel spoils one step of it."""
+
+    name = "test.right"
+    traits = Traits(deterministic=True, batch_invariant=True)
+    config_type = Tile
+
+    def reasons_against(self, problem: Problem) -> list[str]:
+        operands = (problem.a, problem.b, problem.out)
+        return [f"{o.dtype} operand" for o in operands if o.dtype not in FLOATS]
+
+    def configs(self, problem: Problem) -> Iterable[Tile]:
+        return [Tile(rows=16), Tile(rows=32), Tile(rows=64)]
+
+    def default_config(self, problem: Problem) -> Tile:
+        return Tile(rows=16)
+
+    def bind(self, problem: Problem, config: Tile) -> Launcher:
+        shape = (problem.m, problem.n)
+        if problem.batch != 1:
+            shape = (problem.batch, *shape)
+
+        def launch(
+            a: Tensor,
+            b: Tensor,
+            bias: Tensor | None,
+            residual: Tensor | None,
+            alpha: float,
+            out: Tensor | None,
+        ) -> Tensor:
+            z = self.finish(problem, alpha * self.product(a, b), bias)
+            if residual is not None:
+                z = z + residual
+            if out is None:
+                out = a.new_empty(shape, dtype=problem.out.dtype)
+            self.write(z, out)
+            return out
+
+        return launch
+
+    def product(self, a: Tensor, b: Tensor) -> Tensor:
+        return a.double() @ b.double()
+
+    def finish(self, problem: Problem, z: Tensor, bias: Tensor | None) -> Tensor:
+        return problem.epilogue.apply(z if bias is None else z + bias)
+
+    def write(self, z: Tensor, out: Tensor) -> None:
+        out.copy_(z)
+
+
+class DropsTheTailOfK(Right):
+    def product(self, a: Tensor, b: Tensor) -> Tensor:
+        k = a.shape[-1] // 16 * 16
+        return super().product(a[..., :k], b[..., :k, :])
+
+
+class MasksOneOperandOnly(Right):
+    """Reads b past the end of K and trusts zeros in a to cancel it."""
+
+    def product(self, a: Tensor, b: Tensor) -> Tensor:
+        k, more = a.shape[-1], -a.shape[-1] % 16
+        shape = (*b.shape[:-2], k + more, b.shape[-1])
+        past = b.as_strided(shape, b.stride(), b.storage_offset())
+        return super().product(torch.nn.functional.pad(a, (0, more)), past)
+
+
+class LeavesAnEdgeUnwritten(Right):
+    def write(self, z: Tensor, out: Tensor) -> None:
+        n = max(1, out.shape[-1] // 16 * 16)
+        out[..., :n] = z[..., :n]
+
+
+class WritesARowTooMany(Right):
+    def write(self, z: Tensor, out: Tensor) -> None:
+        super().write(z, out)
+        n, (step, inner) = out.shape[-1], out.stride()[-2:]
+        out.as_strided((n,), (inner,), out.storage_offset() + out.shape[-2] * step).fill_(1)
+
+
+class WritesToAnOperand(Right):
+    def product(self, a: Tensor, b: Tensor) -> Tensor:
+        z = super().product(a, b)
+        a[..., -1:, -1:] = 0
+        return z
+
+
+class ReturnsAnotherTensor(Right):
+    def bind(self, problem: Problem, config: Tile) -> Launcher:
+        launch = super().bind(problem, config)
+        return lambda a, b, bias, residual, alpha, out: launch(a, b, bias, residual, alpha, None)
+
+
+class IgnoresStrides(Right):
+    def product(self, a: Tensor, b: Tensor) -> Tensor:
+        rows, cols = a.shape[-2:]
+        packed = a.as_strided(a.shape, (rows * cols, cols, 1)[-a.dim() :], a.storage_offset())
+        return super().product(packed, b)
+
+
+class SumsIn16Bits(Right):
+    def product(self, a: Tensor, b: Tensor) -> Tensor:
+        return super().product(a, b).to(a.dtype).double()
+
+
+class SwapsGateAndUp(Right):
+    def finish(self, problem: Problem, z: Tensor, bias: Tensor | None) -> Tensor:
+        if problem.gated:
+            z = z.roll(problem.n, -1)
+        return super().finish(problem, z, bias)
+
+
+class AddsBiasLast(Right):
+    def finish(self, problem: Problem, z: Tensor, bias: Tensor | None) -> Tensor:
+        z = problem.epilogue.apply(z)
+        return z if bias is None else z + bias[..., : problem.n]
+
+
+class MultipliesTheFirstMatrixOnly(Right):
+    def product(self, a: Tensor, b: Tensor) -> Tensor:
+        return super().product(a[:1] if a.dim() == 3 else a, b)
+
+
+class ForgetsEmptySums(Right):
+    def write(self, z: Tensor, out: Tensor) -> None:
+        if z.abs().sum() > 0:
+            super().write(z, out)
+
+
+class ReturnsOneBuffer(Right):
+    def bind(self, problem: Problem, config: Tile) -> Launcher:
+        launch = super().bind(problem, config)
+        kept: list[Tensor] = []
+
+        def launch_into(a: Any, b: Any, bias: Any, residual: Any, alpha: float, out: Any) -> Any:
+            if out is None and kept:
+                out = kept[0]
+            kept.append(launch(a, b, bias, residual, alpha, out))
+            return kept[-1]
+
+        return launch_into
+
+
+class MakesAColumnMajorOutput(Right):
+    def bind(self, problem: Problem, config: Tile) -> Launcher:
+        launch = super().bind(problem, config)
+
+        def launch_flipped(a: Any, b: Any, bias: Any, residual: Any, alpha: float, out: Any) -> Any:
+            made = launch(a, b, bias, residual, alpha, out)
+            return made if out is not None else made.mT.contiguous().mT
+
+        return launch_flipped
+
+
+class OneConfigIsWrong(Right):
+    def bind(self, problem: Problem, config: Tile) -> Launcher:
+        launch = super().bind(problem, config)
+
+        def launch_off(a: Any, b: Any, bias: Any, residual: Any, alpha: float, out: Any) -> Any:
+            out = launch(a, b, bias, residual, alpha, out)
+            return out.mul_(1.1) if config.rows == 64 else out
+
+        return launch_off
+
+
+@dataclass(frozen=True, kw_only=True)
+class TupleTile(Tile):
+    shape: tuple[int, ...] = (16, 16)
+
+
+class ConfigIsNoJson(Right):
+    config_type = TupleTile
+
+    def configs(self, problem: Problem) -> Iterable[Tile]:
+        return [TupleTile()]
+
+    def default_config(self, problem: Problem) -> Tile:
+        return TupleTile()
+
+
+class DefaultConfigIsOfAnotherType(Right):
+    def default_config(self, problem: Problem) -> Tile:
+        return TupleTile()
+
+
+class HidesItsWorkspace(Right):
+    def workspace_bytes(self, problem: Problem, config: Tile) -> int:
+        return 4096
+
+
+class EstimatesNothing(Right):
+    def estimate_us(self, problem: Problem, config: Tile) -> float | None:
+        return 0.0
+
+
+class IsNotDeterministic(Right):
+    def product(self, a: Tensor, b: Tensor) -> Tensor:
+        z = super().product(a, b)
+        return z + 1e-6 * torch.rand_like(z)
+
+
+class DependsOnM(Right):
+    def product(self, a: Tensor, b: Tensor) -> Tensor:
+        # As a kernel does that splits K where there are few rows.
+        if a.shape[-2] > 8 or a.dim() == 3:
+            return super().product(a, b)
+        half = a.shape[-1] // 2
+        return (a[:, :half].float() @ b[:half].float()).double() + (
+            a[:, half:].float() @ b[half:].float()
+        )
+
+
+class KeepsItsFirstOperand(Right):
+    def bind(self, problem: Problem, config: Tile) -> Launcher:
+        launch = super().bind(problem, config)
+        first: list[Tensor] = []
+
+        def launch_stale(a: Any, b: Any, bias: Any, residual: Any, alpha: float, out: Any) -> Any:
+            first.append(a)
+            return launch(first[0], b, bias, residual, alpha, out)
+
+        return launch_stale
+
+
+class KeepsItsFirstAlpha(Right):
+    def bind(self, problem: Problem, config: Tile) -> Launcher:
+        launch = super().bind(problem, config)
+        first: list[float] = []
+
+        def launch_stale(a: Any, b: Any, bias: Any, residual: Any, alpha: float, out: Any) -> Any:
+            first.append(alpha)
+            return launch(a, b, bias, residual, first[0], out)
+
+        return launch_stale
+
+
+class SharesAnOperandAmongLaunchers(Right):
+    """Right as long as one launcher is used at a time: binding forgets what was kept."""
+
+    def __init__(self) -> None:
+        self.kept: list[Tensor] = []
+
+    def bind(self, problem: Problem, config: Tile) -> Launcher:
+        self.kept.clear()
+        launch = super().bind(problem, config)
+
+        def launch_stale(a: Any, b: Any, bias: Any, residual: Any, alpha: float, out: Any) -> Any:
+            self.kept.append(b)
+            return launch(a, self.kept[0], bias, residual, alpha, out)
+
+        return launch_stale
+
+
+class RaisesToDecline(Right):
+    def reasons_against(self, problem: Problem) -> list[str]:
+        if problem.a.dtype.is_complex:
+            raise NotImplementedError("complex operands")
+        return super().reasons_against(problem)
+
+
+class ChangesItsMind(Right):
+    asked = itertools.count()
+
+    def reasons_against(self, problem: Problem) -> list[str]:
+        return super().reasons_against(problem) or ["busy"] * (next(self.asked) % 2)
+
+
+class GivesNoneForNoReasons(Right):
+    def reasons_against(self, problem: Problem) -> list[str]:
+        return super().reasons_against(problem) or None  # type: ignore[return-value]
+
+
+class TakesComplexForReal(Right):
+    def reasons_against(self, problem: Problem) -> list[str]:
+        return [] if problem.a.dtype.is_complex else super().reasons_against(problem)
+
+    def product(self, a: Tensor, b: Tensor) -> Tensor:
+        if not a.is_complex():
+            return super().product(a, b)
+        return super().product(a.real, b.real).to(torch.complex128)
+
+
+class DeclinesEverything(Right):
+    def reasons_against(self, problem: Problem) -> list[str]:
+        return ["not today"]
+
+
+class VersionIsTheTime(Right):
+    @property
+    def version(self) -> str:  # type: ignore[override]
+        return str(time.perf_counter_ns())
+
+
+class HasNoName(Right):
+    name = ""
+
+
+WRONG = [
+    (DropsTheTailOfK, "sizes", "Its error is *"),
+    (MasksOneOperandOnly, "sizes", "* elements are NaN: never written, or made of *"),
+    (LeavesAnEdgeUnwritten, "sizes", "* elements are NaN: never written, or made of *"),
+    (WritesARowTooMany, "sizes", "It wrote to * elements outside out."),
+    (WritesToAnOperand, "sizes", "It wrote to 1 elements of a or around it."),
+    (ReturnsAnotherTensor, "sizes", "It returned something else than the out it was given."),
+    (IgnoresStrides, "layouts", "Its error is *"),
+    (SumsIn16Bits, "dtypes", "Its error is *"),
+    (SwapsGateAndUp, "epilogues", "Its error is *"),
+    (AddsBiasLast, "terms", "Its error is *"),
+    (MultipliesTheFirstMatrixOnly, "batches", "Its error is *"),
+    (ForgetsEmptySums, "empties", "* elements are NaN: never written, or made of *"),
+    (ReturnsOneBuffer, "allocation", "*two calls returned the same memory*"),
+    (MakesAColumnMajorOutput, "allocation", "*it made a tensor of strides *"),
+    (OneConfigIsWrong, "configs", "rows=64: Its error is *"),
+    (ConfigIsNoJson, "configs_are_well_formed", "*ConfigError: TupleTile: shape must be tuple*"),
+    (DefaultConfigIsOfAnotherType, "configs_are_well_formed", "*TupleTile* is no *Tile*"),
+    (HidesItsWorkspace, "estimates", "*4096 bytes of workspace*needs_workspace=False*"),
+    (EstimatesNothing, "estimates", "*rows=16: 0.0 µs*"),
+    (IsNotDeterministic, "deterministic", "*claims determinism; run 1 of rows=16 differs *"),
+    (DependsOnM, "batch_invariant", "*claims batch invariance; with rows=16 rows 0 to *"),
+    (KeepsItsFirstOperand, "other_operands", "Its error is *"),
+    (KeepsItsFirstAlpha, "alpha_is_read_at_every_call", "Its error is *"),
+    (SharesAnOperandAmongLaunchers, "launchers_share_nothing", "Its error is *"),
+    (RaisesToDecline, "reasons_are_strings_and_never_raise", "*raised NotImplementedError*"),
+    (ChangesItsMind, "reasons_are_strings_and_never_raise", "*two answers for *'busy'*"),
+    (GivesNoneForNoReasons, "reasons_are_strings_and_never_raise", "*None is no list*"),
+    (TakesComplexForReal, "other_dtypes_are_declined_or_right", "Its error is *"),
+    (DeclinesEverything, "serves_something", "*declines every problem*: not today.*"),
+    (VersionIsTheTime, "version_is_stable", "*its version changes by itself*"),
+    (HasNoName, "registers", "*HasNoName has no name*"),
+]
+
+
+@pytest.fixture(autouse=True)
+def no_other_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have no part in this, and one of them takes two seconds a run."""
+    monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+
+
+def run(pytester: pytest.Pytester, kernel: type[Kernel[Any]], test: str = "") -> Any:
+    """The suite on ``kernel``, as its author would run it; all tests or one."""
+    pytester.makepyfile(
+        test_it=f"""
+        from {__name__} import {kernel.__name__}
+        from tmm_core.testing import KernelConformance
+
+        class TestIt(KernelConformance):
+            kernel = {kernel.__name__}()
+            device = "cpu"
+        """
+    )
+    name = f"test_it.py::TestIt::test_{test}" if test else "test_it.py"
+    return pytester.runpytest_inprocess(name, "-W", "error", "-p", "no:cacheprovider", "-rs")
+
+
+def test_a_right_kernel_passes(pytester: pytest.Pytester) -> None:
+    outcomes = run(pytester, Right).parseoutcomes()
+    assert not {"failed", "errors", "warnings"} & set(outcomes), outcomes
+    assert outcomes["passed"] > 140
+    # Four other dtypes, and two tests that need a GPU.
+    assert outcomes["skipped"] == 6
+
+
+@pytest.mark.parametrize(
+    ("kernel", "test", "message"), WRONG, ids=[kernel.__name__ for kernel, *_ in WRONG]
+)
+def test_a_wrong_kernel_fails(
+    pytester: pytest.Pytester, kernel: type[Kernel[Any]], test: str, message: str
+) -> None:
+    result = run(pytester, kernel, test)
+    assert result.parseoutcomes().get("failed", 0) >= 1
+    result.stdout.fnmatch_lines([message])
+
+
+def test_what_is_declined_is_skipped_with_the_reason(pytester: pytest.Pytester) -> None:
+    result = run(pytester, Right, "other_dtypes_are_declined_or_right")
+    assert result.parseoutcomes() == {"skipped": 4}
+    result.stdout.fnmatch_lines(["SKIPPED*torch.int8 operand; torch.int8 operand*"])
+
+
+def test_every_test_has_a_kernel_that_fails_it() -> None:
+    tests = {name[5:] for name in dir(KernelConformance) if name.startswith("test_")}
+    on_gpu = {"current_stream", "graph_capture"}
+    assert tests - on_gpu == {test for _, test, _ in WRONG}
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("shape", [(5, 7), (1, 6), (16, 1), (0, 3), (3, 5, 8)])
+def test_operands_lie_in_memory_that_is_nan(layout: str, shape: tuple[int, ...]) -> None:
+    made = operand(
+        shape, layout, torch.float32, torch.device("cpu"), torch.Generator().manual_seed(0)
+    )
+    assert made.tensor.shape == shape
+    assert not made.tensor.isnan().any()
+    assert made.memory[~made.inside].isnan().all()
+    assert made.inside.sum() <= made.tensor.numel()
+    assert made.changed() == 0
+    if made.tensor.numel():
+        made.memory[made.inside.nonzero()[0]] += 1
+        assert (made.changed(), made.changed_outside()) == (1, 0)
+
+
+@pytest.mark.parametrize("layout", WRITABLE)
+def test_a_store_around_an_output_is_seen(layout: str) -> None:
+    made = destination((5, 7), layout, torch.bfloat16, torch.device("cpu"))
+    assert made.tensor.isnan().all()
+    made.tensor.fill_(2)
+    assert (made.changed(), made.changed_outside()) == (35, 0)
+    for place in (made.inside.nonzero()[0] - 1, made.inside.nonzero()[-1] + 1):
+        made.memory[place] = float("nan")
+    assert made.changed_outside() == 2
+
+
+def test_layouts_are_what_their_names_say() -> None:
+    from tmm_core import Operand
+
+    def of(layout: str) -> tuple[str, bool]:
+        generator = torch.Generator().manual_seed(0)
+        made = operand((48, 80), layout, torch.float16, torch.device("cpu"), generator)
+        seen = Operand.of(made.tensor)
+        return seen.layout, seen.aligned
+
+    assert {layout: of(layout) for layout in LAYOUTS} == {
+        "row": ("row", True),
+        "col": ("col", True),
+        "row_padded": ("row", True),
+        "col_padded": ("col", True),
+        "row_unaligned": ("row", False),
+        "col_unaligned": ("col", False),
+        "row_sliced": ("row", False),
+        "col_sliced": ("col", False),
+        "strided": ("strided", False),
+        "broadcast_rows": ("row", False),
+        "broadcast_cols": ("col", False),
+        "broadcast": ("strided", False),
+        "overlapping": ("row", False),
+    }

@@ -1,0 +1,313 @@
+"""A Hopper thread block on the CPU: enough of Gluon to run a warp-specialised kernel's source.
+
+The kernel's functions run as plain Python, every partition in a thread, one thread at a
+time; who runs next is drawn at random at every step, so that seeds are interleavings. The
+model is as unkind as the hardware may be:
+
+* A bulk load or store happens at any later time, in any order.
+* A ``wgmma`` reads its operands when it is waited for, not when it is issued, so that a
+  stage that was released too early is overwritten first.
+* An mbarrier shows no more than the parity of its phase.
+
+When no thread can run and no copy is left, :class:`DeadlockError` names where each one waits.
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import types
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import numpy as np
+
+
+class DeadlockError(Exception):
+    """No partition can go on."""
+
+
+class Scheduler:
+    """Runs threads one at a time, the next one drawn at random."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = random.Random(seed)
+        self.ready: dict[threading.Thread, Callable[[], bool]] = {}
+        self.turns: dict[threading.Thread, threading.Semaphore] = {}
+        #: Bulk copies under way, as what is left to do.
+        self.copies: list[Callable[[], None]] = []
+        self.failure: BaseException | None = None
+        self.done = threading.Event()
+
+    def run(self, partitions: Sequence[tuple[Callable[..., Any], Sequence[Any]]]) -> None:
+        threads = [threading.Thread(target=self._partition, args=p) for p in partitions]
+        for thread in threads:
+            self.turns[thread] = threading.Semaphore(0)
+            self.ready[thread] = lambda: True
+            thread.start()
+        self._pass_on()
+        self.done.wait()
+        for thread in threads:
+            thread.join()
+        if self.failure is not None:
+            raise self.failure
+
+    def wait_until(self, condition: Callable[[], bool]) -> None:
+        """A step of the calling partition: others may run, and go on until it may."""
+        me = threading.current_thread()
+        self.ready[me] = condition
+        self._pass_on()
+        self.turns[me].acquire()
+        if self.failure is not None:
+            raise self.failure
+
+    def _partition(self, function: Callable[..., Any], arguments: Sequence[Any]) -> None:
+        me = threading.current_thread()
+        self.turns[me].acquire()
+        try:
+            if self.failure is None:
+                function(*arguments)
+        except BaseException as error:
+            self.failure = self.failure or error
+        del self.ready[me]
+        self._pass_on()
+
+    def _pass_on(self) -> None:
+        while True:
+            if not self.ready:
+                self.done.set()
+                return
+            able = [t for t, condition in self.ready.items() if self.failure or condition()]
+            if self.copies and (not able or self.random.random() < 0.5):
+                self.copies.pop(self.random.randrange(len(self.copies)))()
+                continue
+            if not able:
+                self.failure = DeadlockError(f"{len(self.ready)} partitions wait for each other")
+                continue
+            self.turns[self.random.choice(able)].release()
+            return
+
+
+class Barrier:
+    """An mbarrier: flips its phase when all arrivals and all bytes are there."""
+
+    def __init__(self) -> None:
+        self.count = self.pending = self.bytes = self.phase = 0
+
+    def arrive(self) -> None:
+        assert self.pending > 0, "more arrivals than the barrier counts"
+        self.pending -= 1
+        self._flip()
+
+    def land(self, count: int) -> None:
+        self.bytes -= count
+        self._flip()
+
+    def _flip(self) -> None:
+        if self.pending == 0 and self.bytes == 0:
+            self.phase += 1
+            self.pending = self.count
+
+
+class Block(np.ndarray):
+    """A tensor in registers."""
+
+    def permute(self, order: Sequence[int]) -> Block:
+        return self.transpose(order)
+
+    def split(self) -> tuple[Block, Block]:
+        return self[..., 0], self[..., 1]
+
+    def to(self, dtype: Any) -> Block:
+        return self.astype(dtype)
+
+
+class Shared:
+    """A view of shared memory."""
+
+    def __init__(self, data: np.ndarray) -> None:
+        self.data = data
+
+    def index(self, i: int) -> Shared:
+        return Shared(self.data[i])
+
+    def permute(self, order: Sequence[int]) -> Shared:
+        return Shared(self.data.transpose(order))
+
+    def store(self, value: np.ndarray) -> None:
+        self.data[...] = value
+
+
+class Descriptor:
+    """A tensor map: boxes of ``block_shape`` in a row-major matrix."""
+
+    layout = None
+    dtype = np.float64
+
+    def __init__(self, matrix: np.ndarray, block_shape: list[int]) -> None:
+        self.matrix, self.block_shape = matrix, block_shape
+
+    def read(self, at: Sequence[int]) -> np.ndarray:
+        box = np.zeros(self.block_shape)
+        part = self.matrix[
+            tuple(slice(o, o + s) for o, s in zip(at, self.block_shape, strict=True))
+        ]
+        box[tuple(slice(s) for s in part.shape)] = part
+        return box
+
+    def write(self, at: Sequence[int], box: np.ndarray) -> None:
+        part = self.matrix[
+            tuple(slice(o, o + s) for o, s in zip(at, self.block_shape, strict=True))
+        ]
+        part[...] = box[tuple(slice(s) for s in part.shape)]
+
+
+class Pointer:
+    """An address into a flat array, or a block of them."""
+
+    def __init__(self, memory: np.ndarray, offset: Any = 0) -> None:
+        self.memory, self.offset = memory, offset
+
+    def __add__(self, offset: Any) -> Pointer:
+        return Pointer(self.memory, self.offset + offset)
+
+
+class Sum:
+    """An accumulator with a product still to be added."""
+
+    def __init__(self, a: Shared, b: Shared, before: Any) -> None:
+        self.a, self.b, self.before = a, b, before
+        self.value: Block | None = None
+
+    def finish(self) -> None:
+        before = self.before.value if isinstance(self.before, Sum) else self.before
+        self.value = (self.a.data @ self.b.data + before).view(Block)
+
+
+class _Local(threading.local):
+    def __init__(self) -> None:
+        self.sums: list[Sum] = []
+        self.stores: list[list[bool]] = []
+
+
+def run_block(
+    module: types.ModuleType, arguments: Sequence[Any], program: int, programs: int, seed: int
+) -> None:
+    """Run one block of ``module._kernel`` to its end.
+
+    Args:
+        module: Defines ``_kernel`` and what it calls with Gluon's ``jit``.
+        arguments: The kernel's, with :class:`Descriptor` and :class:`Pointer` for theirs.
+        program, programs: The block's place in a one-dimensional grid.
+        seed: Chooses the interleaving.
+
+    Raises:
+        DeadlockError: The partitions wait for each other.
+    """
+    scheduler, local = Scheduler(seed), _Local()
+    memory: list[np.ndarray] = []
+
+    def load(descriptor: Descriptor, at: Sequence[int], barrier: Barrier, slot: Shared) -> None:
+        def copy() -> None:
+            slot.data[...] = descriptor.read(at)
+            barrier.land(2 * slot.data.size)
+
+        scheduler.copies.append(copy)
+        # Until it lands, nothing may be read from there.
+        slot.data[...] = np.nan
+
+    def store(descriptor: Descriptor, at: Sequence[int], buffer: Shared) -> None:
+        read: list[bool] = []
+
+        def copy() -> None:
+            descriptor.write(at, buffer.data)
+            read.append(True)
+
+        scheduler.copies.append(copy)
+        local.stores.append(read)
+
+    def store_wait(pending: int) -> None:
+        older = local.stores[: len(local.stores) - pending]
+        scheduler.wait_until(lambda: all(older))
+
+    def warpgroup_mma(a: Shared, b: Shared, acc: Any, *, use_acc: bool, is_async: bool) -> Sum:
+        local.sums.append(Sum(a, b, acc if use_acc else 0.0))
+        return local.sums[-1]
+
+    def warpgroup_mma_wait(pending: int, deps: tuple[Any, ...]) -> Any:
+        scheduler.wait_until(lambda: True)
+        while len(local.sums) > pending:
+            local.sums.pop(0).finish()
+        values = tuple(d.value if d.value is not None else d for d in deps)
+        return values if len(values) > 1 else values[0]
+
+    def allocate(dtype: Any, shape: list[int], layout: Any) -> Shared:
+        if dtype is not np.int64:
+            memory.append(np.full(shape, np.nan))
+            return Shared(memory[-1])
+        barriers = np.empty(shape[0], dtype=object)
+        barriers[:] = [Barrier() for _ in range(shape[0])]
+        return Shared(barriers)
+
+    def init(view: Shared, count: int) -> None:
+        view.data.count = view.data.pending = count
+
+    def wait(view: Shared, parity: int) -> None:
+        scheduler.wait_until(lambda: view.data.phase & 1 != parity)
+
+    def expect(view: Shared, count: int) -> None:
+        view.data.bytes += count
+        view.data.arrive()
+
+    def gather(pointer: Pointer, mask: np.ndarray, other: float) -> Block:
+        index, mask = np.broadcast_arrays(pointer.offset, mask)
+        values = np.full(index.shape, other)
+        values[mask] = pointer.memory[index[mask]]
+        return values.view(Block)
+
+    language = types.SimpleNamespace(
+        program_id=lambda axis: program,
+        num_programs=lambda axis: programs,
+        cdiv=lambda a, b: -(-a // b),
+        minimum=min,
+        where=lambda condition, a, b: a if condition else b,
+        zeros=lambda shape, dtype, layout: np.zeros(shape).view(Block),
+        arange=lambda start, end, layout: np.arange(start, end).view(Block),
+        expand_dims=np.expand_dims,
+        convert_layout=lambda x, layout: x,
+        load=gather,
+        static_range=range,
+        allocate_shared_memory=allocate,
+        warp_specialize=lambda partitions, warps, registers: scheduler.run(partitions),
+        NVMMADistributedLayout=lambda **fields: None,
+        SliceLayout=lambda axis, parent: None,
+        int64=np.int64,
+        float32=np.float64,
+    )
+    names: dict[str, Any] = {
+        "gl": language,
+        "mbarrier": types.SimpleNamespace(
+            init=init,
+            wait=wait,
+            expect=expect,
+            arrive=lambda view: view.data.arrive(),
+            MBarrierLayout=lambda: None,
+        ),
+        "fence_async_shared": lambda: None,
+        "async_copy_global_to_shared": lambda d, at, view, slot: load(d, at, view.data, slot),
+        "async_copy_shared_to_global": store,
+        "store_wait": store_wait,
+        "warpgroup_mma": warpgroup_mma,
+        "warpgroup_mma_wait": warpgroup_mma_wait,
+        "__builtins__": __builtins__,
+    }
+    for name, value in vars(module).items():
+        function = getattr(value, "fn", None)
+        if isinstance(function, types.FunctionType):
+            names[name] = types.FunctionType(function.__code__, names, name)
+    names["_kernel"](*arguments)
+    # The next block takes the memory over; what was not waited for reads that.
+    for array in memory:
+        array[...] = np.nan
+    for copy in scheduler.copies:
+        copy()

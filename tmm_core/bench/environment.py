@@ -1,0 +1,108 @@
+"""Under what a measurement was made: versions, GPU, clocks, source."""
+
+from __future__ import annotations
+
+import datetime
+import platform
+import subprocess
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import tmm_core
+from tmm_core.device import fingerprint
+
+#: What is asked of nvidia-smi where torch cannot ask NVML itself (its Python binding is not
+#: among torch's requirements).
+_QUERY = ("clocks.sm", "power.draw", "temperature.gpu")
+
+
+def describe(device: torch.device, command: Sequence[str]) -> dict[str, Any]:
+    """Versions, device and commit, as JSON, and the arguments that asked for it."""
+    commit, dirty = _commit()
+    return {
+        "started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+        "tmm": tmm_core.__version__,
+        "commit": commit,
+        "uncommitted_changes": dirty,
+        "python": platform.python_version(),
+        "platform": platform.platform(),
+        "gpu": fingerprint(device).gpu,
+        "environment": fingerprint(device).environment,
+        "driver": driver_version(device),
+        "command": list(command),
+    }
+
+
+class Clocks:
+    """SM clock (MHz), power (W) and temperature (°C) of a device. Reads, and never sets."""
+
+    #: Seconds a reading may take before no more are made: it is asked for once per problem.
+    PATIENCE = 1.0
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._given_up = device.type != "cuda"
+
+    def read(self) -> dict[str, float] | None:
+        """The values at this moment; None where they cannot be had, or not quickly."""
+        if self._given_up:
+            return None
+        started = time.monotonic()
+        values = self._read()
+        self._given_up = values is None or time.monotonic() - started > self.PATIENCE
+        return values
+
+    def _read(self) -> dict[str, float] | None:
+        try:
+            return {
+                "sm_mhz": float(torch.cuda.clock_rate(self._device)),
+                "power_w": torch.cuda.power_draw(self._device) / 1e3,
+                "celsius": float(torch.cuda.temperature(self._device)),
+            }
+        except Exception:  # no binding, no permission, another vendor: ask the program instead
+            values = _nvidia_smi(self._device, _QUERY)
+        try:
+            return dict(
+                zip(("sm_mhz", "power_w", "celsius"), map(float, values or ()), strict=True)
+            )
+        except ValueError:  # nothing, or "[N/A]"
+            return None
+
+
+def driver_version(device: torch.device) -> str | None:
+    """The driver's version, where nvidia-smi tells it."""
+    values = _nvidia_smi(device, ("driver_version",)) if device.type == "cuda" else None
+    return values[0] if values else None
+
+
+def _nvidia_smi(device: torch.device, fields: tuple[str, ...]) -> list[str] | None:
+    # By UUID: indices of torch and of the program differ under CUDA_VISIBLE_DEVICES.
+    uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+    query = f"--query-gpu={','.join(fields)}"
+    command = ["nvidia-smi", f"--id={uuid}", query, "--format=csv,noheader,nounits"]
+    text = _output(command)
+    return [value.strip() for value in text.split(",")] if text else None
+
+
+def _commit() -> tuple[str | None, bool | None]:
+    """The commit of the checkout that tmm runs from, and whether files differ from it."""
+    root = Path(tmm_core.__file__).parent.parent
+    if not (root / ".git").exists():
+        return None, None
+    commit = _output(["git", "-C", str(root), "rev-parse", "HEAD"])
+    if commit is None:
+        return None, None
+    changes = _output(["git", "-C", str(root), "status", "--porcelain", "--untracked-files=no"])
+    return commit, None if changes is None else bool(changes)
+
+
+def _output(command: list[str]) -> str | None:
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=20, check=True)
+    except (OSError, subprocess.SubprocessError):
+        return None
+    return done.stdout.strip()

@@ -1,0 +1,77 @@
+"""The floor of memory-bound problems: how long a cold read of the operands takes.
+
+Bytes over the bandwidth of a large copy would be too low a floor: a few megabytes are over
+before the memory is at speed. So the same bytes are read by a kernel that does nothing else,
+in several launch shapes, of which the best counts. On an H200 those with many blocks win
+(1056 to 4096 of 1024 to 4096 elements): bytes in flight decide.
+"""
+
+from __future__ import annotations
+
+import itertools
+
+import torch
+import triton
+import triton.language as tl
+
+from tmm_core.timing import Run, Timer, median
+
+#: (blocks per SM, words per block and step, warps)
+LAUNCHES = tuple(itertools.product((8, 16, 32), (1024, 2048, 4096), (4,)))
+ROUNDS = 15
+
+
+@triton.jit
+def _read(a, b, out, A_WORDS, B_WORDS, BLOCK: tl.constexpr):
+    offsets = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    step = tl.num_programs(0) * BLOCK
+    seen = tl.zeros([BLOCK], tl.int32)
+    for start in range(0, A_WORDS, step):
+        at = start + offsets
+        seen ^= tl.load(a + at, mask=at < A_WORDS, other=0)
+    for start in range(0, B_WORDS, step):
+        at = start + offsets
+        seen ^= tl.load(b + at, mask=at < B_WORDS, other=0)
+    # Stored so that no load can be dropped.
+    tl.store(out + tl.program_id(0), tl.xor_sum(seen))
+
+
+def read_us(a: torch.Tensor, b: torch.Tensor, timer: Timer) -> float:
+    """Least median time, in µs, of reading ``a`` and ``b`` once.
+
+    Args:
+        a, b: Of row-major memory, or transposed views of such.
+
+    Raises:
+        ValueError: Operands that are no whole number of 32-bit words.
+    """
+    runs = readers(a, b)
+    timer.measure(runs, 1)  # compiles
+    return min(median(samples) for samples in timer.measure(runs, ROUNDS))
+
+
+def readers(a: torch.Tensor, b: torch.Tensor) -> list[Run]:
+    """One run per launch shape; each returns the exclusive or of what each of its blocks
+    has read."""
+    a_words, b_words = _words(a), _words(b)
+    sms = torch.cuda.get_device_properties(a.device).multi_processor_count if a.is_cuda else 1
+    return [
+        _reader(a_words, b_words, blocks * sms, words, warps) for blocks, words, warps in LAUNCHES
+    ]
+
+
+def _reader(a: torch.Tensor, b: torch.Tensor, blocks: int, words: int, warps: int) -> Run:
+    out = torch.empty(blocks, dtype=torch.int32, device=a.device)
+
+    def run() -> torch.Tensor:
+        _read[(blocks,)](a, b, out, a.numel(), b.numel(), BLOCK=words, num_warps=warps)
+        return out
+
+    return run
+
+
+def _words(t: torch.Tensor) -> torch.Tensor:
+    flat = (t if t.is_contiguous() else t.mT).reshape(-1)
+    if flat.numel() * flat.element_size() % 4:
+        raise ValueError(f"{tuple(t.shape)} of {t.dtype} is no whole number of 32-bit words")
+    return flat.view(torch.int32)

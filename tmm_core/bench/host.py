@@ -1,0 +1,109 @@
+"""What a warm call costs the host: µs from one call to the next when the GPU is never waited for.
+
+Matrices are tiny, so that the GPU is done with each before the next comes; calls are made in
+batches with a synchronisation between, so that no launch waits for room in the queue.
+"""
+
+from __future__ import annotations
+
+import gc
+import statistics
+import time
+
+import torch
+import torch.nn.functional as F
+
+import tmm_core
+from tmm_core import settings
+from tmm_core.bench.results import Document
+from tmm_core.timing import Run
+
+SIZE = 16
+#: Calls per batch: of two launches at most each, well within the 1024 that a queue holds.
+CALLS = 100
+REPEATS = 200
+WARM = 10
+
+
+def measure(
+    device: torch.device, *, dtype: torch.dtype = torch.bfloat16, tune: bool = True
+) -> Document:
+    """Median host cost in µs per call of torch's and tmm's ways to the same thing.
+
+    Args:
+        tune: Tune the three problems first, so that tmm launches what it would in use.
+    """
+    x, w, bias = (
+        torch.randn(shape, dtype=dtype, device=device)
+        for shape in ((SIZE, SIZE), (SIZE, SIZE), (SIZE,))
+    )
+    out = torch.empty(SIZE, SIZE, dtype=dtype, device=device)
+    problems = {
+        "plain": tmm_core.problem(x, w),
+        "silu": tmm_core.problem(x, w, epilogue="silu"),
+        "linear+bias": tmm_core.problem(x, w.t(), bias=bias),
+    }
+    with torch.no_grad():
+        if tune:
+            tmm_core.tune(problems.values())
+            return _measure(x, w, bias, out)
+        with settings.override(on_cache_miss="heuristic"):
+            return _measure(x, w, bias, out)
+
+
+def _measure(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor, out: torch.Tensor) -> Document:
+    plan = tmm_core.plan(x, w)
+    fused = tmm_core.plan(x, w, epilogue="silu")
+    linear = tmm_core.plan(x, w.t(), bias=bias)
+    matmul, tmm_linear = tmm_core.matmul, tmm_core.linear
+    calls: dict[str, Run] = {
+        "torch.matmul(x, w)": lambda: torch.matmul(x, w),
+        "torch.mm(x, w, out=out)": lambda: torch.mm(x, w, out=out),
+        "F.silu(torch.matmul(x, w))": lambda: F.silu(torch.matmul(x, w)),
+        "F.linear(x, w, bias)": lambda: F.linear(x, w, bias),
+        "tmm.matmul(x, w)": lambda: matmul(x, w),
+        'tmm.matmul(x, w, epilogue="silu")': lambda: matmul(x, w, epilogue="silu"),
+        "tmm.linear(x, w, bias)": lambda: tmm_linear(x, w, bias),
+        "plan(x, w)": lambda: plan(x, w),
+        "plan(x, w, out=out)": lambda: plan(x, w, out=out),
+        'plan(x, w) of epilogue="silu"': lambda: fused(x, w),
+        "torch.matmul(x, w) again": lambda: torch.matmul(x, w),
+    }
+    costs = host_us(calls, x.device)
+    return {
+        "kind": "host",
+        "dtype": str(x.dtype).removeprefix("torch."),
+        "size": SIZE,
+        "kernels": {
+            "plain": str(plan.choice.candidate),
+            "silu": str(fused.choice.candidate),
+            "linear+bias": str(linear.choice.candidate),
+        },
+        "us": {name: round(us, 2) for name, us in costs.items()},
+    }
+
+
+def host_us(
+    calls: dict[str, Run], device: torch.device, repeats: int = REPEATS
+) -> dict[str, float]:
+    """Median µs per call, each repeat a batch of every one in turn."""
+    for call in calls.values():
+        for _ in range(WARM):
+            call()
+    samples: dict[str, list[float]] = {name: [] for name in calls}
+    # A collection in the middle of a batch is not a cost of the call that met it.
+    collecting = gc.isenabled()
+    gc.disable()
+    try:
+        for _ in range(repeats):
+            for name, call in calls.items():
+                if device.type == "cuda":
+                    torch.cuda.synchronize(device)
+                started = time.perf_counter()
+                for _ in range(CALLS):
+                    call()
+                samples[name].append((time.perf_counter() - started) * 1e6 / CALLS)
+    finally:
+        if collecting:
+            gc.enable()
+    return {name: statistics.median(mine) for name, mine in samples.items()}

@@ -1,0 +1,124 @@
+"""What is timed on one problem: the call as users write it, tmm's, and single kernels."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from tmm_cache import CandidateResult, TuningRecord
+
+import tmm_core
+from tmm_core import ops, settings
+from tmm_core.case import Call
+from tmm_core.plan import Plan
+from tmm_core.timing import Run
+
+Tensor = torch.Tensor
+Expression = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
+
+
+def eager(call: Call) -> Run:
+    """The call without tmm, as a model's code has it: ``F.linear`` or ``torch.matmul``, then
+    the activation; a gated one as two products, ``F.silu(x @ wg.T) * (x @ wu.T)``."""
+    return _on(call, expression(call))
+
+
+def tmm(call: Call) -> Run:
+    """``tmm_core.matmul`` with the arguments that the call has, as one would write it."""
+    given = {name: value for name, value in call.keywords.items() if value is not None}
+    return functools.partial(tmm_core.matmul, call.a, call.b, **given)
+
+
+def inductor(call: Call) -> Run:
+    """The same code under ``torch.compile(mode="max-autotune-no-cudagraphs")``.
+
+    Compiled when first called, which can take a minute.
+    """
+    # Each problem is a recompilation of one code object, and eight is where dynamo gives up.
+    torch._dynamo.reset()
+    compiled = torch.compile(
+        expression(call), mode="max-autotune-no-cudagraphs", dynamic=False, fullgraph=True
+    )
+    return _on(call, compiled)
+
+
+def _on(call: Call, function: Expression) -> Run:
+    return lambda: function(call.a, call.b, call.bias, call.residual)
+
+
+def expression(call: Call) -> Expression:
+    """The eager code of a call as a function of its tensors."""
+    epilogue, out_dtype = call.epilogue, call.out_dtype
+    first, *others = epilogue.stages or (epilogue,)
+
+    def run(a: Tensor, b: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+        if first.gated:
+            biases = (None, None) if bias is None else bias.chunk(2)
+            halves = zip(b.chunk(2, dim=-1), biases, strict=True)
+            y = first.reference(*(_product(a, half, z) for half, z in halves), *first.parameters)
+        else:
+            y = _product(a, b, bias)
+            if not first.is_identity:
+                y = first.reference(y, *first.parameters)
+        for stage in others:
+            y = stage.reference(y, *stage.parameters)
+        if residual is not None:
+            y = y + residual
+        return y if out_dtype is None else y.to(out_dtype)
+
+    return run
+
+
+def _product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
+    if bias is None:
+        return torch.matmul(a, b)
+    return F.linear(a, b.mT, bias) if b.dim() == 2 else torch.matmul(a, b) + bias
+
+
+def kernels(call: Call) -> tuple[dict[str, Plan], dict[str, str]]:
+    """Every capable kernel as a plan, with its best config on record (its default where
+    there is no record); and the reasons of those that could not be had."""
+    dispatcher, problem = ops.dispatcher(), call.problem()
+    found = dispatcher.record(problem)
+    best = _best(found[1]) if found else {}
+    able, _ = dispatcher.registry.candidates(problem, settings.current())
+    plans: dict[str, Plan] = {}
+    failed: dict[str, str] = {}
+    for kernel in able:
+        if found is not None and kernel.name not in best:
+            failed[kernel.name] = _why(found[1], kernel.name)
+            continue
+        config: Any = best[kernel.name].config if kernel.name in best else None
+        try:
+            plans[kernel.name] = tmm_core.plan(
+                call.a, call.b, **call.keywords, kernel=kernel.name, config=config
+            )
+        except Exception as error:  # a stranger's kernel; it costs its own column
+            failed[kernel.name] = f"{type(error).__name__}: {error}"
+    return plans, failed
+
+
+def _best(record: TuningRecord) -> dict[str, CandidateResult]:
+    """Each kernel's fastest result that was timed, finalists before the eliminated: their
+    samples are the more, and taken later."""
+    best: dict[str, CandidateResult] = {}
+    for result in record.candidates:
+        if result.samples_us and result.status in ("ok", "slow"):
+            other = best.get(result.kernel)
+            if other is None or _rank(result) < _rank(other):
+                best[result.kernel] = result
+    return best
+
+
+def _rank(result: CandidateResult) -> tuple[bool, float]:
+    return result.status != "ok", result.median_us or float("inf")
+
+
+def _why(record: TuningRecord, kernel: str) -> str:
+    results = [c for c in record.candidates if c.kernel == kernel]
+    if not results:
+        return "not in the tuning record"
+    return results[0].reason or results[0].status

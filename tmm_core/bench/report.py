@@ -1,0 +1,211 @@
+"""What a run found, as tables: per class for the summary, per problem for the evidence.
+
+Ratios are torch's time over tmm's: above one, tmm was faster. ``±`` is what torch's two
+series in one loop differed by (the median over problems of |ratio − 1|): less than that
+between any two columns is noise.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from tmm_core.bench.results import Document, Results
+from tmm_core.bench.runner import INDUCTOR, TMM, TORCH
+from tmm_core.case import Case
+
+#: Below this a problem counts as lost: two series of one thing differ by up to 1 %.
+LOST = 0.99
+
+SUMMARY_COLUMNS = (
+    "class", "dtype", "problems", "geomean", "worst", "worst problem", "best", "< 0.99×", "±",
+    "skipped", "failed",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """One class of problems in one dtype."""
+
+    suite: str
+    dtype: str
+    ratios: tuple[float, ...]
+    worst: str
+    noise: float
+    skipped: int
+    failed: int
+
+    @property
+    def geomean(self) -> float | None:
+        return statistics.geometric_mean(self.ratios) if self.ratios else None
+
+    @property
+    def lost(self) -> int:
+        """Problems on which tmm was slower than torch by more than noise."""
+        return sum(ratio < LOST for ratio in self.ratios)
+
+    @property
+    def cells(self) -> tuple[str, ...]:
+        measured = bool(self.ratios)
+        return (
+            self.suite,
+            self.dtype,
+            str(len(self.ratios)),
+            times(self.geomean),
+            times(min(self.ratios)) if measured else "",
+            self.worst,
+            times(max(self.ratios)) if measured else "",
+            str(self.lost),
+            f"{self.noise:.1%}" if measured else "",
+            str(self.skipped),
+            str(self.failed),
+        )
+
+
+def summarize(results: Results) -> list[Summary]:
+    """One summary per class and dtype, in the order they were measured."""
+    groups: dict[tuple[str, str], list[Document]] = {}
+    for document in results.problems:
+        groups.setdefault((document["suite"], document["case"]["dtype"]), []).append(document)
+    return [_summary(suite, dtype, documents) for (suite, dtype), documents in groups.items()]
+
+
+def _summary(suite: str, dtype: str, documents: Sequence[Document]) -> Summary:
+    measured = [doc for doc in documents if "times" in doc]
+    worst = min(measured, key=lambda doc: doc["ratio"], default=None)
+    return Summary(
+        suite=suite,
+        dtype=dtype,
+        ratios=tuple(doc["ratio"] for doc in measured),
+        worst="" if worst is None else title(worst),
+        noise=statistics.median([abs(d["noise"] - 1) for d in measured]) if measured else math.nan,
+        skipped=sum("skipped" in doc for doc in documents),
+        failed=sum("failed" in doc for doc in documents),
+    )
+
+
+def line(document: Document) -> str:
+    """One measured problem in one line."""
+    name = f"{document['suite']} {title(document)}"
+    if "times" not in document:
+        return f"{name}: {document.get('skipped') or 'failed: ' + document['failed']}"
+    us = {name: summary["median_us"] for name, summary in document["times"].items()}
+    return (
+        f"{name}: torch {microseconds(us[TORCH])}, tmm {microseconds(us[TMM])} µs, "
+        f"{times(document['ratio'])} (A/A {document['noise']:.3f}) {chosen(document)} "
+        f"[{document['origin']}]"
+    )
+
+
+def markdown(results: Results) -> str:
+    """The whole report."""
+    parts = [_header(results), _table(SUMMARY_COLUMNS, (s.cells for s in summarize(results)))]
+    suites = dict.fromkeys(document["suite"] for document in results.problems)
+    for suite in suites:
+        members = [document for document in results.problems if document["suite"] == suite]
+        measured = [document for document in members if "times" in document]
+        parts.append(f"## {suite}")
+        if measured:
+            parts.append(_problems(measured))
+        parts += [f"- {line(document)}" for document in members if "times" not in document]
+    if results.host is not None:
+        parts += ["## host cost per call", _host(results.host)]
+    return "\n\n".join(parts) + "\n"
+
+
+def _header(results: Results) -> str:
+    if not results.runs:
+        return "# tmm against torch"
+    last = results.runs[-1]
+    versions = last["environment"]
+    lines = [
+        f"# tmm against torch on {versions['name']}",
+        "",
+        f"torch {versions['torch']}, triton {versions['triton'] or 'none'}, "
+        f"CUDA {versions['cuda'] or 'none'}, cuBLAS {versions['cublas'] or 'none'}, "
+        f"driver {last['driver'] or 'unknown'}, tmm {last['tmm']}",
+    ]
+    for run in results.runs:
+        commit = (run["commit"] or "unknown")[:12]
+        dirty = " with uncommitted changes" if run["uncommitted_changes"] else ""
+        lines.append(
+            f"- {run['started']}: commit {commit}{dirty}, `tmm {' '.join(run['command'])}`"
+        )
+    lines += ["", "Ratios are torch's time over tmm's: above 1×, tmm is faster."]
+    return "\n".join(lines)
+
+
+def _problems(documents: Sequence[Document]) -> str:
+    kernels = sorted({k for d in documents for k in d["times"] if k.startswith("kernel ")})
+    floor = any("floor_us" in document for document in documents)
+    inductor = any(INDUCTOR in document["times"] for document in documents)
+    columns = ["problem", "torch µs", "tmm µs", "ratio", "A/A", "TFLOPS", "GB/s"]
+    columns += ["read floor µs", "tmm / floor"] * floor
+    columns += ["inductor µs", "inductor / tmm"] * inductor
+    columns += ["kernel", "origin", "error"] + [k.removeprefix("kernel ") for k in kernels]
+    return _table(columns, (_row(d, kernels, floor, inductor) for d in documents))
+
+
+def _row(document: Document, kernels: Sequence[str], floor: bool, inductor: bool) -> list[str]:
+    timed = document["times"]
+    tmm = timed[TMM]["median_us"]
+    row = [
+        title(document),
+        _spread(timed[TORCH]),
+        _spread(timed[TMM]),
+        times(document["ratio"]),
+        f"{document['noise']:.3f}",
+        f"{document['flops'] / tmm / 1e6:.1f}",
+        f"{document['bytes'] / tmm / 1e3:.0f}",
+    ]
+    if floor:
+        least = document.get("floor_us")
+        row += [microseconds(least), f"{tmm / least:.2f}" if least else ""]
+    if inductor:
+        theirs = timed.get(INDUCTOR, {}).get("median_us")
+        row += [microseconds(theirs), times(theirs / tmm if theirs else None)]
+    row += [chosen(document), document["origin"], f"{document['error']:.1e}"]
+    return row + [microseconds(timed.get(k, {}).get("median_us")) for k in kernels]
+
+
+def _host(document: Document) -> str:
+    costs: dict[str, float] = document["us"]
+    chosen = ", ".join(f"{what}: `{kernel}`" for what, kernel in document["kernels"].items())
+    size = f"{document['size']}×{document['size']} {document['dtype']}"
+    table = _table(("call", "µs"), ((f"`{name}`", f"{us:.2f}") for name, us in costs.items()))
+    return f"{size}; {chosen}\n\n{table}"
+
+
+def _table(columns: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    lines = [columns, ["---"] * len(columns), *rows]
+    return "\n".join(
+        "| " + " | ".join(c.replace("|", "\\|") for c in cells) + " |" for cells in lines
+    )
+
+
+def title(document: Document) -> str:
+    """The problem, without its class."""
+    return str(Case.from_json(document["case"]))
+
+
+def chosen(document: Document) -> str:
+    """Kernel and config that tmm chose."""
+    config = " ".join(f"{name}={value}" for name, value in document["config"].items())
+    return f"{document['kernel']} {config}".rstrip()
+
+
+def times(ratio: float | None) -> str:
+    return "" if ratio is None else f"{ratio:.3f}×"
+
+
+def microseconds(us: float | None) -> str:
+    return "" if us is None else f"{us:.1f}"
+
+
+def _spread(summary: dict[str, Any]) -> str:
+    """A median with the half width of its middle half."""
+    half = (summary["p75_us"] - summary["p25_us"]) / 2
+    return f"{summary['median_us']:.1f} ±{half:.1f}"

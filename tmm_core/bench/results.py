@@ -1,0 +1,123 @@
+"""The file of a run: one JSON document per line, each written as soon as it exists.
+
+The first line says under what the run was made, the others are a measured problem each (or
+host costs). A run that is killed keeps all but the line it was writing, and files of several
+runs, an hour of a machine here and there, read as one.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+Document = dict[str, Any]
+
+SUFFIX = ".jsonl"
+
+
+class Writer:
+    """Appends documents to a new file in ``folder``; without a folder, to none."""
+
+    def __init__(self, folder: Path | None, name: str) -> None:
+        self.path: Path | None = None
+        self._file = None
+        if folder is not None:
+            now = datetime.datetime.now(datetime.timezone.utc).strftime("%Y%m%dT%H%M%S")
+            folder.mkdir(parents=True, exist_ok=True)
+            self.path = folder / f"{now}-{name}{SUFFIX}"
+            self._file = self.path.open("x", encoding="utf-8")
+
+    def append(self, document: Document) -> None:
+        if self._file is not None:
+            self._file.write(json.dumps(document, ensure_ascii=False) + "\n")
+            self._file.flush()
+
+    def __enter__(self) -> Writer:
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._file is not None:
+            self._file.close()
+
+
+@dataclass
+class Results:
+    """What one or several runs have found."""
+
+    runs: list[Document] = field(default_factory=list)
+    #: One per problem, in the order they were first measured; the latest measurement.
+    problems: list[Document] = field(default_factory=list)
+    #: Host costs per call, the latest.
+    host: Document | None = None
+
+    @property
+    def measured(self) -> list[Document]:
+        """The problems that have times."""
+        return [doc for doc in self.problems if "times" in doc]
+
+    @classmethod
+    def of(cls, documents: Iterable[Document]) -> Results:
+        """Documents in the order they were written; of one problem the last counts."""
+        results, problems = cls(), {}
+        for document in documents:
+            if document["kind"] == "run":
+                results.runs.append(document)
+            elif document["kind"] == "host":
+                results.host = document
+            else:
+                key = identity(document["suite"], document["case"])
+                # A problem that failed this time was still measured that time.
+                if "times" in document or key not in problems:
+                    problems[key] = document
+        results.problems = list(problems.values())
+        return results
+
+    @classmethod
+    def read(cls, paths: Iterable[Path]) -> Results:
+        """Read files, and all files of folders in the order of their names (their times).
+
+        Raises:
+            OSError: A path cannot be read.
+            ValueError: A line that is no document, other than a torn last one.
+        """
+        files: list[Path] = []
+        for path in paths:
+            files += sorted(path.glob(f"*{SUFFIX}")) if path.is_dir() else [path]
+        return cls.of(document for file in files for document in _documents(file))
+
+
+def identity(suite: str, case: Document) -> str:
+    """What makes two measurements ones of the same problem."""
+    return json.dumps([suite, case], sort_keys=True)
+
+
+def _documents(path: Path) -> list[Document]:
+    lines = path.read_text("utf-8").split("\n")
+    documents = []
+    for number, line in enumerate(lines, start=1):
+        if not line:
+            continue
+        try:
+            document = json.loads(line)
+            if not isinstance(document, dict) or document.get("kind") not in (
+                "run",
+                "host",
+                "problem",
+            ):
+                raise ValueError("no result of tmm bench")
+        except ValueError as error:
+            if number == len(lines):  # torn off by whatever killed the run
+                continue
+            raise ValueError(f"{path}:{number}: {error}") from error
+        documents.append(document)
+    return documents

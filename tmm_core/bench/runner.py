@@ -1,0 +1,224 @@
+"""Time every task's providers against one another, in one loop, L2-cold.
+
+torch is timed twice in the same loop: what its two series differ by is what a difference
+between any other two means nothing below.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import tmm_core
+from tmm_core import ops, settings, verify
+from tmm_core.bench import environment, providers
+from tmm_core.bench.results import Document
+from tmm_core.bench.suites import Task
+from tmm_core.case import Call, precision
+from tmm_core.timing import CudaTimer, HostTimer, Run, Timer
+
+#: Columns every measured problem has.
+TORCH, AGAIN, TMM = "torch", "torch again", "tmm"
+INDUCTOR = "inductor"
+
+#: Suites whose time is that of moving bytes, for which a read floor says something.
+MEMORY_BOUND = ("decode", "large_k")
+
+#: Rounds of the loop: a quartile needs some ten samples; more than a few hundred do not
+#: narrow a median that drifts with the clocks anyway.
+LEAST_ROUNDS, MOST_ROUNDS = 11, 300
+PILOT_ROUNDS = 3
+
+#: How long the GPU is kept at work while its clock is read.
+CLOCK_MS = 60.0
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Options:
+    """What to do with each task.
+
+    Args:
+        tune: Tune the very problem first, unless it is on record.
+        tune_budget: Seconds of that, per problem; None: as the settings say.
+        kernels: Time the best config of every capable kernel as well.
+        inductor: Time ``torch.compile`` of the eager code as well.
+        floor: Time a cold read of the operands, for suites that are :data:`MEMORY_BOUND`.
+        seconds: Timing per problem, after tuning.
+        deadline: ``time.monotonic()`` past which no task is begun.
+    """
+
+    tune: bool = True
+    tune_budget: float | None = None
+    kernels: bool = False
+    inductor: bool = False
+    floor: bool = False
+    seconds: float = 0.5
+    deadline: float = float("inf")
+
+
+def run(tasks: Sequence[Task], device: torch.device, options: Options) -> Iterator[Document]:
+    """Measure one task after the other; one document each. Ends early at the deadline.
+
+    What fails in one task is in its document, and costs no other.
+    """
+    timer: Timer = CudaTimer(device) if device.type == "cuda" else HostTimer()
+    clocks = environment.Clocks(device)
+    for task in tasks:
+        if time.monotonic() >= options.deadline:
+            return
+        document: Document = {
+            "kind": "problem",
+            "suite": task.suite,
+            "case": task.case.to_json(),
+        }
+        started = time.monotonic()
+        if task.skip is not None:
+            document["skipped"] = task.skip
+        else:
+            try:
+                document |= _measure(task, device, options, timer, clocks)
+            except Exception as error:  # out of memory, a kernel's illegal access, …
+                document["failed"] = f"{type(error).__name__}: {error}"
+            _release(device)
+        document["seconds"] = round(time.monotonic() - started, 2)
+        yield document
+
+
+def _measure(
+    task: Task,
+    device: torch.device,
+    options: Options,
+    timer: Timer,
+    clocks: environment.Clocks,
+) -> Document:
+    # What is not on record is not tuned in the middle of a timing.
+    with (
+        torch.no_grad(),
+        precision(task.case.tf32),
+        settings.override(on_cache_miss="heuristic"),
+    ):
+        call = task.case.call(device)
+        tuning = _tune(call, options) if options.tune else None
+        plan = tmm_core.plan(call.a, call.b, **call.keywords)
+        document = _described(plan) | {"tuning_seconds": tuning, "error": _error(call, plan)}
+        runs = _runs(call, options, document)
+        samples = _samples(list(runs.values()), timer, options.seconds)
+        times = {name: _summary(mine) for name, mine in zip(runs, samples, strict=True)}
+        document["times"] = times
+        document["ratio"] = times[TORCH]["median_us"] / times[TMM]["median_us"]
+        document["noise"] = times[TORCH]["median_us"] / times[AGAIN]["median_us"]
+        if options.floor and device.type == "cuda" and task.suite in MEMORY_BOUND:
+            from tmm_core.bench.floor import read_us  # imports Triton
+
+            document["floor_us"] = round(read_us(call.a, call.b, timer), 3)
+        if device.type == "cuda":
+            document["clocks"] = _under_load(runs[TMM], times[TMM]["median_us"], clocks)
+        return document
+
+
+def _described(plan: tmm_core.Plan) -> Document:
+    problem, kernel = plan.problem, plan.choice.candidate.kernel
+    return {
+        "problem": str(problem),
+        "flops": problem.flops,
+        "bytes": problem.bytes,
+        "tolerance": verify.tolerance(problem),
+        "kernel": kernel.name,
+        "version": kernel.version,
+        "config": plan.config,
+        "origin": plan.origin,
+        "reason": plan.choice.reason,
+    }
+
+
+def _tune(call: Call, options: Options) -> float:
+    """Seconds spent tuning this very problem (about none where it is on record)."""
+    started = time.monotonic()
+    budget = options.tune_budget or settings.current().tune_budget
+    budget = max(1.0, min(budget, options.deadline - started))
+    tmm_core.tune(call.problem(), budget=budget)
+    return round(time.monotonic() - started, 2)
+
+
+def _error(call: Call, plan: tmm_core.Plan) -> float:
+    """Largest error of tmm's answer, on this call's own tensors and a poisoned output."""
+    inputs = call.inputs()
+    verify.poison(inputs.out)
+    call.matmul(out=inputs.out)
+    return verify.error(inputs.out, verify.reference(plan.problem, inputs))
+
+
+def _runs(call: Call, options: Options, document: Document) -> dict[str, Run]:
+    """What is timed, by column, called once already. An extra column that cannot be had is
+    left out and its reason noted in ``document``; torch's and tmm's own are a failure."""
+    eager = providers.eager(call)
+    extras: dict[str, Run] = {}
+    failed: dict[str, str] = {}
+    if options.kernels:
+        plans, failed = providers.kernels(call)
+        document["kernel_configs"] = {name: plan.config for name, plan in plans.items()}
+        extras |= {f"kernel {name}": _bound(plan, call) for name, plan in plans.items()}
+    if options.inductor:
+        extras[INDUCTOR] = providers.inductor(call)
+    runs = {TORCH: eager, TMM: providers.tmm(call), AGAIN: eager}
+    for run in runs.values():
+        _once(run, call.a.is_cuda)
+    for name, run in extras.items():
+        try:
+            _once(run, call.a.is_cuda)
+            runs[name] = run
+        except Exception as error:
+            failed[name.removeprefix("kernel ")] = f"{type(error).__name__}: {error}"
+    if failed:
+        document["not_timed"] = failed
+    return runs
+
+
+def _bound(plan: tmm_core.Plan, call: Call) -> Run:
+    return lambda: plan(call.a, call.b, call.bias, call.residual)
+
+
+def _once(run: Run, on_gpu: bool) -> None:
+    run()
+    if on_gpu:
+        torch.cuda.synchronize()
+
+
+def _samples(runs: Sequence[Run], timer: Timer, seconds: float) -> list[list[float]]:
+    started = time.monotonic()
+    timer.measure(runs, PILOT_ROUNDS)
+    per_round = (time.monotonic() - started) / PILOT_ROUNDS
+    rounds = min(MOST_ROUNDS, max(LEAST_ROUNDS, int(seconds / per_round)))
+    return timer.measure(runs, rounds)
+
+
+def _summary(samples: Sequence[float]) -> dict[str, Any]:
+    low, middle, high = statistics.quantiles(samples, n=4, method="inclusive")
+    return {
+        "median_us": round(middle, 3),
+        "p25_us": round(low, 3),
+        "p75_us": round(high, 3),
+        "samples": len(samples),
+    }
+
+
+def _under_load(work: Run, work_us: float, clocks: environment.Clocks) -> dict[str, float] | None:
+    """Clock and power under this very load: asked for while the GPU is busy with it."""
+    for _ in range(min(500, int(CLOCK_MS * 1e3 / work_us) + 1)):
+        work()
+    found = clocks.read()
+    torch.cuda.synchronize()
+    return found
+
+
+def _release(device: torch.device) -> None:
+    """Free what the problem held: plans keep workspaces, the allocator keeps blocks that
+    the next problem's sizes may not fit into."""
+    ops.forget_plans()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -1,0 +1,127 @@
+"""The problems, by class, from ``suite.json``."""
+
+from __future__ import annotations
+
+import functools
+import importlib.resources
+import itertools
+import json
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from tmm_core.case import LAYOUTS, Case, parse_dtype, parse_expression
+
+#: Dtypes whose products need scales, which ``matmul`` does not take: such problems are
+#: listed in results with this reason rather than left out.
+_SCALED = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
+_NO_SCALES = "not measured: matmul() takes no scales, which fp8 operands need"
+
+
+@dataclass(frozen=True, slots=True)
+class Task:
+    """A case as a member of its class."""
+
+    suite: str
+    case: Case
+
+    @property
+    def skip(self) -> str | None:
+        """Why it cannot be measured; None: it can."""
+        return _NO_SCALES if self.case.dtype in _SCALED else None
+
+    def __str__(self) -> str:
+        return f"{self.suite} {self.case}"
+
+
+@functools.cache
+def shipped() -> dict[str, Any]:
+    """The suites that come with tmm, as in ``suite.json``, by name."""
+    text = importlib.resources.files(__package__).joinpath("suite.json").read_text("utf-8")
+    return {name: suite for name, suite in json.loads(text).items() if name != "_doc"}
+
+
+def select(
+    names: Sequence[str], *, dtype: torch.dtype | None = None, limit: int | None = None
+) -> list[Task]:
+    """The tasks of the named suites (``["all"]``: of every one).
+
+    Args:
+        dtype: Only those of this dtype.
+        limit: At most so many of each suite.
+
+    Raises:
+        ValueError: A suite that does not exist.
+    """
+    suites = shipped()
+    if unknown := sorted(set(names) - set(suites) - {"all"}):
+        raise ValueError(f"unknown suite {', '.join(unknown)}; there are all, {', '.join(suites)}")
+    wanted = list(suites) if "all" in names else list(dict.fromkeys(names))
+    tasks: list[Task] = []
+    for name in wanted:
+        members = (t for t in expand(name, suites[name]) if dtype in (None, t.case.dtype))
+        tasks += itertools.islice(members, limit)
+    return tasks
+
+
+def read(document: object) -> list[Task]:
+    """The tasks of a whole document in the form of ``suite.json``.
+
+    Raises:
+        ValueError: It is not of that form.
+    """
+    if not isinstance(document, Mapping):
+        raise ValueError(f"suites must be a JSON object by name, got {type(document).__name__}")
+    return [
+        task
+        for name, suite in document.items()
+        if not name.startswith("_")
+        for task in expand(name, suite)
+    ]
+
+
+def expand(name: str, suite: Mapping[str, Any]) -> list[Task]:
+    """Every combination of a suite's dtypes, layouts, epilogues, precisions and shapes.
+
+    Raises:
+        ValueError: The suite is not of the form of those in ``suite.json``.
+    """
+    try:
+        layouts = _listed(suite.get("layout", "nn"))
+        shapes = [
+            ([1] * (4 - len(shape)) + [int(size) for size in shape]) for shape in suite["shapes"]
+        ]
+        dtypes = [parse_dtype(text) for text in _listed(suite["dtypes"])]
+        expressions = [parse_expression(text) for text in _listed(suite.get("epilogues", ""))]
+        precisions = _listed(suite.get("precision", "ieee"))
+    except (AttributeError, KeyError, TypeError) as error:
+        raise ValueError(f"suite {name!r}: {type(error).__name__}: {error}") from error
+    if unknown := (set(layouts) - set(LAYOUTS)) | (set(precisions) - {"ieee", "tf32"}):
+        raise ValueError(f"suite {name!r}: unknown {', '.join(map(repr, sorted(unknown)))}")
+    if any(len(shape) != 4 for shape in shapes):
+        raise ValueError(f"suite {name!r}: shapes are [M, N, K] or [B, M, N, K]")
+    combinations = itertools.product(dtypes, precisions, layouts, expressions, shapes)
+    return [
+        Task(
+            name,
+            Case(
+                m=m,
+                n=n,
+                k=k,
+                batch=batch,
+                dtype=dtype,
+                layout=layout,
+                epilogue=epilogue,
+                bias=bias,
+                residual=residual,
+                tf32=precision == "tf32",
+            ),
+        )
+        for dtype, precision, layout, (bias, epilogue, residual), (batch, m, n, k) in combinations
+    ]
+
+
+def _listed(value: str | Iterable[str]) -> list[str]:
+    return [value] if isinstance(value, str) else list(value)

@@ -1,0 +1,1 @@
+"""The subcommands of ``tmm``: one module each, of a function that runs it."""

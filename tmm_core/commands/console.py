@@ -1,0 +1,88 @@
+"""How ``tmm`` speaks and ends: data on stdout, notes on stderr, three exit statuses."""
+
+from __future__ import annotations
+
+import json
+import sys
+import warnings
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any, Literal, TextIO
+
+#: Exit statuses: done; something is wrong or was left undone; a mistake in the call.
+DONE, FOUND, MISTAKE = 0, 1, 2
+#: And what a shell gives a command that was interrupted.
+INTERRUPTED = 130
+
+_WIDE = 100_000
+
+
+class UsageError(Exception):
+    """The call asks for something that cannot be: told in one line, exit status 2."""
+
+
+def note(text: str) -> None:
+    """Tell the user something that is not data."""
+    print(f"tmm: {text}", file=sys.stderr, flush=True)
+
+
+def print_json(value: Any) -> None:
+    """Print data for a program."""
+    print(json.dumps(value, indent=2, ensure_ascii=False))
+
+
+def print_table(
+    columns: Sequence[str], rows: Iterable[Sequence[str]], numbers: Iterable[str] = ()
+) -> None:
+    """Print a table on stdout; the columns named in ``numbers`` are aligned at the right.
+
+    On a terminal it keeps to its width; elsewhere lines are as long as they need to be, since
+    a kernel name cut off in a log or under ``grep`` is wrong and not just ugly.
+    """
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    for column in columns:
+        justify: Literal["left", "right"] = "right" if column in numbers else "left"
+        table.add_column(column, justify=justify, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    width = None if sys.stdout.isatty() else _WIDE
+    console = Console(width=width, markup=False, highlight=False, emoji=False)
+    # Captured, because rich answers a closed pipe by ending the process with status 1.
+    with console.capture() as captured:
+        console.print(table)
+    print("\n".join(line.rstrip() for line in captured.get().splitlines()))
+
+
+@contextmanager
+def warnings_as_notes() -> Iterator[None]:
+    """Inside, tmm's warnings (a broken plugin, a damaged record) are notes, each once."""
+    from tmm_cache import CacheWarning
+
+    from tmm_core.errors import TmmWarning
+
+    told: set[str] = set()
+    default = warnings.showwarning
+
+    def show(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        if not issubclass(category, (TmmWarning, CacheWarning)):
+            default(message, category, filename, lineno, file, line)
+        elif str(message) not in told:
+            told.add(str(message))
+            note(str(message))
+
+    with warnings.catch_warnings():
+        warnings.showwarning = show
+        for category in (TmmWarning, CacheWarning):
+            warnings.simplefilter("always", category)
+        yield

@@ -1,0 +1,148 @@
+"""Look into some programs of a kernel's grid, and not into all of them.
+
+    from tmm_core.testing import breakpoint_if, print_if
+
+    @triton.jit
+    def kernel(…):
+        …
+        print_if("acc", "0,>2", acc)      # where program_id(0) == 0 and program_id(1) > 2
+        breakpoint_if("0,*,!=2")          # under TRITON_INTERPRET=1 only
+
+A condition has up to three comma-separated terms, for ``program_id(0)``, ``(1)`` and ``(2)``:
+a number that the id is to equal, a comparison (``=3``, ``!=3``, ``<3``, ``<=3``, ``>3``,
+``>=3``) or ``*`` for any. Axes without a term are not constrained.
+"""
+
+from __future__ import annotations
+
+import pdb
+import sys
+from types import FrameType
+
+import triton
+import triton.language as tl
+
+from tmm_core.device import interpreting
+
+
+# Without a regular expression: Triton hashes what compile-time functions refer to, and takes
+# no function of another module.
+@triton.constexpr_function
+def parse_condition(text):
+    """The comparison and the number for each of the three axes; ``*`` reads ``(">=", 0)``.
+
+    >>> parse_condition("0, >1")
+    (('=', 0), ('>', 1), ('>=', 0))
+
+    Raises:
+        ValueError: The text is no such condition; the message quotes the term at fault.
+    """
+    terms = text.split(",")
+    if len(terms) > 3:
+        raise ValueError(f"condition {text!r} has {len(terms)} terms; a grid has three axes")
+    parsed = []
+    for axis, term in enumerate(terms):
+        number, comparison = term.strip(), "="
+        for symbol in ("!=", "<=", ">=", "=", "<", ">"):
+            if number.startswith(symbol):
+                number, comparison = number[len(symbol) :].strip(), symbol
+                break
+        if term.strip() == "*":
+            parsed.append((">=", 0))
+        elif number.isascii() and number.isdigit():
+            parsed.append((comparison, int(number)))
+        else:
+            raise ValueError(
+                f"condition {text!r}: {term!r}, for program_id({axis}), is none of 3, =3, !=3, "
+                "<3, <=3, >3, >=3 and *"
+            )
+    return (*parsed, *[(">=", 0)] * (3 - len(parsed)))
+
+
+@triton.constexpr_function
+def _comparison(text, axis):
+    return parse_condition(text)[axis][0]
+
+
+@triton.constexpr_function
+def _bound(text, axis):
+    return parse_condition(text)[axis][1]
+
+
+@triton.jit
+def _holds_on(condition: tl.constexpr, AXIS: tl.constexpr):
+    COMPARISON: tl.constexpr = _comparison(condition, AXIS)
+    BOUND: tl.constexpr = _bound(condition, AXIS)
+    pid = tl.program_id(AXIS)
+    if COMPARISON == "=":
+        holds = pid == BOUND
+    elif COMPARISON == "!=":
+        holds = pid != BOUND
+    elif COMPARISON == "<":
+        holds = pid < BOUND
+    elif COMPARISON == "<=":
+        holds = pid <= BOUND
+    elif COMPARISON == ">":
+        holds = pid > BOUND
+    else:
+        holds = pid >= BOUND
+    return holds
+
+
+@triton.jit
+def holds(condition: tl.constexpr):
+    """Whether this program is one of those that ``condition`` names; a scalar."""
+    return _holds_on(condition, 0) & _holds_on(condition, 1) & _holds_on(condition, 2)
+
+
+@triton.jit
+def _print(text: tl.constexpr, x):
+    if x is not None:
+        # The interpreter keeps bf16 as 16-bit integers and would print those.
+        if hasattr(x, "dtype") and x.dtype == tl.bfloat16:
+            x = x.to(tl.float32)
+        tl.device_print(text, x)
+
+
+@triton.jit
+def print_if(text: tl.constexpr, condition: tl.constexpr, x0, x1=None, x2=None, x3=None):
+    """Print up to four scalars or blocks after ``text``, in the programs that ``condition``
+    names. Interpreted, a block is printed whole; compiled, element by element, through the
+    GPU's buffer (see ``tl.device_print``).
+
+    Raises:
+        ValueError: The condition does not parse (wrapped in Triton's own error).
+    """
+    if holds(condition):
+        _print(text, x0)
+        _print(text, x1)
+        _print(text, x2)
+        _print(text, x3)
+
+
+if interpreting():
+
+    def breakpoint_if(condition):
+        """Stop in Python's debugger, at the line of the kernel that follows, in the programs
+        that ``condition`` names.
+
+        Raises:
+            ValueError: The condition does not parse (wrapped in Triton's own error).
+        """
+        if holds(condition):
+            _stop(sys._getframe(1))
+
+else:
+
+    @triton.jit
+    def breakpoint_if(condition: tl.constexpr):
+        """Stop in Python's debugger; a compile error where kernels are not interpreted."""
+        tl.static_assert(False, "breakpoint_if needs Triton's interpreter: set TRITON_INTERPRET=1")
+
+
+def _stop(frame: FrameType) -> None:
+    if sys.breakpointhook is sys.__breakpointhook__:
+        # Not breakpoint(), which would stop in here, two frames below the kernel.
+        pdb.Pdb().set_trace(frame)
+    else:
+        sys.breakpointhook()

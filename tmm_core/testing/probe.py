@@ -1,0 +1,202 @@
+"""One problem to hold a kernel to: operands in given layouts, and every way to get it wrong."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import zlib
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+import torch
+
+from tmm_core import verify
+from tmm_core.case import precision
+from tmm_core.device import fingerprint
+from tmm_core.epilogue import IDENTITY, Epilogue
+from tmm_core.kernel import Launcher
+from tmm_core.problem import Problem
+from tmm_core.testing import memory
+from tmm_core.testing.memory import Guarded
+
+_WHOLE_NUMBERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Probe:
+    """A problem by sizes, dtypes and layouts (:data:`tmm_core.testing.memory.LAYOUTS`)."""
+
+    m: int
+    n: int
+    k: int
+    dtype: torch.dtype
+    batch: int = 1
+    #: None: that of the operands.
+    out_dtype: torch.dtype | None = None
+    a: str = "row"
+    b: str = "row"
+    out: str = "row"
+    #: How the batch's matrices of a and of b follow each other.
+    stack_a: str = "packed"
+    stack_b: str = "packed"
+    epilogue: Epilogue = IDENTITY
+    #: Layout of the bias vector (``packed``, ``strided``, ``broadcast``), or None.
+    bias: str | None = None
+    bias_dtype: torch.dtype | None = None
+    residual: str | None = None
+    stack_residual: str = "packed"
+    residual_dtype: torch.dtype | None = None
+    alpha: float = 1.0
+    tf32: bool = False
+    #: Varies leading strides within their class, and the random numbers.
+    spread: int = 1
+
+    def pose(self, device: torch.device) -> Posed:
+        """Make the tensors. The same probe makes the same numbers."""
+        generator = torch.Generator(device).manual_seed(zlib.crc32(str(self).encode()))
+        batch = (self.batch,) if self.batch != 1 else ()
+        width = self.n * (2 if self.epilogue.gated else 1)
+        out_dtype = self.out_dtype or self.dtype
+        # Of unit variance in the product, as verification's inputs; see there.
+        scale = max(1, self.k) ** -0.25
+        operands = {
+            "a": memory.operand(
+                (*batch, self.m, self.k), self.a, self.dtype, device, generator,
+                scale=scale, stacking=self.stack_a, spread=self.spread,
+            ),
+            "b": memory.operand(
+                (*batch, self.k, width), self.b, self.dtype, device, generator,
+                scale=scale, stacking=self.stack_b, spread=self.spread,
+            ),
+        }  # fmt: skip
+        if self.bias is not None:
+            dtype = self.bias_dtype or self.dtype
+            operands["bias"] = memory.vector(width, self.bias, dtype, device, generator)
+        if self.residual is not None:
+            operands["residual"] = memory.operand(
+                (*batch, self.m, self.n), self.residual, self.residual_dtype or out_dtype,
+                device, generator, stacking=self.stack_residual, spread=self.spread,
+            )  # fmt: skip
+        out = memory.destination(
+            (*batch, self.m, self.n), self.out, out_dtype, device, spread=self.spread
+        )
+        return Posed(self, operands, out)
+
+    def __str__(self) -> str:
+        words = [f"{self.m}x{self.n}x{self.k}", _word(self.dtype)]
+        for field in dataclasses.fields(self)[4:]:
+            value = getattr(self, field.name)
+            if value != field.default:
+                words.append(f"{field.name}:{_word(value)}")
+        return "-".join(words)
+
+
+def _word(value: object) -> str:
+    return str(value).removeprefix("torch.")
+
+
+@dataclass(frozen=True)
+class Posed:
+    """A probe's tensors."""
+
+    probe: Probe
+    operands: dict[str, Guarded]
+    out: Guarded
+
+    @functools.cached_property
+    def problem(self) -> Problem:
+        """The problem they pose, written to ``out``."""
+        return self._problem(self.out.tensor)
+
+    @functools.cached_property
+    def allocating(self) -> Problem:
+        """The problem they pose where the launcher makes the output."""
+        out = self.out.tensor
+        return self._problem(torch.empty(out.shape, dtype=out.dtype, device="meta"))
+
+    def _problem(self, out: torch.Tensor) -> Problem:
+        inputs = self.inputs
+        return Problem.of(
+            inputs.a,
+            inputs.b,
+            out,
+            fingerprint(inputs.a.device),
+            bias=inputs.bias,
+            residual=inputs.residual,
+            epilogue=self.probe.epilogue,
+            scaled=self.probe.alpha != 1.0,
+            tf32=self.probe.tf32,
+        )
+
+    @functools.cached_property
+    def inputs(self) -> verify.Inputs:
+        tensors = {name: guarded.tensor for name, guarded in self.operands.items()}
+        return verify.Inputs(
+            a=tensors["a"],
+            b=tensors["b"],
+            bias=tensors.get("bias"),
+            residual=tensors.get("residual"),
+            alpha=self.probe.alpha,
+            out=self.out.tensor,
+        )
+
+    def launch(self, launcher: Launcher, out: torch.Tensor | None) -> torch.Tensor:
+        """Call ``launcher`` with these operands, TF32 allowed or not as the probe says."""
+        i = self.inputs
+        with precision(self.probe.tf32):
+            return launcher(i.a, i.b, i.bias, i.residual, i.alpha, out)
+
+    def faults(self, launcher: Launcher, slack: float) -> list[str]:
+        """Launch into ``out`` and say what is wrong with it, in full sentences."""
+        out = self.out.tensor
+        out.copy_(self.out.before.as_strided(out.shape, out.stride(), out.storage_offset()))
+        result = self.launch(launcher, out)
+        faults = []
+        if result is not out:
+            faults.append("It returned something else than the out it was given.")
+        faults += self.differences(out, slack)
+        if count := self.out.changed_outside():
+            faults.append(f"It wrote to {count} elements outside out.")
+        for name, guarded in self.operands.items():
+            if count := guarded.changed():
+                faults.append(f"It wrote to {count} elements of {name} or around it.")
+        return faults
+
+    def differences(self, result: torch.Tensor, slack: float) -> Iterator[str]:
+        """What is wrong with the values, if anything."""
+        expected = self._expected().to(result.device)
+        limit = self._tolerance() * slack
+        # Real and imaginary parts are numbers to be right in, each.
+        if result.is_complex():
+            result, expected = torch.view_as_real(result), torch.view_as_real(expected)
+        error = verify.error(result, expected)
+        if error <= limit:
+            return
+        if missing := int(result.isnan().sum()):
+            yield (
+                f"{missing} of {result.numel()} elements are NaN: never written, or made of "
+                "what lies outside an operand."
+            )
+        off = ((result.to(expected.dtype) - expected).abs() / (expected.abs() + 1)).nan_to_num(1e9)
+        place = (off == off.max()).nonzero()[0].tolist()
+        has, wanted = (t[tuple(place)].item() for t in (result, expected))
+        yield (
+            f"Its error is {error:.3g}, {limit:.3g} is accepted; at {place} it has {has:.6g} "
+            f"for {wanted:.6g}."
+        )
+
+    def _expected(self) -> torch.Tensor:
+        if self.probe.dtype.is_floating_point:
+            return verify.reference(self.problem, self.inputs)
+        # On the CPU, where torch multiplies everything.
+        a, b = self.inputs.a.cpu(), self.inputs.b.cpu()
+        wide = torch.complex128 if a.is_complex() else a.dtype
+        return torch.matmul(a.to(wide), b.to(wide))
+
+    def _tolerance(self) -> float:
+        dtype = self.out.tensor.dtype
+        if dtype in _WHOLE_NUMBERS:
+            return 0.0
+        if dtype.is_complex:
+            return verify.TOLERANCE[dtype.to_real()]
+        return verify.tolerance(self.problem)
