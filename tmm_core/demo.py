@@ -128,7 +128,13 @@ def on_gpu() -> int:
     """Eight problems, tuned if they are not on record and timed against torch."""
     device = torch.device("cuda", torch.cuda.current_device())
     print(f"{torch.cuda.get_device_name(device)}: torch and tmm side by side, L2-cold, medians")
-    tasks = [suites.Task("demo", case) for case in GPU_CASES]
+    return compare(GPU_CASES, device)
+
+
+def compare(cases: Sequence[Case], device: torch.device) -> int:
+    """Print a table of what was chosen and how long it takes; 1 where something failed or
+    was wrong."""
+    tasks = [suites.Task("demo", case) for case in cases]
     options = runner.Options(
         tune_budget=GPU_BUDGET, seconds=0.2, deadline=time.monotonic() + GPU_SECONDS
     )

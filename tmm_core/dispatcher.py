@@ -78,7 +78,8 @@ class Dispatcher:
         # a new shape comes by, the bucket's choice is made once.
         with self._lock:
             able = self._able(problem, settings)
-            if [kernel.name for kernel in able] == [FALLBACK]:
+            # Where even BLAS declines, it is BLAS that says so.
+            if all(kernel.name == FALLBACK for kernel in able):
                 return self._fallback("no other kernel can serve this problem")
             if key.m != problem.m and not problem.batch_invariant:
                 exact = self._cached(problem, _bare(problem), able)

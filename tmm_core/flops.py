@@ -27,7 +27,7 @@ def matmul_flops(
     rows = a[-2] if len(a) > 1 else 1
     width = b[-1] if len(b) > 1 else 1
     batch = torch.broadcast_shapes(tuple(a[:-2]), tuple(b[:-2]))
-    return 2 * math.prod(batch) * rows * a[-1] * width
+    return int(2 * math.prod(batch) * rows * a[-1] * width)
 
 
 def install() -> None:

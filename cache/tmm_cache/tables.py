@@ -67,7 +67,8 @@ def print_table(
         )
     for row in rows:
         table.add_row(*(row[index] for index in kept))
-    # Captured, because rich answers a closed pipe by ending the process with status 1.
+    # Captured after a flush, because rich answers a closed pipe by ending the process with 1.
+    sys.stdout.flush()
     with console.capture() as captured:
         console.print(table)
     # rich pads cells to the column's width, to the right of the last column too.

@@ -41,6 +41,9 @@ class Blas(Kernel[BlasConfig]):
     config_type = BlasConfig
 
     def reasons_against(self, problem: Problem) -> list[str]:
+        dtype = problem.a.dtype
+        if problem.device.type == "cuda" and not (dtype.is_floating_point or dtype.is_complex):
+            return [f"torch has no {dtype} matmul on CUDA"]
         return []
 
     def configs(self, problem: Problem) -> Iterable[BlasConfig]:

@@ -155,6 +155,10 @@ class FusedEpilogueConfig(TileConfig):
         check("GROUP_M", self.GROUP_M, range(1, 65))
         check("SUBTILE", self.SUBTILE, (1, 2))
 
+    @property
+    def parts(self) -> int:
+        return self.SUBTILE
+
 
 class FusedEpilogue(TritonKernel[FusedEpilogueConfig]):
     name = "triton.fused_epilogue"

@@ -105,10 +105,10 @@ class TritonKernel(Kernel[C]):
         return sorted(fitting, key=lambda c: self.estimate_us(problem, c))[:most]
 
 
-def single(kernel: TritonKernel[C], problem: Problem, config: C, grid: operands.Grid) -> Launcher:
+def single(kernel: TritonKernel[C], problem: Problem, config: C, grid: tuple[int, int, int]) -> Launcher:
     """The launcher of a kernel that is one launch over pointers."""
     (build,) = kernel.builds(problem, config)
-    launch = build.launch(problem.device.type)
+    launch = build.launch(problem.device.type).call
     read = operands.reader(problem, list(build.types))
     shape, dtype = operands.out_shape(problem), problem.out.dtype
 
@@ -122,7 +122,7 @@ def single(kernel: TritonKernel[C], problem: Problem, config: C, grid: operands.
     ) -> torch.Tensor:
         if out is None:
             out = a.new_empty(shape, dtype=dtype)
-        launch(grid, *read(a, b, bias, residual, alpha, out))
+        launch(*grid, *read(a, b, bias, residual, alpha, out))
         return out
 
     return run

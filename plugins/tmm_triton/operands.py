@@ -143,9 +143,9 @@ class TileConfig(Config):
         return self.num_stages * stage
 
     def registers(self, problem: Problem) -> int:
-        """Registers per thread that hold the accumulators and whatever of the operand tiles
-        has to pass through registers: all of an operand whose rows are not aligned, since
-        asynchronous copies move 4 bytes at least, each element with an address of its own."""
+        """Registers per thread that hold tiles: the accumulators, the residual as it is added
+        to a part of them, and all of an operand whose rows are not aligned (asynchronous
+        copies move 4 bytes at least), each element of it beside its address."""
         threads = 32 * self.num_warps
         width = self.BLOCK_N * (2 if problem.gated else 1)
         accumulator = self.BLOCK_M * width // threads
@@ -154,7 +154,15 @@ class TileConfig(Config):
             copied += self.BLOCK_M * self.BLOCK_K
         if not problem.b.aligned:
             copied += self.BLOCK_K * width
-        return accumulator + 2 * copied // threads
+        added = 0
+        if problem.residual is not None:
+            added = self.BLOCK_M * self.BLOCK_N // self.parts // threads
+        return accumulator + added + 2 * copied // threads
+
+    @property
+    def parts(self) -> int:
+        """In how many parts the tile is finished."""
+        return 1
 
 
 def check(name: str, value: int, allowed: Sequence[int]) -> None:

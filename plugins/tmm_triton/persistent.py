@@ -202,10 +202,18 @@ class PersistentConfig(TileConfig):
         check("GROUP_M", self.GROUP_M, range(1, 65))
         check("SUBTILE", self.SUBTILE, (1, 2))
 
+    @property
+    def parts(self) -> int:
+        return self.SUBTILE
+
     def shared_memory(self, problem: Problem) -> int:
-        """Bytes of the operand tiles and of the output on its way out."""
-        staged = self.BLOCK_M * self.BLOCK_N // self.SUBTILE * problem.out.dtype.itemsize
-        return super().shared_memory(problem) + (staged if _describable(problem.out) else 0)
+        """Bytes of the operand tiles, of the output on its way out and the residual on its
+        way in (which takes on the accumulator's layout there), and of barriers and bias."""
+        part = self.BLOCK_M * self.BLOCK_N // self.SUBTILE
+        staged = part * problem.out.dtype.itemsize if _describable(problem.out) else 0
+        if problem.residual is not None:
+            staged += part * problem.residual.dtype.itemsize
+        return super().shared_memory(problem) + staged + 1024
 
 
 class Persistent(TritonKernel[PersistentConfig]):
@@ -269,7 +277,7 @@ class Persistent(TritonKernel[PersistentConfig]):
 
     def bind(self, problem: Problem, config: PersistentConfig) -> Launcher:
         (build,) = self.builds(problem, config)
-        launch = build.launch(problem.device.type)
+        launch = build.launch(problem.device.type).call
         own = {"a_desc", "b_desc", "out_desc", "a_step", "b_step", "batch"}
         read = reader(problem, [name for name in build.types if name not in own])
         m, n, k, batch = problem.m, problem.n, problem.k, problem.batch
@@ -299,7 +307,7 @@ class Persistent(TritonKernel[PersistentConfig]):
             if batch > 1:
                 # A matrix shared by the whole batch is described once: TMA knows no stride 0.
                 first += (int(a.stride(0) != 0), int(b.stride(0) != 0), batch)
-            launch(grid, *first, *read(a, b, bias, residual, alpha, out))
+            launch(*grid, *first, *read(a, b, bias, residual, alpha, out))
             return out
 
         return run

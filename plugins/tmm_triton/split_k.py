@@ -306,7 +306,7 @@ def _bind_last(
     kernel: SplitK, problem: Problem, config: SplitKConfig, grid: tuple[int, int, int]
 ) -> Launcher:
     (build,) = kernel.builds(problem, config)
-    launch = build.launch(problem.device.type)
+    launch = build.launch(problem.device.type).call
     read = reader(problem, list(build.types)[2:])
     shape, dtype = out_shape(problem), problem.out.dtype
     partials = config.SPLIT_K * problem.batch * problem.m * problem.n
@@ -323,7 +323,7 @@ def _bind_last(
         if out is None:
             out = a.new_empty(shape, dtype=dtype)
         workspace = a.new_empty(partials, dtype=torch.float32)
-        launch(grid, workspace, counters(), *read(a, b, bias, residual, alpha, out))
+        launch(*grid, workspace, counters(), *read(a, b, bias, residual, alpha, out))
         return out
 
     return run
@@ -333,7 +333,8 @@ def _bind_two(
     kernel: SplitK, problem: Problem, config: SplitKConfig, grid: tuple[int, int, int]
 ) -> Launcher:
     build, second = kernel.builds(problem, config)
-    launch, reduce = build.launch(problem.device.type), second.launch(problem.device.type)
+    device = problem.device.type
+    launch, reduce = build.launch(device).call, second.launch(device).call
     read = reader(problem, list(build.types)[1:])
     read_second = reader(problem, list(second.types)[1:])
     block_m, block_n = _reduce_block(problem)
@@ -354,8 +355,8 @@ def _bind_two(
         # One per call: were it shared, a second thread's first launch could come between
         # this one's two.
         workspace = a.new_empty(partials, dtype=torch.float32)
-        launch(grid, workspace, *read(a, b, bias, residual, alpha, out))
-        reduce(reduce_grid, workspace, *read_second(a, b, bias, residual, alpha, out))
+        launch(*grid, workspace, *read(a, b, bias, residual, alpha, out))
+        reduce(*reduce_grid, workspace, *read_second(a, b, bias, residual, alpha, out))
         return out
 
     return run

@@ -287,7 +287,7 @@ def _strips(x, STRIPS: gl.constexpr):
 def _with_bias(z, bias, column, end, LAYOUT: gl.constexpr):
     pointer, stride = bias
     columns = column + gl.arange(0, z.shape[1], layout=gl.SliceLayout(0, LAYOUT))
-    values = gl.load(pointer + columns.to(gl.int64) * stride, mask=columns < end, other=0.0)
+    values = gl.load(pointer + columns * stride, mask=columns < end, other=0.0)
     return z + gl.expand_dims(values.to(gl.float32), 0)
 
 
@@ -296,8 +296,8 @@ def _with_residual(z, residual, row, column, M, N, LAYOUT: gl.constexpr):
     pointer, stride_m, stride_n = residual
     rows = row + gl.arange(0, z.shape[0], layout=gl.SliceLayout(1, LAYOUT))
     columns = column + gl.arange(0, z.shape[1], layout=gl.SliceLayout(0, LAYOUT))
-    down = gl.expand_dims(rows.to(gl.int64) * stride_m, 1)
-    across = gl.expand_dims(columns.to(gl.int64) * stride_n, 0)
+    down = gl.expand_dims(rows * stride_m, 1)
+    across = gl.expand_dims(columns * stride_n, 0)
     inside = gl.expand_dims(rows < M, 1) & gl.expand_dims(columns < N, 0)
     return z + gl.load(pointer + down + across, mask=inside, other=0.0).to(gl.float32)
 
@@ -625,13 +625,16 @@ class WarpSpecialized(Kernel[WarpSpecializedConfig]):
         if problem.bias is not None:
             types |= {"bias_ptr": pointer(problem.bias), "bias_stride": "i64"}
         if problem.residual is not None:
+            # A dimension of one element may have any stride.
+            wide = problem.residual.wide or 1 in (problem.m, problem.n)
+            stride = "i64" if wide else "i32"
             types |= {"residual_ptr": pointer(problem.residual.dtype)}
-            types |= {"residual_stride_m": "i64", "residual_stride_n": "i64"}
+            types |= {"residual_stride_m": stride, "residual_stride_n": stride}
             if problem.residual.layout == "row":
                 # Neighbours are adjacent: two are loaded at once where pairs are aligned.
                 del types["residual_stride_n"]
                 constants["residual_stride_n"] = 1
-                if problem.residual.aligned and problem.m > 1 and problem.n % 8 == 0:
+                if problem.residual.aligned and problem.n % 8 == 0:
                     divisible = {"residual_ptr": 16, "residual_stride_m": 4, "N": 8}
         if problem.scaled:
             types["alpha"] = "fp32"
@@ -658,8 +661,8 @@ class WarpSpecialized(Kernel[WarpSpecializedConfig]):
         # As many blocks as the waves need, not as there are SMs: 512 tiles take 132 blocks no
         # fewer waves than 128, which run at a rectangle of tiles and leave power to clocks.
         blocks = -(-tiles // -(-tiles // problem.device.sm_count))
-        grid = (blocks, 1, 1)
-        stride_n_given = "residual_stride_n" in of.types
+        call = launch.call
+        strides = [d for d in (0, 1) if f"residual_stride_{'mn'[d]}" in of.types]
         scaled = problem.scaled
 
         def run(
@@ -676,12 +679,10 @@ class WarpSpecialized(Kernel[WarpSpecializedConfig]):
             if bias is not None:
                 args += (bias.data_ptr(), bias.stride(0))
             if residual is not None:
-                args += (residual.data_ptr(), residual.stride(0))
-                if stride_n_given:
-                    args += (residual.stride(1),)
+                args += (residual.data_ptr(), *map(residual.stride, strides))
             if scaled:
                 args += (alpha,)
-            launch(grid, *args)
+            call(blocks, 1, 1, *args)
             return out
 
         return run

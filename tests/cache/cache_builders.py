@@ -90,6 +90,7 @@ def child(*arguments: str, cache_dir: Path | None = None, **options: Any) -> sub
     environ = {**os.environ, "PYTHONPATH": os.pathsep.join([str(package), str(here)])}
     if cache_dir is not None:
         environ["TMM_CACHE_DIR"] = str(cache_dir)
+    environ.pop("PYTHONUNBUFFERED", None)  # it hides what goes wrong at the last flush
     environ.update(options.pop("environ", {}))
     return subprocess.Popen(
         [sys.executable, *arguments],

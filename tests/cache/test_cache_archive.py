@@ -76,6 +76,7 @@ def test_the_same_records_give_the_same_bytes(
         os.utime(path, (1, 1))
     assert main(["--cache-dir", str(target.root), "export", str(second)]) == 0
     assert first.read_bytes() == second.read_bytes()
+    assert first.read_bytes()[4:8] == bytes(4)  # gzip's own time
     with tarfile.open(first) as file:
         members = file.getmembers()
     assert [member.name for member in members] == sorted(member.name for member in members)
@@ -216,6 +217,7 @@ def test_wrong_contents_are_left_out_and_told_of(
     captured = capsys.readouterr().err
     for name in (misnamed, huge, garbage, f"{FOLDER}/environment.json"):
         assert f"left out {name}: " in captured
+    assert f"{huge}: is larger than {MAX_BYTES} bytes" in captured
     assert [(entry.record, entry.environment) for entry in target.entries()] == [(record(), None)]
 
 

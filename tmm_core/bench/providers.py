@@ -39,9 +39,7 @@ def inductor(call: Call) -> Run:
     """
     # Each problem is a recompilation of one code object, and eight is where dynamo gives up.
     torch._dynamo.reset()
-    compiled = torch.compile(
-        expression(call), mode="max-autotune-no-cudagraphs", dynamic=False, fullgraph=True
-    )
+    compiled = torch.compile(expression(call), mode="max-autotune-no-cudagraphs", dynamic=False)
     return _on(call, compiled)
 
 
@@ -51,20 +49,21 @@ def _on(call: Call, function: Expression) -> Run:
 
 def expression(call: Call) -> Expression:
     """The eager code of a call as a function of its tensors."""
-    epilogue, out_dtype = call.epilogue, call.out_dtype
-    first, *others = epilogue.stages or (epilogue,)
+    # Looked up here, so that the function is nothing but torch code, which dynamo can trace.
+    stages = call.epilogue.stages or (call.epilogue,)
+    gated, out_dtype = stages[0].gated, call.out_dtype
+    steps = [(stage.reference, stage.parameters) for stage in stages if not stage.is_identity]
 
     def run(a: Tensor, b: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
-        if first.gated:
-            biases = (None, None) if bias is None else bias.chunk(2)
-            halves = zip(b.chunk(2, dim=-1), biases, strict=True)
-            y = first.reference(*(_product(a, half, z) for half, z in halves), *first.parameters)
+        if gated:
+            gate, up = b.chunk(2, dim=-1)
+            z, u = (None, None) if bias is None else bias.chunk(2)
+            inputs = [_product(a, gate, z), _product(a, up, u)]
         else:
-            y = _product(a, b, bias)
-            if not first.is_identity:
-                y = first.reference(y, *first.parameters)
-        for stage in others:
-            y = stage.reference(y, *stage.parameters)
+            inputs = [_product(a, b, bias)]
+        for function, parameters in steps:
+            inputs = [function(*inputs, *parameters)]
+        (y,) = inputs
         if residual is not None:
             y = y + residual
         return y if out_dtype is None else y.to(out_dtype)

@@ -27,7 +27,7 @@ class Writer:
         self.path: Path | None = None
         self._file = None
         if folder is not None:
-            now = datetime.datetime.now(datetime.timezone.utc).strftime("%Y%m%dT%H%M%S")
+            now = datetime.datetime.now(datetime.timezone.utc).strftime("%Y%m%dT%H%M%S.%f")
             folder.mkdir(parents=True, exist_ok=True)
             self.path = folder / f"{now}-{name}{SUFFIX}"
             self._file = self.path.open("x", encoding="utf-8")

@@ -90,9 +90,7 @@ def expand(name: str, suite: Mapping[str, Any]) -> list[Task]:
     """
     try:
         layouts = _listed(suite.get("layout", "nn"))
-        shapes = [
-            ([1] * (4 - len(shape)) + [int(size) for size in shape]) for shape in suite["shapes"]
-        ]
+        shapes = [[int(size) for size in shape] for shape in suite["shapes"]]
         dtypes = [parse_dtype(text) for text in _listed(suite["dtypes"])]
         expressions = [parse_expression(text) for text in _listed(suite.get("epilogues", ""))]
         precisions = _listed(suite.get("precision", "ieee"))
@@ -100,8 +98,9 @@ def expand(name: str, suite: Mapping[str, Any]) -> list[Task]:
         raise ValueError(f"suite {name!r}: {type(error).__name__}: {error}") from error
     if unknown := (set(layouts) - set(LAYOUTS)) | (set(precisions) - {"ieee", "tf32"}):
         raise ValueError(f"suite {name!r}: unknown {', '.join(map(repr, sorted(unknown)))}")
-    if any(len(shape) != 4 for shape in shapes):
+    if any(len(shape) not in (3, 4) for shape in shapes):
         raise ValueError(f"suite {name!r}: shapes are [M, N, K] or [B, M, N, K]")
+    shapes = [[1, *shape] if len(shape) == 3 else shape for shape in shapes]
     combinations = itertools.product(dtypes, precisions, layouts, expressions, shapes)
     return [
         Task(

@@ -618,7 +618,7 @@ def _odd_problems(device: DeviceFingerprint) -> Iterator[Problem]:
     for layout in ("row", "col", "strided"):
         for aligned in (True, False):
             for wide in (True, False):
-                matrix = Operand(torch.float16, layout, aligned, wide)  # type: ignore[arg-type]
+                matrix = Operand(torch.float16, layout, aligned, wide)
                 for name in ("a", "b", "out", "residual"):
                     yield replace(plain, **{name: matrix})  # type: ignore[arg-type]
     for epilogue in (*BUILTIN.values(), USERS, UNFUSABLE):
@@ -637,6 +637,6 @@ def _odd_problems(device: DeviceFingerprint) -> Iterator[Problem]:
         {"type": "mps", "name": "mps"},
         {"type": "meta", "name": "meta"},
     ):
-        elsewhere = dataclasses.replace(gpu, **changes)  # type: ignore[arg-type]
+        elsewhere = dataclasses.replace(gpu, **changes)
         yield replace(plain, device=elsewhere)
         yield replace(plain, device=elsewhere, a=Operand(torch.float8_e4m3fn), m=1)

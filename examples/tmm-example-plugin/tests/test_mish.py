@@ -1,0 +1,22 @@
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+
+import tmm_core
+
+
+def test_the_kernel_fuses_it() -> None:
+    # From where it vanishes to where it is the identity, both ends past the range of e^z.
+    z = torch.linspace(-100, 100, 256)
+    one = torch.ones(1, 1)
+    fused = tmm_core.matmul(one, z[None], epilogue="mish", kernel="example.gemv")
+    torch.testing.assert_close(fused, F.mish(z.double())[None].float(), rtol=2e-6, atol=1e-30)
+
+
+def test_it_comes_by_name_and_trains() -> None:
+    torch.manual_seed(0)
+    x = torch.randn(6, 5, dtype=torch.float64, requires_grad=True)
+    w = torch.randn(5, 4, dtype=torch.float64, requires_grad=True)
+    assert torch.equal(tmm_core.matmul(x, w, epilogue="mish"), F.mish(x @ w))
+    assert torch.autograd.gradcheck(lambda x, w: tmm_core.matmul(x, w, epilogue="mish"), (x, w))

@@ -1,0 +1,1 @@
+"""A kernel for one to four rows, and the epilogue ``mish``, for tmm."""

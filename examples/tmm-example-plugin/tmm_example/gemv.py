@@ -1,0 +1,219 @@
+"""``example.gemv``: one to four rows times a matrix, without tensor cores.
+
+With so few rows a product is as fast as ``b`` can be read, and a tensor core's tile of 16
+rows is mostly padding. One program takes BLOCK_N columns and walks all of K. What it adds
+up are not sums but a block [ROWS, BLOCK_K, BLOCK_N] of products, in registers: no thread
+talks to another before the end, where one reduction over BLOCK_K finishes the job.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from tmm_core import Config, Kernel, Launcher, Operand, Problem, Traits
+from tmm_core.triton import Launch, device_function, pointer
+
+Tensor = torch.Tensor
+
+MAX_ROWS = 4
+#: fp32 products one thread may hold of the 255 registers it has.
+MAX_PER_THREAD = 64
+DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+#: (BLOCK_N, BLOCK_K, num_warps), the longer side along which b is contiguous.
+ALONG_K = ((16, 256, 8), (8, 256, 4), (16, 128, 4), (4, 512, 4), (8, 512, 8))
+ALONG_N = ((64, 32, 4), (128, 16, 4), (32, 64, 4), (64, 64, 8), (128, 32, 8))
+
+
+@triton.jit
+def gemv_kernel(
+    a_ptr, b_ptr, bias_ptr, residual_ptr, out_ptr,
+    N, K,
+    stride_az, stride_am, stride_ak,
+    stride_bz, stride_bk, stride_bn,
+    stride_rz, stride_rm, stride_rn,
+    stride_oz, stride_om, stride_on,
+    stride_bias, alpha,
+    EPILOGUE: tl.constexpr, M: tl.constexpr, ROWS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    batch = tl.program_id(1)
+    rows = tl.arange(0, ROWS)[:, None]
+    cols = tl.program_id(0) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    a_ptr += batch * stride_az
+    b_ptr += batch * stride_bz
+    out_ptr += batch * stride_oz
+
+    products = tl.zeros((ROWS, BLOCK_K, BLOCK_N), dtype=tl.float32)
+    for start in range(0, K, BLOCK_K):
+        ks = start + tl.arange(0, BLOCK_K)
+        a_ptrs = a_ptr + rows * stride_am + ks[None, :] * stride_ak
+        a = tl.load(a_ptrs, mask=(rows < M) & (ks[None, :] < K), other=0.0)
+        b_ptrs = b_ptr + ks[:, None] * stride_bk + cols * stride_bn
+        b = tl.load(b_ptrs, mask=(ks[:, None] < K) & (cols < N), other=0.0)
+        products += a.to(tl.float32)[:, :, None] * b.to(tl.float32)[None, :, :]
+    z = tl.sum(products, axis=1)
+
+    inside = (rows < M) & (cols < N)
+    if alpha is not None:
+        z *= alpha
+    if bias_ptr is not None:
+        z += tl.load(bias_ptr + cols * stride_bias, mask=cols < N, other=0.0).to(tl.float32)
+    z = EPILOGUE(z)
+    if residual_ptr is not None:
+        residual_ptr += batch * stride_rz
+        residual_ptrs = residual_ptr + rows * stride_rm + cols * stride_rn
+        z += tl.load(residual_ptrs, mask=inside, other=0.0).to(tl.float32)
+    out_ptrs = out_ptr + rows * stride_om + cols * stride_on
+    tl.store(out_ptrs, z.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@dataclass(frozen=True, kw_only=True)
+class GemvConfig(Config):
+    """Columns of one program, its step along K, and its warps."""
+
+    BLOCK_N: int
+    BLOCK_K: int
+    num_warps: int
+
+    def __post_init__(self) -> None:
+        for name, most in (("BLOCK_N", 1024), ("BLOCK_K", 1024), ("num_warps", 16)):
+            value = getattr(self, name)
+            if not (1 <= value <= most and value & (value - 1) == 0):
+                raise ValueError(f"{name} must be a power of two up to {most}, got {value}")
+
+
+class Gemv(Kernel[GemvConfig]):
+    name = "example.gemv"
+    # Not batch-invariant: the number of rows bears on where products lie, and so on the
+    # order in which they are summed.
+    traits = Traits(deterministic=True, batch_invariant=False)
+    config_type = GemvConfig
+
+    def reasons_against(self, problem: Problem) -> list[str]:
+        reasons = []
+        device = problem.device
+        if device.type != "cuda" and not device.interpreted:
+            reasons.append(f"Triton launches on GPUs, not on {device.type}")
+        if device.type == "cuda" and device.capability < (8, 0):
+            reasons.append(f"written for compute capability 8.0 and later, this is {device.sm}")
+        if not 1 <= problem.m <= MAX_ROWS:
+            reasons.append(f"for 1 to {MAX_ROWS} rows, these are {problem.m}")
+        if 0 in (problem.n, problem.k, problem.batch):
+            reasons.append("nothing to multiply: a dimension is 0")
+        if problem.batch > 65535:
+            reasons.append(f"batch {problem.batch} exceeds the grid's 65535")
+        if problem.a.dtype != problem.b.dtype:
+            reasons.append(f"operands differ in dtype: {problem.a.dtype} and {problem.b.dtype}")
+        dtypes = [o.dtype for o in (problem.a, problem.out, problem.residual) if o is not None]
+        dtypes += [problem.bias] if problem.bias is not None else []
+        reasons += [f"no {d}" for d in dict.fromkeys(dtypes) if d not in DTYPES]
+        if problem.gated:
+            reasons.append("one accumulator, and gated epilogues need two")
+        elif not problem.epilogue.fusable:
+            reasons.append(f"epilogue {problem.epilogue.name!r} has no device function")
+        return reasons
+
+    def configs(self, problem: Problem) -> Iterable[GemvConfig]:
+        rows = triton.next_power_of_2(problem.m)
+        for block_n, block_k, warps in ALONG_K if problem.b.layout == "col" else ALONG_N:
+            if rows * block_n * block_k <= MAX_PER_THREAD * 32 * warps:
+                yield GemvConfig(BLOCK_N=block_n, BLOCK_K=block_k, num_warps=warps)
+
+    def default_config(self, problem: Problem) -> GemvConfig:
+        return next(iter(self.configs(problem)))
+
+    def bind(self, problem: Problem, config: GemvConfig) -> Launcher:
+        types, constants, divisible = _arguments(problem)
+        launch = Launch(
+            gemv_kernel,
+            types,
+            constants | {"BLOCK_N": config.BLOCK_N, "BLOCK_K": config.BLOCK_K},
+            device=torch.device(problem.device.type),
+            divisible=divisible,
+            num_warps=config.num_warps,
+        )
+        names = list(types)
+        grid = (triton.cdiv(problem.n, config.BLOCK_N), problem.batch, 1)
+        shape = (problem.batch, problem.m, problem.n)[problem.batch == 1 :]
+        n, k, dtype = problem.n, problem.k, problem.out.dtype
+
+        def run(
+            a: Tensor,
+            b: Tensor,
+            bias: Tensor | None,
+            residual: Tensor | None,
+            alpha: float,
+            out: Tensor | None,
+        ) -> Tensor:
+            if out is None:
+                out = a.new_empty(shape, dtype=dtype)
+            values = {"a_ptr": a, "b_ptr": b, "out_ptr": out, "N": n, "K": k, "alpha": alpha}
+            # From the right: a batch's stride comes first, where there is one.
+            values |= zip(("stride_ak", "stride_am", "stride_az"), reversed(a.stride()))
+            values |= zip(("stride_bn", "stride_bk", "stride_bz"), reversed(b.stride()))
+            values |= zip(("stride_on", "stride_om", "stride_oz"), reversed(out.stride()))
+            if bias is not None:
+                values |= {"bias_ptr": bias, "stride_bias": bias.stride(0)}
+            if residual is not None:
+                values["residual_ptr"] = residual
+                values |= zip(("stride_rn", "stride_rm", "stride_rz"), reversed(residual.stride()))
+            launch(grid, *[values[name] for name in names])
+            return out
+
+        return run
+
+
+def _arguments(problem: Problem) -> tuple[dict[str, str], dict[str, object], dict[str, int]]:
+    """Types of the run-time arguments in order, the constants, and what divides what.
+
+    Strides are 64 bits wide and read from the tensors at every launch; those known to be one
+    or unused are constants.
+    """
+    types = {"N": "i32", "K": "i32"}
+    constants: dict[str, object] = {
+        "EPILOGUE": device_function(problem.epilogue),
+        "M": problem.m,
+        "ROWS": triton.next_power_of_2(problem.m),
+    }
+    # Masked loads are as wide as what the mask's bound is known to be a multiple of.
+    sizes = {"N": problem.n, "K": problem.k}
+    divisible = {name: 16 for name, size in sizes.items() if size % 16 == 0}
+    for name, (down, across), matrix in _matrices(problem):
+        strides = [f"stride_{name[0]}{dim}" for dim in ("z", down, across)]
+        if matrix is None:
+            constants |= {f"{name}_ptr": None, **dict.fromkeys(strides, 0)}
+            continue
+        types[f"{name}_ptr"] = pointer(matrix.dtype)
+        types |= dict.fromkeys(strides, "i64")
+        if matrix.aligned:
+            divisible[f"{name}_ptr"] = 16
+            divisible |= dict.fromkeys(strides, 16 // matrix.dtype.itemsize)
+        ones = {"row": strides[2:], "col": strides[1:2], "strided": []}[matrix.layout]
+        ones += strides[:1] if problem.batch == 1 else []
+        for stride in ones:
+            del types[stride]
+            divisible.pop(stride, None)
+            constants[stride] = 1
+    if problem.bias is None:
+        constants |= {"bias_ptr": None, "stride_bias": 0}
+    else:
+        types |= {"bias_ptr": pointer(problem.bias), "stride_bias": "i64"}
+    if problem.scaled:
+        types["alpha"] = "fp32"
+    else:
+        constants["alpha"] = None
+    in_order = {name: types[name] for name in gemv_kernel.arg_names if name in types}
+    return in_order, constants, divisible
+
+
+def _matrices(problem: Problem) -> Iterator[tuple[str, str, Operand | None]]:
+    yield "a", "mk", problem.a
+    yield "b", "kn", problem.b
+    yield "residual", "mn", problem.residual
+    yield "out", "mn", problem.out

@@ -1,0 +1,22 @@
+"""What tmm loads. It imports no Triton: that is left to the hooks, which tmm calls at the
+first matmul, so that an installation without Triton keeps the epilogue."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from tmm_core import Epilogue, Kernel, hookimpl
+
+
+@hookimpl
+def tmm_kernels() -> list[Kernel[Any]]:
+    from tmm_example.gemv import Gemv
+
+    return [Gemv()]
+
+
+@hookimpl
+def tmm_epilogues() -> list[Epilogue]:
+    from tmm_example.mish import MISH
+
+    return [MISH]

@@ -1,0 +1,532 @@
+"""The benchmark: its problems, what it times, what it makes of the times."""
+
+from __future__ import annotations
+
+import functools
+import gc
+import json
+import operator
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from fakes import FakeKernel, plugin
+
+import tmm_core
+from tmm_core import ops, settings, verify
+from tmm_core.bench import host, providers, report, results, runner, suites
+from tmm_core.bench.results import Results
+from tmm_core.bench.suites import Task
+from tmm_core.case import Case, parse_expression, parse_shape
+from tmm_core.cli import main
+
+CPU = torch.device("cpu")
+FP32 = torch.float32
+
+
+@pytest.fixture(autouse=True)
+def blas_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    monkeypatch.setenv("TMM_PLUGINS", "blas")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
+def register(*kernels: FakeKernel) -> None:
+    ops.dispatcher().registry.register(plugin(*kernels), "fakes")
+
+
+# -- cases and suites --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["nn", "nt", "tn", "tt"])
+@pytest.mark.parametrize("batch", [1, 3])
+def test_a_case_has_the_layouts_it_says(layout: str, batch: int) -> None:
+    call = Case(m=4, n=6, k=8, batch=batch, dtype=FP32, layout=layout).call(CPU)
+    lead = (batch,) if batch > 1 else ()
+    assert (call.a.shape, call.b.shape) == ((*lead, 4, 8), (*lead, 8, 6))
+    for letter, t in zip(layout, (call.a, call.b), strict=True):
+        assert (t if letter == "n" else t.mT).is_contiguous()
+    problem = call.problem()
+    assert (problem.batch, problem.m, problem.n, problem.k) == (batch, 4, 6, 8)
+
+
+def test_a_case_survives_json() -> None:
+    case = Case(
+        m=1, n=2, k=3, layout="tn", epilogue="silu", bias=True, out_dtype=FP32, dtype=torch.half
+    )
+    assert Case.from_json(json.loads(json.dumps(case.to_json()))) == case
+
+
+@pytest.mark.parametrize("text", ["", "4", "4x4", "4x4x4x4x4", "4x4x", "4x4x4.0", "axbxc", "²x2x2"])
+def test_a_shape_that_is_none_is_refused(text: str) -> None:
+    with pytest.raises(ValueError, match="MxNxK or BxMxNxK"):
+        parse_shape(text)
+
+
+def test_expressions_take_bias_and_residual_off_the_ends() -> None:
+    assert parse_expression("bias+gelu_tanh+residual") == (True, "gelu_tanh", True)
+    assert parse_expression("softcap(1e+3)+residual") == (False, "softcap(1e+3)", True)
+    assert parse_expression("bias") == (True, "", False)
+    assert parse_expression("") == (False, "", False)
+
+
+def test_the_suites_are_every_combination_of_what_the_file_says() -> None:
+    square = suites.select(["square"])
+    assert len(square) == 62
+    assert {task.case.dtype for task in square} == {torch.half, torch.bfloat16}
+    assert square[0].case == Case(m=512, n=512, k=512, dtype=torch.half)
+    assert len(suites.select(["layouts"])) == 4 * 3
+    fused = [task.case for task in suites.select(["epilogue"]) if task.case.residual]
+    assert len(fused) == 8
+    assert all(case.bias and case.epilogue == "gelu_tanh" for case in fused)
+    precisions = [task.case.tf32 for task in suites.select(["fp32"])]
+    assert precisions == [False] * 4 + [True] * 4
+    assert {task.case.epilogue for task in suites.select(["gated"])} == {"swiglu"}
+    assert suites.select(["batched"])[-1].case == Case(batch=16, m=1, n=4096, k=4096)
+
+
+def test_suites_are_narrowed_by_dtype_and_limit() -> None:
+    tasks = suites.select(["square", "decode"], dtype=torch.bfloat16, limit=2)
+    assert [(task.suite, task.case.m) for task in tasks] == [
+        ("square", 512), ("square", 768), ("decode", 1), ("decode", 4),
+    ]  # fmt: skip
+    assert all(task.case.dtype == torch.bfloat16 for task in tasks)
+    everything = suites.select(["all"])
+    assert {task.suite for task in everything} == set(suites.shipped())
+
+
+@pytest.mark.parametrize(
+    "suite",
+    [
+        {"shapes": [[1, 2, 3]]},
+        {"shapes": [[1, 2]], "dtypes": ["float32"]},
+        {"shapes": [[1, 2, 3, 4, 5]], "dtypes": ["float32"]},
+        {"shapes": [[1, 2, 3]], "dtypes": ["float31"]},
+        {"shapes": [[1, 2, 3]], "dtypes": ["float32"], "layout": "nx"},
+        {"shapes": [[1, 2, 3]], "dtypes": ["float32"], "precision": "tf33"},
+        ["no", "suite"],
+    ],
+)
+def test_a_suite_that_is_none_is_refused(suite: Any) -> None:
+    with pytest.raises(ValueError):
+        suites.read({"mine": suite})
+
+
+# -- providers ---------------------------------------------------------------------------
+
+CASES = [
+    Case(m=9, n=6, k=8, dtype=FP32),
+    Case(m=9, n=6, k=8, dtype=FP32, layout="nt", bias=True),
+    Case(m=9, n=6, k=8, dtype=FP32, layout="nt", epilogue="gelu_tanh", bias=True, residual=True),
+    Case(m=9, n=6, k=8, dtype=FP32, layout="tt", epilogue="gelu_tanh+softcap(3)"),
+    Case(m=9, n=6, k=8, dtype=FP32, layout="nt", epilogue="swiglu", bias=True, residual=True),
+    Case(m=9, n=6, k=8, dtype=FP32, layout="nt", epilogue="swiglu+scale(0.5)"),
+    Case(m=9, n=6, k=8, dtype=FP32, batch=3, layout="nt", epilogue="silu", bias=True),
+    Case(m=9, n=6, k=8, layout="nt", epilogue="silu", out_dtype=FP32),
+]
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_eager_code_computes_what_tmm_does(case: Case) -> None:
+    call = case.call(CPU)
+    problem, inputs = call.problem(), call.inputs()
+    expected = verify.reference(problem, inputs)
+    limit = 4 * verify.TOLERANCE[case.dtype]  # eager rounds at every step
+    for run in (providers.eager(call), providers.tmm(call)):
+        out = run()
+        assert out.dtype == (case.out_dtype or case.dtype)
+        assert verify.error(out, expected) <= limit
+
+
+def test_eager_gated_is_two_products_of_halves() -> None:
+    case = Case(m=4, n=6, k=8, dtype=FP32, layout="nt", epilogue="swiglu")
+    call = case.call(CPU)
+    gate, up = call.b[:, :6], call.b[:, 6:]
+    assert torch.equal(providers.eager(call)(), F.silu(call.a @ gate) * (call.a @ up))
+
+
+def test_kernels_are_timed_with_their_best_config_on_record() -> None:
+    register(
+        FakeKernel("fake.right", tiles=(1, 2)),
+        FakeKernel("fake.wrong", spoil=lambda out: out + 1),
+    )
+    call = Case(m=16, n=16, k=16, dtype=FP32).call(CPU)
+    [record] = tmm_core.tune(call.problem())
+    plans, failed = providers.kernels(call)
+    timed = [c for c in record.candidates if c.kernel == "fake.right" and c.median_us]
+    finals = [c for c in timed if c.status == "ok"] or timed
+    best = min(finals, key=lambda c: c.median_us or 0)
+    assert plans["fake.right"].config == best.config
+    assert {*plans} == {"blas", "fake.right"}
+    assert failed["fake.wrong"].startswith("error")
+
+
+def test_without_a_record_kernels_are_timed_with_their_defaults() -> None:
+    register(FakeKernel("fake.other", tiles=(7, 8)), FakeKernel("fake.lame", bind_error=OSError()))
+    with settings.override(on_cache_miss="heuristic"):
+        plans, failed = providers.kernels(Case(m=16, n=16, k=16, dtype=FP32).call(CPU))
+    assert plans["fake.other"].config == {"tile": 7}
+    assert failed == {"fake.lame": "OSError: "}
+
+
+# -- the runner --------------------------------------------------------------------------
+
+
+class ColumnTimer:
+    """Says what each column takes, by its place in the loop; calls everything once."""
+
+    def __init__(self, *times: float) -> None:
+        self.times = times
+        self.rounds: list[int] = []
+
+    def measure(self, runs: Sequence[Any], rounds: int) -> list[list[float]]:
+        self.rounds.append(rounds)
+        for run in runs:
+            run()
+        spread = [1 + 0.01 * (i % 3 - 1) for i in range(rounds)]
+        return [[us * factor for factor in spread] for us in self.times[: len(runs)]]
+
+
+def measure(
+    monkeypatch: pytest.MonkeyPatch, *tasks: Task, times: Sequence[float], **options: Any
+) -> list[dict[str, Any]]:
+    monkeypatch.setattr(runner, "HostTimer", lambda: ColumnTimer(*times))
+    return list(runner.run(tasks, CPU, runner.Options(**options)))
+
+
+def task(**fields: Any) -> Task:
+    return Task("mine", Case(**{"m": 16, "n": 16, "k": 16, "dtype": FP32, **fields}))
+
+
+def test_a_problem_is_tuned_verified_and_compared(monkeypatch: pytest.MonkeyPatch) -> None:
+    register(FakeKernel("fake.other", tiles=(1, 2)))
+    asked = task(m=20, layout="nt", epilogue="silu", bias=True)
+    (document,) = measure(monkeypatch, asked, times=(30, 10, 33, 60, 5), kernels=True)
+    columns = ["torch", "tmm", "torch again", "kernel blas", "kernel fake.other"]
+    assert list(document["times"]) == columns
+    assert document["times"]["tmm"]["median_us"] == pytest.approx(10)
+    assert document["times"]["tmm"]["p75_us"] > 10 > document["times"]["tmm"]["p25_us"]
+    assert document["ratio"] == pytest.approx(3)
+    assert document["noise"] == pytest.approx(30 / 33)
+    assert document["flops"] == 2 * 20 * 16 * 16
+    assert document["origin"] == "cache"  # of the record just made, of this very M
+    assert 0 < document["error"] <= document["tolerance"]
+    assert document["kernel_configs"]["fake.other"]["tile"] in (1, 2)
+    assert Case.from_json(document["case"]) == asked.case
+    assert json.loads(json.dumps(document)) == document
+
+
+def test_without_tuning_the_choice_is_what_a_call_would_get(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    register(FakeKernel("fake.other"))
+    (document,) = measure(monkeypatch, task(), times=(1, 1, 1), tune=False)
+    assert (document["kernel"], document["origin"]) == ("blas", "fallback")
+    assert document["tuning_seconds"] is None
+    assert ops.dispatcher().store.misses() == []
+
+
+def test_a_wrong_answer_shows_in_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    def last_row_unwritten(out: torch.Tensor) -> torch.Tensor:
+        out = out.clone()
+        out[-1] = 0
+        return out
+
+    register(FakeKernel("fake.liar", spoil=last_row_unwritten))
+    monkeypatch.setenv("TMM_KERNEL", "fake.liar")
+    (document,) = measure(monkeypatch, task(), times=(1, 1, 1), tune=False)
+    assert document["kernel"] == "fake.liar"
+    assert document["error"] > 10 * document["tolerance"]
+
+
+def test_a_column_that_raises_is_left_out_with_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fall(out: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("illegal memory access")
+
+    register(FakeKernel("fake.fallen", spoil=fall))
+    (document,) = measure(monkeypatch, task(), times=(1, 1, 1, 1), kernels=True, tune=False)
+    assert list(document["times"]) == ["torch", "tmm", "torch again", "kernel blas"]
+    assert document["not_timed"] == {"fake.fallen": "RuntimeError: illegal memory access"}
+
+
+def test_one_failing_problem_costs_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    tasks = (task(epilogue="silo"), task(dtype=torch.float8_e4m3fn), task())
+    failed, skipped, measured = measure(monkeypatch, *tasks, times=(1, 1, 1))
+    assert failed["failed"].startswith("UnknownNameError: unknown epilogue 'silo'")
+    assert "takes no scales" in skipped["skipped"]
+    assert measured["ratio"] == 1
+
+
+def test_no_problem_is_begun_past_the_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
+    begun = runner.run([task(), task(m=32)], CPU, runner.Options(tune=False, seconds=0.01))
+    assert next(begun)["case"]["m"] == 16
+    past = time.monotonic() - 1
+    assert measure(monkeypatch, task(), times=(1, 1, 1), deadline=past) == []
+
+
+def test_the_last_problem_tunes_in_what_time_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    budgets = []
+    real = tmm_core.tune
+
+    def spy(problem: Any, *, budget: float) -> Any:
+        budgets.append(budget)
+        return real(problem, budget=budget)
+
+    monkeypatch.setattr(tmm_core, "tune", spy)
+    soon = time.monotonic() + 3
+    measure(monkeypatch, task(), times=(1, 1, 1), deadline=soon, tune_budget=60)
+    measure(monkeypatch, task(), times=(1, 1, 1), tune_budget=7)
+    assert 1 <= budgets[0] <= 3
+    assert budgets[1] == 7
+
+
+def test_rounds_follow_the_time_there_is() -> None:
+    timer = ColumnTimer(1.0)
+    runner._samples([lambda: time.sleep(0.002)], timer, seconds=0.05)
+    runner._samples([lambda: None], timer, seconds=10.0)
+    runner._samples([lambda: time.sleep(0.01)], timer, seconds=0.001)
+    pilot, some, _, most, _, least = timer.rounds
+    assert pilot == runner.PILOT_ROUNDS
+    # The pilot sleeps 2 ms once and counts as three rounds: 75 of those fit into 50 ms.
+    assert runner.LEAST_ROUNDS <= some <= 75
+    assert (most, least) == (runner.MOST_ROUNDS, runner.LEAST_ROUNDS)
+
+
+def test_the_precision_of_fp32_is_the_cases_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    seen = []
+    real = providers.eager
+
+    def spy(call: Any) -> Any:
+        seen.append(torch.backends.cuda.matmul.fp32_precision)
+        return real(call)
+
+    monkeypatch.setattr(providers, "eager", spy)
+    measure(monkeypatch, task(tf32=True), task(), times=(1, 1, 1), tune=False)
+    assert seen == ["tf32", "ieee"]
+
+
+# -- results -----------------------------------------------------------------------------
+
+
+def document(m: int, ratio: float, suite: str = "square", **more: Any) -> dict[str, Any]:
+    """A measured problem on which torch takes 100 µs."""
+    times = {"torch": 100.0, "tmm": 100.0 / ratio, "torch again": 101.0}
+    case = Case(m=m, n=m, k=m).to_json()
+    measured = {
+        "kind": "problem", "suite": suite, "case": case, "problem": "…", "ratio": ratio,
+        "noise": 100 / 101, "flops": 2 * m**3, "bytes": 6 * m**2, "kernel": "triton.best",
+        "config": {"BLOCK_M": 64}, "origin": "cache", "error": 1e-3,
+        "times": {
+            name: {"median_us": us, "p25_us": us - 1, "p75_us": us + 1, "samples": 50}
+            for name, us in times.items()
+        },
+    }  # fmt: skip
+    return {**measured, **more}
+
+
+def failure(m: int) -> dict[str, Any]:
+    case = Case(m=m, n=m, k=m).to_json()
+    return {"kind": "problem", "suite": "square", "case": case, "failed": "OSError: gone"}
+
+
+def test_results_survive_a_killed_run_and_merge_with_the_next(tmp_path: Path) -> None:
+    with results.Writer(tmp_path, "first") as writer:
+        for each in (document(64, 1.0), document(128, 1.1), document(256, 1.2)):
+            writer.append(each)
+    assert writer.path is not None
+    torn = writer.path.read_text()
+    writer.path.write_text(torn[: -len(torn.splitlines()[-1]) // 2])
+    later = tmp_path / "99991231T000000-second.jsonl"
+    later.write_text("".join(json.dumps(d) + "\n" for d in (document(64, 2.0), failure(128))))
+    merged = Results.read([tmp_path])
+    # Measured again: the later counts. Failed later: the measurement still does.
+    assert [(d["case"]["m"], d["ratio"]) for d in merged.problems] == [(64, 2.0), (128, 1.1)]
+
+
+def test_a_line_that_is_no_result_is_refused_by_its_place(tmp_path: Path) -> None:
+    file = tmp_path / "some.jsonl"
+    file.write_text(json.dumps(document(64, 1.0)) + '\n{"kind": "poem"}\n')
+    with pytest.raises(ValueError, match=r"some\.jsonl:2: no result"):
+        Results.read([file])
+
+
+# -- report and plots --------------------------------------------------------------------
+
+
+def test_the_summary_is_of_ratios_by_class_and_dtype() -> None:
+    documents = [document(64, 0.5), document(128, 2.0), document(256, 8.0), failure(512)]
+    summary, other = report.summarize(Results.of([*documents, document(64, 1.0, suite="decode")]))
+    assert (summary.suite, summary.dtype) == ("square", "bfloat16")
+    assert summary.geomean == pytest.approx(2.0)
+    assert min(summary.ratios) == 0.5
+    assert summary.worst == "64×64×64 bfloat16 nn"
+    assert (summary.lost, summary.failed, summary.skipped) == (1, 1, 0)
+    assert summary.noise == pytest.approx(1 / 101, rel=1e-6)
+    assert (other.suite, other.lost) == ("decode", 0)
+
+
+def test_the_report_has_a_row_per_problem_with_its_columns() -> None:
+    kernels = {"kernel triton.naive": {"median_us": 400.0}, "inductor": {"median_us": 60.0}}
+    one = document(4096, 2.0, floor_us=40.0)
+    one["times"] |= kernels
+    text = report.markdown(Results.of([one, document(64, 1.0), failure(512)]))
+    header, _, first, second = (
+        [cell.strip() for cell in line.strip("|").split("|")]
+        for line in text[text.index("| problem |") :].splitlines()[:4]
+    )
+    row = dict(zip(header, first, strict=True))
+    assert row["problem"] == "4096×4096×4096 bfloat16 nn"
+    assert row["torch µs"] == "100.0 ±1.0"
+    assert row["tmm µs"] == "50.0 ±1.0"
+    assert row["ratio"] == "2.000×"
+    assert row["TFLOPS"] == f"{2 * 4096**3 / 50e-6 / 1e12:.1f}"
+    assert row["GB/s"] == f"{6 * 4096**2 / 50e-6 / 1e9:.0f}"
+    assert (row["read floor µs"], row["tmm / floor"]) == ("40.0", "1.25")
+    assert (row["inductor µs"], row["inductor / tmm"]) == ("60.0", "1.200×")
+    assert row["triton.naive"] == "400.0"
+    assert row["kernel"] == "triton.best BLOCK_M=64"
+    # What was not measured is blank, not a number.
+    assert dict(zip(header, second, strict=True))["read floor µs"] == ""
+    assert "- square 512×512×512 bfloat16 nn: failed: OSError: gone" in text
+
+
+def test_the_square_plot_is_tflops_over_sizes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("matplotlib")
+    from tmm_core.bench import plots
+
+    drawn: dict[str, Any] = {}
+    real = plots._write
+
+    def spy(figure: Any, axes: Any, path: Path) -> None:
+        drawn[path.name] = axes
+        real(figure, axes, path)
+
+    monkeypatch.setattr(plots, "_write", spy)
+    documents = [document(2048, 2.0), document(1024, 0.5), document(64, 1.0, suite="decode")]
+    for each in documents[:2]:
+        each["times"]["kernel triton.naive"] = {"median_us": 1000.0}
+    written = plots.save(Results.of(documents), tmp_path)
+    assert [path.name for path in written] == ["square-bfloat16.png", "ratios.png"]
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in written)
+    lines = {line.get_label(): line for line in drawn["square-bfloat16.png"].get_lines()}
+    assert set(lines) == {"naive", "tmm (tuned)", "cuBLAS (torch.matmul)"}
+    assert list(lines["tmm (tuned)"].get_xdata()) == [1024, 2048]
+    rates = [2 * 1024**3 / 200e-6 / 1e12, 2 * 2048**3 / 50e-6 / 1e12]
+    assert list(lines["tmm (tuned)"].get_ydata()) == pytest.approx(rates)
+    assert [tick.get_text() for tick in drawn["ratios.png"].get_yticklabels()] == [
+        "square", "decode",
+    ]  # fmt: skip
+
+
+# -- floor and host ----------------------------------------------------------------------
+
+
+def test_the_floor_reads_every_word_in_every_launch_shape(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("triton")
+    from tmm_core.bench import floor
+
+    # Fewer words than are there at a time, and more: several steps, and idle blocks.
+    monkeypatch.setattr(floor, "LAUNCHES", ((2, 256, 4), (5, 1024, 4)))
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    a = torch.randn(50, 70, device=device).to(torch.bfloat16)
+    b = torch.randn(90, 70, device=device).to(torch.bfloat16).t()
+    words = [*a.flatten().view(torch.int32).tolist(), *b.mT.flatten().view(torch.int32).tolist()]
+    expected = functools.reduce(operator.xor, words)
+    runs = floor.readers(a, b)
+    assert len(runs) == 2
+    for run in runs:
+        assert functools.reduce(operator.xor, run().tolist()) == expected  # type: ignore[attr-defined]
+    with pytest.raises(ValueError, match="32-bit words"):
+        floor.readers(a[:1, :1].clone(), b)
+
+
+def test_host_cost_is_of_the_call_and_not_of_its_neighbour() -> None:
+    costs = host.host_us({"slow": lambda: time.sleep(3e-4), "fast": lambda: None}, CPU, repeats=3)
+    assert costs["slow"] >= 300
+    assert costs["fast"] < 100
+    assert gc.isenabled()
+
+
+def test_host_measures_torch_and_tmm(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(host, "CALLS", 3)
+    costs = host.measure(CPU, dtype=FP32)
+    assert all(us > 0 for us in costs["us"].values())
+    assert {"torch.matmul(x, w)", "tmm.matmul(x, w)", "plan(x, w)"} <= set(costs["us"])
+    assert costs["kernels"] == dict.fromkeys(("plain", "silu", "linear+bias"), "blas fused=False")
+    # Tuned beforehand, so that a call measures no tuning.
+    assert len(list(ops.dispatcher().store.entries())) == 3
+
+
+# -- the command -------------------------------------------------------------------------
+
+
+def test_bench_writes_what_it_shows_and_resumes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "results"
+    common = ["--dtype", "fp32", "--device", "cpu", "--seconds-per-problem", "0.01"]
+    common += ["--epilogue", "silu", "--output", str(out)]
+    assert main(["bench", "--shapes", "24x16x32", "8x16x32", *common, "--markdown"]) == 0
+    text, notes = capsys.readouterr()
+    assert notes.count("A/A") == 2
+    assert "| 24×16×32 float32 nn silu |" in text
+    assert (out / "report.md").read_text() == text
+    (file,) = out.glob("*.jsonl")
+    head, *problems = [json.loads(line) for line in file.read_text().splitlines()]
+    assert head["environment"]["torch"] == torch.__version__
+    assert head["command"][:2] == ["bench", "--shapes"]
+    assert [p["case"]["m"] for p in problems] == [24, 8]
+    assert all(0 < p["error"] < p["tolerance"] for p in problems)
+
+    more = ["bench", "--shapes", "24x16x32", "4x16x32", *common, "--resume", "--json"]
+    assert main(more) == 0
+    text, notes = capsys.readouterr()
+    assert "1 of 2 problems are measured already" in notes
+    assert notes.count("A/A") == 1
+    # What is shown is everything the folder has.
+    assert [p["case"]["m"] for p in json.loads(text)["problems"]] == [24, 8, 4]
+
+    assert main(["bench", "--from", str(out)]) == 0
+    (row,) = (r for r in capsys.readouterr().out.splitlines() if r.startswith(" shapes"))
+    assert row.split()[1:3] == ["float32", "3"]
+
+
+def test_bench_ends_cleanly_when_its_time_is_over(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["bench", "--suite", "square,decode", "--device", "cpu", "--max-seconds", "1e-9"]
+    assert main([*argv, "--json"]) == 0
+    text, notes = capsys.readouterr()
+    assert json.loads(text)["problems"] == []
+    assert "--max-seconds 1e-09 are over: 0 of 92 problems measured" in notes
+
+
+def test_bench_is_interrupted_with_what_it_has(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    real = providers.eager
+
+    def interrupt(call: Any) -> Any:
+        if call.a.shape[0] == 8:
+            raise KeyboardInterrupt
+        return real(call)
+
+    monkeypatch.setattr(providers, "eager", interrupt)
+    argv = ["bench", "--shapes", "4x8x8", "8x8x8", "--dtype", "fp32", "--device", "cpu"]
+    argv += ["--seconds-per-problem", "0.01", "--output", str(tmp_path), "--json"]
+    assert main(argv) == 130
+    text, notes = capsys.readouterr()
+    assert [p["case"]["m"] for p in json.loads(text)["problems"]] == [4]
+    assert "interrupted: 1 of 2" in notes
+
+
+def test_a_failed_problem_is_status_1(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ["bench", "--shapes", "4x8x8", "--epilogue", "silo", "--device", "cpu"]
+    assert main(argv) == 1
+    assert "failed: UnknownNameError" in capsys.readouterr().err

@@ -1,0 +1,106 @@
+"""What `make demo` shows."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from fakes import FakeKernel, plugin
+from tmm_cache import CacheStore
+
+from tmm_core import demo, ops, settings
+from tmm_core.case import Case
+
+
+def run() -> tuple[int, str]:
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    command = [sys.executable, "-m", "tmm_core.demo"]
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(torch.cuda.is_available(), reason="shows what a CPU does")
+def test_on_a_cpu_the_interpreted_kernels_are_run_verified_tuned_and_remembered() -> None:
+    pytest.importorskip("triton")
+    status, text = run()
+    assert status == 0, text
+    assert "chosen    blas" in text
+    kernels = re.findall(r"^(triton\.\S+) +right, error ([0-9.e+-]+)", text, re.MULTILINE)
+    assert {name for name, _ in kernels} >= {"triton.naive", "triton.grouped", "triton.split_k"}
+    assert all(float(error) < 1.6e-2 for _, error in kernels)
+    # Beside the user's own records, not among them.
+    folder = Path(os.environ["TMM_CACHE_DIR"])
+    (entry,) = CacheStore(folder.with_name(f"{folder.name}-demo")).entries()
+    assert not list(CacheStore(folder).entries())
+    assert entry.gpu == "cpu-interpreted"
+    verified = {c.kernel for c in entry.record.candidates if (c.error or 1) < 1.6e-2}
+    assert verified >= {name for name, _ in kernels} | {"blas"}
+    # `tmm-cache show` and `explain()` tell of that record.
+    assert f"\n {entry.digest[:8]}  " in text
+    assert str(entry.path) in text
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="shows what a CPU does")
+def test_without_triton_it_says_so(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TMM_PLUGINS", "blas")
+    real = demo.importlib.util.find_spec
+    monkeypatch.setattr(
+        demo.importlib.util, "find_spec", lambda name: None if name == "triton" else real(name)
+    )
+    assert demo.main([]) == 0
+    text = capsys.readouterr().out
+    assert "The Triton kernels are not shown: triton not installed." in text
+    assert "largest difference to F.silu(x @ w): 0" in text
+
+
+def test_a_wrong_kernel_is_called_wrong(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TMM_PLUGINS", "blas")
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    kernels = (FakeKernel("fake.wrong", spoil=lambda out: out * 1.5), FakeKernel("fake.right"))
+    ops.dispatcher().registry.register(plugin(*kernels), "fakes")
+    assert demo.interpreted() == 1
+    text = capsys.readouterr().out
+    assert re.search(r"^fake\.wrong +WRONG, error ", text, re.MULTILINE)
+    assert re.search(r"^fake\.right +right, error ", text, re.MULTILINE)
+
+
+def test_the_comparison_has_a_row_per_problem_and_tells_of_a_wrong_answer(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TMM_PLUGINS", "blas")
+    cases = [Case(m=16, n=24, k=32, dtype=torch.float32), Case(m=8, n=8, k=8, epilogue="swiglu")]
+    assert demo.compare(cases, torch.device("cpu")) == 0
+    text, notes = capsys.readouterr()
+    rows = [line for line in text.splitlines() if "×" in line]
+    assert rows[0].startswith(" 16×24×32 float32 nn ")
+    assert rows[1].startswith(" 8×8×8 bfloat16 nn swiglu ")
+    assert all(re.search(r" blas +fused=False .* \d+\.\d{3}× +\S+$", row) for row in rows)
+    assert notes.count("tmm: demo ") == 2
+
+    liar = FakeKernel("fake.liar", spoil=lambda out: out * 1.5)
+    ops.dispatcher().registry.register(plugin(liar), "fakes")
+    with settings.override(kernel="fake.liar"):
+        assert demo.compare(cases[:1], torch.device("cpu")) == 1
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_eight_problems_are_compared() -> None:
+    status, text = run()
+    assert status == 0, text
+    rows = [line.split() for line in text.splitlines() if re.match(r" \S+×\S+ +\S+ ", line)]
+    assert rows
+    for row in rows:
+        assert re.fullmatch(r"\d+\.\d{3}×", row[-2])
+        assert float(row[-1]) < 2e-2
