@@ -38,6 +38,9 @@ class FakeConfig(Config):
             raise ValueError(f"tile must be positive, got {self.tile}")
 
 
+DEFAULT = Traits()
+
+
 class FakeKernel(Kernel[FakeConfig]):
     """torch's own answer, after doing to it whatever a test says."""
 
@@ -48,7 +51,7 @@ class FakeKernel(Kernel[FakeConfig]):
         name: str,
         *,
         version: str = "1",
-        traits: Traits = Traits(),
+        traits: Traits = DEFAULT,
         tiles: Sequence[int] = (1,),
         against: Callable[[Problem], list[str]] = lambda problem: [],
         spoil: Callable[[torch.Tensor], torch.Tensor] = lambda out: out,

@@ -10,8 +10,7 @@ torch.Size([64, 48])
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -202,15 +201,3 @@ def parse_expression(text: str) -> tuple[bool, str, bool]:
     stages = stages[bias:]
     residual = stages[-1:] == ["residual"]
     return bias, "+".join(stages[: len(stages) - residual]), residual
-
-
-@contextmanager
-def precision(tf32: bool) -> Iterator[None]:
-    """Inside, fp32 products may be rounded to TF32, or may not."""
-    matmul = torch.backends.cuda.matmul
-    before = matmul.fp32_precision
-    matmul.fp32_precision = "tf32" if tf32 else "ieee"
-    try:
-        yield
-    finally:
-        matmul.fp32_precision = before

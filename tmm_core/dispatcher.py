@@ -21,6 +21,7 @@ from typing import Any
 from tmm_cache import CacheStore, CandidateResult, TuningRecord
 
 from tmm_core.bucket import bucketed
+from tmm_core.device import DeviceFingerprint
 from tmm_core.errors import (
     CacheMissError,
     ConfigError,
@@ -47,6 +48,9 @@ HEURISTIC_ADVANTAGE = 0.8
 
 #: How long to wait for another process that is tuning the same problem, in budgets.
 LOCK_PATIENCE = 4.0
+
+#: Seconds to wait for another process that is storing the record adopted here.
+ADOPT_PATIENCE = 1.0
 
 
 class Dispatcher:
@@ -105,6 +109,20 @@ class Dispatcher:
             self._choices.clear()
             self._neighbours.forget()
             return record
+
+    def adopt(self, device: DeviceFingerprint, record: TuningRecord) -> None:
+        """Choose by ``record``, whoever measured it, as long as this process lives.
+
+        It is stored too, unless it is already or the disk refuses it.
+        """
+        gpu, environment = device.gpu, device.environment
+        with self._lock:
+            with self.store.lock(gpu, environment, record.problem, ADOPT_PATIENCE):
+                if self.store.load(gpu, environment, record.problem) != record:
+                    self.store.save(gpu, environment, record)
+            self.store.hold(gpu, environment, record)
+            self._choices.clear()
+            self._neighbours.forget()
 
     def quarantine(self, problem: Problem, choice: Choice, error: Exception) -> None:
         """Never again use this kernel for problems of this bucket, in this process."""

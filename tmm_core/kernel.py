@@ -11,6 +11,7 @@ import sys
 import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from types import ModuleType
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch
@@ -105,17 +106,22 @@ class Kernel(abc.ABC, Generic[C]):
     name: ClassVar[str]
     traits: ClassVar[Traits] = Traits()
     config_type: ClassVar[type[Config]] = Config
+    #: Modules besides its own whose code is part of the kernel.
+    shares: ClassVar[tuple[ModuleType, ...]] = ()
 
     @functools.cached_property
     def version(self) -> str:
-        """Changes when results or speed may: by default a hash of the defining module's
-        source, so that an edited kernel is timed again and others are not."""
-        module = sys.modules[type(self).__module__]
-        try:
-            source = inspect.getsource(module)
-        except (OSError, TypeError):
-            source = type(self).__qualname__
-        return hashlib.sha256(source.encode()).hexdigest()[:12]
+        """Changes when results or speed may: by default a hash of the source of the defining
+        module and of those it ``shares``, so that an edited kernel is timed again and others
+        are not."""
+        digest = hashlib.sha256()
+        for module in (sys.modules[type(self).__module__], *self.shares):
+            try:
+                source = inspect.getsource(module)
+            except (OSError, TypeError):  # typed into a prompt, or compiled
+                source = type(self).__qualname__
+            digest.update(source.encode())
+        return digest.hexdigest()[:12]
 
     @abc.abstractmethod
     def reasons_against(self, problem: Problem) -> list[str]:

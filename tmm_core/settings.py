@@ -70,7 +70,7 @@ class Settings:
             SettingsError: A value that is not accepted.
         """
         fields: dict[str, Any] = {}
-        for name, (variable, convert) in _VARIABLES.items():
+        for name, (variable, convert) in VARIABLES.items():
             if (text := environ.get(variable)) is None:
                 continue
             try:
@@ -93,7 +93,8 @@ def names(text: str) -> frozenset[str]:
     return frozenset(filter(None, (part.strip() for part in text.split(","))))
 
 
-_VARIABLES: dict[str, tuple[str, Any]] = {
+#: Field, variable and how its text becomes the value.
+VARIABLES: dict[str, tuple[str, Any]] = {
     "on_cache_miss": ("TMM_ON_CACHE_MISS", str),
     "kernel": ("TMM_KERNEL", lambda text: text.strip() or None),
     "disable": ("TMM_DISABLE", names),

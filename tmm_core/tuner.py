@@ -25,6 +25,7 @@ from tmm_cache import CandidateResult, TuningRecord
 from tmm_core import verify
 from tmm_core.errors import TmmWarning
 from tmm_core.kernel import Candidate, Config, Kernel, Launcher
+from tmm_core.precision import precision
 from tmm_core.problem import Problem
 from tmm_core.settings import Settings
 from tmm_core.timing import CudaTimer, HostTimer, Timer, median
@@ -111,7 +112,8 @@ class Tuner:
         trials = list(_trials(problem, kernels, new, before))
         deadline = started + settings.tune_budget
         device = _device(problem)
-        with _progress(problem, len(trials), settings) as advance:
+        # What the record says of BLAS must be BLAS at the precision that was asked for.
+        with precision(problem.tf32), _progress(problem, len(trials), settings) as advance:
             self._compile(trials, problem, deadline, advance)
             self._verify(trials, problem, device)
             self._time(trials, problem, device, deadline)

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from tmm_core.kernel import Launcher
+from tmm_core.precision import precision
 from tmm_core.problem import ALIGNMENT, Operand, Problem
 
 #: Products up to this many multiply-adds get an fp64 reference; beyond, fp32 would do for
@@ -98,7 +99,7 @@ def reference(problem: Problem, inputs: Inputs) -> torch.Tensor:
     """The whole expression in fp64, or in IEEE fp32 for large 16-bit problems."""
     precise = problem.a.dtype.itemsize > 2 or problem.flops <= FP64_FLOPS
     dtype = torch.float64 if precise else torch.float32
-    with _ieee_fp32():
+    with precision(tf32=False):
         z = torch.matmul(inputs.a.to(dtype), inputs.b.to(dtype))
     if problem.scaled:
         z *= inputs.alpha
@@ -106,17 +107,6 @@ def reference(problem: Problem, inputs: Inputs) -> torch.Tensor:
         z += inputs.bias.to(dtype)
     z = problem.epilogue.apply(z)
     return z if inputs.residual is None else z + inputs.residual.to(dtype)
-
-
-class _ieee_fp32:  # noqa: N801  # a context manager, used as a function
-    """No TF32 inside."""
-
-    def __enter__(self) -> None:
-        self.before = torch.backends.cuda.matmul.fp32_precision
-        torch.backends.cuda.matmul.fp32_precision = "ieee"
-
-    def __exit__(self, *_: object) -> None:
-        torch.backends.cuda.matmul.fp32_precision = self.before
 
 
 def tolerance(problem: Problem) -> float:

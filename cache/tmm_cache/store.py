@@ -51,7 +51,7 @@ class CacheStore:
     `digest` raises where an environment or a problem is not JSON.
     """
 
-    __slots__ = ("_logged", "layers", "root")
+    __slots__ = ("_held", "_logged", "layers", "root")
 
     def __init__(self, root: Path | None = None, layers: Sequence[Path] | None = None) -> None:
         #: The user's own records. Absolute, so that a later `chdir` does not move the cache.
@@ -66,6 +66,8 @@ class CacheStore:
         #: The layers below, nearest first, without those that are the root itself.
         self.layers = tuple(kept)
         self._logged: set[Path] = set()
+        #: Records that this process answers with whatever the disk says, by their path.
+        self._held: dict[Path, Entry] = {}
 
     def path(self, gpu: str, environment: Mapping[str, JSON], problem: Mapping[str, JSON]) -> Path:
         """The file in the user's own root where the problem's record is or would be."""
@@ -74,7 +76,7 @@ class CacheStore:
     def load(
         self, gpu: str, environment: Mapping[str, JSON], problem: Mapping[str, JSON]
     ) -> TuningRecord | None:
-        """The problem's record from the root or the first layer that has it; None is a miss.
+        """The problem's record: held, of the root or of the first layer that has it; None is a miss.
 
         Takes no lock. A file that is damaged, of a foreign schema or about another problem is
         passed over with a `CacheWarning`.
@@ -85,14 +87,15 @@ class CacheStore:
     def found(
         self, gpu: str, environment: Mapping[str, JSON], problem: Mapping[str, JSON]
     ) -> Path | None:
-        """The file that `load` would answer from."""
+        """The file that `load` would answer from, or that a held record was written to."""
         located = self._locate(gpu, environment, problem)
         return None if located is None else located[0]
 
     def save(self, gpu: str, environment: Mapping[str, JSON], record: TuningRecord) -> Path | None:
         """Write a record into the user's own root; None where that failed, with a `CacheWarning`.
 
-        Raises RecordError for a record that would not read back, never OSError.
+        A record that could not be written is held. Raises RecordError for a record that would not
+        read back, never OSError.
         """
         data = record_bytes(record)
         path = self.path(gpu, environment, record.problem)
@@ -100,19 +103,29 @@ class CacheStore:
             write_record(path, data, environment)
         except OSError as error:
             self._warn_unwritable(error)
+            self.hold(gpu, environment, record)
             return None
+        if path in self._held:
+            self.hold(gpu, environment, record)
         return path
 
+    def hold(self, gpu: str, environment: Mapping[str, JSON], record: TuningRecord) -> None:
+        """Answer with this record as long as the store lives, whatever the disk says."""
+        path = self.path(gpu, environment, record.problem)
+        self._held[path] = Entry(path, self.root, gpu, digest(environment), environment, record)
+
     def entries(self, gpu: str | None = None) -> Iterator[Entry]:
-        """Every readable record, the root's first, then each layer's, in the order of their paths.
+        """Every readable record: those held, then the root's, then each layer's, by their paths.
 
         What a layer hides from the next is not left out. Faults are passed over with a warning.
         """
+        held = {path: self._held[path] for path in sorted(self._held)}
+        yield from (entry for entry in held.values() if gpu in (None, entry.gpu))
         for root in (self.root, *self.layers):
             for item in scan(root, gpu):
                 if isinstance(item, Fault):
                     _warn(item)
-                else:
+                elif item.path not in held:
                     yield item
 
     def remove(self, entries: Iterable[Entry]) -> int:
@@ -125,6 +138,7 @@ class CacheStore:
         for entry in entries:
             if entry.root != self.root:
                 raise ValueError(f"{entry.path} is of the layer {entry.root}, not of {self.root}")
+            self._held.pop(entry.path, None)
             removals.append(removal.Removal(entry.path, "record", "asked for"))
         faults = removal.remove(self.root, removals)
         for fault in faults:
@@ -229,7 +243,10 @@ class CacheStore:
 
     def _locate(
         self, gpu: str, environment: Mapping[str, JSON], problem: Mapping[str, JSON]
-    ) -> tuple[Path, TuningRecord] | None:
+    ) -> tuple[Path | None, TuningRecord] | None:
+        held = self._held.get(path := self.path(gpu, environment, problem))
+        if held is not None:
+            return (path if os.path.isfile(path) else None), held.record
         asked, environment_digest = canonical(problem), digest(environment)
         name = f"{digest(problem)}.json"
         for root in (self.root, *self.layers):

@@ -4,20 +4,19 @@ version covers, how a list of configs becomes a search space."""
 from __future__ import annotations
 
 import functools
-import hashlib
-import inspect
 import os
 import shutil
 import sysconfig
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import ClassVar, TypeVar
 
 import torch
 import triton
 
-import tmm_core.triton.epilogues
 from tmm_core import Kernel, Launcher, Problem
+from tmm_core.triton import epilogues
 from tmm_triton import operands, roofline
 from tmm_triton.operands import Build, TileConfig
 
@@ -27,6 +26,8 @@ C = TypeVar("C", bound=TileConfig)
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
 #: Of the 255 a thread may have, what is left for tiles beside addresses, masks and indices.
 _MOST_REGISTERS = 200
+#: Where the tensor cores take their operands from registers: before Hopper.
+_MOST_REGISTERS_MMA = 176
 #: The grid's second and third dimension end here.
 GRID_LIMIT = 65535
 
@@ -37,18 +38,12 @@ class TritonKernel(Kernel[C]):
     Subclasses implement ``configs``, ``builds`` and ``bind``.
     """
 
+    shares = (operands, epilogues)
     #: Takes gated epilogues.
     gates: ClassVar[bool] = False
     #: Fraction of the tensor cores' peak that the main loop reaches where nothing else
     #: limits it; for estimates.
     reach: ClassVar[float] = 0.5
-
-    @functools.cached_property
-    def version(self) -> str:
-        """Of the kernel's own module and of the device code it shares with others."""
-        modules = (inspect.getmodule(type(self)), operands, tmm_core.triton.epilogues)
-        sources = "\n".join(inspect.getsource(m) for m in modules if m is not None)
-        return hashlib.sha256(sources.encode()).hexdigest()[:12]
 
     def reasons_against(self, problem: Problem) -> list[str]:
         reasons = []
@@ -105,7 +100,9 @@ class TritonKernel(Kernel[C]):
         return sorted(fitting, key=lambda c: self.estimate_us(problem, c))[:most]
 
 
-def single(kernel: TritonKernel[C], problem: Problem, config: C, grid: tuple[int, int, int]) -> Launcher:
+def single(
+    kernel: TritonKernel[C], problem: Problem, config: C, grid: tuple[int, int, int]
+) -> Launcher:
     """The launcher of a kernel that is one launch over pointers."""
     (build,) = kernel.builds(problem, config)
     launch = build.launch(problem.device.type).call
@@ -130,7 +127,7 @@ def single(kernel: TritonKernel[C], problem: Problem, config: C, grid: tuple[int
 
 def tiles(problem: Problem, config: TileConfig) -> int:
     """Output tiles of one product of the batch."""
-    return triton.cdiv(problem.m, config.BLOCK_M) * triton.cdiv(problem.n, config.BLOCK_N)
+    return -(-problem.m // config.BLOCK_M) * -(-problem.n // config.BLOCK_N)
 
 
 def proposed(problem: Problem, shapes: Sequence[tuple[int, ...]]) -> list[tuple[int, ...]]:
@@ -163,7 +160,12 @@ def group_sizes(problem: Problem) -> tuple[int, ...]:
 
 #: Every program costs the interpreter some 7 ms: few of them, and a second size for tails.
 _INTERPRETED: list[tuple[int, ...]] = [(128, 128, 64, 2, 4), (32, 64, 32, 2, 4)]
-_FMA: list[tuple[int, ...]] = [(64, 64, 32, 3, 8), (64, 64, 16, 3, 4), (32, 32, 32, 3, 4), (16, 32, 32, 3, 2)]
+_FMA: list[tuple[int, ...]] = [
+    (64, 64, 32, 3, 8),
+    (64, 64, 16, 3, 4),
+    (32, 32, 32, 3, 4),
+    (16, 32, 32, 3, 2),
+]
 
 
 def hopper_or_later(problem: Problem) -> bool:
@@ -171,27 +173,30 @@ def hopper_or_later(problem: Problem) -> bool:
     programmatic dependent launch. AMD numbers its capabilities otherwise."""
     device = problem.device
     return (
-        device.type == "cuda"
-        and device.capability >= (9, 0)
-        and not device.cuda.startswith("hip")
+        device.type == "cuda" and device.capability >= (9, 0) and not device.cuda.startswith("hip")
     )
 
 
 def _fitting(problem: Problem, configs: Iterable[C]) -> list[C]:
     """Those whose tile fits shared memory and registers and, in each dimension, is no larger
     than the problem needs or the smallest there is."""
-    fit = [
-        c
-        for c in configs
-        if c.shared_memory(problem) <= problem.device.shared_memory
-        and c.registers(problem) <= _MOST_REGISTERS
-    ]
+    most = _MOST_REGISTERS if hopper_or_later(problem) else _MOST_REGISTERS_MMA
+    room = problem.device.shared_memory
+    shrunk = dict.fromkeys(_with_fewer_stages(problem, c) for c in configs)
+    fit = [c for c in shrunk if c.shared_memory(problem) <= room and c.registers(problem) <= most]
     sizes = {"BLOCK_M": problem.m, "BLOCK_N": problem.n, "BLOCK_K": problem.k}
     for block, size in sizes.items():
         least = min((getattr(c, block) for c in fit), default=0)
         most = max(least, triton.next_power_of_2(size))
         fit = [c for c in fit if getattr(c, block) <= most]
     return fit
+
+
+def _with_fewer_stages(problem: Problem, config: C) -> C:
+    """``config`` with as many of its stages as fit shared memory, at least one."""
+    while config.num_stages > 1 and config.shared_memory(problem) > problem.device.shared_memory:
+        config = replace(config, num_stages=config.num_stages - 1)
+    return config
 
 
 def _dtype_reasons(problem: Problem) -> list[str]:

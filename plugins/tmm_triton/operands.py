@@ -20,8 +20,14 @@ import triton.language as tl
 from triton.backends.compiler import GPUTarget
 
 from tmm_core import Config, Operand, Problem
-from tmm_core.device import interpreting
-from tmm_core.triton import Launch, compile_for, device_function, pointer, source
+from tmm_core.triton import (
+    Launch,
+    compile_for,
+    device_function,
+    interpreting,
+    pointer,
+    source,
+)
 
 Read = Callable[..., tuple[Any, ...]]
 
@@ -102,9 +108,7 @@ def finish(
 ):  # fmt: skip
     """``out[z] = EPILOGUE(alpha · acc + bias) + residual[z]`` for one tile."""
     acc = EPILOGUE(affine(acc, cols, N, bias_ptr, stride_bias, alpha))
-    acc = add_residual(
-        acc, z, rows, cols, M, N, residual_ptr, stride_rz, stride_rm, stride_rn
-    )
+    acc = add_residual(acc, z, rows, cols, M, N, residual_ptr, stride_rz, stride_rm, stride_rn)
     store(acc, z, rows, cols, M, N, out_ptr, stride_oz, stride_om, stride_on)
 
 

@@ -7,8 +7,8 @@ one instruction of one thread, and what lies outside the matrix arrives as zeros
 K included. An operand is described along its contiguous dimension and transposed for the dot
 where that is the wrong one; ``wgmma`` reads shared memory either way.
 
-Descriptors are made on the host (device-side ones need an allocator set in every thread that
-launches). They bear an address, so they are kept by address, extent and stride.
+Descriptors are made on the host: device-side ones need an allocator set in every thread that
+launches.
 
 The output goes out by TMA too where it can be described, in SUBTILE parts: half the staging
 buffer leaves room for one more stage of the pipeline. Gated problems keep two accumulators,
@@ -17,7 +17,6 @@ fed from two tiles of the one descriptor of B.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -28,7 +27,6 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tmm_core import Launcher, Operand, Problem, Traits
-from tmm_core.device import interpreting
 from tmm_core.triton import pointer
 from tmm_triton.kernel import TritonKernel, group_sizes, hopper_or_later, proposed, tiles
 from tmm_triton.operands import (
@@ -184,8 +182,6 @@ _GATED_SHAPES = [
 ]
 #: Narrower tiles have registers and shared memory to spare.
 _LEAST_SUBTILED = 128
-#: Addresses a launcher remembers descriptors for: weights have one, activations a few.
-_DESCRIPTORS = 64
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -210,7 +206,7 @@ class PersistentConfig(TileConfig):
         """Bytes of the operand tiles, of the output on its way out and the residual on its
         way in (which takes on the accumulator's layout there), and of barriers and bias."""
         part = self.BLOCK_M * self.BLOCK_N // self.SUBTILE
-        staged = part * problem.out.dtype.itemsize if _describable(problem.out) else 0
+        staged = part * problem.out.dtype.itemsize if _storable(problem) else 0
         if problem.residual is not None:
             staged += part * problem.residual.dtype.itemsize
         return super().shared_memory(problem) + staged + 1024
@@ -240,9 +236,15 @@ class Persistent(TritonKernel[PersistentConfig]):
     def configs(self, problem: Problem) -> list[PersistentConfig]:
         configs = [
             PersistentConfig(
-                BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, num_stages=s, num_warps=w,
-                GROUP_M=g, SUBTILE=sub, FLATTEN=flatten,
-            )  # fmt: skip
+                BLOCK_M=m,
+                BLOCK_N=n,
+                BLOCK_K=k,
+                num_stages=s,
+                num_warps=w,
+                GROUP_M=g,
+                SUBTILE=sub,
+                FLATTEN=flatten,
+            )
             for flatten in (True, False)
             for sub in (1, 2)
             for g in group_sizes(problem)
@@ -264,7 +266,7 @@ class Persistent(TritonKernel[PersistentConfig]):
             "A_LAYOUT": problem.a.layout,
             "B_LAYOUT": problem.b.layout,
         }
-        if _describable(problem.out):
+        if _storable(problem):
             types["out_desc"] = _descriptor_type(problem.out, m, n // config.SUBTILE, batched)
             constants |= {"out_ptr": None, "stride_oz": 0, "stride_om": 0, "stride_on": 0}
         else:
@@ -277,18 +279,19 @@ class Persistent(TritonKernel[PersistentConfig]):
 
     def bind(self, problem: Problem, config: PersistentConfig) -> Launcher:
         (build,) = self.builds(problem, config)
-        launch = build.launch(problem.device.type).call
+        launch = build.launch(problem.device.type)
         own = {"a_desc", "b_desc", "out_desc", "a_step", "b_step", "batch"}
         read = reader(problem, [name for name in build.types if name not in own])
         m, n, k, batch = problem.m, problem.n, problem.k, problem.batch
         width = 2 * n if problem.gated else n
-        describe_a = _describer(problem.a, (m, k), batch, (config.BLOCK_M, config.BLOCK_K))
-        describe_b = _describer(problem.b, (k, width), batch, (config.BLOCK_K, config.BLOCK_N))
-        describe_out = None
+        a_tile, b_tile = (config.BLOCK_M, config.BLOCK_K), (config.BLOCK_K, config.BLOCK_N)
+        a_map = launch.tensor_map("a_desc", _describer(problem.a, (m, k), batch, a_tile))
+        b_map = launch.tensor_map("b_desc", _describer(problem.b, (k, width), batch, b_tile))
+        out_map = None
         if "out_desc" in build.types:
             part = (config.BLOCK_M, config.BLOCK_N // config.SUBTILE)
-            describe_out = _describer(problem.out, (m, n), batch, part)
-        grid = (_programs(problem, config), 1, 1)
+            out_map = launch.tensor_map("out_desc", _describer(problem.out, (m, n), batch, part))
+        call, programs = launch.call, _programs(problem, config)
         shape, dtype = out_shape(problem), problem.out.dtype
 
         def run(
@@ -301,21 +304,25 @@ class Persistent(TritonKernel[PersistentConfig]):
         ) -> torch.Tensor:
             if out is None:
                 out = a.new_empty(shape, dtype=dtype)
-            first: tuple[Any, ...] = (describe_a(a), describe_b(b))
-            if describe_out is not None:
-                first += (describe_out(out),)
+            first: tuple[Any, ...] = (a_map(a), b_map(b))
+            if out_map is not None:
+                first += (out_map(out),)
             if batch > 1:
                 # A matrix shared by the whole batch is described once: TMA knows no stride 0.
                 first += (int(a.stride(0) != 0), int(b.stride(0) != 0), batch)
-            launch(*grid, *first, *read(a, b, bias, residual, alpha, out))
+            call(programs, 1, 1, *first, *read(a, b, bias, residual, alpha, out))
             return out
 
         return run
 
 
-def _describable(operand: Operand) -> bool:
-    """Whether TMA can write a tile of it without transposing."""
-    return operand.layout == "row" and operand.aligned
+def _storable(problem: Problem) -> bool:
+    """Whether TMA can write tiles of the output: without transposing, and without touching
+    what follows a row, since it stores whole units of 16 bytes (on an H200 a 1×1 output
+    overwrote its 7 neighbours)."""
+    out = problem.out
+    ends = problem.n * out.dtype.itemsize % VECTOR == 0
+    return out.layout == "row" and out.aligned and ends
 
 
 def _programs(problem: Problem, config: PersistentConfig) -> int:
@@ -339,17 +346,6 @@ def _descriptor_type(operand: Operand, rows: int, cols: int, batched: bool) -> s
     return f"tensordesc<{pointer(operand.dtype)[1:]}{_block(operand, rows, cols, batched)}>"
 
 
-@dataclass(frozen=True)
-class _Address:
-    """What a descriptor wants of a tensor, without keeping the tensor alive."""
-
-    address: int
-    dtype: torch.dtype
-
-    def data_ptr(self) -> int:
-        return self.address
-
-
 def _describer(
     operand: Operand, extent: tuple[int, int], batch: int, tile: tuple[int, int]
 ) -> Callable[[torch.Tensor], TensorDescriptor]:
@@ -364,19 +360,13 @@ def _describer(
     # The stride of a single row is arbitrary, TMA wants a multiple of 16 bytes all the same.
     lone = -(-inner // vector) * vector
 
-    def describe(base: Any, leading: int, step: int) -> TensorDescriptor:
-        leading = leading if outer > 1 else lone
+    def describe(t: torch.Tensor) -> TensorDescriptor:
+        leading = t.stride(leading_dim) if outer > 1 else lone
         shape, strides = [outer, inner], [leading, 1]
         if batch > 1:
+            step = t.stride(0)
             shape = [batch if step else 1, *shape]
             strides = [step or outer * leading, *strides]
-        return TensorDescriptor(base, shape, strides, block)
+        return TensorDescriptor(t, shape, strides, block)
 
-    if interpreting():  # which reads the tensor itself
-        return lambda t: describe(t, t.stride(leading_dim), t.stride(0))
-
-    @functools.lru_cache(maxsize=_DESCRIPTORS)
-    def at(address: int, leading: int, step: int) -> TensorDescriptor:
-        return describe(_Address(address, operand.dtype), leading, step)
-
-    return lambda t: at(t.data_ptr(), t.stride(leading_dim), t.stride(0))
+    return describe

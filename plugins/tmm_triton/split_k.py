@@ -49,14 +49,15 @@ def sum_partials(
     SPLIT_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
     """The full sum of a tile, first range first, from the workspace [SPLIT_K, batch, M, N]."""
-    ptrs = partials_ptr + z * M * N + rows[:, None] * N + cols[None, :]
+    partials_ptr += z * M * N
+    at = rows[:, None] * N + cols[None, :]
     inside = (rows[:, None] < M) & (cols[None, :] < N)
     acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     # Unrolled, AHEAD loads are under way at a time while the sums still come in order.
     for _ in tl.range(0, SPLIT_K, loop_unroll_factor=AHEAD):
         # Other SMs wrote them: read past this one's L1.
-        acc += tl.load(ptrs, mask=inside, other=0.0, cache_modifier=".cg")
-        ptrs += batch * M * N
+        acc += tl.load(partials_ptr + at, mask=inside, other=0.0, cache_modifier=".cg")
+        partials_ptr += batch * M * N
     return acc
 
 
@@ -145,9 +146,7 @@ def reduce_kernel(
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
     batch = tl.num_programs(2)
-    acc = sum_partials(
-        partials_ptr, z, batch, rows, cols, M, N, SPLIT_K, BLOCK_M, BLOCK_N, AHEAD
-    )
+    acc = sum_partials(partials_ptr, z, batch, rows, cols, M, N, SPLIT_K, BLOCK_M, BLOCK_N, AHEAD)
     finish(
         acc, z, rows, cols, M, N, bias_ptr, stride_bias, alpha, EPILOGUE,
         residual_ptr, stride_rz, stride_rm, stride_rn, out_ptr, stride_oz, stride_om, stride_on,
@@ -177,8 +176,11 @@ _MOST_SPLITS = 512
 #: Partial sums of more than this cost more traffic than splitting saves; the kernels rely
 #: on a workspace that 32 bits can index.
 _MOST_WORKSPACE = 128 * 2**20
-#: Partial sums to have under way, at 4 elements per thread.
+#: Partial sums to have under way at a time, where registers allow.
 _AHEAD = 8
+#: Elements per thread of a tile whose partial sums one program may add: above, the tile, its
+#: addresses and the next partial sum do not fit the registers, and the others have to wait.
+_MOST_ALONE = 32
 #: Elements of the output one program of the second kernel sums: 4 for each of 128 threads.
 _REDUCED = 512
 #: Launches of one launcher under capture whose counters are zeroed ahead.
@@ -221,7 +223,8 @@ class SplitK(TritonKernel[SplitKConfig]):
             for swap, split in itertools.product(swaps, _splits(problem, m, n, k)):
                 if split == 1 and not swap and not device.interpreted:
                     continue  # what triton.grouped does
-                for reduction in reductions if split > 1 else ["kernel"]:
+                alone = m * n <= _MOST_ALONE * 32 * w
+                for reduction in reductions if split > 1 and alone else ["kernel"]:
                     config = SplitKConfig(**shape, SPLIT_K=split, REDUCE=reduction, SWAP=swap)
                     if self.workspace_bytes(problem, config) <= _MOST_WORKSPACE:
                         configs.append(config)
@@ -262,14 +265,18 @@ class SplitK(TritonKernel[SplitKConfig]):
         types |= {"counters_ptr": "*i32"} if last else {}
         constants: dict[str, Any] = dict.fromkeys({"partials_ptr", "counters_ptr"} - set(types))
         constants["WHOLE_K"] = problem.k % config.BLOCK_K == 0
-        # Of a large tile one partial sum fills the registers as it is.
         each = config.BLOCK_M * config.BLOCK_N // (32 * config.num_warps)
-        constants["AHEAD"] = max(1, min(_AHEAD, _AHEAD * 4 // each))
+        constants["AHEAD"] = max(1, min(_AHEAD, _MOST_ALONE // each))
         builds = [build(split_k_kernel, problem, config, constants, types)]
         if split and not last:
             overlap = hopper_or_later(problem)
             block_m, block_n = _reduce_block(problem)
-            constants = {"BLOCK_M": block_m, "BLOCK_N": block_n, "OVERLAP": overlap, "AHEAD": _AHEAD}
+            constants = {
+                "BLOCK_M": block_m,
+                "BLOCK_N": block_n,
+                "OVERLAP": overlap,
+                "AHEAD": _AHEAD,
+            }
             options = {"num_warps": 4, "num_stages": 1} | ({"launch_pdl": True} if overlap else {})
             builds.append(build(reduce_kernel, problem, config, constants, types, **options))
         return builds
@@ -393,14 +400,13 @@ class Counters:
     def __call__(self) -> torch.Tensor:
         """The counters for a launch on the current stream."""
         if torch.cuda.is_current_stream_capturing():
-            try:
-                counters = self._reserve.pop()
-            except IndexError:
+            if not self._reserve:
                 return self._zeros(self._count)
-            self._captured.append(counters)
-            return counters
+            own = self._reserve.pop()
+            self._captured.append(own)
+            return own
         stream = torch._C._cuda_getCurrentRawStream(self._device)
-        counters = self._by_stream.get(stream)
-        if counters is None:
-            counters = self._by_stream.setdefault(stream, self._zeros(self._count))
-        return counters
+        known = self._by_stream.get(stream)
+        return (
+            self._by_stream.setdefault(stream, self._zeros(self._count)) if known is None else known
+        )

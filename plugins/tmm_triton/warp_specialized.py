@@ -14,10 +14,11 @@ rounds and stores. Here the block's warps have roles, and it stays for many tile
   cooperative 1.25).
 
 Two mbarriers a stage carry all of this. ``full`` flips when the stage's bytes have landed,
-``empty`` when every consumer of it is done reading. A wait sees only a parity, so it must
-never be asked for a phase more than one ahead: the producer and cooperating consumers visit
-every stage in order and cannot be; a ping-pong consumer, which leaves out the other's
-k-steps, is held by ``turn`` until the other has seen all of its stages full.
+``empty`` when every consumer of it is done reading. A wait sees only a parity, and passes
+where the barrier is two phases behind the one waited for. The producer and cooperating
+consumers wait for every phase in turn and never are. A ping-pong consumer leaves out the
+other's k-steps: ``turn`` holds it until the other has seen its last stage full, when all
+phases but the one it will wait for are over.
 
 Written in Gluon, which leaves layouts, barriers and roles to the author; plain Triton does
 not specialise warps on Hopper.
@@ -49,7 +50,8 @@ from triton.experimental.gluon.language.nvidia.hopper.tma import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from tmm_core import Config, Kernel, Launcher, Operand, Problem, Traits
-from tmm_core.triton import Launch, device_function, pointer
+from tmm_core.triton import Launch, device_function, epilogues, pointer
+from tmm_triton.kernel import missing_toolchain
 
 #: Releases whose Gluon this is written for: an experimental API, where a later release may
 #: mean something else by the same names.
@@ -61,14 +63,16 @@ _ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32
 
 @dataclass(frozen=True, kw_only=True)
 class WarpSpecializedConfig(Config):
-    """Args:
-    BLOCK_M, BLOCK_N, BLOCK_K: The tile, N of the output (a gated problem reads twice that).
-    GROUP_M: Tile rows that are walked together.
-    num_stages: Stages of the ring.
-    schedule: ``"cooperative"`` or ``"pingpong"``.
-    consumers: Consumers; two in turn, or one to three sharing the tile's rows.
-    num_warps: Warps of one consumer.
-    subtiles: Column strips in which a tile is stored; more of them need less staging.
+    """A tile and how the block's warps share it.
+
+    Args:
+        BLOCK_M, BLOCK_N, BLOCK_K: The tile, N of the output (a gated problem reads twice that).
+        GROUP_M: Tile rows that are walked together.
+        num_stages: Stages of the ring.
+        schedule: ``"cooperative"`` or ``"pingpong"``.
+        consumers: Two in turn, or one to three sharing the tile's rows.
+        num_warps: Warps of one consumer.
+        subtiles: Column strips in which a tile is stored; more of them need less staging.
     """
 
     BLOCK_M: int
@@ -525,6 +529,7 @@ class WarpSpecialized(Kernel[WarpSpecializedConfig]):
     # A row's sums are formed in k order whatever the tile it falls in.
     traits = Traits(deterministic=True, batch_invariant=True, capture_safe=True)
     config_type = WarpSpecializedConfig
+    shares = (epilogues,)
 
     def reasons_against(self, problem: Problem) -> list[str]:
         reasons = []
@@ -533,6 +538,8 @@ class WarpSpecialized(Kernel[WarpSpecializedConfig]):
             reasons.append("Triton's interpreter does not run Gluon")
         elif device.type != "cuda" or device.capability != (9, 0):
             reasons.append("needs a Hopper GPU (compute capability 9.0)")
+        else:
+            reasons += missing_toolchain()
         if not triton.__version__.startswith(_KNOWN_RELEASES):
             known = " and ".join(release + "x" for release in _KNOWN_RELEASES)
             reasons.append(f"is written for the Gluon of Triton {known}, not {triton.__version__}")
@@ -560,6 +567,9 @@ class WarpSpecialized(Kernel[WarpSpecializedConfig]):
                 reasons.append(f"{name} is not {_ALIGNMENT}-byte aligned (TMA)")
         if problem.out.layout == "col":
             reasons.append("output is not row-major")
+        if problem.n * problem.out.dtype.itemsize % _ALIGNMENT:
+            # Seen on an H200: a 1×1 output overwrote its 7 neighbours.
+            reasons.append(f"rows of the output end off {_ALIGNMENT} bytes, which TMA stores whole")
         if problem.gated and problem.b.layout == "row" and 2 * problem.n % _ALIGNMENT:
             reasons.append(f"the up half of b does not start {_ALIGNMENT}-byte aligned (TMA)")
         return reasons

@@ -25,7 +25,10 @@ def edited(**changes: Any) -> Callable[[Path], None]:
 
 
 def replaced(data: bytes) -> Callable[[Path], None]:
-    return lambda path: path.write_bytes(data) and None
+    def replace(path: Path) -> None:
+        path.write_bytes(data)
+
+    return replace
 
 
 def truncated(path: Path) -> None:
@@ -51,7 +54,7 @@ def made_huge(path: Path) -> None:
     os.truncate(path, files.MAX_BYTES + 1)
 
 
-CORRUPTIONS = {
+CORRUPTIONS: dict[str, tuple[Callable[[Path], None], str]] = {
     "truncated": (truncated, "is no valid record: "),
     "empty": (replaced(b""), "is no valid record: the file is empty"),
     "zeros": (replaced(b"\0" * 512), "is no valid record: "),
@@ -68,13 +71,13 @@ CORRUPTIONS = {
 }
 
 
-@pytest.fixture(params=CORRUPTIONS.values(), ids=CORRUPTIONS.keys())
+@pytest.fixture(params=CORRUPTIONS)
 def broken(request: pytest.FixtureRequest, store: CacheStore) -> tuple[CacheStore, Path, str]:
     """A store whose one record of m=128 is broken, beside a good one; its path; the complaint."""
     store.save(GPU, ENVIRONMENT, record(problem(m=1)))
     path = store.save(GPU, ENVIRONMENT, record())
     assert path is not None
-    spoil, complaint = request.param
+    spoil, complaint = CORRUPTIONS[request.param]
     spoil(path)
     return store, path, complaint
 

@@ -110,7 +110,7 @@ def test_processes_append_without_losing_or_tearing_a_line(store: CacheStore) ->
         logger.stdin.flush()
     for logger in loggers:
         assert logger.communicate() == ("", "")
-    assert sorted(logged(store)) == [(m, 3) for m in range(200)]  # type: ignore[type-var]
+    assert sorted(logged(store)) == [(m, 3) for m in range(200)]
 
 
 def test_an_unreadable_log_is_a_warning(store: CacheStore, log: Path) -> None:

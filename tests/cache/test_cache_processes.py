@@ -127,9 +127,11 @@ def test_a_lock_that_another_process_holds_is_waited_for(store: CacheStore) -> N
     assert 0.25 < time.monotonic() - start < 15
     with store.lock(GPU, ENVIRONMENT, problem(m=2), timeout=0) as mine:
         assert mine is True  # another problem's lock is another lock
-    threading.Timer(0.2, lambda: holder.communicate("\n")).start()
+    release = threading.Timer(0.2, lambda: holder.communicate("\n"))
+    release.start()
     with store.lock(GPU, ENVIRONMENT, problem(), timeout=20) as mine:
         assert mine is True
+    release.join()
 
 
 def test_a_killed_process_leaves_no_lock_behind(store: CacheStore) -> None:
@@ -181,6 +183,25 @@ def test_an_error_inside_the_lock_comes_through_and_frees_it(
     for _ in range(2):
         with pytest.raises(type(error), match="tuner"):
             tune()
+
+
+def test_the_lock_is_given_back_and_not_left_to_the_garbage_collector(
+    store: CacheStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    import filelock
+
+    real, made = filelock.FileLock, []
+
+    def kept(*arguments: Any, **options: Any) -> filelock.BaseFileLock:
+        made.append(real(*arguments, **options))
+        return made[-1]
+
+    monkeypatch.setattr(filelock, "FileLock", kept)
+    for _ in range(2):
+        with store.lock(GPU, ENVIRONMENT, problem(), timeout=0) as mine:
+            assert mine is True
+            assert made[-1].is_locked
+        assert not made[-1].is_locked
 
 
 @pytest.mark.parametrize("timeout", [-1.0, float("nan")])

@@ -257,7 +257,7 @@ def test_best_is_the_winner_and_defaults_are_what_the_document_says() -> None:
 
 
 def test_any_mapping_and_sequence_becomes_plain_json_in_its_own_order() -> None:
-    config = MappingProxyType({"z": (1, 2), "a": MappingProxyType({"y": range(2)})})
+    config: Any = MappingProxyType({"z": (1, 2), "a": MappingProxyType({"y": range(2)})})
     document = CandidateResult("k", "v", config, "ok").to_json()
     assert json.dumps(document["config"]) == '{"z": [1, 2], "a": {"y": [0, 1]}}'
 

@@ -7,6 +7,7 @@ import gc
 import json
 import operator
 import time
+import types
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -18,7 +19,7 @@ from fakes import FakeKernel, plugin
 
 import tmm_core
 from tmm_core import ops, settings, verify
-from tmm_core.bench import host, providers, report, results, runner, suites
+from tmm_core.bench import environment, host, providers, report, results, runner, suites
 from tmm_core.bench.results import Results
 from tmm_core.bench.suites import Task
 from tmm_core.case import Case, parse_expression, parse_shape
@@ -463,6 +464,39 @@ def test_host_measures_torch_and_tmm(monkeypatch: pytest.MonkeyPatch) -> None:
     assert costs["kernels"] == dict.fromkeys(("plain", "silu", "linear+bias"), "blas fused=False")
     # Tuned beforehand, so that a call measures no tuning.
     assert len(list(ops.dispatcher().store.entries())) == 3
+
+
+# -- environment -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("answer", ["1980, 650.5, 60", "[N/A], [N/A], 60", None])
+def test_clocks_are_nvidia_smis_where_torch_has_no_reader(
+    answer: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[list[str]] = []
+    properties = types.SimpleNamespace(uuid="abc")
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
+    monkeypatch.setattr(torch.cuda, "clock_rate", lambda device: 1 / 0)
+    monkeypatch.setattr(environment, "_output", lambda argv: asked.append(argv) or answer)
+    clocks = environment.Clocks(torch.device("cuda", 0))
+    if answer and answer[0] == "1":
+        assert clocks.read() == {"sm_mhz": 1980, "power_w": 650.5, "celsius": 60}
+        assert clocks.read() is not None
+        assert asked[0][:2] == ["nvidia-smi", "--id=GPU-abc"]
+    else:
+        # What is not known once is not asked for after every problem.
+        assert clocks.read() is None
+        assert clocks.read() is None
+        assert len(asked) == 1
+
+
+def test_clocks_that_are_slow_to_read_are_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environment, "_nvidia_smi", lambda *_: ["1980", "650", "60"])
+    monkeypatch.setattr(environment.Clocks, "PATIENCE", -1.0)
+    clocks = environment.Clocks(torch.device("cuda", 0))
+    monkeypatch.setattr(torch.cuda, "clock_rate", lambda device: 1 / 0)
+    assert clocks.read() is not None
+    assert clocks.read() is None
 
 
 # -- the command -------------------------------------------------------------------------

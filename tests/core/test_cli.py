@@ -245,6 +245,13 @@ def test_tune_allows_tf32_where_the_problem_does(monkeypatch: pytest.MonkeyPatch
     assert torch.backends.cuda.matmul.fp32_precision == before
 
 
+def test_tune_tells_of_candidates_that_are_wrong(capsys: pytest.CaptureFixture[str]) -> None:
+    wrong = FakeKernel("fake.wrong", tiles=(1, 2), spoil=lambda out: out + 1)
+    register(wrong, FakeKernel("fake.lame", bind_error=OSError("no")))
+    assert main(["tune", "16x16x16", "--dtype", "fp32", *CPU]) == 0
+    assert capsys.readouterr().out.rstrip().endswith("4 tried, 2 wrong, 1 failed)")
+
+
 # -- misses ------------------------------------------------------------------------------
 
 

@@ -186,6 +186,7 @@ def test_batch_invariance_bit_for_bit() -> None:
             assert torch.equal(tmm_core.matmul(x[:m], w), whole[:m]), m
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit:DeprecationWarning")  # torch's own, in Inductor
 def test_compiled_and_with_gradients() -> None:
     x = randn(64, 256).requires_grad_()
     w = randn(256, 128).requires_grad_()

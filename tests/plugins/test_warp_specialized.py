@@ -456,14 +456,14 @@ def test_a_warm_launch_encodes_no_tensor_map(monkeypatch: pytest.MonkeyPatch) ->
         return ["map", 1, 2]
 
     monkeypatch.setattr(driver, "make_tensordesc_arg", encode)
-    monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
     monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda i: 7, raising=False)
     low = launch._low_level(run, described=True)
     handle = types.SimpleNamespace(run=run, function=5, packed_metadata=(4, 1, 0))
-    call = launch._direct(handle, low, [(True, {}), (True, None), (False, None)], 0)
-
+    places = {"a": (True, {}), "n": (True, None), "C": (False, None)}
     bound = launch.Launch.__new__(launch.Launch)
-    bound._maps, bound._call = {"a": {}}, call
+    bound._maps = {"a": {}}
+    bound.call = launch._direct(handle, low, places, 0)
     of = bound.tensor_map("a", lambda t: ("descriptor of", t.data_ptr()))
     t = torch.zeros(8, 8)
     for _ in range(3):

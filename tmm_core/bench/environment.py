@@ -81,9 +81,9 @@ def driver_version(device: torch.device) -> str | None:
 
 def _nvidia_smi(device: torch.device, fields: tuple[str, ...]) -> list[str] | None:
     # By UUID: indices of torch and of the program differ under CUDA_VISIBLE_DEVICES.
-    uuid = f"GPU-{torch.cuda.get_device_properties(device).uuid}"
+    uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
     query = f"--query-gpu={','.join(fields)}"
-    command = ["nvidia-smi", f"--id={uuid}", query, "--format=csv,noheader,nounits"]
+    command = ["nvidia-smi", f"--id=GPU-{uuid}", query, "--format=csv,noheader,nounits"]
     text = _output(command)
     return [value.strip() for value in text.split(",")] if text else None
 

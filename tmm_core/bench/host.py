@@ -26,12 +26,17 @@ WARM = 10
 
 
 def measure(
-    device: torch.device, *, dtype: torch.dtype = torch.bfloat16, tune: bool = True
+    device: torch.device,
+    *,
+    dtype: torch.dtype = torch.bfloat16,
+    tune: bool = True,
+    budget: float | None = None,
 ) -> Document:
     """Median host cost in µs per call of torch's and tmm's ways to the same thing.
 
     Args:
         tune: Tune the three problems first, so that tmm launches what it would in use.
+        budget: Seconds of that, per problem; None: as the settings say.
     """
     x, w, bias = (
         torch.randn(shape, dtype=dtype, device=device)
@@ -45,7 +50,7 @@ def measure(
     }
     with torch.no_grad():
         if tune:
-            tmm_core.tune(problems.values())
+            tmm_core.tune(problems.values(), budget=budget)
             return _measure(x, w, bias, out)
         with settings.override(on_cache_miss="heuristic"):
             return _measure(x, w, bias, out)

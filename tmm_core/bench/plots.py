@@ -73,7 +73,7 @@ def _tflops(document: Document, column: str) -> float:
 
 def _ratios(documents: Sequence[Document], path: Path) -> None:
     suites = list(dict.fromkeys(document["suite"] for document in documents))
-    figure, axes = _figure(9, 1.5 + 0.45 * len(suites))
+    figure, axes = _figure(9, 2 + 0.4 * len(suites))
     for row, suite in enumerate(suites):
         members = [document for document in documents if document["suite"] == suite]
         ratios = [document["ratio"] for document in members]
@@ -114,8 +114,8 @@ def _ratios(documents: Sequence[Document], path: Path) -> None:
         xlabel="torch's time / tmm's (right of 1: tmm is faster)",
         title="Every problem, by class",
     )
-    axes.invert_yaxis()
-    axes.legend(loc="lower right", fontsize="small")
+    axes.set_ylim(len(suites) - 0.4, -0.6)
+    figure.legend(loc="outside lower center", ncols=3, fontsize="small")
     _write(figure, axes, path)
 
 

@@ -19,7 +19,8 @@ from tmm_core import ops, settings, verify
 from tmm_core.bench import environment, providers
 from tmm_core.bench.results import Document
 from tmm_core.bench.suites import Task
-from tmm_core.case import Call, precision
+from tmm_core.case import Call
+from tmm_core.precision import precision
 from tmm_core.timing import CudaTimer, HostTimer, Run, Timer
 
 #: Columns every measured problem has.

@@ -40,7 +40,7 @@ def run(options: argparse.Namespace) -> int:
         writer.append(documents[0])
         try:
             if options.host:
-                documents.append(host.measure(device, tune=options.tune))
+                documents.append(host.measure(device, tune=options.tune, budget=options.budget))
                 writer.append(documents[-1])
             deadline = started + options.max_seconds
             for number, document in enumerate(_measure(tasks, device, options, deadline), 1):

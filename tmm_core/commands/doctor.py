@@ -151,7 +151,7 @@ def _plugins() -> Iterator[Finding]:
 
 
 def _settings() -> Iterator[Finding]:
-    known = {*OTHER_VARIABLES, *(variable for variable, _ in settings._VARIABLES.values())}
+    known = {*OTHER_VARIABLES, *(variable for variable, _ in settings.VARIABLES.values())}
     for name in sorted(os.environ):
         if not name.startswith("TMM_"):
             continue

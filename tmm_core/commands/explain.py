@@ -7,9 +7,9 @@ import argparse
 import torch
 
 import tmm_core
-from tmm_core.case import precision
 from tmm_core.commands import options as shared
 from tmm_core.commands.console import DONE, UsageError, print_json
+from tmm_core.precision import precision
 
 
 def run(options: argparse.Namespace) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import time
+from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -16,11 +17,12 @@ from tmm_cache import TuningRecord
 import tmm_core
 from tmm_core import ops
 from tmm_core.bench import suites
-from tmm_core.case import Case, precision
+from tmm_core.case import Case
 from tmm_core.commands import options as shared
 from tmm_core.commands.console import DONE, FOUND, INTERRUPTED, UsageError, note, print_json
 from tmm_core.commands.misses import title, tuned_since
 from tmm_core.device import fingerprint
+from tmm_core.precision import precision
 from tmm_core.problem import Problem
 from tmm_core.tuner import BASELINE
 
@@ -155,6 +157,7 @@ def _tune(item: Pending, options: argparse.Namespace) -> dict[str, Any]:
             "config": dict(record.best.config),
             "median_us": record.best.median_us,
             "blas_us": blas_us(record),
+            "candidates": dict(Counter(candidate.status for candidate in record.candidates)),
         }
     outcome["seconds"] = round(time.monotonic() - started, 2)
     return outcome
@@ -172,5 +175,11 @@ def _line(outcome: Mapping[str, Any]) -> str:
     config = " ".join(f"{name}={value}" for name, value in outcome["config"].items())
     mine, blas = outcome["median_us"], outcome["blas_us"]
     against = f", {blas / mine:.2f}× blas" if mine and blas else ""
-    how = "on record" if outcome["status"] == "on record" else f"{outcome['seconds']:.1f} s"
-    return f"{outcome['problem']}  {outcome['kernel']} {config}  {mine:.1f} µs{against}  ({how})"
+    tried = outcome["candidates"]
+    notes = [
+        "on record" if outcome["status"] == "on record" else f"{outcome['seconds']:.1f} s",
+        f"{sum(tried.values())} tried",
+        *(f"{tried[fault]} {fault}" for fault in ("wrong", "failed") if fault in tried),
+    ]
+    chosen = f"{outcome['kernel']} {config}".rstrip()
+    return f"{outcome['problem']}  {chosen}  {mine:.1f} µs{against}  ({', '.join(notes)})"

@@ -337,8 +337,7 @@ class KernelConformance:
         posed = self._demanding()
         problem = posed.problem
         wrong = []
-        for config in self._configs(problem):
-            launcher = self.kernel.bind(problem, config)
+        for config, launcher in self._bound(problem, self._configs(problem)):
             wrong += [f"{config}: {fault}" for fault in posed.faults(launcher, self.slack)]
         self._blame(posed, problem, wrong)
 
@@ -379,8 +378,8 @@ class KernelConformance:
             pytest.skip("claims no determinism")
         posed = self._fine_grained()
         problem = posed.problem
-        for config in (self.kernel.default_config(problem), *self._configs(problem)):
-            launcher = self.kernel.bind(problem, config)
+        configs = [self.kernel.default_config(problem), *self._configs(problem)]
+        for config, launcher in self._bound(problem, configs):
             first = posed.launch(launcher, posed.out.tensor).clone()
             for run in range(1, REPEATS[self._device().type] + 1):
                 again = posed.launch(launcher, posed.out.tensor)
@@ -401,8 +400,8 @@ class KernelConformance:
             # What interprets tl.dot on a CPU rounds a row by where in the tile it is.
             rows += [(m - 1, m), (m // 2, m)]
         configs = [self.kernel.default_config(whole), *self._configs(whole)[:2]]
-        for config in dict.fromkeys(configs):
-            full = posed.launch(self.kernel.bind(whole, config), posed.out.tensor).clone()
+        for config, whole_launcher in self._bound(whole, configs):
+            full = posed.launch(whole_launcher, posed.out.tensor).clone()
             for first, last in rows:
                 some = slice(first, min(last, m))
                 a, b, out = posed.inputs.a[some], posed.inputs.b, posed.out.tensor[some]
@@ -547,6 +546,13 @@ class KernelConformance:
     def _bind(self, problem: Problem) -> Launcher:
         return self.kernel.bind(problem, self.kernel.default_config(problem))
 
+    def _bound(self, problem: Problem, configs: Sequence[Config]) -> list[tuple[Config, Launcher]]:
+        """Launchers of different configs, compiled at once on all cores."""
+        configs = list(dict.fromkeys(configs))
+        with futures.ThreadPoolExecutor() as pool:
+            launchers = pool.map(lambda config: self.kernel.bind(problem, config), configs)
+            return list(zip(configs, launchers, strict=True))
+
     def _hold(self, probe: Probe) -> None:
         posed = self._posed(probe)
         self._blame(posed, posed.problem, posed.faults(self._bind(posed.problem), self.slack))
@@ -568,7 +574,8 @@ class KernelConformance:
     def _long(self) -> Probe:
         """K long enough to be split, M off its blocks."""
         base = self._probe()
-        return replace(base, m=max(1, base.m - 5), k=8 * base.k)
+        longer = 8 if self._device().type == "cuda" else 4
+        return replace(base, m=max(1, base.m - 5), k=longer * base.k)
 
     def _demanding(self) -> Posed:
         """A problem that shows a config's mistakes: with all terms, where it takes them."""

@@ -11,10 +11,10 @@ from dataclasses import dataclass
 import torch
 
 from tmm_core import verify
-from tmm_core.case import precision
 from tmm_core.device import fingerprint
 from tmm_core.epilogue import IDENTITY, Epilogue
 from tmm_core.kernel import Launcher
+from tmm_core.precision import precision
 from tmm_core.problem import Problem
 from tmm_core.testing import memory
 from tmm_core.testing.memory import Guarded

@@ -6,6 +6,7 @@ Imports Triton, so nothing else in ``tmm_core`` imports this at the top of a mod
 from __future__ import annotations
 
 from tmm_core.device import interpreting
+from tmm_core.triton import epilogues
 from tmm_core.triton.epilogues import device_function
 from tmm_core.triton.launch import Launch, compile_for, pointer, source, supports
 
@@ -13,6 +14,7 @@ __all__ = [
     "Launch",
     "compile_for",
     "device_function",
+    "epilogues",
     "interpreting",
     "pointer",
     "source",

@@ -4,6 +4,7 @@ import pytest
 import torch
 from tmm_example.gemv import Gemv, GemvConfig
 
+import tmm_core
 from tmm_core.testing import KernelConformance
 
 
@@ -24,8 +25,6 @@ class TestGemv(KernelConformance):
 
 def test_more_rows_are_declined() -> None:
     with pytest.raises(RuntimeError, match="for 1 to 4 rows, these are 5"):
-        import tmm_core
-
         tmm_core.matmul(torch.randn(5, 8), torch.randn(8, 8), kernel="example.gemv")
 
 

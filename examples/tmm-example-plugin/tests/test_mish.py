@@ -11,7 +11,7 @@ def test_the_kernel_fuses_it() -> None:
     z = torch.linspace(-100, 100, 256)
     one = torch.ones(1, 1)
     fused = tmm_core.matmul(one, z[None], epilogue="mish", kernel="example.gemv")
-    torch.testing.assert_close(fused, F.mish(z.double())[None].float(), rtol=2e-6, atol=1e-30)
+    torch.testing.assert_close(fused, F.mish(z.double())[None].float(), rtol=2e-5, atol=1e-30)
 
 
 def test_it_comes_by_name_and_trains() -> None:

@@ -153,20 +153,31 @@ class Gemv(Kernel[GemvConfig]):
         ) -> Tensor:
             if out is None:
                 out = a.new_empty(shape, dtype=dtype)
-            values = {"a_ptr": a, "b_ptr": b, "out_ptr": out, "N": n, "K": k, "alpha": alpha}
-            # From the right: a batch's stride comes first, where there is one.
-            values |= zip(("stride_ak", "stride_am", "stride_az"), reversed(a.stride()))
-            values |= zip(("stride_bn", "stride_bk", "stride_bz"), reversed(b.stride()))
-            values |= zip(("stride_on", "stride_om", "stride_oz"), reversed(out.stride()))
+            values: dict[str, object] = {
+                "a_ptr": a,
+                "b_ptr": b,
+                "out_ptr": out,
+                "N": n,
+                "K": k,
+                "alpha": alpha,
+            }
+            values |= _strides(("stride_az", "stride_am", "stride_ak"), a)
+            values |= _strides(("stride_bz", "stride_bk", "stride_bn"), b)
+            values |= _strides(("stride_oz", "stride_om", "stride_on"), out)
             if bias is not None:
                 values |= {"bias_ptr": bias, "stride_bias": bias.stride(0)}
             if residual is not None:
                 values["residual_ptr"] = residual
-                values |= zip(("stride_rn", "stride_rm", "stride_rz"), reversed(residual.stride()))
+                values |= _strides(("stride_rz", "stride_rm", "stride_rn"), residual)
             launch(grid, *[values[name] for name in names])
             return out
 
         return run
+
+
+def _strides(names: tuple[str, str, str], t: Tensor) -> dict[str, int]:
+    """Of a matrix, or of a batch of them."""
+    return dict(zip(names[3 - t.dim() :], t.stride(), strict=True))
 
 
 def _arguments(problem: Problem) -> tuple[dict[str, str], dict[str, object], dict[str, int]]:
@@ -184,22 +195,20 @@ def _arguments(problem: Problem) -> tuple[dict[str, str], dict[str, object], dic
     # Masked loads are as wide as what the mask's bound is known to be a multiple of.
     sizes = {"N": problem.n, "K": problem.k}
     divisible = {name: 16 for name, size in sizes.items() if size % 16 == 0}
-    for name, (down, across), matrix in _matrices(problem):
-        strides = [f"stride_{name[0]}{dim}" for dim in ("z", down, across)]
+    for name, down, across, matrix in _matrices(problem):
+        batch, *strides = (f"stride_{name[0]}{dim}" for dim in ("z", down, across))
+        fixed = {batch: 0} if problem.batch == 1 else {}
         if matrix is None:
-            constants |= {f"{name}_ptr": None, **dict.fromkeys(strides, 0)}
+            constants |= {f"{name}_ptr": None, batch: 0, **dict.fromkeys(strides, 0)}
             continue
-        types[f"{name}_ptr"] = pointer(matrix.dtype)
-        types |= dict.fromkeys(strides, "i64")
+        if matrix.layout != "strided":
+            fixed[strides[matrix.layout == "row"]] = 1
+        constants |= fixed
+        free = {batch, *strides} - set(fixed)
+        types |= {f"{name}_ptr": pointer(matrix.dtype), **dict.fromkeys(free, "i64")}
         if matrix.aligned:
             divisible[f"{name}_ptr"] = 16
-            divisible |= dict.fromkeys(strides, 16 // matrix.dtype.itemsize)
-        ones = {"row": strides[2:], "col": strides[1:2], "strided": []}[matrix.layout]
-        ones += strides[:1] if problem.batch == 1 else []
-        for stride in ones:
-            del types[stride]
-            divisible.pop(stride, None)
-            constants[stride] = 1
+            divisible |= dict.fromkeys(free, 16 // matrix.dtype.itemsize)
     if problem.bias is None:
         constants |= {"bias_ptr": None, "stride_bias": 0}
     else:
@@ -212,8 +221,8 @@ def _arguments(problem: Problem) -> tuple[dict[str, str], dict[str, object], dic
     return in_order, constants, divisible
 
 
-def _matrices(problem: Problem) -> Iterator[tuple[str, str, Operand | None]]:
-    yield "a", "mk", problem.a
-    yield "b", "kn", problem.b
-    yield "residual", "mn", problem.residual
-    yield "out", "mn", problem.out
+def _matrices(problem: Problem) -> Iterator[tuple[str, str, str, Operand | None]]:
+    yield "a", "m", "k", problem.a
+    yield "b", "k", "n", problem.b
+    yield "residual", "m", "n", problem.residual
+    yield "out", "m", "n", problem.out

@@ -1,0 +1,546 @@
+"""The Triton kernels' own mechanics, interpreted: tiles that divide nothing, in configs far
+smaller than those proposed, where every tail, split and tile order shows in a small matrix."""
+
+from __future__ import annotations
+
+import inspect
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from tmm_triton import kernel as kernel_module
+from tmm_triton import operands, plugin, roofline
+from tmm_triton.fused_epilogue import FusedEpilogue, FusedEpilogueConfig
+from tmm_triton.grouped import Grouped, GroupedConfig
+from tmm_triton.kernel import TritonKernel
+from tmm_triton.naive import Naive, NaiveConfig
+from tmm_triton.operands import TileConfig
+from tmm_triton.persistent import Persistent, PersistentConfig
+from tmm_triton.split_k import SplitK, SplitKConfig
+
+from tmm_core import Config, ConfigError, Epilogue, Operand, Problem
+from tmm_core.device import DeviceFingerprint, fingerprint, interpreting
+from tmm_core.epilogue import parse
+
+FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
+#: Of the fp64 reference's norm. The interpreter truncates to bf16 where a GPU rounds.
+TOLERANCE = {FP16: 4e-4, BF16: 5e-3, FP32: 5e-7}
+
+H200 = DeviceFingerprint(
+    type="cuda", name="NVIDIA H200", capability=(9, 0), sm_count=132, shared_memory=232448
+)
+A100 = DeviceFingerprint(
+    type="cuda", name="NVIDIA A100", capability=(8, 0), sm_count=108, shared_memory=166912
+)
+UNKNOWN = replace(
+    H200, name="NVIDIA RTX 9090", capability=(13, 0), sm_count=60, shared_memory=99840
+)
+
+TILE = {"BLOCK_M": 32, "BLOCK_N": 16, "BLOCK_K": 16, "num_stages": 2, "num_warps": 4}
+KERNELS: dict[TritonKernel[Any], TileConfig] = {
+    Naive(): NaiveConfig(**TILE),
+    Grouped(): GroupedConfig(**TILE, GROUP_M=3),
+    SplitK(): SplitKConfig(**TILE, SPLIT_K=3, REDUCE="kernel", SWAP=True),
+    FusedEpilogue(): FusedEpilogueConfig(**TILE, GROUP_M=3, SUBTILE=2),
+    Persistent(): PersistentConfig(**TILE, GROUP_M=3, SUBTILE=2, FLATTEN=True),
+}
+GATES = [kernel for kernel in KERNELS if kernel.gates]
+TAKES_ANY_STRIDE = [kernel for kernel in KERNELS if not isinstance(kernel, Persistent)]
+
+interpreted = pytest.mark.skipif(not interpreting(), reason="Triton is not interpreting")
+
+
+def named(kernels: Any) -> Any:
+    return pytest.mark.parametrize("kernel", list(kernels), ids=lambda kernel: kernel.name)
+
+
+def ask(m: int = 4096, n: int = 4096, k: int = 4096, layout: str = "nt", **fields: Any) -> Problem:
+    """A problem without tensors; ``layout`` as ``Problem`` prints it."""
+    dtype = fields.pop("dtype", BF16)
+    aligned = fields.pop("aligned", True)
+    layouts = {"n": "row", "t": "col", "s": "strided"}
+    a, b = (Operand(dtype, layouts[x], aligned and x != "s") for x in layout)
+    epilogue = parse(fields.pop("epilogue", None))
+    given = {"a": a, "b": b, "out": Operand(dtype, "row", aligned), "device": H200, **fields}
+    return Problem(m=m, n=n, k=k, epilogue=epilogue, **given)
+
+
+def random(*shape: int, dtype: torch.dtype = FP32, seed: int = 0) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed + sum(shape))).to(dtype)
+
+
+def aligned(rows: int, cols: int, dtype: torch.dtype, seed: int = 0) -> torch.Tensor:
+    """A [rows, cols] matrix whose rows start at multiples of 16 bytes, NaN between them: what
+    a load past the end of a row would multiply."""
+    vector = 16 // dtype.itemsize
+    buffer = torch.full((rows, -(-cols // vector) * vector + vector), float("nan"), dtype=dtype)
+    buffer[:, :cols] = random(rows, cols, dtype=dtype, seed=seed)
+    return buffer[:, :cols]
+
+
+def problem_of(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    out: torch.Tensor,
+    *,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    alpha: float = 1.0,
+    epilogue: Any = None,
+) -> Problem:
+    return Problem.of(
+        a, b, out, fingerprint(torch.device("cpu")),
+        bias=bias, residual=residual, epilogue=parse(epilogue),
+        scaled=alpha != 1.0, tf32=a.dtype is FP32,
+    )  # fmt: skip
+
+
+def run(
+    kernel: TritonKernel[Any],
+    config: Config,
+    a: torch.Tensor,
+    b: torch.Tensor,
+    *,
+    out: torch.Tensor | None = None,
+    bias: torch.Tensor | None = None,
+    residual: torch.Tensor | None = None,
+    alpha: float = 1.0,
+    epilogue: Any = None,
+) -> torch.Tensor:
+    """What the kernel computes, held to the fp64 reference on the way."""
+    function = parse(epilogue)
+    if out is None:
+        n = b.shape[-1] // (2 if function.gated else 1)
+        out = torch.full((*a.shape[:-1], n), float("nan"), dtype=a.dtype)
+    problem = problem_of(a, b, out, bias=bias, residual=residual, alpha=alpha, epilogue=function)
+    assert kernel.reasons_against(problem) == []
+    result = kernel.bind(problem, config)(a, b, bias, residual, alpha, out)
+    assert result is out
+
+    z = alpha * (a.double() @ b.double())
+    if bias is not None:
+        z = z + bias.double()
+    expected = function.apply(z)
+    if residual is not None:
+        expected = expected + residual.double()
+    error = (out.double() - expected).norm() / expected.norm()
+    assert error < TOLERANCE[out.dtype], f"{kernel.name} {config}: {error:.1e}"
+    return out
+
+
+# -- what they compute --------------------------------------------------------------------
+
+
+@interpreted
+@pytest.mark.parametrize("dtype", [FP16, BF16, FP32])
+@pytest.mark.parametrize("size", [(37, 29, 51), (130, 70, 45)], ids=str)
+@named(KERNELS)
+def test_tails(kernel: TritonKernel[Any], size: tuple[int, int, int], dtype: torch.dtype) -> None:
+    m, n, k = size
+    run(kernel, KERNELS[kernel], aligned(m, k, dtype), aligned(k, n, dtype, seed=1))
+
+
+@interpreted
+@pytest.mark.parametrize("layouts", ["nt", "tn", "tt"])
+@named(KERNELS)
+def test_everything_at_once(kernel: TritonKernel[Any], layouts: str) -> None:
+    a, b = aligned(37, 51, FP16), aligned(51, 29, FP16, seed=1)
+    if layouts[0] == "t":
+        a = aligned(51, 37, FP16).t()
+    if layouts[1] == "t":
+        b = aligned(29, 51, FP16, seed=1).t()
+    canvas = torch.full((40, 64), 7.0, dtype=FP32)
+    out = canvas[2:39, 1:59:2]
+    run(
+        kernel, KERNELS[kernel], a, b,
+        out=out,
+        bias=random(2 * 29, dtype=BF16)[::2],
+        residual=random(1, 29, dtype=FP16).expand(37, 29),
+        alpha=-0.5,
+        epilogue="silu+softcap(3)",
+    )  # fmt: skip
+    out.fill_(7.0)
+    assert (canvas == 7.0).all(), "wrote outside of out"
+
+
+@interpreted
+@named(TAKES_ANY_STRIDE)
+def test_strides_of_any_kind(kernel: TritonKernel[Any]) -> None:
+    config = KERNELS[kernel]
+    strided = random(74, 102, dtype=BF16)[::2, ::2]
+    expanded = random(51, 1, dtype=BF16).expand(51, 29)
+    assert (strided.stride(), expanded.stride()) == ((204, 2), (1, 0))
+    run(kernel, config, strided, expanded)
+    run(kernel, config, random(1, 51).expand(37, 51), random(29, 51)[:, ::1].t())
+    run(kernel, config, random(1, 1).expand(37, 51), random(51, 29)[:, :29])
+
+
+@interpreted
+@named(KERNELS)
+def test_batch(kernel: TritonKernel[Any]) -> None:
+    config = KERNELS[kernel]
+    a = random(3, 48, 40, dtype=FP16).transpose(1, 2)
+    residual = random(3, 1, 32, dtype=FP16).expand(3, 40, 32)
+    run(kernel, config, a, random(3, 48, 32, dtype=FP16), bias=random(32), residual=residual)
+    shared = random(1, 48, 32, dtype=FP16).expand(3, 48, 32)
+    assert shared.stride(0) == 0
+    run(kernel, config, a, shared, epilogue="relu")
+
+
+@interpreted
+@pytest.mark.parametrize("epilogue", ["swiglu", "geglu+scale(0.5)"])
+@named(GATES)
+def test_gated(kernel: TritonKernel[Any], epilogue: str) -> None:
+    # 29 is no multiple of BLOCK_N: the gate half's last tile would run into the up half.
+    weights = aligned(58, 51, FP16, seed=1).t()
+    residual = random(37, 29, dtype=FP16)
+    run(
+        kernel, KERNELS[kernel], aligned(37, 51, FP16), weights,
+        bias=random(58), residual=residual, alpha=0.5, epilogue=epilogue,
+    )  # fmt: skip
+    whole = replace(KERNELS[kernel], SUBTILE=1)
+    run(
+        kernel,
+        whole,
+        random(2, 40, 48, dtype=FP16),
+        random(2, 48, 64, dtype=FP16),
+        epilogue=epilogue,
+    )
+
+
+@interpreted
+@named(KERNELS)
+def test_a_row_does_not_depend_on_the_others(kernel: TritonKernel[Any]) -> None:
+    config = KERNELS[kernel]
+    a, b = aligned(70, 51, FP16), aligned(51, 29, FP16, seed=1)
+    together = run(kernel, config, a, b, epilogue="gelu")
+    for rows in (slice(0, 1), slice(33, 34), slice(5, 47)):
+        alone = run(kernel, config, a[rows], b, epilogue="gelu")
+        assert torch.equal(alone, together[rows])
+
+
+# -- split-K ------------------------------------------------------------------------------
+
+
+@interpreted
+@pytest.mark.parametrize("swap", [False, True])
+@pytest.mark.parametrize("split", [1, 2, 5, 7, 12])
+def test_uneven_splits(split: int, swap: bool) -> None:
+    """Seven steps, the last of them short: 7 = 4+3 = 2+2+1+1+1, and 12 leaves five without."""
+    config = SplitKConfig(**TILE, SPLIT_K=split, REDUCE="kernel", SWAP=swap)
+    a, b = aligned(5, 6 * 16 + 3, BF16), aligned(6 * 16 + 3, 29, BF16, seed=1)
+    run(SplitK(), config, a, b, bias=random(29), epilogue="relu2")
+
+
+def test_partial_sums_in_both_reductions_are_workspace() -> None:
+    problem = ask(16, 4096, 4096)
+    config = SplitKConfig(**TILE, SPLIT_K=4, REDUCE="kernel", SWAP=False)
+    assert SplitK().workspace_bytes(problem, config) == 4 * 4 * 16 * 4096
+    last = replace(config, REDUCE="last")
+    assert SplitK().workspace_bytes(problem, last) == 4 * 4 * 16 * 4096 + 4 * 4096 // 16
+    assert SplitK().workspace_bytes(problem, replace(config, SPLIT_K=1)) == 0
+
+
+@pytest.mark.parametrize("size", [(16384, 16384, 4096), (8192, 8192, 65536)], ids=str)
+def test_split_k_keeps_its_workspace_in_bounds(size: tuple[int, int, int]) -> None:
+    kernel, problem = SplitK(), ask(*size)
+    for config in [*kernel.configs(problem), kernel.default_config(problem)]:
+        assert kernel.workspace_bytes(problem, config) <= 2**27
+
+
+# -- persistent ---------------------------------------------------------------------------
+
+
+@interpreted
+def test_persistent_takes_a_lone_row_of_any_stride() -> None:
+    row = random(9, 51, dtype=FP16)[4:5]
+    assert row.stride(0) * 2 % 16  # of no meaning for one row, and not what TMA accepts
+    weights = aligned(51, 29, FP16)
+    first = torch.empty(51 + 8, dtype=FP16)  # 16-byte aligned, as the class has it
+    a = first[:51].copy_(row[0]).as_strided((1, 51), (51, 1))
+    run(Persistent(), KERNELS[next(k for k in KERNELS if isinstance(k, Persistent))], a, weights)
+
+
+@interpreted
+@pytest.mark.parametrize("n", [1, 29, 32])
+def test_persistent_writes_rows_to_their_end_and_no_further(n: int) -> None:
+    config = PersistentConfig(**TILE, GROUP_M=1, SUBTILE=1, FLATTEN=False)
+    canvas = torch.full((37, 48), 7.0, dtype=FP16)
+    run(Persistent(), config, aligned(37, 51, FP16), aligned(51, n, FP16), out=canvas[:, :n])
+    assert (canvas[:, n:] == 7.0).all()
+
+
+@pytest.mark.parametrize(
+    ("problem", "stored_by"),
+    [
+        (ask(), "descriptor"),
+        (ask(out=Operand(BF16, "col")), "pointer"),
+        (ask(out=Operand(BF16, "row", aligned=False)), "pointer"),
+        (ask(n=4097), "pointer"),  # TMA stores whole units of 16 bytes
+    ],
+)
+def test_persistent_stores_by_tma_where_it_may(problem: Problem, stored_by: str) -> None:
+    kernel = Persistent()
+    (build,) = kernel.builds(problem, kernel.default_config(problem))
+    assert ("out_desc" in build.types) == (stored_by == "descriptor")
+    assert ("out_ptr" in build.types) == (stored_by == "pointer")
+
+
+# -- what they decline --------------------------------------------------------------------
+
+UNFUSABLE = Epilogue("unfusable", lambda z: z)
+CPU = DeviceFingerprint(type="cpu", name="cpu")
+
+
+@pytest.mark.parametrize(
+    ("problem", "reason"),
+    [
+        (ask(dtype=torch.float64), "torch.float64 operands"),
+        (ask(dtype=torch.int8), "torch.int8 operands"),
+        (ask(dtype=torch.complex64), "torch.complex64 operands"),
+        (ask(b=Operand(FP16)), "operands differ in dtype"),
+        (ask(out=Operand(torch.float64)), "out of torch.float64"),
+        (ask(bias=torch.int32), "bias of torch.int32"),
+        (ask(residual=Operand(torch.float64)), "residual of torch.float64"),
+        (ask(epilogue=UNFUSABLE), "'unfusable' has no device function"),
+        (ask(m=0), "a dimension is 0"),
+        (ask(k=0), "a dimension is 0"),
+        (ask(batch=70000), "batch 70000 exceeds"),
+        (ask(device=CPU), "not on cpu"),
+        (ask(device=replace(H200, capability=(7, 5))), "this is 7.5"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+@named(KERNELS)
+def test_declines(kernel: TritonKernel[Any], problem: Problem, reason: str) -> None:
+    assert any(reason in r for r in kernel.reasons_against(problem))
+
+
+@pytest.mark.parametrize(
+    ("problem", "reason"),
+    [
+        (ask(device=A100), "capability 9.0"),
+        (ask(layout="st"), "a has no contiguous dimension"),
+        (ask(layout="nt", b=Operand(BF16, "col", aligned=False)), "b is not aligned"),
+        (ask(dtype=FP32), "fp32 without TF32"),
+        (ask(device=replace(H200, cuda="hip-6.4", capability=(9, 4))), "NVIDIA"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else None,
+)
+def test_persistent_declines(problem: Problem, reason: str) -> None:
+    assert any(reason in r for r in Persistent().reasons_against(problem))
+    assert Grouped().reasons_against(problem) == []
+
+
+@named([k for k in KERNELS if not k.gates])
+def test_one_accumulator_declines_gates(kernel: TritonKernel[Any]) -> None:
+    (reason,) = kernel.reasons_against(ask(epilogue="swiglu"))
+    assert "'swiglu' needs two" in reason
+
+
+@pytest.mark.parametrize("lacking", ["a C compiler", "Python.h"])
+def test_declines_without_a_toolchain(
+    lacking: str, monkeypatch: pytest.MonkeyPatch, tmp_path: Any
+) -> None:
+    monkeypatch.delenv("CC", raising=False)
+    if lacking == "a C compiler":
+        monkeypatch.setattr(kernel_module.shutil, "which", lambda name: None)
+    else:
+        paths = {"include": str(tmp_path)}
+        monkeypatch.setattr(kernel_module.sysconfig, "get_paths", lambda scheme: paths)
+    # A driver that is loaded, or cached on disk, needs neither.
+    monkeypatch.setattr(kernel_module.triton.runtime, "driver", None)
+    kernel_module.missing_toolchain.cache_clear()
+    try:
+        reasons = Grouped().reasons_against(ask())
+    finally:
+        kernel_module.missing_toolchain.cache_clear()
+    assert reasons == [f"Triton's driver needs {lacking} to build its launcher"]
+
+
+def test_without_triton_every_kernel_declines() -> None:
+    code = """
+import sys
+sys.modules["triton"] = None
+import torch
+from tmm_core import Operand, Problem
+from tmm_core.device import fingerprint
+from tmm_triton.plugin import KERNELS, tmm_kernels
+operand = Operand(torch.float32)
+problem = Problem(2, 2, 2, operand, operand, operand, fingerprint(torch.device("cpu")))
+kernels = tmm_kernels()
+assert [k.name for k in kernels] == [f"triton.{name}" for name in KERNELS]
+assert all(k.reasons_against(problem) == ["Triton is not installed"] for k in kernels)
+assert all(k.version for k in kernels)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120)
+
+
+def test_a_kernel_that_does_not_import_costs_itself_only(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "tmm_triton.warp_specialized", None)
+    kernels = {kernel.name: kernel for kernel in plugin.tmm_kernels()}
+    (reason,) = kernels["triton.warp_specialized"].reasons_against(ask())
+    assert "does not have what it needs" in reason
+    assert kernels["triton.grouped"].reasons_against(ask()) == []
+
+
+# -- configs, estimates, compilations -----------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"BLOCK_M": 48},
+        {"BLOCK_N": 8},
+        {"BLOCK_K": 1024},
+        {"num_stages": 0},
+        {"num_warps": 3},
+        {"GROUP_M": 0},
+        {"SPLIT_K": 0},
+        {"SPLIT_K": 100000},
+        {"REDUCE": "atomic"},
+        {"SUBTILE": 3},
+    ],
+    ids=str,
+)
+@named(KERNELS)
+def test_configs_know_their_bounds(kernel: TritonKernel[Any], wrong: dict[str, Any]) -> None:
+    doc = KERNELS[kernel].to_json()
+    if not set(wrong) <= set(doc):
+        pytest.skip(f"{kernel.name} has no {wrong}")
+    with pytest.raises(ConfigError, match=next(iter(wrong))):
+        kernel.config_type.from_json(doc | wrong)
+
+
+SHAPES = [
+    (1, 1, 1), (1, 4096, 4096), (16, 16, 65536), (37, 29, 51), (128, 8192, 64),
+    (4096, 4096, 4096), (8192, 14336, 4096), (65536, 16, 128),
+]  # fmt: skip
+VARIANTS: list[dict[str, Any]] = [
+    {},
+    {"aligned": False, "layout": "nn"},
+    {"dtype": FP32},
+    {"dtype": FP32, "tf32": True, "residual": Operand(FP32)},
+    {"epilogue": "swiglu"},
+    {"batch": 64},
+]
+
+
+@pytest.mark.parametrize("device", [H200, A100, UNKNOWN], ids=lambda d: d.name)
+@named(KERNELS)
+def test_configs_fit_the_device(kernel: TritonKernel[Any], device: DeviceFingerprint) -> None:
+    proposed = 0
+    for shape in SHAPES:
+        for variant in VARIANTS:
+            problem = ask(*shape, device=device, **variant)
+            if kernel.reasons_against(problem):
+                continue
+            configs = list(kernel.configs(problem))
+            assert len(configs) == len(set(configs)) <= 24
+            for config in [*configs, kernel.default_config(problem)]:
+                assert config.shared_memory(problem) <= device.shared_memory, (problem, config)
+                assert kernel.estimate_us(problem, config) > 0
+                assert kernel.config_type.from_json(config.to_json()) == config
+            proposed += len(configs)
+    assert proposed > 0 or (isinstance(kernel, Persistent) and device is A100)
+
+
+def variants_by_m(kernel: TritonKernel[Any], sizes: range, config: Config) -> int:
+    seen = []
+    for m in sizes:
+        compiled = kernel.builds(ask(m, 4096, 4096), config)
+        key = [(b.fn, b.types, b.constants, b.divisible, b.options) for b in compiled]
+        if key not in seen:
+            seen.append(key)
+    return len(seen)
+
+
+@named(KERNELS)
+def test_one_compilation_serves_every_m(kernel: TritonKernel[Any]) -> None:
+    # But the second kernel of split-K, whose tile follows M up to 4.
+    assert variants_by_m(kernel, range(5, 300), KERNELS[kernel]) == 1
+
+
+def test_what_is_claimed_divisible_is() -> None:
+    problem = ask(100, 4104, 4100, layout="nn")
+    config = Grouped().default_config(problem)
+    (build,) = Grouped().builds(problem, config)
+    claimed = build.divisible
+    assert claimed["a_ptr"] == claimed["b_ptr"] == claimed["out_ptr"] == 16  # bytes
+    assert claimed["stride_am"] == claimed["stride_bk"] == 8  # elements of 2 bytes
+    assert claimed["N"] == 8
+    assert not {"K", "M"} & set(claimed)
+    assert build.constants["stride_ak"] == build.constants["stride_bn"] == 1
+    (build,) = Grouped().builds(ask(100, 4104, 4100, layout="nn", aligned=False), config)
+    assert set(build.divisible) == {"N"}
+
+
+def test_wide_operands_get_64_bit_strides() -> None:
+    problem = ask(70000, 64, 70000, a=Operand(BF16, "row", wide=True))
+    (build,) = Grouped().builds(problem, Grouped().default_config(problem))
+    assert build.types["stride_am"] == "i64"
+    assert build.types["stride_bn"] == "i32"
+
+
+def fastest(problem: Problem) -> str:
+    kernels = [k for k in KERNELS if not k.reasons_against(problem)]
+    estimates = {k.name: k.estimate_us(problem, k.default_config(problem)) for k in kernels}
+    return min(estimates, key=lambda name: estimates[name])
+
+
+def test_estimates_choose_by_shape() -> None:
+    assert fastest(ask(4096, 4096, 4096)) == "triton.persistent"
+    assert fastest(ask(4096, 4096, 4096, device=A100)) == "triton.grouped"
+    assert fastest(ask(64, 64, 65536)) == "triton.split_k"
+    assert fastest(ask(512, 512, 32768, aligned=False)) == "triton.split_k"
+    assert fastest(ask(4096, 4096, 4096, aligned=False)) == "triton.grouped"
+
+
+@pytest.mark.parametrize(
+    ("size", "measured_us"),
+    [((4096, 4096, 4096), 190), ((16, 28672, 4096), 64), ((8192, 14336, 4096), 1330)],
+)
+def test_estimates_are_of_the_right_size(size: tuple[int, int, int], measured_us: float) -> None:
+    """Against what cuBLAS, or a bare read of the operands, takes on an H200."""
+    problem = ask(*size)
+    kernels = [k for k in KERNELS if not k.reasons_against(problem)]
+    best = min(k.estimate_us(problem, k.default_config(problem)) for k in kernels)
+    assert 0.7 * measured_us < best < 1.6 * measured_us
+
+
+def test_estimates_know_waves() -> None:
+    tile = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "num_stages": 4, "shared_memory": 2**17}
+    one_wave = roofline.estimate_us(ask(128 * 132, 128, 8192), **tile)
+    more = roofline.estimate_us(ask(128 * 133, 128, 8192), **tile)
+    assert more > 1.8 * one_wave
+
+
+@named(KERNELS)
+def test_version_covers_shared_device_code(
+    kernel: TritonKernel[Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source_of: Callable[[Any], str] = inspect.getsource
+    changed: list[ModuleType] = []
+
+    def getsource(module: Any) -> str:
+        return source_of(module) + ("# edited" if module in changed else "")
+
+    monkeypatch.setattr(inspect, "getsource", getsource)
+    before = type(kernel)().version
+    for module in (operands, sys.modules[type(kernel).__module__]):
+        changed[:] = [module]
+        assert type(kernel)().version != before
+    changed[:] = [roofline]
+    assert type(kernel)().version == before
+
+
+def test_versions_differ() -> None:
+    assert len({kernel.version for kernel in KERNELS}) == len(KERNELS)
