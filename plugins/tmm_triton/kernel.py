@@ -96,7 +96,7 @@ class TritonKernel(Kernel[C]):
         first, at most ``most``."""
         if problem.device.interpreted:
             return list(dict.fromkeys(configs))[:3]
-        fitting = _fitting(problem, dict.fromkeys(configs))
+        fitting = _fitting(problem, configs)
         return sorted(fitting, key=lambda c: self.estimate_us(problem, c))[:most]
 
 
@@ -180,10 +180,13 @@ def hopper_or_later(problem: Problem) -> bool:
 def _fitting(problem: Problem, configs: Iterable[C]) -> list[C]:
     """Those whose tile fits shared memory and registers and, in each dimension, is no larger
     than the problem needs or the smallest there is."""
-    most = _MOST_REGISTERS if hopper_or_later(problem) else _MOST_REGISTERS_MMA
-    room = problem.device.shared_memory
-    shrunk = dict.fromkeys(_with_fewer_stages(problem, c) for c in configs)
-    fit = [c for c in shrunk if c.shared_memory(problem) <= room and c.registers(problem) <= most]
+    registers = _MOST_REGISTERS if hopper_or_later(problem) else _MOST_REGISTERS_MMA
+    fit = [
+        c
+        for c in dict.fromkeys(_with_fewer_stages(problem, c) for c in configs)
+        if c.shared_memory(problem) <= problem.device.shared_memory
+        and c.registers(problem) <= registers
+    ]
     sizes = {"BLOCK_M": problem.m, "BLOCK_N": problem.n, "BLOCK_K": problem.k}
     for block, size in sizes.items():
         least = min((getattr(c, block) for c in fit), default=0)

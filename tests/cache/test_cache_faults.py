@@ -262,9 +262,13 @@ def test_a_full_or_read_only_disk_costs_persistence_and_one_warning(
     monkeypatch.undo()
     complaint = f"{store.root}: cannot be written ({os.strerror(code)})"
     assert str(caught[0].message).startswith(complaint)
+    # This process goes by what it tuned.
+    assert store.load(GPU, ENVIRONMENT, problem()) == record(note="new")
+    assert store.load(GPU, ENVIRONMENT, problem(m=2)) == record(problem(m=2))
+    assert {entry.record.note for entry in store.entries()} == {"new", record().note}
     if name != "mkdir":
         # The record of before is whole, and no temporary file takes up the space that is missing.
-        assert store.load(GPU, ENVIRONMENT, problem()) == record()
+        assert CacheStore(store.root).load(GPU, ENVIRONMENT, problem()) == record()
         folder = store.path(GPU, ENVIRONMENT, problem()).parent
         assert [path for path in folder.iterdir() if path.name.endswith(".tmp")] == []
 

@@ -323,6 +323,30 @@ class HasNoName(Right):
     name = ""
 
 
+class LaunchesOnTheDefaultStream(Right):
+    def product(self, a: Tensor, b: Tensor) -> Tensor:
+        with torch.cuda.stream(torch.cuda.default_stream()):
+            return super().product(a, b)
+
+
+class WaitsForTheGpu(Right):
+    def write(self, z: Tensor, out: Tensor) -> None:
+        super().write(z, out)
+        if not torch.cuda.is_current_stream_capturing():
+            torch.cuda.synchronize()
+
+
+class WaitsUnderCaptureToo(Right):
+    def write(self, z: Tensor, out: Tensor) -> None:
+        super().write(z, out)
+        torch.cuda.synchronize()
+
+
+WRONG_ON_GPU = [
+    (LaunchesOnTheDefaultStream, "current_stream", "* elements are NaN: never written, or made *"),
+    (WaitsForTheGpu, "current_stream", "*waits for the GPU when launched*"),
+    (WaitsUnderCaptureToo, "graph_capture", "*captur*"),
+]
 WRONG = [
     (DropsTheTailOfK, "sizes", "Its error is *"),
     (MasksOneOperandOnly, "sizes", "* elements are NaN: never written, or made of *"),
@@ -364,7 +388,9 @@ def no_other_plugins(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
 
 
-def run(pytester: pytest.Pytester, kernel: type[Kernel[Any]], test: str = "") -> Any:
+def run(
+    pytester: pytest.Pytester, kernel: type[Kernel[Any]], test: str = "", device: str = "cpu"
+) -> Any:
     """The suite on ``kernel``, as its author would run it; all tests or one."""
     pytester.makepyfile(
         test_it=f"""
@@ -373,7 +399,7 @@ def run(pytester: pytest.Pytester, kernel: type[Kernel[Any]], test: str = "") ->
 
         class TestIt(KernelConformance):
             kernel = {kernel.__name__}()
-            device = "cpu"
+            device = {device!r}
         """
     )
     name = f"test_it.py::TestIt::test_{test}" if test else "test_it.py"
@@ -399,6 +425,27 @@ def test_a_wrong_kernel_fails(
     result.stdout.fnmatch_lines([message])
 
 
+@pytest.mark.gpu
+def test_a_right_kernel_passes_on_a_gpu(pytester: pytest.Pytester) -> None:
+    outcomes = run(pytester, Right, device="cuda").parseoutcomes()
+    assert not {"failed", "errors", "warnings"} & set(outcomes), outcomes
+    assert outcomes["skipped"] == 4
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    ("kernel", "test", "message"),
+    WRONG_ON_GPU,
+    ids=[kernel.__name__ for kernel, *_ in WRONG_ON_GPU],
+)
+def test_a_wrong_kernel_fails_on_a_gpu(
+    pytester: pytest.Pytester, kernel: type[Kernel[Any]], test: str, message: str
+) -> None:
+    result = run(pytester, kernel, test, "cuda")
+    assert result.parseoutcomes().get("failed", 0) >= 1
+    result.stdout.fnmatch_lines([message])
+
+
 def test_what_is_declined_is_skipped_with_the_reason(pytester: pytest.Pytester) -> None:
     result = run(pytester, Right, "other_dtypes_are_declined_or_right")
     assert result.parseoutcomes() == {"skipped": 4}
@@ -407,8 +454,7 @@ def test_what_is_declined_is_skipped_with_the_reason(pytester: pytest.Pytester) 
 
 def test_every_test_has_a_kernel_that_fails_it() -> None:
     tests = {name[5:] for name in dir(KernelConformance) if name.startswith("test_")}
-    on_gpu = {"current_stream", "graph_capture"}
-    assert tests - on_gpu == {test for _, test, _ in WRONG}
+    assert tests == {test for _, test, _ in (*WRONG, *WRONG_ON_GPU)}
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

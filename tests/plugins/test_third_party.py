@@ -134,6 +134,8 @@ def environment(folder: Path) -> Path:
 @pytest.mark.slow
 @pytest.mark.skipif(os.name == "nt", reason="tmm's kernels run on Linux")
 def test_a_plugin_is_installed_used_and_uninstalled(tmp_path: Path) -> None:
+    for needed in ("build", "hatchling"):
+        pytest.importorskip(needed)
     python = environment(tmp_path / "environment")
     pip = (sys.executable, "-m", "pip", "--python", python, "--disable-pip-version-check")
     wheels = [wheel(p, tmp_path / p.name) for p in (ROOT, EXAMPLE)]

@@ -8,8 +8,9 @@ import tmm_core
 
 def test_the_kernel_fuses_it() -> None:
     # From where it vanishes to where it is the identity, both ends past the range of e^z.
-    z = torch.linspace(-100, 100, 256)
-    one = torch.ones(1, 1)
+    device = "cuda" if torch.cuda.is_available() else "cpu"
+    z = torch.linspace(-100, 100, 256, device=device)
+    one = torch.ones(1, 1, device=device)
     fused = tmm_core.matmul(one, z[None], epilogue="mish", kernel="example.gemv")
     torch.testing.assert_close(fused, F.mish(z.double())[None].float(), rtol=2e-5, atol=1e-30)
 

@@ -1,0 +1,192 @@
+"""Every config that the Triton kernels propose compiles, without a GPU, for Ampere, Hopper and
+Blackwell: its shared memory fits, its tiles stay in registers, Hopper's get ``wgmma``.
+
+Compiling needs Triton not to be interpreting, so it is done in a process of its own per
+architecture: this module run as a program, which prints a line of JSON per compilation.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from tmm_core import Operand, Problem
+from tmm_core.device import DeviceFingerprint
+from tmm_core.epilogue import parse
+
+BF16, FP32 = torch.bfloat16, torch.float32
+#: Name, SMs and shared memory a block may have, by architecture.
+DEVICES = {
+    80: DeviceFingerprint("cuda", "NVIDIA A100", (8, 0), 108, 166912),
+    90: DeviceFingerprint("cuda", "NVIDIA H200", (9, 0), 132, 232448),
+    100: DeviceFingerprint("cuda", "NVIDIA B200", (10, 0), 148, 232448),
+}
+#: Bytes of stack per thread that pass. ptxas likes to trade some addresses for another
+#: resident block; a tile that does not fit its registers costs 300 and more.
+MOST_STACK = 160
+KERNELS = ("naive", "grouped", "split_k", "fused_epilogue", "persistent")
+
+
+def problems(device: DeviceFingerprint) -> dict[str, Problem]:
+    """What proposes between them every tile that there is."""
+    row, col = Operand(BF16), Operand(BF16, "col")
+    loose = Operand(BF16, aligned=False)
+    large = Problem(4096, 4096, 4096, row, col, row, device, epilogue=parse("gelu"), bias=BF16)
+    return {
+        "large": large,
+        "middle": replace(large, m=1024, n=1024, k=1024, a=col, b=row, residual=row),
+        "decode": replace(large, m=16),
+        "large_k": replace(large, m=256, n=256, k=65536, b=row, epilogue=parse(None), bias=None),
+        "gated": replace(large, m=2048, n=14336, epilogue=parse("swiglu")),
+        "gated_decode": replace(large, m=16, n=14336, epilogue=parse("swiglu")),
+        "unaligned": replace(large, m=4097, n=4097, k=4097, a=loose, b=loose, out=loose),
+        "fp32": replace(
+            large, m=512, n=512, k=512, a=Operand(FP32), b=Operand(FP32), out=Operand(FP32)
+        ),
+        "batched": replace(large, m=512, n=512, k=512, batch=8),
+    }
+
+
+# -- the program --------------------------------------------------------------------------
+
+
+def resources(cubin: bytes) -> dict[str, int]:
+    """Registers and bytes of stack and local memory per thread, as cuobjdump reads them."""
+    import triton
+
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(tool), "--dump-resource-usage", file.name]
+        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return {name: int(n) for name, n in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
+
+
+def compile_all(sm: int) -> None:
+    from tmm_triton.plugin import KERNELS as classes
+
+    jobs: dict[Any, Any] = {}
+    for name, problem in problems(DEVICES[sm]).items():
+        for module in KERNELS:
+            kernel = getattr(importlib.import_module(f"tmm_triton.{module}"), classes[module])()
+            # A machine without a GPU has no driver either; compiling needs none.
+            reasons = [r for r in kernel.reasons_against(problem) if "driver" not in r]
+            configs = [] if reasons else list(kernel.configs(problem))
+            for config in configs:
+                # Neither the order of tiles nor how often K is split bears on the code.
+                fields = config.to_json()
+                alike = {k: v for k, v in fields.items() if k not in ("GROUP_M", "SPLIT_K")}
+                split = fields.get("SPLIT_K", 1) > 1
+                key = (name, module, split, tuple(alike.items()))
+                jobs.setdefault(key, (name, module, problem, config, kernel))
+
+    def compiled(job: Any) -> list[dict[str, Any]]:
+        name, module, problem, config, kernel = job
+        lines = []
+        for build in kernel.builds(problem, config):
+            line = {
+                "problem": name,
+                "kernel": module,
+                "config": str(config),
+                "function": build.fn.__name__,
+                "tile": [config.BLOCK_M, config.BLOCK_N],
+                "swap": getattr(config, "SWAP", False),
+                "warps": config.num_warps,
+                "claimed": config.shared_memory(problem),
+            }
+            try:
+                result = build.compile_for(sm)
+                ptx = result.asm["ptx"]
+                line |= resources(result.asm["cubin"])
+                line |= {
+                    "shared": result.metadata.shared,
+                    "wgmma": ptx.count("wgmma.mma_async"),
+                    "mma": ptx.count("mma.sync"),
+                    "tma": ptx.count("cp.async.bulk.tensor"),
+                    "async": ptx.count("cp.async"),
+                }
+            except Exception as error:
+                while error.__cause__ is not None:
+                    error = error.__cause__
+                line["error"] = f"{type(error).__name__}: {error}"
+            lines.append(line)
+        return lines
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for lines in pool.map(compiled, jobs.values()):
+            for line in lines:
+                print(json.dumps(line), flush=True)
+
+
+# -- the tests ----------------------------------------------------------------------------
+
+
+@functools.cache
+def compilations(sm: int) -> list[dict[str, Any]]:
+    with tempfile.TemporaryDirectory() as cache:
+        environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": cache}
+        command = [sys.executable, __file__, str(sm)]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+def label(line: dict[str, Any]) -> str:
+    return f"{line['problem']} {line['kernel']}.{line['function']} {line['config']}"
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sm", DEVICES)
+def test_every_config_compiles_and_fits(sm: int) -> None:
+    lines = compilations(sm)
+    errors = {label(line): line["error"] for line in lines if "error" in line}
+    assert not errors
+    room = DEVICES[sm].shared_memory
+    assert not {label(x): x["shared"] for x in lines if x["shared"] > room}
+    spilled = {label(x): x["STACK"] for x in lines if x["STACK"] + x["LOCAL"] > MOST_STACK}
+    assert not spilled
+
+    proposed = {(line["problem"], line["kernel"]) for line in lines}
+    for name in problems(DEVICES[sm]):
+        served = {kernel for problem, kernel in proposed if problem == name}
+        if name.startswith("gated"):
+            assert served == ({"fused_epilogue", "persistent"} if sm >= 90 else {"fused_epilogue"})
+        else:
+            assert served >= {"naive", "grouped", "fused_epilogue"}
+            tma = sm >= 90 and name not in ("unaligned", "fp32")
+            assert ("persistent" in served) == tma
+
+    # What configs are chosen by is what the compiler makes of them.
+    for line in lines:
+        if line["function"] != "reduce_kernel":
+            assert line["shared"] <= line["claimed"] + 2048, label(line)
+
+    if sm == 90:
+        wide = [x for x in lines if x["problem"] != "fp32" and x["function"] != "reduce_kernel"]
+        meant = [
+            x for x in wide
+            if x["warps"] % 4 == 0 and (x["tile"][0] % 64 == 0 or x["swap"])
+        ]  # fmt: skip
+        assert {x["kernel"] for x in meant} == set(KERNELS)
+        assert not [label(x) for x in meant if not x["wgmma"] or x["mma"]]
+        assert not [label(x) for x in lines if (x["kernel"] == "persistent") != (x["tma"] > 0)]
+
+
+if __name__ == "__main__":
+    compile_all(int(sys.argv[1]))

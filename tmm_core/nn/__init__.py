@@ -1,0 +1,22 @@
+"""Layers that call :func:`tmm_core.linear`, and a model's own layers swapped for them.
+
+>>> import torch
+>>> from tmm_core.nn import convert
+>>> model = torch.nn.Sequential(torch.nn.Linear(8, 16), torch.nn.GELU(), torch.nn.Linear(16, 4))
+>>> report = convert(model)
+>>> model[0]
+Linear(in_features=8, out_features=16, bias=True, epilogue='gelu')
+>>> report.undo()
+>>> model[0]
+Linear(in_features=8, out_features=16, bias=True)
+
+Import it by name: ``import tmm_core`` alone does not.
+"""
+
+from __future__ import annotations
+
+from tmm_core.nn.convert import Change, LeftAlone, Report, convert
+from tmm_core.nn.gated import GatedMLP, SwiGLU
+from tmm_core.nn.linear import Linear
+
+__all__ = ["Change", "GatedMLP", "LeftAlone", "Linear", "Report", "SwiGLU", "convert"]

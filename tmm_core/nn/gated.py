@@ -1,0 +1,290 @@
+"""Gated MLPs whose two first products are one.
+
+The parameters stay two, with the names that checkpoints have, and lie one after the other in
+memory; the kernel reads that memory as one ``[2N, K]`` weight. Whether they still lie so is
+asked at every call, so nothing that moves, replaces or casts a parameter can make the product
+wrong: it makes it two products until :meth:`GatedMLP.merge` has joined them again.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+
+from tmm_core import api, ops
+from tmm_core.epilogue import Epilogue, EpilogueLike
+from tmm_core.nn.linear import Linear
+
+Tensor = torch.Tensor
+
+#: The gated epilogue made of each activation.
+GATED_BY = {"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh", "relu": "reglu"}
+
+NAMES = ("gate_proj", "up_proj", "down_proj")
+
+
+class GatedMLP(nn.Module):
+    """``down_proj(activation(gate_proj(x)) * up_proj(x))`` in two products.
+
+    >>> GatedMLP(64, 172).state_dict().keys()
+    odict_keys(['gate_proj.weight', 'up_proj.weight', 'down_proj.weight'])
+
+    Without gradients, gate and up are one product with the gating in the kernel. With
+    gradients they are two, gated by torch: backward needs both pre-activations, which the
+    fused kernel does not keep.
+
+    Args:
+        hidden_size: K, the width of input and output.
+        intermediate_size: N, the width between.
+        activation: ``"silu"``, ``"gelu"`` (erf), ``"gelu_tanh"`` or ``"relu"``; or a gated
+            epilogue, registered or as an object.
+        bias: Whether the three layers have one.
+        device, dtype: As for ``torch.nn.Linear``.
+
+    Shapes:
+        ``[..., hidden_size]`` to ``[..., hidden_size]``.
+
+    Raises:
+        UnknownNameError: No such activation or epilogue.
+        ValueError: The epilogue is not gated.
+
+    Limits: two products instead of one where the pair is not merged (a parameter moved or
+    replaced on its own, FSDP, DTensor), under an autocast that casts the weights, and where
+    a hook, a parametrization or an adapter sits on ``gate_proj`` or ``up_proj``. Saving one of
+    the two parameters with ``torch.save`` writes the storage of both.
+    """
+
+    def __init__(
+        self,
+        hidden_size: int,
+        intermediate_size: int,
+        activation: EpilogueLike = "silu",
+        bias: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        self._names = NAMES
+        self.gate_proj = Linear(hidden_size, intermediate_size, bias, device, dtype)
+        self.up_proj = Linear(hidden_size, intermediate_size, bias, device, dtype)
+        self.down_proj = Linear(intermediate_size, hidden_size, bias, device, dtype)
+        known = isinstance(activation, str) and activation in GATED_BY
+        self._gate_by(GATED_BY[str(activation)] if known else activation)
+        self._merge_after_loading()
+        self.merge()
+
+    @classmethod
+    def of(cls, mlp: nn.Module, names: Sequence[str], epilogue: EpilogueLike) -> GatedMLP:
+        """``mlp`` with this class's forward over its children of these names (gate, up,
+        down); everything else it holds is held by both."""
+        layer = cls.__new__(cls)
+        layer.__dict__ = dict(mlp.__dict__)
+        layer._names = tuple(names)
+        layer._gate_by(epilogue)
+        layer._merge_after_loading()
+        layer.merge()
+        return layer
+
+    def _gate_by(self, epilogue: EpilogueLike) -> None:
+        parsed: Epilogue = ops.dispatcher().registry.epilogue(epilogue)
+        if not parsed.gated or parsed.stages:
+            raise ValueError(
+                f"activation {epilogue!r} does not gate; known: {sorted(GATED_BY)}, "
+                "or a gated epilogue such as 'swiglu'"
+            )
+        self._epilogue = epilogue
+        self._text = ops.intern(parsed)
+
+    @property
+    def epilogue(self) -> str:
+        """The gated epilogue's key."""
+        return self._text
+
+    @property
+    def merged(self) -> bool:
+        """Whether gate and up lie in memory as one weight, and can be one product."""
+        gate, up, _ = self._layers()
+        if joined(gate.weight, up.weight) is None:
+            return False
+        return gate.bias is None or joined(gate.bias, up.bias) is not None
+
+    def merge(self) -> bool:
+        """Lay gate and up one after the other; returns :attr:`merged`.
+
+        Called for you after construction, ``.to()`` and its like, ``load_state_dict``,
+        ``deepcopy`` and unpickling. The parameters remain the objects they are, and only
+        those that have a storage to themselves are moved. Not while a graph that reads them
+        is being captured or is waiting for its backward.
+        """
+        gate, up, _ = self._layers()
+        if not (isinstance(gate, nn.Linear) and isinstance(up, nn.Linear)):
+            return False
+        join(gate.weight, up.weight)
+        if gate.bias is not None and up.bias is not None:
+            join(gate.bias, up.bias)
+        return self.merged
+
+    def separate(self) -> None:
+        """Give gate and up a storage each, as torch's own layers have."""
+        gate, up, _ = self._layers()
+        for first, second in ((gate.weight, up.weight), (gate.bias, up.bias)):
+            if joined(first, second) is not None:
+                first.data, second.data = first.data.clone(), second.data.clone()
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, up, down = self._layers()
+        if _is_one_product(x, gate, up):
+            if torch.compiler.is_compiling():
+                return down(  # type: ignore[no-any-return]
+                    gated_linear(x, gate.weight, up.weight, gate.bias, up.bias, self._text)
+                )
+            weight, bias = joined(gate.weight, up.weight), joined(gate.bias, up.bias)
+            if weight is not None and (bias is not None or gate.bias is None):
+                return down(api.linear(x, weight, bias, epilogue=self._text))  # type: ignore[no-any-return]
+        return down(_gate(gate(x), up(x), self._text))  # type: ignore[no-any-return]
+
+    def _layers(self) -> list[Any]:
+        return [self._modules[name] for name in self._names]
+
+    def _merge_after_loading(self) -> None:
+        # Its own dictionary: the others may be those of the module it stands in for.
+        hooks = OrderedDict(self._load_state_dict_post_hooks)
+        self._load_state_dict_post_hooks = hooks
+        self.register_load_state_dict_post_hook(_merge_hook)
+
+    def _apply(self, fn: Any, recurse: bool = True) -> GatedMLP:
+        super()._apply(fn, recurse)
+        self.merge()
+        return self
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        self._gate_by(self._epilogue)
+        self.merge()
+
+    def extra_repr(self) -> str:
+        return f"epilogue={self._text!r}, merged={self.merged}"
+
+
+SwiGLU = GatedMLP
+
+
+def _merge_hook(module: GatedMLP, _: Any) -> None:
+    module.merge()
+
+
+# -- two parameters, one memory ----------------------------------------------------------
+
+
+def joined(first: Tensor | None, second: Tensor | None) -> Tensor | None:
+    """``first`` and ``second`` as one tensor of twice the rows, without a copy; None where
+    they do not lie one after the other in one storage."""
+    if first is None or second is None or first.shape != second.shape:
+        return None
+    if first.dtype is not second.dtype or not (first.is_contiguous() and second.is_contiguous()):
+        return None
+    size = first.numel() * first.element_size()
+    try:
+        if size == 0 or second.data_ptr() - first.data_ptr() != size:
+            return None
+        # Neighbours by chance of the allocator do not share a storage that holds both.
+        end = first.storage_offset() * first.element_size() + 2 * size
+        if first.untyped_storage().nbytes() < end:
+            return None
+    except RuntimeError:  # fake and wrapped tensors have no memory to point at
+        return None
+    rows = first.shape[0]
+    with torch.no_grad():
+        return first.as_strided((2 * rows, *first.shape[1:]), first.stride())
+
+
+def join(first: Tensor, second: Tensor) -> None:
+    """Move two parameters into one storage, where each has one to itself."""
+    if joined(first, second) is not None or not (_alone(first) and _alone(second)):
+        return
+    like = (first.shape, first.dtype, first.device)
+    if first is second or like != (second.shape, second.dtype, second.device):
+        return
+    rows = first.shape[0]
+    with torch.no_grad():
+        both = torch.empty((2 * rows, *first.shape[1:]), dtype=first.dtype, device=first.device)
+        both[:rows].copy_(first)
+        both[rows:].copy_(second)
+        first.data, second.data = both[:rows], both[rows:]
+
+
+def _alone(parameter: Tensor) -> bool:
+    """Flattened and sharded parameters are views of a memory that somebody else keeps."""
+    if type(parameter) is not nn.Parameter or parameter.is_meta or parameter.is_sparse:
+        return False
+    return parameter.untyped_storage().nbytes() == parameter.numel() * parameter.element_size()
+
+
+# -- the gated product -------------------------------------------------------------------
+
+
+def _is_one_product(x: Tensor, gate: Any, up: Any) -> bool:
+    """Whether calling the two layers would do no more than what the fused kernel does."""
+    for layer in (gate, up):
+        if type(layer) is not Linear or layer._text:
+            return False
+        if layer._forward_hooks or layer._forward_pre_hooks or "forward" in layer.__dict__:
+            return False
+        if type(layer.weight) not in (nn.Parameter, Tensor) or layer.weight.dtype != x.dtype:
+            return False
+        if torch.is_grad_enabled() and (x.requires_grad or _learns(layer)):
+            return False
+    kind = x.device.type
+    return not torch.is_autocast_enabled(kind) or torch.get_autocast_dtype(kind) == x.dtype
+
+
+def _learns(layer: nn.Linear) -> bool:
+    return layer.weight.requires_grad or (layer.bias is not None and layer.bias.requires_grad)
+
+
+def _gate(gate: Tensor, up: Tensor, text: str) -> Tensor:
+    epilogue = ops.epilogue_of(text)
+    return epilogue.reference(gate, up, *epilogue.parameters)
+
+
+def _run(
+    x: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    gate_bias: Tensor | None,
+    up_bias: Tensor | None,
+    epilogue: str,
+) -> Tensor:
+    weight, bias = joined(gate, up), joined(gate_bias, up_bias)
+    if weight is None or (bias is None and gate_bias is not None):
+        return _gate(api.linear(x, gate, gate_bias), api.linear(x, up, up_bias), epilogue)
+    return api.linear(x, weight, bias, epilogue=epilogue)
+
+
+# A compiled graph cannot ask where memory lies, so there the question is the operator's.
+library = torch.library.Library("tmm", "FRAGMENT")
+library.define(
+    "gated_linear(Tensor x, Tensor gate, Tensor up, Tensor? gate_bias, Tensor? up_bias, "
+    "str epilogue) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+library.impl("gated_linear", _run, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("tmm::gated_linear", lib=library)  # type: ignore[untyped-decorator]
+def _fake(
+    x: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    gate_bias: Tensor | None,
+    up_bias: Tensor | None,
+    epilogue: str,
+) -> Tensor:
+    return x.new_empty((*x.shape[:-1], gate.shape[0]))
+
+
+gated_linear = torch.ops.tmm.gated_linear.default

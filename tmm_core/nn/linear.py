@@ -1,0 +1,88 @@
+"""``torch.nn.Linear`` over the kernel registry, with the epilogue in the kernel."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from tmm_core import api, ops
+from tmm_core.epilogue import EpilogueLike
+
+
+class Linear(nn.Linear):
+    """``epilogue(x @ weight.T + bias)``: torch's layer, parameter names and initialisation.
+
+    >>> Linear(8, 16, epilogue="silu")
+    Linear(in_features=8, out_features=16, bias=True, epilogue='silu')
+
+    Args:
+        in_features, out_features, bias, device, dtype: As ``torch.nn.Linear``. With a gated
+            epilogue ``out_features`` counts both halves, gate rows first, and the output is
+            half as wide.
+        epilogue: As for :func:`tmm_core.matmul`. An attribute too: assign to change it.
+
+    Shapes:
+        ``[..., in_features]`` to ``[..., out_features]``; weight ``[out_features,
+        in_features]``, bias ``[out_features]``.
+
+    Raises:
+        UnknownNameError, ValueError, TypeError: The epilogue is none; see
+            :func:`tmm_core.matmul`. ValueError also where a gated one would split an odd
+            number of features.
+    """
+
+    def __init__(
+        self,
+        in_features: int,
+        out_features: int,
+        bias: bool = True,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+        *,
+        epilogue: EpilogueLike = None,
+    ) -> None:
+        super().__init__(in_features, out_features, bias=bias, device=device, dtype=dtype)
+        self.epilogue = epilogue
+
+    @classmethod
+    def of(cls, linear: nn.Linear, epilogue: EpilogueLike = None) -> Linear:
+        """``linear`` with this class's forward.
+
+        The two are one layer in two dresses: they hold the same dictionaries of parameters
+        and hooks, so a parameter assigned to either is the other's too.
+        """
+        layer = cls.__new__(cls)
+        layer.__dict__ = dict(linear.__dict__)
+        layer.epilogue = epilogue
+        return layer
+
+    @property
+    def epilogue(self) -> EpilogueLike:
+        return self._epilogue
+
+    @epilogue.setter
+    def epilogue(self, epilogue: EpilogueLike) -> None:
+        self._text = ""
+        if epilogue is not None:
+            parsed = ops.dispatcher().registry.epilogue(epilogue)
+            if parsed.gated and self.out_features % 2:
+                raise ValueError(
+                    f"gated epilogue {parsed.name!r} splits the features in two, and "
+                    f"out_features={self.out_features} is odd"
+                )
+            self._text = epilogue if isinstance(epilogue, str) else ops.intern(parsed)
+        self._epilogue = epilogue
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)
+        # An epilogue object is known to the operator by its text, in its own process only.
+        self.epilogue = self._epilogue
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return api.linear(input, self.weight, self.bias, epilogue=self._text)
+
+    def extra_repr(self) -> str:
+        text = super().extra_repr()
+        return f"{text}, epilogue={self._text!r}" if self._text else text
