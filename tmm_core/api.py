@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import importlib
+import sys
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from typing import Any
@@ -87,6 +90,8 @@ def matmul(
         return ops.matmul_out(a, b, bias, residual, alpha, text, out_dtype, out=out)  # type: ignore[no-any-return]
     if torch.compiler.is_compiling():
         return ops.matmul(a, b, bias, residual, alpha, text, out_dtype)  # type: ignore[no-any-return]
+    if type(a) is not Tensor:
+        _prepare_for(type(a))
     if torch.is_grad_enabled() and (
         a.requires_grad
         or b.requires_grad
@@ -100,6 +105,15 @@ def matmul(
         if bias is None and residual is None and alpha == 1.0 and out_dtype is None:
             return ops.matmul(a, b, None, None, 1.0, text) if text else ops.matmul(a, b)  # type: ignore[no-any-return]
         return ops.matmul(a, b, bias, residual, alpha, text, out_dtype)  # type: ignore[no-any-return]
+
+
+@functools.cache
+def _prepare_for(kind: type[Tensor]) -> None:
+    """Register the sharding rules where a DTensor comes by: importing them takes 1.5 s, which
+    those who never shard do not pay."""
+    module = sys.modules.get("torch.distributed.tensor")
+    if module is not None and issubclass(kind, module.DTensor):
+        importlib.import_module("tmm_core.distributed")
 
 
 def _differentiable(

@@ -107,7 +107,6 @@ class Dispatcher:
         with self._lock:
             record = self._tune(problem, self._able(problem, settings), settings, force)
             self._choices.clear()
-            self._neighbours.forget()
             return record
 
     def adopt(self, device: DeviceFingerprint, record: TuningRecord) -> None:
@@ -240,6 +239,7 @@ class Dispatcher:
             record = self.tuner.tune(key, able, settings, None if force else before)
             if record is not before:
                 self.store.save(device.gpu, device.environment, record)
+                self._neighbours.forget()
             return record
 
     def _neighbour(self, problem: Problem, able: list[Kernel[Any]], why: str) -> Choice | None:

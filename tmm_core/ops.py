@@ -304,7 +304,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         da = torch.ops.tmm.matmul(dz2, b2.mT, None, None, alpha).sum_to_size(a2.shape).view_as(a)
     if wants_b:
         if b2.dim() == 2 and a2.dim() > 2:
-            a2, dz2 = a2.flatten(0, -2), dz2.flatten(0, -2)
+            a2, dz2 = _rows(a2, dz2)
         db = torch.ops.tmm.matmul(a2.mT, dz2, None, None, alpha).sum_to_size(b2.shape).view_as(b)
     dbias = dz2.sum_to_size(bias.shape).to(bias.dtype) if wants_bias else None
     dresidual = None
@@ -312,6 +312,17 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         shape, dtype = ctx.residual
         dresidual = grad.sum_to_size(shape).to(dtype)
     return da, db, dbias, dresidual, None, None, None
+
+
+def _rows(a: Tensor, dz: Tensor) -> tuple[Tensor, Tensor]:
+    """``[…, M, K]`` and ``[…, M, N]`` as matrices of as many rows. The rows are summed over, so
+    their order is free: DTensor flattens without communication (torch 2.10 flattens at all)
+    where no dimension but the first is sharded, so a sharded one becomes the first."""
+    for placement in getattr(a, "placements", ()):
+        if placement.is_shard() and 0 < placement.dim < a.dim() - 1:
+            a, dz = a.movedim(placement.dim, 0), dz.movedim(placement.dim, 0)
+            break
+    return a.flatten(0, -2), dz.flatten(0, -2)
 
 
 torch.library.register_autograd("tmm::matmul", _backward, setup_context=_setup, lib=library)

@@ -158,7 +158,7 @@ def _add_age(parser: argparse._ActionsContainer, name: str, text: str) -> None:
 def _folder(text: str) -> Path:
     if not text:
         raise ValueError("found nothing, accepted is a folder")
-    return Path(text).expanduser()
+    return Path(text)
 
 
 def _argument(parse: Callable[[str], T]) -> Callable[[str], T]:

@@ -36,7 +36,7 @@ def default_root(environ: Mapping[str, str] = os.environ) -> Path:
     """The folder of the user's own records: `TMM_CACHE_DIR`, else the platform's cache folder."""
     chosen = environ.get("TMM_CACHE_DIR")
     if chosen:
-        return Path(chosen).expanduser()
+        return Path(os.path.expanduser(chosen))  # Path's own raises for an unknown user
     import platformdirs  # 15 ms, only needed here
 
     return Path(platformdirs.user_cache_dir("tmm"))
@@ -45,7 +45,7 @@ def default_root(environ: Mapping[str, str] = os.environ) -> Path:
 def layer_paths(environ: Mapping[str, str] = os.environ) -> tuple[Path, ...]:
     """The read-only layers below the user's own: `TMM_CACHE_PATH`, nearest first."""
     parts = environ.get("TMM_CACHE_PATH", "").split(os.pathsep)
-    return tuple(Path(part).expanduser() for part in parts if part)
+    return tuple(Path(os.path.expanduser(part)) for part in parts if part)
 
 
 def environment_folder(root: Path, gpu: str, environment: str) -> Path:

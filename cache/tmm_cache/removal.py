@@ -98,10 +98,10 @@ def remove(root: Path, removals: Iterable[Removal]) -> list[Fault]:
     """
     faults: list[Fault] = []
     touched: dict[Path, None] = {}
-    inside = root.resolve()
+    inside = os.path.realpath(root)
     for removal in removals:
         path = removal.path
-        if not path.parent.resolve().is_relative_to(inside):
+        if not Path(os.path.realpath(path.parent)).is_relative_to(inside):
             faults.append(Fault(path, f"lies outside {root}, through a link", damaged=False))
             continue
         touched[path.parent] = None

@@ -57,12 +57,13 @@ class CacheStore:
         #: The user's own records. Absolute, so that a later `chdir` does not move the cache.
         self.root = (default_root() if root is None else Path(root)).absolute()
         below = layer_paths() if layers is None else layers
-        seen = {self.root.resolve()}
+        # `Path.resolve` raises on a loop of links.
+        seen = {os.path.realpath(self.root)}
         kept = []
         for layer in below:
-            if layer.resolve() not in seen:
-                seen.add(layer.resolve())
-                kept.append(layer.absolute())
+            if os.path.realpath(layer) not in seen:
+                seen.add(os.path.realpath(layer))
+                kept.append(Path(layer).absolute())
         #: The layers below, nearest first, without those that are the root itself.
         self.layers = tuple(kept)
         self._logged: set[Path] = set()
@@ -76,7 +77,7 @@ class CacheStore:
     def load(
         self, gpu: str, environment: Mapping[str, JSON], problem: Mapping[str, JSON]
     ) -> TuningRecord | None:
-        """The problem's record: held, of the root or of the first layer that has it; None is a miss.
+        """The problem's record, held, of the root or of the first layer with it; None is a miss.
 
         Takes no lock. A file that is damaged, of a foreign schema or about another problem is
         passed over with a `CacheWarning`.

@@ -83,7 +83,7 @@ def _fitting(
 ) -> list[int]:
     gap = 2
     widths = [
-        gap + max(len(name), *(len(row[index]) for row in rows))
+        gap + max([len(name), *(len(row[index]) for row in rows)])
         for index, name in enumerate(columns)
     ]
     kept = list(range(len(columns)))

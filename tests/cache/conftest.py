@@ -14,6 +14,7 @@ def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     own = tmp_path / "own"
     monkeypatch.setenv("TMM_CACHE_DIR", str(own))
     monkeypatch.delenv("TMM_CACHE_PATH", raising=False)
+    monkeypatch.delenv("FORCE_COLOR", raising=False)
     return own
 
 

@@ -346,6 +346,17 @@ def test_a_folder_that_a_clear_elsewhere_removes_is_made_again(
     assert store.load(GPU, ENVIRONMENT, problem()) == record()
 
 
+def test_roots_that_lead_nowhere_cost_persistence_only(tmp_path: Path) -> None:
+    loop = tmp_path / "loop"
+    loop.symlink_to(loop)
+    store = CacheStore(loop, [loop, tmp_path / "absent"])
+    assert store.layers == (tmp_path / "absent",)
+    with warned("Too many levels of symbolic links"):
+        assert store.load(GPU, ENVIRONMENT, problem()) is None
+    with warned("cannot be written"):
+        assert store.save(GPU, ENVIRONMENT, record()) is None
+
+
 def test_a_name_too_long_for_the_file_system_is_a_fault_like_any_other(tmp_path: Path) -> None:
     store = CacheStore(tmp_path / ("x" * 300), [])
     # The folder that can't be read, and the root that can't be written.

@@ -36,7 +36,8 @@ def install(folder: Path) -> str:
 @pytest.mark.slow
 def test_the_code_of_the_page_works(tmp_path: Path) -> None:
     module = install(tmp_path)
-    environment = {**os.environ, "PYTHONPATH": str(tmp_path), "TRITON_INTERPRET": "1"}
+    paths = filter(None, (str(tmp_path), os.environ.get("PYTHONPATH")))
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "TRITON_INTERPRET": "1"}
     # Kernels the size of these are slower on two interpreting threads than on one.
     environment |= {"OMP_NUM_THREADS": "1", "OPENBLAS_NUM_THREADS": "1"}
     done = subprocess.run(

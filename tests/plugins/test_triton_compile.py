@@ -46,7 +46,7 @@ def problems(device: DeviceFingerprint) -> dict[str, Problem]:
     """What proposes between them every tile that there is."""
     row, col = Operand(BF16), Operand(BF16, "col")
     loose = Operand(BF16, aligned=False)
-    large = Problem(4096, 4096, 4096, row, col, row, device, epilogue=parse("gelu"), bias=BF16)
+    large = Problem(4096, 4096, 4096, row, col, row, device, epilogue=parse("silu"), bias=BF16)
     return {
         "large": large,
         "middle": replace(large, m=1024, n=1024, k=1024, a=col, b=row, residual=row),
@@ -79,21 +79,23 @@ def resources(cubin: bytes) -> dict[str, int]:
 
 
 def compile_all(sm: int) -> None:
-    from tmm_triton.plugin import KERNELS as classes
+    from tmm_triton.plugin import KERNELS as CLASSES
 
     jobs: dict[Any, Any] = {}
     for name, problem in problems(DEVICES[sm]).items():
         for module in KERNELS:
-            kernel = getattr(importlib.import_module(f"tmm_triton.{module}"), classes[module])()
+            kernel = getattr(importlib.import_module(f"tmm_triton.{module}"), CLASSES[module])()
             # A machine without a GPU has no driver either; compiling needs none.
             reasons = [r for r in kernel.reasons_against(problem) if "driver" not in r]
             configs = [] if reasons else list(kernel.configs(problem))
             for config in configs:
-                # Neither the order of tiles nor how often K is split bears on the code.
+                # Neither the order of tiles nor how often K is split bears on the code; and
+                # what compiles for one problem does for another of the same operands.
                 fields = config.to_json()
-                alike = {k: v for k, v in fields.items() if k not in ("GROUP_M", "SPLIT_K")}
-                split = fields.get("SPLIT_K", 1) > 1
-                key = (name, module, split, tuple(alike.items()))
+                split = fields.pop("SPLIT_K", 1) > 1
+                fields.pop("GROUP_M", None)
+                operands = (problem.a.dtype, problem.a.aligned, problem.gated)
+                key = (module, split, operands, tuple(fields.items()))
                 jobs.setdefault(key, (name, module, problem, config, kernel))
 
     def compiled(job: Any) -> list[dict[str, Any]]:

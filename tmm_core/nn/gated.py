@@ -68,7 +68,7 @@ class GatedMLP(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        self._names = NAMES
+        self._names: Sequence[str] = NAMES
         self.gate_proj = Linear(hidden_size, intermediate_size, bias, device, dtype)
         self.up_proj = Linear(hidden_size, intermediate_size, bias, device, dtype)
         self.down_proj = Linear(intermediate_size, hidden_size, bias, device, dtype)
@@ -108,9 +108,7 @@ class GatedMLP(nn.Module):
     def merged(self) -> bool:
         """Whether gate and up lie in memory as one weight, and can be one product."""
         gate, up, _ = self._layers()
-        if joined(gate.weight, up.weight) is None:
-            return False
-        return gate.bias is None or joined(gate.bias, up.bias) is not None
+        return _operands(gate.weight, up.weight, gate.bias, up.bias) is not None
 
     def merge(self) -> bool:
         """Lay gate and up one after the other; returns :attr:`merged`.
@@ -142,9 +140,9 @@ class GatedMLP(nn.Module):
                 return down(  # type: ignore[no-any-return]
                     gated_linear(x, gate.weight, up.weight, gate.bias, up.bias, self._text)
                 )
-            weight, bias = joined(gate.weight, up.weight), joined(gate.bias, up.bias)
-            if weight is not None and (bias is not None or gate.bias is None):
-                return down(api.linear(x, weight, bias, epilogue=self._text))  # type: ignore[no-any-return]
+            operands = _operands(gate.weight, up.weight, gate.bias, up.bias)
+            if operands is not None:
+                return down(api.linear(x, *operands, epilogue=self._text))  # type: ignore[no-any-return]
         return down(_gate(gate(x), up(x), self._text))  # type: ignore[no-any-return]
 
     def _layers(self) -> list[Any]:
@@ -202,12 +200,19 @@ def joined(first: Tensor | None, second: Tensor | None) -> Tensor | None:
         return first.as_strided((2 * rows, *first.shape[1:]), first.stride())
 
 
+def _operands(
+    gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None
+) -> tuple[Tensor, Tensor | None] | None:
+    """Weight and bias of the one product; None where it has to be two."""
+    weight, bias = joined(gate, up), joined(gate_bias, up_bias)
+    if weight is None or (bias is None and (gate_bias is not None or up_bias is not None)):
+        return None
+    return weight, bias
+
+
 def join(first: Tensor, second: Tensor) -> None:
-    """Move two parameters into one storage, where each has one to itself."""
-    if joined(first, second) is not None or not (_alone(first) and _alone(second)):
-        return
-    like = (first.shape, first.dtype, first.device)
-    if first is second or like != (second.shape, second.dtype, second.device):
+    """Move two parameters into one storage, where they are :func:`joinable`."""
+    if joined(first, second) is not None or not joinable(first, second):
         return
     rows = first.shape[0]
     with torch.no_grad():
@@ -215,6 +220,12 @@ def join(first: Tensor, second: Tensor) -> None:
         both[:rows].copy_(first)
         both[rows:].copy_(second)
         first.data, second.data = both[:rows], both[rows:]
+
+
+def joinable(first: Tensor, second: Tensor) -> bool:
+    """Whether two tensors are alike, plain parameters with a memory to themselves."""
+    alike = (first.shape, first.dtype, first.device) == (second.shape, second.dtype, second.device)
+    return alike and first is not second and _alone(first) and _alone(second)
 
 
 def _alone(parameter: Tensor) -> bool:
@@ -259,10 +270,10 @@ def _run(
     up_bias: Tensor | None,
     epilogue: str,
 ) -> Tensor:
-    weight, bias = joined(gate, up), joined(gate_bias, up_bias)
-    if weight is None or (bias is None and gate_bias is not None):
+    operands = _operands(gate, up, gate_bias, up_bias)
+    if operands is None:
         return _gate(api.linear(x, gate, gate_bias), api.linear(x, up, up_bias), epilogue)
-    return api.linear(x, weight, bias, epilogue=epilogue)
+    return api.linear(x, *operands, epilogue=epilogue)
 
 
 # A compiled graph cannot ask where memory lies, so there the question is the operator's.

@@ -140,7 +140,8 @@ class Launch:
         #: this launch takes encoded maps.
         self._maps: dict[str, Any] = {}
         if interpreting() or device.type != "cuda":
-            self.call = _interpreted(fn, list(types), constants)
+            given = [name for name in fn.arg_names if name in types]
+            self.call = _interpreted(fn, given, constants)
             return
         index = device.index if device.index is not None else torch.cuda.current_device()
         key = (

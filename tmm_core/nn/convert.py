@@ -1,0 +1,363 @@
+"""A model's own layers swapped for tmm's, in place and for as long as one likes.
+
+What is decided is decided before anything is touched. A layer that takes another's place holds
+the very dictionaries of parameters, buffers and hooks that the other holds, so parameters keep
+their identity (ties, optimisers), ``state_dict`` its keys, and undoing is putting the old
+modules back into their slots.
+"""
+
+from __future__ import annotations
+
+import copy
+import functools
+import re
+import warnings
+from collections import Counter
+from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
+
+import torch
+from torch import nn
+
+from tmm_core.errors import TmmWarning
+from tmm_core.nn import proof
+from tmm_core.nn.gated import GatedMLP, joinable, joined
+from tmm_core.nn.linear import Linear
+
+
+@dataclass(frozen=True)
+class Change:
+    """One module that another stands in for now."""
+
+    #: ``linear``: swapped. ``epilogue``: swapped, with the activation after it in its kernel.
+    #: ``gated``: gate and up projection in one product.
+    kind: Literal["linear", "epilogue", "gated"]
+    path: str
+    before: str
+    after: str
+
+
+@dataclass(frozen=True)
+class LeftAlone:
+    """One module that stays as it was, or is not fused, and why."""
+
+    path: str
+    module: str
+    reason: str
+
+
+class _Slot(NamedTuple):
+    """A place in the model's tree; a shared module has several."""
+
+    parent: nn.Module
+    name: str
+    path: str
+
+
+@dataclass
+class Report:
+    """What :func:`convert` did. ``print()`` it; ``undo()`` it; true where it did anything."""
+
+    model: nn.Module
+    changes: list[Change] = field(default_factory=list)
+    left: list[LeftAlone] = field(default_factory=list)
+    _swaps: list[tuple[_Slot, nn.Module, nn.Module]] = field(default_factory=list, repr=False)
+
+    def undo(self) -> None:
+        """Put the original modules back, with the values their parameters have by now.
+
+        A place that was given to a third module since is left to it, with a warning. Doing it
+        twice does nothing.
+        """
+        for slot, original, replacement in reversed(self._swaps):
+            if slot.parent._modules.get(slot.name) is not replacement:
+                warnings.warn(
+                    f"{slot.path} holds another module than convert() put there; left as it is",
+                    TmmWarning,
+                    stacklevel=2,
+                )
+                continue
+            if isinstance(replacement, GatedMLP):
+                replacement.separate()
+            original.training = replacement.training
+            slot.parent._modules[slot.name] = original
+        self._swaps.clear()
+        self.changes.clear()
+
+    def __bool__(self) -> bool:
+        return bool(self.changes)
+
+    def __str__(self) -> str:
+        kinds = [change.kind for change in self.changes]
+        lines = [
+            f"{type(self.model).__name__}: {kinds.count('gated')} gated MLPs fused, "
+            f"{kinds.count('epilogue')} activations fused, "
+            f"{kinds.count('linear')} other linears swapped, {len(self.left)} left alone"
+        ]
+        done = [(c.path, f"{c.before} → {c.after}") for c in self.changes]
+        lines += [f"  {line}" for line in _folded(done)]
+        left = [(item.path, f"{item.module} left alone: {item.reason}") for item in self.left]
+        lines += [f"  {line}" for line in _folded(left)]
+        return "\n".join(lines)
+
+
+def convert(model: nn.Module, *, inplace: bool = True) -> Report:
+    """Swap the layers of ``model`` for tmm's and fuse what can be proven.
+
+    >>> mlp = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    >>> print(convert(mlp))
+    Sequential: 0 gated MLPs fused, 1 activations fused, 1 other linears swapped, 0 left alone
+      0  Linear, ReLU → Linear(epilogue='relu')
+      2  Linear → Linear
+
+    * Every ``nn.Linear`` becomes a :class:`tmm_core.nn.Linear`, if it is of exactly that type
+      (not quantised, not an adapter), has plain parameters, no hooks, and its own forward.
+    * A layer whose results all go through one activation takes the activation into its
+      kernel; ``nn.Identity`` takes the activation's place. This holds for ``nn.Sequential``
+      and for any module whose forward ``torch.fx`` can trace.
+    * A module whose forward is exactly ``down(activation(gate(x)) * up(x))``, whatever its
+      children are called, becomes a :class:`tmm_core.nn.GatedMLP` around the same children.
+
+    The proof is :mod:`tmm_core.nn.proof`'s: a trace of the forward in both modes, and the
+    activation's values in float64. It holds for the module as it is now: for methods beside
+    ``forward`` that call an activation themselves, and for attributes that switch ``forward``
+    to another path later, it says nothing.
+
+    Parameters are the same objects as before, so ties, optimisers and ``state_dict`` keys
+    stay; gate and up weights move to a common memory. Converting twice changes nothing more.
+    Tracing patches ``nn.Module.__call__`` for its duration: no other thread should be running
+    a model.
+
+    Args:
+        model: Its children are swapped; the module itself has nobody to hold its replacement.
+        inplace: False converts a deep copy, which is the report's ``model``.
+
+    Returns:
+        A :class:`Report`, with ``undo()``.
+
+    Raises:
+        TypeError: ``model`` is not an ``nn.Module``.
+    """
+    if not isinstance(model, nn.Module):
+        raise TypeError(f"convert(): model must be a torch.nn.Module, not {type(model).__name__}")
+    if not inplace:
+        model = copy.deepcopy(model)
+    return _Conversion(model).run()
+
+
+class _Conversion:
+    def __init__(self, model: nn.Module) -> None:
+        self._report = Report(model)
+        self._slots: dict[nn.Module, list[_Slot]] = {model: []}
+        self._walk(model, "")
+
+    def _walk(self, parent: nn.Module, prefix: str) -> None:
+        for name, child in parent._modules.items():
+            if child is None:
+                continue
+            slot = _Slot(parent, name, prefix + name)
+            if child in self._slots:
+                self._slots[child].append(slot)
+            else:
+                self._slots[child] = [slot]
+                self._walk(child, f"{slot.path}.")
+
+    def run(self) -> Report:
+        linears = {m for m in self._slots if self._swappable(m)}
+        activations = {m: name for m in self._slots if (name := self._activation(m)) is not None}
+        gatings = self._gatings(linears, activations)
+        pairs = self._pairs(linears, activations, gatings)
+        # All is decided; from here on the model changes.
+        absorbed = {pair.linear: pair for pair in pairs}
+        for module in list(self._slots):
+            if module in gatings:
+                self._fuse_gating(module, gatings[module])
+            elif module in absorbed:
+                self._fuse_pair(absorbed[module])
+            elif module in linears and type(module) is nn.Linear:
+                self._swap("linear", module, "Linear", Linear.of(module))
+        for activation, parent in dict.fromkeys((p.activation, p.parent) for p in pairs):
+            for slot in self._slots[activation]:
+                if slot.parent is parent:
+                    self._put(slot, activation, nn.Identity())
+        return self._report
+
+    # -- what may be done ----------------------------------------------------------------
+
+    def _swappable(self, layer: nn.Module) -> bool:
+        if not isinstance(layer, nn.Linear):
+            return False
+        reason = _hooked(layer)
+        if type(layer) not in (nn.Linear, Linear):
+            reason = "a subclass of Linear may do more than Linear does"
+        elif not self._slots[layer]:
+            reason = "it is the model itself, which nothing holds"
+        elif any(not _is_plain(p) for p in (layer.weight, layer.bias) if p is not None):
+            reason = f"its parameters are not plain ones ({type(layer.weight).__name__})"
+        if reason is not None:
+            self._leave(layer, reason)
+            return False
+        return type(layer) is nn.Linear or not layer.epilogue
+
+    def _activation(self, module: nn.Module) -> str | None:
+        name = proof.activation(module)
+        if name is not None and (reason := _hooked(module)) is not None:
+            self._leave(module, reason)
+            return None
+        return name
+
+    def _gatings(
+        self, linears: set[nn.Module], activations: dict[nn.Module, str]
+    ) -> dict[nn.Module, proof.Gating]:
+        found = {}
+        for mlp in self._slots:
+            children = list(mlp.children())
+            acts = {m: activations[m] for m in children if m in activations}
+            if len(linears.intersection(children)) < 2 or not 3 <= len(children) <= 3 + len(acts):
+                continue
+            try:
+                gating = proof.gating(mlp, acts)
+            except proof.NotProvenError:
+                continue
+            reason = self._against_gating(mlp, gating, linears)
+            if reason is None:
+                found[mlp] = gating
+            else:
+                self._leave(mlp, f"not fused: {reason}")
+        return found
+
+    def _against_gating(
+        self, mlp: nn.Module, gating: proof.Gating, linears: set[nn.Module]
+    ) -> str | None:
+        gate, up = mlp.get_submodule(gating.gate), mlp.get_submodule(gating.up)
+        if not self._slots[mlp]:
+            return "it is the model itself, which nothing holds"
+        if (reason := _hooked(mlp)) is not None:
+            return reason
+        if overrides := _overrides(type(mlp)):
+            return f"its class has its own {', '.join(overrides)}"
+        if gate not in linears or up not in linears:
+            return "its gate or up projection is left alone"
+        for first, second in ((gate.weight, up.weight), (gate.bias, up.bias)):
+            if first is None and second is None:
+                continue
+            if first is None or second is None or first.shape != second.shape:
+                return "gate and up projection differ in shape or bias"
+            assert isinstance(first, torch.Tensor)
+            assert isinstance(second, torch.Tensor)
+            if first.is_meta or joined(first, second) is not None:
+                continue
+            if not joinable(first, second) or self._share_memory(first, second):
+                return "its weights share memory with others, or differ in dtype or device"
+        return None
+
+    def _share_memory(self, *tensors: torch.Tensor) -> bool:
+        return any(self._storages[t.untyped_storage().data_ptr()] > 1 for t in tensors)
+
+    @functools.cached_property
+    def _storages(self) -> Counter[int]:
+        """How many of the model's tensors lie in each storage, tied ones counted once."""
+        model = self._report.model
+        tensors = {*model.parameters(), *model.buffers()}
+        plain = (t for t in tensors if _is_plain(t) and not t.is_meta)
+        return Counter(t.untyped_storage().data_ptr() for t in plain)
+
+    def _pairs(
+        self,
+        linears: set[nn.Module],
+        activations: dict[nn.Module, str],
+        gatings: dict[nn.Module, proof.Gating],
+    ) -> list[proof.Pair]:
+        found: list[proof.Pair] = []
+        for parent in self._slots:
+            acts = {m: activations[m] for m in parent.children() if m in activations}
+            layers = linears.intersection(parent.children())
+            if not acts or not layers or parent in gatings or _is_container(parent):
+                continue
+            try:
+                pairs = proof.pairs(parent, layers, acts)
+            except proof.NotProvenError as error:
+                self._leave(parent, f"not fused: {error}")
+                continue
+            refused = {}
+            for pair in pairs:
+                reason = pair.reason
+                if reason is None and len(self._slots[pair.linear]) > 1:
+                    reason = "it is also used elsewhere"
+                if reason is not None:
+                    refused[pair.activation] = reason
+                    self._leave(pair.linear, f"not fused with its activation: {reason}")
+            found += [pair for pair in pairs if pair.activation not in refused]
+        return found
+
+    # -- doing it ------------------------------------------------------------------------
+
+    def _fuse_gating(self, mlp: nn.Module, gating: proof.Gating) -> None:
+        names = (gating.gate, gating.up, gating.down)
+        self._swap("gated", mlp, type(mlp).__name__, GatedMLP.of(mlp, names, gating.epilogue))
+
+    def _fuse_pair(self, pair: proof.Pair) -> None:
+        assert isinstance(pair.linear, nn.Linear)
+        before = f"{type(pair.linear).__name__}, {type(pair.activation).__name__}"
+        self._swap("epilogue", pair.linear, before, Linear.of(pair.linear, pair.epilogue))
+
+    def _swap(
+        self,
+        kind: Literal["linear", "epilogue", "gated"],
+        original: nn.Module,
+        before: str,
+        replacement: Linear | GatedMLP,
+    ) -> None:
+        epilogue = f"(epilogue={replacement.epilogue!r})" if replacement.epilogue else ""
+        after = f"{type(replacement).__name__}{epilogue}"
+        for slot in self._slots[original]:
+            self._put(slot, original, replacement)
+        self._report.changes.append(Change(kind, self._path(original), before, after))
+
+    def _put(self, slot: _Slot, original: nn.Module, replacement: nn.Module) -> None:
+        replacement.training = original.training
+        slot.parent._modules[slot.name] = replacement
+        self._report._swaps.append((slot, original, replacement))
+
+    def _leave(self, module: nn.Module, reason: str) -> None:
+        left = LeftAlone(self._path(module), type(module).__name__, reason)
+        self._report.left.append(left)
+
+    def _path(self, module: nn.Module) -> str:
+        slots = self._slots[module]
+        return slots[0].path if slots else "the model"
+
+
+def _hooked(module: nn.Module) -> str | None:
+    """Why calling ``module`` does more than its class's forward."""
+    kinds = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks")
+    if any(getattr(module, kind) for kind in kinds):
+        return "hooks are registered on it"
+    if "forward" in vars(module):
+        return "its forward was replaced on the instance"
+    return None
+
+
+def _is_plain(parameter: torch.Tensor) -> bool:
+    return type(parameter) in (nn.Parameter, torch.Tensor) and parameter.layout is torch.strided
+
+
+def _is_container(module: nn.Module) -> bool:
+    return isinstance(module, (nn.ModuleList, nn.ModuleDict))
+
+
+def _overrides(kind: type[nn.Module]) -> list[str]:
+    """What a class does its own way that GatedMLP would do in nn.Module's."""
+    own = {"__init__", "__doc__", "__module__", "__dict__", "__weakref__", "__annotations__"}
+    own |= {"forward", "extra_repr", "_get_name", "__static_attributes__", "__firstlineno__"}
+    return sorted(
+        n for n in set(vars(nn.Module)) - own if getattr(kind, n) is not getattr(nn.Module, n)
+    )
+
+
+def _folded(entries: list[tuple[str, str]]) -> list[str]:
+    """One line for the same thing in every layer of a stack."""
+    groups: Counter[tuple[str, str]] = Counter(
+        (re.sub(r"(?<![^.])\d+(?=\.)", "*", path), text) for path, text in entries
+    )
+    return [f"{path}{f' ×{n}' if n > 1 else ''}  {text}" for (path, text), n in groups.items()]
