@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import concurrent.futures as futures
 import datetime
+import math
 import os
 import sys
 import threading
@@ -311,7 +312,8 @@ def _result(trial: _Trial, problem: Problem) -> CandidateResult:
         config=config.to_json(),
         status=trial.status,
         samples_us=tuple(round(s, 3) for s in trial.samples),
-        error=trial.error,
+        # A poisoned element leaves NaN, which JSON has not; the reason says it.
+        error=trial.error if trial.error is not None and math.isfinite(trial.error) else None,
         tolerance=verify.tolerance(problem) if trial.error is not None else None,
         workspace_bytes=scratch,
         deterministic=kernel.traits.deterministic,

@@ -260,6 +260,19 @@ def test_a_read_only_cache_costs_persistence_only(tmp_path: Path) -> None:
     assert choice.candidate.kernel.name == "fast"
 
 
+def test_an_unwritten_element_is_on_record(tmp_path: Path) -> None:
+    def forget(out: torch.Tensor) -> torch.Tensor:
+        return out.index_fill(0, torch.tensor([1]), float("nan"))
+
+    d, _ = dispatcher(FakeBlas(), FakeKernel("holes", spoil=forget), times=FAST, root=tmp_path)
+    d.choose(problem(), settings())
+    kept = d.store.load(DEVICE.gpu, DEVICE.environment, problem().to_json())
+    assert kept is not None
+    (evidence,) = (c for c in kept.candidates if c.kernel == "holes")
+    assert (evidence.status, evidence.error) == ("wrong", None)
+    assert evidence.reason == "error nan exceeds 2e-05"
+
+
 def test_explain_names_every_candidate_and_rejection(tmp_path: Path) -> None:
     odd = FakeKernel("odd", against=lambda p: ["m is even"])
     wrong = FakeKernel("wrong", spoil=lambda out: out + 1)
