@@ -164,19 +164,20 @@ def make_plan(
         RuntimeError, ValueError, TypeError: See :func:`tmm_core.check.check`.
         TmmError: See :meth:`tmm_core.dispatcher.Dispatcher.choose`.
     """
-    problem, fold = pose(a, b, bias, residual, alpha, epilogue, out_dtype, out, current)
-    chooser = dispatcher()
-    while True:
-        choice = chooser.choose(problem, current)
-        kernel, config = choice.candidate.kernel, choice.candidate.config
-        try:
-            with torch.cuda.device(a.device) if a.is_cuda else nullcontext():
+    # Capture, tuning and compilation all go by the current device.
+    with torch.cuda.device(a.device) if a.is_cuda else nullcontext():
+        problem, fold = pose(a, b, bias, residual, alpha, epilogue, out_dtype, out, current)
+        chooser = dispatcher()
+        while True:
+            choice = chooser.choose(problem, current)
+            kernel, config = choice.candidate.kernel, choice.candidate.config
+            try:
                 launcher = kernel.bind(problem, config)
-            break
-        except Exception as error:
-            if choice.origin == "forced" or kernel.name == FALLBACK:
-                raise
-            chooser.quarantine(problem, choice, error)
+                break
+            except Exception as error:
+                if choice.origin == "forced" or kernel.name == FALLBACK:
+                    raise
+                chooser.quarantine(problem, choice, error)
     if fold is not None:
         launcher = fold.wrap(launcher)
     return Plan(problem, choice, launcher, (a.shape, a.stride(), b.shape, b.stride()), alpha)

@@ -115,7 +115,7 @@ class Tuner:
         device = _device(problem)
         # What the record says of BLAS must be BLAS at the precision that was asked for.
         with precision(problem.tf32), _progress(problem, len(trials), settings) as advance:
-            self._compile(trials, problem, deadline, advance)
+            self._compile(trials, problem, device, deadline, advance)
             self._verify(trials, problem, device)
             self._time(trials, problem, device, deadline)
         results = [_result(trial, problem) for trial in trials]
@@ -137,7 +137,12 @@ class Tuner:
         )
 
     def _compile(
-        self, trials: list[_Trial], problem: Problem, deadline: float, advance: Any
+        self,
+        trials: list[_Trial],
+        problem: Problem,
+        device: torch.device,
+        deadline: float,
+        advance: Any,
     ) -> None:
         """Bind all, in parallel. Threads, not a pool: one that hangs is left behind."""
         queue = iter(trials)
@@ -145,6 +150,8 @@ class Tuner:
         done: dict[int, futures.Future[Launcher]] = {id(t): futures.Future() for t in trials}
 
         def work() -> None:
+            if device.type == "cuda":
+                torch.cuda.set_device(device)  # a thread starts on device 0
             while True:
                 with lock:
                     trial = next(queue, None)

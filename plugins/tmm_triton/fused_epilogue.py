@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from tmm_core import Launcher, Problem, Traits
-from tmm_triton.kernel import TritonKernel, group_sizes, proposed, single, tiles
+from tmm_triton.kernel import TritonKernel, fills_registers, group_sizes, proposed, single, tiles
 from tmm_triton.operands import (
     Build,
     TileConfig,
@@ -106,40 +106,27 @@ def fused_epilogue_kernel(
 
 #: BLOCK_M, BLOCK_N, BLOCK_K, num_stages, num_warps at 16 bits per element.
 _SHAPES = [
-    (128, 256, 64, 4, 8),
     (128, 256, 64, 3, 8),
-    (256, 128, 64, 3, 8),
+    (128, 256, 64, 4, 8),
     (128, 128, 64, 4, 8),
-    (64, 256, 64, 4, 4),
-    (128, 64, 64, 4, 4),
     (64, 128, 64, 4, 4),
+    (128, 64, 64, 4, 4),
     (64, 64, 64, 5, 4),
     (32, 64, 128, 4, 4),
     (16, 64, 128, 5, 4),
 ]
 #: Where two accumulators share the registers: BLOCK_N is the width of each.
 _GATED_SHAPES = [
-    (128, 128, 64, 4, 8),
-    (128, 128, 64, 3, 8),
     (128, 128, 32, 6, 8),
-    (256, 64, 64, 4, 8),
+    (128, 128, 64, 3, 8),
+    (128, 128, 64, 4, 8),
     (64, 128, 64, 4, 4),
-    (64, 128, 64, 4, 8),
-    (128, 64, 64, 4, 4),
-    (128, 64, 64, 4, 8),
     (64, 64, 64, 4, 4),
     (64, 64, 128, 3, 4),
-    (64, 32, 128, 4, 4),
     (32, 64, 128, 3, 4),
-    (32, 32, 128, 5, 4),
     (16, 64, 128, 4, 4),
     (16, 32, 128, 5, 4),
-    (16, 32, 256, 4, 4),
 ]
-
-
-#: Narrower tiles have registers to spare.
-_LEAST_SUBTILED = 128
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,7 +152,7 @@ class FusedEpilogue(TritonKernel[FusedEpilogueConfig]):
     traits = Traits(deterministic=True, batch_invariant=True)
     config_type = FusedEpilogueConfig
     gates = True
-    reach = 0.6
+    reach = 0.66
 
     def configs(self, problem: Problem) -> list[FusedEpilogueConfig]:
         shapes = _GATED_SHAPES if problem.gated else _SHAPES
@@ -173,10 +160,10 @@ class FusedEpilogue(TritonKernel[FusedEpilogueConfig]):
             FusedEpilogueConfig(
                 BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, num_stages=s, num_warps=w, GROUP_M=g, SUBTILE=sub
             )
-            for sub in (1, 2)
+            for sub in (2, 1)
             for g in group_sizes(problem)
             for m, n, k, s, w in proposed(problem, shapes)
-            if sub == 1 or n >= _LEAST_SUBTILED
+            if sub == 1 or fills_registers(problem, m, n, w)
         ]
         return self.ranked(problem, configs, 14)
 

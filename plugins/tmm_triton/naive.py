@@ -68,7 +68,7 @@ class Naive(TritonKernel[NaiveConfig]):
     name = "triton.naive"
     traits = Traits(deterministic=True, batch_invariant=True)
     config_type = NaiveConfig
-    reach = 0.35
+    reach = 0.58
 
     def configs(self, problem: Problem) -> list[NaiveConfig]:
         shapes = proposed(problem, _SHAPES)

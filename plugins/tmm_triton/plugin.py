@@ -17,6 +17,7 @@ KERNELS = {
     "fused_epilogue": "FusedEpilogue",
     "persistent": "Persistent",
     "warp_specialized": "WarpSpecialized",
+    "realigned": "Realigned",
 }
 
 

@@ -22,13 +22,18 @@ _BANDWIDTH = {"H200": 4.27, "H100": 3.35, "A100": 1.9, "B200": 7.7}
 #: Of a GPU not listed, per SM.
 _UNKNOWN_TFLOPS, _UNKNOWN_BANDWIDTH = 1.0, 0.008
 
-#: BM·BN / (BM + BN) from which on a tile keeps the tensor cores fed: that of 128×256, the
-#: smallest that reaches cuBLAS on an H200. Below, time goes with the bytes each SM loads.
-_FULL_INTENSITY = 128 * 256 / (128 + 256)
-#: µs from asking memory for a tile to having it, when every SM asks: measured 0.6–0.8 on H200.
+#: BM·BN / (BM + BN) from which on a tile keeps the tensor cores fed: that of 128×128, as
+#: seen on an H200. Below, time goes with the bytes each SM loads.
+_FULL_INTENSITY = 128 * 128 / (128 + 128)
+#: Of the reach, what is left for each operand that has to pass through registers: 4096³ with
+#: one odd leading stride took 2.3 times as long on an H200, with two 4.7 times.
+_UNALIGNED = 0.45
+#: µs from asking memory for a tile to having it, when every SM asks: 0.6–0.8 on an H200.
 _LATENCY = 0.7
-#: µs of an empty kernel, its launch and drain: 3.3 measured on H200.
+#: µs of an empty kernel, its launch and drain: 3.3 on an H200. And of getting memory to speed:
+#: a bare read of 34 MB takes 14 there, of 235 MB 64.
 _EMPTY = 3.3
+_RAMP = 2.5
 #: Programs on one SM at a time past which more of them hide no more latency.
 _MOST_RESIDENT = 4
 
@@ -47,8 +52,9 @@ def estimate_us(
     """Expected µs: the longest of three times, after wave quantisation.
 
     Arithmetic at ``reach`` of peak (slowed where the tile's intensity is too low to feed
-    it), waiting for memory along K at ``num_stages - 1`` tiles in flight, and moving every
-    byte once. Split-K's partial sums count as traffic, written and read.
+    it), waiting for memory along K at ``num_stages - 1`` tiles in flight (one, where an
+    operand passes through registers), and moving every byte once. Split-K's partial sums
+    count as traffic, written and read.
     """
     device = problem.device
     sms = device.sm_count or 1
@@ -60,6 +66,10 @@ def estimate_us(
     bandwidth = next(
         (tbs for name, tbs in _BANDWIDTH.items() if name in device.name), sms * _UNKNOWN_BANDWIDTH
     )
+    unaligned = 2 - problem.a.aligned - problem.b.aligned
+    reach *= _UNALIGNED**unaligned
+    ahead = 1 if unaligned else max(num_stages - 1, 1)
+
     width = BLOCK_N * (2 if problem.gated else 1)
     intensity = BLOCK_M * width / (BLOCK_M + width)
     programs = problem.batch * -(-problem.m // BLOCK_M) * -(-problem.n // BLOCK_N) * splits
@@ -68,7 +78,7 @@ def estimate_us(
     flops = 2 * BLOCK_M * width * BLOCK_K * steps
     busy = -(-programs // sms) * flops / (peak * reach * min(1, intensity / _FULL_INTENSITY) * 1e6)
     resident = max(1, min(_MOST_RESIDENT, device.shared_memory // max(shared_memory, 1)))
-    waiting = -(-programs // (sms * resident)) * (steps + 1) * _LATENCY / max(num_stages - 1, 1)
+    waiting = -(-programs // (sms * resident)) * (steps + 1) * _LATENCY / ahead
     partials = 8 * splits * problem.batch * problem.m * problem.n if splits > 1 else 0
-    moving = (problem.bytes + partials) / (bandwidth * 1e6)
+    moving = (problem.bytes + partials) / (bandwidth * 1e6) + _RAMP
     return _EMPTY + max(busy, waiting, moving)

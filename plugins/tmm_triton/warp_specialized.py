@@ -20,6 +20,8 @@ consumers wait for every phase in turn and never are. A ping-pong consumer leave
 other's k-steps: ``turn`` holds it until the other has seen its last stage full, when all
 phases but the one it will wait for are over.
 
+A finished tile goes out strip by strip, by TMA where that can write it, else by pointers.
+
 Written in Gluon, which leaves layouts, barriers and roles to the author; plain Triton does
 not specialise warps on Hopper.
 """
@@ -154,6 +156,8 @@ class _Constants:
     SCALED: bool
     BIAS: bool
     RESIDUAL: bool
+    #: The output is stored through pointers, element by element.
+    POINTERS: bool
 
     @classmethod
     def of(cls, problem: Problem, config: WarpSpecializedConfig) -> _Constants:
@@ -173,6 +177,7 @@ class _Constants:
             SCALED=problem.scaled,
             BIAS=problem.bias is not None,
             RESIDUAL=problem.residual is not None,
+            POINTERS=_stored_by_pointers(problem),
         )
 
     @property
@@ -307,13 +312,28 @@ def _with_residual(z, residual, row, column, M, N, LAYOUT: gl.constexpr):
 
 
 @jit
+def _scatter(z, row, column, target, M, N, WARPS: gl.constexpr):
+    """Store by pointers: rows that start anywhere take no access wider than an element."""
+    pointer, stride = target
+    ACROSS: gl.constexpr = min(32, z.shape[1])
+    # A warp's lanes side by side in one row, so that each of its stores is one run of bytes.
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [32 // ACROSS, ACROSS], [WARPS, 1], [1, 0])
+    z = gl.convert_layout(z.to(pointer.dtype.element_ty), LAYOUT)
+    rows = row + gl.arange(0, z.shape[0], layout=gl.SliceLayout(1, LAYOUT))
+    columns = column + gl.arange(0, z.shape[1], layout=gl.SliceLayout(0, LAYOUT))
+    inside = gl.expand_dims(rows < M, 1) & gl.expand_dims(columns < N, 0)
+    across = gl.expand_dims(columns, 0)
+    gl.store(pointer + gl.expand_dims(rows * stride, 1) + across, z, mask=inside)
+
+
+@jit
 def _store(
     z, up, row, column, target, sizes,
     EPILOGUE: gl.constexpr, WHO: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """Finish the fp32 accumulator (two, gate and up, where gated), round it and send it off
     strip by strip, through one or two staging buffers."""
-    c_desc, staging, bias, residual, alpha = target
+    destination, bias, residual, alpha = target
     M, N, _, _ = sizes
     SUBTILES: gl.constexpr = C.SUBTILES
     WIDTH: gl.constexpr = C.BLOCK_N // SUBTILES
@@ -342,12 +362,16 @@ def _store(
             x = EPILOGUE(x)
         if C.RESIDUAL:
             x = _with_residual(x, residual, row, at, M, N, LAYOUT)
-        buffer = staging.index(WHO * BUFFERS + i % BUFFERS)
-        # The store that last used this buffer has read it.
-        store_wait(BUFFERS - 1)
-        buffer.store(x.to(c_desc.dtype))
-        fence_async_shared()
-        async_copy_shared_to_global(c_desc, [row, at], buffer)
+        if C.POINTERS:
+            _scatter(x, row, at, destination, M, N, C.WARPS)
+        else:
+            c_desc, staging = destination
+            buffer = staging.index(WHO * BUFFERS + i % BUFFERS)
+            # The store that last used this buffer has read it.
+            store_wait(BUFFERS - 1)
+            buffer.store(x.to(c_desc.dtype))
+            fence_async_shared()
+            async_copy_shared_to_global(c_desc, [row, at], buffer)
 
 
 @jit
@@ -427,7 +451,7 @@ def _consume(
 
 @jit
 def _kernel(
-    a_desc, b_desc, c_desc, M, N, K, GROUP_M, bias_ptr, bias_stride,
+    a_desc, b_desc, c_desc, out_ptr, out_stride, M, N, K, GROUP_M, bias_ptr, bias_stride,
     residual_ptr, residual_stride_m, residual_stride_n, alpha,
     EPILOGUE: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
@@ -435,10 +459,14 @@ def _kernel(
     # Lists are added because Triton does not parse a starred element.
     a_slots: gl.constexpr = [STAGES * C.a_boxes] + a_desc.block_shape  # noqa: RUF005
     b_slots: gl.constexpr = [STAGES * C.b_boxes] + b_desc.block_shape  # noqa: RUF005
-    c_slots: gl.constexpr = [C.CONSUMERS * C.buffers] + c_desc.block_shape  # noqa: RUF005
     a_ring = gl.allocate_shared_memory(a_desc.dtype, a_slots, a_desc.layout)
     b_ring = gl.allocate_shared_memory(b_desc.dtype, b_slots, b_desc.layout)
-    staging = gl.allocate_shared_memory(c_desc.dtype, c_slots, c_desc.layout)
+    if C.POINTERS:
+        destination = (out_ptr, out_stride)
+    else:
+        c_slots: gl.constexpr = [C.CONSUMERS * C.buffers] + c_desc.block_shape  # noqa: RUF005
+        staging = gl.allocate_shared_memory(c_desc.dtype, c_slots, c_desc.layout)
+        destination = (c_desc, staging)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
@@ -451,7 +479,7 @@ def _kernel(
     barriers = (full, empty)
     bias = (bias_ptr, bias_stride)
     residual = (residual_ptr, residual_stride_m, residual_stride_n)
-    target = (c_desc, staging, bias, residual, alpha)
+    target = (destination, bias, residual, alpha)
     sizes = (M, N, K, GROUP_M)
     if C.CONSUMERS == 1:
         gl.warp_specialize(
@@ -560,16 +588,13 @@ class WarpSpecialized(Kernel[WarpSpecializedConfig]):
             reasons.append("is not batched")
         if not problem.epilogue.fusable:
             reasons.append(f"epilogue {problem.epilogue} has no device function")
-        for name, operand in (("a", problem.a), ("b", problem.b), ("output", problem.out)):
+        for name, operand in (("a", problem.a), ("b", problem.b)):
             if operand.layout == "strided":
                 reasons.append(f"{name} has no contiguous dimension (TMA)")
             elif not operand.aligned:
                 reasons.append(f"{name} is not {_ALIGNMENT}-byte aligned (TMA)")
-        if problem.out.layout == "col":
+        if problem.out.layout != "row":
             reasons.append("output is not row-major")
-        if problem.n * problem.out.dtype.itemsize % _ALIGNMENT:
-            # Seen on an H200: a 1×1 output overwrote its 7 neighbours.
-            reasons.append(f"rows of the output end off {_ALIGNMENT} bytes, which TMA stores whole")
         if problem.gated and problem.b.layout == "row" and 2 * problem.n % _ALIGNMENT:
             reasons.append(f"the up half of b does not start {_ALIGNMENT}-byte aligned (TMA)")
         return reasons
@@ -620,7 +645,6 @@ class WarpSpecialized(Kernel[WarpSpecializedConfig]):
         types = {
             "a_desc": _descriptor_type(problem.a, rows, config.BLOCK_K),
             "b_desc": _descriptor_type(problem.b, config.BLOCK_K, config.BLOCK_N),
-            "c_desc": _descriptor_type(problem.out, rows, width),
             "M": "i32",
             "N": "i32",
             "K": "i32",
@@ -632,6 +656,11 @@ class WarpSpecialized(Kernel[WarpSpecializedConfig]):
             "C": _Constants.of(problem, config),
         }
         divisible = {}
+        if _stored_by_pointers(problem):
+            types["out_ptr"] = pointer(problem.out.dtype)
+            types["out_stride"] = "i64" if problem.out.wide or problem.m == 1 else "i32"
+        else:
+            types["c_desc"] = _descriptor_type(problem.out, rows, width)
         if problem.bias is not None:
             types |= {"bias_ptr": pointer(problem.bias), "bias_stride": "i64"}
         if problem.residual is not None:
@@ -666,6 +695,7 @@ class WarpSpecialized(Kernel[WarpSpecializedConfig]):
         a_map = launch.tensor_map("a_desc", _describer(problem.a, rows, config.BLOCK_K))
         b_map = launch.tensor_map("b_desc", _describer(problem.b, config.BLOCK_K, config.BLOCK_N))
         c_map = launch.tensor_map("c_desc", _describer(problem.out, rows, width))
+        pointers = "out_ptr" in of.types
         sizes = (problem.m, problem.n, problem.k, config.GROUP_M)
         tiles = _tile_count(problem, config)
         # As many blocks as the waves need, not as there are SMs: 512 tiles take 132 blocks no
@@ -685,7 +715,9 @@ class WarpSpecialized(Kernel[WarpSpecializedConfig]):
         ) -> torch.Tensor:
             if out is None:
                 out = a.new_empty(shape, dtype=dtype)
-            args: tuple[Any, ...] = (a_map(a), b_map(b), c_map(out), *sizes)
+            args: tuple[Any, ...] = (a_map(a), b_map(b))
+            args += (out.data_ptr(), out.stride(0)) if pointers else (c_map(out),)
+            args += sizes
             if bias is not None:
                 args += (bias.data_ptr(), bias.stride(0))
             if residual is not None:
@@ -717,6 +749,9 @@ def _fitted(
     their smaller staging buys a stage.
     """
     schedule, consumers, num_warps, block_m, block_n, block_k = tile
+    if consumers == 3 and block_n == 256 and _stored_by_pointers(problem):
+        # 160 registers a thread hold its accumulators, but not the addresses of 16 rows too.
+        return []
     block_n //= 2 if problem.gated else 1
     variants: list[WarpSpecializedConfig] = []
     for width in (128, 64):
@@ -746,6 +781,12 @@ def _groups(problem: Problem, config: WarpSpecializedConfig) -> list[int]:
     width = config.BLOCK_N * (2 if problem.gated else 1)
     square = max(1, round(math.log2(math.sqrt(wave * width / config.BLOCK_M))))
     return sorted({min(rows, 2**square), min(rows, 2 ** (square - 1))}, reverse=True)
+
+
+def _stored_by_pointers(problem: Problem) -> bool:
+    """Whether TMA cannot write the output: its rows start off 16 bytes, or end off them, which
+    TMA stores whole (on an H200 a 1×1 output overwrote its 7 neighbours)."""
+    return not problem.out.aligned or problem.n * problem.out.dtype.itemsize % _ALIGNMENT != 0
 
 
 def _tile_count(problem: Problem, config: WarpSpecializedConfig) -> int:

@@ -165,6 +165,8 @@ class Descriptor:
 class Pointer:
     """An address into a flat array, or a block of them."""
 
+    dtype = types.SimpleNamespace(element_ty=np.float64)
+
     def __init__(self, memory: np.ndarray, offset: Any = 0) -> None:
         self.memory, self.offset = memory, offset
 
@@ -265,6 +267,10 @@ def run_block(
         values[mask] = pointer.memory[index[mask]]
         return values.view(Block)
 
+    def scatter(pointer: Pointer, values: np.ndarray, mask: np.ndarray) -> None:
+        scheduler.wait_until(lambda: True)
+        pointer.memory[pointer.offset[mask]] = values[mask]
+
     language = types.SimpleNamespace(
         program_id=lambda axis: program,
         num_programs=lambda axis: programs,
@@ -276,10 +282,12 @@ def run_block(
         expand_dims=np.expand_dims,
         convert_layout=lambda x, layout: x,
         load=gather,
+        store=scatter,
         static_range=range,
         allocate_shared_memory=allocate,
         warp_specialize=lambda partitions, warps, registers: scheduler.run(partitions),
         NVMMADistributedLayout=lambda **fields: None,
+        BlockedLayout=lambda *fields: None,
         SliceLayout=lambda axis, parent: None,
         int64=np.int64,
         float32=np.float64,

@@ -64,6 +64,9 @@ def problem(
         problem(epilogue="gelu_tanh+softcap(30)", bias=FP32, residual=Operand(BF16, "strided")),
         problem(epilogue="swiglu", layout="nn", bias=BF16, scaled=True),
         problem(residual=Operand(FP32, "row", aligned=False)),
+        problem(out=Operand(BF16, aligned=False)),
+        problem(n=4092, b=Operand(BF16, "col")),
+        problem(m=1, n=1, k=1, out=Operand(FP32, aligned=False)),
         problem(deterministic=True, batch_invariant=True, capturing=True),
     ],
     ids=str,
@@ -92,7 +95,7 @@ def test_serves(asked: Problem) -> None:
         (problem(b=Operand(BF16, "col", aligned=False)), "b is not 16-byte aligned"),
         (problem(a=Operand(BF16, "strided", aligned=False)), "a has no contiguous dimension"),
         (problem(out=Operand(BF16, "col")), "output is not row-major"),
-        (problem(out=Operand(BF16, "row", aligned=False)), "output is not 16-byte aligned"),
+        (problem(out=Operand(BF16, "strided", aligned=False)), "output is not row-major"),
         (problem(n=4092, layout="nn", epilogue="swiglu"), "up half"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
@@ -216,22 +219,25 @@ def computed(
     layout: str = "nn",
     gated: bool = False,
     extras: bool = False,
+    pointers: bool = False,
     module: types.ModuleType = warp_specialized,
 ) -> tuple[np.ndarray, np.ndarray]:
     """The output of all blocks and what it should be, in tiles of 2 rows a consumer by 4
-    columns by 2 of K. ``extras``: alpha, bias and residual."""
+    columns by 2 of K. ``extras``: alpha, bias and residual. ``pointers``: stored by them."""
     rows, columns, depth = 2, 4, 2
     constants = warp_specialized._Constants(
         BLOCK_M=rows if pingpong else rows * consumers, BLOCK_N=columns, BLOCK_K=depth,
         STAGES=stages, CONSUMERS=consumers, WARPS=4, ROWS=rows, SUBTILES=subtiles,
         PINGPONG=pingpong, A_COL=layout[0] == "t", B_COL=layout[1] == "t",
-        GATED=gated, SCALED=extras, BIAS=extras, RESIDUAL=extras,
+        GATED=gated, SCALED=extras, BIAS=extras, RESIDUAL=extras, POINTERS=pointers,
     )  # fmt: skip
     random = np.random.default_rng(seed)
     width = 2 * n if gated else n
     a, b = random.standard_normal((m, k)), random.standard_normal((k, width))
     bias, residual = random.standard_normal(width), random.standard_normal((m, n))
-    out = np.full((m, n), np.nan)
+    # Rows apart, so that what is stored past the end of one is seen.
+    memory = np.full((m, n + 3), np.nan)
+    out = memory[:, :n]
 
     def descriptor(matrix: np.ndarray, box: list[int], letter: str) -> Descriptor:
         return Descriptor(matrix, box) if letter == "n" else Descriptor(matrix.T, box[::-1])
@@ -239,16 +245,18 @@ def computed(
     def epilogue(gate: np.ndarray, *up: np.ndarray) -> np.ndarray:
         return np.tanh(gate) * up[0] if up else np.tanh(gate)
 
+    store = Descriptor(out, [rows, columns // subtiles])
     given = (Pointer(bias), 1, Pointer(residual.ravel()), n, 1, 0.5) if extras else (None,) * 6
     arguments = [
         descriptor(a, [rows, depth], layout[0]),
         descriptor(b, [depth, columns], layout[1]),
-        Descriptor(out, [rows, columns // subtiles]),
+        *((None, Pointer(memory.ravel()), n + 3) if pointers else (store, None, None)),
         m, n, k, 2, *given, epilogue, constants,
     ]  # fmt: skip
     blocks = min(programs, -(-m // constants.BLOCK_M) * -(-n // columns))
     for program in range(blocks):
         run_block(module, arguments, program, blocks, seed)
+    assert np.isnan(memory[:, n:]).all(), "stored past the end of a row"
     z = 0.5 * (a @ b) + bias if extras else a @ b
     expected = epilogue(z[:, :n], z[:, n:]) if gated else epilogue(z)
     return out, expected + residual if extras else expected
@@ -273,11 +281,14 @@ def test_every_interleaving_multiplies(consumers: int, pingpong: bool, stages: i
 
 @pytest.mark.parametrize("layout", ["nn", "nt", "tn", "tt"])
 @pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize("pointers", [False, True])
 @pytest.mark.parametrize(("consumers", "pingpong"), SCHEDULES)
-def test_layouts_and_epilogues(consumers: int, pingpong: bool, gated: bool, layout: str) -> None:
+def test_layouts_and_epilogues(
+    consumers: int, pingpong: bool, pointers: bool, gated: bool, layout: str
+) -> None:
     for seed, subtiles in enumerate([1, 2, 4]):
         out, expected = computed(
-            seed, consumers=consumers, pingpong=pingpong,
+            seed, consumers=consumers, pingpong=pingpong, pointers=pointers,
             layout=layout, gated=gated, extras=True, subtiles=subtiles,
         )  # fmt: skip
         np.testing.assert_allclose(out, expected)
@@ -402,6 +413,17 @@ def test_every_config_compiles_for_hopper(expression: str, which: str, tmp_path:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(("dtype", "stack"), [("BF16", 0), ("FP32", 8)])
+def test_storing_by_pointers_takes_no_more(dtype: str, stack: int, tmp_path: Path) -> None:
+    """Of shared memory, nor of registers (two spill in one config that stores fp32)."""
+    expression = f"problem(4097, 4097, 4097, 'nn', out=Operand({dtype}, aligned=False))"
+    for result in compiled(expression, "all", tmp_path):
+        assert result["shared"] <= result["promised"] <= H200.shared_memory, result
+        assert result["wgmma"] > 0, result
+        assert result["stack"] <= stack, result
+
+
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "expression",
     [
@@ -410,6 +432,7 @@ def test_every_config_compiles_for_hopper(expression: str, which: str, tmp_path:
         "problem(8192, 4096, 512, epilogue='gelu_tanh', bias=BF16, residual=Operand(BF16))",
         "problem(epilogue='swiglu', bias=FP32, scaled=True)",
         "problem(residual=Operand(BF16, 'strided', aligned=False))",
+        "problem(4097, 4097, 4097, epilogue='silu', bias=BF16, out=Operand(BF16, aligned=False))",
     ],
 )
 def test_fused_work_compiles_for_hopper(expression: str, tmp_path: Path) -> None:

@@ -34,9 +34,10 @@ def register() -> None:
     """Tell DTensor how to run ``tmm::matmul``."""
     register_sharding(ops.matmul)(shardings)
     # DTensor caches what it decides, keyed by the operands' placements and by the arguments
-    # from `static_argnum` on. `register_sharding` counts integers only among these, so that
-    # a "silu" would be given the partial sums allowed to the call without epilogue before it;
-    # and unless absent tensors count, a bias cannot be told from a one-row residual.
+    # from `static_argnum` on. `register_sharding` counts integers only among these, and a
+    # "silu" would be given the partial sums allowed to the call without epilogue before it.
+    # Absent tensors count too (torch 2.10 leaves them out below `static_argnum`): a decision
+    # says by position which operands to move.
     propagator = DTensor._op_dispatcher.sharding_propagator
     propagator.op_to_schema_info[ops.matmul] = RuntimeSchemaInfo(static_argnum=0)
 
@@ -79,7 +80,7 @@ def shardings(
     terms = tensors[2:]
     # To make terms of a replicated tensor DTensor divides it, which integers do not survive.
     divisible = all(t.tensor_meta.dtype.is_floating_point for t in terms)
-    if not fused.gated and (fused.linear or fused.is_identity) and divisible:
+    if not fused.gated and fused.linear and divisible:
         k = [Shard(a.ndim - 1), Shard(max(b.ndim - 2, 0))]
         rules.append(([Partial()], [*k, *(Partial() for _ in terms)]))
     return rules

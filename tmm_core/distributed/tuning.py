@@ -98,12 +98,16 @@ def _measure_all(
     found: dict[int, str] = {}
     failed: dict[int, str] = {}
     lost: set[int] = set()
+    owner: dict[int, int] = {}
     for attempt in range(ATTEMPTS):
         pending = [index for index in range(len(problems)) if index not in found]
         crew = [rank for rank in board.ranks if rank not in lost]
         if not pending or not crew:
             break
-        shares = {rank: pending[place :: len(crew)] for place, rank in enumerate(crew)}
+        for place, index in enumerate(pending):
+            others = [rank for rank in crew if rank != owner.get(index)] or crew
+            owner[index] = others[place % len(others)]
+        shares = {rank: [i for i in pending if owner[i] == rank] for rank in crew}
         verdict = f"verdict/{attempt}"
         for index in shares.get(board.me, ()):
             if board.has(verdict):  # this rank has been given up

@@ -145,6 +145,10 @@ def convert(model: nn.Module, *, inplace: bool = True) -> Report:
     return _Conversion(model).run()
 
 
+#: Nothing to prove: what has no forward, and what is fused as far as it goes.
+_SKIP = (nn.ModuleList, nn.ModuleDict, GatedMLP)
+
+
 class _Conversion:
     def __init__(self, model: nn.Module) -> None:
         self._report = Report(model)
@@ -167,19 +171,12 @@ class _Conversion:
         activations = {m: name for m in self._slots if (name := self._activation(m)) is not None}
         gatings = self._gatings(linears, activations)
         pairs = self._pairs(linears, activations, gatings)
-        # All is decided; from here on the model changes.
-        absorbed = {pair.linear: pair for pair in pairs}
-        for module in list(self._slots):
-            if module in gatings:
-                self._fuse_gating(module, gatings[module])
-            elif module in absorbed:
-                self._fuse_pair(absorbed[module])
-            elif module in linears and type(module) is nn.Linear:
-                self._swap("linear", module, "Linear", Linear.of(module))
-        for activation, parent in dict.fromkeys((p.activation, p.parent) for p in pairs):
-            for slot in self._slots[activation]:
-                if slot.parent is parent:
-                    self._put(slot, activation, nn.Identity())
+        # All is decided; from here on the model changes, and changes back if memory runs out.
+        try:
+            self._change(linears, gatings, pairs)
+        except BaseException:
+            self._report.undo()
+            raise
         return self._report
 
     # -- what may be done ----------------------------------------------------------------
@@ -211,6 +208,8 @@ class _Conversion:
     ) -> dict[nn.Module, proof.Gating]:
         found = {}
         for mlp in self._slots:
+            if isinstance(mlp, GatedMLP):
+                continue
             children = list(mlp.children())
             acts = {m: activations[m] for m in children if m in activations}
             if len(linears.intersection(children)) < 2 or not 3 <= len(children) <= 3 + len(acts):
@@ -272,7 +271,7 @@ class _Conversion:
         for parent in self._slots:
             acts = {m: activations[m] for m in parent.children() if m in activations}
             layers = linears.intersection(parent.children())
-            if not acts or not layers or parent in gatings or _is_container(parent):
+            if not acts or not layers or parent in gatings or isinstance(parent, _SKIP):
                 continue
             try:
                 pairs = proof.pairs(parent, layers, acts)
@@ -291,6 +290,25 @@ class _Conversion:
         return found
 
     # -- doing it ------------------------------------------------------------------------
+
+    def _change(
+        self,
+        linears: set[nn.Module],
+        gatings: dict[nn.Module, proof.Gating],
+        pairs: list[proof.Pair],
+    ) -> None:
+        absorbed = {pair.linear: pair for pair in pairs}
+        for module in self._slots:
+            if module in gatings:
+                self._fuse_gating(module, gatings[module])
+            elif module in absorbed:
+                self._fuse_pair(absorbed[module])
+            elif module in linears and type(module) is nn.Linear:
+                self._swap("linear", module, "Linear", Linear.of(module))
+        for activation, parent in dict.fromkeys((p.activation, p.parent) for p in pairs):
+            for slot in self._slots[activation]:
+                if slot.parent is parent:
+                    self._put(slot, activation, nn.Identity())
 
     def _fuse_gating(self, mlp: nn.Module, gating: proof.Gating) -> None:
         names = (gating.gate, gating.up, gating.down)
@@ -340,10 +358,6 @@ def _hooked(module: nn.Module) -> str | None:
 
 def _is_plain(parameter: torch.Tensor) -> bool:
     return type(parameter) in (nn.Parameter, torch.Tensor) and parameter.layout is torch.strided
-
-
-def _is_container(module: nn.Module) -> bool:
-    return isinstance(module, (nn.ModuleList, nn.ModuleDict))
 
 
 def _overrides(kind: type[nn.Module]) -> list[str]:

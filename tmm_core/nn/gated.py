@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.autograd import forward_ad
 
 from tmm_core import api, ops
 from tmm_core.epilogue import Epilogue, EpilogueLike
@@ -52,10 +54,11 @@ class GatedMLP(nn.Module):
         UnknownNameError: No such activation or epilogue.
         ValueError: The epilogue is not gated.
 
-    Limits: two products instead of one where the pair is not merged (a parameter moved or
-    replaced on its own, FSDP, DTensor), under an autocast that casts the weights, and where
-    a hook, a parametrization or an adapter sits on ``gate_proj`` or ``up_proj``. Saving one of
-    the two parameters with ``torch.save`` writes the storage of both.
+    Limits: two products instead of one, and the same result, where the pair is not
+    :attr:`merged` (a parameter moved or replaced on its own, FSDP, DTensor, plain ``pickle``),
+    under an autocast that casts the weights, and where a hook, a parametrization or an adapter
+    sits on ``gate_proj`` or ``up_proj``. Saving one of the two parameters alone with
+    ``torch.save`` writes the storage of both.
     """
 
     def __init__(
@@ -108,6 +111,8 @@ class GatedMLP(nn.Module):
     def merged(self) -> bool:
         """Whether gate and up lie in memory as one weight, and can be one product."""
         gate, up, _ = self._layers()
+        if not (isinstance(gate, nn.Linear) and isinstance(up, nn.Linear)):
+            return False
         return _operands(gate.weight, up.weight, gate.bias, up.bias) is not None
 
     def merge(self) -> bool:
@@ -119,31 +124,33 @@ class GatedMLP(nn.Module):
         is being captured or is waiting for its backward.
         """
         gate, up, _ = self._layers()
-        if not (isinstance(gate, nn.Linear) and isinstance(up, nn.Linear)):
-            return False
-        join(gate.weight, up.weight)
-        if gate.bias is not None and up.bias is not None:
-            join(gate.bias, up.bias)
+        if isinstance(gate, nn.Linear) and isinstance(up, nn.Linear):
+            join(gate.weight, up.weight)
+            if gate.bias is not None and up.bias is not None:
+                join(gate.bias, up.bias)
         return self.merged
 
     def separate(self) -> None:
         """Give gate and up a storage each, as torch's own layers have."""
+        if not self.merged:
+            return
         gate, up, _ = self._layers()
-        for first, second in ((gate.weight, up.weight), (gate.bias, up.bias)):
-            if joined(first, second) is not None:
-                first.data, second.data = first.data.clone(), second.data.clone()
+        for parameter in (gate.weight, up.weight, gate.bias, up.bias):
+            if parameter is not None:
+                with torch.inference_mode(parameter.is_inference()):
+                    parameter.data = parameter.data.clone()
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up, down = self._layers()
-        if _is_one_product(x, gate, up):
-            if torch.compiler.is_compiling():
-                return down(  # type: ignore[no-any-return]
-                    gated_linear(x, gate.weight, up.weight, gate.bias, up.bias, self._text)
-                )
-            operands = _operands(gate.weight, up.weight, gate.bias, up.bias)
-            if operands is not None:
-                return down(api.linear(x, *operands, epilogue=self._text))  # type: ignore[no-any-return]
-        return down(_gate(gate(x), up(x), self._text))  # type: ignore[no-any-return]
+        if not _is_one_product(x, gate, up):
+            between = _gate(gate(x), up(x), self._text)
+        else:
+            run = gated_linear if torch.compiler.is_compiling() else _run
+            of_gate, of_up = gate._parameters, up._parameters
+            between = run(
+                x, of_gate["weight"], of_up["weight"], of_gate["bias"], of_up["bias"], self._text
+            )
+        return down(between)  # type: ignore[no-any-return]
 
     def _layers(self) -> list[Any]:
         return [self._modules[name] for name in self._names]
@@ -152,15 +159,15 @@ class GatedMLP(nn.Module):
         # Its own dictionary: the others may be those of the module it stands in for.
         hooks = OrderedDict(self._load_state_dict_post_hooks)
         self._load_state_dict_post_hooks = hooks
-        self.register_load_state_dict_post_hook(_merge_hook)
+        self.register_load_state_dict_post_hook(_merge_hook)  # type: ignore[no-untyped-call]
 
     def _apply(self, fn: Any, recurse: bool = True) -> GatedMLP:
-        super()._apply(fn, recurse)
+        super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch's
         self.merge()
         return self
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch's
         self._gate_by(self._epilogue)
         self.merge()
 
@@ -185,29 +192,25 @@ def joined(first: Tensor | None, second: Tensor | None) -> Tensor | None:
         return None
     if first.dtype is not second.dtype or not (first.is_contiguous() and second.is_contiguous()):
         return None
-    size = first.numel() * first.element_size()
     try:
-        if size == 0 or second.data_ptr() - first.data_ptr() != size:
+        if second.data_ptr() - first.data_ptr() != first.nbytes:
             return None
-        # Neighbours by chance of the allocator do not share a storage that holds both.
-        end = first.storage_offset() * first.element_size() + 2 * size
-        if first.untyped_storage().nbytes() < end:
-            return None
-    except RuntimeError:  # fake and wrapped tensors have no memory to point at
+        # Neighbours by chance of the allocator are no one storage: this raises for them, as
+        # the line above does for tensors without memory (fake, wrapped).
+        return first.as_strided((2 * first.shape[0], *first.shape[1:]), first.stride())
+    except RuntimeError:
         return None
-    rows = first.shape[0]
-    with torch.no_grad():
-        return first.as_strided((2 * rows, *first.shape[1:]), first.stride())
 
 
 def _operands(
     gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None
 ) -> tuple[Tensor, Tensor | None] | None:
     """Weight and bias of the one product; None where it has to be two."""
-    weight, bias = joined(gate, up), joined(gate_bias, up_bias)
-    if weight is None or (bias is None and (gate_bias is not None or up_bias is not None)):
-        return None
-    return weight, bias
+    weight = joined(gate, up)
+    if gate_bias is None and up_bias is None:
+        return None if weight is None else (weight, None)
+    bias = joined(gate_bias, up_bias)
+    return None if weight is None or bias is None else (weight, bias)
 
 
 def join(first: Tensor, second: Tensor) -> None:
@@ -215,7 +218,7 @@ def join(first: Tensor, second: Tensor) -> None:
     if joined(first, second) is not None or not joinable(first, second):
         return
     rows = first.shape[0]
-    with torch.no_grad():
+    with torch.inference_mode(first.is_inference()), torch.no_grad():
         both = torch.empty((2 * rows, *first.shape[1:]), dtype=first.dtype, device=first.device)
         both[:rows].copy_(first)
         both[rows:].copy_(second)
@@ -238,23 +241,33 @@ def _alone(parameter: Tensor) -> bool:
 # -- the gated product -------------------------------------------------------------------
 
 
+#: Not DTensor, whose rules are tmm::matmul's. Export traces on fake tensors.
+_PLAIN = (nn.Parameter, Tensor, FakeTensor)
+
+
 def _is_one_product(x: Tensor, gate: Any, up: Any) -> bool:
     """Whether calling the two layers would do no more than what the fused kernel does."""
+    learning = torch.is_grad_enabled()
+    if learning and x.requires_grad:
+        return False
     for layer in (gate, up):
         if type(layer) is not Linear or layer._text:
             return False
         if layer._forward_hooks or layer._forward_pre_hooks or "forward" in layer.__dict__:
             return False
-        if type(layer.weight) not in (nn.Parameter, Tensor) or layer.weight.dtype != x.dtype:
+        # Not through __getattr__, which would cost a microsecond here.
+        weight: Any = layer._parameters["weight"]
+        bias: Any = layer._parameters["bias"]
+        if type(weight) not in _PLAIN or weight.dtype is not x.dtype:
             return False
-        if torch.is_grad_enabled() and (x.requires_grad or _learns(layer)):
+        if learning and (weight.requires_grad or (bias is not None and bias.requires_grad)):
             return False
+    if forward_ad._current_level >= 0:  # tangents, which an alias of the weights would lose
+        return False
     kind = x.device.type
-    return not torch.is_autocast_enabled(kind) or torch.get_autocast_dtype(kind) == x.dtype
-
-
-def _learns(layer: nn.Linear) -> bool:
-    return layer.weight.requires_grad or (layer.bias is not None and layer.bias.requires_grad)
+    if x.is_meta or not torch.is_autocast_enabled(kind):
+        return True
+    return torch.get_autocast_dtype(kind) is x.dtype
 
 
 def _gate(gate: Tensor, up: Tensor, text: str) -> Tensor:

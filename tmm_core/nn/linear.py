@@ -76,7 +76,7 @@ class Linear(nn.Linear):
         self._epilogue = epilogue
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        super().__setstate__(state)
+        super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch's
         # An epilogue object is known to the operator by its text, in its own process only.
         self.epilogue = self._epilogue
 

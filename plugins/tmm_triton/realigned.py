@@ -1,0 +1,338 @@
+"""``triton.realigned``: copy what is misaligned to rows of whole 16 bytes, then the best kernel.
+
+Bulk tensor copies (TMA) and vector loads need rows that start at multiples of 16 bytes. Where
+they do not, cuBLAS falls to a quarter of its rate (4097³ on an H200: 1028 µs, an aligned
+neighbour 190). Copying an operand is O(n²) against the product's O(n³)::
+
+    a ─┐                      ┌─ rows of a, 128 bytes ─┐
+       ├─ one launch, a tile ─┤                        ├─ inner kernel ─ out, rows anywhere
+    b ─┘  to a program        └─ rows of b, 128 bytes ─┘
+
+* Only a misaligned operand is copied, in its own memory order; where it has no contiguous
+  dimension the copy is row-major.
+* Elements are loaded one by one, a warp's lanes side by side. A reshape deals the tile out anew,
+  and it is stored in whole vectors.
+* Zeros follow each row's end, so that a vector or a box that reaches past it reads zeros.
+* The inner kernel, part of the config, is given a problem with aligned operands and the output
+  as it is, and stores by pointers what TMA cannot write.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import inspect
+import itertools
+import math
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from tmm_core import Config, ConfigError, Kernel, Launcher, Operand, Problem, Traits
+from tmm_core.triton import pointer
+from tmm_triton.operands import VECTOR, Build
+from tmm_triton.plugin import KERNELS, _load
+
+#: Modules of the kernels that may multiply the realigned operands; the last asks least.
+_INNER = ("warp_specialized", "persistent", "split_k", "grouped", "fused_epilogue")
+#: Configs in all, and of one inner kernel: estimates compare kernels with each other less well
+#: than the configs of one.
+_MOST, _MOST_OF_ONE = 10, 6
+#: Bytes of one program's tile, elements in a row of it at most, and the program's warps. Eight
+#: programs an SM have ten times the bytes in flight that memory's latency asks for (0.7 µs at
+#: half of 4.2 TB/s are 11 KB for each of 132 SMs).
+_TILE_BYTES, _WIDTH, _WARPS = 16384, 512, 8
+#: Bytes that a copy's rows are a multiple of: boxes of 128 bytes are then four whole sectors of
+#: L2, where rows at multiples of 16 would make them parts of five.
+_PITCH = 128
+#: Bytes per µs of an SM's share of memory (4.2 TB/s on an H200's 132), and µs of a launch.
+_BYTES_PER_SM_US, _LAUNCH_US = 32e3, 2.0
+_INT32_MAX = 2**31 - 1
+
+
+@triton.jit
+def realign(
+    source, copy, rows, cols, stride, step, pitch, tile,
+    ROWS: tl.constexpr, COLS: tl.constexpr, PACK: tl.constexpr,
+):  # fmt: skip
+    """Copy one [ROWS, COLS] tile into rows of ``pitch`` elements, zeros after each row's end."""
+    across = tl.cdiv(pitch, COLS)
+    row = (tile // across) * ROWS + tl.arange(0, ROWS)
+    first = (tile % across) * COLS
+    col = first + tl.arange(0, COLS)
+    inside = (row[:, None] < rows) & (col[None, :] < cols)
+    block = tl.load(source + row[:, None] * stride + col[None, :] * step, mask=inside, other=0.0)
+    # Stored in the shape it was loaded in, Triton would load it in the layout of the stores:
+    # neighbouring lanes 16 bytes apart, every 2-byte load of a warp spread over 512 bytes.
+    packs = first + tl.arange(0, COLS // PACK)[:, None] * PACK + tl.arange(0, PACK)[None, :]
+    targets = copy + row[:, None, None] * pitch + packs[None, :, :]
+    inside = (row[:, None, None] < rows) & (packs[None, :, :] < pitch)
+    tl.store(targets, block.reshape(ROWS, COLS // PACK, PACK), mask=inside)
+
+
+@triton.jit
+def realign_kernel(
+    x_ptr, x_copy, x_rows, x_cols, x_stride, x_step, x_pitch,
+    y_ptr, y_copy, y_rows, y_cols, y_stride, y_step, y_pitch,
+    x_tiles,
+    X_ROWS: tl.constexpr, X_COLS: tl.constexpr, Y_ROWS: tl.constexpr, Y_COLS: tl.constexpr,
+    PACK: tl.constexpr,
+):  # fmt: skip
+    """Realign x and, where there is a second operand to realign, y."""
+    tile = tl.program_id(0)
+    if y_ptr is None or tile < x_tiles:
+        realign(
+            x_ptr, x_copy, x_rows, x_cols, x_stride, x_step, x_pitch, tile, X_ROWS, X_COLS, PACK
+        )
+    else:
+        tile -= x_tiles
+        realign(
+            y_ptr, y_copy, y_rows, y_cols, y_stride, y_step, y_pitch, tile, Y_ROWS, Y_COLS, PACK
+        )
+
+
+@functools.cache
+def inner_kernels() -> dict[str, Kernel[Any]]:
+    """By name; one that cannot be imported here declines everything."""
+    kernels = [_load(module, KERNELS[module]) for module in _INNER]
+    return {kernel.name: kernel for kernel in kernels}
+
+
+@dataclass(frozen=True, kw_only=True)
+class RealignedConfig(Config):
+    """The kernel that multiplies the realigned operands, by name, and its config. In JSON both
+    are one flat object.
+
+    Raises:
+        ValueError: There is no such inner kernel, or the config is another's.
+    """
+
+    inner: str
+    config: Config
+
+    def __post_init__(self) -> None:
+        kernel = inner_kernels().get(self.inner)
+        if kernel is None:
+            raise ValueError(f"inner must be one of {list(inner_kernels())}, got {self.inner!r}")
+        if type(self.config) is not kernel.config_type:
+            raise ValueError(f"{self.inner} takes no {type(self.config).__name__}")
+
+    def to_json(self) -> dict[str, Any]:
+        return {"inner": self.inner, **self.config.to_json()}
+
+    @classmethod
+    def from_json(cls, doc: Mapping[str, Any]) -> RealignedConfig:
+        fields = dict(doc)
+        inner = fields.pop("inner", None)
+        kernel = inner_kernels().get(inner) if isinstance(inner, str) else None
+        if kernel is None:
+            names = list(inner_kernels())
+            raise ConfigError(f"{cls.__name__}: inner must be one of {names}, got {inner!r}")
+        return cls(inner=kernel.name, config=kernel.config_type.from_json(fields))
+
+
+class Realigned(Kernel[RealignedConfig]):
+    name = "triton.realigned"
+    # A copy has the bits of what it copies; the inner kernels promise the rest, all of them.
+    traits = Traits(deterministic=True, batch_invariant=True, needs_workspace=True)
+    config_type = RealignedConfig
+
+    @functools.cached_property
+    def version(self) -> str:
+        """Of this module and of every kernel that may do the multiplying."""
+        source = inspect.getsource(sys.modules[__name__])
+        versions = (kernel.version for kernel in inner_kernels().values())
+        return hashlib.sha256("".join([source, *versions]).encode()).hexdigest()[:12]
+
+    def reasons_against(self, problem: Problem) -> list[str]:
+        reasons = []
+        if problem.batch != 1:
+            reasons.append("is not batched")
+        if problem.a.aligned and problem.b.aligned:
+            reasons.append("a and b are aligned already")
+        if problem.a.dtype is torch.float32 and not problem.tf32:
+            reasons.append("fp32 without TF32 is bound by its arithmetic, not by its loads")
+        if reasons:
+            return reasons
+        served = realigned(problem)
+        against = [kernel.reasons_against(served) for kernel in inner_kernels().values()]
+        return against[-1] if all(against) else []
+
+    def configs(self, problem: Problem) -> list[RealignedConfig]:
+        served = realigned(problem)
+        configs = [
+            RealignedConfig(inner=kernel.name, config=config)
+            for kernel in inner_kernels().values()
+            if not kernel.reasons_against(served)
+            for config in itertools.islice(kernel.configs(served), _MOST_OF_ONE)
+        ]
+        return sorted(configs, key=lambda c: self.estimate_us(problem, c) or math.inf)[:_MOST]
+
+    def default_config(self, problem: Problem) -> RealignedConfig:
+        return self.configs(problem)[0]
+
+    def estimate_us(self, problem: Problem, config: RealignedConfig) -> float | None:
+        kernel = inner_kernels()[config.inner]
+        product: float | None = kernel.estimate_us(realigned(problem), config.config)
+        if product is None:
+            return None
+        # Read once, written once.
+        moved = 2 * _copied_bytes(problem)
+        return product + _LAUNCH_US + moved / (_BYTES_PER_SM_US * max(1, problem.device.sm_count))
+
+    def workspace_bytes(self, problem: Problem, config: RealignedConfig) -> int:
+        kernel = inner_kernels()[config.inner]
+        own: int = kernel.workspace_bytes(realigned(problem), config.config)
+        return _copied_bytes(problem) + own
+
+    def bind(self, problem: Problem, config: RealignedConfig) -> Launcher:
+        product = inner_kernels()[config.inner].bind(realigned(problem), config.config)
+        copy = bind_copy(problem)
+
+        def run(
+            a: torch.Tensor,
+            b: torch.Tensor,
+            bias: torch.Tensor | None,
+            residual: torch.Tensor | None,
+            alpha: float,
+            out: torch.Tensor | None,
+        ) -> torch.Tensor:
+            a, b = copy(a, b)
+            return product(a, b, bias, residual, alpha, out)
+
+        return run
+
+
+@dataclass(frozen=True)
+class Misaligned:
+    """An operand to copy, as rows along which its memory runs: where it is column-major, those
+    of its transpose."""
+
+    #: 0: a, 1: b.
+    place: int
+    operand: Operand
+    rows: int
+    cols: int
+
+    @classmethod
+    def of(cls, problem: Problem) -> list[Misaligned]:
+        """Those of ``problem``, one or two."""
+        width = 2 * problem.n if problem.gated else problem.n
+        given = ((problem.a, problem.m, problem.k), (problem.b, problem.k, width))
+        return [
+            cls(place, operand, *((cols, rows) if operand.layout == "col" else (rows, cols)))
+            for place, (operand, rows, cols) in enumerate(given)
+            if not operand.aligned
+        ]
+
+    @property
+    def transposed(self) -> bool:
+        return self.operand.layout == "col"
+
+    @property
+    def pitch(self) -> int:
+        """Elements from one row of the copy to the next."""
+        unit = _PITCH // self.operand.dtype.itemsize
+        return -(-self.cols // unit) * unit
+
+    @property
+    def copied(self) -> Operand:
+        """What the inner kernel is given instead."""
+        wide = (self.rows - 1) * self.pitch + self.cols - 1 > _INT32_MAX
+        return Operand(self.operand.dtype, "col" if self.transposed else "row", True, wide)
+
+    @property
+    def tile(self) -> tuple[int, int]:
+        """Rows and columns of one program's tile."""
+        cols = min(_WIDTH, triton.next_power_of_2(self.pitch))
+        return _TILE_BYTES // self.operand.dtype.itemsize // cols, cols
+
+    @property
+    def tiles(self) -> int:
+        rows, cols = self.tile
+        return -(-self.rows // rows) * -(-self.pitch // cols)
+
+
+def realigned(problem: Problem) -> Problem:
+    """``problem`` with its misaligned operands aligned."""
+    operands = [problem.a, problem.b]
+    for matrix in Misaligned.of(problem):
+        operands[matrix.place] = matrix.copied
+    return replace(problem, a=operands[0], b=operands[1])
+
+
+def _copied_bytes(problem: Problem) -> int:
+    return sum(m.rows * m.pitch * m.operand.dtype.itemsize for m in Misaligned.of(problem))
+
+
+def copy_build(problem: Problem) -> Build:
+    """The compilation of the copy, whose arguments :func:`bind_copy` passes."""
+    types: dict[str, str] = {}
+    constants: dict[str, Any] = {"PACK": VECTOR // problem.a.dtype.itemsize}
+    divisible: dict[str, int] = {}
+    matrices = Misaligned.of(problem)
+    for letter, matrix in zip("xy", matrices, strict=False):
+        operand = matrix.operand
+        element, index = pointer(operand.dtype), "i64" if operand.wide else "i32"
+        types |= {f"{letter}_ptr": element, f"{letter}_copy": element}
+        types |= {f"{letter}_rows": "i32", f"{letter}_cols": "i32"}
+        if matrix.rows > 1:
+            types[f"{letter}_stride"] = index
+        else:
+            # The stride of a single row is arbitrary, and may not fit its type.
+            constants[f"{letter}_stride"] = 0
+        if operand.layout == "strided":
+            types[f"{letter}_step"] = index
+        else:
+            constants[f"{letter}_step"] = 1
+        types[f"{letter}_pitch"] = "i64" if matrix.copied.wide else "i32"
+        divisible |= {f"{letter}_copy": VECTOR, f"{letter}_pitch": VECTOR}
+        constants[f"{letter.upper()}_ROWS"], constants[f"{letter.upper()}_COLS"] = matrix.tile
+    if len(matrices) > 1:
+        types["x_tiles"] = "i32"
+    names = realign_kernel.arg_names
+    constants |= {name: None for name in names if name not in types | constants}
+    return Build(realign_kernel, types, constants, divisible, {"num_warps": _WARPS})
+
+
+def bind_copy(
+    problem: Problem,
+) -> Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
+    """A function from a and b to the two aligned, one of which may be the one it was given.
+
+    The copies live in one allocation, made anew for each call: torch reuses its memory in
+    stream order, and for a graph takes it from the graph's own pool.
+    """
+    build = copy_build(problem)
+    launch = build.launch(problem.device.type).call
+    matrices = Misaligned.of(problem)
+    starts = list(itertools.accumulate((m.rows * m.pitch for m in matrices), initial=0))
+    work = []
+    for letter, matrix, start in zip("xy", matrices, starts, strict=False):
+        given = [
+            d for d, name in enumerate(("stride", "step")) if f"{letter}_{name}" in build.types
+        ]
+        shape, steps = (matrix.rows, matrix.cols), (matrix.pitch, 1)
+        work.append((matrix.place, matrix.transposed, shape, steps, start, given))
+    tiles = [matrix.tiles for matrix in matrices]
+    first = (tiles[0],) if len(tiles) > 1 else ()
+    count, elements = sum(tiles), starts[-1]
+
+    def run(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        workspace = a.new_empty(elements)
+        operands = [a, b]
+        args: tuple[Any, ...] = ()
+        for place, transposed, shape, steps, start, given in work:
+            source = operands[place].t() if transposed else operands[place]
+            copy = workspace.as_strided(shape, steps, start)
+            args += (source, copy, *shape, *map(source.stride, given), steps[0])
+            operands[place] = copy.t() if transposed else copy
+        launch(count, 1, 1, *args, *first)
+        return operands[0], operands[1]
+
+    return run

@@ -1,0 +1,410 @@
+"""Sharded operands and divided tuning, on four ranks of gloo."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from fakes import FakeBlas, FakeKernel, dispatcher, problem, settings
+from ranks import MOVED, RULES, Case, Lost, Outcome, World, placements, product, spell
+from tmm_cache import CacheStore
+
+import tmm_core
+import tmm_core.distributed
+from tmm_core import ops
+from tmm_core.tuner import Tuner
+
+ROOT = Path(__file__).parent.parent.parent
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    world = World(4)
+    yield world
+    world.close()
+
+
+@pytest.fixture
+def mortals() -> Iterator[World]:
+    """Ranks that may die."""
+    world = World(4)
+    yield world
+    world.close()
+
+
+# -- sharding rules ------------------------------------------------------------------------
+
+
+def double(case: Case, grad: bool) -> Outcome:
+    return product(case, torch.float64, grad)
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("case", RULES, ids=lambda case: case.name)
+def test_a_rule_computes_on_shards_as_they_lie(world: World, case: Case, grad: bool) -> None:
+    for outcome in world.run(double, case, grad):
+        assert outcome.placements == case.out
+        assert outcome.communications == 0
+        assert outcome.error < 1e-14
+        assert all(error < 1e-13 for error in outcome.gradients.values()), outcome.gradients
+
+
+@pytest.mark.parametrize("grad", [False, True], ids=["inference", "training"])
+@pytest.mark.parametrize("case", MOVED, ids=lambda case: case.name)
+def test_without_a_rule_operands_are_moved(world: World, case: Case, grad: bool) -> None:
+    for outcome in world.run(double, case, grad):
+        assert outcome.communications > 0
+        # With gradients the epilogue is torch's, and DTensor may leave a factor of it partial.
+        assert grad or "P" not in outcome.placements.split()
+        assert outcome.error < 1e-14
+        assert all(error < 1e-13 for error in outcome.gradients.values()), outcome.gradients
+
+
+def epilogues_in_turn() -> list[tuple[str, float]]:
+    from torch.distributed.tensor import distribute_tensor, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (4,))
+    a, b = torch.randn(2, 6, 8, generator=torch.Generator().manual_seed(1)).double()
+    sharded = (
+        distribute_tensor(a, mesh, placements("S1")),
+        distribute_tensor(b.t(), mesh, placements("S0")),
+    )
+    turns = []
+    for name in ("", "relu", "scale(2)", "silu", ""):
+        got = tmm_core.matmul(*sharded, epilogue=name or None)
+        expected = ops.epilogue_of(name).apply(a @ b.t())
+        turns.append((spell(got.placements), float((got.full_tensor() - expected).abs().max())))
+    return turns
+
+
+def test_a_decision_for_one_epilogue_is_not_taken_for_another(world: World) -> None:
+    for turns in world.run(epilogues_in_turn):
+        assert [placed for placed, _ in turns if placed == "P"] == ["P"] * 3
+        assert [placed for placed, _ in turns][::2] == ["P"] * 3
+        assert max(error for _, error in turns) < 1e-14
+
+
+def bias_then_residual() -> float:
+    from torch.distributed.tensor import distribute_tensor, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (4,))
+    a, b = torch.randn(2, 8, 8, generator=torch.Generator().manual_seed(2)).double()
+    rows = distribute_tensor(a, mesh, placements("S0"))
+    whole = distribute_tensor(b, mesh, placements("R"))
+    vector = distribute_tensor(b[0], mesh, placements("S0"))  # to be gathered
+    with_bias = tmm_core.matmul(rows, whole, bias=vector, epilogue="relu")
+    with_residual = tmm_core.matmul(rows, whole, residual=vector, epilogue="relu")
+    errors = (
+        with_bias.full_tensor() - torch.relu(a @ b + b[0]),
+        with_residual.full_tensor() - (torch.relu(a @ b) + b[0]),
+    )
+    return max(float(error.abs().max()) for error in errors)
+
+
+def test_a_bias_is_not_taken_for_a_residual(world: World) -> None:
+    assert max(world.run(bias_then_residual)) < 1e-13
+
+
+def compiled() -> list[float]:
+    from torch.distributed.tensor import distribute_tensor, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (4,))
+    whole = torch.randn(2, 8, 8, generator=torch.Generator().manual_seed(3)).double()
+    torch.nn.functional.silu(whole.requires_grad_()[0] @ whole[1]).sum().backward()
+    assert whole.grad is not None
+    sharded = [
+        distribute_tensor(t.detach(), mesh, placements(place)).requires_grad_()
+        for t, place in zip(whole, ("R", "S1"), strict=True)
+    ]
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def silu(a: Any, b: Any) -> torch.Tensor:
+        return tmm_core.matmul(a, b, epilogue="silu")
+
+    silu(*sharded).sum().backward()
+    grads = [t.grad.full_tensor() for t in sharded]  # type: ignore[union-attr]
+    return [float((x - y).abs().max()) for x, y in zip(grads, whole.grad, strict=True)]
+
+
+def test_compiled(world: World) -> None:
+    for errors in world.run(compiled):
+        assert max(errors) < 1e-13
+
+
+MEET = """
+import sys
+import torch, tmm_core
+assert "torch.distributed.tensor" not in sys.modules
+a = torch.randn(4, 4)
+tmm_core.matmul(torch.nn.Parameter(a), a)
+import torch.distributed as dist
+dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+from torch.distributed.tensor import DTensor, init_device_mesh
+sharded = DTensor.from_local(a, init_device_mesh("cpu", (1,)))
+print(torch.equal(tmm_core.matmul(sharded, sharded).to_local(), a @ a))
+"""
+
+
+def test_the_first_dtensor_brings_its_rules() -> None:
+    environ = {**os.environ, "GLOO_SOCKET_IFNAME": "lo"}
+    run = [sys.executable, "-c", MEET]
+    done = subprocess.run(run, check=True, capture_output=True, text=True, env=environ)
+    assert done.stdout.splitlines()[-1] == "True"
+
+
+# -- divided tuning ------------------------------------------------------------------------
+
+COUNT = 6
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """What a rank saw of a tuning."""
+
+    records: list[dict[str, Any]]
+    #: (kernel, origin) of the choice for each problem.
+    choices: list[tuple[str, str]]
+    #: N of the problems that this rank measured, less 32.
+    measured: list[int]
+    warnings: list[str]
+    seconds: float
+
+
+def tuned(
+    root: str,
+    *,
+    before: Callable[[int], None] = lambda index: None,
+    alone: bool = False,
+    versions: str = "1111",
+    **options: Any,
+) -> Tuned:
+    """Tune :data:`COUNT` problems with the others. Left alone, ranks would choose differently:
+    the even ones find ``x`` faster, the odd ones ``y``.
+
+    Args:
+        root: Of a rank's cache; ``{rank}`` stands for it.
+        before: Called with a problem's index as it is measured.
+        alone: Have each rank tune all problems for itself first.
+        versions: Of kernel ``y`` on each rank.
+    """
+    rank = dist.get_rank()
+
+    class Watched(FakeKernel):
+        def bind(self, problem: Any, config: Any) -> Any:
+            before(problem.n - 32)
+            return super().bind(problem, config)
+
+    x = Watched("x")
+    times = {"blas": 10.0, "x": 5.0 + rank % 2, "y": 6.0 - rank % 2}
+    kernels = (FakeBlas(), x, FakeKernel("y", version=versions[rank]))
+    chooser, _ = dispatcher(*kernels, times=times, root=Path(root.format(rank=rank)))
+    ops.dispatcher = lambda: chooser  # type: ignore[assignment]
+    problems = [problem(n=32 + index) for index in range(COUNT)]
+    if alone:
+        for one in problems:
+            chooser.choose(one, settings())
+        x.bound.clear()
+    start = time.monotonic()
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        records = tmm_core.distributed.tune(problems, budget=2.0, **options)
+    seconds = time.monotonic() - start
+    # These may tune what is not on record: `measured` would show it.
+    choices = [chooser.choose(one, settings()) for one in problems if len(records) == COUNT]
+    return Tuned(
+        [record.to_json() for record in records],
+        [(choice.candidate.kernel.name, choice.origin) for choice in choices],
+        sorted(bound.n - 32 for bound in x.bound),
+        [str(w.message) for w in caught if issubclass(w.category, tmm_core.TmmWarning)],
+        seconds,
+    )
+
+
+def agree(outcomes: list[Tuned], winners: str) -> None:
+    """Every rank has the same records and chooses by them."""
+    for outcome in outcomes:
+        assert outcome.records == outcomes[0].records
+        assert outcome.choices == [(name, "cache") for name in winners]
+
+
+def test_one_rank_measures_and_all_go_by_it(world: World, tmp_path: Path) -> None:
+    outcomes = world.run(partial(tuned, f"{tmp_path}/{{rank}}"))
+    agree(outcomes, "xyxyxy")
+    assert [outcome.measured for outcome in outcomes] == [[0, 4], [1, 5], [2], [3]]
+    assert all(outcome.warnings == [] for outcome in outcomes)
+    for rank in range(4):
+        stored = [entry.record for entry in CacheStore(tmp_path / str(rank)).entries()]
+        by_width = sorted(stored, key=lambda record: record.problem["n"])  # type: ignore[arg-type, return-value]
+        assert [record.to_json() for record in by_width] == outcomes[0].records
+
+
+def test_ranks_of_one_host_share_a_cache(world: World, tmp_path: Path) -> None:
+    outcomes = world.run(partial(tuned, str(tmp_path)))
+    agree(outcomes, "xyxyxy")
+    assert len(list(CacheStore(tmp_path).entries())) == COUNT
+
+
+def test_a_cache_that_cannot_be_written_costs_no_agreement(world: World, tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    agree(world.run(partial(tuned, f"{tmp_path}/file/{{rank}}")), "xyxyxy")
+
+
+def test_ranks_that_chose_differently_come_to_agree(world: World, tmp_path: Path) -> None:
+    outcomes = world.run(partial(tuned, f"{tmp_path}/{{rank}}", alone=True))
+    agree(outcomes, "xyxyxy")
+    assert all(outcome.measured == [] for outcome in outcomes)
+    again = world.run(partial(tuned, f"{tmp_path}/{{rank}}", force=True))
+    assert [outcome.measured for outcome in again] == [[0, 4], [1, 5], [2], [3]]
+
+
+def kill_rank_0(index: int) -> None:
+    if dist.get_rank() == 0 and index == 4:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_killed_rank_is_missed_and_replaced(mortals: World, tmp_path: Path) -> None:
+    first, *rest = mortals.run(
+        partial(tuned, f"{tmp_path}/{{rank}}", before=kill_rank_0, timeout=1.0)
+    )
+    assert isinstance(first, Lost)
+    # What rank 0 had measured stands; the problem it died of was taken over by rank 1.
+    agree(rest, "xyxyyy")
+    assert [outcome.measured for outcome in rest] == [[1, 4, 5], [2], [3]]
+    for outcome in rest:
+        assert 1.0 < outcome.seconds < 5.0
+        (warning,) = outcome.warnings
+        assert warning.startswith("rank 0 showed no sign of life for 1 s")
+
+
+def kill_all(index: int) -> None:
+    if index == 3:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+
+def test_a_problem_that_kills_is_given_up(mortals: World, tmp_path: Path) -> None:
+    outcomes = mortals.run(partial(tuned, f"{tmp_path}/{{rank}}", before=kill_all, timeout=1.0))
+    assert [isinstance(outcome, Lost) for outcome in outcomes] == [True, False, False, True]
+    for outcome in outcomes[1:3]:
+        assert outcome.records == outcomes[1].records
+        assert [record["problem"]["n"] - 32 for record in outcome.records] == [0, 1, 2, 4, 5]
+        lost, given_up = outcome.warnings
+        assert lost.startswith("rank 0, 3 showed no sign of life")
+        assert "64×35×16" in given_up
+        assert "whoever tried was lost" in given_up
+
+
+def hang_rank_2(index: int) -> None:
+    if dist.get_rank() == 2:
+        time.sleep(3)
+
+
+def test_a_rank_that_hangs_is_given_up_and_adopts_later(world: World, tmp_path: Path) -> None:
+    outcomes = world.run(partial(tuned, f"{tmp_path}/{{rank}}", before=hang_rank_2, timeout=1.0))
+    agree(outcomes, "xyxyxy")
+    for rank, outcome in enumerate(outcomes):
+        assert (outcome.seconds > 3.0) is (rank == 2)
+        assert outcome.warnings[0].startswith("rank 2 showed no sign of life")
+
+
+def fail_on_rank_1(root: str) -> Tuned:
+    def tune(*arguments: Any) -> Any:
+        raise MemoryError("no room")
+
+    if dist.get_rank() == 1:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Tuner, "tune", tune)
+            return tuned(root)
+    return tuned(root)
+
+
+def test_what_one_rank_cannot_measure_another_does(world: World, tmp_path: Path) -> None:
+    outcomes = world.run(fail_on_rank_1, f"{tmp_path}/{{rank}}")
+    agree(outcomes, "xxxyxx")
+    assert [outcome.measured for outcome in outcomes] == [[0, 1, 4], [], [2, 5], [3]]
+
+
+def test_different_kernels_are_told(world: World, tmp_path: Path) -> None:
+    outcomes = world.run(partial(tuned, f"{tmp_path}/{{rank}}", versions="1121"))
+    told = "ranks 0 and 2 have different kernels: y 1, y 2"
+    assert [outcome.warnings for outcome in outcomes[:2]] == [[told], [told.replace("0", "1")]]
+    assert len(outcomes[2].warnings) == 3
+
+
+def different_problems() -> str:
+    chooser, _ = dispatcher(FakeBlas())
+    ops.dispatcher = lambda: chooser  # type: ignore[assignment]
+    posed = [problem(n=32 + (dist.get_rank() == 3))]
+    with pytest.raises(ValueError, match="tune different things: they differ in problems") as error:
+        tmm_core.distributed.tune(posed)
+    return str(error.value)
+
+
+def test_different_problems_are_an_error_on_every_rank(world: World) -> None:
+    messages = world.run(different_problems)
+    assert [message.split(" tune")[0] for message in messages] == [
+        "ranks 0 and 3",
+        "ranks 1 and 3",
+        "ranks 2 and 3",
+        "ranks 3 and 0",
+    ]
+
+
+def in_a_group(root: str) -> Tuned | None:
+    group = dist.new_group([1, 3])
+    if dist.get_rank() in (1, 3):
+        return tuned(root, group=group)
+    with pytest.raises(ValueError, match="is not of the group"):
+        tmm_core.distributed.tune([problem()], group)
+    return None
+
+
+def test_a_group_tunes_by_itself(world: World, tmp_path: Path) -> None:
+    outcomes = world.run(in_a_group, f"{tmp_path}/{{rank}}")
+    agree([outcome for outcome in outcomes if outcome], "yyyyyy")
+    assert [outcome and outcome.measured for outcome in outcomes] == [
+        None,
+        [0, 2, 4],
+        None,
+        [1, 3, 5],
+    ]
+
+
+def test_without_ranks_it_is_the_plain_tune(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = FakeKernel("x")
+    chooser, _ = dispatcher(FakeBlas(), x, times={"x": 5.0, "blas": 10.0})
+    with monkeypatch.context() as patch:
+        patch.setattr(ops, "dispatcher", lambda: chooser)
+        (record,) = tmm_core.distributed.tune(problem())
+    assert record.best.kernel == "x"
+
+
+# -- the example ---------------------------------------------------------------------------
+
+
+def test_the_example_learns_alike_with_and_without(tmp_path: Path) -> None:
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    script = str(ROOT / "examples" / "tensor_parallel_swiglu.py")
+    sizes = ["--tokens", "64", "--width", "16", "--hidden", "32", "--steps", "12"]
+    environ = {**os.environ, "GLOO_SOCKET_IFNAME": "lo", "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [*run, script, *sizes], capture_output=True, text=True, env=environ, timeout=120
+    )
+    assert done.returncode == 0, done.stderr
+    lines = [line.split() for line in done.stdout.splitlines()]
+    rows = [words for words in lines if len(words) == 3 and words[0].isdigit()]
+    losses = [[float(word) for word in row[1:]] for row in rows]
+    assert [row[0] for row in rows] == [str(step) for step in range(12)]
+    assert losses[-1][0] < 0.95 * losses[0][0]
+    assert all(abs(a - b) < 1e-4 for a, b in losses)

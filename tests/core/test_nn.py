@@ -1,0 +1,940 @@
+"""Layers and conversion: torch's values, gradients and checkpoints, and nothing left behind."""
+
+from __future__ import annotations
+
+import copy
+import doctest
+import importlib
+import io
+import pickle
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.nn.utils import parametrizations
+
+import tmm_core
+from tmm_core.errors import TmmWarning, UnknownNameError
+from tmm_core.nn import GatedMLP, Linear, SwiGLU, convert, gated
+
+assert_close = torch.testing.assert_close
+
+
+@pytest.fixture
+def products(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The epilogue of every product that layers of ours ask for."""
+    asked: list[str] = []
+    linear = tmm_core.api.linear
+
+    def spy(*args: Any, epilogue: Any = None, **kwargs: Any) -> torch.Tensor:
+        if not torch.compiler.is_compiling():
+            asked.append(epilogue or "")
+        return linear(*args, epilogue=epilogue, **kwargs)
+
+    monkeypatch.setattr(tmm_core.api, "linear", spy)
+    return asked
+
+
+class LlamaMLP(nn.Module):
+    def __init__(self, hidden: int = 12, between: int = 20, act: nn.Module | None = None) -> None:
+        super().__init__()
+        self.hidden_size = hidden
+        self.gate_proj = nn.Linear(hidden, between, bias=False)
+        self.up_proj = nn.Linear(hidden, between, bias=False)
+        self.down_proj = nn.Linear(between, hidden, bias=False)
+        self.act_fn = act or nn.SiLU()
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x))
+
+
+class MistralFeedForward(nn.Module):
+    """The same by other names, the activation a function, the factors the other way round."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.w1 = nn.Linear(12, 20)
+        self.w2 = nn.Linear(20, 12)
+        self.w3 = nn.Linear(12, 20)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.w2(self.w3(x) * F.gelu(self.w1(x), approximate="tanh"))
+
+
+class Decoder(nn.Module):
+    """A Llama in little: tied embedding, attention-like projections, gated MLPs."""
+
+    def __init__(self, layers: int = 2, hidden: int = 12) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(17, hidden)
+        self.layers = nn.ModuleList(
+            nn.ModuleDict(
+                {"norm": nn.LayerNorm(hidden), "o": nn.Linear(hidden, hidden), "mlp": LlamaMLP()}
+            )
+            for _ in range(layers)
+        )
+        self.lm_head = nn.Linear(hidden, 17, bias=False)
+        self.lm_head.weight = self.embed.weight
+
+    def forward(self, ids: torch.Tensor) -> torch.Tensor:
+        x = self.embed(ids)
+        for layer in self.layers:
+            x = x + layer["o"](layer["norm"](x))
+            x = x + layer["mlp"](x)
+        return self.lm_head(x)
+
+
+class PythonGelu(nn.Module):
+    """As checkpoints' own code writes it."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return 0.5 * x * (1.0 + torch.tanh(0.7978845608028654 * (x + 0.044715 * torch.pow(x, 3))))
+
+
+class Intermediate(nn.Module):
+    def __init__(self, act: nn.Module) -> None:
+        super().__init__()
+        self.dense = nn.Linear(12, 20)
+        self.intermediate_act_fn = act
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.intermediate_act_fn(self.dense(hidden))
+
+
+class BertLayer(nn.Module):
+    def __init__(self, act: nn.Module | None = None) -> None:
+        super().__init__()
+        self.intermediate = Intermediate(act or nn.GELU())
+        self.dense = nn.Linear(20, 12)
+        self.norm = nn.LayerNorm(12)
+        self.dropout = nn.Dropout(0.0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(x + self.dropout(self.dense(self.intermediate(x))))
+
+
+def randn(*shape: int) -> torch.Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+
+
+def structure(model: nn.Module) -> list[tuple[str, int]]:
+    return [(name, id(module)) for name, module in model.named_modules(remove_duplicate=False)]
+
+
+def gradients(model: nn.Module, x: torch.Tensor) -> dict[str, torch.Tensor]:
+    out = model(x)
+    weight = torch.linspace(-1, 1, out.numel()).view_as(out)
+    found = torch.autograd.grad((out * weight).sum(), list(model.parameters()))
+    return dict(zip([n for n, _ in model.named_parameters()], found, strict=True))
+
+
+def same_gradients(model: nn.Module, other: nn.Module, x: torch.Tensor) -> None:
+    mine, theirs = gradients(model, x), gradients(other, x)
+    assert mine.keys() == theirs.keys()
+    for name in mine:
+        assert_close(mine[name], theirs[name], msg=name)
+
+
+# -- Linear ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("epilogue", [None, "gelu", "gelu_tanh+softcap(3)", "leaky_relu(0.2)"])
+@pytest.mark.parametrize("bias", [True, False])
+def test_linear_is_torchs_with_an_epilogue(epilogue: str | None, bias: bool) -> None:
+    layer = Linear(8, 5, bias, epilogue=epilogue)
+    other = nn.Linear(8, 5, bias)
+    other.load_state_dict(layer.state_dict())
+    layer.load_state_dict(other.state_dict())
+    apply = tmm_core.epilogue.parse(epilogue).apply
+    x = randn(3, 2, 8).requires_grad_()
+    with torch.no_grad():
+        assert_close(layer(x), apply(other(x)))
+    assert_close(layer(x), apply(other(x)))
+    for mine, theirs in zip(
+        torch.autograd.grad(layer(x).sum(), [x, *layer.parameters()]),
+        torch.autograd.grad(apply(other(x)).sum(), [x, *other.parameters()]),
+        strict=True,
+    ):
+        assert_close(mine, theirs)
+
+
+def test_linear_has_torchs_initialisation_and_signature() -> None:
+    torch.manual_seed(3)
+    expected = nn.Linear(8, 5, True, "cpu", torch.float64)
+    torch.manual_seed(3)
+    layer = Linear(8, 5, True, "cpu", torch.float64)
+    assert_close(layer.state_dict(), expected.state_dict(), rtol=0, atol=0)
+    assert repr(layer) == "Linear(in_features=8, out_features=5, bias=True)"
+
+
+def test_linears_epilogue_can_be_read_changed_and_seen() -> None:
+    layer = Linear(8, 5, epilogue="relu")
+    assert "epilogue='relu'" in repr(layer)
+    layer.epilogue = "tanh"
+    assert layer.epilogue == "tanh"
+    x = randn(3, 8)
+    assert_close(layer(x), torch.tanh(F.linear(x, layer.weight, layer.bias)))
+
+
+def test_a_gated_linear_is_half_as_wide() -> None:
+    layer, x = Linear(8, 6, epilogue="swiglu"), randn(3, 8)
+    gate, up = F.linear(x, layer.weight, layer.bias).chunk(2, -1)
+    assert_close(layer(x), F.silu(gate) * up)
+    with pytest.raises(ValueError, match="out_features=5 is odd"):
+        Linear(8, 5, epilogue="swiglu")
+
+
+def test_an_unknown_epilogue_is_told_when_the_layer_is_made() -> None:
+    with pytest.raises(UnknownNameError, match="did you mean 'gelu'"):
+        Linear(8, 5, epilogue="gleu")
+
+
+def cubed(z: torch.Tensor) -> torch.Tensor:
+    return z**3
+
+
+@pytest.mark.parametrize("through", ["deepcopy", "pickle"])
+def test_an_epilogue_of_ones_own_survives_copies(through: str) -> None:
+    layer = Linear(8, 5, epilogue=tmm_core.Epilogue("cubed", cubed))
+    if through == "pickle":
+        text = pickle.dumps(layer)
+        tmm_core.ops._epilogues.clear()  # as in the process that reads it
+        again = pickle.loads(text)
+    else:
+        again = copy.deepcopy(layer)
+    x = randn(3, 8)
+    expected = F.linear(x, layer.weight, layer.bias) ** 3
+    with torch.no_grad():
+        assert_close(again(x), expected.detach())
+
+
+# -- GatedMLP ----------------------------------------------------------------------------
+
+ACTIVATIONS = {
+    "silu": F.silu,
+    "gelu": F.gelu,
+    "gelu_tanh": lambda z: F.gelu(z, approximate="tanh"),
+    "relu": F.relu,
+}
+
+
+def by_hand(mlp: Any, x: torch.Tensor, act: Any = F.silu) -> torch.Tensor:
+    def apply(layer: Any, z: torch.Tensor) -> torch.Tensor:
+        return F.linear(z, layer.weight, layer.bias)
+
+    return apply(mlp.down_proj, act(apply(mlp.gate_proj, x)) * apply(mlp.up_proj, x))
+
+
+@pytest.mark.parametrize("activation", ACTIVATIONS)
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize("shape", [(12,), (5, 12), (2, 5, 12), (0, 12)])
+def test_gated_mlp(activation: str, bias: bool, shape: tuple[int, ...], products: Any) -> None:
+    mlp = GatedMLP(12, 20, activation, bias)
+    x = randn(*shape)
+    expected = by_hand(mlp, x, ACTIVATIONS[activation])
+    assert_close(mlp(x), expected)
+    products.clear()
+    with torch.no_grad():
+        assert_close(mlp(x), expected.detach())
+    assert products == [mlp.epilogue, ""]
+
+
+def test_gated_mlps_gradients_are_eagers_for_parameters_listed_once() -> None:
+    mlp, x = SwiGLU(12, 20, bias=True), randn(5, 12)
+    names = ["gate_proj", "up_proj", "down_proj"]
+    expected = [f"{name}.{kind}" for name in names for kind in ("weight", "bias")]
+    assert [name for name, _ in mlp.named_parameters()] == expected
+    assert list(mlp.state_dict()) == expected
+    reference = LlamaMLP()
+    for name in names:
+        setattr(reference, name, nn.Linear(*mlp.get_submodule(name).weight.shape[::-1]))
+    reference.load_state_dict(mlp.state_dict())
+    same_gradients(mlp, reference, x)
+
+
+def test_training_moves_both_halves_and_the_product_sees_it() -> None:
+    mlp, x = GatedMLP(12, 20), randn(5, 12)
+    reference = LlamaMLP()
+    reference.load_state_dict(mlp.state_dict())
+    for model in (mlp, reference):
+        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        for _ in range(3):
+            optimizer.zero_grad()
+            model(x).square().mean().backward()
+            optimizer.step()
+    assert mlp.merged
+    with torch.no_grad():
+        assert_close(mlp(x), reference(x))
+    assert_close(mlp.state_dict(), reference.state_dict())
+
+
+MOVES = {
+    "deepcopy": copy.deepcopy,
+    "double": lambda m: m.double(),
+    "there and back": lambda m: m.bfloat16().float(),
+    "to_empty": lambda m: m.to("meta").to_empty(device="cpu"),
+    "load": lambda m: m.load_state_dict(detached(m)) and m,
+    "assign": lambda m: m.load_state_dict(detached(m), assign=True) and m,
+    "share_memory": lambda m: m.share_memory(),
+    "torch.save": lambda m: through_file(m),
+    "requires_grad_": lambda m: m.requires_grad_(False),
+    "as a child": lambda m: nn.Sequential(m).double()[0],
+    "separate and merge": lambda m: (m.separate(), m.merge()) and m,
+}
+
+
+def detached(module: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: value.clone() for name, value in module.state_dict().items()}
+
+
+def through_file(module: nn.Module) -> Any:
+    file = io.BytesIO()
+    torch.save(module, file)
+    file.seek(0)
+    return torch.load(file, weights_only=False)
+
+
+@pytest.mark.parametrize("move", MOVES)
+def test_whatever_moves_it_leaves_it_merged_and_right(move: str, products: Any) -> None:
+    mlp = MOVES[move](GatedMLP(12, 20, bias=True))
+    assert mlp.merged
+    x = randn(5, 12).to(mlp.gate_proj.weight.dtype)
+    with torch.no_grad():
+        for parameter in mlp.parameters():
+            parameter.copy_(randn(*parameter.shape))
+        products.clear()
+        assert_close(mlp(x), by_hand(mlp, x))
+    assert products == ["swiglu", ""]
+
+
+def replace_weight(mlp: Any) -> None:
+    mlp.gate_proj.weight = nn.Parameter(randn(20, 12))
+
+
+def swap_halves(mlp: Any) -> None:
+    mlp.gate_proj, mlp.up_proj = mlp.up_proj, mlp.gate_proj
+
+
+def tie_halves(mlp: Any) -> None:
+    mlp.up_proj.weight = mlp.gate_proj.weight
+
+
+def slice_of_one_buffer(mlp: Any) -> None:
+    flat = randn(480)
+    mlp.gate_proj.weight.data = flat[240:].view(20, 12)
+    mlp.up_proj.weight.data = flat[:240].view(20, 12)
+
+
+def parametrize(mlp: Any) -> None:
+    parametrizations.weight_norm(mlp.gate_proj)
+
+
+def hook(mlp: Any) -> None:
+    mlp.up_proj.register_forward_hook(lambda module, args, out: out * 2)
+
+
+class Adapter(nn.Linear):
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        return super().forward(input) + 1
+
+
+def adapt(mlp: Any) -> None:
+    mlp.gate_proj = Adapter(12, 20)
+
+
+def transpose(mlp: Any) -> None:
+    mlp.gate_proj.weight.data = randn(12, 20).t()
+
+
+def one_bias(mlp: Any) -> None:
+    mlp.up_proj.bias = nn.Parameter(randn(20))
+
+
+SPOILERS = (replace_weight, swap_halves, tie_halves, slice_of_one_buffer, parametrize)
+
+
+@pytest.mark.parametrize("spoil", [*SPOILERS, hook, adapt, transpose, one_bias])
+@pytest.mark.parametrize("compiled", [False, True])
+def test_what_parts_the_halves_makes_two_products_never_a_wrong_one(
+    spoil: Any, compiled: bool, products: Any
+) -> None:
+    mlp, x = GatedMLP(12, 20), randn(5, 12)
+    run = torch.compile(mlp, backend="eager", fullgraph=True) if compiled else mlp
+    with torch.no_grad():
+        run(x)
+        spoil(mlp)
+        if spoil is hook:
+            torch._dynamo.reset()  # it does not watch for hooks that come later
+        products.clear()
+        got = run(x)
+        assert_close(got, mlp.down_proj(F.silu(mlp.gate_proj(x)) * mlp.up_proj(x)))
+    assert "swiglu" not in products
+
+
+def test_parameters_in_somebodys_buffer_are_not_moved() -> None:
+    mlp = GatedMLP(12, 20)
+    slice_of_one_buffer(mlp)
+    before = mlp.gate_proj.weight.data_ptr()
+    assert not mlp.merge()
+    assert mlp.gate_proj.weight.data_ptr() == before
+
+
+def test_gated_mlp_under_autocast() -> None:
+    mlp, x = GatedMLP(12, 20), randn(5, 12)
+    reference = LlamaMLP()
+    reference.load_state_dict(mlp.state_dict())
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
+        assert mlp(x).dtype is torch.bfloat16
+        assert_close(mlp(x), reference(x))
+        mlp.bfloat16(), reference.bfloat16()
+        assert_close(mlp(x.bfloat16()), reference(x.bfloat16()))
+
+
+def test_gated_mlp_in_inference_mode_and_on_meta() -> None:
+    x = randn(5, 12)
+    with torch.inference_mode():
+        mlp = GatedMLP(12, 20)
+        assert mlp.double().merged
+        assert_close(mlp(x.double()), by_hand(mlp, x.double()))
+        mlp = GatedMLP(12, 20)
+    mlp.separate()
+    assert not mlp.merged
+    plain = GatedMLP(12, 20)
+    plain.separate()
+    with torch.inference_mode():
+        assert plain.merge()
+    reference = LlamaMLP()
+    reference.load_state_dict(plain.state_dict())
+    same_gradients(plain, reference, x)
+    meta = GatedMLP(12, 20, device="meta")
+    with torch.no_grad():
+        assert meta(x.to("meta")).shape == (5, 12)
+
+
+def test_gated_mlp_of_a_weight_per_sample() -> None:
+    mlp, x = GatedMLP(12, 20), randn(5, 12)
+    twice = {n: torch.stack([p.detach(), 2 * p.detach()]) for n, p in mlp.named_parameters()}
+    with torch.no_grad():
+        one, two = (
+            torch.func.functional_call(mlp, {n: p[i] for n, p in twice.items()}, (x,))
+            for i in range(2)
+        )
+        assert_close(one, by_hand(mlp, x))
+    scaled = copy.deepcopy(mlp)
+    for parameter in scaled.parameters():
+        parameter.data *= 2
+    assert_close(two, by_hand(scaled, x).detach())
+
+
+def test_a_gated_epilogue_of_ones_own_gates() -> None:
+    bilinear = tmm_core.Epilogue("bilinear", lambda gate, up: gate * up, gated=True)
+    mlp, x = GatedMLP(12, 20, bilinear), randn(5, 12)
+    expected = by_hand(mlp, x, lambda z: z)
+    assert_close(mlp(x), expected)
+    with torch.no_grad():
+        assert_close(copy.deepcopy(mlp)(x), expected.detach())
+
+
+@pytest.mark.parametrize("activation", ["tanh", None, "swiglu+softcap(3)"])
+def test_an_activation_that_does_not_gate_is_refused(activation: Any) -> None:
+    with pytest.raises(ValueError, match=r"does not gate; known: \['gelu'"):
+        GatedMLP(12, 20, activation)
+
+
+# -- under torch.compile and export ------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["linear", "gated", "converted"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_layers_compile_whole_with_and_without_gradients(
+    kind: str, backend: str, products: Any
+) -> None:
+    torch._dynamo.reset()
+    made = {
+        "linear": lambda: Linear(12, 20, epilogue="gelu"),
+        "gated": lambda: GatedMLP(12, 20, bias=True),
+        "converted": lambda: convert(nn.Sequential(LlamaMLP(), BertLayer())).model,
+    }
+    model = made[kind]()
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    x = randn(5, 12)
+    with torch.no_grad():
+        assert_close(compiled(x), model(x))
+    out = compiled(x)
+    weight = torch.linspace(-1, 1, out.numel()).view_as(out)
+    found = torch.autograd.grad((out * weight).sum(), list(model.parameters()))
+    for got, expected in zip(found, gradients(model, x).values(), strict=True):
+        assert_close(got, expected)
+
+
+def test_a_compiled_gated_mlp_is_one_product_for_any_number_of_rows(products: Any) -> None:
+    torch._dynamo.reset()
+    torch._dynamo.utils.counters.clear()
+    mlp = GatedMLP(12, 20)
+    compiled = torch.compile(mlp, backend="aot_eager", fullgraph=True, dynamic=True)
+    with torch.no_grad():
+        for rows in range(2, 20):
+            x = randn(rows, 12)
+            assert_close(compiled(x), by_hand(mlp, x))
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1
+    assert products.count("swiglu") == 18
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_export_keeps_the_gated_product(strict: bool) -> None:
+    mlp, x = GatedMLP(12, 20), randn(5, 12)
+    with torch.no_grad():
+        program = torch.export.export(mlp, (x,), strict=strict)
+        assert "tmm.gated_linear" in str(program.graph)
+        assert_close(program.module()(x), by_hand(mlp, x))
+
+
+def test_the_gated_operator_is_a_sound_one() -> None:
+    gate, up = randn(20, 12), randn(20, 12)
+    sample = (randn(5, 12), gate, up, None, None, "swiglu")
+    torch.library.opcheck(torch.ops.tmm.gated_linear.default, sample)
+
+
+# -- convert -----------------------------------------------------------------------------
+
+MODELS = {
+    "llama": (Decoder, lambda: torch.arange(10).view(2, 5), {"gated": 2, "linear": 9}),
+    "mistral": (
+        lambda: nn.Sequential(MistralFeedForward(), MistralFeedForward()),
+        lambda: randn(5, 12),
+        {"gated": 2, "linear": 6},
+    ),
+    "bert": (
+        lambda: nn.Sequential(BertLayer(), BertLayer(PythonGelu())),
+        lambda: randn(5, 12),
+        {"epilogue": 2, "linear": 2},
+    ),
+    "sequential": (
+        lambda: nn.Sequential(nn.Linear(12, 20), nn.Tanh(), nn.Dropout(0.0), nn.Linear(20, 3)),
+        lambda: randn(5, 12),
+        {"epilogue": 1, "linear": 1},
+    ),
+}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_convert_keeps_outputs_gradients_and_checkpoints(kind: str, products: Any) -> None:
+    make, sample, expected = MODELS[kind]
+    model, x = make(), sample()
+    original = copy.deepcopy(model)
+    names = [name for name, _ in model.named_parameters()]
+    identities = [id(p) for p in model.parameters()]
+    report = convert(model)
+    kinds = [change.kind for change in report.changes]
+    assert {kind: kinds.count(kind) for kind in sorted(set(kinds))} == expected
+    assert not report.left
+    # Parameters are the very objects, under the names they had, in the order they had.
+    assert [id(p) for p in model.parameters()] == identities
+    assert [name for name, _ in model.named_parameters()] == names
+    assert list(model.state_dict()) == list(original.state_dict())
+    with torch.no_grad():
+        assert_close(model(x), original(x))
+    assert {e for e in products if e} == fused_epilogues(report)
+    same_gradients(model, original, x)
+    # An old checkpoint into the converted model, and one of the converted into the old.
+    other = make()
+    model.load_state_dict(other.state_dict())
+    with torch.no_grad():
+        assert_close(model(x), other(x))
+    original.load_state_dict(model.state_dict())
+    with torch.no_grad():
+        assert_close(original(x), other(x))
+
+
+def fused_epilogues(report: Any) -> set[str]:
+    afters = [c.after for c in report.changes if "epilogue=" in c.after]
+    return {after.partition("epilogue='")[2].rstrip("')") for after in afters}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_undo_puts_the_very_modules_back_with_todays_values(kind: str) -> None:
+    make, sample, _ = MODELS[kind]
+    model, x = make(), sample()
+    before, identities = structure(model), [id(p) for p in model.parameters()]
+    report = convert(model)
+    assert structure(model) != before
+    model.double().eval()
+    for parameter in model.parameters():
+        parameter.data.mul_(1.5)
+    expected = copy.deepcopy(model.state_dict())
+    report.undo()
+    assert structure(model) == before
+    assert [id(p) for p in model.parameters()] == identities
+    assert not any(module.training for module in model.modules())
+    assert_close(model.state_dict(), expected, rtol=0, atol=0)
+    for parameter in model.parameters():
+        assert parameter.untyped_storage().nbytes() == parameter.nbytes
+    assert not report
+    report.undo()
+    assert structure(model) == before
+    fresh = make().double()
+    fresh.load_state_dict(expected)
+    x = x.double() if x.is_floating_point() else x
+    assert_close(model(x), fresh.eval()(x), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_converting_again_changes_nothing(kind: str) -> None:
+    model = MODELS[kind][0]()
+    convert(model)
+    before = structure(model)
+    again = convert(model)
+    assert not again
+    assert not again.left
+    assert structure(model) == before
+
+
+def test_a_copy_is_converted_where_inplace_is_false() -> None:
+    model = Decoder()
+    before = structure(model)
+    report = convert(model, inplace=False)
+    assert report
+    assert report.model is not model
+    assert structure(model) == before
+    ids = torch.arange(5)
+    assert_close(report.model(ids), model(ids))
+
+
+def test_tied_weights_stay_tied() -> None:
+    model = Decoder()
+    report = convert(model)
+    assert isinstance(model.lm_head, Linear)
+    assert model.lm_head.weight is model.embed.weight
+    # Tying anew afterwards reaches the original too.
+    weight = nn.Parameter(randn(17, 12))
+    model.lm_head.weight = model.embed.weight = weight
+    report.undo()
+    assert type(model.lm_head) is nn.Linear
+    assert model.lm_head.weight is weight
+
+
+def test_an_optimiser_made_before_trains_the_converted_model() -> None:
+    model, ids = Decoder(), torch.arange(10).view(2, 5)
+    twin = copy.deepcopy(model)
+    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, twin)]
+    convert(model)
+    for m, optimizer in zip((model, twin), optimizers, strict=True):
+        for _ in range(2):
+            optimizer.zero_grad()
+            m(ids).square().mean().backward()
+            optimizer.step()
+    assert_close(model.state_dict(), twin.state_dict())
+    assert model.layers[0]["mlp"].merged
+
+
+def test_a_converted_model_copies_moves_and_compiles() -> None:
+    model, ids = Decoder(), torch.arange(10).view(2, 5)
+    convert(model)
+    again = copy.deepcopy(model).double()
+    assert again.lm_head.weight is again.embed.weight
+    assert again.layers[1]["mlp"].merged
+    with torch.no_grad():
+        assert_close(again(ids).float(), model(ids))
+
+
+def test_a_shared_module_is_swapped_in_all_its_places() -> None:
+    shared = nn.Linear(12, 12)
+    model = nn.Sequential(shared, nn.ReLU(), shared, nn.Sequential(shared))
+    report = convert(model)
+    assert model[0] is model[2] is model[3][0]
+    assert type(model[0]) is Linear
+    # Fusing would have put the activation where it is not called.
+    assert [item.reason for item in report.left] == [
+        "not fused with its activation: it is also called without the activation after it"
+    ]
+    report.undo()
+    assert model[0] is model[2] is model[3][0] is shared
+
+
+def test_an_activation_shared_by_several_layers_is_fused_into_each() -> None:
+    act = nn.ReLU()
+    model = nn.Sequential(nn.Linear(12, 8), act, nn.Linear(8, 8), act, nn.Linear(8, 3))
+    original, x = copy.deepcopy(model), randn(5, 12)
+    convert(model)
+    assert [type(m) for m in model] == [Linear, nn.Identity, Linear, nn.Identity, Linear]
+    assert_close(model(x), original(x))
+
+
+class Branching(nn.Module):
+    """Looks like a pair; depends on the input, or on the mode, or uses the layer twice."""
+
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.fc, self.act, self.kind = nn.Linear(12, 12), nn.ReLU(), kind
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        if self.kind == "value" and x.sum() > 0:
+            return self.fc(x)
+        if self.kind == "mode" and not self.training:
+            return self.fc(x)
+        z = self.fc(x)
+        if self.kind == "twice":
+            return self.act(z) + z
+        if self.kind == "again":
+            return self.act(z) + self.fc(x + 1)
+        if self.kind == "other input":
+            return self.act(z) + self.act(x)
+        return self.act(z)
+
+
+@pytest.mark.parametrize("kind", ["value", "mode", "twice", "again", "other input"])
+def test_a_pair_that_is_none_is_not_fused(kind: str) -> None:
+    model = nn.Sequential(Branching(kind))
+    original = copy.deepcopy(model)
+    report = convert(model)
+    assert [change.kind for change in report.changes] == ["linear"]
+    assert type(model[0].act) is nn.ReLU
+    for x in (randn(5, 12).abs(), -randn(5, 12).abs()):
+        for mode in (True, False):
+            assert_close(model.train(mode)(x), original.train(mode)(x))
+    assert bool(report.left) == (kind in ("value", "again", "other input"))
+
+
+class Clamped(nn.Module):
+    """silu, but for large values."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return F.silu(x).clamp(max=1e6)
+
+
+class Prefixed(LlamaMLP):
+    """Children named as Llama's, a forward that is not."""
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x)) * self.up_proj(x)) + x
+
+
+class Doubled(LlamaMLP):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.down_proj(self.act_fn(self.gate_proj(x * 2)) * self.up_proj(x))
+
+
+class OwnState(LlamaMLP):
+    def _save_to_state_dict(self, *args: Any) -> None:
+        super()._save_to_state_dict(*args)
+
+
+class QuickGelu(nn.Module):
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x * torch.sigmoid(1.702 * x)
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        Prefixed,
+        Doubled,
+        OwnState,
+        lambda: LlamaMLP(act=Clamped()),
+        lambda: LlamaMLP(act=QuickGelu()),
+        lambda: LlamaMLP(act=nn.Sigmoid()),
+        lambda: LlamaMLP(act=nn.Softplus(beta=2)),
+    ],
+)
+def test_a_gated_mlp_that_is_none_keeps_its_forward(make: Any) -> None:
+    model, x = nn.Sequential(make()), randn(5, 12)
+    original = copy.deepcopy(model)
+    report = convert(model)
+    assert type(model[0]) is type(original[0])
+    assert type(model[0].up_proj) is Linear
+    assert "gated" not in [change.kind for change in report.changes]
+    assert_close(model(x), original(x))
+
+
+def test_weights_that_share_memory_with_others_are_not_moved() -> None:
+    mlp = LlamaMLP()
+    model = nn.Sequential(mlp)
+    model.alias = nn.Parameter(mlp.gate_proj.weight.data)
+    report = convert(model)
+    assert model[0] is mlp
+    assert "share memory" in report.left[0].reason
+    assert model.alias.data_ptr() == mlp.gate_proj.weight.data_ptr()
+
+
+HOOKS = ("register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook")
+
+
+@pytest.mark.parametrize("register", HOOKS)
+@pytest.mark.parametrize("name", ["gate_proj", "act_fn", "down_proj", ""])
+def test_hooked_modules_are_left_alone_and_their_hooks_run(register: str, name: str) -> None:
+    model, x = nn.Sequential(LlamaMLP()), randn(5, 12)
+    hooked = model[0].get_submodule(name)
+    calls: list[str] = []
+    getattr(hooked, register)(lambda *_: calls.append(name))
+    report = convert(model)
+    assert model[0].get_submodule(name) is hooked
+    # Only a hook on the way out has no say in what happens before it.
+    assert isinstance(model[0], GatedMLP) == (name == "down_proj")
+    assert [item.reason for item in report.left if "hooks are registered on it" in item.reason]
+    model(x.requires_grad_()).sum().backward()
+    assert calls == [name]
+
+
+def test_what_is_not_exactly_a_linear_is_left_alone_with_the_reason() -> None:
+    patched = nn.Linear(12, 12)
+    patched.forward = lambda x: x  # type: ignore[method-assign]
+    model = nn.ModuleDict(
+        {
+            "adapter": Adapter(12, 12),
+            "attention": nn.MultiheadAttention(12, 2),
+            "normed": parametrizations.weight_norm(nn.Linear(12, 12)),
+            "patched": patched,
+        }
+    )
+    before = structure(model)
+    report = convert(model)
+    assert not report
+    assert structure(model) == before
+    assert {item.path: item.reason.split(" (")[0] for item in report.left} == {
+        "adapter": "a subclass of Linear may do more than Linear does",
+        "attention.out_proj": "a subclass of Linear may do more than Linear does",
+        "normed": "a subclass of Linear may do more than Linear does",
+        "patched": "its forward was replaced on the instance",
+    }
+    assert "normed  ParametrizedLinear left alone: a subclass" in str(report)
+
+
+def test_the_model_itself_cannot_be_swapped() -> None:
+    report = convert(nn.Linear(3, 4))
+    assert not report
+    assert "it is the model itself" in str(report)
+    report = convert(LlamaMLP())
+    assert [c.kind for c in report.changes] == ["epilogue", "linear", "linear"]
+
+
+def test_attributes_of_a_fused_mlp_remain() -> None:
+    model = nn.Sequential(LlamaMLP())
+    convert(model)
+    assert model[0].hidden_size == 12
+    assert type(model[0].act_fn) is nn.SiLU
+
+
+def test_undo_leaves_what_somebody_else_put_there() -> None:
+    model = nn.Sequential(nn.Linear(3, 4), nn.Linear(4, 5))
+    report = convert(model)
+    theirs = model[0] = nn.Linear(3, 4)
+    with pytest.warns(TmmWarning, match="0 holds another module"):
+        report.undo()
+    assert model[0] is theirs
+    assert type(model[1]) is nn.Linear
+
+
+def test_running_out_of_memory_half_way_leaves_the_model_as_it_was(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    model = Decoder(layers=3)
+    before = structure(model)
+    merge, merged = GatedMLP.merge, []
+
+    def scarce(mlp: GatedMLP) -> bool:
+        if len(merged) == 2:
+            raise torch.OutOfMemoryError("no memory left")
+        merged.append(mlp)
+        return merge(mlp)
+
+    monkeypatch.setattr(GatedMLP, "merge", scarce)
+    with pytest.raises(torch.OutOfMemoryError):
+        convert(model)
+    assert len(merged) == 2
+    assert structure(model) == before
+
+
+def test_torchs_own_transformer_layers_keep_their_fast_path() -> None:
+    layer = nn.TransformerEncoderLayer(12, 2, 20, activation=nn.GELU(), batch_first=True)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    original, x = copy.deepcopy(model), randn(2, 5, 12)
+    assert convert(model)
+    for mode in (False, True):
+        torch.manual_seed(0)
+        expected = original.train(mode)(x)
+        torch.manual_seed(0)
+        assert_close(model.train(mode)(x), expected)
+
+
+def test_tracing_a_forward_leaves_no_mark_on_the_module() -> None:
+    class Counting(Intermediate):
+        calls = 0
+
+        def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+            self.calls += 1
+            self.last = super().forward(hidden)
+            return self.last
+
+    model = nn.Sequential(Counting(nn.ReLU()))
+    convert(model)
+    assert model[0].calls == 0
+    assert not hasattr(model[0], "last")
+
+
+def test_the_report_folds_the_layers_of_a_stack() -> None:
+    text = str(convert(Decoder(layers=3)))
+    assert "Decoder: 3 gated MLPs fused, 0 activations fused, 13 other linears swapped" in text
+    assert "layers.*.mlp ×3  LlamaMLP → GatedMLP(epilogue='swiglu')" in text
+    assert "lm_head  Linear → Linear" in text
+
+
+def test_convert_wants_a_module() -> None:
+    with pytest.raises(TypeError, match=r"must be a torch\.nn\.Module, not dict"):
+        convert({})  # type: ignore[arg-type]
+
+
+# -- the package -------------------------------------------------------------------------
+
+
+def test_import_tmm_core_does_not_import_nn() -> None:
+    code = "import sys, tmm_core; assert not any(n.startswith('tmm_core.nn') for n in sys.modules)"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.parametrize("name", ["", ".linear", ".gated", ".convert"])
+def test_examples_in_docstrings(name: str) -> None:
+    module = importlib.import_module(f"tmm_core.nn{name}")
+    result = doctest.testmod(module, extraglobs={"nn": nn})
+    assert result.attempted
+    assert not result.failed
+
+
+# -- on a GPU ----------------------------------------------------------------------------
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("default")  # what inductor imports warns of its own deprecations
+def test_converted_on_a_gpu_within_two_roundings() -> None:
+    with tmm_core.override(on_cache_miss="heuristic"):
+        model = nn.Sequential(
+            nn.Linear(256, 512), nn.GELU(), nn.Linear(512, 12), LlamaMLP(), BertLayer()
+        )
+        model = model.cuda().bfloat16()
+        reference = copy.deepcopy(model).double()
+        report = convert(model)
+        assert [c.kind for c in report.changes].count("epilogue") == 2
+        x = randn(64, 256).cuda().bfloat16()
+        with torch.no_grad():
+            expected = reference(x.double())
+            error = (model(x).double() - expected).abs().max() / expected.abs().max()
+        assert error < 1.6e-2
+        compiled = torch.compile(model, mode="reduce-overhead", fullgraph=True)
+        with torch.no_grad():
+            for _ in range(3):
+                assert_close(compiled(x), model(x), rtol=1.6e-2, atol=1.6e-2)
+
+
+@pytest.mark.gpu
+def test_a_gated_mlp_moved_to_a_gpu_is_merged_there() -> None:
+    mlp = GatedMLP(64, 128).cuda()
+    assert mlp.merged
+    assert gated.joined(mlp.gate_proj.weight, mlp.up_proj.weight).is_cuda
+    x = randn(8, 64).cuda()
+    with torch.no_grad(), tmm_core.override(on_cache_miss="heuristic"):
+        assert_close(mlp(x), by_hand(mlp, x), rtol=1e-3, atol=1e-3)
+        assert not mlp.cpu().gate_proj.weight.is_cuda
+        assert mlp.merged

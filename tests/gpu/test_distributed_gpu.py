@@ -1,0 +1,216 @@
+"""What only several GPUs can show: NCCL, and one process with two devices."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import warnings
+from collections.abc import Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from ranks import MOVED, RULES, Case, Lost, World, product
+
+import tmm_core
+import tmm_core.distributed
+from tmm_core import ops, settings
+from tmm_core.dispatcher import Dispatcher
+
+GPUS = torch.cuda.device_count()
+ROOT = Path(__file__).parent.parent.parent
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(GPUS < 2, reason=f"needs two GPUs, there are {GPUS}"),
+]
+
+
+@pytest.fixture(scope="module")
+def world() -> Iterator[World]:
+    world = World(GPUS, "nccl")
+    yield world
+    world.close()
+
+
+def cases(listed: list[Case]) -> Any:
+    """Those that fit the ranks there are: 2 × 2 needs four, and two rows are enough for two."""
+    fitting = [case for case in listed if GPUS == 4 or not case.mesh]
+    fitting = [case for case in fitting if GPUS > 2 or not case.name.startswith("fewer")]
+    return pytest.mark.parametrize("case", fitting, ids=lambda case: case.name)
+
+
+#: Rounding of a partial sum, a reduction of four of them and a gradient through them.
+TOLERANCE = {torch.float32: 2e-6, torch.bfloat16: 3e-2}
+dtypes = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
+
+
+@dtypes
+@cases(RULES)
+def test_sharding_rules(world: World, case: Case, dtype: torch.dtype) -> None:
+    for grad in (False, True):
+        for outcome in world.run(product, case, dtype, grad):
+            assert outcome.placements == case.out
+            assert outcome.communications == 0
+            assert max(outcome.error, *outcome.gradients.values(), 0.0) < TOLERANCE[dtype]
+
+
+@dtypes
+@cases(MOVED)
+def test_without_a_rule_operands_are_moved(world: World, case: Case, dtype: torch.dtype) -> None:
+    for grad in (False, True):
+        for outcome in world.run(product, case, dtype, grad):
+            assert outcome.communications > 0
+            assert max(outcome.error, *outcome.gradients.values(), 0.0) < TOLERANCE[dtype]
+
+
+# -- divided tuning ------------------------------------------------------------------------
+
+SHAPES = [(4096, 4096, 4096), (16, 4096, 4096), (1025, 1027, 1029), (512, 1024, 2048)]
+
+
+def tune(root: str, fatal: int | None = None, **options: Any) -> dict[str, Any]:
+    """Tune with the others, then multiply; ``fatal``: the rank that dies as it starts to."""
+    rank = dist.get_rank()
+    os.environ["TMM_CACHE_DIR"] = f"{root}/{rank}"
+    os.environ["TMM_ON_CACHE_MISS"] = "tune"
+    settings._from_environment.cache_clear()
+    ops.dispatcher.cache_clear()
+    ops.forget_plans()
+    measured = []
+
+    def watched(self: Dispatcher, problem: Any, *rest: Any, **more: Any) -> Any:
+        if rank == fatal:
+            os.kill(os.getpid(), signal.SIGKILL)
+        measured.append(str(problem))
+        return original(self, problem, *rest, **more)
+
+    pairs = [
+        (torch.randn(m, k, device="cuda").bfloat16(), torch.randn(n, k, device="cuda").bfloat16())
+        for m, n, k in SHAPES
+    ]
+    posed = [tmm_core.problem(a, b.t(), epilogue=e) for a, b in pairs for e in ("", "silu")]
+    original = Dispatcher.tune
+    with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        patch.setattr(Dispatcher, "tune", watched)
+        records = tmm_core.distributed.tune(posed, budget=8.0, **options)
+    plans, errors = [], []
+    for a, b in pairs:
+        for epilogue in ("", "silu"):
+            plan = tmm_core.plan(a, b.t(), epilogue=epilogue, on_cache_miss="error")
+            plans.append((plan.kernel, plan.config, plan.origin))
+            exact = ops.epilogue_of(epilogue).apply(a.double() @ b.t().double())
+            got = tmm_core.matmul(a, b.t(), epilogue=epilogue, on_cache_miss="error")
+            errors.append(float((got - exact).abs().max() / exact.abs().max()))
+    return {
+        "records": [record.to_json() for record in records],
+        "plans": plans,
+        "errors": errors,
+        "measured": measured,
+        "warnings": [str(w.message) for w in caught if w.category is tmm_core.TmmWarning],
+    }
+
+
+def agreed(outcomes: list[dict[str, Any]]) -> None:
+    for outcome in outcomes:
+        assert len(outcome["records"]) == 2 * len(SHAPES)
+        assert outcome["records"] == outcomes[0]["records"]
+        assert outcome["plans"] == outcomes[0]["plans"]
+        assert {origin for *_, origin in outcome["plans"]} == {"cache"}
+        assert max(outcome["errors"]) < 8e-3
+
+
+def test_ranks_divide_the_work_and_agree(world: World, tmp_path: Path) -> None:
+    outcomes = world.run(partial(tune, str(tmp_path)), timeout=240)
+    agreed(outcomes)
+    assert [len(outcome["measured"]) for outcome in outcomes] == [8 // GPUS] * GPUS
+    assert all(outcome["warnings"] == [] for outcome in outcomes)
+    # On each rank's own device kernels of every kind bound, launched and were right.
+    for record in outcomes[0]["records"]:
+        verified = {c["kernel"] for c in record["candidates"] if c["error"] is not None}
+        assert len(verified) > 2, verified
+
+
+def test_a_rank_that_dies_hangs_nobody(tmp_path: Path) -> None:
+    mortals = World(GPUS, "nccl")
+    try:
+        outcomes = mortals.run(partial(tune, str(tmp_path), fatal=1, timeout=60.0), timeout=400)
+    finally:
+        mortals.close()
+    assert isinstance(outcomes.pop(1), Lost)
+    agreed(outcomes)
+    for outcome in outcomes:
+        (warning,) = outcome["warnings"]
+        assert warning.startswith("rank 1 showed no sign of life for 60 s")
+
+
+# -- the example ---------------------------------------------------------------------------
+
+
+def test_the_example_learns_alike_with_and_without(tmp_path: Path) -> None:
+    run = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
+    script = str(ROOT / "examples" / "tensor_parallel_swiglu.py")
+    sizes = ["--tokens", "2048", "--width", "1024", "--hidden", "4096", "--steps", "40"]
+    done = subprocess.run(
+        [*run, f"--nproc-per-node={GPUS}", script, *sizes], capture_output=True, text=True
+    )
+    print(done.stdout)
+    assert done.returncode == 0, done.stderr
+    assert f"{GPUS} ranks on cuda, bfloat16" in done.stdout
+    rows = re.findall(r"^ *(\d+) +([\d.]+) +([\d.]+)$", done.stdout, re.MULTILINE)
+    losses = [(float(a), float(b)) for _, a, b in rows]
+    assert losses[-1][0] < 0.5 * losses[0][0]
+    assert all(abs(a - b) < 0.02 * a for a, b in losses)
+
+
+# -- two GPUs in one process ---------------------------------------------------------------
+
+KERNELS = ("blas", "triton.naive", "triton.grouped", "triton.split_k", "triton.persistent")
+
+
+@pytest.mark.parametrize("kernel", [None, *KERNELS])
+def test_a_device_that_is_not_current(kernel: str | None) -> None:
+    """``None``: whatever is chosen by tuning on that device."""
+    torch.cuda.set_device(0)
+    held = torch.cuda.memory_allocated(0)
+    for _ in range(2):  # choosing, then replaying
+        for index in (1, 0, 1):
+            a = torch.randn(96, 2048, device=f"cuda:{index}").bfloat16()
+            b = torch.randn(2048, 160, device=f"cuda:{index}").bfloat16()
+            got = tmm_core.matmul(a, b, epilogue="relu", kernel=kernel)
+            exact = torch.relu(a.double() @ b.double())
+            assert got.device == a.device
+            assert float((got - exact).abs().max() / exact.abs().max()) < 8e-3
+            assert torch.cuda.current_device() == 0
+    del a, b, got, exact
+    assert torch.cuda.memory_allocated(0) <= held + 2**20  # a kernel's scratch
+
+
+def test_tuning_measures_on_the_operands_device() -> None:
+    torch.cuda.set_device(0)
+    a = torch.randn(4096, 4096, device="cuda:1").bfloat16()
+    torch.cuda.reset_peak_memory_stats(0)
+    before = torch.cuda.max_memory_allocated(0)
+    tmm_core.matmul(a, a)
+    assert tmm_core.plan(a, a).origin == "cache"
+    assert torch.cuda.max_memory_allocated(0) == before
+
+
+def test_capture_on_a_device_that_is_not_zero() -> None:
+    with torch.cuda.device(1):
+        a = torch.randn(256, 1024, device="cuda").bfloat16()
+        b = torch.randn(1024, 512, device="cuda").bfloat16()
+        eager = tmm_core.matmul(a, b, epilogue="silu")
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out = tmm_core.matmul(a, b, epilogue="silu")
+        out.fill_(float("nan"))
+        graph.replay()
+        assert torch.equal(out, eager)

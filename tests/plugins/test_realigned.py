@@ -1,0 +1,399 @@
+"""Misaligned operands: what is copied is copied exactly, the rest is the inner kernels' work."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from tmm_triton.realigned import (
+    Misaligned,
+    Realigned,
+    RealignedConfig,
+    bind_copy,
+    copy_build,
+    inner_kernels,
+    realigned,
+)
+
+from tmm_core import ConfigError, Operand, Problem
+from tmm_core.device import DeviceFingerprint, fingerprint
+from tmm_core.epilogue import parse
+from tmm_core.testing import KernelConformance, memory
+from tmm_core.testing.probe import Probe
+
+KERNEL = Realigned()
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+CUDA = torch.cuda.is_available()
+DEVICE = torch.device("cuda", 0) if CUDA else torch.device("cpu")
+H200 = DeviceFingerprint(
+    type="cuda", name="NVIDIA H200", capability=(9, 0), sm_count=132, shared_memory=232448
+)
+A100 = replace(H200, name="NVIDIA A100", capability=(8, 0), sm_count=108, shared_memory=166912)
+
+
+class TestRealigned(KernelConformance):
+    kernel = KERNEL
+    dtypes = (FP16, BF16)
+    # Odd in every dimension: rows start anywhere.
+    size = (301, 205, 143) if CUDA else (45, 77, 59)
+    max_configs = None if CUDA else 4
+
+    def probes_of_dtypes(self) -> Iterator[Probe]:
+        yield from super().probes_of_dtypes()
+        yield replace(self._probe(), dtype=FP32, tf32=True)
+        yield replace(self._probe(), dtype=FP32, tf32=True, b="col", out="col")
+
+    def probes_of_layouts(self) -> Iterator[Probe]:
+        """And one operand misaligned, the other not; and sizes of which one is odd."""
+        yield from super().probes_of_layouts()
+        base = self._probe()
+        for layout in ("row_unaligned", "col_unaligned", "row_sliced", "strided"):
+            yield replace(base, a=layout, b="col_padded", out="row_padded")
+            yield replace(base, a="row_padded", b=layout, out="row_padded")
+        m, n, k = (size // 16 * 16 for size in self._size())
+        yield replace(base, m=m, n=n, k=k + 1)
+        yield replace(base, m=m, n=n + 1, k=k)
+        yield replace(base, m=m, n=n + 4, k=k + 4)
+        yield replace(base, m=m + 1, n=n, k=k, a="col")
+
+
+def problem(
+    m: int = 4097,
+    n: int = 4097,
+    k: int = 4097,
+    dtype: torch.dtype = BF16,
+    a: str | Operand = "row",
+    b: str | Operand = "row",
+    out: Operand | None = None,
+    epilogue: str | None = None,
+    **fields: Any,
+) -> Problem:
+    """Misaligned in all its matrices, unless operands are given."""
+    first, second = (x if isinstance(x, Operand) else Operand(dtype, x, False) for x in (a, b))
+    out = out or Operand(dtype, aligned=False)
+    defaults = {"a": first, "b": second, "out": out, "device": H200}
+    return Problem(m=m, n=n, k=k, epilogue=parse(epilogue), **{**defaults, **fields})
+
+
+ALIGNED = Operand(BF16)
+
+
+# The copy.
+
+
+def posed(shape: tuple[int, int], layout: str, dtype: torch.dtype, seed: int = 0) -> memory.Guarded:
+    generator = torch.Generator(DEVICE).manual_seed(seed)
+    return memory.operand(shape, layout, dtype, DEVICE, generator)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
+@pytest.mark.parametrize(
+    "layout",
+    ["row_unaligned", "row_sliced", "col_unaligned", "col_sliced", "strided", "overlapping"],
+)
+# Less than a tile; tiles in both directions, with tails; one row; one column.
+@pytest.mark.parametrize("shape", [(5, 9), (37, 1093), (1093, 37), (1, 700), (700, 1)])
+def test_copies_are_exact(shape: tuple[int, int], layout: str, dtype: torch.dtype) -> None:
+    x, y = posed(shape, layout, dtype), posed(shape[::-1], layout, dtype, seed=1)
+    a, b = x.tensor, y.tensor
+    out = torch.empty(shape[0], shape[0], dtype=dtype, device="meta")
+    asked = Problem.of(a, b, out, fingerprint(DEVICE), tf32=True)
+    matrices = Misaligned.of(asked)
+    if not matrices:
+        assert 1 in shape  # of one row or column, and that on 16 bytes
+        return
+    copies = bind_copy(asked)(a, b)
+    after = realigned(asked)
+    for matrix in matrices:
+        given, copy = (a, b)[matrix.place], copies[matrix.place]
+        assert torch.equal(copy, given)
+        assert Operand.of(copy) == matrix.copied == (after.a, after.b)[matrix.place]
+        rows = copy.t() if matrix.transposed else copy
+        whole = rows.as_strided((rows.shape[0], matrix.pitch), (matrix.pitch, 1))
+        assert not whole[:, rows.shape[1] :].any(), "the padding is not zero"
+        # torch's allocations are aligned to 64 bytes on a CPU, to 512 on a GPU.
+        assert rows.data_ptr() % (128 if CUDA else 64) == 0
+        assert matrix.pitch * dtype.itemsize % 128 == 0
+    for place, operand in enumerate((asked.a, asked.b)):
+        assert (copies[place] is (a, b)[place]) == operand.aligned
+    assert x.changed() == y.changed() == 0
+
+
+def test_not_a_number_is_copied_like_any() -> None:
+    a = posed((7, 9), "row_unaligned", BF16).tensor
+    a[3, 5] = float("nan")
+    a[6, 8] = float("-inf")
+    asked = Problem.of(a, a.t(), torch.empty(7, 7, device="meta"), fingerprint(DEVICE))
+    copy, _ = bind_copy(asked)(a, a.t())
+    assert torch.equal(copy.view(torch.int16), a.view(torch.int16))
+
+
+def test_offsets_past_32_bits_are_computed_in_64() -> None:
+    wide = Operand(BF16, "row", False, wide=True)
+    types = copy_build(problem(70_000, 64, 40_001, a=wide, b=ALIGNED)).types
+    assert (types["x_stride"], types["x_pitch"]) == ("i64", "i64")
+    types = copy_build(problem()).types
+    assert {types[f"{x}_{what}"] for x in "xy" for what in ("stride", "pitch")} == {"i32"}
+    # The copy is larger than what it is a copy of: that may be broadcast.
+    assert realigned(problem(70_000, 64, 40_001, b=ALIGNED)).a.wide
+
+
+# What it serves.
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        problem(),
+        problem(4096, 4096, 4095, b=ALIGNED, out=ALIGNED),
+        problem(2048, 4001, 4096, a=ALIGNED),
+        problem(a="col", b="strided"),
+        problem(out=Operand(BF16, "col", False)),
+        problem(out=Operand(FP32, aligned=False), bias=FP32, residual=Operand(BF16, "strided")),
+        problem(epilogue="swiglu"),
+        problem(dtype=FP32, tf32=True),
+        problem(device=A100, dtype=FP16),
+        problem(1, 1, 1),
+    ],
+    ids=str,
+)
+def test_serves(asked: Problem) -> None:
+    assert KERNEL.reasons_against(asked) == []
+    configs = KERNEL.configs(asked)
+    assert configs[0] == KERNEL.default_config(asked)
+    assert 1 <= len(configs) <= 10
+    assert len(set(configs)) == len(configs)
+    times = [KERNEL.estimate_us(asked, config) for config in configs]
+    assert times == sorted(times)
+    served = realigned(asked)
+    assert served.a.aligned
+    assert served.b.aligned
+    for config in configs:
+        inner = inner_kernels()[config.inner]
+        assert inner.reasons_against(served) == []
+        copied = KERNEL.workspace_bytes(asked, config)
+        assert copied >= inner.workspace_bytes(served, config.config)
+
+
+@pytest.mark.parametrize(
+    ("asked", "reason"),
+    [
+        (problem(a=ALIGNED, b=ALIGNED), "aligned already"),
+        (problem(batch=2), "not batched"),
+        (problem(dtype=FP32), "without TF32"),
+        (problem(dtype=torch.float64), "torch.float64 operands"),
+        (problem(k=0), "nothing to multiply"),
+        (problem(device=DeviceFingerprint("cpu", "cpu")), "Triton runs on GPUs"),
+        (problem(a=Operand(FP16, aligned=False)), "differ in dtype"),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "",
+)
+def test_declines_with_the_reason(asked: Problem, reason: str) -> None:
+    assert any(reason in text for text in KERNEL.reasons_against(asked))
+
+
+def test_the_best_kernel_multiplies() -> None:
+    """On Hopper the warp-specialised one, alone where no estimate is near; before it, the one
+    that needs no TMA."""
+    assert KERNEL.default_config(problem()).inner == "triton.warp_specialized"
+    assert {c.inner for c in KERNEL.configs(problem())} > {"triton.warp_specialized"}
+    assert "triton.grouped" in {c.inner for c in KERNEL.configs(problem(device=A100))}
+    # Too few tiles for the SMs: ranges of K, too.
+    few = problem(127, 4093, 4096, a=ALIGNED)
+    assert "triton.split_k" in {c.inner for c in KERNEL.configs(few)}
+
+
+def test_estimates_count_the_copies() -> None:
+    """33.5 MB read and written at 4.2 TB/s: 16 µs for each operand."""
+
+    def estimate(asked: Problem) -> float:
+        # Of one config: the default may change with what is copied.
+        time = KERNEL.estimate_us(asked, KERNEL.default_config(problem()))
+        assert time is not None
+        return time
+
+    both, one = estimate(problem()), estimate(problem(b=ALIGNED))
+    assert 14 < both - one < 18
+    product = inner_kernels()["triton.warp_specialized"]
+    config = KERNEL.default_config(problem()).config
+    alone = product.estimate_us(realigned(problem()), config)
+    assert alone is not None
+    assert 30 < both - alone < 38
+
+
+def test_memory_for_the_copies_is_counted() -> None:
+    config = KERNEL.default_config(problem())
+    # 4097 elements in rows of 4160, the next multiple of 128 bytes.
+    assert KERNEL.workspace_bytes(problem(), config) == 2 * 4097 * 4160 * 2
+    assert KERNEL.workspace_bytes(problem(b=ALIGNED), config) == 4097 * 4160 * 2
+
+
+# Its configs.
+
+
+def test_a_config_is_one_flat_object() -> None:
+    for asked in (problem(), problem(127, 4093, 4096, a=ALIGNED), problem(device=A100)):
+        for config in KERNEL.configs(asked):
+            document = config.to_json()
+            assert document == {"inner": config.inner, **config.config.to_json()}
+            assert all(type(value) in (int, float, bool, str) for value in document.values())
+            assert RealignedConfig.from_json(json.loads(json.dumps(document))) == config
+            assert str(config).startswith(f"inner={config.inner} BLOCK_M=")
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"inner": "triton.naive"},
+        {"inner": "triton.grouped"},
+        {"inner": ["triton.persistent"]},
+        {"inner": None},
+        {"BLOCK_M": 48},
+        {"BLOCK_M": "128"},
+        {"config": {}},
+    ],
+    ids=str,
+)
+def test_a_config_out_of_bounds_does_not_parse(change: dict[str, Any]) -> None:
+    document = KERNEL.default_config(problem()).to_json()
+    with pytest.raises(ConfigError):
+        RealignedConfig.from_json({**document, **change})
+    without = {name: value for name, value in document.items() if name not in change}
+    if len(without) < len(document):
+        with pytest.raises(ConfigError):
+            RealignedConfig.from_json(without)
+
+
+def test_a_config_names_its_own_kernel() -> None:
+    config = KERNEL.default_config(problem())
+    with pytest.raises(ValueError, match="takes no"):
+        RealignedConfig(inner="triton.grouped", config=config.config)
+    with pytest.raises(ValueError, match="must be one of"):
+        RealignedConfig(inner="triton.realigned", config=config)
+
+
+def test_its_version_changes_with_any_inner_kernel(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = Realigned().version
+    assert Realigned().version == before
+    kernels = dict(inner_kernels())
+    for name, kernel in kernels.items():
+        with monkeypatch.context() as patch:
+            edited = type("Edited", (type(kernel),), {"version": "edited"})()
+            patch.setitem(inner_kernels(), name, edited)
+            assert Realigned().version != before
+
+
+def test_without_gluon_the_others_serve(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tmm_triton.plugin import missing
+
+    absent = missing("triton.warp_specialized", "no Gluon")
+    monkeypatch.setitem(inner_kernels(), absent.name, absent)
+    assert KERNEL.reasons_against(problem()) == []
+    assert KERNEL.default_config(problem()).inner == "triton.persistent"
+
+
+# What the compiler makes of it.
+
+_COMPILE = """
+import json, re, subprocess, sys
+from pathlib import Path
+import test_realigned
+from test_realigned import *
+from tmm_core.triton import compile_for, source
+from tmm_triton import warp_specialized
+import triton
+from triton.backends.compiler import GPUTarget
+
+def inner(asked, config):
+    kernel, served = inner_kernels()[config.inner], realigned(asked)
+    if config.inner != "triton.warp_specialized":
+        return [build.compile_for(90) for build in kernel.builds(served, config.config)]
+    special = kernel.specialize(served, config.config)
+    src = source(warp_specialized._kernel, special.types, special.constants, special.divisible)
+    return [compile_for(GPUTarget("cuda", 90, 32), src, num_warps=special.num_warps)]
+
+tools = Path(triton.__file__).parent / "backends/nvidia/bin"
+asked = eval(sys.argv[1])
+for compiled in eval(sys.argv[2]):
+    Path(sys.argv[3]).write_bytes(compiled.asm["cubin"])
+    usage = subprocess.run(
+        [tools / "cuobjdump", "-res-usage", sys.argv[3]], capture_output=True, text=True, check=True
+    ).stdout
+    ptx = compiled.asm["ptx"]
+    print(json.dumps({
+        "shared": compiled.metadata.shared,
+        "stack": int(re.search(r"STACK:(\\d+)", usage)[1]),
+        "loads": len(re.findall(r"ld\\.global\\.\\S*", ptx)),
+        "vector_stores": len(re.findall(r"st\\.global\\.v4\\.b32", ptx)),
+        "stores": len(re.findall(r"st\\.global", ptx)),
+        "wgmma": ptx.count("wgmma.mma_async"),
+        "wide": ptx.count("mul.lo.s64") + ptx.count("mad.lo.s64"),
+    }))
+"""
+
+
+def compiled(asked: str, what: str, folder: Path) -> list[dict[str, Any]]:
+    """Compile in a process that does not interpret, as a GPU's would not."""
+    environment = {
+        **os.environ,
+        "TRITON_INTERPRET": "0",
+        "TRITON_CACHE_DIR": str(folder / "triton"),
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }
+    command = [sys.executable, "-c", _COMPILE, asked, what, str(folder / "k.cubin")]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=folder)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "asked",
+    [
+        "problem()",
+        "problem(dtype=FP16, a='col', b='strided')",
+        "problem(dtype=FP32, tf32=True, b=Operand(FP32))",
+        "problem(70_000, 4096, 40_001, a=Operand(BF16, 'row', False, True), b=ALIGNED)",
+    ],
+)
+def test_the_copy_compiles_for_hopper(asked: str, tmp_path: Path) -> None:
+    (result,) = compiled(asked, "[copy_build(asked).compile_for(90)]", tmp_path)
+    assert result["stack"] == 0
+    # Eight programs to an SM.
+    assert result["shared"] <= H200.shared_memory // 8
+    assert result["stores"] == result["vector_stores"] > 0, "stores are not of 16 bytes"
+    assert (result["wide"] > 0) == ("70_000" in asked)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("asked", "stack"),
+    [
+        ("problem()", 0),
+        ("problem(8192, 50257, 768, a=ALIGNED)", 0),
+        ("problem(127, 4093, 4096, dtype=FP16, a=Operand(FP16))", 0),
+        # A few registers of the epilogue may go to local memory.
+        ("problem(epilogue='silu', bias=BF16)", 128),
+    ],
+)
+def test_every_config_compiles_for_hopper(asked: str, stack: int, tmp_path: Path) -> None:
+    results = compiled(
+        asked, "[c for x in KERNEL.configs(asked) for c in inner(asked, x)]", tmp_path
+    )
+    assert len(results) >= 8
+    for result in results:
+        assert result["shared"] <= H200.shared_memory, result
+        assert result["stack"] <= stack, result
+    # Reductions of split K have nothing to multiply.
+    assert sum(result["wgmma"] > 0 for result in results) >= 8
