@@ -110,7 +110,6 @@ def llama(args: argparse.Namespace) -> dict[str, Any]:
         cache = StaticCache(config=config, max_cache_len=config.max_position_embeddings)
         model(ids, past_key_values=cache, logits_to_keep=1)
         token = ids[:, -1:].clone()
-        full = [layer.cumulative_length for layer in cache.layers]
 
         def step() -> None:
             token.copy_(model(token, past_key_values=cache).logits[:, -1:].argmax(-1))
@@ -126,8 +125,9 @@ def llama(args: argparse.Namespace) -> dict[str, Any]:
             step()
 
         def replay() -> None:
-            for length in full:
-                length.fill_(args.prompt)
+            token.copy_(ids[:, -1:])
+            for layer in cache.layers:
+                layer.cumulative_length.fill_(args.prompt)
             for _ in range(args.steps):
                 graph.replay()
 

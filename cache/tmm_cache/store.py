@@ -139,8 +139,9 @@ class CacheStore:
         for entry in entries:
             if entry.root != self.root:
                 raise ValueError(f"{entry.path} is of the layer {entry.root}, not of {self.root}")
-            self._held.pop(entry.path, None)
             removals.append(removal.Removal(entry.path, "record", "asked for"))
+        for asked in removals:
+            self._held.pop(asked.path, None)
         faults = removal.remove(self.root, removals)
         for fault in faults:
             _warn(fault)

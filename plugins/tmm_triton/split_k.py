@@ -3,7 +3,7 @@
 A product with few output tiles (decode, M·N small against K) leaves most SMs idle, or too
 few bytes in flight to reach the memory's bandwidth. Here SPLIT_K programs share a tile: each
 sums a contiguous range of whole BLOCK_K steps in fp32 and writes its partial sum to a
-workspace. The partial sums are then added in the order of their ranges, always the same, and
+workspace. The partial sums are then added in an order that is always the same, and
 epilogue, bias and residual are applied once, to the full sum. So the result is deterministic,
 and with a given config a row's bits depend on neither M nor the other rows.
 
@@ -210,6 +210,11 @@ class SplitKConfig(TileConfig):
         check("SPLIT_K", self.SPLIT_K, range(1, _MOST_SPLITS + 1))
         if self.REDUCE not in ("last", "kernel"):
             raise ValueError(f"REDUCE must be 'last' or 'kernel', got {self.REDUCE!r}")
+
+    def registers(self, problem: Problem) -> int:
+        """As for any tile, and the addresses that partial sums are stored to."""
+        addresses = self.BLOCK_M * self.BLOCK_N // (64 * self.num_warps)
+        return super().registers(problem) + (addresses if self.SPLIT_K > 1 else 0)
 
 
 #: For products whose partial sums would not fit the workspace, however few.

@@ -178,3 +178,25 @@ def test_remove_refuses_the_entries_of_a_layer(
     with pytest.raises(ValueError, match=f"is of the layer {near.root}"):
         store.remove(list(store.entries()))
     assert len(list(store.entries())) == 2  # not even the first
+
+
+def test_a_held_record_answers_whatever_the_disk_says(store: CacheStore) -> None:
+    store.hold(GPU, ENVIRONMENT, record(note="held"))
+    assert store.load(GPU, ENVIRONMENT, problem()) == record(note="held")
+    assert store.found(GPU, ENVIRONMENT, problem()) is None
+    assert not store.root.exists()
+    # Another process writes; this one is not swayed.
+    path = CacheStore(store.root).save(GPU, ENVIRONMENT, record(note="written"))
+    assert store.load(GPU, ENVIRONMENT, problem()) == record(note="held")
+    assert store.found(GPU, ENVIRONMENT, problem()) == path
+    (entry,) = store.entries(GPU)
+    assert (entry.path, entry.environment, entry.record.note) == (path, ENVIRONMENT, "held")
+    assert list(store.entries("another-gpu")) == []
+
+
+def test_a_save_or_a_removal_ends_what_was_held(store: CacheStore) -> None:
+    store.hold(GPU, ENVIRONMENT, record(note="held"))
+    store.save(GPU, ENVIRONMENT, record(note="newer"))
+    assert store.load(GPU, ENVIRONMENT, problem()) == record(note="newer")
+    assert store.remove(list(store.entries())) == 1
+    assert store.load(GPU, ENVIRONMENT, problem()) is None

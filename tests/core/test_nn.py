@@ -350,6 +350,12 @@ def transpose(mlp: Any) -> None:
     mlp.gate_proj.weight.data = randn(12, 20).t()
 
 
+def neighbours_by_columns(mlp: Any) -> None:
+    flat = randn(480)
+    mlp.gate_proj.weight.data = flat[:240].view(12, 20).t()
+    mlp.up_proj.weight.data = flat[240:].view(12, 20).t()
+
+
 def one_bias(mlp: Any) -> None:
     mlp.up_proj.bias = nn.Parameter(randn(20))
 
@@ -357,7 +363,10 @@ def one_bias(mlp: Any) -> None:
 SPOILERS = (replace_weight, swap_halves, tie_halves, slice_of_one_buffer, parametrize)
 
 
-@pytest.mark.parametrize("spoil", [*SPOILERS, hook, adapt, transpose, one_bias])
+OTHERS = (transpose, neighbours_by_columns, one_bias)
+
+
+@pytest.mark.parametrize("spoil", [*SPOILERS, hook, adapt, *OTHERS])
 @pytest.mark.parametrize("compiled", [False, True])
 def test_what_parts_the_halves_makes_two_products_never_a_wrong_one(
     spoil: Any, compiled: bool, products: Any
@@ -383,15 +392,36 @@ def test_parameters_in_somebodys_buffer_are_not_moved() -> None:
     assert mlp.gate_proj.weight.data_ptr() == before
 
 
-def test_gated_mlp_under_autocast() -> None:
+def test_halves_of_two_dtypes_are_not_merged() -> None:
+    mlp = GatedMLP(12, 20)
+    mlp.separate()
+    mlp.up_proj.double()
+    assert not mlp.merge()
+    assert mlp.gate_proj.weight.dtype is torch.float32
+    assert mlp.up_proj.weight.dtype is torch.float64
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_frozen_weights_pass_gradients_on(compiled: bool) -> None:
+    mlp, x = GatedMLP(12, 20).requires_grad_(False), randn(5, 12).requires_grad_()
+    run = torch.compile(mlp, backend="aot_eager", fullgraph=True) if compiled else mlp
+    (got,) = torch.autograd.grad(run(x).sum(), x)
+    (expected,) = torch.autograd.grad(by_hand(mlp, x).sum(), x)
+    assert_close(got, expected)
+
+
+@pytest.mark.parametrize("compiled", [False, True])
+def test_gated_mlp_under_autocast(compiled: bool) -> None:
+    torch._dynamo.reset()
     mlp, x = GatedMLP(12, 20), randn(5, 12)
     reference = LlamaMLP()
     reference.load_state_dict(mlp.state_dict())
+    run = torch.compile(mlp, backend="aot_eager", fullgraph=True) if compiled else mlp
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
-        assert mlp(x).dtype is torch.bfloat16
-        assert_close(mlp(x), reference(x))
+        assert run(x).dtype is torch.bfloat16
+        assert_close(run(x), reference(x))
         mlp.bfloat16(), reference.bfloat16()
-        assert_close(mlp(x.bfloat16()), reference(x.bfloat16()))
+        assert_close(run(x.bfloat16()), reference(x.bfloat16()))
 
 
 def test_gated_mlp_in_inference_mode_and_on_meta() -> None:
@@ -718,6 +748,13 @@ class Doubled(LlamaMLP):
         return self.down_proj(self.act_fn(self.gate_proj(x * 2)) * self.up_proj(x))
 
 
+class Optional(LlamaMLP):
+    """Takes more than x."""
+
+    def forward(self, x: torch.Tensor, scale: Any = None) -> torch.Tensor:
+        return super().forward(x)
+
+
 class OwnState(LlamaMLP):
     def _save_to_state_dict(self, *args: Any) -> None:
         super()._save_to_state_dict(*args)
@@ -733,6 +770,7 @@ class QuickGelu(nn.Module):
     [
         Prefixed,
         Doubled,
+        Optional,
         OwnState,
         lambda: LlamaMLP(act=Clamped()),
         lambda: LlamaMLP(act=QuickGelu()),

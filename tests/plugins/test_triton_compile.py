@@ -47,12 +47,16 @@ def problems(device: DeviceFingerprint) -> dict[str, Problem]:
     row, col = Operand(BF16), Operand(BF16, "col")
     loose = Operand(BF16, aligned=False)
     large = Problem(4096, 4096, 4096, row, col, row, device, epilogue=parse("silu"), bias=BF16)
-    return {
+    posed = {
         "large": large,
         "middle": replace(large, m=1024, n=1024, k=1024, a=col, b=row, residual=row),
+        "gated": replace(large, m=2048, n=14336, epilogue=parse("swiglu")),
+    }
+    if device.sm == 100:  # at 0.8 s a compilation
+        return posed
+    return posed | {
         "decode": replace(large, m=16),
         "large_k": replace(large, m=256, n=256, k=65536, b=row, epilogue=parse(None), bias=None),
-        "gated": replace(large, m=2048, n=14336, epilogue=parse("swiglu")),
         "gated_decode": replace(large, m=16, n=14336, epilogue=parse("swiglu")),
         "unaligned": replace(large, m=4097, n=4097, k=4097, a=loose, b=loose, out=loose),
         "fp32": replace(
@@ -164,31 +168,23 @@ def test_every_config_compiles_and_fits(sm: int) -> None:
     spilled = {label(x): x["STACK"] for x in lines if x["STACK"] + x["LOCAL"] > MOST_STACK}
     assert not spilled
 
-    proposed = {(line["problem"], line["kernel"]) for line in lines}
-    for name in problems(DEVICES[sm]):
-        served = {kernel for problem, kernel in proposed if problem == name}
-        if name.startswith("gated"):
-            assert served == ({"fused_epilogue", "persistent"} if sm >= 90 else {"fused_epilogue"})
-        else:
-            assert served >= {"naive", "grouped", "fused_epilogue"}
-            tma = sm >= 90 and name not in ("unaligned", "fp32")
-            assert ("persistent" in served) == tma
+    kernels = set(KERNELS) if sm >= 90 else set(KERNELS) - {"persistent"}
+    assert {line["kernel"] for line in lines} == kernels
+    main = [line for line in lines if line["function"] != "reduce_kernel"]
+    # Alignment that is claimed reaches the loads: copies to shared memory run ahead.
+    assert not [label(x) for x in main if x["problem"] != "unaligned" and not x["async"]]
 
     # What configs are chosen by is what the compiler makes of them; on Blackwell it adds
     # scratch of its own, up to 8 KiB.
-    for line in lines:
-        if line["function"] != "reduce_kernel" and sm < 100:
-            assert line["shared"] <= line["claimed"] + 2048, label(line)
+    if sm < 100:
+        assert not [label(x) for x in main if x["shared"] > x["claimed"] + 2048]
 
     if sm == 90:
-        wide = [x for x in lines if x["problem"] != "fp32" and x["function"] != "reduce_kernel"]
-        meant = [
-            x for x in wide
-            if x["warps"] % 4 == 0 and (x["tile"][0] % 64 == 0 or x["swap"])
-        ]  # fmt: skip
+        tensor_cores = [x for x in main if x["problem"] != "fp32" and x["warps"] % 4 == 0]
+        meant = [x for x in tensor_cores if x["tile"][0] % 64 == 0 or x["swap"]]
         assert {x["kernel"] for x in meant} == set(KERNELS)
         assert not [label(x) for x in meant if not x["wgmma"] or x["mma"]]
-        assert not [label(x) for x in lines if (x["kernel"] == "persistent") != (x["tma"] > 0)]
+        assert not [label(x) for x in main if (x["kernel"] == "persistent") != (x["tma"] > 0)]
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 import torch.distributed as dist
 from tmm_cache import TuningRecord
 
@@ -169,14 +170,21 @@ def _compare(board: _Board, problems: Sequence[Problem], lost: set[int]) -> None
     mine: dict[str, Any] = {
         "kernels": [f"{kernel.name} {kernel.version}" for kernel in kernels],
         "choices": [[c.kernel.name, c.kernel.version, c.config.to_json()] for c in chosen],
+        "gpu": _gpu(problems),
     }
     board.put(f"chose/{board.me}", mine)
     others = [rank for rank in board.ranks if rank != board.me and rank not in lost]
     silent = board.await_all({rank: [f"chose/{rank}"] for rank in others})
     for rank in others:
-        if rank in silent:
+        theirs = None if rank in silent else board.get(f"chose/{rank}")
+        if theirs is None:
             note = f"rank {rank} did not say what it chooses within {board.timeout:g} s"
-        elif (theirs := board.get(f"chose/{rank}")) == mine:
+        elif mine["gpu"] is not None and theirs["gpu"] == mine["gpu"]:
+            note = (
+                f"ranks {board.me} and {rank} measured on one GPU, at the cost of each other's "
+                f"times; call torch.cuda.set_device() before"
+            )
+        elif theirs["kernels"] == mine["kernels"] and theirs["choices"] == mine["choices"]:
             continue
         elif theirs["kernels"] != mine["kernels"]:
             unlike = set(theirs["kernels"]) ^ set(mine["kernels"])
@@ -281,6 +289,13 @@ def _digest(problems: Sequence[Problem]) -> dict[str, Any]:
         "problems": f"{len(problems)} {hashlib.sha256(text.encode()).hexdigest()[:16]}",
         "devices": sorted(devices),
     }
+
+
+def _gpu(problems: Sequence[Problem]) -> str | None:
+    """Which GPU this rank measures on, where it does."""
+    if not any(problem.device.type == "cuda" for problem in problems):
+        return None
+    return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
 
 
 def _list(items: Iterable[Any]) -> str:
