@@ -9,6 +9,8 @@ import io
 import pickle
 import subprocess
 import sys
+from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -22,6 +24,13 @@ from tmm_core.errors import TmmWarning, UnknownNameError
 from tmm_core.nn import GatedMLP, Linear, SwiGLU, convert, gated
 
 assert_close = torch.testing.assert_close
+
+
+@pytest.fixture(autouse=True)
+def compiled_anew() -> Iterator[None]:
+    """Dynamo counts recompiles per function, for as long as the process lives."""
+    yield
+    torch._dynamo.reset()
 
 
 @pytest.fixture
@@ -412,7 +421,6 @@ def test_frozen_weights_pass_gradients_on(compiled: bool) -> None:
 
 @pytest.mark.parametrize("compiled", [False, True])
 def test_gated_mlp_under_autocast(compiled: bool) -> None:
-    torch._dynamo.reset()
     mlp, x = GatedMLP(12, 20), randn(5, 12)
     reference = LlamaMLP()
     reference.load_state_dict(mlp.state_dict())
@@ -483,7 +491,6 @@ def test_an_activation_that_does_not_gate_is_refused(activation: Any) -> None:
 def test_layers_compile_whole_with_and_without_gradients(
     kind: str, backend: str, products: Any
 ) -> None:
-    torch._dynamo.reset()
     made = {
         "linear": lambda: Linear(12, 20, epilogue="gelu"),
         "gated": lambda: GatedMLP(12, 20, bias=True),
@@ -502,7 +509,6 @@ def test_layers_compile_whole_with_and_without_gradients(
 
 
 def test_a_compiled_gated_mlp_is_one_product_for_any_number_of_rows(products: Any) -> None:
-    torch._dynamo.reset()
     torch._dynamo.utils.counters.clear()
     mlp = GatedMLP(12, 20)
     compiled = torch.compile(mlp, backend="aot_eager", fullgraph=True, dynamic=True)
@@ -939,6 +945,24 @@ def test_examples_in_docstrings(name: str) -> None:
     result = doctest.testmod(module, extraglobs={"nn": nn})
     assert result.attempted
     assert not result.failed
+
+
+WITHOUT = """
+import runpy, sys
+sys.modules["transformers"] = None
+sys.argv = sys.argv[1:]
+runpy.run_path(sys.argv[0], run_name="__main__")
+"""
+
+
+def test_the_example_says_what_it_lacks() -> None:
+    example = Path(__file__).parents[2] / "examples" / "llama_convert.py"
+    run = subprocess.run(
+        [sys.executable, "-c", WITHOUT, str(example)], capture_output=True, text=True
+    )
+    assert run.returncode == 2
+    assert "needs transformers" in run.stderr
+    assert not run.stdout
 
 
 # -- on a GPU ----------------------------------------------------------------------------
