@@ -46,7 +46,9 @@ def test_two_processes_tune_a_problem_once(tmp_path: Path) -> None:
         out, _ = process.communicate(timeout=120)
         assert process.returncode == 0
         lines.append(out.split())
-    assert [line[:2] for line in lines] == [["slow", "tuned"]] * 2
+    assert [line[0] for line in lines] == ["slow"] * 2
+    # The second waits for the first's record, or finds it where it was slow to start.
+    assert {line[1] for line in lines} in ({"tuned"}, {"tuned", "cache"})
     measured = sorted(int(line[2]) for line in lines)
     assert measured[0] == 0
     assert measured[1] > 0
