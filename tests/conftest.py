@@ -22,7 +22,7 @@ if not torch.cuda.is_available():
 
 sys.path.insert(0, str(Path(__file__).parent))  # fakes.py
 
-from tmm_core import ops, settings
+from tmm_core import dispatch, settings
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -47,6 +47,6 @@ def isolated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 def forget() -> None:
     """Make the process read environment, plugins and cache anew."""
-    ops.dispatcher.cache_clear()
-    ops.forget_plans()
+    dispatch.dispatcher.cache_clear()
+    dispatch.forget_plans()
     settings._from_environment.cache_clear()

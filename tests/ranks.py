@@ -225,7 +225,7 @@ def _reference(tensors: dict[str, torch.Tensor], epilogue: str) -> torch.Tensor:
     z = torch.matmul(tensors["a"], tensors["b"])
     if "bias" in tensors:
         z = z + tensors["bias"]
-    y = tmm_core.ops.epilogue_of(epilogue).apply(z)
+    y = tmm_core.dispatch.epilogue_of(epilogue).apply(z)
     return y + tensors["residual"] if "residual" in tensors else y
 
 

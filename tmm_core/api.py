@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from tmm_cache import TuningRecord
 
-from tmm_core import ops, settings
+from tmm_core import dispatch, ops, settings
 from tmm_core.epilogue import Epilogue, EpilogueLike
 from tmm_core.explain import Explanation, KernelInfo, explain_problem, kernel_infos
 from tmm_core.kernel import Config
@@ -85,7 +85,7 @@ def matmul(
     elif type(epilogue) is str:
         text = epilogue
     else:
-        text = ops.intern(ops.dispatcher().registry.epilogue(epilogue))
+        text = dispatch.intern(dispatch.dispatcher().registry.epilogue(epilogue))
     if out is not None:
         return ops.matmul_out(a, b, bias, residual, alpha, text, out_dtype, out=out)  # type: ignore[no-any-return]
     if torch.compiler.is_compiling():
@@ -127,7 +127,7 @@ def _differentiable(
 ) -> Tensor:
     """With gradients the pre-activation is kept, as eager keeps it, and the epilogue applied
     by torch: recomputing it in backward would cost a whole product."""
-    fused = ops.epilogue_of(text)
+    fused = dispatch.epilogue_of(text)
     if fused.is_identity:
         return ops.matmul(a, b, bias, residual, alpha, "", out_dtype)  # type: ignore[no-any-return]
     z = ops.matmul(a, b, bias, None, alpha, "", out_dtype)
@@ -226,13 +226,13 @@ def plan(
     Not differentiable. Arguments and errors are those of :func:`matmul`.
     """
     with _overrides(kernel, config, on_cache_miss):
-        return ops.make_plan(
+        return dispatch.make_plan(
             a,
             b,
             bias,
             residual,
             alpha,
-            ops.dispatcher().registry.epilogue(epilogue),
+            dispatch.dispatcher().registry.epilogue(epilogue),
             out_dtype,
             None,
             settings.current(),
@@ -254,9 +254,9 @@ def problem(
     Raises:
         RuntimeError, ValueError, TypeError: As :func:`matmul`.
     """
-    parsed = ops.dispatcher().registry.epilogue(epilogue)
+    parsed = dispatch.dispatcher().registry.epilogue(epilogue)
     current = settings.current()
-    return ops.pose(a, b, bias, residual, alpha, parsed, out_dtype, None, current)[0]
+    return dispatch.pose(a, b, bias, residual, alpha, parsed, out_dtype, None, current)[0]
 
 
 def explain(a: Tensor, b: Tensor, **arguments: Any) -> Explanation:
@@ -275,7 +275,7 @@ def explain(a: Tensor, b: Tensor, **arguments: Any) -> Explanation:
     arguments.pop("on_cache_miss", None)
     with settings.override(**forced, on_cache_miss="heuristic"):
         posed = problem(a, b, **arguments)
-        return explain_problem(ops.dispatcher(), posed, settings.current())
+        return explain_problem(dispatch.dispatcher(), posed, settings.current())
 
 
 def tune(
@@ -295,14 +295,14 @@ def tune(
         problems = [problems]
     changes: dict[str, Any] = {} if budget is None else {"tune_budget": budget}
     with settings.override(**changes) as current:
-        records = [ops.dispatcher().tune(p, current, force=force) for p in problems]
-    ops.forget_plans()
+        records = [dispatch.dispatcher().tune(p, current, force=force) for p in problems]
+    dispatch.forget_plans()
     return records
 
 
 def kernels() -> list[KernelInfo]:
     """Every kernel there is, with version, distribution, traits, and why it is disabled."""
-    return kernel_infos(ops.dispatcher().registry, settings.current())
+    return kernel_infos(dispatch.dispatcher().registry, settings.current())
 
 
 def _overrides(kernel: str | None, config: ConfigLike, on_cache_miss: str | None) -> Any:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 import tmm_core
-from tmm_core import ops, verify
+from tmm_core import dispatch, verify
 from tmm_core.epilogue import Epilogue
 from tmm_core.problem import Problem, dtype_name, dtype_of
 
@@ -67,7 +67,7 @@ class Case:
             UnknownNameError, ValueError: The epilogue.
             RuntimeError: Torch cannot allocate or fill such tensors.
         """
-        epilogue = ops.dispatcher().registry.epilogue(self.epilogue or None)
+        epilogue = dispatch.dispatcher().registry.epilogue(self.epilogue or None)
         width = self.n * (2 if epilogue.gated else 1)
         out_dtype = self.out_dtype or self.dtype
 
@@ -143,7 +143,7 @@ class Call:
         return {
             "bias": self.bias,
             "residual": self.residual,
-            "epilogue": None if self.epilogue.is_identity else ops.intern(self.epilogue),
+            "epilogue": None if self.epilogue.is_identity else dispatch.intern(self.epilogue),
             "out_dtype": self.out_dtype,
         }
 

@@ -20,7 +20,7 @@ import torch.nn.functional as F
 from tmm_cache import default_root
 
 import tmm_core
-from tmm_core import ops, verify
+from tmm_core import dispatch, verify
 from tmm_core.bench import report, runner, suites
 from tmm_core.bench.results import Document
 from tmm_core.case import Case
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not options.interpreted:
         folder = folder.with_name(f"{folder.name}-demo")
         os.environ["TMM_CACHE_DIR"] = str(folder)
-        ops.dispatcher.cache_clear()
+        dispatch.dispatcher.cache_clear()
     with warnings_as_notes():
         if options.interpreted:
             return interpreted()

@@ -34,10 +34,10 @@ from tmm_core.plan import Choice
 from tmm_core.problem import Problem
 from tmm_core.registry import Registry
 from tmm_core.settings import Settings
-from tmm_core.tuner import Tuner
+from tmm_core.tuner import BASELINE, Tuner
 
 #: The kernel that always can.
-FALLBACK = "blas"
+FALLBACK = BASELINE
 
 #: Batch-invariant mode chooses at this M for all M, so that the choice cannot depend on it.
 INVARIANT_M = 256

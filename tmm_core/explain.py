@@ -15,7 +15,7 @@ from tmm_core.plan import Choice
 from tmm_core.problem import Problem
 from tmm_core.registry import Registry
 from tmm_core.settings import Settings
-from tmm_core.tuner import BASELINE
+from tmm_core.tuner import baseline_us
 
 
 @dataclass(frozen=True, slots=True)
@@ -140,7 +140,7 @@ class Explanation:
         else:
             say(f"record    {self.record.created}, {self.record.tuning_seconds:.1f} s of tuning")
             table = Table("kernel", "config", "median µs", "vs blas", "error", "", box=None)
-            baseline = _baseline(self.record)
+            baseline = baseline_us(self.record)
             for index, result in _ranked(self.record):
                 table.add_row(*_row(result, baseline, index == self.record.winner))
             console.print(table)
@@ -167,11 +167,6 @@ def explain_problem(dispatcher: Dispatcher, problem: Problem, settings: Settings
         able=tuple(able),
         store=str(dispatcher.store.root),
     )
-
-
-def _baseline(record: TuningRecord) -> float | None:
-    times = [c.median_us for c in record.candidates if c.kernel == BASELINE and c.status == "ok"]
-    return min((t for t in times if t is not None), default=None)
 
 
 def _ranked(record: TuningRecord) -> list[tuple[int, CandidateResult]]:

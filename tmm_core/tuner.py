@@ -275,6 +275,12 @@ def decide(results: Sequence[CandidateResult], incumbent: CandidateResult | None
     return min((p for p in timed if _us(p[1]) <= best * (1 + TIE)), key=rank)[0]
 
 
+def baseline_us(record: TuningRecord) -> float | None:
+    """BLAS's median on record, in µs; None where it was not timed."""
+    times = [c.median_us for c in record.candidates if c.kernel == BASELINE and c.status == "ok"]
+    return min((t for t in times if t is not None), default=None)
+
+
 def _us(result: CandidateResult) -> float:
     time_us = result.median_us
     return float("inf") if time_us is None else time_us

@@ -87,7 +87,6 @@ def estimate_us(problem: Problem, *, aligned: bool) -> float | None:
 
 def bind_product(problem: Problem) -> Launcher:
     """The whole expression by torch's own operators, in torch's own roundings."""
-    epilogue = problem.epilogue
     out_dtype = problem.out.dtype
     same = out_dtype == problem.a.dtype
     mm = torch.mm if problem.batch == 1 else torch.bmm
@@ -118,20 +117,30 @@ def bind_product(problem: Problem) -> Launcher:
     ) -> Tensor:
         if add_bias and bias is not None:
             z = torch.addmm(bias, a, b, alpha=alpha)
-        else:
-            z = mm(a, b) if same else _wide(a, b, out_dtype, mm)
-            if alpha != 1.0:
-                z = z * alpha
-            if bias is not None:
-                z = z + bias
-        z = epilogue.apply(z)
-        if residual is not None:
-            z = z + residual
-        if out is not None:
-            return out.copy_(z)
-        return z.to(out_dtype)
+            return finish(problem, z, None, residual, 1.0, out)
+        z = mm(a, b) if same else _wide(a, b, out_dtype, mm)
+        return finish(problem, z, bias, residual, alpha, out)
 
     return general
+
+
+def finish(
+    problem: Problem,
+    z: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    alpha: float,
+    out: Tensor | None,
+) -> Tensor:
+    """What follows a product ``z``, by torch's own operators, in torch's own roundings."""
+    if alpha != 1.0:
+        z = z * alpha
+    if bias is not None:
+        z = z + bias
+    z = problem.epilogue.apply(z)
+    if residual is not None:
+        z = z + residual
+    return z.to(problem.out.dtype) if out is None else out.copy_(z)
 
 
 def _wide(a: Tensor, b: Tensor, dtype: torch.dtype, mm: object) -> Tensor:

@@ -7,12 +7,12 @@ buffer whose rows start on 16 bytes; a misaligned output is produced in such a b
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
-from tmm_blas.blas import BYTES_PER_SM_US, bind_product, estimate_us
+from tmm_blas.blas import BYTES_PER_SM_US, bind_product, estimate_us, finish
 from tmm_core import Config, Kernel, Launcher, Operand, Problem, Traits
 
 Tensor = torch.Tensor
@@ -92,11 +92,9 @@ class PaddedBlas(Kernel[PaddedConfig]):
             a = _extend(a, 0, k, unit) if pad_a or k else a
             b = _extend(b, k, n, unit) if pad_b or k or n else b
             wide = torch.mm(a, b)[:, :width]
-            if problem.plain:
-                return wide.contiguous() if out is None else out.copy_(wide)
-            return finish(wide, bias, residual, alpha, out)
+            result = finish(problem, wide, bias, residual, alpha, out)
+            return result.contiguous() if out is None else result
 
-        finish = _bind_finish(problem)
         return zeros if config.zeros else strided
 
     def estimate_us(self, problem: Problem, config: PaddedConfig) -> float | None:
@@ -139,25 +137,3 @@ def _extend(t: Tensor, more_rows: int, more_cols: int, unit: int) -> Tensor:
     wide = t.new_zeros((rows + more_rows, cols + more_cols))
     wide[:rows, :cols] = t
     return wide
-
-
-def _bind_finish(problem: Problem) -> Callable[..., Tensor]:
-    epilogue = problem.epilogue
-
-    def finish(
-        z: Tensor,
-        bias: Tensor | None,
-        residual: Tensor | None,
-        alpha: float,
-        out: Tensor | None,
-    ) -> Tensor:
-        if alpha != 1.0:
-            z = z * alpha
-        if bias is not None:
-            z = z + bias
-        z = epilogue.apply(z)
-        if residual is not None:
-            z = z + residual
-        return out.copy_(z) if out is not None else z.to(problem.out.dtype).contiguous()
-
-    return finish

@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from fakes import FakeKernel, plugin
 
 import tmm_core
-from tmm_core import ops
+from tmm_core import dispatch, ops
 from tmm_core.epilogue import BUILTIN, Epilogue
 
 SHAPES = [
@@ -293,12 +293,12 @@ def test_a_kernel_that_raises_is_quarantined_and_the_call_answered() -> None:
     def explode(out: torch.Tensor) -> torch.Tensor:
         raise RuntimeError("illegal address")
 
-    ops.dispatcher().registry.register(
+    dispatch.dispatcher().registry.register(
         plugin(FakeKernel("test.bad", spoil=explode, estimate=1.0)), "bad"
     )
-    ops.dispatcher().registry.kernel("blas").__class__.estimate_us, kept = (
+    dispatch.dispatcher().registry.kernel("blas").__class__.estimate_us, kept = (
         lambda *_: 100.0,
-        ops.dispatcher().registry.kernel("blas").__class__.estimate_us,
+        dispatch.dispatcher().registry.kernel("blas").__class__.estimate_us,
     )
     try:
         a, b = torch.randn(4, 5), torch.randn(5, 6)
@@ -310,12 +310,12 @@ def test_a_kernel_that_raises_is_quarantined_and_the_call_answered() -> None:
         with pytest.raises(RuntimeError, match="illegal address"):
             tmm_core.matmul(a, b, kernel="test.bad")
     finally:
-        ops.dispatcher().registry.kernel("blas").__class__.estimate_us = kept
+        dispatch.dispatcher().registry.kernel("blas").__class__.estimate_us = kept
 
 
 def test_override_nests_and_ends() -> None:
     a, b = torch.randn(2, 2), torch.randn(2, 2)
-    ops.dispatcher().registry.register(
+    dispatch.dispatcher().registry.register(
         plugin(FakeKernel("test.plus", spoil=lambda out: out + 1)), "p"
     )
     with tmm_core.override(kernel="test.plus"):
@@ -382,8 +382,8 @@ assert not torch.cuda.is_initialized()
 assert "triton" not in sys.modules, "triton"
 assert "tmm_triton" not in sys.modules and "tmm_blas" not in sys.modules
 assert "rich" not in sys.modules and "filelock" not in sys.modules
-from tmm_core import ops
-assert ops.dispatcher.cache_info().currsize == 0
+from tmm_core import dispatch, ops
+assert dispatch.dispatcher.cache_info().currsize == 0
 assert set(os.listdir({home!r})) == before
 """
 

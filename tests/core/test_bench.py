@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from fakes import FakeKernel, plugin
 
 import tmm_core
-from tmm_core import ops, settings, verify
+from tmm_core import dispatch, settings, verify
 from tmm_core.bench import environment, host, providers, report, results, runner, suites
 from tmm_core.bench.results import Results
 from tmm_core.bench.suites import Task
@@ -39,7 +39,7 @@ def blas_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def register(*kernels: FakeKernel) -> None:
-    ops.dispatcher().registry.register(plugin(*kernels), "fakes")
+    dispatch.dispatcher().registry.register(plugin(*kernels), "fakes")
 
 
 # -- cases and suites --------------------------------------------------------------------
@@ -230,7 +230,7 @@ def test_without_tuning_the_choice_is_what_a_call_would_get(
     (document,) = measure(monkeypatch, task(), times=(1, 1, 1), tune=False)
     assert (document["kernel"], document["origin"]) == ("blas", "fallback")
     assert document["tuning_seconds"] is None
-    assert ops.dispatcher().store.misses() == []
+    assert dispatch.dispatcher().store.misses() == []
 
 
 def test_a_wrong_answer_shows_in_the_error(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -463,7 +463,7 @@ def test_host_measures_torch_and_tmm(monkeypatch: pytest.MonkeyPatch) -> None:
     assert {"torch.matmul(x, w)", "tmm.matmul(x, w)", "plan(x, w)"} <= set(costs["us"])
     assert costs["kernels"] == dict.fromkeys(("plain", "silu", "linear+bias"), "blas fused=False")
     # Tuned beforehand, so that a call measures no tuning.
-    assert len(list(ops.dispatcher().store.entries())) == 3
+    assert len(list(dispatch.dispatcher().store.entries())) == 3
 
 
 # -- environment -------------------------------------------------------------------------

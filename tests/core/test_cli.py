@@ -14,7 +14,7 @@ from fakes import FakeKernel, plugin
 from tmm_cache import CacheStore
 
 import tmm_core
-from tmm_core import Traits, ops, settings
+from tmm_core import Traits, dispatch, settings
 from tmm_core.cli import main
 from tmm_core.commands import doctor
 from tmm_core.device import fingerprint
@@ -33,7 +33,7 @@ def blas_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def register(*kernels: FakeKernel) -> None:
-    ops.dispatcher().registry.register(plugin(*kernels), "fakes")
+    dispatch.dispatcher().registry.register(plugin(*kernels), "fakes")
 
 
 def run_json(capsys: pytest.CaptureFixture[str], *argv: str) -> Any:
@@ -50,7 +50,7 @@ def records() -> list[Any]:
 
 def test_kernels_lists_what_is_used_and_what_is_not(capsys: pytest.CaptureFixture[str]) -> None:
     listed = {info["name"]: info for info in run_json(capsys, "kernels")}
-    version = ops.dispatcher().registry.kernel("blas").version
+    version = dispatch.dispatcher().registry.kernel("blas").version
     assert listed["blas"]["version"] == version
     assert listed["blas"]["distribution"] == "tmm"
     assert listed["blas"]["disabled"] is None

@@ -13,7 +13,7 @@ import torch
 from fakes import FakeKernel, plugin
 from tmm_cache import CacheStore
 
-from tmm_core import demo, ops, settings
+from tmm_core import demo, dispatch, settings
 from tmm_core.case import Case
 
 
@@ -69,7 +69,7 @@ def test_a_wrong_kernel_is_called_wrong(
     monkeypatch.setenv("TMM_PLUGINS", "blas")
     monkeypatch.setenv("TRITON_INTERPRET", "1")
     kernels = (FakeKernel("fake.wrong", spoil=lambda out: out * 1.5), FakeKernel("fake.right"))
-    ops.dispatcher().registry.register(plugin(*kernels), "fakes")
+    dispatch.dispatcher().registry.register(plugin(*kernels), "fakes")
     assert demo.interpreted() == 1
     text = capsys.readouterr().out
     assert re.search(r"^fake\.wrong +WRONG, error ", text, re.MULTILINE)
@@ -90,7 +90,7 @@ def test_the_comparison_has_a_row_per_problem_and_tells_of_a_wrong_answer(
     assert notes.count("tmm: demo ") == 2
 
     liar = FakeKernel("fake.liar", spoil=lambda out: out * 1.5)
-    ops.dispatcher().registry.register(plugin(liar), "fakes")
+    dispatch.dispatcher().registry.register(plugin(liar), "fakes")
     with settings.override(kernel="fake.liar"):
         assert demo.compare(cases[:1], torch.device("cpu")) == 1
 

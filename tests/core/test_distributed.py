@@ -23,7 +23,7 @@ from tmm_cache import CacheStore
 
 import tmm_core
 import tmm_core.distributed
-from tmm_core import ops
+from tmm_core import dispatch
 from tmm_core.tuner import Tuner
 
 ROOT = Path(__file__).parent.parent.parent
@@ -84,7 +84,7 @@ def epilogues_in_turn() -> list[tuple[str, float]]:
     turns = []
     for name in ("", "relu", "scale(2)", "silu", ""):
         got = tmm_core.matmul(*sharded, epilogue=name or None)
-        expected = ops.epilogue_of(name).apply(a @ b.t())
+        expected = dispatch.epilogue_of(name).apply(a @ b.t())
         turns.append((spell(got.placements), float((got.full_tensor() - expected).abs().max())))
     return turns
 
@@ -210,7 +210,7 @@ def tuned(
     times = {"blas": 10.0, "x": 5.0 + rank % 2, "y": 6.0 - rank % 2}
     kernels = (FakeBlas(), x, FakeKernel("y", version=versions[rank]))
     chooser, _ = dispatcher(*kernels, times=times, root=Path(root.format(rank=rank)))
-    ops.dispatcher = lambda: chooser  # type: ignore[assignment]
+    dispatch.dispatcher = lambda: chooser  # type: ignore[assignment]
     problems = [problem(n=32 + index) for index in range(COUNT)]
     if alone:
         for one in problems:
@@ -344,7 +344,7 @@ def test_different_kernels_are_told(world: World, tmp_path: Path) -> None:
 
 def different_problems() -> str:
     chooser, _ = dispatcher(FakeBlas())
-    ops.dispatcher = lambda: chooser  # type: ignore[assignment]
+    dispatch.dispatcher = lambda: chooser  # type: ignore[assignment]
     posed = [problem(n=32 + (dist.get_rank() == 3))]
     with pytest.raises(ValueError, match="tune different things: they differ in problems") as error:
         tmm_core.distributed.tune(posed)
@@ -382,7 +382,7 @@ def test_without_ranks_it_is_the_plain_tune(monkeypatch: pytest.MonkeyPatch) -> 
     x = FakeKernel("x")
     chooser, _ = dispatcher(FakeBlas(), x, times={"x": 5.0, "blas": 10.0})
     with monkeypatch.context() as patch:
-        patch.setattr(ops, "dispatcher", lambda: chooser)
+        patch.setattr(dispatch, "dispatcher", lambda: chooser)
         (record,) = tmm_core.distributed.tune(problem())
     assert record.best.kernel == "x"
 

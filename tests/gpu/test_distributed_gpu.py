@@ -20,7 +20,7 @@ from ranks import MOVED, RULES, Case, Lost, World, product
 
 import tmm_core
 import tmm_core.distributed
-from tmm_core import ops, settings
+from tmm_core import dispatch, settings
 from tmm_core.dispatcher import Dispatcher
 
 GPUS = torch.cuda.device_count()
@@ -82,8 +82,8 @@ def tune(root: str, fatal: int | None = None, **options: Any) -> dict[str, Any]:
     os.environ["TMM_CACHE_DIR"] = f"{root}/{rank}"
     os.environ["TMM_ON_CACHE_MISS"] = "tune"
     settings._from_environment.cache_clear()
-    ops.dispatcher.cache_clear()
-    ops.forget_plans()
+    dispatch.dispatcher.cache_clear()
+    dispatch.forget_plans()
     measured = []
 
     def watched(self: Dispatcher, problem: Any, *rest: Any, **more: Any) -> Any:
@@ -107,7 +107,7 @@ def tune(root: str, fatal: int | None = None, **options: Any) -> dict[str, Any]:
         for epilogue in EPILOGUES:
             plan = tmm_core.plan(a, b.t(), epilogue=epilogue, on_cache_miss="error")
             plans.append((plan.kernel, plan.config, plan.origin))
-            exact = ops.epilogue_of(epilogue).apply(a.double() @ b.t().double())
+            exact = dispatch.epilogue_of(epilogue).apply(a.double() @ b.t().double())
             got = tmm_core.matmul(a, b.t(), epilogue=epilogue, on_cache_miss="error")
             errors.append(float((got - exact).abs().max() / exact.abs().max()))
     return {

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 
 import tmm_core
-from tmm_core import ops
+from tmm_core import dispatch
 
 pytestmark = pytest.mark.gpu
 
@@ -81,7 +81,7 @@ def test_graph_capture(warm: bool) -> None:
     close(first, torch.relu(a.float() @ b.float()))
     graph.replay()
     assert torch.equal(out, first)
-    misses = list(ops.dispatcher().store.misses())
+    misses = list(dispatch.dispatcher().store.misses())
     assert len(misses) == (0 if warm else 1)
 
 

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from tmm_cache import CandidateResult, TuningRecord
 
 import tmm_core
-from tmm_core import ops, settings
+from tmm_core import dispatch, settings
 from tmm_core.case import Call
 from tmm_core.plan import Plan
 from tmm_core.timing import Run
@@ -80,7 +80,7 @@ def _product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
 def kernels(call: Call) -> tuple[dict[str, Plan], dict[str, str]]:
     """Every capable kernel as a plan, with its best config on record (its default where
     there is no record); and the reasons of those that could not be had."""
-    dispatcher, problem = ops.dispatcher(), call.problem()
+    dispatcher, problem = dispatch.dispatcher(), call.problem()
     found = dispatcher.record(problem)
     best = _best(found[1]) if found else {}
     able, _ = dispatcher.registry.candidates(problem, settings.current())

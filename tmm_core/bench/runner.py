@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import tmm_core
-from tmm_core import ops, settings, verify
+from tmm_core import dispatch, settings, verify
 from tmm_core.bench import environment, providers
 from tmm_core.bench.results import Document
 from tmm_core.bench.suites import Task
@@ -220,6 +220,6 @@ def _under_load(work: Run, work_us: float, clocks: environment.Clocks) -> dict[s
 def _release(device: torch.device) -> None:
     """Free what the problem held: plans keep workspaces, the allocator keeps blocks that
     the next problem's sizes may not fit into."""
-    ops.forget_plans()
+    dispatch.forget_plans()
     if device.type == "cuda":
         torch.cuda.empty_cache()

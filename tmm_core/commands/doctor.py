@@ -22,7 +22,7 @@ from typing import Literal
 import torch
 
 import tmm_core
-from tmm_core import ops, settings, verify
+from tmm_core import dispatch, settings, verify
 from tmm_core.bench.environment import driver_version
 from tmm_core.case import Call, Case
 from tmm_core.commands import options as shared
@@ -136,7 +136,7 @@ def _toolchain(device: torch.device) -> Iterator[Finding]:
 
 
 def _plugins() -> Iterator[Finding]:
-    registry = ops.dispatcher().registry
+    registry = dispatch.dispatcher().registry
     brought: dict[str, list[str]] = {}
     for registered in registry.kernels():
         brought.setdefault(str(registered.source), []).append(registered.kernel.name)
@@ -175,7 +175,7 @@ def _shown(value: object) -> str:
 
 
 def _cache(device: torch.device) -> Iterator[Finding]:
-    store, mine = ops.dispatcher().store, fingerprint(device)
+    store, mine = dispatch.dispatcher().store, fingerprint(device)
     try:
         store.root.mkdir(mode=0o700, parents=True, exist_ok=True)
         with tempfile.TemporaryFile(dir=store.root) as file:
@@ -217,7 +217,7 @@ def _kernels(device: torch.device) -> Iterator[Finding]:
     except SettingsError:
         yield Finding("kernel", "note", "none was tried: the settings are at fault")
         return
-    registry = ops.dispatcher().registry
+    registry = dispatch.dispatcher().registry
     for registered in registry.kernels():
         kernel = registered.kernel
         advice = f"leave it out by TMM_DISABLE={kernel.name}, and tell {registered.source}"

@@ -12,10 +12,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from tmm_cache import TuningRecord
 
 import tmm_core
-from tmm_core import ops
+from tmm_core import dispatch
 from tmm_core.bench import suites
 from tmm_core.case import Case
 from tmm_core.commands import options as shared
@@ -24,7 +23,7 @@ from tmm_core.commands.misses import title, tuned_since
 from tmm_core.device import fingerprint
 from tmm_core.precision import precision
 from tmm_core.problem import Problem
-from tmm_core.tuner import BASELINE
+from tmm_core.tuner import baseline_us
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,7 +97,7 @@ def _of_document(document: Mapping[str, Any], device: torch.device) -> Pending:
     """Of a problem as records, misses and ``--json`` write it."""
 
     def pose() -> Problem:
-        registry = ops.dispatcher().registry
+        registry = dispatch.dispatcher().registry
         # Of a user's epilogue the document has the key, which is no name to parse.
         by_key = {epilogue.key: epilogue for epilogue in registry.epilogues().values()}
         key = document["epilogue"]
@@ -124,7 +123,7 @@ def _of_file(path: Path, device: torch.device) -> list[Pending]:
 
 
 def _of_misses(device: torch.device) -> list[Pending]:
-    store, here = ops.dispatcher().store, fingerprint(device)
+    store, here = dispatch.dispatcher().store, fingerprint(device)
     misses = store.misses()
     mine = [miss for miss in misses if miss.gpu == here.gpu]
     if others := len(misses) - len(mine):
@@ -145,7 +144,7 @@ def _tune(item: Pending, options: argparse.Namespace) -> dict[str, Any]:
         with precision(item.tf32):
             problem = item.pose()
             outcome |= {"problem": str(problem), "key": problem.to_json()}
-            store, device = ops.dispatcher().store, problem.device
+            store, device = dispatch.dispatcher().store, problem.device
             before = store.load(device.gpu, device.environment, problem.to_json())
             [record] = tmm_core.tune(problem, force=options.force, budget=options.budget)
     except Exception as error:
@@ -156,17 +155,11 @@ def _tune(item: Pending, options: argparse.Namespace) -> dict[str, Any]:
             "kernel": record.best.kernel,
             "config": dict(record.best.config),
             "median_us": record.best.median_us,
-            "blas_us": blas_us(record),
+            "blas_us": baseline_us(record),
             "candidates": dict(Counter(candidate.status for candidate in record.candidates)),
         }
     outcome["seconds"] = round(time.monotonic() - started, 2)
     return outcome
-
-
-def blas_us(record: TuningRecord) -> float | None:
-    """BLAS's time in the record, in µs."""
-    times = [c.median_us for c in record.candidates if c.kernel == BASELINE and c.status == "ok"]
-    return min((time for time in times if time is not None), default=None)
 
 
 def _line(outcome: Mapping[str, Any]) -> str:

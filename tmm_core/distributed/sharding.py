@@ -24,7 +24,7 @@ from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
 from torch.distributed.tensor.experimental import register_sharding
 from torch.distributed.tensor.placement_types import Placement
 
-from tmm_core import ops
+from tmm_core import dispatch, ops
 
 #: Placements of the result, then of each tensor argument in the operator's order.
 Rule = tuple[list[Placement], list[Placement]]
@@ -52,7 +52,7 @@ def shardings(
     out_dtype: Any = None,
 ) -> list[Rule]:
     """The rules over one mesh dimension for operands with these ``shape`` and ``ndim``."""
-    fused = ops.epilogue_of(epilogue)
+    fused = dispatch.epilogue_of(epilogue)
     tensors = [t for t in (a, b, bias, residual) if t is not None]
     rules: list[Rule] = [([Replicate()], [Replicate() for _ in tensors])]
     batch = max(a.ndim, b.ndim, 2) - 2

@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from tmm_cache import TuningRecord
 
-from tmm_core import api, ops, settings
+from tmm_core import api, dispatch, settings
 from tmm_core.dispatcher import LOCK_PATIENCE
 from tmm_core.errors import TmmWarning
 from tmm_core.problem import Problem
@@ -85,9 +85,9 @@ def tune(
         records: dict[int, TuningRecord] = {}
         for index, key in sorted(found.items()):
             record = TuningRecord.from_json(board.get(key)["record"])
-            ops.dispatcher().adopt(problems[index].device, record)
+            dispatch.dispatcher().adopt(problems[index].device, record)
             records[index] = record
-        ops.forget_plans()
+        dispatch.forget_plans()
         _compare(board, problems, lost)
     return list(records.values())
 
@@ -138,7 +138,7 @@ def _measure_all(
 
 def _measure(problem: Problem, current: settings.Settings, force: bool) -> dict[str, Any]:
     try:
-        return {"record": ops.dispatcher().tune(problem, current, force=force).to_json()}
+        return {"record": dispatch.dispatcher().tune(problem, current, force=force).to_json()}
     except Exception as error:  # the other ranks wait for a result, whatever it is
         return {"error": f"{type(error).__name__}: {error}"}
 
@@ -163,7 +163,7 @@ def _watch(board: _Board, attempt: int, shares: Mapping[int, Sequence[int]]) -> 
 
 def _compare(board: _Board, problems: Sequence[Problem], lost: set[int]) -> None:
     """Hold what the ranks would run against each other."""
-    chooser = ops.dispatcher()
+    chooser = dispatch.dispatcher()
     with settings.override(on_cache_miss="heuristic") as current:
         chosen = [chooser.choose(problem, current).candidate for problem in problems]
     kernels = [registered.kernel for registered in chooser.registry.kernels()]

@@ -17,7 +17,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
-from tmm_core import api, ops
+from tmm_core import api, dispatch
 from tmm_core.epilogue import Epilogue, EpilogueLike
 from tmm_core.nn.linear import Linear
 
@@ -93,14 +93,14 @@ class GatedMLP(nn.Module):
         return layer
 
     def _gate_by(self, epilogue: EpilogueLike) -> None:
-        parsed: Epilogue = ops.dispatcher().registry.epilogue(epilogue)
+        parsed: Epilogue = dispatch.dispatcher().registry.epilogue(epilogue)
         if not parsed.gated or parsed.stages:
             raise ValueError(
                 f"activation {epilogue!r} does not gate; known: {sorted(GATED_BY)}, "
                 "or a gated epilogue such as 'swiglu'"
             )
         self._epilogue = epilogue
-        self._text = ops.intern(parsed)
+        self._text = dispatch.intern(parsed)
 
     @property
     def epilogue(self) -> str:
@@ -271,7 +271,7 @@ def _is_one_product(x: Tensor, gate: Any, up: Any) -> bool:
 
 
 def _gate(gate: Tensor, up: Tensor, text: str) -> Tensor:
-    epilogue = ops.epilogue_of(text)
+    epilogue = dispatch.epilogue_of(text)
     return epilogue.reference(gate, up, *epilogue.parameters)
 
 

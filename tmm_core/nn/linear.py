@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tmm_core import api, ops
+from tmm_core import api, dispatch
 from tmm_core.epilogue import EpilogueLike
 
 
@@ -66,13 +66,13 @@ class Linear(nn.Linear):
     def epilogue(self, epilogue: EpilogueLike) -> None:
         self._text = ""
         if epilogue is not None:
-            parsed = ops.dispatcher().registry.epilogue(epilogue)
+            parsed = dispatch.dispatcher().registry.epilogue(epilogue)
             if parsed.gated and self.out_features % 2:
                 raise ValueError(
                     f"gated epilogue {parsed.name!r} splits the features in two, and "
                     f"out_features={self.out_features} is odd"
                 )
-            self._text = epilogue if isinstance(epilogue, str) else ops.intern(parsed)
+            self._text = epilogue if isinstance(epilogue, str) else dispatch.intern(parsed)
         self._epilogue = epilogue
 
     def __setstate__(self, state: dict[str, Any]) -> None:

@@ -1,0 +1,225 @@
+"""The path of a call: one tuple, one look-up, one launch.
+
+Everything else (parsing, checking, choosing, compiling) happens when the look-up misses.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from tmm_cache import CacheStore
+
+from tmm_core import settings
+from tmm_core.check import check
+from tmm_core.device import fingerprint
+from tmm_core.dispatcher import FALLBACK, Dispatcher
+from tmm_core.epilogue import Epilogue
+from tmm_core.fold import Fold
+from tmm_core.plan import Plan
+from tmm_core.problem import Problem
+from tmm_core.registry import Registry
+from tmm_core.tuner import Tuner
+
+Tensor = torch.Tensor
+
+#: Plans held at most; past it the table starts anew (a plan is some 2 kB and rebinding one
+#: whose kernel is compiled takes microseconds).
+MAX_PLANS = 65536
+
+_plans: dict[tuple[Any, ...], Plan] = {}
+#: Epilogue objects by key: the operator's schema can carry a string only.
+_epilogues: dict[str, Epilogue] = {}
+_build_lock = threading.Lock()
+
+
+@functools.cache
+def dispatcher() -> Dispatcher:
+    """The process's own dispatcher, over installed plugins and the user's cache."""
+    return Dispatcher(Registry.from_environment(), Tuner(), CacheStore())
+
+
+def forget_plans() -> None:
+    """Choose anew at the next call: records, settings or plugins have changed."""
+    _plans.clear()
+
+
+def intern(epilogue: Epilogue) -> str:
+    """The text under which the operator finds this epilogue again."""
+    return _epilogues.setdefault(epilogue.key, epilogue).key
+
+
+def epilogue_of(text: str) -> Epilogue:
+    """The epilogue an operator argument names.
+
+    Raises:
+        UnknownNameError, ValueError: See :func:`tmm_core.epilogue.parse`.
+    """
+    return _epilogues.get(text) or dispatcher().registry.epilogue(text or None)
+
+
+def run(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    alpha: float = 1.0,
+    epilogue: str = "",
+    out_dtype: torch.dtype | None = None,
+    out: Tensor | None = None,
+) -> Tensor:
+    key = (
+        a.shape,
+        a.stride(),
+        a.dtype,
+        a.data_ptr() & 15,
+        a.get_device(),
+        b.shape,
+        b.stride(),
+        b.dtype,
+        b.data_ptr() & 15,
+        b.get_device(),
+        None if bias is None else _signature(bias),
+        None if residual is None else _signature(residual),
+        None if out is None else _signature(out),
+        epilogue,
+        alpha == 1.0,
+        out_dtype,
+        _overridden(),
+        _deterministic(),
+        a.dtype is torch.float32 and _tf32(),
+    )
+    plan = _plans.get(key)
+    if plan is None:
+        plan = _build(key, a, b, bias, residual, alpha, epilogue, out_dtype, out)
+    try:
+        return plan.launcher(a, b, bias, residual, alpha, out)
+    except Exception as error:
+        if not _quarantine(plan, error):
+            raise
+        _plans.pop(key, None)
+    return run(a, b, bias, residual, alpha, epilogue, out_dtype, out)
+
+
+_overridden = settings.overridden
+_deterministic = torch._C._get_deterministic_algorithms
+
+
+def _signature(t: Tensor) -> tuple[Any, ...]:
+    return (t.shape, t.stride(), t.dtype, t.data_ptr() & 15, t.get_device())
+
+
+def _tf32() -> bool:
+    """Whether fp32 operands may be rounded. The older getters raise once this is set."""
+    return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
+
+
+# -- the slow path -----------------------------------------------------------------------
+
+
+def _build(
+    key: tuple[Any, ...],
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    alpha: float,
+    epilogue: str,
+    out_dtype: torch.dtype | None,
+    out: Tensor | None,
+) -> Plan:
+    parsed, current = epilogue_of(epilogue), settings.current()
+    plan = make_plan(a, b, bias, residual, alpha, parsed, out_dtype, out, current)
+    if not plan.problem.capturing:
+        # What was chosen under capture was chosen with its hands tied.
+        with _build_lock:
+            if len(_plans) >= MAX_PLANS:
+                _plans.clear()
+            _plans[key] = plan
+    return plan
+
+
+def make_plan(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    alpha: float,
+    epilogue: Epilogue,
+    out_dtype: torch.dtype | None,
+    out: Tensor | None,
+    current: settings.Settings,
+) -> Plan:
+    """Check, choose and bind; everything raised for bad input is raised here.
+
+    Raises:
+        RuntimeError, ValueError, TypeError: See :func:`tmm_core.check.check`.
+        TmmError: See :meth:`tmm_core.dispatcher.Dispatcher.choose`.
+    """
+    # Capture, tuning and compilation all go by the current device.
+    with torch.cuda.device(a.device) if a.is_cuda else nullcontext():
+        problem, fold = pose(a, b, bias, residual, alpha, epilogue, out_dtype, out, current)
+        chooser = dispatcher()
+        while True:
+            choice = chooser.choose(problem, current)
+            kernel, config = choice.candidate.kernel, choice.candidate.config
+            try:
+                launcher = kernel.bind(problem, config)
+                break
+            except Exception as error:
+                if choice.origin == "forced" or kernel.name == FALLBACK:
+                    raise
+                chooser.quarantine(problem, choice, error)
+    if fold is not None:
+        launcher = fold.wrap(launcher)
+    return Plan(problem, choice, launcher, (a.shape, a.stride(), b.shape, b.stride()), alpha)
+
+
+def pose(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    alpha: float,
+    epilogue: Epilogue,
+    out_dtype: torch.dtype | None,
+    out: Tensor | None,
+    current: settings.Settings,
+) -> tuple[Problem, Fold | None]:
+    """The problem that one call's arguments pose, with operands folded to 2-D or 3-D."""
+    shape = check(a, b, bias, residual, epilogue, out_dtype)
+    fold = Fold.of(a, b, residual, shape)
+    if fold is not None:
+        a, b, residual = fold.operand_a(a), fold.operand_b(b), fold.residual(residual)
+    flat = shape if fold is None else fold.flat
+    if out is not None and out.shape == flat:
+        target = out
+    else:
+        target = torch.empty(flat, dtype=out_dtype or a.dtype, device="meta")
+    problem = Problem.of(
+        a,
+        b,
+        target,
+        fingerprint(a.device),
+        bias=bias,
+        residual=residual,
+        epilogue=epilogue,
+        scaled=alpha != 1.0,
+        tf32=a.dtype is torch.float32 and a.is_cuda and _tf32(),
+        deterministic=current.deterministic or torch.are_deterministic_algorithms_enabled(),
+        batch_invariant=current.batch_invariant,
+        capturing=a.is_cuda and torch.cuda.is_current_stream_capturing(),
+    )
+    return problem, fold
+
+
+def _quarantine(plan: Plan, error: Exception) -> bool:
+    """Put a kernel that raised out of use; False where the error is the caller's to see."""
+    hopeless = plan.choice.origin == "forced" or plan.kernel == FALLBACK
+    if hopeless or isinstance(error, torch.OutOfMemoryError):
+        return False
+    dispatcher().quarantine(plan.problem, plan.choice, error)
+    return True
