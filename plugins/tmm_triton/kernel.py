@@ -16,7 +16,7 @@ import torch
 import triton
 
 from tmm_core import Kernel, Launcher, Problem
-from tmm_core.triton import epilogues
+from tmm_core.triton import Step, epilogues, launcher
 from tmm_triton import operands, roofline
 from tmm_triton.operands import Build, TileConfig
 
@@ -107,24 +107,8 @@ def single(
 ) -> Launcher:
     """The launcher of a kernel that is one launch over pointers."""
     (build,) = kernel.builds(problem, config)
-    launch = build.launch(problem.device.type).call
-    read = operands.reader(problem, list(build.types))
-    shape, dtype = operands.out_shape(problem), problem.out.dtype
-
-    def run(
-        a: torch.Tensor,
-        b: torch.Tensor,
-        bias: torch.Tensor | None,
-        residual: torch.Tensor | None,
-        alpha: float,
-        out: torch.Tensor | None,
-    ) -> torch.Tensor:
-        if out is None:
-            out = a.new_empty(shape, dtype=dtype)
-        launch(*grid, *read(a, b, bias, residual, alpha, out))
-        return out
-
-    return run
+    step = Step(build.launch(problem.device.type), grid, operands.arguments(problem, build.types))
+    return launcher([step], operands.out_shape(problem), problem.out.dtype)
 
 
 def tiles(problem: Problem, config: TileConfig) -> int:

@@ -9,8 +9,7 @@ since a serving loop brings thousands of values of it.
 
 from __future__ import annotations
 
-import operator
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,6 +20,7 @@ from triton.backends.compiler import GPUTarget
 
 from tmm_core import Config, Operand, Problem
 from tmm_core.triton import (
+    Argument,
     Launch,
     compile_for,
     device_function,
@@ -28,8 +28,6 @@ from tmm_core.triton import (
     pointer,
     source,
 )
-
-Read = Callable[..., tuple[Any, ...]]
 
 #: Bytes of the widest load and store of one thread; what ``Operand.aligned`` speaks of.
 VECTOR = 16
@@ -299,38 +297,18 @@ def _convention(problem: Problem) -> tuple[dict[str, str], dict[str, Any], dict[
     return types, constants, divisible
 
 
-def reader(problem: Problem, names: Sequence[str]) -> Read:
-    """What turns the tensors of one call into the run-time arguments ``names``.
-
-    The warm path: strides are read anew (only their class is part of the problem), put in
-    one tuple with everything else, and picked from it by position.
-    """
-    batch = ("z",) if problem.batch > 1 else ()
-    known = ["a_ptr", "b_ptr", "bias_ptr", "residual_ptr", "out_ptr", "alpha", "M", "N", "K"]
-    strides = {letter: [*batch, *dims] for letter, _, dims, _ in _strides(problem)}
-    known += [f"stride_{letter}{dim}" for letter in strides for dim in strides[letter]]
-    known += ["stride_bias"] if problem.bias is not None else []
-    pick = operator.itemgetter(*map(known.index, names))
-    m, n, k = problem.m, problem.n, problem.k
-
-    def read(
-        a: torch.Tensor,
-        b: torch.Tensor,
-        bias: torch.Tensor | None,
-        residual: torch.Tensor | None,
-        alpha: float,
-        out: torch.Tensor,
-    ) -> Any:
-        return pick(
-            (
-                a, b, bias, residual, out, alpha, m, n, k,
-                *a.stride(), *b.stride(), *out.stride(),
-                *(residual.stride() if residual is not None else ()),
-                *(bias.stride() if bias is not None else ()),
-            )
-        )  # fmt: skip
-
-    return read
+def arguments(problem: Problem, names: Iterable[str]) -> dict[str, Argument]:
+    """What the run-time arguments ``names`` of the convention are in one call. Strides are read
+    anew for each: only their class is part of the problem."""
+    known: dict[str, Argument] = {"M": problem.m, "N": problem.n, "K": problem.k}
+    known |= {name: name.removesuffix("_ptr") for name in ("a_ptr", "b_ptr", "bias_ptr")}
+    known |= {"residual_ptr": "residual", "out_ptr": "out", "alpha": "alpha"}
+    known["stride_bias"] = ("bias", 0)
+    tensors = {"a": "a", "b": "b", "o": "out", "r": "residual"}
+    for letter, _, dims, _ in _strides(problem):
+        for i, dim in enumerate((("z",) if problem.batch > 1 else ()) + dims):
+            known[f"stride_{letter}{dim}"] = (tensors[letter], i)
+    return {name: known[name] for name in names}
 
 
 def out_shape(problem: Problem) -> tuple[int, ...]:

@@ -27,7 +27,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tmm_core import Launcher, Operand, Problem, Traits
-from tmm_core.triton import pointer
+from tmm_core.triton import Argument, Described, Step, launcher, pointer
 from tmm_triton.kernel import (
     TritonKernel,
     fills_registers,
@@ -42,12 +42,12 @@ from tmm_triton.operands import (
     TileConfig,
     add_residual,
     affine,
+    arguments,
     build,
     check,
     dot,
     halves,
     out_shape,
-    reader,
     store,
     tile_of,
 )
@@ -116,17 +116,19 @@ def persistent_kernel(
     done = tl.program_id(0) - programs
     for tile in tl.range(tl.program_id(0), per_matrix * batch, programs, flatten=FLATTEN):
         z = tile // per_matrix
+        # A matrix shared by the whole batch is described once: TMA knows no stride 0.
+        az, bz = z * (a_step != 0), z * (b_step != 0)
         tile_m, tile_n = tile_of(tile % per_matrix, M, N, BLOCK_M, BLOCK_N, GROUP_M)
         row, col = tile_m * BLOCK_M, tile_n * BLOCK_N
         gate = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         up = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
         for step in range(steps):
             k = step * BLOCK_K
-            a = load_tile(a_desc, z * a_step, row, k, A_LAYOUT, BATCHED, BLOCK_M, BLOCK_K)
-            b = load_tile(b_desc, z * b_step, k, col, B_LAYOUT, BATCHED, BLOCK_K, BLOCK_N)
+            a = load_tile(a_desc, az, row, k, A_LAYOUT, BATCHED, BLOCK_M, BLOCK_K)
+            b = load_tile(b_desc, bz, k, col, B_LAYOUT, BATCHED, BLOCK_K, BLOCK_N)
             gate = dot(a, b, gate, PRECISION, UPCAST)
             if GATED:
-                b = load_tile(b_desc, z * b_step, k, N + col, B_LAYOUT, BATCHED, BLOCK_K, BLOCK_N)
+                b = load_tile(b_desc, bz, k, N + col, B_LAYOUT, BATCHED, BLOCK_K, BLOCK_N)
                 up = dot(a, b, up, PRECISION, UPCAST)
 
         done += programs
@@ -280,48 +282,35 @@ class Persistent(TritonKernel[PersistentConfig]):
         else:
             constants["out_desc"] = None
         if batched:
-            types |= {"a_step": "i32", "b_step": "i32", "batch": "i32"}
+            types |= {"a_step": "i64", "b_step": "i64", "batch": "i32"}
         else:
             constants |= {"a_step": 0, "b_step": 0, "batch": 1}
         return [build(persistent_kernel, problem, config, constants, types)]
 
     def bind(self, problem: Problem, config: PersistentConfig) -> Launcher:
         (build,) = self.builds(problem, config)
-        launch = build.launch(problem.device.type)
-        own = {"a_desc", "b_desc", "out_desc", "a_step", "b_step", "batch"}
-        read = reader(problem, [name for name in build.types if name not in own])
         m, n, k, batch = problem.m, problem.n, problem.k, problem.batch
         width = 2 * n if problem.gated else n
-        a_tile, b_tile = (config.BLOCK_M, config.BLOCK_K), (config.BLOCK_K, config.BLOCK_N)
-        a_map = launch.tensor_map("a_desc", _describer(problem.a, (m, k), batch, a_tile))
-        b_map = launch.tensor_map("b_desc", _describer(problem.b, (k, width), batch, b_tile))
-        out_map = None
-        if "out_desc" in build.types:
-            part = (config.BLOCK_M, config.BLOCK_N // config.SUBTILE)
-            out_map = launch.tensor_map("out_desc", _describer(problem.out, (m, n), batch, part))
-        call, programs = launch.call, _programs(problem, config)
-        shape, dtype = out_shape(problem), problem.out.dtype
+        part = config.BLOCK_N // config.SUBTILE
 
-        def run(
-            a: torch.Tensor,
-            b: torch.Tensor,
-            bias: torch.Tensor | None,
-            residual: torch.Tensor | None,
-            alpha: float,
-            out: torch.Tensor | None,
-        ) -> torch.Tensor:
-            if out is None:
-                out = a.new_empty(shape, dtype=dtype)
-            first: tuple[Any, ...] = (a_map(a), b_map(b))
-            if out_map is not None:
-                first += (out_map(out),)
-            if batch > 1:
-                # A matrix shared by the whole batch is described once: TMA knows no stride 0.
-                first += (int(a.stride(0) != 0), int(b.stride(0) != 0), batch)
-            call(programs, 1, 1, *first, *read(a, b, bias, residual, alpha, out))
-            return out
+        def described(name: str, extent: tuple[int, int], tile: tuple[int, int]) -> Described:
+            operand = getattr(problem, name)
+            return Described(name, _describer(operand, extent, batch, tile))
 
-        return run
+        own: dict[str, Argument] = {
+            "a_desc": described("a", (m, k), (config.BLOCK_M, config.BLOCK_K)),
+            "b_desc": described("b", (k, width), (config.BLOCK_K, config.BLOCK_N)),
+            "out_desc": described("out", (m, n), (config.BLOCK_M, part)),
+            "a_step": ("a", 0),
+            "b_step": ("b", 0),
+            "batch": batch,
+        }
+        shared = arguments(problem, [name for name in build.types if name not in own])
+        own = {name: what for name, what in own.items() if name in build.types}
+        step = Step(
+            build.launch(problem.device.type), (_programs(problem, config), 1, 1), own | shared
+        )
+        return launcher([step], out_shape(problem), problem.out.dtype)
 
 
 def _storable(problem: Problem) -> bool:

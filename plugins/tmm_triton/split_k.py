@@ -20,6 +20,7 @@ from 8 up, so with few rows of A it is N that should lie along the height.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
@@ -28,17 +29,18 @@ import triton
 import triton.language as tl
 
 from tmm_core import Launcher, Problem, Traits
+from tmm_core.triton import Argument, Step, launcher
 from tmm_triton.kernel import TritonKernel, hopper_or_later, proposed, single, tiles
 from tmm_triton.operands import (
     Build,
     TileConfig,
+    arguments,
     build,
     check,
     dot,
     finish,
     load,
     out_shape,
-    reader,
 )
 
 
@@ -346,60 +348,43 @@ def _bind_last(
     kernel: SplitK, problem: Problem, config: SplitKConfig, grid: tuple[int, int, int]
 ) -> Launcher:
     (build,) = kernel.builds(problem, config)
-    launch = build.launch(problem.device.type).call
-    read = reader(problem, list(build.types)[2:])
-    shape, dtype = out_shape(problem), problem.out.dtype
-    partials = config.SPLIT_K * problem.batch * problem.m * problem.n
-    counters = Counters(problem.batch * tiles(problem, config))
-
-    def run(
-        a: torch.Tensor,
-        b: torch.Tensor,
-        bias: torch.Tensor | None,
-        residual: torch.Tensor | None,
-        alpha: float,
-        out: torch.Tensor | None,
-    ) -> torch.Tensor:
-        if out is None:
-            out = a.new_empty(shape, dtype=dtype)
-        workspace = a.new_empty(partials, dtype=torch.float32)
-        launch(*grid, workspace, counters(), *read(a, b, bias, residual, alpha, out))
-        return out
-
-    return run
+    own: dict[str, Argument] = {
+        "partials_ptr": "workspace",
+        "counters_ptr": Counters(problem.batch * tiles(problem, config)),
+    }
+    return launcher(
+        [_step(problem, build, grid, own)],
+        out_shape(problem),
+        problem.out.dtype,
+        workspace=_workspace(problem, config),
+    )
 
 
 def _bind_two(
     kernel: SplitK, problem: Problem, config: SplitKConfig, grid: tuple[int, int, int]
 ) -> Launcher:
     build, second = kernel.builds(problem, config)
-    device = problem.device.type
-    launch, reduce = build.launch(device).call, second.launch(device).call
-    read = reader(problem, list(build.types)[1:])
-    read_second = reader(problem, list(second.types)[1:])
     block_m, block_n, _ = _reduce_block(problem, config)
     reduce_grid = (-(-problem.m // block_m), -(-problem.n // block_n), problem.batch)
-    shape, dtype = out_shape(problem), problem.out.dtype
-    partials = config.SPLIT_K * problem.batch * problem.m * problem.n
+    own: dict[str, Argument] = {"partials_ptr": "workspace"}
+    return launcher(
+        [_step(problem, build, grid, own), _step(problem, second, reduce_grid, own)],
+        out_shape(problem),
+        problem.out.dtype,
+        workspace=_workspace(problem, config),
+    )
 
-    def run(
-        a: torch.Tensor,
-        b: torch.Tensor,
-        bias: torch.Tensor | None,
-        residual: torch.Tensor | None,
-        alpha: float,
-        out: torch.Tensor | None,
-    ) -> torch.Tensor:
-        if out is None:
-            out = a.new_empty(shape, dtype=dtype)
-        # One per call: were it shared, a second thread's first launch could come between
-        # this one's two.
-        workspace = a.new_empty(partials, dtype=torch.float32)
-        launch(*grid, workspace, *read(a, b, bias, residual, alpha, out))
-        reduce(*reduce_grid, workspace, *read_second(a, b, bias, residual, alpha, out))
-        return out
 
-    return run
+def _step(
+    problem: Problem, build: Build, grid: tuple[int, int, int], own: Mapping[str, Argument]
+) -> Step:
+    shared = arguments(problem, [name for name in build.types if name not in own])
+    return Step(build.launch(problem.device.type), grid, {**own, **shared})
+
+
+def _workspace(problem: Problem, config: SplitKConfig) -> tuple[int, torch.dtype]:
+    """Elements of the partial sums, and their dtype."""
+    return config.SPLIT_K * problem.batch * problem.m * problem.n, torch.float32
 
 
 class Counters:

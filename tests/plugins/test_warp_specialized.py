@@ -28,7 +28,6 @@ from tmm_triton.warp_specialized import WarpSpecialized, WarpSpecializedConfig
 from tmm_core import ConfigError, Operand, Problem
 from tmm_core.device import DeviceFingerprint
 from tmm_core.epilogue import BUILTIN, Epilogue, parse
-from tmm_core.triton import launch
 
 KERNEL = WarpSpecialized()
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -459,47 +458,6 @@ def test_operands_are_described_along_their_contiguous_dimension() -> None:
     row = torch.zeros(1, 9, dtype=BF16)[:, :8].as_strided((1, 8), (3, 1))
     described = warp_specialized._describer(Operand.of(row), 64, 32)(row)
     assert (described.shape, described.strides) == ([1, 8], [8, 1])
-
-
-def test_a_warm_launch_encodes_no_tensor_map(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The installed Triton's launcher is found under the wrapper that encodes descriptors."""
-    from triton.backends.nvidia import driver
-
-    received: list[tuple[Any, ...]] = []
-    signature = {"a": "tensordesc<bf16[64, 64],x>", "n": "i32", "C": "constexpr"}
-    wrapped = driver.wrap_handle_tensordesc(lambda *args: received.append(args), signature, [{}])
-    run = types.SimpleNamespace(
-        launch=wrapped, launch_cooperative_grid=0, launch_pdl=0, kernel_signature=b"",
-        arg_annotations=[], global_scratch_size=0, profile_scratch_size=0,
-    )  # fmt: skip
-    encoded: list[Any] = []
-
-    def encode(descriptor: Any, meta: Any) -> list[Any]:
-        encoded.append(descriptor)
-        return ["map", 1, 2]
-
-    monkeypatch.setattr(driver, "make_tensordesc_arg", encode)
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: 0, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda i: 7, raising=False)
-    low = launch._low_level(run, described=True)
-    handle = types.SimpleNamespace(run=run, function=5, packed_metadata=(4, 1, 0))
-    places = {"a": (True, {}), "n": (True, None), "C": (False, None)}
-    bound = launch.Launch.__new__(launch.Launch)
-    bound._maps = {"a": {}}
-    bound.call = launch._direct(handle, low, places, 0)
-    of = bound.tensor_map("a", lambda t: ("descriptor of", t.data_ptr()))
-    t = torch.zeros(8, 8)
-    for _ in range(3):
-        bound((2, 1, 1), of(t), 9)
-    assert encoded == [("descriptor of", t.data_ptr())]
-    assert [args[-1] for args in received] == [("map", 1, 2, 9, None)] * 3
-    # Another tensor, or another view of this one, has a map of its own.
-    of(t.t())
-    of(t[1:])
-    assert len(encoded) == 3
-    # A raw descriptor is encoded on the spot, as Triton would.
-    bound((2, 1, 1), "raw", 9)
-    assert encoded[-1] == "raw"
 
 
 def test_builtin_epilogues_are_served() -> None:

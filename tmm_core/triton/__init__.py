@@ -8,14 +8,28 @@ from __future__ import annotations
 from tmm_core.device import interpreting
 from tmm_core.triton import epilogues
 from tmm_core.triton.epilogues import device_function
-from tmm_core.triton.launch import Launch, compile_for, pointer, source, supports
+from tmm_core.triton.launch import (
+    Argument,
+    Described,
+    Launch,
+    Step,
+    compile_for,
+    launcher,
+    pointer,
+    source,
+    supports,
+)
 
 __all__ = [
+    "Argument",
+    "Described",
     "Launch",
+    "Step",
     "compile_for",
     "device_function",
     "epilogues",
     "interpreting",
+    "launcher",
     "pointer",
     "source",
     "supports",

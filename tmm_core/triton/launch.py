@@ -11,7 +11,8 @@ from __future__ import annotations
 import functools
 import inspect
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any, ClassVar
 
 import torch
@@ -20,6 +21,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
 from tmm_core.device import interpreting
+from tmm_core.kernel import Launcher
 
 Grid = tuple[int, int, int]
 
@@ -101,6 +103,25 @@ def _target(device: int) -> GPUTarget:
         return triton.runtime.driver.active.get_current_target()
 
 
+@dataclass(frozen=True)
+class Described:
+    """A ``tensordesc`` argument: which tensor of the call, and how it is described.
+
+    Attributes:
+        tensor: ``"a"``, ``"b"``, ``"residual"``, ``"out"``.
+        describe: The tensor's descriptor; it may depend on address and strides.
+    """
+
+    tensor: str
+    describe: Callable[[torch.Tensor], Any]
+
+
+#: What a run-time argument is in one call: a number that the problem fixes; ``"alpha"``; the
+#: address of a tensor, by its name; a tensor's stride, as ``("a", 0)``; its descriptor; or what
+#: a function returns, called anew for every launch.
+Argument = int | str | tuple[str, int] | Described | Callable[[], Any]
+
+
 class Launch:
     """A Triton kernel bound to its constants, ready to launch on the current stream.
 
@@ -133,41 +154,44 @@ class Launch:
         divisible: Mapping[str, int] | None = None,
         **options: Any,
     ) -> None:
-        #: ``(gx, gy, gz, *arguments)``: what calling this object comes to, for warm paths.
-        self.call: Callable[..., None]
         self.compiled: CompiledKernel | None = None
+        self._given = [name for name in fn.arg_names if name in types]
         #: What each ``tensordesc`` parameter's map is encoded from, besides the tensor, where
         #: this launch takes encoded maps.
         self._maps: dict[str, Any] = {}
         if interpreting() or device.type != "cuda":
-            given = [name for name in fn.arg_names if name in types]
-            self.call = _interpreted(fn, given, constants)
-            return
-        index = device.index if device.index is not None else torch.cuda.current_device()
-        key = (
-            fn,
-            index,
-            tuple(types.items()),
-            tuple(sorted(constants.items(), key=lambda item: item[0])),
-            tuple(sorted((divisible or {}).items())),
-            tuple(sorted(options.items())),
-        )
-        compiled = self._compiled.get(key)
-        if compiled is None:
-            src = source(fn, types, constants, divisible)
-            compiled = compile_for(_target(index), src, **options)
-            with torch.cuda.device(index), self._lock:
-                compiled._init_handles()
-            self._compiled[key] = compiled
-        self.compiled = compiled
-        # Empty where Triton takes descriptors apart instead of encoding them.
-        meta = getattr(compiled.metadata, "tensordesc_meta", None) or []
-        low = _low_level(compiled.run, described=bool(meta))
-        if low is not None and meta:
-            described = [n for n in fn.arg_names if types.get(n, "").startswith("tensordesc")]
-            self._maps = dict(zip(described, meta, strict=True))
-        signature = {name: (name in types, self._maps.get(name)) for name in fn.arg_names}
-        self.call = _direct(compiled, low, signature, index)
+            self._parameters = self._given
+            self._template = "{_}interpret({grid}, {arguments})"
+            self.namespace = {"interpret": _interpreted(fn, self._given, constants)}
+        else:
+            index = device.index if device.index is not None else torch.cuda.current_device()
+            key = (
+                fn,
+                index,
+                tuple(types.items()),
+                tuple(sorted(constants.items(), key=lambda item: item[0])),
+                tuple(sorted((divisible or {}).items())),
+                tuple(sorted(options.items())),
+            )
+            compiled = self._compiled.get(key)
+            if compiled is None:
+                src = source(fn, types, constants, divisible)
+                compiled = compile_for(_target(index), src, **options)
+                with torch.cuda.device(index), self._lock:
+                    compiled._init_handles()
+                self._compiled[key] = compiled
+            self.compiled = compiled
+            # Empty where Triton takes descriptors apart instead of encoding them.
+            meta = getattr(compiled.metadata, "tensordesc_meta", None) or []
+            low = _low_level(compiled.run, described=bool(meta))
+            if low is not None and meta:
+                described = [n for n in fn.arg_names if types.get(n, "").startswith("tensordesc")]
+                self._maps = dict(zip(described, meta, strict=True))
+            # A constant's place in Triton's order of arguments is kept by a None.
+            self._parameters = list(fn.arg_names)
+            self._template, self.namespace = _direct(compiled, low, index)
+        #: ``(gx, gy, gz, *arguments)``: what calling this object comes to, for warm paths.
+        self.call: Callable[..., None] = self._write_call()
 
     def __call__(self, grid: Grid, *args: Any) -> None:
         self.call(*grid, *args)
@@ -182,33 +206,215 @@ class Launch:
 
         Args:
             name: A parameter whose type is ``tensordesc<…>``.
-            describe: The tensor's descriptor; it may depend on address, shape and strides.
+            describe: The tensor's descriptor; it may depend on address and strides, and on
+                nothing else that changes from call to call.
         """
-        if name not in self._maps:
-            return describe
-        meta = self._maps[name]
-        maps: dict[tuple[Any, ...], _TensorMap] = {}
+        return TensorMaps(describe, self._maps[name]) if name in self._maps else describe
 
-        def of(t: torch.Tensor) -> Any:
-            key = (t.data_ptr(), t.shape, t.stride())
-            encoded = maps.get(key)
-            if encoded is None:
-                if len(maps) >= _TENSOR_MAPS_KEPT:
-                    maps.pop(next(iter(maps)), None)
-                encoded = maps[key] = _TensorMap(_encode(describe(t), meta))
-            return encoded
+    def text(self, prefix: str, grid: Iterable[str], places: Mapping[str, str]) -> str:
+        """The source of one launch, for :func:`launcher`.
 
-        return of
+        Args:
+            prefix: Of the names in :attr:`namespace`.
+            grid, places: Expressions for the grid and the run-time arguments.
+        """
+        arguments = (places.get(name, "None") for name in self._parameters)
+        return self._template.format(_=prefix, grid=", ".join(grid), arguments=", ".join(arguments))
+
+    def guard(self, again: str, prefix: str = "_0_") -> str:
+        """The statement that does ``again`` on the launch's device where it is not current."""
+        if self.compiled is None:
+            return "pass"
+        _ = prefix
+        return (
+            f"if {_}current_device() != {_}device:\n"
+            f"        with {_}guard({_}device):\n"
+            f"            return {again}"
+        )
+
+    def _write_call(self) -> Callable[..., None]:
+        namespace = {f"_{name}": value for name, value in self.namespace.items()}
+        places = {name: name for name in self._given}
+        for name, meta in self._maps.items():
+            namespace[f"{name}_meta"] = meta
+            places[name] = (
+                f"*({name} if type({name}) is TensorMap else encode({name}, {name}_meta))"
+            )
+        namespace |= {"TensorMap": _TensorMap, "encode": _encode}
+        given = ", ".join(("gx", "gy", "gz", *self._given))
+        lines = [
+            self.guard(f"call({given})", "_"),
+            self.text("_", ("gx", "gy", "gz"), places),
+        ]
+        return _written("call", given, lines, namespace)  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True)
+class Step:
+    """One launch of a call.
+
+    Attributes:
+        launch: The kernel.
+        grid: Programs along x, y, z.
+        arguments: What each of the kernel's run-time arguments is.
+    """
+
+    launch: Launch
+    grid: Grid
+    arguments: Mapping[str, Argument]
+
+
+def launcher(
+    steps: Sequence[Step],
+    shape: Sequence[int],
+    dtype: torch.dtype,
+    *,
+    workspace: tuple[int, torch.dtype] | None = None,
+) -> Launcher:
+    """The :data:`~tmm_core.Launcher` of a kernel that is these launches, one after another: it
+    makes the output where it is given none, and launches.
+
+    Written out as source, with every constant in its place: between the call and Triton's C
+    function there is no loop, no tuple and no other call of ours.
+
+    Args:
+        steps: At least one, all on one device.
+        shape, dtype: Of the output, which is row-major where it is made here.
+        workspace: Elements and dtype of scratch memory made anew for every call, if any: the
+            tensor ``"workspace"``. Were it shared, the launches of two threads could mix.
+    """
+    first = steps[0].launch
+    compiled = first.compiled is not None
+    names = _Names(compiled)
+    calls = [names.invocation(index, step) for index, step in enumerate(steps)]
+    make = "empty({}, {}, {})" if compiled else "a.new_empty({}, dtype={2})"
+    lines = [
+        first.guard("run(a, b, bias, residual, alpha, out, scale_a, scale_b)"),
+        "if out is None:",
+        f"    out = {make.format('shape', 'strides', 'dtype')}",
+        "    out_stride = strides",
+        "else:",
+        "    out_stride = out.stride()",
+    ]
+    names.namespace |= {
+        "dtype": dtype,
+        "empty": _empty_on_current_device,
+        "shape": tuple(shape),
+        "strides": torch.empty(tuple(shape), device="meta").stride(),
+    }
+    if workspace is not None:
+        count, names.namespace["workspace_dtype"] = workspace
+        lines.append(f"workspace = {make.format((count,), (1,), 'workspace_dtype')}")
+    lines += [*names.preparation(), *calls, "return out"]
+    return _written(  # type: ignore[no-any-return]
+        "run",
+        "a, b, bias, residual, alpha, out, scale_a=None, scale_b=None",
+        lines,
+        names.namespace,
+    )
+
+
+class _Names:
+    """What the source of a launcher refers to, as its launches turn out to need it."""
+
+    def __init__(self, compiled: bool) -> None:
+        self._compiled = compiled
+        self._addresses: dict[str, None] = {}
+        self._strided: dict[str, None] = {}
+        self.namespace: dict[str, Any] = {}
+
+    def preparation(self) -> Iterator[str]:
+        """The statements that come before the launches."""
+        for t in self._strided:
+            if t != "out":
+                yield f"{t}_stride = {t}.stride()"
+        for t in self._addresses:
+            # The interpreter wants the tensor.
+            yield f"{t}_ptr = {t}.data_ptr()" if self._compiled else f"{t}_ptr = {t}"
+
+    def invocation(self, index: int, step: Step) -> str:
+        """The statement that makes a launch."""
+        launch, prefix = step.launch, f"_{index}_"
+        for name, value in launch.namespace.items():
+            self.namespace[prefix + name] = value
+        places = {}
+        for name, what in step.arguments.items():
+            places[name] = self._place(prefix + name, launch, name, what)
+        return launch.text(prefix, map(str, step.grid), places)
+
+    def _place(self, key: str, launch: Launch, name: str, what: Argument) -> str:
+        if isinstance(what, bool | int):
+            return repr(int(what))
+        if isinstance(what, str):
+            if what == "alpha":
+                return what
+            self._addresses[what] = None
+            return f"{what}_ptr"
+        if isinstance(what, tuple):
+            t, dimension = what
+            self._strided[t] = None
+            return f"{t}_stride[{dimension}]"
+        if not isinstance(what, Described):
+            self.namespace[key] = what
+            return f"{key}()"
+        t = what.tensor
+        maps = launch.tensor_map(name, what.describe)
+        self.namespace[key] = maps
+        if not isinstance(maps, TensorMaps):
+            return f"{key}({t})"
+        self.namespace[f"{key}_kept"] = maps.kept.get
+        self._addresses[t] = None
+        self._strided[t] = None
+        return f"*({key}_kept(({t}_ptr, {t}_stride)) or {key}({t}))"
+
+
+def _written(name: str, parameters: str, lines: Iterable[str], namespace: dict[str, Any]) -> Any:
+    """The function with that source."""
+    body = "\n    ".join(lines)
+    exec(f"def {name}({parameters}):\n    {body}\n", namespace)
+    return namespace[name]
 
 
 #: A weight has one address, activations come from a few blocks of torch's allocator.
 _TENSOR_MAPS_KEPT = 64
 
 
+class TensorMaps:
+    """Encoded descriptors of one parameter, of the tensors seen last."""
+
+    def __init__(self, describe: Callable[[torch.Tensor], Any], meta: Any) -> None:
+        self._describe = describe
+        self._meta = meta
+        #: By address and strides.
+        self.kept: dict[tuple[Any, ...], _TensorMap] = {}
+
+    def __call__(self, t: torch.Tensor) -> _TensorMap:
+        key = (t.data_ptr(), t.stride())
+        encoded = self.kept.get(key)
+        if encoded is None:
+            if len(self.kept) >= _TENSOR_MAPS_KEPT:
+                self.kept.pop(next(iter(self.kept)), None)
+            encoded = self.kept[key] = _TensorMap(_encode(self._describe(t), self._meta))
+        return encoded
+
+
 class _TensorMap(tuple[Any, ...]):
     """An encoded descriptor, as :func:`_encode` returns it."""
 
     __slots__ = ()
+
+
+def _empty_strided_cuda(
+    shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype
+) -> torch.Tensor:
+    return torch.empty_strided(shape, strides, dtype=dtype, device="cuda")
+
+
+#: Torch's allocation of a CUDA tensor below its dispatcher, on the current device, as compiled
+#: graphs make it, in half the 1.7 µs of ``new_empty``; where this torch has it.
+_empty_on_current_device = getattr(
+    torch._C._dynamo.guards, "_empty_strided_cuda", _empty_strided_cuda
+)
 
 
 def _interpreted(fn: Any, names: Sequence[str], constants: Mapping[str, Any]) -> Any:
@@ -234,67 +440,44 @@ def _low_level(run: Any, *, described: bool) -> Any:
     return low
 
 
-def _direct(
-    compiled: CompiledKernel, low: Any, signature: Mapping[str, tuple[bool, Any]], device: int
-) -> Callable[..., None]:
-    """A function of ``(gx, gy, gz, *arguments)`` that does nothing but launch.
-
-    Written out as source: putting constants' places between the arguments by a loop took
-    1.5 µs of a 26-argument launch, a call with its places spelled out takes none.
+def _direct(compiled: CompiledKernel, low: Any, device: int) -> tuple[str, dict[str, Any]]:
+    """How the compiled handle is launched and nothing else done: source, with places for
+    grid, arguments and the prefix of the names it uses, and what these stand for.
 
     Args:
         low: The C function of the installed Triton; where it is not known, the launcher
             object's own call is used (0.6 µs more).
-        signature: Of each parameter whether it is given at run time, and from what its
-            descriptor is encoded.
     """
     run = compiled.run
-    given = [name for name, (runtime, _) in signature.items() if runtime]
-    places = []
-    for name, (runtime, meta) in signature.items():
-        if meta is not None:
-            places.append(
-                f"*({name} if type({name}) is TensorMap else encode({name}, {name}_meta))"
-            )
-        else:
-            places.append(name if runtime else "None")
-    arguments = ", ".join(places)
-    first = "gx, gy, gz, stream_of(device), function"
+    first = "{grid}, {_}stream_of({_}device), {_}function"
+    flags = "{_}cooperative, {_}pdl"
+    nones = ", ".join(["None"] * 5)
     if low is None:
-        call = f"run({first}, metadata, None, None, None, {arguments})"
+        template = f"{{_}}run({first}, {{_}}metadata, None, None, None, {{arguments}})"
     elif hasattr(run, "kernel_signature"):  # Triton 3.7
-        hooks = "None, None, None, None, None"
-        call = f"low({first}, *flags, metadata, {hooks}, *annotations, ({arguments},))"
+        template = (
+            f"{{_}}low({first}, {flags}, {{_}}metadata, {nones}, {{_}}annotations, "
+            "{_}kernel_signature, ({arguments},))"
+        )
     else:  # Triton 3.6
-        call = f"low({first}, *flags, None, None, metadata, None, None, None, {arguments})"
-    code = f"""
-def launch(gx, gy, gz, {", ".join(given)}):
-    if current_device() == device:
-        {call}
-    else:
-        with guard(device):
-            {call}
-"""
-    namespace = {
-        "TensorMap": _TensorMap,
-        "annotations": (getattr(run, "arg_annotations", 0), getattr(run, "kernel_signature", 0)),
+        template = (
+            f"{{_}}low({first}, {flags}, None, None, {{_}}metadata, None, None, None, "
+            "{arguments})"
+        )
+    return template, {
+        "annotations": getattr(run, "arg_annotations", 0),
+        "cooperative": getattr(run, "launch_cooperative_grid", False),
         "current_device": torch._C._cuda_getDevice,
         "device": device,
-        "encode": _encode,
-        "flags": (
-            getattr(run, "launch_cooperative_grid", False),
-            getattr(run, "launch_pdl", False),
-        ),
         "function": compiled.function,
         "guard": torch.cuda.device,
+        "kernel_signature": getattr(run, "kernel_signature", 0),
         "low": low,
         "metadata": compiled.packed_metadata,
+        "pdl": getattr(run, "launch_pdl", False),
         "run": run,
         "stream_of": torch._C._cuda_getCurrentRawStream,
-        **{f"{name}_meta": meta for name, (_, meta) in signature.items() if meta is not None},
     }
-    exec(code, namespace)
-    return namespace["launch"]  # type: ignore[no-any-return]
 
 
 def _encode(descriptor: Any, meta: Any) -> Any:

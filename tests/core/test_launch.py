@@ -1,0 +1,191 @@
+"""The host's side of a launch, with Triton's C function replaced by one that takes notes."""
+
+from __future__ import annotations
+
+import itertools
+import types
+from collections.abc import Callable
+from contextlib import contextmanager
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from triton.backends.nvidia import driver
+
+from tmm_core.triton import Described, Step, launch, launcher
+
+BF16 = torch.bfloat16
+STREAM, FUNCTION, METADATA = 7, 5, (4, 1, 0)
+
+
+class Noted:
+    """What reached the C function, launch by launch."""
+
+    def __init__(self) -> None:
+        self.launches: list[tuple[Any, ...]] = []
+        self.encoded: list[Any] = []
+        self.devices: list[int] = []
+        self.current = 0
+
+    def arguments(self, release: str) -> list[list[Any]]:
+        """The kernel's own of each launch: the last of all for 3.7, spread out for 3.6."""
+        if release == "3.7":
+            return [list(args[-1]) for args in self.launches]
+        return [list(args[12:]) for args in self.launches]
+
+
+@pytest.fixture
+def noted(monkeypatch: pytest.MonkeyPatch) -> Noted:
+    notes = Noted()
+
+    def encode(descriptor: Any, meta: Any) -> list[Any]:
+        notes.encoded.append(descriptor)
+        return ["map", 1, 2]
+
+    @contextmanager
+    def guard(device: int) -> Any:
+        before, notes.current = notes.current, device
+        notes.devices.append(device)
+        yield
+        notes.current = before
+
+    monkeypatch.setattr(driver, "make_tensordesc_arg", encode)
+    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: notes.current, raising=False)
+    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda i: STREAM + i, raising=False)
+    monkeypatch.setattr(torch.cuda, "device", guard)
+    monkeypatch.setattr(
+        launch,
+        "_empty_on_current_device",
+        lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype),
+    )
+    return notes
+
+
+def compiled(
+    notes: Noted, signature: dict[str, str], release: str, device: int = 0
+) -> launch.Launch:
+    """A launch whose kernel is compiled, as far as the host can tell."""
+    run = types.SimpleNamespace(
+        launch=None, launch_cooperative_grid=0, launch_pdl=1,
+        global_scratch_size=0, profile_scratch_size=0,
+    )  # fmt: skip
+    if release == "3.7":
+        run.kernel_signature, run.arg_annotations = b"signature", ["annotations"]
+    described = [n for n, t in signature.items() if t.startswith("tensordesc")]
+    wrapped = driver.wrap_handle_tensordesc(
+        lambda *args: notes.launches.append(args), signature, [{}] * len(described)
+    )
+    run.launch = wrapped
+    low = launch._low_level(run, described=bool(described))
+    handle = types.SimpleNamespace(run=run, function=FUNCTION, packed_metadata=METADATA)
+    bound = launch.Launch.__new__(launch.Launch)
+    bound.compiled = handle  # type: ignore[assignment]
+    bound._given = [n for n, t in signature.items() if t != "constexpr"]
+    bound._parameters = list(signature)
+    bound._maps = {name: {} for name in described}
+    bound._template, bound.namespace = launch._direct(handle, low, device)  # type: ignore[arg-type]
+    bound.call = bound._write_call()
+    return bound
+
+
+@pytest.fixture(params=["3.6", "3.7"])
+def release(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    if request.param == "3.6":
+        monkeypatch.setattr(launch.triton, "__version__", "3.6.0")
+    return str(request.param)
+
+
+def test_a_launcher_passes_what_each_argument_is(noted: Noted, release: str) -> None:
+    signature = {
+        "out": "*bf16", "a": "*bf16", "C": "constexpr", "M": "i32", "sa": "i32", "so": "i32",
+        "alpha": "fp32", "counter": "*i32", "scratch": "*fp32",
+    }  # fmt: skip
+    counters = itertools.count()
+    step = Step(
+        compiled(noted, signature, release),
+        (3, 2, 1),
+        {
+            "out": "out", "a": "a", "M": 8, "sa": ("a", 0), "so": ("out", 0), "alpha": "alpha",
+            "counter": lambda: next(counters), "scratch": "workspace",
+        },
+    )  # fmt: skip
+    run = launcher([step, step], (8, 6), BF16, workspace=(5, torch.float32))
+    a = torch.zeros(8, 16, dtype=BF16)[:, :4]
+    out = run(a, a, None, None, 2.5, None)
+    assert (out.shape, out.dtype, out.stride()) == ((8, 6), BF16, (6, 1))
+    first, second = noted.arguments(release)
+    *known, scratch = first
+    assert known == [out.data_ptr(), a.data_ptr(), None, 8, 16, 6, 2.5, 0]
+    # Both launches of one call share its scratch memory.
+    assert second == [*known[:-1], 1, scratch]
+    assert noted.launches[0][:7] == (3, 2, 1, STREAM, FUNCTION, 0, 1)
+    assert METADATA in noted.launches[0]
+    given = torch.zeros(8, 9, dtype=BF16)[:, :6]
+    assert run(a, a, None, None, 1.0, given) is given
+    assert noted.arguments(release)[2][5] == 9
+
+
+def test_a_launch_on_another_device_makes_it_current(noted: Noted, release: str) -> None:
+    signature = {"out": "*bf16"}
+    bound = compiled(noted, signature, release, device=1)
+    run = launcher([Step(bound, (1, 1, 1), {"out": "out"})], (2, 2), BF16)
+    a = torch.zeros(2, 2, dtype=BF16)
+    run(a, a, None, None, 1.0, None)
+    bound((1, 1, 1), a)
+    assert noted.devices == [1, 1]
+    assert [args[3] for args in noted.launches] == [STREAM + 1] * 2
+    noted.current = 1
+    run(a, a, None, None, 1.0, None)
+    assert len(noted.devices) == 2
+
+
+@pytest.mark.parametrize("way", ["launcher", "call"])
+def test_a_warm_launch_encodes_no_tensor_map(noted: Noted, way: str) -> None:
+    """The installed Triton's launcher is found under the wrapper that encodes descriptors."""
+    bound = compiled(
+        noted, {"a": "tensordesc<bf16[64, 64],x>", "n": "i32", "C": "constexpr"}, "3.7"
+    )
+
+    def describe(t: torch.Tensor) -> Any:
+        return ("descriptor of", t.data_ptr(), t.stride())
+
+    launch_with: Callable[[torch.Tensor], Any]
+    if way == "launcher":
+        step = Step(bound, (2, 1, 1), {"a": Described("a", describe), "n": 9})
+        run = launcher([step], (2, 2), BF16)
+
+        def launch_with(t: torch.Tensor) -> Any:
+            return run(t, t, None, None, 1.0, None)
+    else:
+        of = bound.tensor_map("a", describe)
+
+        def launch_with(t: torch.Tensor) -> Any:
+            return bound((2, 1, 1), of(t), 9)
+
+    t = torch.zeros(8, 8)
+    for _ in range(3):
+        launch_with(t)
+    assert noted.encoded == [describe(t)]
+    assert noted.arguments("3.7") == [["map", 1, 2, 9, None]] * 3
+    # Another tensor, or another view of this one, has a map of its own.
+    launch_with(t.t())
+    launch_with(t[1:])
+    assert noted.encoded[1:] == [describe(t.t()), describe(t[1:])]
+    if way == "call":
+        # A raw descriptor is encoded on the spot, as Triton would.
+        bound((2, 1, 1), "raw", 9)
+        assert noted.encoded[-1] == "raw"
+
+
+def test_maps_are_kept_of_so_many_tensors(noted: Noted) -> None:
+    bound = compiled(noted, {"a": "tensordesc<bf16[64, 64],x>"}, "3.7")
+    of = bound.tensor_map("a", lambda t: t.data_ptr())
+    held = torch.zeros(launch._TENSOR_MAPS_KEPT + 10, 8)
+    for row in held:
+        of(row)
+    assert len(of.kept) == launch._TENSOR_MAPS_KEPT  # type: ignore[attr-defined]
+    of(held[0])
+    assert noted.encoded.count(held.data_ptr()) == 2
