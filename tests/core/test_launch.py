@@ -34,7 +34,7 @@ class Noted:
         """The kernel's own of each launch: the last of all for 3.7, spread out for 3.6."""
         if release == "3.7":
             return [list(args[-1]) for args in self.launches]
-        return [list(args[12:]) for args in self.launches]
+        return [list(args[13:]) for args in self.launches]
 
 
 @pytest.fixture
