@@ -77,6 +77,13 @@ def matmul(
                 out=out,
                 out_dtype=out_dtype,
             )
+    if (
+        not torch.compiler.is_dynamo_compiling()
+        and out is None
+        and (epilogue is None or type(epilogue) is str)
+        and _eager(a, b, bias, residual)
+    ):
+        return dispatch.run(a, b, bias, residual, alpha, epilogue or "", out_dtype)
     if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
         name, wrong = ("a", a) if not isinstance(a, Tensor) else ("b", b)
         raise TypeError(f"matmul(): argument '{name}' must be Tensor, not {type(wrong).__name__}")
@@ -99,12 +106,49 @@ def matmul(
         or (residual is not None and residual.requires_grad)
     ):
         return _differentiable(a, b, bias, residual, alpha, text, out_dtype)
-    # The operator's autograd rule would cost 2 µs to find that there is nothing to do, and
-    # each argument that is passed 0.15 µs on its way through the dispatcher and back.
     with torch._C._AutoDispatchBelowAutograd():
-        if bias is None and residual is None and alpha == 1.0 and out_dtype is None:
-            return ops.matmul(a, b, None, None, 1.0, text) if text else ops.matmul(a, b)  # type: ignore[no-any-return]
         return ops.matmul(a, b, bias, residual, alpha, text, out_dtype)  # type: ignore[no-any-return]
+
+
+_PLAIN = frozenset((Tensor, torch.nn.Parameter))
+
+
+def _eager(a: Any, b: Any, bias: Any, residual: Any) -> bool:
+    """Whether torch's dispatcher has nothing to do for this call: no gradient to record, no
+    autocast, no transform, mode, tracer, profiler or tensor subclass to ask. The operator is
+    then a detour of 2.5 µs that comes to the same."""
+    return (
+        type(a) in _PLAIN
+        and type(b) in _PLAIN
+        and not _autocasts()
+        and not _dispatch_modes()
+        and not _function_modes()
+        and not _profiles()
+        and _transform() is None
+        and _tracer() is None
+        and not (a.is_neg() or b.is_neg() or a.is_conj() or b.is_conj())
+        and not (_records() and (a.requires_grad or b.requires_grad))
+        and (bias is None or _eager_too(bias))
+        and (residual is None or _eager_too(residual))
+    )
+
+
+def _eager_too(t: Any) -> bool:
+    return (
+        type(t) in _PLAIN
+        and not (t.is_neg() or t.is_conj())
+        and not (t.requires_grad and _records())
+    )
+
+
+# Each is one call of C, some 50 ns.
+_autocasts = torch._C._is_any_autocast_enabled
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_function_modes = torch._C._len_torch_function_stack
+_profiles = torch._C._autograd._profiler_enabled
+_records = torch.is_grad_enabled
+_tracer = torch._C._get_tracing_state
+_transform = torch._C._functorch.peek_interpreter_stack
 
 
 @functools.cache

@@ -19,7 +19,7 @@ from tmm_core.device import fingerprint
 from tmm_core.dispatcher import FALLBACK, Dispatcher
 from tmm_core.epilogue import Epilogue
 from tmm_core.fold import Fold
-from tmm_core.plan import Plan
+from tmm_core.plan import Plan, signature
 from tmm_core.problem import Problem
 from tmm_core.registry import Registry
 from tmm_core.tuner import Tuner
@@ -82,9 +82,9 @@ def run(
         b.dtype,
         b.data_ptr() & 15,
         b.get_device(),
-        None if bias is None else _signature(bias),
-        None if residual is None else _signature(residual),
-        None if out is None else _signature(out),
+        None if bias is None else signature(bias),
+        None if residual is None else signature(residual),
+        None if out is None else signature(out),
         epilogue,
         alpha == 1.0,
         out_dtype,
@@ -106,10 +106,6 @@ def run(
 
 _overridden = settings.overridden
 _deterministic = torch._C._get_deterministic_algorithms
-
-
-def _signature(t: Tensor) -> tuple[Any, ...]:
-    return (t.shape, t.stride(), t.dtype, t.data_ptr() & 15, t.get_device())
 
 
 def _tf32() -> bool:
@@ -175,7 +171,7 @@ def make_plan(
                 chooser.quarantine(problem, choice, error)
     if fold is not None:
         launcher = fold.wrap(launcher)
-    return Plan(problem, choice, launcher, (a.shape, a.stride(), b.shape, b.stride()), alpha)
+    return Plan.of(problem, choice, launcher, alpha, (a, b, bias, residual))
 
 
 def pose(

@@ -25,23 +25,44 @@ class Choice:
     evidence: Problem | None = None
 
 
+def signature(t: torch.Tensor) -> tuple[Any, ...]:
+    """What a plan depends on of a tensor, besides its values."""
+    return (t.shape, t.stride(), t.dtype, t.data_ptr() & 15, t.get_device())
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """A candidate bound to a problem: compiled, and callable with tensors of the very
-    shapes, strides and dtypes it was made for.
+    shapes, strides, dtypes, devices and alignment it was made for.
 
     >>> p = tmm_core.plan(x, weight.T, epilogue="silu")      # doctest: +SKIP
     >>> y = p(x, weight.T)                                   # doctest: +SKIP
 
-    Calling it looks nothing up, and checks shapes and strides of ``a`` and ``b`` only.
+    Calling it looks nothing up.
     """
 
     problem: Problem
     choice: Choice
     launcher: Launcher
-    #: ``(a.shape, a.stride(), b.shape, b.stride())`` of the tensors it was made from.
-    layout: tuple[Any, ...]
-    alpha: float = 1.0
+    alpha: float
+    #: :func:`signature` of a and of b, one after the other.
+    operands: tuple[Any, ...]
+    #: Of bias and residual, where the plan has either.
+    extras: tuple[Any, ...] | None
+
+    @classmethod
+    def of(
+        cls,
+        problem: Problem,
+        choice: Choice,
+        launcher: Launcher,
+        alpha: float,
+        tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None],
+    ) -> Plan:
+        """The plan for ``tensors``: a, b, bias and residual."""
+        a, b, bias, residual = tensors
+        operands = signature(a) + signature(b)
+        return cls(problem, choice, launcher, alpha, operands, _extras(bias, residual))
 
     @property
     def kernel(self) -> str:
@@ -68,35 +89,61 @@ class Plan:
     ) -> torch.Tensor:
         """Launch on the current stream.
 
+        Args:
+            out: Row-major, of the result's shape and dtype, starting on 16 bytes.
+
         Raises:
-            ValueError: Operands of other shapes, strides or dtypes than planned for, or
-                bias and residual given or left out otherwise than planned.
+            ValueError: Tensors of other shapes, strides, dtypes, devices or alignment than
+                planned for, or bias and residual given or left out otherwise than planned.
         """
-        problem = self.problem
         if (
-            (a.shape, a.stride(), b.shape, b.stride()) != self.layout
-            or a.dtype is not problem.a.dtype
-            or b.dtype is not problem.b.dtype
-            or (bias is None) is not (problem.bias is None)
-            or (residual is None) is not (problem.residual is None)
-        ):
-            raise ValueError(self._mismatch(a, b, bias, residual))
+            a.shape,
+            a.stride(),
+            a.dtype,
+            a.data_ptr() & 15,
+            a.get_device(),
+            b.shape,
+            b.stride(),
+            b.dtype,
+            b.data_ptr() & 15,
+            b.get_device(),
+        ) != self.operands:
+            raise ValueError(self._mismatch("a and b", self.operands, signature(a) + signature(b)))
+        if bias is not None or residual is not None or self.extras is not None:
+            given = _extras(bias, residual)
+            if given != self.extras:
+                raise ValueError(self._mismatch("bias and residual", self.extras, given))
+        if out is not None:
+            self._check_out(a, out)
         return self.launcher(a, b, bias, residual, self.alpha, out)
 
-    def _mismatch(self, a: Any, b: Any, bias: Any, residual: Any) -> str:
-        def show(shape: Any, stride: Any, dtype: Any) -> str:
-            return f"{tuple(shape)} stride {tuple(stride)} {dtype}"
+    def _check_out(self, a: torch.Tensor, out: torch.Tensor) -> None:
+        problem = self.problem
+        planned = problem.out.dtype, a.get_device()
+        if (
+            (out.dtype, out.get_device()) != planned
+            or out.numel() != problem.batch * problem.m * problem.n
+            or out.data_ptr() & 15
+            or not out.is_contiguous()
+        ):
+            raise ValueError(self._mismatch("out", ("contiguous", *planned), signature(out)))
 
-        a_shape, a_stride, b_shape, b_stride = self.layout
+    def _mismatch(self, what: str, planned: Any, given: Any) -> str:
+        def show(values: Any) -> str:
+            if values is None:
+                return "nothing"
+            return ", ".join(str(tuple(v) if isinstance(v, tuple) else v) for v in values)
+
         return (
-            f"plan is for a {show(a_shape, a_stride, self.problem.a.dtype)}, "
-            f"b {show(b_shape, b_stride, self.problem.b.dtype)}, "
-            f"bias {'given' if self.problem.bias else 'absent'}, "
-            f"residual {'given' if self.problem.residual else 'absent'}; "
-            f"got a {show(a.shape, a.stride(), a.dtype)}, b {show(b.shape, b.stride(), b.dtype)}, "
-            f"bias {'absent' if bias is None else 'given'}, "
-            f"residual {'absent' if residual is None else 'given'}"
+            f"plan for {self.problem} takes {what} of shape, stride, dtype, offset from 16 bytes "
+            f"and device {show(planned)}; got {show(given)}"
         )
 
     def __str__(self) -> str:
         return f"{self.problem} → {self.choice.candidate} ({self.choice.origin})"
+
+
+def _extras(bias: torch.Tensor | None, residual: torch.Tensor | None) -> tuple[Any, ...] | None:
+    if bias is None and residual is None:
+        return None
+    return tuple(t if t is None else signature(t) for t in (bias, residual))

@@ -280,13 +280,61 @@ def test_a_plan_replays_and_refuses_other_tensors() -> None:
     a, b, bias = torch.randn(4, 5), torch.randn(5, 6), torch.randn(6)
     plan = tmm_core.plan(a, b, bias=bias, epilogue="relu")
     torch.testing.assert_close(plan(a, b, bias), torch.relu(a @ b + bias))
-    with pytest.raises(ValueError, match=r"plan is for a \(4, 5\) stride \(5, 1\)"):
+    with pytest.raises(ValueError, match=r"takes a and b of .*\(4, 5\).* got .*\(1, 4\)"):
         plan(a.t().contiguous().t(), b, bias)
-    with pytest.raises(ValueError, match="bias given"):
+    with pytest.raises(ValueError, match=r"takes bias and residual of .* got nothing"):
         plan(a, b)
-    with pytest.raises(ValueError, match="plan is for"):
+    with pytest.raises(ValueError, match="takes bias and residual"):
+        plan(a, b, torch.randn(12)[::2])
+    with pytest.raises(ValueError, match="takes a and b"):
         plan(a.double(), b, bias)
+    with pytest.raises(ValueError, match="takes a and b"):
+        plan(torch.randn(21)[1:].view(4, 5), b, bias)
     assert plan.kernel == "blas"
+    out = torch.full((4, 6), torch.nan)
+    assert plan(a, b, bias, out=out) is out
+    torch.testing.assert_close(out, torch.relu(a @ b + bias))
+    for wrong in (torch.empty(6, 4).t(), torch.empty(4, 7), torch.empty(4, 6, dtype=torch.half)):
+        with pytest.raises(ValueError, match="takes out of"):
+            plan(a, b, bias, out=wrong)
+
+
+def test_what_the_dispatcher_of_torch_would_do_is_not_skipped() -> None:
+    """Modes, tracers, autocast and transforms see the operator; plain calls need none."""
+    from torch.overrides import TorchFunctionMode
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    seen: list[str] = []
+
+    class Functions(TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    class Dispatch(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, kinds: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    a, b = torch.randn(3, 4), torch.randn(4, 5)
+    for mode in (Functions(), Dispatch()):
+        with mode:
+            torch.testing.assert_close(tmm_core.matmul(a, b), a @ b)
+        assert any("tmm.matmul" in name for name in seen), seen
+        seen.clear()
+    with torch.profiler.profile() as profile:
+        tmm_core.matmul(a, b)
+    assert any("tmm::matmul" in event.name for event in profile.events())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", DeprecationWarning)
+        traced = torch.jit.trace(lambda x: tmm_core.matmul(x, b), a)
+    assert "tmm::matmul" in str(traced.graph)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert tmm_core.matmul(a, b).dtype == torch.bfloat16
 
 
 def test_a_kernel_that_raises_is_quarantined_and_the_call_answered() -> None:

@@ -15,6 +15,7 @@ pytest.importorskip("triton")
 
 from triton.backends.nvidia import driver
 
+import tmm_core
 from tmm_core.triton import Described, Step, launch, launcher
 
 BF16 = torch.bfloat16
@@ -189,3 +190,15 @@ def test_maps_are_kept_of_so_many_tensors(noted: Noted) -> None:
     assert len(of.kept) == launch._TENSOR_MAPS_KEPT  # type: ignore[attr-defined]
     of(held[0])
     assert noted.encoded.count(held.data_ptr()) == 2
+
+
+def test_the_interpreter_takes_the_same_steps() -> None:
+    from tmm_triton.naive import Naive
+
+    a, b = torch.randn(5, 7), torch.randn(7, 6)
+    run = Naive().bind(tmm_core.problem(a, b), Naive().default_config(tmm_core.problem(a, b)))
+    out = run(a, b, None, None, 1.0, None)
+    torch.testing.assert_close(out, a @ b)
+    given = torch.full((5, 6), torch.nan)
+    assert run(a, b, None, None, 1.0, given) is given
+    torch.testing.assert_close(given, a @ b)

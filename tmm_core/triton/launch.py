@@ -287,7 +287,7 @@ def launcher(
     compiled = first.compiled is not None
     names = _Names(compiled)
     calls = [names.invocation(index, step) for index, step in enumerate(steps)]
-    make = "empty({}, {}, {})" if compiled else "a.new_empty({}, dtype={2})"
+    make = "empty({0}, {1}, {2})" if compiled else "a.new_empty({0}, dtype={2})"
     lines = [
         first.guard("run(a, b, bias, residual, alpha, out, scale_a, scale_b)"),
         "if out is None:",
