@@ -33,6 +33,8 @@ def matmul(
     epilogue: EpilogueLike = None,
     out: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    scale_a: Tensor | None = None,
+    scale_b: Tensor | None = None,
     kernel: str | None = None,
     config: ConfigLike = None,
     on_cache_miss: settings.OnCacheMiss | None = None,
@@ -40,18 +42,26 @@ def matmul(
     """``epilogue(alpha · (a @ b) + bias) + residual``, by the fastest verified kernel.
 
     >>> y = matmul(x, w, epilogue="silu")                    # doctest: +SKIP
+    >>> y = matmul(x8, w8, scale_a=sx, scale_b=sw)           # doctest: +SKIP
 
     Args:
         a: ``[..., M, K]`` or ``[K]``, any strides.
-        b: ``[..., K, N]`` or ``[K]``, of a's dtype. With a gated epilogue the width is 2N:
-            the gate's columns, then the up projection's.
-        bias: ``[N]`` (2N where gated), of a's dtype, the output's, or fp32.
+        b: ``[..., K, N]`` or ``[K]``, of a's dtype (float8_e4m3fn and float8_e5m2 go
+            together). With a gated epilogue the width is 2N: the gate's columns, then the up
+            projection's.
+        bias: ``[N]`` (2N where gated), of a's dtype, the output's, or fp32; not of 8 bits.
         residual: Broadcastable to the output; added last, after the epilogue.
         alpha: Scales the product.
         epilogue: ``None``, a name such as ``"silu"``, a chain ``"gelu_tanh+softcap(30)"``, an
             :class:`Epilogue` or a sequence of these.
         out: Where to write; resized as torch resizes. Not differentiable.
-        out_dtype: The result's dtype; a's by default. fp32 accumulators are rounded once.
+        out_dtype: The result's dtype; a's by default, and bf16 where that is an 8-bit float.
+            fp32 accumulators are rounded once.
+        scale_a: What 8-bit operands' numbers stand for: the product is multiplied by it
+            before the bias. fp32, on the operands' device: one number, or one for each row
+            of a, ``[..., M, 1]``. Calls with 8-bit operands have no backward.
+        scale_b: Likewise: one number, or one for each column of b, ``[..., 1, N]`` (2N where
+            gated).
         kernel: Force this kernel. It raises where it cannot serve the call.
         config: And this config of it.
         on_cache_miss: ``"tune"``, ``"heuristic"`` or ``"error"``, for this call.
@@ -76,14 +86,19 @@ def matmul(
                 epilogue=epilogue,
                 out=out,
                 out_dtype=out_dtype,
+                scale_a=scale_a,
+                scale_b=scale_b,
             )
     if (
         not torch.compiler.is_dynamo_compiling()
         and out is None
         and (epilogue is None or type(epilogue) is str)
         and _eager(a, b, bias, residual)
+        and (scale_a is None or _eager_too(scale_a))
+        and (scale_b is None or _eager_too(scale_b))
     ):
-        return dispatch.run(a, b, bias, residual, alpha, epilogue or "", out_dtype)
+        text = epilogue or ""
+        return dispatch.run(a, b, bias, residual, alpha, text, out_dtype, scale_a, scale_b)
     if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
         name, wrong = ("a", a) if not isinstance(a, Tensor) else ("b", b)
         raise TypeError(f"matmul(): argument '{name}' must be Tensor, not {type(wrong).__name__}")
@@ -94,11 +109,15 @@ def matmul(
     else:
         text = dispatch.intern(dispatch.dispatcher().registry.epilogue(epilogue))
     if out is not None:
-        return ops.matmul_out(a, b, bias, residual, alpha, text, out_dtype, out=out)  # type: ignore[no-any-return]
+        return ops.matmul_out(  # type: ignore[no-any-return]
+            a, b, bias, residual, alpha, text, out_dtype, scale_a, scale_b, out=out
+        )
     if torch.compiler.is_compiling():
-        return ops.matmul(a, b, bias, residual, alpha, text, out_dtype)  # type: ignore[no-any-return]
+        return ops.matmul(a, b, bias, residual, alpha, text, out_dtype, scale_a, scale_b)  # type: ignore[no-any-return]
     if type(a) is not Tensor:
         _prepare_for(type(a))
+    if scale_a is not None or scale_b is not None:
+        return ops.matmul(a, b, bias, residual, alpha, text, out_dtype, scale_a, scale_b)  # type: ignore[no-any-return]
     if torch.is_grad_enabled() and (
         a.requires_grad
         or b.requires_grad
@@ -218,6 +237,8 @@ def linear(
     epilogue: EpilogueLike = None,
     out: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
+    scale_a: Tensor | None = None,
+    scale_b: Tensor | None = None,
     kernel: str | None = None,
     config: ConfigLike = None,
     on_cache_miss: settings.OnCacheMiss | None = None,
@@ -228,6 +249,7 @@ def linear(
         x: ``[..., K]``.
         weight: ``[N, K]``; with a gated epilogue ``[2N, K]``, gate rows before up rows.
         bias: ``[N]`` or ``[2N]``.
+        scale_b: Of the weight's transpose: one number, or ``[1, N]``.
 
     The rest is as for :func:`matmul`.
 
@@ -245,6 +267,8 @@ def linear(
         epilogue=epilogue,
         out=out,
         out_dtype=out_dtype,
+        scale_a=scale_a,
+        scale_b=scale_b,
         kernel=kernel,
         config=config,
         on_cache_miss=on_cache_miss,
@@ -260,6 +284,8 @@ def plan(
     alpha: float = 1.0,
     epilogue: EpilogueLike = None,
     out_dtype: torch.dtype | None = None,
+    scale_a: Tensor | None = None,
+    scale_b: Tensor | None = None,
     kernel: str | None = None,
     config: ConfigLike = None,
     on_cache_miss: settings.OnCacheMiss | None = None,
@@ -280,6 +306,7 @@ def plan(
             out_dtype,
             None,
             settings.current(),
+            (scale_a, scale_b),
         )
 
 
@@ -292,6 +319,8 @@ def problem(
     alpha: float = 1.0,
     epilogue: EpilogueLike = None,
     out_dtype: torch.dtype | None = None,
+    scale_a: Tensor | None = None,
+    scale_b: Tensor | None = None,
 ) -> Problem:
     """The :class:`Problem` that a call with these arguments poses.
 
@@ -300,7 +329,8 @@ def problem(
     """
     parsed = dispatch.dispatcher().registry.epilogue(epilogue)
     current = settings.current()
-    return dispatch.pose(a, b, bias, residual, alpha, parsed, out_dtype, None, current)[0]
+    scales = (scale_a, scale_b)
+    return dispatch.pose(a, b, bias, residual, alpha, parsed, out_dtype, None, current, scales)[0]
 
 
 def explain(a: Tensor, b: Tensor, **arguments: Any) -> Explanation:

@@ -18,8 +18,9 @@ import torch
 
 import tmm_core
 from tmm_core import dispatch, verify
+from tmm_core.check import result_dtype
 from tmm_core.epilogue import Epilogue
-from tmm_core.problem import Problem, dtype_name, dtype_of
+from tmm_core.problem import FP8, Problem, dtype_name, dtype_of
 
 Tensor = torch.Tensor
 
@@ -40,12 +41,16 @@ ALIASES = {
 #: row-major tensor, as in BLAS. ``nt`` is ``x @ weight.T``.
 LAYOUTS = ("nn", "nt", "tn", "tt")
 
+#: How 8-bit operands are scaled: not at all, each by one number, or by row and by column.
+SCALES = ("", "tensor", "row")
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Case:
     """Sizes as in :class:`Problem`: with a gated epilogue ``b`` is ``[k, 2n]``.
 
-    ``epilogue`` is text as in ``matmul(epilogue=…)``; ``tf32`` allows TF32 for fp32.
+    ``epilogue`` is text as in ``matmul(epilogue=…)``; ``tf32`` allows TF32 for fp32;
+    ``scales`` gives 8-bit operands a ``"tensor"`` or a ``"row"`` of scales each.
     """
 
     m: int
@@ -59,6 +64,7 @@ class Case:
     residual: bool = False
     out_dtype: torch.dtype | None = None
     tf32: bool = False
+    scales: str = ""
 
     def call(self, device: torch.device, fill: Callable[..., Tensor] = torch.randn) -> Call:
         """The call's tensors on ``device``, made by ``fill(shape, dtype=…, device=…)``.
@@ -69,21 +75,30 @@ class Case:
         """
         epilogue = dispatch.dispatcher().registry.epilogue(self.epilogue or None)
         width = self.n * (2 if epilogue.gated else 1)
-        out_dtype = self.out_dtype or self.dtype
+        out_dtype = self.out_dtype or _wide(self.dtype)
+        batch = (self.batch,) if self.batch > 1 else ()
 
         def matrix(rows: int, cols: int, transposed: bool, dtype: torch.dtype) -> Tensor:
             shape = (cols, rows) if transposed else (rows, cols)
-            batch = (self.batch,) if self.batch > 1 else ()
-            t = fill((*batch, *shape), dtype=dtype, device=device)
+            # Torch draws no random numbers of 8 bits.
+            t = fill((*batch, *shape), dtype=_wide(dtype), device=device).to(dtype)
             return t.mT if transposed else t
+
+        def scale(*shape: int) -> Tensor | None:
+            if not self.scales:
+                return None
+            size = (*batch, *shape) if self.scales == "row" else ()
+            return torch.rand(size, device=device) + 0.5
 
         return Call(
             a=matrix(self.m, self.k, self.layout[0] == "t", self.dtype),
             b=matrix(self.k, width, self.layout[1] == "t", self.dtype),
-            bias=fill((width,), dtype=self.dtype, device=device) if self.bias else None,
+            bias=fill((width,), dtype=_wide(self.dtype), device=device) if self.bias else None,
             residual=matrix(self.m, self.n, False, out_dtype) if self.residual else None,
             epilogue=epilogue,
             out_dtype=self.out_dtype,
+            scale_a=scale(self.m, 1),
+            scale_b=scale(1, width),
         )
 
     def to_json(self) -> dict[str, Any]:
@@ -99,6 +114,7 @@ class Case:
             "residual": self.residual,
             "out_dtype": dtype_name(self.out_dtype) if self.out_dtype else None,
             "tf32": self.tf32,
+            **({"scales": self.scales} if self.scales else {}),
         }
 
     @classmethod
@@ -120,6 +136,7 @@ class Case:
             dtype_name(self.dtype) + (f"→{dtype_name(self.out_dtype)}" if self.out_dtype else ""),
             self.layout,
             "tf32" if self.tf32 else "",
+            f"scales:{self.scales}" if self.scales else "",
             "bias" if self.bias else "",
             self.epilogue,
             "residual" if self.residual else "",
@@ -137,14 +154,18 @@ class Call:
     residual: Tensor | None
     epilogue: Epilogue
     out_dtype: torch.dtype | None
+    scale_a: Tensor | None = None
+    scale_b: Tensor | None = None
 
     @property
     def keywords(self) -> dict[str, Any]:
+        scales = {"scale_a": self.scale_a, "scale_b": self.scale_b}
         return {
             "bias": self.bias,
             "residual": self.residual,
             "epilogue": None if self.epilogue.is_identity else dispatch.intern(self.epilogue),
             "out_dtype": self.out_dtype,
+            **{name: scale for name, scale in scales.items() if scale is not None},
         }
 
     def problem(self) -> Problem:
@@ -155,13 +176,20 @@ class Call:
         """The call's tensors and an output to write, as :mod:`tmm_core.verify` takes them."""
         shape = list(torch.broadcast_shapes(self.a.shape[:-2], self.b.shape[:-2]))
         shape += [self.a.shape[-2], self.b.shape[-1] // (2 if self.epilogue.gated else 1)]
-        dtype = self.out_dtype or self.a.dtype
+        dtype = result_dtype(self.a, self.out_dtype)
         out = torch.empty(shape, dtype=dtype, device=self.a.device)
-        return verify.Inputs(self.a, self.b, self.bias, self.residual, 1.0, out)
+        return verify.Inputs(
+            self.a, self.b, self.bias, self.residual, 1.0, out, self.scale_a, self.scale_b
+        )
 
     def matmul(self, **more: Any) -> Tensor:
         """Make the call; ``more`` as in :func:`tmm_core.matmul`."""
         return tmm_core.matmul(self.a, self.b, **self.keywords, **more)
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """What goes with operands of ``dtype``: bias, residual and output by default."""
+    return torch.bfloat16 if dtype in FP8 else dtype
 
 
 def parse_shape(text: str) -> tuple[int, int, int, int]:

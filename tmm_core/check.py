@@ -9,6 +9,7 @@ from typing import NoReturn
 import torch
 
 from tmm_core.epilogue import Epilogue
+from tmm_core.problem import FP8
 
 _OUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -20,16 +21,19 @@ def check(
     residual: torch.Tensor | None,
     epilogue: Epilogue,
     out_dtype: torch.dtype | None,
+    scale_a: torch.Tensor | None = None,
+    scale_b: torch.Tensor | None = None,
 ) -> torch.Size:
     """Hold the arguments of one call against each other; returns the output's shape.
 
     Raises:
-        RuntimeError: Shapes, dtypes or devices that do not fit, as ``torch.matmul`` says it.
-        ValueError: A bias, residual or gated width that does not fit.
+        RuntimeError: Shapes, dtypes or devices that do not fit, as ``torch.matmul`` says it;
+            a scale that is not fp32, or without 8-bit operands.
+        ValueError: A bias, residual, scale or gated width that does not fit.
         TypeError: An ``out_dtype`` that is not a floating dtype.
     """
-    tensors = {"a": a, "b": b, "bias": bias, "residual": residual}
-    devices = dict.fromkeys(t.device for t in tensors.values() if t is not None)
+    tensors = (a, b, bias, residual, scale_a, scale_b)
+    devices = dict.fromkeys(t.device for t in tensors if t is not None)
     if len(devices) > 1:
         names = [str(device) for device in devices]
         raise RuntimeError(
@@ -37,7 +41,8 @@ def check(
             f"{names[0]} and {names[1]}!"
         )
     shape = product_shape(a, b)
-    if a.dtype != b.dtype:
+    fp8 = a.dtype in FP8 and b.dtype in FP8
+    if a.dtype != b.dtype and not fp8:
         _let_torch_say(a, b)
     if not epilogue.is_identity and not a.dtype.is_floating_point:
         raise RuntimeError(f"epilogue {epilogue.name!r} needs a floating dtype, got {a.dtype}")
@@ -49,9 +54,11 @@ def check(
                 f"got b of shape {tuple(b.shape)}"
             )
         shape = torch.Size([*shape[:-1], shape[-1] // 2])
-    if out_dtype is not None and out_dtype != a.dtype and out_dtype not in _OUT_DTYPES:
-        raise TypeError(f"out_dtype must be a floating dtype, got {out_dtype}")
-    allowed = {a.dtype, out_dtype or a.dtype, torch.float32}
+    result = result_dtype(a, out_dtype)
+    if result not in _OUT_DTYPES and (fp8 or result != a.dtype):
+        wide = " of 16 bits or more" if fp8 else ""
+        raise TypeError(f"out_dtype must be a floating dtype{wide}, got {out_dtype}")
+    allowed = {result if fp8 else a.dtype, result, torch.float32}
     for name, t in (("bias", bias), ("residual", residual)):
         if t is not None and t.dtype not in allowed:
             raise RuntimeError(
@@ -64,7 +71,30 @@ def check(
             f"residual of shape {tuple(residual.shape)} does not broadcast to the output's "
             f"shape {tuple(shape)}"
         )
+    if scale_a is not None:
+        _check_scale("scale_a", scale_a, (*a.shape[:-1], 1), fp8, a.dtype)
+    if scale_b is not None:
+        _check_scale("scale_b", scale_b, (*b.shape[:-2], 1, width), fp8, b.dtype)
     return shape
+
+
+def result_dtype(a: torch.Tensor, out_dtype: torch.dtype | None) -> torch.dtype:
+    """The output's dtype: as asked, else that of ``a``, and bf16 where that has 8 bits (as
+    ``torch.nn.functional.scaled_mm``; a result in 8 bits would need a scale of its own)."""
+    return out_dtype or (torch.bfloat16 if a.dtype in FP8 else a.dtype)
+
+
+def _check_scale(
+    name: str, scale: torch.Tensor, rows: tuple[int, ...], fp8: bool, dtype: torch.dtype
+) -> None:
+    if not fp8:
+        raise RuntimeError(f"{name} is for float8_e4m3fn and float8_e5m2 operands, got {dtype}")
+    if scale.dtype != torch.float32:
+        raise RuntimeError(f"{name} must have dtype torch.float32, got {scale.dtype}")
+    if scale.numel() != 1 and scale.shape != rows:
+        raise ValueError(
+            f"{name} must be one number or have shape {rows}, got {tuple(scale.shape)}"
+        )
 
 
 def product_shape(a: torch.Tensor, b: torch.Tensor) -> torch.Size:

@@ -8,23 +8,26 @@ from __future__ import annotations
 import functools
 import threading
 from contextlib import nullcontext
-from typing import Any
+from typing import Any, cast
 
 import torch
 from tmm_cache import CacheStore
 
 from tmm_core import settings
-from tmm_core.check import check
+from tmm_core.check import check, result_dtype
 from tmm_core.device import fingerprint
 from tmm_core.dispatcher import FALLBACK, Dispatcher
 from tmm_core.epilogue import Epilogue
 from tmm_core.fold import Fold
-from tmm_core.plan import Plan, signature
-from tmm_core.problem import Problem
+from tmm_core.kernel import ScaledLauncher
+from tmm_core.plan import Plan, scales_signature, signature
+from tmm_core.problem import Problem, packed
 from tmm_core.registry import Registry
 from tmm_core.tuner import Tuner
 
 Tensor = torch.Tensor
+#: ``scale_a`` and ``scale_b``.
+Scales = tuple[Tensor | None, Tensor | None]
 
 #: Plans held at most; past it the table starts anew (a plan is some 2 kB and rebinding one
 #: whose kernel is compiled takes microseconds).
@@ -69,8 +72,13 @@ def run(
     alpha: float = 1.0,
     epilogue: str = "",
     out_dtype: torch.dtype | None = None,
+    scale_a: Tensor | None = None,
+    scale_b: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
+    if scale_a is not None or scale_b is not None:
+        scales = (scale_a, scale_b)
+        return _run_scaled(a, b, bias, residual, alpha, epilogue, out_dtype, out, scales)
     key = (
         a.shape,
         a.stride(),
@@ -101,7 +109,41 @@ def run(
         if not _quarantine(plan, error):
             raise
         _plans.pop(key, None)
-    return run(a, b, bias, residual, alpha, epilogue, out_dtype, out)
+    return run(a, b, bias, residual, alpha, epilogue, out_dtype, out=out)
+
+
+def _run_scaled(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    alpha: float,
+    epilogue: str,
+    out_dtype: torch.dtype | None,
+    out: Tensor | None,
+    scales: Scales,
+) -> Tensor:
+    """As :func:`run`, with scales: apart, so that other calls do not carry them."""
+    key = (
+        *(None if t is None else signature(t) for t in (a, b, bias, residual, out)),
+        scales_signature(*scales),
+        epilogue,
+        alpha == 1.0,
+        out_dtype,
+        _overridden(),
+        _deterministic(),
+    )
+    plan = _plans.get(key)
+    if plan is None:
+        plan = _build(key, a, b, bias, residual, alpha, epilogue, out_dtype, out, scales)
+    try:
+        launcher = cast(ScaledLauncher, plan.launcher)
+        return launcher(a, b, bias, residual, alpha, out, *map(packed, scales))
+    except Exception as error:
+        if not _quarantine(plan, error):
+            raise
+        _plans.pop(key, None)
+    return _run_scaled(a, b, bias, residual, alpha, epilogue, out_dtype, out, scales)
 
 
 _overridden = settings.overridden
@@ -126,9 +168,10 @@ def _build(
     epilogue: str,
     out_dtype: torch.dtype | None,
     out: Tensor | None,
+    scales: Scales = (None, None),
 ) -> Plan:
     parsed, current = epilogue_of(epilogue), settings.current()
-    plan = make_plan(a, b, bias, residual, alpha, parsed, out_dtype, out, current)
+    plan = make_plan(a, b, bias, residual, alpha, parsed, out_dtype, out, current, scales)
     if not plan.problem.capturing:
         # What was chosen under capture was chosen with its hands tied.
         with _build_lock:
@@ -148,6 +191,7 @@ def make_plan(
     out_dtype: torch.dtype | None,
     out: Tensor | None,
     current: settings.Settings,
+    scales: Scales = (None, None),
 ) -> Plan:
     """Check, choose and bind; everything raised for bad input is raised here.
 
@@ -157,7 +201,7 @@ def make_plan(
     """
     # Capture, tuning and compilation all go by the current device.
     with torch.cuda.device(a.device) if a.is_cuda else nullcontext():
-        problem, fold = pose(a, b, bias, residual, alpha, epilogue, out_dtype, out, current)
+        problem, fold = pose(a, b, bias, residual, alpha, epilogue, out_dtype, out, current, scales)
         chooser = dispatcher()
         while True:
             choice = chooser.choose(problem, current)
@@ -171,7 +215,7 @@ def make_plan(
                 chooser.quarantine(problem, choice, error)
     if fold is not None:
         launcher = fold.wrap(launcher)
-    return Plan.of(problem, choice, launcher, alpha, (a, b, bias, residual))
+    return Plan.of(problem, choice, launcher, alpha, (a, b, bias, residual), scales)
 
 
 def pose(
@@ -184,9 +228,10 @@ def pose(
     out_dtype: torch.dtype | None,
     out: Tensor | None,
     current: settings.Settings,
+    scales: Scales = (None, None),
 ) -> tuple[Problem, Fold | None]:
     """The problem that one call's arguments pose, with operands folded to 2-D or 3-D."""
-    shape = check(a, b, bias, residual, epilogue, out_dtype)
+    shape = check(a, b, bias, residual, epilogue, out_dtype, *scales)
     fold = Fold.of(a, b, residual, shape)
     if fold is not None:
         a, b, residual = fold.operand_a(a), fold.operand_b(b), fold.residual(residual)
@@ -194,7 +239,7 @@ def pose(
     if out is not None and out.shape == flat:
         target = out
     else:
-        target = torch.empty(flat, dtype=out_dtype or a.dtype, device="meta")
+        target = torch.empty(flat, dtype=result_dtype(a, out_dtype), device="meta")
     problem = Problem.of(
         a,
         b,
@@ -202,6 +247,8 @@ def pose(
         fingerprint(a.device),
         bias=bias,
         residual=residual,
+        scale_a=scales[0],
+        scale_b=scales[1],
         epilogue=epilogue,
         scaled=alpha != 1.0,
         tf32=a.dtype is torch.float32 and a.is_cuda and _tf32(),

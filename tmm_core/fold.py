@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 
@@ -65,8 +66,20 @@ class Fold:
     def residual(self, t: torch.Tensor | None) -> torch.Tensor | None:
         return None if t is None else t.expand(self.shape).reshape(self.flat)
 
+    def scale_a(self, t: torch.Tensor | None) -> torch.Tensor | None:
+        """The scale of a's rows as the folded a has them; one number stays one number."""
+        if t is None or t.numel() == 1:
+            return t
+        return t.reshape(-1, 1) if self.batch is None else self._stack(t).contiguous()
+
+    def scale_b(self, t: torch.Tensor | None) -> torch.Tensor | None:
+        return (
+            t if t is None or t.numel() == 1 or self.batch is None else self._stack(t).contiguous()
+        )
+
     def wrap(self, launcher: Launcher) -> Launcher:
         """A launcher that takes and returns N-D tensors."""
+        call: Any = launcher  # which may take scales besides
 
         def run(
             a: torch.Tensor,
@@ -75,14 +88,17 @@ class Fold:
             residual: torch.Tensor | None,
             alpha: float,
             out: torch.Tensor | None,
+            *scales: torch.Tensor | None,
         ) -> torch.Tensor:
+            if scales:
+                scales = (self.scale_a(scales[0]), self.scale_b(scales[1]))
             a, b = self.operand_a(a), self.operand_b(b)
             flat = None
             if out is not None and (out.is_contiguous() or out.shape == self.flat):
                 flat = out.view(self.flat)
-            result = launcher(a, b, bias, self.residual(residual), alpha, flat)
+            result = call(a, b, bias, self.residual(residual), alpha, flat, *scales)
             if out is None:
-                return result.view(self.shape)
+                return result.view(self.shape)  # type: ignore[no-any-return]
             return out if flat is not None else out.copy_(result.view(self.shape))
 
         return run

@@ -11,14 +11,15 @@ from typing import Any
 import torch
 
 from tmm_core import flops
-from tmm_core.check import check, check_out
+from tmm_core.check import check, check_out, result_dtype
 from tmm_core.dispatch import epilogue_of, run
+from tmm_core.problem import FP8
 
 Tensor = torch.Tensor
 
 _ARGUMENTS = (
     "Tensor a, Tensor b, Tensor? bias=None, Tensor? residual=None, float alpha=1.0, "
-    "str epilogue='', ScalarType? out_dtype=None"
+    "str epilogue='', ScalarType? out_dtype=None, Tensor? scale_a=None, Tensor? scale_b=None"
 )
 
 library = torch.library.Library("tmm", "DEF")
@@ -34,13 +35,15 @@ def _run_out(
     alpha: float = 1.0,
     epilogue: str = "",
     out_dtype: torch.dtype | None = None,
+    scale_a: Tensor | None = None,
+    scale_b: Tensor | None = None,
     *,
     out: Tensor,
 ) -> Tensor:
-    shape = check(a, b, bias, residual, epilogue_of(epilogue), out_dtype)
-    inputs = [t for t in (a, b, bias, residual) if t is not None]
-    check_out(out, shape, out_dtype or a.dtype, inputs)
-    return run(a, b, bias, residual, alpha, epilogue, out_dtype, out)
+    shape = check(a, b, bias, residual, epilogue_of(epilogue), out_dtype, scale_a, scale_b)
+    inputs = [t for t in (a, b, bias, residual, scale_a, scale_b) if t is not None]
+    check_out(out, shape, result_dtype(a, out_dtype), inputs)
+    return run(a, b, bias, residual, alpha, epilogue, out_dtype, scale_a, scale_b, out)
 
 
 library.impl("matmul", run, "CompositeExplicitAutograd")
@@ -56,13 +59,15 @@ def _fake(
     alpha: float = 1.0,
     epilogue: str = "",
     out_dtype: torch.dtype | None = None,
+    scale_a: Tensor | None = None,
+    scale_b: Tensor | None = None,
 ) -> Tensor:
-    shape = check(a, b, bias, residual, epilogue_of(epilogue), out_dtype)
-    return a.new_empty(shape, dtype=out_dtype or a.dtype)
+    shape = check(a, b, bias, residual, epilogue_of(epilogue), out_dtype, scale_a, scale_b)
+    return a.new_empty(shape, dtype=result_dtype(a, out_dtype))
 
 
 def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    a, b, bias, residual, ctx.alpha, ctx.epilogue, _ = inputs
+    a, b, bias, residual, ctx.alpha, ctx.epilogue, *_ = inputs
     ctx.save_for_backward(a, b, bias)
     ctx.residual = None if residual is None else (residual.shape, residual.dtype)
 
@@ -70,6 +75,8 @@ def _setup(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
 def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     """Gradients of the operator; the pre-activation is recomputed, not kept."""
     a, b, bias = ctx.saved_tensors
+    if a.dtype in FP8:
+        raise RuntimeError(f"tmm::matmul has no derivative for {a.dtype} @ {b.dtype}")
     alpha, epilogue = ctx.alpha, epilogue_of(ctx.epilogue)
     # torch leaves trailing arguments at their defaults out of this tuple.
     needs = (*ctx.needs_input_grad, False, False, False, False)
@@ -96,7 +103,7 @@ def _backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     if wants_residual:
         shape, dtype = ctx.residual
         dresidual = grad.sum_to_size(shape).to(dtype)
-    return da, db, dbias, dresidual, None, None, None
+    return da, db, dbias, dresidual, None, None, None, None, None
 
 
 def _rows(a: Tensor, dz: Tensor) -> tuple[Tensor, Tensor]:
@@ -122,12 +129,16 @@ def _autocast(device: str) -> Any:
         alpha: float = 1.0,
         epilogue: str = "",
         out_dtype: torch.dtype | None = None,
+        scale_a: Tensor | None = None,
+        scale_b: Tensor | None = None,
     ) -> Tensor:
-        """As torch.matmul under autocast: floating operands in the active dtype."""
+        """As torch.matmul under autocast: floating operands in the active dtype. 8-bit ones
+        are left alone with all that goes with them: their scales stand for their range."""
         dtype = torch.get_autocast_dtype(device)
 
         def to(t: Tensor | None) -> Tensor | None:
             eligible = t is not None and t.is_floating_point() and t.dtype != torch.float64
+            eligible = eligible and a.dtype not in FP8
             return t.to(dtype) if t is not None and eligible else t
 
         keys = torch._C.DispatchKeySet(
@@ -137,7 +148,7 @@ def _autocast(device: str) -> Any:
         )
         with torch._C._ExcludeDispatchKeyGuard(keys):
             cast = (to(a), to(b), to(bias), to(residual))
-            return matmul(*cast, alpha, epilogue, out_dtype)  # type: ignore[no-any-return]
+            return matmul(*cast, alpha, epilogue, out_dtype, scale_a, scale_b)  # type: ignore[no-any-return]
 
     return cast
 

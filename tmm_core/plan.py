@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 
-from tmm_core.kernel import Candidate, Launcher
-from tmm_core.problem import Problem
+from tmm_core.kernel import Candidate, Launcher, ScaledLauncher
+from tmm_core.problem import Problem, packed
 
 Origin = Literal["forced", "cache", "tuned", "neighbour", "heuristic", "fallback"]
 
@@ -30,6 +30,13 @@ def signature(t: torch.Tensor) -> tuple[Any, ...]:
     return (t.shape, t.stride(), t.dtype, t.data_ptr() & 15, t.get_device())
 
 
+def scales_signature(*scales: torch.Tensor | None) -> tuple[Any, ...] | None:
+    """Likewise of scales, whose strides and address no kernel sees; None without any."""
+    if all(t is None for t in scales):
+        return None
+    return tuple(None if t is None else (t.shape, t.dtype, t.get_device()) for t in scales)
+
+
 @dataclass(frozen=True, slots=True)
 class Plan:
     """A candidate bound to a problem: compiled, and callable with tensors of the very
@@ -49,6 +56,8 @@ class Plan:
     operands: tuple[Any, ...]
     #: Of bias and residual, where the plan has either.
     extras: tuple[Any, ...] | None
+    #: :func:`scales_signature` of the scales.
+    scales: tuple[Any, ...] | None
 
     @classmethod
     def of(
@@ -58,11 +67,12 @@ class Plan:
         launcher: Launcher,
         alpha: float,
         tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None],
+        scales: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
     ) -> Plan:
         """The plan for ``tensors``: a, b, bias and residual."""
         a, b, bias, residual = tensors
-        operands = signature(a) + signature(b)
-        return cls(problem, choice, launcher, alpha, operands, _extras(bias, residual))
+        operands, extras = signature(a) + signature(b), _extras(bias, residual)
+        return cls(problem, choice, launcher, alpha, operands, extras, scales_signature(*scales))
 
     @property
     def kernel(self) -> str:
@@ -86,6 +96,9 @@ class Plan:
         bias: torch.Tensor | None = None,
         residual: torch.Tensor | None = None,
         out: torch.Tensor | None = None,
+        *,
+        scale_a: torch.Tensor | None = None,
+        scale_b: torch.Tensor | None = None,
     ) -> torch.Tensor:
         """Launch on the current stream.
 
@@ -94,7 +107,8 @@ class Plan:
 
         Raises:
             ValueError: Tensors of other shapes, strides, dtypes, devices or alignment than
-                planned for, or bias and residual given or left out otherwise than planned.
+                planned for, or bias, residual and scales given or left out otherwise than
+                planned.
         """
         if (
             a.shape,
@@ -115,6 +129,13 @@ class Plan:
                 raise ValueError(self._mismatch("bias and residual", self.extras, given))
         if out is not None:
             self._check_out(a, out)
+        if scale_a is not None or scale_b is not None or self.scales is not None:
+            given = scales_signature(scale_a, scale_b)
+            if given != self.scales:
+                raise ValueError(self._mismatch("scales", self.scales, given))
+            launcher = cast(ScaledLauncher, self.launcher)
+            scales = packed(scale_a), packed(scale_b)
+            return launcher(a, b, bias, residual, self.alpha, out, *scales)
         return self.launcher(a, b, bias, residual, self.alpha, out)
 
     def _check_out(self, a: torch.Tensor, out: torch.Tensor) -> None:

@@ -13,6 +13,12 @@ from tmm_core.epilogue import IDENTITY, Epilogue
 
 Layout = Literal["row", "col", "strided"]
 
+#: What scales an operand: one number, or one for each row of ``a`` (column of ``b``).
+ScaleKind = Literal["tensor", "row"]
+
+#: 8-bit floats that are multiplied: 4 bits of exponent and 3 of mantissa, or 5 and 2.
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
 #: Bulk copies and 16-byte vector loads need base and leading stride to be multiples of this.
 ALIGNMENT = 16
 
@@ -79,8 +85,9 @@ class Problem:
     """``out[M, N] = epilogue(alpha · (a[M, K] @ b[K, N]) + bias) + residual``.
 
     With a gated epilogue ``b`` is ``[K, 2N]`` and ``bias`` has 2N elements; ``n`` is the
-    width of the output. ``batch`` counts independent products; operands are 3-D where it
-    is more than one and 2-D where it is one.
+    width of the output. Where 8-bit operands have scales, the product is multiplied by
+    ``scale_a · scale_b`` as it is by alpha. ``batch`` counts independent products; operands
+    are 3-D where it is more than one and 2-D where it is one.
     """
 
     m: int
@@ -99,6 +106,10 @@ class Problem:
     scaled: bool = False
     #: fp32 operands may be rounded to TF32.
     tf32: bool = False
+    #: Scales of 8-bit operands, fp32 and contiguous: of one element, or of the shapes
+    #: ``[M, 1]`` and ``[1, N]`` (``[1, 2N]`` where gated), a batch in front as a and b have it.
+    scale_a: ScaleKind | None = None
+    scale_b: ScaleKind | None = None
     #: Requirements of the call. They filter candidates; they are not part of the record's
     #: key, because a record keeps every candidate's timing.
     deterministic: bool = field(default=False)
@@ -115,6 +126,8 @@ class Problem:
         *,
         bias: torch.Tensor | None = None,
         residual: torch.Tensor | None = None,
+        scale_a: torch.Tensor | None = None,
+        scale_b: torch.Tensor | None = None,
         **fields: Any,
     ) -> Problem:
         """The problem these tensors pose. They are taken to fit together: 2-D or 3-D
@@ -130,6 +143,8 @@ class Problem:
             device=device,
             bias=bias.dtype if bias is not None else None,
             residual=Operand.of(residual) if residual is not None else None,
+            scale_a=scale_kind(scale_a),
+            scale_b=scale_kind(scale_b),
             **fields,
         )
 
@@ -139,13 +154,24 @@ class Problem:
 
     @property
     def plain(self) -> bool:
-        """Nothing but the product: no epilogue, bias, residual or alpha."""
+        """Nothing but the product: no epilogue, bias, residual, alpha or scales."""
         return (
             self.epilogue.is_identity
             and self.bias is None
             and self.residual is None
             and not self.scaled
+            and not self.has_scales
         )
+
+    @property
+    def fp8(self) -> bool:
+        """Both operands are of :data:`FP8`, alike or not."""
+        return self.a.dtype in FP8 and self.b.dtype in FP8
+
+    @property
+    def has_scales(self) -> bool:
+        """Launchers are given ``scale_a`` and ``scale_b``."""
+        return self.scale_a is not None or self.scale_b is not None
 
     @property
     def flops(self) -> int:
@@ -165,7 +191,11 @@ class Problem:
         return self.batch * sum(n * d.itemsize for n, d in elements if d is not None)
 
     def to_json(self) -> dict[str, Any]:
-        """The record's readable key: all that bears on speed, less device and requirements."""
+        """The record's readable key: all that bears on speed, less device and requirements.
+
+        Scales are named where there are any: records were kept before there were scales.
+        """
+        scales = {"scale_a": self.scale_a, "scale_b": self.scale_b}
         return {
             "m": self.m,
             "n": self.n,
@@ -179,6 +209,7 @@ class Problem:
             "residual": self.residual.to_json() if self.residual else None,
             "scaled": self.scaled,
             "tf32": self.tf32,
+            **{name: kind for name, kind in scales.items() if kind is not None},
         }
 
     @classmethod
@@ -205,6 +236,8 @@ class Problem:
             residual=Operand.from_json(residual) if residual else None,
             scaled=bool(doc["scaled"]),
             tf32=bool(doc["tf32"]),
+            scale_a=_kind_of(doc.get("scale_a")),
+            scale_b=_kind_of(doc.get("scale_b")),
         )
 
     def family(self) -> Problem:
@@ -234,11 +267,30 @@ class Problem:
         extras = [
             "unaligned" if not (self.a.aligned and self.b.aligned and self.out.aligned) else "",
             "tf32" if self.tf32 else "",
+            f"scales {self.scale_a or 1}·{self.scale_b or 1}" if self.has_scales else "",
             "bias" if self.bias else "",
             "" if self.epilogue.is_identity else self.epilogue.key,
             "residual" if self.residual else "",
         ]
         return " ".join([size, dtypes, layout, *filter(None, extras)])
+
+
+def scale_kind(scale: torch.Tensor | None) -> ScaleKind | None:
+    """One element is one number for all, also where there is one row only."""
+    if scale is None:
+        return None
+    return "tensor" if scale.numel() == 1 else "row"
+
+
+def packed(scale: torch.Tensor | None) -> torch.Tensor | None:
+    """As kernels take it: they index a scale by row or column alone."""
+    return scale if scale is None else scale.contiguous()
+
+
+def _kind_of(text: object) -> ScaleKind | None:
+    if text is None or text == "tensor" or text == "row":
+        return text
+    raise ValueError(f"scales are tensor or row, not {text!r}")
 
 
 def dtype_name(dtype: torch.dtype) -> str:

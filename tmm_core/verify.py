@@ -8,12 +8,13 @@ higher precision.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import cast
 
 import torch
 
-from tmm_core.kernel import Launcher
+from tmm_core.kernel import Launcher, ScaledLauncher
 from tmm_core.precision import precision
-from tmm_core.problem import ALIGNMENT, Operand, Problem
+from tmm_core.problem import ALIGNMENT, Operand, Problem, ScaleKind
 
 #: Products up to this many multiply-adds get an fp64 reference; beyond, fp32 would do for
 #: 16-bit operands, and fp64 matmul is slow on most GPUs (1/64 of the fp32 rate).
@@ -29,6 +30,9 @@ TOLERANCE = {
     torch.bfloat16: 1.6e-2,
 }
 TF32_TOLERANCE = 4e-3
+#: Of products of 8-bit floats: Hopper's tensor cores keep some 14 bits of a sum of them
+#: (DeepSeek-V3, arXiv:2412.19437, 3.3.2), and it is added up in fp32 every 128 terms.
+FP8_TOLERANCE = 4e-3
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +45,19 @@ class Inputs:
     residual: torch.Tensor | None
     alpha: float
     out: torch.Tensor
+    scale_a: torch.Tensor | None = None
+    scale_b: torch.Tensor | None = None
 
     def run(self, launcher: Launcher) -> torch.Tensor:
-        return launcher(self.a, self.b, self.bias, self.residual, self.alpha, self.out)
+        return self.launch(launcher, self.out)
+
+    def launch(self, launcher: Launcher, out: torch.Tensor | None) -> torch.Tensor:
+        """As :meth:`run`, into ``out`` or what the launcher allocates."""
+        if self.scale_a is None and self.scale_b is None:
+            return launcher(self.a, self.b, self.bias, self.residual, self.alpha, out)
+        return cast(ScaledLauncher, launcher)(
+            self.a, self.b, self.bias, self.residual, self.alpha, out, self.scale_a, self.scale_b
+        )
 
 
 def make_inputs(problem: Problem, device: torch.device, seed: int) -> Inputs:
@@ -57,6 +71,13 @@ def make_inputs(problem: Problem, device: torch.device, seed: int) -> Inputs:
     generator = torch.Generator(device=device).manual_seed(seed)
     batch = (problem.batch,) if problem.batch > 1 else ()
     width = problem.n * (2 if problem.gated else 1)
+
+    def scale(kind: ScaleKind | None, *shape: int) -> torch.Tensor | None:
+        """Around one, so that the product keeps its variance."""
+        if kind is None:
+            return None
+        size = (*batch, *shape) if kind == "row" else ()
+        return torch.rand(size, generator=generator, device=device) + 0.5
 
     def fill(spec: Operand, *shape: int) -> torch.Tensor:
         t = _empty(spec, (*batch, *shape), device)
@@ -72,6 +93,8 @@ def make_inputs(problem: Problem, device: torch.device, seed: int) -> Inputs:
         residual=fill(problem.residual, problem.m, problem.n) if problem.residual else None,
         alpha=0.5 if problem.scaled else 1.0,
         out=_empty(problem.out, (*batch, problem.m, problem.n), device),
+        scale_a=scale(problem.scale_a, problem.m, 1),
+        scale_b=scale(problem.scale_b, 1, width),
     )
 
 
@@ -101,6 +124,9 @@ def reference(problem: Problem, inputs: Inputs) -> torch.Tensor:
     dtype = torch.float64 if precise else torch.float32
     with precision(tf32=False):
         z = torch.matmul(inputs.a.to(dtype), inputs.b.to(dtype))
+    for factor in (inputs.scale_a, inputs.scale_b):
+        if factor is not None:
+            z *= factor.to(dtype)
     if problem.scaled:
         z *= inputs.alpha
     if inputs.bias is not None:
@@ -112,6 +138,8 @@ def reference(problem: Problem, inputs: Inputs) -> torch.Tensor:
 def tolerance(problem: Problem) -> float:
     """The largest error accepted; see :data:`TOLERANCE`."""
     limit = TOLERANCE[problem.out.dtype]
+    if problem.fp8:
+        return max(limit, FP8_TOLERANCE)
     return max(limit, TF32_TOLERANCE) if problem.tf32 else limit
 
 

@@ -2,6 +2,10 @@
 
 Can do everything torch can: any dtype, any stride, empty sizes. Where torch exposes
 cuBLASLt's fused bias + relu (``torch._addmm_activation``), that is a config of its own.
+
+8-bit floats go to ``torch._scaled_mm`` in the layout that it takes (row-major times
+column-major, K and N multiples of 16), with the promoted accumulation that is its default;
+otherwise they are multiplied as bf16, which holds them exactly, and scaled afterwards.
 """
 
 from __future__ import annotations
@@ -17,7 +21,7 @@ Tensor = torch.Tensor
 
 #: Rates for untuned estimates, per SM and µs, from an H200 (HBM 4.3 TB/s, 720 TFLOPS in
 #: 16 bits over 132 SMs); other GPUs scale by SM count, which is all a guess needs.
-FLOPS_PER_SM_US = {2: 5.4e6, 4: 0.38e6, 1: 10e6}
+FLOPS_PER_SM_US = {2: 5.4e6, 4: 0.38e6, 1: 9.5e6}
 TF32_FLOPS_PER_SM_US = 3.0e6
 BYTES_PER_SM_US = 32e3
 LAUNCH_US = 4.0
@@ -42,6 +46,8 @@ class Blas(Kernel[BlasConfig]):
 
     def reasons_against(self, problem: Problem) -> list[str]:
         dtype = problem.a.dtype
+        if dtype.itemsize == 1 and dtype.is_floating_point and not problem.fp8:
+            return [f"{dtype} @ {problem.b.dtype} are not among float8_e4m3fn and float8_e5m2"]
         if problem.device.type == "cuda" and not (dtype.is_floating_point or dtype.is_complex):
             return [f"torch has no {dtype} matmul on CUDA"]
         return []
@@ -59,7 +65,7 @@ class Blas(Kernel[BlasConfig]):
             raise ValueError(f"cuBLASLt fuses bias + relu into plain 2-D products, not {problem}")
         if config.fused:
             return _bind_fused()
-        return bind_product(problem)
+        return _bind_fp8(problem) if problem.fp8 else bind_product(problem)
 
     def estimate_us(self, problem: Problem, config: BlasConfig) -> float | None:
         return estimate_us(problem, aligned=problem.a.aligned and problem.b.aligned)
@@ -75,7 +81,13 @@ def estimate_us(problem: Problem, *, aligned: bool) -> float | None:
         rate = TF32_FLOPS_PER_SM_US
     if not aligned:
         rate /= UNALIGNED_PENALTY
-    product = max(problem.flops / (rate * sms), problem.bytes / (BYTES_PER_SM_US * sms))
+    widened = 0
+    if problem.fp8 and not _takes_fp8(problem):
+        # Both operands are read, written as bf16 and read again.
+        rate = FLOPS_PER_SM_US[2]
+        widened = 5 * problem.bytes
+    moved = problem.bytes + widened
+    product = max(problem.flops / (rate * sms), moved / (BYTES_PER_SM_US * sms))
     width = 2 if problem.gated else 1
     result = problem.batch * problem.m * problem.n * problem.out.dtype.itemsize
     steps = (not problem.epilogue.is_identity) * (1 + width) + (problem.residual is not None) * 3
@@ -150,6 +162,102 @@ def _wide(a: Tensor, b: Tensor, dtype: torch.dtype, mm: object) -> Tensor:
         return function(a, b, out_dtype=dtype)
     wide = torch.promote_types(a.dtype, dtype)
     return function(a.to(wide), b.to(wide))
+
+
+def _takes_fp8(problem: Problem) -> bool:
+    """Whether ``torch._scaled_mm`` multiplies these operands: what cuBLASLt asks for."""
+    device = problem.device
+    width = 2 * problem.n if problem.gated else problem.n
+    wide = torch.float8_e5m2
+    return (
+        device.type == "cuda"
+        and not device.cuda.startswith("hip")
+        and device.capability >= (8, 9)
+        and problem.batch == 1
+        and problem.m > 0
+        and problem.a.layout == "row"
+        and problem.b.layout == "col"
+        and problem.a.aligned
+        and problem.b.aligned
+        and problem.k % 16 == width % 16 == 0
+        and 0 not in (problem.k, width)
+        and not problem.a.dtype == problem.b.dtype == wide
+    )
+
+
+def _bind_fp8(problem: Problem) -> Launcher:
+    """The whole expression of 8-bit operands."""
+    return _bind_scaled_mm(problem) if _takes_fp8(problem) else _bind_dequantized(problem)
+
+
+def _bind_dequantized(problem: Problem) -> Launcher:
+    mm = torch.mm if problem.batch == 1 else torch.bmm
+
+    def run(
+        a: Tensor,
+        b: Tensor,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        alpha: float,
+        out: Tensor | None,
+        scale_a: Tensor | None = None,
+        scale_b: Tensor | None = None,
+    ) -> Tensor:
+        z = _wide(a.to(torch.bfloat16), b.to(torch.bfloat16), torch.float32, mm)
+        for scale in (scale_a, scale_b):
+            z = z if scale is None else z * scale
+        return finish(problem, z, bias, residual, alpha, out)
+
+    return run
+
+
+def _bind_scaled_mm(problem: Problem) -> Launcher:
+    shape_a, shape_b = (problem.m, 1), (1, 2 * problem.n if problem.gated else problem.n)
+    by_row = "row" in (problem.scale_a, problem.scale_b)
+    dtype = problem.out.dtype if problem.out.dtype != torch.float64 else torch.float32
+    # By row it wants bf16 out; it adds a bias of the output's dtype, if that has 16 bits.
+    after = by_row and dtype != torch.bfloat16
+    add_bias = not after and problem.bias == dtype != torch.float32
+    direct = not after and problem.out.layout == "row" and problem.out.dtype == dtype
+    direct = direct and problem.epilogue.is_identity and problem.residual is None
+    direct = direct and (add_bias or problem.bias is None)
+    one = torch.ones((), device="cuda")
+    if not torch.cuda.is_current_stream_capturing():
+        # It will be read on other streams.
+        torch.cuda.current_stream().synchronize()
+
+    def run(
+        a: Tensor,
+        b: Tensor,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        alpha: float,
+        out: Tensor | None,
+        scale_a: Tensor | None = None,
+        scale_b: Tensor | None = None,
+    ) -> Tensor:
+        if a.shape[0] == 1:
+            # The stride of a single row is arbitrary, and torch looks at it all the same.
+            a = a.as_strided(a.shape, (a.shape[1], 1))
+        if after:
+            z = torch._scaled_mm(a, b, one, one, out_dtype=torch.float32)
+            for scale in (scale_a, scale_b):
+                z = z if scale is None else z * scale
+            return finish(problem, z, bias, residual, alpha, out)
+        scale_a, scale_b = one if scale_a is None else scale_a, one if scale_b is None else scale_b
+        if alpha != 1.0:
+            scale_a = scale_a * alpha
+        if by_row:
+            scale_a = scale_a.expand(shape_a).contiguous()
+            scale_b = scale_b.expand(shape_b).contiguous()
+        added = bias if add_bias else None
+        if direct and out is not None and out.is_contiguous():
+            torch._scaled_mm(a, b, scale_a, scale_b, added, out_dtype=dtype, out=out)
+            return out
+        z = torch._scaled_mm(a, b, scale_a, scale_b, added, out_dtype=dtype)
+        return finish(problem, z, None if add_bias else bias, residual, 1.0, out)
+
+    return run
 
 
 def _fusable(problem: Problem) -> bool:

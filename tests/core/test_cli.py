@@ -204,14 +204,24 @@ def test_one_failing_problem_costs_the_status_and_no_other_problem(
 def test_tune_reads_suites_from_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "suites.json"
     suite = {"dtypes": ["float32"], "layout": "nt", "shapes": [[8, 16, 32], [2, 8, 8, 8]]}
-    scaled = {"dtypes": ["float8_e4m3fn"], "shapes": [[16, 16, 16]]}
+    scaled = {"dtypes": ["e4m3"], "layout": "nt", "scales": "row", "shapes": [[16, 16, 16]]}
     file.write_text(json.dumps({"_doc": "mine", "mine": suite, "scaled": scaled}))
     assert main(["tune", "--file", str(file), *CPU]) == 0
-    out, err = capsys.readouterr()
+    out = capsys.readouterr().out
     assert "8×16×32 float32 nt" in out
     assert "2×8×8×8 float32 nt" in out
-    assert "takes no scales" in err
-    assert len(records()) == 2
+    assert "16×16×16 float8_e4m3fn→bfloat16 nt scales row·row" in out
+    assert len(records()) == 3
+    kept = [r.problem for r in records() if "scale_a" in r.problem]
+    assert [(doc["m"], doc["scale_a"], doc["scale_b"]) for doc in kept] == [(16, "row", "row")]
+
+
+def test_scales_are_for_8_bits(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "16x16x16", "--scales", "row", *CPU]) == 2
+    assert "--scales row is for --dtype e4m3 or e5m2" in capsys.readouterr().err
+    assert main(["explain", "16x16x32", "--dtype", "e5m2", "--scales", "tensor", *CPU]) == 0
+    shown = capsys.readouterr().out
+    assert "16×16×32 float8_e5m2→bfloat16 nn scales tensor·tensor" in shown
 
 
 def test_an_interrupted_tune_keeps_what_is_done(

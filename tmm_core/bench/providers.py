@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -22,7 +22,8 @@ Expression = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
 
 def eager(call: Call) -> Run:
     """The call without tmm, as a model's code has it: ``F.linear`` or ``torch.matmul``, then
-    the activation; a gated one as two products, ``F.silu(x @ wg.T) * (x @ wu.T)``."""
+    the activation; a gated one as two products, ``F.silu(x @ wg.T) * (x @ wu.T)``. 8-bit
+    operands go through ``torch._scaled_mm``, which takes no epilogue either."""
     return _on(call, expression(call))
 
 
@@ -53,6 +54,8 @@ def expression(call: Call) -> Expression:
     stages = call.epilogue.stages or (call.epilogue,)
     gated, out_dtype = stages[0].gated, call.out_dtype
     steps = [(stage.reference, stage.parameters) for stage in stages if not stage.is_identity]
+    if call.problem().fp8:
+        return _scaled_expression(call, steps)
 
     def run(a: Tensor, b: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
         if gated:
@@ -67,6 +70,38 @@ def expression(call: Call) -> Expression:
         if residual is not None:
             y = y + residual
         return y if out_dtype is None else y.to(out_dtype)
+
+    return run
+
+
+def _scaled_expression(call: Call, steps: Sequence[Any]) -> Expression:
+    """:func:`expression` of 8-bit operands, which torch multiplies by rows and columns alone
+    where they have such scales; one that has none gets ones."""
+    problem = call.problem()
+    gated, dtype = problem.gated, problem.out.dtype
+    width = call.b.shape[-1]
+    by_row = "row" in (problem.scale_a, problem.scale_b)
+
+    def tensor(scale: Tensor | None, *shape: int) -> Tensor:
+        scale = call.a.new_ones((), dtype=torch.float32) if scale is None else scale
+        return scale.expand(shape).contiguous() if by_row else scale
+
+    scale_a, scale_b = tensor(call.scale_a, problem.m, 1), tensor(call.scale_b, 1, width)
+
+    def run(a: Tensor, b: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+        parts = [(b, scale_b, bias)]
+        if gated:
+            biases = (None, None) if bias is None else bias.chunk(2)
+            scales = scale_b.chunk(2, dim=-1) if by_row else (scale_b, scale_b)
+            parts = list(zip(b.chunk(2, dim=-1), scales, biases, strict=True))
+        inputs = [
+            torch._scaled_mm(a, columns, scale_a, scale, z, out_dtype=dtype)
+            for columns, scale, z in parts
+        ]
+        for function, parameters in steps:
+            inputs = [function(*inputs, *parameters)]
+        (y,) = inputs
+        return y if residual is None else y + residual
 
     return run
 

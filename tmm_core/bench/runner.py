@@ -78,14 +78,11 @@ def run(tasks: Sequence[Task], device: torch.device, options: Options) -> Iterat
             "case": task.case.to_json(),
         }
         started = time.monotonic()
-        if task.skip is not None:
-            document["skipped"] = task.skip
-        else:
-            try:
-                document |= _measure(task, device, options, timer, clocks)
-            except Exception as error:  # out of memory, a kernel's illegal access, …
-                document["failed"] = f"{type(error).__name__}: {error}"
-            _release(device)
+        try:
+            document |= _measure(task, device, options, timer, clocks)
+        except Exception as error:  # out of memory, a kernel's illegal access, …
+            document["failed"] = f"{type(error).__name__}: {error}"
+        _release(device)
         document["seconds"] = round(time.monotonic() - started, 2)
         yield document
 
@@ -181,7 +178,10 @@ def _runs(call: Call, options: Options, document: Document) -> dict[str, Run]:
 
 
 def _bound(plan: tmm_core.Plan, call: Call) -> Run:
-    return lambda: plan(call.a, call.b, call.bias, call.residual)
+    if not plan.problem.has_scales:
+        return lambda: plan(call.a, call.b, call.bias, call.residual)
+    scales = {"scale_a": call.scale_a, "scale_b": call.scale_b}
+    return lambda: plan(call.a, call.b, call.bias, call.residual, **scales)
 
 
 def _once(run: Run, on_gpu: bool) -> None:

@@ -12,12 +12,8 @@ from typing import Any
 
 import torch
 
-from tmm_core.case import LAYOUTS, Case, parse_dtype, parse_expression
-
-#: Dtypes whose products need scales, which ``matmul`` does not take: such problems are
-#: listed in results with this reason rather than left out.
-_SCALED = frozenset({torch.float8_e4m3fn, torch.float8_e5m2})
-_NO_SCALES = "not measured: matmul() takes no scales, which fp8 operands need"
+from tmm_core.case import LAYOUTS, SCALES, Case, parse_dtype, parse_expression
+from tmm_core.problem import FP8
 
 
 @dataclass(frozen=True, slots=True)
@@ -26,11 +22,6 @@ class Task:
 
     suite: str
     case: Case
-
-    @property
-    def skip(self) -> str | None:
-        """Why it cannot be measured; None: it can."""
-        return _NO_SCALES if self.case.dtype in _SCALED else None
 
     def __str__(self) -> str:
         return f"{self.suite} {self.case}"
@@ -83,7 +74,8 @@ def read(document: object) -> list[Task]:
 
 
 def expand(name: str, suite: Mapping[str, Any]) -> list[Task]:
-    """Every combination of a suite's dtypes, layouts, epilogues, precisions and shapes.
+    """Every combination of a suite's dtypes, layouts, epilogues, precisions, scales and
+    shapes. 8-bit operands have tensor-wise scales unless the suite says otherwise.
 
     Raises:
         ValueError: The suite is not of the form of those in ``suite.json``.
@@ -94,14 +86,17 @@ def expand(name: str, suite: Mapping[str, Any]) -> list[Task]:
         dtypes = [parse_dtype(text) for text in _listed(suite["dtypes"])]
         expressions = [parse_expression(text) for text in _listed(suite.get("epilogues", ""))]
         precisions = _listed(suite.get("precision", "ieee"))
+        scales = _listed(suite.get("scales", "tensor"))
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"suite {name!r}: {type(error).__name__}: {error}") from error
-    if unknown := (set(layouts) - set(LAYOUTS)) | (set(precisions) - {"ieee", "tf32"}):
+    known = ((layouts, LAYOUTS), (precisions, ("ieee", "tf32")), (scales, SCALES))
+    if unknown := {text for texts, those in known for text in texts if text not in those}:
         raise ValueError(f"suite {name!r}: unknown {', '.join(map(repr, sorted(unknown)))}")
     if any(len(shape) not in (3, 4) for shape in shapes):
         raise ValueError(f"suite {name!r}: shapes are [M, N, K] or [B, M, N, K]")
     shapes = [[1, *shape] if len(shape) == 3 else shape for shape in shapes]
-    combinations = itertools.product(dtypes, precisions, layouts, expressions, shapes)
+    kinds = [(dtype, kind) for dtype in dtypes for kind in (scales if dtype in FP8 else [""])]
+    combinations = itertools.product(kinds, precisions, layouts, expressions, shapes)
     return [
         Task(
             name,
@@ -116,9 +111,11 @@ def expand(name: str, suite: Mapping[str, Any]) -> list[Task]:
                 bias=bias,
                 residual=residual,
                 tf32=precision == "tf32",
+                scales=kind,
             ),
         )
-        for dtype, precision, layout, (bias, epilogue, residual), (batch, m, n, k) in combinations
+        for (dtype, kind), precision, layout, terms, (batch, m, n, k) in combinations
+        for bias, epilogue, residual in [terms]
     ]
 
 

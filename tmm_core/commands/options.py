@@ -23,11 +23,13 @@ def add_device(parser: argparse.ArgumentParser) -> None:
 
 def add_problem(parser: argparse.ArgumentParser) -> None:
     """Everything about a problem but its sizes."""
-    from tmm_core.case import LAYOUTS, parse_dtype, parse_expression
+    from tmm_core.case import LAYOUTS, SCALES, parse_dtype, parse_expression
 
     group = parser.add_argument_group("the problem")
     group.add_argument(
-        "--dtype", type=argument(parse_dtype), help="bf16 (default), fp16, fp32 or torch's name"
+        "--dtype",
+        type=argument(parse_dtype),
+        help="bf16 (default), fp16, fp32, e4m3, e5m2 or torch's name",
     )
     group.add_argument(
         "--layout",
@@ -45,6 +47,12 @@ def add_problem(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--residual", action="store_true")
     group.add_argument("--batch", type=argument(_positive), default=1, metavar="B")
     group.add_argument("--out-dtype", type=argument(parse_dtype), metavar="DTYPE")
+    group.add_argument(
+        "--scales",
+        choices=SCALES[1:],
+        help="of e4m3 and e5m2 operands: one number each, or one for each row of a and column "
+        "of b (default: none)",
+    )
     group.add_argument("--tf32", action="store_true", help="fp32 may be rounded to TF32")
 
 
@@ -57,8 +65,11 @@ def cases(options: argparse.Namespace, shapes: list[tuple[int, int, int, int]]) 
     import torch
 
     from tmm_core.case import Case
+    from tmm_core.problem import FP8
 
     bias, epilogue, residual = options.epilogue
+    if options.scales and shapes and options.dtype not in FP8:
+        raise UsageError(f"--scales {options.scales} is for --dtype e4m3 or e5m2")
     found = []
     for batch, m, n, k in shapes:
         if batch > 1 and options.batch > 1:
@@ -76,6 +87,7 @@ def cases(options: argparse.Namespace, shapes: list[tuple[int, int, int, int]]) 
                 residual=residual or options.residual,
                 out_dtype=options.out_dtype,
                 tf32=options.tf32,
+                scales=options.scales or "",
             )
         )
     return found

@@ -71,7 +71,7 @@ def _pending(options: argparse.Namespace, device: torch.device) -> list[Pending]
             tasks = suites.select(options.suite, dtype=options.dtype)
         except ValueError as error:
             raise UsageError(str(error)) from error
-        cases += _measurable(tasks)
+        cases += [task.case for task in tasks]
     pending = [_of_case(case, device) for case in cases]
     if options.file is not None:
         pending += _of_file(options.file, device)
@@ -80,13 +80,6 @@ def _pending(options: argparse.Namespace, device: torch.device) -> list[Pending]
     if not (options.shapes or options.suite or options.file or options.misses):
         raise UsageError("what? give shapes (4096x4096x4096), --suite, --file or --misses")
     return pending
-
-
-def _measurable(tasks: list[suites.Task]) -> list[Case]:
-    for task in tasks:
-        if task.skip is not None:
-            note(f"{task}: {task.skip}")
-    return [task.case for task in tasks if task.skip is None]
 
 
 def _of_case(case: Case, device: torch.device) -> Pending:
@@ -111,7 +104,7 @@ def _of_file(path: Path, device: torch.device) -> list[Pending]:
     try:
         document = json.loads(path.read_text("utf-8"))
         if isinstance(document, Mapping):
-            return [_of_case(case, device) for case in _measurable(suites.read(document))]
+            return [_of_case(task.case, device) for task in suites.read(document)]
         if not isinstance(document, list) or not all(isinstance(d, Mapping) for d in document):
             raise ValueError("neither suites by name nor a list of problems")
     except OSError as error:

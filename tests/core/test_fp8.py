@@ -1,0 +1,208 @@
+"""8-bit operands and their scales, through the public calls and the operator."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+import tmm_core
+from tmm_core import verify
+from tmm_core.device import fingerprint
+from tmm_core.epilogue import parse
+from tmm_core.problem import Operand, Problem
+
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+Tensor = torch.Tensor
+
+
+def eight_bit(*shape: int, dtype: torch.dtype = E4M3) -> Tensor:
+    return torch.randn(shape).to(dtype)
+
+
+def exact(a: Tensor, b: Tensor, scale_a: Any = 1.0, scale_b: Any = 1.0) -> Tensor:
+    wide = [t.double() if isinstance(t, Tensor) else t for t in (a, scale_a, b, scale_b)]
+    return (wide[0] * wide[1]) @ (wide[2] * wide[3])
+
+
+def close(result: Tensor, expected: Tensor, dtype: torch.dtype = torch.bfloat16) -> None:
+    assert result.dtype is dtype
+    assert result.shape == expected.shape
+    assert verify.error(result, expected) <= verify.TOLERANCE[dtype]
+
+
+def scales(kind: str, rows: int, columns: int) -> tuple[Tensor, Tensor]:
+    if kind == "row":
+        return torch.rand(rows, 1) + 0.5, torch.rand(1, columns) + 0.5
+    return torch.tensor(0.75), torch.tensor([2.0])
+
+
+@pytest.mark.parametrize("a_dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("b_dtype", [E4M3, E5M2])
+@pytest.mark.parametrize("kind", ["tensor", "row"])
+def test_scaled_products(a_dtype: torch.dtype, b_dtype: torch.dtype, kind: str) -> None:
+    a, b = eight_bit(33, 48, dtype=a_dtype), eight_bit(48, 20, dtype=b_dtype)
+    scale_a, scale_b = scales(kind, 33, 20)
+    expected = exact(a, b, scale_a, scale_b)
+    close(tmm_core.matmul(a, b, scale_a=scale_a, scale_b=scale_b), expected)
+    close(tmm_core.matmul(a, b, scale_b=scale_b), exact(a, b, 1.0, scale_b))
+    close(tmm_core.matmul(a, b), exact(a, b))
+
+
+def test_the_whole_expression() -> None:
+    x, weight = eight_bit(2, 7, 32), eight_bit(40, 32)
+    scale_x, scale_w = torch.rand(2, 7, 1) + 0.5, torch.rand(1, 40) + 0.5
+    bias, residual = torch.randn(40), torch.randn(7, 20, dtype=torch.bfloat16)
+    z = 0.5 * exact(x, weight.t(), scale_x, scale_w) + bias
+    expected = parse("swiglu").apply(z) + residual
+    out = torch.empty(2, 7, 20, dtype=torch.float16)
+    arguments: dict[str, Any] = {
+        "alpha": 0.5, "epilogue": "swiglu", "scale_a": scale_x, "scale_b": scale_w,
+    }  # fmt: skip
+    result = tmm_core.linear(
+        x, weight, bias, residual=residual.half(), out=out, out_dtype=torch.float16, **arguments
+    )
+    assert result is out
+    close(out, expected, torch.float16)
+    planned = tmm_core.plan(x, weight.t(), bias=bias, residual=residual, **arguments)
+    again = planned(x, weight.t(), bias, residual, scale_a=scale_x, scale_b=scale_w)
+    close(again, expected)
+
+
+def test_scales_of_batches_and_vectors() -> None:
+    a, b = eight_bit(3, 1, 5, 16), eight_bit(2, 16, 8)
+    scale_a, scale_b = torch.rand(3, 1, 5, 1) + 0.5, torch.rand(2, 1, 8) + 0.5
+    result = tmm_core.matmul(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=torch.float32)
+    close(result, exact(a, b, scale_a, scale_b), torch.float32)
+    vector, scale = eight_bit(16), torch.tensor([1.5])
+    close(tmm_core.matmul(vector, b, scale_a=scale), exact(vector, b, 1.5))
+    close(tmm_core.matmul(a, vector, scale_a=scale_a), exact(a, vector) * scale_a.squeeze(-1))
+
+
+def test_scales_of_any_stride() -> None:
+    a, b = eight_bit(9, 16), eight_bit(16, 6)
+    scale_a, scale_b = torch.rand(9, 4)[:, 1:2] + 0.5, torch.rand(6, 1).t() + 0.5
+    close(tmm_core.matmul(a, b, scale_a=scale_a, scale_b=scale_b), exact(a, b, scale_a, scale_b))
+    one = torch.tensor(0.25).expand(9, 1)
+    planned = tmm_core.plan(a, b, scale_a=one)
+    close(planned(a, b, scale_a=one), exact(a, b, 0.25))
+
+
+def test_scales_are_read_at_every_call() -> None:
+    a, b, scale = eight_bit(4, 16), eight_bit(16, 4), torch.ones(4, 1)
+    for factor in (1.0, 3.0):
+        close(tmm_core.matmul(a, b, scale_a=scale.mul_(factor)), exact(a, b, scale))
+
+
+def test_nothing_to_sum() -> None:
+    result = tmm_core.matmul(
+        eight_bit(3, 0), eight_bit(0, 4), scale_a=torch.ones(3, 1), bias=torch.ones(4)
+    )
+    assert torch.equal(result, torch.ones(3, 4, dtype=torch.bfloat16))
+    assert tmm_core.matmul(eight_bit(0, 8), eight_bit(8, 4)).shape == (0, 4)
+
+
+A, B = eight_bit(8, 32), eight_bit(32, 4)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "error", "text"),
+    [
+        ({"scale_a": torch.ones(8)}, ValueError, r"scale_a must be one number or have shape \(8, "),
+        ({"scale_a": torch.ones(4, 1)}, ValueError, r"shape \(8, 1\), got \(4, 1\)"),
+        ({"scale_b": torch.ones(4, 1)}, ValueError, r"scale_b .* shape \(1, 4\), got \(4, 1\)"),
+        ({"scale_b": torch.ones(()).half()}, RuntimeError, "dtype torch.float32, got torch.flo"),
+        ({"scale_a": torch.ones((), device="meta")}, RuntimeError, "same device"),
+        ({"out_dtype": E4M3}, TypeError, "floating dtype of 16 bits or more, got torch.float8"),
+        ({"bias": torch.ones(4).to(E4M3)}, RuntimeError, "bias must have dtype"),
+        ({"residual": torch.ones(8, 4).half()}, RuntimeError, "residual must have dtype"),
+        ({"epilogue": "swiglu", "scale_b": torch.ones(1, 2)}, ValueError, r"shape \(1, 4\)"),
+    ],
+)
+def test_what_does_not_fit(arguments: Any, error: type[Exception], text: str) -> None:
+    for call in (tmm_core.matmul, tmm_core.plan, tmm_core.problem):
+        with pytest.raises(error, match=text):
+            call(A, B, **arguments)
+
+
+def test_scales_are_for_8_bits() -> None:
+    a, b = A.float(), B.float()
+    with pytest.raises(RuntimeError, match="scale_a is for float8_e4m3fn and float8_e5m2"):
+        tmm_core.matmul(a, b, scale_a=torch.ones(()))
+    with pytest.raises(RuntimeError, match="same dtype"):
+        tmm_core.matmul(A, b)
+
+
+def test_a_plan_wants_the_scales_it_was_made_for() -> None:
+    scale = torch.ones(8, 1)
+    planned = tmm_core.plan(A, B, scale_a=scale)
+    for given in ({}, {"scale_b": scale}, {"scale_a": torch.ones(())}):
+        with pytest.raises(ValueError, match="takes scales of shape"):
+            planned(A, B, **given)
+    with pytest.raises(ValueError, match=r"takes scales of .* nothing; got"):
+        tmm_core.plan(A, B)(A, B, scale_b=scale[:1])
+
+
+def test_there_is_no_derivative() -> None:
+    bias = torch.ones(4, requires_grad=True)
+    for epilogue in (None, "silu"):
+        result = tmm_core.matmul(A, B, bias=bias, scale_a=torch.ones(()), epilogue=epilogue)
+        with pytest.raises(RuntimeError, match=r"no derivative for torch\.float8_e4m3fn"):
+            result.sum().backward()
+
+
+def test_autocast_leaves_8_bits_alone() -> None:
+    scale = torch.rand(8, 1) + 0.5
+    with torch.autocast("cpu", dtype=torch.float16):
+        close(tmm_core.matmul(A, B, scale_a=scale), exact(A, B, scale))
+
+
+def test_compiled_and_fake() -> None:
+    scale = torch.rand(8, 1) + 0.5
+    compiled = torch.compile(
+        lambda a, b, s: tmm_core.matmul(a, b, scale_a=s, epilogue="relu"),
+        fullgraph=True, backend="aot_eager",
+    )  # fmt: skip
+    close(compiled(A, B, scale), exact(A, B, scale).relu())
+    arguments = (A, B, None, None, 1.0, "", None, scale, torch.ones(1, 4))
+    # What looks for mutation of the inputs needs arithmetic that 8-bit floats do not have.
+    tests = ("test_autograd_registration", "test_faketensor", "test_aot_dispatch_dynamic")
+    torch.library.opcheck(torch.ops.tmm.matmul.default, arguments, test_utils=tests)
+
+
+def test_other_problems_keep_their_keys() -> None:
+    """Records were kept before there were scales."""
+    plain = tmm_core.problem(torch.ones(4, 8), torch.ones(8, 4))
+    assert not {"scale_a", "scale_b"} & set(plain.to_json())
+    problem = tmm_core.problem(A, B, scale_a=torch.ones(8, 1))
+    document = json.loads(json.dumps(problem.to_json()))
+    assert document["scale_a"] == "row"
+    assert "scale_b" not in document
+    assert Problem.from_json(document, problem.device, problem.epilogue) == problem
+    with pytest.raises(ValueError, match="tensor or row"):
+        Problem.from_json({**document, "scale_a": "block"}, problem.device, problem.epilogue)
+    assert str(problem) == "8×4×32 float8_e4m3fn→bfloat16 nn unaligned scales row·1"
+
+
+def test_inputs_to_measure_with() -> None:
+    operand = Operand(E4M3)
+    device = fingerprint(torch.device("cpu"))
+    out = Operand(torch.float32)
+    problem = Problem(
+        m=5, n=6, k=16, batch=2, a=operand, b=operand, out=out, device=device,
+        scale_a="row", scale_b="tensor", epilogue=parse("swiglu"), scaled=True,
+    )  # fmt: skip
+    for posed in (problem, replace(problem, batch=1, scale_b="row")):
+        inputs = verify.make_inputs(posed, torch.device("cpu"), seed=3)
+        assert inputs.scale_a is not None
+        assert inputs.scale_b is not None
+        assert Problem.of(
+            inputs.a, inputs.b, inputs.out, device, scale_a=inputs.scale_a, scale_b=inputs.scale_b,
+            scaled=True, epilogue=posed.epilogue,
+        ) == posed  # fmt: skip
+        z = exact(inputs.a, inputs.b, inputs.scale_a, inputs.scale_b) * inputs.alpha
+        expected = posed.epilogue.apply(z)
+        assert torch.allclose(verify.reference(posed, inputs), expected, rtol=1e-12)
