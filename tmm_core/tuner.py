@@ -31,10 +31,10 @@ from tmm_core.problem import Problem
 from tmm_core.settings import Settings
 from tmm_core.timing import CudaTimer, HostTimer, Timer, median
 
-#: The kernel a winner has to beat, and by how much: what two timings of the same thing
-#: differ by on a quiet H200 is 0.5–1 %; 1.5 % is past it.
+#: The kernel a winner has to beat, and by how much: medians of as many samples as the last
+#: stage takes differ by up to 0.5 % on a quiet H200 where both are of the same kernel.
 BASELINE = "blas"
-MARGIN = 0.015
+MARGIN = 0.01
 
 #: Times this close to the best are a tie, broken by a stable rule so that restarts agree.
 TIE = 0.005
@@ -42,6 +42,9 @@ TIE = 0.005
 #: (rounds, slower than the best by more than this factor: out). The last stage is the
 #: fresh measure that decides; earlier samples only eliminate.
 STAGES = ((3, 1.4), (8, 1.1), (25, 0.0))
+#: Seconds that the last stage may take where its rounds are so short that more of them fit, and
+#: their most: single samples of a kernel of 10 µs wander by 2 %.
+FINAL_SECONDS, MOST_ROUNDS = 0.25, 100
 FINALISTS = 6
 RESERVE = 3.0
 
@@ -206,17 +209,23 @@ class Tuner:
         timer = self._timer or (CudaTimer(device) if device.type == "cuda" else HostTimer())
         inputs = verify.make_inputs(problem, device, seed=_fresh_seed())
         racing = [t for t in trials if t.launcher is not None]
+        each = FINAL_SECONDS  # seconds that one sample took
         for stage, (rounds, keep) in enumerate(STAGES):
             runs = [_Runner(t.launcher, inputs) for t in racing if t.launcher is not None]
             if stage == 0:
                 timer.measure(runs, 1)  # modules load, clocks rise
             elif time.monotonic() > deadline:
                 break
+            if not keep:
+                affordable = FINAL_SECONDS / max(each * len(runs), 1e-9)
+                rounds = max(rounds, min(MOST_ROUNDS, int(affordable)))
+            before = time.monotonic()
             try:
                 samples = timer.measure(runs, rounds)
             except Exception as error:
                 warnings.warn(f"timing {problem} failed: {error}", TmmWarning, stacklevel=2)
                 break
+            each = (time.monotonic() - before) / (rounds * len(runs))
             for trial, mine in zip(racing, samples, strict=True):
                 trial.samples = mine
             if keep:

@@ -24,6 +24,7 @@ from tmm_core.bench.results import Results
 from tmm_core.bench.suites import Task
 from tmm_core.case import Case, parse_expression, parse_shape
 from tmm_core.cli import main
+from tmm_core.timing import HostTimer
 
 CPU = torch.device("cpu")
 FP32 = torch.float32
@@ -578,3 +579,13 @@ def test_a_failed_problem_is_status_1(capsys: pytest.CaptureFixture[str]) -> Non
     argv = ["bench", "--shapes", "4x8x8", "--epilogue", "silo", "--device", "cpu"]
     assert main(argv) == 1
     assert "failed: UnknownNameError" in capsys.readouterr().err
+
+
+def test_no_column_always_follows_another() -> None:
+    order: list[int] = []
+    runs = [lambda i=i: order.append(i) for i in range(4)]  # type: ignore[misc]
+    samples = HostTimer().measure(runs, 60)
+    assert [len(mine) for mine in samples] == [60] * 4
+    rounds = [tuple(order[i : i + 4]) for i in range(0, 240, 4)]
+    assert all(sorted(each) == [0, 1, 2, 3] for each in rounds)
+    assert len(set(rounds)) > 12

@@ -138,6 +138,26 @@ def test_every_kernel_keeps_a_runner_up() -> None:
     assert status(record) == {"blas": "ok", "a": "ok", "b": "ok"}
 
 
+def test_short_kernels_are_sampled_more_often() -> None:
+    class Paced(FakeTimer):
+        """Every sample takes its part of ``seconds``."""
+
+        seconds = 0.0
+
+        def measure(self, runs: Any, rounds: int) -> list[list[float]]:
+            time.sleep(self.seconds * rounds * len(runs))
+            return super().measure(runs, rounds)
+
+    def samples(seconds: float) -> int:
+        timer = Paced({"k": 5.0})
+        timer.seconds = seconds
+        record = Tuner(timer).tune(problem(), [FakeBlas(), FakeKernel("k")], settings())
+        return len(record.candidates[record.winner].samples_us)
+
+    assert samples(0.0) == tuner.MOST_ROUNDS
+    assert samples(0.006) == tuner.STAGES[-1][0]
+
+
 def test_the_budget_ends_it_with_what_there_is() -> None:
     class Slow(FakeTimer):
         def measure(self, runs: Any, rounds: int) -> list[list[float]]:
@@ -157,7 +177,7 @@ def test_without_a_baseline_nothing_is_decided() -> None:
 
 
 def test_blas_needs_beating_by_the_margin() -> None:
-    assert decide([result("blas", 100.0), result("k", 99.0)]) == 0
+    assert decide([result("blas", 100.0), result("k", 99.1)]) == 0
     assert decide([result("blas", 100.0), result("k", 98.0)]) == 1
 
 
