@@ -8,6 +8,9 @@ True
 
 from __future__ import annotations
 
+import importlib
+from typing import TYPE_CHECKING, Any
+
 from tmm_core.api import explain, kernels, linear, matmul, plan, problem, tune
 from tmm_core.epilogue import Epilogue
 from tmm_core.errors import (
@@ -20,14 +23,30 @@ from tmm_core.errors import (
     UnknownNameError,
     UnsupportedProblemError,
 )
-from tmm_core.explain import Explanation, KernelInfo
-from tmm_core.hookspecs import hookimpl
 from tmm_core.kernel import Candidate, Config, Kernel, Launcher, Traits
 from tmm_core.plan import Plan
 from tmm_core.problem import Operand, Problem
 from tmm_core.settings import Settings, override
 
+if TYPE_CHECKING:
+    from tmm_core.explain import Explanation, KernelInfo
+    from tmm_core.hookspecs import hookimpl
+
 __version__ = "0.1.0"
+
+#: Names that most processes never use, and whose modules import more than all the others.
+_LATER = {
+    "Explanation": "tmm_core.explain",
+    "KernelInfo": "tmm_core.explain",
+    "hookimpl": "tmm_core.hookspecs",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_LATER[name]), name)
+
 
 __all__ = [
     "CacheMissError",

@@ -7,17 +7,20 @@ import importlib
 import sys
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from tmm_cache import TuningRecord
 
 from tmm_core import dispatch, ops, settings
 from tmm_core.epilogue import Epilogue, EpilogueLike
-from tmm_core.explain import Explanation, KernelInfo, explain_problem, kernel_infos
 from tmm_core.kernel import Config
 from tmm_core.plan import Plan
 from tmm_core.problem import Problem
+
+if TYPE_CHECKING:
+    from tmm_cache import TuningRecord
+
+    from tmm_core.explain import Explanation, KernelInfo
 
 Tensor = torch.Tensor
 ConfigLike = Config | Mapping[str, Any] | None
@@ -344,6 +347,8 @@ def explain(a: Tensor, b: Tensor, **arguments: Any) -> Explanation:
     Raises:
         RuntimeError, ValueError, TypeError: As :func:`matmul`.
     """
+    from tmm_core.explain import explain_problem
+
     names = ("kernel", "config")
     forced = {name: arguments.pop(name) for name in names if name in arguments}
     arguments.pop("on_cache_miss", None)
@@ -376,6 +381,8 @@ def tune(
 
 def kernels() -> list[KernelInfo]:
     """Every kernel there is, with version, distribution, traits, and why it is disabled."""
+    from tmm_core.explain import kernel_infos
+
     return kernel_infos(dispatch.dispatcher().registry, settings.current())
 
 

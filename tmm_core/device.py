@@ -7,9 +7,12 @@ import importlib.metadata
 import importlib.util
 import os
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
-from tmm_cache import JSON, slug
+
+if TYPE_CHECKING:
+    from tmm_cache import JSON
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +44,8 @@ class DeviceFingerprint:
     @property
     def gpu(self) -> str:
         """The folder name of this GPU, e.g. ``nvidia-h200-sm90-132``."""
+        from tmm_cache import slug  # not needed to import tmm_core
+
         parts = [self.name]
         if self.type == "cuda":
             parts += [f"sm{self.sm}", str(self.sm_count)]

@@ -8,22 +8,21 @@ from __future__ import annotations
 import functools
 import threading
 from contextlib import nullcontext
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
-from tmm_cache import CacheStore
 
 from tmm_core import settings
 from tmm_core.check import check, result_dtype
 from tmm_core.device import fingerprint
-from tmm_core.dispatcher import FALLBACK, Dispatcher
 from tmm_core.epilogue import Epilogue
 from tmm_core.fold import Fold
-from tmm_core.kernel import ScaledLauncher
+from tmm_core.kernel import BASELINE, ScaledLauncher
 from tmm_core.plan import Plan, scales_signature, signature
 from tmm_core.problem import Problem, packed
-from tmm_core.registry import Registry
-from tmm_core.tuner import Tuner
+
+if TYPE_CHECKING:
+    from tmm_core.dispatcher import Dispatcher
 
 Tensor = torch.Tensor
 #: ``scale_a`` and ``scale_b``.
@@ -42,6 +41,13 @@ _build_lock = threading.Lock()
 @functools.cache
 def dispatcher() -> Dispatcher:
     """The process's own dispatcher, over installed plugins and the user's cache."""
+    # Here, since they take half of what importing tmm_core would.
+    from tmm_cache import CacheStore
+
+    from tmm_core.dispatcher import Dispatcher
+    from tmm_core.registry import Registry
+    from tmm_core.tuner import Tuner
+
     return Dispatcher(Registry.from_environment(), Tuner(), CacheStore())
 
 
@@ -210,7 +216,7 @@ def make_plan(
                 launcher = kernel.bind(problem, config)
                 break
             except Exception as error:
-                if choice.origin == "forced" or kernel.name == FALLBACK:
+                if choice.origin == "forced" or kernel.name == BASELINE:
                     raise
                 chooser.quarantine(problem, choice, error)
     if fold is not None:
@@ -261,7 +267,7 @@ def pose(
 
 def _quarantine(plan: Plan, error: Exception) -> bool:
     """Put a kernel that raised out of use; False where the error is the caller's to see."""
-    hopeless = plan.choice.origin == "forced" or plan.kernel == FALLBACK
+    hopeless = plan.choice.origin == "forced" or plan.kernel == BASELINE
     if hopeless or isinstance(error, torch.OutOfMemoryError):
         return False
     dispatcher().quarantine(plan.problem, plan.choice, error)

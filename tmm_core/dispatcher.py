@@ -28,16 +28,13 @@ from tmm_core.errors import (
     TmmWarning,
     UnsupportedProblemError,
 )
-from tmm_core.kernel import Candidate, Kernel
+from tmm_core.kernel import BASELINE, Candidate, Kernel
 from tmm_core.neighbour import Neighbours
 from tmm_core.plan import Choice
 from tmm_core.problem import Problem
 from tmm_core.registry import Registry
 from tmm_core.settings import Settings
-from tmm_core.tuner import BASELINE, Tuner
-
-#: The kernel that always can.
-FALLBACK = BASELINE
+from tmm_core.tuner import Tuner
 
 #: Batch-invariant mode chooses at this M for all M, so that the choice cannot depend on it.
 INVARIANT_M = 256
@@ -83,7 +80,7 @@ class Dispatcher:
         with self._lock:
             able = self._able(problem, settings)
             # Where even BLAS declines, it is BLAS that says so.
-            if all(kernel.name == FALLBACK for kernel in able):
+            if all(kernel.name == BASELINE for kernel in able):
                 return self._fallback("no other kernel can serve this problem")
             if key.m != problem.m and not problem.batch_invariant:
                 exact = self._cached(problem, _bare(problem), able)
@@ -261,7 +258,7 @@ class Dispatcher:
                 continue
             if estimate is not None:
                 estimates[kernel.name] = (estimate, Candidate(kernel, config))
-        baseline = estimates.get(FALLBACK)
+        baseline = estimates.get(BASELINE)
         if baseline is None:
             return None
         time, candidate = min(estimates.values(), key=lambda e: (e[0], e[1].kernel.name))
@@ -270,7 +267,7 @@ class Dispatcher:
         return Choice(candidate, "heuristic", f"{why}; estimated {time:.3g} µs, not measured")
 
     def _fallback(self, why: str) -> Choice:
-        kernel = self.registry.kernel(FALLBACK)
+        kernel = self.registry.kernel(BASELINE)
         return Choice(Candidate(kernel, kernel.config_type()), "fallback", why)
 
     # -- what the rungs share --------------------------------------------------------

@@ -19,6 +19,9 @@ import torch
 from tmm_core.errors import ConfigError
 from tmm_core.problem import Problem
 
+#: Name of the kernel that always can, and that every other has to beat.
+BASELINE = "blas"
+
 
 @dataclass(frozen=True, slots=True)
 class Traits:

@@ -25,15 +25,14 @@ from tmm_cache import CandidateResult, TuningRecord
 
 from tmm_core import verify
 from tmm_core.errors import TmmWarning
-from tmm_core.kernel import Candidate, Config, Kernel, Launcher
+from tmm_core.kernel import BASELINE, Candidate, Config, Kernel, Launcher
 from tmm_core.precision import precision
 from tmm_core.problem import Problem
 from tmm_core.settings import Settings
 from tmm_core.timing import CudaTimer, HostTimer, Timer, median
 
-#: The kernel a winner has to beat, and by how much: medians of as many samples as the last
-#: stage takes differ by up to 0.5 % on a quiet H200 where both are of the same kernel.
-BASELINE = "blas"
+#: By how much a winner has to beat BLAS: medians of as many samples as the last stage takes
+#: differ by up to 0.5 % on a quiet H200 where both are of the same kernel.
 MARGIN = 0.01
 
 #: Times this close to the best are a tie, broken by a stable rule so that restarts agree.
