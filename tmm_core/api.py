@@ -10,9 +10,10 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch.autograd import forward_ad
 
 from tmm_core import dispatch, ops, settings
-from tmm_core.epilogue import Epilogue, EpilogueLike
+from tmm_core.epilogue import EpilogueLike
 from tmm_core.kernel import Config
 from tmm_core.plan import Plan
 from tmm_core.problem import Problem
@@ -119,17 +120,7 @@ def matmul(
         return ops.matmul(a, b, bias, residual, alpha, text, out_dtype, scale_a, scale_b)  # type: ignore[no-any-return]
     if type(a) is not Tensor:
         _prepare_for(type(a))
-    if scale_a is not None or scale_b is not None:
-        return ops.matmul(a, b, bias, residual, alpha, text, out_dtype, scale_a, scale_b)  # type: ignore[no-any-return]
-    if torch.is_grad_enabled() and (
-        a.requires_grad
-        or b.requires_grad
-        or (bias is not None and bias.requires_grad)
-        or (residual is not None and residual.requires_grad)
-    ):
-        return _differentiable(a, b, bias, residual, alpha, text, out_dtype)
-    with torch._C._AutoDispatchBelowAutograd():
-        return ops.matmul(a, b, bias, residual, alpha, text, out_dtype)  # type: ignore[no-any-return]
+    return ops.matmul(a, b, bias, residual, alpha, text, out_dtype, scale_a, scale_b)  # type: ignore[no-any-return]
 
 
 _PLAIN = frozenset((Tensor, torch.nn.Parameter))
@@ -147,6 +138,7 @@ def _eager(a: Any, b: Any, bias: Any, residual: Any) -> bool:
         and not _function_modes()
         and not _profiles()
         and _transform() is None
+        and forward_ad._current_level < 0
         and _tracer() is None
         and not (a.is_neg() or b.is_neg() or a.is_conj() or b.is_conj())
         and not (_records() and (a.requires_grad or b.requires_grad))
@@ -180,54 +172,6 @@ def _prepare_for(kind: type[Tensor]) -> None:
     module = sys.modules.get("torch.distributed.tensor")
     if module is not None and issubclass(kind, module.DTensor):
         importlib.import_module("tmm_core.distributed")
-
-
-def _differentiable(
-    a: Tensor,
-    b: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    alpha: float,
-    text: str,
-    out_dtype: torch.dtype | None,
-) -> Tensor:
-    """With gradients the pre-activation is kept, as eager keeps it, and the epilogue applied
-    by torch: recomputing it in backward would cost a whole product."""
-    fused = dispatch.epilogue_of(text)
-    if fused.is_identity:
-        return ops.matmul(a, b, bias, residual, alpha, "", out_dtype)  # type: ignore[no-any-return]
-    z = ops.matmul(a, b, bias, None, alpha, "", out_dtype)
-    y = _apply(fused, z)
-    return y if residual is None else (y + residual).to(y.dtype)
-
-
-def _apply(epilogue: Epilogue, z: Tensor) -> Tensor:
-    for stage in epilogue.stages or (epilogue,):
-        inputs = z.chunk(2, dim=-1) if stage.gated else (z,)
-        if stage.derivative is None:
-            z = stage.reference(*inputs, *stage.parameters)
-        else:
-            z = _WithDerivative.apply(stage, *inputs)  # type: ignore[no-untyped-call]
-    return z
-
-
-class _WithDerivative(torch.autograd.Function):
-    """An epilogue whose author gave the derivative."""
-
-    @staticmethod
-    def forward(ctx: Any, stage: Epilogue, *inputs: Tensor) -> Tensor:
-        ctx.stage = stage
-        ctx.save_for_backward(*inputs)
-        return stage.reference(*inputs, *stage.parameters)
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        inputs = ctx.saved_tensors
-        slopes = ctx.stage.derivative(*inputs, *ctx.stage.parameters)
-        if len(inputs) == 1:
-            slopes = (slopes,)
-        return (None, *(grad * slope for slope in slopes))
 
 
 def linear(

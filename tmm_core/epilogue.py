@@ -45,12 +45,16 @@ class Epilogue:
             that defining an epilogue need not import Triton. ``None``: no kernel can fuse
             it and BLAS applies the reference.
         derivative: ``(z, *parameters) -> Tensor``, d epilogue / d z; for a gated epilogue
-            ``(gate, up, *parameters)`` to the pair ``(d/d gate, d/d up)``. ``None``: torch
-            differentiates the reference.
+            ``(gate, up, *parameters)`` to the pair ``(d/d gate, d/d up)``. Made of torch's
+            operators, so that it can be differentiated again. ``None``: torch differentiates
+            the reference.
         parameters: Default values of the extra arguments, baked into compiled kernels.
         gated: Takes two halves of the product, ``z[..., :N]`` (gate) and ``z[..., N:]``
             (up), and returns one of width N.
         linear: ``f(x + y) == f(x) + f(y)``: partial sums may pass through it.
+        output_vjp: ``(grad, y, *parameters) -> Tensor``, ``grad`` times the derivative, of the
+            output ``y = f(z)`` where that tells it, as tanh's does. The call is then one fused
+            kernel while training too. Not for a gated epilogue. Made of torch's operators.
 
     Raises:
         ValueError: The name is not an identifier, or a parameter is not a finite number.
@@ -63,6 +67,7 @@ class Epilogue:
     parameters: tuple[float, ...] = ()
     gated: bool = False
     linear: bool = False
+    output_vjp: Callable[..., torch.Tensor] | None = None
     #: The single-stage epilogues this one chains; empty for a single stage. A chain's own
     #: ``reference`` is its first stage's; ``apply`` goes through them all.
     stages: tuple[Epilogue, ...] = field(default=(), repr=False)
@@ -86,7 +91,8 @@ class Epilogue:
             text += "(" + ",".join(repr(p) for p in self.parameters) + ")"
         if self.builtin:
             return text
-        sources = "\n".join(_source(f) for f in (self.reference, self.device) if f is not None)
+        functions = (self.reference, self.device, self.derivative, self.output_vjp)
+        sources = "\n".join(_source(f) for f in functions if f is not None)
         return f"{text}@{hashlib.sha256(sources.encode()).hexdigest()[:12]}"
 
     @property
@@ -174,7 +180,9 @@ def _builtin(
     )
 
 
-IDENTITY = _builtin("identity", lambda z: z, linear=True)
+_aten = torch.ops.aten
+
+IDENTITY = _builtin("identity", lambda z: z, linear=True, output_vjp=lambda grad, y: grad)
 
 #: The names every installation understands. ``gelu`` is the erf form, as torch's default;
 #: ``softcap(cap)`` is cap·tanh(z/cap) (Gemma 2, arXiv:2408.00118); ``relu2`` is relu(z)²
@@ -183,17 +191,32 @@ BUILTIN: Mapping[str, Epilogue] = {
     e.name: e
     for e in (
         IDENTITY,
-        _builtin("relu", F.relu),
+        _builtin("relu", F.relu, output_vjp=lambda grad, y: _aten.threshold_backward(grad, y, 0)),
         _builtin("relu2", lambda z: F.relu(z).square()),
         _builtin("leaky_relu", lambda z, slope: F.leaky_relu(z, slope), 0.01),
         _builtin("gelu", lambda z: F.gelu(z)),
         _builtin("gelu_tanh", lambda z: F.gelu(z, approximate="tanh")),
         _builtin("silu", F.silu),
-        _builtin("sigmoid", torch.sigmoid),
-        _builtin("tanh", torch.tanh),
-        _builtin("softplus", lambda z: F.softplus(z)),
-        _builtin("softcap", lambda z, cap: cap * torch.tanh(z / cap), 30.0),
-        _builtin("scale", lambda z, factor: z * factor, 1.0, linear=True),
+        _builtin("sigmoid", torch.sigmoid, output_vjp=_aten.sigmoid_backward),
+        _builtin("tanh", torch.tanh, output_vjp=_aten.tanh_backward),
+        _builtin(
+            "softplus",
+            lambda z: F.softplus(z),
+            output_vjp=lambda grad, y: grad * -torch.expm1(-y),
+        ),
+        _builtin(
+            "softcap",
+            lambda z, cap: cap * torch.tanh(z / cap),
+            30.0,
+            output_vjp=lambda grad, y, cap: _aten.tanh_backward(grad, y / cap),
+        ),
+        _builtin(
+            "scale",
+            lambda z, factor: z * factor,
+            1.0,
+            linear=True,
+            output_vjp=lambda grad, y, factor: grad * factor,
+        ),
         _builtin("swiglu", lambda gate, up: F.silu(gate) * up, gated=True),
         _builtin("geglu", lambda gate, up: F.gelu(gate) * up, gated=True),
         _builtin("geglu_tanh", lambda g, u: F.gelu(g, approximate="tanh") * u, gated=True),

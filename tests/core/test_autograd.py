@@ -1,0 +1,278 @@
+"""Derivatives of every kind, order and transform, against torch's own and against differences."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch.autograd import forward_ad
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import tmm_core
+from tmm_core import dispatch
+from tmm_core.epilogue import BUILTIN, Epilogue
+
+Tensor = torch.Tensor
+
+# Its own, where torch first differentiates forwards.
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+
+CUBE = Epilogue("cube", lambda z: z**3, derivative=lambda z: 3 * z**2)
+PAIR = Epilogue(
+    "pair", lambda gate, up: gate.sin() * up, gated=True,
+    derivative=lambda gate, up: (gate.cos() * up, gate.sin()),
+)  # fmt: skip
+PLAIN = Epilogue("sine", lambda z: z.sin())
+USERS: list[Any] = [CUBE, PAIR, PLAIN, [CUBE, "tanh"], ["relu", CUBE]]
+EPILOGUES: list[Any] = [None, *BUILTIN, "gelu_tanh+softcap(2)", "swiglu+tanh", *USERS]
+
+
+def name(epilogue: Any) -> str:
+    return str(getattr(epilogue, "name", epilogue))
+
+
+def leaf(*shape: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(shape, dtype=dtype, requires_grad=True)
+
+
+def operands(epilogue: Any, dtype: torch.dtype = torch.float64) -> tuple[Tensor, ...]:
+    """a, b, bias and residual for a result of 3×2."""
+    gated = dispatch.dispatcher().registry.epilogue(epilogue).gated
+    width = 4 if gated else 2
+    shapes = ((3, 5), (5, width), (width,), (3, 2))
+    return tuple(leaf(*shape, dtype=dtype) for shape in shapes)
+
+
+def calls(epilogue: Any) -> tuple[Callable[..., Tensor], Callable[..., Tensor]]:
+    """The whole expression by tmm, and by torch."""
+    parsed = dispatch.dispatcher().registry.epilogue(epilogue)
+
+    def ours(a: Tensor, b: Tensor, bias: Any = None, residual: Any = None) -> Tensor:
+        return tmm_core.matmul(a, b, bias=bias, residual=residual, alpha=0.7, epilogue=epilogue)
+
+    def theirs(a: Tensor, b: Tensor, bias: Any = None, residual: Any = None) -> Tensor:
+        z = 0.7 * torch.matmul(a, b)
+        z = z if bias is None else z + bias
+        y = parsed.apply(z)
+        return y if residual is None else y + residual
+
+    return ours, theirs
+
+
+@pytest.mark.parametrize("epilogue", EPILOGUES, ids=name)
+def test_gradcheck(epilogue: Any) -> None:
+    inputs = operands(epilogue)
+    ours, _ = calls(epilogue)
+    assert torch.autograd.gradcheck(ours, inputs, check_forward_ad=True, check_batched_grad=True)
+    assert torch.autograd.gradgradcheck(ours, inputs, check_fwd_over_rev=True)
+
+    parsed = dispatch.dispatcher().registry.epilogue(epilogue)
+    text = dispatch.intern(parsed)
+
+    def operator(*tensors: Tensor) -> Tensor:
+        return torch.ops.tmm.matmul(*tensors, 0.7, text)
+
+    assert torch.autograd.gradcheck(operator, inputs, check_forward_ad=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("epilogue", EPILOGUES, ids=name)
+def test_gradients_in_16_bits_are_eagers_within_rounding(epilogue: Any, dtype: Any) -> None:
+    inputs = operands(epilogue, dtype)
+    ours, theirs = calls(epilogue)
+    grad = torch.randn(3, 2, dtype=dtype)
+    exact = tuple(t.detach().double().requires_grad_() for t in inputs)
+    truth = torch.autograd.grad(theirs(*exact), exact, grad.double())
+    expected = torch.autograd.grad(theirs(*inputs), inputs, grad)
+    got = torch.autograd.grad(ours(*inputs), inputs, grad)
+    # Eager's own rounding, over sums of a handful of terms, sets the scale.
+    for mine, eagers, exactly in zip(got, expected, truth, strict=True):
+        assert mine.dtype is dtype
+        bound = (eagers.double() - exactly).abs().max() + 8 * torch.finfo(dtype).eps * (
+            exactly.abs().max() + 1
+        )
+        assert (mine.double() - exactly).abs().max() <= bound
+
+
+def scalar(call: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    return lambda *inputs: call(*inputs).pow(3).sum()
+
+
+TRANSFORMS: dict[str, Callable[[Any, tuple[Tensor, ...]], Any]] = {
+    "grad": lambda f, x: torch.func.grad(scalar(f), (0, 1, 2, 3))(*x),
+    "vjp": lambda f, x: torch.func.vjp(f, *x)[1](torch.ones(3, 2, dtype=torch.float64)),
+    "jvp": lambda f, x: torch.func.jvp(f, x, tuple(t + 1 for t in x)),
+    "jvp of a": lambda f, x: torch.func.jvp(lambda a: f(a, *x[1:]), (x[0],), (x[0] + 1,)),
+    "jvp of bias": lambda f, x: torch.func.jvp(lambda b: f(*x[:2], b, x[3]), x[2:3], x[2:3]),
+    "jvp of residual": lambda f, x: torch.func.jvp(lambda r: f(*x[:3], r), x[3:], x[3:]),
+    "jacrev": lambda f, x: torch.func.jacrev(f, (0, 1, 2, 3))(*x),
+    "jacfwd": lambda f, x: torch.func.jacfwd(f, (0, 1, 2, 3))(*x),
+    "hessian": lambda f, x: torch.func.hessian(scalar(f), (0, 1))(*x),
+    "reverse over reverse": lambda f, x: torch.func.jacrev(torch.func.grad(scalar(f)), 1)(*x),
+    "reverse over forward": lambda f, x: torch.func.jacrev(torch.func.jacfwd(f), 1)(*x),
+    "forward over forward": lambda f, x: torch.func.jacfwd(torch.func.jacfwd(f), 1)(*x),
+    "per sample": lambda f, x: torch.vmap(torch.func.grad(scalar(f), (0, 1)), (0, None, None, 0))(
+        x[0][None] * torch.arange(4.0).double()[:, None, None],
+        *x[1:3],
+        x[3].expand(4, 3, 2),
+    ),
+    "grad of vmap": lambda f, x: torch.func.grad(
+        lambda a, b: torch.vmap(f, (0, None))(a, b).pow(3).sum(), (0, 1)
+    )(torch.stack([x[0], x[0] * 2]), x[1]),
+}
+
+
+@pytest.mark.parametrize("transform", TRANSFORMS)
+@pytest.mark.parametrize("epilogue", [None, "tanh", "gelu", "swiglu", CUBE, PAIR], ids=name)
+def test_transforms_of_torch_func(transform: str, epilogue: Any) -> None:
+    inputs = tuple(t.detach() for t in operands(epilogue))
+    ours, theirs = calls(epilogue)
+    apply = TRANSFORMS[transform]
+    torch.testing.assert_close(apply(ours, inputs), apply(theirs, inputs))
+    # Gradients outside the transform, too.
+    tracked = tuple(t.requires_grad_() for t in inputs)
+
+    def gradients(call: Any) -> tuple[Tensor, ...]:
+        leaves = torch.utils._pytree.tree_leaves(apply(call, tracked))
+        terms = [t.square().sum() for t in leaves if t.requires_grad]
+        if not terms:  # the second derivative of a product is a constant
+            terms = [(tracked[0].sum() + tracked[1].sum()) * 0]
+        total = sum(terms[1:], terms[0])
+        return torch.autograd.grad(total, tracked[:2], materialize_grads=True)
+
+    torch.testing.assert_close(gradients(ours), gradients(theirs))
+
+
+SHAPES = [
+    ((5,), (5,)), ((3, 5), (5,)), ((5,), (5, 2)), ((4, 3, 5), (5, 2)), ((4, 3, 5), (5,)),
+    ((5,), (4, 5, 2)), ((4, 1, 3, 5), (6, 5, 2)), ((3, 5), (4, 5, 2)), ((1, 3, 5), (4, 5, 2)),
+    ((0, 5), (5, 2)), ((3, 0), (0, 2)), ((2, 0, 5), (2, 5, 2)),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("sa", "sb"), SHAPES)
+@pytest.mark.parametrize("epilogue", [None, "tanh", "silu"])
+def test_every_shape_in_both_modes(sa: Any, sb: Any, epilogue: Any) -> None:
+    a, b = leaf(*sa), leaf(*sb)
+    ours, theirs = calls(epilogue)
+    n = b.shape[-1] if b.dim() > 1 else 1
+    bias, residual = leaf(n), leaf(*theirs(a, b).shape)
+    if b.dim() == 1:  # a bias is one number then, and the result has no column for it
+        expression = theirs
+
+        def theirs(a: Tensor, b: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
+            return expression(a, b, bias[0], residual)
+
+    inputs = (a, b, bias, residual)
+    y, expected = ours(*inputs), theirs(*inputs)
+    torch.testing.assert_close(y, expected)
+    grad = torch.randn_like(y)
+    torch.testing.assert_close(
+        torch.autograd.grad(y, inputs, grad), torch.autograd.grad(expected, inputs, grad)
+    )
+    for wanted in range(4):
+        with forward_ad.dual_level():
+            dual = [
+                forward_ad.make_dual(t.detach(), torch.ones_like(t)) if i == wanted else t.detach()
+                for i, t in enumerate(inputs)
+            ]
+            mine, eagers = (forward_ad.unpack_dual(f(*dual)).tangent for f in (ours, theirs))
+            torch.testing.assert_close(mine, eagers)
+
+
+class TorchCalls(TorchDispatchMode):
+    """Counts calls of the operator."""
+
+    products = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.products += func is torch.ops.tmm.matmul.default
+        return func(*args, **(kwargs or {}))
+
+
+MAPPED: list[tuple[Any, Any, Any, Any]] = [
+    (0, None, None, None), (None, 0, None, None), (0, 0, None, None), (1, -1, None, 0),
+    (None, None, 0, None), (None, None, None, 0), (0, None, 0, None), (None, 0, 0, 0),
+    (-1, None, None, 1), (0, 1, 1, 0), (None, None, 0, 0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("sa", "sb"), SHAPES)
+@pytest.mark.parametrize("in_dims", MAPPED, ids=str)
+def test_vmap_is_one_call(sa: Any, sb: Any, in_dims: Any) -> None:
+    epilogue = "swiglu" if len(sb) > 1 and sb[-1] % 2 == 0 else "gelu"
+    ours, theirs = calls(epilogue)
+    n = sb[-1] if len(sb) > 1 else 1
+    out = theirs(torch.zeros(sa), torch.zeros(sb)).shape
+    shapes = (sa, sb, (n,), out[1:] if in_dims == (None, None, 0, 0) else out)
+    inputs = []
+    for shape, dim in zip(shapes, in_dims, strict=True):
+        t = torch.randn(shape if dim is None else (3, *shape), dtype=torch.float64)
+        inputs.append(t if dim is None else t.movedim(0, dim if t.dim() > abs(dim) else 0))
+    in_dims = tuple(
+        d if d is None or t.dim() > abs(d) else 0 for d, t in zip(in_dims, inputs, strict=True)
+    )
+
+    def one(*index: Tensor) -> Tensor:
+        a, b, bias, residual = index
+        return theirs(a, b, bias if len(sb) > 1 else bias[0], residual)
+
+    expected = torch.stack(
+        [
+            one(*(t if d is None else t.select(d, i) for t, d in zip(inputs, in_dims, strict=True)))
+            for i in range(3)
+        ]
+    )
+    with TorchCalls() as seen:
+        got = torch.vmap(ours, in_dims)(*inputs)
+    assert seen.products == 1
+    assert got.shape == expected.shape
+    torch.testing.assert_close(got, expected)
+    swapped = torch.vmap(ours, in_dims, out_dims=-1)(*inputs)
+    torch.testing.assert_close(swapped, expected.movedim(0, -1))
+
+
+def test_vmap_nests_and_makes_the_product_torch_would() -> None:
+    a, b = torch.randn(2, 3, 4, 5), torch.randn(2, 5, 6)
+    nested = torch.vmap(torch.vmap(tmm_core.matmul, (0, None)), (0, 0))(a, b)
+    torch.testing.assert_close(nested, a @ b[:, None])
+    # Rows of one product, not a batch of them.
+    torch.vmap(tmm_core.matmul, (0, None))(a[0], b[0])
+    (folded,) = (p for p in dispatch._plans.values() if p.problem.n == 6 and p.problem.batch == 1)
+    assert (folded.problem.m, folded.problem.k) == (3 * 4, 5)
+    vectors = torch.randn(7, 5)
+    got = torch.vmap(lambda v: tmm_core.matmul(a[0, 0], v))(vectors)
+    torch.testing.assert_close(got, vectors @ a[0, 0].t())
+
+
+def test_complex_gradients() -> None:
+    def leaf(*shape: int) -> Tensor:
+        return torch.randn(*shape, dtype=torch.complex128, requires_grad=True)
+
+    inputs = (leaf(2, 3), leaf(3, 4), leaf(4), leaf(2, 4))
+
+    def call(a: Any, b: Any, bias: Any, residual: Any) -> Tensor:
+        return tmm_core.matmul(a, b, bias=bias, residual=residual, alpha=0.5)
+
+    assert torch.autograd.gradcheck(call, inputs, check_forward_ad=True)
+
+
+def test_gradients_of_wide_outputs_and_biases() -> None:
+    a, b = leaf(64, 32, dtype=torch.bfloat16), leaf(32, 16, dtype=torch.bfloat16)
+    bias = leaf(16, dtype=torch.float32)
+    y = tmm_core.matmul(a, b, bias=bias, epilogue="gelu", out_dtype=torch.float32)
+    assert y.dtype is torch.float32
+    grad = torch.randn(64, 16)
+    got = torch.autograd.grad(y, (a, b, bias), grad)
+    exact = tuple(t.detach().double().requires_grad_() for t in (a, b, bias))
+    expected = torch.autograd.grad(F.gelu(exact[0] @ exact[1] + exact[2]), exact, grad.double())
+    assert [t.dtype for t in got] == [torch.bfloat16, torch.bfloat16, torch.float32]
+    for mine, theirs, tolerance in zip(got, expected, (3e-2, 3e-2, 1e-5), strict=True):
+        scale = theirs.abs().max().item()
+        torch.testing.assert_close(mine.double(), theirs, rtol=0, atol=tolerance * scale)

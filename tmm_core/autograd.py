@@ -1,0 +1,272 @@
+"""Derivatives of ``tmm::matmul``: reverse and forward mode, any order, and under vmap.
+
+Where something is differentiated the call is taken apart into what has a cheap derivative:
+one product with as much of the epilogue fused as its output tells the derivative of, then
+what is left of the epilogue by torch's own operators, then the residual.
+
+Kept for backward: ``a`` where ``b`` needs a gradient, ``b`` where ``a`` does, and the output of
+the product where an epilogue follows it. That is never more than eager keeps, and where all
+of the epilogue is fused the pre-activation is never in memory at all. Nothing is computed twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch._functorch.utils import enable_single_level_autograd_function
+from torch.autograd import forward_ad
+from torch.autograd.function import _SingleLevelFunction
+
+from tmm_core.dispatch import epilogue_of, intern
+from tmm_core.epilogue import IDENTITY, Epilogue
+from tmm_core.problem import FP8
+
+Tensor = torch.Tensor
+
+transforms_active = torch._C._are_functorch_transforms_active
+
+
+def differentiated(*tensors: Tensor | None) -> bool:
+    """Whether somebody may want derivatives of a function of these."""
+    return (
+        (torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors))
+        or forward_ad._current_level >= 0
+        or transforms_active()
+    )
+
+
+def matmul(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    alpha: float = 1.0,
+    epilogue: str = "",
+    out_dtype: torch.dtype | None = None,
+    scale_a: Tensor | None = None,
+    scale_b: Tensor | None = None,
+) -> Tensor:
+    """What the operator does at the dispatcher's Autograd key."""
+    if not differentiated(a, b, bias, residual, scale_a, scale_b):
+        with torch._C._AutoDispatchBelowAutograd():
+            return _operator(a, b, bias, residual, alpha, epilogue, out_dtype, scale_a, scale_b)
+    if a.dtype in FP8:
+        with enable_single_level_autograd_function():
+            return _Scaled.apply(  # type: ignore[no-any-return, no-untyped-call]
+                a, b, bias, residual, alpha, epilogue, out_dtype, scale_a, scale_b
+            )
+    fused = epilogue_of(epilogue)
+    stages = fused.stages or (fused,)
+    head, rest = (stages[0], stages[1:]) if stages[0].output_vjp else (IDENTITY, stages)
+    whole = head.is_identity and not rest
+    inner = residual if whole else None
+    text = "" if head.is_identity else intern(head)
+    with enable_single_level_autograd_function():
+        y = _Product.apply(a, b, bias, inner, alpha, text, out_dtype)  # type: ignore[no-untyped-call]
+        for stage in rest:
+            y = _apply(stage, y)
+    return y if whole or residual is None else (y + residual).to(y.dtype)
+
+
+def _operator(*arguments: Any) -> Tensor:
+    return torch.ops.tmm.matmul.default(*arguments)  # type: ignore[no-any-return]
+
+
+def _apply(stage: Epilogue, z: Tensor) -> Tensor:
+    inputs = z.chunk(2, dim=-1) if stage.gated else (z,)
+    if stage.derivative is None:
+        return stage.reference(*inputs, *stage.parameters)
+    return _WithDerivative.apply(stage, *inputs)  # type: ignore[no-any-return, no-untyped-call]
+
+
+# The dispatcher has taken functorch's transforms apart by the time it comes here, so that there
+# is one level to see to, as in the formulas of torch's own operators. `autograd.Function` stands
+# above the dispatcher and would take them apart once more; its base does not.
+
+
+@contextmanager
+def _outer_levels() -> Iterator[None]:
+    """Let the transforms outside of this one see what is done here: custom functions run with
+    derivatives of both modes off."""
+    if not transforms_active():
+        yield
+        return
+    with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
+        yield
+
+
+@contextmanager
+def _below_autograd() -> Iterator[None]:
+    """Call operators as the Autograd kernel of one of torch's does."""
+    with torch._C._AutoDispatchBelowAutograd(), _outer_levels():
+        yield
+
+
+class _Product(_SingleLevelFunction):
+    """``epilogue(alpha · (a @ b) + bias) + residual`` for an epilogue with ``output_vjp``;
+    the residual only where the epilogue is the identity."""
+
+    @staticmethod
+    def forward(*arguments: Any) -> Tensor:
+        with _below_autograd():
+            return _operator(*arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        a, b, bias, residual, ctx.alpha, epilogue, ctx.out_dtype = inputs
+        ctx.epilogue = epilogue_of(epilogue)
+        y = None if ctx.epilogue.is_identity else output
+        wants_a, wants_b, *_ = ctx.needs_input_grad
+        ctx.save_for_backward(a if wants_b else None, b if wants_a else None, y)
+        if forward_ad._current_level >= 0 or transforms_active():
+            ctx.save_for_forward(a, b, y)
+        ctx.a, ctx.b, ctx.bias, ctx.residual = map(_like, (a, b, bias, residual))
+        ctx.output = _like(output)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        a, b, y = ctx.saved_tensors
+        wants_a, wants_b, wants_bias, wants_residual, *_ = ctx.needs_input_grad
+        (a_shape, dtype), (b_shape, _) = ctx.a, ctx.b
+        dz = grad if y is None else ctx.epilogue.output_vjp(grad, y, *ctx.epilogue.parameters)
+        # Vectors are matrices of one row or column here, and their gradient loses it again.
+        dz2 = dz if len(b_shape) > 1 else dz[..., None]
+        dz2 = dz2 if len(a_shape) > 1 else dz2[..., None, :]
+        da = db = dbias = dresidual = None
+        if wants_bias:
+            shape, bias_dtype = ctx.bias
+            dbias = dz2.sum(tuple(range(dz2.dim() - 1)), dtype=_wider(dz2.dtype, bias_dtype))
+            dbias = _as(dbias, bias_dtype)
+        if wants_residual:
+            shape, residual_dtype = ctx.residual
+            dresidual = _as(grad.sum_to_size(shape), residual_dtype)
+        dz2 = _as(dz2, dtype)
+        alpha = ctx.alpha
+        if wants_a:
+            b2 = b if b.dim() > 1 else b[:, None]
+            shape = a_shape if len(a_shape) > 1 else (1, *a_shape)
+            da = _operator(dz2, _adjoint(b2), None, None, alpha).sum_to_size(shape)
+            da = da.reshape(a_shape)
+        if wants_b:
+            a2 = a if a.dim() > 1 else a[None]
+            shape = b_shape if len(b_shape) > 1 else (*b_shape, 1)
+            if len(b_shape) <= 2 < a2.dim():
+                a2, dz2 = _rows(a2, dz2)
+            db = _operator(_adjoint(a2), dz2, None, None, alpha).sum_to_size(shape)
+            db = db.reshape(b_shape)
+        return da, db, dbias, dresidual, None, None, None
+
+    @staticmethod
+    def jvp(
+        ctx: Any,
+        ta: Tensor | None,
+        tb: Tensor | None,
+        tbias: Tensor | None,
+        tresidual: Tensor | None,
+        *_: None,
+    ) -> Tensor:
+        shape, dtype = ctx.output
+        with _outer_levels():
+            a, b, y = map(_primal, ctx.saved_tensors)
+            # Bias and residual pass through as what they are to the first of the products.
+            t = tresidual
+            if ta is not None:
+                t, tbias = _operator(ta, b, tbias, t, ctx.alpha, "", ctx.out_dtype), None
+            if tb is not None:
+                t, tbias = _operator(a, tb, tbias, t, ctx.alpha, "", ctx.out_dtype), None
+            if tbias is not None:
+                tbias = tbias if ctx.b[0][1:] else tbias[0]
+                t = tbias if t is None else t + tbias
+            assert t is not None
+            t = t.expand(shape).to(dtype)
+            return t if y is None else ctx.epilogue.output_vjp(t, y, *ctx.epilogue.parameters)
+
+
+class _Scaled(_SingleLevelFunction):
+    """Products of 8-bit operands, which learn nothing by themselves."""
+
+    @staticmethod
+    def forward(*arguments: Any) -> Tensor:
+        with _below_autograd():
+            return _operator(*arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.dtypes = inputs[0].dtype, inputs[1].dtype
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        raise RuntimeError("tmm::matmul has no derivative for {} @ {}".format(*ctx.dtypes))
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> Any:
+        raise RuntimeError("tmm::matmul has no derivative for {} @ {}".format(*ctx.dtypes))
+
+
+class _WithDerivative(_SingleLevelFunction):
+    """A stage of an epilogue whose author gave the derivative."""
+
+    @staticmethod
+    def forward(stage: Epilogue, *inputs: Tensor) -> Tensor:
+        with _below_autograd():
+            return stage.reference(*inputs, *stage.parameters)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.stage, *z = inputs
+        ctx.save_for_backward(*z)
+        if forward_ad._current_level >= 0 or transforms_active():
+            ctx.save_for_forward(*z)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, *(grad * slope for slope in _slopes(ctx.stage, ctx.saved_tensors)))
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *tangents: Tensor) -> Tensor:
+        with _outer_levels():
+            slopes = _slopes(ctx.stage, map(_primal, ctx.saved_tensors))
+            first, *more = (t * slope for t, slope in zip(tangents, slopes, strict=True))
+            return sum(more, first)
+
+
+def _slopes(stage: Epilogue, z: Iterable[Tensor]) -> tuple[Tensor, ...]:
+    assert stage.derivative is not None
+    slopes = stage.derivative(*z, *stage.parameters)
+    return tuple(slopes) if stage.gated else (slopes,)
+
+
+def _primal(t: Tensor | None) -> Tensor | None:
+    """Without its tangent at this level, which would be differentiated a second time."""
+    return None if t is None else forward_ad.unpack_dual(t).primal
+
+
+def _like(t: Tensor | None) -> tuple[torch.Size, torch.dtype] | None:
+    return None if t is None else (t.shape, t.dtype)
+
+
+def _as(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """The gradient of something of ``dtype``, of which a real one is the real part."""
+    return (t.real if t.is_complex() and not dtype.is_complex else t).to(dtype)
+
+
+def _wider(dtype: torch.dtype, other: torch.dtype) -> torch.dtype:
+    return dtype if dtype.is_complex else other
+
+
+def _adjoint(t: Tensor) -> Tensor:
+    return t.mH if t.is_complex() else t.mT
+
+
+def _rows(a: Tensor, dz: Tensor) -> tuple[Tensor, Tensor]:
+    """``[…, M, K]`` and ``[…, M, N]`` as matrices of as many rows. The rows are summed over, so
+    their order is free: DTensor flattens without communication (torch 2.10 flattens at all)
+    where no dimension but the first is sharded, so a sharded one becomes the first."""
+    for placement in getattr(a, "placements", ()):
+        if placement.is_shard() and 0 < placement.dim < a.dim() - 1:
+            a, dz = a.movedim(placement.dim, 0), dz.movedim(placement.dim, 0)
+            break
+    return a.flatten(0, -2), dz.flatten(0, -2)
