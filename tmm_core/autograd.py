@@ -54,21 +54,22 @@ def matmul(
         with torch._C._AutoDispatchBelowAutograd():
             return _operator(a, b, bias, residual, alpha, epilogue, out_dtype, scale_a, scale_b)
     if a.dtype in FP8:
-        with enable_single_level_autograd_function():
-            return _Scaled.apply(  # type: ignore[no-any-return, no-untyped-call]
-                a, b, bias, residual, alpha, epilogue, out_dtype, scale_a, scale_b
-            )
+        return _record(_Scaled, a, b, bias, residual, alpha, epilogue, out_dtype, scale_a, scale_b)
     fused = epilogue_of(epilogue)
     stages = fused.stages or (fused,)
     head, rest = (stages[0], stages[1:]) if stages[0].output_vjp else (IDENTITY, stages)
     whole = head.is_identity and not rest
     inner = residual if whole else None
     text = "" if head.is_identity else intern(head)
-    with enable_single_level_autograd_function():
-        y = _Product.apply(a, b, bias, inner, alpha, text, out_dtype)  # type: ignore[no-untyped-call]
-        for stage in rest:
-            y = _apply(stage, y)
+    y = _record(_Product, a, b, bias, inner, alpha, text, out_dtype)
+    for stage in rest:
+        y = _apply(stage, y)
     return y if whole or residual is None else (y + residual).to(y.dtype)
+
+
+def _record(function: Any, *arguments: Any) -> Tensor:
+    with enable_single_level_autograd_function():
+        return function.apply(*arguments)  # type: ignore[no-any-return]
 
 
 def _operator(*arguments: Any) -> Tensor:
@@ -77,9 +78,10 @@ def _operator(*arguments: Any) -> Tensor:
 
 def _apply(stage: Epilogue, z: Tensor) -> Tensor:
     inputs = z.chunk(2, dim=-1) if stage.gated else (z,)
-    if stage.derivative is None:
-        return stage.reference(*inputs, *stage.parameters)
-    return _WithDerivative.apply(stage, *inputs)  # type: ignore[no-any-return, no-untyped-call]
+    if stage.derivative is not None:
+        return _record(_WithDerivative, stage, *inputs)
+    y: Tensor = stage.reference(*inputs, *stage.parameters)
+    return y
 
 
 # The dispatcher has taken functorch's transforms apart by the time it comes here, so that there
@@ -118,7 +120,7 @@ class _Product(_SingleLevelFunction):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         a, b, bias, residual, ctx.alpha, epilogue, ctx.out_dtype = inputs
         ctx.epilogue = epilogue_of(epilogue)
-        y = None if ctx.epilogue.is_identity else output
+        y = None if ctx.epilogue.linear else output
         wants_a, wants_b, *_ = ctx.needs_input_grad
         ctx.save_for_backward(a if wants_b else None, b if wants_a else None, y)
         if forward_ad._current_level >= 0 or transforms_active():
@@ -131,7 +133,7 @@ class _Product(_SingleLevelFunction):
         a, b, y = ctx.saved_tensors
         wants_a, wants_b, wants_bias, wants_residual, *_ = ctx.needs_input_grad
         (a_shape, dtype), (b_shape, _) = ctx.a, ctx.b
-        dz = grad if y is None else ctx.epilogue.output_vjp(grad, y, *ctx.epilogue.parameters)
+        dz = ctx.epilogue.output_vjp(grad, y, *ctx.epilogue.parameters)
         # Vectors are matrices of one row or column here, and their gradient loses it again.
         dz2 = dz if len(b_shape) > 1 else dz[..., None]
         dz2 = dz2 if len(a_shape) > 1 else dz2[..., None, :]
@@ -182,7 +184,7 @@ class _Product(_SingleLevelFunction):
                 t = tbias if t is None else t + tbias
             assert t is not None
             t = t.expand(shape).to(dtype)
-            return t if y is None else ctx.epilogue.output_vjp(t, y, *ctx.epilogue.parameters)
+            return ctx.epilogue.output_vjp(t, y, *ctx.epilogue.parameters)  # type: ignore[no-any-return]
 
 
 class _Scaled(_SingleLevelFunction):
@@ -239,7 +241,7 @@ def _slopes(stage: Epilogue, z: Iterable[Tensor]) -> tuple[Tensor, ...]:
     return tuple(slopes) if stage.gated else (slopes,)
 
 
-def _primal(t: Tensor | None) -> Tensor | None:
+def _primal(t: Any) -> Any:
     """Without its tangent at this level, which would be differentiated a second time."""
     return None if t is None else forward_ad.unpack_dual(t).primal
 

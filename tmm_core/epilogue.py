@@ -54,7 +54,8 @@ class Epilogue:
         linear: ``f(x + y) == f(x) + f(y)``: partial sums may pass through it.
         output_vjp: ``(grad, y, *parameters) -> Tensor``, ``grad`` times the derivative, of the
             output ``y = f(z)`` where that tells it, as tanh's does. The call is then one fused
-            kernel while training too. Not for a gated epilogue. Made of torch's operators.
+            kernel while training too. Not for a gated epilogue; ``y`` is None for a linear one.
+            Made of torch's operators.
 
     Raises:
         ValueError: The name is not an identifier, or a parameter is not a finite number.

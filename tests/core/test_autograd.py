@@ -34,6 +34,8 @@ EPILOGUES: list[Any] = [None, *BUILTIN, "gelu_tanh+softcap(2)", "swiglu+tanh", *
 
 
 def name(epilogue: Any) -> str:
+    if isinstance(epilogue, list):
+        return "+".join(map(name, epilogue))
     return str(getattr(epilogue, "name", epilogue))
 
 
@@ -249,6 +251,72 @@ def test_vmap_nests_and_makes_the_product_torch_would() -> None:
     vectors = torch.randn(7, 5)
     got = torch.vmap(lambda v: tmm_core.matmul(a[0, 0], v))(vectors)
     torch.testing.assert_close(got, vectors @ a[0, 0].t())
+
+
+def kept(call: Callable[[], Tensor]) -> int:
+    """Bytes of storage that a call keeps for backward, what is kept twice counted once."""
+    storages: dict[int, int] = {}
+
+    def pack(t: Tensor) -> Tensor:
+        storage = t.untyped_storage()
+        storages[storage.data_ptr()] = storage.nbytes()
+        return t
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
+        y = call()
+    assert y.requires_grad
+    return sum(storages.values())
+
+
+@pytest.mark.parametrize("learns", ["a", "b", "both"])
+@pytest.mark.parametrize("epilogue", EPILOGUES, ids=name)
+def test_no_more_is_kept_than_eager_keeps(epilogue: Any, learns: str) -> None:
+    a, b, bias, residual = (t.detach() for t in operands(epilogue))
+    a.requires_grad_(learns != "b")
+    b.requires_grad_(learns != "a")
+    ours, theirs = calls(epilogue)
+    mine = kept(lambda: ours(a, b, bias, residual))
+    assert mine <= kept(lambda: theirs(a, b, bias, residual))
+    if str(epilogue) in ("relu", "sigmoid", "tanh", "softcap", "softplus"):
+        # An operand where the other learns, and the output that tells the derivative.
+        operands_kept = (learns != "a") * a.nbytes + (learns != "b") * b.nbytes
+        assert mine == operands_kept + 3 * 2 * 8
+
+
+def test_nothing_is_kept_alive_without_need() -> None:
+    a, b = torch.randn(3, 5), leaf(5, 2, dtype=torch.float32)
+    frozen = torch.randn(2, 6)
+    h = tmm_core.matmul(a, b, epilogue="tanh")
+    watched = weakref.ref(h)
+    y = tmm_core.matmul(h * 2, frozen, epilogue="gelu")
+    del h
+    gc.collect()
+    assert watched() is None
+    y.sum().backward()
+    assert b.grad is not None
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+@pytest.mark.parametrize("epilogue", [None, "relu", "silu", "swiglu", CUBE], ids=name)
+def test_activation_checkpointing(epilogue: Any, reentrant: bool) -> None:
+    inputs = operands(epilogue)
+    ours, theirs = calls(epilogue)
+    y = checkpoint(ours, *inputs, use_reentrant=reentrant)
+    grad = torch.randn_like(y)
+    expected = torch.autograd.grad(theirs(*inputs), inputs, grad)
+    y.backward(grad)
+    torch.testing.assert_close(tuple(t.grad for t in inputs), expected)
+
+
+def test_backward_goes_through_the_dispatcher() -> None:
+    x, w = leaf(2, 6, 5, dtype=torch.float32), leaf(4, 5, dtype=torch.float32)
+    with torch.no_grad():
+        w[:] = w
+    y = tmm_core.linear(x, w, epilogue="relu")
+    dispatch.forget_plans()
+    y.sum().backward()
+    posed = {(p.problem.m, p.problem.n, p.problem.k) for p in dispatch._plans.values()}
+    assert posed == {(12, 5, 4), (5, 4, 12)}  # of the input, of the weight over all rows
 
 
 def test_complex_gradients() -> None:
