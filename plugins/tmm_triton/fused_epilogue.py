@@ -29,6 +29,7 @@ from tmm_triton.operands import (
     dot,
     halves,
     load,
+    rescale,
     store,
     tile_of,
 )
@@ -59,7 +60,8 @@ def fused_epilogue_kernel(
     stride_bz, stride_bk, stride_bn,
     stride_rz, stride_rm, stride_rn,
     stride_oz, stride_om, stride_on,
-    stride_bias, alpha,
+    stride_bias, alpha, scale_a_ptr, scale_b_ptr,
+    SCALE_A: tl.constexpr, SCALE_B: tl.constexpr,
     EPILOGUE: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, GATED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr, SUBTILE: tl.constexpr, WHOLE_K: tl.constexpr,
@@ -83,6 +85,10 @@ def fused_epilogue_kernel(
             b_up = load(up_cols + ks[:, None] * stride_bk, ks, cols, K, N, WHOLE_K, False)
             up = dot(a, b_up, up, PRECISION, UPCAST)
 
+    width = 2 * N if GATED else N
+    gate = rescale(gate, z, rows, cols, M, width, scale_a_ptr, scale_b_ptr, SCALE_A, SCALE_B)
+    if GATED:
+        up = rescale(up, z, rows, cols + N, M, width, scale_a_ptr, scale_b_ptr, SCALE_A, SCALE_B)
     if SUBTILE == 1:
         finish_pair(
             gate, up, z, rows, cols, M, N, bias_ptr, stride_bias, alpha, EPILOGUE, GATED,

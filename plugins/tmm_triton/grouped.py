@@ -15,7 +15,7 @@ import triton.language as tl
 
 from tmm_core import Launcher, Problem, Traits
 from tmm_triton.kernel import TritonKernel, group_sizes, proposed, single, tiles
-from tmm_triton.operands import Build, TileConfig, build, check, dot, finish, load, tile_of
+from tmm_triton.operands import Build, TileConfig, build, check, dot, finish, load, rescale, tile_of
 
 
 @triton.jit
@@ -26,7 +26,8 @@ def grouped_kernel(
     stride_bz, stride_bk, stride_bn,
     stride_rz, stride_rm, stride_rn,
     stride_oz, stride_om, stride_on,
-    stride_bias, alpha,
+    stride_bias, alpha, scale_a_ptr, scale_b_ptr,
+    SCALE_A: tl.constexpr, SCALE_B: tl.constexpr,
     EPILOGUE: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP_M: tl.constexpr, WHOLE_K: tl.constexpr,
@@ -45,6 +46,7 @@ def grouped_kernel(
         b = load(b_cols + ks[:, None] * stride_bk, ks, cols, K, N, WHOLE_K, False)
         acc = dot(a, b, acc, PRECISION, UPCAST)
 
+    acc = rescale(acc, z, rows, cols, M, N, scale_a_ptr, scale_b_ptr, SCALE_A, SCALE_B)
     finish(
         acc, z, rows, cols, M, N, bias_ptr, stride_bias, alpha, EPILOGUE,
         residual_ptr, stride_rz, stride_rm, stride_rn, out_ptr, stride_oz, stride_om, stride_on,

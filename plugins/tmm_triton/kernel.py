@@ -120,11 +120,13 @@ def proposed(problem: Problem, shapes: Sequence[tuple[int, ...]]) -> list[tuple[
     """Tiles for the problem's dtype and device, from ``shapes`` written for 16-bit elements:
     ``(BLOCK_M, BLOCK_N, BLOCK_K, num_stages, num_warps)``.
 
-    fp32 gets as many bytes along K. Without TF32 it is summed by FMAs out of registers,
-    where larger tiles spill.
+    fp32 and 8-bit floats get as many bytes along K. Without TF32 fp32 is summed by FMAs out of
+    registers, where larger tiles spill.
     """
     if problem.device.interpreted:
         return _INTERPRETED
+    if problem.fp8:
+        return [(m, n, min(512, 2 * k), *rest) for m, n, k, *rest in shapes]
     if problem.a.dtype is not torch.float32:
         return list(shapes)
     if not problem.tf32:
@@ -200,8 +202,12 @@ def _with_fewer_stages(problem: Problem, config: C) -> C:
 def _dtype_reasons(problem: Problem) -> list[str]:
     reasons = []
     names = ", ".join(str(d).removeprefix("torch.") for d in FLOATS)
-    if problem.a.dtype not in FLOATS:
-        reasons.append(f"{problem.a.dtype} operands are not among {names}")
+    if problem.fp8:
+        device = problem.device
+        if device.type == "cuda" and (device.capability < (8, 9) or device.cuda.startswith("hip")):
+            reasons.append("8-bit floats need an NVIDIA GPU of compute capability 8.9")
+    elif problem.a.dtype not in FLOATS:
+        reasons.append(f"{problem.a.dtype} operands are not among {names}, or both 8-bit floats")
     elif problem.a.dtype is not problem.b.dtype:
         reasons.append(f"operands differ in dtype: {problem.a.dtype} and {problem.b.dtype}")
     others = {

@@ -66,7 +66,32 @@ def dot(a, b, acc, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
         # Triton's interpreter keeps bf16 as 16-bit integers and multiplies those.
         a = a.to(tl.float32)
         b = b.to(tl.float32)
-    return tl.dot(a, b, acc, input_precision=PRECISION)
+    if a.dtype.primitive_bitwidth == 8:
+        # Left to itself Hopper sums all of K in some 14 bits.
+        PROMOTE: tl.constexpr = a.shape[1] if a.shape[1] < 128 else 128
+        return tl.dot(a, b, acc, max_num_imprecise_acc=PROMOTE)
+    else:  # noqa: RET505 (Triton compiles what follows a return)
+        return tl.dot(a, b, acc, input_precision=PRECISION)
+
+
+@triton.jit
+def rescale(
+    acc, z, rows, cols, M, N, scale_a_ptr, scale_b_ptr,
+    SCALE_A: tl.constexpr, SCALE_B: tl.constexpr,
+):  # fmt: skip
+    """``acc · scale_a · scale_b``, of which each is one number, one for each row or column,
+    or absent."""
+    if SCALE_A == "row":
+        scale = tl.load(scale_a_ptr + z * M + rows, mask=rows < M, other=0.0)
+        acc *= scale[:, None]
+    elif SCALE_A == "tensor":
+        acc *= tl.load(scale_a_ptr)
+    if SCALE_B == "row":
+        scale = tl.load(scale_b_ptr + z * N + cols, mask=cols < N, other=0.0)
+        acc *= scale[None, :]
+    elif SCALE_B == "tensor":
+        acc *= tl.load(scale_b_ptr)
+    return acc
 
 
 @triton.jit
@@ -151,6 +176,8 @@ class TileConfig(Config):
         threads = 32 * self.num_warps
         width = self.BLOCK_N * (2 if problem.gated else 1)
         accumulator = self.BLOCK_M * width // threads
+        if problem.fp8 and problem.device.capability == (9, 0):
+            accumulator *= 2  # what is summed in fewer bits, and the full sum
         copied = 0
         if not problem.a.aligned:
             copied += self.BLOCK_M * self.BLOCK_K
@@ -213,7 +240,8 @@ def build(
     """``fn`` specialised to ``problem`` and ``config``: of what follows, whatever ``fn`` takes.
 
     ``{a,b,bias,residual,out}_ptr``, ``M N K``, ``stride_{a,b,r,o}{z,…}``, ``stride_bias``,
-    ``alpha``, ``EPILOGUE``, ``PRECISION``, ``UPCAST``, and the config's upper-case fields.
+    ``alpha``, ``scale_{a,b}_ptr``, ``SCALE_{A,B}``, ``EPILOGUE``, ``PRECISION``, ``UPCAST``, and
+    the config's upper-case fields.
     ``constants`` and ``types`` name the kernel's own arguments and take precedence.
     """
     shared_types, shared_constants, divisible = _convention(problem)
@@ -248,7 +276,9 @@ def _convention(problem: Problem) -> tuple[dict[str, str], dict[str, Any], dict[
     constants: dict[str, Any] = {
         "EPILOGUE": device_function(problem.epilogue),
         "PRECISION": "tf32" if problem.tf32 else "ieee",
-        "UPCAST": interpreting() and problem.a.dtype is torch.bfloat16,
+        "UPCAST": interpreting() and (problem.a.dtype is torch.bfloat16 or problem.fp8),
+        "SCALE_A": problem.scale_a,
+        "SCALE_B": problem.scale_b,
     }
     divisible: dict[str, int] = {}
     pointers = {"a": "a_ptr", "b": "b_ptr", "o": "out_ptr", "r": "residual_ptr"}
@@ -294,6 +324,11 @@ def _convention(problem: Problem) -> tuple[dict[str, str], dict[str, Any], dict[
         types["alpha"] = "fp32"
     else:
         constants["alpha"] = None
+    for name, kind in (("scale_a_ptr", problem.scale_a), ("scale_b_ptr", problem.scale_b)):
+        if kind is None:
+            constants[name] = None
+        else:
+            types[name] = "*fp32"
     return types, constants, divisible
 
 
@@ -301,13 +336,14 @@ def arguments(problem: Problem, names: Iterable[str]) -> dict[str, Argument]:
     """What the run-time arguments ``names`` of the convention are in one call. Strides are read
     anew for each: only their class is part of the problem."""
     known: dict[str, Argument] = {"M": problem.m, "N": problem.n, "K": problem.k}
-    known |= {name: name.removesuffix("_ptr") for name in ("a_ptr", "b_ptr", "bias_ptr")}
+    tensors = ("a", "b", "bias", "scale_a", "scale_b")
+    known |= {f"{name}_ptr": name for name in tensors}
     known |= {"residual_ptr": "residual", "out_ptr": "out", "alpha": "alpha"}
     known["stride_bias"] = ("bias", 0)
-    tensors = {"a": "a", "b": "b", "o": "out", "r": "residual"}
+    letters = {"a": "a", "b": "b", "o": "out", "r": "residual"}
     for letter, _, dims, _ in _strides(problem):
         for i, dim in enumerate((("z",) if problem.batch > 1 else ()) + dims):
-            known[f"stride_{letter}{dim}"] = (tensors[letter], i)
+            known[f"stride_{letter}{dim}"] = (letters[letter], i)
     return {name: known[name] for name in names}
 
 

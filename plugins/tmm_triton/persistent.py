@@ -48,6 +48,7 @@ from tmm_triton.operands import (
     dot,
     halves,
     out_shape,
+    rescale,
     store,
     tile_of,
 )
@@ -102,7 +103,8 @@ def persistent_kernel(
     M, N, K,
     stride_rz, stride_rm, stride_rn,
     stride_oz, stride_om, stride_on,
-    stride_bias, alpha,
+    stride_bias, alpha, scale_a_ptr, scale_b_ptr,
+    SCALE_A: tl.constexpr, SCALE_B: tl.constexpr,
     EPILOGUE: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, GATED: tl.constexpr,
     A_LAYOUT: tl.constexpr, B_LAYOUT: tl.constexpr, BATCHED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
@@ -135,6 +137,12 @@ def persistent_kernel(
         z = done // per_matrix
         tile_m, tile_n = tile_of(done % per_matrix, M, N, BLOCK_M, BLOCK_N, GROUP_M)
         row, col = tile_m * BLOCK_M, tile_n * BLOCK_N
+        rows, cols = row + tl.arange(0, BLOCK_M), col + tl.arange(0, BLOCK_N)
+        width = 2 * N if GATED else N
+        gate = rescale(gate, z, rows, cols, M, width, scale_a_ptr, scale_b_ptr, SCALE_A, SCALE_B)
+        if GATED:
+            cols += N
+            up = rescale(up, z, rows, cols, M, width, scale_a_ptr, scale_b_ptr, SCALE_A, SCALE_B)
         if SUBTILE == 1:
             finish_tile(
                 gate, up, z, row, col, M, N, bias_ptr, stride_bias, alpha, EPILOGUE, GATED,

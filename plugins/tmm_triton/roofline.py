@@ -59,7 +59,9 @@ def estimate_us(
     device = problem.device
     sms = device.sm_count or 1
     bf16 = _TENSOR_TFLOPS.get(device.capability, _UNKNOWN_TFLOPS)
-    if problem.a.dtype is torch.float32:
+    if problem.fp8:
+        peak = 2 * bf16
+    elif problem.a.dtype is torch.float32:
         peak = bf16 / 2 if problem.tf32 else min(_FMA_TFLOPS, bf16)
     else:
         peak = bf16

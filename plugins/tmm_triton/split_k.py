@@ -41,6 +41,7 @@ from tmm_triton.operands import (
     finish,
     load,
     out_shape,
+    rescale,
 )
 
 
@@ -75,7 +76,8 @@ def split_k_kernel(
     stride_bz, stride_bk, stride_bn,
     stride_rz, stride_rm, stride_rn,
     stride_oz, stride_om, stride_on,
-    stride_bias, alpha,
+    stride_bias, alpha, scale_a_ptr, scale_b_ptr,
+    SCALE_A: tl.constexpr, SCALE_B: tl.constexpr,
     EPILOGUE: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SPLIT_K: tl.constexpr, REDUCE: tl.constexpr, SWAP: tl.constexpr, WHOLE_K: tl.constexpr,
@@ -112,6 +114,7 @@ def split_k_kernel(
         acc = tl.trans(acc)
 
     if SPLIT_K == 1:
+        acc = rescale(acc, z, rows, cols, M, N, scale_a_ptr, scale_b_ptr, SCALE_A, SCALE_B)
         finish(
             acc, z, rows, cols, M, N, bias_ptr, stride_bias, alpha, EPILOGUE,
             residual_ptr, stride_rz, stride_rm, stride_rn, out_ptr, stride_oz, stride_om, stride_on,
@@ -127,6 +130,7 @@ def split_k_kernel(
                 acc = sum_partials(
                     partials_ptr, z, batch, rows, cols, M, N, SPLIT_K, BLOCK_M, BLOCK_N, AHEAD
                 )
+                acc = rescale(acc, z, rows, cols, M, N, scale_a_ptr, scale_b_ptr, SCALE_A, SCALE_B)
                 finish(
                     acc, z, rows, cols, M, N, bias_ptr, stride_bias, alpha, EPILOGUE,
                     residual_ptr, stride_rz, stride_rm, stride_rn,
@@ -141,7 +145,8 @@ def reduce_kernel(
     M, N,
     stride_rz, stride_rm, stride_rn,
     stride_oz, stride_om, stride_on,
-    stride_bias, alpha,
+    stride_bias, alpha, scale_a_ptr, scale_b_ptr,
+    SCALE_A: tl.constexpr, SCALE_B: tl.constexpr,
     EPILOGUE: tl.constexpr, SPLIT_K: tl.constexpr, OVERLAP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
@@ -152,6 +157,7 @@ def reduce_kernel(
         tl.extra.cuda.gdc_wait()
     batch = tl.num_programs(2)
     acc = sum_partials(partials_ptr, z, batch, rows, cols, M, N, SPLIT_K, BLOCK_M, BLOCK_N, AHEAD)
+    acc = rescale(acc, z, rows, cols, M, N, scale_a_ptr, scale_b_ptr, SCALE_A, SCALE_B)
     finish(
         acc, z, rows, cols, M, N, bias_ptr, stride_bias, alpha, EPILOGUE,
         residual_ptr, stride_rz, stride_rm, stride_rn, out_ptr, stride_oz, stride_om, stride_on,

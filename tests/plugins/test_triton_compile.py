@@ -29,7 +29,7 @@ from tmm_core import Operand, Problem
 from tmm_core.device import DeviceFingerprint
 from tmm_core.epilogue import parse
 
-BF16, FP32 = torch.bfloat16, torch.float32
+BF16, FP32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
 #: Name, SMs and shared memory a block may have, by architecture.
 DEVICES = {
     80: DeviceFingerprint("cuda", "NVIDIA A100", (8, 0), 108, 166912),
@@ -52,6 +52,14 @@ def problems(device: DeviceFingerprint) -> dict[str, Problem]:
         "middle": replace(large, m=1024, n=1024, k=1024, a=col, b=row, residual=row),
         "gated": replace(large, m=2048, n=14336, epilogue=parse("swiglu")),
     }
+    if device.sm >= 90:
+        # K-major, as wgmma takes 8-bit operands.
+        eight, other = Operand(FP8), Operand(torch.float8_e5m2, "col")
+        fp8 = replace(large, a=eight, b=Operand(FP8, "col"), scale_a="row", scale_b="row")
+        posed["fp8"] = fp8
+        posed["fp8_mixed"] = replace(fp8, m=512, n=512, b=other, scale_a="tensor", scale_b=None)
+        posed["fp8_gated"] = replace(fp8, m=2048, n=14336, epilogue=parse("swiglu"))
+        posed["fp8_decode"] = replace(fp8, m=16)
     if device.sm == 100:  # at 0.8 s a compilation
         return posed
     return posed | {

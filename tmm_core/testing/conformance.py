@@ -142,6 +142,10 @@ class KernelConformance(Questions):
     def test_terms(self, probe: Probe) -> None:
         self._hold(probe)
 
+    def test_scales(self, probe: Probe) -> None:
+        """8-bit floats with and without scales, for kernels that take them."""
+        self._hold(probe)
+
     def test_batches(self, probe: Probe) -> None:
         self._hold(probe)
 

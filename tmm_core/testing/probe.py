@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import math
 import zlib
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -15,7 +16,7 @@ from tmm_core.device import fingerprint
 from tmm_core.epilogue import IDENTITY, Epilogue
 from tmm_core.kernel import Launcher
 from tmm_core.precision import precision
-from tmm_core.problem import Problem
+from tmm_core.problem import FP8, Problem
 from tmm_core.testing import memory
 from tmm_core.testing.memory import Guarded
 
@@ -30,8 +31,10 @@ class Probe:
     n: int
     k: int
     dtype: torch.dtype
+    #: None: that of a.
+    b_dtype: torch.dtype | None = None
     batch: int = 1
-    #: None: that of the operands.
+    #: None: that of the operands, or bf16 where they are 8-bit floats.
     out_dtype: torch.dtype | None = None
     a: str = "row"
     b: str = "row"
@@ -48,6 +51,9 @@ class Probe:
     residual_dtype: torch.dtype | None = None
     alpha: float = 1.0
     tf32: bool = False
+    #: ``"tensor"``, ``"row"`` or None.
+    scale_a: str | None = None
+    scale_b: str | None = None
     #: Varies leading strides within their class, and the random numbers.
     spread: int = 1
 
@@ -56,7 +62,8 @@ class Probe:
         generator = torch.Generator(device).manual_seed(zlib.crc32(str(self).encode()))
         batch = (self.batch,) if self.batch != 1 else ()
         width = self.n * (2 if self.epilogue.gated else 1)
-        out_dtype = self.out_dtype or self.dtype
+        wide = torch.bfloat16 if self.dtype in FP8 else self.dtype
+        out_dtype = self.out_dtype or wide
         # Of unit variance in the product, as verification's inputs; see there.
         scale = max(1, self.k) ** -0.25
         operands = {
@@ -65,18 +72,25 @@ class Probe:
                 scale=scale, stacking=self.stack_a, spread=self.spread,
             ),
             "b": memory.operand(
-                (*batch, self.k, width), self.b, self.dtype, device, generator,
+                (*batch, self.k, width), self.b, self.b_dtype or self.dtype, device, generator,
                 scale=scale, stacking=self.stack_b, spread=self.spread,
             ),
         }  # fmt: skip
         if self.bias is not None:
-            dtype = self.bias_dtype or self.dtype
+            dtype = self.bias_dtype or wide
             operands["bias"] = memory.vector(width, self.bias, dtype, device, generator)
         if self.residual is not None:
             operands["residual"] = memory.operand(
                 (*batch, self.m, self.n), self.residual, self.residual_dtype or out_dtype,
                 device, generator, stacking=self.stack_residual, spread=self.spread,
             )  # fmt: skip
+        shapes = {"scale_a": (*batch, self.m, 1), "scale_b": (*batch, 1, width)}
+        for name, shape in shapes.items():
+            kind = getattr(self, name)
+            if kind is not None:
+                shape = shape if kind == "row" else ()
+                packed = memory.vector(math.prod(shape), "packed", torch.float32, device, generator)
+                operands[name] = replace(packed, tensor=packed.tensor.view(shape))
         out = memory.destination(
             (*batch, self.m, self.n), self.out, out_dtype, device, spread=self.spread
         )
@@ -123,6 +137,8 @@ class Posed:
             fingerprint(inputs.a.device),
             bias=inputs.bias,
             residual=inputs.residual,
+            scale_a=inputs.scale_a,
+            scale_b=inputs.scale_b,
             epilogue=self.probe.epilogue,
             scaled=self.probe.alpha != 1.0,
             tf32=self.probe.tf32,
@@ -138,13 +154,14 @@ class Posed:
             residual=tensors.get("residual"),
             alpha=self.probe.alpha,
             out=self.out.tensor,
+            scale_a=tensors.get("scale_a"),
+            scale_b=tensors.get("scale_b"),
         )
 
     def launch(self, launcher: Launcher, out: torch.Tensor | None) -> torch.Tensor:
         """Call ``launcher`` with these operands, TF32 allowed or not as the probe says."""
-        i = self.inputs
         with precision(self.probe.tf32):
-            return launcher(i.a, i.b, i.bias, i.residual, i.alpha, out)
+            return self.inputs.launch(launcher, out)
 
     def faults(self, launcher: Launcher, slack: float) -> list[str]:
         """Launch into ``out`` and say what is wrong with it, in full sentences."""

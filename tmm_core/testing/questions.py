@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from typing import Any, ClassVar
@@ -11,7 +12,7 @@ import torch
 
 from tmm_core.device import DeviceFingerprint, interpreting
 from tmm_core.epilogue import BUILTIN, Epilogue, EpilogueLike, parse
-from tmm_core.problem import Operand, Problem
+from tmm_core.problem import FP8, Operand, Problem
 from tmm_core.testing.memory import LAYOUTS, WRITABLE
 from tmm_core.testing.probe import Probe
 
@@ -147,6 +148,33 @@ class Questions:
             yield replace(full, epilogue=parse(text))
             yield replace(full, epilogue=parse(text), m=m, n=n, k=k, out="strided")
 
+    def probes_of_scales(self) -> Iterator[Probe]:
+        """8-bit floats, alike and mixed, scaled in every way and not at all."""
+        narrow, wide = FP8
+        base = replace(self._probe(), dtype=narrow, b="col")
+        rows: dict[str, Any] = {"scale_a": "row", "scale_b": "row"}
+        for scale_a, scale_b in ((None, None), ("tensor", "tensor"), ("row", None), (None, "row")):
+            yield replace(base, scale_a=scale_a, scale_b=scale_b)
+        yield replace(base, b_dtype=wide, **rows)
+        yield replace(base, dtype=wide, b_dtype=narrow, **rows)
+        yield replace(base, dtype=wide, scale_a="tensor")
+        for a, b in (("row", "row"), ("col", "row"), ("col", "col"), ("row_unaligned", "strided")):
+            yield replace(base, a=a, b=b, **rows)
+        full = replace(base, bias="packed", residual="row", alpha=0.5, **rows)
+        m, n, k = (max(1, size - 3) for size in self._size())
+        for text in ("silu", "swiglu"):
+            yield replace(full, epilogue=parse(text))
+            yield replace(full, epilogue=parse(text), m=m, n=n, k=k, out="strided")
+            yield replace(full, epilogue=parse(text), scale_a="tensor", scale_b="tensor")
+        for out_dtype in (torch.float16, torch.float32):
+            yield replace(base, out_dtype=out_dtype, **rows)
+        yield replace(base, k=8 * base.k, out_dtype=torch.float32, **rows)
+        yield replace(base, m=1, **rows)
+        yield replace(base, k=0, bias="packed", **rows)
+        batched = replace(base, batch=3, n=min(n, 48), k=min(k, 48), **rows)
+        yield batched
+        yield replace(batched, stack_b="broadcast", scale_b="tensor", epilogue=parse("swiglu"))
+
     def probes_of_batches(self) -> Iterator[Probe]:
         m, n, k = self._size()
         if self._device().type == "cpu":
@@ -252,6 +280,10 @@ def odd_problems(device: DeviceFingerprint) -> Iterator[Problem]:
                     yield replace(plain, **{name: matrix})  # type: ignore[arg-type]
     for epilogue in (*BUILTIN.values(), USERS, UNFUSABLE):
         yield replace(plain, epilogue=epilogue, bias=torch.float16, scaled=True)
+    eight = replace(plain, a=Operand(FP8[0]), b=Operand(FP8[1]))
+    for scale_a, scale_b in itertools.product((None, "tensor", "row"), repeat=2):
+        yield replace(eight, scale_a=scale_a, scale_b=scale_b)  # type: ignore[arg-type]
+        yield replace(plain, scale_a=scale_a, scale_b=scale_b)  # type: ignore[arg-type]
     for flag in ("deterministic", "batch_invariant", "capturing", "tf32", "scaled"):
         yield replace(plain, **{flag: True})  # type: ignore[arg-type]
     gpu = DeviceFingerprint(
