@@ -176,8 +176,11 @@ class TileConfig(Config):
         threads = 32 * self.num_warps
         width = self.BLOCK_N * (2 if problem.gated else 1)
         accumulator = self.BLOCK_M * width // threads
-        if problem.fp8 and problem.device.capability == (9, 0):
+        capability = problem.device.capability
+        if problem.fp8 and capability == (9, 0):
             accumulator *= 2  # what is summed in fewer bits, and the full sum
+        elif problem.scale_b == "row" and capability >= (10, 0):
+            accumulator *= 2  # a thread has a row of the tile, and its columns' scales
         copied = 0
         if not problem.a.aligned:
             copied += self.BLOCK_M * self.BLOCK_K

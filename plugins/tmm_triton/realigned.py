@@ -160,6 +160,8 @@ class Realigned(Kernel[RealignedConfig]):
         reasons = []
         if problem.batch != 1:
             reasons.append("is not batched")
+        if problem.fp8:
+            reasons.append("copies operands of 16 or 32 bits")
         if problem.a.aligned and problem.b.aligned:
             reasons.append("a and b are aligned already")
         if problem.a.dtype is torch.float32 and not problem.tf32:

@@ -35,7 +35,7 @@ class Right(Kernel[Tile]):
     config_type = Tile
 
     def reasons_against(self, problem: Problem) -> list[str]:
-        operands = (problem.a, problem.b, problem.out)
+        operands = (problem.out,) if problem.fp8 else (problem.a, problem.b, problem.out)
         return [f"{o.dtype} operand" for o in operands if o.dtype not in FLOATS]
 
     def configs(self, problem: Problem) -> Iterable[Tile]:
@@ -56,8 +56,11 @@ class Right(Kernel[Tile]):
             residual: Tensor | None,
             alpha: float,
             out: Tensor | None,
+            scale_a: Tensor | None = None,
+            scale_b: Tensor | None = None,
         ) -> Tensor:
-            z = self.finish(problem, alpha * self.product(a, b), bias)
+            z = self.rescale(self.product(a, b), scale_a, scale_b)
+            z = self.finish(problem, alpha * z, bias)
             if residual is not None:
                 z = z + residual
             if out is None:
@@ -70,11 +73,20 @@ class Right(Kernel[Tile]):
     def product(self, a: Tensor, b: Tensor) -> Tensor:
         return a.double() @ b.double()
 
+    def rescale(self, z: Tensor, scale_a: Tensor | None, scale_b: Tensor | None) -> Tensor:
+        z = z if scale_a is None else z * scale_a
+        return z if scale_b is None else z * scale_b
+
     def finish(self, problem: Problem, z: Tensor, bias: Tensor | None) -> Tensor:
         return problem.epilogue.apply(z if bias is None else z + bias)
 
     def write(self, z: Tensor, out: Tensor) -> None:
         out.copy_(z)
+
+
+class ScalesByTheFirstColumn(Right):
+    def rescale(self, z: Tensor, scale_a: Tensor | None, scale_b: Tensor | None) -> Tensor:
+        return super().rescale(z, scale_a, scale_b if scale_b is None else scale_b[..., :1])
 
 
 class DropsTheTailOfK(Right):
@@ -358,6 +370,7 @@ WRONG = [
     (SumsIn16Bits, "dtypes", "Its error is *"),
     (SwapsGateAndUp, "epilogues", "Its error is *"),
     (AddsBiasLast, "terms", "Its error is *"),
+    (ScalesByTheFirstColumn, "scales", "Its error is *"),
     (MultipliesTheFirstMatrixOnly, "batches", "Its error is *"),
     (ForgetsEmptySums, "empties", "* elements are NaN: never written, or made of *"),
     (ReturnsOneBuffer, "allocation", "*two calls returned the same memory*"),
