@@ -36,8 +36,11 @@ from tmm_core.registry import Registry
 from tmm_core.settings import Settings
 from tmm_core.tuner import Tuner
 
-#: Batch-invariant mode chooses at this M for all M, so that the choice cannot depend on it.
+#: Batch-invariant mode chooses the arithmetic at this M for all M, so that it cannot depend on M;
+#: and among kernels that take at most so many times the fastest's time there, the one that leaves
+#: other M the most configs to choose from.
 INVARIANT_M = 256
+INVARIANT_COST = 1.2
 
 #: Without a measurement, another kernel is chosen over BLAS only where its estimate is
 #: better than BLAS's by this factor: estimates are rooflines, good to some 20 %.
@@ -74,7 +77,12 @@ class Dispatcher:
         """
         if settings.kernel is not None:
             return self._forced(problem, settings)
-        key = self._canonical(problem)
+        if problem.batch_invariant:
+            return self._invariant(problem, settings)
+        return self._choose(problem, settings)
+
+    def _choose(self, problem: Problem, settings: Settings) -> Choice:
+        key = bucketed(_bare(problem))
         # An exact record may exist beside the bucket's: exact sizes are looked up each time
         # a new shape comes by, the bucket's choice is made once.
         with self._lock:
@@ -82,7 +90,7 @@ class Dispatcher:
             # Where even BLAS declines, it is BLAS that says so.
             if all(kernel.name == BASELINE for kernel in able):
                 return self._fallback("no other kernel can serve this problem")
-            if key.m != problem.m and not problem.batch_invariant:
+            if key.m != problem.m:
                 exact = self._cached(problem, _bare(problem), able)
                 if exact is not None:
                     return exact
@@ -143,14 +151,32 @@ class Dispatcher:
     def record(self, problem: Problem) -> tuple[Problem, TuningRecord] | None:
         """The record that answers for ``problem``, exact or its bucket's, and for what."""
         environment = problem.device.environment
-        canonical = self._canonical(problem)
-        exact = () if problem.batch_invariant else (_bare(problem),)
-        tries = dict.fromkeys((*exact, canonical))
-        for key in tries:
+        for key in dict.fromkeys((_bare(problem), bucketed(_bare(problem)))):
             found = self.store.load(problem.device.gpu, environment, key.to_json())
             if found is not None:
                 return key, found
         return None
+
+    def _invariant(self, problem: Problem, settings: Settings) -> Choice:
+        """The choice at :data:`INVARIANT_M`, with the fastest config for this M of those that
+        are known to share its arithmetic."""
+        model = replace(problem, m=INVARIANT_M)
+        choice = self._choose(model, settings)
+        kernel = choice.candidate.kernel
+        if not kernel.traits.batch_invariant:
+            self._warn_once(kernel, f"is not batch-invariant, but nothing else can serve {problem}")
+            return choice
+        if self._forbids_tuning(problem, settings) is None:
+            self._choose(_bare(problem), settings)  # leaves a record where there was none
+        found = self.record(problem)
+        if found is None:
+            return choice
+        wanted = kernel.arithmetic(model, choice.candidate.config)
+        for result in _by_time(found[1], ("ok", "slow")):
+            candidate = self._candidate(result, [kernel])
+            if candidate and kernel.arithmetic(problem, candidate.config) == wanted:
+                return Choice(candidate, "cache", self._where(found[0]), _other(found[0], problem))
+        return choice
 
     # -- rungs -----------------------------------------------------------------------
 
@@ -172,7 +198,7 @@ class Dispatcher:
                 forbidden = f"tuning failed: {type(error).__name__}: {error}"
                 warnings.warn(f"{problem}: {forbidden}", TmmWarning, stacklevel=2)
             else:
-                if (candidate := self._best(record, able)) is not None:
+                if (candidate := self._best(record, able, problem)) is not None:
                     return Choice(candidate, "tuned", self._where(key), _other(key, problem))
         elif settings.on_cache_miss == "tune" or problem.capturing:
             self.store.log_miss(problem.device.gpu, problem.device.environment, key.to_json())
@@ -216,7 +242,7 @@ class Dispatcher:
             known = {(c.kernel, c.version) for c in record.candidates}
             if any((k.name, k.version) not in known for k in able):
                 return None
-        candidate = self._best(record, able)
+        candidate = self._best(record, able, problem)
         if candidate is None:
             return None
         return Choice(candidate, "cache", self._where(key), _other(key, problem))
@@ -272,25 +298,42 @@ class Dispatcher:
 
     # -- what the rungs share --------------------------------------------------------
 
-    def _canonical(self, problem: Problem) -> Problem:
-        """The problem whose record answers for this one, requirements left out."""
-        if problem.batch_invariant:
-            return replace(_bare(problem), m=INVARIANT_M)
-        return bucketed(_bare(problem))
-
     def _able(self, problem: Problem, settings: Settings) -> list[Kernel[Any]]:
         able, _ = self.registry.candidates(problem, settings)
         bucket = bucketed(_bare(problem))
         return [k for k in able if (k.name, bucket) not in self._quarantine]
 
-    def _best(self, record: TuningRecord, able: list[Kernel[Any]]) -> Candidate | None:
+    def _best(
+        self, record: TuningRecord, able: list[Kernel[Any]], problem: Problem
+    ) -> Candidate | None:
         """The winner on record, or the fastest after it that may serve this very call."""
+        if problem.batch_invariant:
+            return self._most_adaptable(record, able, problem)
         winner = record.candidates[record.winner]
         for result in (winner, *_by_time(record)):
             candidate = self._candidate(result, able)
             if candidate is not None:
                 return candidate
         return None
+
+    def _most_adaptable(
+        self, record: TuningRecord, able: list[Kernel[Any]], problem: Problem
+    ) -> Candidate | None:
+        """The fastest candidate of the arithmetic that most of those timed share, among
+        arithmetics within :data:`INVARIANT_COST` of the fastest."""
+        groups: dict[tuple[str, object], list[tuple[float, Candidate]]] = {}
+        for result in _by_time(record, ("ok", "slow")):
+            candidate = self._candidate(result, able)
+            if candidate is not None and result.median_us is not None:
+                arithmetic = candidate.kernel.arithmetic(problem, candidate.config)
+                members = groups.setdefault((candidate.kernel.name, arithmetic), [])
+                members.append((result.median_us, candidate))
+        if not groups:
+            return None
+        limit = INVARIANT_COST * min(members[0][0] for members in groups.values())
+        near = [members for members in groups.values() if members[0][0] <= limit]
+        # Dicts keep the order of time: of equals the fastest is first.
+        return max(near, key=len)[0][1]
 
     def _candidate(
         self, result: CandidateResult, able: list[Kernel[Any]], any_version: bool = False
@@ -319,8 +362,9 @@ class Dispatcher:
         path = self.store.found(device.gpu, device.environment, key.to_json())
         return str(path or "not stored")
 
-    def _warn_once(self, kernel: Kernel[Any], error: Exception) -> None:
-        note = f"kernel {kernel.name}: {type(error).__name__}: {error}"
+    def _warn_once(self, kernel: Kernel[Any], fault: Exception | str) -> None:
+        text = fault if isinstance(fault, str) else f"{type(fault).__name__}: {fault}"
+        note = f"kernel {kernel.name}: {text}"
         if note not in self._warned:
             self._warned.add(note)
             warnings.warn(note, TmmWarning, stacklevel=2)
@@ -339,7 +383,7 @@ def _other(key: Problem, problem: Problem) -> Problem | None:
     return key if key.m != problem.m else None
 
 
-def _by_time(record: TuningRecord) -> list[CandidateResult]:
-    """Fully timed results, fastest first."""
-    done = [c for c in record.candidates if c.status == "ok"]
+def _by_time(record: TuningRecord, statuses: tuple[str, ...] = ("ok",)) -> list[CandidateResult]:
+    """Results of those statuses (by default the fully timed), fastest first."""
+    done = [c for c in record.candidates if c.status in statuses]
     return sorted(done, key=lambda c: (c.median_us or float("inf"), c.kernel))

@@ -166,6 +166,16 @@ class Kernel(abc.ABC, Generic[C]):
             Exception: Whatever went wrong; it costs this candidate, not the call.
         """
 
+    def arithmetic(self, problem: Problem, config: C) -> object:
+        """What the bits of a row depend on besides its data: two configs for which this is
+        equal give a row the same bits, whatever the M of either problem.
+
+        In batch-invariant mode every M is served by one arithmetic, so a kernel that knows
+        several of its configs to share one lets each M have the fastest of these. By
+        default each config has its own.
+        """
+        return config
+
     def estimate_us(self, problem: Problem, config: C) -> float | None:
         """Expected GPU time in µs, compared with the other kernels' only where nothing was
         measured. ``None``: no idea; never chosen untuned."""

@@ -599,6 +599,10 @@ class WarpSpecialized(Kernel[WarpSpecializedConfig]):
             reasons.append(f"the up half of b does not start {_ALIGNMENT}-byte aligned (TMA)")
         return reasons
 
+    def arithmetic(self, problem: Problem, config: WarpSpecializedConfig) -> object:
+        # Every wgmma adds 16 products along k to its accumulators, whatever their shape.
+        return "k16"
+
     def configs(self, problem: Problem) -> Iterable[WarpSpecializedConfig]:
         fitting = filter(None, (_fitted(problem, tile) for tile in _TILES))
         ranked = sorted(fitting, key=lambda variants: self.estimate_us(problem, variants[0]))

@@ -214,6 +214,40 @@ def test_batch_invariant_mode_chooses_one_candidate_for_all_m() -> None:
     assert chosen == {"firm tile=2"}
 
 
+def test_batch_invariant_mode_may_change_configs_within_one_arithmetic() -> None:
+    class Even(FakeKernel):
+        """Even tiles share an arithmetic, odd ones do not."""
+
+        def arithmetic(self, problem: Any, config: Any) -> object:
+            return "even" if config.tile % 2 == 0 else config
+
+    kernel = Even("even", tiles=(1, 2, 4, 6), traits=Traits(batch_invariant=True))
+    times: dict[Any, float] = {
+        ("even", t): us for t, us in ((1, 5.0), (2, 5.8), (4, 7.0), (6, 9.0))
+    }
+    d, timer = dispatcher(FakeBlas(), kernel, times=times)
+
+    def chosen(m: int) -> tuple[str, Any]:
+        choice = d.choose(problem(m=m, batch_invariant=True), settings())
+        return choice.candidate.kernel.name, choice.candidate.config.to_json()
+
+    # Within a fifth of the fastest, and three configs share it.
+    assert chosen(256) == ("even", {"tile": 2})
+    timer.times |= {("even", 1): 1.0, ("even", 2): 6.0, ("even", 4): 3.0}
+    assert chosen(16) == ("even", {"tile": 4})
+    assert chosen(256) == ("even", {"tile": 2})
+    # Where nothing may be measured, the config of all M is as good as any.
+    heuristic = d.choose(problem(m=64, batch_invariant=True), settings(on_cache_miss="heuristic"))
+    assert heuristic.candidate.config.to_json() == {"tile": 2}
+
+
+def test_batch_invariance_that_cannot_be_had_is_said_once() -> None:
+    d, _ = dispatcher(FakeBlas(), FakeKernel("loose"), times=FAST)
+    with pytest.warns(TmmWarning, match="blas: is not batch-invariant"):
+        choice = d.choose(problem(m=8, batch_invariant=True), settings())
+    assert choice.candidate.kernel.name == "blas"
+
+
 def test_deterministic_mode_does_not_time_anew() -> None:
     d, timer = dispatcher(FakeBlas(), FakeKernel("fast"), times=FAST)
     choice = d.choose(problem(deterministic=True), settings())

@@ -228,6 +228,28 @@ class KernelConformance(Questions):
                     f"the first in {differ} of {first.numel()} elements, for {problem}"
                 )
 
+    def test_arithmetic(self) -> None:
+        """Configs that are said to share an arithmetic give the same bits."""
+        if not self.kernel.traits.batch_invariant:
+            pytest.skip("claims no batch invariance")
+        posed = self._first_served(self.fine_grained())
+        problem = posed.problem
+        seen: dict[object, tuple[Config, torch.Tensor]] = {}
+        compared = False
+        for config, launcher in self._bound(problem, self._configs(problem)):
+            bits = posed.launch(launcher, posed.out.tensor).clone()
+            first, expected = seen.setdefault(
+                self.kernel.arithmetic(problem, config), (config, bits)
+            )
+            compared |= first != config
+            differ = int((bits != expected).sum())
+            assert not differ, (
+                f"{self.kernel.name} claims one arithmetic for {first} and {config}, which differ "
+                f"in {differ} of {bits.numel()} elements, for {problem}"
+            )
+        if not compared:
+            pytest.skip("no two configs share an arithmetic")
+
     def test_batch_invariant(self) -> None:
         """Of one config, the bits of a row do not depend on how many rows there are."""
         if not self.kernel.traits.batch_invariant:
