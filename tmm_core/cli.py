@@ -124,6 +124,9 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--kernels", action="store_true", help="time every capable kernel too")
     parser.add_argument("--inductor", action="store_true", help="time torch.compile too")
     parser.add_argument(
+        "--untuned", action="store_true", help="time what is chosen with nothing on record too"
+    )
+    parser.add_argument(
         "--floor", action="store_true", help="time a bare read of the operands (decode, large_k)"
     )
     parser.add_argument("--host", action="store_true", help="measure the host's cost per call")

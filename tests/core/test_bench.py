@@ -589,3 +589,50 @@ def test_no_column_always_follows_another() -> None:
     rounds = [tuple(order[i : i + 4]) for i in range(0, 240, 4)]
     assert all(sorted(each) == [0, 1, 2, 3] for each in rounds)
     assert len(set(rounds)) > 12
+
+
+def measured(suite: str, tmm_us: float, **others: float) -> dict[str, Any]:
+    times = {"torch": 10.0, "tmm": tmm_us, **others}
+    return {
+        "kind": "problem",
+        "suite": suite,
+        "case": Case(m=16, n=int(tmm_us * 100), k=16, dtype=torch.bfloat16).to_json(),
+        "times": {name: {"median_us": us} for name, us in times.items()},
+        "ratio": 10.0 / tmm_us,
+        "noise": 1.0,
+    }
+
+
+def test_the_report_says_which_goals_are_met() -> None:
+    documents = [
+        measured("epilogue", 8.0, inductor=8.0, untuned=10.0),
+        measured("epilogue", 9.5, inductor=10.0, untuned=9.5),
+    ]
+    rows = {row[2]: row for row in report.goals(Results.of(documents))}
+    assert rows["torch"] == (
+        "epilogue", "bfloat16", "torch", "1.053×", "1.08×", "1.147×", "1.28×",
+        "worst and mean short",
+    )  # fmt: skip
+    assert rows["inductor"][-1] == "mean short"
+    assert "1.118× the tuned" in report._untuned(Results.of(documents))
+    unmeasured = report.goals(Results.of([measured("epilogue", 5.0)]))
+    assert [row[-1] for row in unmeasured] == ["yes", "not measured"]
+
+
+def test_a_suite_may_be_like_others() -> None:
+    tasks = suites.select(["batch_invariant"])
+    like = suites.select(["decode", "prefill"])
+    assert [task.case for task in tasks] == [task.case for task in like]
+    assert all(task.batch_invariant for task in tasks)
+    assert not any(task.batch_invariant for task in like)
+    with pytest.raises(ValueError, match="KeyError"):
+        suites.read({"x": {"like": "nothing"}})
+
+
+def test_what_would_be_chosen_untuned_is_a_column() -> None:
+    task = Task("shapes", Case(m=16, n=16, k=16, dtype=FP32))
+    options = runner.Options(tune=False, untuned=True, seconds=0.01)
+    (document,) = runner.run([task], CPU, options)
+    assert document["untuned"].startswith("blas")
+    assert document["times"]["untuned"]["samples"]
+    assert "untuned µs" in report.markdown(Results.of([document]))

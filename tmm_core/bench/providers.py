@@ -3,18 +3,22 @@
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
-from tmm_cache import CandidateResult, TuningRecord
+from tmm_cache import CacheStore, CandidateResult, TuningRecord
 
 import tmm_core
 from tmm_core import dispatch, settings
 from tmm_core.case import Call
+from tmm_core.dispatcher import Dispatcher
 from tmm_core.plan import Plan
 from tmm_core.timing import Run
+from tmm_core.tuner import Tuner
 
 Tensor = torch.Tensor
 Expression = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
@@ -133,6 +137,17 @@ def kernels(call: Call) -> tuple[dict[str, Plan], dict[str, str]]:
         except Exception as error:  # a stranger's kernel; it costs its own column
             failed[kernel.name] = f"{type(error).__name__}: {error}"
     return plans, failed
+
+
+def untuned(call: Call) -> Plan:
+    """What would be chosen with nothing on record."""
+    nowhere = CacheStore(Path(os.devnull, "tmm"), layers=())
+    blank = Dispatcher(dispatch.dispatcher().registry, Tuner(), nowhere)
+    choice = blank.choose(call.problem(), settings.current())
+    candidate = choice.candidate
+    return tmm_core.plan(
+        call.a, call.b, **call.keywords, kernel=candidate.kernel.name, config=candidate.config
+    )
 
 
 def _best(record: TuningRecord) -> dict[str, CandidateResult]:

@@ -13,8 +13,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from tmm_core.bench import suites
 from tmm_core.bench.results import Document, Results
-from tmm_core.bench.runner import INDUCTOR, TMM, TORCH
+from tmm_core.bench.runner import INDUCTOR, TMM, TORCH, UNTUNED
 from tmm_core.case import Case
 
 #: Below this a problem counts as lost: two series of one thing differ by up to 1 %.
@@ -24,6 +25,8 @@ SUMMARY_COLUMNS = (
     "class", "dtype", "problems", "geomean", "worst", "worst problem", "best", "< 0.99×", "±",
     "skipped", "failed",
 )  # fmt: skip
+
+GOAL_COLUMNS = ("class", "dtype", "against", "worst", "goal", "geomean", "goal of it", "met")
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,6 +76,40 @@ def summarize(results: Results) -> list[Summary]:
     return [_summary(suite, dtype, documents) for (suite, dtype), documents in groups.items()]
 
 
+def goals(results: Results) -> list[tuple[str, ...]]:
+    """How every class stands to what it is held to."""
+    groups: dict[tuple[str, str], list[Document]] = {}
+    for document in results.measured:
+        groups.setdefault((document["suite"], document["case"]["dtype"]), []).append(document)
+    rows: list[tuple[str, ...]] = []
+    for (suite, dtype), documents in groups.items():
+        for against, (worst_goal, mean_goal) in suites.goals(suite).items():
+            ratios = _ratios(documents, against)
+            if not ratios:
+                rows.append((suite, dtype, against, "", "", "", "", "not measured"))
+                continue
+            worst, mean = min(ratios), statistics.geometric_mean(ratios)
+            # Held to the two decimals that a goal is given in.
+            missed = [
+                name
+                for name, value, goal in (("worst", worst, worst_goal), ("mean", mean, mean_goal))
+                if round(value, 2) < goal
+            ]
+            rows.append(
+                (
+                    suite, dtype, against, times(worst), f"{worst_goal:.2f}×", times(mean),
+                    f"{mean_goal:.2f}×", " and ".join(missed) + " short" if missed else "yes",
+                )
+            )  # fmt: skip
+    return rows
+
+
+def _ratios(documents: Sequence[Document], against: str) -> list[float]:
+    """Of the time of ``against`` to tmm's, where both were measured."""
+    timed = [document["times"] for document in documents]
+    return [t[against]["median_us"] / t[TMM]["median_us"] for t in timed if against in t]
+
+
 def _summary(suite: str, dtype: str, documents: Sequence[Document]) -> Summary:
     measured = [doc for doc in documents if "times" in doc]
     worst = min(measured, key=lambda doc: doc["ratio"], default=None)
@@ -103,6 +140,10 @@ def line(document: Document) -> str:
 def markdown(results: Results) -> str:
     """The whole report."""
     parts = [_header(results), _table(SUMMARY_COLUMNS, (s.cells for s in summarize(results)))]
+    if held := goals(results):
+        parts += ["## goals", _table(GOAL_COLUMNS, held)]
+    if untuned := _untuned(results):
+        parts.append(untuned)
     suites = dict.fromkeys(document["suite"] for document in results.problems)
     for suite in suites:
         members = [document for document in results.problems if document["suite"] == suite]
@@ -114,6 +155,21 @@ def markdown(results: Results) -> str:
     if results.host is not None:
         parts += ["## host cost per call", _host(results.host)]
     return "\n\n".join(parts) + "\n"
+
+
+def _untuned(results: Results) -> str:
+    slowdowns = [
+        document["times"][UNTUNED]["median_us"] / document["times"][TMM]["median_us"]
+        for document in results.measured
+        if UNTUNED in document["times"]
+    ]
+    if not slowdowns:
+        return ""
+    return (
+        f"With nothing on record, the choice takes {statistics.geometric_mean(slowdowns):.3f}× the "
+        f"tuned one's time in geometric mean over {len(slowdowns)} problems, at most "
+        f"{max(slowdowns):.2f}×."
+    )
 
 
 def _header(results: Results) -> str:
@@ -142,14 +198,18 @@ def _problems(documents: Sequence[Document]) -> str:
     kernels = sorted({k for d in documents for k in d["times"] if k.startswith("kernel ")})
     floor = any("floor_us" in document for document in documents)
     inductor = any(INDUCTOR in document["times"] for document in documents)
+    untuned = any(UNTUNED in document["times"] for document in documents)
     columns = ["problem", "torch µs", "tmm µs", "ratio", "A/A", "TFLOPS", "GB/s"]
     columns += ["read floor µs", "tmm / floor"] * floor
     columns += ["inductor µs", "inductor / tmm"] * inductor
+    columns += ["untuned µs"] * untuned
     columns += ["kernel", "origin", "error"] + [k.removeprefix("kernel ") for k in kernels]
-    return _table(columns, (_row(d, kernels, floor, inductor) for d in documents))
+    return _table(columns, (_row(d, kernels, floor, inductor, untuned) for d in documents))
 
 
-def _row(document: Document, kernels: Sequence[str], floor: bool, inductor: bool) -> list[str]:
+def _row(
+    document: Document, kernels: Sequence[str], floor: bool, inductor: bool, untuned: bool
+) -> list[str]:
     timed = document["times"]
     tmm = timed[TMM]["median_us"]
     row = [
@@ -167,6 +227,8 @@ def _row(document: Document, kernels: Sequence[str], floor: bool, inductor: bool
     if inductor:
         theirs = timed.get(INDUCTOR, {}).get("median_us")
         row += [microseconds(theirs), times(theirs / tmm if theirs else None)]
+    if untuned:
+        row.append(microseconds(timed.get(UNTUNED, {}).get("median_us")))
     row += [chosen(document), document["origin"], f"{document['error']:.1e}"]
     return row + [microseconds(timed.get(k, {}).get("median_us")) for k in kernels]
 

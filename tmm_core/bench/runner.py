@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -20,12 +20,13 @@ from tmm_core.bench import environment, providers
 from tmm_core.bench.results import Document
 from tmm_core.bench.suites import Task
 from tmm_core.case import Call
+from tmm_core.dispatcher import INVARIANT_M
 from tmm_core.precision import precision
 from tmm_core.timing import CudaTimer, HostTimer, Run, Timer
 
 #: Columns every measured problem has.
 TORCH, AGAIN, TMM = "torch", "torch again", "tmm"
-INDUCTOR = "inductor"
+INDUCTOR, UNTUNED = "inductor", "untuned"
 
 #: Suites whose time is that of moving bytes, for which a read floor says something.
 MEMORY_BOUND = ("decode", "large_k")
@@ -48,6 +49,7 @@ class Options:
         tune_budget: Seconds of that, per problem; None: as the settings say.
         kernels: Time the best config of every capable kernel as well.
         inductor: Time ``torch.compile`` of the eager code as well.
+        untuned: Time what would be chosen with nothing on record as well.
         floor: Time a cold read of the operands, for suites that are :data:`MEMORY_BOUND`.
         seconds: Timing per problem, after tuning.
         deadline: ``time.monotonic()`` past which no task is begun.
@@ -57,6 +59,7 @@ class Options:
     tune_budget: float | None = None
     kernels: bool = False
     inductor: bool = False
+    untuned: bool = False
     floor: bool = False
     seconds: float = 0.5
     deadline: float = float("inf")
@@ -98,7 +101,7 @@ def _measure(
     with (
         torch.no_grad(),
         precision(task.case.tf32),
-        settings.override(on_cache_miss="heuristic"),
+        settings.override(on_cache_miss="heuristic", batch_invariant=task.batch_invariant),
     ):
         call = task.case.call(device)
         tuning = _tune(call, options) if options.tune else None
@@ -139,7 +142,10 @@ def _tune(call: Call, options: Options) -> float:
     started = time.monotonic()
     budget = options.tune_budget or settings.current().tune_budget
     budget = max(1.0, min(budget, options.deadline - started))
-    tmm_core.tune(call.problem(), budget=budget)
+    problem = call.problem()
+    tmm_core.tune(problem, budget=budget)
+    if problem.batch_invariant:
+        tmm_core.tune(replace(problem, m=INVARIANT_M), budget=budget)
     return round(time.monotonic() - started, 2)
 
 
@@ -161,6 +167,10 @@ def _runs(call: Call, options: Options, document: Document) -> dict[str, Run]:
         plans, failed = providers.kernels(call)
         document["kernel_configs"] = {name: plan.config for name, plan in plans.items()}
         extras |= {f"kernel {name}": _bound(plan, call) for name, plan in plans.items()}
+    if options.untuned:
+        untuned = providers.untuned(call)
+        document["untuned"] = f"{untuned.kernel} {untuned.choice.candidate.config}".rstrip()
+        extras[UNTUNED] = _bound(untuned, call)
     if options.inductor:
         extras[INDUCTOR] = providers.inductor(call)
     runs = {TORCH: eager, TMM: providers.tmm(call), AGAIN: eager}

@@ -22,9 +22,14 @@ class Task:
 
     suite: str
     case: Case
+    #: Measured in batch-invariant mode.
+    batch_invariant: bool = False
 
     def __str__(self) -> str:
         return f"{self.suite} {self.case}"
+
+
+_NONE: Mapping[str, Any] = {}
 
 
 @functools.cache
@@ -32,6 +37,13 @@ def shipped() -> dict[str, Any]:
     """The suites that come with tmm, as in ``suite.json``, by name."""
     text = importlib.resources.files(__package__).joinpath("suite.json").read_text("utf-8")
     return {name: suite for name, suite in json.loads(text).items() if name != "_doc"}
+
+
+def goals(name: str) -> dict[str, tuple[float, float]]:
+    """What a class that comes with tmm is held to: against what (``"torch"``, ``"inductor"``),
+    the least ratio of its worst problem, and the least geometric mean."""
+    listed = shipped().get(name, {}).get("goal", {})
+    return {against: (worst, mean) for against, (worst, mean) in listed.items()}
 
 
 def select(
@@ -52,7 +64,7 @@ def select(
     wanted = list(suites) if "all" in names else list(dict.fromkeys(names))
     tasks: list[Task] = []
     for name in wanted:
-        members = (t for t in expand(name, suites[name]) if dtype in (None, t.case.dtype))
+        members = (t for t in expand(name, suites[name], suites) if dtype in (None, t.case.dtype))
         tasks += itertools.islice(members, limit)
     return tasks
 
@@ -69,18 +81,25 @@ def read(document: object) -> list[Task]:
         task
         for name, suite in document.items()
         if not name.startswith("_")
-        for task in expand(name, suite)
+        for task in expand(name, suite, document)
     ]
 
 
-def expand(name: str, suite: Mapping[str, Any]) -> list[Task]:
+def expand(name: str, suite: Mapping[str, Any], others: Mapping[str, Any] = _NONE) -> list[Task]:
     """Every combination of a suite's dtypes, layouts, epilogues, precisions, scales and
     shapes. 8-bit operands have tensor-wise scales unless the suite says otherwise.
+
+    Args:
+        others: The suites that this one may be ``like``.
 
     Raises:
         ValueError: The suite is not of the form of those in ``suite.json``.
     """
     try:
+        invariant = bool(suite.get("batch_invariant", False))
+        if "like" in suite:
+            like = [(other, others[other]) for other in _listed(suite["like"])]
+            return [Task(name, task.case, invariant) for other in like for task in expand(*other)]
         layouts = _listed(suite.get("layout", "nn"))
         shapes = [[int(size) for size in shape] for shape in suite["shapes"]]
         dtypes = [parse_dtype(text) for text in _listed(suite["dtypes"])]
@@ -113,6 +132,7 @@ def expand(name: str, suite: Mapping[str, Any]) -> list[Task]:
                 tf32=precision == "tf32",
                 scales=kind,
             ),
+            invariant,
         )
         for (dtype, kind), precision, layout, terms, (batch, m, n, k) in combinations
         for bias, epilogue, residual in [terms]

@@ -71,6 +71,7 @@ def _measure(
         tune_budget=options.budget,
         kernels=options.kernels,
         inductor=options.inductor,
+        untuned=options.untuned,
         floor=options.floor,
         seconds=options.seconds_per_problem,
         deadline=deadline,
@@ -133,6 +134,8 @@ def _print_tables(results: Results) -> None:
         columns = report.SUMMARY_COLUMNS
         numbers = [c for c in columns if c not in ("class", "dtype", "worst problem")]
         print_table(columns, [summary.cells for summary in summaries], numbers)
+    if held := report.goals(results):
+        print_table(report.GOAL_COLUMNS, held, report.GOAL_COLUMNS[3:-1])
     if results.host is not None:
         rows = [(name, f"{us:.2f}") for name, us in results.host["us"].items()]
         print_table(("warm call", "host µs"), rows, ("host µs",))
