@@ -29,15 +29,15 @@ from tmm_core.problem import Operand, Problem
 from tmm_core.settings import Settings, override
 
 if TYPE_CHECKING:
-    from tmm_core.explain import Explanation, KernelInfo
+    from tmm_core.explanation import Explanation, KernelInfo
     from tmm_core.hookspecs import hookimpl
 
 __version__ = "0.1.0"
 
 #: Names that most processes never use, and whose modules import more than all the others.
 _LATER = {
-    "Explanation": "tmm_core.explain",
-    "KernelInfo": "tmm_core.explain",
+    "Explanation": "tmm_core.explanation",
+    "KernelInfo": "tmm_core.explanation",
     "hookimpl": "tmm_core.hookspecs",
 }
 

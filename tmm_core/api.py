@@ -21,7 +21,7 @@ from tmm_core.problem import Problem
 if TYPE_CHECKING:
     from tmm_cache import TuningRecord
 
-    from tmm_core.explain import Explanation, KernelInfo
+    from tmm_core.explanation import Explanation, KernelInfo
 
 Tensor = torch.Tensor
 ConfigLike = Config | Mapping[str, Any] | None
@@ -291,7 +291,7 @@ def explain(a: Tensor, b: Tensor, **arguments: Any) -> Explanation:
     Raises:
         RuntimeError, ValueError, TypeError: As :func:`matmul`.
     """
-    from tmm_core.explain import explain_problem
+    from tmm_core.explanation import explain_problem
 
     names = ("kernel", "config")
     forced = {name: arguments.pop(name) for name in names if name in arguments}
@@ -325,7 +325,7 @@ def tune(
 
 def kernels() -> list[KernelInfo]:
     """Every kernel there is, with version, distribution, traits, and why it is disabled."""
-    from tmm_core.explain import kernel_infos
+    from tmm_core.explanation import kernel_infos
 
     return kernel_infos(dispatch.dispatcher().registry, settings.current())
 

@@ -299,6 +299,20 @@ def test_a_plan_replays_and_refuses_other_tensors() -> None:
             plan(a, b, bias, out=wrong)
 
 
+def test_no_module_hides_a_public_name() -> None:
+    code = """
+import importlib, pkgutil, tmm_core
+before = {name: getattr(tmm_core, name) for name in tmm_core.__all__}
+for module in pkgutil.iter_modules(tmm_core.__path__):
+    if module.name in tmm_core.__all__:
+        importlib.import_module(f"tmm_core.{module.name}")
+assert all(getattr(tmm_core, name) is value for name, value in before.items())
+tmm_core.kernels()
+assert callable(tmm_core.explain)
+"""
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_what_the_dispatcher_of_torch_would_do_is_not_skipped() -> None:
     """Modes, tracers, autocast and transforms see the operator; plain calls need none."""
     from torch.overrides import TorchFunctionMode

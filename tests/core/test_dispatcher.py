@@ -20,7 +20,7 @@ from tmm_core import (
     UnsupportedProblemError,
 )
 from tmm_core.bucket import bucket_edge
-from tmm_core.explain import explain_problem
+from tmm_core.explanation import explain_problem
 
 FAST = {"fast": 10.0, "blas": 20.0}
 

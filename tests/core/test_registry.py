@@ -14,7 +14,7 @@ import torch
 from fakes import FakeBlas, FakeKernel, plugin, problem, settings
 
 from tmm_core import Epilogue, PluginError, TmmWarning, Traits, UnknownNameError, hookimpl
-from tmm_core.explain import kernel_infos
+from tmm_core.explanation import kernel_infos
 from tmm_core.registry import Registry
 
 
