@@ -13,13 +13,21 @@ split the hidden dimension over the ranks, as DTensors:
 
 The down projection is sharded by rows. Its products are partial sums, which DTensor reduces.
 On GPUs the ranks tune what they will call first, each problem once among them.
+
+A third copy learns by torch at twice the precision. How far the first strays from it is what
+rounding does to this training; the second should stray no further from either.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import os
+import statistics
+import time
 from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -41,7 +49,8 @@ import tmm_core.distributed
 
 
 def parameter(t: torch.Tensor, mesh: DeviceMesh, dim: int) -> nn.Parameter:
-    return nn.Parameter(distribute_tensor(t, mesh, [Shard(dim)]))
+    """A shard of ``t``, whose memory it does not share."""
+    return nn.Parameter(distribute_tensor(t.clone(), mesh, [Shard(dim)]))
 
 
 class TorchMLP(nn.Module):
@@ -85,47 +94,69 @@ def pair(gate: torch.Tensor, up: torch.Tensor, ranks: int) -> torch.Tensor:
     return torch.cat([rows for both in blocks for rows in both])
 
 
-def train(model: nn.Module, x: DTensor, target: DTensor, steps: int) -> list[float]:
-    """The loss before each step."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
-    losses = []
-    for _ in range(steps):
-        loss = (model(x).float() - target).square().mean()
-        optimizer.zero_grad()
+class Training:
+    """A model, its optimiser, and what its steps came to."""
+
+    def __init__(self, model: nn.Module, lr: float) -> None:
+        self.model = model
+        self.optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
+        #: Before each step.
+        self.losses: list[float] = []
+        #: Seconds that each step took, and after how many all of it was queued.
+        self.seconds: list[float] = []
+        self.queued: list[float] = []
+
+    def step(self, x: DTensor, target: DTensor) -> None:
+        started = time.perf_counter()
+        loss = (self.model(x).float() - target).square().mean()
+        self.optimizer.zero_grad()
         loss.backward()
-        optimizer.step()
-        losses.append(loss.full_tensor().item())
-    return losses
+        self.optimizer.step()
+        self.queued.append(time.perf_counter() - started)
+        self.losses.append(loss.full_tensor().item())
+        if x.is_cuda:
+            torch.cuda.synchronize()
+        self.seconds.append(time.perf_counter() - started)
+
+    def milliseconds(self) -> dict[str, float]:
+        """Medians over the second half of the steps: the first ones tune, compile, allocate."""
+        late = slice(len(self.seconds) // 2, None)
+        return {
+            "step": round(1e3 * statistics.median(self.seconds[late]), 3),
+            "queued": round(1e3 * statistics.median(self.queued[late]), 3),
+        }
 
 
-def tune(tokens: int, width: int, hidden: int, dtype: torch.dtype) -> None:
-    """Measure, divided among the ranks, what one step multiplies on each of them."""
-    mine = hidden // dist.get_world_size()
+def products(
+    tokens: int, width: int, mine: int, device: str, dtype: torch.dtype
+) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """What one training step of :class:`TmmMLP` multiplies on a rank with ``mine`` columns."""
 
     def like(*shape: int) -> torch.Tensor:
-        return torch.empty(shape, device="cuda", dtype=dtype)
+        return torch.empty(shape, device=device, dtype=dtype)
 
-    x, h = like(tokens, width), like(tokens, mine)
-    gate_up, down = like(2 * mine, width), like(width, mine)
-    pairs = [
+    x, gate_up, both = like(tokens, width), like(2 * mine, width), like(tokens, 2 * mine)
+    hidden, down, y = like(tokens, mine), like(width, mine), like(tokens, width)
+    return [
         (x, gate_up.t()),
-        (h, down.t()),
-        # Backward: each operand's gradient, from the other and the result's.
-        (like(tokens, 2 * mine), gate_up),
-        (like(tokens, 2 * mine).t(), x),
-        (x, down),
-        (x.t(), h),
+        (hidden, down.t()),
+        # Backward: the gradients of hidden, of down.t() and of gate_up.t(). x needs none.
+        (y, down),
+        (hidden.t(), y),
+        (x.t(), both),
     ]
-    tmm_core.distributed.tune([tmm_core.problem(a, b) for a, b in pairs], budget=10)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description="Train a tensor-parallel SwiGLU MLP twice.")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--tokens", type=int, default=512)
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=40)
+    parser.add_argument("--lr", type=float, help="AdamW's; by default less for wider layers")
+    parser.add_argument("--budget", type=float, default=10.0, help="seconds to tune a problem")
     parser.add_argument("--tolerance", type=float, help="how far the losses may part, of the first")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers here")
     options = parser.parse_args(arguments)
 
     local_rank, local_ranks = int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"])
@@ -159,24 +190,75 @@ def main(arguments: Sequence[str] | None = None) -> None:
     taught = (F.silu(inputs.float() @ gate.t()) * (inputs.float() @ up.t())) @ down.t()
     x, target = distribute_tensor(inputs, mesh), distribute_tensor(taught, mesh)
 
+    tuning = time.perf_counter()
+    records = []
     if on_gpu:
-        tune(options.tokens, options.width, options.hidden, dtype)
-    without = train(TorchMLP(*start, mesh), x, target, options.steps)
-    with_tmm = train(TmmMLP(*start, mesh), x, target, options.steps)
+        pairs = products(options.tokens, options.width, options.hidden // ranks, device, dtype)
+        problems = [tmm_core.problem(a, b) for a, b in pairs]
+        records = tmm_core.distributed.tune(problems, budget=options.budget)
+    tuning = time.perf_counter() - tuning
+
+    lr = options.lr or min(2e-3, 0.5 / options.width)
+    wider = torch.float32 if on_gpu else torch.float64
+    runs = {
+        "torch": Training(TorchMLP(*start, mesh), lr),
+        "tmm": Training(TmmMLP(*start, mesh), lr),
+        "wider": Training(TorchMLP(*(w.to(wider) for w in start), mesh), lr),
+    }
+    given = {"torch": x, "tmm": x, "wider": x.to(wider)}
+    for step in range(options.steps):
+        for name in list(runs) if step % 2 else reversed(runs):  # who follows whom matters
+            runs[name].step(given[name], target)
 
     # Adam steps by a gradient's sign where the gradient is small, so roundings grow.
     tolerance = options.tolerance or (0.02 if on_gpu else 1e-4)
-    apart = max(abs(a - b) for a, b in zip(without, with_tmm, strict=True)) / without[0]
+    apart, rounding, further = (
+        max(abs(a - b) for a, b in zip(runs[one].losses, runs[other].losses, strict=True))
+        / runs["torch"].losses[0]
+        for one, other in (("torch", "tmm"), ("torch", "wider"), ("tmm", "wider"))
+    )
     if dist.get_rank() == 0:
         print(f"{ranks} ranks on {device}, {str(dtype).removeprefix('torch.')}")
-        print(f"{'step':>4} {'torch':>10} {'tmm':>10}")
-        for step, (a, b) in enumerate(zip(without, with_tmm, strict=True)):
+        print(f"{'step':>4} {'torch':>10} {'tmm':>10} {'wider':>10}")
+        for step, losses in enumerate(zip(*(run.losses for run in runs.values()), strict=True)):
             if step % max(1, options.steps // 10) == 0 or step == options.steps - 1:
-                print(f"{step:4} {a:10.6f} {b:10.6f}")
-        print(f"at most {apart:.2g} of the first loss apart, {tolerance:g} allowed")
+                print(f"{step:4} " + " ".join(f"{loss:10.6f}" for loss in losses))
+        print(f"at most {apart:.2g} of the first loss apart, {tolerance:g} allowed;")
+        print(f"from {str(wider).removeprefix('torch.')}: torch {rounding:.2g}, tmm {further:.2g}")
+        times = {name: runs[name].milliseconds() for name in ("torch", "tmm")}
+        for name, ms in times.items():
+            print(f"{name:5} {ms['step']:9.3f} ms a step, queued after {ms['queued']:.3f} ms")
+        if options.json:
+            document: dict[str, Any] = {
+                "device": torch.cuda.get_device_name() if on_gpu else "cpu",
+                "ranks": ranks,
+                "backend": dist.get_backend(),
+                "torch": torch.__version__,
+                "dtype": str(dtype).removeprefix("torch."),
+                "arguments": {k: v for k, v in vars(options).items() if k != "json"} | {"lr": lr},
+                "tuning_seconds": round(tuning, 2),
+                "chosen": [chosen(record) for record in records],
+                "milliseconds": times,
+                "apart": {"torch-tmm": apart, "torch-wider": rounding, "tmm-wider": further},
+                "losses": {name: run.losses for name, run in runs.items()},
+            }
+            options.json.write_text(json.dumps(document, indent=1) + "\n")
     dist.destroy_process_group()
     if apart > tolerance:
         raise SystemExit(f"the losses part by {apart:.2g} of the first, {tolerance:g} is allowed")
+
+
+def chosen(record: Any) -> dict[str, Any]:
+    """Of a tuning record, the winner and BLAS, in µs."""
+    sizes = "×".join(str(record.problem[size]) for size in "mnk")
+    layouts = "·".join(record.problem[operand]["layout"] for operand in "ab")
+    blas = [c.median_us for c in record.candidates if c.kernel == "blas" and c.status == "ok"]
+    return {
+        "problem": f"{sizes} {layouts}",
+        "kernel": record.best.kernel,
+        "us": record.best.median_us,
+        "blas_us": min(blas),
+    }
 
 
 if __name__ == "__main__":

@@ -79,6 +79,8 @@ SHAPES = [(4096, 4096, 4096), (16, 4096, 4096), (1025, 1027, 1029)]
 def tune(root: str, fatal: int | None = None, **options: Any) -> dict[str, Any]:
     """Tune with the others, then multiply; ``fatal``: the rank that dies as it starts to."""
     rank = dist.get_rank()
+    # With a communicator that lives, as in a program that trains.
+    dist.all_reduce(torch.ones(1, device="cuda"))
     os.environ["TMM_CACHE_DIR"] = f"{root}/{rank}"
     os.environ["TMM_ON_CACHE_MISS"] = "tune"
     settings._from_environment.cache_clear()
@@ -101,7 +103,7 @@ def tune(root: str, fatal: int | None = None, **options: Any) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         patch.setattr(Dispatcher, "tune", watched)
-        records = tmm_core.distributed.tune(posed, budget=5.0, **options)
+        records = tmm_core.distributed.tune(posed, budget=4.0, **options)
     plans, errors = [], []
     for a, b in pairs:
         for epilogue in EPILOGUES:
@@ -143,14 +145,14 @@ def test_ranks_divide_the_work_and_agree(world: World, tmp_path: Path) -> None:
 def test_a_rank_that_dies_hangs_nobody(tmp_path: Path) -> None:
     mortals = World(GPUS, "nccl")
     try:
-        outcomes = mortals.run(partial(tune, str(tmp_path), fatal=1, timeout=45.0), timeout=300)
+        outcomes = mortals.run(partial(tune, str(tmp_path), fatal=1, timeout=20.0), timeout=180)
     finally:
         mortals.close()
     assert isinstance(outcomes.pop(1), Lost)
     agreed(outcomes)
     for outcome in outcomes:
         (warning,) = outcome["warnings"]
-        assert warning.startswith("rank 1 showed no sign of life for 45 s")
+        assert warning.startswith("rank 1 showed no sign of life for 20 s")
 
 
 # -- the example ---------------------------------------------------------------------------
@@ -159,17 +161,20 @@ def test_a_rank_that_dies_hangs_nobody(tmp_path: Path) -> None:
 def test_the_example_learns_alike_with_and_without(tmp_path: Path) -> None:
     run = [sys.executable, "-m", "torch.distributed.run", "--standalone"]
     script = str(ROOT / "examples" / "tensor_parallel_swiglu.py")
-    sizes = ["--tokens", "2048", "--width", "1024", "--hidden", "4096", "--steps", "40"]
+    sizes = ["--tokens", "2048", "--width", "1024", "--hidden", "4096", "--budget", "4"]
     done = subprocess.run(
-        [*run, f"--nproc-per-node={GPUS}", script, *sizes], capture_output=True, text=True
+        [*run, f"--nproc-per-node={GPUS}", script, *sizes, "--steps", "40"],
+        capture_output=True,
+        text=True,
+        timeout=150,
     )
     print(done.stdout)
     assert done.returncode == 0, done.stderr
     assert f"{GPUS} ranks on cuda, bfloat16" in done.stdout
-    rows = re.findall(r"^ *(\d+) +([\d.]+) +([\d.]+)$", done.stdout, re.MULTILINE)
-    losses = [(float(a), float(b)) for _, a, b in rows]
-    assert losses[-1][0] < 0.5 * losses[0][0]
-    assert all(abs(a - b) < 0.02 * losses[0][0] for a, b in losses)
+    rows = re.findall(r"^ *\d+ +([\d.]+) +([\d.]+) +([\d.]+)$", done.stdout, re.MULTILINE)
+    losses = [[float(loss) for loss in row] for row in rows]
+    assert losses[-1][0] < 0.7 * losses[0][0]
+    assert all(max(three) - min(three) < 0.02 * losses[0][0] for three in losses)
 
 
 # -- two GPUs in one process ---------------------------------------------------------------
