@@ -140,10 +140,10 @@ def products(
     return [
         (x, gate_up.t()),
         (hidden, down.t()),
-        # Backward: the gradients of hidden, of down.t() and of gate_up.t(). x needs none.
+        # Backward: the gradients of hidden, of down and of gate_up. x needs none.
         (y, down),
-        (hidden.t(), y),
-        (x.t(), both),
+        (y.t(), hidden),
+        (both.t(), x),
     ]
 
 

@@ -127,6 +127,7 @@ class _Product(_SingleLevelFunction):
             ctx.save_for_forward(a, b, y)
         ctx.a, ctx.b, ctx.bias, ctx.residual = map(_like, (a, b, bias, residual))
         ctx.output = _like(output)
+        ctx.b_transposed = b.dim() > 1 and b.stride(-2) == 1 < b.stride(-1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -157,8 +158,13 @@ class _Product(_SingleLevelFunction):
             shape = b_shape if len(b_shape) > 1 else (*b_shape, 1)
             if len(b_shape) <= 2 < a2.dim():
                 a2, dz2 = _rows(a2, dz2)
-            db = _operator(_adjoint(a2), dz2, None, None, alpha).sum_to_size(shape)
-            db = db.reshape(b_shape)
+            if ctx.b_transposed:
+                # As a weight is given. Its gradient has to lie as it lies: of another layout
+                # autograd makes a transposing copy, which costs a tenth of the product.
+                db = _adjoint(_operator(_adjoint(dz2), a2, None, None, alpha))
+            else:
+                db = _operator(_adjoint(a2), dz2, None, None, alpha)
+            db = db.sum_to_size(shape).reshape(b_shape)
         return da, db, dbias, dresidual, None, None, None
 
     @staticmethod

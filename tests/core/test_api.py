@@ -197,6 +197,16 @@ def test_out_is_not_differentiable() -> None:
         tmm_core.matmul(a, a, out=torch.empty(2, 2))
 
 
+@pytest.mark.parametrize("rows", [(6,), (2, 3)])
+def test_a_weights_gradient_lies_as_the_weight(rows: tuple[int, ...]) -> None:
+    """Else autograd copies it, transposing, to where it is kept."""
+    x = torch.randn(*rows, 8)
+    weight, b = torch.randn(5, 8).requires_grad_(), torch.randn(8, 5).requires_grad_()
+    for y, parameter in ((tmm_core.linear(x, weight), weight), (tmm_core.matmul(x, b), b)):
+        (grad,) = torch.autograd.grad(y.square().sum(), parameter)
+        assert grad.stride() == parameter.stride()
+
+
 @pytest.mark.parametrize("epilogue", [None, "silu", "gelu", "softcap(2)", "swiglu", "relu2+tanh"])
 def test_gradients_through_everything(epilogue: str | None) -> None:
     def leaf(*shape: int) -> torch.Tensor:
