@@ -80,6 +80,8 @@ class Fold:
     def wrap(self, launcher: Launcher) -> Launcher:
         """A launcher that takes and returns N-D tensors."""
         call: Any = launcher  # which may take scales besides
+        shape = tuple(self.shape)  # a torch.Size takes torch 1.5 µs longer to read
+        only_rows = self.batch is None and len(shape) > 1
 
         def run(
             a: torch.Tensor,
@@ -90,6 +92,9 @@ class Fold:
             out: torch.Tensor | None,
             *scales: torch.Tensor | None,
         ) -> torch.Tensor:
+            if only_rows and out is residual is None and not scales and b.dim() == 2:
+                # A layer's call: two views and nothing else, half the time of what follows.
+                return launcher(a.flatten(0, -2), b, bias, None, alpha, None).view(*shape)
             if scales:
                 scales = (self.scale_a(scales[0]), self.scale_b(scales[1]))
             a, b = self.operand_a(a), self.operand_b(b)
@@ -98,7 +103,7 @@ class Fold:
                 flat = out.view(self.flat)
             result = call(a, b, bias, self.residual(residual), alpha, flat, *scales)
             if out is None:
-                return result.view(self.shape)  # type: ignore[no-any-return]
+                return result.view(shape)  # type: ignore[no-any-return]
             return out if flat is not None else out.copy_(result.view(self.shape))
 
         return run

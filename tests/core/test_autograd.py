@@ -316,7 +316,8 @@ def test_backward_goes_through_the_dispatcher() -> None:
     dispatch.forget_plans()
     y.sum().backward()
     posed = {(p.problem.m, p.problem.n, p.problem.k) for p in dispatch._plans.values()}
-    assert posed == {(12, 5, 4), (5, 4, 12)}  # of the input, of the weight over all rows
+    # Of the input; of the weight as it lies, over all rows.
+    assert posed == {(12, 5, 4), (4, 5, 12)}
 
 
 def test_complex_gradients() -> None:
