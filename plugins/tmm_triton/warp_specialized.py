@@ -60,7 +60,15 @@ from tmm_triton.kernel import missing_toolchain
 _KNOWN_RELEASES = ("3.6.", "3.7.")
 #: Bytes that TMA wants base and leading stride to be multiples of.
 _ALIGNMENT = 16
-_ELEMENTS = {torch.bfloat16: "bf16", torch.float16: "fp16", torch.float32: "fp32"}
+#: Gluon's names of what operands, outputs and what is added to them may consist of.
+_GLUON = {
+    torch.bfloat16: gl.bfloat16,
+    torch.float16: gl.float16,
+    torch.float32: gl.float32,
+    torch.float8_e4m3fn: gl.float8e4nv,
+    torch.float8_e5m2: gl.float8e5,
+}
+_WIDE = (torch.bfloat16, torch.float16, torch.float32)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -126,7 +134,7 @@ class WarpSpecializedConfig(Config):
     def shared_memory(self, problem: Problem) -> int:
         """Bytes of shared memory that a block takes."""
         c = _Constants.of(problem, self)
-        stage = 2 * (c.BLOCK_M + c.b_boxes * c.BLOCK_N) * c.BLOCK_K
+        stage = c.IN_BYTES * (c.BLOCK_M + c.b_boxes * c.BLOCK_N) * c.BLOCK_K
         staging = c.CONSUMERS * c.buffers * c.ROWS * c.BLOCK_N // c.SUBTILES
         return c.STAGES * stage + staging * problem.out.dtype.itemsize + _SHARED_OVERHEAD
 
@@ -154,6 +162,11 @@ class _Constants:
     B_COL: bool
     GATED: bool
     SCALED: bool
+    #: Kinds of the scales of 8-bit operands.
+    SCALE_A: str | None
+    SCALE_B: str | None
+    #: Bytes of an element of the operands.
+    IN_BYTES: int
     BIAS: bool
     RESIDUAL: bool
     #: The output is stored through pointers, element by element.
@@ -175,6 +188,9 @@ class _Constants:
             B_COL=problem.b.layout == "col",
             GATED=problem.gated,
             SCALED=problem.scaled,
+            SCALE_A=problem.scale_a,
+            SCALE_B=problem.scale_b,
+            IN_BYTES=problem.a.dtype.itemsize,
             BIAS=problem.bias is not None,
             RESIDUAL=problem.residual is not None,
             POINTERS=_stored_by_pointers(problem),
@@ -189,6 +205,11 @@ class _Constants:
     def b_boxes(self) -> int:
         """TMA boxes of B in one stage."""
         return 2 if self.GATED else 1
+
+    @property
+    def promoted(self) -> bool:
+        """Whether each k-step is summed apart, and the sums in fp32 (:func:`_multiply`)."""
+        return self.IN_BYTES == 1
 
     @property
     def buffers(self) -> int:
@@ -258,7 +279,7 @@ def _produce(a_desc, b_desc, ring, barriers, sizes, C: gl.constexpr):
     _, N, K, _ = sizes
     A_BOXES: gl.constexpr = C.a_boxes
     B_BOXES: gl.constexpr = C.b_boxes
-    BYTES: gl.constexpr = 2 * (C.BLOCK_M + B_BOXES * C.BLOCK_N) * C.BLOCK_K
+    BYTES: gl.constexpr = C.IN_BYTES * (C.BLOCK_M + B_BOXES * C.BLOCK_N) * C.BLOCK_K
     stage = 0
     phase = 0
     for tile in range(gl.program_id(0), _tiles(sizes, C), gl.num_programs(0)):
@@ -290,6 +311,25 @@ def _strips(x, STRIPS: gl.constexpr):
     else:  # noqa: RET505 (Triton compiles what follows a return)
         left, right = x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute([0, 2, 1]).split()
         return _strips(left, STRIPS // 2) + _strips(right, STRIPS // 2)
+
+
+@jit
+def _scaled(z, factors, row, column, M, end, LAYOUT: gl.constexpr, C: gl.constexpr):
+    """``alpha · scale_a · scale_b · z``, each where the problem has it."""
+    alpha, scale_a, scale_b = factors
+    if C.SCALED:
+        z = z * alpha
+    if C.SCALE_A == "row":
+        rows = row + gl.arange(0, z.shape[0], layout=gl.SliceLayout(1, LAYOUT))
+        z = z * gl.expand_dims(gl.load(scale_a + rows, mask=rows < M, other=0.0), 1)
+    elif C.SCALE_A == "tensor":
+        z = z * gl.load(scale_a)
+    if C.SCALE_B == "row":
+        columns = column + gl.arange(0, z.shape[1], layout=gl.SliceLayout(0, LAYOUT))
+        z = z * gl.expand_dims(gl.load(scale_b + columns, mask=columns < end, other=0.0), 0)
+    elif C.SCALE_B == "tensor":
+        z = z * gl.load(scale_b)
+    return z
 
 
 @jit
@@ -333,7 +373,7 @@ def _store(
 ):  # fmt: skip
     """Finish the fp32 accumulator (two, gate and up, where gated), round it and send it off
     strip by strip, through one or two staging buffers."""
-    destination, bias, residual, alpha = target
+    destination, bias, residual, factors = target
     M, N, _, _ = sizes
     SUBTILES: gl.constexpr = C.SUBTILES
     WIDTH: gl.constexpr = C.BLOCK_N // SUBTILES
@@ -347,14 +387,12 @@ def _store(
     for i in gl.static_range(SUBTILES):
         at = column + i * WIDTH
         x = gl.convert_layout(strips[i], LAYOUT)
-        if C.SCALED:
-            x = x * alpha
+        x = _scaled(x, factors, row, at, M, 2 * N if C.GATED else N, LAYOUT, C)
         if C.BIAS:
             x = _with_bias(x, bias, at, N, LAYOUT)
         if C.GATED:
             y = gl.convert_layout(up_strips[i], LAYOUT)
-            if C.SCALED:
-                y = y * alpha
+            y = _scaled(y, factors, row, at + N, M, 2 * N, LAYOUT, C)
             if C.BIAS:
                 y = _with_bias(y, bias, at + N, 2 * N, LAYOUT)
             x = EPILOGUE(x, y)
@@ -376,7 +414,9 @@ def _store(
 
 @jit
 def _multiply(ring, stage, acc, up, FIRST: gl.constexpr, WHO: gl.constexpr, C: gl.constexpr):
-    """Start this stage's products and wait for those of the stage before."""
+    """Start this stage's products and wait for those of the stage before. Sums of 8-bit floats
+    have some 14 bits in the tensor cores: those of one stage are waited for, and added in fp32
+    while the other consumers multiply."""
     a_ring, b_ring = ring
     a = a_ring.index(stage * C.a_boxes + WHO % C.a_boxes)
     b = b_ring.index(stage * C.b_boxes)
@@ -384,6 +424,16 @@ def _multiply(ring, stage, acc, up, FIRST: gl.constexpr, WHO: gl.constexpr, C: g
         a = a.permute((1, 0))
     if C.B_COL:
         b = b.permute((1, 0))
+    if C.promoted:
+        part = warpgroup_mma(a, b, acc, use_acc=False, is_async=True)
+        if C.GATED:
+            b = b_ring.index(stage * C.b_boxes + 1).permute((1, 0))
+            part_up = warpgroup_mma(a, b, up, use_acc=False, is_async=True)
+            part, part_up = warpgroup_mma_wait(0, deps=(part, part_up))
+            up = part_up if FIRST else up + part_up
+        else:
+            part = warpgroup_mma_wait(0, deps=(part,))
+        return part if FIRST else acc + part, up
     # Not accumulating the first time spares clearing the registers.
     acc = warpgroup_mma(a, b, acc, use_acc=not FIRST, is_async=True)
     if C.GATED:
@@ -407,7 +457,9 @@ def _consume(
     ROWS: gl.constexpr = C.ROWS
     BLOCK_N: gl.constexpr = C.BLOCK_N
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[C.WARPS, 1], instr_shape=[16, C.mma_n, 16]
+        version=[3, 0],
+        warps_per_cta=[C.WARPS, 1],
+        instr_shape=[16, C.mma_n, 32 // C.IN_BYTES],
     )
     k_steps = gl.cdiv(K, C.BLOCK_K)
     stage = 0
@@ -452,7 +504,7 @@ def _consume(
 @jit
 def _kernel(
     a_desc, b_desc, c_desc, out_ptr, out_stride, M, N, K, GROUP_M, bias_ptr, bias_stride,
-    residual_ptr, residual_stride_m, residual_stride_n, alpha,
+    residual_ptr, residual_stride_m, residual_stride_n, alpha, scale_a_ptr, scale_b_ptr,
     EPILOGUE: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     STAGES: gl.constexpr = C.STAGES
@@ -479,7 +531,7 @@ def _kernel(
     barriers = (full, empty)
     bias = (bias_ptr, bias_stride)
     residual = (residual_ptr, residual_stride_m, residual_stride_n)
-    target = (destination, bias, residual, alpha)
+    target = (destination, bias, residual, (alpha, scale_a_ptr, scale_b_ptr))
     sizes = (M, N, K, GROUP_M)
     if C.CONSUMERS == 1:
         gl.warp_specialize(
@@ -536,6 +588,14 @@ _TILES = (
     ("cooperative", 2, 4, 128, 64, 128),
     ("pingpong", 2, 4, 64, 64, 128),
 )
+#: Of 8-bit operands, whose stages are summed in registers of their own: as many accumulators
+#: again. The consumers must not be in step, nor take turns.
+_FP8_TILES = (
+    ("cooperative", 3, 4, 192, 128, 128),
+    ("cooperative", 2, 4, 128, 128, 128),
+    ("cooperative", 3, 4, 192, 64, 128),
+    ("cooperative", 2, 4, 128, 64, 128),
+)
 #: How many of them, and configs in all, are proposed for one problem.
 _TILES_TRIED, _CONFIGS_TRIED = 9, 20
 #: Stages of 24 KB that cover the latency of memory at full rate; more only fill later.
@@ -571,16 +631,22 @@ class WarpSpecialized(Kernel[WarpSpecializedConfig]):
         if not triton.__version__.startswith(_KNOWN_RELEASES):
             known = " and ".join(release + "x" for release in _KNOWN_RELEASES)
             reasons.append(f"is written for the Gluon of Triton {known}, not {triton.__version__}")
-        if problem.a.dtype != problem.b.dtype or problem.a.dtype.itemsize != 2:
-            reasons.append(f"multiplies 16-bit floats, not {problem.a.dtype} @ {problem.b.dtype}")
+        if problem.fp8:
+            if (problem.a.layout, problem.b.layout) != ("row", "col"):
+                reasons.append(
+                    "wgmma takes 8-bit operands along K only: a row-major, b column-major"
+                )
+        elif problem.a.dtype != problem.b.dtype or problem.a.dtype.itemsize != 2:
+            reasons.append(
+                f"multiplies floats of 16 or 8 bits, not {problem.a.dtype} @ {problem.b.dtype}"
+            )
         residual = problem.residual.dtype if problem.residual else None
         for what, dtype in (
-            ("operand", problem.a.dtype),
             ("output", problem.out.dtype),
             ("bias", problem.bias),
             ("residual", residual),
         ):
-            if dtype is not None and dtype not in _ELEMENTS:
+            if dtype is not None and dtype not in _WIDE:
                 reasons.append(f"{what} is {dtype}, not a float of 16 or 32 bits")
         if min(problem.m, problem.n, problem.k) < 1:
             reasons.append("has an empty dimension")
@@ -604,7 +670,8 @@ class WarpSpecialized(Kernel[WarpSpecializedConfig]):
         return "k16"
 
     def configs(self, problem: Problem) -> Iterable[WarpSpecializedConfig]:
-        fitting = filter(None, (_fitted(problem, tile) for tile in _TILES))
+        tiles = _FP8_TILES if problem.fp8 else _TILES
+        fitting = filter(None, (_fitted(problem, tile) for tile in tiles))
         ranked = sorted(fitting, key=lambda variants: self.estimate_us(problem, variants[0]))
         proposed = [
             [
@@ -626,8 +693,9 @@ class WarpSpecialized(Kernel[WarpSpecializedConfig]):
         sms = problem.device.sm_count
         width = config.BLOCK_N * (2 if problem.gated else 1)
         depth = -(-problem.k // config.BLOCK_K) * config.BLOCK_K
-        load = 2 * (config.BLOCK_M + width) * depth / _SM_BYTES
-        multiply = 2 * config.BLOCK_M * width * depth / _SM_FLOPS
+        itemsize = problem.a.dtype.itemsize
+        load = itemsize * (config.BLOCK_M + width) * depth / _SM_BYTES
+        multiply = itemsize * config.BLOCK_M * width * depth / _SM_FLOPS
         # Loads under the multiplying cost power, and with it clocks: the larger tile wins ties.
         loop = max(multiply, load) + load / 20
         epilogue = _EPILOGUE_US * config.BLOCK_M * config.BLOCK_N / (128 * 256)
@@ -681,6 +749,8 @@ class WarpSpecialized(Kernel[WarpSpecializedConfig]):
                     divisible = {"residual_ptr": 16, "residual_stride_m": 4, "N": 8}
         if problem.scaled:
             types["alpha"] = "fp32"
+        types |= {"scale_a_ptr": "*fp32"} if problem.scale_a else {}
+        types |= {"scale_b_ptr": "*fp32"} if problem.scale_b else {}
         constants |= {name: None for name in _kernel.arg_names if name not in types | constants}
         return Specialization(types, constants, divisible, config.num_warps)
 
@@ -716,6 +786,7 @@ class WarpSpecialized(Kernel[WarpSpecializedConfig]):
             residual: torch.Tensor | None,
             alpha: float,
             out: torch.Tensor | None,
+            *scales: torch.Tensor | None,
         ) -> torch.Tensor:
             if out is None:
                 out = a.new_empty(shape, dtype=dtype)
@@ -728,6 +799,8 @@ class WarpSpecialized(Kernel[WarpSpecializedConfig]):
                 args += (residual.data_ptr(), *map(residual.stride, strides))
             if scaled:
                 args += (alpha,)
+            for scale in scales:
+                args += () if scale is None else (scale.data_ptr(),)
             call(blocks, 1, 1, *args)
             return out
 
@@ -758,7 +831,9 @@ def _fitted(
         return []
     block_n //= 2 if problem.gated else 1
     variants: list[WarpSpecializedConfig] = []
-    for width in (128, 64):
+    # 160 registers a thread do not hold two sums and the scales of 64 columns.
+    widths = (64,) if problem.fp8 and consumers == 3 else (128, 64)
+    for width in widths:
         config = WarpSpecializedConfig(
             BLOCK_M=block_m,
             BLOCK_N=block_n,
@@ -770,7 +845,8 @@ def _fitted(
             num_warps=num_warps,
             subtiles=min(8, max(1, block_n * problem.out.dtype.itemsize // width)),
         )
-        stage = 2 * (block_m + block_n * (2 if problem.gated else 1)) * block_k
+        stage = (block_m + block_n * (2 if problem.gated else 1)) * block_k
+        stage *= problem.a.dtype.itemsize
         spare = problem.device.shared_memory - config.shared_memory(problem)
         stages = min(2 + spare // stage, _STAGES_WANTED)
         if stages > max((v.num_stages for v in variants), default=1):
@@ -801,13 +877,12 @@ def _box(operand: Operand, rows: int, columns: int) -> tuple[list[int], Any]:
     """The descriptor block of a [rows, columns] tile along the contiguous dimension, and its
     layout in shared memory."""
     block = [rows, columns] if operand.layout == "row" else [columns, rows]
-    element = {torch.bfloat16: gl.bfloat16, torch.float16: gl.float16, torch.float32: gl.float32}
-    return block, gl.NVMMASharedLayout.get_default_for(block, element[operand.dtype])
+    return block, gl.NVMMASharedLayout.get_default_for(block, _GLUON[operand.dtype])
 
 
 def _descriptor_type(operand: Operand, rows: int, columns: int) -> str:
     block, layout = _box(operand, rows, columns)
-    return f"tensordesc<{_ELEMENTS[operand.dtype]}{block},{layout!r}>"
+    return f"tensordesc<{pointer(operand.dtype)[1:]}{block},{layout!r}>"
 
 
 def _describer(operand: Operand, rows: int, columns: int) -> Callable[[torch.Tensor], Any]:

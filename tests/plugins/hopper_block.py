@@ -144,8 +144,8 @@ class Descriptor:
     layout = None
     dtype = np.float64
 
-    def __init__(self, matrix: np.ndarray, block_shape: list[int]) -> None:
-        self.matrix, self.block_shape = matrix, block_shape
+    def __init__(self, matrix: np.ndarray, block_shape: list[int], itemsize: int = 2) -> None:
+        self.matrix, self.block_shape, self.itemsize = matrix, block_shape, itemsize
 
     def read(self, at: Sequence[int]) -> np.ndarray:
         box = np.zeros(self.block_shape)
@@ -212,7 +212,7 @@ def run_block(
     def load(descriptor: Descriptor, at: Sequence[int], barrier: Barrier, slot: Shared) -> None:
         def copy() -> None:
             slot.data[...] = descriptor.read(at)
-            barrier.land(2 * slot.data.size)
+            barrier.land(descriptor.itemsize * slot.data.size)
 
         scheduler.copies.append(copy)
         # Until it lands, nothing may be read from there.
@@ -240,7 +240,7 @@ def run_block(
         scheduler.wait_until(lambda: True)
         while len(local.sums) > pending:
             local.sums.pop(0).finish()
-        values = tuple(d.value if d.value is not None else d for d in deps)
+        values = tuple(d.value if isinstance(d, Sum) and d.value is not None else d for d in deps)
         return values if len(values) > 1 else values[0]
 
     def allocate(dtype: Any, shape: list[int], layout: Any) -> Shared:
@@ -261,7 +261,7 @@ def run_block(
         view.data.bytes += count
         view.data.arrive()
 
-    def gather(pointer: Pointer, mask: np.ndarray, other: float) -> Block:
+    def gather(pointer: Pointer, mask: Any = True, other: float = 0.0) -> Block:
         index, mask = np.broadcast_arrays(pointer.offset, mask)
         values = np.full(index.shape, other)
         values[mask] = pointer.memory[index[mask]]

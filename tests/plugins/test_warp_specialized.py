@@ -31,6 +31,7 @@ from tmm_core.epilogue import BUILTIN, Epilogue, parse
 
 KERNEL = WarpSpecialized()
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 H200 = DeviceFingerprint(
     type="cuda", name="NVIDIA H200", capability=(9, 0), sm_count=132, shared_memory=232448
 )
@@ -67,6 +68,8 @@ def problem(
         problem(n=4092, b=Operand(BF16, "col")),
         problem(m=1, n=1, k=1, out=Operand(FP32, aligned=False)),
         problem(deterministic=True, batch_invariant=True, capturing=True),
+        problem(dtype=E4M3, out=BF16, scale_a="tensor", epilogue="swiglu"),
+        problem(dtype=E5M2, out=FP32, b=Operand(E4M3, "col"), scale_a="row", scale_b="row"),
     ],
     ids=str,
 )
@@ -81,9 +84,12 @@ def test_serves(asked: Problem) -> None:
         (problem(device=dataclasses.replace(H200, capability=(10, 0))), "Hopper"),
         (problem(device=DeviceFingerprint("cpu", "cpu")), "Hopper"),
         (problem(device=DeviceFingerprint("cpu", "cpu", interpreted=True)), "interpreter"),
-        (problem(dtype=FP32), "16-bit"),
-        (problem(b=Operand(FP16, "col")), "16-bit"),
-        (problem(dtype=torch.float8_e4m3fn, out=BF16), "16-bit"),
+        (problem(dtype=FP32), "16 or 8 bits"),
+        (problem(b=Operand(FP16, "col")), "16 or 8 bits"),
+        (problem(b=Operand(E4M3, "col")), "16 or 8 bits"),
+        (problem(dtype=E4M3), "output is torch.float8_e4m3fn"),
+        (problem(layout="nn", dtype=E4M3, out=BF16), "along K only"),
+        (problem(layout="tt", dtype=E5M2, out=BF16), "along K only"),
         (problem(out=torch.float64), "output is torch.float64"),
         (problem(bias=torch.float64), "bias is torch.float64"),
         (problem(residual=Operand(torch.int8)), "residual is torch.int8"),
@@ -219,27 +225,33 @@ def computed(
     gated: bool = False,
     extras: bool = False,
     pointers: bool = False,
+    scales: str | None = None,
     module: types.ModuleType = warp_specialized,
 ) -> tuple[np.ndarray, np.ndarray]:
     """The output of all blocks and what it should be, in tiles of 2 rows a consumer by 4
-    columns by 2 of K. ``extras``: alpha, bias and residual. ``pointers``: stored by them."""
+    columns by 2 of K. ``extras``: alpha, bias and residual. ``pointers``: stored by them.
+    ``scales``: operands of 8 bits, and the kind of their scales."""
     rows, columns, depth = 2, 4, 2
     constants = warp_specialized._Constants(
         BLOCK_M=rows if pingpong else rows * consumers, BLOCK_N=columns, BLOCK_K=depth,
         STAGES=stages, CONSUMERS=consumers, WARPS=4, ROWS=rows, SUBTILES=subtiles,
         PINGPONG=pingpong, A_COL=layout[0] == "t", B_COL=layout[1] == "t",
         GATED=gated, SCALED=extras, BIAS=extras, RESIDUAL=extras, POINTERS=pointers,
+        SCALE_A=scales, SCALE_B=scales, IN_BYTES=1 if scales else 2,
     )  # fmt: skip
     random = np.random.default_rng(seed)
     width = 2 * n if gated else n
     a, b = random.standard_normal((m, k)), random.standard_normal((k, width))
     bias, residual = random.standard_normal(width), random.standard_normal((m, n))
+    sizes = (m, width) if scales == "row" else (1, 1)
+    scale_a, scale_b = (random.standard_normal(size) for size in sizes)
     # Rows apart, so that what is stored past the end of one is seen.
     memory = np.full((m, n + 3), np.nan)
     out = memory[:, :n]
 
     def descriptor(matrix: np.ndarray, box: list[int], letter: str) -> Descriptor:
-        return Descriptor(matrix, box) if letter == "n" else Descriptor(matrix.T, box[::-1])
+        matrix, box = (matrix, box) if letter == "n" else (matrix.T, box[::-1])
+        return Descriptor(matrix, box, constants.IN_BYTES)
 
     def epilogue(gate: np.ndarray, *up: np.ndarray) -> np.ndarray:
         return np.tanh(gate) * up[0] if up else np.tanh(gate)
@@ -250,13 +262,14 @@ def computed(
         descriptor(a, [rows, depth], layout[0]),
         descriptor(b, [depth, columns], layout[1]),
         *((None, Pointer(memory.ravel()), n + 3) if pointers else (store, None, None)),
-        m, n, k, 2, *given, epilogue, constants,
+        m, n, k, 2, *given, Pointer(scale_a), Pointer(scale_b), epilogue, constants,
     ]  # fmt: skip
     blocks = min(programs, -(-m // constants.BLOCK_M) * -(-n // columns))
     for program in range(blocks):
         run_block(module, arguments, program, blocks, seed)
     assert np.isnan(memory[:, n:]).all(), "stored past the end of a row"
-    z = 0.5 * (a @ b) + bias if extras else a @ b
+    z = a @ b * (scale_a[:, None] * scale_b if scales else 1.0)
+    z = 0.5 * z + bias if extras else z
     expected = epilogue(z[:, :n], z[:, n:]) if gated else epilogue(z)
     return out, expected + residual if extras else expected
 
@@ -289,6 +302,20 @@ def test_layouts_and_epilogues(
         out, expected = computed(
             seed, consumers=consumers, pingpong=pingpong, pointers=pointers,
             layout=layout, gated=gated, extras=True, subtiles=subtiles,
+        )  # fmt: skip
+        np.testing.assert_allclose(out, expected)
+
+
+@pytest.mark.parametrize("scales", ["tensor", "row"])
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(("consumers", "pingpong"), SCHEDULES)
+def test_sums_of_8_bits_are_promoted(
+    consumers: int, pingpong: bool, gated: bool, scales: str
+) -> None:
+    for seed, (k, extras, stages) in enumerate(itertools.product((1, 4, 7), (False, True), (2, 3))):
+        out, expected = computed(
+            seed, k=k, stages=stages, consumers=consumers, pingpong=pingpong,
+            layout="nt", gated=gated, extras=extras, scales=scales,
         )  # fmt: skip
         np.testing.assert_allclose(out, expected)
 
@@ -335,7 +362,7 @@ def test_the_model_sees_what_a_missing_wait_does(line: str, instead: str, tmp_pa
 _COMPILE = """
 import json, re, subprocess, sys
 from pathlib import Path
-from test_warp_specialized import KERNEL, configs_of, problem, BF16, FP16, FP32, Operand
+from test_warp_specialized import KERNEL, configs_of, problem, BF16, FP16, FP32, E4M3, E5M2, Operand
 from tmm_triton import warp_specialized
 from tmm_core.triton import compile_for, source
 import triton
@@ -370,7 +397,8 @@ for config in configs_of(asked, sys.argv[2]):
 def configs_of(asked: Problem, which: str) -> list[WarpSpecializedConfig]:
     """``"all"``: every tile there is; ``"some"``: the best guess of either schedule and of
     three consumers."""
-    fitted = [c for t in warp_specialized._TILES for c in warp_specialized._fitted(asked, t)]
+    tiles = warp_specialized._FP8_TILES if asked.fp8 else warp_specialized._TILES
+    fitted = [c for t in tiles for c in warp_specialized._fitted(asked, t)]
     if which == "all":
         return fitted
     kinds = {(c.schedule, c.consumers): c for c in reversed(list(KERNEL.configs(asked)))}
@@ -399,6 +427,7 @@ def compiled(expression: str, which: str, folder: Path) -> list[dict[str, Any]]:
         ("problem(layout='nt', dtype=FP16)", "some"),
         ("problem(layout='tn')", "some"),
         ("problem(layout='tt')", "some"),
+        ("problem(dtype=E4M3, out=BF16, scale_a='row', scale_b='row')", "all"),
     ],
 )
 def test_every_config_compiles_for_hopper(expression: str, which: str, tmp_path: Path) -> None:
@@ -430,6 +459,9 @@ def test_storing_by_pointers_takes_no_more(dtype: str, stack: int, tmp_path: Pat
         "problem(layout='tn', out=FP32)",
         "problem(8192, 4096, 512, epilogue='gelu_tanh', bias=BF16, residual=Operand(BF16))",
         "problem(epilogue='swiglu', bias=FP32, scaled=True)",
+        "problem(dtype=E4M3, b=Operand(E5M2, 'col'), out=BF16, epilogue='silu', bias=FP32,"
+        " residual=Operand(BF16), scale_a='row', scale_b='row', scaled=True)",
+        "problem(dtype=E4M3, out=BF16, epilogue='swiglu', scale_a='row', scale_b='row')",
         "problem(residual=Operand(BF16, 'strided', aligned=False))",
         "problem(4097, 4097, 4097, epilogue='silu', bias=BF16, out=Operand(BF16, aligned=False))",
     ],
