@@ -40,6 +40,7 @@ def isolated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
         if name.startswith("TMM_"):
             monkeypatch.delenv(name)
     monkeypatch.setenv("TMM_CACHE_DIR", str(tmp_path / "tmm-cache"))
+    monkeypatch.setenv("TMM_SHIPPED_RECORDS", "0")
     forget()
     yield
     forget()

@@ -131,6 +131,11 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--host", action="store_true", help="measure the host's cost per call")
     parser.add_argument(
+        "--verify-shipped",
+        action="store_true",
+        help="check the records that packages ship: right, and still ahead of BLAS?",
+    )
+    parser.add_argument(
         "--no-tune", dest="tune", action="store_false", help="take what the cache or a guess gives"
     )
     _add_budget(parser)

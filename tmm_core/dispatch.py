@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import threading
+from collections.abc import Mapping
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, cast
 
@@ -263,6 +264,21 @@ def pose(
         capturing=a.is_cuda and torch.cuda.is_current_stream_capturing(),
     )
     return problem, fold
+
+
+def recall(document: Mapping[str, Any], device: torch.device) -> Problem:
+    """The problem that a record or a miss is about, as of ``device`` now.
+
+    Raises:
+        UnknownNameError, ValueError, KeyError, TypeError: It is none, or names an epilogue that
+            is not registered.
+    """
+    registry = dispatcher().registry
+    # Of a user's epilogue the document has the key, which is no name to parse.
+    by_key = {epilogue.key: epilogue for epilogue in registry.epilogues().values()}
+    key = document["epilogue"]
+    epilogue = by_key.get(key) or registry.epilogue(key)
+    return Problem.from_json(document, fingerprint(device), epilogue)
 
 
 def _quarantine(plan: Plan, error: Exception) -> bool:

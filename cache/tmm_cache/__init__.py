@@ -11,7 +11,7 @@ It knows neither torch nor the kernels: problems, environments and configs are J
 
 from tmm_cache.errors import CacheWarning, RecordError
 from tmm_cache.keys import JSON, digest, slug
-from tmm_cache.layout import default_root, layer_paths
+from tmm_cache.layout import default_root, layer_paths, shipped_layers
 from tmm_cache.misses import Miss
 from tmm_cache.record import SCHEMA, CandidateResult, TuningRecord
 from tmm_cache.scan import Entry
@@ -30,5 +30,6 @@ __all__ = [
     "default_root",
     "digest",
     "layer_paths",
+    "shipped_layers",
     "slug",
 ]

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Iterator
+from dataclasses import replace
 
 from tmm_cache import facets, removal
 from tmm_cache.console import (
@@ -51,6 +52,8 @@ def export(store: CacheStore, options: Namespace) -> int:
     if not entries:
         note(f"no records{'' if wanted.is_empty else ' match'} in {store.root}; nothing written")
         return FOUND
+    if options.thin:
+        entries = [replace(entry, record=entry.record.thinned()) for entry in entries]
     try:
         count = write_archive(options.file, entries)
     except ArchiveError as error:

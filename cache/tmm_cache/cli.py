@@ -61,8 +61,8 @@ def _parser() -> argparse.ArgumentParser:
     parser = _Parser(
         prog="tmm-cache",
         description="Look after tmm's tuning records.",
-        epilog="The root is TMM_CACHE_DIR or the platform's cache folder; TMM_CACHE_PATH lists "
-        "read-only layers below it.",
+        epilog="The root is TMM_CACHE_DIR or the platform's cache folder; below it are the "
+        "read-only layers that TMM_CACHE_PATH lists and those that packages ship.",
     )
     _add_cache_dir(parser, default=None)
     subparsers = parser.add_subparsers(required=True, metavar="command", parser_class=_Parser)
@@ -106,6 +106,11 @@ def _parser() -> argparse.ArgumentParser:
 
     export = add("export", changes.export, "write own records to an archive")
     export.add_argument("file", type=Path, metavar="FILE.tar.gz")
+    export.add_argument(
+        "--thin",
+        action="store_true",
+        help="keep of each candidate's samples the median and the extremes",
+    )
     _add_filters(export)
 
     import_ = add("import", changes.import_, "add the records of an archive to one's own")

@@ -19,6 +19,8 @@ ENVIRONMENT: Final = "environment.json"
 MISSES: Final = "misses.jsonl"
 LOCK_SUFFIX: Final = ".lock"
 VERSION: Final = f"v{SCHEMA}"
+SHIPPED_GROUP: Final = "tmm.records"
+OWN_PACKAGE: Final = "tmm_core"
 
 _HEX = rf"[0-9a-f]{{{DIGEST_DIGITS}}}"
 DIGEST: Final = re.compile(_HEX)
@@ -43,9 +45,36 @@ def default_root(environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def layer_paths(environ: Mapping[str, str] = os.environ) -> tuple[Path, ...]:
-    """The read-only layers below the user's own: `TMM_CACHE_PATH`, nearest first."""
+    """The read-only layers below the user's own, nearest first: `TMM_CACHE_PATH`, then what
+    installed packages ship."""
     parts = environ.get("TMM_CACHE_PATH", "").split(os.pathsep)
-    return tuple(Path(os.path.expanduser(part)) for part in parts if part)
+    own = tuple(Path(os.path.expanduser(part)) for part in parts if part)
+    return own + shipped_layers(environ)
+
+
+def shipped_layers(environ: Mapping[str, str] = os.environ) -> tuple[Path, ...]:
+    """The `records` folders of installed packages, tmm's own last; none where
+    `TMM_SHIPPED_RECORDS` is 0.
+
+    A distribution names its package in the entry-point group `tmm.records`. It is not imported.
+    """
+    if environ.get("TMM_SHIPPED_RECORDS") == "0":
+        return ()
+    from importlib.metadata import entry_points
+    from importlib.util import find_spec
+
+    found = entry_points(group=SHIPPED_GROUP)
+    folders: dict[Path, None] = {}
+    for entry in sorted(found, key=lambda entry: (entry.value == OWN_PACKAGE, entry.name)):
+        try:
+            spec = None if "." in entry.value else find_spec(entry.value)
+        except (ImportError, ValueError):
+            continue
+        for place in (spec and spec.submodule_search_locations) or ():
+            folder = Path(place, "records")
+            if folder.is_dir():
+                folders[folder] = None
+    return tuple(folders)
 
 
 def environment_folder(root: Path, gpu: str, environment: str) -> Path:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from dataclasses import fields as fields_of
 from datetime import datetime
 from typing import Literal, TypeAlias, get_args
@@ -70,6 +70,13 @@ class CandidateResult:
         if len(ordered) % 2:
             return ordered[middle]
         return ordered[middle - 1] + (ordered[middle] - ordered[middle - 1]) / 2
+
+    def thinned(self) -> CandidateResult:
+        """With the least, the greatest and the middle of its samples only: the same median."""
+        if self.median_us is None:
+            return self
+        three = (min(self.samples_us), self.median_us, max(self.samples_us))
+        return replace(self, samples_us=three)
 
     def to_json(self) -> dict[str, JSON]:
         """The JSON object of this candidate. Raises RecordError if the config is not JSON."""
@@ -133,6 +140,10 @@ class TuningRecord:
     def created_at(self) -> datetime:
         """`created` as a time in UTC. Raises ValueError where it is none."""
         return datetime.fromisoformat(self.created.replace("Z", "+00:00"))
+
+    def thinned(self) -> TuningRecord:
+        """Without most samples, for records that travel with a package."""
+        return replace(self, candidates=tuple(each.thinned() for each in self.candidates))
 
     def to_json(self) -> dict[str, JSON]:
         """The JSON document of this record. Raises RecordError if problem or a config is not."""

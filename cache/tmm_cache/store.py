@@ -45,8 +45,8 @@ _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.
 class CacheStore:
     """Tuning records on disk: the user's own root, and read-only layers below it.
 
-    `root` and `layers` left out come from `TMM_CACHE_DIR` and `TMM_CACHE_PATH`. No folder is made
-    before the first save. A file that can't be used costs a miss and one `CacheWarning` per
+    `root` and `layers` left out are `default_root()` and `layer_paths()`. No folder is made before
+    the first save. A file that can't be used costs a miss and one `CacheWarning` per
     process. Methods that take a GPU raise ValueError where it is no slug (see `slug`), and what
     `digest` raises where an environment or a problem is not JSON.
     """

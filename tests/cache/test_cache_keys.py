@@ -28,6 +28,7 @@ def test_the_public_names_are_these() -> None:
         "default_root",
         "digest",
         "layer_paths",
+        "shipped_layers",
         "slug",
     ]
     assert all(hasattr(tmm_cache, name) for name in tmm_cache.__all__)

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import json
 import time
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -30,6 +32,8 @@ def run(options: argparse.Namespace) -> int:
         return _show(_read(options.read), options)
     started = time.monotonic()
     device = shared.device(options)
+    if options.verify_shipped:
+        return _verify_shipped(device, options)
     tasks = _tasks(options)
     if options.resume:
         tasks = _undone(tasks, options)
@@ -58,6 +62,26 @@ def run(options: argparse.Namespace) -> int:
         results = _read([options.output])
     status = _show(results, options)
     return INTERRUPTED if interrupted else status
+
+
+def _verify_shipped(device: torch.device, options: argparse.Namespace) -> int:
+    from tmm_core.bench import recheck
+
+    documents = []
+    for document in recheck.shipped(device):
+        documents.append(document)
+        if document["status"] != "ok":
+            name = document.get("title") or json.dumps(document["problem"], sort_keys=True)
+            ratio = f", {document['ratio']:.3f}× blas" if "ratio" in document else ""
+            reason = document.get("reason", "")
+            note(f"{document['status']}: {name} {document['kernel']}{ratio} {reason}".rstrip())
+    counts = Counter(document["status"] for document in documents)
+    if options.json:
+        print_json(documents)
+    else:
+        found = ", ".join(f"{number} {status}" for status, number in sorted(counts.items()))
+        print(f"{len(documents)} shipped records for this GPU and these versions: {found or '-'}")
+    return FOUND if any(counts[fault] for fault in recheck.FAULTS) else DONE
 
 
 def _measure(

@@ -23,6 +23,7 @@ import torch
 
 import tmm_core
 from tmm_core import dispatch, settings, verify
+from tmm_core.bench import recheck
 from tmm_core.bench.environment import driver_version
 from tmm_core.case import Call, Case
 from tmm_core.commands import options as shared
@@ -34,7 +35,13 @@ from tmm_core.errors import SettingsError
 LEAST_FREE_BYTES = 64 * 2**20
 
 #: Variables that tmm reads beside those of its settings.
-OTHER_VARIABLES = ("TMM_CACHE_DIR", "TMM_CACHE_PATH", "TMM_DISABLE_PLUGINS", "TMM_PLUGINS")
+OTHER_VARIABLES = (
+    "TMM_CACHE_DIR",
+    "TMM_CACHE_PATH",
+    "TMM_SHIPPED_RECORDS",
+    "TMM_DISABLE_PLUGINS",
+    "TMM_PLUGINS",
+)
 
 #: What each kernel is tried on: sizes of no multiple of a tile, aligned and not.
 PROBES = (
@@ -204,6 +211,12 @@ def _cache(device: torch.device) -> Iterator[Finding]:
     if other := len(same) - sum(same):
         text += f", {other} more of other versions (used as guesses)"
     yield Finding("records", "ok", text)
+    shipped, usable = recheck.current(mine)
+    if shipped:
+        text = f"{shipped} shipped for {mine.gpu} and these versions"
+        if usable < shipped:
+            text += f", {shipped - usable} of kernels that have changed since"
+        yield Finding("records", "ok", text)
     missed = [miss for miss in store.misses() if miss.gpu == mine.gpu]
     if missed:
         text = f"{len(missed)} problems were met where tuning was forbidden"

@@ -89,15 +89,9 @@ def _of_case(case: Case, device: torch.device) -> Pending:
 def _of_document(document: Mapping[str, Any], device: torch.device) -> Pending:
     """Of a problem as records, misses and ``--json`` write it."""
 
-    def pose() -> Problem:
-        registry = dispatch.dispatcher().registry
-        # Of a user's epilogue the document has the key, which is no name to parse.
-        by_key = {epilogue.key: epilogue for epilogue in registry.epilogues().values()}
-        key = document["epilogue"]
-        epilogue = by_key.get(key) or registry.epilogue(key)
-        return Problem.from_json(document, fingerprint(device), epilogue)
-
-    return Pending(title(document), bool(document.get("tf32")), pose)
+    return Pending(
+        title(document), bool(document.get("tf32")), lambda: dispatch.recall(document, device)
+    )
 
 
 def _of_file(path: Path, device: torch.device) -> list[Pending]:

@@ -1,0 +1,128 @@
+"""Records that come with a package: found, used, and held against the machine."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import tarfile
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fakes import FakeKernel
+from tmm_cache import CacheStore, shipped_layers
+
+import tmm_core
+from tmm_core import dispatch
+from tmm_core.bench import recheck
+from tmm_core.cli import main
+
+CPU = torch.device("cpu")
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An installed distribution that ships records; the folder they go to."""
+    site = tmp_path / "site"
+    info = site / "stranger-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: stranger\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(
+        "[tmm.records]\nstranger = stranger_pkg\nghost = no_such_package\ndeep = json.tool\n"
+    )
+    records = site / "stranger_pkg" / "records"
+    records.mkdir(parents=True)
+    (site / "stranger_pkg" / "__init__.py").write_text("raise RuntimeError('imported')")
+    monkeypatch.syspath_prepend(str(site))
+    monkeypatch.delenv("TMM_SHIPPED_RECORDS")
+    return records
+
+
+def test_layers_of_packages_lie_below_the_others(
+    package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMM_CACHE_PATH", "/site")
+    layers = CacheStore().layers
+    assert layers[:2] == (Path("/site"), package)
+    # tmm's own, where it has any, come last.
+    assert all("tmm_core" in str(layer) for layer in layers[2:])
+    monkeypatch.setenv("TMM_SHIPPED_RECORDS", "0")
+    assert shipped_layers() == ()
+    assert CacheStore().layers == (Path("/site"),)
+
+
+def tuned() -> tuple[tmm_core.Problem, Any]:
+    a, b = torch.randn(24, 32), torch.randn(32, 16)
+    problem = tmm_core.problem(a, b)
+    (record,) = tmm_core.tune(problem)
+    return problem, record
+
+
+def test_what_ships_is_chosen_by_and_checked(
+    package: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setenv("TMM_PLUGINS", "blas")
+    problem, record = tuned()
+    archive = tmp_path / "records.tar.gz"
+    command = [sys.executable, "-m", "tmm_cache.cli", "export", "--thin", str(archive)]
+    subprocess.run(command, check=True, capture_output=True)
+    with tarfile.open(archive) as tar:
+        tar.extractall(package, filter="data")
+    monkeypatch.setenv("TMM_CACHE_DIR", str(tmp_path / "another"))
+    dispatch.dispatcher.cache_clear()
+    found = dispatch.dispatcher().record(problem)
+    assert found is not None
+    shipped = found[1]
+    assert shipped.best.median_us == pytest.approx(record.best.median_us)
+    assert all(len(c.samples_us) <= 3 for c in shipped.candidates)
+
+    assert main(["bench", "--verify-shipped", "--device", "cpu", "--json"]) == 0
+    (document,) = json.loads(capsys.readouterr().out)
+    assert (document["status"], document["kernel"]) == ("ok", "blas")
+    assert document["error"] < 1e-4
+    assert recheck.current(problem.device) == (1, 1)
+
+    # A kernel that is no longer the one that was measured.
+    (path,) = package.glob("v1/*/*/*[0-9a-f].json")
+    text = path.read_text()
+    path.write_text(text.replace(record.best.version, "0" * 12))
+    assert main(["bench", "--verify-shipped", "--device", "cpu", "--json"]) == 0
+    (document,) = json.loads(capsys.readouterr().out)
+    assert document["status"] == "stale"
+    assert recheck.current(problem.device) == (1, 0)
+
+
+@pytest.mark.parametrize(("fault", "status"), [("wrong", "wrong"), ("raises", "failed")])
+def test_a_shipped_winner_that_is_no_good_fails_the_check(
+    fault: str, status: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    problem, record = tuned()
+
+    def spoil(out: torch.Tensor) -> torch.Tensor:
+        if fault == "raises":
+            raise RuntimeError("illegal address")
+        return out.add_(1)
+
+    bad = FakeKernel("bad", spoil=spoil)
+    monkeypatch.setattr(recheck, "_kernel", lambda record: bad)
+    best = record.best
+    config = bad.default_config(problem).to_json()
+    candidates = list(record.candidates)
+    candidates[record.winner] = replace(best, kernel="bad", config=config)
+    worse = replace(record, candidates=tuple(candidates))
+    document = recheck._checked(worse, CPU, recheck.HostTimer())
+    assert document["status"] == status, document
+
+
+def test_records_that_ship_with_tmm_are_whole() -> None:
+    folder = ROOT / "tmm_core" / "records"
+    if not folder.is_dir():
+        pytest.skip("this tree ships none")
+    command = [sys.executable, "-m", "tmm_cache.cli", "--cache-dir", str(folder), "verify"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout + done.stderr

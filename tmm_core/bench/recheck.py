@@ -1,0 +1,115 @@
+"""Records that packages ship, held against this machine: are they right, and still ahead?"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from tmm_cache import CacheStore, TuningRecord, shipped_layers
+
+from tmm_core import dispatch, settings, verify
+from tmm_core.bench.results import Document
+from tmm_core.device import DeviceFingerprint, fingerprint
+from tmm_core.kernel import BASELINE, Kernel, Launcher
+from tmm_core.precision import precision
+from tmm_core.problem import Problem
+from tmm_core.timing import CudaTimer, HostTimer, Timer, median
+
+#: A winner may be this much slower than BLAS before it counts as a loss: two series of one short
+#: kernel differ by as much.
+SLOWER = 0.98
+ROUNDS = 30
+
+#: What is worth failing over; a stale record is ignored by the dispatcher, and measured anew.
+FAULTS = ("wrong", "slower", "failed")
+
+
+def shipped(device: torch.device) -> Iterator[Document]:
+    """Every shipped record of this GPU and these versions, one document each: ``status`` is
+    ``"ok"``, ``"slower"`` than BLAS, ``"wrong"``, ``"failed"``, or ``"stale"`` where the winner's
+    kernel has changed since."""
+    here = fingerprint(device)
+    store = CacheStore(Path(os.devnull, "tmm"), shipped_layers())
+    timer: Timer = CudaTimer(device) if device.type == "cuda" else HostTimer()
+    for entry in store.entries(here.gpu):
+        if entry.environment == here.environment:
+            yield _checked(entry.record, device, timer)
+
+
+def current(device: DeviceFingerprint) -> tuple[int, int]:
+    """How many shipped records are of this GPU and these versions, and how many of them are of
+    kernels as they are now."""
+    store = CacheStore(Path(os.devnull, "tmm"), shipped_layers())
+    records = [
+        entry.record
+        for entry in store.entries(device.gpu)
+        if entry.environment == device.environment
+    ]
+    return len(records), sum(_kernel(record) is not None for record in records)
+
+
+def _kernel(record: TuningRecord) -> Kernel[Any] | None:
+    """The winner's kernel, if it is still the one that was measured."""
+    best = record.best
+    for registered in dispatch.dispatcher().registry.kernels():
+        kernel = registered.kernel
+        if (kernel.name, kernel.version) == (best.kernel, best.version):
+            return kernel
+    return None
+
+
+def _checked(record: TuningRecord, device: torch.device, timer: Timer) -> Document:
+    best = record.best
+    document: Document = {
+        "problem": dict(record.problem),
+        "kernel": best.kernel,
+        "config": dict(best.config),
+    }
+    kernel = _kernel(record)
+    if kernel is None:
+        return document | {"status": "stale"}
+    try:
+        problem = dispatch.recall(record.problem, device)
+        with torch.no_grad(), precision(problem.tf32), settings.override():
+            return document | _measured(problem, kernel, record, device, timer)
+    except Exception as error:  # a compiler's, a launch's: this record's fault alone
+        return document | {"status": "failed", "reason": f"{type(error).__name__}: {error}"}
+    finally:
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+
+
+def _measured(
+    problem: Problem,
+    kernel: Kernel[Any],
+    record: TuningRecord,
+    device: torch.device,
+    timer: Timer,
+) -> Document:
+    inputs = verify.make_inputs(problem, device, seed=torch.seed() % 2**31)
+    config = kernel.config_type.from_json(record.best.config)
+    blas = dispatch.dispatcher().registry.kernel(BASELINE)
+    launcher, baseline = kernel.bind(problem, config), _baseline(blas, problem)
+    verify.poison(inputs.out)
+    error = verify.error(inputs.run(launcher), verify.reference(problem, inputs))
+    document: Document = {"title": str(problem), "error": error}
+    # BLAS's own error is no verdict: it is what the others are held against.
+    if not error <= verify.tolerance(problem) and kernel.name != BASELINE:
+        return document | {"status": "wrong"}
+    runs = [lambda: inputs.launch(baseline, None), lambda: inputs.launch(launcher, None)]
+    timer.measure(runs, 3)
+    theirs, mine = map(median, timer.measure(runs, ROUNDS))
+    same = kernel.name == BASELINE
+    return document | {
+        "blas_us": round(theirs, 3),
+        "us": round(mine, 3),
+        "ratio": theirs / mine,
+        "status": "ok" if same or theirs / mine >= SLOWER else "slower",
+    }
+
+
+def _baseline(blas: Kernel[Any], problem: Problem) -> Launcher:
+    return blas.bind(problem, blas.default_config(problem))
