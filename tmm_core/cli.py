@@ -131,6 +131,14 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--host", action="store_true", help="measure the host's cost per call")
     parser.add_argument(
+        "--regret",
+        nargs="+",
+        type=_weight,
+        default=[],
+        metavar="NxK",
+        help="what choosing by bucket costs these weights at random M",
+    )
+    parser.add_argument(
         "--verify-shipped",
         action="store_true",
         help="check the records that packages ship: right, and still ahead of BLAS?",
@@ -193,6 +201,12 @@ def _add_budget(parser: argparse.ArgumentParser) -> None:
 @shared.argument
 def _seconds(text: str) -> float:
     return shared.positive(float, text)
+
+
+@shared.argument
+def _weight(text: str) -> tuple[int, int]:
+    n, _, k = text.partition("x")
+    return shared.positive(int, n), shared.positive(int, k)
 
 
 @shared.argument

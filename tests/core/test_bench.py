@@ -19,7 +19,7 @@ from fakes import FakeKernel, plugin
 
 import tmm_core
 from tmm_core import dispatch, settings, verify
-from tmm_core.bench import environment, host, providers, report, results, runner, suites
+from tmm_core.bench import environment, host, providers, regret, report, results, runner, suites
 from tmm_core.bench.results import Results
 from tmm_core.bench.suites import Task
 from tmm_core.case import Case, parse_expression, parse_shape
@@ -636,3 +636,31 @@ def test_what_would_be_chosen_untuned_is_a_column() -> None:
     assert document["untuned"].startswith("blas")
     assert document["times"]["untuned"]["samples"]
     assert "untuned µs" in report.markdown(Results.of([document]))
+
+
+def test_regret_holds_the_buckets_choice_against_the_best_known(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(regret, "LARGEST_M", 64)
+    ms = regret.sizes(6)
+    assert len(ms) == 6
+    assert all(1 <= m <= 64 for m in ms)
+    register(FakeKernel("fake.a", tiles=(1, 2)))
+    document = regret.measure(CPU, 16, 8, dtype=FP32, count=6, budget=1.0)
+    assert [p["m"] for p in document["points"]] == ms
+    for point in document["points"]:
+        assert point["best_us"] <= min(point["us"], point["blas_us"])
+        assert point["bucket"] >= point["m"]
+    text = report.markdown(Results.of([document]))
+    assert "choosing by bucket" in text
+    assert "16×8" in text
+
+
+def test_bench_measures_regret_from_the_command_line(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(regret, "LARGEST_M", 4)
+    arguments = ["bench", "--regret", "16x8", "--device", "cpu", "--budget", "1"]
+    assert main([*arguments, "--output", str(tmp_path)]) == 0
+    assert "16×8" in (tmp_path / "report.md").read_text()
+    assert main(["bench", "--regret", "16", "--device", "cpu"]) == 2

@@ -152,6 +152,8 @@ def markdown(results: Results) -> str:
         if measured:
             parts.append(_problems(measured))
         parts += [f"- {line(document)}" for document in members if "times" not in document]
+    if results.regrets:
+        parts += ["## choosing by bucket", _regrets(results.regrets)]
     if results.host is not None:
         parts += ["## host cost per call", _host(results.host)]
     return "\n\n".join(parts) + "\n"
@@ -231,6 +233,28 @@ def _row(
         row.append(microseconds(timed.get(UNTUNED, {}).get("median_us")))
     row += [chosen(document), document["origin"], f"{document['error']:.1e}"]
     return row + [microseconds(timed.get(k, {}).get("median_us")) for k in kernels]
+
+
+def _regrets(documents: Sequence[Document]) -> str:
+    columns = (
+        "weight N×K", "dtype", "random M", "buckets", "chosen / best known", "at most", "at M",
+        "torch / chosen", "at least", "at M",
+    )  # fmt: skip
+    rows = []
+    for document in documents:
+        points = document["points"]
+        lost = {p["m"]: p["us"] / p["best_us"] for p in points}
+        ahead = {p["m"]: p["blas_us"] / p["us"] for p in points}
+        worst, least = max(lost, key=lambda m: lost[m]), min(ahead, key=lambda m: ahead[m])
+        rows.append(
+            (
+                f"{document['n']}×{document['k']}", document["dtype"], str(len(points)),
+                str(document["buckets"]), times(statistics.geometric_mean(lost.values())),
+                times(lost[worst]), str(worst), times(statistics.geometric_mean(ahead.values())),
+                times(ahead[least]), str(least),
+            )
+        )  # fmt: skip
+    return _table(columns, rows)
 
 
 def _host(document: Document) -> str:

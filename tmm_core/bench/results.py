@@ -59,6 +59,8 @@ class Results:
     problems: list[Document] = field(default_factory=list)
     #: Host costs per call, the latest.
     host: Document | None = None
+    #: Of each weight what choosing by bucket costs, the latest.
+    regrets: list[Document] = field(default_factory=list)
 
     @property
     def measured(self) -> list[Document]:
@@ -68,18 +70,21 @@ class Results:
     @classmethod
     def of(cls, documents: Iterable[Document]) -> Results:
         """Documents in the order they were written; of one problem the last counts."""
-        results, problems = cls(), {}
+        results, problems, regrets = cls(), {}, {}
         for document in documents:
             if document["kind"] == "run":
                 results.runs.append(document)
             elif document["kind"] == "host":
                 results.host = document
+            elif document["kind"] == "regret":
+                regrets[document["n"], document["k"], document["dtype"]] = document
             else:
                 key = identity(document["suite"], document["case"])
                 # A problem that failed this time was still measured that time.
                 if "times" in document or key not in problems:
                     problems[key] = document
         results.problems = list(problems.values())
+        results.regrets = list(regrets.values())
         return results
 
     @classmethod
@@ -113,6 +118,7 @@ def _documents(path: Path) -> list[Document]:
                 "run",
                 "host",
                 "problem",
+                "regret",
             ):
                 raise ValueError("no result of tmm bench")
         except ValueError as error:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from tmm_core.bench import environment, host, report, runner, suites
+from tmm_core.bench import environment, host, regret, report, runner, suites
 from tmm_core.bench.results import Document, Results, Writer, identity
 from tmm_core.commands import options as shared
 from tmm_core.commands.console import (
@@ -38,6 +38,7 @@ def run(options: argparse.Namespace) -> int:
     if options.resume:
         tasks = _undone(tasks, options)
     names = list(dict.fromkeys(task.suite for task in tasks)) + ["host"] * options.host
+    names += ["regret"] * bool(options.regret)
     documents: list[Document] = [{"kind": "run", **environment.describe(device, options.argv)}]
     interrupted = False
     with Writer(options.output, "-".join(names) if len(names) < 5 else "all") as writer:
@@ -45,6 +46,9 @@ def run(options: argparse.Namespace) -> int:
         try:
             if options.host:
                 documents.append(host.measure(device, tune=options.tune, budget=options.budget))
+                writer.append(documents[-1])
+            for n, k in options.regret:
+                documents.append(regret.measure(device, n, k, budget=options.budget))
                 writer.append(documents[-1])
             deadline = started + options.max_seconds
             for number, document in enumerate(_measure(tasks, device, options, deadline), 1):
@@ -105,7 +109,7 @@ def _measure(
 
 def _tasks(options: argparse.Namespace) -> list[suites.Task]:
     mine = [suites.Task("shapes", case) for case in shared.cases(options, options.shapes)]
-    names = options.suite or ([] if mine or options.host else ["all"])
+    names = options.suite or ([] if mine or options.host or options.regret else ["all"])
     try:
         return mine + suites.select(names, dtype=options.dtype, limit=options.limit)
     except ValueError as error:
@@ -136,7 +140,14 @@ def _read(paths: Sequence[Path]) -> Results:
 
 def _show(results: Results, options: argparse.Namespace) -> int:
     if options.json:
-        print_json({"runs": results.runs, "problems": results.problems, "host": results.host})
+        print_json(
+            {
+                "runs": results.runs,
+                "problems": results.problems,
+                "host": results.host,
+                "regrets": results.regrets,
+            }
+        )
     elif options.markdown:
         print(report.markdown(results), end="")
     else:
