@@ -12,7 +12,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.autograd import forward_ad
 
-from tmm_core import dispatch, ops, settings
+from tmm_core import autograd, dispatch, ops, settings
+from tmm_core.check import PLAIN, check, refuse_gradients_of_out
 from tmm_core.epilogue import EpilogueLike
 from tmm_core.kernel import Config
 from tmm_core.plan import Plan
@@ -33,7 +34,7 @@ def matmul(
     *,
     bias: Tensor | None = None,
     residual: Tensor | None = None,
-    alpha: float = 1.0,
+    alpha: float | Tensor = 1.0,
     epilogue: EpilogueLike = None,
     out: Tensor | None = None,
     out_dtype: torch.dtype | None = None,
@@ -55,10 +56,13 @@ def matmul(
             projection's.
         bias: ``[N]`` (2N where gated), of a's dtype, the output's, or fp32; not of 8 bits.
         residual: Broadcastable to the output; added last, after the epilogue.
-        alpha: Scales the product.
+        alpha: Scales the product: a number, or a tensor of no dimension, which may need a
+            gradient. One that does, or lies on a GPU, is multiplied by torch, with what
+            follows it; reading it would make the host wait.
         epilogue: ``None``, a name such as ``"silu"``, a chain ``"gelu_tanh+softcap(30)"``, an
             :class:`Epilogue` or a sequence of these.
-        out: Where to write; resized as torch resizes. Not differentiable.
+        out: Where to write; resized as torch resizes. Not differentiable; reads an ``alpha``
+            on a GPU.
         out_dtype: The result's dtype; a's by default, and bf16 where that is an 8-bit float.
             fp32 accumulators are rounded once.
         scale_a: What 8-bit operands' numbers stand for: the product is multiplied by it
@@ -78,6 +82,12 @@ def matmul(
             it has them.
         UnknownNameError, UnsupportedProblemError, ConfigError, SettingsError,
             CacheMissError: See :mod:`tmm_core.errors`.
+
+    Differentiable in a, b, bias, residual and alpha, in both modes and any number of times.
+    Kept for backward: ``a`` where ``b`` needs a gradient, ``b`` where ``a`` does, and what eager
+    would keep of the epilogue, at most; where the epilogue's output tells its derivative
+    (``relu``, ``sigmoid``, ``tanh``, ``softplus``, ``softcap``) that output alone, and the
+    epilogue stays fused.
     """
     if kernel is not None or config is not None or on_cache_miss is not None:
         with _overrides(kernel, config, on_cache_miss):
@@ -93,6 +103,8 @@ def matmul(
                 scale_a=scale_a,
                 scale_b=scale_b,
             )
+    if isinstance(alpha, Tensor):
+        return _scaled(a, b, bias, residual, alpha, epilogue, out, out_dtype, scale_a, scale_b)
     if (
         not torch.compiler.is_dynamo_compiling()
         and out is None
@@ -111,7 +123,7 @@ def matmul(
     elif type(epilogue) is str:
         text = epilogue
     else:
-        text = dispatch.intern(dispatch.dispatcher().registry.epilogue(epilogue))
+        text = _text_of(epilogue)
     if out is not None:
         return ops.matmul_out(  # type: ignore[no-any-return]
             a, b, bias, residual, alpha, text, out_dtype, scale_a, scale_b, out=out
@@ -123,16 +135,13 @@ def matmul(
     return ops.matmul(a, b, bias, residual, alpha, text, out_dtype, scale_a, scale_b)  # type: ignore[no-any-return]
 
 
-_PLAIN = frozenset((Tensor, torch.nn.Parameter))
-
-
 def _eager(a: Any, b: Any, bias: Any, residual: Any) -> bool:
     """Whether torch's dispatcher has nothing to do for this call: no gradient to record, no
     autocast, no transform, mode, tracer, profiler or tensor subclass to ask. The operator is
     then a detour of 2.5 µs that comes to the same."""
     return (
-        type(a) in _PLAIN
-        and type(b) in _PLAIN
+        type(a) in PLAIN
+        and type(b) in PLAIN
         and not _autocasts()
         and not _dispatch_modes()
         and not _function_modes()
@@ -149,7 +158,7 @@ def _eager(a: Any, b: Any, bias: Any, residual: Any) -> bool:
 
 def _eager_too(t: Any) -> bool:
     return (
-        type(t) in _PLAIN
+        type(t) in PLAIN
         and not (t.is_neg() or t.is_conj())
         and not (t.requires_grad and _records())
     )
@@ -163,6 +172,48 @@ _profiles = torch._C._autograd._profiler_enabled
 _records = torch.is_grad_enabled
 _tracer = torch._C._get_tracing_state
 _transform = torch._C._functorch.peek_interpreter_stack
+
+
+def _text_of(epilogue: EpilogueLike) -> str:
+    """The operator's argument for this epilogue."""
+    return dispatch.intern(dispatch.dispatcher().registry.epilogue(epilogue))
+
+
+# What torch.compiler.assume_constant_result does, which imports all of the compiler: this runs
+# while a graph is traced and is not part of it.
+_text_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+def _scaled(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    alpha: Tensor,
+    epilogue: EpilogueLike,
+    out: Tensor | None,
+    out_dtype: torch.dtype | None,
+    scale_a: Tensor | None,
+    scale_b: Tensor | None,
+) -> Tensor:
+    """With a tensor to scale by."""
+    if alpha.dim():
+        raise ValueError(f"alpha must be a number or a 0-d tensor, got {tuple(alpha.shape)}")
+    rest: dict[str, Any] = {"out_dtype": out_dtype, "scale_a": scale_a, "scale_b": scale_b}
+    if out is not None and alpha.requires_grad and torch.is_grad_enabled():
+        refuse_gradients_of_out()
+    differentiated = torch.compiler.is_compiling() or autograd.differentiated(alpha)
+    if out is not None or (alpha.device.type == "cpu" and not differentiated):
+        number = float(alpha)
+        return matmul(
+            a, b, bias=bias, residual=residual, alpha=number, epilogue=epilogue, out=out, **rest
+        )
+    parsed = dispatch.epilogue_of(_text_of(epilogue))
+    check(a, b, bias, residual, parsed, out_dtype, scale_a, scale_b)
+    product = matmul(a, b, **rest)
+    z = alpha * product
+    y = parsed.apply(z if bias is None else z + bias)
+    return (y if residual is None else y + residual).to(product.dtype)
 
 
 @functools.cache
@@ -180,7 +231,7 @@ def linear(
     bias: Tensor | None = None,
     *,
     residual: Tensor | None = None,
-    alpha: float = 1.0,
+    alpha: float | Tensor = 1.0,
     epilogue: EpilogueLike = None,
     out: Tensor | None = None,
     out_dtype: torch.dtype | None = None,

@@ -126,8 +126,8 @@ class _Product(_SingleLevelFunction):
         if forward_ad._current_level >= 0 or transforms_active():
             ctx.save_for_forward(a, b, y)
         ctx.a, ctx.b, ctx.bias, ctx.residual = map(_like, (a, b, bias, residual))
+        ctx.a_column, ctx.b_column = _is_column_major(a), _is_column_major(b)
         ctx.output = _like(output)
-        ctx.b_transposed = b.dim() > 1 and b.stride(-2) == 1 < b.stride(-1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
@@ -151,19 +151,14 @@ class _Product(_SingleLevelFunction):
         if wants_a:
             b2 = b if b.dim() > 1 else b[:, None]
             shape = a_shape if len(a_shape) > 1 else (1, *a_shape)
-            da = _operator(dz2, _adjoint(b2), None, None, alpha).sum_to_size(shape)
-            da = da.reshape(a_shape)
+            da = _lying_as(ctx.a_column, dz2, _adjoint(b2), alpha)
+            da = da.sum_to_size(shape).reshape(a_shape)
         if wants_b:
             a2 = a if a.dim() > 1 else a[None]
             shape = b_shape if len(b_shape) > 1 else (*b_shape, 1)
             if len(b_shape) <= 2 < a2.dim():
                 a2, dz2 = _rows(a2, dz2)
-            if ctx.b_transposed:
-                # As a weight is given. Its gradient has to lie as it lies: of another layout
-                # autograd makes a transposing copy, which costs a tenth of the product.
-                db = _adjoint(_operator(_adjoint(dz2), a2, None, None, alpha))
-            else:
-                db = _operator(_adjoint(a2), dz2, None, None, alpha)
+            db = _lying_as(ctx.b_column, _adjoint(a2), dz2, alpha)
             db = db.sum_to_size(shape).reshape(b_shape)
         return da, db, dbias, dresidual, None, None, None
 
@@ -186,7 +181,7 @@ class _Product(_SingleLevelFunction):
             if tb is not None:
                 t, tbias = _operator(a, tb, tbias, t, ctx.alpha, "", ctx.out_dtype), None
             if tbias is not None:
-                tbias = tbias if ctx.b[0][1:] else tbias[0]
+                tbias = tbias if len(ctx.b[0]) > 1 else tbias[0]
                 t = tbias if t is None else t + tbias
             assert t is not None
             t = t.expand(shape).to(dtype)
@@ -267,6 +262,19 @@ def _wider(dtype: torch.dtype, other: torch.dtype) -> torch.dtype:
 
 def _adjoint(t: Tensor) -> Tensor:
     return t.mH if t.is_complex() else t.mT
+
+
+def _is_column_major(t: Tensor) -> bool:
+    return t.dim() > 1 and t.stride(-2) == 1 < t.stride(-1)
+
+
+def _lying_as(column_major: bool, x: Tensor, y: Tensor, alpha: float) -> Tensor:
+    """``alpha · (x @ y)``, the gradient of an operand of this layout. A weight is given
+    transposed: of another layout than its own autograd makes a transposing copy, which costs a
+    tenth of the product."""
+    if column_major:
+        return _operator(y.mT, x.mT, None, None, alpha).mT
+    return _operator(x, y, None, None, alpha)
 
 
 def _rows(a: Tensor, dz: Tensor) -> tuple[Tensor, Tensor]:

@@ -11,6 +11,9 @@ import torch
 from tmm_core.epilogue import Epilogue
 from tmm_core.problem import FP8
 
+#: Tensors that are what they seem.
+PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
+
 _OUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
@@ -144,10 +147,7 @@ def check_out(
             f"{inputs[0].device} and {out.device}!"
         )
     if torch.is_grad_enabled() and any(t.requires_grad for t in (out, *inputs)):
-        raise RuntimeError(
-            "matmul(): functions with out=... arguments don't support automatic "
-            "differentiation, but one of the arguments requires grad."
-        )
+        refuse_gradients_of_out()
     for t in inputs:
         if _overlap(out, t):
             raise RuntimeError(
@@ -165,10 +165,20 @@ def check_out(
         out.resize_(shape)
 
 
+def refuse_gradients_of_out() -> NoReturn:
+    """Raise what torch says where ``out=`` and a gradient are wanted."""
+    raise RuntimeError(
+        "matmul(): functions with out=... arguments don't support automatic "
+        "differentiation, but one of the arguments requires grad."
+    )
+
+
 def _overlap(out: torch.Tensor, t: torch.Tensor) -> bool:
     """Whether the address ranges meet: cautious, since strides could interleave."""
     if not out.numel() or not t.numel():
         return False
+    if out.is_meta or type(out) not in PLAIN or type(t) not in PLAIN:
+        return False  # no memory to share, or none to be asked about
     (out_lo, out_hi), (lo, hi) = _span(out), _span(t)
     return out_lo < hi and lo < out_hi
 

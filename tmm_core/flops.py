@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import math
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -30,17 +30,26 @@ def matmul_flops(
     return int(2 * math.prod(batch) * rows * a[-1] * width)
 
 
-def install() -> None:
-    """Register the formula now, or as soon as the counter is imported."""
+def gated_linear_flops(
+    x: Sequence[int], gate: Sequence[int], up: Sequence[int], *_: Any, **__: Any
+) -> int:
+    """Of both products."""
+    return int(2 * math.prod(x) * (gate[0] + up[0]))
+
+
+def count(operator: Any, formula: Callable[..., int]) -> None:
+    """Count ``operator`` by ``formula``, now or as soon as the counter is imported."""
     module = sys.modules.get(_MODULE)
     if module is not None:
-        _register(module)
-    else:
+        module.register_flop_formula(operator)(formula)
+        return
+    if not _waiting:
         sys.meta_path.insert(0, _WhenImported())
+    _waiting[operator] = formula
 
 
-def _register(module: ModuleType) -> None:
-    module.register_flop_formula(torch.ops.tmm.matmul)(matmul_flops)
+#: What to register with the counter once there is one.
+_waiting: dict[Any, Callable[..., int]] = {}
 
 
 class _WhenImported:
@@ -56,7 +65,8 @@ class _WhenImported:
 
             def exec_module(module: ModuleType) -> None:
                 run(module)
-                _register(module)
+                for operator, formula in _waiting.items():
+                    module.register_flop_formula(operator)(formula)
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec

@@ -11,7 +11,7 @@ from typing import Any
 import torch
 
 from tmm_core import autograd, batching, flops
-from tmm_core.check import check, check_out, result_dtype
+from tmm_core.check import PLAIN, check, check_out, result_dtype
 from tmm_core.dispatch import epilogue_of, run
 from tmm_core.problem import FP8
 
@@ -24,7 +24,10 @@ _ARGUMENTS = (
 
 library = torch.library.Library("tmm", "DEF")
 library.define(f"matmul({_ARGUMENTS}) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
-library.define(f"matmul.out({_ARGUMENTS}, *, Tensor(a!) out) -> Tensor(a!)")
+library.define(
+    f"matmul.out({_ARGUMENTS}, *, Tensor(a!) out) -> Tensor(a!)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
 
 
 def _run_out(
@@ -43,11 +46,25 @@ def _run_out(
     shape = check(a, b, bias, residual, epilogue_of(epilogue), out_dtype, scale_a, scale_b)
     inputs = [t for t in (a, b, bias, residual, scale_a, scale_b) if t is not None]
     check_out(out, shape, result_dtype(a, out_dtype), inputs)
-    return run(a, b, bias, residual, alpha, epilogue, out_dtype, scale_a, scale_b, out)
+    arguments = (a, b, bias, residual, alpha, epilogue, out_dtype, scale_a, scale_b)
+    if _in_memory(out, *inputs):
+        return run(*arguments, out)
+    return out.copy_(matmul(*arguments))
+
+
+def _in_memory(*tensors: Tensor) -> bool:
+    """Whether a kernel can be handed these as they are: no subclass, mode or transform has to
+    see the call, and no sign or conjugate is yet to be applied."""
+    return (
+        not torch._C._len_torch_dispatch_stack()
+        and not autograd.differentiated(*tensors)
+        and all(type(t) in PLAIN and not t.is_neg() and not t.is_conj() for t in tensors)
+    )
 
 
 library.impl("matmul", run, "CompositeExplicitAutograd")
-library.impl("matmul.out", _run_out, "CompositeExplicitAutograd")
+# Taken apart wherever torch traces, transforms or counts: there is one operator to know.
+library.impl("matmul.out", _run_out, "CompositeImplicitAutograd")
 
 
 @torch.library.register_fake("tmm::matmul", lib=library)  # type: ignore[untyped-decorator]
@@ -105,7 +122,7 @@ def _autocast(device: str) -> Any:
 
 library.impl("matmul", _autocast("cuda"), "AutocastCUDA")
 library.impl("matmul", _autocast("cpu"), "AutocastCPU")
-flops.install()
+flops.count(torch.ops.tmm.matmul, flops.matmul_flops)
 
 matmul = torch.ops.tmm.matmul.default
 matmul_out = torch.ops.tmm.matmul.out

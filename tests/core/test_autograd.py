@@ -310,8 +310,6 @@ def test_activation_checkpointing(epilogue: Any, reentrant: bool) -> None:
 
 def test_backward_goes_through_the_dispatcher() -> None:
     x, w = leaf(2, 6, 5, dtype=torch.float32), leaf(4, 5, dtype=torch.float32)
-    with torch.no_grad():
-        w[:] = w
     y = tmm_core.linear(x, w, epilogue="relu")
     dispatch.forget_plans()
     y.sum().backward()
@@ -345,3 +343,61 @@ def test_gradients_of_wide_outputs_and_biases() -> None:
     for mine, theirs, tolerance in zip(got, expected, (3e-2, 3e-2, 1e-5), strict=True):
         scale = theirs.abs().max().item()
         torch.testing.assert_close(mine.double(), theirs, rtol=0, atol=tolerance * scale)
+
+
+@pytest.mark.parametrize("transposed", [True, False])
+def test_a_gradient_lies_as_what_it_is_of(transposed: bool) -> None:
+    """Else autograd copies it, transposing, to where it is kept."""
+
+    def operand(*shape: int) -> tuple[Tensor, Tensor]:
+        t = leaf(*(shape[::-1] if transposed else shape))
+        return t, t.mT if transposed else t
+
+    (a, a_view), (b, b_view) = operand(6, 8), operand(8, 5)
+    y = tmm_core.matmul(a_view, b_view)
+    grad = torch.randn_like(y)
+    grads = torch.autograd.grad(y, (a, b), grad)
+    assert [g.stride() for g in grads] == [a.stride(), b.stride()]
+    torch.testing.assert_close(grads, torch.autograd.grad(a_view @ b_view, (a, b), grad))
+
+
+@pytest.mark.parametrize("epilogue", [None, "relu", "silu", "swiglu", CUBE], ids=name)
+def test_alpha_as_a_tensor_with_a_gradient(epilogue: Any) -> None:
+    inputs = (*operands(epilogue), torch.tensor(0.6, dtype=torch.float64, requires_grad=True))
+    parsed = dispatch.dispatcher().registry.epilogue(epilogue)
+
+    def ours(a: Any, b: Any, bias: Any, residual: Any, alpha: Any) -> Tensor:
+        return tmm_core.matmul(a, b, bias=bias, residual=residual, alpha=alpha, epilogue=epilogue)
+
+    def theirs(a: Any, b: Any, bias: Any, residual: Any, alpha: Any) -> Tensor:
+        return parsed.apply(alpha * (a @ b) + bias) + residual
+
+    torch.testing.assert_close(ours(*inputs), theirs(*inputs))
+    assert torch.autograd.gradcheck(ours, inputs, check_forward_ad=True)
+    assert torch.autograd.gradgradcheck(ours, inputs)
+    assert kept(lambda: ours(*inputs)) <= kept(lambda: theirs(*inputs))
+    compiled = torch.compile(ours, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(
+        torch.autograd.grad(compiled(*inputs).sum(), inputs),
+        torch.autograd.grad(theirs(*inputs).sum(), inputs),
+    )
+
+
+def test_alpha_as_a_tensor_without() -> None:
+    a, b = torch.randn(3, 5), torch.randn(5, 2)
+    alpha = torch.tensor(0.5)
+    dispatch.forget_plans()
+    torch.testing.assert_close(tmm_core.matmul(a, b, alpha=alpha), 0.5 * (a @ b))
+    # A number on the host is one to the kernel too.
+    assert [p.problem.scaled for p in dispatch._plans.values()] == [True]
+    out = torch.empty(3, 2)
+    tmm_core.linear(a, b.t(), alpha=alpha, epilogue="relu", out=out)
+    torch.testing.assert_close(out, torch.relu(0.5 * (a @ b)))
+    got = torch.vmap(lambda s: tmm_core.matmul(a, b, alpha=s))(torch.arange(3.0))
+    torch.testing.assert_close(got, torch.arange(3.0)[:, None, None] * (a @ b))
+    with pytest.raises(ValueError, match=r"alpha must be a number or a 0-d tensor, got \(2,\)"):
+        tmm_core.matmul(a, b, alpha=torch.ones(2))
+    with pytest.raises(ValueError, match="bias must have shape"):
+        tmm_core.matmul(a, b, bias=torch.ones(3), alpha=alpha.requires_grad_())
+    with pytest.raises(RuntimeError, match="don't support automatic differentiation"):
+        tmm_core.matmul(a, b, alpha=alpha, out=out)

@@ -17,7 +17,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
-from tmm_core import api, dispatch
+from tmm_core import api, autograd, dispatch, flops
 from tmm_core.epilogue import Epilogue, EpilogueLike
 from tmm_core.nn.linear import Linear
 
@@ -285,8 +285,34 @@ def _run(
 ) -> Tensor:
     operands = _operands(gate, up, gate_bias, up_bias)
     if operands is None:
-        return _gate(api.linear(x, gate, gate_bias), api.linear(x, up, up_bias), epilogue)
+        return _two_products(x, gate, up, gate_bias, up_bias, epilogue)
     return api.linear(x, *operands, epilogue=epilogue)
+
+
+def _two_products(
+    x: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    gate_bias: Tensor | None,
+    up_bias: Tensor | None,
+    epilogue: str,
+) -> Tensor:
+    return _gate(api.linear(x, gate, gate_bias), api.linear(x, up, up_bias), epilogue)
+
+
+def _differentiable(
+    x: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    gate_bias: Tensor | None,
+    up_bias: Tensor | None,
+    epilogue: str,
+) -> Tensor:
+    tensors = (x, gate, up, gate_bias, up_bias)
+    if autograd.differentiated(*tensors):
+        return _two_products(*tensors, epilogue)
+    with torch._C._AutoDispatchBelowAutograd():
+        return gated_linear(*tensors, epilogue)  # type: ignore[no-any-return]
 
 
 # A compiled graph cannot ask where memory lies, so there the question is the operator's.
@@ -297,6 +323,8 @@ library.define(
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 library.impl("gated_linear", _run, "CompositeExplicitAutograd")
+library.impl("gated_linear", _differentiable, "Autograd")
+library.impl("gated_linear", _two_products, "FuncTorchBatched")
 
 
 @torch.library.register_fake("tmm::gated_linear", lib=library)  # type: ignore[untyped-decorator]
@@ -311,4 +339,5 @@ def _fake(
     return x.new_empty((*x.shape[:-1], gate.shape[0]))
 
 
+flops.count(torch.ops.tmm.gated_linear, flops.gated_linear_flops)
 gated_linear = torch.ops.tmm.gated_linear.default
