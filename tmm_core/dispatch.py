@@ -6,12 +6,14 @@ Everything else (parsing, checking, choosing, compiling) happens when the look-u
 from __future__ import annotations
 
 import functools
+import os
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import nullcontext
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import torch
+from torch.autograd import profiler as _profiler
 
 from tmm_core import settings
 from tmm_core.check import check, result_dtype
@@ -25,6 +27,7 @@ from tmm_core.problem import Problem, packed
 if TYPE_CHECKING:
     from tmm_core.dispatcher import Dispatcher
 
+T = TypeVar("T")
 Tensor = torch.Tensor
 #: ``scale_a`` and ``scale_b``.
 Scales = tuple[Tensor | None, Tensor | None]
@@ -36,10 +39,35 @@ MAX_PLANS = 65536
 _plans: dict[tuple[Any, ...], Plan] = {}
 #: Epilogue objects by key: the operator's schema can carry a string only.
 _epilogues: dict[str, Epilogue] = {}
-_build_lock = threading.Lock()
 
 
-@functools.cache
+class _Once(Generic[T]):
+    """``make()``, made by whichever thread asks first. functools.cache lets all make one that
+    come before the first is done."""
+
+    def __init__(self, make: Callable[[], T]) -> None:
+        functools.update_wrapper(self, make)
+        self._make = make
+        self._lock = threading.Lock()
+        #: What was made; None: nobody has asked.
+        self.made: T | None = None
+
+    def __call__(self) -> T:
+        if (made := self.made) is None:
+            with self._lock:
+                made = self.made
+                if made is None:
+                    made = self.made = self._make()
+        return made
+
+    def cache_clear(self) -> None:
+        self.made = None
+
+    def after_fork(self) -> None:
+        self._lock = threading.Lock()
+
+
+@_Once
 def dispatcher() -> Dispatcher:
     """The process's own dispatcher, over installed plugins and the user's cache."""
     # Here, since they take half of what importing tmm_core would.
@@ -50,6 +78,17 @@ def dispatcher() -> Dispatcher:
     from tmm_core.tuner import Tuner
 
     return Dispatcher(Registry.from_environment(), Tuner(), CacheStore())
+
+
+def _after_fork() -> None:
+    """In a child: what its parent's other threads had locked, nobody here would release."""
+    dispatcher.after_fork()
+    if dispatcher.made is not None:
+        dispatcher.made.after_fork()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows, which cannot
+    os.register_at_fork(after_in_child=_after_fork)
 
 
 def forget_plans() -> None:
@@ -111,6 +150,8 @@ def run(
     if plan is None:
         plan = _build(key, a, b, bias, residual, alpha, epilogue, out_dtype, out)
     try:
+        if _profiler._is_profiler_enabled:
+            return _recorded(plan, a, b, bias, residual, alpha, out)
         return plan.launcher(a, b, bias, residual, alpha, out)
     except Exception as error:
         if not _quarantine(plan, error):
@@ -145,12 +186,21 @@ def _run_scaled(
         plan = _build(key, a, b, bias, residual, alpha, epilogue, out_dtype, out, scales)
     try:
         launcher = cast(ScaledLauncher, plan.launcher)
-        return launcher(a, b, bias, residual, alpha, out, *map(packed, scales))
+        numbers = map(packed, scales)
+        if _profiler._is_profiler_enabled:
+            return _recorded(plan, a, b, bias, residual, alpha, out, *numbers)
+        return launcher(a, b, bias, residual, alpha, out, *numbers)
     except Exception as error:
         if not _quarantine(plan, error):
             raise
         _plans.pop(key, None)
     return _run_scaled(a, b, bias, residual, alpha, epilogue, out_dtype, out, scales)
+
+
+def _recorded(plan: Plan, *arguments: Any) -> Tensor:
+    """Launch under the kernel's name, for whoever is profiling."""
+    with _profiler.record_function(plan.kernel, str(plan.choice.candidate.config)):
+        return plan.launcher(*arguments)
 
 
 _overridden = settings.overridden
@@ -181,10 +231,9 @@ def _build(
     plan = make_plan(a, b, bias, residual, alpha, parsed, out_dtype, out, current, scales)
     if not plan.problem.capturing:
         # What was chosen under capture was chosen with its hands tied.
-        with _build_lock:
-            if len(_plans) >= MAX_PLANS:
-                _plans.clear()
-            _plans[key] = plan
+        if len(_plans) >= MAX_PLANS:
+            _plans.clear()
+        _plans[key] = plan
     return plan
 
 

@@ -65,7 +65,13 @@ class Dispatcher:
         #: (kernel, bucket) pairs that raised at run time, with the error's text.
         self._quarantine: dict[tuple[str, Problem], str] = {}
         self._warned: set[str] = set()
+        #: Held while something is measured or stored.
         self._lock = threading.RLock()
+
+    def after_fork(self) -> None:
+        """Let go of what another thread of the parent process held."""
+        self._lock = threading.RLock()
+        self.registry.after_fork()
 
     def choose(self, problem: Problem, settings: Settings) -> Choice:
         """Climb down the ladder.
@@ -85,22 +91,31 @@ class Dispatcher:
         key = bucketed(_bare(problem))
         # An exact record may exist beside the bucket's: exact sizes are looked up each time
         # a new shape comes by, the bucket's choice is made once.
-        with self._lock:
-            able = self._able(problem, settings)
-            # Where even BLAS declines, it is BLAS that says so.
-            if all(kernel.name == BASELINE for kernel in able):
-                return self._fallback("no other kernel can serve this problem")
-            if key.m != problem.m:
-                exact = self._cached(problem, _bare(problem), able)
-                if exact is not None:
-                    return exact
-            memo = self._choices.get((key, settings))
-            if memo is not None and memo.candidate.kernel in able:
-                return memo
-            choice = self._resolve(problem, key, able, settings)
-            if not problem.capturing:
-                self._choices[key, settings] = choice
-            return choice
+        able = self._able(problem, settings)
+        # Where even BLAS declines, it is BLAS that says so.
+        if all(kernel.name == BASELINE for kernel in able):
+            return self._fallback("no other kernel can serve this problem")
+        if key.m != problem.m:
+            exact = self._cached(problem, _bare(problem), able)
+            if exact is not None:
+                return exact
+        choice = self._chosen(key, settings, able)
+        if choice is None and self._forbids_tuning(problem, settings) is None:
+            choice = self._cached(problem, key, able, settings)
+            if choice is None:
+                # One at a time measures, or they would measure each other; nobody else waits.
+                with self._lock:
+                    choice = self._chosen(key, settings, able)
+                    choice = choice or self._resolve(problem, key, able, settings)
+        choice = choice or self._resolve(problem, key, able, settings)
+        if not problem.capturing:
+            self._choices[key, settings] = choice
+        return choice
+
+    def _chosen(self, key: Problem, settings: Settings, able: list[Kernel[Any]]) -> Choice | None:
+        """What was chosen before, where it may still serve."""
+        choice = self._choices.get((key, settings))
+        return choice if choice is not None and choice.candidate.kernel in able else None
 
     def tune(self, problem: Problem, settings: Settings, *, force: bool = False) -> TuningRecord:
         """Measure ``problem`` as it is (no bucket) and store the record.
@@ -143,7 +158,7 @@ class Dispatcher:
     def rejections(self, problem: Problem, settings: Settings) -> dict[str, list[str]]:
         """Every kernel that is not a candidate, with its reasons; for ``explain()``."""
         _, rejected = self.registry.candidates(problem, settings)
-        for (name, bucket), error in self._quarantine.items():
+        for (name, bucket), error in list(self._quarantine.items()):
             if bucket == bucketed(_bare(problem)):
                 rejected.setdefault(name, []).append(f"quarantined: it raised {error}")
         return rejected

@@ -51,11 +51,12 @@ class Neighbours:
         """Records of the same kind of problem within :data:`FARTHEST`, best guess first:
         this environment, then this GPU under other versions, then the architecture's
         nearest SM count; by distance within each."""
-        if self._entries is None:
-            self._entries = list(self._store.entries())
+        entries = self._entries
+        if entries is None:
+            entries = self._entries = list(self._store.entries())
         asked = problem.to_json()
         ranked = []
-        for entry in self._entries:
+        for entry in entries:
             rank = _rank(entry, problem.device)
             if rank is None or _family(entry.record.problem) != _family(asked):
                 continue

@@ -99,6 +99,10 @@ class Registry:
             deny=names(environ.get("TMM_DISABLE_PLUGINS", "")),
         )
 
+    def after_fork(self) -> None:
+        """Let go of what another thread of the parent process held."""
+        self._lock = threading.RLock()
+
     # -- loading ---------------------------------------------------------------------
 
     def register(self, plugin: object, name: str | None = None) -> None:

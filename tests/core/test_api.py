@@ -455,7 +455,7 @@ assert "triton" not in sys.modules, "triton"
 assert "tmm_triton" not in sys.modules and "tmm_blas" not in sys.modules
 assert "rich" not in sys.modules and "filelock" not in sys.modules
 from tmm_core import dispatch, ops
-assert dispatch.dispatcher.cache_info().currsize == 0
+assert dispatch.dispatcher.made is None
 assert set(os.listdir({home!r})) == before
 """
 

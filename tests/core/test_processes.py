@@ -10,6 +10,7 @@ import sys
 import time
 from pathlib import Path
 
+import pytest
 from tmm_cache import CacheStore
 
 HERE = Path(__file__).parent.parent
@@ -70,3 +71,63 @@ def test_a_killed_tune_loses_one_problem(tmp_path: Path) -> None:
     again = start(tmp_path, delay=0.0, count=3)
     out, _ = again.communicate(timeout=60)
     assert [line.split()[1] for line in out.splitlines()] == ["cache"] * 3
+
+
+WORKERS = """
+import os, sys, threading
+import torch
+from torch.utils.data import DataLoader, Dataset
+sys.path.insert(0, {here!r})
+import tmm_core
+from tmm_core import dispatch
+from fakes import FakeKernel, plugin
+
+class Products(Dataset):
+    def __len__(self):
+        return 6
+
+    def __getitem__(self, i):
+        x = torch.full((2 + i, 3), float(i))
+        return tmm_core.matmul(x, torch.ones(3, 4), epilogue="relu").sum()
+
+def main():
+    tmm_core.matmul(torch.ones(2, 3), torch.ones(3, 4))
+    held, release = threading.Event(), threading.Event()
+
+    class Stuck(FakeKernel):
+        def bind(self, problem, config):
+            held.set()
+            assert release.wait(60)
+            return super().bind(problem, config)
+
+    # A thread that measures while the main one forks: its locks are held in the children too.
+    dispatch.dispatcher().registry.register(plugin(Stuck("stuck")), "stuck")
+    operands = torch.ones(64, 64), torch.ones(64, 64)
+    thread = threading.Thread(target=lambda: tmm_core.matmul(*operands))
+    thread.start()
+    assert held.wait(60)
+    with tmm_core.override(disable={{"stuck"}}):
+        loader = DataLoader(
+            Products(), batch_size=None, num_workers=2, multiprocessing_context={how!r}, timeout=60
+        )
+        got = [float(y) for y in loader]
+    assert got == [3.0 * i * 4 * (2 + i) for i in range(6)], got
+    release.set()
+    thread.join()
+    print("done")
+
+if __name__ == "__main__":
+    main()
+"""
+
+
+@pytest.mark.parametrize("how", ["fork", "spawn"])
+def test_data_loader_workers(how: str, tmp_path: Path) -> None:
+    script = tmp_path / "workers.py"
+    script.write_text(WORKERS.format(here=str(HERE), how=how))
+    environment = {**os.environ, "TRITON_INTERPRET": "0"}
+    run = subprocess.run(
+        [sys.executable, str(script)],
+        capture_output=True, text=True, timeout=120, env=environment, check=False,
+    )  # fmt: skip
+    assert run.stdout.split() == ["done"], run.stderr

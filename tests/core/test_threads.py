@@ -1,0 +1,119 @@
+"""Many threads, one dispatcher: first calls that race, and calls beside a tuning."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from fakes import DEVICE, FakeBlas, FakeKernel, problem, settings
+from fakes import dispatcher as make_dispatcher
+
+import tmm_core
+from tmm_core import dispatch
+from tmm_core.registry import Registry
+
+PATIENCE = 30.0
+
+
+def race(count: int, work: Callable[[], Any]) -> list[Any]:
+    """What ``work`` returned in each of ``count`` threads that started together."""
+    barrier = threading.Barrier(count)
+    results: list[Any] = []
+
+    def run() -> None:
+        barrier.wait()
+        try:
+            results.append(work())
+        except BaseException as error:
+            results.append(error)
+
+    threads = [threading.Thread(target=run) for _ in range(count)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(PATIENCE)
+    assert not any(thread.is_alive() for thread in threads)
+    return results
+
+
+def test_racing_first_calls_make_one_dispatcher(monkeypatch: pytest.MonkeyPatch) -> None:
+    original = Registry.from_environment.__func__  # type: ignore[attr-defined]
+
+    def slow(cls: type[Registry]) -> Registry:
+        time.sleep(0.05)
+        return original(cls)  # type: ignore[no-any-return]
+
+    monkeypatch.setattr(Registry, "from_environment", classmethod(slow))
+    made = race(8, dispatch.dispatcher)
+    assert len({id(d) for d in made}) == 1
+
+
+def test_racing_first_calls_measure_once() -> None:
+    bound = threading.Event()
+
+    class Slow(FakeKernel):
+        def bind(self, problem: Any, config: Any) -> Any:
+            bound.wait(0.1)
+            return super().bind(problem, config)
+
+    slow = Slow("slow")
+    d, timer = make_dispatcher(FakeBlas(), slow, times={"slow": 5.0, "blas": 20.0})
+    alike = settings()
+    choices = race(6, lambda: d.choose(problem(), alike))
+    assert {c.candidate.kernel.name for c in choices} == {"slow"}
+    assert len({id(c) for c in choices}) == 1
+    assert len(slow.bound) == 1
+    assert timer.measured.count("slow") == 1 + 1 + 1 + 1  # warm-up and three stages, as alone
+
+
+def test_a_tuning_holds_up_no_other_problem() -> None:
+    """Not one that has a record, one that may not be tuned, or one chosen before."""
+    tuning, finish = threading.Event(), threading.Event()
+
+    class Stuck(FakeKernel):
+        def bind(self, problem: Any, config: Any) -> Any:
+            if problem.m == 4096:
+                tuning.set()
+                assert finish.wait(PATIENCE)
+            return super().bind(problem, config)
+
+    d, _ = make_dispatcher(
+        FakeBlas(estimate=20.0), Stuck("stuck", estimate=9.0), times={"stuck": 5.0, "blas": 20.0}
+    )
+    d.tune(problem(m=64), settings())
+    before = settings(on_cache_miss="heuristic")
+    chosen = d.choose(problem(m=8), before)
+    results: list[Any] = []
+    other = threading.Thread(target=lambda: results.append(d.choose(problem(m=4096), settings())))
+    other.start()
+    try:
+        assert tuning.wait(PATIENCE)
+
+        def beside() -> list[str]:
+            return [
+                d.choose(problem(m=64), settings()).origin,
+                d.choose(problem(m=4096), settings(on_cache_miss="heuristic")).origin,
+                d.choose(problem(m=4096, capturing=True), settings()).origin,
+                d.choose(problem(m=64), settings(kernel="blas")).origin,
+            ]
+
+        (origins,) = race(1, beside)
+        assert origins == ["cache", "heuristic", "heuristic", "forced"]
+        assert d.choose(problem(m=8), before) is chosen
+        assert not results
+    finally:
+        finish.set()
+        other.join(PATIENCE)
+    assert [c.origin for c in results] == ["tuned"]
+    assert d.store.load(DEVICE.gpu, DEVICE.environment, problem(m=4096).to_json()) is not None
+
+
+def test_settings_are_each_threads_own() -> None:
+    a, b = torch.randn(4, 5), torch.randn(5, 6)
+    with tmm_core.override(on_cache_miss="error"):
+        (got,) = race(1, lambda: tmm_core.matmul(a, b))
+    torch.testing.assert_close(got, a @ b)
