@@ -134,12 +134,24 @@ class Shared:
     def permute(self, order: Sequence[int]) -> Shared:
         return Shared(self.data.transpose(order))
 
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.data.shape
+
+    def reshape(self, shape: Sequence[int]) -> Shared:
+        view = self.data.view()
+        view.shape = tuple(shape)  # Raises where it would copy.
+        return Shared(view)
+
+    def load(self, layout: Any) -> Block:
+        return self.data.copy().view(Block)
+
     def store(self, value: np.ndarray) -> None:
         self.data[...] = value
 
 
 class Descriptor:
-    """A tensor map: boxes of ``block_shape`` in a row-major matrix."""
+    """A tensor map: boxes of ``block_shape`` in a row-major matrix, or a stack of them."""
 
     layout = None
     dtype = np.float64

@@ -9,18 +9,49 @@ from __future__ import annotations
 import functools
 import importlib
 import linecache
+import math
 from typing import Any
 
+import torch
 import triton
 import triton.language as tl
 
+from tmm_core.device import interpreting
 from tmm_core.epilogue import Epilogue
 
-# √½, 2√(2/π) and GPT-2's cubic coefficient, as in torch.nn.functional.gelu. A block comes
-# first in a product with them: the interpreter knows no constexpr × block.
+# √½, −2√(2/π)·log2 e, GPT-2's cubic coefficient times that, as in torch.nn.functional.gelu.
+# A block comes first in a product with them: the interpreter knows no constexpr × block.
 _SQRT_HALF = tl.constexpr(0.7071067811865476)
-_TWICE_SQRT_2_OVER_PI = tl.constexpr(1.5957691216057308)
-_GELU_CUBIC = tl.constexpr(0.044715)
+_GELU_LINEAR = tl.constexpr(-1.5957691216057308 * math.log2(math.e))
+_GELU_CUBIC = tl.constexpr(-1.5957691216057308 * math.log2(math.e) * 0.044715)
+_LOG2_E = tl.constexpr(math.log2(math.e))
+#: Whether to write in PTX what the hardware has as one instruction each: with what Triton
+#: makes of ``tl.exp`` and ``/`` for the sake of denormals, silu takes 13 and not 5.
+_PTX = tl.constexpr(torch.version.hip is None and not interpreting())
+
+
+@triton.jit
+def _exp2(z):
+    """2^z to 2 ulp; what is below the normal numbers becomes zero."""
+    if _PTX:
+        y = tl.inline_asm_elementwise(
+            "ex2.approx.ftz.f32 $0, $1;", "=f,f", [z], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        y = tl.exp2(z)
+    return y
+
+
+@triton.jit
+def _reciprocal(z):
+    """1 / z to 1 ulp, zero where that is below the normal numbers."""
+    if _PTX:
+        y = tl.inline_asm_elementwise(
+            "rcp.approx.ftz.f32 $0, $1;", "=f,f", [z], dtype=tl.float32, is_pure=True, pack=1
+        )
+    else:
+        y = 1 / z
+    return y
 
 
 @triton.jit
@@ -47,12 +78,12 @@ def leaky_relu(z, slope: tl.constexpr):
 
 @triton.jit
 def sigmoid(z):
-    return 1 / (1 + tl.exp(-z))
+    return _reciprocal(1 + _exp2(z * -_LOG2_E))
 
 
 @triton.jit
 def silu(z):
-    return z / (1 + tl.exp(-z))
+    return z * sigmoid(z)
 
 
 @triton.jit
@@ -61,7 +92,7 @@ def tanh(z):
     # zero it cancels, and there the odd Taylor series to z⁵ is good to fp32 rounding.
     square = z * z
     series = z * (1 - square * (1.0 / 3 - square * (2.0 / 15)))
-    return tl.where(tl.abs(z) < 0.05, series, 1 - 2 / (tl.exp(2 * z) + 1))
+    return tl.where(tl.abs(z) < 0.05, series, 1 - 2 * _reciprocal(1 + _exp2(z * (2 * _LOG2_E))))
 
 
 @triton.jit
@@ -72,7 +103,7 @@ def gelu(z):
 @triton.jit
 def gelu_tanh(z):
     # ½(1 + tanh u) = sigmoid(2u)
-    return z * sigmoid(z * _TWICE_SQRT_2_OVER_PI * (1 + z * z * _GELU_CUBIC))
+    return z * _reciprocal(1 + _exp2(z * (z * z * _GELU_CUBIC + _GELU_LINEAR)))
 
 
 @triton.jit
