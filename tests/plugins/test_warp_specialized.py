@@ -522,6 +522,7 @@ def test_storing_by_pointers_takes_no_more(dtype: str, stack: int, tmp_path: Pat
         "problem(layout='tn', out=FP32)",
         "problem(8192, 4096, 512, epilogue='gelu_tanh', bias=BF16, residual=Operand(BF16))",
         "problem(epilogue='swiglu', bias=FP32, scaled=True)",
+        "problem(batch=8, layout='nn', epilogue='silu', bias=BF16, residual=Operand(BF16))",
         "problem(dtype=E4M3, b=Operand(E5M2, 'col'), out=BF16, epilogue='silu', bias=FP32,"
         " residual=Operand(BF16), scale_a='row', scale_b='row', scaled=True)",
         "problem(dtype=E4M3, out=BF16, epilogue='swiglu', scale_a='row', scale_b='row')",
