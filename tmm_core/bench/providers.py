@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-import os
+import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -141,10 +141,11 @@ def kernels(call: Call) -> tuple[dict[str, Plan], dict[str, str]]:
 
 def untuned(call: Call) -> Plan:
     """What would be chosen with nothing on record."""
-    nowhere = CacheStore(Path(os.devnull, "tmm"), layers=())
-    blank = Dispatcher(dispatch.dispatcher().registry, Tuner(), nowhere)
-    choice = blank.choose(call.problem(), settings.current())
-    candidate = choice.candidate
+    with tempfile.TemporaryDirectory() as empty:
+        blank = Dispatcher(
+            dispatch.dispatcher().registry, Tuner(), CacheStore(Path(empty), layers=())
+        )
+        candidate = blank.choose(call.problem(), settings.current()).candidate
     return tmm_core.plan(
         call.a, call.b, **call.keywords, kernel=candidate.kernel.name, config=candidate.config
     )

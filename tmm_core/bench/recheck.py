@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -31,24 +29,25 @@ def shipped(device: torch.device) -> Iterator[Document]:
     """Every shipped record of this GPU and these versions, one document each: ``status`` is
     ``"ok"``, ``"slower"`` than BLAS, ``"wrong"``, ``"failed"``, or ``"stale"`` where the winner's
     kernel has changed since."""
-    here = fingerprint(device)
-    store = CacheStore(Path(os.devnull, "tmm"), shipped_layers())
     timer: Timer = CudaTimer(device) if device.type == "cuda" else HostTimer()
-    for entry in store.entries(here.gpu):
-        if entry.environment == here.environment:
-            yield _checked(entry.record, device, timer)
+    for record in _records(fingerprint(device)):
+        yield _checked(record, device, timer)
 
 
 def current(device: DeviceFingerprint) -> tuple[int, int]:
     """How many shipped records are of this GPU and these versions, and how many of them are of
     kernels as they are now."""
-    store = CacheStore(Path(os.devnull, "tmm"), shipped_layers())
-    records = [
-        entry.record
-        for entry in store.entries(device.gpu)
-        if entry.environment == device.environment
-    ]
+    records = list(_records(device))
     return len(records), sum(_kernel(record) is not None for record in records)
+
+
+def _records(device: DeviceFingerprint) -> Iterator[TuningRecord]:
+    nearest, *others = shipped_layers() or (None,)
+    if nearest is None:
+        return
+    for entry in CacheStore(nearest, others).entries(device.gpu):
+        if entry.environment == device.environment:
+            yield entry.record
 
 
 def _kernel(record: TuningRecord) -> Kernel[Any] | None:
