@@ -120,12 +120,13 @@ def proposed(problem: Problem, shapes: Sequence[tuple[int, ...]]) -> list[tuple[
     """Tiles for the problem's dtype and device, from ``shapes`` written for 16-bit elements:
     ``(BLOCK_M, BLOCK_N, BLOCK_K, num_stages, num_warps)``.
 
-    fp32 and 8-bit floats get as many bytes along K. Without TF32 fp32 is summed by FMAs out of
+    fp32 and 8-bit floats get as many bytes along K, but for 8-bit ones that are not aligned:
+    those pass through registers one by one. Without TF32 fp32 is summed by FMAs out of
     registers, where larger tiles spill.
     """
     if problem.device.interpreted:
         return _INTERPRETED
-    if problem.fp8:
+    if problem.fp8 and problem.a.aligned and problem.b.aligned:
         return [(m, n, min(512, 2 * k), *rest) for m, n, k, *rest in shapes]
     if problem.a.dtype is not torch.float32:
         return list(shapes)

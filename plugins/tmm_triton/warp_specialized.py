@@ -769,6 +769,10 @@ class WarpSpecialized(Kernel[WarpSpecializedConfig]):
                 reasons.append(
                     "wgmma takes 8-bit operands along K only: a row-major, b column-major"
                 )
+            if not (problem.a.aligned and problem.b.aligned):
+                reasons.append("8-bit operands are not aligned")
+            if problem.batch > 1 and "row" in (problem.scale_a, problem.scale_b):
+                reasons.append("row-wise scales of a batch are not addressed")
         elif problem.a.dtype != problem.b.dtype or problem.a.dtype.itemsize != 2:
             reasons.append(
                 f"multiplies floats of 16 or 8 bits, not {problem.a.dtype} @ {problem.b.dtype}"

@@ -54,14 +54,16 @@ def problems(device: DeviceFingerprint) -> dict[str, Problem]:
     }
     if device.sm >= 90:
         # K-major, as wgmma takes 8-bit operands.
-        eight, other = Operand(FP8), Operand(torch.float8_e5m2, "col")
+        eight = Operand(FP8)
         fp8 = replace(large, a=eight, b=Operand(FP8, "col"), scale_a="row", scale_b="row")
         posed["fp8"] = fp8
-        posed["fp8_mixed"] = replace(fp8, m=512, n=512, b=other, scale_a="tensor", scale_b=None)
-        posed["fp8_gated"] = replace(fp8, m=2048, n=14336, epilogue=parse("swiglu"))
-        posed["fp8_decode"] = replace(fp8, m=16)
     if device.sm == 100:  # at 0.8 s a compilation
         return posed
+    if device.sm == 90:
+        loose8 = Operand(FP8, aligned=False)
+        posed["fp8_unaligned"] = replace(fp8, m=301, n=205, k=141, a=loose8, b=loose8)
+        posed["fp8_gated"] = replace(fp8, m=2048, n=14336, epilogue=parse("swiglu"))
+        posed["fp8_decode"] = replace(fp8, m=16)
     return posed | {
         "decode": replace(large, m=16),
         "large_k": replace(large, m=256, n=256, k=65536, b=row, epilogue=parse(None), bias=None),
@@ -180,7 +182,7 @@ def test_every_config_compiles_and_fits(sm: int) -> None:
     assert {line["kernel"] for line in lines} == kernels
     main = [line for line in lines if line["function"] != "reduce_kernel"]
     # Alignment that is claimed reaches the loads: copies to shared memory run ahead.
-    assert not [label(x) for x in main if x["problem"] != "unaligned" and not x["async"]]
+    assert not [label(x) for x in main if "unaligned" not in x["problem"] and not x["async"]]
 
     # What configs are chosen by is what the compiler makes of them; on Blackwell it adds
     # scratch of its own, up to 8 KiB.

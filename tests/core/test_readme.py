@@ -1,0 +1,27 @@
+"""The README's code for 8-bit floats, as it is printed there."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+
+import tmm_core
+
+README = Path(__file__).parents[2] / "README.md"
+
+
+def test_8_bit_floats() -> None:
+    (code,) = re.findall(r"^```python fp8\n(.*?)^```$", README.read_text("utf-8"), re.M | re.S)
+    x, weight, bias = torch.randn(24, 64), torch.randn(40, 64), torch.randn(40)
+    names: dict[str, Any] = {
+        "torch": torch, "tmm_core": tmm_core, "x": x, "weight": weight, "bias": bias,
+    }  # fmt: skip
+    exec(code, names)
+    expected = F.silu(F.linear(x, weight, bias))
+    # Each of 64 products is off by 2⁻⁴ at most, twice.
+    assert (names["y"] - expected).abs().max() < 0.1 * expected.abs().max()
+    assert names["y"].dtype is torch.bfloat16
