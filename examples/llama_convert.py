@@ -87,7 +87,7 @@ def llama(args: argparse.Namespace) -> dict[str, Any]:
         num_hidden_layers=args.layers,
         num_attention_heads=args.heads,
         num_key_value_heads=args.kv_heads,
-        max_position_embeddings=args.prompt + (args.rounds + 1) * args.steps,
+        max_position_embeddings=args.prompt + max(args.steps, 3),
     )
     models, result = both(LlamaForCausalLM, config, args)
     ids = torch.randint(args.vocab, (args.batch, args.prompt), device=args.device)
@@ -97,14 +97,17 @@ def llama(args: argparse.Namespace) -> dict[str, Any]:
         return lambda: model(ids, logits_to_keep=1)
 
     def decode(model: nn.Module) -> Run:
+        cache = DynamicCache(config=config)
+        model(ids, past_key_values=cache, logits_to_keep=1)
+
         def steps() -> None:
             token = ids[:, -1:]
             for _ in range(args.steps):
-                token = model(token, past_key_values=caches[model]).logits[:, -1:].argmax(-1)
+                token = model(token, past_key_values=cache).logits[:, -1:].argmax(-1)
+            # Attention compiles a plan for every length that it meets for the first time, so
+            # every round goes over the same ones.
+            cache.crop(-args.steps)
 
-        # Grows by some steps in each round, for both models alike.
-        caches[model] = DynamicCache(config=config)
-        model(ids, past_key_values=caches[model], logits_to_keep=1)
         return steps
 
     def graphed(model: nn.Module) -> Run:
@@ -134,7 +137,6 @@ def llama(args: argparse.Namespace) -> dict[str, Any]:
 
         return replay
 
-    caches: dict[nn.Module, Any] = {}
     generated = args.batch * args.steps
     with torch.no_grad():
         result["prefill"] = compare("Llama prefill", models, prefill, ids.numel(), args)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -169,6 +170,42 @@ def test_the_budget_ends_it_with_what_there_is() -> None:
     )
     assert winner(record) == "k"
     assert len(record.candidates[record.winner].samples_us) == tuner.STAGES[0][0]
+
+
+def test_a_budget_that_ends_early_leaves_no_kernel_untried() -> None:
+    class Slow(FakeKernel):
+        def bind(self, problem: Any, config: FakeConfig) -> Any:
+            time.sleep(0.05)
+            return super().bind(problem, config)
+
+    kernels = [FakeBlas(), Slow("a", tiles=tuple(range(1, 40))), Slow("b"), Slow("c")]
+    timer = FakeTimer({"c": 5.0})
+    record = Tuner(timer, workers=1).tune(problem(), kernels, settings(tune_budget=0.5))
+    assert {"a", "b", "c"} <= set(timer.measured)
+    assert any("budget ended" in str(c.reason) for c in record.candidates)
+    assert winner(record) == "c"
+
+
+@pytest.mark.parametrize("layout", ["row", "col"])
+def test_timed_as_called(layout: Any) -> None:
+    """A row-major output is the launcher's to allocate: BLAS, given one, copies into it."""
+    given: list[bool] = []
+
+    class Watching(FakeTimer):
+        def measure(self, runs: Any, rounds: int) -> list[list[float]]:
+            launched = [run.launcher for run in runs]
+            for run, launcher in zip(runs, launched, strict=True):
+
+                def spy(*arguments: Any, launcher: Any = launcher) -> Any:
+                    given.append(arguments[5] is not None)
+                    return launcher(*arguments)
+
+                replace(run, launcher=spy)()
+            return super().measure(runs, rounds)
+
+    asked = problem(out=Operand(torch.float32, layout), bias=torch.float32)
+    Tuner(Watching({})).tune(asked, [FakeBlas(), FakeKernel("k")], settings())
+    assert set(given) == {layout == "col"}
 
 
 def test_without_a_baseline_nothing_is_decided() -> None:
