@@ -10,14 +10,13 @@ from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch.autograd import forward_ad
 
 from tmm_core import autograd, dispatch, ops, settings
-from tmm_core.check import PLAIN, check, refuse_gradients_of_out
+from tmm_core.check import check, refuse_gradients_of_out
 from tmm_core.epilogue import EpilogueLike
 from tmm_core.kernel import Config
 from tmm_core.plan import Plan
-from tmm_core.problem import Problem
+from tmm_core.problem import FP8, Problem
 
 if TYPE_CHECKING:
     from tmm_cache import TuningRecord
@@ -109,12 +108,13 @@ def matmul(
         not torch.compiler.is_dynamo_compiling()
         and out is None
         and (epilogue is None or type(epilogue) is str)
-        and _eager(a, b, bias, residual)
-        and (scale_a is None or _eager_too(scale_a))
-        and (scale_b is None or _eager_too(scale_b))
+        and dispatch.undisturbed(a, b, bias, residual, scale_a, scale_b)
     ):
         text = epilogue or ""
-        return dispatch.run(a, b, bias, residual, alpha, text, out_dtype, scale_a, scale_b)
+        if not autograd.recorded(a, b, bias, residual):
+            return dispatch.run(a, b, bias, residual, alpha, text, out_dtype, scale_a, scale_b)
+        if scale_a is None and scale_b is None and a.dtype not in FP8:
+            return autograd.eager(a, b, bias, residual, alpha, text, out_dtype)
     if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
         name, wrong = ("a", a) if not isinstance(a, Tensor) else ("b", b)
         raise TypeError(f"matmul(): argument '{name}' must be Tensor, not {type(wrong).__name__}")
@@ -133,45 +133,6 @@ def matmul(
     if type(a) is not Tensor:
         _prepare_for(type(a))
     return ops.matmul(a, b, bias, residual, alpha, text, out_dtype, scale_a, scale_b)  # type: ignore[no-any-return]
-
-
-def _eager(a: Any, b: Any, bias: Any, residual: Any) -> bool:
-    """Whether torch's dispatcher has nothing to do for this call: no gradient to record, no
-    autocast, no transform, mode, tracer, profiler or tensor subclass to ask. The operator is
-    then a detour of 2.5 µs that comes to the same."""
-    return (
-        type(a) in PLAIN
-        and type(b) in PLAIN
-        and not _autocasts()
-        and not _dispatch_modes()
-        and not _function_modes()
-        and not _profiles()
-        and _transform() is None
-        and forward_ad._current_level < 0
-        and _tracer() is None
-        and not (a.is_neg() or b.is_neg() or a.is_conj() or b.is_conj())
-        and not (_records() and (a.requires_grad or b.requires_grad))
-        and (bias is None or _eager_too(bias))
-        and (residual is None or _eager_too(residual))
-    )
-
-
-def _eager_too(t: Any) -> bool:
-    return (
-        type(t) in PLAIN
-        and not (t.is_neg() or t.is_conj())
-        and not (t.requires_grad and _records())
-    )
-
-
-# Each is one call of C, some 50 ns.
-_autocasts = torch._C._is_any_autocast_enabled
-_dispatch_modes = torch._C._len_torch_dispatch_stack
-_function_modes = torch._C._len_torch_function_stack
-_profiles = torch._C._autograd._profiler_enabled
-_records = torch.is_grad_enabled
-_tracer = torch._C._get_tracing_state
-_transform = torch._C._functorch.peek_interpreter_stack
 
 
 def _text_of(epilogue: EpilogueLike) -> str:

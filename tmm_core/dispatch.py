@@ -13,10 +13,11 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any, Generic, TypeVar, cast
 
 import torch
+from torch.autograd import forward_ad
 from torch.autograd import profiler as _profiler
 
 from tmm_core import settings
-from tmm_core.check import check, result_dtype
+from tmm_core.check import PLAIN, check, result_dtype
 from tmm_core.device import fingerprint
 from tmm_core.epilogue import Epilogue
 from tmm_core.fold import Fold
@@ -114,6 +115,43 @@ def epilogue_of(text: str) -> Epilogue:
 def _parsed(chooser: Dispatcher, text: str) -> Epilogue:
     """Parsed once per text: a call that records gradients asks twice, at 9 µs each."""
     return chooser.registry.epilogue(text or None)
+
+
+def undisturbed(
+    a: Any, b: Any, bias: Any = None, residual: Any = None, scale_a: Any = None, scale_b: Any = None
+) -> bool:
+    """Whether torch's dispatcher has nothing to do for a call but to record its gradient: no
+    autocast, no transform, mode, tracer, profiler or tensor subclass to ask. The operator is
+    then a detour that comes to the same as :func:`run`, 2.5 µs later."""
+    return (
+        type(a) in PLAIN
+        and type(b) in PLAIN
+        and not _autocasts()
+        and not _dispatch_modes()
+        and not _function_modes()
+        and not _profiles()
+        and _transform() is None
+        and forward_ad._current_level < 0
+        and _tracer() is None
+        and not (a.is_neg() or b.is_neg() or a.is_conj() or b.is_conj())
+        and (bias is None or _plain(bias))
+        and (residual is None or _plain(residual))
+        and (scale_a is None or _plain(scale_a))
+        and (scale_b is None or _plain(scale_b))
+    )
+
+
+def _plain(t: Any) -> bool:
+    return type(t) in PLAIN and not (t.is_neg() or t.is_conj())
+
+
+# Each is one call of C, some 50 ns.
+_autocasts = torch._C._is_any_autocast_enabled
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_function_modes = torch._C._len_torch_function_stack
+_profiles = torch._C._autograd._profiler_enabled
+_tracer = torch._C._get_tracing_state
+_transform = torch._C._functorch.peek_interpreter_stack
 
 
 def run(

@@ -18,7 +18,7 @@ from typing import Any
 import pluggy
 
 from tmm_core import hookspecs
-from tmm_core.epilogue import BUILTIN, Epilogue, EpilogueLike, parse
+from tmm_core.epilogue import BUILTIN, IDENTITY, Epilogue, EpilogueLike, parse
 from tmm_core.errors import PluginError, TmmWarning, UnknownNameError
 from tmm_core.kernel import Config, Kernel, Traits
 from tmm_core.problem import Problem
@@ -247,6 +247,8 @@ class Registry:
 
     def epilogue(self, text: EpilogueLike) -> Epilogue:
         """Parse what a caller passed as ``epilogue=``; see :func:`tmm_core.epilogue.parse`."""
+        if text is None:
+            return IDENTITY
         if isinstance(text, str) and text in BUILTIN:
             return BUILTIN[text]
         return parse(text, self.epilogues())
