@@ -14,6 +14,7 @@ KERNELS = {
     "naive": "Naive",
     "grouped": "Grouped",
     "split_k": "SplitK",
+    "skinny": "Skinny",
     "fused_epilogue": "FusedEpilogue",
     "persistent": "Persistent",
     "warp_specialized": "WarpSpecialized",

@@ -32,10 +32,17 @@ _UNALIGNED = 0.45
 _LATENCY = 0.7
 #: µs of an empty kernel, its launch and drain: 3.3 on an H200. And of getting memory to speed:
 #: a bare read of 34 MB takes 14 there, of 235 MB 64.
-_EMPTY = 3.3
-_RAMP = 2.5
+EMPTY_US = 3.3
+RAMP_US = 2.5
 #: Programs on one SM at a time past which more of them hide no more latency.
 _MOST_RESIDENT = 4
+
+
+def bandwidth_tbs(problem: Problem) -> float:
+    """Memory bandwidth of the problem's GPU in TB/s."""
+    device = problem.device
+    listed = (tbs for name, tbs in _BANDWIDTH.items() if name in device.name)
+    return next(listed, (device.sm_count or 1) * _UNKNOWN_BANDWIDTH)
 
 
 def estimate_us(
@@ -65,9 +72,7 @@ def estimate_us(
         peak = bf16 / 2 if problem.tf32 else min(_FMA_TFLOPS, bf16)
     else:
         peak = bf16
-    bandwidth = next(
-        (tbs for name, tbs in _BANDWIDTH.items() if name in device.name), sms * _UNKNOWN_BANDWIDTH
-    )
+    bandwidth = bandwidth_tbs(problem)
     unaligned = 2 - problem.a.aligned - problem.b.aligned
     reach *= _UNALIGNED**unaligned
     ahead = 1 if unaligned else max(num_stages - 1, 1)
@@ -82,5 +87,5 @@ def estimate_us(
     resident = max(1, min(_MOST_RESIDENT, device.shared_memory // max(shared_memory, 1)))
     waiting = -(-programs // (sms * resident)) * (steps + 1) * _LATENCY / ahead
     partials = 8 * splits * problem.batch * problem.m * problem.n if splits > 1 else 0
-    moving = (problem.bytes + partials) / (bandwidth * 1e6) + _RAMP
-    return _EMPTY + max(busy, waiting, moving)
+    moving = (problem.bytes + partials) / (bandwidth * 1e6) + RAMP_US
+    return EMPTY_US + max(busy, waiting, moving)

@@ -3,6 +3,9 @@ Triton's interpreter."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from dataclasses import replace
+
 import pytest
 import torch
 from tmm_blas.blas import Blas
@@ -10,6 +13,7 @@ from tmm_blas.padded import PaddedBlas
 from tmm_triton.plugin import KERNELS, _load
 
 from tmm_core.testing import KernelConformance
+from tmm_core.testing.probe import Probe
 
 
 class TestBlas(KernelConformance):
@@ -45,6 +49,34 @@ if torch.cuda.is_available():
     class TestPaddedBlas(KernelConformance):
         kernel = PaddedBlas()
         slack = 4.0
+
+    @pytest.mark.gpu
+    class TestSkinny(KernelConformance):
+        """Few rows, K contiguous and a multiple of 8: what is asked otherwise is declined."""
+
+        kernel = _load("skinny", KERNELS["skinny"])
+        sizes = (
+            (16, 256, 512),  # multiples of every block
+            (1, 520, 304),
+            (7, 203, 136),  # divides nothing
+            (15, 1, 520),
+            (1, 1, 8),  # K shorter than a block
+            (3, 80, 8200),  # long K
+            (16, 8200, 72),  # more programs than fit at one time
+        )
+        size = (13, 208, 144)
+
+        @classmethod
+        def _probe(cls) -> Probe:
+            return replace(super()._probe(), b="col")
+
+        def probes_of_sizes(self) -> Iterator[Probe]:
+            for probe in super().probes_of_sizes():
+                yield replace(probe, b="col")
+
+        def probes_of_batches(self) -> Iterator[Probe]:
+            for probe in super().probes_of_batches():
+                yield replace(probe, b="col")
 
     @pytest.mark.gpu
     @pytest.mark.skipif(torch.cuda.get_device_capability() != (9, 0), reason="needs Hopper")

@@ -1,0 +1,286 @@
+"""``triton.skinny``: a few rows times a weight, as fast as the weight can be read.
+
+With 16 rows or fewer nothing counts but the bytes of ``b`` and how they are asked for. So they
+take the shortest way there is, from memory into the registers that the tensor cores read, past
+shared memory and its barriers:
+
+    b, column-major         one warp's MMA operand: [16 columns of b] × [64 along K]
+    column n   ──────────►  lane 4n     │ 8 elements │ + 32 further on
+               16 bytes a   lane 4n + 1 │ 8 elements │ …
+               lane         …
+
+* An MMA wants a lane to hold pairs 8 elements apart. A sum does not care in which order it is
+  taken: with both operands permuted alike along K (``k_width=8``), what a lane holds is 16
+  bytes in a row, one load.
+* The warps of a program divide K among them and share nothing until their sums are added up,
+  so no warp ever waits for another. Programs are small and several share an SM: when one ends,
+  the others keep the memory busy.
+* Loads of the next step are issued before the products of this one (``num_stages=2``).
+* ``b`` is read once and said to be so (``evict_first``): what it displaces in L2 is itself,
+  not somebody's results, which would have to be written back first. On an H200 that alone is
+  worth 3 µs of a cold read of 30 to 130 MB, whatever kernel does it.
+
+Written in Gluon, which leaves layouts to the author; plain Triton takes every operand of a dot
+through shared memory.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+from triton.experimental.gluon import jit
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+
+from tmm_core import Launcher, Problem, Traits
+from tmm_triton import roofline
+from tmm_triton.kernel import TritonKernel, single
+from tmm_triton.operands import VECTOR, Build, TileConfig, build, check, finish
+
+#: Releases whose Gluon this is written for: an experimental API.
+_KNOWN_RELEASES = ("3.6.", "3.7.")
+#: Columns of the widest tile of ``a`` transposed. On an H200 32 rows were no faster than by
+#: ``triton.split_k``: each warp reads all rows of ``a`` for its 16 columns of ``b``.
+MOST_ROWS = 16
+
+
+@jit
+def _load(ptrs, inside, MASKED: gl.constexpr, POLICY: gl.constexpr):
+    if MASKED:
+        return gl.load(ptrs, mask=inside, other=0.0, eviction_policy=POLICY)
+    else:  # noqa: RET505 (Triton compiles what follows a return)
+        return gl.load(ptrs, eviction_policy=POLICY)
+
+
+@jit
+def skinny_kernel(
+    a_ptr, b_ptr, bias_ptr, residual_ptr, out_ptr,
+    M, N, K,
+    stride_az, stride_am, stride_ak,
+    stride_bz, stride_bk, stride_bn,
+    stride_rz, stride_rm, stride_rn,
+    stride_oz, stride_om, stride_on,
+    stride_bias, alpha,
+    EPILOGUE: gl.constexpr,
+    BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
+    WARPS_K: gl.constexpr, WARPS_N: gl.constexpr, AHEAD: gl.constexpr,
+    WHOLE_M: gl.constexpr, WHOLE_N: gl.constexpr, WHOLE_K: gl.constexpr,
+):  # fmt: skip
+    # bᵀ · aᵀ of one warp's part of K in the first dimension; an MMA is 16 columns of b wide.
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS_K, WARPS_N, 1], [1, 16, 8])
+    B: gl.constexpr = gl.DotOperandLayout(0, SUMS, 8)
+    A: gl.constexpr = gl.DotOperandLayout(1, SUMS, 8)
+    PART: gl.constexpr = BLOCK_K // WARPS_K
+    z = gl.program_id(1)
+    above = gl.program_id(2) * BLOCK_M
+    first = gl.program_id(0) * BLOCK_N
+    part = gl.arange(0, WARPS_K, gl.SliceLayout(1, gl.SliceLayout(2, B))) * PART
+    n = first + gl.arange(0, BLOCK_N, gl.SliceLayout(0, gl.SliceLayout(2, B)))
+    k = gl.arange(0, PART, gl.SliceLayout(0, gl.SliceLayout(1, B)))
+    n = gl.expand_dims(gl.expand_dims(n, 0), 2)
+    b_k = gl.expand_dims(gl.expand_dims(part, 1), 2) + gl.expand_dims(gl.expand_dims(k, 0), 1)
+    part = gl.arange(0, WARPS_K, gl.SliceLayout(1, gl.SliceLayout(2, A))) * PART
+    m = above + gl.arange(0, BLOCK_M, gl.SliceLayout(0, gl.SliceLayout(1, A)))
+    k = gl.arange(0, PART, gl.SliceLayout(0, gl.SliceLayout(2, A)))
+    m = gl.expand_dims(gl.expand_dims(m, 0), 1)
+    a_k = gl.expand_dims(gl.expand_dims(part, 1), 2) + gl.expand_dims(gl.expand_dims(k, 0), 2)
+    b_ptrs = b_ptr + z * stride_bz + n * stride_bn + b_k * stride_bk
+    a_ptrs = a_ptr + z * stride_az + m * stride_am + a_k * stride_ak
+    B_MASKED: gl.constexpr = not (WHOLE_N and WHOLE_K)
+    A_MASKED: gl.constexpr = not (WHOLE_M and WHOLE_K)
+
+    acc = gl.zeros([WARPS_K, BLOCK_N, BLOCK_M], gl.float32, SUMS)
+    if AHEAD:
+        b = _load(b_ptrs, (n < N) & (b_k < K), B_MASKED, "evict_first")
+        a = _load(a_ptrs, (m < M) & (a_k < K), A_MASKED, "")
+        for at in range(BLOCK_K, K, BLOCK_K):
+            next_b = _load(b_ptrs + at, (n < N) & (at + b_k < K), B_MASKED, "evict_first")
+            next_a = _load(a_ptrs + at, (m < M) & (at + a_k < K), A_MASKED, "")
+            acc = mma_v2(b, a, acc)
+            b = next_b
+            a = next_a
+        acc = mma_v2(b, a, acc)
+    else:
+        for at in range(0, K, BLOCK_K):
+            b = _load(b_ptrs + at, (n < N) & (at + b_k < K), B_MASKED, "evict_first")
+            a = _load(a_ptrs + at, (m < M) & (at + a_k < K), A_MASKED, "")
+            acc = mma_v2(b, a, acc)
+
+    # One element a thread where there are enough threads; neighbours along N.
+    OUT: gl.constexpr = gl.BlockedLayout([1, 1], [2, 16], [WARPS_K * WARPS_N, 1], [1, 0])
+    total = gl.convert_layout(gl.sum(acc, axis=0).permute((1, 0)), OUT)
+    rows = above + gl.arange(0, BLOCK_M, gl.SliceLayout(1, OUT))
+    cols = first + gl.arange(0, BLOCK_N, gl.SliceLayout(0, OUT))
+    finish(
+        total, z, rows, cols, M, N, bias_ptr, stride_bias, alpha, EPILOGUE,
+        residual_ptr, stride_rz, stride_rm, stride_rn, out_ptr, stride_oz, stride_om, stride_on,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class SkinnyConfig(TileConfig):
+    """A program's tile, what its warps read of K in one step, and how they share it.
+
+    Args:
+        BLOCK_M: 8 or 16 rows of ``a``; the tile's narrow side.
+        BLOCK_N: Columns of ``b``, at least 16 for each of ``WARPS_N``.
+        BLOCK_K: Step along K of all warps together, at least 64 elements each.
+        WARPS_N: Warps side by side along N; all others divide K.
+        num_stages: 2, if the next step is loaded before this one is multiplied, else 1.
+    """
+
+    WARPS_N: int
+
+    def __post_init__(self) -> None:
+        check("BLOCK_M", self.BLOCK_M, (8, 16))
+        check("BLOCK_N", self.BLOCK_N, (16, 32, 64))
+        check("BLOCK_K", self.BLOCK_K, (64, 128, 256, 512, 1024, 2048))
+        check("num_stages", self.num_stages, (1, 2))
+        check("num_warps", self.num_warps, (1, 2, 4, 8))
+        check("WARPS_N", self.WARPS_N, (1, 2, 4))
+        if self.num_warps % self.WARPS_N or self.BLOCK_N < 16 * self.WARPS_N:
+            raise ValueError(f"{self.WARPS_N} warps along N of {self.num_warps} and {self.BLOCK_N}")
+        if self.part < 64:
+            raise ValueError(f"BLOCK_K {self.BLOCK_K} leaves a warp {self.part} elements, not 64")
+
+    @property
+    def warps_k(self) -> int:
+        """Warps that divide K."""
+        return self.num_warps // self.WARPS_N
+
+    @property
+    def part(self) -> int:
+        """Elements along K that one warp reads in one step."""
+        return self.BLOCK_K // self.warps_k
+
+    def shared_memory(self, problem: Problem) -> int:
+        """Bytes in which the warps' sums meet."""
+        return 4 * self.warps_k * self.BLOCK_M * self.BLOCK_N
+
+    def registers(self, problem: Problem) -> int:
+        """Registers of a thread that hold operands and sums."""
+        columns = self.BLOCK_N // self.WARPS_N
+        operands = self.num_stages * (columns + self.BLOCK_M) * self.part // 64
+        return operands + columns * self.BLOCK_M // 32
+
+
+#: BLOCK_N, BLOCK_K, WARPS_N, num_warps, num_stages.
+_SHAPES = (
+    (16, 512, 1, 4, 2),
+    (16, 1024, 1, 8, 2),
+    (32, 512, 2, 8, 2),
+    (32, 512, 1, 4, 2),
+    (16, 1024, 1, 4, 2),
+    (16, 512, 1, 2, 2),
+    (32, 256, 2, 4, 2),
+    (16, 256, 1, 4, 2),
+    (32, 256, 2, 8, 2),
+    (32, 256, 1, 4, 2),
+    (16, 256, 1, 2, 2),
+    (64, 256, 4, 8, 2),
+    (16, 512, 1, 8, 1),
+    (32, 128, 1, 2, 1),
+    (64, 128, 2, 4, 1),
+)
+#: 32-bit registers, threads and blocks of an SM, and a thread's registers besides operands and
+#: sums.
+_REGISTERS, _THREADS, _BLOCKS = 65536, 2048, 32
+_OVERHEAD = 24
+#: Fitted to ten problems of 15 configs each on an H200: µs from asking to having when all SMs
+#: ask, and µs that a step takes besides its bytes.
+_LATENCY, _STEP_US = 1.3, 0.1
+
+
+class Skinny(TritonKernel[SkinnyConfig]):
+    """Up to 16 rows of 16-bit floats, both operands contiguous along K."""
+
+    name = "triton.skinny"
+    # Each of an MMA's sums is formed in an order of its own, the same for every row.
+    traits = Traits(deterministic=True, batch_invariant=True)
+    config_type = SkinnyConfig
+
+    def reasons_against(self, problem: Problem) -> list[str]:
+        reasons = super().reasons_against(problem)
+        if problem.device.interpreted:
+            reasons.append("Triton's interpreter does not run Gluon")
+        elif problem.device.cuda.startswith("hip"):
+            reasons.append("is written for NVIDIA's MMA instructions")
+        if not triton.__version__.startswith(_KNOWN_RELEASES):
+            known = " and ".join(release + "x" for release in _KNOWN_RELEASES)
+            reasons.append(f"is written for the Gluon of Triton {known}, not {triton.__version__}")
+        if problem.a.dtype not in (torch.float16, torch.bfloat16):
+            reasons.append(f"multiplies 16-bit floats, not {problem.a.dtype}")
+        if problem.has_scales:
+            reasons.append("does not scale operands")
+        if problem.m > MOST_ROWS:
+            reasons.append(f"is for {MOST_ROWS} rows at most, not {problem.m}")
+        if problem.a.layout != "row" or problem.b.layout != "col":
+            reasons.append("operands are not both contiguous along K")
+        for name, operand in (("a", problem.a), ("b", problem.b)):
+            if not operand.aligned:
+                reasons.append(f"{name} is not {VECTOR}-byte aligned")
+        if problem.k % (VECTOR // 2):
+            reasons.append(f"K {problem.k} is no multiple of {VECTOR // 2}")
+        return reasons
+
+    def configs(self, problem: Problem) -> list[SkinnyConfig]:
+        rows = 8 if problem.m <= 8 else 16
+        configs = [
+            SkinnyConfig(
+                BLOCK_M=rows,
+                BLOCK_N=n,
+                BLOCK_K=k,
+                WARPS_N=across,
+                num_warps=warps,
+                num_stages=stages,
+            )
+            for n, k, across, warps, stages in _SHAPES
+        ]
+        return self.ranked(problem, configs, 8)
+
+    def estimate_us(self, problem: Problem, config: SkinnyConfig) -> float:
+        """Reading ``b``, slowed where too few bytes are asked for at a time and where the last
+        programs leave SMs idle. Over the problems it was fitted to
+        the best of five by this estimate was the best of all, the first 1.7 % slower."""
+        sms = problem.device.sm_count or 1
+        threads = 32 * config.num_warps
+        registers = (config.registers(problem) + _OVERHEAD) * threads
+        resident = min(_REGISTERS // registers, _THREADS // threads, _BLOCKS)
+        columns = -(-problem.n // config.BLOCK_N)
+        programs = problem.batch * columns * -(-problem.m // config.BLOCK_M)
+        each = min(programs / sms, resident)
+        ahead = 1.5 if config.num_stages == 2 else 1
+        asked = each * config.BLOCK_N * config.BLOCK_K * problem.b.dtype.itemsize * ahead
+        rate = roofline.bandwidth_tbs(problem) * 1e6
+        slow = max(1.0, math.sqrt(_LATENCY * rate / (asked * sms)))
+        waves = programs / (sms * resident)
+        if waves > 1:
+            idle = math.ceil(waves) / waves - 1
+        else:
+            idle = math.ceil(programs / sms) / (programs / sms) - 1
+        steps = math.ceil(waves) * -(-problem.k // config.BLOCK_K)
+        reading = problem.bytes / rate * slow * (1 + idle / 2)
+        return roofline.EMPTY_US + roofline.RAMP_US + reading + _STEP_US * steps
+
+    def builds(self, problem: Problem, config: SkinnyConfig) -> list[Build]:
+        constants = {
+            "WARPS_K": config.warps_k,
+            "AHEAD": config.num_stages == 2,
+            "WHOLE_M": problem.m % config.BLOCK_M == 0,
+            "WHOLE_N": problem.n % config.BLOCK_N == 0,
+            "WHOLE_K": problem.k % config.BLOCK_K == 0,
+        }
+        # Left to itself, ptxas saves registers for one more resident block, by spilling.
+        registers = config.registers(problem) + 48
+        options: dict[str, Any] = {}
+        if config.num_stages == 2:
+            options["maxnreg"] = min(255, registers // 8 * 8)
+        return [build(skinny_kernel, problem, config, constants, **options)]
+
+    def bind(self, problem: Problem, config: SkinnyConfig) -> Launcher:
+        grid = (-(-problem.n // config.BLOCK_N), problem.batch, -(-problem.m // config.BLOCK_M))
+        return single(self, problem, config, grid)

@@ -1,0 +1,181 @@
+"""``triton.skinny`` without a GPU: what it declines, what it proposes, and what the compiler
+makes of that. Its results are held to the reference on a GPU only (test_conformance.py): Triton's
+interpreter does not run Gluon."""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from tmm_triton import skinny
+from tmm_triton.skinny import Skinny, SkinnyConfig
+
+from tmm_core import ConfigError, Operand, Problem
+from tmm_core.device import DeviceFingerprint
+from tmm_core.epilogue import parse
+
+ROW, COL = Operand(torch.bfloat16), Operand(torch.bfloat16, "col")
+DEVICES = {
+    80: DeviceFingerprint("cuda", "NVIDIA A100", (8, 0), 108, 166912),
+    90: DeviceFingerprint("cuda", "NVIDIA H200", (9, 0), 132, 232448),
+    100: DeviceFingerprint("cuda", "NVIDIA B200", (10, 0), 148, 232448),
+}
+DECODE = Problem(16, 4096, 4096, ROW, COL, ROW, DEVICES[90])
+FIELDS = {
+    "BLOCK_M": 16,
+    "BLOCK_N": 16,
+    "BLOCK_K": 512,
+    "num_stages": 2,
+    "num_warps": 4,
+    "WARPS_N": 1,
+}
+
+
+def reasons(problem: Problem) -> list[str]:
+    # A machine without a GPU has no driver to build a launcher for.
+    return [r for r in Skinny().reasons_against(problem) if "driver" not in r]
+
+
+def test_serves_decode() -> None:
+    assert not reasons(DECODE)
+    assert not reasons(replace(DECODE, m=1, batch=3, out=COL, epilogue=parse("gelu")))
+    assert not reasons(replace(DECODE, n=4099, k=4104, residual=ROW, bias=torch.float32))
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"m": 17}, "is for 16 rows at most, not 17"),
+        ({"b": ROW}, "operands are not both contiguous along K"),
+        ({"a": COL}, "operands are not both contiguous along K"),
+        ({"b": replace(COL, aligned=False)}, "b is not 16-byte aligned"),
+        ({"k": 4100}, "K 4100 is no multiple of 8"),
+        ({"epilogue": parse("swiglu")}, "gated"),
+        (
+            {"a": Operand(torch.float32), "b": Operand(torch.float32, "col")},
+            "multiplies 16-bit floats, not torch.float32",
+        ),
+        ({"device": replace(DEVICES[90], type="cpu", interpreted=True)}, "does not run Gluon"),
+    ],
+)
+def test_declines(change: dict[str, Any], reason: str) -> None:
+    assert any(reason in given for given in reasons(replace(DECODE, **change)))
+
+
+def test_another_gluon_is_declined(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(skinny.triton, "__version__", "3.9.0")
+    assert any("Gluon of Triton 3.6.x and 3.7.x, not 3.9.0" in r for r in reasons(DECODE))
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        {"BLOCK_M": 32},
+        {"BLOCK_N": 128},
+        {"BLOCK_K": 128},  # 32 elements for each of 4 warps
+        {"num_stages": 3},
+        {"WARPS_N": 2},  # 8 columns each
+        {"WARPS_N": 4, "num_warps": 2, "BLOCK_N": 64},
+    ],
+)
+def test_config_bounds(change: dict[str, int]) -> None:
+    assert SkinnyConfig.from_json(FIELDS) == SkinnyConfig(**FIELDS)
+    with pytest.raises(ConfigError):
+        SkinnyConfig.from_json(FIELDS | change)
+
+
+def test_proposals() -> None:
+    kernel = Skinny()
+    for m in range(1, 17):
+        for n, k in ((4096, 4096), (28672, 4096), (4096, 14336), (8192, 8192), (40, 72)):
+            problem = replace(DECODE, m=m, n=n, k=k)
+            configs = kernel.configs(problem)
+            assert configs
+            assert kernel.default_config(problem) == configs[0]
+            estimates = [kernel.estimate_us(problem, c) for c in configs]
+            assert estimates == sorted(estimates)
+            # No more rows of an MMA than are needed, and no larger a step than K.
+            assert {c.BLOCK_M for c in configs} == {8 if m <= 8 else 16}
+            steps = {c.BLOCK_K for c in configs}
+            assert steps == {step for step in steps if step < 2 * k} or len(steps) == 1
+
+
+def test_estimates_know_what_is_slow() -> None:
+    """Measured on an H200 with 16 rows (µs), where the config has too few bytes under way, or
+    leaves a second wave of programs nearly empty."""
+    estimate = functools.partial(Skinny().estimate_us, DECODE)
+    base = SkinnyConfig(**FIELDS)
+    assert estimate(base) < estimate(replace(base, BLOCK_K=256))  # 16.5, 19.3
+    assert estimate(base) < estimate(replace(base, BLOCK_K=128, num_warps=2, num_stages=1))
+    wide = replace(DECODE, n=6144)
+    two = replace(base, BLOCK_N=32, WARPS_N=2, num_warps=8)
+    assert Skinny().estimate_us(wide, base) < Skinny().estimate_us(wide, two)  # 19.6, 23.9
+
+
+# -- the program --------------------------------------------------------------------------
+
+
+def compile_all(sm: int) -> None:
+    from test_triton_compile import resources
+
+    kernel = Skinny()
+    tail = replace(DECODE, m=13, n=4099, k=4104, epilogue=parse("silu"), bias=torch.bfloat16)
+    for name, problem in {"whole": DECODE, "one": replace(DECODE, m=1), "tail": tail}.items():
+        for config in kernel.configs(replace(problem, device=DEVICES[sm])):
+            (build,) = kernel.builds(problem, config)
+            result = build.compile_for(sm)
+            ptx = result.asm["ptx"]
+            line = {"name": name, "config": config.to_json(), "shared": result.metadata.shared}
+            line |= resources(result.asm["cubin"])
+            line |= {"claimed": config.shared_memory(problem), "mma": ptx.count("mma.sync")}
+            loads = re.findall(r"ld\.global\S*", ptx)
+            line |= {
+                "wide": sum(".v4.b32" in load for load in loads),
+                "streamed": sum("evict_first" in load for load in loads),
+                "through": len(re.findall(r"ldmatrix|cp\.async", ptx)),
+            }
+            print(json.dumps(line), flush=True)
+
+
+@functools.cache
+def compilations(sm: int, cache: str) -> list[dict[str, Any]]:
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": cache}
+    command = [sys.executable, __file__, str(sm)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-2000:]
+    return [json.loads(line) for line in done.stdout.splitlines()]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("sm", DEVICES)
+def test_operands_go_from_memory_to_the_tensor_cores(sm: int, tmp_path: Any) -> None:
+    lines = compilations(sm, str(tmp_path))
+    assert {line["name"] for line in lines} == {"whole", "one", "tail"}
+    for line in lines:
+        config = SkinnyConfig(**line["config"])
+        columns = config.BLOCK_N // config.WARPS_N
+        # Of one step, in loads of 8 elements a lane; the first step is written out once more.
+        b = columns * config.part // (32 * 8)
+        a = config.BLOCK_M * config.part // (32 * 8)
+        assert line["wide"] == (a + b) * config.num_stages, line
+        assert line["streamed"] == b * config.num_stages, line
+        products = columns // 16 * (config.BLOCK_M // 8) * (config.part // 16)
+        assert line["mma"] == products * config.num_stages, line
+        assert line["through"] == 0, line
+        assert line["STACK"] + line["LOCAL"] == 0, line
+        assert line["shared"] <= line["claimed"], line
+
+
+if __name__ == "__main__":
+    compile_all(int(sys.argv[1]))
