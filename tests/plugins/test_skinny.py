@@ -1,6 +1,6 @@
-"""``triton.skinny`` without a GPU: what it declines, what it proposes, and what the compiler
-makes of that. Its results are held to the reference on a GPU only (test_conformance.py): Triton's
-interpreter does not run Gluon."""
+"""``triton.skinny`` without a GPU: what it declines, what it proposes, what the compiler makes of
+that, and its arithmetic, addresses and masks as plain Python. Layouts, which is where the speed
+is, mean nothing there: a GPU holds it to the reference in test_conformance.py."""
 
 from __future__ import annotations
 
@@ -10,15 +10,18 @@ import os
 import re
 import subprocess
 import sys
+import types
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 pytest.importorskip("triton")
 
-from tmm_triton import skinny
+from hopper_block import Block, Pointer
+from tmm_triton import operands, skinny
 from tmm_triton.skinny import Skinny, SkinnyConfig
 
 from tmm_core import ConfigError, Operand, Problem
@@ -121,6 +124,101 @@ def test_estimates_know_what_is_slow() -> None:
     wide = replace(DECODE, n=6144)
     two = replace(base, BLOCK_N=32, WARPS_N=2, num_warps=8)
     assert Skinny().estimate_us(wide, base) < Skinny().estimate_us(wide, two)  # 19.6, 23.9
+
+
+# -- the kernel, run as Python ------------------------------------------------------------
+
+
+def gather(pointer: Pointer, mask: Any = True, other: float = 0.0, **_: Any) -> Block:
+    index, inside = np.broadcast_arrays(pointer.offset, mask)
+    values = np.full(index.shape, other)
+    values[inside] = pointer.memory[index[inside]]  # raises past the end
+    return values.view(Block)
+
+
+def scatter(pointer: Pointer, values: np.ndarray, mask: np.ndarray) -> None:
+    index, values, mask = np.broadcast_arrays(pointer.offset, values, mask)
+    pointer.memory[index[mask]] = values[mask]
+
+
+def run_program(arguments: dict[str, Any], program: tuple[int, int, int]) -> None:
+    """One program of the kernel on :class:`Pointer` arguments."""
+    nothing = {"DotOperandLayout", "SliceLayout", "BlockedLayout", "NVMMADistributedLayout"}
+    gl = types.SimpleNamespace(
+        program_id=lambda axis: program[axis],
+        arange=lambda start, end, layout: np.arange(start, end),
+        expand_dims=np.expand_dims,
+        zeros=lambda shape, dtype, layout: np.zeros(shape).view(Block),
+        convert_layout=lambda x, layout: x,
+        sum=lambda x, axis: np.sum(x, axis=axis).view(Block),
+        load=gather,
+        float32=np.float64,
+        **{name: lambda *_: None for name in nothing},
+    )
+    names: dict[str, Any] = {
+        "gl": gl,
+        "tl": types.SimpleNamespace(load=gather, store=scatter, float32=np.float64),
+        "mma_v2": lambda a, b, acc: (np.matmul(a, b) + acc).view(Block),
+        "__builtins__": __builtins__,
+    }
+    for module in (operands, skinny):
+        for name, value in vars(module).items():
+            function = getattr(value, "fn", None)
+            if isinstance(function, types.FunctionType):
+                names[name] = types.FunctionType(function.__code__, names, name)
+    names["skinny_kernel"](**arguments)
+
+
+def padded(rows: int, columns: int, seed: int) -> tuple[Pointer, np.ndarray, int]:
+    """Rows followed by NaN, the last by nothing: what is read outside shows, or raises."""
+    stride = columns + 8
+    memory = np.full(rows * stride - 8, np.nan)
+    index = np.arange(rows)[:, None] * stride + np.arange(columns)
+    memory[index] = np.random.default_rng(seed).standard_normal(index.shape)
+    return Pointer(memory), memory[index], stride
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+@pytest.mark.parametrize(("warps", "across"), [(4, 1), (4, 2), (2, 1)])
+@pytest.mark.parametrize(
+    ("m", "n", "k"),
+    [(16, 64, 1024), (13, 50, 520), (1, 33, 72), (8, 32, 512), (20, 40, 264), (16, 32, 256)],
+)
+def test_arithmetic_addresses_masks(
+    m: int, n: int, k: int, warps: int, across: int, stages: int
+) -> None:
+    config = SkinnyConfig(
+        BLOCK_M=8 if m <= 8 else 16,
+        BLOCK_N=32,
+        BLOCK_K=256,
+        num_stages=stages,
+        num_warps=warps,
+        WARPS_N=across,
+    )
+    problem = replace(DECODE, m=m, n=n, k=k, bias=torch.bfloat16, residual=ROW, scaled=True)
+    (build,) = Skinny().builds(problem, config)
+    a_ptr, a, a_stride = padded(m, k, 0)
+    b_ptr, b, b_stride = padded(n, k, 1)
+    residual_ptr, residual, r_stride = padded(m, n, 2)
+    bias = np.random.default_rng(3).standard_normal(n)
+    out = np.full(m * (n + 8), np.nan)
+    given = {
+        "a_ptr": a_ptr, "b_ptr": b_ptr, "bias_ptr": Pointer(bias), "residual_ptr": residual_ptr,
+        "out_ptr": Pointer(out), "M": m, "N": n, "K": k, "stride_am": a_stride,
+        "stride_bn": b_stride, "stride_rm": r_stride, "stride_om": n + 8, "stride_bias": 1,
+        "alpha": -0.5,
+    }  # fmt: skip
+    constants = {**build.constants, "EPILOGUE": np.tanh}
+    arguments = {
+        name: constants.get(name, given.get(name)) for name in skinny.skinny_kernel.arg_names
+    }
+    # As bind lays out the grid.
+    for column in range(-(-n // config.BLOCK_N)):
+        for row in range(-(-m // config.BLOCK_M)):
+            run_program(arguments, (column, 0, row))
+    out = out.reshape(m, n + 8)
+    np.testing.assert_allclose(out[:, :n], np.tanh(-0.5 * a @ b.T + bias) + residual)
+    assert np.isnan(out[:, n:]).all()
 
 
 # -- the program --------------------------------------------------------------------------
