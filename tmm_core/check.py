@@ -11,6 +11,9 @@ import torch
 from tmm_core.epilogue import Epilogue
 from tmm_core.problem import FP8
 
+#: What torch._debug_has_internal_overlap says where it does (it may also not know).
+_OVERLAPS = 1
+
 #: Tensors that are what they seem.
 PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 
@@ -46,6 +49,9 @@ def check(
     shape = product_shape(a, b)
     fp8 = a.dtype in FP8 and b.dtype in FP8
     if a.dtype != b.dtype and not fp8:
+        _let_torch_say(a, b)
+        raise RuntimeError(f"expected a and b to have one dtype, got {a.dtype} and {b.dtype}")
+    if a.dtype is torch.bool:
         _let_torch_say(a, b)
     if not epilogue.is_identity and not a.dtype.is_floating_point:
         raise RuntimeError(f"epilogue {epilogue.name!r} needs a floating dtype, got {a.dtype}")
@@ -115,32 +121,37 @@ def product_shape(a: torch.Tensor, b: torch.Tensor) -> torch.Size:
     batch = _broadcast(a.shape[:-2], b.shape[:-2])
     if a.shape[-1] != k or batch is None:
         _let_torch_say(a, b)
+        raise RuntimeError(f"cannot multiply shapes {tuple(a.shape)} and {tuple(b.shape)}")
     rows = [a.shape[-2]] if a.dim() > 1 else []
     cols = [b.shape[-1]] if b.dim() > 1 else []
     return torch.Size([*batch, *rows, *cols])
 
 
-def _let_torch_say(a: torch.Tensor, b: torch.Tensor) -> NoReturn:
-    """Raise torch's own error for operands known not to multiply, from stand-ins of their
+def _let_torch_say(a: torch.Tensor, b: torch.Tensor) -> None:
+    """Raise torch's own error for operands that do not multiply, from stand-ins of their
     shapes, strides and dtypes: nothing is computed, or read, before it is raised."""
     torch.matmul(
         *(torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cpu") for t in (a, b))
     )
-    raise RuntimeError(f"cannot multiply {a.dtype} {tuple(a.shape)} and {b.dtype} {tuple(b.shape)}")
 
 
 def check_out(
     out: torch.Tensor, shape: torch.Size, dtype: torch.dtype, inputs: Sequence[torch.Tensor]
-) -> None:
+) -> bool:
     """Hold ``out=`` against the result, resizing it as torch does.
 
+    Returns:
+        Whether the result can be written to ``out`` while inputs are read. They may lie in one
+        another's gaps, which torch does not look into, or overlap there.
+
     Raises:
-        RuntimeError: A wrong dtype or device, or ``out`` shares memory with an input.
+        RuntimeError: A wrong dtype or device, or ``out`` shares memory with an input or with
+            itself.
     """
     if out.dtype != dtype:
-        raise RuntimeError(
-            f"Expected out tensor to have dtype {dtype}, but got {out.dtype} instead"
-        )
+        one = torch.empty(1, 1, dtype=dtype)
+        torch.mm(one, one, out=torch.empty(1, 1, dtype=out.dtype))  # raises, in torch's words
+        raise RuntimeError(f"Expected out tensor to have dtype {dtype}, but got {out.dtype}")
     if out.device != inputs[0].device:
         raise RuntimeError(
             "Expected all tensors to be on the same device, but found at least two devices, "
@@ -148,13 +159,13 @@ def check_out(
         )
     if torch.is_grad_enabled() and any(t.requires_grad for t in (out, *inputs)):
         refuse_gradients_of_out()
-    for t in inputs:
-        if _overlap(out, t):
-            raise RuntimeError(
-                "unsupported operation: some elements of the input tensor and the written-to "
-                "tensor refer to a single memory location. Please clone() the tensor before "
-                "performing the operation."
-            )
+    near = [t for t in inputs if _ranges_meet(out, t)]
+    if any(t is out or (_dense(out) and _dense(t)) for t in near):
+        raise RuntimeError(
+            "unsupported operation: some elements of the input tensor and the written-to "
+            "tensor refer to a single memory location. Please clone() the tensor before "
+            "performing the operation."
+        )
     if out.shape != shape:
         if out.numel():
             warnings.warn(
@@ -163,6 +174,12 @@ def check_out(
                 stacklevel=4,
             )
         out.resize_(shape)
+    if torch._debug_has_internal_overlap(out) == _OVERLAPS:
+        raise RuntimeError(
+            "unsupported operation: more than one element of the written-to tensor refers to a "
+            "single memory location. Please clone() the tensor before performing the operation."
+        )
+    return not near
 
 
 def refuse_gradients_of_out() -> NoReturn:
@@ -173,20 +190,24 @@ def refuse_gradients_of_out() -> NoReturn:
     )
 
 
-def _overlap(out: torch.Tensor, t: torch.Tensor) -> bool:
-    """Whether the address ranges meet: cautious, since strides could interleave."""
+def _ranges_meet(out: torch.Tensor, t: torch.Tensor) -> bool:
+    """Whether what lies between first and last element of each meets the other's."""
     if not out.numel() or not t.numel():
         return False
     if out.is_meta or type(out) not in PLAIN or type(t) not in PLAIN:
         return False  # no memory to share, or none to be asked about
-    (out_lo, out_hi), (lo, hi) = _span(out), _span(t)
-    return out_lo < hi and lo < out_hi
+    start, t_start = out.data_ptr(), t.data_ptr()
+    return start < t_start + _span(t) and t_start < start + _span(out)
 
 
-def _span(t: torch.Tensor) -> tuple[int, int]:
+def _dense(t: torch.Tensor) -> bool:
+    return _span(t) == t.nbytes
+
+
+def _span(t: torch.Tensor) -> int:
+    """Bytes from the first element to the end of the last."""
     reach = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
-    start = t.data_ptr()
-    return start, start + (reach + 1) * t.element_size()
+    return (reach + 1) * t.element_size()
 
 
 def _broadcast(x: Sequence[int], y: Sequence[int]) -> tuple[int, ...] | None:

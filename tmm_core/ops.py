@@ -45,9 +45,9 @@ def _run_out(
 ) -> Tensor:
     shape = check(a, b, bias, residual, epilogue_of(epilogue), out_dtype, scale_a, scale_b)
     inputs = [t for t in (a, b, bias, residual, scale_a, scale_b) if t is not None]
-    check_out(out, shape, result_dtype(a, out_dtype), inputs)
+    apart = check_out(out, shape, result_dtype(a, out_dtype), inputs)
     arguments = (a, b, bias, residual, alpha, epilogue, out_dtype, scale_a, scale_b)
-    if _in_memory(out, *inputs):
+    if apart and _in_memory(out, *inputs):
         return run(*arguments, out)
     return out.copy_(matmul(*arguments))
 
