@@ -26,15 +26,17 @@ batches = st.lists(st.sampled_from([0, 1, 2, 3]), max_size=3)
 
 
 @st.composite
-def views(draw: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
+def views(draw: Any, shape: tuple[int, ...], dtype: torch.dtype, device: str = "cpu") -> Tensor:
     """A tensor of this shape in some layout: permuted, sliced, expanded, overlapping, flipped
     in sign or conjugated lazily."""
     generator = torch.Generator().manual_seed(draw(st.integers(0, 9)))
 
     def fill(shape: Any) -> Tensor:
         if dtype.is_complex:
-            return torch.complex(*torch.randn((2, *shape), generator=generator)).to(dtype)
-        return torch.randint(-4, 5, shape, generator=generator).to(dtype)
+            t = torch.complex(*torch.randn((2, *shape), generator=generator))
+        else:
+            t = torch.randint(-4, 5, shape, generator=generator)
+        return t.to(device, dtype)
 
     layout = draw(st.sampled_from(["contiguous", "permuted", "sliced", "expanded", "overlapping"]))
     dims = len(shape)
@@ -61,7 +63,7 @@ def views(draw: Any, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
 
 
 @st.composite
-def operands(draw: Any) -> tuple[Tensor, Tensor]:
+def operands(draw: Any, device: str = "cpu") -> tuple[Tensor, Tensor]:
     """Mostly such as multiply, some that miss by a size, a dimension or a dtype."""
     m, n, k = draw(sizes), draw(sizes), draw(sizes)
     dtype = draw(st.sampled_from(DTYPES))
@@ -72,7 +74,7 @@ def operands(draw: Any) -> tuple[Tensor, Tensor]:
     a = draw(st.sampled_from([(k,), (m, k), (*batch, m, k), (*broadcast, m, k), ()]))
     wrong = k + 1 if draw(st.integers(0, 9)) == 0 else k
     b = draw(st.sampled_from([(wrong,), (wrong, n), (*broadcast, wrong, n), (*batch, wrong, n)]))
-    return draw(views(a, dtype)), draw(views(b, other))
+    return draw(views(a, dtype, device)), draw(views(b, other, device))
 
 
 def outcome(call: Callable[[], Tensor]) -> Tensor | Exception:
