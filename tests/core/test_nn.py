@@ -126,6 +126,44 @@ class BertLayer(nn.Module):
         return self.norm(x + self.dropout(self.dense(self.intermediate(x))))
 
 
+class ViT(nn.Module):
+    """A vision transformer in little: patches, a class token, one linear for q, k and v, an MLP
+    with dropout between its layers."""
+
+    def __init__(self, layers: int = 2, hidden: int = 12) -> None:
+        super().__init__()
+        self.patches = nn.Conv2d(3, hidden, 4, stride=4)
+        self.token = nn.Parameter(torch.zeros(1, 1, hidden))
+        self.blocks = nn.ModuleList(ViTBlock(hidden) for _ in range(layers))
+        self.norm = nn.LayerNorm(hidden)
+        self.head = nn.Linear(hidden, 7)
+
+    def forward(self, images: torch.Tensor) -> torch.Tensor:
+        x = self.patches(images).flatten(2).transpose(1, 2)
+        x = torch.cat((self.token.expand(len(x), -1, -1), x), 1)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x)[:, 0])
+
+
+class ViTBlock(nn.Module):
+    def __init__(self, hidden: int, heads: int = 2) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm1, self.norm2 = nn.LayerNorm(hidden), nn.LayerNorm(hidden)
+        self.qkv = nn.Linear(hidden, 3 * hidden)
+        self.proj = nn.Linear(hidden, hidden)
+        self.mlp = nn.Sequential(
+            nn.Linear(hidden, 20), nn.GELU(), nn.Dropout(0.0), nn.Linear(20, hidden)
+        )
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        qkv = self.qkv(self.norm1(x)).unflatten(-1, (3, self.heads, -1)).permute(2, 0, 3, 1, 4)
+        attended = F.scaled_dot_product_attention(*qkv)
+        x = x + self.proj(attended.transpose(1, 2).flatten(2))
+        return x + self.mlp(self.norm2(x))
+
+
 def randn(*shape: int) -> torch.Tensor:
     return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
 
@@ -549,6 +587,7 @@ MODELS = {
         lambda: randn(5, 12),
         {"epilogue": 2, "linear": 2},
     ),
+    "vit": (ViT, lambda: randn(2, 3, 8, 8), {"epilogue": 2, "linear": 7}),
     "sequential": (
         lambda: nn.Sequential(nn.Linear(12, 20), nn.Tanh(), nn.Dropout(0.0), nn.Linear(20, 3)),
         lambda: randn(5, 12),
