@@ -193,6 +193,11 @@ _GATED_SHAPES = [
 ]
 
 
+#: µs from the launch to the first bytes through a descriptor, over those through pointers
+#: (2048×2048×512 on an H200: 14.0, where the machine's rates say 9.4).
+_DESCRIBED_US = 2.0
+
+
 @dataclass(frozen=True, kw_only=True)
 class PersistentConfig(TileConfig):
     """A tile, its pipeline, the order of tiles, in how many parts a tile is stored, and
@@ -227,7 +232,8 @@ class Persistent(TritonKernel[PersistentConfig]):
     traits = Traits(deterministic=True, batch_invariant=True)
     config_type = PersistentConfig
     gates = True
-    reach = 0.77
+    # On Hopper 0.93 to 0.98 of what warp_specialized reaches, wherever both serve.
+    reach = 0.73
 
     def reasons_against(self, problem: Problem) -> list[str]:
         reasons = super().reasons_against(problem)
@@ -270,6 +276,9 @@ class Persistent(TritonKernel[PersistentConfig]):
         ]
         worth = [c for c in configs if not c.FLATTEN or _next_tile_waits(problem, c)]
         return self.ranked(problem, worth, 20)
+
+    def estimate_us(self, problem: Problem, config: PersistentConfig) -> float:
+        return super().estimate_us(problem, config) + _DESCRIBED_US
 
     def builds(self, problem: Problem, config: PersistentConfig) -> list[Build]:
         m, n, k = config.BLOCK_M, config.BLOCK_N, config.BLOCK_K

@@ -739,8 +739,9 @@ _STAGES_WANTED = 8
 _SM_FLOPS, _SM_BYTES = 800e6 / 132, 100e3
 #: Bytes per µs that an SM's share of memory delivers (a copy: 4.27 TB/s).
 _SM_MEMORY_BYTES = 4.2e6 / 132
-#: µs of a launch with its first loads; and of rounding and storing 128×256 elements.
-_LAUNCH_US, _EPILOGUE_US = 4.5, 0.9
+#: µs of a launch with its first loads (a product of 32 128³ matrices takes 8.3, an empty
+#: kernel 3.3); and of rounding and storing 128×256 elements.
+_LAUNCH_US, _EPILOGUE_US = 6.0, 0.9
 
 
 class WarpSpecialized(Kernel[WarpSpecializedConfig]):
@@ -976,8 +977,10 @@ def _fitted(
         return []
     block_n //= 2 if problem.gated else 1
     variants: list[WarpSpecializedConfig] = []
-    # 160 registers a thread do not hold two sums and the scales of 64 columns.
-    widths = (64,) if problem.fp8 and consumers == 3 else (128, 64)
+    # 160 registers a thread do not hold two sums and the scales of 64 columns, nor 240 the
+    # addresses of a strip so wide besides its accumulators.
+    narrow = (problem.fp8 and consumers == 3) or _stored_by_pointers(problem)
+    widths = (64,) if narrow else (128, 64)
     for width in widths:
         config = WarpSpecializedConfig(
             BLOCK_M=block_m,

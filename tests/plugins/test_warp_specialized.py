@@ -25,7 +25,7 @@ from hopper_block import DeadlockError, Descriptor, Pointer, run_block
 from tmm_triton import warp_specialized
 from tmm_triton.warp_specialized import WarpSpecialized, WarpSpecializedConfig
 
-from tmm_core import ConfigError, Operand, Problem
+from tmm_core import ConfigError, Operand, Problem, verify
 from tmm_core.device import DeviceFingerprint
 from tmm_core.epilogue import BUILTIN, Epilogue, parse
 
@@ -554,6 +554,57 @@ def test_operands_are_described_along_their_contiguous_dimension() -> None:
     row = torch.zeros(1, 9, dtype=BF16)[:, :8].as_strided((1, 8), (3, 1))
     described = warp_specialized._describer(Operand.of(row), 64, 32, False)(row)
     assert (described.shape, described.strides) == ([1, 8], [8, 1])
+
+
+def test_a_batch_is_described_matrix_by_matrix() -> None:
+    batch = torch.zeros(3, 48, 40, dtype=BF16)[:, :, :32]
+    described = warp_specialized._describer(Operand.of(batch), 64, 32, True)(batch)
+    assert (described.shape, described.strides) == ([3, 48, 32], [48 * 40, 40, 1])
+    assert described.block_shape == [1, 64, 32]
+    described = warp_specialized._describer(Operand.of(batch.mT), 32, 64, True)(batch.mT)
+    assert (described.shape, described.strides) == ([3, 48, 32], [48 * 40, 40, 1])
+    # One matrix for all has no stride that TMA could take: it is described once.
+    shared = batch[:1].expand(3, 48, 32)
+    described = warp_specialized._describer(Operand.of(shared), 64, 32, True)(shared)
+    assert (described.shape, described.strides) == ([1, 48, 32], [48 * 40, 40, 1])
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        problem(64, 64, 64),
+        problem(64, 64, 64, bias=FP32, residual=Operand(BF16), scaled=True),
+        problem(64, 64, 64, residual=Operand(FP32), out=Operand(BF16, aligned=False)),
+        problem(64, 64, 64, batch=3, residual=Operand(BF16)),
+        problem(64, 64, 64, batch=3, bias=BF16, residual=Operand(BF16, "col")),
+        problem(64, 64, 64, batch=3, out=Operand(BF16, aligned=False), epilogue="swiglu"),
+        problem(64, 64, 64, dtype=E4M3, out=BF16, scale_a="row", scale_b="tensor"),
+    ],
+    ids=str,
+)
+def test_a_call_passes_what_the_kernel_takes(
+    asked: Problem, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    launches: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(warp_specialized, "Launch", lambda *given, **options: None)
+    monkeypatch.setattr(warp_specialized, "launcher", lambda *given: launches.append(given))
+    config = KERNEL.default_config(asked)
+    special = KERNEL.specialize(asked, config)
+    KERNEL.bind(asked, config)
+    (((step,), shape, dtype),) = launches
+    assert shape == ((3, 64, 64) if asked.batch == 3 else (64, 64))
+    assert dtype == asked.out.dtype
+    assert step.arguments.keys() == special.types.keys()
+    given = verify.make_inputs(asked, torch.device("cpu"), 0)
+    for name, argument in step.arguments.items():
+        if name.endswith("_desc"):
+            described = argument.describe(getattr(given, argument.tensor))
+            assert f"{described.block_shape},{described.layout!r}>" in special.types[name]
+        elif name.endswith("_ptr"):
+            assert getattr(given, argument) is not None
+        elif isinstance(argument, tuple):
+            tensor, dimension = argument
+            assert getattr(given, tensor).dim() > dimension
 
 
 def test_builtin_epilogues_are_served() -> None:
