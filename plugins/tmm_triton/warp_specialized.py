@@ -146,7 +146,7 @@ class WarpSpecializedConfig(Config):
     def shared_memory(self, problem: Problem) -> int:
         """Bytes of shared memory that a block takes."""
         c = _Constants.of(problem, self)
-        stage = c.IN_BYTES * (c.BLOCK_M + c.b_boxes * c.BLOCK_N) * c.BLOCK_K
+        stage = c.IN_BYTES * (c.BLOCK_M + c.b_boxes * c.columns) * c.BLOCK_K
         staging = c.CONSUMERS * c.buffers * c.ROWS * c.width * c.OUT_BYTES
         # On its way from the threads that load it to those that need it.
         bias = c.CONSUMERS * c.width * problem.bias.itemsize if problem.bias else 0
@@ -226,12 +226,23 @@ class _Constants:
     @property
     def b_boxes(self) -> int:
         """TMA boxes of B in one stage."""
-        return 2 if self.GATED else 1
+        return 2 if self.GATED or self.halves else 1
 
     @property
     def promoted(self) -> bool:
-        """Whether each k-step is summed apart, and the sums in fp32 (:func:`_multiply`)."""
+        """Whether each k-step is summed apart, and the sums in fp32 (:func:`_promoted`)."""
         return self.IN_BYTES == 1
+
+    @property
+    def halves(self) -> bool:
+        """Whether the tile's left and right half are products of their own, as gate and up are
+        where gated: only one of them at a time has registers for a sum apart."""
+        return self.promoted and not self.GATED and self.BLOCK_N == 256
+
+    @property
+    def columns(self) -> int:
+        """Columns of one product."""
+        return self.BLOCK_N // 2 if self.halves else self.BLOCK_N
 
     @property
     def width(self) -> int:
@@ -248,7 +259,7 @@ class _Constants:
         """Columns of one wgmma. ptxas refuses one with 128 accumulators a thread where the
         block starts with 128 registers a thread (512 threads), although by then the
         consumers have 160."""
-        return min(self.BLOCK_N, 128 if self.CONSUMERS == 3 else 256)
+        return min(self.columns, 128 if self.CONSUMERS == 3 else 256)
 
     @property
     def producer_registers(self) -> int:
@@ -333,7 +344,7 @@ def _produce(a_desc, b_desc, strides, ring, barriers, sizes, C: gl.constexpr):
     _, N, K, _, _ = sizes
     A_BOXES: gl.constexpr = C.a_boxes
     B_BOXES: gl.constexpr = C.b_boxes
-    BYTES: gl.constexpr = C.IN_BYTES * (C.BLOCK_M + B_BOXES * C.BLOCK_N) * C.BLOCK_K
+    BYTES: gl.constexpr = C.IN_BYTES * (C.BLOCK_M + B_BOXES * C.columns) * C.BLOCK_K
     stage = 0
     phase = 0
     for tile in range(gl.program_id(0), _tiles(sizes, C), gl.num_programs(0)):
@@ -351,7 +362,8 @@ def _produce(a_desc, b_desc, strides, ring, barriers, sizes, C: gl.constexpr):
                 slot = a_ring.index(stage * A_BOXES + part)
                 async_copy_global_to_shared(a_desc, where, ready, slot)
             for part in gl.static_range(B_BOXES):
-                where = _place(of_b, k, column + part * N, C.B_COL, C)
+                at = column + part * (C.columns if C.halves else N)
+                where = _place(of_b, k, at, C.B_COL, C)
                 slot = b_ring.index(stage * B_BOXES + part)
                 async_copy_global_to_shared(b_desc, where, ready, slot)
             stage, phase = _next(stage, phase, C)
@@ -473,7 +485,10 @@ def _store(
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[C.WARPS, 1], instr_shape=[16, WIDTH, 16]
     )
-    strips = _strips(z, SUBTILES)
+    if C.halves:
+        strips = _strips(z, SUBTILES // 2) + _strips(up, SUBTILES // 2)
+    else:
+        strips = _strips(z, SUBTILES)
     if C.GATED:
         up_strips = _strips(up, SUBTILES)
     for i in gl.static_range(SUBTILES):
@@ -515,10 +530,18 @@ def _store(
 
 
 @jit
+def _promoted(a, b, acc):
+    """Sums of 8-bit floats have some 14 bits in the tensor cores: those of one stage are waited
+    for, and added in fp32 while the other consumers multiply. The first, too, is added, to
+    zeros: taken as it is, ptxas moved it about and waited after every wgmma of large tiles."""
+    part = warpgroup_mma(a, b, acc, use_acc=False, is_async=True)
+    part = warpgroup_mma_wait(0, deps=(part,))
+    return acc + part
+
+
+@jit
 def _multiply(ring, stage, acc, up, FIRST: gl.constexpr, WHO: gl.constexpr, C: gl.constexpr):
-    """Start this stage's products and wait for those of the stage before. Sums of 8-bit floats
-    have some 14 bits in the tensor cores: those of one stage are waited for, and added in fp32
-    while the other consumers multiply."""
+    """Start this stage's products and wait for those of the stage before."""
     a_ring, b_ring = ring
     a = _matrix(a_ring.index(stage * C.a_boxes + WHO % C.a_boxes), C)
     b = _matrix(b_ring.index(stage * C.b_boxes), C)
@@ -527,15 +550,11 @@ def _multiply(ring, stage, acc, up, FIRST: gl.constexpr, WHO: gl.constexpr, C: g
     if C.B_COL:
         b = b.permute((1, 0))
     if C.promoted:
-        part = warpgroup_mma(a, b, acc, use_acc=False, is_async=True)
-        if C.GATED:
+        acc = _promoted(a, b, acc)
+        if C.b_boxes == 2:
             b = _matrix(b_ring.index(stage * C.b_boxes + 1), C).permute((1, 0))
-            part_up = warpgroup_mma(a, b, up, use_acc=False, is_async=True)
-            part, part_up = warpgroup_mma_wait(0, deps=(part, part_up))
-            up = part_up if FIRST else up + part_up
-        else:
-            part = warpgroup_mma_wait(0, deps=(part,))
-        return part if FIRST else acc + part, up
+            up = _promoted(a, b, up)
+        return acc, up
     # Not accumulating the first time spares clearing the registers.
     acc = warpgroup_mma(a, b, acc, use_acc=not FIRST, is_async=True)
     if C.GATED:
@@ -559,7 +578,7 @@ def _consume(
     N = sizes[1]
     K = sizes[2]
     ROWS: gl.constexpr = C.ROWS
-    BLOCK_N: gl.constexpr = C.BLOCK_N
+    COLUMNS: gl.constexpr = C.columns
     BUFFERS: gl.constexpr = C.buffers
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0],
@@ -578,7 +597,7 @@ def _consume(
         first += WHO * step
         step *= 2
     for tile in range(first, _tiles(sizes, C), step):
-        acc = gl.zeros([ROWS, BLOCK_N], gl.float32, LAYOUT)
+        acc = gl.zeros([ROWS, COLUMNS], gl.float32, LAYOUT)
         up = acc
         if C.PINGPONG:
             mbarrier.wait(turn.index(WHO), turn_phase)
@@ -722,9 +741,10 @@ _TILES = (
     ("cooperative", 2, 4, 128, 64, 64),
     ("pingpong", 2, 4, 64, 64, 128),
 )
-#: Of 8-bit operands, whose stages are summed in registers of their own: as many accumulators
-#: again. The consumers must not be in step, nor take turns.
+#: Of 8-bit operands, whose stages are summed in registers of their own, for 128 columns at most
+#: at a time. The consumers must not be in step, nor take turns.
 _FP8_TILES = (
+    ("cooperative", 2, 4, 128, 256, 128),
     ("cooperative", 3, 4, 192, 128, 128),
     ("cooperative", 2, 4, 128, 128, 128),
     ("cooperative", 3, 4, 192, 64, 128),
@@ -745,6 +765,9 @@ _SM_MEMORY_BYTES = 4.2e6 / 132
 #: µs of a launch with its first loads (a product of 32 128³ matrices takes 8.3, an empty
 #: kernel 3.3); and of rounding and storing 128×256 elements.
 _LAUNCH_US, _EPILOGUE_US = 6.0, 0.9
+#: What summing a tile's halves in turn is taken to cost until it is measured: enough that it is
+#: tried when tuning, and not guessed without.
+_HALVES = 1.15
 
 
 class WarpSpecialized(Kernel[WarpSpecializedConfig]):
@@ -775,8 +798,6 @@ class WarpSpecialized(Kernel[WarpSpecializedConfig]):
                 )
             if not (problem.a.aligned and problem.b.aligned):
                 reasons.append("8-bit operands are not aligned")
-            if problem.batch > 1 and "row" in (problem.scale_a, problem.scale_b):
-                reasons.append("row-wise scales of a batch are not addressed")
         elif problem.a.dtype != problem.b.dtype or problem.a.dtype.itemsize != 2:
             reasons.append(
                 f"multiplies floats of 16 or 8 bits, not {problem.a.dtype} @ {problem.b.dtype}"
@@ -805,8 +826,8 @@ class WarpSpecialized(Kernel[WarpSpecializedConfig]):
         return reasons
 
     def arithmetic(self, problem: Problem, config: WarpSpecializedConfig) -> object:
-        # Every wgmma adds 16 products along k to its accumulators, whatever their shape.
-        return "k16"
+        # Every wgmma adds 32 bytes' products along k to its accumulators, whatever their shape.
+        return ("k32", config.BLOCK_K) if problem.fp8 else "k16"
 
     def configs(self, problem: Problem) -> Iterable[WarpSpecializedConfig]:
         tiles = _FP8_TILES if problem.fp8 else _TILES
@@ -835,6 +856,8 @@ class WarpSpecialized(Kernel[WarpSpecializedConfig]):
         itemsize = problem.a.dtype.itemsize
         load = itemsize * (config.BLOCK_M + width) * depth / _SM_BYTES
         multiply = itemsize * config.BLOCK_M * width * depth / _SM_FLOPS
+        if _Constants.of(problem, config).halves:
+            multiply *= _HALVES
         # Loads under the multiplying cost power, and with it clocks: the larger tile wins ties.
         loop = max(multiply, load) + load / 20
         epilogue = _EPILOGUE_US * config.BLOCK_M * config.BLOCK_N / (128 * 256)
@@ -855,9 +878,10 @@ class WarpSpecialized(Kernel[WarpSpecializedConfig]):
     def specialize(self, problem: Problem, config: WarpSpecializedConfig) -> Specialization:
         """What :meth:`bind` compiles; also for a GPU that is not there."""
         rows, width, batched = config.rows, config.BLOCK_N // config.subtiles, problem.batch > 1
+        specialized = _Constants.of(problem, config)
         types = {
             "a_desc": _descriptor_type(problem.a, rows, config.BLOCK_K, batched),
-            "b_desc": _descriptor_type(problem.b, config.BLOCK_K, config.BLOCK_N, batched),
+            "b_desc": _descriptor_type(problem.b, config.BLOCK_K, specialized.columns, batched),
             "M": "i32",
             "N": "i32",
             "K": "i32",
@@ -868,7 +892,7 @@ class WarpSpecialized(Kernel[WarpSpecializedConfig]):
             types |= {"BATCH": "i32", "a_stride_z": "i64", "b_stride_z": "i64"}
         constants: dict[str, Any] = {
             "EPILOGUE": device_function(problem.epilogue),
-            "C": _Constants.of(problem, config),
+            "C": specialized,
         }
         divisible = {}
         if _stored_by_pointers(problem):
@@ -928,7 +952,7 @@ class WarpSpecialized(Kernel[WarpSpecializedConfig]):
         blocks = -(-tiles // -(-tiles // problem.device.sm_count))
         known: dict[str, Argument] = {
             "a_desc": described("a", rows, config.BLOCK_K),
-            "b_desc": described("b", config.BLOCK_K, config.BLOCK_N),
+            "b_desc": described("b", config.BLOCK_K, of.constants["C"].columns),
             "c_desc": described("out", rows, width),
             "r_desc": described("residual", rows, width),
             "M": problem.m,

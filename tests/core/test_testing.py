@@ -196,8 +196,8 @@ class OneConfigIsWrong(Right):
     def bind(self, problem: Problem, config: Tile) -> Launcher:
         launch = super().bind(problem, config)
 
-        def launch_off(a: Any, b: Any, bias: Any, residual: Any, alpha: float, out: Any) -> Any:
-            out = launch(a, b, bias, residual, alpha, out)
+        def launch_off(*arguments: Any) -> Any:
+            out: Any = launch(*arguments)
             return out.mul_(1.1) if config.rows == 64 else out
 
         return launch_off
@@ -376,6 +376,7 @@ WRONG = [
     (ReturnsOneBuffer, "allocation", "*two calls returned the same memory*"),
     (MakesAColumnMajorOutput, "allocation", "*it made a tensor of strides *"),
     (OneConfigIsWrong, "configs", "rows=64: Its error is *"),
+    (OneConfigIsWrong, "configs_of_scales", "rows=64: Its error is *"),
     (ConfigIsNoJson, "configs_are_well_formed", "*ConfigError: TupleTile: shape must be tuple*"),
     (DefaultConfigIsOfAnotherType, "configs_are_well_formed", "*TupleTile* is no *Tile*"),
     (HidesItsWorkspace, "estimates", "*4096 bytes of workspace*needs_workspace=False*"),

@@ -228,13 +228,14 @@ def computed(
     pointers: bool = False,
     scales: str | None = None,
     batch: str = "",
+    columns: int = 4,
     module: types.ModuleType = warp_specialized,
 ) -> tuple[np.ndarray, np.ndarray]:
-    """The output of all blocks and what it should be, in tiles of 2 rows a consumer by 4
-    columns by 2 of K. ``extras``: alpha, bias and residual, ``fetch``: that by TMA.
+    """The output of all blocks and what it should be, in tiles of 2 rows a consumer by
+    ``columns`` by 2 of K. ``extras``: alpha, bias and residual, ``fetch``: that by TMA.
     ``pointers``: stored by them. ``batch``: three products; of its letters' operands (a, b,
     r) all three share one. ``scales``: operands of 8 bits, and the kind of their scales."""
-    rows, columns, depth = 2, 4, 2
+    rows, depth = 2, 2
     constants = warp_specialized._Constants(
         BLOCK_M=rows if pingpong else rows * consumers, BLOCK_N=columns, BLOCK_K=depth,
         STAGES=stages, CONSUMERS=consumers, WARPS=4, ROWS=rows, SUBTILES=subtiles,
@@ -273,7 +274,7 @@ def computed(
     arguments: dict[str, Any] = dict.fromkeys(module._kernel.arg_names)
     arguments |= {
         "a_desc": descriptor(a, [rows, depth], layout[0], constants.IN_BYTES),
-        "b_desc": descriptor(b, [depth, columns], layout[1], constants.IN_BYTES),
+        "b_desc": descriptor(b, [depth, constants.columns], layout[1], constants.IN_BYTES),
         "M": m, "N": n, "K": k, "GROUP_M": 2, "EPILOGUE": epilogue, "C": constants,
     }  # fmt: skip
     if batch:
@@ -373,6 +374,19 @@ def test_sums_of_8_bits_are_promoted(
         out, expected = computed(
             seed, k=k, stages=stages, consumers=consumers, pingpong=pingpong,
             layout="nt", gated=gated, extras=extras, scales=scales, batch="a" * (k == 4),
+        )  # fmt: skip
+        np.testing.assert_allclose(out, expected)
+
+
+@pytest.mark.parametrize("extras", [False, True])
+@pytest.mark.parametrize(("consumers", "pingpong"), SCHEDULES)
+def test_halves_of_a_wide_tile_are_summed_in_turn(
+    consumers: int, pingpong: bool, extras: bool
+) -> None:
+    for seed, (n, stages) in enumerate([(256, 2), (300, 3), (520, 2), (100, 3)]):
+        out, expected = computed(
+            seed, n=n, stages=stages, consumers=consumers, pingpong=pingpong, columns=256,
+            subtiles=4, layout="nt", extras=extras, scales="row",
         )  # fmt: skip
         np.testing.assert_allclose(out, expected)
 

@@ -173,7 +173,13 @@ class KernelConformance(Questions):
 
     def test_configs(self) -> None:
         """Each of the search space is right."""
-        posed = self._first_served(self.demanding())
+        self._hold_configs(self._first_served(self.demanding()))
+
+    def test_configs_of_scales(self) -> None:
+        """And of that of 8-bit operands, for kernels that take them."""
+        self._hold_configs(self._first_served(self.demanding_scales()))
+
+    def _hold_configs(self, posed: Posed) -> None:
         problem = posed.problem
         wrong = []
         for config, launcher in self._bound(problem, self._configs(problem)):

@@ -223,6 +223,14 @@ class Questions:
         full = replace(plain, bias="packed", residual="row", epilogue=parse("silu"))
         return [full, plain, self._probe()]
 
+    def demanding_scales(self) -> Sequence[Probe]:
+        """Likewise of 8-bit operands."""
+        rows: dict[str, Any] = {"b": "col", "scale_a": "row", "scale_b": "row"}
+        plain, *_ = (p for p in self.demanding() if p.bias is None)
+        plain = replace(plain, dtype=FP8[0], **rows)
+        full = replace(plain, bias="packed", residual="row", epilogue=parse("silu"))
+        return [full, plain]
+
     def fine_grained(self) -> Sequence[Probe]:
         """Problems whose result is not rounded to 16 bits, which would hide a difference, and
         others, should the kernel take none of those."""
