@@ -44,6 +44,9 @@ class Right(Kernel[Tile]):
     def default_config(self, problem: Problem) -> Tile:
         return Tile(rows=16)
 
+    def arithmetic(self, problem: Problem, config: Tile) -> object:
+        return "fp64"
+
     def bind(self, problem: Problem, config: Tile) -> Launcher:
         shape = (problem.m, problem.n)
         if problem.batch != 1:
@@ -377,6 +380,7 @@ WRONG = [
     (MakesAColumnMajorOutput, "allocation", "*it made a tensor of strides *"),
     (OneConfigIsWrong, "configs", "rows=64: Its error is *"),
     (OneConfigIsWrong, "configs_of_scales", "rows=64: Its error is *"),
+    (OneConfigIsWrong, "arithmetic", "*one arithmetic for rows=16 and rows=64*"),
     (ConfigIsNoJson, "configs_are_well_formed", "*ConfigError: TupleTile: shape must be tuple*"),
     (DefaultConfigIsOfAnotherType, "configs_are_well_formed", "*TupleTile* is no *Tile*"),
     (HidesItsWorkspace, "estimates", "*4096 bytes of workspace*needs_workspace=False*"),
