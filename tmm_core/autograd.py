@@ -119,7 +119,11 @@ def _operator(*arguments: Any) -> Tensor:
 
 def _multiply(a: Tensor, b: Tensor, alpha: float) -> Tensor:
     """``alpha · (a @ b)``, by the operator where it has something to do."""
-    if undisturbed(a, b) and not (recorded(a, b) or _batched(a) or _batched(b)):
+    if (
+        not torch.compiler.is_dynamo_compiling()
+        and undisturbed(a, b)
+        and not (recorded(a, b) or _batched(a) or _batched(b))
+    ):
         return run(a, b, None, None, alpha)
     return _operator(a, b, None, None, alpha)
 
@@ -155,7 +159,14 @@ def _below_autograd() -> Iterator[None]:
         yield
 
 
-class _Product(_SingleLevelFunction):
+class _OneLevel(_SingleLevelFunction):
+    @staticmethod
+    def _compiled_autograd_key(ctx: Any) -> tuple[Any, ...]:
+        """What compiled autograd finds a backward's graph again by, as autograd.Function's."""
+        return (ctx._autograd_function_id,)
+
+
+class _Product(_OneLevel):
     """``epilogue(alpha · (a @ b) + bias) + residual`` for an epilogue with ``output_vjp``;
     the residual only where the epilogue is the identity."""
 
@@ -244,7 +255,7 @@ class _EagerProduct(_Product):
     forward = staticmethod(run)
 
 
-class _Scaled(_SingleLevelFunction):
+class _Scaled(_OneLevel):
     """Products of 8-bit operands, which learn nothing by themselves."""
 
     @staticmethod
@@ -265,7 +276,7 @@ class _Scaled(_SingleLevelFunction):
         raise RuntimeError("tmm::matmul has no derivative for {} @ {}".format(*ctx.dtypes))
 
 
-class _WithDerivative(_SingleLevelFunction):
+class _WithDerivative(_OneLevel):
     """A stage of an epilogue whose author gave the derivative."""
 
     @staticmethod

@@ -401,3 +401,38 @@ def test_alpha_as_a_tensor_without() -> None:
         tmm_core.matmul(a, b, bias=torch.ones(3), alpha=alpha.requires_grad_())
     with pytest.raises(RuntimeError, match="don't support automatic differentiation"):
         tmm_core.matmul(a, b, alpha=alpha, out=out)
+
+
+def test_gradients_under_autocast_are_torchs() -> None:
+    x, w = leaf(6, 8, dtype=torch.float32), leaf(5, 8, dtype=torch.float32)
+    bias = leaf(5, dtype=torch.float32)
+    results = []
+    for linear in (tmm_core.linear, F.linear):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = linear(x, w, bias)
+            assert y.dtype is torch.bfloat16
+            loss = y.float().square().sum()
+        results.append(torch.autograd.grad(loss, (x, w, bias)))
+    for mine, theirs in zip(*results, strict=True):
+        assert mine.dtype is torch.float32
+        torch.testing.assert_close(mine, theirs, rtol=2e-2, atol=2e-2 * theirs.abs().max().item())
+
+
+def test_compiled_autograd() -> None:
+    from torch._dynamo import compiled_autograd
+
+    w = leaf(8, 5, dtype=torch.float32)
+    cases = [
+        (epilogue, alpha, shape)
+        for epilogue in ("tanh", "silu", None, CUBE)
+        for alpha in (1.0, 0.5)
+        for shape in ((6, 8), (2, 3, 8))
+    ]
+    for epilogue, alpha, shape in cases:
+        parsed = dispatch.dispatcher().registry.epilogue(epilogue)
+        x = torch.randn(shape)
+        with compiled_autograd._enable(torch.compile(backend="aot_eager", fullgraph=True)):
+            w.grad = None
+            tmm_core.matmul(x, w, alpha=alpha, epilogue=epilogue).sum().backward()
+        expected = torch.autograd.grad(parsed.apply(alpha * (x @ w)).sum(), w)
+        torch.testing.assert_close((w.grad,), expected)
