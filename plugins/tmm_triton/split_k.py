@@ -14,6 +14,11 @@ Who adds is part of the config:
 - ``REDUCE="kernel"``: a second kernel, spread over all SMs whatever the number of tiles; on
   Hopper and later its launch overlaps the first kernel's tail (programmatic dependent launch).
 
+With ``num_stages=1`` the tiles of the next step wait in registers while this one is multiplied.
+No copy to shared memory can say that what it reads is read once, a load can (``evict_first``),
+and then does not displace from L2 what would have to be written back first: 3 µs of a cold read
+of 100 MB on an H200. It only pays where multiplying takes no time, with 32 rows or fewer.
+
 ``SWAP`` computes the tile transposed, Bᵀ·Aᵀ: ``wgmma`` has a fixed height of 64 and a width
 from 8 up, so with few rows of A it is N that should lie along the height.
 """
@@ -68,6 +73,28 @@ def sum_partials(
 
 
 @triton.jit
+def load_ahead(
+    a_rows, b_cols, rows, cols, k, last, M, N, K, stride_ak, stride_bk,
+    BLOCK_K: tl.constexpr, WHOLE_K: tl.constexpr, A_ONCE: tl.constexpr, B_ONCE: tl.constexpr,
+):  # fmt: skip
+    """The operands' tiles at ``k``, zeros from ``last`` on; ``ONCE``, if no other program has
+    use for the operand's tile."""
+    ks = k + tl.arange(0, BLOCK_K)
+    inside_a = (rows[:, None] < M) & (k < last)
+    inside_b = (cols[None, :] < N) & (k < last)
+    if not WHOLE_K:
+        inside_a &= ks[None, :] < K
+        inside_b &= ks[:, None] < K
+    a_policy: tl.constexpr = "evict_first" if A_ONCE else ""
+    b_policy: tl.constexpr = "evict_first" if B_ONCE else ""
+    a_ptrs = a_rows + ks[None, :] * stride_ak
+    b_ptrs = b_cols + ks[:, None] * stride_bk
+    a = tl.load(a_ptrs, mask=inside_a, other=0.0, eviction_policy=a_policy)
+    b = tl.load(b_ptrs, mask=inside_b, other=0.0, eviction_policy=b_policy)
+    return a, b
+
+
+@triton.jit
 def split_k_kernel(
     partials_ptr, counters_ptr,
     a_ptr, b_ptr, bias_ptr, residual_ptr, out_ptr,
@@ -81,6 +108,7 @@ def split_k_kernel(
     EPILOGUE: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SPLIT_K: tl.constexpr, REDUCE: tl.constexpr, SWAP: tl.constexpr, WHOLE_K: tl.constexpr,
+    THROUGH_REGISTERS: tl.constexpr, A_ONCE: tl.constexpr, B_ONCE: tl.constexpr,
     AHEAD: tl.constexpr,
 ):  # fmt: skip
     tile, split, z = tl.program_id(0), tl.program_id(1), tl.program_id(2)
@@ -102,10 +130,22 @@ def split_k_kernel(
         acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     else:
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    if THROUGH_REGISTERS:
+        next_a, next_b = load_ahead(
+            a_rows, b_cols, rows, cols, first, last, M, N, K, stride_ak, stride_bk,
+            BLOCK_K, WHOLE_K, A_ONCE, B_ONCE,
+        )  # fmt: skip
     for k in range(first, last, BLOCK_K):
-        ks = k + tl.arange(0, BLOCK_K)
-        a = load(a_rows + ks[None, :] * stride_ak, rows, ks, M, K, False, WHOLE_K)
-        b = load(b_cols + ks[:, None] * stride_bk, ks, cols, K, N, WHOLE_K, False)
+        if THROUGH_REGISTERS:
+            a, b = next_a, next_b
+            next_a, next_b = load_ahead(
+                a_rows, b_cols, rows, cols, k + BLOCK_K, last, M, N, K, stride_ak, stride_bk,
+                BLOCK_K, WHOLE_K, A_ONCE, B_ONCE,
+            )  # fmt: skip
+        else:
+            ks = k + tl.arange(0, BLOCK_K)
+            a = load(a_rows + ks[None, :] * stride_ak, rows, ks, M, K, False, WHOLE_K)
+            b = load(b_cols + ks[:, None] * stride_bk, ks, cols, K, N, WHOLE_K, False)
         if SWAP:
             acc = dot(tl.trans(b), tl.trans(a), acc, PRECISION, UPCAST)
         else:
@@ -180,6 +220,11 @@ _SHAPES = [
     (128, 128, 64, 5, 8),
     (128, 256, 64, 4, 8),
     (64, 256, 64, 4, 8),
+    (16, 64, 128, 1, 4),
+    (16, 64, 256, 1, 4),
+    (16, 128, 128, 1, 8),
+    (32, 64, 128, 1, 4),
+    (32, 128, 128, 1, 8),
 ]
 #: Programs per SM worth aiming at. One wave won every aligned problem tried on an H200; loads
 #: that go through registers are not under way while their program computes, so there several
@@ -222,7 +267,11 @@ class SplitKConfig(TileConfig):
     def registers(self, problem: Problem) -> int:
         """As for any tile, and the addresses that partial sums are stored to."""
         addresses = self.BLOCK_M * self.BLOCK_N // (64 * self.num_warps)
-        return super().registers(problem) + (addresses if self.SPLIT_K > 1 else 0)
+        count = super().registers(problem) + (addresses if self.SPLIT_K > 1 else 0)
+        if self.num_stages == 1 and problem.a.aligned and problem.b.aligned:
+            tiles = (self.BLOCK_M + self.BLOCK_N) * self.BLOCK_K * problem.a.dtype.itemsize
+            count += tiles // (4 * 32 * self.num_warps)
+        return count
 
 
 #: For products whose partial sums would not fit the workspace, however few.
@@ -258,6 +307,8 @@ class SplitK(TritonKernel[SplitKConfig]):
                     REDUCE="kernel",
                     SWAP=_swaps(problem, m, n, w, split),
                 )
+                if s == 1 and not _through_registers(problem, config):
+                    continue
                 if split == 1 and not config.SWAP and not problem.device.interpreted:
                     continue  # what triton.grouped does
                 if self.workspace_bytes(problem, config) > _MOST_WORKSPACE:
@@ -299,6 +350,10 @@ class SplitK(TritonKernel[SplitKConfig]):
         types |= {"counters_ptr": "*i32"} if last else {}
         constants: dict[str, Any] = dict.fromkeys({"partials_ptr", "counters_ptr"} - set(types))
         constants["WHOLE_K"] = problem.k % config.BLOCK_K == 0
+        through = config.num_stages == 1
+        constants["THROUGH_REGISTERS"] = through
+        constants["A_ONCE"] = through and problem.n <= config.BLOCK_N
+        constants["B_ONCE"] = through and problem.m <= config.BLOCK_M
         threads = 32 * config.num_warps
         ahead = max(1, _MOST_ALONE * threads // (config.BLOCK_M * config.BLOCK_N))
         constants["AHEAD"] = min(ahead, triton.next_power_of_2(config.SPLIT_K))
@@ -327,6 +382,16 @@ def _swaps(problem: Problem, block_m: int, block_n: int, num_warps: int, split: 
     able = hopper_or_later(problem) and block_n >= 64 and num_warps % 4 == 0
     aligned = problem.a.aligned and problem.b.aligned
     return able and aligned and (block_m < 64 or (block_m == 64 and split == 1))
+
+
+def _through_registers(problem: Problem, config: SplitKConfig) -> bool:
+    """Whether it may pay to load the operands into registers first: as tried on an H200, with
+    one row of tiles, transposed so that ``wgmma`` has little to do, and rows that end where
+    16 bytes do, else every element takes a load of its own."""
+    contiguous = [problem.k, problem.n if problem.b.layout == "row" else problem.k]
+    whole = all(size % 8 == 0 for size in contiguous)
+    narrow = config.SWAP and problem.m <= config.BLOCK_M
+    return narrow and whole and problem.a.dtype.itemsize == 2
 
 
 def _splits(problem: Problem, block_m: int, block_n: int, block_k: int) -> list[int]:

@@ -124,6 +124,7 @@ def compile_all(sm: int) -> None:
                 "tile": [config.BLOCK_M, config.BLOCK_N],
                 "swap": getattr(config, "SWAP", False),
                 "warps": config.num_warps,
+                "stages": config.num_stages,
                 "claimed": config.shared_memory(problem),
             }
             try:
@@ -136,6 +137,8 @@ def compile_all(sm: int) -> None:
                     "mma": ptx.count("mma.sync"),
                     "tma": ptx.count("cp.async.bulk.tensor"),
                     "async": ptx.count("cp.async"),
+                    "once": ptx.count("ld.global.L1::evict_first"),
+                    "wide": len(re.findall(r"ld\.global\S*\.v4\.b32", ptx)),
                 }
             except Exception as error:
                 while error.__cause__ is not None:
@@ -181,8 +184,13 @@ def test_every_config_compiles_and_fits(sm: int) -> None:
     kernels = set(KERNELS) if sm >= 90 else set(KERNELS) - {"persistent"}
     assert {line["kernel"] for line in lines} == kernels
     main = [line for line in lines if line["function"] != "reduce_kernel"]
-    # Alignment that is claimed reaches the loads: copies to shared memory run ahead.
-    assert not [label(x) for x in main if "unaligned" not in x["problem"] and not x["async"]]
+    # Alignment that is claimed reaches the loads: copies to shared memory run ahead, or what is
+    # read once goes through registers, 16 bytes at a time.
+    whole = [x for x in main if "unaligned" not in x["problem"]]
+    assert not [label(x) for x in whole if x["stages"] > 1 and not x["async"]]
+    through = [x for x in whole if x["stages"] == 1]
+    assert {x["kernel"] for x in through} == ({"split_k"} if sm == 90 else set())
+    assert not [label(x) for x in through if x["async"] or not 0 < x["once"] < x["wide"]]
 
     # What configs are chosen by is what the compiler makes of them; on Blackwell it adds
     # scratch of its own, up to 8 KiB.

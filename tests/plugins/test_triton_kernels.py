@@ -231,13 +231,38 @@ def test_a_row_does_not_depend_on_the_others(kernel: TritonKernel[Any]) -> None:
 
 
 @interpreted
+@pytest.mark.parametrize("stages", [1, 2])
 @pytest.mark.parametrize("swap", [False, True])
 @pytest.mark.parametrize("split", [1, 2, 5, 7, 12])
-def test_uneven_splits(split: int, swap: bool) -> None:
+def test_uneven_splits(split: int, swap: bool, stages: int) -> None:
     """Seven steps, the last of them short: 7 = 4+3 = 2+2+1+1+1, and 12 leaves five without."""
-    config = SplitKConfig(**TILE, SPLIT_K=split, REDUCE="kernel", SWAP=swap)
+    tile = TILE | {"num_stages": stages}
+    config = SplitKConfig(**tile, SPLIT_K=split, REDUCE="kernel", SWAP=swap)
     a, b = aligned(5, 6 * 16 + 3, BF16), aligned(6 * 16 + 3, 29, BF16, seed=1)
     run(SplitK(), config, a, b, bias=random(29), epilogue="relu2")
+
+
+@interpreted
+@pytest.mark.parametrize("split", [1, 3])
+def test_whole_steps_through_registers(split: int) -> None:
+    """Where only the end of a program's range of K bounds what it loads ahead."""
+    tile = TILE | {"num_stages": 1}
+    config = SplitKConfig(**tile, SPLIT_K=split, REDUCE="kernel", SWAP=True)
+    a, b = aligned(33, 64, FP16), aligned(64, 40, FP16, seed=1)
+    run(SplitK(), config, a, b, epilogue="silu")
+
+
+def test_through_registers_is_for_few_rows_that_end_aligned() -> None:
+    def proposes(problem: Problem) -> bool:
+        return any(config.num_stages == 1 for config in SplitK().configs(problem))
+
+    decode = ask(16, 4096, 14336)
+    assert proposes(decode)
+    assert proposes(replace(decode, m=32))
+    assert not proposes(replace(decode, m=33))
+    assert not proposes(replace(decode, k=14340))
+    assert not proposes(replace(decode, n=4100, b=replace(decode.b, layout="row")))
+    assert not proposes(replace(decode, device=A100))
 
 
 def test_partial_sums_in_both_reductions_are_workspace() -> None:
