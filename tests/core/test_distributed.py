@@ -114,6 +114,44 @@ def bias_then_residual() -> float:
     return max(float(error.abs().max()) for error in errors)
 
 
+def scaled(of_a: str, of_b: str) -> tuple[str, float]:
+    """Where the product of 8-bit operands that lie so ends up, and its error. Their scales lie
+    as they do, where they are not summed over."""
+    from torch.distributed.tensor import DTensor, Shard, distribute_tensor, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (4,))
+    generator = torch.Generator().manual_seed(3)
+    a, b = torch.randn(2, 32, 32, generator=generator).to(torch.float8_e4m3fn)
+    rows, columns = torch.rand(2, 32, generator=generator) + 0.5
+    rows, columns = rows[:, None], columns[None, :]
+
+    def lie(t: torch.Tensor, spelled: str) -> DTensor:
+        # Gloo moves no 8-bit floats: each rank takes its part.
+        (placed,) = placements(spelled)
+        rank = torch.distributed.get_rank()
+        local = t.chunk(4, placed.dim)[rank] if isinstance(placed, Shard) else t
+        return DTensor.from_local(local.contiguous(), mesh, [placed], run_check=False)
+
+    y = tmm_core.matmul(
+        lie(a, of_a),
+        lie(b, of_b),
+        scale_a=distribute_tensor(rows, mesh, placements("S0" if of_a == "S0" else "R")),
+        scale_b=distribute_tensor(columns, mesh, placements("S1" if of_b == "S1" else "R")),
+        out_dtype=torch.float32,
+    )
+    expected = (a.double() * rows) @ (b.double() * columns)
+    return spell(y.placements), float((y.full_tensor() - expected).abs().max())
+
+
+@pytest.mark.parametrize(
+    ("of_a", "of_b", "of_y"), [("S0", "R", "S0"), ("R", "S1", "S1"), ("S1", "S0", "P")]
+)
+def test_scales_lie_with_their_operands(world: World, of_a: str, of_b: str, of_y: str) -> None:
+    for placed, error in world.run(partial(scaled, of_a, of_b)):
+        assert placed == of_y
+        assert error < 1e-4
+
+
 def test_a_bias_is_not_taken_for_a_residual(world: World) -> None:
     assert max(world.run(bias_then_residual)) < 1e-13
 

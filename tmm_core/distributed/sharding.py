@@ -50,11 +50,15 @@ def shardings(
     alpha: float = 1.0,
     epilogue: str = "",
     out_dtype: Any = None,
+    scale_a: Any = None,
+    scale_b: Any = None,
 ) -> list[Rule]:
     """The rules over one mesh dimension for operands with these ``shape`` and ``ndim``."""
     fused = dispatch.epilogue_of(epilogue)
-    tensors = [t for t in (a, b, bias, residual) if t is not None]
-    rules: list[Rule] = [([Replicate()], [Replicate() for _ in tensors])]
+    terms = [t for t in (bias, residual) if t is not None]
+    scales = [t for t in (scale_a, scale_b) if t is not None]
+    everywhere = [Replicate() for _ in (a, b, *terms, *scales)]
+    rules: list[Rule] = [([Replicate()], [*everywhere])]
     batch = max(a.ndim, b.ndim, 2) - 2
     rows, columns = a.ndim > 1, b.ndim > 1
     ndim = batch + rows + columns
@@ -76,13 +80,18 @@ def shardings(
             places.append(_shard(bias, in_bias))
         if residual is not None:
             places.append(_shard(residual, dim - ndim + residual.ndim))
+        # Scales have their operand's dimensions, or are one number.
+        for scale, place in ((scale_a, in_a), (scale_b, in_b)):
+            if scale is not None:
+                places.append(_shard(scale, place if place < scale.ndim else -1))
         rules.append(([Shard(dim)], places))
-    terms = tensors[2:]
     # To make terms of a replicated tensor DTensor divides it, which integers do not survive.
     divisible = all(t.tensor_meta.dtype.is_floating_point for t in terms)
     if not fused.gated and fused.linear and divisible:
         k = [Shard(a.ndim - 1), Shard(max(b.ndim - 2, 0))]
-        rules.append(([Partial()], [*k, *(Partial() for _ in terms)]))
+        rules.append(
+            ([Partial()], [*k, *(Partial() for _ in terms), *(Replicate() for _ in scales)])
+        )
     return rules
 
 
