@@ -60,6 +60,30 @@ def load(ptrs, rows, cols, M, N, WHOLE_ROWS: tl.constexpr, WHOLE_COLS: tl.conste
 
 
 @triton.jit
+def words(source, row, word, rows, cols, stride):
+    """Of rows that start anywhere their ``word``-th eight bytes, zeros past cols and rows.
+
+    Loaded from multiples of 8 bytes, those below and above, and shifted together. Both have
+    bytes of the row, and lie wholly in a page that the row is in.
+    """
+    SIZE: tl.constexpr = source.dtype.element_ty.primitive_bitwidth
+    PER: tl.constexpr = 64 // SIZE
+    start = source.to(tl.int64) + (row * stride).to(tl.int64) * (SIZE // 8)
+    skew = ((start & 7) * 8).to(tl.int32)[:, None]
+    ptrs = (start & -8).to(tl.pointer_type(tl.uint64))[:, None] + word[None, :]
+    left = cols - word[None, :] * PER
+    inside = (row[:, None] < rows) & (left > 0)
+    low = tl.load(ptrs, mask=inside, other=0)
+    reaches = inside & (skew > 0) & (left * SIZE > 64 - skew)
+    high = tl.load(ptrs + 1, mask=reaches, other=0)
+    # By two shifts: one by 64 bits is not defined.
+    value = (low >> skew.to(tl.uint64)) | ((high << 1) << (63 - skew).to(tl.uint64))
+    past = tl.maximum(64 - tl.maximum(left, 0) * SIZE, 0)
+    ones = tl.full([1, 1], -1, tl.int64).to(tl.uint64)
+    return tl.where(past < 64, value & (ones >> tl.minimum(past, 63).to(tl.uint64)), 0)
+
+
+@triton.jit
 def dot(a, b, acc, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
     """``acc + a @ b`` in fp32."""
     if UPCAST:

@@ -53,6 +53,7 @@ from triton.experimental.gluon.language.nvidia.hopper.tma import (
     store_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+from triton.language.extra.cuda import gdc_wait
 
 from tmm_core import Config, Kernel, Launcher, Operand, Problem, Traits
 from tmm_core.triton import (
@@ -190,9 +191,13 @@ class _Constants:
     POINTERS: bool
     #: Bytes of an element of the output.
     OUT_BYTES: int
+    #: Launched while the kernel that writes the operands may still run.
+    CHAINED: bool = False
 
     @classmethod
-    def of(cls, problem: Problem, config: WarpSpecializedConfig) -> _Constants:
+    def of(
+        cls, problem: Problem, config: WarpSpecializedConfig, chained: bool = False
+    ) -> _Constants:
         return cls(
             BLOCK_M=config.BLOCK_M,
             BLOCK_N=config.BLOCK_N,
@@ -216,6 +221,7 @@ class _Constants:
             FETCH=_residual_by_tma(problem),
             POINTERS=_stored_by_pointers(problem),
             OUT_BYTES=problem.out.dtype.itemsize,
+            CHAINED=chained,
         )
 
     @property
@@ -345,6 +351,9 @@ def _produce(a_desc, b_desc, strides, ring, barriers, sizes, C: gl.constexpr):
     A_BOXES: gl.constexpr = C.a_boxes
     B_BOXES: gl.constexpr = C.b_boxes
     BYTES: gl.constexpr = C.IN_BYTES * (C.BLOCK_M + B_BOXES * C.columns) * C.BLOCK_K
+    if C.CHAINED:
+        # Consumers do nothing before the first stage is full.
+        gdc_wait()
     stage = 0
     phase = 0
     for tile in range(gl.program_id(0), _tiles(sizes, C), gl.num_programs(0)):
@@ -778,6 +787,15 @@ class WarpSpecialized(Kernel[WarpSpecializedConfig]):
     traits = Traits(deterministic=True, batch_invariant=True, capture_safe=True)
     config_type = WarpSpecializedConfig
     shares = (epilogues,)
+    #: Launched while the kernel that writes its operands may still run.
+    is_chained = False
+
+    def chained(self) -> WarpSpecialized:
+        """The same kernel for operands that the launch right before writes: begun while that
+        ends, it waits for it by itself."""
+        kernel = WarpSpecialized()
+        kernel.is_chained = True
+        return kernel
 
     def reasons_against(self, problem: Problem) -> list[str]:
         reasons = []
@@ -878,7 +896,7 @@ class WarpSpecialized(Kernel[WarpSpecializedConfig]):
     def specialize(self, problem: Problem, config: WarpSpecializedConfig) -> Specialization:
         """What :meth:`bind` compiles; also for a GPU that is not there."""
         rows, width, batched = config.rows, config.BLOCK_N // config.subtiles, problem.batch > 1
-        specialized = _Constants.of(problem, config)
+        specialized = _Constants.of(problem, config, self.is_chained)
         types = {
             "a_desc": _descriptor_type(problem.a, rows, config.BLOCK_K, batched),
             "b_desc": _descriptor_type(problem.b, config.BLOCK_K, specialized.columns, batched),
@@ -928,7 +946,8 @@ class WarpSpecialized(Kernel[WarpSpecializedConfig]):
         types |= {"scale_a_ptr": "*fp32"} if problem.scale_a else {}
         types |= {"scale_b_ptr": "*fp32"} if problem.scale_b else {}
         constants |= {name: None for name in _kernel.arg_names if name not in types | constants}
-        return Specialization(types, constants, divisible, config.num_warps)
+        options = {"num_warps": config.num_warps, "launch_pdl": self.is_chained}
+        return Specialization(types, constants, divisible, options)
 
     def bind(self, problem: Problem, config: WarpSpecializedConfig) -> Launcher:
         of = self.specialize(problem, config)
@@ -938,7 +957,7 @@ class WarpSpecialized(Kernel[WarpSpecializedConfig]):
             of.constants,
             divisible=of.divisible,
             device=torch.device(problem.device.type),
-            num_warps=of.num_warps,
+            **of.options,
         )
         rows, width = config.rows, config.BLOCK_N // config.subtiles
 
@@ -982,12 +1001,12 @@ class WarpSpecialized(Kernel[WarpSpecializedConfig]):
 
 @dataclass(frozen=True)
 class Specialization:
-    """The kernel's arguments as :func:`tmm_core.triton.source` takes them, and its warps."""
+    """The kernel's arguments as :func:`tmm_core.triton.source` takes them, and its options."""
 
     types: Mapping[str, str]
     constants: Mapping[str, Any]
     divisible: Mapping[str, int]
-    num_warps: int
+    options: Mapping[str, Any]
 
 
 def _fitted(

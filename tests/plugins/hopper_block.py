@@ -314,6 +314,7 @@ def run_block(
             MBarrierLayout=lambda: None,
         ),
         "fence_async_shared": lambda: None,
+        "gdc_wait": lambda: None,
         "async_copy_global_to_shared": lambda d, at, view, slot: load(d, at, view.data, slot),
         "async_copy_shared_to_global": store,
         "store_wait": store_wait,

@@ -452,7 +452,7 @@ for config in configs_of(asked, sys.argv[2]):
     compiled = compile_for(
         GPUTarget("cuda", 90, 32),
         source(warp_specialized._kernel, special.types, special.constants, special.divisible),
-        num_warps=special.num_warps,
+        **special.options,
     )
     ptx = compiled.asm["ptx"]
     Path(sys.argv[3]).write_bytes(compiled.asm["cubin"])
