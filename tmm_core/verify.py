@@ -32,9 +32,10 @@ TOLERANCE = {
 TF32_TOLERANCE = 4e-3
 #: Of products of 8-bit floats: Hopper's tensor cores keep some 14 bits of a sum of them
 #: (DeepSeek-V3, arXiv:2412.19437, 3.3.2). Added up in fp32 every 128 terms, 256×256 of them
-#: were off by 4e-4 to 7e-4 on an H200 for K from 128 to 65536, cuBLAS's and ours alike; summed
-#: in these bits throughout by 2e-3 at K = 1024 and 2.6e-2 at 65536.
-FP8_TOLERANCE = 1.5e-3
+#: were off by 4e-4 to 7e-4 on an H200 for K from 128 to 65536, cuBLAS's and ours alike, of
+#: which scales that differ from row to row make a few times as much; summed in these bits
+#: throughout by 2e-3 at K = 1024, 5e-3 at 8192 and 2.6e-2 at 65536.
+FP8_TOLERANCE = 4e-3
 
 
 @dataclass(frozen=True, slots=True)
