@@ -22,8 +22,9 @@ pytest.importorskip("triton.experimental.gluon")
 
 import triton
 from hopper_block import DeadlockError, Descriptor, Pointer, run_block
-from tmm_triton import warp_specialized
-from tmm_triton.warp_specialized import WarpSpecialized, WarpSpecializedConfig
+from tmm_triton import hopper_tiles, warp_specialized
+from tmm_triton.hopper_tiles import Constants, WarpSpecializedConfig
+from tmm_triton.warp_specialized import WarpSpecialized
 
 from tmm_core import ConfigError, Operand, Problem, verify
 from tmm_core.device import DeviceFingerprint
@@ -236,7 +237,7 @@ def computed(
     ``pointers``: stored by them. ``batch``: three products; of its letters' operands (a, b,
     r) all three share one. ``scales``: operands of 8 bits, and the kind of their scales."""
     rows, depth = 2, 2
-    constants = warp_specialized._Constants(
+    constants = Constants(
         BLOCK_M=rows if pingpong else rows * consumers, BLOCK_N=columns, BLOCK_K=depth,
         STAGES=stages, CONSUMERS=consumers, WARPS=4, ROWS=rows, SUBTILES=subtiles,
         PINGPONG=pingpong, A_COL=layout[0] == "t", B_COL=layout[1] == "t",
@@ -474,8 +475,8 @@ for config in configs_of(asked, sys.argv[2]):
 def configs_of(asked: Problem, which: str) -> list[WarpSpecializedConfig]:
     """``"all"``: every tile there is; ``"some"``: the best guess of either schedule and of
     three consumers."""
-    tiles = warp_specialized._FP8_TILES if asked.fp8 else warp_specialized._TILES
-    fitted = [c for t in tiles for c in warp_specialized._fitted(asked, t)]
+    tiles = hopper_tiles._FP8_TILES if asked.fp8 else hopper_tiles._TILES
+    fitted = [c for t in tiles for c in hopper_tiles._fitted(asked, t)]
     if which == "all":
         return fitted
     kinds = {(c.schedule, c.consumers): c for c in reversed(list(KERNEL.configs(asked)))}

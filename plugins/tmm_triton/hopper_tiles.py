@@ -1,0 +1,385 @@
+"""What a block of the warp-specialised kernel may look like: its configs, what each makes of a
+problem, which are worth a try, and how long they should take.
+
+Apart from the kernel, because what is measured changes this and leaves that alone.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+
+from tmm_core import Config, Problem
+
+#: Bytes that TMA wants base and leading stride to be multiples of.
+ALIGNMENT = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class WarpSpecializedConfig(Config):
+    """A tile and how the block's warps share it.
+
+    Args:
+        BLOCK_M, BLOCK_N, BLOCK_K: The tile, N of the output (a gated problem reads twice that).
+        GROUP_M: Tile rows that are walked together.
+        num_stages: Stages of the ring.
+        schedule: ``"cooperative"`` or ``"pingpong"``.
+        consumers: Two in turn, or one to three sharing the tile's rows.
+        num_warps: Warps of one consumer.
+        subtiles: Column strips in which a tile is stored; more of them need less staging.
+    """
+
+    BLOCK_M: int
+    BLOCK_N: int
+    BLOCK_K: int
+    GROUP_M: int
+    num_stages: int
+    schedule: str
+    consumers: int
+    num_warps: int
+    subtiles: int
+
+    def __post_init__(self) -> None:
+        if self.schedule not in ("cooperative", "pingpong"):
+            raise ValueError(f"schedule must be cooperative or pingpong, got {self.schedule!r}")
+        if self.consumers not in ((2,) if self.pingpong else (1, 2, 3)):
+            raise ValueError(f"{self.schedule}: {self.consumers} consumers")
+        if self.num_warps not in (4, 8) or self.consumers * self.num_warps > 12:
+            raise ValueError(f"{self.consumers} consumers of {self.num_warps} warps")
+        # One wgmma covers 64 rows, 16 of each of four warps.
+        if self.rows * (1 if self.pingpong else self.consumers) != self.BLOCK_M:
+            raise ValueError(f"BLOCK_M {self.BLOCK_M} does not divide among the consumers")
+        if self.rows not in (64, 128, 256) or self.rows % (16 * self.num_warps):
+            raise ValueError(f"a consumer of {self.num_warps} warps cannot own {self.rows} rows")
+        if self.BLOCK_N not in (32, 64, 128, 256) or self.BLOCK_K not in (32, 64, 128):
+            raise ValueError(f"tile N×K {self.BLOCK_N}×{self.BLOCK_K}")
+        if self.accumulators > 128:
+            raise ValueError(f"{self.accumulators} accumulator registers a thread exceed 128")
+        # With one stage the release of a stage waits for the next, which waits for it.
+        if not 2 <= self.num_stages <= 16 or not 1 <= self.GROUP_M <= 1024:
+            raise ValueError(f"num_stages {self.num_stages}, GROUP_M {self.GROUP_M}")
+        if self.subtiles not in (1, 2, 4, 8) or self.BLOCK_N // self.subtiles < 16:
+            raise ValueError(f"{self.subtiles} subtiles of {self.BLOCK_N} columns")
+
+    @property
+    def pingpong(self) -> bool:
+        return self.schedule == "pingpong"
+
+    @property
+    def rows(self) -> int:
+        """Rows of the tile that one consumer owns."""
+        return self.BLOCK_M if self.pingpong else self.BLOCK_M // self.consumers
+
+    @property
+    def accumulators(self) -> int:
+        """fp32 accumulators of a thread, per product (a gated problem has two)."""
+        return self.rows * self.BLOCK_N // (32 * self.num_warps)
+
+    def shared_memory(self, problem: Problem) -> int:
+        """Bytes of shared memory that a block takes."""
+        c = Constants.of(problem, self)
+        stage = c.IN_BYTES * (c.BLOCK_M + c.b_boxes * c.columns) * c.BLOCK_K
+        staging = c.CONSUMERS * c.buffers * c.ROWS * c.width * c.OUT_BYTES
+        # On its way from the threads that load it to those that need it.
+        bias = c.CONSUMERS * c.width * problem.bias.itemsize if problem.bias else 0
+        return c.STAGES * stage + staging + bias + _SHARED_OVERHEAD
+
+
+#: mbarriers, and what Triton keeps to start the partitions: 250 bytes at most over all
+#: configs on both releases.
+_SHARED_OVERHEAD = 512
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What one compiled kernel is specialised on, besides the types of its arguments."""
+
+    BLOCK_M: int
+    BLOCK_N: int
+    BLOCK_K: int
+    STAGES: int
+    CONSUMERS: int
+    WARPS: int
+    ROWS: int
+    SUBTILES: int
+    PINGPONG: bool
+    #: Operands whose columns, not rows, are contiguous.
+    A_COL: bool
+    B_COL: bool
+    GATED: bool
+    SCALED: bool
+    #: Kinds of the scales of 8-bit operands.
+    SCALE_A: str | None
+    SCALE_B: str | None
+    #: Bytes of an element of the operands.
+    IN_BYTES: int
+    BIAS: bool
+    RESIDUAL: bool
+    BATCHED: bool
+    #: TMA brings the residual, into the buffers that the result leaves from.
+    FETCH: bool
+    #: The output is stored through pointers, element by element.
+    POINTERS: bool
+    #: Bytes of an element of the output.
+    OUT_BYTES: int
+    #: Launched while the kernel that writes the operands may still run.
+    CHAINED: bool = False
+
+    @classmethod
+    def of(
+        cls, problem: Problem, config: WarpSpecializedConfig, chained: bool = False
+    ) -> Constants:
+        return cls(
+            BLOCK_M=config.BLOCK_M,
+            BLOCK_N=config.BLOCK_N,
+            BLOCK_K=config.BLOCK_K,
+            STAGES=config.num_stages,
+            CONSUMERS=config.consumers,
+            WARPS=config.num_warps,
+            ROWS=config.rows,
+            SUBTILES=config.subtiles,
+            PINGPONG=config.pingpong,
+            A_COL=problem.a.layout == "col",
+            B_COL=problem.b.layout == "col",
+            GATED=problem.gated,
+            SCALED=problem.scaled,
+            SCALE_A=problem.scale_a,
+            SCALE_B=problem.scale_b,
+            IN_BYTES=problem.a.dtype.itemsize,
+            BIAS=problem.bias is not None,
+            RESIDUAL=problem.residual is not None,
+            BATCHED=problem.batch > 1,
+            FETCH=residual_by_tma(problem),
+            POINTERS=stored_by_pointers(problem),
+            OUT_BYTES=problem.out.dtype.itemsize,
+            CHAINED=chained,
+        )
+
+    @property
+    def a_boxes(self) -> int:
+        """TMA boxes of A in one stage, one for each consumer that shares the tile."""
+        return self.BLOCK_M // self.ROWS
+
+    @property
+    def b_boxes(self) -> int:
+        """TMA boxes of B in one stage."""
+        return 2 if self.GATED or self.halves else 1
+
+    @property
+    def promoted(self) -> bool:
+        """Whether each k-step is summed apart, and the sums in fp32 (``_promoted``)."""
+        return self.IN_BYTES == 1
+
+    @property
+    def halves(self) -> bool:
+        """Whether the tile's left and right half are products of their own, as gate and up are
+        where gated: only one of them at a time has registers for a sum apart."""
+        return self.promoted and not self.GATED and self.BLOCK_N == 256
+
+    @property
+    def columns(self) -> int:
+        """Columns of one product."""
+        return self.BLOCK_N // 2 if self.halves else self.BLOCK_N
+
+    @property
+    def width(self) -> int:
+        """Columns of a strip."""
+        return self.BLOCK_N // self.SUBTILES
+
+    @property
+    def buffers(self) -> int:
+        """Staging buffers of one consumer: with two, one is filled while the other is sent."""
+        return min(2, self.SUBTILES)
+
+    @property
+    def mma_n(self) -> int:
+        """Columns of one wgmma. ptxas refuses one with 128 accumulators a thread where the
+        block starts with 128 registers a thread (512 threads), although by then the
+        consumers have 160."""
+        return min(self.columns, 128 if self.CONSUMERS == 3 else 256)
+
+    @property
+    def producer_registers(self) -> int:
+        # The least that setmaxnreg takes.
+        return 24
+
+    @property
+    def consumer_registers(self) -> int:
+        """An equal part of the SM's 65536 registers, less the producer's warpgroup's; Triton
+        gives the first consumer, its default partition, what the others leave."""
+        groups = self.CONSUMERS * self.WARPS // 4
+        each = 65536 // (128 * (groups + 1)) // 8 * 8
+        spared = (groups + 1) * each - self.producer_registers
+        return min(240, spared // groups // 8 * 8)
+
+
+#: ``(schedule, consumers, num_warps, BLOCK_M, BLOCK_N, BLOCK_K)``, N counting both halves of
+#: a gated problem's. Each was the fastest of all at some problem on an H200.
+_TILES = (
+    # The epilogue hides behind the other consumer's main loop. Where it is more than rounding,
+    # or K is short, and work goes on until power limits it, 2 to 7 % ahead of the next.
+    ("pingpong", 2, 4, 128, 128, 64),
+    # 128×256 is what it takes to multiply at full rate on what L2 delivers; 192×256 asks a
+    # quarter less of it, and fits other sizes into one wave (2304³: 108 tiles, not 162).
+    ("cooperative", 2, 4, 128, 256, 64),
+    ("cooperative", 2, 4, 256, 128, 64),
+    ("cooperative", 3, 4, 192, 256, 64),
+    # One partition of two warpgroups, in step.
+    ("cooperative", 1, 8, 128, 256, 64),
+    # Less than a wave of the above, or a last wave better filled.
+    ("cooperative", 3, 4, 192, 128, 64),
+    ("cooperative", 2, 4, 128, 128, 64),
+    ("pingpong", 2, 4, 64, 256, 64),
+    ("pingpong", 2, 4, 64, 128, 64),
+    ("cooperative", 2, 4, 128, 64, 64),
+    ("pingpong", 2, 4, 64, 64, 128),
+)
+#: Of 8-bit operands, whose stages are summed in registers of their own, for 128 columns at most
+#: at a time. The consumers must not be in step, nor take turns.
+_FP8_TILES = (
+    ("cooperative", 2, 4, 128, 256, 128),
+    ("cooperative", 3, 4, 192, 128, 128),
+    ("cooperative", 2, 4, 128, 128, 128),
+    ("cooperative", 3, 4, 192, 64, 128),
+    ("cooperative", 2, 4, 128, 64, 128),
+)
+#: How many of them, and configs in all, are proposed for one problem.
+_TILES_TRIED, _CONFIGS_TRIED = 6, 14
+#: K up to which it is short.
+_SHORT_K = 1024
+#: Stages of 24 KB that cover the latency of memory at full rate; more only fill later.
+_STAGES_WANTED = 8
+
+#: FLOP per µs of an SM, as far as power lets the tensor cores of an H200 run (800 TFLOP/s
+#: in all), and bytes per µs it gets from L2: 8192×4096×512 in 128×128 tiles took 95e3.
+_SM_FLOPS, _SM_BYTES = 800e6 / 132, 100e3
+#: Bytes per µs that an SM's share of memory delivers (a copy: 4.27 TB/s).
+_SM_MEMORY_BYTES = 4.2e6 / 132
+#: µs of a launch with its first loads (a product of 32 128³ matrices takes 8.3, an empty
+#: kernel 3.3); and of rounding and storing 128×256 elements.
+_LAUNCH_US, _EPILOGUE_US = 6.0, 0.9
+#: What summing a tile's halves in turn is taken to cost until it is measured: enough that it is
+#: tried when tuning, and not guessed without.
+_HALVES = 1.15
+
+
+def configs(problem: Problem) -> Iterable[WarpSpecializedConfig]:
+    """What is worth a try, the best guess first."""
+    tiles = _FP8_TILES if problem.fp8 else _TILES
+    fitting = filter(None, (_fitted(problem, tile) for tile in tiles))
+    ranked = sorted(fitting, key=lambda variants: estimate_us(problem, variants[0]))
+    proposed = [
+        [
+            replace(config, GROUP_M=group)
+            for config in variants
+            for group in _groups(problem, config)
+        ]
+        for variants in ranked[:_TILES_TRIED]
+    ]
+    # Every tile once before any tile's variants.
+    turns = itertools.chain.from_iterable(itertools.zip_longest(*proposed))
+    yield from itertools.islice(filter(None, turns), _CONFIGS_TRIED)
+
+
+def estimate_us(problem: Problem, config: WarpSpecializedConfig) -> float:
+    """Waves of whole tiles, each as long as its multiplying or its loading takes."""
+    sms = problem.device.sm_count
+    width = config.BLOCK_N * (2 if problem.gated else 1)
+    depth = -(-problem.k // config.BLOCK_K) * config.BLOCK_K
+    itemsize = problem.a.dtype.itemsize
+    load = itemsize * (config.BLOCK_M + width) * depth / _SM_BYTES
+    multiply = itemsize * config.BLOCK_M * width * depth / _SM_FLOPS
+    if Constants.of(problem, config).halves:
+        multiply *= _HALVES
+    # Loads under the multiplying cost power, and with it clocks: the larger tile wins ties.
+    loop = max(multiply, load) + load / 20
+    epilogue = _EPILOGUE_US * config.BLOCK_M * config.BLOCK_N / (128 * 256)
+    if not problem.epilogue.is_identity or problem.residual is not None:
+        epilogue *= 1.5
+    waves = -(-tile_count(problem, config) // sms)
+    if config.pingpong and waves > 1:
+        busy = waves * max(loop, epilogue / 2) + epilogue
+    elif config.pingpong:
+        # The other consumer has nothing to do, and one alone leaves gaps.
+        busy = 1.1 * loop + epilogue
+    else:
+        # Consumers out of step hide some of it.
+        exposed = epilogue if config.consumers == 1 else 0.6 * epilogue
+        busy = waves * (loop + exposed)
+    return _LAUNCH_US + max(busy, problem.bytes / (_SM_MEMORY_BYTES * sms))
+
+
+def _fitted(
+    problem: Problem, tile: tuple[str, int, int, int, int, int]
+) -> list[WarpSpecializedConfig]:
+    """The tile with as many stages as fit shared memory, none if fewer than two do.
+
+    Stored in strips of 128 bytes, as wide as TMA swizzles, or before that in narrower ones,
+    where their smaller staging buys a stage.
+    """
+    schedule, consumers, num_warps, block_m, block_n, block_k = tile
+    if consumers == 3 and block_n == 256 and stored_by_pointers(problem):
+        # 160 registers a thread hold its accumulators, but not the addresses of 16 rows too.
+        return []
+    block_n //= 2 if problem.gated else 1
+    variants: list[WarpSpecializedConfig] = []
+    # 160 registers a thread do not hold two sums and the scales of 64 columns, nor 240 the
+    # addresses of a strip so wide besides its accumulators.
+    narrow = (problem.fp8 and consumers == 3) or stored_by_pointers(problem)
+    widths = (64,) if narrow else (128, 64)
+    for width in widths:
+        config = WarpSpecializedConfig(
+            BLOCK_M=block_m,
+            BLOCK_N=block_n,
+            BLOCK_K=block_k,
+            GROUP_M=1,
+            num_stages=2,
+            schedule=schedule,
+            consumers=consumers,
+            num_warps=num_warps,
+            subtiles=min(8, max(1, block_n * problem.out.dtype.itemsize // width)),
+        )
+        stage = (block_m + block_n * (2 if problem.gated else 1)) * block_k
+        stage *= problem.a.dtype.itemsize
+        spare = problem.device.shared_memory - config.shared_memory(problem)
+        stages = min(2 + spare // stage, _STAGES_WANTED)
+        if stages > max((v.num_stages for v in variants), default=1):
+            variants.insert(0, replace(config, num_stages=stages))
+    return variants
+
+
+def _groups(problem: Problem, config: WarpSpecializedConfig) -> list[int]:
+    """GROUP_M such that one wave's tiles span about as much of M as of N, and half of it; less
+    where K is short, and where the output is written counts for more than what is read twice
+    (8192×4096×512: 50.2 µs at 4, 52.5 at 16)."""
+    rows = -(-problem.m // config.BLOCK_M)
+    wave = min(tile_count(problem, config), problem.device.sm_count)
+    width = config.BLOCK_N * (2 if problem.gated else 1)
+    square = round(math.log2(math.sqrt(wave * width / config.BLOCK_M)))
+    groups = (square - 2, square - 1) if problem.k <= _SHORT_K else (square, square - 1)
+    return list(dict.fromkeys(min(rows, 2 ** max(0, group)) for group in groups))
+
+
+def tile_count(problem: Problem, config: WarpSpecializedConfig) -> int:
+    """Tiles of the whole batch."""
+    return problem.batch * -(-problem.m // config.BLOCK_M) * -(-problem.n // config.BLOCK_N)
+
+
+def stored_by_pointers(problem: Problem) -> bool:
+    """Whether TMA cannot write the output: its rows start off 16 bytes, or end off them, which
+    TMA stores whole (on an H200 a 1×1 output overwrote its 7 neighbours)."""
+    return not problem.out.aligned or problem.n * problem.out.dtype.itemsize % ALIGNMENT != 0
+
+
+def residual_by_tma(problem: Problem) -> bool:
+    """Whether the residual comes through the buffers in which the output leaves."""
+    residual = problem.residual
+    return (
+        residual is not None
+        and not stored_by_pointers(problem)
+        and residual.dtype == problem.out.dtype
+        and residual.layout == "row"
+        and residual.aligned
+    )
