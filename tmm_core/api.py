@@ -161,9 +161,9 @@ def _scaled(
     if alpha.dim():
         raise ValueError(f"alpha must be a number or a 0-d tensor, got {tuple(alpha.shape)}")
     rest: dict[str, Any] = {"out_dtype": out_dtype, "scale_a": scale_a, "scale_b": scale_b}
-    if out is not None and alpha.requires_grad and torch.is_grad_enabled():
-        refuse_gradients_of_out()
     differentiated = torch.compiler.is_compiling() or autograd.differentiated(alpha)
+    if out is not None and differentiated:
+        refuse_gradients_of_out()
     if out is not None or (alpha.device.type == "cpu" and not differentiated):
         number = float(alpha)
         return matmul(

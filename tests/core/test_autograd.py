@@ -401,6 +401,12 @@ def test_alpha_as_a_tensor_without() -> None:
         tmm_core.matmul(a, b, bias=torch.ones(3), alpha=alpha.requires_grad_())
     with pytest.raises(RuntimeError, match="don't support automatic differentiation"):
         tmm_core.matmul(a, b, alpha=alpha, out=out)
+    with forward_ad.dual_level():
+        dual = forward_ad.make_dual(alpha.detach(), torch.tensor(1.0))
+        with pytest.raises(RuntimeError, match="don't support automatic differentiation"):
+            tmm_core.matmul(a, b, alpha=dual, out=out)
+        got = forward_ad.unpack_dual(tmm_core.matmul(a, b, alpha=dual)).tangent
+        torch.testing.assert_close(got, a @ b)
 
 
 def test_gradients_under_autocast_are_torchs() -> None:
