@@ -13,7 +13,7 @@ import torch
 
 from tmm_core import autograd, dispatch, ops, settings
 from tmm_core.check import check, refuse_gradients_of_out
-from tmm_core.epilogue import EpilogueLike
+from tmm_core.epilogue import Epilogue, EpilogueLike
 from tmm_core.kernel import Config
 from tmm_core.plan import Plan
 from tmm_core.problem import FP8, Problem
@@ -118,12 +118,7 @@ def matmul(
     if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
         name, wrong = ("a", a) if not isinstance(a, Tensor) else ("b", b)
         raise TypeError(f"matmul(): argument '{name}' must be Tensor, not {type(wrong).__name__}")
-    if epilogue is None:
-        text = ""
-    elif type(epilogue) is str:
-        text = epilogue
-    else:
-        text = _text_of(epilogue)
+    text = _text_of(epilogue)
     if out is not None:
         return ops.matmul_out(  # type: ignore[no-any-return]
             a, b, bias, residual, alpha, text, out_dtype, scale_a, scale_b, out=out
@@ -137,12 +132,18 @@ def matmul(
 
 def _text_of(epilogue: EpilogueLike) -> str:
     """The operator's argument for this epilogue."""
-    return dispatch.intern(dispatch.dispatcher().registry.epilogue(epilogue))
+    if epilogue is None:
+        return ""
+    if isinstance(epilogue, Epilogue):
+        return epilogue.interned()
+    return epilogue if isinstance(epilogue, str) else _parsed_text(epilogue)
 
 
-# What torch.compiler.assume_constant_result does, which imports all of the compiler: this runs
-# while a graph is traced and is not part of it.
-_text_of._dynamo_marked_constant = True  # type: ignore[attr-defined]
+def _parsed_text(epilogue: Any) -> str:
+    return dispatch.dispatcher().registry.epilogue(epilogue).interned()
+
+
+_parsed_text._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as Epilogue.interned
 
 
 def _scaled(
@@ -169,7 +170,9 @@ def _scaled(
         return matmul(
             a, b, bias=bias, residual=residual, alpha=number, epilogue=epilogue, out=out, **rest
         )
-    parsed = dispatch.epilogue_of(_text_of(epilogue))
+    # Both leave it interned, where a tracer finds it without tracing the registry.
+    text = epilogue.interned() if isinstance(epilogue, Epilogue) else _parsed_text(epilogue)
+    parsed = dispatch.epilogue_of(text)
     check(a, b, bias, residual, parsed, out_dtype, scale_a, scale_b)
     product = matmul(a, b, **rest)
     z = alpha * product

@@ -20,7 +20,7 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
-from tmm_core.dispatch import epilogue_of, intern, run, undisturbed
+from tmm_core.dispatch import epilogue_of, run, undisturbed
 from tmm_core.epilogue import IDENTITY, Epilogue
 from tmm_core.problem import FP8
 
@@ -93,7 +93,7 @@ def _in_parts(
     head, rest = (stages[0], stages[1:]) if stages[0].output_vjp else (IDENTITY, stages)
     whole = head.is_identity and not rest
     inner = residual if whole else None
-    text = "" if head.is_identity else intern(head)
+    text = "" if head.is_identity else head.interned()
     y = product(a, b, bias, inner, alpha, text, out_dtype)
     for stage in rest:
         y = _apply(stage, y)

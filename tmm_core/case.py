@@ -163,7 +163,7 @@ class Call:
         return {
             "bias": self.bias,
             "residual": self.residual,
-            "epilogue": None if self.epilogue.is_identity else dispatch.intern(self.epilogue),
+            "epilogue": None if self.epilogue.is_identity else self.epilogue.interned(),
             "out_dtype": self.out_dtype,
             **{name: scale for name, scale in scales.items() if scale is not None},
         }

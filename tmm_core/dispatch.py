@@ -19,7 +19,7 @@ from torch.autograd import profiler as _profiler
 from tmm_core import settings
 from tmm_core.check import PLAIN, check, result_dtype
 from tmm_core.device import fingerprint
-from tmm_core.epilogue import Epilogue
+from tmm_core.epilogue import INTERNED, Epilogue
 from tmm_core.fold import Fold
 from tmm_core.kernel import BASELINE, ScaledLauncher
 from tmm_core.plan import Plan, scales_signature, signature
@@ -38,8 +38,6 @@ Scales = tuple[Tensor | None, Tensor | None]
 MAX_PLANS = 65536
 
 _plans: dict[tuple[Any, ...], Plan] = {}
-#: Epilogue objects by key: the operator's schema can carry a string only.
-_epilogues: dict[str, Epilogue] = {}
 
 
 class _Once(Generic[T]):
@@ -97,18 +95,13 @@ def forget_plans() -> None:
     _plans.clear()
 
 
-def intern(epilogue: Epilogue) -> str:
-    """The text under which the operator finds this epilogue again."""
-    return _epilogues.setdefault(epilogue.key, epilogue).key
-
-
 def epilogue_of(text: str) -> Epilogue:
     """The epilogue an operator argument names.
 
     Raises:
         UnknownNameError, ValueError: See :func:`tmm_core.epilogue.parse`.
     """
-    return _epilogues.get(text) or _parsed(dispatcher(), text)
+    return INTERNED.get(text) or _parsed(dispatcher(), text)
 
 
 @functools.lru_cache(256)

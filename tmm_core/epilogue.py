@@ -96,6 +96,14 @@ class Epilogue:
         sources = "\n".join(_source(f) for f in functions if f is not None)
         return f"{text}@{hashlib.sha256(sources.encode()).hexdigest()[:12]}"
 
+    def interned(self) -> str:
+        """The text under which the operator finds this epilogue again."""
+        return INTERNED.setdefault(self.key, self).key
+
+    # What torch.compiler.assume_constant_result does, which imports all of the compiler: this
+    # runs while a graph is traced and is not part of it.
+    interned._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
     @property
     def is_identity(self) -> bool:
         return self.key == "identity"
@@ -157,6 +165,10 @@ class Epilogue:
             inputs = z.chunk(2, dim=-1) if stage.gated else (z,)
             z = stage.reference(*inputs, *stage.parameters)
         return z
+
+
+#: Epilogue objects by key: the operator's schema can carry a string only.
+INTERNED: dict[str, Epilogue] = {}
 
 
 def _source(function: Any) -> str:

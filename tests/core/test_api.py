@@ -350,7 +350,7 @@ def test_what_the_dispatcher_of_torch_would_do_is_not_skipped() -> None:
             torch.testing.assert_close(tmm_core.matmul(a, b), a @ b)
         assert any("tmm.matmul" in name for name in seen), seen
         seen.clear()
-    with torch.profiler.profile() as profile:
+    with torch.profiler.profile(acc_events=True) as profile:
         tmm_core.matmul(a, b)
     assert any("tmm::matmul" in event.name for event in profile.events())
     with warnings.catch_warnings():

@@ -75,7 +75,7 @@ def test_gradcheck(epilogue: Any) -> None:
     assert torch.autograd.gradgradcheck(ours, inputs, check_fwd_over_rev=True)
 
     parsed = dispatch.dispatcher().registry.epilogue(epilogue)
-    text = dispatch.intern(parsed)
+    text = parsed.interned()
 
     def operator(*tensors: Tensor) -> Tensor:
         return torch.ops.tmm.matmul(*tensors, 0.7, text)

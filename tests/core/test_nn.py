@@ -249,7 +249,7 @@ def test_an_epilogue_of_ones_own_survives_copies(through: str) -> None:
     layer = Linear(8, 5, epilogue=tmm_core.Epilogue("cubed", cubed))
     if through == "pickle":
         text = pickle.dumps(layer)
-        tmm_core.dispatch._epilogues.clear()  # as in the process that reads it
+        tmm_core.epilogue.INTERNED.clear()  # as in the process that reads it
         again = pickle.loads(text)
     else:
         again = copy.deepcopy(layer)

@@ -200,7 +200,7 @@ def test_the_profiler_shows_the_kernel() -> None:
     a, b = randn(64, 128), randn(128, 96)
     with tmm_core.override(kernel="triton.grouped"):
         tmm_core.matmul(a, b)
-        with torch.profiler.profile() as profile:
+        with torch.profiler.profile(acc_events=True) as profile:
             tmm_core.matmul(a, b)
             torch.cuda.synchronize()
     names = [event.name for event in profile.events()]

@@ -100,7 +100,7 @@ class GatedMLP(nn.Module):
                 "or a gated epilogue such as 'swiglu'"
             )
         self._epilogue = epilogue
-        self._text = dispatch.intern(parsed)
+        self._text = parsed.interned()
 
     @property
     def epilogue(self) -> str:

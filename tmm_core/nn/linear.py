@@ -72,7 +72,7 @@ class Linear(nn.Linear):
                     f"gated epilogue {parsed.name!r} splits the features in two, and "
                     f"out_features={self.out_features} is odd"
                 )
-            self._text = epilogue if isinstance(epilogue, str) else dispatch.intern(parsed)
+            self._text = epilogue if isinstance(epilogue, str) else parsed.interned()
         self._epilogue = epilogue
 
     def __setstate__(self, state: dict[str, Any]) -> None:
