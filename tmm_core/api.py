@@ -102,7 +102,7 @@ def matmul(
                 scale_a=scale_a,
                 scale_b=scale_b,
             )
-    if isinstance(alpha, Tensor):
+    if type(alpha) is not float and isinstance(alpha, Tensor):  # 20 ns, not 80
         return _scaled(a, b, bias, residual, alpha, epilogue, out, out_dtype, scale_a, scale_b)
     if (
         not torch.compiler.is_dynamo_compiling()
