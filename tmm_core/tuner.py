@@ -213,6 +213,8 @@ class Tuner:
         # compute, and BLAS with a bias or an epilogue lose to slower kernels.
         out = None if inputs.out.is_contiguous() else inputs.out
         racing = [t for t in trials if t.launcher is not None]
+        if not racing:
+            raise RuntimeError(f"no candidate runs; {BASELINE}: {_why_not(trials)}")
         each = FINAL_SECONDS  # seconds that one sample took
         for stage, (rounds, keep) in enumerate(STAGES):
             runs = [_Runner(t.launcher, inputs, out) for t in racing if t.launcher is not None]
@@ -239,6 +241,10 @@ class Tuner:
         release = getattr(timer, "release", None)
         if release is not None and self._timer is None:
             release()
+
+
+def _why_not(trials: Sequence[_Trial]) -> str | None:
+    return next((trial.reason for trial in trials if trial.is_baseline), None)
 
 
 def _in_turns(trials: Sequence[_Trial]) -> list[_Trial]:

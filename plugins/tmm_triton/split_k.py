@@ -313,7 +313,9 @@ class SplitK(TritonKernel[SplitKConfig]):
 
     def configs(self, problem: Problem) -> list[SplitKConfig]:
         configs = []
-        for m, n, k, s, w in proposed(problem, _SHAPES + (_SHIFTED_SHAPES if _shifted(problem) else [])):
+        for m, n, k, s, w in proposed(
+            problem, _SHAPES + (_SHIFTED_SHAPES if _shifted(problem) else [])
+        ):
             for split in _splits(problem, m, n, k):
                 config = SplitKConfig(
                     BLOCK_M=m,

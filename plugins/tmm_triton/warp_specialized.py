@@ -585,7 +585,7 @@ class WarpSpecialized(Kernel[WarpSpecializedConfig]):
         ):
             if dtype is not None and dtype not in _WIDE:
                 reasons.append(f"{what} is {dtype}, not a float of 16 or 32 bits")
-        if min(problem.m, problem.n, problem.k) < 1:
+        if min(problem.batch, problem.m, problem.n, problem.k) < 1:
             reasons.append("has an empty dimension")
         if not problem.epilogue.fusable:
             reasons.append(f"epilogue {problem.epilogue} has no device function")

@@ -208,6 +208,14 @@ def test_timed_as_called(layout: Any) -> None:
     assert set(given) == {layout == "col"}
 
 
+def test_where_nothing_runs_the_baselines_reason_is_told() -> None:
+    def explode(out: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("the device is gone")
+
+    with pytest.raises(RuntimeError, match=r"no candidate runs; blas: .*the device is gone"):
+        tune(FakeBlas(spoil=explode), FakeKernel("k", spoil=explode), times={})
+
+
 def test_without_a_baseline_nothing_is_decided() -> None:
     with pytest.raises(ValueError, match="blas"):
         tune(FakeKernel("alone"))

@@ -31,6 +31,8 @@ def test_values_and_errors_are_torchs(pair: tuple[torch.Tensor, torch.Tensor]) -
     others = {info.name for info in tmm_core.kernels()} - {"blas"}
     with tmm_core.override(disable=others):
         mine = outcome(lambda: tmm_core.matmul(a, b))
+    if isinstance(theirs, NotImplementedError) and not a.shape[-1]:
+        return  # a sum of nothing needs no kernel, and torch's has one for few dtypes
     if isinstance(theirs, Exception):
         # The words are those that torch has for a CPU where an operator's name is in them.
         assert type(mine) is type(theirs), (mine, theirs)

@@ -164,8 +164,12 @@ def _strides(
     elif stacking == "broadcast":
         strides = (0, row, col)
     elif stacking == "interleaved":
-        assert layout.startswith("row"), "only rows can be interleaved"
-        strides = (row, row * batch[0], col)
+        # What is contiguous stays so; its neighbours are those of the other matrices.
+        assert layout.startswith(("row", "col")), "only rows or columns can be interleaved"
+        if layout.startswith("row"):
+            strides = (row, row * batch[0], col)
+        else:
+            strides = (col, row, col * batch[0])
     else:
         reach = _reach((rows, cols), (row, col)) + 1
         strides = (_rounded_up(reach, unit) if row % unit == 0 else reach, row, col)
