@@ -128,8 +128,13 @@ def product_shape(a: torch.Tensor, b: torch.Tensor) -> torch.Size:
 
 
 def _let_torch_say(a: torch.Tensor, b: torch.Tensor) -> None:
-    """Raise torch's own error for operands that do not multiply, from stand-ins of their
-    shapes, strides and dtypes: nothing is computed, or read, before it is raised."""
+    """Raise torch's own error for operands that do not multiply. It speaks of these devices, and
+    where the operands are more than plain tensors, of stand-ins of their shapes, strides and
+    dtypes: nothing is computed, or read, before it is raised."""
+    if all(t.is_cuda and type(t) in PLAIN for t in (a, b)):
+        with torch.no_grad():
+            torch.matmul(a, b)
+        return
     torch.matmul(
         *(torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cpu") for t in (a, b))
     )

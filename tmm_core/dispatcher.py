@@ -301,12 +301,15 @@ class Dispatcher:
                 continue
             if estimate is not None:
                 estimates[kernel.name] = (estimate, Candidate(kernel, config))
-        baseline = estimates.get(BASELINE)
-        if baseline is None:
+        if not estimates:
             return None
         time, candidate = min(estimates.values(), key=lambda e: (e[0], e[1].kernel.name))
-        if time >= baseline[0] * HEURISTIC_ADVANTAGE:
-            time, candidate = baseline
+        if any(kernel.name == BASELINE for kernel in able):
+            baseline = estimates.get(BASELINE)
+            if baseline is None:
+                return None
+            if time >= baseline[0] * HEURISTIC_ADVANTAGE:
+                time, candidate = baseline
         return Choice(candidate, "heuristic", f"{why}; estimated {time:.3g} µs, not measured")
 
     def _fallback(self, why: str) -> Choice:

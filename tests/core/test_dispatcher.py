@@ -241,6 +241,16 @@ def test_batch_invariant_mode_may_change_configs_within_one_arithmetic() -> None
     assert heuristic.candidate.config.to_json() == {"tile": 2}
 
 
+def test_untuned_batch_invariance_is_no_reason_to_fall_back_on_blas() -> None:
+    firm = FakeKernel("firm", traits=Traits(batch_invariant=True), estimate=50.0)
+    faster = FakeKernel("faster", traits=Traits(batch_invariant=True), estimate=40.0)
+    d, _ = dispatcher(FakeBlas(estimate=1.0), firm, faster)
+    for m in (1, 300):
+        asked = problem(m=m, batch_invariant=True)
+        choice = d.choose(asked, settings(on_cache_miss="heuristic"))
+        assert (choice.candidate.kernel.name, choice.origin) == ("faster", "heuristic")
+
+
 def test_batch_invariance_that_cannot_be_had_is_said_once() -> None:
     d, _ = dispatcher(FakeBlas(), FakeKernel("loose"), times=FAST)
     with pytest.warns(TmmWarning, match="blas: is not batch-invariant"):
