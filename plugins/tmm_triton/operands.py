@@ -84,18 +84,6 @@ def words(source, row, word, rows, cols, stride):
 
 
 @triton.jit
-def load_shifted(source, rows, first, M, N, stride, COLS: tl.constexpr):
-    """A [rows, COLS] tile of 16-bit elements in rows that start anywhere, zeros outside [M, N]:
-    an eighth of the loads that one for each element would take, and of those a pipeline's
-    asynchronous copies are able to."""
-    word = first // 4 + tl.arange(0, COLS // 4)
-    packed = words(source, rows, word, M, N, stride)
-    bit = (tl.arange(0, 4) * 16).to(tl.uint64)
-    bits = (packed[:, :, None] >> bit[None, None, :]).to(tl.uint16)
-    return bits.reshape(rows.shape[0], COLS).to(source.dtype.element_ty, bitcast=True)
-
-
-@triton.jit
 def dot(a, b, acc, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
     """``acc + a @ b`` in fp32."""
     if UPCAST:

@@ -45,7 +45,6 @@ from tmm_triton.operands import (
     dot,
     finish,
     load,
-    load_shifted,
     out_shape,
     rescale,
 )
@@ -110,7 +109,7 @@ def split_k_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SPLIT_K: tl.constexpr, REDUCE: tl.constexpr, SWAP: tl.constexpr, WHOLE_K: tl.constexpr,
     THROUGH_REGISTERS: tl.constexpr, A_ONCE: tl.constexpr, B_ONCE: tl.constexpr,
-    AHEAD: tl.constexpr, SHIFTED: tl.constexpr,
+    AHEAD: tl.constexpr,
 ):  # fmt: skip
     tile, split, z = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     batch = tl.num_programs(2)
@@ -146,12 +145,7 @@ def split_k_kernel(
         else:
             ks = k + tl.arange(0, BLOCK_K)
             a = load(a_rows + ks[None, :] * stride_ak, rows, ks, M, K, False, WHOLE_K)
-            if SHIFTED:
-                b = load_shifted(
-                    b_ptr + z * stride_bz, ks, tile // tiles_m * BLOCK_N, K, N, stride_bk, BLOCK_N
-                )
-            else:
-                b = load(b_cols + ks[:, None] * stride_bk, ks, cols, K, N, WHOLE_K, False)
+            b = load(b_cols + ks[:, None] * stride_bk, ks, cols, K, N, WHOLE_K, False)
         if SWAP:
             acc = dot(tl.trans(b), tl.trans(a), acc, PRECISION, UPCAST)
         else:
@@ -232,9 +226,6 @@ _SHAPES = [
     (32, 64, 128, 1, 4),
     (32, 128, 128, 1, 8),
 ]
-#: And where b is shifted into place: a block of 64 columns for every SM of an H200 at N of 4096
-#: and two ranges of K.
-_SHIFTED_SHAPES = [(128, 64, 64, 4, 8)]
 #: Programs per SM worth aiming at. One wave won every aligned problem tried on an H200; loads
 #: that go through registers are not under way while their program computes, so there several
 #: programs have to take turns.
@@ -273,15 +264,6 @@ class SplitKConfig(TileConfig):
         if self.REDUCE not in ("last", "kernel"):
             raise ValueError(f"REDUCE must be 'last' or 'kernel', got {self.REDUCE!r}")
 
-    def shared_memory(self, problem: Problem) -> int:
-        """As for any tile; a b that is shifted into place is there as the words below and above
-        it, in a stage less, and once as itself."""
-        total = super().shared_memory(problem)
-        if _shifted(problem) and self.num_stages > 1:
-            tile = self.BLOCK_N * self.BLOCK_K * problem.b.dtype.itemsize
-            total += (self.num_stages - 1) * tile
-        return total
-
     def registers(self, problem: Problem) -> int:
         """As for any tile, and the addresses that partial sums are stored to."""
         addresses = self.BLOCK_M * self.BLOCK_N // (64 * self.num_warps)
@@ -313,9 +295,7 @@ class SplitK(TritonKernel[SplitKConfig]):
 
     def configs(self, problem: Problem) -> list[SplitKConfig]:
         configs = []
-        for m, n, k, s, w in proposed(
-            problem, _SHAPES + (_SHIFTED_SHAPES if _shifted(problem) else [])
-        ):
+        for m, n, k, s, w in proposed(problem, _SHAPES):
             for split in _splits(problem, m, n, k):
                 config = SplitKConfig(
                     BLOCK_M=m,
@@ -369,7 +349,6 @@ class SplitK(TritonKernel[SplitKConfig]):
         types = {"partials_ptr": "*fp32"} if split else {}
         types |= {"counters_ptr": "*i32"} if last else {}
         constants: dict[str, Any] = dict.fromkeys({"partials_ptr", "counters_ptr"} - set(types))
-        constants["SHIFTED"] = _shifted(problem) and config.num_stages > 1
         constants["WHOLE_K"] = problem.k % config.BLOCK_K == 0
         through = config.num_stages == 1
         constants["THROUGH_REGISTERS"] = through
@@ -394,13 +373,6 @@ class SplitK(TritonKernel[SplitKConfig]):
         if config.REDUCE == "last":
             return _bind_last(self, problem, config, grid)
         return _bind_two(self, problem, config, grid)
-
-
-def _shifted(problem: Problem) -> bool:
-    """Whether b is loaded by words and shifted: two bytes are less than an asynchronous copy
-    takes, and b is what such products wait for."""
-    b = problem.b
-    return b.layout == "row" and not b.aligned and b.dtype.itemsize == 2 and not problem.gated
 
 
 def _swaps(problem: Problem, block_m: int, block_n: int, num_warps: int, split: int) -> bool:
