@@ -181,7 +181,7 @@ def run(
         out_dtype,
         _overridden(),
         _deterministic(),
-        a.dtype is torch.float32 and _tf32(),
+        a.dtype is torch.float32 and a.is_cuda and _tf32(),
     )
     plan = _plans.get(key)
     if plan is None:

@@ -10,7 +10,7 @@ import tmm_cache
 from cache_builders import ENVIRONMENT, GPU, problem
 from hypothesis import given
 from hypothesis import strategies as st
-from tmm_cache import CacheStore, default_root, digest, layer_paths, slug
+from tmm_cache import CacheStore, default_root, digest, layer_paths, shipped_layers, slug
 from tmm_cache.keys import is_slug
 
 
@@ -114,8 +114,10 @@ def test_root_comes_from_the_environment(tmp_path: Path, monkeypatch: pytest.Mon
 
 
 def test_layers_come_from_the_environment(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert layer_paths({}) == ()
-    assert layer_paths({"TMM_CACHE_PATH": f"/a{os.pathsep}{os.pathsep}/b"}) == (
+    unshipped = {"TMM_SHIPPED_RECORDS": "0"}
+    assert layer_paths(unshipped) == ()
+    assert layer_paths({}) == shipped_layers({})
+    assert layer_paths({"TMM_CACHE_PATH": f"/a{os.pathsep}{os.pathsep}/b", **unshipped}) == (
         Path("/a"),
         Path("/b"),
     )
