@@ -664,3 +664,14 @@ def test_bench_measures_regret_from_the_command_line(
     assert main([*arguments, "--output", str(tmp_path)]) == 0
     assert "16×8" in (tmp_path / "report.md").read_text()
     assert main(["bench", "--regret", "16", "--device", "cpu"]) == 2
+
+
+def test_batch_invariant_mode_is_measured_with_every_column() -> None:
+    register(FakeKernel("fake.firm", traits=tmm_core.Traits(batch_invariant=True), estimate=9.0))
+    task = Task("batch_invariant", Case(m=4, n=16, k=16, dtype=FP32), batch_invariant=True)
+    options = runner.Options(kernels=True, untuned=True, tune_budget=1.0, seconds=0.01)
+    (document,) = runner.run([task], CPU, options)
+    assert "failed" not in document, document
+    assert document["kernel"] == "fake.firm"
+    assert {"torch", "tmm", "untuned", "kernel fake.firm"} <= set(document["times"])
+    assert "kernel blas" not in document["times"]
