@@ -126,3 +126,19 @@ def test_records_that_ship_with_tmm_are_whole() -> None:
     command = [sys.executable, "-m", "tmm_cache.cli", "--cache-dir", str(folder), "verify"]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
+
+
+def test_records_that_ship_with_tmm_are_of_its_kernels() -> None:
+    """A kernel that changed is measured anew by whoever meets it: then its records help nobody."""
+    store = CacheStore(ROOT / "tmm_core" / "records", layers=())
+    present = {info.name: info.version for info in tmm_core.kernels()}
+    changed = {
+        candidate.kernel
+        for entry in store.entries()
+        for candidate in entry.record.candidates
+        if present.get(candidate.kernel) != candidate.version
+    }
+    assert not changed, (
+        f"tmm_core/records was measured with other versions of {', '.join(sorted(changed))}: "
+        "measure again (benchmarks/README.md, Records that ship) or remove them"
+    )
