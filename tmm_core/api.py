@@ -123,9 +123,7 @@ def matmul(
         return ops.matmul_out(  # type: ignore[no-any-return]
             a, b, bias, residual, alpha, text, out_dtype, scale_a, scale_b, out=out
         )
-    if torch.compiler.is_compiling():
-        return ops.matmul(a, b, bias, residual, alpha, text, out_dtype, scale_a, scale_b)  # type: ignore[no-any-return]
-    if type(a) is not Tensor:
+    if not torch.compiler.is_compiling() and type(a) is not Tensor:
         _prepare_for(type(a))
     return ops.matmul(a, b, bias, residual, alpha, text, out_dtype, scale_a, scale_b)  # type: ignore[no-any-return]
 

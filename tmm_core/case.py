@@ -20,7 +20,7 @@ import tmm_core
 from tmm_core import dispatch, verify
 from tmm_core.check import result_dtype
 from tmm_core.epilogue import Epilogue
-from tmm_core.problem import FP8, Problem, dtype_name, dtype_of
+from tmm_core.problem import Problem, dtype_name, dtype_of, wide
 
 Tensor = torch.Tensor
 
@@ -75,13 +75,13 @@ class Case:
         """
         epilogue = dispatch.dispatcher().registry.epilogue(self.epilogue or None)
         width = self.n * (2 if epilogue.gated else 1)
-        out_dtype = self.out_dtype or _wide(self.dtype)
+        out_dtype = self.out_dtype or wide(self.dtype)
         batch = (self.batch,) if self.batch > 1 else ()
 
         def matrix(rows: int, cols: int, transposed: bool, dtype: torch.dtype) -> Tensor:
             shape = (cols, rows) if transposed else (rows, cols)
             # Torch draws no random numbers of 8 bits.
-            t = fill((*batch, *shape), dtype=_wide(dtype), device=device).to(dtype)
+            t = fill((*batch, *shape), dtype=wide(dtype), device=device).to(dtype)
             return t.mT if transposed else t
 
         def scale(*shape: int) -> Tensor | None:
@@ -93,7 +93,7 @@ class Case:
         return Call(
             a=matrix(self.m, self.k, self.layout[0] == "t", self.dtype),
             b=matrix(self.k, width, self.layout[1] == "t", self.dtype),
-            bias=fill((width,), dtype=_wide(self.dtype), device=device) if self.bias else None,
+            bias=fill((width,), dtype=wide(self.dtype), device=device) if self.bias else None,
             residual=matrix(self.m, self.n, False, out_dtype) if self.residual else None,
             epilogue=epilogue,
             out_dtype=self.out_dtype,
@@ -185,11 +185,6 @@ class Call:
     def matmul(self, **more: Any) -> Tensor:
         """Make the call; ``more`` as in :func:`tmm_core.matmul`."""
         return tmm_core.matmul(self.a, self.b, **self.keywords, **more)
-
-
-def _wide(dtype: torch.dtype) -> torch.dtype:
-    """What goes with operands of ``dtype``: bias, residual and output by default."""
-    return torch.bfloat16 if dtype in FP8 else dtype
 
 
 def parse_shape(text: str) -> tuple[int, int, int, int]:

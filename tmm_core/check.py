@@ -9,7 +9,7 @@ from typing import NoReturn
 import torch
 
 from tmm_core.epilogue import Epilogue
-from tmm_core.problem import FP8
+from tmm_core.problem import FP8, wide
 
 #: What torch._debug_has_internal_overlap says where it does (it may also not know).
 _OVERLAPS = 1
@@ -88,9 +88,8 @@ def check(
 
 
 def result_dtype(a: torch.Tensor, out_dtype: torch.dtype | None) -> torch.dtype:
-    """The output's dtype: as asked, else that of ``a``, and bf16 where that has 8 bits (as
-    ``torch.nn.functional.scaled_mm``; a result in 8 bits would need a scale of its own)."""
-    return out_dtype or (torch.bfloat16 if a.dtype in FP8 else a.dtype)
+    """The output's dtype: as asked, else what goes with that of ``a``."""
+    return out_dtype or wide(a.dtype)
 
 
 def _check_scale(

@@ -127,14 +127,16 @@ def undisturbed(
         and forward_ad._current_level < 0
         and _tracer() is None
         and not (a.is_neg() or b.is_neg() or a.is_conj() or b.is_conj())
-        and (bias is None or _plain(bias))
-        and (residual is None or _plain(residual))
-        and (scale_a is None or _plain(scale_a))
-        and (scale_b is None or _plain(scale_b))
+        and (bias is None or plain(bias))
+        and (residual is None or plain(residual))
+        and (scale_a is None or plain(scale_a))
+        and (scale_b is None or plain(scale_b))
     )
 
 
-def _plain(t: Any) -> bool:
+def plain(t: Any) -> bool:
+    """Whether a kernel can be handed this as it is: no subclass, no sign or conjugate yet to be
+    applied."""
     return type(t) in PLAIN and not (t.is_neg() or t.is_conj())
 
 

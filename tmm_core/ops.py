@@ -11,8 +11,8 @@ from typing import Any
 import torch
 
 from tmm_core import autograd, batching, flops
-from tmm_core.check import PLAIN, check, check_out, result_dtype
-from tmm_core.dispatch import epilogue_of, run
+from tmm_core.check import check, check_out, result_dtype
+from tmm_core.dispatch import epilogue_of, plain, run
 from tmm_core.problem import FP8
 
 Tensor = torch.Tensor
@@ -53,12 +53,12 @@ def _run_out(
 
 
 def _in_memory(*tensors: Tensor) -> bool:
-    """Whether a kernel can be handed these as they are: no subclass, mode or transform has to
-    see the call, and no sign or conjugate is yet to be applied."""
+    """Whether a kernel can be handed these as they are: no mode or transform has to see the call
+    either."""
     return (
         not torch._C._len_torch_dispatch_stack()
         and not autograd.differentiated(*tensors)
-        and all(type(t) in PLAIN and not t.is_neg() and not t.is_conj() for t in tensors)
+        and all(map(plain, tensors))
     )
 
 

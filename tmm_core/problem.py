@@ -275,6 +275,12 @@ class Problem:
         return " ".join([size, dtypes, layout, *filter(None, extras)])
 
 
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """What goes with operands of ``dtype``, by default: itself, and bf16 where it has 8 bits (as
+    ``torch.nn.functional.scaled_mm``; a result in 8 bits would need a scale of its own)."""
+    return torch.bfloat16 if dtype in FP8 else dtype
+
+
 def scale_kind(scale: torch.Tensor | None) -> ScaleKind | None:
     """One element is one number for all, also where there is one row only."""
     if scale is None:

@@ -121,7 +121,7 @@ def kernels(call: Call) -> tuple[dict[str, Plan], dict[str, str]]:
     there is no record); and the reasons of those that could not be had."""
     dispatcher, problem = dispatch.dispatcher(), call.problem()
     found = dispatcher.record(problem)
-    best = _best(found[1]) if found else {}
+    best = best_of_each(found[1]) if found else {}
     able, _ = dispatcher.registry.candidates(problem, settings.current())
     plans: dict[str, Plan] = {}
     failed: dict[str, str] = {}
@@ -151,7 +151,7 @@ def untuned(call: Call) -> Plan:
     )
 
 
-def _best(record: TuningRecord) -> dict[str, CandidateResult]:
+def best_of_each(record: TuningRecord) -> dict[str, CandidateResult]:
     """Each kernel's fastest result that was timed, finalists before the eliminated: their
     samples are the more, and taken later."""
     best: dict[str, CandidateResult] = {}

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from tmm_cache import CacheStore, TuningRecord, shipped_layers
 
-from tmm_core import dispatch, settings, verify
+from tmm_core import dispatch, verify
 from tmm_core.bench.results import Document
 from tmm_core.device import DeviceFingerprint, fingerprint
-from tmm_core.kernel import BASELINE, Kernel, Launcher
+from tmm_core.kernel import BASELINE, Kernel
 from tmm_core.precision import precision
 from tmm_core.problem import Problem
 from tmm_core.timing import CudaTimer, HostTimer, Timer, median
@@ -42,12 +42,10 @@ def current(device: DeviceFingerprint) -> tuple[int, int]:
 
 
 def _records(device: DeviceFingerprint) -> Iterator[TuningRecord]:
-    nearest, *others = shipped_layers() or (None,)
-    if nearest is None:
-        return
-    for entry in CacheStore(nearest, others).entries(device.gpu):
-        if entry.environment == device.environment:
-            yield entry.record
+    if layers := shipped_layers():
+        for entry in CacheStore(layers[0], layers[1:]).entries(device.gpu):
+            if entry.environment == device.environment:
+                yield entry.record
 
 
 def _kernel(record: TuningRecord) -> Kernel[Any] | None:
@@ -72,7 +70,7 @@ def _checked(record: TuningRecord, device: torch.device, timer: Timer) -> Docume
         return document | {"status": "stale"}
     try:
         problem = dispatch.recall(record.problem, device)
-        with torch.no_grad(), precision(problem.tf32), settings.override():
+        with torch.no_grad(), precision(problem.tf32):
             return document | _measured(problem, kernel, record, device, timer)
     except Exception as error:  # a compiler's, a launch's: this record's fault alone
         return document | {"status": "failed", "reason": f"{type(error).__name__}: {error}"}
@@ -91,7 +89,8 @@ def _measured(
     inputs = verify.make_inputs(problem, device, seed=torch.seed() % 2**31)
     config = kernel.config_type.from_json(record.best.config)
     blas = dispatch.dispatcher().registry.kernel(BASELINE)
-    launcher, baseline = kernel.bind(problem, config), _baseline(blas, problem)
+    launcher = kernel.bind(problem, config)
+    baseline = blas.bind(problem, blas.default_config(problem))
     verify.poison(inputs.out)
     error = verify.error(inputs.run(launcher), verify.reference(problem, inputs))
     document: Document = {"title": str(problem), "error": error}
@@ -108,7 +107,3 @@ def _measured(
         "ratio": theirs / mine,
         "status": "ok" if same or theirs / mine >= SLOWER else "slower",
     }
-
-
-def _baseline(blas: Kernel[Any], problem: Problem) -> Launcher:
-    return blas.bind(problem, blas.default_config(problem))

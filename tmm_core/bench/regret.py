@@ -11,12 +11,14 @@ import json
 import math
 import random
 from collections.abc import Sequence
+from contextlib import suppress
 
 import torch
-from tmm_cache import TuningRecord
+from tmm_cache import CandidateResult, TuningRecord
 
 import tmm_core
 from tmm_core import settings
+from tmm_core.bench.providers import best_of_each
 from tmm_core.bench.results import Document
 from tmm_core.bucket import bucket_edge
 from tmm_core.case import Call, Case
@@ -26,8 +28,6 @@ from tmm_core.timing import CudaTimer, HostTimer, Run, Timer, median
 
 LARGEST_M = 8192
 ROUNDS = 15
-#: A kernel's name and its config as JSON.
-Candidate = tuple[str, str]
 
 
 def sizes(count: int, seed: int = 0) -> list[int]:
@@ -53,9 +53,9 @@ def measure(
     problems = [_call(edge, n, k, dtype, device).problem() for edge in edges]
     with torch.no_grad():
         records = dict(zip(edges, tmm_core.tune(problems, budget=budget), strict=True))
-        winners = dict.fromkeys(_candidate(record) for record in records.values())
+        winners = [record.best for record in records.values()]
         points = [
-            _point(_call(m, n, k, dtype, device), list(winners), records[bucket_edge(m)], timer)
+            _point(_call(m, n, k, dtype, device), winners, records[bucket_edge(m)], timer)
             for m in ms
         ]
     return {
@@ -72,22 +72,19 @@ def _call(m: int, n: int, k: int, dtype: torch.dtype, device: torch.device) -> C
     return Case(m=m, n=n, k=k, dtype=dtype, layout="nt").call(device)
 
 
-def _candidate(record: TuningRecord) -> Candidate:
-    return record.best.kernel, json.dumps(dict(record.best.config), sort_keys=True)
-
-
 def _point(
-    call: Call, winners: Sequence[Candidate], record: TuningRecord, timer: Timer
+    call: Call, winners: Sequence[CandidateResult], record: TuningRecord, timer: Timer
 ) -> Document:
     with settings.override(on_cache_miss="heuristic"):
         chosen = tmm_core.plan(call.a, call.b)
     plans = {_key(chosen): chosen}
-    for kernel, config in (*_best_of_each(record), *winners):
-        try:
-            plan = tmm_core.plan(call.a, call.b, kernel=kernel, config=json.loads(config))
-        except Exception:  # a config of another M need not fit this one
-            continue
-        plans.setdefault(_key(plan), plan)
+    known = {_key(result): result for result in (*best_of_each(record).values(), *winners)}
+    for key, result in known.items():
+        if key not in plans:
+            with suppress(Exception):  # a config of another M need not fit this one
+                plans[key] = tmm_core.plan(
+                    call.a, call.b, kernel=result.kernel, config=result.config
+                )
     runs: list[Run] = [lambda p=p: p(call.a, call.b) for p in plans.values()]  # type: ignore[misc]
     timer.measure(runs, 2)
     times = dict(zip(plans, map(median, timer.measure(runs, ROUNDS)), strict=True))
@@ -104,15 +101,6 @@ def _point(
     }
 
 
-def _key(plan: Plan) -> Candidate:
-    return plan.kernel, json.dumps(plan.config, sort_keys=True)
-
-
-def _best_of_each(record: TuningRecord) -> list[Candidate]:
-    """Every kernel's fastest config on record, BLAS's among them."""
-    fastest: dict[str, tuple[float, str]] = {}
-    for result in record.candidates:
-        if result.median_us is not None and result.status in ("ok", "slow"):
-            mine = result.median_us, json.dumps(dict(result.config), sort_keys=True)
-            fastest[result.kernel] = min(fastest.get(result.kernel, mine), mine)
-    return [(kernel, config) for kernel, (_, config) in fastest.items()]
+def _key(candidate: Plan | CandidateResult) -> tuple[str, str]:
+    """A kernel's name and its config as JSON."""
+    return candidate.kernel, json.dumps(dict(candidate.config), sort_keys=True)

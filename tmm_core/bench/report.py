@@ -70,19 +70,22 @@ class Summary:
 
 def summarize(results: Results) -> list[Summary]:
     """One summary per class and dtype, in the order they were measured."""
+    classes = _by_class(results.problems)
+    return [_summary(suite, dtype, documents) for (suite, dtype), documents in classes.items()]
+
+
+def _by_class(documents: Iterable[Document]) -> dict[tuple[str, str], list[Document]]:
+    """By class and dtype, in the order they were measured."""
     groups: dict[tuple[str, str], list[Document]] = {}
-    for document in results.problems:
+    for document in documents:
         groups.setdefault((document["suite"], document["case"]["dtype"]), []).append(document)
-    return [_summary(suite, dtype, documents) for (suite, dtype), documents in groups.items()]
+    return groups
 
 
 def goals(results: Results) -> list[tuple[str, ...]]:
     """How every class stands to what it is held to."""
-    groups: dict[tuple[str, str], list[Document]] = {}
-    for document in results.measured:
-        groups.setdefault((document["suite"], document["case"]["dtype"]), []).append(document)
     rows: list[tuple[str, ...]] = []
-    for (suite, dtype), documents in groups.items():
+    for (suite, dtype), documents in _by_class(results.measured).items():
         for against, (worst_goal, mean_goal) in suites.goals(suite).items():
             ratios = _ratios(documents, against)
             if not ratios:
@@ -160,11 +163,7 @@ def markdown(results: Results) -> str:
 
 
 def _untuned(results: Results) -> str:
-    slowdowns = [
-        document["times"][UNTUNED]["median_us"] / document["times"][TMM]["median_us"]
-        for document in results.measured
-        if UNTUNED in document["times"]
-    ]
+    slowdowns = _ratios(results.measured, UNTUNED)
     if not slowdowns:
         return ""
     return (

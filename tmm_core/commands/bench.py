@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from tmm_core.bench import environment, host, regret, report, runner, suites
+from tmm_core.bench import environment, host, recheck, regret, report, runner, suites
 from tmm_core.bench.results import Document, Results, Writer, identity
 from tmm_core.commands import options as shared
 from tmm_core.commands.console import (
@@ -69,8 +69,6 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _verify_shipped(device: torch.device, options: argparse.Namespace) -> int:
-    from tmm_core.bench import recheck
-
     documents = []
     for document in recheck.shipped(device):
         documents.append(document)

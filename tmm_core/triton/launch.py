@@ -221,14 +221,13 @@ class Launch:
         arguments = (places.get(name, "None") for name in self._parameters)
         return self._template.format(_=prefix, grid=", ".join(grid), arguments=", ".join(arguments))
 
-    def guard(self, again: str, prefix: str = "_0_") -> str:
+    def guard(self, prefix: str, again: str) -> str:
         """The statement that does ``again`` on the launch's device where it is not current."""
         if self.compiled is None:
             return "pass"
-        _ = prefix
         return (
-            f"if {_}current_device() != {_}device:\n"
-            f"        with {_}guard({_}device):\n"
+            f"if {prefix}current_device() != {prefix}device:\n"
+            f"        with {prefix}guard({prefix}device):\n"
             f"            return {again}"
         )
 
@@ -243,7 +242,7 @@ class Launch:
         namespace |= {"TensorMap": _TensorMap, "encode": _encode}
         given = ", ".join(("gx", "gy", "gz", *self._given))
         lines = [
-            self.guard(f"call({given})", "_"),
+            self.guard("_", f"call({given})"),
             self.text("_", ("gx", "gy", "gz"), places),
         ]
         return _written("call", given, lines, namespace)  # type: ignore[no-any-return]
@@ -289,7 +288,7 @@ def launcher(
     calls = [names.invocation(index, step) for index, step in enumerate(steps)]
     make = "empty({0}, {1}, {2})" if compiled else "a.new_empty({0}, dtype={2})"
     lines = [
-        first.guard("run(a, b, bias, residual, alpha, out, scale_a, scale_b)"),
+        first.guard(_prefix(0), "run(a, b, bias, residual, alpha, out, scale_a, scale_b)"),
         "if out is None:",
         f"    out = {make.format('shape', 'strides', 'dtype')}",
         "    out_stride = strides",
@@ -334,7 +333,7 @@ class _Names:
 
     def invocation(self, index: int, step: Step) -> str:
         """The statement that makes a launch."""
-        launch, prefix = step.launch, f"_{index}_"
+        launch, prefix = step.launch, _prefix(index)
         for name, value in launch.namespace.items():
             self.namespace[prefix + name] = value
         places = {}
@@ -366,6 +365,11 @@ class _Names:
         self._addresses[t] = None
         self._strided[t] = None
         return f"*({key}_kept(({t}_ptr, {t}_stride)) or {key}({t}))"
+
+
+def _prefix(index: int) -> str:
+    """Of what the source of one of several launches refers to."""
+    return f"_{index}_"
 
 
 def _written(name: str, parameters: str, lines: Iterable[str], namespace: dict[str, Any]) -> Any:
