@@ -346,6 +346,8 @@ class Dispatcher:
             candidate = self._candidate(result, able)
             if candidate is not None and result.median_us is not None:
                 arithmetic = candidate.kernel.arithmetic(problem, candidate.config)
+                if arithmetic is None:
+                    continue
                 members = groups.setdefault((candidate.kernel.name, arithmetic), [])
                 members.append((result.median_us, candidate))
         if not groups:

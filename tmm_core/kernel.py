@@ -172,7 +172,8 @@ class Kernel(abc.ABC, Generic[C]):
 
         In batch-invariant mode every M is served by one arithmetic, so a kernel that knows
         several of its configs to share one lets each M have the fastest of these. By
-        default each config has its own.
+        default each config has its own. ``None``: with this config they depend on M, and it is
+        not for that mode.
         """
         return config
 

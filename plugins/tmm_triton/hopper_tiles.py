@@ -29,6 +29,7 @@ class WarpSpecializedConfig(Config):
         consumers: Two in turn, or one to three sharing the tile's rows.
         num_warps: Warps of one consumer.
         subtiles: Column strips in which a tile is stored; more of them need less staging.
+        tail_splits: Parts along K into which the tiles of an incomplete wave are cut.
     """
 
     BLOCK_M: int
@@ -40,6 +41,7 @@ class WarpSpecializedConfig(Config):
     consumers: int
     num_warps: int
     subtiles: int
+    tail_splits: int
 
     def __post_init__(self) -> None:
         if self.schedule not in ("cooperative", "pingpong"):
@@ -48,6 +50,8 @@ class WarpSpecializedConfig(Config):
             raise ValueError(f"{self.schedule}: {self.consumers} consumers")
         if self.num_warps not in (4, 8) or self.consumers * self.num_warps > 12:
             raise ValueError(f"{self.consumers} consumers of {self.num_warps} warps")
+        if not 1 <= self.tail_splits <= _MOST_TAIL_SPLITS:
+            raise ValueError(f"tail_splits {self.tail_splits}")
         # One wgmma covers 64 rows, 16 of each of four warps.
         if self.rows * (1 if self.pingpong else self.consumers) != self.BLOCK_M:
             raise ValueError(f"BLOCK_M {self.BLOCK_M} does not divide among the consumers")
@@ -124,6 +128,10 @@ class Constants:
     POINTERS: bool
     #: Bytes of an element of the output.
     OUT_BYTES: int
+    #: Parts along K of the tiles of an incomplete wave.
+    TAIL_SPLITS: int
+    #: Rows of A that one box brings.
+    A_ROWS: int
     #: Launched while the kernel that writes the operands may still run.
     CHAINED: bool = False
 
@@ -154,8 +162,16 @@ class Constants:
             FETCH=residual_by_tma(problem),
             POINTERS=stored_by_pointers(problem),
             OUT_BYTES=problem.out.dtype.itemsize,
+            TAIL_SPLITS=config.tail_splits,
+            A_ROWS=_rows_brought(problem, config),
             CHAINED=chained,
         )
+
+    @property
+    def a_box(self) -> list[int]:
+        """The place of a box of A in shared memory."""
+        box = [self.BLOCK_K, self.ROWS] if self.A_COL else [self.ROWS, self.BLOCK_K]
+        return [1, *box] if self.BATCHED else box
 
     @property
     def a_boxes(self) -> int:
@@ -182,6 +198,11 @@ class Constants:
     def columns(self) -> int:
         """Columns of one product."""
         return self.BLOCK_N // 2 if self.halves else self.BLOCK_N
+
+    @property
+    def moves(self) -> bool:
+        """Whether tiles that would end outside begin earlier instead."""
+        return self.TAIL_SPLITS == 1 or self.POINTERS
 
     @property
     def width(self) -> int:
@@ -235,6 +256,8 @@ _TILES = (
     ("pingpong", 2, 4, 64, 128, 64),
     ("cooperative", 2, 4, 128, 64, 64),
     ("pingpong", 2, 4, 64, 64, 128),
+    # As many SMs to read a weight as there may be where its rows must not be cut.
+    ("cooperative", 1, 4, 64, 32, 128),
 )
 #: Of 8-bit operands, whose stages are summed in registers of their own, for 128 columns at most
 #: at a time. The consumers must not be in step, nor take turns.
@@ -246,7 +269,7 @@ _FP8_TILES = (
     ("cooperative", 2, 4, 128, 64, 128),
 )
 #: How many of them, and configs in all, are proposed for one problem.
-_TILES_TRIED, _CONFIGS_TRIED = 6, 14
+_TILES_TRIED, _CONFIGS_TRIED = 8, 16
 #: K up to which it is short.
 _SHORT_K = 1024
 #: Stages of 24 KB that cover the latency of memory at full rate; more only fill later.
@@ -254,12 +277,17 @@ _STAGES_WANTED = 8
 
 #: FLOP per µs of an SM, as far as power lets the tensor cores of an H200 run (800 TFLOP/s
 #: in all), and bytes per µs it gets from L2: 8192×4096×512 in 128×128 tiles took 95e3.
-_SM_FLOPS, _SM_BYTES = 800e6 / 132, 100e3
+_SM_FLOPS, _SM_BYTES = 800e6 / 132, 125e3
 #: Bytes per µs that an SM's share of memory delivers (a copy: 4.27 TB/s).
 _SM_MEMORY_BYTES = 4.2e6 / 132
 #: µs of a launch with its first loads (a product of 32 128³ matrices takes 8.3, an empty
 #: kernel 3.3); and of rounding and storing 128×256 elements.
 _LAUNCH_US, _EPILOGUE_US = 6.0, 0.9
+#: µs of leaving, or adding, a part of 128×256 elements (``tail_splits``), how much of K a part
+#: has at least, and of how many parts a tile is made at most.
+_PART_US, _LEAST_PART, _MOST_TAIL_SPLITS = 1.0, 512, 4
+#: µs until what is left elsewhere can be added.
+_WAITING_US = 3.0
 #: What summing a tile's halves in turn is taken to cost until it is measured: enough that it is
 #: tried when tuning, and not guessed without.
 _HALVES = 1.15
@@ -268,7 +296,12 @@ _HALVES = 1.15
 def configs(problem: Problem) -> Iterable[WarpSpecializedConfig]:
     """What is worth a try, the best guess first."""
     tiles = _FP8_TILES if problem.fp8 else _TILES
-    fitting = filter(None, (_fitted(problem, tile) for tile in tiles))
+    fitting = list(filter(None, (_fitted(problem, tile) for tile in tiles)))
+    fitting += [
+        [replace(variants[0], tail_splits=splits)]
+        for variants in fitting
+        if (splits := _tail_splits(problem, variants[0])) > 1
+    ]
     ranked = sorted(fitting, key=lambda variants: estimate_us(problem, variants[0]))
     proposed = [
         [
@@ -298,17 +331,27 @@ def estimate_us(problem: Problem, config: WarpSpecializedConfig) -> float:
     epilogue = _EPILOGUE_US * config.BLOCK_M * config.BLOCK_N / (128 * 256)
     if not problem.epilogue.is_identity or problem.residual is not None:
         epilogue *= 1.5
-    waves = -(-tile_count(problem, config) // sms)
+    count = tile_count(problem, config)
+    waves: float = -(-count // sms)
+    adding = 0.0
+    if config.tail_splits > 1:
+        whole = count // sms
+        waves = whole + 1 / config.tail_splits
+        adding = config.tail_splits * _PART_US * config.BLOCK_M * width / (128 * 256)
+        if not (config.pingpong and whole):
+            adding += _WAITING_US  # nothing else to do meanwhile
     if config.pingpong and waves > 1:
         busy = waves * max(loop, epilogue / 2) + epilogue
     elif config.pingpong:
         # The other consumer has nothing to do, and one alone leaves gaps.
-        busy = 1.1 * loop + epilogue
+        busy = waves * 1.1 * loop + epilogue
     else:
         # Consumers out of step hide some of it.
         exposed = epilogue if config.consumers == 1 else 0.6 * epilogue
-        busy = waves * (loop + exposed)
-    return _LAUNCH_US + max(busy, problem.bytes / (_SM_MEMORY_BYTES * sms))
+        busy = waves * loop + math.ceil(waves) * exposed
+    # The closer they are, the less of the shorter hides behind the longer.
+    memory = problem.bytes / (_SM_MEMORY_BYTES * sms)
+    return _LAUNCH_US + adding + math.sqrt(math.hypot(busy**2, memory**2))
 
 
 def _fitted(
@@ -324,6 +367,8 @@ def _fitted(
         # 160 registers a thread hold its accumulators, but not the addresses of 16 rows too.
         return []
     block_n //= 2 if problem.gated else 1
+    if block_n < 32:
+        return []
     variants: list[WarpSpecializedConfig] = []
     # 160 registers a thread do not hold two sums and the scales of 64 columns, nor 240 the
     # addresses of a strip so wide besides its accumulators.
@@ -340,6 +385,7 @@ def _fitted(
             consumers=consumers,
             num_warps=num_warps,
             subtiles=min(8, max(1, block_n * problem.out.dtype.itemsize // width)),
+            tail_splits=1,
         )
         stage = (block_m + block_n * (2 if problem.gated else 1)) * block_k
         stage *= problem.a.dtype.itemsize
@@ -360,6 +406,46 @@ def _groups(problem: Problem, config: WarpSpecializedConfig) -> list[int]:
     square = round(math.log2(math.sqrt(wave * width / config.BLOCK_M)))
     groups = (square - 2, square - 1) if problem.k <= _SHORT_K else (square, square - 1)
     return list(dict.fromkeys(min(rows, 2 ** max(0, group)) for group in groups))
+
+
+def _tail_splits(problem: Problem, config: WarpSpecializedConfig) -> int:
+    """Parts along K to cut the tiles of the last wave into, where they occupy half of the SMs or
+    fewer: as many as there are SMs for, and long enough to be worth adding. Not where a row's
+    sums must not depend on M, nor where 160 registers hold hardly more than the accumulators."""
+    sms = problem.device.sm_count
+    tail = tile_count(problem, config) % sms
+    crowded = config.consumers == 3 and config.accumulators > 64
+    if not tail or crowded or problem.batch_invariant or _overlap(problem, config):
+        return 1
+    return max(1, min(sms // tail, problem.k // _LEAST_PART, _MOST_TAIL_SPLITS))
+
+
+def _overlap(problem: Problem, config: WarpSpecializedConfig) -> bool:
+    """Whether elements are stored by two tiles, so that these must be summed alike."""
+    if stored_by_pointers(problem):
+        return False
+    sizes = ((problem.m, config.BLOCK_M), (problem.n, config.BLOCK_N))
+    return any(size > block and size % block for size, block in sizes)
+
+
+def adapted(problem: Problem, config: WarpSpecializedConfig) -> WarpSpecializedConfig:
+    """A config found for another M of the bucket, with no more parts than this one's last wave
+    has SMs for: a part without a block would be waited for without end."""
+    sms = problem.device.sm_count
+    tail = tile_count(problem, config) % sms
+    whole = not tail or problem.batch_invariant or _overlap(problem, config)
+    most = 1 if whole else sms // tail
+    splits = min(config.tail_splits, most)
+    return replace(config, tail_splits=splits)
+
+
+def _rows_brought(problem: Problem, config: WarpSpecializedConfig) -> int:
+    """Rows of A in a box: no more than the power of two that holds all there are. The others
+    multiply what lies there, for rows that are not stored; filled with zeros by TMA, the 60 that
+    4 rows lack took a 4×4096×14336 from some 40 µs to 70 on an H200. Swizzling wants eight."""
+    if problem.a.layout != "row":
+        return config.rows
+    return min(config.rows, max(8, 1 << (problem.m - 1).bit_length()))
 
 
 def tile_count(problem: Problem, config: WarpSpecializedConfig) -> int:

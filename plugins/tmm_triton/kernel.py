@@ -224,6 +224,19 @@ def _dtype_reasons(problem: Problem) -> list[str]:
     return reasons
 
 
+#: Releases whose Gluon the kernels are written for: an experimental API, where a later release
+#: may mean something else by the same names.
+_GLUON_RELEASES = ("3.6.", "3.7.")
+
+
+def unknown_gluon() -> tuple[str, ...]:
+    """Why a kernel in Gluon should not be tried with this Triton, if so."""
+    if triton.__version__.startswith(_GLUON_RELEASES):
+        return ()
+    known = " and ".join(release + "x" for release in _GLUON_RELEASES)
+    return (f"is written for the Gluon of Triton {known}, not {triton.__version__}",)
+
+
 @functools.cache
 def missing_toolchain() -> tuple[str, ...]:
     """What Triton's driver lacks on this machine to build its launcher, if anything.

@@ -31,18 +31,15 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 from triton.experimental.gluon import jit
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 
 from tmm_core import Launcher, Problem, Traits
 from tmm_triton import roofline
-from tmm_triton.kernel import TritonKernel, single
+from tmm_triton.kernel import TritonKernel, single, unknown_gluon
 from tmm_triton.operands import VECTOR, Build, TileConfig, build, check, finish
 
-#: Releases whose Gluon this is written for: an experimental API.
-_KNOWN_RELEASES = ("3.6.", "3.7.")
 #: Columns of the widest tile of ``a`` transposed. On an H200 32 rows were no faster than by
 #: ``triton.split_k``: each warp reads all rows of ``a`` for its 16 columns of ``b``.
 MOST_ROWS = 16
@@ -209,9 +206,7 @@ class Skinny(TritonKernel[SkinnyConfig]):
             reasons.append("Triton's interpreter does not run Gluon")
         elif problem.device.cuda.startswith("hip"):
             reasons.append("is written for NVIDIA's MMA instructions")
-        if not triton.__version__.startswith(_KNOWN_RELEASES):
-            known = " and ".join(release + "x" for release in _KNOWN_RELEASES)
-            reasons.append(f"is written for the Gluon of Triton {known}, not {triton.__version__}")
+        reasons += unknown_gluon()
         if problem.a.dtype not in (torch.float16, torch.bfloat16):
             reasons.append(f"multiplies 16-bit floats, not {problem.a.dtype}")
         if problem.has_scales:

@@ -27,7 +27,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 import triton
@@ -35,6 +35,7 @@ import triton.language as tl
 
 from tmm_core import Launcher, Problem, Traits
 from tmm_core.triton import Argument, Step, launcher
+from tmm_triton.counters import Counters
 from tmm_triton.kernel import TritonKernel, hopper_or_later, proposed, single, tiles
 from tmm_triton.operands import (
     Build,
@@ -242,8 +243,6 @@ _MOST_ALONE = 32
 #: of 128 threads, and of how many ranges at most: the rest are columns, 128 bytes at least.
 _LOADED = 2048
 _MOST_AHEAD = 64
-#: Launches of one launcher under capture whose counters are zeroed ahead.
-_CAPTURES = 64
 #: Bytes per µs at which a single program reads partial sums back.
 _ONE_PROGRAM_RATE = 30_000
 #: µs a second kernel adds where its launch overlaps the first one's tail.
@@ -456,46 +455,3 @@ def _step(
 def _workspace(problem: Problem, config: SplitKConfig) -> tuple[int, torch.dtype]:
     """Elements of the partial sums, and their dtype."""
     return config.SPLIT_K * problem.batch * problem.m * problem.n, torch.float32
-
-
-class Counters:
-    """Arrival counters of one launcher: int32 zeros, which every launch leaves zero.
-
-    Launches that may run at the same time must not share them. Eager launches on one stream
-    never do, so each stream has its own. A captured launch may be replayed on any stream at
-    any time, so each gets its own too, from a reserve zeroed beforehand: zeroing inside the
-    graph would be one more node in every replay. Nothing tells when a graph is gone, so a
-    reserve that was drawn from is kept for the life of the process (4 bytes a tile and use).
-
-    Args:
-        count: How many counters one launch needs.
-    """
-
-    _captured: ClassVar[list[torch.Tensor]] = []
-
-    def __init__(self, count: int) -> None:
-        self._count = count
-        self._device = torch.cuda.current_device()
-        self._by_stream: dict[int, torch.Tensor] = {}
-        self._reserve: list[torch.Tensor] = []
-        if not torch.cuda.is_current_stream_capturing():
-            self._reserve = list(self._zeros(_CAPTURES * count).split(count))
-            # The first replay need not be on this stream, nor ordered after it.
-            torch.cuda.current_stream().synchronize()
-
-    def _zeros(self, count: int) -> torch.Tensor:
-        return torch.zeros(count, dtype=torch.int32, device=f"cuda:{self._device}")
-
-    def __call__(self) -> torch.Tensor:
-        """The counters for a launch on the current stream."""
-        if torch.cuda.is_current_stream_capturing():
-            if not self._reserve:
-                return self._zeros(self._count)
-            own = self._reserve.pop()
-            self._captured.append(own)
-            return own
-        stream = torch._C._cuda_getCurrentRawStream(self._device)
-        known = self._by_stream.get(stream)
-        return (
-            self._by_stream.setdefault(stream, self._zeros(self._count)) if known is None else known
-        )

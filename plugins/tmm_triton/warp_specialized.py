@@ -20,6 +20,17 @@ consumers wait for every phase in turn and never are. A ping-pong consumer leave
 other's k-steps: ``turn`` holds it until the other has seen its last stage full, when all
 phases but the one it will wait for are over.
 
+With ``tail_splits`` the tiles that would fill a part of a wave only are cut along K, into as many
+parts as give the other SMs something to do, and come first::
+
+    block 3  | tile 0, first half ┄┄┄┄▶| tile 6        | tile 10       |   here two on four
+    block 2  | tile 0, second half  ▶| tile 5        | tile 9        |   SMs, in halves
+
+Whoever has the first k-steps of a tile adds what the others left in the workspace, while the other
+consumers multiply. Cutting tiles at equal distances (stream-K) leaves no SM idle at all, but
+then no two blocks need the same part of an operand at one time: it took up to 20 % longer on
+an H200.
+
 A finished tile goes out strip by strip, through staging buffers and by TMA where that can
 write it, else by pointers. The residual comes in by the same buffers before, under the main
 loop: read by pointers when the tile was done, it doubled the time of 8192×4096×512. A batch
@@ -36,7 +47,6 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import triton
 from triton.experimental.gluon import jit
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
@@ -65,6 +75,7 @@ from tmm_core.triton import (
     pointer,
 )
 from tmm_triton import hopper_tiles
+from tmm_triton.counters import Counters
 from tmm_triton.hopper_tiles import (
     ALIGNMENT,
     Constants,
@@ -73,11 +84,8 @@ from tmm_triton.hopper_tiles import (
     stored_by_pointers,
     tile_count,
 )
-from tmm_triton.kernel import missing_toolchain
+from tmm_triton.kernel import missing_toolchain, unknown_gluon
 
-#: Releases whose Gluon this is written for: an experimental API, where a later release may
-#: mean something else by the same names.
-_KNOWN_RELEASES = ("3.6.", "3.7.")
 #: Gluon's names of what operands, outputs and what is added to them may consist of.
 _GLUON = {
     torch.bfloat16: gl.bfloat16,
@@ -89,12 +97,24 @@ _GLUON = {
 _WIDE = (torch.bfloat16, torch.float16, torch.float32)
 
 
+#: What all threads of a partition wait at; Triton 3.7 named it anew.
+_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+
+
+@jit
+def _acquire(flag):
+    """A flag's value; what was written before it was set is seen by reads that follow."""
+    return gl.inline_asm_elementwise(
+        "ld.acquire.gpu.global.b32 $0, [$1];", "=r,l", [flag], gl.int32, is_pure=False, pack=1
+    )
+
+
 @jit
 def _tile(index, sizes, C: gl.constexpr):
     """A tile's place in the batch and its first row and column: matrix after matrix, each in
     bands of GROUP_M tile rows walked column by column, so that the blocks running at one time
     share operands in L2."""
-    M, N, _, GROUP_M, _ = sizes
+    M, N, _, GROUP_M, _, _ = sizes
     rows = gl.cdiv(M, C.BLOCK_M)
     matrix = 0
     if C.BATCHED:
@@ -108,10 +128,79 @@ def _tile(index, sizes, C: gl.constexpr):
 
 
 @jit
+def _moved(row, column, sizes, C: gl.constexpr):
+    """Where a tile begins. The last ones are moved inside, because TMA takes longer to fill in
+    what lies outside than to load it. What they then share with the ones before is stored
+    twice, the same bits, or by pointers once."""
+    if C.moves:
+        row = _inside(row, sizes[0], C.BLOCK_M, C.A_COL)
+        column = _inside(column, sizes[1], C.BLOCK_N, not (C.B_COL and C.POINTERS))
+    return row, column
+
+
+@jit
+def _inside(start, size, BLOCK: gl.constexpr, CONTIGUOUS: gl.constexpr):
+    """Where a block begins so that it ends inside, or by less than a TMA box must be aligned to
+    outside."""
+    latest = size - BLOCK
+    if CONTIGUOUS:
+        latest = gl.cdiv(latest, 16) * 16
+    return gl.maximum(gl.minimum(start, latest), 0)
+
+
+@jit
 def _tiles(sizes, C: gl.constexpr):
-    M, N, _, _, BATCH = sizes
+    M, N, _, _, BATCH, _ = sizes
     tiles = gl.cdiv(M, C.BLOCK_M) * gl.cdiv(N, C.BLOCK_N)
     return tiles * BATCH if C.BATCHED else tiles
+
+
+@jit
+def _work(sizes, C: gl.constexpr):
+    """What a block does: how many units, whether the first is part of a tile, of which, from
+    which k-step up to which, and the k-steps of a whole tile."""
+    steps = gl.cdiv(sizes[2], C.BLOCK_K)
+    blocks = gl.num_programs(0)
+    tiles = _tiles(sizes, C)
+    cut = 0
+    tile = 0
+    first = 0
+    last = steps
+    if C.TAIL_SPLITS > 1:
+        TAIL = sizes[5]
+        share = _share()
+        tile = share // C.TAIL_SPLITS
+        part = share % C.TAIL_SPLITS
+        cut = gl.where(tile < TAIL, 1, 0)
+        first = steps * part // C.TAIL_SPLITS
+        last = steps * (part + 1) // C.TAIL_SPLITS
+        tiles -= TAIL
+    units = cut + gl.cdiv(tiles - gl.program_id(0), blocks)
+    return units, cut, tile, first, last, steps
+
+
+@jit
+def _share():
+    """The block's place among those that share tiles. From the last one on: what a block waits
+    for is then the work of one that was started before it, and comes also where the blocks do
+    not all fit at one time."""
+    return gl.num_programs(0) - 1 - gl.program_id(0)
+
+
+@jit
+def _unit(index, work, sizes, C: gl.constexpr):
+    """A tile and the k-steps of it that are this block's."""
+    _, cut, tile_cut, first_cut, last_cut, steps = work
+    tile = gl.program_id(0) + index * gl.num_programs(0)
+    first = 0
+    last = steps
+    if C.TAIL_SPLITS > 1:
+        is_cut = index < cut
+        tile += sizes[5] - cut * gl.num_programs(0)
+        tile = gl.where(is_cut, tile_cut, tile)
+        first = gl.where(is_cut, first_cut, 0)
+        last = gl.where(is_cut, last_cut, steps)
+    return tile, first, last
 
 
 @jit
@@ -154,20 +243,23 @@ def _produce(a_desc, b_desc, strides, ring, barriers, sizes, C: gl.constexpr):
     a_ring, b_ring = ring
     full, empty = barriers
     a_stride, b_stride = strides
-    _, N, K, _, _ = sizes
+    _, N, K, _, _, _ = sizes
     A_BOXES: gl.constexpr = C.a_boxes
     B_BOXES: gl.constexpr = C.b_boxes
-    BYTES: gl.constexpr = C.IN_BYTES * (C.BLOCK_M + B_BOXES * C.columns) * C.BLOCK_K
+    BYTES: gl.constexpr = C.IN_BYTES * (A_BOXES * C.A_ROWS + B_BOXES * C.columns) * C.BLOCK_K
     if C.CHAINED:
         # Consumers do nothing before the first stage is full.
         gdc_wait()
     stage = 0
     phase = 0
-    for tile in range(gl.program_id(0), _tiles(sizes, C), gl.num_programs(0)):
+    work = _work(sizes, C)
+    for unit in range(work[0]):
+        tile, first, last = _unit(unit, work, sizes, C)
         matrix, row, column = _tile(tile, sizes, C)
+        row, column = _moved(row, column, sizes, C)
         of_a = _described(matrix, a_stride, C)
         of_b = _described(matrix, b_stride, C)
-        for k in range(0, K, C.BLOCK_K):
+        for k in range(first * C.BLOCK_K, gl.minimum(last * C.BLOCK_K, K), C.BLOCK_K):
             # A fresh barrier counts as having completed phase −1: the first round passes.
             mbarrier.wait(empty.index(stage), phase ^ 1)
             ready = full.index(stage)
@@ -176,6 +268,8 @@ def _produce(a_desc, b_desc, strides, ring, barriers, sizes, C: gl.constexpr):
             for part in gl.static_range(A_BOXES):
                 where = _place(of_a, row + part * C.ROWS, k, C.A_COL, C)
                 slot = a_ring.index(stage * A_BOXES + part)
+                if C.A_ROWS < C.ROWS:
+                    slot = slot.slice(0, C.A_ROWS, dim=1 if C.BATCHED else 0)
                 async_copy_global_to_shared(a_desc, where, ready, slot)
             for part in gl.static_range(B_BOXES):
                 at = column + part * (C.columns if C.halves else N)
@@ -242,7 +336,7 @@ def _with_bias(z, values, LAYOUT: gl.constexpr):
 def _residual(residual, matrix, row, column, sizes, C: gl.constexpr, LAYOUT: gl.constexpr):
     """A strip of the residual, by pointers."""
     pointer, stride_z, stride_m, stride_n = residual
-    M, N, _, _, _ = sizes
+    M, N, _, _, _, _ = sizes
     if C.BATCHED:
         pointer += matrix * stride_z
     rows = row + gl.arange(0, C.ROWS, layout=gl.SliceLayout(1, LAYOUT))
@@ -268,11 +362,11 @@ def _fetch(staged, strip, matrix, row, column, WHO: gl.constexpr, C: gl.constexp
 
 
 @jit
-def _scatter(z, matrix, row, column, target, sizes, C: gl.constexpr):
+def _scatter(z, matrix, row, column, corner, target, sizes, C: gl.constexpr):
     """Store by pointers: rows that start anywhere take no access wider than an element."""
     pointer, strides = target
     stride_z, stride = strides
-    M, N, _, _, _ = sizes
+    M, N, _, _, _, _ = sizes
     if C.BATCHED:
         pointer += matrix * stride_z
     ACROSS: gl.constexpr = min(32, z.shape[1])
@@ -281,20 +375,23 @@ def _scatter(z, matrix, row, column, target, sizes, C: gl.constexpr):
     z = gl.convert_layout(z.to(pointer.dtype.element_ty), LAYOUT)
     rows = row + gl.arange(0, z.shape[0], layout=gl.SliceLayout(1, LAYOUT))
     columns = column + gl.arange(0, z.shape[1], layout=gl.SliceLayout(0, LAYOUT))
-    inside = gl.expand_dims(rows < M, 1) & gl.expand_dims(columns < N, 0)
+    # What the tile before stores is not stored again: cut, the sums of one might differ.
+    own_rows = (rows >= corner[0]) & (rows < M)
+    own_columns = (columns >= corner[1]) & (columns < N)
+    inside = gl.expand_dims(own_rows, 1) & gl.expand_dims(own_columns, 0)
     across = gl.expand_dims(columns, 0)
     gl.store(pointer + gl.expand_dims(rows * stride, 1) + across, z, mask=inside)
 
 
 @jit
 def _store(
-    z, up, bias, matrix, row, column, phase, target, sizes,
+    z, up, bias, matrix, row, column, corner, phase, target, sizes,
     EPILOGUE: gl.constexpr, WHO: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """Finish the fp32 accumulator (two, gate and up, where gated), round it and send it off
     strip by strip, through one or two staging buffers."""
     destination, _, residual, factors = target
-    M, N, _, _, _ = sizes
+    M, N, _, _, _, _ = sizes
     SUBTILES: gl.constexpr = C.SUBTILES
     WIDTH: gl.constexpr = C.width
     BUFFERS: gl.constexpr = C.buffers
@@ -324,7 +421,7 @@ def _store(
         if C.RESIDUAL and not C.FETCH:
             x = x + _residual(residual, matrix, row, at, sizes, C, LAYOUT).to(gl.float32)
         if C.POINTERS:
-            _scatter(x, matrix, row, at, destination, sizes, C)
+            _scatter(x, matrix, row, at, corner, destination, sizes, C)
         else:
             c_desc, staging = destination
             slot = WHO * BUFFERS + i % BUFFERS
@@ -385,14 +482,75 @@ def _multiply(ring, stage, acc, up, FIRST: gl.constexpr, WHO: gl.constexpr, C: g
 
 
 @jit
+def _pass_by(unit, stage, phase, work, sizes, C: gl.constexpr):
+    """The ring position after the other consumer's unit."""
+    _, first, last = _unit(unit, work, sizes, C)
+    return _skip(stage, phase, last - first, C)
+
+
+@jit
+def _part(parts, share, product, WHO: gl.constexpr, C: gl.constexpr, LAYOUT: gl.constexpr):
+    """Where in the workspace the consumer's rows of a share's part lie: register by register,
+    each of all threads in a row. Row by row, an access of a warp took 4 of each 32 bytes that
+    it moved, and a part of 128×128 elements 17 µs."""
+    PART: gl.constexpr = 0 if C.PINGPONG else WHO
+    SIZE: gl.constexpr = C.ROWS * C.columns
+    THREADS: gl.constexpr = 32 * C.WARPS
+    start = ((share * C.a_boxes + PART) * C.b_boxes + product) * SIZE
+    # A thread of wgmma's accumulators has pairs of neighbours, of every eighth row and column.
+    row = gl.arange(0, C.ROWS, layout=gl.SliceLayout(1, LAYOUT))
+    thread = row % 8 * 4 + row // 16 % C.WARPS * 32
+    register = row // 8 % 2 * 2 + row // (16 * C.WARPS) * (C.columns // 2)
+    down = gl.expand_dims(thread + register * THREADS, 1)
+    column = gl.arange(0, C.columns, layout=gl.SliceLayout(0, LAYOUT))
+    register = column % 2 + column // 8 * 4
+    return parts[0] + start + down + gl.expand_dims(column // 2 % 4 + register * THREADS, 0)
+
+
+@jit
+def _flag(parts, share, WHO: gl.constexpr, C: gl.constexpr):
+    PART: gl.constexpr = 0 if C.PINGPONG else WHO
+    return parts[1] + share * C.a_boxes + PART
+
+
+@jit
+def _leave(acc, up, parts, WHO: gl.constexpr, C: gl.constexpr):
+    """Leave the sum over a part of a tile to who has its first k-steps."""
+    LAYOUT: gl.constexpr = acc.type.layout
+    gl.store(_part(parts, _share(), 0, WHO, C, LAYOUT), acc)
+    if C.b_boxes == 2:
+        gl.store(_part(parts, _share(), 1, WHO, C, LAYOUT), up)
+    # All threads' stores come before the barrier, the barrier before the release.
+    _barrier()
+    gl.atomic_xchg(_flag(parts, _share(), WHO, C), 1, sem="release")
+
+
+@jit
+def _completed(acc, up, parts, WHO: gl.constexpr, C: gl.constexpr):
+    """The sums over all of K: add what others have of this tile, in the order of K."""
+    LAYOUT: gl.constexpr = acc.type.layout
+    for part in range(1, C.TAIL_SPLITS):
+        flag = _flag(parts, _share() + part, WHO, C)
+        while _acquire(flag) == 0:
+            pass
+        # Other SMs wrote them: read past this one's L1.
+        acc += gl.load(_part(parts, _share() + part, 0, WHO, C, LAYOUT), cache_modifier=".cg")
+        if C.b_boxes == 2:
+            up += gl.load(_part(parts, _share() + part, 1, WHO, C, LAYOUT), cache_modifier=".cg")
+        # Zero for the next launch, once every thread has seen it set.
+        _barrier()
+        gl.store(flag, 0)
+    return acc, up
+
+
+@jit
 def _consume(
-    ring, barriers, turn, target, sizes,
+    ring, barriers, turn, target, parts, sizes,
     EPILOGUE: gl.constexpr, WHO: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     full, empty = barriers
     M = sizes[0]
     N = sizes[1]
-    K = sizes[2]
     ROWS: gl.constexpr = C.ROWS
     COLUMNS: gl.constexpr = C.columns
     BUFFERS: gl.constexpr = C.buffers
@@ -401,18 +559,15 @@ def _consume(
         warps_per_cta=[C.WARPS, 1],
         instr_shape=[16, C.mma_n, 32 // C.IN_BYTES],
     )
-    k_steps = gl.cdiv(K, C.BLOCK_K)
     stage = 0
     phase = 0
     turn_phase = 1 - WHO
     strip_phase = 0
-    first = gl.program_id(0)
-    step = gl.num_programs(0)
-    if C.PINGPONG:
-        stage, phase = _skip(stage, phase, WHO * k_steps, C)
-        first += WHO * step
-        step *= 2
-    for tile in range(first, _tiles(sizes, C), step):
+    work = _work(sizes, C)
+    if C.PINGPONG and WHO == 1:
+        stage, phase = _pass_by(0, stage, phase, work, sizes, C)
+    for unit in range(WHO if C.PINGPONG else 0, work[0], 2 if C.PINGPONG else 1):
+        tile, first, last = _unit(unit, work, sizes, C)
         acc = gl.zeros([ROWS, COLUMNS], gl.float32, LAYOUT)
         up = acc
         if C.PINGPONG:
@@ -424,14 +579,16 @@ def _consume(
         stage, phase = _next(stage, phase, C)
         # Divisions, and a wait for stores, under the first products.
         matrix, row, column = _tile(tile, sizes, C)
+        corner = (row, column)
+        row, column = _moved(row, column, sizes, C)
         if not C.PINGPONG:
             row += WHO * ROWS
         if C.FETCH:  # noqa: SIM102 (decided when compiling, the other when running)
-            if row < M:
+            if (row < M) & (first == 0):
                 store_wait(0)
                 for i in gl.static_range(BUFFERS):
                     _fetch(target[2], i, matrix, row, column, WHO, C)
-        for _ in range(1, k_steps):
+        for _ in range(first + 1, last):
             mbarrier.wait(full.index(stage), phase)
             acc, up = _multiply(ring, stage, acc, up, False, WHO, C)
             mbarrier.arrive(empty.index(reading))
@@ -439,7 +596,7 @@ def _consume(
             stage, phase = _next(stage, phase, C)
         if C.PINGPONG:
             mbarrier.arrive(turn.index(1 - WHO))
-            stage, phase = _skip(stage, phase, k_steps, C)
+            stage, phase = _pass_by(unit + 1, stage, phase, work, sizes, C)
         bias = target[1]
         if C.BIAS:
             bias = _bias(target[1], column, N, C.SUBTILES, C)
@@ -453,12 +610,17 @@ def _consume(
         # A consumer's rows may all lie outside; and what follows a branch is not computed
         # before it, which kept the last stage waiting for half of an epilogue.
         if row < M:
-            _store(
-                acc, up, bias, matrix, row, column, strip_phase, target, sizes,
-                EPILOGUE, WHO, C,
-            )  # fmt: skip
-            if C.buffers == C.SUBTILES:
-                strip_phase ^= 1
+            if C.TAIL_SPLITS > 1 and first > 0:
+                _leave(acc, up, parts, WHO, C)
+            else:
+                if C.TAIL_SPLITS > 1 and last < work[5]:
+                    acc, up = _completed(acc, up, parts, WHO, C)
+                _store(
+                    acc, up, bias, matrix, row, column, corner, strip_phase, target, sizes,
+                    EPILOGUE, WHO, C,
+                )  # fmt: skip
+                if C.buffers == C.SUBTILES:
+                    strip_phase ^= 1
     store_wait(0)
 
 
@@ -467,12 +629,12 @@ def _kernel(
     a_desc, b_desc, c_desc, r_desc, M, N, K, GROUP_M, BATCH, a_stride_z, b_stride_z,
     out_ptr, out_stride_z, out_stride, bias_ptr, bias_stride,
     residual_ptr, residual_stride_z, residual_stride_m, residual_stride_n,
-    alpha, scale_a_ptr, scale_b_ptr,
+    alpha, scale_a_ptr, scale_b_ptr, parts_ptr, flags_ptr, TAIL,
     EPILOGUE: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     STAGES: gl.constexpr = C.STAGES
     # Lists are added because Triton does not parse a starred element.
-    a_slots: gl.constexpr = [STAGES * C.a_boxes] + a_desc.block_shape  # noqa: RUF005
+    a_slots: gl.constexpr = [STAGES * C.a_boxes] + C.a_box  # noqa: RUF005
     b_slots: gl.constexpr = [STAGES * C.b_boxes] + b_desc.block_shape  # noqa: RUF005
     a_ring = gl.allocate_shared_memory(a_desc.dtype, a_slots, a_desc.layout)
     b_ring = gl.allocate_shared_memory(b_desc.dtype, b_slots, b_desc.layout)
@@ -503,11 +665,12 @@ def _kernel(
     bias = (bias_ptr, bias_stride)
     target = (destination, bias, residual, (alpha, scale_a_ptr, scale_b_ptr))
     strides = (a_stride_z, b_stride_z)
-    sizes = (M, N, K, GROUP_M, BATCH)
+    parts = (parts_ptr, flags_ptr)
+    sizes = (M, N, K, GROUP_M, BATCH, TAIL)
     if C.CONSUMERS == 1:
         gl.warp_specialize(
             [
-                (_consume, (ring, barriers, turn, target, sizes, EPILOGUE, 0, C)),
+                (_consume, (ring, barriers, turn, target, parts, sizes, EPILOGUE, 0, C)),
                 (_produce, (a_desc, b_desc, strides, ring, barriers, sizes, C)),
             ],
             [1],
@@ -516,8 +679,8 @@ def _kernel(
     elif C.CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consume, (ring, barriers, turn, target, sizes, EPILOGUE, 0, C)),
-                (_consume, (ring, barriers, turn, target, sizes, EPILOGUE, 1, C)),
+                (_consume, (ring, barriers, turn, target, parts, sizes, EPILOGUE, 0, C)),
+                (_consume, (ring, barriers, turn, target, parts, sizes, EPILOGUE, 1, C)),
                 (_produce, (a_desc, b_desc, strides, ring, barriers, sizes, C)),
             ],
             [C.WARPS, 1],
@@ -526,9 +689,9 @@ def _kernel(
     else:
         gl.warp_specialize(
             [
-                (_consume, (ring, barriers, turn, target, sizes, EPILOGUE, 0, C)),
-                (_consume, (ring, barriers, turn, target, sizes, EPILOGUE, 1, C)),
-                (_consume, (ring, barriers, turn, target, sizes, EPILOGUE, 2, C)),
+                (_consume, (ring, barriers, turn, target, parts, sizes, EPILOGUE, 0, C)),
+                (_consume, (ring, barriers, turn, target, parts, sizes, EPILOGUE, 1, C)),
+                (_consume, (ring, barriers, turn, target, parts, sizes, EPILOGUE, 2, C)),
                 (_produce, (a_desc, b_desc, strides, ring, barriers, sizes, C)),
             ],
             [C.WARPS, C.WARPS, 1],
@@ -541,7 +704,9 @@ class WarpSpecialized(Kernel[WarpSpecializedConfig]):
 
     name = "triton.warp_specialized"
     # A row's sums are formed in k order whatever the tile it falls in.
-    traits = Traits(deterministic=True, batch_invariant=True, capture_safe=True)
+    traits = Traits(
+        deterministic=True, batch_invariant=True, capture_safe=True, needs_workspace=True
+    )
     config_type = WarpSpecializedConfig
     shares = (epilogues, hopper_tiles)
     #: Launched while the kernel that writes its operands may still run.
@@ -563,9 +728,7 @@ class WarpSpecialized(Kernel[WarpSpecializedConfig]):
             reasons.append("needs a Hopper GPU (compute capability 9.0)")
         else:
             reasons += missing_toolchain()
-        if not triton.__version__.startswith(_KNOWN_RELEASES):
-            known = " and ".join(release + "x" for release in _KNOWN_RELEASES)
-            reasons.append(f"is written for the Gluon of Triton {known}, not {triton.__version__}")
+        reasons += unknown_gluon()
         if problem.fp8:
             if (problem.a.layout, problem.b.layout) != ("row", "col"):
                 reasons.append(
@@ -601,6 +764,8 @@ class WarpSpecialized(Kernel[WarpSpecializedConfig]):
         return reasons
 
     def arithmetic(self, problem: Problem, config: WarpSpecializedConfig) -> object:
+        if config.tail_splits > 1:
+            return None  # which tiles are cut depends on M
         # Every wgmma adds 32 bytes' products along k to its accumulators, whatever their shape.
         return ("k32", config.BLOCK_K) if problem.fp8 else "k16"
 
@@ -613,12 +778,18 @@ class WarpSpecialized(Kernel[WarpSpecializedConfig]):
     def estimate_us(self, problem: Problem, config: WarpSpecializedConfig) -> float:
         return hopper_tiles.estimate_us(problem, config)
 
+    def workspace_bytes(self, problem: Problem, config: WarpSpecializedConfig) -> int:
+        if hopper_tiles.adapted(problem, config).tail_splits == 1:
+            return 0
+        width = config.BLOCK_N * (2 if problem.gated else 1)
+        return 4 * problem.device.sm_count * config.BLOCK_M * width
+
     def specialize(self, problem: Problem, config: WarpSpecializedConfig) -> Specialization:
         """What :meth:`bind` compiles; also for a GPU that is not there."""
         rows, width, batched = config.rows, config.BLOCK_N // config.subtiles, problem.batch > 1
         specialized = Constants.of(problem, config, self.is_chained)
         types = {
-            "a_desc": _descriptor_type(problem.a, rows, config.BLOCK_K, batched),
+            "a_desc": _descriptor_type(problem.a, specialized.A_ROWS, config.BLOCK_K, batched),
             "b_desc": _descriptor_type(problem.b, config.BLOCK_K, specialized.columns, batched),
             "M": "i32",
             "N": "i32",
@@ -628,6 +799,8 @@ class WarpSpecialized(Kernel[WarpSpecializedConfig]):
         }
         if batched:
             types |= {"BATCH": "i32", "a_stride_z": "i64", "b_stride_z": "i64"}
+        if config.tail_splits > 1:
+            types |= {"parts_ptr": "*fp32", "flags_ptr": "*i32", "TAIL": "i32"}
         constants: dict[str, Any] = {
             "EPILOGUE": device_function(problem.epilogue),
             "C": specialized,
@@ -670,6 +843,7 @@ class WarpSpecialized(Kernel[WarpSpecializedConfig]):
         return Specialization(types, constants, divisible, options)
 
     def bind(self, problem: Problem, config: WarpSpecializedConfig) -> Launcher:
+        config = hopper_tiles.adapted(problem, config)
         of = self.specialize(problem, config)
         launch = Launch(
             _kernel,
@@ -688,9 +862,10 @@ class WarpSpecialized(Kernel[WarpSpecializedConfig]):
         tiles = tile_count(problem, config)
         # As many blocks as the waves need, not as there are SMs: 512 tiles take 132 blocks no
         # fewer waves than 128, which run at a rectangle of tiles and leave power to clocks.
-        blocks = -(-tiles // -(-tiles // problem.device.sm_count))
+        sms = problem.device.sm_count
+        blocks = sms if config.tail_splits > 1 else -(-tiles // -(-tiles // sms))
         known: dict[str, Argument] = {
-            "a_desc": described("a", rows, config.BLOCK_K),
+            "a_desc": described("a", of.constants["C"].A_ROWS, config.BLOCK_K),
             "b_desc": described("b", config.BLOCK_K, of.constants["C"].columns),
             "c_desc": described("out", rows, width),
             "r_desc": described("residual", rows, width),
@@ -714,9 +889,16 @@ class WarpSpecialized(Kernel[WarpSpecializedConfig]):
             "scale_a_ptr": "scale_a",
             "scale_b_ptr": "scale_b",
         }
+        workspace = None
+        if config.tail_splits > 1:
+            flags = Counters(blocks * of.constants["C"].a_boxes)
+            known |= {"parts_ptr": "workspace", "flags_ptr": flags}
+            known |= {"TAIL": tiles % sms}
+            workspace = (self.workspace_bytes(problem, config) // 4, torch.float32)
         arguments = {name: known[name] for name in of.types}
         shape = (problem.batch, problem.m, problem.n)[problem.batch == 1 :]
-        return launcher([Step(launch, (blocks, 1, 1), arguments)], shape, problem.out.dtype)
+        steps = [Step(launch, (blocks, 1, 1), arguments)]
+        return launcher(steps, shape, problem.out.dtype, workspace=workspace)
 
 
 @dataclass(frozen=True)

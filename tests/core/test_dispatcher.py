@@ -241,6 +241,20 @@ def test_batch_invariant_mode_may_change_configs_within_one_arithmetic() -> None
     assert heuristic.candidate.config.to_json() == {"tile": 2}
 
 
+def test_batch_invariant_mode_leaves_out_configs_that_depend_on_m() -> None:
+    class Odd(FakeKernel):
+        def arithmetic(self, problem: Any, config: Any) -> object:
+            return None if config.tile % 2 else "even"
+
+    kernel = Odd("odd", tiles=(1, 2, 3), traits=Traits(batch_invariant=True))
+    times: dict[Any, float] = {("odd", 1): 1.0, ("odd", 2): 9.0, ("odd", 3): 2.0}
+    d, _ = dispatcher(FakeBlas(), kernel, times=times)
+    for m in (16, 256, 300):
+        choice = d.choose(problem(m=m, batch_invariant=True), settings())
+        assert choice.candidate.config.to_json() == {"tile": 2}
+    assert d.choose(problem(m=300), settings()).candidate.config.to_json() == {"tile": 1}
+
+
 def test_untuned_batch_invariance_is_no_reason_to_fall_back_on_blas() -> None:
     firm = FakeKernel("firm", traits=Traits(batch_invariant=True), estimate=50.0)
     faster = FakeKernel("faster", traits=Traits(batch_invariant=True), estimate=40.0)

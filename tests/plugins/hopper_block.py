@@ -112,6 +112,8 @@ class Barrier:
 class Block(np.ndarray):
     """A tensor in registers."""
 
+    type = types.SimpleNamespace(layout=None)
+
     def permute(self, order: Sequence[int]) -> Block:
         return self.transpose(order)
 
@@ -130,6 +132,9 @@ class Shared:
 
     def index(self, i: int) -> Shared:
         return Shared(self.data[i])
+
+    def slice(self, start: int, length: int, dim: int) -> Shared:
+        return Shared(self.data[(*[slice(None)] * dim, slice(start, start + length))])
 
     def permute(self, order: Sequence[int]) -> Shared:
         return Shared(self.data.transpose(order))
@@ -273,21 +278,41 @@ def run_block(
         view.data.bytes += count
         view.data.arrive()
 
-    def gather(pointer: Pointer, mask: Any = True, other: float = 0.0) -> Block:
+    def gather(
+        pointer: Pointer, mask: Any = True, other: float = 0.0, cache_modifier: str = ""
+    ) -> Block:
         index, mask = np.broadcast_arrays(pointer.offset, mask)
         values = np.full(index.shape, other)
         values[mask] = pointer.memory[index[mask]]
         return values.view(Block)
 
-    def scatter(pointer: Pointer, values: np.ndarray, mask: np.ndarray) -> None:
+    def scatter(pointer: Pointer, values: Any, mask: Any = True) -> None:
         scheduler.wait_until(lambda: True)
-        pointer.memory[pointer.offset[mask]] = values[mask]
+        index, values, mask = np.broadcast_arrays(pointer.offset, values, mask)
+        pointer.memory[index[mask]] = values[mask]
+
+    def acquire(flag: Pointer) -> int:
+        # Blocks run one after another: what none before has set, none will.
+        value = int(gather(flag))
+        if value == 0:
+            raise DeadlockError("waits for a block that starts after it")
+        return value
+
+    def place(
+        parts: Sequence[Any], share: int, product: int, WHO: int, C: Any, LAYOUT: Any
+    ) -> Pointer:
+        size = C.ROWS * C.columns
+        part = (share * C.a_boxes + (0 if C.PINGPONG else WHO)) * C.b_boxes + product
+        elements: Pointer = parts[0]
+        return elements + part * size + np.arange(size).reshape(C.ROWS, C.columns)
 
     language = types.SimpleNamespace(
         program_id=lambda axis: program,
         num_programs=lambda axis: programs,
         cdiv=lambda a, b: -(-a // b),
         minimum=min,
+        maximum=max,
+        atomic_xchg=lambda pointer, value, sem: scatter(pointer, value),
         where=lambda condition, a, b: a if condition else b,
         zeros=lambda shape, dtype, layout: np.zeros(shape).view(Block),
         arange=lambda start, end, layout: np.arange(start, end).view(Block),
@@ -326,9 +351,25 @@ def run_block(
         function = getattr(value, "fn", None)
         if isinstance(function, types.FunctionType):
             names[name] = types.FunctionType(function.__code__, names, name)
+    # What the workspace's order is good for, and needs, are whole warps.
+    names |= {"_acquire": acquire, "_barrier": lambda: None, "_part": place}
     names["_kernel"](*arguments)
     # The next block takes the memory over; what was not waited for reads that.
     for array in memory:
         array[...] = np.nan
     for copy in scheduler.copies:
         copy()
+
+
+def workspace_order(
+    module: types.ModuleType, share: int, product: int, WHO: int, C: Any
+) -> np.ndarray:
+    """The places of a part's elements, by row and column, in the kernel's workspace."""
+    language = types.SimpleNamespace(
+        arange=lambda start, end, layout: np.arange(start, end),
+        expand_dims=np.expand_dims,
+        SliceLayout=lambda axis, parent: None,
+    )
+    function = module._part.fn
+    place = types.FunctionType(function.__code__, {"gl": language, "__builtins__": __builtins__})
+    return np.asarray(place((0, 0), share, product, WHO, C, None))

@@ -253,9 +253,14 @@ def test_estimates_count_the_copies() -> None:
 
 def test_memory_for_the_copies_is_counted() -> None:
     config = KERNEL.default_config(problem())
+    config = replace(config, config=replace(config.config, tail_splits=1))
     # 4097 elements in rows of 4160, the next multiple of 128 bytes.
     assert KERNEL.workspace_bytes(problem(), config) == 2 * 4097 * 4160 * 2
     assert KERNEL.workspace_bytes(problem(b=ALIGNED), config) == 4097 * 4160 * 2
+    # A tile cut along K leaves its parts there, one for each SM.
+    config = replace(config, config=replace(config.config, tail_splits=4))
+    tile = config.config.BLOCK_M * config.config.BLOCK_N
+    assert KERNEL.workspace_bytes(problem(), config) == 2 * 4097 * 4160 * 2 + 132 * tile * 4
 
 
 # Its configs.

@@ -17,6 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import triton
 
 pytest.importorskip("triton")
 
@@ -77,7 +78,7 @@ def test_declines(change: dict[str, Any], reason: str) -> None:
 
 
 def test_another_gluon_is_declined(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(skinny.triton, "__version__", "3.9.0")
+    monkeypatch.setattr(triton, "__version__", "3.9.0")
     assert any("Gluon of Triton 3.6.x and 3.7.x, not 3.9.0" in r for r in reasons(DECODE))
 
 

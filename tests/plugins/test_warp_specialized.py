@@ -21,7 +21,7 @@ import torch
 pytest.importorskip("triton.experimental.gluon")
 
 import triton
-from hopper_block import DeadlockError, Descriptor, Pointer, run_block
+from hopper_block import DeadlockError, Descriptor, Pointer, run_block, workspace_order
 from tmm_triton import hopper_tiles, warp_specialized
 from tmm_triton.hopper_tiles import Constants, WarpSpecializedConfig
 from tmm_triton.warp_specialized import WarpSpecialized
@@ -126,7 +126,7 @@ def test_declines_a_triton_it_was_not_written_for(monkeypatch: pytest.MonkeyPatc
 
 CONFIG = WarpSpecializedConfig(
     BLOCK_M=128, BLOCK_N=256, BLOCK_K=64, GROUP_M=8, num_stages=4,
-    schedule="cooperative", consumers=2, num_warps=4, subtiles=4,
+    schedule="cooperative", consumers=2, num_warps=4, subtiles=4, tail_splits=1,
 )  # fmt: skip
 
 
@@ -177,7 +177,7 @@ PROBLEMS = [
 @pytest.mark.parametrize("asked", PROBLEMS, ids=str)
 def test_the_search_space_fits_the_device(asked: Problem) -> None:
     configs = list(KERNEL.configs(asked))
-    assert 5 <= len(configs) <= 14
+    assert 5 <= len(configs) <= 16
     assert len(set(configs)) == len(configs)
     assert configs[0] == KERNEL.default_config(asked)
     for config in configs:
@@ -196,9 +196,11 @@ def tiles(asked: Problem, config: WarpSpecializedConfig) -> int:
 def test_the_guess_suits_the_shape() -> None:
     # Short K: its epilogues have to hide (1.13 × against 1.02 × cuBLAS, measured).
     assert KERNEL.default_config(problem(8192, 4096, 512)).schedule == "pingpong"
-    # One wave of the largest tile that 132 SMs can hold of 2304², where 128×256 takes two.
+    # 324 tiles of 128×128 are two waves, and 60 tiles for as many halves as there are SMs: 39 µs
+    # measured, 41 uncut.
     config = KERNEL.default_config(problem(2304, 2304, 2304))
-    assert (config.BLOCK_M, config.BLOCK_N) == (192, 256)
+    assert (config.BLOCK_M, config.BLOCK_N, config.tail_splits) == (128, 128, 2)
+    assert KERNEL.default_config(problem(2304, 2304, 2304, batch_invariant=True)).tail_splits == 1
     # Below one wave, tiles that leave few SMs idle.
     for size in (768, 1024):
         asked = problem(size, size, size, "nn")
@@ -230,6 +232,8 @@ def computed(
     scales: str | None = None,
     batch: str = "",
     columns: int = 4,
+    splits: int = 1,
+    brought: int = 2,
     module: types.ModuleType = warp_specialized,
 ) -> tuple[np.ndarray, np.ndarray]:
     """The output of all blocks and what it should be, in tiles of 2 rows a consumer by
@@ -243,7 +247,7 @@ def computed(
         PINGPONG=pingpong, A_COL=layout[0] == "t", B_COL=layout[1] == "t",
         GATED=gated, SCALED=extras, BIAS=extras, RESIDUAL=extras, POINTERS=pointers,
         SCALE_A=scales, SCALE_B=scales, IN_BYTES=1 if scales else 2, BATCHED=bool(batch),
-        FETCH=fetch, OUT_BYTES=2,
+        FETCH=fetch, OUT_BYTES=2, TAIL_SPLITS=splits, A_ROWS=brought,
     )  # fmt: skip
     random = np.random.default_rng(seed)
     width = 2 * n if gated else n
@@ -274,7 +278,7 @@ def computed(
     strides = {letter: 0 if of[letter] == 1 else m * n for letter in "abr"}
     arguments: dict[str, Any] = dict.fromkeys(module._kernel.arg_names)
     arguments |= {
-        "a_desc": descriptor(a, [rows, depth], layout[0], constants.IN_BYTES),
+        "a_desc": descriptor(a, [brought, depth], layout[0], constants.IN_BYTES),
         "b_desc": descriptor(b, [depth, constants.columns], layout[1], constants.IN_BYTES),
         "M": m, "N": n, "K": k, "GROUP_M": 2, "EPILOGUE": epilogue, "C": constants,
     }  # fmt: skip
@@ -296,10 +300,17 @@ def computed(
         arguments |= {"residual_ptr": Pointer(residual.ravel())}
         arguments |= {"residual_stride_m": n, "residual_stride_n": 1}
     tiles = len(out) * -(-m // constants.BLOCK_M) * -(-n // columns)
-    blocks = min(programs, tiles)
+    blocks = programs if splits > 1 else min(programs, tiles)
+    flags = np.zeros(blocks * constants.a_boxes)
+    if splits > 1:
+        size = constants.BLOCK_M * constants.b_boxes * constants.columns
+        arguments |= {"parts_ptr": Pointer(np.full(blocks * size, np.nan))}
+        arguments |= {"flags_ptr": Pointer(flags), "TAIL": tiles % blocks}
+        assert tiles % blocks * splits <= blocks
     for program in range(blocks):
         run_block(module, list(arguments.values()), program, blocks, seed)
     assert np.isnan(memory[:, :, n:]).all(), "stored past the end of a row"
+    assert not flags.any(), "the next launch would not wait"
     z = a @ b * (scale_a * scale_b if scales else 1.0)
     z = 0.5 * z + bias if extras else z
     expected = epilogue(z[..., :n], z[..., n:]) if gated else epilogue(z)
@@ -392,6 +403,63 @@ def test_halves_of_a_wide_tile_are_summed_in_turn(
         np.testing.assert_allclose(out, expected)
 
 
+@pytest.mark.parametrize("batch", ["", "b"])
+@pytest.mark.parametrize(("consumers", "pingpong"), SCHEDULES)
+def test_rows_that_are_not_there_are_not_brought(
+    consumers: int, pingpong: bool, batch: str
+) -> None:
+    for seed in range(3):
+        out, expected = computed(
+            seed, m=1, brought=1, batch=batch, consumers=consumers, pingpong=pingpong
+        )
+        np.testing.assert_allclose(out, expected)
+
+
+@pytest.mark.parametrize(("consumers", "pingpong"), SCHEDULES)
+def test_tiles_cut_along_k(consumers: int, pingpong: bool) -> None:
+    # Nothing but cut tiles; whole ones after them, and blocks that only have such.
+    rows = 2 if pingpong else 2 * consumers
+    for seed, (tiles, programs, splits, k) in enumerate(
+        [(1, 2, 2, 4), (1, 4, 4, 30), (2, 5, 2, 9), (6, 5, 5, 11), (7, 5, 2, 17), (12, 5, 2, 8)]
+    ):
+        out, expected = computed(
+            seed, m=rows - 1, n=4 * tiles, k=k, programs=programs, stages=2 + seed % 3,
+            consumers=consumers, pingpong=pingpong, splits=splits,
+        )  # fmt: skip
+        np.testing.assert_allclose(out, expected, err_msg=f"{tiles} on {programs}")
+
+
+@pytest.mark.parametrize("ways", [{}, {"fetch": True}, {"pointers": True}], ids=str)
+@pytest.mark.parametrize("gated", [False, True])
+@pytest.mark.parametrize(("consumers", "pingpong"), SCHEDULES)
+def test_tiles_cut_along_k_with_fused_work(
+    consumers: int, pingpong: bool, gated: bool, ways: dict[str, bool]
+) -> None:
+    for seed, (subtiles, batch, scales) in enumerate(
+        [(1, "", None), (4, "", None), (4, "a", None), (2, "", "row")]
+    ):
+        tiles = -(-5 // (2 if pingpong else 2 * consumers)) * 3 * (3 if batch else 1)
+        programs = next(p for p in range(4, 99) if 0 < tiles % p <= p // 2)
+        out, expected = computed(
+            seed, m=5, n=10, k=23, programs=programs, splits=2, layout="nt",
+            consumers=consumers, pingpong=pingpong, gated=gated, extras=True,
+            subtiles=subtiles, batch=batch, scales=scales, **ways,
+        )  # fmt: skip
+        np.testing.assert_allclose(out, expected)
+
+
+def test_parts_of_a_tile_lie_apart() -> None:
+    """The order of a part in the workspace takes each place once, whatever the tile."""
+    shapes = [(64, 128, 4), (128, 128, 4), (128, 256, 8), (64, 32, 4), (256, 64, 4)]
+    for rows, columns, warps in shapes:
+        C = types.SimpleNamespace(
+            PINGPONG=False, ROWS=rows, columns=columns, WARPS=warps, a_boxes=2, b_boxes=1
+        )
+        places = workspace_order(warp_specialized, 3, 0, WHO=1, C=C)
+        start = (3 * 2 + 1) * rows * columns
+        assert sorted(places.ravel()) == list(range(start, start + rows * columns))
+
+
 @pytest.mark.parametrize(
     ("line", "instead"),
     [
@@ -478,7 +546,8 @@ def configs_of(asked: Problem, which: str) -> list[WarpSpecializedConfig]:
     tiles = hopper_tiles._FP8_TILES if asked.fp8 else hopper_tiles._TILES
     fitted = [c for t in tiles for c in hopper_tiles._fitted(asked, t)]
     if which == "all":
-        return fitted
+        cut = [dataclasses.replace(c, tail_splits=2) for c in fitted if c.consumers < 3]
+        return fitted + cut
     kinds = {(c.schedule, c.consumers): c for c in reversed(list(KERNEL.configs(asked)))}
     return list(kinds.values())
 
@@ -602,7 +671,7 @@ def test_a_call_passes_what_the_kernel_takes(
 ) -> None:
     launches: list[tuple[Any, ...]] = []
     monkeypatch.setattr(warp_specialized, "Launch", lambda *given, **options: None)
-    monkeypatch.setattr(warp_specialized, "launcher", lambda *given: launches.append(given))
+    monkeypatch.setattr(warp_specialized, "launcher", lambda *given, **_: launches.append(given))
     config = KERNEL.default_config(asked)
     special = KERNEL.specialize(asked, config)
     KERNEL.bind(asked, config)
