@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,8 +10,15 @@ import torch
 
 pytest.importorskip("triton")
 
+from tmm_triton.counters import _CAPTURES
 from tmm_triton.persistent import Persistent
-from tmm_triton.split_k import _CAPTURES, SplitK, SplitKConfig
+from tmm_triton.split_k import SplitK, SplitKConfig
+
+pytest.importorskip("triton.experimental.gluon")
+
+from tmm_triton import hopper_tiles
+from tmm_triton.hopper_tiles import WarpSpecializedConfig
+from tmm_triton.warp_specialized import WarpSpecialized
 
 from tmm_core import Launcher, Problem
 from tmm_core.device import fingerprint
@@ -21,6 +29,14 @@ CONFIG = SplitKConfig(
     BLOCK_M=16, BLOCK_N=64, BLOCK_K=128, num_stages=4, num_warps=4,
     SPLIT_K=5, REDUCE="last", SWAP=False,
 )  # fmt: skip
+
+
+#: Two waves of tiles on 132 SMs, and some that are cut in two; a part of a wave, in four.
+CUT = WarpSpecializedConfig(
+    BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, GROUP_M=8, num_stages=6, schedule="pingpong",
+    consumers=2, num_warps=4, subtiles=4, tail_splits=2,
+)  # fmt: skip
+SHARED = replace(CUT, BLOCK_M=192, schedule="cooperative", consumers=3, num_stages=5, tail_splits=4)
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -41,11 +57,27 @@ def close(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> bool:
     return bool((out.double() - expected).norm() < 4e-3 * expected.norm())
 
 
-@pytest.mark.parametrize("swap", [False, True])
-def test_the_last_program_leaves_its_counter_zero(swap: bool) -> None:
+def waiting(case: str) -> tuple[Launcher, torch.Tensor, torch.Tensor]:
+    """A launcher whose programs wait for each other, and its operands."""
+    if case in ("cut", "shared"):
+        if torch.cuda.get_device_capability() != (9, 0):
+            pytest.skip("needs Hopper")
+        config = CUT if case == "cut" else SHARED
+        rows = 2304 if case == "cut" else 576
+        a, b = random(rows, 2000), random(2000, 2304 if case == "cut" else 1024, seed=1)
+        problem = Problem.of(a, b, torch.empty_like(a @ b), fingerprint(a.device))
+        if hopper_tiles.adapted(problem, config) != config:
+            pytest.skip(f"{config.tail_splits} parts of these tiles suit another number of SMs")
+        return bound(WarpSpecialized(), a, b, config), a, b
+    reduce, swap = case.split()
     a, b = random(33, 2000), random(2000, 200, seed=1)
-    config = SplitKConfig(**{**CONFIG.to_json(), "SWAP": swap})
-    run = bound(SplitK(), a, b, config)
+    config = SplitKConfig(**{**CONFIG.to_json(), "SWAP": swap == "swapped", "REDUCE": reduce})
+    return bound(SplitK(), a, b, config), a, b
+
+
+@pytest.mark.parametrize("case", ["last plain", "last swapped", "cut", "shared"])
+def test_who_waits_leaves_what_it_waited_for_as_it_was(case: str) -> None:
+    run, a, b = waiting(case)
     first = run(a, b, None, None, 1.0, None)
     assert close(first, a, b)
     for _ in range(50):
@@ -53,9 +85,9 @@ def test_the_last_program_leaves_its_counter_zero(swap: bool) -> None:
         assert torch.equal(run(a, b, None, None, 1.0, out), first)
 
 
-def test_counters_of_streams_are_their_own() -> None:
-    a, b = random(33, 2000), random(2000, 200, seed=1)
-    run = bound(SplitK(), a, b, CONFIG)
+@pytest.mark.parametrize("case", ["last plain", "cut", "shared"])
+def test_counters_of_streams_are_their_own(case: str) -> None:
+    run, a, b = waiting(case)
     expected = run(a, b, None, None, 1.0, None)
     torch.cuda.synchronize()
     streams = [torch.cuda.Stream() for _ in range(3)]
@@ -68,10 +100,9 @@ def test_counters_of_streams_are_their_own() -> None:
     assert all(torch.equal(out, expected) for out in outs)
 
 
-@pytest.mark.parametrize("reduce", ["last", "kernel"])
-def test_captured_launches_may_replay_together(reduce: str) -> None:
-    a, b = random(33, 2000), random(2000, 200, seed=1)
-    run = bound(SplitK(), a, b, SplitKConfig(**{**CONFIG.to_json(), "REDUCE": reduce}))
+@pytest.mark.parametrize("case", ["last plain", "kernel plain", "cut", "shared"])
+def test_captured_launches_may_replay_together(case: str) -> None:
+    run, a, b = waiting(case)
     expected = run(a, b, None, None, 1.0, None)
     graphs, outs = [], []
     for _ in range(2):
@@ -90,6 +121,29 @@ def test_captured_launches_may_replay_together(reduce: str) -> None:
                 graph.replay()
         torch.cuda.synchronize()
         assert all(torch.equal(out, expected) for some in outs for out in some)
+
+
+@pytest.mark.parametrize("m", [1, 4, 20, 33, 100, 129, 300, 1000])
+@pytest.mark.parametrize("n", [1000, 1032, 4097])
+@pytest.mark.parametrize("layout", ["nt", "nn", "tn"])
+def test_tiles_that_end_outside(m: int, n: int, layout: str) -> None:
+    """Boxes lower than a tile, tiles moved inside, outputs by TMA and by pointers."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs Hopper")
+    a = random(512, -(-m // 8) * 8)[:, :m].t() if layout[0] == "t" else random(m, 512)
+    b = random(-(-n // 8) * 8, 512, seed=1)[:n].t()
+    if layout[1] == "n":
+        b = random(512, -(-n // 8) * 8, seed=1)[:, :n]
+    problem = Problem.of(
+        a, b, torch.empty(m, n, dtype=a.dtype, device="cuda"), fingerprint(a.device)
+    )
+    expected = a.double() @ b.double()
+    for config in WarpSpecialized().configs(problem):
+        run = bound(WarpSpecialized(), a, b, config)
+        out = torch.full((m + 1, n), float("nan"), dtype=a.dtype, device="cuda")
+        run(a, b, None, None, 1.0, out[:m])
+        assert (out[:m].double() - expected).norm() < 4e-3 * expected.norm(), config
+        assert out[m].isnan().all(), config
 
 
 @pytest.mark.skipif(
