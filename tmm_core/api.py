@@ -256,7 +256,7 @@ def plan(
     Not differentiable. Arguments and errors are those of :func:`matmul`.
     """
     with _overrides(kernel, config, on_cache_miss):
-        return dispatch.make_plan(
+        made = dispatch.make_plan(
             a,
             b,
             bias,
@@ -268,6 +268,7 @@ def plan(
             settings.current(),
             (scale_a, scale_b),
         )
+    return made.ready(a, b, bias, residual, scale_a, scale_b)
 
 
 def problem(

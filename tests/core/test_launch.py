@@ -202,3 +202,67 @@ def test_the_interpreter_takes_the_same_steps() -> None:
     given = torch.full((5, 6), torch.nan)
     assert run(a, b, None, None, 1.0, given) is given
     torch.testing.assert_close(given, a @ b)
+
+
+def test_a_plan_writes_its_launches_out_under_its_checks(noted: Noted, release: str) -> None:
+    """No function is called between the plan and Triton's, and no address read twice."""
+    from tmm_core.plan import Plan
+
+    signature = {"a": "*bf16", "b": "*bf16", "bias": "*bf16", "out": "*bf16", "alpha": "fp32"}
+    bound = compiled(noted, signature, release, device=-1)
+    noted.current = -1
+    run = launcher([Step(bound, (3, 2, 1), {n: n for n in signature})], (8, 6), BF16)
+    a, b, bias = (torch.zeros(*shape, dtype=BF16) for shape in ((8, 4), (4, 6), (6,)))
+    choice: Any = None
+    problem = tmm_core.problem(a, b, bias=bias)
+    plan = Plan.of(problem, choice, run, 0.5, (a, b, bias, None)).ready(a, b, bias, *[None] * 3)
+    object.__setattr__(plan, "launcher", None)
+    out = plan(a, b, bias)
+    assert (out.shape, out.dtype) == ((8, 6), BF16)
+    pointers = [t.data_ptr() for t in (a, b, bias, out)]
+    assert noted.arguments(release) == [[*pointers, 0.5]]
+    given = torch.zeros(8, 6, dtype=BF16)
+    assert plan(a, b, bias, out=given) is given
+    assert noted.arguments(release)[1] == [*pointers[:3], given.data_ptr(), 0.5]
+    noted.current = 0
+    plan(a, b, bias)
+    assert noted.devices == [-1]
+    noted.current = -1
+    shifted = torch.zeros(33, dtype=BF16)[1:].view(8, 4)
+    for wrong in ((shifted, b, bias), (a.t(), b, bias), (a.float(), b, bias), (a, b[:3], bias),
+                  (a, b, bias[:5]), (a, b), (a, b, bias, given), (a, b, None)):  # fmt: skip
+        with pytest.raises(ValueError, match="takes"):
+            plan(*wrong)
+    with pytest.raises(ValueError, match="takes scales"):
+        plan(a, b, bias, scale_a=torch.ones(()))
+    with pytest.raises(ValueError, match="takes out"):
+        plan(a, b, bias, out=given.t())
+    assert len(noted.launches) == 3
+
+
+def test_what_no_kernel_sees_of_a_tensor_is_no_matter_to_a_plan() -> None:
+    a, b = torch.randn(4, 5), torch.randn(5, 6)
+    plan = tmm_core.plan(a, b)
+    for left, right in ((a, b), (a, a[:, :4]), (torch.nn.Parameter(a), b)):
+        if right is b:
+            torch.testing.assert_close(plan(left, right).detach(), a @ b)
+        else:
+            with pytest.raises(ValueError, match="takes a and b"):
+                plan(left, right)
+    with torch.inference_mode():
+        for _ in range(3):
+            torch.testing.assert_close(plan(a.clone(), b), a @ b)
+    torch.testing.assert_close(plan(a, b), a @ b)
+    square = torch.randn(4, 4)
+    torch.testing.assert_close(tmm_core.plan(square, square)(square, square), square @ square)
+
+
+def test_a_plan_holds_what_it_is_given_without_torchs_guards(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(torch._C._dynamo.guards, "TensorGuards", None)
+    a, b = torch.randn(4, 5), torch.randn(5, 6)
+    plan = tmm_core.plan(a, b)
+    torch.testing.assert_close(plan(a, b), a @ b)
+    with pytest.raises(ValueError, match="takes a and b"):
+        plan(a.t().contiguous().t(), b)

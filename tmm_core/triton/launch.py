@@ -13,6 +13,7 @@ import inspect
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import torch
@@ -22,6 +23,7 @@ from triton.compiler import ASTSource, CompiledKernel
 
 from tmm_core.device import interpreting
 from tmm_core.kernel import Launcher
+from tmm_core.written import Body, address, written
 
 Grid = tuple[int, int, int]
 
@@ -177,6 +179,8 @@ class Launch:
             if compiled is None:
                 src = source(fn, types, constants, divisible)
                 compiled = compile_for(_target(index), src, **options)
+                if _REDUCIBLE and compiled.metadata.target.backend == "cuda":
+                    compiled.src = _without_constants(src)
                 with torch.cuda.device(index), self._lock:
                     compiled._init_handles()
                 self._compiled[key] = compiled
@@ -188,7 +192,8 @@ class Launch:
                 described = [n for n in fn.arg_names if types.get(n, "").startswith("tensordesc")]
                 self._maps = dict(zip(described, meta, strict=True))
             # A constant's place in Triton's order of arguments is kept by a None.
-            self._parameters = list(fn.arg_names)
+            reduced = "constexpr" not in compiled.src.signature.values()
+            self._parameters = self._given if reduced else list(fn.arg_names)
             self._template, self.namespace = _direct(compiled, low, index)
         #: ``(gx, gy, gz, *arguments)``: what calling this object comes to, for warm paths.
         self.call: Callable[..., None] = self._write_call()
@@ -245,7 +250,7 @@ class Launch:
             self.guard("_", f"call({given})"),
             self.text("_", ("gx", "gy", "gz"), places),
         ]
-        return _written("call", given, lines, namespace)  # type: ignore[no-any-return]
+        return written("call", given, lines, namespace)  # type: ignore[no-any-return]
 
 
 @dataclass(frozen=True)
@@ -288,7 +293,6 @@ def launcher(
     calls = [names.invocation(index, step) for index, step in enumerate(steps)]
     make = "empty({0}, {1}, {2})" if compiled else "a.new_empty({0}, dtype={2})"
     lines = [
-        first.guard(_prefix(0), "run(a, b, bias, residual, alpha, out, scale_a, scale_b)"),
         "if out is None:",
         f"    out = {make.format('shape', 'strides', 'dtype')}",
         "    out_stride = strides",
@@ -305,12 +309,19 @@ def launcher(
         count, names.namespace["workspace_dtype"] = workspace
         lines.append(f"workspace = {make.format((count,), (1,), 'workspace_dtype')}")
     lines += [*names.preparation(), *calls, "return out"]
-    return _written(  # type: ignore[no-any-return]
+
+    def on_device(again: str) -> str:
+        return first.guard(_prefix(0), again)
+
+    run = written(
         "run",
         "a, b, bias, residual, alpha, out, scale_a=None, scale_b=None",
-        lines,
+        [on_device("run(a, b, bias, residual, alpha, out, scale_a, scale_b)"), *lines],
         names.namespace,
     )
+    if compiled:
+        run.body = Body(on_device, tuple(lines), names.namespace)
+    return run  # type: ignore[no-any-return]
 
 
 class _Names:
@@ -329,7 +340,7 @@ class _Names:
                 yield f"{t}_stride = {t}.stride()"
         for t in self._addresses:
             # The interpreter wants the tensor.
-            yield f"{t}_ptr = {t}.data_ptr()" if self._compiled else f"{t}_ptr = {t}"
+            yield address(t) if self._compiled else f"{t}_ptr = {t}"
 
     def invocation(self, index: int, step: Step) -> str:
         """The statement that makes a launch."""
@@ -372,13 +383,6 @@ def _prefix(index: int) -> str:
     return f"_{index}_"
 
 
-def _written(name: str, parameters: str, lines: Iterable[str], namespace: dict[str, Any]) -> Any:
-    """The function with that source."""
-    body = "\n    ".join(lines)
-    exec(f"def {name}({parameters}):\n    {body}\n", namespace)
-    return namespace[name]
-
-
 #: A weight has one address, activations come from a few blocks of torch's allocator.
 _TENSOR_MAPS_KEPT = 64
 
@@ -419,6 +423,18 @@ def _empty_strided_cuda(
 _empty_on_current_device = getattr(
     torch._C._dynamo.guards, "_empty_strided_cuda", _empty_strided_cuda
 )
+
+
+#: Whether Triton's launcher takes a signature of the run-time arguments alone.
+_REDUCIBLE = triton.__version__.startswith(("3.6.", "3.7."))
+
+
+def _without_constants(src: ASTSource) -> Any:
+    """What Triton's launcher looks at of ``src``, as if there were no constants. Of each it
+    would be passed a None and parse it, some 20 for a kernel; and it is compiled and kept by
+    its signature, which more kernels then share."""
+    typed = {name: kind for name, kind in src.signature.items() if kind != "constexpr"}
+    return SimpleNamespace(fn=src.fn, name=src.name, signature=typed, constants={})
 
 
 def _interpreted(fn: Any, names: Sequence[str], constants: Mapping[str, Any]) -> Any:
