@@ -13,6 +13,7 @@ from tmm_cache.errors import CacheWarning, RecordError
 from tmm_cache.keys import JSON, digest, slug
 from tmm_cache.layout import default_root, layer_paths, shipped_layers
 from tmm_cache.misses import Miss
+from tmm_cache.notes import Notes, stamp
 from tmm_cache.record import SCHEMA, CandidateResult, TuningRecord
 from tmm_cache.scan import Entry
 from tmm_cache.store import CacheStore
@@ -25,6 +26,7 @@ __all__ = [
     "CandidateResult",
     "Entry",
     "Miss",
+    "Notes",
     "RecordError",
     "TuningRecord",
     "default_root",
@@ -32,4 +34,5 @@ __all__ = [
     "layer_paths",
     "shipped_layers",
     "slug",
+    "stamp",
 ]

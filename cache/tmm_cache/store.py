@@ -12,7 +12,6 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 
-from tmm_cache import removal
 from tmm_cache.errors import warn_once
 from tmm_cache.files import (
     FILE_MODE,
@@ -135,6 +134,8 @@ class CacheStore:
         Returns how many are gone; each that stays costs a `CacheWarning`. Raises ValueError for
         an entry of a layer: layers are read-only.
         """
+        from tmm_cache import removal  # as filelock: those who replay need neither
+
         removals = []
         for entry in entries:
             if entry.root != self.root:
@@ -225,6 +226,8 @@ class CacheStore:
 
     def clear_misses(self) -> int:
         """Forget the noted problems; returns how many logs are gone."""
+        from tmm_cache import removal
+
         removals = [
             removal.Removal(folder.path / MISSES, "misses", "asked for")
             for folder in self._folders()

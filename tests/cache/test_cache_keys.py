@@ -22,6 +22,7 @@ def test_the_public_names_are_these() -> None:
         "Entry",
         "JSON",
         "Miss",
+        "Notes",
         "RecordError",
         "SCHEMA",
         "TuningRecord",
@@ -30,6 +31,7 @@ def test_the_public_names_are_these() -> None:
         "layer_paths",
         "shipped_layers",
         "slug",
+        "stamp",
     ]
     assert all(hasattr(tmm_cache, name) for name in tmm_cache.__all__)
 

@@ -23,6 +23,7 @@ from triton.compiler import ASTSource, CompiledKernel
 
 from tmm_core.device import interpreting
 from tmm_core.kernel import Launcher
+from tmm_core.triton.kept import compile_kept
 from tmm_core.written import Body, address, written
 
 Grid = tuple[int, int, int]
@@ -178,7 +179,7 @@ class Launch:
             compiled = self._compiled.get(key)
             if compiled is None:
                 src = source(fn, types, constants, divisible)
-                compiled = compile_for(_target(index), src, **options)
+                compiled = compile_kept(src, _target(index), options)
                 if _REDUCIBLE and compiled.metadata.target.backend == "cuda":
                     compiled.src = _without_constants(src)
                 with torch.cuda.device(index), self._lock:

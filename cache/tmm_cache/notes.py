@@ -1,0 +1,93 @@
+"""What one process worked out and the next need not: notes, whose loss costs time and nothing else.
+
+A file of notes is of one state of affairs (versions, sizes and times of files, variables of the
+environment), which its name is a digest of: in another state there is another file. One line per
+note is appended in a single write, so that any number of processes share a file without a lock;
+what is damaged or torn is no note. Nothing here warns or raises OSError.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+import os
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final
+
+from tmm_cache.files import FILE_MODE, make_folder, read_bytes
+from tmm_cache.keys import JSON, canonical
+from tmm_cache.layout import default_root
+
+FOLDER: Final = "notes"
+
+#: Past it no more is noted: some thousand problems, read at every start.
+MAX_BYTES: Final = 2**20
+
+
+class Notes:
+    """The notes called `name` of one state of affairs, which is JSON.
+
+    `root` left out is `default_root()`. Raises what `canonical` raises.
+    """
+
+    __slots__ = ("_path", "_read")
+
+    def __init__(self, name: str, state: JSON, root: Path | None = None) -> None:
+        digest = hashlib.sha256(canonical(state).encode("ascii")).hexdigest()
+        folder = (default_root() if root is None else root) / FOLDER
+        self._path = folder / f"{name}-{digest}.jsonl"
+        self._read: dict[str, JSON] | None = None
+
+    def get(self, about: str) -> JSON:
+        """What was noted last about this; None where nothing was."""
+        if self._read is None:
+            self._read = self._lines()
+        return self._read.get(about)
+
+    def add(self, about: str, value: JSON) -> None:
+        """Note this, where a file can be written."""
+        if self.get(about) == value:
+            return
+        assert self._read is not None
+        self._read[about] = value
+        # The newline comes first: a line that a killed process left torn can't swallow this one.
+        line = f"\n{canonical([about, value])}".encode("ascii")
+        with contextlib.suppress(OSError):
+            make_folder(self._path.parent)
+            handle = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, FILE_MODE)
+            try:
+                if os.fstat(handle).st_size + len(line) <= MAX_BYTES:
+                    os.write(handle, line)
+            finally:
+                os.close(handle)
+
+    def _lines(self) -> dict[str, JSON]:
+        data = read_bytes(self._path)
+        notes: dict[str, JSON] = {}
+        if not isinstance(data, bytes):
+            return notes
+        for line in data.split(b"\n"):
+            with contextlib.suppress(ValueError, TypeError, RecursionError):
+                about, value = json.loads(line)
+                if isinstance(about, str):
+                    notes[about] = value
+        return notes
+
+
+def stamp(paths: Iterable[str | os.PathLike[str]]) -> list[JSON]:
+    """What says that the files there are the ones that were: of each its path, size and times.
+
+    The time of its last change is not set back by what restores the other, as archives and
+    copies do. An absent file has neither.
+    """
+    stamps: list[JSON] = []
+    for path in sorted(os.fspath(path) for path in paths):
+        try:
+            of = os.stat(path)
+        except OSError:
+            stamps.append([path])
+        else:
+            stamps.append([path, of.st_size, of.st_mtime_ns, of.st_ctime_ns])
+    return stamps

@@ -1,0 +1,142 @@
+"""Kernels that Triton has compiled before, found again without what Triton does to find them.
+
+Triton looks a kernel up by a hash of itself, of the source, of ``ptxas``'s answer to
+``--version`` and of the options. The first and the third are the same as long as the installation
+is, and take a process 262 ms on an H200's host: they are noted in tmm's cache folder for the
+files as they are, by size and times. The source and the options, which say what the kernel is,
+are hashed by Triton itself as ever. A note that is wrong leads to a key that nothing is kept
+under, and Triton compiles or finds the kernel by itself.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import os
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import triton
+from tmm_cache import Notes, stamp
+from triton import knobs
+from triton._C.libtriton import get_cache_invalidating_env_vars
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, CompiledKernel
+from triton.compiler.compiler import make_backend
+from triton.runtime.cache import get_cache_manager, triton_key
+
+#: Releases that make their key as :func:`_key` does. What is noted was held against the key of a
+#: kernel that Triton itself compiled, all the same.
+_KNOWN = triton.__version__.startswith(("3.6.", "3.7."))
+#: A file changed within so many seconds may change again without another time.
+_SETTLED = 2.0
+
+#: Of Triton's folder: what its hash of itself is made of, and the programs it asks.
+_FOLDERS = ("compiler", "backends", "language", "runtime", "_C")
+_SUFFIXES = (".py", ".so", ".pyd")
+_PROGRAMS = "bin"
+
+
+def compile_kept(
+    src: ASTSource, target: GPUTarget, options: Mapping[str, Any], root: Path | None = None
+) -> CompiledKernel:
+    """``triton.compile``, which is asked only where the kernel is not found without it.
+
+    Args:
+        root: Where notes lie; by default in tmm's cache folder.
+
+    Raises:
+        Exception: What Triton raises when it cannot compile the kernel.
+    """
+    notes = _notes(root) if _KNOWN and target.backend == "cuda" and _ordinary() else None
+    if notes is not None and (found := _found(notes, src, target, options)) is not None:
+        return found
+    compiled = triton.compile(src, target=target, options=dict(options))
+    if notes is not None:
+        _note(notes, src, target, options, compiled)
+    return compiled
+
+
+def _ordinary() -> bool:
+    """Whether nothing is set that makes Triton compile otherwise, look elsewhere or tell
+    somebody."""
+    compilation, nvidia = knobs.compilation, knobs.nvidia
+    return not (
+        compilation.always_compile
+        or compilation.override
+        or compilation.dump_ir
+        or compilation.use_ir_loc
+        or compilation.listener
+        or knobs.cache.manager_class
+        or getattr(knobs.runtime, "add_stages_inspection_hook", None)
+        or nvidia.mock_ptx_version
+        or any(name.startswith("TRITON_PTXAS") for name in os.environ)
+    )
+
+
+def _notes(root: Path | None) -> Notes | None:
+    """The notes for Triton's files as they are now; None where they just changed."""
+    files = _files()
+    now = time.time_ns()
+    if any(isinstance(s[-1], int) and now - s[-1] < _SETTLED * 1e9 for s in files):
+        return None
+    return Notes("triton", [triton.__version__, files], root)
+
+
+@functools.cache
+def _files() -> list[Any]:
+    # Once: what this process has imported is what they were.
+    top = os.path.dirname(os.path.abspath(triton.__file__))
+    found = []
+    for folder in _FOLDERS:
+        for path, _, names in os.walk(os.path.join(top, folder)):
+            programs = os.path.basename(path) == _PROGRAMS
+            found += [os.path.join(path, n) for n in names if programs or n.endswith(_SUFFIXES)]
+    return stamp(found)
+
+
+def _key(
+    src: ASTSource, target: GPUTarget, options: Mapping[str, Any], itself: str, backend: str
+) -> str:
+    """The hash under which Triton keeps the kernel."""
+    parsed = make_backend(target).parse_options({**options, **src.parse_options()})
+    variables = str(sorted(get_cache_invalidating_env_vars().items()))
+    key = f"{itself}-{src.hash()}-{backend}-{parsed.hash()}-{variables}"
+    return hashlib.sha256(key.encode()).hexdigest()
+
+
+def _found(
+    notes: Notes, src: ASTSource, target: GPUTarget, options: Mapping[str, Any]
+) -> CompiledKernel | None:
+    itself, backend = notes.get("triton_key"), notes.get(_about(target))
+    if not (isinstance(itself, str) and isinstance(backend, str)):
+        return None
+    try:
+        key = _key(src, target, options, itself, backend)
+        group = get_cache_manager(key).get_group(f"{src.name[:150]}.json")
+        compiled = CompiledKernel(src, group, key) if group else None
+    except Exception:  # whatever it is, Triton will meet it too, and say so
+        return None
+    if compiled is None or compiled.metadata.hash != key or compiled.metadata.target != target:
+        return None
+    return compiled
+
+
+def _note(
+    notes: Notes,
+    src: ASTSource,
+    target: GPUTarget,
+    options: Mapping[str, Any],
+    compiled: CompiledKernel,
+) -> None:
+    itself, backend = triton_key(), make_backend(target).hash()
+    # Only what has led to the key that Triton made.
+    if _key(src, target, options, itself, backend) == compiled.hash:
+        notes.add("triton_key", itself)
+        notes.add(_about(target), backend)
+
+
+def _about(target: GPUTarget) -> str:
+    return f"backend {target.arch}"
