@@ -29,6 +29,7 @@ from tmm_core.problem import Operand, Problem
 from tmm_core.settings import Settings, override
 
 if TYPE_CHECKING:
+    from tmm_core.deferred import Deferred
     from tmm_core.explanation import Explanation, KernelInfo
     from tmm_core.hookspecs import hookimpl
 
@@ -36,6 +37,7 @@ __version__ = "0.1.0"
 
 #: Names that most processes never use, and whose modules import more than all the others.
 _LATER = {
+    "Deferred": "tmm_core.deferred",
     "Explanation": "tmm_core.explanation",
     "KernelInfo": "tmm_core.explanation",
     "hookimpl": "tmm_core.hookspecs",
@@ -53,6 +55,7 @@ __all__ = [
     "Candidate",
     "Config",
     "ConfigError",
+    "Deferred",
     "Epilogue",
     "Explanation",
     "Kernel",

@@ -69,14 +69,16 @@ class _Once(Generic[T]):
 @_Once
 def dispatcher() -> Dispatcher:
     """The process's own dispatcher, over installed plugins and the user's cache."""
-    # Here, since they take half of what importing tmm_core would.
-    from tmm_cache import CacheStore
+    from tmm_core.deferred import collector_off
 
-    from tmm_core.dispatcher import Dispatcher
-    from tmm_core.registry import Registry
-    from tmm_core.tuner import Tuner
+    with collector_off():
+        # Here, since they take half of what importing tmm_core would.
+        from tmm_cache import CacheStore
 
-    return Dispatcher(Registry.from_environment(), Tuner(), CacheStore())
+        from tmm_core.dispatcher import Dispatcher
+        from tmm_core.registry import Registry
+
+        return Dispatcher(Registry.from_environment(), None, CacheStore())
 
 
 def _after_fork() -> None:

@@ -12,15 +12,17 @@ The ladder, top rung first; each choice says which rung it stands on:
 
 from __future__ import annotations
 
+import functools
 import json
 import threading
 import warnings
 from dataclasses import replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from tmm_cache import CacheStore, CandidateResult, TuningRecord
 
 from tmm_core.bucket import bucketed
+from tmm_core.deferred import Answers
 from tmm_core.device import DeviceFingerprint
 from tmm_core.errors import (
     CacheMissError,
@@ -29,12 +31,14 @@ from tmm_core.errors import (
     UnsupportedProblemError,
 )
 from tmm_core.kernel import BASELINE, Candidate, Kernel
-from tmm_core.neighbour import Neighbours
 from tmm_core.plan import Choice
 from tmm_core.problem import Problem
 from tmm_core.registry import Registry
 from tmm_core.settings import Settings
-from tmm_core.tuner import Tuner
+
+if TYPE_CHECKING:
+    from tmm_core.neighbour import Neighbours
+    from tmm_core.tuner import Tuner
 
 #: Batch-invariant mode chooses the arithmetic at this M for all M, so that it cannot depend on M;
 #: and among kernels that take at most so many times the fastest's time there, the one that leaves
@@ -55,20 +59,38 @@ LOCK_PATIENCE = 4.0
 ADOPT_PATIENCE = 1.0
 
 
+_ALONE = "no other kernel can serve this problem"
+
+
 class Dispatcher:
     """Chooses candidates. Holds what it has chosen, per bucket, for this process."""
 
-    def __init__(self, registry: Registry, tuner: Tuner, store: CacheStore) -> None:
+    def __init__(self, registry: Registry, tuner: Tuner | None, store: CacheStore) -> None:
         self.registry = registry
-        self.tuner = tuner
+        if tuner is not None:
+            self.tuner = tuner
         self.store = store
-        self._neighbours = Neighbours(store)
         self._choices: dict[tuple[Problem, Settings], Choice] = {}
         #: (kernel, bucket) pairs that raised at run time, with the error's text.
         self._quarantine: dict[tuple[str, Problem], str] = {}
         self._warned: set[str] = set()
+        self._answers: Answers | None = None
         #: Held while something is measured or stored.
         self._lock = threading.RLock()
+
+    # A process that finds its problems on record imports neither.
+
+    @functools.cached_property
+    def tuner(self) -> Tuner:
+        from tmm_core.tuner import Tuner
+
+        return Tuner()
+
+    @functools.cached_property
+    def _neighbours(self) -> Neighbours:
+        from tmm_core.neighbour import Neighbours
+
+        return Neighbours(self.store)
 
     def after_fork(self) -> None:
         """Let go of what another thread of the parent process held."""
@@ -91,12 +113,14 @@ class Dispatcher:
 
     def _choose(self, problem: Problem, settings: Settings) -> Choice:
         key = bucketed(_bare(problem))
+        if (replayed := self._replayed(problem, key, settings)) is not None:
+            return replayed
         # An exact record may exist beside the bucket's: exact sizes are looked up each time
         # a new shape comes by, the bucket's choice is made once.
         able = self._able(problem, settings)
         # Where even BLAS declines, it is BLAS that says so.
         if all(kernel.name == BASELINE for kernel in able):
-            return self._fallback("no other kernel can serve this problem")
+            return self._fallback(_ALONE)
         if key.m != problem.m:
             exact = self._cached(problem, _bare(problem), able)
             if exact is not None:
@@ -118,6 +142,48 @@ class Dispatcher:
         """What was chosen before, where it may still serve."""
         choice = self._choices.get((key, settings))
         return choice if choice is not None and choice.candidate.kernel in able else None
+
+    def _replayed(self, problem: Problem, key: Problem, settings: Settings) -> Choice | None:
+        """The winner of a complete record, where those kernels that are not imported yet have
+        answered in another process, so that the winner alone need be. It is asked again."""
+        if problem.batch_invariant or not self.registry.unloaded():
+            return None
+        answered = self._answered.get(problem, settings)
+        if answered is None:
+            return None
+        at_hand = self.registry.loaded_candidates(problem, settings)
+        if not answered and all(kernel.name == BASELINE for kernel in at_hand):
+            return self._fallback(_ALONE)
+        able = answered | {(kernel.name, kernel.version) for kernel in at_hand}
+        for asked in dict.fromkeys((_bare(problem), key)):
+            record = self.store.load(
+                problem.device.gpu, problem.device.environment, asked.to_json()
+            )
+            if record is None:
+                continue
+            best = record.best
+            if (best.kernel, best.version) not in able or not able <= {
+                (c.kernel, c.version) for c in record.candidates
+            }:
+                return None
+            kernel = self.registry.kernel(best.kernel)
+            candidate = self._candidate(best, [kernel])
+            if (
+                candidate is None
+                or (kernel.name, key) in self._quarantine
+                or self.registry.reasons_against(kernel, problem, settings)
+            ):
+                return None
+            return Choice(candidate, "cache", self._where(asked), _other(asked, problem))
+        return None
+
+    @property
+    def _answered(self) -> Answers:
+        # Plugins registered by hand may come at any time.
+        deferred = self.registry.deferred
+        if self._answers is None or self._answers.deferred != deferred:
+            self._answers = Answers(dict(deferred), self.store.root)
+        return self._answers
 
     def tune(self, problem: Problem, settings: Settings, *, force: bool = False) -> TuningRecord:
         """Measure ``problem`` as it is (no bucket) and store the record.
@@ -320,6 +386,8 @@ class Dispatcher:
 
     def _able(self, problem: Problem, settings: Settings) -> list[Kernel[Any]]:
         able, _ = self.registry.candidates(problem, settings)
+        if self.registry.deferred:
+            self._answered.add(problem, settings, able)
         bucket = bucketed(_bare(problem))
         return [k for k in able if (k.name, bucket) not in self._quarantine]
 

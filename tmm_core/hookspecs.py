@@ -6,6 +6,7 @@ from typing import Any
 
 import pluggy
 
+from tmm_core.deferred import Deferred
 from tmm_core.epilogue import Epilogue
 from tmm_core.kernel import Kernel
 
@@ -17,8 +18,9 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 
 
 @hookspec
-def tmm_kernels() -> list[Kernel[Any]]:  # type: ignore[empty-body]  # a spec has no body
-    """Kernels to register: instances, each with a name no other plugin uses."""
+def tmm_kernels() -> list[Kernel[Any] | Deferred]:  # type: ignore[empty-body]  # a spec has no body
+    """Kernels to register: instances, each with a name no other plugin uses, or in place of one
+    a :class:`~tmm_core.Deferred` that imports it when it is asked for."""
 
 
 @hookspec

@@ -18,6 +18,7 @@ from typing import Any
 import pluggy
 
 from tmm_core import hookspecs
+from tmm_core.deferred import Deferred, collector_off
 from tmm_core.epilogue import BUILTIN, IDENTITY, Epilogue, EpilogueLike, parse
 from tmm_core.errors import PluginError, TmmWarning, UnknownNameError
 from tmm_core.kernel import Config, Kernel, Traits
@@ -81,6 +82,9 @@ class Registry:
         self._manager = pluggy.PluginManager(hookspecs.PROJECT)
         self._manager.add_hookspecs(hookspecs)
         self._kernels: dict[str, Registered] = {}
+        #: All that came deferred, and those of them that nobody has asked for yet.
+        self.deferred: dict[str, Deferred] = {}
+        self._unloaded: dict[str, Source] = {}
         self._epilogues: dict[str, tuple[Epilogue, Source]] = {
             name: (epilogue, Source("tmm_core")) for name, epilogue in BUILTIN.items()
         }
@@ -126,9 +130,9 @@ class Registry:
         with self._lock:
             if self._loaded:
                 return
-            found = sorted(self._entry_points(), key=_precedence)
-            for entry_point in found:
-                self._load(entry_point)
+            with collector_off():
+                for entry_point in sorted(self._entry_points(), key=_precedence):
+                    self._load(entry_point)
             self._loaded = True
         for fault in self._faults:
             if not fault.intended:
@@ -187,12 +191,41 @@ class Registry:
                     add(thing, source)
 
     def _add_kernel(self, kernel: Any, source: Source) -> None:
-        if reason := _unusable(kernel):
+        if reason := None if isinstance(kernel, Deferred) else _unusable(kernel):
             self._fault(source, reason)
-        elif (other := self._kernels.get(kernel.name)) is not None:
-            self._fault(source, f"kernel {kernel.name!r} is already registered by {other.source}")
+        elif (other := self._source(kernel.name)) is not None:
+            self._fault(source, f"kernel {kernel.name!r} is already registered by {other}")
+        elif isinstance(kernel, Deferred):
+            self.deferred[kernel.name] = kernel
+            self._unloaded[kernel.name] = source
         else:
             self._kernels[kernel.name] = Registered(kernel, source)
+
+    def _source(self, name: str) -> Source | None:
+        """Who registered the kernel of this name."""
+        known = self._kernels.get(name)
+        return known.source if known is not None else self._unloaded.get(name)
+
+    def _fetch(self, name: str) -> None:
+        """Load a kernel that came deferred, unless it is."""
+        with self._lock:
+            source = self._unloaded.get(name)
+            if source is None:
+                return
+            try:
+                with collector_off():
+                    kernel = self.deferred[name].load()
+                if (reason := _unusable(kernel)) is None and kernel.name != name:
+                    reason = f"kernel {name!r} turned out to be {kernel.name!r}"
+                error = None
+            except Exception as raised:  # whatever a stranger's import raises
+                reason, error = f"kernel {name!r} failed to load: {_describe(raised)}", raised
+            if reason is None:
+                self._kernels[name] = Registered(kernel, source)
+            else:
+                self._fault(source, reason, error)
+                warnings.warn(f"{source}: {reason}", TmmWarning, stacklevel=4)
+            del self._unloaded[name]
 
     def _add_epilogue(self, epilogue: Any, source: Source) -> None:
         if not isinstance(epilogue, Epilogue):
@@ -216,6 +249,8 @@ class Registry:
     def kernels(self) -> list[Registered]:
         """All kernels in use, by name."""
         self.load()
+        for name in list(self._unloaded):
+            self._fetch(name)
         return [self._kernels[name] for name in sorted(self._kernels)]
 
     def faults(self) -> list[Fault]:
@@ -231,6 +266,7 @@ class Registry:
             PluginError: The plugin it should come from failed; caused by that failure.
         """
         self.load()
+        self._fetch(name)
         if name in self._kernels:
             return self._kernels[name].kernel
         for fault in self._faults:
@@ -238,7 +274,12 @@ class Registry:
                 raise PluginError(
                     f"kernel {name!r}: {fault.source}: {fault.reason}"
                 ) from fault.error
-        raise UnknownNameError("kernel", name, self._kernels)
+        raise UnknownNameError("kernel", name, [*self._kernels, *self._unloaded])
+
+    def unloaded(self) -> bool:
+        """Whether there are kernels that nobody has asked for yet."""
+        self.load()
+        return bool(self._unloaded)
 
     def epilogues(self) -> dict[str, Epilogue]:
         """All epilogues by name, built-in and registered."""
@@ -278,9 +319,19 @@ class Registry:
         self, problem: Problem, settings: Settings
     ) -> tuple[list[Kernel[Any]], dict[str, list[str]]]:
         """Kernels that can serve ``problem``, and the others' reasons by name."""
+        return self._asked([registered.kernel for registered in self.kernels()], problem, settings)
+
+    def loaded_candidates(self, problem: Problem, settings: Settings) -> list[Kernel[Any]]:
+        """Of the kernels that did not come deferred those that can serve ``problem``."""
+        self.load()
+        at_hand = [each.kernel for name, each in self._kernels.items() if name not in self.deferred]
+        return self._asked(at_hand, problem, settings)[0]
+
+    def _asked(
+        self, kernels: Iterable[Kernel[Any]], problem: Problem, settings: Settings
+    ) -> tuple[list[Kernel[Any]], dict[str, list[str]]]:
         able, rejected = [], {}
-        for registered in self.kernels():
-            kernel = registered.kernel
+        for kernel in kernels:
             if reasons := self.reasons_against(kernel, problem, settings):
                 rejected[kernel.name] = reasons
             else:

@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import importlib.util
+import os
+import shutil
+import sys
 from collections.abc import Iterable
+from pathlib import Path
 from typing import Any
 
-from tmm_core import Config, Kernel, Launcher, Problem, hookimpl
+from tmm_core import Config, Deferred, Kernel, Launcher, Problem, hookimpl
 
 #: Module and class of each kernel; ``triton.<module>`` is its name.
 KERNELS = {
@@ -48,8 +53,33 @@ def missing(name: str, reason: str) -> Missing:
 
 
 @hookimpl
-def tmm_kernels() -> list[Kernel[Any]]:
-    return [_load(module, class_name) for module, class_name in KERNELS.items()]
+def tmm_kernels() -> list[Deferred]:
+    return [
+        Deferred(
+            f"triton.{module}",
+            functools.partial(_load, module, class_name),
+            _files,
+            _circumstances,
+        )
+        for module, class_name in KERNELS.items()
+    ]
+
+
+@functools.cache
+def _files() -> tuple[Path, ...]:
+    """This package's, for its modules share code, and the one that another Triton replaces."""
+    triton = importlib.util.find_spec("triton")
+    found = [Path(triton.origin)] if triton is not None and triton.origin else []
+    return (*found, *Path(__file__).parent.glob("*.py"))
+
+
+@functools.cache
+def _circumstances() -> list[Any]:
+    """What decides whether Triton can build its launcher here, and how it was asked to run."""
+    compilers = [shutil.which(name) for name in (os.environ.get("CC") or "cc", "gcc", "clang")]
+    version = "python{}.{}".format(*sys.version_info)
+    header = Path(sys.base_prefix, "include", version, "Python.h").exists()
+    return [compilers, header, {k: v for k, v in os.environ.items() if k.startswith("TRITON_")}]
 
 
 def _load(module: str, class_name: str) -> Kernel[Any]:
