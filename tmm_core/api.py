@@ -86,7 +86,8 @@ def matmul(
     Kept for backward: ``a`` where ``b`` needs a gradient, ``b`` where ``a`` does, and what eager
     would keep of the epilogue, at most; where the epilogue's output tells its derivative
     (``relu``, ``sigmoid``, ``tanh``, ``softplus``, ``softcap``) that output alone, and the
-    epilogue stays fused.
+    epilogue stays fused; else the product before the epilogue, which a kernel of its own
+    applies.
     """
     if kernel is not None or config is not None or on_cache_miss is not None:
         with _overrides(kernel, config, on_cache_miss):
@@ -218,6 +219,18 @@ def linear(
     """
     if weight.dim() != 2:
         raise RuntimeError(f"linear(): weight must be 2-D [N, K], got {weight.dim()}D")
+    if (
+        not torch.compiler.is_dynamo_compiling()
+        and autograd.recorded(x, weight, bias, residual)
+        and type(alpha) is float
+        and (kernel is None and config is None and on_cache_miss is None)
+        and (out is None and scale_a is None and scale_b is None)
+        and (epilogue is None or type(epilogue) is str)
+        and dispatch.undisturbed(x, weight, bias, residual)
+        and x.dtype not in FP8
+    ):
+        text = epilogue or ""
+        return autograd.eager(x, weight, bias, residual, alpha, text, out_dtype, transposed=True)
     return matmul(
         x,
         weight.t(),

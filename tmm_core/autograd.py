@@ -2,7 +2,9 @@
 
 Where something is differentiated the call is taken apart into what has a cheap derivative:
 one product with as much of the epilogue fused as its output tells the derivative of, then
-what is left of the epilogue by torch's own operators, then the residual.
+what is left of the epilogue, then the residual. What is left is one kernel, and its derivative
+another (:mod:`tmm_core.pointwise`), where nothing but a gradient is asked for; else it is done by
+torch's own operators, which Inductor fuses and transforms take apart.
 
 Kept for backward: ``a`` where ``b`` needs a gradient, ``b`` where ``a`` does, and the output of
 the product where an epilogue follows it. That is never more than eager keeps, and where all
@@ -11,9 +13,9 @@ of the epilogue is fused the pre-activation is never in memory at all. Nothing i
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._functorch.utils import enable_single_level_autograd_function
@@ -22,7 +24,11 @@ from torch.autograd.function import _SingleLevelFunction
 
 from tmm_core.dispatch import epilogue_of, run, undisturbed
 from tmm_core.epilogue import IDENTITY, Epilogue
+from tmm_core.pointwise import failed, kernels, takes
 from tmm_core.problem import FP8
+
+if TYPE_CHECKING:
+    from tmm_core.triton.pointwise import Pointwise
 
 Tensor = torch.Tensor
 
@@ -34,7 +40,11 @@ _batched = torch._C._functorch.is_legacy_batchedtensor
 
 def recorded(*tensors: Tensor | None) -> bool:
     """Whether a function of these is recorded for backward."""
-    return torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in tensors)
+    if torch.is_grad_enabled():
+        for t in tensors:  # a generator takes twice as long
+            if t is not None and t.requires_grad:
+                return True
+    return False
 
 
 def differentiated(*tensors: Tensor | None) -> bool:
@@ -59,6 +69,8 @@ def matmul(
             return _operator(a, b, bias, residual, alpha, epilogue, out_dtype, scale_a, scale_b)
     if a.dtype in FP8:
         return _record(_Scaled, a, b, bias, residual, alpha, epilogue, out_dtype, scale_a, scale_b)
+    if undisturbed(a, b, bias, residual, cast=True) and not (_batched(a) or _batched(b)):
+        return eager(a, b, bias, residual, alpha, epilogue, out_dtype)
     return _in_parts(_record_product, a, b, bias, residual, alpha, epilogue, out_dtype)
 
 
@@ -70,10 +82,31 @@ def eager(
     alpha: float,
     epilogue: str,
     out_dtype: torch.dtype | None,
+    transposed: bool = False,
 ) -> Tensor:
     """The same for a call that nothing disturbs (:func:`tmm_core.dispatch.undisturbed`) and that
-    is recorded: without the operator, a third of the host's time."""
-    return _in_parts(_record_eager_product, a, b, bias, residual, alpha, epilogue, out_dtype)
+    is recorded: without the operator, and in one node.
+
+    Args:
+        transposed: ``b`` is a layer's weight, ``[N, K]``; a transposed view of it would be a
+            node of its own.
+    """
+    if a.dim() < 2 or b.dim() != 2:
+        b = b.t() if transposed else b
+        return _in_parts(_record_eager_product, a, b, bias, residual, alpha, epilogue, out_dtype)
+    if not epilogue:
+        return _rows(a, b, bias, residual, alpha, IDENTITY, out_dtype, transposed)  # type: ignore[no-any-return]
+    head, rest = epilogue_of(epilogue).parts
+    inner = residual if rest is None and head is IDENTITY else None
+    y = _rows(a, b, bias, inner, alpha, head, out_dtype, transposed)
+    if rest is not None:
+        found = kernels(rest, y.shape[-1], y.dtype, y)
+        if found is not None:
+            y = follow(y, rest, found)
+        else:
+            for stage in rest.stages or (rest,):
+                y = _apply(stage, y)
+    return y if residual is inner else (y + residual).to(y.dtype)  # type: ignore[no-any-return]
 
 
 def _in_parts(
@@ -88,14 +121,12 @@ def _in_parts(
 ) -> Tensor:
     if not epilogue:
         return product(a, b, bias, residual, alpha, "", out_dtype)
-    fused = epilogue_of(epilogue)
-    stages = fused.stages or (fused,)
-    head, rest = (stages[0], stages[1:]) if stages[0].output_vjp else (IDENTITY, stages)
-    whole = head.is_identity and not rest
+    head, rest = epilogue_of(epilogue).parts
+    whole = head.is_identity and rest is None
     inner = residual if whole else None
     text = "" if head.is_identity else head.interned()
     y = product(a, b, bias, inner, alpha, text, out_dtype)
-    for stage in rest:
+    for stage in () if rest is None else rest.stages or (rest,):
         y = _apply(stage, y)
     return y if whole or residual is None else (y + residual).to(y.dtype)
 
@@ -130,7 +161,8 @@ def _multiply(a: Tensor, b: Tensor, alpha: float) -> Tensor:
 
 def _apply(stage: Epilogue, z: Tensor) -> Tensor:
     inputs = z.chunk(2, dim=-1) if stage.gated else (z,)
-    if stage.derivative is not None:
+    # Of what is built in, torch knows the derivatives, by operators of their own.
+    if stage.derivative is not None and not stage.builtin:
         return _record(_WithDerivative, stage, *inputs)
     y: Tensor = stage.reference(*inputs, *stage.parameters)
     return y
@@ -159,14 +191,14 @@ def _below_autograd() -> Iterator[None]:
         yield
 
 
-class _OneLevel(_SingleLevelFunction):
+class OneLevel(_SingleLevelFunction):
     @staticmethod
     def _compiled_autograd_key(ctx: Any) -> tuple[Any, ...]:
         """What compiled autograd finds a backward's graph again by, as autograd.Function's."""
         return (ctx._autograd_function_id,)
 
 
-class _Product(_OneLevel):
+class _Product(OneLevel):
     """``epilogue(alpha · (a @ b) + bias) + residual`` for an epilogue with ``output_vjp``;
     the residual only where the epilogue is the identity."""
 
@@ -217,7 +249,7 @@ class _Product(_OneLevel):
             a2 = a if a.dim() > 1 else a[None]
             shape = b_shape if len(b_shape) > 1 else (*b_shape, 1)
             if len(b_shape) <= 2 < a2.dim():
-                a2, dz2 = _rows(a2, dz2)
+                a2, dz2 = _flattened(a2, dz2)
             db = _lying_as(ctx.b_column, _adjoint(a2), dz2, alpha)
             if db.shape != b_shape:
                 db = db.sum_to_size(shape).reshape(b_shape)
@@ -255,7 +287,169 @@ class _EagerProduct(_Product):
     forward = staticmethod(run)
 
 
-class _Scaled(_OneLevel):
+class Call:
+    """What backward has to know of a product of rows besides its tensors."""
+
+    __slots__ = (
+        *("alpha", "bias", "head", "residual"),
+        *("a_columns", "b_columns", "transposed"),
+    )
+
+    def __init__(
+        self,
+        a: Tensor,
+        b: Tensor,
+        bias: Tensor | None,
+        residual: Tensor | None = None,
+        alpha: float = 1.0,
+        head: Epilogue = IDENTITY,
+        transposed: bool = False,
+    ) -> None:
+        self.alpha = alpha
+        self.head = head
+        self.bias = None if bias is None else bias.dtype
+        self.residual = _like(residual)
+        self.a_columns = _is_column_major(a)
+        #: Whether b, as it is multiplied, is column-major.
+        self.b_columns = _is_column_major(b) is not transposed
+        self.transposed = transposed
+
+
+class _EagerRows(OneLevel):
+    """``_EagerProduct`` of the rows of ``[…, M, K]`` with one matrix, as layers call it, at the
+    least host cost."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        a: Tensor,
+        b: Tensor,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        alpha: float,
+        head: Epilogue,
+        out_dtype: torch.dtype | None,
+        transposed: bool,
+    ) -> Tensor:
+        text = "" if head is IDENTITY else head.interned()
+        y = run(a, b.t() if transposed else b, bias, residual, alpha, text, out_dtype)
+        wants_a, wants_b, *_ = ctx.needs_input_grad
+        kept = None if head.linear else y
+        ctx.save_for_backward(a if wants_b else None, b if wants_a else None, kept)
+        ctx.call = Call(a, b, bias, residual, alpha, head, transposed)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        a, b, y = ctx.saved_tensors
+        gradients = gradients_of_rows(ctx.call, ctx.needs_input_grad, a, b, y, grad)
+        return *gradients, None, None, None, None
+
+
+_rows = _EagerRows.apply  # type: ignore[attr-defined]
+
+
+def gradients_of_rows(
+    call: Call,
+    wanted: Sequence[bool],
+    a: Tensor | None,
+    b: Tensor | None,
+    y: Tensor | None,
+    grad: Tensor,
+) -> tuple[Tensor | None, ...]:
+    """Of a, b, bias and residual.
+
+    Args:
+        call: What they were of.
+        wanted: Which of them are asked for.
+        a, b: Where the other's is.
+        y: The output, where the head is not linear.
+        grad: Its gradient.
+    """
+    alpha, head = call.alpha, call.head
+    wants_a, wants_b, wants_bias, wants_residual, *_ = wanted
+    direct = _is_direct(grad)
+    dz, da, db, dbias, dresidual = grad, None, None, None, None
+    if head is not IDENTITY:
+        assert head.output_vjp is not None
+        dz = head.output_vjp(dz, y, *head.parameters)
+    many = dz.dim() != 2
+    rows = dz.flatten(0, -2) if many else dz
+    if wants_bias:
+        dtype: Any = call.bias
+        same = rows.dtype is dtype
+        dbias = rows.sum(0) if same else rows.sum(0, dtype=_wider(rows.dtype, dtype))
+        dbias = _as(dbias, dtype)
+    if wants_residual:
+        assert call.residual is not None
+        shape, dtype = call.residual
+        dresidual = _as(grad.sum_to_size(shape), dtype)
+    multiply = run if direct else _operator
+    # As they lie: a gradient of another layout than its own autograd copies, transposing.
+    if wants_a:
+        assert b is not None
+        rows = _as(rows, b.dtype)
+        b = b.conj() if b.is_complex() else b
+        b = b if call.transposed else b.mT
+        if call.a_columns and not many:
+            da = multiply(b.mT, rows.mT, None, None, alpha).mT
+        else:
+            da = multiply(rows, b, None, None, alpha)
+            da = da.view(*dz.shape[:-1], da.shape[-1]) if many else da
+    if wants_b:
+        assert a is not None
+        rows = _as(rows, a.dtype)
+        a = a.flatten(0, -2) if a.dim() != 2 else a
+        a = a.conj() if a.is_complex() else a
+        if call.b_columns:
+            db = multiply(rows.mT, a, None, None, alpha)
+        else:
+            db = multiply(a.mT, rows, None, None, alpha)
+        db = db if call.transposed is call.b_columns else db.mT
+    return da, db, dbias, dresidual
+
+
+def _is_direct(grad: Tensor) -> bool:
+    """Whether torch's dispatcher has nothing to do for what backward makes of ``grad``: nobody
+    records it either, for second derivatives."""
+    return (
+        not torch.is_grad_enabled()
+        and not torch.compiler.is_dynamo_compiling()
+        and undisturbed(grad, grad)
+        and not (_batched(grad) or grad.is_complex())
+    )
+
+
+class _Following(OneLevel):
+    """What follows a product, by kernels. A node of its own, which lets go of the product before
+    the gradients of its operands are computed."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, epilogue: Epilogue, found: Pointwise) -> Tensor:
+        ctx.save_for_backward(z)
+        ctx.epilogue, ctx.found = epilogue, found
+        if takes(z):
+            try:
+                return found.forward(z)
+            except Exception as error:
+                failed(epilogue, found, error)
+        return epilogue.apply(z)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (z,) = ctx.saved_tensors
+        if _is_direct(grad) and takes(z):
+            try:
+                return ctx.found.backward(grad, z), None, None
+            except Exception as error:
+                failed(ctx.epilogue, ctx.found, error)
+        return ctx.epilogue.vjp(grad, z), None, None
+
+
+follow = _Following.apply  # type: ignore[attr-defined]
+
+
+class _Scaled(OneLevel):
     """Products of 8-bit operands, which learn nothing by themselves."""
 
     @staticmethod
@@ -276,7 +470,7 @@ class _Scaled(_OneLevel):
         raise RuntimeError("tmm::matmul has no derivative for {} @ {}".format(*ctx.dtypes))
 
 
-class _WithDerivative(_OneLevel):
+class _WithDerivative(OneLevel):
     """A stage of an epilogue whose author gave the derivative."""
 
     @staticmethod
@@ -334,7 +528,8 @@ def _adjoint(t: Tensor) -> Tensor:
 
 
 def _is_column_major(t: Tensor) -> bool:
-    return t.dim() > 1 and t.stride(-2) == 1 < t.stride(-1)
+    strides = t.stride()
+    return len(strides) > 1 and strides[-2] == 1 < strides[-1]
 
 
 def _lying_as(column_major: bool, x: Tensor, y: Tensor, alpha: float) -> Tensor:
@@ -346,7 +541,7 @@ def _lying_as(column_major: bool, x: Tensor, y: Tensor, alpha: float) -> Tensor:
     return _multiply(x, y, alpha)
 
 
-def _rows(a: Tensor, dz: Tensor) -> tuple[Tensor, Tensor]:
+def _flattened(a: Tensor, dz: Tensor) -> tuple[Tensor, Tensor]:
     """``[…, M, K]`` and ``[…, M, N]`` as matrices of as many rows. The rows are summed over, so
     their order is free: DTensor flattens without communication (torch 2.10 flattens at all)
     where no dimension but the first is sharded, so a sharded one becomes the first."""

@@ -16,7 +16,7 @@ import torch
 from torch.autograd import forward_ad
 from torch.autograd import profiler as _profiler
 
-from tmm_core import settings
+from tmm_core import pointwise, settings
 from tmm_core.check import PLAIN, check, result_dtype
 from tmm_core.device import fingerprint
 from tmm_core.epilogue import INTERNED, Epilogue
@@ -95,6 +95,7 @@ if hasattr(os, "register_at_fork"):  # not on Windows, which cannot
 def forget_plans() -> None:
     """Choose anew at the next call: records, settings or plugins have changed."""
     _plans.clear()
+    pointwise.forget()
 
 
 def epilogue_of(text: str) -> Epilogue:
@@ -113,15 +114,22 @@ def _parsed(chooser: Dispatcher, text: str) -> Epilogue:
 
 
 def undisturbed(
-    a: Any, b: Any, bias: Any = None, residual: Any = None, scale_a: Any = None, scale_b: Any = None
+    a: Any,
+    b: Any,
+    bias: Any = None,
+    residual: Any = None,
+    scale_a: Any = None,
+    scale_b: Any = None,
+    cast: bool = False,
 ) -> bool:
     """Whether torch's dispatcher has nothing to do for a call but to record its gradient: no
-    autocast, no transform, mode, tracer, profiler or tensor subclass to ask. The operator is
-    then a detour that comes to the same as :func:`run`, 2.5 µs later."""
+    autocast (unless it has ``cast`` already), no transform, mode, tracer, profiler or tensor
+    subclass to ask. The operator is then a detour that comes to the same as :func:`run`, 2.5 µs
+    later."""
     return (
         type(a) in PLAIN
         and type(b) in PLAIN
-        and not _autocasts()
+        and (cast or not _autocasts())
         and not _dispatch_modes()
         and not _function_modes()
         and not _profiles()

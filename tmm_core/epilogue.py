@@ -48,6 +48,9 @@ class Epilogue:
             ``(gate, up, *parameters)`` to the pair ``(d/d gate, d/d up)``. Made of torch's
             operators, so that it can be differentiated again. ``None``: torch differentiates
             the reference.
+        device_derivative: The same as a ``@triton.jit`` function, or the name of one, as
+            ``device``. With all three, training takes one kernel for the epilogue and one for
+            its derivative.
         parameters: Default values of the extra arguments, baked into compiled kernels.
         gated: Takes two halves of the product, ``z[..., :N]`` (gate) and ``z[..., N:]``
             (up), and returns one of width N.
@@ -69,6 +72,7 @@ class Epilogue:
     gated: bool = False
     linear: bool = False
     output_vjp: Callable[..., torch.Tensor] | None = None
+    device_derivative: Any = None
     #: The single-stage epilogues this one chains; empty for a single stage. A chain's own
     #: ``reference`` is its first stage's; ``apply`` goes through them all.
     stages: tuple[Epilogue, ...] = field(default=(), repr=False)
@@ -92,7 +96,10 @@ class Epilogue:
             text += "(" + ",".join(repr(p) for p in self.parameters) + ")"
         if self.builtin:
             return text
-        functions = (self.reference, self.device, self.derivative, self.output_vjp)
+        functions = (
+            *(self.reference, self.device, self.derivative, self.output_vjp),
+            self.device_derivative,
+        )
         sources = "\n".join(_source(f) for f in functions if f is not None)
         return f"{text}@{hashlib.sha256(sources.encode()).hexdigest()[:12]}"
 
@@ -112,6 +119,36 @@ class Epilogue:
     def fusable(self) -> bool:
         """Whether every stage has a device function."""
         return all(stage.device is not None for stage in self.stages or (self,))
+
+    @cached_property
+    def parts(self) -> tuple[Epilogue, Epilogue | None]:
+        """What a product that is differentiated can fuse, which is what tells its derivative by
+        its output, and what then follows it."""
+        stages = self.stages or (self,)
+        if stages[0].output_vjp is None:
+            return IDENTITY, self
+        rest = IDENTITY
+        for stage in stages[1:]:
+            rest = rest.then(stage)
+        return stages[0], None if len(stages) == 1 else rest
+
+    def vjp(self, grad: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
+        """``grad`` times the derivative at the product ``z``, by torch's operators, of an
+        epilogue whose every stage has ``derivative`` or ``output_vjp``."""
+        stages = self.stages or (self,)
+        inputs = [z]
+        for stage in stages[:-1]:
+            inputs.append(stage.apply(inputs[-1]))
+        for stage, z in reversed(list(zip(stages, inputs, strict=True))):
+            if stage.output_vjp is not None:
+                y = None if stage.linear else stage.apply(z)
+                grad = stage.output_vjp(grad, y, *stage.parameters)
+            elif stage.derivative is not None and stage.gated:
+                slopes = stage.derivative(*z.chunk(2, dim=-1), *stage.parameters)
+                grad = torch.cat([grad * slope for slope in slopes], -1)
+            elif stage.derivative is not None:
+                grad = grad * stage.derivative(z, *stage.parameters)
+        return grad
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, Epilogue) and self.key == other.key
@@ -187,13 +224,30 @@ def _builtin(
         name,
         reference,
         device=f"tmm_core.triton.epilogues:{name}",
+        device_derivative=f"tmm_core.triton.derivatives:{name}",
         parameters=parameters,
         builtin=True,
         **kw,
     )
 
 
-_aten = torch.ops.aten
+_aten: Any = torch.ops.aten
+
+
+def _relu_slope(z: torch.Tensor) -> torch.Tensor:
+    return _aten.threshold_backward(torch.ones_like(z), z, 0)  # type: ignore[no-any-return]
+
+
+def _silu_slope(z: torch.Tensor) -> torch.Tensor:
+    if torch.is_grad_enabled():  # torch's own formula, whose kernel has no derivative
+        s = torch.sigmoid(z)
+        return s * (1 + z * (1 - s))
+    return _aten.silu_backward(torch.ones_like(z), z)  # type: ignore[no-any-return]
+
+
+def _gelu_slope(z: torch.Tensor, approximate: str = "none") -> torch.Tensor:
+    return _aten.gelu_backward(torch.ones_like(z), z, approximate=approximate)  # type: ignore[no-any-return]
+
 
 IDENTITY = _builtin("identity", lambda z: z, linear=True, output_vjp=lambda grad, y: grad)
 
@@ -205,11 +259,22 @@ BUILTIN: Mapping[str, Epilogue] = {
     for e in (
         IDENTITY,
         _builtin("relu", F.relu, output_vjp=lambda grad, y: _aten.threshold_backward(grad, y, 0)),
-        _builtin("relu2", lambda z: F.relu(z).square()),
-        _builtin("leaky_relu", lambda z, slope: F.leaky_relu(z, slope), 0.01),
-        _builtin("gelu", lambda z: F.gelu(z)),
-        _builtin("gelu_tanh", lambda z: F.gelu(z, approximate="tanh")),
-        _builtin("silu", F.silu),
+        _builtin("relu2", lambda z: F.relu(z).square(), derivative=lambda z: 2 * F.relu(z)),
+        _builtin(
+            "leaky_relu",
+            lambda z, slope: F.leaky_relu(z, slope),
+            0.01,
+            derivative=lambda z, slope: _aten.leaky_relu_backward(
+                torch.ones_like(z), z, slope, False
+            ),
+        ),
+        _builtin("gelu", lambda z: F.gelu(z), derivative=_gelu_slope),
+        _builtin(
+            "gelu_tanh",
+            lambda z: F.gelu(z, approximate="tanh"),
+            derivative=lambda z: _gelu_slope(z, "tanh"),
+        ),
+        _builtin("silu", F.silu, derivative=_silu_slope),
         _builtin("sigmoid", torch.sigmoid, output_vjp=_aten.sigmoid_backward),
         _builtin("tanh", torch.tanh, output_vjp=_aten.tanh_backward),
         _builtin(
@@ -230,10 +295,33 @@ BUILTIN: Mapping[str, Epilogue] = {
             linear=True,
             output_vjp=lambda grad, y, factor: grad * factor,
         ),
-        _builtin("swiglu", lambda gate, up: F.silu(gate) * up, gated=True),
-        _builtin("geglu", lambda gate, up: F.gelu(gate) * up, gated=True),
-        _builtin("geglu_tanh", lambda g, u: F.gelu(g, approximate="tanh") * u, gated=True),
-        _builtin("reglu", lambda gate, up: F.relu(gate) * up, gated=True),
+        _builtin(
+            "swiglu",
+            lambda gate, up: F.silu(gate) * up,
+            gated=True,
+            derivative=lambda gate, up: (_silu_slope(gate) * up, F.silu(gate)),
+        ),
+        _builtin(
+            "geglu",
+            lambda gate, up: F.gelu(gate) * up,
+            gated=True,
+            derivative=lambda gate, up: (_gelu_slope(gate) * up, F.gelu(gate)),
+        ),
+        _builtin(
+            "geglu_tanh",
+            lambda gate, up: F.gelu(gate, approximate="tanh") * up,
+            gated=True,
+            derivative=lambda gate, up: (
+                _gelu_slope(gate, "tanh") * up,
+                F.gelu(gate, approximate="tanh"),
+            ),
+        ),
+        _builtin(
+            "reglu",
+            lambda gate, up: F.relu(gate) * up,
+            gated=True,
+            derivative=lambda gate, up: (_relu_slope(gate) * up, F.relu(gate)),
+        ),
     )
 }
 

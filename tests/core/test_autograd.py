@@ -10,18 +10,26 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+import triton
+import triton.language as tl
 from torch.autograd import forward_ad
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import tmm_core
-from tmm_core import dispatch
-from tmm_core.epilogue import BUILTIN, Epilogue
+from tmm_core import TmmWarning, autograd, dispatch, pointwise
+from tmm_core.epilogue import BUILTIN, Epilogue, parse
+from tmm_core.nn import SwiGLU
 
 Tensor = torch.Tensor
 
 # Its own, where torch first differentiates forwards.
-pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning"),
+    # Numpy's, of what becomes infinite in a kernel and may.
+    pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning"),
+]
 
 CUBE = Epilogue("cube", lambda z: z**3, derivative=lambda z: 3 * z**2)
 PAIR = Epilogue(
@@ -444,3 +452,315 @@ def test_compiled_autograd() -> None:
             tmm_core.matmul(x, w, alpha=alpha, epilogue=epilogue).sum().backward()
         expected = torch.autograd.grad(parsed.apply(alpha * (x @ w)).sum(), w)
         torch.testing.assert_close((w.grad,), expected)
+
+
+# -- what follows a product, by kernels ----------------------------------------------------
+
+
+@triton.jit
+def _ramp(gate, up, slope: tl.constexpr):
+    return gate * gate * slope + up
+
+
+@triton.jit
+def _ramp_slopes(gate, up, slope: tl.constexpr):
+    return 2 * slope * gate, tl.full(up.shape, 1.0, tl.float32)
+
+
+RAMP = Epilogue(
+    "ramp", lambda gate, up, slope: gate.square() * slope + up, gated=True, parameters=(0.5,),
+    derivative=lambda gate, up, slope: (2 * slope * gate, torch.ones_like(up)),
+    device=_ramp, device_derivative=_ramp_slopes,
+)  # fmt: skip
+FOLLOWING: list[Any] = [e for e in BUILTIN if BUILTIN[e].parts[1] is not None]
+FOLLOWING += ["gelu_tanh+softcap(2)", "swiglu+tanh+scale(3)", "relu+silu", "leaky_relu(0.3)+relu"]
+FOLLOWING += [RAMP, [RAMP, "softplus+relu2"], "sigmoid+identity+silu+sigmoid"]
+
+
+@pytest.fixture
+def passes(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The passes that kernels made."""
+    from tmm_core.triton.pointwise import Pointwise
+
+    made: list[str] = []
+
+    def watch(way: str, original: Any) -> None:
+        def spy(*arguments: Any) -> Any:
+            made.append(way)
+            return original(*arguments)
+
+        monkeypatch.setattr(Pointwise, way, spy)
+
+    watch("forward", Pointwise.forward)
+    watch("backward", Pointwise.backward)
+    return made
+
+
+def rows(epilogue: Any, dtype: torch.dtype, *lead: int, n: int = 300) -> tuple[Tensor, ...]:
+    gated = dispatch.dispatcher().registry.epilogue(epilogue).gated
+    width = 2 * n if gated else n
+    shapes = ((*lead, 8), (8, width), (width,), (*lead, n))
+    return tuple(torch.randn(s).to(dtype).requires_grad_() for s in shapes)
+
+
+def hold(got: Any, expected: Any, truth: Any, dtype: torch.dtype) -> None:
+    """No further from the truth than eager, but for a few roundings."""
+    for mine, eagers, exactly in zip(got, expected, truth, strict=True):
+        assert (mine.dtype, mine.shape) == (dtype, exactly.shape)
+        bound = (eagers.double() - exactly).abs().max()
+        bound = bound + 8 * torch.finfo(dtype).eps * (exactly.abs().max() + 1)
+        assert (mine.double() - exactly).abs().max() <= bound
+
+
+def alike(got: Any, expected: Any) -> None:
+    """Within the rounding of fp32, of the largest number."""
+    for mine, theirs in zip(got, expected, strict=True):
+        assert mine.shape == theirs.shape
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-5 * theirs.abs().max().item())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("epilogue", FOLLOWING, ids=name)
+def test_a_pass_each_way(epilogue: Any, dtype: Any, passes: list[str]) -> None:
+    inputs = rows(epilogue, dtype, 3, 7)
+    ours, theirs = calls(epilogue)
+    exact = tuple(t.detach().double().requires_grad_() for t in inputs)
+    truth, expected, got = theirs(*exact), theirs(*inputs), ours(*inputs)
+    assert passes == ["forward"]
+    hold([got.detach()], [expected.detach()], [truth.detach()], dtype)
+    grad = torch.randn(truth.shape).to(dtype)
+    exactly = torch.autograd.grad(truth, exact, grad.double())
+    eagers = torch.autograd.grad(expected, inputs, grad)
+    mine = torch.autograd.grad(got, inputs, grad)
+    assert passes == ["forward", "backward"]
+    hold(mine, eagers, exactly, dtype)
+
+
+@pytest.mark.parametrize("learns", ["a", "b", "bias", "both"])
+@pytest.mark.parametrize("epilogue", ["silu", "geglu"])
+def test_what_is_not_wanted_is_not_computed(epilogue: str, learns: str, passes: list[str]) -> None:
+    a, b, bias, _ = (t.detach() for t in rows(epilogue, torch.float32, 40))
+    wanted = {"a": [a], "b": [b], "bias": [bias], "both": [a, b]}[learns]
+    for t in wanted:
+        t.requires_grad_()
+    ours, theirs = calls(epilogue)
+    grad = torch.randn(40, 300)
+    dispatch.forget_plans()
+    got = torch.autograd.grad(ours(a, b, bias), wanted, grad)
+    assert len(dispatch._plans) == {"bias": 1, "both": 3}.get(learns, 2)
+    alike(got, torch.autograd.grad(theirs(a, b, bias), wanted, grad))
+    assert passes == ["forward", "backward"]
+
+
+GRADIENTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "expanded": lambda t: t.sum(),
+    "of a row": lambda t: t.sum(0).square().sum(),
+    "of a column": lambda t: t.sum(-1, keepdim=True).square().sum(),
+    "transposed": lambda t: torch.einsum(
+        "...mn,nm->", t, t.detach().flatten(0, -2)[: t.shape[-2]].t()
+    ),
+    "a slice": lambda t: t[..., 1:5].square().sum(),
+    "wider": lambda t: t.double().square().sum(),
+}
+
+
+@pytest.mark.parametrize("layout", GRADIENTS)
+@pytest.mark.parametrize("lead", [(50,), (2, 3, 5)], ids=str)
+@pytest.mark.parametrize("epilogue", ["gelu", "swiglu"])
+def test_gradients_of_any_layout(epilogue: Any, lead: Any, layout: str, passes: list[str]) -> None:
+    inputs = rows(epilogue, torch.float32, *lead, n=20)
+    loss, (ours, theirs) = GRADIENTS[layout], calls(epilogue)
+    got = torch.autograd.grad(loss(ours(*inputs)), inputs)
+    alike(got, torch.autograd.grad(loss(theirs(*inputs)), inputs))
+    assert passes == ["forward", "backward"]
+
+
+@pytest.mark.parametrize("inside", [False, True])
+def test_a_pass_each_way_under_autocast(inside: bool, passes: list[str]) -> None:
+    inputs = rows("swiglu", torch.float32, 6, n=5)
+    grad = torch.randn(6, 5)
+    results = []
+    for call in calls("swiglu"):
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = call(*inputs)
+            if inside:
+                results.append(torch.autograd.grad(y, inputs, grad.to(y.dtype)))
+        if not inside:
+            results.append(torch.autograd.grad(y, inputs, grad.to(y.dtype)))
+    for mine, theirs in zip(*results, strict=True):
+        assert mine.dtype is torch.float32
+        torch.testing.assert_close(mine, theirs, rtol=0, atol=4e-2 * theirs.abs().max().item())
+    assert passes[0] == "forward"
+
+
+@pytest.mark.parametrize("epilogue", ["silu", "swiglu"])
+def test_a_product_is_let_go_before_its_operands_gradients(
+    epilogue: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else it, its gradient and theirs are in memory at once, which eager's never are."""
+    from tmm_core.triton.pointwise import Pointwise
+
+    a, b, *_ = rows(epilogue, torch.float32, 6, n=5)
+    products, alive = [], []
+    original = Pointwise.forward
+
+    def forward(self: Any, z: Tensor) -> Tensor:
+        products.append(StorageWeakRef(z.untyped_storage()))
+        return original(self, z)
+
+    def run(*arguments: Any) -> Tensor:
+        gc.collect()  # Triton's interpreter leaves cycles that hold what it was given
+        alive.extend(not product.expired() for product in products)
+        return dispatch.run(*arguments)
+
+    monkeypatch.setattr(Pointwise, "forward", forward)
+    y = calls(epilogue)[0](a, b)
+    monkeypatch.setattr(autograd, "run", run)
+    y.sum().backward()
+    assert alive == [False, False]
+
+
+@pytest.mark.parametrize("lead", [(0,), (2, 0)])
+def test_of_no_rows(lead: Any) -> None:
+    inputs = rows("swiglu", torch.float32, *lead, n=4)
+    y = calls("swiglu")[0](*inputs)
+    assert y.shape == (*lead, 4)
+    gradients = torch.autograd.grad(y, inputs, torch.randn_like(y))
+    assert [g.shape for g in gradients] == [t.shape for t in inputs]
+    assert not any(g.any() for g in gradients)
+
+
+@pytest.mark.parametrize("epilogue", FOLLOWING, ids=name)
+def test_second_derivatives_after_a_pass(epilogue: Any, passes: list[str]) -> None:
+    inputs = rows(epilogue, torch.float32, 6, n=5)
+    results = []
+    for call in calls(epilogue):
+        first = torch.autograd.grad(call(*inputs).square().sum(), inputs, create_graph=True)
+        total = sum(g.square().sum() for g in first)
+        results.append((*first, *torch.autograd.grad(total, inputs, materialize_grads=True)))
+    alike(*results)
+    assert passes[0] == "forward"
+
+
+def test_batched_gradients_after_a_pass() -> None:
+    inputs = rows("geglu", torch.float32, 6, n=5)[:3]
+    ours, theirs = calls("geglu")
+    grads = torch.randn(4, 6, 5)
+    got, expected = (
+        torch.autograd.grad(call(*inputs), inputs, grads, is_grads_batched=True)
+        for call in (ours, theirs)
+    )
+    alike(got, expected)
+
+
+@pytest.mark.parametrize("epilogue", FOLLOWING, ids=name)
+def test_no_more_is_kept_where_kernels_follow(epilogue: Any) -> None:
+    inputs = rows(epilogue, torch.float32, 6, n=5)
+    ours, theirs = calls(epilogue)
+    mine = kept(lambda: ours(*inputs))
+    assert mine <= kept(lambda: theirs(*inputs))
+    # Both operands and what comes before.
+    assert mine == sum(t.nbytes for t in (*inputs[:2], inputs[0] @ inputs[1]))
+
+
+@pytest.mark.parametrize("reason", ["dtype", "disabled", "no device function", "no derivative"])
+def test_torch_follows_where_kernels_do_not(reason: str, passes: list[str]) -> None:
+    epilogue: Any = {
+        "no device function": CUBE,
+        "no derivative": Epilogue("bare", RAMP.reference, _ramp, parameters=(0.5,), gated=True),
+    }.get(reason, "swiglu")
+    dtype = torch.float64 if reason == "dtype" else torch.float32
+    inputs = rows(epilogue, dtype, 6, n=5)
+    ours, theirs = calls(epilogue)
+    disable = [pointwise.NAME] if reason == "disabled" else []
+    with tmm_core.override(disable=disable):
+        got = torch.autograd.grad(ours(*inputs).square().sum(), inputs)
+    alike(got, torch.autograd.grad(theirs(*inputs).square().sum(), inputs))
+    assert not passes
+
+
+@pytest.mark.parametrize("way", ["forward", "backward", "made"])
+def test_kernels_that_fail_are_told_of_and_left(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    from tmm_core.triton.pointwise import Pointwise
+
+    def fail(*_: Any) -> Any:
+        raise ValueError("out of paper")
+
+    monkeypatch.setattr(Pointwise, "__init__" if way == "made" else way, fail)
+    inputs = rows("swiglu", torch.float32, 6, n=5)
+    ours, theirs = calls("swiglu")
+    expected = torch.autograd.grad(theirs(*inputs).square().sum(), inputs)
+    with pytest.warns(TmmWarning, match="failed for epilogue swiglu.*out of paper"):
+        got = torch.autograd.grad(ours(*inputs).square().sum(), inputs)
+    alike(got, expected)
+    # Said once.
+    got = torch.autograd.grad(ours(*inputs).square().sum(), inputs)
+    alike(got, expected)
+
+
+def test_out_of_memory_is_not_the_kernels_fault(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tmm_core.triton.pointwise import Pointwise
+
+    def fail(*_: Any) -> Any:
+        raise torch.OutOfMemoryError("full")
+
+    inputs = rows("silu", torch.float32, 6, n=5)
+    with monkeypatch.context() as patched:
+        patched.setattr(Pointwise, "forward", fail)
+        with pytest.raises(torch.OutOfMemoryError, match="full"):
+            calls("silu")[0](*inputs)
+    assert pointwise.kernels(parse("silu"), 5, torch.float32, inputs[0]) is not None
+
+
+@pytest.mark.parametrize("learns", [("x",), ("gate",), ("up",), ("x", "gate", "up")], ids=str)
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_gated_mlp_learns_in_one_product(bias: bool, learns: Any, passes: list[str]) -> None:
+    mlp = SwiGLU(8, 12, bias=bias)
+    x = torch.randn(2, 5, 8, requires_grad="x" in learns)
+    mlp.gate_proj.requires_grad_("gate" in learns)
+    mlp.up_proj.requires_grad_("up" in learns)
+    wanted = [t for t in (x, *mlp.parameters()) if t.requires_grad]
+
+    def eager() -> Tensor:
+        gate, up = mlp.gate_proj, mlp.up_proj
+        between = F.silu(F.linear(x, gate.weight, gate.bias)) * F.linear(x, up.weight, up.bias)
+        return F.linear(between, mlp.down_proj.weight, mlp.down_proj.bias)
+
+    dispatch.forget_plans()
+    y = mlp(x)
+    assert {(p.problem.n, p.problem.k) for p in dispatch._plans.values()} == {(24, 8), (8, 12)}
+    got = torch.autograd.grad(y.square().sum(), wanted)
+    assert passes == ["forward", "backward"]
+    alike(got, torch.autograd.grad(eager().square().sum(), wanted))
+    again = torch.autograd.grad(mlp(x).square().sum(), wanted, create_graph=True)
+    expected = torch.autograd.grad(eager().square().sum(), wanted, create_graph=True)
+    second, truth = (
+        torch.autograd.grad(sum(g.square().sum() for g in first), wanted)
+        for first in (again, expected)
+    )
+    alike(second, truth)
+
+
+def test_a_gated_mlp_sees_its_weights_change() -> None:
+    mlp, x = SwiGLU(8, 12), torch.randn(5, 8, requires_grad=True)
+    for projection in (mlp.gate_proj, mlp.up_proj):
+        y = mlp(x)
+        with torch.no_grad():
+            projection.weight.mul_(2)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+    y = mlp(x)
+    # As savers of memory do, who bring back copies.
+    with torch.autograd.graph.saved_tensors_hooks(lambda t: t.clone(), lambda t: t):
+        y = mlp(x)
+    (got,) = torch.autograd.grad(y.sum(), x)
+    torch.testing.assert_close(got, torch.autograd.grad(mlp(x).sum(), x)[0])
+
+
+def test_a_gated_mlp_runs_the_hooks_of_its_layers(passes: list[str]) -> None:
+    mlp, x = SwiGLU(8, 12), torch.randn(5, 8, requires_grad=True)
+    seen = []
+    mlp.up_proj.register_full_backward_hook(lambda *_: seen.append(1))
+    mlp(x).sum().backward()
+    assert seen == [1]
+    assert not passes

@@ -10,8 +10,9 @@ import torch
 import torch.nn.functional as F
 
 import tmm_core
-from tmm_core import dispatch
-from tmm_core.epilogue import BUILTIN
+from tmm_core import dispatch, pointwise
+from tmm_core.epilogue import BUILTIN, parse
+from tmm_core.nn import SwiGLU
 
 Tensor = torch.Tensor
 
@@ -26,8 +27,12 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def untuned() -> Iterator[None]:
-    """What is measured here is nothing: any kernel that may serve will do."""
-    with tmm_core.override(on_cache_miss="heuristic"):
+    """What is measured here is nothing: any kernel that may serve will do. Also in backward, which
+    is a GPU's own thread otherwise, where no override of this one holds."""
+    with (
+        tmm_core.override(on_cache_miss="heuristic"),
+        torch.autograd.set_multithreading_enabled(False),
+    ):
         yield
 
 
@@ -116,6 +121,117 @@ def test_training_takes_no_more_memory_than_eager(epilogue: str) -> None:
     (kept, highest), (kept_by_eager, highest_by_eager) = peak(mine), peak(eagers)
     assert kept <= kept_by_eager
     assert highest <= highest_by_eager
+
+
+FOLLOWING = [e for e in BUILTIN if BUILTIN[e].parts[1] is not None]
+FOLLOWING += ["gelu_tanh+softcap(30)", "swiglu+tanh"]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+@pytest.mark.parametrize("n", [520, 129])
+@pytest.mark.parametrize("epilogue", FOLLOWING)
+def test_a_pass_each_way(epilogue: str, n: int, dtype: torch.dtype) -> None:
+    parsed = parse(epilogue)
+    width = 2 * n if parsed.gated else n
+    kernels = pointwise.kernels(parsed, width, dtype, torch.empty(0, device="cuda"))
+    assert kernels is not None
+    z, grad = randn(3, 401, width, dtype=dtype), randn(3, 401, n, dtype=dtype)
+    grads = [grad, grad[:1, :1].expand(grad.shape), grad.mT.contiguous().mT]
+    y = kernels.forward(z)
+    exact = z.double().requires_grad_()
+    truth = parsed.apply(exact)
+    tolerance = 2 * torch.finfo(dtype).eps + 1e-5
+    torch.testing.assert_close(y.double(), truth.detach(), rtol=tolerance, atol=tolerance)
+    for given in grads:
+        (slopes,) = torch.autograd.grad(truth, exact, given.double(), retain_graph=True)
+        dz = kernels.backward(given, z)
+        assert dz.dtype is dtype
+        torch.testing.assert_close(dz.double(), slopes, rtol=tolerance, atol=tolerance)
+
+
+# Torch's, of graphs that its own streams' gradients cross.
+@pytest.mark.filterwarnings("ignore:The AccumulateGrad node's stream does not match:UserWarning")
+@pytest.mark.parametrize("cold", [False, True])
+def test_a_training_step_in_a_cuda_graph(cold: bool) -> None:
+    x, w, bias = randn(256, 128), randn(512, 128), randn(512)
+    x, w, bias = (t.mul(0.3).requires_grad_() for t in (x, w, bias))
+    grad = randn(256, 256)
+
+    def step() -> tuple[Tensor, ...]:
+        y = tmm_core.linear(x, w, bias, epilogue="swiglu")
+        return y.detach(), *torch.autograd.grad(y, (x, w, bias), grad)
+
+    def eager() -> tuple[Tensor, ...]:
+        gate, up = F.linear(x, w, bias).chunk(2, -1)
+        y = F.silu(gate) * up
+        return y.detach(), *torch.autograd.grad(y, (x, w, bias), grad)
+
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        step()
+        eager()
+    torch.cuda.current_stream().wait_stream(stream)
+    if cold:
+        dispatch.forget_plans()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        captured = step()
+    with torch.no_grad():
+        x.copy_(randn(256, 128).mul(0.3))
+    graph.replay()
+    for mine, theirs in zip(captured, eager(), strict=True):
+        close(mine, theirs, roundings=6)
+
+
+@pytest.mark.parametrize("bias", [False, True])
+def test_a_gated_mlp_learns_in_one_product(bias: bool) -> None:
+    mlp = SwiGLU(256, 512, bias=bias, device="cuda", dtype=torch.bfloat16)
+    x = randn(3, 100, 256).requires_grad_()
+    wanted = [x, *mlp.parameters()]
+    dispatch.forget_plans()
+    y = mlp(x)
+    assert {(p.problem.n, p.problem.k) for p in dispatch._plans.values()} == {
+        (1024, 256),
+        (256, 512),
+    }
+    grad = randn(3, 100, 256)
+    got = torch.autograd.grad(y, wanted, grad)
+
+    def eager(x: Tensor, *parameters: Tensor) -> Tensor:
+        if bias:
+            gate, gate_bias, up, up_bias, down, down_bias = parameters
+        else:
+            (gate, up, down), gate_bias, up_bias, down_bias = parameters, None, None, None
+        between = F.silu(F.linear(x, gate, gate_bias)) * F.linear(x, up, up_bias)
+        return F.linear(between, down, down_bias)
+
+    exact = [t.detach().double().requires_grad_() for t in wanted]
+    truth = torch.autograd.grad(eager(*exact), exact, grad.double())
+    torchs = torch.autograd.grad(eager(*wanted), wanted, grad)
+    for mine, theirs, exactly in zip(got, torchs, truth, strict=True):
+        bound = 2 * (theirs.double() - exactly).abs().max() + 1e-3 * exactly.abs().max()
+        assert (mine.double() - exactly).abs().max() <= bound
+
+
+def test_a_step_under_autocast_takes_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tmm_core.triton.pointwise import Pointwise
+
+    x, w = (randn(*s, dtype=torch.float32).requires_grad_() for s in ((64, 128), (96, 128)))
+    passes = []
+    original = Pointwise.backward
+    monkeypatch.setattr(Pointwise, "backward", lambda *a: passes.append(1) or original(*a))
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        y = tmm_core.linear(x, w, epilogue="silu")
+        assert y.dtype is torch.bfloat16
+        loss = y.float().square().mean()
+    got = torch.autograd.grad(loss, (x, w))
+    with torch.autocast("cuda", dtype=torch.bfloat16):
+        loss = F.silu(F.linear(x, w)).float().square().mean()
+    for mine, theirs in zip(got, torch.autograd.grad(loss, (x, w)), strict=True):
+        assert mine.dtype is torch.float32
+        close(mine, theirs, roundings=4)
+    assert passes == [1]
 
 
 def test_forward_mode_and_vmap() -> None:

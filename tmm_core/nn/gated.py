@@ -20,6 +20,7 @@ from torch.autograd import forward_ad
 from tmm_core import api, autograd, dispatch, flops
 from tmm_core.epilogue import Epilogue, EpilogueLike
 from tmm_core.nn.linear import Linear
+from tmm_core.pointwise import kernels
 
 Tensor = torch.Tensor
 
@@ -36,8 +37,10 @@ class GatedMLP(nn.Module):
     odict_keys(['gate_proj.weight', 'up_proj.weight', 'down_proj.weight'])
 
     Without gradients, gate and up are one product with the gating in the kernel. With
-    gradients they are two, gated by torch: backward needs both pre-activations, which the
-    fused kernel does not keep.
+    gradients they are one too, and a kernel of its own gates: backward needs both
+    pre-activations, and keeps nothing else but ``x``. The gradients of the two weights are then
+    halves of one memory. Where there is no such kernel (a CPU, fp64, a user's epilogue without
+    derivatives; :class:`tmm_core.Epilogue`), they are two products, gated by torch.
 
     Args:
         hidden_size: K, the width of input and output.
@@ -57,7 +60,8 @@ class GatedMLP(nn.Module):
     Limits: two products instead of one, and the same result, where the pair is not
     :attr:`merged` (a parameter moved or replaced on its own, FSDP, DTensor, plain ``pickle``),
     under an autocast that casts the weights, and where a hook, a parametrization or an adapter
-    sits on ``gate_proj`` or ``up_proj``. Saving one of the two parameters alone with
+    sits on ``gate_proj`` or ``up_proj``; while training also under any autocast, in a compiled
+    graph and under ``torch.func``. Saving one of the two parameters alone with
     ``torch.save`` writes the storage of both.
     """
 
@@ -142,14 +146,21 @@ class GatedMLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         gate, up, down = self._layers()
-        if not _is_one_product(x, gate, up):
-            between = _gate(gate(x), up(x), self._text)
-        else:
-            run = gated_linear if torch.compiler.is_compiling() else _run
+        between = None
+        if _does_no_more(gate, up, x):
             of_gate, of_up = gate._parameters, up._parameters
-            between = run(
-                x, of_gate["weight"], of_up["weight"], of_gate["bias"], of_up["bias"], self._text
+            operands: Any = (
+                *(of_gate["weight"], of_up["weight"], of_gate["bias"], of_up["bias"]),
+                self._text,
             )
+            if autograd.recorded(x, *operands[:4]):
+                between = _learn(x, *operands)
+            elif torch.compiler.is_compiling():
+                between = gated_linear(x, *operands)
+            else:
+                between = _run(x, *operands)
+        if between is None:
+            between = _gate(gate(x), up(x), self._text)
         return down(between)  # type: ignore[no-any-return]
 
     def _layers(self) -> list[Any]:
@@ -205,7 +216,7 @@ def joined(first: Tensor | None, second: Tensor | None) -> Tensor | None:
 def _operands(
     gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None
 ) -> tuple[Tensor, Tensor | None] | None:
-    """Weight and bias of the one product; None where it has to be two."""
+    """Weight and bias of the one product; None where it has to be two, which torch gates."""
     weight = joined(gate, up)
     if gate_bias is None and up_bias is None:
         return None if weight is None else (weight, None)
@@ -245,22 +256,18 @@ def _alone(parameter: Tensor) -> bool:
 _PLAIN = (nn.Parameter, Tensor, FakeTensor)
 
 
-def _is_one_product(x: Tensor, gate: Any, up: Any) -> bool:
-    """Whether calling the two layers would do no more than what the fused kernel does."""
-    learning = torch.is_grad_enabled()
-    if learning and x.requires_grad:
-        return False
+def _does_no_more(gate: Any, up: Any, x: Tensor) -> bool:
+    """Whether calling the two layers would do no more than what one product does."""
     for layer in (gate, up):
         if type(layer) is not Linear or layer._text:
             return False
         if layer._forward_hooks or layer._forward_pre_hooks or "forward" in layer.__dict__:
             return False
+        if layer._backward_hooks or layer._backward_pre_hooks:
+            return False
         # Not through __getattr__, which would cost a microsecond here.
         weight: Any = layer._parameters["weight"]
-        bias: Any = layer._parameters["bias"]
         if type(weight) not in _PLAIN or weight.dtype is not x.dtype:
-            return False
-        if learning and (weight.requires_grad or (bias is not None and bias.requires_grad)):
             return False
     if forward_ad._current_level >= 0:  # tangents, which an alias of the weights would lose
         return False
@@ -298,6 +305,74 @@ def _two_products(
     epilogue: str,
 ) -> Tensor:
     return _gate(api.linear(x, gate, gate_bias), api.linear(x, up, up_bias), epilogue)
+
+
+def _learn(
+    x: Tensor,
+    gate: Tensor,
+    up: Tensor,
+    gate_bias: Tensor | None,
+    up_bias: Tensor | None,
+    text: str,
+) -> Tensor | None:
+    """One product that is recorded; None where it has to be two, which torch gates."""
+    if torch.compiler.is_compiling() or not dispatch.undisturbed(x, gate, up, gate_bias, up_bias):
+        return None
+    if x.dim() < 2:
+        return None
+    epilogue = dispatch.epilogue_of(text)
+    found = kernels(epilogue, 2 * gate.shape[0], x.dtype, x)
+    if found is None:
+        return None
+    with torch.no_grad():
+        operands = _operands(gate, up, gate_bias, up_bias)
+    if operands is None:
+        return None
+    z = _Joint.apply(x, gate, up, gate_bias, up_bias, *operands)  # type: ignore[attr-defined]
+    return autograd.follow(z, epilogue, found)  # type: ignore[no-any-return]
+
+
+class _Joint(autograd.OneLevel):
+    """The product with two parameters that lie as one."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        gate: Tensor,
+        up: Tensor,
+        gate_bias: Tensor | None,
+        up_bias: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+    ) -> Tensor:
+        wants_x, wants_gate, wants_up, *_ = ctx.needs_input_grad
+        # The parameters themselves, whose changes in place torch sees: it does not those of
+        # the one weight.
+        weights = (gate, up) if wants_x else (None, None)
+        ctx.save_for_backward(x if wants_gate or wants_up else None, *weights)
+        ctx.call = autograd.Call(x, weight, bias, transposed=True)
+        return dispatch.run(x, weight.t(), bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, gate, up = ctx.saved_tensors
+        wants_x, wants_gate, wants_up, wants_gate_bias, wants_up_bias, *_ = ctx.needs_input_grad
+        weight = None
+        if wants_x:
+            # Second derivatives need to see both, and hooks may have brought back copies.
+            weight = None if torch.is_grad_enabled() else joined(gate, up)
+            weight = torch.cat((gate, up)) if weight is None else weight
+        wanted = wants_x, wants_gate or wants_up, wants_gate_bias or wants_up_bias, False
+        dx, dw, dbias, _ = autograd.gradients_of_rows(ctx.call, wanted, x, weight, None, grad)
+        return dx, *_halves(dw), *_halves(dbias), None, None
+
+
+def _halves(t: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    if t is None:
+        return None, None
+    rows = t.shape[0] // 2
+    return t[:rows], t[rows:]
 
 
 def _differentiable(

@@ -19,4 +19,5 @@ MISH = Epilogue(
     # By name, so that nobody imports Triton who does not launch it.
     device="tmm_example.mish_device:mish",
     derivative=derivative,
+    device_derivative="tmm_example.mish_device:slope",
 )

@@ -13,3 +13,12 @@ def mish(z):
     e = tl.exp(tl.minimum(z, 20.0))
     n = e * (e + 2)
     return z * (n / (n + 2))
+
+
+@triton.jit
+def slope(z):
+    # t + z · sigmoid(z) · (1 − t²), where t is mish's tanh.
+    e = tl.exp(tl.minimum(z, 20.0))
+    n = e * (e + 2)
+    t = n / (n + 2)
+    return t + z * (e / (1 + e)) * (1 - t * t)

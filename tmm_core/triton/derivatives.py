@@ -1,0 +1,176 @@
+"""Derivatives of the built-in epilogues, of the names that these have in
+:mod:`tmm_core.triton.epilogues`, and how a chain's become one function.
+
+All take fp32 blocks of the pre-activation and return what the gradient is multiplied by: a
+block, or the pair ``(d/d gate, d/d up)``. Where torch has to choose (relu at zero, a NaN), they
+choose as torch's backward does.
+"""
+
+from __future__ import annotations
+
+import functools
+import linecache
+import math
+from dataclasses import replace
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from tmm_core.epilogue import Epilogue
+from tmm_core.triton import epilogues
+from tmm_core.triton.epilogues import _exp2, _reciprocal, device_function
+
+# 1/√2π; −½ log2 e; √(2/π), twice and with thrice GPT-2's cubic coefficient.
+_NORMAL = tl.constexpr(0.3989422804014327)
+_HALF_LOG2_E = tl.constexpr(-0.5 * math.log2(math.e))
+_GELU_SLOPE = tl.constexpr(1.5957691216057308)
+_GELU_SLOPE_CUBIC = tl.constexpr(1.5957691216057308 * 3 * 0.044715)
+_GELU_LINEAR = tl.constexpr(-1.5957691216057308 * math.log2(math.e))
+_GELU_CUBIC = tl.constexpr(-1.5957691216057308 * math.log2(math.e) * 0.044715)
+_SQRT_HALF = tl.constexpr(0.7071067811865476)
+
+
+@triton.jit
+def identity(z):
+    return tl.full(z.shape, 1.0, tl.float32)
+
+
+@triton.jit
+def relu(z):
+    return tl.where(z <= 0, 0.0, 1.0)
+
+
+@triton.jit
+def relu2(z):
+    return 2 * epilogues.relu(z)
+
+
+@triton.jit
+def leaky_relu(z, slope: tl.constexpr):
+    return tl.where(z > 0, 1.0, slope)
+
+
+@triton.jit
+def sigmoid(z):
+    s = epilogues.sigmoid(z)
+    return s * (1 - s)
+
+
+@triton.jit
+def _silu(z):
+    """silu and its derivative."""
+    s = epilogues.sigmoid(z)
+    y = z * s
+    return y, s + y * (1 - s)
+
+
+@triton.jit
+def silu(z):
+    _, slope = _silu(z)
+    return slope
+
+
+@triton.jit
+def tanh(z):
+    y = epilogues.tanh(z)
+    return 1 - y * y
+
+
+@triton.jit
+def _gelu(z):
+    """gelu and its derivative: the normal distribution, and its density times z."""
+    cdf = 0.5 * (1 + tl.erf(z * _SQRT_HALF))
+    return z * cdf, cdf + z * _exp2(z * z * _HALF_LOG2_E) * _NORMAL
+
+
+@triton.jit
+def gelu(z):
+    _, slope = _gelu(z)
+    return slope
+
+
+@triton.jit
+def _gelu_tanh(z):
+    """gelu_tanh and its derivative, by sigmoid(2u) as the function is."""
+    square = z * z
+    s = _reciprocal(1 + _exp2(z * (square * _GELU_CUBIC + _GELU_LINEAR)))
+    y = z * s
+    return y, s + y * (1 - s) * (square * _GELU_SLOPE_CUBIC + _GELU_SLOPE)
+
+
+@triton.jit
+def gelu_tanh(z):
+    _, slope = _gelu_tanh(z)
+    return slope
+
+
+@triton.jit
+def softplus(z):
+    return epilogues.sigmoid(z)
+
+
+@triton.jit
+def softcap(z, cap: tl.constexpr):
+    return tanh(z / cap)
+
+
+@triton.jit
+def scale(z, factor: tl.constexpr):
+    return tl.full(z.shape, factor, tl.float32)
+
+
+@triton.jit
+def swiglu(gate, up):
+    y, slope = _silu(gate)
+    return slope * up, y
+
+
+@triton.jit
+def geglu(gate, up):
+    y, slope = _gelu(gate)
+    return slope * up, y
+
+
+@triton.jit
+def geglu_tanh(gate, up):
+    y, slope = _gelu_tanh(gate)
+    return slope * up, y
+
+
+@triton.jit
+def reglu(gate, up):
+    return tl.where(gate <= 0, 0.0, up), epilogues.relu(gate)
+
+
+@functools.lru_cache(maxsize=1024)
+def device_derivative(epilogue: Epilogue) -> Any:
+    """The ``@triton.jit`` derivative of ``epilogue``: of the signature of
+    :func:`~tmm_core.triton.device_function`, it returns the slope (two of them where gated).
+
+    Raises:
+        ValueError: A stage lacks a device function or its derivative.
+    """
+    stages = epilogue.stages or (epilogue,)
+    # One stage's function is a device function like any other, with parameters baked in.
+    names = {
+        f"slope{i}": device_function(replace(stage, device=stage.device_derivative, builtin=False))
+        for i, stage in enumerate(stages)
+    }
+    if len(stages) == 1:
+        return names["slope0"]
+    # The chain rule, written out: every stage's input, then the product of their slopes.
+    values, result = ("gate, up", "s, t") if epilogue.gated else ("z", "s")
+    lines, argument = [f"def slopes({values}):", f"    {result} = slope0({values})"], values
+    for i, stage in enumerate(stages[:-1]):
+        names[f"stage{i}"] = device_function(stage)
+        lines += [f"    z = stage{i}({argument})", f"    r = slope{i + 1}(z)"]
+        lines += [f"    {name} = {name} * r" for name in result.split(", ")]
+        argument = "z"
+    source = "\n".join([*lines, f"    return {result}", ""])
+    filename = f"<tmm derivative of {epilogue.key}>"
+    # As device_function's chains: Triton reads the source, through linecache.
+    linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
+    namespace = names | {"tl": tl, "__name__": __name__}
+    exec(compile(source, filename, "exec"), namespace)
+    return triton.jit(namespace["slopes"])
