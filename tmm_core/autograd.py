@@ -26,6 +26,7 @@ from tmm_core.dispatch import epilogue_of, run, undisturbed
 from tmm_core.epilogue import IDENTITY, Epilogue
 from tmm_core.pointwise import failed, kernels, takes
 from tmm_core.problem import FP8
+from tmm_core.settings import overridden, within
 
 if TYPE_CHECKING:
     from tmm_core.triton.pointwise import Pointwise
@@ -219,9 +220,14 @@ class _Product(OneLevel):
         ctx.a, ctx.b, ctx.bias, ctx.residual = map(_like, (a, b, bias, residual))
         ctx.a_column, ctx.b_column = _is_column_major(a), _is_column_major(b)
         ctx.output = _like(output)
+        ctx.settings = overridden()
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return within(ctx.settings, _Product._gradients, ctx, grad)
+
+    @staticmethod
+    def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         a, b, y = ctx.saved_tensors
         wants_a, wants_b, wants_bias, wants_residual, *_ = ctx.needs_input_grad
         (a_shape, dtype), (b_shape, _) = ctx.a, ctx.b
@@ -291,7 +297,7 @@ class Call:
     """What backward has to know of a product of rows besides its tensors."""
 
     __slots__ = (
-        *("alpha", "bias", "head", "residual"),
+        *("alpha", "bias", "head", "residual", "settings"),
         *("a_columns", "b_columns", "transposed"),
     )
 
@@ -313,6 +319,7 @@ class Call:
         #: Whether b, as it is multiplied, is column-major.
         self.b_columns = _is_column_major(b) is not transposed
         self.transposed = transposed
+        self.settings = overridden()
 
 
 class _EagerRows(OneLevel):
@@ -366,6 +373,17 @@ def gradients_of_rows(
         y: The output, where the head is not linear.
         grad: Its gradient.
     """
+    return within(call.settings, _gradients_of_rows, call, wanted, a, b, y, grad)
+
+
+def _gradients_of_rows(
+    call: Call,
+    wanted: Sequence[bool],
+    a: Tensor | None,
+    b: Tensor | None,
+    y: Tensor | None,
+    grad: Tensor,
+) -> tuple[Tensor | None, ...]:
     alpha, head = call.alpha, call.head
     wants_a, wants_b, wants_bias, wants_residual, *_ = wanted
     direct = _is_direct(grad)

@@ -20,13 +20,17 @@ import functools
 import json
 import math
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, TypeVar, get_args
+
+import torch
 
 from tmm_core.errors import SettingsError
+
+T = TypeVar("T")
 
 OnCacheMiss = Literal["tune", "heuristic", "error"]
 
@@ -109,6 +113,19 @@ overridden = _active.get
 _interned: dict[tuple[Any, ...], Settings] = {}
 
 
+def within(settings: Settings | None, function: Callable[..., T], *arguments: Any) -> T:
+    """``function(*arguments)`` under what :data:`overridden` returned elsewhere: another thread
+    knows nothing of this one's overrides."""
+    # A graph that is compiled runs later, in whatever thread.
+    if torch.compiler.is_dynamo_compiling() or overridden() is settings:
+        return function(*arguments)
+    token = _active.set(settings)
+    try:
+        return function(*arguments)
+    finally:
+        _active.reset(token)
+
+
 @functools.cache
 def _from_environment() -> Settings:
     return Settings.from_environ(os.environ)
@@ -131,7 +148,8 @@ def override(
     disable: Iterable[str] = (),
     **changes: Any,
 ) -> Iterator[Settings]:
-    """Other settings inside a ``with`` block, in this thread or task only.
+    """Other settings inside a ``with`` block, in this thread or task only. A product's gradients
+    go by what was in force when it was computed, as under autocast.
 
     Args:
         kernel: Force this kernel.

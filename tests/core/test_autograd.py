@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import threading
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -661,6 +662,39 @@ def test_no_more_is_kept_where_kernels_follow(epilogue: Any) -> None:
     assert mine <= kept(lambda: theirs(*inputs))
     # Both operands and what comes before.
     assert mine == sum(t.nbytes for t in (*inputs[:2], inputs[0] @ inputs[1]))
+
+
+@pytest.mark.parametrize("shape", [(6, 8), (8,)], ids=["rows", "vector"])
+def test_gradients_go_by_the_settings_of_their_product(
+    shape: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A GPU's backward runs in a thread of autograd's own, which knows no ``with`` of ours."""
+    seen: list[Any] = []
+    choose = dispatch.dispatcher().choose
+
+    def noted(problem: Any, settings: Any) -> Any:
+        seen.append(settings)
+        return choose(problem, settings)
+
+    monkeypatch.setattr(dispatch.dispatcher(), "choose", noted)
+    x, w = leaf(*shape), leaf(8, 5)
+    with tmm_core.override(tune_budget=3.25) as other:
+        y = tmm_core.matmul(x, w)
+    seen.clear()
+    thread = threading.Thread(target=y.sum().backward)
+    thread.start()
+    thread.join()
+    assert x.grad is not None
+    assert len(seen) == 2
+    assert all(settings is other for settings in seen)
+    # And what was computed outside is not drawn in.
+    dispatch.forget_plans()
+    y = tmm_core.matmul(x, w)
+    seen.clear()
+    with tmm_core.override(tune_budget=3.25):
+        y.sum().backward()
+    assert seen
+    assert all(settings is not other for settings in seen)
 
 
 @pytest.mark.parametrize("reason", ["dtype", "disabled", "no device function", "no derivative"])

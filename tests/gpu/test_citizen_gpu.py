@@ -27,8 +27,8 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def untuned() -> Iterator[None]:
-    """What is measured here is nothing: any kernel that may serve will do. Also in backward, which
-    is a GPU's own thread otherwise, where no override of this one holds."""
+    """What is measured here is nothing: any kernel that may serve will do. Also where backward
+    calls the operator, in a GPU's own thread otherwise, which no override of this one reaches."""
     with (
         tmm_core.override(on_cache_miss="heuristic"),
         torch.autograd.set_multithreading_enabled(False),
