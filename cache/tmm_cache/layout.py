@@ -17,6 +17,7 @@ from tmm_cache.record import SCHEMA
 
 ENVIRONMENT: Final = "environment.json"
 MISSES: Final = "misses.jsonl"
+NOTES: Final = "notes"
 LOCK_SUFFIX: Final = ".lock"
 VERSION: Final = f"v{SCHEMA}"
 SHIPPED_GROUP: Final = "tmm.records"
@@ -25,6 +26,7 @@ OWN_PACKAGE: Final = "tmm_core"
 _HEX = rf"[0-9a-f]{{{DIGEST_DIGITS}}}"
 DIGEST: Final = re.compile(_HEX)
 RECORD: Final = re.compile(rf"{_HEX}\.json")
+NOTE_FILE: Final = re.compile(r"[a-z]+-[0-9a-f]{64}\.jsonl")
 LOCK: Final = re.compile(rf"{_HEX}\.json{re.escape(LOCK_SUFFIX)}")
 TEMPORARY: Final = re.compile(rf"({_HEX}|environment)\.json\.[0-9]+-[0-9a-f]{{8}}\.tmp")
 

@@ -18,9 +18,7 @@ from typing import Final
 
 from tmm_cache.files import FILE_MODE, make_folder, read_bytes
 from tmm_cache.keys import JSON, canonical
-from tmm_cache.layout import default_root
-
-FOLDER: Final = "notes"
+from tmm_cache.layout import NOTES, default_root
 
 #: Past it no more is noted: some thousand problems, read at every start.
 MAX_BYTES: Final = 2**20
@@ -36,7 +34,7 @@ class Notes:
 
     def __init__(self, name: str, state: JSON, root: Path | None = None) -> None:
         digest = hashlib.sha256(canonical(state).encode("ascii")).hexdigest()
-        folder = (default_root() if root is None else root) / FOLDER
+        folder = (default_root() if root is None else root) / NOTES
         self._path = folder / f"{name}-{digest}.jsonl"
         self._read: dict[str, JSON] | None = None
 

@@ -16,13 +16,24 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from tmm_cache.files import Fault
-from tmm_cache.layout import ENVIRONMENT, LOCK, LOCK_SUFFIX, MISSES, TEMPORARY
+from tmm_cache.layout import (
+    ENVIRONMENT,
+    LOCK,
+    LOCK_SUFFIX,
+    MISSES,
+    NOTE_FILE,
+    NOTES,
+    TEMPORARY,
+)
 from tmm_cache.scan import Entry, Folder, folders, scan, scan_folder
 
-Kind: TypeAlias = Literal["record", "damaged", "misses", "lock", "temporary"]
+Kind: TypeAlias = Literal["record", "damaged", "misses", "lock", "temporary", "notes"]
 
 #: A younger temporary file may be a save that is under way.
 STALE_SECONDS = 3600.0
+#: Notes that nothing was added to for so long are most likely of versions that are gone, and soon
+#: made again where they are not.
+STALE_NOTES_SECONDS = 30 * 86400.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,7 +46,7 @@ class Removal:
 
 
 def everything(root: Path) -> Iterator[Removal | Fault]:
-    """All of the root: records, damaged files, misses, locks, stale temporary files.
+    """All of the root: records, damaged files, misses, notes, locks, stale temporary files.
 
     This and the two below also yield the faults that stay, such as a folder that can't be listed.
     """
@@ -47,6 +58,8 @@ def everything(root: Path) -> Iterator[Removal | Fault]:
             yield _removal(item, "to be cleared")
         yield from _misses(folder, "to be cleared")
         yield from _leftovers(folder)
+    for path in _notes(root):
+        yield Removal(path, "notes", "to be cleared")
 
 
 def matching(root: Path, wanted: Callable[[Entry], bool]) -> Iterator[Removal | Fault]:
@@ -59,8 +72,8 @@ def matching(root: Path, wanted: Callable[[Entry], bool]) -> Iterator[Removal | 
 
 
 def outdated(root: Path, before: datetime | None) -> Iterator[Removal | Fault]:
-    """What `prune` removes: damaged files, stale temporary files, locks without a record, and
-    records created before a time or, without one, of every environment of a GPU but its newest.
+    """What `prune` removes: damaged files, stale notes and temporary files, locks without a record,
+    and records created before a time or, without one, of every environment of a GPU but its newest.
     """
     contents: dict[Folder, list[Entry | Fault]] = {}
     for folder in folders(root):
@@ -89,6 +102,9 @@ def outdated(root: Path, before: datetime | None) -> Iterator[Removal | Fault]:
         if superseded:
             yield from _misses(folder, "an older environment of this GPU")
         yield from _leftovers(folder)
+    for path in _notes(root):
+        if _is_older(path, STALE_NOTES_SECONDS):
+            yield Removal(path, "notes", "nothing was noted there for a month")
 
 
 def remove(root: Path, removals: Iterable[Removal]) -> list[Fault]:
@@ -119,7 +135,7 @@ def remove(root: Path, removals: Iterable[Removal]) -> list[Fault]:
             with contextlib.suppress(OSError):
                 _remove_lock(path.with_name(path.name + LOCK_SUFFIX))
     for folder in touched:
-        _remove_if_empty(folder)
+        _remove_if_empty(folder, root)
     return faults
 
 
@@ -144,13 +160,21 @@ def _leftovers(folder: Folder) -> Iterator[Removal]:
         path = folder.path / name
         if LOCK.fullmatch(name) and name.removesuffix(LOCK_SUFFIX) not in present:
             yield Removal(path, "lock", "without a record")
-        elif TEMPORARY.fullmatch(name) and _is_stale(path):
+        elif TEMPORARY.fullmatch(name) and _is_older(path, STALE_SECONDS):
             yield Removal(path, "temporary", "left by a process that was killed")
 
 
-def _is_stale(path: Path) -> bool:
+def _notes(root: Path) -> list[Path]:
     try:
-        return time.time() - path.stat().st_mtime > STALE_SECONDS
+        paths = sorted((root / NOTES).iterdir())
+    except OSError:  # most often there is no such folder
+        return []
+    return [path for path in paths if NOTE_FILE.fullmatch(path.name) and path.is_file()]
+
+
+def _is_older(path: Path, seconds: float) -> bool:
+    try:
+        return time.time() - path.stat().st_mtime > seconds
     except OSError:
         return False
 
@@ -164,11 +188,11 @@ def _remove_lock(path: Path) -> None:
         path.unlink()
 
 
-def _remove_if_empty(folder: Path) -> None:
+def _remove_if_empty(folder: Path, root: Path) -> None:
     # `rmdir` refuses a folder that holds anything more.
     with contextlib.suppress(OSError):
         if [path.name for path in folder.iterdir()] == [ENVIRONMENT]:
             (folder / ENVIRONMENT).unlink()
-        folder.rmdir()
-        folder.parent.rmdir()
-        folder.parent.parent.rmdir()
+        while root in folder.parents:
+            folder.rmdir()
+            folder = folder.parent

@@ -21,7 +21,7 @@ from cache_builders import (
     problem,
     record,
 )
-from tmm_cache import CacheStore
+from tmm_cache import CacheStore, Notes
 from tmm_cache.cli import main
 
 Captured = pytest.CaptureFixture[str]
@@ -122,6 +122,27 @@ def test_clear_without_a_terminal_needs_only_y(filled: CacheStore, capsys: Captu
     assert "nothing to remove" in capsys.readouterr().err
     assert main(["clear", "--json"]) == 0
     assert json.loads(capsys.readouterr().out) == []
+
+
+def test_notes_go_with_everything_and_when_they_are_old(
+    filled: CacheStore, capsys: Captured
+) -> None:
+    for name in ("able", "triton"):
+        Notes(name, None, filled.root).add("x", 1)
+    (filled.root / "notes" / "mine.txt").write_text("")
+    old, _, fresh = sorted((filled.root / "notes").iterdir())
+    month = time.time() - 31 * 86400
+    os.utime(old, (month, month))
+    assert main(["prune", "-y", "--json"]) == 0
+    assert listed(capsys) == [(old.name, "notes")]
+    assert main(["clear", "-y", "--shape", "1x*x*"]) == 0
+    assert fresh.exists()
+    assert main(["clear", "-y"]) == 0
+    assert files_under(filled.root) == {"notes/mine.txt"}
+    (filled.root / "notes" / "mine.txt").unlink()
+    fresh.touch()
+    assert main(["clear", "-y"]) == 0
+    assert os.listdir(filled.root) == []
 
 
 def test_clear_with_a_filter_leaves_the_rest(filled: CacheStore) -> None:
