@@ -401,7 +401,7 @@ from tmm_core.device import fingerprint
 from tmm_triton.plugin import KERNELS, tmm_kernels
 operand = Operand(torch.float32)
 problem = Problem(2, 2, 2, operand, operand, operand, fingerprint(torch.device("cpu")))
-kernels = tmm_kernels()
+kernels = [deferred.load() for deferred in tmm_kernels()]
 assert [k.name for k in kernels] == [f"triton.{name}" for name in KERNELS]
 assert all(k.reasons_against(problem) == ["Triton is not installed"] for k in kernels)
 assert all(k.version for k in kernels)
@@ -411,7 +411,7 @@ assert all(k.version for k in kernels)
 
 def test_a_kernel_that_does_not_import_costs_itself_only(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "tmm_triton.warp_specialized", None)
-    kernels = {kernel.name: kernel for kernel in plugin.tmm_kernels()}
+    kernels = {deferred.name: deferred.load() for deferred in plugin.tmm_kernels()}
     (reason,) = kernels["triton.warp_specialized"].reasons_against(ask())
     assert "does not have what it needs" in reason
     assert kernels["triton.grouped"].reasons_against(ask()) == []
