@@ -20,11 +20,13 @@ consumers wait for every phase in turn and never are. A ping-pong consumer leave
 other's k-steps: ``turn`` holds it until the other has seen its last stage full, when all
 phases but the one it will wait for are over.
 
-With ``tail_splits`` the tiles that would fill a part of a wave only are cut along K, into as many
-parts as give the other SMs something to do, and come first::
+With ``tail_splits`` the tiles that would fill a part of a wave only, here two of ten on four SMs,
+are cut along K, into as many parts as give the other SMs something to do, and come first::
 
-    block 3  | tile 0, first half ┄┄┄┄▶| tile 6        | tile 10       |   here two on four
-    block 2  | tile 0, second half  ▶| tile 5        | tile 9        |   SMs, in halves
+    block 3  | tile 0, first half ◀┐ | tile 5              | tile 9              |
+    block 2  | tile 0, second half ┘ | tile 4              | tile 8              |
+    block 1  | tile 1, first half ◀┐ | tile 3              | tile 7              |
+    block 0  | tile 1, second half ┘ | tile 2              | tile 6              |
 
 Whoever has the first k-steps of a tile adds what the others left in the workspace, while the other
 consumers multiply. Cutting tiles at equal distances (stream-K) leaves no SM idle at all, but
