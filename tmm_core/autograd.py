@@ -95,19 +95,7 @@ def eager(
     if a.dim() < 2 or b.dim() != 2:
         b = b.t() if transposed else b
         return _in_parts(_record_eager_product, a, b, bias, residual, alpha, epilogue, out_dtype)
-    if not epilogue:
-        return _rows(a, b, bias, residual, alpha, IDENTITY, out_dtype, transposed)  # type: ignore[no-any-return]
-    head, rest = epilogue_of(epilogue).parts
-    inner = residual if rest is None and head is IDENTITY else None
-    y = _rows(a, b, bias, inner, alpha, head, out_dtype, transposed)
-    if rest is not None:
-        found = kernels(rest, y.shape[-1], y.dtype, y)
-        if found is not None:
-            y = follow(y, rest, found)
-        else:
-            for stage in rest.stages or (rest,):
-                y = _apply(stage, y)
-    return y if residual is inner else (y + residual).to(y.dtype)  # type: ignore[no-any-return]
+    return _in_parts(_rows, a, b, bias, residual, alpha, epilogue, out_dtype, transposed)
 
 
 def _in_parts(
@@ -119,17 +107,27 @@ def _in_parts(
     alpha: float,
     epilogue: str,
     out_dtype: torch.dtype | None,
+    *more: Any,
 ) -> Tensor:
+    """``product`` with as much of the epilogue as it can fuse, given as its head, and ``more``;
+    then the rest of it, after rows by kernels where there are any; then the residual."""
     if not epilogue:
-        return product(a, b, bias, residual, alpha, "", out_dtype)
+        return product(a, b, bias, residual, alpha, IDENTITY, out_dtype, *more)
     head, rest = epilogue_of(epilogue).parts
-    whole = head.is_identity and rest is None
-    inner = residual if whole else None
-    text = "" if head.is_identity else head.interned()
-    y = product(a, b, bias, inner, alpha, text, out_dtype)
-    for stage in () if rest is None else rest.stages or (rest,):
-        y = _apply(stage, y)
-    return y if whole or residual is None else (y + residual).to(y.dtype)
+    inner = residual if rest is None and head is IDENTITY else None
+    y = product(a, b, bias, inner, alpha, head, out_dtype, *more)
+    if rest is not None:
+        found = kernels(rest, y.shape[-1], y.dtype, y) if product is _rows else None
+        if found is not None:
+            y = follow(y, rest, found)
+        else:
+            for stage in rest.stages or (rest,):
+                y = _apply(stage, y)
+    return y if residual is None or residual is inner else (y + residual).to(y.dtype)
+
+
+def _text(head: Epilogue) -> str:
+    return "" if head is IDENTITY else head.interned()
 
 
 def _record(function: Any, *arguments: Any) -> Tensor:
@@ -137,12 +135,16 @@ def _record(function: Any, *arguments: Any) -> Tensor:
         return function.apply(*arguments)  # type: ignore[no-any-return]
 
 
-def _record_product(*arguments: Any) -> Tensor:
-    return _record(_Product, *arguments)
+def _record_product(
+    a: Tensor, b: Tensor, bias: Any, residual: Any, alpha: float, head: Epilogue, out_dtype: Any
+) -> Tensor:
+    return _record(_Product, a, b, bias, residual, alpha, _text(head), out_dtype)
 
 
-def _record_eager_product(*arguments: Any) -> Tensor:
-    return _EagerProduct.apply(*arguments)  # type: ignore[attr-defined, no-any-return]
+def _record_eager_product(
+    a: Tensor, b: Tensor, bias: Any, residual: Any, alpha: float, head: Epilogue, out_dtype: Any
+) -> Tensor:
+    return _EagerProduct.apply(a, b, bias, residual, alpha, _text(head), out_dtype)  # type: ignore[attr-defined, no-any-return]
 
 
 def _operator(*arguments: Any) -> Tensor:
@@ -338,8 +340,7 @@ class _EagerRows(OneLevel):
         out_dtype: torch.dtype | None,
         transposed: bool,
     ) -> Tensor:
-        text = "" if head is IDENTITY else head.interned()
-        y = run(a, b.t() if transposed else b, bias, residual, alpha, text, out_dtype)
+        y = run(a, b.t() if transposed else b, bias, residual, alpha, _text(head), out_dtype)
         wants_a, wants_b, *_ = ctx.needs_input_grad
         kept = None if head.linear else y
         ctx.save_for_backward(a if wants_b else None, b if wants_a else None, kept)
@@ -356,7 +357,12 @@ class _EagerRows(OneLevel):
 _rows = _EagerRows.apply  # type: ignore[attr-defined]
 
 
-def gradients_of_rows(
+def gradients_of_rows(call: Call, *arguments: Any) -> tuple[Tensor | None, ...]:
+    """Of a, b, bias and residual, by the settings of ``call``; as :func:`_gradients_of_rows`."""
+    return within(call.settings, _gradients_of_rows, call, *arguments)
+
+
+def _gradients_of_rows(
     call: Call,
     wanted: Sequence[bool],
     a: Tensor | None,
@@ -373,17 +379,6 @@ def gradients_of_rows(
         y: The output, where the head is not linear.
         grad: Its gradient.
     """
-    return within(call.settings, _gradients_of_rows, call, wanted, a, b, y, grad)
-
-
-def _gradients_of_rows(
-    call: Call,
-    wanted: Sequence[bool],
-    a: Tensor | None,
-    b: Tensor | None,
-    y: Tensor | None,
-    grad: Tensor,
-) -> tuple[Tensor | None, ...]:
     alpha, head = call.alpha, call.head
     wants_a, wants_b, wants_bias, wants_residual, *_ = wanted
     direct = _is_direct(grad)

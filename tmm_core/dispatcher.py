@@ -155,27 +155,24 @@ class Dispatcher:
         if not answered and all(kernel.name == BASELINE for kernel in at_hand):
             return self._fallback(_ALONE)
         able = answered | {(kernel.name, kernel.version) for kernel in at_hand}
-        for asked in dict.fromkeys((_bare(problem), key)):
-            record = self.store.load(
-                problem.device.gpu, problem.device.environment, asked.to_json()
-            )
-            if record is None:
-                continue
-            best = record.best
-            if (best.kernel, best.version) not in able or not able <= {
-                (c.kernel, c.version) for c in record.candidates
-            }:
-                return None
-            kernel = self.registry.kernel(best.kernel)
-            candidate = self._candidate(best, [kernel])
-            if (
-                candidate is None
-                or (kernel.name, key) in self._quarantine
-                or self.registry.reasons_against(kernel, problem, settings)
-            ):
-                return None
-            return Choice(candidate, "cache", self._where(asked), _other(asked, problem))
-        return None
+        found = self.record(problem)
+        if found is None:
+            return None
+        asked, record = found
+        best = record.best
+        if (best.kernel, best.version) not in able or not able <= {
+            (c.kernel, c.version) for c in record.candidates
+        }:
+            return None
+        kernel = self.registry.kernel(best.kernel)
+        candidate = self._candidate(best, [kernel])
+        if (
+            candidate is None
+            or (kernel.name, key) in self._quarantine
+            or self.registry.reasons_against(kernel, problem, settings)
+        ):
+            return None
+        return Choice(candidate, "cache", self._where(asked), _other(asked, problem))
 
     @property
     def _answered(self) -> Answers:

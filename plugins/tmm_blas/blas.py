@@ -10,7 +10,7 @@ otherwise they are multiplied as bf16, which holds them exactly, and scaled afte
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -67,7 +67,7 @@ class Blas(Kernel[BlasConfig]):
         if config.fused and not _fusable(problem):
             raise ValueError(f"cuBLASLt fuses bias + relu into plain 2-D products, not {problem}")
         if config.fused:
-            return _bind_fused()
+            return _bind_biased(torch._addmm_activation)  # bias and relu
         return _bind_fp8(problem) if problem.fp8 else bind_product(problem)
 
     def estimate_us(self, problem: Problem, config: BlasConfig) -> float | None:
@@ -122,22 +122,8 @@ def bind_product(problem: Problem) -> Launcher:
 
     add_bias = problem.bias == problem.a.dtype and problem.batch == 1 and same
     if add_bias and problem.epilogue.is_identity and problem.residual is None:
-
-        def biased(
-            a: Tensor,
-            b: Tensor,
-            bias: Tensor | None,
-            residual: Tensor | None,
-            alpha: float,
-            out: Tensor | None,
-        ) -> Tensor:
-            """A layer's call: what follows costs the host as much as the product does."""
-            assert bias is not None
-            if out is None:
-                return torch.addmm(bias, a, b, alpha=alpha)
-            return torch.addmm(bias, a, b, alpha=alpha, out=out)
-
-        return biased
+        # A layer's call: what follows costs the host as much as the product does.
+        return _bind_biased(torch.addmm)
 
     def general(
         a: Tensor,
@@ -292,8 +278,10 @@ def _fusable(problem: Problem) -> bool:
     )
 
 
-def _bind_fused() -> Launcher:
-    def fused(
+def _bind_biased(addmm: Callable[..., Tensor]) -> Launcher:
+    """The whole expression by an operator of ``addmm``'s signature."""
+
+    def biased(
         a: Tensor,
         b: Tensor,
         bias: Tensor | None,
@@ -303,7 +291,7 @@ def _bind_fused() -> Launcher:
     ) -> Tensor:
         assert bias is not None
         if out is None:
-            return torch._addmm_activation(bias, a, b, use_gelu=False)
-        return torch._addmm_activation(bias, a, b, use_gelu=False, out=out)
+            return addmm(bias, a, b, alpha=alpha)
+        return addmm(bias, a, b, alpha=alpha, out=out)
 
-    return fused
+    return biased

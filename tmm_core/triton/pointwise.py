@@ -28,6 +28,15 @@ BLOCK_M, BLOCK_N = 8, 256
 
 
 @triton.jit
+def _tile(M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Rows and columns of the program's tile, and which of its places are in the output."""
+    tiles = tl.cdiv(N, BLOCK_N)
+    rows = tl.program_id(0) // tiles * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
+    cols = tl.program_id(0) % tiles * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    return rows, cols, (rows < M) & (cols < N)
+
+
+@triton.jit
 def _forward(
     z_ptr,
     y_ptr,
@@ -39,10 +48,7 @@ def _forward(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    tiles = tl.cdiv(N, BLOCK_N)
-    rows = tl.program_id(0) // tiles * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
-    cols = tl.program_id(0) % tiles * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-    inside = (rows < M) & (cols < N)
+    rows, cols, inside = _tile(M, N, BLOCK_M, BLOCK_N)
     z_ptrs = z_ptr + rows.to(tl.int64) * ldz + cols
     z = tl.load(z_ptrs, inside, other=0.0).to(tl.float32)
     if GATED:
@@ -69,10 +75,7 @@ def _backward(
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
 ):
-    tiles = tl.cdiv(N, BLOCK_N)
-    rows = tl.program_id(0) // tiles * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
-    cols = tl.program_id(0) % tiles * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-    inside = (rows < M) & (cols < N)
+    rows, cols, inside = _tile(M, N, BLOCK_M, BLOCK_N)
     places = rows.to(tl.int64) * ldz + cols
     grad_ptrs = grad_ptr + rows.to(tl.int64) * grad_row + cols * grad_col
     grad = tl.load(grad_ptrs, inside, other=0.0).to(tl.float32)
