@@ -5,7 +5,8 @@ rounds and stores. Here the block's warps have roles, and it stays for many tile
 
 * The producer, one warp with 24 registers a thread, walks all k-steps of all the block's
   tiles and keeps a ring of ``num_stages`` shared-memory stages full. It never waits for an
-  epilogue, only for a free stage.
+  epilogue, only for a free stage. The first few are asked for before the warps part: taking
+  roles costs 0.5 µs, in which these arrive.
 * Consumers, warpgroups with up to 240 registers a thread, hold the accumulators and issue
   ``wgmma`` on whatever stage is full. ``cooperative``: all share every tile, each owning
   some of its rows; they are not in step, so one multiplies while another stores.
@@ -241,7 +242,12 @@ def _skip(stage, phase, steps, C: gl.constexpr):
 
 
 @jit
-def _produce(a_desc, b_desc, strides, ring, barriers, sizes, C: gl.constexpr):
+def _load(
+    a_desc, b_desc, strides, ring, barriers, sizes, tile, first, last, stage, phase,
+    FRESH: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
+    """Ask for the tile's k-steps from ``first`` up to ``last``, each when its stage is free, or
+    FRESH, when no stage was ever taken; returns the ring position after them."""
     a_ring, b_ring = ring
     full, empty = barriers
     a_stride, b_stride = strides
@@ -249,36 +255,64 @@ def _produce(a_desc, b_desc, strides, ring, barriers, sizes, C: gl.constexpr):
     A_BOXES: gl.constexpr = C.a_boxes
     B_BOXES: gl.constexpr = C.b_boxes
     BYTES: gl.constexpr = C.IN_BYTES * (A_BOXES * C.A_ROWS + B_BOXES * C.columns) * C.BLOCK_K
-    if C.CHAINED:
-        # Consumers do nothing before the first stage is full.
-        gdc_wait()
-    stage = 0
-    phase = 0
-    work = _work(sizes, C)
-    for unit in range(work[0]):
-        tile, first, last = _unit(unit, work, sizes, C)
-        matrix, row, column = _tile(tile, sizes, C)
-        row, column = _moved(row, column, sizes, C)
-        of_a = _described(matrix, a_stride, C)
-        of_b = _described(matrix, b_stride, C)
-        for k in range(first * C.BLOCK_K, gl.minimum(last * C.BLOCK_K, K), C.BLOCK_K):
+    matrix, row, column = _tile(tile, sizes, C)
+    row, column = _moved(row, column, sizes, C)
+    of_a = _described(matrix, a_stride, C)
+    of_b = _described(matrix, b_stride, C)
+    for k in range(first * C.BLOCK_K, gl.minimum(last * C.BLOCK_K, K), C.BLOCK_K):
+        if not FRESH:
             # A fresh barrier counts as having completed phase −1: the first round passes.
             mbarrier.wait(empty.index(stage), phase ^ 1)
-            ready = full.index(stage)
-            # Whole boxes count, also where TMA fills out-of-range elements with zeros.
-            mbarrier.expect(ready, BYTES)
-            for part in gl.static_range(A_BOXES):
-                where = _place(of_a, row + part * C.ROWS, k, C.A_COL, C)
-                slot = a_ring.index(stage * A_BOXES + part)
-                if C.A_ROWS < C.ROWS:
-                    slot = slot.slice(0, C.A_ROWS, dim=1 if C.BATCHED else 0)
-                async_copy_global_to_shared(a_desc, where, ready, slot)
-            for part in gl.static_range(B_BOXES):
-                at = column + part * (C.columns if C.halves else N)
-                where = _place(of_b, k, at, C.B_COL, C)
-                slot = b_ring.index(stage * B_BOXES + part)
-                async_copy_global_to_shared(b_desc, where, ready, slot)
-            stage, phase = _next(stage, phase, C)
+        ready = full.index(stage)
+        # Whole boxes count, also where TMA fills out-of-range elements with zeros.
+        mbarrier.expect(ready, BYTES)
+        for part in gl.static_range(A_BOXES):
+            where = _place(of_a, row + part * C.ROWS, k, C.A_COL, C)
+            slot = a_ring.index(stage * A_BOXES + part)
+            if C.A_ROWS < C.ROWS:
+                slot = slot.slice(0, C.A_ROWS, dim=1 if C.BATCHED else 0)
+            async_copy_global_to_shared(a_desc, where, ready, slot)
+        for part in gl.static_range(B_BOXES):
+            at = column + part * (C.columns if C.halves else N)
+            where = _place(of_b, k, at, C.B_COL, C)
+            slot = b_ring.index(stage * B_BOXES + part)
+            async_copy_global_to_shared(b_desc, where, ready, slot)
+        stage, phase = _next(stage, phase, C)
+    return stage, phase
+
+
+@jit
+def _primed(first, last, C: gl.constexpr):
+    """Up to which k-step of the block's first unit is asked for before the warps part."""
+    return gl.minimum(first + C.PRIMED, last)
+
+
+@jit
+def _prime(a_desc, b_desc, strides, ring, barriers, sizes, C: gl.constexpr):
+    """Ask for the first k-steps: the warps take their roles while these are on their way."""
+    work = _work(sizes, C)
+    tile, first, last = _unit(0, work, sizes, C)
+    if C.TAIL_SPLITS > 1:
+        last = gl.where(work[0] > 0, last, first)  # a block may have nothing to do
+    last = _primed(first, last, C)
+    stage = 0
+    phase = 0
+    _load(a_desc, b_desc, strides, ring, barriers, sizes, tile, first, last, stage, phase, True, C)
+
+
+@jit
+def _produce(a_desc, b_desc, strides, ring, barriers, sizes, C: gl.constexpr):
+    work = _work(sizes, C)
+    _, first, last = _unit(0, work, sizes, C)
+    primed = _primed(first, last, C) - first
+    stage, phase = _skip(0, 0, primed, C)
+    for unit in range(work[0]):
+        tile, first, last = _unit(unit, work, sizes, C)
+        first += gl.where(unit == 0, primed, 0)
+        stage, phase = _load(
+            a_desc, b_desc, strides, ring, barriers, sizes, tile, first, last, stage, phase,
+            False, C,
+        )  # fmt: skip
 
 
 @jit
@@ -495,10 +529,9 @@ def _part(parts, share, product, WHO: gl.constexpr, C: gl.constexpr, LAYOUT: gl.
     """Where in the workspace the consumer's rows of a share's part lie: register by register,
     each of all threads in a row. Row by row, an access of a warp took 4 of each 32 bytes that
     it moved, and a part of 128×128 elements 17 µs."""
-    PART: gl.constexpr = 0 if C.PINGPONG else WHO
     SIZE: gl.constexpr = C.ROWS * C.columns
     THREADS: gl.constexpr = 32 * C.WARPS
-    start = ((share * C.a_boxes + PART) * C.b_boxes + product) * SIZE
+    start = ((share * C.a_boxes + WHO % C.a_boxes) * C.b_boxes + product) * SIZE
     # A thread of wgmma's accumulators has pairs of neighbours, of every eighth row and column.
     row = gl.arange(0, C.ROWS, layout=gl.SliceLayout(1, LAYOUT))
     thread = row % 8 * 4 + row // 16 % C.WARPS * 32
@@ -511,8 +544,7 @@ def _part(parts, share, product, WHO: gl.constexpr, C: gl.constexpr, LAYOUT: gl.
 
 @jit
 def _flag(parts, share, WHO: gl.constexpr, C: gl.constexpr):
-    PART: gl.constexpr = 0 if C.PINGPONG else WHO
-    return parts[1] + share * C.a_boxes + PART
+    return parts[1] + share * C.a_boxes + WHO % C.a_boxes
 
 
 @jit
@@ -635,6 +667,7 @@ def _kernel(
     EPILOGUE: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     STAGES: gl.constexpr = C.STAGES
+    PRIMED: gl.constexpr = C.PRIMED
     # Lists are added because Triton does not parse a starred element.
     a_slots: gl.constexpr = [STAGES * C.a_boxes] + C.a_box  # noqa: RUF005
     b_slots: gl.constexpr = [STAGES * C.b_boxes] + b_desc.block_shape  # noqa: RUF005
@@ -649,6 +682,16 @@ def _kernel(
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
+    for i in gl.static_range(PRIMED):
+        mbarrier.init(full.index(i), count=1)
+    ring = (a_ring, b_ring)
+    barriers = (full, empty)
+    strides = (a_stride_z, b_stride_z)
+    sizes = (M, N, K, GROUP_M, BATCH, TAIL)
+    if C.CHAINED:
+        # Nothing before this reads what the launch before writes.
+        gdc_wait()
+    _prime(a_desc, b_desc, strides, ring, barriers, sizes, C)
     if C.FETCH:
         STRIPS: gl.constexpr = C.CONSUMERS * C.buffers
         loaded = gl.allocate_shared_memory(gl.int64, [STRIPS, 1], mbarrier.MBarrierLayout())
@@ -658,17 +701,14 @@ def _kernel(
     else:
         residual = (residual_ptr, residual_stride_z, residual_stride_m, residual_stride_n)
     for i in gl.static_range(STAGES):
-        mbarrier.init(full.index(i), count=1)
+        if i >= PRIMED:
+            mbarrier.init(full.index(i), count=1)
         mbarrier.init(empty.index(i), count=C.a_boxes)
     for i in gl.static_range(2):
         mbarrier.init(turn.index(i), count=1)
-    ring = (a_ring, b_ring)
-    barriers = (full, empty)
     bias = (bias_ptr, bias_stride)
     target = (destination, bias, residual, (alpha, scale_a_ptr, scale_b_ptr))
-    strides = (a_stride_z, b_stride_z)
     parts = (parts_ptr, flags_ptr)
-    sizes = (M, N, K, GROUP_M, BATCH, TAIL)
     if C.CONSUMERS == 1:
         gl.warp_specialize(
             [

@@ -302,7 +302,7 @@ def run_block(
         parts: Sequence[Any], share: int, product: int, WHO: int, C: Any, LAYOUT: Any
     ) -> Pointer:
         size = C.ROWS * C.columns
-        part = (share * C.a_boxes + (0 if C.PINGPONG else WHO)) * C.b_boxes + product
+        part = (share * C.a_boxes + WHO % C.a_boxes) * C.b_boxes + product
         elements: Pointer = parts[0]
         return elements + part * size + np.arange(size).reshape(C.ROWS, C.columns)
 

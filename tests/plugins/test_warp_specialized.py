@@ -247,7 +247,7 @@ def computed(
         PINGPONG=pingpong, A_COL=layout[0] == "t", B_COL=layout[1] == "t",
         GATED=gated, SCALED=extras, BIAS=extras, RESIDUAL=extras, POINTERS=pointers,
         SCALE_A=scales, SCALE_B=scales, IN_BYTES=1 if scales else 2, BATCHED=bool(batch),
-        FETCH=fetch, OUT_BYTES=2, TAIL_SPLITS=splits, A_ROWS=brought,
+        FETCH=fetch, OUT_BYTES=2, TAIL_SPLITS=splits, A_ROWS=brought, PRIMED=1 + seed % stages,
     )  # fmt: skip
     random = np.random.default_rng(seed)
     width = 2 * n if gated else n
@@ -465,6 +465,7 @@ def test_parts_of_a_tile_lie_apart() -> None:
     [
         ("            mbarrier.wait(turn.index(WHO), turn_phase)\n", ""),
         ("mbarrier.wait(empty.index(stage), phase ^ 1)", "pass"),
+        ("        first += gl.where(unit == 0, primed, 0)\n", ""),
         ("acc = warpgroup_mma_wait(1, deps=(acc,))", "acc = warpgroup_mma_wait(2, deps=(acc,))"),
         ("count=C.a_boxes", "count=1"),
         ("store_wait(BUFFERS - 1)", "store_wait(BUFFERS)"),
