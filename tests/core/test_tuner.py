@@ -186,6 +186,27 @@ def test_a_budget_that_ends_early_leaves_no_kernel_untried() -> None:
     assert winner(record) == "c"
 
 
+def test_hopeless_configs_are_not_compiled() -> None:
+    class Graded(FakeKernel):
+        """Expects a tile to take its number of µs."""
+
+        def estimate_us(self, problem: Any, config: FakeConfig) -> float | None:
+            if self.estimate is not None:
+                raise ZeroDivisionError("a plugin's mistake")
+            return None if config.tile == 1000 else config.tile
+
+    def tried(blas: FakeBlas, kernel: FakeKernel) -> list[int]:
+        record, _ = tune(blas, kernel)
+        return [c.config["tile"] for c in record.candidates if c.kernel == "k"]
+
+    tiles = (500, 400, 300, 16, 17, 1000, 10)
+    # The kernel's first stay, whatever it thinks of them, and what it has no idea of.
+    assert tried(FakeBlas(estimate=10.0), Graded("k", tiles=tiles)) == [500, 400, 16, 1000, 10]
+    # Nothing to hold them against; nobody to ask.
+    assert tried(FakeBlas(), Graded("k", tiles=tiles)) == list(tiles)
+    assert tried(FakeBlas(estimate=10.0), Graded("k", tiles=tiles, estimate=1.0)) == list(tiles)
+
+
 @pytest.mark.parametrize("layout", ["row", "col"])
 def test_timed_as_called(layout: Any) -> None:
     """A row-major output is the launcher's to allocate: BLAS, given one, copies into it."""
