@@ -107,7 +107,9 @@ def single(
 ) -> Launcher:
     """The launcher of a kernel that is one launch over pointers."""
     (build,) = kernel.builds(problem, config)
-    step = Step(build.launch(problem.device.type), grid, operands.arguments(problem, build.types))
+    group_m = getattr(config, "GROUP_M", 1)
+    arguments = operands.arguments(problem, build.types, group_m)
+    step = Step(build.launch(problem.device.type), grid, arguments)
     return launcher([step], operands.out_shape(problem), problem.out.dtype)
 
 

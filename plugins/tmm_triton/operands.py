@@ -34,7 +34,7 @@ VECTOR = 16
 
 
 @triton.jit
-def tile_of(pid, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M: tl.constexpr):
+def tile_of(pid, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M):
     """The tile of the ``pid``-th program: down GROUP_M tiles, then right, so that programs
     running together share rows of A and columns of B in L2."""
     tiles_m = tl.cdiv(M, BLOCK_M)
@@ -268,12 +268,15 @@ def build(
 
     ``{a,b,bias,residual,out}_ptr``, ``M N K``, ``stride_{a,b,r,o}{z,…}``, ``stride_bias``,
     ``alpha``, ``scale_{a,b}_ptr``, ``SCALE_{A,B}``, ``EPILOGUE``, ``PRECISION``, ``UPCAST``, and
-    the config's upper-case fields.
+    the config's upper-case fields, of which ``GROUP_M`` is a run-time argument.
     ``constants`` and ``types`` name the kernel's own arguments and take precedence.
     """
     shared_types, shared_constants, divisible = _convention(problem)
     fields = config.to_json()
     shared_constants |= {name: value for name, value in fields.items() if name.isupper()}
+    if shared_constants.pop("GROUP_M", None):
+        # Not a constant: half of what is tried where M is long differs in nothing else.
+        shared_types["GROUP_M"] = "i32"
     own_types, own_constants = dict(types or {}), dict(constants or {})
     all_types = {k: v for k, v in shared_types.items() if k not in own_constants} | own_types
     all_constants = {k: v for k, v in shared_constants.items() if k not in own_types}
@@ -359,10 +362,11 @@ def _convention(problem: Problem) -> tuple[dict[str, str], dict[str, Any], dict[
     return types, constants, divisible
 
 
-def arguments(problem: Problem, names: Iterable[str]) -> dict[str, Argument]:
+def arguments(problem: Problem, names: Iterable[str], group_m: int = 1) -> dict[str, Argument]:
     """What the run-time arguments ``names`` of the convention are in one call. Strides are read
     anew for each: only their class is part of the problem."""
     known: dict[str, Argument] = {"M": problem.m, "N": problem.n, "K": problem.k}
+    known["GROUP_M"] = group_m
     tensors = ("a", "b", "bias", "scale_a", "scale_b")
     known |= {f"{name}_ptr": name for name in tensors}
     known |= {"residual_ptr": "residual", "out_ptr": "out", "alpha": "alpha"}

@@ -103,12 +103,12 @@ def persistent_kernel(
     M, N, K,
     stride_rz, stride_rm, stride_rn,
     stride_oz, stride_om, stride_on,
-    stride_bias, alpha, scale_a_ptr, scale_b_ptr,
+    stride_bias, alpha, scale_a_ptr, scale_b_ptr, GROUP_M,
     SCALE_A: tl.constexpr, SCALE_B: tl.constexpr,
     EPILOGUE: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, GATED: tl.constexpr,
     A_LAYOUT: tl.constexpr, B_LAYOUT: tl.constexpr, BATCHED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    GROUP_M: tl.constexpr, SUBTILE: tl.constexpr, FLATTEN: tl.constexpr,
+    SUBTILE: tl.constexpr, FLATTEN: tl.constexpr,
 ):  # fmt: skip
     per_matrix = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
     programs = tl.num_programs(0)
@@ -322,7 +322,8 @@ class Persistent(TritonKernel[PersistentConfig]):
             "b_step": ("b", 0),
             "batch": batch,
         }
-        shared = arguments(problem, [name for name in build.types if name not in own])
+        names = [name for name in build.types if name not in own]
+        shared = arguments(problem, names, config.GROUP_M)
         own = {name: what for name, what in own.items() if name in build.types}
         step = Step(
             build.launch(problem.device.type), (_programs(problem, config), 1, 1), own | shared

@@ -146,6 +146,8 @@ class Launch:
     #: nothing Triton specialises on share a handle.
     _compiled: ClassVar[dict[tuple[Any, ...], CompiledKernel]] = {}
     _lock: ClassVar[threading.Lock] = threading.Lock()
+    #: Held by whoever compiles the kernel, so that a tuner's threads compile none twice.
+    _compiling: ClassVar[dict[tuple[Any, ...], threading.Lock]] = {}
 
     def __init__(
         self,
@@ -178,13 +180,11 @@ class Launch:
             )
             compiled = self._compiled.get(key)
             if compiled is None:
-                src = source(fn, types, constants, divisible)
-                compiled = compile_kept(src, _target(index), options)
-                if _REDUCIBLE and compiled.metadata.target.backend == "cuda":
-                    compiled.src = _without_constants(src)
-                with torch.cuda.device(index), self._lock:
-                    compiled._init_handles()
-                self._compiled[key] = compiled
+                with self._compiling.setdefault(key, threading.Lock()):
+                    compiled = self._compiled.get(key)
+                    if compiled is None:
+                        src = source(fn, types, constants, divisible)
+                        compiled = self._compiled[key] = self._compile(src, index, options)
             self.compiled = compiled
             # Empty where Triton takes descriptors apart instead of encoding them.
             meta = getattr(compiled.metadata, "tensordesc_meta", None) or []
@@ -198,6 +198,14 @@ class Launch:
             self._template, self.namespace = _direct(compiled, low, index)
         #: ``(gx, gy, gz, *arguments)``: what calling this object comes to, for warm paths.
         self.call: Callable[..., None] = self._write_call()
+
+    def _compile(self, src: ASTSource, index: int, options: Mapping[str, Any]) -> CompiledKernel:
+        compiled = compile_kept(src, _target(index), options)
+        if _REDUCIBLE and compiled.metadata.target.backend == "cuda":
+            compiled.src = _without_constants(src)
+        with torch.cuda.device(index), self._lock:
+            compiled._init_handles()
+        return compiled
 
     def __call__(self, grid: Grid, *args: Any) -> None:
         self.call(*grid, *args)
