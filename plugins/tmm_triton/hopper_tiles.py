@@ -287,9 +287,9 @@ _SM_MEMORY_BYTES = 4.2e6 / 132
 #: Stages asked for before the warps take their roles, at most: with 4 all of 25 problems took 0.2
 #: to 0.6 µs less than with none, with 1 and 2 less of that.
 _PRIMED = 4
-#: µs of a launch with its first loads (a product of 32 128³ matrices takes 8.3, an empty
-#: kernel 3.3); and of rounding and storing 128×256 elements.
-_LAUNCH_US, _EPILOGUE_US = 6.0, 0.9
+#: µs of a launch with its first loads (a product of 32 128³ matrices took 8.3 when these began 0.4
+#: later, an empty kernel 3.3); and of rounding and storing 128×256 elements.
+_LAUNCH_US, _EPILOGUE_US = 5.6, 0.9
 #: µs of leaving, or adding, a part of 128×256 elements (``tail_splits``), how much of K a part
 #: has at least, and of how many parts a tile is made at most.
 _PART_US, _LEAST_PART, _MOST_TAIL_SPLITS = 1.0, 512, 4
