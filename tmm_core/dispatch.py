@@ -319,7 +319,7 @@ def make_plan(
                     raise
                 chooser.quarantine(problem, choice, error)
     if fold is not None:
-        launcher = fold.wrap(launcher)
+        launcher = fold.wrap(launcher, a, b, residual)
     return Plan.of(problem, choice, launcher, alpha, (a, b, bias, residual), scales)
 
 

@@ -8,12 +8,21 @@ torch.matmul would not copy.
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from tmm_core.kernel import Launcher
+
+#: What a launcher may have as its attribute ``folded``: given the fold, a, b and residual as the
+#: caller has them, and the launcher that hands on views of them, a launcher of the same products
+#: that does without; or None. Two views are 2 µs of a call whose kernel may take 3. It is called
+#: with operands of these very shapes and strides.
+Folding = Callable[
+    ["Fold", torch.Tensor, torch.Tensor, torch.Tensor | None, Launcher], Launcher | None
+]
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,11 +86,38 @@ class Fold:
             t if t is None or t.numel() == 1 or self.batch is None else self._stack(t).contiguous()
         )
 
-    def wrap(self, launcher: Launcher) -> Launcher:
-        """A launcher that takes and returns N-D tensors."""
+    def in_place(
+        self, a: torch.Tensor, b: torch.Tensor, residual: torch.Tensor | None
+    ) -> dict[str, torch.Tensor] | None:
+        """The operands as kernels see them, by name, where they are all there already; None
+        where one has to be copied, or there is nothing to be seen."""
+        given = {"a": a, "b": b} | ({} if residual is None else {"residual": residual})
+        flat = {name: self.flattened(name)(t) for name, t in given.items()}
+        lie = [t.numel() and flat[name].data_ptr() == t.data_ptr() for name, t in given.items()]
+        return flat if all(lie) else None
+
+    def flattened(self, name: str) -> Callable[[torch.Tensor], Any]:
+        """What makes of the N-D tensor of that name the one that kernels see."""
+        if name == "out":
+            return lambda out: out.view(self.flat)
+        return {"a": self.operand_a, "b": self.operand_b, "residual": self.residual}[name]
+
+    def wrap(
+        self,
+        launcher: Launcher,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        residual: torch.Tensor | None,
+    ) -> Launcher:
+        """A launcher that takes and returns N-D tensors, of the very strides of these."""
+        by_views = self._by_views(launcher, layer=b.dim() == 2 and residual is None)
+        folded: Folding | None = getattr(launcher, "folded", None)
+        return (folded and folded(self, a, b, residual, by_views)) or by_views
+
+    def _by_views(self, launcher: Launcher, layer: bool) -> Launcher:
         call: Any = launcher  # which may take scales besides
         shape = tuple(self.shape)  # a torch.Size takes torch 1.5 µs longer to read
-        only_rows = self.batch is None and len(shape) > 1
+        only_rows = layer and self.batch is None and len(shape) > 1
 
         def run(
             a: torch.Tensor,
@@ -92,7 +128,7 @@ class Fold:
             out: torch.Tensor | None,
             *scales: torch.Tensor | None,
         ) -> torch.Tensor:
-            if only_rows and out is residual is None and not scales and b.dim() == 2:
+            if only_rows and out is None and not scales:
                 # A layer's call: two views and nothing else, half the time of what follows.
                 return launcher(a.flatten(0, -2), b, bias, None, alpha, None).view(*shape)
             if scales:

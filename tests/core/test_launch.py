@@ -16,6 +16,7 @@ pytest.importorskip("triton")
 from triton.backends.nvidia import driver
 
 import tmm_core
+from tmm_core.fold import Fold
 from tmm_core.triton import Described, Step, launch, launcher
 
 BF16 = torch.bfloat16
@@ -238,6 +239,123 @@ def test_a_plan_writes_its_launches_out_under_its_checks(noted: Noted, release: 
     with pytest.raises(ValueError, match="takes out"):
         plan(a, b, bias, out=given.t())
     assert len(noted.launches) == 3
+
+
+def folded(run: Any, a: Any, b: Any, residual: Any = None) -> tuple[Any, Any]:
+    """The launcher for operands of more dimensions, and the one that is handed views."""
+    shape = torch.Size((a @ b).shape)
+    fold = Fold.of(a, b, residual, shape)
+    assert fold is not None
+    by_views = fold.wrap(lambda *arguments: run(*arguments), a, b, residual)
+    return fold.wrap(run, a, b, residual), by_views
+
+
+def pointed(notes: Noted, release: str, flat: tuple[int, ...]) -> Any:
+    """A launcher that passes addresses and strides on."""
+    signature = dict.fromkeys(("a", "b", "bias", "residual", "out"), "*bf16")
+    strided = [(t, i) for t in ("a", "b", "residual", "out") for i in range(len(flat))]
+    arguments: Any = {name: name for name in signature}
+    for t, i in strided:
+        signature[f"{t}_{i}"], arguments[f"{t}_{i}"] = "i32", (t, i)
+    return launcher([Step(compiled(notes, signature, release), (3, 2, 1), arguments)], flat, BF16)
+
+
+def zeros(*shape: int) -> torch.Tensor:
+    return torch.zeros(shape, dtype=BF16)
+
+
+def test_operands_are_folded_where_they_lie(noted: Noted, release: str) -> None:
+    """The kernel is told what it is told of views, and none is made."""
+    bias = zeros(6)
+    for a, b, residual, flat in (
+        (zeros(2, 3, 4), zeros(4, 6), zeros(2, 3, 6), (6, 6)),
+        (zeros(2, 3, 8)[..., :4], zeros(6, 4).t(), zeros(6), (6, 6)),
+        (zeros(2, 3, 4)[:, -1:], zeros(4, 6), zeros(2, 1, 1), (2, 6)),
+        (zeros(4), zeros(4, 6), zeros(6), (1, 6)),
+        (zeros(2, 3, 4), zeros(4), zeros(), (6, 1)),
+        (zeros(5, 2, 3, 4), zeros(5, 2, 4, 6), zeros(1, 1, 6), (10, 3, 6)),
+        (zeros(3, 4), zeros(5, 4, 6), zeros(5, 3, 6), (5, 3, 6)),
+    ):
+        direct, by_views = folded(pointed(noted, release, flat), a, b, residual)
+        given = (a, b, bias, residual, 1.0)
+        noted.launches.clear()
+        y, expected = direct(*given, None), by_views(*given, None)
+        assert (y.shape, y.stride(), y.dtype) == (expected.shape, expected.stride(), BF16)
+        assert (y._is_view(), expected._is_view()) == (False, True)
+        first, second = noted.arguments(release)
+        out = first.index(y.data_ptr())
+        assert second[out] == expected.data_ptr()
+        assert first[:out] + first[out + 1 :] == second[:out] + second[out + 1 :]
+        assert direct(*given, expected) is expected
+        assert noted.arguments(release)[2] == second
+
+
+def test_what_does_not_fold_is_copied(noted: Noted, release: str) -> None:
+    b, residual = zeros(4, 6), zeros(2, 3, 6)
+    for x, y, added, flat in (
+        (zeros(3, 2, 4).transpose(0, 1), b, residual, (6, 6)),
+        (zeros(1, 3, 4).expand(2, 3, 4), b, residual, (6, 6)),
+        (zeros(2, 5, 4)[:, :3], b, residual, (6, 6)),
+        (zeros(2, 3, 4), b, zeros(2, 1, 1), (6, 6)),
+        (zeros(5, 2, 3, 4), zeros(2, 4, 6), residual, (10, 3, 6)),
+    ):
+        direct, _ = folded(pointed(noted, release, flat), x, y, added)
+        assert direct(x, y, zeros(6), added, 1.0, None)._is_view()
+
+
+def test_a_descriptor_is_of_the_folded_tensor(noted: Noted) -> None:
+    signature = dict.fromkeys(("a", "b", "out"), "tensordesc<bf16[64, 64],x>")
+
+    def describe(t: torch.Tensor) -> Any:
+        return t.data_ptr(), t.shape, t.stride()
+
+    bound = compiled(noted, signature, "3.7")
+    described: Any = {name: Described(name, describe) for name in signature}
+    run = launcher([Step(bound, (1, 1, 1), described)], (6, 6), BF16)
+    a, b = zeros(2, 3, 4), zeros(4, 6)
+    direct, by_views = folded(run, a, b)
+    ys = [direct(a, b, None, None, 1.0, None) for _ in range(3)]
+    flat = [describe(t) for t in (a.view(6, 4), b, *(y.view(6, 6) for y in ys))]
+    assert noted.encoded == flat
+    by_views(a, b, None, None, 1.0, ys[0])
+    assert noted.encoded == flat
+
+
+def test_scales_of_rows_are_where_they_are_and_those_of_a_batch_are_not(noted: Noted) -> None:
+    signature = {"scale_a": "*fp32", "out": "*bf16"}
+    step = Step(compiled(noted, signature, "3.7"), (1, 1, 1), {n: n for n in signature})
+    a, b = zeros(2, 3, 4), zeros(4, 6)
+    scale = torch.ones(2, 3, 1)
+    for other, flat, in_place in ((b, (6, 6), True), (b.expand(2, 4, 6), (2, 3, 6), False)):
+        direct, _ = folded(launcher([step], flat, BF16), a, other)
+        y = direct(a, other, None, None, 1.0, None, scale, None)
+        assert y._is_view() is not in_place
+        assert noted.arguments("3.7")[-1] == [scale.data_ptr(), y.data_ptr()]
+
+
+def test_a_plan_of_more_dimensions_writes_its_launches_out(noted: Noted, release: str) -> None:
+    from tmm_core.plan import Plan
+
+    a, b, residual = zeros(2, 3, 4), zeros(4, 6), zeros(2, 3, 6)
+    direct, _ = folded(pointed(noted, release, (6, 6)), a, b, residual)
+    bias = zeros(6)
+    choice: Any = None
+    problem = tmm_core.problem(a, b, bias=bias, residual=residual)
+    plan = Plan.of(problem, choice, direct, 1.0, (a, b, bias, residual))
+    plan.ready(a, b, bias, residual, None, None)
+    object.__setattr__(plan, "launcher", None)
+    noted.launches.clear()
+    y = plan(a, b, bias, residual)
+    expected = direct(a, b, bias, residual, 1.0, y)
+    assert (y.shape, y._is_view()) == ((2, 3, 6), False)
+    assert plan(a, b, bias, residual, expected) is expected
+    first, *others = noted.arguments(release)
+    assert others == [first, first]
+    with pytest.raises(ValueError, match="takes a and b"):
+        plan(zeros(2, 5, 4)[:, :3], b, bias, residual)
+    noted.current = 1
+    assert plan(a, b, bias, residual).shape == (2, 3, 6)
+    assert noted.devices == [0]
 
 
 def test_what_no_kernel_sees_of_a_tensor_is_no_matter_to_a_plan() -> None:

@@ -6,8 +6,9 @@ from __future__ import annotations
 import inspect
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from types import ModuleType
 from typing import Any
 
@@ -26,6 +27,7 @@ from tmm_triton.operands import TileConfig
 from tmm_triton.persistent import Persistent, PersistentConfig
 from tmm_triton.split_k import SplitK, SplitKConfig
 
+import tmm_core
 from tmm_core import Config, ConfigError, Epilogue, Operand, Problem
 from tmm_core.device import DeviceFingerprint, fingerprint, interpreting
 from tmm_core.epilogue import parse
@@ -193,6 +195,58 @@ def test_batch(kernel: TritonKernel[Any]) -> None:
     shared = random(1, 48, 32, dtype=FP16).expand(3, 48, 32)
     assert shared.stride(0) == 0
     run(kernel, config, a, shared, epilogue="relu")
+
+
+#: Operands of more dimensions, and whether they are folded where they lie.
+LAYOUTS: dict[str, tuple[Callable[..., Any], tuple[int, ...], bool]] = {
+    "rows": (lambda r: r(2, 3, 7, 32), (32, 16), True),
+    "padded rows": (lambda r: r(2, 3, 7, 40)[..., :32], (32, 16), True),
+    "the last rows": (lambda r: r(2, 3, 7, 32)[:, :, -1:], (32, 16), True),
+    "one row": (lambda r: r(32), (32, 16), True),
+    "batch": (lambda r: r(2, 3, 7, 32), (2, 3, 32, 16), True),
+    "transposed batch": (lambda r: r(2, 3, 32, 8).mT, (2, 3, 32, 16), True),
+    "shared matrix": (lambda r: r(7, 32), (2, 32, 16), True),
+    "cut rows": (lambda r: r(2, 3, 9, 32)[:, :, :7], (32, 16), False),
+    "exchanged": (lambda r: r(3, 2, 7, 32).transpose(0, 1), (32, 16), False),
+    "expanded": (lambda r: r(1, 3, 7, 32).expand(2, 3, 7, 32), (32, 16), False),
+    "repeated matrix": (lambda r: r(2, 3, 7, 32), (3, 32, 16), False),
+}
+
+
+@pytest.fixture
+def poisoned() -> Iterator[None]:
+    """Memory comes full of NaN."""
+    torch.use_deterministic_algorithms(True)
+    yield
+    torch.use_deterministic_algorithms(False)
+
+
+@interpreted
+@pytest.mark.usefixtures("poisoned")
+@pytest.mark.parametrize("layout", LAYOUTS)
+@named(KERNELS)
+def test_more_dimensions(kernel: TritonKernel[Any], layout: str) -> None:
+    make, shape, in_place = LAYOUTS[layout]
+    a, b = make(partial(random, dtype=FP16)), random(*shape, dtype=FP16, seed=1)
+    product = a.double() @ b.double()
+    row, added = random(16), random(*product.shape, dtype=FP16, seed=2)
+    forced: Any = {"kernel": kernel.name, "config": KERNELS[kernel]}
+
+    def compare(y: torch.Tensor, expected: torch.Tensor) -> None:
+        assert (y.shape, y.stride()) == (expected.shape, expected.stride())
+        assert (y.double() - expected).norm() < TOLERANCE[FP16] * expected.norm()
+
+    y = tmm_core.matmul(a, b, bias=row, epilogue="relu", **forced)
+    compare(y, (product + row).relu())
+    assert y._is_view() is not in_place
+    out = torch.empty_like(y)
+    assert tmm_core.matmul(a, b, bias=row, epilogue="relu", out=out, **forced) is out
+    assert torch.equal(out, y)
+    for residual in (added, row.half()):
+        planned = tmm_core.plan(a, b, residual=residual, **forced)
+        y = planned(a, b, None, residual)
+        compare(y, product + residual)
+        assert y._is_view() is not in_place
 
 
 @interpreted

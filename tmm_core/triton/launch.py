@@ -22,6 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
 from tmm_core.device import interpreting
+from tmm_core.fold import Fold
 from tmm_core.kernel import Launcher
 from tmm_core.triton.kept import compile_kept
 from tmm_core.written import Body, address, written
@@ -301,36 +302,72 @@ def launcher(
     names = _Names(compiled)
     calls = [names.invocation(index, step) for index, step in enumerate(steps)]
     make = "empty({0}, {1}, {2})" if compiled else "a.new_empty({0}, dtype={2})"
-    lines = [
-        "if out is None:",
-        f"    out = {make.format('shape', 'strides', 'dtype')}",
-        "    out_stride = strides",
-        "else:",
-        "    out_stride = out.stride()",
-    ]
-    names.namespace |= {
-        "dtype": dtype,
-        "empty": _empty_on_current_device,
-        "shape": tuple(shape),
-        "strides": torch.empty(tuple(shape), device="meta").stride(),
-    }
+    new_out = f"out = {make.format('shape', 'strides', 'dtype')}"
+    scratch = []
+    names.namespace |= {"dtype": dtype, "empty": _empty_on_current_device}
     if workspace is not None:
         count, names.namespace["workspace_dtype"] = workspace
-        lines.append(f"workspace = {make.format((count,), (1,), 'workspace_dtype')}")
-    lines += [*names.preparation(), *calls, "return out"]
+        scratch.append(f"workspace = {make.format((count,), (1,), 'workspace_dtype')}")
 
     def on_device(again: str) -> str:
         return first.guard(_prefix(0), again)
 
-    run = written(
-        "run",
-        "a, b, bias, residual, alpha, out, scale_a=None, scale_b=None",
-        [on_device("run(a, b, bias, residual, alpha, out, scale_a, scale_b)"), *lines],
-        names.namespace,
-    )
-    if compiled:
-        run.body = Body(on_device, tuple(lines), names.namespace)
+    def function(
+        shape: Sequence[int], out: Iterable[str], known: Iterable[str], more: Mapping[str, Any]
+    ) -> Any:
+        """Of an output of ``shape``, which ``out`` sees to, and of tensors whose strides are
+        ``known``."""
+        strides = torch.empty(tuple(shape), device="meta").stride()
+        namespace = names.namespace | {"shape": tuple(shape), "strides": strides, **more}
+        lines = [*out, *scratch, *names.preparation(known), *calls, "return out"]
+        run = written(
+            "run",
+            "a, b, bias, residual, alpha, out, scale_a=None, scale_b=None",
+            [on_device("run(a, b, bias, residual, alpha, out, scale_a, scale_b)"), *lines],
+            namespace,
+        )
+        if compiled:
+            run.body = Body(on_device, tuple(lines), namespace)
+        return run
+
+    def folded(
+        fold: Fold,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        residual: torch.Tensor | None,
+        by_views: Launcher,
+    ) -> Launcher | None:
+        """Of a tensor the kernels see an address, which is that of its view, and strides, which
+        are known. A view is made for a descriptor, and once for as long as that is kept."""
+        flat = fold.in_place(a, b, residual)
+        if flat is None or not names.folds(fold):
+            return None
+        more: dict[str, Any] = {f"{name}_flat": t.stride() for name, t in flat.items()}
+        more |= {"out_flat": torch.empty(fold.flat, device="meta").stride(), "by_views": by_views}
+        for key, name in names.described.items():
+            more[key] = _composed(names.namespace[key], fold.flattened(name))
+        lines = [
+            "if out is not None:",
+            "    return by_views(a, b, bias, residual, alpha, out, scale_a, scale_b)",
+            new_out,
+            "out_stride = out_flat",
+        ]
+        return function(fold.shape, lines, flat, more)  # type: ignore[no-any-return]
+
+    lines = [
+        "if out is None:",
+        f"    {new_out}",
+        "    out_stride = strides",
+        "else:",
+        "    out_stride = out.stride()",
+    ]
+    run = function(shape, lines, (), {})
+    run.folded = folded
     return run  # type: ignore[no-any-return]
+
+
+def _composed(outer: Callable[[Any], Any], inner: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    return lambda t: outer(inner(t))
 
 
 class _Names:
@@ -341,11 +378,26 @@ class _Names:
         self._addresses: dict[str, None] = {}
         self._strided: dict[str, None] = {}
         self.namespace: dict[str, Any] = {}
+        #: The tensor that each name which makes a descriptor makes it of.
+        self.described: dict[str, str] = {}
 
-    def preparation(self) -> Iterator[str]:
-        """The statements that come before the launches."""
+    def folds(self, fold: Fold) -> bool:
+        """Whether the launches find the scales where the caller has them: those of a batch may
+        have to be repeated, and strides were never theirs to read."""
+        scales = {"scale_a", "scale_b"}
+        read = self._strided if fold.batch is None else self._addresses
+        return scales.isdisjoint(read)
+
+    def preparation(self, known: Iterable[str]) -> Iterator[str]:
+        """The statements that come before the launches.
+
+        Args:
+            known: Tensors whose strides are not asked for.
+        """
         for t in self._strided:
-            if t != "out":
+            if t in known:
+                yield f"{t}_stride = {t}_flat"
+            elif t != "out":
                 yield f"{t}_stride = {t}.stride()"
         for t in self._addresses:
             # The interpreter wants the tensor.
@@ -376,7 +428,7 @@ class _Names:
         if not isinstance(what, Described):
             self.namespace[key] = what
             return f"{key}()"
-        t = what.tensor
+        t = self.described[key] = what.tensor
         maps = launch.tensor_map(name, what.describe)
         self.namespace[key] = maps
         if not isinstance(maps, TensorMaps):
