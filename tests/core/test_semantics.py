@@ -109,6 +109,44 @@ def test_values_and_errors_are_torchs(pair: tuple[Tensor, Tensor]) -> None:
     compare(outcome(lambda: tmm_core.matmul(a, b)), theirs)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.complex64, torch.int32])
+@pytest.mark.parametrize("shape", [(3, 5, 37), (4, 1, 37), (2, 3, 1, 5, 37), (1, 1, 37)], ids=str)
+def test_more_dimensions_are_the_same_product(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    """To the bit, whoever folds them."""
+    *batch, m, k = shape
+    generator = torch.Generator().manual_seed(0)
+
+    def fill(*sizes: int) -> Tensor:
+        return (4 * torch.randn(sizes, generator=generator)).to(dtype)
+
+    def same(y: Tensor, flat: Tensor) -> None:
+        assert y.dtype is flat.dtype
+        assert y.is_contiguous()
+        assert torch.equal(y, flat.view(y.shape))
+
+    b, bias, residual = fill(k, 11), fill(11), fill(*batch, m, 11)
+    for a in (
+        fill(*shape),
+        fill(*batch, m, k + 3)[..., :k],
+        fill(*batch, m + 2, k)[..., 1 : m + 1, :],
+        fill(*shape[1:], shape[0]).movedim(-1, 0),
+        fill(*shape[1:]).expand(shape),
+    ):
+        rows, added = a.reshape(-1, k), residual.reshape(-1, 11)
+        same(tmm_core.matmul(a, b), tmm_core.matmul(rows, b))
+        same(tmm_core.plan(a, b)(a, b), tmm_core.matmul(rows, b))
+        same(tmm_core.matmul(a, b, bias=bias), tmm_core.matmul(rows, b, bias=bias))
+        one = tmm_core.matmul(rows, b, residual=added)
+        same(tmm_core.matmul(a, b, residual=residual), one)
+        out = torch.zeros_like(residual)
+        assert tmm_core.matmul(a, b, out=out) is out
+        same(out, torch.mm(rows, b))
+        matrices = fill(*batch, k, 11)
+        if (count := matrices[..., 0, 0].numel()) > 1:
+            stacked = a.reshape(count, m, k), matrices.view(count, k, 11)
+            same(tmm_core.matmul(a, matrices), torch.bmm(*stacked))
+
+
 @st.composite
 def outputs(draw: Any) -> tuple[Tensor, Tensor, Callable[[], Tensor]]:
     """Operands that multiply, and what makes a destination of some shape, layout and dtype."""
