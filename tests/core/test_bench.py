@@ -657,12 +657,16 @@ def test_regret_holds_the_buckets_choice_against_the_best_known(
 
 
 def test_bench_measures_regret_from_the_command_line(
-    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr(regret, "LARGEST_M", 4)
     arguments = ["bench", "--regret", "16x8", "--device", "cpu", "--budget", "1"]
     assert main([*arguments, "--output", str(tmp_path)]) == 0
     assert "16×8" in (tmp_path / "report.md").read_text()
+    # Also where no file is kept of it.
+    capsys.readouterr()
+    assert main(arguments) == 0
+    assert "16×8" in capsys.readouterr().out
     assert main(["bench", "--regret", "16", "--device", "cpu"]) == 2
 
 

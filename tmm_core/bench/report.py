@@ -26,6 +26,10 @@ SUMMARY_COLUMNS = (
     "skipped", "failed",
 )  # fmt: skip
 
+REGRET_COLUMNS = (
+    "weight N×K", "dtype", "random M", "buckets", "chosen / best known", "at most", "at M",
+    "torch / chosen", "at least", "at M",
+)  # fmt: skip
 GOAL_COLUMNS = ("class", "dtype", "against", "worst", "goal", "geomean", "goal of it", "met")
 
 
@@ -156,7 +160,7 @@ def markdown(results: Results) -> str:
             parts.append(_problems(measured))
         parts += [f"- {line(document)}" for document in members if "times" not in document]
     if results.regrets:
-        parts += ["## choosing by bucket", _regrets(results.regrets)]
+        parts += ["## choosing by bucket", _table(REGRET_COLUMNS, regrets(results))]
     if results.host is not None:
         parts += ["## host cost per call", _host(results.host)]
     return "\n\n".join(parts) + "\n"
@@ -234,13 +238,10 @@ def _row(
     return row + [microseconds(timed.get(k, {}).get("median_us")) for k in kernels]
 
 
-def _regrets(documents: Sequence[Document]) -> str:
-    columns = (
-        "weight N×K", "dtype", "random M", "buckets", "chosen / best known", "at most", "at M",
-        "torch / chosen", "at least", "at M",
-    )  # fmt: skip
-    rows = []
-    for document in documents:
+def regrets(results: Results) -> list[tuple[str, ...]]:
+    """What choosing once per bucket of M costs, of each weight that was asked about."""
+    rows: list[tuple[str, ...]] = []
+    for document in results.regrets:
         points = document["points"]
         lost = {p["m"]: p["us"] / p["best_us"] for p in points}
         ahead = {p["m"]: p["blas_us"] / p["us"] for p in points}
@@ -253,7 +254,7 @@ def _regrets(documents: Sequence[Document]) -> str:
                 times(ahead[least]), str(least),
             )
         )  # fmt: skip
-    return _table(columns, rows)
+    return rows
 
 
 def _host(document: Document) -> str:

@@ -161,7 +161,6 @@ def _show(results: Results, options: argparse.Namespace) -> int:
 
 
 def _print_tables(results: Results) -> None:
-
     summaries = report.summarize(results)
     if summaries:
         columns = report.SUMMARY_COLUMNS
@@ -169,6 +168,8 @@ def _print_tables(results: Results) -> None:
         print_table(columns, [summary.cells for summary in summaries], numbers)
     if held := report.goals(results):
         print_table(report.GOAL_COLUMNS, held, report.GOAL_COLUMNS[3:-1])
+    if of_buckets := report.regrets(results):
+        print_table(report.REGRET_COLUMNS, of_buckets, report.REGRET_COLUMNS[2:])
     if results.host is not None:
         rows = [(name, f"{us:.2f}") for name, us in results.host["us"].items()]
         print_table(("warm call", "host µs"), rows, ("host µs",))
