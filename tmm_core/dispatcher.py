@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import functools
 import json
+import math
 import threading
 import warnings
 from dataclasses import replace
@@ -30,7 +31,7 @@ from tmm_core.errors import (
     TmmWarning,
     UnsupportedProblemError,
 )
-from tmm_core.kernel import BASELINE, Candidate, Kernel
+from tmm_core.kernel import BASELINE, Candidate, Config, Kernel
 from tmm_core.plan import Choice
 from tmm_core.problem import Problem
 from tmm_core.registry import Registry
@@ -248,15 +249,30 @@ class Dispatcher:
             return choice
         if self._forbids_tuning(problem, settings) is None:
             self._choose(_bare(problem), settings)  # leaves a record where there was none
-        found = self.record(problem)
-        if found is None:
-            return choice
         wanted = kernel.arithmetic(model, choice.candidate.config)
-        for result in _by_time(found[1], ("ok", "slow")):
-            candidate = self._candidate(result, [kernel])
-            if candidate and kernel.arithmetic(problem, candidate.config) == wanted:
-                return Choice(candidate, "cache", self._where(found[0]), _other(found[0], problem))
-        return choice
+        if (found := self.record(problem)) is not None:
+            asked, record = found
+            for result in _by_time(record, ("ok", "slow")):
+                candidate = self._candidate(result, [kernel])
+                if candidate and kernel.arithmetic(problem, candidate.config) == wanted:
+                    return Choice(candidate, "cache", self._where(asked), _other(asked, problem))
+        return self._alike(problem, choice, wanted)
+
+    def _alike(self, problem: Problem, choice: Choice, wanted: object) -> Choice:
+        """Where this M was not measured: of the configs that sum as ``choice``'s does the one with
+        the best estimate."""
+        kernel, config = choice.candidate.kernel, choice.candidate.config
+        try:
+            times = {c: kernel.estimate_us(problem, c) for c in _sharing(kernel, problem, wanted)}
+            known = {config: kernel.estimate_us(problem, config)} | times
+        except Exception as error:
+            self._warn_once(kernel, error)
+            return choice
+        best = min(known, key=lambda c: known[c] or math.inf)
+        if best == config:
+            return choice
+        reason = f"{choice.reason}; estimated the fastest here of those that sum alike"
+        return Choice(Candidate(kernel, best), "heuristic", reason)
 
     # -- rungs -----------------------------------------------------------------------
 
@@ -359,6 +375,8 @@ class Dispatcher:
             try:
                 config = kernel.default_config(problem)
                 estimate = kernel.estimate_us(problem, config)
+                if problem.batch_invariant and kernel.arithmetic(problem, config) is None:
+                    continue
             except Exception as error:
                 self._warn_once(kernel, error)
                 continue
@@ -366,7 +384,11 @@ class Dispatcher:
                 estimates[kernel.name] = (estimate, Candidate(kernel, config))
         if not estimates:
             return None
-        time, candidate = min(estimates.values(), key=lambda e: (e[0], e[1].kernel.name))
+        ranked = sorted(estimates.values(), key=lambda e: (e[0], e[1].kernel.name))
+        if problem.batch_invariant:
+            near = [e for e in ranked if e[0] <= INVARIANT_COST * ranked[0][0]]
+            ranked = sorted(near, key=lambda e: -self._leeway(e[1], problem))
+        time, candidate = ranked[0]
         if any(kernel.name == BASELINE for kernel in able):
             baseline = estimates.get(BASELINE)
             if baseline is None:
@@ -374,6 +396,16 @@ class Dispatcher:
             if time >= baseline[0] * HEURISTIC_ADVANTAGE:
                 time, candidate = baseline
         return Choice(candidate, "heuristic", f"{why}; estimated {time:.3g} µs, not measured")
+
+    def _leeway(self, candidate: Candidate, problem: Problem) -> int:
+        """How many configs sum as this one does."""
+        kernel = candidate.kernel
+        try:
+            wanted = kernel.arithmetic(problem, candidate.config)
+            return len(_sharing(kernel, problem, wanted))
+        except Exception as error:
+            self._warn_once(kernel, error)
+            return 0
 
     def _fallback(self, why: str) -> Choice:
         kernel = self.registry.kernel(BASELINE)
@@ -462,8 +494,17 @@ def _bare(problem: Problem) -> Problem:
 
 
 def _fits(candidate: Candidate, problem: Problem) -> bool:
-    """Whether a config found for another problem is in this one's search space."""
-    return candidate.config in list(candidate.kernel.configs(problem))
+    """Whether a config found for another problem is in this one's search space and for its
+    mode."""
+    kernel, config = candidate.kernel, candidate.config
+    if problem.batch_invariant and kernel.arithmetic(problem, config) is None:
+        return False
+    return config in list(kernel.configs(problem))
+
+
+def _sharing(kernel: Kernel[Any], problem: Problem, arithmetic: object) -> list[Config]:
+    """The kernel's configs of that arithmetic."""
+    return [c for c in kernel.configs(problem) if kernel.arithmetic(problem, c) == arithmetic]
 
 
 def _other(key: Problem, problem: Problem) -> Problem | None:

@@ -265,6 +265,36 @@ def test_untuned_batch_invariance_is_no_reason_to_fall_back_on_blas() -> None:
         assert (choice.candidate.kernel.name, choice.origin) == ("faster", "heuristic")
 
 
+def test_untuned_batch_invariance_guesses_among_what_sums_alike() -> None:
+    class Graded(FakeKernel):
+        """Expects a tile to be the better the closer it is to M; even ones sum alike, and what
+        the sum of tile 9 is depends on M."""
+
+        def arithmetic(self, problem: Any, config: Any) -> object:
+            return {0: "even", 1: config}[config.tile % 2] if config.tile != 9 else None
+
+        def estimate_us(self, problem: Any, config: Any) -> float | None:
+            assert self.estimate is not None
+            return self.estimate + abs(problem.m - config.tile) / 100
+
+    invariant = Traits(batch_invariant=True)
+    wide = Graded("wide", tiles=(256, 255, 64, 16, 15), traits=invariant, estimate=44.0)
+    narrow = FakeKernel("narrow", tiles=(256, 16), traits=invariant, estimate=40.0)
+    unsteady = Graded("unsteady", tiles=(9, 256), traits=invariant, estimate=1.0)
+    d, _ = dispatcher(FakeBlas(estimate=1.0), wide, narrow, unsteady)
+
+    def chosen(m: int) -> tuple[str, Any]:
+        asked = problem(m=m, batch_invariant=True)
+        choice = d.choose(asked, settings(on_cache_miss="heuristic"))
+        assert choice.origin == "heuristic"
+        return choice.candidate.kernel.name, choice.candidate.config.to_json()
+
+    # Within a fifth of the best guess, and others sum alike.
+    assert chosen(256) == ("wide", {"tile": 256})
+    assert chosen(64) == ("wide", {"tile": 64})
+    assert chosen(1) == ("wide", {"tile": 16})
+
+
 def test_batch_invariance_that_cannot_be_had_is_said_once() -> None:
     d, _ = dispatcher(FakeBlas(), FakeKernel("loose"), times=FAST)
     with pytest.warns(TmmWarning, match="blas: is not batch-invariant"):

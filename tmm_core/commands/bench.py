@@ -82,7 +82,13 @@ def _verify_shipped(device: torch.device, options: argparse.Namespace) -> int:
         print_json(documents)
     else:
         found = ", ".join(f"{number} {status}" for status, number in sorted(counts.items()))
-        print(f"{len(documents)} shipped records for this GPU and these versions: {found or '-'}")
+        # Both ends: a machine that makes some slower by chance makes others faster.
+        ratios = sorted(d["ratio"] for d in documents if "ratio" in d)
+        spread = f"; {ratios[0]:.3f} to {ratios[-1]:.3f}× blas" if ratios else ""
+        print(
+            f"{len(documents)} shipped records for this GPU and these versions: "
+            f"{found or '-'}{spread}"
+        )
     return FOUND if any(counts[fault] for fault in recheck.FAULTS) else DONE
 
 
