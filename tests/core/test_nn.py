@@ -311,7 +311,8 @@ def test_training_moves_both_halves_and_the_product_sees_it() -> None:
     reference = LlamaMLP()
     reference.load_state_dict(mlp.state_dict())
     for model in (mlp, reference):
-        optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2)
+        # Not Adam, which makes whole steps of gradients that are but rounding.
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
         for _ in range(3):
             optimizer.zero_grad()
             model(x).square().mean().backward()
@@ -698,7 +699,8 @@ def test_tied_weights_stay_tied() -> None:
 def test_an_optimiser_made_before_trains_the_converted_model() -> None:
     model, ids = Decoder(), torch.arange(10).view(2, 5)
     twin = copy.deepcopy(model)
-    optimizers = [torch.optim.SGD(m.parameters(), lr=0.1) for m in (model, twin)]
+    # A step of 0.1 throws some of these far, and what rounding differs by with them.
+    optimizers = [torch.optim.SGD(m.parameters(), lr=1e-3) for m in (model, twin)]
     convert(model)
     for m, optimizer in zip((model, twin), optimizers, strict=True):
         for _ in range(2):
