@@ -16,6 +16,10 @@ import torch
 
 Run = Callable[[], object]
 
+#: The third quartile of one kernel's samples over the first, past which something held them up: on
+#: a host that was busy otherwise, 31.7 and 50.6 µs where they are 31 and 32.
+HELD_UP = 1.4
+
 #: Bytes overwritten to flush the L2: past four times the largest L2 there is (60 MB on an
 #: H200, 126 MB on a B200, of which half is near).
 FLUSH_BYTES = 256 * 2**20
@@ -84,6 +88,14 @@ def _orders(count: int, rounds: int) -> Iterator[list[int]]:
     for _ in range(rounds):
         shuffler.shuffle(order)
         yield order
+
+
+def held_up(samples: Sequence[float]) -> bool:
+    """Whether these tell more of the machine than of what was timed, and should be taken anew."""
+    if len(samples) < 2:
+        return False
+    low, _, high = statistics.quantiles(samples, n=4, method="inclusive")
+    return high > HELD_UP * low
 
 
 def median(samples: Sequence[float]) -> float:

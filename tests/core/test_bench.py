@@ -314,6 +314,25 @@ def test_rounds_follow_the_time_there_is() -> None:
     assert (most, least) == (runner.MOST_ROUNDS, runner.LEAST_ROUNDS)
 
 
+def test_a_loop_that_was_held_up_is_run_once_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    quiet, held_up = [10.0] * 12, [10.0, 15.0] * 6
+    series = []
+
+    def samples(runs: Any, timer: Any, seconds: float) -> list[list[float]]:
+        return [series.pop(0)] * len(runs)
+
+    monkeypatch.setattr(runner, "_samples", samples)
+    for series, held in (
+        ([quiet], False), ([held_up, quiet], True), ([held_up, held_up], True),
+    ):  # fmt: skip
+        (document,) = runner.run([task()], CPU, runner.Options(tune=False))
+        assert not series
+        assert ("held_up" in document) is held
+        if held:
+            assert document["held_up"]["torch"]["p75_us"] == 15.0
+    assert document["times"]["torch"]["p75_us"] == 15.0
+
+
 def test_the_precision_of_fp32_is_the_cases_own(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     real = providers.eager

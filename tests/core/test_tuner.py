@@ -159,6 +159,27 @@ def test_short_kernels_are_sampled_more_often() -> None:
     assert samples(0.006) == tuner.STAGES[-1][0]
 
 
+def test_a_decision_is_not_made_by_what_held_the_machine_up() -> None:
+    class Busy(FakeTimer):
+        """Half of the first decisive series is held up, of what takes two launches more."""
+
+        series = 0
+
+        def measure(self, runs: Any, rounds: int) -> list[list[float]]:
+            samples = super().measure(runs, rounds)
+            self.series += rounds > tuner.STAGES[1][0]
+            if self.series == 1 and rounds > tuner.STAGES[1][0]:
+                for mine, late in zip(samples, (5.0, 40.0), strict=True):
+                    mine[::2] = [us + late for us in mine[::2]]
+                    mine[1] += late
+            return samples
+
+    timer = Busy({"blas": 10.0, "k": 5.0})
+    record = Tuner(timer).tune(problem(), [FakeBlas(), FakeKernel("k")], settings())
+    assert timer.series == 2
+    assert winner(record) == "k"
+
+
 def test_the_budget_ends_it_with_what_there_is() -> None:
     class Slow(FakeTimer):
         def measure(self, runs: Any, rounds: int) -> list[list[float]]:
