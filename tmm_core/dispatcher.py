@@ -263,8 +263,8 @@ class Dispatcher:
         the best estimate."""
         kernel, config = choice.candidate.kernel, choice.candidate.config
         try:
-            times = {c: kernel.estimate_us(problem, c) for c in _sharing(kernel, problem, wanted)}
-            known = {config: kernel.estimate_us(problem, config)} | times
+            alike = dict.fromkeys([config, *_sharing(kernel, problem, wanted)])
+            known = {c: kernel.estimate_us(problem, c) for c in alike}
         except Exception as error:
             self._warn_once(kernel, error)
             return choice
@@ -375,7 +375,7 @@ class Dispatcher:
             try:
                 config = kernel.default_config(problem)
                 estimate = kernel.estimate_us(problem, config)
-                if problem.batch_invariant and kernel.arithmetic(problem, config) is None:
+                if not _is_for_mode(kernel, problem, config):
                     continue
             except Exception as error:
                 self._warn_once(kernel, error)
@@ -497,9 +497,12 @@ def _fits(candidate: Candidate, problem: Problem) -> bool:
     """Whether a config found for another problem is in this one's search space and for its
     mode."""
     kernel, config = candidate.kernel, candidate.config
-    if problem.batch_invariant and kernel.arithmetic(problem, config) is None:
-        return False
-    return config in list(kernel.configs(problem))
+    return _is_for_mode(kernel, problem, config) and config in list(kernel.configs(problem))
+
+
+def _is_for_mode(kernel: Kernel[Any], problem: Problem, config: Config) -> bool:
+    """Whether a row's bits do not depend on M with this config, where they must not."""
+    return not problem.batch_invariant or kernel.arithmetic(problem, config) is not None
 
 
 def _sharing(kernel: Kernel[Any], problem: Problem, arithmetic: object) -> list[Config]:

@@ -57,6 +57,11 @@ HOPELESS, FIRST = 1.6, 2
 COMPILE_LIMIT = 60.0
 
 
+def compiling_threads() -> int:
+    """Kernels that are compiled at one time: as many as there are cores, at most 16."""
+    return min(16, os.cpu_count() or 1)
+
+
 @dataclass
 class _Trial:
     """One candidate on its way through a tuning."""
@@ -94,7 +99,7 @@ class Tuner:
 
     def __init__(self, timer: Timer | None = None, workers: int | None = None) -> None:
         self._timer = timer
-        self._workers = workers or min(16, os.cpu_count() or 1)
+        self._workers = workers or compiling_threads()
 
     def tune(
         self,

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,10 +13,11 @@ from tmm_cache import CacheStore, TuningRecord, shipped_layers
 from tmm_core import dispatch, verify
 from tmm_core.bench.results import Document
 from tmm_core.device import DeviceFingerprint, fingerprint
-from tmm_core.kernel import BASELINE, Kernel
+from tmm_core.kernel import BASELINE, Kernel, Launcher
 from tmm_core.precision import precision
 from tmm_core.problem import Problem
 from tmm_core.timing import CudaTimer, HostTimer, Timer, median
+from tmm_core.tuner import compiling_threads
 
 #: A winner may be this much slower than BLAS before it counts as a loss: two series of one short
 #: kernel differ by as much.
@@ -35,10 +35,10 @@ def shipped(device: torch.device) -> Iterator[Document]:
     timer: Timer = CudaTimer(device) if device.type == "cuda" else HostTimer()
     records = list(_records(fingerprint(device)))
     # Before any is timed: a compiler beside it would hold up the launches.
-    with ThreadPoolExecutor(min(16, os.cpu_count() or 1)) as pool:
-        list(pool.map(lambda record: _compile(record, device), records))
-    for record in records:
-        yield _checked(record, device, timer)
+    with ThreadPoolExecutor(compiling_threads()) as pool:
+        bound = [pool.submit(_bound, record, device) for record in records]
+    for record, winner in zip(records, bound, strict=True):
+        yield _checked(record, winner, device, timer)
 
 
 def current(device: DeviceFingerprint) -> tuple[int, int]:
@@ -65,30 +65,42 @@ def _kernel(record: TuningRecord) -> Kernel[Any] | None:
     return None
 
 
-def _compile(record: TuningRecord, device: torch.device) -> None:
+@dataclass(frozen=True)
+class _Bound:
+    """A winner on record, compiled for its problem."""
+
+    problem: Problem
+    launcher: Launcher
+    is_baseline: bool
+
+
+def _bound(record: TuningRecord, device: torch.device) -> _Bound | None:
+    """None where the winner's kernel has changed since."""
     kernel = _kernel(record)
-    if kernel is not None:
-        with suppress(Exception):  # the check will meet it again, and say so
-            if device.type == "cuda":
-                torch.cuda.set_device(device)  # a thread starts on device 0
-            problem = dispatch.recall(record.problem, device)
-            kernel.bind(problem, kernel.config_type.from_json(record.best.config))
+    if kernel is None:
+        return None
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # a thread starts on device 0
+    problem = dispatch.recall(record.problem, device)
+    launcher = kernel.bind(problem, kernel.config_type.from_json(record.best.config))
+    return _Bound(problem, launcher, kernel.name == BASELINE)
 
 
-def _checked(record: TuningRecord, device: torch.device, timer: Timer) -> Document:
+def _checked(
+    record: TuningRecord, winner: Future[_Bound | None], device: torch.device, timer: Timer
+) -> Document:
     best = record.best
     document: Document = {
         "problem": dict(record.problem),
         "kernel": best.kernel,
         "config": dict(best.config),
     }
-    kernel = _kernel(record)
-    if kernel is None:
-        return document | {"status": "stale"}
     try:
-        problem = dispatch.recall(record.problem, device)
-        with torch.no_grad(), precision(problem.tf32):
-            return document | _measured(problem, kernel, record, device, timer)
+        bound = winner.result()
+        if bound is None:
+            return document | {"status": "stale"}
+        with torch.no_grad(), precision(bound.problem.tf32):
+            return document | _measured(bound, device, timer)
     except Exception as error:  # a compiler's, a launch's: this record's fault alone
         return document | {"status": "failed", "reason": f"{type(error).__name__}: {error}"}
     finally:
@@ -96,33 +108,25 @@ def _checked(record: TuningRecord, device: torch.device, timer: Timer) -> Docume
             torch.cuda.empty_cache()
 
 
-def _measured(
-    problem: Problem,
-    kernel: Kernel[Any],
-    record: TuningRecord,
-    device: torch.device,
-    timer: Timer,
-) -> Document:
+def _measured(bound: _Bound, device: torch.device, timer: Timer) -> Document:
+    problem, launcher = bound.problem, bound.launcher
     inputs = verify.make_inputs(problem, device, seed=torch.seed() % 2**31)
-    config = kernel.config_type.from_json(record.best.config)
     blas = dispatch.dispatcher().registry.kernel(BASELINE)
-    launcher = kernel.bind(problem, config)
     baseline = blas.bind(problem, blas.default_config(problem))
     verify.poison(inputs.out)
     error = verify.error(inputs.run(launcher), verify.reference(problem, inputs))
     document: Document = {"title": str(problem), "error": error}
     # BLAS's own error is no verdict: it is what the others are held against.
-    if not error <= verify.tolerance(problem) and kernel.name != BASELINE:
+    if not error <= verify.tolerance(problem) and not bound.is_baseline:
         return document | {"status": "wrong"}
     runs = [lambda: inputs.launch(baseline, None), lambda: inputs.launch(launcher, None)]
     timer.measure(runs, 3)
     theirs, mine = map(median, timer.measure(runs, ROUNDS))
     if theirs / mine < SLOWER:  # once may be chance
         theirs, mine = map(median, timer.measure(runs, 3 * ROUNDS))
-    same = kernel.name == BASELINE
     return document | {
         "blas_us": round(theirs, 3),
         "us": round(mine, 3),
         "ratio": theirs / mine,
-        "status": "ok" if same or theirs / mine >= SLOWER else "slower",
+        "status": "ok" if bound.is_baseline or theirs / mine >= SLOWER else "slower",
     }

@@ -19,16 +19,20 @@ import triton.language as tl
 
 from tmm_core.epilogue import Epilogue
 from tmm_core.triton import epilogues
-from tmm_core.triton.epilogues import _exp2, _reciprocal, device_function
+from tmm_core.triton.epilogues import (
+    _GELU_CUBIC,
+    _GELU_LINEAR,
+    _SQRT_HALF,
+    _exp2,
+    _reciprocal,
+    device_function,
+)
 
 # 1/√2π; −½ log2 e; √(2/π), twice and with thrice GPT-2's cubic coefficient.
 _NORMAL = tl.constexpr(0.3989422804014327)
 _HALF_LOG2_E = tl.constexpr(-0.5 * math.log2(math.e))
 _GELU_SLOPE = tl.constexpr(1.5957691216057308)
 _GELU_SLOPE_CUBIC = tl.constexpr(1.5957691216057308 * 3 * 0.044715)
-_GELU_LINEAR = tl.constexpr(-1.5957691216057308 * math.log2(math.e))
-_GELU_CUBIC = tl.constexpr(-1.5957691216057308 * math.log2(math.e) * 0.044715)
-_SQRT_HALF = tl.constexpr(0.7071067811865476)
 
 
 @triton.jit
