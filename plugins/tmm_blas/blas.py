@@ -27,6 +27,9 @@ FLOPS_PER_SM_US = {2: 5.4e6, 4: 0.38e6, 1: 9.5e6}
 TF32_FLOPS_PER_SM_US = 3.0e6
 BYTES_PER_SM_US = 32e3
 LAUNCH_US = 4.0
+#: µs until memory is at speed; cold reads first displace what has to be written back, so many bytes
+#: of it, and come to this share of the bandwidth: 19 µs for 34 MB, 43 for 117, 71 for 235.
+RAMP_US, DISPLACED, READ_SHARE = 2.0, 16e6, 0.9
 
 #: cuBLAS with a leading stride off 16 bytes ran at 128–255 TFLOPS where the aligned
 #: neighbour had 720.
@@ -91,8 +94,10 @@ def estimate_us(problem: Problem, *, aligned: bool) -> float | None:
         # Both operands are read, written as bf16 and read again.
         rate = FLOPS_PER_SM_US[2]
         widened = 5 * problem.bytes
-    moved = problem.bytes + widened
-    product = max(problem.flops / (rate * sms), moved / (BYTES_PER_SM_US * sms))
+    moved: float = problem.bytes + widened
+    moved = (moved + min(moved, DISPLACED)) / READ_SHARE
+    moving = moved / (BYTES_PER_SM_US * sms) + RAMP_US
+    product = max(problem.flops / (rate * sms), moving)
     result = problem.batch * problem.m * problem.n * problem.out.dtype.itemsize
     epilogue = GATED_PASSES if problem.gated else 2 * (not problem.epilogue.is_identity)
     steps = epilogue + 3 * (problem.residual is not None)

@@ -11,7 +11,10 @@ import math
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
-from tmm_core import Config, Problem
+import torch
+
+from tmm_core import Config, Operand, Problem
+from tmm_triton.partials import MOST_WORKSPACE, REDUCE_US
 
 #: Bytes that TMA wants base and leading stride to be multiples of.
 ALIGNMENT = 16
@@ -30,6 +33,8 @@ class WarpSpecializedConfig(Config):
         num_warps: Warps of one consumer.
         subtiles: Column strips in which a tile is stored; more of them need less staging.
         tail_splits: Parts along K into which the tiles of an incomplete wave are cut.
+        splits: Parts along K into which every tile is cut, added by a second kernel.
+        evict_first: Operands are read as what nobody reads again.
     """
 
     BLOCK_M: int
@@ -42,6 +47,8 @@ class WarpSpecializedConfig(Config):
     num_warps: int
     subtiles: int
     tail_splits: int
+    splits: int
+    evict_first: bool
 
     def __post_init__(self) -> None:
         if self.schedule not in ("cooperative", "pingpong"):
@@ -52,6 +59,10 @@ class WarpSpecializedConfig(Config):
             raise ValueError(f"{self.consumers} consumers of {self.num_warps} warps")
         if not 1 <= self.tail_splits <= _MOST_TAIL_SPLITS:
             raise ValueError(f"tail_splits {self.tail_splits}")
+        if not 1 <= self.splits <= _MOST_SPLITS or self.splits > 1 < self.tail_splits:
+            raise ValueError(f"splits {self.splits}, tail_splits {self.tail_splits}")
+        if not isinstance(self.evict_first, bool):
+            raise ValueError(f"evict_first {self.evict_first!r}")
         # One wgmma covers 64 rows, 16 of each of four warps.
         if self.rows * (1 if self.pingpong else self.consumers) != self.BLOCK_M:
             raise ValueError(f"BLOCK_M {self.BLOCK_M} does not divide among the consumers")
@@ -134,6 +145,10 @@ class Constants:
     A_ROWS: int
     #: Stages asked for before the warps take their roles.
     PRIMED: int
+    #: Parts along K of every tile, each an output of its own.
+    SPLITS: int
+    #: Nothing in the source: it tells kernels apart whose loads are hinted and are not.
+    EVICT_FIRST: bool
     #: Launched while the kernel that writes the operands may still run.
     CHAINED: bool = False
 
@@ -141,6 +156,7 @@ class Constants:
     def of(
         cls, problem: Problem, config: WarpSpecializedConfig, chained: bool = False
     ) -> Constants:
+        problem = multiplied(problem, config)
         return cls(
             BLOCK_M=config.BLOCK_M,
             BLOCK_N=config.BLOCK_N,
@@ -167,6 +183,8 @@ class Constants:
             TAIL_SPLITS=config.tail_splits,
             A_ROWS=_rows_brought(problem, config),
             PRIMED=min(_PRIMED, config.num_stages),
+            SPLITS=config.splits,
+            EVICT_FIRST=config.evict_first,
             CHAINED=chained,
         )
 
@@ -295,21 +313,40 @@ _LAUNCH_US, _EPILOGUE_US = 5.6, 0.9
 _PART_US, _LEAST_PART, _MOST_TAIL_SPLITS = 1.0, 512, 4
 #: µs until what is left elsewhere can be added.
 _WAITING_US = 3.0
+#: Parts that every tile may be cut into, how much of K each has at least, and bytes per µs at which
+#: the reducing kernel reads what they left in L2.
+_MOST_SPLITS, _LEAST_SPLIT, _PARTS_BYTES = 256, 256, 3e6
 #: What summing a tile's halves in turn is taken to cost until it is measured: enough that it is
 #: tried when tuning, and not guessed without.
 _HALVES = 1.15
+#: Rows (columns) of the output up to which so few tiles read the other operand that it is read as
+#: what nobody reads again, up to which that won always, and how much longer memory takes without.
+#: On an H200, µs less: with 32 to 128 rows 2.3 to 4.7 of 17 to 70; with 256 3.1 of 22.9 (4096²) and
+#: 3.8 of 53.1 (8192²) but -2.5 of 97 (28672×4096); with 512 -1.7 of 180 to 1.2 of 86, and 3.1 of
+#: 35.8 where K is 32768; with 1024 none.
+_STREAMED, _SURELY_STREAMED, _DISPLACING = 512, 128, 1.1
+#: How many tiles are also tried the other way.
+_BOTH_WAYS = 3
 
 
 def configs(problem: Problem) -> Iterable[WarpSpecializedConfig]:
     """What is worth a try, the best guess first."""
     tiles = _FP8_TILES if problem.fp8 else _TILES
     fitting = list(filter(None, (_fitted(problem, tile) for tile in tiles)))
-    fitting += [
+    cut = [
         [replace(variants[0], tail_splits=splits)]
         for variants in fitting
         if (splits := _tail_splits(problem, variants[0])) > 1
     ]
-    ranked = sorted(fitting, key=lambda variants: estimate_us(problem, variants[0]))
+    cut += [
+        [replace(variants[0], splits=splits)]
+        for variants in filter(None, (_fitted(_sums(problem), tile) for tile in tiles))
+        if (splits := _splits(problem, variants[0])) > 1
+    ]
+    ranked = sorted(fitting + cut, key=lambda variants: estimate_us(problem, variants[0]))
+    if _streams(problem) and min(problem.m, problem.n) > _SURELY_STREAMED:
+        for variants in ranked[:_BOTH_WAYS]:
+            variants.append(replace(variants[0], evict_first=False))
     proposed = [
         [
             replace(config, GROUP_M=group)
@@ -327,7 +364,7 @@ def estimate_us(problem: Problem, config: WarpSpecializedConfig) -> float:
     """Waves of whole tiles, each as long as its multiplying or its loading takes."""
     sms = problem.device.sm_count
     width = config.BLOCK_N * (2 if problem.gated else 1)
-    depth = -(-problem.k // config.BLOCK_K) * config.BLOCK_K
+    depth = -(-problem.k // (config.BLOCK_K * config.splits)) * config.BLOCK_K
     itemsize = problem.a.dtype.itemsize
     load = itemsize * (config.BLOCK_M + width) * depth / _SM_BYTES
     multiply = itemsize * config.BLOCK_M * width * depth / _SM_FLOPS
@@ -338,9 +375,11 @@ def estimate_us(problem: Problem, config: WarpSpecializedConfig) -> float:
     epilogue = _EPILOGUE_US * config.BLOCK_M * config.BLOCK_N / (128 * 256)
     if not problem.epilogue.is_identity or problem.residual is not None:
         epilogue *= 1.5
-    count = tile_count(problem, config)
+    count = tile_count(problem, config) * config.splits
     waves: float = -(-count // sms)
     adding = 0.0
+    if config.splits > 1:
+        adding = REDUCE_US + 8 * config.splits * problem.m * problem.n / _PARTS_BYTES
     if config.tail_splits > 1:
         whole = count // sms
         waves = whole + 1 / config.tail_splits
@@ -358,6 +397,8 @@ def estimate_us(problem: Problem, config: WarpSpecializedConfig) -> float:
         busy = waves * loop + math.ceil(waves) * exposed
     # The closer they are, the less of the shorter hides behind the longer.
     memory = problem.bytes / (_SM_MEMORY_BYTES * sms)
+    if _streams(problem) and not config.evict_first:
+        memory *= _DISPLACING
     return _LAUNCH_US + adding + math.sqrt(math.hypot(busy**2, memory**2))
 
 
@@ -393,6 +434,8 @@ def _fitted(
             num_warps=num_warps,
             subtiles=min(8, max(1, block_n * problem.out.dtype.itemsize // width)),
             tail_splits=1,
+            splits=1,
+            evict_first=_streams(problem),
         )
         stage = (block_m + block_n * (2 if problem.gated else 1)) * block_k
         stage *= problem.a.dtype.itemsize
@@ -411,8 +454,54 @@ def _groups(problem: Problem, config: WarpSpecializedConfig) -> list[int]:
     wave = min(tile_count(problem, config), problem.device.sm_count)
     width = config.BLOCK_N * (2 if problem.gated else 1)
     square = round(math.log2(math.sqrt(wave * width / config.BLOCK_M)))
-    groups = (square - 2, square - 1) if problem.k <= _SHORT_K else (square, square - 1)
+    groups = [square - 2, square - 1] if problem.k <= _SHORT_K else [square, square - 1]
+    if config.splits > 1:
+        del groups[1:]  # one wave of few tiles
     return list(dict.fromkeys(min(rows, 2 ** max(0, group)) for group in groups))
+
+
+def _streams(problem: Problem) -> bool:
+    """Whether operands are read as what nobody reads again."""
+    return problem.batch == 1 and min(problem.m, problem.n) <= _STREAMED
+
+
+def _sums(problem: Problem) -> Problem:
+    """The product alone, in fp32, for another kernel to finish."""
+    return Problem(
+        m=problem.m,
+        n=problem.n,
+        k=problem.k,
+        a=problem.a,
+        b=problem.b,
+        out=Operand(torch.float32),
+        device=problem.device,
+        batch=problem.batch,
+    )
+
+
+def multiplied(problem: Problem, config: WarpSpecializedConfig) -> Problem:
+    """What the kernel itself computes."""
+    return problem if config.splits == 1 else _sums(problem)
+
+
+def _splits(problem: Problem, config: WarpSpecializedConfig) -> int:
+    """Parts along K to cut every tile into, so that all SMs have one; not where a row's sums must
+    not depend on M, and where TMA could not write the parts."""
+    if problem.gated or problem.batch > 1 or problem.batch_invariant or problem.n % 4:
+        return 1
+    share = problem.device.sm_count // tile_count(problem, config)
+    room = MOST_WORKSPACE // parts_bytes(problem, config)
+    return max(1, min(share, problem.k // _LEAST_SPLIT, room, _MOST_SPLITS))
+
+
+def padded_rows(problem: Problem, config: WarpSpecializedConfig) -> int:
+    """Rows of a part in the workspace: those of whole tiles, which TMA stores."""
+    return -(-problem.m // config.BLOCK_M) * config.BLOCK_M
+
+
+def parts_bytes(problem: Problem, config: WarpSpecializedConfig) -> int:
+    """Of one part of all tiles."""
+    return 4 * padded_rows(problem, config) * problem.n
 
 
 def _tail_splits(problem: Problem, config: WarpSpecializedConfig) -> int:
@@ -426,9 +515,11 @@ def _tail_splits(problem: Problem, config: WarpSpecializedConfig) -> int:
 
 def adapted(problem: Problem, config: WarpSpecializedConfig) -> WarpSpecializedConfig:
     """A config found for another M of the bucket, with no more parts than this one's last wave
-    has SMs for: a part without a block would be waited for without end."""
-    splits = min(config.tail_splits, _room_for_splits(problem, config))
-    return replace(config, tail_splits=splits)
+    has SMs for, and none without a k-step: what has nobody to make it would be waited for without
+    end."""
+    tail_splits = min(config.tail_splits, _room_for_splits(problem, config))
+    splits = min(config.splits, -(-problem.k // config.BLOCK_K))
+    return replace(config, tail_splits=tail_splits, splits=splits)
 
 
 def _room_for_splits(problem: Problem, config: WarpSpecializedConfig) -> int:

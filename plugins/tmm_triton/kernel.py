@@ -10,6 +10,7 @@ import sysconfig
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
+from types import ModuleType
 from typing import ClassVar, TypeVar
 
 import torch
@@ -40,7 +41,7 @@ class TritonKernel(Kernel[C]):
     Subclasses implement ``configs``, ``builds`` and ``bind``.
     """
 
-    shares = (operands, epilogues)
+    shares: ClassVar[tuple[ModuleType, ...]] = (operands, epilogues)
     #: Takes gated epilogues.
     gates: ClassVar[bool] = False
     #: Fraction of the tensor cores' peak that the main loop reaches where nothing else

@@ -11,8 +11,7 @@ Who adds is part of the config:
 
 - ``REDUCE="last"``: the program of a tile that finishes last, told by an atomic counter,
   which it sets back to zero for the next launch. One launch.
-- ``REDUCE="kernel"``: a second kernel, spread over all SMs whatever the number of tiles; on
-  Hopper and later its launch overlaps the first kernel's tail (programmatic dependent launch).
+- ``REDUCE="kernel"``: a second kernel, spread over all SMs (``partials.reduce_kernel``).
 
 With ``num_stages=1`` the tiles of the next step wait in registers while this one is multiplied.
 No copy to shared memory can say that what it reads is read once, a load can (``evict_first``),
@@ -35,6 +34,7 @@ import triton.language as tl
 
 from tmm_core import Launcher, Problem, Traits
 from tmm_core.triton import Argument, Step, launcher
+from tmm_triton import partials
 from tmm_triton.counters import Counters
 from tmm_triton.kernel import TritonKernel, hopper_or_later, proposed, single, tiles
 from tmm_triton.operands import (
@@ -49,28 +49,7 @@ from tmm_triton.operands import (
     out_shape,
     rescale,
 )
-
-
-@triton.jit
-def sum_partials(
-    partials_ptr, z, batch, rows, cols, M, N,
-    SPLIT_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, AHEAD: tl.constexpr,
-):  # fmt: skip
-    """The full sum of a tile, from the workspace [SPLIT_K, batch, M, N].
-
-    AHEAD partial sums are loaded at a time: one after the other each costs a trip to L2
-    (0.2 µs on an H200, 60 for 256 of them). The order of additions is still fixed.
-    """
-    at = rows[:, None] * N + cols[None, :]
-    inside = (rows[:, None] < M) & (cols[None, :] < N)
-    acc = tl.zeros((AHEAD, BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for first in range(0, SPLIT_K, AHEAD):
-        split = first + tl.arange(0, AHEAD)
-        ptrs = partials_ptr + ((split * batch + z) * M * N)[:, None, None] + at[None, :, :]
-        mask = (split < SPLIT_K)[:, None, None] & inside[None, :, :]
-        # Other SMs wrote them: read past this one's L1.
-        acc += tl.load(ptrs, mask=mask, other=0.0, cache_modifier=".cg")
-    return tl.sum(acc, axis=0)
+from tmm_triton.partials import MOST_WORKSPACE, REDUCE_US, reducing, reduction, sum_partials
 
 
 @triton.jit
@@ -169,8 +148,9 @@ def split_k_kernel(
             tl.debug_barrier()
             if tl.atomic_add(counter, 1, sem="acq_rel") == SPLIT_K - 1:
                 acc = sum_partials(
-                    partials_ptr, z, batch, rows, cols, M, N, SPLIT_K, BLOCK_M, BLOCK_N, AHEAD
-                )
+                    partials_ptr, batch * M * N, z, rows, cols, M, N,
+                    SPLIT_K, BLOCK_M, BLOCK_N, AHEAD,
+                )  # fmt: skip
                 acc = rescale(acc, z, rows, cols, M, N, scale_a_ptr, scale_b_ptr, SCALE_A, SCALE_B)
                 finish(
                     acc, z, rows, cols, M, N, bias_ptr, stride_bias, alpha, EPILOGUE,
@@ -178,31 +158,6 @@ def split_k_kernel(
                     out_ptr, stride_oz, stride_om, stride_on,
                 )  # fmt: skip
                 tl.store(counter, 0)
-
-
-@triton.jit
-def reduce_kernel(
-    partials_ptr, bias_ptr, residual_ptr, out_ptr,
-    M, N,
-    stride_rz, stride_rm, stride_rn,
-    stride_oz, stride_om, stride_on,
-    stride_bias, alpha, scale_a_ptr, scale_b_ptr,
-    SCALE_A: tl.constexpr, SCALE_B: tl.constexpr,
-    EPILOGUE: tl.constexpr, SPLIT_K: tl.constexpr, OVERLAP: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, AHEAD: tl.constexpr,
-):  # fmt: skip
-    z = tl.program_id(2)
-    rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    if OVERLAP:
-        tl.extra.cuda.gdc_wait()
-    batch = tl.num_programs(2)
-    acc = sum_partials(partials_ptr, z, batch, rows, cols, M, N, SPLIT_K, BLOCK_M, BLOCK_N, AHEAD)
-    acc = rescale(acc, z, rows, cols, M, N, scale_a_ptr, scale_b_ptr, SCALE_A, SCALE_B)
-    finish(
-        acc, z, rows, cols, M, N, bias_ptr, stride_bias, alpha, EPILOGUE,
-        residual_ptr, stride_rz, stride_rm, stride_rn, out_ptr, stride_oz, stride_om, stride_on,
-    )  # fmt: skip
 
 
 #: BLOCK_M, BLOCK_N, BLOCK_K, num_stages, num_warps at 16 bits per element.
@@ -233,20 +188,11 @@ _SHAPES = [
 _PROGRAMS_PER_SM = (1, 1.5, 2)
 _PROGRAMS_PER_SM_UNALIGNED = (1, 2, 4)
 _MOST_SPLITS = 512
-#: Partial sums of more than this cost more traffic than splitting saves; the kernels rely
-#: on a workspace that 32 bits can index.
-_MOST_WORKSPACE = 128 * 2**20
 #: Elements per thread of partial sums that the last program of a tile may have under way:
 #: with a larger tile, not one of them fits the registers, and the other programs wait.
 _MOST_ALONE = 32
-#: Elements of partial sums that a program of the second kernel loads at a time, 16 for each
-#: of 128 threads, and of how many ranges at most: the rest are columns, 128 bytes at least.
-_LOADED = 2048
-_MOST_AHEAD = 64
 #: Bytes per µs at which a single program reads partial sums back.
 _ONE_PROGRAM_RATE = 30_000
-#: µs a second kernel adds where its launch overlaps the first one's tail.
-_SECOND_LAUNCH = 1.5
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -290,6 +236,7 @@ class SplitK(TritonKernel[SplitKConfig]):
     name = "triton.split_k"
     traits = Traits(deterministic=True, batch_invariant=True, needs_workspace=True)
     config_type = SplitKConfig
+    shares = (*TritonKernel.shares, partials)
     reach = 0.62
 
     def configs(self, problem: Problem) -> list[SplitKConfig]:
@@ -310,7 +257,7 @@ class SplitK(TritonKernel[SplitKConfig]):
                     continue
                 if split == 1 and not config.SWAP and not problem.device.interpreted:
                     continue  # what triton.grouped does
-                if self.workspace_bytes(problem, config) > _MOST_WORKSPACE:
+                if self.workspace_bytes(problem, config) > MOST_WORKSPACE:
                     continue
                 configs.append(config)
                 # Where the second launch overlaps the first, it beat the last program in
@@ -331,7 +278,7 @@ class SplitK(TritonKernel[SplitKConfig]):
         if config.SPLIT_K == 1:
             return estimate
         if config.REDUCE == "kernel":
-            return estimate + _SECOND_LAUNCH
+            return estimate + REDUCE_US
         tile = min(config.BLOCK_M, problem.m) * min(config.BLOCK_N, problem.n)
         return estimate + 4 * config.SPLIT_K * tile / _ONE_PROGRAM_RATE
 
@@ -358,11 +305,7 @@ class SplitK(TritonKernel[SplitKConfig]):
         constants["AHEAD"] = min(ahead, triton.next_power_of_2(config.SPLIT_K))
         builds = [build(split_k_kernel, problem, config, constants, types)]
         if split and not last:
-            overlap = hopper_or_later(problem)
-            m, n, ahead = _reduce_block(problem, config)
-            constants = {"BLOCK_M": m, "BLOCK_N": n, "AHEAD": ahead, "OVERLAP": overlap}
-            options = {"num_warps": 4, "num_stages": 1} | ({"launch_pdl": True} if overlap else {})
-            builds.append(build(reduce_kernel, problem, config, constants, types, **options))
+            builds.append(reduction(problem, config.SPLIT_K))
         return builds
 
     def bind(self, problem: Problem, config: SplitKConfig) -> Launcher:
@@ -405,15 +348,6 @@ def _splits(problem: Problem, block_m: int, block_n: int, block_k: int) -> list[
     return sorted({max(1, min(aim, steps, _MOST_SPLITS)) for aim in aims})
 
 
-def _reduce_block(problem: Problem, config: SplitKConfig) -> tuple[int, int, int]:
-    """The tile of one program of the second kernel, and how many partial sums it loads at a
-    time. One row: the order of additions must not change with M."""
-    if problem.device.interpreted:
-        return 128, 128, 2
-    ahead = min(_MOST_AHEAD, triton.next_power_of_2(config.SPLIT_K))
-    return 1, min(_LOADED // ahead, triton.next_power_of_2(problem.n)), ahead
-
-
 def _bind_last(
     kernel: SplitK, problem: Problem, config: SplitKConfig, grid: tuple[int, int, int]
 ) -> Launcher:
@@ -433,12 +367,13 @@ def _bind_last(
 def _bind_two(
     kernel: SplitK, problem: Problem, config: SplitKConfig, grid: tuple[int, int, int]
 ) -> Launcher:
-    build, second = kernel.builds(problem, config)
-    block_m, block_n, _ = _reduce_block(problem, config)
-    reduce_grid = (-(-problem.m // block_m), -(-problem.n // block_n), problem.batch)
-    own: dict[str, Argument] = {"partials_ptr": "workspace"}
+    build, _ = kernel.builds(problem, config)
+    apart = problem.batch * problem.m * problem.n
     return launcher(
-        [_step(problem, build, grid, own), _step(problem, second, reduce_grid, own)],
+        [
+            _step(problem, build, grid, {"partials_ptr": "workspace"}),
+            reducing(problem, config.SPLIT_K, apart),
+        ],
         out_shape(problem),
         problem.out.dtype,
         workspace=_workspace(problem, config),

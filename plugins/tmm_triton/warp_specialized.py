@@ -32,7 +32,8 @@ are cut along K, into as many parts as give the other SMs something to do, and c
 Whoever has the first k-steps of a tile adds what the others left in the workspace, while the other
 consumers multiply. Cutting tiles at equal distances (stream-K) leaves no SM idle at all, but
 then no two blocks need the same part of an operand at one time: it took up to 20 % longer on
-an H200.
+an H200. With ``splits``, for few tiles and a long K, every tile is so many tiles, each of its own
+part of K; their sums go to a workspace, and a second kernel adds them up and finishes.
 
 A finished tile goes out strip by strip, through staging buffers and by TMA where that can
 write it, else by pointers. The residual comes in by the same buffers before, under the main
@@ -77,17 +78,21 @@ from tmm_core.triton import (
     launcher,
     pointer,
 )
-from tmm_triton import hopper_tiles
+from tmm_triton import hopper_tiles, operands, partials
 from tmm_triton.counters import Counters
 from tmm_triton.hopper_tiles import (
     ALIGNMENT,
     Constants,
     WarpSpecializedConfig,
+    multiplied,
+    padded_rows,
+    parts_bytes,
     residual_by_tma,
     stored_by_pointers,
     tile_count,
 )
 from tmm_triton.kernel import missing_toolchain, unknown_gluon
+from tmm_triton.partials import reducing
 
 #: Gluon's names of what operands, outputs and what is added to them may consist of.
 _GLUON = {
@@ -114,13 +119,13 @@ def _acquire(flag):
 
 @jit
 def _tile(index, sizes, C: gl.constexpr):
-    """A tile's place in the batch and its first row and column: matrix after matrix, each in
-    bands of GROUP_M tile rows walked column by column, so that the blocks running at one time
-    share operands in L2."""
+    """A tile's place in the batch, or its part of K, and its first row and column: matrix after
+    matrix, each in bands of GROUP_M tile rows walked column by column, so that the blocks running
+    at one time share operands in L2."""
     M, N, _, GROUP_M, _, _ = sizes
     rows = gl.cdiv(M, C.BLOCK_M)
     matrix = 0
-    if C.BATCHED:
+    if C.BATCHED or C.SPLITS > 1:
         matrix = index // (rows * gl.cdiv(N, C.BLOCK_N))
         index -= matrix * (rows * gl.cdiv(N, C.BLOCK_N))
     band = GROUP_M * gl.cdiv(N, C.BLOCK_N)
@@ -155,7 +160,7 @@ def _inside(start, size, BLOCK: gl.constexpr, CONTIGUOUS: gl.constexpr):
 def _tiles(sizes, C: gl.constexpr):
     M, N, _, _, BATCH, _ = sizes
     tiles = gl.cdiv(M, C.BLOCK_M) * gl.cdiv(N, C.BLOCK_N)
-    return tiles * BATCH if C.BATCHED else tiles
+    return tiles * BATCH if C.BATCHED else tiles * C.SPLITS
 
 
 @jit
@@ -203,6 +208,10 @@ def _unit(index, work, sizes, C: gl.constexpr):
         tile = gl.where(is_cut, tile_cut, tile)
         first = gl.where(is_cut, first_cut, 0)
         last = gl.where(is_cut, last_cut, steps)
+    if C.SPLITS > 1:
+        part = tile // (_tiles(sizes, C) // C.SPLITS)
+        first = steps * part // C.SPLITS
+        last = steps * (part + 1) // C.SPLITS
     return tile, first, last
 
 
@@ -649,6 +658,8 @@ def _consume(
             else:
                 if C.TAIL_SPLITS > 1 and last < work[5]:
                     acc, up = _completed(acc, up, parts, WHO, C)
+                if C.SPLITS > 1:
+                    row += matrix * gl.cdiv(M, C.BLOCK_M) * C.BLOCK_M
                 _store(
                     acc, up, bias, matrix, row, column, corner, strip_phase, target, sizes,
                     EPILOGUE, WHO, C,
@@ -750,7 +761,7 @@ class WarpSpecialized(Kernel[WarpSpecializedConfig]):
         deterministic=True, batch_invariant=True, capture_safe=True, needs_workspace=True
     )
     config_type = WarpSpecializedConfig
-    shares = (epilogues, hopper_tiles)
+    shares = (epilogues, hopper_tiles, operands, partials)
     #: Launched while the kernel that writes its operands may still run.
     is_chained = False
 
@@ -806,8 +817,8 @@ class WarpSpecialized(Kernel[WarpSpecializedConfig]):
         return reasons
 
     def arithmetic(self, problem: Problem, config: WarpSpecializedConfig) -> object:
-        if config.tail_splits > 1:
-            return None  # which tiles are cut depends on M
+        if config.tail_splits > 1 or config.splits > 1:
+            return None  # which tiles are cut, and into how many parts, depends on M
         # Every wgmma adds 32 bytes' products along k to its accumulators, whatever their shape.
         return ("k32", config.BLOCK_K) if problem.fp8 else "k16"
 
@@ -821,6 +832,8 @@ class WarpSpecialized(Kernel[WarpSpecializedConfig]):
         return hopper_tiles.estimate_us(problem, config)
 
     def workspace_bytes(self, problem: Problem, config: WarpSpecializedConfig) -> int:
+        if config.splits > 1:
+            return config.splits * parts_bytes(problem, config)
         if hopper_tiles.adapted(problem, config).tail_splits == 1:
             return 0
         width = config.BLOCK_N * (2 if problem.gated else 1)
@@ -828,6 +841,7 @@ class WarpSpecialized(Kernel[WarpSpecializedConfig]):
 
     def specialize(self, problem: Problem, config: WarpSpecializedConfig) -> Specialization:
         """What :meth:`bind` compiles; also for a GPU that is not there."""
+        problem = multiplied(problem, config)
         rows, width, batched = config.rows, config.BLOCK_N // config.subtiles, problem.batch > 1
         specialized = Constants.of(problem, config, self.is_chained)
         types = {
@@ -881,7 +895,11 @@ class WarpSpecialized(Kernel[WarpSpecializedConfig]):
         types |= {"scale_a_ptr": "*fp32"} if problem.scale_a else {}
         types |= {"scale_b_ptr": "*fp32"} if problem.scale_b else {}
         constants |= {name: None for name in _kernel.arg_names if name not in types | constants}
-        options = {"num_warps": config.num_warps, "launch_pdl": self.is_chained}
+        options = {
+            "num_warps": config.num_warps,
+            "launch_pdl": self.is_chained,
+            "evict_first": config.evict_first,
+        }
         return Specialization(types, constants, divisible, options)
 
     def bind(self, problem: Problem, config: WarpSpecializedConfig) -> Launcher:
@@ -901,7 +919,11 @@ class WarpSpecialized(Kernel[WarpSpecializedConfig]):
             operand = getattr(problem, name) or problem.out
             return Described(name, _describer(operand, rows, columns, problem.batch > 1))
 
-        tiles = tile_count(problem, config)
+        def parts() -> Described:
+            describe = _describer(multiplied(problem, config).out, rows, width, False)
+            return Described("workspace", lambda t: describe(t.view(-1, problem.n)))
+
+        tiles = tile_count(problem, config) * config.splits
         # As many blocks as the waves need, not as there are SMs: 512 tiles take 132 blocks no
         # fewer waves than 128, which run at a rectangle of tiles and leave power to clocks.
         sms = problem.device.sm_count
@@ -909,7 +931,7 @@ class WarpSpecialized(Kernel[WarpSpecializedConfig]):
         known: dict[str, Argument] = {
             "a_desc": described("a", of.constants["C"].A_ROWS, config.BLOCK_K),
             "b_desc": described("b", config.BLOCK_K, of.constants["C"].columns),
-            "c_desc": described("out", rows, width),
+            "c_desc": parts() if config.splits > 1 else described("out", rows, width),
             "r_desc": described("residual", rows, width),
             "M": problem.m,
             "N": problem.n,
@@ -940,6 +962,10 @@ class WarpSpecialized(Kernel[WarpSpecializedConfig]):
         arguments = {name: known[name] for name in of.types}
         shape = (problem.batch, problem.m, problem.n)[problem.batch == 1 :]
         steps = [Step(launch, (blocks, 1, 1), arguments)]
+        if config.splits > 1:
+            apart = padded_rows(problem, config) * problem.n
+            steps.append(reducing(problem, config.splits, apart))
+            workspace = (config.splits * apart, torch.float32)
         return launcher(steps, shape, problem.out.dtype, workspace=workspace)
 
 

@@ -22,6 +22,7 @@ from tmm_triton.warp_specialized import WarpSpecialized
 
 from tmm_core import Launcher, Problem
 from tmm_core.device import fingerprint
+from tmm_core.epilogue import parse
 
 pytestmark = pytest.mark.gpu
 
@@ -34,9 +35,13 @@ CONFIG = SplitKConfig(
 #: Two waves of tiles on 132 SMs, and some that are cut in two; a part of a wave, in four.
 CUT = WarpSpecializedConfig(
     BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, GROUP_M=8, num_stages=6, schedule="pingpong",
-    consumers=2, num_warps=4, subtiles=4, tail_splits=2,
+    consumers=2, num_warps=4, subtiles=4, tail_splits=2, splits=1, evict_first=False,
 )  # fmt: skip
 SHARED = replace(CUT, BLOCK_M=192, schedule="cooperative", consumers=3, num_stages=5, tail_splits=4)
+#: Every tile in seven, with a second kernel to add them.
+PARTS = replace(
+    CUT, BLOCK_M=64, BLOCK_N=64, BLOCK_K=128, subtiles=2, tail_splits=1, splits=7, evict_first=True
+)
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -59,12 +64,12 @@ def close(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> bool:
 
 def waiting(case: str) -> tuple[Launcher, torch.Tensor, torch.Tensor]:
     """A launcher whose programs wait for each other, and its operands."""
-    if case in ("cut", "shared"):
+    if case in ("cut", "shared", "parts"):
         if torch.cuda.get_device_capability() != (9, 0):
             pytest.skip("needs Hopper")
-        config = CUT if case == "cut" else SHARED
-        rows = 2304 if case == "cut" else 576
-        a, b = random(rows, 2000), random(2000, 2304 if case == "cut" else 1024, seed=1)
+        config = {"cut": CUT, "shared": SHARED, "parts": PARTS}[case]
+        rows, columns = {"cut": (2304, 2304), "shared": (576, 1024), "parts": (100, 200)}[case]
+        a, b = random(rows, 2000), random(2000, columns, seed=1)
         problem = Problem.of(a, b, torch.empty_like(a @ b), fingerprint(a.device))
         if hopper_tiles.adapted(problem, config) != config:
             pytest.skip(f"{config.tail_splits} parts of these tiles suit another number of SMs")
@@ -75,7 +80,7 @@ def waiting(case: str) -> tuple[Launcher, torch.Tensor, torch.Tensor]:
     return bound(SplitK(), a, b, config), a, b
 
 
-@pytest.mark.parametrize("case", ["last plain", "last swapped", "cut", "shared"])
+@pytest.mark.parametrize("case", ["last plain", "last swapped", "cut", "shared", "parts"])
 def test_who_waits_leaves_what_it_waited_for_as_it_was(case: str) -> None:
     run, a, b = waiting(case)
     first = run(a, b, None, None, 1.0, None)
@@ -85,7 +90,7 @@ def test_who_waits_leaves_what_it_waited_for_as_it_was(case: str) -> None:
         assert torch.equal(run(a, b, None, None, 1.0, out), first)
 
 
-@pytest.mark.parametrize("case", ["last plain", "cut", "shared"])
+@pytest.mark.parametrize("case", ["last plain", "cut", "shared", "parts"])
 def test_counters_of_streams_are_their_own(case: str) -> None:
     run, a, b = waiting(case)
     expected = run(a, b, None, None, 1.0, None)
@@ -100,7 +105,7 @@ def test_counters_of_streams_are_their_own(case: str) -> None:
     assert all(torch.equal(out, expected) for out in outs)
 
 
-@pytest.mark.parametrize("case", ["last plain", "kernel plain", "cut", "shared"])
+@pytest.mark.parametrize("case", ["last plain", "kernel plain", "cut", "shared", "parts"])
 def test_captured_launches_may_replay_together(case: str) -> None:
     run, a, b = waiting(case)
     expected = run(a, b, None, None, 1.0, None)
@@ -143,6 +148,36 @@ def test_tiles_that_end_outside(m: int, n: int, layout: str) -> None:
         out = torch.full((m + 1, n), float("nan"), dtype=a.dtype, device="cuda")
         run(a, b, None, None, 1.0, out[:m])
         assert (out[:m].double() - expected).norm() < 4e-3 * expected.norm(), config
+        assert out[m].isnan().all(), config
+
+
+@pytest.mark.parametrize("layout", ["nt", "nn", "tn"])
+@pytest.mark.parametrize(
+    "shape", [(1, 8, 4096), (50, 516, 8000), (130, 200, 5000), (300, 64, 9999)]
+)
+def test_every_tile_cut_along_k(shape: tuple[int, int, int], layout: str) -> None:
+    """With everything that the second kernel finishes: alpha, bias, epilogue, residual."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs Hopper")
+    m, n, k = shape
+    whole = -(-k // 8) * 8
+    a, b = random(m, whole)[:, :k], random(n, whole, seed=1)[:, :k].t()
+    a = random(k, -(-m // 8) * 8)[:, :m].t() if layout[0] == "t" else a
+    b = random(k, -(-n // 8) * 8, seed=1)[:, :n] if layout[1] == "n" else b
+    bias, residual = random(n, seed=2), random(m, n, seed=3)
+    problem = Problem.of(
+        a, b, residual, fingerprint(a.device), bias=bias, residual=residual, scaled=True,
+        epilogue=parse("silu"),
+    )  # fmt: skip
+    z = 0.5 * (a.double() @ b.double()) + bias
+    expected = torch.nn.functional.silu(z) + residual
+    cut = [c for c in WarpSpecialized().configs(problem) if c.splits > 1]
+    assert cut
+    for config in cut:
+        run = WarpSpecialized().bind(problem, config)
+        out = torch.full((m + 1, n), float("nan"), dtype=a.dtype, device="cuda")
+        run(a, b, bias, residual, 0.5, out[:m])
+        assert (out[:m].double() - expected).norm() < 6e-3 * expected.norm(), config
         assert out[m].isnan().all(), config
 
 

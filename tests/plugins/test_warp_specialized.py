@@ -126,7 +126,8 @@ def test_declines_a_triton_it_was_not_written_for(monkeypatch: pytest.MonkeyPatc
 
 CONFIG = WarpSpecializedConfig(
     BLOCK_M=128, BLOCK_N=256, BLOCK_K=64, GROUP_M=8, num_stages=4,
-    schedule="cooperative", consumers=2, num_warps=4, subtiles=4, tail_splits=1,
+    schedule="cooperative", consumers=2, num_warps=4, subtiles=4, tail_splits=1, splits=1,
+    evict_first=False,
 )  # fmt: skip
 
 
@@ -151,6 +152,9 @@ CONFIG = WarpSpecializedConfig(
         {"subtiles": 3},
         {"subtiles": 32},
         {"subtiles": "4"},
+        {"splits": 0},
+        {"splits": 2, "tail_splits": 2},
+        {"evict_first": 1},
         {"tile": 1},
     ],
     ids=str,
@@ -233,13 +237,15 @@ def computed(
     batch: str = "",
     columns: int = 4,
     splits: int = 1,
+    parts: int = 1,
     brought: int = 2,
     module: types.ModuleType = warp_specialized,
 ) -> tuple[np.ndarray, np.ndarray]:
     """The output of all blocks and what it should be, in tiles of 2 rows a consumer by
     ``columns`` by 2 of K. ``extras``: alpha, bias and residual, ``fetch``: that by TMA.
     ``pointers``: stored by them. ``batch``: three products; of its letters' operands (a, b,
-    r) all three share one. ``scales``: operands of 8 bits, and the kind of their scales."""
+    r) all three share one. ``scales``: operands of 8 bits, and the kind of their scales.
+    ``splits``: of the last wave's tiles, ``parts``: of every tile, here added up."""
     rows, depth = 2, 2
     constants = Constants(
         BLOCK_M=rows if pingpong else rows * consumers, BLOCK_N=columns, BLOCK_K=depth,
@@ -248,6 +254,7 @@ def computed(
         GATED=gated, SCALED=extras, BIAS=extras, RESIDUAL=extras, POINTERS=pointers,
         SCALE_A=scales, SCALE_B=scales, IN_BYTES=1 if scales else 2, BATCHED=bool(batch),
         FETCH=fetch, OUT_BYTES=2, TAIL_SPLITS=splits, A_ROWS=brought, PRIMED=1 + seed % stages,
+        SPLITS=parts, EVICT_FIRST=False,
     )  # fmt: skip
     random = np.random.default_rng(seed)
     width = 2 * n if gated else n
@@ -259,7 +266,9 @@ def computed(
     scale_a = random.standard_normal((count if scales == "row" else 1, rows_of, 1))
     scale_b = random.standard_normal((count if scales == "row" else 1, 1, columns_of))
     # Rows apart, so that what is stored past the end of one is seen.
-    memory = np.full((3 if batch else 1, m, n + 3), np.nan)
+    padded = -(-m // constants.BLOCK_M) * constants.BLOCK_M
+    stored = m if parts == 1 else parts * padded
+    memory = np.full((3 if batch else 1, stored, n + 3), np.nan)
     out = memory[:, :, :n]
 
     def descriptor(
@@ -272,6 +281,8 @@ def computed(
         return Descriptor(matrices[0], box, itemsize)
 
     def epilogue(gate: np.ndarray, *up: np.ndarray) -> np.ndarray:
+        if parts > 1:
+            return gate
         return np.tanh(gate) * up[0] if up else np.tanh(gate)
 
     strip = [rows, columns // subtiles]
@@ -299,7 +310,7 @@ def computed(
     elif extras:
         arguments |= {"residual_ptr": Pointer(residual.ravel())}
         arguments |= {"residual_stride_m": n, "residual_stride_n": 1}
-    tiles = len(out) * -(-m // constants.BLOCK_M) * -(-n // columns)
+    tiles = len(out) * parts * -(-m // constants.BLOCK_M) * -(-n // columns)
     blocks = programs if splits > 1 else min(programs, tiles)
     flags = np.zeros(blocks * constants.a_boxes)
     if splits > 1:
@@ -315,6 +326,8 @@ def computed(
     z = 0.5 * z + bias if extras else z
     expected = epilogue(z[..., :n], z[..., n:]) if gated else epilogue(z)
     expected = expected + residual if extras else expected
+    if parts > 1:
+        out = out.reshape(1, parts, padded, n)[:, :, :m].sum(1)
     return out, np.broadcast_to(expected, out.shape)
 
 
@@ -429,6 +442,19 @@ def test_tiles_cut_along_k(consumers: int, pingpong: bool) -> None:
         np.testing.assert_allclose(out, expected, err_msg=f"{tiles} on {programs}")
 
 
+@pytest.mark.parametrize(("consumers", "pingpong"), SCHEDULES)
+def test_every_tile_cut_along_k(consumers: int, pingpong: bool) -> None:
+    # Parts of as many k-steps, and of one more than others; a K tail; fewer blocks than parts.
+    for seed, (k, parts) in enumerate([(7, 2), (7, 4), (8, 3), (17, 5)]):
+        for m, n, programs in [(1, 4, 3), (9, 8, 4), (13, 12, 90)]:
+            for layout in ("nn", "tt"):
+                out, expected = computed(
+                    seed, m=m, n=n, k=k, consumers=consumers, pingpong=pingpong, layout=layout,
+                    programs=programs, parts=parts,
+                )  # fmt: skip
+                np.testing.assert_allclose(out, expected)
+
+
 @pytest.mark.parametrize("ways", [{}, {"fetch": True}, {"pointers": True}], ids=str)
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize(("consumers", "pingpong"), SCHEDULES)
@@ -536,6 +562,7 @@ for config in configs_of(asked, sys.argv[2]):
         "wgmma": ptx.count("wgmma.mma_async"),
         "tma": ptx.count("cp.async.bulk.tensor.2d.shared"),
         "setmaxnreg": ptx.count("setmaxnreg"),
+        "hinted": ptx.count("L2::cache_hint"),
         "stack": int(re.search(r"STACK:(\\d+)", usage)[1]),
     }))
 """
@@ -548,7 +575,8 @@ def configs_of(asked: Problem, which: str) -> list[WarpSpecializedConfig]:
     fitted = [c for t in tiles for c in hopper_tiles._fitted(asked, t)]
     if which == "all":
         cut = [dataclasses.replace(c, tail_splits=2) for c in fitted if c.consumers < 3]
-        return fitted + cut
+        sums = [c for t in tiles for c in hopper_tiles._fitted(hopper_tiles._sums(asked), t)]
+        return fitted + cut + [dataclasses.replace(c, splits=2) for c in sums]
     kinds = {(c.schedule, c.consumers): c for c in reversed(list(KERNEL.configs(asked)))}
     return list(kinds.values())
 

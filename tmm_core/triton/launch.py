@@ -24,6 +24,7 @@ from triton.compiler import ASTSource, CompiledKernel
 from tmm_core.device import interpreting
 from tmm_core.fold import Fold
 from tmm_core.kernel import Launcher
+from tmm_core.triton.evict_first import evict_first as with_hints
 from tmm_core.triton.kept import compile_kept
 from tmm_core.written import Body, address, written
 
@@ -96,9 +97,12 @@ def source(
     return make(fn, signature, dict(constants), attributes)
 
 
-def compile_for(target: GPUTarget, src: ASTSource, **options: Any) -> CompiledKernel:
+def compile_for(
+    target: GPUTarget, src: ASTSource, *, evict_first: bool = False, **options: Any
+) -> CompiledKernel:
     """Compile for a GPU that need not be there. Thread-safe; no lock is held."""
-    return triton.compile(src, target=target, options=options)
+    compiled = triton.compile(src, target=target, options=options)
+    return with_hints(compiled, options) if evict_first else compiled
 
 
 @functools.cache
@@ -112,7 +116,7 @@ class Described:
     """A ``tensordesc`` argument: which tensor of the call, and how it is described.
 
     Attributes:
-        tensor: ``"a"``, ``"b"``, ``"residual"``, ``"out"``.
+        tensor: ``"a"``, ``"b"``, ``"residual"``, ``"out"``, ``"workspace"``.
         describe: The tensor's descriptor; it may depend on address and strides.
     """
 
@@ -137,6 +141,7 @@ class Launch:
     Args:
         fn, types, constants, divisible: See :func:`source`.
         device: Where it will run.
+        evict_first: Its bulk tensor loads say that what they read is read once.
         options: ``num_warps``, ``num_stages``, ``launch_pdl``, ``maxnreg``.
 
     Raises:
@@ -158,6 +163,7 @@ class Launch:
         *,
         device: torch.device,
         divisible: Mapping[str, int] | None = None,
+        evict_first: bool = False,
         **options: Any,
     ) -> None:
         self.compiled: CompiledKernel | None = None
@@ -177,6 +183,7 @@ class Launch:
                 tuple(types.items()),
                 tuple(sorted(constants.items(), key=lambda item: item[0])),
                 tuple(sorted((divisible or {}).items())),
+                evict_first,
                 tuple(sorted(options.items())),
             )
             compiled = self._compiled.get(key)
@@ -185,7 +192,9 @@ class Launch:
                     compiled = self._compiled.get(key)
                     if compiled is None:
                         src = source(fn, types, constants, divisible)
-                        compiled = self._compiled[key] = self._compile(src, index, options)
+                        compiled = self._compiled[key] = self._compile(
+                            src, index, evict_first, options
+                        )
             self.compiled = compiled
             # Empty where Triton takes descriptors apart instead of encoding them.
             meta = getattr(compiled.metadata, "tensordesc_meta", None) or []
@@ -200,8 +209,12 @@ class Launch:
         #: ``(gx, gy, gz, *arguments)``: what calling this object comes to, for warm paths.
         self.call: Callable[..., None] = self._write_call()
 
-    def _compile(self, src: ASTSource, index: int, options: Mapping[str, Any]) -> CompiledKernel:
+    def _compile(
+        self, src: ASTSource, index: int, evict_first: bool, options: Mapping[str, Any]
+    ) -> CompiledKernel:
         compiled = compile_kept(src, _target(index), options)
+        if evict_first:
+            compiled = with_hints(compiled, options)
         if _REDUCIBLE and compiled.metadata.target.backend == "cuda":
             compiled.src = _without_constants(src)
         with torch.cuda.device(index), self._lock:
@@ -345,7 +358,8 @@ def launcher(
         more: dict[str, Any] = {f"{name}_flat": t.stride() for name, t in flat.items()}
         more |= {"out_flat": torch.empty(fold.flat, device="meta").stride(), "by_views": by_views}
         for key, name in names.described.items():
-            more[key] = _composed(names.namespace[key], fold.flattened(name))
+            if name != "workspace":
+                more[key] = _composed(names.namespace[key], fold.flattened(name))
         lines = [
             "if out is not None:",
             "    return by_views(a, b, bias, residual, alpha, out, scale_a, scale_b)",
