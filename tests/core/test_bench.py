@@ -333,6 +333,16 @@ def test_a_loop_that_was_held_up_is_run_once_more(monkeypatch: pytest.MonkeyPatc
     assert document["times"]["torch"]["p75_us"] == 15.0
 
 
+def test_so_is_one_that_held_up_tmm_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    quiet, held_up = [10.0] * 12, [10.0, 15.0] * 6
+    series = [[quiet, held_up, quiet], [quiet, quiet, quiet]]
+    monkeypatch.setattr(runner, "_samples", lambda *args: series.pop(0))
+    (document,) = runner.run([task()], CPU, runner.Options(tune=False))
+    assert not series
+    assert list(document["held_up"]) == ["tmm"]
+    assert document["times"]["tmm"]["p75_us"] == 10.0
+
+
 def test_the_precision_of_fp32_is_the_cases_own(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     real = providers.eager
