@@ -100,6 +100,73 @@ def test_an_exact_record_goes_before_the_buckets(tmp_path: Path) -> None:
     assert d.choose(problem(m=4501), settings()).candidate.kernel.name == "fast"
 
 
+class Tiled(FakeKernel):
+    """Expects whole tiles of ``tile`` rows to take what they take."""
+
+    def estimate_us(self, problem: Any, config: Any) -> float | None:
+        if self.estimate is None:
+            return None
+        return self.estimate * -(-problem.m // config.tile) * config.tile
+
+
+class Smooth(FakeBlas):
+    def estimate_us(self, problem: Any, config: Any) -> float:
+        return float(problem.m)
+
+
+@pytest.mark.parametrize(
+    ("m", "wanted", "tile"),
+    [
+        (5120, "tiled", 1024),  # where it was measured
+        (5000, "tiled", 1024),  # 2 % less for BLAS, no tile less
+        (4500, "blas", 1),  # 12 % less for BLAS
+        (4100, "blas", 1),
+        (4096, "blas", 1),  # another bucket, which BLAS wins
+    ],
+)
+def test_inside_a_bucket_times_are_carried_over(m: int, wanted: str, tile: int) -> None:
+    times: dict[Any, float] = {("tiled", 1024): 50.0, "blas": 52.0, ("tiled", 2048): 60.0}
+    kernels = (Smooth(), Tiled("tiled", tiles=(1024, 2048), estimate=1.0))
+    d, timer = dispatcher(*kernels, times=times)
+    assert d.choose(problem(m=5120), settings()).candidate.kernel.name == "tiled"
+    timer.times = {"tiled": 60.0, "blas": 40.0}
+    for _ in range(2):  # the bucket's choice stays what it was
+        choice = d.choose(problem(m=m), settings())
+        assert choice.candidate.kernel.name == wanted
+        assert getattr(choice.candidate.config, "tile", 1) == tile
+        carried = wanted == "blas" and m > 4096
+        assert (f"at M={m}" in choice.reason) is carried
+    forced = d.choose(problem(m=m), settings(kernel="tiled"))
+    assert forced.candidate.kernel.name == "tiled"
+
+
+def test_another_config_of_the_winner_may_suit_an_m_better() -> None:
+    # 4480 rows are seven tiles of 640, and no fewer of 1024 than 5120 are.
+    times: dict[Any, float] = {("tiled", 1024): 50.0, ("tiled", 640): 50.5, "blas": 90.0}
+    d, _ = dispatcher(Smooth(), Tiled("tiled", tiles=(1024, 640), estimate=1.0), times=times)
+    tiles = {}
+    for m in (5120, 4608, 4480):
+        tiles[m] = d.choose(problem(m=m), settings()).candidate.config.to_json()["tile"]
+    assert tiles == {5120: 1024, 4608: 1024, 4480: 640}
+
+
+def test_without_an_estimate_the_buckets_choice_stands() -> None:
+    d, _ = dispatcher(
+        FakeBlas(), Tiled("tiled", tiles=(1024,)), times={"tiled": 50.0, "blas": 52.0}
+    )
+    assert d.choose(problem(m=4100), settings()).candidate.kernel.name == "tiled"
+
+
+def test_what_must_not_depend_on_m_is_not_carried_over() -> None:
+    traits = Traits(batch_invariant=True)
+    d, _ = dispatcher(
+        Smooth(), Tiled("tiled", tiles=(1024,), estimate=1.0, traits=traits),
+        times={"tiled": 50.0, "blas": 52.0},
+    )  # fmt: skip
+    asked = problem(m=4100, batch_invariant=True)
+    assert d.choose(asked, settings(batch_invariant=True)).candidate.kernel.name == "tiled"
+
+
 def test_a_removed_kernel_gives_way_to_the_next(tmp_path: Path) -> None:
     both = (FakeKernel("fast"), FakeKernel("second"))
     times = {"fast": 10.0, "second": 12.0, "blas": 20.0}
