@@ -4,6 +4,7 @@ smaller than those proposed, where every tail, split and tile order shows in a s
 from __future__ import annotations
 
 import inspect
+import math
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -17,6 +18,8 @@ import torch
 
 pytest.importorskip("triton")
 
+import triton
+import triton.language as tl
 from tmm_triton import kernel as kernel_module
 from tmm_triton import operands, plugin, roofline
 from tmm_triton.fused_epilogue import FusedEpilogue, FusedEpilogueConfig
@@ -31,6 +34,7 @@ import tmm_core
 from tmm_core import Config, ConfigError, Epilogue, Operand, Problem
 from tmm_core.device import DeviceFingerprint, fingerprint, interpreting
 from tmm_core.epilogue import parse
+from tmm_core.triton import epilogues
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
 #: Of the fp64 reference's norm. The interpreter truncates to bf16 where a GPU rounds.
@@ -623,3 +627,30 @@ def test_version_covers_shared_device_code(
 
 def test_versions_differ() -> None:
     assert len({kernel.version for kernel in KERNELS}) == len(KERNELS)
+
+
+@triton.jit
+def _gelu_kernel(z_ptr, out_ptr, SIZE: tl.constexpr):
+    at = tl.arange(0, SIZE)
+    tl.store(out_ptr + at, epilogues.gelu(tl.load(z_ptr + at)))
+
+
+@interpreted
+@pytest.mark.filterwarnings("ignore:overflow encountered:RuntimeWarning")
+@pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
+def test_gelu_is_as_exact_below_zero_as_above() -> None:
+    z = torch.cat([torch.linspace(-13, 8, 8000), torch.logspace(-6, 0, 192) * -1])
+    out = torch.full_like(z, float("nan"))
+    _gelu_kernel[(1,)](z, out, SIZE=8192)
+    # Of the cumulative distribution by the complement, which cancels nowhere.
+    expected = 0.5 * z.double() * torch.special.erfc(-z.double() / math.sqrt(2))
+    error = ((out.double() - expected) / expected).abs()
+    assert error[z > -6].max() < 3e-6
+    assert error.max() < 2e-5  # of e^−z²/2, where z² is rounded
+    special = torch.tensor(
+        [0.0, -0.0, float("inf"), float("-inf"), float("nan"), 3e38, -3e38, 1e-40]
+    )
+    out = torch.empty_like(special)
+    _gelu_kernel[(1,)](special, out, SIZE=8)
+    wanted = torch.tensor([0.0, -0.0, float("inf"), float("nan"), float("nan"), 3e38, -0.0, 5e-41])
+    torch.testing.assert_close(out, wanted, rtol=0, atol=0, equal_nan=True)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import functools
 import linecache
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -22,15 +21,13 @@ from tmm_core.triton import epilogues
 from tmm_core.triton.epilogues import (
     _GELU_CUBIC,
     _GELU_LINEAR,
-    _SQRT_HALF,
     _exp2,
     _reciprocal,
     device_function,
 )
 
-# 1/√2π; −½ log2 e; √(2/π), twice and with thrice GPT-2's cubic coefficient.
+# 1/√2π; √(2/π), twice and with thrice GPT-2's cubic coefficient.
 _NORMAL = tl.constexpr(0.3989422804014327)
-_HALF_LOG2_E = tl.constexpr(-0.5 * math.log2(math.e))
 _GELU_SLOPE = tl.constexpr(1.5957691216057308)
 _GELU_SLOPE_CUBIC = tl.constexpr(1.5957691216057308 * 3 * 0.044715)
 
@@ -84,8 +81,8 @@ def tanh(z):
 @triton.jit
 def _gelu(z):
     """gelu and its derivative: the normal distribution, and its density times z."""
-    cdf = 0.5 * (1 + tl.erf(z * _SQRT_HALF))
-    return z * cdf, cdf + z * _exp2(z * z * _HALF_LOG2_E) * _NORMAL
+    cdf, bell = epilogues.normal(z)
+    return z * cdf, cdf + z * bell * _NORMAL
 
 
 @triton.jit

@@ -19,9 +19,9 @@ import triton.language as tl
 from tmm_core.device import interpreting
 from tmm_core.epilogue import Epilogue
 
-# √½, −2√(2/π)·log2 e, GPT-2's cubic coefficient times that, as in torch.nn.functional.gelu.
+# −½ log2 e, −2√(2/π)·log2 e, GPT-2's cubic coefficient times that, as in torch.nn.functional.gelu.
 # A block comes first in a product with them: the interpreter knows no constexpr × block.
-_SQRT_HALF = tl.constexpr(0.7071067811865476)
+_HALF_LOG2_E = tl.constexpr(-0.5 * math.log2(math.e))
 _GELU_LINEAR = tl.constexpr(-1.5957691216057308 * math.log2(math.e))
 _GELU_CUBIC = tl.constexpr(-1.5957691216057308 * math.log2(math.e) * 0.044715)
 _LOG2_E = tl.constexpr(math.log2(math.e))
@@ -96,8 +96,30 @@ def tanh(z):
 
 
 @triton.jit
+def normal(z):
+    """The normal distribution Φ(z), and e^(−z²/2).
+
+    Φ(−|z|)·e^(z²/2) is t times a polynomial in t = 1 / (1 + 0.305 |z|), fitted to it for |z| up to
+    14.5 by weighted least squares, to 9.7e-8 of its size. Below zero nothing cancels, as it does
+    in ½(1 + erf), whose instructions are 32 an element and these 17.
+    """
+    t = _reciprocal(tl.abs(z) * 0.305 + 1)
+    bell = _exp2(z * (z * _HALF_LOG2_E))
+    series = t * 0.03663934767246246 - 0.15274786949157715
+    series = series * t + 0.18531760573387146
+    series = series * t - 0.037622835487127304
+    series = series * t + 0.120841383934021
+    series = series * t + 0.10347343236207962
+    series = series * t + 0.12245871871709824
+    series = series * t + 0.12164024263620377
+    tail = series * t * bell
+    return tl.where(z < 0, tail, 1 - tail), bell
+
+
+@triton.jit
 def gelu(z):
-    return 0.5 * z * (1 + tl.erf(z * _SQRT_HALF))
+    cdf, _ = normal(z)
+    return z * cdf
 
 
 @triton.jit
