@@ -495,12 +495,20 @@ def multiplied(problem: Problem, config: WarpSpecializedConfig) -> Problem:
 
 def _splits(problem: Problem, config: WarpSpecializedConfig) -> int:
     """Parts along K to cut every tile into, so that all SMs have one; not where a row's sums must
-    not depend on M, and where TMA could not write the parts."""
-    if problem.gated or problem.batch > 1 or problem.batch_invariant or problem.n % 4:
-        return 1
+    not depend on M."""
     share = problem.device.sm_count // tile_count(problem, config)
-    room = MOST_WORKSPACE // parts_bytes(problem, config)
-    return max(1, min(share, problem.k // _LEAST_SPLIT, room, _MOST_SPLITS))
+    if problem.batch_invariant:
+        return 1
+    return max(1, min(share, problem.k // _LEAST_SPLIT, _room_for_parts(problem, config)))
+
+
+def _room_for_parts(problem: Problem, config: WarpSpecializedConfig) -> int:
+    """How many parts of every tile may be left to the reducing kernel: those that the workspace
+    holds and that have a k-step; one where TMA could not write them, or it cannot finish them."""
+    if problem.gated or problem.batch > 1 or problem.n % 4:
+        return 1
+    steps = -(-problem.k // config.BLOCK_K)
+    return max(1, min(steps, MOST_WORKSPACE // parts_bytes(problem, config), _MOST_SPLITS))
 
 
 def padded_rows(problem: Problem, config: WarpSpecializedConfig) -> int:
@@ -523,11 +531,11 @@ def _tail_splits(problem: Problem, config: WarpSpecializedConfig) -> int:
 
 
 def adapted(problem: Problem, config: WarpSpecializedConfig) -> WarpSpecializedConfig:
-    """A config found for another M of the bucket, with no more parts than this one's last wave
-    has SMs for, and none without a k-step: what has nobody to make it would be waited for without
-    end."""
+    """A config found for another problem, another M of the bucket say, with no more parts than
+    this one's last wave has SMs for, and no more than there is room for: what has nobody to make
+    it would be waited for without end."""
     tail_splits = min(config.tail_splits, _room_for_splits(problem, config))
-    splits = min(config.splits, -(-problem.k // config.BLOCK_K))
+    splits = min(config.splits, _room_for_parts(problem, config))
     return replace(config, tail_splits=tail_splits, splits=splits)
 
 

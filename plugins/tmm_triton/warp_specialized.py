@@ -6,7 +6,8 @@ rounds and stores. Here the block's warps have roles, and it stays for many tile
 * The producer, one warp with 24 registers a thread, walks all k-steps of all the block's
   tiles and keeps a ring of ``num_stages`` shared-memory stages full. It never waits for an
   epilogue, only for a free stage. The first few are asked for before the warps part: taking
-  roles costs 0.5 µs, in which these arrive.
+  roles costs 0.5 µs, in which these arrive. With ``evict_first`` they are said to be read once
+  (``tmm_core.triton.evict_first``), which is worth 2 to 4 µs where a weight is read by few rows.
 * Consumers, warpgroups with up to 240 registers a thread, hold the accumulators and issue
   ``wgmma`` on whatever stage is full. ``cooperative``: all share every tile, each owning
   some of its rows; they are not in step, so one multiplies while another stores.
@@ -832,9 +833,10 @@ class WarpSpecialized(Kernel[WarpSpecializedConfig]):
         return hopper_tiles.estimate_us(problem, config)
 
     def workspace_bytes(self, problem: Problem, config: WarpSpecializedConfig) -> int:
+        config = hopper_tiles.adapted(problem, config)
         if config.splits > 1:
             return config.splits * parts_bytes(problem, config)
-        if hopper_tiles.adapted(problem, config).tail_splits == 1:
+        if config.tail_splits == 1:
             return 0
         width = config.BLOCK_N * (2 if problem.gated else 1)
         return 4 * problem.device.sm_count * config.BLOCK_M * width
@@ -953,19 +955,18 @@ class WarpSpecialized(Kernel[WarpSpecializedConfig]):
             "scale_a_ptr": "scale_a",
             "scale_b_ptr": "scale_b",
         }
-        workspace = None
         if config.tail_splits > 1:
             flags = Counters(blocks * of.constants["C"].a_boxes)
             known |= {"parts_ptr": "workspace", "flags_ptr": flags}
             known |= {"TAIL": tiles % sms}
-            workspace = (self.workspace_bytes(problem, config) // 4, torch.float32)
         arguments = {name: known[name] for name in of.types}
         shape = (problem.batch, problem.m, problem.n)[problem.batch == 1 :]
         steps = [Step(launch, (blocks, 1, 1), arguments)]
         if config.splits > 1:
             apart = padded_rows(problem, config) * problem.n
             steps.append(reducing(problem, config.splits, apart))
-            workspace = (config.splits * apart, torch.float32)
+        scratch = self.workspace_bytes(problem, config) // 4
+        workspace = (scratch, torch.float32) if scratch else None
         return launcher(steps, shape, problem.out.dtype, workspace=workspace)
 
 

@@ -197,6 +197,21 @@ def tiles(asked: Problem, config: WarpSpecializedConfig) -> int:
     return -(-asked.m // config.BLOCK_M) * -(-asked.n // config.BLOCK_N)
 
 
+def test_parts_that_nobody_could_add_are_not_made() -> None:
+    config = dataclasses.replace(CONFIG, splits=200, tail_splits=1)
+    for asked, splits in (
+        (problem(64, 64, 65536), 200),
+        (problem(64, 64, 640), 10),  # k-steps
+        (problem(4096, 4096, 4096), 2),  # workspace
+        (problem(64, 64, 65536, epilogue="swiglu"), 1),
+        (problem(64, 64, 65536, batch=2), 1),
+        (problem(64, 66, 65536), 1),  # rows that TMA cannot write
+    ):
+        assert hopper_tiles.adapted(asked, config).splits == splits
+        scratch = KERNEL.workspace_bytes(asked, config)
+        assert scratch == (0 if splits == 1 else splits * 4 * max(asked.m, 128) * asked.n)
+
+
 def test_the_guess_suits_the_shape() -> None:
     # Short K: its epilogues have to hide (1.13 × against 1.02 × cuBLAS, measured).
     assert KERNEL.default_config(problem(8192, 4096, 512)).schedule == "pingpong"

@@ -38,9 +38,9 @@ def hinted(ptx: str) -> str:
     return _LOAD.sub(rf"\1.L2::cache_hint\2, {_EVICT_FIRST};", ptx)
 
 
-def evict_first(compiled: CompiledKernel, options: Mapping[str, Any]) -> CompiledKernel:
-    """The kernel with all its bulk tensor loads hinted; itself, with a warning, where that cannot
-    be had.
+def evicting_first(compiled: CompiledKernel, options: Mapping[str, Any]) -> CompiledKernel:
+    """The kernel with all its bulk tensor loads hinted; itself where it has none, and with a
+    warning where that cannot be had.
 
     Args:
         compiled: For an NVIDIA GPU of compute capability 9.0, and not loaded yet.
@@ -48,6 +48,8 @@ def evict_first(compiled: CompiledKernel, options: Mapping[str, Any]) -> Compile
     """
     try:
         ptx = hinted(compiled.asm["ptx"])
+        if ptx == compiled.asm["ptx"]:
+            return compiled
         # By what is assembled, so that nothing else is ever taken for it.
         name = f"{compiled.name[:100]}.{hashlib.sha256(ptx.encode()).hexdigest()[:16]}.cubin"
         cache = get_cache_manager(compiled.hash)

@@ -24,7 +24,7 @@ from triton.compiler import ASTSource, CompiledKernel
 from tmm_core.device import interpreting
 from tmm_core.fold import Fold
 from tmm_core.kernel import Launcher
-from tmm_core.triton.evict_first import evict_first as with_hints
+from tmm_core.triton.evict_first import evicting_first
 from tmm_core.triton.kept import compile_kept
 from tmm_core.written import Body, address, written
 
@@ -102,7 +102,7 @@ def compile_for(
 ) -> CompiledKernel:
     """Compile for a GPU that need not be there. Thread-safe; no lock is held."""
     compiled = triton.compile(src, target=target, options=options)
-    return with_hints(compiled, options) if evict_first else compiled
+    return evicting_first(compiled, options) if evict_first else compiled
 
 
 @functools.cache
@@ -214,7 +214,7 @@ class Launch:
     ) -> CompiledKernel:
         compiled = compile_kept(src, _target(index), options)
         if evict_first:
-            compiled = with_hints(compiled, options)
+            compiled = evicting_first(compiled, options)
         if _REDUCIBLE and compiled.metadata.target.backend == "cuda":
             compiled.src = _without_constants(src)
         with torch.cuda.device(index), self._lock:
