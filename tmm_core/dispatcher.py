@@ -142,14 +142,15 @@ class Dispatcher:
         choice = choice or self._resolve(problem, key, able, settings)
         if not problem.capturing:
             self._choices[key, settings] = choice
-        return self._carried(problem, choice, settings)
+        return self._carried(problem, key, choice, settings)
 
-    def _carried(self, problem: Problem, choice: Choice, settings: Settings) -> Choice:
+    def _carried(
+        self, problem: Problem, edge: Problem, choice: Choice, settings: Settings
+    ) -> Choice:
         """A bucket's choice, for an M inside it: of BLAS and the configs of the winner's kernel on
         record the fastest, each by its time at the bucket's edge and how much less its kernel
         expects this M to take. BLAS's time shrinks with M, a tile kernel's by whole waves of tiles.
         """
-        edge = bucketed(_bare(problem))
         if (
             problem.m == edge.m
             or problem.batch_invariant
@@ -223,7 +224,7 @@ class Dispatcher:
         ):
             return None
         choice = Choice(candidate, "cache", self._where(asked), _other(asked, problem))
-        return self._carried(problem, choice, settings)
+        return self._carried(problem, key, choice, settings)
 
     @property
     def _answered(self) -> Answers:

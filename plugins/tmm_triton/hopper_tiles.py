@@ -373,7 +373,8 @@ def estimate_us(problem: Problem, config: WarpSpecializedConfig) -> float:
     itemsize = problem.a.dtype.itemsize
     load = itemsize * (config.BLOCK_M + width) * depth / _SM_BYTES
     multiply = itemsize * config.BLOCK_M * width * depth / _SM_FLOPS
-    if Constants.of(problem, config).halves:
+    c = Constants.of(problem, config)
+    if c.halves:
         multiply *= _HALVES
     # Loads under the multiplying cost power, and with it clocks: the larger tile wins ties.
     loop = max(multiply, load) + load / 20
@@ -405,8 +406,7 @@ def estimate_us(problem: Problem, config: WarpSpecializedConfig) -> float:
     if _streams(problem) and not config.evict_first:
         memory *= _DISPLACING
     # Rows of a box that are not there are filled with zeros, while nothing else is brought.
-    boxes = config.BLOCK_M // config.rows
-    absent = max(0, boxes * _rows_brought(problem, config) - problem.m)
+    absent = max(0, c.a_boxes * c.A_ROWS - problem.m)
     filling = _FILLING_US * absent * depth * itemsize * math.ceil(waves)
     return _LAUNCH_US + adding + filling + math.sqrt(math.hypot(busy**2, memory**2))
 
@@ -508,17 +508,13 @@ def _room_for_parts(problem: Problem, config: WarpSpecializedConfig) -> int:
     if problem.gated or problem.batch > 1 or problem.n % 4:
         return 1
     steps = -(-problem.k // config.BLOCK_K)
-    return max(1, min(steps, MOST_WORKSPACE // parts_bytes(problem, config), _MOST_SPLITS))
+    held = MOST_WORKSPACE // (4 * part_elements(problem, config))
+    return max(1, min(steps, held, _MOST_SPLITS))
 
 
-def padded_rows(problem: Problem, config: WarpSpecializedConfig) -> int:
-    """Rows of a part in the workspace: those of whole tiles, which TMA stores."""
-    return -(-problem.m // config.BLOCK_M) * config.BLOCK_M
-
-
-def parts_bytes(problem: Problem, config: WarpSpecializedConfig) -> int:
-    """Of one part of all tiles."""
-    return 4 * padded_rows(problem, config) * problem.n
+def part_elements(problem: Problem, config: WarpSpecializedConfig) -> int:
+    """Of one part of every tile in the workspace, whose rows are whole tiles': TMA stores them."""
+    return -(-problem.m // config.BLOCK_M) * config.BLOCK_M * problem.n
 
 
 def _tail_splits(problem: Problem, config: WarpSpecializedConfig) -> int:

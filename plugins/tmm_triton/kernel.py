@@ -7,17 +7,17 @@ import functools
 import os
 import shutil
 import sysconfig
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import ModuleType
+from types import MappingProxyType, ModuleType
 from typing import ClassVar, TypeVar
 
 import torch
 import triton
 
 from tmm_core import Kernel, Launcher, Problem
-from tmm_core.triton import Step, epilogues, launcher
+from tmm_core.triton import Argument, Step, epilogues, launcher
 from tmm_triton import operands, roofline
 from tmm_triton.operands import Build, TileConfig
 
@@ -31,6 +31,7 @@ _MOST_REGISTERS = 200
 _MOST_REGISTERS_MMA = 176
 #: Rows of Blackwell's tensor memory: an accumulator of 256 comes back as two, and spills.
 _TENSOR_MEMORY_ROWS = 128
+_NONE: Mapping[str, Argument] = MappingProxyType({})
 #: The grid's second and third dimension end here.
 GRID_LIMIT = 65535
 
@@ -108,10 +109,23 @@ def single(
 ) -> Launcher:
     """The launcher of a kernel that is one launch over pointers."""
     (build,) = kernel.builds(problem, config)
-    group_m = getattr(config, "GROUP_M", 1)
-    arguments = operands.arguments(problem, build.types, group_m)
-    step = Step(build.launch(problem.device.type), grid, arguments)
-    return launcher([step], operands.out_shape(problem), problem.out.dtype)
+    only = step_of(problem, build, grid, group_m=getattr(config, "GROUP_M", 1))
+    return launcher([only], operands.out_shape(problem), problem.out.dtype)
+
+
+def step_of(
+    problem: Problem,
+    build: Build,
+    grid: tuple[int, int, int],
+    own: Mapping[str, Argument] = _NONE,
+    group_m: int = 1,
+) -> Step:
+    """One launch of ``build``: its arguments are what ``own`` says of them, and by the shared
+    convention what it says nothing of."""
+    mine = {name: what for name, what in own.items() if name in build.types}
+    names = [name for name in build.types if name not in mine]
+    shared = operands.arguments(problem, names, group_m)
+    return Step(build.launch(problem.device.type), grid, mine | shared)
 
 
 def tiles(problem: Problem, config: TileConfig) -> int:

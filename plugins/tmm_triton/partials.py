@@ -15,8 +15,8 @@ import triton.language as tl
 
 from tmm_core import Problem
 from tmm_core.triton import Argument, Step
-from tmm_triton.kernel import hopper_or_later
-from tmm_triton.operands import Build, TileConfig, arguments, build, finish, rescale
+from tmm_triton.kernel import hopper_or_later, step_of
+from tmm_triton.operands import Build, TileConfig, build, finish, rescale
 
 #: A workspace of more than this costs more traffic than splitting saves; the kernels rely on one
 #: that 32 bits can index.
@@ -92,14 +92,13 @@ def reduction(problem: Problem, splits: int) -> Build:
     return replace(of, divisible={**of.divisible, **wide})
 
 
-def reducing(problem: Problem, splits: int, apart: int) -> Step:
-    """Its launch over the call's workspace, whose parts lie ``apart`` elements from each other."""
-    m, n, _ = _tile(problem, splits)
-    grid = (triton.cdiv(problem.m, m), triton.cdiv(problem.n, n), problem.batch)
-    of = reduction(problem, splits)
+def reducing(problem: Problem, of: Build, *, apart: int) -> Step:
+    """The launch of a :func:`reduction` over the call's workspace, whose parts lie ``apart``
+    elements from each other."""
+    rows = triton.cdiv(problem.m, of.constants["BLOCK_M"])
+    columns = triton.cdiv(problem.n, of.constants["BLOCK_N"])
     own: dict[str, Argument] = {"partials_ptr": "workspace", "apart": apart}
-    shared = arguments(problem, [name for name in of.types if name not in own])
-    return Step(of.launch(problem.device.type), grid, {**own, **shared})
+    return step_of(problem, of, (rows, columns, problem.batch), own)
 
 
 def _tile(problem: Problem, splits: int) -> tuple[int, int, int]:

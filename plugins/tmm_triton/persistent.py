@@ -27,13 +27,14 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tmm_core import Launcher, Operand, Problem, Traits
-from tmm_core.triton import Argument, Described, Step, launcher, pointer
+from tmm_core.triton import Argument, Described, launcher, pointer
 from tmm_triton.kernel import (
     TritonKernel,
     fills_registers,
     group_sizes,
     hopper_or_later,
     proposed,
+    step_of,
     tiles,
 )
 from tmm_triton.operands import (
@@ -42,7 +43,6 @@ from tmm_triton.operands import (
     TileConfig,
     add_residual,
     affine,
-    arguments,
     build,
     check,
     dot,
@@ -322,13 +322,8 @@ class Persistent(TritonKernel[PersistentConfig]):
             "b_step": ("b", 0),
             "batch": batch,
         }
-        names = [name for name in build.types if name not in own]
-        shared = arguments(problem, names, config.GROUP_M)
-        own = {name: what for name, what in own.items() if name in build.types}
-        step = Step(
-            build.launch(problem.device.type), (_programs(problem, config), 1, 1), own | shared
-        )
-        return launcher([step], out_shape(problem), problem.out.dtype)
+        only = step_of(problem, build, (_programs(problem, config), 1, 1), own, config.GROUP_M)
+        return launcher([only], out_shape(problem), problem.out.dtype)
 
 
 def _storable(problem: Problem) -> bool:

@@ -24,7 +24,6 @@ from 8 up, so with few rows of A it is N that should lie along the height.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,14 +32,13 @@ import triton
 import triton.language as tl
 
 from tmm_core import Launcher, Problem, Traits
-from tmm_core.triton import Argument, Step, launcher
+from tmm_core.triton import Argument, launcher
 from tmm_triton import partials
 from tmm_triton.counters import Counters
-from tmm_triton.kernel import TritonKernel, hopper_or_later, proposed, single, tiles
+from tmm_triton.kernel import TritonKernel, hopper_or_later, proposed, single, step_of, tiles
 from tmm_triton.operands import (
     Build,
     TileConfig,
-    arguments,
     build,
     check,
     dot,
@@ -357,7 +355,7 @@ def _bind_last(
         "counters_ptr": Counters(problem.batch * tiles(problem, config)),
     }
     return launcher(
-        [_step(problem, build, grid, own)],
+        [step_of(problem, build, grid, own)],
         out_shape(problem),
         problem.out.dtype,
         workspace=_workspace(problem, config),
@@ -367,24 +365,16 @@ def _bind_last(
 def _bind_two(
     kernel: SplitK, problem: Problem, config: SplitKConfig, grid: tuple[int, int, int]
 ) -> Launcher:
-    build, _ = kernel.builds(problem, config)
-    apart = problem.batch * problem.m * problem.n
+    build, second = kernel.builds(problem, config)
     return launcher(
         [
-            _step(problem, build, grid, {"partials_ptr": "workspace"}),
-            reducing(problem, config.SPLIT_K, apart),
+            step_of(problem, build, grid, {"partials_ptr": "workspace"}),
+            reducing(problem, second, apart=problem.batch * problem.m * problem.n),
         ],
         out_shape(problem),
         problem.out.dtype,
         workspace=_workspace(problem, config),
     )
-
-
-def _step(
-    problem: Problem, build: Build, grid: tuple[int, int, int], own: Mapping[str, Argument]
-) -> Step:
-    shared = arguments(problem, [name for name in build.types if name not in own])
-    return Step(build.launch(problem.device.type), grid, {**own, **shared})
 
 
 def _workspace(problem: Problem, config: SplitKConfig) -> tuple[int, torch.dtype]:

@@ -86,14 +86,13 @@ from tmm_triton.hopper_tiles import (
     Constants,
     WarpSpecializedConfig,
     multiplied,
-    padded_rows,
-    parts_bytes,
+    part_elements,
     residual_by_tma,
     stored_by_pointers,
     tile_count,
 )
 from tmm_triton.kernel import missing_toolchain, unknown_gluon
-from tmm_triton.partials import reducing
+from tmm_triton.partials import reducing, reduction
 
 #: Gluon's names of what operands, outputs and what is added to them may consist of.
 _GLUON = {
@@ -835,7 +834,7 @@ class WarpSpecialized(Kernel[WarpSpecializedConfig]):
     def workspace_bytes(self, problem: Problem, config: WarpSpecializedConfig) -> int:
         config = hopper_tiles.adapted(problem, config)
         if config.splits > 1:
-            return config.splits * parts_bytes(problem, config)
+            return 4 * config.splits * part_elements(problem, config)
         if config.tail_splits == 1:
             return 0
         width = config.BLOCK_N * (2 if problem.gated else 1)
@@ -963,8 +962,8 @@ class WarpSpecialized(Kernel[WarpSpecializedConfig]):
         shape = (problem.batch, problem.m, problem.n)[problem.batch == 1 :]
         steps = [Step(launch, (blocks, 1, 1), arguments)]
         if config.splits > 1:
-            apart = padded_rows(problem, config) * problem.n
-            steps.append(reducing(problem, config.splits, apart))
+            second = reduction(problem, config.splits)
+            steps.append(reducing(problem, second, apart=part_elements(problem, config)))
         scratch = self.workspace_bytes(problem, config) // 4
         workspace = (scratch, torch.float32) if scratch else None
         return launcher(steps, shape, problem.out.dtype, workspace=workspace)
