@@ -6,8 +6,11 @@ Apart from the kernel, because what is measured changes this and leaves that alo
 
 from __future__ import annotations
 
+import hashlib
+import inspect
 import itertools
 import math
+import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -107,6 +110,10 @@ class WarpSpecializedConfig(Config):
 _SHARED_OVERHEAD = 512
 
 
+#: This file.
+_SOURCE = hashlib.sha256(inspect.getsource(sys.modules[__name__]).encode()).hexdigest()[:12]
+
+
 @dataclass(frozen=True)
 class Constants:
     """What one compiled kernel is specialised on, besides the types of its arguments."""
@@ -151,6 +158,17 @@ class Constants:
     EVICT_FIRST: bool
     #: Launched while the kernel that writes the operands may still run.
     CHAINED: bool = False
+    #: The operand, ``"a"`` or ``"b"``, that warps load word by word, and how many do.
+    WORDS: str | None = None
+    LOADERS: int = 8
+    #: What else the kernel asks of this class: Triton keeps compiled kernels by their constants'
+    #: values, which tell nothing of what is made of them here.
+    SOURCE: str = _SOURCE
+
+    def __post_init__(self) -> None:
+        boxes = self.a_boxes if self.WORDS == "a" else self.b_boxes
+        if self.WORDS is not None and (self.CONSUMERS == 3 or boxes > 1):
+            raise ValueError(f"{self.WORDS} is loaded by words, {boxes} boxes at a time")
 
     @classmethod
     def of(
@@ -186,6 +204,7 @@ class Constants:
             SPLITS=config.splits,
             EVICT_FIRST=config.evict_first,
             CHAINED=chained,
+            WORDS=by_words(problem),
         )
 
     @property
@@ -193,6 +212,22 @@ class Constants:
         """The place of a box of A in shared memory."""
         box = [self.BLOCK_K, self.ROWS] if self.A_COL else [self.ROWS, self.BLOCK_K]
         return [1, *box] if self.BATCHED else box
+
+    @property
+    def b_box(self) -> list[int]:
+        """The place of a box of B in shared memory."""
+        box = [self.columns, self.BLOCK_K] if self.B_COL else [self.BLOCK_K, self.columns]
+        return [1, *box] if self.BATCHED else box
+
+    @property
+    def arrivals(self) -> int:
+        """At a stage before it is full: the producer's, and the loader's."""
+        return 1 if self.WORDS is None else 2
+
+    @property
+    def policy(self) -> str:
+        """How the loader reads."""
+        return "evict_first" if self.EVICT_FIRST else ""
 
     @property
     def a_boxes(self) -> int:
@@ -236,25 +271,34 @@ class Constants:
         return min(2, self.SUBTILES)
 
     @property
+    def groups(self) -> int:
+        """Warpgroups of a block: its consumers', the producer's and the loader's."""
+        loaders = 0 if self.WORDS is None else self.LOADERS
+        return (self.CONSUMERS * self.WARPS + loaders) // 4 + 1
+
+    @property
     def mma_n(self) -> int:
         """Columns of one wgmma. ptxas refuses one with 128 accumulators a thread where the
         block starts with 128 registers a thread (512 threads), although by then the
-        consumers have 160."""
-        return min(self.columns, 128 if self.CONSUMERS == 3 else 256)
+        consumers have more."""
+        return min(self.columns, 128 if self.groups > 3 else 256)
 
     @property
-    def producer_registers(self) -> int:
-        # The least that setmaxnreg takes.
-        return 24
+    def worker_warps(self) -> list[int]:
+        """Warps of each role but the first consumer, Triton's default partition."""
+        loaders = [] if self.WORDS is None else [self.LOADERS]
+        return [self.WARPS] * (self.CONSUMERS - 1) + [1] + loaders
 
     @property
-    def consumer_registers(self) -> int:
-        """An equal part of the SM's 65536 registers, less the producer's warpgroup's; Triton
-        gives the first consumer, its default partition, what the others leave."""
+    def worker_registers(self) -> list[int]:
+        """Registers a thread of these: the producer has the least that setmaxnreg takes, consumers
+        an equal part of what the others leave of the SM's 65536; the first gets the rest."""
+        producer, loaders = 24, [] if self.WORDS is None else [_LOADER_REGISTERS]
         groups = self.CONSUMERS * self.WARPS // 4
-        each = 65536 // (128 * (groups + 1)) // 8 * 8
-        spared = (groups + 1) * each - self.producer_registers
-        return min(240, spared // groups // 8 * 8)
+        each = 65536 // (128 * self.groups) // 8 * 8
+        spared = self.groups * each - producer - sum(loaders) * self.LOADERS // 4
+        consumer = min(240, spared // groups // 8 * 8)
+        return [consumer] * (self.CONSUMERS - 1) + [producer] + loaders
 
 
 #: ``(schedule, consumers, num_warps, BLOCK_M, BLOCK_N, BLOCK_K)``, N counting both halves of
@@ -289,11 +333,22 @@ _FP8_TILES = (
     ("cooperative", 3, 4, 192, 64, 128),
     ("cooperative", 2, 4, 128, 64, 128),
 )
+#: Where an operand is loaded word by word: a k-step of 128 has 16 KB of it under way.
+_WORD_TILES = (
+    ("cooperative", 2, 4, 128, 64, 128),
+    ("cooperative", 2, 4, 128, 32, 128),
+    ("cooperative", 2, 4, 128, 64, 64),
+    ("pingpong", 2, 4, 64, 64, 128),
+    ("cooperative", 1, 4, 64, 64, 128),
+    ("cooperative", 1, 4, 64, 32, 128),
+)
 #: How many of them, and configs in all, are proposed for one problem; of tiles where little counts
 #: but reading: of 29 such problems the best was among the first five by estimate, in 19 the first.
 _TILES_TRIED, _CONFIGS_TRIED, _TILES_STREAMED = 8, 16, 5
 #: K up to which it is short.
 _SHORT_K = 1024
+#: Registers of a thread that loads word by word.
+_LOADER_REGISTERS = 112
 #: Stages of 24 KB that cover the latency of memory at full rate; more only fill later.
 _STAGES_WANTED = 8
 
@@ -329,13 +384,19 @@ _STREAMED, _SURELY_STREAMED, _DISPLACING = 512, 128, 1.1
 #: µs that TMA takes to fill in a byte that is not there. In a box of 64 rows by 4096² 4.7 at 36
 #: rows and 1.1 at 50; by 4096×14336 30 at 4 rows.
 _FILLING_US = 17e-6
+#: Rows (columns) that may multiply an operand that is loaded word by word: for more it would be
+#: loaded again, where a copy of it is made once.
+_FEW = 128
+#: µs of a k-step whose box comes by words, and bytes of it per µs: of 127×4093×4096 a box of 8 KB
+#: took 0.75 µs, one of 16 KB 1.3, launch and epilogue included.
+_WORDS_US, _SM_WORDS_BYTES = 0.25, 18e3
 #: How many tiles are also tried the other way.
 _BOTH_WAYS = 3
 
 
 def configs(problem: Problem) -> Iterable[WarpSpecializedConfig]:
     """What is worth a try, the best guess first."""
-    tiles = _FP8_TILES if problem.fp8 else _TILES
+    tiles = _FP8_TILES if problem.fp8 else _WORD_TILES if by_words(problem) else _TILES
     fitting = list(filter(None, (_fitted(problem, tile) for tile in tiles)))
     cut = [
         [replace(variants[0], tail_splits=splits)]
@@ -373,6 +434,9 @@ def estimate_us(problem: Problem, config: WarpSpecializedConfig) -> float:
     itemsize = problem.a.dtype.itemsize
     load = itemsize * (config.BLOCK_M + width) * depth / _SM_BYTES
     multiply = itemsize * config.BLOCK_M * width * depth / _SM_FLOPS
+    if words := by_words(problem):
+        box = itemsize * config.BLOCK_K * (config.BLOCK_M if words == "a" else config.BLOCK_N)
+        load = depth / config.BLOCK_K * (_WORDS_US + box / _SM_WORDS_BYTES)
     c = Constants.of(problem, config)
     if c.halves:
         multiply *= _HALVES
@@ -420,6 +484,9 @@ def _fitted(
     where their smaller staging buys a stage.
     """
     schedule, consumers, num_warps, block_m, block_n, block_k = tile
+    words = by_words(problem)
+    if words == "a" and consumers > 1 and schedule == "cooperative":
+        return []  # whose boxes of a are two
     if consumers == 3 and block_n == 256 and stored_by_pointers(problem):
         # 160 registers a thread hold its accumulators, but not the addresses of 16 rows too.
         return []
@@ -565,6 +632,17 @@ def _rows_brought(problem: Problem, config: WarpSpecializedConfig) -> int:
 def tile_count(problem: Problem, config: WarpSpecializedConfig) -> int:
     """Tiles of the whole batch."""
     return problem.batch * -(-problem.m // config.BLOCK_M) * -(-problem.n // config.BLOCK_N)
+
+
+def by_words(problem: Problem) -> str | None:
+    """The operand that TMA cannot read, ``"a"`` or ``"b"``, where it alone is one, and so little of
+    the other multiplies it that it is read once or twice."""
+    misaligned = [name for name in "ab" if not getattr(problem, name).aligned]
+    plain = problem.batch == 1 and not problem.gated and problem.a.dtype.itemsize == 2
+    if len(misaligned) != 1 or not plain:
+        return None
+    other = problem.m if misaligned == ["b"] else problem.n
+    return misaligned[0] if other <= _FEW else None
 
 
 def stored_by_pointers(problem: Problem) -> bool:

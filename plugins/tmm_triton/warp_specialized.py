@@ -8,6 +8,9 @@ rounds and stores. Here the block's warps have roles, and it stays for many tile
   epilogue, only for a free stage. The first few are asked for before the warps part: taking
   roles costs 0.5 µs, in which these arrive. With ``evict_first`` they are said to be read once
   (``tmm_core.triton.evict_first``), which is worth 2 to 4 µs where a weight is read by few rows.
+* Where TMA cannot read one operand, and few rows or columns multiply it, a loader, eight warps,
+  brings that through registers (``tmm_triton.words``), and arrives at a stage as the producer
+  does.
 * Consumers, warpgroups with up to 240 registers a thread, hold the accumulators and issue
   ``wgmma`` on whatever stage is full. ``cooperative``: all share every tile, each owning
   some of its rows; they are not in step, so one multiplies while another stores.
@@ -79,12 +82,13 @@ from tmm_core.triton import (
     launcher,
     pointer,
 )
-from tmm_triton import hopper_tiles, operands, partials
+from tmm_triton import hopper_tiles, operands, partials, words
 from tmm_triton.counters import Counters
 from tmm_triton.hopper_tiles import (
     ALIGNMENT,
     Constants,
     WarpSpecializedConfig,
+    by_words,
     multiplied,
     part_elements,
     residual_by_tma,
@@ -93,6 +97,7 @@ from tmm_triton.hopper_tiles import (
 )
 from tmm_triton.kernel import missing_toolchain, unknown_gluon
 from tmm_triton.partials import reducing, reduction
+from tmm_triton.words import box_of, box_rows, box_words
 
 #: Gluon's names of what operands, outputs and what is added to them may consist of.
 _GLUON = {
@@ -263,7 +268,9 @@ def _load(
     _, N, K, _, _, _ = sizes
     A_BOXES: gl.constexpr = C.a_boxes
     B_BOXES: gl.constexpr = C.b_boxes
-    BYTES: gl.constexpr = C.IN_BYTES * (A_BOXES * C.A_ROWS + B_BOXES * C.columns) * C.BLOCK_K
+    A_BYTES: gl.constexpr = C.IN_BYTES * A_BOXES * C.A_ROWS * C.BLOCK_K
+    B_BYTES: gl.constexpr = C.IN_BYTES * B_BOXES * C.columns * C.BLOCK_K
+    BYTES: gl.constexpr = (C.WORDS != "a") * A_BYTES + (C.WORDS != "b") * B_BYTES
     matrix, row, column = _tile(tile, sizes, C)
     row, column = _moved(row, column, sizes, C)
     of_a = _described(matrix, a_stride, C)
@@ -275,13 +282,13 @@ def _load(
         ready = full.index(stage)
         # Whole boxes count, also where TMA fills out-of-range elements with zeros.
         mbarrier.expect(ready, BYTES)
-        for part in gl.static_range(A_BOXES):
+        for part in gl.static_range(A_BOXES if C.WORDS != "a" else 0):
             where = _place(of_a, row + part * C.ROWS, k, C.A_COL, C)
             slot = a_ring.index(stage * A_BOXES + part)
             if C.A_ROWS < C.ROWS:
                 slot = slot.slice(0, C.A_ROWS, dim=1 if C.BATCHED else 0)
             async_copy_global_to_shared(a_desc, where, ready, slot)
-        for part in gl.static_range(B_BOXES):
+        for part in gl.static_range(B_BOXES if C.WORDS != "b" else 0):
             at = column + part * (C.columns if C.halves else N)
             where = _place(of_b, k, at, C.B_COL, C)
             slot = b_ring.index(stage * B_BOXES + part)
@@ -310,7 +317,8 @@ def _prime(a_desc, b_desc, strides, ring, barriers, sizes, C: gl.constexpr):
 
 
 @jit
-def _produce(a_desc, b_desc, strides, ring, barriers, sizes, C: gl.constexpr):
+def _produce(loads, C: gl.constexpr):
+    a_desc, b_desc, strides, ring, barriers, sizes = loads
     work = _work(sizes, C)
     _, first, last = _unit(0, work, sizes, C)
     primed = _primed(first, last, C) - first
@@ -322,6 +330,51 @@ def _produce(a_desc, b_desc, strides, ring, barriers, sizes, C: gl.constexpr):
             a_desc, b_desc, strides, ring, barriers, sizes, tile, first, last, stage, phase,
             False, C,
         )  # fmt: skip
+
+
+@jit
+def _put(
+    words, rows, ring, barriers, stage, phase,
+    BOX: gl.constexpr, ALONG_K: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
+    """Store a box when its stage is free; returns the ring position after it."""
+    full, empty = barriers
+    SLOT: gl.constexpr = [BOX[0], BOX[1] // 4]
+    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(min(128, 2 * BOX[1]), 64, 2)
+    box = box_of(words, rows, ALONG_K)
+    mbarrier.wait(empty.index(stage), phase ^ 1)
+    ring.index(stage)._reinterpret(gl.uint64, SLOT, LAYOUT).store(box)
+    # All threads' stores come before the barrier, the barrier before the arrival.
+    _barrier()
+    mbarrier.arrive(full.index(stage))
+    return _next(stage, phase, C)
+
+
+@jit
+def _bring(loads, C: gl.constexpr):
+    """The loader: what the producer does, of the operand that TMA cannot read. Another k-step, or
+    two, are under way while one is stored."""
+    operand, ring, barriers, sizes = loads
+    M, N, K, _, _, _ = sizes
+    IS_A: gl.constexpr = C.WORDS == "a"
+    ALONG_K: gl.constexpr = not C.A_COL if IS_A else C.B_COL
+    BOX: gl.constexpr = C.a_box if IS_A else C.b_box
+    work = _work(sizes, C)
+    stage = 0
+    phase = 0
+    for unit in range(work[0]):
+        tile, first, last = _unit(unit, work, sizes, C)
+        _batch, row, column = _tile(tile, sizes, C)
+        row, column = _moved(row, column, sizes, C)
+        rows = box_rows(operand, row if IS_A else column, M if IS_A else N, K, BOX, ALONG_K, C)
+        one = box_words(rows, first, last, K, ALONG_K, C)
+        other = box_words(rows, first + 1, last, K, ALONG_K, C)
+        for step in range(first, last, 2):
+            stage, phase = _put(one, rows, ring, barriers, stage, phase, BOX, ALONG_K, C)
+            one = box_words(rows, step + 2, last, K, ALONG_K, C)
+            if step + 1 < last:
+                stage, phase = _put(other, rows, ring, barriers, stage, phase, BOX, ALONG_K, C)
+            other = box_words(rows, step + 3, last, K, ALONG_K, C)
 
 
 @jit
@@ -498,6 +551,16 @@ def _promoted(a, b, acc):
 
 
 @jit
+def _await_full(full, stage, phase, C: gl.constexpr):
+    """Wait until a stage's operands are there, for ``wgmma`` to see."""
+    mbarrier.wait(full.index(stage), phase)
+    if C.WORDS is not None:
+        # Here, not where they are stored: it waits for all of a thread's loads, and the loader
+        # has the next k-steps' under way.
+        fence_async_shared()
+
+
+@jit
 def _multiply(ring, stage, acc, up, FIRST: gl.constexpr, WHO: gl.constexpr, C: gl.constexpr):
     """Start this stage's products and wait for those of the stage before."""
     a_ring, b_ring = ring
@@ -587,10 +650,8 @@ def _completed(acc, up, parts, WHO: gl.constexpr, C: gl.constexpr):
 
 
 @jit
-def _consume(
-    ring, barriers, turn, target, parts, sizes,
-    EPILOGUE: gl.constexpr, WHO: gl.constexpr, C: gl.constexpr,
-):  # fmt: skip
+def _consume(sums, EPILOGUE: gl.constexpr, WHO: gl.constexpr, C: gl.constexpr):
+    ring, barriers, turn, target, parts, sizes = sums
     full, empty = barriers
     M = sizes[0]
     N = sizes[1]
@@ -616,7 +677,7 @@ def _consume(
         if C.PINGPONG:
             mbarrier.wait(turn.index(WHO), turn_phase)
             turn_phase ^= 1
-        mbarrier.wait(full.index(stage), phase)
+        _await_full(full, stage, phase, C)
         acc, up = _multiply(ring, stage, acc, up, True, WHO, C)
         reading = stage
         stage, phase = _next(stage, phase, C)
@@ -632,7 +693,7 @@ def _consume(
                 for i in gl.static_range(BUFFERS):
                     _fetch(target[2], i, matrix, row, column, WHO, C)
         for _ in range(first + 1, last):
-            mbarrier.wait(full.index(stage), phase)
+            _await_full(full, stage, phase, C)
             acc, up = _multiply(ring, stage, acc, up, False, WHO, C)
             mbarrier.arrive(empty.index(reading))
             reading = stage
@@ -670,20 +731,31 @@ def _consume(
 
 
 @jit
+def _ring(operand, SLOTS: gl.constexpr, BY_WORDS: gl.constexpr):
+    """Shared memory for an operand's boxes."""
+    if BY_WORDS:
+        ELEMENT: gl.constexpr = operand.dtype.element_ty
+        LAYOUT: gl.constexpr = gl.NVMMASharedLayout.get_default_for(SLOTS[1:], ELEMENT)
+        return gl.allocate_shared_memory(ELEMENT, SLOTS, LAYOUT)
+    else:  # noqa: RET505 (Triton compiles what follows a return)
+        return gl.allocate_shared_memory(operand.dtype, SLOTS, operand.layout)
+
+
+@jit
 def _kernel(
     a_desc, b_desc, c_desc, r_desc, M, N, K, GROUP_M, BATCH, a_stride_z, b_stride_z,
     out_ptr, out_stride_z, out_stride, bias_ptr, bias_stride,
     residual_ptr, residual_stride_z, residual_stride_m, residual_stride_n,
-    alpha, scale_a_ptr, scale_b_ptr, parts_ptr, flags_ptr, TAIL,
+    alpha, scale_a_ptr, scale_b_ptr, parts_ptr, flags_ptr, TAIL, words_ptr, words_stride,
     EPILOGUE: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     STAGES: gl.constexpr = C.STAGES
     PRIMED: gl.constexpr = C.PRIMED
     # Lists are added because Triton does not parse a starred element.
     a_slots: gl.constexpr = [STAGES * C.a_boxes] + C.a_box  # noqa: RUF005
-    b_slots: gl.constexpr = [STAGES * C.b_boxes] + b_desc.block_shape  # noqa: RUF005
-    a_ring = gl.allocate_shared_memory(a_desc.dtype, a_slots, a_desc.layout)
-    b_ring = gl.allocate_shared_memory(b_desc.dtype, b_slots, b_desc.layout)
+    b_slots: gl.constexpr = [STAGES * C.b_boxes] + C.b_box  # noqa: RUF005
+    a_ring = _ring(words_ptr if C.WORDS == "a" else a_desc, a_slots, C.WORDS == "a")
+    b_ring = _ring(words_ptr if C.WORDS == "b" else b_desc, b_slots, C.WORDS == "b")
     if C.POINTERS:
         destination = (out_ptr, (out_stride_z, out_stride))
     else:
@@ -694,7 +766,7 @@ def _kernel(
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for i in gl.static_range(PRIMED):
-        mbarrier.init(full.index(i), count=1)
+        mbarrier.init(full.index(i), count=C.arrivals)
     ring = (a_ring, b_ring)
     barriers = (full, empty)
     strides = (a_stride_z, b_stride_z)
@@ -713,42 +785,60 @@ def _kernel(
         residual = (residual_ptr, residual_stride_z, residual_stride_m, residual_stride_n)
     for i in gl.static_range(STAGES):
         if i >= PRIMED:
-            mbarrier.init(full.index(i), count=1)
+            mbarrier.init(full.index(i), count=C.arrivals)
         mbarrier.init(empty.index(i), count=C.a_boxes)
     for i in gl.static_range(2):
         mbarrier.init(turn.index(i), count=1)
     bias = (bias_ptr, bias_stride)
     target = (destination, bias, residual, (alpha, scale_a_ptr, scale_b_ptr))
     parts = (parts_ptr, flags_ptr)
-    if C.CONSUMERS == 1:
+    loads = (a_desc, b_desc, strides, ring, barriers, sizes)
+    sums = (ring, barriers, turn, target, parts, sizes)
+    bring = ((words_ptr, words_stride), a_ring if C.WORDS == "a" else b_ring, barriers, sizes)
+    # Triton takes the roles as a list in the call and nothing else.
+    if C.CONSUMERS == 1 and C.WORDS is None:
+        gl.warp_specialize(
+            [(_consume, (sums, EPILOGUE, 0, C)), (_produce, (loads, C))],
+            C.worker_warps,
+            C.worker_registers,
+        )
+    elif C.CONSUMERS == 1:
+        gl.warp_specialize(
+            [(_consume, (sums, EPILOGUE, 0, C)), (_produce, (loads, C)), (_bring, (bring, C))],
+            C.worker_warps,
+            C.worker_registers,
+        )
+    elif C.CONSUMERS == 2 and C.WORDS is None:
         gl.warp_specialize(
             [
-                (_consume, (ring, barriers, turn, target, parts, sizes, EPILOGUE, 0, C)),
-                (_produce, (a_desc, b_desc, strides, ring, barriers, sizes, C)),
+                (_consume, (sums, EPILOGUE, 0, C)),
+                (_consume, (sums, EPILOGUE, 1, C)),
+                (_produce, (loads, C)),
             ],
-            [1],
-            [C.producer_registers],
+            C.worker_warps,
+            C.worker_registers,
         )
     elif C.CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consume, (ring, barriers, turn, target, parts, sizes, EPILOGUE, 0, C)),
-                (_consume, (ring, barriers, turn, target, parts, sizes, EPILOGUE, 1, C)),
-                (_produce, (a_desc, b_desc, strides, ring, barriers, sizes, C)),
+                (_consume, (sums, EPILOGUE, 0, C)),
+                (_consume, (sums, EPILOGUE, 1, C)),
+                (_produce, (loads, C)),
+                (_bring, (bring, C)),
             ],
-            [C.WARPS, 1],
-            [C.consumer_registers, C.producer_registers],
+            C.worker_warps,
+            C.worker_registers,
         )
     else:
         gl.warp_specialize(
             [
-                (_consume, (ring, barriers, turn, target, parts, sizes, EPILOGUE, 0, C)),
-                (_consume, (ring, barriers, turn, target, parts, sizes, EPILOGUE, 1, C)),
-                (_consume, (ring, barriers, turn, target, parts, sizes, EPILOGUE, 2, C)),
-                (_produce, (a_desc, b_desc, strides, ring, barriers, sizes, C)),
+                (_consume, (sums, EPILOGUE, 0, C)),
+                (_consume, (sums, EPILOGUE, 1, C)),
+                (_consume, (sums, EPILOGUE, 2, C)),
+                (_produce, (loads, C)),
             ],
-            [C.WARPS, C.WARPS, 1],
-            [C.consumer_registers, C.consumer_registers, C.producer_registers],
+            C.worker_warps,
+            C.worker_registers,
         )
 
 
@@ -761,7 +851,7 @@ class WarpSpecialized(Kernel[WarpSpecializedConfig]):
         deterministic=True, batch_invariant=True, capture_safe=True, needs_workspace=True
     )
     config_type = WarpSpecializedConfig
-    shares = (epilogues, hopper_tiles, operands, partials)
+    shares = (epilogues, hopper_tiles, operands, partials, words)
     #: Launched while the kernel that writes its operands may still run.
     is_chained = False
 
@@ -808,7 +898,7 @@ class WarpSpecialized(Kernel[WarpSpecializedConfig]):
         for name, operand in (("a", problem.a), ("b", problem.b)):
             if operand.layout == "strided":
                 reasons.append(f"{name} has no contiguous dimension (TMA)")
-            elif not operand.aligned:
+            elif not operand.aligned and not by_words(problem):
                 reasons.append(f"{name} is not {ALIGNMENT}-byte aligned (TMA)")
         if problem.out.layout != "row":
             reasons.append("output is not row-major")
@@ -856,6 +946,9 @@ class WarpSpecialized(Kernel[WarpSpecializedConfig]):
         }
         if batched:
             types |= {"BATCH": "i32", "a_stride_z": "i64", "b_stride_z": "i64"}
+        if specialized.WORDS is not None:
+            del types[f"{specialized.WORDS}_desc"]
+            types |= {"words_ptr": pointer(problem.a.dtype), "words_stride": "i64"}
         if config.tail_splits > 1:
             types |= {"parts_ptr": "*fp32", "flags_ptr": "*i32", "TAIL": "i32"}
         constants: dict[str, Any] = {
@@ -958,6 +1051,9 @@ class WarpSpecialized(Kernel[WarpSpecializedConfig]):
             flags = Counters(blocks * of.constants["C"].a_boxes)
             known |= {"parts_ptr": "workspace", "flags_ptr": flags}
             known |= {"TAIL": tiles % sms}
+        if operand := of.constants["C"].WORDS:
+            outer = -1 if getattr(problem, operand).layout == "col" else -2
+            known |= {"words_ptr": operand, "words_stride": (operand, outer)}
         arguments = {name: known[name] for name in of.types}
         shape = (problem.batch, problem.m, problem.n)[problem.batch == 1 :]
         steps = [Step(launch, (blocks, 1, 1), arguments)]

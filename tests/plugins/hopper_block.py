@@ -148,6 +148,9 @@ class Shared:
         view.shape = tuple(shape)  # Raises where it would copy.
         return Shared(view)
 
+    def _reinterpret(self, dtype: Any, shape: Sequence[int], layout: Any) -> Shared:
+        return self
+
     def load(self, layout: Any) -> Block:
         return self.data.copy().view(Block)
 
@@ -191,6 +194,16 @@ class Pointer:
         return Pointer(self.memory, self.offset + offset)
 
 
+class Rows:
+    """An operand that is loaded word by word."""
+
+    dtype = types.SimpleNamespace(element_ty=np.float64)
+
+    def __init__(self, matrix: np.ndarray) -> None:
+        #: As it lies in memory.
+        self.matrix = matrix
+
+
 class Sum:
     """An accumulator with a product still to be added."""
 
@@ -201,6 +214,17 @@ class Sum:
     def finish(self) -> None:
         before = self.before.value if isinstance(self.before, Sum) else self.before
         self.value = (self.a.data @ self.b.data + before).view(Block)
+
+
+class _Layout:
+    """Of shared memory, where it says nothing here."""
+
+    def __init__(self, *fields: Any) -> None:
+        pass
+
+    @staticmethod
+    def get_default_for(shape: Sequence[int], dtype: Any) -> None:
+        return None
 
 
 class _Local(threading.local):
@@ -306,6 +330,19 @@ def run_block(
         elements: Pointer = parts[0]
         return elements + part * size + np.arange(size).reshape(C.ROWS, C.columns)
 
+    def box_rows(
+        operand: tuple[Rows, int], at: int, size: int, K: int, BOX: list[int], ALONG_K: bool, C: Any
+    ) -> Any:
+        def box(step: int) -> np.ndarray:
+            where = (at, step * C.BLOCK_K) if ALONG_K else (step * C.BLOCK_K, at)
+            return Descriptor(operand[0].matrix, BOX).read(where)
+
+        return box
+
+    def box_words(rows: Any, step: int, last: int, K: int, ALONG_K: bool, C: Any) -> Any:
+        scheduler.wait_until(lambda: True)
+        return rows(step) if step < last else np.nan
+
     language = types.SimpleNamespace(
         program_id=lambda axis: program,
         num_programs=lambda axis: programs,
@@ -324,9 +361,11 @@ def run_block(
         allocate_shared_memory=allocate,
         warp_specialize=lambda partitions, warps, registers: scheduler.run(partitions),
         NVMMADistributedLayout=lambda **fields: None,
+        NVMMASharedLayout=_Layout,
         BlockedLayout=lambda *fields: None,
         SliceLayout=lambda axis, parent: None,
         int64=np.int64,
+        uint64=np.uint64,
         float32=np.float64,
     )
     names: dict[str, Any] = {
@@ -353,6 +392,8 @@ def run_block(
             names[name] = types.FunctionType(function.__code__, names, name)
     # What the workspace's order is good for, and needs, are whole warps.
     names |= {"_acquire": acquire, "_barrier": lambda: None, "_part": place}
+    # Addresses and shifts, which have a test of their own.
+    names |= {"box_rows": box_rows, "box_words": box_words, "box_of": lambda words, *_: words}
     names["_kernel"](*arguments)
     # The next block takes the memory over; what was not waited for reads that.
     for array in memory:

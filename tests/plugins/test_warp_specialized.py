@@ -21,7 +21,7 @@ import torch
 pytest.importorskip("triton.experimental.gluon")
 
 import triton
-from hopper_block import DeadlockError, Descriptor, Pointer, run_block, workspace_order
+from hopper_block import DeadlockError, Descriptor, Pointer, Rows, run_block, workspace_order
 from tmm_triton import hopper_tiles, warp_specialized
 from tmm_triton.hopper_tiles import Constants, WarpSpecializedConfig
 from tmm_triton.warp_specialized import WarpSpecialized
@@ -72,6 +72,10 @@ def problem(
         problem(dtype=E4M3, out=BF16, scale_a="tensor", epilogue="swiglu"),
         problem(dtype=E5M2, out=FP32, b=Operand(E4M3, "col"), scale_a="row", scale_b="row"),
         problem(batch=64, layout="nn", epilogue="swiglu", bias=BF16, residual=Operand(BF16)),
+        problem(m=127, b=Operand(BF16, "row", aligned=False)),
+        problem(m=1, n=50257, b=Operand(FP16, "col", aligned=False), a=Operand(FP16)),
+        problem(n=64, a=Operand(BF16, "row", aligned=False), bias=BF16, epilogue="silu"),
+        problem(n=128, k=4095, a=Operand(BF16, "col", aligned=False)),
     ],
     ids=str,
 )
@@ -99,6 +103,19 @@ def test_serves(asked: Problem) -> None:
         (problem(k=0), "empty"),
         (problem(a=Operand(BF16, "row", aligned=False)), "a is not 16-byte aligned"),
         (problem(b=Operand(BF16, "col", aligned=False)), "b is not 16-byte aligned"),
+        (problem(m=129, b=Operand(BF16, "row", aligned=False)), "b is not 16-byte aligned"),
+        (problem(n=64, b=Operand(BF16, "row", aligned=False)), "b is not 16-byte aligned"),
+        (
+            problem(
+                m=64, n=64, a=Operand(BF16, aligned=False), b=Operand(BF16, "row", aligned=False)
+            ),
+            "a is not 16-byte aligned",
+        ),
+        (problem(m=64, batch=2, b=Operand(BF16, "row", aligned=False)), "b is not 16-byte"),
+        (
+            problem(m=64, b=Operand(BF16, "col", aligned=False), epilogue="swiglu"),
+            "b is not 16-byte aligned",
+        ),
         (problem(a=Operand(BF16, "strided", aligned=False)), "a has no contiguous dimension"),
         (problem(out=Operand(BF16, "col")), "output is not row-major"),
         (problem(out=Operand(BF16, "strided", aligned=False)), "output is not row-major"),
@@ -254,13 +271,15 @@ def computed(
     splits: int = 1,
     parts: int = 1,
     brought: int = 2,
+    words: str | None = None,
     module: types.ModuleType = warp_specialized,
 ) -> tuple[np.ndarray, np.ndarray]:
     """The output of all blocks and what it should be, in tiles of 2 rows a consumer by
     ``columns`` by 2 of K. ``extras``: alpha, bias and residual, ``fetch``: that by TMA.
     ``pointers``: stored by them. ``batch``: three products; of its letters' operands (a, b,
     r) all three share one. ``scales``: operands of 8 bits, and the kind of their scales.
-    ``splits``: of the last wave's tiles, ``parts``: of every tile, here added up."""
+    ``splits``: of the last wave's tiles, ``parts``: of every tile, here added up. ``words``: the
+    operand that is loaded word by word."""
     rows, depth = 2, 2
     constants = Constants(
         BLOCK_M=rows if pingpong else rows * consumers, BLOCK_N=columns, BLOCK_K=depth,
@@ -269,7 +288,7 @@ def computed(
         GATED=gated, SCALED=extras, BIAS=extras, RESIDUAL=extras, POINTERS=pointers,
         SCALE_A=scales, SCALE_B=scales, IN_BYTES=1 if scales else 2, BATCHED=bool(batch),
         FETCH=fetch, OUT_BYTES=2, TAIL_SPLITS=splits, A_ROWS=brought, PRIMED=1 + seed % stages,
-        SPLITS=parts, EVICT_FIRST=False,
+        SPLITS=parts, EVICT_FIRST=False, WORDS=words,
     )  # fmt: skip
     random = np.random.default_rng(seed)
     width = 2 * n if gated else n
@@ -308,6 +327,11 @@ def computed(
         "b_desc": descriptor(b, [depth, constants.columns], layout[1], constants.IN_BYTES),
         "M": m, "N": n, "K": k, "GROUP_M": 2, "EPILOGUE": epilogue, "C": constants,
     }  # fmt: skip
+    if words:
+        matrix, letter = (a[0], layout[0]) if words == "a" else (b[0], layout[1])
+        del arguments[f"{words}_desc"]
+        arguments = dict.fromkeys(module._kernel.arg_names) | arguments
+        arguments |= {"words_ptr": Rows(matrix.T if letter == "t" else matrix)}
     if batch:
         arguments |= {"BATCH": 3, "a_stride_z": strides["a"], "b_stride_z": strides["b"]}
         arguments |= {"residual_stride_z": strides["r"], "out_stride_z": m * (n + 3)}
@@ -431,6 +455,32 @@ def test_halves_of_a_wide_tile_are_summed_in_turn(
         np.testing.assert_allclose(out, expected)
 
 
+@pytest.mark.parametrize("layout", ["nn", "nt", "tn", "tt"])
+@pytest.mark.parametrize(("consumers", "pingpong"), [(1, False), (2, False), (2, True)])
+def test_an_operand_comes_word_by_word(consumers: int, pingpong: bool, layout: str) -> None:
+    # One k-step to many, more and fewer than stages, and several tiles a block, some cut.
+    for seed, (k, stages, programs) in enumerate([(1, 2, 1), (2, 3, 3), (7, 2, 1), (11, 4, 2)]):
+        # Boxes of a are one where consumers take turns.
+        for words in "ab" if pingpong or consumers == 1 else "b":
+            out, expected = computed(
+                seed, m=5, k=k, stages=stages, programs=programs, consumers=consumers,
+                pingpong=pingpong, layout=layout, words=words,
+            )  # fmt: skip
+            np.testing.assert_allclose(out, expected)
+    out, expected = computed(
+        0, m=2 if pingpong else 2 * consumers, n=28, k=17, programs=5, splits=2,
+        consumers=consumers, pingpong=pingpong, layout=layout, words="b",
+    )  # fmt: skip
+    np.testing.assert_allclose(out, expected)
+
+
+def test_words_have_one_box() -> None:
+    with pytest.raises(ValueError, match="loaded by words"):
+        computed(0, consumers=2, words="a")
+    with pytest.raises(ValueError, match="loaded by words"):
+        computed(0, consumers=3, words="b")
+
+
 @pytest.mark.parametrize("batch", ["", "b"])
 @pytest.mark.parametrize(("consumers", "pingpong"), SCHEDULES)
 def test_rows_that_are_not_there_are_not_brought(
@@ -505,7 +555,9 @@ def test_parts_of_a_tile_lie_apart() -> None:
     ("line", "instead"),
     [
         ("            mbarrier.wait(turn.index(WHO), turn_phase)\n", ""),
-        ("mbarrier.wait(empty.index(stage), phase ^ 1)", "pass"),
+        ("mbarrier.wait(empty.index(stage), phase ^ 1)\n        ready", "pass\n        ready"),
+        ("mbarrier.wait(empty.index(stage), phase ^ 1)\n    ring", "ring"),
+        ("count=C.arrivals)\n        mbarrier.init(empty", "count=1)\n        mbarrier.init(empty"),
         ("        first += gl.where(unit == 0, primed, 0)\n", ""),
         ("acc = warpgroup_mma_wait(1, deps=(acc,))", "acc = warpgroup_mma_wait(2, deps=(acc,))"),
         ("count=C.a_boxes", "count=1"),
@@ -533,10 +585,11 @@ def test_the_model_sees_what_a_missing_wait_does(line: str, instead: str, tmp_pa
     wrong = 0
     for seed, k, (consumers, pingpong) in itertools.product(range(6), (1, 5, 8), SCHEDULES):
         fetch = seed % 2 == 1
+        words = "b" if seed > 3 and consumers < 3 else None
         try:
             out, expected = computed(
                 seed, k=k, stages=2, consumers=consumers, pingpong=pingpong, module=module,
-                extras=fetch, fetch=fetch, subtiles=4 if seed % 4 == 1 else 2,
+                extras=fetch, fetch=fetch, subtiles=4 if seed % 4 == 1 else 2, words=words,
             )  # fmt: skip
         except (DeadlockError, AssertionError):
             wrong += 1
@@ -587,6 +640,8 @@ def configs_of(asked: Problem, which: str) -> list[WarpSpecializedConfig]:
     """``"all"``: every tile there is; ``"some"``: the best guess of either schedule and of
     three consumers."""
     tiles = hopper_tiles._FP8_TILES if asked.fp8 else hopper_tiles._TILES
+    if hopper_tiles.by_words(asked):
+        tiles = hopper_tiles._WORD_TILES
     fitted = [c for t in tiles for c in hopper_tiles._fitted(asked, t)]
     if which == "all":
         cut = [dataclasses.replace(c, tail_splits=2) for c in fitted if c.consumers < 3]
@@ -640,6 +695,24 @@ def test_storing_by_pointers_takes_no_more(dtype: str, stack: int, tmp_path: Pat
         assert result["shared"] <= result["promised"] <= H200.shared_memory, result
         assert result["wgmma"] > 0, result
         assert result["stack"] <= stack, result
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "expression",
+    [
+        "problem(127, 4093, 4096, b=Operand(BF16, 'row', aligned=False),"
+        " out=Operand(BF16, aligned=False))",
+        "problem(127, 4096, 4095, b=Operand(BF16, 'col', aligned=False))",
+        "problem(4093, 64, 4095, 'nn', a=Operand(BF16, aligned=False))",
+    ],
+)
+def test_loading_by_words_compiles_for_hopper(expression: str, tmp_path: Path) -> None:
+    for result in compiled(expression, "all", tmp_path):
+        assert result["shared"] <= result["promised"] <= H200.shared_memory, result
+        assert result["wgmma"] > 0, result
+        # Four registers that are kept for what follows the main loop, in one of the configs.
+        assert result["stack"] <= 16, result
 
 
 @pytest.mark.slow
@@ -707,6 +780,8 @@ def test_a_batch_is_described_matrix_by_matrix() -> None:
         problem(64, 64, 64, batch=3, bias=BF16, residual=Operand(BF16, "col")),
         problem(64, 64, 64, batch=3, out=Operand(BF16, aligned=False), epilogue="swiglu"),
         problem(64, 64, 64, dtype=E4M3, out=BF16, scale_a="row", scale_b="tensor"),
+        problem(64, 64, 64, b=Operand(BF16, "col", aligned=False)),
+        problem(64, 64, 64, a=Operand(BF16, aligned=False)),
     ],
     ids=str,
 )
