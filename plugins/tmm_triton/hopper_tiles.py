@@ -110,7 +110,7 @@ class WarpSpecializedConfig(Config):
 _SHARED_OVERHEAD = 512
 
 
-#: This file.
+#: A digest of this file.
 _SOURCE = hashlib.sha256(inspect.getsource(sys.modules[__name__]).encode()).hexdigest()[:12]
 
 
@@ -161,8 +161,8 @@ class Constants:
     #: The operand, ``"a"`` or ``"b"``, that warps load word by word, and how many do.
     WORDS: str | None = None
     LOADERS: int = 8
-    #: What else the kernel asks of this class: Triton keeps compiled kernels by their constants'
-    #: values, which tell nothing of what is made of them here.
+    #: Triton keeps compiled kernels by the values of their constants, which tell nothing of what
+    #: the properties below make of them.
     SOURCE: str = _SOURCE
 
     def __post_init__(self) -> None:
@@ -639,7 +639,9 @@ def by_words(problem: Problem) -> str | None:
     the other multiplies it that it is read once or twice."""
     misaligned = [name for name in "ab" if not getattr(problem, name).aligned]
     plain = problem.batch == 1 and not problem.gated and problem.a.dtype.itemsize == 2
-    if len(misaligned) != 1 or not plain:
+    # How far a word reaches past a row's end is counted in bits, in 32 of them.
+    counted = max(problem.m, problem.n, problem.k) < 2**27
+    if len(misaligned) != 1 or not (plain and counted):
         return None
     other = problem.m if misaligned == ["b"] else problem.n
     return misaligned[0] if other <= _FEW else None

@@ -112,6 +112,7 @@ def test_serves(asked: Problem) -> None:
             "a is not 16-byte aligned",
         ),
         (problem(m=64, batch=2, b=Operand(BF16, "row", aligned=False)), "b is not 16-byte"),
+        (problem(m=8, n=2**27, k=8, b=Operand(BF16, "row", aligned=False)), "b is not 16-byte"),
         (
             problem(m=64, b=Operand(BF16, "col", aligned=False), epilogue="swiglu"),
             "b is not 16-byte aligned",
@@ -472,6 +473,12 @@ def test_an_operand_comes_word_by_word(consumers: int, pingpong: bool, layout: s
         consumers=consumers, pingpong=pingpong, layout=layout, words="b",
     )  # fmt: skip
     np.testing.assert_allclose(out, expected)
+
+
+def test_what_is_kept_compiled_is_told_apart_by_the_whole_of_its_source() -> None:
+    constants = Constants.of(problem(), CONFIG)
+    assert repr(constants) != repr(dataclasses.replace(constants, SOURCE="another"))
+    assert len(constants.SOURCE) == 12
 
 
 def test_words_have_one_box() -> None:
