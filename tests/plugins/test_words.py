@@ -1,5 +1,5 @@
-"""Operands loaded word by word: their source runs as Python over the bytes of a memory that says
-which words may be touched."""
+"""Operands loaded word by word: their source runs as Python over a memory that knows which of its
+words may be read."""
 
 from __future__ import annotations
 
@@ -16,96 +16,75 @@ from tmm_triton import words
 BLOCK_K = 8
 
 
-class Memory:
-    """Rows of 16-bit elements from any byte on, and the addresses of what is loaded."""
+class Matrix:
+    """Rows of 16-bit elements that begin at any even address."""
 
     def __init__(self, random: np.random.Generator, rows: int, columns: int, stride: int) -> None:
         self.elements = random.integers(0, 2**16, (rows, columns), dtype=np.uint16)
-        # Aligned words around the matrix; what is no element of it is to be left out.
-        self.base = 2 * int(random.integers(0, 4))
-        self.memory = random.integers(
-            0, 2**16, (self.base // 2 + rows * stride + 64) // 4 * 4, dtype=np.uint16
-        )
+        self.address = 2 * int(random.integers(0, 4))
+        first = self.address // 2
+        # What lies around the matrix is any number, to be left out.
+        around = first + rows * stride + 64
+        self.memory = random.integers(0, 2**16, around // 4 * 4, dtype=np.uint16)
         self.owned = np.zeros(len(self.memory), dtype=bool)
-        for row in range(rows):
-            at = self.base // 2 + row * stride
-            self.memory[at : at + columns] = self.elements[row]
+        for row, elements in enumerate(self.elements):
+            at = first + row * stride
+            self.memory[at : at + columns] = elements
             self.owned[at : at + columns] = True
 
-    def load(self, address: Any, mask: Any, other: int, eviction_policy: str) -> Any:
+    def load(self, address: Any, mask: Any, other: int, eviction_policy: str) -> Tensor:
         address, mask = np.broadcast_arrays(np.asarray(address), np.asarray(mask))
         assert (address % 8 == 0).all()
-        loaded = np.full(address.shape, other, dtype=np.uint64)
         word = address[mask] // 8
-        assert (word >= 0).all()
-        assert (word < len(self.memory) // 4).all()
         # A word without a byte of the matrix may lie where nothing may be read.
         assert self.owned.reshape(-1, 4)[word].any(axis=1).all()
+        loaded = np.full(address.shape, other, dtype=np.uint64)
         loaded[mask] = self.memory.view(np.uint64)[word]
-        return loaded.view(Words)
+        return loaded.view(Tensor)
 
 
-class Words(np.ndarray):
-    """A tensor of integers, or an address."""
+class Tensor(np.ndarray):
+    """Integers in registers."""
 
-    def to(self, dtype: Any, bitcast: bool = False) -> Words:
-        return self if dtype is None else self.astype(dtype)
-
-    def __add__(self, other: Any) -> Words:
-        # A pointer goes on by words.
-        return super().__add__(other * 8 if getattr(self, "pointer", False) else other)
+    def to(self, dtype: Any, bitcast: bool = False) -> Tensor:
+        if dtype is Words:
+            return np.asarray(self).view(Words)
+        return np.asarray(self).astype(dtype).view(Tensor)
 
 
-class Pointer(Words):
-    pointer = True
+class Words(Tensor):
+    """Addresses of words of eight bytes, which is what they go on by."""
+
+    def __add__(self, words: int) -> Words:
+        return (np.asarray(self) + 8 * words).view(Words)
 
 
-def interpreted(memory: Memory) -> dict[str, Any]:
-    """``words``'s functions as Python ones."""
+def funnel(low: Any, high: Any, skew: Any) -> Tensor:
+    """What the kernel has assembly for."""
+    bits = low.astype(object) | (high.astype(object) << 64)
+    return ((bits >> skew.astype(object)) & (2**64 - 1)).astype(np.uint64).view(Tensor)
 
-    class Address(int):
-        def to(self, dtype: Any) -> Any:
-            return np.asarray(int(self), dtype=dtype).view(Words)
 
-    def where(condition: Any, a: Any, b: Any) -> Any:
-        return np.where(condition, a, b).view(Words)
-
-    def funnel(low: Any, high: Any, skew: Any) -> Any:
-        bits = low.astype(object) | (high.astype(object) << 64)
-        return ((bits >> skew.astype(object)) & (2**64 - 1)).astype(np.uint64).view(Words)
-
-    def load(address: Any, **options: Any) -> Any:
-        return memory.load(np.asarray(address), **options)
-
-    class Kind:
-        """What an address is cast to: it goes on by eight bytes."""
-
-    gl = types.SimpleNamespace(
-        arange=lambda start, end, layout: np.arange(start, end).view(Words),
-        expand_dims=lambda x, axis: np.expand_dims(x, axis),
-        where=where,
+def python(matrix: Matrix) -> types.SimpleNamespace:
+    """The module's functions, over that memory."""
+    language = types.SimpleNamespace(
+        arange=lambda start, end, layout: np.arange(start, end).view(Tensor),
+        expand_dims=np.expand_dims,
+        where=lambda condition, a, b: np.where(condition, a, b).view(Tensor),
         minimum=np.minimum,
         maximum=np.maximum,
-        load=load,
+        load=matrix.load,
         BlockedLayout=lambda *fields: None,
         SliceLayout=lambda axis, parent: None,
-        pointer_type=lambda of: Kind,
+        pointer_type=lambda of: Words,
         int32=np.int64,
         int64=np.int64,
         uint64=np.uint64,
     )
-
-    def to(self: Words, dtype: Any, bitcast: bool = False) -> Any:
-        if dtype is Kind:
-            return np.asarray(self).view(Pointer)
-        return np.asarray(self).astype(dtype).view(Words)
-
-    Words.to = to  # type: ignore[method-assign]
-    names: dict[str, Any] = {"gl": gl, "_funnel": funnel, "min": min}
+    names: dict[str, Any] = {"gl": language, "_funnel": funnel, "min": min}
     for name in ("box_rows", "box_words", "box_of"):
         names[name] = types.FunctionType(getattr(words, name).fn.__code__, names, name)
-    names["address"] = Address
-    return names
+    return types.SimpleNamespace(**names)
 
 
 @pytest.mark.parametrize("along_k", [False, True])
@@ -116,24 +95,20 @@ def test_a_box_is_what_lies_there(along_k: bool) -> None:
         size, K = (int(x) for x in random.integers(1, 40, 2))
         rows, columns = (size, K) if along_k else (K, size)
         stride = columns + int(random.integers(0, 9))
-        memory = Memory(random, rows, columns, stride)
-        run = interpreted(memory)
+        matrix = Matrix(random, rows, columns, stride)
+        run = python(matrix)
         box = [16, BLOCK_K] if along_k else [BLOCK_K, 16]
-        # TMA's boxes, and so these, begin at multiples of 16 where memory runs along them.
         at = int(random.integers(0, -(-size // 16))) * 16
-        operand = (run["address"](memory.base), np.asarray(stride).view(Words))
-        of = run["box_rows"](operand, at, size, K, box, along_k, C)
+        operand = tuple(np.asarray(x).view(Tensor) for x in (matrix.address, stride))
+        of = run.box_rows(operand, at, size, K, box, along_k, C)
         last = -(-K // BLOCK_K)
         for step in range(last + 2):
-            loaded = run["box_words"](of, step, last, K, along_k, C)
-            value = np.ascontiguousarray(run["box_of"](loaded, of, along_k)).view(np.uint16)
-            k = step * BLOCK_K
-            first = (at, k) if along_k else (k, at)
-            part = memory.elements[first[0] : first[0] + box[0], first[1] : first[1] + box[1]] * (
-                step < last
-            )
-            got = np.asarray(value).reshape(box)
-            np.testing.assert_array_equal(got[: part.shape[0], : part.shape[1]], part)
+            loaded = run.box_words(of, step, last, K, along_k, C)
+            value = np.ascontiguousarray(run.box_of(loaded, of, along_k))
+            got = np.asarray(value).view(np.uint16).reshape(box)
+            row, column = (at, step * BLOCK_K) if along_k else (step * BLOCK_K, at)
+            wanted = matrix.elements[row : row + box[0], column : column + box[1]]
+            np.testing.assert_array_equal(got[: wanted.shape[0], : wanted.shape[1]], wanted)
             # Past the end of K are zeros: what they multiply need not be numbers.
-            past = got[:, part.shape[1] :] if along_k else got[part.shape[0] :]
+            past = got[:, wanted.shape[1] :] if along_k else got[wanted.shape[0] :]
             assert not past.any()
