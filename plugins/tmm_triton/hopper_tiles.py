@@ -6,11 +6,8 @@ Apart from the kernel, because what is measured changes this and leaves that alo
 
 from __future__ import annotations
 
-import hashlib
-import inspect
 import itertools
 import math
-import sys
 from collections.abc import Iterable
 from dataclasses import dataclass, replace
 
@@ -110,10 +107,6 @@ class WarpSpecializedConfig(Config):
 _SHARED_OVERHEAD = 512
 
 
-#: A digest of this file.
-_SOURCE = hashlib.sha256(inspect.getsource(sys.modules[__name__]).encode()).hexdigest()[:12]
-
-
 @dataclass(frozen=True)
 class Constants:
     """What one compiled kernel is specialised on, besides the types of its arguments."""
@@ -161,9 +154,9 @@ class Constants:
     #: The operand, ``"a"`` or ``"b"``, that warps load word by word, and how many do.
     WORDS: str | None = None
     LOADERS: int = 8
-    #: Triton keeps compiled kernels by the values of their constants, which tell nothing of what
-    #: the properties below make of them.
-    SOURCE: str = _SOURCE
+    #: The kernel's: Triton keeps what it compiled by the values of its constants, which tell
+    #: nothing of what the properties below make of them.
+    VERSION: str = ""
 
     def __post_init__(self) -> None:
         boxes = self.a_boxes if self.WORDS == "a" else self.b_boxes
@@ -172,7 +165,11 @@ class Constants:
 
     @classmethod
     def of(
-        cls, problem: Problem, config: WarpSpecializedConfig, chained: bool = False
+        cls,
+        problem: Problem,
+        config: WarpSpecializedConfig,
+        chained: bool = False,
+        version: str = "",
     ) -> Constants:
         problem = multiplied(problem, config)
         return cls(
@@ -205,19 +202,18 @@ class Constants:
             EVICT_FIRST=config.evict_first,
             CHAINED=chained,
             WORDS=by_words(problem),
+            VERSION=version,
         )
 
     @property
     def a_box(self) -> list[int]:
         """The place of a box of A in shared memory."""
-        box = [self.BLOCK_K, self.ROWS] if self.A_COL else [self.ROWS, self.BLOCK_K]
-        return [1, *box] if self.BATCHED else box
+        return boxed(self.ROWS, self.BLOCK_K, self.A_COL, self.BATCHED)
 
     @property
     def b_box(self) -> list[int]:
         """The place of a box of B in shared memory."""
-        box = [self.columns, self.BLOCK_K] if self.B_COL else [self.BLOCK_K, self.columns]
-        return [1, *box] if self.BATCHED else box
+        return boxed(self.BLOCK_K, self.columns, self.B_COL, self.BATCHED)
 
     @property
     def arrivals(self) -> int:
@@ -272,9 +268,8 @@ class Constants:
 
     @property
     def groups(self) -> int:
-        """Warpgroups of a block: its consumers', the producer's and the loader's."""
-        loaders = 0 if self.WORDS is None else self.LOADERS
-        return (self.CONSUMERS * self.WARPS + loaders) // 4 + 1
+        """Warpgroups of a block, of which the producer has one to itself."""
+        return -(-(self.WARPS + sum(self.worker_warps)) // 4)
 
     @property
     def mma_n(self) -> int:
@@ -299,6 +294,12 @@ class Constants:
         spared = self.groups * each - producer - sum(loaders) * self.LOADERS // 4
         consumer = min(240, spared // groups // 8 * 8)
         return [consumer] * (self.CONSUMERS - 1) + [producer] + loaders
+
+
+def boxed(rows: int, columns: int, col: bool, batched: bool) -> list[int]:
+    """[rows, columns] of one matrix, of a batch if there is one, in the order of its memory."""
+    box = [columns, rows] if col else [rows, columns]
+    return [1, *box] if batched else box
 
 
 #: ``(schedule, consumers, num_warps, BLOCK_M, BLOCK_N, BLOCK_K)``, N counting both halves of
@@ -484,8 +485,7 @@ def _fitted(
     where their smaller staging buys a stage.
     """
     schedule, consumers, num_warps, block_m, block_n, block_k = tile
-    words = by_words(problem)
-    if words == "a" and consumers > 1 and schedule == "cooperative":
+    if by_words(problem) == "a" and consumers > 1 and schedule == "cooperative":
         return []  # whose boxes of a are two
     if consumers == 3 and block_n == 256 and stored_by_pointers(problem):
         # 160 registers a thread hold its accumulators, but not the addresses of 16 rows too.

@@ -88,6 +88,7 @@ from tmm_triton.hopper_tiles import (
     ALIGNMENT,
     Constants,
     WarpSpecializedConfig,
+    boxed,
     by_words,
     multiplied,
     part_elements,
@@ -268,9 +269,9 @@ def _load(
     _, N, K, _, _, _ = sizes
     A_BOXES: gl.constexpr = C.a_boxes
     B_BOXES: gl.constexpr = C.b_boxes
-    A_BYTES: gl.constexpr = C.IN_BYTES * A_BOXES * C.A_ROWS * C.BLOCK_K
-    B_BYTES: gl.constexpr = C.IN_BYTES * B_BOXES * C.columns * C.BLOCK_K
-    BYTES: gl.constexpr = (C.WORDS != "a") * A_BYTES + (C.WORDS != "b") * B_BYTES
+    OF_A: gl.constexpr = 0 if C.WORDS == "a" else A_BOXES
+    OF_B: gl.constexpr = 0 if C.WORDS == "b" else B_BOXES
+    BYTES: gl.constexpr = C.IN_BYTES * (OF_A * C.A_ROWS + OF_B * C.columns) * C.BLOCK_K
     matrix, row, column = _tile(tile, sizes, C)
     row, column = _moved(row, column, sizes, C)
     of_a = _described(matrix, a_stride, C)
@@ -282,13 +283,13 @@ def _load(
         ready = full.index(stage)
         # Whole boxes count, also where TMA fills out-of-range elements with zeros.
         mbarrier.expect(ready, BYTES)
-        for part in gl.static_range(A_BOXES if C.WORDS != "a" else 0):
+        for part in gl.static_range(OF_A):
             where = _place(of_a, row + part * C.ROWS, k, C.A_COL, C)
             slot = a_ring.index(stage * A_BOXES + part)
             if C.A_ROWS < C.ROWS:
                 slot = slot.slice(0, C.A_ROWS, dim=1 if C.BATCHED else 0)
             async_copy_global_to_shared(a_desc, where, ready, slot)
-        for part in gl.static_range(B_BOXES if C.WORDS != "b" else 0):
+        for part in gl.static_range(OF_B):
             at = column + part * (C.columns if C.halves else N)
             where = _place(of_b, k, at, C.B_COL, C)
             slot = b_ring.index(stage * B_BOXES + part)
@@ -934,7 +935,7 @@ class WarpSpecialized(Kernel[WarpSpecializedConfig]):
         """What :meth:`bind` compiles; also for a GPU that is not there."""
         problem = multiplied(problem, config)
         rows, width, batched = config.rows, config.BLOCK_N // config.subtiles, problem.batch > 1
-        specialized = Constants.of(problem, config, self.is_chained)
+        specialized = Constants.of(problem, config, self.is_chained, self.version)
         types = {
             "a_desc": _descriptor_type(problem.a, specialized.A_ROWS, config.BLOCK_K, batched),
             "b_desc": _descriptor_type(problem.b, config.BLOCK_K, specialized.columns, batched),
@@ -1078,9 +1079,7 @@ class Specialization:
 def _box(operand: Operand, rows: int, columns: int, batched: bool) -> tuple[list[int], Any]:
     """The descriptor block of a [rows, columns] tile along the contiguous dimension, of one
     matrix of a batch, and its layout in shared memory."""
-    block = [rows, columns] if operand.layout == "row" else [columns, rows]
-    if batched:
-        block = [1, *block]
+    block = boxed(rows, columns, operand.layout != "row", batched)
     return block, gl.NVMMASharedLayout.get_default_for(block, _GLUON[operand.dtype])
 
 

@@ -476,9 +476,10 @@ def test_an_operand_comes_word_by_word(consumers: int, pingpong: bool, layout: s
 
 
 def test_what_is_kept_compiled_is_told_apart_by_the_whole_of_its_source() -> None:
-    constants = Constants.of(problem(), CONFIG)
-    assert repr(constants) != repr(dataclasses.replace(constants, SOURCE="another"))
-    assert len(constants.SOURCE) == 12
+    constants = KERNEL.specialize(problem(), CONFIG).constants["C"]
+    assert repr(constants) != repr(dataclasses.replace(constants, VERSION="another"))
+    assert len(constants.VERSION) == 12
+    assert KERNEL.version == constants.VERSION
 
 
 def test_words_have_one_box() -> None:
