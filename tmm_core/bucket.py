@@ -26,3 +26,23 @@ def bucket_edge(m: int) -> int:
 def bucketed(problem: Problem) -> Problem:
     """The problem whose record answers for ``problem``."""
     return replace(problem, m=bucket_edge(problem.m))
+
+
+def probes(edge: int) -> tuple[int, ...]:
+    """The M inside the bucket of ``edge`` at which a record is measured besides its edge: odd
+    ones, the smallest of the bucket and one in its middle. None where the bucket is its edge.
+
+    >>> [probes(edge) for edge in (1, 2, 4, 16, 64, 320, 5120)]
+    [(), (), (3,), (9, 13), (33, 49), (257, 289), (4097, 4609)]
+    """
+    least = _below(edge) + 1
+    inside = [m if m % 2 else m + 1 for m in (least, (least + edge) // 2)]
+    return tuple(m for m in dict.fromkeys(inside) if m < edge)
+
+
+def _below(edge: int) -> int:
+    """The edge of the bucket below."""
+    if edge <= 64:
+        return edge // 2
+    step = 1 << ((edge - 1).bit_length() - 3)
+    return edge - step

@@ -129,14 +129,18 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--floor", action="store_true", help="time a bare read of the operands (decode, large_k)"
     )
+    parser.add_argument(
+        "--clocks",
+        action="store_true",
+        help="report the clocks alone and steady too, and a small kernel between calls",
+    )
     parser.add_argument("--host", action="store_true", help="measure the host's cost per call")
     parser.add_argument(
         "--regret",
-        nargs="+",
-        type=_weight,
-        default=[],
-        metavar="NxK",
-        help="what choosing by bucket costs these weights at random M",
+        type=int,
+        default=0,
+        metavar="COUNT",
+        help="so many random problems (M, weight, epilogue): torch, the choice and the best known",
     )
     parser.add_argument(
         "--verify-shipped",

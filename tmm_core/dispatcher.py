@@ -13,6 +13,7 @@ The ladder, top rung first; each choice says which rung it stands on:
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import math
 import threading
@@ -20,7 +21,7 @@ import warnings
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from tmm_cache import CacheStore, CandidateResult, TuningRecord
+from tmm_cache import CLOCK, CacheStore, CandidateResult, TuningRecord
 
 from tmm_core.bucket import bucketed
 from tmm_core.deferred import Answers
@@ -34,6 +35,7 @@ from tmm_core.errors import (
 from tmm_core.kernel import BASELINE, Candidate, Config, Kernel
 from tmm_core.plan import Choice
 from tmm_core.problem import Problem
+from tmm_core.proposals import CandidateId, Hint, holds_at, identity, ranked_around
 from tmm_core.registry import Registry
 from tmm_core.settings import Settings
 
@@ -53,10 +55,9 @@ INVARIANT_COST = 1.2
 #: 3.0 and 1.0 3.3, classes where BLAS was right losing from 0.95 on.
 HEURISTIC_ADVANTAGE = 0.9
 
-#: Inside a bucket another candidate takes the winner's place only where it is expected to be faster
-#: by this factor: estimates carry the times over, and even cuBLAS's own lie some 4 % off a line
-#: between two sizes (random M by 4096×4096 on an H200).
-CARRIED_ADVANTAGE = 0.96
+#: Records that a tuning starts from, and how many candidates of each: of this problem on another
+#: GPU or under other versions, or of near ones.
+HINTING_RECORDS, HINTS_EACH = 3, 3
 
 #: How long to wait for another process that is tuning the same problem, in budgets.
 LOCK_PATIENCE = 4.0
@@ -142,15 +143,14 @@ class Dispatcher:
         choice = choice or self._resolve(problem, key, able, settings)
         if not problem.capturing:
             self._choices[key, settings] = choice
-        return self._carried(problem, key, choice, settings)
+        return self._inside(problem, key, choice, settings)
 
-    def _carried(
+    def _inside(
         self, problem: Problem, edge: Problem, choice: Choice, settings: Settings
     ) -> Choice:
-        """A bucket's choice, for an M inside it: of BLAS and the configs of the winner's kernel on
-        record the fastest, each by its time at the bucket's edge and how much less its kernel
-        expects this M to take. BLAS's time shrinks with M, a tile kernel's by whole waves of tiles.
-        """
+        """A bucket's choice, for an M inside it: the candidate that is best where the record was
+        measured around this M, and ahead of BLAS at both; BLAS where nothing is or nothing was
+        measured."""
         if (
             problem.m == edge.m
             or problem.batch_invariant
@@ -159,35 +159,41 @@ class Dispatcher:
             or found[0] != edge
         ):
             return choice
-        winner = choice.candidate.kernel
-        kernels = [winner]
-        if winner.name != BASELINE and (BASELINE, edge) not in self._quarantine:
-            blas = self.registry.kernel(BASELINE)
-            kernels += [] if self.registry.reasons_against(blas, problem, settings) else [blas]
-        expected: dict[Candidate, float] = {}
-        for result in _by_time(found[1]):
-            candidate = self._candidate(result, kernels)
-            if candidate is not None and result.median_us is not None:
-                expected[candidate] = result.median_us * self._shrinks(candidate, problem, edge)
-        own = expected.get(choice.candidate)
-        best = min(expected, key=lambda c: expected[c], default=choice.candidate)
-        if own is None or expected[best] > CARRIED_ADVANTAGE * own:
+        record = found[1]
+        around = holds_at(record.candidates, problem.m, edge.m)
+        ahead = ranked_around(around) if len(around) == 2 or problem.m in around else []
+        results = {identity(result): result for result in record.candidates}
+        for name in ahead:
+            if name == _identity_of(choice.candidate):
+                return choice
+            candidate = self._able_candidate(results[name], problem, edge, settings)
+            if candidate is not None:
+                measured = " and ".join(f"M={m}" for m in sorted(around))
+                return replace(
+                    choice, candidate=candidate, reason=f"{choice.reason}; the best at {measured}"
+                )
+        blas = self.registry.kernel(BASELINE)
+        if choice.candidate.kernel.name == BASELINE or self.registry.reasons_against(
+            blas, problem, settings
+        ):
             return choice
-        reason = (
-            f"{choice.reason}; expected to take {expected[best] / own:.2f} of the winner's time"
+        held = ", ".join(map(str, record.measured_at))
+        return replace(
+            choice,
+            candidate=Candidate(blas, blas.default_config(problem)),
+            reason=f"{choice.reason}; nothing is ahead of BLAS around M={problem.m} (measured at {held})",
         )
-        return replace(choice, candidate=best, reason=f"{reason} at M={problem.m}")
 
-    def _shrinks(self, candidate: Candidate, problem: Problem, edge: Problem) -> float:
-        """The time of ``problem`` over that of ``edge``, as the kernel expects it; 1 where it has
-        no idea."""
-        kernel, config = candidate.kernel, candidate.config
-        try:
-            here, there = kernel.estimate_us(problem, config), kernel.estimate_us(edge, config)
-        except Exception as error:
-            self._warn_once(kernel, error)
-            return 1.0
-        return here / there if here and there else 1.0
+    def _able_candidate(
+        self, result: CandidateResult, problem: Problem, edge: Problem, settings: Settings
+    ) -> Candidate | None:
+        """The candidate of a result, where its kernel is what it was and may serve this call."""
+        if (result.kernel, edge) in self._quarantine:
+            return None
+        kernel = self.registry.kernel(result.kernel)
+        if self.registry.reasons_against(kernel, problem, settings):
+            return None
+        return self._candidate(result, [kernel])
 
     def _chosen(self, key: Problem, settings: Settings, able: list[Kernel[Any]]) -> Choice | None:
         """What was chosen before, where it may still serve."""
@@ -224,7 +230,7 @@ class Dispatcher:
         ):
             return None
         choice = Choice(candidate, "cache", self._where(asked), _other(asked, problem))
-        return self._carried(problem, key, choice, settings)
+        return self._inside(problem, key, choice, settings)
 
     @property
     def _answered(self) -> Answers:
@@ -406,14 +412,26 @@ class Dispatcher:
         with self.store.lock(device.gpu, device.environment, document, patience) as _held:
             # Whoever held the lock before may have left what was to be measured.
             before = self.store.load(device.gpu, device.environment, document)
-            record = self.tuner.tune(key, able, settings, None if force else before)
+            hints = [] if before is not None and not force else self._hints(key)
+            record = self.tuner.tune(key, able, settings, None if force else before, hints)
             if record is not before:
                 self.store.save(device.gpu, device.environment, record)
                 self._neighbours.forget()
             return record
 
+    def _hints(self, problem: Problem) -> list[Hint]:
+        """What won this problem elsewhere, or near ones: what a tuning tries first."""
+        near = itertools.islice(self._neighbours.nearest(problem), HINTING_RECORDS)
+        return [
+            (result.kernel, result.config)
+            for each in near
+            for result in _by_time(each.record)[:HINTS_EACH]
+        ]
+
     def _neighbour(self, problem: Problem, able: list[Kernel[Any]], why: str) -> Choice | None:
         for near in self._neighbours.nearest(problem):
+            if near.record.clock != CLOCK:
+                continue  # what another clock chose is worth a try, and no more
             for result in _by_time(near.record):
                 candidate = self._candidate(result, able, any_version=True)
                 if candidate is not None and _fits(candidate, problem):
@@ -559,6 +577,10 @@ def _is_for_mode(kernel: Kernel[Any], problem: Problem, config: Config) -> bool:
 def _sharing(kernel: Kernel[Any], problem: Problem, arithmetic: object) -> list[Config]:
     """The kernel's configs of that arithmetic."""
     return [c for c in kernel.configs(problem) if kernel.arithmetic(problem, c) == arithmetic]
+
+
+def _identity_of(candidate: Candidate) -> CandidateId:
+    return candidate.kernel.name, tuple(sorted(candidate.config.to_json().items()))
 
 
 def _other(key: Problem, problem: Problem) -> Problem | None:

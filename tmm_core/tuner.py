@@ -1,8 +1,9 @@
 """Candidates in, a :class:`TuningRecord` out.
 
-Compile in parallel, verify on a poisoned output, then time in stages: everything a little,
-the promising more, finalists and BLAS afresh and alternating. A candidate that fails to
-compile, is wrong, or hangs costs itself only, and the record says so.
+Each batch of candidates is compiled in parallel, verified and looked at; whether another batch is
+worth compiling is asked of :class:`Proposals`. The best are then timed by turns *in use*
+(:mod:`tmm_core.timing`) until one is decided on, and at other M of the record's bucket. A candidate
+that fails to compile, is wrong, or hangs costs itself only, and the record says so.
 """
 
 from __future__ import annotations
@@ -15,46 +16,45 @@ import sys
 import threading
 import time
 import warnings
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 from tmm_cache import CandidateResult, TuningRecord
 
-from tmm_core import verify
+from tmm_core import rotation, verify
+from tmm_core.bucket import bucket_edge, probes
 from tmm_core.errors import TmmWarning
 from tmm_core.kernel import BASELINE, Candidate, Config, Kernel, Launcher
 from tmm_core.precision import precision
 from tmm_core.problem import Problem
+from tmm_core.proposals import Hint, Proposals, decide
 from tmm_core.settings import Settings
-from tmm_core.timing import CudaTimer, HostTimer, Timer, held_up, median
+from tmm_core.timing import Timer, held_up, median, timer_for
 
-#: By how much a winner has to beat BLAS: medians of as many samples as the last stage takes
-#: differ by up to 0.5 % on a quiet H200 where both are of the same kernel.
-MARGIN = 0.01
-
-#: Times this close to the best are a tie, broken by a stable rule so that restarts agree.
-TIE = 0.005
-
-#: (rounds, slower than the best by more than this factor: out). The last stage is the
-#: fresh measure that decides; earlier samples only eliminate.
-STAGES = ((3, 1.4), (8, 1.1), (25, 0.0))
-#: Seconds that the last stage may take where its rounds are so short that more of them fit, and
-#: their most: single samples of a kernel of 10 µs wander by 2 %.
-FINAL_SECONDS, MOST_ROUNDS = 0.25, 100
-FINALISTS = 6
+#: Samples of each candidate, µs that one lasts, and how much slower than the best it may be to stay:
+#: a first look at every batch, a closer one, and the one that decides.
+LOOK, LOOK_US, LOOK_KEEPS = 3, 400.0, 1.3
+CLOSER, CLOSER_US, CLOSER_KEEPS = 4, 1500.0, 1.06
+FINAL = 9
+#: Those that the last stage compares with BLAS, at most.
+FINALISTS = 5
+#: The best config of every other kernel stays on record as next in line, where it takes at most
+#: so many times the best.
 RESERVE = 3.0
+#: Samples at each other M of the bucket.
+INSIDE = 5
 
-#: A config expected to take this many times BLAS's expected time is left out, unless it is among
-#: its kernel's first: of 68 candidates a problem 23 are then not compiled, and none of 165 problems
-#: on an H200 would have lost its winner (by 1.5 neither, by 1.4 two).
-HOPELESS, FIRST = 1.6, 2
+#: Candidates in the first batch, and in each after it.
+FIRST_BATCH, BATCH = 16, 16
 
 #: Seconds one candidate may take to compile before it is left behind.
 COMPILE_LIMIT = 60.0
+
+#: Seconds a call waits for tuning before it says so.
+SILENCE = 1.0
 
 
 def compiling_threads() -> int:
@@ -62,28 +62,30 @@ def compiling_threads() -> int:
     return min(16, os.cpu_count() or 1)
 
 
-@dataclass
+@dataclass(eq=False)
 class _Trial:
     """One candidate on its way through a tuning."""
 
     candidate: Candidate
     status: Literal["ok", "slow", "wrong", "failed"] = "slow"
     launcher: Launcher | None = None
+    run: _Runner | None = None
     samples: list[float] = field(default_factory=list)
+    inside_us: dict[int, float] = field(default_factory=dict)
     error: float | None = None
     reason: str | None = None
 
     @property
     def time(self) -> float:
-        return median(self.samples) if self.samples else float("inf")
+        return median(self.samples) if self.samples else math.inf
 
     @property
     def is_baseline(self) -> bool:
         return self.candidate.kernel.name == BASELINE
 
-    def fail(self, error: BaseException | str) -> None:
-        self.status = "failed"
-        self.launcher = None
+    def fail(self, error: BaseException | str, status: Literal["wrong", "failed"] = "failed") -> None:
+        self.status = status
+        self.launcher = self.run = None
         text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
         self.reason = text.strip()[:500]
 
@@ -92,9 +94,9 @@ class Tuner:
     """Measures candidates on the device a problem names.
 
     Args:
-        timer: For tests; by default GPU events, or wall time on a CPU.
-        workers: Threads that compile (Triton releases the GIL in its passes and runs ptxas
-            as a process); by default the number of cores, at most 16.
+        timer: For tests; by default chains in CUDA graphs, or wall time on a CPU.
+        workers: Candidates that are compiled at one time; by default the number of cores, at
+            most 16.
     """
 
     def __init__(self, timer: Timer | None = None, workers: int | None = None) -> None:
@@ -107,14 +109,19 @@ class Tuner:
         kernels: Sequence[Kernel[Any]],
         settings: Settings,
         before: TuningRecord | None = None,
+        hints: Sequence[Hint] = (),
     ) -> TuningRecord:
         """Time what ``before`` does not hold yet, with BLAS and its winner beside it.
 
         Returns ``before`` itself where it is complete. Kernels are told apart by their own
         version, so an upgraded plugin's candidates alone are measured again.
 
+        Args:
+            hints: What won near problems, or this one on another GPU: tried first.
+
         Raises:
             ValueError: ``kernels`` has no baseline (nothing to compare with).
+            RuntimeError: Not even BLAS runs.
         """
         started = time.monotonic()
         old = {(c.kernel, c.version): c for c in before.candidates} if before else {}
@@ -123,15 +130,16 @@ class Tuner:
             return before
         if not any(kernel.name == BASELINE for kernel in kernels):
             raise ValueError(f"no {BASELINE!r} kernel to compare with")
-        trials = list(_trials(problem, kernels, new, before))
-        deadline = started + settings.tune_budget
-        device = _device(problem)
+        proposals = Proposals(problem, kernels, new, before, hints)
         # What the record says of BLAS must be BLAS at the precision that was asked for.
-        with precision(problem.tf32), _progress(problem, len(trials), settings) as advance:
-            self._compile(trials, problem, device, deadline, advance)
-            self._verify(trials, problem, device)
-            self._time(trials, problem, device, deadline)
-        results = [_result(trial, problem) for trial in trials]
+        with precision(problem.tf32), _progress(problem, settings) as progress:
+            tuning = _Tuning(problem, self._timer, self._workers, settings, progress)
+            try:
+                tuning.run(proposals)
+            finally:
+                tuning.release()
+        results = [tuning.result(trial) for trial in tuning.trials]
+        results += [_untried(kernel, why) for kernel, why in proposals.empty.items()]
         measured = {(r.kernel, r.version) for r in results}
         present = {(k.name, k.version) for k in kernels}
         if before is not None:
@@ -140,50 +148,124 @@ class Tuner:
                 for c in before.candidates
                 if (c.kernel, c.version) in present and (c.kernel, c.version) not in measured
             ]
-        incumbent = before.candidates[before.winner] if before else None
         return TuningRecord(
             problem=problem.to_json(),
-            winner=decide(results, incumbent),
+            winner=decide(results, before.best if before else None),
             candidates=tuple(results),
             created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
             tuning_seconds=round(time.monotonic() - started, 3),
         )
 
-    def _compile(
+
+class _Tuning:
+    """One problem's tuning under way."""
+
+    def __init__(
         self,
-        trials: list[_Trial],
         problem: Problem,
-        device: torch.device,
-        deadline: float,
-        advance: Any,
+        timer: Timer | None,
+        workers: int,
+        settings: Settings,
+        progress: _Progress,
     ) -> None:
+        self.trials: list[_Trial] = []
+        self._problem = problem
+        self._device = _device(problem)
+        self._own_timer = timer is None
+        self._timer: Any = timer or timer_for(self._device)
+        self._workers = workers
+        self._deadline = time.monotonic() + settings.tune_budget
+        self._progress = progress
+        #: Chains of the problem itself and of others of its bucket, by M.
+        self._chains: dict[int, _Chain] = {}
+
+    def run(self, proposals: Proposals) -> None:
+        """Try what is proposed, then let the best race.
+
+        Raises:
+            RuntimeError: No candidate runs.
+        """
+        self._progress.total(len(proposals))
+        batch = proposals.first(FIRST_BATCH)
+        while batch:
+            self._try([_Trial(candidate) for candidate in batch])
+            if time.monotonic() > self._deadline:
+                break
+            times = {t.candidate: t.time for t in self.trials if t.samples}
+            batch = proposals.promising(times, BATCH)
+        racing = [t for t in self.trials if t.run is not None]
+        if not racing:
+            why = next((t.reason for t in self.trials if t.is_baseline), None)
+            raise RuntimeError(f"no candidate runs; {BASELINE}: {why}")
+        finalists = self._race(racing)
+        for trial in _reserves(racing):
+            trial.status = "ok"
+        self._inside(finalists)
+
+    def result(self, trial: _Trial) -> CandidateResult:
+        """What a trial found out, as the record keeps it."""
+        kernel, config = trial.candidate.kernel, trial.candidate.config
+        scratch = kernel.workspace_bytes(self._problem, config) if trial.samples else 0
+        return CandidateResult(
+            kernel=kernel.name,
+            version=kernel.version,
+            config=config.to_json(),
+            status=trial.status,
+            samples_us=tuple(round(s, 3) for s in trial.samples),
+            inside_us={m: round(us, 3) for m, us in trial.inside_us.items()},
+            # A poisoned element leaves NaN, which JSON has not; the reason says it.
+            error=trial.error if trial.error is not None and math.isfinite(trial.error) else None,
+            tolerance=verify.tolerance(self._problem) if trial.error is not None else None,
+            workspace_bytes=scratch,
+            deterministic=kernel.traits.deterministic,
+            batch_invariant=kernel.traits.batch_invariant,
+            reason=trial.reason,
+        )
+
+    def release(self) -> None:
+        """Free what was held to measure with."""
+        if self._own_timer:
+            self._timer.release()
+        self._chains.clear()
+
+    def _try(self, trials: list[_Trial]) -> None:
+        """Compile, verify and look at a batch."""
+        self.trials += trials
+        self._compile(trials)
+        chain = self._chain(self._problem)
+        for trial in trials:
+            chain.verify(trial)
+            if trial.launcher is not None:
+                trial.run = chain.runner(trial.launcher)
+        self._measure([t for t in trials if t.run is not None], LOOK, LOOK_US)
+
+    def _compile(self, trials: list[_Trial]) -> None:
         """Bind all, in parallel. Threads, not a pool: one that hangs is left behind."""
-        turns = _in_turns(trials)
-        queue = iter(turns)
+        queue = iter(trials)
         lock = threading.Lock()
         done: dict[int, futures.Future[Launcher]] = {id(t): futures.Future() for t in trials}
 
         def work() -> None:
-            if device.type == "cuda":
-                torch.cuda.set_device(device)  # a thread starts on device 0
+            if self._device.type == "cuda":
+                torch.cuda.set_device(self._device)  # a thread starts on device 0
             while True:
                 with lock:
                     trial = next(queue, None)
                 if trial is None:
                     return
                 promise = done[id(trial)]
-                if time.monotonic() > deadline and not trial.is_baseline:
+                if time.monotonic() > self._deadline and not trial.is_baseline:
                     promise.set_exception(TimeoutError("the tuning budget ended before it"))
                     continue
                 try:
                     kernel, config = trial.candidate.kernel, trial.candidate.config
-                    promise.set_result(kernel.bind(problem, config))
+                    promise.set_result(kernel.bind(self._problem, config))
                 except BaseException as error:  # compilers raise SystemExit and worse
                     promise.set_exception(error)
 
         for _ in range(min(self._workers, len(trials))):
             threading.Thread(target=work, daemon=True).start()
-        for trial in turns:
+        for trial in trials:
             try:
                 trial.launcher = done[id(trial)].result(timeout=COMPILE_LIMIT)
             except futures.TimeoutError as error:
@@ -193,66 +275,141 @@ class Tuner:
                 if isinstance(error, KeyboardInterrupt):
                     raise
                 trial.fail(error)
-            advance()
+            self._progress.advance()
 
-    def _verify(self, trials: list[_Trial], problem: Problem, device: torch.device) -> None:
-        inputs = verify.make_inputs(problem, device, seed=_fresh_seed())
-        expected = verify.reference(problem, inputs)
-        limit = verify.tolerance(problem)
-        for trial in trials:
-            if trial.launcher is None:
-                continue
-            verify.poison(inputs.out)
-            try:
-                out = inputs.run(trial.launcher)
-                trial.error = verify.error(out, expected)
-            except Exception as error:
-                trial.fail(error)
-                continue
-            # BLAS is what the others are held against; torch's own error is no verdict.
-            if not trial.error <= limit and not trial.is_baseline:
-                trial.status, trial.launcher = "wrong", None
-                trial.reason = f"error {trial.error:.3g} exceeds {limit:.3g}"
+    def _chain(self, problem: Problem) -> _Chain:
+        chain = self._chains.get(problem.m)
+        if chain is None:
+            chain = self._chains[problem.m] = _Chain(problem, self._device)
+        return chain
 
-    def _time(
-        self, trials: list[_Trial], problem: Problem, device: torch.device, deadline: float
+    def _measure(
+        self, racing: Sequence[_Trial], rounds: int, burst_us: float, anew: bool = False
     ) -> None:
-        timer = self._timer or (CudaTimer(device) if device.type == "cuda" else HostTimer())
-        inputs = verify.make_inputs(problem, device, seed=_fresh_seed())
-        # As called: without `out=`, into which torch's own operators would copy what they
-        # compute, and BLAS with a bias or an epilogue lose to slower kernels.
-        out = None if inputs.out.is_contiguous() else inputs.out
-        racing = [t for t in trials if t.launcher is not None]
-        if not racing:
-            raise RuntimeError(f"no candidate runs; {BASELINE}: {_why_not(trials)}")
-        each = FINAL_SECONDS  # seconds that one sample took
-        for stage, (rounds, keep) in enumerate(STAGES):
-            runs = [_Runner(t.launcher, inputs, out) for t in racing if t.launcher is not None]
-            if stage == 0:
-                timer.measure(runs, 1)  # modules load, clocks rise
-            elif time.monotonic() > deadline:
-                break
-            if not keep:
-                affordable = FINAL_SECONDS / max(each * len(runs), 1e-9)
-                rounds = max(rounds, min(MOST_ROUNDS, int(affordable)))
-            before = time.monotonic()
-            try:
-                samples = timer.measure(runs, rounds)
-                if not keep and held_up(samples[_anchor(racing)]):
-                    samples = timer.measure(runs, rounds)
-            except Exception as error:
-                warnings.warn(f"timing {problem} failed: {error}", TmmWarning, stacklevel=2)
-                break
-            each = (time.monotonic() - before) / (rounds * len(runs))
-            for trial, mine in zip(racing, samples, strict=True):
-                trial.samples = mine
-            if keep:
-                racing = _survivors(racing, keep, FINALISTS if stage == len(STAGES) - 2 else None)
+        """Sample those that race; what the device refuses costs nobody else anything.
+
+        Args:
+            anew: Take the samples again where something held BLAS up in the middle of them.
+        """
+        runs = [t.run for t in racing]
+        if not runs:
+            return
+        options: dict[str, Any] = {
+            "copies": self._chain(self._problem).copies,
+            "burst_us": burst_us,
+        }
+        try:
+            samples = self._timer.measure(runs, rounds, **options)
+            if anew and held_up(samples[_anchor(racing)]):
+                samples = self._timer.measure(runs, rounds, **options)
+        except Exception as error:
+            warnings.warn(f"timing {self._problem} failed: {error}", TmmWarning, stacklevel=2)
+            return
+        for trial, mine in zip(racing, samples, strict=True):
+            trial.samples = mine
+
+    def _race(self, racing: list[_Trial]) -> list[_Trial]:
+        """BLAS and the fastest, sampled until one can be decided on; returns these."""
+        racing = _survivors(racing, LOOK_KEEPS, 2 * FINALISTS)
+        if len(racing) > FINALISTS + 1 and time.monotonic() < self._deadline:
+            self._measure(racing, CLOSER, CLOSER_US)
+        racing = _survivors(racing, CLOSER_KEEPS, FINALISTS)
+        if time.monotonic() < self._deadline:
+            self._measure(racing, FINAL, 2 * CLOSER_US, anew=True)
         for trial in racing:
             trial.status = "ok"
-        release = getattr(timer, "release", None)
-        if release is not None and self._timer is None:
-            release()
+        # What is fast deserves a second look: other inputs, after all that ran beside it.
+        again = self._chain(self._problem).again()
+        for trial in racing:
+            again.verify(trial)
+        return [trial for trial in racing if trial.status == "ok"]
+
+    def _inside(self, finalists: Sequence[_Trial]) -> None:
+        """Verify and time the finalists at other M that the record answers for."""
+        if self._problem.m != bucket_edge(self._problem.m):
+            return
+        for m in probes(self._problem.m):
+            if time.monotonic() > self._deadline:
+                return
+            problem = replace(self._problem, m=m)
+            chain = self._chain(problem)
+            there = []
+            for trial in finalists:
+                guest = _Trial(trial.candidate)
+                try:
+                    guest.launcher = trial.candidate.kernel.bind(problem, trial.candidate.config)
+                except Exception:  # a config of the edge need not fit here
+                    continue
+                chain.verify(guest)
+                if guest.launcher is None:
+                    if guest.status == "wrong":
+                        trial.fail(f"at M={m}: {guest.reason}", "wrong")
+                    continue
+                there.append((trial, chain.runner(guest.launcher)))
+            runs = [run for _, run in there]
+            if not runs:
+                continue
+            try:
+                samples = self._timer.measure(
+                    runs, INSIDE, copies=chain.copies, burst_us=CLOSER_US
+                )
+            except Exception as error:
+                warnings.warn(f"timing {problem} failed: {error}", TmmWarning, stacklevel=2)
+                continue
+            for (trial, _), mine in zip(there, samples, strict=True):
+                trial.inside_us[m] = median(mine)
+
+
+class _Chain:
+    """A problem's operands, as many copies as its chain of calls has, and what is right."""
+
+    def __init__(self, problem: Problem, device: torch.device) -> None:
+        self._problem, self._device = problem, device
+        self.copies = rotation.copies(problem, rotation.memory_limit(device))
+        inputs = verify.make_inputs(problem, device, seed=_fresh_seed())
+        self._inputs = rotation.rotated(inputs, problem, self.copies)
+        # As called: without `out=`, into which torch's own operators would copy what they
+        # compute, and BLAS with a bias or an epilogue lose to slower kernels.
+        self._out = None if inputs.out.is_contiguous() else inputs.out
+        self._expected: torch.Tensor | None = None
+
+    def again(self) -> _Chain:
+        """The same problem with other inputs."""
+        return _Chain(self._problem, self._device)
+
+    def runner(self, launcher: Launcher) -> _Runner:
+        return _Runner(launcher, self._inputs, self._out)
+
+    def verify(self, trial: _Trial) -> None:
+        """Fail a trial whose launcher raises or is wrong."""
+        if trial.launcher is None:
+            return
+        inputs = self._inputs[0]
+        if self._expected is None:
+            self._expected = verify.reference(self._problem, inputs)
+        limit = verify.tolerance(self._problem)
+        verify.poison(inputs.out)
+        try:
+            error = verify.error(inputs.run(trial.launcher), self._expected)
+        except Exception as raised:
+            trial.fail(raised)
+            return
+        trial.error = error
+        # BLAS is what the others are held against; torch's own error is no verdict.
+        if not error <= limit and not trial.is_baseline:
+            trial.fail(f"error {error:.3g} exceeds {limit:.3g}", "wrong")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Runner:
+    """A candidate on each copy of the operands all are timed on."""
+
+    launcher: Launcher
+    inputs: Sequence[verify.Inputs]
+    out: torch.Tensor | None
+
+    def __call__(self, copy: int) -> object:
+        return self.inputs[copy].launch(self.launcher, self.out)
 
 
 def _anchor(racing: Sequence[_Trial]) -> int:
@@ -260,166 +417,34 @@ def _anchor(racing: Sequence[_Trial]) -> int:
     return next((place for place, trial in enumerate(racing) if trial.is_baseline), 0)
 
 
-def _why_not(trials: Sequence[_Trial]) -> str | None:
-    return next((trial.reason for trial in trials if trial.is_baseline), None)
-
-
-def _in_turns(trials: Sequence[_Trial]) -> list[_Trial]:
-    """Each kernel's first config, then each one's second: where the budget ends before the
-    configs do, no kernel has gone untried."""
-    places: Counter[str] = Counter()
-    placed = []
-    for trial in trials:
-        name = trial.candidate.kernel.name
-        placed.append((places[name], trial))
-        places[name] += 1
-    return [trial for _, trial in sorted(placed, key=lambda each: each[0])]
-
-
-def _survivors(racing: list[_Trial], keep: float, limit: int | None) -> list[_Trial]:
-    """BLAS, the ``limit`` best within a factor ``keep`` of the best, and of each kernel its
-    best config within :data:`RESERVE`: it is next in line where the winner is filtered out,
-    quarantined or uninstalled."""
+def _survivors(racing: list[_Trial], keep: float, limit: int) -> list[_Trial]:
+    """BLAS, and the ``limit`` best within a factor ``keep`` of the best."""
     ranked = sorted(racing, key=lambda t: t.time)
     best = ranked[0].time
-    kept, seen = [], set()
-    for place, trial in enumerate(ranked):
-        name = trial.candidate.kernel.name
-        close = trial.time <= best * keep and (limit is None or place < limit)
-        reserve = name not in seen and trial.time <= best * RESERVE
-        seen.add(name)
-        if close or reserve or trial.is_baseline:
-            kept.append(trial)
-    return kept
-
-
-def decide(results: Sequence[CandidateResult], incumbent: CandidateResult | None = None) -> int:
-    """Index of the winner.
-
-    BLAS, unless the best beats it by :data:`MARGIN`; among those within :data:`TIE` of the
-    best: deterministic before not, then least workspace, then the incumbent, then by name.
-
-    Raises:
-        ValueError: Nothing was timed.
-    """
-    timed = [(i, r) for i, r in enumerate(results) if r.status == "ok" and r.samples_us]
-    if not timed:
-        raise ValueError("no candidate was timed")
-    best = min(_us(r) for _, r in timed)
-    baseline = [(i, r) for i, r in timed if r.kernel == BASELINE]
-    if baseline:
-        index, blas = min(baseline, key=lambda pair: _us(pair[1]))
-        if best > _us(blas) * (1 - MARGIN):
-            return index
-
-    def rank(pair: tuple[int, CandidateResult]) -> tuple[Any, ...]:
-        _, r = pair
-        same = incumbent is not None and (r.kernel, r.config) == (
-            incumbent.kernel,
-            incumbent.config,
-        )
-        return (not r.deterministic, r.workspace_bytes, not same, r.kernel, str(r.config))
-
-    return min((p for p in timed if _us(p[1]) <= best * (1 + TIE)), key=rank)[0]
-
-
-def baseline_us(record: TuningRecord) -> float | None:
-    """BLAS's median on record, in µs; None where it was not timed."""
-    times = [c.median_us for c in record.candidates if c.kernel == BASELINE and c.status == "ok"]
-    return min((t for t in times if t is not None), default=None)
-
-
-def _us(result: CandidateResult) -> float:
-    time_us = result.median_us
-    return float("inf") if time_us is None else time_us
-
-
-def _trials(
-    problem: Problem,
-    kernels: Sequence[Kernel[Any]],
-    new: Sequence[Kernel[Any]],
-    before: TuningRecord | None,
-) -> Iterator[_Trial]:
-    """New kernels' spaces, but for what is hopeless; of the others BLAS and the winner so far, as
-    anchors."""
-    winner = before.candidates[before.winner] if before else None
-    longest = _longest_us(problem, kernels)
-    for kernel in kernels:
-        configs: list[Config] = []
-        reason: Any = "its search space is empty for this problem"
-        try:
-            if kernel in new:
-                configs = [kernel.default_config(problem), *kernel.configs(problem)]
-                configs = _hopeful(problem, kernel, list(dict.fromkeys(configs)), longest)
-            elif kernel.name == BASELINE:
-                configs = [kernel.default_config(problem)]
-            elif winner is not None and kernel.name == winner.kernel:
-                configs = [kernel.config_type.from_json(winner.config)]
-            else:
-                continue
-        except Exception as error:
-            reason = error
-        for config in configs:
-            yield _Trial(Candidate(kernel, config))
-        if not configs:
-            empty = _Trial(Candidate(kernel, Config()))
-            empty.fail(reason)
-            yield empty
-
-
-def _longest_us(problem: Problem, kernels: Sequence[Kernel[Any]]) -> float:
-    """What a config may be expected to take and still be tried."""
-    blas = next(kernel for kernel in kernels if kernel.name == BASELINE)
-    return HOPELESS * (_expected_us(problem, blas, blas.default_config(problem)) or math.inf)
-
-
-def _hopeful(
-    problem: Problem, kernel: Kernel[Any], configs: list[Config], longest: float
-) -> list[Config]:
-    """Without those that the kernel itself expects to take longer; of what it has no idea stays."""
     return [
-        config
-        for place, config in enumerate(configs)
-        if place < FIRST or (_expected_us(problem, kernel, config) or 0.0) <= longest
+        trial
+        for place, trial in enumerate(ranked)
+        if trial.is_baseline or (trial.time <= best * keep and place < limit)
     ]
 
 
-def _expected_us(problem: Problem, kernel: Kernel[Any], config: Config) -> float | None:
-    try:
-        return kernel.estimate_us(problem, config)
-    except Exception:  # costs the guess, not the kernel
-        return None
+def _reserves(racing: Sequence[_Trial]) -> list[_Trial]:
+    """Of each kernel its best config within :data:`RESERVE`: it is next in line where the winner
+    is filtered out, quarantined or uninstalled."""
+    ranked = sorted((t for t in racing if t.run is not None and t.samples), key=lambda t: t.time)
+    best: dict[str, _Trial] = {}
+    for trial in ranked:
+        best.setdefault(trial.candidate.kernel.name, trial)
+    return [trial for trial in best.values() if trial.time <= ranked[0].time * RESERVE]
 
 
-def _result(trial: _Trial, problem: Problem) -> CandidateResult:
-    kernel, config = trial.candidate.kernel, trial.candidate.config
-    scratch = kernel.workspace_bytes(problem, config) if trial.launcher is not None else 0
+def _untried(kernel: Kernel[Any], why: BaseException | str) -> CandidateResult:
+    """The entry of a kernel that has no config worth a try; it keeps the record complete."""
+    trial = _Trial(Candidate(kernel, Config()))
+    trial.fail(why)
     return CandidateResult(
-        kernel=kernel.name,
-        version=kernel.version,
-        config=config.to_json(),
-        status=trial.status,
-        samples_us=tuple(round(s, 3) for s in trial.samples),
-        # A poisoned element leaves NaN, which JSON has not; the reason says it.
-        error=trial.error if trial.error is not None and math.isfinite(trial.error) else None,
-        tolerance=verify.tolerance(problem) if trial.error is not None else None,
-        workspace_bytes=scratch,
-        deterministic=kernel.traits.deterministic,
-        batch_invariant=kernel.traits.batch_invariant,
-        reason=trial.reason,
+        kernel=kernel.name, version=kernel.version, config={}, status="failed", reason=trial.reason
     )
-
-
-@dataclass(frozen=True, slots=True)
-class _Runner:
-    """One launch of a candidate on the inputs all are timed on."""
-
-    launcher: Launcher
-    inputs: verify.Inputs
-    out: torch.Tensor | None
-
-    def __call__(self) -> object:
-        return self.inputs.launch(self.launcher, self.out)
 
 
 def _device(problem: Problem) -> torch.device:
@@ -433,19 +458,58 @@ def _fresh_seed() -> int:
     return int.from_bytes(os.urandom(4), "little")
 
 
-@contextmanager
-def _progress(problem: Problem, total: int, settings: Settings) -> Iterator[Any]:
-    """A bar on stderr where a person is looking, nothing elsewhere."""
-    shown = settings.progress
-    if shown is None:
-        shown = sys.stderr.isatty()
-    if not shown:
-        yield lambda: None
-        return
-    from rich.console import Console
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+class _Progress:
+    """A bar on stderr, or in a notebook's cell, once tuning takes longer than :data:`SILENCE`."""
 
-    columns = (TextColumn("tuning {task.description}"), BarColumn(), MofNCompleteColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(str(problem), total=total)
-        yield lambda: progress.advance(task)
+    def __init__(self, problem: Problem, shown: bool | None) -> None:
+        self._done, self._total, self._bar, self._task = 0, 0, None, None
+        self._problem = problem
+        self._lock = threading.Lock()
+        self._timer = None
+        if shown is not False:
+            self._timer = threading.Timer(SILENCE, self._show, (bool(shown),))
+            self._timer.daemon = True
+            self._timer.start()
+
+    def total(self, count: int) -> None:
+        self._total = count
+
+    def advance(self) -> None:
+        with self._lock:
+            self._done += 1
+            if self._bar is not None:
+                self._bar.update(self._task, completed=self._done, total=self._total)
+
+    def close(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        with self._lock:
+            self._timer = None
+            if self._bar is not None:
+                self._bar.stop()
+
+    def _show(self, always: bool) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+        console = Console(stderr=True)
+        if not (always or console.is_terminal or console.is_jupyter):
+            return
+        with self._lock:
+            if self._timer is None:
+                return
+            columns = (TextColumn("tuning {task.description}"), BarColumn(), MofNCompleteColumn())
+            self._bar: Any = Progress(*columns, console=console, transient=True)
+            self._task: Any = self._bar.add_task(
+                str(self._problem), completed=self._done, total=self._total
+            )
+            self._bar.start()
+
+
+@contextmanager
+def _progress(problem: Problem, settings: Settings) -> Iterator[_Progress]:
+    progress = _Progress(problem, settings.progress)
+    try:
+        yield progress
+    finally:
+        progress.close()

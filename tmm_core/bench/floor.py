@@ -12,16 +12,18 @@ and that has to be written back first. There this takes 3 to 4 µs off a read of
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 
 import torch
 import triton
 import triton.language as tl
 
+from tmm_core.case import Call
 from tmm_core.timing import Run, Timer, median
 
 #: (blocks per SM, words per block and step, warps)
 LAUNCHES = tuple(itertools.product((8, 16, 32, 64), (1024, 2048), (4,)))
-ROUNDS = 15
+ROUNDS = 5
 
 
 @triton.jit
@@ -39,34 +41,33 @@ def _read(a, b, out, A_WORDS, B_WORDS, BLOCK: tl.constexpr):
     tl.store(out + tl.program_id(0), tl.xor_sum(seen))
 
 
-def read_us(a: torch.Tensor, b: torch.Tensor, timer: Timer) -> float:
-    """Least median time, in µs, of reading ``a`` and ``b`` once.
-
-    Args:
-        a, b: Of row-major memory, or transposed views of such.
+def read_us(calls: Sequence[Call], timer: Timer) -> float:
+    """Least median time, in µs, of reading the operands of a call once, in a chain of calls.
 
     Raises:
         ValueError: Operands that are no whole number of 32-bit words.
     """
-    runs = readers(a, b)
-    timer.measure(runs, 1)  # compiles
-    return min(median(samples) for samples in timer.measure(runs, ROUNDS))
+    runs = readers([(call.a, call.b) for call in calls])
+    samples = timer.measure(runs, ROUNDS, copies=len(calls))
+    return min(median(mine) for mine in samples)
 
 
-def readers(a: torch.Tensor, b: torch.Tensor) -> list[Run]:
-    """One run per launch shape; each returns the exclusive or of what each of its blocks
-    has read."""
-    a_words, b_words = _words(a), _words(b)
-    sms = torch.cuda.get_device_properties(a.device).multi_processor_count if a.is_cuda else 1
-    return [
-        _reader(a_words, b_words, blocks * sms, words, warps) for blocks, words, warps in LAUNCHES
-    ]
+def readers(operands: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[Run]:
+    """One run per launch shape over copies of ``a`` and ``b``, row-major memory or transposed views
+    of such; each returns the exclusive or of what each of its blocks has read."""
+    words = [(_words(a), _words(b)) for a, b in operands]
+    device = words[0][0].device
+    sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    return [_reader(words, blocks * sms, size, warps) for blocks, size, warps in LAUNCHES]
 
 
-def _reader(a: torch.Tensor, b: torch.Tensor, blocks: int, words: int, warps: int) -> Run:
-    out = torch.empty(blocks, dtype=torch.int32, device=a.device)
+def _reader(
+    operands: Sequence[tuple[torch.Tensor, torch.Tensor]], blocks: int, words: int, warps: int
+) -> Run:
+    out = torch.empty(blocks, dtype=torch.int32, device=operands[0][0].device)
 
-    def run() -> torch.Tensor:
+    def run(copy: int) -> torch.Tensor:
+        a, b = operands[copy]
         _read[(blocks,)](a, b, out, a.numel(), b.numel(), BLOCK=words, num_warps=warps)
         return out
 

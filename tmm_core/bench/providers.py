@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -24,32 +23,39 @@ Tensor = torch.Tensor
 Expression = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
 
 
-def eager(call: Call) -> Run:
+def eager(calls: Sequence[Call]) -> Run:
     """The call without tmm, as a model's code has it: ``F.linear`` or ``torch.matmul``, then
     the activation; a gated one as two products, ``F.silu(x @ wg.T) * (x @ wu.T)``. 8-bit
     operands go through ``torch._scaled_mm``, which takes no epilogue either."""
-    return _on(call, expression(call))
+    return _on(calls, expression(calls[0]))
 
 
-def tmm(call: Call) -> Run:
+def tmm(calls: Sequence[Call]) -> Run:
     """``tmm_core.matmul`` with the arguments that the call has, as one would write it."""
-    given = {name: value for name, value in call.keywords.items() if value is not None}
-    return functools.partial(tmm_core.matmul, call.a, call.b, **given)
+    given = [
+        {name: value for name, value in call.keywords.items() if value is not None}
+        for call in calls
+    ]
+    return lambda copy: tmm_core.matmul(calls[copy].a, calls[copy].b, **given[copy])
 
 
-def inductor(call: Call) -> Run:
+def inductor(calls: Sequence[Call]) -> Run:
     """The same code under ``torch.compile(mode="max-autotune-no-cudagraphs")``.
 
     Compiled when first called, which can take a minute.
     """
     # Each problem is a recompilation of one code object, and eight is where dynamo gives up.
     torch._dynamo.reset()
-    compiled = torch.compile(expression(call), mode="max-autotune-no-cudagraphs", dynamic=False)
-    return _on(call, compiled)
+    function = expression(calls[0])
+    return _on(calls, torch.compile(function, mode="max-autotune-no-cudagraphs", dynamic=False))
 
 
-def _on(call: Call, function: Expression) -> Run:
-    return lambda: function(call.a, call.b, call.bias, call.residual)
+def _on(calls: Sequence[Call], function: Expression) -> Run:
+    def run(copy: int) -> Tensor:
+        call = calls[copy]
+        return function(call.a, call.b, call.bias, call.residual)
+
+    return run
 
 
 def expression(call: Call) -> Expression:

@@ -10,23 +10,19 @@ from typing import Any
 import torch
 from tmm_cache import CacheStore, TuningRecord, shipped_layers
 
-from tmm_core import dispatch, verify
+from tmm_core import dispatch, rotation, verify
 from tmm_core.bench.results import Document
 from tmm_core.device import DeviceFingerprint, fingerprint
 from tmm_core.kernel import BASELINE, Kernel, Launcher
 from tmm_core.precision import precision
 from tmm_core.problem import Problem
-from tmm_core.timing import CudaTimer, HostTimer, Timer, median
+from tmm_core.timing import GraphTimer, HostTimer, Run, median, timer_for
 from tmm_core.tuner import compiling_threads
 
 #: A winner may be this much slower than BLAS before it counts as a loss: two series of one short
 #: kernel differ by as much.
 SLOWER = 0.98
-ROUNDS = 30
-#: µs of both from which on they draw so much power that the clock first has to settle, and for how
-#: long they run before they are timed. An H200 starts at a clock that it cannot hold: a 6912³ took
-#: 829 µs by cuBLAS and 926 by ours in the first 0.1 s, 982 and 949 from then on.
-LONG_US, SETTLING_US = 150.0, 0.3e6
+ROUNDS = 11
 
 #: What is worth failing over; a stale record is ignored by the dispatcher, and measured anew.
 FAULTS = ("wrong", "slower", "failed")
@@ -36,7 +32,7 @@ def shipped(device: torch.device) -> Iterator[Document]:
     """Every shipped record of this GPU and these versions, one document each: ``status`` is
     ``"ok"``, ``"slower"`` than BLAS, ``"wrong"``, ``"failed"``, or ``"stale"`` where the winner's
     kernel has changed since."""
-    timer: Timer = CudaTimer(device) if device.type == "cuda" else HostTimer()
+    timer = timer_for(device)
     records = list(_records(fingerprint(device)))
     # Before any is timed: a compiler beside it would hold up the launches.
     with ThreadPoolExecutor(compiling_threads()) as pool:
@@ -91,7 +87,7 @@ def _bound(record: TuningRecord, device: torch.device) -> _Bound | None:
 
 
 def _checked(
-    record: TuningRecord, winner: Future[_Bound | None], device: torch.device, timer: Timer
+    record: TuningRecord, winner: Future[_Bound | None], device: torch.device, timer: GraphTimer | HostTimer
 ) -> Document:
     best = record.best
     document: Document = {
@@ -112,7 +108,7 @@ def _checked(
             torch.cuda.empty_cache()
 
 
-def _measured(bound: _Bound, device: torch.device, timer: Timer) -> Document:
+def _measured(bound: _Bound, device: torch.device, timer: GraphTimer | HostTimer) -> Document:
     problem, launcher = bound.problem, bound.launcher
     inputs = verify.make_inputs(problem, device, seed=torch.seed() % 2**31)
     blas = dispatch.dispatcher().registry.kernel(BASELINE)
@@ -123,13 +119,16 @@ def _measured(bound: _Bound, device: torch.device, timer: Timer) -> Document:
     # BLAS's own error is no verdict: it is what the others are held against.
     if not error <= verify.tolerance(problem) and not bound.is_baseline:
         return document | {"status": "wrong"}
-    runs = [lambda: inputs.launch(baseline, None), lambda: inputs.launch(launcher, None)]
-    once = sum(map(median, timer.measure(runs, 3)))
-    if once > LONG_US:
-        timer.measure(runs, int(SETTLING_US / once))
-    theirs, mine = map(median, timer.measure(runs, ROUNDS))
+    copies = rotation.copies(problem, rotation.memory_limit(device))
+    calls = rotation.rotated(inputs, problem, copies)
+    runs: list[Run] = [
+        lambda copy: calls[copy].launch(baseline, None),
+        lambda copy: calls[copy].launch(launcher, None),
+    ]
+    theirs, mine = map(median, timer.measure(runs, ROUNDS, copies=copies))
     if theirs / mine < SLOWER:  # once may be chance
-        theirs, mine = map(median, timer.measure(runs, 3 * ROUNDS))
+        theirs, mine = map(median, timer.measure(runs, 3 * ROUNDS, copies=copies))
+    timer.release()
     return document | {
         "blas_us": round(theirs, 3),
         "us": round(mine, 3),

@@ -1,8 +1,8 @@
-"""What choosing once per bucket of M costs inside the bucket.
+"""What choosing once per bucket of M costs, at sizes that nobody tuned for.
 
-The M of a serving loop is any number. Its choice is the one made at its bucket's edge, so for
-random M it is held against BLAS and against the best that is known for that weight: the winners
-of all its buckets and every kernel's best config in the M's own bucket, all timed at this M.
+A serving loop brings any M, and the choice is what its bucket's record says. Random triples of M,
+weight and epilogue, fixed by a seed, are held against eager torch and against the best that is
+known: whatever the record has timed, all in use at this very M.
 """
 
 from __future__ import annotations
@@ -10,95 +10,126 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterator
 from contextlib import suppress
+from dataclasses import dataclass, replace
 
 import torch
 from tmm_cache import CandidateResult, TuningRecord
 
 import tmm_core
-from tmm_core import settings
-from tmm_core.bench.providers import best_of_each
+from tmm_core import rotation, settings
+from tmm_core.bench import providers
 from tmm_core.bench.results import Document
-from tmm_core.bucket import bucket_edge
-from tmm_core.case import Call, Case
-from tmm_core.kernel import BASELINE
+from tmm_core.bucket import bucket_edge, bucketed
+from tmm_core.case import Call, Case, parse_expression
 from tmm_core.plan import Plan
-from tmm_core.timing import CudaTimer, HostTimer, Run, Timer, median
+from tmm_core.timing import GraphTimer, HostTimer, Run, median, timer_for
 
 LARGEST_M = 8192
-ROUNDS = 15
+ROUNDS = 11
+#: Candidates of the record that are timed besides the choice, the fastest first.
+MOST_KNOWN = 5
+
+#: Weights N×K of models: projections of Llama 3 8B, Qwen 2.5 14B and 32B, Llama 3 70B on eight
+#: GPUs, Mistral 7B and GPT-2 XL.
+WEIGHTS = (
+    (6144, 4096), (4096, 4096), (4096, 14336), (7168, 5120), (5120, 5120), (5120, 13824),
+    (27648, 5120), (13824, 5120), (1280, 8192), (8192, 3584), (4096, 7168), (6400, 1600),
+)  # fmt: skip
+EXPRESSIONS = ("", "", "silu", "gelu_tanh", "bias", "bias+gelu_tanh+residual", "residual", "swiglu")
 
 
-def sizes(count: int, seed: int = 0) -> list[int]:
-    """``count`` values of M up to :data:`LARGEST_M`, as many in every octave."""
+@dataclass(frozen=True, slots=True)
+class Triple:
+    """One random problem: rows, a weight ``[n, k]`` and what follows the product."""
+
+    m: int
+    n: int
+    k: int
+    expression: str
+
+    def case(self, dtype: torch.dtype) -> Case:
+        bias, epilogue, residual = parse_expression(self.expression)
+        return Case(
+            m=self.m, n=self.n, k=self.k, dtype=dtype, layout="nt",
+            epilogue=epilogue, bias=bias, residual=residual,
+        )  # fmt: skip
+
+
+def triples(count: int, seed: int = 0) -> list[Triple]:
+    """``count`` triples with M log-uniform in 1 … :data:`LARGEST_M`."""
     generator = random.Random(seed)
     top = math.log(LARGEST_M)
-    return sorted(round(math.exp(generator.uniform(0, top))) for _ in range(count))
+    return [
+        Triple(
+            round(math.exp(generator.uniform(0, top))),
+            *generator.choice(WEIGHTS),
+            generator.choice(EXPRESSIONS),
+        )
+        for _ in range(count)
+    ]
 
 
 def measure(
     device: torch.device,
-    n: int,
-    k: int,
+    count: int,
     *,
     dtype: torch.dtype = torch.bfloat16,
-    count: int = 60,
     budget: float | None = None,
-) -> Document:
-    """``x[M, K] @ w[N, K].T`` for ``count`` random M, its buckets tuned first."""
-    timer: Timer = CudaTimer(device) if device.type == "cuda" else HostTimer()
-    ms = sizes(count)
-    edges = sorted({bucket_edge(m) for m in ms})
-    problems = [_call(edge, n, k, dtype, device).problem() for edge in edges]
-    with torch.no_grad():
-        records = dict(zip(edges, tmm_core.tune(problems, budget=budget), strict=True))
-        winners = [record.best for record in records.values()]
-        points = [
-            _point(_call(m, n, k, dtype, device), winners, records[bucket_edge(m)], timer)
-            for m in ms
-        ]
-    return {
-        "kind": "regret",
-        "n": n,
-        "k": k,
-        "dtype": str(dtype).removeprefix("torch."),
-        "buckets": len(edges),
-        "points": points,
-    }
+) -> Iterator[Document]:
+    """One document for each of ``count`` triples, the bucket of each tuned first."""
+    timer = timer_for(device)
+    for triple in triples(count):
+        document: Document = {"kind": "regret", "case": triple.case(dtype).to_json()}
+        try:
+            with torch.no_grad(), settings.override(on_cache_miss="heuristic"):
+                document |= _point(triple.case(dtype).call(device), timer, budget)
+        except Exception as error:  # out of memory, say: costs this one
+            document["failed"] = f"{type(error).__name__}: {error}"
+        timer.release()
+        yield document
 
 
-def _call(m: int, n: int, k: int, dtype: torch.dtype, device: torch.device) -> Call:
-    return Case(m=m, n=n, k=k, dtype=dtype, layout="nt").call(device)
-
-
-def _point(
-    call: Call, winners: Sequence[CandidateResult], record: TuningRecord, timer: Timer
-) -> Document:
-    with settings.override(on_cache_miss="heuristic"):
-        chosen = tmm_core.plan(call.a, call.b)
+def _point(call: Call, timer: GraphTimer | HostTimer, budget: float | None) -> Document:
+    problem = call.problem()
+    edge = bucketed(replace(problem, deterministic=False, batch_invariant=False, capturing=False))
+    (record,) = tmm_core.tune([edge], budget=budget)
+    chosen = tmm_core.plan(call.a, call.b, **call.keywords)
     plans = {_key(chosen): chosen}
-    known = {_key(result): result for result in (*best_of_each(record).values(), *winners)}
-    for key, result in known.items():
-        if key not in plans:
+    for result in _known(record):
+        if _key(result) not in plans:
             with suppress(Exception):  # a config of another M need not fit this one
-                plans[key] = tmm_core.plan(
-                    call.a, call.b, kernel=result.kernel, config=result.config
+                plans[_key(result)] = tmm_core.plan(
+                    call.a, call.b, **call.keywords, kernel=result.kernel, config=result.config
                 )
-    runs: list[Run] = [lambda p=p: p(call.a, call.b) for p in plans.values()]  # type: ignore[misc]
-    timer.measure(runs, 2)
-    times = dict(zip(plans, map(median, timer.measure(runs, ROUNDS)), strict=True))
+    copies = rotation.copies(problem, rotation.memory_limit(call.a.device))
+    calls = rotation.rotated(call, problem, copies)
+    runs: list[Run] = [providers.eager(calls), *(_planned(p, calls) for p in plans.values())]
+    theirs, *ours = map(median, timer.measure(runs, ROUNDS, copies=copies))
+    times = dict(zip(plans, ours, strict=True))
     best = min(times, key=lambda key: times[key])
-    blas = min(us for (kernel, _), us in times.items() if kernel == BASELINE)
     return {
-        "m": chosen.problem.m,
-        "bucket": bucket_edge(chosen.problem.m),
+        "bucket": bucket_edge(problem.m),
         "chosen": " ".join(_key(chosen)),
+        "reason": chosen.choice.reason,
         "us": round(times[_key(chosen)], 3),
-        "blas_us": round(blas, 3),
+        "torch_us": round(theirs, 3),
         "best": " ".join(best),
         "best_us": round(times[best], 3),
+        "tuning_seconds": record.tuning_seconds,
     }
+
+
+def _known(record: TuningRecord) -> list[CandidateResult]:
+    timed = [r for r in record.candidates if r.status == "ok" and r.median_us is not None]
+    return sorted(timed, key=lambda r: r.median_us or 0.0)[:MOST_KNOWN]
+
+
+def _planned(plan: Plan, calls: list[Call]) -> Run:
+    return lambda copy: plan(
+        calls[copy].a, calls[copy].b, calls[copy].bias, calls[copy].residual
+    )
 
 
 def _key(candidate: Plan | CandidateResult) -> tuple[str, str]:

@@ -27,9 +27,15 @@ SUMMARY_COLUMNS = (
 )  # fmt: skip
 
 REGRET_COLUMNS = (
-    "weight N×K", "dtype", "random M", "buckets", "chosen / best known", "at most", "at M",
-    "torch / chosen", "at least", "at M",
+    "M", "random problems", "torch / chosen", "at least", "of", "chosen / best known", "at most",
+    "of it",
 )  # fmt: skip
+#: Ranges of M that random problems are summed up by.
+_RANGES = ((1, 16), (17, 128), (129, 1024), (1025, 8192), (1, 8192))
+#: Clocks that decide nothing: one launch after a flush, a second without pause, and a chain with a
+#: small kernel between its calls.
+OTHER_CLOCKS = ("alone", "steady", "between")
+CLOCK_COLUMNS = ("class", "dtype", "in use", *OTHER_CLOCKS)
 GOAL_COLUMNS = ("class", "dtype", "against", "worst", "goal", "geomean", "goal of it", "met")
 
 
@@ -117,6 +123,28 @@ def _ratios(documents: Sequence[Document], against: str) -> list[float]:
     return [t[against]["median_us"] / t[TMM]["median_us"] for t in timed if against in t]
 
 
+def clock_ratio(document: Document, clock: str) -> float | None:
+    """torch's time over tmm's by another clock; None where it was not taken."""
+    found = document.get(clock)
+    return found[TORCH] / found[TMM] if found else None
+
+
+def clocks(results: Results) -> list[tuple[str, ...]]:
+    """Geometric mean and worst of each class by every clock, where any other was taken."""
+    rows: list[tuple[str, ...]] = []
+    for (suite, dtype), documents in _by_class(results.measured).items():
+        ratios = [[document["ratio"] for document in documents]]
+        for clock in OTHER_CLOCKS:
+            found = (clock_ratio(document, clock) for document in documents)
+            ratios.append([ratio for ratio in found if ratio is not None])
+        if any(ratios[1:]):
+            cells = (
+                f"{statistics.geometric_mean(r):.3f} / {min(r):.3f}" if r else "" for r in ratios
+            )
+            rows.append((suite, dtype, *cells))
+    return rows
+
+
 def _summary(suite: str, dtype: str, documents: Sequence[Document]) -> Summary:
     measured = [doc for doc in documents if "times" in doc]
     worst = min(measured, key=lambda doc: doc["ratio"], default=None)
@@ -149,6 +177,8 @@ def markdown(results: Results) -> str:
     parts = [_header(results), _table(SUMMARY_COLUMNS, (s.cells for s in summarize(results)))]
     if held := goals(results):
         parts += ["## goals", _table(GOAL_COLUMNS, held)]
+    if by_clock := clocks(results):
+        parts += ["## clocks, geometric mean / worst", _table(CLOCK_COLUMNS, by_clock)]
     if untuned := _untuned(results):
         parts.append(untuned)
     suites = dict.fromkeys(document["suite"] for document in results.problems)
@@ -160,7 +190,7 @@ def markdown(results: Results) -> str:
             parts.append(_problems(measured))
         parts += [f"- {line(document)}" for document in members if "times" not in document]
     if results.regrets:
-        parts += ["## choosing by bucket", _table(REGRET_COLUMNS, regrets(results))]
+        parts += ["## random M, weight and epilogue", _table(REGRET_COLUMNS, regrets(results))]
     if results.host is not None:
         parts += ["## host cost per call", _host(results.host)]
     return "\n\n".join(parts) + "\n"
@@ -208,12 +238,19 @@ def _problems(documents: Sequence[Document]) -> str:
     columns += ["read floor µs", "tmm / floor"] * floor
     columns += ["inductor µs", "inductor / tmm"] * inductor
     columns += ["untuned µs"] * untuned
+    others = [name for name in OTHER_CLOCKS if any(name in document for document in documents)]
+    columns += others
     columns += ["kernel", "origin", "error"] + [k.removeprefix("kernel ") for k in kernels]
-    return _table(columns, (_row(d, kernels, floor, inductor, untuned) for d in documents))
+    return _table(columns, (_row(d, kernels, floor, inductor, untuned, others) for d in documents))
 
 
 def _row(
-    document: Document, kernels: Sequence[str], floor: bool, inductor: bool, untuned: bool
+    document: Document,
+    kernels: Sequence[str],
+    floor: bool,
+    inductor: bool,
+    untuned: bool,
+    others: Sequence[str],
 ) -> list[str]:
     timed = document["times"]
     tmm = timed[TMM]["median_us"]
@@ -234,24 +271,27 @@ def _row(
         row += [microseconds(theirs), times(theirs / tmm if theirs else None)]
     if untuned:
         row.append(microseconds(timed.get(UNTUNED, {}).get("median_us")))
+    row += [times(clock_ratio(document, name)) for name in others]
     row += [chosen(document), document["origin"], f"{document['error']:.1e}"]
     return row + [microseconds(timed.get(k, {}).get("median_us")) for k in kernels]
 
 
 def regrets(results: Results) -> list[tuple[str, ...]]:
-    """What choosing once per bucket of M costs, of each weight that was asked about."""
+    """What choosing once per bucket of M costs at random problems, by ranges of M."""
     rows: list[tuple[str, ...]] = []
-    for document in results.regrets:
-        points = document["points"]
-        lost = {p["m"]: p["us"] / p["best_us"] for p in points}
-        ahead = {p["m"]: p["blas_us"] / p["us"] for p in points}
-        worst, least = max(lost, key=lambda m: lost[m]), min(ahead, key=lambda m: ahead[m])
+    points = [document for document in results.regrets if "us" in document]
+    for least, most in _RANGES:
+        mine = [p for p in points if least <= p["case"]["m"] <= most]
+        if not mine:
+            continue
+        ahead = [(p["torch_us"] / p["us"], title(p)) for p in mine]
+        lost = [(p["us"] / p["best_us"], title(p)) for p in mine]
         rows.append(
             (
-                f"{document['n']}×{document['k']}", document["dtype"], str(len(points)),
-                str(document["buckets"]), times(statistics.geometric_mean(lost.values())),
-                times(lost[worst]), str(worst), times(statistics.geometric_mean(ahead.values())),
-                times(ahead[least]), str(least),
+                f"{least}…{most}", str(len(mine)),
+                times(statistics.geometric_mean([r for r, _ in ahead])), times(min(ahead)[0]),
+                min(ahead)[1], times(statistics.geometric_mean([r for r, _ in lost])),
+                times(max(lost)[0]), max(lost)[1],
             )
         )  # fmt: skip
     return rows

@@ -59,7 +59,7 @@ class Results:
     problems: list[Document] = field(default_factory=list)
     #: Host costs per call, the latest.
     host: Document | None = None
-    #: Of each weight what choosing by bucket costs, the latest.
+    #: Of each random problem what choosing by bucket costs, the latest.
     regrets: list[Document] = field(default_factory=list)
 
     @property
@@ -77,7 +77,7 @@ class Results:
             elif document["kind"] == "host":
                 results.host = document
             elif document["kind"] == "regret":
-                regrets[document["n"], document["k"], document["dtype"]] = document
+                regrets[identity("regret", document["case"])] = document
             else:
                 key = identity(document["suite"], document["case"])
                 # A problem that failed this time was still measured that time.

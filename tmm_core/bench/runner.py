@@ -1,4 +1,4 @@
-"""Time every task's providers against one another, in one loop, L2-cold.
+"""Time every task's providers against one another, by turns, *in use* (:mod:`tmm_core.timing`).
 
 torch is timed twice in the same loop: what its two series differ by is what a difference
 between any other two means nothing below.
@@ -15,14 +15,14 @@ from typing import Any
 import torch
 
 import tmm_core
-from tmm_core import dispatch, settings, verify
+from tmm_core import dispatch, rotation, settings, verify
 from tmm_core.bench import environment, providers
 from tmm_core.bench.results import Document
 from tmm_core.bench.suites import Task
 from tmm_core.case import Call
 from tmm_core.dispatcher import INVARIANT_M
 from tmm_core.precision import precision
-from tmm_core.timing import CudaTimer, HostTimer, Run, Timer, held_up
+from tmm_core.timing import GraphTimer, HostTimer, Run, held_up, timer_for
 
 #: Columns every measured problem has.
 TORCH, AGAIN, TMM = "torch", "torch again", "tmm"
@@ -34,7 +34,14 @@ MEMORY_BOUND = ("decode", "large_k")
 #: Rounds of the loop: a quartile needs some ten samples; more than a few hundred do not
 #: narrow a median that drifts with the clocks anyway.
 LEAST_ROUNDS, MOST_ROUNDS = 11, 300
-PILOT_ROUNDS = 3
+PILOT_ROUNDS = 1
+#: Samples of the clock "alone", which is reported and decides nothing.
+ALONE_ROUNDS = 15
+#: µs from which on a product draws so much power that "steady" says something of its own, and up to
+#: which a small kernel between the calls of a chain is worth a column.
+LONG_US = 150.0
+#: Elements that the small kernel between the calls doubles: a norm's worth of work.
+BETWEEN = 8192
 
 #: How long the GPU is kept at work while its clock is read.
 CLOCK_MS = 60.0
@@ -51,6 +58,8 @@ class Options:
         inductor: Time ``torch.compile`` of the eager code as well.
         untuned: Time what would be chosen with nothing on record as well.
         floor: Time a cold read of the operands, for suites that are :data:`MEMORY_BOUND`.
+        clocks: Report the clocks "alone" and "steady" as well, and chains with a small kernel
+            between the calls.
         seconds: Timing per problem, after tuning.
         deadline: ``time.monotonic()`` past which no task is begun.
     """
@@ -61,6 +70,7 @@ class Options:
     inductor: bool = False
     untuned: bool = False
     floor: bool = False
+    clocks: bool = False
     seconds: float = 0.5
     deadline: float = float("inf")
 
@@ -70,7 +80,7 @@ def run(tasks: Sequence[Task], device: torch.device, options: Options) -> Iterat
 
     What fails in one task is in its document, and costs no other.
     """
-    timer: Timer = CudaTimer(device) if device.type == "cuda" else HostTimer()
+    timer = timer_for(device)
     clocks = environment.Clocks(device)
     for task in tasks:
         if time.monotonic() >= options.deadline:
@@ -85,6 +95,7 @@ def run(tasks: Sequence[Task], device: torch.device, options: Options) -> Iterat
             document |= _measure(task, device, options, timer, clocks)
         except Exception as error:  # out of memory, a kernel's illegal access, …
             document["failed"] = f"{type(error).__name__}: {error}"
+        timer.release()
         _release(device)
         document["seconds"] = round(time.monotonic() - started, 2)
         yield document
@@ -94,7 +105,7 @@ def _measure(
     task: Task,
     device: torch.device,
     options: Options,
-    timer: Timer,
+    timer: GraphTimer | HostTimer,
     clocks: environment.Clocks,
 ) -> Document:
     # What is not on record is not tuned in the middle of a timing.
@@ -107,28 +118,82 @@ def _measure(
         tuning = _tune(call, options) if options.tune else None
         plan = tmm_core.plan(call.a, call.b, **call.keywords)
         document = _described(plan) | {"tuning_seconds": tuning, "error": _error(call, plan)}
-        runs = _runs(call, options, document)
-        samples = _samples(list(runs.values()), timer, options.seconds)
-        # A call of several launches notices a slow host first.
-        disturbed = {
-            name: _summary(mine)
-            for name, mine in zip((TORCH, TMM), samples, strict=False)
-            if held_up(mine)
-        }
-        if disturbed:
-            document["held_up"] = disturbed
-            samples = _samples(list(runs.values()), timer, options.seconds)
-        times = {name: _summary(mine) for name, mine in zip(runs, samples, strict=True)}
+        copies = rotation.copies(plan.problem, rotation.memory_limit(device))
+        document["copies"] = copies
+        document["resident"] = rotation.resident(plan.problem, copies)
+        calls = rotation.rotated(call, plan.problem, copies)
+        runs = _runs(calls, options, document)
+        times = _times(runs, timer, copies, options.seconds, document)
         document["times"] = times
         document["ratio"] = times[TORCH]["median_us"] / times[TMM]["median_us"]
         document["noise"] = times[TORCH]["median_us"] / times[AGAIN]["median_us"]
-        if options.floor and device.type == "cuda" and task.suite in MEMORY_BOUND:
-            from tmm_core.bench.floor import read_us  # imports Triton
+        if isinstance(timer, GraphTimer):
+            if options.clocks:
+                document |= _other_clocks(runs, timer, copies, times, device)
+            if options.floor and task.suite in MEMORY_BOUND:
+                from tmm_core.bench.floor import read_us  # imports Triton
 
-            document["floor_us"] = round(read_us(call.a, call.b, timer), 3)
-        if device.type == "cuda":
+                document["floor_us"] = round(read_us(calls, timer), 3)
             document["clocks"] = _under_load(runs[TMM], times[TMM]["median_us"], clocks)
         return document
+
+
+def _times(
+    runs: dict[str, Run],
+    timer: GraphTimer | HostTimer,
+    copies: int,
+    seconds: float,
+    document: Document,
+) -> Document:
+    """Each column's median and quartiles, taken once more where the host held torch or tmm up."""
+    samples = _samples(list(runs.values()), timer, copies, seconds)
+    disturbed = {
+        name: _summary(mine)
+        for name, mine in zip((TORCH, TMM), samples, strict=False)
+        if held_up(mine)
+    }
+    if disturbed:
+        document["held_up"] = disturbed
+        samples = _samples(list(runs.values()), timer, copies, seconds)
+    return {name: _summary(mine) for name, mine in zip(runs, samples, strict=True)}
+
+
+def _other_clocks(
+    runs: dict[str, Run], timer: GraphTimer, copies: int, times: Document, device: torch.device
+) -> Document:
+    """Medians of torch and tmm by the clocks that decide nothing, in µs."""
+    both = {name: runs[name] for name in (TORCH, TMM)}
+    alone = timer.alone(list(both.values()), ALONE_ROUNDS)
+    found: Document = {
+        "alone": {
+            name: round(statistics.median(mine), 3) for name, mine in zip(both, alone, strict=True)
+        }
+    }
+    if all(times[name]["median_us"] >= LONG_US for name in both):
+        found["steady"] = {
+            name: round(timer.steady(run, copies=copies), 3) for name, run in both.items()
+        }
+    else:
+        small = torch.randn(BETWEEN, device=device)
+        mixed = [_with_between(run, small) for run in both.values()]
+        samples = timer.measure(mixed, LEAST_ROUNDS, copies=copies)
+        found["between"] = {
+            name: round(statistics.median(mine), 3)
+            for name, mine in zip(both, samples, strict=True)
+        }
+    return found
+
+
+def _with_between(run: Run, small: torch.Tensor) -> Run:
+    """The call, and a small elementwise kernel after it, as norms and activations are in a model:
+    what a kernel gains by following its own kind does not hold there."""
+
+    def both(copy: int) -> object:
+        result = run(copy)
+        small.mul_(1.0)
+        return result
+
+    return both
 
 
 def _described(plan: tmm_core.Plan) -> Document:
@@ -166,23 +231,27 @@ def _error(call: Call, plan: tmm_core.Plan) -> float:
     return verify.error(inputs.out, verify.reference(plan.problem, inputs))
 
 
-def _runs(call: Call, options: Options, document: Document) -> dict[str, Run]:
+def _runs(calls: Sequence[Call], options: Options, document: Document) -> dict[str, Run]:
     """What is timed, by column, called once already. An extra column that cannot be had is
     left out and its reason noted in ``document``; torch's and tmm's own are a failure."""
-    eager = providers.eager(call)
+    call = calls[0]
     extras: dict[str, Run] = {}
     failed: dict[str, str] = {}
     if options.kernels:
         plans, failed = providers.kernels(call)
         document["kernel_configs"] = {name: plan.config for name, plan in plans.items()}
-        extras |= {f"kernel {name}": _bound(plan, call) for name, plan in plans.items()}
+        extras |= {f"kernel {name}": _bound(plan, calls) for name, plan in plans.items()}
     if options.untuned:
         untuned = providers.untuned(call)
         document["untuned"] = f"{untuned.kernel} {untuned.choice.candidate.config}".rstrip()
-        extras[UNTUNED] = _bound(untuned, call)
+        extras[UNTUNED] = _bound(untuned, calls)
     if options.inductor:
-        extras[INDUCTOR] = providers.inductor(call)
-    runs = {TORCH: eager, TMM: providers.tmm(call), AGAIN: eager}
+        extras[INDUCTOR] = providers.inductor(calls)
+    runs = {
+        TORCH: providers.eager(calls),
+        TMM: providers.tmm(calls),
+        AGAIN: providers.eager(calls),
+    }
     for run in runs.values():
         _once(run, call.a.is_cuda)
     for name, run in extras.items():
@@ -196,25 +265,32 @@ def _runs(call: Call, options: Options, document: Document) -> dict[str, Run]:
     return runs
 
 
-def _bound(plan: tmm_core.Plan, call: Call) -> Run:
-    if not plan.problem.has_scales:
-        return lambda: plan(call.a, call.b, call.bias, call.residual)
-    scales = {"scale_a": call.scale_a, "scale_b": call.scale_b}
-    return lambda: plan(call.a, call.b, call.bias, call.residual, **scales)
+def _bound(plan: tmm_core.Plan, calls: Sequence[Call]) -> Run:
+    def run(copy: int) -> object:
+        call = calls[copy]
+        if not plan.problem.has_scales:
+            return plan(call.a, call.b, call.bias, call.residual)
+        scales = {"scale_a": call.scale_a, "scale_b": call.scale_b}
+        return plan(call.a, call.b, call.bias, call.residual, **scales)
+
+    return run
 
 
 def _once(run: Run, on_gpu: bool) -> None:
-    run()
+    run(0)
     if on_gpu:
         torch.cuda.synchronize()
 
 
-def _samples(runs: Sequence[Run], timer: Timer, seconds: float) -> list[list[float]]:
+def _samples(
+    runs: Sequence[Run], timer: GraphTimer | HostTimer, copies: int, seconds: float
+) -> list[list[float]]:
+    timer.measure(runs, PILOT_ROUNDS, copies=copies)  # captures
     started = time.monotonic()
-    timer.measure(runs, PILOT_ROUNDS)
+    timer.measure(runs, PILOT_ROUNDS, copies=copies)
     per_round = (time.monotonic() - started) / PILOT_ROUNDS
     rounds = min(MOST_ROUNDS, max(LEAST_ROUNDS, int(seconds / per_round)))
-    return timer.measure(runs, rounds)
+    return timer.measure(runs, rounds, copies=copies)
 
 
 def _summary(samples: Sequence[float]) -> dict[str, Any]:
@@ -230,7 +306,7 @@ def _summary(samples: Sequence[float]) -> dict[str, Any]:
 def _under_load(work: Run, work_us: float, clocks: environment.Clocks) -> dict[str, float] | None:
     """Clock and power under this very load: asked for while the GPU is busy with it."""
     for _ in range(min(500, int(CLOCK_MS * 1e3 / work_us) + 1)):
-        work()
+        work(0)
     found = clocks.read()
     torch.cuda.synchronize()
     return found

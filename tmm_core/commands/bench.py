@@ -47,10 +47,10 @@ def run(options: argparse.Namespace) -> int:
             if options.host:
                 documents.append(host.measure(device, tune=options.tune, budget=options.budget))
                 writer.append(documents[-1])
-            for n, k in options.regret:
-                documents.append(regret.measure(device, n, k, budget=options.budget))
-                writer.append(documents[-1])
             deadline = started + options.max_seconds
+            for document in _regrets(device, options, deadline):
+                documents.append(document)
+                writer.append(document)
             for number, document in enumerate(_measure(tasks, device, options, deadline), 1):
                 documents.append(document)
                 writer.append(document)
@@ -105,10 +105,20 @@ def _measure(
         inductor=options.inductor,
         untuned=options.untuned,
         floor=options.floor,
+        clocks=options.clocks,
         seconds=options.seconds_per_problem,
         deadline=deadline,
     )
     return runner.run(tasks, device, chosen)
+
+
+def _regrets(
+    device: torch.device, options: argparse.Namespace, deadline: float
+) -> Iterator[Document]:
+    for document in regret.measure(device, options.regret, budget=options.budget):
+        yield document
+        if time.monotonic() > deadline:
+            return
 
 
 def _tasks(options: argparse.Namespace) -> list[suites.Task]:
@@ -175,7 +185,7 @@ def _print_tables(results: Results) -> None:
     if held := report.goals(results):
         print_table(report.GOAL_COLUMNS, held, report.GOAL_COLUMNS[3:-1])
     if of_buckets := report.regrets(results):
-        print_table(report.REGRET_COLUMNS, of_buckets, report.REGRET_COLUMNS[2:])
+        print_table(report.REGRET_COLUMNS, of_buckets, report.REGRET_COLUMNS[1:4])
     if results.host is not None:
         rows = [(name, f"{us:.2f}") for name, us in results.host["us"].items()]
         print_table(("warm call", "host µs"), rows, ("host µs",))
