@@ -14,17 +14,20 @@ from tmm_cache.keys import JSON, digest, slug
 from tmm_cache.layout import default_root, layer_paths, shipped_layers
 from tmm_cache.misses import Miss
 from tmm_cache.notes import Notes, stamp
-from tmm_cache.record import SCHEMA, CandidateResult, TuningRecord
+from tmm_cache.record import CLOCK, OLD_CLOCK, SCHEMA, CandidateResult, TuningRecord
 from tmm_cache.scan import Entry
-from tmm_cache.store import CacheStore
+from tmm_cache.store import CacheStore, Located
 
 __all__ = [
+    "CLOCK",
     "JSON",
+    "OLD_CLOCK",
     "SCHEMA",
     "CacheStore",
     "CacheWarning",
     "CandidateResult",
     "Entry",
+    "Located",
     "Miss",
     "Notes",
     "RecordError",

@@ -29,12 +29,12 @@ from tmm_cache.files import (
     write_record,
 )
 from tmm_cache.keys import DIGEST_DIGITS, JSON, is_slug
-from tmm_cache.layout import ENVIRONMENT, VERSION, environment_folder
+from tmm_cache.layout import ENVIRONMENT, VERSION, VERSIONS, environment_folder
 from tmm_cache.record import TuningRecord
 from tmm_cache.scan import Entry
 
 _MEMBER = re.compile(
-    rf"{VERSION}/([^/]+)/([0-9a-f]{{{DIGEST_DIGITS}}})/([0-9a-f]{{{DIGEST_DIGITS}}}|environment)\.json"
+    rf"(?:{'|'.join(VERSIONS)})/([^/]+)/([0-9a-f]{{{DIGEST_DIGITS}}})/([0-9a-f]{{{DIGEST_DIGITS}}}|environment)\.json"
 )
 # ValueError: tarfile lets some malformed headers through to `int`.
 _BROKEN = (tarfile.TarError, OSError, EOFError, zlib.error, lzma.LZMAError, ValueError)
@@ -71,7 +71,10 @@ def write_archive(file: Path, entries: Iterable[Entry]) -> int:
     count = 0
     for entry in entries:
         folder = f"{VERSION}/{entry.gpu}/{entry.environment_digest}"
-        contents[f"{folder}/{entry.digest}.json"] = record_bytes(entry.record)
+        name = f"{folder}/{entry.digest}.json"
+        if name in contents:  # an older schema's, of a problem that was measured anew
+            continue
+        contents[name] = record_bytes(entry.record)
         count += 1
         if entry.environment is not None:
             text = json.dumps(entry.environment, indent=2, sort_keys=True)
@@ -131,16 +134,19 @@ def read_archive(file: Path, root: Path, force: bool) -> Imported:
         _, gpu, environment = folder.split("/")
         path = environment_folder(root, gpu, environment) / posixpath.basename(name)
         present = read_record(path)
-        if (
-            isinstance(present, TuningRecord)
-            and not force
-            and present.created_at >= record.created_at
-        ):
+        if isinstance(present, TuningRecord) and not force and not _is_better(record, present):
             imported.kept += 1
             continue
-        write_record(path, record_bytes(record), environments.get(folder))
+        write_record(path, record_bytes(record, imported=True), environments.get(folder))
         imported.written += 1
     return imported
+
+
+def _is_better(record: TuningRecord, present: TuningRecord) -> bool:
+    """A hint never replaces a record that answers; of equals the newer counts."""
+    if record.is_hint != present.is_hint:
+        return present.is_hint
+    return record.created_at > present.created_at
 
 
 def _read_to_the_end(archive: tarfile.TarFile) -> None:

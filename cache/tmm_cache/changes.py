@@ -24,6 +24,7 @@ from tmm_cache.console import (
 )
 from tmm_cache.files import Fault
 from tmm_cache.filters import from_options, moment_before, utc_now
+from tmm_cache.layout import foreign
 from tmm_cache.removal import Removal
 from tmm_cache.scan import scan
 from tmm_cache.store import CacheStore
@@ -67,6 +68,9 @@ def import_(store: CacheStore, options: Namespace) -> int:
     """Write an archive's records into the user's own root."""
     from tmm_cache.archive import ArchiveError, read_archive
 
+    if (reason := foreign(store.root)) is not None:
+        note(f"{store.root}: {reason}; TMM_CACHE_SHARED=1 if it is shared on purpose")
+        return MISTAKE
     try:
         imported = read_archive(options.file, store.root, options.force)
     except ArchiveError as error:

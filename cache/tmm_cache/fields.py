@@ -1,18 +1,32 @@
 """Strict reading of JSON objects, so that every complaint names its field.
 
 A cache file may come from a stranger's archive, a full disk or an editor. "KeyError: 'winner'"
-helps nobody; "candidates[2].samples_us[0]: found -1.0, accepted is ..." does.
+helps nobody; "candidates[2].samples_us[0]: found -1.0, accepted is ..." does. Everything is
+bounded, so that no reader has to expect a size of 10**400 or a name of a megabyte.
 """
 
 from __future__ import annotations
 
 import math
-from typing import NoReturn
+import re
+from collections.abc import Container
+from typing import Final, NoReturn
 
 from tmm_cache.errors import RecordError
 from tmm_cache.keys import JSON, canonical
 
 _FOUND_MAX = 60
+
+#: Bounds of what is read. Real records hold names of 30 letters, reasons of up to 500, some 100
+#: candidates with up to 100 samples and some ten parameters each.
+NAME_MAX: Final = 256
+TEXT_MAX: Final = 4096
+ITEMS_MAX: Final = 10_000
+PARAMETERS_MAX: Final = 128
+PROBLEM_MAX: Final = 64 * 2**10
+#: A size in elements: 2**40 bf16 are two terabytes.
+SIZE_MAX: Final = 2**40
+INTEGER_MAX: Final = 2**63
 
 
 def reject(field: str, found: str, accepted: str) -> NoReturn:
@@ -36,32 +50,40 @@ def shown(value: object) -> str:
 class Fields:
     """The fields of one JSON object, read by name and type.
 
-    Raises RecordError where the value is no object or its names are not exactly `names`: a
-    missing field is a torn record, an unknown one a typing error or another program's.
+    Raises RecordError where the value is no object, a name of `required` is missing (a torn
+    record) or a name is neither of them nor of `optional` (a typing error or another program's).
     """
 
     __slots__ = ("_values", "_where")
 
-    def __init__(self, value: object, where: str, names: tuple[str, ...]) -> None:
+    def __init__(
+        self, value: object, where: str, required: tuple[str, ...], optional: Container[str] = ()
+    ) -> None:
         if not isinstance(value, dict):
             reject(where or "record", shown(value), "an object")
         self._where = f"{where}." if where else ""
         self._values: dict[str, JSON] = value
-        for name in names:
+        for name in required:
             if name not in value:
                 reject(self._where + name, "nothing", "this field, always")
         for name in value:
-            if name not in names:
-                reject(f"{self._where}{shown(name)}", "this field", f"only {', '.join(names)}")
+            if name not in required and name not in optional:
+                reject(f"{self._where}{shown(name)}", "this field", "no field of that name")
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._values
 
     def _reject(self, name: str, accepted: str) -> NoReturn:
         reject(self._where + name, shown(self._values[name]), accepted)
 
-    def text(self, name: str) -> str:
+    def text(self, name: str, longest: int = TEXT_MAX) -> str:
         value = self._values[name]
-        if not isinstance(value, str) or not value:
-            self._reject(name, "a text that is not empty")
+        if not isinstance(value, str) or not 0 < len(value) <= longest:
+            self._reject(name, f"a text of 1 to {longest} letters")
         return value
+
+    def name(self, name: str) -> str:
+        return self.text(name, NAME_MAX)
 
     def optional_text(self, name: str) -> str | None:
         return None if self._values[name] is None else self.text(name)
@@ -74,8 +96,8 @@ class Fields:
 
     def count(self, name: str) -> int:
         value = self._values[name]
-        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            self._reject(name, "an integer >= 0")
+        if not isinstance(value, int) or isinstance(value, bool) or not 0 <= value < INTEGER_MAX:
+            self._reject(name, "an integer >= 0 and < 2**63")
         return value
 
     def measure(self, name: str) -> float:
@@ -98,21 +120,74 @@ class Fields:
 
     def items(self, name: str) -> list[JSON]:
         value = self._values[name]
-        if not isinstance(value, list):
-            self._reject(name, "a list")
+        if not isinstance(value, list) or len(value) > ITEMS_MAX:
+            self._reject(name, f"a list of at most {ITEMS_MAX}")
         return value
 
-    def mapping(self, name: str) -> dict[str, JSON]:
+    def _object(self, name: str) -> dict[str, JSON]:
         value = self._values[name]
         if not isinstance(value, dict):
             self._reject(name, "an object")
+        return value
+
+    def parameters(self, name: str) -> dict[str, JSON]:
+        """An object of a few scalars, such as a kernel's config."""
+        values = self._object(name)
+        if len(values) > PARAMETERS_MAX:
+            reject(self._where + name, f"{len(values)} fields", f"at most {PARAMETERS_MAX}")
+        for key, value in values.items():
+            where = f"{self._where}{name}.{shown(key)}"
+            if len(key) > NAME_MAX or not _is_scalar(value):
+                reject(where, shown(value), "null, a boolean, a number or a short text, finite")
+        return values
+
+    def times_by_size(self, name: str) -> dict[int, float]:
+        """An object of times in µs by a size, which JSON spells as a text."""
+        times: dict[int, float] = {}
+        for key, value in self._object(name).items():
+            where = f"{self._where}{name}.{shown(key)}"
+            size = int(key) if _SIZE.fullmatch(key) else 0
+            if not is_size(size) or len(times) == PARAMETERS_MAX:
+                reject(where, "this size", f"at most {PARAMETERS_MAX} integers > 0 and < 2**40")
+            number = _measure(value)
+            if number is None:
+                reject(where, shown(value), "a finite number >= 0")
+            times[size] = number
+        return times
+
+    def problem(self, name: str) -> dict[str, JSON]:
+        """A problem: opaque but for its sizes, which everybody who looks for neighbours reads."""
+        value = self._object(name)
+        for size in ("m", "n", "k", "batch"):
+            if not is_size(value.get(size)):
+                reject(f"{self._where}{name}.{size}", shown(value.get(size)), _A_SIZE)
         try:
-            canonical(value)
+            text = canonical(value)
         except (TypeError, ValueError, RecursionError) as error:
             raise RecordError(
                 f"{self._where}{name}: found what is not JSON ({error}), accepted is an object"
             ) from error
+        if len(text) > PROBLEM_MAX or _HUGE.search(text):
+            reject(self._where + name, "a number or a text that is huge", "a problem")
         return value
+
+
+def is_size(value: object) -> bool:
+    """Whether it is a number of elements: M, N, K or a batch."""
+    return isinstance(value, int) and not isinstance(value, bool) and 0 < value < SIZE_MAX
+
+
+_A_SIZE = "an integer > 0 and < 2**40"
+_SIZE = re.compile("[1-9][0-9]{0,12}")
+_HUGE = re.compile("[0-9]{100}")  # a digest in hexadecimal has 64 digits
+
+
+def _is_scalar(value: object) -> bool:
+    if isinstance(value, str):
+        return len(value) <= NAME_MAX
+    if isinstance(value, float):
+        return math.isfinite(value)
+    return value is None or (isinstance(value, int) and abs(value) < INTEGER_MAX)
 
 
 def _measure(value: object) -> float | None:

@@ -8,6 +8,7 @@ the content, with None where there is nothing, or with the `Fault` that it met.
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 import os
 import stat
@@ -17,12 +18,16 @@ from pathlib import Path
 from typing import NoReturn
 
 from tmm_cache.errors import RecordError
-from tmm_cache.keys import JSON, digest, plain
-from tmm_cache.layout import ENVIRONMENT, temporary_name
+from tmm_cache.fields import shown
+from tmm_cache.keys import JSON, canonical, digest, plain
+from tmm_cache.layout import BROKEN_SUFFIX, ENVIRONMENT, temporary_name
 from tmm_cache.record import TuningRecord
 
 #: A thousand candidates with a hundred samples each take 2 MB; what is larger is no record.
 MAX_BYTES = 16 * 2**20
+
+#: Of the SHA-256 in a record's file: against damage, not against forgery.
+CHECKSUM_DIGITS = 16
 
 FOLDER_MODE = 0o700
 FILE_MODE = 0o600
@@ -56,17 +61,55 @@ def _no_constant(name: str) -> NoReturn:
     raise ValueError(f"{name} is not JSON")
 
 
+@dataclass(frozen=True, slots=True)
+class Stored:
+    """A record as its file holds it.
+
+    `sealed`: the file has the checksum of its content, as the store writes it; one that was made
+    or changed by hand has none. `imported`: it came out of an archive.
+    """
+
+    record: TuningRecord
+    sealed: bool
+    imported: bool
+
+
 def parse_record(data: bytes, name: str) -> TuningRecord:
+    """The record of a file called `<name>.json`, as `parse_stored`."""
+    return parse_stored(data, name).record
+
+
+def parse_stored(data: bytes, name: str) -> Stored:
     """The record of a file called `<name>.json`.
 
-    Raises ValueError for bytes that are no JSON, RecordError for JSON that is no record or that
-    records another problem than its name says (edited, or copied under a wrong name).
+    Raises ValueError for bytes that are no JSON, RecordError for JSON that is no record, that has
+    a wrong checksum, or that records another problem than its name says (edited, or copied under a
+    wrong name).
     """
-    record = TuningRecord.from_json(parse(data))
+    document = parse(data)
+    sealed = imported = False
+    if isinstance(document, dict):
+        sealed = "checksum" in document
+        found = document.pop("checksum", None)
+        if sealed and found != _checksum(document):
+            raise RecordError("checksum: found another than the content's; the file has changed")
+        imported = document.pop("imported", False)
+        if not isinstance(imported, bool):
+            raise RecordError(f"imported: found {shown(imported)}, accepted is true or false")
+    record = TuningRecord.from_json(document)
     actual = digest(record.problem)
     if actual != name:
         raise RecordError(f"problem: found the problem of {actual}.json, accepted is {name}'s own")
-    return record
+    return Stored(record, sealed, imported)
+
+
+def _checksum(document: Mapping[str, JSON]) -> str:
+    """Of a record's document without it. Raises RecordError for what has no canonical text."""
+    try:
+        text = canonical(document)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise RecordError(f"record: found what is not JSON ({error})") from error
+    return hashlib.sha256(text.encode("ascii")).hexdigest()[:CHECKSUM_DIGITS]
 
 
 def parse_environment(data: bytes, name: str) -> dict[str, JSON]:
@@ -109,11 +152,17 @@ def read_bytes(path: Path) -> bytes | Fault | None:
 
 def read_record(path: Path) -> TuningRecord | Fault | None:
     """The record in a file; None where the file is absent."""
+    stored = read_stored(path)
+    return stored.record if isinstance(stored, Stored) else stored
+
+
+def read_stored(path: Path) -> Stored | Fault | None:
+    """The record in a file, and how it came there; None where the file is absent."""
     data = read_bytes(path)
     if not isinstance(data, bytes):
         return data
     try:
-        return parse_record(data, path.stem)
+        return parse_stored(data, path.stem)
     except ValueError as error:
         return Fault(path, f"is no valid record: {error}", damaged=True)
 
@@ -129,14 +178,38 @@ def read_environment(folder: Path) -> dict[str, JSON] | Fault | None:
         return Fault(folder / ENVIRONMENT, f"is no valid environment: {error}", damaged=True)
 
 
-def record_bytes(record: TuningRecord) -> bytes:
-    """The content of a record's file.
+def set_aside(path: Path) -> Path | None:
+    """Rename a damaged record, so that nobody reads it again; its new path, None where it stays.
+
+    Another process may have saved a good record since the damaged one was read: that is put back.
+    """
+    aside = path.with_name(path.name + BROKEN_SUFFIX)
+    try:
+        os.replace(path, aside)
+        data = read_bytes(aside)
+        try:
+            parse_stored(data if isinstance(data, bytes) else b"", path.stem)
+        except ValueError:
+            return aside
+        with contextlib.suppress(FileExistsError):  # a still newer one is in place
+            os.link(aside, path)
+        os.unlink(aside)
+    except OSError:
+        pass
+    return None
+
+
+def record_bytes(record: TuningRecord, imported: bool = False) -> bytes:
+    """The content of a record's file, sealed.
 
     Raises RecordError for a record that would not read back: a mistake of the program, better met
     now than as a warning in every later process.
     """
     document = record.to_json()
     TuningRecord.from_json(document)
+    if imported:
+        document["imported"] = True
+    document["checksum"] = _checksum(document)
     return json.dumps(document, allow_nan=False).encode("ascii") + b"\n"
 
 

@@ -1,4 +1,4 @@
-"""Where everything lies: `<root>/v1/<gpu slug>/<environment digest>/<problem digest>.json`.
+"""Where everything lies: `<root>/v2/<gpu slug>/<environment digest>/<problem digest>.json`.
 
 One statement of the names, so that a reader, a writer and a remover agree on which files are the
 cache's: whatever these patterns don't match is somebody else's and is never touched.
@@ -8,18 +8,23 @@ from __future__ import annotations
 
 import os
 import re
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
 from tmm_cache.keys import DIGEST_DIGITS, JSON, digest, is_slug
-from tmm_cache.record import SCHEMA
+from tmm_cache.record import OLD_SCHEMA, SCHEMA
 
 ENVIRONMENT: Final = "environment.json"
 MISSES: Final = "misses.jsonl"
 NOTES: Final = "notes"
 LOCK_SUFFIX: Final = ".lock"
+BROKEN_SUFFIX: Final = ".broken"
 VERSION: Final = f"v{SCHEMA}"
+#: Folders that are read; nothing is written but under `VERSION`. What lies in an older one are
+#: hints: `entries` lists them, `load` never answers from them.
+VERSIONS: Final = (VERSION, f"v{OLD_SCHEMA}")
 SHIPPED_GROUP: Final = "tmm.records"
 OWN_PACKAGE: Final = "tmm_core"
 
@@ -28,6 +33,7 @@ DIGEST: Final = re.compile(_HEX)
 RECORD: Final = re.compile(rf"{_HEX}\.json")
 NOTE_FILE: Final = re.compile(r"[a-z]+-[0-9a-f]{64}\.jsonl")
 LOCK: Final = re.compile(rf"{_HEX}\.json{re.escape(LOCK_SUFFIX)}")
+BROKEN: Final = re.compile(rf"{_HEX}\.json{re.escape(BROKEN_SUFFIX)}")
 TEMPORARY: Final = re.compile(rf"({_HEX}|environment)\.json\.[0-9]+-[0-9a-f]{{8}}\.tmp")
 
 
@@ -44,6 +50,22 @@ def default_root(environ: Mapping[str, str] = os.environ) -> Path:
     import platformdirs  # 15 ms, only needed here
 
     return Path(platformdirs.user_cache_dir("tmm"))
+
+
+def foreign(root: Path, environ: Mapping[str, str] = os.environ) -> str | None:
+    """Why a root is not the user's own; None where it is, where there is none yet, and where
+    `TMM_CACHE_SHARED=1` says that it is shared on purpose."""
+    if environ.get("TMM_CACHE_SHARED") == "1" or not hasattr(os, "geteuid"):
+        return None
+    try:
+        status = os.stat(root)
+    except OSError:  # absent, or a fault that whoever reads it meets
+        return None
+    if status.st_uid != os.geteuid():
+        return f"belongs to user {status.st_uid}"
+    if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and stat.S_ISDIR(status.st_mode):
+        return "can be written by others"
+    return None
 
 
 def layer_paths(environ: Mapping[str, str] = os.environ) -> tuple[Path, ...]:

@@ -3,7 +3,8 @@
 A file of notes is of one state of affairs (versions, sizes and times of files, variables of the
 environment), which its name is a digest of: in another state there is another file. One line per
 note is appended in a single write, so that any number of processes share a file without a lock;
-what is damaged or torn is no note. Nothing here warns or raises OSError.
+what is damaged or torn is no note. In a root that is not the user's own, notes are neither read
+nor written. Nothing here warns or raises OSError.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import Final
 
 from tmm_cache.files import FILE_MODE, make_folder, read_bytes
 from tmm_cache.keys import JSON, canonical
-from tmm_cache.layout import NOTES, default_root
+from tmm_cache.layout import NOTES, default_root, foreign
 
 #: Past it no more is noted: some thousand problems, read at every start.
 MAX_BYTES: Final = 2**20
@@ -30,13 +31,14 @@ class Notes:
     `root` left out is `default_root()`. Raises what `canonical` raises.
     """
 
-    __slots__ = ("_path", "_read")
+    __slots__ = ("_kept", "_path", "_read")
 
     def __init__(self, name: str, state: JSON, root: Path | None = None) -> None:
         digest = hashlib.sha256(canonical(state).encode("ascii")).hexdigest()
-        folder = (default_root() if root is None else root) / NOTES
-        self._path = folder / f"{name}-{digest}.jsonl"
-        self._read: dict[str, JSON] | None = None
+        root = default_root() if root is None else root
+        self._path = root / NOTES / f"{name}-{digest}.jsonl"
+        self._kept = foreign(root) is None
+        self._read: dict[str, JSON] | None = None if self._kept else {}
 
     def get(self, about: str) -> JSON:
         """What was noted last about this; None where nothing was."""
@@ -50,6 +52,8 @@ class Notes:
             return
         assert self._read is not None
         self._read[about] = value
+        if not self._kept:
+            return
         # The newline comes first: a line that a killed process left torn can't swallow this one.
         line = f"\n{canonical([about, value])}".encode("ascii")
         with contextlib.suppress(OSError):

@@ -2,24 +2,32 @@
 
 A record keeps the evidence (every candidate's samples, errors and refusals) and not just the
 winner: a plugin that is upgraded has its own candidates timed again and nobody else's, and a
-wrong choice can be explained a year later.
+wrong choice can be explained a year later. What it was timed with is part of the evidence: a time
+of another clock is a hint for whoever tunes, never an answer.
 """
 
 from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import MISSING, dataclass, field, replace
 from dataclasses import fields as fields_of
 from datetime import datetime
-from typing import Literal, TypeAlias, get_args
+from typing import Any, Final, Literal, TypeAlias, get_args
 
 from tmm_cache.errors import RecordError
 from tmm_cache.fields import Fields, reject, shown
 from tmm_cache.keys import JSON, plain
 
 #: Version of the document below and of the folder layout.
-SCHEMA = 1
+SCHEMA: Final = 2
+#: The first version: no clock, every field spelled out. Still read, as hints.
+OLD_SCHEMA: Final = 1
+
+#: The clock whose times decide: launches as a program makes them, one after another.
+CLOCK: Final = "in use"
+#: That of the first schema: one launch after a flush of the L2.
+OLD_CLOCK: Final = "flushed"
 
 Status: TypeAlias = Literal["ok", "slow", "wrong", "failed"]
 _STATUSES: tuple[Status, ...] = get_args(Status)
@@ -28,6 +36,21 @@ _STATUSES: tuple[Status, ...] = get_args(Status)
 _UTC_TIME = re.compile(
     r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}(\.[0-9]{3}|\.[0-9]{6})?(Z|\+00:00)"
 )
+
+
+def _defaults(cls: type) -> dict[str, Any]:
+    """The fields that have a default; these are left out of a document that says just that, so
+    that a later field with a default changes no older document."""
+    return {
+        each.name: each.default if each.default_factory is MISSING else each.default_factory()
+        for each in fields_of(cls)
+        if each.default is not MISSING or each.default_factory is not MISSING
+    }
+
+
+def _required(cls: type) -> tuple[str, ...]:
+    optional = _defaults(cls)
+    return tuple(each.name for each in fields_of(cls) if each.name not in optional)
 
 
 def _plain(mapping: Mapping[str, JSON], field: str) -> dict[str, JSON]:
@@ -45,6 +68,7 @@ class CandidateResult:
     stages), "wrong" failed verification, "failed" did not compile, launch or finish in time.
     `version` is the kernel's own, opaque here, as is `config`. `error` is the relative error that
     verification measured, None where it was not measured or is not finite (say so in `reason`).
+    `samples_us` are of the record's own M; `inside_us` are medians at other M of its bucket.
     """
 
     kernel: str
@@ -58,6 +82,11 @@ class CandidateResult:
     deterministic: bool = True
     batch_invariant: bool = False
     reason: str | None = None
+    inside_us: Mapping[int, float] = field(default_factory=dict)
+
+    def us_at(self, m: int, record_m: int) -> float | None:
+        """The median time at an M, of a record of M = `record_m`; None where it was not timed."""
+        return self.median_us if m == record_m else self.inside_us.get(m)
 
     @property
     def median_us(self) -> float | None:
@@ -79,8 +108,9 @@ class CandidateResult:
         return replace(self, samples_us=three)
 
     def to_json(self) -> dict[str, JSON]:
-        """The JSON object of this candidate. Raises RecordError if the config is not JSON."""
-        return {
+        """The JSON object of this candidate, without what has its default. Raises RecordError if
+        the config is not JSON."""
+        document: dict[str, JSON] = {
             "kernel": self.kernel,
             "version": self.version,
             "config": _plain(self.config, "config"),
@@ -92,28 +122,41 @@ class CandidateResult:
             "deterministic": self.deterministic,
             "batch_invariant": self.batch_invariant,
             "reason": self.reason,
+            "inside_us": {str(m): time for m, time in sorted(self.inside_us.items())},
         }
+        for name, default in _CANDIDATE_DEFAULTS.items():
+            if getattr(self, name) == default:
+                del document[name]
+        return document
 
     @classmethod
     def from_json(cls, document: object, where: str = "candidate") -> CandidateResult:
         """Read a candidate back; `where` starts the names in complaints. Raises RecordError."""
-        fields = Fields(document, where, tuple(field.name for field in fields_of(cls)))
-        status = next((known for known in _STATUSES if known == fields.text("status")), None)
-        if status is None:
-            reject(f"{where}.status", shown(fields.text("status")), f"one of {_STATUSES}")
-        return cls(
-            kernel=fields.text("kernel"),
-            version=fields.text("version"),
-            config=fields.mapping("config"),
-            status=status,
-            samples_us=fields.measures("samples_us"),
-            error=fields.optional_measure("error"),
-            tolerance=fields.optional_measure("tolerance"),
-            workspace_bytes=fields.count("workspace_bytes"),
-            deterministic=fields.flag("deterministic"),
-            batch_invariant=fields.flag("batch_invariant"),
-            reason=fields.optional_text("reason"),
-        )
+        fields = Fields(document, where, _CANDIDATE_REQUIRED, _CANDIDATE_DEFAULTS)
+        if fields.name("status") not in _STATUSES:
+            reject(f"{where}.status", shown(fields.name("status")), f"one of {_STATUSES}")
+        readers = {
+            "kernel": fields.name,
+            "version": fields.name,
+            "config": fields.parameters,
+            "status": fields.name,
+            "samples_us": fields.measures,
+            "error": fields.optional_measure,
+            "tolerance": fields.optional_measure,
+            "workspace_bytes": fields.count,
+            "deterministic": fields.flag,
+            "batch_invariant": fields.flag,
+            "reason": fields.optional_text,
+            "inside_us": fields.times_by_size,
+        }
+        values: dict[str, Any] = {
+            name: read(name) for name, read in readers.items() if name in fields
+        }
+        return cls(**values)
+
+
+_CANDIDATE_REQUIRED = _required(CandidateResult)
+_CANDIDATE_DEFAULTS = _defaults(CandidateResult)
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,7 +164,8 @@ class TuningRecord:
     """Everything that tuning one problem found out.
 
     `problem` is the readable key, opaque but for what the command shows and filters by.
-    `created` is ISO-8601 in UTC, `tuning_seconds` the wall time of the whole tuning.
+    `created` is ISO-8601 in UTC, `tuning_seconds` the wall time of the whole tuning. `clock` is
+    what all times were taken with.
     """
 
     problem: Mapping[str, JSON]
@@ -130,6 +174,20 @@ class TuningRecord:
     created: str
     tuning_seconds: float
     note: str | None = None
+    clock: str = CLOCK
+
+    @property
+    def is_hint(self) -> bool:
+        """Whether its times are of another clock: a hint for tuning, never an answer."""
+        return self.clock != CLOCK
+
+    @property
+    def measured_at(self) -> tuple[int, ...]:
+        """Every M at which a candidate was timed, the problem's own among them, sorted."""
+        sizes = {m for candidate in self.candidates for m in candidate.inside_us}
+        own = self.problem["m"]
+        assert isinstance(own, int)
+        return tuple(sorted({own, *sizes}))
 
     @property
     def best(self) -> CandidateResult:
@@ -147,30 +205,38 @@ class TuningRecord:
 
     def to_json(self) -> dict[str, JSON]:
         """The JSON document of this record. Raises RecordError if problem or a config is not."""
-        return {
+        document: dict[str, JSON] = {
             "schema": SCHEMA,
+            # Always, though it has a default: the default is whatever clock decides today.
+            "clock": self.clock,
             "problem": _plain(self.problem, "problem"),
             "winner": self.winner,
             "candidates": [candidate.to_json() for candidate in self.candidates],
             "created": self.created,
             "tuning_seconds": self.tuning_seconds,
-            "note": self.note,
         }
+        if self.note is not None:
+            document["note"] = self.note
+        return document
 
     @classmethod
     def from_json(cls, document: object) -> TuningRecord:
-        """Read a record back, strictly.
+        """Read a record back, strictly: it may be a stranger's.
 
         Raises RecordError, and nothing else, for any JSON value that is no record: an unknown
-        schema, a field that is missing, unknown or ill-typed, a time that is NaN or negative, a
-        winner out of range or one that is not "ok".
+        schema, a field that is missing, unknown, ill-typed or out of bounds, a time that is NaN
+        or negative, a winner out of range or one that is not "ok".
         """
         # First, or a later schema would be told off for its fields.
-        if isinstance(document, dict) and "schema" in document:
-            schema = document["schema"]
-            if type(schema) is not int or schema != SCHEMA:  # True == 1
-                reject("schema", shown(schema), f"{SCHEMA}, the version of this tmm")
-        fields = Fields(document, "", ("schema", *(field.name for field in fields_of(cls))))
+        schema = document.get("schema", SCHEMA) if isinstance(document, dict) else SCHEMA
+        if type(schema) is not int or schema not in (SCHEMA, OLD_SCHEMA):  # True == 1
+            reject("schema", shown(schema), f"{SCHEMA}, the version of this tmm")
+        required = ("schema", *_required(cls))
+        fields = (
+            Fields(document, "", (*required, "clock"), ("note",))
+            if schema == SCHEMA
+            else Fields(document, "", required, ("note",))
+        )
         candidates = tuple(
             CandidateResult.from_json(item, f"candidates[{index}]")
             for index, item in enumerate(fields.items("candidates"))
@@ -181,12 +247,13 @@ class TuningRecord:
         if candidates[winner].status != "ok":
             reject(f"candidates[{winner}].status", shown(candidates[winner].status), "'ok', it won")
         record = cls(
-            problem=fields.mapping("problem"),
+            problem=fields.problem("problem"),
             winner=winner,
             candidates=candidates,
             created=fields.text("created"),
             tuning_seconds=fields.measure("tuning_seconds"),
-            note=fields.optional_text("note"),
+            note=fields.optional_text("note") if "note" in fields else None,
+            clock=fields.name("clock") if schema == SCHEMA else OLD_CLOCK,
         )
         if not _is_utc_time(record):
             reject("created", shown(record.created), "a UTC time like '2026-01-31T12:00:00Z'")

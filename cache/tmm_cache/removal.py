@@ -17,6 +17,7 @@ from typing import Literal, TypeAlias
 
 from tmm_cache.files import Fault
 from tmm_cache.layout import (
+    BROKEN,
     ENVIRONMENT,
     LOCK,
     LOCK_SUFFIX,
@@ -72,8 +73,9 @@ def matching(root: Path, wanted: Callable[[Entry], bool]) -> Iterator[Removal | 
 
 
 def outdated(root: Path, before: datetime | None) -> Iterator[Removal | Fault]:
-    """What `prune` removes: damaged files, stale notes and temporary files, locks without a record,
-    and records created before a time or, without one, of every environment of a GPU but its newest.
+    """What `prune` removes: damaged files and those set aside, stale notes and temporary files,
+    locks without a record, records of an older schema whose problem was measured anew, and records
+    created before a time or, without one, of every environment of a GPU but its newest.
     """
     contents: dict[Folder, list[Entry | Fault]] = {}
     for folder in folders(root):
@@ -91,14 +93,26 @@ def outdated(root: Path, before: datetime | None) -> Iterator[Removal | Fault]:
         rival = newest.setdefault(folder.gpu, folder)
         if time_of_last > latest[rival]:
             newest[folder.gpu] = folder
+    answered = {
+        (item.gpu, item.environment_digest, item.digest)
+        for items in contents.values()
+        for item in items
+        if isinstance(item, Entry) and not item.record.is_hint
+    }
     for folder, items in contents.items():
         # A folder of misses alone, not in `latest`, is of an environment that is yet to be tuned.
-        superseded = before is None and folder in latest and newest[folder.gpu] != folder
+        superseded = (
+            before is None
+            and folder in latest
+            and newest[folder.gpu].environment_digest != folder.environment_digest
+        )
         for item in items:
             if superseded or isinstance(item, Fault):
                 yield _removal(item, "an older environment of this GPU")
             elif before is not None and item.record.created_at < before:
                 yield _removal(item, f"created {item.record.created}")
+            elif folder.is_old and (item.gpu, item.environment_digest, item.digest) in answered:
+                yield _removal(item, "of an older schema, and measured anew")
         if superseded:
             yield from _misses(folder, "an older environment of this GPU")
         yield from _leftovers(folder)
@@ -160,6 +174,8 @@ def _leftovers(folder: Folder) -> Iterator[Removal]:
         path = folder.path / name
         if LOCK.fullmatch(name) and name.removesuffix(LOCK_SUFFIX) not in present:
             yield Removal(path, "lock", "without a record")
+        elif BROKEN.fullmatch(name):
+            yield Removal(path, "damaged", "was set aside")
         elif TEMPORARY.fullmatch(name) and _is_older(path, STALE_SECONDS):
             yield Removal(path, "temporary", "left by a process that was killed")
 

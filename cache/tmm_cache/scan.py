@@ -13,7 +13,7 @@ from pathlib import Path
 
 from tmm_cache.files import Fault, read_environment, read_record
 from tmm_cache.keys import JSON, is_slug
-from tmm_cache.layout import DIGEST, RECORD, VERSION
+from tmm_cache.layout import DIGEST, RECORD, VERSION, VERSIONS
 from tmm_cache.record import TuningRecord
 
 
@@ -24,6 +24,11 @@ class Folder:
     path: Path
     gpu: str
     environment_digest: str
+
+    @property
+    def is_old(self) -> bool:
+        """Whether it is of an older schema: its records are hints."""
+        return self.path.parts[-3] != VERSION
 
     def names(self) -> list[str] | Fault:
         """What lies in it, sorted."""
@@ -52,23 +57,25 @@ class Entry:
 
 
 def folders(root: Path, gpu: str | None = None) -> Iterator[Folder | Fault]:
-    """The folders of records under a root, in the order of their names; an absent root has none."""
-    top = root / VERSION
-    for name in _each(top):
-        if isinstance(name, Fault):
-            yield name
-        elif is_slug(name) and gpu in (None, name) and os.path.isdir(top / name):
-            for environment in _each(top / name):
-                if isinstance(environment, Fault):
-                    yield environment
-                    continue
-                path = top / name / environment
-                if DIGEST.fullmatch(environment) and os.path.isdir(path):
-                    yield Folder(path, name, environment)
+    """The folders of records under a root, those of the current schema first, then in the order
+    of their names; an absent root has none."""
+    for top in (root / version for version in VERSIONS):
+        for name in _each(top):
+            if isinstance(name, Fault):
+                yield name
+                return  # most often the root is at fault, and the older folder with it
+            if is_slug(name) and gpu in (None, name) and os.path.isdir(top / name):
+                for environment in _each(top / name):
+                    if isinstance(environment, Fault):
+                        yield environment
+                        continue
+                    path = top / name / environment
+                    if DIGEST.fullmatch(environment) and os.path.isdir(path):
+                        yield Folder(path, name, environment)
 
 
 def scan(root: Path, gpu: str | None = None) -> Iterator[Entry | Fault]:
-    """Every record and every fault under a root, in the order of their paths."""
+    """Every record and every fault under a root, in the order of `folders` and their names."""
     for folder in folders(root, gpu):
         if isinstance(folder, Fault):
             yield folder

@@ -10,6 +10,7 @@ import contextlib
 import errno
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from tmm_cache.errors import warn_once
@@ -18,8 +19,9 @@ from tmm_cache.files import (
     Fault,
     make_folder,
     read_environment,
-    read_record,
+    read_stored,
     record_bytes,
+    set_aside,
     write_environment,
     write_record,
 )
@@ -27,12 +29,15 @@ from tmm_cache.keys import JSON, canonical, digest
 from tmm_cache.layout import (
     LOCK_SUFFIX,
     MISSES,
+    RECORD,
     default_root,
     environment_folder,
+    foreign,
     layer_paths,
     record_path,
 )
 from tmm_cache.misses import Miss, append_miss, read_misses
+from tmm_cache.notes import Notes
 from tmm_cache.record import TuningRecord
 from tmm_cache.scan import Entry, Folder, folders, scan
 
@@ -41,16 +46,37 @@ from tmm_cache.scan import Entry, Folder, folders, scan
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL}
 
 
+@dataclass(frozen=True, slots=True)
+class Located:
+    """The record that answers for a problem, and where it came from.
+
+    `path` is None where it is held in memory alone. `own`: it was saved by this user's processes,
+    in this process or in the user's own root, and not imported from an archive. `sealed`: its
+    file's checksum is there and right.
+    """
+
+    record: TuningRecord
+    path: Path | None
+    own: bool
+    sealed: bool
+
+    @property
+    def trusted(self) -> bool:
+        """Whether its winner may be used without being verified on this machine first."""
+        return self.own and self.sealed
+
+
 class CacheStore:
     """Tuning records on disk: the user's own root, and read-only layers below it.
 
-    `root` and `layers` left out are `default_root()` and `layer_paths()`. No folder is made before
-    the first save. A file that can't be used costs a miss and one `CacheWarning` per
-    process. Methods that take a GPU raise ValueError where it is no slug (see `slug`), and what
-    `digest` raises where an environment or a problem is not JSON.
+    `root` and `layers` left out are `default_root()` and `layer_paths()`. A root that is not the
+    user's own (see `layout.foreign`) is read as one more layer; what is saved then is held. No
+    folder is made before the first save. A file that can't be used costs a miss and one
+    `CacheWarning` per process. Methods that take a GPU raise ValueError where it is no slug (see
+    `slug`), and what `digest` raises where an environment or a problem is not JSON.
     """
 
-    __slots__ = ("_held", "_logged", "layers", "root")
+    __slots__ = ("_foreign", "_held", "_logged", "_verified", "layers", "root")
 
     def __init__(self, root: Path | None = None, layers: Sequence[Path] | None = None) -> None:
         #: The user's own records. Absolute, so that a later `chdir` does not move the cache.
@@ -65,7 +91,9 @@ class CacheStore:
                 kept.append(Path(layer).absolute())
         #: The layers below, nearest first, without those that are the root itself.
         self.layers = tuple(kept)
+        self._foreign = foreign(self.root)
         self._logged: set[Path] = set()
+        self._verified: dict[tuple[str, str], Notes] = {}
         #: Records that this process answers with whatever the disk says, by their path.
         self._held: dict[Path, Entry] = {}
 
@@ -76,20 +104,54 @@ class CacheStore:
     def load(
         self, gpu: str, environment: Mapping[str, JSON], problem: Mapping[str, JSON]
     ) -> TuningRecord | None:
-        """The problem's record, held, of the root or of the first layer with it; None is a miss.
+        """The problem's record, held, of the root or of the first layer with it; None is a miss."""
+        located = self.locate(gpu, environment, problem)
+        return None if located is None else located.record
+
+    def locate(
+        self, gpu: str, environment: Mapping[str, JSON], problem: Mapping[str, JSON]
+    ) -> Located | None:
+        """The problem's record as `load` finds it, and where it came from.
 
         Takes no lock. A file that is damaged, of a foreign schema or about another problem is
-        passed over with a `CacheWarning`.
+        passed over with a `CacheWarning`, and in the user's own root set aside. A hint is passed
+        over in silence.
         """
-        located = self._locate(gpu, environment, problem)
-        return None if located is None else located[1]
+        held = self._held.get(path := self.path(gpu, environment, problem))
+        if held is not None:
+            here = path if os.path.isfile(path) else None
+            return Located(held.record, here, own=True, sealed=True)
+        asked, environment_digest = canonical(problem), digest(environment)
+        name = f"{digest(problem)}.json"
+        for root in (self.root, *self.layers):
+            path = environment_folder(root, gpu, environment_digest) / name
+            stored = read_stored(path)
+            if isinstance(stored, Fault):
+                self._warn(stored)
+            elif stored is None or stored.record.is_hint:
+                continue
+            elif canonical(stored.record.problem) == asked:
+                mine = root == self.root and self._is_own()
+                return Located(stored.record, path, mine and not stored.imported, stored.sealed)
+            else:
+                self._warn(Fault(path, "records another problem of the same digest", damaged=False))
+        return None
+
+    def is_verified(self, gpu: str, environment: Mapping[str, JSON], key: str) -> bool:
+        """Whether `mark_verified` was called with this key, under this root. Never OSError."""
+        return self._stamps(gpu, environment).get(key) is True
+
+    def mark_verified(self, gpu: str, environment: Mapping[str, JSON], key: str) -> None:
+        """Remember that what the key stands for was verified: by every process of this user where
+        the root can be written, otherwise by this one. Never OSError."""
+        self._stamps(gpu, environment).add(key, True)
 
     def found(
         self, gpu: str, environment: Mapping[str, JSON], problem: Mapping[str, JSON]
     ) -> Path | None:
         """The file that `load` would answer from, or that a held record was written to."""
-        located = self._locate(gpu, environment, problem)
-        return None if located is None else located[0]
+        located = self.locate(gpu, environment, problem)
+        return None if located is None else located.path
 
     def save(self, gpu: str, environment: Mapping[str, JSON], record: TuningRecord) -> Path | None:
         """Write a record into the user's own root; None where that failed, with a `CacheWarning`.
@@ -99,6 +161,9 @@ class CacheStore:
         """
         data = record_bytes(record)
         path = self.path(gpu, environment, record.problem)
+        if not self._is_own():
+            self.hold(gpu, environment, record)
+            return None
         try:
             write_record(path, data, environment)
         except OSError as error:
@@ -124,7 +189,7 @@ class CacheStore:
         for root in (self.root, *self.layers):
             for item in scan(root, gpu):
                 if isinstance(item, Fault):
-                    _warn(item)
+                    self._warn(item)
                 elif item.path not in held:
                     yield item
 
@@ -145,7 +210,7 @@ class CacheStore:
             self._held.pop(asked.path, None)
         faults = removal.remove(self.root, removals)
         for fault in faults:
-            _warn(fault)
+            self._warn(fault)
         return len(removals) - len(faults)
 
     @contextlib.contextmanager
@@ -164,6 +229,9 @@ class CacheStore:
         """
         if not timeout >= 0:
             raise ValueError(f"timeout: found {timeout}, accepted is a number of seconds >= 0")
+        if not self._is_own():
+            yield True
+            return
         from filelock import FileLock, Timeout  # 35 ms, only needed here
 
         path = self.path(gpu, environment, problem)
@@ -195,7 +263,7 @@ class CacheStore:
     ) -> None:
         """Note a problem that was met where tuning is forbidden, once per store. Never OSError."""
         path = self.path(gpu, environment, problem)
-        if path in self._logged:
+        if path in self._logged or not self._is_own():
             return
         self._logged.add(path)
         try:
@@ -211,12 +279,12 @@ class CacheStore:
         for folder in self._folders():
             problems, fault = read_misses(folder.path)
             if fault is not None:
-                _warn(fault)
+                self._warn(fault)
             if not problems:
                 continue
             environment = read_environment(folder.path)
             if isinstance(environment, Fault):
-                _warn(environment)
+                self._warn(environment)
                 environment = None
             found += [
                 Miss(folder.gpu, folder.environment_digest, environment, problem, count)
@@ -235,35 +303,44 @@ class CacheStore:
         ]
         faults = removal.remove(self.root, removals)
         for fault in faults:
-            _warn(fault)
+            self._warn(fault)
         self._logged.clear()
         return len(removals) - len(faults)
 
     def _folders(self) -> Iterator[Folder]:
         for folder in folders(self.root):
             if isinstance(folder, Fault):
-                _warn(folder)
-            else:
+                self._warn(folder)
+            elif not folder.is_old:
                 yield folder
 
-    def _locate(
-        self, gpu: str, environment: Mapping[str, JSON], problem: Mapping[str, JSON]
-    ) -> tuple[Path | None, TuningRecord] | None:
-        held = self._held.get(path := self.path(gpu, environment, problem))
-        if held is not None:
-            return (path if os.path.isfile(path) else None), held.record
-        asked, environment_digest = canonical(problem), digest(environment)
-        name = f"{digest(problem)}.json"
-        for root in (self.root, *self.layers):
-            path = environment_folder(root, gpu, environment_digest) / name
-            record = read_record(path)
-            if isinstance(record, Fault):
-                _warn(record)
-            elif record is not None:
-                if canonical(record.problem) == asked:
-                    return path, record
-                _warn(Fault(path, "records another problem of the same digest", damaged=False))
-        return None
+    def _stamps(self, gpu: str, environment: Mapping[str, JSON]) -> Notes:
+        # Not by host name: a container has another at each start, and what is verified is a
+        # kernel's code on this GPU under this software.
+        of = gpu, digest(environment)
+        if of not in self._verified:
+            self._verified[of] = Notes("verified", list(of), self.root)
+        return self._verified[of]
+
+    def _is_own(self) -> bool:
+        if self._foreign is None:
+            return True
+        warn_once(
+            self.root,
+            f"{self._foreign}; it is read as a stranger's and not written, and what is tuned is "
+            f"lost when the process ends (TMM_CACHE_SHARED=1 if it is shared on purpose)",
+            about="foreign",
+        )
+        return False
+
+    def _warn(self, fault: Fault) -> None:
+        """Tell of a fault; a damaged record of the user's own root is also set aside."""
+        outcome = "passed over"
+        mine = self._foreign is None and self.root in fault.path.parents
+        if mine and fault.damaged and RECORD.fullmatch(fault.path.name):
+            aside = set_aside(fault.path)
+            outcome = outcome if aside is None else f"set aside as {aside.name}"
+        warn_once(fault.path, f"{fault.reason}; {outcome}")
 
     def _warn_unwritable(self, error: OSError) -> None:
         reason = error.strerror or error
@@ -272,7 +349,3 @@ class CacheStore:
             f"cannot be written ({reason}); what is tuned is lost when the process ends",
             about="write",
         )
-
-
-def _warn(fault: Fault) -> None:
-    warn_once(fault.path, f"{fault.reason}; passed over")

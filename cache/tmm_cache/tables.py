@@ -160,6 +160,7 @@ def print_record(entry: Entry, layer: str, now: datetime) -> None:
         ("problem", facets.shape(record.problem)),
         *_indented(record.problem),
         ("created", f"{record.created} ({facets.age(record, now)} ago)"),
+        ("clock", facets.printable(record.clock)),
         ("tuning", f"{record.tuning_seconds:.1f} s"),
         ("speedup", f"{_times(facets.speedup(record))} over blas"),
     ]

@@ -27,7 +27,7 @@ def problem(
     k: int = 512,
     dtype: str = "bfloat16",
     epilogue: str = "silu",
-    batch: int | None = None,
+    batch: int = 1,
 ) -> dict[str, Any]:
     return {
         "m": m,
@@ -45,7 +45,7 @@ BLAS = CandidateResult("blas", "b1", {}, "ok", (20.0, 22.0, 21.0))
 SPLIT_K = CandidateResult(
     "triton.split_k",
     "s1",
-    {"BLOCK_M": 64, "SPLIT_K": 4, "nested": {"pid": [1, 2.5, None, True]}},
+    {"BLOCK_M": 64, "SPLIT_K": 4, "order": "row", "share": 2.5, "none": None, "tma": True},
     "ok",
     (10.0, 14.0, 12.0, 11.0),
     error=0.0009,

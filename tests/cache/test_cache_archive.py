@@ -16,7 +16,7 @@ from tmm_cache.files import MAX_BYTES, record_bytes
 
 Captured = pytest.CaptureFixture[str]
 
-FOLDER = f"v1/{GPU}/{digest(ENVIRONMENT)}"
+FOLDER = f"v2/{GPU}/{digest(ENVIRONMENT)}"
 MEMBER = f"{FOLDER}/{digest(problem())}.json"
 
 
@@ -96,7 +96,7 @@ def test_export_takes_filters_and_leaves_layers_out(
     with tarfile.open(archive) as file:
         members = file.getnames()
     assert len(members) == 2
-    assert all(name.startswith("v1/nvidia-a100/") for name in members)
+    assert all(name.startswith("v2/nvidia-a100/") for name in members)
 
 
 def test_export_of_nothing_writes_nothing(archive: Path, capsys: Captured) -> None:
@@ -175,11 +175,11 @@ def link(kind: bytes, name: str, to: str) -> tuple[tarfile.TarInfo, bytes]:
     "member",
     [
         (tarfile.TarInfo("../../evil.json"), b"{}"),
-        (tarfile.TarInfo(f"v1/{GPU}/../../../{MEMBER}"), b"{}"),
+        (tarfile.TarInfo(f"v2/{GPU}/../../../{MEMBER}"), b"{}"),
         (tarfile.TarInfo("/etc/evil.json"), b"{}"),
         (tarfile.TarInfo("..\\evil.json"), b"{}"),
         link(tarfile.SYMTYPE, MEMBER, "/etc/passwd"),
-        link(tarfile.SYMTYPE, f"v1/{GPU}", "/tmp"),
+        link(tarfile.SYMTYPE, f"v2/{GPU}", "/tmp"),
         link(tarfile.LNKTYPE, MEMBER, "/etc/passwd"),
         link(tarfile.FIFOTYPE, MEMBER, ""),
         link(tarfile.CHRTYPE, MEMBER, ""),
@@ -228,8 +228,8 @@ def test_a_cache_that_was_packed_by_hand_imports(
     store.log_miss(GPU, ENVIRONMENT, problem(m=5))
     with store.lock(GPU, ENVIRONMENT, problem(m=1), timeout=0):
         pass
-    (store.root / "v2").mkdir()
-    (store.root / "v2" / "x.json").write_text("{}")
+    (store.root / "v3").mkdir()
+    (store.root / "v3" / "x.json").write_text("{}")
     with tarfile.open(archive, "w:xz") as file:
         file.add(store.root, ".")
     assert main(["--cache-dir", str(target.root), "import", str(archive)]) == 0
@@ -238,7 +238,7 @@ def test_a_cache_that_was_packed_by_hand_imports(
         entry.record for entry in store.entries()
     ]
     assert target.misses() == []
-    assert not (target.root / "v2").exists()
+    assert not (target.root / "v3").exists()
 
 
 def test_names_that_are_no_slugs_or_digests_are_left_out(target: CacheStore, archive: Path) -> None:
@@ -247,7 +247,7 @@ def test_names_that_are_no_slugs_or_digests_are_left_out(target: CacheStore, arc
         archive,
         (tarfile.TarInfo(MEMBER.replace(GPU, "NVIDIA H200")), data),
         (tarfile.TarInfo(MEMBER.replace(GPU, ".hidden")), data),
-        (tarfile.TarInfo(MEMBER.replace("v1/", "v9/")), data),
+        (tarfile.TarInfo(MEMBER.replace("v2/", "v9/")), data),
         (tarfile.TarInfo(MEMBER.replace(digest(ENVIRONMENT), "zz")), data),
         (tarfile.TarInfo(f"deeper/{MEMBER}"), data),
     )

@@ -83,7 +83,7 @@ def test_show_is_a_table_with_everything_uncut(filled: CacheStore, capsys: Captu
         "row x column",
         "silu",
         "triton.split_k",
-        'BLOCK_M=64 SPLIT_K=4 nested={"pid":[1,2.5,null,true]}',
+        "BLOCK_M=64 SPLIT_K=4 order=row share=2.5 none=none tma=true",
         "11.50",
         "21.00",
         "1.83x",
@@ -220,21 +220,18 @@ def test_an_empty_cache_is_a_note_and_no_error(root: Path, capsys: Captured) -> 
 def test_problems_of_another_make_are_listed_all_the_same(
     store: CacheStore, capsys: Captured
 ) -> None:
-    odd = CandidateResult("odd\x1b[31m.kernel", "v", {"a": [1]}, "ok")
-    store.save(GPU, ENVIRONMENT, record({}, candidates=(odd,), winner=0))
-    store.save(
-        GPU,
-        ENVIRONMENT,
-        record(
-            {"m": "many", "batch": [2, 3], "a": 7, "b": [], "epilogue": {"name": "silu", "x": 1}}
-        ),
-    )
-    store.save(GPU, ENVIRONMENT, record({"a": {"dtype": "torch.int8"}, "out_dtype": "int32"}))
+    odd = CandidateResult("odd\x1b[31m.kernel", "v", {"a": None}, "ok")
+    sizes = {"m": 1, "n": 2, "k": 3, "batch": 1}
+    store.save(GPU, ENVIRONMENT, record(sizes, candidates=(odd,), winner=0))
+    strange = {"batch": 7, "a": 7, "b": [], "epilogue": {"name": "silu", "x": 1}}
+    store.save(GPU, ENVIRONMENT, record(sizes | strange))
+    integers = {"a": {"dtype": "torch.int8"}, "out_dtype": "int32"}
+    store.save(GPU, ENVIRONMENT, record(sizes | integers))
     assert main(["show"]) == 0
     text = capsys.readouterr().out
     assert "odd\\x1b[31m.kernel" in text  # a stranger's record gives the terminal no orders
     assert "\x1b" not in text
-    assert "[2,3]*manyx-x-" in text
+    assert "7*1x2x3" in text
     assert " silu " in text
     assert "int8 -> int32" in text
     for entry in store.entries():
@@ -261,7 +258,7 @@ def test_dir(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
     assert json.loads(capsys.readouterr().out) == {
         "root": str(root),
         "layers": ["/site", "/image"],
-        "schema": 1,
+        "schema": 2,
     }
     other = str(tmp_path / "other")
     for command in (["--cache-dir", other, "dir"], ["dir", "--cache-dir", other]):

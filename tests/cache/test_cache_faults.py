@@ -19,7 +19,9 @@ from tmm_cache import store as store_module
 
 def edited(**changes: Any) -> Callable[[Path], None]:
     def edit(path: Path) -> None:
-        path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+        document = {**json.loads(path.read_text()), **changes}
+        del document["checksum"]  # as whoever edits by hand has to
+        path.write_text(json.dumps(document))
 
     return edit
 
@@ -29,6 +31,11 @@ def replaced(data: bytes) -> Callable[[Path], None]:
         path.write_bytes(data)
 
     return replace
+
+
+def falsified(path: Path) -> None:
+    """Another winner, under the checksum of what was there."""
+    path.write_text(json.dumps({**json.loads(path.read_text()), "winner": 0}))
 
 
 def truncated(path: Path) -> None:
@@ -61,9 +68,10 @@ CORRUPTIONS: dict[str, tuple[Callable[[Path], None], str]] = {
     "garbage": (replaced(b"\xff\xfe\x00garbage"), "is no valid record: 'utf-8' codec"),
     "too deep": (replaced(b"[" * 200_000), "is no valid record: nested too deeply"),
     "another program's JSON": (replaced(b'{"a": 1}'), "schema: found nothing"),
-    "foreign schema": (edited(schema=2), "schema: found 2, accepted is 1"),
+    "foreign schema": (edited(schema=3), "schema: found 3, accepted is 2"),
     "out of bounds": (edited(winner=99), "winner: found 99, accepted is an index"),
     "negative time": (edited(tuning_seconds=-1), "tuning_seconds: found -1"),
+    "other checksum": (falsified, "checksum: found another than the content's"),
     "wrong problem": (edited(problem=problem(m=7)), "problem: found the problem of "),
     "a folder": (made_a_folder, "is not a regular file"),
     "a fifo": (made_a_fifo, "is not a regular file"),

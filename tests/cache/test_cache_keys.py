@@ -16,13 +16,16 @@ from tmm_cache.keys import is_slug
 
 def test_the_public_names_are_these() -> None:
     assert sorted(tmm_cache.__all__) == [
+        "CLOCK",
         "CacheStore",
         "CacheWarning",
         "CandidateResult",
         "Entry",
         "JSON",
+        "Located",
         "Miss",
         "Notes",
+        "OLD_CLOCK",
         "RecordError",
         "SCHEMA",
         "TuningRecord",
@@ -100,7 +103,7 @@ def test_a_gpu_that_is_no_slug_is_refused_everywhere(store: CacheStore, gpu: str
 
 
 def test_path_is_root_version_gpu_environment_problem(store: CacheStore, root: Path) -> None:
-    expected = root / "v1" / GPU / digest(ENVIRONMENT) / f"{digest(problem())}.json"
+    expected = root / "v2" / GPU / digest(ENVIRONMENT) / f"{digest(problem())}.json"
     assert store.path(GPU, ENVIRONMENT, problem()) == expected
 
 

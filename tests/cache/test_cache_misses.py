@@ -90,7 +90,7 @@ def test_clearing_forgets_misses_and_nothing_else(store: CacheStore, log: Path) 
     assert store.clear_misses() == 2
     assert store.misses() == []
     assert not log.exists()
-    assert not (store.root / "v1" / "nvidia-a100").exists()
+    assert not (store.root / "v2" / "nvidia-a100").exists()
     assert store.load(GPU, ENVIRONMENT, problem()) == record()
     store.log_miss(GPU, ENVIRONMENT, problem(m=1))  # met again after it was cleared
     assert logged(store) == [(1, 1)]

@@ -23,7 +23,7 @@ store = CacheStore()
 for turn in itertools.count():
     samples = tuple(float(i) for i in range(turn % 7 * 500 + 1))
     winner = CandidateResult("blas", "b", {}, "ok", samples)
-    for m in range(5):
+    for m in range(1, 6):
         store.save(GPU, ENVIRONMENT, record(problem(m=m), candidates=(winner,), winner=0))
         store.log_miss(GPU, ENVIRONMENT, problem(m=turn * 5 + m))
 """
@@ -58,7 +58,7 @@ from tmm_cache import CacheStore
 store = CacheStore()
 sys.stdin.readline()
 for turn in range(20):
-    for m in range(8):
+    for m in range(1, 9):
         assert store.save(GPU, ENVIRONMENT, record(problem(m=m), note=sys.argv[1])) is not None
 """
 
@@ -69,7 +69,7 @@ def test_a_writer_killed_at_any_moment_leaves_every_record_whole(store: CacheSto
     chance = random.Random(20260131)
     for _ in range(12):
         writer = child("-c", WRITER)
-        last = store.path(GPU, ENVIRONMENT, problem(m=4))
+        last = store.path(GPU, ENVIRONMENT, problem(m=5))
         before = last.stat().st_mtime_ns if last.exists() else 0
         deadline = time.monotonic() + 20
         while (
@@ -85,11 +85,11 @@ def test_a_writer_killed_at_any_moment_leaves_every_record_whole(store: CacheSto
             json.loads(path.read_bytes())
         # Warnings are errors: every record is whole, and each problem's is its own.
         assert sorted(str(entry.record.problem["m"]) for entry in store.entries()) == [
-            "0",
             "1",
             "2",
             "3",
             "4",
+            "5",
             "99",
         ]
         assert store.load(GPU, ENVIRONMENT, problem(m=99)) == record(problem(m=99))
@@ -104,7 +104,7 @@ def test_processes_that_save_the_same_records_never_show_a_torn_one(store: Cache
         saver.stdin.flush()
     seen = set()
     while any(saver.poll() is None for saver in savers):
-        for m in range(8):
+        for m in range(1, 9):
             found = store.load(GPU, ENVIRONMENT, problem(m=m))  # a warning would be an error
             if found is not None:
                 assert found == record(problem(m=m), note=found.note)

@@ -30,9 +30,22 @@ FINITE_JSON = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(), inner, max_size=3),
     max_leaves=8,
 )
-MAPPINGS = st.dictionaries(st.text(), FINITE_JSON, max_size=4)
+SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers(min_value=-(2**62), max_value=2**62)
+    | st.text(max_size=20)
+    | st.floats(allow_nan=False, allow_infinity=False)
+)
+CONFIGS = st.dictionaries(st.text(max_size=20), SCALARS, max_size=4)
+SIZES = st.integers(min_value=1, max_value=2**40 - 1)
+PROBLEMS = st.builds(
+    lambda others, m, n, k, batch: {**others, "m": m, "n": n, "k": k, "batch": batch},
+    st.dictionaries(st.text(max_size=20), FINITE_JSON, max_size=4),
+    *[SIZES] * 4,
+)
 MEASURES = st.floats(min_value=0, allow_nan=False, allow_infinity=False)
-NAMES = st.text(min_size=1)
+NAMES = st.text(min_size=1, max_size=20)
 
 
 def candidates(statuses: st.SearchStrategy[Any]) -> st.SearchStrategy[CandidateResult]:
@@ -40,15 +53,16 @@ def candidates(statuses: st.SearchStrategy[Any]) -> st.SearchStrategy[CandidateR
         CandidateResult,
         kernel=NAMES,
         version=NAMES,
-        config=MAPPINGS,
+        config=CONFIGS,
         status=statuses,
         samples_us=st.lists(MEASURES, max_size=4).map(tuple),
         error=st.none() | MEASURES,
         tolerance=st.none() | MEASURES,
-        workspace_bytes=st.integers(min_value=0),
+        workspace_bytes=st.integers(min_value=0, max_value=2**63 - 1),
         deterministic=st.booleans(),
         batch_invariant=st.booleans(),
         reason=st.none() | NAMES,
+        inside_us=st.dictionaries(SIZES, MEASURES, max_size=3),
     )
 
 
@@ -60,7 +74,7 @@ def records(draw: st.DrawFn) -> TuningRecord:
     winner = draw(st.integers(min_value=0, max_value=len(others)))
     others.insert(winner, draw(candidates(st.just("ok"))))
     return TuningRecord(
-        problem=draw(MAPPINGS),
+        problem=draw(PROBLEMS),
         winner=winner,
         candidates=tuple(others),
         created=draw(
@@ -68,6 +82,7 @@ def records(draw: st.DrawFn) -> TuningRecord:
         ),
         tuning_seconds=draw(MEASURES),
         note=draw(st.none() | NAMES),
+        clock=draw(NAMES),
     )
 
 
@@ -138,7 +153,7 @@ def test_bytes_raise_nothing_but_value_error(data: bytes) -> None:
 @pytest.mark.parametrize(
     ("path", "value", "complaint"),
     [
-        (("schema",), 2, r"schema: found 2, accepted is 1"),
+        (("schema",), 3, r"schema: found 3, accepted is 2"),
         (("schema",), True, r"schema: found True"),
         (("schema",), "1", r"schema: found '1'"),
         (("winner",), 5, r"winner: found 5, accepted is an index into the 5 candidates"),
@@ -171,7 +186,7 @@ def test_bytes_raise_nothing_but_value_error(data: bytes) -> None:
         (("candidates", 1, "samples_us", 0), "12", r"samples_us\[0\]: found '12'"),
         (("candidates", 1, "samples_us", 0), True, r"samples_us\[0\]: found True"),
         (("candidates", 1, "config"), [], r"candidates\[1\]\.config: found a list"),
-        (("candidates", 1, "config"), {"x": math.nan}, r"config: found what is not JSON"),
+        (("candidates", 1, "config"), {"x": math.nan}, r"config\.'x': found nan"),
         (("candidates", 1, "error"), math.nan, r"error: found nan"),
         (("candidates", 1, "workspace_bytes"), 1.5, r"workspace_bytes: found 1\.5"),
         (("candidates", 1, "workspace_bytes"), -1, r"workspace_bytes: found -1"),
@@ -199,7 +214,7 @@ def test_complaints_name_field_found_and_accepted(path: Any, value: Any, complai
         TuningRecord.from_json(document)
 
 
-@pytest.mark.parametrize("name", sorted(record().to_json()))
+@pytest.mark.parametrize("name", sorted(set(record().to_json()) - {"note"}))
 def test_every_field_of_a_record_is_required(name: str) -> None:
     document = record().to_json()
     del document[name]
@@ -207,7 +222,7 @@ def test_every_field_of_a_record_is_required(name: str) -> None:
         TuningRecord.from_json(document)
 
 
-@pytest.mark.parametrize("name", sorted(SPLIT_K.to_json()))
+@pytest.mark.parametrize("name", ["config", "kernel", "status", "version"])
 def test_every_field_of_a_candidate_is_required(name: str) -> None:
     document: Any = record().to_json()
     del document["candidates"][3][name]
@@ -246,12 +261,6 @@ def test_best_is_the_winner_and_defaults_are_what_the_document_says() -> None:
         "version": "g1",
         "config": {},
         "status": "failed",
-        "samples_us": [],
-        "error": None,
-        "tolerance": None,
-        "workspace_bytes": 0,
-        "deterministic": True,
-        "batch_invariant": False,
         "reason": "out of shared memory [red]",
     }
 

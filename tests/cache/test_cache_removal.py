@@ -166,13 +166,13 @@ def test_clear_never_touches_layers_or_files_of_others(
     outside = tmp_path / "outside"
     outside.mkdir()
     (outside / filled.path(GPU, ENVIRONMENT, problem(m=1)).name).write_text("{}")
-    linked = filled.root / "v1" / GPU / ("0" * 16)
+    linked = filled.root / "v2" / GPU / ("0" * 16)
     linked.symlink_to(outside)
     folder = filled.path(GPU, ENVIRONMENT, problem()).parent
     kept = [
         filled.root / "README",
-        filled.root / "v2" / GPU / folder.name / f"{'0' * 16}.json",
-        filled.root / "v1" / "models" / "weights.json",
+        filled.root / "v3" / GPU / folder.name / f"{'0' * 16}.json",
+        filled.root / "v2" / "models" / "weights.json",
         folder / "notes.json",
         folder / "0123.json",
         folder / f"{'0' * 16}.json.1-00000000.tmp",  # young: a save that is under way
@@ -252,7 +252,7 @@ def test_prune_keeps_the_newest_environment_of_each_gpu(
     assert sorted(kind for _, kind in listed(capsys)) == ["misses", "record", "record"]
     assert names(store) == ["3", "4", "5"]
     assert [miss.problem["m"] for miss in store.misses()] == [7]
-    assert len(list((store.root / "v1" / GPU).iterdir())) == 2
+    assert len(list((store.root / "v2" / GPU).iterdir())) == 2
 
 
 def test_prune_by_age_goes_by_age_alone(store: CacheStore) -> None:

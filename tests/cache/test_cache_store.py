@@ -19,7 +19,7 @@ def test_round_trip_leaves_one_readable_document(store: CacheStore) -> None:
     assert store.found(GPU, ENVIRONMENT, problem()) == path
     assert path is not None
     document = json.loads(path.read_text())
-    assert document["schema"] == 1
+    assert (document["schema"], document["clock"]) == (2, "in use")
     assert list(document["problem"].items()) == list(problem().items())  # as readable as it came
     assert document["candidates"][1]["samples_us"] == [10.0, 14.0, 12.0, 11.0]
     environment = path.with_name("environment.json")
@@ -44,7 +44,7 @@ def test_folders_and_files_are_private_whatever_the_umask(store: CacheStore) -> 
     finally:
         os.umask(previous)
     assert path is not None
-    for folder in (store.root, store.root / "v1", path.parent.parent, path.parent):
+    for folder in (store.root, store.root / "v2", path.parent.parent, path.parent):
         assert stat.S_IMODE(folder.stat().st_mode) == 0o700, folder
     for file in path.parent.iterdir():
         assert stat.S_IMODE(file.stat().st_mode) == 0o600, file
@@ -142,9 +142,9 @@ def test_files_of_others_and_other_schemas_are_passed_over_in_silence(store: Cac
     assert path is not None
     for other in (
         store.root / "README",
-        store.root / "v2" / GPU / path.parent.name / path.name,
-        store.root / "v1" / "README",
-        store.root / "v1" / "Not A Slug" / path.parent.name / path.name,
+        store.root / "v3" / GPU / path.parent.name / path.name,
+        store.root / "v2" / "README",
+        store.root / "v2" / "Not A Slug" / path.parent.name / path.name,
         path.parent.parent / "notes" / path.name,
         path.with_name("notes.json"),
         path.with_name(f"{path.name}.123-0123abcd.tmp"),

@@ -51,7 +51,7 @@ def current(device: DeviceFingerprint) -> tuple[int, int]:
 def _records(device: DeviceFingerprint) -> Iterator[TuningRecord]:
     if layers := shipped_layers():
         for entry in CacheStore(layers[0], layers[1:]).entries(device.gpu):
-            if entry.environment == device.environment:
+            if entry.environment == device.environment and not entry.record.is_hint:
                 yield entry.record
 
 
