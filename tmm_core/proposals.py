@@ -31,9 +31,10 @@ HOPELESS = 1.6
 #: Candidates known from other records that are tried first, at most.
 MOST_HINTS = 6
 
-#: After the first look a config is compiled only where its scaled estimate beats the best time so
-#: far by this factor at least.
-PROMISING = 1.0
+#: After the first batch a config is compiled only where this share of its scaled estimate is less
+#: than the best time so far. By what an H200 measured of 208 problems, twelve candidates first and
+#: then those leave 4 of 21 uncompiled, and lose no winner; with 1.0 five lose up to 3 %.
+PROMISING = 0.95
 
 #: How a candidate is told from others: kernel and config.
 Hint = tuple[str, Mapping[str, Any]]

@@ -342,7 +342,7 @@ class _Tuning:
                     continue
                 chain.verify(guest)
                 if guest.launcher is None:
-                    if guest.status == "wrong":
+                    if guest.status == "wrong" and trial.status == "ok":
                         trial.fail(f"at M={m}: {guest.reason}", "wrong")
                     continue
                 there.append((trial, chain.runner(guest.launcher)))

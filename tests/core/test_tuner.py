@@ -14,7 +14,8 @@ from tmm_cache import CandidateResult, TuningRecord
 
 from tmm_core import Traits, tuner, verify
 from tmm_core.problem import Operand
-from tmm_core.tuner import Tuner, decide
+from tmm_core.proposals import decide
+from tmm_core.tuner import Tuner
 
 
 def result(kernel: str, us: float, **fields: Any) -> CandidateResult:
@@ -127,8 +128,8 @@ def test_slow_ones_are_eliminated_early() -> None:
     times: dict[Any, float] = {("k", t): 10.0 + t * 4 for t in tiles}
     record, timer = tune(FakeBlas(), FakeKernel("k", tiles=tiles), times=times)
     assert record.candidates[record.winner].config == {"tile": 1}
-    # warm-up 21, first stage 21, then only what is near the best, and BLAS
-    assert len(timer.measured) < 21 * 2 + 2 * (tuner.FINALISTS + 2)
+    # a first look at 21, the race of what is near the best, at the edge and at two M inside
+    assert len(timer.measured) < 21 + 3 * (tuner.FINALISTS + 2)
     assert sum(c.status == "slow" for c in record.candidates) > 10
 
 
@@ -139,36 +140,16 @@ def test_every_kernel_keeps_a_runner_up() -> None:
     assert status(record) == {"blas": "ok", "a": "ok", "b": "ok"}
 
 
-def test_short_kernels_are_sampled_more_often() -> None:
-    class Paced(FakeTimer):
-        """Every sample takes its part of ``seconds``."""
-
-        seconds = 0.0
-
-        def measure(self, runs: Any, rounds: int) -> list[list[float]]:
-            time.sleep(self.seconds * rounds * len(runs))
-            return super().measure(runs, rounds)
-
-    def samples(seconds: float) -> int:
-        timer = Paced({"k": 5.0})
-        timer.seconds = seconds
-        record = Tuner(timer).tune(problem(), [FakeBlas(), FakeKernel("k")], settings())
-        return len(record.candidates[record.winner].samples_us)
-
-    assert samples(0.0) == tuner.MOST_ROUNDS
-    assert samples(0.006) == tuner.STAGES[-1][0]
-
-
 def test_a_decision_is_not_made_by_what_held_the_machine_up() -> None:
     class Busy(FakeTimer):
         """Half of the first decisive series is held up, of what takes two launches more."""
 
         series = 0
 
-        def measure(self, runs: Any, rounds: int) -> list[list[float]]:
-            samples = super().measure(runs, rounds)
-            self.series += rounds > tuner.STAGES[1][0]
-            if self.series == 1 and rounds > tuner.STAGES[1][0]:
+        def measure(self, runs: Any, rounds: int, **chain: Any) -> list[list[float]]:
+            samples = super().measure(runs, rounds, **chain)
+            self.series += rounds == tuner.FINAL
+            if self.series == 1 and rounds == tuner.FINAL:
                 for mine, late in zip(samples, (5.0, 40.0), strict=True):
                     mine[::2] = [us + late for us in mine[::2]]
                     mine[1] += late
@@ -182,15 +163,15 @@ def test_a_decision_is_not_made_by_what_held_the_machine_up() -> None:
 
 def test_the_budget_ends_it_with_what_there_is() -> None:
     class Slow(FakeTimer):
-        def measure(self, runs: Any, rounds: int) -> list[list[float]]:
+        def measure(self, runs: Any, rounds: int, **chain: Any) -> list[list[float]]:
             time.sleep(0.1)
-            return super().measure(runs, rounds)
+            return super().measure(runs, rounds, **chain)
 
     record = Tuner(Slow({"k": 5.0})).tune(
         problem(), [FakeBlas(), FakeKernel("k")], settings(tune_budget=0.05)
     )
     assert winner(record) == "k"
-    assert len(record.candidates[record.winner].samples_us) == tuner.STAGES[0][0]
+    assert len(record.candidates[record.winner].samples_us) == tuner.LOOK
 
 
 def test_a_budget_that_ends_early_leaves_no_kernel_untried() -> None:
@@ -207,25 +188,83 @@ def test_a_budget_that_ends_early_leaves_no_kernel_untried() -> None:
     assert winner(record) == "c"
 
 
+class Graded(FakeKernel):
+    """Expects a tile to take its number of µs, and has no idea of tile 1000."""
+
+    def estimate_us(self, problem: Any, config: FakeConfig) -> float | None:
+        if self.estimate is not None:
+            raise ZeroDivisionError("a plugin's mistake")
+        return None if config.tile == 1000 else config.tile
+
+
+def tried(*kernels: FakeKernel, **fields: Any) -> list[int]:
+    record, _ = tune(*kernels, **fields)
+    return [c.config["tile"] for c in record.candidates if c.kernel == "k" and c.config]
+
+
 def test_hopeless_configs_are_not_compiled() -> None:
-    class Graded(FakeKernel):
-        """Expects a tile to take its number of µs."""
-
-        def estimate_us(self, problem: Any, config: FakeConfig) -> float | None:
-            if self.estimate is not None:
-                raise ZeroDivisionError("a plugin's mistake")
-            return None if config.tile == 1000 else config.tile
-
-    def tried(blas: FakeBlas, kernel: FakeKernel) -> list[int]:
-        record, _ = tune(blas, kernel)
-        return [c.config["tile"] for c in record.candidates if c.kernel == "k"]
-
     tiles = (500, 400, 300, 16, 17, 1000, 10)
-    # The kernel's first stay, whatever it thinks of them, and what it has no idea of.
-    assert tried(FakeBlas(estimate=10.0), Graded("k", tiles=tiles)) == [500, 400, 16, 1000, 10]
+    # What it has no idea of stays.
+    assert sorted(tried(FakeBlas(estimate=10.0), Graded("k", tiles=tiles))) == [10, 16, 1000]
     # Nothing to hold them against; nobody to ask.
-    assert tried(FakeBlas(), Graded("k", tiles=tiles)) == list(tiles)
-    assert tried(FakeBlas(estimate=10.0), Graded("k", tiles=tiles, estimate=1.0)) == list(tiles)
+    assert sorted(tried(FakeBlas(), Graded("k", tiles=tiles))) == sorted(tiles)
+    blas = FakeBlas(estimate=10.0)
+    assert sorted(tried(blas, Graded("k", tiles=tiles, estimate=1.0))) == sorted(tiles)
+
+
+def test_a_kernel_without_hope_is_on_record_with_the_reason() -> None:
+    kernels = [FakeBlas(estimate=10.0), Graded("k", tiles=(500,))]
+    record, timer = tune(*kernels)
+    (entry,) = (c for c in record.candidates if c.kernel == "k")
+    assert entry.status == "failed"
+    assert "hopeless" in str(entry.reason)
+    assert "k" not in timer.measured
+    again, _ = tune(*kernels, before=record)
+    assert again is record
+
+
+def test_no_more_are_compiled_than_may_still_win(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once some are timed, estimates are scaled by what these took."""
+    monkeypatch.setattr(tuner, "FIRST_BATCH", 3)
+    monkeypatch.setattr(tuner, "BATCH", 1)
+    tiles = (100, 103, 106, 140)
+    blas = FakeBlas(estimate=100.0)
+    # All take what was expected: 106 cannot win, by more than the model is trusted to tell.
+    exact: dict[Any, float] = {("k", tile): tile for tile in tiles} | {"blas": 150.0}
+    assert tried(blas, Graded("k", tiles=tiles), times=exact) == [100, 103]
+    # The second takes less than expected: the third may be the best, and is not.
+    better = exact | {("k", 103): 101.0}
+    assert tried(blas, Graded("k", tiles=tiles), times=better) == [100, 103, 106]
+
+
+def test_what_won_elsewhere_is_tried_first() -> None:
+    tiles = tuple(range(1, 40))
+    kernels = [FakeBlas(estimate=10.0), Graded("k", tiles=tiles), FakeKernel("other")]
+    hints = [("k", {"tile": 39}), ("gone", {}), ("k", {"tile": 0}), ("other", {"stale": 1})]
+    record = Tuner(FakeTimer({("k", 39): 1.0})).tune(problem(), kernels, settings(), hints=hints)
+    first = [c for c in record.candidates if c.kernel == "k"][0]
+    assert first.config == {"tile": 39}
+    assert record.best.config == {"tile": 39}
+
+
+def test_a_bucket_is_measured_inside() -> None:
+    record, _ = tune(FakeBlas(), FakeKernel("k"), times={"k": 5.0, ("k", 1, 49): 7.0})
+    assert record.measured_at == (33, 49, 64)
+    (mine,) = (c for c in record.candidates if c.kernel == "k")
+    assert mine.inside_us == {33: 5.0, 49: 7.0}
+    exact, _ = tune(FakeBlas(), FakeKernel("k"), problem=problem(m=50))
+    assert exact.measured_at == (50,)
+
+
+def test_right_at_the_edge_and_wrong_inside_never_wins() -> None:
+    def spoil(out: torch.Tensor) -> torch.Tensor:
+        return out if out.shape[-2] == 64 else out * 1.1
+
+    record, _ = tune(FakeBlas(), FakeKernel("cheat", spoil=spoil), times={"cheat": 1.0})
+    assert winner(record) == "blas"
+    (evidence,) = (c for c in record.candidates if c.kernel == "cheat")
+    assert evidence.status == "wrong"
+    assert "at M=" in str(evidence.reason)
 
 
 @pytest.mark.parametrize("layout", ["row", "col"])
@@ -234,7 +273,7 @@ def test_timed_as_called(layout: Any) -> None:
     given: list[bool] = []
 
     class Watching(FakeTimer):
-        def measure(self, runs: Any, rounds: int) -> list[list[float]]:
+        def measure(self, runs: Any, rounds: int, **chain: Any) -> list[list[float]]:
             launched = [run.launcher for run in runs]
             for run, launcher in zip(runs, launched, strict=True):
 
@@ -242,8 +281,8 @@ def test_timed_as_called(layout: Any) -> None:
                     given.append(arguments[5] is not None)
                     return launcher(*arguments)
 
-                replace(run, launcher=spy)()
-            return super().measure(runs, rounds)
+                replace(run, launcher=spy)(0)
+            return super().measure(runs, rounds, **chain)
 
     asked = problem(out=Operand(torch.float32, layout), bias=torch.float32)
     Tuner(Watching({})).tune(asked, [FakeBlas(), FakeKernel("k")], settings())
