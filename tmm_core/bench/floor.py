@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tmm_core.timing import Run, Timer, median
+from tmm_core.dispatch.timing import Run, Timer, median
 
 #: (blocks per SM, words per block and step, warps)
 LAUNCHES = tuple(itertools.product((8, 16, 32, 64), (1024, 2048), (4,)))

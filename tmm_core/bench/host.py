@@ -16,7 +16,7 @@ import torch.nn.functional as F
 import tmm_core
 from tmm_core import settings
 from tmm_core.bench.results import Document
-from tmm_core.timing import Run
+from tmm_core.dispatch.timing import Run
 
 SIZE = 16
 #: Calls per batch: of two launches at most each, well within the 1024 that a queue holds.

@@ -18,13 +18,13 @@ from tmm_cache import CandidateResult, TuningRecord
 
 import tmm_core
 from tmm_core import settings
+from tmm_core.bench.case import Call, Case
 from tmm_core.bench.providers import best_of_each
 from tmm_core.bench.results import Document
-from tmm_core.bucket import bucket_edge
-from tmm_core.case import Call, Case
-from tmm_core.kernel import BASELINE
-from tmm_core.plan import Plan
-from tmm_core.timing import CudaTimer, HostTimer, Run, Timer, median
+from tmm_core.dispatch.timing import CudaTimer, HostTimer, Run, Timer, median
+from tmm_core.launch.plan import Plan
+from tmm_core.spec.bucket import bucket_edge
+from tmm_core.spec.kernel import BASELINE
 
 LARGEST_M = 8192
 ROUNDS = 15
