@@ -45,7 +45,7 @@ from torch.distributed.tensor import (
 from torch.distributed.tensor.experimental import local_map
 
 import tmm_core
-import tmm_core.distributed
+import tmm_core.tools.ranks
 
 
 def parameter(t: torch.Tensor, mesh: DeviceMesh, dim: int) -> nn.Parameter:
@@ -195,7 +195,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if on_gpu:
         pairs = products(options.tokens, options.width, options.hidden // ranks, device, dtype)
         problems = [tmm_core.problem(a, b) for a, b in pairs]
-        records = tmm_core.distributed.tune(problems, budget=options.budget)
+        records = tmm_core.tools.ranks.tune(problems, budget=options.budget)
     tuning = time.perf_counter() - tuning
 
     lr = options.lr or min(2e-3, 0.5 / options.width)

@@ -23,6 +23,7 @@ if not torch.cuda.is_available():
 sys.path.insert(0, str(Path(__file__).parent))  # fakes.py
 
 from tmm_core import dispatch, settings
+from tmm_core.launch import warm
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -49,5 +50,5 @@ def isolated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def forget() -> None:
     """Make the process read environment, plugins and cache anew."""
     dispatch.dispatcher.cache_clear()
-    dispatch.forget_plans()
+    warm.forget_plans()
     settings._from_environment.cache_clear()

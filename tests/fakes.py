@@ -11,12 +11,12 @@ from tmm_blas.blas import Blas
 from tmm_cache import CacheStore
 
 from tmm_core import Config, Kernel, Launcher, Problem, Traits, hookimpl
-from tmm_core.device import DeviceFingerprint
-from tmm_core.dispatcher import Dispatcher
-from tmm_core.problem import Operand
-from tmm_core.registry import Registry
+from tmm_core.dispatch.ladder import Dispatcher
+from tmm_core.dispatch.registry import Registry
+from tmm_core.dispatch.tuner import Tuner
 from tmm_core.settings import Settings
-from tmm_core.tuner import Tuner
+from tmm_core.spec.device import DeviceFingerprint
+from tmm_core.spec.problem import Operand
 
 DEVICE = DeviceFingerprint(
     type="cpu", name="Fake H200", capability=(9, 0), sm_count=132, torch="2", triton="3"

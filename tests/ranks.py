@@ -17,7 +17,7 @@ import torch.distributed as dist
 import tmm_core
 
 #: What is imported once, before ranks are forked.
-PRELOAD = ["tmm_core.distributed", "torch.distributed.tensor.debug"]
+PRELOAD = ["tmm_core.tools.ranks", "torch.distributed.tensor.debug"]
 
 
 class Lost:
@@ -225,7 +225,7 @@ def _reference(tensors: dict[str, torch.Tensor], epilogue: str) -> torch.Tensor:
     z = torch.matmul(tensors["a"], tensors["b"])
     if "bias" in tensors:
         z = z + tensors["bias"]
-    y = tmm_core.dispatch.epilogue_of(epilogue).apply(z)
+    y = tmm_core.launch.warm.epilogue_of(epilogue).apply(z)
     return y + tensors["residual"] if "residual" in tensors else y
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import graphlib
 import subprocess
 import sys
 import zipfile
@@ -58,6 +59,109 @@ def test_imports_point_one_way(package: str) -> None:
         assert not strangers, f"{place} imports {sorted(strangers)}"
 
 
+#: The rooms of core, the lowest floor first. One imports from floors below its own: at the top of
+#: a module, inside a function or for types alone. A name is a folder or a module of tmm_core;
+#: ``tmm_core`` is the names it publishes.
+FLOORS = (
+    {"errors"},
+    {"settings", "spec"},
+    {"launch"},
+    {"dispatch", "triton"},
+    {"interop"},
+    {"api"},
+    {"tmm_core", "nn"},
+    {"bench", "testing"},
+    {"tools.commands"},
+    {"tools"},
+)
+FLOOR = {room: number for number, rooms in enumerate(FLOORS) for room in rooms}
+
+
+def room(module: str) -> str:
+    _, *parts = module.split(".")
+    if not parts:
+        return "tmm_core"
+    inside = ".".join(parts[:2])
+    return inside if inside in FLOOR else parts[0]
+
+
+def modules(package: str) -> dict[str, set[str]]:
+    """The modules of a package, and which of them each imports anywhere in its file."""
+    top = PACKAGES[package]
+    files = {}
+    for path in top.rglob("*.py"):
+        parts = path.relative_to(top.parent).with_suffix("").parts
+        files[".".join(parts[:-1] if parts[-1] == "__init__" else parts)] = path
+    return {
+        name: {target for found in named(path) if (target := _module(found, files))}
+        for name, path in files.items()
+    }
+
+
+def named(path: Path) -> set[str]:
+    """What a file imports: modules, names out of modules, and what ``import_module`` is given."""
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text(), str(path))):
+        match node:
+            case ast.Import(names):
+                found |= {alias.name for alias in names}
+            case ast.ImportFrom(str(module), names, 0):
+                found |= {f"{module}.{alias.name}" for alias in names}
+            case ast.Call(ast.Attribute(attr="import_module"), [ast.Constant(str(text)), *_]):
+                found.add(text)
+            case ast.Call(
+                ast.Attribute(attr="import_module"),
+                [ast.JoinedStr([ast.Constant(str(text)), *_]), *_],
+            ):
+                found.add(text.rstrip("."))
+    return found
+
+
+def _module(name: str, known: dict[str, Path]) -> str | None:
+    """The known module of that name, or the one that it is a name in."""
+    while name and name not in known:
+        name = name.rpartition(".")[0]
+    return name or None
+
+
+def climbs(graph: dict[str, set[str]]) -> list[str]:
+    """The imports that do not go down, between rooms."""
+    return [
+        f"{name} (floor {FLOOR[here]}) imports {target} (floor {FLOOR[there]})"
+        for name, targets in graph.items()
+        for target in sorted(targets)
+        if (here := room(name)) != (there := room(target)) and FLOOR[here] <= FLOOR[there]
+    ]
+
+
+def test_imports_go_down_the_floors_of_core() -> None:
+    assert len(FLOORS) <= 10
+    graph = modules("tmm_core")
+    strangers = {room(name) for name in graph} - set(FLOOR)
+    assert not strangers, f"which floor are {sorted(strangers)} on?"
+    assert set(FLOOR) == {room(name) for name in graph}, "a room without a module"
+    assert not climbs(graph)
+
+
+def test_an_import_upwards_is_seen() -> None:
+    up = {"tmm_core.launch.warm": {"tmm_core.spec.problem", "tmm_core.dispatch.ladder"}}
+    assert climbs(up) == [
+        "tmm_core.launch.warm (floor 2) imports tmm_core.dispatch.ladder (floor 3)"
+    ]
+    # What a reader of sources has to find: imports inside functions, for types, and by text.
+    graph = modules("tmm_core")
+    assert "tmm_core.dispatch.tuner" in graph["tmm_core.dispatch.ladder"]
+    assert "tmm_core.triton.pointwise" in graph["tmm_core.interop.pointwise"]
+    assert "tmm_core.interop.sharding" in graph["tmm_core.api"]
+    assert "tmm_core.tools.commands" in graph["tmm_core.tools.cli"]
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_imports_go_round(package: str) -> None:
+    graph = {name: targets - {name} for name, targets in modules(package).items()}
+    list(graphlib.TopologicalSorter(graph).static_order())  # raises CycleError
+
+
 #: ``tmm_core`` itself, and what it publishes for authors of kernels and their tests.
 PUBLIC = {"tmm_core", "tmm_core.triton", "tmm_core.testing"}
 
@@ -93,7 +197,7 @@ def test_the_wheel_declares_commands_and_plugins(wheel: Path) -> None:
         (path,) = (n for n in archive.namelist() if n.endswith("entry_points.txt"))
         text = archive.read(path).decode()
     for line in (
-        "tmm = tmm_core.cli:main",
+        "tmm = tmm_core.tools.cli:main",
         "tmm-cache = tmm_cache.cli:main",
         "blas = tmm_blas.plugin",
         "triton = tmm_triton.plugin",

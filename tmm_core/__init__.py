@@ -12,7 +12,6 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 from tmm_core.api import explain, kernels, linear, matmul, plan, problem, tune
-from tmm_core.epilogue import Epilogue
 from tmm_core.errors import (
     CacheMissError,
     ConfigError,
@@ -23,24 +22,23 @@ from tmm_core.errors import (
     UnknownNameError,
     UnsupportedProblemError,
 )
-from tmm_core.kernel import Candidate, Config, Kernel, Launcher, Traits
-from tmm_core.plan import Plan
-from tmm_core.problem import Operand, Problem
+from tmm_core.launch.plan import Plan
 from tmm_core.settings import Settings, override
+from tmm_core.spec.epilogue import Epilogue
+from tmm_core.spec.kernel import Candidate, Config, Deferred, Kernel, Launcher, Traits
+from tmm_core.spec.problem import Operand, Problem
 
 if TYPE_CHECKING:
-    from tmm_core.deferred import Deferred
-    from tmm_core.explanation import Explanation, KernelInfo
-    from tmm_core.hookspecs import hookimpl
+    from tmm_core.dispatch.explanation import Explanation, KernelInfo
+    from tmm_core.spec.hookspecs import hookimpl
 
 __version__ = "0.1.0"
 
 #: Names that most processes never use, and whose modules import more than all the others.
 _LATER = {
-    "Deferred": "tmm_core.deferred",
-    "Explanation": "tmm_core.explanation",
-    "KernelInfo": "tmm_core.explanation",
-    "hookimpl": "tmm_core.hookspecs",
+    "Explanation": "tmm_core.dispatch.explanation",
+    "KernelInfo": "tmm_core.dispatch.explanation",
+    "hookimpl": "tmm_core.spec.hookspecs",
 }
 
 

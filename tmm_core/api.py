@@ -11,17 +11,19 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tmm_core import autograd, dispatch, ops, settings
-from tmm_core.check import check, refuse_gradients_of_out
-from tmm_core.epilogue import Epilogue, EpilogueLike
-from tmm_core.kernel import Config
-from tmm_core.plan import Plan
-from tmm_core.problem import FP8, Problem
+from tmm_core import dispatch, settings
+from tmm_core.interop import autograd, operator
+from tmm_core.launch import warm
+from tmm_core.launch.check import check, refuse_gradients_of_out
+from tmm_core.launch.plan import Plan
+from tmm_core.spec.epilogue import Epilogue, EpilogueLike
+from tmm_core.spec.kernel import Config
+from tmm_core.spec.problem import FP8, Problem
 
 if TYPE_CHECKING:
     from tmm_cache import TuningRecord
 
-    from tmm_core.explanation import Explanation, KernelInfo
+    from tmm_core.dispatch.explanation import Explanation, KernelInfo
 
 Tensor = torch.Tensor
 ConfigLike = Config | Mapping[str, Any] | None
@@ -109,11 +111,11 @@ def matmul(
         not torch.compiler.is_dynamo_compiling()
         and out is None
         and (epilogue is None or type(epilogue) is str)
-        and dispatch.undisturbed(a, b, bias, residual, scale_a, scale_b)
+        and warm.undisturbed(a, b, bias, residual, scale_a, scale_b)
     ):
         text = epilogue or ""
         if not autograd.recorded(a, b, bias, residual):
-            return dispatch.run(a, b, bias, residual, alpha, text, out_dtype, scale_a, scale_b)
+            return warm.run(a, b, bias, residual, alpha, text, out_dtype, scale_a, scale_b)
         if scale_a is None and scale_b is None and a.dtype not in FP8:
             return autograd.eager(a, b, bias, residual, alpha, text, out_dtype)
     if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
@@ -121,12 +123,12 @@ def matmul(
         raise TypeError(f"matmul(): argument '{name}' must be Tensor, not {type(wrong).__name__}")
     text = _text_of(epilogue)
     if out is not None:
-        return ops.matmul_out(  # type: ignore[no-any-return]
+        return operator.matmul_out(  # type: ignore[no-any-return]
             a, b, bias, residual, alpha, text, out_dtype, scale_a, scale_b, out=out
         )
     if not torch.compiler.is_compiling() and type(a) is not Tensor:
         _prepare_for(type(a))
-    return ops.matmul(a, b, bias, residual, alpha, text, out_dtype, scale_a, scale_b)  # type: ignore[no-any-return]
+    return operator.matmul(a, b, bias, residual, alpha, text, out_dtype, scale_a, scale_b)  # type: ignore[no-any-return]
 
 
 def _text_of(epilogue: EpilogueLike) -> str:
@@ -171,7 +173,7 @@ def _scaled(
         )
     # Both leave it interned, where a tracer finds it without tracing the registry.
     text = epilogue.interned() if isinstance(epilogue, Epilogue) else _parsed_text(epilogue)
-    parsed = dispatch.epilogue_of(text)
+    parsed = warm.epilogue_of(text)
     check(a, b, bias, residual, parsed, out_dtype, scale_a, scale_b)
     product = matmul(a, b, **rest)
     z = alpha * product
@@ -185,7 +187,7 @@ def _prepare_for(kind: type[Tensor]) -> None:
     those who never shard do not pay."""
     module = sys.modules.get("torch.distributed.tensor")
     if module is not None and issubclass(kind, module.DTensor):
-        importlib.import_module("tmm_core.distributed")
+        importlib.import_module("tmm_core.interop.sharding")
 
 
 def linear(
@@ -226,7 +228,7 @@ def linear(
         and (kernel is None and config is None and on_cache_miss is None)
         and (out is None and scale_a is None and scale_b is None)
         and (epilogue is None or type(epilogue) is str)
-        and dispatch.undisturbed(x, weight, bias, residual)
+        and warm.undisturbed(x, weight, bias, residual)
         and x.dtype not in FP8
     ):
         text = epilogue or ""
@@ -269,7 +271,7 @@ def plan(
     Not differentiable. Arguments and errors are those of :func:`matmul`.
     """
     with _overrides(kernel, config, on_cache_miss):
-        made = dispatch.make_plan(
+        made = warm.make_plan(
             a,
             b,
             bias,
@@ -304,7 +306,7 @@ def problem(
     parsed = dispatch.dispatcher().registry.epilogue(epilogue)
     current = settings.current()
     scales = (scale_a, scale_b)
-    return dispatch.pose(a, b, bias, residual, alpha, parsed, out_dtype, None, current, scales)[0]
+    return warm.pose(a, b, bias, residual, alpha, parsed, out_dtype, None, current, scales)[0]
 
 
 def explain(a: Tensor, b: Tensor, **arguments: Any) -> Explanation:
@@ -318,7 +320,7 @@ def explain(a: Tensor, b: Tensor, **arguments: Any) -> Explanation:
     Raises:
         RuntimeError, ValueError, TypeError: As :func:`matmul`.
     """
-    from tmm_core.explanation import explain_problem
+    from tmm_core.dispatch.explanation import explain_problem
 
     names = ("kernel", "config")
     forced = {name: arguments.pop(name) for name in names if name in arguments}
@@ -346,13 +348,13 @@ def tune(
     changes: dict[str, Any] = {} if budget is None else {"tune_budget": budget}
     with settings.override(**changes) as current:
         records = [dispatch.dispatcher().tune(p, current, force=force) for p in problems]
-    dispatch.forget_plans()
+    warm.forget_plans()
     return records
 
 
 def kernels() -> list[KernelInfo]:
     """Every kernel there is, with version, distribution, traits, and why it is disabled."""
-    from tmm_core.explanation import kernel_infos
+    from tmm_core.dispatch.explanation import kernel_infos
 
     return kernel_infos(dispatch.dispatcher().registry, settings.current())
 

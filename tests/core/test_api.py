@@ -15,8 +15,9 @@ import torch.nn.functional as F
 from fakes import FakeKernel, plugin
 
 import tmm_core
-from tmm_core import dispatch, ops
-from tmm_core.epilogue import BUILTIN, Epilogue
+from tmm_core import dispatch
+from tmm_core.interop import operator
+from tmm_core.spec.epilogue import BUILTIN, Epilogue
 
 SHAPES = [
     ((7,), (7,)),
@@ -244,9 +245,11 @@ def test_autocast_is_torchs() -> None:
 def test_opcheck() -> None:
     a, b = torch.randn(4, 5, requires_grad=True), torch.randn(5, 6, requires_grad=True)
     bias, residual = torch.randn(6), torch.randn(4, 6)
-    torch.library.opcheck(ops.matmul, (a, b))
-    torch.library.opcheck(ops.matmul, (a, b, bias, residual, 0.5, "silu", None))
-    torch.library.opcheck(ops.matmul, (a.detach(), b.detach(), None, None, 1.0, "swiglu", None))
+    torch.library.opcheck(operator.matmul, (a, b))
+    torch.library.opcheck(operator.matmul, (a, b, bias, residual, 0.5, "silu", None))
+    torch.library.opcheck(
+        operator.matmul, (a.detach(), b.detach(), None, None, 1.0, "swiglu", None)
+    )
 
 
 def test_compile_has_no_graph_break_and_few_compiles() -> None:
@@ -454,7 +457,8 @@ assert not torch.cuda.is_initialized()
 assert "triton" not in sys.modules, "triton"
 assert "tmm_triton" not in sys.modules and "tmm_blas" not in sys.modules
 assert "rich" not in sys.modules and "filelock" not in sys.modules
-from tmm_core import dispatch, ops
+from tmm_core import dispatch
+from tmm_core.interop import operator
 assert dispatch.dispatcher.made is None
 assert set(os.listdir({home!r})) == before
 """

@@ -19,9 +19,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import tmm_core
-from tmm_core import TmmWarning, autograd, dispatch, pointwise
-from tmm_core.epilogue import BUILTIN, Epilogue, parse
+from tmm_core import TmmWarning, dispatch
+from tmm_core.interop import autograd, pointwise
+from tmm_core.launch import warm
 from tmm_core.nn import SwiGLU
+from tmm_core.spec.epilogue import BUILTIN, Epilogue, parse
 
 Tensor = torch.Tensor
 
@@ -256,7 +258,7 @@ def test_vmap_nests_and_makes_the_product_torch_would() -> None:
     torch.testing.assert_close(nested, a @ b[:, None])
     # Rows of one product, not a batch of them.
     torch.vmap(tmm_core.matmul, (0, None))(a[0], b[0])
-    (folded,) = (p for p in dispatch._plans.values() if p.problem.n == 6 and p.problem.batch == 1)
+    (folded,) = (p for p in warm._plans.values() if p.problem.n == 6 and p.problem.batch == 1)
     assert (folded.problem.m, folded.problem.k) == (3 * 4, 5)
     vectors = torch.randn(7, 5)
     got = torch.vmap(lambda v: tmm_core.matmul(a[0, 0], v))(vectors)
@@ -321,9 +323,9 @@ def test_activation_checkpointing(epilogue: Any, reentrant: bool) -> None:
 def test_backward_goes_through_the_dispatcher() -> None:
     x, w = leaf(2, 6, 5, dtype=torch.float32), leaf(4, 5, dtype=torch.float32)
     y = tmm_core.linear(x, w, epilogue="relu")
-    dispatch.forget_plans()
+    warm.forget_plans()
     y.sum().backward()
-    posed = {(p.problem.m, p.problem.n, p.problem.k) for p in dispatch._plans.values()}
+    posed = {(p.problem.m, p.problem.n, p.problem.k) for p in warm._plans.values()}
     # Of the input; of the weight as it lies, over all rows.
     assert posed == {(12, 5, 4), (4, 5, 12)}
 
@@ -396,10 +398,10 @@ def test_alpha_as_a_tensor_with_a_gradient(epilogue: Any) -> None:
 def test_alpha_as_a_tensor_without() -> None:
     a, b = torch.randn(3, 5), torch.randn(5, 2)
     alpha = torch.tensor(0.5)
-    dispatch.forget_plans()
+    warm.forget_plans()
     torch.testing.assert_close(tmm_core.matmul(a, b, alpha=alpha), 0.5 * (a @ b))
     # A number on the host is one to the kernel too.
-    assert [p.problem.scaled for p in dispatch._plans.values()] == [True]
+    assert [p.problem.scaled for p in warm._plans.values()] == [True]
     out = torch.empty(3, 2)
     tmm_core.linear(a, b.t(), alpha=alpha, epilogue="relu", out=out)
     torch.testing.assert_close(out, torch.relu(0.5 * (a @ b)))
@@ -547,9 +549,9 @@ def test_what_is_not_wanted_is_not_computed(epilogue: str, learns: str, passes: 
         t.requires_grad_()
     ours, theirs = calls(epilogue)
     grad = torch.randn(40, 300)
-    dispatch.forget_plans()
+    warm.forget_plans()
     got = torch.autograd.grad(ours(a, b, bias), wanted, grad)
-    assert len(dispatch._plans) == {"bias": 1, "both": 3}.get(learns, 2)
+    assert len(warm._plans) == {"bias": 1, "both": 3}.get(learns, 2)
     alike(got, torch.autograd.grad(theirs(a, b, bias), wanted, grad))
     assert passes == ["forward", "backward"]
 
@@ -613,7 +615,7 @@ def test_a_product_is_let_go_before_its_operands_gradients(
     def run(*arguments: Any) -> Tensor:
         gc.collect()  # Triton's interpreter leaves cycles that hold what it was given
         alive.extend(not product.expired() for product in products)
-        return dispatch.run(*arguments)
+        return warm.run(*arguments)
 
     monkeypatch.setattr(Pointwise, "forward", forward)
     y = calls(epilogue)[0](a, b)
@@ -689,7 +691,7 @@ def test_gradients_go_by_the_settings_of_their_product(
     assert len(seen) == 2
     assert all(settings is other for settings in seen)
     # And what was computed outside is not drawn in.
-    dispatch.forget_plans()
+    warm.forget_plans()
     y = tmm_core.matmul(x, w)
     seen.clear()
     with tmm_core.override(tune_budget=3.25):
@@ -761,9 +763,9 @@ def test_a_gated_mlp_learns_in_one_product(bias: bool, learns: Any, passes: list
         between = F.silu(F.linear(x, gate.weight, gate.bias)) * F.linear(x, up.weight, up.bias)
         return F.linear(between, mlp.down_proj.weight, mlp.down_proj.bias)
 
-    dispatch.forget_plans()
+    warm.forget_plans()
     y = mlp(x)
-    assert {(p.problem.n, p.problem.k) for p in dispatch._plans.values()} == {(24, 8), (8, 12)}
+    assert {(p.problem.n, p.problem.k) for p in warm._plans.values()} == {(24, 8), (8, 12)}
     got = torch.autograd.grad(y.square().sum(), wanted)
     assert passes == ["forward", "backward"]
     alike(got, torch.autograd.grad(eager().square().sum(), wanted))

@@ -18,13 +18,14 @@ import torch.nn.functional as F
 from fakes import FakeKernel, plugin
 
 import tmm_core
-from tmm_core import dispatch, settings, verify
+from tmm_core import dispatch, settings
 from tmm_core.bench import environment, host, providers, regret, report, results, runner, suites
+from tmm_core.bench.case import Case, parse_expression, parse_shape
 from tmm_core.bench.results import Results
 from tmm_core.bench.suites import Task
-from tmm_core.case import Case, parse_expression, parse_shape
-from tmm_core.cli import main
-from tmm_core.timing import HostTimer
+from tmm_core.dispatch import verify
+from tmm_core.dispatch.timing import HostTimer
+from tmm_core.tools.cli import main
 
 CPU = torch.device("cpu")
 FP32 = torch.float32

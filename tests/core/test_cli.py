@@ -15,9 +15,9 @@ from tmm_cache import CacheStore
 
 import tmm_core
 from tmm_core import Traits, dispatch, settings
-from tmm_core.cli import main
-from tmm_core.commands import doctor
-from tmm_core.device import fingerprint
+from tmm_core.spec.device import fingerprint
+from tmm_core.tools.cli import main
+from tmm_core.tools.commands import doctor
 
 CPU = ("--device", "cpu")
 

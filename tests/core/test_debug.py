@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tmm_core.device import interpreting
+from tmm_core.spec.device import interpreting
 from tmm_core.testing import breakpoint_if, check_tensors_ready, print_if
 from tmm_core.testing.debug import holds, parse_condition
 

@@ -17,11 +17,12 @@ import pytest
 from fakes import FakeBlas, FakeKernel, problem, settings
 from tmm_cache import CacheStore
 
+import tmm_core
 from tmm_core import Deferred, Kernel, PluginError, TmmWarning, UnknownNameError
-from tmm_core.deferred import Answers
-from tmm_core.dispatcher import Dispatcher
-from tmm_core.registry import Registry
-from tmm_core.tuner import Tuner
+from tmm_core.dispatch.deferred import Answers, own_files
+from tmm_core.dispatch.ladder import Dispatcher
+from tmm_core.dispatch.registry import Registry
+from tmm_core.dispatch.tuner import Tuner
 
 PROBLEM = problem()
 
@@ -234,7 +235,7 @@ if sys.argv[1] == "record":
 choice = chooser.choose(posed, tmm_core.settings.current())
 assert choice.candidate.kernel.name == sys.argv[2], choice
 torch.testing.assert_close(tmm_core.matmul(a, a), a @ a)
-ours = ("tmm_triton.", "tmm_core.t")
+ours = ("tmm_triton.", "tmm_core.t", "tmm_core.dispatch.t")
 print(*sorted(name for name in sys.modules if name == "triton" or name.startswith(ours)))
 """
 
@@ -258,7 +259,20 @@ def test_a_process_that_replays_imports_what_it_replays(tmp_path: Path, winner: 
         kernels = {"tmm_triton.naive", "tmm_triton.kernel", "tmm_triton.operands"}
         assert kernels | {"triton"} <= imported
         assert not {"tmm_triton.grouped", "tmm_triton.warp_specialized"} & imported
-        assert not {"tmm_core.tuner", "tmm_core.timing"} & imported
+        assert not {"tmm_core.dispatch.tuner", "tmm_core.dispatch.timing"} & imported
+
+
+def test_an_answer_depends_on_tmms_own_code() -> None:
+    core = Path(tmm_core.__file__).parent
+    own = {path.relative_to(core).as_posix() for path in own_files()}
+    assert {
+        "settings.py",
+        "spec/problem.py",
+        "launch/check.py",
+        "dispatch/registry.py",
+        "triton/launch.py",
+    } <= own
+    assert not {name for name in own if name.startswith(("bench/", "nn/", "testing/", "tools/"))}
 
 
 def test_the_garbage_collector_is_left_as_it_was(file: Path) -> None:

@@ -13,13 +13,14 @@ import torch
 from fakes import FakeKernel, plugin
 from tmm_cache import CacheStore
 
-from tmm_core import demo, dispatch, settings
-from tmm_core.case import Case
+from tmm_core import dispatch, settings
+from tmm_core.bench.case import Case
+from tmm_core.tools import demo
 
 
 def run() -> tuple[int, str]:
     environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
-    command = [sys.executable, "-m", "tmm_core.demo"]
+    command = [sys.executable, "-m", "tmm_core.tools.demo"]
     done = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=300, check=False
     )

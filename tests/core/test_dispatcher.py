@@ -19,8 +19,8 @@ from tmm_core import (
     UnknownNameError,
     UnsupportedProblemError,
 )
-from tmm_core.bucket import bucket_edge
-from tmm_core.explanation import explain_problem
+from tmm_core.dispatch.explanation import explain_problem
+from tmm_core.spec.bucket import bucket_edge
 
 FAST = {"fast": 10.0, "blas": 20.0}
 
@@ -464,7 +464,7 @@ def test_store_is_the_users_by_default() -> None:
 
 def test_problem_json_round_trip() -> None:
     from tmm_core import Problem
-    from tmm_core.epilogue import parse
+    from tmm_core.spec.epilogue import parse
 
     p = problem(m=3, epilogue=parse("softcap(5)"), bias=torch.float32, tf32=True, scaled=True)
     assert Problem.from_json(p.to_json(), DEVICE, parse(p.to_json()["epilogue"])) == p

@@ -23,9 +23,10 @@ from ranks import MOVED, RULES, Case, Lost, Outcome, World, placements, product,
 from tmm_cache import CacheStore
 
 import tmm_core
-import tmm_core.distributed
+import tmm_core.tools.ranks
 from tmm_core import dispatch
-from tmm_core.tuner import Tuner
+from tmm_core.dispatch.tuner import Tuner
+from tmm_core.launch import warm
 
 ROOT = Path(__file__).parent.parent.parent
 
@@ -85,7 +86,7 @@ def epilogues_in_turn() -> list[tuple[str, float]]:
     turns = []
     for name in ("", "relu", "scale(2)", "silu", ""):
         got = tmm_core.matmul(*sharded, epilogue=name or None)
-        expected = dispatch.epilogue_of(name).apply(a @ b.t())
+        expected = warm.epilogue_of(name).apply(a @ b.t())
         turns.append((spell(got.placements), float((got.full_tensor() - expected).abs().max())))
     return turns
 
@@ -258,7 +259,7 @@ def tuned(
     start = time.monotonic()
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
-        records = tmm_core.distributed.tune(problems, budget=2.0, **options)
+        records = tmm_core.tools.ranks.tune(problems, budget=2.0, **options)
     seconds = time.monotonic() - start
     # These may tune what is not on record: `measured` would show it.
     choices = [chooser.choose(one, settings()) for one in problems if len(records) == COUNT]
@@ -386,7 +387,7 @@ def different_problems() -> str:
     dispatch.dispatcher = lambda: chooser  # type: ignore[assignment]
     posed = [problem(n=32 + (dist.get_rank() == 3))]
     with pytest.raises(ValueError, match="tune different things: they differ in problems") as error:
-        tmm_core.distributed.tune(posed)
+        tmm_core.tools.ranks.tune(posed)
     return str(error.value)
 
 
@@ -402,7 +403,7 @@ def in_a_group(root: str) -> Tuned | None:
     if dist.get_rank() in (1, 3):
         return tuned(root, group=group)
     with pytest.raises(ValueError, match="is not of the group"):
-        tmm_core.distributed.tune([problem()], group)
+        tmm_core.tools.ranks.tune([problem()], group)
     return None
 
 
@@ -422,7 +423,7 @@ def test_without_ranks_it_is_the_plain_tune(monkeypatch: pytest.MonkeyPatch) -> 
     chooser, _ = dispatcher(FakeBlas(), x, times={"x": 5.0, "blas": 10.0})
     with monkeypatch.context() as patch:
         patch.setattr(dispatch, "dispatcher", lambda: chooser)
-        (record,) = tmm_core.distributed.tune(problem())
+        (record,) = tmm_core.tools.ranks.tune(problem())
     assert record.best.kernel == "x"
 
 
@@ -471,9 +472,9 @@ def asked_and_listed() -> tuple[set[str], set[str]]:
         example.distribute_tensor(torch.randn(tokens, width), mesh),
         example.distribute_tensor(torch.randn(tokens, width), mesh),
     )
-    dispatch.forget_plans()
+    warm.forget_plans()
     run.step(x, target)
-    asked = {str(plan.problem) for plan in dispatch._plans.values()}
+    asked = {str(plan.problem) for plan in warm._plans.values()}
     pairs = example.products(tokens, width, hidden // ranks, "cpu", torch.float32)
     return asked, {str(tmm_core.problem(a, b)) for a, b in pairs}
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import tmm_core
-from tmm_core import verify
-from tmm_core.device import fingerprint
-from tmm_core.epilogue import parse
-from tmm_core.problem import Operand, Problem
+from tmm_core.dispatch import verify
+from tmm_core.spec.device import fingerprint
+from tmm_core.spec.epilogue import parse
+from tmm_core.spec.problem import Operand, Problem
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 Tensor = torch.Tensor

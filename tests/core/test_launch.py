@@ -16,7 +16,7 @@ pytest.importorskip("triton")
 from triton.backends.nvidia import driver
 
 import tmm_core
-from tmm_core.fold import Fold
+from tmm_core.launch.fold import Fold
 from tmm_core.triton import Described, Step, launch, launcher
 
 BF16 = torch.bfloat16
@@ -207,7 +207,7 @@ def test_the_interpreter_takes_the_same_steps() -> None:
 
 def test_a_plan_writes_its_launches_out_under_its_checks(noted: Noted, release: str) -> None:
     """No function is called between the plan and Triton's, and no address read twice."""
-    from tmm_core.plan import Plan
+    from tmm_core.launch.plan import Plan
 
     signature = {"a": "*bf16", "b": "*bf16", "bias": "*bf16", "out": "*bf16", "alpha": "fp32"}
     bound = compiled(noted, signature, release, device=-1)
@@ -334,7 +334,7 @@ def test_scales_of_rows_are_where_they_are_and_those_of_a_batch_are_not(noted: N
 
 
 def test_a_plan_of_more_dimensions_writes_its_launches_out(noted: Noted, release: str) -> None:
-    from tmm_core.plan import Plan
+    from tmm_core.launch.plan import Plan
 
     a, b, residual = zeros(2, 3, 4), zeros(4, 6), zeros(2, 3, 6)
     direct, _ = folded(pointed(noted, release, (6, 6)), a, b, residual)

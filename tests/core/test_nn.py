@@ -199,7 +199,7 @@ def test_linear_is_torchs_with_an_epilogue(epilogue: str | None, bias: bool) -> 
     other = nn.Linear(8, 5, bias)
     other.load_state_dict(layer.state_dict())
     layer.load_state_dict(other.state_dict())
-    apply = tmm_core.epilogue.parse(epilogue).apply
+    apply = tmm_core.spec.epilogue.parse(epilogue).apply
     x = randn(3, 2, 8).requires_grad_()
     with torch.no_grad():
         assert_close(layer(x), apply(other(x)))
@@ -252,7 +252,7 @@ def test_an_epilogue_of_ones_own_survives_copies(through: str) -> None:
     layer = Linear(8, 5, epilogue=tmm_core.Epilogue("cubed", cubed))
     if through == "pickle":
         text = pickle.dumps(layer)
-        tmm_core.epilogue.INTERNED.clear()  # as in the process that reads it
+        tmm_core.spec.epilogue.INTERNED.clear()  # as in the process that reads it
         again = pickle.loads(text)
     else:
         again = copy.deepcopy(layer)

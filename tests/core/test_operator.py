@@ -11,10 +11,11 @@ import torch.nn.functional as F
 from torch.utils.flop_counter import FlopCounterMode
 
 import tmm_core
-from tmm_core import dispatch, ops
-from tmm_core.epilogue import BUILTIN, Epilogue
+from tmm_core import dispatch
+from tmm_core.interop import operator
 from tmm_core.nn import GatedMLP
 from tmm_core.nn.gated import gated_linear
+from tmm_core.spec.epilogue import BUILTIN, Epilogue
 
 Tensor = torch.Tensor
 
@@ -54,14 +55,14 @@ def test_opcheck(signature: str, learns: bool) -> None:
         if isinstance(t, Tensor) else t
         for t in SIGNATURES[signature]
     )  # fmt: skip
-    torch.library.opcheck(ops.matmul, arguments)
+    torch.library.opcheck(operator.matmul, arguments)
 
 
 @pytest.mark.parametrize("signature", SIGNATURES)
 def test_opcheck_out(signature: str) -> None:
     arguments = SIGNATURES[signature]
-    out = torch.empty_like(ops.matmul(*arguments))
-    torch.library.opcheck(ops.matmul_out, arguments, {"out": out})
+    out = torch.empty_like(operator.matmul(*arguments))
+    torch.library.opcheck(operator.matmul_out, arguments, {"out": out})
 
 
 @pytest.mark.parametrize("learns", [False, True])
@@ -238,8 +239,8 @@ def test_the_profiler_shows_the_kernel() -> None:
         tmm_core.matmul(a, b)
         tmm_core.matmul(a, b, epilogue="silu")
     (plain, fused) = (e for e in profile.events() if e.name == "tmm::matmul")
-    for operator in (plain, fused):
-        assert "blas" in {child.name for child in operator.cpu_children}
+    for event in (plain, fused):
+        assert "blas" in {child.name for child in event.cpu_children}
     with torch.profiler.profile(acc_events=True) as profile:
         pass
     assert not [e for e in profile.events() if e.name == "blas"]
@@ -272,6 +273,6 @@ def test_every_builtin_epilogue_goes_through_make_fx() -> None:
         b = randn(5, 6)
         call = functools.partial(tmm_core.matmul, b=b, epilogue=name)
         graph = make_fx(call)(randn(4, 5))
-        assert [n.target for n in graph.graph.nodes if n.op == "call_function"] == [ops.matmul]
+        assert [n.target for n in graph.graph.nodes if n.op == "call_function"] == [operator.matmul]
         a = randn(4, 5)
         torch.testing.assert_close(graph(a), epilogue.apply(a @ b))

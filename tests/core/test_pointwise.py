@@ -21,7 +21,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from tmm_core.epilogue import BUILTIN, parse
+from tmm_core.spec.epilogue import BUILTIN, parse
 
 EPILOGUES = [name for name, epilogue in BUILTIN.items() if epilogue.parts[1] is not None]
 EPILOGUES += ["gelu_tanh+softcap(30)", "swiglu+tanh"]

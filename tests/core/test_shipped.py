@@ -18,7 +18,7 @@ from tmm_cache import CacheStore, shipped_layers
 import tmm_core
 from tmm_core import dispatch
 from tmm_core.bench import recheck
-from tmm_core.cli import main
+from tmm_core.tools.cli import main
 
 CPU = torch.device("cpu")
 ROOT = Path(__file__).resolve().parents[2]

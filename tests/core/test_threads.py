@@ -14,7 +14,7 @@ from fakes import dispatcher as make_dispatcher
 
 import tmm_core
 from tmm_core import dispatch
-from tmm_core.registry import Registry
+from tmm_core.dispatch.registry import Registry
 
 PATIENCE = 30.0
 

@@ -12,10 +12,11 @@ import torch
 from fakes import FakeBlas, FakeConfig, FakeKernel, FakeTimer, problem, settings
 from tmm_cache import CandidateResult, TuningRecord
 
-from tmm_core import Traits, tuner, verify
-from tmm_core.problem import Operand
-from tmm_core.proposals import decide
-from tmm_core.tuner import Tuner
+from tmm_core import Traits
+from tmm_core.dispatch import tuner, verify
+from tmm_core.dispatch.proposals import decide
+from tmm_core.dispatch.tuner import Tuner
+from tmm_core.spec.problem import Operand
 
 
 def result(kernel: str, us: float, **fields: Any) -> CandidateResult:
@@ -71,7 +72,7 @@ def test_fast_and_wrong_never_wins(spoil: Any) -> None:
 
 
 def test_the_reference_covers_the_whole_expression() -> None:
-    from tmm_core.epilogue import parse
+    from tmm_core.spec.epilogue import parse
 
     operand = Operand(torch.float32)
     whole = problem(

@@ -10,9 +10,11 @@ import torch
 import torch.nn.functional as F
 
 import tmm_core
-from tmm_core import dispatch, pointwise
-from tmm_core.epilogue import BUILTIN, parse
+from tmm_core import dispatch
+from tmm_core.interop import pointwise
+from tmm_core.launch import warm
 from tmm_core.nn import SwiGLU
+from tmm_core.spec.epilogue import BUILTIN, parse
 
 Tensor = torch.Tensor
 
@@ -81,10 +83,10 @@ def test_gradients_are_eagers_within_rounding(epilogue: Any, dtype: torch.dtype)
 @pytest.mark.parametrize("kernel", ["triton.naive", "triton.persistent", "triton.split_k"])
 def test_an_epilogue_stays_in_the_kernel_while_training(kernel: str) -> None:
     x, w = randn(128, 512).requires_grad_(), randn(512, 256).requires_grad_()
-    dispatch.forget_plans()
+    warm.forget_plans()
     with tmm_core.override(kernel=kernel):
         y = tmm_core.matmul(x, w, epilogue="relu")
-        (fused,) = dispatch._plans.values()
+        (fused,) = warm._plans.values()
         assert (fused.kernel, fused.problem.epilogue.name) == (kernel, "relu")
         y.float().square().sum().backward()
     expected = torch.relu(x.detach().float() @ w.detach().float())
@@ -173,7 +175,7 @@ def test_a_training_step_in_a_cuda_graph(cold: bool) -> None:
         eager()
     torch.cuda.current_stream().wait_stream(stream)
     if cold:
-        dispatch.forget_plans()
+        warm.forget_plans()
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
         captured = step()
@@ -189,9 +191,9 @@ def test_a_gated_mlp_learns_in_one_product(bias: bool) -> None:
     mlp = SwiGLU(256, 512, bias=bias, device="cuda", dtype=torch.bfloat16)
     x = randn(3, 100, 256).requires_grad_()
     wanted = [x, *mlp.parameters()]
-    dispatch.forget_plans()
+    warm.forget_plans()
     y = mlp(x)
-    assert {(p.problem.n, p.problem.k) for p in dispatch._plans.values()} == {
+    assert {(p.problem.n, p.problem.k) for p in warm._plans.values()} == {
         (1024, 256),
         (256, 512),
     }

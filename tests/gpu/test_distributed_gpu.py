@@ -19,9 +19,10 @@ import torch.distributed as dist
 from ranks import MOVED, RULES, Case, Lost, World, product
 
 import tmm_core
-import tmm_core.distributed
+import tmm_core.tools.ranks
 from tmm_core import dispatch, settings
-from tmm_core.dispatcher import Dispatcher
+from tmm_core.dispatch.ladder import Dispatcher
+from tmm_core.launch import warm
 
 GPUS = torch.cuda.device_count()
 ROOT = Path(__file__).parent.parent.parent
@@ -85,7 +86,7 @@ def tune(root: str, fatal: int | None = None, **options: Any) -> dict[str, Any]:
     os.environ["TMM_ON_CACHE_MISS"] = "tune"
     settings._from_environment.cache_clear()
     dispatch.dispatcher.cache_clear()
-    dispatch.forget_plans()
+    warm.forget_plans()
     measured = []
 
     def watched(self: Dispatcher, problem: Any, *rest: Any, **more: Any) -> Any:
@@ -103,13 +104,13 @@ def tune(root: str, fatal: int | None = None, **options: Any) -> dict[str, Any]:
     with pytest.MonkeyPatch.context() as patch, warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         patch.setattr(Dispatcher, "tune", watched)
-        records = tmm_core.distributed.tune(posed, budget=4.0, **options)
+        records = tmm_core.tools.ranks.tune(posed, budget=4.0, **options)
     plans, errors = [], []
     for a, b in pairs:
         for epilogue in EPILOGUES:
             plan = tmm_core.plan(a, b.t(), epilogue=epilogue, on_cache_miss="error")
             plans.append((plan.kernel, plan.config, plan.origin))
-            exact = dispatch.epilogue_of(epilogue).apply(a.double() @ b.t().double())
+            exact = warm.epilogue_of(epilogue).apply(a.double() @ b.t().double())
             got = tmm_core.matmul(a, b.t(), epilogue=epilogue, on_cache_miss="error")
             errors.append(float((got - exact).abs().max() / exact.abs().max()))
     return {

@@ -32,7 +32,7 @@ def close(got: torch.Tensor, expected: torch.Tensor) -> None:
 
 CHOOSE = """
 import torch, tmm_core
-from tmm_core import tuner
+from tmm_core.dispatch import tuner
 a = torch.randn(256, 512, device="cuda").bfloat16()
 b = torch.randn(1024, 512, device="cuda").bfloat16().t()
 measured = []

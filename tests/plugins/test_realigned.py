@@ -27,8 +27,8 @@ from tmm_triton.realigned import (
 )
 
 from tmm_core import ConfigError, Operand, Problem
-from tmm_core.device import DeviceFingerprint, fingerprint
-from tmm_core.epilogue import parse
+from tmm_core.spec.device import DeviceFingerprint, fingerprint
+from tmm_core.spec.epilogue import parse
 from tmm_core.testing import KernelConformance, memory
 from tmm_core.testing.probe import Probe
 

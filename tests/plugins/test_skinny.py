@@ -26,8 +26,8 @@ from tmm_triton import operands, skinny
 from tmm_triton.skinny import Skinny, SkinnyConfig
 
 from tmm_core import ConfigError, Operand, Problem
-from tmm_core.device import DeviceFingerprint
-from tmm_core.epilogue import parse
+from tmm_core.spec.device import DeviceFingerprint
+from tmm_core.spec.epilogue import parse
 
 ROW, COL = Operand(torch.bfloat16), Operand(torch.bfloat16, "col")
 DEVICES = {

@@ -26,8 +26,8 @@ import torch
 pytest.importorskip("triton")
 
 from tmm_core import Operand, Problem
-from tmm_core.device import DeviceFingerprint
-from tmm_core.epilogue import parse
+from tmm_core.spec.device import DeviceFingerprint
+from tmm_core.spec.epilogue import parse
 
 BF16, FP32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
 #: Name, SMs and shared memory a block may have, by architecture.

@@ -32,8 +32,8 @@ from tmm_triton.split_k import SplitK, SplitKConfig
 
 import tmm_core
 from tmm_core import Config, ConfigError, Epilogue, Operand, Problem
-from tmm_core.device import DeviceFingerprint, fingerprint, interpreting
-from tmm_core.epilogue import parse
+from tmm_core.spec.device import DeviceFingerprint, fingerprint, interpreting
+from tmm_core.spec.epilogue import parse
 from tmm_core.triton import epilogues
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
@@ -455,7 +455,7 @@ import sys
 sys.modules["triton"] = None
 import torch
 from tmm_core import Operand, Problem
-from tmm_core.device import fingerprint
+from tmm_core.spec.device import fingerprint
 from tmm_triton.plugin import KERNELS, tmm_kernels
 operand = Operand(torch.float32)
 problem = Problem(2, 2, 2, operand, operand, operand, fingerprint(torch.device("cpu")))

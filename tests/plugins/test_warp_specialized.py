@@ -26,9 +26,10 @@ from tmm_triton import hopper_tiles, warp_specialized
 from tmm_triton.hopper_tiles import Constants, WarpSpecializedConfig
 from tmm_triton.warp_specialized import WarpSpecialized
 
-from tmm_core import ConfigError, Operand, Problem, verify
-from tmm_core.device import DeviceFingerprint
-from tmm_core.epilogue import BUILTIN, Epilogue, parse
+from tmm_core import ConfigError, Operand, Problem
+from tmm_core.dispatch import verify
+from tmm_core.spec.device import DeviceFingerprint
+from tmm_core.spec.epilogue import BUILTIN, Epilogue, parse
 
 KERNEL = WarpSpecialized()
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 import tmm_core
-from tmm_core.device import fingerprint
+from tmm_core.spec.device import fingerprint
 
 #: What is asked of nvidia-smi where torch cannot ask NVML itself (its Python binding is not
 #: among torch's requirements).

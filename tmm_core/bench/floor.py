@@ -18,8 +18,8 @@ import torch
 import triton
 import triton.language as tl
 
-from tmm_core.case import Call
-from tmm_core.timing import Run, Timer, median
+from tmm_core.bench.case import Call
+from tmm_core.dispatch.timing import Run, Timer, median
 
 #: (blocks per SM, words per block and step, warps)
 LAUNCHES = tuple(itertools.product((8, 16, 32, 64), (1024, 2048), (4,)))
@@ -57,7 +57,11 @@ def readers(operands: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[Run]:
     of such; each returns the exclusive or of what each of its blocks has read."""
     words = [(_words(a), _words(b)) for a, b in operands]
     device = words[0][0].device
-    sms = torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+    sms = (
+        torch.cuda.get_device_properties(device).multi_processor_count
+        if device.type == "cuda"
+        else 1
+    )
     return [_reader(words, blocks * sms, size, warps) for blocks, size, warps in LAUNCHES]
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import statistics
 import time
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +17,6 @@ import torch.nn.functional as F
 import tmm_core
 from tmm_core import settings
 from tmm_core.bench.results import Document
-from tmm_core.timing import Run
 
 SIZE = 16
 #: Calls per batch: of two launches at most each, well within the 1024 that a queue holds.
@@ -61,7 +61,7 @@ def _measure(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor, out: torch.Te
     fused = tmm_core.plan(x, w, epilogue="silu")
     linear = tmm_core.plan(x, w.t(), bias=bias)
     matmul, tmm_linear = tmm_core.matmul, tmm_core.linear
-    calls: dict[str, Run] = {
+    calls: dict[str, Callable[[], object]] = {
         "torch.matmul(x, w)": lambda: torch.matmul(x, w),
         "torch.mm(x, w, out=out)": lambda: torch.mm(x, w, out=out),
         "F.silu(torch.matmul(x, w))": lambda: F.silu(torch.matmul(x, w)),
@@ -89,7 +89,7 @@ def _measure(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor, out: torch.Te
 
 
 def host_us(
-    calls: dict[str, Run], device: torch.device, repeats: int = REPEATS
+    calls: dict[str, Callable[[], object]], device: torch.device, repeats: int = REPEATS
 ) -> dict[str, float]:
     """Median µs per call, each repeat a batch of every one in turn."""
     for call in calls.values():

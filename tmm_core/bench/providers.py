@@ -13,11 +13,11 @@ from tmm_cache import CacheStore, CandidateResult, TuningRecord
 
 import tmm_core
 from tmm_core import dispatch, settings
-from tmm_core.case import Call
-from tmm_core.dispatcher import Dispatcher
-from tmm_core.plan import Plan
-from tmm_core.timing import Run
-from tmm_core.tuner import Tuner
+from tmm_core.bench.case import Call
+from tmm_core.dispatch.ladder import Dispatcher
+from tmm_core.dispatch.timing import Run
+from tmm_core.dispatch.tuner import Tuner
+from tmm_core.launch.plan import Plan
 
 Tensor = torch.Tensor
 Expression = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]

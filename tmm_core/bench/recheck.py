@@ -10,14 +10,16 @@ from typing import Any
 import torch
 from tmm_cache import CacheStore, TuningRecord, shipped_layers
 
-from tmm_core import dispatch, rotation, verify
+from tmm_core import dispatch
 from tmm_core.bench.results import Document
-from tmm_core.device import DeviceFingerprint, fingerprint
-from tmm_core.kernel import BASELINE, Kernel, Launcher
-from tmm_core.precision import precision
-from tmm_core.problem import Problem
-from tmm_core.timing import GraphTimer, HostTimer, Run, median, timer_for
-from tmm_core.tuner import compiling_threads
+from tmm_core.dispatch import rotation, verify
+from tmm_core.dispatch.timing import GraphTimer, HostTimer, Run, median, timer_for
+from tmm_core.dispatch.tuner import compiling_threads
+from tmm_core.launch import warm
+from tmm_core.spec.device import DeviceFingerprint, fingerprint
+from tmm_core.spec.kernel import BASELINE, Kernel, Launcher
+from tmm_core.spec.precision import precision
+from tmm_core.spec.problem import Problem
 
 #: A winner may be this much slower than BLAS before it counts as a loss: two series of one short
 #: kernel differ by as much.
@@ -81,13 +83,16 @@ def _bound(record: TuningRecord, device: torch.device) -> _Bound | None:
         return None
     if device.type == "cuda":
         torch.cuda.set_device(device)  # a thread starts on device 0
-    problem = dispatch.recall(record.problem, device)
+    problem = warm.recall(record.problem, device)
     launcher = kernel.bind(problem, kernel.config_type.from_json(record.best.config))
     return _Bound(problem, launcher, kernel.name == BASELINE)
 
 
 def _checked(
-    record: TuningRecord, winner: Future[_Bound | None], device: torch.device, timer: GraphTimer | HostTimer
+    record: TuningRecord,
+    winner: Future[_Bound | None],
+    device: torch.device,
+    timer: GraphTimer | HostTimer,
 ) -> Document:
     best = record.best
     document: Document = {

@@ -18,13 +18,14 @@ import torch
 from tmm_cache import CandidateResult, TuningRecord
 
 import tmm_core
-from tmm_core import rotation, settings
+from tmm_core import settings
 from tmm_core.bench import providers
+from tmm_core.bench.case import Call, Case, parse_expression
 from tmm_core.bench.results import Document
-from tmm_core.bucket import bucket_edge, bucketed
-from tmm_core.case import Call, Case, parse_expression
-from tmm_core.plan import Plan
-from tmm_core.timing import GraphTimer, HostTimer, Run, median, timer_for
+from tmm_core.dispatch import rotation
+from tmm_core.dispatch.timing import GraphTimer, HostTimer, Run, median, timer_for
+from tmm_core.launch.plan import Plan
+from tmm_core.spec.bucket import bucket_edge, bucketed
 
 LARGEST_M = 8192
 ROUNDS = 11
@@ -127,9 +128,7 @@ def _known(record: TuningRecord) -> list[CandidateResult]:
 
 
 def _planned(plan: Plan, calls: list[Call]) -> Run:
-    return lambda copy: plan(
-        calls[copy].a, calls[copy].b, calls[copy].bias, calls[copy].residual
-    )
+    return lambda copy: plan(calls[copy].a, calls[copy].b, calls[copy].bias, calls[copy].residual)
 
 
 def _key(candidate: Plan | CandidateResult) -> tuple[str, str]:

@@ -14,9 +14,9 @@ from dataclasses import dataclass
 from typing import Any
 
 from tmm_core.bench import suites
+from tmm_core.bench.case import Case
 from tmm_core.bench.results import Document, Results
 from tmm_core.bench.runner import INDUCTOR, TMM, TORCH, UNTUNED
-from tmm_core.case import Case
 
 #: Below this a problem counts as lost: two series of one thing differ by up to 1 %.
 LOST = 0.99

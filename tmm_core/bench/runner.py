@@ -1,4 +1,4 @@
-"""Time every task's providers against one another, by turns, *in use* (:mod:`tmm_core.timing`).
+"""Time every task's providers against one another, by turns, *in use* (:mod:`tmm_core.dispatch.timing`).
 
 torch is timed twice in the same loop: what its two series differ by is what a difference
 between any other two means nothing below.
@@ -15,14 +15,16 @@ from typing import Any
 import torch
 
 import tmm_core
-from tmm_core import dispatch, rotation, settings, verify
+from tmm_core import settings
 from tmm_core.bench import environment, providers
+from tmm_core.bench.case import Call
 from tmm_core.bench.results import Document
 from tmm_core.bench.suites import Task
-from tmm_core.case import Call
-from tmm_core.dispatcher import INVARIANT_M
-from tmm_core.precision import precision
-from tmm_core.timing import GraphTimer, HostTimer, Run, held_up, timer_for
+from tmm_core.dispatch import rotation, verify
+from tmm_core.dispatch.ladder import INVARIANT_M
+from tmm_core.dispatch.timing import GraphTimer, HostTimer, Run, held_up, timer_for
+from tmm_core.launch import warm
+from tmm_core.spec.precision import precision
 
 #: Columns every measured problem has.
 TORCH, AGAIN, TMM = "torch", "torch again", "tmm"
@@ -315,6 +317,6 @@ def _under_load(work: Run, work_us: float, clocks: environment.Clocks) -> dict[s
 def _release(device: torch.device) -> None:
     """Free what the problem held: plans keep workspaces, the allocator keeps blocks that
     the next problem's sizes may not fit into."""
-    dispatch.forget_plans()
+    warm.forget_plans()
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -12,8 +12,8 @@ from typing import Any
 
 import torch
 
-from tmm_core.case import LAYOUTS, SCALES, Case, parse_dtype, parse_expression
-from tmm_core.problem import FP8
+from tmm_core.bench.case import LAYOUTS, SCALES, Case, parse_dtype, parse_expression
+from tmm_core.spec.problem import FP8
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,10 +17,12 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
-from tmm_core import api, autograd, dispatch, flops
-from tmm_core.epilogue import Epilogue, EpilogueLike
+from tmm_core import api, dispatch
+from tmm_core.interop import autograd, flops
+from tmm_core.interop.pointwise import kernels
+from tmm_core.launch import warm
 from tmm_core.nn.linear import Linear
-from tmm_core.pointwise import kernels
+from tmm_core.spec.epilogue import Epilogue, EpilogueLike
 
 Tensor = torch.Tensor
 
@@ -278,7 +280,7 @@ def _does_no_more(gate: Any, up: Any, x: Tensor) -> bool:
 
 
 def _gate(gate: Tensor, up: Tensor, text: str) -> Tensor:
-    epilogue = dispatch.epilogue_of(text)
+    epilogue = warm.epilogue_of(text)
     return epilogue.reference(gate, up, *epilogue.parameters)
 
 
@@ -316,11 +318,11 @@ def _learn(
     text: str,
 ) -> Tensor | None:
     """One product that is recorded; None where it has to be two, which torch gates."""
-    if torch.compiler.is_compiling() or not dispatch.undisturbed(x, gate, up, gate_bias, up_bias):
+    if torch.compiler.is_compiling() or not warm.undisturbed(x, gate, up, gate_bias, up_bias):
         return None
     if x.dim() < 2:
         return None
-    epilogue = dispatch.epilogue_of(text)
+    epilogue = warm.epilogue_of(text)
     found = kernels(epilogue, 2 * gate.shape[0], x.dtype, x)
     if found is None:
         return None
@@ -352,7 +354,7 @@ class _Joint(autograd.OneLevel):
         weights = (gate, up) if wants_x else (None, None)
         ctx.save_for_backward(x if wants_gate or wants_up else None, *weights)
         ctx.call = autograd.Call(x, weight, bias, transposed=True)
-        return dispatch.run(x, weight.t(), bias)
+        return warm.run(x, weight.t(), bias)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from tmm_core import api, dispatch
-from tmm_core.epilogue import EpilogueLike
+from tmm_core.spec.epilogue import EpilogueLike
 
 
 class Linear(nn.Linear):

@@ -24,12 +24,12 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from tmm_core.device import fingerprint
+from tmm_core.dispatch.registry import Registry
 from tmm_core.errors import ConfigError
-from tmm_core.hookspecs import hookimpl
-from tmm_core.kernel import Config, Kernel, Launcher
-from tmm_core.problem import Problem
-from tmm_core.registry import Registry
+from tmm_core.spec.device import fingerprint
+from tmm_core.spec.hookspecs import hookimpl
+from tmm_core.spec.kernel import Config, Kernel, Launcher
+from tmm_core.spec.problem import Problem
 from tmm_core.testing.probe import Posed, Probe
 from tmm_core.testing.questions import Questions, odd_problems
 
@@ -41,7 +41,7 @@ LONG = 100_000_000
 
 
 class KernelConformance(Questions):
-    """Holds ``kernel`` to the spec of :mod:`tmm_core.kernel`, against an fp64 reference.
+    """Holds ``kernel`` to the spec of :mod:`tmm_core.spec.kernel`, against an fp64 reference.
 
     ``test_NAME(probe)`` is run with each probe of ``probes_of_NAME()``, which a subclass may
     add to.
@@ -58,7 +58,7 @@ class KernelConformance(Questions):
         epilogues: As ``matmul(epilogue=…)`` takes them.
         max_configs: Configs to try of one problem's search space; by default 64 on a GPU
             and 8 elsewhere, spread evenly over it.
-        slack: Factor on the tolerance of :mod:`tmm_core.verify`, for a kernel that rounds
+        slack: Factor on the tolerance of :mod:`tmm_core.dispatch.verify`, for a kernel that rounds
             more than once.
     """
 

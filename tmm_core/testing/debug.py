@@ -22,7 +22,7 @@ from types import FrameType
 import triton
 import triton.language as tl
 
-from tmm_core.device import interpreting
+from tmm_core.spec.device import interpreting
 
 
 # Without a regular expression: Triton hashes what compile-time functions refer to, and takes

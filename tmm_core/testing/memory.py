@@ -14,7 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tmm_core.problem import ALIGNMENT
+from tmm_core.spec.problem import ALIGNMENT
 
 #: Elements before and after a matrix. A tile stored without masks reaches BLOCK_M rows past
 #: the end, which on a CPU would be somebody else's memory. Two guards and a small matrix

@@ -11,12 +11,12 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tmm_core import verify
-from tmm_core.device import fingerprint
-from tmm_core.epilogue import IDENTITY, Epilogue
-from tmm_core.kernel import Launcher
-from tmm_core.precision import precision
-from tmm_core.problem import FP8, Problem
+from tmm_core.dispatch import verify
+from tmm_core.spec.device import fingerprint
+from tmm_core.spec.epilogue import IDENTITY, Epilogue
+from tmm_core.spec.kernel import Launcher
+from tmm_core.spec.precision import precision
+from tmm_core.spec.problem import FP8, Problem
 from tmm_core.testing import memory
 from tmm_core.testing.memory import Guarded
 

@@ -10,9 +10,9 @@ from typing import Any, ClassVar
 
 import torch
 
-from tmm_core.device import DeviceFingerprint, interpreting
-from tmm_core.epilogue import BUILTIN, Epilogue, EpilogueLike, parse
-from tmm_core.problem import FP8, Operand, Problem
+from tmm_core.spec.device import DeviceFingerprint, interpreting
+from tmm_core.spec.epilogue import BUILTIN, Epilogue, EpilogueLike, parse
+from tmm_core.spec.problem import FP8, Operand, Problem
 from tmm_core.testing.memory import LAYOUTS, WRITABLE
 from tmm_core.testing.probe import Probe
 

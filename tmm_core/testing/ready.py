@@ -7,7 +7,7 @@ from typing import Literal, get_args
 
 import torch
 
-from tmm_core.device import interpreting
+from tmm_core.spec.device import interpreting
 
 Strides = Literal["any", "nonzero", "contiguous"]
 

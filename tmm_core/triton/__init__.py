@@ -5,7 +5,7 @@ Imports Triton, so nothing else in ``tmm_core`` imports this at the top of a mod
 
 from __future__ import annotations
 
-from tmm_core.device import interpreting
+from tmm_core.spec.device import interpreting
 from tmm_core.triton import epilogues
 from tmm_core.triton.epilogues import device_function
 from tmm_core.triton.launch import (

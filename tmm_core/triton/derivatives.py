@@ -16,7 +16,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from tmm_core.epilogue import Epilogue
+from tmm_core.spec.epilogue import Epilogue
 from tmm_core.triton import epilogues
 from tmm_core.triton.epilogues import (
     _GELU_CUBIC,

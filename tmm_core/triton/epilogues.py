@@ -16,8 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
-from tmm_core.device import interpreting
-from tmm_core.epilogue import Epilogue
+from tmm_core.spec.device import interpreting
+from tmm_core.spec.epilogue import Epilogue
 
 # −½ log2 e, −2√(2/π)·log2 e, GPT-2's cubic coefficient times that, as in torch.nn.functional.gelu.
 # A block comes first in a product with them: the interpreter knows no constexpr × block.

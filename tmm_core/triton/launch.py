@@ -21,12 +21,12 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
-from tmm_core.device import interpreting
-from tmm_core.fold import Fold
-from tmm_core.kernel import Launcher
+from tmm_core.launch.fold import Fold
+from tmm_core.launch.source import Body, address, written
+from tmm_core.spec.device import interpreting
+from tmm_core.spec.kernel import Launcher
 from tmm_core.triton.evict_first import evicting_first
 from tmm_core.triton.kept import compile_kept
-from tmm_core.written import Body, address, written
 
 Grid = tuple[int, int, int]
 

@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tmm_core.epilogue import Epilogue
+from tmm_core.spec.epilogue import Epilogue
 from tmm_core.triton.derivatives import device_derivative
 from tmm_core.triton.epilogues import device_function
 from tmm_core.triton.launch import Launch, pointer

@@ -1,0 +1,227 @@
+"""One matmul call described by sizes and names, and the tensors it takes.
+
+The command line, the benchmark suites and the demo all start from such a description; what
+they measure is then an ordinary call on ordinary tensors.
+
+>>> case = Case(m=64, n=48, k=32, dtype=torch.float32, layout="nt", epilogue="silu", bias=True)
+>>> case.call(torch.device("cpu")).matmul().shape
+torch.Size([64, 48])
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import tmm_core
+from tmm_core import dispatch
+from tmm_core.dispatch import verify
+from tmm_core.launch.check import result_dtype
+from tmm_core.spec.epilogue import Epilogue
+from tmm_core.spec.problem import Problem, dtype_name, dtype_of, wide
+
+Tensor = torch.Tensor
+
+#: What people write for the dtypes they multiply in.
+ALIASES = {
+    "bf16": torch.bfloat16,
+    "fp16": torch.float16,
+    "half": torch.float16,
+    "fp32": torch.float32,
+    "float": torch.float32,
+    "fp64": torch.float64,
+    "double": torch.float64,
+    "e4m3": torch.float8_e4m3fn,
+    "e5m2": torch.float8_e5m2,
+}
+
+#: First letter a, second b: ``n`` row-major as it is, ``t`` a transposed view of a
+#: row-major tensor, as in BLAS. ``nt`` is ``x @ weight.T``.
+LAYOUTS = ("nn", "nt", "tn", "tt")
+
+#: How 8-bit operands are scaled: not at all, each by one number, or by row and by column.
+SCALES = ("", "tensor", "row")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """Sizes as in :class:`Problem`: with a gated epilogue ``b`` is ``[k, 2n]``.
+
+    ``epilogue`` is text as in ``matmul(epilogue=…)``; ``tf32`` allows TF32 for fp32;
+    ``scales`` gives 8-bit operands a ``"tensor"`` or a ``"row"`` of scales each.
+    """
+
+    m: int
+    n: int
+    k: int
+    batch: int = 1
+    dtype: torch.dtype = torch.bfloat16
+    layout: str = "nn"
+    epilogue: str = ""
+    bias: bool = False
+    residual: bool = False
+    out_dtype: torch.dtype | None = None
+    tf32: bool = False
+    scales: str = ""
+
+    def call(self, device: torch.device, fill: Callable[..., Tensor] = torch.randn) -> Call:
+        """The call's tensors on ``device``, made by ``fill(shape, dtype=…, device=…)``.
+
+        Raises:
+            UnknownNameError, ValueError: The epilogue.
+            RuntimeError: Torch cannot allocate or fill such tensors.
+        """
+        epilogue = dispatch.dispatcher().registry.epilogue(self.epilogue or None)
+        width = self.n * (2 if epilogue.gated else 1)
+        out_dtype = self.out_dtype or wide(self.dtype)
+        batch = (self.batch,) if self.batch > 1 else ()
+
+        def matrix(rows: int, cols: int, transposed: bool, dtype: torch.dtype) -> Tensor:
+            shape = (cols, rows) if transposed else (rows, cols)
+            # Torch draws no random numbers of 8 bits.
+            t = fill((*batch, *shape), dtype=wide(dtype), device=device).to(dtype)
+            return t.mT if transposed else t
+
+        def scale(*shape: int) -> Tensor | None:
+            if not self.scales:
+                return None
+            size = (*batch, *shape) if self.scales == "row" else ()
+            return torch.rand(size, device=device) + 0.5
+
+        return Call(
+            a=matrix(self.m, self.k, self.layout[0] == "t", self.dtype),
+            b=matrix(self.k, width, self.layout[1] == "t", self.dtype),
+            bias=fill((width,), dtype=wide(self.dtype), device=device) if self.bias else None,
+            residual=matrix(self.m, self.n, False, out_dtype) if self.residual else None,
+            epilogue=epilogue,
+            out_dtype=self.out_dtype,
+            scale_a=scale(self.m, 1),
+            scale_b=scale(1, width),
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "m": self.m,
+            "n": self.n,
+            "k": self.k,
+            "batch": self.batch,
+            "dtype": dtype_name(self.dtype),
+            "layout": self.layout,
+            "epilogue": self.epilogue,
+            "bias": self.bias,
+            "residual": self.residual,
+            "out_dtype": dtype_name(self.out_dtype) if self.out_dtype else None,
+            "tf32": self.tf32,
+            **({"scales": self.scales} if self.scales else {}),
+        }
+
+    @classmethod
+    def from_json(cls, doc: Mapping[str, Any]) -> Case:
+        """Raises KeyError, TypeError or ValueError where ``doc`` describes no case."""
+        out_dtype = doc["out_dtype"]
+        return cls(
+            **{
+                **doc,
+                "dtype": dtype_of(doc["dtype"]),
+                "out_dtype": dtype_of(out_dtype) if out_dtype else None,
+            }
+        )
+
+    def __str__(self) -> str:
+        size = f"{self.m}×{self.n}×{self.k}"
+        words = [
+            f"{self.batch}×{size}" if self.batch > 1 else size,
+            dtype_name(self.dtype) + (f"→{dtype_name(self.out_dtype)}" if self.out_dtype else ""),
+            self.layout,
+            "tf32" if self.tf32 else "",
+            f"scales:{self.scales}" if self.scales else "",
+            "bias" if self.bias else "",
+            self.epilogue,
+            "residual" if self.residual else "",
+        ]
+        return " ".join(filter(None, words))
+
+
+@dataclass(frozen=True, slots=True)
+class Call:
+    """The arguments of one ``tmm_core.matmul``."""
+
+    a: Tensor
+    b: Tensor
+    bias: Tensor | None
+    residual: Tensor | None
+    epilogue: Epilogue
+    out_dtype: torch.dtype | None
+    scale_a: Tensor | None = None
+    scale_b: Tensor | None = None
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        scales = {"scale_a": self.scale_a, "scale_b": self.scale_b}
+        return {
+            "bias": self.bias,
+            "residual": self.residual,
+            "epilogue": None if self.epilogue.is_identity else self.epilogue.interned(),
+            "out_dtype": self.out_dtype,
+            **{name: scale for name, scale in scales.items() if scale is not None},
+        }
+
+    def problem(self) -> Problem:
+        """The problem this call poses."""
+        return tmm_core.problem(self.a, self.b, **self.keywords)
+
+    def inputs(self) -> verify.Inputs:
+        """The call's tensors and an output to write, for :mod:`tmm_core.dispatch.verify`."""
+        shape = list(torch.broadcast_shapes(self.a.shape[:-2], self.b.shape[:-2]))
+        shape += [self.a.shape[-2], self.b.shape[-1] // (2 if self.epilogue.gated else 1)]
+        dtype = result_dtype(self.a, self.out_dtype)
+        out = torch.empty(shape, dtype=dtype, device=self.a.device)
+        return verify.Inputs(
+            self.a, self.b, self.bias, self.residual, 1.0, out, self.scale_a, self.scale_b
+        )
+
+    def matmul(self, **more: Any) -> Tensor:
+        """Make the call; ``more`` as in :func:`tmm_core.matmul`."""
+        return tmm_core.matmul(self.a, self.b, **self.keywords, **more)
+
+
+def parse_shape(text: str) -> tuple[int, int, int, int]:
+    """``(batch, m, n, k)`` of ``"MxNxK"`` or ``"BxMxNxK"``.
+
+    >>> parse_shape("8x64x64x128"), parse_shape("16x4096x512")
+    ((8, 64, 64, 128), (1, 16, 4096, 512))
+
+    Raises:
+        ValueError: Not three or four whole numbers.
+    """
+    parts = text.lower().replace("×", "x").split("x")
+    if len(parts) not in (3, 4) or not all(p.isascii() and p.isdigit() for p in parts):
+        raise ValueError(f"found {text!r}, accepted is MxNxK or BxMxNxK, like 4096x4096x512")
+    batch, m, n, k = [1] * (4 - len(parts)) + [int(p) for p in parts]
+    return batch, m, n, k
+
+
+def parse_dtype(text: str) -> torch.dtype:
+    """``torch.bfloat16`` for ``"bf16"`` or ``"bfloat16"``.
+
+    Raises:
+        ValueError: No such dtype.
+    """
+    return ALIASES.get(text) or dtype_of(text)
+
+
+def parse_expression(text: str) -> tuple[bool, str, bool]:
+    """Bias, epilogue, residual of ``"bias+gelu_tanh+residual"``: the two ends may be left
+    out, and so may the middle.
+
+    >>> parse_expression("bias+gelu_tanh+softcap(30)"), parse_expression("residual")
+    ((True, 'gelu_tanh+softcap(30)', False), (False, '', True))
+    """
+    stages = text.split("+") if text else []
+    bias = stages[:1] == ["bias"]
+    stages = stages[bias:]
+    residual = stages[-1:] == ["residual"]
+    return bias, "+".join(stages[: len(stages) - residual]), residual

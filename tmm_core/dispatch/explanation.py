@@ -1,0 +1,187 @@
+"""Honest about why it chose what it chose: every candidate, every rejection, the evidence."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from tmm_cache import CandidateResult, TuningRecord
+
+from tmm_core.dispatch.ladder import Dispatcher
+from tmm_core.dispatch.proposals import baseline_us
+from tmm_core.dispatch.registry import Registry
+from tmm_core.launch.plan import Choice
+from tmm_core.settings import Settings
+from tmm_core.spec.kernel import Traits
+from tmm_core.spec.problem import Problem
+
+
+@dataclass(frozen=True, slots=True)
+class KernelInfo:
+    """One line of ``tmm kernels``."""
+
+    name: str
+    version: str
+    plugin: str
+    distribution: str
+    distribution_version: str
+    traits: Traits | None
+    #: Why it is not in use; None: it is.
+    disabled: str | None = None
+
+    def to_json(self) -> dict[str, Any]:
+        traits = self.traits
+        return {
+            "name": self.name,
+            "version": self.version,
+            "plugin": self.plugin,
+            "distribution": self.distribution,
+            "distribution_version": self.distribution_version,
+            "traits": {f: getattr(traits, f) for f in traits.__slots__} if traits else None,
+            "disabled": self.disabled,
+        }
+
+
+def kernel_infos(registry: Registry, settings: Settings) -> list[KernelInfo]:
+    """Kernels in use, then plugins and kernels that are not, with the reason."""
+    infos = []
+    for registered in registry.kernels():
+        kernel, source = registered.kernel, registered.source
+        off = kernel.name in settings.disable
+        infos.append(
+            KernelInfo(
+                kernel.name,
+                kernel.version,
+                source.plugin,
+                source.distribution,
+                source.version,
+                kernel.traits,
+                "disabled by TMM_DISABLE or override" if off else None,
+            )
+        )
+    for fault in registry.faults():
+        source = fault.source
+        infos.append(
+            KernelInfo(
+                f"{source.plugin}.*",
+                "",
+                source.plugin,
+                source.distribution,
+                source.version,
+                None,
+                fault.reason,
+            )
+        )
+    return infos
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """Why a problem is served as it is. ``str()`` is for people, ``to_json()`` for programs."""
+
+    problem: Problem
+    choice: Choice
+    #: The record that answers, and the problem it was measured for.
+    record: TuningRecord | None
+    measured: Problem | None
+    #: Kernels that are no candidates, with their reasons.
+    rejected: Mapping[str, list[str]]
+    #: Kernels that are.
+    able: tuple[str, ...]
+    store: str
+
+    @property
+    def kernel(self) -> str:
+        """Name of the kernel that would run."""
+        return self.choice.candidate.kernel.name
+
+    @property
+    def origin(self) -> str:
+        """The rung of the ladder it stands on."""
+        return self.choice.origin
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "problem": self.problem.to_json(),
+            "gpu": self.problem.device.gpu,
+            "kernel": self.kernel,
+            "config": self.choice.candidate.config.to_json(),
+            "origin": self.origin,
+            "reason": self.choice.reason,
+            "measured": self.measured.to_json() if self.measured else None,
+            "record": self.record.to_json() if self.record else None,
+            "able": list(self.able),
+            "rejected": dict(self.rejected),
+            "cache": self.store,
+        }
+
+    def __str__(self) -> str:
+        from rich.console import Console
+
+        buffer = io.StringIO()
+        self._print(Console(file=buffer, width=110, highlight=False))
+        return buffer.getvalue().rstrip()
+
+    def _print(self, console: Any) -> None:
+        from rich.table import Table
+
+        choice = self.choice
+        say = console.out
+        say(f"problem   {self.problem}")
+        say(f"device    {self.problem.device.gpu}")
+        say(f"chosen    {choice.candidate}")
+        say(f"because   {self.origin}: {choice.reason}")
+        if self.measured is not None and self.measured.m != self.problem.m:
+            say(f"measured  at M={self.measured.m}, whose bucket M={self.problem.m} is in")
+        if self.record is None:
+            say(f"record    none in {self.store}")
+        else:
+            say(f"record    {self.record.created}, {self.record.tuning_seconds:.1f} s of tuning")
+            table = Table("kernel", "config", "median µs", "vs blas", "error", "", box=None)
+            baseline = baseline_us(self.record)
+            for index, result in _ranked(self.record):
+                table.add_row(*_row(result, baseline, index == self.record.winner))
+            console.print(table)
+        timed = {c.kernel for c in self.record.candidates} if self.record else set()
+        for name in self.able:
+            if name not in timed:
+                say(f"able      {name} (not measured)")
+        for name in sorted(self.rejected):
+            say(f"rejected  {name}: {'; '.join(self.rejected[name])}")
+
+
+def explain_problem(dispatcher: Dispatcher, problem: Problem, settings: Settings) -> Explanation:
+    """Explain what ``dispatcher`` does with ``problem``; measures and launches nothing."""
+    choice = dispatcher.choose(problem, settings)
+    found = dispatcher.record(problem)
+    rejected = dispatcher.rejections(problem, settings)
+    able = [r.kernel.name for r in dispatcher.registry.kernels() if r.kernel.name not in rejected]
+    return Explanation(
+        problem=problem,
+        choice=choice,
+        record=found[1] if found else None,
+        measured=found[0] if found else None,
+        rejected=rejected,
+        able=tuple(able),
+        store=str(dispatcher.store.root),
+    )
+
+
+def _ranked(record: TuningRecord) -> list[tuple[int, CandidateResult]]:
+    """Timed first, fastest first; then the eliminated, the wrong and the failed."""
+    order = ("ok", "slow", "wrong", "failed")
+    return sorted(
+        enumerate(record.candidates),
+        key=lambda pair: (order.index(pair[1].status), pair[1].median_us or float("inf")),
+    )
+
+
+def _row(result: CandidateResult, baseline: float | None, won: bool) -> tuple[str, ...]:
+    time_us = result.median_us
+    config = " ".join(f"{k}={v}" for k, v in result.config.items())
+    ratio = f"{baseline / time_us:.2f}×" if baseline and time_us else ""
+    error = f"{result.error:.1e}" if result.error is not None else ""
+    note = "← winner" if won else result.reason or ("" if result.status == "ok" else result.status)
+    return (result.kernel, config, f"{time_us:.1f}" if time_us else "", ratio, error, note)

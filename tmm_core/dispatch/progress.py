@@ -1,0 +1,77 @@
+"""What a call shows while it waits for tuning."""
+
+from __future__ import annotations
+
+import threading
+from types import TracebackType
+from typing import Any
+
+#: Seconds a call waits in silence.
+SILENCE = 1.0
+
+
+class Progress:
+    """A bar on stderr, or in a notebook's cell, once the wait is longer than :data:`SILENCE`.
+
+    Args:
+        title: Of what is tuned.
+        shown: True: wherever stderr leads; False: nowhere; None: where a person is looking.
+    """
+
+    def __init__(self, title: str, shown: bool | None) -> None:
+        self._title = title
+        self._done, self._total = 0, 0
+        self._bar: Any = None
+        self._task: Any = None
+        self._closed = False
+        self._lock = threading.Lock()
+        self._timer: threading.Timer | None = None
+        if shown is not False:
+            self._timer = threading.Timer(SILENCE, self._show, (bool(shown),))
+            self._timer.daemon = True
+
+    def __enter__(self) -> Progress:
+        if self._timer is not None:
+            self._timer.start()
+        return self
+
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        with self._lock:
+            self._closed = True
+            if self._bar is not None:
+                self._bar.stop()
+
+    def total(self, count: int) -> None:
+        """There are ``count`` candidates in all."""
+        self._total = count
+
+    def advance(self) -> None:
+        """One candidate more has been dealt with."""
+        with self._lock:
+            self._done += 1
+            if self._bar is not None:
+                self._bar.update(self._task, completed=self._done, total=self._total)
+
+    def _show(self, always: bool) -> None:
+        from rich.console import Console
+        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+        from rich.progress import Progress as Bar
+
+        console = Console(stderr=True)
+        if not (always or console.is_terminal or console.is_jupyter):
+            return
+        columns = (TextColumn("tuning {task.description}"), BarColumn(), MofNCompleteColumn())
+        with self._lock:
+            if not self._closed:
+                self._bar = Bar(*columns, console=console, transient=True)
+                self._task = self._bar.add_task(
+                    self._title, completed=self._done, total=self._total
+                )
+                self._bar.start()

@@ -1,0 +1,263 @@
+"""Which candidates a tuning tries, in which order, and when none is left that could win.
+
+First comes what is known: BLAS, the winner so far, and what won the same or a near problem on a
+GPU of the same architecture. Then the kernels' own proposals by their estimates. Once some of a
+kernel's configs have been timed, its estimates are scaled by the best ratio of measured to
+expected, and what is then still expected to lose is never compiled.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from tmm_cache import CandidateResult, TuningRecord
+
+from tmm_core.spec.kernel import BASELINE, Candidate, Config, Kernel
+from tmm_core.spec.problem import Problem
+
+#: By how much a winner has to beat BLAS: medians of as many samples as the last stage takes
+#: differ by up to 0.5 % on a quiet H200 where both are of the same kernel.
+MARGIN = 0.01
+
+#: Times this close to the best are a tie, broken by a stable rule so that restarts agree.
+TIE = 0.005
+
+#: A config expected to take this many times BLAS's expected time is left out: none of 165 problems
+#: on an H200 would have lost its winner (by 1.5 neither, by 1.4 two).
+HOPELESS = 1.6
+
+#: Candidates known from other records that are tried first, at most.
+MOST_HINTS = 6
+
+#: After the first batch a config is compiled only where this share of its scaled estimate is less
+#: than the best time so far. By what an H200 measured of 208 problems, twelve candidates first and
+#: then those leave 4 of 21 uncompiled, and lose no winner; with 1.0 five lose up to 3 %.
+PROMISING = 0.95
+
+#: How a candidate is told from others: kernel and config.
+Hint = tuple[str, Mapping[str, Any]]
+
+
+class Proposals:
+    """The candidates of one tuning, handed out in batches.
+
+    Args:
+        problem: What is tuned.
+        kernels: All that can serve it.
+        new: Those of which nothing is on record.
+        before: The record to complete, if any: its winner and BLAS are tried as anchors.
+        hints: Names and configs that won elsewhere, best guess first.
+    """
+
+    def __init__(
+        self,
+        problem: Problem,
+        kernels: Sequence[Kernel[Any]],
+        new: Sequence[Kernel[Any]],
+        before: TuningRecord | None = None,
+        hints: Iterable[Hint] = (),
+    ) -> None:
+        self._problem = problem
+        #: Kernels without a config to try, and why.
+        self.empty: dict[Kernel[Any], BaseException | str] = {}
+        self._expected: dict[Candidate, float | None] = {}
+        self._handed: set[Candidate] = set()
+        anchors: list[Candidate] = []
+        winner = before.best if before is not None else None
+        baseline = next(kernel for kernel in kernels if kernel.name == BASELINE)
+        longest = HOPELESS * (_expected_us(problem, baseline) or math.inf)
+        for kernel in kernels:
+            try:
+                if kernel in new:
+                    configs = [kernel.default_config(problem), *kernel.configs(problem)]
+                elif kernel is baseline:
+                    configs = [kernel.default_config(problem)]
+                elif winner is not None and kernel.name == winner.kernel:
+                    configs = [kernel.config_type.from_json(winner.config)]
+                else:
+                    continue
+            except Exception as error:
+                self.empty[kernel] = error
+                continue
+            mine = list(dict.fromkeys(Candidate(kernel, config) for config in configs))
+            for candidate in mine:
+                self._expected[candidate] = _expected_us(problem, kernel, candidate.config)
+            if kernel not in new or kernel is baseline:
+                anchors += mine
+                continue
+            hopeless = [c for c in mine if (self._expected[c] or 0.0) > longest]
+            self._handed.update(hopeless)
+            if not mine:
+                self.empty[kernel] = "its search space is empty for this problem"
+            elif len(hopeless) == len(mine):
+                least = min(self._expected[c] or 0.0 for c in mine)
+                self.empty[kernel] = f"expects to take {least:.3g} µs, hopeless beside BLAS"
+        self._anchors = anchors
+        self._hinted = _hinted(hints, new, problem)
+        for candidate in self._hinted:
+            self._expected.setdefault(
+                candidate, _expected_us(problem, candidate.kernel, candidate.config)
+            )
+            self._handed.discard(candidate)
+
+    def __len__(self) -> int:
+        """Candidates that may be handed out yet."""
+        return len(self._expected) - len(self._handed)
+
+    def first(self, most: int) -> list[Candidate]:
+        """Anchors, hints, each kernel's best by its estimate, and of the others the best, ``most``
+        in all but never fewer than one of each kernel."""
+        ranked = self._ranked(dict.fromkeys(self._waiting(), 1.0))
+        best_of_each = list({c.kernel: c for c in reversed(ranked)}.values())[::-1]
+        must = dict.fromkeys([*self._anchors, *self._hinted, *best_of_each])
+        return self._hand([*must, *(c for c in ranked if c not in must)][: max(most, len(must))])
+
+    def promising(self, times: Mapping[Candidate, float], most: int) -> list[Candidate]:
+        """Up to ``most`` more that may still win, by what those tried took; none: all is known.
+
+        Args:
+            times: µs of each candidate that was timed.
+        """
+        best = min(times.values(), default=math.inf)
+        scale: dict[Kernel[Any], float] = {}
+        for candidate, us in times.items():
+            expected = self._expected.get(candidate)
+            if expected:
+                ratio = us / expected
+                scale[candidate.kernel] = min(ratio, scale.get(candidate.kernel, math.inf))
+        waiting = {c: scale[c.kernel] for c in self._waiting() if c.kernel in scale}
+        able = [
+            c
+            for c in self._ranked(waiting)
+            if (self._expected[c] or 0.0) * waiting[c] * PROMISING < best
+        ]
+        # Of what its kernel has no idea nothing can be ruled out.
+        unknown = [c for c in self._waiting() if self._expected[c] is None]
+        return self._hand([*able, *(c for c in unknown if c not in waiting)][:most])
+
+    def _waiting(self) -> list[Candidate]:
+        return [c for c in self._expected if c not in self._handed]
+
+    def _ranked(self, scale: Mapping[Candidate, float]) -> list[Candidate]:
+        """By scaled estimate; stable, so that what a kernel has no idea of keeps its order, first."""
+        return sorted(scale, key=lambda c: (self._expected[c] or 0.0) * scale[c])
+
+    def _hand(self, candidates: list[Candidate]) -> list[Candidate]:
+        self._handed.update(candidates)
+        return candidates
+
+
+def _hinted(
+    hints: Iterable[Hint], kernels: Sequence[Kernel[Any]], problem: Problem
+) -> list[Candidate]:
+    """The candidates that hints name, of these kernels and in this problem's search space."""
+    by_name = {kernel.name: kernel for kernel in kernels}
+    found: dict[Candidate, None] = {}
+    for name, config in hints:
+        kernel = by_name.get(name)
+        if kernel is None or name == BASELINE:
+            continue
+        try:
+            found[Candidate(kernel, kernel.config_type.from_json(config))] = None
+        except Exception:  # a config of another version: costs the hint
+            continue
+    return list(found)[:MOST_HINTS]
+
+
+def _expected_us(
+    problem: Problem, kernel: Kernel[Any], config: Config | None = None
+) -> float | None:
+    try:
+        return kernel.estimate_us(problem, config or kernel.default_config(problem))
+    except Exception:  # costs the guess, not the kernel
+        return None
+
+
+def decide(results: Sequence[CandidateResult], incumbent: CandidateResult | None = None) -> int:
+    """Index of the winner.
+
+    BLAS, unless the best beats it by :data:`MARGIN`; among those within :data:`TIE` of the
+    best: deterministic before not, then least workspace, then the incumbent, then by name.
+
+    Raises:
+        ValueError: Nothing was timed.
+    """
+    timed = [(i, r) for i, r in enumerate(results) if r.status == "ok" and r.samples_us]
+    if not timed:
+        raise ValueError("no candidate was timed")
+    best = min(_us(r) for _, r in timed)
+    baseline = [(i, r) for i, r in timed if r.kernel == BASELINE]
+    if baseline:
+        index, blas = min(baseline, key=lambda pair: _us(pair[1]))
+        if best > _us(blas) * (1 - MARGIN):
+            return index
+
+    def rank(pair: tuple[int, CandidateResult]) -> tuple[Any, ...]:
+        _, r = pair
+        same = incumbent is not None and (r.kernel, r.config) == (
+            incumbent.kernel,
+            incumbent.config,
+        )
+        return (not r.deterministic, r.workspace_bytes, not same, r.kernel, str(r.config))
+
+    return min((p for p in timed if _us(p[1]) <= best * (1 + TIE)), key=rank)[0]
+
+
+#: Kernel, and config as sorted pairs.
+CandidateId = tuple[str, tuple[tuple[str, Any], ...]]
+
+
+def identity(result: CandidateResult) -> CandidateId:
+    """What tells one candidate of a record from the others."""
+    return result.kernel, tuple(sorted(result.config.items()))
+
+
+def holds_at(
+    results: Iterable[CandidateResult], m: int, record_m: int
+) -> dict[int, dict[CandidateId, float]]:
+    """What was measured around ``m`` in the bucket of ``record_m``: at the nearest M below (or at)
+    and the nearest above (or at) the µs of each candidate that was timed there."""
+    at: dict[int, dict[CandidateId, float]] = {}
+    for result in results:
+        if result.status != "ok":
+            continue
+        name = identity(result)
+        if (us := result.median_us) is not None:
+            at.setdefault(record_m, {})[name] = us
+        for there, us in result.inside_us.items():
+            at.setdefault(there, {})[name] = us
+    below = max((there for there in at if there <= m), default=None)
+    above = min((there for there in at if there >= m), default=None)
+    return {there: at[there] for there in (below, above) if there is not None}
+
+
+def ranked_around(around: Mapping[int, Mapping[CandidateId, float]]) -> list[CandidateId]:
+    """Candidates that are ahead of BLAS by :data:`MARGIN` at every M of ``around``, best first: by
+    how far behind the fastest each is at the M where it is farthest."""
+    common = set.intersection(*(set(times) for times in around.values()))
+    behind: dict[CandidateId, float] = {}
+    for name in common:
+        if name[0] == BASELINE:
+            continue
+        behind[name] = max(times[name] / min(times.values()) for times in around.values())
+        for times in around.values():
+            blas = min(
+                (us for (kernel, _), us in times.items() if kernel == BASELINE), default=None
+            )
+            if blas is not None and times[name] > blas * (1 - MARGIN):
+                del behind[name]
+                break
+    return sorted(behind, key=lambda name: (behind[name], name))
+
+
+def baseline_us(record: TuningRecord) -> float | None:
+    """BLAS's median on record, in µs; None where it was not timed."""
+    times = [c.median_us for c in record.candidates if c.kernel == BASELINE and c.status == "ok"]
+    return min((t for t in times if t is not None), default=None)
+
+
+def _us(result: CandidateResult) -> float:
+    time_us = result.median_us
+    return float("inf") if time_us is None else time_us

@@ -1,0 +1,363 @@
+"""Who is there: loads plugins once, validates what they bring, answers who can do what.
+
+A plugin is a module (or object) with the hooks of :mod:`tmm_core.spec.hookspecs`, found through
+the entry-point group ``tmm``. tmm's own kernels come through the same door. One broken
+plugin is reported once, by name and distribution, and costs only itself.
+"""
+
+from __future__ import annotations
+
+import importlib.metadata
+import os
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pluggy
+
+from tmm_core.dispatch.deferred import collector_off
+from tmm_core.errors import PluginError, TmmWarning, UnknownNameError
+from tmm_core.settings import Settings, names
+from tmm_core.spec import hookspecs
+from tmm_core.spec.epilogue import BUILTIN, IDENTITY, Epilogue, EpilogueLike, parse
+from tmm_core.spec.kernel import Config, Deferred, Kernel, Traits
+from tmm_core.spec.problem import Problem
+
+GROUP = "tmm"
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a kernel or epilogue came from."""
+
+    plugin: str
+    distribution: str = ""
+    version: str = ""
+
+    def __str__(self) -> str:
+        where = f" ({self.distribution} {self.version})" if self.distribution else ""
+        return f"plugin {self.plugin!r}{where}"
+
+
+@dataclass(frozen=True)
+class Registered:
+    """A kernel with where it came from."""
+
+    kernel: Kernel[Any]
+    source: Source
+
+
+@dataclass(frozen=True)
+class Fault:
+    """A plugin, or one thing it brought, that is not used, and why."""
+
+    source: Source
+    reason: str
+    #: Set where an exception was the reason.
+    error: BaseException | None = None
+    #: Turned off on purpose rather than broken.
+    intended: bool = False
+
+
+class Registry:
+    """Plugins and what they registered.
+
+    Args:
+        entry_points: Called once, on first use; yields the entry points to load.
+        allow: Load only the plugins of these names (``None``: all).
+        deny: Do not load these.
+    """
+
+    def __init__(
+        self,
+        entry_points: Callable[[], Iterable[importlib.metadata.EntryPoint]] = lambda: (),
+        allow: frozenset[str] | None = None,
+        deny: frozenset[str] = frozenset(),
+    ) -> None:
+        self._entry_points = entry_points
+        self._allow = allow
+        self._deny = deny
+        self._manager = pluggy.PluginManager(hookspecs.PROJECT)
+        self._manager.add_hookspecs(hookspecs)
+        self._kernels: dict[str, Registered] = {}
+        #: All that came deferred, and those of them that nobody has asked for yet.
+        self.deferred: dict[str, Deferred] = {}
+        self._unloaded: dict[str, Source] = {}
+        self._epilogues: dict[str, tuple[Epilogue, Source]] = {
+            name: (epilogue, Source("tmm_core")) for name, epilogue in BUILTIN.items()
+        }
+        self._faults: list[Fault] = []
+        self._loaded = False
+        self._lock = threading.RLock()
+        self._suspect: set[str] = set()
+
+    @classmethod
+    def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Registry:
+        """Installed plugins, less what ``TMM_PLUGINS`` and ``TMM_DISABLE_PLUGINS`` leave out."""
+        allow = environ.get("TMM_PLUGINS")
+        return cls(
+            lambda: importlib.metadata.entry_points(group=GROUP),
+            allow=names(allow) if allow is not None else None,
+            deny=names(environ.get("TMM_DISABLE_PLUGINS", "")),
+        )
+
+    def after_fork(self) -> None:
+        """Let go of what another thread of the parent process held."""
+        self._lock = threading.RLock()
+
+    # -- loading ---------------------------------------------------------------------
+
+    def register(self, plugin: object, name: str | None = None) -> None:
+        """Add a plugin by hand: a module or object with tmm's hooks.
+
+        Raises:
+            PluginError: Its hooks do not fit the specs, or what they return is unusable.
+        """
+        with self._lock:
+            self.load()
+            source = Source(name or str(getattr(plugin, "__name__", type(plugin).__name__)))
+            before = len(self._faults)
+            self._take(plugin, source)
+            for fault in self._faults[before:]:
+                raise PluginError(f"{fault.source}: {fault.reason}") from fault.error
+
+    def load(self) -> None:
+        """Load the entry points, once; called by everything that needs them."""
+        if self._loaded:
+            return
+        with self._lock:
+            if self._loaded:
+                return
+            with collector_off():
+                for entry_point in sorted(self._entry_points(), key=_precedence):
+                    self._load(entry_point)
+            self._loaded = True
+        for fault in self._faults:
+            if not fault.intended:
+                warnings.warn(
+                    f"{fault.source} is not used: {fault.reason}", TmmWarning, stacklevel=3
+                )
+
+    def _load(self, entry_point: importlib.metadata.EntryPoint) -> None:
+        dist = entry_point.dist
+        source = Source(entry_point.name, dist.name if dist else "", dist.version if dist else "")
+        if entry_point.name in self._deny:
+            self._fault(source, "disabled by TMM_DISABLE_PLUGINS", intended=True)
+            return
+        if self._allow is not None and entry_point.name not in self._allow:
+            self._fault(source, "not in TMM_PLUGINS", intended=True)
+            return
+        try:
+            plugin = entry_point.load()
+        except Exception as error:  # whatever a stranger's import raises
+            self._fault(source, f"import failed: {_describe(error)}", error)
+            return
+        self._take(plugin, source)
+
+    def _take(self, plugin: object, source: Source) -> None:
+        """Register with pluggy, which checks signatures, then ask this plugin alone."""
+        try:
+            self._manager.register(plugin, name=source.plugin)
+        except Exception as error:
+            self._fault(source, f"cannot be registered: {_describe(error)}", error)
+            return
+        unknown = [
+            name
+            for name in dir(plugin)
+            if name.startswith("tmm_")
+            and name not in ("tmm_kernels", "tmm_epilogues")
+            and self._manager.parse_hookimpl_opts(plugin, name) is not None
+        ]
+        if unknown:
+            self._fault(source, f"implements unknown hooks {unknown}")
+        hooks = (
+            (self._manager.hook.tmm_kernels, self._add_kernel),
+            (self._manager.hook.tmm_epilogues, self._add_epilogue),
+        )
+        for hook, add in hooks:
+            for impl in hook.get_hookimpls():
+                if impl.plugin is not plugin:
+                    continue
+                try:
+                    brought = impl.function()
+                    if not isinstance(brought, Sequence) or isinstance(brought, str):
+                        raise TypeError(f"{hook.name} must return a list, got {brought!r}")
+                except Exception as error:
+                    self._fault(source, f"{hook.name} failed: {_describe(error)}", error)
+                    continue
+                for thing in brought:
+                    add(thing, source)
+
+    def _add_kernel(self, kernel: Any, source: Source) -> None:
+        if reason := None if isinstance(kernel, Deferred) else _unusable(kernel):
+            self._fault(source, reason)
+        elif (other := self._source(kernel.name)) is not None:
+            self._fault(source, f"kernel {kernel.name!r} is already registered by {other}")
+        elif isinstance(kernel, Deferred):
+            self.deferred[kernel.name] = kernel
+            self._unloaded[kernel.name] = source
+        else:
+            self._kernels[kernel.name] = Registered(kernel, source)
+
+    def _source(self, name: str) -> Source | None:
+        """Who registered the kernel of this name."""
+        known = self._kernels.get(name)
+        return known.source if known is not None else self._unloaded.get(name)
+
+    def _fetch(self, name: str) -> None:
+        """Load a kernel that came deferred, unless it is."""
+        with self._lock:
+            source = self._unloaded.get(name)
+            if source is None:
+                return
+            try:
+                with collector_off():
+                    kernel = self.deferred[name].load()
+                if (reason := _unusable(kernel)) is None and kernel.name != name:
+                    reason = f"kernel {name!r} turned out to be {kernel.name!r}"
+                error = None
+            except Exception as raised:  # whatever a stranger's import raises
+                reason, error = f"kernel {name!r} failed to load: {_describe(raised)}", raised
+            if reason is None:
+                self._kernels[name] = Registered(kernel, source)
+            else:
+                self._fault(source, reason, error)
+                warnings.warn(f"{source}: {reason}", TmmWarning, stacklevel=4)
+            del self._unloaded[name]
+
+    def _add_epilogue(self, epilogue: Any, source: Source) -> None:
+        if not isinstance(epilogue, Epilogue):
+            self._fault(source, f"tmm_epilogues must return Epilogue objects, got {epilogue!r}")
+        elif (other := self._epilogues.get(epilogue.name)) is not None:
+            self._fault(source, f"epilogue {epilogue.name!r} is already registered by {other[1]}")
+        else:
+            self._epilogues[epilogue.name] = (epilogue, source)
+
+    def _fault(
+        self,
+        source: Source,
+        reason: str,
+        error: BaseException | None = None,
+        intended: bool = False,
+    ) -> None:
+        self._faults.append(Fault(source, reason, error, intended))
+
+    # -- answers ---------------------------------------------------------------------
+
+    def kernels(self) -> list[Registered]:
+        """All kernels in use, by name."""
+        self.load()
+        for name in list(self._unloaded):
+            self._fetch(name)
+        return [self._kernels[name] for name in sorted(self._kernels)]
+
+    def faults(self) -> list[Fault]:
+        """What is not used, and why."""
+        self.load()
+        return list(self._faults)
+
+    def kernel(self, name: str) -> Kernel[Any]:
+        """The kernel of this name.
+
+        Raises:
+            UnknownNameError: Nobody registered it.
+            PluginError: The plugin it should come from failed; caused by that failure.
+        """
+        self.load()
+        self._fetch(name)
+        if name in self._kernels:
+            return self._kernels[name].kernel
+        for fault in self._faults:
+            if fault.source.plugin == name.partition(".")[0]:
+                raise PluginError(
+                    f"kernel {name!r}: {fault.source}: {fault.reason}"
+                ) from fault.error
+        raise UnknownNameError("kernel", name, [*self._kernels, *self._unloaded])
+
+    def unloaded(self) -> bool:
+        """Whether there are kernels that nobody has asked for yet."""
+        self.load()
+        return bool(self._unloaded)
+
+    def epilogues(self) -> dict[str, Epilogue]:
+        """All epilogues by name, built-in and registered."""
+        self.load()
+        return {name: epilogue for name, (epilogue, _) in self._epilogues.items()}
+
+    def epilogue(self, text: EpilogueLike) -> Epilogue:
+        """Parse what a caller passed as ``epilogue=``; see :func:`tmm_core.spec.epilogue.parse`."""
+        if text is None:
+            return IDENTITY
+        if isinstance(text, str) and text in BUILTIN:
+            return BUILTIN[text]
+        return parse(text, self.epilogues())
+
+    def reasons_against(
+        self, kernel: Kernel[Any], problem: Problem, settings: Settings
+    ) -> list[str]:
+        """Why ``kernel`` is not a candidate: its own reasons, the call's requirements held
+        against its traits, and what the settings disable."""
+        reasons = ["disabled by TMM_DISABLE or override"] if kernel.name in settings.disable else []
+        required = (
+            (problem.deterministic, kernel.traits.deterministic, "deterministic"),
+            (problem.batch_invariant, kernel.traits.batch_invariant, "batch-invariant"),
+            (problem.capturing, kernel.traits.capture_safe, "safe under graph capture"),
+        )
+        reasons += [f"not {what}" for wanted, has, what in required if wanted and not has]
+        try:
+            reasons += kernel.reasons_against(problem)
+        except Exception as error:  # the spec forbids it, a stranger's kernel may all the same
+            reasons.append(f"reasons_against raised {_describe(error)}")
+            if kernel.name not in self._suspect:
+                self._suspect.add(kernel.name)
+                warnings.warn(f"kernel {kernel.name!r}: {reasons[-1]}", TmmWarning, stacklevel=2)
+        return reasons
+
+    def candidates(
+        self, problem: Problem, settings: Settings
+    ) -> tuple[list[Kernel[Any]], dict[str, list[str]]]:
+        """Kernels that can serve ``problem``, and the others' reasons by name."""
+        return self._asked([registered.kernel for registered in self.kernels()], problem, settings)
+
+    def loaded_candidates(self, problem: Problem, settings: Settings) -> list[Kernel[Any]]:
+        """Of the kernels that did not come deferred those that can serve ``problem``."""
+        self.load()
+        at_hand = [each.kernel for name, each in self._kernels.items() if name not in self.deferred]
+        return self._asked(at_hand, problem, settings)[0]
+
+    def _asked(
+        self, kernels: Iterable[Kernel[Any]], problem: Problem, settings: Settings
+    ) -> tuple[list[Kernel[Any]], dict[str, list[str]]]:
+        able, rejected = [], {}
+        for kernel in kernels:
+            if reasons := self.reasons_against(kernel, problem, settings):
+                rejected[kernel.name] = reasons
+            else:
+                able.append(kernel)
+        return able, rejected
+
+
+def _precedence(entry_point: importlib.metadata.EntryPoint) -> tuple[bool, str, str]:
+    """tmm's own first, so that nobody takes their names; then by distribution and name."""
+    distribution = entry_point.dist.name if entry_point.dist else ""
+    return (distribution != "tmm", distribution, entry_point.name)
+
+
+def _unusable(kernel: Any) -> str | None:
+    if not isinstance(kernel, Kernel):
+        hint = " (the class; return an instance)" if isinstance(kernel, type) else ""
+        return f"tmm_kernels must return Kernel objects, got {kernel!r}{hint}"
+    name = getattr(kernel, "name", None)
+    if not isinstance(name, str) or not name:
+        return f"{type(kernel).__qualname__} has no name"
+    if not isinstance(kernel.traits, Traits):
+        return f"kernel {name!r}: traits must be a Traits, got {kernel.traits!r}"
+    if not (isinstance(kernel.config_type, type) and issubclass(kernel.config_type, Config)):
+        return f"kernel {name!r}: config_type must be a Config subclass"
+    return None
+
+
+def _describe(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,454 @@
+"""Candidates in, a :class:`TuningRecord` out.
+
+Each batch of candidates is compiled in parallel, verified and looked at; whether another batch is
+worth compiling is asked of :class:`Proposals`. The best are then timed by turns *in use*
+(:mod:`tmm_core.dispatch.timing`) until one is decided on, and at other M of the record's bucket. A candidate
+that fails to compile, is wrong, or hangs costs itself only, and the record says so.
+"""
+
+from __future__ import annotations
+
+import concurrent.futures as futures
+import datetime
+import math
+import os
+import threading
+import time
+import warnings
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+from tmm_cache import CandidateResult, TuningRecord
+
+from tmm_core.dispatch import rotation, verify
+from tmm_core.dispatch.progress import Progress
+from tmm_core.dispatch.proposals import Hint, Proposals, decide
+from tmm_core.dispatch.timing import Timer, held_up, median, timer_for
+from tmm_core.errors import TmmWarning
+from tmm_core.settings import Settings
+from tmm_core.spec.bucket import bucket_edge, probes
+from tmm_core.spec.kernel import BASELINE, Candidate, Config, Kernel, Launcher
+from tmm_core.spec.precision import precision
+from tmm_core.spec.problem import Problem
+
+#: Samples of each candidate, µs that one lasts, and how much slower than the best it may be to
+#: stay: a first look at every batch, a closer one, and the one that decides.
+LOOK, LOOK_US, LOOK_KEEPS = 3, 400.0, 1.3
+CLOSER, CLOSER_US, CLOSER_KEEPS = 4, 1500.0, 1.06
+FINAL = 9
+#: Those that the last stage compares with BLAS, at most.
+FINALISTS = 5
+#: The best config of every other kernel stays on record as next in line, where it takes at most
+#: so many times the best.
+RESERVE = 3.0
+#: Samples at each other M of the bucket.
+INSIDE = 5
+
+#: Candidates in the first batch, and in each after it.
+FIRST_BATCH, BATCH = 16, 16
+
+#: Seconds one candidate may take to compile before it is left behind.
+COMPILE_LIMIT = 60.0
+
+
+def compiling_threads() -> int:
+    """Kernels that are compiled at one time: as many as there are cores, at most 16."""
+    return min(16, os.cpu_count() or 1)
+
+
+@dataclass(eq=False)
+class _Trial:
+    """One candidate on its way through a tuning."""
+
+    candidate: Candidate
+    status: Literal["ok", "slow", "wrong", "failed"] = "slow"
+    launcher: Launcher | None = None
+    run: _Runner | None = None
+    samples: list[float] = field(default_factory=list)
+    inside_us: dict[int, float] = field(default_factory=dict)
+    error: float | None = None
+    reason: str | None = None
+
+    @property
+    def time(self) -> float:
+        return median(self.samples) if self.samples else math.inf
+
+    @property
+    def is_baseline(self) -> bool:
+        return self.candidate.kernel.name == BASELINE
+
+    def fail(
+        self, error: BaseException | str, status: Literal["wrong", "failed"] = "failed"
+    ) -> None:
+        self.status = status
+        self.launcher = self.run = None
+        text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
+        self.reason = text.strip()[:500]
+
+
+class Tuner:
+    """Measures candidates on the device a problem names.
+
+    Args:
+        timer: For tests; by default chains in CUDA graphs, or wall time on a CPU.
+        workers: Candidates that are compiled at one time; by default the number of cores, at
+            most 16.
+    """
+
+    def __init__(self, timer: Timer | None = None, workers: int | None = None) -> None:
+        self._timer = timer
+        self._workers = workers or compiling_threads()
+
+    def tune(
+        self,
+        problem: Problem,
+        kernels: Sequence[Kernel[Any]],
+        settings: Settings,
+        before: TuningRecord | None = None,
+        hints: Sequence[Hint] = (),
+    ) -> TuningRecord:
+        """Time what ``before`` does not hold yet, with BLAS and its winner beside it.
+
+        Returns ``before`` itself where it is complete. Kernels are told apart by their own
+        version, so an upgraded plugin's candidates alone are measured again.
+
+        Args:
+            hints: What won near problems, or this one on another GPU: tried first.
+
+        Raises:
+            ValueError: ``kernels`` has no baseline (nothing to compare with).
+            RuntimeError: Not even BLAS runs.
+        """
+        started = time.monotonic()
+        old = {(c.kernel, c.version): c for c in before.candidates} if before else {}
+        new = [k for k in kernels if (k.name, k.version) not in old]
+        if before is not None and not new:
+            return before
+        if not any(kernel.name == BASELINE for kernel in kernels):
+            raise ValueError(f"no {BASELINE!r} kernel to compare with")
+        proposals = Proposals(problem, kernels, new, before, hints)
+        # What the record says of BLAS must be BLAS at the precision that was asked for.
+        with precision(problem.tf32), Progress(str(problem), settings.progress) as progress:
+            tuning = _Tuning(problem, self._timer, self._workers, settings, progress)
+            try:
+                tuning.run(proposals)
+            finally:
+                tuning.release()
+        results = [tuning.result(trial) for trial in tuning.trials]
+        results += [_untried(kernel, why) for kernel, why in proposals.empty.items()]
+        measured = {(r.kernel, r.version) for r in results}
+        present = {(k.name, k.version) for k in kernels}
+        if before is not None:
+            results += [
+                c
+                for c in before.candidates
+                if (c.kernel, c.version) in present and (c.kernel, c.version) not in measured
+            ]
+        return TuningRecord(
+            problem=problem.to_json(),
+            winner=decide(results, before.best if before else None),
+            candidates=tuple(results),
+            created=datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
+            tuning_seconds=round(time.monotonic() - started, 3),
+        )
+
+
+class _Tuning:
+    """One problem's tuning under way."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        timer: Timer | None,
+        workers: int,
+        settings: Settings,
+        progress: Progress,
+    ) -> None:
+        self.trials: list[_Trial] = []
+        self._problem = problem
+        self._device = _device(problem)
+        self._own_timer = timer is None
+        self._timer: Any = timer or timer_for(self._device)
+        self._workers = workers
+        self._deadline = time.monotonic() + settings.tune_budget
+        self._progress = progress
+        #: Chains of the problem itself and of others of its bucket, by M.
+        self._chains: dict[int, _Chain] = {}
+
+    def run(self, proposals: Proposals) -> None:
+        """Try what is proposed, then let the best race.
+
+        Raises:
+            RuntimeError: No candidate runs.
+        """
+        self._progress.total(len(proposals))
+        batch = proposals.first(FIRST_BATCH)
+        while batch:
+            self._try([_Trial(candidate) for candidate in batch])
+            if time.monotonic() > self._deadline:
+                break
+            times = {t.candidate: t.time for t in self.trials if t.samples}
+            batch = proposals.promising(times, BATCH)
+        racing = [t for t in self.trials if t.run is not None]
+        if not racing:
+            why = next((t.reason for t in self.trials if t.is_baseline), None)
+            raise RuntimeError(f"no candidate runs; {BASELINE}: {why}")
+        finalists = self._race(racing)
+        for trial in _reserves(racing):
+            trial.status = "ok"
+        self._inside(finalists)
+
+    def result(self, trial: _Trial) -> CandidateResult:
+        """What a trial found out, as the record keeps it."""
+        kernel, config = trial.candidate.kernel, trial.candidate.config
+        scratch = kernel.workspace_bytes(self._problem, config) if trial.samples else 0
+        return CandidateResult(
+            kernel=kernel.name,
+            version=kernel.version,
+            config=config.to_json(),
+            status=trial.status,
+            samples_us=tuple(round(s, 3) for s in trial.samples),
+            inside_us={m: round(us, 3) for m, us in trial.inside_us.items()},
+            # A poisoned element leaves NaN, which JSON has not; the reason says it.
+            error=trial.error if trial.error is not None and math.isfinite(trial.error) else None,
+            tolerance=verify.tolerance(self._problem) if trial.error is not None else None,
+            workspace_bytes=scratch,
+            deterministic=kernel.traits.deterministic,
+            batch_invariant=kernel.traits.batch_invariant,
+            reason=trial.reason,
+        )
+
+    def release(self) -> None:
+        """Free what was held to measure with."""
+        if self._own_timer:
+            self._timer.release()
+        self._chains.clear()
+
+    def _try(self, trials: list[_Trial]) -> None:
+        """Compile, verify and look at a batch."""
+        self.trials += trials
+        self._compile(trials)
+        chain = self._chain(self._problem)
+        for trial in trials:
+            chain.verify(trial)
+            if trial.launcher is not None:
+                trial.run = chain.runner(trial.launcher)
+        self._measure([t for t in trials if t.run is not None], LOOK, LOOK_US)
+
+    def _compile(self, trials: list[_Trial]) -> None:
+        """Bind all, in parallel. Threads, not a pool: one that hangs is left behind."""
+        queue = iter(trials)
+        lock = threading.Lock()
+        done: dict[int, futures.Future[Launcher]] = {id(t): futures.Future() for t in trials}
+
+        def work() -> None:
+            if self._device.type == "cuda":
+                torch.cuda.set_device(self._device)  # a thread starts on device 0
+            while True:
+                with lock:
+                    trial = next(queue, None)
+                if trial is None:
+                    return
+                promise = done[id(trial)]
+                if time.monotonic() > self._deadline and not trial.is_baseline:
+                    promise.set_exception(TimeoutError("the tuning budget ended before it"))
+                    continue
+                try:
+                    kernel, config = trial.candidate.kernel, trial.candidate.config
+                    promise.set_result(kernel.bind(self._problem, config))
+                except BaseException as error:  # compilers raise SystemExit and worse
+                    promise.set_exception(error)
+
+        for _ in range(min(self._workers, len(trials))):
+            threading.Thread(target=work, daemon=True).start()
+        for trial in trials:
+            try:
+                trial.launcher = done[id(trial)].result(timeout=COMPILE_LIMIT)
+            except futures.TimeoutError as error:
+                text = str(error) or f"did not compile within {COMPILE_LIMIT:.0f} s"
+                trial.fail(text)
+            except BaseException as error:
+                if isinstance(error, KeyboardInterrupt):
+                    raise
+                trial.fail(error)
+            self._progress.advance()
+
+    def _chain(self, problem: Problem) -> _Chain:
+        chain = self._chains.get(problem.m)
+        if chain is None:
+            chain = self._chains[problem.m] = _Chain(problem, self._device)
+        return chain
+
+    def _measure(
+        self, racing: Sequence[_Trial], rounds: int, burst_us: float, anew: bool = False
+    ) -> None:
+        """Sample those that race; what the device refuses costs nobody else anything.
+
+        Args:
+            anew: Take the samples again where something held BLAS up in the middle of them.
+        """
+        runs = [t.run for t in racing]
+        if not runs:
+            return
+        options: dict[str, Any] = {
+            "copies": self._chain(self._problem).copies,
+            "burst_us": burst_us,
+        }
+        try:
+            samples = self._timer.measure(runs, rounds, **options)
+            if anew and held_up(samples[_anchor(racing)]):
+                samples = self._timer.measure(runs, rounds, **options)
+        except Exception as error:
+            warnings.warn(f"timing {self._problem} failed: {error}", TmmWarning, stacklevel=2)
+            return
+        for trial, mine in zip(racing, samples, strict=True):
+            trial.samples = mine
+
+    def _race(self, racing: list[_Trial]) -> list[_Trial]:
+        """BLAS and the fastest, sampled until one can be decided on; returns these."""
+        racing = _survivors(racing, LOOK_KEEPS, 2 * FINALISTS)
+        if len(racing) > FINALISTS + 1 and time.monotonic() < self._deadline:
+            self._measure(racing, CLOSER, CLOSER_US)
+        racing = _survivors(racing, CLOSER_KEEPS, FINALISTS)
+        if time.monotonic() < self._deadline:
+            self._measure(racing, FINAL, 2 * CLOSER_US, anew=True)
+        for trial in racing:
+            trial.status = "ok"
+        # What is fast deserves a second look: other inputs, after all that ran beside it.
+        again = self._chain(self._problem).again()
+        for trial in racing:
+            again.verify(trial)
+        return [trial for trial in racing if trial.status == "ok"]
+
+    def _inside(self, finalists: Sequence[_Trial]) -> None:
+        """Verify and time the finalists at other M that the record answers for."""
+        if self._problem.m != bucket_edge(self._problem.m):
+            return
+        for m in probes(self._problem.m):
+            if time.monotonic() > self._deadline:
+                return
+            problem = replace(self._problem, m=m)
+            chain = self._chain(problem)
+            there = []
+            for trial in finalists:
+                guest = _Trial(trial.candidate)
+                try:
+                    guest.launcher = trial.candidate.kernel.bind(problem, trial.candidate.config)
+                except Exception:  # a config of the edge need not fit here
+                    continue
+                chain.verify(guest)
+                if guest.launcher is None:
+                    if guest.status == "wrong" and trial.status == "ok":
+                        trial.fail(f"at M={m}: {guest.reason}", "wrong")
+                    continue
+                there.append((trial, chain.runner(guest.launcher)))
+            runs = [run for _, run in there]
+            if not runs:
+                continue
+            try:
+                samples = self._timer.measure(runs, INSIDE, copies=chain.copies, burst_us=CLOSER_US)
+            except Exception as error:
+                warnings.warn(f"timing {problem} failed: {error}", TmmWarning, stacklevel=2)
+                continue
+            for (trial, _), mine in zip(there, samples, strict=True):
+                trial.inside_us[m] = median(mine)
+
+
+class _Chain:
+    """A problem's operands, as many copies as its chain of calls has, and what is right."""
+
+    def __init__(self, problem: Problem, device: torch.device) -> None:
+        self._problem, self._device = problem, device
+        self.copies = rotation.copies(problem, rotation.memory_limit(device))
+        inputs = verify.make_inputs(problem, device, seed=_fresh_seed())
+        self._inputs = rotation.rotated(inputs, problem, self.copies)
+        # As called: without `out=`, into which torch's own operators would copy what they
+        # compute, and BLAS with a bias or an epilogue lose to slower kernels.
+        self._out = None if inputs.out.is_contiguous() else inputs.out
+        self._expected: torch.Tensor | None = None
+
+    def again(self) -> _Chain:
+        """The same problem with other inputs."""
+        return _Chain(self._problem, self._device)
+
+    def runner(self, launcher: Launcher) -> _Runner:
+        return _Runner(launcher, self._inputs, self._out)
+
+    def verify(self, trial: _Trial) -> None:
+        """Fail a trial whose launcher raises or is wrong."""
+        if trial.launcher is None:
+            return
+        inputs = self._inputs[0]
+        if self._expected is None:
+            self._expected = verify.reference(self._problem, inputs)
+        limit = verify.tolerance(self._problem)
+        verify.poison(inputs.out)
+        try:
+            error = verify.error(inputs.run(trial.launcher), self._expected)
+        except Exception as raised:
+            trial.fail(raised)
+            return
+        trial.error = error
+        # BLAS is what the others are held against; torch's own error is no verdict.
+        if not error <= limit and not trial.is_baseline:
+            trial.fail(f"error {error:.3g} exceeds {limit:.3g}", "wrong")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Runner:
+    """A candidate on each copy of the operands all are timed on."""
+
+    launcher: Launcher
+    inputs: Sequence[verify.Inputs]
+    out: torch.Tensor | None
+
+    def __call__(self, copy: int) -> object:
+        return self.inputs[copy].launch(self.launcher, self.out)
+
+
+def _anchor(racing: Sequence[_Trial]) -> int:
+    """The place of BLAS, which is one kernel and should take as long every time."""
+    return next((place for place, trial in enumerate(racing) if trial.is_baseline), 0)
+
+
+def _survivors(racing: list[_Trial], keep: float, limit: int) -> list[_Trial]:
+    """BLAS, and the ``limit`` best within a factor ``keep`` of the best."""
+    ranked = sorted(racing, key=lambda t: t.time)
+    best = ranked[0].time
+    return [
+        trial
+        for place, trial in enumerate(ranked)
+        if trial.is_baseline or (trial.time <= best * keep and place < limit)
+    ]
+
+
+def _reserves(racing: Sequence[_Trial]) -> list[_Trial]:
+    """Of each kernel its best config within :data:`RESERVE`: it is next in line where the winner
+    is filtered out, quarantined or uninstalled."""
+    ranked = sorted((t for t in racing if t.run is not None and t.samples), key=lambda t: t.time)
+    best: dict[str, _Trial] = {}
+    for trial in ranked:
+        best.setdefault(trial.candidate.kernel.name, trial)
+    return [trial for trial in best.values() if trial.time <= ranked[0].time * RESERVE]
+
+
+def _untried(kernel: Kernel[Any], why: BaseException | str) -> CandidateResult:
+    """The entry of a kernel that has no config worth a try; it keeps the record complete."""
+    trial = _Trial(Candidate(kernel, Config()))
+    trial.fail(why)
+    return CandidateResult(
+        kernel=kernel.name, version=kernel.version, config={}, status="failed", reason=trial.reason
+    )
+
+
+def _device(problem: Problem) -> torch.device:
+    """The current device, of the problem's type: fingerprints have no index."""
+    if problem.device.type == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device(problem.device.type)
+
+
+def _fresh_seed() -> int:
+    return int.from_bytes(os.urandom(4), "little")

@@ -1,0 +1,1 @@
+"""How torch sees a call: the operator, autograd, vmap, FLOP counts, sharding rules."""

@@ -1,0 +1,565 @@
+"""Derivatives of ``tmm::matmul``: reverse and forward mode, any order, and under vmap.
+
+Where something is differentiated the call is taken apart into what has a cheap derivative:
+one product with as much of the epilogue fused as its output tells the derivative of, then
+what is left of the epilogue, then the residual. What is left is one kernel, and its derivative
+another (:mod:`tmm_core.interop.pointwise`), where nothing but a gradient is asked for; else it
+is done by torch's own operators, which Inductor fuses and transforms take apart.
+
+Kept for backward: ``a`` where ``b`` needs a gradient, ``b`` where ``a`` does, and the output of
+the product where an epilogue follows it. That is never more than eager keeps, and where all
+of the epilogue is fused the pre-activation is never in memory at all. Nothing is computed twice.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._functorch.utils import enable_single_level_autograd_function
+from torch.autograd import forward_ad
+from torch.autograd.function import _SingleLevelFunction
+
+from tmm_core.interop.pointwise import failed, kernels, takes
+from tmm_core.launch.warm import epilogue_of, run, undisturbed
+from tmm_core.settings import overridden, within
+from tmm_core.spec.epilogue import IDENTITY, Epilogue
+from tmm_core.spec.problem import FP8
+
+if TYPE_CHECKING:
+    from tmm_core.triton.pointwise import Pointwise
+
+Tensor = torch.Tensor
+
+transforms_active = torch._C._are_functorch_transforms_active
+#: Whether this is one of many gradients: ``is_grads_batched`` maps over backward by means older
+#: than functorch's, which no mode tells of.
+_batched = torch._C._functorch.is_legacy_batchedtensor
+
+
+def recorded(*tensors: Tensor | None) -> bool:
+    """Whether a function of these is recorded for backward."""
+    if torch.is_grad_enabled():
+        for t in tensors:  # a generator takes twice as long
+            if t is not None and t.requires_grad:
+                return True
+    return False
+
+
+def differentiated(*tensors: Tensor | None) -> bool:
+    """Whether somebody may want derivatives of a function of these."""
+    return recorded(*tensors) or forward_ad._current_level >= 0 or transforms_active()
+
+
+def matmul(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    alpha: float = 1.0,
+    epilogue: str = "",
+    out_dtype: torch.dtype | None = None,
+    scale_a: Tensor | None = None,
+    scale_b: Tensor | None = None,
+) -> Tensor:
+    """What the operator does at the dispatcher's Autograd key."""
+    if not differentiated(a, b, bias, residual, scale_a, scale_b):
+        with torch._C._AutoDispatchBelowAutograd():
+            return _operator(a, b, bias, residual, alpha, epilogue, out_dtype, scale_a, scale_b)
+    if a.dtype in FP8:
+        return _record(_Scaled, a, b, bias, residual, alpha, epilogue, out_dtype, scale_a, scale_b)
+    if undisturbed(a, b, bias, residual, cast=True) and not (_batched(a) or _batched(b)):
+        return eager(a, b, bias, residual, alpha, epilogue, out_dtype)
+    return _in_parts(_record_product, a, b, bias, residual, alpha, epilogue, out_dtype)
+
+
+def eager(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    alpha: float,
+    epilogue: str,
+    out_dtype: torch.dtype | None,
+    transposed: bool = False,
+) -> Tensor:
+    """The same for a call that nothing disturbs (:func:`tmm_core.launch.warm.undisturbed`) and that
+    is recorded: without the operator, and in one node.
+
+    Args:
+        transposed: ``b`` is a layer's weight, ``[N, K]``; a transposed view of it would be a
+            node of its own.
+    """
+    if a.dim() < 2 or b.dim() != 2:
+        b = b.t() if transposed else b
+        return _in_parts(_record_eager_product, a, b, bias, residual, alpha, epilogue, out_dtype)
+    return _in_parts(_rows, a, b, bias, residual, alpha, epilogue, out_dtype, transposed)
+
+
+def _in_parts(
+    product: Callable[..., Tensor],
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    alpha: float,
+    epilogue: str,
+    out_dtype: torch.dtype | None,
+    *more: Any,
+) -> Tensor:
+    """``product`` with as much of the epilogue as it can fuse, given as its head, and ``more``;
+    then the rest of it, after rows by kernels where there are any; then the residual."""
+    if not epilogue:
+        return product(a, b, bias, residual, alpha, IDENTITY, out_dtype, *more)
+    head, rest = epilogue_of(epilogue).parts
+    inner = residual if rest is None and head is IDENTITY else None
+    y = product(a, b, bias, inner, alpha, head, out_dtype, *more)
+    if rest is not None:
+        found = kernels(rest, y.shape[-1], y.dtype, y) if product is _rows else None
+        if found is not None:
+            y = follow(y, rest, found)
+        else:
+            for stage in rest.stages or (rest,):
+                y = _apply(stage, y)
+    return y if residual is None or residual is inner else (y + residual).to(y.dtype)
+
+
+def _text(head: Epilogue) -> str:
+    return "" if head is IDENTITY else head.interned()
+
+
+def _record(function: Any, *arguments: Any) -> Tensor:
+    with enable_single_level_autograd_function():
+        return function.apply(*arguments)  # type: ignore[no-any-return]
+
+
+def _record_product(
+    a: Tensor, b: Tensor, bias: Any, residual: Any, alpha: float, head: Epilogue, out_dtype: Any
+) -> Tensor:
+    return _record(_Product, a, b, bias, residual, alpha, _text(head), out_dtype)
+
+
+def _record_eager_product(
+    a: Tensor, b: Tensor, bias: Any, residual: Any, alpha: float, head: Epilogue, out_dtype: Any
+) -> Tensor:
+    return _EagerProduct.apply(a, b, bias, residual, alpha, _text(head), out_dtype)  # type: ignore[attr-defined, no-any-return]
+
+
+def _operator(*arguments: Any) -> Tensor:
+    return torch.ops.tmm.matmul.default(*arguments)  # type: ignore[no-any-return]
+
+
+def _multiply(a: Tensor, b: Tensor, alpha: float) -> Tensor:
+    """``alpha · (a @ b)``, by the operator where it has something to do."""
+    if (
+        not torch.compiler.is_dynamo_compiling()
+        and undisturbed(a, b)
+        and not (recorded(a, b) or _batched(a) or _batched(b))
+    ):
+        return run(a, b, None, None, alpha)
+    return _operator(a, b, None, None, alpha)
+
+
+def _apply(stage: Epilogue, z: Tensor) -> Tensor:
+    inputs = z.chunk(2, dim=-1) if stage.gated else (z,)
+    # Of what is built in, torch knows the derivatives, by operators of their own.
+    if stage.derivative is not None and not stage.builtin:
+        return _record(_WithDerivative, stage, *inputs)
+    y: Tensor = stage.reference(*inputs, *stage.parameters)
+    return y
+
+
+# The dispatcher has taken functorch's transforms apart by the time it comes here, so that there
+# is one level to see to, as in the formulas of torch's own operators. `autograd.Function` stands
+# above the dispatcher and would take them apart once more; its base does not.
+
+
+@contextmanager
+def _outer_levels() -> Iterator[None]:
+    """Let the transforms outside of this one see what is done here: custom functions run with
+    derivatives of both modes off."""
+    if not transforms_active():
+        yield
+        return
+    with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
+        yield
+
+
+@contextmanager
+def _below_autograd() -> Iterator[None]:
+    """Call operators as the Autograd kernel of one of torch's does."""
+    with torch._C._AutoDispatchBelowAutograd(), _outer_levels():
+        yield
+
+
+class OneLevel(_SingleLevelFunction):
+    @staticmethod
+    def _compiled_autograd_key(ctx: Any) -> tuple[Any, ...]:
+        """What compiled autograd finds a backward's graph again by, as autograd.Function's."""
+        return (ctx._autograd_function_id,)
+
+
+class _Product(OneLevel):
+    """``epilogue(alpha · (a @ b) + bias) + residual`` for an epilogue with ``output_vjp``;
+    the residual only where the epilogue is the identity."""
+
+    @staticmethod
+    def forward(*arguments: Any) -> Tensor:
+        with _below_autograd():
+            return _operator(*arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        a, b, bias, residual, ctx.alpha, epilogue, ctx.out_dtype = inputs
+        ctx.epilogue = epilogue_of(epilogue)
+        y = None if ctx.epilogue.linear else output
+        wants_a, wants_b, *_ = ctx.needs_input_grad
+        ctx.save_for_backward(a if wants_b else None, b if wants_a else None, y)
+        if forward_ad._current_level >= 0 or transforms_active():
+            ctx.save_for_forward(a, b, y)
+        ctx.a, ctx.b, ctx.bias, ctx.residual = map(_like, (a, b, bias, residual))
+        ctx.a_column, ctx.b_column = _is_column_major(a), _is_column_major(b)
+        ctx.output = _like(output)
+        ctx.settings = overridden()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return within(ctx.settings, _Product._gradients, ctx, grad)
+
+    @staticmethod
+    def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        a, b, y = ctx.saved_tensors
+        wants_a, wants_b, wants_bias, wants_residual, *_ = ctx.needs_input_grad
+        (a_shape, dtype), (b_shape, _) = ctx.a, ctx.b
+        dz = ctx.epilogue.output_vjp(grad, y, *ctx.epilogue.parameters)
+        # Vectors are matrices of one row or column here, and their gradient loses it again.
+        dz2 = dz if len(b_shape) > 1 else dz[..., None]
+        dz2 = dz2 if len(a_shape) > 1 else dz2[..., None, :]
+        da = db = dbias = dresidual = None
+        if wants_bias:
+            shape, bias_dtype = ctx.bias
+            dbias = dz2.sum(tuple(range(dz2.dim() - 1)), dtype=_wider(dz2.dtype, bias_dtype))
+            dbias = _as(dbias, bias_dtype)
+        if wants_residual:
+            shape, residual_dtype = ctx.residual
+            dresidual = _as(grad.sum_to_size(shape), residual_dtype)
+        dz2 = _as(dz2, dtype)
+        alpha = ctx.alpha
+        if wants_a:
+            b2 = b if b.dim() > 1 else b[:, None]
+            shape = a_shape if len(a_shape) > 1 else (1, *a_shape)
+            da = _lying_as(ctx.a_column, dz2, _adjoint(b2), alpha)
+            if da.shape != a_shape:
+                da = da.sum_to_size(shape).reshape(a_shape)
+        if wants_b:
+            a2 = a if a.dim() > 1 else a[None]
+            shape = b_shape if len(b_shape) > 1 else (*b_shape, 1)
+            if len(b_shape) <= 2 < a2.dim():
+                a2, dz2 = _flattened(a2, dz2)
+            db = _lying_as(ctx.b_column, _adjoint(a2), dz2, alpha)
+            if db.shape != b_shape:
+                db = db.sum_to_size(shape).reshape(b_shape)
+        return da, db, dbias, dresidual, None, None, None
+
+    @staticmethod
+    def jvp(
+        ctx: Any,
+        ta: Tensor | None,
+        tb: Tensor | None,
+        tbias: Tensor | None,
+        tresidual: Tensor | None,
+        *_: None,
+    ) -> Tensor:
+        shape, dtype = ctx.output
+        with _outer_levels():
+            a, b, y = map(_primal, ctx.saved_tensors)
+            # Bias and residual pass through as what they are to the first of the products.
+            t = tresidual
+            if ta is not None:
+                t, tbias = _operator(ta, b, tbias, t, ctx.alpha, "", ctx.out_dtype), None
+            if tb is not None:
+                t, tbias = _operator(a, tb, tbias, t, ctx.alpha, "", ctx.out_dtype), None
+            if tbias is not None:
+                tbias = tbias if len(ctx.b[0]) > 1 else tbias[0]
+                t = tbias if t is None else t + tbias
+            assert t is not None
+            t = t.expand(shape).to(dtype)
+            return ctx.epilogue.output_vjp(t, y, *ctx.epilogue.parameters)  # type: ignore[no-any-return]
+
+
+class _EagerProduct(_Product):
+    """Where the operator would come to the same."""
+
+    forward = staticmethod(run)
+
+
+class Call:
+    """What backward has to know of a product of rows besides its tensors."""
+
+    __slots__ = (
+        *("alpha", "bias", "head", "residual", "settings"),
+        *("a_columns", "b_columns", "transposed"),
+    )
+
+    def __init__(
+        self,
+        a: Tensor,
+        b: Tensor,
+        bias: Tensor | None,
+        residual: Tensor | None = None,
+        alpha: float = 1.0,
+        head: Epilogue = IDENTITY,
+        transposed: bool = False,
+    ) -> None:
+        self.alpha = alpha
+        self.head = head
+        self.bias = None if bias is None else bias.dtype
+        self.residual = _like(residual)
+        self.a_columns = _is_column_major(a)
+        #: Whether b, as it is multiplied, is column-major.
+        self.b_columns = _is_column_major(b) is not transposed
+        self.transposed = transposed
+        self.settings = overridden()
+
+
+class _EagerRows(OneLevel):
+    """``_EagerProduct`` of the rows of ``[…, M, K]`` with one matrix, as layers call it, at the
+    least host cost."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        a: Tensor,
+        b: Tensor,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        alpha: float,
+        head: Epilogue,
+        out_dtype: torch.dtype | None,
+        transposed: bool,
+    ) -> Tensor:
+        y = run(a, b.t() if transposed else b, bias, residual, alpha, _text(head), out_dtype)
+        wants_a, wants_b, *_ = ctx.needs_input_grad
+        kept = None if head.linear else y
+        ctx.save_for_backward(a if wants_b else None, b if wants_a else None, kept)
+        ctx.call = Call(a, b, bias, residual, alpha, head, transposed)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        a, b, y = ctx.saved_tensors
+        gradients = gradients_of_rows(ctx.call, ctx.needs_input_grad, a, b, y, grad)
+        return *gradients, None, None, None, None
+
+
+_rows = _EagerRows.apply  # type: ignore[attr-defined]
+
+
+def gradients_of_rows(call: Call, *arguments: Any) -> tuple[Tensor | None, ...]:
+    """Of a, b, bias and residual, by the settings of ``call``; as :func:`_gradients_of_rows`."""
+    return within(call.settings, _gradients_of_rows, call, *arguments)
+
+
+def _gradients_of_rows(
+    call: Call,
+    wanted: Sequence[bool],
+    a: Tensor | None,
+    b: Tensor | None,
+    y: Tensor | None,
+    grad: Tensor,
+) -> tuple[Tensor | None, ...]:
+    """Of a, b, bias and residual.
+
+    Args:
+        call: What they were of.
+        wanted: Which of them are asked for.
+        a, b: Where the other's is.
+        y: The output, where the head is not linear.
+        grad: Its gradient.
+    """
+    alpha, head = call.alpha, call.head
+    wants_a, wants_b, wants_bias, wants_residual, *_ = wanted
+    direct = _is_direct(grad)
+    dz, da, db, dbias, dresidual = grad, None, None, None, None
+    if head is not IDENTITY:
+        assert head.output_vjp is not None
+        dz = head.output_vjp(dz, y, *head.parameters)
+    many = dz.dim() != 2
+    rows = dz.flatten(0, -2) if many else dz
+    if wants_bias:
+        dtype: Any = call.bias
+        same = rows.dtype is dtype
+        dbias = rows.sum(0) if same else rows.sum(0, dtype=_wider(rows.dtype, dtype))
+        dbias = _as(dbias, dtype)
+    if wants_residual:
+        assert call.residual is not None
+        shape, dtype = call.residual
+        dresidual = _as(grad.sum_to_size(shape), dtype)
+    multiply = run if direct else _operator
+    # As they lie: a gradient of another layout than its own autograd copies, transposing.
+    if wants_a:
+        assert b is not None
+        rows = _as(rows, b.dtype)
+        b = b.conj() if b.is_complex() else b
+        b = b if call.transposed else b.mT
+        if call.a_columns and not many:
+            da = multiply(b.mT, rows.mT, None, None, alpha).mT
+        else:
+            da = multiply(rows, b, None, None, alpha)
+            da = da.view(*dz.shape[:-1], da.shape[-1]) if many else da
+    if wants_b:
+        assert a is not None
+        rows = _as(rows, a.dtype)
+        a = a.flatten(0, -2) if a.dim() != 2 else a
+        a = a.conj() if a.is_complex() else a
+        if call.b_columns:
+            db = multiply(rows.mT, a, None, None, alpha)
+        else:
+            db = multiply(a.mT, rows, None, None, alpha)
+        db = db if call.transposed is call.b_columns else db.mT
+    return da, db, dbias, dresidual
+
+
+def _is_direct(grad: Tensor) -> bool:
+    """Whether torch's dispatcher has nothing to do for what backward makes of ``grad``: nobody
+    records it either, for second derivatives."""
+    return (
+        not torch.is_grad_enabled()
+        and not torch.compiler.is_dynamo_compiling()
+        and undisturbed(grad, grad)
+        and not (_batched(grad) or grad.is_complex())
+    )
+
+
+class _Following(OneLevel):
+    """What follows a product, by kernels. A node of its own, which lets go of the product before
+    the gradients of its operands are computed."""
+
+    @staticmethod
+    def forward(ctx: Any, z: Tensor, epilogue: Epilogue, found: Pointwise) -> Tensor:
+        ctx.save_for_backward(z)
+        ctx.epilogue, ctx.found = epilogue, found
+        if takes(z):
+            try:
+                return found.forward(z)
+            except Exception as error:
+                failed(epilogue, found, error)
+        return epilogue.apply(z)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor, None, None]:
+        (z,) = ctx.saved_tensors
+        if _is_direct(grad) and takes(z):
+            try:
+                return ctx.found.backward(grad, z), None, None
+            except Exception as error:
+                failed(ctx.epilogue, ctx.found, error)
+        return ctx.epilogue.vjp(grad, z), None, None
+
+
+follow = _Following.apply  # type: ignore[attr-defined]
+
+
+class _Scaled(OneLevel):
+    """Products of 8-bit operands, which learn nothing by themselves."""
+
+    @staticmethod
+    def forward(*arguments: Any) -> Tensor:
+        with _below_autograd():
+            return _operator(*arguments)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.dtypes = inputs[0].dtype, inputs[1].dtype
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        raise RuntimeError("tmm::matmul has no derivative for {} @ {}".format(*ctx.dtypes))
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> Any:
+        raise RuntimeError("tmm::matmul has no derivative for {} @ {}".format(*ctx.dtypes))
+
+
+class _WithDerivative(OneLevel):
+    """A stage of an epilogue whose author gave the derivative."""
+
+    @staticmethod
+    def forward(stage: Epilogue, *inputs: Tensor) -> Tensor:
+        with _below_autograd():
+            return stage.reference(*inputs, *stage.parameters)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.stage, *z = inputs
+        ctx.save_for_backward(*z)
+        if forward_ad._current_level >= 0 or transforms_active():
+            ctx.save_for_forward(*z)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, *(grad * slope for slope in _slopes(ctx.stage, ctx.saved_tensors)))
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *tangents: Tensor) -> Tensor:
+        with _outer_levels():
+            slopes = _slopes(ctx.stage, map(_primal, ctx.saved_tensors))
+            first, *more = (t * slope for t, slope in zip(tangents, slopes, strict=True))
+            return sum(more, first)
+
+
+def _slopes(stage: Epilogue, z: Iterable[Tensor]) -> tuple[Tensor, ...]:
+    assert stage.derivative is not None
+    slopes = stage.derivative(*z, *stage.parameters)
+    return tuple(slopes) if stage.gated else (slopes,)
+
+
+def _primal(t: Any) -> Any:
+    """Without its tangent at this level, which would be differentiated a second time."""
+    return None if t is None else forward_ad.unpack_dual(t).primal
+
+
+def _like(t: Tensor | None) -> tuple[torch.Size, torch.dtype] | None:
+    return None if t is None else (t.shape, t.dtype)
+
+
+def _as(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """The gradient of something of ``dtype``, of which a real one is the real part."""
+    if t.dtype is dtype:
+        return t
+    return (t.real if t.is_complex() and not dtype.is_complex else t).to(dtype)
+
+
+def _wider(dtype: torch.dtype, other: torch.dtype) -> torch.dtype:
+    return dtype if dtype.is_complex else other
+
+
+def _adjoint(t: Tensor) -> Tensor:
+    return t.mH if t.is_complex() else t.mT
+
+
+def _is_column_major(t: Tensor) -> bool:
+    strides = t.stride()
+    return len(strides) > 1 and strides[-2] == 1 < strides[-1]
+
+
+def _lying_as(column_major: bool, x: Tensor, y: Tensor, alpha: float) -> Tensor:
+    """``alpha · (x @ y)``, the gradient of an operand of this layout. A weight is given
+    transposed: of another layout than its own autograd makes a transposing copy, which costs a
+    tenth of the product."""
+    if column_major:
+        return _multiply(y.mT, x.mT, alpha).mT
+    return _multiply(x, y, alpha)
+
+
+def _flattened(a: Tensor, dz: Tensor) -> tuple[Tensor, Tensor]:
+    """``[…, M, K]`` and ``[…, M, N]`` as matrices of as many rows. The rows are summed over, so
+    their order is free: DTensor flattens without communication (torch 2.10 flattens at all)
+    where no dimension but the first is sharded, so a sharded one becomes the first."""
+    for placement in getattr(a, "placements", ()):
+        if placement.is_shard() and 0 < placement.dim < a.dim() - 1:
+            a, dz = a.movedim(placement.dim, 0), dz.movedim(placement.dim, 0)
+            break
+    return a.flatten(0, -2), dz.flatten(0, -2)

@@ -1,0 +1,103 @@
+"""Whether an epilogue that training applies after its product has kernels for that.
+
+Triton is imported with the first of them.
+"""
+
+from __future__ import annotations
+
+import importlib
+import warnings
+from contextlib import nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tmm_core import settings
+from tmm_core.errors import TmmWarning
+from tmm_core.launch import warm
+from tmm_core.spec.device import fingerprint
+from tmm_core.spec.epilogue import Epilogue
+
+if TYPE_CHECKING:
+    from tmm_core.triton.pointwise import Pointwise
+
+#: What ``TMM_DISABLE`` calls these kernels.
+NAME = "triton.pointwise"
+
+_DTYPES = (torch.float16, torch.bfloat16, torch.float32)
+
+#: By epilogue, width and dtype of the product, device, and settings.
+_found: dict[tuple[Any, ...], Pointwise | None] = {}
+
+warm.also_forget.append(_found.clear)
+
+
+def kernels(
+    epilogue: Epilogue, width: int, dtype: torch.dtype, like: torch.Tensor
+) -> Pointwise | None:
+    """The kernels that apply ``epilogue``, and its derivative, to products that are so wide, on
+    the device of ``like``. None where torch has to: the epilogue has no device functions or no
+    derivative in torch, which differentiates it again; the dtype is none of theirs; there is no
+    Triton, or it failed.
+    """
+    key = (epilogue.key, width, dtype, like.get_device(), settings.overridden())
+    try:
+        return _found[key]
+    except KeyError:
+        if like.is_cuda and torch.cuda.is_current_stream_capturing():
+            return None  # loading a kernel would end the capture
+    made = None
+    if _serves(epilogue, width, dtype, like.device):
+        try:
+            module = importlib.import_module("tmm_core.triton.pointwise")
+            with torch.cuda.device(like.device) if like.is_cuda else nullcontext():
+                made = module.Pointwise(epilogue, width, dtype, like.device)
+        except Exception as error:
+            tell(epilogue, error)
+    _found[key] = made
+    return made
+
+
+def takes(z: torch.Tensor) -> bool:
+    """Whether the kernels read a product that lies so: as the products of kernels do."""
+    return z.is_contiguous() and not z.data_ptr() & 15
+
+
+def failed(epilogue: Epilogue, kernels: Pointwise, error: Exception) -> None:
+    """Leave to torch from now on what these kernels did.
+
+    Raises:
+        OutOfMemoryError: That is what failed, which torch would not do better.
+    """
+    if isinstance(error, torch.OutOfMemoryError):
+        raise error
+    tell(epilogue, error)
+    for key, value in list(_found.items()):
+        if value is kernels:
+            _found[key] = None
+
+
+def tell(epilogue: Epilogue, error: Exception) -> None:
+    warnings.warn(
+        f"{NAME} failed for epilogue {epilogue}, which torch applies from now on while training: "
+        f"{type(error).__name__}: {error}",
+        TmmWarning,
+        stacklevel=2,
+    )
+
+
+def _serves(epilogue: Epilogue, width: int, dtype: torch.dtype, device: torch.device) -> bool:
+    found = fingerprint(device)
+    return (
+        NAME not in settings.current().disable
+        and (device.type == "cuda" or found.interpreted)
+        and bool(found.triton)
+        and dtype in _DTYPES
+        and width > 0
+        and all(
+            stage.device is not None
+            and stage.device_derivative is not None
+            and (stage.derivative is not None or stage.output_vjp is not None)
+            for stage in epilogue.stages or (epilogue,)
+        )
+    )

@@ -1,0 +1,109 @@
+"""Which shards of the operands multiply to which shard of the result.
+
+DTensor asks for each call which placements the operator can work with, one mesh dimension at
+a time, and moves operands to the cheapest of them before it runs the operator on every rank's
+local tensors. With ``out[…, m, n] = epilogue(alpha · Σ_k a[…, m, k] · b[…, k, n] + bias[n]) +
+residual[…, m, n]`` the operator works where
+
+* everything is replicated;
+* a batch dimension, M or N is sharded, in the result and in all that have it;
+* K is sharded in ``a`` and ``b``: each rank holds a term of the sum. That passes through bias
+  and residual where they are terms of such a sum too, and through a linear epilogue.
+
+A gated epilogue pairs column n of ``b`` with column N + n. A contiguous shard of the 2N columns
+holds one without the other, so there is no rule over its columns: shard the gate and the up
+projection alike and call with local tensors, as ``examples/tensor_parallel_swiglu.py`` does.
+
+Importing this registers the rules with DTensor (1.5 s, which ``import tmm_core`` does without). A
+call of ``tmm_core.matmul`` that meets a DTensor does it too; under ``torch.compile`` it has to be
+done before. Nothing in ``matmul`` waits for another rank: what DTensor's redistribution costs is
+DTensor's.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
+from torch.distributed.tensor.experimental import register_sharding
+from torch.distributed.tensor.placement_types import Placement
+
+from tmm_core.interop import operator
+from tmm_core.launch import warm
+
+#: Placements of the result, then of each tensor argument in the operator's order.
+Rule = tuple[list[Placement], list[Placement]]
+
+
+def register() -> None:
+    """Tell DTensor how to run ``tmm::matmul``."""
+    register_sharding(operator.matmul)(shardings)
+    # DTensor caches what it decides, keyed by the operands' placements and by the arguments
+    # from `static_argnum` on. `register_sharding` counts integers only among these, and a
+    # "silu" would be given the partial sums allowed to the call without epilogue before it.
+    # Absent tensors count too (torch 2.10 leaves them out below `static_argnum`): a decision
+    # says by position which operands to move.
+    propagator = DTensor._op_dispatcher.sharding_propagator
+    propagator.op_to_schema_info[operator.matmul] = RuntimeSchemaInfo(static_argnum=0)
+
+
+def shardings(
+    a: Any,
+    b: Any,
+    bias: Any = None,
+    residual: Any = None,
+    alpha: float = 1.0,
+    epilogue: str = "",
+    out_dtype: Any = None,
+    scale_a: Any = None,
+    scale_b: Any = None,
+) -> list[Rule]:
+    """The rules over one mesh dimension for operands with these ``shape`` and ``ndim``."""
+    fused = warm.epilogue_of(epilogue)
+    terms = [t for t in (bias, residual) if t is not None]
+    scales = [t for t in (scale_a, scale_b) if t is not None]
+    everywhere = [Replicate() for _ in (a, b, *terms, *scales)]
+    rules: list[Rule] = [([Replicate()], [*everywhere])]
+    batch = max(a.ndim, b.ndim, 2) - 2
+    rows, columns = a.ndim > 1, b.ndim > 1
+    ndim = batch + rows + columns
+    for dim in range(ndim):
+        # Where a dimension of the result lies in each operand; negative: it has none.
+        in_a = in_b = in_bias = -1
+        if dim < batch:
+            in_a, in_b = dim - batch + a.ndim - 2, dim - batch + b.ndim - 2
+        elif rows and dim == batch:
+            in_a = a.ndim - 2
+        elif fused.gated:
+            continue
+        else:
+            in_b, in_bias = b.ndim - 1, 0
+        places = [_shard(a, in_a), _shard(b, in_b)]
+        if all(place.is_replicate() for place in places):
+            continue  # of size one
+        if bias is not None:
+            places.append(_shard(bias, in_bias))
+        if residual is not None:
+            places.append(_shard(residual, dim - ndim + residual.ndim))
+        # Scales have their operand's dimensions, or are one number.
+        for scale, place in ((scale_a, in_a), (scale_b, in_b)):
+            if scale is not None:
+                places.append(_shard(scale, place if place < scale.ndim else -1))
+        rules.append(([Shard(dim)], places))
+    # To make terms of a replicated tensor DTensor divides it, which integers do not survive.
+    divisible = all(t.tensor_meta.dtype.is_floating_point for t in terms)
+    if not fused.gated and fused.linear and divisible:
+        k = [Shard(a.ndim - 1), Shard(max(b.ndim - 2, 0))]
+        rules.append(
+            ([Partial()], [*k, *(Partial() for _ in terms), *(Replicate() for _ in scales)])
+        )
+    return rules
+
+
+def _shard(t: Any, dim: int) -> Placement:
+    """Sharded along ``dim``; replicated where ``t`` lacks it or is broadcast along it."""
+    return Shard(dim) if dim >= 0 and t.shape[dim] != 1 else Replicate()
+
+
+register()

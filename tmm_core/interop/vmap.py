@@ -1,0 +1,112 @@
+"""``torch.vmap`` over ``tmm::matmul``: the mapped dimension becomes more rows, or a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tmm_core.launch.warm import epilogue_of
+
+Tensor = torch.Tensor
+
+
+def matmul(
+    info: Any,
+    in_dims: Sequence[int | None],
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    alpha: float = 1.0,
+    epilogue: str = "",
+    out_dtype: torch.dtype | None = None,
+    scale_a: Tensor | None = None,
+    scale_b: Tensor | None = None,
+) -> tuple[Tensor, int]:
+    """The rule as ``torch.library.register_vmap`` wants it: ``in_dims`` says which dimension of
+    each argument is mapped over; the first of the result is.
+
+    Kernels know bias as a vector, so one that is mapped over is added by torch, and what
+    follows it is torch's too.
+
+    Raises:
+        NotImplementedError: Operands with scales.
+    """
+    if scale_a is not None or scale_b is not None:
+        raise NotImplementedError("tmm::matmul has no vmap rule for operands with scales")
+    of_a, of_b, of_bias, of_residual = (*in_dims, None, None)[:4]
+    # Dimensions of the result of one call.
+    ranks = a.dim() - (of_a is not None), b.dim() - (of_b is not None)
+    rank = max(*ranks, 2) - ranks.count(1)
+
+    def term(t: Tensor, dim: int | None) -> Tensor:
+        """Something added to the result, of its rank."""
+        lead = 0 if dim is None else 1
+        t = t if dim is None else t.movedim(dim, 0)
+        ones = (1,) * (rank - t.dim() + lead)
+        return t.reshape((*t.shape[:lead], *ones, *t.shape[lead:]))
+
+    if residual is not None:
+        residual = term(residual, of_residual)
+    if bias is None or of_bias is None:
+        if of_a is not None or of_b is not None:
+            rest = (bias, residual, alpha, epilogue, out_dtype)
+            return _products(a, b, of_a, of_b, of_residual is not None, *rest), 0
+        assert residual is not None
+        y = torch.ops.tmm.matmul(a, b, bias, None, alpha, epilogue, out_dtype)
+        return (y + residual).to(y.dtype), 0
+    if of_a is not None or of_b is not None:
+        z = _products(a, b, of_a, of_b, False, None, None, alpha, "", out_dtype)
+    else:
+        z = torch.ops.tmm.matmul(a, b, None, None, alpha, "", out_dtype)
+    bias = bias.movedim(of_bias, 0)
+    # Beside a vector b it has one element, and the result no column to add it to.
+    y = epilogue_of(epilogue).apply(z + term(bias[:, 0] if ranks[1] == 1 else bias, 0))
+    return (y if residual is None else y + residual).to(z.dtype), 0
+
+
+def _products(
+    a: Tensor,
+    b: Tensor,
+    of_a: int | None,
+    of_b: int | None,
+    of_residual: bool,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    *rest: Any,
+) -> Tensor:
+    """One call for all of what is mapped over. The residual has the rank of one result, and
+    the mapped dimension before that where ``of_residual``."""
+    operator = torch.ops.tmm.matmul
+    lead_a, lead_b, lead_r = int(of_a is not None), int(of_b is not None), int(of_residual)
+    a = a if of_a is None else a.movedim(of_a, 0)
+    b = b if of_b is None else b.movedim(of_b, 0)
+    vector_a, vector_b = a.dim() == 1 + lead_a, b.dim() == 1 + lead_b
+    if vector_b and lead_b and not lead_a and a.dim() == 2:
+        # One matrix and many vectors: these are the rows of the other operand.
+        bias = None if bias is None else bias.expand(a.shape[0])
+        return operator(b, a.mT, bias, residual, *rest)  # type: ignore[no-any-return]
+    a = a.unsqueeze(-2) if vector_a else a
+    b = b.unsqueeze(-1) if vector_b else b
+    if residual is not None:
+        residual = residual.unsqueeze(-1) if vector_b else residual
+        residual = residual.unsqueeze(-2) if vector_a else residual
+    batch_a, batch_b = a.dim() - 2 - lead_a, b.dim() - 2 - lead_b
+    rows = a.shape[lead_a:-1]
+    folds = bool(lead_b and batch_a and not batch_b)
+    if folds:
+        # Each b multiplies all rows of a, whatever batch they are of.
+        a = a.flatten(lead_a, -2)
+        if residual is not None:
+            wide = residual.expand(*residual.shape[:lead_r], *rows, residual.shape[-1])
+            residual = wide.flatten(lead_r, -2)
+    elif lead_a and batch_a < batch_b:
+        a = a.reshape(a.shape[0], *(1,) * (batch_b - batch_a), *a.shape[1:])
+    elif lead_b and batch_b < batch_a:
+        b = b.reshape(b.shape[0], *(1,) * (batch_a - batch_b), *b.shape[1:])
+    y = operator(a, b, bias, residual, *rest)
+    y = y.unflatten(1, rows) if folds else y
+    y = y.squeeze(-2) if vector_a else y
+    return y.squeeze(-1) if vector_b else y  # type: ignore[no-any-return]

@@ -1,0 +1,230 @@
+"""Bad input, refused before any work, in torch's words where torch has them."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Sequence
+from typing import NoReturn
+
+import torch
+
+from tmm_core.spec.epilogue import Epilogue
+from tmm_core.spec.problem import FP8, wide
+
+#: What torch._debug_has_internal_overlap says where it does (it may also not know).
+_OVERLAPS = 1
+
+#: Tensors that are what they seem.
+PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
+
+_OUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+
+
+def check(
+    a: torch.Tensor,
+    b: torch.Tensor,
+    bias: torch.Tensor | None,
+    residual: torch.Tensor | None,
+    epilogue: Epilogue,
+    out_dtype: torch.dtype | None,
+    scale_a: torch.Tensor | None = None,
+    scale_b: torch.Tensor | None = None,
+) -> torch.Size:
+    """Hold the arguments of one call against each other; returns the output's shape.
+
+    Raises:
+        RuntimeError: Shapes, dtypes or devices that do not fit, as ``torch.matmul`` says it;
+            a scale that is not fp32, or without 8-bit operands.
+        ValueError: A bias, residual, scale or gated width that does not fit.
+        TypeError: An ``out_dtype`` that is not a floating dtype.
+    """
+    tensors = (a, b, bias, residual, scale_a, scale_b)
+    devices = dict.fromkeys(t.device for t in tensors if t is not None)
+    if len(devices) > 1:
+        names = [str(device) for device in devices]
+        raise RuntimeError(
+            "Expected all tensors to be on the same device, but found at least two devices, "
+            f"{names[0]} and {names[1]}!"
+        )
+    shape = product_shape(a, b)
+    fp8 = a.dtype in FP8 and b.dtype in FP8
+    if a.dtype != b.dtype and not fp8:
+        _let_torch_say(a, b)
+        raise RuntimeError(f"expected a and b to have one dtype, got {a.dtype} and {b.dtype}")
+    if a.dtype is torch.bool:
+        _let_torch_say(a, b)
+    if not epilogue.is_identity and not a.dtype.is_floating_point:
+        raise RuntimeError(f"epilogue {epilogue.name!r} needs a floating dtype, got {a.dtype}")
+    width = b.shape[-1] if b.dim() > 1 else 1
+    if epilogue.gated:
+        if b.dim() == 1 or width % 2:
+            raise ValueError(
+                f"gated epilogue {epilogue.name!r} needs b of width 2N (gate and up halves), "
+                f"got b of shape {tuple(b.shape)}"
+            )
+        shape = torch.Size([*shape[:-1], shape[-1] // 2])
+    result = result_dtype(a, out_dtype)
+    if result not in _OUT_DTYPES and (fp8 or result != a.dtype):
+        wide = " of 16 bits or more" if fp8 else ""
+        raise TypeError(f"out_dtype must be a floating dtype{wide}, got {out_dtype}")
+    allowed = {result if fp8 else a.dtype, result, torch.float32}
+    for name, t in (("bias", bias), ("residual", residual)):
+        if t is not None and t.dtype not in allowed:
+            raise RuntimeError(
+                f"{name} must have dtype {' or '.join(sorted(map(str, allowed)))}, got {t.dtype}"
+            )
+    if bias is not None and bias.shape != (width,):
+        raise ValueError(f"bias must have shape ({width},), got {tuple(bias.shape)}")
+    if residual is not None and not _broadcasts(residual.shape, shape):
+        raise ValueError(
+            f"residual of shape {tuple(residual.shape)} does not broadcast to the output's "
+            f"shape {tuple(shape)}"
+        )
+    if scale_a is not None:
+        _check_scale("scale_a", scale_a, (*a.shape[:-1], 1), fp8, a.dtype)
+    if scale_b is not None:
+        _check_scale("scale_b", scale_b, (*b.shape[:-2], 1, width), fp8, b.dtype)
+    return shape
+
+
+def result_dtype(a: torch.Tensor, out_dtype: torch.dtype | None) -> torch.dtype:
+    """The output's dtype: as asked, else what goes with that of ``a``."""
+    return out_dtype or wide(a.dtype)
+
+
+def _check_scale(
+    name: str, scale: torch.Tensor, rows: tuple[int, ...], fp8: bool, dtype: torch.dtype
+) -> None:
+    if not fp8:
+        raise RuntimeError(f"{name} is for float8_e4m3fn and float8_e5m2 operands, got {dtype}")
+    if scale.dtype != torch.float32:
+        raise RuntimeError(f"{name} must have dtype torch.float32, got {scale.dtype}")
+    if scale.numel() != 1 and scale.shape != rows:
+        raise ValueError(
+            f"{name} must be one number or have shape {rows}, got {tuple(scale.shape)}"
+        )
+
+
+def product_shape(a: torch.Tensor, b: torch.Tensor) -> torch.Size:
+    """Shape of ``torch.matmul(a, b)``, or torch's own error.
+
+    Raises:
+        RuntimeError: They do not multiply.
+    """
+    if a.dim() == 0 or b.dim() == 0:
+        raise RuntimeError(
+            "both arguments to matmul need to be at least 1D, but they are "
+            f"{a.dim()}D and {b.dim()}D"
+        )
+    k = b.shape[-2] if b.dim() > 1 else b.shape[0]
+    batch = _broadcast(a.shape[:-2], b.shape[:-2])
+    if a.shape[-1] != k or batch is None:
+        _let_torch_say(a, b)
+        raise RuntimeError(f"cannot multiply shapes {tuple(a.shape)} and {tuple(b.shape)}")
+    rows = [a.shape[-2]] if a.dim() > 1 else []
+    cols = [b.shape[-1]] if b.dim() > 1 else []
+    return torch.Size([*batch, *rows, *cols])
+
+
+def _let_torch_say(a: torch.Tensor, b: torch.Tensor) -> None:
+    """Raise torch's own error for operands that do not multiply. It speaks of these devices, and
+    where the operands are more than plain tensors, of stand-ins of their shapes, strides and
+    dtypes: nothing is computed, or read, before it is raised."""
+    if all(t.is_cuda and type(t) in PLAIN for t in (a, b)):
+        with torch.no_grad():
+            torch.matmul(a, b)
+        return
+    torch.matmul(
+        *(torch.empty_strided(t.shape, t.stride(), dtype=t.dtype, device="cpu") for t in (a, b))
+    )
+
+
+def check_out(
+    out: torch.Tensor, shape: torch.Size, dtype: torch.dtype, inputs: Sequence[torch.Tensor]
+) -> bool:
+    """Hold ``out=`` against the result, resizing it as torch does.
+
+    Returns:
+        Whether the result can be written to ``out`` while inputs are read. They may lie in one
+        another's gaps, which torch does not look into, or overlap there.
+
+    Raises:
+        RuntimeError: A wrong dtype or device, or ``out`` shares memory with an input or with
+            itself.
+    """
+    if out.dtype != dtype:
+        one = torch.empty(1, 1, dtype=dtype)
+        torch.mm(one, one, out=torch.empty(1, 1, dtype=out.dtype))  # raises, in torch's words
+        raise RuntimeError(f"Expected out tensor to have dtype {dtype}, but got {out.dtype}")
+    if out.device != inputs[0].device:
+        raise RuntimeError(
+            "Expected all tensors to be on the same device, but found at least two devices, "
+            f"{inputs[0].device} and {out.device}!"
+        )
+    if torch.is_grad_enabled() and any(t.requires_grad for t in (out, *inputs)):
+        refuse_gradients_of_out()
+    near = [t for t in inputs if _ranges_meet(out, t)]
+    if any(t is out or (_dense(out) and _dense(t)) for t in near):
+        raise RuntimeError(
+            "unsupported operation: some elements of the input tensor and the written-to "
+            "tensor refer to a single memory location. Please clone() the tensor before "
+            "performing the operation."
+        )
+    if out.shape != shape:
+        if out.numel():
+            warnings.warn(
+                "An output with one or more elements was resized since it had shape "
+                f"{list(out.shape)}, which does not match the required output shape {list(shape)}.",
+                stacklevel=4,
+            )
+        out.resize_(shape)
+    if torch._debug_has_internal_overlap(out) == _OVERLAPS:
+        raise RuntimeError(
+            "unsupported operation: more than one element of the written-to tensor refers to a "
+            "single memory location. Please clone() the tensor before performing the operation."
+        )
+    return not near
+
+
+def refuse_gradients_of_out() -> NoReturn:
+    """Raise what torch says where ``out=`` and a gradient are wanted."""
+    raise RuntimeError(
+        "matmul(): functions with out=... arguments don't support automatic "
+        "differentiation, but one of the arguments requires grad."
+    )
+
+
+def _ranges_meet(out: torch.Tensor, t: torch.Tensor) -> bool:
+    """Whether what lies between first and last element of each meets the other's."""
+    if not out.numel() or not t.numel():
+        return False
+    if out.is_meta or type(out) not in PLAIN or type(t) not in PLAIN:
+        return False  # no memory to share, or none to be asked about
+    start, t_start = out.data_ptr(), t.data_ptr()
+    return start < t_start + _span(t) and t_start < start + _span(out)
+
+
+def _dense(t: torch.Tensor) -> bool:
+    return _span(t) == t.nbytes
+
+
+def _span(t: torch.Tensor) -> int:
+    """Bytes from the first element to the end of the last."""
+    reach = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+    return (reach + 1) * t.element_size()
+
+
+def _broadcast(x: Sequence[int], y: Sequence[int]) -> tuple[int, ...] | None:
+    """Broadcast shape, or None (``torch.broadcast_shapes`` takes 8 µs)."""
+    if x == y:
+        return tuple(x)
+    longer, shorter = (x, y) if len(x) >= len(y) else (y, x)
+    padded = (1,) * (len(longer) - len(shorter)) + tuple(shorter)
+    pairs = list(zip(longer, padded, strict=True))
+    if any(p != q and p != 1 and q != 1 for p, q in pairs):
+        return None
+    return tuple(q if p == 1 else p for p, q in pairs)
+
+
+def _broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
+    return _broadcast(shape, to) == tuple(to)

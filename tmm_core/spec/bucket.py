@@ -1,0 +1,48 @@
+"""The M axis, in buckets: a serving loop with thousands of M tunes a handful of problems."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from tmm_core.spec.problem import Problem
+
+
+def bucket_edge(m: int) -> int:
+    """The upper edge of the bucket of ``m``: the size whose choice serves it.
+
+    Powers of two up to 64, where a decode kernel's M tile is 16 to 64 and everything in a
+    bucket costs the same; from there four edges an octave, so that a choice is made at a
+    size at most 25 % above the one it serves.
+
+    >>> [bucket_edge(m) for m in (1, 3, 16, 17, 65, 300, 4096, 4097)]
+    [1, 4, 16, 32, 80, 320, 4096, 5120]
+    """
+    if m <= 64:
+        return 1 << max(0, m - 1).bit_length()
+    step = 1 << ((m - 1).bit_length() - 3)
+    return -(-m // step) * step
+
+
+def bucketed(problem: Problem) -> Problem:
+    """The problem whose record answers for ``problem``."""
+    return replace(problem, m=bucket_edge(problem.m))
+
+
+def probes(edge: int) -> tuple[int, ...]:
+    """The M inside the bucket of ``edge`` at which a record is measured besides its edge: odd
+    ones, the smallest of the bucket and one in its middle. None where the bucket is its edge.
+
+    >>> [probes(edge) for edge in (1, 2, 4, 16, 64, 320, 5120)]
+    [(), (), (3,), (9, 13), (33, 49), (257, 289), (4097, 4609)]
+    """
+    least = _below(edge) + 1
+    inside = [m if m % 2 else m + 1 for m in (least, (least + edge) // 2)]
+    return tuple(m for m in dict.fromkeys(inside) if m < edge)
+
+
+def _below(edge: int) -> int:
+    """The edge of the bucket below."""
+    if edge <= 64:
+        return edge // 2
+    step = 1 << ((edge - 1).bit_length() - 3)
+    return edge - step

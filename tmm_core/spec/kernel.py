@@ -1,0 +1,225 @@
+"""The spec an implementation meets to be dispatched, tuned, verified, cached and explained."""
+
+from __future__ import annotations
+
+import abc
+import dataclasses
+import functools
+import hashlib
+import inspect
+import sys
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from types import ModuleType
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
+
+import torch
+
+from tmm_core.errors import ConfigError
+from tmm_core.spec.problem import Problem
+
+#: Name of the kernel that always can, and that every other has to beat.
+BASELINE = "blas"
+
+
+@dataclass(frozen=True, slots=True)
+class Traits:
+    """What a kernel promises; a call's requirements are held against these.
+
+    Args:
+        deterministic: Same inputs, same bits, run after run.
+        batch_invariant: With one config, a row of the output has the same bits however
+            many rows are computed with it.
+        capture_safe: May be launched under CUDA-graph capture once bound.
+        needs_workspace: Uses scratch memory besides the output.
+    """
+
+    deterministic: bool = True
+    batch_invariant: bool = False
+    capture_safe: bool = True
+    needs_workspace: bool = False
+
+
+@dataclass(frozen=True, kw_only=True)
+class Config:
+    """One point of a kernel's search space. Subclass as a frozen, keyword-only dataclass
+    whose fields are ``int``, ``float``, ``bool`` or ``str``; check bounds in
+    ``__post_init__`` and raise ``ValueError`` for what the kernel cannot run."""
+
+    def to_json(self) -> dict[str, Any]:
+        return dataclasses.asdict(self)
+
+    @classmethod
+    def from_json(cls: type[C], doc: Mapping[str, Any]) -> C:
+        """Read a config back, trusting nothing.
+
+        Raises:
+            ConfigError: Unknown or missing fields, a wrong type, or out of bounds.
+        """
+        types = typing.get_type_hints(cls)
+        fields = {f.name: f for f in dataclasses.fields(cls)}
+        if unknown := sorted(set(doc) - set(fields)):
+            raise ConfigError(f"{cls.__name__}: unknown {unknown}; fields are {sorted(fields)}")
+        for name, value in doc.items():
+            # bool is an int to isinstance, never to a config.
+            if type(value) is not types[name] and not (types[name] is float and type(value) is int):
+                raise ConfigError(
+                    f"{cls.__name__}: {name} must be {types[name].__name__}, got {value!r}"
+                )
+        try:
+            return cls(**doc)
+        except (TypeError, ValueError) as error:
+            raise ConfigError(f"{cls.__name__}: {error}") from None
+
+    def __str__(self) -> str:
+        return " ".join(f"{k}={v}" for k, v in self.to_json().items())
+
+
+C = TypeVar("C", bound=Config)
+
+
+class Launcher(Protocol):
+    """A kernel compiled for one problem and config: what the warm path calls.
+
+    Operands are 2-D, or 3-D where the problem is batched, of the very shapes, dtypes and
+    stride classes of the problem it was bound to. ``out`` is the destination (allocated by
+    the launcher where ``None``) and is returned. Launches on the current stream of the
+    current device, and does not synchronise.
+
+    Where the problem has scales, and only there, two more arguments follow, ``scale_a`` and
+    ``scale_b``, of which one may be None; a kernel that declines such problems need not take
+    them. See :class:`ScaledLauncher`.
+    """
+
+    def __call__(
+        self,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor | None,
+        alpha: float,
+        out: torch.Tensor | None,
+    ) -> torch.Tensor: ...
+
+
+class ScaledLauncher(Protocol):
+    """A :class:`Launcher` bound to a problem with scales (:attr:`Problem.has_scales`)."""
+
+    def __call__(
+        self,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor | None,
+        alpha: float,
+        out: torch.Tensor | None,
+        scale_a: torch.Tensor | None,
+        scale_b: torch.Tensor | None,
+    ) -> torch.Tensor: ...
+
+
+class Kernel(abc.ABC, Generic[C]):
+    """One implementation of matmul. Stateless: everything hangs off a launcher.
+
+    Subclasses set ``name`` (unique among all plugins, ``"package.kernel"``), ``Config`` and
+    ``traits`` and implement the four methods below.
+    """
+
+    name: ClassVar[str]
+    traits: ClassVar[Traits] = Traits()
+    config_type: ClassVar[type[Config]] = Config
+    #: Modules besides its own whose code is part of the kernel.
+    shares: ClassVar[tuple[ModuleType, ...]] = ()
+
+    @functools.cached_property
+    def version(self) -> str:
+        """Changes when results or speed may: by default a hash of the source of the defining
+        module and of those it ``shares``, so that an edited kernel is timed again and others
+        are not."""
+        digest = hashlib.sha256()
+        for module in (sys.modules[type(self).__module__], *self.shares):
+            try:
+                source = inspect.getsource(module)
+            except (OSError, TypeError):  # typed into a prompt, or compiled
+                source = type(self).__qualname__
+            digest.update(source.encode())
+        return digest.hexdigest()[:12]
+
+    @abc.abstractmethod
+    def reasons_against(self, problem: Problem) -> list[str]:
+        """Why this kernel cannot serve ``problem``; empty: it can. Never raises to decline."""
+
+    @abc.abstractmethod
+    def configs(self, problem: Problem) -> Iterable[C]:
+        """The search space, already pruned to what fits the device."""
+
+    @abc.abstractmethod
+    def default_config(self, problem: Problem) -> C:
+        """A good guess without measuring."""
+
+    @abc.abstractmethod
+    def bind(self, problem: Problem, config: C) -> Launcher:
+        """Compile for ``problem`` and return the warm-path callable.
+
+        Raises:
+            Exception: Whatever went wrong; it costs this candidate, not the call.
+        """
+
+    def arithmetic(self, problem: Problem, config: C) -> object:
+        """What the bits of a row depend on besides its data: two configs for which this is
+        equal give a row the same bits, whatever the M of either problem.
+
+        In batch-invariant mode every M is served by one arithmetic, so a kernel that knows
+        several of its configs to share one lets each M have the fastest of these. By
+        default each config has its own. ``None``: with this config they depend on M, and it is
+        not for that mode.
+        """
+        return config
+
+    def estimate_us(self, problem: Problem, config: C) -> float | None:
+        """Expected GPU time in µs, compared with the other kernels' only where nothing was
+        measured. ``None``: no idea; never chosen untuned."""
+        return None
+
+    def workspace_bytes(self, problem: Problem, config: C) -> int:
+        """Scratch memory the launcher holds; ties go to the smallest."""
+        return 0
+
+    def __repr__(self) -> str:
+        return f"<kernel {self.name} {self.version}>"
+
+
+@dataclass(frozen=True, slots=True)
+class Candidate:
+    """A kernel with one of its configs."""
+
+    kernel: Kernel[Any]
+    config: Config
+
+    def __str__(self) -> str:
+        return f"{self.kernel.name} {self.config}".rstrip()
+
+
+def _nothing() -> Any:
+    return None
+
+
+@dataclass(frozen=True)
+class Deferred:
+    """What ``tmm_kernels`` may return in place of a kernel.
+
+    Attributes:
+        name: The kernel's.
+        load: Returns the kernel; called once, when it is asked for.
+        files: Returns the paths of all that the kernel is made of. Another size or time of one,
+            and it is asked anew.
+        circumstances: Returns what else its version and its ``reasons_against`` go by, besides
+            the problem and tmm's own files: JSON.
+    """
+
+    name: str
+    load: Callable[[], Kernel[Any]]
+    files: Callable[[], Iterable[Path]]
+    circumstances: Callable[[], Any] = _nothing

@@ -1,0 +1,316 @@
+"""What one call asks, with nothing that does not bear on which kernel is right or fast."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Literal
+
+import torch
+
+from tmm_core.spec.device import DeviceFingerprint
+from tmm_core.spec.epilogue import IDENTITY, Epilogue
+
+Layout = Literal["row", "col", "strided"]
+
+#: What scales an operand: one number, or one for each row of ``a`` (column of ``b``).
+ScaleKind = Literal["tensor", "row"]
+
+#: 8-bit floats that are multiplied: 4 bits of exponent and 3 of mantissa, or 5 and 2.
+FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
+
+#: Bulk copies and 16-byte vector loads need base and leading stride to be multiples of this.
+ALIGNMENT = 16
+
+_INT32_MAX = 2**31 - 1
+
+
+@dataclass(frozen=True, slots=True)
+class Operand:
+    """One matrix, seen by class of stride rather than by stride.
+
+    ``row``: consecutive elements of a row are adjacent; ``col``: of a column;
+    ``strided``: neither. ``aligned``: base address and leading stride (and batch stride)
+    are multiples of 16 bytes and rows (columns) do not overlap, so TMA can address it.
+    ``wide``: its largest offset does not fit 32 bits.
+    """
+
+    dtype: torch.dtype
+    layout: Layout = "row"
+    aligned: bool = True
+    wide: bool = False
+
+    @classmethod
+    def of(cls, t: torch.Tensor) -> Operand:
+        """Classify the last two dimensions of a 2-D or 3-D tensor."""
+        rows, cols = t.shape[-2:]
+        s_row, s_col = t.stride()[-2:]
+        layout: Layout
+        # A dimension of size one has no stride to speak of; a contiguous vector is of the
+        # layout in which it is one row or one column.
+        column = s_row == 1 and cols <= 1 < rows
+        if (s_col == 1 or cols <= 1) and not column:
+            layout, leading, width, count = "row", s_row, cols, rows
+        elif s_row == 1 or rows <= 1:
+            layout, leading, width, count = "col", s_col, rows, cols
+        else:
+            layout, leading, width, count = "strided", 0, 0, 0
+        steps = [
+            s for s, n in ((leading, count), (t.stride(0), t.shape[0] * (t.dim() == 3))) if n > 1
+        ]
+        aligned = (
+            layout != "strided"
+            and (t.is_meta or t.data_ptr() % ALIGNMENT == 0)
+            and all(s * t.element_size() % ALIGNMENT == 0 for s in steps)
+            and (count <= 1 or leading >= width)
+        )
+        reach = (rows - 1) * s_row + (cols - 1) * s_col
+        return cls(t.dtype, layout, aligned, reach > _INT32_MAX)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "dtype": dtype_name(self.dtype),
+            "layout": self.layout,
+            "aligned": self.aligned,
+            "wide": self.wide,
+        }
+
+    @classmethod
+    def from_json(cls, doc: Mapping[str, Any]) -> Operand:
+        return cls(dtype_of(doc["dtype"]), doc["layout"], doc["aligned"], doc["wide"])
+
+
+@dataclass(frozen=True, slots=True)
+class Problem:
+    """``out[M, N] = epilogue(alpha · (a[M, K] @ b[K, N]) + bias) + residual``.
+
+    With a gated epilogue ``b`` is ``[K, 2N]`` and ``bias`` has 2N elements; ``n`` is the
+    width of the output. Where 8-bit operands have scales, the product is multiplied by
+    ``scale_a · scale_b`` as it is by alpha. ``batch`` counts independent products; operands
+    are 3-D where it is more than one and 2-D where it is one.
+    """
+
+    m: int
+    n: int
+    k: int
+    a: Operand
+    b: Operand
+    out: Operand
+    device: DeviceFingerprint
+    batch: int = 1
+    epilogue: Epilogue = IDENTITY
+    #: dtype of the bias vector, or None.
+    bias: torch.dtype | None = None
+    residual: Operand | None = None
+    #: alpha is something else than one.
+    scaled: bool = False
+    #: fp32 operands may be rounded to TF32.
+    tf32: bool = False
+    #: Scales of 8-bit operands, fp32 and contiguous: of one element, or of the shapes
+    #: ``[M, 1]`` and ``[1, N]`` (``[1, 2N]`` where gated), a batch in front as a and b have it.
+    scale_a: ScaleKind | None = None
+    scale_b: ScaleKind | None = None
+    #: Requirements of the call. They filter candidates; they are not part of the record's
+    #: key, because a record keeps every candidate's timing.
+    deterministic: bool = field(default=False)
+    batch_invariant: bool = field(default=False)
+    capturing: bool = field(default=False)
+
+    @classmethod
+    def of(
+        cls,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        out: torch.Tensor,
+        device: DeviceFingerprint,
+        *,
+        bias: torch.Tensor | None = None,
+        residual: torch.Tensor | None = None,
+        scale_a: torch.Tensor | None = None,
+        scale_b: torch.Tensor | None = None,
+        **fields: Any,
+    ) -> Problem:
+        """The problem these tensors pose. They are taken to fit together: 2-D or 3-D
+        operands, ``residual`` of the shape of ``out``. ``out`` may be a meta tensor."""
+        return cls(
+            m=a.shape[-2],
+            n=out.shape[-1],
+            k=a.shape[-1],
+            batch=a.shape[0] if a.dim() == 3 else 1,
+            a=Operand.of(a),
+            b=Operand.of(b),
+            out=Operand.of(out),
+            device=device,
+            bias=bias.dtype if bias is not None else None,
+            residual=Operand.of(residual) if residual is not None else None,
+            scale_a=scale_kind(scale_a),
+            scale_b=scale_kind(scale_b),
+            **fields,
+        )
+
+    @property
+    def gated(self) -> bool:
+        return self.epilogue.gated
+
+    @property
+    def plain(self) -> bool:
+        """Nothing but the product: no epilogue, bias, residual, alpha or scales."""
+        return (
+            self.epilogue.is_identity
+            and self.bias is None
+            and self.residual is None
+            and not self.scaled
+            and not self.has_scales
+        )
+
+    @property
+    def fp8(self) -> bool:
+        """Both operands are of :data:`FP8`, alike or not."""
+        return self.a.dtype in FP8 and self.b.dtype in FP8
+
+    @property
+    def has_scales(self) -> bool:
+        """Launchers are given ``scale_a`` and ``scale_b``."""
+        return self.scale_a is not None or self.scale_b is not None
+
+    @property
+    def flops(self) -> int:
+        """Multiply-adds counted as two, epilogue left out."""
+        return 2 * self.batch * self.m * self.n * (2 if self.gated else 1) * self.k
+
+    @property
+    def bytes(self) -> int:
+        """Least traffic to memory: each operand read once, the output written once."""
+        b_width = self.n * (2 if self.gated else 1)
+        elements = (
+            (self.m * self.k, self.a.dtype),
+            (self.k * b_width, self.b.dtype),
+            (self.m * self.n, self.out.dtype),
+            (self.m * self.n, self.residual.dtype if self.residual else None),
+        )
+        return self.batch * sum(n * d.itemsize for n, d in elements if d is not None)
+
+    def to_json(self) -> dict[str, Any]:
+        """The record's readable key: all that bears on speed, less device and requirements.
+
+        Scales are named where there are any: records were kept before there were scales.
+        """
+        scales = {"scale_a": self.scale_a, "scale_b": self.scale_b}
+        return {
+            "m": self.m,
+            "n": self.n,
+            "k": self.k,
+            "batch": self.batch,
+            "a": self.a.to_json(),
+            "b": self.b.to_json(),
+            "out": self.out.to_json(),
+            "epilogue": self.epilogue.key,
+            "bias": dtype_name(self.bias) if self.bias else None,
+            "residual": self.residual.to_json() if self.residual else None,
+            "scaled": self.scaled,
+            "tf32": self.tf32,
+            **{name: kind for name, kind in scales.items() if kind is not None},
+        }
+
+    @classmethod
+    def from_json(
+        cls, doc: Mapping[str, Any], device: DeviceFingerprint, epilogue: Epilogue
+    ) -> Problem:
+        """The problem a record or a misses file describes, on ``device``.
+
+        Raises:
+            KeyError, TypeError, ValueError: The document is not such a description.
+        """
+        residual = doc["residual"]
+        return cls(
+            m=int(doc["m"]),
+            n=int(doc["n"]),
+            k=int(doc["k"]),
+            batch=int(doc["batch"]),
+            a=Operand.from_json(doc["a"]),
+            b=Operand.from_json(doc["b"]),
+            out=Operand.from_json(doc["out"]),
+            device=device,
+            epilogue=epilogue,
+            bias=dtype_of(doc["bias"]) if doc["bias"] else None,
+            residual=Operand.from_json(residual) if residual else None,
+            scaled=bool(doc["scaled"]),
+            tf32=bool(doc["tf32"]),
+            scale_a=_kind_of(doc.get("scale_a")),
+            scale_b=_kind_of(doc.get("scale_b")),
+        )
+
+    def family(self) -> Problem:
+        """This problem without its sizes: what must be equal for a neighbour to count."""
+        return replace(
+            self,
+            m=0,
+            n=0,
+            k=0,
+            batch=0,
+            deterministic=False,
+            batch_invariant=False,
+            capturing=False,
+        )
+
+    def __str__(self) -> str:
+        size = f"{self.m}×{self.n}×{self.k}"
+        if self.batch != 1:
+            size = f"{self.batch}×{size}"
+        letters = {"row": "n", "col": "t", "strided": "s"}
+        layout = letters[self.a.layout] + letters[self.b.layout]
+        dtypes = dtype_name(self.a.dtype)
+        if self.b.dtype != self.a.dtype:
+            dtypes += f"·{dtype_name(self.b.dtype)}"
+        if self.out.dtype != self.a.dtype:
+            dtypes += f"→{dtype_name(self.out.dtype)}"
+        extras = [
+            "unaligned" if not (self.a.aligned and self.b.aligned and self.out.aligned) else "",
+            "tf32" if self.tf32 else "",
+            f"scales {self.scale_a or 1}·{self.scale_b or 1}" if self.has_scales else "",
+            "bias" if self.bias else "",
+            "" if self.epilogue.is_identity else self.epilogue.key,
+            "residual" if self.residual else "",
+        ]
+        return " ".join([size, dtypes, layout, *filter(None, extras)])
+
+
+def wide(dtype: torch.dtype) -> torch.dtype:
+    """What goes with operands of ``dtype``, by default: itself, and bf16 where it has 8 bits (as
+    ``torch.nn.functional.scaled_mm``; a result in 8 bits would need a scale of its own)."""
+    return torch.bfloat16 if dtype in FP8 else dtype
+
+
+def scale_kind(scale: torch.Tensor | None) -> ScaleKind | None:
+    """One element is one number for all, also where there is one row only."""
+    if scale is None:
+        return None
+    return "tensor" if scale.numel() == 1 else "row"
+
+
+def packed(scale: torch.Tensor | None) -> torch.Tensor | None:
+    """As kernels take it: they index a scale by row or column alone."""
+    return scale if scale is None else scale.contiguous()
+
+
+def _kind_of(text: object) -> ScaleKind | None:
+    if text is None or text == "tensor" or text == "row":
+        return text
+    raise ValueError(f"scales are tensor or row, not {text!r}")
+
+
+def dtype_name(dtype: torch.dtype) -> str:
+    """``"bfloat16"`` for ``torch.bfloat16``."""
+    return str(dtype).removeprefix("torch.")
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """``torch.bfloat16`` for ``"bfloat16"``.
+
+    Raises:
+        ValueError: torch has no such dtype.
+    """
+    dtype = getattr(torch, name, None)
+    if not isinstance(dtype, torch.dtype):
+        raise ValueError(f"unknown dtype {name!r}")
+    return dtype

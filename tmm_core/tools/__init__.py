@@ -1,0 +1,1 @@
+"""The ``tmm`` command, the demo, and tuning divided among ranks."""

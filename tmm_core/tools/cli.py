@@ -1,0 +1,222 @@
+"""The ``tmm`` command: what needs torch. The records themselves are ``tmm-cache``'s.
+
+Exit statuses: 0 done, 1 something is wrong or was left undone, 2 a mistake in the call.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import os
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NoReturn
+
+from tmm_core.bench.case import parse_shape
+from tmm_core.errors import TmmError
+from tmm_core.tools.commands import options as shared
+from tmm_core.tools.commands.console import (
+    DONE,
+    INTERRUPTED,
+    MISTAKE,
+    UsageError,
+    note,
+    warnings_as_notes,
+)
+
+
+class _Parser(argparse.ArgumentParser):
+    """argparse, with complaints of one line."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(MISTAKE, f"{self.prog}: {message}\n")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command; returns its exit status."""
+    try:
+        options = _parser().parse_args(argv)
+        options.argv = sys.argv[1:] if argv is None else list(argv)
+        if hasattr(sys.stdout, "reconfigure"):
+            # µ and × on an ASCII terminal are escaped rather than fatal.
+            sys.stdout.reconfigure(errors="backslashreplace")
+        # Imported late: rich, matplotlib and Triton are needed by some commands only.
+        command = importlib.import_module(f"tmm_core.tools.commands.{options.command}")
+        with warnings_as_notes():
+            status: int = command.run(options)
+        sys.stdout.flush()
+    except SystemExit as stop:  # argparse, after --help or a mistake
+        return stop.code if isinstance(stop.code, int) else DONE
+    except BrokenPipeError:
+        # `tmm kernels | head`. Python flushes stdout once more at its end, so point it away.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return DONE
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except (UsageError, TmmError, OSError) as error:
+        note(str(error))
+        return MISTAKE
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = _Parser(prog="tmm", description="Which matmul kernel runs, why, and how fast.")
+    subparsers = parser.add_subparsers(
+        required=True, metavar="command", dest="command", parser_class=_Parser
+    )
+
+    def add(name: str, text: str) -> argparse.ArgumentParser:
+        return subparsers.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
+
+    kernels = add("kernels", "list kernels, where they come from, and why some are not used")
+    shared.add_json(kernels)
+
+    explain = add("explain", "say what a call would run, why, and why not something else")
+    explain.add_argument("shape", type=shared.argument(parse_shape), metavar="MxNxK")
+    shared.add_problem(explain)
+    shared.add_device(explain)
+    shared.add_json(explain)
+
+    _add_tune(add("tune", "measure problems ahead of time and remember the winners"))
+    _add_bench(add("bench", "time what is chosen against torch, side by side"))
+
+    doctor = add("doctor", "check that this machine has what it takes")
+    shared.add_device(doctor)
+    shared.add_json(doctor)
+
+    misses = add("misses", "list problems that were met where tuning was forbidden")
+    misses.add_argument("--clear", action="store_true", help="forget them")
+    shared.add_json(misses)
+    return parser
+
+
+def _add_tune(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "shapes", nargs="*", type=shared.argument(parse_shape), metavar="MxNxK", help="or BxMxNxK"
+    )
+    _add_suite(parser)
+    parser.add_argument("--misses", action="store_true", help="what `tmm misses` lists")
+    parser.add_argument(
+        "--file",
+        type=Path,
+        metavar="FILE.json",
+        help="suites like tmm_core/bench/suite.json, or what `tmm misses --json` prints",
+    )
+    parser.add_argument("--force", action="store_true", help="measure also what is on record")
+    _add_budget(parser)
+    shared.add_problem(parser)
+    shared.add_device(parser)
+    shared.add_json(parser)
+
+
+def _add_bench(parser: argparse.ArgumentParser) -> None:
+    _add_suite(parser)
+    parser.add_argument(
+        "--shapes",
+        nargs="+",
+        type=shared.argument(parse_shape),
+        default=[],
+        metavar="MxNxK",
+        help="these, as the problem options say, instead of suites or beside them",
+    )
+    parser.add_argument("--limit", type=_count, metavar="N", help="at most N of each suite")
+    parser.add_argument("--kernels", action="store_true", help="time every capable kernel too")
+    parser.add_argument("--inductor", action="store_true", help="time torch.compile too")
+    parser.add_argument(
+        "--untuned", action="store_true", help="time what is chosen with nothing on record too"
+    )
+    parser.add_argument(
+        "--floor", action="store_true", help="time a bare read of the operands (decode, large_k)"
+    )
+    parser.add_argument(
+        "--clocks",
+        action="store_true",
+        help="report the clocks alone and steady too, and a small kernel between calls",
+    )
+    parser.add_argument("--host", action="store_true", help="measure the host's cost per call")
+    parser.add_argument(
+        "--regret",
+        type=int,
+        default=0,
+        metavar="COUNT",
+        help="so many random problems (M, weight, epilogue): torch, the choice and the best known",
+    )
+    parser.add_argument(
+        "--verify-shipped",
+        action="store_true",
+        help="check the records that packages ship: right, and still ahead of BLAS?",
+    )
+    parser.add_argument(
+        "--no-tune", dest="tune", action="store_false", help="take what the cache or a guess gives"
+    )
+    _add_budget(parser)
+    parser.add_argument(
+        "--seconds-per-problem",
+        type=_seconds,
+        default=0.5,
+        metavar="S",
+        help="timing, after tuning (default: 0.5)",
+    )
+    parser.add_argument(
+        "--max-seconds",
+        type=_seconds,
+        default=float("inf"),
+        metavar="S",
+        help="begin no problem after this long",
+    )
+    parser.add_argument(
+        "--output", type=Path, metavar="DIR", help="keep results there, and write report.md"
+    )
+    parser.add_argument(
+        "--resume", action="store_true", help="leave out what the output folder has"
+    )
+    parser.add_argument(
+        "--from",
+        dest="read",
+        nargs="+",
+        type=Path,
+        metavar="PATH",
+        help="measure nothing; show results of these files or folders",
+    )
+    parser.add_argument("--markdown", action="store_true", help="print the whole report")
+    parser.add_argument("--plots", action="store_true", help="draw plots into the output folder")
+    shared.add_problem(parser)
+    shared.add_device(parser)
+    shared.add_json(parser)
+
+
+def _add_suite(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--suite",
+        type=lambda text: [name for name in text.split(",") if name],
+        default=[],
+        metavar="NAME,…",
+        help="classes of the benchmark, or all",
+    )
+
+
+def _add_budget(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--budget", type=_seconds, metavar="S", help="seconds of tuning per problem"
+    )
+
+
+@shared.argument
+def _seconds(text: str) -> float:
+    return shared.positive(float, text)
+
+
+@shared.argument
+def _weight(text: str) -> tuple[int, int]:
+    n, _, k = text.partition("x")
+    return shared.positive(int, n), shared.positive(int, k)
+
+
+@shared.argument
+def _count(text: str) -> int:
+    return shared.positive(int, text)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

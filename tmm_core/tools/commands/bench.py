@@ -1,0 +1,200 @@
+"""``tmm bench``: what is chosen, timed against what users would have called."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import torch
+
+from tmm_core.bench import environment, host, recheck, regret, report, runner, suites
+from tmm_core.bench.results import Document, Results, Writer, identity
+from tmm_core.tools.commands import options as shared
+from tmm_core.tools.commands.console import (
+    DONE,
+    FOUND,
+    INTERRUPTED,
+    UsageError,
+    note,
+    print_json,
+    print_table,
+)
+
+
+def run(options: argparse.Namespace) -> int:
+    if options.plots and options.output is None:
+        raise UsageError("--plots needs --output, a folder to put them in")
+    if options.read is not None:
+        return _show(_read(options.read), options)
+    started = time.monotonic()
+    device = shared.device(options)
+    if options.verify_shipped:
+        return _verify_shipped(device, options)
+    tasks = _tasks(options)
+    if options.resume:
+        tasks = _undone(tasks, options)
+    names = list(dict.fromkeys(task.suite for task in tasks)) + ["host"] * options.host
+    names += ["regret"] * bool(options.regret)
+    documents: list[Document] = [{"kind": "run", **environment.describe(device, options.argv)}]
+    interrupted = False
+    with Writer(options.output, "-".join(names) if len(names) < 5 else "all") as writer:
+        writer.append(documents[0])
+        try:
+            if options.host:
+                documents.append(host.measure(device, tune=options.tune, budget=options.budget))
+                writer.append(documents[-1])
+            deadline = started + options.max_seconds
+            for document in _regrets(device, options, deadline):
+                documents.append(document)
+                writer.append(document)
+            for number, document in enumerate(_measure(tasks, device, options, deadline), 1):
+                documents.append(document)
+                writer.append(document)
+                note(f"[{number:{len(str(len(tasks)))}}/{len(tasks)}] {report.line(document)}")
+        except KeyboardInterrupt:
+            interrupted = True
+    results = Results.of(documents)
+    if len(results.problems) < len(tasks):
+        why = "interrupted" if interrupted else f"--max-seconds {options.max_seconds:g} are over"
+        note(f"{why}: {len(results.problems)} of {len(tasks)} problems measured")
+    if writer.path is not None:
+        note(f"results in {writer.path}")
+        results = _read([options.output])
+    status = _show(results, options)
+    return INTERRUPTED if interrupted else status
+
+
+def _verify_shipped(device: torch.device, options: argparse.Namespace) -> int:
+    documents = []
+    for document in recheck.shipped(device):
+        documents.append(document)
+        if document["status"] != "ok":
+            name = document.get("title") or json.dumps(document["problem"], sort_keys=True)
+            ratio = f", {document['ratio']:.3f}× blas" if "ratio" in document else ""
+            reason = document.get("reason", "")
+            note(f"{document['status']}: {name} {document['kernel']}{ratio} {reason}".rstrip())
+    counts = Counter(document["status"] for document in documents)
+    if options.json:
+        print_json(documents)
+    else:
+        found = ", ".join(f"{number} {status}" for status, number in sorted(counts.items()))
+        # Both ends: a machine that makes some slower by chance makes others faster.
+        ratios = sorted(d["ratio"] for d in documents if "ratio" in d)
+        spread = f"; {ratios[0]:.3f} to {ratios[-1]:.3f}× blas" if ratios else ""
+        print(
+            f"{len(documents)} shipped records for this GPU and these versions: "
+            f"{found or '-'}{spread}"
+        )
+    return FOUND if any(counts[fault] for fault in recheck.FAULTS) else DONE
+
+
+def _measure(
+    tasks: Sequence[suites.Task],
+    device: torch.device,
+    options: argparse.Namespace,
+    deadline: float,
+) -> Iterator[Document]:
+    chosen = runner.Options(
+        tune=options.tune,
+        tune_budget=options.budget,
+        kernels=options.kernels,
+        inductor=options.inductor,
+        untuned=options.untuned,
+        floor=options.floor,
+        clocks=options.clocks,
+        seconds=options.seconds_per_problem,
+        deadline=deadline,
+    )
+    return runner.run(tasks, device, chosen)
+
+
+def _regrets(
+    device: torch.device, options: argparse.Namespace, deadline: float
+) -> Iterator[Document]:
+    for document in regret.measure(device, options.regret, budget=options.budget):
+        yield document
+        if time.monotonic() > deadline:
+            return
+
+
+def _tasks(options: argparse.Namespace) -> list[suites.Task]:
+    mine = [suites.Task("shapes", case) for case in shared.cases(options, options.shapes)]
+    names = options.suite or ([] if mine or options.host or options.regret else ["all"])
+    try:
+        return mine + suites.select(names, dtype=options.dtype, limit=options.limit)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
+def _undone(tasks: list[suites.Task], options: argparse.Namespace) -> list[suites.Task]:
+    """Those that the output folder has no measurement of."""
+    if options.output is None:
+        raise UsageError("--resume needs --output, the folder that holds what is done")
+    if not options.output.is_dir():
+        return tasks
+    done = _read([options.output]).measured
+    known = {identity(document["suite"], document["case"]) for document in done}
+    left = [task for task in tasks if identity(task.suite, task.case.to_json()) not in known]
+    note(f"{len(tasks) - len(left)} of {len(tasks)} problems are measured already")
+    return left
+
+
+def _read(paths: Sequence[Path]) -> Results:
+    try:
+        return Results.read(paths)
+    except OSError as error:
+        raise UsageError(str(error)) from error
+    except ValueError as error:
+        raise UsageError(f"no results: {error}") from error
+
+
+def _show(results: Results, options: argparse.Namespace) -> int:
+    if options.json:
+        print_json(
+            {
+                "runs": results.runs,
+                "problems": results.problems,
+                "host": results.host,
+                "regrets": results.regrets,
+            }
+        )
+    elif options.markdown:
+        print(report.markdown(results), end="")
+    else:
+        _print_tables(results)
+    if options.output is not None:
+        options.output.mkdir(parents=True, exist_ok=True)
+        written = [options.output / "report.md"]
+        written[0].write_text(report.markdown(results), "utf-8")
+        if options.plots:
+            written += _plot(results, options.output)
+        note(f"written: {', '.join(map(str, written))}")
+    return FOUND if any("failed" in document for document in results.problems) else DONE
+
+
+def _print_tables(results: Results) -> None:
+    summaries = report.summarize(results)
+    if summaries:
+        columns = report.SUMMARY_COLUMNS
+        numbers = [c for c in columns if c not in ("class", "dtype", "worst problem")]
+        print_table(columns, [summary.cells for summary in summaries], numbers)
+    if held := report.goals(results):
+        print_table(report.GOAL_COLUMNS, held, report.GOAL_COLUMNS[3:-1])
+    if of_buckets := report.regrets(results):
+        print_table(report.REGRET_COLUMNS, of_buckets, report.REGRET_COLUMNS[1:4])
+    if results.host is not None:
+        rows = [(name, f"{us:.2f}") for name, us in results.host["us"].items()]
+        print_table(("warm call", "host µs"), rows, ("host µs",))
+
+
+def _plot(results: Results, folder: Path) -> list[Path]:
+    from tmm_core.bench import plots
+
+    try:
+        return plots.save(results, folder)
+    except ModuleNotFoundError as error:
+        raise UsageError(f"--plots: {error}; pip install 'tmm-core[bench]'") from error

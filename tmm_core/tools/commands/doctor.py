@@ -1,0 +1,271 @@
+"""``tmm doctor``: does this machine have what it takes, and if not, what to do.
+
+Every line is a fact; one that is a problem says what would mend it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import importlib.util
+import os
+import platform
+import shutil
+import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass, fields
+from pathlib import Path
+from typing import Literal
+
+import torch
+
+import tmm_core
+from tmm_core import dispatch, settings
+from tmm_core.bench import recheck
+from tmm_core.bench.case import Call, Case
+from tmm_core.bench.environment import driver_version
+from tmm_core.dispatch import verify
+from tmm_core.errors import SettingsError
+from tmm_core.spec.device import fingerprint, interpreting, version_of
+from tmm_core.tools.commands import options as shared
+from tmm_core.tools.commands.console import DONE, FOUND, print_json
+
+#: Free space below which records will soon not be written; one is some 20 kB.
+LEAST_FREE_BYTES = 64 * 2**20
+
+#: Variables that tmm reads beside those of its settings.
+OTHER_VARIABLES = (
+    "TMM_CACHE_DIR",
+    "TMM_CACHE_PATH",
+    "TMM_SHIPPED_RECORDS",
+    "TMM_DISABLE_PLUGINS",
+    "TMM_PLUGINS",
+)
+
+#: What each kernel is tried on: sizes of no multiple of a tile, aligned and not.
+PROBES = (
+    Case(m=72, n=80, k=96, layout="nt"),
+    Case(m=65, n=67, k=63),
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One line: ``ok``, a ``note`` worth knowing, or a ``problem``."""
+
+    about: str
+    state: Literal["ok", "note", "problem"]
+    text: str
+    #: What to do about a problem.
+    advice: str = ""
+
+
+def run(options: argparse.Namespace) -> int:
+    device = shared.device(options)
+    findings = list(_examine(device))
+    if options.json:
+        print_json([asdict(finding) for finding in findings])
+    else:
+        for finding in findings:
+            mark = {"ok": "  ", "note": "- ", "problem": "! "}[finding.state]
+            advice = f"; {finding.advice}" if finding.advice else ""
+            print(f"{mark}{finding.about:<18}{finding.text}{advice}")
+    return FOUND if any(finding.state == "problem" for finding in findings) else DONE
+
+
+def _examine(device: torch.device) -> Iterator[Finding]:
+    yield from _versions(device)
+    yield from _device(device)
+    yield from _toolchain(device)
+    yield from _plugins()
+    yield from _settings()
+    yield from _cache(device)
+    yield from _kernels(device)
+
+
+def _versions(device: torch.device) -> Iterator[Finding]:
+    yield Finding("tmm", "ok", f"{tmm_core.__version__} in {Path(tmm_core.__file__).parent}")
+    yield Finding("python", "ok", f"{platform.python_version()}, {sys.executable}")
+    build = torch.version.cuda or torch.version.hip
+    yield Finding("torch", "ok", f"{torch.__version__}, {f'CUDA {build}' if build else 'CPU only'}")
+    triton = version_of("triton") or version_of("pytorch-triton-rocm")
+    if triton:
+        yield Finding("triton", "ok", triton)
+    elif device.type == "cuda":
+        advice = "pip install 'tmm[triton]'"
+        yield Finding("triton", "problem", "not installed: BLAS alone answers", advice)
+    else:
+        yield Finding("triton", "note", "not installed, and not needed on a CPU")
+
+
+def _device(device: torch.device) -> Iterator[Finding]:
+    mine = fingerprint(device)
+    if device.type == "cuda":
+        driver = driver_version(device) or "of unknown version (no nvidia-smi)"
+        free, total = (size / 2**30 for size in torch.cuda.mem_get_info(device))
+        text = (
+            f"{mine.name}, sm_{mine.sm}, {mine.sm_count} SMs, {free:.0f} of {total:.0f} GiB free, "
+            f"driver {driver}"
+        )
+        yield Finding("device", "ok", text)
+    elif shutil.which("nvidia-smi") and device.type == "cpu":
+        why = (
+            "torch was built without CUDA"
+            if torch.version.cuda is None
+            else "torch finds no usable GPU"
+        )
+        advice = "install a CUDA build of torch, or look at nvidia-smi"
+        yield Finding("device", "problem", f"cpu, though nvidia-smi is here: {why}", advice)
+    else:
+        yield Finding("device", "note", "cpu: BLAS answers everything")
+    if interpreting():
+        text = "TRITON_INTERPRET is set: Triton kernels are interpreted, thousands of times slower"
+        advice = "unset it"
+        state: Literal["note", "problem"] = "problem" if device.type == "cuda" else "note"
+        yield Finding("interpreter", state, text, advice if state == "problem" else "")
+
+
+def _toolchain(device: torch.device) -> Iterator[Finding]:
+    """What Triton builds its launcher with, when a process first launches a kernel."""
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return
+    found = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
+    header = Path(sysconfig.get_paths()["include"], "Python.h")
+    compiler = shutil.which(found) if found else None
+    if compiler and header.exists():
+        yield Finding("toolchain", "ok", f"{compiler}, {header}")
+        return
+    lacking = f"no {header}" if compiler else f"no C compiler ({found or 'gcc, clang'} not found)"
+    text = f"{lacking}: Triton kernels decline, unless Triton's cache holds its launcher"
+    advice = "install python3-dev" if compiler else "install gcc, or set CC"
+    yield Finding("toolchain", "problem", text, advice)
+
+
+def _plugins() -> Iterator[Finding]:
+    registry = dispatch.dispatcher().registry
+    brought: dict[str, list[str]] = {}
+    for registered in registry.kernels():
+        brought.setdefault(str(registered.source), []).append(registered.kernel.name)
+    for source, kernels in brought.items():
+        yield Finding("plugin", "ok", f"{source}: {', '.join(kernels)}")
+    for fault in registry.faults():
+        if fault.intended:
+            yield Finding("plugin", "note", f"{fault.source}: {fault.reason}")
+        else:
+            advice = f"mend or uninstall it, or set TMM_DISABLE_PLUGINS={fault.source.plugin}"
+            yield Finding("plugin", "problem", f"{fault.source}: {fault.reason}", advice)
+
+
+def _settings() -> Iterator[Finding]:
+    known = {*OTHER_VARIABLES, *(variable for variable, _ in settings.VARIABLES.values())}
+    for name in sorted(os.environ):
+        if not name.startswith("TMM_"):
+            continue
+        if name in known:
+            yield Finding("variable", "ok", f"{name}={os.environ[name]}")
+        else:
+            near = difflib.get_close_matches(name, known, n=1)
+            advice = f"did you mean {near[0]}?" if near else f"known: {', '.join(sorted(known))}"
+            yield Finding("variable", "problem", f"{name} is not read by tmm", advice)
+    try:
+        current = settings.current()
+    except SettingsError as error:
+        yield Finding("settings", "problem", str(error), "correct or unset it")
+        return
+    text = ", ".join(f"{f.name}={_shown(getattr(current, f.name))}" for f in fields(current))
+    yield Finding("settings", "ok", text)
+
+
+def _shown(value: object) -> str:
+    return ",".join(sorted(value)) or "none" if isinstance(value, frozenset) else str(value)
+
+
+def _cache(device: torch.device) -> Iterator[Finding]:
+    store, mine = dispatch.dispatcher().store, fingerprint(device)
+    try:
+        store.root.mkdir(mode=0o700, parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=store.root) as file:
+            file.write(b"tmm")
+        free = shutil.disk_usage(store.root).free
+    except OSError as error:
+        text = (
+            f"{store.root} cannot be written ({error.strerror or error}): each process tunes anew"
+        )
+        yield Finding("cache", "problem", text, "set TMM_CACHE_DIR to a folder that can")
+    else:
+        size = f"{free / 2**30:.1f} GiB free"
+        if free < LEAST_FREE_BYTES:
+            advice = "free some space, or move TMM_CACHE_DIR"
+            yield Finding("cache", "problem", f"{store.root}: {size}", advice)
+        else:
+            yield Finding("cache", "ok", f"{store.root}, {size}")
+    for layer in store.layers:
+        if os.access(layer, os.R_OK | os.X_OK):
+            yield Finding("cache layer", "ok", str(layer))
+        else:
+            advice = "correct TMM_CACHE_PATH"
+            yield Finding("cache layer", "problem", f"{layer} is no readable folder", advice)
+    same = [entry.environment == mine.environment for entry in store.entries(mine.gpu)]
+    text = f"{sum(same)} records for {mine.gpu}"
+    if other := len(same) - sum(same):
+        text += f", {other} more of other versions (used as guesses)"
+    yield Finding("records", "ok", text)
+    shipped, usable = recheck.current(mine)
+    if shipped:
+        text = f"{shipped} shipped for {mine.gpu} and these versions"
+        if usable < shipped:
+            text += f", {shipped - usable} of kernels that have changed since"
+        yield Finding("records", "ok", text)
+    missed = [miss for miss in store.misses() if miss.gpu == mine.gpu]
+    if missed:
+        text = f"{len(missed)} problems were met where tuning was forbidden"
+        yield Finding("misses", "note", text, "tmm tune --misses")
+
+
+def _kernels(device: torch.device) -> Iterator[Finding]:
+    """Every kernel compiled, launched and held against the reference."""
+    try:
+        settings.current()
+    except SettingsError:
+        yield Finding("kernel", "note", "none was tried: the settings are at fault")
+        return
+    registry = dispatch.dispatcher().registry
+    for registered in registry.kernels():
+        kernel = registered.kernel
+        advice = f"leave it out by TMM_DISABLE={kernel.name}, and tell {registered.source}"
+        reasons: list[str] = []
+        tried = False
+        for probe in PROBES:
+            call = probe.call(device)
+            refusal = registry.reasons_against(kernel, call.problem(), settings.current())
+            reasons = reasons or refusal
+            if refusal:
+                continue
+            tried = True
+            if wrong := _wrong(kernel.name, call):
+                text = f"{kernel.name} on {probe}: {wrong}"
+                yield Finding("kernel", "problem", text, advice)
+                break
+        else:
+            if tried:
+                yield Finding("kernel", "ok", f"{kernel.name} runs and is right")
+            else:
+                text = f"{kernel.name} declines: {'; '.join(reasons)}"
+                yield Finding("kernel", "note", text)
+
+
+def _wrong(kernel: str, call: Call) -> str | None:
+    """What is wrong with the kernel's answer to this call; None: nothing."""
+    try:
+        with torch.no_grad():
+            problem = call.problem()
+            inputs = call.inputs()
+            verify.poison(inputs.out)
+            call.matmul(kernel=kernel, out=inputs.out)
+            error = verify.error(inputs.out, verify.reference(problem, inputs))
+    except Exception as fault:
+        return f"{type(fault).__name__}: {fault}"
+    limit = verify.tolerance(problem)
+    return None if error <= limit else f"wrong, error {error:.2g} exceeds {limit:.2g}"

@@ -1,0 +1,149 @@
+"""Options that several subcommands take, and what they mean."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from tmm_core.tools.commands.console import UsageError
+
+T = TypeVar("T")
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--json", action="store_true", help="print JSON")
+
+
+def add_device(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--device", help="torch device; the current GPU, or the CPU where there is none"
+    )
+
+
+def add_problem(parser: argparse.ArgumentParser) -> None:
+    """Everything about a problem but its sizes."""
+    from tmm_core.bench.case import LAYOUTS, SCALES, parse_dtype, parse_expression
+
+    group = parser.add_argument_group("the problem")
+    group.add_argument(
+        "--dtype",
+        type=argument(parse_dtype),
+        help="bf16 (default), fp16, fp32, e4m3, e5m2 or torch's name",
+    )
+    group.add_argument(
+        "--layout",
+        choices=LAYOUTS,
+        help="of a and b: n row-major, t transposed; nt is x @ weight.T (default: nn)",
+    )
+    group.add_argument(
+        "--epilogue",
+        type=argument(parse_expression),
+        default=(False, "", False),
+        metavar="TEXT",
+        help='as in matmul, like silu or "gelu_tanh+softcap(30)"; bias+…+residual adds those',
+    )
+    group.add_argument("--bias", action="store_true")
+    group.add_argument("--residual", action="store_true")
+    group.add_argument("--batch", type=argument(_positive), default=1, metavar="B")
+    group.add_argument("--out-dtype", type=argument(parse_dtype), metavar="DTYPE")
+    group.add_argument(
+        "--scales",
+        choices=SCALES[1:],
+        help="of e4m3 and e5m2 operands: one number each, or one for each row of a and column "
+        "of b (default: none)",
+    )
+    group.add_argument("--tf32", action="store_true", help="fp32 may be rounded to TF32")
+
+
+def cases(options: argparse.Namespace, shapes: list[tuple[int, int, int, int]]) -> list[Any]:
+    """The cases of ``shapes`` that the other options describe.
+
+    Raises:
+        UsageError: Options that contradict each other.
+    """
+    import torch
+
+    from tmm_core.bench.case import Case
+    from tmm_core.spec.problem import FP8
+
+    bias, epilogue, residual = options.epilogue
+    if options.scales and shapes and options.dtype not in FP8:
+        raise UsageError(f"--scales {options.scales} is for --dtype e4m3 or e5m2")
+    found = []
+    for batch, m, n, k in shapes:
+        if batch > 1 and options.batch > 1:
+            raise UsageError(f"--batch {options.batch}: the shape {batch}x{m}x{n}x{k} has its own")
+        found.append(
+            Case(
+                m=m,
+                n=n,
+                k=k,
+                batch=max(batch, options.batch),
+                dtype=options.dtype or torch.bfloat16,
+                layout=options.layout or "nn",
+                epilogue=epilogue,
+                bias=bias or options.bias,
+                residual=residual or options.residual,
+                out_dtype=options.out_dtype,
+                tf32=options.tf32,
+                scales=options.scales or "",
+            )
+        )
+    return found
+
+
+def device(options: argparse.Namespace) -> Any:
+    """The torch device to work on, with its index.
+
+    Raises:
+        UsageError: It does not exist.
+    """
+    import torch
+
+    has_gpu = torch.cuda.is_available()
+    text = options.device or ("cuda" if has_gpu else "cpu")
+    try:
+        chosen = torch.device(text)
+    except RuntimeError as error:
+        raise UsageError(f"--device {text}: {str(error).splitlines()[0]}") from None
+    if chosen.type == "cuda":
+        if not has_gpu:
+            raise UsageError(
+                f"--device {text}: torch {torch.__version__} sees no GPU; try tmm doctor"
+            )
+        index = torch.cuda.current_device() if chosen.index is None else chosen.index
+        if index >= torch.cuda.device_count():
+            raise UsageError(f"--device {text}: there are {torch.cuda.device_count()} GPUs")
+        chosen = torch.device("cuda", index)
+        # The tuner measures on the current device: a fingerprint has no index.
+        torch.cuda.set_device(chosen)
+    return chosen
+
+
+def argument(parse: Callable[[str], T]) -> Callable[[str], T]:
+    """A parser whose ``ValueError`` argparse shows with its text."""
+
+    def parsed(text: str) -> T:
+        try:
+            return parse(text)
+        except ValueError as error:
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return parsed
+
+
+def _positive(text: str) -> int:
+    return positive(int, text)
+
+
+def positive(kind: Callable[[str], T], text: str) -> T:
+    """``kind(text)``, refused where it is not above zero.
+
+    Raises:
+        ValueError: It is not.
+    """
+    value: Any = kind(text)
+    if not 0 < value < float("inf"):
+        raise ValueError(f"found {text}, accepted is a number above 0")
+    return value  # type: ignore[no-any-return]

@@ -1,0 +1,166 @@
+"""``tmm tune``: measure ahead of time, one record saved after the other."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import tmm_core
+from tmm_core import dispatch
+from tmm_core.bench import suites
+from tmm_core.bench.case import Case
+from tmm_core.dispatch.proposals import baseline_us
+from tmm_core.launch import warm
+from tmm_core.spec.device import fingerprint
+from tmm_core.spec.precision import precision
+from tmm_core.spec.problem import Problem
+from tmm_core.tools.commands import options as shared
+from tmm_core.tools.commands.console import DONE, FOUND, INTERRUPTED, UsageError, note, print_json
+from tmm_core.tools.commands.misses import title, tuned_since
+
+
+@dataclass(frozen=True, slots=True)
+class Pending:
+    """A problem still to be posed: operands exist one problem at a time."""
+
+    name: str
+    tf32: bool
+    pose: Callable[[], Problem]
+
+
+def run(options: argparse.Namespace) -> int:
+    device = shared.device(options)
+    pending = _pending(options, device)
+    if not pending:
+        note("nothing to tune")
+    outcomes: list[dict[str, Any]] = []
+    interrupted = False
+    # With --json stdout is one document, so what shows progress goes to stderr.
+    say: Callable[[str], None] = note if options.json else print_flushed
+    for number, item in enumerate(pending, start=1):
+        try:
+            outcome = _tune(item, options)
+        except KeyboardInterrupt:
+            note(f"interrupted; {number - 1} of {len(pending)} are done, and their records saved")
+            interrupted = True
+            break
+        outcomes.append(outcome)
+        say(f"[{number:{len(str(len(pending)))}}/{len(pending)}] {_line(outcome)}")
+    if options.json:
+        print_json(outcomes)
+    if interrupted:
+        return INTERRUPTED
+    return FOUND if any(outcome["status"] == "failed" for outcome in outcomes) else DONE
+
+
+def print_flushed(text: str) -> None:
+    print(text, flush=True)
+
+
+def _pending(options: argparse.Namespace, device: torch.device) -> list[Pending]:
+    cases = shared.cases(options, options.shapes)
+    if options.suite:
+        try:
+            tasks = suites.select(options.suite, dtype=options.dtype)
+        except ValueError as error:
+            raise UsageError(str(error)) from error
+        cases += [task.case for task in tasks]
+    pending = [_of_case(case, device) for case in cases]
+    if options.file is not None:
+        pending += _of_file(options.file, device)
+    if options.misses:
+        pending += _of_misses(device)
+    if not (options.shapes or options.suite or options.file or options.misses):
+        raise UsageError("what? give shapes (4096x4096x4096), --suite, --file or --misses")
+    return pending
+
+
+def _of_case(case: Case, device: torch.device) -> Pending:
+    return Pending(str(case), case.tf32, lambda: case.call(device, fill=torch.empty).problem())
+
+
+def _of_document(document: Mapping[str, Any], device: torch.device) -> Pending:
+    """Of a problem as records, misses and ``--json`` write it."""
+
+    return Pending(
+        title(document), bool(document.get("tf32")), lambda: warm.recall(document, device)
+    )
+
+
+def _of_file(path: Path, device: torch.device) -> list[Pending]:
+    try:
+        document = json.loads(path.read_text("utf-8"))
+        if isinstance(document, Mapping):
+            return [_of_case(task.case, device) for task in suites.read(document)]
+        if not isinstance(document, list) or not all(isinstance(d, Mapping) for d in document):
+            raise ValueError("neither suites by name nor a list of problems")
+    except OSError as error:
+        raise UsageError(str(error)) from error
+    except ValueError as error:
+        raise UsageError(f"{path}: {error}") from error
+    # What `tmm misses --json` prints has the problem inside.
+    return [_of_document(entry.get("problem", entry), device) for entry in document]
+
+
+def _of_misses(device: torch.device) -> list[Pending]:
+    store, here = dispatch.dispatcher().store, fingerprint(device)
+    misses = store.misses()
+    mine = [miss for miss in misses if miss.gpu == here.gpu]
+    if others := len(misses) - len(mine):
+        note(f"{others} of {len(misses)} misses are of other devices, to be tuned there")
+    # Met under other versions or not: tuned under these.
+    problems = {
+        json.dumps(miss.problem, sort_keys=True): miss.problem
+        for miss in mine
+        if not tuned_since(store, miss)
+    }
+    return [_of_document(problem, device) for problem in problems.values()]
+
+
+def _tune(item: Pending, options: argparse.Namespace) -> dict[str, Any]:
+    started = time.monotonic()
+    outcome: dict[str, Any] = {"problem": item.name}
+    try:
+        with precision(item.tf32):
+            problem = item.pose()
+            outcome |= {"problem": str(problem), "key": problem.to_json()}
+            store, device = dispatch.dispatcher().store, problem.device
+            before = store.load(device.gpu, device.environment, problem.to_json())
+            [record] = tmm_core.tune(problem, force=options.force, budget=options.budget)
+    except Exception as error:
+        outcome |= {"status": "failed", "reason": f"{type(error).__name__}: {error}"}
+    else:
+        outcome |= {
+            "status": "on record" if record == before else "tuned",
+            "kernel": record.best.kernel,
+            "config": dict(record.best.config),
+            "median_us": record.best.median_us,
+            "blas_us": baseline_us(record),
+            "candidates": dict(Counter(candidate.status for candidate in record.candidates)),
+        }
+    outcome["seconds"] = round(time.monotonic() - started, 2)
+    return outcome
+
+
+def _line(outcome: Mapping[str, Any]) -> str:
+    if outcome["status"] == "failed":
+        return f"{outcome['problem']}  failed: {outcome['reason']}"
+    config = " ".join(f"{name}={value}" for name, value in outcome["config"].items())
+    mine, blas = outcome["median_us"], outcome["blas_us"]
+    against = f", {blas / mine:.2f}× blas" if mine and blas else ""
+    tried = outcome["candidates"]
+    notes = [
+        "on record" if outcome["status"] == "on record" else f"{outcome['seconds']:.1f} s",
+        f"{sum(tried.values())} tried",
+        *(f"{tried[fault]} {fault}" for fault in ("wrong", "failed") if fault in tried),
+    ]
+    chosen = f"{outcome['kernel']} {config}".rstrip()
+    return f"{outcome['problem']}  {chosen}  {mine:.1f} µs{against}  ({', '.join(notes)})"

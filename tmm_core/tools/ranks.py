@@ -1,0 +1,306 @@
+"""Tuning divided among ranks, and one answer for all of them.
+
+Ranks that time for themselves choose differently. So each problem is measured by one rank and
+every rank goes by that one record. The ranks exchange records through the process group's
+store, by keys that are written once and looked at, never waited in: a rank that dies or hangs
+is missed by the others after a while and its problems are measured by them. No collective is
+entered; one that a rank fails to join would hang all.
+
+What the ranks have to agree on, who is lost and what is left to measure, is whichever of their
+views reached the store first.
+
+Importing this registers the sharding rules too (:mod:`tmm_core.interop.sharding`).
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+import warnings
+from collections.abc import Iterable, Mapping, Sequence
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from tmm_cache import TuningRecord
+
+from tmm_core import api, dispatch, settings
+from tmm_core.dispatch.ladder import LOCK_PATIENCE
+from tmm_core.dispatch.tuner import COMPILE_LIMIT
+from tmm_core.errors import TmmWarning
+from tmm_core.interop import sharding  # noqa: F401  # registers its rules
+from tmm_core.launch import warm
+from tmm_core.spec.problem import Problem
+
+#: Times that a problem is measured before it is given up: once more than by the rank it may
+#: have killed.
+ATTEMPTS = 2
+
+#: Seconds between two looks at the store, for each rank that is looked for: it serves all.
+PAUSE = 0.02
+
+
+def tune(
+    problems: Problem | Iterable[Problem],
+    group: dist.ProcessGroup | None = None,
+    *,
+    force: bool = False,
+    budget: float | None = None,
+    timeout: float | None = None,
+) -> list[TuningRecord]:
+    """Measure problems once among all ranks of a group; every rank then chooses alike.
+
+    Call it on every rank with the same problems in the same order, after
+    ``torch.cuda.set_device``: each rank measures its share on its current device and adopts all
+    records, in memory for as long as the process lives and in its own cache where that can be
+    written. Problems are those of local tensors: pose them with shards, not with DTensors.
+
+    Args:
+        problems: From :func:`tmm_core.problem`, one or many.
+        group: The ranks; all by default.
+        force: Measure also what is on record.
+        budget: Seconds per problem (``TMM_TUNE_BUDGET``).
+        timeout: Seconds after which a rank that has measured nothing further, or has not come,
+            is taken for lost. By default what one problem may take: four budgets, in which
+            another process may be measuring it, and a minute.
+
+    Returns:
+        One record per problem, on every rank the same. A problem that nobody could measure is
+        left out, with a warning, as is told which ranks were lost.
+
+    Raises:
+        ValueError: The ranks do not pass the same problems or do not have the same kind of GPU
+            under the same versions, or this rank is not of the group.
+        torch.distributed.DistError: The process that holds the store is gone.
+    """
+    problems = [problems] if isinstance(problems, Problem) else list(problems)
+    if not dist.is_initialized():
+        return api.tune(problems, force=force, budget=budget)
+    with nullcontext() if budget is None else settings.override(tune_budget=budget):
+        current = settings.current()
+        if timeout is None:
+            timeout = LOCK_PATIENCE * current.tune_budget + COMPILE_LIMIT
+        board = _Board.of(group, timeout)
+        board.put(f"asked/{board.me}", _digest(problems))
+        found, lost = _measure_all(board, problems, current, force)
+        records: dict[int, TuningRecord] = {}
+        for index, key in sorted(found.items()):
+            record = TuningRecord.from_json(board.get(key)["record"])
+            dispatch.dispatcher().adopt(problems[index].device, record)
+            records[index] = record
+        warm.forget_plans()
+        _compare(board, problems, lost)
+    return list(records.values())
+
+
+def _measure_all(
+    board: _Board, problems: Sequence[Problem], current: settings.Settings, force: bool
+) -> tuple[dict[int, str], set[int]]:
+    """Where each problem's record lies in the store, and which ranks were lost."""
+    found: dict[int, str] = {}
+    failed: dict[int, str] = {}
+    lost: set[int] = set()
+    owner: dict[int, int] = {}
+    for attempt in range(ATTEMPTS):
+        pending = [index for index in range(len(problems)) if index not in found]
+        crew = [rank for rank in board.ranks if rank not in lost]
+        if not pending or not crew:
+            break
+        for place, index in enumerate(pending):
+            others = [rank for rank in crew if rank != owner.get(index)] or crew
+            owner[index] = others[place % len(others)]
+        shares = {rank: [i for i in pending if owner[i] == rank] for rank in crew}
+        verdict = f"verdict/{attempt}"
+        for index in shares.get(board.me, ()):
+            if board.has(verdict):  # this rank has been given up
+                break
+            board.put(f"result/{attempt}/{index}", _measure(problems[index], current, force))
+        agreed = board.agree(verdict, _watch(board, attempt, shares))
+        lost |= set(agreed["lost"])
+        found |= {index: f"result/{attempt}/{index}" for index in agreed["found"]}
+        failed |= dict(agreed["failed"])
+    if lost:
+        warnings.warn(
+            f"rank {_list(lost)} showed no sign of life for {board.timeout:g} s while tuning; "
+            f"what it was to measure was left to the other ranks",
+            TmmWarning,
+            stacklevel=3,
+        )
+    for index, problem in enumerate(problems):
+        if index not in found:
+            warnings.warn(
+                f"{problem} could not be tuned: {failed.get(index, 'whoever tried was lost')}; "
+                f"ranks may choose differently for it",
+                TmmWarning,
+                stacklevel=3,
+            )
+    return found, lost
+
+
+def _measure(problem: Problem, current: settings.Settings, force: bool) -> dict[str, Any]:
+    try:
+        return {"record": dispatch.dispatcher().tune(problem, current, force=force).to_json()}
+    except Exception as error:  # the other ranks wait for a result, whatever it is
+        return {"error": f"{type(error).__name__}: {error}"}
+
+
+def _watch(board: _Board, attempt: int, shares: Mapping[int, Sequence[int]]) -> dict[str, Any]:
+    """What came of an attempt, as soon as all have finished their shares or are overdue."""
+    awaited = {
+        rank: [f"asked/{rank}", *(f"result/{attempt}/{index}" for index in share)]
+        for rank, share in shares.items()
+    }
+    lost = board.await_all(awaited, until=f"verdict/{attempt}")
+    found, failed = [], []
+    for index in sorted(index for share in shares.values() for index in share):
+        key = f"result/{attempt}/{index}"
+        result = board.get(key) if board.has(key) else {}
+        if "record" in result:
+            found.append(index)
+        elif "error" in result:
+            failed.append((index, result["error"]))
+    return {"lost": lost, "found": found, "failed": failed}
+
+
+def _compare(board: _Board, problems: Sequence[Problem], lost: set[int]) -> None:
+    """Hold what the ranks would run against each other."""
+    chooser = dispatch.dispatcher()
+    with settings.override(on_cache_miss="heuristic") as current:
+        chosen = [chooser.choose(problem, current).candidate for problem in problems]
+    kernels = [registered.kernel for registered in chooser.registry.kernels()]
+    mine: dict[str, Any] = {
+        "kernels": [f"{kernel.name} {kernel.version}" for kernel in kernels],
+        "choices": [[c.kernel.name, c.kernel.version, c.config.to_json()] for c in chosen],
+        "gpu": _gpu(problems),
+    }
+    board.put(f"chose/{board.me}", mine)
+    others = [rank for rank in board.ranks if rank != board.me and rank not in lost]
+    silent = board.await_all({rank: [f"chose/{rank}"] for rank in others})
+    for rank in others:
+        theirs = None if rank in silent else board.get(f"chose/{rank}")
+        if theirs is None:
+            note = f"rank {rank} did not say what it chooses within {board.timeout:g} s"
+        elif mine["gpu"] is not None and theirs["gpu"] == mine["gpu"]:
+            note = (
+                f"ranks {board.me} and {rank} measured on one GPU, at the cost of each other's "
+                f"times; call torch.cuda.set_device() before"
+            )
+        elif theirs["kernels"] == mine["kernels"] and theirs["choices"] == mine["choices"]:
+            continue
+        elif theirs["kernels"] != mine["kernels"]:
+            unlike = set(theirs["kernels"]) ^ set(mine["kernels"])
+            note = f"ranks {board.me} and {rank} have different kernels: {_list(unlike)}"
+        else:
+            pairs = zip(problems, mine["choices"], theirs["choices"], strict=True)
+            unlike = {str(problem) for problem, ours, other in pairs if ours != other}
+            note = f"ranks {board.me} and {rank} choose differently for {_list(unlike)}"
+        warnings.warn(note, TmmWarning, stacklevel=3)
+    # A store that lives in a rank lives in the first: it leaves when the others have looked.
+    board.put(f"left/{board.me}", True)
+    if board.me == board.ranks[0]:
+        board.await_all({rank: [f"left/{rank}"] for rank in others if rank not in silent})
+
+
+@dataclass(frozen=True, slots=True)
+class _Board:
+    """The group's store as a board of notes, each a JSON document that is never changed."""
+
+    store: Any
+    #: Global ranks of the group, and this process's.
+    ranks: list[int]
+    me: int
+    timeout: float
+
+    @classmethod
+    def of(cls, group: dist.ProcessGroup | None, timeout: float) -> _Board:
+        """A clean board for the group's next tuning.
+
+        Raises:
+            ValueError: This process is not of the group.
+        """
+        me = dist.get_rank()
+        # torch stands something that is no group in for a group that one is not of.
+        member = dist.get_rank(group) >= 0
+        ranks = dist.get_process_group_ranks(group) if member else []
+        if me not in ranks:
+            raise ValueError(f"rank {me} is not of the group that tunes")
+        everything = dist.distributed_c10d._get_default_store()
+        name = "tmm/tune/" + hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
+        # Counted in the store, so that ranks which the store outlived count on with the others.
+        turn = everything.add(f"{name}/{me}", 1)
+        store = dist.PrefixStore(f"{name}/{turn}", everything)  # type: ignore[attr-defined]
+        return cls(store, ranks, me, timeout)
+
+    def has(self, key: str) -> bool:
+        return bool(self.store.check([key]))
+
+    def get(self, key: str) -> Any:
+        return json.loads(self.store.get(key))
+
+    def put(self, key: str, document: Any) -> None:
+        self.store.set(key, json.dumps(document))
+
+    def agree(self, key: str, proposal: Any) -> Any:
+        """The document under ``key``: what was proposed first, by whichever rank."""
+        return json.loads(self.store.compare_set(key, "", json.dumps(proposal)))
+
+    def await_all(
+        self, awaited: Mapping[int, Sequence[str]], until: str | None = None
+    ) -> list[int]:
+        """Look for each rank's keys, in order, until all are there or those that lack some have
+        added none for ``timeout`` seconds: the ranks returned. No further than ``until`` exists.
+
+        Raises:
+            ValueError: Another rank asks for something else.
+        """
+        missing = {rank: list(keys) for rank, keys in awaited.items() if keys}
+        seen = dict.fromkeys(missing, time.monotonic())
+        while missing:
+            for rank, keys in list(missing.items()):
+                while keys and self.has(keys[0]):
+                    self._hold_against_mine(keys.pop(0))
+                    seen[rank] = time.monotonic()
+                if not keys:
+                    del missing[rank]
+            overdue = time.monotonic() - self.timeout
+            if all(seen[rank] < overdue for rank in missing):
+                break
+            if until is not None and self.has(until):
+                break
+            time.sleep(PAUSE * len(missing))
+        return sorted(missing)
+
+    def _hold_against_mine(self, key: str) -> None:
+        kind, _, rank = key.partition("/")
+        if kind != "asked":
+            return
+        mine, theirs = self.get(f"asked/{self.me}"), self.get(key)
+        if mine != theirs:
+            unlike = ", ".join(part for part in mine if mine[part] != theirs[part])
+            raise ValueError(
+                f"ranks {self.me} and {rank} tune different things: they differ in {unlike}"
+            )
+
+
+def _digest(problems: Sequence[Problem]) -> dict[str, Any]:
+    """What has to be the same on every rank."""
+    text = json.dumps([problem.to_json() for problem in problems])
+    devices = {json.dumps(problem.device.environment) for problem in problems}
+    return {
+        "problems": f"{len(problems)} {hashlib.sha256(text.encode()).hexdigest()[:16]}",
+        "devices": sorted(devices),
+    }
+
+
+def _gpu(problems: Sequence[Problem]) -> str | None:
+    """Which GPU this rank measures on, where it does."""
+    if not any(problem.device.type == "cuda" for problem in problems):
+        return None
+    return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)
+
+
+def _list(items: Iterable[Any]) -> str:
+    return ", ".join(map(str, sorted(items)))
