@@ -187,4 +187,4 @@ def _plot(results: Results, folder: Path) -> list[Path]:
     try:
         return plots.save(results, folder)
     except ModuleNotFoundError as error:
-        raise UsageError(f"--plots: {error}; pip install 'tmm[bench]'") from error
+        raise UsageError(f"--plots: {error}; pip install 'tmm-core[bench]'") from error
