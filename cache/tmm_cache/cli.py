@@ -11,12 +11,14 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import NoReturn, TypeAlias, TypeVar
+from typing import Any, NoReturn, TypeAlias, TypeVar
 
 from tmm_cache import changes, console, filters, reports
 from tmm_cache.store import CacheStore
 
 T = TypeVar("T")
+
+DISTRIBUTION = "tmm-core"
 
 Command: TypeAlias = Callable[[CacheStore, argparse.Namespace], int]
 
@@ -26,6 +28,23 @@ class _Parser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         self.exit(console.MISTAKE, f"{self.prog}: {message}\n")
+
+
+class _Version(argparse.Action):
+    """Prints the version of the distribution, looked up only when it is asked for."""
+
+    def __init__(self, **fields: Any) -> None:
+        super().__init__(**fields, nargs=0, help="print the version and exit")
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            found = version(DISTRIBUTION)
+        except PackageNotFoundError:
+            found = f"of unknown version: no {DISTRIBUTION} is installed"
+        print(f"{parser.prog} {found}")
+        parser.exit()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -46,13 +65,17 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _run(argv: Sequence[str] | None) -> int:
+    parser = _parser()
     try:
-        options = _parser().parse_args(argv)
+        options = parser.parse_args(argv)
     except SystemExit as stop:  # after --help or a mistake
         return stop.code if isinstance(stop.code, int) else console.DONE
     if hasattr(sys.stdout, "reconfigure"):
         # µ on an ASCII terminal is escaped rather than fatal.
         sys.stdout.reconfigure(errors="backslashreplace")
+    if options.run is None:
+        parser.print_help()
+        return console.DONE
     run: Command = options.run
     return run(CacheStore(options.cache_dir), options)
 
@@ -65,7 +88,9 @@ def _parser() -> argparse.ArgumentParser:
         "read-only layers that TMM_CACHE_PATH lists and those that packages ship.",
     )
     _add_cache_dir(parser, default=None)
-    subparsers = parser.add_subparsers(required=True, metavar="command", parser_class=_Parser)
+    parser.add_argument("--version", action=_Version)
+    parser.set_defaults(run=None)
+    subparsers = parser.add_subparsers(metavar="command", parser_class=_Parser)
 
     def add(name: str, run: Command, text: str) -> argparse.ArgumentParser:
         command = subparsers.add_parser(

@@ -25,7 +25,7 @@ VERSION: Final = f"v{SCHEMA}"
 #: Folders that are read; nothing is written but under `VERSION`. What lies in an older one are
 #: hints: `entries` lists them, `load` never answers from them.
 VERSIONS: Final = (VERSION, f"v{OLD_SCHEMA}")
-SHIPPED_GROUP: Final = "tmm.records"
+SHIPPED_GROUP: Final = "tmm_core.records"
 OWN_PACKAGE: Final = "tmm_core"
 
 _HEX = rf"[0-9a-f]{{{DIGEST_DIGITS}}}"
@@ -80,7 +80,8 @@ def shipped_layers(environ: Mapping[str, str] = os.environ) -> tuple[Path, ...]:
     """The `records` folders of installed packages, tmm's own last; none where
     `TMM_SHIPPED_RECORDS` is 0.
 
-    A distribution names its package in the entry-point group `tmm.records`. It is not imported.
+    A distribution names its package in the entry-point group `tmm_core.records`. It is not
+    imported.
     """
     if environ.get("TMM_SHIPPED_RECORDS") == "0":
         return ()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.metadata
 import json
 import os
 import pty
@@ -26,7 +27,7 @@ from cache_builders import (
     problem,
     record,
 )
-from tmm_cache import CacheStore, CandidateResult, digest
+from tmm_cache import CacheStore, CandidateResult, cli, digest
 from tmm_cache.cli import main
 
 Captured = pytest.CaptureFixture[str]
@@ -337,7 +338,6 @@ def test_verify_looks_into_layers(
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
-        ([], "tmm-cache: the following arguments are required: command"),
         (["shwo"], "tmm-cache: argument command: invalid choice: 'shwo'"),
         (["show", "--shape", "1x2"], "argument --shape: found '1x2', accepted is MxNxK"),
         (["show", "--shape", "1x2x-3"], "argument --shape: found '1x2x-3'"),
@@ -370,6 +370,23 @@ def test_help_names_every_command(capsys: Captured) -> None:
         assert f"\n    {name} " in text
         assert main([name, "--help"]) == 0
     assert "90m, 12h, 30d, 2w" in capsys.readouterr().out
+
+
+def test_without_a_command_there_is_help(capsys: Captured) -> None:
+    assert main([]) == 0
+    bare = capsys.readouterr()
+    assert main(["--help"]) == 0
+    assert bare == capsys.readouterr()
+
+
+def test_the_version_is_that_of_the_distribution(
+    monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"tmm-cache {importlib.metadata.version('tmm-core')}\n"
+    monkeypatch.setattr(cli, "DISTRIBUTION", "no-such-distribution")
+    assert main(["--version"]) == 0
+    assert "no no-such-distribution is installed" in capsys.readouterr().out
 
 
 def test_an_ascii_terminal_gets_escapes_and_no_error(filled: CacheStore) -> None:
@@ -431,7 +448,9 @@ def test_a_wide_terminal_shows_every_column(filled: CacheStore) -> None:
     assert any("BLOCK_M=64 SPLIT_K=4" in line and line.endswith("own") for line in lines)
 
 
-@pytest.mark.parametrize("arguments", [["--help"], ["dir"], ["show", "--json"], ["verify"]])
+@pytest.mark.parametrize(
+    "arguments", [[], ["--help"], ["--version"], ["dir"], ["show", "--json"], ["verify"]]
+)
 def test_looking_imports_nothing_heavy(filled: CacheStore, arguments: list[str]) -> None:
     code = (
         "import sys; from tmm_cache.cli import main; main(sys.argv[1:]); heavy = {'torch', 'rich', "

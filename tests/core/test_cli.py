@@ -45,6 +45,24 @@ def records() -> list[Any]:
     return [entry.record for entry in CacheStore().entries()]
 
 
+# -- the command itself --------------------------------------------------------------------
+
+
+def test_the_version_is_that_of_the_distribution(capsys: pytest.CaptureFixture[str]) -> None:
+    assert importlib.metadata.version("tmm-core") == tmm_core.__version__
+    assert main(["--version"]) == 0
+    assert capsys.readouterr().out == f"tmm {tmm_core.__version__}\n"
+
+
+def test_without_a_command_there_is_help(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([]) == 0
+    bare, err = capsys.readouterr()
+    assert main(["--help"]) == 0
+    assert bare == capsys.readouterr().out
+    assert bare.startswith("usage: tmm ")
+    assert not err
+
+
 # -- kernels -----------------------------------------------------------------------------
 
 
@@ -52,7 +70,7 @@ def test_kernels_lists_what_is_used_and_what_is_not(capsys: pytest.CaptureFixtur
     listed = {info["name"]: info for info in run_json(capsys, "kernels")}
     version = dispatch.dispatcher().registry.kernel("blas").version
     assert listed["blas"]["version"] == version
-    assert listed["blas"]["distribution"] == "tmm"
+    assert listed["blas"]["distribution"] == "tmm-core"
     assert listed["blas"]["disabled"] is None
     assert listed["blas.padded"]["traits"]["needs_workspace"] is True
     assert listed["triton.*"]["disabled"] == "not in TMM_PLUGINS"
@@ -60,14 +78,14 @@ def test_kernels_lists_what_is_used_and_what_is_not(capsys: pytest.CaptureFixtur
     assert main(["kernels"]) == 0
     rows = capsys.readouterr().out.splitlines()
     (blas,) = (row for row in rows if row.startswith(" blas "))
-    assert blas.split()[1:5] == [version, "blas", "tmm", "0.1.0"]
+    assert blas.split()[1:5] == [version, "blas", "tmm-core", tmm_core.__version__]
     assert " ".join(blas.split()[5:]) == "deterministic, capture-safe in use"
     (triton,) = (row for row in rows if "triton.*" in row)
     assert triton.endswith("not used: not in TMM_PLUGINS")
 
 
 class _Broken:
-    name = "broken"
+    name, value = "broken", "no_such_module"
     dist = None
 
     def load(self) -> Any:
@@ -80,7 +98,9 @@ def test_a_broken_plugin_is_listed_and_noted_on_stderr(
     monkeypatch.setenv("TMM_PLUGINS", "blas,broken")
     real = importlib.metadata.entry_points
     monkeypatch.setattr(
-        importlib.metadata, "entry_points", lambda **group: [*real(**group), _Broken()]
+        importlib.metadata,
+        "entry_points",
+        lambda group: [*real(group=group), *([_Broken()] if group == "tmm_core" else [])],
     )
     assert main(["kernels"]) == 0
     out, err = capsys.readouterr()
@@ -378,7 +398,9 @@ def test_doctor_finds_a_broken_plugin(
     monkeypatch.setenv("TMM_PLUGINS", "blas,broken")
     real = importlib.metadata.entry_points
     monkeypatch.setattr(
-        importlib.metadata, "entry_points", lambda **group: [*real(**group), _Broken()]
+        importlib.metadata,
+        "entry_points",
+        lambda group: [*real(group=group), *([_Broken()] if group == "tmm_core" else [])],
     )
     (finding,) = problems(findings(capsys, 1))
     assert "nvcc_magic" in finding["text"]

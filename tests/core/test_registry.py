@@ -6,7 +6,7 @@ import importlib.metadata
 import sys
 import types
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import pytest
@@ -21,14 +21,21 @@ from tmm_core.dispatch.registry import Registry
 class EntryPoint:
     """An installed plugin, as importlib.metadata describes it."""
 
-    def __init__(self, name: str, thing: Any, distribution: str = "stranger") -> None:
-        self.name, self._thing = name, thing
+    def __init__(
+        self, name: str, thing: Any, distribution: str = "stranger", group: str = "tmm_core"
+    ) -> None:
+        self.name, self._thing, self.group, self.value = name, thing, group, f"{name}.plugin"
         self.dist = types.SimpleNamespace(name=distribution, version="1.2")
 
     def load(self) -> Any:
         if isinstance(self._thing, Exception):
             raise self._thing
         return self._thing
+
+
+def by_group(*points: EntryPoint) -> Callable[..., list[EntryPoint]]:
+    """In place of ``importlib.metadata.entry_points``."""
+    return lambda group: [point for point in points if point.group == group]
 
 
 def registry(*entry_points: EntryPoint, **fields: Any) -> Registry:
@@ -122,7 +129,7 @@ def test_a_forced_kernel_of_a_plugin_that_failed_re_raises_its_error() -> None:
 
 
 def test_duplicate_names_are_refused_naming_both() -> None:
-    ours = EntryPoint("ours", plugin(FakeKernel("same", version="ours")), "tmm")
+    ours = EntryPoint("ours", plugin(FakeKernel("same", version="ours")), "tmm_core")
     theirs = EntryPoint("aaa", plugin(FakeKernel("same", version="theirs")), "aaa-first")
     r = registry(theirs, ours)
     with pytest.warns(TmmWarning, match=r"'aaa'.*'same' is already registered by plugin 'ours'"):
@@ -142,9 +149,25 @@ def test_allow_and_deny() -> None:
 
 def test_environment_lists(monkeypatch: pytest.MonkeyPatch) -> None:
     points = [EntryPoint(n, plugin(FakeKernel(f"{n}.k"))) for n in ("a", "b", "c")]
-    monkeypatch.setattr(importlib.metadata, "entry_points", lambda group: points)
+    monkeypatch.setattr(importlib.metadata, "entry_points", by_group(*points))
     assert names(Registry.from_environment({"TMM_PLUGINS": "a, c"})) == ["a.k", "c.k"]
     assert names(Registry.from_environment({"TMM_DISABLE_PLUGINS": "a"})) == ["b.k", "c.k"]
+
+
+def test_a_plugin_in_the_former_group_is_told_what_to_change(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    late = EntryPoint("late", plugin(FakeKernel("late.k")), "late-kernels", group="tmm")
+    both = [EntryPoint("both", plugin(FakeKernel("both.k")), group=g) for g in ("tmm", "tmm_core")]
+    monkeypatch.setattr(importlib.metadata, "entry_points", by_group(late, *both))
+    change = r"'late' \(late-kernels 1.2\).*'tmm', .*\[project.entry-points.tmm_core\]"
+    r = Registry.from_environment({})
+    with pytest.warns(TmmWarning, match=change) as told:
+        assert names(r) == ["both.k"]
+    assert len(told) == 1
+    (listed,) = (info for info in kernel_infos(r, settings()) if info.plugin == "late")
+    assert "entry-points.tmm_core" in str(listed.disabled)
+    assert names(Registry.from_environment({"TMM_DISABLE_PLUGINS": "late"})) == ["both.k"]
 
 
 def test_reasons_against_that_raises_is_a_reason() -> None:
@@ -170,7 +193,7 @@ def test_a_registered_epilogue_is_known_by_name() -> None:
 
 
 def test_built_ins_come_through_the_same_door() -> None:
-    points = importlib.metadata.entry_points(group="tmm")
+    points = importlib.metadata.entry_points(group="tmm_core")
     assert {"blas", "triton"} <= {p.name for p in points}
     assert "tmm_blas" not in (sys.modules["tmm_core.dispatch.registry"].__dict__)
     assert "blas" in names(Registry.from_environment({}))

@@ -32,7 +32,7 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     info.mkdir(parents=True)
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: stranger\nVersion: 1.0\n")
     (info / "entry_points.txt").write_text(
-        "[tmm.records]\nstranger = stranger_pkg\nghost = no_such_package\ndeep = json.tool\n"
+        "[tmm_core.records]\nstranger = stranger_pkg\nghost = no_such_package\ndeep = json.tool\n"
     )
     records = site / "stranger_pkg" / "records"
     records.mkdir(parents=True)

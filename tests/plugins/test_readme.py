@@ -23,12 +23,12 @@ def install(folder: Path) -> str:
     (package,) = blocks("toml")
     name = re.search(r'^name = "(.+)"$', package, re.M)[1]  # type: ignore[index]
     version = re.search(r'^version = "(.+)"$', package, re.M)[1]  # type: ignore[index]
-    points = package.partition("[project.entry-points.tmm]\n")[2].replace('"', "")
+    points = package.partition("[project.entry-points.tmm_core]\n")[2].replace('"', "")
     module = points.partition(" = ")[2].strip()
     info = folder / f"{name.replace('-', '_')}-{version}.dist-info"
     info.mkdir()
     (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n")
-    (info / "entry_points.txt").write_text(f"[tmm]\n{points}")
+    (info / "entry_points.txt").write_text(f"[tmm_core]\n{points}")
     (folder / f"{module}.py").write_text("\n\n".join(blocks("python")), encoding="utf-8")
     return module
 

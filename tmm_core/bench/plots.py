@@ -24,7 +24,7 @@ def save(results: Results, folder: Path) -> list[Path]:
     """Write the plots that ``results`` have data for; returns their files.
 
     Raises:
-        ModuleNotFoundError: matplotlib is not installed (``pip install 'tmm[bench]'``).
+        ModuleNotFoundError: matplotlib is not installed (``pip install 'tmm-core[bench]'``).
         OSError: A file cannot be written.
     """
     import matplotlib

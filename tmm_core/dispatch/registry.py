@@ -1,7 +1,7 @@
 """Who is there: loads plugins once, validates what they bring, answers who can do what.
 
 A plugin is a module (or object) with the hooks of :mod:`tmm_core.spec.hookspecs`, found through
-the entry-point group ``tmm``. tmm's own kernels come through the same door. One broken
+the entry-point group ``tmm_core``. tmm's own kernels come through the same door. One broken
 plugin is reported once, by name and distribution, and costs only itself.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import os
+import re
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -25,7 +26,10 @@ from tmm_core.spec.epilogue import BUILTIN, IDENTITY, Epilogue, EpilogueLike, pa
 from tmm_core.spec.kernel import Config, Deferred, Kernel, Traits
 from tmm_core.spec.problem import Problem
 
-GROUP = "tmm"
+#: The distribution that this is part of.
+DISTRIBUTION = "tmm-core"
+#: The entry-point group of plugins, and what it was called before the distribution was.
+GROUP, FORMER_GROUP = "tmm_core", "tmm"
 
 
 @dataclass(frozen=True)
@@ -98,7 +102,7 @@ class Registry:
         """Installed plugins, less what ``TMM_PLUGINS`` and ``TMM_DISABLE_PLUGINS`` leave out."""
         allow = environ.get("TMM_PLUGINS")
         return cls(
-            lambda: importlib.metadata.entry_points(group=GROUP),
+            _installed,
             allow=names(allow) if allow is not None else None,
             deny=names(environ.get("TMM_DISABLE_PLUGINS", "")),
         )
@@ -148,6 +152,13 @@ class Registry:
             return
         if self._allow is not None and entry_point.name not in self._allow:
             self._fault(source, "not in TMM_PLUGINS", intended=True)
+            return
+        if getattr(entry_point, "group", GROUP) == FORMER_GROUP:
+            self._fault(
+                source,
+                f"it is registered in the entry-point group {FORMER_GROUP!r}, which is now "
+                f"{GROUP!r}: write [project.entry-points.{GROUP}] in its pyproject.toml",
+            )
             return
         try:
             plugin = entry_point.load()
@@ -339,10 +350,19 @@ class Registry:
         return able, rejected
 
 
+def _installed() -> list[importlib.metadata.EntryPoint]:
+    """The plugins of both groups; a plugin that is in both counts as one of the present."""
+    present = list(importlib.metadata.entry_points(group=GROUP))
+    known = {(entry_point.name, entry_point.value) for entry_point in present}
+    former = importlib.metadata.entry_points(group=FORMER_GROUP)
+    return present + [each for each in former if (each.name, each.value) not in known]
+
+
 def _precedence(entry_point: importlib.metadata.EntryPoint) -> tuple[bool, str, str]:
     """tmm's own first, so that nobody takes their names; then by distribution and name."""
     distribution = entry_point.dist.name if entry_point.dist else ""
-    return (distribution != "tmm", distribution, entry_point.name)
+    ours = re.sub(r"[-_.]+", "-", distribution).lower() == DISTRIBUTION  # as installers normalise
+    return (not ours, distribution, entry_point.name)
 
 
 def _unusable(kernel: Any) -> str | None:

@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import NoReturn
 
+import tmm_core
 from tmm_core.bench.case import parse_shape
 from tmm_core.errors import TmmError
 from tmm_core.tools.commands import options as shared
@@ -36,7 +37,11 @@ class _Parser(argparse.ArgumentParser):
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
     try:
-        options = _parser().parse_args(argv)
+        parser = _parser()
+        options = parser.parse_args(argv)
+        if options.command is None:
+            parser.print_help()
+            return DONE
         options.argv = sys.argv[1:] if argv is None else list(argv)
         if hasattr(sys.stdout, "reconfigure"):
             # µ and × on an ASCII terminal are escaped rather than fatal.
@@ -62,9 +67,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = _Parser(prog="tmm", description="Which matmul kernel runs, why, and how fast.")
-    subparsers = parser.add_subparsers(
-        required=True, metavar="command", dest="command", parser_class=_Parser
-    )
+    parser.add_argument("--version", action="version", version=f"tmm {tmm_core.__version__}")
+    subparsers = parser.add_subparsers(metavar="command", dest="command", parser_class=_Parser)
 
     def add(name: str, text: str) -> argparse.ArgumentParser:
         return subparsers.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")

@@ -94,7 +94,7 @@ def _versions(device: torch.device) -> Iterator[Finding]:
     if triton:
         yield Finding("triton", "ok", triton)
     elif device.type == "cuda":
-        advice = "pip install 'tmm[triton]'"
+        advice = "pip install 'tmm-core[triton]'"
         yield Finding("triton", "problem", "not installed: BLAS alone answers", advice)
     else:
         yield Finding("triton", "note", "not installed, and not needed on a CPU")
