@@ -243,7 +243,7 @@ def test_what_won_elsewhere_is_tried_first() -> None:
     kernels = [FakeBlas(estimate=10.0), Graded("k", tiles=tiles), FakeKernel("other")]
     hints = [("k", {"tile": 39}), ("gone", {}), ("k", {"tile": 0}), ("other", {"stale": 1})]
     record = Tuner(FakeTimer({("k", 39): 1.0})).tune(problem(), kernels, settings(), hints=hints)
-    first = [c for c in record.candidates if c.kernel == "k"][0]
+    first = next(c for c in record.candidates if c.kernel == "k")
     assert first.config == {"tile": 39}
     assert record.best.config == {"tile": 39}
 

@@ -1,4 +1,5 @@
-"""Time every task's providers against one another, by turns, *in use* (:mod:`tmm_core.dispatch.timing`).
+"""Time every task's providers against one another, by turns, in use as
+:mod:`tmm_core.dispatch.timing` has it.
 
 torch is timed twice in the same loop: what its two series differ by is what a difference
 between any other two means nothing below.

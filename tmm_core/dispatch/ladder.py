@@ -181,7 +181,7 @@ class Dispatcher:
         return replace(
             choice,
             candidate=Candidate(blas, blas.default_config(problem)),
-            reason=f"{choice.reason}; nothing is ahead of BLAS around M={problem.m} (measured at {held})",
+            reason=f"{choice.reason}; BLAS is not beaten around M={problem.m} (measured at {held})",
         )
 
     def _able_candidate(

@@ -141,7 +141,7 @@ class Proposals:
         return [c for c in self._expected if c not in self._handed]
 
     def _ranked(self, scale: Mapping[Candidate, float]) -> list[Candidate]:
-        """By scaled estimate; stable, so that what a kernel has no idea of keeps its order, first."""
+        """By scaled estimate; first, in its order, what a kernel has no idea of."""
         return sorted(scale, key=lambda c: (self._expected[c] or 0.0) * scale[c])
 
     def _hand(self, candidates: list[Candidate]) -> list[Candidate]:

@@ -1,9 +1,10 @@
 """Candidates in, a :class:`TuningRecord` out.
 
-Each batch of candidates is compiled in parallel, verified and looked at; whether another batch is
-worth compiling is asked of :class:`Proposals`. The best are then timed by turns *in use*
-(:mod:`tmm_core.dispatch.timing`) until one is decided on, and at other M of the record's bucket. A candidate
-that fails to compile, is wrong, or hangs costs itself only, and the record says so.
+Each batch of candidates is compiled in parallel, verified and looked at; :class:`Proposals` says
+whether another batch is worth compiling. The best are then timed by turns, in use as
+:mod:`tmm_core.dispatch.timing` has it, until one is decided on, and at other M of the record's
+bucket. A candidate that fails to compile, is wrong, or hangs costs itself only, and the record says
+so.
 """
 
 from __future__ import annotations

@@ -115,7 +115,9 @@ def _measure(
 def _regrets(
     device: torch.device, options: argparse.Namespace, deadline: float
 ) -> Iterator[Document]:
-    for document in regret.measure(device, options.regret, budget=options.budget):
+    for document in regret.measure(
+        device, options.regret, dtype=options.dtype or torch.bfloat16, budget=options.budget
+    ):
         yield document
         if time.monotonic() > deadline:
             return
