@@ -27,10 +27,11 @@ from tmm_cache import CandidateResult, TuningRecord
 from tmm_core import verify
 from tmm_core.errors import TmmWarning
 from tmm_core.kernel import BASELINE, Candidate, Config, Kernel, Launcher
-from tmm_core.precision import precision
+from tmm_core.precision import as_posed
 from tmm_core.problem import Problem
 from tmm_core.settings import Settings
 from tmm_core.timing import CudaTimer, HostTimer, Timer, held_up, median
+from tmm_core.verifier import Verifier
 
 #: By how much a winner has to beat BLAS: medians of as many samples as the last stage takes
 #: differ by up to 0.5 % on a quiet H200 where both are of the same kernel.
@@ -127,7 +128,7 @@ class Tuner:
         deadline = started + settings.tune_budget
         device = _device(problem)
         # What the record says of BLAS must be BLAS at the precision that was asked for.
-        with precision(problem.tf32), _progress(problem, len(trials), settings) as advance:
+        with as_posed(problem), _progress(problem, len(trials), settings) as advance:
             self._compile(trials, problem, device, deadline, advance)
             self._verify(trials, problem, device)
             self._time(trials, problem, device, deadline)
@@ -196,23 +197,25 @@ class Tuner:
             advance()
 
     def _verify(self, trials: list[_Trial], problem: Problem, device: torch.device) -> None:
-        inputs = verify.make_inputs(problem, device, seed=_fresh_seed())
-        expected = verify.reference(problem, inputs)
-        limit = verify.tolerance(problem)
+        verifier = Verifier(problem, device)
         for trial in trials:
             if trial.launcher is None:
                 continue
-            verify.poison(inputs.out)
             try:
-                out = inputs.run(trial.launcher)
-                trial.error = verify.error(out, expected)
+                verdict = verifier.verdict(
+                    trial.launcher,
+                    deterministic=trial.candidate.kernel.traits.deterministic,
+                    baseline=trial.is_baseline,
+                )
             except Exception as error:
                 trial.fail(error)
                 continue
-            # BLAS is what the others are held against; torch's own error is no verdict.
-            if not trial.error <= limit and not trial.is_baseline:
+            trial.error = verdict.error
+            if verdict.unknown and not trial.is_baseline:
+                trial.fail(str(verdict.reason))
+            elif not verdict.ok and not verdict.unknown:
                 trial.status, trial.launcher = "wrong", None
-                trial.reason = f"error {trial.error:.3g} exceeds {limit:.3g}"
+                trial.reason = verdict.reason
 
     def _time(
         self, trials: list[_Trial], problem: Problem, device: torch.device, deadline: float
