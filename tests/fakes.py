@@ -95,6 +95,24 @@ class FakeKernel(Kernel[FakeConfig]):
         return self.workspace
 
 
+class Faulty(FakeKernel):
+    """A kernel that is right but for ``fault``, which is given the right launcher and the
+    arguments of a call: a, b, bias, residual, alpha, out."""
+
+    def __init__(self, fault: Callable[..., Any], name: str = "faulty", **fields: Any) -> None:
+        super().__init__(name, **fields)
+        self.fault = fault
+
+    def bind(self, problem: Problem, config: FakeConfig) -> Launcher:
+        right = super().bind(problem, config)
+
+        def launch(*arguments: Any) -> Any:
+            return self.fault(right, *arguments)
+
+        launch.cost = right.cost  # type: ignore[attr-defined]
+        return launch
+
+
 class FakeBlas(FakeKernel):
     """Plays BLAS: the baseline, always able."""
 

@@ -17,7 +17,7 @@ import threading
 import time
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import torch
@@ -27,11 +27,12 @@ from tmm_core.dispatch import rotation, verify
 from tmm_core.dispatch.progress import Progress
 from tmm_core.dispatch.proposals import Hint, Proposals, decide
 from tmm_core.dispatch.timing import Timer, held_up, median, timer_for
+from tmm_core.dispatch.verifier import Verifier
 from tmm_core.errors import TmmWarning
 from tmm_core.settings import Settings
 from tmm_core.spec.bucket import bucket_edge, probes
 from tmm_core.spec.kernel import BASELINE, Candidate, Config, Kernel, Launcher
-from tmm_core.spec.precision import precision
+from tmm_core.spec.precision import as_posed
 from tmm_core.spec.problem import Problem
 
 #: Samples of each candidate, µs that one lasts, and how much slower than the best it may be to
@@ -46,6 +47,10 @@ FINALISTS = 5
 RESERVE = 3.0
 #: Samples at each other M of the bucket.
 INSIDE = 5
+
+#: Launches by which what may be chosen is verified at last, and µs that they may take: 60 miss what
+#: is wrong once in twenty with a probability of 4.6 %.
+MOST_REPEATS, LEAST_REPEATS, REPEATS_US = 60, 4, 20e3
 
 #: Candidates in the first batch, and in each after it.
 FIRST_BATCH, BATCH = 16, 16
@@ -131,7 +136,7 @@ class Tuner:
             raise ValueError(f"no {BASELINE!r} kernel to compare with")
         proposals = Proposals(problem, kernels, new, before, hints)
         # What the record says of BLAS must be BLAS at the precision that was asked for.
-        with precision(problem.tf32), Progress(str(problem), settings.progress) as progress:
+        with as_posed(problem), Progress(str(problem), settings.progress) as progress:
             tuning = _Tuning(problem, self._timer, self._workers, settings, progress)
             try:
                 tuning.run(proposals)
@@ -175,8 +180,8 @@ class _Tuning:
         self._workers = workers
         self._deadline = time.monotonic() + settings.tune_budget
         self._progress = progress
-        #: Chains of the problem itself and of others of its bucket, by M.
-        self._chains: dict[int, _Chain] = {}
+        self._chain = _Chain(problem, self._device)
+        self._verifier = Verifier(problem, self._device)
 
     def run(self, proposals: Proposals) -> None:
         """Try what is proposed, then let the best race.
@@ -197,9 +202,10 @@ class _Tuning:
             why = next((t.reason for t in self.trials if t.is_baseline), None)
             raise RuntimeError(f"no candidate runs; {BASELINE}: {why}")
         finalists = self._race(racing)
-        for trial in _reserves(racing):
+        for trial in dict.fromkeys([*finalists, *_reserves(racing)]):
             trial.status = "ok"
-        self._inside(finalists)
+            self._verify(trial, self._verifier, _repeats(trial.time))
+        self._inside([trial for trial in finalists if trial.status == "ok"])
 
     def result(self, trial: _Trial) -> CandidateResult:
         """What a trial found out, as the record keeps it."""
@@ -225,17 +231,16 @@ class _Tuning:
         """Free what was held to measure with."""
         if self._own_timer:
             self._timer.release()
-        self._chains.clear()
+        self._verifier.release()
 
     def _try(self, trials: list[_Trial]) -> None:
         """Compile, verify and look at a batch."""
         self.trials += trials
         self._compile(trials)
-        chain = self._chain(self._problem)
         for trial in trials:
-            chain.verify(trial)
+            self._verify(trial, self._verifier)
             if trial.launcher is not None:
-                trial.run = chain.runner(trial.launcher)
+                trial.run = self._chain.runner(trial.launcher)
         self._measure([t for t in trials if t.run is not None], LOOK, LOOK_US)
 
     def _compile(self, trials: list[_Trial]) -> None:
@@ -276,11 +281,25 @@ class _Tuning:
                 trial.fail(error)
             self._progress.advance()
 
-    def _chain(self, problem: Problem) -> _Chain:
-        chain = self._chains.get(problem.m)
-        if chain is None:
-            chain = self._chains[problem.m] = _Chain(problem, self._device)
-        return chain
+    def _verify(self, trial: _Trial, verifier: Verifier, repeats: int = 0) -> None:
+        """Fail a trial whose launcher raises or is wrong: by two launches, or in every way it is
+        used where it is to be repeated."""
+        if trial.launcher is None:
+            return
+        try:
+            verdict = verifier.verdict(
+                trial.launcher,
+                repeats=repeats,
+                deterministic=trial.candidate.kernel.traits.deterministic,
+                baseline=trial.is_baseline,
+                brief=not repeats,
+            )
+        except Exception as error:
+            trial.fail(error)
+            return
+        trial.error = verdict.error
+        if not verdict.ok and not (verdict.unknown and trial.is_baseline):
+            trial.fail(str(verdict.reason), "failed" if verdict.unknown else "wrong")
 
     def _measure(
         self, racing: Sequence[_Trial], rounds: int, burst_us: float, anew: bool = False
@@ -294,7 +313,7 @@ class _Tuning:
         if not runs:
             return
         options: dict[str, Any] = {
-            "copies": self._chain(self._problem).copies,
+            "copies": self._chain.copies,
             "burst_us": burst_us,
         }
         try:
@@ -315,13 +334,7 @@ class _Tuning:
         racing = _survivors(racing, CLOSER_KEEPS, FINALISTS)
         if time.monotonic() < self._deadline:
             self._measure(racing, FINAL, 2 * CLOSER_US, anew=True)
-        for trial in racing:
-            trial.status = "ok"
-        # What is fast deserves a second look: other inputs, after all that ran beside it.
-        again = self._chain(self._problem).again()
-        for trial in racing:
-            again.verify(trial)
-        return [trial for trial in racing if trial.status == "ok"]
+        return racing
 
     def _inside(self, finalists: Sequence[_Trial]) -> None:
         """Verify and time the finalists at other M that the record answers for."""
@@ -330,8 +343,9 @@ class _Tuning:
         for m in probes(self._problem.m):
             if time.monotonic() > self._deadline:
                 return
-            problem = replace(self._problem, m=m)
-            chain = self._chain(problem)
+            verifier = self._verifier.inside(m)
+            problem = verifier.problem
+            chain = _Chain(problem, self._device)
             there = []
             for trial in finalists:
                 guest = _Trial(trial.candidate)
@@ -339,12 +353,11 @@ class _Tuning:
                     guest.launcher = trial.candidate.kernel.bind(problem, trial.candidate.config)
                 except Exception:  # a config of the edge need not fit here
                     continue
-                chain.verify(guest)
-                if guest.launcher is None:
-                    if guest.status == "wrong" and trial.status == "ok":
-                        trial.fail(f"at M={m}: {guest.reason}", "wrong")
-                    continue
-                there.append((trial, chain.runner(guest.launcher)))
+                self._verify(guest, verifier, repeats=1)
+                if guest.launcher is not None:
+                    there.append((trial, chain.runner(guest.launcher)))
+                elif guest.status == "wrong" and trial.status == "ok":
+                    trial.fail(f"at M={m}: {guest.reason}", "wrong")
             runs = [run for _, run in there]
             if not runs:
                 continue
@@ -358,43 +371,18 @@ class _Tuning:
 
 
 class _Chain:
-    """A problem's operands, as many copies as its chain of calls has, and what is right."""
+    """A problem's operands, as many copies as its chain of calls has."""
 
     def __init__(self, problem: Problem, device: torch.device) -> None:
-        self._problem, self._device = problem, device
         self.copies = rotation.copies(problem, rotation.memory_limit(device))
         inputs = verify.make_inputs(problem, device, seed=_fresh_seed())
         self._inputs = rotation.rotated(inputs, problem, self.copies)
         # As called: without `out=`, into which torch's own operators would copy what they
         # compute, and BLAS with a bias or an epilogue lose to slower kernels.
         self._out = None if inputs.out.is_contiguous() else inputs.out
-        self._expected: torch.Tensor | None = None
-
-    def again(self) -> _Chain:
-        """The same problem with other inputs."""
-        return _Chain(self._problem, self._device)
 
     def runner(self, launcher: Launcher) -> _Runner:
         return _Runner(launcher, self._inputs, self._out)
-
-    def verify(self, trial: _Trial) -> None:
-        """Fail a trial whose launcher raises or is wrong."""
-        if trial.launcher is None:
-            return
-        inputs = self._inputs[0]
-        if self._expected is None:
-            self._expected = verify.reference(self._problem, inputs)
-        limit = verify.tolerance(self._problem)
-        verify.poison(inputs.out)
-        try:
-            error = verify.error(inputs.run(trial.launcher), self._expected)
-        except Exception as raised:
-            trial.fail(raised)
-            return
-        trial.error = error
-        # BLAS is what the others are held against; torch's own error is no verdict.
-        if not error <= limit and not trial.is_baseline:
-            trial.fail(f"error {error:.3g} exceeds {limit:.3g}", "wrong")
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -433,6 +421,12 @@ def _reserves(racing: Sequence[_Trial]) -> list[_Trial]:
     for trial in ranked:
         best.setdefault(trial.candidate.kernel.name, trial)
     return [trial for trial in best.values() if trial.time <= ranked[0].time * RESERVE]
+
+
+def _repeats(us: float) -> int:
+    """Launches that a finalist is verified by, of so many µs each: :data:`MOST_REPEATS`, or what
+    :data:`REPEATS_US` allow."""
+    return max(LEAST_REPEATS, min(MOST_REPEATS, int(REPEATS_US / us))) if us > 0 else MOST_REPEATS
 
 
 def _untried(kernel: Kernel[Any], why: BaseException | str) -> CandidateResult:

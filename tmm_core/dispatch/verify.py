@@ -1,20 +1,26 @@
 """Inputs to measure a problem with, and what the right answer is.
 
-A candidate is verified before it is timed: fresh random inputs, the output poisoned with
-NaN, compared element by element with a reference of the whole expression computed in a
-higher precision.
+The reference is of the whole expression in a higher precision, and the error is relative,
+element by element. :mod:`tmm_core.dispatch.verifier` holds launchers against them.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import functools
+from collections.abc import Callable
+from dataclasses import dataclass, replace
 from typing import cast
 
 import torch
 
+from tmm_core.dispatch.guarded import lie
 from tmm_core.spec.kernel import Launcher, ScaledLauncher
-from tmm_core.spec.precision import precision
-from tmm_core.spec.problem import ALIGNMENT, Operand, Problem, ScaleKind
+from tmm_core.spec.problem import FP8, Operand, Problem, ScaleKind
+
+#: Rows or columns of a matrix: a slice, or a tensor of their places.
+Places = slice | torch.Tensor
+#: Makes an uninitialised tensor of that class and shape.
+Empty = Callable[[Operand, tuple[int, ...]], torch.Tensor]
 
 #: Products up to this many multiply-adds get an fp64 reference; beyond, fp32 would do for
 #: 16-bit operands, and fp64 matmul is slow on most GPUs (1/64 of the fp32 rate).
@@ -63,13 +69,24 @@ class Inputs:
         )
 
 
-def make_inputs(problem: Problem, device: torch.device, seed: int) -> Inputs:
+def make_inputs(
+    problem: Problem,
+    device: torch.device,
+    seed: int,
+    empty: Empty | None = None,
+    with_out: bool = True,
+) -> Inputs:
     """Random operands of the problem's sizes and stride classes.
 
     randn, because zeros and constants run faster on real hardware and hide wrong indexing;
     scaled by K^-¼ each, so that the product has unit variance and an epilogue is tried
     where it bends and not where it saturates or overflows fp16.
+
+    Args:
+        empty: Where the tensors lie; by default each by itself.
+        with_out: Make an output too; otherwise it is an empty tensor.
     """
+    make = empty or functools.partial(_empty, device=device)
     spread = max(1, problem.k) ** -0.25
     generator = torch.Generator(device=device).manual_seed(seed)
     batch = (problem.batch,) if problem.batch > 1 else ()
@@ -80,22 +97,28 @@ def make_inputs(problem: Problem, device: torch.device, seed: int) -> Inputs:
         if kind is None:
             return None
         size = (*batch, *shape) if kind == "row" else ()
-        return torch.rand(size, generator=generator, device=device) + 0.5
+        t = torch.rand(size, generator=generator, device=device) + 0.5
+        if empty is None:
+            return t
+        return make(Operand(torch.float32), (1, t.numel())).view(size).copy_(t)
 
-    def fill(spec: Operand, *shape: int) -> torch.Tensor:
-        t = _empty(spec, (*batch, *shape), device)
+    def fill(spec: Operand, *shape: int, spread: float = spread) -> torch.Tensor:
+        t = make(spec, (*batch, *shape))
+        if t.is_floating_point() and t.dtype not in FP8:
+            return t.normal_(0, spread, generator=generator)
         return t.copy_(torch.randn(t.shape, generator=generator, device=device) * spread)
 
     bias = None
     if problem.bias is not None:
-        bias = torch.randn(width, generator=generator, device=device).to(problem.bias)
+        bias = make(Operand(problem.bias), (1, width))[0]
+        bias.copy_(torch.randn(width, generator=generator, device=device))
     return Inputs(
         a=fill(problem.a, problem.m, problem.k),
         b=fill(problem.b, problem.k, width),
         bias=bias,
         residual=fill(problem.residual, problem.m, problem.n) if problem.residual else None,
         alpha=0.5 if problem.scaled else 1.0,
-        out=_empty(problem.out, (*batch, problem.m, problem.n), device),
+        out=make(problem.out, (*batch, problem.m, problem.n) if with_out else (0, 0)),
         scale_a=scale(problem.scale_a, problem.m, 1),
         scale_b=scale(problem.scale_b, 1, width),
     )
@@ -103,39 +126,71 @@ def make_inputs(problem: Problem, device: torch.device, seed: int) -> Inputs:
 
 def _empty(spec: Operand, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
     """An uninitialised tensor whose last two dimensions are of the class ``spec``."""
-    *batch, rows, cols = shape
-    if spec.layout == "strided":
-        wide = torch.empty(*batch, rows, 2 * cols, dtype=spec.dtype, device=device)
-        return wide[..., ::2]
-    if spec.layout == "col":
-        flipped = Operand(spec.dtype, "row", spec.aligned, spec.wide)
-        return _empty(flipped, (*batch, cols, rows), device).mT
-    unit = max(1, ALIGNMENT // spec.dtype.itemsize)
-    natural = cols % unit == 0 or rows == 1
-    if spec.aligned == natural:
-        return torch.empty(*batch, rows, cols, dtype=spec.dtype, device=device)
-    # Natural strides would be of the other class: pad the leading stride to the next
-    # multiple of 16 bytes, or off it; where there is one row only, shift the base.
-    pad = -cols % unit if spec.aligned else 1
-    wide = torch.empty(*batch, rows, cols + pad, dtype=spec.dtype, device=device)
-    return wide[..., pad:] if rows == 1 and not spec.aligned else wide[..., :cols]
+    placed = lie(spec, shape)
+    memory = torch.empty(placed.length, dtype=spec.dtype, device=device)
+    return memory.as_strided(shape, placed.strides, placed.offset)
+
+
+def part(problem: Problem, inputs: Inputs, rows: Places, cols: Places) -> Inputs:
+    """Operands of these rows and columns of the result alone."""
+    wide = cols
+    b, bias, scale_b, residual = inputs.b, inputs.bias, inputs.scale_b, inputs.residual
+    if problem.gated and not (isinstance(cols, slice) and cols == slice(None)):
+        places = torch.arange(problem.n, device=b.device)[cols]
+        wide = torch.cat([places, places + problem.n])
+    scale_a = inputs.scale_a
+    if problem.scale_a == "row" and scale_a is not None:
+        scale_a = scale_a[..., rows, :]
+    if problem.scale_b == "row" and scale_b is not None:
+        scale_b = scale_b[..., wide]
+    return replace(
+        inputs,
+        a=inputs.a[..., rows, :],
+        b=b[..., wide],
+        bias=None if bias is None else bias[wide],
+        residual=None if residual is None else residual[..., rows, :][..., cols],
+        scale_a=scale_a,
+        scale_b=scale_b,
+    )
 
 
 def reference(problem: Problem, inputs: Inputs) -> torch.Tensor:
-    """The whole expression in fp64, or in IEEE fp32 for large 16-bit problems."""
+    """The whole expression in fp64, or for large 16-bit problems from a product in fp32."""
+    return finished(problem, inputs, accumulated(problem, inputs))
+
+
+def accumulated(problem: Problem, inputs: Inputs) -> torch.Tensor:
+    """What the epilogue is applied to: ``alpha · (a @ b) + bias``, scales among the factors."""
     precise = problem.a.dtype.itemsize > 2 or problem.flops <= FP64_FLOPS
-    dtype = torch.float64 if precise else torch.float32
-    with precision(tf32=False):
-        z = torch.matmul(inputs.a.to(dtype), inputs.b.to(dtype))
+    z = _product(inputs.a, inputs.b, precise)
     for factor in (inputs.scale_a, inputs.scale_b):
         if factor is not None:
-            z *= factor.to(dtype)
+            z *= factor.to(z.dtype)
     if problem.scaled:
         z *= inputs.alpha
     if inputs.bias is not None:
-        z += inputs.bias.to(dtype)
-    z = problem.epilogue.apply(z)
-    return z if inputs.residual is None else z + inputs.residual.to(dtype)
+        z += inputs.bias.to(z.dtype)
+    return z
+
+
+def finished(problem: Problem, inputs: Inputs, z: torch.Tensor) -> torch.Tensor:
+    """Epilogue and residual on what was accumulated."""
+    y = problem.epilogue.apply(z)
+    return y if inputs.residual is None else y + inputs.residual.to(z.dtype)
+
+
+def _product(a: torch.Tensor, b: torch.Tensor, precise: bool) -> torch.Tensor:
+    """In fp64, or in fp32 by an operator that does not ask whether TF32 is allowed: that is of
+    the process, and other threads multiply meanwhile. Products of 16-bit operands are exact in
+    fp32, and those of 8 bits are exact in bf16."""
+    if a.dtype in FP8 and b.dtype in FP8 and not precise:
+        a, b = a.to(torch.bfloat16), b.to(torch.bfloat16)
+    if precise or a.dtype != b.dtype or a.dtype.itemsize != 2:
+        return torch.matmul(a.to(torch.float64), b.to(torch.float64))
+    if a.is_cuda:
+        mm = torch.mm if a.dim() == 2 else torch.bmm
+        return mm(a, b, out_dtype=torch.float32)
+    return torch.matmul(a.to(torch.float32), b.to(torch.float32))
 
 
 def tolerance(problem: Problem) -> float:
@@ -158,7 +213,15 @@ def error(out: torch.Tensor, expected: torch.Tensor) -> float:
     if not expected.numel():
         return 0.0
     expected = expected.to(torch.promote_types(expected.dtype, torch.float32))
+    return float(worst(out, expected, rms(expected)))
+
+
+def rms(expected: torch.Tensor) -> torch.Tensor:
+    """Root of the mean square, one where that is zero."""
     scale = expected.square().mean().sqrt()
-    if not scale > 0:
-        scale = torch.ones_like(scale)
-    return float(((out.to(expected.dtype) - expected).abs() / (expected.abs() + scale)).max())
+    return torch.where(scale > 0, scale, torch.ones_like(scale))
+
+
+def worst(out: torch.Tensor, expected: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """:func:`error` with that rms, as a tensor on the device: nothing waits for it."""
+    return ((out.to(expected.dtype) - expected).abs() / (expected.abs() + scale)).max()

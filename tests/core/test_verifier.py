@@ -1,0 +1,563 @@
+"""Each way to be right in one launch and wrong in use is seen; what is right passes."""
+
+from __future__ import annotations
+
+import random
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from fakes import FakeBlas, FakeKernel, FakeTimer, Faulty, problem, settings
+
+from tmm_core import Traits
+from tmm_core.dispatch import verify
+from tmm_core.dispatch.fixture import Fixture
+from tmm_core.dispatch.guarded import UNREADABLE, UNWRITTEN, guarded
+from tmm_core.dispatch.special import planted
+from tmm_core.dispatch.tuner import Tuner
+from tmm_core.dispatch.verifier import Verdict, Verifier, sampled_verdict, verify_inside
+from tmm_core.spec.device import fingerprint
+from tmm_core.spec.epilogue import BUILTIN, Epilogue, parse
+from tmm_core.spec.kernel import Config
+from tmm_core.spec.problem import Operand
+
+CPU = torch.device("cpu")
+F16, F32, F64 = (Operand(dtype) for dtype in (torch.float16, torch.float32, torch.float64))
+ANY = Config()
+
+Fault = Callable[..., Any]
+
+
+def verdict(fault: Fault, asked: Any = None, **keywords: Any) -> Verdict:
+    asked = asked or problem()
+    deterministic = keywords.pop("deterministic", True)
+    launcher = Faulty(fault).bind(asked, ANY)
+    return Verifier(asked, CPU).verdict(launcher, deterministic=deterministic, **keywords)
+
+
+# -- faults: the right launcher, a, b, bias, residual, alpha, out ------------------------
+
+
+def zeros_without_out(right: Any, a: Any, b: Any, c: Any, d: Any, alpha: float, out: Any) -> Any:
+    result = right(a, b, c, d, alpha, out)
+    return result if out is not None else torch.zeros_like(result)
+
+
+def first_launch_only() -> Fault:
+    kept: list[torch.Tensor] = []
+
+    def fault(right: Any, a: Any, b: Any, c: Any, d: Any, alpha: float, out: Any) -> Any:
+        if not kept:
+            kept.append(right(a, b, c, d, alpha, None).clone())
+        return kept[0].clone() if out is None else out.copy_(kept[0])
+
+    return fault
+
+
+def wrong_dtype(right: Any, *rest: Any) -> Any:
+    result = right(*rest)
+    return result.double() if rest[-1] is None else result
+
+
+def extra_dimension(right: Any, *rest: Any) -> Any:
+    result = right(*rest)
+    return result[None] if rest[-1] is None else result
+
+
+def transposed_strides(right: Any, *rest: Any) -> Any:
+    result = right(*rest)
+    return result.mT.contiguous().mT if rest[-1] is None else result
+
+
+def ring_of(size: int) -> Fault:
+    buffers: list[torch.Tensor] = []
+
+    def fault(right: Any, *rest: Any) -> Any:
+        if rest[-1] is not None:
+            return right(*rest)
+        result = right(*rest)
+        buffers.append(result if len(buffers) < size else buffers.pop(0).copy_(result))
+        return buffers[-1]
+
+    return fault
+
+
+def overwrites_a(right: Any, a: Any, *rest: Any) -> Any:
+    result = right(a, *rest)
+    a[0, 0] += 1
+    return result
+
+
+def transposes_b_in_place(right: Any, a: Any, b: Any, *rest: Any) -> Any:
+    result = right(a, b, *rest)
+    b.copy_(b.flip(0).clone())
+    return result
+
+
+def writes_around_b(right: Any, a: Any, b: Any, *rest: Any) -> Any:
+    result = right(a, b, *rest)
+    whole = torch.empty(0, dtype=b.dtype).set_(b.untyped_storage())  # type: ignore[call-overload]
+    whole[b.storage_offset() - 1] = 0
+    return result
+
+
+def ignores_out(right: Any, a: Any, b: Any, c: Any, d: Any, alpha: float, out: Any) -> Any:
+    return right(a, b, c, d, alpha, None)
+
+
+def returns_another_than_out(right: Any, *rest: Any) -> Any:
+    return right(*rest).clone()
+
+
+def zero_for_nan(right: Any, *rest: Any) -> Any:
+    result = right(*rest)
+    return result.copy_(result.nan_to_num(0.0, torch.inf, -torch.inf))
+
+
+def large_for_inf(right: Any, *rest: Any) -> Any:
+    result = right(*rest)
+    return result.copy_(result.nan_to_num(torch.nan))
+
+
+def nan_spreads_to_the_next_row(right: Any, a: Any, *rest: Any) -> Any:
+    result = right(a, *rest)
+    result[1:] += result[:-1] * 0
+    return result
+
+
+def partial(right: Any, a: Any, b: Any, c: Any, d: Any, alpha: float, out: Any) -> Any:
+    result = right(a, b, c, d, alpha, None)
+    out = torch.empty_like(result) if out is None else out
+    out[:-1] = result[:-1]
+    return out
+
+
+def writes_nothing(right: Any, *rest: Any) -> Any:
+    return right(*rest) if rest[-1] is None else rest[-1]
+
+
+def beyond_out(right: Any, *rest: Any) -> Any:
+    result, out = right(*rest), rest[-1]
+    if out is not None:
+        rows, cols = out.shape
+        out.as_strided((rows + 1, cols), out.stride())[-1] = 1.0
+    return result
+
+
+def between_rows_of_out(right: Any, *rest: Any) -> Any:
+    result, out = right(*rest), rest[-1]
+    if out is not None and out.stride(0) > out.shape[1]:
+        out.as_strided((1,), (1,), out.storage_offset() + out.shape[1]).fill_(0)
+    return result
+
+
+def view_of_a(right: Any, a: Any, b: Any, c: Any, d: Any, alpha: float, out: Any) -> Any:
+    if out is not None:
+        return right(a, b, c, d, alpha, out)
+    result = right(a, b, c, d, alpha, None)
+    dense = a.as_strided(result.shape, result.stride(), a.storage_offset())
+    return dense.copy_(result)
+
+
+def reads_past_the_sum(right: Any, a: Any, *rest: Any) -> Any:
+    """One column more of a, times zero."""
+    result = right(a, *rest)
+    more = a.as_strided((len(a), 1), a.stride(), a.storage_offset() + a.shape[1])
+    return result.add_(more * 0)
+
+
+def reads_b_at_its_first_address() -> Fault:
+    kept: list[torch.Tensor] = []
+
+    def fault(right: Any, a: Any, b: Any, *rest: Any) -> Any:
+        kept.append(b)
+        return right(a, kept[0], *rest)
+
+    return fault
+
+
+def writes_to_its_first_out() -> Fault:
+    kept: list[torch.Tensor] = []
+
+    def fault(right: Any, a: Any, b: Any, c: Any, d: Any, alpha: float, out: Any) -> Any:
+        result = right(a, b, c, d, alpha, out)
+        if out is not None:
+            kept.append(out)
+            kept[0].copy_(result)
+        return result
+
+    return fault
+
+
+FAULTS: dict[str, tuple[Fault, str]] = {
+    "right with out and zeros without": (zeros_without_out, "error"),
+    "right on the first launch only": (first_launch_only(), "second launch"),
+    "wrong dtype": (wrong_dtype, "float64 and not torch.float32"),
+    "[1, M, N]": (extra_dimension, "shape"),
+    "column-major memory": (transposed_strides, "strides"),
+    "a reused buffer": (ring_of(1), "returned before"),
+    "two buffers by turns": (ring_of(2), "returned before"),
+    "an overwritten input": (overwrites_a, "input a"),
+    "an input in another order": (transposes_b_in_place, "input b"),
+    "a write before an input": (writes_around_b, "input b"),
+    "a given out ignored": (ignores_out, "something else than the out"),
+    "another tensor for the out": (returns_another_than_out, "something else than the out"),
+    "NaN turned to zero": (zero_for_nan, "not nan"),
+    "Inf turned to a number": (large_for_inf, "not -?inf"),
+    "NaN in a row too many": (nan_spreads_to_the_next_row, "elements of others"),
+    "a partial write": (partial, "error nan"),
+    "no write": (writes_nothing, "of the out"),
+    "a row beyond out": (beyond_out, "beyond the out"),
+    "a write between rows of out": (between_rows_of_out, "beyond the out"),
+    "a view of an input": (view_of_a, "input a"),
+    "a read past the sum": (reads_past_the_sum, "error nan"),
+    "an address kept": (reads_b_at_its_first_address(), "second launch"),
+    "the first out kept": (writes_to_its_first_out(), "of the out"),
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_each_fault_is_seen(name: str) -> None:
+    fault, says = FAULTS[name]
+    found = verdict(fault)
+    assert not found.ok
+    assert found.reason is not None
+    assert re.search(says, found.reason), found.reason
+
+
+def test_right_at_64_and_wrong_at_50() -> None:
+    def ragged(right: Any, a: Any, *rest: Any) -> Any:
+        result = right(a, *rest)
+        result[len(a) // 16 * 16 :] = 0
+        return result
+
+    kernel, asked = Faulty(ragged), problem(m=64)
+    verifier = Verifier(asked, CPU)
+    assert verifier.verdict(kernel.bind(asked, ANY)).ok
+    at_50 = verify_inside(kernel, ANY, verifier, 50)
+    assert not at_50.ok
+    assert kernel.bound[-1] == replace(asked, m=50)
+    assert verify_inside(FakeKernel("right"), ANY, verifier, 50).ok
+    assert verifier.inside(50) is verifier.inside(50)
+    broken = FakeKernel("broken", bind_error=RuntimeError("no such tile"))
+    assert "no such tile" in str(verify_inside(broken, ANY, verifier, 50).reason)
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_a_race_that_is_wrong_once_in_twenty(deterministic: bool) -> None:
+    def race(seed: int) -> Fault:
+        chance = random.Random(seed)
+
+        def fault(right: Any, *rest: Any) -> Any:
+            result = right(*rest)
+            if chance.random() < 0.05:
+                result[-1, -1] += 0.5
+            return result
+
+        return fault
+
+    asked = problem(m=16, n=8, k=8)
+    verifier = Verifier(asked, CPU)
+
+    def misses(repeats: int) -> int:
+        launchers = [Faulty(race(seed)).bind(asked, ANY) for seed in range(100)]
+        found = [
+            verifier.verdict(launcher, repeats=repeats, deterministic=deterministic)
+            for launcher in launchers
+        ]
+        return sum(each.ok for each in found)
+
+    # By chance 0.95⁶⁰ = 4.6 of a hundred are missed, and less for the other launches.
+    assert misses(60) <= 9
+    assert misses(1) >= 50
+
+
+def test_other_bits_are_a_fault_of_deterministic_kernels_alone() -> None:
+    calls = [0]
+
+    def wavering(right: Any, *rest: Any) -> Any:
+        calls[0] += 1
+        return right(*rest).mul_(1 + 1e-7 * (calls[0] % 3))
+
+    assert "other bits" in str(verdict(wavering, repeats=3).reason)
+    assert verdict(wavering, repeats=3, deterministic=False).ok
+
+
+@pytest.mark.parametrize(
+    "fault", ["NaN turned to zero", "Inf turned to a number", "a partial write"]
+)
+def test_outputs_that_launchers_do_not_make(fault: str) -> None:
+    """A strided output is always given; two launches go into two of them."""
+    asked = problem(out=Operand(torch.float32, "col"))
+    assert not verdict(FAULTS[fault][0], asked).ok
+    assert verdict(lambda right, *rest: right(*rest), asked).ok
+    assert not verdict(writes_to_its_first_out(), asked).ok
+
+
+def test_wrong_never_wins_end_to_end() -> None:
+    """The tuner asks the verifier."""
+    for name in ("right with out and zeros without", "a reused buffer", "NaN turned to zero"):
+        timer = FakeTimer({"faulty": 1.0, "blas": 20.0})
+        record = Tuner(timer).tune(problem(), [FakeBlas(), Faulty(FAULTS[name][0])], settings())
+        assert record.best.kernel == "blas"
+        (evidence,) = (c for c in record.candidates if c.kernel == "faulty")
+        assert evidence.status == "wrong"
+        assert evidence.reason
+
+
+def test_what_overwrites_its_inputs_spoils_them_for_nobody() -> None:
+    asked = problem()
+    verifier = Verifier(asked, CPU)
+    right = FakeKernel("right").bind(asked, ANY)
+
+    def explodes(right: Any, a: Any, *rest: Any) -> Any:
+        a.zero_()
+        raise RuntimeError("after it wrote")
+
+    assert not verifier.verdict(Faulty(overwrites_a).bind(asked, ANY)).ok
+    assert verifier.verdict(right).ok
+    with pytest.raises(RuntimeError, match="after it wrote"):
+        verifier.verdict(Faulty(explodes).bind(asked, ANY))
+    assert verifier.verdict(right).ok
+
+
+def test_special_values_are_taken_back() -> None:
+    fixture = Fixture(problem(bias=torch.float32, residual=F32), CPU, 1 << 28, sampled=False)
+    of = fixture.sets()[1]
+    for axis, tensors in (("rows", ("a", "residual")), ("columns", ("b", "bias"))):
+        with planted(fixture.problem, of.inputs, axis) as values:  # type: ignore[arg-type]
+            assert values is not None
+            assert sorted(of.changed()) == sorted(tensors)
+        assert of.changed() == []
+
+
+# -- no false alarms ---------------------------------------------------------------------
+
+EDGES = {
+    "empty": problem(m=0),
+    "no sum": problem(k=0, bias=torch.float32),
+    "one row": problem(m=1),
+    "one column": problem(n=1, out=F32),
+    "one of each": problem(m=1, n=1, k=1),
+    "fp64": problem(a=F64, b=F64, out=F64),
+    "wider out": problem(a=F16, b=F16, out=F32),
+    "batch": problem(batch=3, residual=F32, bias=torch.float32, scaled=True),
+    "gated batch": problem(batch=2, epilogue=parse("swiglu"), bias=torch.float32),
+    "columns": problem(a=Operand(torch.float32, "col"), b=Operand(torch.float32, "col")),
+    "strided": problem(a=Operand(torch.float32, "strided", aligned=False)),
+    "unaligned": problem(a=Operand(torch.float32, aligned=False), n=31),
+    "out with gaps": problem(n=31),
+    "out strided": problem(out=Operand(torch.float32, "strided", aligned=False)),
+}
+
+
+@pytest.mark.parametrize("name", EDGES)
+def test_what_is_right_passes(name: str) -> None:
+    found = verdict(lambda right, *rest: right(*rest), EDGES[name], repeats=2)
+    assert found.ok, found.reason
+
+
+def kernels() -> list[Any]:
+    from tmm_core import dispatch
+
+    return [registered.kernel for registered in dispatch.dispatcher().registry.kernels()]
+
+
+LOOSE = replace(F32, aligned=False)
+REAL = {
+    "fp32": problem(),
+    "ragged": problem(m=5, n=7, k=9, a=LOOSE, b=LOOSE, out=LOOSE),
+    "layer": problem(
+        m=33,
+        n=24,
+        k=40,
+        a=F16,
+        b=Operand(torch.float16, "col"),
+        out=F16,
+        bias=torch.float16,
+        residual=F16,
+        epilogue=parse("gelu"),
+    ),
+    "batch": problem(m=16, n=32, k=32, batch=3, a=F16, b=F16, out=F16),
+}
+
+
+@pytest.mark.parametrize("name", REAL)
+def test_real_kernels_pass(name: str) -> None:
+    asked = replace(REAL[name], device=fingerprint(CPU))
+    verifier, count = Verifier(asked, CPU), 0
+    for kernel in kernels():
+        if kernel.reasons_against(asked):
+            continue
+        found = verifier.verdict(
+            kernel.bind(asked, kernel.default_config(asked)),
+            deterministic=kernel.traits.deterministic,
+        )
+        assert found.ok, f"{kernel.name}: {found.reason}"
+        count += 1
+    assert count >= 2
+
+
+@pytest.mark.parametrize("name", sorted(BUILTIN))
+def test_special_values_through_epilogues(name: str) -> None:
+    """Triton's formulas make of NaN and Inf what torch's make."""
+    asked = problem(
+        m=16, n=16, k=32, a=F16, b=F16, out=F16, epilogue=parse(name), device=fingerprint(CPU)
+    )
+    (kernel,) = (k for k in kernels() if k.name == "triton.fused_epilogue")
+    found = Verifier(asked, CPU).verdict(kernel.bind(asked, kernel.default_config(asked)))
+    assert found.ok, found.reason
+
+
+def test_fp8() -> None:
+    e4m3 = Operand(torch.float8_e4m3fn)
+    e5m2 = Operand(torch.float8_e5m2, "col")
+    asked = problem(
+        m=32, n=32, k=32, a=e4m3, b=e5m2, out=Operand(torch.bfloat16), device=fingerprint(CPU),
+        scale_a="row", scale_b="tensor",
+    )  # fmt: skip
+    (blas,) = (k for k in kernels() if k.name == "blas")
+    found = Verifier(asked, CPU).verdict(blas.bind(asked, blas.default_config(asked)))
+    assert found.ok, found.reason
+    assert found.error is not None
+
+
+# -- memory, samples, precision ----------------------------------------------------------
+
+
+def test_samples_where_memory_is_short() -> None:
+    asked = problem(m=300, n=700, k=64)
+
+    def tile(right: Any, *rest: Any) -> Any:
+        result = right(*rest)
+        result[100:116, 200:216] += 1.0  # of 19 × 44 tiles one
+        return result
+
+    def one_nan(right: Any, *rest: Any) -> Any:
+        result = right(*rest)
+        result[123, 456] = torch.nan
+        return result
+
+    limit = 4 << 20
+    assert not Fixture(asked, CPU, limit, False)._affordable()[1]
+    assert Fixture(asked, CPU, limit * 16, False)._affordable() == (2, True)
+    for fault, fine in ((lambda r, *rest: r(*rest), True), (tile, False), (one_nan, False)):
+        launcher = Faulty(fault).bind(asked, ANY)
+        found = Verifier(asked, CPU, memory_limit=limit).verdict(launcher)
+        assert found.ok is fine
+        assert sampled_verdict(launcher, asked, CPU).ok is fine
+
+
+def test_without_memory_nothing_is_known() -> None:
+    asked = problem(m=300, n=700, k=64)
+    found = Verifier(asked, CPU, memory_limit=1 << 18).verdict(FakeKernel("k").bind(asked, ANY))
+    assert (found.ok, found.unknown, found.error) == (False, True, None)
+    assert "memory" in str(found.reason)
+
+
+def test_samples_are_in_every_stripe() -> None:
+    from tmm_core.dispatch.fixture import SAMPLES, _sample
+
+    places = _sample(1000, CPU)
+    assert places[0] == 0
+    assert places[-1] == 999
+    assert len(places) <= SAMPLES + 2
+    assert int(places.diff().max()) <= 2 * (1000 // SAMPLES + 1)
+
+
+def test_a_reference_in_pieces_is_the_reference() -> None:
+    asked = problem(
+        m=150, n=130, k=2000, batch=2, bias=torch.float32, residual=F32, epilogue=parse("swiglu")
+    )
+    fixture = Fixture(asked, CPU, 1 << 28, sampled=False)
+    (one, _) = fixture.sets()
+    fixture.limit = 1 << 20
+    every = slice(None)
+    in_pieces = fixture._reference(one.inputs, every, every)
+    whole = verify.reference(asked, one.inputs)
+    assert torch.allclose(in_pieces.double(), whole, atol=1e-6)
+    rows, cols = torch.tensor([0, 7, 149]), torch.tensor([3, 64])
+    assert torch.allclose(fixture._reference(one.inputs, rows, every), in_pieces[:, rows])
+    assert torch.allclose(fixture._reference(one.inputs, every, cols), in_pieces[..., cols])
+
+
+@pytest.mark.parametrize("name", EDGES)
+def test_both_sets_are_of_the_class_asked(name: str) -> None:
+    asked = EDGES[name]
+    if 0 in (asked.m, asked.k):
+        pytest.skip("no class to speak of")
+    first, second = Fixture(asked, CPU, 1 << 28, sampled=False).sets()
+    for of in (first, second):
+        for operand, t in ((asked.a, of.inputs.a), (asked.b, of.inputs.b)):
+            if 1 not in t.shape:
+                assert Operand.of(t) == operand
+    assert first.inputs.a.data_ptr() != second.inputs.a.data_ptr()
+
+
+def test_bands() -> None:
+    held = guarded(F16, (3, 5), CPU, UNWRITTEN)
+    held.poison()
+    assert held.tensor.isnan().all()
+    assert held.intact()
+    held.poison()
+    held.words[0, 0] += 1
+    assert not held.intact()
+    around = guarded(F16, (3, 5), CPU, UNREADABLE, padded=True).tensor
+    assert around.as_strided((1,), (1,), around.storage_offset() + 5).isnan().all()
+    before = held.sums()
+    held.tensor[0, 0], held.tensor[2, 4] = 1.0, 2.0
+    assert not torch.equal(held.sums(), before)
+
+
+def test_only_fp32_problems_touch_the_process_wide_precision(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from tmm_core.spec import precision
+
+    asked: list[bool] = []
+    monkeypatch.setattr(precision, "precision", asked.append)
+    gpu = replace(problem().device, type="cuda")
+    precision.as_posed(problem(a=F16, b=F16, device=gpu))
+    precision.as_posed(problem())
+    assert asked == []
+    precision.as_posed(problem(device=gpu, tf32=True))
+    assert asked == [True]
+
+
+def test_precision_is_left_alone_where_it_is_as_wanted() -> None:
+    from tmm_core.spec.precision import _changing, precision
+
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    with precision(tf32=False):
+        assert matmul.fp32_precision == before
+    with precision(tf32=True):
+        assert matmul.fp32_precision == "tf32"
+        with precision(tf32=False):
+            assert matmul.fp32_precision == "ieee"
+        assert matmul.fp32_precision == "tf32"
+    assert matmul.fp32_precision == before
+    assert _changing.acquire(blocking=False)
+    _changing.release()
+
+
+def test_a_users_epilogue_is_verified_by_its_reference() -> None:
+    shifted = Epilogue("shifted", lambda z: torch.tanh(z) + 1)
+    assert verdict(lambda right, *rest: right(*rest), problem(epilogue=shifted)).ok
+
+
+def test_traits_decide_what_repeats_are_held_to() -> None:
+    calls = [0]
+
+    def wavering(right: Any, *rest: Any) -> Any:
+        calls[0] += 1
+        return right(*rest).mul_(1 + 1e-7 * (calls[0] % 3))
+
+    for deterministic, status in ((True, "wrong"), (False, "ok")):
+        kernel = Faulty(wavering, traits=Traits(deterministic=deterministic))
+        record = Tuner(FakeTimer({})).tune(problem(), [FakeBlas(), kernel], settings())
+        (evidence,) = (c for c in record.candidates if c.kernel == "faulty")
+        assert evidence.status == status, evidence.reason

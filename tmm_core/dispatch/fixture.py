@@ -1,0 +1,248 @@
+"""What launchers of a problem are verified with: inputs, what they should give, outputs."""
+
+from __future__ import annotations
+
+import functools
+import os
+from dataclasses import dataclass, replace
+
+import torch
+
+from tmm_core.dispatch import verify
+from tmm_core.dispatch.guarded import UNREADABLE, UNWRITTEN, Guarded, guarded
+from tmm_core.spec.problem import Operand, Problem
+
+#: Verification takes at most a quarter of the memory that is free on a GPU, at most a sixteenth
+#: of what a CPU has, and never more than this, unless told otherwise.
+MOST_MEMORY = 4 << 30
+
+#: Rows, and columns, that are compared where not all are: one at random out of each of so many
+#: equal stripes, and the first and the last. A tile as high or wide as a stripe is always met.
+SAMPLES = 64
+
+#: Floating-point operations up to which all of the result is compared: of 16-bit operands on
+#: CUDA (7 ms on an H100), in fp64 there, and on a CPU, at some 10 GFLOPS a core.
+FULL_FLOPS, FULL_FLOPS_FP64, FULL_FLOPS_CPU = 2**42, verify.FP64_FLOPS, 2**33
+
+#: Elements that are compared at a time, with up to five intermediates of them.
+COMPARED = 1 << 24
+
+
+def memory_limit(device: torch.device) -> int:
+    """Bytes that verification may take by default."""
+    if device.type == "cuda":
+        free = torch.cuda.mem_get_info(device)[0]
+        # What torch keeps for itself and does not use is free too.
+        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return min(free // 4, MOST_MEMORY)
+    try:
+        has = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    except (AttributeError, OSError, ValueError):  # not a POSIX system
+        return MOST_MEMORY // 4
+    return min(has // 16, MOST_MEMORY)
+
+
+@dataclass(frozen=True, slots=True)
+class Expected:
+    """What the result has to be, in all of its rows or in samples of rows and columns."""
+
+    #: None: all.
+    rows: torch.Tensor | None
+    in_rows: torch.Tensor
+    #: None: none, since the rows are all.
+    cols: torch.Tensor | None
+    in_cols: torch.Tensor | None
+    rms: torch.Tensor
+
+    def error(self, out: torch.Tensor, at_once: int) -> torch.Tensor:
+        """The largest (:func:`verify.error`), as a tensor on the device; NaN also where an
+        element that is not compared is no number."""
+        if not out.numel():
+            return torch.zeros((), device=out.device)
+        if self.rows is None:
+            return self._worst(out, self.in_rows, at_once)
+        found = self._worst(out[..., self.rows, :], self.in_rows, at_once)
+        if self.cols is not None and self.in_cols is not None:
+            found = torch.maximum(found, self._worst(out[..., self.cols], self.in_cols, at_once))
+        # A sum of numbers is one; what it would be in 16 bits might be Inf.
+        wide = torch.promote_types(out.dtype, torch.float32)
+        return found + out.sum(dtype=wide).to(found.dtype) * 0
+
+    def _worst(self, out: torch.Tensor, expected: torch.Tensor, at_once: int) -> torch.Tensor:
+        step = max(1, at_once // max(1, expected[0].numel()))
+        pieces = [
+            verify.worst(out[low : low + step], expected[low : low + step], self.rms)
+            for low in range(0, len(expected), step)
+        ]
+        return functools.reduce(torch.maximum, pieces)  # which hands NaN on
+
+
+@dataclass(frozen=True, slots=True)
+class InputSet:
+    """Inputs between guard bands, and what they should give."""
+
+    inputs: verify.Inputs
+    memory: dict[str, Guarded]
+    sums: dict[str, torch.Tensor]
+    expected: Expected
+
+    def changed(self) -> list[str]:
+        """Names of inputs that are not what they were, or whose surroundings are not."""
+        same = [(guard.sums() == self.sums[name]).all() for name, guard in self.memory.items()]
+        kept = torch.stack(same).tolist()
+        return [name for name, is_kept in zip(self.memory, kept, strict=True) if not is_kept]
+
+
+class Fixture:
+    """Inputs and outputs of one problem, made when they are first needed.
+
+    Two sets of inputs differ in values, in address, and in strides as far as their class
+    leaves them open: the first lies densely, the second with gaps. So do two outputs.
+
+    Args:
+        limit: Bytes that all of it may take, intermediates among them.
+        sampled: One set, and samples of its result, in any case.
+    """
+
+    def __init__(self, problem: Problem, device: torch.device, limit: int, sampled: bool) -> None:
+        self.problem, self.device = problem, device
+        self.limit, self._sampled = limit, sampled
+        self._sets: list[InputSet] | None = None
+        self._outs: list[Guarded] = []
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """Of the result."""
+        p = self.problem
+        return (*((p.batch,) if p.batch > 1 else ()), p.m, p.n)
+
+    @property
+    def allocates(self) -> bool:
+        """Whether calls leave it to the launcher to make the output, a dense row-major one."""
+        made = torch.empty(self.shape, dtype=self.problem.out.dtype, device="meta")
+        return Operand.of(made) == self.problem.out
+
+    @property
+    def at_once(self) -> int:
+        """How many elements to compare at a time."""
+        return max(1 << 12, min(COMPARED, self.limit // 160))
+
+    def sets(self) -> list[InputSet]:
+        """Both sets of inputs, or one where there is not the memory for two; none where there
+        is not even that."""
+        if self._sets is None:
+            count, whole = self._affordable()
+            self._sets = [self._set(padded=place == 1, whole=whole) for place in range(count)]
+        return self._sets
+
+    def out(self, which: int) -> Guarded:
+        """One of two outputs between guard bands, full of NaN."""
+        while len(self._outs) <= which:
+            padded = len(self._outs) == 1
+            self._outs.append(
+                guarded(self.problem.out, self.shape, self.device, UNWRITTEN, padded=padded)
+            )
+        self._outs[which].poison()
+        return self._outs[which]
+
+    def written(self, which: int) -> Guarded:
+        """The same output as it is now."""
+        return self._outs[which]
+
+    def soil(self) -> None:
+        """Leave NaN in the memory that a launcher is likely to be given next: what an earlier
+        launch left there may be right, and would be where this one writes nothing."""
+        blank = torch.empty(self.shape, dtype=self.problem.out.dtype, device=self.device)
+        for each in (blank, torch.empty_like(blank)):
+            verify.poison(each)
+
+    def release(self) -> None:
+        """Let go of all tensors; they are made again, of other numbers, when next needed."""
+        self._sets, self._outs = None, []
+
+    def _affordable(self) -> tuple[int, bool]:
+        """How many sets of inputs there may be, and whether the whole of their results."""
+        p = self.problem
+        width = p.n * (2 if p.gated else 1)
+        inputs = p.batch * (p.m * p.k * p.a.dtype.itemsize + p.k * width * p.b.dtype.itemsize)
+        inputs += p.batch * p.m * p.n * p.residual.dtype.itemsize if p.residual else 0
+        out = p.batch * p.m * p.n * p.out.dtype.itemsize
+        element = max(4, p.out.dtype.itemsize)
+        whole = p.batch * p.m * p.n * element
+        rows, cols = min(p.m, SAMPLES + 2), min(p.n, SAMPLES + 2)
+        some = p.batch * (rows * p.n + (cols * p.m if rows < p.m else 0)) * element
+        # Three eighths are for intermediates. Two results, or outputs, are held while a third is
+        # made; guard bands are small beside what is large.
+        limit = self.limit * 5 // 8
+        if not self._sampled:
+            few = p.flops <= self._most_flops()
+            if few and 2 * (inputs + whole) + 4 * out <= limit:
+                return 2, True
+            if 2 * (inputs + some) + 3 * out <= limit:
+                return 2, False
+        return (1, False) if inputs + some + 2 * out <= limit else (0, False)
+
+    def _most_flops(self) -> int:
+        if self.device.type != "cuda":
+            return FULL_FLOPS_CPU
+        narrow = self.problem.a.dtype.itemsize <= 2
+        return FULL_FLOPS if narrow else FULL_FLOPS_FP64
+
+    def _set(self, padded: bool, whole: bool) -> InputSet:
+        made: list[Guarded] = []
+
+        def empty(spec: Operand, shape: tuple[int, ...]) -> torch.Tensor:
+            made.append(guarded(spec, shape, self.device, UNREADABLE, padded=padded))
+            return made[-1].tensor
+
+        seed = int.from_bytes(os.urandom(4), "little")
+        inputs = verify.make_inputs(self.problem, self.device, seed, empty, with_out=False)
+        at = {guard.tensor.data_ptr(): guard for guard in made}
+        memory = {
+            name: at[t.data_ptr()]
+            for name in ("a", "b", "bias", "residual", "scale_a", "scale_b")
+            if (t := getattr(inputs, name)) is not None
+        }
+        sums = {name: guard.sums() for name, guard in memory.items()}
+        return InputSet(inputs, memory, sums, self._expected(inputs, whole))
+
+    def _expected(self, inputs: verify.Inputs, whole: bool) -> Expected:
+        p, every = self.problem, slice(None)
+        rows = None if whole or p.m <= SAMPLES + 2 else _sample(p.m, self.device)
+        in_rows = self._reference(inputs, every if rows is None else rows, every)
+        cols = None if rows is None else _sample(p.n, self.device)
+        in_cols = None if cols is None else self._reference(inputs, every, cols)
+        return Expected(rows, in_rows, cols, in_cols, verify.rms(in_rows))
+
+    def _reference(
+        self, inputs: verify.Inputs, rows: verify.Places, cols: verify.Places
+    ) -> torch.Tensor:
+        """Of those rows and columns, in pieces whose intermediates fit."""
+        inputs = verify.part(self.problem, inputs, rows, cols)
+        p = self.problem
+        m = p.m if isinstance(rows, slice) else len(rows)
+        n = p.n if isinstance(cols, slice) else len(cols)
+        p = replace(p, m=m, n=n)
+        # In fp64 rows of a, columns of b (twice as many where gated), and some of the result's.
+        share = self.limit // 16 // (8 * p.batch)
+        side = share // max(1, p.k) // (1 + p.gated)
+        high = max(64, min(m, side))
+        wide = max(64, min(n, side, share // (3 * high)))
+        dtype = torch.promote_types(p.out.dtype, torch.float32)
+        result = torch.empty((*inputs.a.shape[:-2], m, n), dtype=dtype, device=self.device)
+        for top in range(0, m, high):
+            for left in range(0, n, wide):
+                here = slice(top, top + high), slice(left, left + wide)
+                piece = verify.part(p, inputs, *here)
+                result[..., here[0], here[1]] = verify.reference(p, piece)
+        return result
+
+
+def _sample(size: int, device: torch.device) -> torch.Tensor:
+    """Places in ``range(size)``: one of each stripe, the first and the last."""
+    edges = torch.linspace(0, size, min(size, SAMPLES) + 1, dtype=torch.float64).long()
+    seed = int.from_bytes(os.urandom(4), "little")
+    chance = torch.rand(len(edges) - 1, generator=torch.Generator().manual_seed(seed))
+    inside = edges[:-1] + (chance * (edges[1:] - edges[:-1])).long()
+    places: torch.Tensor = torch.cat([inside, torch.tensor([0, size - 1])]).unique()
+    return places.to(device)

@@ -1,0 +1,148 @@
+"""Tensors between guard bands, so that what is read or written beyond them shows.
+
+The stride class of an operand is a promise to kernels; strides within it are not. The same
+function says how a tensor of a class lies in memory for timing, for verification and, with
+``padded``, with the most that the class leaves open: gaps between its rows.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+
+from tmm_core.spec.problem import ALIGNMENT, Operand
+
+#: What lies around an input: NaN in every floating dtype. A kernel that reads beyond an edge
+#: and relies on a zero of the other operand to cancel what it read answers NaN.
+UNREADABLE = 0xFF
+#: What lies around an output; nothing that arithmetic is likely to give.
+UNWRITTEN = 0xA5
+
+#: Bands are of as many rows as the tallest tile has, within these bytes: a tile stored
+#: without masks ends so many rows past the output.
+TILE_ROWS = 128
+LEAST, MOST = 4 << 10, 8 << 20
+
+#: Bytes of a row of the matrix that checksums are taken of.
+_LINE = 4 << 10
+
+_INT32_MAX = 2**31 - 1
+_BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+@dataclass(frozen=True, slots=True)
+class Lie:
+    """How a tensor lies in memory, in elements: from the first to past the last ``length``."""
+
+    strides: tuple[int, ...]
+    offset: int
+    length: int
+
+
+def lie(spec: Operand, shape: tuple[int, ...], *, padded: bool = False) -> Lie:
+    """Strides of a tensor whose last two dimensions are of the class ``spec``."""
+    *batch, rows, cols = shape
+    if spec.layout == "col":
+        flipped = lie(replace(spec, layout="row"), (*batch, cols, rows), padded=padded)
+        *outer, leading, inner = flipped.strides
+        return Lie((*outer, inner, leading), flipped.offset, flipped.length)
+    unit = max(1, ALIGNMENT // spec.dtype.itemsize)
+    gap = unit if padded else 0
+    offset = 0
+    if spec.layout == "strided":
+        leading, inner = 2 * cols + gap, 2
+    else:
+        inner = 1
+        natural = cols % unit == 0 or rows == 1
+        leading = cols + gap
+        if spec.aligned:
+            leading = -(-leading // unit) * unit if rows > 1 else leading
+        elif natural and rows > 1:
+            leading += 1  # off the next multiple of 16 bytes
+        elif natural:
+            offset = 1  # a single row has no leading stride to be off
+    matrix = rows * leading
+    if spec.aligned:
+        matrix = -(-matrix // unit) * unit
+    reach = max(0, rows - 1) * leading + max(0, cols - 1) * inner
+    if padded and not spec.wide and reach > _INT32_MAX:
+        return lie(spec, shape)  # gaps would make it another class
+    length = offset + max(0, (batch[0] if batch else 1) - 1) * matrix + reach + 1
+    return Lie((*([matrix] if batch else []), leading, inner), offset, length)
+
+
+@dataclass(frozen=True, slots=True)
+class Guarded:
+    """A tensor inside memory that is otherwise of one byte."""
+
+    tensor: torch.Tensor
+    #: All of the memory, as 64-bit words.
+    words: torch.Tensor
+    filler: int
+
+    def sums(self) -> torch.Tensor:
+        """Sums of the words along both dimensions, modulo 2⁶⁴: every change of one place and
+        every exchange of two in different rows and columns is seen, without a copy."""
+        return torch.cat([self.words.sum(0), self.words.sum(1)])
+
+    def intact(self) -> torch.Tensor:
+        """Whether the bands and gaps are as they were, as a tensor; destroys what is inside."""
+        _fill(self.tensor, self.filler)
+        return (self.words == _word(self.filler, 8)).all()
+
+    def poison(self) -> torch.Tensor:
+        """The tensor full of NaN, bands and gaps as at first."""
+        self.words.fill_(_word(self.filler, 8))
+        return self.tensor.fill_(float("nan"))
+
+
+def guarded(
+    spec: Operand,
+    shape: tuple[int, ...],
+    device: torch.device,
+    filler: int,
+    *,
+    padded: bool = False,
+) -> Guarded:
+    """An uninitialised tensor of the class ``spec`` between two bands of ``filler``."""
+    placed, size = lie(spec, shape, padded=padded), spec.dtype.itemsize
+    longest = max(placed.strides[-2:]) * size
+    band = -(-min(max(TILE_ROWS * longest, LEAST), MOST) // _LINE) * _LINE
+    inside = -(-placed.length * size // _LINE) * _LINE
+    memory = torch.empty(inside + 2 * band, dtype=torch.uint8, device=device)
+    memory.fill_(filler)
+    tensor = memory.view(spec.dtype).as_strided(shape, placed.strides, band // size + placed.offset)
+    return Guarded(tensor, memory.view(torch.int64).view(-1, _LINE // 8), filler)
+
+
+def overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
+    """Whether two tensors share an allocation, or lie in memory that meets."""
+    if not x.numel() or not y.numel():
+        return False
+    if x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr():
+        return True
+    start, other = x.data_ptr(), y.data_ptr()
+    return start < other + _span(y) and other < start + _span(x)
+
+
+def same_bits(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """Whether two tensors of one shape and dtype agree bit for bit, as a tensor."""
+    as_bits = _BITS[x.element_size()]
+    return (x.view(as_bits) == y.view(as_bits)).all()
+
+
+def _fill(t: torch.Tensor, byte: int) -> None:
+    if t.numel():
+        t.view(_BITS[t.element_size()]).fill_(_word(byte, t.element_size()))
+
+
+def _word(byte: int, size: int) -> int:
+    """The integer of ``size`` bytes that are all ``byte``; signed, but for a single byte."""
+    return int.from_bytes(bytes([byte]) * size, "little", signed=size > 1)
+
+
+def _span(t: torch.Tensor) -> int:
+    """Bytes from the first element to the end of the last."""
+    reach = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
+    return (reach + 1) * t.element_size()

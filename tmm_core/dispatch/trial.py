@@ -1,0 +1,180 @@
+"""The launches that one launcher is verified by, in every way it is used."""
+
+from __future__ import annotations
+
+import contextlib
+import warnings
+from collections.abc import Iterator
+
+import torch
+
+from tmm_core.dispatch import verify
+from tmm_core.dispatch.fixture import Fixture, InputSet
+from tmm_core.dispatch.guarded import overlap, same_bits
+from tmm_core.dispatch.special import planted
+from tmm_core.spec.kernel import Launcher
+
+
+class WrongError(Exception):
+    """What is wrong, in one line."""
+
+
+class Trial:
+    """One launcher on a fixture's inputs.
+
+    Args:
+        deterministic: It promises the same bits for the same inputs.
+        baseline: Its values are no verdict.
+    """
+
+    def __init__(
+        self, fixture: Fixture, launcher: Launcher, deterministic: bool, baseline: bool
+    ) -> None:
+        self._fixture, self._launcher = fixture, launcher
+        self._deterministic, self._baseline = deterministic, baseline
+        self._limit = verify.tolerance(fixture.problem)
+        self._errors: list[float] = []
+
+    @property
+    def error(self) -> float | None:
+        """The largest that was met; NaN where there was one; None where nothing was compared."""
+        undefined = [error for error in self._errors if error != error]
+        return max(undefined or self._errors, default=None)
+
+    def once_each(self) -> None:
+        """One launch without ``out`` and one with.
+
+        Raises:
+            WrongError: What is wrong.
+        """
+        first = self._fixture.sets()[0]
+        if self._fixture.allocates:
+            self._compare(first, self._launch(first, []), "")
+        self._into(first)
+
+    def thoroughly(self, repeats: int) -> None:
+        """On both sets of inputs, with and without ``out``, with special values, and again.
+
+        Raises:
+            WrongError: What is wrong.
+        """
+        sets = self._fixture.sets()
+        if self._fixture.allocates:
+            first = self._allocating(sets[0], sets[-1])
+            self._again(sets[0], first, repeats)
+            del first
+        self._into(sets[0], sets[-1])
+        if not self._fixture.allocates:
+            self._again(sets[0], self._launch_into(0, sets[0]), repeats)
+        if not self._baseline:
+            self._special(sets[-1])
+
+    def _allocating(self, one: InputSet, other: InputSet) -> torch.Tensor:
+        """Two launches without ``out``, one after the other; returns what the first gave."""
+        first = self._launch(one, [])
+        self._compare(one, first, "")
+        second = self._launch(other, [first])
+        self._compare(other, second, ", on the second launch, of other inputs")
+        self._compare(one, first, ", after another launch: it did not leave it alone")
+        return first
+
+    def _again(self, of: InputSet, first: torch.Tensor, repeats: int) -> None:
+        """The same launch over again; one wait for all that is compared."""
+        errors, same = [], []
+        for _ in range(repeats):
+            if self._fixture.allocates:
+                result = self._launch(of, [first], soil=False)
+            else:
+                result = self._launch_into(1, of)
+            errors.append(of.expected.error(result, self._fixture.at_once))
+            same.append(same_bits(result, first))
+            del result
+        if not repeats:
+            return
+        for error in torch.stack(errors).tolist():
+            self._accept(error, f", in one of {repeats} launches on inputs it had before")
+        if self._deterministic and not self._baseline and not all(torch.stack(same).tolist()):
+            raise WrongError(
+                f"one of {repeats} launches on inputs it had before gave other bits, and the "
+                "kernel says that it is deterministic"
+            )
+
+    def _into(self, *sets: InputSet) -> None:
+        """Into an output that is given, one for each of the sets."""
+        given = [self._launch_into(which, of) for which, of in enumerate(sets)]
+        for of, out in zip(sets, given, strict=True):
+            self._compare(of, out, " of the out it was given")
+        for which in range(len(sets)):
+            if not self._fixture.written(which).intact():
+                raise WrongError("it wrote beyond the out it was given")
+
+    def _special(self, of: InputSet) -> None:
+        for axis in ("rows", "columns"):
+            with planted(self._fixture.problem, of.inputs, axis) as values:
+                if values is None:
+                    continue
+                with self._no_warnings():
+                    if self._fixture.allocates:
+                        result = self._launch(of, [])
+                    else:
+                        result = self._launch_into(0, of)
+                if (fault := values.fault(result)) is not None:
+                    raise WrongError(fault)
+
+    @contextlib.contextmanager
+    def _no_warnings(self) -> Iterator[None]:
+        """Triton's interpreter multiplies by numpy, which warns of what is planted."""
+        if not self._fixture.problem.device.interpreted:
+            yield
+            return
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", RuntimeWarning)
+            yield
+
+    def _launch(self, of: InputSet, held: list[torch.Tensor], soil: bool = True) -> torch.Tensor:
+        """Without ``out``, while the results ``held`` are in use."""
+        if soil:
+            self._fixture.soil()
+        result = of.inputs.launch(self._launcher, None)
+        self._hold_to_form(result)
+        if not result.is_contiguous():
+            raise WrongError(
+                f"it returned strides {result.stride()}; a call returns row-major memory"
+            )
+        for name, guard in of.memory.items():
+            if overlap(result, guard.tensor):
+                raise WrongError(f"it returned memory of its input {name}")
+        if any(overlap(result, other) for other in held):
+            raise WrongError("it returned memory that it had returned before and that is in use")
+        return result
+
+    def _launch_into(self, which: int, of: InputSet) -> torch.Tensor:
+        """Into one of the fixture's outputs, full of NaN."""
+        out = self._fixture.out(which).tensor
+        result = of.inputs.launch(self._launcher, out)
+        self._hold_to_form(result)
+        if (result.data_ptr(), result.stride()) != (out.data_ptr(), out.stride()):
+            raise WrongError("it returned something else than the out it was given")
+        return out
+
+    def _hold_to_form(self, result: object) -> None:
+        """Shape, dtype and device are what the problem says."""
+        problem, shape = self._fixture.problem, self._fixture.shape
+        if not isinstance(result, torch.Tensor):
+            raise WrongError(f"it returned {type(result).__name__} and not a tensor")
+        if tuple(result.shape) != shape:
+            raise WrongError(f"it returned shape {tuple(result.shape)} and not {shape}")
+        if result.dtype != problem.out.dtype:
+            raise WrongError(f"it returned {result.dtype} and not {problem.out.dtype}")
+        device = self._fixture.sets()[0].inputs.a.device
+        if result.device != device:
+            raise WrongError(f"its result is on {result.device} and not on {device}")
+
+    def _compare(self, of: InputSet, result: torch.Tensor, when: str) -> None:
+        self._accept(of.expected.error(result, self._fixture.at_once).item(), when)
+
+    def _accept(self, error: float, when: str) -> None:
+        self._errors.append(error)
+        # BLAS is what the others are held against; torch's own error is no verdict.
+        if not error <= self._limit and not self._baseline:
+            raise WrongError(f"error {error:.3g} exceeds {self._limit:.3g}{when}")
