@@ -35,6 +35,9 @@ class WarpSpecializedConfig(Config):
         tail_splits: Parts along K into which the tiles of an incomplete wave are cut.
         splits: Parts along K into which every tile is cut, added by a second kernel.
         evict_first: Operands are read as what nobody reads again.
+        early: What is done about b before the launch before has ended: nothing; ``"l2"``, its
+            first k-steps are prefetched into L2, which is right whoever writes b; ``"b"``, they
+            are loaded, which is right only where nobody is writing it (``static_weights``).
     """
 
     BLOCK_M: int
@@ -49,6 +52,7 @@ class WarpSpecializedConfig(Config):
     tail_splits: int
     splits: int
     evict_first: bool
+    early: str = ""
 
     def __post_init__(self) -> None:
         if self.schedule not in ("cooperative", "pingpong"):
@@ -63,6 +67,8 @@ class WarpSpecializedConfig(Config):
             raise ValueError(f"splits {self.splits}, tail_splits {self.tail_splits}")
         if not isinstance(self.evict_first, bool):
             raise ValueError(f"evict_first {self.evict_first!r}")
+        if self.early not in ("", "l2", "b"):
+            raise ValueError(f"early must be '', 'l2' or 'b', got {self.early!r}")
         # One wgmma covers 64 rows, 16 of each of four warps.
         if self.rows * (1 if self.pingpong else self.consumers) != self.BLOCK_M:
             raise ValueError(f"BLOCK_M {self.BLOCK_M} does not divide among the consumers")
@@ -149,8 +155,11 @@ class Constants:
     SPLITS: int
     #: Nothing in the source: it tells kernels apart whose loads are hinted and are not.
     EVICT_FIRST: bool
-    #: Launched while the kernel that writes the operands may still run.
-    CHAINED: bool = False
+    #: When the next launch may begin: after the block's ``"first"`` loads or its ``"last"``.
+    #: Empty: this one does not begin before the one before has ended, nor lets the next.
+    DEPENDENTS: str = ""
+    #: The config's ``early``.
+    EARLY: str = ""
     #: The operand, ``"a"`` or ``"b"``, that warps load word by word, and how many do.
     WORDS: str | None = None
     LOADERS: int = 8
@@ -162,14 +171,16 @@ class Constants:
         boxes = self.a_boxes if self.WORDS == "a" else self.b_boxes
         if self.WORDS is not None and (self.CONSUMERS == 3 or boxes > 1):
             raise ValueError(f"{self.WORDS} is loaded by words, {boxes} boxes at a time")
+        if self.EARLY and self.WORDS == "b":
+            raise ValueError("b is loaded by words, which nothing does early")
 
     @classmethod
     def of(
         cls,
         problem: Problem,
         config: WarpSpecializedConfig,
-        chained: bool = False,
         version: str = "",
+        dependents: str = "",
     ) -> Constants:
         problem = multiplied(problem, config)
         return cls(
@@ -197,13 +208,24 @@ class Constants:
             OUT_BYTES=problem.out.dtype.itemsize,
             TAIL_SPLITS=config.tail_splits,
             A_ROWS=_rows_brought(problem, config),
-            PRIMED=min(_PRIMED, config.num_stages),
+            PRIMED=config.num_stages if config.early else min(_PRIMED, config.num_stages),
             SPLITS=config.splits,
             EVICT_FIRST=config.evict_first,
-            CHAINED=chained,
+            DEPENDENTS=dependents,
+            EARLY=config.early,
             WORDS=by_words(problem),
             VERSION=version,
         )
+
+    @property
+    def overlaps(self) -> bool:
+        """Launched while the launch before may still run."""
+        return bool(self.DEPENDENTS)
+
+    @property
+    def pieces(self) -> int:
+        """A power of two that the first k-steps do not exceed."""
+        return 1 << (self.PRIMED - 1).bit_length()
 
     @property
     def a_box(self) -> list[int]:
@@ -599,7 +621,8 @@ def adapted(problem: Problem, config: WarpSpecializedConfig) -> WarpSpecializedC
     it would be waited for without end."""
     tail_splits = min(config.tail_splits, _room_for_splits(problem, config))
     splits = min(config.splits, _room_for_parts(problem, config))
-    return replace(config, tail_splits=tail_splits, splits=splits)
+    early = "" if by_words(problem) == "b" else config.early
+    return replace(config, tail_splits=tail_splits, splits=splits, early=early)
 
 
 def _room_for_splits(problem: Problem, config: WarpSpecializedConfig) -> int:

@@ -221,6 +221,18 @@ class TileConfig(Config):
         return 1
 
 
+def check_early(early: str, *, able: bool) -> None:
+    """Hold a config's ``early`` to what a kernel that loads b early, or not, knows.
+
+    Raises:
+        ValueError: It is neither empty nor ``"b"``, or ``"b"`` where the config is not ``able``.
+    """
+    if early not in ("", "b"):
+        raise ValueError(f"early must be '' or 'b', got {early!r}")
+    if early and not able:
+        raise ValueError("early='b' needs b's tiles to be loaded ahead into registers")
+
+
 def check(name: str, value: int, allowed: Sequence[int]) -> None:
     """Hold one field of a config to its bounds.
 

@@ -69,6 +69,7 @@ def reduce_kernel(
     cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
+        tl.extra.cuda.gdc_launch_dependents()
     acc = sum_partials(partials_ptr, apart, z, rows, cols, M, N, SPLIT_K, BLOCK_M, BLOCK_N, AHEAD)
     acc = rescale(acc, z, rows, cols, M, N, scale_a_ptr, scale_b_ptr, SCALE_A, SCALE_B)
     finish(

@@ -124,9 +124,7 @@ def realign_kernel(
 def inner_kernels() -> dict[str, Kernel[Any]]:
     """By name; one that cannot be imported here declines everything."""
     kernels = [_load(module, KERNELS[module]) for module in _INNER]
-    # One that can be launched before the copy has ended is.
-    chained = (getattr(kernel, "chained", lambda kernel=kernel: kernel)() for kernel in kernels)
-    return {kernel.name: kernel for kernel in chained}
+    return {kernel.name: kernel for kernel in kernels}
 
 
 @dataclass(frozen=True, kw_only=True)

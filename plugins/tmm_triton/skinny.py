@@ -34,11 +34,12 @@ import torch
 from triton.experimental.gluon import jit
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tmm_core import Launcher, Problem, Traits
 from tmm_triton import roofline
-from tmm_triton.kernel import TritonKernel, single, unknown_gluon
-from tmm_triton.operands import VECTOR, Build, TileConfig, build, check, finish
+from tmm_triton.kernel import TritonKernel, hopper_or_later, single, unknown_gluon
+from tmm_triton.operands import VECTOR, Build, TileConfig, build, check, check_early, finish
 
 #: Columns of the widest tile of ``a`` transposed. On an H200 32 rows were no faster than by
 #: ``triton.split_k``: each warp reads all rows of ``a`` for its 16 columns of ``b``.
@@ -66,6 +67,7 @@ def skinny_kernel(
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
     WARPS_K: gl.constexpr, WARPS_N: gl.constexpr, AHEAD: gl.constexpr,
     WHOLE_M: gl.constexpr, WHOLE_N: gl.constexpr, WHOLE_K: gl.constexpr,
+    OVERLAPS: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     # bᵀ · aᵀ of one warp's part of K in the first dimension; an MMA is 16 columns of b wide.
     SUMS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS_K, WARPS_N, 1], [1, 16, 8])
@@ -91,8 +93,17 @@ def skinny_kernel(
     A_MASKED: gl.constexpr = not (WHOLE_M and WHOLE_K)
 
     acc = gl.zeros([WARPS_K, BLOCK_N, BLOCK_M], gl.float32, SUMS)
-    if AHEAD:
+    if EARLY:
+        # Before the launch before has ended: the caller says that nobody is writing b.
         b = _load(b_ptrs, (n < N) & (b_k < K), B_MASKED, "evict_first")
+    if OVERLAPS:
+        # Nothing above touches memory that anyone writes; all threads wait, and store after it.
+        gdc_wait()
+        # Not before the wait: what the next launch does early must not meet the one before this.
+        gdc_launch_dependents()
+    if AHEAD:
+        if not EARLY:
+            b = _load(b_ptrs, (n < N) & (b_k < K), B_MASKED, "evict_first")
         a = _load(a_ptrs, (m < M) & (a_k < K), A_MASKED, "")
         for at in range(BLOCK_K, K, BLOCK_K):
             next_b = _load(b_ptrs + at, (n < N) & (at + b_k < K), B_MASKED, "evict_first")
@@ -128,9 +139,12 @@ class SkinnyConfig(TileConfig):
         BLOCK_K: Step along K of all warps together, at least 64 elements each.
         WARPS_N: Warps side by side along N; all others divide K.
         num_stages: 2, if the next step is loaded before this one is multiplied, else 1.
+        early: ``"b"``, if the first step of b is loaded before the launch before has ended,
+            which is right only where nobody is writing it (``static_weights``), else empty.
     """
 
     WARPS_N: int
+    early: str = ""
 
     def __post_init__(self) -> None:
         check("BLOCK_M", self.BLOCK_M, (8, 16))
@@ -139,6 +153,7 @@ class SkinnyConfig(TileConfig):
         check("num_stages", self.num_stages, (1, 2))
         check("num_warps", self.num_warps, (1, 2, 4, 8))
         check("WARPS_N", self.WARPS_N, (1, 2, 4))
+        check_early(self.early, able=self.num_stages == 2)
         if self.num_warps % self.WARPS_N or self.BLOCK_N < 16 * self.WARPS_N:
             raise ValueError(f"{self.WARPS_N} warps along N of {self.num_warps} and {self.BLOCK_N}")
         if self.part < 64:
@@ -262,16 +277,19 @@ class Skinny(TritonKernel[SkinnyConfig]):
         return roofline.EMPTY_US + roofline.RAMP_US + reading + _STEP_US * steps
 
     def builds(self, problem: Problem, config: SkinnyConfig) -> list[Build]:
+        overlaps = self.overlaps and hopper_or_later(problem)
         constants = {
             "WARPS_K": config.warps_k,
             "AHEAD": config.num_stages == 2,
             "WHOLE_M": problem.m % config.BLOCK_M == 0,
             "WHOLE_N": problem.n % config.BLOCK_N == 0,
             "WHOLE_K": problem.k % config.BLOCK_K == 0,
+            "OVERLAPS": overlaps,
+            "EARLY": overlaps and config.early == "b",
         }
         # Left to itself, ptxas saves registers for one more resident block, by spilling.
         registers = config.registers(problem) + 48
-        options: dict[str, Any] = {}
+        options: dict[str, Any] = {"launch_pdl": True} if overlaps else {}
         if config.num_stages == 2:
             options["maxnreg"] = min(255, registers // 8 * 8)
         return [build(skinny_kernel, problem, config, constants, **options)]

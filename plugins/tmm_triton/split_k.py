@@ -41,6 +41,7 @@ from tmm_triton.operands import (
     TileConfig,
     build,
     check,
+    check_early,
     dot,
     finish,
     load,
@@ -52,24 +53,25 @@ from tmm_triton.partials import MOST_WORKSPACE, REDUCE_US, reducing, reduction, 
 
 @triton.jit
 def load_ahead(
-    a_rows, b_cols, rows, cols, k, last, M, N, K, stride_ak, stride_bk,
-    BLOCK_K: tl.constexpr, WHOLE_K: tl.constexpr, A_ONCE: tl.constexpr, B_ONCE: tl.constexpr,
+    along, across, size, k, last, K, stride,
+    BLOCK_K: tl.constexpr, WHOLE_K: tl.constexpr, ONCE: tl.constexpr, ALONG_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """The operands' tiles at ``k``, zeros from ``last`` on; ``ONCE``, if no other program has
-    use for the operand's tile."""
+    """An operand's tile at ``k``, zeros from ``last`` on.
+
+    Args:
+        along: Pointers to the tile's rows (columns) at k = 0, of shape [·, 1] ([1, ·]).
+        across: Their numbers, of which those below ``size`` exist.
+        ONCE: No other program has use for the tile.
+        ALONG_ROWS: K runs along the tile's rows, as in a.
+    """
     ks = k + tl.arange(0, BLOCK_K)
-    inside_a = (rows[:, None] < M) & (k < last)
-    inside_b = (cols[None, :] < N) & (k < last)
+    ks = ks[None, :] if ALONG_ROWS else ks[:, None]
+    across = across[:, None] if ALONG_ROWS else across[None, :]
+    inside = (across < size) & (k < last)
     if not WHOLE_K:
-        inside_a &= ks[None, :] < K
-        inside_b &= ks[:, None] < K
-    a_policy: tl.constexpr = "evict_first" if A_ONCE else ""
-    b_policy: tl.constexpr = "evict_first" if B_ONCE else ""
-    a_ptrs = a_rows + ks[None, :] * stride_ak
-    b_ptrs = b_cols + ks[:, None] * stride_bk
-    a = tl.load(a_ptrs, mask=inside_a, other=0.0, eviction_policy=a_policy)
-    b = tl.load(b_ptrs, mask=inside_b, other=0.0, eviction_policy=b_policy)
-    return a, b
+        inside &= ks < K
+    policy: tl.constexpr = "evict_first" if ONCE else ""
+    return tl.load(along + ks * stride, mask=inside, other=0.0, eviction_policy=policy)
 
 
 @triton.jit
@@ -87,7 +89,7 @@ def split_k_kernel(
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SPLIT_K: tl.constexpr, REDUCE: tl.constexpr, SWAP: tl.constexpr, WHOLE_K: tl.constexpr,
     THROUGH_REGISTERS: tl.constexpr, A_ONCE: tl.constexpr, B_ONCE: tl.constexpr,
-    AHEAD: tl.constexpr,
+    AHEAD: tl.constexpr, OVERLAPS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     tile, split, z = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     batch = tl.num_programs(2)
@@ -108,18 +110,34 @@ def split_k_kernel(
         acc = tl.zeros((BLOCK_N, BLOCK_M), dtype=tl.float32)
     else:
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    if EARLY:
+        # Before the launch before has ended: the caller says that nobody is writing b.
+        next_b = load_ahead(
+            b_cols, cols, N, first, last, K, stride_bk, BLOCK_K, WHOLE_K, B_ONCE, False
+        )
+    if OVERLAPS:
+        # Nothing above touches memory that anyone writes; all threads wait, and store, or look at
+        # a counter, after it.
+        tl.extra.cuda.gdc_wait()
+        # Not before the wait: what the next launch does early must not meet the one before this.
+        tl.extra.cuda.gdc_launch_dependents()
     if THROUGH_REGISTERS:
-        next_a, next_b = load_ahead(
-            a_rows, b_cols, rows, cols, first, last, M, N, K, stride_ak, stride_bk,
-            BLOCK_K, WHOLE_K, A_ONCE, B_ONCE,
-        )  # fmt: skip
+        next_a = load_ahead(
+            a_rows, rows, M, first, last, K, stride_ak, BLOCK_K, WHOLE_K, A_ONCE, True
+        )
+        if not EARLY:
+            next_b = load_ahead(
+                b_cols, cols, N, first, last, K, stride_bk, BLOCK_K, WHOLE_K, B_ONCE, False
+            )
     for k in range(first, last, BLOCK_K):
         if THROUGH_REGISTERS:
             a, b = next_a, next_b
-            next_a, next_b = load_ahead(
-                a_rows, b_cols, rows, cols, k + BLOCK_K, last, M, N, K, stride_ak, stride_bk,
-                BLOCK_K, WHOLE_K, A_ONCE, B_ONCE,
-            )  # fmt: skip
+            next_a = load_ahead(
+                a_rows, rows, M, k + BLOCK_K, last, K, stride_ak, BLOCK_K, WHOLE_K, A_ONCE, True
+            )
+            next_b = load_ahead(
+                b_cols, cols, N, k + BLOCK_K, last, K, stride_bk, BLOCK_K, WHOLE_K, B_ONCE, False
+            )
         else:
             ks = k + tl.arange(0, BLOCK_K)
             a = load(a_rows + ks[None, :] * stride_ak, rows, ks, M, K, False, WHOLE_K)
@@ -195,17 +213,21 @@ _ONE_PROGRAM_RATE = 30_000
 
 @dataclass(frozen=True, kw_only=True)
 class SplitKConfig(TileConfig):
-    """A tile, into how many ranges K is cut, and how the partial sums come together."""
+    """A tile, into how many ranges K is cut, and how the partial sums come together; with
+    ``early="b"`` the first step of b is loaded before the launch before has ended, which is right
+    only where nobody is writing it (``static_weights``)."""
 
     SPLIT_K: int
     REDUCE: str
     SWAP: bool
+    early: str = ""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check("SPLIT_K", self.SPLIT_K, range(1, _MOST_SPLITS + 1))
         if self.REDUCE not in ("last", "kernel"):
             raise ValueError(f"REDUCE must be 'last' or 'kernel', got {self.REDUCE!r}")
+        check_early(self.early, able=self.num_stages == 1)
 
     def registers(self, problem: Problem) -> int:
         """As for any tile, and the addresses that partial sums are stored to."""
@@ -301,7 +323,11 @@ class SplitK(TritonKernel[SplitKConfig]):
         threads = 32 * config.num_warps
         ahead = max(1, _MOST_ALONE * threads // (config.BLOCK_M * config.BLOCK_N))
         constants["AHEAD"] = min(ahead, triton.next_power_of_2(config.SPLIT_K))
-        builds = [build(split_k_kernel, problem, config, constants, types)]
+        overlaps = self.overlaps and hopper_or_later(problem)
+        constants["OVERLAPS"] = overlaps
+        constants["EARLY"] = overlaps and config.early == "b"
+        options = {"launch_pdl": True} if overlaps else {}
+        builds = [build(split_k_kernel, problem, config, constants, types, **options)]
         if split and not last:
             builds.append(reduction(problem, config.SPLIT_K))
         return builds

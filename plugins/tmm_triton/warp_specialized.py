@@ -69,7 +69,7 @@ from triton.experimental.gluon.language.nvidia.hopper.tma import (
     store_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
-from triton.language.extra.cuda import gdc_wait
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tmm_core import Kernel, Launcher, Operand, Problem, Traits
 from tmm_core.triton import (
@@ -259,10 +259,11 @@ def _skip(stage, phase, steps, C: gl.constexpr):
 @jit
 def _load(
     a_desc, b_desc, strides, ring, barriers, sizes, tile, first, last, stage, phase,
-    FRESH: gl.constexpr, C: gl.constexpr,
+    FRESH: gl.constexpr, PARTS: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """Ask for the tile's k-steps from ``first`` up to ``last``, each when its stage is free, or
-    FRESH, when no stage was ever taken; returns the ring position after them."""
+    FRESH, when no stage was ever taken; returns the ring position after them. PARTS are the
+    operands asked for: ``"ab"``, or ``"b"`` and then, of the same stages, ``"a"``."""
     a_ring, b_ring = ring
     full, empty = barriers
     a_stride, b_stride = strides
@@ -272,6 +273,8 @@ def _load(
     OF_A: gl.constexpr = 0 if C.WORDS == "a" else A_BOXES
     OF_B: gl.constexpr = 0 if C.WORDS == "b" else B_BOXES
     BYTES: gl.constexpr = C.IN_BYTES * (OF_A * C.A_ROWS + OF_B * C.columns) * C.BLOCK_K
+    ASKED_A: gl.constexpr = 0 if PARTS == "b" else OF_A
+    ASKED_B: gl.constexpr = 0 if PARTS == "a" else OF_B
     matrix, row, column = _tile(tile, sizes, C)
     row, column = _moved(row, column, sizes, C)
     of_a = _described(matrix, a_stride, C)
@@ -281,15 +284,16 @@ def _load(
             # A fresh barrier counts as having completed phase −1: the first round passes.
             mbarrier.wait(empty.index(stage), phase ^ 1)
         ready = full.index(stage)
-        # Whole boxes count, also where TMA fills out-of-range elements with zeros.
-        mbarrier.expect(ready, BYTES)
-        for part in gl.static_range(OF_A):
+        if PARTS != "a":
+            # Of both operands, whole boxes, also where TMA fills out-of-range elements with zeros.
+            mbarrier.expect(ready, BYTES)
+        for part in gl.static_range(ASKED_A):
             where = _place(of_a, row + part * C.ROWS, k, C.A_COL, C)
             slot = a_ring.index(stage * A_BOXES + part)
             if C.A_ROWS < C.ROWS:
                 slot = slot.slice(0, C.A_ROWS, dim=1 if C.BATCHED else 0)
             async_copy_global_to_shared(a_desc, where, ready, slot)
-        for part in gl.static_range(OF_B):
+        for part in gl.static_range(ASKED_B):
             at = column + part * (C.columns if C.halves else N)
             where = _place(of_b, k, at, C.B_COL, C)
             slot = b_ring.index(stage * B_BOXES + part)
@@ -305,16 +309,69 @@ def _primed(first, last, C: gl.constexpr):
 
 
 @jit
-def _prime(a_desc, b_desc, strides, ring, barriers, sizes, C: gl.constexpr):
-    """Ask for the first k-steps: the warps take their roles while these are on their way."""
+def _first(sizes, C: gl.constexpr):
+    """The k-steps that are asked for before the warps part, and the tile they are of."""
     work = _work(sizes, C)
     tile, first, last = _unit(0, work, sizes, C)
     if C.TAIL_SPLITS > 1:
         last = gl.where(work[0] > 0, last, first)  # a block may have nothing to do
-    last = _primed(first, last, C)
+    return tile, first, _primed(first, last, C)
+
+
+@jit
+def _prime(
+    a_desc, b_desc, strides, ring, barriers, sizes, PARTS: gl.constexpr, C: gl.constexpr
+):  # fmt: skip
+    """Ask for the first k-steps: the warps take their roles while these are on their way."""
+    tile, first, last = _first(sizes, C)
     stage = 0
     phase = 0
-    _load(a_desc, b_desc, strides, ring, barriers, sizes, tile, first, last, stage, phase, True, C)
+    _load(
+        a_desc, b_desc, strides, ring, barriers, sizes, tile, first, last, stage, phase,
+        True, PARTS, C,
+    )  # fmt: skip
+
+
+@jit
+def _prefetch(pointer, stride, strides, sizes, C: gl.constexpr):
+    """Have L2 bring b's part of the first k-steps. A prefetch returns nothing, and L2 is where
+    all SMs' stores meet: if the launch before is still writing b, the loads after ``gdc_wait``
+    read what it wrote."""
+    _, N, K, _, _, _ = sizes
+    tile, first, last = _first(sizes, C)
+    matrix, row, column = _tile(tile, sizes, C)
+    row, column = _moved(row, column, sizes, C)
+    # Rows of memory by pieces, a piece of each k-step.
+    LINES: gl.constexpr = C.columns if C.B_COL else C.BLOCK_K
+    BOXES: gl.constexpr = C.b_boxes
+    PIECES: gl.constexpr = C.pieces
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [C.WARPS, 1], [1, 0])
+    line = gl.expand_dims(gl.arange(0, LINES, layout=gl.SliceLayout(1, LAYOUT)), 1)
+    piece = gl.expand_dims(gl.arange(0, PIECES, layout=gl.SliceLayout(0, LAYOUT)), 0)
+    step = first + piece
+    end = 2 * N if C.GATED else N
+    if C.BATCHED:
+        pointer += matrix * strides[1]
+    for part in gl.static_range(BOXES):
+        at = column + part * (C.columns if C.halves else N)
+        if C.B_COL:
+            outer = at + line
+            inner = step * C.BLOCK_K
+            count = gl.minimum(K - inner, C.BLOCK_K)
+            inside = (outer < end) & (step < last)
+        else:
+            outer = step * C.BLOCK_K + line
+            inner = at
+            count = gl.minimum(end - inner, C.columns)
+            inside = (outer < K) & (step < last)
+        # Rows may end off 16 bytes, which are the least there is of a bulk prefetch.
+        bytes = gl.where(inside, count * C.IN_BYTES // 16 * 16, 0)
+        address = pointer + (outer.to(gl.int64) * stride + inner)
+        gl.inline_asm_elementwise(
+            """{ .reg .pred p; setp.gt.s32 p, $2, 0;
+            @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }""",
+            "=r,l,r", [address, bytes], gl.int32, is_pure=False, pack=1,
+        )  # fmt: skip
 
 
 @jit
@@ -329,8 +386,10 @@ def _produce(loads, C: gl.constexpr):
         first += gl.where(unit == 0, primed, 0)
         stage, phase = _load(
             a_desc, b_desc, strides, ring, barriers, sizes, tile, first, last, stage, phase,
-            False, C,
+            False, "ab", C,
         )  # fmt: skip
+    if C.DEPENDENTS == "last":
+        gdc_launch_dependents()
 
 
 @jit
@@ -748,10 +807,9 @@ def _kernel(
     out_ptr, out_stride_z, out_stride, bias_ptr, bias_stride,
     residual_ptr, residual_stride_z, residual_stride_m, residual_stride_n,
     alpha, scale_a_ptr, scale_b_ptr, parts_ptr, flags_ptr, TAIL, words_ptr, words_stride,
-    EPILOGUE: gl.constexpr, C: gl.constexpr,
+    ahead_ptr, ahead_stride, EPILOGUE: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     STAGES: gl.constexpr = C.STAGES
-    PRIMED: gl.constexpr = C.PRIMED
     # Lists are added because Triton does not parse a starred element.
     a_slots: gl.constexpr = [STAGES * C.a_boxes] + C.a_box  # noqa: RUF005
     b_slots: gl.constexpr = [STAGES * C.b_boxes] + C.b_box  # noqa: RUF005
@@ -766,16 +824,20 @@ def _kernel(
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
-    for i in gl.static_range(PRIMED):
+    for i in gl.static_range(STAGES):
         mbarrier.init(full.index(i), count=C.arrivals)
     ring = (a_ring, b_ring)
     barriers = (full, empty)
     strides = (a_stride_z, b_stride_z)
     sizes = (M, N, K, GROUP_M, BATCH, TAIL)
-    if C.CHAINED:
-        # Nothing before this reads what the launch before writes.
-        gdc_wait()
-    _prime(a_desc, b_desc, strides, ring, barriers, sizes, C)
+    if C.EARLY == "b":
+        _prime(a_desc, b_desc, strides, ring, barriers, sizes, "b", C)
+    elif C.EARLY == "l2":
+        _prefetch(ahead_ptr, ahead_stride, strides, sizes, C)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(empty.index(i), count=C.a_boxes)
+    for i in gl.static_range(2):
+        mbarrier.init(turn.index(i), count=1)
     if C.FETCH:
         STRIPS: gl.constexpr = C.CONSUMERS * C.buffers
         loaded = gl.allocate_shared_memory(gl.int64, [STRIPS, 1], mbarrier.MBarrierLayout())
@@ -784,12 +846,20 @@ def _kernel(
         residual = (r_desc, residual_stride_z, staging, loaded)
     else:
         residual = (residual_ptr, residual_stride_z, residual_stride_m, residual_stride_n)
-    for i in gl.static_range(STAGES):
-        if i >= PRIMED:
-            mbarrier.init(full.index(i), count=C.arrivals)
-        mbarrier.init(empty.index(i), count=C.a_boxes)
-    for i in gl.static_range(2):
-        mbarrier.init(turn.index(i), count=1)
+    if C.overlaps:
+        # The launch before may run until here, and may write what this one reads, read what it
+        # writes, or use the same flags and workspace. Nothing above touches memory that anyone
+        # writes, except b where the caller says that nobody does. All threads of the first
+        # partition wait, and it starts the others afterwards through a barrier of the block: so
+        # no role loads, stores or looks at a flag before all earlier launches are complete.
+        # Every block waits, so that this grid ends after the one before: who waits for this one
+        # has waited for all.
+        gdc_wait()
+    _prime(a_desc, b_desc, strides, ring, barriers, sizes, "a" if C.EARLY == "b" else "ab", C)
+    if C.DEPENDENTS == "first":
+        # The next launch's blocks then come as SMs become free. Not before the wait: what the next
+        # one does early must not meet the one before this.
+        gdc_launch_dependents()
     bias = (bias_ptr, bias_stride)
     target = (destination, bias, residual, (alpha, scale_a_ptr, scale_b_ptr))
     parts = (parts_ptr, flags_ptr)
@@ -853,15 +923,10 @@ class WarpSpecialized(Kernel[WarpSpecializedConfig]):
     )
     config_type = WarpSpecializedConfig
     shares = (epilogues, hopper_tiles, operands, partials, words)
-    #: Launched while the kernel that writes its operands may still run.
-    is_chained = False
-
-    def chained(self) -> WarpSpecialized:
-        """The same kernel for operands that the launch right before writes: begun while that
-        ends, it waits for it by itself."""
-        kernel = WarpSpecialized()
-        kernel.is_chained = True
-        return kernel
+    #: Launched while the launch before may still run (programmatic dependent launch), and when
+    #: it lets the next one begin: what ``benchmarks/pdl_decode.py`` compares.
+    overlaps = True
+    dependents = "first"
 
     def reasons_against(self, problem: Problem) -> list[str]:
         reasons = []
@@ -935,7 +1000,9 @@ class WarpSpecialized(Kernel[WarpSpecializedConfig]):
         """What :meth:`bind` compiles; also for a GPU that is not there."""
         problem = multiplied(problem, config)
         rows, width, batched = config.rows, config.BLOCK_N // config.subtiles, problem.batch > 1
-        specialized = Constants.of(problem, config, self.is_chained, self.version)
+        specialized = Constants.of(
+            problem, config, self.version, self.dependents if self.overlaps else ""
+        )
         types = {
             "a_desc": _descriptor_type(problem.a, specialized.A_ROWS, config.BLOCK_K, batched),
             "b_desc": _descriptor_type(problem.b, config.BLOCK_K, specialized.columns, batched),
@@ -952,6 +1019,8 @@ class WarpSpecialized(Kernel[WarpSpecializedConfig]):
             types |= {"words_ptr": pointer(problem.a.dtype), "words_stride": "i64"}
         if config.tail_splits > 1:
             types |= {"parts_ptr": "*fp32", "flags_ptr": "*i32", "TAIL": "i32"}
+        if config.early == "l2":
+            types |= {"ahead_ptr": pointer(problem.b.dtype), "ahead_stride": "i64"}
         constants: dict[str, Any] = {
             "EPILOGUE": device_function(problem.epilogue),
             "C": specialized,
@@ -992,7 +1061,7 @@ class WarpSpecialized(Kernel[WarpSpecializedConfig]):
         constants |= {name: None for name in _kernel.arg_names if name not in types | constants}
         options = {
             "num_warps": config.num_warps,
-            "launch_pdl": self.is_chained,
+            "launch_pdl": self.overlaps,
             "evict_first": config.evict_first,
         }
         return Specialization(types, constants, divisible, options)
@@ -1055,6 +1124,9 @@ class WarpSpecialized(Kernel[WarpSpecializedConfig]):
         if operand := of.constants["C"].WORDS:
             outer = -1 if getattr(problem, operand).layout == "col" else -2
             known |= {"words_ptr": operand, "words_stride": (operand, outer)}
+        if config.early == "l2":
+            outer = -1 if problem.b.layout == "col" else -2
+            known |= {"ahead_ptr": "b", "ahead_stride": ("b", outer)}
         arguments = {name: known[name] for name in of.types}
         shape = (problem.batch, problem.m, problem.n)[problem.batch == 1 :]
         steps = [Step(launch, (blocks, 1, 1), arguments)]

@@ -379,6 +379,7 @@ def run_block(
         ),
         "fence_async_shared": lambda: None,
         "gdc_wait": lambda: None,
+        "gdc_launch_dependents": lambda: None,
         "async_copy_global_to_shared": lambda d, at, view, slot: load(d, at, view.data, slot),
         "async_copy_shared_to_global": store,
         "store_wait": store_wait,
