@@ -213,10 +213,10 @@ class Realigned(Kernel[RealignedConfig]):
     def default_config(self, problem: Problem) -> RealignedConfig:
         return self.configs(problem)[0]
 
-    def arithmetic(self, problem: Problem, config: RealignedConfig) -> object:
+    def arithmetic(self, problem: Problem, config: RealignedConfig) -> str | None:
         kernel = inner_kernels()[config.inner]
-        of_product = kernel.arithmetic(realigned(problem), config.config)
-        return None if of_product is None else (config.inner, of_product)
+        of_product: str | None = kernel.arithmetic(realigned(problem), config.config)
+        return of_product
 
     def estimate_us(self, problem: Problem, config: RealignedConfig) -> float | None:
         kernel = inner_kernels()[config.inner]
