@@ -18,7 +18,7 @@ import triton
 
 from tmm_core import Kernel, Launcher, Problem
 from tmm_core.triton import Argument, Step, epilogues, launcher
-from tmm_triton import operands, roofline
+from tmm_triton import operands, roofline, sums
 from tmm_triton.operands import Build, TileConfig
 
 C = TypeVar("C", bound=TileConfig)
@@ -93,6 +93,10 @@ class TritonKernel(Kernel[C]):
             splits=self.splits(config),
             reach=self.reach,
         )
+
+    def arithmetic(self, problem: Problem, config: C) -> str | None:
+        shared = sums.summed(problem, self.splits(config), config.BLOCK_K)
+        return shared or super().arithmetic(problem, config)
 
     def splits(self, config: C) -> int:
         """Into how many ranges the sum over K is cut."""

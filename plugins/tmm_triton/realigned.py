@@ -13,6 +13,7 @@ neighbour 190). Copying an operand is O(n²) against the product's O(n³)::
 * Eight bytes are loaded, shifted into place and stored at once: wherever a row starts and ends,
   the aligned words it starts and ends in can be read. Where nothing is contiguous, elements
   are loaded one by one.
+* Of a batch every matrix is copied, by the same launch; one that the whole batch shares, once.
 * Zeros follow each row's end, so that a vector or a box that reaches past it reads zeros.
 * The inner kernel, part of the config, is given a problem with aligned operands and the output
   as it is, and stores by pointers what TMA cannot write. One that can is launched while the
@@ -26,6 +27,7 @@ import hashlib
 import inspect
 import itertools
 import math
+import operator
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
@@ -66,11 +68,18 @@ _INT32_MAX = 2**31 - 1
 
 @triton.jit
 def realign(
-    source, copy, rows, cols, stride, step, pitch, tile,
+    source, copy, rows, cols, stride, step, pitch, apart, tile,
     ROWS: tl.constexpr, COLS: tl.constexpr, PACK: tl.constexpr,
 ):  # fmt: skip
-    """Copy one [ROWS, COLS] tile into rows of ``pitch`` elements, zeros after each row's end."""
+    """Copy one [ROWS, COLS] tile into rows of ``pitch`` elements, zeros after each row's end.
+    Matrices of a batch lie ``apart`` elements from each other, their copies one after another."""
     across = tl.cdiv(pitch, COLS)
+    if apart is not None:
+        tiles = tl.cdiv(rows, ROWS) * across
+        z = (tile // tiles).to(tl.int64)
+        tile = tile % tiles
+        source += z * apart
+        copy += z * rows * pitch
     row = (tile // across) * ROWS + tl.arange(0, ROWS)
     first = (tile % across) * COLS
     if step is None:
@@ -95,8 +104,8 @@ def realign(
 
 @triton.jit
 def realign_kernel(
-    x_ptr, x_copy, x_rows, x_cols, x_stride, x_step, x_pitch,
-    y_ptr, y_copy, y_rows, y_cols, y_stride, y_step, y_pitch,
+    x_ptr, x_copy, x_rows, x_cols, x_stride, x_step, x_pitch, x_apart,
+    y_ptr, y_copy, y_rows, y_cols, y_stride, y_step, y_pitch, y_apart,
     x_tiles,
     X_ROWS: tl.constexpr, X_COLS: tl.constexpr, Y_ROWS: tl.constexpr, Y_COLS: tl.constexpr,
     PACK: tl.constexpr, CHAINED: tl.constexpr,
@@ -109,13 +118,13 @@ def realign_kernel(
     tile = tl.program_id(0)
     if y_ptr is None or tile < x_tiles:
         realign(
-            x_ptr, x_copy, x_rows, x_cols, x_stride, x_step, x_pitch, tile,
+            x_ptr, x_copy, x_rows, x_cols, x_stride, x_step, x_pitch, x_apart, tile,
             X_ROWS, X_COLS, PACK,
         )  # fmt: skip
     else:
         tile -= x_tiles
         realign(
-            y_ptr, y_copy, y_rows, y_cols, y_stride, y_step, y_pitch, tile,
+            y_ptr, y_copy, y_rows, y_cols, y_stride, y_step, y_pitch, y_apart, tile,
             Y_ROWS, Y_COLS, PACK,
         )  # fmt: skip
 
@@ -175,8 +184,6 @@ class Realigned(Kernel[RealignedConfig]):
 
     def reasons_against(self, problem: Problem) -> list[str]:
         reasons = []
-        if problem.batch != 1:
-            reasons.append("is not batched")
         if problem.fp8:
             reasons.append("copies operands of 16 or 32 bits")
         if problem.a.aligned and problem.b.aligned:
@@ -204,10 +211,10 @@ class Realigned(Kernel[RealignedConfig]):
     def default_config(self, problem: Problem) -> RealignedConfig:
         return self.configs(problem)[0]
 
-    def arithmetic(self, problem: Problem, config: RealignedConfig) -> object:
+    def arithmetic(self, problem: Problem, config: RealignedConfig) -> str | None:
         kernel = inner_kernels()[config.inner]
-        of_product = kernel.arithmetic(realigned(problem), config.config)
-        return None if of_product is None else (config.inner, of_product)
+        of_product: str | None = kernel.arithmetic(realigned(problem), config.config)
+        return of_product
 
     def estimate_us(self, problem: Problem, config: RealignedConfig) -> float | None:
         kernel = inner_kernels()[config.inner]
@@ -244,7 +251,7 @@ class Realigned(Kernel[RealignedConfig]):
 @dataclass(frozen=True)
 class Misaligned:
     """An operand to copy, as rows along which its memory runs: where it is column-major, those
-    of its transpose."""
+    of its transpose. Of a batch it is one matrix."""
 
     #: 0: a, 1: b.
     place: int
@@ -300,7 +307,9 @@ def realigned(problem: Problem) -> Problem:
 
 
 def _copied_bytes(problem: Problem) -> int:
-    return sum(m.rows * m.pitch * m.operand.dtype.itemsize for m in Misaligned.of(problem))
+    """At most: the problem does not say which operands the whole batch shares."""
+    copied = (m.rows * m.pitch * m.operand.dtype.itemsize for m in Misaligned.of(problem))
+    return problem.batch * sum(copied)
 
 
 def copy_build(problem: Problem) -> Build:
@@ -325,6 +334,8 @@ def copy_build(problem: Problem) -> Build:
         if operand.layout == "strided":
             types[f"{letter}_step"] = index
         types[f"{letter}_pitch"] = "i64" if matrix.copied.wide else "i32"
+        if problem.batch > 1:
+            types[f"{letter}_apart"] = "i64"
         divisible |= {f"{letter}_copy": VECTOR, f"{letter}_pitch": VECTOR}
         constants[f"{letter.upper()}_ROWS"], constants[f"{letter.upper()}_COLS"] = matrix.tile
     if len(matrices) > 1:
@@ -345,28 +356,40 @@ def bind_copy(
     build = copy_build(problem)
     launch = build.launch(problem.device.type).call
     matrices = Misaligned.of(problem)
-    starts = list(itertools.accumulate((m.rows * m.pitch for m in matrices), initial=0))
+    batched, tiles = problem.batch > 1, [matrix.tiles for matrix in matrices]
     work = []
-    for letter, matrix, start in zip("xy", matrices, starts, strict=False):
+    for letter, matrix in zip("xy", matrices, strict=False):
         given = [
-            d for d, name in enumerate(("stride", "step")) if f"{letter}_{name}" in build.types
+            d for d, name in ((-2, "stride"), (-1, "step")) if f"{letter}_{name}" in build.types
         ]
         shape, steps = (matrix.rows, matrix.cols), (matrix.pitch, 1)
-        work.append((matrix.place, matrix.transposed, shape, steps, start, given))
-    tiles = [matrix.tiles for matrix in matrices]
-    first = (tiles[0],) if len(tiles) > 1 else ()
-    count, elements = sum(tiles), starts[-1]
+        work.append((matrix.place, matrix.transposed, shape, steps, given))
+    sizes = [matrix.rows * matrix.pitch for matrix in matrices]
 
     def run(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        workspace = a.new_empty(elements)
         operands = [a, b]
+        counts = [1] * len(work)
+        if batched:
+            # What the whole batch shares is one matrix.
+            counts = [len(a) if operands[place].stride(0) else 1 for place, *_ in work]
+        workspace = a.new_empty(sum(map(operator.mul, counts, sizes)))
+        start = 0
         args: tuple[Any, ...] = ()
-        for place, transposed, shape, steps, start, given in work:
-            source = operands[place].t() if transposed else operands[place]
-            copy = workspace.as_strided(shape, steps, start)
+        each = zip(work, counts, sizes, strict=True)
+        for (place, transposed, shape, steps, given), count, size in each:
+            source = operands[place].mT if transposed else operands[place]
+            if batched:
+                copy = workspace.as_strided((count, *shape), (size, *steps), start)
+            else:
+                copy = workspace.as_strided(shape, steps, start)
             args += (source, copy, *shape, *map(source.stride, given), steps[0])
-            operands[place] = copy.t() if transposed else copy
-        launch(count, 1, 1, *args, *first)
+            args += (source.stride(0),) * batched
+            if batched and count == 1:
+                copy = copy.expand(len(a), *shape)
+            operands[place] = copy.mT if transposed else copy
+            start += count * size
+        programs = [*map(operator.mul, counts, tiles)]
+        launch(sum(programs), 1, 1, *args, *programs[: len(work) - 1])
         return operands[0], operands[1]
 
     return run

@@ -82,7 +82,7 @@ from tmm_core.triton import (
     launcher,
     pointer,
 )
-from tmm_triton import hopper_tiles, operands, partials, words
+from tmm_triton import hopper_tiles, operands, partials, sums, words
 from tmm_triton.counters import Counters
 from tmm_triton.hopper_tiles import (
     ALIGNMENT,
@@ -972,11 +972,15 @@ class WarpSpecialized(Kernel[WarpSpecializedConfig]):
             reasons.append(f"the up half of b does not start {ALIGNMENT}-byte aligned (TMA)")
         return reasons
 
-    def arithmetic(self, problem: Problem, config: WarpSpecializedConfig) -> object:
-        if config.tail_splits > 1 or config.splits > 1:
-            return None  # which tiles are cut, and into how many parts, depends on M
-        # Every wgmma adds 32 bytes' products along k to its accumulators, whatever their shape.
-        return ("k32", config.BLOCK_K) if problem.fp8 else "k16"
+    def arithmetic(self, problem: Problem, config: WarpSpecializedConfig) -> str | None:
+        if config.tail_splits > 1:
+            return None  # which tiles are cut depends on M
+        if hopper_tiles.adapted(problem, config).splits != config.splits:
+            return None  # with this M there is no room for all parts
+        if problem.fp8:
+            # Each step's products are summed apart.
+            return f"sm90-k32/promoted{config.BLOCK_K}" if config.splits == 1 else None
+        return sums.summed(problem, config.splits, config.BLOCK_K)
 
     def configs(self, problem: Problem) -> Iterable[WarpSpecializedConfig]:
         return hopper_tiles.configs(problem)

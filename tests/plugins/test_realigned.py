@@ -67,6 +67,17 @@ class TestRealigned(KernelConformance):
         yield replace(base, m=m, n=n + 4, k=k + 4)
         yield replace(base, m=m + 1, n=n, k=k, a="col")
 
+    def probes_of_batches(self) -> Iterator[Probe]:
+        """And of a batch both or one operand misaligned, by its rows or by its stride alone."""
+        yield from super().probes_of_batches()
+        base = replace(self._probe(), batch=3)
+        for stack in ("packed", "interleaved", "broadcast"):
+            yield replace(base, b="col", stack_a=stack, stack_b="interleaved")
+            yield replace(base, a="col", stack_a="broadcast", stack_b=stack, epilogue=parse("silu"))
+        m, n, k = (size // 16 * 16 for size in self._size())
+        yield replace(base, m=m, n=n, k=k + 1, b="col_padded")
+        yield replace(base, m=m, n=n + 1, k=k, bias="packed", residual="row")
+
 
 def problem(
     m: int = 4097,
@@ -130,6 +141,60 @@ def test_copies_are_exact(shape: tuple[int, int], layout: str, dtype: torch.dtyp
     assert x.changed() == y.changed() == 0
 
 
+@pytest.mark.parametrize("layout", ["row_unaligned", "col_sliced", "strided"])
+@pytest.mark.parametrize("shared", ["", "a", "b", "ab"])
+def test_matrices_of_a_batch_are_copied_once(layout: str, shared: str) -> None:
+    batch, shape = 5, (37, 93)
+
+    def stacked(name: str, shape: tuple[int, int]) -> torch.Tensor:
+        """A batch that lies at odd distances, or one matrix again and again."""
+        matrices = [posed(shape, layout, BF16, seed).tensor for seed in range(batch)]
+        if name in shared:
+            return matrices[0].expand(batch, *shape)
+        strides = matrices[0].stride()
+        apart = sum((n - 1) * s for n, s in zip(shape, strides, strict=True)) + 3
+        apart += 1 - apart % 2
+        storage = torch.zeros(1 + batch * apart, dtype=BF16, device=DEVICE)
+        whole = storage.as_strided((batch, *shape), (apart, *strides), 1)
+        for matrix, target in zip(matrices, whole, strict=True):
+            target.copy_(matrix)
+        return whole
+
+    a, b = stacked("a", shape), stacked("b", shape[::-1])
+    out = torch.empty(batch, shape[0], shape[0], dtype=BF16, device="meta")
+    asked = Problem.of(a, b, out, fingerprint(DEVICE))
+    matrices = Misaligned.of(asked)
+    assert [matrix.place for matrix in matrices] == [0, 1]
+    copies = bind_copy(asked)(a, b)
+    served = realigned(asked)
+    for matrix in matrices:
+        given, copy = (a, b)[matrix.place], copies[matrix.place]
+        assert torch.equal(copy, given)
+        assert Operand.of(copy) == matrix.copied == (served.a, served.b)[matrix.place]
+        assert (copy.stride(0) == 0) == ("ab"[matrix.place] in shared)
+        rows = copy.mT if matrix.transposed else copy
+        whole = rows.as_strided((*rows.shape[:2], matrix.pitch), (rows.stride(0), matrix.pitch, 1))
+        assert not whole[..., rows.shape[2] :].any(), "the padding is not zero"
+    # One allocation holds what is needed, and nothing twice.
+    held = sum(
+        (1 if "ab"[matrix.place] in shared else batch) * matrix.rows * matrix.pitch
+        for matrix in matrices
+    )
+    assert copies[0].untyped_storage().nbytes() == 2 * held
+
+
+def test_a_batch_whose_stride_alone_is_misaligned_is_copied() -> None:
+    storage = torch.randn(1 + 3 * (16 * 24 + 1), device=DEVICE).to(BF16)
+    a = storage.as_strided((3, 16, 24), (16 * 24 + 1, 24, 1))
+    b = torch.randn(3, 24, 16, device=DEVICE).to(BF16)
+    asked = Problem.of(a, b, torch.empty(3, 16, 16, device="meta"), fingerprint(DEVICE))
+    assert not asked.a.aligned
+    copy, other = bind_copy(asked)(a, b)
+    assert torch.equal(copy, a)
+    assert Operand.of(copy).aligned
+    assert other is b
+
+
 def test_not_a_number_is_copied_like_any() -> None:
     a = posed((7, 9), "row_unaligned", BF16).tensor
     a[3, 5] = float("nan")
@@ -143,6 +208,8 @@ def test_offsets_past_32_bits_are_computed_in_64() -> None:
     wide = Operand(BF16, "row", False, wide=True)
     types = copy_build(problem(70_000, 64, 40_001, a=wide, b=ALIGNED)).types
     assert (types["x_stride"], types["x_pitch"]) == ("i64", "i64")
+    types = copy_build(problem(batch=2)).types
+    assert (types["x_apart"], types["y_apart"]) == ("i64", "i64")
     types = copy_build(problem()).types
     assert {types[f"{x}_{what}"] for x in "xy" for what in ("stride", "pitch")} == {"i32"}
     # The copy is larger than what it is a copy of: that may be broadcast.
@@ -165,6 +232,11 @@ def test_offsets_past_32_bits_are_computed_in_64() -> None:
         problem(dtype=FP32, tf32=True),
         problem(device=A100, dtype=FP16),
         problem(1, 1, 1),
+        problem(300, 100, 300, batch=100),
+        problem(1500, 1500, 1500, batch=12),
+        problem(33, 65, 127, batch=4, b=Operand(BF16, "col")),
+        problem(epilogue="swiglu", b="col", batch=3, bias=BF16),
+        problem(device=A100, batch=3),
     ],
     ids=str,
 )
@@ -192,7 +264,7 @@ def test_serves(asked: Problem) -> None:
     ("asked", "reason"),
     [
         (problem(a=ALIGNED, b=ALIGNED), "aligned already"),
-        (problem(batch=2), "not batched"),
+        (problem(a=ALIGNED, b=ALIGNED, batch=2), "aligned already"),
         (problem(dtype=FP32), "without TF32"),
         (problem(dtype=torch.float64), "torch.float64 operands"),
         (problem(k=0), "nothing to multiply"),
@@ -249,6 +321,14 @@ def test_estimates_count_the_copies() -> None:
     alone = product.estimate_us(realigned(problem()), config)
     assert alone is not None
     assert 30 < both - alone < 38
+    # 12 matrices of 1500 rows of 1536 elements, of each operand.
+    asked = problem(1500, 1500, 1500, batch=12)
+    time = KERNEL.estimate_us(asked, KERNEL.default_config(asked))
+    inner = KERNEL.default_config(asked)
+    alone = inner_kernels()[inner.inner].estimate_us(realigned(asked), inner.config)
+    assert time is not None
+    assert alone is not None
+    assert time - alone == pytest.approx(2.0 + 12 * 4 * 1500 * 1536 * 2 / (32e3 * 132))
 
 
 def test_memory_for_the_copies_is_counted() -> None:
@@ -257,6 +337,11 @@ def test_memory_for_the_copies_is_counted() -> None:
     # 4097 elements in rows of 4160, the next multiple of 128 bytes.
     assert KERNEL.workspace_bytes(problem(), config) == 2 * 4097 * 4160 * 2
     assert KERNEL.workspace_bytes(problem(b=ALIGNED), config) == 4097 * 4160 * 2
+    # Of a batch each matrix, though what all share is copied once.
+    asked = problem(300, 100, 300, batch=100, b=ALIGNED)
+    batched = KERNEL.default_config(asked)
+    held = inner_kernels()[batched.inner].workspace_bytes(realigned(asked), batched.config)
+    assert KERNEL.workspace_bytes(asked, batched) == 100 * 300 * 320 * 2 + held
     # A tile cut along K leaves its parts there, one for each SM.
     config = replace(config, config=replace(config.config, tail_splits=4))
     tile = config.config.BLOCK_M * config.config.BLOCK_N
@@ -393,6 +478,7 @@ def compiled(asked: str, what: str, folder: Path) -> list[dict[str, Any]]:
             ["b64"],
             ["b64"],
         ),
+        ("problem(300, 100, 300, batch=100)", ["b64"], ["b64"]),
     ],
 )
 def test_the_copy_compiles_for_hopper(
@@ -403,7 +489,7 @@ def test_the_copy_compiles_for_hopper(
     # Eight programs to an SM.
     assert result["shared"] <= H200.shared_memory // 8
     assert (result["loads"], result["stores"]) == (loads, stores)
-    assert (result["wide"] > 0) == ("70_000" in asked)
+    assert (result["wide"] > 0) == ("70_000" in asked or "batch" in asked)
 
 
 @pytest.mark.slow
@@ -412,6 +498,7 @@ def test_the_copy_compiles_for_hopper(
     [
         ("problem()", 0),
         ("problem(8192, 50257, 768, a=ALIGNED)", 0),
+        ("problem(1500, 1500, 1500, batch=12)", 0),
         ("problem(127, 4093, 4096, dtype=FP16, a=Operand(FP16))", 0),
         # A few registers of the epilogue may go to local memory.
         ("problem(epilogue='silu', bias=BF16)", 128),

@@ -167,16 +167,21 @@ class Kernel(abc.ABC, Generic[C]):
             Exception: Whatever went wrong; it costs this candidate, not the call.
         """
 
-    def arithmetic(self, problem: Problem, config: C) -> object:
-        """What the bits of a row depend on besides its data: two configs for which this is
-        equal give a row the same bits, whatever the M of either problem.
+    def arithmetic(self, problem: Problem, config: C) -> str | None:
+        """The name of what the bits of a row depend on besides its data: two configs, of one
+        kernel or of two, for which it is equal give a row the same bits, whatever the M of
+        either problem and on whatever machine.
 
-        In batch-invariant mode every M is served by one arithmetic, so a kernel that knows
-        several of its configs to share one lets each M have the fastest of these. By
-        default each config has its own. ``None``: with this config they depend on M, and it is
-        not for that mode.
+        In batch-invariant mode every M of a weight is served by one arithmetic, so kernels that
+        know several configs to share one let each M have the fastest of these. By default each
+        config has its own, named after the kernel, its version and the architecture. ``None``:
+        with this config the bits depend on M, and it is not for that mode.
         """
-        return config
+        if not self.traits.batch_invariant:
+            return None
+        device = problem.device
+        architecture = f"sm{device.sm}" if device.type == "cuda" else device.type
+        return f"{architecture}-{self.name}@{self.version}({config})"
 
     def estimate_us(self, problem: Problem, config: C) -> float | None:
         """Expected GPU time in µs, compared with the other kernels' only where nothing was
