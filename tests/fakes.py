@@ -143,3 +143,11 @@ def dispatcher(
 
 def settings(**fields: Any) -> Settings:
     return replace(Settings(progress=False), **fields)
+
+
+def installed(*kernels: Kernel[Any]) -> None:
+    """Make these the kernels that the process's own calls choose from."""
+    from tmm_core import dispatch
+
+    dispatch.dispatcher.made, _ = dispatcher(*kernels)
+    dispatch.forget_plans()
