@@ -36,7 +36,7 @@ from tmm_triton.split_k import SplitK
 from tmm_triton.warp_specialized import WarpSpecialized
 
 from tmm_core import Kernel, Launcher, Problem
-from tmm_core.device import fingerprint
+from tmm_core.spec.device import fingerprint
 
 ROWS = (1, 16, 64)
 #: N and K of the weights.

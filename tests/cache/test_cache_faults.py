@@ -337,6 +337,31 @@ def test_the_data_is_synced_before_it_is_renamed_and_the_folder_after(
     assert steps == ["fsync .tmp", "replace", "fsync "]
 
 
+@pytest.mark.parametrize("fails", ["environment.json", "record"])
+def test_a_record_never_lies_without_its_environment(
+    store: CacheStore, monkeypatch: pytest.MonkeyPatch, fails: str
+) -> None:
+    """Whoever reads between the two steps, or after a crash there, must know what it is of."""
+    record_name = store.path(GPU, ENVIRONMENT, problem()).name
+    replace = os.replace
+    placed: list[str] = []
+
+    def seen_replace(source: Path, target: Path) -> None:
+        name = Path(target).name
+        if name == (fails if fails != "record" else record_name):
+            raise OSError(errno.ENOSPC, "No space left on device")
+        placed.append(name)
+        replace(source, target)
+
+    monkeypatch.setattr(os, "replace", seen_replace)
+    with warned("cannot be written"):
+        store.save(GPU, ENVIRONMENT, record())
+    assert placed == ([] if fails == "environment.json" else ["environment.json"])
+    monkeypatch.undo()
+    store.save(GPU, ENVIRONMENT, record())
+    assert CacheStore(store.root, []).load(GPU, ENVIRONMENT, problem()) == record()
+
+
 def test_a_folder_that_a_clear_elsewhere_removes_is_made_again(
     store: CacheStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:

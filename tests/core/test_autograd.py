@@ -342,6 +342,29 @@ def test_complex_gradients() -> None:
     assert torch.autograd.gradcheck(call, inputs, check_forward_ad=True)
 
 
+@pytest.mark.parametrize("way", ["a layer", "batches", "a transform"])
+def test_a_bias_in_fp32_is_summed_for_in_fp32(way: str) -> None:
+    """Its gradient is a sum over rows that bf16 would round, by up to 2e-3 of it."""
+    rows, dtype = 513, torch.bfloat16
+    x, w, bias = leaf(rows, 8, dtype=dtype), leaf(16, 8, dtype=dtype), leaf(16)
+    bias = bias.detach().float().requires_grad_()
+    grad = (torch.randn(rows, 16) + 1).to(dtype)
+    if way == "a layer":
+        y = tmm_core.linear(x, w, bias)
+    elif way == "batches":
+        y = tmm_core.matmul(x[None], w.t()[None], bias=bias)
+    if way == "a transform":
+
+        def loss(bias: torch.Tensor) -> torch.Tensor:
+            return (tmm_core.matmul(x.detach(), w.detach().t(), bias=bias) * grad).float().sum()
+
+        got = torch.func.grad(loss)(bias.detach())
+    else:
+        (got,) = torch.autograd.grad(y, bias, grad.view(y.shape))
+    assert got.dtype is torch.float32
+    torch.testing.assert_close(got, grad.double().sum(0).float(), rtol=1e-6, atol=1e-6)
+
+
 def test_gradients_of_wide_outputs_and_biases() -> None:
     a, b = leaf(64, 32, dtype=torch.bfloat16), leaf(32, 16, dtype=torch.bfloat16)
     bias = leaf(16, dtype=torch.float32)

@@ -345,17 +345,19 @@ def test_a_problem_that_kills_is_given_up(mortals: World, tmp_path: Path) -> Non
         assert "whoever tried was lost" in given_up
 
 
-def hang_rank_2(index: int) -> None:
-    if dist.get_rank() == 2:
+def hang_rank_1(index: int) -> None:
+    if dist.get_rank() == 1:
         time.sleep(6)
 
 
 def test_a_rank_that_hangs_is_given_up_and_adopts_later(world: World, tmp_path: Path) -> None:
-    outcomes = world.run(partial(tuned, f"{tmp_path}/{{rank}}", before=hang_rank_2, timeout=2.0))
-    agree(outcomes, "xyxyxy")
+    outcomes = world.run(partial(tuned, f"{tmp_path}/{{rank}}", before=hang_rank_1, timeout=2.0))
+    agree(outcomes, "xxxyxx")
+    # What else it was to measure it leaves to those that took it over.
+    assert [outcome.measured for outcome in outcomes] == [[0, 1, 4], [1], [2, 5], [3]]
     for rank, outcome in enumerate(outcomes):
-        assert (outcome.seconds > 6.0) is (rank == 2)
-        assert outcome.warnings[0].startswith("rank 2 showed no sign of life")
+        assert (outcome.seconds > 6.0) is (rank == 1)
+        assert outcome.warnings[0].startswith("rank 1 showed no sign of life")
 
 
 def fail_on_rank_1(root: str) -> Tuned:

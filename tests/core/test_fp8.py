@@ -8,6 +8,8 @@ from typing import Any
 
 import pytest
 import torch
+from fakes import installed
+from tmm_blas.blas import Blas
 
 import tmm_core
 from tmm_core.dispatch import verify
@@ -89,6 +91,33 @@ def test_scales_of_any_stride() -> None:
     one = torch.tensor(0.25).expand(9, 1)
     planned = tmm_core.plan(a, b, scale_a=one)
     close(planned(a, b, scale_a=one), exact(a, b, 0.25))
+
+
+@pytest.mark.parametrize("shared", ["a", "b"])
+def test_scales_that_a_batch_shares_are_packed(shared: str) -> None:
+    """Kernels step from matrix to matrix by the number of rows, or columns."""
+    seen: list[tuple[Tensor, Tensor]] = []
+
+    class Watching(Blas):
+        def bind(self, problem: Problem, config: Any) -> Any:
+            right: Any = super().bind(problem, config)
+
+            def launch(*arguments: Any) -> Tensor:
+                seen.append(arguments[6:])
+                return right(*arguments)
+
+            return launch
+
+    installed(Watching())
+    counts = {"a": 1, "b": 3} if shared == "a" else {"a": 3, "b": 1}
+    a, b = eight_bit(counts["a"], 5, 16), eight_bit(counts["b"], 16, 8)
+    scale_a, scale_b = torch.rand(counts["a"], 5, 1) + 0.5, torch.rand(counts["b"], 1, 8) + 0.5
+    result = tmm_core.matmul(a, b, scale_a=scale_a, scale_b=scale_b)
+    close(result, exact(a, b, scale_a, scale_b))
+    ((of_a, of_b),) = seen
+    assert (of_a.shape, of_b.shape) == ((3, 5, 1), (3, 1, 8))
+    assert of_a.is_contiguous()
+    assert of_b.is_contiguous()
 
 
 def test_scales_are_read_at_every_call() -> None:

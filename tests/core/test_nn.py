@@ -848,7 +848,12 @@ def test_weights_that_share_memory_with_others_are_not_moved() -> None:
     assert model.alias.data_ptr() == mlp.gate_proj.weight.data_ptr()
 
 
-HOOKS = ("register_forward_hook", "register_forward_pre_hook", "register_full_backward_hook")
+HOOKS = (
+    "register_forward_hook",
+    "register_forward_pre_hook",
+    "register_full_backward_hook",
+    "register_full_backward_pre_hook",
+)
 
 
 @pytest.mark.parametrize("register", HOOKS)

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import FakeBlas, FakeConfig, FakeKernel, FakeTimer, problem, settings
+from fakes import FakeBlas, FakeConfig, FakeKernel, FakeTimer, Idle, problem, settings
 from tmm_cache import CandidateResult, TuningRecord
 
 from tmm_core import Traits
 from tmm_core.dispatch import tuner, verify
-from tmm_core.dispatch.proposals import decide
+from tmm_core.dispatch.proposals import baseline_us, decide
 from tmm_core.dispatch.tuner import Tuner
 from tmm_core.spec.problem import Operand
 
@@ -69,6 +69,50 @@ def test_fast_and_wrong_never_wins(spoil: Any) -> None:
     assert evidence.tolerance is not None
     assert evidence.reason is not None
     assert "exceeds" in evidence.reason
+
+
+@pytest.mark.parametrize("rows", [None, 1, 63])
+@pytest.mark.parametrize("layout", ["row", "col"])
+def test_what_another_left_in_the_output_is_nobodys_answer(layout: Any, rows: int | None) -> None:
+    """BLAS is verified before, and a right kernel after that: each leaves the right answer."""
+    idle = Idle("z.idle")
+    idle.rows = rows
+    asked = problem(out=Operand(torch.float32, layout), bias=torch.float32)
+    kernels = FakeBlas(), FakeKernel("right"), idle
+    record, timer = tune(*kernels, problem=asked, times={"z.idle": 1.0, "blas": 20.0})
+    assert status(record) == {"blas": "ok", "right": "slow", "z.idle": "wrong"}
+    assert "z.idle" not in timer.measured
+    assert next(c for c in record.candidates if c.kernel == "z.idle").reason.startswith("error nan")
+
+
+#: Two units in the last place of a result or so; of TF32 what rounding the operands makes.
+LIMITS = [
+    (torch.float64, False, 1e-12),
+    (torch.float32, False, 2e-5),
+    (torch.float32, True, 4e-3),
+    (torch.float16, False, 2e-3),
+    (torch.bfloat16, False, 1.6e-2),
+]
+
+
+@pytest.mark.parametrize(("dtype", "tf32", "limit"), LIMITS, ids=str)
+def test_how_wrong_is_wrong(dtype: torch.dtype, tf32: bool, limit: float) -> None:
+    def off_by(share: float) -> Any:
+        def spoil(out: torch.Tensor) -> torch.Tensor:
+            exact = out.double()
+            finite = exact.isfinite()  # NaN and Inf are verified apart
+            rms = exact[finite].square().mean().sqrt()
+            off = exact + share * limit * (exact.abs() + rms)
+            return torch.where(finite, off, exact).to(dtype)
+
+        return spoil
+
+    operand = Operand(dtype)
+    asked = problem(a=operand, b=operand, out=operand, tf32=tf32)
+    kernels = FakeKernel("off", spoil=off_by(0.7)), FakeKernel("wrong", spoil=off_by(1.4))
+    record, _ = tune(FakeBlas(), *kernels, problem=asked, times={"off": 5.0, "blas": 20.0})
+    assert status(record) == {"blas": "ok", "off": "ok", "wrong": "wrong"}
+    assert winner(record) == "off"
 
 
 def test_the_reference_covers_the_whole_expression() -> None:
@@ -139,6 +183,24 @@ def test_every_kernel_keeps_a_runner_up() -> None:
         FakeBlas(), FakeKernel("a"), FakeKernel("b"), times={"a": 10.0, "b": 25.0, "blas": 30.0}
     )
     assert status(record) == {"blas": "ok", "a": "ok", "b": "ok"}
+
+
+def test_blas_is_timed_to_the_end_however_slow() -> None:
+    record, _ = tune(FakeBlas(), FakeKernel("k"), times={"k": 1.0, "blas": 1000.0})
+    assert status(record) == {"blas": "ok", "k": "ok"}
+    assert baseline_us(record) == 1000.0
+
+
+def test_what_is_gone_leaves_the_record() -> None:
+    times = {"a": 10.0, "gone": 5.0, "blas": 20.0}
+    before, _ = tune(FakeBlas(), FakeKernel("a"), FakeKernel("gone"), times=times)
+    assert winner(before) == "gone"
+    record, timer = tune(
+        FakeBlas(), FakeKernel("a"), FakeKernel("new"), before=before, times={**times, "new": 30.0}
+    )
+    assert {c.kernel for c in record.candidates} == {"blas", "a", "new"}
+    assert winner(record) == "a"
+    assert "a" not in timer.measured
 
 
 def test_a_decision_is_not_made_by_what_held_the_machine_up() -> None:

@@ -21,7 +21,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 from tmm_triton import kernel as kernel_module
-from tmm_triton import operands, plugin, roofline
+from tmm_triton import operands, plugin, roofline, split_k
 from tmm_triton.fused_epilogue import FusedEpilogue, FusedEpilogueConfig
 from tmm_triton.grouped import Grouped, GroupedConfig
 from tmm_triton.kernel import TritonKernel
@@ -298,6 +298,37 @@ def test_uneven_splits(split: int, swap: bool, stages: int) -> None:
     config = SplitKConfig(**tile, SPLIT_K=split, REDUCE="kernel", SWAP=swap)
     a, b = aligned(5, 6 * 16 + 3, BF16), aligned(6 * 16 + 3, 29, BF16, seed=1)
     run(SplitK(), config, a, b, bias=random(29), epilogue="relu2")
+
+
+@interpreted
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("split", [2, 3])
+def test_the_last_program_of_a_tile_adds_and_leaves_its_counter(
+    split: int, batch: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A launcher's counters serve its every launch: each starts from the zeros of the one before.
+    The interpreter runs programs in turn, so that what it does not show is a race."""
+    counters: list[torch.Tensor] = []
+
+    def made(count: int) -> Callable[[], torch.Tensor]:
+        counters.append(torch.zeros(count, dtype=torch.int32))
+        return lambda: counters[-1]
+
+    monkeypatch.setattr(split_k, "Counters", made)
+    config = SplitKConfig(**TILE, SPLIT_K=split, REDUCE="last", SWAP=False)
+    lead = (batch,) if batch > 1 else ()
+    a, b = random(*lead, 37, 64, dtype=FP16), random(*lead, 64, 29, dtype=FP16, seed=1)
+    out = torch.empty(*lead, 37, 29, dtype=FP16)
+    run_it = SplitK().bind(problem_of(a, b, out), config)
+    expected = a.double() @ b.double()
+    for _ in range(3):
+        out.fill_(float("nan"))
+        run_it(a, b, None, None, 1.0, out)
+        assert (out.double() - expected).norm() < TOLERANCE[FP16] * expected.norm()
+        assert not counters[0].any(), "the next launch would add too early"
+    assert len(counters) == 1
+    tiles = -(-37 // TILE["BLOCK_M"]) * -(-29 // TILE["BLOCK_N"])
+    assert len(counters[0]) == batch * tiles
 
 
 @interpreted

@@ -131,6 +131,49 @@ def test_declines_with_the_reason(asked: Problem, reason: str) -> None:
     assert any(reason in text for text in reasons), reasons
 
 
+def stored(asked: Problem) -> str:
+    """How the output leaves: by which argument."""
+    types = KERNEL.specialize(asked, CONFIG).types
+    (how,) = types.keys() & {"out_ptr", "c_desc"}
+    return how
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@pytest.mark.parametrize("residual", [None, Operand(BF16)])
+def test_tma_stores_whole_rows_of_16_bytes_only(batch: int, residual: Operand | None) -> None:
+    """What it stores of a row that ends elsewhere it stores past its end, in whose memory."""
+    for n in range(4088, 4097):
+        for dtype, whole in ((BF16, 8), (FP32, 4)):
+            asked = problem(n=n, out=dtype, batch=batch, residual=residual)
+            assert stored(asked) == ("c_desc" if n % whole == 0 else "out_ptr")
+            off = dataclasses.replace(asked, out=Operand(dtype, aligned=False))
+            assert stored(off) == "out_ptr"
+            fetched = "r_desc" in KERNEL.specialize(asked, CONFIG).types
+            assert fetched is (residual is not None and dtype is BF16 and n % whole == 0)
+    assert stored(problem(m=1, n=1, k=8)) == "out_ptr"
+
+
+def test_which_configs_sum_a_row_alike() -> None:
+    """Sums of 8 bits are promoted every BLOCK_K, so their bits depend on it; others do not."""
+
+    def arithmetic(asked: Problem, **fields: Any) -> object:
+        return KERNEL.arithmetic(asked, dataclasses.replace(CONFIG, **fields))
+
+    eight = problem(dtype=E4M3, out=BF16)
+    for asked in (problem(), problem(dtype=FP16), eight):
+        alike = {"num_stages": 3}, {"GROUP_M": 2}, {"subtiles": 2}, {"evict_first": True}
+        tiles = {"BLOCK_M": 192, "consumers": 3, "BLOCK_N": 128}, {"BLOCK_N": 64}
+        for fields in (*alike, *tiles):
+            assert arithmetic(asked, **fields) == arithmetic(asked), fields
+            other_m = dataclasses.replace(asked, m=17)
+            assert arithmetic(other_m, **fields) == arithmetic(asked), fields
+        assert arithmetic(asked, splits=2) is None
+        assert arithmetic(asked, tail_splits=2) is None
+    assert len({arithmetic(eight, BLOCK_K=k) for k in (32, 64, 128)}) == 3
+    assert len({arithmetic(problem(), BLOCK_K=k) for k in (32, 64, 128)}) == 1
+    assert arithmetic(eight) != arithmetic(problem())
+
+
 def test_declines_an_epilogue_that_it_cannot_fuse() -> None:
     opaque = Epilogue("opaque", reference=torch.sin)
     (reason,) = KERNEL.reasons_against(dataclasses.replace(problem(), epilogue=opaque))
@@ -297,15 +340,18 @@ def computed(
     count = 3 if batch else 1
     of = {letter: 1 if letter in batch else count for letter in "abr"}
     a, b = random.standard_normal((of["a"], m, k)), random.standard_normal((of["b"], k, width))
-    bias, residual = random.standard_normal(width), random.standard_normal((of["r"], m, n))
+    bias = random.standard_normal(width)
+    # Matrices apart, as rows of `out` are: no stride is the product of sizes.
+    residuals = random.standard_normal((of["r"], m + 1, n + 2))
+    residual = residuals[:, :m, :n]
     rows_of, columns_of = (m, width) if scales == "row" else (1, 1)
     scale_a = random.standard_normal((count if scales == "row" else 1, rows_of, 1))
     scale_b = random.standard_normal((count if scales == "row" else 1, 1, columns_of))
     # Rows apart, so that what is stored past the end of one is seen.
     padded = -(-m // constants.BLOCK_M) * constants.BLOCK_M
     stored = m if parts == 1 else parts * padded
-    memory = np.full((3 if batch else 1, stored, n + 3), np.nan)
-    out = memory[:, :, :n]
+    memory = np.full((3 if batch else 1, stored + 2, n + 3), np.nan)
+    out = memory[:, :stored, :n]
 
     def descriptor(
         matrices: np.ndarray, box: list[int], letter: str = "n", itemsize: int = 2
@@ -322,7 +368,7 @@ def computed(
         return np.tanh(gate) * up[0] if up else np.tanh(gate)
 
     strip = [rows, columns // subtiles]
-    strides = {letter: 0 if of[letter] == 1 else m * n for letter in "abr"}
+    strides = {letter: 0 if of[letter] == 1 else (m + 1) * (n + 2) for letter in "abr"}
     arguments: dict[str, Any] = dict.fromkeys(module._kernel.arg_names)
     arguments |= {
         "a_desc": descriptor(a, [brought, depth], layout[0], constants.IN_BYTES),
@@ -336,7 +382,7 @@ def computed(
         arguments |= {"words_ptr": Rows(matrix.T if letter == "t" else matrix)}
     if batch:
         arguments |= {"BATCH": 3, "a_stride_z": strides["a"], "b_stride_z": strides["b"]}
-        arguments |= {"residual_stride_z": strides["r"], "out_stride_z": m * (n + 3)}
+        arguments |= {"residual_stride_z": strides["r"], "out_stride_z": memory[0].size}
     if pointers:
         arguments |= {"out_ptr": Pointer(memory.ravel()), "out_stride": n + 3}
     else:
@@ -349,8 +395,8 @@ def computed(
     if fetch:
         arguments |= {"r_desc": descriptor(residual, strip)}
     elif extras:
-        arguments |= {"residual_ptr": Pointer(residual.ravel())}
-        arguments |= {"residual_stride_m": n, "residual_stride_n": 1}
+        arguments |= {"residual_ptr": Pointer(residuals.ravel())}
+        arguments |= {"residual_stride_m": n + 2, "residual_stride_n": 1}
     tiles = len(out) * parts * -(-m // constants.BLOCK_M) * -(-n // columns)
     blocks = programs if splits > 1 else min(programs, tiles)
     flags = np.zeros(blocks * constants.a_boxes)
@@ -362,6 +408,7 @@ def computed(
     for program in range(blocks):
         run_block(module, list(arguments.values()), program, blocks, seed)
     assert np.isnan(memory[:, :, n:]).all(), "stored past the end of a row"
+    assert np.isnan(memory[:, stored:]).all(), "stored past the last row"
     assert not flags.any(), "the next launch would not wait"
     z = a @ b * (scale_a * scale_b if scales else 1.0)
     z = 0.5 * z + bias if extras else z
@@ -773,6 +820,11 @@ def test_a_batch_is_described_matrix_by_matrix() -> None:
     assert described.block_shape == [1, 64, 32]
     described = warp_specialized._describer(Operand.of(batch.mT), 32, 64, True)(batch.mT)
     assert (described.shape, described.strides) == ([3, 48, 32], [48 * 40, 40, 1])
+    # Matrices that do not follow each other at once.
+    apart = torch.zeros(3, 50, 40, dtype=BF16)[:, :48, :32]
+    for t, rows, columns in ((apart, 64, 32), (apart.mT, 32, 64)):
+        described = warp_specialized._describer(Operand.of(t), rows, columns, True)(t)
+        assert (described.shape, described.strides) == ([3, 48, 32], [50 * 40, 40, 1])
     # One matrix for all has no stride that TMA could take: it is described once.
     shared = batch[:1].expand(3, 48, 32)
     described = warp_specialized._describer(Operand.of(shared), 64, 32, True)(shared)

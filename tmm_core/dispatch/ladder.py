@@ -132,17 +132,19 @@ class Dispatcher:
             exact = self._cached(problem, _bare(problem), able)
             if exact is not None:
                 return exact
-        choice = self._chosen(key, settings, able)
+        # A choice under fewer candidates is none for all; but what was chosen serves capture.
+        remembered = bucketed(replace(problem, capturing=False))
+        choice = self._chosen(remembered, settings, able)
         if choice is None and self._forbids_tuning(problem, settings) is None:
             choice = self._cached(problem, key, able, settings)
             if choice is None:
                 # One at a time measures, or they would measure each other; nobody else waits.
                 with self._lock:
-                    choice = self._chosen(key, settings, able)
+                    choice = self._chosen(remembered, settings, able)
                     choice = choice or self._resolve(problem, key, able, settings)
         choice = choice or self._resolve(problem, key, able, settings)
         if not problem.capturing:
-            self._choices[key, settings] = choice
+            self._choices[remembered, settings] = choice
         return self._inside(problem, key, choice, settings)
 
     def _inside(

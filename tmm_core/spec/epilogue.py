@@ -100,7 +100,8 @@ class Epilogue:
             *(self.reference, self.device, self.derivative, self.output_vjp),
             self.device_derivative,
         )
-        sources = "\n".join(_source(f) for f in functions if f is not None)
+        # A function that is absent leaves its place: one may serve as either derivative.
+        sources = "\n".join("" if f is None else _source(f) for f in functions)
         return f"{text}@{hashlib.sha256(sources.encode()).hexdigest()[:12]}"
 
     def interned(self) -> str:

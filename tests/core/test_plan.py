@@ -1,0 +1,189 @@
+"""A plan refuses whatever it was not made for, of every tensor that it takes."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from fakes import FakeBlas, installed
+from tmm_blas.blas import Blas
+
+import tmm_core
+
+Tensor = torch.Tensor
+BF16, FP32, E4M3 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
+M, N, K = 4, 16, 32
+
+
+def tensor(*shape: int, dtype: torch.dtype = BF16) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).to(dtype)
+
+
+def shifted(t: Tensor) -> Tensor:
+    return torch.empty(t.numel() + 1, dtype=t.dtype)[1:].view(t.shape).copy_(t)
+
+
+def padded(t: Tensor) -> Tensor:
+    return torch.empty(*t.shape, 2, dtype=t.dtype)[..., 0].copy_(t)
+
+
+def resized(t: Tensor) -> Tensor:
+    return tensor(t.shape[0] + 1, *t.shape[1:], dtype=torch.float32).to(t.dtype)
+
+
+def widened(t: Tensor) -> Tensor:
+    return t.double()
+
+
+class Second(torch.Tensor):
+    """As if on the second GPU, to who asks for its index."""
+
+    def get_device(self) -> int:
+        return 1
+
+
+def elsewhere(t: Tensor) -> Tensor:
+    return t.as_subclass(Second)
+
+
+def absent(t: Tensor) -> None:
+    return None
+
+
+CHANGES: list[Callable[[Tensor], Any]] = [shifted, padded, resized, widened, elsewhere, absent]
+EVERYTHING: dict[str, dict[str, Tensor]] = {
+    "plain": {
+        "a": tensor(M, K),
+        "b": tensor(K, N),
+        "bias": tensor(N),
+        "residual": tensor(M, N),
+    },
+    "scaled": {
+        "a": tensor(M, K).to(E4M3),
+        "b": tensor(K, N).to(E4M3),
+        "bias": tensor(N, dtype=FP32),
+        "residual": tensor(M, N),
+        "scale_a": tensor(M, 1, dtype=FP32).abs(),
+        "scale_b": torch.tensor(0.5),
+    },
+}
+#: Scales are packed before a kernel sees them; a and b are always there.
+APART = {(name, change) for name in ("scale_a", "scale_b") for change in (shifted, padded)}
+APART |= {("a", absent), ("b", absent)}
+
+
+def planned(call: dict[str, Tensor]) -> tuple[Any, Any]:
+    plan = tmm_core.plan(**call)
+    return plan, plan(**call)
+
+
+@pytest.fixture(params=[True, False], ids=["", "without guards"], autouse=True)
+def guards(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With torch's fast way to compare tensors, and where it has none."""
+    if not request.param:
+        monkeypatch.setattr(torch._C._dynamo.guards, "TensorGuards", None)
+    installed(Blas())
+
+
+CASES = [
+    pytest.param(kind, name, change, id=f"{kind}-{name}-{change.__name__}")
+    for kind, call in EVERYTHING.items()
+    for name in call
+    for change in CHANGES
+    if (name, change) not in APART and not (call[name].dim() == 0 and change is resized)
+]
+
+
+@pytest.mark.parametrize(("kind", "name", "change"), CASES)
+def test_what_was_planned_otherwise_is_refused(
+    kind: str, name: str, change: Callable[[Tensor], Any]
+) -> None:
+    call = EVERYTHING[kind]
+    plan, result = planned(call)
+    with pytest.raises(ValueError, match="takes"):
+        plan(**{**call, name: change(call[name])})
+    # And goes on to serve what it was made for.
+    assert torch.equal(plan(**call), result)
+
+
+@pytest.mark.parametrize("kind", EVERYTHING)
+@pytest.mark.parametrize("name", ["bias", "residual", "scale_a", "scale_b"])
+def test_what_was_not_planned_is_refused(kind: str, name: str) -> None:
+    call = {k: v for k, v in EVERYTHING[kind].items() if k != name}
+    given = {**EVERYTHING["scaled"], **EVERYTHING[kind]}[name]
+    if kind == "plain" and name.startswith("scale"):
+        call = {k: call[k] for k in ("a", "b")}
+    plan, result = planned(call)
+    with pytest.raises(ValueError, match="takes"):
+        plan(**call, **{name: given})
+    assert torch.equal(plan(**call), result)
+
+
+@pytest.mark.parametrize("name", ["a", "b", "bias", "residual"])
+def test_what_was_planned_off_16_bytes_is_refused_on_them(name: str) -> None:
+    call = EVERYTHING["plain"]
+    odd = {**call, name: shifted(call[name])}
+    plan, result = planned(odd)
+    with pytest.raises(ValueError, match="offset from 16 bytes"):
+        plan(**call)
+    assert torch.equal(plan(**odd), result)
+
+
+OUT = torch.empty(M, N, dtype=BF16)
+
+
+@pytest.mark.parametrize(
+    "out",
+    [
+        pytest.param(shifted(OUT), id="alignment"),
+        pytest.param(padded(OUT), id="columns apart"),
+        pytest.param(torch.empty(M, N + 8, dtype=BF16)[:, :N], id="rows apart"),
+        pytest.param(torch.empty(N, M, dtype=BF16).t(), id="column-major"),
+        pytest.param(torch.empty(M, N), id="dtype"),
+        pytest.param(torch.empty(M, N, dtype=torch.float16), id="dtype of as many bytes"),
+        pytest.param(torch.empty(M + 1, N, dtype=BF16), id="too many rows"),
+        pytest.param(torch.empty(M, N - 1, dtype=BF16), id="too few columns"),
+        pytest.param(elsewhere(OUT), id="device"),
+    ],
+)
+@pytest.mark.parametrize("kind", EVERYTHING)
+def test_an_out_that_a_kernel_cannot_write_is_refused(kind: str, out: Tensor) -> None:
+    call = EVERYTHING[kind]
+    plan, result = planned(call)
+    with pytest.raises(ValueError, match="takes out of shape"):
+        plan(**call, out=out)
+    right = torch.full_like(OUT, float("nan"))
+    assert plan(**call, out=right) is right
+    assert torch.equal(right, result)
+
+
+def test_every_tensor_of_a_plan_is_tried() -> None:
+    """What a plan comes to take must be refused too where it is not what was planned."""
+    plan, _ = planned(EVERYTHING["plain"])
+    assert set(inspect.signature(plan.__call__).parameters) == {*EVERYTHING["scaled"], "out"}
+
+
+def test_a_plan_keeps_its_alpha_and_its_epilogue() -> None:
+    call = {name: EVERYTHING["plain"][name].float() for name in ("a", "b")}
+    twice = tmm_core.plan(**call, alpha=2.0, epilogue="relu")
+    once = tmm_core.plan(**call)
+    product = call["a"] @ call["b"]
+    for _ in range(2):
+        torch.testing.assert_close(twice(**call), torch.relu(2 * product))
+        torch.testing.assert_close(once(**call), product)
+
+
+def test_a_kernel_that_raises_in_a_plan_raises() -> None:
+    """A plan is bound to its kernel: there is no other to go on with."""
+
+    def explode(out: Tensor) -> Tensor:
+        raise RuntimeError("boom")
+
+    installed(FakeBlas(spoil=explode))
+    call = {name: EVERYTHING["plain"][name] for name in ("a", "b")}
+    plan = tmm_core.plan(**call)
+    with pytest.raises(RuntimeError, match="boom"):
+        plan(**call)

@@ -1,0 +1,95 @@
+"""Settings compare by identity: equal ones are one object, and others another."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import pytest
+
+import tmm_core
+from tmm_core import SettingsError
+from tmm_core.settings import VARIABLES, Settings
+
+#: Two values of each field, as ``override`` takes them, and what they come to.
+VALUES: dict[str, list[tuple[Any, Any]]] = {
+    "on_cache_miss": [("heuristic", "heuristic"), ("error", "error")],
+    "kernel": [("blas", "blas"), ("other", "other")],
+    "config": [({"tile": 1}, '{"tile": 1}'), ({"tile": 2}, '{"tile": 2}')],
+    "disable": [("one", {"one"}), (["one", "two"], {"one", "two"})],
+    "deterministic": [(True, True), (False, False)],
+    "batch_invariant": [(True, True), (False, False)],
+    "tune_budget": [(3.25, 3.25), (3.5, 3.5)],
+    "progress": [(True, True), (False, False)],
+}
+TEXTS = {
+    "on_cache_miss": ("error", "error"),
+    "kernel": (" blas ", "blas"),
+    "disable": ("one, two,", {"one", "two"}),
+    "batch_invariant": ("yes", True),
+    "tune_budget": ("7.5", 7.5),
+    "progress": ("0", False),
+}
+
+
+def test_these_are_all() -> None:
+    assert {f.name for f in dataclasses.fields(Settings)} == VALUES.keys()
+    assert VARIABLES.keys() == TEXTS.keys()
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_settings_that_differ_in_one_field_are_not_one(name: str) -> None:
+    with_it = {"kernel": "blas"} if name == "config" else {}
+    seen = []
+    for given, value in [*VALUES[name], *VALUES[name]]:
+        with tmm_core.override(**with_it, **{name: given}) as current:
+            assert getattr(current, name) == value
+            seen.append(current)
+    first, second, *again = seen
+    assert first is not second
+    assert again[0] is first
+    assert again[1] is second
+
+
+@pytest.mark.parametrize("name", VALUES)
+def test_what_an_override_does_not_name_stays(name: str) -> None:
+    with_it = {"kernel": "blas"} if name == "config" else {}
+    given, value = VALUES[name][0]
+    other = "tune_budget" if name != "tune_budget" else "progress"
+    more, there = VALUES[other][0]
+    with tmm_core.override(**with_it, **{name: given}) as outer:
+        with tmm_core.override(**{other: more}) as inner:
+            assert getattr(inner, name) == value
+            assert getattr(inner, other) == there
+        assert tmm_core.settings.current() is outer
+
+
+def test_disabled_kernels_add_up() -> None:
+    with tmm_core.override(disable={"one"}):
+        with tmm_core.override(disable="two, three") as inner:
+            assert inner.disable == {"one", "two", "three"}
+        with tmm_core.override(tune_budget=3.0) as inner:
+            assert inner.disable == {"one"}
+
+
+def test_a_config_is_its_kernels() -> None:
+    with tmm_core.override(kernel="one", config={"tile": 1}):
+        with tmm_core.override(config={"tile": 2}) as inner:
+            assert (inner.kernel, inner.config) == ("one", '{"tile": 2}')
+        with tmm_core.override(kernel="two") as inner:
+            assert (inner.kernel, inner.config) == ("two", None)
+        with tmm_core.override(kernel="two", config={"tile": 3}) as inner:
+            assert (inner.kernel, inner.config) == ("two", '{"tile": 3}')
+    with pytest.raises(SettingsError, match="config needs kernel"), tmm_core.override(config={}):
+        pass
+
+
+@pytest.mark.parametrize("name", TEXTS)
+def test_the_environment_says_each(name: str) -> None:
+    variable, _ = VARIABLES[name]
+    text, value = TEXTS[name]
+    settings = Settings.from_environ({variable: text})
+    assert getattr(settings, name) == value
+    for field in dataclasses.fields(Settings):
+        if field.name != name:
+            assert getattr(settings, field.name) == getattr(Settings(), field.name)
