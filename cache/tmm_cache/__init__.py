@@ -11,9 +11,10 @@ It knows neither torch nor the kernels: problems, environments and configs are J
 
 from tmm_cache.errors import CacheWarning, RecordError
 from tmm_cache.keys import JSON, digest, slug
-from tmm_cache.layout import default_root, layer_paths, shipped_layers
+from tmm_cache.layout import layer_paths, shipped_layers
 from tmm_cache.misses import Miss
 from tmm_cache.notes import Notes, stamp
+from tmm_cache.places import default_root
 from tmm_cache.record import CLOCK, OLD_CLOCK, SCHEMA, CandidateResult, TuningRecord
 from tmm_cache.scan import Entry
 from tmm_cache.store import CacheStore, Located

@@ -9,11 +9,14 @@ from __future__ import annotations
 import argparse
 import os
 import sys
+import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias, TypeVar
 
 from tmm_cache import changes, console, filters, reports
+from tmm_cache.errors import CacheWarning
+from tmm_cache.places import is_nowhere
 from tmm_cache.store import CacheStore
 
 T = TypeVar("T")
@@ -77,7 +80,17 @@ def _run(argv: Sequence[str] | None) -> int:
         parser.print_help()
         return console.DONE
     run: Command = options.run
-    return run(CacheStore(options.cache_dir), options)
+    with warnings.catch_warnings():
+        warnings.simplefilter("always", CacheWarning)
+        warnings.showwarning = _note_warning
+        store = CacheStore(options.cache_dir)
+        if is_nowhere(store.root):  # of which the user was just told
+            return console.MISTAKE
+        return run(store, options)
+
+
+def _note_warning(message: Warning | str, *_: object, **__: object) -> None:
+    console.note(str(message))
 
 
 def _parser() -> argparse.ArgumentParser:

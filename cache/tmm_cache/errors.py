@@ -34,3 +34,9 @@ def warn_once(path: Path, message: str, *, about: str = "") -> None:
             return
         _warned.add((path, about))
     warnings.warn(f"{path}: {message}", CacheWarning, stacklevel=4)
+
+
+def has_warned(path: Path, *, about: str = "") -> bool:
+    """Whether `warn_once` has warned of this."""
+    with _warned_guard:
+        return (path, about) in _warned

@@ -32,6 +32,10 @@ CHECKSUM_DIGITS = 16
 FOLDER_MODE = 0o700
 FILE_MODE = 0o600
 
+# Neither is there on Windows, where neither is needed.
+_NO_WAIT = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
+_NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
+
 
 @dataclass(frozen=True, slots=True)
 class Fault:
@@ -44,6 +48,8 @@ class Fault:
     path: Path
     reason: str
     damaged: bool
+    #: It is of a folder, alike for every file in it: one warning, not thousands.
+    place: bool = False
 
 
 def parse(data: bytes) -> object:
@@ -126,28 +132,91 @@ def parse_environment(data: bytes, name: str) -> dict[str, JSON]:
     return value
 
 
+def open_regular(path: Path, flags: int, mode: int = FILE_MODE) -> int:
+    """A descriptor of a regular file. Raises OSError, also for what is none.
+
+    It never waits: a FIFO or a socket in a file's place is refused.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        _require_regular(os.stat(path))  # first: opening some devices has consequences
+    return _opened(path, flags, mode)
+
+
+def _opened(path: Path, flags: int, mode: int = FILE_MODE) -> int:
+    # A link may lead to a record, as in a mounted volume of configuration; what is written or
+    # created is never somebody else's file.
+    if flags & (os.O_WRONLY | os.O_RDWR):
+        flags |= _NO_FOLLOW
+    handle = os.open(path, flags | _NO_WAIT, mode)
+    try:
+        # Again, for what was put there after the first look.
+        _require_regular(os.fstat(handle))
+    except BaseException:
+        os.close(handle)
+        raise
+    return handle
+
+
+def _require_regular(status: os.stat_result) -> None:
+    if not stat.S_ISREG(status.st_mode):
+        raise NotRegularError("is not a regular file")
+
+
+class NotRegularError(OSError):
+    """A folder, FIFO, socket or device in the place of a file."""
+
+
+def append_line(path: Path, line: bytes, most: int) -> bool:
+    """Add to a file in a single write; False where it would be longer than `most`. Raises OSError.
+
+    The newline comes first: a line that a killed process left torn can't swallow this one.
+    """
+    handle = open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    try:
+        if os.fstat(handle).st_size + 1 + len(line) > most:
+            return False
+        os.write(handle, b"\n" + line)
+    finally:
+        os.close(handle)
+    return True
+
+
 def read_bytes(path: Path) -> bytes | Fault | None:
     """A regular file's content; None where it is absent."""
     try:
-        # Before opening: to open a FIFO would wait for its writer.
         status = os.stat(path)
     except FileNotFoundError:
         return None
     except OSError as error:
-        # The folder is at fault, alike for every file in it: one warning, not thousands.
-        return Fault(path.parent, f"cannot be read: {error}", damaged=False)
-    if not stat.S_ISREG(status.st_mode):
-        return Fault(path, "is not a regular file", damaged=False)
+        return Fault(path.parent, f"cannot be read: {error}", damaged=False, place=True)
     try:
-        with open(path, "rb") as file:
-            data = file.read(MAX_BYTES + 1)
+        _require_regular(status)
+        handle = _opened(path, os.O_RDONLY)
+        try:
+            data = _read_all(handle)
+        finally:
+            os.close(handle)
     except FileNotFoundError:
         return None
+    except NotRegularError as error:
+        return Fault(path, str(error), damaged=False)
     except OSError as error:
         return Fault(path, f"cannot be read: {error.strerror or error}", damaged=False)
     if len(data) > MAX_BYTES:
         return Fault(path, f"is larger than {MAX_BYTES} bytes", damaged=True)
     return data
+
+
+def _read_all(handle: int) -> bytes:
+    # By its size and one byte more, which is asked for to see the end.
+    parts: list[bytes] = []
+    size = 0
+    room = min(os.fstat(handle).st_size, MAX_BYTES) + 1
+    while size <= MAX_BYTES and (part := os.read(handle, room)):
+        parts.append(part)
+        size += len(part)
+        room = 2**16
+    return b"".join(parts)
 
 
 def read_record(path: Path) -> TuningRecord | Fault | None:
@@ -257,22 +326,38 @@ def make_folder(folder: Path) -> None:
 
 def write_atomically(path: Path, data: bytes, mode: int = FILE_MODE) -> None:
     """Replace a file in one step. Raises OSError; then the old file is untouched."""
-    temporary = path.with_name(temporary_name(path.name))
+    temporary = write_beside(path, data, mode, sync=True)
     try:
-        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-        with open(handle, "wb") as file:
-            file.write(data)
-            file.flush()
-            os.fsync(file.fileno())
         os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise
-    _sync_folder(path.parent)
+    sync_folder(path.parent)
 
 
-def _sync_folder(folder: Path) -> None:
+def write_beside(path: Path, data: bytes, mode: int = FILE_MODE, *, sync: bool) -> Path:
+    """Write a temporary file that may replace `path`. Raises OSError; then there is none."""
+    temporary = path.with_name(temporary_name(path.name))
+    try:
+        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+        try:
+            rest = memoryview(data)
+            while rest:
+                rest = rest[os.write(handle, rest) :]
+            if sync:
+                os.fsync(handle)
+        finally:
+            os.close(handle)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+    return temporary
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames in a folder durable, where the file system can."""
     # The file is in place and complete. Some network file systems can't sync a folder, which
     # costs durability over a power cut and nothing else.
     with contextlib.suppress(OSError):

@@ -42,16 +42,6 @@ def temporary_name(name: str) -> str:
     return f"{name}.{os.getpid()}-{os.urandom(4).hex()}.tmp"
 
 
-def default_root(environ: Mapping[str, str] = os.environ) -> Path:
-    """The folder of the user's own records: `TMM_CACHE_DIR`, else the platform's cache folder."""
-    chosen = environ.get("TMM_CACHE_DIR")
-    if chosen:
-        return Path(os.path.expanduser(chosen))  # Path's own raises for an unknown user
-    import platformdirs  # 15 ms, only needed here
-
-    return Path(platformdirs.user_cache_dir("tmm"))
-
-
 def foreign(root: Path, environ: Mapping[str, str] = os.environ) -> str | None:
     """Why a root is not the user's own; None where it is, where there is none yet, and where
     `TMM_CACHE_SHARED=1` says that it is shared on purpose."""
@@ -97,7 +87,7 @@ def shipped_layers(environ: Mapping[str, str] = os.environ) -> tuple[Path, ...]:
             continue
         for place in (spec and spec.submodule_search_locations) or ():
             folder = Path(place, "records")
-            if folder.is_dir():
+            if os.path.isdir(folder):  # Path's own raises where it may not look
                 folders[folder] = None
     return tuple(folders)
 

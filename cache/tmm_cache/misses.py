@@ -7,12 +7,11 @@ of processes share the file without a lock.
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tmm_cache.files import FILE_MODE, MAX_BYTES, Fault, parse, read_bytes
+from tmm_cache.files import MAX_BYTES, Fault, append_line, parse, read_bytes
 from tmm_cache.keys import JSON, canonical, digest
 from tmm_cache.layout import MISSES
 
@@ -32,16 +31,10 @@ class Miss:
 
 
 def append_miss(folder: Path, problem: Mapping[str, JSON]) -> None:
-    """Add a line. Raises OSError, also where the log is full."""
-    # The newline comes first: a line that a killed process left torn can't swallow this one.
-    line = f"\n{canonical({'problem': problem})}".encode("ascii")
-    handle = os.open(folder / MISSES, os.O_WRONLY | os.O_APPEND | os.O_CREAT, FILE_MODE)
-    try:
-        if os.fstat(handle).st_size + len(line) > MAX_BYTES:
-            raise OSError(f"{MISSES} is full, tune or clear its problems")
-        os.write(handle, line)
-    finally:
-        os.close(handle)
+    """Add a line. Raises OSError, also where the log is full or no regular file."""
+    line = canonical({"problem": problem}).encode("ascii")
+    if not append_line(folder / MISSES, line, MAX_BYTES):
+        raise OSError("it is full, tune or clear its problems")
 
 
 def read_misses(folder: Path) -> tuple[list[tuple[Mapping[str, JSON], int]], Fault | None]:

@@ -17,9 +17,10 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
-from tmm_cache.files import FILE_MODE, make_folder, read_bytes
+from tmm_cache.files import append_line, make_folder, read_bytes
 from tmm_cache.keys import JSON, canonical
-from tmm_cache.layout import NOTES, default_root, foreign
+from tmm_cache.layout import NOTES, foreign
+from tmm_cache.places import default_root
 
 #: Past it no more is noted: some thousand problems, read at every start.
 MAX_BYTES: Final = 2**20
@@ -54,16 +55,10 @@ class Notes:
         self._read[about] = value
         if not self._kept:
             return
-        # The newline comes first: a line that a killed process left torn can't swallow this one.
-        line = f"\n{canonical([about, value])}".encode("ascii")
+        line = canonical([about, value]).encode("ascii")
         with contextlib.suppress(OSError):
             make_folder(self._path.parent)
-            handle = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, FILE_MODE)
-            try:
-                if os.fstat(handle).st_size + len(line) <= MAX_BYTES:
-                    os.write(handle, line)
-            finally:
-                os.close(handle)
+            append_line(self._path, line, MAX_BYTES)
 
     def _lines(self) -> dict[str, JSON]:
         data = read_bytes(self._path)

@@ -7,6 +7,7 @@ works on a list of single files that the layout knows by name, which the command
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -26,6 +27,7 @@ from tmm_cache.layout import (
     NOTES,
     TEMPORARY,
 )
+from tmm_cache.locks import Lock
 from tmm_cache.scan import Entry, Folder, folders, scan, scan_folder
 
 Kind: TypeAlias = Literal["record", "damaged", "misses", "lock", "temporary", "notes"]
@@ -198,10 +200,13 @@ def _is_older(path: Path, seconds: float) -> bool:
 def _remove_lock(path: Path) -> None:
     if not os.path.isfile(path):
         return
-    from filelock import FileLock  # 35 ms, only needed here
-
-    with FileLock(path, timeout=0):
+    lock = Lock(path)
+    if not lock.acquire(timeout=0):
+        raise OSError(errno.EWOULDBLOCK, "another process holds it")
+    try:
         path.unlink()
+    finally:
+        lock.release()
 
 
 def _remove_if_empty(folder: Path, root: Path) -> None:

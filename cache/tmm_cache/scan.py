@@ -116,4 +116,4 @@ def _names(folder: Path) -> list[str] | Fault:
     except FileNotFoundError:
         return []
     except OSError as error:
-        return Fault(folder, f"cannot be listed: {error.strerror or error}", damaged=False)
+        return Fault(folder, f"cannot be listed: {error}", damaged=False, place=True)

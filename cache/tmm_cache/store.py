@@ -13,9 +13,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from tmm_cache.errors import warn_once
+from tmm_cache.errors import has_warned, warn_once
 from tmm_cache.files import (
-    FILE_MODE,
     Fault,
     make_folder,
     read_environment,
@@ -30,20 +29,21 @@ from tmm_cache.layout import (
     LOCK_SUFFIX,
     MISSES,
     RECORD,
-    default_root,
+    VERSION,
     environment_folder,
     foreign,
     layer_paths,
     record_path,
 )
+from tmm_cache.locks import Lock
 from tmm_cache.misses import Miss, append_miss, read_misses
 from tmm_cache.notes import Notes
+from tmm_cache.places import absolute, default_root, is_nowhere, root_of
 from tmm_cache.record import TuningRecord
 from tmm_cache.scan import Entry, Folder, folders, scan
 
-# A file system that can't lock (NFS without lockd, Lustre without -o flock), as against one that
-# can't be written.
-_NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL}
+# Of the whole root, as against one file of it: whatever is tried next fails alike.
+_UNWRITABLE = {errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR, errno.ELOOP}
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,16 +79,17 @@ class CacheStore:
     __slots__ = ("_foreign", "_held", "_logged", "_verified", "layers", "root")
 
     def __init__(self, root: Path | None = None, layers: Sequence[Path] | None = None) -> None:
-        #: The user's own records. Absolute, so that a later `chdir` does not move the cache.
-        self.root = (default_root() if root is None else Path(root)).absolute()
+        #: The user's own records; `NOWHERE` on a machine that has no place for them.
+        self.root = default_root() if root is None else absolute(root)
         below = layer_paths() if layers is None else layers
         # `Path.resolve` raises on a loop of links.
         seen = {os.path.realpath(self.root)}
         kept = []
         for layer in below:
-            if os.path.realpath(layer) not in seen:
-                seen.add(os.path.realpath(layer))
-                kept.append(Path(layer).absolute())
+            place = absolute(layer)
+            if not is_nowhere(place) and os.path.realpath(place) not in seen:
+                seen.add(os.path.realpath(place))
+                kept.append(place)
         #: The layers below, nearest first, without those that are the root itself.
         self.layers = tuple(kept)
         self._foreign = foreign(self.root)
@@ -199,7 +200,7 @@ class CacheStore:
         Returns how many are gone; each that stays costs a `CacheWarning`. Raises ValueError for
         an entry of a layer: layers are read-only.
         """
-        from tmm_cache import removal  # as filelock: those who replay need neither
+        from tmm_cache import removal  # those who replay do not need it
 
         removals = []
         for entry in entries:
@@ -232,31 +233,24 @@ class CacheStore:
         if not self._is_own():
             yield True
             return
-        from filelock import FileLock, Timeout  # 35 ms, only needed here
-
         path = self.path(gpu, environment, problem)
-        lock = FileLock(path.with_name(path.name + LOCK_SUFFIX), mode=FILE_MODE)
-        held = True
+        lock = Lock(path.with_name(path.name + LOCK_SUFFIX))
+        held, fault = True, None
         try:
             make_folder(path.parent)
-            lock.acquire(timeout=timeout)
-        except Timeout:
-            held = False
+            held = lock.acquire(timeout)
         except OSError as error:
-            if error.errno in _NO_LOCKS:
-                reason = error.strerror or error
-                warn_once(
-                    self.root,
-                    f"cannot be locked ({reason}); two processes may tune the same problem",
-                    about="lock",
-                )
-            else:
-                self._warn_unwritable(error)
+            fault = error
         try:
             yield held
         finally:
             with contextlib.suppress(OSError):  # the descriptor is closed even so
                 lock.release()
+            if fault is not None:
+                # Now, for a save under the lock knows better what became of the record.
+                self._warn_beside(
+                    lock.path, fault, "locked", "two processes may tune the same problem"
+                )
 
     def log_miss(
         self, gpu: str, environment: Mapping[str, JSON], problem: Mapping[str, JSON]
@@ -271,7 +265,8 @@ class CacheStore:
             write_environment(path.parent, environment)
             append_miss(path.parent, problem)
         except OSError as error:
-            self._warn_unwritable(error)
+            log = path.with_name(MISSES)
+            self._warn_beside(log, error, "written", "problems that are not tuned are not noted")
 
     def misses(self) -> list[Miss]:
         """The problems noted in the user's own root, each once per GPU and environment."""
@@ -340,12 +335,34 @@ class CacheStore:
         if mine and fault.damaged and RECORD.fullmatch(fault.path.name):
             aside = set_aside(fault.path)
             outcome = outcome if aside is None else f"set aside as {aside.name}"
-        warn_once(fault.path, f"{fault.reason}; {outcome}")
+        if is_nowhere(fault.path):
+            return
+        if fault.place:
+            root = root_of(fault.path, VERSION)
+            text = f"{fault.reason}; passed over, and what lies only there is tuned anew"
+            warn_once(root, text, about="place")
+        else:
+            warn_once(fault.path, f"{fault.reason}; {outcome}")
 
     def _warn_unwritable(self, error: OSError) -> None:
+        if is_nowhere(self.root):
+            return
         reason = error.strerror or error
         warn_once(
             self.root,
-            f"cannot be written ({reason}); what is tuned is lost when the process ends",
-            about="write",
+            f"cannot be written ({reason}); what is not written is lost when the process ends",
+            about="place",
         )
+
+    def _warn_beside(self, path: Path, error: OSError, done: str, consequence: str) -> None:
+        """Tell of a file without which records are kept all the same, unless of the whole root."""
+        if error.errno in _UNWRITABLE:
+            self._warn_unwritable(error)
+        elif not (is_nowhere(self.root) or has_warned(self.root, about="place")):
+            reason = error.strerror or error
+            # One of a thousand files: the others most likely fail alike.
+            warn_once(
+                self.root,
+                f"{path.relative_to(self.root)} cannot be {done} ({reason}); {consequence}",
+                about=done,
+            )

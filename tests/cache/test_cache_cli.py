@@ -454,7 +454,7 @@ def test_a_wide_terminal_shows_every_column(filled: CacheStore) -> None:
 def test_looking_imports_nothing_heavy(filled: CacheStore, arguments: list[str]) -> None:
     code = (
         "import sys; from tmm_cache.cli import main; main(sys.argv[1:]); heavy = {'torch', 'rich', "
-        "'filelock', 'platformdirs', 'tarfile', 'tmm_core'}; sys.exit(repr(heavy & {*sys.modules}))"
+        "'platformdirs', 'tarfile', 'tmm_core'}; sys.exit(repr(heavy & {*sys.modules}))"
     )
     command = child("-c", code, *arguments)
     assert command.communicate()[1].splitlines()[-1] == "set()"
@@ -463,7 +463,7 @@ def test_looking_imports_nothing_heavy(filled: CacheStore, arguments: list[str])
 def test_show_imports_rich_and_no_torch(filled: CacheStore) -> None:
     code = (
         "import sys; from tmm_cache.cli import main; main(['show']); heavy = {'torch', 'rich', "
-        "'filelock', 'platformdirs', 'tarfile', 'tmm_core'}; sys.exit(repr(heavy & {*sys.modules}))"
+        "'platformdirs', 'tarfile', 'tmm_core'}; sys.exit(repr(heavy & {*sys.modules}))"
     )
     assert child("-c", code).communicate()[1].strip() == "{'rich'}"
 

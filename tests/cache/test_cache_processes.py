@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import json
 import os
 import random
@@ -14,6 +15,8 @@ from typing import Any
 import pytest
 from cache_builders import ENVIRONMENT, GPU, child, problem, record, warned
 from tmm_cache import CacheStore
+from tmm_cache import store as store_module
+from tmm_cache.locks import Lock
 
 WRITER = """
 import itertools
@@ -188,20 +191,18 @@ def test_an_error_inside_the_lock_comes_through_and_frees_it(
 def test_the_lock_is_given_back_and_not_left_to_the_garbage_collector(
     store: CacheStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    import filelock
+    real, made = store_module.Lock, []
 
-    real, made = filelock.FileLock, []
-
-    def kept(*arguments: Any, **options: Any) -> filelock.BaseFileLock:
-        made.append(real(*arguments, **options))
+    def kept(path: Path) -> Lock:
+        made.append(real(path))
         return made[-1]
 
-    monkeypatch.setattr(filelock, "FileLock", kept)
+    monkeypatch.setattr(store_module, "Lock", kept)
     for _ in range(2):
         with store.lock(GPU, ENVIRONMENT, problem(), timeout=0) as mine:
             assert mine is True
-            assert made[-1].is_locked
-        assert not made[-1].is_locked
+            assert made[-1].is_held
+        assert not made[-1].is_held
 
 
 @pytest.mark.parametrize("timeout", [-1.0, float("nan")])
@@ -215,22 +216,92 @@ def test_a_timeout_must_be_a_number_of_seconds(store: CacheStore, timeout: float
 
 @pytest.mark.parametrize(
     ("code", "complaint"),
-    [(errno.ENOLCK, "two processes may tune"), (errno.EROFS, "what is tuned is lost")],
+    [
+        (errno.ENOLCK, "two processes may tune"),
+        (errno.EIO, "two processes may tune"),
+        (errno.ESTALE, "two processes may tune"),
+        (errno.EPERM, "two processes may tune"),
+        (errno.EROFS, "what is not written is lost"),
+    ],
 )
 def test_where_no_lock_can_be_had_one_tunes_without(
     store: CacheStore, monkeypatch: pytest.MonkeyPatch, code: int, complaint: str
 ) -> None:
-    import filelock
-
-    def refuse(*arguments: Any, **options: Any) -> None:
+    def refuse(*arguments: Any) -> None:
         raise OSError(code, os.strerror(code))
 
-    monkeypatch.setattr(filelock.FileLock, "acquire", refuse)
+    monkeypatch.setattr(fcntl, "flock", refuse)
     with warned(complaint) as caught:
         for m in (1, 2):
             with store.lock(GPU, ENVIRONMENT, problem(m=m), timeout=0) as mine:
                 assert mine is True
+                assert store.save(GPU, ENVIRONMENT, record(problem(m=m))) is not None
     assert [str(warning.message).split(":")[0] for warning in caught] == [str(store.root)]
+    assert ("lost" in str(caught[0].message)) is (code == errno.EROFS)
+
+
+def test_a_folder_in_the_place_of_a_lock_costs_the_lock_alone(store: CacheStore) -> None:
+    path = store.path(GPU, ENVIRONMENT, problem())
+    path.with_name(f"{path.name}.lock").mkdir(parents=True)
+    with (
+        warned(f"{path.name}.lock cannot be locked .*; two processes may tune") as caught,
+        store.lock(GPU, ENVIRONMENT, problem(), timeout=0) as mine,
+    ):
+        assert mine is True
+        assert store.save(GPU, ENVIRONMENT, record()) == path
+    assert "lost" not in str(caught[0].message)
+
+
+def test_a_lock_and_a_record_that_both_fail_cost_one_warning(
+    store: CacheStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*arguments: Any) -> None:
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(fcntl, "flock", refuse)
+    monkeypatch.setattr(os, "replace", refuse)
+    with (
+        warned("what is not written is lost"),
+        store.lock(GPU, ENVIRONMENT, problem(), timeout=0),
+    ):
+        assert store.save(GPU, ENVIRONMENT, record()) is None
+
+
+def test_a_long_wait_names_the_lock_file_once(
+    store: CacheStore, caplog: pytest.LogCaptureFixture
+) -> None:
+    holder = child("-c", HOLDER)
+    assert holder.stdout is not None
+    assert holder.stdout.readline() == "True\n"
+    with store.lock(GPU, ENVIRONMENT, problem(), timeout=0.5) as mine:
+        assert mine is False
+    assert caplog.messages == []  # a short wait is nobody's business
+    with store.lock(GPU, ENVIRONMENT, problem(), timeout=1.6) as mine:
+        assert mine is False
+    lock = f"{store.path(GPU, ENVIRONMENT, problem())}.lock"
+    assert [lock in message for message in caplog.messages] == [True]
+    holder.communicate("\n")
+
+
+def test_a_lock_whose_file_was_removed_is_another_lock(store: CacheStore) -> None:
+    """Who waits with the old file open would share the problem with who makes a new one."""
+    path = Path(f"{store.path(GPU, ENVIRONMENT, problem())}.lock")
+    path.parent.mkdir(parents=True)
+    first, real = Lock(path), fcntl.flock
+
+    def removed_first(handle: int, how: int) -> None:
+        path.unlink(missing_ok=True)
+        fcntl.flock = real
+        real(handle, how)
+
+    fcntl.flock = removed_first
+    try:
+        assert first.acquire(timeout=1)
+    finally:
+        fcntl.flock = real
+    assert path.exists()
+    assert not Lock(path).acquire(timeout=0)
+    first.release()
 
 
 def test_a_held_lock_survives_the_removal_of_its_record(store: CacheStore) -> None:

@@ -1,0 +1,93 @@
+"""One lock file, held by `flock`: the right to tune a problem.
+
+The kernel gives it back when its holder dies. Nothing here blocks: what lies in a lock file's
+place may be a FIFO, and a lock that another process holds is asked for again until a deadline.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import time
+from pathlib import Path
+from typing import Final
+
+from tmm_cache.files import open_regular
+
+with contextlib.suppress(ImportError):  # on Windows
+    import fcntl
+
+#: Between two attempts.
+_POLL_SECONDS: Final = 0.05
+#: A wait that is longer is told of: another rank tunes for seconds to minutes.
+_SILENT_SECONDS: Final = 1.0
+
+
+class Lock:
+    """The lock file at `path`, not held yet."""
+
+    __slots__ = ("_handle", "path")
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self._handle: int | None = None
+
+    @property
+    def is_held(self) -> bool:
+        """Whether this object holds it."""
+        return self._handle is not None
+
+    def acquire(self, timeout: float) -> bool:
+        """Whether it was had within so many seconds; one that is waited for is named in the log.
+
+        Raises OSError where the file can't be opened, is no regular file or can't be locked.
+        """
+        start = time.monotonic()
+        told = False
+        while not self._attempt():
+            waited = time.monotonic() - start
+            if waited >= timeout:
+                return False
+            if waited >= _SILENT_SECONDS and not told:
+                told = True
+                import logging  # 5 ms, of which no one who does not wait pays
+
+                logging.getLogger("tmm_cache").warning(
+                    "waiting up to %.0f s for %s, which another process holds", timeout, self.path
+                )
+            time.sleep(min(_POLL_SECONDS, timeout - waited))
+        return True
+
+    def release(self) -> None:
+        """Give it back. Raises OSError; even so it is given back."""
+        if self._handle is not None:
+            handle, self._handle = self._handle, None
+            try:
+                # A child that was forked meanwhile has the file open: closing would not be enough.
+                fcntl.flock(handle, fcntl.LOCK_UN)
+            finally:
+                os.close(handle)
+
+    def _attempt(self) -> bool:
+        if "fcntl" not in globals():
+            raise OSError(errno.ENOSYS, "this platform has no flock")
+        try:
+            handle = open_regular(self.path, os.O_RDWR | os.O_CREAT)
+        except FileNotFoundError:
+            # Some network file systems look up and create in two steps, between which it vanished.
+            if self.path.parent.is_dir():
+                return False
+            raise
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # A lock whose file `clear` has removed since it was opened guards no name.
+            if os.fstat(handle).st_nlink:
+                self._handle, handle = handle, -1
+        except (BlockingIOError, PermissionError) as error:
+            if error.errno not in (errno.EAGAIN, errno.EWOULDBLOCK, errno.EACCES):
+                raise
+        finally:
+            if handle >= 0:
+                os.close(handle)
+        return self.is_held

@@ -1,0 +1,78 @@
+"""Where the user's own records lie, on machines that have no such place too.
+
+A container may run under a uid that no account has, without HOME, in a working directory that was
+removed. Then there is no folder to use: the store says so once and keeps its records in memory.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Final
+
+from tmm_cache.errors import warn_once
+
+#: The root of a process without one. Nothing can be made, found or read below a device, so that
+#: every read is a miss and every record is held in memory.
+NOWHERE: Final = Path(os.devnull, "tmm")
+
+_CONSEQUENCE = "what is tuned is lost when the process ends; set TMM_CACHE_DIR to a folder"
+
+
+def default_root(environ: Mapping[str, str] = os.environ) -> Path:
+    """The folder of the user's own records: `TMM_CACHE_DIR`, else the platform's cache folder.
+
+    `NOWHERE`, with one `CacheWarning`, where neither names a folder.
+    """
+    chosen = environ.get("TMM_CACHE_DIR")
+    if chosen:
+        return absolute(_at_home(chosen))
+    home, shared = environ.get("HOME"), environ.get("XDG_CACHE_HOME")
+    if home is not None and not os.path.isabs(home) and not os.path.isabs(shared or ""):
+        # Releases of platformdirs disagree: the file system's root, the working directory.
+        return _nowhere("~/.cache/tmm", f"HOME is {home!r}, which is no absolute path")
+    import platformdirs  # 15 ms, only needed here
+
+    try:
+        folder = platformdirs.user_cache_dir("tmm")
+    except Exception as error:  # RuntimeError or KeyError: a uid that no account has
+        return _nowhere("~/.cache/tmm", f"no home folder ({error})")
+    if not os.path.isabs(folder):
+        return _nowhere(folder, "no home folder")
+    return Path(folder)
+
+
+def absolute(path: str | Path) -> Path:
+    """The path from the file system's root, so that a later `chdir` does not move the cache.
+
+    `NOWHERE`, with one `CacheWarning`, where it is relative to what is not there: a working
+    directory that was removed, the home of an unknown user.
+    """
+    if os.fspath(path).startswith("~"):
+        return _nowhere(path, "no home folder of that user")
+    try:
+        return Path(path).absolute()
+    except OSError as error:
+        return _nowhere(path, f"the working directory is gone ({error.strerror or error})")
+
+
+def is_nowhere(path: Path) -> bool:
+    """Whether a path lies below `NOWHERE`, of which the user has been told."""
+    return path == NOWHERE or NOWHERE in path.parents
+
+
+def root_of(folder: Path, version: str) -> Path:
+    """The root or layer that a folder of records lies in; other folders are their own."""
+    parents = (folder, *folder.parents)[:3]
+    return next((path.parent for path in parents if path.name == version), folder)
+
+
+def _at_home(path: str) -> str:
+    # Unchanged for an unknown user, where `Path.expanduser` raises.
+    return os.path.expanduser(path)
+
+
+def _nowhere(path: str | Path, reason: str) -> Path:
+    warn_once(Path(path), f"{reason}; {_CONSEQUENCE}", about="nowhere")
+    return NOWHERE
