@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import concurrent.futures as futures
 import datetime
+import functools
 import math
 import os
+import queue
 import sys
 import threading
 import time
@@ -25,6 +27,8 @@ import torch
 from tmm_cache import CandidateResult, TuningRecord
 
 from tmm_core import verify
+from tmm_core.compilers import COMPILE_LIMIT, Compilers, NotCompiledError, compiling_threads
+from tmm_core.compilers import default as default_compilers
 from tmm_core.errors import TmmWarning
 from tmm_core.kernel import BASELINE, Candidate, Config, Kernel, Launcher
 from tmm_core.precision import precision
@@ -52,14 +56,6 @@ RESERVE = 3.0
 #: its kernel's first: of 68 candidates a problem 23 are then not compiled, and none of 165 problems
 #: on an H200 would have lost its winner (by 1.5 neither, by 1.4 two).
 HOPELESS, FIRST = 1.6, 2
-
-#: Seconds one candidate may take to compile before it is left behind.
-COMPILE_LIMIT = 60.0
-
-
-def compiling_threads() -> int:
-    """Kernels that are compiled at one time: as many as there are cores, at most 16."""
-    return min(16, os.cpu_count() or 1)
 
 
 @dataclass
@@ -93,12 +89,20 @@ class Tuner:
 
     Args:
         timer: For tests; by default GPU events, or wall time on a CPU.
-        workers: Threads that compile (Triton releases the GIL in its passes and runs ptxas
-            as a process); by default the number of cores, at most 16.
+        workers: Threads that bind, and compile what was not compiled elsewhere (Triton releases
+            the GIL in its passes and runs ptxas as a process); by default the number of cores,
+            at most 16.
+        compilers: What compiles elsewhere; by default the process's own.
     """
 
-    def __init__(self, timer: Timer | None = None, workers: int | None = None) -> None:
+    def __init__(
+        self,
+        timer: Timer | None = None,
+        workers: int | None = None,
+        compilers: Compilers | None = None,
+    ) -> None:
         self._timer = timer
+        self._compilers = compilers or default_compilers()
         self._workers = workers or compiling_threads()
 
     def tune(
@@ -157,43 +161,57 @@ class Tuner:
         deadline: float,
         advance: Any,
     ) -> None:
-        """Bind all, in parallel. Threads, not a pool: one that hangs is left behind."""
+        """Compile all in other processes, where that can be, and bind each in a thread as it is
+        done. Threads, not a pool: one that hangs is left behind."""
         turns = _in_turns(trials)
-        queue = iter(turns)
-        lock = threading.Lock()
+        ready: queue.SimpleQueue[tuple[_Trial, futures.Future[None]] | None] = queue.SimpleQueue()
         done: dict[int, futures.Future[Launcher]] = {id(t): futures.Future() for t in trials}
+        compiling = [self._compilers.submit(problem, trial.candidate) for trial in turns]
+
+        def arrived(trial: _Trial, future: futures.Future[None]) -> None:
+            ready.put((trial, future))
+
+        for trial, future in zip(turns, compiling, strict=True):
+            future.add_done_callback(functools.partial(arrived, trial))
 
         def work() -> None:
             if device.type == "cuda":
                 torch.cuda.set_device(device)  # a thread starts on device 0
-            while True:
-                with lock:
-                    trial = next(queue, None)
-                if trial is None:
-                    return
+            while (compiled := ready.get()) is not None:
+                trial, future = compiled
                 promise = done[id(trial)]
-                if time.monotonic() > deadline and not trial.is_baseline:
+                if future.cancelled() or (time.monotonic() > deadline and not trial.is_baseline):
                     promise.set_exception(TimeoutError("the tuning budget ended before it"))
                     continue
                 try:
+                    future.result()
                     kernel, config = trial.candidate.kernel, trial.candidate.config
                     promise.set_result(kernel.bind(problem, config))
                 except BaseException as error:  # compilers raise SystemExit and worse
                     promise.set_exception(error)
 
-        for _ in range(min(self._workers, len(trials))):
+        threads = min(self._workers, len(trials))
+        for _ in range(threads):
             threading.Thread(target=work, daemon=True).start()
+        try:
+            futures.wait(compiling, timeout=max(0.0, deadline - time.monotonic()))
+        finally:  # the budget ended, or the user ended it
+            self._compilers.cancel_pending(compiling)
         for trial in turns:
             try:
                 trial.launcher = done[id(trial)].result(timeout=COMPILE_LIMIT)
             except futures.TimeoutError as error:
                 text = str(error) or f"did not compile within {COMPILE_LIMIT:.0f} s"
                 trial.fail(text)
+            except NotCompiledError as error:
+                trial.fail(str(error))
             except BaseException as error:
                 if isinstance(error, KeyboardInterrupt):
                     raise
                 trial.fail(error)
             advance()
+        for _ in range(threads):
+            ready.put(None)
 
     def _verify(self, trials: list[_Trial], problem: Problem, device: torch.device) -> None:
         inputs = verify.make_inputs(problem, device, seed=_fresh_seed())

@@ -12,12 +12,12 @@ from tmm_cache import CacheStore, TuningRecord, shipped_layers
 
 from tmm_core import dispatch, verify
 from tmm_core.bench.results import Document
+from tmm_core.compilers import compiling_threads
 from tmm_core.device import DeviceFingerprint, fingerprint
 from tmm_core.kernel import BASELINE, Kernel, Launcher
 from tmm_core.precision import precision
 from tmm_core.problem import Problem
 from tmm_core.timing import CudaTimer, HostTimer, Timer, median
-from tmm_core.tuner import compiling_threads
 
 #: A winner may be this much slower than BLAS before it counts as a loss: two series of one short
 #: kernel differ by as much.

@@ -26,10 +26,10 @@ import torch.distributed as dist
 from tmm_cache import TuningRecord
 
 from tmm_core import api, dispatch, settings
+from tmm_core.compilers import COMPILE_LIMIT
 from tmm_core.dispatcher import LOCK_PATIENCE
 from tmm_core.errors import TmmWarning
 from tmm_core.problem import Problem
-from tmm_core.tuner import COMPILE_LIMIT
 
 #: Times that a problem is measured before it is given up: once more than by the rank it may
 #: have killed.
