@@ -3,6 +3,7 @@ version covers, how a list of configs becomes a search space."""
 
 from __future__ import annotations
 
+import abc
 import functools
 import os
 import shutil
@@ -16,12 +17,13 @@ from typing import ClassVar, TypeVar
 import torch
 import triton
 
-from tmm_core import Kernel, Launcher, Problem
-from tmm_core.triton import Argument, Step, epilogues, launcher
+from tmm_core import Config, Kernel, Launcher, Problem
+from tmm_core.triton import Argument, Step, compile_for, epilogues, launcher, source, target_of
 from tmm_triton import operands, roofline, sums
 from tmm_triton.operands import Build, TileConfig
 
 C = TypeVar("C", bound=TileConfig)
+D = TypeVar("D", bound=Config)
 
 #: What the tensor cores take at 16 bits or as TF32, and rounding an fp32 sum can produce.
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
@@ -36,8 +38,22 @@ _NONE: Mapping[str, Argument] = MappingProxyType({})
 GRID_LIMIT = 65535
 
 
-class TritonKernel(Kernel[C]):
-    """A kernel of this package.
+class Built(Kernel[D]):
+    """A kernel that says what it is compiled from, so that it can be compiled anywhere."""
+
+    @abc.abstractmethod
+    def builds(self, problem: Problem, config: D) -> list[Build]:
+        """Every compilation that :meth:`bind` makes, in the order of their launches."""
+
+    def compile(self, problem: Problem, config: D) -> None:
+        target = target_of(problem.device)
+        for build in self.builds(problem, config) if target is not None else ():
+            src = source(build.fn, build.types, build.constants, build.divisible)
+            compile_for(target, src, **build.options)
+
+
+class TritonKernel(Built[C]):
+    """A kernel of this package over pointers.
 
     Subclasses implement ``configs``, ``builds`` and ``bind``.
     """
@@ -74,10 +90,6 @@ class TritonKernel(Kernel[C]):
         if problem.batch > GRID_LIMIT:
             reasons.append(f"batch {problem.batch} exceeds the grid's {GRID_LIMIT}")
         return reasons
-
-    def builds(self, problem: Problem, config: C) -> list[Build]:
-        """Every compilation that :meth:`bind` makes, in the order of their launches."""
-        raise NotImplementedError
 
     def default_config(self, problem: Problem) -> C:
         return next(iter(self.configs(problem)))

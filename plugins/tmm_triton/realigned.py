@@ -39,7 +39,7 @@ import triton.language as tl
 
 from tmm_core import Config, ConfigError, Kernel, Launcher, Operand, Problem, Traits
 from tmm_core.triton import pointer
-from tmm_triton.kernel import hopper_or_later
+from tmm_triton.kernel import Built, hopper_or_later
 from tmm_triton.operands import VECTOR, Build, words
 from tmm_triton.plugin import KERNELS, _load
 
@@ -169,7 +169,7 @@ class RealignedConfig(Config):
         return cls(inner=kernel.name, config=kernel.config_type.from_json(fields))
 
 
-class Realigned(Kernel[RealignedConfig]):
+class Realigned(Built[RealignedConfig]):
     name = "triton.realigned"
     # A copy has the bits of what it copies; the inner kernels promise the rest, all of them.
     traits = Traits(deterministic=True, batch_invariant=True, needs_workspace=True)
@@ -229,6 +229,11 @@ class Realigned(Kernel[RealignedConfig]):
         kernel = inner_kernels()[config.inner]
         own: int = kernel.workspace_bytes(realigned(problem), config.config)
         return _copied_bytes(problem) + own
+
+    def builds(self, problem: Problem, config: RealignedConfig) -> list[Build]:
+        kernel = inner_kernels()[config.inner]
+        assert isinstance(kernel, Built)  # one that cannot be imported has no config
+        return [copy_build(problem), *kernel.builds(realigned(problem), config.config)]
 
     def bind(self, problem: Problem, config: RealignedConfig) -> Launcher:
         product = inner_kernels()[config.inner].bind(realigned(problem), config.config)

@@ -71,11 +71,10 @@ from triton.experimental.gluon.language.nvidia.hopper.tma import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tmm_core import Kernel, Launcher, Operand, Problem, Traits
+from tmm_core import Launcher, Operand, Problem, Traits
 from tmm_core.triton import (
     Argument,
     Described,
-    Launch,
     Step,
     device_function,
     epilogues,
@@ -96,7 +95,8 @@ from tmm_triton.hopper_tiles import (
     stored_by_pointers,
     tile_count,
 )
-from tmm_triton.kernel import missing_toolchain, unknown_gluon
+from tmm_triton.kernel import Built, missing_toolchain, unknown_gluon
+from tmm_triton.operands import Build
 from tmm_triton.partials import reducing, reduction
 from tmm_triton.words import box_of, box_rows, box_words
 
@@ -913,7 +913,7 @@ def _kernel(
         )
 
 
-class WarpSpecialized(Kernel[WarpSpecializedConfig]):
+class WarpSpecialized(Built[WarpSpecializedConfig]):
     """Persistent TMA + ``wgmma`` with specialised warps, for 16-bit operands on Hopper."""
 
     name = "triton.warp_specialized"
@@ -1070,17 +1070,18 @@ class WarpSpecialized(Kernel[WarpSpecializedConfig]):
         }
         return Specialization(types, constants, divisible, options)
 
-    def bind(self, problem: Problem, config: WarpSpecializedConfig) -> Launcher:
+    def builds(self, problem: Problem, config: WarpSpecializedConfig) -> list[Build]:
         config = hopper_tiles.adapted(problem, config)
         of = self.specialize(problem, config)
-        launch = Launch(
-            _kernel,
-            of.types,
-            of.constants,
-            divisible=of.divisible,
-            device=torch.device(problem.device.type),
-            **of.options,
-        )
+        builds = [Build(_kernel, of.types, of.constants, of.divisible, of.options)]
+        if config.splits > 1:
+            builds.append(reduction(problem, config.splits))
+        return builds
+
+    def bind(self, problem: Problem, config: WarpSpecializedConfig) -> Launcher:
+        config = hopper_tiles.adapted(problem, config)
+        of, *second = self.builds(problem, config)
+        launch = of.launch(problem.device.type)
         rows, width = config.rows, config.BLOCK_N // config.subtiles
 
         def described(name: str, rows: int, columns: int) -> Described:
@@ -1134,9 +1135,8 @@ class WarpSpecialized(Kernel[WarpSpecializedConfig]):
         arguments = {name: known[name] for name in of.types}
         shape = (problem.batch, problem.m, problem.n)[problem.batch == 1 :]
         steps = [Step(launch, (blocks, 1, 1), arguments)]
-        if config.splits > 1:
-            second = reduction(problem, config.splits)
-            steps.append(reducing(problem, second, apart=part_elements(problem, config)))
+        for build in second:
+            steps.append(reducing(problem, build, apart=part_elements(problem, config)))
         scratch = self.workspace_bytes(problem, config) // 4
         workspace = (scratch, torch.float32) if scratch else None
         return launcher(steps, shape, problem.out.dtype, workspace=workspace)

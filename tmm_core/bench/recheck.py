@@ -13,8 +13,8 @@ from tmm_cache import CacheStore, TuningRecord, shipped_layers
 from tmm_core import dispatch
 from tmm_core.bench.results import Document
 from tmm_core.dispatch import rotation, verify
+from tmm_core.dispatch.compilers import compiling_threads
 from tmm_core.dispatch.timing import GraphTimer, HostTimer, Run, median, timer_for
-from tmm_core.dispatch.tuner import compiling_threads
 from tmm_core.launch import warm
 from tmm_core.spec.device import DeviceFingerprint, fingerprint
 from tmm_core.spec.kernel import BASELINE, Kernel, Launcher

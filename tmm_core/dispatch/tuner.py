@@ -11,8 +11,10 @@ from __future__ import annotations
 
 import concurrent.futures as futures
 import datetime
+import functools
 import math
 import os
+import queue
 import threading
 import time
 import warnings
@@ -24,6 +26,13 @@ import torch
 from tmm_cache import CandidateResult, TuningRecord
 
 from tmm_core.dispatch import rotation, verify
+from tmm_core.dispatch.compilers import (
+    COMPILE_LIMIT,
+    Compilers,
+    NotCompiledError,
+    compiling_threads,
+)
+from tmm_core.dispatch.compilers import default as default_compilers
 from tmm_core.dispatch.progress import Progress
 from tmm_core.dispatch.proposals import Hint, Proposals, decide
 from tmm_core.dispatch.timing import Timer, held_up, median, timer_for
@@ -54,14 +63,6 @@ MOST_REPEATS, LEAST_REPEATS, REPEATS_US = 60, 4, 20e3
 
 #: Candidates in the first batch, and in each after it.
 FIRST_BATCH, BATCH = 16, 16
-
-#: Seconds one candidate may take to compile before it is left behind.
-COMPILE_LIMIT = 60.0
-
-
-def compiling_threads() -> int:
-    """Kernels that are compiled at one time: as many as there are cores, at most 16."""
-    return min(16, os.cpu_count() or 1)
 
 
 @dataclass(eq=False)
@@ -99,13 +100,20 @@ class Tuner:
 
     Args:
         timer: For tests; by default chains in CUDA graphs, or wall time on a CPU.
-        workers: Candidates that are compiled at one time; by default the number of cores, at
-            most 16.
+        workers: Threads that bind, and compile what was not compiled elsewhere; by default the
+            number of cores, at most 16.
+        compilers: What compiles elsewhere; by default the process's own.
     """
 
-    def __init__(self, timer: Timer | None = None, workers: int | None = None) -> None:
-        self._timer = timer
-        self._workers = workers or compiling_threads()
+    def __init__(
+        self,
+        timer: Timer | None = None,
+        workers: int | None = None,
+        compilers: Compilers | None = None,
+    ) -> None:
+        self.timer = timer
+        self.compilers = compilers or default_compilers()
+        self.workers = workers or compiling_threads()
 
     def tune(
         self,
@@ -137,7 +145,7 @@ class Tuner:
         proposals = Proposals(problem, kernels, new, before, hints)
         # What the record says of BLAS must be BLAS at the precision that was asked for.
         with as_posed(problem), Progress(str(problem), settings.progress) as progress:
-            tuning = _Tuning(problem, self._timer, self._workers, settings, progress)
+            tuning = _Tuning(problem, self, settings, progress)
             try:
                 tuning.run(proposals)
             finally:
@@ -167,17 +175,16 @@ class _Tuning:
     def __init__(
         self,
         problem: Problem,
-        timer: Timer | None,
-        workers: int,
+        tuner: Tuner,
         settings: Settings,
         progress: Progress,
     ) -> None:
         self.trials: list[_Trial] = []
         self._problem = problem
         self._device = _device(problem)
-        self._own_timer = timer is None
-        self._timer: Any = timer or timer_for(self._device)
-        self._workers = workers
+        self._own_timer = tuner.timer is None
+        self._timer: Any = tuner.timer or timer_for(self._device)
+        self._workers, self._compilers = tuner.workers, tuner.compilers
         self._deadline = time.monotonic() + settings.tune_budget
         self._progress = progress
         self._chain = _Chain(problem, self._device)
@@ -244,42 +251,54 @@ class _Tuning:
         self._measure([t for t in trials if t.run is not None], LOOK, LOOK_US)
 
     def _compile(self, trials: list[_Trial]) -> None:
-        """Bind all, in parallel. Threads, not a pool: one that hangs is left behind."""
-        queue = iter(trials)
-        lock = threading.Lock()
-        done: dict[int, futures.Future[Launcher]] = {id(t): futures.Future() for t in trials}
+        """Compile all in other processes, where that can be, and bind each in a thread as it is
+        done. Threads, not a pool: one that hangs is left behind."""
+        ready: queue.SimpleQueue[tuple[_Trial, futures.Future[None]] | None] = queue.SimpleQueue()
+        bound: dict[_Trial, futures.Future[Launcher]] = {t: futures.Future() for t in trials}
+        compiling = [self._compilers.submit(self._problem, trial.candidate) for trial in trials]
+
+        def arrived(trial: _Trial, future: futures.Future[None]) -> None:
+            ready.put((trial, future))
+
+        for trial, future in zip(trials, compiling, strict=True):
+            future.add_done_callback(functools.partial(arrived, trial))
 
         def work() -> None:
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)  # a thread starts on device 0
-            while True:
-                with lock:
-                    trial = next(queue, None)
-                if trial is None:
-                    return
-                promise = done[id(trial)]
-                if time.monotonic() > self._deadline and not trial.is_baseline:
-                    promise.set_exception(TimeoutError("the tuning budget ended before it"))
-                    continue
+            while (compiled := ready.get()) is not None:
+                trial, future = compiled
+                late = time.monotonic() > self._deadline and not trial.is_baseline
                 try:
+                    if future.cancelled() or late:
+                        raise TimeoutError("the tuning budget ended before it")
+                    future.result()
                     kernel, config = trial.candidate.kernel, trial.candidate.config
-                    promise.set_result(kernel.bind(self._problem, config))
+                    bound[trial].set_result(kernel.bind(self._problem, config))
                 except BaseException as error:  # compilers raise SystemExit and worse
-                    promise.set_exception(error)
+                    bound[trial].set_exception(error)
 
-        for _ in range(min(self._workers, len(trials))):
+        threads = min(self._workers, len(trials))
+        for _ in range(threads):
             threading.Thread(target=work, daemon=True).start()
+        try:
+            futures.wait(compiling, timeout=max(0.0, self._deadline - time.monotonic()))
+        finally:  # the budget ended, or the user ended it
+            self._compilers.cancel_pending(compiling)
         for trial in trials:
             try:
-                trial.launcher = done[id(trial)].result(timeout=COMPILE_LIMIT)
+                trial.launcher = bound[trial].result(timeout=COMPILE_LIMIT)
             except futures.TimeoutError as error:
-                text = str(error) or f"did not compile within {COMPILE_LIMIT:.0f} s"
-                trial.fail(text)
+                trial.fail(str(error) or f"did not compile within {COMPILE_LIMIT:.0f} s")
+            except NotCompiledError as error:
+                trial.fail(str(error))
             except BaseException as error:
                 if isinstance(error, KeyboardInterrupt):
                     raise
                 trial.fail(error)
             self._progress.advance()
+        for _ in range(threads):
+            ready.put(None)
 
     def _verify(self, trial: _Trial, verifier: Verifier, repeats: int = 0) -> None:
         """Fail a trial whose launcher raises or is wrong: by two launches, or in every way it is

@@ -35,6 +35,8 @@ class DeviceFingerprint:
     cublas: str = ""
     #: Triton kernels run in its interpreter (``TRITON_INTERPRET=1``), on the CPU.
     interpreted: bool = False
+    #: What an AMD GPU's compiler calls it, e.g. ``gfx942``; empty for others.
+    arch: str = ""
 
     @property
     def sm(self) -> int:
@@ -113,4 +115,5 @@ def fingerprint(device: torch.device) -> DeviceFingerprint:
         triton=triton,
         cuda=torch.version.cuda or f"hip-{torch.version.hip}",
         cublas=_cublas_version(),
+        arch=properties.gcnArchName.partition(":")[0] if torch.version.hip else "",
     )

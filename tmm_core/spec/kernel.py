@@ -167,6 +167,17 @@ class Kernel(abc.ABC, Generic[C]):
             Exception: Whatever went wrong; it costs this candidate, not the call.
         """
 
+    def compile(self, problem: Problem, config: C) -> None:
+        """Compile for the device that ``problem`` names, without touching a GPU, and leave it
+        where :meth:`bind` finds it, such as a cache on disk.
+
+        Called ahead of ``bind`` in another process, that holds no CUDA context and may be killed
+        when it takes too long. By default does nothing: all compiling is ``bind``'s.
+
+        Raises:
+            Exception: Whatever went wrong; it costs this candidate, which is not bound then.
+        """
+
     def arithmetic(self, problem: Problem, config: C) -> str | None:
         """The name of what the bits of a row depend on besides its data: two configs, of one
         kernel or of two, for which it is equal give a row the same bits, whatever the M of

@@ -28,8 +28,8 @@ import torch.distributed as dist
 from tmm_cache import TuningRecord
 
 from tmm_core import api, dispatch, settings
+from tmm_core.dispatch.compilers import COMPILE_LIMIT
 from tmm_core.dispatch.ladder import LOCK_PATIENCE
-from tmm_core.dispatch.tuner import COMPILE_LIMIT
 from tmm_core.errors import TmmWarning
 from tmm_core.interop import sharding  # noqa: F401  # registers its rules
 from tmm_core.launch import warm

@@ -18,6 +18,7 @@ from tmm_core.triton.launch import (
     pointer,
     source,
     supports,
+    target_of,
 )
 
 __all__ = [
@@ -33,4 +34,5 @@ __all__ = [
     "pointer",
     "source",
     "supports",
+    "target_of",
 ]

@@ -23,7 +23,7 @@ from triton.compiler import ASTSource, CompiledKernel
 
 from tmm_core.launch.fold import Fold
 from tmm_core.launch.source import Body, address, written
-from tmm_core.spec.device import interpreting
+from tmm_core.spec.device import DeviceFingerprint, interpreting
 from tmm_core.spec.kernel import Launcher
 from tmm_core.triton.evict_first import evicting_first
 from tmm_core.triton.kept import compile_kept
@@ -100,9 +100,23 @@ def source(
 def compile_for(
     target: GPUTarget, src: ASTSource, *, evict_first: bool = False, **options: Any
 ) -> CompiledKernel:
-    """Compile for a GPU that need not be there. Thread-safe; no lock is held."""
-    compiled = triton.compile(src, target=target, options=options)
+    """Compile for a GPU that need not be there, or find it in Triton's cache. Thread-safe; no
+    lock is held."""
+    compiled = compile_kept(src, target, options)
     return evicting_first(compiled, options) if evict_first else compiled
+
+
+def target_of(device: DeviceFingerprint) -> GPUTarget | None:
+    """What Triton compiles for on ``device``, which need not be there; None for what is no GPU or
+    is not known well enough."""
+    if device.type != "cuda" or device.interpreted:
+        return None
+    if not device.cuda.startswith("hip"):
+        return GPUTarget("cuda", device.sm, 32)
+    if not device.arch:
+        return None
+    # GCN and CDNA have waves of 64, RDNA of 32.
+    return GPUTarget("hip", device.arch, 64 if device.arch.startswith("gfx9") else 32)
 
 
 @functools.cache
@@ -212,9 +226,7 @@ class Launch:
     def _compile(
         self, src: ASTSource, index: int, evict_first: bool, options: Mapping[str, Any]
     ) -> CompiledKernel:
-        compiled = compile_kept(src, _target(index), options)
-        if evict_first:
-            compiled = evicting_first(compiled, options)
+        compiled = compile_for(_target(index), src, evict_first=evict_first, **options)
         if _REDUCIBLE and compiled.metadata.target.backend == "cuda":
             compiled.src = _without_constants(src)
         with torch.cuda.device(index), self._lock:

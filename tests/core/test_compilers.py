@@ -1,0 +1,506 @@
+"""Candidates compile in other processes: what they do to those costs them alone.
+
+The plugin below is installed for the server as strangers install theirs, by an entry point. What
+its kernel does while it compiles is its config's ``tile``.
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from concurrent import futures
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes import FakeBlas, FakeKernel, FakeTimer, problem, settings
+
+from tmm_core.dispatch import compilers
+from tmm_core.dispatch.compilers import Compilers, NotCompiledError
+from tmm_core.dispatch.tuner import Tuner
+from tmm_core.errors import TmmWarning
+from tmm_core.spec import epilogue
+from tmm_core.spec.kernel import Candidate
+
+HERE = Path(__file__).parent.parent
+PLUGIN = """
+import os, signal, sys, time
+from pathlib import Path
+from fakes import FakeConfig, FakeKernel, plugin
+
+NOTHING, HANG, EXIT, CRASH, RAISE, SYSTEM_EXIT, SHOUT, SLOW = range(1, 9)
+
+class Compiled(FakeKernel):
+    def compile(self, problem, config):
+        with open(os.environ["COMPILED"], "a") as file:
+            print(os.getpid(), config.tile, problem.n, problem.epilogue.key, file=file)
+        if config.tile >= 100:
+            time.sleep(0.02)
+        match config.tile:
+            case 2: time.sleep(600)
+            case 3: os._exit(3)
+            case 4:
+                print("so it ends", file=sys.stderr, flush=True)
+                os.kill(os.getpid(), signal.SIGSEGV)
+            case 5: raise ValueError("no such layout")
+            case 6: sys.exit("enough")
+            case 7:
+                print("to whom it may concern")
+                os.system("echo from a child; echo and another >&2")
+            case 8: time.sleep(0.5)
+
+kernel = Compiled("compiled.one", tiles=range(1, 9))
+two = Compiled("compiled.two", tiles=range(1, 9))
+hooks = plugin(kernel, two)
+"""
+
+
+def install(site: Path, name: str, source: str) -> None:
+    info = site / f"{name}-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[tmm_core]\n{name} = {name}_plugin:hooks\n")
+    (site / f"{name}_plugin.py").write_text(source)
+
+
+@pytest.fixture
+def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """The plugin's module, as this process imports it."""
+    site = tmp_path / "site"
+    install(site, "compiled", PLUGIN)
+    monkeypatch.syspath_prepend(str(site))
+    monkeypatch.setenv("TMM_PLUGINS", "compiled")  # the server imports no other
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.setenv("COMPILED", str(tmp_path / "compiled.txt"))
+    yield importlib.import_module("compiled_plugin")
+    del sys.modules["compiled_plugin"]
+
+
+@pytest.fixture
+def server(installed: Any) -> Iterator[Compilers]:
+    made = Compilers(workers=2, limit=60.0)
+    yield made
+    made.close()
+
+
+def candidate(kernel: Any, tile: int) -> Candidate:
+    return Candidate(kernel, replace(kernel.default_config(problem()), tile=tile))
+
+
+def reason(future: futures.Future[None]) -> str:
+    error = future.exception(timeout=60)
+    assert isinstance(error, NotCompiledError)
+    return str(error)
+
+
+def compiled() -> list[list[str]]:
+    """Process, tile, N and epilogue of everything that was begun."""
+    path = Path(os.environ["COMPILED"])
+    return [line.split() for line in path.read_text().splitlines()] if path.exists() else []
+
+
+def alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False
+
+
+def test_a_fault_costs_one_candidate(
+    server: Compilers, installed: Any, capfd: pytest.CaptureFixture[str]
+) -> None:
+    def submit(tile: int) -> futures.Future[None]:
+        return server.submit(problem(n=48), candidate(installed.kernel, tile))
+
+    ended = {tile: submit(tile) for tile in (3, 4, 5, 6, 7, 1)}
+    assert reason(ended[3]) == "its compiler ended with exit code 3"
+    assert reason(ended[4]) == "its compiler died (signal 11, SIGSEGV): so it ends"
+    assert reason(ended[5]) == "ValueError: no such layout"
+    assert reason(ended[6]) == "SystemExit: enough"
+    assert ended[7].result(timeout=60) is None
+    assert ended[1].result(timeout=60) is None
+    begun = compiled()
+    assert {int(tile) for _, tile, *_ in begun} == set(ended)
+    assert str(os.getpid()) not in {pid for pid, *_ in begun}
+    assert {n for *_, n, _ in begun} == {"48"}
+    assert capfd.readouterr() == ("", "")
+
+
+def test_hanging_candidates_cost_one_limit(server: Compilers, installed: Any) -> None:
+    server.submit(problem(), candidate(installed.kernel, 1)).result(timeout=60)
+    server.limit = 1.5
+    started = time.monotonic()
+    hung = [server.submit(problem(), candidate(installed.kernel, 2)) for _ in range(5)]
+    server.limit = 60.0
+    other = server.submit(problem(), candidate(installed.two, 1))
+    told = sorted(reason(future) for future in hung)
+    assert time.monotonic() - started < 2 * 1.5
+    assert other.result(timeout=60) is None
+    assert (
+        told
+        == ["did not compile within 1.5 s"] * 2
+        + ["not tried: 2 other configs of it did not compile within 1.5 s"] * 3
+    )
+    # They are told apart by problem, and another day is another chance.
+    assert server.submit(problem(), candidate(installed.kernel, 1)).result(timeout=60) is None
+    assert not any(alive(int(pid)) for pid, tile, *_ in compiled() if tile == "2")
+
+
+def test_what_hangs_keeps_no_other_kernel_waiting(
+    installed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Both workers hang; after a while others are begun beside them."""
+    patch = "import tmm_core.dispatch.compile_server as s\ns.STALLED = 0.3\ns.main()\n"
+    monkeypatch.setattr(compilers, "_PROGRAM", ["-c", patch])
+    quick = Compilers(workers=2, limit=60.0)
+    try:
+        hung = [quick.submit(problem(), candidate(installed.kernel, 2)) for _ in range(2)]
+        others = [quick.submit(problem(), candidate(installed.two, t)) for t in (1, 7, 8)]
+        assert [future.result(timeout=40) for future in others] == [None] * 3
+        assert not any(future.done() for future in hung)
+    finally:
+        quick.close()
+
+
+def test_what_is_given_up_is_killed(server: Compilers, installed: Any) -> None:
+    hung = [server.submit(problem(), candidate(installed.kernel, 2)) for _ in range(4)]
+    kept = server.submit(problem(), candidate(installed.kernel, 8))
+    while len(compiled()) < 2:
+        time.sleep(0.01)
+    server.cancel_pending(hung)
+    done, _ = futures.wait([*hung, kept], timeout=30)
+    assert len(done) == 5
+    assert all(future.cancelled() for future in hung)
+    assert kept.result() is None
+    pids = {int(pid) for pid, tile, *_ in compiled() if tile == "2"}
+    assert len(pids) == 2
+    assert not any(map(alive, pids))
+
+
+def test_closing_ends_every_process_and_leaves_no_file(
+    server: Compilers, installed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
+    (tmp_path / "temporary").mkdir()
+    future = server.submit(problem(), candidate(installed.kernel, 2))
+    while not compiled():
+        time.sleep(0.01)
+    assert list((tmp_path / "temporary").iterdir())
+    assert server._server is not None
+    assert server._server._child is not None
+    pids = [server._server._child.pid, int(compiled()[0][0])]
+    assert all(map(alive, pids))
+    server.close()
+    assert future.result(timeout=10) is None  # left to whoever asked
+    assert not any(map(alive, pids))
+    assert not list((tmp_path / "temporary").iterdir())
+    # Closed is not broken.
+    again = server.submit(problem(), candidate(installed.kernel, 5))
+    assert reason(again) == "ValueError: no such layout"
+
+
+@pytest.mark.parametrize(
+    "why", ["version", "kernel", "epilogue", "config", "interpreted", "nothing to compile"]
+)
+def test_what_the_server_does_not_have_is_left_to_bind(
+    why: str, server: Compilers, installed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel, asked = installed.kernel, problem()
+    if why == "version":
+        monkeypatch.setitem(kernel.__dict__, "version", "2")
+    elif why == "kernel":
+        kernel = installed.Compiled("of.mine")
+    elif why == "epilogue":
+        asked = problem(epilogue=epilogue.Epilogue("mine", lambda z: z + 1))
+    elif why == "interpreted":
+        monkeypatch.setenv("TRITON_INTERPRET", "1")
+    elif why == "nothing to compile":
+        kernel = FakeKernel("compiled.one")
+    given = candidate(kernel, 3)
+    if why == "config":
+        object.__setattr__(given.config, "tile", object())
+    assert server.submit(asked, given).result(timeout=60) is None
+    assert not compiled()
+    if why in ("interpreted", "nothing to compile"):
+        assert server._server is None
+
+
+def test_an_epilogue_with_parameters_arrives(server: Compilers, installed: Any) -> None:
+    asked = problem(epilogue=epilogue.parse("gelu_tanh+softcap(1e+3)"))
+    assert server.submit(asked, candidate(installed.kernel, 1)).result(timeout=60) is None
+    assert compiled()[0][3] == asked.epilogue.key
+
+
+def test_variables_that_changed_since_hold(
+    server: Compilers, installed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.submit(problem(), candidate(installed.kernel, 1)).result(timeout=60)
+    with monkeypatch.context() as patch:
+        patch.setenv("COMPILED", str(tmp_path / "elsewhere.txt"))
+        server.submit(problem(), candidate(installed.kernel, 7)).result(timeout=60)
+        assert [tile for _, tile, *_ in compiled()] == ["7"]
+    server.submit(problem(), candidate(installed.kernel, 8)).result(timeout=60)
+    assert [tile for _, tile, *_ in compiled()] == ["1", "8"]
+
+
+def test_another_plugin_path_is_another_server(
+    server: Compilers, installed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.submit(problem(), candidate(installed.kernel, 1)).result(timeout=60)
+    install(tmp_path / "more", "later", PLUGIN.replace("compiled.", "later."))
+    monkeypatch.syspath_prepend(str(tmp_path / "more"))
+    monkeypatch.setenv("TMM_PLUGINS", "later")
+    later = importlib.import_module("later_plugin")
+    assert reason(server.submit(problem(), candidate(later.kernel, 5))).startswith("ValueError")
+
+
+@pytest.mark.parametrize("broken", ["process", "import", "death", "slow"])
+def test_where_no_server_can_be_all_is_left_to_bind(
+    broken: str, installed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    programs = {
+        "import": "raise ImportError('libtriton.so: cannot open shared object file')",
+        "death": "import os; os.kill(os.getpid(), 9)",
+        "slow": "import time; time.sleep(60)",
+    }
+    expected = {
+        "process": "Resource temporarily unavailable",
+        "import": "libtriton.so",
+        "death": "SIGKILL",
+        "slow": "not ready within 1 s",
+    }
+    if broken == "process":
+
+        def refuse(*args: Any, **fields: Any) -> Any:
+            raise BlockingIOError(11, "Resource temporarily unavailable")
+
+        monkeypatch.setattr(subprocess, "Popen", refuse)
+    else:
+        monkeypatch.setattr(compilers, "_PROGRAM", ["-c", programs[broken]])
+        monkeypatch.setattr(compilers, "START_LIMIT", 1.0 if broken == "slow" else 60.0)
+    made = Compilers(workers=2)
+
+    def all_are_left() -> None:
+        jobs = [made.submit(problem(), candidate(installed.kernel, 3)) for _ in range(300)]
+        assert [job.result(timeout=60) for job in jobs] == [None] * 300
+        while not made._broken:
+            time.sleep(0.01)
+
+    with pytest.warns(TmmWarning, match=expected[broken]) as said:
+        all_are_left()
+    assert len(said) == 1
+    assert made.submit(problem(), candidate(installed.kernel, 3)).result(timeout=1) is None
+    made.close()
+
+
+@pytest.mark.parametrize("program", ["", "/usr/sbin/uwsgi", "/opt/renderer"])
+def test_a_program_with_python_in_it_is_not_started_again(
+    program: str, installed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "executable", program)
+    made = Compilers()
+    made.prepare()
+    assert made.submit(problem(), candidate(installed.kernel, 3)).result(timeout=1) is None
+    assert made._server is None
+
+
+def test_the_server_ends_when_nobody_needs_it(
+    installed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    patch = "import tmm_core.dispatch.compile_server as s\n"
+    patch += "s.IDLE_LIMIT = 0.2\ns._LOOK = 0.1\ns.main()\n"
+    monkeypatch.setattr(compilers, "_PROGRAM", ["-c", patch])
+    made = Compilers(workers=1)
+    assert reason(made.submit(problem(), candidate(installed.kernel, 5))).startswith("ValueError")
+    first = made._server
+    assert first is not None
+    while not first.ended:
+        time.sleep(0.01)
+    assert reason(made.submit(problem(), candidate(installed.kernel, 5))).startswith("ValueError")
+    assert made._server is not first
+    made.close()
+
+
+def test_the_tuner_binds_what_compiled_and_records_why_not(
+    server: Compilers, installed: Any
+) -> None:
+    kernel = installed.Compiled("compiled.one", tiles=(1, 3, 4, 5, 7))
+    timer = FakeTimer({"compiled.one": 5.0, "blas": 10.0})
+    tuner = Tuner(timer, compilers=server)
+    record = tuner.tune(problem(), [FakeBlas(), kernel], settings(tune_budget=60.0))
+    mine = {c.config["tile"]: c for c in record.candidates if c.kernel == kernel.name}
+    assert {tile: c.status for tile, c in mine.items()} == {
+        1: "ok", 3: "failed", 4: "failed", 5: "failed", 7: "ok",
+    }  # fmt: skip
+    assert mine[3].reason == "its compiler ended with exit code 3"
+    assert mine[5].reason == "ValueError: no such layout"
+    assert [p.m for p in kernel.bound].count(64) == 2  # and what is left at other M of the bucket
+
+
+def test_a_budget_that_ends_ends_compiling(server: Compilers, installed: Any) -> None:
+    server.submit(problem(), candidate(installed.kernel, 1)).result(timeout=60)
+    kernel = installed.Compiled("compiled.one", tiles=(2, 1))
+    tuner = Tuner(FakeTimer({}), compilers=server)
+    started = time.monotonic()
+    record = tuner.tune(problem(), [FakeBlas(), kernel], settings(tune_budget=1.0))
+    assert time.monotonic() - started < 20
+    (hung,) = (c for c in record.candidates if c.config.get("tile") == 2)
+    assert (hung.status, hung.reason) == ("failed", "the tuning budget ended before it")
+    assert not any(alive(int(pid)) for pid, tile, *_ in compiled() if tile == "2")
+
+
+# -- processes of many kinds ----------------------------------------------------------------
+
+PROGRAM = """
+import sys
+sys.path.insert(0, {here!r})
+import os, time
+from fakes import problem
+from compiled_plugin import kernel
+from tmm_core.dispatch import compilers
+from tmm_core.spec.kernel import Candidate
+
+def candidate(tile):
+    return Candidate(kernel, type(kernel.default_config(problem()))(tile=tile))
+
+def ask(tile=5):
+    error = compilers.default().submit(problem(), candidate(tile)).exception(timeout=100)
+    print(os.getpid() if tile == 7 else error, flush=True)
+"""
+
+
+def run(body: str, *options: str, **fields: Any) -> subprocess.Popen[str]:
+    """Python with a program, on its standard input unless ``options`` say otherwise."""
+    path = os.pathsep.join(sys.path)
+    program = subprocess.Popen(
+        [sys.executable, *(options or ("-",))],
+        stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        env={**os.environ, "PYTHONPATH": path, **fields.pop("env", {})}, **fields,
+    )  # fmt: skip
+    assert program.stdin is not None
+    program.stdin.write(PROGRAM.format(here=str(HERE)) + body)
+    program.stdin.close()
+    program.stdin = None
+    return program
+
+
+def finished(program: subprocess.Popen[str]) -> list[str]:
+    out, err = program.communicate(timeout=120)
+    assert program.returncode == 0, err
+    assert not err
+    return out.splitlines()
+
+
+FORKED = """
+ask()
+pid = os.fork()
+if pid == 0:
+    ask()
+    os._exit(0)
+os.waitpid(pid, 0)
+ask()
+"""
+DAEMON = """
+import multiprocessing
+process = multiprocessing.get_context("fork").Process(target=ask, daemon=True)
+process.start()
+process.join()
+ask()
+"""
+
+
+@pytest.mark.parametrize("body", ["ask()\n", FORKED, DAEMON], ids=["stdin", "forked", "daemon"])
+def test_any_process_can(body: str, installed: Any) -> None:
+    lines = finished(run(body))
+    assert set(lines) == {"ValueError: no such layout"}
+    assert len(lines) == body.count("ask()") + body.count("target=ask")
+    assert len({pid for pid, *_ in compiled()}) >= 1 + ("fork" in body)
+
+
+def test_a_removed_working_folder(installed: Any, tmp_path: Path) -> None:
+    gone = tmp_path / "gone"
+    gone.mkdir()
+    assert finished(run("os.rmdir(os.getcwd())\nask()\n", cwd=gone)) == [
+        "ValueError: no such layout"
+    ]
+
+
+ENDS = """
+compilers.default().submit(problem(), candidate(2))
+while not os.path.exists(os.environ["COMPILED"]):
+    time.sleep(0.01)
+print(compilers.default()._server._child.pid, flush=True)
+time.sleep(100)
+"""
+
+
+@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("child", [False, True])
+def test_no_process_outlives_its_parent(how: int, child: bool, installed: Any) -> None:
+    """Not even where another child of it, that was forked, holds all of its files."""
+    body = ENDS
+    if child:
+        body = ENDS.replace("time.sleep(100)", "os.fork() or os.setsid()\ntime.sleep(8)")
+    program = run(body, start_new_session=True)
+    assert program.stdout is not None
+    server = int(program.stdout.readline())
+    worker = int(compiled()[0][0])
+    time.sleep(0.3)
+    assert alive(server)
+    assert alive(worker)
+    # As a terminal does: to the whole group.
+    os.killpg(program.pid, how)
+    started = time.monotonic()
+    while alive(server) or alive(worker):
+        assert time.monotonic() - started < 7.0
+        time.sleep(0.02)
+    _, err = program.communicate(timeout=20)
+    assert program.returncode != 0
+    # Whoever interrupts sees where this process was, and nothing of the others.
+    assert err.count("Traceback") == (1 if how == signal.SIGINT else 0)
+
+
+def test_a_server_that_is_killed_is_not_missed(server: Compilers, installed: Any) -> None:
+    future = server.submit(problem(), candidate(installed.kernel, 2))
+    while not compiled():
+        time.sleep(0.01)
+    worker = int(compiled()[0][0])
+    assert server._server is not None
+    assert server._server._child is not None
+    child = server._server._child
+
+    def kill() -> None:
+        os.kill(child.pid, signal.SIGKILL)
+        assert future.result(timeout=10) is None
+        while not server._broken:
+            time.sleep(0.01)
+
+    with pytest.warns(TmmWarning, match=r"died \(signal 9, SIGKILL\)"):
+        kill()
+    while alive(worker):
+        time.sleep(0.01)
+
+
+def test_many_threads_and_many_jobs(server: Compilers, installed: Any) -> None:
+    ended: list[futures.Future[None]] = []
+
+    def ask() -> None:
+        for n in range(60):
+            ended.append(server.submit(problem(n=n + 1), candidate(installed.kernel, 1)))
+
+    threads = [threading.Thread(target=ask) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [future.result(timeout=60) for future in ended] == [None] * 240
+    begun = compiled()
+    assert len(begun) == 240
+    assert 1 <= len({pid for pid, *_ in begun}) <= 2

@@ -1,0 +1,341 @@
+"""The process behind :mod:`tmm_core.dispatch.compilers`, started by ``python -m``.
+
+It imports torch, Triton and the plugins, touches no GPU, starts no thread, and forks workers, so
+that one that was killed is replaced in milliseconds. Jobs and answers are lines of JSON. It ends
+when its parent does, and its workers with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import dataclasses
+import gc
+import json
+import os
+import resource
+import select
+import shutil
+import signal
+import socket
+import sys
+import tempfile
+import time
+from collections import Counter, deque
+from dataclasses import dataclass
+from typing import IO, Any
+
+from tmm_core.dispatch.compilers import ending, scratch_file, tail
+from tmm_core.dispatch.registry import Registry
+from tmm_core.spec.device import DeviceFingerprint
+from tmm_core.spec.problem import Problem
+
+Job = dict[str, Any]
+
+#: Seconds without a job after which the server ends: it holds some 300 MB.
+IDLE_LIMIT = 120.0
+#: Seconds after which a candidate no longer keeps its place from others: while it may hang, as
+#: many as there are workers compile beside it.
+STALLED = 10.0
+#: Of one kernel and problem as many candidates may hang before the others are not tried.
+MOST_HUNG = 2
+#: Seconds between two looks at whether the parent is alive, whose end of the channel a process
+#: that it forked may hold open.
+_LOOK = 5.0
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(eq=False)
+class Worker:
+    """A forked process, idle or on one job."""
+
+    pid: int
+    channel: socket.socket
+    #: What it says.
+    scratch: IO[bytes] | None
+    #: Its temporary files.
+    folder: str | None
+    job: Job | None = None
+    began: float = 0.0
+    received: bytes = b""
+
+    def end(self, kill: bool = True) -> int:
+        """End it and what it started; its exit status.
+
+        Args:
+            kill: At once, rather than when it has had time to end by itself.
+        """
+        self.channel.close()
+        patience = 0.0 if kill else 0.5
+        give_up = time.monotonic() + patience
+        while (
+            time.monotonic() < give_up
+            and os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
+        ):
+            time.sleep(0.005)
+        with contextlib.suppress(OSError):
+            os.killpg(self.pid, signal.SIGKILL)
+        status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
+        if self.folder is not None:
+            shutil.rmtree(self.folder, ignore_errors=True)
+        return status
+
+
+class Server:
+    """Gives jobs to workers and their answers to the parent.
+
+    Args:
+        channel: To the parent.
+        most: Workers that compile at one time.
+        registry: Of the kernels.
+    """
+
+    def __init__(self, channel: socket.socket, most: int, registry: Registry) -> None:
+        self._channel = channel
+        self._most = most
+        self._registry = registry
+        self._queue: deque[Job] = deque()
+        self._workers: list[Worker] = []
+        self._hung: Counter[Any] = Counter()
+        self._parent = os.getppid()
+        self._received = b""
+        self._folder = _temporary()
+
+    def run(self) -> None:
+        """Serve until the parent has gone, or asks for nothing any more."""
+        last = time.monotonic()
+        try:
+            self._channel.sendall(b'{"ready": true}\n')
+            while True:
+                self._assign()
+                if self._queue or any(worker.job for worker in self._workers):
+                    last = time.monotonic()
+                elif time.monotonic() - last > IDLE_LIMIT:
+                    return
+                readable = self._wait()
+                if self._channel in readable and not self._read():
+                    return
+                for worker in list(self._workers):
+                    if worker.channel in readable:
+                        self._hear(worker)
+                self._expire()
+                if os.getppid() != self._parent:
+                    return
+        except OSError:  # the parent is gone
+            return
+        finally:
+            for worker in self._workers:
+                worker.end()
+            if self._folder is not None:
+                shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _wait(self) -> list[socket.socket]:
+        now = time.monotonic()
+        moments = [now + _LOOK]
+        for worker in self._workers:
+            if worker.job is not None:
+                moments.append(worker.began + worker.job["limit"])
+                if worker.began + STALLED > now:
+                    moments.append(worker.began + STALLED)
+        channels = [self._channel, *(worker.channel for worker in self._workers)]
+        poll = select.poll()  # select() knows no descriptor above 1024
+        by_number = {channel.fileno(): channel for channel in channels}
+        for number in by_number:
+            poll.register(number, select.POLLIN)
+        ready = poll.poll(1000 * max(0.0, min(moments) - now) + 1)
+        return [by_number[number] for number, _ in ready]
+
+    def _read(self) -> bool:
+        """Take what the parent says; False where it has gone."""
+        received = self._channel.recv(1 << 16)
+        *lines, self._received = (self._received + received).split(b"\n")
+        for line in lines:
+            message = json.loads(line)
+            if "cancel" in message:
+                self._cancel(set(message["cancel"]))
+            else:
+                self._queue.append(message)
+        return bool(received)
+
+    def _cancel(self, numbers: set[int]) -> None:
+        self._queue = deque(job for job in self._queue if job["id"] not in numbers)
+        for worker in list(self._workers):
+            if worker.job is not None and worker.job["id"] in numbers:
+                self._drop(worker)
+
+    def _assign(self) -> None:
+        """Give jobs to idle workers, of which more are forked as they are needed."""
+        while self._queue:
+            now = time.monotonic()
+            busy = [worker for worker in self._workers if worker.job is not None]
+            if sum(now - worker.began < STALLED for worker in busy) >= self._most:
+                return
+            worker = next((worker for worker in self._workers if worker.job is None), None)
+            if worker is None:
+                if len(busy) >= 2 * self._most:
+                    return
+                worker = self._fork()
+            if worker is None:
+                if busy:
+                    return
+                self._answer(self._queue.popleft())  # no process can be had: the parent's to do
+                continue
+            worker.job, worker.began = self._queue.popleft(), now
+            with contextlib.suppress(OSError):  # it died idle, which is heard of next
+                worker.channel.sendall(json.dumps(worker.job).encode() + b"\n")
+
+    def _fork(self) -> Worker | None:
+        try:
+            mine, theirs = socket.socketpair()
+            folder = tempfile.mkdtemp(dir=self._folder) if self._folder is not None else None
+            scratch = scratch_file()
+            pid = os.fork()
+        except OSError:  # too many processes or files, no memory
+            return None
+        if pid == 0:
+            status = 1
+            try:
+                mine.close()
+                self._become_worker(theirs, scratch, folder)
+                status = 0
+            finally:
+                os._exit(status)
+        with contextlib.suppress(OSError):
+            os.setpgid(pid, pid)
+        theirs.close()
+        worker = Worker(pid, mine, scratch, folder)
+        self._workers.append(worker)
+        return worker
+
+    def _become_worker(
+        self, channel: socket.socket, scratch: IO[bytes] | None, folder: str | None
+    ) -> None:
+        with contextlib.suppress(OSError):
+            os.setpgid(0, 0)
+        server = os.getppid()
+        with contextlib.suppress(Exception):  # where there is no prctl, by the channel's end
+            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != server:
+            return
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        if scratch is not None:
+            os.dup2(scratch.fileno(), 1)
+            os.dup2(scratch.fileno(), 2)
+        tempfile.tempdir = folder
+        self._channel.close()
+        for other in self._workers:
+            other.channel.close()
+        environ = dict(os.environ)
+        for line in channel.makefile("rb"):
+            job = json.loads(line)
+            _set_environ({**environ, **job["environ"]})
+            answer = compile_job(self._registry, job)
+            channel.sendall(json.dumps(answer).encode() + b"\n")
+
+    def _hear(self, worker: Worker) -> None:
+        received = b""
+        with contextlib.suppress(OSError):
+            received = worker.channel.recv(1 << 16)
+        if received:
+            worker.received += received
+            if worker.received.endswith(b"\n") and worker.job is not None:
+                self._answer(worker.job, json.loads(worker.received)["error"])
+                worker.job, worker.received = None, b""
+            return
+        job, worker.job = worker.job, None
+        status = self._drop(worker, kill=False)
+        if job is not None:
+            said = tail(worker.scratch)
+            self._answer(job, f"its compiler {ending(status)}" + (f": {said}" if said else ""))
+
+    def _expire(self) -> None:
+        """Kill what has taken too long; where it is the second of a kernel, try no other of it."""
+        now = time.monotonic()
+        for worker in list(self._workers):
+            job = worker.job
+            if job is None or now - worker.began < job["limit"]:
+                continue
+            self._drop(worker)
+            self._answer(job, f"did not compile within {job['limit']:g} s")
+            about = _about(job)
+            self._hung[about] += 1
+            if self._hung[about] >= MOST_HUNG:
+                reason = f"not tried: {MOST_HUNG} other configs of it did not compile within"
+                for other in [other for other in self._queue if _about(other) == about]:
+                    self._queue.remove(other)
+                    self._answer(other, f"{reason} {job['limit']:g} s")
+            active = [*self._queue, *(each.job for each in self._workers if each.job is not None)]
+            if not any(_about(other) == about for other in active):
+                del self._hung[about]
+
+    def _drop(self, worker: Worker, kill: bool = True) -> int:
+        self._workers.remove(worker)
+        return worker.end(kill)
+
+    def _answer(self, job: Job, error: str | None = None) -> None:
+        text = json.dumps({"id": job["id"], "error": error})
+        self._channel.sendall(text.encode() + b"\n")
+
+
+def _about(job: Job) -> tuple[str, str]:
+    return job["kernel"], json.dumps(job["problem"], sort_keys=True)
+
+
+def compile_job(registry: Registry, job: Job) -> Job:
+    """Compile what a job says. An ``error`` of None also stands for what cannot be compiled here,
+    and is left to ``bind``: another version, an epilogue that nobody registered."""
+    try:
+        kernel = registry.kernel(job["kernel"])
+        if kernel.version != job["version"]:
+            return {"error": None}
+        by_key = {epilogue.key: epilogue for epilogue in registry.epilogues().values()}
+        key = job["problem"]["epilogue"]
+        epilogue = by_key.get(key) or registry.epilogue(key)
+        if epilogue.key != key:
+            return {"error": None}
+        device = {**job["device"], "capability": tuple(job["device"]["capability"])}
+        problem = Problem.from_json(job["problem"], DeviceFingerprint(**device), epilogue)
+        problem = dataclasses.replace(problem, **job["requirements"])
+        config = kernel.config_type.from_json(job["config"])
+    except BaseException:
+        return {"error": None}
+    try:
+        kernel.compile(problem, config)
+    except BaseException as error:
+        return {"error": f"{type(error).__name__}: {error}".strip()[:2000]}
+    return {"error": None}
+
+
+def _set_environ(environ: dict[str, str | None]) -> None:
+    """Make the environment what it is in the parent; a variable that is None is not set there."""
+    wanted = {name: value for name, value in environ.items() if value is not None}
+    for name in set(os.environ) - set(wanted):
+        del os.environ[name]
+    os.environ.update(wanted)
+
+
+def _temporary() -> str | None:
+    """A folder for what the compilers leave behind when they are killed; None where there can be
+    none."""
+    try:
+        return tempfile.mkdtemp(prefix="tmm-compile-")
+    except OSError:
+        return None
+
+
+def main() -> None:
+    most, folder = json.loads(sys.argv[1])
+    channel = socket.socket(fileno=os.dup(0))
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 0)
+    with contextlib.suppress(OSError):  # removed since
+        os.chdir(folder)
+    registry = Registry.from_environment()
+    registry.kernels()
+    gc.collect()
+    gc.freeze()  # or a worker's collections would copy every page
+    Server(channel, most, registry).run()
+
+
+if __name__ == "__main__":
+    main()

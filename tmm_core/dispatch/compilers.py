@@ -1,0 +1,410 @@
+"""Candidates compiled in processes that hold no CUDA context, ahead of ``bind``.
+
+Triton's front end is Python: 23 candidates on 16 threads are compiled little faster than on two,
+and one that hangs or crashes takes its process along. A process that is started anew
+(:mod:`tmm_core.dispatch.compile_server`) imports torch, Triton and the plugins once and forks
+workers. What a worker compiles lies in Triton's cache on disk, where ``bind`` finds it. Wherever no
+such process can be had, the job counts as done and ``bind`` compiles in this process.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+import queue
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import threading
+import warnings
+from collections.abc import Iterable
+from concurrent.futures import Future, InvalidStateError
+from typing import IO, Any
+
+from tmm_core.errors import TmmWarning
+from tmm_core.spec.device import interpreting
+from tmm_core.spec.kernel import Candidate, Kernel
+from tmm_core.spec.problem import Problem
+
+#: Seconds one candidate may take to compile, from when it is begun.
+COMPILE_LIMIT = 60.0
+#: Seconds the server may take to import torch, Triton and the plugins.
+START_LIMIT = 60.0
+#: Seconds the server may take to end before it is killed.
+_END_LIMIT = 2.0
+
+_PROGRAM = ["-m", "tmm_core.dispatch.compile_server"]
+#: Variables with which the server starts. Numerical libraries start threads where they may, and a
+#: process with threads had better not fork.
+_OWN_VARIABLES = {
+    "CUDA_VISIBLE_DEVICES": "",
+    "HIP_VISIBLE_DEVICES": "",
+    "OMP_NUM_THREADS": "1",
+    "OPENBLAS_NUM_THREADS": "1",
+    "MKL_NUM_THREADS": "1",
+}
+#: Variables that would keep a Python process from ending, or change what it says and where.
+_NOT_PASSED = ("PYTHONINSPECT", "PYTHONSTARTUP", "PYTHONWARNINGS", "PYTHONVERBOSE")
+
+
+def compiling_threads() -> int:
+    """Kernels that are compiled at one time: as many as there are cores, at most 16."""
+    return min(16, os.cpu_count() or 1)
+
+
+class NotCompiledError(Exception):
+    """A candidate that did not compile; its text is the reason."""
+
+
+class Compilers:
+    """Compiles candidates in worker processes, which are started when they are first needed.
+
+    Args:
+        workers: Processes that compile at one time; by default :func:`compiling_threads`.
+        limit: Seconds one candidate may take.
+    """
+
+    def __init__(self, workers: int | None = None, limit: float = COMPILE_LIMIT) -> None:
+        self.workers = workers or compiling_threads()
+        self.limit = limit
+        self._lock = threading.Lock()
+        self._server: _Server | None = None
+        self._process = os.getpid()
+        #: Something is broken here, and has been said.
+        self._broken = False
+
+    def prepare(self) -> None:
+        """Start the server, which takes some seconds, without waiting for it."""
+        with self._lock:
+            self._running()
+
+    def submit(self, problem: Problem, candidate: Candidate) -> Future[None]:
+        """Have ``candidate`` compiled for ``problem``.
+
+        The future ends when ``bind`` may be called: with a result where the candidate was
+        compiled, or where it cannot be compiled elsewhere; with a :class:`NotCompiledError` where
+        it does not compile, was not done in time, or took its compiler along.
+        """
+        future: Future[None] = Future()
+        job = _job(problem, candidate, self.limit)
+        with self._lock:
+            server = self._running() if job is not None else None
+            sent = server is not None and job is not None and server.send(job, future)
+        if not sent:
+            _resolve(future)
+        return future
+
+    def cancel_pending(self, futures: Iterable[Future[None]] | None = None) -> None:
+        """Give up what has not ended, of ``futures`` or of everything: they are cancelled, and
+        their compilers are killed."""
+        with self._lock:
+            server = self._server
+        if server is not None and self._process == os.getpid():
+            server.cancel(None if futures is None else list(futures))
+
+    def close(self) -> None:
+        """End the server and its workers. What is submitted later starts another."""
+        with self._lock:
+            server, self._server = self._server, None
+        if server is not None and self._process == os.getpid():
+            server.close()
+
+    def after_fork(self) -> None:
+        """Let go of the parent process's server, which is not this one's child."""
+        if self._server is not None:
+            self._server.forget()
+        self._server, self._lock, self._process = None, threading.Lock(), os.getpid()
+
+    def _running(self) -> _Server | None:
+        """The server, started where there is none or it knows other plugins; None where there can
+        be none."""
+        if self._broken or interpreting() or not _startable():
+            return None
+        if self._process != os.getpid():  # forked, by a way that Python was not told of
+            return None
+        circumstances = _circumstances()
+        server = self._server
+        if server is not None and (server.ended or server.circumstances != circumstances):
+            self._server = None
+            if not server.ended:
+                server.close()
+        if self._server is None:
+            try:
+                self._server = _Server(self.workers, circumstances, self._report)
+            except (OSError, RuntimeError) as error:  # no descriptor, no thread
+                self._report(f"{type(error).__name__}: {error}")
+        return self._server
+
+    def _report(self, fault: str) -> None:
+        if not self._broken:
+            self._broken = True
+            warnings.warn(
+                f"kernels are compiled in this process, for others failed: {fault}",
+                TmmWarning,
+                stacklevel=2,
+            )
+
+
+@functools.cache
+def default() -> Compilers:
+    """The process's own, closed when it ends."""
+    compilers = Compilers()
+    atexit.register(compilers.close)
+    return compilers
+
+
+def _after_fork() -> None:
+    if default.cache_info().currsize:
+        default().after_fork()
+
+
+if hasattr(os, "register_at_fork"):  # not on Windows, which cannot
+    os.register_at_fork(after_in_child=_after_fork)
+
+
+class _Server:
+    """One server process, and the futures of what was asked of it.
+
+    Args:
+        workers: See :class:`Compilers`.
+        circumstances: What it is started with.
+        report: Called with what is broken, at most once, from a thread.
+    """
+
+    def __init__(self, workers: int, circumstances: Any, report: Any) -> None:
+        self.circumstances = circumstances
+        self.ended = False
+        self._workers = workers
+        self._report = report
+        self._pending: dict[int, Future[None]] = {}
+        self._numbers = iter(range(sys.maxsize))
+        self._lock = threading.Lock()
+        self._closing = False
+        self._ready = False
+        self._child: subprocess.Popen[bytes] | None = None
+        self._environ = dict(os.environ)
+        self._channel, self._theirs = socket.socketpair()
+        #: Sent by a thread of its own: while the server imports, it reads nothing, and no more
+        #: fits a socket than some 200 jobs.
+        self._outbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="tmm-compilers", daemon=True).start()
+
+    def send(self, job: dict[str, Any], future: Future[None]) -> bool:
+        """Whether the job will be answered."""
+        now = dict(os.environ)
+        changed = {k: v for k, v in now.items() if self._environ.get(k) != v}
+        removed = {name: None for name in self._environ if name not in now}
+        try:
+            number = next(self._numbers)
+            text = json.dumps({**job, "id": number, "environ": {**changed, **removed}})
+        except (TypeError, ValueError):  # a config that is no JSON
+            return False
+        with self._lock:
+            if self.ended:
+                return False
+            self._pending[number] = future
+        self._outbox.put(text.encode() + b"\n")
+        return True
+
+    def cancel(self, futures: list[Future[None]] | None) -> None:
+        with self._lock:
+            mine = {
+                number: future
+                for number, future in self._pending.items()
+                if futures is None or any(future is each for each in futures)
+            }
+            for number in mine:
+                del self._pending[number]
+        if mine:
+            self._outbox.put(json.dumps({"cancel": list(mine)}).encode() + b"\n")
+        for future in mine.values():
+            if future.cancel():
+                future.set_running_or_notify_cancel()  # or futures.wait() would wait for it
+
+    def close(self) -> None:
+        self._closing = True
+        with contextlib.suppress(OSError):
+            self._channel.shutdown(socket.SHUT_RDWR)
+        self._end_process()
+
+    def forget(self) -> None:
+        """In a process forked from the one that started it: close what was inherited, or the
+        server would live as long as this one."""
+        self._channel.close()
+        self._theirs.close()
+        if self._child is not None:
+            self._child.returncode = 0  # not this process's to wait for
+
+    def _run(self) -> None:
+        fault: str | None
+        with scratch_file() or contextlib.nullcontext() as scratch:
+            try:
+                self._start(scratch)
+                fault = self._listen()
+            except Exception as error:  # no process, no memory, not understood
+                fault = f"{type(error).__name__}: {error}"
+            status = self._end_process()
+            if fault is None and status:
+                said = tail(scratch)
+                fault = f"the server {ending(status)}" + (f": {said}" if said else "")
+        with self._lock:
+            self.ended = True
+            left, self._pending = self._pending, {}
+        self._outbox.put(b"")
+        self._channel.close()
+        for future in left.values():
+            _resolve(future)
+        if fault is not None and not self._closing:
+            self._report(fault)
+
+    def _start(self, scratch: IO[bytes] | None) -> None:
+        if self._closing:
+            return
+        path = self.circumstances[0]
+        environ = {k: v for k, v in self._environ.items() if k not in _NOT_PASSED}
+        environ |= {**_OWN_VARIABLES, "PYTHONPATH": os.pathsep.join(path)}
+        options = ["-W", "ignore", *["-s"] * sys.flags.no_user_site]
+        options += ["-P"] * (sys.version_info >= (3, 11))
+        command = [sys.executable, *options, *_PROGRAM]
+        with self._theirs:
+            self._child = subprocess.Popen(
+                [*command, json.dumps([self._workers, _folder()])],
+                stdin=self._theirs.fileno(),
+                stdout=subprocess.DEVNULL,
+                stderr=scratch or subprocess.DEVNULL,
+                env=environ,
+                cwd="/",  # python -m looks there first, before 3.11
+                start_new_session=True,  # a terminal's Ctrl-C is this process's alone
+            )
+        threading.Thread(target=self._write, name="tmm-compilers-out", daemon=True).start()
+
+    def _write(self) -> None:
+        with contextlib.suppress(OSError):  # it has ended, which the other thread sees
+            while text := self._outbox.get():
+                self._channel.sendall(text)
+
+    def _listen(self) -> str | None:
+        """Answer futures until the server ends; what was wrong with it, if it is known."""
+        if self._child is None:
+            return None
+        self._channel.settimeout(START_LIMIT)
+        text = b""
+        while True:
+            try:
+                received = self._channel.recv(1 << 16)
+            except TimeoutError:
+                return f"the server was not ready within {START_LIMIT:.0f} s"
+            except OSError:  # closed, or the server died with jobs unread
+                return None
+            if not received:
+                return None
+            *lines, text = (text + received).split(b"\n")
+            for line in lines:
+                answer = json.loads(line)
+                if "ready" in answer:
+                    self._ready = True
+                    self._channel.settimeout(None)
+                else:
+                    self._answered(answer)
+
+    def _answered(self, answer: dict[str, Any]) -> None:
+        with self._lock:
+            future = self._pending.pop(answer["id"], None)
+        if future is not None:
+            _resolve(future, answer["error"])
+
+    def _end_process(self) -> int:
+        """Wait for the server, which ends when the channel is closed, unless it still imports; its
+        exit status."""
+        child = self._child
+        if child is None:
+            return 0
+        with contextlib.suppress(OSError):
+            self._channel.shutdown(socket.SHUT_RDWR)
+        try:
+            return child.wait(_END_LIMIT if self._ready or child.poll() else 0)
+        except subprocess.TimeoutExpired:
+            child.kill()
+            return child.wait()
+
+
+def ending(status: int) -> str:
+    """How a process ended, by ``Popen.returncode``: ``died (signal 11, SIGSEGV)``."""
+    if status >= 0:
+        return f"ended with exit code {status}"
+    try:
+        return f"died (signal {-status}, {signal.Signals(-status).name})"
+    except ValueError:
+        return f"died (signal {-status})"
+
+
+def _resolve(future: Future[None], error: str | None = None) -> None:
+    with contextlib.suppress(InvalidStateError):  # cancelled by whoever waited
+        if error is None:
+            future.set_result(None)
+        else:
+            future.set_exception(NotCompiledError(error))
+
+
+def _job(problem: Problem, candidate: Candidate, limit: float) -> dict[str, Any] | None:
+    """What a worker is told; None where there is nothing for it to do."""
+    kernel = candidate.kernel
+    if type(kernel).compile is Kernel.compile:
+        return None
+    requirements = ("deterministic", "batch_invariant", "capturing")
+    return {
+        "problem": problem.to_json(),
+        "requirements": {name: getattr(problem, name) for name in requirements},
+        "device": dataclasses.asdict(problem.device),
+        "kernel": kernel.name,
+        "version": kernel.version,
+        "config": candidate.config.to_json(),
+        "limit": limit,
+    }
+
+
+def _startable() -> bool:
+    """Whether this platform forks, and what runs here is Python rather than a program with Python
+    in it, which would be started a second time."""
+    name = os.path.basename(sys.executable or "").lower()
+    return hasattr(os, "fork") and "python" in name and not getattr(sys, "frozen", False)
+
+
+def _circumstances() -> tuple[tuple[str, ...], tuple[str | None, ...]]:
+    """What decides which plugins the server finds, and which code."""
+    here = _folder()
+    path = tuple(str(entry) or here for entry in sys.path if isinstance(entry, str))
+    variables = ("TMM_PLUGINS", "TMM_DISABLE_PLUGINS")
+    return path, tuple(os.environ.get(name) for name in variables)
+
+
+def _folder() -> str:
+    try:
+        return os.getcwd()
+    except OSError:  # removed under this process
+        return "/"
+
+
+def scratch_file() -> IO[bytes] | None:
+    """A file of no folder for what the server says; None where there can be none."""
+    try:
+        if hasattr(os, "memfd_create"):
+            return os.fdopen(os.memfd_create("tmm-compilers"), "w+b", 0)
+        return tempfile.TemporaryFile(buffering=0)
+    except OSError:
+        return None
+
+
+def tail(scratch: IO[bytes] | None, size: int = 400) -> str:
+    """The last that was said."""
+    if scratch is None:
+        return ""
+    end = scratch.seek(0, os.SEEK_END)
+    scratch.seek(max(0, end - size))
+    return scratch.read().decode(errors="replace").strip()
