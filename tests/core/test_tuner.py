@@ -13,8 +13,8 @@ from fakes import FakeBlas, FakeConfig, FakeKernel, FakeTimer, Idle, problem, se
 from tmm_cache import CandidateResult, TuningRecord
 
 from tmm_core import Traits
-from tmm_core.dispatch import tuner, verify
-from tmm_core.dispatch.proposals import baseline_us, decide
+from tmm_core.dispatch import proposals, tuner, verify
+from tmm_core.dispatch.proposals import Hints, baseline_us, decide
 from tmm_core.dispatch.tuner import Tuner
 from tmm_core.spec.problem import Operand
 
@@ -288,8 +288,7 @@ def test_a_kernel_without_hope_is_on_record_with_the_reason() -> None:
 
 def test_no_more_are_compiled_than_may_still_win(monkeypatch: pytest.MonkeyPatch) -> None:
     """Once some are timed, estimates are scaled by what these took."""
-    monkeypatch.setattr(tuner, "FIRST_BATCH", 3)
-    monkeypatch.setattr(tuner, "BATCH", 1)
+    monkeypatch.setattr(proposals, "BATCHES", (3, 24))
     tiles = (100, 103, 106, 140)
     blas = FakeBlas(estimate=100.0)
     # All take what was expected: 106 cannot win, by more than the model is trusted to tell.
@@ -303,11 +302,28 @@ def test_no_more_are_compiled_than_may_still_win(monkeypatch: pytest.MonkeyPatch
 def test_what_won_elsewhere_is_tried_first() -> None:
     tiles = tuple(range(1, 40))
     kernels = [FakeBlas(estimate=10.0), Graded("k", tiles=tiles), FakeKernel("other")]
-    hints = [("k", {"tile": 39}), ("gone", {}), ("k", {"tile": 0}), ("other", {"stale": 1})]
+    hints = Hints([("k", {"tile": 39}), ("gone", {}), ("k", {"tile": 0}), ("other", {"stale": 1})])
     record = Tuner(FakeTimer({("k", 39): 1.0})).tune(problem(), kernels, settings(), hints=hints)
     first = next(c for c in record.candidates if c.kernel == "k")
     assert first.config == {"tile": 39}
     assert record.best.config == {"tile": 39}
+
+
+def test_where_a_close_record_is_little_else_is_tried() -> None:
+    kernels = [
+        FakeBlas(estimate=50.0),
+        Graded("k", tiles=tuple(range(40, 80))),
+        Graded("far", tiles=(75,)),
+    ]
+    hints = Hints([("k", {"tile": 60})], close=True)
+    timer = FakeTimer({("k", 60): 10.0, "k": 30.0})
+    record = Tuner(timer).tune(problem(), kernels, settings(), hints=hints)
+    assert record.best.config == {"tile": 60}
+    assert len([c for c in record.candidates if c.kernel == "k"]) <= proposals.CLOSE_BATCHES[1]
+    # A kernel that was left out is on record with the reason, so that nobody asks again.
+    (left_out,) = (c for c in record.candidates if c.kernel == "far")
+    assert "was tried instead" in str(left_out.reason)
+    assert Tuner(timer).tune(problem(), kernels, settings(), record) is record
 
 
 def test_a_bucket_is_measured_inside() -> None:

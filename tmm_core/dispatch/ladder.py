@@ -24,7 +24,15 @@ from typing import TYPE_CHECKING, Any
 from tmm_cache import CLOCK, CacheStore, CandidateResult, TuningRecord
 
 from tmm_core.dispatch.deferred import Answers
-from tmm_core.dispatch.proposals import CandidateId, Hint, holds_at, identity, ranked_around
+from tmm_core.dispatch.proposals import (
+    CLOSE,
+    NO_HINTS,
+    CandidateId,
+    Hints,
+    holds_at,
+    identity,
+    ranked_around,
+)
 from tmm_core.dispatch.registry import Registry
 from tmm_core.errors import (
     CacheMissError,
@@ -414,21 +422,22 @@ class Dispatcher:
         with self.store.lock(device.gpu, device.environment, document, patience) as _held:
             # Whoever held the lock before may have left what was to be measured.
             before = self.store.load(device.gpu, device.environment, document)
-            hints = [] if before is not None and not force else self._hints(key)
+            hints = NO_HINTS if before is not None and not force else self._hints(key)
             record = self.tuner.tune(key, able, settings, None if force else before, hints)
             if record is not before:
                 self.store.save(device.gpu, device.environment, record)
                 self._neighbours.forget()
             return record
 
-    def _hints(self, problem: Problem) -> list[Hint]:
+    def _hints(self, problem: Problem) -> Hints:
         """What won this problem elsewhere, or near ones: what a tuning tries first."""
-        near = itertools.islice(self._neighbours.nearest(problem), HINTING_RECORDS)
-        return [
+        near = list(itertools.islice(self._neighbours.nearest(problem), HINTING_RECORDS))
+        candidates = [
             (result.kernel, result.config)
             for each in near
             for result in _by_time(each.record)[:HINTS_EACH]
         ]
+        return Hints(candidates, bool(near) and near[0].octaves <= CLOSE)
 
     def _neighbour(self, problem: Problem, able: list[Kernel[Any]], why: str) -> Choice | None:
         for near in self._neighbours.nearest(problem):

@@ -43,7 +43,7 @@ def copies(problem: Problem, limit: float = MEMORY_LIMIT) -> int:
     wanted = max(CHAIN_BYTES, L2_TIMES * problem.device.l2) / max(changing, 1)
     written = problem.batch * problem.m * problem.n * problem.out.dtype.itemsize
     affordable = int(limit / max(changing + written, 1))
-    return max(1, min(math.ceil(wanted), MOST_COPIES, affordable))
+    return max(1, min(max(2, math.ceil(wanted)), MOST_COPIES, affordable))
 
 
 def resident(problem: Problem, count: int) -> bool:

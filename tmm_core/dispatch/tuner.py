@@ -19,7 +19,7 @@ import threading
 import time
 import warnings
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
@@ -34,7 +34,7 @@ from tmm_core.dispatch.compilers import (
 )
 from tmm_core.dispatch.compilers import default as default_compilers
 from tmm_core.dispatch.progress import Progress
-from tmm_core.dispatch.proposals import Hint, Proposals, decide
+from tmm_core.dispatch.proposals import NO_HINTS, Hints, Proposals, decide
 from tmm_core.dispatch.timing import Timer, held_up, median, timer_for
 from tmm_core.dispatch.verifier import Verifier
 from tmm_core.errors import TmmWarning
@@ -60,9 +60,6 @@ INSIDE = 5
 #: Launches by which what may be chosen is verified at last, and µs that they may take: 60 miss what
 #: is wrong once in twenty with a probability of 4.6 %.
 MOST_REPEATS, LEAST_REPEATS, REPEATS_US = 60, 4, 20e3
-
-#: Candidates in the first batch, and in each after it.
-FIRST_BATCH, BATCH = 16, 16
 
 
 @dataclass(eq=False)
@@ -121,7 +118,7 @@ class Tuner:
         kernels: Sequence[Kernel[Any]],
         settings: Settings,
         before: TuningRecord | None = None,
-        hints: Sequence[Hint] = (),
+        hints: Hints = NO_HINTS,
     ) -> TuningRecord:
         """Time what ``before`` does not hold yet, with BLAS and its winner beside it.
 
@@ -129,7 +126,7 @@ class Tuner:
         version, so an upgraded plugin's candidates alone are measured again.
 
         Args:
-            hints: What won near problems, or this one on another GPU: tried first.
+            hints: What won near problems, or this one elsewhere: tried first.
 
         Raises:
             ValueError: ``kernels`` has no baseline (nothing to compare with).
@@ -151,7 +148,8 @@ class Tuner:
             finally:
                 tuning.release()
         results = [tuning.result(trial) for trial in tuning.trials]
-        results += [_untried(kernel, why) for kernel, why in proposals.empty.items()]
+        untried = proposals.untried(trial.candidate.kernel for trial in tuning.trials)
+        results += [_untried(kernel, why) for kernel, why in untried.items()]
         measured = {(r.kernel, r.version) for r in results}
         present = {(k.name, k.version) for k in kernels}
         if before is not None:
@@ -197,13 +195,13 @@ class _Tuning:
             RuntimeError: No candidate runs.
         """
         self._progress.total(len(proposals))
-        batch = proposals.first(FIRST_BATCH)
+        batch = proposals.first()
         while batch:
             self._try([_Trial(candidate) for candidate in batch])
             if time.monotonic() > self._deadline:
                 break
             times = {t.candidate: t.time for t in self.trials if t.samples}
-            batch = proposals.promising(times, BATCH)
+            batch = proposals.promising(times)
         racing = [t for t in self.trials if t.run is not None]
         if not racing:
             why = next((t.reason for t in self.trials if t.is_baseline), None)
@@ -359,7 +357,16 @@ class _Tuning:
         """Verify and time the finalists at other M that the record answers for."""
         if self._problem.m != bucket_edge(self._problem.m):
             return
-        for m in probes(self._problem.m):
+        inside = [replace(self._problem, m=m) for m in probes(self._problem.m)]
+        # M is in few constants: most of these are compiled already.
+        compiling = [
+            self._compilers.submit(problem, trial.candidate)
+            for problem in inside
+            for trial in finalists
+        ]
+        futures.wait(compiling, timeout=max(0.0, self._deadline - time.monotonic()))
+        self._compilers.cancel_pending(compiling)
+        for m in (problem.m for problem in inside):
             if time.monotonic() > self._deadline:
                 return
             verifier = self._verifier.inside(m)
