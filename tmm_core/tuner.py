@@ -31,6 +31,7 @@ from tmm_core.precision import precision
 from tmm_core.problem import Problem
 from tmm_core.settings import Settings
 from tmm_core.timing import CudaTimer, HostTimer, Timer, held_up, median
+from tmm_core.unmeasured import unmeasured
 
 #: By how much a winner has to beat BLAS: medians of as many samples as the last stage takes
 #: differ by up to 0.5 % on a quiet H200 where both are of the same kernel.
@@ -117,8 +118,7 @@ class Tuner:
             ValueError: ``kernels`` has no baseline (nothing to compare with).
         """
         started = time.monotonic()
-        old = {(c.kernel, c.version): c for c in before.candidates} if before else {}
-        new = [k for k in kernels if (k.name, k.version) not in old]
+        new = unmeasured(problem, kernels, before)
         if before is not None and not new:
             return before
         if not any(kernel.name == BASELINE for kernel in kernels):
@@ -278,13 +278,14 @@ def _in_turns(trials: Sequence[_Trial]) -> list[_Trial]:
 
 def _survivors(racing: list[_Trial], keep: float, limit: int | None) -> list[_Trial]:
     """BLAS, the ``limit`` best within a factor ``keep`` of the best, and of each kernel its
-    best config within :data:`RESERVE`: it is next in line where the winner is filtered out,
-    quarantined or uninstalled."""
+    best config within :data:`RESERVE`, and the best of those that rely on no word of the caller's:
+    it is next in line where the winner is filtered out, quarantined or uninstalled."""
     ranked = sorted(racing, key=lambda t: t.time)
     best = ranked[0].time
-    kept, seen = [], set()
+    kept: list[_Trial] = []
+    seen: set[tuple[str, bool]] = set()
     for place, trial in enumerate(ranked):
-        name = trial.candidate.kernel.name
+        name = (trial.candidate.kernel.name, bool(trial.candidate.config.assumes))
         close = trial.time <= best * keep and (limit is None or place < limit)
         reserve = name not in seen and trial.time <= best * RESERVE
         seen.add(name)
@@ -350,7 +351,8 @@ def _trials(
         try:
             if kernel in new:
                 configs = [kernel.default_config(problem), *kernel.configs(problem)]
-                configs = _hopeful(problem, kernel, list(dict.fromkeys(configs)), longest)
+                allowed = [c for c in dict.fromkeys(configs) if not c.unsaid(problem)]
+                configs = _hopeful(problem, kernel, allowed, longest)
             elif kernel.name == BASELINE:
                 configs = [kernel.default_config(problem)]
             elif winner is not None and kernel.name == winner.kernel:

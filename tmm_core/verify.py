@@ -89,7 +89,7 @@ def make_inputs(problem: Problem, device: torch.device, seed: int) -> Inputs:
     bias = None
     if problem.bias is not None:
         bias = torch.randn(width, generator=generator, device=device).to(problem.bias)
-    return Inputs(
+    inputs = Inputs(
         a=fill(problem.a, problem.m, problem.k),
         b=fill(problem.b, problem.k, width),
         bias=bias,
@@ -99,6 +99,9 @@ def make_inputs(problem: Problem, device: torch.device, seed: int) -> Inputs:
         scale_a=scale(problem.scale_a, problem.m, 1),
         scale_b=scale(problem.scale_b, 1, width),
     )
+    if problem.static_weights and device.type == "cuda":
+        torch.cuda.synchronize(device)  # as was said, nobody is writing b any more
+    return inputs
 
 
 def _empty(spec: Operand, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:

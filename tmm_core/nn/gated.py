@@ -21,6 +21,7 @@ from tmm_core import api, autograd, dispatch, flops
 from tmm_core.epilogue import Epilogue, EpilogueLike
 from tmm_core.nn.linear import Linear
 from tmm_core.pointwise import kernels
+from tmm_core.settings import with_static_weights
 
 Tensor = torch.Tensor
 
@@ -64,6 +65,9 @@ class GatedMLP(nn.Module):
     graph and under ``torch.func``. Saving one of the two parameters alone with
     ``torch.save`` writes the storage of both.
     """
+
+    #: Its first product is under the setting ``static_weights``; of the last, ``down_proj`` says.
+    static_weights = False
 
     def __init__(
         self,
@@ -157,6 +161,8 @@ class GatedMLP(nn.Module):
                 between = _learn(x, *operands)
             elif torch.compiler.is_compiling():
                 between = gated_linear(x, *operands)
+            elif self.static_weights:
+                between = with_static_weights(_run, x, *operands)
             else:
                 between = _run(x, *operands)
         if between is None:
