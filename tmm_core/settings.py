@@ -127,7 +127,7 @@ def within(settings: Settings | None, function: Callable[..., T], *arguments: An
     if torch.compiler.is_dynamo_compiling():
         return function(*arguments)
     if (settings or _from_environment()).static_weights:
-        settings = _changed(settings, static_weights=False)
+        settings = _changed(settings or _from_environment(), static_weights=False)
     return _under(settings, function, *arguments)
 
 
@@ -136,7 +136,7 @@ def with_static_weights(function: Callable[..., T], *arguments: Any) -> T:
     # A graph that is compiled runs later, by what is in force then.
     if torch.compiler.is_dynamo_compiling():
         return function(*arguments)
-    return _under(_changed(overridden(), static_weights=True), function, *arguments)
+    return _under(_changed(current(), static_weights=True), function, *arguments)
 
 
 def _under(settings: Settings | None, function: Callable[..., T], *arguments: Any) -> T:
@@ -150,9 +150,8 @@ def _under(settings: Settings | None, function: Callable[..., T], *arguments: An
 
 
 @functools.lru_cache(256)
-def _changed(base: Settings | None, static_weights: bool) -> Settings:
-    """The settings ``base``, or the environment's, with that one said otherwise."""
-    return _intern(dataclasses.replace(base or _from_environment(), static_weights=static_weights))
+def _changed(base: Settings, static_weights: bool) -> Settings:
+    return _intern(dataclasses.replace(base, static_weights=static_weights))
 
 
 def _intern(settings: Settings) -> Settings:
