@@ -27,7 +27,7 @@ through shared memory.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -265,6 +265,9 @@ class Skinny(TritonKernel[SkinnyConfig]):
         ]
         ranked = self.ranked(problem, configs, 8)
         return with_early(ranked, ("b",) if problem.static_weights else ())
+
+    def arithmetic(self, problem: Problem, config: SkinnyConfig) -> object:
+        return replace(config, early="")
 
     def estimate_us(self, problem: Problem, config: SkinnyConfig) -> float:
         """Reading ``b``, slowed where too few bytes are asked for at a time and where the last

@@ -296,6 +296,9 @@ class SplitK(TritonKernel[SplitKConfig]):
     def default_config(self, problem: Problem) -> SplitKConfig:
         return next(iter(self.configs(problem)), _WHOLE)
 
+    def arithmetic(self, problem: Problem, config: SplitKConfig) -> object:
+        return replace(config, early="")
+
     def splits(self, config: SplitKConfig) -> int:
         return config.SPLIT_K
 
