@@ -5,6 +5,8 @@
 ``TMM_KERNEL``          force one kernel, e.g. ``triton.split_k``
 ``TMM_DISABLE``         kernel names not to use, comma-separated
 ``TMM_BATCH_INVARIANT`` ``1``: a row's bits do not depend on how many rows come with it
+``TMM_STATIC_WEIGHTS``  ``1``: no kernel that may still run when a product is asked for writes
+                        its second operand, a matrix (docs/serve.md says what that promises)
 ``TMM_TUNE_BUDGET``     seconds a problem's tuning may take (default 20)
 ``TMM_PROGRESS``        ``0``: no progress display; ``1``: also where no terminal is
 ======================  =========================================================
@@ -50,6 +52,8 @@ class Settings:
     disable: frozenset[str] = frozenset()
     deterministic: bool = False
     batch_invariant: bool = False
+    #: The caller's word that weights may be read before earlier launches have ended.
+    static_weights: bool = False
     #: Seconds one problem's tuning may take.
     tune_budget: float = 20.0
     #: None: show progress where stderr is a terminal.
@@ -103,6 +107,7 @@ VARIABLES: dict[str, tuple[str, Any]] = {
     "kernel": ("TMM_KERNEL", lambda text: text.strip() or None),
     "disable": ("TMM_DISABLE", names),
     "batch_invariant": ("TMM_BATCH_INVARIANT", _flag),
+    "static_weights": ("TMM_STATIC_WEIGHTS", _flag),
     "tune_budget": ("TMM_TUNE_BUDGET", float),
     "progress": ("TMM_PROGRESS", _flag),
 }
@@ -115,15 +120,43 @@ _interned: dict[tuple[Any, ...], Settings] = {}
 
 def within(settings: Settings | None, function: Callable[..., T], *arguments: Any) -> T:
     """``function(*arguments)`` under what :data:`overridden` returned elsewhere: another thread
-    knows nothing of this one's overrides."""
+    knows nothing of this one's overrides. But for ``static_weights``: what is run so are the
+    products of a backward, whose second operand may be a gradient just written, and those of a
+    weight that autocast has just cast."""
     # A graph that is compiled runs later, in whatever thread.
-    if torch.compiler.is_dynamo_compiling() or overridden() is settings:
+    if torch.compiler.is_dynamo_compiling():
+        return function(*arguments)
+    if (settings or _from_environment()).static_weights:
+        settings = _changed(settings or _from_environment(), static_weights=False)
+    return _under(settings, function, *arguments)
+
+
+def with_static_weights(function: Callable[..., T], *arguments: Any) -> T:
+    """``function(*arguments)`` under the settings in force here and ``static_weights``."""
+    # A graph that is compiled runs later, by what is in force then.
+    if torch.compiler.is_dynamo_compiling():
+        return function(*arguments)
+    return _under(_changed(current(), static_weights=True), function, *arguments)
+
+
+def _under(settings: Settings | None, function: Callable[..., T], *arguments: Any) -> T:
+    if overridden() is settings:
         return function(*arguments)
     token = _active.set(settings)
     try:
         return function(*arguments)
     finally:
         _active.reset(token)
+
+
+@functools.lru_cache(256)
+def _changed(base: Settings, static_weights: bool) -> Settings:
+    return _intern(dataclasses.replace(base, static_weights=static_weights))
+
+
+def _intern(settings: Settings) -> Settings:
+    key = tuple(getattr(settings, field.name) for field in dataclasses.fields(Settings))
+    return _interned.setdefault(key, settings)
 
 
 @functools.cache
@@ -155,7 +188,7 @@ def override(
         kernel: Force this kernel.
         config: And this config of it, as a mapping of its fields.
         disable: Kernels not to use, besides those disabled already.
-        changes: ``on_cache_miss``, ``deterministic``, ``batch_invariant``,
+        changes: ``on_cache_miss``, ``deterministic``, ``batch_invariant``, ``static_weights``,
             ``tune_budget``, ``progress``.
 
     Raises:
@@ -174,9 +207,7 @@ def override(
     known = [f.name for f in dataclasses.fields(Settings)]
     if unknown := sorted(set(changes) - set(known)):
         raise SettingsError(f"unknown setting {', '.join(unknown)}; known: {', '.join(known)}")
-    changed = dataclasses.replace(base, **changes)
-    key = tuple(getattr(changed, name) for name in known)
-    token = _active.set(_interned.setdefault(key, changed))
+    token = _active.set(_intern(dataclasses.replace(base, **changes)))
     try:
         yield current()
     finally:

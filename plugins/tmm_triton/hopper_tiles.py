@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from tmm_core import Config, Operand, Problem
+from tmm_triton.operands import with_early
 from tmm_triton.partials import MOST_WORKSPACE, REDUCE_US
 
 #: Bytes that TMA wants base and leading stride to be multiples of.
@@ -83,6 +84,10 @@ class WarpSpecializedConfig(Config):
             raise ValueError(f"num_stages {self.num_stages}, GROUP_M {self.GROUP_M}")
         if self.subtiles not in (1, 2, 4, 8) or self.BLOCK_N // self.subtiles < 16:
             raise ValueError(f"{self.subtiles} subtiles of {self.BLOCK_N} columns")
+
+    @property
+    def assumes(self) -> tuple[str, ...]:
+        return ("static_weights",) if self.early == "b" else ()
 
     @property
     def pingpong(self) -> bool:
@@ -445,7 +450,16 @@ def configs(problem: Problem) -> Iterable[WarpSpecializedConfig]:
     ]
     # Every tile once before any tile's variants.
     turns = itertools.chain.from_iterable(itertools.zip_longest(*proposed))
-    yield from itertools.islice(filter(None, turns), _CONFIGS_TRIED)
+    chosen = itertools.islice(filter(None, turns), _CONFIGS_TRIED)
+    yield from with_early(list(chosen), _early(problem))
+
+
+def _early(problem: Problem) -> tuple[str, ...]:
+    """What may be done early with few rows: of products of many, what the end of a launch takes is
+    little."""
+    if problem.m > _STREAMED or by_words(problem) == "b":
+        return ()
+    return ("l2", "b") if problem.static_weights else ("l2",)
 
 
 def estimate_us(problem: Problem, config: WarpSpecializedConfig) -> float:

@@ -155,6 +155,10 @@ class RealignedConfig(Config):
         if type(self.config) is not kernel.config_type:
             raise ValueError(f"{self.inner} takes no {type(self.config).__name__}")
 
+    @property
+    def assumes(self) -> tuple[str, ...]:
+        return self.config.assumes
+
     def to_json(self) -> dict[str, Any]:
         return {"inner": self.inner, **self.config.to_json()}
 
@@ -236,7 +240,10 @@ class Realigned(Built[RealignedConfig]):
         return [copy_build(problem), *kernel.builds(realigned(problem), config.config)]
 
     def bind(self, problem: Problem, config: RealignedConfig) -> Launcher:
-        product = inner_kernels()[config.inner].bind(realigned(problem), config.config)
+        served = realigned(problem)
+        if config.config.unsaid(served):
+            raise ConfigError(f"{config} reads b early, which is copied right before")
+        product = inner_kernels()[config.inner].bind(served, config.config)
         copy = bind_copy(problem)
 
         def run(
@@ -308,7 +315,9 @@ def realigned(problem: Problem) -> Problem:
     operands = [problem.a, problem.b]
     for matrix in Misaligned.of(problem):
         operands[matrix.place] = matrix.copied
-    return replace(problem, a=operands[0], b=operands[1])
+    # A copy is written right before it is read, whatever was said of the weight.
+    static = problem.static_weights and problem.b.aligned
+    return replace(problem, a=operands[0], b=operands[1], static_weights=static)
 
 
 def _copied_bytes(problem: Problem) -> int:

@@ -27,7 +27,7 @@ through shared memory.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -39,7 +39,16 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from tmm_core import Kernel, Launcher, Problem, Traits
 from tmm_triton import roofline
 from tmm_triton.kernel import TritonKernel, hopper_or_later, single, unknown_gluon
-from tmm_triton.operands import VECTOR, Build, TileConfig, build, check, check_early, finish
+from tmm_triton.operands import (
+    VECTOR,
+    Build,
+    TileConfig,
+    build,
+    check,
+    check_early,
+    finish,
+    with_early,
+)
 
 #: Columns of the widest tile of ``a`` transposed. On an H200 32 rows were no faster than by
 #: ``triton.split_k``: each warp reads all rows of ``a`` for its 16 columns of ``b``.
@@ -160,6 +169,10 @@ class SkinnyConfig(TileConfig):
             raise ValueError(f"BLOCK_K {self.BLOCK_K} leaves a warp {self.part} elements, not 64")
 
     @property
+    def assumes(self) -> tuple[str, ...]:
+        return ("static_weights",) if self.early == "b" else ()
+
+    @property
     def warps_k(self) -> int:
         """Warps that divide K."""
         return self.num_warps // self.WARPS_N
@@ -259,7 +272,8 @@ class Skinny(TritonKernel[SkinnyConfig]):
             )
             for n, k, across, warps, stages in _SHAPES
         ]
-        return self.ranked(problem, configs, 8)
+        ranked = self.ranked(problem, configs, 8)
+        return with_early(ranked, ("b",) if problem.static_weights else ())
 
     def estimate_us(self, problem: Problem, config: SkinnyConfig) -> float:
         """Reading ``b``, slowed where too few bytes are asked for at a time and where the last

@@ -47,6 +47,7 @@ from tmm_triton.operands import (
     load,
     out_shape,
     rescale,
+    with_early,
 )
 from tmm_triton.partials import MOST_WORKSPACE, REDUCE_US, reducing, reduction, sum_partials
 
@@ -229,6 +230,10 @@ class SplitKConfig(TileConfig):
             raise ValueError(f"REDUCE must be 'last' or 'kernel', got {self.REDUCE!r}")
         check_early(self.early, able=self.num_stages == 1)
 
+    @property
+    def assumes(self) -> tuple[str, ...]:
+        return ("static_weights",) if self.early == "b" else ()
+
     def registers(self, problem: Problem) -> int:
         """As for any tile, and the addresses that partial sums are stored to."""
         addresses = self.BLOCK_M * self.BLOCK_N // (64 * self.num_warps)
@@ -285,7 +290,8 @@ class SplitK(TritonKernel[SplitKConfig]):
                 alone = split > 1 and m * n <= _MOST_ALONE * 32 * w
                 if alone and not hopper_or_later(problem) and not problem.device.interpreted:
                     configs.append(replace(config, REDUCE="last"))
-        return self.ranked(problem, configs, 24)
+        ranked = self.ranked(problem, configs, 24)
+        return with_early(ranked, ("b",) if problem.static_weights else ())
 
     def default_config(self, problem: Problem) -> SplitKConfig:
         return next(iter(self.configs(problem)), _WHOLE)

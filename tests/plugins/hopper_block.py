@@ -8,6 +8,8 @@ model is as unkind as the hardware may be:
 * A ``wgmma`` reads its operands when it is waited for, not when it is issued, so that a
   stage that was released too early is overwritten first.
 * An mbarrier shows no more than the parity of its phase.
+* The launch before still runs until ``gdc_wait``: whoever loads, stores or looks at a flag before
+  that has an :class:`OrderError`, but for what the caller says is at rest.
 
 When no thread can run and no copy is left, :class:`DeadlockError` names where each one waits.
 """
@@ -25,6 +27,10 @@ import numpy as np
 
 class DeadlockError(Exception):
     """No partition can go on."""
+
+
+class OrderError(AssertionError):
+    """Memory is touched, or the next launch let in, while the launch before may still run."""
 
 
 class Scheduler:
@@ -234,7 +240,13 @@ class _Local(threading.local):
 
 
 def run_block(
-    module: types.ModuleType, arguments: Sequence[Any], program: int, programs: int, seed: int
+    module: types.ModuleType,
+    arguments: Sequence[Any],
+    program: int,
+    programs: int,
+    seed: int,
+    overlaps: bool = False,
+    at_rest: Sequence[Descriptor] = (),
 ) -> None:
     """Run one block of ``module._kernel`` to its end.
 
@@ -243,14 +255,33 @@ def run_block(
         arguments: The kernel's, with :class:`Descriptor` and :class:`Pointer` for theirs.
         program, programs: The block's place in a one-dimensional grid.
         seed: Chooses the interleaving.
+        overlaps: The launch before still runs when the block begins; the block is to wait for it
+            and to let the next one begin.
+        at_rest: What nobody writes meanwhile.
 
     Raises:
+        OrderError: It does not wait, or too late.
         DeadlockError: The partitions wait for each other.
     """
     scheduler, local = Scheduler(seed), _Local()
     memory: list[np.ndarray] = []
+    ended = {"the launch before": not overlaps, "this one, for the next": False}
+
+    def touch(what: Any = None) -> None:
+        if not ended["the launch before"] and not any(what is each for each in at_rest):
+            raise OrderError("touches memory before the launch before has ended")
+
+    def wait_for_the_launch_before() -> None:
+        ended["the launch before"] = True
+
+    def let_the_next_begin() -> None:
+        if not ended["the launch before"]:
+            raise OrderError("lets the next launch begin before the launch before has ended")
+        ended["this one, for the next"] = True
 
     def load(descriptor: Descriptor, at: Sequence[int], barrier: Barrier, slot: Shared) -> None:
+        touch(descriptor)
+
         def copy() -> None:
             slot.data[...] = descriptor.read(at)
             barrier.land(descriptor.itemsize * slot.data.size)
@@ -261,6 +292,7 @@ def run_block(
 
     def store(descriptor: Descriptor, at: Sequence[int], buffer: Shared) -> None:
         read: list[bool] = []
+        touch()
 
         def copy() -> None:
             descriptor.write(at, buffer.data)
@@ -305,12 +337,14 @@ def run_block(
     def gather(
         pointer: Pointer, mask: Any = True, other: float = 0.0, cache_modifier: str = ""
     ) -> Block:
+        touch()
         index, mask = np.broadcast_arrays(pointer.offset, mask)
         values = np.full(index.shape, other)
         values[mask] = pointer.memory[index[mask]]
         return values.view(Block)
 
     def scatter(pointer: Pointer, values: Any, mask: Any = True) -> None:
+        touch()
         scheduler.wait_until(lambda: True)
         index, values, mask = np.broadcast_arrays(pointer.offset, values, mask)
         pointer.memory[index[mask]] = values[mask]
@@ -340,6 +374,7 @@ def run_block(
         return box
 
     def box_words(rows: Any, step: int, last: int, K: int, ALONG_K: bool, C: Any) -> Any:
+        touch()
         scheduler.wait_until(lambda: True)
         return rows(step) if step < last else np.nan
 
@@ -378,8 +413,8 @@ def run_block(
             MBarrierLayout=lambda: None,
         ),
         "fence_async_shared": lambda: None,
-        "gdc_wait": lambda: None,
-        "gdc_launch_dependents": lambda: None,
+        "gdc_wait": wait_for_the_launch_before,
+        "gdc_launch_dependents": let_the_next_begin,
         "async_copy_global_to_shared": lambda d, at, view, slot: load(d, at, view.data, slot),
         "async_copy_shared_to_global": store,
         "store_wait": store_wait,
@@ -395,7 +430,11 @@ def run_block(
     names |= {"_acquire": acquire, "_barrier": lambda: None, "_part": place}
     # Addresses and shifts, which have a test of their own.
     names |= {"box_rows": box_rows, "box_words": box_words, "box_of": lambda words, *_: words}
+    # It has addresses, and a test of its own.
+    names |= {"_prefetch": lambda *_: None}
     names["_kernel"](*arguments)
+    if overlaps and not all(ended.values()):
+        raise OrderError(f"never waits for the end of {[w for w, e in ended.items() if not e]}")
     # The next block takes the memory over; what was not waited for reads that.
     for array in memory:
         array[...] = np.nan
@@ -415,3 +454,40 @@ def workspace_order(
     function = module._part.fn
     place = types.FunctionType(function.__code__, {"gl": language, "__builtins__": __builtins__})
     return np.asarray(place((0, 0), share, product, WHO, C, None))
+
+
+def prefetched(
+    module: types.ModuleType, sizes: Sequence[int], C: Any, stride: int, program: int, programs: int
+) -> list[tuple[int, int]]:
+    """First element, and bytes, of every prefetch of ``module._prefetch`` by one block, where b is
+    one matrix whose rows of memory are ``stride`` elements apart."""
+    asked: list[tuple[int, int]] = []
+
+    def inline(asm: str, constraints: str, args: Sequence[Any], *rest: Any, **more: Any) -> None:
+        address, count = np.broadcast_arrays(args[0].offset, args[1])
+        asked.extend(zip(address.ravel().tolist(), count.ravel().tolist(), strict=True))
+
+    language = types.SimpleNamespace(
+        program_id=lambda axis: program,
+        num_programs=lambda axis: programs,
+        cdiv=lambda a, b: -(-a // b),
+        minimum=np.minimum,
+        maximum=np.maximum,
+        where=np.where,
+        arange=lambda start, end, layout: np.arange(start, end).view(Block),
+        expand_dims=np.expand_dims,
+        static_range=range,
+        inline_asm_elementwise=inline,
+        BlockedLayout=lambda *fields: None,
+        SliceLayout=lambda axis, parent: None,
+        int64=np.int64,
+        int32=np.int32,
+        constexpr=Any,
+    )
+    names: dict[str, Any] = {"gl": language, "__builtins__": __builtins__}
+    for name, value in vars(module).items():
+        function = getattr(value, "fn", None)
+        if isinstance(function, types.FunctionType):
+            names[name] = types.FunctionType(function.__code__, names, name)
+    names["_prefetch"](Pointer(np.empty(0)), stride, (0, 0), sizes, C)
+    return [(start, count) for start, count in asked if count > 0]

@@ -217,6 +217,8 @@ CONFIG = WarpSpecializedConfig(
         {"splits": 0},
         {"splits": 2, "tail_splits": 2},
         {"evict_first": 1},
+        {"early": "a"},
+        {"early": True},
         {"tile": 1},
     ],
     ids=str,
@@ -317,6 +319,7 @@ def computed(
     parts: int = 1,
     brought: int = 2,
     words: str | None = None,
+    early: str = "",
     module: types.ModuleType = warp_specialized,
 ) -> tuple[np.ndarray, np.ndarray]:
     """The output of all blocks and what it should be, in tiles of 2 rows a consumer by
@@ -324,7 +327,8 @@ def computed(
     ``pointers``: stored by them. ``batch``: three products; of its letters' operands (a, b,
     r) all three share one. ``scales``: operands of 8 bits, and the kind of their scales.
     ``splits``: of the last wave's tiles, ``parts``: of every tile, here added up. ``words``: the
-    operand that is loaded word by word."""
+    operand that is loaded word by word. ``early``: as in a config; of three seeds two begin before
+    the launch before has ended."""
     rows, depth = 2, 2
     constants = Constants(
         BLOCK_M=rows if pingpong else rows * consumers, BLOCK_N=columns, BLOCK_K=depth,
@@ -333,7 +337,8 @@ def computed(
         GATED=gated, SCALED=extras, BIAS=extras, RESIDUAL=extras, POINTERS=pointers,
         SCALE_A=scales, SCALE_B=scales, IN_BYTES=1 if scales else 2, BATCHED=bool(batch),
         FETCH=fetch, OUT_BYTES=2, TAIL_SPLITS=splits, A_ROWS=brought, PRIMED=1 + seed % stages,
-        SPLITS=parts, EVICT_FIRST=False, WORDS=words,
+        SPLITS=parts, EVICT_FIRST=False, WORDS=words, EARLY=early,
+        DEPENDENTS=("first", "last", "")[seed % 3],
     )  # fmt: skip
     random = np.random.default_rng(seed)
     width = 2 * n if gated else n
@@ -406,7 +411,10 @@ def computed(
         arguments |= {"flags_ptr": Pointer(flags), "TAIL": tiles % blocks}
         assert tiles % blocks * splits <= blocks
     for program in range(blocks):
-        run_block(module, list(arguments.values()), program, blocks, seed)
+        run_block(
+            module, list(arguments.values()), program, blocks, seed, overlaps=constants.overlaps,
+            at_rest=[arguments["b_desc"]] if early == "b" else [],
+        )  # fmt: skip
     assert np.isnan(memory[:, :, n:]).all(), "stored past the end of a row"
     assert np.isnan(memory[:, stored:]).all(), "stored past the last row"
     assert not flags.any(), "the next launch would not wait"

@@ -34,6 +34,7 @@ from tmm_core.dispatch.proposals import (
     ranked_around,
 )
 from tmm_core.dispatch.registry import Registry
+from tmm_core.dispatch.unmeasured import unmeasured
 from tmm_core.errors import (
     CacheMissError,
     ConfigError,
@@ -203,7 +204,7 @@ class Dispatcher:
         kernel = self.registry.kernel(result.kernel)
         if self.registry.reasons_against(kernel, problem, settings):
             return None
-        return self._candidate(result, [kernel])
+        return self._candidate(result, [kernel], problem)
 
     def _chosen(self, key: Problem, settings: Settings, able: list[Kernel[Any]]) -> Choice | None:
         """What was chosen before, where it may still serve."""
@@ -213,7 +214,8 @@ class Dispatcher:
     def _replayed(self, problem: Problem, key: Problem, settings: Settings) -> Choice | None:
         """The winner of a complete record, where those kernels that are not imported yet have
         answered in another process, so that the winner alone need be. It is asked again."""
-        if problem.batch_invariant or not self.registry.unloaded():
+        # Whether a record knows what static_weights lets in, only the kernels can tell.
+        if problem.batch_invariant or problem.static_weights or not self.registry.unloaded():
             return None
         answered = self._answered.get(problem, settings)
         if answered is None:
@@ -232,7 +234,7 @@ class Dispatcher:
         }:
             return None
         kernel = self.registry.kernel(best.kernel)
-        candidate = self._candidate(best, [kernel])
+        candidate = self._candidate(best, [kernel], problem)
         if (
             candidate is None
             or (kernel.name, key) in self._quarantine
@@ -256,7 +258,9 @@ class Dispatcher:
         A record that is complete already is returned as it is unless ``force``. Where
         another process is tuning the same problem, waits for its record.
         """
-        problem = _bare(problem)
+        problem = replace(
+            _bare(problem), static_weights=settings.static_weights and problem.batch == 1
+        )
         with self._lock:
             record = self._tune(problem, self._able(problem, settings), settings, force)
             self._choices.clear()
@@ -320,7 +324,7 @@ class Dispatcher:
         if (found := self.record(problem)) is not None:
             asked, record = found
             for result in _by_time(record, ("ok", "slow")):
-                candidate = self._candidate(result, [kernel])
+                candidate = self._candidate(result, [kernel], problem)
                 if candidate and kernel.arithmetic(problem, candidate.config) == wanted:
                     return Choice(candidate, "cache", self._where(asked), _other(asked, problem))
         return self._alike(problem, choice, wanted)
@@ -381,11 +385,16 @@ class Dispatcher:
             )
         if settings.config is not None:
             config = kernel.config_type.from_json(json.loads(settings.config))
+            if unsaid := config.unsaid(problem):
+                raise UnsupportedProblemError(
+                    f"kernel {kernel.name!r} with config {config} relies on what was not said of "
+                    f"{problem}: {', '.join(unsaid)}"
+                )
             return Choice(Candidate(kernel, config), "forced", "config given")
         found = self.record(problem)
         timed = [] if found is None else _by_time(found[1])
         for result in timed:
-            if result.kernel == kernel.name and (c := self._candidate(result, [kernel])):
+            if result.kernel == kernel.name and (c := self._candidate(result, [kernel], problem)):
                 return Choice(c, "forced", "its best config on record")
         return Choice(Candidate(kernel, kernel.default_config(problem)), "forced", "default config")
 
@@ -401,10 +410,9 @@ class Dispatcher:
         record = self.store.load(problem.device.gpu, problem.device.environment, key.to_json())
         if record is None:
             return None
-        if settings is not None and self._forbids_tuning(problem, settings) is None:
-            known = {(c.kernel, c.version) for c in record.candidates}
-            if any((k.name, k.version) not in known for k in able):
-                return None
+        completed = settings is not None and self._forbids_tuning(problem, settings) is None
+        if completed and unmeasured(problem, able, record):
+            return None
         candidate = self._best(record, able, problem)
         if candidate is None:
             return None
@@ -444,7 +452,7 @@ class Dispatcher:
             if near.record.clock != CLOCK:
                 continue  # what another clock chose is worth a try, and no more
             for result in _by_time(near.record):
-                candidate = self._candidate(result, able, any_version=True)
+                candidate = self._candidate(result, able, problem, any_version=True)
                 if candidate is not None and _fits(candidate, problem):
                     return Choice(candidate, "neighbour", f"{why}; untuned guess from {near}")
         return None
@@ -508,7 +516,7 @@ class Dispatcher:
             return self._most_adaptable(record, able, problem)
         winner = record.candidates[record.winner]
         for result in (winner, *_by_time(record)):
-            candidate = self._candidate(result, able)
+            candidate = self._candidate(result, able, problem)
             if candidate is not None:
                 return candidate
         return None
@@ -520,7 +528,7 @@ class Dispatcher:
         arithmetics within :data:`INVARIANT_COST` of the fastest."""
         groups: dict[tuple[str, object], list[tuple[float, Candidate]]] = {}
         for result in _by_time(record, ("ok", "slow")):
-            candidate = self._candidate(result, able)
+            candidate = self._candidate(result, able, problem)
             if candidate is not None and result.median_us is not None:
                 arithmetic = candidate.kernel.arithmetic(problem, candidate.config)
                 if arithmetic is None:
@@ -535,14 +543,22 @@ class Dispatcher:
         return max(near, key=len)[0][1]
 
     def _candidate(
-        self, result: CandidateResult, able: list[Kernel[Any]], any_version: bool = False
+        self,
+        result: CandidateResult,
+        able: list[Kernel[Any]],
+        problem: Problem,
+        any_version: bool = False,
     ) -> Candidate | None:
+        """What a record says, where it may serve ``problem``."""
         for kernel in able:
             if kernel.name == result.kernel and (any_version or kernel.version == result.version):
                 try:
-                    return Candidate(kernel, kernel.config_type.from_json(result.config))
+                    config = kernel.config_type.from_json(result.config)
                 except ConfigError as error:
                     self._warn_once(kernel, error)
+                    continue
+                if not config.unsaid(problem):
+                    return Candidate(kernel, config)
         return None
 
     def _forbids_tuning(self, problem: Problem, settings: Settings) -> str | None:
@@ -570,6 +586,7 @@ class Dispatcher:
 
 
 def _bare(problem: Problem) -> Problem:
+    """Without its requirements. What the caller says stays: it lets more candidates in."""
     return replace(problem, deterministic=False, batch_invariant=False, capturing=False)
 
 

@@ -106,7 +106,8 @@ class Proposals:
             except Exception as error:
                 self.empty[kernel] = error
                 continue
-            mine = list(dict.fromkeys(Candidate(kernel, config) for config in configs))
+            allowed = [config for config in configs if not config.unsaid(problem)]
+            mine = list(dict.fromkeys(Candidate(kernel, config) for config in allowed))
             for candidate in mine:
                 self._expected[candidate] = _expected_us(problem, kernel, candidate.config)
             if kernel not in new or kernel is baseline:
@@ -120,7 +121,7 @@ class Proposals:
                 least = min(self._expected[c] or 0.0 for c in mine)
                 self.empty[kernel] = f"expects to take {least:.3g} µs, hopeless beside BLAS"
         self._anchors = anchors
-        self._hinted = _hinted(hints, new)
+        self._hinted = _hinted(hints, new, problem)
         self._new = [kernel for kernel in new if kernel not in self.empty]
         for candidate in self._hinted:
             self._expected.setdefault(
@@ -194,7 +195,7 @@ class Proposals:
         return candidates
 
 
-def _hinted(hints: Hints, kernels: Sequence[Kernel[Any]]) -> list[Candidate]:
+def _hinted(hints: Hints, kernels: Sequence[Kernel[Any]], problem: Problem) -> list[Candidate]:
     """The candidates that hints name, of these kernels."""
     by_name = {kernel.name: kernel for kernel in kernels}
     found: dict[Candidate, None] = {}
@@ -203,7 +204,9 @@ def _hinted(hints: Hints, kernels: Sequence[Kernel[Any]]) -> list[Candidate]:
         if kernel is None or name == BASELINE:
             continue
         try:
-            found[Candidate(kernel, kernel.config_type.from_json(config))] = None
+            hinted = Candidate(kernel, kernel.config_type.from_json(config))
+            if not hinted.config.unsaid(problem):
+                found[hinted] = None
         except Exception:  # a config of another version: costs the hint
             continue
     return list(found)[:MOST_HINTS]

@@ -36,6 +36,7 @@ from tmm_core.dispatch.compilers import default as default_compilers
 from tmm_core.dispatch.progress import Progress
 from tmm_core.dispatch.proposals import NO_HINTS, Hints, Proposals, decide
 from tmm_core.dispatch.timing import Timer, held_up, median, timer_for
+from tmm_core.dispatch.unmeasured import unmeasured
 from tmm_core.dispatch.verifier import Verifier
 from tmm_core.errors import TmmWarning
 from tmm_core.settings import Settings
@@ -133,8 +134,7 @@ class Tuner:
             RuntimeError: Not even BLAS runs.
         """
         started = time.monotonic()
-        old = {(c.kernel, c.version): c for c in before.candidates} if before else {}
-        new = [k for k in kernels if (k.name, k.version) not in old]
+        new = unmeasured(problem, kernels, before)
         if before is not None and not new:
             return before
         if not any(kernel.name == BASELINE for kernel in kernels):
@@ -440,12 +440,14 @@ def _survivors(racing: list[_Trial], keep: float, limit: int) -> list[_Trial]:
 
 
 def _reserves(racing: Sequence[_Trial]) -> list[_Trial]:
-    """Of each kernel its best config within :data:`RESERVE`: it is next in line where the winner
-    is filtered out, quarantined or uninstalled."""
+    """Of each kernel its best config within :data:`RESERVE`, and the best of those that rely on no
+    word of the caller's: it is next in line where the winner is filtered out, quarantined or
+    uninstalled."""
     ranked = sorted((t for t in racing if t.run is not None and t.samples), key=lambda t: t.time)
-    best: dict[str, _Trial] = {}
+    best: dict[tuple[str, bool], _Trial] = {}
     for trial in ranked:
-        best.setdefault(trial.candidate.kernel.name, trial)
+        name = trial.candidate.kernel.name, bool(trial.candidate.config.assumes)
+        best.setdefault(name, trial)
     return [trial for trial in best.values() if trial.time <= ranked[0].time * RESERVE]
 
 

@@ -112,7 +112,7 @@ def make_inputs(
     if problem.bias is not None:
         bias = make(Operand(problem.bias), (1, width))[0]
         bias.copy_(torch.randn(width, generator=generator, device=device))
-    return Inputs(
+    inputs = Inputs(
         a=fill(problem.a, problem.m, problem.k),
         b=fill(problem.b, problem.k, width),
         bias=bias,
@@ -122,6 +122,9 @@ def make_inputs(
         scale_a=scale(problem.scale_a, problem.m, 1),
         scale_b=scale(problem.scale_b, 1, width),
     )
+    if problem.static_weights and device.type == "cuda":
+        torch.cuda.synchronize(device)  # as was said, nobody is writing b any more
+    return inputs
 
 
 def _empty(spec: Operand, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:

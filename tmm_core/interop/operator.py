@@ -13,6 +13,7 @@ import torch
 from tmm_core.interop import autograd, flops, vmap
 from tmm_core.launch.check import check, check_out, result_dtype
 from tmm_core.launch.warm import epilogue_of, plain, run
+from tmm_core.settings import overridden, within
 from tmm_core.spec.problem import FP8
 
 Tensor = torch.Tensor
@@ -115,7 +116,11 @@ def _autocast(device: str) -> Any:
         )
         with torch._C._ExcludeDispatchKeyGuard(keys):
             cast = (to(a), to(b), to(bias), to(residual))
-            return matmul(*cast, alpha, epilogue, out_dtype, scale_a, scale_b)  # type: ignore[no-any-return]
+            arguments = (*cast, alpha, epilogue, out_dtype, scale_a, scale_b)
+            if cast[1] is b:
+                return matmul(*arguments)  # type: ignore[no-any-return]
+            # A weight that was cast just now was written just now.
+            return within(overridden(), matmul, *arguments)  # type: ignore[no-any-return]
 
     return cast
 

@@ -307,7 +307,7 @@ def pose(
     scales: Scales = (None, None),
 ) -> tuple[Problem, Fold | None]:
     """The problem that one call's arguments pose, with operands folded to 2-D or 3-D."""
-    shape = check(a, b, bias, residual, epilogue, out_dtype, *scales)
+    shape, matrix = check(a, b, bias, residual, epilogue, out_dtype, *scales), b.dim() == 2
     fold = Fold.of(a, b, residual, shape)
     if fold is not None:
         a, b, residual = fold.operand_a(a), fold.operand_b(b), fold.residual(residual)
@@ -330,6 +330,8 @@ def pose(
         tf32=a.dtype is torch.float32 and a.is_cuda and _tf32(),
         deterministic=current.deterministic or torch.are_deterministic_algorithms_enabled(),
         batch_invariant=current.batch_invariant,
+        # What has more dimensions, or is copied to fold them, is hardly a weight.
+        static_weights=current.static_weights and matrix,
         capturing=a.is_cuda and torch.cuda.is_current_stream_capturing(),
     )
     return problem, fold

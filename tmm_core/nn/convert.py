@@ -101,7 +101,7 @@ class Report:
         return "\n".join(lines)
 
 
-def convert(model: nn.Module, *, inplace: bool = True) -> Report:
+def convert(model: nn.Module, *, inplace: bool = True, static_weights: bool = False) -> Report:
     """Swap the layers of ``model`` for tmm's and fuse what can be proven.
 
     >>> mlp = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
@@ -131,6 +131,10 @@ def convert(model: nn.Module, *, inplace: bool = True) -> Report:
     Args:
         model: Its children are swapped; the module itself has nobody to hold its replacement.
         inplace: False converts a deep copy, which is the report's ``model``.
+        static_weights: The layers put in place say so of their weights, and so do those of
+            :mod:`tmm_core.nn` that are there already: no kernel that may still run when a layer
+            is called writes its weight (docs/serve.md). For inference. In a compiled graph the
+            setting in force when it runs counts instead.
 
     Returns:
         A :class:`Report`, with ``undo()``.
@@ -142,7 +146,7 @@ def convert(model: nn.Module, *, inplace: bool = True) -> Report:
         raise TypeError(f"convert(): model must be a torch.nn.Module, not {type(model).__name__}")
     if not inplace:
         model = copy.deepcopy(model)
-    return _Conversion(model).run()
+    return _Conversion(model, static_weights).run()
 
 
 #: Nothing to prove: what has no forward, and what is fused as far as it goes.
@@ -150,7 +154,8 @@ _SKIP = (nn.ModuleList, nn.ModuleDict, GatedMLP)
 
 
 class _Conversion:
-    def __init__(self, model: nn.Module) -> None:
+    def __init__(self, model: nn.Module, static_weights: bool) -> None:
+        self._static_weights = static_weights
         self._report = Report(model)
         self._slots: dict[nn.Module, list[_Slot]] = {model: []}
         self._walk(model, "")
@@ -305,6 +310,8 @@ class _Conversion:
                 self._fuse_pair(absorbed[module])
             elif module in linears and type(module) is nn.Linear:
                 self._swap("linear", module, "Linear", Linear.of(module))
+            if self._static_weights and isinstance(module, (Linear, GatedMLP)):
+                module.static_weights = True
         for activation, parent in dict.fromkeys((p.activation, p.parent) for p in pairs):
             for slot in self._slots[activation]:
                 if slot.parent is parent:
@@ -328,6 +335,8 @@ class _Conversion:
     ) -> None:
         epilogue = f"(epilogue={replacement.epilogue!r})" if replacement.epilogue else ""
         after = f"{type(replacement).__name__}{epilogue}"
+        if self._static_weights:
+            replacement.static_weights = True
         for slot in self._slots[original]:
             self._put(slot, original, replacement)
         self._report.changes.append(Change(kind, self._path(original), before, after))

@@ -22,6 +22,7 @@ from tmm_core.interop import autograd, flops
 from tmm_core.interop.pointwise import kernels
 from tmm_core.launch import warm
 from tmm_core.nn.linear import Linear
+from tmm_core.settings import with_static_weights
 from tmm_core.spec.epilogue import Epilogue, EpilogueLike
 
 Tensor = torch.Tensor
@@ -66,6 +67,9 @@ class GatedMLP(nn.Module):
     graph and under ``torch.func``. Saving one of the two parameters alone with
     ``torch.save`` writes the storage of both.
     """
+
+    #: Its first product is under the setting ``static_weights``; of the last, ``down_proj`` says.
+    static_weights = False
 
     def __init__(
         self,
@@ -159,6 +163,8 @@ class GatedMLP(nn.Module):
                 between = _learn(x, *operands)
             elif torch.compiler.is_compiling():
                 between = gated_linear(x, *operands)
+            elif self.static_weights:
+                between = with_static_weights(_run, x, *operands)
             else:
                 between = _run(x, *operands)
         if between is None:

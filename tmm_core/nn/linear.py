@@ -8,6 +8,7 @@ import torch
 from torch import nn
 
 from tmm_core import api, dispatch
+from tmm_core.settings import with_static_weights
 from tmm_core.spec.epilogue import EpilogueLike
 
 
@@ -32,6 +33,9 @@ class Linear(nn.Linear):
             :func:`tmm_core.matmul`. ValueError also where a gated one would split an odd
             number of features.
     """
+
+    #: Its products are under the setting ``static_weights``. Assign to change it.
+    static_weights = False
 
     def __init__(
         self,
@@ -81,6 +85,11 @@ class Linear(nn.Linear):
         self.epilogue = self._epilogue
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if self.static_weights:
+            return with_static_weights(self._product, input)
+        return api.linear(input, self.weight, self.bias, epilogue=self._text)
+
+    def _product(self, input: torch.Tensor) -> torch.Tensor:
         return api.linear(input, self.weight, self.bias, epilogue=self._text)
 
     def extra_repr(self) -> str:

@@ -48,6 +48,17 @@ class Config:
     whose fields are ``int``, ``float``, ``bool`` or ``str``; check bounds in
     ``__post_init__`` and raise ``ValueError`` for what the kernel cannot run."""
 
+    @property
+    def assumes(self) -> tuple[str, ...]:
+        """What this config relies on that only the caller can know, by the names of settings:
+        where the caller has not said it, the config is not used. None by default;
+        ``"static_weights"`` is the one there is."""
+        return ()
+
+    def unsaid(self, problem: Problem) -> list[str]:
+        """Of :attr:`assumes` what the caller of ``problem`` has not said."""
+        return [name for name in self.assumes if getattr(problem, name, False) is not True]
+
     def to_json(self) -> dict[str, Any]:
         return dataclasses.asdict(self)
 

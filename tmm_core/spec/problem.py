@@ -115,6 +115,9 @@ class Problem:
     deterministic: bool = field(default=False)
     batch_invariant: bool = field(default=False)
     capturing: bool = field(default=False)
+    #: What the caller has said (``Settings.static_weights``): it lets configs in that rely on it
+    #: (``Config.assumes``). Not part of the key either.
+    static_weights: bool = field(default=False)
 
     @classmethod
     def of(
@@ -251,6 +254,7 @@ class Problem:
             deterministic=False,
             batch_invariant=False,
             capturing=False,
+            static_weights=False,
         )
 
     def __str__(self) -> str:

@@ -1,0 +1,248 @@
+"""The caller's word about weights: who goes by it, and what a record made with or without it is
+worth to the other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fakes import FakeBlas, FakeConfig, FakeKernel, dispatcher, plugin, problem, settings
+
+import tmm_core
+from tmm_core import Problem, SettingsError, UnsupportedProblemError, dispatch
+from tmm_core.launch import warm
+from tmm_core.nn import GatedMLP, Linear, convert
+from tmm_core.settings import Settings, current, with_static_weights, within
+
+SAID = settings(static_weights=True)
+POSED = problem(static_weights=True)
+EARLY, PLAIN = 100, 1
+
+
+@dataclass(frozen=True, kw_only=True)
+class WordConfig(FakeConfig):
+    @property
+    def assumes(self) -> tuple[str, ...]:
+        return ("static_weights",) if self.tile == EARLY else ()
+
+
+class Word(FakeKernel):
+    """Faster where it may go by the word."""
+
+    config_type = WordConfig
+
+    def configs(self, problem: Problem) -> Iterable[FakeConfig]:
+        return [WordConfig(tile=tile) for tile in self.tiles]
+
+    def default_config(self, problem: Problem) -> FakeConfig:
+        return WordConfig(tile=PLAIN)
+
+
+#: As an author should not: proposed whether the word was given or not.
+TIMES = {("word", EARLY): 5.0, ("word", PLAIN): 8.0, "blas": 10.0}
+
+
+def word() -> Word:
+    return Word("word", tiles=(PLAIN, 2, EARLY))
+
+
+def test_a_record_made_with_the_word_serves_without_it(tmp_path: Path) -> None:
+    d, _ = dispatcher(FakeBlas(), word(), times=TIMES, root=tmp_path)
+    assert d.choose(POSED, SAID).candidate.config.to_json() == {"tile": EARLY}
+    fresh, timer = dispatcher(FakeBlas(), word(), times=TIMES, root=tmp_path)
+    choice = fresh.choose(problem(), settings())
+    assert (choice.candidate.config.to_json(), choice.origin) == ({"tile": PLAIN}, "cache")
+    # Nor where nothing may be tuned, or a kernel is forced.
+    for how in (settings(on_cache_miss="error"), settings(kernel="word")):
+        assert fresh.choose(problem(), how).candidate.config.to_json() == {"tile": PLAIN}
+    assert timer.measured == []
+
+
+def test_many_fast_configs_of_the_word_leave_one_without_it(tmp_path: Path) -> None:
+    """As many as there are finalists."""
+
+    class Many(Word):
+        config_type = ManyConfig
+
+        def configs(self, problem: Problem) -> Iterable[FakeConfig]:
+            return [ManyConfig(tile=tile) for tile in self.tiles]
+
+    kernel = Many("word", tiles=(PLAIN, *range(EARLY, EARLY + 9)))
+    times = {("word", tile): 5.0 for tile in kernel.tiles} | {("word", PLAIN): 8.0, "blas": 10.0}
+    d, _ = dispatcher(FakeBlas(), kernel, times=times, root=tmp_path)
+    assert d.choose(POSED, SAID).candidate.config.to_json() != {"tile": PLAIN}
+    assert d.choose(problem(), settings()).candidate.config.to_json() == {"tile": PLAIN}
+
+
+@dataclass(frozen=True, kw_only=True)
+class ManyConfig(FakeConfig):
+    @property
+    def assumes(self) -> tuple[str, ...]:
+        return ("static_weights",) if self.tile >= EARLY else ()
+
+
+def test_without_the_word_nothing_is_tried_that_relies_on_it() -> None:
+    kernel = word()
+    d, _ = dispatcher(FakeBlas(), kernel, times=TIMES)
+    choice = d.choose(problem(), settings())
+    assert choice.candidate.config.to_json() == {"tile": PLAIN}
+    record = d.tune(problem(), settings(), force=True)
+    assert {c.config.get("tile") for c in record.candidates if c.kernel == "word"} == {PLAIN, 2}
+
+
+def test_a_record_made_without_the_word_is_completed_once(tmp_path: Path) -> None:
+    d, timer = dispatcher(FakeBlas(), word(), FakeKernel("other"), times=TIMES, root=tmp_path)
+    assert d.choose(problem(), settings()).candidate.config.to_json() == {"tile": PLAIN}
+    timer.measured.clear()
+    assert d.choose(POSED, SAID).candidate.config.to_json() == {"tile": EARLY}
+    assert set(timer.measured) == {"word", "blas"}  # the other knows no word
+    fresh, timer = dispatcher(FakeBlas(), word(), FakeKernel("other"), times=TIMES, root=tmp_path)
+    choice = fresh.choose(POSED, SAID)
+    assert (choice.candidate.config.to_json(), choice.origin) == ({"tile": EARLY}, "cache")
+    assert fresh.choose(problem(), settings()).candidate.config.to_json() == {"tile": PLAIN}
+    assert timer.measured == []
+
+
+def test_what_fails_early_is_not_tried_at_every_start(tmp_path: Path) -> None:
+    class Failing(Word):
+        def bind(self, problem: Problem, config: FakeConfig) -> Any:
+            if config.assumes:
+                raise ValueError("does not compile")
+            return super().bind(problem, config)
+
+    for measures in (True, False):
+        kernel = Failing("word", tiles=(PLAIN, EARLY))
+        d, timer = dispatcher(FakeBlas(), kernel, times=TIMES, root=tmp_path)
+        assert d.choose(POSED, SAID).candidate.config.to_json() == {"tile": PLAIN}
+        assert bool(timer.measured) is measures
+
+
+def test_a_forced_config_needs_the_word() -> None:
+    d, _ = dispatcher(FakeBlas(), word())
+    forced = '{"tile": 100}'
+    choice = d.choose(POSED, settings(static_weights=True, kernel="word", config=forced))
+    assert choice.candidate.config.to_json() == {"tile": EARLY}
+    with pytest.raises(UnsupportedProblemError, match=r"'word'.*tile=100.*static_weights"):
+        d.choose(problem(), settings(kernel="word", config=forced))
+
+
+def test_the_word_is_not_part_of_the_key() -> None:
+    assert POSED.to_json() == problem().to_json()
+    assert POSED.family() == problem().family()
+
+
+def test_variable_and_override(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert Settings.from_environ({"TMM_STATIC_WEIGHTS": "1"}).static_weights
+    assert not Settings.from_environ({}).static_weights
+    with pytest.raises(SettingsError, match="TMM_STATIC_WEIGHTS"):
+        Settings.from_environ({"TMM_STATIC_WEIGHTS": "maybe"})
+    with tmm_core.override(tune_budget=3.0) as base:
+        assert with_static_weights(current).static_weights
+        assert with_static_weights(current).tune_budget == 3.0
+        assert with_static_weights(current) is with_static_weights(current)
+        assert current() is base
+        with tmm_core.override(static_weights=True) as said:
+            assert with_static_weights(current) is said
+            assert not within(said, current).static_weights
+            assert within(said, current).tune_budget == 3.0
+        assert within(base, current) is base
+
+
+@pytest.fixture
+def posed() -> list[Problem]:
+    """The problems that calls on a CPU pose, by a kernel that declines them all."""
+    seen: list[Problem] = []
+
+    def note(asked: Problem) -> list[str]:
+        seen.append(asked)
+        return ["only looks"]
+
+    kernel = FakeKernel("test.looks", against=note)
+    dispatch.dispatcher().registry.register(plugin(kernel), "looks")
+    return seen
+
+
+def said(posed: list[Problem]) -> list[bool]:
+    """What was said of each, once; and that leaves none."""
+    values = list(dict.fromkeys((each.m, each.n, each.k, each.static_weights) for each in posed))
+    posed.clear()
+    return [value[-1] for value in values]
+
+
+def test_the_word_is_about_matrices(posed: list[Problem]) -> None:
+    x, w = torch.randn(4, 8), torch.randn(8, 6)
+    tmm_core.matmul(x, w)
+    assert said(posed) == [False]
+    with tmm_core.override(static_weights=True):
+        tmm_core.matmul(x, w)
+        assert said(posed) == [True]
+        tmm_core.matmul(x.expand(3, 4, 8), w)
+        assert said(posed) == [True]
+        tmm_core.matmul(x, w.expand(3, 8, 6))  # a batch of products, of activations as a rule
+        assert said(posed) == [False]
+
+
+def test_backward_does_not_go_by_it(posed: list[Problem], monkeypatch: pytest.MonkeyPatch) -> None:
+    x, w = (torch.randn(*shape, requires_grad=True) for shape in ((4, 8), (8, 6)))
+    with tmm_core.override(static_weights=True):
+        y = tmm_core.matmul(x, w)
+        assert said(posed) == [True]
+        y.sum().backward()
+        assert said(posed) == [False, False]
+    monkeypatch.setenv("TMM_STATIC_WEIGHTS", "1")
+    tmm_core.settings._from_environment.cache_clear()
+    warm.forget_plans()
+    tmm_core.matmul(x, w).sum().backward()
+    assert said(posed) == [True, False, False]
+
+
+def test_a_weight_that_autocast_casts_was_written_just_now(posed: list[Problem]) -> None:
+    x, w = torch.randn(4, 8), torch.randn(8, 6)
+    cast = torch.autocast("cpu", dtype=torch.bfloat16)
+    with torch.no_grad(), tmm_core.override(static_weights=True), cast:
+        tmm_core.matmul(x, w)
+        assert said(posed) == [False]
+        warm.forget_plans()
+        tmm_core.matmul(x, w.bfloat16())
+        assert said(posed) == [True]
+
+
+def test_converted_layers_say_it(posed: list[Problem]) -> None:
+    class MLP(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.gate = torch.nn.Linear(8, 12, bias=False)
+            self.up = torch.nn.Linear(8, 12, bias=False)
+            self.down = torch.nn.Linear(12, 8, bias=False)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            out: torch.Tensor = self.down(torch.nn.functional.silu(self.gate(x)) * self.up(x))
+            return out
+
+    def model() -> torch.nn.Sequential:
+        torch.manual_seed(0)
+        layers = (torch.nn.Linear(8, 8), torch.nn.ReLU(), MLP(), Linear(8, 4), GatedMLP(4, 6))
+        return torch.nn.Sequential(*layers).eval()
+
+    x = torch.randn(3, 8)
+    with torch.no_grad():
+        ours, theirs = model(), model()
+        assert convert(ours, static_weights=True)
+        torch.testing.assert_close(ours(x), theirs(x))
+        # One product of the first layer, two of the MLP, one of the third, two of the last; but
+        # those of the model that was not converted.
+        calls = [(p.m, p.n, p.k, p.static_weights) for p in posed]
+        assert {call[:3] for call in calls if call[3]} == {
+            (3, 8, 8), (3, 12, 8), (3, 8, 12), (3, 4, 8), (3, 6, 4), (3, 4, 6),
+        }  # fmt: skip
+        posed.clear()
+        warm.forget_plans()
+        ours = model()
+        convert(ours)
+        ours(x)
+        assert posed
+        assert not any(said(posed))

@@ -1,0 +1,47 @@
+"""What a tuning record does not know yet; apart from the tuner, which a process that finds its
+problems on record never imports."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from tmm_cache import CandidateResult, TuningRecord
+
+from tmm_core.errors import ConfigError
+from tmm_core.spec.kernel import Kernel
+from tmm_core.spec.problem import Problem
+
+
+def unmeasured(
+    problem: Problem, kernels: Sequence[Kernel[Any]], record: TuningRecord | None
+) -> list[Kernel[Any]]:
+    """The kernels that ``record`` has nothing of, in this version, or nothing of what the caller's
+    word lets in (``Config.assumes``)."""
+    known: dict[tuple[str, str], list[CandidateResult]] = {}
+    for result in record.candidates if record is not None else ():
+        known.setdefault((result.kernel, result.version), []).append(result)
+    return [
+        kernel
+        for kernel in kernels
+        if (kernel.name, kernel.version) not in known
+        or (
+            problem.static_weights
+            and not any(_assumes(kernel, each) for each in known[kernel.name, kernel.version])
+            and _may_assume(kernel, problem)
+        )
+    ]
+
+
+def _assumes(kernel: Kernel[Any], result: CandidateResult) -> bool:
+    try:
+        return bool(kernel.config_type.from_json(result.config).assumes)
+    except ConfigError:
+        return False
+
+
+def _may_assume(kernel: Kernel[Any], problem: Problem) -> bool:
+    try:
+        return any(config.assumes for config in kernel.configs(problem))
+    except Exception:  # costs what it would have brought
+        return False
