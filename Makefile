@@ -3,7 +3,7 @@ PYTHON ?= python3
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check format clean
+.PHONY: demo test check mutants format clean
 
 demo: $(STAMP)
 	$(PY) -m tmm_core.tools.demo
@@ -16,6 +16,11 @@ check: $(STAMP)
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 	$(PY) -m pytest -q tests/test_layout.py
+
+# Minutes, and so not part of `test`: a process of pytest for each of some hundred small bugs.
+# NAMES="key plan" runs those whose names begin so.
+mutants: $(STAMP)
+	$(PY) tests/mutants/run.py $(NAMES)
 
 format: $(STAMP)
 	$(PY) -m ruff check --fix .

@@ -281,3 +281,32 @@ def test_a_record_of_64_rows_serves_from_33(m: int, tmp_path: Path) -> None:
     assert (choice.origin, name(choice)) == ("cache", "fast")
     assert choice.evidence == (None if m == 64 else problem(m=64))
     assert timer.measured == []
+
+
+# -- what a record is good for -----------------------------------------------------------
+
+
+def test_times_of_another_version_decide_nothing(tmp_path: Path) -> None:
+    times = {"fast": 5.0, "blas": 20.0}
+    d, _ = dispatcher(FakeBlas(), FakeKernel("fast"), times=times, root=tmp_path)
+    d.tune(problem(), settings())
+    d, _ = dispatcher(FakeBlas(), FakeKernel("fast", version="2"), times=times, root=tmp_path)
+    choice = d.choose(problem(), settings(on_cache_miss="heuristic"))
+    assert (choice.origin, name(choice)) == ("cache", "blas")
+
+
+def test_a_neighbours_config_must_be_one_of_this_problems() -> None:
+    class Narrow(FakeKernel):
+        """Has a second tile for wide outputs alone."""
+
+        def configs(self, problem: Problem) -> list[Any]:
+            return list(super().configs(problem))[: 1 if problem.n < 64 else 2]
+
+    d, _ = dispatcher(
+        FakeBlas(), Narrow("fast", tiles=(1, 2)), times={("fast", 1): 5.2, ("fast", 2): 5.0}
+    )
+    d.tune(problem(n=128), settings())
+    guess = settings(on_cache_miss="heuristic")
+    for n, tile in ((64, 2), (63, 1)):
+        choice = d.choose(problem(n=n), guess)
+        assert (choice.origin, choice.candidate.config.to_json()) == ("neighbour", {"tile": tile})

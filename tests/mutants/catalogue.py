@@ -1,0 +1,10 @@
+"""Small plausible bugs, and the tests that must notice each."""
+
+from __future__ import annotations
+
+from calls import KEYS, PLANS
+from choosing import DISPATCHING, TUNING
+from elsewhere import ELSEWHERE, SPEC
+from mutant import Mutant
+
+MUTANTS: list[Mutant] = [*KEYS, *PLANS, *TUNING, *DISPATCHING, *SPEC, *ELSEWHERE]

@@ -1,0 +1,41 @@
+"""Each mutant still is one: what it replaces is in the tree once, and its tests exist. Whether they
+notice it, `make mutants` says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from catalogue import MUTANTS
+from mutant import Mutant, place
+
+ROOT = Path(__file__).parents[2]
+
+
+def fault(mutant: Mutant) -> str | None:
+    """Why a mutant cannot be applied, or its tests not be run."""
+    try:
+        path = place(mutant, ROOT)
+    except ValueError as error:
+        return str(error)
+    if mutant.old == mutant.new:
+        return "changes nothing"
+    source = path.read_text().replace(mutant.old, mutant.new)
+    try:
+        compile(source, str(path), "exec")
+    except SyntaxError as error:
+        return f"is no Python: {error}"
+    for test in mutant.tests:
+        file, _, function = test.partition("::")
+        if not (ROOT / file).exists() or f"def {function}" not in (ROOT / file).read_text():
+            return f"{test} does not exist"
+    return None if mutant.tests else "names no test"
+
+
+def test_mutants_are_up_to_date() -> None:
+    faults = {mutant.name: found for mutant in MUTANTS if (found := fault(mutant)) is not None}
+    assert not faults
+
+
+def test_names_are_not_taken_twice() -> None:
+    names = [mutant.name for mutant in MUTANTS]
+    assert len(set(names)) == len(names)
