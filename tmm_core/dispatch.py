@@ -307,17 +307,7 @@ def make_plan(
     # Capture, tuning and compilation all go by the current device.
     with torch.cuda.device(a.device) if a.is_cuda else nullcontext():
         problem, fold = pose(a, b, bias, residual, alpha, epilogue, out_dtype, out, current, scales)
-        chooser = dispatcher()
-        while True:
-            choice = chooser.choose(problem, current)
-            kernel, config = choice.candidate.kernel, choice.candidate.config
-            try:
-                launcher = kernel.bind(problem, config)
-                break
-            except Exception as error:
-                if choice.origin == "forced" or kernel.name == BASELINE:
-                    raise
-                chooser.quarantine(problem, choice, error)
+        choice, launcher = dispatcher().bound(problem, current)
     if fold is not None:
         launcher = fold.wrap(launcher, a, b, residual)
     return Plan.of(problem, choice, launcher, alpha, (a, b, bias, residual), scales)

@@ -31,6 +31,7 @@ from tmm_core.precision import as_posed
 from tmm_core.problem import Problem
 from tmm_core.settings import Settings
 from tmm_core.timing import CudaTimer, HostTimer, Timer, held_up, median
+from tmm_core.trust import device_of
 from tmm_core.verifier import Verifier
 
 #: By how much a winner has to beat BLAS: medians of as many samples as the last stage takes
@@ -126,7 +127,7 @@ class Tuner:
             raise ValueError(f"no {BASELINE!r} kernel to compare with")
         trials = list(_trials(problem, kernels, new, before))
         deadline = started + settings.tune_budget
-        device = _device(problem)
+        device = device_of(problem)
         # What the record says of BLAS must be BLAS at the precision that was asked for.
         with as_posed(problem), _progress(problem, len(trials), settings) as advance:
             self._compile(trials, problem, device, deadline, advance)
@@ -423,13 +424,6 @@ class _Runner:
 
     def __call__(self) -> object:
         return self.inputs.launch(self.launcher, self.out)
-
-
-def _device(problem: Problem) -> torch.device:
-    """The current device, of the problem's type: fingerprints have no index."""
-    if problem.device.type == "cuda":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device(problem.device.type)
 
 
 def _fresh_seed() -> int:

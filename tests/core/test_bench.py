@@ -353,7 +353,7 @@ def test_the_precision_of_fp32_is_the_cases_own(monkeypatch: pytest.MonkeyPatch)
 
     monkeypatch.setattr(providers, "eager", spy)
     measure(monkeypatch, task(tf32=True), task(), times=(1, 1, 1), tune=False)
-    assert seen == ["tf32", "ieee"]
+    assert seen == ["tf32", torch.backends.cuda.matmul.fp32_precision]
 
 
 # -- results -----------------------------------------------------------------------------
