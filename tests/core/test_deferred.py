@@ -235,7 +235,7 @@ if sys.argv[1] == "record":
 choice = chooser.choose(posed, tmm_core.settings.current())
 assert choice.candidate.kernel.name == sys.argv[2], choice
 torch.testing.assert_close(tmm_core.matmul(a, a), a @ a)
-ours = ("tmm_triton.", "tmm_core.t", "tmm_core.dispatch.t")
+ours = ("tmm_triton.", "tmm_core.dispatch.t", "tmm_core.dispatch.verif")
 print(*sorted(name for name in sys.modules if name == "triton" or name.startswith(ours)))
 """
 

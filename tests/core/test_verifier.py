@@ -16,7 +16,7 @@ from tmm_core import Traits
 from tmm_core.dispatch import verify
 from tmm_core.dispatch.fixture import Fixture
 from tmm_core.dispatch.guarded import UNREADABLE, UNWRITTEN, guarded
-from tmm_core.dispatch.special import planted
+from tmm_core.dispatch.special import Special
 from tmm_core.dispatch.tuner import Tuner
 from tmm_core.dispatch.verifier import Verdict, Verifier, sampled_verdict, verify_inside
 from tmm_core.spec.device import fingerprint
@@ -327,11 +327,29 @@ def test_what_overwrites_its_inputs_spoils_them_for_nobody() -> None:
 def test_special_values_are_taken_back() -> None:
     fixture = Fixture(problem(bias=torch.float32, residual=F32), CPU, 1 << 28, sampled=False)
     of = fixture.sets()[1]
-    for axis, tensors in (("rows", ("a", "residual")), ("columns", ("b", "bias"))):
-        with planted(fixture.problem, of.inputs, axis) as values:  # type: ignore[arg-type]
-            assert values is not None
-            assert sorted(of.changed()) == sorted(tensors)
+    rows, columns = fixture.special()
+    assert of.changed() == []
+    for special, tensors in ((rows, ["a", "residual"]), (columns, ["b", "bias"])):
+        with special.planted():
+            assert of.changed() == tensors
         assert of.changed() == []
+
+
+@pytest.mark.parametrize("epilogue", ["identity", "silu", "swiglu"])
+def test_special_values_in_pieces_are_those_of_the_whole(epilogue: str) -> None:
+    asked = problem(m=200, n=150, k=40, residual=F32, epilogue=parse(epilogue))
+    fixture = Fixture(asked, CPU, 1 << 28, sampled=False)
+    inputs = fixture.sets()[1].inputs
+    for axis in ("rows", "columns"):
+        special = Special.of(asked, inputs, axis, room=1)  # type: ignore[arg-type]
+        assert special is not None
+        with special.planted():
+            right = verify.reference(asked, inputs)
+        assert special.fault(right) is None
+        # Only what silu makes of -Inf is anybody's.
+        assert bool(special.free.any()) is (epilogue != "identity")
+        assert int((special.kinds != 0).sum()) > 0
+        assert special.fault(right.nan_to_num(0.0)) is not None
 
 
 # -- no false alarms ---------------------------------------------------------------------

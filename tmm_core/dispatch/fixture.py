@@ -10,6 +10,7 @@ import torch
 
 from tmm_core.dispatch import verify
 from tmm_core.dispatch.guarded import UNREADABLE, UNWRITTEN, Guarded, guarded
+from tmm_core.dispatch.special import Special
 from tmm_core.spec.problem import Operand, Problem
 
 #: Verification takes at most a quarter of the memory that is free on a GPU, at most a sixteenth
@@ -109,6 +110,7 @@ class Fixture:
         self.limit, self._sampled = limit, sampled
         self._sets: list[InputSet] | None = None
         self._outs: list[Guarded] = []
+        self._special: list[Special] | None = None
 
     @property
     def shape(self) -> tuple[int, ...]:
@@ -135,6 +137,17 @@ class Fixture:
             self._sets = [self._set(padded=place == 1, whole=whole) for place in range(count)]
         return self._sets
 
+    def special(self) -> list[Special]:
+        """Special values for the last set of inputs, in rows and in columns."""
+        if self._special is None:
+            problem, inputs = self.problem, self.sets()[-1].inputs
+            made = [
+                Special.of(problem, inputs, "rows", self.limit // 8),
+                Special.of(problem, inputs, "columns", self.limit // 8),
+            ]
+            self._special = [each for each in made if each is not None]
+        return self._special
+
     def out(self, which: int) -> Guarded:
         """One of two outputs between guard bands, full of NaN."""
         while len(self._outs) <= which:
@@ -158,7 +171,7 @@ class Fixture:
 
     def release(self) -> None:
         """Let go of all tensors; they are made again, of other numbers, when next needed."""
-        self._sets, self._outs = None, []
+        self._sets, self._outs, self._special = None, [], None
 
     def _affordable(self) -> tuple[int, bool]:
         """How many sets of inputs there may be, and whether the whole of their results."""

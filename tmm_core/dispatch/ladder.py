@@ -34,6 +34,7 @@ from tmm_core.dispatch.proposals import (
     ranked_around,
 )
 from tmm_core.dispatch.registry import Registry
+from tmm_core.dispatch.trust import Trust
 from tmm_core.dispatch.unmeasured import unmeasured
 from tmm_core.errors import (
     CacheMissError,
@@ -45,7 +46,7 @@ from tmm_core.launch.plan import Choice
 from tmm_core.settings import Settings
 from tmm_core.spec.bucket import bucketed
 from tmm_core.spec.device import DeviceFingerprint
-from tmm_core.spec.kernel import BASELINE, Candidate, Config, Kernel
+from tmm_core.spec.kernel import BASELINE, Candidate, Config, Kernel, Launcher
 from tmm_core.spec.problem import Problem
 
 if TYPE_CHECKING:
@@ -86,8 +87,9 @@ class Dispatcher:
         if tuner is not None:
             self.tuner = tuner
         self.store = store
+        self.trust = Trust(store)
         self._choices: dict[tuple[Problem, Settings], Choice] = {}
-        #: (kernel, bucket) pairs that raised at run time, with the error's text.
+        #: (kernel, bucket) pairs that raised or were wrong at run time, with what was said.
         self._quarantine: dict[tuple[str, Problem], str] = {}
         self._warned: set[str] = set()
         self._answers: Answers | None = None
@@ -112,6 +114,47 @@ class Dispatcher:
         """Let go of what another thread of the parent process held."""
         self._lock = threading.RLock()
         self.registry.after_fork()
+
+    def bound(self, problem: Problem, settings: Settings) -> tuple[Choice, Launcher]:
+        """What :meth:`choose` says, compiled, and verified where it has never been: a kernel that
+        fails at either is put out of use, and the next one down the ladder asked.
+
+        Raises:
+            TmmError: As :meth:`choose`.
+            Exception: What binding BLAS or a forced kernel raises.
+        """
+        while True:
+            choice = self.choose(problem, settings)
+            kernel, config = choice.candidate.kernel, choice.candidate.config
+            try:
+                launcher = kernel.bind(problem, config)
+                fault = self._doubt(problem, choice, launcher)
+            except Exception as error:
+                if choice.origin == "forced" or kernel.name == BASELINE:
+                    raise
+                self.quarantine(problem, choice, error)
+                continue
+            if fault is None:
+                return choice, launcher
+            if isinstance(fault, Choice):
+                return fault, fault.candidate.kernel.bind(problem, fault.candidate.config)
+            self.quarantine(problem, choice, fault)
+
+    def _doubt(self, problem: Problem, choice: Choice, launcher: Launcher) -> str | Choice | None:
+        """Verify a choice at its first use. None: it is right; a text: what is wrong with it; a
+        choice: it cannot be verified now, and this one answers instead."""
+        if self.trust.holds(problem, choice):
+            return None
+        untried = f"{choice.candidate.kernel.name} was never verified on this machine"
+        if problem.capturing:
+            return self._fallback(f"{untried}, and a CUDA graph is being captured")
+        with self._lock:  # not while others are timed
+            if self.trust.holds(problem, choice):
+                return None
+            verdict = self.trust.verify(problem, choice.candidate, launcher)
+        if verdict.unknown:
+            return self._fallback(f"{untried}: it {verdict.reason}")
+        return verdict.reason
 
     def choose(self, problem: Problem, settings: Settings) -> Choice:
         """Climb down the ladder.
@@ -280,14 +323,23 @@ class Dispatcher:
             self._choices.clear()
             self._neighbours.forget()
 
-    def quarantine(self, problem: Problem, choice: Choice, error: Exception) -> None:
-        """Never again use this kernel for problems of this bucket, in this process."""
+    def quarantine(self, problem: Problem, choice: Choice, fault: Exception | str) -> None:
+        """Never again use this kernel for problems of this bucket, in this process.
+
+        Args:
+            fault: What it raised, or what verification found to be wrong with its result.
+        """
         name = choice.candidate.kernel.name
-        self._quarantine[name, bucketed(_bare(problem))] = f"{type(error).__name__}: {error}"
+        raised = isinstance(fault, Exception)
+        text = f"{type(fault).__name__}: {fault}" if raised else str(fault)
+        self._quarantine[name, bucketed(_bare(problem))] = f"it raised {text}" if raised else text
+        if problem.batch_invariant:  # where its arithmetic was chosen
+            model = bucketed(_bare(replace(problem, m=INVARIANT_M)))
+            self._quarantine.setdefault((name, model), f"it failed on {problem}")
         self._choices.clear()
+        failed = "failed" if raised else "was wrong at its first use"
         warnings.warn(
-            f"kernel {name} failed on {problem} and is not used for it any more: "
-            f"{type(error).__name__}: {error}",
+            f"kernel {name} {failed} on {problem} and is not used for it any more: {text}",
             TmmWarning,
             stacklevel=3,
         )
@@ -297,7 +349,7 @@ class Dispatcher:
         _, rejected = self.registry.candidates(problem, settings)
         for (name, bucket), error in list(self._quarantine.items()):
             if bucket == bucketed(_bare(problem)):
-                rejected.setdefault(name, []).append(f"quarantined: it raised {error}")
+                rejected.setdefault(name, []).append(f"quarantined: {error}")
         return rejected
 
     def record(self, problem: Problem) -> tuple[Problem, TuningRecord] | None:

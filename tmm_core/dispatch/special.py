@@ -10,8 +10,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
 from typing import Literal
 
@@ -23,19 +23,58 @@ from tmm_core.spec.problem import Problem
 #: How many rows or columns get one.
 COUNT = 3
 
+Axis = Literal["rows", "columns"]
+
 
 @dataclass(frozen=True, slots=True)
-class Planted:
-    """Special values where they are now, and what they have to make of a result."""
+class _Change:
+    """One element of an input, what it is and what it will be."""
 
-    axis: Literal["rows", "columns"]
-    #: Of the result, where special values may be.
+    tensor: torch.Tensor
+    index: tuple[int, ...]
+    #: The row or column of the result that it is for.
+    place: int
+    value: float
+    before: torch.Tensor
+
+
+@dataclass(frozen=True, slots=True)
+class Special:
+    """Special values for some inputs, and what they have to make of a result."""
+
+    axis: Axis
+    changes: tuple[_Change, ...]
+    #: Rows or columns of the result that have any.
     places: torch.Tensor
-    #: The matrix of the batch they are in; None: there is no batch.
+    #: The matrix of the batch that they are in; None: there is no batch.
     matrix: int | None
     #: 2 for NaN, 1 for Inf, −1 for −Inf, 0 for a number; and where anything may be.
     kinds: torch.Tensor
     free: torch.Tensor
+
+    @classmethod
+    def of(cls, problem: Problem, inputs: verify.Inputs, axis: Axis, room: int) -> Special | None:
+        """For these inputs; None where there is nothing to hold a special value.
+
+        In a and the residual along rows, in b and the bias along columns.
+
+        Args:
+            room: Bytes that operands of the reference may take in fp64.
+        """
+        chance = random.Random()
+        matrix = chance.randrange(problem.batch) if problem.batch > 1 else None
+        one = inputs if matrix is None else _of_batch(problem, inputs, matrix)
+        changes = tuple(_changes(problem, one, axis, chance))
+        if not changes:
+            return None
+        places = torch.tensor(sorted({c.place for c in changes}), device=one.a.device)
+        with _planted(changes):
+            kinds, free = _kinds_of_reference(replace(problem, batch=1), one, axis, places, room)
+        return cls(axis, changes, places, matrix, kinds, free)
+
+    def planted(self) -> AbstractContextManager[None]:
+        """Inside, the inputs have them."""
+        return _planted(self.changes)
 
     def fault(self, out: torch.Tensor) -> str | None:
         """Where ``out`` has them otherwise than the reference."""
@@ -49,7 +88,7 @@ class Planted:
         else:
             inside[:, self.places] = False
         counts = torch.stack([wrong.sum(), elsewhere.sum()]).tolist()
-        what = f"with NaN and Inf in {self.axis} {sorted(self.places.tolist())}"
+        what = f"with NaN and Inf in {self.axis} {self.places.tolist()}"
         if counts[1]:
             return f"{what}, {counts[1]} elements of others are no numbers"
         if counts[0]:
@@ -63,60 +102,39 @@ _NAMES = {2: "nan", 1: "inf", -1: "-inf", 0: "a number"}
 
 
 @contextmanager
-def planted(
-    problem: Problem, inputs: verify.Inputs, axis: Literal["rows", "columns"]
-) -> Iterator[Planted | None]:
-    """Inside, ``inputs`` have special values; None where there is nothing to hold any.
-
-    In a and the residual along rows, in b and the bias along columns.
-    """
-    chance = random.Random()
-    matrix = chance.randrange(problem.batch) if problem.batch > 1 else None
-    one = inputs if matrix is None else _of_batch(problem, inputs, matrix)
-    single = replace(problem, batch=1)
-    changes = _changes(problem, one, axis, chance)
-    if not changes:
-        yield None
-        return
-    places = sorted({place for _, _, place, _ in changes})
-    kept = [target[index].clone() for target, index, _, _ in changes]
-    for target, index, _, value in changes:
-        target[index] = value
+def _planted(changes: Sequence[_Change]) -> Iterator[None]:
+    for change in changes:
+        change.tensor[change.index] = change.value
     try:
-        yield _planted(single, one, axis, torch.tensor(places, device=one.a.device), matrix)
+        yield
     finally:
-        for (target, index, _, _), before in zip(reversed(changes), reversed(kept), strict=True):
-            target[index] = before
+        for change in changes:
+            change.tensor[change.index] = change.before
 
 
 def _changes(
-    problem: Problem,
-    inputs: verify.Inputs,
-    axis: Literal["rows", "columns"],
-    chance: random.Random,
-) -> list[tuple[torch.Tensor, tuple[int, ...], int, float]]:
-    """Tensor, index into it, row or column of the result, and the value to put there."""
+    problem: Problem, inputs: verify.Inputs, axis: Axis, chance: random.Random
+) -> Iterator[_Change]:
+    """Of one matrix of the batch; no element twice."""
+    if not (problem.m and problem.n):
+        return
     if axis == "rows":
         matrix, extra, count = inputs.a, inputs.residual, problem.m
     else:
         # The matrices of a batch have one bias.
         bias = inputs.bias if problem.batch == 1 else None
         matrix, extra, count = inputs.b.mT, bias, problem.n
-    if not (problem.m and problem.n):
-        return []
-    lines = chance.sample(range(len(matrix)), min(len(matrix), COUNT))
-    changes: list[tuple[torch.Tensor, tuple[int, ...], int, float]] = []
-    if problem.k:
-        inner = (problem.k - 1, 0, chance.randrange(problem.k))  # the tail of the sum first
-        values = _values(matrix.dtype)
-        for place, line in enumerate(lines):
-            value = values[place % len(values)]
-            changes.append((matrix, (line, inner[place]), line % count, value))
+    lines = chance.sample(range(len(matrix)), min(len(matrix), COUNT)) if problem.k else []
+    inner = (problem.k - 1, 0, chance.randrange(problem.k or 1))  # the tail of the sum first
+    values = _values(matrix.dtype)
+    for place, line in enumerate(lines):
+        index = (line, inner[place])
+        value = values[place % len(values)]
+        yield _Change(matrix, index, line % count, value, matrix[index].clone())
     if extra is not None:
         line = chance.randrange(count)
-        index = (line, chance.randrange(problem.n)) if axis == "rows" else (line,)
-        changes.append((extra, index, line, math.nan))
-    return changes
+        where = (line, chance.randrange(problem.n)) if axis == "rows" else (line,)
+        yield _Change(extra, where, line, math.nan, extra[where].clone())
 
 
 def _values(dtype: torch.dtype) -> tuple[float, ...]:
@@ -138,27 +156,29 @@ def _of_batch(problem: Problem, inputs: verify.Inputs, matrix: int) -> verify.In
     )
 
 
-def _planted(
-    problem: Problem,
-    inputs: verify.Inputs,
-    axis: Literal["rows", "columns"],
-    places: torch.Tensor,
-    matrix: int | None,
-) -> Planted:
-    """What the reference makes of the inputs as they are, in those rows or columns."""
-    every = slice(None)
-    rows, cols = (places, every) if axis == "rows" else (every, places)
-    piece = verify.part(problem, inputs, rows, cols)
-    count = len(places)
-    smaller = replace(problem, m=count) if axis == "rows" else replace(problem, n=count)
-    z = verify.accumulated(smaller, piece)
-    expected = verify.finished(smaller, piece, z)
-    undefined = z.isnan()
-    if problem.gated:
-        gate, up = undefined.chunk(2, dim=-1)
-        undefined = gate | up
-    free = problem.epilogue.apply(z).isnan() & ~undefined
-    return Planted(axis, places, matrix, _kinds(expected), free)
+def _kinds_of_reference(
+    problem: Problem, inputs: verify.Inputs, axis: Axis, places: torch.Tensor, room: int
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """What the reference makes of the inputs as they are in those rows or columns, and where it
+    leaves open what to make of it; a piece at a time."""
+    length = problem.n if axis == "rows" else problem.m
+    step = max(64, room // (8 * max(1, problem.k) * (1 + problem.gated)))
+    kinds, free = [], []
+    # By its size the reference chooses how precise it is.
+    smaller = replace(problem, m=len(places)) if axis == "rows" else replace(problem, n=len(places))
+    for low in range(0, length, step):
+        along = slice(low, low + step)
+        rows, cols = (places, along) if axis == "rows" else (along, places)
+        piece = verify.part(problem, inputs, rows, cols)
+        z = verify.accumulated(smaller, piece)
+        kinds.append(_kinds(verify.finished(smaller, piece, z)))
+        undefined = z.isnan()
+        if problem.gated:
+            gate, up = undefined.chunk(2, dim=-1)
+            undefined = gate | up
+        free.append(problem.epilogue.apply(z).isnan() & ~undefined)
+    dim = 1 if axis == "rows" else 0
+    return torch.cat(kinds, dim), torch.cat(free, dim)
 
 
 def _kinds(t: torch.Tensor) -> torch.Tensor:

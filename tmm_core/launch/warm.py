@@ -20,7 +20,7 @@ from tmm_core.launch.fold import Fold
 from tmm_core.launch.plan import Choice, Plan, scales_signature, signature
 from tmm_core.spec.device import fingerprint
 from tmm_core.spec.epilogue import INTERNED, Epilogue
-from tmm_core.spec.kernel import BASELINE, ScaledLauncher
+from tmm_core.spec.kernel import BASELINE, Launcher, ScaledLauncher
 from tmm_core.spec.problem import Problem, packed
 
 Tensor = torch.Tensor
@@ -48,7 +48,9 @@ class Answerer(Hashable, Protocol):
     @property
     def registry(self) -> Epilogues: ...
 
-    def choose(self, problem: Problem, settings: settings.Settings, /) -> Choice: ...
+    def bound(
+        self, problem: Problem, settings: settings.Settings, /
+    ) -> tuple[Choice, Launcher]: ...
 
     def quarantine(self, problem: Problem, choice: Choice, error: Exception, /) -> None: ...
 
@@ -278,17 +280,7 @@ def make_plan(
     # Capture, tuning and compilation all go by the current device.
     with torch.cuda.device(a.device) if a.is_cuda else nullcontext():
         problem, fold = pose(a, b, bias, residual, alpha, epilogue, out_dtype, out, current, scales)
-        chooser = answerer()
-        while True:
-            choice = chooser.choose(problem, current)
-            kernel, config = choice.candidate.kernel, choice.candidate.config
-            try:
-                launcher = kernel.bind(problem, config)
-                break
-            except Exception as error:
-                if choice.origin == "forced" or kernel.name == BASELINE:
-                    raise
-                chooser.quarantine(problem, choice, error)
+        choice, launcher = answerer().bound(problem, current)
     if fold is not None:
         launcher = fold.wrap(launcher, a, b, residual)
     return Plan.of(problem, choice, launcher, alpha, (a, b, bias, residual), scales)

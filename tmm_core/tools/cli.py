@@ -85,6 +85,10 @@ def _parser() -> argparse.ArgumentParser:
     _add_tune(add("tune", "measure problems ahead of time and remember the winners"))
     _add_bench(add("bench", "time what is chosen against torch, side by side"))
 
+    verify = add("verify", "hold every record that answers here against references")
+    shared.add_device(verify)
+    shared.add_json(verify)
+
     doctor = add("doctor", "check that this machine has what it takes")
     shared.add_device(doctor)
     shared.add_json(doctor)

@@ -1,0 +1,138 @@
+"""Verification on a GPU: real kernels pass it, and it costs what it says."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from tmm_core import Problem, dispatch
+from tmm_core.dispatch import verify
+from tmm_core.dispatch.fixture import memory_limit
+from tmm_core.dispatch.verifier import Verifier, sampled_verdict
+from tmm_core.spec.device import fingerprint
+from tmm_core.spec.epilogue import BUILTIN, parse
+from tmm_core.spec.kernel import BASELINE
+from tmm_core.spec.problem import Operand
+
+pytestmark = pytest.mark.gpu
+
+BF16, FP16, FP32 = (Operand(d) for d in (torch.bfloat16, torch.float16, torch.float32))
+WEIGHT = Operand(torch.bfloat16, "col")
+
+
+def device() -> torch.device:
+    return torch.device("cuda", torch.cuda.current_device())
+
+
+def problem(m: int, n: int, k: int, **fields: Any) -> Problem:
+    fields = {"a": BF16, "b": WEIGHT, "out": BF16, **fields}
+    return Problem(m=m, n=n, k=k, device=fingerprint(device()), **fields)
+
+
+PROBLEMS: dict[str, Callable[[], Problem]] = {
+    "square": lambda: problem(1024, 1024, 1024),
+    "decode": lambda: problem(16, 4096, 4096),
+    "one row": lambda: problem(1, 4096, 4096),
+    "odd": lambda: problem(50, 4096, 1024),
+    "large K": lambda: problem(128, 128, 16384),
+    "layer": lambda: problem(
+        300, 1024, 512, bias=torch.bfloat16, residual=BF16, epilogue=parse("gelu")
+    ),
+    "batch": lambda: problem(100, 304, 304, batch=12, b=BF16),
+    "unaligned": lambda: problem(
+        100, 301, 303, a=Operand(torch.bfloat16, aligned=False),
+        b=Operand(torch.bfloat16, aligned=False), out=Operand(torch.bfloat16, aligned=False),
+    ),
+    "given out": lambda: problem(256, 256, 256, out=Operand(torch.bfloat16, "col")),
+    "fp16": lambda: problem(512, 512, 512, a=FP16, b=FP16, out=FP16),
+    "fp32": lambda: problem(256, 256, 256, a=FP32, b=FP32, out=FP32),
+    "tf32": lambda: problem(256, 256, 256, a=FP32, b=FP32, out=FP32, tf32=True),
+    "e4m3": lambda: problem(
+        256, 512, 512, a=Operand(torch.float8_e4m3fn), b=Operand(torch.float8_e4m3fn, "col"),
+        scale_a="row", scale_b="row",
+    ),
+    "e5m2": lambda: problem(
+        256, 512, 512, a=Operand(torch.float8_e5m2), b=Operand(torch.float8_e4m3fn, "col"),
+        scale_a="tensor", scale_b="tensor",
+    ),
+    **{
+        name: lambda name=name: problem(128, 256, 256, epilogue=parse(name)) for name in BUILTIN
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", PROBLEMS)
+def test_real_kernels_pass(name: str) -> None:
+    asked = PROBLEMS[name]()
+    verifier, faults = Verifier(asked, device()), []
+    for registered in dispatch.dispatcher().registry.kernels():
+        kernel = registered.kernel
+        if kernel.reasons_against(asked):
+            continue
+        found = verifier.verdict(
+            kernel.bind(asked, kernel.default_config(asked)),
+            repeats=20,
+            deterministic=kernel.traits.deterministic,
+            baseline=kernel.name == BASELINE,
+        )
+        if not found.ok:
+            faults.append(f"{kernel.name}: {found.reason}")
+    assert not faults
+
+
+def test_what_it_costs() -> None:
+    """Prints figures; asserts that they are of the order the docstrings name."""
+    asked = problem(4096, 4096, 4096)
+    blas = dispatch.dispatcher().registry.kernel(BASELINE)
+    launcher = blas.bind(asked, blas.default_config(asked))
+    verifier = Verifier(asked, device())
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    times = []
+    for _ in range(3):
+        started = time.perf_counter()
+        assert verifier.verdict(launcher).ok
+        times.append(1e3 * (time.perf_counter() - started))
+    peak = torch.cuda.max_memory_allocated() - before
+    print(
+        f"4096³: first verdict {times[0]:.1f} ms, next {times[-1]:.1f} ms, {peak / 2**20:.0f} MiB"
+    )
+    assert times[-1] < 60
+    assert peak <= memory_limit(device())
+    verifier.release()
+
+    asked = problem(8192, 8192, 8192)
+    launcher = blas.bind(asked, blas.default_config(asked))
+    for _ in range(3):
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        started = time.perf_counter()
+        assert sampled_verdict(launcher, asked, device()).ok
+        took = 1e3 * (time.perf_counter() - started)
+    peak = torch.cuda.max_memory_allocated() - before
+    print(f"8192³ by samples: {took:.1f} ms, {peak / 2**20:.0f} MiB")
+    assert took < 40
+    assert peak <= memory_limit(device())
+
+
+def test_references_do_not_ask_whether_tf32_is_allowed() -> None:
+    """A large 16-bit product, whose reference is in fp32, is the same under either setting."""
+    asked = problem(256, 256, 2048)
+    inputs = verify.make_inputs(asked, device(), 1)
+    exact = verify._product(inputs.a, inputs.b, True)
+    matmul = torch.backends.cuda.matmul
+    before = matmul.fp32_precision
+    try:
+        for setting in ("tf32", "ieee"):
+            matmul.fp32_precision = setting
+            fast = verify._product(inputs.a, inputs.b, False)
+            assert fast.dtype == torch.float32
+            assert verify.error(fast, exact) < 1e-4
+            assert matmul.fp32_precision == setting
+    finally:
+        matmul.fp32_precision = before

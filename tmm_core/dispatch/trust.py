@@ -1,0 +1,114 @@
+"""Which choices may be launched unseen, and the verification of all others at their first use.
+
+A record is evidence for whoever measured it. What the user's own tuning verified is trusted, BLAS
+is what everything is held against, and a forced kernel is the caller's word; a guess, and a
+winner that came with a package, an image or an archive, is held against samples of a reference
+before its first result is used, once per machine and version of tmm.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+import torch
+from tmm_cache import CacheStore, digest
+
+from tmm_core.launch.plan import Choice
+from tmm_core.spec.bucket import bucketed
+from tmm_core.spec.kernel import BASELINE, Candidate, Launcher
+from tmm_core.spec.problem import Problem
+
+if TYPE_CHECKING:
+    from tmm_core.dispatch.verifier import Verdict
+
+
+class Trust:
+    """What is known to be right on this machine, by this version of tmm."""
+
+    def __init__(self, store: CacheStore) -> None:
+        self._stamps = _Stamps(store)
+
+    def holds(self, problem: Problem, choice: Choice) -> bool:
+        """Whether ``choice`` may be launched for ``problem`` as it is."""
+        candidate = choice.candidate
+        if candidate.kernel.name == BASELINE or choice.origin in ("forced", "tuned", "fallback"):
+            return True
+        if problem.device.interpreted:  # takes seconds, and is for whoever writes a kernel
+            return True
+        if choice.origin == "cache" and self._stamps.is_own(choice.evidence or problem):
+            return True
+        return self.is_verified(problem, candidate)
+
+    def is_verified(self, problem: Problem, candidate: Candidate) -> bool:
+        """Whether this candidate was verified for a problem of this bucket."""
+        return self._stamps.has(problem, _key(problem, candidate))
+
+    def stamp(self, problem: Problem, candidate: Candidate) -> None:
+        """It was, just now."""
+        self._stamps.add(problem, _key(problem, candidate))
+
+    def verify(self, problem: Problem, candidate: Candidate, launcher: Launcher) -> Verdict:
+        """By samples; stamped where it is right.
+
+        Raises:
+            Exception: Whatever the launcher raises, but for a lack of memory.
+        """
+        from tmm_core.dispatch.verifier import Verdict, sampled_verdict  # only needed here
+
+        try:
+            verdict = sampled_verdict(launcher, problem, device_of(problem))
+        except torch.OutOfMemoryError as error:
+            return Verdict(None, f"cannot be verified: {str(error).splitlines()[0]}", unknown=True)
+        if verdict.ok:
+            self.stamp(problem, candidate)
+        return verdict
+
+
+def device_of(problem: Problem) -> torch.device:
+    """The current device, of the problem's type: fingerprints have no index."""
+    if problem.device.type == "cuda":
+        return torch.device("cuda", torch.cuda.current_device())
+    return torch.device(problem.device.type)
+
+
+class _Stamps:
+    """The store's stamps, and those that it did not keep."""
+
+    def __init__(self, store: CacheStore) -> None:
+        self._store = store
+        self._here: set[str] = set()
+
+    def has(self, problem: Problem, key: str) -> bool:
+        device = problem.device
+        return key in self._here or self._store.is_verified(device.gpu, device.environment, key)
+
+    def add(self, problem: Problem, key: str) -> None:
+        self._here.add(key)
+        self._store.mark_verified(problem.device.gpu, problem.device.environment, key)
+
+    def is_own(self, evidence: Problem) -> bool:
+        """Whether the record about that problem is of the user's own tuning."""
+        device, document = evidence.device, _bare(evidence).to_json()
+        located = self._store.locate(device.gpu, device.environment, document)
+        return located is not None and located.trusted
+
+
+def _key(problem: Problem, candidate: Candidate) -> str:
+    """What a stamp is for: the kernel as it is now, its config and the bucket's problem."""
+    from tmm_core import __version__
+
+    kernel = candidate.kernel
+    return digest(
+        {
+            "kernel": kernel.name,
+            "version": kernel.version,
+            "config": candidate.config.to_json(),
+            "problem": bucketed(_bare(problem)).to_json(),
+            "tmm": __version__,
+        }
+    )
+
+
+def _bare(problem: Problem) -> Problem:
+    return replace(problem, deterministic=False, batch_invariant=False, capturing=False)

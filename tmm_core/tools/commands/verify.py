@@ -1,0 +1,159 @@
+"""``tmm verify``: hold every record that would answer here against references, ahead of time.
+
+What is right is stamped, so that no first call has to verify it.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections import Counter
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from tmm_cache import Entry
+
+from tmm_core import dispatch
+from tmm_core.dispatch.compilers import compiling_threads
+from tmm_core.dispatch.verifier import Verifier
+from tmm_core.launch import warm
+from tmm_core.spec.device import DeviceFingerprint, fingerprint
+from tmm_core.spec.kernel import BASELINE, Candidate, Launcher
+from tmm_core.spec.problem import Problem
+from tmm_core.tools.commands import options as shared
+from tmm_core.tools.commands.console import DONE, FOUND, INTERRUPTED, note, print_json
+from tmm_core.tools.commands.misses import title
+
+#: What the status of a record may be: "blas" needs no verification, "stale" is of a kernel that
+#: has changed since and is not chosen any more, "unknown" could not be looked at.
+FAULTS = ("wrong", "failed", "unknown")
+
+#: Launches on the same inputs; of a race that is wrong once in twenty 0.2 % get through.
+REPEATS = 120
+
+
+@dataclass(frozen=True, slots=True)
+class _Bound:
+    """A winner on record, compiled for its problem."""
+
+    problem: Problem
+    candidate: Candidate
+    launcher: Launcher
+
+
+def run(options: argparse.Namespace) -> int:
+    device = shared.device(options)
+    found: list[dict[str, Any]] = []
+    interrupted = False
+    try:
+        for document in verified(device):
+            found.append(document)
+            if document["status"] in FAULTS and not options.json:
+                print(_line(document), flush=True)
+    except KeyboardInterrupt:
+        note(f"interrupted after {len(found)} records; what was right is stamped")
+        interrupted = True
+    if options.json:
+        print_json(found)
+    else:
+        print(_summary(found, fingerprint(device).gpu))
+    if interrupted:
+        return INTERRUPTED
+    return FOUND if any(document["status"] in FAULTS for document in found) else DONE
+
+
+def verified(device: torch.device) -> Iterator[dict[str, Any]]:
+    """Every record that would answer on ``device``, one document each."""
+    entries = list(_answering(fingerprint(device)))
+    with ThreadPoolExecutor(compiling_threads()) as pool:
+        bound = [pool.submit(_bound, entry, device) for entry in entries]
+        try:
+            for entry, winner in zip(entries, bound, strict=True):
+                yield _document(entry) | _verdict(winner, device)
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+
+
+def _answering(device: DeviceFingerprint) -> Iterator[Entry]:
+    """The user's own records, and those of layers below that none above them hides."""
+    seen: set[str] = set()
+    for entry in dispatch.dispatcher().store.entries(device.gpu):
+        key = json.dumps(entry.record.problem, sort_keys=True)
+        if entry.environment == device.environment and key not in seen:
+            seen.add(key)
+            yield entry
+
+
+def _bound(entry: Entry, device: torch.device) -> _Bound | str:
+    """The winner, or the status of a record without one to verify."""
+    best = entry.record.best
+    if best.kernel == BASELINE:
+        return "blas"
+    registered = dispatch.dispatcher().registry.kernels()
+    kernels = [r.kernel for r in registered if r.kernel.name == best.kernel]
+    if not kernels or kernels[0].version != best.version:
+        return "stale"
+    (kernel,) = kernels
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # a thread starts on device 0
+    problem = warm.recall(entry.record.problem, device)
+    candidate = Candidate(kernel, kernel.config_type.from_json(best.config))
+    return _Bound(problem, candidate, kernel.bind(problem, candidate.config))
+
+
+def _verdict(winner: Future[_Bound | str], device: torch.device) -> dict[str, Any]:
+    try:
+        bound = winner.result()
+        if isinstance(bound, str):
+            return {"status": bound}
+        kernel = bound.candidate.kernel
+        verdict = Verifier(bound.problem, device).verdict(
+            bound.launcher, repeats=REPEATS, deterministic=kernel.traits.deterministic
+        )
+    except Exception as error:  # a compiler's, a launch's: this record's fault alone
+        return {"status": "failed", "reason": f"{type(error).__name__}: {error}"}
+    document: dict[str, Any] = {"title": str(bound.problem)}
+    if verdict.error is not None and verdict.error == verdict.error:  # JSON has no NaN
+        document["error"] = verdict.error
+    if verdict.ok:
+        dispatch.dispatcher().trust.stamp(bound.problem, bound.candidate)
+        return document | {"status": "ok"}
+    return document | {
+        "status": "unknown" if verdict.unknown else "wrong",
+        "reason": verdict.reason,
+    }
+
+
+def _document(entry: Entry) -> dict[str, Any]:
+    best = entry.record.best
+    return {
+        "problem": dict(entry.record.problem),
+        "title": title(entry.record.problem),
+        "kernel": best.kernel,
+        "config": dict(best.config),
+        "path": str(entry.path),
+    }
+
+
+def _line(document: dict[str, Any]) -> str:
+    config = " ".join(f"{name}={value}" for name, value in document["config"].items())
+    chosen = f"{document['kernel']} {config}".rstrip()
+    return f"{document['title']}  {chosen}  {document['status']}: {document['reason']}"
+
+
+def _summary(found: list[dict[str, Any]], gpu: str) -> str:
+    counts = Counter(document["status"] for document in found)
+    says = {
+        "ok": "verified",
+        "blas": "won by BLAS",
+        "stale": "of kernels that have changed since",
+        "wrong": "wrong",
+        "failed": "failed",
+        "unknown": "too large to verify",
+    }
+    parts = [f"{counts[status]} {text}" for status, text in says.items() if counts[status]]
+    records = f"{len(found)} record{'' if len(found) == 1 else 's'} for {gpu}"
+    return f"{records}: {', '.join(parts)}" if parts else records
