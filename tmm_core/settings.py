@@ -5,6 +5,7 @@
 ``TMM_KERNEL``          force one kernel, e.g. ``triton.split_k``
 ``TMM_DISABLE``         kernel names not to use, comma-separated
 ``TMM_BATCH_INVARIANT`` ``1``: a row's bits do not depend on how many rows come with it
+``TMM_ARITHMETIC``      and by which arithmetic they are summed, as ``explain`` names it
 ``TMM_TUNE_BUDGET``     seconds a problem's tuning may take (default 20)
 ``TMM_PROGRESS``        ``0``: no progress display; ``1``: also where no terminal is
 ======================  =========================================================
@@ -50,6 +51,8 @@ class Settings:
     disable: frozenset[str] = frozenset()
     deterministic: bool = False
     batch_invariant: bool = False
+    #: What every product is summed by, in batch-invariant mode, which it implies.
+    arithmetic: str | None = None
     #: Seconds one problem's tuning may take.
     tune_budget: float = 20.0
     #: None: show progress where stderr is a terminal.
@@ -103,6 +106,7 @@ VARIABLES: dict[str, tuple[str, Any]] = {
     "kernel": ("TMM_KERNEL", lambda text: text.strip() or None),
     "disable": ("TMM_DISABLE", names),
     "batch_invariant": ("TMM_BATCH_INVARIANT", _flag),
+    "arithmetic": ("TMM_ARITHMETIC", lambda text: text.strip() or None),
     "tune_budget": ("TMM_TUNE_BUDGET", float),
     "progress": ("TMM_PROGRESS", _flag),
 }
@@ -155,7 +159,7 @@ def override(
         kernel: Force this kernel.
         config: And this config of it, as a mapping of its fields.
         disable: Kernels not to use, besides those disabled already.
-        changes: ``on_cache_miss``, ``deterministic``, ``batch_invariant``,
+        changes: ``on_cache_miss``, ``deterministic``, ``batch_invariant``, ``arithmetic``,
             ``tune_budget``, ``progress``.
 
     Raises:

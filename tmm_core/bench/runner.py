@@ -9,7 +9,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,7 +20,6 @@ from tmm_core.bench import environment, providers
 from tmm_core.bench.results import Document
 from tmm_core.bench.suites import Task
 from tmm_core.case import Call
-from tmm_core.dispatcher import INVARIANT_M
 from tmm_core.precision import precision
 from tmm_core.timing import CudaTimer, HostTimer, Run, Timer, held_up
 
@@ -153,8 +152,6 @@ def _tune(call: Call, options: Options) -> float:
     budget = max(1.0, min(budget, options.deadline - started))
     problem = call.problem()
     tmm_core.tune(problem, budget=budget)
-    if problem.batch_invariant:
-        tmm_core.tune(replace(problem, m=INVARIANT_M), budget=budget)
     return round(time.monotonic() - started, 2)
 
 
