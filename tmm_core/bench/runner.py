@@ -26,6 +26,8 @@ from tmm_core.timing import CudaTimer, HostTimer, Run, Timer, held_up
 #: Columns every measured problem has.
 TORCH, AGAIN, TMM = "torch", "torch again", "tmm"
 INDUCTOR, UNTUNED = "inductor", "untuned"
+#: Column of problems in batch-invariant mode.
+ONE_CONFIG = "kernel one persistent config"
 
 #: Suites whose time is that of moving bytes, for which a read floor says something.
 MEMORY_BOUND = ("decode", "large_k")
@@ -177,6 +179,11 @@ def _runs(call: Call, options: Options, document: Document) -> dict[str, Run]:
         untuned = providers.untuned(call)
         document["untuned"] = f"{untuned.kernel} {untuned.choice.candidate.config}".rstrip()
         extras[UNTUNED] = _bound(untuned, call)
+    if call.problem().batch_invariant:
+        try:
+            extras[ONE_CONFIG] = _bound(providers.one_config(call), call)
+        except Exception as error:  # no Triton, or operands that TMA cannot read
+            failed[ONE_CONFIG.removeprefix("kernel ")] = f"{type(error).__name__}: {error}"
     if options.inductor:
         extras[INDUCTOR] = providers.inductor(call)
     runs = {TORCH: eager, TMM: providers.tmm(call), AGAIN: eager}
