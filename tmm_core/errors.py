@@ -6,7 +6,7 @@ torch's words, so that code written around ``torch.matmul`` keeps working::
 
     TmmError
     ├── UnknownNameError (ValueError)      a kernel or epilogue nobody registered
-    ├── UnsupportedProblemError (RuntimeError)  a forced kernel cannot serve the problem
+    ├── UnsupportedProblemError (RuntimeError)  what was forced cannot serve the problem
     ├── ConfigError (ValueError)           a kernel config does not parse or is out of bounds
     ├── SettingsError (ValueError)         a ``TMM_*`` variable or override has no valid value
     ├── CacheMissError (LookupError)       nothing tuned, and ``on_cache_miss="error"``
@@ -37,7 +37,7 @@ class UnknownNameError(TmmError, ValueError):
 
 
 class UnsupportedProblemError(TmmError, RuntimeError):
-    """A kernel that was asked for by name cannot serve the problem."""
+    """A kernel or an arithmetic that was asked for by name cannot serve the problem."""
 
 
 class ConfigError(TmmError, ValueError):

@@ -7,6 +7,7 @@
 ``TMM_BATCH_INVARIANT`` ``1``: a row's bits do not depend on how many rows come with it
 ``TMM_STATIC_WEIGHTS``  ``1``: no kernel that may still run when a product is asked for writes
                         its second operand, a matrix (docs/serve.md says what that promises)
+``TMM_ARITHMETIC``      and by which arithmetic they are summed, as ``explain`` names it
 ``TMM_TUNE_BUDGET``     seconds a problem's tuning may take (default 20)
 ``TMM_PROGRESS``        ``0``: no progress display; ``1``: also where no terminal is
 ======================  =========================================================
@@ -54,6 +55,8 @@ class Settings:
     batch_invariant: bool = False
     #: The caller's word that weights may be read before earlier launches have ended.
     static_weights: bool = False
+    #: What every product is summed by, in batch-invariant mode, which it implies.
+    arithmetic: str | None = None
     #: Seconds one problem's tuning may take.
     tune_budget: float = 20.0
     #: None: show progress where stderr is a terminal.
@@ -108,6 +111,7 @@ VARIABLES: dict[str, tuple[str, Any]] = {
     "disable": ("TMM_DISABLE", names),
     "batch_invariant": ("TMM_BATCH_INVARIANT", _flag),
     "static_weights": ("TMM_STATIC_WEIGHTS", _flag),
+    "arithmetic": ("TMM_ARITHMETIC", lambda text: text.strip() or None),
     "tune_budget": ("TMM_TUNE_BUDGET", float),
     "progress": ("TMM_PROGRESS", _flag),
 }
@@ -188,8 +192,8 @@ def override(
         kernel: Force this kernel.
         config: And this config of it, as a mapping of its fields.
         disable: Kernels not to use, besides those disabled already.
-        changes: ``on_cache_miss``, ``deterministic``, ``batch_invariant``, ``static_weights``,
-            ``tune_budget``, ``progress``.
+        changes: ``on_cache_miss``, ``deterministic``, ``batch_invariant``, ``arithmetic``,
+            ``static_weights``, ``tune_budget``, ``progress``.
 
     Raises:
         SettingsError: An unknown name or a value that is not accepted.

@@ -73,6 +73,18 @@ _SHAPES = [
 ]
 
 
+#: Where K must not be cut, so that a few rows have no more tiles than columns fill: narrow ones,
+#: several to an SM, since whole waves of one each leave SMs idle (N = 5120: 160 tiles of 32).
+_INVARIANT_SHAPES = [
+    (16, 32, 128, 6, 2),
+    (16, 16, 256, 4, 2),
+    (32, 32, 128, 5, 4),
+    (64, 16, 128, 4, 4),
+    (64, 32, 64, 6, 4),
+    (64, 64, 64, 4, 4),
+]
+
+
 @dataclass(frozen=True, kw_only=True)
 class GroupedConfig(TileConfig):
     """A tile, its pipeline, and how many rows of tiles are visited together."""
@@ -91,12 +103,13 @@ class Grouped(TritonKernel[GroupedConfig]):
     reach = 0.62
 
     def configs(self, problem: Problem) -> list[GroupedConfig]:
+        more = _INVARIANT_SHAPES if problem.batch_invariant else []
         configs = [
             GroupedConfig(BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, num_stages=s, num_warps=w, GROUP_M=g)
             for g in group_sizes(problem)
-            for m, n, k, s, w in proposed(problem, _SHAPES)
+            for m, n, k, s, w in proposed(problem, _SHAPES + more)
         ]
-        return self.ranked(problem, configs, 16)
+        return self.ranked(problem, configs, 16 + len(more))
 
     def builds(self, problem: Problem, config: GroupedConfig) -> list[Build]:
         whole = problem.k % config.BLOCK_K == 0

@@ -14,6 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from tmm_core import Config, Operand, Problem
+from tmm_triton import sums
 from tmm_triton.operands import with_early
 from tmm_triton.partials import MOST_WORKSPACE, REDUCE_US
 
@@ -373,6 +374,8 @@ _WORD_TILES = (
 #: How many of them, and configs in all, are proposed for one problem; of tiles where little counts
 #: but reading: of 29 such problems the best was among the first five by estimate, in 19 the first.
 _TILES_TRIED, _CONFIGS_TRIED, _TILES_STREAMED = 8, 16, 5
+#: And, where a row's sums must not depend on M, of tiles cut along K.
+_CUT_TRIED = 3
 #: K up to which it is short.
 _SHORT_K = 1024
 #: Registers of a thread that loads word by word.
@@ -436,7 +439,15 @@ def configs(problem: Problem) -> Iterable[WarpSpecializedConfig]:
         for variants in filter(None, (_fitted(_sums(problem), tile) for tile in tiles))
         if (splits := _splits(problem, variants[0])) > 1
     ]
-    ranked = sorted(fitting + cut, key=lambda variants: estimate_us(problem, variants[0]))
+
+    def by_estimate(tiles: list[list[WarpSpecializedConfig]]) -> list[list[WarpSpecializedConfig]]:
+        return sorted(tiles, key=lambda variants: estimate_us(problem, variants[0]))
+
+    tried = _TILES_STREAMED if _streams(problem) else _TILES_TRIED
+    ranked = by_estimate(fitting + cut)[:tried]
+    if problem.batch_invariant:
+        # What is cut is another arithmetic: for each M there should be either.
+        ranked = by_estimate(fitting)[:tried] + by_estimate(cut)[:_CUT_TRIED]
     if _streams(problem) and min(problem.m, problem.n) > _SURELY_STREAMED:
         for variants in ranked[:_BOTH_WAYS]:
             variants.append(replace(variants[0], evict_first=False))
@@ -446,7 +457,7 @@ def configs(problem: Problem) -> Iterable[WarpSpecializedConfig]:
             for config in variants
             for group in _groups(problem, config)
         ]
-        for variants in ranked[: _TILES_STREAMED if _streams(problem) else _TILES_TRIED]
+        for variants in ranked
     ]
     # Every tile once before any tile's variants.
     turns = itertools.chain.from_iterable(itertools.zip_longest(*proposed))
@@ -597,11 +608,12 @@ def multiplied(problem: Problem, config: WarpSpecializedConfig) -> Problem:
 
 
 def _splits(problem: Problem, config: WarpSpecializedConfig) -> int:
-    """Parts along K to cut every tile into, so that all SMs have one; not where a row's sums must
-    not depend on M."""
+    """Parts along K to cut every tile into, so that all SMs have one; where a row's sums must not
+    depend on M, one of the numbers that do not."""
     share = problem.device.sm_count // tile_count(problem, config)
     if problem.batch_invariant:
-        return 1
+        room = _room_for_parts(problem, config)
+        return max((s for s in sums.equal_splits(problem) if s <= min(2 * share, room)), default=1)
     return max(1, min(share, problem.k // _LEAST_SPLIT, _room_for_parts(problem, config)))
 
 

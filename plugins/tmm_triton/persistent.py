@@ -18,7 +18,7 @@ fed from two tiles of the one descriptor of B.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -28,6 +28,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tmm_core import Launcher, Operand, Problem, Traits
 from tmm_core.triton import Argument, Described, launcher, pointer
+from tmm_triton import sums
 from tmm_triton.kernel import (
     TritonKernel,
     fills_registers,
@@ -97,6 +98,27 @@ def finish_tile(
 
 
 @triton.jit
+def sum_steps(
+    a_desc, b_desc, az, bz, row, col, N, first, last,
+    PRECISION: tl.constexpr, UPCAST: tl.constexpr, GATED: tl.constexpr,
+    A_LAYOUT: tl.constexpr, B_LAYOUT: tl.constexpr, BATCHED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """The sums of one tile over the k-steps from ``first`` to ``last``, the second where gated."""
+    gate = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    up = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for step in range(first, last):
+        k = step * BLOCK_K
+        a = load_tile(a_desc, az, row, k, A_LAYOUT, BATCHED, BLOCK_M, BLOCK_K)
+        b = load_tile(b_desc, bz, k, col, B_LAYOUT, BATCHED, BLOCK_K, BLOCK_N)
+        gate = dot(a, b, gate, PRECISION, UPCAST)
+        if GATED:
+            b = load_tile(b_desc, bz, k, N + col, B_LAYOUT, BATCHED, BLOCK_K, BLOCK_N)
+            up = dot(a, b, up, PRECISION, UPCAST)
+    return gate, up
+
+
+@triton.jit
 def persistent_kernel(
     a_desc, b_desc, out_desc, a_step, b_step, batch,
     bias_ptr, residual_ptr, out_ptr,
@@ -108,7 +130,7 @@ def persistent_kernel(
     EPILOGUE: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, GATED: tl.constexpr,
     A_LAYOUT: tl.constexpr, B_LAYOUT: tl.constexpr, BATCHED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    SUBTILE: tl.constexpr, FLATTEN: tl.constexpr,
+    SUBTILE: tl.constexpr, FLATTEN: tl.constexpr, PARTS: tl.constexpr,
 ):  # fmt: skip
     per_matrix = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
     programs = tl.num_programs(0)
@@ -122,16 +144,22 @@ def persistent_kernel(
         az, bz = z * (a_step != 0), z * (b_step != 0)
         tile_m, tile_n = tile_of(tile % per_matrix, M, N, BLOCK_M, BLOCK_N, GROUP_M)
         row, col = tile_m * BLOCK_M, tile_n * BLOCK_N
-        gate = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-        up = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-        for step in range(steps):
-            k = step * BLOCK_K
-            a = load_tile(a_desc, az, row, k, A_LAYOUT, BATCHED, BLOCK_M, BLOCK_K)
-            b = load_tile(b_desc, bz, k, col, B_LAYOUT, BATCHED, BLOCK_K, BLOCK_N)
-            gate = dot(a, b, gate, PRECISION, UPCAST)
-            if GATED:
-                b = load_tile(b_desc, bz, k, N + col, B_LAYOUT, BATCHED, BLOCK_K, BLOCK_N)
-                up = dot(a, b, up, PRECISION, UPCAST)
+        gate, up = sum_steps(
+            a_desc, b_desc, az, bz, row, col, N, 0, steps // PARTS,
+            PRECISION, UPCAST, GATED, A_LAYOUT, B_LAYOUT, BATCHED, BLOCK_M, BLOCK_N, BLOCK_K,
+        )  # fmt: skip
+        if PARTS > 1:
+            # As kernels sum whose programs have a part each: the same bits, where these are alike.
+            for part in range(1, PARTS):
+                more_gate, more_up = sum_steps(
+                    a_desc, b_desc, az, bz, row, col, N,
+                    steps * part // PARTS, steps * (part + 1) // PARTS,
+                    PRECISION, UPCAST, GATED, A_LAYOUT, B_LAYOUT, BATCHED,
+                    BLOCK_M, BLOCK_N, BLOCK_K,
+                )  # fmt: skip
+                gate += more_gate
+                if GATED:
+                    up += more_up
 
         done += programs
         z = done // per_matrix
@@ -196,21 +224,33 @@ _GATED_SHAPES = [
 #: µs from the launch to the first bytes through a descriptor, over those through pointers
 #: (2048×2048×512 on an H200: 14.0, where the machine's rates say 9.4).
 _DESCRIBED_US = 2.0
+#: What each further part of K adds to the time of a product, until it is measured.
+_PART = 0.03
 
 
 @dataclass(frozen=True, kw_only=True)
 class PersistentConfig(TileConfig):
-    """A tile, its pipeline, the order of tiles, in how many parts a tile is stored, and
-    whether the loops over tiles and K become one."""
+    """A tile, its pipeline, the order of tiles, in how many parts a tile is stored, whether the
+    loops over tiles and K become one, and in how many parts K is summed, one after the other."""
 
     GROUP_M: int
     SUBTILE: int
     FLATTEN: bool
+    PARTS: int = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check("GROUP_M", self.GROUP_M, range(1, 65))
         check("SUBTILE", self.SUBTILE, (1, 2))
+        check("PARTS", self.PARTS, range(1, 65))
+        if self.FLATTEN and self.PARTS > 1:
+            raise ValueError("loops over tiles and parts of K do not become one")
+
+    def registers(self, problem: Problem) -> int:
+        """As for any tile, and the sum over the parts before."""
+        width = self.BLOCK_N * (2 if problem.gated else 1)
+        before = self.BLOCK_M * width // (32 * self.num_warps) if self.PARTS > 1 else 0
+        return super().registers(problem) + before
 
     @property
     def parts(self) -> int:
@@ -275,10 +315,21 @@ class Persistent(TritonKernel[PersistentConfig]):
             if sub == 1 or fills_registers(problem, m, n, w)
         ]
         worth = [c for c in configs if not c.FLATTEN or _next_tile_waits(problem, c)]
-        return self.ranked(problem, worth, 20)
+        summed_in_parts = [
+            replace(c, PARTS=count)
+            for count in (sums.equal_splits(problem) if problem.batch_invariant else ())
+            for c in worth
+            if not c.FLATTEN and c.SUBTILE == 1
+        ]
+        return self.ranked(problem, worth, 20) + self.ranked(problem, summed_in_parts, 8)
+
+    def splits(self, config: PersistentConfig) -> int:
+        return config.PARTS
 
     def estimate_us(self, problem: Problem, config: PersistentConfig) -> float:
-        return super().estimate_us(problem, config) + _DESCRIBED_US
+        whole = super().estimate_us(problem, replace(config, PARTS=1))
+        # The pipeline is filled again for each.
+        return whole * (1 + _PART * (config.PARTS - 1)) + _DESCRIBED_US
 
     def builds(self, problem: Problem, config: PersistentConfig) -> list[Build]:
         m, n, k = config.BLOCK_M, config.BLOCK_N, config.BLOCK_K

@@ -239,6 +239,8 @@ class Skinny(TritonKernel[SkinnyConfig]):
             reasons.append(f"multiplies 16-bit floats, not {problem.a.dtype}")
         if problem.has_scales:
             reasons.append("does not scale operands")
+        if problem.batch_invariant:
+            reasons.append("sums in an order that nothing for more rows has")
         if problem.m > MOST_ROWS:
             reasons.append(f"is for {MOST_ROWS} rows at most, not {problem.m}")
         if problem.a.layout != "row" or problem.b.layout != "col":

@@ -33,7 +33,7 @@ import triton.language as tl
 
 from tmm_core import Kernel, Launcher, Problem, Traits
 from tmm_core.triton import Argument, launcher
-from tmm_triton import partials
+from tmm_triton import partials, sums
 from tmm_triton.counters import Counters
 from tmm_triton.kernel import TritonKernel, hopper_or_later, proposed, single, step_of, tiles
 from tmm_triton.operands import (
@@ -199,6 +199,15 @@ _SHAPES = [
     (32, 64, 128, 1, 4),
     (32, 128, 128, 1, 8),
 ]
+#: Where the parts of K are the same for every M: one part, too, with stages enough to keep memory
+#: busy by few programs.
+_INVARIANT_SHAPES = [
+    (16, 64, 128, 8, 4),
+    (16, 64, 256, 5, 4),
+    (32, 64, 128, 8, 4),
+    (64, 64, 128, 6, 4),
+    (128, 64, 128, 4, 4),
+]
 #: Programs per SM worth aiming at. One wave won every aligned problem tried on an H200; loads
 #: that go through registers are not under way while their program computes, so there several
 #: programs have to take turns.
@@ -266,7 +275,8 @@ class SplitK(TritonKernel[SplitKConfig]):
 
     def configs(self, problem: Problem) -> list[SplitKConfig]:
         configs = []
-        for m, n, k, s, w in proposed(problem, _SHAPES):
+        shapes = _SHAPES + (_INVARIANT_SHAPES if problem.batch_invariant else [])
+        for m, n, k, s, w in proposed(problem, shapes):
             for split in _splits(problem, m, n, k):
                 config = SplitKConfig(
                     BLOCK_M=m,
@@ -290,7 +300,13 @@ class SplitK(TritonKernel[SplitKConfig]):
                 alone = split > 1 and m * n <= _MOST_ALONE * 32 * w
                 if alone and not hopper_or_later(problem) and not problem.device.interpreted:
                     configs.append(replace(config, REDUCE="last"))
-        ranked = self.ranked(problem, configs, 24)
+        if problem.batch_invariant:
+            # Each number of parts is another arithmetic: for each M there should be all.
+            whole = [config for config in configs if config.SPLIT_K == 1]
+            cut = [config for config in configs if config.SPLIT_K > 1]
+            ranked = self.ranked(problem, whole, 8) + self.ranked(problem, cut, 12)
+        else:
+            ranked = self.ranked(problem, configs, 24)
         return with_early(ranked, ("b",) if problem.static_weights else ())
 
     def default_config(self, problem: Problem) -> SplitKConfig:
@@ -378,6 +394,9 @@ def _splits(problem: Problem, block_m: int, block_n: int, block_k: int) -> list[
         return [3, 1]
     programs = problem.batch * triton.cdiv(problem.m, block_m) * triton.cdiv(problem.n, block_n)
     steps = triton.cdiv(problem.k, block_k)
+    if problem.batch_invariant:
+        equal = sums.equal_splits(problem)
+        return [1, *(s for s in equal if sums.summed(problem, s, block_k) is not None)]
     aligned = problem.a.aligned and problem.b.aligned
     per_sm = _PROGRAMS_PER_SM if aligned else _PROGRAMS_PER_SM_UNALIGNED
     aims = [round(problem.device.sm_count * each / programs) for each in per_sm]

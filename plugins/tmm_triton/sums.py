@@ -16,6 +16,12 @@ from tmm_core import Problem
 _STEP = "sm90-k16"
 
 
+#: Ranges worth a try in batch-invariant mode, by K alone, and how much of K each has at least.
+_SPLITS, _LEAST_SPLIT = (2, 4, 8), 512
+#: Steps along K that kernels take, of which a range should be a multiple.
+_USUAL_STEP = 128
+
+
 def summed(problem: Problem, splits: int = 1, step: int = 16) -> str | None:
     """The name of the sum over K by tensor cores in ``splits`` ranges of whole ``step`` elements,
     or None where nothing is known that sums alike: other hardware, other operands, ranges of
@@ -27,3 +33,13 @@ def summed(problem: Problem, splits: int = 1, step: int = 16) -> str | None:
     if splits == 1:
         return _STEP
     return f"{_STEP}/split{splits}" if problem.k % (splits * step) == 0 else None
+
+
+def equal_splits(problem: Problem) -> tuple[int, ...]:
+    """Into how many ranges K may be cut in batch-invariant mode, besides one: so that kernels sum
+    alike whatever their step, and for every M the same."""
+    return tuple(
+        splits
+        for splits in _SPLITS
+        if problem.k >= splits * _LEAST_SPLIT and summed(problem, splits, _USUAL_STEP) is not None
+    )

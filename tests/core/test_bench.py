@@ -655,13 +655,28 @@ def test_the_report_says_which_goals_are_met() -> None:
 
 
 def test_a_suite_may_be_like_others() -> None:
-    tasks = suites.select(["batch_invariant"])
-    like = suites.select(["decode", "prefill"])
-    assert [task.case for task in tasks] == [task.case for task in like]
-    assert all(task.batch_invariant for task in tasks)
-    assert not any(task.batch_invariant for task in like)
+    document = {
+        "few": {"dtypes": ["float32"], "shapes": [[1, 2, 3], [4, 5, 6]]},
+        "one": {"dtypes": ["float32"], "shapes": [[7, 8, 9]]},
+        "both": {"like": ["few", "one"], "batch_invariant": True},
+    }
+    tasks = suites.read(document)
+    assert [task.case for task in tasks[:3]] == [task.case for task in tasks[3:]]
+    assert [task.batch_invariant for task in tasks] == [False] * 3 + [True] * 3
     with pytest.raises(ValueError, match="KeyError"):
         suites.read({"x": {"like": "nothing"}})
+
+
+def test_weights_are_multiplied_by_every_number_of_rows() -> None:
+    document = {"x": {"dtypes": ["float32"], "weights": [[2, 3], [4, 5]], "rows": [1, 7]}}
+    sizes = [(t.case.m, t.case.n, t.case.k) for t in suites.read(document)]
+    assert sizes == [(1, 2, 3), (7, 2, 3), (1, 4, 5), (7, 4, 5)]
+    tasks = suites.select(["batch_invariant"])
+    assert all(task.batch_invariant for task in tasks)
+    assert len({(task.case.n, task.case.k) for task in tasks}) == 12
+    assert (min(t.case.m for t in tasks), max(t.case.m for t in tasks)) == (1, 8192)
+    with pytest.raises(ValueError, match="KeyError: 'rows'"):
+        suites.read({"x": {"dtypes": ["float32"], "weights": [[2, 3]]}})
 
 
 def test_what_would_be_chosen_untuned_is_a_column() -> None:
@@ -727,3 +742,5 @@ def test_batch_invariant_mode_is_measured_with_every_column() -> None:
     assert document["kernel"] == "fake.firm"
     assert {"torch", "tmm", "untuned", "kernel fake.firm"} <= set(document["times"])
     assert "kernel blas" not in document["times"]
+    # Beside the usual persistent kernel, where that can be had.
+    assert "triton.persistent" in document["not_timed"]["one persistent config"]

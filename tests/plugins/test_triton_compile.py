@@ -73,6 +73,11 @@ def problems(device: DeviceFingerprint) -> dict[str, Problem]:
             large, m=512, n=512, k=512, a=Operand(FP32), b=Operand(FP32), out=Operand(FP32)
         ),
         "batched": replace(large, m=512, n=512, k=512, batch=8),
+        "invariant": replace(large, batch_invariant=True),
+        "invariant_decode": replace(large, m=16, n=5120, k=5120, batch_invariant=True),
+        "invariant_gated": replace(
+            large, m=300, n=14336, epilogue=parse("swiglu"), batch_invariant=True
+        ),
     }
 
 

@@ -23,6 +23,19 @@ Tensor = torch.Tensor
 Expression = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
 
 
+#: As libraries that replace torch's products by invariant ones take it for 16-bit operands.
+_ONE_CONFIG = {
+    "BLOCK_M": 128,
+    "BLOCK_N": 128,
+    "BLOCK_K": 64,
+    "num_stages": 3,
+    "num_warps": 8,
+    "GROUP_M": 8,
+    "SUBTILE": 1,
+    "FLATTEN": True,
+}
+
+
 def eager(calls: Sequence[Call]) -> Run:
     """The call without tmm, as a model's code has it: ``F.linear`` or ``torch.matmul``, then
     the activation; a gated one as two products, ``F.silu(x @ wg.T) * (x @ wu.T)``. 8-bit
@@ -154,6 +167,17 @@ def untuned(call: Call) -> Plan:
         candidate = blank.choose(call.problem(), settings.current()).candidate
     return tmm_core.plan(
         call.a, call.b, **call.keywords, kernel=candidate.kernel.name, config=candidate.config
+    )
+
+
+def one_config(call: Call) -> Plan:
+    """The usual batch-invariant product: a persistent kernel whose one config serves every M.
+
+    Raises:
+        TmmError: It cannot serve the call.
+    """
+    return tmm_core.plan(
+        call.a, call.b, **call.keywords, kernel="triton.persistent", config=_ONE_CONFIG
     )
 
 

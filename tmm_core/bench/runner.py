@@ -10,7 +10,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -22,14 +22,21 @@ from tmm_core.bench.case import Call
 from tmm_core.bench.results import Document
 from tmm_core.bench.suites import Task
 from tmm_core.dispatch import rotation, verify
-from tmm_core.dispatch.ladder import INVARIANT_M
-from tmm_core.dispatch.timing import GraphTimer, HostTimer, Run, held_up, timer_for
+from tmm_core.dispatch.timing import (
+    GraphTimer,
+    HostTimer,
+    Run,
+    held_up,
+    timer_for,
+)
 from tmm_core.launch import warm
 from tmm_core.spec.precision import precision
 
 #: Columns every measured problem has.
 TORCH, AGAIN, TMM = "torch", "torch again", "tmm"
 INDUCTOR, UNTUNED = "inductor", "untuned"
+#: Column of problems in batch-invariant mode.
+ONE_CONFIG = "kernel one persistent config"
 
 #: Suites whose time is that of moving bytes, for which a read floor says something.
 MEMORY_BOUND = ("decode", "large_k")
@@ -221,8 +228,6 @@ def _tune(call: Call, options: Options) -> float:
     budget = max(1.0, min(budget, options.deadline - started))
     problem = call.problem()
     tmm_core.tune(problem, budget=budget)
-    if problem.batch_invariant:
-        tmm_core.tune(replace(problem, m=INVARIANT_M), budget=budget)
     return round(time.monotonic() - started, 2)
 
 
@@ -248,6 +253,11 @@ def _runs(calls: Sequence[Call], options: Options, document: Document) -> dict[s
         untuned = providers.untuned(call)
         document["untuned"] = f"{untuned.kernel} {untuned.choice.candidate.config}".rstrip()
         extras[UNTUNED] = _bound(untuned, calls)
+    if call.problem().batch_invariant:
+        try:
+            extras[ONE_CONFIG] = _bound(providers.one_config(call), calls)
+        except Exception as error:  # no Triton, or operands that TMA cannot read
+            failed[ONE_CONFIG.removeprefix("kernel ")] = f"{type(error).__name__}: {error}"
     if options.inductor:
         extras[INDUCTOR] = providers.inductor(calls)
     runs = {

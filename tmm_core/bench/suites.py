@@ -101,7 +101,7 @@ def expand(name: str, suite: Mapping[str, Any], others: Mapping[str, Any] = _NON
             like = [(other, others[other]) for other in _listed(suite["like"])]
             return [Task(name, task.case, invariant) for other in like for task in expand(*other)]
         layouts = _listed(suite.get("layout", "nn"))
-        shapes = [[int(size) for size in shape] for shape in suite["shapes"]]
+        shapes = [[int(size) for size in shape] for shape in _shapes(suite)]
         dtypes = [parse_dtype(text) for text in _listed(suite["dtypes"])]
         expressions = [parse_expression(text) for text in _listed(suite.get("epilogues", ""))]
         precisions = _listed(suite.get("precision", "ieee"))
@@ -137,6 +137,13 @@ def expand(name: str, suite: Mapping[str, Any], others: Mapping[str, Any] = _NON
         for (dtype, kind), precision, layout, terms, (batch, m, n, k) in combinations
         for bias, epilogue, residual in [terms]
     ]
+
+
+def _shapes(suite: Mapping[str, Any]) -> list[Sequence[int]]:
+    """As they are listed, or every weight ``[N, K]`` by every number of rows."""
+    if "weights" not in suite:
+        return list(suite["shapes"])
+    return [(m, n, k) for n, k in suite["weights"] for m in suite["rows"]]
 
 
 def _listed(value: str | Iterable[str]) -> list[str]:

@@ -110,6 +110,7 @@ class Explanation:
             "config": self.choice.candidate.config.to_json(),
             "origin": self.origin,
             "reason": self.choice.reason,
+            "arithmetic": self.choice.arithmetic,
             "measured": self.measured.to_json() if self.measured else None,
             "record": self.record.to_json() if self.record else None,
             "able": list(self.able),
@@ -133,6 +134,8 @@ class Explanation:
         say(f"device    {self.problem.device.gpu}")
         say(f"chosen    {choice.candidate}")
         say(f"because   {self.origin}: {choice.reason}")
+        if choice.arithmetic is not None:
+            say(f"sums by   {choice.arithmetic}, as all M of this weight")
         if self.measured is not None and self.measured.m != self.problem.m:
             say(f"measured  at M={self.measured.m}, whose bucket M={self.problem.m} is in")
         if self.record is None:

@@ -15,7 +15,6 @@ from __future__ import annotations
 import functools
 import itertools
 import json
-import math
 import threading
 import warnings
 from dataclasses import replace
@@ -46,18 +45,13 @@ from tmm_core.launch.plan import Choice
 from tmm_core.settings import Settings
 from tmm_core.spec.bucket import bucketed
 from tmm_core.spec.device import DeviceFingerprint
-from tmm_core.spec.kernel import BASELINE, Candidate, Config, Kernel, Launcher
+from tmm_core.spec.kernel import BASELINE, Candidate, Kernel, Launcher
 from tmm_core.spec.problem import Problem
 
 if TYPE_CHECKING:
+    from tmm_core.dispatch.invariant import Invariance
     from tmm_core.dispatch.neighbour import Neighbours
     from tmm_core.dispatch.tuner import Tuner
-
-#: Batch-invariant mode chooses the arithmetic at this M for all M, so that it cannot depend on M;
-#: and among kernels that take at most so many times the fastest's time there, the one that leaves
-#: other M the most configs to choose from.
-INVARIANT_M = 256
-INVARIANT_COST = 1.2
 
 #: Without a measurement, another kernel is chosen over BLAS only where its estimate is better
 #: than BLAS's by this factor: estimates are rooflines, and a default config is not the best one.
@@ -103,6 +97,12 @@ class Dispatcher:
         from tmm_core.dispatch.tuner import Tuner
 
         return Tuner()
+
+    @functools.cached_property
+    def _invariance(self) -> Invariance:
+        from tmm_core.dispatch.invariant import Invariance
+
+        return Invariance(self)
 
     @functools.cached_property
     def _neighbours(self) -> Neighbours:
@@ -305,8 +305,13 @@ class Dispatcher:
             _bare(problem), static_weights=settings.static_weights and problem.batch == 1
         )
         with self._lock:
-            record = self._tune(problem, self._able(problem, settings), settings, force)
-            self._choices.clear()
+            record = None
+            if problem.batch_invariant:
+                record = self._invariance.tune(problem, settings, force)
+            if record is None:
+                problem = _bare(problem)
+                record = self._tune(problem, self._able(problem, settings), settings, force)
+            self._forget()
             return record
 
     def adopt(self, device: DeviceFingerprint, record: TuningRecord) -> None:
@@ -320,7 +325,7 @@ class Dispatcher:
                 if self.store.load(gpu, environment, record.problem) != record:
                     self.store.save(gpu, environment, record)
             self.store.hold(gpu, environment, record)
-            self._choices.clear()
+            self._forget()
             self._neighbours.forget()
 
     def quarantine(self, problem: Problem, choice: Choice, fault: Exception | str) -> None:
@@ -333,16 +338,17 @@ class Dispatcher:
         raised = isinstance(fault, Exception)
         text = f"{type(fault).__name__}: {fault}" if raised else str(fault)
         self._quarantine[name, bucketed(_bare(problem))] = f"it raised {text}" if raised else text
-        if problem.batch_invariant:  # where its arithmetic was chosen
-            model = bucketed(_bare(replace(problem, m=INVARIANT_M)))
-            self._quarantine.setdefault((name, model), f"it failed on {problem}")
-        self._choices.clear()
+        self._forget()
         failed = "failed" if raised else "was wrong at its first use"
         warnings.warn(
             f"kernel {name} {failed} on {problem} and is not used for it any more: {text}",
             TmmWarning,
             stacklevel=3,
         )
+
+    def _forget(self) -> None:
+        self._choices.clear()
+        self._invariance.forget()
 
     def rejections(self, problem: Problem, settings: Settings) -> dict[str, list[str]]:
         """Every kernel that is not a candidate, with its reasons; for ``explain()``."""
@@ -355,47 +361,46 @@ class Dispatcher:
     def record(self, problem: Problem) -> tuple[Problem, TuningRecord] | None:
         """The record that answers for ``problem``, exact or its bucket's, and for what."""
         environment = problem.device.environment
-        for key in dict.fromkeys((_bare(problem), bucketed(_bare(problem)))):
+        bare = _bare(problem)
+        own = [replace(bare, batch_invariant=True)] if problem.batch_invariant else []
+        for key in dict.fromkeys(f(p) for p in (*own, bare) for f in (lambda p: p, bucketed)):
             found = self.store.load(problem.device.gpu, environment, key.to_json())
             if found is not None:
                 return key, found
         return None
 
     def _invariant(self, problem: Problem, settings: Settings) -> Choice:
-        """The choice at :data:`INVARIANT_M`, with the fastest config for this M of those that
-        are known to share its arithmetic."""
-        model = replace(problem, m=INVARIANT_M)
-        choice = self._choose(model, settings)
-        kernel = choice.candidate.kernel
-        if not kernel.traits.batch_invariant:
-            self._warn_once(kernel, f"is not batch-invariant, but nothing else can serve {problem}")
-            return choice
-        if self._forbids_tuning(problem, settings) is None:
-            self._choose(_bare(problem), settings)  # leaves a record where there was none
-        wanted = kernel.arithmetic(model, choice.candidate.config)
-        if (found := self.record(problem)) is not None:
-            asked, record = found
-            for result in _by_time(record, ("ok", "slow")):
-                candidate = self._candidate(result, [kernel], problem)
-                if candidate and kernel.arithmetic(problem, candidate.config) == wanted:
-                    return Choice(candidate, "cache", self._where(asked), _other(asked, problem))
-        return self._alike(problem, choice, wanted)
+        choice = self._invariance.choose(problem, settings)
+        if choice is None:
+            choice = self._choose(replace(problem, batch_invariant=False), settings)
+            name = choice.candidate.kernel.name
+            self._say_once(
+                f"{name} is not batch-invariant, but nothing that is can serve {problem}"
+            )
+        return choice
 
-    def _alike(self, problem: Problem, choice: Choice, wanted: object) -> Choice:
-        """Where this M was not measured: of the configs that sum as ``choice``'s does the one with
-        the best estimate."""
-        kernel, config = choice.candidate.kernel, choice.candidate.config
+    def _on_record(
+        self,
+        key: Problem,
+        able: list[Kernel[Any]],
+        settings: Settings,
+        tune: bool,
+        force: bool = False,
+    ) -> TuningRecord | None:
+        """The record of ``key`` for batch-invariant mode, measured now where ``tune``: of kernels
+        that are, with BLAS beside them."""
+        record = self.store.load(key.device.gpu, key.device.environment, key.to_json())
+        known = {(c.kernel, c.version) for c in record.candidates} if record else set()
+        complete = all((k.name, k.version) in known for k in able) and bool(known)
+        if not tune or (complete and not force):
+            return record
+        blas = [] if any(k.name == BASELINE for k in able) else [self.registry.kernel(BASELINE)]
         try:
-            alike = dict.fromkeys([config, *_sharing(kernel, problem, wanted)])
-            known = {c: kernel.estimate_us(problem, c) for c in alike}
-        except Exception as error:
-            self._warn_once(kernel, error)
-            return choice
-        best = min(known, key=lambda c: known[c] or math.inf)
-        if best == config:
-            return choice
-        reason = f"{choice.reason}; estimated the fastest here of those that sum alike"
-        return Choice(Candidate(kernel, best), "heuristic", reason)
+            with self._lock:
+                return self._tune(key, [*able, *blas], settings, force)
+        except Exception as error:  # tuning is a feature; the matmul must be answered
+            self._say_once(f"tuning {key} failed: {type(error).__name__}: {error}")
+            return record
 
     # -- rungs -----------------------------------------------------------------------
 
@@ -515,8 +520,6 @@ class Dispatcher:
             try:
                 config = kernel.default_config(problem)
                 estimate = kernel.estimate_us(problem, config)
-                if not _is_for_mode(kernel, problem, config):
-                    continue
             except Exception as error:
                 self._warn_once(kernel, error)
                 continue
@@ -525,9 +528,6 @@ class Dispatcher:
         if not estimates:
             return None
         ranked = sorted(estimates.values(), key=lambda e: (e[0], e[1].kernel.name))
-        if problem.batch_invariant:
-            near = [e for e in ranked if e[0] <= INVARIANT_COST * ranked[0][0]]
-            ranked = sorted(near, key=lambda e: -self._leeway(e[1], problem))
         time, candidate = ranked[0]
         if any(kernel.name == BASELINE for kernel in able):
             baseline = estimates.get(BASELINE)
@@ -536,16 +536,6 @@ class Dispatcher:
             if time >= baseline[0] * HEURISTIC_ADVANTAGE:
                 time, candidate = baseline
         return Choice(candidate, "heuristic", f"{why}; estimated {time:.3g} µs, not measured")
-
-    def _leeway(self, candidate: Candidate, problem: Problem) -> int:
-        """How many configs sum as this one does."""
-        kernel = candidate.kernel
-        try:
-            wanted = kernel.arithmetic(problem, candidate.config)
-            return len(_sharing(kernel, problem, wanted))
-        except Exception as error:
-            self._warn_once(kernel, error)
-            return 0
 
     def _fallback(self, why: str) -> Choice:
         kernel = self.registry.kernel(BASELINE)
@@ -564,35 +554,12 @@ class Dispatcher:
         self, record: TuningRecord, able: list[Kernel[Any]], problem: Problem
     ) -> Candidate | None:
         """The winner on record, or the fastest after it that may serve this very call."""
-        if problem.batch_invariant:
-            return self._most_adaptable(record, able, problem)
         winner = record.candidates[record.winner]
         for result in (winner, *_by_time(record)):
             candidate = self._candidate(result, able, problem)
             if candidate is not None:
                 return candidate
         return None
-
-    def _most_adaptable(
-        self, record: TuningRecord, able: list[Kernel[Any]], problem: Problem
-    ) -> Candidate | None:
-        """The fastest candidate of the arithmetic that most of those timed share, among
-        arithmetics within :data:`INVARIANT_COST` of the fastest."""
-        groups: dict[tuple[str, object], list[tuple[float, Candidate]]] = {}
-        for result in _by_time(record, ("ok", "slow")):
-            candidate = self._candidate(result, able, problem)
-            if candidate is not None and result.median_us is not None:
-                arithmetic = candidate.kernel.arithmetic(problem, candidate.config)
-                if arithmetic is None:
-                    continue
-                members = groups.setdefault((candidate.kernel.name, arithmetic), [])
-                members.append((result.median_us, candidate))
-        if not groups:
-            return None
-        limit = INVARIANT_COST * min(members[0][0] for members in groups.values())
-        near = [members for members in groups.values() if members[0][0] <= limit]
-        # Dicts keep the order of time: of equals the fastest is first.
-        return max(near, key=len)[0][1]
 
     def _candidate(
         self,
@@ -631,10 +598,12 @@ class Dispatcher:
 
     def _warn_once(self, kernel: Kernel[Any], fault: Exception | str) -> None:
         text = fault if isinstance(fault, str) else f"{type(fault).__name__}: {fault}"
-        note = f"kernel {kernel.name}: {text}"
+        self._say_once(f"kernel {kernel.name}: {text}")
+
+    def _say_once(self, note: str) -> None:
         if note not in self._warned:
             self._warned.add(note)
-            warnings.warn(note, TmmWarning, stacklevel=2)
+            warnings.warn(note, TmmWarning, stacklevel=3)
 
 
 def _bare(problem: Problem) -> Problem:
@@ -643,20 +612,8 @@ def _bare(problem: Problem) -> Problem:
 
 
 def _fits(candidate: Candidate, problem: Problem) -> bool:
-    """Whether a config found for another problem is in this one's search space and for its
-    mode."""
-    kernel, config = candidate.kernel, candidate.config
-    return _is_for_mode(kernel, problem, config) and config in list(kernel.configs(problem))
-
-
-def _is_for_mode(kernel: Kernel[Any], problem: Problem, config: Config) -> bool:
-    """Whether a row's bits do not depend on M with this config, where they must not."""
-    return not problem.batch_invariant or kernel.arithmetic(problem, config) is not None
-
-
-def _sharing(kernel: Kernel[Any], problem: Problem, arithmetic: object) -> list[Config]:
-    """The kernel's configs of that arithmetic."""
-    return [c for c in kernel.configs(problem) if kernel.arithmetic(problem, c) == arithmetic]
+    """Whether a config found for another problem is in this one's search space."""
+    return candidate.config in list(candidate.kernel.configs(problem))
 
 
 def _identity_of(candidate: Candidate) -> CandidateId:

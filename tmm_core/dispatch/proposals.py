@@ -113,7 +113,9 @@ class Proposals:
             if kernel not in new or kernel is baseline:
                 anchors += mine
                 continue
-            hopeless = [c for c in mine if (self._expected[c] or 0.0) > longest]
+            # Of an arithmetic what it costs where it is slow is worth knowing, too.
+            least = math.inf if problem.batch_invariant else longest
+            hopeless = [c for c in mine if (self._expected[c] or 0.0) > least]
             self._handed.update(hopeless)
             if not mine:
                 self.empty[kernel] = "its search space is empty for this problem"
@@ -144,11 +146,21 @@ class Proposals:
         )
 
     def _best_of_each(self, ranked: list[Candidate]) -> list[Candidate]:
-        return list({c.kernel: c for c in reversed(ranked)}.values())[::-1]
+        """Of each kernel, in batch-invariant mode of each arithmetic."""
+        return list({self._group(c): c for c in reversed(ranked)}.values())[::-1]
+
+    def _group(self, candidate: Candidate) -> object:
+        if not self._problem.batch_invariant:
+            return candidate.kernel
+        try:
+            return candidate.kernel.arithmetic(self._problem, candidate.config)
+        except Exception:  # costs the candidate its place among the first
+            return None
 
     def _guessed(self, candidate: Candidate) -> bool:
         """Whether nothing better than an attempt tells what this kernel takes."""
-        return not self._hinted or self._promising < 1 or self._expected[candidate] is None
+        known = self._hinted and self._promising >= 1 and not self._problem.batch_invariant
+        return not known or self._expected[candidate] is None
 
     def promising(self, times: Mapping[Candidate, float]) -> list[Candidate]:
         """More that may still win, by what those tried took; none: nothing is left that may.

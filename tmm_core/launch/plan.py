@@ -27,6 +27,8 @@ class Choice:
     reason: str = ""
     #: The problem the evidence is about, where it is not the one asked (bucket, neighbour).
     evidence: Problem | None = None
+    #: In batch-invariant mode the name of what all M of the weight are summed by.
+    arithmetic: str | None = None
 
 
 def signature(t: torch.Tensor) -> tuple[Any, ...]:

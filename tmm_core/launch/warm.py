@@ -321,7 +321,7 @@ def pose(
         scaled=alpha != 1.0,
         tf32=a.dtype is torch.float32 and a.is_cuda and _tf32(),
         deterministic=current.deterministic or torch.are_deterministic_algorithms_enabled(),
-        batch_invariant=current.batch_invariant,
+        batch_invariant=current.batch_invariant or current.arithmetic is not None,
         # What has more dimensions, or is copied to fold them, is hardly a weight.
         static_weights=current.static_weights and matrix,
         capturing=a.is_cuda and torch.cuda.is_current_stream_capturing(),

@@ -110,8 +110,8 @@ class Problem:
     #: ``[M, 1]`` and ``[1, N]`` (``[1, 2N]`` where gated), a batch in front as a and b have it.
     scale_a: ScaleKind | None = None
     scale_b: ScaleKind | None = None
-    #: Requirements of the call. They filter candidates; they are not part of the record's
-    #: key, because a record keeps every candidate's timing.
+    #: Requirements of the call. They filter candidates; but for batch invariance they are not
+    #: part of the record's key, because a record keeps every candidate's timing.
     deterministic: bool = field(default=False)
     batch_invariant: bool = field(default=False)
     capturing: bool = field(default=False)
@@ -213,6 +213,8 @@ class Problem:
             "scaled": self.scaled,
             "tf32": self.tf32,
             **{name: kind for name, kind in scales.items() if kind is not None},
+            # Other configs are tried for that mode, and BLAS's rivals are fewer.
+            **({"batch_invariant": True} if self.batch_invariant else {}),
         }
 
     @classmethod
@@ -241,6 +243,7 @@ class Problem:
             tf32=bool(doc["tf32"]),
             scale_a=_kind_of(doc.get("scale_a")),
             scale_b=_kind_of(doc.get("scale_b")),
+            batch_invariant=bool(doc.get("batch_invariant", False)),
         )
 
     def family(self) -> Problem:

@@ -1,0 +1,205 @@
+"""The names of what kernels sum by: equal only where an H100 gave equal bits, and for every M the
+same ones (``benchmarks/results/h100/invariant_bits.txt``)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from tmm_triton import sums
+from tmm_triton.grouped import Grouped
+from tmm_triton.persistent import Persistent, PersistentConfig
+from tmm_triton.plugin import KERNELS, _load
+from tmm_triton.realigned import Realigned, RealignedConfig
+from tmm_triton.split_k import SplitK, SplitKConfig
+
+from tmm_core import ConfigError, Operand, Problem
+from tmm_core.dispatch.invariant import LADDER
+from tmm_core.spec.device import DeviceFingerprint, fingerprint
+from tmm_core.spec.epilogue import parse
+
+BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
+H100 = DeviceFingerprint(
+    type="cuda", name="NVIDIA H100", capability=(9, 0), sm_count=132, shared_memory=232448
+)
+A100 = replace(H100, name="NVIDIA A100", capability=(8, 0), sm_count=108, shared_memory=166912)
+TILE = {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 64, "num_stages": 3, "num_warps": 4}
+SPLIT = SplitKConfig(**TILE, SPLIT_K=4, REDUCE="kernel", SWAP=False)
+PERSISTENT = PersistentConfig(**TILE, GROUP_M=8, SUBTILE=1, FLATTEN=False)
+
+
+@pytest.fixture(autouse=True)
+def toolchain(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is proposed for an H100 is asked of whatever machine this is."""
+    for name in ("kernel", "warp_specialized"):
+        monkeypatch.setattr(f"tmm_triton.{name}.missing_toolchain", lambda: ())
+
+
+def problem(m: int = 256, n: int = 5120, k: int = 5120, **fields: Any) -> Problem:
+    given = {"a": Operand(BF16), "b": Operand(BF16, "col"), "out": Operand(BF16), "device": H100}
+    return Problem(m=m, n=n, k=k, **{**given, **fields})
+
+
+def proposed(asked: Problem) -> list[tuple[Any, Any, str | None]]:
+    found = []
+    for module, name in KERNELS.items():
+        kernel = _load(module, name)
+        if not kernel.reasons_against(asked):
+            for config in dict.fromkeys([kernel.default_config(asked), *kernel.configs(asked)]):
+                found.append((kernel, config, kernel.arithmetic(asked, config)))
+    return found
+
+
+@pytest.mark.parametrize("nk", [(5120, 5120), (4096, 14336), (28672, 4096), (6144, 4096)], ids=str)
+@pytest.mark.parametrize("epilogue", [None, "silu", "swiglu"])
+def test_every_m_has_the_arithmetics_of_every_other(
+    nk: tuple[int, int], epilogue: str | None
+) -> None:
+    """One is served at every rung, by several kernels, skinny tiles and tall; and parts of K that
+    one M has others have, too, as far as there is memory for them."""
+    n, k = nk
+    whole: dict[int, set[str | None]] = {}
+    for m in LADDER:
+        asked = problem(m, n, k, epilogue=parse(epilogue), batch_invariant=True)
+        found = proposed(asked)
+        alike = {kernel.name for kernel, _, name in found if name == "sm90-k16"}
+        assert {"triton.warp_specialized", "triton.persistent"} <= alike
+        assert None not in {name for kernel, _, name in found}, "a config that M decides"
+        whole[m] = {name for _, _, name in found}
+    everywhere = set.intersection(*whole.values())
+    assert {"sm90-k16", "sm90-k16/split2", "sm90-k16/split4"} <= everywhere
+    assert set().union(*whole.values()) <= {"sm90-k16"} | {
+        f"sm90-k16/split{splits}" for splits in (2, 4, 8)
+    }
+
+
+def test_numbers_of_parts_do_not_depend_on_m_nor_on_the_gpu() -> None:
+    assert sums.equal_splits(problem(1)) == sums.equal_splits(problem(8192)) == (2, 4, 8)
+    half = problem(device=replace(H100, sm_count=66), k=5120)
+    assert sums.equal_splits(half) == (2, 4, 8)
+    assert sums.equal_splits(problem(k=1024)) == (2,)
+    # 11008 in four are 21.5 steps of 128 each.
+    assert sums.equal_splits(problem(k=11008)) == (2,)
+    assert sums.equal_splits(problem(device=A100)) == ()
+
+
+def test_parts_that_differ_in_length_are_not_said_to_sum_alike() -> None:
+    kernel = SplitK()
+    assert kernel.arithmetic(problem(), SPLIT) == "sm90-k16/split4"
+    names = {
+        kernel.arithmetic(problem(k=11008), replace(SPLIT, BLOCK_K=step)) for step in (64, 128, 256)
+    }
+    # 43 steps of 64; of 128 some ranges have 22 and some 21, of 256 other ones.
+    assert "sm90-k16/split4" in names
+    assert len(names) == 3
+    last = replace(SPLIT, REDUCE="last")
+    assert kernel.arithmetic(problem(), last) not in (None, "sm90-k16/split4")
+    # One part is one part, whoever adds.
+    assert kernel.arithmetic(problem(), replace(last, SPLIT_K=1)) == "sm90-k16"
+
+
+def test_parts_summed_by_one_program_are_those_of_several() -> None:
+    kernel = Persistent()
+    assert kernel.arithmetic(problem(), PERSISTENT) == "sm90-k16"
+    assert kernel.arithmetic(problem(), replace(PERSISTENT, PARTS=4)) == "sm90-k16/split4"
+    own = kernel.arithmetic(problem(k=1000), replace(PERSISTENT, PARTS=4))
+    assert own is not None
+    assert own.startswith("sm90-triton.persistent@")
+    with pytest.raises(ConfigError, match="do not become one"):
+        PersistentConfig.from_json({**PERSISTENT.to_json(), "FLATTEN": True, "PARTS": 2})
+    # Records that were kept before there were parts.
+    document = PERSISTENT.to_json()
+    del document["PARTS"]
+    assert PersistentConfig.from_json(document) == PERSISTENT
+
+
+def test_a_cut_that_m_decides_is_not_for_the_mode() -> None:
+    pytest.importorskip("triton.experimental.gluon")
+    from tmm_triton.warp_specialized import WarpSpecialized
+
+    kernel = WarpSpecialized()
+    config = kernel.default_config(problem(batch_invariant=True))
+    assert kernel.arithmetic(problem(), replace(config, splits=1)) == "sm90-k16"
+    cut = replace(config, tail_splits=2, splits=1)
+    assert kernel.arithmetic(problem(), cut) is None
+    parts = replace(config, BLOCK_K=64, tail_splits=1, splits=4)
+    assert kernel.arithmetic(problem(16), parts) == "sm90-k16/split4"
+    # The workspace holds no four parts of so many rows: it would be cut into fewer.
+    assert kernel.arithmetic(problem(8192), parts) is None
+
+
+def test_of_8_bits_the_step_along_k_is_part_of_the_sum() -> None:
+    pytest.importorskip("triton.experimental.gluon")
+    from tmm_triton.warp_specialized import WarpSpecialized
+
+    kernel = WarpSpecialized()
+    asked = problem(a=Operand(FP8), b=Operand(FP8, "col"), scale_a="tensor", scale_b="tensor")
+    config = replace(kernel.default_config(asked), splits=1, tail_splits=1)
+    names = {
+        kernel.arithmetic(asked, replace(config, BLOCK_K=step, num_stages=2)) for step in (64, 128)
+    }
+    assert len(names) == 2
+    assert names.isdisjoint({None, "sm90-k16"})
+
+
+def test_elsewhere_nothing_is_claimed() -> None:
+    """What an H100 showed says nothing of other hardware, other operands or the interpreter."""
+    grouped = Grouped()
+    for asked in (
+        problem(device=A100),
+        problem(device=replace(H100, capability=(10, 0))),
+        problem(device=replace(H100, type="cpu", interpreted=True)),
+        problem(a=Operand(torch.float32), b=Operand(torch.float32), tf32=True),
+        problem(a=Operand(FP8), b=Operand(FP8, "col")),
+    ):
+        names = [grouped.arithmetic(asked, config) for config in grouped.configs(asked)]
+        assert len(set(names)) == len(names)
+        assert all(name is not None and "triton.grouped@" in name for name in names)
+    # Nor is an A100's own sum taken for an H100's.
+    config = next(iter(grouped.configs(problem(device=A100))))
+    tf32 = problem(a=Operand(torch.float32), b=Operand(torch.float32), tf32=True)
+    assert grouped.arithmetic(problem(device=A100), config) != grouped.arithmetic(tf32, config)
+
+
+def test_what_is_copied_first_sums_as_what_multiplies_it() -> None:
+    kernel = Realigned()
+    asked = problem(k=5119, a=Operand(BF16, aligned=False), b=Operand(BF16, "col", False))
+    config = RealignedConfig(inner="triton.persistent", config=PERSISTENT)
+    assert kernel.arithmetic(asked, config) == "sm90-k16"
+
+
+@pytest.mark.parametrize(
+    ("size", "parts", "epilogue"),
+    # Parts of one step, of none, of steps that end outside; two accumulators; a batch.
+    [
+        ((40, 48, 256), 4, None),
+        ((40, 48, 104), 8, "silu"),
+        ((33, 40, 136), 2, "swiglu"),
+        ((3, 33, 40, 136), 3, None),
+    ],
+)
+def test_parts_add_up_to_the_product(
+    size: tuple[int, ...], parts: int, epilogue: str | None
+) -> None:
+    *batch, m, n, k = size
+    width = 2 * n if epilogue == "swiglu" else n
+    a = torch.randn(*batch, m, k).half()
+    b = torch.randn(*batch, k, width).half()
+    out = torch.empty(*batch, m, n, dtype=torch.float16)
+    asked = Problem.of(a, b, out, fingerprint(a.device), epilogue=parse(epilogue))
+    kernel = Persistent()
+    assert kernel.reasons_against(asked) == []
+    config = replace(PERSISTENT, BLOCK_M=32, BLOCK_N=32, BLOCK_K=16, PARTS=parts)
+    kernel.bind(asked, config)(a, b, None, None, 1.0, out)
+    z = a.double() @ b.double()
+    expected = z
+    if epilogue == "silu":
+        expected = torch.nn.functional.silu(z)
+    elif epilogue == "swiglu":
+        expected = torch.nn.functional.silu(z[..., :n]) * z[..., n:]
+    assert (out.double() - expected).norm() <= 6e-4 * expected.norm()

@@ -1,0 +1,383 @@
+"""Batch-invariant mode: one arithmetic for all M of a weight, and for each M its fastest config.
+
+An arithmetic is what the bits of a row depend on (:meth:`Kernel.arithmetic`), by a name that means
+the same on every machine. A weight's is chosen by what it costs at every M of a ladder::
+
+    M            1      16     64    256    1024   4096   8192
+    sm90-k16    1.00   1.02   1.00   1.10   1.03   1.00   1.00   ← least regret
+    …/split4    1.00   1.00   1.05   1.00   1.21   1.30   1.33
+
+of times over the fastest known, BLAS's among them. What was measured is pinned in the cache's
+notes, so that restarts agree; ``TMM_ARITHMETIC`` pins it by name, so that machines agree.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Protocol
+
+from tmm_cache import JSON, CacheStore, CandidateResult, Notes, TuningRecord, digest
+
+from tmm_core.errors import CacheMissError, UnsupportedProblemError
+from tmm_core.launch.plan import Choice
+from tmm_core.settings import Settings
+from tmm_core.spec.bucket import bucketed
+from tmm_core.spec.device import DeviceFingerprint
+from tmm_core.spec.kernel import Candidate, Kernel
+from tmm_core.spec.problem import ALIGNMENT, Layout, Operand, Problem
+
+#: The M at which arithmetics are compared: decode, prefill and what lies between.
+LADDER = (1, 16, 64, 256, 1024, 4096, 8192)
+#: How much the worst M counts beside the mean over all, both as logarithms.
+WORST = 0.5
+#: Elements of the largest matrix of a rung; above it the rung is left out: verifying one takes some
+#: ten bytes for each.
+LARGEST = 2**28
+#: µs of a config whose kernel has no idea: chosen where nothing else may be.
+_NO_IDEA = 1e6
+
+
+@dataclass(frozen=True, slots=True)
+class Rung:
+    """What is known at one M: the fastest of all in µs, and the fastest of each arithmetic."""
+
+    m: int
+    best_us: float
+    times: Mapping[str, float]
+
+
+def least_regret(rungs: Sequence[Rung]) -> str | None:
+    """The arithmetic that costs least over the rungs against the best known at each, the worst
+    of them weighing :data:`WORST` beside the mean; of those that serve most rungs, and of equals
+    the first by name. None where there is no arithmetic at all."""
+    names = {name for rung in rungs for name in rung.times}
+
+    def rank(name: str) -> tuple[int, float, str]:
+        served = [rung for rung in rungs if name in rung.times]
+        regrets = [math.log(rung.times[name] / rung.best_us) for rung in served]
+        score = sum(regrets) / len(regrets) + WORST * max(regrets)
+        return len(rungs) - len(served), score, name
+
+    return min(names, key=rank, default=None)
+
+
+class Host(Protocol):
+    """What of the dispatcher the choice rests on."""
+
+    store: CacheStore
+
+    def _able(self, problem: Problem, settings: Settings) -> list[Kernel[Any]]: ...
+
+    def _on_record(
+        self,
+        problem: Problem,
+        able: list[Kernel[Any]],
+        settings: Settings,
+        tune: bool,
+        force: bool = False,
+    ) -> TuningRecord | None: ...
+
+    def _candidate(
+        self, result: CandidateResult, able: list[Kernel[Any]], problem: Problem
+    ) -> Candidate | None: ...
+
+    def _forbids_tuning(self, problem: Problem, settings: Settings) -> str | None: ...
+
+    def _where(self, key: Problem) -> str: ...
+
+    def _warn_once(self, kernel: Kernel[Any], fault: Exception | str) -> None: ...
+
+    def _say_once(self, note: str) -> None: ...
+
+
+class Invariance:
+    """Chooses among batch-invariant kernels, and holds what it has chosen for this process."""
+
+    def __init__(self, host: Host) -> None:
+        self._host = host
+        #: By weight and settings. One that was a guess stays, too: bits must not change between two
+        #: calls because the second may measure.
+        self._arithmetics: dict[tuple[str, Settings], str] = {}
+        self._choices: dict[tuple[Problem, Settings, str], Choice] = {}
+        self._notes: dict[DeviceFingerprint, Notes] = {}
+
+    def forget(self) -> None:
+        """Records or kernels have changed: choose configs anew, of the same arithmetics."""
+        self._choices.clear()
+
+    def choose(self, problem: Problem, settings: Settings) -> Choice | None:
+        """The fastest config for this M of the weight's arithmetic; None where no batch-invariant
+        kernel can serve ``problem``.
+
+        Raises:
+            UnsupportedProblemError: The settings name an arithmetic that cannot be had here.
+            CacheMissError: ``on_cache_miss="error"``, and the weight was never tuned.
+        """
+        able = self._host._able(problem, settings)
+        if settings.arithmetic is not None:
+            choice = self._within(problem, able, settings.arithmetic, settings)
+            if choice is None:
+                offered = ", ".join(sorted(self._offered(problem, able))) or "none"
+                raise UnsupportedProblemError(
+                    f"no kernel here can serve {problem} by the arithmetic "
+                    f"{settings.arithmetic!r} of TMM_ARITHMETIC or override(arithmetic=…); "
+                    f"there are: {offered}"
+                )
+            return choice
+        wanted = self._arithmetic(problem, settings) if able else None
+        if wanted is None:
+            return None
+        choice = self._within(problem, able, wanted, settings)
+        if choice is not None:
+            return choice
+        other = least_regret([self._expected(problem, able)])
+        if other is None:
+            return None
+        self._host._say_once(
+            f"{problem} cannot be served by its weight's arithmetic {wanted}, but by {other}: its "
+            f"rows differ from those computed with another M"
+        )
+        return self._within(problem, able, other, settings)
+
+    def tune(self, problem: Problem, settings: Settings, force: bool) -> TuningRecord | None:
+        """Measure what a choice for ``problem`` goes by, the rungs of its weight and itself, and
+        return its own record. An arithmetic that was a guess gives way to what was measured."""
+        self._choices.clear()
+        self._arithmetics.clear()
+        own = replace(problem, capturing=False)
+        able = self._host._able(own, settings)
+        if able and settings.arithmetic is None:
+            about, notes = digest(weight(own)), self._notes_of(own)
+            rungs = list(self._rungs(own, settings))
+            noted = notes.get(about)
+            stands = self._is_offered(noted, rungs) and not force
+            if not stands and not is_gradient(own):
+                chosen = self._measured(rungs, settings, tune=True, force=force)
+                if chosen is not None:
+                    notes.add(about, chosen)
+        return self._host._on_record(own, able, settings, tune=True, force=force)
+
+    # -- the weight's arithmetic --------------------------------------------------------
+
+    def _arithmetic(self, problem: Problem, settings: Settings) -> str | None:
+        """As noted, else by records, measured now where that is allowed, else by estimates."""
+        about = digest(weight(problem))
+        chosen = self._arithmetics.get((about, settings))
+        if chosen is None:
+            chosen = self._resolved(problem, about, settings)
+            if chosen is not None:
+                # Of two threads that resolve it one is right for both.
+                chosen = self._arithmetics.setdefault((about, settings), chosen)
+        return chosen
+
+    def _resolved(self, problem: Problem, about: str, settings: Settings) -> str | None:
+        notes, rungs = self._notes_of(problem), list(self._rungs(problem, settings))
+        noted = notes.get(about)
+        if isinstance(noted, str) and self._is_offered(noted, rungs):
+            return noted
+        if noted is not None:
+            self._host._say_once(
+                f"no kernel that may be used here knows the arithmetic {noted} by which the "
+                f"weight of {problem} was served: it has another now, and other bits"
+            )
+        chosen = None
+        if not is_gradient(problem):
+            tunes = self._host._forbids_tuning(problem, settings) is None
+            chosen = self._measured(rungs, settings, tunes)
+        if chosen is not None:
+            if noted is None:
+                notes.add(about, chosen)
+            return chosen
+        return least_regret([self._expected(rung, able) for rung, able in rungs])
+
+    def _rungs(
+        self, problem: Problem, settings: Settings
+    ) -> Iterator[tuple[Problem, list[Kernel[Any]]]]:
+        for rung in ladder(problem):
+            if able := self._host._able(rung, settings):
+                yield rung, able
+
+    def _measured(
+        self,
+        rungs: Sequence[tuple[Problem, list[Kernel[Any]]]],
+        settings: Settings,
+        tune: bool,
+        force: bool = False,
+    ) -> str | None:
+        """The arithmetic of least regret on record; where nothing may be measured, None unless
+        all rungs are."""
+        known = []
+        for rung, able in rungs:
+            record = self._host._on_record(rung, able, settings, tune, force)
+            found = None if record is None else self._known(rung, able, record)
+            if found is None and not tune:
+                return None
+            known += [] if found is None else [found]
+        return least_regret(known)
+
+    def _known(self, rung: Problem, able: list[Kernel[Any]], record: TuningRecord) -> Rung | None:
+        times: dict[str, float] = {}
+        best = math.inf
+        for result in _timed(record):
+            assert result.median_us is not None
+            best = min(best, result.median_us)
+            candidate = self._host._candidate(result, able, rung)
+            name = None if candidate is None else self._name(rung, candidate)
+            if name is not None:
+                times.setdefault(name, result.median_us)
+        return Rung(rung.m, best, times) if times else None
+
+    def _expected(self, rung: Problem, able: list[Kernel[Any]]) -> Rung:
+        offered = self._offered(rung, able)
+        times = {name: min(members.values()) for name, members in offered.items()}
+        return Rung(rung.m, min(times.values(), default=_NO_IDEA), times)
+
+    def _is_offered(self, name: object, rungs: Sequence[tuple[Problem, list[Kernel[Any]]]]) -> bool:
+        return any(name in self._offered(rung, able) for rung, able in rungs)
+
+    def _offered(
+        self, problem: Problem, able: list[Kernel[Any]]
+    ) -> dict[str, dict[Candidate, float]]:
+        """Every arithmetic with its candidates, and how long each is expected to take."""
+        offered: dict[str, dict[Candidate, float]] = {}
+        for kernel in able:
+            try:
+                configs = [kernel.default_config(problem), *kernel.configs(problem)]
+                for config in dict.fromkeys(configs):
+                    candidate = Candidate(kernel, config)
+                    if (name := self._name(problem, candidate)) is not None:
+                        expected = kernel.estimate_us(problem, config) or _NO_IDEA
+                        offered.setdefault(name, {})[candidate] = expected
+            except Exception as error:  # a stranger's kernel; it costs its own candidates
+                self._host._warn_once(kernel, error)
+        return offered
+
+    def _name(self, problem: Problem, candidate: Candidate) -> str | None:
+        kernel, name = candidate.kernel, None
+        try:
+            name = kernel.arithmetic(problem, candidate.config)
+        except Exception as error:
+            self._host._warn_once(kernel, error)
+        if not isinstance(name, str | None):
+            self._host._warn_once(kernel, f"arithmetic() returned {name!r}, which is no name")
+            return None
+        return name
+
+    def _notes_of(self, problem: Problem) -> Notes:
+        device = problem.device
+        if device not in self._notes:
+            state: dict[str, JSON] = {"gpu": device.gpu, "environment": device.environment}
+            self._notes[device] = Notes("arithmetic", state, self._host.store.root)
+        return self._notes[device]
+
+    # -- one M of it --------------------------------------------------------------------
+
+    def _within(
+        self, problem: Problem, able: list[Kernel[Any]], wanted: str, settings: Settings
+    ) -> Choice | None:
+        """Of the candidates of that arithmetic the fastest on record, else by estimate."""
+        own = replace(problem, capturing=False)
+        key = (bucketed(own), settings, wanted)
+        choice = self._choices.get(key)
+        if choice is not None and self._may(choice.candidate, problem, able, wanted):
+            return choice
+        choice = self._fastest(problem, own, able, wanted, settings)
+        if choice is not None and not problem.capturing:
+            self._choices[key] = choice
+        return choice
+
+    def _fastest(
+        self,
+        problem: Problem,
+        own: Problem,
+        able: list[Kernel[Any]],
+        wanted: str,
+        settings: Settings,
+    ) -> Choice | None:
+        edge = bucketed(own)
+        forbidden = self._host._forbids_tuning(problem, settings)
+        for key in dict.fromkeys((own, edge)):
+            at_key = self._host._able(key, settings)
+            tune = forbidden is None and key == edge
+            record = self._host._on_record(key, at_key, settings, tune)
+            for result in _timed(record) if record is not None else ():
+                candidate = self._host._candidate(result, able, problem)
+                if candidate is not None and self._may(candidate, problem, able, wanted):
+                    other = key if key.m != problem.m else None
+                    where = self._host._where(key)
+                    return Choice(candidate, "cache", where, other, arithmetic=wanted)
+        if settings.on_cache_miss == "error" and record is None:
+            raise CacheMissError(
+                f"no tuned record for {problem} in batch-invariant mode (bucket M={edge.m}) in "
+                f"{self._host.store.root} and on_cache_miss='error'; run `tmm tune` for it under "
+                f"TMM_BATCH_INVARIANT=1 or allow 'tune' or 'heuristic'"
+            )
+        offered = self._offered(problem, able).get(wanted)
+        if not offered:
+            return None
+        if forbidden is not None and (problem.capturing or settings.on_cache_miss == "tune"):
+            device = problem.device
+            self._host.store.log_miss(device.gpu, device.environment, edge.to_json())
+        best = min(offered, key=lambda c: (offered[c], c.kernel.name, str(c.config)))
+        why = forbidden or "no config of its arithmetic was timed"
+        reason = f"{why}; estimated {offered[best]:.3g} µs, the least of its arithmetic"
+        return Choice(best, "heuristic", reason, arithmetic=wanted)
+
+    def _may(
+        self, candidate: Candidate, problem: Problem, able: list[Kernel[Any]], wanted: str
+    ) -> bool:
+        return candidate.kernel in able and self._name(problem, candidate) == wanted
+
+
+def weight(problem: Problem) -> dict[str, Any]:
+    """What all M of one weight have in common: the problem without M and what M decides, which is
+    layout and alignment of a, the output and the residual, and whether scales are one number."""
+    document = problem.to_json()
+    for name in ("a", "out", "residual"):
+        if document[name] is not None:
+            document[name] = document[name]["dtype"]
+    document = {k: v for k, v in document.items() if k not in ("m", "scale_a", "scale_b")}
+    return document | {"has_scales": problem.has_scales, "is_gradient": is_gradient(problem)}
+
+
+def is_gradient(problem: Problem) -> bool:
+    """Whether ``a`` is column-major, as where a weight's gradient is computed: K is then the number
+    of rows, and other in every batch, so that a ladder would be measured for each. There estimates
+    decide."""
+    return problem.a.layout == "col"
+
+
+def ladder(problem: Problem) -> list[Problem]:
+    """The problems by which a weight's arithmetic is chosen, the smaller first: the same ones
+    whatever problem of the weight comes first."""
+    sizes = [m for m in LADDER if max(problem.n, problem.k) * m * problem.batch <= LARGEST]
+    return [_at(problem, m) for m in sizes or LADDER[:1]]
+
+
+def _at(problem: Problem, m: int) -> Problem:
+    """The weight's problem with M rows, of dense matrices."""
+
+    def dense(operand: Operand, outer: int, inner: int, layout: Layout = "row") -> Operand:
+        aligned = outer == 1 or inner * operand.dtype.itemsize % ALIGNMENT == 0
+        return Operand(operand.dtype, layout, aligned)
+
+    if is_gradient(problem):
+        a = dense(problem.a, problem.k, m, "col")
+    else:
+        a = dense(problem.a, m, problem.k)
+    return replace(
+        problem,
+        m=m,
+        a=a,
+        out=dense(problem.out, m, problem.n),
+        residual=dense(problem.residual, m, problem.n) if problem.residual else None,
+        capturing=False,
+    )
+
+
+def _timed(record: TuningRecord) -> list[CandidateResult]:
+    """Fastest first, those left out early with fewer samples among them."""
+    done = [c for c in record.candidates if c.status in ("ok", "slow") and c.median_us]
+    return sorted(done, key=lambda c: (c.median_us or math.inf, c.kernel, str(c.config)))
