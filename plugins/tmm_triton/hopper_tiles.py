@@ -462,13 +462,13 @@ def configs(problem: Problem) -> Iterable[WarpSpecializedConfig]:
     # Every tile once before any tile's variants.
     turns = itertools.chain.from_iterable(itertools.zip_longest(*proposed))
     chosen = itertools.islice(filter(None, turns), _CONFIGS_TRIED)
-    yield from with_early(list(chosen), _early(problem))
+    yield from with_early(list(chosen), _early(problem))[:_CONFIGS_TRIED]
 
 
 def _early(problem: Problem) -> tuple[str, ...]:
-    """What may be done early with few rows: of products of many, what the end of a launch takes is
-    little."""
-    if problem.m > _STREAMED or by_words(problem) == "b":
+    """What may be done early where reading b is all there is to do: of longer products, what the
+    end of a launch takes is little."""
+    if problem.m > _SURELY_STREAMED or problem.batch > 1 or by_words(problem) == "b":
         return ()
     return ("l2", "b") if problem.static_weights else ("l2",)
 

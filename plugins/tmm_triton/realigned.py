@@ -206,7 +206,11 @@ class Realigned(Built[RealignedConfig]):
         for kernel, factor in zip(inner_kernels().values(), _INNER.values(), strict=True):
             if kernel.reasons_against(served):
                 continue
-            for inner in itertools.islice(kernel.configs(served), _MOST_OF_ONE):
+            worth = kernel.configs(served)
+            if not problem.b.aligned:
+                # A copy is not there to be brought early.
+                worth = (inner for inner in worth if not getattr(inner, "early", ""))
+            for inner in itertools.islice(worth, _MOST_OF_ONE):
                 config = RealignedConfig(inner=kernel.name, config=inner)
                 ranked.append((factor * (self.estimate_us(problem, config) or math.inf), config))
         ranked.sort(key=lambda each: each[0])

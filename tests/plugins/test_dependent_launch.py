@@ -101,7 +101,7 @@ def test_variants_follow_the_first_that_can() -> None:
 def test_a_copy_of_the_weight_is_not_at_rest() -> None:
     """It is written by the launch right before, whatever was said of the weight itself."""
     both = dataclasses.replace(
-        SAID, m=256, k=4093, a=Operand(BF16, aligned=False), b=Operand(BF16, "col", aligned=False)
+        SAID, m=100, k=4093, a=Operand(BF16, aligned=False), b=Operand(BF16, "col", aligned=False)
     )
     assert not realigned(both).static_weights
     assert not [c for c in Realigned().configs(both) if c.assumes]
