@@ -172,7 +172,7 @@ def jobs() -> Iterator[tuple[str, Job]]:
     )
     for schedule, consumers, m, n, k, splits in shapes:
         config = dict(
-            _tile(m, n, k, 4, 4),
+            _tile(m, n, k, 2 if m * n > 8192 else 4, 4),
             schedule=schedule,
             consumers=consumers,
             GROUP_M=8,

@@ -347,7 +347,12 @@ def tune(
         problems = [problems]
     changes: dict[str, Any] = {} if budget is None else {"tune_budget": budget}
     with settings.override(**changes) as current:
-        records = [dispatch.dispatcher().tune(p, current, force=force) for p in problems]
+        chooser, asked = dispatch.dispatcher(), list(problems)
+        records = []
+        for problem, following in zip(asked, [*asked[1:], None], strict=True):
+            if following is not None and not force:
+                chooser.prepare(following, current)
+            records.append(chooser.tune(problem, current, force=force))
     warm.forget_plans()
     return records
 

@@ -10,13 +10,14 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 import tmm_core
-from tmm_core import settings
+from tmm_core import dispatch, settings
 from tmm_core.bench import environment, providers
 from tmm_core.bench.case import Call
 from tmm_core.bench.results import Document
@@ -92,9 +93,11 @@ def run(tasks: Sequence[Task], device: torch.device, options: Options) -> Iterat
     """
     timer = timer_for(device)
     clocks = environment.Clocks(device)
-    for task in tasks:
+    for task, following in zip(tasks, [*tasks[1:], None], strict=True):
         if time.monotonic() >= options.deadline:
             return
+        if options.tune and following is not None and not following.batch_invariant:
+            _prepare(following, device)
         document: Document = {
             "kind": "problem",
             "suite": task.suite,
@@ -109,6 +112,13 @@ def run(tasks: Sequence[Task], device: torch.device, options: Options) -> Iterat
         _release(device)
         document["seconds"] = round(time.monotonic() - started, 2)
         yield document
+
+
+def _prepare(task: Task, device: torch.device) -> None:
+    """Have the task's kernels compiled while another is measured."""
+    with suppress(Exception):  # the task itself will say
+        problem = task.case.call(device, torch.empty).problem()
+        dispatch.dispatcher().prepare(problem, settings.current())
 
 
 def _measure(

@@ -314,6 +314,17 @@ class Dispatcher:
             self._forget()
             return record
 
+    def prepare(self, problem: Problem, settings: Settings) -> None:
+        """Have compiled, without waiting, what tuning ``problem`` would try first: where several
+        are tuned one after the other, the next one's kernels compile while one is timed."""
+        problem = _bare(problem)
+        device = problem.device
+        if problem.device.interpreted or self.store.load(
+            device.gpu, device.environment, problem.to_json()
+        ):
+            return
+        self.tuner.prepare(problem, self._able(problem, settings), self._hints(problem))
+
     def adopt(self, device: DeviceFingerprint, record: TuningRecord) -> None:
         """Choose by ``record``, whoever measured it, as long as this process lives.
 

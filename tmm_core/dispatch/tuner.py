@@ -166,6 +166,14 @@ class Tuner:
             tuning_seconds=round(time.monotonic() - started, 3),
         )
 
+    def prepare(
+        self, problem: Problem, kernels: Sequence[Kernel[Any]], hints: Hints = NO_HINTS
+    ) -> None:
+        """Have compiled, without waiting, what :meth:`tune` would try first."""
+        if any(kernel.name == BASELINE for kernel in kernels):
+            for candidate in Proposals(problem, kernels, kernels, None, hints).first():
+                self.compilers.submit(problem, candidate)
+
 
 class _Tuning:
     """One problem's tuning under way."""
