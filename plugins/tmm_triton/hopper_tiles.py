@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from tmm_core import Config, Operand, Problem
-from tmm_triton.operands import with_early
+from tmm_triton.early import with_early
 from tmm_triton.partials import MOST_WORKSPACE, REDUCE_US
 
 #: Bytes that TMA wants base and leading stride to be multiples of.
