@@ -19,6 +19,7 @@ the activation, before every product. On a Hopper GPU::
 from __future__ import annotations
 
 import argparse
+import itertools
 import random
 import statistics
 import sys
@@ -38,14 +39,14 @@ from tmm_triton.warp_specialized import WarpSpecialized
 from tmm_core import Kernel, Launcher, Problem
 from tmm_core.spec.device import fingerprint
 
-ROWS = (1, 16, 64)
+ROWS = (16, 1, 64)
 #: N and K of the weights.
 WEIGHTS = ((4096, 4096), (5120, 5120), (28672, 4096), (14336, 4096), (4096, 14336))
 #: Bytes of all weights of a chain, at least, and its calls: the gap between two replays of a
 #: graph, some 5 µs, is then little of each.
 ROTATED, CALLS = 240e6, 24
 #: Configs of a kernel that are tried, of which so many go on.
-TRIED, KEPT = 5, 2
+TRIED, KEPT = 3, 2
 #: Seconds that one burst takes, and how many there are of each way.
 BURST, BURSTS = 3e-3, 9
 
@@ -203,7 +204,7 @@ def measured(problem: Problem, x: torch.Tensor, weights: list[torch.Tensor]) -> 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, help="where the table is written besides stdout")
-    parser.add_argument("--seconds", type=float, default=60.0, help="when no problem is begun")
+    parser.add_argument("--seconds", type=float, default=55.0, help="last begin of a problem")
     parser.add_argument("--rows", type=int, nargs="*", default=ROWS)
     options = parser.parse_args()
     if not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0):
@@ -222,18 +223,16 @@ def main() -> None:
         f"{way:>15}" for way, _, _ in WAYS
     ))  # fmt: skip
     device = fingerprint(torch.device("cuda", 0))
-    for n, k in WEIGHTS:
+    for m, (n, k) in itertools.product(options.rows, WEIGHTS):
+        if time.monotonic() - begun > options.seconds:
+            say(f"{m}x{n}x{k} is left out: {options.seconds:.0f} s are over")
+            continue
         count = max(3, -(-int(ROTATED) // (2 * n * k)))
         weights = [torch.randn(n, k, device="cuda", dtype=torch.bfloat16) for _ in range(count)]
-        for m in options.rows:
-            if time.monotonic() - begun > options.seconds:
-                say(f"{m}x{n}x{k} is left out: {options.seconds:.0f} s are over")
-                continue
-            x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
-            problem = Problem.of(x, weights[0].t(), torch.matmul(x, weights[0].t()), device)
-            for line in measured(problem, x, weights):
-                say(line)
-        del weights
+        x = torch.randn(m, k, device="cuda", dtype=torch.bfloat16)
+        problem = Problem.of(x, weights[0].t(), torch.matmul(x, weights[0].t()), device)
+        for line in measured(problem, x, weights):
+            say(line)
     say(f"{time.monotonic() - begun:.0f} s")
 
 

@@ -15,6 +15,7 @@ import torch
 
 from tmm_core import Config, Operand, Problem
 from tmm_triton import sums
+from tmm_triton.early import with_early
 from tmm_triton.operands import with_early
 from tmm_triton.partials import MOST_WORKSPACE, REDUCE_US
 

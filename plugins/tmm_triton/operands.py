@@ -9,10 +9,9 @@ since a serving loop brings thousands of values of it.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
+from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import triton
@@ -29,8 +28,6 @@ from tmm_core.triton import (
     pointer,
     source,
 )
-
-C = TypeVar("C", bound=Config)
 
 #: Bytes of the widest load and store of one thread; what ``Operand.aligned`` speaks of.
 VECTOR = 16
@@ -222,33 +219,6 @@ class TileConfig(Config):
     def parts(self) -> int:
         """In how many parts the tile is finished."""
         return 1
-
-
-def check_early(early: str, *, able: bool) -> None:
-    """Hold a config's ``early`` to what a kernel that loads b early, or not, knows.
-
-    Raises:
-        ValueError: It is neither empty nor ``"b"``, or ``"b"`` where the config is not ``able``.
-    """
-    if early not in ("", "b"):
-        raise ValueError(f"early must be '' or 'b', got {early!r}")
-    if early and not able:
-        raise ValueError("early='b' needs b's tiles to be loaded ahead into registers")
-
-
-#: Configs whose variants with ``early`` are tried: which tile is best does not hang on it.
-_EARLY_TRIED = 2
-
-
-def with_early(configs: list[C], ways: Sequence[str]) -> list[C]:
-    """A kernel's configs, best guess first, and after that guess those that do one of ``ways``
-    early, of the first configs that can."""
-    variants: list[C] = []
-    for config in configs:
-        if len(variants) < _EARLY_TRIED * len(ways):
-            with contextlib.suppress(ValueError):  # not with such a config
-                variants += [replace(config, early=early) for early in ways]  # type: ignore[call-arg]
-    return [*configs[:1], *variants, *configs[1:]]
 
 
 def check(name: str, value: int, allowed: Sequence[int]) -> None:

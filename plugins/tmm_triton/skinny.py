@@ -38,6 +38,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tmm_core import Kernel, Launcher, Problem, Traits
 from tmm_triton import roofline
+from tmm_triton.early import check_early, with_early
 from tmm_triton.kernel import TritonKernel, hopper_or_later, single, unknown_gluon
 from tmm_triton.operands import (
     VECTOR,
@@ -45,9 +46,7 @@ from tmm_triton.operands import (
     TileConfig,
     build,
     check,
-    check_early,
     finish,
-    with_early,
 )
 
 #: Columns of the widest tile of ``a`` transposed. On an H200 32 rows were no faster than by

@@ -35,19 +35,18 @@ from tmm_core import Kernel, Launcher, Problem, Traits
 from tmm_core.triton import Argument, launcher
 from tmm_triton import partials, sums
 from tmm_triton.counters import Counters
+from tmm_triton.early import check_early, with_early
 from tmm_triton.kernel import TritonKernel, hopper_or_later, proposed, single, step_of, tiles
 from tmm_triton.operands import (
     Build,
     TileConfig,
     build,
     check,
-    check_early,
     dot,
     finish,
     load,
     out_shape,
     rescale,
-    with_early,
 )
 from tmm_triton.partials import MOST_WORKSPACE, REDUCE_US, reducing, reduction, sum_partials
 

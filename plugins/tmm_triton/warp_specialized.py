@@ -39,6 +39,11 @@ then no two blocks need the same part of an operand at one time: it took up to 2
 an H200. With ``splits``, for few tiles and a long K, every tile is so many tiles, each of its own
 part of K; their sums go to a workspace, and a second kernel adds them up and finishes.
 
+The launch overlaps the one before it (programmatic dependent launch), which otherwise costs a
+chain of decode products 2 to 3 µs each: a block sets up its barriers, waits for that launch to be
+complete, and then asks for its first k-steps. ``early`` asks for the weight's before the wait,
+where nobody can be writing it (``static_weights``), or has L2 prefetch them, where anybody may.
+
 A finished tile goes out strip by strip, through staging buffers and by TMA where that can
 write it, else by pointers. The residual comes in by the same buffers before, under the main
 loop: read by pointers when the tile was done, it doubled the time of 8192×4096×512. A batch

@@ -24,8 +24,8 @@ pytest.importorskip("triton.experimental.gluon")
 from hopper_block import DeadlockError, prefetched
 from test_warp_specialized import BF16, H200, SCHEDULES, computed, problem
 from tmm_triton import warp_specialized
+from tmm_triton.early import with_early
 from tmm_triton.hopper_tiles import Constants, adapted
-from tmm_triton.operands import with_early
 from tmm_triton.realigned import Realigned, RealignedConfig, realigned
 from tmm_triton.skinny import Skinny
 from tmm_triton.split_k import SplitK
