@@ -53,8 +53,8 @@ BURST, BURSTS = 3e-3, 9
 #: Name, what is done early, when the next launch may begin; None: only when this one has ended.
 WAYS = (
     ("present", "", None),
-    ("safe", "", "first"),
-    ("safe/last", "", "last"),
+    ("wait", "wait", "first"),
+    ("wait/last", "wait", "last"),
     ("l2", "l2", "first"),
     ("early", "b", "first"),
     ("early/last", "b", "last"),
@@ -129,7 +129,6 @@ def as_call(launcher: Launcher) -> Call:
 
 def kernel_for(kernel: type[Kernel[Any]], dependents: str | None) -> Kernel[Any]:
     made = kernel()
-    made.overlaps = dependents is not None  # type: ignore[attr-defined]
     made.dependents = dependents or ""  # type: ignore[attr-defined]
     return made
 
@@ -139,7 +138,7 @@ def applies(kernel: Kernel[Any], config: Any, early: str, dependents: str | None
     if kernel.name == "triton.warp_specialized":
         return True
     ahead = config.num_stages == (2 if kernel.name == "triton.skinny" else 1)
-    return dependents != "last" and (early == "" or (early == "b" and ahead))
+    return dependents != "last" and (early in ("", "wait") or (early == "b" and ahead))
 
 
 def measured(problem: Problem, x: torch.Tensor, weights: list[torch.Tensor]) -> Iterable[str]:

@@ -16,7 +16,6 @@ import torch
 from tmm_core import Config, Operand, Problem
 from tmm_triton import sums
 from tmm_triton.early import with_early
-from tmm_triton.operands import with_early
 from tmm_triton.partials import MOST_WORKSPACE, REDUCE_US
 
 #: Bytes that TMA wants base and leading stride to be multiples of.
@@ -38,9 +37,10 @@ class WarpSpecializedConfig(Config):
         tail_splits: Parts along K into which the tiles of an incomplete wave are cut.
         splits: Parts along K into which every tile is cut, added by a second kernel.
         evict_first: Operands are read as what nobody reads again.
-        early: What is done about b before the launch before has ended: nothing; ``"l2"``, its
-            first k-steps are prefetched into L2, which is right whoever writes b; ``"b"``, they
-            are loaded, which is right only where nobody is writing it (``static_weights``).
+        early: Whether the launch overlaps the one before it: empty, it does not; ``"wait"``, it
+            does, and waits before it reads; ``"l2"``, b's first k-steps are prefetched into L2
+            before the wait, which is right whoever writes b; ``"b"``, they are loaded, which is
+            right only where nobody is writing it (``static_weights``).
     """
 
     BLOCK_M: int
@@ -70,8 +70,8 @@ class WarpSpecializedConfig(Config):
             raise ValueError(f"splits {self.splits}, tail_splits {self.tail_splits}")
         if not isinstance(self.evict_first, bool):
             raise ValueError(f"evict_first {self.evict_first!r}")
-        if self.early not in ("", "l2", "b"):
-            raise ValueError(f"early must be '', 'l2' or 'b', got {self.early!r}")
+        if self.early not in ("", "wait", "l2", "b"):
+            raise ValueError(f"early must be '', 'wait', 'l2' or 'b', got {self.early!r}")
         # One wgmma covers 64 rows, 16 of each of four warps.
         if self.rows * (1 if self.pingpong else self.consumers) != self.BLOCK_M:
             raise ValueError(f"BLOCK_M {self.BLOCK_M} does not divide among the consumers")
@@ -215,7 +215,9 @@ class Constants:
             OUT_BYTES=problem.out.dtype.itemsize,
             TAIL_SPLITS=config.tail_splits,
             A_ROWS=_rows_brought(problem, config),
-            PRIMED=config.num_stages if config.early else min(_PRIMED, config.num_stages),
+            PRIMED=config.num_stages
+            if config.early in ("l2", "b")
+            else min(_PRIMED, config.num_stages),
             SPLITS=config.splits,
             EVICT_FIRST=config.evict_first,
             DEPENDENTS=dependents,
@@ -471,7 +473,7 @@ def _early(problem: Problem) -> tuple[str, ...]:
     end of a launch takes is little."""
     if problem.m > _SURELY_STREAMED or problem.batch > 1 or by_words(problem) == "b":
         return ()
-    return ("l2", "b") if problem.static_weights else ("l2",)
+    return ("wait", "l2", "b") if problem.static_weights else ("wait", "l2")
 
 
 def estimate_us(problem: Problem, config: WarpSpecializedConfig) -> float:

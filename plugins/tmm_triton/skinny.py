@@ -38,7 +38,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tmm_core import Kernel, Launcher, Problem, Traits
 from tmm_triton import roofline
-from tmm_triton.early import check_early, with_early
+from tmm_triton.early import check_early, ways, with_early
 from tmm_triton.kernel import TritonKernel, hopper_or_later, single, unknown_gluon
 from tmm_triton.operands import (
     VECTOR,
@@ -147,8 +147,9 @@ class SkinnyConfig(TileConfig):
         BLOCK_K: Step along K of all warps together, at least 64 elements each.
         WARPS_N: Warps side by side along N; all others divide K.
         num_stages: 2, if the next step is loaded before this one is multiplied, else 1.
-        early: ``"b"``, if the first step of b is loaded before the launch before has ended,
-            which is right only where nobody is writing it (``static_weights``), else empty.
+        early: Empty, or whether the launch overlaps the one before: ``"wait"``, it waits before
+            it reads; ``"b"``, the first step of b is loaded before that, which is right only where
+            nobody is writing it (``static_weights``).
     """
 
     WARPS_N: int
@@ -274,7 +275,7 @@ class Skinny(TritonKernel[SkinnyConfig]):
             for n, k, across, warps, stages in _SHAPES
         ]
         ranked = self.ranked(problem, configs, 8)
-        return with_early(ranked, ("b",) if problem.static_weights else ())
+        return with_early(ranked, ways(problem))
 
     def estimate_us(self, problem: Problem, config: SkinnyConfig) -> float:
         """Reading ``b``, slowed where too few bytes are asked for at a time and where the last
@@ -301,7 +302,7 @@ class Skinny(TritonKernel[SkinnyConfig]):
         return roofline.EMPTY_US + roofline.RAMP_US + reading + _STEP_US * steps
 
     def builds(self, problem: Problem, config: SkinnyConfig) -> list[Build]:
-        overlaps = self.overlaps and hopper_or_later(problem)
+        overlaps = bool(config.early) and hopper_or_later(problem)
         constants = {
             "WARPS_K": config.warps_k,
             "AHEAD": config.num_stages == 2,

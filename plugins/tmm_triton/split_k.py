@@ -35,7 +35,7 @@ from tmm_core import Kernel, Launcher, Problem, Traits
 from tmm_core.triton import Argument, launcher
 from tmm_triton import partials, sums
 from tmm_triton.counters import Counters
-from tmm_triton.early import check_early, with_early
+from tmm_triton.early import check_early, ways, with_early
 from tmm_triton.kernel import TritonKernel, hopper_or_later, proposed, single, step_of, tiles
 from tmm_triton.operands import (
     Build,
@@ -222,9 +222,10 @@ _ONE_PROGRAM_RATE = 30_000
 
 @dataclass(frozen=True, kw_only=True)
 class SplitKConfig(TileConfig):
-    """A tile, into how many ranges K is cut, and how the partial sums come together; with
-    ``early="b"`` the first step of b is loaded before the launch before has ended, which is right
-    only where nobody is writing it (``static_weights``)."""
+    """A tile, into how many ranges K is cut, and how the partial sums come together. With ``early``
+    the launch overlaps the one before: ``"wait"``, it waits before it reads; ``"b"``, the first step
+    of b is loaded before that, which is right only where nobody is writing it
+    (``static_weights``)."""
 
     SPLIT_K: int
     REDUCE: str
@@ -306,7 +307,7 @@ class SplitK(TritonKernel[SplitKConfig]):
             ranked = self.ranked(problem, whole, 8) + self.ranked(problem, cut, 12)
         else:
             ranked = self.ranked(problem, configs, 24)
-        return with_early(ranked, ("b",) if problem.static_weights else ())
+        return with_early(ranked, ways(problem))
 
     def default_config(self, problem: Problem) -> SplitKConfig:
         return next(iter(self.configs(problem)), _WHOLE)
@@ -350,7 +351,7 @@ class SplitK(TritonKernel[SplitKConfig]):
         threads = 32 * config.num_warps
         ahead = max(1, _MOST_ALONE * threads // (config.BLOCK_M * config.BLOCK_N))
         constants["AHEAD"] = min(ahead, triton.next_power_of_2(config.SPLIT_K))
-        overlaps = self.overlaps and hopper_or_later(problem)
+        overlaps = bool(config.early) and hopper_or_later(problem)
         constants["OVERLAPS"] = overlaps
         constants["EARLY"] = overlaps and config.early == "b"
         options = {"launch_pdl": True} if overlaps else {}

@@ -928,9 +928,8 @@ class WarpSpecialized(Built[WarpSpecializedConfig]):
     )
     config_type = WarpSpecializedConfig
     shares = (epilogues, hopper_tiles, operands, partials, words)
-    #: Launched while the launch before may still run (programmatic dependent launch), and when
-    #: it lets the next one begin: what ``benchmarks/pdl_decode.py`` compares.
-    overlaps = True
+    #: When a launch that overlaps the one before lets the next one begin: what
+    #: ``benchmarks/pdl_decode.py`` compares.
     dependents = "first"
 
     def reasons_against(self, problem: Problem) -> list[str]:
@@ -1010,7 +1009,7 @@ class WarpSpecialized(Built[WarpSpecializedConfig]):
         problem = multiplied(problem, config)
         rows, width, batched = config.rows, config.BLOCK_N // config.subtiles, problem.batch > 1
         specialized = Constants.of(
-            problem, config, self.version, self.dependents if self.overlaps else ""
+            problem, config, self.version, self.dependents if config.early else ""
         )
         types = {
             "a_desc": _descriptor_type(problem.a, specialized.A_ROWS, config.BLOCK_K, batched),
@@ -1070,7 +1069,7 @@ class WarpSpecialized(Built[WarpSpecializedConfig]):
         constants |= {name: None for name in _kernel.arg_names if name not in types | constants}
         options = {
             "num_warps": config.num_warps,
-            "launch_pdl": self.overlaps,
+            "launch_pdl": bool(config.early),
             "evict_first": config.evict_first,
         }
         return Specialization(types, constants, divisible, options)
