@@ -222,10 +222,12 @@ _ONE_PROGRAM_RATE = 30_000
 
 @dataclass(frozen=True, kw_only=True)
 class SplitKConfig(TileConfig):
-    """A tile, into how many ranges K is cut, and how the partial sums come together. With ``early``
-    the launch overlaps the one before: ``"wait"``, it waits before it reads; ``"b"``, the first step
-    of b is loaded before that, which is right only where nobody is writing it
-    (``static_weights``)."""
+    """A tile, into how many ranges K is cut, and how the partial sums come together.
+
+    With ``early`` the launch overlaps the one before: ``"wait"``, it waits before it reads;
+    ``"b"``, the first step of b is loaded before that, which is right only where nobody is writing
+    it (``static_weights``).
+    """
 
     SPLIT_K: int
     REDUCE: str
