@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import importlib
+import itertools
 import sys
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
@@ -349,7 +350,7 @@ def tune(
     with settings.override(**changes) as current:
         chooser, asked = dispatch.dispatcher(), list(problems)
         records = []
-        for problem, following in zip(asked, [*asked[1:], None], strict=True):
+        for problem, following in itertools.zip_longest(asked, asked[1:]):
             if following is not None and not force:
                 chooser.prepare(following, current)
             records.append(chooser.tune(problem, current, force=force))

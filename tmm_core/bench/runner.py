@@ -7,6 +7,7 @@ between any other two means nothing below.
 
 from __future__ import annotations
 
+import itertools
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -93,7 +94,7 @@ def run(tasks: Sequence[Task], device: torch.device, options: Options) -> Iterat
     """
     timer = timer_for(device)
     clocks = environment.Clocks(device)
-    for task, following in zip(tasks, [*tasks[1:], None], strict=True):
+    for task, following in itertools.zip_longest(tasks, tasks[1:]):
         if time.monotonic() >= options.deadline:
             return
         if options.tune and following is not None and not following.batch_invariant:
