@@ -50,11 +50,11 @@ TRIED, KEPT = 3, 2
 #: Seconds that one burst takes, and how many there are of each way.
 BURST, BURSTS = 3e-3, 9
 
-#: Name, what is done early, when the next launch may begin; None: only when this one has ended.
+#: Name, what is done early, when the next launch may begin.
 WAYS = (
-    ("present", "", None),
-    ("wait", "wait", "first"),
-    ("wait/last", "wait", "last"),
+    ("present", "", "first"),
+    ("safe", "wait", "first"),
+    ("safe/last", "wait", "last"),
     ("l2", "l2", "first"),
     ("early", "b", "first"),
     ("early/last", "b", "last"),
@@ -127,13 +127,13 @@ def as_call(launcher: Launcher) -> Call:
     return lambda x, weight: launcher(x, weight, None, None, 1.0, None)
 
 
-def kernel_for(kernel: type[Kernel[Any]], dependents: str | None) -> Kernel[Any]:
+def kernel_for(kernel: type[Kernel[Any]], dependents: str) -> Kernel[Any]:
     made = kernel()
-    made.dependents = dependents or ""  # type: ignore[attr-defined]
+    made.dependents = dependents  # type: ignore[attr-defined]
     return made
 
 
-def applies(kernel: Kernel[Any], config: Any, early: str, dependents: str | None) -> bool:
+def applies(kernel: Kernel[Any], config: Any, early: str, dependents: str) -> bool:
     """Whether the kernel has this way with this config."""
     if kernel.name == "triton.warp_specialized":
         return True
@@ -147,7 +147,7 @@ def measured(problem: Problem, x: torch.Tensor, weights: list[torch.Tensor]) -> 
     classes = (WarpSpecialized, Skinny, SplitK)
     trials = []
     for each in classes:
-        kernel = kernel_for(each, None)
+        kernel = kernel_for(each, "first")
         if not kernel.reasons_against(problem):
             configs = [c for c in kernel.configs(problem) if not c.early]
             trials += [(each, kernel, config) for config in configs[:TRIED]]

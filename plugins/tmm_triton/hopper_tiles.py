@@ -37,10 +37,7 @@ class WarpSpecializedConfig(Config):
         tail_splits: Parts along K into which the tiles of an incomplete wave are cut.
         splits: Parts along K into which every tile is cut, added by a second kernel.
         evict_first: Operands are read as what nobody reads again.
-        early: Whether the launch overlaps the one before it: empty, it does not; ``"wait"``, it
-            does, and waits before it reads; ``"l2"``, b's first k-steps are prefetched into L2
-            before the wait, which is right whoever writes b; ``"b"``, they are loaded, which is
-            right only where nobody is writing it (``static_weights``).
+        early: Whether it begins before the launch before has ended (:mod:`tmm_triton.early`).
     """
 
     BLOCK_M: int
@@ -178,7 +175,7 @@ class Constants:
         boxes = self.a_boxes if self.WORDS == "a" else self.b_boxes
         if self.WORDS is not None and (self.CONSUMERS == 3 or boxes > 1):
             raise ValueError(f"{self.WORDS} is loaded by words, {boxes} boxes at a time")
-        if self.EARLY and self.WORDS == "b":
+        if self.EARLY in ("l2", "b") and self.WORDS == "b":
             raise ValueError("b is loaded by words, which nothing does early")
 
     @classmethod
@@ -187,7 +184,7 @@ class Constants:
         problem: Problem,
         config: WarpSpecializedConfig,
         version: str = "",
-        dependents: str = "",
+        dependents: str = "first",
     ) -> Constants:
         problem = multiplied(problem, config)
         return cls(
@@ -215,12 +212,10 @@ class Constants:
             OUT_BYTES=problem.out.dtype.itemsize,
             TAIL_SPLITS=config.tail_splits,
             A_ROWS=_rows_brought(problem, config),
-            PRIMED=config.num_stages
-            if config.early in ("l2", "b")
-            else min(_PRIMED, config.num_stages),
+            PRIMED=min(config.num_stages, 16 if config.early in ("l2", "b") else _PRIMED),
             SPLITS=config.splits,
             EVICT_FIRST=config.evict_first,
-            DEPENDENTS=dependents,
+            DEPENDENTS=dependents if config.early else "",
             EARLY=config.early,
             WORDS=by_words(problem),
             VERSION=version,
@@ -281,11 +276,6 @@ class Constants:
     def columns(self) -> int:
         """Columns of one product."""
         return self.BLOCK_N // 2 if self.halves else self.BLOCK_N
-
-    @property
-    def moves(self) -> bool:
-        """Whether tiles that would end outside begin earlier instead."""
-        return self.TAIL_SPLITS == 1 or self.POINTERS
 
     @property
     def width(self) -> int:
@@ -432,10 +422,12 @@ def configs(problem: Problem) -> Iterable[WarpSpecializedConfig]:
     """What is worth a try, the best guess first."""
     tiles = _FP8_TILES if problem.fp8 else _WORD_TILES if by_words(problem) else _TILES
     fitting = list(filter(None, (_fitted(problem, tile) for tile in tiles)))
+    # In one band of rows, where tiles overlap: then whole columns of them are cut alike.
+    banded = [replace(v[0], GROUP_M=min(1024, _tile_rows(problem, v[0]))) for v in fitting]
     cut = [
-        [replace(variants[0], tail_splits=splits)]
-        for variants in fitting
-        if (splits := _tail_splits(problem, variants[0])) > 1
+        [replace(config, tail_splits=splits)]
+        for config in banded
+        if (splits := _tail_splits(problem, config)) > 1
     ]
     cut += [
         [replace(variants[0], splits=splits)]
@@ -471,9 +463,11 @@ def configs(problem: Problem) -> Iterable[WarpSpecializedConfig]:
 def _early(problem: Problem) -> tuple[str, ...]:
     """What may be done early where reading b is all there is to do: of longer products, what the
     end of a launch takes is little."""
-    if problem.m > _SURELY_STREAMED or problem.batch > 1 or by_words(problem) == "b":
+    if problem.m > _SURELY_STREAMED or problem.batch > 1:
         return ()
-    return ("wait", "l2", "b") if problem.static_weights else ("wait", "l2")
+    if by_words(problem) == "b":
+        return ("wait",)
+    return ("b", "l2", "wait") if problem.static_weights else ("l2", "wait")
 
 
 def estimate_us(problem: Problem, config: WarpSpecializedConfig) -> float:
@@ -576,7 +570,9 @@ def _groups(problem: Problem, config: WarpSpecializedConfig) -> list[int]:
     """GROUP_M such that one wave's tiles span about as much of M as of N, and half of it; less
     where K is short, and where the output is written counts for more than what is read twice
     (8192×4096×512: 50.2 µs at 4, 52.5 at 16)."""
-    rows = -(-problem.m // config.BLOCK_M)
+    rows = _tile_rows(problem, config)
+    if config.tail_splits > 1 and problem.m % config.BLOCK_M:
+        return [config.GROUP_M]
     wave = min(tile_count(problem, config), problem.device.sm_count)
     width = config.BLOCK_N * (2 if problem.gated else 1)
     square = round(math.log2(math.sqrt(wave * width / config.BLOCK_M)))
@@ -650,26 +646,52 @@ def adapted(problem: Problem, config: WarpSpecializedConfig) -> WarpSpecializedC
     it would be waited for without end."""
     tail_splits = min(config.tail_splits, _room_for_splits(problem, config))
     splits = min(config.splits, _room_for_parts(problem, config))
-    early = "" if by_words(problem) == "b" else config.early
+    words = by_words(problem) == "b" and config.early in ("l2", "b")
+    early = "wait" if words else config.early
     return replace(config, tail_splits=tail_splits, splits=splits, early=early)
 
 
 def _room_for_splits(problem: Problem, config: WarpSpecializedConfig) -> int:
     """SMs for each tile of the last wave, one where a row's sums must not depend on M or tiles
     overlap."""
-    sms = problem.device.sm_count
-    tail = tile_count(problem, config) % sms
-    if not tail or problem.batch_invariant or _overlap(problem, config):
+    tail = tail_tiles(problem, config)
+    if not tail or problem.batch_invariant or not _alike(problem, config):
         return 1
-    return sms // tail
+    return max(1, problem.device.sm_count // tail)
 
 
-def _overlap(problem: Problem, config: WarpSpecializedConfig) -> bool:
-    """Whether elements are stored by two tiles, so that these must be summed alike."""
+def tail_tiles(problem: Problem, config: WarpSpecializedConfig) -> int:
+    """The tiles that ``tail_splits`` cuts, the first ones: those of an incomplete wave, and where
+    rows of tiles overlap as many more as complete a column of them."""
+    tail = tile_count(problem, config) % problem.device.sm_count
+    rows = _tile_rows(problem, config)
+    return -(-tail // rows) * rows if _overlaps(problem.m, config.BLOCK_M) else tail
+
+
+def _alike(problem: Problem, config: WarpSpecializedConfig) -> bool:
+    """Whether tiles that store the same elements are all cut or none: an element must not depend
+    on which of them comes last. The last row of tiles begins inside the one before, the last
+    column too; in one band of rows tiles are numbered column by column, and the first are cut."""
     if stored_by_pointers(problem):
+        return True
+    down = _overlaps(problem.m, config.BLOCK_M)
+    across = _overlaps(problem.n, config.BLOCK_N)
+    if not (down or across):
+        return True
+    rows = _tile_rows(problem, config)
+    if problem.batch > 1 or rows > config.GROUP_M:
         return False
-    sizes = ((problem.m, config.BLOCK_M), (problem.n, config.BLOCK_N))
-    return any(size > block and size % block for size, block in sizes)
+    uncut = tile_count(problem, config) - tail_tiles(problem, config)
+    return not across or uncut >= 2 * rows
+
+
+def _overlaps(size: int, block: int) -> bool:
+    """Whether tiles along a dimension overlap."""
+    return size > block and size % block != 0
+
+
+def _tile_rows(problem: Problem, config: WarpSpecializedConfig) -> int:
+    return -(-problem.m // config.BLOCK_M)
 
 
 def _rows_brought(problem: Problem, config: WarpSpecializedConfig) -> int:

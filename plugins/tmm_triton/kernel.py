@@ -61,9 +61,6 @@ class TritonKernel(Built[C]):
     shares: ClassVar[tuple[ModuleType, ...]] = (operands, epilogues)
     #: Takes gated epilogues.
     gates: ClassVar[bool] = False
-    #: Launched while the launch before may still run (programmatic dependent launch), by those
-    #: kernels that know how and on GPUs that can.
-    overlaps: bool = True
     #: Fraction of the tensor cores' peak that the main loop reaches where nothing else
     #: limits it; for estimates.
     reach: ClassVar[float] = 0.5

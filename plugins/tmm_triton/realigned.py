@@ -39,6 +39,7 @@ import triton.language as tl
 
 from tmm_core import Config, ConfigError, Kernel, Launcher, Operand, Problem, Traits
 from tmm_core.triton import pointer
+from tmm_triton.hopper_tiles import WarpSpecializedConfig
 from tmm_triton.kernel import Built, hopper_or_later
 from tmm_triton.operands import VECTOR, Build, words
 from tmm_triton.plugin import KERNELS, _load
@@ -208,7 +209,7 @@ class Realigned(Built[RealignedConfig]):
                 continue
             worth = kernel.configs(served)
             if not problem.b.aligned:
-                # A copy is not there to be brought early.
+                # A copy is not there to be brought early, and waited for it is always.
                 worth = (inner for inner in worth if not getattr(inner, "early", ""))
             for inner in itertools.islice(worth, _MOST_OF_ONE):
                 config = RealignedConfig(inner=kernel.name, config=inner)
@@ -241,13 +242,14 @@ class Realigned(Built[RealignedConfig]):
     def builds(self, problem: Problem, config: RealignedConfig) -> list[Build]:
         kernel = inner_kernels()[config.inner]
         assert isinstance(kernel, Built)  # one that cannot be imported has no config
-        return [copy_build(problem), *kernel.builds(realigned(problem), config.config)]
+        inner = _overlapping(config.config)
+        return [copy_build(problem), *kernel.builds(realigned(problem), inner)]
 
     def bind(self, problem: Problem, config: RealignedConfig) -> Launcher:
         served = realigned(problem)
         if config.config.unsaid(served):
             raise ConfigError(f"{config} reads b early, which is copied right before")
-        product = inner_kernels()[config.inner].bind(served, config.config)
+        product = inner_kernels()[config.inner].bind(served, _overlapping(config.config))
         copy = bind_copy(problem)
 
         def run(
@@ -262,6 +264,13 @@ class Realigned(Built[RealignedConfig]):
             return product(a, b, bias, residual, alpha, out)
 
         return run
+
+
+def _overlapping(config: Config) -> Config:
+    """What multiplies is launched while the copy ends, and waits for it by itself, if it can."""
+    if isinstance(config, WarpSpecializedConfig) and not config.early:
+        return replace(config, early="wait")
+    return config
 
 
 @dataclass(frozen=True)

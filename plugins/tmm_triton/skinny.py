@@ -147,9 +147,7 @@ class SkinnyConfig(TileConfig):
         BLOCK_K: Step along K of all warps together, at least 64 elements each.
         WARPS_N: Warps side by side along N; all others divide K.
         num_stages: 2, if the next step is loaded before this one is multiplied, else 1.
-        early: Empty, or whether the launch overlaps the one before: ``"wait"``, it waits before
-            it reads; ``"b"``, the first step of b is loaded before that, which is right only where
-            nobody is writing it (``static_weights``).
+        early: See :mod:`tmm_triton.early`; not ``"l2"``.
     """
 
     WARPS_N: int
@@ -302,7 +300,7 @@ class Skinny(TritonKernel[SkinnyConfig]):
         return roofline.EMPTY_US + roofline.RAMP_US + reading + _STEP_US * steps
 
     def builds(self, problem: Problem, config: SkinnyConfig) -> list[Build]:
-        overlaps = bool(config.early) and hopper_or_later(problem)
+        overlaps = config.early != "" and hopper_or_later(problem)
         constants = {
             "WARPS_K": config.warps_k,
             "AHEAD": config.num_stages == 2,

@@ -222,12 +222,8 @@ _ONE_PROGRAM_RATE = 30_000
 
 @dataclass(frozen=True, kw_only=True)
 class SplitKConfig(TileConfig):
-    """A tile, into how many ranges K is cut, and how the partial sums come together.
-
-    With ``early`` the launch overlaps the one before: ``"wait"``, it waits before it reads;
-    ``"b"``, the first step of b is loaded before that, which is right only where nobody is writing
-    it (``static_weights``).
-    """
+    """A tile, into how many ranges K is cut, how the partial sums come together, and whether it
+    begins early (:mod:`tmm_triton.early`; not ``"l2"``)."""
 
     SPLIT_K: int
     REDUCE: str
@@ -302,19 +298,14 @@ class SplitK(TritonKernel[SplitKConfig]):
                 alone = split > 1 and m * n <= _MOST_ALONE * 32 * w
                 if alone and not hopper_or_later(problem) and not problem.device.interpreted:
                     configs.append(replace(config, REDUCE="last"))
-        if problem.batch_invariant:
-            # Each number of parts is another arithmetic: for each M there should be all.
-            whole = [config for config in configs if config.SPLIT_K == 1]
-            cut = [config for config in configs if config.SPLIT_K > 1]
-            ranked = self.ranked(problem, whole, 8) + self.ranked(problem, cut, 12)
-        else:
-            ranked = self.ranked(problem, configs, 24)
+        ranked = self.ranked(problem, configs, 24)
         return with_early(ranked, ways(problem))
 
     def default_config(self, problem: Problem) -> SplitKConfig:
         return next(iter(self.configs(problem)), _WHOLE)
 
     def arithmetic(self, problem: Problem, config: SplitKConfig) -> str | None:
+        config = replace(config, early="")  # when it begins is no matter
         if config.SPLIT_K > 1 and config.REDUCE == "last":
             # It adds some of a tile's parts at a time, as many as its registers hold.
             return Kernel.arithmetic(self, problem, config)
@@ -353,7 +344,7 @@ class SplitK(TritonKernel[SplitKConfig]):
         threads = 32 * config.num_warps
         ahead = max(1, _MOST_ALONE * threads // (config.BLOCK_M * config.BLOCK_N))
         constants["AHEAD"] = min(ahead, triton.next_power_of_2(config.SPLIT_K))
-        overlaps = bool(config.early) and hopper_or_later(problem)
+        overlaps = config.early != "" and hopper_or_later(problem)
         constants["OVERLAPS"] = overlaps
         constants["EARLY"] = overlaps and config.early == "b"
         options = {"launch_pdl": True} if overlaps else {}

@@ -39,10 +39,10 @@ then no two blocks need the same part of an operand at one time: it took up to 2
 an H200. With ``splits``, for few tiles and a long K, every tile is so many tiles, each of its own
 part of K; their sums go to a workspace, and a second kernel adds them up and finishes.
 
-The launch overlaps the one before it (programmatic dependent launch), which otherwise costs a
-chain of decode products 2 to 3 µs each: a block sets up its barriers, waits for that launch to be
-complete, and then asks for its first k-steps. ``early`` asks for the weight's before the wait,
-where nobody can be writing it (``static_weights``), or has L2 prefetch them, where anybody may.
+With ``early`` the launch overlaps the one before it (programmatic dependent launch): a block sets
+up its barriers, waits for that launch to be complete, and then asks for its first k-steps; for the
+weight's before the wait, where nobody can be writing it (``static_weights``), or it has L2 prefetch
+them, where anybody may.
 
 A finished tile goes out strip by strip, through staging buffers and by TMA where that can
 write it, else by pointers. The residual comes in by the same buffers before, under the main
@@ -151,9 +151,8 @@ def _moved(row, column, sizes, C: gl.constexpr):
     """Where a tile begins. The last ones are moved inside, because TMA takes longer to fill in
     what lies outside than to load it. What they then share with the ones before is stored
     twice, the same bits, or by pointers once."""
-    if C.moves:
-        row = _inside(row, sizes[0], C.BLOCK_M, C.A_COL)
-        column = _inside(column, sizes[1], C.BLOCK_N, not (C.B_COL and C.POINTERS))
+    row = _inside(row, sizes[0], C.BLOCK_M, C.A_COL)
+    column = _inside(column, sizes[1], C.BLOCK_N, not (C.B_COL and C.POINTERS))
     return row, column
 
 
@@ -928,8 +927,7 @@ class WarpSpecialized(Built[WarpSpecializedConfig]):
     )
     config_type = WarpSpecializedConfig
     shares = (epilogues, hopper_tiles, operands, partials, words)
-    #: When a launch that overlaps the one before lets the next one begin: what
-    #: ``benchmarks/pdl_decode.py`` compares.
+    #: When a launch that begins early lets the next one begin; ``benchmarks/pdl_decode.py``.
     dependents = "first"
 
     def reasons_against(self, problem: Problem) -> list[str]:
@@ -1008,9 +1006,7 @@ class WarpSpecialized(Built[WarpSpecializedConfig]):
         """What :meth:`bind` compiles; also for a GPU that is not there."""
         problem = multiplied(problem, config)
         rows, width, batched = config.rows, config.BLOCK_N // config.subtiles, problem.batch > 1
-        specialized = Constants.of(
-            problem, config, self.version, self.dependents if config.early else ""
-        )
+        specialized = Constants.of(problem, config, self.version, self.dependents)
         types = {
             "a_desc": _descriptor_type(problem.a, specialized.A_ROWS, config.BLOCK_K, batched),
             "b_desc": _descriptor_type(problem.b, config.BLOCK_K, specialized.columns, batched),
@@ -1069,7 +1065,7 @@ class WarpSpecialized(Built[WarpSpecializedConfig]):
         constants |= {name: None for name in _kernel.arg_names if name not in types | constants}
         options = {
             "num_warps": config.num_warps,
-            "launch_pdl": bool(config.early),
+            "launch_pdl": specialized.overlaps,
             "evict_first": config.evict_first,
         }
         return Specialization(types, constants, divisible, options)
@@ -1129,7 +1125,7 @@ class WarpSpecialized(Built[WarpSpecializedConfig]):
         if config.tail_splits > 1:
             flags = Counters(blocks * of.constants["C"].a_boxes)
             known |= {"parts_ptr": "workspace", "flags_ptr": flags}
-            known |= {"TAIL": tiles % sms}
+            known |= {"TAIL": hopper_tiles.tail_tiles(problem, config)}
         if operand := of.constants["C"].WORDS:
             outer = -1 if getattr(problem, operand).layout == "col" else -2
             known |= {"words_ptr": operand, "words_stride": (operand, outer)}

@@ -200,7 +200,7 @@ def test_what_is_gone_leaves_the_record() -> None:
     )
     assert {c.kernel for c in record.candidates} == {"blas", "a", "new"}
     assert winner(record) == "a"
-    assert "a" not in timer.measured
+    assert "a" in timer.measured  # it was no finalist, and races in the place of the winner
 
 
 def test_a_decision_is_not_made_by_what_held_the_machine_up() -> None:

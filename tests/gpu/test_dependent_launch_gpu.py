@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import dataclasses
 from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import replace
@@ -238,8 +237,8 @@ def test_a_warm_launch_asks_for_it_in_a_graph() -> None:
     x, weight = random(16, SIZE), random(SIZE, SIZE, seed=1)
     for kernel, config in ways(16):
         for overlaps in (True, False):
-            asked = dataclasses.replace(config, early="wait" if overlaps else "")
-            call = bound(kernel, x, weight.t(), asked)
+            early = (config.early or "wait") if overlaps else ""
+            call = bound(kernel, x, weight.t(), replace(config, early=early))
             call(x, weight.t())
             try:
                 graph = torch.cuda.CUDAGraph(keep_graph=True)

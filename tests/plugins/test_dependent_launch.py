@@ -17,7 +17,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 pytest.importorskip("triton.experimental.gluon")
 
@@ -71,10 +70,10 @@ def test_only_few_rows_are_early() -> None:
     by_words = dataclasses.replace(SAID, b=Operand(BF16, "row", aligned=False))
     configs = list(WarpSpecialized().configs(by_words))
     assert configs
-    assert not [c for c in configs if c.early]
+    assert {c.early for c in configs} == {"", "wait"}
     # A config of another problem, of another M of the bucket or a neighbour.
     config = dataclasses.replace(configs[0], early="b")
-    assert adapted(by_words, config) == configs[0]
+    assert adapted(by_words, config) == dataclasses.replace(configs[0], early="wait")
     with pytest.raises(ValueError, match="by words"):
         Constants.of(by_words, config)
 
@@ -82,7 +81,7 @@ def test_only_few_rows_are_early() -> None:
 @pytest.mark.parametrize("kernel", [Skinny(), SplitK()], ids=lambda kernel: kernel.name)
 def test_what_is_not_loaded_ahead_cannot_be_early(kernel: Any) -> None:
     ahead = 2 if kernel.name == "triton.skinny" else 1
-    config = next(c for c in kernel.configs(SAID) if c.early)
+    config = next(c for c in kernel.configs(SAID) if c.early == "b")
     assert config.num_stages == ahead
     for wrong in ({"num_stages": 3 - ahead}, {"early": "l2"}, {"early": "a"}):
         with pytest.raises(ConfigError):
@@ -90,11 +89,16 @@ def test_what_is_not_loaded_ahead_cannot_be_early(kernel: Any) -> None:
 
 
 def test_variants_follow_the_first_that_can() -> None:
-    configs = list(SplitK().configs(DECODE))
+    configs = [c for c in SplitK().configs(DECODE) if not c.early]
     able = [c for c in configs if c.num_stages == 1]
     assert with_early(configs, ()) == configs
     assert with_early(configs, ("b",)) == [
-        configs[0], *(dataclasses.replace(c, early="b") for c in able[:2]), *configs[1:],
+        configs[0],
+        *(dataclasses.replace(c, early="b") for c in able[:2]),
+        *configs[1:],
+    ]
+    assert [c.early for c in with_early(configs, ("b", "wait"))][:6] == [
+        "", "b", "b", "wait", "wait", "",
     ]  # fmt: skip
 
 
@@ -294,19 +298,23 @@ def test_nothing_is_touched_before_the_wait() -> None:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-2000:]
     lines = [json.loads(line) for line in done.stdout.splitlines()]
-    assert {line["early"] for line in lines} == {"", "l2", "b"}
+    assert {line["early"] for line in lines} == {"", "wait", "l2", "b"}
     assert {line["kernel"] for line in lines} == {
         "_kernel", "skinny_kernel", "split_k_kernel", "reduce_kernel",
     }  # fmt: skip
     for line in lines:
         events = line["events"]
+        if line["early"] == "" and line["kernel"] != "reduce_kernel":
+            assert not line["pdl"], line
+            assert not [event for event in events if "griddep" in event], line
+            continue
         assert line["pdl"], line
         assert events.count("griddepcontrol.wait") == 1, line
         assert "griddepcontrol.launch_dependents" in events, line
         wait = events.index("griddepcontrol.wait")
         assert wait < events.index("griddepcontrol.launch_dependents"), line
         before, after = events[:wait], events[wait + 1 :]
-        if line["early"] == "" or line["kernel"] == "reduce_kernel":
+        if line["early"] == "wait" or line["kernel"] == "reduce_kernel":
             assert not before, line
         elif line["early"] == "l2":
             assert set(before) == {"cp.async.bulk.prefetch"}, line
@@ -322,13 +330,19 @@ def test_nothing_is_touched_before_the_wait() -> None:
 def test_h200_has_dependent_launch_and_others_not() -> None:
     ampere = dataclasses.replace(H200, capability=(8, 0), name="A100")
     for kernel in KERNELS[1:]:
-        for device, has in ((H200, True), (ampere, False)):
+        for early, device in itertools.product(("", "wait"), (H200, ampere)):
             asked: Problem = dataclasses.replace(DECODE, device=device)
-            for build in kernel.builds(asked, kernel.default_config(asked)):
-                overlaps = build.constants.get("OVERLAPS", build.constants.get("OVERLAP"))
-                assert overlaps is has
-                assert build.options.get("launch_pdl", False) is has
-    assert torch.bfloat16 is BF16
+            config = dataclasses.replace(kernel.default_config(asked), early=early)
+            build = kernel.builds(asked, config)[0]
+            has = early == "wait" and device is H200
+            assert build.constants["OVERLAPS"] is has
+            assert build.options.get("launch_pdl", False) is has
+    default = KERNELS[0].default_config(DECODE)
+    special = [
+        KERNELS[0].specialize(DECODE, dataclasses.replace(default, early=early))
+        for early in ("", "wait", "l2", "b")
+    ]
+    assert [of.options["launch_pdl"] for of in special] == [False, True, True, True]
 
 
 if __name__ == "__main__":

@@ -31,6 +31,7 @@ from tmm_core.dispatch.timing import (
     held_up,
     timer_for,
 )
+from tmm_core.dispatch.tuner import LONG_US, SETTLE
 from tmm_core.launch import warm
 from tmm_core.spec.precision import precision
 
@@ -49,9 +50,6 @@ LEAST_ROUNDS, MOST_ROUNDS = 11, 300
 PILOT_ROUNDS = 1
 #: Samples of the clock "alone", which is reported and decides nothing.
 ALONE_ROUNDS = 15
-#: µs from which on a product draws so much power that "steady" says something of its own, and up to
-#: which a small kernel between the calls of a chain is worth a column.
-LONG_US = 150.0
 #: Elements that the small kernel between the calls doubles: a norm's worth of work.
 BETWEEN = 8192
 
@@ -309,7 +307,9 @@ def _once(run: Run, on_gpu: bool) -> None:
 def _samples(
     runs: Sequence[Run], timer: GraphTimer | HostTimer, copies: int, seconds: float
 ) -> list[list[float]]:
-    timer.measure(runs, PILOT_ROUNDS, copies=copies)  # captures
+    first = timer.measure(runs, PILOT_ROUNDS, copies=copies)  # captures
+    if min(map(min, first)) >= LONG_US:
+        timer.measure(runs, SETTLE, copies=copies)
     started = time.monotonic()
     timer.measure(runs, PILOT_ROUNDS, copies=copies)
     per_round = (time.monotonic() - started) / PILOT_ROUNDS

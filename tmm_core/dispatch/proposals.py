@@ -90,7 +90,7 @@ class Proposals:
         self._expected: dict[Candidate, float | None] = {}
         self._handed: set[Candidate] = set()
         anchors: list[Candidate] = []
-        winner = before.best if before is not None else None
+        winner = _incumbent(before, kernels)
         baseline = next(kernel for kernel in kernels if kernel.name == BASELINE)
         longest = HOPELESS * (_expected_us(problem, baseline) or math.inf)
         for kernel in kernels:
@@ -207,6 +207,18 @@ class Proposals:
         return candidates
 
 
+def _incumbent(
+    before: TuningRecord | None, kernels: Sequence[Kernel[Any]]
+) -> CandidateResult | None:
+    """The winner on record, or the best after it whose kernel is still what it was."""
+    if before is None:
+        return None
+    present = {(kernel.name, kernel.version) for kernel in kernels}
+    timed = sorted((c for c in before.candidates if c.status == "ok"), key=_us)
+    able = [c for c in (before.best, *timed) if (c.kernel, c.version) in present]
+    return next((c for c in able if c.kernel != BASELINE), None)
+
+
 def _hinted(hints: Hints, kernels: Sequence[Kernel[Any]], problem: Problem) -> list[Candidate]:
     """The candidates that hints name, of these kernels."""
     by_name = {kernel.name: kernel for kernel in kernels}
@@ -234,7 +246,8 @@ def _expected_us(
 
 
 def decide(results: Sequence[CandidateResult], incumbent: CandidateResult | None = None) -> int:
-    """Index of the winner.
+    """Index of the winner, among those that were sampled to the end, with as many samples as any: a
+    first look at a cool GPU flatters by some percent what was not in the race.
 
     BLAS, unless the best beats it by :data:`MARGIN`; among those within :data:`TIE` of the
     best: deterministic before not, then least workspace, then the incumbent, then by name.
@@ -245,6 +258,8 @@ def decide(results: Sequence[CandidateResult], incumbent: CandidateResult | None
     timed = [(i, r) for i, r in enumerate(results) if r.status == "ok" and r.samples_us]
     if not timed:
         raise ValueError("no candidate was timed")
+    most = max(len(r.samples_us) for _, r in timed)
+    timed = [(i, r) for i, r in timed if len(r.samples_us) == most]
     best = min(_us(r) for _, r in timed)
     baseline = [(i, r) for i, r in timed if r.kernel == BASELINE]
     if baseline:

@@ -1,9 +1,10 @@
 """What compute-sanitizer says of staging buffers that a bulk copy reads, right and wrong.
 
-racecheck reports hazards in ``triton.warp_specialized``: its consumers' writes to the staging
-buffers beside the TMA store's reads. ``staging.cu`` is that protocol alone. Where the tool reports
-its correct form as it reports the one that lacks the barrier, it does not follow the protocol, and
-its report about the kernel says nothing. On a GPU of compute capability 9.0::
+``staging.cu`` is the protocol of ``triton.warp_specialized``'s staging buffers alone, right and
+with one thing left out. Where the tool says the same of both it does not follow bulk copies. That
+is so in CUDA 13.0 on an H100: of threads that read it reports every race, of bulk copies none, also
+where the copy is wrong. So a hazard that it reports in the kernel is between threads' own accesses,
+and no report does not say that a bulk copy is ordered. On a GPU of compute capability 9.0::
 
     python tests/gpu/racecheck/run.py --output FILE
 """

@@ -1,0 +1,132 @@
+"""Tiles that are cut along K where tiles overlap: what two of them store must be summed alike."""
+
+from __future__ import annotations
+
+import dataclasses
+import random
+from typing import Any
+
+import numpy as np
+import pytest
+
+pytest.importorskip("triton.experimental.gluon")
+
+from test_warp_specialized import BF16, H200, KERNEL, computed, problem
+from tmm_triton import hopper_tiles
+from tmm_triton.hopper_tiles import WarpSpecializedConfig
+
+from tmm_core import Operand, Problem
+
+WIDE = problem(300, 13824, 5120)
+
+
+def starts(asked: Problem, config: WarpSpecializedConfig) -> list[tuple[int, int]]:
+    """First row and column of every tile, by number: ``_tile`` and ``_moved`` in Python."""
+    rows, columns = -(-asked.m // config.BLOCK_M), -(-asked.n // config.BLOCK_N)
+
+    def moved(start: int, size: int, block: int, contiguous: bool) -> int:
+        latest = size - block
+        latest = -(-latest // 16) * 16 if contiguous else latest
+        return max(min(start, latest), 0)
+
+    found = []
+    for index in range(rows * columns):
+        first = index // (config.GROUP_M * columns) * config.GROUP_M
+        height = min(rows - first, config.GROUP_M)
+        within = index % (config.GROUP_M * columns)
+        row, column = first + within % height, within // height
+        found.append((
+            moved(row * config.BLOCK_M, asked.m, config.BLOCK_M, asked.a.layout == "col"),
+            moved(column * config.BLOCK_N, asked.n, config.BLOCK_N, True),
+        ))  # fmt: skip
+    return found
+
+
+def stored_unlike(asked: Problem, config: WarpSpecializedConfig) -> int:
+    """Elements that a cut tile and a whole one store."""
+    tail = hopper_tiles.tail_tiles(asked, config)
+    by_cut, by_whole = (np.zeros((asked.m, asked.n), bool) for _ in range(2))
+    for index, (row, column) in enumerate(starts(asked, config)):
+        into = by_cut if index < tail else by_whole
+        into[row : row + config.BLOCK_M, column : column + config.BLOCK_N] = True
+    assert (by_cut | by_whole).all()
+    return int((by_cut & by_whole).sum())
+
+
+def test_no_element_is_stored_by_a_cut_tile_and_a_whole_one() -> None:
+    draw = random.Random(0)
+    kept = refused = 0
+    for _ in range(400):
+        m, n = draw.randint(65, 700), 8 * draw.randint(100, 1200)
+        asked = problem(m, n, 4096, "t" + draw.choice("nt") if draw.random() < 0.3 else "nt")
+        if asked.a.layout == "col":
+            asked = dataclasses.replace(asked, m=-(-m // 8) * 8)
+        tile = draw.choice([t for t in hopper_tiles._TILES if t[0] == "pingpong" or t[1] < 3])
+        config = dataclasses.replace(
+            hopper_tiles._fitted(asked, tile)[0],
+            GROUP_M=draw.choice((1, 2, 4, 8, 16)), tail_splits=draw.choice((2, 3, 4)),
+        )  # fmt: skip
+        adapted = hopper_tiles.adapted(asked, config)
+        if adapted.tail_splits > 1:
+            kept += 1
+            assert stored_unlike(asked, adapted) == 0, (str(asked), str(adapted))
+            tail = hopper_tiles.tail_tiles(asked, adapted)
+            assert tail * adapted.tail_splits <= H200.sm_count
+            assert tail >= hopper_tiles.tile_count(asked, adapted) % H200.sm_count
+            # The others are no more waves than they were.
+            count = hopper_tiles.tile_count(asked, adapted)
+            assert -(-(count - tail) // H200.sm_count) <= count // H200.sm_count
+        else:
+            refused += 1
+    assert kept > 50
+    assert refused > 50
+
+
+def test_what_would_be_summed_unlike_is_not_cut() -> None:
+    config = next(c for c in KERNEL.configs(WIDE) if c.tail_splits > 1)
+    assert stored_unlike(WIDE, config) == 0
+    # A column of tiles is not numbered together: of five the last begins inside the fourth.
+    bands = dataclasses.replace(config, GROUP_M=4)
+    assert hopper_tiles.adapted(WIDE, bands).tail_splits == 1
+    assert stored_unlike(WIDE, bands) > 0
+    # One wave of tiles in part, all of them cut; but a last column of many that is cut in part.
+    for n, splits in ((1000, 4), (13816, 4)):
+        asked = problem(300, n, 5120)
+        adapted = hopper_tiles.adapted(asked, dataclasses.replace(config, tail_splits=splits))
+        assert adapted.tail_splits == 1 or stored_unlike(asked, adapted) == 0
+    assert hopper_tiles.adapted(dataclasses.replace(WIDE, batch=2), config).tail_splits == 1
+    fixed = dataclasses.replace(WIDE, batch_invariant=True)
+    assert hopper_tiles.adapted(fixed, config).tail_splits == 1
+
+
+def test_few_rows_by_wide_weights_have_cut_tiles() -> None:
+    """162, 324 or 270 tiles on 132 SMs: two or three waves whole, one and a quarter and so on cut.
+    cuBLAS takes 82 µs on an H200, whole tiles 92."""
+    for m in (150, 200, 300, 380):
+        cut = [c for c in KERNEL.configs(problem(m, 13824, 5120)) if c.tail_splits > 1]
+        assert len(cut) >= 1, m
+    first = next(iter(KERNEL.configs(WIDE)))
+    assert first.tail_splits > 1
+
+
+@pytest.mark.parametrize("early", ["", "b"])
+@pytest.mark.parametrize("layout", ["nn", "nt", "tn"])
+def test_overlapping_tiles_cut_in_the_model(layout: str, early: str) -> None:
+    ways: list[dict[str, Any]] = [{"consumers": 1}, {"consumers": 2, "pingpong": True}]
+    for seed, way in enumerate(ways * 3):
+        # 5 rows in tiles of 2, 14 columns in tiles of 4: the last ones begin inside others.
+        out, expected = computed(
+            seed, m=5, n=14, k=16, programs=8, splits=2, layout=layout, early=early, **way
+        )
+        np.testing.assert_allclose(out, expected)
+
+
+def test_by_pointers_every_element_is_stored_once() -> None:
+    asked = dataclasses.replace(WIDE, n=13823, out=Operand(BF16, aligned=False))
+    config = next(c for c in KERNEL.configs(WIDE) if c.tail_splits > 1)
+    assert hopper_tiles.adapted(asked, dataclasses.replace(config, GROUP_M=1)).tail_splits > 1
+
+
+if __name__ == "__main__":
+    for config in KERNEL.configs(WIDE):
+        print(round(KERNEL.estimate_us(WIDE, config), 1), config)
