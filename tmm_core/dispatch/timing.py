@@ -39,7 +39,7 @@ FLUSH_BYTES = 256 * 2**20
 
 #: How long a chain is replayed for the clock "steady", of which the second half counts. Clocks
 #: settle within 0.3 s (six kernels on an H100 rank alike in bursts of 15 ms and of 1 s).
-STEADY_US = 0.6e6
+STEADY_US = 0.4e6
 
 
 class Timer(Protocol):
