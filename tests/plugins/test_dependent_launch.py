@@ -17,14 +17,13 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 pytest.importorskip("triton.experimental.gluon")
 
 from hopper_block import DeadlockError, prefetched
 from test_warp_specialized import BF16, H200, SCHEDULES, computed, problem
 from tmm_triton import warp_specialized
-from tmm_triton.early import with_early
+from tmm_triton.early import FEW_ROWS, with_early
 from tmm_triton.hopper_tiles import Constants, adapted
 from tmm_triton.realigned import Realigned, RealignedConfig, realigned
 from tmm_triton.skinny import Skinny
@@ -36,6 +35,9 @@ from tmm_core import ConfigError, Operand, Problem
 KERNELS: list[Any] = [WarpSpecialized(), Skinny(), SplitK()]
 DECODE = problem(16, 4096, 4096)
 SAID = dataclasses.replace(DECODE, static_weights=True)
+#: What each kernel does early besides waiting, where b may be written until the wait.
+SAFE = {"triton.warp_specialized": ["wait", "l2"], "triton.skinny": ["wait"]}
+SAFE["triton.split_k"] = ["wait"]
 
 
 # Who proposes it.
@@ -47,17 +49,21 @@ def test_loading_early_is_proposed_to_who_gave_the_word(kernel: Any) -> None:
     configs = list(kernel.configs(SAID))
     early = [c for c in configs if c.early == "b"]
     assert 1 <= len(early) <= 2
-    # The best guess comes first as ever, and what is tried whatever the estimate says (FIRST) has
-    # one that goes by the word: else a record would never be complete.
+    # The best guess comes first as ever, and overlaps nothing; each way of overlapping follows.
     assert configs[0] == kernel.default_config(SAID) == kernel.default_config(DECODE)
-    assert any(c.assumes for c in configs[:3])
+    for asked, ways in ((SAID, [*SAFE[kernel.name], "b"]), (DECODE, SAFE[kernel.name])):
+        proposed = [c.early for c in kernel.configs(asked)]
+        assert proposed[: 1 + len(ways)] == ["", *ways]
+        assert set(proposed) == {"", *ways}
     for config in early:
         assert config.assumes == ("static_weights",)
         assert (config.unsaid(DECODE), config.unsaid(SAID)) == (["static_weights"], [])
         plain = dataclasses.replace(config, early="")
         assert plain in configs
         assert (plain.assumes, plain.unsaid(DECODE)) == ((), [])
-        assert kernel.arithmetic(SAID, plain) == kernel.arithmetic(SAID, config)
+        # The name of what no other config sums alike has the whole config in it.
+        bits = str(kernel.arithmetic(SAID, config))
+        assert kernel.arithmetic(SAID, plain) == bits.replace(" early=b)", " early=)")
         assert type(config).from_json(config.to_json()) == config
         # What was on record before there was such a field.
         assert type(plain).from_json(
@@ -65,9 +71,24 @@ def test_loading_early_is_proposed_to_who_gave_the_word(kernel: Any) -> None:
         ) == plain  # fmt: skip
 
 
-def test_only_few_rows_are_early() -> None:
-    many = dataclasses.replace(SAID, m=4096)
-    assert not [c for c in WarpSpecialized().configs(many) if c.early]
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_only_few_rows_of_one_matrix_are_early(kernel: Any) -> None:
+    few: dict[str, Any] = {"m": FEW_ROWS}
+    for fields, early in ((few, True), ({"m": FEW_ROWS + 1}, False), ({"batch": 2}, False)):
+        configs = list(kernel.configs(dataclasses.replace(DECODE, **fields)))
+        assert configs
+        assert any(c.early for c in configs) is early, fields
+
+
+@pytest.mark.parametrize("kernel", KERNELS[1:], ids=lambda kernel: kernel.name)
+def test_nothing_overlaps_where_the_gpu_cannot(kernel: Any) -> None:
+    ampere = dataclasses.replace(H200, capability=(8, 0), name="A100")
+    configs = list(kernel.configs(dataclasses.replace(SAID, device=ampere)))
+    assert configs
+    assert not [c for c in configs if c.early]
+
+
+def test_words_of_b_are_not_early() -> None:
     by_words = dataclasses.replace(SAID, b=Operand(BF16, "row", aligned=False))
     configs = list(WarpSpecialized().configs(by_words))
     assert configs
@@ -82,20 +103,28 @@ def test_only_few_rows_are_early() -> None:
 @pytest.mark.parametrize("kernel", [Skinny(), SplitK()], ids=lambda kernel: kernel.name)
 def test_what_is_not_loaded_ahead_cannot_be_early(kernel: Any) -> None:
     ahead = 2 if kernel.name == "triton.skinny" else 1
-    config = next(c for c in kernel.configs(SAID) if c.early)
+    config = next(c for c in kernel.configs(SAID) if c.early == "b")
     assert config.num_stages == ahead
+    # Waiting asks for nothing.
+    dataclasses.replace(config, num_stages=3 - ahead, early="wait")
     for wrong in ({"num_stages": 3 - ahead}, {"early": "l2"}, {"early": "a"}):
         with pytest.raises(ConfigError):
             type(config).from_json({**config.to_json(), **wrong})
 
 
 def test_variants_follow_the_first_that_can() -> None:
-    configs = list(SplitK().configs(DECODE))
+    plain = [c for c in SplitK().configs(DECODE) if not c.early]
+    configs = sorted(plain, key=lambda c: c.num_stages == 1)
     able = [c for c in configs if c.num_stages == 1]
+    assert configs[0] not in able
+    assert len(able) > 2
     assert with_early(configs, ()) == configs
-    assert with_early(configs, ("b",)) == [
-        configs[0], *(dataclasses.replace(c, early="b") for c in able[:2]), *configs[1:],
-    ]  # fmt: skip
+    for ways, those in ((("wait",), configs[:2]), (("b",), able[:2])):
+        assert with_early(configs, ways) == [
+            configs[0],
+            *(dataclasses.replace(c, early=early) for c in those for early in ways),
+            *configs[1:],
+        ]
 
 
 def test_a_copy_of_the_weight_is_not_at_rest() -> None:
@@ -184,7 +213,7 @@ def test_the_model_sees_what_comes_too_early(line: str, instead: str, tmp_path: 
     sys.modules["early_mutant"] = module
     spec.loader.exec_module(module)
     wrong = 0
-    for seed, early in itertools.product(range(6), ("", "b")):
+    for seed, early in itertools.product(range(6), ("wait", "b")):
         try:
             out, expected = computed(seed, early=early, module=module)
         except (DeadlockError, AssertionError):
@@ -294,19 +323,24 @@ def test_nothing_is_touched_before_the_wait() -> None:
         done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
     assert done.returncode == 0, done.stderr[-2000:]
     lines = [json.loads(line) for line in done.stdout.splitlines()]
-    assert {line["early"] for line in lines} == {"", "l2", "b"}
+    assert {line["early"] for line in lines} == {"", "wait", "l2", "b"}
     assert {line["kernel"] for line in lines} == {
         "_kernel", "skinny_kernel", "split_k_kernel", "reduce_kernel",
     }  # fmt: skip
     for line in lines:
         events = line["events"]
+        if line["early"] == "" and line["kernel"] != "reduce_kernel":
+            assert not line["pdl"], line
+            assert not [e for e in events if "griddepcontrol" in e], line
+            assert [e for e in events if "bulk.tensor" in e or e.startswith(("ld.", "cp."))], line
+            continue
         assert line["pdl"], line
         assert events.count("griddepcontrol.wait") == 1, line
         assert "griddepcontrol.launch_dependents" in events, line
         wait = events.index("griddepcontrol.wait")
         assert wait < events.index("griddepcontrol.launch_dependents"), line
         before, after = events[:wait], events[wait + 1 :]
-        if line["early"] == "" or line["kernel"] == "reduce_kernel":
+        if line["early"] == "wait" or line["kernel"] == "reduce_kernel":
             assert not before, line
         elif line["early"] == "l2":
             assert set(before) == {"cp.async.bulk.prefetch"}, line
@@ -319,16 +353,35 @@ def test_nothing_is_touched_before_the_wait() -> None:
         assert [e for e in after if "bulk.tensor" in e or e.startswith(("ld.", "cp."))], line
 
 
-def test_h200_has_dependent_launch_and_others_not() -> None:
+@pytest.mark.parametrize("early", ["", "wait", "b"])
+@pytest.mark.parametrize("kernel", KERNELS[1:], ids=lambda kernel: kernel.name)
+def test_dependent_launch_where_the_config_says_and_the_gpu_can(kernel: Any, early: str) -> None:
+    """Also with a config that comes from another GPU's record."""
+    config = next(c for c in kernel.configs(SAID) if c.early == early)
     ampere = dataclasses.replace(H200, capability=(8, 0), name="A100")
-    for kernel in KERNELS[1:]:
-        for device, has in ((H200, True), (ampere, False)):
-            asked: Problem = dataclasses.replace(DECODE, device=device)
-            for build in kernel.builds(asked, kernel.default_config(asked)):
-                overlaps = build.constants.get("OVERLAPS", build.constants.get("OVERLAP"))
-                assert overlaps is has
-                assert build.options.get("launch_pdl", False) is has
-    assert torch.bfloat16 is BF16
+    for device, able in ((H200, True), (ampere, False)):
+        asked: Problem = dataclasses.replace(SAID, device=device)
+        first, *reducing = kernel.builds(asked, config)
+        overlaps = able and early != ""
+        assert first.constants["OVERLAPS"] is overlaps
+        assert first.constants["EARLY"] is (able and early == "b")
+        assert first.options.get("launch_pdl", False) is overlaps
+        # The one before it is its own kernel's first, whatever comes before that.
+        for second in reducing:
+            assert second.constants["OVERLAP"] is able
+            assert second.options.get("launch_pdl", False) is able
+
+
+@pytest.mark.parametrize("early", ["", "wait", "l2", "b"])
+def test_the_hopper_kernel_overlaps_where_the_config_says(early: str) -> None:
+    kernel = WarpSpecialized()
+    config = next(c for c in kernel.configs(SAID) if c.early == early)
+    of = kernel.specialize(SAID, config)
+    constants = of.constants["C"]
+    assert of.options["launch_pdl"] is constants.overlaps is (early != "")
+    # All stages are asked for before the roles part where b's part of them comes early.
+    primes_all = config.num_stages == constants.PRIMED
+    assert (constants.EARLY, primes_all) == (early, early in ("l2", "b"))
 
 
 if __name__ == "__main__":
