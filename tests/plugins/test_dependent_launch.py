@@ -283,6 +283,19 @@ _CASES = {
 }
 
 
+def _worth_compiling(kernel: Any, asked: Problem) -> list[Any]:
+    """One config of each structure of a program, waiting, and the first of every other way."""
+    found: dict[tuple[Any, ...], Any] = {}
+    for config in kernel.configs(asked):
+        cuts = [getattr(config, cut, 1) > 1 for cut in ("tail_splits", "splits", "SPLIT_K")]
+        ways = [getattr(config, way, None) for way in ("schedule", "REDUCE")]
+        ahead = kernel.name != "triton.warp_specialized" and config.num_stages == 1
+        found.setdefault((*cuts, *ways, ahead), dataclasses.replace(config, early="wait"))
+        if config.early != "wait":
+            found.setdefault((config.early,), config)
+    return list(found.values())
+
+
 def compile_all() -> None:
     from triton.backends.compiler import GPUTarget
 
@@ -292,15 +305,7 @@ def compile_all() -> None:
         for kernel in KERNELS:
             if [r for r in kernel.reasons_against(asked) if "driver" not in r]:
                 continue
-            ways: dict[tuple[Any, ...], Any] = {}
-            for config in kernel.configs(asked):
-                fields = config.to_json()
-                known = ("early", "tail_splits", "splits", "num_stages", "schedule", "REDUCE")
-                way = {field: fields.get(field) for field in known}
-                if kernel.name != "triton.warp_specialized":
-                    way["SPLIT_K"] = fields.get("SPLIT_K", 1) > 1
-                ways.setdefault(tuple(way.values()), config)
-            for config in ways.values():
+            for config in _worth_compiling(kernel, asked):
                 if isinstance(kernel, WarpSpecialized):
                     of = kernel.specialize(asked, config)
                     src = source(warp_specialized._kernel, of.types, of.constants, of.divisible)
