@@ -41,9 +41,18 @@ def test_what_a_page_shows_works(page: str, tmp_path: Path) -> None:
     for text in files:
         (tmp_path / text.split()[1]).write_text(text, encoding="utf-8")
     (tmp_path / "examples").symlink_to(ROOT / "examples")
+    # torch's script may be installed in another environment than this one, or nowhere on PATH.
+    scripts = tmp_path / "bin"
+    scripts.mkdir()
+    torchrun = scripts / "torchrun"
+    torchrun.write_text(
+        f'#!/bin/sh\nexec "{sys.executable}" -m torch.distributed.run "$@"\n', encoding="utf-8"
+    )
+    torchrun.chmod(0o755)
+    path = [str(scripts), str(Path(sys.executable).parent), os.environ["PATH"]]
     environ = {
         **os.environ,
-        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+        "PATH": os.pathsep.join(path),
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1",
         "TRITON_INTERPRET": "0",

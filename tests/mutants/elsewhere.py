@@ -7,6 +7,7 @@ from mutant import Mutant
 RECORDS = "tests/core/test_record_key.py"
 SETTINGS = "tests/core/test_settings.py"
 HOPPER = "tests/plugins/test_warp_specialized.py"
+EARLY = "tests/plugins/test_dependent_launch.py"
 
 SPEC = [
     Mutant("chain-linear", "epilogue.py", "linear=all(stage.linear for stage in stages)",
@@ -39,8 +40,10 @@ SPEC = [
            "records of different problems collide", (RECORDS,)),
     Mutant("record-read-scale", "problem.py", 'scale_b=_kind_of(doc.get("scale_b")),',
            'scale_b=_kind_of(doc.get("scale_a")),', "a record is read as another problem's", (RECORDS,)),
-    Mutant("settings-budget", "settings.py", "key = tuple(getattr(changed, name) for name in known)",
-           'key = tuple(getattr(changed, name) for name in known if name != "tune_budget")',
+    Mutant("settings-budget", "settings.py",
+           "key = tuple(getattr(settings, field.name) for field in dataclasses.fields(Settings))",
+           "key = tuple(getattr(settings, field.name) for field in dataclasses.fields(Settings) "
+           'if field.name != "tune_budget")',
            "another budget is ignored", (SETTINGS,)),
     Mutant("settings-disable", "settings.py", 'changes["disable"] = base.disable | frozenset(disable)',
            'changes["disable"] = frozenset(disable)', "a nested block enables kernels", (SETTINGS,)),
@@ -58,6 +61,10 @@ SPEC = [
 
 _GRADIENT = ("tests/core/test_autograd.py::test_a_bias_in_fp32_is_summed_for_in_fp32",)
 _HOPPER_BATCHES = (f"{HOPPER}::test_batches",)
+_PROPOSED = (f"{EARLY}::test_loading_early_is_proposed_to_who_gave_the_word",)
+_BUILT = (f"{EARLY}::test_dependent_launch_where_the_config_says_and_the_gpu_can",)
+#: A config that loads b early no longer relies on the caller's word.
+_WORD = 'return ("static_weights",) if self.early == "b" else ()', "return ()"
 
 ELSEWHERE = [
     Mutant("bias-gradient", "autograd.py",
@@ -85,7 +92,7 @@ ELSEWHERE = [
            "                write_environment(path.parent, environment)\n",
            "a crash leaves a record of nobody knows what",
            ("tests/cache/test_cache_faults.py::test_a_record_never_lies_without_its_environment",)),
-    Mutant("given-up-continues", "distributed/tuning.py",
+    Mutant("given-up-continues", "tools/ranks.py",
            "            if board.has(verdict):  # this rank has been given up\n                break\n", "",
            "a rank measures what others have taken over",
            ("tests/core/test_distributed.py::test_a_rank_that_hangs_is_given_up_and_adopts_later",)),
@@ -113,10 +120,24 @@ ELSEWHERE = [
            "own_columns = (columns >= corner[1]) & (columns < N)", "own_columns = columns >= corner[1]",
            "the next rows are overwritten", (f"{HOPPER}::test_layouts_and_epilogues",)),
     Mutant("hopper-arithmetic", "warp_specialized.py",
-           'return ("k32", config.BLOCK_K) if problem.fp8 else "k16"', 'return "k32" if problem.fp8 else "k16"',
+           'return f"sm90-k32/promoted{config.BLOCK_K}" if', 'return "sm90-k32/promoted" if',
            "a row's bits depend on M", (f"{HOPPER}::test_which_configs_sum_a_row_alike",)),
     Mutant("hopper-arithmetic-splits", "warp_specialized.py",
-           "if config.tail_splits > 1 or config.splits > 1:\n            return None",
-           "if config.tail_splits > 1:\n            return None", "a row's bits depend on M",
+           "if hopper_tiles.adapted(problem, config).splits != config.splits:", "if False:",
+           "a row's bits depend on M",
            (f"{HOPPER}::test_which_configs_sum_a_row_alike",)),
+    Mutant("hopper-arithmetic-tail", "warp_specialized.py",
+           "        if config.tail_splits > 1:\n            return None", "        if False:\n            return None",
+           "a row's bits depend on M", (f"{HOPPER}::test_which_configs_sum_a_row_alike",)),
+    Mutant("hopper-overlaps-always", "warp_specialized.py", '"launch_pdl": bool(config.early),',
+           '"launch_pdl": True,', "the launch begins before the one before has ended, and never waits",
+           (f"{EARLY}::test_the_hopper_kernel_overlaps_where_the_config_says",)),
+    Mutant("hopper-word", "hopper_tiles.py", *_WORD, "an old weight is read", _PROPOSED),
+    Mutant("skinny-word", "skinny.py", *_WORD, "an old weight is read", _PROPOSED),
+    Mutant("split-k-word", "split_k.py", *_WORD, "an old weight is read", _PROPOSED),
+    Mutant("skinny-wait-is-early", "skinny.py", '"EARLY": overlaps and config.early == "b",',
+           '"EARLY": overlaps,', "a weight is read before the wait without the word", _BUILT),
+    Mutant("split-k-wait-is-early", "split_k.py",
+           'constants["EARLY"] = overlaps and config.early == "b"', 'constants["EARLY"] = overlaps',
+           "a weight is read before the wait without the word", _BUILT),
 ]  # fmt: skip

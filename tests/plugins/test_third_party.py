@@ -14,6 +14,7 @@ import venv
 from pathlib import Path
 
 import pytest
+import torch
 
 ROOT = Path(__file__).parents[2]
 EXAMPLE = ROOT / "examples" / "tmm-example-plugin"
@@ -119,10 +120,13 @@ def environment(folder: Path) -> Path:
     venv.create(folder, symlinks=os.name != "nt")
     borrowed = folder / "borrowed"
     borrowed.mkdir()
-    for library in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}:
-        for entry in Path(library).iterdir():
+    libraries = [Path(sysconfig.get_path(name)) for name in ("purelib", "platlib")]
+    # This environment may itself borrow torch from another one.
+    libraries.append(Path(torch.__file__).parents[1])
+    for library in dict.fromkeys(libraries):
+        for entry in library.iterdir():
             ours = entry.name.startswith(("tmm", "_editable_impl_tmm"))
-            if not ours and entry.suffix != ".pth":
+            if not ours and entry.suffix != ".pth" and not (borrowed / entry.name).exists():
                 (borrowed / entry.name).symlink_to(entry)
     python = folder / "bin" / "python"
     script = "import sysconfig; print(sysconfig.get_path('purelib'))"

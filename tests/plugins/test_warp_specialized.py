@@ -319,7 +319,7 @@ def computed(
     parts: int = 1,
     brought: int = 2,
     words: str | None = None,
-    early: str = "",
+    early: str | None = None,
     module: types.ModuleType = warp_specialized,
 ) -> tuple[np.ndarray, np.ndarray]:
     """The output of all blocks and what it should be, in tiles of 2 rows a consumer by
@@ -327,9 +327,11 @@ def computed(
     ``pointers``: stored by them. ``batch``: three products; of its letters' operands (a, b,
     r) all three share one. ``scales``: operands of 8 bits, and the kind of their scales.
     ``splits``: of the last wave's tiles, ``parts``: of every tile, here added up. ``words``: the
-    operand that is loaded word by word. ``early``: as in a config; of three seeds two begin before
-    the launch before has ended."""
+    operand that is loaded word by word. ``early``: as in a config; unless it is given, two seeds of
+    three begin before the launch before has ended."""
     rows, depth = 2, 2
+    if early is None:
+        early = "wait" if seed % 3 < 2 and words != "b" else ""
     constants = Constants(
         BLOCK_M=rows if pingpong else rows * consumers, BLOCK_N=columns, BLOCK_K=depth,
         STAGES=stages, CONSUMERS=consumers, WARPS=4, ROWS=rows, SUBTILES=subtiles,
@@ -338,7 +340,7 @@ def computed(
         SCALE_A=scales, SCALE_B=scales, IN_BYTES=1 if scales else 2, BATCHED=bool(batch),
         FETCH=fetch, OUT_BYTES=2, TAIL_SPLITS=splits, A_ROWS=brought, PRIMED=1 + seed % stages,
         SPLITS=parts, EVICT_FIRST=False, WORDS=words, EARLY=early,
-        DEPENDENTS=("first", "last", "")[seed % 3],
+        DEPENDENTS=("first", "last")[seed % 2] if early else "",
     )  # fmt: skip
     random = np.random.default_rng(seed)
     width = 2 * n if gated else n
