@@ -113,8 +113,11 @@ def test_a_record_from_elsewhere_is_verified(tmp_path: Path) -> None:
     d = dispatcher(kernel, CacheStore(tmp_path / "own", [layer]))
     assert name(d, problem(), settings()) == "fast"
     assert kernel.launches == 3
+    again = Counting()  # the stamp of the first
+    assert name(dispatcher(again, CacheStore(tmp_path / "own", [layer])), problem()) == "fast"
+    assert again.launches == 1
     wrong = Counting(wrong=True)
-    d = dispatcher(wrong, CacheStore(tmp_path / "own", [layer]))
+    d = dispatcher(wrong, CacheStore(tmp_path / "another", [layer]))
     with pytest.warns(TmmWarning, match="wrong at its first use"):
         assert name(d, problem(), settings()) == "blas"
 
@@ -203,9 +206,12 @@ def test_batch_invariant_mode_is_no_way_around(tmp_path: Path) -> None:
     blas = FakeBlas(estimate=100.0, traits=Traits(batch_invariant=True))
     registry.register(plugin(blas, wrong), "fakes")
     d = Dispatcher(registry, Tuner(FakeTimer(FAST)), CacheStore(tmp_path, []))
-    with pytest.warns(TmmWarning, match="wrong at its first use"):
+    with pytest.warns(TmmWarning) as said:
         choice, _ = d.bound(problem(batch_invariant=True), GUESS)
     assert choice.candidate.kernel.name == "blas"
+    first, then = (str(warning.message) for warning in said)
+    assert "fast was wrong at its first use" in first
+    assert "its rows differ" in then
 
 
 def test_a_stamp_is_for_one_kernel_config_bucket_and_version() -> None:

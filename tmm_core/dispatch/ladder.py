@@ -302,7 +302,7 @@ class Dispatcher:
         another process is tuning the same problem, waits for its record.
         """
         problem = replace(
-            _bare(problem), static_weights=settings.static_weights and problem.batch == 1
+            problem, static_weights=settings.static_weights and problem.batch == 1
         )
         with self._lock:
             record = None
