@@ -334,6 +334,28 @@ def test_explain_names_every_candidate_and_rejection(tmp_path: Path) -> None:
     assert "exceeds" in text
 
 
+def test_explain_tells_the_clock_and_every_m_of_a_record(tmp_path: Path) -> None:
+    times = {"blas": 20.0, "fast": 10.0, ("fast", 1, 33): 7.25, ("fast", 1, 49): 8.5}
+    kernels = FakeBlas(), FakeKernel("fast"), FakeKernel("slow")
+    d, _ = dispatcher(*kernels, times=times, root=tmp_path)
+    d.choose(problem(m=40), settings())
+    explained = explain_problem(d, problem(m=40), settings(on_cache_miss="heuristic"))
+    assert explained.record is not None
+    lines = [line.split() for line in str(explained).splitlines()]
+    assert ["clock", "in", "use,", "at", "M=33,", "49,", "64"] in lines
+    assert ["measured", "at", "M=64,", "whose", "bucket", "M=40", "is", "in"] in lines
+    (heading,) = (line for line in lines if line[:2] == ["kernel", "config"])
+    assert heading == "kernel config µs at M=64 vs blas at M=33 at M=49 error".split()
+    rows = {line[0]: line[1:] for line in lines}
+    assert rows["fast"][:5] == ["tile=1", "10.0", "2.00×", "7.2", "8.5"]
+    assert rows["blas"][:5] == ["tile=1", "20.0", "1.00×", "20.0", "20.0"]
+    # Lost at the edge: never timed inside.
+    assert rows["slow"][:3] == ["tile=1", "100.0", "0.20×"]
+    document = explained.to_json()["record"]
+    assert document["clock"] == "in use"
+    assert {"33": 7.25, "49": 8.5} in [c.get("inside_us") for c in document["candidates"]]
+
+
 def test_bucket_edges_are_edges_of_their_own_bucket() -> None:
     edges = sorted({bucket_edge(m) for m in range(1, 10000)})
     assert all(bucket_edge(edge) == edge for edge in edges)

@@ -146,16 +146,8 @@ class Proposals:
         )
 
     def _best_of_each(self, ranked: list[Candidate]) -> list[Candidate]:
-        """Of each kernel, in batch-invariant mode of each arithmetic."""
-        return list({self._group(c): c for c in reversed(ranked)}.values())[::-1]
-
-    def _group(self, candidate: Candidate) -> object:
-        if not self._problem.batch_invariant:
-            return candidate.kernel
-        try:
-            return candidate.kernel.arithmetic(self._problem, candidate.config)
-        except Exception:  # costs the candidate its place among the first
-            return None
+        """The best of each :func:`group`."""
+        return list({group(self._problem, c): c for c in reversed(ranked)}.values())[::-1]
 
     def _guessed(self, candidate: Candidate) -> bool:
         """Whether nothing better than an attempt tells what this kernel takes."""
@@ -205,6 +197,18 @@ class Proposals:
     def _hand(self, candidates: list[Candidate]) -> list[Candidate]:
         self._handed.update(candidates)
         return candidates
+
+
+def group(problem: Problem, candidate: Candidate) -> object:
+    """Those of which the best is worth knowing even where it is slow: of one kernel, in
+    batch-invariant mode of one arithmetic, which all M of a weight may be summed by."""
+    if not problem.batch_invariant:
+        return candidate.kernel
+    try:
+        name = candidate.kernel.arithmetic(problem, candidate.config)
+    except Exception:  # costs the candidate its place among the first
+        return None
+    return name if isinstance(name, str) else None
 
 
 def _hinted(hints: Hints, kernels: Sequence[Kernel[Any]], problem: Problem) -> list[Candidate]:

@@ -36,7 +36,11 @@ class Trust:
             return True
         if problem.device.interpreted:  # takes seconds, and is for whoever writes a kernel
             return True
-        if choice.origin == "cache" and self._stamps.is_own(choice.evidence or problem):
+        # Batch-invariant mode has records of its own, and plain ones where no kernel is.
+        evidence = replace(
+            _bare(choice.evidence or problem), batch_invariant=choice.arithmetic is not None
+        )
+        if choice.origin == "cache" and self._stamps.is_own(evidence):
             return True
         return self.is_verified(problem, candidate)
 
@@ -89,8 +93,8 @@ class _Stamps:
 
     def is_own(self, evidence: Problem) -> bool:
         """Whether the record about that problem is of the user's own tuning."""
-        device, document = evidence.device, _bare(evidence).to_json()
-        located = self._store.locate(device.gpu, device.environment, document)
+        device = evidence.device
+        located = self._store.locate(device.gpu, device.environment, evidence.to_json())
         return located is not None and located.trusted
 
 
