@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -41,9 +42,16 @@ def test_what_a_page_shows_works(page: str, tmp_path: Path) -> None:
     for text in files:
         (tmp_path / text.split()[1]).write_text(text, encoding="utf-8")
     (tmp_path / "examples").symlink_to(ROOT / "examples")
+    search = os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]])
+    if shutil.which("torchrun", path=search) is None:  # torch is of the interpreter below
+        torchrun = tmp_path / "bin" / "torchrun"
+        torchrun.parent.mkdir()
+        torchrun.write_text(f'#!/bin/sh\nexec {sys.executable} -m torch.distributed.run "$@"\n')
+        torchrun.chmod(0o755)
+        search = os.pathsep.join([search, str(torchrun.parent)])
     environ = {
         **os.environ,
-        "PATH": os.pathsep.join([str(Path(sys.executable).parent), os.environ["PATH"]]),
+        "PATH": search,
         "GLOO_SOCKET_IFNAME": "lo",
         "OMP_NUM_THREADS": "1",
         "TRITON_INTERPRET": "0",

@@ -18,6 +18,7 @@ from tmm_core.launch.plan import Choice
 from tmm_core.spec.bucket import bucketed
 from tmm_core.spec.kernel import BASELINE, Candidate, Launcher
 from tmm_core.spec.problem import Problem
+from tmm_core.version import __version__
 
 if TYPE_CHECKING:
     from tmm_core.dispatch.verifier import Verdict
@@ -100,8 +101,6 @@ class _Stamps:
 
 def _key(problem: Problem, candidate: Candidate) -> str:
     """What a stamp is for: the kernel as it is now, its config and the bucket's problem."""
-    from tmm_core import __version__
-
     kernel = candidate.kernel
     return digest(
         {
