@@ -9,7 +9,6 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
-import sysconfig
 import venv
 from pathlib import Path
 
@@ -119,11 +118,13 @@ def environment(folder: Path) -> Path:
     venv.create(folder, symlinks=os.name != "nt")
     borrowed = folder / "borrowed"
     borrowed.mkdir()
-    for library in {sysconfig.get_path("purelib"), sysconfig.get_path("platlib")}:
-        for entry in Path(library).iterdir():
-            ours = entry.name.startswith(("tmm", "_editable_impl_tmm"))
-            if not ours and entry.suffix != ".pth":
-                (borrowed / entry.name).symlink_to(entry)
+    # Several where this environment borrows, too; the first of a name is what it imports.
+    libraries = [Path(p) for p in sys.path if Path(p).name in ("site-packages", "dist-packages")]
+    for entry in (entry for library in libraries for entry in library.iterdir()):
+        ours = entry.name.startswith(("tmm", "_editable_impl_tmm"))
+        link = borrowed / entry.name
+        if not ours and entry.suffix != ".pth" and not link.is_symlink():
+            link.symlink_to(entry)
     python = folder / "bin" / "python"
     script = "import sysconfig; print(sysconfig.get_path('purelib'))"
     site = run(python, "-c", script, cwd=folder).strip()
