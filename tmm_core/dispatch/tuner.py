@@ -34,7 +34,7 @@ from tmm_core.dispatch.compilers import (
 )
 from tmm_core.dispatch.compilers import default as default_compilers
 from tmm_core.dispatch.progress import Progress
-from tmm_core.dispatch.proposals import NO_HINTS, Hints, Proposals, decide, group
+from tmm_core.dispatch.proposals import MARGIN, NO_HINTS, Hints, Proposals, decide, group
 from tmm_core.dispatch.timing import Timer, held_up, median, timer_for
 from tmm_core.dispatch.unmeasured import unmeasured
 from tmm_core.dispatch.verifier import Verifier
@@ -207,10 +207,13 @@ class _Tuning:
             why = next((t.reason for t in self.trials if t.is_baseline), None)
             raise RuntimeError(f"no candidate runs; {BASELINE}: {why}")
         finalists = self._race(racing)
-        for trial in dict.fromkeys([*finalists, *_reserves(self._problem, racing)]):
+        reserves = _reserves(self._problem, racing)
+        for trial in dict.fromkeys([*finalists, *reserves]):
             trial.status = "ok"
             self._verify(trial, self._verifier, _repeats(trial.time))
-        self._inside([trial for trial in finalists if trial.status == "ok"])
+        # What has not been timed inside answers at the edge only.
+        answering = dict.fromkeys([*finalists, *_ahead(self._problem, reserves)])
+        self._inside([trial for trial in answering if trial.status == "ok"])
 
     def result(self, trial: _Trial) -> CandidateResult:
         """What a trial found out, as the record keeps it."""
@@ -451,6 +454,15 @@ def _reserves(problem: Problem, racing: Sequence[_Trial]) -> list[_Trial]:
         best.setdefault((group(problem, candidate), bool(candidate.config.assumes)), trial)
     most = math.inf if problem.batch_invariant else RESERVE
     return [trial for trial in best.values() if trial.time <= ranked[0].time * most]
+
+
+def _ahead(problem: Problem, reserves: Sequence[_Trial]) -> list[_Trial]:
+    """Of the reserves those that beat BLAS at the edge: they may answer inside where the winner is
+    not deterministic or not capture-safe. Batch-invariant mode asks for no time inside."""
+    if problem.batch_invariant:
+        return []
+    blas = min((t.time for t in reserves if t.is_baseline), default=math.inf)
+    return [trial for trial in reserves if trial.time <= blas * (1 - MARGIN)]
 
 
 def _repeats(us: float) -> int:
