@@ -141,6 +141,16 @@ def test_where_nothing_was_measured_inside_blas_answers() -> None:
     assert d.choose(problem(m=5119), settings()).candidate.kernel.name == "blas"
 
 
+def test_inside_a_bucket_a_kernel_that_is_gone_is_passed_over(tmp_path: Path) -> None:
+    times = {"blas": 52.0, "tiled": 50.0, "gone": 40.0}
+    kernels = FakeBlas(), FakeKernel("tiled")
+    d, _ = dispatcher(*kernels, FakeKernel("gone"), times=times, root=tmp_path)
+    assert d.choose(problem(m=4100), settings()).candidate.kernel.name == "gone"
+    d, _ = dispatcher(*kernels, times=times, root=tmp_path)
+    choice = d.choose(problem(m=4100), settings())
+    assert (choice.origin, choice.candidate.kernel.name) == ("cache", "tiled")
+
+
 def test_what_must_not_depend_on_m_is_not_carried_over() -> None:
     traits = Traits(batch_invariant=True)
     d, _ = dispatcher(

@@ -33,7 +33,7 @@ _SCALED_KEY = """\
 def _key(name: str, old: str, new: str, why: str, whole: str = _KEY) -> Mutant:
     """A mutant of the key of a warm call."""
     assert whole.count(old) == 1
-    return Mutant(f"key-{name}", "dispatch.py", whole, whole.replace(old, new), why, CALLS)
+    return Mutant(f"key-{name}", "launch/warm.py", whole, whole.replace(old, new), why, CALLS)
 
 
 def _scaled_key(name: str, old: str, new: str, why: str) -> Mutant:
@@ -61,16 +61,16 @@ KEYS = [
     _key("out-dtype", "        out_dtype,\n", "", "the first dtype is returned for good"),
     _key("settings", "        _overridden(),\n", "", "override() does nothing when warm"),
     _key("deterministic", "        _deterministic(),\n", "", "the mode does nothing when warm"),
-    Mutant("key-tf32", "dispatch.py", "a.dtype is torch.float32 and a.is_cuda and _tf32(),\n    )\n    plan", ")\n    plan",
+    Mutant("key-tf32", "launch/warm.py", "a.dtype is torch.float32 and a.is_cuda and _tf32(),\n    )\n    plan", ")\n    plan",
            "allowing TF32 does nothing when warm", ("tests/core/test_call_key.py::test_tf32_has_a_plan_of_its_own",)),
-    Mutant("key-a-alignment", "dispatch.py", "        a.dtype,\n        a.data_ptr() & 15,\n",
+    Mutant("key-a-alignment", "launch/warm.py", "        a.dtype,\n        a.data_ptr() & 15,\n",
            "        a.dtype,\n", "TMA reads a off 16 bytes", CALLS),
-    Mutant("key-b-alignment", "dispatch.py", "        b.dtype,\n        b.data_ptr() & 15,\n",
+    Mutant("key-b-alignment", "launch/warm.py", "        b.dtype,\n        b.data_ptr() & 15,\n",
            "        b.dtype,\n", "TMA reads b off 16 bytes", CALLS),
-    Mutant("key-b-device", "dispatch.py",
+    Mutant("key-b-device", "launch/warm.py",
            "        b.data_ptr() & 15,\n        b.get_device(),\n", "        b.data_ptr() & 15,\n",
            "operands of two GPUs pass", CALLS),
-    Mutant("key-b-stride", "dispatch.py", "        b.stride(),\n", "",
+    Mutant("key-b-stride", "launch/warm.py", "        b.stride(),\n", "",
            "a weight and its transpose share a plan", CALLS),
     _scaled_key("residual", "(a, b, bias, residual, out)", "(a, b, bias, out)",
                 "the residual is dropped"),
@@ -108,10 +108,10 @@ PLANS = [
            "one number is read as a row of them", (PLAN,)),
     Mutant("plan-alpha", "plan.py", 'namespace |= {"alpha": self.alpha,', 'namespace |= {"alpha": 1.0,',
            "a plan's alpha is ignored", (PLAN,)),
-    Mutant("capture-plan-kept", "dispatch.py", "    if not plan.problem.capturing:\n", "    if True:\n",
+    Mutant("capture-plan-kept", "launch/warm.py", "    if not plan.problem.capturing:\n", "    if True:\n",
            "what was chosen under capture is used ever after",
            ("tests/core/test_call_state.py::test_a_plan_made_under_capture_is_made_anew_after",)),
-    Mutant("quarantined-plan-kept", "dispatch.py",
+    Mutant("quarantined-plan-kept", "launch/warm.py",
            "            raise\n        _plans.pop(key, None)\n    return run(",
            "            raise\n    return run(",
            "a kernel that raised is launched again without end",

@@ -7,6 +7,7 @@ from mutant import Mutant
 RECORDS = "tests/core/test_record_key.py"
 SETTINGS = "tests/core/test_settings.py"
 HOPPER = "tests/plugins/test_warp_specialized.py"
+SUMS = "tests/plugins/test_arithmetic.py"
 
 SPEC = [
     Mutant("chain-linear", "epilogue.py", "linear=all(stage.linear for stage in stages)",
@@ -39,8 +40,8 @@ SPEC = [
            "records of different problems collide", (RECORDS,)),
     Mutant("record-read-scale", "problem.py", 'scale_b=_kind_of(doc.get("scale_b")),',
            'scale_b=_kind_of(doc.get("scale_a")),', "a record is read as another problem's", (RECORDS,)),
-    Mutant("settings-budget", "settings.py", "key = tuple(getattr(changed, name) for name in known)",
-           'key = tuple(getattr(changed, name) for name in known if name != "tune_budget")',
+    Mutant("settings-budget", "settings.py", "for field in dataclasses.fields(Settings))\n",
+           'for field in dataclasses.fields(Settings) if field.name != "tune_budget")\n',
            "another budget is ignored", (SETTINGS,)),
     Mutant("settings-disable", "settings.py", 'changes["disable"] = base.disable | frozenset(disable)',
            'changes["disable"] = frozenset(disable)', "a nested block enables kernels", (SETTINGS,)),
@@ -85,7 +86,7 @@ ELSEWHERE = [
            "                write_environment(path.parent, environment)\n",
            "a crash leaves a record of nobody knows what",
            ("tests/cache/test_cache_faults.py::test_a_record_never_lies_without_its_environment",)),
-    Mutant("given-up-continues", "distributed/tuning.py",
+    Mutant("given-up-continues", "tools/ranks.py",
            "            if board.has(verdict):  # this rank has been given up\n                break\n", "",
            "a rank measures what others have taken over",
            ("tests/core/test_distributed.py::test_a_rank_that_hangs_is_given_up_and_adopts_later",)),
@@ -113,10 +114,9 @@ ELSEWHERE = [
            "own_columns = (columns >= corner[1]) & (columns < N)", "own_columns = columns >= corner[1]",
            "the next rows are overwritten", (f"{HOPPER}::test_layouts_and_epilogues",)),
     Mutant("hopper-arithmetic", "warp_specialized.py",
-           'return ("k32", config.BLOCK_K) if problem.fp8 else "k16"', 'return "k32" if problem.fp8 else "k16"',
-           "a row's bits depend on M", (f"{HOPPER}::test_which_configs_sum_a_row_alike",)),
+           'f"sm90-k32/promoted{config.BLOCK_K}"', '"sm90-k32/promoted"',
+           "a row's bits depend on M", (f"{SUMS}::test_of_8_bits_the_step_along_k_is_part_of_the_sum",)),
     Mutant("hopper-arithmetic-splits", "warp_specialized.py",
-           "if config.tail_splits > 1 or config.splits > 1:\n            return None",
-           "if config.tail_splits > 1:\n            return None", "a row's bits depend on M",
-           (f"{HOPPER}::test_which_configs_sum_a_row_alike",)),
+           "if config.tail_splits > 1:\n            return None", "if False:\n            return None",
+           "a row's bits depend on M", (f"{SUMS}::test_a_cut_that_m_decides_is_not_for_the_mode",)),
 ]  # fmt: skip

@@ -38,6 +38,7 @@ from tmm_core.dispatch.unmeasured import unmeasured
 from tmm_core.errors import (
     CacheMissError,
     ConfigError,
+    TmmError,
     TmmWarning,
     UnsupportedProblemError,
 )
@@ -251,7 +252,10 @@ class Dispatcher:
         """The candidate of a result, where its kernel is what it was and may serve this call."""
         if (result.kernel, edge) in self._quarantine:
             return None
-        kernel = self.registry.kernel(result.kernel)
+        try:
+            kernel = self.registry.kernel(result.kernel)
+        except TmmError:  # it is uninstalled, or its plugin failed and was warned of
+            return None
         if self.registry.reasons_against(kernel, problem, settings):
             return None
         return self._candidate(result, [kernel], problem)
