@@ -27,12 +27,11 @@ from tmm_core.settings import Settings, override
 from tmm_core.spec.epilogue import Epilogue
 from tmm_core.spec.kernel import Candidate, Config, Deferred, Kernel, Launcher, Traits
 from tmm_core.spec.problem import Operand, Problem
+from tmm_core.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from tmm_core.dispatch.explanation import Explanation, KernelInfo
     from tmm_core.spec.hookspecs import hookimpl
-
-__version__ = "0.1.0"
 
 #: Names that most processes never use, and whose modules import more than all the others.
 _LATER = {

@@ -141,6 +141,16 @@ def test_where_nothing_was_measured_inside_blas_answers() -> None:
     assert d.choose(problem(m=5119), settings()).candidate.kernel.name == "blas"
 
 
+def test_inside_a_bucket_a_kernel_that_is_gone_is_passed_over(tmp_path: Path) -> None:
+    times = {"blas": 52.0, "tiled": 50.0, "gone": 40.0}
+    kernels = FakeBlas(), FakeKernel("tiled")
+    d, _ = dispatcher(*kernels, FakeKernel("gone"), times=times, root=tmp_path)
+    assert d.choose(problem(m=4100), settings()).candidate.kernel.name == "gone"
+    d, _ = dispatcher(*kernels, times=times, root=tmp_path)
+    choice = d.choose(problem(m=4100), settings())
+    assert (choice.origin, choice.candidate.kernel.name) == ("cache", "tiled")
+
+
 def test_what_must_not_depend_on_m_is_not_carried_over() -> None:
     traits = Traits(batch_invariant=True)
     d, _ = dispatcher(
@@ -332,6 +342,28 @@ def test_explain_names_every_candidate_and_rejection(tmp_path: Path) -> None:
     ):
         assert said in text, text
     assert "exceeds" in text
+
+
+def test_explain_tells_the_clock_and_every_m_of_a_record(tmp_path: Path) -> None:
+    times = {"blas": 20.0, "fast": 10.0, ("fast", 1, 33): 7.25, ("fast", 1, 49): 8.5}
+    kernels = FakeBlas(), FakeKernel("fast"), FakeKernel("slow")
+    d, _ = dispatcher(*kernels, times=times, root=tmp_path)
+    d.choose(problem(m=40), settings())
+    explained = explain_problem(d, problem(m=40), settings(on_cache_miss="heuristic"))
+    assert explained.record is not None
+    text = str(explained)
+    lines = [line.split() for line in text.splitlines()]
+    assert ["clock", "in", "use,", "at", "M=33,", "49,", "64"] in lines
+    assert ["measured", "at", "M=64,", "whose", "bucket", "M=40", "is", "in"] in lines
+    assert "kernel config µs at M=64 vs blas at M=33 at M=49 error" in " ".join(text.split())
+    rows = {line[0]: line[1:] for line in lines}
+    assert rows["fast"][:5] == ["tile=1", "10.0", "2.00×", "7.2", "8.5"]
+    assert rows["blas"][:5] == ["tile=1", "20.0", "1.00×", "20.0", "20.0"]
+    # Lost at the edge: never timed inside.
+    assert rows["slow"][:3] == ["tile=1", "100.0", "0.20×"]
+    document = explained.to_json()["record"]
+    assert document["clock"] == "in use"
+    assert {"33": 7.25, "49": 8.5} in [c.get("inside_us") for c in document["candidates"]]
 
 
 def test_bucket_edges_are_edges_of_their_own_bucket() -> None:

@@ -16,6 +16,7 @@ from tmm_core import CacheMissError, Problem, TmmWarning, Traits, UnsupportedPro
 from tmm_core.dispatch.explanation import explain_problem
 from tmm_core.dispatch.invariant import LADDER, Rung, ladder, least_regret, weight
 from tmm_core.dispatch.ladder import Dispatcher
+from tmm_core.dispatch.tuner import Tuner
 from tmm_core.settings import Settings
 from tmm_core.spec.problem import Operand
 
@@ -36,16 +37,14 @@ class Summing(FakeKernel):
 
 
 class TimerByM:
-    """Says what a (kernel, tile) takes at the M that is being tuned."""
+    """Says what a (kernel, tile) takes at the M of the call; ``tuned`` are the M of records."""
 
     def __init__(self, times: Mapping[tuple[str, int], Any]) -> None:
         self.times = times
         self.tuned: list[int] = []
 
-    def measure(self, runs: Any, rounds: int) -> list[list[float]]:
-        m = runs[0].inputs.a.shape[-2]
-        if not self.tuned or self.tuned[-1] != m:
-            self.tuned.append(m)
+    def measure(self, runs: Any, rounds: int, **chain: Any) -> list[list[float]]:
+        m = runs[0].inputs[0].a.shape[-2]
         samples = []
         for run in runs:
             time = self.times[run.launcher.cost]
@@ -55,7 +54,14 @@ class TimerByM:
 
 def timed(d: Dispatcher, times: Mapping[tuple[str, int], Any]) -> TimerByM:
     timer = TimerByM(times)
-    d.tuner._timer = timer
+    tune = Tuner(timer).tune
+
+    def noting(key: Problem, *rest: Any) -> Any:
+        record = tune(key, *rest)
+        timer.tuned.append(key.m)
+        return record
+
+    d.tuner.tune = noting  # type: ignore[method-assign]
     return timer
 
 

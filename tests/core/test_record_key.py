@@ -22,6 +22,7 @@ ODD = Operand(torch.float16, "col", aligned=False, wide=True)
 FULL = Problem(
     m=3, n=5, k=7, a=ODD, b=ODD, out=ODD, device=DEVICE, batch=2, epilogue=SWIGLU,
     bias=torch.float32, residual=ODD, scaled=True, tf32=True, scale_a="row", scale_b="tensor",
+    batch_invariant=True,
 )  # fmt: skip
 OTHER: dict[str, list[Any]] = {
     "m": [4],
@@ -35,6 +36,7 @@ OTHER: dict[str, list[Any]] = {
     "tf32": [False],
     "scale_a": [None, "tensor"],
     "scale_b": [None, "row"],
+    "batch_invariant": [False],
 }
 OTHER_OPERAND: dict[str, list[Any]] = {
     "dtype": [torch.bfloat16],
@@ -45,7 +47,7 @@ OTHER_OPERAND: dict[str, list[Any]] = {
 OPERANDS = ("a", "b", "out", "residual")
 #: Filtered by or looked up under, and no part of a record's key.
 APART = {"device": dataclasses.replace(DEVICE, torch="3"), "deterministic": True,
-         "batch_invariant": True, "capturing": True}  # fmt: skip
+         "static_weights": True, "capturing": True}  # fmt: skip
 
 
 def others() -> list[tuple[str, Problem]]:
@@ -103,6 +105,7 @@ def test_each_problem_has_a_record_of_its_own() -> None:
     d, timer = dispatcher(*kernels, times={"fast": 10.0, "blas": 20.0})
     asked = dataclasses.replace(FULL, a=Operand(torch.float16), b=Operand(torch.float16))
     asked = dataclasses.replace(asked, scale_a=None, scale_b=None, tf32=False, residual=None)
+    asked = dataclasses.replace(asked, batch_invariant=False)
     residual = Operand(torch.float16)
     layouts = [dataclasses.replace(residual, layout=layout) for layout in ("row", "col")]
     problems = [asked, *(dataclasses.replace(asked, residual=r) for r in layouts)]

@@ -19,6 +19,8 @@ VALUES: dict[str, list[tuple[Any, Any]]] = {
     "disable": [("one", {"one"}), (["one", "two"], {"one", "two"})],
     "deterministic": [(True, True), (False, False)],
     "batch_invariant": [(True, True), (False, False)],
+    "static_weights": [(True, True), (False, False)],
+    "arithmetic": [("sm90-k16", "sm90-k16"), ("other", "other")],
     "tune_budget": [(3.25, 3.25), (3.5, 3.5)],
     "progress": [(True, True), (False, False)],
 }
@@ -27,6 +29,8 @@ TEXTS = {
     "kernel": (" blas ", "blas"),
     "disable": ("one, two,", {"one", "two"}),
     "batch_invariant": ("yes", True),
+    "static_weights": ("1", True),
+    "arithmetic": (" sm90-k16 ", "sm90-k16"),
     "tune_budget": ("7.5", 7.5),
     "progress": ("0", False),
 }

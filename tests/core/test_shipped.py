@@ -134,10 +134,13 @@ def test_records_that_ship_with_tmm_are_of_its_kernels() -> None:
     """A kernel that changed is measured anew by whoever meets it: then its records help nobody."""
     store = CacheStore(ROOT / "tmm_core" / "records", layers=())
     present = {info.name: info.version for info in tmm_core.kernels()}
+    records = [entry.record for entry in store.entries() if not entry.record.is_hint]
+    if not records:
+        pytest.skip("what ships is of an older clock: hints, which may be of other versions")
     changed = {
         candidate.kernel
-        for entry in store.entries()
-        for candidate in entry.record.candidates
+        for record in records
+        for candidate in record.candidates
         if present.get(candidate.kernel) != candidate.version
     }
     assert not changed, (

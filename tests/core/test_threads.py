@@ -53,11 +53,11 @@ def test_racing_first_calls_make_one_dispatcher(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_racing_first_calls_measure_once() -> None:
-    bound = threading.Event()
+    pause = threading.Event()
 
     class Slow(FakeKernel):
         def bind(self, problem: Any, config: Any) -> Any:
-            bound.wait(0.1)
+            pause.wait(0.1)
             return super().bind(problem, config)
 
     slow = Slow("slow")
@@ -66,8 +66,8 @@ def test_racing_first_calls_measure_once() -> None:
     choices = race(6, lambda: d.choose(problem(), alike))
     assert {c.candidate.kernel.name for c in choices} == {"slow"}
     assert len({id(c) for c in choices}) == 1
-    assert len(slow.bound) == 1
-    assert timer.measured.count("slow") == 1 + 1 + 1 + 1  # warm-up and three stages, as alone
+    assert [bound.m for bound in slow.bound] == [64, 33, 49]
+    assert timer.measured.count("slow") == 1 + 1 + 2  # a look, the race, two M inside, as alone
 
 
 def test_a_tuning_holds_up_no_other_problem() -> None:

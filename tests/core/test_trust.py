@@ -12,7 +12,7 @@ import torch
 from fakes import DEVICE, FakeBlas, FakeKernel, FakeTimer, Faulty, plugin, problem, settings
 from tmm_cache import CacheStore
 
-from tmm_core import TmmWarning
+from tmm_core import TmmWarning, Traits
 from tmm_core.dispatch import trust, verifier
 from tmm_core.dispatch.ladder import Dispatcher
 from tmm_core.dispatch.registry import Registry
@@ -36,18 +36,6 @@ class Counting(Faulty):
         self.launches += 1
         result = right(*rest)
         return result.add_(1) if self.wrong else result
-
-
-class StampedStore(CacheStore):
-    """Keeps stamps for all stores of one root, as files would."""
-
-    stamps: dict[Path, set[str]] = {}  # noqa: RUF012
-
-    def is_verified(self, gpu: str, environment: Any, key: str) -> bool:
-        return key in self.stamps.get(self.root, ())
-
-    def mark_verified(self, gpu: str, environment: Any, key: str) -> None:
-        self.stamps.setdefault(self.root, set()).add(key)
 
 
 def dispatcher(kernel: FakeKernel, store: CacheStore) -> Dispatcher:
@@ -98,13 +86,13 @@ def test_a_right_guess_is_verified_once(tmp_path: Path) -> None:
 
 def test_stamps_last(tmp_path: Path) -> None:
     kernel = Counting()
-    assert name(dispatcher(kernel, StampedStore(tmp_path, [])), problem()) == "fast"
+    assert name(dispatcher(kernel, CacheStore(tmp_path, [])), problem()) == "fast"
     again = Counting()
-    assert name(dispatcher(again, StampedStore(tmp_path, [])), problem()) == "fast"
+    assert name(dispatcher(again, CacheStore(tmp_path, [])), problem()) == "fast"
     assert (kernel.launches, again.launches) == (3, 1)
     edited = Counting(version="2", wrong=True)
     with pytest.warns(TmmWarning, match="wrong at its first use"):
-        assert name(dispatcher(edited, StampedStore(tmp_path, [])), problem()) == "blas"
+        assert name(dispatcher(edited, CacheStore(tmp_path, [])), problem()) == "blas"
 
 
 def test_a_record_from_elsewhere_is_verified(tmp_path: Path) -> None:
@@ -113,8 +101,11 @@ def test_a_record_from_elsewhere_is_verified(tmp_path: Path) -> None:
     d = dispatcher(kernel, CacheStore(tmp_path / "own", [layer]))
     assert name(d, problem(), settings()) == "fast"
     assert kernel.launches == 3
+    again = Counting()  # the stamp of the first
+    assert name(dispatcher(again, CacheStore(tmp_path / "own", [layer])), problem()) == "fast"
+    assert again.launches == 1
     wrong = Counting(wrong=True)
-    d = dispatcher(wrong, CacheStore(tmp_path / "own", [layer]))
+    d = dispatcher(wrong, CacheStore(tmp_path / "another", [layer]))
     with pytest.warns(TmmWarning, match="wrong at its first use"):
         assert name(d, problem(), settings()) == "blas"
 
@@ -196,16 +187,44 @@ def test_interpreted_kernels_are_left_to_their_authors(tmp_path: Path) -> None:
 
 
 def test_batch_invariant_mode_is_no_way_around(tmp_path: Path) -> None:
-    from tmm_core import Traits
-
     wrong = Counting(wrong=True, traits=Traits(batch_invariant=True))
     registry = Registry()
     blas = FakeBlas(estimate=100.0, traits=Traits(batch_invariant=True))
     registry.register(plugin(blas, wrong), "fakes")
     d = Dispatcher(registry, Tuner(FakeTimer(FAST)), CacheStore(tmp_path, []))
-    with pytest.warns(TmmWarning, match="wrong at its first use"):
+    with pytest.warns(TmmWarning) as said:
         choice, _ = d.bound(problem(batch_invariant=True), GUESS)
     assert choice.candidate.kernel.name == "blas"
+    first, then = (str(warning.message) for warning in said)
+    assert "fast was wrong at its first use" in first
+    assert "its rows differ" in then
+
+
+def invariant(kernel: FakeKernel, store: CacheStore) -> Dispatcher:
+    registry = Registry()
+    registry.register(plugin(FakeBlas(), kernel), "fakes")
+    return Dispatcher(registry, Tuner(FakeTimer(FAST)), store)
+
+
+def test_batch_invariant_records_of_ones_own_hold_under_capture(tmp_path: Path) -> None:
+    traits = Traits(batch_invariant=True)
+    asked = problem(m=40, batch_invariant=True)
+    invariant(Counting(traits=traits), CacheStore(tmp_path, [])).tune(asked, settings())
+    again = Counting(traits=traits)
+    d = invariant(again, CacheStore(tmp_path, []))
+    choice, _ = d.bound(replace(asked, capturing=True), GUESS)
+    assert (choice.origin, choice.candidate.kernel) == ("cache", again)
+    assert again.launches == 0
+
+
+def test_where_blas_takes_the_place_of_batch_invariance_it_is_said(tmp_path: Path) -> None:
+    guessed = Counting(traits=Traits(batch_invariant=True))
+    d = invariant(guessed, CacheStore(tmp_path, []))
+    asked = problem(batch_invariant=True, capturing=True)
+    with pytest.warns(TmmWarning, match="BLAS, which is not batch-invariant: .* being captured"):
+        choice, _ = d.bound(asked, GUESS)
+    assert choice.candidate.kernel.name == "blas"
+    assert guessed.launches == 0
 
 
 def test_a_stamp_is_for_one_kernel_config_bucket_and_version() -> None:

@@ -433,3 +433,15 @@ def test_error_sees_one_element_in_a_million() -> None:
     out[7, 7] = float("nan")
     assert not verify.error(out, expected) <= 1e9
     assert verify.error(torch.zeros(3, 3), torch.zeros(3, 3)) == 0.0
+
+
+def test_the_best_of_each_arithmetic_is_verified_however_slow() -> None:
+    kernels = [
+        FakeKernel(f"k{i}", tiles=(1, 2), traits=Traits(batch_invariant=True)) for i in (1, 2)
+    ]
+    times = {"blas": 10.0, ("k1", 1): 5.0, ("k1", 2): 80.0, ("k2", 1): 90.0, ("k2", 2): 95.0}
+    record, _ = tune(FakeBlas(), *kernels, times=times, problem=problem(batch_invariant=True))
+    # Each config is an arithmetic of its own.
+    assert [c.status for c in record.candidates] == ["ok"] * 5
+    plain, _ = tune(FakeBlas(), *kernels, times=times)
+    assert status(plain) == {"blas": "ok", "k1": "slow", "k2": "slow"}

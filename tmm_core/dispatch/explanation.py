@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import io
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -126,8 +126,6 @@ class Explanation:
         return buffer.getvalue().rstrip()
 
     def _print(self, console: Any) -> None:
-        from rich.table import Table
-
         choice = self.choice
         say = console.out
         say(f"problem   {self.problem}")
@@ -141,18 +139,29 @@ class Explanation:
         if self.record is None:
             say(f"record    none in {self.store}")
         else:
-            say(f"record    {self.record.created}, {self.record.tuning_seconds:.1f} s of tuning")
-            table = Table("kernel", "config", "median µs", "vs blas", "error", "", box=None)
-            baseline = baseline_us(self.record)
-            for index, result in _ranked(self.record):
-                table.add_row(*_row(result, baseline, index == self.record.winner))
-            console.print(table)
+            self._print_record(console, self.record)
         timed = {c.kernel for c in self.record.candidates} if self.record else set()
         for name in self.able:
             if name not in timed:
                 say(f"able      {name} (not measured)")
         for name in sorted(self.rejected):
             say(f"rejected  {name}: {'; '.join(self.rejected[name])}")
+
+    def _print_record(self, console: Any, record: TuningRecord) -> None:
+        from rich.table import Table
+
+        at = ", ".join(map(str, record.measured_at))
+        console.out(f"record    {record.created}, {record.tuning_seconds:.1f} s of tuning")
+        console.out(f"clock     {record.clock}, at M={at}")
+        own = record.problem["m"]
+        inside = [m for m in record.measured_at if m != own]
+        table = Table("kernel", "config", f"µs at M={own}", "vs blas", box=None)
+        for heading in (*(f"at M={m}" for m in inside), "error", ""):
+            table.add_column(heading)
+        baseline = baseline_us(record)
+        for index, result in _ranked(record):
+            table.add_row(*_row(result, baseline, inside, index == record.winner))
+        console.print(table)
 
 
 def explain_problem(dispatcher: Dispatcher, problem: Problem, settings: Settings) -> Explanation:
@@ -181,10 +190,17 @@ def _ranked(record: TuningRecord) -> list[tuple[int, CandidateResult]]:
     )
 
 
-def _row(result: CandidateResult, baseline: float | None, won: bool) -> tuple[str, ...]:
+def _row(
+    result: CandidateResult, baseline: float | None, inside: Sequence[int], won: bool
+) -> tuple[str, ...]:
     time_us = result.median_us
     config = " ".join(f"{k}={v}" for k, v in result.config.items())
     ratio = f"{baseline / time_us:.2f}×" if baseline and time_us else ""
     error = f"{result.error:.1e}" if result.error is not None else ""
     note = "← winner" if won else result.reason or ("" if result.status == "ok" else result.status)
-    return (result.kernel, config, f"{time_us:.1f}" if time_us else "", ratio, error, note)
+    there = (_shown_us(result.inside_us.get(m)) for m in inside)
+    return (result.kernel, config, _shown_us(time_us), ratio, *there, error, note)
+
+
+def _shown_us(time_us: float | None) -> str:
+    return f"{time_us:.1f}" if time_us else ""

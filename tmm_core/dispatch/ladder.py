@@ -38,6 +38,7 @@ from tmm_core.dispatch.unmeasured import unmeasured
 from tmm_core.errors import (
     CacheMissError,
     ConfigError,
+    TmmError,
     TmmWarning,
     UnsupportedProblemError,
 )
@@ -147,14 +148,21 @@ class Dispatcher:
             return None
         untried = f"{choice.candidate.kernel.name} was never verified on this machine"
         if problem.capturing:
-            return self._fallback(f"{untried}, and a CUDA graph is being captured")
+            return self._instead(problem, f"{untried}, and a CUDA graph is being captured")
         with self._lock:  # not while others are timed
             if self.trust.holds(problem, choice):
                 return None
             verdict = self.trust.verify(problem, choice.candidate, launcher)
         if verdict.unknown:
-            return self._fallback(f"{untried}: it {verdict.reason}")
+            return self._instead(problem, f"{untried}: it {verdict.reason}")
         return verdict.reason
+
+    def _instead(self, problem: Problem, why: str) -> Choice:
+        """BLAS in place of what cannot be verified now."""
+        choice = self._fallback(why)
+        if problem.batch_invariant and not choice.candidate.kernel.traits.batch_invariant:
+            self._say_once(f"{problem} is served by BLAS, which is not batch-invariant: {why}")
+        return choice
 
     def choose(self, problem: Problem, settings: Settings) -> Choice:
         """Climb down the ladder.
@@ -244,7 +252,10 @@ class Dispatcher:
         """The candidate of a result, where its kernel is what it was and may serve this call."""
         if (result.kernel, edge) in self._quarantine:
             return None
-        kernel = self.registry.kernel(result.kernel)
+        try:
+            kernel = self.registry.kernel(result.kernel)
+        except TmmError:  # it is uninstalled, or its plugin failed and was warned of
+            return None
         if self.registry.reasons_against(kernel, problem, settings):
             return None
         return self._candidate(result, [kernel], problem)
@@ -301,9 +312,7 @@ class Dispatcher:
         A record that is complete already is returned as it is unless ``force``. Where
         another process is tuning the same problem, waits for its record.
         """
-        problem = replace(
-            _bare(problem), static_weights=settings.static_weights and problem.batch == 1
-        )
+        problem = replace(problem, static_weights=settings.static_weights and problem.batch == 1)
         with self._lock:
             record = None
             if problem.batch_invariant:

@@ -146,16 +146,8 @@ class Proposals:
         )
 
     def _best_of_each(self, ranked: list[Candidate]) -> list[Candidate]:
-        """Of each kernel, in batch-invariant mode of each arithmetic."""
-        return list({self._group(c): c for c in reversed(ranked)}.values())[::-1]
-
-    def _group(self, candidate: Candidate) -> object:
-        if not self._problem.batch_invariant:
-            return candidate.kernel
-        try:
-            return candidate.kernel.arithmetic(self._problem, candidate.config)
-        except Exception:  # costs the candidate its place among the first
-            return None
+        """The best of each :func:`group`."""
+        return list({group(self._problem, c): c for c in reversed(ranked)}.values())[::-1]
 
     def _guessed(self, candidate: Candidate) -> bool:
         """Whether nothing better than an attempt tells what this kernel takes."""
@@ -217,6 +209,18 @@ def _incumbent(
     timed = sorted((c for c in before.candidates if c.status == "ok"), key=_us)
     able = [c for c in (before.best, *timed) if (c.kernel, c.version) in present]
     return next((c for c in able if c.kernel != BASELINE), None)
+
+
+def group(problem: Problem, candidate: Candidate) -> object:
+    """Those of which the best is worth knowing even where it is slow: of one kernel, in
+    batch-invariant mode of one arithmetic, which all M of a weight may be summed by."""
+    if not problem.batch_invariant:
+        return candidate.kernel
+    try:
+        name = candidate.kernel.arithmetic(problem, candidate.config)
+    except Exception:  # costs the candidate its place among the first
+        return None
+    return name if isinstance(name, str) else None
 
 
 def _hinted(hints: Hints, kernels: Sequence[Kernel[Any]], problem: Problem) -> list[Candidate]:
@@ -293,11 +297,12 @@ def holds_at(
     """What was measured around ``m`` in the bucket of ``record_m``: at the nearest M below (or at)
     and the nearest above (or at) the µs of each candidate that was timed there."""
     at: dict[int, dict[CandidateId, float]] = {}
-    for result in results:
-        if result.status != "ok":
-            continue
+    done = [result for result in results if result.status == "ok"]
+    most = max((len(result.samples_us) for result in done), default=0)
+    for result in done:
         name = identity(result)
-        if (us := result.median_us) is not None:
+        # A first look at the edge is no measurement of it; see decide().
+        if len(result.samples_us) == most and (us := result.median_us) is not None:
             at.setdefault(record_m, {})[name] = us
         for there, us in result.inside_us.items():
             at.setdefault(there, {})[name] = us

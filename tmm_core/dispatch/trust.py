@@ -18,6 +18,7 @@ from tmm_core.launch.plan import Choice
 from tmm_core.spec.bucket import bucketed
 from tmm_core.spec.kernel import BASELINE, Candidate, Launcher
 from tmm_core.spec.problem import Problem
+from tmm_core.version import __version__
 
 if TYPE_CHECKING:
     from tmm_core.dispatch.verifier import Verdict
@@ -36,7 +37,11 @@ class Trust:
             return True
         if problem.device.interpreted:  # takes seconds, and is for whoever writes a kernel
             return True
-        if choice.origin == "cache" and self._stamps.is_own(choice.evidence or problem):
+        # Batch-invariant mode has records of its own, and plain ones where no kernel is.
+        evidence = replace(
+            _bare(choice.evidence or problem), batch_invariant=choice.arithmetic is not None
+        )
+        if choice.origin == "cache" and self._stamps.is_own(evidence):
             return True
         return self.is_verified(problem, candidate)
 
@@ -89,15 +94,13 @@ class _Stamps:
 
     def is_own(self, evidence: Problem) -> bool:
         """Whether the record about that problem is of the user's own tuning."""
-        device, document = evidence.device, _bare(evidence).to_json()
-        located = self._store.locate(device.gpu, device.environment, document)
+        device = evidence.device
+        located = self._store.locate(device.gpu, device.environment, evidence.to_json())
         return located is not None and located.trusted
 
 
 def _key(problem: Problem, candidate: Candidate) -> str:
     """What a stamp is for: the kernel as it is now, its config and the bucket's problem."""
-    from tmm_core import __version__
-
     kernel = candidate.kernel
     return digest(
         {

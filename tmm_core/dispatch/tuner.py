@@ -34,7 +34,7 @@ from tmm_core.dispatch.compilers import (
 )
 from tmm_core.dispatch.compilers import default as default_compilers
 from tmm_core.dispatch.progress import Progress
-from tmm_core.dispatch.proposals import NO_HINTS, Hints, Proposals, decide
+from tmm_core.dispatch.proposals import MARGIN, NO_HINTS, Hints, Proposals, decide, group
 from tmm_core.dispatch.timing import Timer, held_up, median, timer_for
 from tmm_core.dispatch.unmeasured import unmeasured
 from tmm_core.dispatch.verifier import Verifier
@@ -218,10 +218,13 @@ class _Tuning:
             why = next((t.reason for t in self.trials if t.is_baseline), None)
             raise RuntimeError(f"no candidate runs; {BASELINE}: {why}")
         finalists = self._race(racing)
-        for trial in dict.fromkeys([*finalists, *_reserves(racing)]):
+        reserves = _reserves(self._problem, racing)
+        for trial in dict.fromkeys([*finalists, *reserves]):
             trial.status = "ok"
             self._verify(trial, self._verifier, _repeats(trial.time))
-        self._inside([trial for trial in finalists if trial.status == "ok"])
+        # What has not been timed inside answers at the edge only.
+        answering = dict.fromkeys([*finalists, *_ahead(self._problem, reserves)])
+        self._inside([trial for trial in answering if trial.status == "ok"])
 
     def result(self, trial: _Trial) -> CandidateResult:
         """What a trial found out, as the record keeps it."""
@@ -454,16 +457,27 @@ def _survivors(racing: list[_Trial], keep: float, limit: int) -> list[_Trial]:
     ]
 
 
-def _reserves(racing: Sequence[_Trial]) -> list[_Trial]:
+def _reserves(problem: Problem, racing: Sequence[_Trial]) -> list[_Trial]:
     """Of each kernel its best config within :data:`RESERVE`, and the best of those that rely on no
     word of the caller's: it is next in line where the winner is filtered out, quarantined or
-    uninstalled."""
+    uninstalled. In batch-invariant mode the best of each arithmetic, however slow: what other M
+    prefer is chosen here, too."""
     ranked = sorted((t for t in racing if t.run is not None and t.samples), key=lambda t: t.time)
-    best: dict[tuple[str, bool], _Trial] = {}
+    best: dict[tuple[object, bool], _Trial] = {}
     for trial in ranked:
-        name = trial.candidate.kernel.name, bool(trial.candidate.config.assumes)
-        best.setdefault(name, trial)
-    return [trial for trial in best.values() if trial.time <= ranked[0].time * RESERVE]
+        candidate = trial.candidate
+        best.setdefault((group(problem, candidate), bool(candidate.config.assumes)), trial)
+    most = math.inf if problem.batch_invariant else RESERVE
+    return [trial for trial in best.values() if trial.time <= ranked[0].time * most]
+
+
+def _ahead(problem: Problem, reserves: Sequence[_Trial]) -> list[_Trial]:
+    """Of the reserves those that beat BLAS at the edge: they may answer inside where the winner is
+    not deterministic or not capture-safe. Batch-invariant mode asks for no time inside."""
+    if problem.batch_invariant:
+        return []
+    blas = min((t.time for t in reserves if t.is_baseline), default=math.inf)
+    return [trial for trial in reserves if trial.time <= blas * (1 - MARGIN)]
 
 
 def _repeats(us: float) -> int:

@@ -1,0 +1,5 @@
+"""The version of this tmm, below everything that stamps or prints it."""
+
+from typing import Final
+
+__version__: Final = "0.1.0"
