@@ -258,7 +258,7 @@ class Dispatcher:
                     self.store.save(gpu, environment, record)
             self.store.hold(gpu, environment, record)
             self._choices.clear()
-            self._neighbours.forget()
+            self._neighbours.add(device, record)
 
     def quarantine(self, problem: Problem, choice: Choice, error: Exception) -> None:
         """Never again use this kernel for problems of this bucket, in this process."""
@@ -409,7 +409,7 @@ class Dispatcher:
             record = self.tuner.tune(key, able, settings, None if force else before)
             if record is not before:
                 self.store.save(device.gpu, device.environment, record)
-                self._neighbours.forget()
+                self._neighbours.add(device, record)
             return record
 
     def _neighbour(self, problem: Problem, able: list[Kernel[Any]], why: str) -> Choice | None:

@@ -15,7 +15,7 @@ from tmm_cache.layout import default_root, layer_paths, shipped_layers
 from tmm_cache.misses import Miss
 from tmm_cache.notes import Notes, stamp
 from tmm_cache.record import CLOCK, OLD_CLOCK, SCHEMA, CandidateResult, TuningRecord
-from tmm_cache.scan import Entry
+from tmm_cache.scan import Entry, Summary
 from tmm_cache.store import CacheStore, Located
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "Miss",
     "Notes",
     "RecordError",
+    "Summary",
     "TuningRecord",
     "default_root",
     "digest",

@@ -110,8 +110,11 @@ class Fields:
         return None if self._values[name] is None else self.measure(name)
 
     def measures(self, name: str) -> tuple[float, ...]:
-        numbers = []
-        for index, value in enumerate(self.items(name)):
+        numbers: list[float] = []
+        values = self.items(name)
+        if all(type(value) is float and 0 <= value < math.inf for value in values):
+            return tuple(values)  # type: ignore[arg-type]  # floats, as was just seen
+        for index, value in enumerate(values):
             number = _measure(value)
             if number is None:
                 reject(f"{self._where}{name}[{index}]", shown(value), "a finite number >= 0")
@@ -136,8 +139,8 @@ class Fields:
         if len(values) > PARAMETERS_MAX:
             reject(self._where + name, f"{len(values)} fields", f"at most {PARAMETERS_MAX}")
         for key, value in values.items():
-            where = f"{self._where}{name}.{shown(key)}"
             if len(key) > NAME_MAX or not _is_scalar(value):
+                where = f"{self._where}{name}.{shown(key)}"
                 reject(where, shown(value), "null, a boolean, a number or a short text, finite")
         return values
 

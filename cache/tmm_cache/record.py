@@ -54,6 +54,8 @@ def _required(cls: type) -> tuple[str, ...]:
 
 
 def _plain(mapping: Mapping[str, JSON], field: str) -> dict[str, JSON]:
+    if type(mapping) is dict and {*map(type, mapping.values())} <= {int, str, bool}:
+        return mapping.copy()  # most configs; a tenth of the time below
     try:
         return plain(mapping)
     except (TypeError, ValueError, RecursionError) as error:
@@ -197,7 +199,7 @@ class TuningRecord:
     @property
     def created_at(self) -> datetime:
         """`created` as a time in UTC. Raises ValueError where it is none."""
-        return datetime.fromisoformat(self.created.replace("Z", "+00:00"))
+        return utc_time(self.created)
 
     def thinned(self) -> TuningRecord:
         """Without most samples, for records that travel with a package."""
@@ -211,9 +213,9 @@ class TuningRecord:
             "clock": self.clock,
             "problem": _plain(self.problem, "problem"),
             "winner": self.winner,
-            "candidates": [candidate.to_json() for candidate in self.candidates],
             "created": self.created,
             "tuning_seconds": self.tuning_seconds,
+            "candidates": [candidate.to_json() for candidate in self.candidates],
         }
         if self.note is not None:
             document["note"] = self.note
@@ -255,16 +257,15 @@ class TuningRecord:
             note=fields.optional_text("note") if "note" in fields else None,
             clock=fields.name("clock") if schema == SCHEMA else OLD_CLOCK,
         )
-        if not _is_utc_time(record):
+        try:
+            utc_time(record.created)
+        except ValueError:
             reject("created", shown(record.created), "a UTC time like '2026-01-31T12:00:00Z'")
         return record
 
 
-def _is_utc_time(record: TuningRecord) -> bool:
-    if not _UTC_TIME.fullmatch(record.created):
-        return False
-    try:
-        _ = record.created_at
-    except ValueError:  # 31 February
-        return False
-    return True
+def utc_time(text: object) -> datetime:
+    """A time as records spell it. Raises ValueError for anything else."""
+    if not isinstance(text, str) or not _UTC_TIME.fullmatch(text):
+        raise ValueError(f"{shown(text)} is no UTC time")
+    return datetime.fromisoformat(text.replace("Z", "+00:00"))

@@ -39,7 +39,7 @@ from tmm_cache.layout import (
 from tmm_cache.misses import Miss, append_miss, read_misses
 from tmm_cache.notes import Notes
 from tmm_cache.record import TuningRecord
-from tmm_cache.scan import Entry, Folder, folders, scan
+from tmm_cache.scan import Entry, Folder, Summary, folders, scan, summaries
 
 # A file system that can't lock (NFS without lockd, Lustre without -o flock), as against one that
 # can't be written.
@@ -176,8 +176,16 @@ class CacheStore:
 
     def hold(self, gpu: str, environment: Mapping[str, JSON], record: TuningRecord) -> None:
         """Answer with this record as long as the store lives, whatever the disk says."""
+        entry = self._entry(gpu, environment, record)
+        self._held[entry.path] = entry
+
+    def summary(self, gpu: str, environment: Mapping[str, JSON], record: TuningRecord) -> Summary:
+        """A record in brief, as `summaries` says it of one that was saved or held."""
+        return self._entry(gpu, environment, record).summary
+
+    def _entry(self, gpu: str, environment: Mapping[str, JSON], record: TuningRecord) -> Entry:
         path = self.path(gpu, environment, record.problem)
-        self._held[path] = Entry(path, self.root, gpu, digest(environment), environment, record)
+        return Entry(path, self.root, gpu, digest(environment), environment, record)
 
     def entries(self, gpu: str | None = None) -> Iterator[Entry]:
         """Every readable record: those held, then the root's, then each layer's, by their paths.
@@ -188,6 +196,18 @@ class CacheStore:
         yield from (entry for entry in held.values() if gpu in (None, entry.gpu))
         for root in (self.root, *self.layers):
             for item in scan(root, gpu):
+                if isinstance(item, Fault):
+                    self._warn(item)
+                elif item.path not in held:
+                    yield item
+
+    def summaries(self, gpu: str | None = None) -> Iterator[Summary]:
+        """Every record in brief, in the order of `entries`: a head is read of each file, and the
+        record on `Summary.load`. Faults are passed over with a warning."""
+        held = {path: self._held[path] for path in sorted(self._held)}
+        yield from (entry.summary for entry in held.values() if gpu in (None, entry.gpu))
+        for root in (self.root, *self.layers):
+            for item in summaries(root, gpu):
                 if isinstance(item, Fault):
                     self._warn(item)
                 elif item.path not in held:

@@ -28,6 +28,7 @@ def test_the_public_names_are_these() -> None:
         "OLD_CLOCK",
         "RecordError",
         "SCHEMA",
+        "Summary",
         "TuningRecord",
         "default_root",
         "digest",
