@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from tmm_cache.errors import warn_once
 from tmm_cache.files import Fault, read_environment, read_record
 from tmm_cache.head import Head, read_head
 from tmm_cache.keys import JSON, is_slug
@@ -107,9 +108,12 @@ class Summary:
         return self.head.clock
 
     def load(self) -> TuningRecord | None:
-        """The whole record; None where its file is damaged or gone."""
+        """The whole record; None where its file is gone, or damaged, with a `CacheWarning`."""
         record = read_record(self.path) if self._record is None else self._record
-        return None if isinstance(record, Fault) else record
+        if isinstance(record, Fault):
+            warn_once(record.path, f"{record.reason}; passed over")
+            return None
+        return record
 
 
 def folders(root: Path, gpu: str | None = None) -> Iterator[Folder | Fault]:
