@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Container
+from collections.abc import Container, Iterator
 from typing import Final, NoReturn
 
 from tmm_cache.errors import RecordError
@@ -73,6 +73,9 @@ class Fields:
     def __contains__(self, name: str) -> bool:
         return name in self._values
 
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
     def _reject(self, name: str, accepted: str) -> NoReturn:
         reject(self._where + name, shown(self._values[name]), accepted)
 
@@ -83,6 +86,9 @@ class Fields:
         return value
 
     def name(self, name: str) -> str:
+        value = self._values[name]
+        if type(value) is str and 0 < len(value) <= NAME_MAX:
+            return value
         return self.text(name, NAME_MAX)
 
     def optional_text(self, name: str) -> str | None:

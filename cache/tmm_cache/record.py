@@ -137,26 +137,24 @@ class CandidateResult:
         fields = Fields(document, where, _CANDIDATE_REQUIRED, _CANDIDATE_DEFAULTS)
         if fields.name("status") not in _STATUSES:
             reject(f"{where}.status", shown(fields.name("status")), f"one of {_STATUSES}")
-        readers = {
-            "kernel": fields.name,
-            "version": fields.name,
-            "config": fields.parameters,
-            "status": fields.name,
-            "samples_us": fields.measures,
-            "error": fields.optional_measure,
-            "tolerance": fields.optional_measure,
-            "workspace_bytes": fields.count,
-            "deterministic": fields.flag,
-            "batch_invariant": fields.flag,
-            "reason": fields.optional_text,
-            "inside_us": fields.times_by_size,
-        }
-        values: dict[str, Any] = {
-            name: read(name) for name, read in readers.items() if name in fields
-        }
+        values: dict[str, Any] = {name: _READERS[name](fields, name) for name in fields}
         return cls(**values)
 
 
+_READERS: Final = {
+    "kernel": Fields.name,
+    "version": Fields.name,
+    "config": Fields.parameters,
+    "status": Fields.name,
+    "samples_us": Fields.measures,
+    "error": Fields.optional_measure,
+    "tolerance": Fields.optional_measure,
+    "workspace_bytes": Fields.count,
+    "deterministic": Fields.flag,
+    "batch_invariant": Fields.flag,
+    "reason": Fields.optional_text,
+    "inside_us": Fields.times_by_size,
+}
 _CANDIDATE_REQUIRED = _required(CandidateResult)
 _CANDIDATE_DEFAULTS = _defaults(CandidateResult)
 
