@@ -13,6 +13,7 @@ from tmm_cache.errors import CacheWarning, RecordError
 from tmm_cache.keys import JSON, digest, slug
 from tmm_cache.layout import default_root, layer_paths, shipped_layers
 from tmm_cache.misses import Miss
+from tmm_cache.nearest import Difference, NearestKey
 from tmm_cache.notes import Notes, stamp
 from tmm_cache.record import CLOCK, OLD_CLOCK, SCHEMA, CandidateResult, TuningRecord
 from tmm_cache.scan import Entry, Summary
@@ -26,9 +27,11 @@ __all__ = [
     "CacheStore",
     "CacheWarning",
     "CandidateResult",
+    "Difference",
     "Entry",
     "Located",
     "Miss",
+    "NearestKey",
     "Notes",
     "RecordError",
     "Summary",

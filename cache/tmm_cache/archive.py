@@ -138,7 +138,7 @@ def read_archive(file: Path, root: Path, force: bool) -> Imported:
             imported.kept += 1
             continue
         # Two syncs a record would take four thousand of them a minute; the archive is still there.
-        data = record_bytes(record, imported=True)
+        data = record_bytes(record, imported=True, checked=True)
         write_record(path, data, environments.get(folder), synced=False)
         imported.written += 1
     return imported

@@ -92,7 +92,7 @@ def parse_stored(data: bytes, name: str) -> Stored:
     if isinstance(document, dict):
         sealed = "checksum" in document
         found = document.pop("checksum", None)
-        if sealed and not _has_checksum(data, document, found):
+        if sealed and not has_checksum(data, document, found):
             raise RecordError("checksum: found another than the content's; the file has changed")
         imported = document.pop("imported", False)
         if not isinstance(imported, bool):
@@ -109,12 +109,12 @@ def _checksum(text: str) -> str:
     return hashlib.sha256(text.encode("ascii")).hexdigest()[:CHECKSUM_DIGITS]
 
 
-def _with_checksum(text: str) -> str:
+def with_checksum(text: str) -> str:
     """A document's text, with the text's checksum as its last field."""
     return f'{text[:-1]}, "checksum": "{_checksum(text)}"}}\n'
 
 
-def _has_checksum(data: bytes, document: Mapping[str, JSON], found: JSON) -> bool:
+def has_checksum(data: bytes, document: Mapping[str, JSON], found: JSON) -> bool:
     """Whether it is the checksum of the document, which was read from `data` without it."""
     tail = f', "checksum": "{found}"}}\n'.encode("ascii", "replace")
     if data.endswith(tail):
@@ -142,7 +142,7 @@ def parse_environment(data: bytes, name: str) -> dict[str, JSON]:
     return value
 
 
-def read_bytes(path: Path) -> bytes | Fault | None:
+def read_bytes(path: Path, most: int = MAX_BYTES) -> bytes | Fault | None:
     """A regular file's content; None where it is absent."""
     try:
         # Before opening: to open a FIFO would wait for its writer.
@@ -156,13 +156,13 @@ def read_bytes(path: Path) -> bytes | Fault | None:
         return Fault(path, "is not a regular file", damaged=False)
     try:
         with open(path, "rb") as file:
-            data = file.read(MAX_BYTES + 1)
+            data = file.read(most + 1)
     except FileNotFoundError:
         return None
     except OSError as error:
         return Fault(path, f"cannot be read: {error.strerror or error}", damaged=False)
-    if len(data) > MAX_BYTES:
-        return Fault(path, f"is larger than {MAX_BYTES} bytes", damaged=True)
+    if len(data) > most:
+        return Fault(path, f"is larger than {most} bytes", damaged=True)
     return data
 
 
@@ -215,20 +215,21 @@ def set_aside(path: Path) -> Path | None:
     return None
 
 
-def record_bytes(record: TuningRecord, imported: bool = False) -> bytes:
-    """The content of a record's file, sealed; `imported`: of a record that was just read from an
-    archive.
+def record_bytes(record: TuningRecord, imported: bool = False, checked: bool = False) -> bytes:
+    """The content of a record's file, sealed; `imported`: its evidence is not of this machine.
+
+    `checked`: it was just read, and need not prove again that it can be.
 
     Raises RecordError for a record that would not read back: a mistake of the program, better met
     now than as a warning in every later process.
     """
     document = record.to_json()
-    if not imported:
+    if not checked:
         TuningRecord.from_json(document)
     document = with_head(document, record)
     if imported:
         document["imported"] = True
-    return _with_checksum(json.dumps(document, allow_nan=False)).encode("ascii")
+    return with_checksum(json.dumps(document, allow_nan=False)).encode("ascii")
 
 
 def write_record(

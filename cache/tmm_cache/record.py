@@ -104,7 +104,7 @@ class CandidateResult:
 
     def thinned(self) -> CandidateResult:
         """With the least, the greatest and the middle of its samples only: the same median."""
-        if self.median_us is None:
+        if self.median_us is None or len(self.samples_us) <= 3:
             return self
         three = (min(self.samples_us), self.median_us, max(self.samples_us))
         return replace(self, samples_us=three)

@@ -36,14 +36,19 @@ from tmm_cache.layout import (
     layer_paths,
     record_path,
 )
+from tmm_cache.lock import LockError, LockFile, lock_path
 from tmm_cache.misses import Miss, append_miss, read_misses
+from tmm_cache.nearest import NearestKey, nearest
 from tmm_cache.notes import Notes
-from tmm_cache.record import TuningRecord
+from tmm_cache.record import CLOCK, TuningRecord
 from tmm_cache.scan import Entry, Folder, Summary, folders, scan, summaries
 
 # A file system that can't lock (NFS without lockd, Lustre without -o flock), as against one that
 # can't be written.
 _NO_LOCKS = {errno.ENOLCK, errno.ENOSYS, errno.ENOTSUP, errno.EOPNOTSUPP, errno.EINVAL}
+
+# Whatever else TMM_REQUIRE_LOCKED says is yes: whoever sets it wants nothing else to answer.
+_NO = {"", "0", "false", "no", "off"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +75,24 @@ class CacheStore:
     """Tuning records on disk: the user's own root, and read-only layers below it.
 
     `root` and `layers` left out are `default_root()` and `layer_paths()`. A root that is not the
-    user's own (see `layout.foreign`) is read as one more layer; what is saved then is held. No
-    folder is made before the first save. A file that can't be used costs a miss and one
-    `CacheWarning` per process. Methods that take a GPU raise ValueError where it is no slug (see
-    `slug`), and what `digest` raises where an environment or a problem is not JSON.
+    user's own (see `layout.foreign`) is read as one more layer; what is saved then is held. Under
+    `TMM_REQUIRE_LOCKED=1` the lock file alone answers. No folder is made before the first save. A
+    file that can't be used costs a miss and one `CacheWarning` per process. Methods that take a GPU
+    raise ValueError where it is no slug (see `slug`), and what `digest` raises where an environment
+    or a problem is not JSON.
     """
 
-    __slots__ = ("_foreign", "_held", "_logged", "_verified", "layers", "root")
+    __slots__ = (
+        "_foreign",
+        "_held",
+        "_lock_file",
+        "_logged",
+        "_verified",
+        "layers",
+        "lock_path",
+        "locked",
+        "root",
+    )
 
     def __init__(self, root: Path | None = None, layers: Sequence[Path] | None = None) -> None:
         #: The user's own records. Absolute, so that a later `chdir` does not move the cache.
@@ -91,6 +107,10 @@ class CacheStore:
                 kept.append(Path(layer).absolute())
         #: The layers below, nearest first, without those that are the root itself.
         self.layers = tuple(kept)
+        #: Whether a lock file alone answers, and which.
+        self.locked = os.environ.get("TMM_REQUIRE_LOCKED", "0").lower() not in _NO
+        self.lock_path = lock_path(os.environ, self.root).absolute()
+        self._lock_file: LockFile | None = None
         self._foreign = foreign(self.root)
         self._logged: set[Path] = set()
         self._verified: dict[tuple[str, str], Notes] = {}
@@ -117,6 +137,8 @@ class CacheStore:
         passed over with a `CacheWarning`, and in the user's own root set aside. A hint is passed
         over in silence.
         """
+        if self.locked:
+            return self._locate_locked(gpu, environment, problem)
         held = self._held.get(path := self.path(gpu, environment, problem))
         if held is not None:
             here = path if os.path.isfile(path) else None
@@ -136,6 +158,21 @@ class CacheStore:
             else:
                 self._warn(Fault(path, "records another problem of the same digest", damaged=False))
         return None
+
+    def nearest_key(
+        self, gpu: str, environment: Mapping[str, JSON], problem: Mapping[str, JSON]
+    ) -> NearestKey | None:
+        """Of the keys that this store answers for the one nearest to the one asked, with their
+        differences; None where it answers for none."""
+        if self.locked:
+            lock = self._read_lock()
+            return None if lock is None else nearest((gpu, environment, problem), lock.keys())
+        keys = (
+            (each.gpu, each.environment or {}, each.problem)
+            for each in self.summaries()
+            if each.clock == CLOCK
+        )
+        return nearest((gpu, environment, problem), keys)
 
     def is_verified(self, gpu: str, environment: Mapping[str, JSON], key: str) -> bool:
         """Whether `mark_verified` was called with this key, under this root. Never OSError."""
@@ -333,6 +370,28 @@ class CacheStore:
                 self._warn(folder)
             elif not folder.is_old:
                 yield folder
+
+    def _locate_locked(
+        self, gpu: str, environment: Mapping[str, JSON], problem: Mapping[str, JSON]
+    ) -> Located | None:
+        lock = self._read_lock()
+        record = None if lock is None else lock.record(gpu, environment, problem)
+        if isinstance(record, Fault):
+            self._warn(record)
+        if not isinstance(record, TuningRecord) or canonical(record.problem) != canonical(problem):
+            return None
+        # Where it was frozen it may have been verified, here it may not.
+        return Located(record, self.lock_path, own=False, sealed=True)
+
+    def _read_lock(self) -> LockFile | None:
+        if self._lock_file is None:
+            try:
+                self._lock_file = LockFile(self.lock_path)
+            except LockError as error:
+                reason = str(error).removeprefix(f"{self.lock_path}: ")
+                note = "and TMM_REQUIRE_LOCKED=1 lets nothing else answer"
+                warn_once(self.lock_path, f"{reason}; {note}", about="lock file")
+        return self._lock_file
 
     def _stamps(self, gpu: str, environment: Mapping[str, JSON]) -> Notes:
         # Not by host name: a container has another at each start, and what is verified is a
