@@ -76,10 +76,11 @@ def command(root: Path, text: str) -> Callable[[], object]:
 
 def first_miss(root: Path) -> None:
     """In a process that has imported torch: the store is read, neighbours are ranked."""
+    import torch
+
     from tmm_core.device import DeviceFingerprint
     from tmm_core.neighbour import Neighbours
     from tmm_core.problem import Operand, Problem
-    import torch
 
     device = DeviceFingerprint("cuda", "NVIDIA H200", (9, 0), 132)
     row = Operand.from_json(OPERAND)
