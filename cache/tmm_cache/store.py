@@ -35,15 +35,20 @@ from tmm_cache.layout import (
     layer_paths,
     record_path,
 )
+from tmm_cache.lock import LockError, LockFile, lock_path
 from tmm_cache.locks import Lock
 from tmm_cache.misses import Miss, append_miss, read_misses
+from tmm_cache.nearest import NearestKey, nearest
 from tmm_cache.notes import Notes
 from tmm_cache.places import absolute, default_root, is_nowhere, root_of
-from tmm_cache.record import TuningRecord
-from tmm_cache.scan import Entry, Folder, folders, scan
+from tmm_cache.record import CLOCK, TuningRecord
+from tmm_cache.scan import Entry, Folder, Summary, folders, scan, summaries
 
 # Of the whole root, as against one file of it: whatever is tried next fails alike.
 _UNWRITABLE = {errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR, errno.ELOOP}
+
+# Whatever else TMM_REQUIRE_LOCKED says is yes: whoever sets it wants nothing else to answer.
+_NO = {"", "0", "false", "no", "off"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,13 +75,24 @@ class CacheStore:
     """Tuning records on disk: the user's own root, and read-only layers below it.
 
     `root` and `layers` left out are `default_root()` and `layer_paths()`. A root that is not the
-    user's own (see `layout.foreign`) is read as one more layer; what is saved then is held. No
-    folder is made before the first save. A file that can't be used costs a miss and one
-    `CacheWarning` per process. Methods that take a GPU raise ValueError where it is no slug (see
-    `slug`), and what `digest` raises where an environment or a problem is not JSON.
+    user's own (see `layout.foreign`) is read as one more layer; what is saved then is held. Under
+    `TMM_REQUIRE_LOCKED=1` the lock file alone answers. No folder is made before the first save. A
+    file that can't be used costs a miss and one `CacheWarning` per process. Methods that take a GPU
+    raise ValueError where it is no slug (see `slug`), and what `digest` raises where an environment
+    or a problem is not JSON.
     """
 
-    __slots__ = ("_foreign", "_held", "_logged", "_verified", "layers", "root")
+    __slots__ = (
+        "_foreign",
+        "_held",
+        "_lock_file",
+        "_logged",
+        "_verified",
+        "layers",
+        "lock_path",
+        "locked",
+        "root",
+    )
 
     def __init__(self, root: Path | None = None, layers: Sequence[Path] | None = None) -> None:
         #: The user's own records; `NOWHERE` on a machine that has no place for them.
@@ -92,6 +108,10 @@ class CacheStore:
                 kept.append(place)
         #: The layers below, nearest first, without those that are the root itself.
         self.layers = tuple(kept)
+        #: Whether a lock file alone answers, and which.
+        self.locked = os.environ.get("TMM_REQUIRE_LOCKED", "0").lower() not in _NO
+        self.lock_path = lock_path(os.environ, self.root).absolute()
+        self._lock_file: LockFile | None = None
         self._foreign = foreign(self.root)
         self._logged: set[Path] = set()
         self._verified: dict[tuple[str, str], Notes] = {}
@@ -118,6 +138,8 @@ class CacheStore:
         passed over with a `CacheWarning`, and in the user's own root set aside. A hint is passed
         over in silence.
         """
+        if self.locked:
+            return self._locate_locked(gpu, environment, problem)
         held = self._held.get(path := self.path(gpu, environment, problem))
         if held is not None:
             here = path if os.path.isfile(path) else None
@@ -137,6 +159,21 @@ class CacheStore:
             else:
                 self._warn(Fault(path, "records another problem of the same digest", damaged=False))
         return None
+
+    def nearest_key(
+        self, gpu: str, environment: Mapping[str, JSON], problem: Mapping[str, JSON]
+    ) -> NearestKey | None:
+        """Of the keys that this store answers for the one nearest to the one asked, with their
+        differences; None where it answers for none."""
+        if self.locked:
+            lock = self._read_lock()
+            return None if lock is None else nearest((gpu, environment, problem), lock.keys())
+        keys = (
+            (each.gpu, each.environment or {}, each.problem)
+            for each in self.summaries()
+            if each.clock == CLOCK
+        )
+        return nearest((gpu, environment, problem), keys)
 
     def is_verified(self, gpu: str, environment: Mapping[str, JSON], key: str) -> bool:
         """Whether `mark_verified` was called with this key, under this root. Never OSError."""
@@ -177,8 +214,16 @@ class CacheStore:
 
     def hold(self, gpu: str, environment: Mapping[str, JSON], record: TuningRecord) -> None:
         """Answer with this record as long as the store lives, whatever the disk says."""
+        entry = self._entry(gpu, environment, record)
+        self._held[entry.path] = entry
+
+    def summary(self, gpu: str, environment: Mapping[str, JSON], record: TuningRecord) -> Summary:
+        """A record in brief, as `summaries` says it of one that was saved or held."""
+        return self._entry(gpu, environment, record).summary
+
+    def _entry(self, gpu: str, environment: Mapping[str, JSON], record: TuningRecord) -> Entry:
         path = self.path(gpu, environment, record.problem)
-        self._held[path] = Entry(path, self.root, gpu, digest(environment), environment, record)
+        return Entry(path, self.root, gpu, digest(environment), environment, record)
 
     def entries(self, gpu: str | None = None) -> Iterator[Entry]:
         """Every readable record: those held, then the root's, then each layer's, by their paths.
@@ -189,6 +234,18 @@ class CacheStore:
         yield from (entry for entry in held.values() if gpu in (None, entry.gpu))
         for root in (self.root, *self.layers):
             for item in scan(root, gpu):
+                if isinstance(item, Fault):
+                    self._warn(item)
+                elif item.path not in held:
+                    yield item
+
+    def summaries(self, gpu: str | None = None) -> Iterator[Summary]:
+        """Every record in brief, in the order of `entries`: a head is read of each file, and the
+        record on `Summary.load`. Faults are passed over with a warning."""
+        held = {path: self._held[path] for path in sorted(self._held)}
+        yield from (entry.summary for entry in held.values() if gpu in (None, entry.gpu))
+        for root in (self.root, *self.layers):
+            for item in summaries(root, gpu):
                 if isinstance(item, Fault):
                     self._warn(item)
                 elif item.path not in held:
@@ -308,6 +365,28 @@ class CacheStore:
                 self._warn(folder)
             elif not folder.is_old:
                 yield folder
+
+    def _locate_locked(
+        self, gpu: str, environment: Mapping[str, JSON], problem: Mapping[str, JSON]
+    ) -> Located | None:
+        lock = self._read_lock()
+        record = None if lock is None else lock.record(gpu, environment, problem)
+        if isinstance(record, Fault):
+            self._warn(record)
+        if not isinstance(record, TuningRecord) or canonical(record.problem) != canonical(problem):
+            return None
+        # Where it was frozen it may have been verified, here it may not.
+        return Located(record, self.lock_path, own=False, sealed=True)
+
+    def _read_lock(self) -> LockFile | None:
+        if self._lock_file is None:
+            try:
+                self._lock_file = LockFile(self.lock_path)
+            except LockError as error:
+                reason = str(error).removeprefix(f"{self.lock_path}: ")
+                note = "and TMM_REQUIRE_LOCKED=1 lets nothing else answer"
+                warn_once(self.lock_path, f"{reason}; {note}", about="lock file")
+        return self._lock_file
 
     def _stamps(self, gpu: str, environment: Mapping[str, JSON]) -> Notes:
         # Not by host name: a container has another at each start, and what is verified is a
