@@ -11,7 +11,9 @@ import errno
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from tmm_cache.ages import touch
 from tmm_cache.errors import has_warned, warn_once
 from tmm_cache.files import (
     Fault,
@@ -37,6 +39,9 @@ from tmm_cache.places import absolute, default_root, is_nowhere, root_of
 from tmm_cache.record import TuningRecord
 from tmm_cache.scan import Entry, Folder, folders, scan
 
+if TYPE_CHECKING:
+    from tmm_cache.upkeep import Upkeep
+
 # Of the whole root, as against one file of it: whatever is tried next fails alike.
 _UNWRITABLE = {errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR, errno.ELOOP}
 
@@ -50,7 +55,7 @@ class CacheStore:
     `digest` raises where an environment or a problem is not JSON.
     """
 
-    __slots__ = ("_held", "_logged", "layers", "root")
+    __slots__ = ("_held", "_logged", "_upkeep", "layers", "root")
 
     def __init__(self, root: Path | None = None, layers: Sequence[Path] | None = None) -> None:
         #: The user's own records; `NOWHERE` on a machine that has no place for them.
@@ -67,6 +72,7 @@ class CacheStore:
         #: The layers below, nearest first, without those that are the root itself.
         self.layers = tuple(kept)
         self._logged: set[Path] = set()
+        self._upkeep: Upkeep | None = None
         #: Records that this process answers with whatever the disk says, by their path.
         self._held: dict[Path, Entry] = {}
 
@@ -83,7 +89,12 @@ class CacheStore:
         passed over with a `CacheWarning`.
         """
         located = self._locate(gpu, environment, problem)
-        return None if located is None else located[1]
+        if located is None:
+            return None
+        path, record = located
+        if path is not None and self.root in path.parents:
+            touch(path)
+        return record
 
     def found(
         self, gpu: str, environment: Mapping[str, JSON], problem: Mapping[str, JSON]
@@ -108,6 +119,11 @@ class CacheStore:
             return None
         if path in self._held:
             self.hold(gpu, environment, record)
+        if self._upkeep is None:
+            from tmm_cache.upkeep import Upkeep  # those who replay do not need it
+
+            self._upkeep = Upkeep(self.root)
+        self._upkeep.saved(path, len(data), self._held)
         return path
 
     def hold(self, gpu: str, environment: Mapping[str, JSON], record: TuningRecord) -> None:
