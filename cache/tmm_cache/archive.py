@@ -23,6 +23,7 @@ from typing import Final
 from tmm_cache.batch import Batch
 from tmm_cache.errors import RecordError
 from tmm_cache.files import (
+    checked_record_bytes,
     open_regular,
     parse_environment,
     parse_record,
@@ -128,7 +129,7 @@ def read_archive(file: Path, root: Path, force: bool) -> Imported:
                 if not force and _is_as_new(path, record):
                     imported.kept += 1
                     continue
-                batch.add(path, record_bytes(record))
+                batch.add(path, checked_record_bytes(record))
                 imported.written += 1
                 environment = environments.pop(posixpath.dirname(member.name), None)
                 if environment is not None:
