@@ -18,9 +18,8 @@ from typing import Any
 
 import pytest
 from cache_builders import ENVIRONMENT, GPU, OLDER_ENVIRONMENT, made, problem, record
-from tmm_cache import CacheStore, digest
+from tmm_cache import CacheStore, digest, unpack
 from tmm_cache import archive as archive_module
-from tmm_cache import unpack
 from tmm_cache.cli import main
 from tmm_cache.files import record_bytes
 
