@@ -37,6 +37,8 @@ LEAST_FREE_BYTES = 64 * 2**20
 #: Variables that tmm reads beside those of its settings.
 OTHER_VARIABLES = (
     "TMM_CACHE_DIR",
+    "TMM_CACHE_MAX_AGE",
+    "TMM_CACHE_MAX_SIZE",
     "TMM_CACHE_PATH",
     "TMM_SHIPPED_RECORDS",
     "TMM_DISABLE_PLUGINS",
