@@ -16,6 +16,7 @@ from typing import Any, NoReturn, TypeAlias, TypeVar
 
 from tmm_cache import changes, console, deployment, filters, reports
 from tmm_cache.errors import CacheWarning
+from tmm_cache.facets import printable
 from tmm_cache.places import is_nowhere
 from tmm_cache.store import CacheStore
 
@@ -30,7 +31,7 @@ class _Parser(argparse.ArgumentParser):
     """argparse, with complaints of one line."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(console.MISTAKE, f"{self.prog}: {message}\n")
+        self.exit(console.MISTAKE, f"{self.prog}: {printable(message)}\n")
 
 
 class _Version(argparse.Action):

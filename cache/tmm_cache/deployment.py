@@ -11,9 +11,10 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from tmm_cache import facets
+from tmm_cache.batch import Batch
 from tmm_cache.console import DONE, FOUND, MISTAKE, counted, note, print_json, without_faults
 from tmm_cache.errors import RecordError
-from tmm_cache.files import Fault, Stored, read_stored, record_bytes, write_record
+from tmm_cache.files import Fault, Stored, read_stored, record_bytes, write_environment
 from tmm_cache.filters import Filter
 from tmm_cache.layout import environment_folder, foreign
 from tmm_cache.lock import Key, LockError, LockFile, write_lock
@@ -91,31 +92,37 @@ def merge(store: CacheStore, options: Namespace) -> int:
     except LockError as error:
         note(str(error))
         return MISTAKE
-    for summary in (summary for source in sources for summary in source):
-        stored = _stored(summary)
-        if stored is None or stored.record.is_hint:
-            continue
-        folder = environment_folder(store.root, summary.gpu, summary.environment_digest)
-        path = folder / f"{summary.digest}.json"
-        present = read_stored(path)
-        record = stored.record
-        if isinstance(present, Stored) and not present.record.is_hint:
-            record = merged(
-                Evidence(present.record, present.sealed), Evidence(stored.record, stored.sealed)
-            )
-            if record == present.record:
-                kept += 1
-                continue
-            changed += 1
-        else:
-            added += 1
-        try:
-            # Not this machine's: its winner is verified before its first use.
-            data = record_bytes(record, imported=True)
-        except RecordError as error:  # both were read; together they may be too many
-            note(f"left out {path.name}: {error}")
-            continue
-        write_record(path, data, summary.environment, synced=False)
+    for source in sources:
+        with Batch() as batch:  # each for itself: the next is held against what this one gave
+            for summary in source:
+                stored = _stored(summary)
+                if stored is None or stored.record.is_hint:
+                    continue
+                folder = environment_folder(store.root, summary.gpu, summary.environment_digest)
+                path = folder / f"{summary.digest}.json"
+                present = read_stored(path)
+                record = stored.record
+                if isinstance(present, Stored) and not present.record.is_hint:
+                    record = merged(
+                        Evidence(present.record, present.sealed),
+                        Evidence(stored.record, stored.sealed),
+                    )
+                    if record == present.record:
+                        kept += 1
+                        continue
+                try:
+                    # Not this machine's: its winner is verified before its first use.
+                    data = record_bytes(record, imported=True)
+                except RecordError as error:  # both were read; together they may be too many
+                    note(f"left out {path.name}: {error}")
+                    continue
+                batch.add(path, data)
+                if record is stored.record:
+                    added += 1
+                else:
+                    changed += 1
+                if summary.environment is not None:
+                    write_environment(folder, summary.environment)
     note(
         f"{counted(added, 'record')} added to {store.root}, {changed} changed, "
         f"{kept} kept as they were"

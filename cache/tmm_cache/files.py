@@ -209,7 +209,7 @@ def read_bytes(path: Path, most: int = MAX_BYTES) -> bytes | Fault | None:
         _require_regular(status)
         handle = _opened(path, os.O_RDONLY)
         try:
-            data = _read_all(handle)
+            data = _read_all(handle, most)
         finally:
             os.close(handle)
     except FileNotFoundError:
@@ -223,12 +223,12 @@ def read_bytes(path: Path, most: int = MAX_BYTES) -> bytes | Fault | None:
     return data
 
 
-def _read_all(handle: int) -> bytes:
+def _read_all(handle: int, most: int) -> bytes:
     # By its size and one byte more, which is asked for to see the end.
     parts: list[bytes] = []
     size = 0
-    room = min(os.fstat(handle).st_size, MAX_BYTES) + 1
-    while size <= MAX_BYTES and (part := os.read(handle, room)):
+    room = min(os.fstat(handle).st_size, most) + 1
+    while size <= most and (part := os.read(handle, room)):
         parts.append(part)
         size += len(part)
         room = 2**16
@@ -301,20 +301,17 @@ def record_bytes(record: TuningRecord, imported: bool = False, checked: bool = F
     return with_checksum(json.dumps(document, allow_nan=False)).encode("ascii")
 
 
-def write_record(
-    path: Path, data: bytes, environment: Mapping[str, JSON] | None, *, synced: bool = True
-) -> None:
+def write_record(path: Path, data: bytes, environment: Mapping[str, JSON] | None) -> None:
     """Put a record's bytes in place, and its environment beside it if that is absent.
 
-    `synced` left False, a power cut may damage the file, and nothing less: for what can be written
-    again. Raises OSError; then the file is what it was before.
+    Raises OSError; then the file is what it was before.
     """
     for attempt in ("first", "last"):
         try:
             make_folder(path.parent)
             if environment is not None:
                 write_environment(path.parent, environment)
-            write_atomically(path, data, synced=synced)
+            write_atomically(path, data)
         except FileNotFoundError:
             # A `clear` elsewhere removed the empty folder between the two steps.
             if attempt == "last":
@@ -346,19 +343,16 @@ def make_folder(folder: Path) -> None:
         path.mkdir(FOLDER_MODE, exist_ok=True)
 
 
-def write_atomically(
-    path: Path, data: bytes, mode: int = FILE_MODE, *, synced: bool = True
-) -> None:
+def write_atomically(path: Path, data: bytes, mode: int = FILE_MODE) -> None:
     """Replace a file in one step. Raises OSError; then the old file is untouched."""
-    temporary = write_beside(path, data, mode, sync=synced)
+    temporary = write_beside(path, data, mode, sync=True)
     try:
         os.replace(temporary, path)
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
         raise
-    if synced:
-        sync_folder(path.parent)
+    sync_folder(path.parent)
 
 
 def write_beside(path: Path, data: bytes, mode: int = FILE_MODE, *, sync: bool) -> Path:

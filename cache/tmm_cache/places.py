@@ -7,7 +7,7 @@ removed. Then there is no folder to use: the store says so once and keeps its re
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -62,10 +62,10 @@ def is_nowhere(path: Path) -> bool:
     return path == NOWHERE or NOWHERE in path.parents
 
 
-def root_of(folder: Path, version: str) -> Path:
+def root_of(folder: Path, versions: Collection[str]) -> Path:
     """The root or layer that a folder of records lies in; other folders are their own."""
     parents = (folder, *folder.parents)[:3]
-    return next((path.parent for path in parents if path.name == version), folder)
+    return next((path.parent for path in parents if path.name in versions), folder)
 
 
 def _at_home(path: str) -> str:

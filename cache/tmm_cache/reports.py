@@ -20,6 +20,7 @@ from tmm_cache.misses import read_misses
 from tmm_cache.record import SCHEMA, TuningRecord
 from tmm_cache.scan import Folder, Summary, folders, scan, summaries, summaries_of
 from tmm_cache.store import CacheStore
+from tmm_cache.upkeep import leftovers
 
 
 def show(store: CacheStore, options: Namespace) -> int:
@@ -116,6 +117,7 @@ def verify(store: CacheStore, options: Namespace) -> int:
     """Read everything and print each fault."""
     records = 0
     faults: list[Fault] = []
+    left: list[JSON] = []
     for root in _roots(store):
         for item in scan(root):
             if isinstance(item, Fault):
@@ -126,12 +128,15 @@ def verify(store: CacheStore, options: Namespace) -> int:
             if isinstance(folder, Folder):
                 _, fault = read_misses(folder.path)
                 faults += [] if fault is None else [fault]
+                left += map(str, sorted(leftovers(folder.path)))
     if options.json:
         found: list[JSON] = [_fault_json(fault) for fault in faults]
-        print_json({"records": records, "faults": found})
+        print_json({"records": records, "faults": found, "temporary": left})
     else:
         for fault in faults:
             print(facets.printable(f"{fault.path}: {fault.reason}"))
+    for path in left:
+        note(f"{path}: left by a process that was killed; a save there or `prune` removes it")
     note(f"{counted(records, 'good record')}, {counted(len(faults), 'fault')}")
     return FOUND if faults else DONE
 

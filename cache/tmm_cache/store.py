@@ -12,7 +12,9 @@ import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
+from tmm_cache.ages import touch
 from tmm_cache.errors import has_warned, warn_once
 from tmm_cache.files import (
     Fault,
@@ -29,7 +31,7 @@ from tmm_cache.layout import (
     LOCK_SUFFIX,
     MISSES,
     RECORD,
-    VERSION,
+    VERSIONS,
     environment_folder,
     foreign,
     layer_paths,
@@ -43,6 +45,9 @@ from tmm_cache.notes import Notes
 from tmm_cache.places import absolute, default_root, is_nowhere, root_of
 from tmm_cache.record import CLOCK, TuningRecord
 from tmm_cache.scan import Entry, Folder, Summary, folders, scan, summaries
+
+if TYPE_CHECKING:
+    from tmm_cache.upkeep import Upkeep
 
 # Of the whole root, as against one file of it: whatever is tried next fails alike.
 _UNWRITABLE = {errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR, errno.ELOOP}
@@ -87,6 +92,7 @@ class CacheStore:
         "_held",
         "_lock_file",
         "_logged",
+        "_upkeep",
         "_verified",
         "layers",
         "lock_path",
@@ -115,6 +121,7 @@ class CacheStore:
         self._foreign = foreign(self.root)
         self._logged: set[Path] = set()
         self._verified: dict[tuple[str, str], Notes] = {}
+        self._upkeep: Upkeep | None = None
         #: Records that this process answers with whatever the disk says, by their path.
         self._held: dict[Path, Entry] = {}
 
@@ -127,7 +134,13 @@ class CacheStore:
     ) -> TuningRecord | None:
         """The problem's record, held, of the root or of the first layer with it; None is a miss."""
         located = self.locate(gpu, environment, problem)
-        return None if located is None else located.record
+        if located is None:
+            return None
+        path = located.path
+        mine = self._foreign is None and not self.locked
+        if mine and path is not None and self.root in path.parents:
+            touch(path)
+        return located.record
 
     def locate(
         self, gpu: str, environment: Mapping[str, JSON], problem: Mapping[str, JSON]
@@ -210,6 +223,11 @@ class CacheStore:
             return None
         if path in self._held:
             self.hold(gpu, environment, record)
+        if self._upkeep is None:
+            from tmm_cache.upkeep import Upkeep  # those who replay do not need it
+
+            self._upkeep = Upkeep(self.root)
+        self._upkeep.saved(path, len(data), self._held)
         return path
 
     def hold(self, gpu: str, environment: Mapping[str, JSON], record: TuningRecord) -> None:
@@ -417,7 +435,7 @@ class CacheStore:
         if is_nowhere(fault.path):
             return
         if fault.place:
-            root = root_of(fault.path, VERSION)
+            root = root_of(fault.path, VERSIONS)
             text = f"{fault.reason}; passed over, and what lies only there is tuned anew"
             warn_once(root, text, about="place")
         else:

@@ -16,17 +16,11 @@ from typing import Any
 import pytest
 import tmm_cache
 from cache_builders import ENVIRONMENT, GPU, child, problem, record, warned
-from tmm_cache import CacheStore, Notes, default_root, errors, files, layer_paths
+from tmm_cache import CacheStore, Notes, default_root, files, layer_paths
 from tmm_cache.cli import main
 from tmm_cache.places import NOWHERE
 
 Captured = pytest.CaptureFixture[str]
-
-
-@pytest.fixture(autouse=True)
-def unwarned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a process that nothing has been told."""
-    monkeypatch.setattr(errors, "_warned", set())
 
 
 def without_account(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,6 +39,8 @@ LEAST_FREE_BYTES = 64 * 2**20
 #: Variables that tmm reads beside those of its settings.
 OTHER_VARIABLES = (
     "TMM_CACHE_DIR",
+    "TMM_CACHE_MAX_AGE",
+    "TMM_CACHE_MAX_SIZE",
     "TMM_CACHE_PATH",
     "TMM_CACHE_SHARED",
     "TMM_LOCK_FILE",
