@@ -78,9 +78,9 @@ def first_miss(root: Path) -> None:
     """In a process that has imported torch: the store is read, neighbours are ranked."""
     import torch
 
-    from tmm_core.device import DeviceFingerprint
-    from tmm_core.neighbour import Neighbours
-    from tmm_core.problem import Operand, Problem
+    from tmm_core.dispatch.neighbour import Neighbours
+    from tmm_core.spec.device import DeviceFingerprint
+    from tmm_core.spec.problem import Operand, Problem
 
     device = DeviceFingerprint("cuda", "NVIDIA H200", (9, 0), 132)
     row = Operand.from_json(OPERAND)

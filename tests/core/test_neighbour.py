@@ -11,8 +11,8 @@ import pytest
 from fakes import DEVICE, FakeBlas, FakeKernel, dispatcher, problem, settings
 from tmm_cache import OLD_CLOCK, CacheStore, CacheWarning, CandidateResult, TuningRecord, scan
 
-from tmm_core.neighbour import Neighbours
-from tmm_core.problem import Problem
+from tmm_core.dispatch.neighbour import Neighbours
+from tmm_core.spec.problem import Problem
 
 
 def record(of: Problem, **changes: Any) -> TuningRecord:
