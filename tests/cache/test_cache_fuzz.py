@@ -23,7 +23,8 @@ from hypothesis import strategies as st
 from tmm_cache import CacheStore, RecordError, TuningRecord, digest
 from tmm_cache.archive import read_archive
 from tmm_cache.cli import main
-from tmm_cache.files import checked_record_bytes, parse_record, record_bytes
+from tmm_cache.files import parse_record, record_bytes
+from tmm_cache.layout import VERSION
 from tmm_cache.unpack import ArchiveError
 
 EXAMPLES = int(os.environ.get("TMM_FUZZ_EXAMPLES", "150"))
@@ -87,7 +88,7 @@ def test_a_mutated_document_is_refused_or_round_trips(document: object) -> None:
         found = TuningRecord.from_json(document)
     except RecordError:
         return
-    assert TuningRecord.from_json(json.loads(checked_record_bytes(found))) == found
+    assert parse_record(record_bytes(found, checked=True), digest(found.problem)) == found
 
 
 @bounded
@@ -99,7 +100,7 @@ def test_mutated_bytes_are_refused_or_read_back(data: st.DataObject) -> None:
     except ValueError:
         return
     assert found.problem == problem()
-    assert parse_record(checked_record_bytes(found), digest(problem())) == found
+    assert parse_record(record_bytes(found, checked=True), digest(problem())) == found
 
 
 def mutated(data: st.DataObject, content: bytes) -> bytes:
@@ -126,7 +127,7 @@ def mutated(data: st.DataObject, content: bytes) -> bytes:
 
 def packed() -> bytes:
     buffer = io.BytesIO()
-    folder = f"v1/{GPU}/{digest(ENVIRONMENT)}"
+    folder = f"{VERSION}/{GPU}/{digest(ENVIRONMENT)}"
     contents = {f"{folder}/{digest(problem(m=m))}.json": record(problem(m=m)) for m in (1, 2)}
     with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as file:
         for name, each in contents.items():
@@ -174,6 +175,7 @@ def test_a_mutated_archive_writes_whole_records_inside_the_root_or_nothing(
 
 WORDS = [
     *("show", "clear", "dir", "stats", "verify", "prune", "export", "import"),
+    *("freeze", "diff", "merge", "-o"),
     *("--json", "-y", "--yes", "--dry-run", "--force", "--thin", "--help", "--cache-dir", "--"),
     *("--gpu", "--kernel", "--dtype", "--epilogue", "--shape", "--older-than", "--newer-than"),
     *("30d", "1e9w", "99999999999999999999d", "x", "1x2x3", "*x*x*", "9" * 30, "0", "-1"),

@@ -22,10 +22,11 @@ from tmm_cache import CacheStore, digest, unpack
 from tmm_cache import archive as archive_module
 from tmm_cache.cli import main
 from tmm_cache.files import record_bytes
+from tmm_cache.layout import VERSION
 
 Captured = pytest.CaptureFixture[str]
 
-FOLDER = f"v1/{GPU}/{digest(ENVIRONMENT)}"
+FOLDER = f"{VERSION}/{GPU}/{digest(ENVIRONMENT)}"
 
 
 @pytest.fixture
@@ -111,9 +112,9 @@ def test_too_many_members_are_refused(
     archive: Path, root: Path, capsys: Captured, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(unpack, "MOST_MEMBERS", 50)
-    pack(archive, *(entry(m) for m in range(51)))
+    pack(archive, *(entry(m) for m in range(1, 52)))
     refused(archive, root, capsys, "has more than 50 members")
-    pack(archive, *(entry(m) for m in range(50)))
+    pack(archive, *(entry(m) for m in range(1, 51)))
     assert main(["import", str(archive)]) == 0
 
 
@@ -163,7 +164,7 @@ def test_large_and_many_environments_are_left_out(
 ) -> None:
     monkeypatch.setattr(archive_module, "MOST_ENVIRONMENTS", 2)
     environments = [{"torch": str(number)} for number in range(3)] + [{"torch": "x" * 2**14}]
-    folders = [f"v1/{GPU}/{digest(environment)}" for environment in environments]
+    folders = [f"{VERSION}/{GPU}/{digest(environment)}" for environment in environments]
     pack(
         archive,
         *(entry(1, folder) for folder in folders),
@@ -205,20 +206,20 @@ def test_what_was_imported_does_not_make_prune_remove_what_was_tuned(
     foreign = {"torch": "99"}
     pack(
         archive,
-        entry(2, f"v1/{GPU}/{digest(foreign)}", created=made(timedelta(hours=-20))),
+        entry(2, f"{VERSION}/{GPU}/{digest(foreign)}", created=made(timedelta(hours=-20))),
         entry(3, created=made(timedelta(days=1))),
     )
     assert main(["import", str(archive)]) == 0
     assert main(["prune", "-y"]) == 0
     assert store.load(GPU, ENVIRONMENT, problem(m=1)) is not None
     # What says that it is older is outdated, as ever.
-    pack(archive, entry(4, f"v1/{GPU}/{digest(foreign)}", created=made(timedelta(days=30))))
+    pack(archive, entry(4, f"{VERSION}/{GPU}/{digest(foreign)}", created=made(timedelta(days=30))))
     assert main(["clear", "-y", "--shape", "2x*x*"]) == 0
     assert main(["import", str(archive)]) == 0
     assert main(["prune", "-y"]) == 0
     assert sorted(each.record.problem["m"] for each in store.entries()) == [1, 3]
     # Once it has answered here, it counts: this machine runs under that environment.
-    pack(archive, entry(5, f"v1/{GPU}/{digest(foreign)}", created=made(timedelta(hours=2))))
+    pack(archive, entry(5, f"{VERSION}/{GPU}/{digest(foreign)}", created=made(timedelta(hours=2))))
     assert main(["import", str(archive)]) == 0
     assert store.load(GPU, foreign, problem(m=5)) is not None
     assert main(["prune", "-y"]) == 0
@@ -226,7 +227,7 @@ def test_what_was_imported_does_not_make_prune_remove_what_was_tuned(
 
 
 def test_a_cache_that_was_only_imported_is_not_pruned(archive: Path, root: Path) -> None:
-    older = f"v1/{GPU}/{digest(OLDER_ENVIRONMENT)}"
+    older = f"{VERSION}/{GPU}/{digest(OLDER_ENVIRONMENT)}"
     pack(archive, entry(1, older, created=made(timedelta(days=9))), entry(2))
     assert main(["import", str(archive)]) == 0
     assert main(["prune", "-y"]) == 0
@@ -236,7 +237,7 @@ def test_a_cache_that_was_only_imported_is_not_pruned(archive: Path, root: Path)
 def test_an_import_that_fails_in_the_middle_leaves_whole_records_and_no_temporary_files(
     archive: Path, root: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
-    pack(archive, *(entry(m) for m in range(9)))
+    pack(archive, *(entry(m) for m in range(1, 10)))
     real, calls = os.replace, []
 
     def failing(*arguments: Any) -> None:
@@ -256,7 +257,7 @@ def test_four_thousand_records_are_imported_in_seconds(
     archive: Path, root: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """And with a sync per batch, not per record, which is what takes the time on a busy disk."""
-    pack(archive, *(entry(m) for m in range(4000)))
+    pack(archive, *(entry(m) for m in range(1, 4001)))
     syncs, real = [], os.fsync
 
     def counted(handle: int) -> None:

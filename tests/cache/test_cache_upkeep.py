@@ -14,6 +14,7 @@ import pytest
 from cache_builders import ENVIRONMENT, GPU, child, made, problem, record, warned
 from tmm_cache import CacheStore, Notes, upkeep
 from tmm_cache.cli import main
+from tmm_cache.layout import VERSION
 from tmm_cache.upkeep import DEFAULT_SIZE, Limits, evict, limits, parse_size, sweep
 
 Captured = pytest.CaptureFixture[str]
@@ -104,14 +105,14 @@ def test_the_use_of_a_layer_is_not_noted(store: CacheStore, tmp_path: Path) -> N
 
 
 def test_what_was_used_longest_ago_goes_first(store: CacheStore) -> None:
-    for m in range(10):
-        saved(store, m, days=10 - m)
-    assert store.load(GPU, ENVIRONMENT, problem(m=0)) is not None  # used again
+    for m in range(1, 11):
+        saved(store, m, days=11 - m)
+    assert store.load(GPU, ENVIRONMENT, problem(m=1)) is not None  # used again
     size = store.path(GPU, ENVIRONMENT, problem(m=1)).stat().st_size
     assert evict(store.root, Limits(10 * size + size // 2), nothing) == 0
     # Down to nine tenths: five records fit into 6.0 x 0.9.
     assert evict(store.root, Limits(6 * size), nothing) == 5
-    assert kept(store) == [0, 6, 7, 8, 9]
+    assert kept(store) == [1, 7, 8, 9, 10]
     assert evict(store.root, Limits(6 * size), nothing) == 0
 
 
@@ -124,17 +125,17 @@ def test_what_lies_unused_for_too_long_goes(store: CacheStore) -> None:
 
 
 def test_what_was_just_written_or_is_kept_or_is_locked_stays(store: CacheStore) -> None:
-    for m in range(4):
+    for m in (1, 2, 3, 4):
         saved(store, m, days=9)
-    aged(store.path(GPU, ENVIRONMENT, problem(m=0)), 5)  # by another process, seconds ago
-    held = store.path(GPU, ENVIRONMENT, problem(m=1))
-    with CacheStore().lock(GPU, ENVIRONMENT, problem(m=2), timeout=0) as mine:
+    aged(store.path(GPU, ENVIRONMENT, problem(m=1)), 5)  # by another process, seconds ago
+    held = store.path(GPU, ENVIRONMENT, problem(m=2))
+    with CacheStore().lock(GPU, ENVIRONMENT, problem(m=3), timeout=0) as mine:
         assert mine is True
         assert evict(store.root, Limits(1), held.__eq__) == 1
-    assert kept(store) == [0, 1, 2]
+    assert kept(store) == [1, 2, 3]
     assert evict(store.root, Limits(1), held.__eq__) == 1
-    assert not store.path(GPU, ENVIRONMENT, problem(m=2)).with_name("lock").exists()
-    assert kept(store) == [0, 1]
+    assert not store.path(GPU, ENVIRONMENT, problem(m=3)).with_name("lock").exists()
+    assert kept(store) == [1, 2]
 
 
 def test_what_is_used_between_the_look_and_the_removal_stays(
@@ -157,8 +158,8 @@ def test_nothing_of_others_is_evicted(store: CacheStore, tmp_path: Path) -> None
     below = CacheStore(tmp_path / "below", [])
     saved(below, 1, days=99)
     folder = saved(store, 1, days=9).parent
-    (store.root / "v1" / "linked").symlink_to(below.root / "v1" / GPU)
-    mine = [folder / "mine.json", store.root / "v1" / "models" / "0.json", store.root / "x.json"]
+    (store.root / VERSION / "linked").symlink_to(below.root / VERSION / GPU)
+    mine = [folder / "mine.json", store.root / VERSION / "models" / "0.json", store.root / "x.json"]
     for path in mine:
         path.parent.mkdir(exist_ok=True)
         path.write_text("mine")
@@ -197,9 +198,9 @@ def test_a_time_that_is_yet_to_come_is_no_use(store: CacheStore) -> None:
 def test_a_save_evicts_at_first_and_then_now_and_then(
     store: CacheStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    for m in range(6):
+    for m in range(1, 7):
         saved(store, m, days=9)
-    size = store.path(GPU, ENVIRONMENT, problem(m=0)).stat().st_size
+    size = store.path(GPU, ENVIRONMENT, problem(m=1)).stat().st_size
     monkeypatch.setenv("TMM_CACHE_MAX_SIZE", str(4 * size))
     looks, real = [], upkeep.evict
     monkeypatch.setattr(upkeep, "evict", lambda *a: looks.append(a) or real(*a))
@@ -263,7 +264,7 @@ def test_a_folder_is_swept_once_per_process(
 ) -> None:
     swept = []
     monkeypatch.setattr(upkeep, "sweep", swept.append)
-    for m in range(3):
+    for m in range(1, 4):
         store.save(GPU, ENVIRONMENT, record(problem(m=m)))
         store.save("nvidia-a100", ENVIRONMENT, record(problem(m=m)))
     assert len(swept) == len(set(swept)) == 2
