@@ -17,8 +17,8 @@ from tmm_cache.nearest import Difference, NearestKey
 from tmm_cache.notes import Notes, stamp
 from tmm_cache.places import default_root
 from tmm_cache.record import CLOCK, OLD_CLOCK, SCHEMA, CandidateResult, TuningRecord
-from tmm_cache.scan import Entry, Summary
-from tmm_cache.store import CacheStore, Located
+from tmm_cache.scan import Entry, Located, Summary
+from tmm_cache.store import CacheStore
 
 __all__ = [
     "CLOCK",

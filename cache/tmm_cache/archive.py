@@ -21,14 +21,13 @@ from pathlib import Path
 from typing import Final
 
 from tmm_cache.batch import Batch
+from tmm_cache.disk import open_regular, write_atomically
 from tmm_cache.errors import RecordError
 from tmm_cache.files import (
-    open_regular,
     parse_environment,
     parse_record,
     read_record,
     record_bytes,
-    write_atomically,
     write_environment,
 )
 from tmm_cache.keys import DIGEST_DIGITS, JSON, is_slug

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from tmm_cache.ages import mark_imported
-from tmm_cache.files import make_folder, sync_folder, write_beside
+from tmm_cache.disk import make_folder, sync_folder, write_beside
 
 #: Temporary files that a batch holds at most.
 _MOST_FILES: Final = 512

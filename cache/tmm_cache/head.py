@@ -14,8 +14,10 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime
+from pathlib import Path
 from typing import Any, Final, NamedTuple
 
+from tmm_cache.disk import open_regular
 from tmm_cache.fields import is_size
 from tmm_cache.keys import JSON
 from tmm_cache.record import SCHEMA, TuningRecord, utc_time
@@ -86,11 +88,10 @@ def blas_us(record: TuningRecord) -> float | None:
     return min((median for median in medians if median is not None), default=None)
 
 
-def read_head(path: str) -> Head | None:
+def read_head(path: Path) -> Head | None:
     """The head of a file; None where it has none to go by."""
     try:
-        # A FIFO is not waited for.
-        handle = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+        handle = open_regular(path, os.O_RDONLY)
         try:
             data = os.read(handle, HEAD_BYTES)
         finally:

@@ -8,14 +8,14 @@ tells damage, and each record is checked when it is asked for.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
-from tmm_cache.errors import RecordError
-from tmm_cache.files import Fault, has_checksum, parse, read_bytes, with_checksum, write_atomically
+from tmm_cache.disk import write_atomically
+from tmm_cache.errors import RecordError, warn_once
+from tmm_cache.files import Fault, has_checksum, parse, read_bytes, with_checksum
 from tmm_cache.head import Head
 from tmm_cache.keys import JSON, digest, is_slug
 from tmm_cache.record import TuningRecord
@@ -23,7 +23,6 @@ from tmm_cache.scan import Summary
 
 #: Version of the document.
 LOCK_SCHEMA: Final = 1
-NAME: Final = "tmm.lock.json"
 #: Thinned records take some 6 kB: ten thousand of them are 60 MB.
 MAX_BYTES: Final = 256 * 2**20
 
@@ -33,12 +32,6 @@ Key: TypeAlias = tuple[str, str, str]
 
 class LockError(ValueError):
     """A file that is no lock file, with the reason."""
-
-
-def lock_path(environ: Mapping[str, str], root: Path) -> Path:
-    """`TMM_LOCK_FILE`, else `tmm.lock.json` in the root."""
-    chosen = environ.get("TMM_LOCK_FILE")
-    return Path(os.path.expanduser(chosen)) if chosen else root / NAME
 
 
 def write_lock(file: Path, found: Iterable[tuple[Summary, TuningRecord]]) -> int:
@@ -119,6 +112,17 @@ class LockFile:
         except RecordError as error:
             return Fault(self.path, f"holds no valid record of {key[2]}: {error}", damaged=True)
         return None if record.is_hint else record
+
+
+def open_lock(path: Path) -> LockFile | None:
+    """The lock file that is to answer alone; None, with a warning, where there is none."""
+    try:
+        return LockFile(path)
+    except LockError as error:
+        reason = str(error).removeprefix(f"{path}: ")
+        note = "and TMM_REQUIRE_LOCKED=1 lets nothing else answer"
+        warn_once(path, f"{reason}; {note}", about="lock file")
+        return None
 
 
 def _items(data: bytes) -> Iterator[tuple[Key, _Item]]:

@@ -17,6 +17,8 @@ from tmm_cache.errors import warn_once
 #: every read is a miss and every record is held in memory.
 NOWHERE: Final = Path(os.devnull, "tmm")
 
+LOCK_NAME: Final = "tmm.lock.json"
+
 _CONSEQUENCE = "what is tuned is lost when the process ends; set TMM_CACHE_DIR to a folder"
 
 
@@ -41,6 +43,12 @@ def default_root(environ: Mapping[str, str] = os.environ) -> Path:
     if not os.path.isabs(folder):
         return _nowhere(folder, "no home folder")
     return Path(folder)
+
+
+def lock_path(environ: Mapping[str, str], root: Path) -> Path:
+    """The lock file: `TMM_LOCK_FILE`, else `tmm.lock.json` in the root."""
+    chosen = environ.get("TMM_LOCK_FILE")
+    return absolute(_at_home(chosen)) if chosen else root / LOCK_NAME
 
 
 def absolute(path: str | Path) -> Path:

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from tmm_cache.errors import warn_once
+from tmm_cache.complaints import passed_over
 from tmm_cache.files import Fault, read_environment, read_record
 from tmm_cache.head import Head, read_head
 from tmm_cache.keys import JSON, is_slug
@@ -111,9 +111,29 @@ class Summary:
         """The whole record; None where its file is gone, or damaged, with a `CacheWarning`."""
         record = read_record(self.path) if self._record is None else self._record
         if isinstance(record, Fault):
-            warn_once(record.path, f"{record.reason}; passed over")
+            passed_over(record)
             return None
         return record
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """The record that answers for a problem, and where it came from.
+
+    `path` is None where it is held in memory alone. `own`: it was saved by this user's processes,
+    in this process or in the user's own root, and not imported from an archive. `sealed`: its
+    file's checksum is there and right.
+    """
+
+    record: TuningRecord
+    path: Path | None
+    own: bool
+    sealed: bool
+
+    @property
+    def trusted(self) -> bool:
+        """Whether its winner may be used without being verified on this machine first."""
+        return self.own and self.sealed
 
 
 def folders(root: Path, gpu: str | None = None) -> Iterator[Folder | Fault]:
@@ -185,7 +205,7 @@ def summaries_of(root: Path, folder: Folder) -> Iterator[Summary | Fault]:
     for name in filter(RECORD.fullmatch, names):
         path = folder.path / name
         place = path, root, folder.gpu, folder.environment_digest, environment
-        head = read_head(str(path))
+        head = read_head(path)
         if head is not None:
             yield Summary(*place, head)
             continue

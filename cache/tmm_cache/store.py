@@ -7,73 +7,31 @@ damaged: nothing that a file system does makes these methods raise.
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from tmm_cache.ages import touch
-from tmm_cache.errors import has_warned, warn_once
-from tmm_cache.files import (
-    Fault,
-    make_folder,
-    read_environment,
-    read_stored,
-    record_bytes,
-    set_aside,
-    write_environment,
-    write_record,
-)
+from tmm_cache.complaints import Complaints
+from tmm_cache.disk import make_folder
+from tmm_cache.files import Fault, read_stored, record_bytes, write_record
 from tmm_cache.keys import JSON, canonical, digest
-from tmm_cache.layout import (
-    LOCK_SUFFIX,
-    MISSES,
-    RECORD,
-    VERSIONS,
-    environment_folder,
-    foreign,
-    layer_paths,
-    record_path,
-)
-from tmm_cache.lock import LockError, LockFile, lock_path
+from tmm_cache.layout import LOCK_SUFFIX, environment_folder, layer_paths, record_path
 from tmm_cache.locks import Lock
-from tmm_cache.misses import Miss, append_miss, read_misses
-from tmm_cache.nearest import NearestKey, nearest
+from tmm_cache.misses import Miss, MissLog
 from tmm_cache.notes import Notes
-from tmm_cache.places import absolute, default_root, is_nowhere, root_of
+from tmm_cache.places import absolute, default_root, is_nowhere, lock_path
 from tmm_cache.record import CLOCK, TuningRecord
-from tmm_cache.scan import Entry, Folder, Summary, folders, scan, summaries
+from tmm_cache.scan import Entry, Located, Summary, scan, summaries
 
 if TYPE_CHECKING:
+    from tmm_cache.lock import LockFile
+    from tmm_cache.nearest import NearestKey
     from tmm_cache.upkeep import Upkeep
-
-# Of the whole root, as against one file of it: whatever is tried next fails alike.
-_UNWRITABLE = {errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR, errno.ELOOP}
 
 # Whatever else TMM_REQUIRE_LOCKED says is yes: whoever sets it wants nothing else to answer.
 _NO = {"", "0", "false", "no", "off"}
-
-
-@dataclass(frozen=True, slots=True)
-class Located:
-    """The record that answers for a problem, and where it came from.
-
-    `path` is None where it is held in memory alone. `own`: it was saved by this user's processes,
-    in this process or in the user's own root, and not imported from an archive. `sealed`: its
-    file's checksum is there and right.
-    """
-
-    record: TuningRecord
-    path: Path | None
-    own: bool
-    sealed: bool
-
-    @property
-    def trusted(self) -> bool:
-        """Whether its winner may be used without being verified on this machine first."""
-        return self.own and self.sealed
 
 
 class CacheStore:
@@ -88,10 +46,10 @@ class CacheStore:
     """
 
     __slots__ = (
-        "_foreign",
+        "_complaints",
         "_held",
         "_lock_file",
-        "_logged",
+        "_misses",
         "_upkeep",
         "_verified",
         "layers",
@@ -116,10 +74,10 @@ class CacheStore:
         self.layers = tuple(kept)
         #: Whether a lock file alone answers, and which.
         self.locked = os.environ.get("TMM_REQUIRE_LOCKED", "0").lower() not in _NO
-        self.lock_path = lock_path(os.environ, self.root).absolute()
+        self.lock_path = lock_path(os.environ, self.root)
         self._lock_file: LockFile | None = None
-        self._foreign = foreign(self.root)
-        self._logged: set[Path] = set()
+        self._complaints = Complaints(self.root)
+        self._misses = MissLog(self.root, self._complaints)
         self._verified: dict[tuple[str, str], Notes] = {}
         self._upkeep: Upkeep | None = None
         #: Records that this process answers with whatever the disk says, by their path.
@@ -137,7 +95,7 @@ class CacheStore:
         if located is None:
             return None
         path = located.path
-        mine = self._foreign is None and not self.locked
+        mine = self._complaints.is_own and not self.locked
         if mine and path is not None and self.root in path.parents:
             touch(path)
         return located.record
@@ -163,14 +121,15 @@ class CacheStore:
             path = environment_folder(root, gpu, environment_digest) / name
             stored = read_stored(path)
             if isinstance(stored, Fault):
-                self._warn(stored)
+                self._complaints.fault(stored)
             elif stored is None or stored.record.is_hint:
                 continue
             elif canonical(stored.record.problem) == asked:
-                mine = root == self.root and self._is_own()
+                mine = root == self.root and self._complaints.may_write()
                 return Located(stored.record, path, mine and not stored.imported, stored.sealed)
             else:
-                self._warn(Fault(path, "records another problem of the same digest", damaged=False))
+                reason = "records another problem of the same digest"
+                self._complaints.fault(Fault(path, reason, damaged=False))
         return None
 
     def nearest_key(
@@ -178,8 +137,10 @@ class CacheStore:
     ) -> NearestKey | None:
         """Of the keys that this store answers for the one nearest to the one asked, with their
         differences; None where it answers for none."""
+        from tmm_cache.nearest import nearest
+
         if self.locked:
-            lock = self._read_lock()
+            lock = self._locked_file()
             return None if lock is None else nearest((gpu, environment, problem), lock.keys())
         keys = (
             (each.gpu, each.environment or {}, each.problem)
@@ -212,13 +173,13 @@ class CacheStore:
         """
         data = record_bytes(record)
         path = self.path(gpu, environment, record.problem)
-        if not self._is_own():
+        if not self._complaints.may_write():
             self.hold(gpu, environment, record)
             return None
         try:
             write_record(path, data, environment)
         except OSError as error:
-            self._warn_unwritable(error)
+            self._complaints.unwritable(error)
             self.hold(gpu, environment, record)
             return None
         if path in self._held:
@@ -253,7 +214,7 @@ class CacheStore:
         for root in (self.root, *self.layers):
             for item in scan(root, gpu):
                 if isinstance(item, Fault):
-                    self._warn(item)
+                    self._complaints.fault(item)
                 elif item.path not in held:
                     yield item
 
@@ -265,7 +226,7 @@ class CacheStore:
         for root in (self.root, *self.layers):
             for item in summaries(root, gpu):
                 if isinstance(item, Fault):
-                    self._warn(item)
+                    self._complaints.fault(item)
                 elif item.path not in held:
                     yield item
 
@@ -286,7 +247,7 @@ class CacheStore:
             self._held.pop(asked.path, None)
         faults = removal.remove(self.root, removals)
         for fault in faults:
-            self._warn(fault)
+            self._complaints.fault(fault)
         return len(removals) - len(faults)
 
     @contextlib.contextmanager
@@ -305,7 +266,7 @@ class CacheStore:
         """
         if not timeout >= 0:
             raise ValueError(f"timeout: found {timeout}, accepted is a number of seconds >= 0")
-        if not self._is_own():
+        if not self._complaints.may_write():
             yield True
             return
         path = self.path(gpu, environment, problem)
@@ -323,7 +284,7 @@ class CacheStore:
                 lock.release()
             if fault is not None:
                 # Now, for a save under the lock knows better what became of the record.
-                self._warn_beside(
+                self._complaints.beside(
                     lock.path, fault, "locked", "two processes may tune the same problem"
                 )
 
@@ -331,79 +292,33 @@ class CacheStore:
         self, gpu: str, environment: Mapping[str, JSON], problem: Mapping[str, JSON]
     ) -> None:
         """Note a problem that was met where tuning is forbidden, once per store. Never OSError."""
-        path = self.path(gpu, environment, problem)
-        if path in self._logged or not self._is_own():
-            return
-        self._logged.add(path)
-        try:
-            make_folder(path.parent)
-            write_environment(path.parent, environment)
-            append_miss(path.parent, problem)
-        except OSError as error:
-            log = path.with_name(MISSES)
-            self._warn_beside(log, error, "written", "problems that are not tuned are not noted")
+        self._misses.add(self.path(gpu, environment, problem), environment, problem)
 
     def misses(self) -> list[Miss]:
         """The problems noted in the user's own root, each once per GPU and environment."""
-        found = []
-        for folder in self._folders():
-            problems, fault = read_misses(folder.path)
-            if fault is not None:
-                self._warn(fault)
-            if not problems:
-                continue
-            environment = read_environment(folder.path)
-            if isinstance(environment, Fault):
-                self._warn(environment)
-                environment = None
-            found += [
-                Miss(folder.gpu, folder.environment_digest, environment, problem, count)
-                for problem, count in problems
-            ]
-        return found
+        return self._misses.all()
 
     def clear_misses(self) -> int:
         """Forget the noted problems; returns how many logs are gone."""
-        from tmm_cache import removal
-
-        removals = [
-            removal.Removal(folder.path / MISSES, "misses", "asked for")
-            for folder in self._folders()
-            if os.path.isfile(folder.path / MISSES)
-        ]
-        faults = removal.remove(self.root, removals)
-        for fault in faults:
-            self._warn(fault)
-        self._logged.clear()
-        return len(removals) - len(faults)
-
-    def _folders(self) -> Iterator[Folder]:
-        for folder in folders(self.root):
-            if isinstance(folder, Fault):
-                self._warn(folder)
-            elif not folder.is_old:
-                yield folder
+        return self._misses.clear()
 
     def _locate_locked(
         self, gpu: str, environment: Mapping[str, JSON], problem: Mapping[str, JSON]
     ) -> Located | None:
-        lock = self._read_lock()
+        lock = self._locked_file()
         record = None if lock is None else lock.record(gpu, environment, problem)
         if isinstance(record, Fault):
-            self._warn(record)
+            self._complaints.fault(record)
         if not isinstance(record, TuningRecord) or canonical(record.problem) != canonical(problem):
             return None
         # Where it was frozen it may have been verified, here it may not.
         return Located(record, self.lock_path, own=False, sealed=True)
 
-    def _read_lock(self) -> LockFile | None:
+    def _locked_file(self) -> LockFile | None:
         if self._lock_file is None:
-            try:
-                self._lock_file = LockFile(self.lock_path)
-            except LockError as error:
-                reason = str(error).removeprefix(f"{self.lock_path}: ")
-                note = "and TMM_REQUIRE_LOCKED=1 lets nothing else answer"
-                warn_once(self.lock_path, f"{reason}; {note}", about="lock file")
+            from tmm_cache.lock import open_lock
+
+            self._lock_file = open_lock(self.lock_path)
         return self._lock_file
 
     def _stamps(self, gpu: str, environment: Mapping[str, JSON]) -> Notes:
@@ -413,53 +328,3 @@ class CacheStore:
         if of not in self._verified:
             self._verified[of] = Notes("verified", list(of), self.root)
         return self._verified[of]
-
-    def _is_own(self) -> bool:
-        if self._foreign is None:
-            return True
-        warn_once(
-            self.root,
-            f"{self._foreign}; it is read as a stranger's and not written, and what is tuned is "
-            f"lost when the process ends (TMM_CACHE_SHARED=1 if it is shared on purpose)",
-            about="foreign",
-        )
-        return False
-
-    def _warn(self, fault: Fault) -> None:
-        """Tell of a fault; a damaged record of the user's own root is also set aside."""
-        outcome = "passed over"
-        mine = self._foreign is None and self.root in fault.path.parents
-        if mine and fault.damaged and RECORD.fullmatch(fault.path.name):
-            aside = set_aside(fault.path)
-            outcome = outcome if aside is None else f"set aside as {aside.name}"
-        if is_nowhere(fault.path):
-            return
-        if fault.place:
-            root = root_of(fault.path, VERSIONS)
-            text = f"{fault.reason}; passed over, and what lies only there is tuned anew"
-            warn_once(root, text, about="place")
-        else:
-            warn_once(fault.path, f"{fault.reason}; {outcome}")
-
-    def _warn_unwritable(self, error: OSError) -> None:
-        if is_nowhere(self.root):
-            return
-        reason = error.strerror or error
-        warn_once(
-            self.root,
-            f"cannot be written ({reason}); what is not written is lost when the process ends",
-            about="place",
-        )
-
-    def _warn_beside(self, path: Path, error: OSError, done: str, consequence: str) -> None:
-        """Tell of a file without which records are kept all the same, unless of the whole root."""
-        if error.errno in _UNWRITABLE:
-            self._warn_unwritable(error)
-        elif not (is_nowhere(self.root) or has_warned(self.root, about="place")):
-            reason = error.strerror or error
-            # One of a thousand files: the others most likely fail alike.
-            warn_once(
-                self.root,
-                f"{path.relative_to(self.root)} cannot be {done} ({reason}); {consequence}",
-                about=done,
-            )
