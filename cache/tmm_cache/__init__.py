@@ -13,11 +13,12 @@ from tmm_cache.errors import CacheWarning, RecordError
 from tmm_cache.keys import JSON, digest, slug
 from tmm_cache.layout import layer_paths, shipped_layers
 from tmm_cache.misses import Miss
+from tmm_cache.nearest import Difference, NearestKey
 from tmm_cache.notes import Notes, stamp
 from tmm_cache.places import default_root
 from tmm_cache.record import CLOCK, OLD_CLOCK, SCHEMA, CandidateResult, TuningRecord
-from tmm_cache.scan import Entry
-from tmm_cache.store import CacheStore, Located
+from tmm_cache.scan import Entry, Located, Summary
+from tmm_cache.store import CacheStore
 
 __all__ = [
     "CLOCK",
@@ -27,11 +28,14 @@ __all__ = [
     "CacheStore",
     "CacheWarning",
     "CandidateResult",
+    "Difference",
     "Entry",
     "Located",
     "Miss",
+    "NearestKey",
     "Notes",
     "RecordError",
+    "Summary",
     "TuningRecord",
     "default_root",
     "digest",

@@ -10,38 +10,40 @@ from __future__ import annotations
 import gzip
 import io
 import json
-import lzma
+import os
 import posixpath
 import re
 import tarfile
-import zlib
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from datetime import datetime, timedelta, timezone
 from pathlib import Path
+from typing import Final
 
+from tmm_cache.batch import Batch
+from tmm_cache.disk import open_regular, write_atomically
+from tmm_cache.errors import RecordError
 from tmm_cache.files import (
-    MAX_BYTES,
     parse_environment,
     parse_record,
     read_record,
     record_bytes,
-    write_atomically,
-    write_record,
+    write_environment,
 )
 from tmm_cache.keys import DIGEST_DIGITS, JSON, is_slug
 from tmm_cache.layout import ENVIRONMENT, VERSION, VERSIONS, environment_folder
 from tmm_cache.record import TuningRecord
 from tmm_cache.scan import Entry
+from tmm_cache.unpack import ArchiveError, Member, members
 
 _MEMBER = re.compile(
     rf"(?:{'|'.join(VERSIONS)})/([^/]+)/([0-9a-f]{{{DIGEST_DIGITS}}})/([0-9a-f]{{{DIGEST_DIGITS}}}|environment)\.json"
 )
-# ValueError: tarfile lets some malformed headers through to `int`.
-_BROKEN = (tarfile.TarError, OSError, EOFError, zlib.error, lzma.LZMAError, ValueError)
-
-
-class ArchiveError(ValueError):
-    """A file that is no archive of records, or one that no honest `export` has written."""
+#: What a machine whose clock is ahead may be ahead by.
+CLOCK_SKEW: Final = timedelta(days=1)
+#: Environments are held while an archive is read, records are not. One is some 300 bytes.
+MAX_ENVIRONMENT_BYTES: Final = 2**14
+MOST_ENVIRONMENTS: Final = 4096
 
 
 @dataclass(slots=True)
@@ -95,79 +97,79 @@ def write_archive(file: Path, entries: Iterable[Entry]) -> int:
 def read_archive(file: Path, root: Path, force: bool) -> Imported:
     """Write an archive's records into a root, unless the root has one as new or newer.
 
-    `force` overwrites newer ones too. A member whose content is wrong is left out and told of.
-    Raises ArchiveError, with nothing written, for a file that is no archive or has a member that
-    would lead out of the root: a link, a device, an absolute or climbing path. Raises OSError
-    where the root can't be written.
+    `force` overwrites newer ones too. A member whose content is wrong is left out and told of, as
+    is one that was made in the future, which would be newer than all that is tuned until then.
+    Raises ArchiveError, with nothing written, for a file that is no archive, that is beyond the
+    limits of `unpack`, or has a member that would lead out of the root: a link, a device, an
+    absolute or climbing path. Raises OSError where the root can't be written.
     """
-    if not file.is_file():
-        raise ArchiveError(f"{file}: is not a file")
-    imported = Imported()
-    environments: dict[str, dict[str, JSON]] = {}
-    records: dict[str, TuningRecord] = {}
     try:
-        with tarfile.open(file, "r:*") as archive:
-            members = archive.getmembers()
-            _read_to_the_end(archive)
-            for member in members:
-                _refuse_unsafe(file, member)
-            for member in members:
-                name = posixpath.normpath(member.name)
-                match = _MEMBER.fullmatch(name)
-                if not member.isreg() or match is None or not is_slug(match[1]):
-                    imported.ignored += member.isreg()
-                    continue
+        handle = open_regular(file, os.O_RDONLY)
+    except OSError as error:
+        raise ArchiveError(f"{file}: is not a file that can be read ({error})") from error
+    imported = Imported()
+    with open(handle, "rb") as raw, Batch() as batch:
+        # Once to see that all of it may be read, which writes nothing and keeps no record.
+        environments = _environments(members(file, raw), imported)
+        raw.seek(0)
+        latest = datetime.now(timezone.utc) + CLOCK_SKEW
+        #: What is at a path, or waits to be put there: an archive may hold both schemas of it.
+        ranks: dict[Path, tuple[bool, datetime]] = {}
+        for member in members(file, raw):
+            match = _MEMBER.fullmatch(member.name)
+            if match is None or not is_slug(match[1]):
+                imported.ignored += 1
+            elif match[3] != "environment":
+                folder = environment_folder(root, match[1], match[2])
                 try:
-                    data = _content(archive, member)
-                    if match[3] == "environment":
-                        environments[posixpath.dirname(name)] = parse_environment(data, match[2])
-                    else:
-                        records[name] = parse_record(data, match[3])
+                    record = parse_record(member.data(), match[3])
+                    if record.created_at > latest:
+                        raise RecordError(f"created: found {record.created}, which is yet to come")
                 except ValueError as error:
-                    imported.faults.append((name, str(error)))
-    except ArchiveError:
-        raise
-    except _BROKEN as error:
-        raise ArchiveError(f"{file}: is not a readable archive: {error}") from error
-    for name, record in sorted(records.items()):
-        folder = posixpath.dirname(name)
-        _, gpu, environment = folder.split("/")
-        path = environment_folder(root, gpu, environment) / posixpath.basename(name)
-        present = read_record(path)
-        if isinstance(present, TuningRecord) and not force and not _is_better(record, present):
-            imported.kept += 1
-            continue
-        write_record(path, record_bytes(record, imported=True), environments.get(folder))
-        imported.written += 1
+                    imported.faults.append((member.name, str(error)))
+                    continue
+                path = folder / f"{match[3]}.json"
+                rank = _rank(record)
+                if not force and path not in ranks and (present := _present(path)) is not None:
+                    ranks[path] = _rank(present)
+                if path in ranks and rank <= ranks[path]:
+                    imported.kept += 1
+                    continue
+                ranks[path] = rank
+                batch.add(path, record_bytes(record, imported=True, checked=True))
+                imported.written += 1
+                environment = environments.pop(posixpath.dirname(member.name), None)
+                if environment is not None:
+                    write_environment(folder, environment)
     return imported
 
 
-def _is_better(record: TuningRecord, present: TuningRecord) -> bool:
+def _environments(found: Iterable[Member], imported: Imported) -> dict[str, dict[str, JSON]]:
+    """The environments by their folders, and every fault among them."""
+    environments: dict[str, dict[str, JSON]] = {}
+    for member in found:
+        match = _MEMBER.fullmatch(member.name)
+        if match is None or match[3] != "environment" or not is_slug(match[1]):
+            continue
+        try:
+            if len(environments) >= MOST_ENVIRONMENTS or member.size > MAX_ENVIRONMENT_BYTES:
+                raise RecordError(
+                    f"environment: found {member.size} bytes after {len(environments)} others, "
+                    f"accepted are {MAX_ENVIRONMENT_BYTES} and {MOST_ENVIRONMENTS}"
+                )
+            environments[posixpath.dirname(member.name)] = parse_environment(
+                member.data(), match[2]
+            )
+        except ValueError as error:
+            imported.faults.append((member.name, str(error)))
+    return environments
+
+
+def _present(path: Path) -> TuningRecord | None:
+    record = read_record(path)
+    return record if isinstance(record, TuningRecord) else None
+
+
+def _rank(record: TuningRecord) -> tuple[bool, datetime]:
     """A hint never replaces a record that answers; of equals the newer counts."""
-    if record.is_hint != present.is_hint:
-        return present.is_hint
-    return record.created_at > present.created_at
-
-
-def _read_to_the_end(archive: tarfile.TarFile) -> None:
-    # tarfile stops at the last member and would not notice that the checksum is cut off.
-    while archive.fileobj is not None and archive.fileobj.read(2**20):
-        pass
-
-
-def _refuse_unsafe(file: Path, member: tarfile.TarInfo) -> None:
-    parts = member.name.split("/")
-    if member.name.startswith("/") or ".." in parts or "\\" in member.name or "\0" in member.name:
-        raise ArchiveError(f"{file}: member {member.name!r} leads out of the cache")
-    if not (member.isreg() or member.isdir()):
-        raise ArchiveError(f"{file}: member {member.name!r} is neither a file nor a folder")
-
-
-def _content(archive: tarfile.TarFile, member: tarfile.TarInfo) -> bytes:
-    if member.size > MAX_BYTES:
-        raise ValueError(f"is larger than {MAX_BYTES} bytes")
-    stream = archive.extractfile(member)
-    if stream is None:
-        raise ValueError("has no content")
-    with stream:
-        return stream.read()
+    return not record.is_hint, record.created_at

@@ -46,7 +46,8 @@ def prune(store: CacheStore, options: Namespace) -> int:
 
 def export(store: CacheStore, options: Namespace) -> int:
     """Write the user's own records that pass the filters into an archive."""
-    from tmm_cache.archive import ArchiveError, write_archive
+    from tmm_cache.archive import write_archive
+    from tmm_cache.unpack import ArchiveError
 
     wanted = from_options(options, utc_now())
     entries = [entry for entry in without_faults(scan(store.root)) if wanted(entry)]
@@ -66,7 +67,8 @@ def export(store: CacheStore, options: Namespace) -> int:
 
 def import_(store: CacheStore, options: Namespace) -> int:
     """Write an archive's records into the user's own root."""
-    from tmm_cache.archive import ArchiveError, read_archive
+    from tmm_cache.archive import read_archive
+    from tmm_cache.unpack import ArchiveError
 
     if (reason := foreign(store.root)) is not None:
         note(f"{store.root}: {reason}; TMM_CACHE_SHARED=1 if it is shared on purpose")

@@ -14,8 +14,9 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, TypeAlias, TypeVar
 
-from tmm_cache import changes, console, filters, reports
+from tmm_cache import changes, console, deployment, filters, reports
 from tmm_cache.errors import CacheWarning
+from tmm_cache.facets import printable
 from tmm_cache.places import is_nowhere
 from tmm_cache.store import CacheStore
 
@@ -30,7 +31,7 @@ class _Parser(argparse.ArgumentParser):
     """argparse, with complaints of one line."""
 
     def error(self, message: str) -> NoReturn:
-        self.exit(console.MISTAKE, f"{self.prog}: {message}\n")
+        self.exit(console.MISTAKE, f"{self.prog}: {printable(message)}\n")
 
 
 class _Version(argparse.Action):
@@ -154,6 +155,33 @@ def _parser() -> argparse.ArgumentParser:
     import_ = add("import", changes.import_, "add the records of an archive to one's own")
     import_.add_argument("file", type=Path, metavar="FILE")
     import_.add_argument("--force", action="store_true", help="overwrite newer records too")
+
+    freeze = add(
+        "freeze",
+        deployment.freeze,
+        "write the records of the root and its layers to one lock file, which alone answers under "
+        "TMM_REQUIRE_LOCKED=1",
+    )
+    freeze.add_argument(
+        "-o",
+        "--output",
+        type=Path,
+        metavar="FILE",
+        help="instead of TMM_LOCK_FILE or tmm.lock.json in the root",
+    )
+    freeze.add_argument("--gpu", metavar="GLOB", help="the GPU's folder, like nvidia-h200*")
+
+    diff = add("diff", deployment.diff, "tell in what two caches would answer differently")
+    diff.add_argument("a", type=Path, metavar="A", help="a root, or a lock file")
+    diff.add_argument("b", type=Path, metavar="B")
+    _add_json(diff)
+
+    merge = add(
+        "merge", deployment.merge, "take from other caches what is better evidence than one's own"
+    )
+    merge.add_argument(
+        "sources", type=Path, nargs="+", metavar="FROM", help="a root, or a lock file"
+    )
     return parser
 
 

@@ -32,8 +32,8 @@ def without_faults(items: Iterable[T | Fault]) -> Iterator[T]:
 
 
 def print_json(value: JSON) -> None:
-    """Print data for a program."""
-    print(json.dumps(value, indent=2))
+    """Print data for a program. Raises ValueError for NaN and infinities, which no JSON has."""
+    print(json.dumps(value, indent=2, allow_nan=False))
 
 
 def counted(number: int, noun: str) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Container
+from collections.abc import Container, Iterator
 from typing import Final, NoReturn
 
 from tmm_cache.errors import RecordError
@@ -73,6 +73,9 @@ class Fields:
     def __contains__(self, name: str) -> bool:
         return name in self._values
 
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._values)
+
     def _reject(self, name: str, accepted: str) -> NoReturn:
         reject(self._where + name, shown(self._values[name]), accepted)
 
@@ -83,6 +86,9 @@ class Fields:
         return value
 
     def name(self, name: str) -> str:
+        value = self._values[name]
+        if type(value) is str and 0 < len(value) <= NAME_MAX:
+            return value
         return self.text(name, NAME_MAX)
 
     def optional_text(self, name: str) -> str | None:
@@ -110,8 +116,11 @@ class Fields:
         return None if self._values[name] is None else self.measure(name)
 
     def measures(self, name: str) -> tuple[float, ...]:
-        numbers = []
-        for index, value in enumerate(self.items(name)):
+        numbers: list[float] = []
+        values = self.items(name)
+        if all(type(value) is float and 0 <= value < math.inf for value in values):
+            return tuple(values)  # type: ignore[arg-type]  # floats, as was just seen
+        for index, value in enumerate(values):
             number = _measure(value)
             if number is None:
                 reject(f"{self._where}{name}[{index}]", shown(value), "a finite number >= 0")
@@ -136,8 +145,8 @@ class Fields:
         if len(values) > PARAMETERS_MAX:
             reject(self._where + name, f"{len(values)} fields", f"at most {PARAMETERS_MAX}")
         for key, value in values.items():
-            where = f"{self._where}{name}.{shown(key)}"
             if len(key) > NAME_MAX or not _is_scalar(value):
+                where = f"{self._where}{name}.{shown(key)}"
                 reject(where, shown(value), "null, a boolean, a number or a short text, finite")
         return values
 

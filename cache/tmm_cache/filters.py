@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import re
 from argparse import Namespace
+from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from fnmatch import fnmatchcase
 from typing import TypeAlias
 
 from tmm_cache import facets
-from tmm_cache.scan import Entry
+from tmm_cache.head import Head
+from tmm_cache.keys import JSON
+from tmm_cache.scan import Entry, Summary
 
 Shape: TypeAlias = tuple[int | None, int | None, int | None]
 
@@ -83,17 +86,18 @@ class Filter:
         """Whether every record passes."""
         return self == Filter()
 
-    def __call__(self, entry: Entry) -> bool:
-        record, problem = entry.record, entry.record.problem
+    def __call__(self, entry: Entry | Summary) -> bool:
+        head = entry.head if isinstance(entry, Summary) else Head.of(entry.record)
+        problem = head.problem
         dtype = None if self.dtype is None else _SHORT_DTYPES.get(self.dtype, self.dtype)
         return (
             _matches(entry.gpu, self.gpu)
-            and _matches(record.best.kernel, self.kernel)
+            and _matches(head.best.kernel, self.kernel)
             and _matches(facets.operand(problem, "a", "dtype"), dtype)
             and _matches(facets.epilogue(problem), self.epilogue)
-            and (self.shape is None or _fits(entry, self.shape))
-            and (self.before is None or record.created_at < self.before)
-            and (self.after is None or record.created_at > self.after)
+            and (self.shape is None or _fits(problem, self.shape))
+            and (self.before is None or head.created_at < self.before)
+            and (self.after is None or head.created_at > self.after)
         )
 
 
@@ -119,8 +123,8 @@ def _matches(text: str, pattern: str | None) -> bool:
     return pattern is None or fnmatchcase(text, pattern)
 
 
-def _fits(entry: Entry, wanted: Shape) -> bool:
+def _fits(problem: Mapping[str, JSON], wanted: Shape) -> bool:
     return all(
         size is None or size == found
-        for size, found in zip(wanted, facets.sizes(entry.record.problem), strict=True)
+        for size, found in zip(wanted, facets.sizes(problem), strict=True)
     )

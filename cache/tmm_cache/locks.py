@@ -13,7 +13,7 @@ import time
 from pathlib import Path
 from typing import Final
 
-from tmm_cache.files import open_regular
+from tmm_cache.disk import open_regular
 
 with contextlib.suppress(ImportError):  # on Windows
     import fcntl

@@ -7,13 +7,24 @@ of processes share the file without a lock.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import os
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tmm_cache.files import MAX_BYTES, Fault, append_line, parse, read_bytes
+from tmm_cache.complaints import Complaints
+from tmm_cache.disk import append_line, make_folder
+from tmm_cache.files import (
+    MAX_BYTES,
+    Fault,
+    parse,
+    read_bytes,
+    read_environment,
+    write_environment,
+)
 from tmm_cache.keys import JSON, canonical, digest
 from tmm_cache.layout import MISSES
+from tmm_cache.scan import Folder, folders
 
 
 @dataclass(frozen=True, slots=True)
@@ -28,6 +39,72 @@ class Miss:
     environment: Mapping[str, JSON] | None
     problem: Mapping[str, JSON]
     count: int
+
+
+class MissLog:
+    """The logs of one root. Never raises OSError."""
+
+    __slots__ = ("_complaints", "_logged", "_root")
+
+    def __init__(self, root: Path, complaints: Complaints) -> None:
+        self._root = root
+        self._complaints = complaints
+        self._logged: set[Path] = set()
+
+    def add(self, path: Path, environment: Mapping[str, JSON], problem: Mapping[str, JSON]) -> None:
+        """Note the problem whose record would be at a path, once."""
+        if path in self._logged or not self._complaints.may_write():
+            return
+        self._logged.add(path)
+        try:
+            make_folder(path.parent)
+            write_environment(path.parent, environment)
+            append_miss(path.parent, problem)
+        except OSError as error:
+            log = path.with_name(MISSES)
+            told = "problems that are not tuned are not noted"
+            self._complaints.beside(log, error, "written", told)
+
+    def all(self) -> list[Miss]:
+        """The noted problems, each once per GPU and environment."""
+        found = []
+        for folder in self._folders():
+            problems, fault = read_misses(folder.path)
+            if fault is not None:
+                self._complaints.fault(fault)
+            if not problems:
+                continue
+            environment = read_environment(folder.path)
+            if isinstance(environment, Fault):
+                self._complaints.fault(environment)
+                environment = None
+            found += [
+                Miss(folder.gpu, folder.environment_digest, environment, problem, count)
+                for problem, count in problems
+            ]
+        return found
+
+    def clear(self) -> int:
+        """Forget the noted problems; returns how many logs are gone."""
+        from tmm_cache import removal  # those who replay do not need it
+
+        removals = [
+            removal.Removal(folder.path / MISSES, "misses", "asked for")
+            for folder in self._folders()
+            if os.path.isfile(folder.path / MISSES)
+        ]
+        faults = removal.remove(self._root, removals)
+        for fault in faults:
+            self._complaints.fault(fault)
+        self._logged.clear()
+        return len(removals) - len(faults)
+
+    def _folders(self) -> Iterator[Folder]:
+        for folder in folders(self._root):
+            if isinstance(folder, Fault):
+                self._complaints.fault(folder)
+            elif not folder.is_old:
+                yield folder
 
 
 def append_miss(folder: Path, problem: Mapping[str, JSON]) -> None:

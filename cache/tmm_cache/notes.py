@@ -17,7 +17,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Final
 
-from tmm_cache.files import append_line, make_folder, read_bytes
+from tmm_cache.disk import append_line, make_folder
+from tmm_cache.files import read_bytes
 from tmm_cache.keys import JSON, canonical
 from tmm_cache.layout import NOTES, foreign
 from tmm_cache.places import default_root

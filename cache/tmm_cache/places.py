@@ -7,7 +7,7 @@ removed. Then there is no folder to use: the store says so once and keeps its re
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Final
 
@@ -16,6 +16,8 @@ from tmm_cache.errors import warn_once
 #: The root of a process without one. Nothing can be made, found or read below a device, so that
 #: every read is a miss and every record is held in memory.
 NOWHERE: Final = Path(os.devnull, "tmm")
+
+LOCK_NAME: Final = "tmm.lock.json"
 
 _CONSEQUENCE = "what is tuned is lost when the process ends; set TMM_CACHE_DIR to a folder"
 
@@ -43,6 +45,12 @@ def default_root(environ: Mapping[str, str] = os.environ) -> Path:
     return Path(folder)
 
 
+def lock_path(environ: Mapping[str, str], root: Path) -> Path:
+    """The lock file: `TMM_LOCK_FILE`, else `tmm.lock.json` in the root."""
+    chosen = environ.get("TMM_LOCK_FILE")
+    return absolute(_at_home(chosen)) if chosen else root / LOCK_NAME
+
+
 def absolute(path: str | Path) -> Path:
     """The path from the file system's root, so that a later `chdir` does not move the cache.
 
@@ -62,10 +70,10 @@ def is_nowhere(path: Path) -> bool:
     return path == NOWHERE or NOWHERE in path.parents
 
 
-def root_of(folder: Path, version: str) -> Path:
+def root_of(folder: Path, versions: Collection[str]) -> Path:
     """The root or layer that a folder of records lies in; other folders are their own."""
     parents = (folder, *folder.parents)[:3]
-    return next((path.parent for path in parents if path.name == version), folder)
+    return next((path.parent for path in parents if path.name in versions), folder)
 
 
 def _at_home(path: str) -> str:

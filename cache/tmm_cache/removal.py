@@ -12,10 +12,11 @@ import os
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from datetime import datetime
+from datetime import datetime, timezone
 from pathlib import Path
 from typing import Literal, TypeAlias
 
+from tmm_cache.ages import was_used
 from tmm_cache.files import Fault
 from tmm_cache.layout import (
     BROKEN,
@@ -25,15 +26,13 @@ from tmm_cache.layout import (
     MISSES,
     NOTE_FILE,
     NOTES,
-    TEMPORARY,
 )
 from tmm_cache.locks import Lock
 from tmm_cache.scan import Entry, Folder, folders, scan, scan_folder
+from tmm_cache.upkeep import leftovers
 
 Kind: TypeAlias = Literal["record", "damaged", "misses", "lock", "temporary", "notes"]
 
-#: A younger temporary file may be a save that is under way.
-STALE_SECONDS = 3600.0
 #: Notes that nothing was added to for so long are most likely of versions that are gone, and soon
 #: made again where they are not.
 STALE_NOTES_SECONDS = 30 * 86400.0
@@ -78,6 +77,9 @@ def outdated(root: Path, before: datetime | None) -> Iterator[Removal | Fault]:
     """What `prune` removes: damaged files and those set aside, stale notes and temporary files,
     locks without a record, records of an older schema whose problem was measured anew, and records
     created before a time or, without one, of every environment of a GPU but its newest.
+
+    The newest is the one whose records this machine made or used last: what was imported says of
+    itself when it was made, and makes nothing outdated before it has been used here.
     """
     contents: dict[Folder, list[Entry | Fault]] = {}
     for folder in folders(root):
@@ -85,16 +87,15 @@ def outdated(root: Path, before: datetime | None) -> Iterator[Removal | Fault]:
             yield folder
         else:
             contents[folder] = list(scan_folder(root, folder))
-    latest: dict[Folder, datetime] = {}
+    claimed: dict[Folder, datetime] = {}
+    newest: dict[str, tuple[datetime, Folder]] = {}
     for folder, items in contents.items():
-        times = [item.record.created_at for item in items if isinstance(item, Entry)]
-        if times:
-            latest[folder] = max(times)
-    newest: dict[str, Folder] = {}
-    for folder, time_of_last in latest.items():
-        rival = newest.setdefault(folder.gpu, folder)
-        if time_of_last > latest[rival]:
-            newest[folder.gpu] = folder
+        entries = [item for item in items if isinstance(item, Entry)]
+        if entries:
+            claimed[folder] = max(entry.record.created_at for entry in entries)
+        used = max(filter(None, map(_used_since, entries)), default=None)
+        if used is not None and (folder.gpu not in newest or used > newest[folder.gpu][0]):
+            newest[folder.gpu] = used, folder
     answered = {
         (item.gpu, item.environment_digest, item.digest)
         for items in contents.values()
@@ -102,12 +103,12 @@ def outdated(root: Path, before: datetime | None) -> Iterator[Removal | Fault]:
         if isinstance(item, Entry) and not item.record.is_hint
     }
     for folder, items in contents.items():
-        # A folder of misses alone, not in `latest`, is of an environment that is yet to be tuned.
-        superseded = (
-            before is None
-            and folder in latest
-            and newest[folder.gpu].environment_digest != folder.environment_digest
-        )
+        # A folder of misses alone, in neither, is of an environment that is yet to be tuned.
+        superseded = False
+        if before is None and folder in claimed and folder.gpu in newest:
+            latest, current = newest[folder.gpu]
+            other = folder.environment_digest != current.environment_digest
+            superseded = other and claimed[folder] <= latest
         for item in items:
             if superseded or isinstance(item, Fault):
                 yield _removal(item, "an older environment of this GPU")
@@ -151,8 +152,20 @@ def remove(root: Path, removals: Iterable[Removal]) -> list[Fault]:
             with contextlib.suppress(OSError):
                 _remove_lock(path.with_name(path.name + LOCK_SUFFIX))
     for folder in touched:
-        _remove_if_empty(folder, root)
+        remove_if_empty(folder, root)
     return faults
+
+
+def _used_since(entry: Entry) -> datetime | None:
+    """When a record was made, but no later than its file; None for one never used here."""
+    try:
+        status = os.stat(entry.path)
+    except OSError:
+        return None
+    if not was_used(status):
+        return None
+    written = datetime.fromtimestamp(status.st_mtime, timezone.utc)
+    return min(entry.record.created_at, written)
 
 
 def _removal(item: Entry | Fault, reason: str) -> Removal | Fault:
@@ -173,13 +186,12 @@ def _leftovers(folder: Folder) -> Iterator[Removal]:
         return
     present = set(names)
     for name in names:
-        path = folder.path / name
         if LOCK.fullmatch(name) and name.removesuffix(LOCK_SUFFIX) not in present:
-            yield Removal(path, "lock", "without a record")
+            yield Removal(folder.path / name, "lock", "without a record")
         elif BROKEN.fullmatch(name):
-            yield Removal(path, "damaged", "was set aside")
-        elif TEMPORARY.fullmatch(name) and _is_older(path, STALE_SECONDS):
-            yield Removal(path, "temporary", "left by a process that was killed")
+            yield Removal(folder.path / name, "damaged", "was set aside")
+    for path in sorted(leftovers(folder.path)):
+        yield Removal(path, "temporary", "left by a process that was killed")
 
 
 def _notes(root: Path) -> list[Path]:
@@ -209,7 +221,8 @@ def _remove_lock(path: Path) -> None:
         lock.release()
 
 
-def _remove_if_empty(folder: Path, root: Path) -> None:
+def remove_if_empty(folder: Path, root: Path) -> None:
+    """Remove a folder of the root without a record or anything else, and those above it."""
     # `rmdir` refuses a folder that holds anything more.
     with contextlib.suppress(OSError):
         if [path.name for path in folder.iterdir()] == [ENVIRONMENT]:

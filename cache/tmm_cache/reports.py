@@ -7,17 +7,20 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections import Counter
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 from tmm_cache import facets
 from tmm_cache.console import DONE, FOUND, MISTAKE, counted, note, print_json, without_faults
-from tmm_cache.files import Fault, read_environment
+from tmm_cache.files import Fault, read_environment, read_record
 from tmm_cache.filters import from_options, utc_now
+from tmm_cache.head import Best
 from tmm_cache.keys import JSON, is_digest_prefix
 from tmm_cache.misses import read_misses
-from tmm_cache.record import SCHEMA
-from tmm_cache.scan import Entry, Folder, folders, scan, scan_folder
+from tmm_cache.record import SCHEMA, TuningRecord
+from tmm_cache.scan import Folder, Summary, folders, scan, summaries, summaries_of
 from tmm_cache.store import CacheStore
+from tmm_cache.upkeep import leftovers
 
 
 def show(store: CacheStore, options: Namespace) -> int:
@@ -28,28 +31,37 @@ def show(store: CacheStore, options: Namespace) -> int:
     if prefix is not None and not is_digest_prefix(prefix):
         note(f"record: found {prefix!r}, accepted is the beginning of a digest, like 3f9a")
         return MISTAKE
-    entries = [
-        entry
+    found = [
+        summary
         for root in _roots(store)
-        for entry in without_faults(scan(root))
-        if wanted(entry) and entry.digest.startswith(prefix or "")
+        for summary in without_faults(summaries(root))
+        if wanted(summary) and summary.digest.startswith(prefix or "")
     ]
     if options.json:
-        print_json([_entry_json(entry) for entry in entries])
-    if not entries:
+        print_json([_summary_json(summary, record) for summary, record in _loaded(found)])
+    if not found:
         note(f"no records{'' if wanted.is_empty and not prefix else ' match'} in {store.root}")
-        return DONE if prefix is None else FOUND
+        return DONE if wanted.is_empty and not prefix else FOUND
     if options.json:
         return DONE
     from tmm_cache import tables
 
     layers = _layer_names(store)
     if prefix is None:
-        tables.print_entries(entries, layers, now)
+        tables.print_summaries(found, layers, now)
     else:
-        for entry in entries:
-            tables.print_record(entry, layers[entry.root], now)
+        for summary, record in _loaded(found):
+            tables.print_record(summary, record, layers[summary.root], now)
     return DONE
+
+
+def _loaded(found: Iterable[Summary]) -> Iterator[tuple[Summary, TuningRecord]]:
+    for summary in found:
+        record = read_record(summary.path)
+        if isinstance(record, Fault):
+            note(f"passed over {record.path}: {record.reason}")
+        elif record is not None:  # None: removed since it was listed
+            yield summary, record
 
 
 def directory(store: CacheStore, options: Namespace) -> int:
@@ -63,7 +75,8 @@ def directory(store: CacheStore, options: Namespace) -> int:
 
 
 def stats(store: CacheStore, options: Namespace) -> int:
-    """Count records, winners, misses and bytes per GPU and environment."""
+    """Count records, winners, misses and bytes per GPU and environment, by the heads of files: a
+    fault further on is `verify`'s to find."""
     rows = [
         _statistics(root, folder)
         for root in _roots(store)
@@ -104,6 +117,7 @@ def verify(store: CacheStore, options: Namespace) -> int:
     """Read everything and print each fault."""
     records = 0
     faults: list[Fault] = []
+    left: list[JSON] = []
     for root in _roots(store):
         for item in scan(root):
             if isinstance(item, Fault):
@@ -114,12 +128,15 @@ def verify(store: CacheStore, options: Namespace) -> int:
             if isinstance(folder, Folder):
                 _, fault = read_misses(folder.path)
                 faults += [] if fault is None else [fault]
+                left += map(str, sorted(leftovers(folder.path)))
     if options.json:
         found: list[JSON] = [_fault_json(fault) for fault in faults]
-        print_json({"records": records, "faults": found})
+        print_json({"records": records, "faults": found, "temporary": left})
     else:
         for fault in faults:
             print(facets.printable(f"{fault.path}: {fault.reason}"))
+    for path in left:
+        note(f"{path}: left by a process that was killed; a save there or `prune` removes it")
     note(f"{counted(records, 'good record')}, {counted(len(faults), 'fault')}")
     return FOUND if faults else DONE
 
@@ -133,39 +150,41 @@ def _layer_names(store: CacheStore) -> dict[Path, str]:
 
 
 def _statistics(root: Path, folder: Folder) -> dict[str, JSON]:
-    items = list(scan_folder(root, folder))
-    entries = [item for item in items if isinstance(item, Entry)]
+    items = list(summaries_of(root, folder))
+    found = [item for item in items if isinstance(item, Summary)]
     environment = read_environment(folder.path)
     problems, _ = read_misses(folder.path)
-    winners = Counter(entry.record.best.kernel for entry in entries)
-    times = sorted(entry.record.created_at for entry in entries)
+    winners = Counter(summary.head.best.kernel for summary in found)
+    times = sorted(summary.head.created_at for summary in found)
     return {
         "layer": str(root),
         "gpu": folder.gpu,
         "environment_digest": folder.environment_digest,
         "environment": environment if isinstance(environment, dict) else None,
-        "records": len(entries),
-        "bytes": sum(entry.path.stat().st_size for entry in entries),
+        "schema": folder.schema,
+        "records": len(found),
+        "bytes": sum(summary.path.stat().st_size for summary in found),
         "misses": len(problems),
-        "faults": len(items) - len(entries),
+        "faults": len(items) - len(found),
         "winners": dict(winners.most_common()),
         "oldest": times[0].isoformat() if times else None,
         "newest": times[-1].isoformat() if times else None,
     }
 
 
-def _entry_json(entry: Entry) -> JSON:
+def _summary_json(summary: Summary, record: TuningRecord) -> JSON:
+    best = Best.of(record)
     return {
-        "digest": entry.digest,
-        "path": str(entry.path),
-        "layer": str(entry.root),
-        "gpu": entry.gpu,
-        "environment_digest": entry.environment_digest,
-        "environment": entry.environment,
-        "median_us": entry.record.best.median_us,
-        "blas_us": facets.blas_us(entry.record),
-        "speedup": facets.speedup(entry.record),
-        "record": entry.record.to_json(),
+        "digest": summary.digest,
+        "path": str(summary.path),
+        "layer": str(summary.root),
+        "gpu": summary.gpu,
+        "environment_digest": summary.environment_digest,
+        "environment": summary.environment,
+        "median_us": best.us,
+        "blas_us": best.blas_us,
+        "speedup": best.speedup,
+        "record": record.to_json(),
     }
 
 

@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import os
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 
+from tmm_cache.complaints import passed_over
 from tmm_cache.files import Fault, read_environment, read_record
+from tmm_cache.head import Head, read_head
 from tmm_cache.keys import JSON, is_slug
 from tmm_cache.layout import DIGEST, RECORD, VERSION, VERSIONS
 from tmm_cache.record import TuningRecord
@@ -26,9 +28,14 @@ class Folder:
     environment_digest: str
 
     @property
+    def schema(self) -> str:
+        """The folder of its schema, like `v2`."""
+        return self.path.parts[-3]
+
+    @property
     def is_old(self) -> bool:
         """Whether it is of an older schema: its records are hints."""
-        return self.path.parts[-3] != VERSION
+        return self.schema != VERSION
 
     def names(self) -> list[str] | Fault:
         """What lies in it, sorted."""
@@ -54,6 +61,79 @@ class Entry:
     def digest(self) -> str:
         """The problem's digest."""
         return self.path.stem
+
+    @property
+    def summary(self) -> Summary:
+        """This record in brief."""
+        return Summary(
+            self.path,
+            self.root,
+            self.gpu,
+            self.environment_digest,
+            self.environment,
+            Head.of(self.record),
+            self.record,
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """One record in brief, and where it lies, as `Entry` says it.
+
+    It is read from the head of a file, which proves nothing: `load` reads the record and checks
+    it.
+    """
+
+    path: Path
+    root: Path
+    gpu: str
+    environment_digest: str
+    environment: Mapping[str, JSON] | None
+    head: Head
+    _record: TuningRecord | None = field(default=None, repr=False, compare=False)
+
+    @property
+    def digest(self) -> str:
+        """The problem's digest."""
+        return self.path.stem
+
+    @property
+    def problem(self) -> Mapping[str, JSON]:
+        """The problem: its sizes are checked, nothing else is."""
+        return self.head.problem
+
+    @property
+    def clock(self) -> str:
+        """What the times were taken with."""
+        return self.head.clock
+
+    def load(self) -> TuningRecord | None:
+        """The whole record; None where its file is gone, or damaged, with a `CacheWarning`."""
+        record = read_record(self.path) if self._record is None else self._record
+        if isinstance(record, Fault):
+            passed_over(record)
+            return None
+        return record
+
+
+@dataclass(frozen=True, slots=True)
+class Located:
+    """The record that answers for a problem, and where it came from.
+
+    `path` is None where it is held in memory alone. `own`: it was saved by this user's processes,
+    in this process or in the user's own root, and not imported from an archive. `sealed`: its
+    file's checksum is there and right.
+    """
+
+    record: TuningRecord
+    path: Path | None
+    own: bool
+    sealed: bool
+
+    @property
+    def trusted(self) -> bool:
+        """Whether its winner may be used without being verified on this machine first."""
+        return self.own and self.sealed
 
 
 def folders(root: Path, gpu: str | None = None) -> Iterator[Folder | Fault]:
@@ -98,6 +178,40 @@ def scan_folder(root: Path, folder: Folder) -> Iterator[Entry | Fault]:
         record = read_record(path)
         if isinstance(record, TuningRecord):
             yield Entry(path, root, folder.gpu, folder.environment_digest, environment, record)
+        elif record is not None:  # None: removed since it was listed
+            yield record
+
+
+def summaries(root: Path, gpu: str | None = None) -> Iterator[Summary | Fault]:
+    """Every record under a root in brief, in the order of `scan`, and each fault that this meets:
+    a record whose head is whole may be damaged further on."""
+    for folder in folders(root, gpu):
+        if isinstance(folder, Fault):
+            yield folder
+        else:
+            yield from summaries_of(root, folder)
+
+
+def summaries_of(root: Path, folder: Folder) -> Iterator[Summary | Fault]:
+    """As `summaries`, of one folder."""
+    names = folder.names()
+    if isinstance(names, Fault):
+        yield names
+        return
+    environment = read_environment(folder.path)
+    if isinstance(environment, Fault):
+        yield environment
+        environment = None
+    for name in filter(RECORD.fullmatch, names):
+        path = folder.path / name
+        place = path, root, folder.gpu, folder.environment_digest, environment
+        head = read_head(path)
+        if head is not None:
+            yield Summary(*place, head)
+            continue
+        record = read_record(path)
+        if isinstance(record, TuningRecord):
+            yield Summary(*place, Head.of(record), record)
         elif record is not None:  # None: removed since it was listed
             yield record
 

@@ -7,76 +7,56 @@ damaged: nothing that a file system does makes these methods raise.
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from tmm_cache.errors import has_warned, warn_once
-from tmm_cache.files import (
-    Fault,
-    make_folder,
-    read_environment,
-    read_stored,
-    record_bytes,
-    set_aside,
-    write_environment,
-    write_record,
-)
+from tmm_cache.ages import touch
+from tmm_cache.complaints import Complaints
+from tmm_cache.disk import make_folder
+from tmm_cache.files import Fault, read_stored, record_bytes, write_record
 from tmm_cache.keys import JSON, canonical, digest
-from tmm_cache.layout import (
-    LOCK_SUFFIX,
-    MISSES,
-    RECORD,
-    VERSION,
-    environment_folder,
-    foreign,
-    layer_paths,
-    record_path,
-)
+from tmm_cache.layout import LOCK_SUFFIX, environment_folder, layer_paths, record_path
 from tmm_cache.locks import Lock
-from tmm_cache.misses import Miss, append_miss, read_misses
+from tmm_cache.misses import Miss, MissLog
 from tmm_cache.notes import Notes
-from tmm_cache.places import absolute, default_root, is_nowhere, root_of
-from tmm_cache.record import TuningRecord
-from tmm_cache.scan import Entry, Folder, folders, scan
+from tmm_cache.places import absolute, default_root, is_nowhere, lock_path
+from tmm_cache.record import CLOCK, TuningRecord
+from tmm_cache.scan import Entry, Located, Summary, scan, summaries
 
-# Of the whole root, as against one file of it: whatever is tried next fails alike.
-_UNWRITABLE = {errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR, errno.ELOOP}
+if TYPE_CHECKING:
+    from tmm_cache.lock import LockFile
+    from tmm_cache.nearest import NearestKey
+    from tmm_cache.upkeep import Upkeep
 
-
-@dataclass(frozen=True, slots=True)
-class Located:
-    """The record that answers for a problem, and where it came from.
-
-    `path` is None where it is held in memory alone. `own`: it was saved by this user's processes,
-    in this process or in the user's own root, and not imported from an archive. `sealed`: its
-    file's checksum is there and right.
-    """
-
-    record: TuningRecord
-    path: Path | None
-    own: bool
-    sealed: bool
-
-    @property
-    def trusted(self) -> bool:
-        """Whether its winner may be used without being verified on this machine first."""
-        return self.own and self.sealed
+# Whatever else TMM_REQUIRE_LOCKED says is yes: whoever sets it wants nothing else to answer.
+_NO = {"", "0", "false", "no", "off"}
 
 
 class CacheStore:
     """Tuning records on disk: the user's own root, and read-only layers below it.
 
     `root` and `layers` left out are `default_root()` and `layer_paths()`. A root that is not the
-    user's own (see `layout.foreign`) is read as one more layer; what is saved then is held. No
-    folder is made before the first save. A file that can't be used costs a miss and one
-    `CacheWarning` per process. Methods that take a GPU raise ValueError where it is no slug (see
-    `slug`), and what `digest` raises where an environment or a problem is not JSON.
+    user's own (see `layout.foreign`) is read as one more layer; what is saved then is held. Under
+    `TMM_REQUIRE_LOCKED=1` the lock file alone answers. No folder is made before the first save. A
+    file that can't be used costs a miss and one `CacheWarning` per process. Methods that take a GPU
+    raise ValueError where it is no slug (see `slug`), and what `digest` raises where an environment
+    or a problem is not JSON.
     """
 
-    __slots__ = ("_foreign", "_held", "_logged", "_verified", "layers", "root")
+    __slots__ = (
+        "_complaints",
+        "_held",
+        "_lock_file",
+        "_misses",
+        "_upkeep",
+        "_verified",
+        "layers",
+        "lock_path",
+        "locked",
+        "root",
+    )
 
     def __init__(self, root: Path | None = None, layers: Sequence[Path] | None = None) -> None:
         #: The user's own records; `NOWHERE` on a machine that has no place for them.
@@ -92,9 +72,14 @@ class CacheStore:
                 kept.append(place)
         #: The layers below, nearest first, without those that are the root itself.
         self.layers = tuple(kept)
-        self._foreign = foreign(self.root)
-        self._logged: set[Path] = set()
+        #: Whether a lock file alone answers, and which.
+        self.locked = os.environ.get("TMM_REQUIRE_LOCKED", "0").lower() not in _NO
+        self.lock_path = lock_path(os.environ, self.root)
+        self._lock_file: LockFile | None = None
+        self._complaints = Complaints(self.root)
+        self._misses = MissLog(self.root, self._complaints)
         self._verified: dict[tuple[str, str], Notes] = {}
+        self._upkeep: Upkeep | None = None
         #: Records that this process answers with whatever the disk says, by their path.
         self._held: dict[Path, Entry] = {}
 
@@ -107,7 +92,13 @@ class CacheStore:
     ) -> TuningRecord | None:
         """The problem's record, held, of the root or of the first layer with it; None is a miss."""
         located = self.locate(gpu, environment, problem)
-        return None if located is None else located.record
+        if located is None:
+            return None
+        path = located.path
+        mine = self._complaints.is_own and not self.locked
+        if mine and path is not None and self.root in path.parents:
+            touch(path)
+        return located.record
 
     def locate(
         self, gpu: str, environment: Mapping[str, JSON], problem: Mapping[str, JSON]
@@ -118,6 +109,8 @@ class CacheStore:
         passed over with a `CacheWarning`, and in the user's own root set aside. A hint is passed
         over in silence.
         """
+        if self.locked:
+            return self._locate_locked(gpu, environment, problem)
         held = self._held.get(path := self.path(gpu, environment, problem))
         if held is not None:
             here = path if os.path.isfile(path) else None
@@ -128,15 +121,33 @@ class CacheStore:
             path = environment_folder(root, gpu, environment_digest) / name
             stored = read_stored(path)
             if isinstance(stored, Fault):
-                self._warn(stored)
+                self._complaints.fault(stored)
             elif stored is None or stored.record.is_hint:
                 continue
             elif canonical(stored.record.problem) == asked:
-                mine = root == self.root and self._is_own()
+                mine = root == self.root and self._complaints.may_write()
                 return Located(stored.record, path, mine and not stored.imported, stored.sealed)
             else:
-                self._warn(Fault(path, "records another problem of the same digest", damaged=False))
+                reason = "records another problem of the same digest"
+                self._complaints.fault(Fault(path, reason, damaged=False))
         return None
+
+    def nearest_key(
+        self, gpu: str, environment: Mapping[str, JSON], problem: Mapping[str, JSON]
+    ) -> NearestKey | None:
+        """Of the keys that this store answers for the one nearest to the one asked, with their
+        differences; None where it answers for none."""
+        from tmm_cache.nearest import nearest
+
+        if self.locked:
+            lock = self._locked_file()
+            return None if lock is None else nearest((gpu, environment, problem), lock.keys())
+        keys = (
+            (each.gpu, each.environment or {}, each.problem)
+            for each in self.summaries()
+            if each.clock == CLOCK
+        )
+        return nearest((gpu, environment, problem), keys)
 
     def is_verified(self, gpu: str, environment: Mapping[str, JSON], key: str) -> bool:
         """Whether `mark_verified` was called with this key, under this root. Never OSError."""
@@ -162,23 +173,36 @@ class CacheStore:
         """
         data = record_bytes(record)
         path = self.path(gpu, environment, record.problem)
-        if not self._is_own():
+        if not self._complaints.may_write():
             self.hold(gpu, environment, record)
             return None
         try:
             write_record(path, data, environment)
         except OSError as error:
-            self._warn_unwritable(error)
+            self._complaints.unwritable(error)
             self.hold(gpu, environment, record)
             return None
         if path in self._held:
             self.hold(gpu, environment, record)
+        if self._upkeep is None:
+            from tmm_cache.upkeep import Upkeep  # those who replay do not need it
+
+            self._upkeep = Upkeep(self.root)
+        self._upkeep.saved(path, len(data), self._held)
         return path
 
     def hold(self, gpu: str, environment: Mapping[str, JSON], record: TuningRecord) -> None:
         """Answer with this record as long as the store lives, whatever the disk says."""
+        entry = self._entry(gpu, environment, record)
+        self._held[entry.path] = entry
+
+    def summary(self, gpu: str, environment: Mapping[str, JSON], record: TuningRecord) -> Summary:
+        """A record in brief, as `summaries` says it of one that was saved or held."""
+        return self._entry(gpu, environment, record).summary
+
+    def _entry(self, gpu: str, environment: Mapping[str, JSON], record: TuningRecord) -> Entry:
         path = self.path(gpu, environment, record.problem)
-        self._held[path] = Entry(path, self.root, gpu, digest(environment), environment, record)
+        return Entry(path, self.root, gpu, digest(environment), environment, record)
 
     def entries(self, gpu: str | None = None) -> Iterator[Entry]:
         """Every readable record: those held, then the root's, then each layer's, by their paths.
@@ -190,7 +214,19 @@ class CacheStore:
         for root in (self.root, *self.layers):
             for item in scan(root, gpu):
                 if isinstance(item, Fault):
-                    self._warn(item)
+                    self._complaints.fault(item)
+                elif item.path not in held:
+                    yield item
+
+    def summaries(self, gpu: str | None = None) -> Iterator[Summary]:
+        """Every record in brief, in the order of `entries`: a head is read of each file, and the
+        record on `Summary.load`. Faults are passed over with a warning."""
+        held = {path: self._held[path] for path in sorted(self._held)}
+        yield from (entry.summary for entry in held.values() if gpu in (None, entry.gpu))
+        for root in (self.root, *self.layers):
+            for item in summaries(root, gpu):
+                if isinstance(item, Fault):
+                    self._complaints.fault(item)
                 elif item.path not in held:
                     yield item
 
@@ -211,7 +247,7 @@ class CacheStore:
             self._held.pop(asked.path, None)
         faults = removal.remove(self.root, removals)
         for fault in faults:
-            self._warn(fault)
+            self._complaints.fault(fault)
         return len(removals) - len(faults)
 
     @contextlib.contextmanager
@@ -230,7 +266,7 @@ class CacheStore:
         """
         if not timeout >= 0:
             raise ValueError(f"timeout: found {timeout}, accepted is a number of seconds >= 0")
-        if not self._is_own():
+        if not self._complaints.may_write():
             yield True
             return
         path = self.path(gpu, environment, problem)
@@ -248,7 +284,7 @@ class CacheStore:
                 lock.release()
             if fault is not None:
                 # Now, for a save under the lock knows better what became of the record.
-                self._warn_beside(
+                self._complaints.beside(
                     lock.path, fault, "locked", "two processes may tune the same problem"
                 )
 
@@ -256,58 +292,34 @@ class CacheStore:
         self, gpu: str, environment: Mapping[str, JSON], problem: Mapping[str, JSON]
     ) -> None:
         """Note a problem that was met where tuning is forbidden, once per store. Never OSError."""
-        path = self.path(gpu, environment, problem)
-        if path in self._logged or not self._is_own():
-            return
-        self._logged.add(path)
-        try:
-            make_folder(path.parent)
-            write_environment(path.parent, environment)
-            append_miss(path.parent, problem)
-        except OSError as error:
-            log = path.with_name(MISSES)
-            self._warn_beside(log, error, "written", "problems that are not tuned are not noted")
+        self._misses.add(self.path(gpu, environment, problem), environment, problem)
 
     def misses(self) -> list[Miss]:
         """The problems noted in the user's own root, each once per GPU and environment."""
-        found = []
-        for folder in self._folders():
-            problems, fault = read_misses(folder.path)
-            if fault is not None:
-                self._warn(fault)
-            if not problems:
-                continue
-            environment = read_environment(folder.path)
-            if isinstance(environment, Fault):
-                self._warn(environment)
-                environment = None
-            found += [
-                Miss(folder.gpu, folder.environment_digest, environment, problem, count)
-                for problem, count in problems
-            ]
-        return found
+        return self._misses.all()
 
     def clear_misses(self) -> int:
         """Forget the noted problems; returns how many logs are gone."""
-        from tmm_cache import removal
+        return self._misses.clear()
 
-        removals = [
-            removal.Removal(folder.path / MISSES, "misses", "asked for")
-            for folder in self._folders()
-            if os.path.isfile(folder.path / MISSES)
-        ]
-        faults = removal.remove(self.root, removals)
-        for fault in faults:
-            self._warn(fault)
-        self._logged.clear()
-        return len(removals) - len(faults)
+    def _locate_locked(
+        self, gpu: str, environment: Mapping[str, JSON], problem: Mapping[str, JSON]
+    ) -> Located | None:
+        lock = self._locked_file()
+        record = None if lock is None else lock.record(gpu, environment, problem)
+        if isinstance(record, Fault):
+            self._complaints.fault(record)
+        if not isinstance(record, TuningRecord) or canonical(record.problem) != canonical(problem):
+            return None
+        # Where it was frozen it may have been verified, here it may not.
+        return Located(record, self.lock_path, own=False, sealed=True)
 
-    def _folders(self) -> Iterator[Folder]:
-        for folder in folders(self.root):
-            if isinstance(folder, Fault):
-                self._warn(folder)
-            elif not folder.is_old:
-                yield folder
+    def _locked_file(self) -> LockFile | None:
+        if self._lock_file is None:
+            from tmm_cache.lock import open_lock
+
+            self._lock_file = open_lock(self.lock_path)
+        return self._lock_file
 
     def _stamps(self, gpu: str, environment: Mapping[str, JSON]) -> Notes:
         # Not by host name: a container has another at each start, and what is verified is a
@@ -316,53 +328,3 @@ class CacheStore:
         if of not in self._verified:
             self._verified[of] = Notes("verified", list(of), self.root)
         return self._verified[of]
-
-    def _is_own(self) -> bool:
-        if self._foreign is None:
-            return True
-        warn_once(
-            self.root,
-            f"{self._foreign}; it is read as a stranger's and not written, and what is tuned is "
-            f"lost when the process ends (TMM_CACHE_SHARED=1 if it is shared on purpose)",
-            about="foreign",
-        )
-        return False
-
-    def _warn(self, fault: Fault) -> None:
-        """Tell of a fault; a damaged record of the user's own root is also set aside."""
-        outcome = "passed over"
-        mine = self._foreign is None and self.root in fault.path.parents
-        if mine and fault.damaged and RECORD.fullmatch(fault.path.name):
-            aside = set_aside(fault.path)
-            outcome = outcome if aside is None else f"set aside as {aside.name}"
-        if is_nowhere(fault.path):
-            return
-        if fault.place:
-            root = root_of(fault.path, VERSION)
-            text = f"{fault.reason}; passed over, and what lies only there is tuned anew"
-            warn_once(root, text, about="place")
-        else:
-            warn_once(fault.path, f"{fault.reason}; {outcome}")
-
-    def _warn_unwritable(self, error: OSError) -> None:
-        if is_nowhere(self.root):
-            return
-        reason = error.strerror or error
-        warn_once(
-            self.root,
-            f"cannot be written ({reason}); what is not written is lost when the process ends",
-            about="place",
-        )
-
-    def _warn_beside(self, path: Path, error: OSError, done: str, consequence: str) -> None:
-        """Tell of a file without which records are kept all the same, unless of the whole root."""
-        if error.errno in _UNWRITABLE:
-            self._warn_unwritable(error)
-        elif not (is_nowhere(self.root) or has_warned(self.root, about="place")):
-            reason = error.strerror or error
-            # One of a thousand files: the others most likely fail alike.
-            warn_once(
-                self.root,
-                f"{path.relative_to(self.root)} cannot be {done} ({reason}); {consequence}",
-                about=done,
-            )

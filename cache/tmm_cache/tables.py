@@ -6,6 +6,7 @@ a cut-off kernel name in a log or under `grep` is wrong and not just ugly.
 
 from __future__ import annotations
 
+import shutil
 import sys
 from collections.abc import Mapping, Sequence
 from datetime import datetime
@@ -15,11 +16,13 @@ from typing import Any
 
 from tmm_cache import facets
 from tmm_cache.console import note
+from tmm_cache.head import Best
 from tmm_cache.keys import JSON
-from tmm_cache.record import TuningRecord
-from tmm_cache.scan import Entry
+from tmm_cache.record import CLOCK, TuningRecord
+from tmm_cache.scan import Summary
 
 _WIDE = 100_000
+_GAP = 2
 
 
 def microseconds(value: float | None) -> str:
@@ -48,14 +51,35 @@ def print_table(
     The columns in `right` are of numbers. Where a terminal is too narrow, those in `optional` are
     left out, the first of them first, and a note says so.
     """
-    # rich costs 45 ms, so nothing imports it before there is a table to print.
+    widths = [max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
+    width = shutil.get_terminal_size().columns if sys.stdout.isatty() else _WIDE
+    if sum(widths) + _GAP * (len(widths) - 1) > width:
+        _print_folded(columns, rows, right, optional, width)
+        return
+    rule = "─" * (sum(widths) + _GAP * (len(widths) - 1))
+    sides = [str.rjust if name in right else str.ljust for name in columns]
+    for cells in (columns, None, *rows):
+        if cells is None:
+            print(rule)
+            continue
+        padded = [side(cell, size) for side, cell, size in zip(sides, cells, widths, strict=True)]
+        print((" " * _GAP).join(padded).rstrip())
+
+
+def _print_folded(
+    columns: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    right: Sequence[str],
+    optional: Sequence[str],
+    width: int,
+) -> None:
+    # rich costs 45 ms and 0.5 ms a row, so it prints only what has to be folded.
     from rich import box
     from rich.console import Console
     from rich.table import Table
 
-    width = None if sys.stdout.isatty() else _WIDE
     console = Console(width=width, markup=False, highlight=False, emoji=False)
-    kept = _fitting(columns, rows, optional, console.width)
+    kept = _fitting(columns, rows, optional, width)
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
     for index in kept:
         numeric = columns[index] in right
@@ -81,9 +105,8 @@ def print_table(
 def _fitting(
     columns: Sequence[str], rows: Sequence[Sequence[str]], optional: Sequence[str], width: int
 ) -> list[int]:
-    gap = 2
     widths = [
-        gap + max([len(name), *(len(row[index]) for row in rows)])
+        _GAP + max([len(name), *(len(row[index]) for row in rows)])
         for index, name in enumerate(columns)
     ]
     kept = list(range(len(columns)))
@@ -94,19 +117,16 @@ def _fitting(
     return kept
 
 
-def print_entries(entries: Sequence[Entry], layers: Mapping[Path, str], now: datetime) -> None:
+def print_summaries(found: Sequence[Summary], layers: Mapping[Path, str], now: datetime) -> None:
     """One table per GPU and environment, a line for each record."""
 
-    def group(entry: Entry) -> tuple[str, str]:
-        return entry.gpu, entry.environment_digest
+    def group(summary: Summary) -> tuple[str, str]:
+        return summary.gpu, summary.environment_digest
 
-    def order(entry: Entry) -> tuple[Any, ...]:
-        numbers = [
-            size if isinstance(size, int) else 0 for size in facets.sizes(entry.record.problem)
-        ]
-        return (*group(entry), *numbers, entry.digest, str(entry.root))
+    def order(summary: Summary) -> tuple[Any, ...]:
+        return (*group(summary), *facets.sizes(summary.problem), summary.digest, str(summary.root))
 
-    for (gpu, environment), members in groupby(sorted(entries, key=order), key=group):
+    for (gpu, environment), members in groupby(sorted(found, key=order), key=group):
         print(f"{gpu}  environment {environment}")
         print_table(
             (
@@ -123,46 +143,45 @@ def print_entries(entries: Sequence[Entry], layers: Mapping[Path, str], now: dat
                 "age",
                 "layer",
             ),
-            [_entry_row(entry, layers[entry.root], now) for entry in members],
+            [_row(summary, layers[summary.root], now) for summary in members],
             right=("µs", "blas µs", "speedup", "age"),
             optional=("config", "layouts", "layer", "blas µs", "age"),
         )
 
 
-def _entry_row(entry: Entry, layer: str, now: datetime) -> tuple[str, ...]:
-    record, problem = entry.record, entry.record.problem
+def _row(summary: Summary, layer: str, now: datetime) -> tuple[str, ...]:
+    problem, best = summary.problem, summary.head.best
     return (
-        entry.digest[:8],
+        summary.digest[:8],
         facets.shape(problem),
         facets.dtypes(problem),
         facets.layouts(problem),
         facets.epilogue(problem),
-        facets.printable(record.best.kernel),
-        facets.config(record.best.config),
-        microseconds(record.best.median_us),
-        microseconds(facets.blas_us(record)),
-        _times(facets.speedup(record)),
-        facets.age(record, now),
-        layer,
+        facets.printable(best.kernel),
+        facets.config(best.config),
+        microseconds(best.us),
+        microseconds(best.blas_us),
+        _times(best.speedup),
+        facets.age(summary.head.created_at, now),
+        layer if summary.clock == CLOCK else f"{layer}, {facets.printable(summary.clock)}",
     )
 
 
-def print_record(entry: Entry, layer: str, now: datetime) -> None:
+def print_record(summary: Summary, record: TuningRecord, layer: str, now: datetime) -> None:
     """One record with every candidate."""
-    record = entry.record
     lines: list[tuple[str, str]] = [
-        ("record", entry.digest),
-        ("file", facets.printable(str(entry.path))),
+        ("record", summary.digest),
+        ("file", facets.printable(str(summary.path))),
         ("layer", layer),
-        ("gpu", entry.gpu),
-        ("environment", entry.environment_digest),
-        *_indented(entry.environment or {}),
+        ("gpu", summary.gpu),
+        ("environment", summary.environment_digest),
+        *_indented(summary.environment or {}),
         ("problem", facets.shape(record.problem)),
         *_indented(record.problem),
-        ("created", f"{record.created} ({facets.age(record, now)} ago)"),
+        ("created", f"{record.created} ({facets.age(record.created_at, now)} ago)"),
         ("clock", facets.printable(record.clock)),
         ("tuning", f"{record.tuning_seconds:.1f} s"),
-        ("speedup", f"{_times(facets.speedup(record))} over blas"),
+        ("speedup", f"{_times(Best.of(record).speedup)} over blas"),
     ]
     if record.note is not None:
         lines.append(("note", facets.printable(record.note)))

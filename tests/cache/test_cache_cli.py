@@ -29,6 +29,7 @@ from cache_builders import (
 )
 from tmm_cache import CacheStore, CandidateResult, cli, digest
 from tmm_cache.cli import main
+from tmm_cache.console import print_json
 
 Captured = pytest.CaptureFixture[str]
 
@@ -57,8 +58,9 @@ def filled(store: CacheStore) -> CacheStore:
 
 
 def shown(capsys: Captured, *options: str) -> list[dict[str, Any]]:
-    assert main(["show", "--json", *options]) == 0
+    status = main(["show", "--json", *options])
     found: list[dict[str, Any]] = json.loads(capsys.readouterr().out)
+    assert status == (0 if found else 1)
     return found
 
 
@@ -188,7 +190,7 @@ def test_show_one_record_in_full(filled: CacheStore, capsys: Captured) -> None:
     assert [
         row.replace("*", "").split()[0] for row in body
     ] == kernels  # winner first, then fastest
-    assert [row.startswith(" *") for row in body] == [True, False, False, False, False]
+    assert [row.startswith("*") for row in body] == [True, False, False, False, False]
     assert body[0].split()[-2:] == ["batch-invariant", "-"]
     [full] = shown(capsys, path.stem)
     assert full["path"] == str(path)
@@ -204,6 +206,33 @@ def test_show_of_an_unknown_digest_and_of_no_digest(filled: CacheStore, capsys: 
         assert captured.err == (
             f"tmm-cache: record: found {text!r}, accepted is the beginning of a digest, like 3f9a\n"
         )
+
+
+@pytest.mark.parametrize("asked", [["deadbeef"], ["--gpu", "nope"], ["--kernel", "nope"]])
+@pytest.mark.parametrize("output", [[], ["--json"]])
+def test_what_nothing_matches_is_told_by_the_exit_status(
+    filled: CacheStore, capsys: Captured, asked: list[str], output: list[str]
+) -> None:
+    assert main(["show", *asked, *output]) == 1
+    assert f"no records match in {filled.root}" in capsys.readouterr().err
+
+
+def test_json_never_holds_what_is_no_json(store: CacheStore, capsys: Captured) -> None:
+    instant = CandidateResult("triton.fast", "v", {}, "ok", (5e-324,))
+    blas = CandidateResult("blas", "v", {}, "ok", (1e308,))
+    store.save(GPU, ENVIRONMENT, record(candidates=(instant, blas), winner=0))
+
+    def refuse(name: str) -> None:
+        raise AssertionError(name)
+
+    for command in ("show", "stats"):
+        assert main([command, "--json"]) == 0
+        (found,) = json.loads(capsys.readouterr().out, parse_constant=refuse)
+        assert command == "stats" or found["speedup"] is None
+    assert main(["show"]) == 0
+    assert "inf" not in capsys.readouterr().out
+    with pytest.raises(ValueError, match="not JSON compliant"):
+        print_json(float("inf"))
 
 
 def test_an_empty_cache_is_a_note_and_no_error(root: Path, capsys: Captured) -> None:
@@ -460,12 +489,12 @@ def test_looking_imports_nothing_heavy(filled: CacheStore, arguments: list[str])
     assert command.communicate()[1].splitlines()[-1] == "set()"
 
 
-def test_show_imports_rich_and_no_torch(filled: CacheStore) -> None:
+def test_show_imports_neither_rich_nor_torch(filled: CacheStore) -> None:
     code = (
         "import sys; from tmm_cache.cli import main; main(['show']); heavy = {'torch', 'rich', "
         "'platformdirs', 'tarfile', 'tmm_core'}; sys.exit(repr(heavy & {*sys.modules}))"
     )
-    assert child("-c", code).communicate()[1].strip() == "{'rich'}"
+    assert child("-c", code).communicate()[1].strip() == "set()"
 
 
 def test_the_command_answers_at_once(filled: CacheStore) -> None:

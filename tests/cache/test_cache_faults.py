@@ -359,11 +359,11 @@ def test_a_folder_that_a_clear_elsewhere_removes_is_made_again(
     real = files.write_atomically
     calls = []
 
-    def racing(path: Path, data: bytes, mode: int = 0o600) -> None:
+    def racing(path: Path, data: bytes, **options: Any) -> None:
         calls.append(path)
         if len(calls) == 1:
             path.parent.rmdir()
-        real(path, data, mode)
+        real(path, data, **options)
 
     monkeypatch.setattr(files, "write_atomically", racing)
     assert store.save(GPU, ENVIRONMENT, record()) is not None

@@ -16,17 +16,11 @@ from typing import Any
 import pytest
 import tmm_cache
 from cache_builders import ENVIRONMENT, GPU, child, problem, record, warned
-from tmm_cache import CacheStore, Notes, default_root, errors, files, layer_paths
+from tmm_cache import CacheStore, Notes, default_root, disk, files, layer_paths
 from tmm_cache.cli import main
 from tmm_cache.places import NOWHERE
 
 Captured = pytest.CaptureFixture[str]
-
-
-@pytest.fixture(autouse=True)
-def unwarned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """As in a process that nothing has been told."""
-    monkeypatch.setattr(errors, "_warned", set())
 
 
 def without_account(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,7 +293,7 @@ def test_a_fifo_that_takes_the_place_of_a_file_after_the_look_does_not_hang(
 
     monkeypatch.setattr(os, "open", swapped)
     with pytest.raises(OSError):
-        files.append_line(path, b"{}", 100)
+        disk.append_line(path, b"{}", 100)
     path.unlink()
     path.write_text("")
     assert isinstance(files.read_bytes(path), files.Fault)
@@ -311,7 +305,7 @@ def test_a_link_is_read_and_never_written(tmp_path: Path) -> None:
     link.symlink_to(target)
     assert files.read_bytes(link) == b"text"
     with pytest.raises(OSError, match="symbolic links"):
-        files.append_line(link, b"{}", 100)
+        disk.append_line(link, b"{}", 100)
     assert target.read_text() == "text"
 
 

@@ -271,7 +271,7 @@ def test_prune_removes_damaged_and_left_over_files(filled: CacheStore, capsys: C
     folder = filled.path(GPU, ENVIRONMENT, problem()).parent
     damaged = filled.path(GPU, ENVIRONMENT, problem(m=2))
     damaged.write_text("{")
-    stale = folder / f"{'0' * 16}.json.1-00000000.tmp"
+    stale = folder / f"{'0' * 16}.json.99999999-00000000.tmp"
     young = folder / f"{'1' * 16}.json.1-00000000.tmp"
     foreign = folder / "editor.tmp"
     orphan = folder / f"{'2' * 16}.json.lock"

@@ -11,6 +11,7 @@ import pytest
 import torch
 from fakes import DEVICE, FakeBlas, FakeKernel, dispatcher, problem, settings
 from tmm_cache import CacheStore, CacheWarning
+from tmm_cache.cli import main as tmm_cache_main
 
 from tmm_core import (
     CacheMissError,
@@ -387,3 +388,30 @@ def test_problem_json_round_trip() -> None:
 
     p = problem(m=3, epilogue=parse("softcap(5)"), bias=torch.float32, tf32=True, scaled=True)
     assert Problem.from_json(p.to_json(), DEVICE, parse(p.to_json()["epilogue"])) == p
+
+
+def test_a_locked_store_answers_alone_and_a_miss_shows_the_nearest_key(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    d, _ = dispatcher(FakeBlas(), FakeKernel("fast"), times=FAST, root=tmp_path)
+    d.tune(problem(m=64), settings())
+    assert tmm_cache_main(["--cache-dir", str(tmp_path), "freeze"]) == 0
+    monkeypatch.setenv("TMM_REQUIRE_LOCKED", "1")
+    d, timer = dispatcher(FakeBlas(), FakeKernel("fast"), times=FAST, root=tmp_path)
+    choice = d.choose(problem(m=64), settings())
+    assert (choice.candidate.kernel.name, choice.origin) == ("fast", "cache")
+    assert choice.reason.endswith("tmm.lock.json")
+    for mode in ("tune", "heuristic", "error"):
+        asked = problem(m=128, tf32=True)
+        with pytest.raises(CacheMissError, match=r"no locked record.*differs in") as caught:
+            d.choose(asked, settings(on_cache_miss=mode))
+        assert str(caught.value).splitlines()[1:] == [
+            "  m: asked 128, there 64",
+            "  tf32: asked true, there false",
+        ]
+    assert timer.measured == []
+    # A kernel that has changed since is not tuned behind the operator's back.
+    d, timer = dispatcher(FakeBlas(version="2"), FakeKernel("fast", version="2"), root=tmp_path)
+    with pytest.raises(CacheMissError, match="kernels as they are here"):
+        d.choose(problem(m=64), settings())
+    assert timer.measured == []

@@ -346,7 +346,7 @@ class Dispatcher:
                     self.store.save(gpu, environment, record)
             self.store.hold(gpu, environment, record)
             self._forget()
-            self._neighbours.forget()
+            self._neighbours.add(device, record)
 
     def quarantine(self, problem: Problem, choice: Choice, fault: Exception | str) -> None:
         """Never again use this kernel for problems of this bucket, in this process.
@@ -430,6 +430,8 @@ class Dispatcher:
         if (choice := self._cached(problem, key, able, settings)) is not None:
             return choice
         forbidden = self._forbids_tuning(problem, settings)
+        if self.store.locked:
+            raise CacheMissError(self._unlocked(problem, key))
         if settings.on_cache_miss == "error":
             raise CacheMissError(
                 f"no tuned record for {problem} (bucket M={key.m}) in {self.store.root} and "
@@ -452,6 +454,18 @@ class Dispatcher:
             or self._heuristic(problem, able, why)
             or self._fallback(why)
         )
+
+    def _unlocked(self, problem: Problem, key: Problem) -> str:
+        """Why a locked store has no answer: the nearest key, field by field."""
+        said = f"no locked record for {problem} (bucket M={key.m}) in {self.store.lock_path}"
+        device = key.device
+        near = self.store.nearest_key(device.gpu, device.environment, key.to_json())
+        if near is None:
+            return f"{said}, which has none at all; run `tmm-cache freeze`"
+        if not near.differences:
+            return f"{said} is of kernels as they are here; tune and run `tmm-cache freeze` again"
+        differences = "".join(f"\n  {difference}" for difference in near.differences)
+        return f"{said}; the nearest key there differs in{differences}"
 
     def _forced(self, problem: Problem, settings: Settings) -> Choice:
         assert settings.kernel is not None
@@ -511,7 +525,7 @@ class Dispatcher:
             record = self.tuner.tune(key, able, settings, None if force else before, hints)
             if record is not before:
                 self.store.save(device.gpu, device.environment, record)
-                self._neighbours.forget()
+                self._neighbours.add(device, record)
             return record
 
     def _hints(self, problem: Problem) -> Hints:
@@ -603,6 +617,8 @@ class Dispatcher:
     def _forbids_tuning(self, problem: Problem, settings: Settings) -> str | None:
         if problem.capturing:
             return "a CUDA graph is being captured"
+        if self.store.locked:
+            return "TMM_REQUIRE_LOCKED=1"
         if settings.on_cache_miss != "tune":
             return f"on_cache_miss={settings.on_cache_miss!r}"
         if problem.deterministic:

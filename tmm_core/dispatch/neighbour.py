@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tmm_cache import CacheStore, Entry, TuningRecord
+from tmm_cache import CLOCK, CacheStore, Summary, TuningRecord, digest
 
 from tmm_core.spec.device import DeviceFingerprint
 from tmm_core.spec.problem import Problem
@@ -37,41 +37,52 @@ class Near:
 
 
 class Neighbours:
-    """Finds records near a problem; reads the store on first use and after ``forget()``."""
+    """Finds records near a problem; lists the store on first use, and learns what is added."""
 
     def __init__(self, store: CacheStore) -> None:
         self._store = store
-        self._entries: list[Entry] | None = None
+        #: By the digest of their problems without the sizes: what is asked looks at its kind alone.
+        self._families: dict[str, list[Summary]] | None = None
 
-    def forget(self) -> None:
-        """Records have changed: read them anew when next asked."""
-        self._entries = None
+    def add(self, device: DeviceFingerprint, record: TuningRecord) -> None:
+        """A record was saved: it is a neighbour too, in place of an older one of its problem."""
+        if self._families is None:
+            return  # listed with the others, when next asked
+        new = self._store.summary(device.gpu, device.environment, record)
+        key = _family(record.problem)
+        others = [each for each in self._families.get(key, ()) if each.path != new.path]
+        self._families[key] = [*others, new]
 
     def nearest(self, problem: Problem) -> Iterator[Near]:
         """Records of the same kind of problem within :data:`FARTHEST`, best guess first:
         this environment, then this GPU under other versions, then the architecture's
-        nearest SM count; by distance within each."""
-        entries = self._entries
-        if entries is None:
-            entries = self._entries = list(self._store.entries())
+        nearest SM count; by distance within each, and times of another clock after those that
+        decide. Each is read when its turn comes."""
+        families = self._families
+        if families is None:
+            families = {}
+            for summary in self._store.summaries():
+                families.setdefault(_family(summary.problem), []).append(summary)
+            self._families = families
         asked = problem.to_json()
         ranked = []
-        for entry in entries:
-            rank = _rank(entry, problem.device)
-            if rank is None or _family(entry.record.problem) != _family(asked):
-                continue
-            octaves = _octaves(asked, entry.record.problem)
-            if octaves <= FARTHEST:
-                near = Near(entry.record, octaves, entry.gpu, rank[0] == 0)
-                ranked.append(((rank, octaves, str(entry.path)), near))
+        for summary in families.get(_family(asked), ()):
+            rank = _rank(summary, problem.device)
+            octaves = _octaves(asked, summary.problem)
+            if rank is not None and octaves <= FARTHEST:
+                order = (rank, octaves, summary.clock != CLOCK, str(summary.path))
+                ranked.append((order, summary))
         ranked.sort(key=lambda pair: pair[0])
-        return (near for _, near in ranked)
+        for (rank, octaves, _, _), summary in ranked:
+            record = summary.load()
+            if record is not None:  # its file is damaged or gone: a guess less
+                yield Near(record, octaves, summary.gpu, rank[0] == 0)
 
 
-def _rank(entry: Entry, device: DeviceFingerprint) -> tuple[int, int] | None:
+def _rank(summary: Summary, device: DeviceFingerprint) -> tuple[int, int] | None:
     """How much the record's device resembles this one; None: not at all."""
-    environment = entry.environment or {}
-    if entry.gpu == device.gpu:
+    environment = summary.environment or {}
+    if summary.gpu == device.gpu:
         return (0, 0) if dict(environment) == device.environment else (1, 0)
     if device.type == "cuda" and environment.get("capability") == list(device.capability):
         sms = environment.get("sm_count")
@@ -80,9 +91,13 @@ def _rank(entry: Entry, device: DeviceFingerprint) -> tuple[int, int] | None:
     return None
 
 
-def _family(document: Mapping[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in document.items() if key not in _SIZES}
+def _family(document: Mapping[str, Any]) -> str:
+    """What two problems have to share, in one word; a stranger's that has no digest shares none."""
+    try:
+        return digest({key: value for key, value in document.items() if key not in _SIZES})
+    except (ValueError, RecursionError):
+        return ""
 
 
 def _octaves(asked: Mapping[str, Any], tuned: Mapping[str, Any]) -> float:
-    return sum(abs(math.log2(max(1, asked[s]) / max(1, int(tuned[s])))) for s in _SIZES)
+    return sum(abs(math.log2(max(1, asked[s]) / tuned[s])) for s in _SIZES)

@@ -20,6 +20,7 @@ from pathlib import Path
 from typing import Literal
 
 import torch
+from tmm_cache import CLOCK
 
 import tmm_core
 from tmm_core import dispatch, settings
@@ -38,7 +39,12 @@ LEAST_FREE_BYTES = 64 * 2**20
 #: Variables that tmm reads beside those of its settings.
 OTHER_VARIABLES = (
     "TMM_CACHE_DIR",
+    "TMM_CACHE_MAX_AGE",
+    "TMM_CACHE_MAX_SIZE",
     "TMM_CACHE_PATH",
+    "TMM_CACHE_SHARED",
+    "TMM_LOCK_FILE",
+    "TMM_REQUIRE_LOCKED",
     "TMM_SHIPPED_RECORDS",
     "TMM_DISABLE_PLUGINS",
     "TMM_PLUGINS",
@@ -207,7 +213,10 @@ def _cache(device: torch.device) -> Iterator[Finding]:
         else:
             advice = "correct TMM_CACHE_PATH"
             yield Finding("cache layer", "problem", f"{layer} is no readable folder", advice)
-    same = [entry.environment == mine.environment for entry in store.entries(mine.gpu)]
+    same = [
+        each.environment == mine.environment and each.clock == CLOCK
+        for each in store.summaries(mine.gpu)
+    ]
     text = f"{sum(same)} records for {mine.gpu}"
     if other := len(same) - sum(same):
         text += f", {other} more of other versions (used as guesses)"

@@ -1,0 +1,100 @@
+"""Writing thousands of records at the price of a few syncs.
+
+A sync of each file takes 4 ms on a busy disk, 14 s for 4,000 records. Each record is still replaced
+in one step, and none before the bytes of its batch are on the disk.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final
+
+from tmm_cache.ages import mark_imported
+from tmm_cache.disk import make_folder, sync_folder, write_beside
+
+#: Temporary files that a batch holds at most.
+_MOST_FILES: Final = 512
+_MOST_BYTES: Final = 64 * 2**20
+
+
+class Batch:
+    """Files that are written beside their places and then put there together.
+
+    As a context it puts what is left in place at its end, and after an exception removes it.
+    """
+
+    __slots__ = ("_bytes", "_waiting")
+
+    def __init__(self) -> None:
+        #: The temporary file of each path; what is added last under a path counts.
+        self._waiting: dict[Path, Path] = {}
+        self._bytes = 0
+
+    def __enter__(self) -> Batch:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        try:
+            if kind is None:
+                self.flush()
+        finally:
+            for temporary in self._waiting.values():
+                with contextlib.suppress(OSError):
+                    os.unlink(temporary)
+
+    def add(self, path: Path, data: bytes) -> None:
+        """Write a file that comes from another machine. Raises OSError."""
+        make_folder(path.parent)
+        temporary = write_beside(path, data, sync=False)
+        earlier, self._waiting[path] = self._waiting.get(path), temporary
+        if earlier is not None:
+            os.unlink(earlier)
+        mark_imported(temporary)
+        self._bytes += len(data)
+        if len(self._waiting) >= _MOST_FILES or self._bytes >= _MOST_BYTES:
+            self.flush()
+
+    def flush(self) -> None:
+        """Put everything in place. Raises OSError; then some are and the others are not."""
+        if not self._waiting:
+            return
+        _sync(list(self._waiting.values()))
+        folders = dict.fromkeys(path.parent for path in self._waiting)
+        for path, temporary in list(self._waiting.items()):
+            os.replace(temporary, path)
+            del self._waiting[path]
+        self._bytes = 0
+        for folder in folders:
+            sync_folder(folder)
+
+
+def _sync(files: list[Path]) -> None:
+    """Bring the files' bytes to the disk; all are of one file system. Raises OSError."""
+    syncfs = _syncfs()
+    for path in files:
+        handle = os.open(path, os.O_RDONLY)
+        try:
+            if syncfs is None:
+                os.fsync(handle)
+            elif syncfs(handle) != 0:
+                # Not of this kernel, or writing failed: `fsync` says which.
+                syncfs = None
+                os.fsync(handle)
+            else:
+                return
+        finally:
+            os.close(handle)
+
+
+def _syncfs() -> Callable[[int], int] | None:
+    # Not os.sync: another mount, of a server that is gone, would hold up this one.
+    try:
+        import ctypes
+
+        found: Callable[[int], int] = ctypes.CDLL(None).syncfs
+    except (ImportError, OSError, AttributeError):
+        return None
+    return found

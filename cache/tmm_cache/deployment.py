@@ -1,0 +1,171 @@
+"""The commands that carry choices between caches: freeze, diff, merge.
+
+Each takes the store and its parsed options, and returns the exit status. A cache to compare with
+or to take from is a root or a lock file.
+"""
+
+from __future__ import annotations
+
+from argparse import Namespace
+from collections.abc import Iterator
+from pathlib import Path
+
+from tmm_cache import facets
+from tmm_cache.batch import Batch
+from tmm_cache.console import DONE, FOUND, MISTAKE, counted, note, print_json, without_faults
+from tmm_cache.errors import RecordError
+from tmm_cache.files import Fault, Stored, read_stored, record_bytes, write_environment
+from tmm_cache.filters import Filter
+from tmm_cache.layout import environment_folder, foreign
+from tmm_cache.lock import Key, LockError, LockFile, write_lock
+from tmm_cache.merge import Evidence, merged
+from tmm_cache.record import CLOCK
+from tmm_cache.scan import Summary, summaries
+from tmm_cache.store import CacheStore
+from tmm_cache.tables import microseconds
+
+
+def freeze(store: CacheStore, options: Namespace) -> int:
+    """Write the records of the root and of all layers into one lock file."""
+    file: Path = options.output or store.lock_path
+    if file.exists() and not file.is_file():
+        note(f"{file}: is not a regular file")
+        return MISTAKE
+    wanted = Filter(gpu=options.gpu)
+    found = (
+        (summary, record)
+        for root in (store.root, *store.layers)
+        for summary in without_faults(summaries(root))
+        if wanted(summary) and (record := summary.load()) is not None
+    )
+    count = write_lock(file, found)
+    note(f"{counted(count, 'record')} locked in {file}")
+    return DONE if count else FOUND
+
+
+def diff(store: CacheStore, options: Namespace) -> int:
+    """Tell in what two caches would answer differently."""
+    try:
+        mine, theirs = (_answers(source) for source in (options.a, options.b))
+    except LockError as error:
+        note(str(error))
+        return MISTAKE
+    rows = [
+        (what, key, mine.get(key), theirs.get(key))
+        for key in sorted(mine | theirs)
+        if (what := _difference(mine.get(key), theirs.get(key))) is not None
+    ]
+    if options.json:
+        print_json(
+            [
+                {
+                    "difference": what,
+                    "gpu": key[0],
+                    "environment_digest": key[1],
+                    "digest": key[2],
+                    "problem": (a or b).problem,  # type: ignore[union-attr]  # one is there
+                    "a": None if a is None else a.head.best.to_json(),
+                    "b": None if b is None else b.head.best.to_json(),
+                }
+                for what, key, a, b in rows
+            ]
+        )
+    else:
+        for what, key, a, b in rows:
+            one = a or b
+            assert one is not None
+            kind = facets.dtypes(one.problem), facets.layouts(one.problem)
+            words = (what, key[0], key[1][:8], key[2][:8], facets.shape(one.problem), *kind)
+            print("  ".join((*words, " | ".join(_best(each) for each in (a, b) if each))))
+    note(f"{counted(len(rows), 'difference')} in {counted(len(mine | theirs), 'problem')}")
+    return FOUND if rows else DONE
+
+
+def merge(store: CacheStore, options: Namespace) -> int:
+    """Take from other caches what is better evidence than one's own."""
+    if (reason := foreign(store.root)) is not None:
+        note(f"{store.root}: {reason}; TMM_CACHE_SHARED=1 if it is shared on purpose")
+        return MISTAKE
+    added = changed = kept = 0
+    try:
+        sources = [list(_summaries(source)) for source in options.sources]
+    except LockError as error:
+        note(str(error))
+        return MISTAKE
+    for source in sources:
+        with Batch() as batch:  # each for itself: the next is held against what this one gave
+            for summary in source:
+                stored = _stored(summary)
+                if stored is None or stored.record.is_hint:
+                    continue
+                folder = environment_folder(store.root, summary.gpu, summary.environment_digest)
+                path = folder / f"{summary.digest}.json"
+                present = read_stored(path)
+                record = stored.record
+                if isinstance(present, Stored) and not present.record.is_hint:
+                    record = merged(
+                        Evidence(present.record, present.sealed),
+                        Evidence(stored.record, stored.sealed),
+                    )
+                    if record == present.record:
+                        kept += 1
+                        continue
+                try:
+                    # Not this machine's: its winner is verified before its first use.
+                    data = record_bytes(record, imported=True)
+                except RecordError as error:  # both were read; together they may be too many
+                    note(f"left out {path.name}: {error}")
+                    continue
+                batch.add(path, data)
+                if record is stored.record:
+                    added += 1
+                else:
+                    changed += 1
+                if summary.environment is not None:
+                    write_environment(folder, summary.environment)
+    note(
+        f"{counted(added, 'record')} added to {store.root}, {changed} changed, "
+        f"{kept} kept as they were"
+    )
+    return DONE
+
+
+def _summaries(source: Path) -> Iterator[Summary]:
+    """The records of a root or a lock file. Raises LockError for what is neither."""
+    if source.is_dir():
+        yield from without_faults(summaries(source))
+    else:
+        yield from without_faults(LockFile(source).summaries())
+
+
+def _answers(source: Path) -> dict[Key, Summary]:
+    found: dict[Key, Summary] = {}
+    for summary in _summaries(source):
+        if summary.clock == CLOCK:
+            found[summary.gpu, summary.environment_digest, summary.digest] = summary
+    return found
+
+
+def _stored(summary: Summary) -> Stored | None:
+    stored = read_stored(summary.path) if summary.path.is_file() else None
+    if isinstance(stored, Fault):
+        note(f"passed over {stored.path}: {stored.reason}")
+        return None
+    if stored is None and (record := summary.load()) is not None:  # inside a lock file
+        return Stored(record, sealed=True, imported=True)
+    return stored
+
+
+def _difference(a: Summary | None, b: Summary | None) -> str | None:
+    if a is None or b is None:
+        return "only in B" if a is None else "only in A"
+    mine, theirs = a.head.best, b.head.best
+    if (mine.kernel, mine.config) != (theirs.kernel, theirs.config):
+        return "other winner"
+    return "other times" if (mine.us, mine.blas_us) != (theirs.us, theirs.blas_us) else None
+
+
+def _best(summary: Summary) -> str:
+    best = summary.head.best
+    words = facets.printable(best.kernel), facets.config(best.config), f"{microseconds(best.us)} µs"
+    return " ".join(word for word in words if word)

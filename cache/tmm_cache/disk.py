@@ -1,0 +1,145 @@
+"""Opening and replacing single files so that a crash or a full disk costs one file only.
+
+A write goes to a temporary file in the same folder, is synced and renamed over the old one: a
+reader sees the old file or the new one and takes no lock. What is no regular file is refused and
+never waited for.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import stat
+from pathlib import Path
+
+from tmm_cache.layout import temporary_name
+
+FOLDER_MODE = 0o700
+FILE_MODE = 0o600
+
+# Neither is there on Windows, where neither is needed.
+_NO_WAIT = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
+_NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
+
+
+def open_regular(path: Path, flags: int, mode: int = FILE_MODE) -> int:
+    """A descriptor of a regular file. Raises OSError, also for what is none.
+
+    It never waits: a FIFO or a socket in a file's place is refused.
+    """
+    with contextlib.suppress(FileNotFoundError):
+        require_regular(os.stat(path))  # first: opening some devices has consequences
+    return opened(path, flags, mode)
+
+
+def opened(path: Path, flags: int, mode: int = FILE_MODE) -> int:
+    """As `open_regular`, for a path that was looked at just now."""
+    # A link may lead to a record, as in a mounted volume of configuration; what is written or
+    # created is never somebody else's file.
+    if flags & (os.O_WRONLY | os.O_RDWR):
+        flags |= _NO_FOLLOW
+    handle = os.open(path, flags | _NO_WAIT, mode)
+    try:
+        # Again, for what was put there after the first look.
+        require_regular(os.fstat(handle))
+    except BaseException:
+        os.close(handle)
+        raise
+    return handle
+
+
+def require_regular(status: os.stat_result) -> None:
+    """Raises NotRegularError for the status of anything but a regular file."""
+    if not stat.S_ISREG(status.st_mode):
+        raise NotRegularError("is not a regular file")
+
+
+class NotRegularError(OSError):
+    """A folder, FIFO, socket or device in the place of a file."""
+
+
+def append_line(path: Path, line: bytes, most: int) -> bool:
+    """Add to a file in a single write; False where it would be longer than `most`. Raises OSError.
+
+    The newline comes first: a line that a killed process left torn can't swallow this one.
+    """
+    handle = open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
+    try:
+        if os.fstat(handle).st_size + 1 + len(line) > most:
+            return False
+        os.write(handle, b"\n" + line)
+    finally:
+        os.close(handle)
+    return True
+
+
+def read_all(handle: int, most: int) -> bytes:
+    """What is left to read of a file: all of it, or one byte more than `most`. Raises OSError."""
+    # By its size and one byte more, which is asked for to see the end.
+    parts: list[bytes] = []
+    size = 0
+    room = min(os.fstat(handle).st_size, most) + 1
+    while size <= most and (part := os.read(handle, room)):
+        parts.append(part)
+        size += len(part)
+        room = 2**16
+    return b"".join(parts)
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and its parents, all private: `mkdir(parents=True)` opens the parents to all.
+
+    Raises OSError.
+    """
+    missing = []
+    while not folder.is_dir():
+        missing.append(folder)
+        if folder.parent == folder:
+            break
+        folder = folder.parent
+    for path in reversed(missing):
+        path.mkdir(FOLDER_MODE, exist_ok=True)
+
+
+def write_atomically(path: Path, data: bytes, mode: int = FILE_MODE) -> None:
+    """Replace a file in one step. Raises OSError; then the old file is untouched."""
+    temporary = write_beside(path, data, mode, sync=True)
+    try:
+        os.replace(temporary, path)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+    sync_folder(path.parent)
+
+
+def write_beside(path: Path, data: bytes, mode: int = FILE_MODE, *, sync: bool) -> Path:
+    """Write a temporary file that may replace `path`. Raises OSError; then there is none."""
+    temporary = path.with_name(temporary_name(path.name))
+    try:
+        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
+        try:
+            rest = memoryview(data)
+            while rest:
+                rest = rest[os.write(handle, rest) :]
+            if sync:
+                os.fsync(handle)
+        finally:
+            os.close(handle)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            os.unlink(temporary)
+        raise
+    return temporary
+
+
+def sync_folder(folder: Path) -> None:
+    """Make renames in a folder durable, where the file system can."""
+    # The file is in place and complete. Some network file systems can't sync a folder, which
+    # costs durability over a power cut and nothing else.
+    with contextlib.suppress(OSError):
+        handle = os.open(folder, os.O_RDONLY)
+        try:
+            os.fsync(handle)
+        finally:
+            os.close(handle)

@@ -1,0 +1,147 @@
+"""The lock file: the records that a deployment uses, in one document that travels with it.
+
+`tmm-cache freeze` writes it; under `TMM_REQUIRE_LOCKED=1` a store answers from it alone, so that
+every start of every process chooses what was tested. It is read as a stranger's: its checksum
+tells damage, and each record is checked when it is asked for.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final, TypeAlias
+
+from tmm_cache.disk import write_atomically
+from tmm_cache.errors import RecordError, warn_once
+from tmm_cache.files import Fault, has_checksum, parse, read_bytes, with_checksum
+from tmm_cache.head import Head
+from tmm_cache.keys import JSON, digest, is_slug
+from tmm_cache.record import TuningRecord
+from tmm_cache.scan import Summary
+
+#: Version of the document.
+LOCK_SCHEMA: Final = 1
+#: Thinned records take some 6 kB: ten thousand of them are 60 MB.
+MAX_BYTES: Final = 256 * 2**20
+
+#: GPU, digest of the environment, digest of the problem.
+Key: TypeAlias = tuple[str, str, str]
+
+
+class LockError(ValueError):
+    """A file that is no lock file, with the reason."""
+
+
+def write_lock(file: Path, found: Iterable[tuple[Summary, TuningRecord]]) -> int:
+    """Write a lock file; returns the number of records.
+
+    Of several records of one problem the first is locked. Hints are left out, since they never
+    answer, and records whose environment is unknown. Raises OSError where the file can't be
+    written.
+    """
+    locked: dict[Key, JSON] = {}
+    for summary, record in found:
+        key = summary.gpu, summary.environment_digest, summary.digest
+        if not record.is_hint and summary.environment is not None and key not in locked:
+            locked[key] = {
+                "gpu": summary.gpu,
+                "environment": summary.environment,
+                "record": record.thinned().to_json(),
+            }
+    # The same records give the same bytes, whichever layer they came from.
+    document = {"lock": LOCK_SCHEMA, "records": [locked[key] for key in sorted(locked)]}
+    text = with_checksum(json.dumps(document, allow_nan=False))
+    write_atomically(file, text.encode("ascii"), mode=0o666)
+    return len(locked)
+
+
+@dataclass(frozen=True, slots=True)
+class _Item:
+    environment: Mapping[str, JSON]
+    problem: Mapping[str, JSON]
+    document: Any
+
+
+class LockFile:
+    """The records of a lock file. Raises LockError for a file that is none."""
+
+    __slots__ = ("_items", "path")
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        data = read_bytes(path, MAX_BYTES)
+        if not isinstance(data, bytes):
+            raise LockError(f"{path}: {data.reason if data else 'there is no such file'}")
+        try:
+            self._items = dict(_items(data))
+        except (ValueError, TypeError, RecursionError) as error:
+            raise LockError(f"{path}: is no lock file: {error}") from error
+
+    def record(
+        self, gpu: str, environment: Mapping[str, JSON], problem: Mapping[str, JSON]
+    ) -> TuningRecord | Fault | None:
+        """The record of a problem, checked; None where none is locked."""
+        return self._record((gpu, digest(environment), digest(problem)))
+
+    def keys(self) -> Iterator[tuple[str, Mapping[str, JSON], Mapping[str, JSON]]]:
+        """GPU, environment and problem of every record."""
+        for (gpu, _, _), item in self._items.items():
+            yield gpu, item.environment, item.problem
+
+    def summaries(self) -> Iterator[Summary | Fault]:
+        """Every record in brief, at a path inside the file."""
+        for key, item in self._items.items():
+            gpu, environment, name = key
+            record = self._record(key)
+            path = self.path / gpu / environment / f"{name}.json"
+            if isinstance(record, TuningRecord):
+                yield Summary(
+                    path, self.path, gpu, environment, item.environment, Head.of(record), record
+                )
+            elif record is not None:
+                yield Fault(path, record.reason, damaged=True)
+
+    def _record(self, key: Key) -> TuningRecord | Fault | None:
+        item = self._items.get(key)
+        if item is None:
+            return None
+        try:
+            record = TuningRecord.from_json(item.document)
+        except RecordError as error:
+            return Fault(self.path, f"holds no valid record of {key[2]}: {error}", damaged=True)
+        return None if record.is_hint else record
+
+
+def open_lock(path: Path) -> LockFile | None:
+    """The lock file that is to answer alone; None, with a warning, where there is none."""
+    try:
+        return LockFile(path)
+    except LockError as error:
+        reason = str(error).removeprefix(f"{path}: ")
+        note = "and TMM_REQUIRE_LOCKED=1 lets nothing else answer"
+        warn_once(path, f"{reason}; {note}", about="lock file")
+        return None
+
+
+def _items(data: bytes) -> Iterator[tuple[Key, _Item]]:
+    document = parse(data)
+    if not isinstance(document, dict) or document.get("lock") != LOCK_SCHEMA:
+        raise ValueError(f"its field 'lock' is not {LOCK_SCHEMA}")
+    if not has_checksum(data, document, document.pop("checksum", None)):
+        raise ValueError("its checksum is not the content's: freeze again")
+    records = document.get("records")
+    if not isinstance(records, list):
+        raise ValueError("it holds no list of records")
+    for place, item in enumerate(records):
+        if not isinstance(item, dict):
+            raise ValueError(f"records[{place}] is no object")
+        gpu, environment, record = item.get("gpu"), item.get("environment"), item.get("record")
+        problem = record.get("problem") if isinstance(record, dict) else None
+        if not (isinstance(gpu, str) and is_slug(gpu) and isinstance(environment, dict)):
+            raise ValueError(f"records[{place}] names no GPU and environment")
+        if not isinstance(problem, dict):
+            raise ValueError(f"records[{place}] names no problem")
+        key = gpu, digest(environment), digest(problem)
+        yield key, _Item(environment, problem, record)

@@ -1,0 +1,125 @@
+"""Two records of one problem made one: of each candidate the better evidence.
+
+Times of two machines are not alike to the per cent, so winners are held against BLAS's time of
+their own record. Hints take no part: their clock does not decide.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
+from typing import Final
+
+from tmm_cache.head import Best
+from tmm_cache.keys import canonical
+from tmm_cache.record import CandidateResult, TuningRecord
+
+#: A winner from elsewhere takes the place of one's own where it beats BLAS by this much more.
+MARGIN: Final = 0.01
+
+
+@dataclass(frozen=True, slots=True)
+class Evidence:
+    """A record, and whether its file is sealed: what a hand changed counts less."""
+
+    record: TuningRecord
+    sealed: bool
+
+
+def merged(own: Evidence, other: Evidence) -> TuningRecord:
+    """One record of both; `own.record` itself where the other knows nothing better.
+
+    Of a kernel that two versions of were measured the newer record's candidates are kept. Of one
+    version every config is kept: "wrong" once is wrong; then a sealed record counts before one that
+    is not, more samples before fewer, and one's own before another's.
+    """
+    theirs = _by_kernel(other.record.candidates)
+    mine = _by_kernel(own.record.candidates)
+    newer = other.record.created_at > own.record.created_at
+    candidates: list[CandidateResult] = []
+    for kernel in dict.fromkeys((*mine, *theirs)):
+        here, there = mine.get(kernel, {}), theirs.get(kernel, {})
+        if not here or not there:
+            candidates += (here or there).values()
+        elif _versions(here.values()) != _versions(there.values()):
+            candidates += (there if newer else here).values()
+        else:
+            candidates += [
+                _better(here.get(config), there.get(config), own.sealed, other.sealed)
+                for config in dict.fromkeys((*here, *there))
+            ]
+    if candidates == list(own.record.candidates):
+        return own.record
+    winner = _winner(candidates, own.record, other.record)
+    if winner is None:
+        return own.record
+    latest = other.record if newer else own.record
+    return replace(
+        own.record,
+        winner=winner,
+        candidates=tuple(candidates),
+        created=latest.created,
+        tuning_seconds=latest.tuning_seconds,
+    )
+
+
+def _by_kernel(
+    candidates: Iterable[CandidateResult],
+) -> dict[str, dict[str, CandidateResult]]:
+    found: dict[str, dict[str, CandidateResult]] = {}
+    for each in candidates:
+        found.setdefault(each.kernel, {})[canonical(each.config)] = each
+    return found
+
+
+def _versions(candidates: Iterable[CandidateResult]) -> set[str]:
+    return {each.version for each in candidates}
+
+
+def _better(
+    mine: CandidateResult | None,
+    theirs: CandidateResult | None,
+    my_seal: bool,
+    their_seal: bool,
+) -> CandidateResult:
+    if mine is None or theirs is None:
+        found = mine or theirs
+        assert found is not None
+        return found
+
+    def rank(each: CandidateResult, sealed: bool) -> tuple[bool, bool, int]:
+        return each.status == "wrong", sealed, len(each.samples_us)
+
+    return theirs if rank(theirs, their_seal) > rank(mine, my_seal) else mine
+
+
+def _winner(
+    candidates: list[CandidateResult], own: TuningRecord, other: TuningRecord
+) -> int | None:
+    """The winner of the record whose winner beats its own BLAS by more, if it may still win; else
+    the fastest; None where no candidate may win."""
+    places = {(each.kernel, canonical(each.config)): i for i, each in enumerate(candidates)}
+
+    def place(record: TuningRecord) -> int | None:
+        best = record.best
+        found = places.get((best.kernel, canonical(best.config)))
+        if found is None or candidates[found].status != "ok":
+            return None
+        return found if candidates[found].version == best.version else None
+
+    mine, theirs = place(own), place(other)
+    if mine is not None and theirs is not None:
+        ahead = _speedup(other) > _speedup(own) * (1 + MARGIN)
+        return theirs if ahead else mine
+    if mine is not None or theirs is not None:
+        return theirs if mine is None else mine
+    timed = [
+        (each.median_us, index)
+        for index, each in enumerate(candidates)
+        if each.status == "ok" and each.median_us is not None
+    ]
+    return min(timed)[1] if timed else None
+
+
+def _speedup(record: TuningRecord) -> float:
+    return Best.of(record).speedup or 1.0

@@ -1,0 +1,99 @@
+"""The key nearest to one that is missing, and how they differ, field by field.
+
+A miss that is an error has to say why: another torch, another layout, a batch that nobody froze.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import TypeAlias
+
+from tmm_cache.fields import is_size
+from tmm_cache.keys import JSON, canonical
+
+#: GPU, environment and problem.
+Key: TypeAlias = tuple[str, Mapping[str, JSON], Mapping[str, JSON]]
+
+#: What a field that differs counts, in octaves of a size: a problem of another size is nearer than
+#: one of another dtype, under other versions or on another GPU.
+_FIELD, _VERSION, _GPU = 8.0, 4.0, 32.0
+_SIZES = ("m", "n", "k", "batch")
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A field in which two keys differ, like `a.layout` or `environment.torch`; None: absent."""
+
+    field: str
+    asked: JSON
+    there: JSON
+
+    def __str__(self) -> str:
+        return f"{self.field}: asked {_text(self.asked)}, there {_text(self.there)}"
+
+
+@dataclass(frozen=True, slots=True)
+class NearestKey:
+    """A key that is there, and its differences from the one that was asked."""
+
+    gpu: str
+    problem: Mapping[str, JSON]
+    differences: tuple[Difference, ...]
+
+
+def nearest(asked: Key, keys: Iterable[Key]) -> NearestKey | None:
+    """The key with the least differences; None where there is no key at all."""
+    flat = _flat(asked)
+    best: tuple[float, Key] | None = None
+    for key in keys:
+        distance = sum(_weight(each) for each in _differences(flat, _flat(key)))
+        if best is None or distance < best[0]:
+            best = distance, key
+    if best is None:
+        return None
+    gpu, _, problem = best[1]
+    return NearestKey(gpu, problem, tuple(_differences(flat, _flat(best[1]))))
+
+
+def _flat(key: Key) -> dict[str, JSON]:
+    gpu, environment, problem = key
+    return {
+        **dict(_leaves(problem, "")),
+        **dict(_leaves(environment, "environment.")),
+        "gpu": gpu,
+    }
+
+
+def _leaves(mapping: Mapping[str, JSON], above: str) -> Iterator[tuple[str, JSON]]:
+    for name, value in mapping.items():
+        if isinstance(value, Mapping):
+            yield from _leaves(value, f"{above}{name}.")
+        else:
+            yield f"{above}{name}", value
+
+
+def _differences(asked: Mapping[str, JSON], there: Mapping[str, JSON]) -> Iterator[Difference]:
+    for name in dict.fromkeys((*asked, *there)):
+        if asked.get(name) != there.get(name):
+            yield Difference(name, asked.get(name), there.get(name))
+
+
+def _weight(difference: Difference) -> float:
+    if difference.field == "gpu":
+        return _GPU
+    if difference.field.startswith("environment."):
+        return _VERSION
+    asked, there = difference.asked, difference.there
+    if difference.field in _SIZES and is_size(asked) and is_size(there):
+        assert isinstance(asked, int)
+        assert isinstance(there, int)
+        return abs(math.log2(asked / there))
+    return _FIELD
+
+
+def _text(value: JSON) -> str:
+    if value is None:
+        return "nothing"
+    return value if isinstance(value, str) else canonical(value)

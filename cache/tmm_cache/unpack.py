@@ -1,0 +1,165 @@
+"""Reading a tar file that may have been made to hurt: a member at a time, within limits.
+
+Compressed zeros are a thousandth of their size, and tarfile reads whatever length a header claims:
+half a megabyte took 3.2 GB of memory.
+"""
+
+from __future__ import annotations
+
+import bz2
+import gzip
+import io
+import lzma
+import posixpath
+import tarfile
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import IO, Any, Final, Protocol
+
+from tmm_cache.files import MAX_BYTES
+
+#: Of all that is unpacked. 4,000 records are 10 to 60 MB.
+MAX_UNPACKED: Final = 512 * 2**20
+MOST_MEMBERS: Final = 2**16
+#: Of one header that extends another (a long name, attributes), and of all of them. Honest ones
+#: are a kilobyte each.
+MAX_HEADER: Final = 2**16
+MAX_HEADERS: Final = 32 * 2**20
+
+#: xz's strongest preset takes 65 MB to unpack.
+_XZ_MEMORY: Final = 128 * 2**20
+_CHUNK: Final = 2**16
+_EXTENSIONS: Final = (
+    tarfile.XHDTYPE,
+    tarfile.XGLTYPE,
+    tarfile.SOLARIS_XHDTYPE,
+    tarfile.GNUTYPE_LONGNAME,
+    tarfile.GNUTYPE_LONGLINK,
+)
+
+
+class ArchiveError(ValueError):
+    """A file that is no archive of records, or one that no honest `export` has written."""
+
+
+class _Readable(Protocol):
+    def read(self, size: int, /) -> bytes: ...
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One regular file of an archive, whose content can be read until the next is asked for."""
+
+    name: str
+    size: int
+    _content: IO[bytes] | None
+
+    def data(self) -> bytes:
+        """Its content. Raises ValueError where it is too large for a record."""
+        if self.size > MAX_BYTES:
+            raise ValueError(f"is larger than {MAX_BYTES} bytes")
+        if self._content is None:
+            raise ValueError("has no content")
+        return self._content.read()
+
+
+def members(file: Path, raw: IO[bytes]) -> Iterator[Member]:
+    """The regular files of an archive, whose name is told in complaints.
+
+    Raises ArchiveError for what is no archive, is beyond the limits above, or has a member that
+    is a link or a device, or whose path leads out of where it is unpacked.
+    """
+    try:
+        limited = _Limited(file, _unpacked(raw))
+        with tarfile.open(fileobj=limited, mode="r|", tarinfo=_counting(file)) as archive:
+            while (member := archive.next()) is not None:
+                archive.members = []  # type: ignore[attr-defined]  # kept, a kilobyte each
+                _refuse_unsafe(file, member)
+                if member.isreg():
+                    name = posixpath.normpath(member.name)
+                    yield Member(name, member.size, archive.extractfile(member))
+        # tarfile stops at the last member and would not notice that the checksum is cut off.
+        while limited.read(_CHUNK):
+            pass
+    except ArchiveError:
+        raise
+    except Exception as error:
+        # tarfile and the decompressors answer malformed input with whatever they trip over:
+        # OSError, EOFError, zlib.error, LZMAError, ValueError, RecursionError, OverflowError.
+        raise ArchiveError(f"{file}: is not a readable archive: {error}") from error
+
+
+class _Limited(io.RawIOBase):
+    """What was unpacked, until it is too much."""
+
+    def __init__(self, file: Path, source: _Readable) -> None:
+        self._file = file
+        self._source = source
+        self._left = MAX_UNPACKED
+
+    def read(self, size: int = -1, /) -> bytes:
+        data = self._source.read(_CHUNK if size < 0 else min(size, _CHUNK))
+        self._left -= len(data)
+        if self._left < 0:
+            raise ArchiveError(f"{self._file}: unpacks to more than {MAX_UNPACKED} bytes")
+        return data
+
+
+class _Xz:
+    """Unpacks xz within a limit of memory, which `lzma.LZMAFile` cannot set."""
+
+    def __init__(self, raw: IO[bytes]) -> None:
+        self._raw = raw
+        self._decoder = lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=_XZ_MEMORY)
+
+    def read(self, size: int, /) -> bytes:
+        while not self._decoder.eof:
+            packed = self._raw.read(_CHUNK) if self._decoder.needs_input else b""
+            if self._decoder.needs_input and not packed:
+                raise EOFError("it ends early")
+            if data := self._decoder.decompress(packed, size):
+                return data
+        return b""
+
+
+def _unpacked(raw: IO[bytes]) -> _Readable:
+    magic = raw.read(6)
+    raw.seek(0)
+    if magic.startswith(b"\x1f\x8b"):
+        return gzip.GzipFile(fileobj=raw)
+    if magic.startswith(b"BZh"):
+        return bz2.BZ2File(raw)
+    return _Xz(raw) if magic == b"\xfd7zXZ\0" else raw
+
+
+def _counting(file: Path) -> type[tarfile.TarInfo]:
+    """A class of headers that are counted before tarfile reads as far as they say."""
+    count = extended = 0
+
+    class Header(tarfile.TarInfo):
+        @classmethod
+        def frombuf(cls, *arguments: Any) -> Header:
+            nonlocal count, extended
+            header = super().frombuf(*arguments)
+            count += 1
+            if count > MOST_MEMBERS:
+                raise ArchiveError(f"{file}: has more than {MOST_MEMBERS} members")
+            if header.type in _EXTENSIONS:
+                extended += header.size
+                if header.size > MAX_HEADER or extended > MAX_HEADERS:
+                    raise ArchiveError(f"{file}: has a header of {header.size} bytes")
+            # Past the file's end tarfile would seek on for hours.
+            if not 0 <= header.size <= MAX_UNPACKED:
+                raise ArchiveError(f"{file}: has a member of {header.size} bytes")
+            return header
+
+    return Header
+
+
+def _refuse_unsafe(file: Path, member: tarfile.TarInfo) -> None:
+    parts = member.name.split("/")
+    if member.name.startswith("/") or ".." in parts or "\\" in member.name or "\0" in member.name:
+        raise ArchiveError(f"{file}: member {member.name!r} leads out of the cache")
+    if not (member.isreg() or member.isdir()) or member.issparse():
+        raise ArchiveError(f"{file}: member {member.name!r} is neither a file nor a folder")

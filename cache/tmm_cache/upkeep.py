@@ -1,0 +1,237 @@
+"""Keeping the cache within bounds without anyone asking: left-over files, size and age.
+
+A save looks after its own folder and, now and then, after the whole root. Of the root only the
+records used longest ago go, and notes: never a layer, a record that this process holds, one that
+another process is tuning or has just written.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import time
+from collections.abc import Callable, Container, Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, TypeVar
+
+from tmm_cache.ages import last_used
+from tmm_cache.errors import warn_once
+from tmm_cache.keys import is_slug
+from tmm_cache.layout import DIGEST, LOCK_SUFFIX, NOTE_FILE, NOTES, RECORD, TEMPORARY
+from tmm_cache.locks import Lock
+
+T = TypeVar("T")
+
+DEFAULT_SIZE: Final = 256 * 2**20
+#: Evicted down to this part of the limit, so that the next save does not evict again.
+_ROOM: Final = 0.9
+#: Saves between two looks at the whole root, 50 ms for 10,000 records.
+_EVERY: Final = 256
+#: What was written or used so lately is another process's, which is at it.
+_RECENT_SECONDS: Final = 60.0
+#: A younger temporary file may be a save that is under way, of another host too.
+STALE_SECONDS: Final = 3600.0
+#: One that is older is left over even if some process has its writer's number.
+_DEAD_SECONDS: Final = 86400.0
+
+_SIZE = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,9})?)([kmgt]?)(?:i?b)?", re.ASCII | re.IGNORECASE)
+_SCHEMA = re.compile(r"v[0-9]+")
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """How many bytes the root may have, and for how many seconds a record may lie unused.
+
+    None is no limit.
+    """
+
+    size: int | None = DEFAULT_SIZE
+    age: float | None = None
+
+
+def parse_size(text: str) -> int | None:
+    """`64M`, `1.5GiB`, `1000000` as bytes; None, no limit, for 0. Raises ValueError."""
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ValueError(f"found {text!r}, accepted is a size like 64M or 2G, or 0 for no limit")
+    return int(float(match[1]) * 1024 ** " kmgt".index(match[2].lower() or " ")) or None
+
+
+def limits(environ: Mapping[str, str] = os.environ) -> Limits:
+    """`TMM_CACHE_MAX_SIZE` and `TMM_CACHE_MAX_AGE`; the default, with one warning, for what is
+    neither a size nor an age."""
+    from tmm_cache.filters import parse_age
+
+    return Limits(
+        _variable(environ, "TMM_CACHE_MAX_SIZE", parse_size, DEFAULT_SIZE),
+        _variable(environ, "TMM_CACHE_MAX_AGE", lambda text: parse_age(text).total_seconds(), None),
+    )
+
+
+def _variable(
+    environ: Mapping[str, str], name: str, parse: Callable[[str], T | None], default: T | None
+) -> T | None:
+    text = environ.get(name)
+    if not text:
+        return default
+    try:
+        return parse(text)
+    except ValueError as error:
+        warn_once(Path(name), f"{error}; passed over")
+        return default
+
+
+class Upkeep:
+    """What a process does for a root as it saves."""
+
+    __slots__ = ("_bytes", "_limits", "_root", "_saves", "_swept")
+
+    def __init__(self, root: Path) -> None:
+        self._root = root
+        self._limits = limits()
+        self._swept: set[Path] = set()
+        self._saves = 0
+        self._bytes = 0
+
+    def saved(self, path: Path, size: int, held: Container[Path]) -> None:
+        """Look after the root, now that so many bytes were saved there. Never raises OSError.
+
+        `held` are the paths that stay, besides `path`.
+        """
+        if path.parent not in self._swept:
+            self._swept.add(path.parent)
+            sweep(path.parent)
+        due = self._saves % _EVERY == 0
+        self._saves += 1
+        self._bytes += size
+        if self._limits.size is not None and self._bytes > (1 - _ROOM) * self._limits.size:
+            due = True
+        if due:
+            self._bytes = 0
+            evict(self._root, self._limits, lambda file: file == path or file in held)
+
+
+def leftovers(folder: Path) -> Iterator[Path]:
+    """The temporary files that processes left which were killed."""
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            if TEMPORARY.fullmatch(entry.name) and _is_left_over(entry):
+                yield Path(entry.path)
+
+
+def sweep(folder: Path) -> None:
+    """Remove what killed processes left in a folder, where that can be done."""
+    for path in leftovers(folder):
+        with contextlib.suppress(OSError):
+            path.unlink()
+
+
+def _is_left_over(entry: os.DirEntry[str]) -> bool:
+    try:
+        age = time.time() - entry.stat(follow_symlinks=False).st_mtime
+    except OSError:
+        return False
+    writer = int(entry.name.rpartition(".json.")[2].partition("-")[0])
+    return age > STALE_SECONDS and (age > _DEAD_SECONDS or not _is_running(writer))
+
+
+def _is_running(process: int) -> bool:
+    try:
+        os.kill(process, 0)
+    except (ProcessLookupError, OverflowError):
+        return False
+    except OSError:  # it is another user's
+        return True
+    return True
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class _File:
+    used: float
+    path: Path
+    size: int
+    changed_ns: int
+
+
+def evict(root: Path, bounds: Limits, keep: Callable[[Path], bool]) -> int:
+    """Remove what was used longest ago until the root is within its limits; returns how many.
+
+    Never raises OSError: what can't be removed stays.
+    """
+    if bounds.size is None and bounds.age is None:
+        return 0
+    now = time.time()
+    files = sorted(_evictable(root, now))
+    total = sum(file.size for file in files)
+    most = total if bounds.size is None or total <= bounds.size else _ROOM * bounds.size
+    removed = 0
+    touched = set()
+    for file in files:
+        outdated = bounds.age is not None and now - file.used > bounds.age
+        if not (outdated or total > most):
+            break
+        if now - file.used > _RECENT_SECONDS and not keep(file.path) and _drop(file):
+            total -= file.size
+            removed += 1
+            touched.add(file.path.parent)
+    if touched:
+        from tmm_cache.removal import remove_if_empty
+
+        for folder in touched:
+            remove_if_empty(folder, root)
+    return removed
+
+
+def _evictable(root: Path, now: float) -> Iterator[_File]:
+    """Records of every schema, for an older tmm's are never read again; and notes."""
+    for version in _names(root, _SCHEMA.fullmatch):
+        for gpu in _names(root / version, is_slug):
+            for environment in _names(root / version / gpu, DIGEST.fullmatch):
+                yield from _files(root / version / gpu / environment, RECORD, now)
+    yield from _files(root / NOTES, NOTE_FILE, now)
+
+
+def _names(folder: Path, accepted: Callable[[str], object]) -> list[str]:
+    # A link may lead to a layer, or out of the root.
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        return [
+            entry.name
+            for entry in entries
+            if accepted(entry.name) and entry.is_dir(follow_symlinks=False)
+        ]
+    return []
+
+
+def _files(folder: Path, names: re.Pattern[str], now: float) -> Iterator[_File]:
+    with contextlib.suppress(OSError), os.scandir(folder) as entries:
+        for entry in entries:
+            if names.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
+                with contextlib.suppress(OSError):
+                    status = entry.stat(follow_symlinks=False)
+                    used = last_used(status)
+                    if used > now + _DEAD_SECONDS:  # a clock was wrong
+                        used = 0.0
+                    yield _File(used, Path(entry.path), status.st_size, status.st_mtime_ns)
+
+
+def _drop(file: _File) -> bool:
+    """Remove a file that nobody is at, and its lock."""
+    beside = file.path.with_name(file.path.name + LOCK_SUFFIX)
+    try:
+        lock = Lock(beside) if beside.is_file() else None
+        if lock is not None and not lock.acquire(timeout=0):
+            return False
+        try:
+            if os.stat(file.path).st_mtime_ns != file.changed_ns:
+                return False  # used or written anew since it was listed
+            file.path.unlink()
+            if lock is not None:
+                beside.unlink()
+        finally:
+            if lock is not None:
+                lock.release()
+    except OSError:
+        return False
+    return True

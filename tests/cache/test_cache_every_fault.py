@@ -1,0 +1,244 @@
+"""Each call on a file fails once, in turn: what was acknowledged reads back whole, and the user is
+told once at most."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import TypeAlias
+
+import pytest
+from cache_builders import ENVIRONMENT, GPU, OLDER_ENVIRONMENT, problem, record
+from faulty_fs import CODES, Faults, How, dying, faulty
+from tmm_cache import CacheStore, CacheWarning, errors, files
+from tmm_cache.cli import main
+from tmm_cache.upkeep import Limits, evict
+
+Acknowledge: TypeAlias = Callable[[object], None]
+Scenario: TypeAlias = Callable[[Path, Acknowledge], None]
+
+#: Of problems that are there before; each scenario adds, replaces or removes some of them.
+BEFORE = (1, 2, 3)
+DAY = 86400
+
+
+def prepare(folder: Path) -> Path:
+    """A root with records, an older environment, a miss, a left-over file; and an archive."""
+    root = folder / "root"
+    store = CacheStore(root, [])
+    for m in BEFORE:
+        store.save(GPU, ENVIRONMENT, record(problem(m=m), note="before"))
+        age(store.path(GPU, ENVIRONMENT, problem(m=m)), 10 - m)
+    store.save(GPU, OLDER_ENVIRONMENT, record(problem(m=8), created="2025-01-01T00:00:00Z"))
+    age(store.path(GPU, OLDER_ENVIRONMENT, problem(m=8)), 90)
+    store.log_miss(GPU, ENVIRONMENT, problem(m=7))
+    left = store.path(GPU, ENVIRONMENT, problem()).parent / f"{'0' * 16}.json.99999999-0a0b0c0d.tmp"
+    left.write_text("{")
+    age(left, 2)
+    other = CacheStore(folder / "other", [])
+    for m in (2, 4, 5):
+        new = record(problem(m=m), created="2026-02-02T00:00:00Z", note="imported")
+        other.save(GPU, ENVIRONMENT, new)
+    assert main(["--cache-dir", str(other.root), "export", str(folder / "archive.tar.gz")]) == 0
+    return root
+
+
+def age(path: Path, days: float) -> None:
+    moment = path.stat().st_mtime - days * DAY
+    os.utime(path, (moment, moment))
+
+
+def save(root: Path, acknowledge: Acknowledge) -> None:
+    """A problem that is new and one that is tuned again, as the dispatcher does it."""
+    store = CacheStore(root, [])
+    for m in (2, 6):
+        with store.lock(GPU, ENVIRONMENT, problem(m=m), timeout=1) as mine:
+            assert mine
+            store.load(GPU, ENVIRONMENT, problem(m=m))
+            new = record(problem(m=m), note="saved")
+            if store.save(GPU, ENVIRONMENT, new) is not None:
+                acknowledge(f"{m}=saved")
+            # Whatever the disk says, this process answers with what it tuned.
+            assert store.load(GPU, ENVIRONMENT, problem(m=m)) in (new, None)
+    store.log_miss(GPU, ENVIRONMENT, problem(m=9))
+
+
+def import_(root: Path, acknowledge: Acknowledge) -> None:
+    status = main(["--cache-dir", str(root), "import", str(root.parent / "archive.tar.gz")])
+    assert status in (0, 1, 2)
+    if status == 0:
+        for m in (2, 4, 5):
+            acknowledge(f"{m}=imported")
+
+
+def prune(root: Path, acknowledge: Acknowledge) -> None:
+    assert main(["--cache-dir", str(root), "prune", "-y"]) in (0, 1, 2)
+
+
+def clear(root: Path, acknowledge: Acknowledge) -> None:
+    assert main(["--cache-dir", str(root), "clear", "-y", "--shape", "3x*x*"]) in (0, 1, 2)
+    acknowledge("3=gone")
+
+
+def eviction(root: Path, acknowledge: Acknowledge) -> None:
+    size = len(files.record_bytes(record(problem(m=1), note="before")))
+    evict(root, Limits(int(2.6 * size)), lambda path: False)  # of four, two fit
+    for m in (8, 1, 2):  # in this order, the third where one of the others can't be removed
+        acknowledge(f"{m}=gone")
+
+
+SCENARIOS: dict[str, Scenario] = {
+    "save": save,
+    "import": import_,
+    "prune": prune,
+    "clear": clear,
+    "evict": eviction,
+}
+#: A scenario has some hundred calls; past this many it would not end.
+MOST_CALLS = 1500
+
+
+def stride(name: str, n: int) -> int:
+    """Every call; of what is rarer than a save a sample. `endurance.py` goes through all."""
+    return 1 if name in ("save", "evict") or os.environ.get("TMM_ENDURANCE") else 5 + n % 3
+
+
+def check(root: Path, said: list[str], how: How) -> None:
+    """What was there or was acknowledged reads back, and every record on the disk is whole."""
+    gone = {text.split("=")[0] for text in said if text.endswith("=gone")}
+    new = dict(text.split("=") for text in said if not text.endswith("=gone"))
+    errors._warned.clear()
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", CacheWarning)
+        fresh = CacheStore(root, [])
+        for m in BEFORE:
+            found = fresh.load(GPU, ENVIRONMENT, problem(m=m))
+            if found is None:
+                assert str(m) in gone
+                continue
+            assert found.note in ("before", new.get(str(m)), "saved", "imported")
+            assert found.problem == problem(m=m)
+        for m, note in new.items():
+            found = fresh.load(GPU, ENVIRONMENT, problem(m=int(m)))
+            assert found is not None, f"{m} was acknowledged and is lost"
+            assert found.note == note
+        for entry in fresh.entries():
+            assert entry.record.candidates == record().candidates
+        for path in root.rglob("*.json"):
+            assert not isinstance(files.read_bytes(path), files.Fault)
+
+
+@pytest.fixture(scope="module")
+def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("prepared")
+    prepare(folder)
+    return folder
+
+
+def restored(prepared: Path, folder: Path) -> Path:
+    """A copy with the times of the files, which tests of age need."""
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(prepared, folder)
+    return folder / "root"
+
+
+@pytest.mark.parametrize("how", ["fails", "breaks", "torn"])
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_a_fault_at_any_call_loses_nothing(
+    name: str, how: How, prepared: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    faults, n = run_faults(name, how, prepared, tmp_path / "copy")
+    assert n > 10
+    assert sum(faults.values()) > 5
+    capsys.readouterr()
+
+
+def run_faults(name: str, how: How, prepared: Path, copy: Path) -> tuple[dict[str, int], int]:
+    """How often which call failed, and how many calls there are."""
+    counted: dict[str, int] = {}
+    n = 1
+    while n < MOST_CALLS:
+        root = restored(prepared, copy)
+        said: list[str] = []
+        errors._warned.clear()
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            with faulty(root, n, CODES[n % len(CODES)], how) as faults:
+                SCENARIOS[name](root, lambda what, said=said: said.append(str(what)))
+        texts = [str(warning.message) for warning in caught]
+        # A disk that breaks for good is told of twice at most: of a file on it, and of the root.
+        assert len(texts) <= 1 + (how == "breaks"), (n, faults.hit, texts)
+        assert sum(text.startswith(f"{root}: ") for text in texts) <= 1
+        check(root, said, how)
+        if not faults.hit:
+            return counted, n
+        counted[faults.hit[0]] = counted.get(faults.hit[0], 0) + 1
+        n += stride(name, n)
+    raise AssertionError(f"{name} met a fault at every call")
+
+
+@pytest.mark.parametrize("name", SCENARIOS)
+def test_a_death_at_any_call_loses_nothing_that_was_acknowledged(
+    name: str, prepared: Path, tmp_path: Path
+) -> None:
+    assert run_deaths(name, prepared, tmp_path / "copy") > 5
+
+
+def run_deaths(name: str, prepared: Path, copy: Path) -> int:
+    """How many deaths there were."""
+    n, deaths = 1, 0
+    while n < MOST_CALLS:
+        root = restored(prepared, copy)
+        errors._warned.clear()
+        died, said = dying(root, n, lambda acknowledge, root=root: quiet(name, root, acknowledge))
+        if name in ("clear", "evict", "prune"):
+            said = [*said, *{"clear": ["3=gone"], "evict": ["1=gone", "8=gone"]}.get(name, [])]
+        check(root, said, "dies")
+        # Neither a lock nor a half-written file is in the next process's way.
+        after = CacheStore(root, [])
+        with after.lock(GPU, ENVIRONMENT, problem(m=2), timeout=0) as mine:
+            assert mine
+            assert after.save(GPU, ENVIRONMENT, record(problem(m=2), note="after")) is not None
+        if not died:
+            return deaths
+        deaths += 1
+        n += stride(name, n)
+    raise AssertionError(f"{name} died at every call")
+
+
+def quiet(name: str, root: Path, acknowledge: Acknowledge) -> None:
+    """The scenario in a child, whose output is nobody's."""
+    void = os.open(os.devnull, os.O_WRONLY)
+    for stream in (1, 2):
+        os.dup2(void, stream)
+    SCENARIOS[name](root, acknowledge)
+
+
+def test_the_faults_are_felt(prepared: Path, tmp_path: Path) -> None:
+    """The layer itself: a write that fails is no success, and one that is torn is torn."""
+    root = restored(prepared, tmp_path / "copy")
+    path = root / "file"
+    with faulty(root, 2, how="torn") as faults:
+        handle = os.open(path, os.O_WRONLY | os.O_CREAT)
+        with pytest.raises(OSError):
+            os.write(handle, b"0123456789")
+    os.close(handle)
+    assert faults.hit == ["write"]
+    assert path.read_bytes() == b"01234"
+    with faulty(root, 1) as faults:
+        (tmp_path / "elsewhere").write_text("counts for nothing")
+    assert isinstance(faults, Faults)
+    assert (faults.calls, faults.hit) == (0, [])
+
+
+def test_what_a_process_says_before_it_dies_is_heard(tmp_path: Path) -> None:
+    def scenario(acknowledge: Acknowledge) -> None:
+        acknowledge("before")
+        os.listdir(tmp_path)
+        acknowledge("after")
+
+    assert dying(tmp_path, 1, scenario) == (True, ["before"])
+    assert dying(tmp_path, 2, scenario) == (False, ["before", "after"])

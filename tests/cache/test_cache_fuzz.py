@@ -1,0 +1,214 @@
+"""Mutated records, archives and command lines: refused or understood, and nothing in between.
+
+Bounded here; `tests/cache/endurance.py` runs the same with many more examples.
+"""
+
+from __future__ import annotations
+
+import copy
+import gzip
+import io
+import json
+import math
+import os
+import tarfile
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cache_builders import ENVIRONMENT, GPU, problem, record
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from tmm_cache import CacheStore, RecordError, TuningRecord, digest
+from tmm_cache.archive import read_archive
+from tmm_cache.cli import main
+from tmm_cache.files import parse_record, record_bytes
+from tmm_cache.layout import VERSION
+from tmm_cache.unpack import ArchiveError
+
+EXAMPLES = int(os.environ.get("TMM_FUZZ_EXAMPLES", "150"))
+bounded = settings(
+    max_examples=EXAMPLES,
+    deadline=None,
+    derandomize=EXAMPLES <= 150,
+    database=None,
+    suppress_health_check=list(HealthCheck),
+)
+
+ODD = [
+    *(None, True, False, 0, -1, 10**400, -0.0, 1e308, math.nan, math.inf, "", "x", "1", "ok"),
+    *([], {}, [[]], {"a": 1}, [None], "2026-13-45T99:99:99Z", "0001-01-01T00:00:00Z", "\ud800"),
+]
+JSON = st.recursive(
+    st.sampled_from(ODD) | st.integers() | st.floats() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    max_leaves=5,
+)
+
+
+def places(value: Any, at: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
+    """The path of every value within a document."""
+    if not isinstance(value, dict | list):
+        return [at]
+    items = value.items() if isinstance(value, dict) else enumerate(value)
+    return [at, *(place for key, inner in items for place in places(inner, (*at, key)))]
+
+
+PLACES = places(record().to_json())
+
+
+@st.composite
+def documents(draw: st.DrawFn) -> object:
+    """A record's document with some values replaced, removed or added."""
+    document: Any = copy.deepcopy(record().to_json())
+    for place in draw(st.lists(st.sampled_from(PLACES), min_size=1, max_size=3)):
+        if not place:
+            return draw(JSON)
+        inner = document
+        try:
+            for key in place[:-1]:
+                inner = inner[key]
+            match draw(st.sampled_from(["replace", "remove", "add"])):
+                case "replace":
+                    inner[place[-1]] = draw(JSON)
+                case "remove":
+                    del inner[place[-1]]
+                case _:
+                    inner[draw(st.text(max_size=3))] = draw(JSON)
+        except (KeyError, IndexError, TypeError):  # another mutation was there before
+            continue
+    return document
+
+
+@bounded
+@given(documents())
+def test_a_mutated_document_is_refused_or_round_trips(document: object) -> None:
+    try:
+        found = TuningRecord.from_json(document)
+    except RecordError:
+        return
+    assert parse_record(record_bytes(found, checked=True), digest(found.problem)) == found
+
+
+@bounded
+@given(st.data())
+def test_mutated_bytes_are_refused_or_read_back(data: st.DataObject) -> None:
+    content = mutated(data, record_bytes(record()))
+    try:
+        found = parse_record(content, digest(problem()))
+    except ValueError:
+        return
+    assert found.problem == problem()
+    assert parse_record(record_bytes(found, checked=True), digest(problem())) == found
+
+
+def mutated(data: st.DataObject, content: bytes) -> bytes:
+    """Some bytes changed, cut out, doubled, or cut off."""
+    buffer = bytearray(content)
+    for _ in range(data.draw(st.integers(1, 4))):
+        if not buffer:
+            break
+        at = data.draw(st.integers(0, len(buffer) - 1))
+        length = data.draw(st.integers(1, 40))
+        match data.draw(st.sampled_from(["change", "cut", "double", "end", "flip"])):
+            case "change":
+                buffer[at : at + length] = data.draw(st.binary(max_size=length))
+            case "cut":
+                del buffer[at : at + length]
+            case "double":
+                buffer[at:at] = buffer[at : at + length]
+            case "end":
+                del buffer[at:]
+            case _:
+                buffer[at] ^= 1 << data.draw(st.integers(0, 7))
+    return bytes(buffer)
+
+
+def packed() -> bytes:
+    buffer = io.BytesIO()
+    folder = f"{VERSION}/{GPU}/{digest(ENVIRONMENT)}"
+    contents = {f"{folder}/{digest(problem(m=m))}.json": record(problem(m=m)) for m in (1, 2)}
+    with tarfile.open(fileobj=buffer, mode="w", format=tarfile.PAX_FORMAT) as file:
+        for name, each in contents.items():
+            member = tarfile.TarInfo(name)
+            content = record_bytes(each)
+            member.size = len(content)
+            member.pax_headers = {"mtime": "1.5", "comment": "x" * 200}
+            file.addfile(member, io.BytesIO(content))
+        text = json.dumps(ENVIRONMENT).encode()
+        member = tarfile.TarInfo(f"{folder}/environment.json")
+        member.size = len(text)
+        file.addfile(member, io.BytesIO(text))
+    return buffer.getvalue()
+
+
+PACKED = packed()
+
+
+@bounded
+@given(st.data(), st.sampled_from(["plain", "inside", "outside"]))
+def test_a_mutated_archive_writes_whole_records_inside_the_root_or_nothing(
+    data: st.DataObject, how: str
+) -> None:
+    if how == "plain":
+        content = mutated(data, PACKED)
+    elif how == "inside":
+        content = gzip.compress(mutated(data, PACKED), 1)
+    else:
+        content = mutated(data, gzip.compress(PACKED, 1))
+    with tempfile.TemporaryDirectory() as name:
+        archive, root = Path(name, "archive"), Path(name, "inner", "root")
+        root.parent.mkdir()
+        archive.write_bytes(content)
+        try:
+            imported = read_archive(archive, root, force=False)
+        except ArchiveError:
+            assert not root.exists()
+        else:
+            # Warnings are errors: all that was written is whole.
+            assert len(list(CacheStore(root, []).entries())) <= imported.written
+        assert [path.name for path in Path(name).iterdir() if path != archive] == ["inner"]
+        assert [path for path in root.parent.iterdir() if path != root] == []
+        assert list(root.rglob("*.tmp")) == []
+
+
+WORDS = [
+    *("show", "clear", "dir", "stats", "verify", "prune", "export", "import"),
+    *("freeze", "diff", "merge", "-o"),
+    *("--json", "-y", "--yes", "--dry-run", "--force", "--thin", "--help", "--cache-dir", "--"),
+    *("--gpu", "--kernel", "--dtype", "--epilogue", "--shape", "--older-than", "--newer-than"),
+    *("30d", "1e9w", "99999999999999999999d", "x", "1x2x3", "*x*x*", "9" * 30, "0", "-1"),
+    *("3f", "deadbeef", "nvidia-*", "[", "[!", "", " ", "\t", ".", "..", "/dev/null"),
+    *("/proc/self/mem", "/dev/zero", "a" * 300, "é", "µ", "\udcff", "{own}", "{file}"),
+]
+
+
+@pytest.mark.parametrize("filled", [False, True])
+def test_no_command_line_ends_in_a_traceback(
+    filled: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    own, file = tmp_path / "fuzzed", tmp_path / "file.tar.gz"
+    monkeypatch.setattr("sys.stdin", io.StringIO("n\n"))
+    monkeypatch.setenv("TMM_CACHE_DIR", str(own))
+    (tmp_path / "here").mkdir()
+    monkeypatch.chdir(tmp_path / "here")
+    file.write_bytes(PACKED)
+
+    @bounded
+    @given(st.lists(st.sampled_from(WORDS), max_size=6), st.binary(max_size=6))
+    def run(words: list[str], noise: bytes) -> None:
+        if filled:
+            CacheStore(own, []).save(GPU, ENVIRONMENT, record())
+        # What a shell can pass, any bytes but 0; without a way out of this folder.
+        noise = noise.replace(b"\0", b"").replace(b"/", b"")
+        words = [*words, *filter(None, [os.fsdecode(noise)])]
+        words = [word.replace("{own}", str(own)).replace("{file}", str(file)) for word in words]
+        assert main(words) in (0, 1, 2, 130)
+        assert "Traceback" not in capsys.readouterr().err
+        monkeypatch.setattr("sys.stdin", io.StringIO("n\n"))
+
+    run()

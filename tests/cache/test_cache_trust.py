@@ -1,0 +1,207 @@
+"""What may be believed: whose a record is, whether it is what was written, what was verified."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+from cache_builders import ENVIRONMENT, GPU, OLDER_ENVIRONMENT, problem, record, warned
+from tmm_cache import CacheStore, files
+from tmm_cache.archive import read_archive, write_archive
+from tmm_cache.cli import main
+
+
+def located(store: CacheStore) -> tuple[bool, bool, bool]:
+    found = store.locate(GPU, ENVIRONMENT, problem())
+    assert found is not None
+    assert found.record == record()
+    return found.own, found.sealed, found.trusted
+
+
+def edit(path: Path, change: Callable[[dict[str, Any]], None]) -> None:
+    document = json.loads(path.read_text())
+    change(document)
+    path.write_text(json.dumps(document, indent=2))
+
+
+def test_what_this_user_saved_is_trusted(store: CacheStore) -> None:
+    path = store.save(GPU, ENVIRONMENT, record())
+    assert located(store) == (True, True, True)
+    assert located(CacheStore()) == (True, True, True)
+    found = store.locate(GPU, ENVIRONMENT, problem())
+    assert found is not None
+    assert found.path == path
+    held = CacheStore(store.root / "elsewhere", [])
+    held.hold(GPU, ENVIRONMENT, record())
+    assert located(held) == (True, True, True)
+
+
+def test_a_record_of_a_layer_is_sealed_and_not_own(store: CacheStore, tmp_path: Path) -> None:
+    below = CacheStore(tmp_path / "below", [])
+    below.save(GPU, ENVIRONMENT, record())
+    assert located(CacheStore(layers=[below.root])) == (False, True, False)
+
+
+def test_an_imported_record_is_sealed_and_not_own_until_it_is_saved_here(
+    store: CacheStore, tmp_path: Path
+) -> None:
+    store.save(GPU, ENVIRONMENT, record())
+    archive = tmp_path / "records.tar.gz"
+    write_archive(archive, store.entries())
+    target = CacheStore(tmp_path / "target", [])
+    assert read_archive(archive, target.root, force=False).written == 1
+    assert located(target) == (False, True, False)
+    target.save(GPU, ENVIRONMENT, record())
+    assert located(target) == (True, True, True)
+
+
+def test_a_record_without_a_checksum_is_a_strangers(store: CacheStore) -> None:
+    path = store.save(GPU, ENVIRONMENT, record())
+    assert path is not None
+    edit(path, lambda document: document.pop("checksum"))
+    assert located(store) == (True, False, False)
+    assert path.exists()
+
+
+def test_spaces_do_not_break_a_seal(store: CacheStore) -> None:
+    path = store.save(GPU, ENVIRONMENT, record())
+    assert path is not None
+    document = json.loads(path.read_text())
+    path.write_text(json.dumps(document, indent=4))
+    assert located(store) == (True, True, True)
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        lambda document: document.update(winner=0),
+        lambda document: document.update(checksum="0" * 16),
+        lambda document: document.update(checksum=None),
+        lambda document: document.update(imported=True),
+        lambda document: document["candidates"][1]["config"].update(BLOCK_M=128),
+        lambda document: document["candidates"][3].update(status="ok"),
+    ],
+)
+def test_a_wrong_checksum_is_a_miss_and_the_file_is_set_aside(
+    store: CacheStore, change: Callable[[dict[str, Any]], None]
+) -> None:
+    path = store.save(GPU, ENVIRONMENT, record())
+    assert path is not None
+    edit(path, change)
+    with warned(r"checksum: found another than .*; set aside as .*\.broken"):
+        assert store.load(GPU, ENVIRONMENT, problem()) is None
+    aside = path.with_name(path.name + ".broken")
+    assert aside.exists()
+    assert not path.exists()
+    assert store.load(GPU, ENVIRONMENT, problem()) is None
+    assert store.save(GPU, ENVIRONMENT, record()) == path
+    assert main(["prune", "-y"]) == 0
+    assert not aside.exists()
+    assert located(store) == (True, True, True)
+
+
+def test_nothing_is_set_aside_in_a_layer(store: CacheStore, tmp_path: Path) -> None:
+    below = CacheStore(tmp_path / "below", [])
+    path = below.save(GPU, ENVIRONMENT, record())
+    assert path is not None
+    path.write_text("{")
+    with warned("passed over"):
+        assert CacheStore(layers=[below.root]).load(GPU, ENVIRONMENT, problem()) is None
+    assert path.read_text() == "{"
+
+
+def test_a_record_saved_while_a_damaged_one_is_set_aside_stays(
+    store: CacheStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = store.save(GPU, ENVIRONMENT, record())
+    assert path is not None
+    good = path.read_bytes()
+    path.write_text("{")
+    replace = os.replace
+
+    def late(source: Path, target: Path) -> None:
+        path.write_bytes(good)  # by another process, between the read and the rename
+        replace(source, target)
+
+    monkeypatch.setattr(files.os, "replace", late)
+    with warned("passed over"):
+        assert store.load(GPU, ENVIRONMENT, problem()) is None
+    monkeypatch.undo()
+    assert located(store) == (True, True, True)
+    assert not path.with_name(path.name + ".broken").exists()
+
+
+def made_writable(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    root.chmod(0o777)
+
+
+def made_anothers(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    uid = root.stat().st_uid
+    monkeypatch.setattr(os, "geteuid", lambda: uid + 1)
+
+
+@pytest.mark.parametrize(
+    ("make", "reason"),
+    [(made_writable, "can be written by others"), (made_anothers, "belongs to user ")],
+)
+def test_a_root_of_somebody_else_is_read_as_a_layer_and_not_written(
+    store: CacheStore,
+    monkeypatch: pytest.MonkeyPatch,
+    make: Callable[[Path, pytest.MonkeyPatch], None],
+    reason: str,
+) -> None:
+    store.save(GPU, ENVIRONMENT, record())
+    make(store.root, monkeypatch)
+    before = {path: path.stat().st_mtime_ns for path in store.root.rglob("*")}
+    theirs = CacheStore()
+    with warned(f"{reason}.*TMM_CACHE_SHARED=1"):
+        assert located(theirs) == (False, True, False)
+        assert theirs.save(GPU, ENVIRONMENT, record(problem(m=2))) is None
+        theirs.log_miss(GPU, ENVIRONMENT, problem(m=3))
+        with theirs.lock(GPU, ENVIRONMENT, problem(), timeout=0) as mine:
+            assert mine
+        theirs.mark_verified(GPU, ENVIRONMENT, "key")
+    assert theirs.load(GPU, ENVIRONMENT, problem(m=2)) == record(problem(m=2))
+    assert theirs.is_verified(GPU, ENVIRONMENT, "key")
+    assert {path: path.stat().st_mtime_ns for path in store.root.rglob("*")} == before
+    assert main(["import", "archive.tar.gz"]) == 2
+    # A stamp that they made says nothing.
+    monkeypatch.setenv("TMM_CACHE_SHARED", "1")
+    CacheStore().mark_verified(GPU, ENVIRONMENT, "theirs")
+    assert CacheStore().is_verified(GPU, ENVIRONMENT, "theirs")
+    monkeypatch.delenv("TMM_CACHE_SHARED")
+    assert not CacheStore().is_verified(GPU, ENVIRONMENT, "theirs")
+
+
+def test_a_root_that_is_shared_on_purpose_is_ones_own(
+    store: CacheStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    store.save(GPU, ENVIRONMENT, record())
+    store.root.chmod(0o777)
+    monkeypatch.setenv("TMM_CACHE_SHARED", "1")
+    shared = CacheStore()
+    assert located(shared) == (True, True, True)
+    assert shared.save(GPU, ENVIRONMENT, record(problem(m=2))) is not None
+
+
+def test_a_verification_is_remembered_for_one_gpu_and_environment(store: CacheStore) -> None:
+    assert not store.is_verified(GPU, ENVIRONMENT, "key")
+    store.mark_verified(GPU, ENVIRONMENT, "key")
+    for each in (store, CacheStore()):
+        assert each.is_verified(GPU, ENVIRONMENT, "key")
+        assert not each.is_verified(GPU, ENVIRONMENT, "another")
+        assert not each.is_verified(GPU, OLDER_ENVIRONMENT, "key")
+        assert not each.is_verified("nvidia-a100", ENVIRONMENT, "key")
+    assert list(store.entries()) == []
+
+
+def test_a_verification_is_remembered_in_memory_where_the_disk_refuses(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    store = CacheStore(tmp_path / "file", [])
+    store.mark_verified(GPU, ENVIRONMENT, "key")
+    assert store.is_verified(GPU, ENVIRONMENT, "key")
+    assert not CacheStore(tmp_path / "file", []).is_verified(GPU, ENVIRONMENT, "key")

@@ -1,0 +1,308 @@
+"""The cache keeps itself in bounds: left-over files, size and age, and never what is in use."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import time
+from datetime import timedelta
+from pathlib import Path
+
+import pytest
+from cache_builders import ENVIRONMENT, GPU, child, made, problem, record, warned
+from tmm_cache import CacheStore, Notes, upkeep
+from tmm_cache.cli import main
+from tmm_cache.layout import VERSION
+from tmm_cache.upkeep import DEFAULT_SIZE, Limits, evict, limits, parse_size, sweep
+
+Captured = pytest.CaptureFixture[str]
+
+DAY = 86400.0
+
+
+def aged(path: Path, seconds: float) -> Path:
+    """The file, last used so long ago."""
+    moment = time.time() - seconds
+    os.utime(path, (moment, moment))
+    return path
+
+
+def saved(store: CacheStore, m: int, days: float, gpu: str = GPU) -> Path:
+    path = store.save(gpu, ENVIRONMENT, record(problem(m=m)))
+    assert path is not None
+    return aged(path, days * DAY)
+
+
+def kept(store: CacheStore) -> list[object]:
+    return sorted(entry.record.problem["m"] for entry in CacheStore(store.root, []).entries())
+
+
+def nothing(path: Path) -> bool:
+    return False
+
+
+def a_dead_process() -> int:
+    process = subprocess.Popen([sys.executable, "-c", ""])
+    process.wait()
+    return process.pid
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("64M", 64 * 2**20),
+        ("64MB", 64 * 2**20),
+        ("1.5GiB", 3 * 2**29),
+        ("2k", 2048),
+        ("1000", 1000),
+        (" 1t ", 2**40),
+        ("0", None),
+        ("0G", None),
+    ],
+)
+def test_sizes_are_read_as_people_write_them(text: str, size: int | None) -> None:
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["x", "-1M", "1P", "M", "1e3", "1,5G", "nan"])
+def test_what_is_no_size_costs_a_warning_and_the_default(text: str) -> None:
+    with pytest.raises(ValueError, match="accepted is a size like 64M"):
+        parse_size(text)
+    with warned("TMM_CACHE_MAX_SIZE: found"):
+        assert limits({"TMM_CACHE_MAX_SIZE": text + "?"}) == Limits(DEFAULT_SIZE, None)
+
+
+def test_limits_come_from_the_environment() -> None:
+    assert limits({}) == Limits(256 * 2**20, None)
+    assert limits({"TMM_CACHE_MAX_SIZE": "0", "TMM_CACHE_MAX_AGE": "30d"}) == Limits(None, 30 * DAY)
+    with warned("TMM_CACHE_MAX_AGE: found 'a month'"):
+        assert limits({"TMM_CACHE_MAX_AGE": "a month"}) == Limits()
+
+
+def test_a_use_is_noted_once_a_day(store: CacheStore, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = saved(store, 1, days=1.01)
+    touched, real = [], os.utime
+
+    def utime(*arguments: object, **options: object) -> None:
+        touched.append(arguments)
+        real(*arguments, **options)  # type: ignore[call-overload]
+
+    monkeypatch.setattr(os, "utime", utime)
+    for _ in range(3):
+        assert store.load(GPU, ENVIRONMENT, problem(m=1)) is not None
+    assert len(touched) == 1
+    assert time.time() - path.stat().st_mtime < 60
+
+
+def test_the_use_of_a_layer_is_not_noted(store: CacheStore, tmp_path: Path) -> None:
+    below = CacheStore(tmp_path / "below", [])
+    path = saved(below, 1, days=9)
+    before = path.stat().st_mtime_ns
+    assert CacheStore(store.root, [below.root]).load(GPU, ENVIRONMENT, problem(m=1)) is not None
+    assert path.stat().st_mtime_ns == before
+
+
+def test_what_was_used_longest_ago_goes_first(store: CacheStore) -> None:
+    for m in range(1, 11):
+        saved(store, m, days=11 - m)
+    assert store.load(GPU, ENVIRONMENT, problem(m=1)) is not None  # used again
+    size = store.path(GPU, ENVIRONMENT, problem(m=1)).stat().st_size
+    assert evict(store.root, Limits(10 * size + size // 2), nothing) == 0
+    # Down to nine tenths: five records fit into 6.0 x 0.9.
+    assert evict(store.root, Limits(6 * size), nothing) == 5
+    assert kept(store) == [1, 7, 8, 9, 10]
+    assert evict(store.root, Limits(6 * size), nothing) == 0
+
+
+def test_what_lies_unused_for_too_long_goes(store: CacheStore) -> None:
+    for m, days in ((1, 31), (2, 29), (3, 0.5)):
+        saved(store, m, days)
+    assert evict(store.root, Limits(None, 30 * DAY), nothing) == 1
+    assert kept(store) == [2, 3]
+    assert evict(store.root, Limits(None, None), nothing) == 0
+
+
+def test_what_was_just_written_or_is_kept_or_is_locked_stays(store: CacheStore) -> None:
+    for m in (1, 2, 3, 4):
+        saved(store, m, days=9)
+    aged(store.path(GPU, ENVIRONMENT, problem(m=1)), 5)  # by another process, seconds ago
+    held = store.path(GPU, ENVIRONMENT, problem(m=2))
+    with CacheStore().lock(GPU, ENVIRONMENT, problem(m=3), timeout=0) as mine:
+        assert mine is True
+        assert evict(store.root, Limits(1), held.__eq__) == 1
+    assert kept(store) == [1, 2, 3]
+    assert evict(store.root, Limits(1), held.__eq__) == 1
+    assert not store.path(GPU, ENVIRONMENT, problem(m=3)).with_name("lock").exists()
+    assert kept(store) == [1, 2]
+
+
+def test_what_is_used_between_the_look_and_the_removal_stays(
+    store: CacheStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = saved(store, 1, days=9)
+    real = upkeep._evictable
+
+    def used_since(root: Path, now: float) -> list[upkeep._File]:
+        files = list(real(root, now))
+        os.utime(path)
+        return files
+
+    monkeypatch.setattr(upkeep, "_evictable", used_since)
+    assert evict(store.root, Limits(1), nothing) == 0
+    assert kept(store) == [1]
+
+
+def test_nothing_of_others_is_evicted(store: CacheStore, tmp_path: Path) -> None:
+    below = CacheStore(tmp_path / "below", [])
+    saved(below, 1, days=99)
+    folder = saved(store, 1, days=9).parent
+    (store.root / VERSION / "linked").symlink_to(below.root / VERSION / GPU)
+    mine = [folder / "mine.json", store.root / VERSION / "models" / "0.json", store.root / "x.json"]
+    for path in mine:
+        path.parent.mkdir(exist_ok=True)
+        path.write_text("mine")
+        aged(path, 99 * DAY)
+    store.log_miss(GPU, ENVIRONMENT, problem(m=5))
+    aged(folder / "misses.jsonl", 99 * DAY)
+    assert evict(store.root, Limits(1), nothing) == 1
+    assert all(path.read_text() == "mine" for path in mine)
+    assert kept(below) == [1]
+    assert len(store.misses()) == 1
+
+
+def test_records_of_an_older_schema_and_old_notes_are_counted_and_go(store: CacheStore) -> None:
+    older = store.root / "v0" / GPU / ("0" * 16) / f"{'1' * 16}.json"
+    older.parent.mkdir(parents=True)
+    older.write_text("{}" * 500)
+    Notes("able", None, store.root).add("x", "y" * 1000)
+    (notes,) = (store.root / "notes").iterdir()
+    for path in (older, notes):
+        aged(path, 99 * DAY)
+    saved(store, 1, days=1)
+    assert evict(store.root, Limits(1500), nothing) >= 2
+    assert not older.exists()
+    assert not (store.root / "v0").exists()
+    assert not notes.exists()
+
+
+def test_a_time_that_is_yet_to_come_is_no_use(store: CacheStore) -> None:
+    ahead = saved(store, 1, days=-400)
+    saved(store, 2, days=9)
+    size = ahead.stat().st_size
+    assert evict(store.root, Limits(int(1.9 * size)), nothing) == 1
+    assert kept(store) == [2]
+
+
+def test_a_save_evicts_at_first_and_then_now_and_then(
+    store: CacheStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for m in range(1, 7):
+        saved(store, m, days=9)
+    size = store.path(GPU, ENVIRONMENT, problem(m=1)).stat().st_size
+    monkeypatch.setenv("TMM_CACHE_MAX_SIZE", str(4 * size))
+    looks, real = [], upkeep.evict
+    monkeypatch.setattr(upkeep, "evict", lambda *a: looks.append(a) or real(*a))
+    fresh = CacheStore()
+    fresh.hold(GPU, ENVIRONMENT, record(problem(m=5)))
+    assert fresh.save(GPU, ENVIRONMENT, record(problem(m=99))) is not None
+    # Of the 3.6 records that fit, one is held and one was just saved.
+    assert len(kept(store)) == 3
+    assert {5, 99} <= set(kept(store))
+    assert len(looks) == 1
+    monkeypatch.delenv("TMM_CACHE_MAX_SIZE")
+    looks.clear()
+    fresh = CacheStore()
+    for _ in range(upkeep._EVERY):
+        fresh.save(GPU, ENVIRONMENT, record(problem(m=99)))
+    assert len(looks) == 1
+    fresh.save(GPU, ENVIRONMENT, record(problem(m=99)))
+    assert len(looks) == 2
+
+
+def test_loading_never_looks_at_the_whole_root(store: CacheStore) -> None:
+    saved(store, 1, days=9)
+    code = (
+        "import sys; from cache_builders import *; from tmm_cache import CacheStore\n"
+        "assert CacheStore().load(GPU, ENVIRONMENT, problem(m=1))\n"
+        "print({'tmm_cache.upkeep', 'tmm_cache.filters'} & {*sys.modules})"
+    )
+    assert child("-c", code).communicate()[0] == "set()\n"
+
+
+def left(folder: Path, writer: int, seconds: float, name: str = "0" * 16) -> Path:
+    path = folder / f"{name}.json.{writer}-0123abcd.tmp"
+    path.write_text("{")
+    return aged(path, seconds)
+
+
+def test_a_save_sweeps_what_killed_processes_left(store: CacheStore) -> None:
+    folder = saved(store, 1, days=0).parent
+    dead = a_dead_process()
+    gone = [
+        left(folder, dead, 3700),
+        left(folder, dead, 3700, "environment"),
+        left(folder, 2**70, 3700),  # of no process that could be
+        left(folder, os.getpid(), 25 * 3600),  # another process has its number by now
+    ]
+    stays = [
+        left(folder, dead, 3500, "1" * 16),
+        left(folder, os.getpid(), 3700, "2" * 16),
+        aged(folder / "misses.jsonl", 0) if (folder / "misses.jsonl").exists() else folder,
+    ]
+    foreign = folder / "editor.tmp"
+    foreign.write_text("")
+    aged(foreign, 99 * DAY)
+    CacheStore().save(GPU, ENVIRONMENT, record(problem(m=2)))
+    assert not any(path.exists() for path in gone)
+    assert all(path.exists() for path in (*stays, foreign))
+
+
+def test_a_folder_is_swept_once_per_process(
+    store: CacheStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    swept = []
+    monkeypatch.setattr(upkeep, "sweep", swept.append)
+    for m in range(1, 4):
+        store.save(GPU, ENVIRONMENT, record(problem(m=m)))
+        store.save("nvidia-a100", ENVIRONMENT, record(problem(m=m)))
+    assert len(swept) == len(set(swept)) == 2
+
+
+def test_sweeping_what_is_not_there_is_no_fault(tmp_path: Path) -> None:
+    sweep(tmp_path / "absent")
+
+
+def test_verify_mentions_left_over_files(store: CacheStore, capsys: Captured) -> None:
+    folder = saved(store, 1, days=0).parent
+    path = left(folder, a_dead_process(), 3700)
+    left(folder, os.getpid(), 10, "1" * 16)
+    assert main(["verify"]) == 0
+    assert [str(path) in line for line in capsys.readouterr().err.splitlines()] == [True, False]
+    assert main(["verify", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["temporary"] == [str(path)]
+
+
+def test_clear_by_age_goes_by_the_age_of_each_record(store: CacheStore) -> None:
+    """`clear` without filters removes everything: an age is a filter too."""
+    for m, days in ((1, 40), (2, 20), (3, 0)):
+        store.save(GPU, ENVIRONMENT, record(problem(m=m), created=made(timedelta(days=days))))
+        aged(store.path(GPU, ENVIRONMENT, problem(m=m)), days * DAY)
+    store.log_miss(GPU, ENVIRONMENT, problem(m=9))
+    Notes("able", None, store.root).add("x", 1)
+    others = [
+        *store.root.glob("notes/*"),
+        *store.root.rglob("misses.jsonl"),
+        *store.root.rglob("environment.json"),
+    ]
+    assert len(others) == 3
+    assert main(["clear", "-y", "--older-than", "60d"]) == 0
+    assert kept(store) == [1, 2, 3]
+    assert main(["clear", "-y", "--older-than", "30d"]) == 0
+    assert kept(store) == [2, 3]
+    assert main(["clear", "-y", "--newer-than", "1h"]) == 0
+    assert kept(store) == [2]
+    assert main(["clear", "-y", "--newer-than", "30d", "--older-than", "21d"]) == 0
+    assert kept(store) == [2]
+    assert all(path.exists() for path in others)

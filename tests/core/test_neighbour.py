@@ -1,0 +1,130 @@
+"""Neighbours: ranked by heads of files, read one at a time, and nothing a file says raises."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+from fakes import DEVICE, FakeBlas, FakeKernel, dispatcher, problem, settings
+from tmm_cache import OLD_CLOCK, CacheStore, CacheWarning, CandidateResult, TuningRecord, scan
+
+from tmm_core.dispatch.neighbour import Neighbours
+from tmm_core.spec.problem import Problem
+
+
+def record(of: Problem, **changes: Any) -> TuningRecord:
+    best = CandidateResult("fast", "1", {"tile": 2}, "ok", (9.0,))
+    plain = TuningRecord(of.to_json(), 0, (best,), "2026-01-31T12:00:00Z", 1.0)
+    return replace(plain, **changes)
+
+
+def save(store: CacheStore, of: Problem, **changes: Any) -> Path:
+    path = store.save(of.device.gpu, of.device.environment, record(of, **changes))
+    assert path is not None
+    return path
+
+
+@pytest.fixture
+def store(tmp_path: Path) -> CacheStore:
+    return CacheStore(tmp_path, [])
+
+
+def sizes(neighbours: Neighbours, asked: Problem) -> list[Any]:
+    return [near.record.problem["m"] for near in neighbours.nearest(asked)]
+
+
+def test_the_nearest_come_first_and_are_read_when_asked_for(
+    store: CacheStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for m in (256, 128, 64, 4096):
+        save(store, problem(m=m))
+    save(store, problem(m=100, tf32=True))
+    save(store, problem(m=100, device=replace(DEVICE, torch="1")))
+    read: list[Path] = []
+    real = scan.read_record
+    monkeypatch.setattr(scan, "read_record", lambda path: (read.append(path), real(path))[1])
+    found = Neighbours(store).nearest(problem(m=100))
+    assert [next(found).record.problem["m"], len(read)] == [128, 1]
+    assert [near.record.problem["m"] for near in found] == [64, 256, 100]
+
+
+def test_a_save_adds_one_record_and_lists_nothing_again(
+    store: CacheStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save(store, problem(m=64))
+    neighbours = Neighbours(store)
+    new = record(problem(m=100))
+    neighbours.add(DEVICE, new)  # before anything was listed: it is not yet on disk
+    assert sizes(neighbours, problem(m=100)) == [64]
+    monkeypatch.setattr(CacheStore, "summaries", lambda *_: pytest.fail("listed again"))
+    neighbours.add(DEVICE, new)
+    neighbours.add(DEVICE, replace(new, note="again"))
+    (first, second) = neighbours.nearest(problem(m=100))
+    assert (first.record.note, second.record.problem["m"]) == ("again", 64)
+
+
+def test_what_a_dispatcher_tunes_is_a_neighbour_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fast = FakeKernel("fast", tiles=(1, 2))
+    d, _ = dispatcher(FakeBlas(), fast, times={("fast", 2): 5.0, "blas": 20.0}, root=tmp_path)
+    untuned = settings(on_cache_miss="heuristic")
+    assert d.choose(problem(m=100), untuned).origin != "neighbour"
+    monkeypatch.setattr(CacheStore, "summaries", lambda *_: pytest.fail("listed again"))
+    d.tune(problem(m=128), settings())
+    assert d.choose(problem(m=100), untuned).origin == "neighbour"
+
+
+def test_old_times_come_after_those_that_decide(store: CacheStore) -> None:
+    path = save(store, problem(m=64), note="new")
+    old = store.root / "v1" / path.relative_to(store.root / "v2")
+    old.parent.mkdir(parents=True)
+    document = json.loads(path.read_text()) | {"schema": 1, "note": "old"}
+    for name in ("checksum", "clock", "best"):
+        del document[name]
+    for result in document["candidates"]:
+        result |= {"error": None, "tolerance": None, "workspace_bytes": 0}
+    old.write_text(json.dumps(document))
+    old.with_name("environment.json").write_text(json.dumps(DEVICE.environment))
+    found = list(Neighbours(store).nearest(problem(m=64)))
+    assert [near.record.note for near in found] == ["new", "old"]
+    assert found[1].record.clock == OLD_CLOCK
+
+
+@pytest.mark.parametrize("nonsense", ["64", None, True, 0, -1, 1.5, 10**400, [], {}])
+@pytest.mark.parametrize("size", ["m", "n", "k", "batch"])
+def test_nonsense_in_a_problem_costs_its_record_and_one_warning(
+    store: CacheStore, size: str, nonsense: Any
+) -> None:
+    save(store, problem(m=64))
+    bad = save(store, problem(m=128))
+    document = json.loads(bad.read_text())
+    del document["checksum"]
+    document["problem"][size] = nonsense
+    bad.write_text(json.dumps(document))
+    neighbours = Neighbours(store)
+    with pytest.warns(CacheWarning, match=f"problem.{size}: found") as caught:
+        assert sizes(neighbours, problem(m=128)) == [64]
+    assert len(caught) == 1
+    assert sizes(neighbours, problem(m=128)) == [64]
+
+
+def test_nonsense_beside_the_sizes_is_another_kind_of_problem(store: CacheStore) -> None:
+    save(store, problem(m=64))
+    for place, nonsense in enumerate([None, 7, "x", [], {"x": 1e300}, float("inf")]):
+        odd = save(store, problem(m=65 + place))
+        document = json.loads(odd.read_text())
+        document["problem"]["a"] = nonsense
+        odd.write_text(json.dumps(document).replace("Infinity", "1e999"))
+    assert sizes(Neighbours(store), problem(m=64)) == [64]
+
+
+def test_a_record_that_is_damaged_behind_its_head_is_passed_over(store: CacheStore) -> None:
+    save(store, problem(m=64))
+    near = save(store, problem(m=128))
+    near.write_text(near.read_text()[:-30])
+    with pytest.warns(CacheWarning, match="is no valid record"):
+        assert sizes(Neighbours(store), problem(m=128)) == [64]
