@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tmm_core.asking import let_through
 from tmm_core.kernel import Kernel
 from tmm_core.problem import Problem
 from tmm_core.settings import Settings
@@ -90,8 +91,9 @@ class Answers:
                 files.update(each.files())
             others = {name: each.circumstances() for name, each in self.deferred.items()}
             return Notes("able", [sys.version, stamp(files), others], self._root)
-        except Exception:  # a stranger's, or what it returned is not JSON: nothing is noted
-            return None
+        except BaseException as error:  # a stranger's, or what it returned is not JSON
+            let_through(error)
+            return None  # nothing is noted
 
     def get(self, problem: Problem, settings: Settings) -> frozenset[Able] | None:
         """Those that can, of what was noted; None where nothing was."""

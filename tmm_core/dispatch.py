@@ -17,9 +17,11 @@ from torch.autograd import forward_ad
 from torch.autograd import profiler as _profiler
 
 from tmm_core import pointwise, settings
+from tmm_core.asking import let_through, told
 from tmm_core.check import PLAIN, check, result_dtype
 from tmm_core.device import fingerprint
 from tmm_core.epilogue import INTERNED, Epilogue
+from tmm_core.errors import PluginError
 from tmm_core.fold import Fold
 from tmm_core.kernel import BASELINE, ScaledLauncher
 from tmm_core.plan import Plan, scales_signature, signature
@@ -202,7 +204,7 @@ def run(
         if _profiler._is_profiler_enabled:
             return _recorded(plan, a, b, bias, residual, alpha, out)
         return plan.launcher(a, b, bias, residual, alpha, out)
-    except Exception as error:
+    except BaseException as error:  # a kernel may call sys.exit
         if not _quarantine(plan, error):
             raise
         _plans.pop(key, None)
@@ -239,7 +241,7 @@ def _run_scaled(
         if _profiler._is_profiler_enabled:
             return _recorded(plan, a, b, bias, residual, alpha, out, *numbers)
         return launcher(a, b, bias, residual, alpha, out, *numbers)
-    except Exception as error:
+    except BaseException as error:  # a kernel may call sys.exit
         if not _quarantine(plan, error):
             raise
         _plans.pop(key, None)
@@ -379,10 +381,17 @@ def recall(document: Mapping[str, Any], device: torch.device) -> Problem:
     return Problem.from_json(document, fingerprint(device), epilogue)
 
 
-def _quarantine(plan: Plan, error: Exception) -> bool:
-    """Put a kernel that raised out of use; False where the error is the caller's to see."""
+def _quarantine(plan: Plan, error: BaseException) -> bool:
+    """Put a kernel that raised out of use; False where the error is the caller's to see.
+
+    Raises:
+        PluginError: What it raised would end the process.
+    """
+    let_through(error)
     hopeless = plan.choice.origin == "forced" or plan.kernel == BASELINE
     if hopeless or isinstance(error, torch.OutOfMemoryError):
+        if not isinstance(error, Exception):
+            raise PluginError(f"kernel {plan.kernel} raised {told(error)}") from error
         return False
     dispatcher().quarantine(plan.problem, plan.choice, error)
     return True

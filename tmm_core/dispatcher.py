@@ -27,7 +27,7 @@ from tmm_core.deferred import Answers
 from tmm_core.device import DeviceFingerprint
 from tmm_core.errors import (
     CacheMissError,
-    ConfigError,
+    PluginError,
     TmmWarning,
     UnsupportedProblemError,
 )
@@ -260,7 +260,7 @@ class Dispatcher:
             self._choices.clear()
             self._neighbours.forget()
 
-    def quarantine(self, problem: Problem, choice: Choice, error: Exception) -> None:
+    def quarantine(self, problem: Problem, choice: Choice, error: BaseException) -> None:
         """Never again use this kernel for problems of this bucket, in this process."""
         name = choice.candidate.kernel.name
         self._quarantine[name, bucketed(_bare(problem))] = f"{type(error).__name__}: {error}"
@@ -512,7 +512,7 @@ class Dispatcher:
             if kernel.name == result.kernel and (any_version or kernel.version == result.version):
                 try:
                     return Candidate(kernel, kernel.config_type.from_json(result.config))
-                except ConfigError as error:
+                except Exception as error:  # ConfigError, or a stranger's own
                     self._warn_once(kernel, error)
         return None
 
@@ -533,6 +533,8 @@ class Dispatcher:
         return str(path or "not stored")
 
     def _warn_once(self, kernel: Kernel[Any], fault: Exception | str) -> None:
+        if isinstance(fault, PluginError):  # it was set aside, which has been said
+            return
         text = fault if isinstance(fault, str) else f"{type(fault).__name__}: {fault}"
         note = f"kernel {kernel.name}: {text}"
         if note not in self._warned:

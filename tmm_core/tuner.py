@@ -20,16 +20,17 @@ import warnings
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
 from tmm_cache import CandidateResult, TuningRecord
 
 from tmm_core import verify
+from tmm_core.asking import Asked, let_through, told
 from tmm_core.compilers import COMPILE_LIMIT, Compilers, NotCompiledError, compiling_threads
 from tmm_core.compilers import default as default_compilers
-from tmm_core.errors import TmmWarning
+from tmm_core.errors import PluginError, TmmWarning
 from tmm_core.kernel import BASELINE, Candidate, Config, Kernel, Launcher
 from tmm_core.precision import precision
 from tmm_core.problem import Problem
@@ -135,7 +136,7 @@ class Tuner:
             self._compile(trials, problem, device, deadline, advance)
             self._verify(trials, problem, device)
             self._time(trials, problem, device, deadline)
-        results = [_result(trial, problem) for trial in trials]
+        results = _without_set_aside([_result(trial, problem) for trial in trials], kernels)
         measured = {(r.kernel, r.version) for r in results}
         present = {(k.name, k.version) for k in kernels}
         if before is not None:
@@ -224,7 +225,8 @@ class Tuner:
             try:
                 out = inputs.run(trial.launcher)
                 trial.error = verify.error(out, expected)
-            except Exception as error:
+            except BaseException as error:  # a kernel may call sys.exit
+                let_through(error)
                 trial.fail(error)
                 continue
             # BLAS is what the others are held against; torch's own error is no verdict.
@@ -428,6 +430,18 @@ def _result(trial: _Trial, problem: Problem) -> CandidateResult:
     )
 
 
+def _without_set_aside(
+    results: list[CandidateResult], kernels: Sequence[Kernel[Any]]
+) -> list[CandidateResult]:
+    """``results``, with those of kernels that answered nonsense meanwhile as failed."""
+    faults = {k.name: k.fault for k in kernels if isinstance(k, Asked) and k.name != BASELINE}
+    return [
+        replace(result, status="failed", reason=fault[:500]) if fault is not None else result
+        for result in results
+        for fault in (faults.get(result.kernel),)
+    ]
+
+
 @dataclass(frozen=True, slots=True)
 class _Runner:
     """One launch of a candidate on the inputs all are timed on."""
@@ -437,7 +451,13 @@ class _Runner:
     out: torch.Tensor | None
 
     def __call__(self) -> object:
-        return self.inputs.launch(self.launcher, self.out)
+        try:
+            return self.inputs.launch(self.launcher, self.out)
+        except Exception:
+            raise
+        except BaseException as error:  # a kernel may call sys.exit
+            let_through(error)
+            raise PluginError(f"a launch raised {told(error)}") from error
 
 
 def _device(problem: Problem) -> torch.device:
