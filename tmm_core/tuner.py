@@ -27,10 +27,10 @@ import torch
 from tmm_cache import CandidateResult, TuningRecord
 
 from tmm_core import verify
-from tmm_core.asking import Asked, let_through, told
+from tmm_core.asking import Asked, let_through
 from tmm_core.compilers import COMPILE_LIMIT, Compilers, NotCompiledError, compiling_threads
 from tmm_core.compilers import default as default_compilers
-from tmm_core.errors import PluginError, TmmWarning
+from tmm_core.errors import TmmWarning
 from tmm_core.kernel import BASELINE, Candidate, Config, Kernel, Launcher
 from tmm_core.precision import precision
 from tmm_core.problem import Problem
@@ -164,9 +164,9 @@ class Tuner:
     ) -> None:
         """Compile all in other processes, where that can be, and bind each in a thread as it is
         done. Threads, not a pool: one that hangs is left behind."""
-        turns = _in_turns(trials)
+        turns = _in_turns([trial for trial in trials if trial.status != "failed"])
         ready: queue.SimpleQueue[tuple[_Trial, futures.Future[None]] | None] = queue.SimpleQueue()
-        done: dict[int, futures.Future[Launcher]] = {id(t): futures.Future() for t in trials}
+        done: dict[int, futures.Future[Launcher]] = {id(t): futures.Future() for t in turns}
         compiling = [self._compilers.submit(problem, trial.candidate) for trial in turns]
 
         def arrived(trial: _Trial, future: futures.Future[None]) -> None:
@@ -191,7 +191,7 @@ class Tuner:
                 except BaseException as error:  # compilers raise SystemExit and worse
                     promise.set_exception(error)
 
-        threads = min(self._workers, len(trials))
+        threads = min(self._workers, len(turns))
         for _ in range(threads):
             threading.Thread(target=work, daemon=True).start()
         try:
@@ -247,23 +247,22 @@ class Tuner:
             raise RuntimeError(f"no candidate runs; {BASELINE}: {_why_not(trials)}")
         each = FINAL_SECONDS  # seconds that one sample took
         for stage, (rounds, keep) in enumerate(STAGES):
-            runs = [_Runner(t.launcher, inputs, out) for t in racing if t.launcher is not None]
             if stage == 0:
-                timer.measure(runs, 1)  # modules load, clocks rise
+                _measured(timer, racing, inputs, out, 1)  # modules load, clocks rise
             elif time.monotonic() > deadline:
                 break
             if not keep:
-                affordable = FINAL_SECONDS / max(each * len(runs), 1e-9)
+                affordable = FINAL_SECONDS / max(each * len(racing), 1e-9)
                 rounds = max(rounds, min(MOST_ROUNDS, int(affordable)))
             before = time.monotonic()
             try:
-                samples = timer.measure(runs, rounds)
+                samples = _measured(timer, racing, inputs, out, rounds)
                 if not keep and held_up(samples[_anchor(racing)]):
-                    samples = timer.measure(runs, rounds)
+                    samples = _measured(timer, racing, inputs, out, rounds)
             except Exception as error:
                 warnings.warn(f"timing {problem} failed: {error}", TmmWarning, stacklevel=2)
                 break
-            each = (time.monotonic() - before) / (rounds * len(runs))
+            each = (time.monotonic() - before) / (rounds * len(racing))
             for trial, mine in zip(racing, samples, strict=True):
                 trial.samples = mine
             if keep:
@@ -442,6 +441,14 @@ def _without_set_aside(
     ]
 
 
+class _LaunchError(Exception):
+    """A launch that raised while it was timed, and whose it was."""
+
+    def __init__(self, trial: _Trial, error: BaseException) -> None:
+        super().__init__(str(trial.candidate))
+        self.trial, self.error = trial, error
+
+
 @dataclass(frozen=True, slots=True)
 class _Runner:
     """One launch of a candidate on the inputs all are timed on."""
@@ -449,15 +456,33 @@ class _Runner:
     launcher: Launcher
     inputs: verify.Inputs
     out: torch.Tensor | None
+    trial: _Trial
 
     def __call__(self) -> object:
         try:
             return self.inputs.launch(self.launcher, self.out)
-        except Exception:
-            raise
         except BaseException as error:  # a kernel may call sys.exit
             let_through(error)
-            raise PluginError(f"a launch raised {told(error)}") from error
+            raise _LaunchError(self.trial, error) from error
+
+
+def _measured(
+    timer: Timer,
+    racing: list[_Trial],
+    inputs: verify.Inputs,
+    out: torch.Tensor | None,
+    rounds: int,
+) -> list[list[float]]:
+    """Samples of each that races. One whose launch raises is out, and the others start over."""
+    while True:
+        runs = [_Runner(t.launcher, inputs, out, t) for t in racing if t.launcher is not None]
+        try:
+            return timer.measure(runs, rounds)
+        except _LaunchError as failed:
+            failed.trial.fail(failed.error)
+            racing.remove(failed.trial)
+            if not racing:
+                raise
 
 
 def _device(problem: Problem) -> torch.device:
