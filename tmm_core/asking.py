@@ -108,16 +108,26 @@ class Asked(Kernel[Any]):
             return [str(error)]
 
     def configs(self, problem: Problem) -> list[Config]:
-        """Raises: PluginError: It is set aside."""
+        """The search space.
+
+        Raises:
+            PluginError: It is set aside.
+        """
         return self._ask("configs", self._configs, problem)
 
     def default_config(self, problem: Problem) -> Config:
-        """Raises: PluginError: It is set aside, or proposes nothing for this problem."""
+        """The kernel's guess.
+
+        Raises:
+            PluginError: It is set aside, or proposes nothing for this problem.
+        """
+        if self.fault is not None:
+            raise PluginError(self.fault)
         try:
             return self._within(self.kernel.default_config(problem))
         except BaseException as error:
             let_through(error)
-            if self.fault is None and isinstance(error, Exception) and not self.configs(problem):
+            if isinstance(error, Exception) and not self.configs(problem):
                 raise PluginError("its search space is empty for this problem") from error
             raise self._set_aside("default_config", error) from error
 
