@@ -6,6 +6,7 @@ its kernel does while it compiles is its config's ``tile``.
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import os
 import signal
@@ -70,24 +71,47 @@ def install(site: Path, name: str, source: str) -> None:
     (site / f"{name}_plugin.py").write_text(source)
 
 
-@pytest.fixture
-def installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
-    """The plugin's module, as this process imports it."""
-    site = tmp_path / "site"
+@pytest.fixture(scope="module")
+def module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    """The plugin's, as this process imports it."""
+    site = tmp_path_factory.mktemp("site")
     install(site, "compiled", PLUGIN)
-    monkeypatch.syspath_prepend(str(site))
-    monkeypatch.setenv("TMM_PLUGINS", "compiled")  # the server imports no other
-    monkeypatch.setenv("TRITON_INTERPRET", "0")
-    monkeypatch.setenv("COMPILED", str(tmp_path / "compiled.txt"))
-    yield importlib.import_module("compiled_plugin")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(site))
+        yield importlib.import_module("compiled_plugin")
     del sys.modules["compiled_plugin"]
 
 
+@pytest.fixture(autouse=True)
+def installed(module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("TMM_PLUGINS", "compiled")  # the server imports no other
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.setenv("COMPILED", str(tmp_path / "compiled.txt"))
+    return module
+
+
+@pytest.fixture(scope="module")
+def shared(module: Any) -> Iterator[Compilers]:
+    with contextlib.closing(Compilers(workers=2)) as made:
+        yield made
+
+
 @pytest.fixture
-def server(installed: Any) -> Iterator[Compilers]:
-    made = Compilers(workers=2, limit=60.0)
-    yield made
-    made.close()
+def server(shared: Compilers, monkeypatch: pytest.MonkeyPatch) -> Compilers:
+    monkeypatch.setattr(shared, "limit", 60.0)
+    return shared
+
+
+@pytest.fixture
+def own(module: Any) -> Iterator[Compilers]:
+    with contextlib.closing(Compilers(workers=2)) as made:
+        yield made
+
+
+def process(compilers: Compilers) -> subprocess.Popen[bytes]:
+    assert compilers._server is not None
+    assert compilers._server._child is not None
+    return compilers._server._child
 
 
 def candidate(kernel: Any, tile: int) -> Candidate:
@@ -106,7 +130,23 @@ def compiled() -> list[list[str]]:
     return [line.split() for line in path.read_text().splitlines()] if path.exists() else []
 
 
+def begun(count: int = 1) -> list[int]:
+    """The processes that began to compile, once there are so many."""
+    while len(done := compiled()) < count:
+        time.sleep(0.01)
+    return [int(pid) for pid, *_ in done]
+
+
+def ended(*pids: int) -> None:
+    """Wait until none of them runs."""
+    give_up = time.monotonic() + 20
+    while any(map(alive, pids)):
+        assert time.monotonic() < give_up
+        time.sleep(0.01)
+
+
 def alive(pid: int) -> bool:
+    """Whether it runs: one that has ended may wait for its parent to look."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
@@ -119,17 +159,17 @@ def test_a_fault_costs_one_candidate(
     def submit(tile: int) -> futures.Future[None]:
         return server.submit(problem(n=48), candidate(installed.kernel, tile))
 
-    ended = {tile: submit(tile) for tile in (3, 4, 5, 6, 7, 1)}
-    assert reason(ended[3]) == "its compiler ended with exit code 3"
-    assert reason(ended[4]) == "its compiler died (signal 11, SIGSEGV): so it ends"
-    assert reason(ended[5]) == "ValueError: no such layout"
-    assert reason(ended[6]) == "SystemExit: enough"
-    assert ended[7].result(timeout=60) is None
-    assert ended[1].result(timeout=60) is None
-    begun = compiled()
-    assert {int(tile) for _, tile, *_ in begun} == set(ended)
-    assert str(os.getpid()) not in {pid for pid, *_ in begun}
-    assert {n for *_, n, _ in begun} == {"48"}
+    asked = {tile: submit(tile) for tile in (3, 4, 5, 6, 7, 1)}
+    assert reason(asked[3]) == "its compiler ended with exit code 3"
+    assert reason(asked[4]) == "its compiler died (signal 11, SIGSEGV): so it ends"
+    assert reason(asked[5]) == "ValueError: no such layout"
+    assert reason(asked[6]) == "SystemExit: enough"
+    assert asked[7].result(timeout=60) is None
+    assert asked[1].result(timeout=60) is None
+    lines = compiled()
+    assert {int(tile) for _, tile, *_ in lines} == set(asked)
+    assert str(os.getpid()) not in {pid for pid, *_ in lines}
+    assert {n for *_, n, _ in lines} == {"48"}
     assert capfd.readouterr() == ("", "")
 
 
@@ -150,7 +190,7 @@ def test_hanging_candidates_cost_one_limit(server: Compilers, installed: Any) ->
     )
     # They are told apart by problem, and another day is another chance.
     assert server.submit(problem(), candidate(installed.kernel, 1)).result(timeout=60) is None
-    assert not any(alive(int(pid)) for pid, tile, *_ in compiled() if tile == "2")
+    ended(*(int(pid) for pid, tile, *_ in compiled() if tile == "2"))
 
 
 def test_what_hangs_keeps_no_other_kernel_waiting(
@@ -172,8 +212,7 @@ def test_what_hangs_keeps_no_other_kernel_waiting(
 def test_what_is_given_up_is_killed(server: Compilers, installed: Any) -> None:
     hung = [server.submit(problem(), candidate(installed.kernel, 2)) for _ in range(4)]
     kept = server.submit(problem(), candidate(installed.kernel, 8))
-    while len(compiled()) < 2:
-        time.sleep(0.01)
+    begun(2)
     server.cancel_pending(hung)
     done, _ = futures.wait([*hung, kept], timeout=30)
     assert len(done) == 5
@@ -181,28 +220,25 @@ def test_what_is_given_up_is_killed(server: Compilers, installed: Any) -> None:
     assert kept.result() is None
     pids = {int(pid) for pid, tile, *_ in compiled() if tile == "2"}
     assert len(pids) == 2
-    assert not any(map(alive, pids))
+    ended(*pids)
 
 
 def test_closing_ends_every_process_and_leaves_no_file(
-    server: Compilers, installed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    own: Compilers, installed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TMPDIR", str(tmp_path / "temporary"))
-    (tmp_path / "temporary").mkdir()
-    future = server.submit(problem(), candidate(installed.kernel, 2))
-    while not compiled():
-        time.sleep(0.01)
-    assert list((tmp_path / "temporary").iterdir())
-    assert server._server is not None
-    assert server._server._child is not None
-    pids = [server._server._child.pid, int(compiled()[0][0])]
+    folder = tmp_path / "temporary"
+    folder.mkdir()
+    monkeypatch.setenv("TMPDIR", str(folder))
+    future = own.submit(problem(), candidate(installed.kernel, 2))
+    pids = [*begun(), process(own).pid]
+    assert list(folder.iterdir())
     assert all(map(alive, pids))
-    server.close()
+    own.close()
     assert future.result(timeout=10) is None  # left to whoever asked
-    assert not any(map(alive, pids))
-    assert not list((tmp_path / "temporary").iterdir())
+    ended(*pids)
+    assert not list(folder.iterdir())
     # Closed is not broken.
-    again = server.submit(problem(), candidate(installed.kernel, 5))
+    again = own.submit(problem(), candidate(installed.kernel, 5))
     assert reason(again) == "ValueError: no such layout"
 
 
@@ -228,8 +264,16 @@ def test_what_the_server_does_not_have_is_left_to_bind(
         object.__setattr__(given.config, "tile", object())
     assert server.submit(asked, given).result(timeout=60) is None
     assert not compiled()
-    if why in ("interpreted", "nothing to compile"):
-        assert server._server is None
+
+
+def test_no_server_is_started_for_nothing(
+    own: Compilers, installed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    own.submit(problem(), candidate(FakeKernel("compiled.one"), 3)).result(timeout=1)
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    own.prepare()
+    own.submit(problem(), candidate(installed.kernel, 3)).result(timeout=1)
+    assert own._server is None
 
 
 def test_an_epilogue_with_parameters_arrives(server: Compilers, installed: Any) -> None:
@@ -251,14 +295,14 @@ def test_variables_that_changed_since_hold(
 
 
 def test_another_plugin_path_is_another_server(
-    server: Compilers, installed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    own: Compilers, installed: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    server.submit(problem(), candidate(installed.kernel, 1)).result(timeout=60)
+    own.submit(problem(), candidate(installed.kernel, 1)).result(timeout=60)
     install(tmp_path / "more", "later", PLUGIN.replace("compiled.", "later."))
     monkeypatch.syspath_prepend(str(tmp_path / "more"))
     monkeypatch.setenv("TMM_PLUGINS", "later")
     later = importlib.import_module("later_plugin")
-    assert reason(server.submit(problem(), candidate(later.kernel, 5))).startswith("ValueError")
+    assert reason(own.submit(problem(), candidate(later.kernel, 5))).startswith("ValueError")
 
 
 @pytest.mark.parametrize("broken", ["process", "import", "death", "slow"])
@@ -353,7 +397,7 @@ def test_a_budget_that_ends_ends_compiling(server: Compilers, installed: Any) ->
     assert time.monotonic() - started < 20
     (hung,) = (c for c in record.candidates if c.config.get("tile") == 2)
     assert (hung.status, hung.reason) == ("failed", "the tuning budget ended before it")
-    assert not any(alive(int(pid)) for pid, tile, *_ in compiled() if tile == "2")
+    ended(*(int(pid) for pid, tile, *_ in compiled() if tile == "2"))
 
 
 # -- processes of many kinds ----------------------------------------------------------------
@@ -432,75 +476,72 @@ def test_a_removed_working_folder(installed: Any, tmp_path: Path) -> None:
     ]
 
 
+#: The last is a child that Python knows nothing of, with all the files of its parent open.
 ENDS = """
-compilers.default().submit(problem(), candidate(2))
-while not os.path.exists(os.environ["COMPILED"]):
+import ctypes
+made = compilers.default()
+made.submit(problem(), candidate(2))
+while made._server._child is None:
     time.sleep(0.01)
-print(compilers.default()._server._child.pid, flush=True)
-time.sleep(100)
+held = ctypes.CDLL(None).fork() if {held} else -1
+if held:
+    print(made._server._child.pid, held, flush=True)
+else:
+    os.setsid()
+    os.close(2)
+time.sleep(200)
 """
 
 
-@pytest.mark.parametrize("how", [signal.SIGKILL, signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("child", [False, True])
-def test_no_process_outlives_its_parent(how: int, child: bool, installed: Any) -> None:
-    """Not even where another child of it, that was forked, holds all of its files."""
-    body = ENDS
-    if child:
-        body = ENDS.replace("time.sleep(100)", "os.fork() or os.setsid()\ntime.sleep(8)")
-    program = run(body, start_new_session=True)
+@pytest.mark.parametrize(
+    ("how", "held"), [(signal.SIGKILL, True), (signal.SIGTERM, False), (signal.SIGINT, False)]
+)
+def test_no_process_outlives_its_parent(how: int, held: bool) -> None:
+    program = run(ENDS.format(held=held), start_new_session=True)
     assert program.stdout is not None
-    server = int(program.stdout.readline())
-    worker = int(compiled()[0][0])
-    time.sleep(0.3)
-    assert alive(server)
-    assert alive(worker)
+    server, holder = map(int, program.stdout.readline().split())
+    pids = [server, *begun()]
+    assert all(map(alive, pids))
     # As a terminal does: to the whole group.
     os.killpg(program.pid, how)
-    started = time.monotonic()
-    while alive(server) or alive(worker):
-        assert time.monotonic() - started < 7.0
-        time.sleep(0.02)
-    _, err = program.communicate(timeout=20)
+    ended(*pids)
+    if held:
+        assert alive(holder)
+        os.kill(holder, signal.SIGKILL)
+    _, err = program.communicate(timeout=30)
     assert program.returncode != 0
     # Whoever interrupts sees where this process was, and nothing of the others.
     assert err.count("Traceback") == (1 if how == signal.SIGINT else 0)
 
 
-def test_a_server_that_is_killed_is_not_missed(server: Compilers, installed: Any) -> None:
-    future = server.submit(problem(), candidate(installed.kernel, 2))
-    while not compiled():
-        time.sleep(0.01)
-    worker = int(compiled()[0][0])
-    assert server._server is not None
-    assert server._server._child is not None
-    child = server._server._child
+def test_a_server_that_is_killed_is_not_missed(own: Compilers, installed: Any) -> None:
+    future = own.submit(problem(), candidate(installed.kernel, 2))
+    pids = [*begun(), process(own).pid]
 
     def kill() -> None:
-        os.kill(child.pid, signal.SIGKILL)
+        os.kill(pids[-1], signal.SIGKILL)
         assert future.result(timeout=10) is None
-        while not server._broken:
+        while not own._broken:
             time.sleep(0.01)
 
     with pytest.warns(TmmWarning, match=r"died \(signal 9, SIGKILL\)"):
         kill()
-    while alive(worker):
-        time.sleep(0.01)
+    ended(*pids)
 
 
 def test_many_threads_and_many_jobs(server: Compilers, installed: Any) -> None:
-    ended: list[futures.Future[None]] = []
+    asked: list[futures.Future[None]] = []
 
     def ask() -> None:
         for n in range(60):
-            ended.append(server.submit(problem(n=n + 1), candidate(installed.kernel, 1)))
+            asked.append(server.submit(problem(n=n + 1), candidate(installed.kernel, 1)))
 
     threads = [threading.Thread(target=ask) for _ in range(4)]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert [future.result(timeout=60) for future in ended] == [None] * 240
-    begun = compiled()
-    assert len(begun) == 240
-    assert 1 <= len({pid for pid, *_ in begun}) <= 2
+    assert [future.result(timeout=60) for future in asked] == [None] * 240
+    lines = compiled()
+    assert len(lines) == 240
+    assert 1 <= len({pid for pid, *_ in lines}) <= 2

@@ -81,7 +81,7 @@ def test_of_deferred_kernels_the_winner_alone_is_loaded(process: Process) -> Non
     process(FakeKernel("k"), FakeKernel("other"), k=1.0)[0].choose(PROBLEM, settings())
     dispatcher, kernels = process(FakeKernel("k"), FakeKernel("other"))
     choice = dispatcher.choose(PROBLEM, settings())
-    assert choice.candidate.kernel is kernels[0].kernel
+    assert choice.candidate.kernel.kernel is kernels[0].kernel  # type: ignore[attr-defined]
     assert [k.times for k in kernels] == [1, 0]
     # The bucket's record answers for a size that was asked about.
     first, _ = process(FakeKernel("k"), FakeKernel("other"))

@@ -11,6 +11,7 @@ import contextlib
 import ctypes
 import dataclasses
 import gc
+import importlib
 import json
 import os
 import resource
@@ -332,6 +333,9 @@ def main() -> None:
         os.chdir(folder)
     registry = Registry.from_environment()
     registry.kernels()
+    if "triton" in sys.modules:
+        with contextlib.suppress(Exception):  # another Triton, which its kernels will say
+            importlib.import_module("tmm_core.triton.kept").warm()
     gc.collect()
     gc.freeze()  # or a worker's collections would copy every page
     Server(channel, most, registry).run()

@@ -28,6 +28,7 @@ from concurrent.futures import Future, InvalidStateError
 from typing import IO, Any
 
 from tmm_core.errors import TmmWarning
+from tmm_core.spec.asking import Asked
 from tmm_core.spec.device import interpreting
 from tmm_core.spec.kernel import Candidate, Kernel
 from tmm_core.spec.problem import Problem
@@ -39,6 +40,7 @@ START_LIMIT = 60.0
 #: Seconds the server may take to end before it is killed.
 _END_LIMIT = 2.0
 
+_NONE = Kernel.compile
 _PROGRAM = ["-m", "tmm_core.dispatch.compile_server"]
 #: Variables with which the server starts. Numerical libraries start threads where they may, and a
 #: process with threads had better not fork.
@@ -355,7 +357,8 @@ def _resolve(future: Future[None], error: str | None = None) -> None:
 def _job(problem: Problem, candidate: Candidate, limit: float) -> dict[str, Any] | None:
     """What a worker is told; None where there is nothing for it to do."""
     kernel = candidate.kernel
-    if type(kernel).compile is Kernel.compile:
+    compiles = kernel.compiles if isinstance(kernel, Asked) else type(kernel).compile is not _NONE
+    if not compiles:
         return None
     requirements = ("deterministic", "batch_invariant", "capturing")
     return {

@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from tmm_core.settings import Settings
+from tmm_core.spec.asking import let_through
 from tmm_core.spec.kernel import Deferred, Kernel
 from tmm_core.spec.problem import Problem
 
@@ -67,8 +68,9 @@ class Answers:
                 files.update(each.files())
             others = {name: each.circumstances() for name, each in self.deferred.items()}
             return Notes("able", [sys.version, stamp(files), others], self._root)
-        except Exception:  # a stranger's, or what it returned is not JSON: nothing is noted
-            return None
+        except BaseException as error:  # a stranger's, or what it returned is not JSON
+            let_through(error)
+            return None  # nothing is noted
 
     def get(self, problem: Problem, settings: Settings) -> frozenset[Able] | None:
         """Those that can, of what was noted; None where nothing was."""

@@ -58,7 +58,7 @@ def kernel_infos(registry: Registry, settings: Settings) -> list[KernelInfo]:
                 source.distribution,
                 source.version,
                 kernel.traits,
-                "disabled by TMM_DISABLE or override" if off else None,
+                "disabled by TMM_DISABLE or override" if off else kernel.fault,
             )
         )
     for fault in registry.faults():

@@ -37,7 +37,7 @@ from tmm_core.dispatch.trust import Trust
 from tmm_core.dispatch.unmeasured import unmeasured
 from tmm_core.errors import (
     CacheMissError,
-    ConfigError,
+    PluginError,
     TmmError,
     TmmWarning,
     UnsupportedProblemError,
@@ -348,14 +348,14 @@ class Dispatcher:
             self._forget()
             self._neighbours.add(device, record)
 
-    def quarantine(self, problem: Problem, choice: Choice, fault: Exception | str) -> None:
+    def quarantine(self, problem: Problem, choice: Choice, fault: BaseException | str) -> None:
         """Never again use this kernel for problems of this bucket, in this process.
 
         Args:
             fault: What it raised, or what verification found to be wrong with its result.
         """
         name = choice.candidate.kernel.name
-        raised = isinstance(fault, Exception)
+        raised = isinstance(fault, BaseException)
         text = f"{type(fault).__name__}: {fault}" if raised else str(fault)
         self._quarantine[name, bucketed(_bare(problem))] = f"it raised {text}" if raised else text
         self._forget()
@@ -607,7 +607,7 @@ class Dispatcher:
             if kernel.name == result.kernel and (any_version or kernel.version == result.version):
                 try:
                     config = kernel.config_type.from_json(result.config)
-                except ConfigError as error:
+                except Exception as error:  # ConfigError, or a stranger's own
                     self._warn_once(kernel, error)
                     continue
                 if not config.unsaid(problem):
@@ -633,6 +633,8 @@ class Dispatcher:
         return str(path or "not stored")
 
     def _warn_once(self, kernel: Kernel[Any], fault: Exception | str) -> None:
+        if isinstance(fault, PluginError):  # it was set aside, which has been said
+            return
         text = fault if isinstance(fault, str) else f"{type(fault).__name__}: {fault}"
         self._say_once(f"kernel {kernel.name}: {text}")
 

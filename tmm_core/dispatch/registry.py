@@ -22,8 +22,9 @@ from tmm_core.dispatch.deferred import collector_off
 from tmm_core.errors import PluginError, TmmWarning, UnknownNameError
 from tmm_core.settings import Settings, names
 from tmm_core.spec import hookspecs
+from tmm_core.spec.asking import Asked, let_through, shown, told
 from tmm_core.spec.epilogue import BUILTIN, IDENTITY, Epilogue, EpilogueLike, parse
-from tmm_core.spec.kernel import Config, Deferred, Kernel, Traits
+from tmm_core.spec.kernel import Deferred, Kernel
 from tmm_core.spec.problem import Problem
 
 #: The distribution that this is part of.
@@ -49,7 +50,7 @@ class Source:
 class Registered:
     """A kernel with where it came from."""
 
-    kernel: Kernel[Any]
+    kernel: Asked
     source: Source
 
 
@@ -95,7 +96,6 @@ class Registry:
         self._faults: list[Fault] = []
         self._loaded = False
         self._lock = threading.RLock()
-        self._suspect: set[str] = set()
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Registry:
@@ -162,8 +162,9 @@ class Registry:
             return
         try:
             plugin = entry_point.load()
-        except Exception as error:  # whatever a stranger's import raises
-            self._fault(source, f"import failed: {_describe(error)}", error)
+        except BaseException as error:  # whatever a stranger's import raises
+            let_through(error)
+            self._fault(source, f"import failed: {told(error)}", error)
             return
         self._take(plugin, source)
 
@@ -171,16 +172,17 @@ class Registry:
         """Register with pluggy, which checks signatures, then ask this plugin alone."""
         try:
             self._manager.register(plugin, name=source.plugin)
-        except Exception as error:
-            self._fault(source, f"cannot be registered: {_describe(error)}", error)
+            unknown = [
+                name
+                for name in dir(plugin)
+                if name.startswith("tmm_")
+                and name not in ("tmm_kernels", "tmm_epilogues")
+                and self._manager.parse_hookimpl_opts(plugin, name) is not None
+            ]
+        except BaseException as error:
+            let_through(error)
+            self._fault(source, f"cannot be registered: {told(error)}", error)
             return
-        unknown = [
-            name
-            for name in dir(plugin)
-            if name.startswith("tmm_")
-            and name not in ("tmm_kernels", "tmm_epilogues")
-            and self._manager.parse_hookimpl_opts(plugin, name) is not None
-        ]
         if unknown:
             self._fault(source, f"implements unknown hooks {unknown}")
         hooks = (
@@ -194,17 +196,22 @@ class Registry:
                 try:
                     brought = impl.function()
                     if not isinstance(brought, Sequence) or isinstance(brought, str):
-                        raise TypeError(f"{hook.name} must return a list, got {brought!r}")
-                except Exception as error:
-                    self._fault(source, f"{hook.name} failed: {_describe(error)}", error)
+                        raise TypeError(f"{hook.name} must return a list, got {shown(brought)}")
+                    things = list(brought)
+                except BaseException as error:
+                    let_through(error)
+                    self._fault(source, f"{hook.name} failed: {told(error)}", error)
                     continue
-                for thing in brought:
+                for thing in things:
                     add(thing, source)
 
-    def _add_kernel(self, kernel: Any, source: Source) -> None:
-        if reason := None if isinstance(kernel, Deferred) else _unusable(kernel):
-            self._fault(source, reason)
-        elif (other := self._source(kernel.name)) is not None:
+    def _add_kernel(self, brought: Any, source: Source) -> None:
+        try:
+            kernel = brought if isinstance(brought, Deferred) else Asked(brought, str(source))
+        except PluginError as error:
+            self._fault(source, str(error), error.__cause__)
+            return
+        if (other := self._source(kernel.name)) is not None:
             self._fault(source, f"kernel {kernel.name!r} is already registered by {other}")
         elif isinstance(kernel, Deferred):
             self.deferred[kernel.name] = kernel
@@ -223,24 +230,29 @@ class Registry:
             source = self._unloaded.get(name)
             if source is None:
                 return
+            cause: BaseException | None = None
             try:
                 with collector_off():
-                    kernel = self.deferred[name].load()
-                if (reason := _unusable(kernel)) is None and kernel.name != name:
-                    reason = f"kernel {name!r} turned out to be {kernel.name!r}"
-                error = None
-            except Exception as raised:  # whatever a stranger's import raises
-                reason, error = f"kernel {name!r} failed to load: {_describe(raised)}", raised
+                    kernel = Asked(self.deferred[name].load(), str(source))
+                wrong = kernel.name != name
+                reason = f"kernel {name!r} turned out to be {kernel.name!r}" if wrong else None
+            except PluginError as error:
+                reason, cause = str(error), error.__cause__
+            except BaseException as error:  # whatever a stranger's import raises
+                let_through(error)
+                reason, cause = f"kernel {name!r} failed to load: {told(error)}", error
+            del self._unloaded[name]
             if reason is None:
                 self._kernels[name] = Registered(kernel, source)
             else:
-                self._fault(source, reason, error)
+                self._fault(source, reason, cause)
                 warnings.warn(f"{source}: {reason}", TmmWarning, stacklevel=4)
-            del self._unloaded[name]
 
     def _add_epilogue(self, epilogue: Any, source: Source) -> None:
         if not isinstance(epilogue, Epilogue):
-            self._fault(source, f"tmm_epilogues must return Epilogue objects, got {epilogue!r}")
+            self._fault(
+                source, f"tmm_epilogues must return Epilogue objects, got {shown(epilogue)}"
+            )
         elif (other := self._epilogues.get(epilogue.name)) is not None:
             self._fault(source, f"epilogue {epilogue.name!r} is already registered by {other[1]}")
         else:
@@ -317,14 +329,7 @@ class Registry:
             (problem.capturing, kernel.traits.capture_safe, "safe under graph capture"),
         )
         reasons += [f"not {what}" for wanted, has, what in required if wanted and not has]
-        try:
-            reasons += kernel.reasons_against(problem)
-        except Exception as error:  # the spec forbids it, a stranger's kernel may all the same
-            reasons.append(f"reasons_against raised {_describe(error)}")
-            if kernel.name not in self._suspect:
-                self._suspect.add(kernel.name)
-                warnings.warn(f"kernel {kernel.name!r}: {reasons[-1]}", TmmWarning, stacklevel=2)
-        return reasons
+        return reasons + kernel.reasons_against(problem)
 
     def candidates(
         self, problem: Problem, settings: Settings
@@ -363,21 +368,3 @@ def _precedence(entry_point: importlib.metadata.EntryPoint) -> tuple[bool, str, 
     distribution = entry_point.dist.name if entry_point.dist else ""
     ours = re.sub(r"[-_.]+", "-", distribution).lower() == DISTRIBUTION  # as installers normalise
     return (not ours, distribution, entry_point.name)
-
-
-def _unusable(kernel: Any) -> str | None:
-    if not isinstance(kernel, Kernel):
-        hint = " (the class; return an instance)" if isinstance(kernel, type) else ""
-        return f"tmm_kernels must return Kernel objects, got {kernel!r}{hint}"
-    name = getattr(kernel, "name", None)
-    if not isinstance(name, str) or not name:
-        return f"{type(kernel).__qualname__} has no name"
-    if not isinstance(kernel.traits, Traits):
-        return f"kernel {name!r}: traits must be a Traits, got {kernel.traits!r}"
-    if not (isinstance(kernel.config_type, type) and issubclass(kernel.config_type, Config)):
-        return f"kernel {name!r}: config_type must be a Config subclass"
-    return None
-
-
-def _describe(error: BaseException) -> str:
-    return f"{type(error).__name__}: {error}"

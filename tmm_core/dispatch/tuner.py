@@ -40,6 +40,7 @@ from tmm_core.dispatch.unmeasured import unmeasured
 from tmm_core.dispatch.verifier import Verifier
 from tmm_core.errors import TmmWarning
 from tmm_core.settings import Settings
+from tmm_core.spec.asking import Asked, let_through
 from tmm_core.spec.bucket import bucket_edge, probes
 from tmm_core.spec.kernel import BASELINE, Candidate, Config, Kernel, Launcher
 from tmm_core.spec.precision import as_posed
@@ -153,6 +154,7 @@ class Tuner:
         results = [tuning.result(trial) for trial in tuning.trials]
         untried = proposals.untried(trial.candidate.kernel for trial in tuning.trials)
         results += [_untried(kernel, why) for kernel, why in untried.items()]
+        results = _without_set_aside(results, kernels)
         measured = {(r.kernel, r.version) for r in results}
         present = {(k.name, k.version) for k in kernels}
         if before is not None:
@@ -325,7 +327,8 @@ class _Tuning:
                 baseline=trial.is_baseline,
                 brief=not repeats,
             )
-        except Exception as error:
+        except BaseException as error:  # a kernel may call sys.exit
+            let_through(error)
             trial.fail(error)
             return
         trial.error = verdict.error
@@ -341,7 +344,8 @@ class _Tuning:
             settle: It is the last stage: so many rounds before it count for nothing, and where
                 something held BLAS up in the middle of it, it is done again.
         """
-        runs = [t.run for t in racing]
+        racing = [trial for trial in racing if trial.run is not None]
+        runs = [trial.run for trial in racing]
         if not runs:
             return
         options: dict[str, Any] = {
@@ -354,6 +358,10 @@ class _Tuning:
             samples = self._timer.measure(runs, rounds, **options)
             if settle is not None and held_up(samples[_anchor(racing)]):
                 samples = self._timer.measure(runs, rounds, **options)
+        except _LaunchError as raised:  # it is out, and the others start over
+            next(trial for trial in racing if trial.run is raised.run).fail(raised.error)
+            self._measure(racing, rounds, burst_us, settle)
+            return
         except Exception as error:
             warnings.warn(f"timing {self._problem} failed: {error}", TmmWarning, stacklevel=2)
             return
@@ -438,7 +446,11 @@ class _Runner:
     out: torch.Tensor | None
 
     def __call__(self, copy: int) -> object:
-        return self.inputs[copy].launch(self.launcher, self.out)
+        try:
+            return self.inputs[copy].launch(self.launcher, self.out)
+        except BaseException as error:  # a kernel may call sys.exit
+            let_through(error)
+            raise _LaunchError(self, error) from error
 
 
 def _anchor(racing: Sequence[_Trial]) -> int:
@@ -493,6 +505,26 @@ def _untried(kernel: Kernel[Any], why: BaseException | str) -> CandidateResult:
     return CandidateResult(
         kernel=kernel.name, version=kernel.version, config={}, status="failed", reason=trial.reason
     )
+
+
+def _without_set_aside(
+    results: list[CandidateResult], kernels: Sequence[Kernel[Any]]
+) -> list[CandidateResult]:
+    """``results``, with those of kernels that answered nonsense meanwhile as failed."""
+    faults = {k.name: k.fault for k in kernels if isinstance(k, Asked) and k.name != BASELINE}
+    return [
+        replace(result, status="failed", reason=fault[:500]) if fault is not None else result
+        for result in results
+        for fault in (faults.get(result.kernel),)
+    ]
+
+
+class _LaunchError(Exception):
+    """A launch that raised while it was timed, and whose it was."""
+
+    def __init__(self, run: _Runner, error: BaseException) -> None:
+        super().__init__(str(error))
+        self.run, self.error = run, error
 
 
 def _device(problem: Problem) -> torch.device:

@@ -15,9 +15,11 @@ from torch.autograd import forward_ad
 from torch.autograd import profiler as _profiler
 
 from tmm_core import settings
+from tmm_core.errors import PluginError
 from tmm_core.launch.check import PLAIN, check, result_dtype
 from tmm_core.launch.fold import Fold
 from tmm_core.launch.plan import Choice, Plan, scales_signature, signature
+from tmm_core.spec.asking import let_through, told
 from tmm_core.spec.device import fingerprint
 from tmm_core.spec.epilogue import INTERNED, Epilogue
 from tmm_core.spec.kernel import BASELINE, Launcher, ScaledLauncher
@@ -52,7 +54,7 @@ class Answerer(Hashable, Protocol):
         self, problem: Problem, settings: settings.Settings, /
     ) -> tuple[Choice, Launcher]: ...
 
-    def quarantine(self, problem: Problem, choice: Choice, error: Exception, /) -> None: ...
+    def quarantine(self, problem: Problem, choice: Choice, error: BaseException, /) -> None: ...
 
 
 def answerer() -> Answerer:
@@ -175,7 +177,7 @@ def run(
         if _profiler._is_profiler_enabled:
             return _recorded(plan, a, b, bias, residual, alpha, out)
         return plan.launcher(a, b, bias, residual, alpha, out)
-    except Exception as error:
+    except BaseException as error:  # a kernel may call sys.exit
         if not _quarantine(plan, error):
             raise
         _plans.pop(key, None)
@@ -212,7 +214,7 @@ def _run_scaled(
         if _profiler._is_profiler_enabled:
             return _recorded(plan, a, b, bias, residual, alpha, out, *numbers)
         return launcher(a, b, bias, residual, alpha, out, *numbers)
-    except Exception as error:
+    except BaseException as error:  # a kernel may call sys.exit
         if not _quarantine(plan, error):
             raise
         _plans.pop(key, None)
@@ -344,10 +346,17 @@ def recall(document: Mapping[str, Any], device: torch.device) -> Problem:
     return Problem.from_json(document, fingerprint(device), epilogue)
 
 
-def _quarantine(plan: Plan, error: Exception) -> bool:
-    """Put a kernel that raised out of use; False where the error is the caller's to see."""
+def _quarantine(plan: Plan, error: BaseException) -> bool:
+    """Put a kernel that raised out of use; False where the error is the caller's to see.
+
+    Raises:
+        PluginError: What it raised would end the process.
+    """
+    let_through(error)
     hopeless = plan.choice.origin == "forced" or plan.kernel == BASELINE
     if hopeless or isinstance(error, torch.OutOfMemoryError):
+        if not isinstance(error, Exception):
+            raise PluginError(f"kernel {plan.kernel} raised {told(error)}") from error
         return False
     answerer().quarantine(plan.problem, plan.choice, error)
     return True

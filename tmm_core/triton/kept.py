@@ -59,6 +59,12 @@ def compile_kept(
     return compiled
 
 
+def warm() -> None:
+    """Have what every compilation of this process asks for: Triton's hash of itself, which takes
+    0.4 s."""
+    triton_key()
+
+
 def _ordinary() -> bool:
     """Whether nothing is set that makes Triton compile otherwise, look elsewhere or tell
     somebody."""

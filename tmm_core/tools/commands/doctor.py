@@ -258,7 +258,9 @@ def _kernels(device: torch.device) -> Iterator[Finding]:
                 yield Finding("kernel", "problem", text, advice)
                 break
         else:
-            if tried:
+            if kernel.fault is not None:
+                yield Finding("kernel", "problem", kernel.fault, advice)
+            elif tried:
                 yield Finding("kernel", "ok", f"{kernel.name} runs and is right")
             else:
                 text = f"{kernel.name} declines: {'; '.join(reasons)}"

@@ -1,0 +1,372 @@
+"""A kernel that answers nonsense costs itself: no process, no call, nobody else's record."""
+
+from __future__ import annotations
+
+import inspect
+import itertools
+import json
+import math
+import os
+import subprocess
+import sys
+import threading
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fakes import (
+    FakeBlas,
+    FakeConfig,
+    FakeKernel,
+    FakeTimer,
+    dispatcher,
+    plugin,
+    problem,
+    settings,
+)
+
+import tmm_core
+from tmm_core import Config, Kernel, TmmWarning, Traits, UnsupportedProblemError, dispatch, hookimpl
+from tmm_core.dispatch.registry import Registry
+from tmm_core.dispatch.tuner import Tuner
+from tmm_core.errors import PluginError
+from tmm_core.launch import warm
+from tmm_core.spec.asking import Asked
+
+HERE = Path(__file__).parent.parent
+
+
+@dataclass(frozen=True, kw_only=True)
+class WithTensor(FakeConfig):
+    weights: Any = None
+
+
+class Unprintable:
+    def __repr__(self) -> str:
+        raise SystemExit("repr")
+
+
+class UnspeakableError(Exception):
+    def __str__(self) -> str:
+        raise SystemExit("str")
+
+
+def raiser(error: BaseException) -> Callable[..., Any]:
+    def answer(*arguments: Any) -> Any:
+        raise error
+
+    return answer
+
+
+#: What is answered to each question, and what the warning says of it.
+NONSENSE: list[tuple[str, Any, str]] = [
+    *((q, raiser(ZeroDivisionError("oh")), "raised ZeroDivisionError: oh") for q in (
+        "reasons_against", "configs", "default_config", "estimate_us", "workspace_bytes",
+    )),
+    *((q, raiser(SystemExit(3)), "raised SystemExit: 3") for q in (
+        "reasons_against", "configs", "default_config", "estimate_us", "workspace_bytes",
+    )),
+    ("reasons_against", raiser(GeneratorExit()), "raised GeneratorExit"),
+    ("estimate_us", raiser(UnspeakableError()), "raised UnspeakableError"),
+    ("reasons_against", lambda *_: "needs a GPU", "not a list of reasons"),
+    ("reasons_against", lambda *_: None, "returned None"),
+    ("reasons_against", lambda *_: [None], "not reasons in words"),
+    ("estimate_us", lambda *_: -1, "returned -1"),
+    ("estimate_us", lambda *_: math.nan, "returned nan"),
+    ("estimate_us", lambda *_: "10", "returned '10', not µs"),
+    ("estimate_us", lambda *_: Unprintable(), "whose repr failed"),
+    ("workspace_bytes", lambda *_: -1, "returned -1"),
+    ("workspace_bytes", lambda *_: None, "returned None"),
+    ("workspace_bytes", lambda *_: "0", "returned '0'"),
+    ("workspace_bytes", lambda *_: 0.5, "returned 0.5"),
+    ("configs", lambda *_: None, "returned None, not configs"),
+    ("configs", lambda *_: [None], "gave None, not a FakeConfig"),
+    ("configs", lambda *_: (FakeConfig(tile=n) for n in itertools.count(1)), "more than"),
+    ("configs", lambda *_: [WithTensor(weights=torch.ones(2))], "whose weights is tensor"),
+    ("configs", lambda *_: [WithTensor(weights=[1])], "unhashable"),
+    ("configs", lambda *_: [WithTensor(weights=math.inf)], "whose weights is inf"),
+    ("default_config", lambda *_: None, "gave None"),
+    ("default_config", lambda *_: Config(), "not a FakeConfig"),
+]  # fmt: skip
+
+
+def strange(question: str, answer: Any) -> FakeKernel:
+    """A kernel that is the fastest, if it is asked the right thing only."""
+    kind = type("Strange", (FakeKernel,), {question: lambda self, *about: answer(*about)})
+    kernel: FakeKernel = kind("strange", estimate=1.0, tiles=(1, 2, 3))
+    return kernel
+
+
+@pytest.mark.parametrize(("question", "answer", "said"), NONSENSE)
+def test_nonsense_costs_its_kernel_alone(
+    question: str, answer: Any, said: str, tmp_path: Path
+) -> None:
+    bad, good = strange(question, answer), FakeKernel("good", estimate=5.0)
+    times = {"strange": 4.0, "good": 5.0, "blas": 10.0}
+    d, _ = dispatcher(FakeBlas(estimate=10.0), bad, good, times=times, root=tmp_path)
+    with pytest.warns(TmmWarning) as caught:
+        choice = d.choose(problem(), settings())
+    (warning,) = caught
+    text = str(warning.message)
+    assert text.startswith("kernel 'strange' of plugin 'fakes' is set aside: " + question), text
+    assert said in text
+    raised = said.startswith("raised")
+    line = inspect.getsourcelines(raiser if raised else strange)[1] + 2
+    assert f"({__file__}:{line})" in text
+    assert (choice.candidate.kernel.name, choice.origin) == ("good", "tuned")
+    found = d.record(problem())
+    assert found is not None
+    statuses = {c.kernel: c.status for c in found[1].candidates}
+    assert statuses.pop("strange", "failed") == "failed"
+    assert statuses == {"blas": "ok", "good": "ok"}
+
+    # From here on it is silent, whatever is asked, and says why it declines.
+    assert d.choose(problem(n=64), settings()).candidate.kernel.name == "good"
+    assert d.choose(problem(n=72), settings(on_cache_miss="heuristic")).candidate.kernel.name
+    assert text in d.rejections(problem(), settings())["strange"]
+    with pytest.raises(UnsupportedProblemError, match="set aside"):
+        d.choose(problem(), settings(kernel="strange"))
+
+    # The next process has the record: it measures nothing, though it is told once more.
+    again, timer = dispatcher(FakeBlas(estimate=10.0), strange(question, answer), good,
+                              times=times, root=tmp_path)  # fmt: skip
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", TmmWarning)
+        assert again.choose(problem(), settings()).candidate.kernel.name == "good"
+    assert timer.measured == []
+
+
+def test_nonsense_about_arithmetic_costs_its_kernel_alone(tmp_path: Path) -> None:
+    invariant = Traits(batch_invariant=True)
+    for answer in (raiser(KeyError("k")), raiser(SystemExit()), lambda *_: [1]):
+        bad = strange("arithmetic", answer)
+        bad.traits = invariant  # type: ignore[misc]
+        good = FakeKernel("good", traits=invariant)
+        blas = FakeBlas(traits=invariant)
+        times = {"strange": 1.0, "good": 5.0, "blas": 10.0}
+        d, _ = dispatcher(blas, bad, good, times=times)
+        with pytest.warns(TmmWarning, match="'strange' .* set aside: arithmetic") as caught:
+            choice = d.choose(problem(batch_invariant=True), settings(batch_invariant=True))
+        assert len(caught) == 1
+        assert choice.candidate.kernel.name == "good"
+
+
+@pytest.mark.parametrize("name", ["name", "version", "traits", "config_type"])
+@pytest.mark.parametrize("value", ["raises", "exits", "", None, 3])
+def test_what_names_a_kernel_is_asked_when_it_comes(name: str, value: Any) -> None:
+    faults = {"raises": ZeroDivisionError("oh"), "exits": SystemExit(3)}
+    attribute = property(raiser(faults[value])) if value in faults else value
+
+    class Odd(Kernel[FakeConfig]):
+        reasons_against = configs = default_config = bind = None  # type: ignore[assignment]
+
+        def __repr__(self) -> str:
+            raise SystemExit("repr")
+
+    fields = {"name": "odd", "version": "1", "traits": Traits(), "config_type": FakeConfig}
+    odd = type("Odd", (Odd,), {**fields, name: attribute})()
+
+    class Plugin:
+        @hookimpl
+        def tmm_kernels(self) -> list[Any]:
+            return [odd, FakeKernel("good")]
+
+    r = Registry()
+    with pytest.raises(PluginError, match=f"plugin 'p': kernel .*: {name} ") as caught:
+        r.register(Plugin(), "p")
+    if value in faults:
+        assert caught.value.__cause__ is faults[value]
+        assert f"{type(faults[value]).__name__}: {faults[value]}" in str(caught.value)
+    assert [registered.kernel.name for registered in r.kernels()] == ["good"]
+
+
+def test_proper_answers_pass() -> None:
+    asked = Asked(FakeKernel("k", tiles=(3, 4), estimate=2.5, workspace=64), "plugin 'p'")
+    assert asked.reasons_against(problem()) == []
+    assert asked.configs(problem()) == [FakeConfig(tile=3), FakeConfig(tile=4)]
+    config = asked.default_config(problem())
+    assert config == FakeConfig(tile=3)
+    assert (asked.estimate_us(problem(), config), asked.workspace_bytes(problem(), config)) == (
+        2.5, 64,
+    )  # fmt: skip
+    assert asked.arithmetic(problem(), config) == config
+    assert repr(asked) == "<kernel k 1>"
+    assert (asked.fault, asked.compiles) == (None, False)
+
+
+def test_an_empty_search_space_is_no_fault() -> None:
+    """A generator's first of nothing is a StopIteration."""
+
+    class Narrow(FakeKernel):
+        def configs(self, problem: Any) -> Any:
+            return [FakeConfig()] if problem.m > 64 else []
+
+        def default_config(self, problem: Any) -> FakeConfig:
+            return next(iter(self.configs(problem)))
+
+    d, _ = dispatcher(FakeBlas(), Narrow("narrow"), times={"narrow": 1.0, "blas": 10.0})
+    record = d.tune(problem(m=64), settings())
+    (empty,) = (c for c in record.candidates if c.kernel == "narrow")
+    assert (empty.status, "search space is empty" in str(empty.reason)) == ("failed", True)
+    assert d.choose(problem(m=128), settings()).candidate.kernel.name == "narrow"
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), GeneratorExit()])
+@pytest.mark.parametrize("where", ["bind", "verified", "timed"])
+def test_what_would_end_the_process_costs_one_candidate(error: BaseException, where: str) -> None:
+    launches = itertools.count(1)
+
+    class Leaves(FakeKernel):
+        def bind(self, problem: Any, config: FakeConfig) -> Any:
+            if where == "bind" and config.tile == 2:
+                raise error
+            launch = super().bind(problem, config)
+
+            def leaving(*arguments: Any) -> Any:
+                if config.tile == 2 and where == "verified":
+                    raise error
+                if config.tile == 2 and where == "timed" and next(launches) == 3:
+                    raise error
+                return launch(*arguments)
+
+            leaving.cost = launch.cost  # type: ignore[attr-defined]
+            return leaving
+
+    class Launching(FakeTimer):
+        def measure(self, runs: Any, rounds: int) -> list[list[float]]:
+            for run in runs:
+                run()
+            return super().measure(runs, rounds)
+
+    timer = Launching({"blas": 10.0, "leaves": 5.0})
+    leaves = Asked(Leaves("leaves", tiles=(1, 2)), "plugin 'p'")
+    record = Tuner(timer).tune(problem(), [FakeBlas(), leaves], settings())
+    mine = {c.config["tile"]: c for c in record.candidates if c.kernel == "leaves"}
+    assert leaves.fault is None
+    assert (mine[1].status, mine[2].status) == ("ok", "failed")
+    assert type(error).__name__ in str(mine[2].reason)
+
+
+@pytest.mark.parametrize("error", [SystemExit(3), GeneratorExit()])
+def test_a_launch_that_would_end_the_process_is_quarantined(error: BaseException) -> None:
+    def leave(out: torch.Tensor) -> torch.Tensor:
+        raise error
+
+    registry = dispatch.dispatcher().registry
+    registry.register(plugin(FakeKernel("test.bad", spoil=leave, estimate=1e-9)), "bad")
+    a, b = torch.randn(4, 5), torch.randn(5, 6)
+    with (
+        tmm_core.override(kernel="test.bad"),
+        pytest.raises(PluginError, match=r"test\.bad raised"),
+    ):
+        tmm_core.matmul(a, b)
+    registry.register(plugin(FakeKernel("test.worse", spoil=leave)), "worse")
+    chosen = tmm_core.plan(a, b, kernel="test.worse")
+    object.__setattr__(chosen.choice, "origin", "heuristic")
+    with pytest.warns(TmmWarning, match=f"test.worse failed .*{type(error).__name__}"):
+        assert warm._quarantine(chosen, error)
+
+
+@pytest.mark.parametrize(
+    "question", ["reasons_against", "configs", "default_config", "estimate_us", "bind"]
+)
+def test_ctrl_c_stops_at_once(question: str) -> None:
+    bad = strange(question, raiser(KeyboardInterrupt()))
+    d, _ = dispatcher(FakeBlas(), bad, times={"strange": 1.0, "blas": 10.0})
+    with pytest.raises(KeyboardInterrupt):
+        d.choose(problem(), settings())
+
+
+def test_many_threads_are_told_once() -> None:
+    asked = Asked(strange("estimate_us", lambda *_: -1), "plugin 'p'")
+    ready = threading.Barrier(8)
+
+    def ask() -> None:
+        ready.wait()
+        assert asked.estimate_us(problem(), FakeConfig()) is None
+
+    threads = [threading.Thread(target=ask) for _ in range(8)]
+
+    def run() -> None:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+
+    with pytest.warns(TmmWarning) as caught:
+        run()
+    assert len(caught) == 1
+
+
+# -- as installed -------------------------------------------------------------------------
+
+PLUGINS = {
+    "at_import": "import sys\nsys.exit('at import')\n",
+    "in_hook": """
+import sys
+from tmm_core import hookimpl
+@hookimpl
+def tmm_kernels(): sys.exit("in hook")
+""",
+    "in_dir": """
+class Plugin:
+    def __dir__(self): raise SystemExit("in dir")
+hooks = Plugin()
+""",
+    "in_load": """
+import sys
+from tmm_core import Deferred, hookimpl
+@hookimpl
+def tmm_kernels(): return [Deferred("in_load.one", lambda: sys.exit("in load"), lambda: sys.exit())]
+""",
+    "in_kernel": """
+import sys
+sys.path.insert(0, {here!r})
+from fakes import FakeKernel, plugin
+class Kernel(FakeKernel):
+    def reasons_against(self, problem): sys.exit("in reasons_against")
+hooks = plugin(Kernel("in_kernel.one"))
+""",
+}
+
+
+def test_the_commands_speak_of_plugins_that_would_end_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    for name, source in PLUGINS.items():
+        info = tmp_path / f"{name}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        hooks = ":hooks" if "hooks =" in source else ""
+        (info / "entry_points.txt").write_text(f"[tmm_core]\n{name} = {name}_plugin{hooks}\n")
+        (tmp_path / f"{name}_plugin.py").write_text(source.replace("{here!r}", repr(str(HERE))))
+    environment = {
+        **os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), *sys.path]),
+        "TMM_PLUGINS": ",".join(["blas", *PLUGINS]),
+    }  # fmt: skip
+
+    def command(*arguments: str) -> Any:
+        run = [sys.executable, "-W", "ignore", "-m", "tmm_core.tools.cli", *arguments, "--json"]
+        done = subprocess.run(run, env=environment, capture_output=True, text=True, timeout=120)
+        return json.loads(done.stdout)
+
+    told = {line["plugin"]: line["disabled"] for line in command("kernels")}
+    assert told.pop("blas") is None
+    assert told.pop("triton") == "not in TMM_PLUGINS"
+    assert told.pop("in_kernel") is None  # nobody asked it anything yet
+    assert told == {
+        "at_import": "import failed: SystemExit: at import",
+        "in_hook": "tmm_kernels failed: SystemExit: in hook",
+        "in_dir": "cannot be registered: SystemExit: in dir",
+        "in_load": "kernel 'in_load.one' failed to load: SystemExit: in load",
+    }
+    findings = command("doctor", "--device", "cpu")
+    problems = " ".join(each["text"] for each in findings if each["state"] == "problem")
+    for name in PLUGINS:
+        assert f"plugin '{name}' ({name} 1.0)" in problems, problems
+    assert f"in_kernel_plugin.py:{6}" in problems
+    assert any(each["text"] == "blas runs and is right" for each in findings)

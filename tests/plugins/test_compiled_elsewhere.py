@@ -1,0 +1,177 @@
+"""What a worker process compiled is what ``bind`` finds: the same builds, under the same keys.
+
+Compiling needs Triton not to be interpreting, so it is done in a process of its own.
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from tmm_triton.kernel import Built
+from tmm_triton.plugin import KERNELS
+from triton.backends.compiler import GPUTarget
+
+from tmm_core import Operand, Problem
+from tmm_core.spec.device import DeviceFingerprint
+from tmm_core.spec.epilogue import parse
+from tmm_core.triton import Launch, target_of
+
+H100 = DeviceFingerprint("cuda", "NVIDIA H100 80GB HBM3", (9, 0), 132, 232448, cuda="12.8")
+MI300 = DeviceFingerprint("cuda", "AMD Instinct MI300X", (9, 4), cuda="hip-6.4", arch="gfx942")
+ROW = Operand(torch.bfloat16)
+LOOSE = Operand(torch.bfloat16, aligned=False)
+LARGE = Problem(4096, 4096, 4096, ROW, ROW, ROW, H100)
+PROBLEMS = {
+    "large": replace(LARGE, epilogue=parse("gelu_tanh+softcap(30)"), bias=torch.bfloat16),
+    "decode": replace(LARGE, m=16),
+    "skinny": replace(LARGE, m=2, b=Operand(torch.bfloat16, "col")),
+    "large_k": replace(LARGE, m=256, n=256, k=65536, residual=ROW, scaled=True),
+    "gated": replace(LARGE, m=2048, n=14336, epilogue=parse("swiglu")),
+    "unaligned": replace(LARGE, m=4097, n=4097, k=4097, a=LOOSE, b=LOOSE, out=LOOSE),
+    "batched": replace(LARGE, m=512, n=512, k=512, batch=8),
+}
+#: How many kernels are launched one after another, where it is not one.
+LAUNCHES = {"triton.split_k": {1, 2}, "triton.warp_specialized": {1, 2}, "triton.realigned": {2}}
+
+
+def kernels() -> Iterator[Built[Any]]:
+    for module, name in KERNELS.items():
+        yield getattr(importlib.import_module(f"tmm_triton.{module}"), name)()
+
+
+def served(kernel: Built[Any]) -> Iterator[Problem]:
+    for asked in PROBLEMS.values():
+        # A machine without a GPU has no driver either; compiling needs none.
+        if all("driver" in reason for reason in kernel.reasons_against(asked)):
+            yield asked
+
+
+def described(fn: Any, types: Any, constants: Any, divisible: Any, options: Any) -> Any:
+    named = {name: getattr(value, "__name__", value) for name, value in constants.items()}
+    return fn.__name__, list(types.items()), named, dict(divisible or {}), dict(options)
+
+
+@pytest.mark.parametrize("kernel", list(kernels()), ids=lambda kernel: kernel.name)
+def test_builds_are_what_bind_compiles(kernel: Built[Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    bound: list[Any] = []
+    initialise = Launch.__init__
+
+    def recorded(
+        self: Launch, fn: Any, types: Mapping[str, str], constants: Any, *,
+        device: torch.device, divisible: Any = None, **options: Any,
+    ) -> None:  # fmt: skip
+        bound.append(described(fn, types, constants, divisible, options))
+        initialise(self, fn, types, constants, device=device, divisible=divisible, **options)
+
+    monkeypatch.setattr(Launch, "__init__", recorded)
+    for module in ("split_k", "warp_specialized"):  # counters are memory of a GPU
+        monkeypatch.setattr(f"tmm_triton.{module}.Counters", lambda count: lambda: None)
+    counts = set()
+    for asked in served(kernel):
+        for config in kernel.configs(asked):
+            bound.clear()
+            kernel.bind(asked, config)
+            told = [
+                described(b.fn, b.types, b.constants, b.divisible, b.options)
+                for b in kernel.builds(asked, config)
+            ]
+            assert sorted(map(repr, told)) == sorted(map(repr, bound)), (str(asked), str(config))
+            counts.add(len(told))
+    assert counts == LAUNCHES.get(kernel.name, {1})
+
+
+def test_the_target_is_the_drivers() -> None:
+    assert target_of(H100) == GPUTarget("cuda", 90, 32)
+    assert target_of(replace(H100, capability=(12, 1))) == GPUTarget("cuda", 121, 32)
+    assert target_of(MI300) == GPUTarget("hip", "gfx942", 64)
+    assert target_of(replace(MI300, arch="gfx1100")) == GPUTarget("hip", "gfx1100", 32)
+    # Of records that name no architecture, and of what is no GPU.
+    assert target_of(replace(MI300, arch="")) is None
+    assert target_of(DeviceFingerprint("cpu", "cpu")) is None
+    assert target_of(DeviceFingerprint("cpu", "cpu", interpreted=True)) is None
+
+
+PROGRAM = """
+import sys
+sys.path.insert(0, {tests!r})
+import json, os, time
+import torch, triton
+from triton.backends.nvidia.compiler import CUDABackend
+from test_compiled_elsewhere import PROBLEMS, kernels
+from tmm_core.dispatch.compilers import Compilers
+from tmm_core.spec.kernel import Candidate
+from tmm_core.triton import compile_for, source, target_of
+
+asked = []
+for name, problem in (("warp_specialized", "decode"), ("split_k", "large_k"),
+                      ("warp_specialized", "large"), ("realigned", "unaligned")):
+    (kernel,) = (k for k in kernels() if k.name == "triton." + name)
+    config = next(c for c in kernel.configs(PROBLEMS[problem])
+                  if name != "split_k" or len(kernel.builds(PROBLEMS[problem], c)) > 1)
+    asked.append((kernel, PROBLEMS[problem], config))
+assert asked[0][2].evict_first
+
+compilers = Compilers(workers=2)
+futures = [compilers.submit(problem, Candidate(k, config)) for k, problem, config in asked]
+errors = [repr(future.exception()) for future in futures]
+compilers.close()
+assert not torch.cuda.is_initialized()
+
+triton_asked, assembled = [], []
+compile, make_cubin = triton.compile, CUDABackend.make_cubin
+triton.compile = lambda *a, **k: (triton_asked.append(1), compile(*a, **k))[1]
+CUDABackend.make_cubin = lambda *a: (assembled.append(1), make_cubin(*a))[1]
+
+def all_compiled():
+    found = []
+    for kernel, problem, config in asked:
+        for build in kernel.builds(problem, config):
+            src = source(build.fn, build.types, build.constants, build.divisible)
+            found.append(compile_for(target_of(problem.device), src, **build.options))
+    return found
+
+found = all_compiled()
+counts = len(triton_asked), len(assembled)
+os.environ["TRITON_CACHE_DIR"] += "-another"
+here = all_compiled()
+print(json.dumps(dict(
+    errors=errors, asked=counts[0], assembled=counts[1], builds=len(found),
+    anew=len(assembled) - counts[1],
+    alike=[a.asm["ptx"] == b.asm["ptx"] and a.hash == b.hash for a, b in zip(found, here)],
+    hints=found[0].asm["ptx"].count("L2::cache_hint"),
+)))
+"""
+
+
+def test_what_a_worker_compiled_is_found_here(tmp_path: Path) -> None:
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("TRITON_")}
+    environment |= {
+        "TRITON_CACHE_DIR": str(tmp_path / "triton"), "TMM_CACHE_DIR": str(tmp_path / "tmm"),
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }  # fmt: skip
+    program = PROGRAM.format(tests=str(Path(__file__).parent))
+    done = subprocess.run(
+        [sys.executable, "-"], input=program, env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    told = json.loads(done.stdout.splitlines()[-1])
+    assert told["errors"] == ["None"] * 4
+    assert told["builds"] == 6
+    # Nothing was compiled or assembled anew, and by the notes Triton was not even asked.
+    assert (told["asked"], told["assembled"]) == (0, 0)
+    assert told["alike"] == [True] * 6
+    assert told["anew"] >= 6
+    assert told["hints"] > 0

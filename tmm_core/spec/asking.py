@@ -1,0 +1,307 @@
+"""Questions to a stranger's kernel, asked in one place.
+
+Whatever a kernel answers, or raises instead, must cost that kernel and nothing else: not the
+process (``sys.exit`` in a hook), not the call, and not the record of everybody else's times. A
+kernel whose answer makes no sense is set aside for the life of the process, with one warning that
+says where the author has to look. A user's Ctrl-C still stops at once.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+import numbers
+import threading
+import traceback
+import warnings
+from collections.abc import Callable, Iterable
+from itertools import islice
+from typing import Any, TypeVar
+
+from tmm_core.errors import PluginError, TmmWarning
+from tmm_core.spec.kernel import Config, Kernel, Launcher, Traits
+from tmm_core.spec.problem import Problem
+
+T = TypeVar("T")
+
+#: Configs that one kernel may propose for one problem; more are a generator that does not end.
+MOST_CONFIGS = 10_000
+#: Characters of a thing's ``repr`` in a message.
+_SHOWN = 200
+
+
+def let_through(error: BaseException) -> None:
+    """Raise ``error`` again where it is the user's Ctrl-C; whatever else a stranger's code raises,
+    ``SystemExit`` among it, is a fault of that code."""
+    if isinstance(error, KeyboardInterrupt):
+        raise error
+
+
+def told(error: BaseException) -> str:
+    """An error's type and text; its type where even the text cannot be had."""
+    try:
+        text = str(error)
+    except BaseException as another:
+        let_through(another)
+        text = "(its text cannot be had)"
+    return f"{type(error).__name__}: {text}"
+
+
+def shown(thing: object) -> str:
+    """``repr``, cut short; the type where that fails."""
+    try:
+        text = repr(thing)
+    except BaseException as error:
+        let_through(error)
+        text = f"<{type(thing).__qualname__}, whose repr failed>"
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
+
+
+class NonsenseError(ValueError):
+    """An answer that is of the wrong type, or out of its bounds."""
+
+
+class Asked(Kernel[Any]):
+    """A registered kernel, whose every answer is checked.
+
+    Once one was not what the spec says, the kernel is set aside: it declines every problem with
+    the reason, and raises it where an answer is needed.
+
+    Args:
+        kernel: A stranger's.
+        plugin: Whose, for messages.
+
+    Raises:
+        PluginError: It is no kernel, or what names it cannot be used.
+    """
+
+    name: str  # type: ignore[misc]  # of one kernel, not of a class
+    version: str
+    traits: Traits  # type: ignore[misc]
+    config_type: type[Config]  # type: ignore[misc]
+
+    def __init__(self, kernel: Any, plugin: str) -> None:
+        if not isinstance(kernel, Kernel):
+            hint = " (the class; return an instance)" if isinstance(kernel, type) else ""
+            raise PluginError(f"tmm_kernels must return Kernel objects, got {shown(kernel)}{hint}")
+        self.kernel: Kernel[Any] = kernel
+        self.plugin = plugin
+        #: Why it is set aside; None: it is not.
+        self.fault: str | None = None
+        self._lock = threading.Lock()
+        self.name = type(kernel).__qualname__  # until it is known
+        for question, check in _IDENTITY.items():
+            try:
+                setattr(self, question, check(getattr(kernel, question, None)))
+            except BaseException as error:
+                let_through(error)
+                raise PluginError(
+                    f"kernel {self.name!r}: {self._fault(question, error)}"
+                ) from error
+
+    def reasons_against(self, problem: Problem) -> list[str]:
+        if self.fault is not None:
+            return [self.fault]
+        try:
+            return self._ask("reasons_against", _reasons, problem)
+        except PluginError as error:
+            return [str(error)]
+
+    def configs(self, problem: Problem) -> list[Config]:
+        """The search space.
+
+        Raises:
+            PluginError: It is set aside.
+        """
+        return self._ask("configs", self._configs, problem)
+
+    def default_config(self, problem: Problem) -> Config:
+        """The kernel's guess.
+
+        Raises:
+            PluginError: It is set aside, or proposes nothing for this problem.
+        """
+        if self.fault is not None:
+            raise PluginError(self.fault)
+        try:
+            return self._within(self.kernel.default_config(problem))
+        except BaseException as error:
+            let_through(error)
+            if isinstance(error, Exception) and not self.configs(problem):
+                raise PluginError("its search space is empty for this problem") from error
+            raise self._set_aside("default_config", error) from error
+
+    def bind(self, problem: Problem, config: Any) -> Launcher:
+        """Compile and return the launcher.
+
+        Raises:
+            Exception: Whatever the kernel raised, made an ordinary error where it is none. It
+                costs this candidate; the kernel is not set aside.
+        """
+        if self.fault is not None:
+            raise PluginError(self.fault)
+        try:
+            launcher = self.kernel.bind(problem, config)
+        except Exception:
+            raise
+        except BaseException as error:
+            let_through(error)
+            raise PluginError(f"bind raised {told(error)}") from error
+        if not callable(launcher):
+            raise PluginError(f"bind returned {shown(launcher)}, which cannot be called")
+        return launcher
+
+    def compile(self, problem: Problem, config: Any) -> None:
+        self.kernel.compile(problem, config)
+
+    @property
+    def compiles(self) -> bool:
+        """Whether it has something to compile ahead of ``bind``."""
+        return self.fault is None and type(self.kernel).compile is not Kernel.compile
+
+    def arithmetic(self, problem: Problem, config: Any) -> str | None:
+        return self._or(None, "arithmetic", _named, problem, config)
+
+    def estimate_us(self, problem: Problem, config: Any) -> float | None:
+        return self._or(None, "estimate_us", _microseconds, problem, config)
+
+    def workspace_bytes(self, problem: Problem, config: Any) -> int:
+        return self._or(0, "workspace_bytes", _bytes, problem, config)
+
+    def _or(self, default: T, question: str, check: Callable[[Any], T], *about: Any) -> T:
+        try:
+            return self._ask(question, check, *about)
+        except PluginError:
+            return default
+
+    def _ask(self, question: str, check: Callable[[Any], T], *about: Any) -> T:
+        if self.fault is not None:
+            raise PluginError(self.fault)
+        try:
+            return check(getattr(self.kernel, question)(*about))
+        except BaseException as error:
+            let_through(error)
+            raise self._set_aside(question, error) from error
+
+    def _set_aside(self, question: str, error: BaseException) -> PluginError:
+        with self._lock:
+            first = self.fault is None
+            if first:
+                self.fault = (
+                    f"kernel {self.name!r} of {self.plugin} is set aside: "
+                    f"{self._fault(question, error)}"
+                )
+        assert self.fault is not None
+        if first:
+            warnings.warn(self.fault, TmmWarning, stacklevel=4)
+        return PluginError(self.fault)
+
+    def _fault(self, question: str, error: BaseException) -> str:
+        what = str(error) if isinstance(error, NonsenseError) else f"raised {told(error)}"
+        where = _where(type(self.kernel), question, error)
+        return f"{question} {what}" + (f" ({where})" if where else "")
+
+    def _configs(self, answer: Any) -> list[Config]:
+        if isinstance(answer, str) or not isinstance(answer, Iterable):
+            raise NonsenseError(f"returned {shown(answer)}, not configs")
+        found = [self._within(config) for config in islice(answer, MOST_CONFIGS + 1)]
+        if len(found) > MOST_CONFIGS:
+            raise NonsenseError(f"yielded more than {MOST_CONFIGS} configs")
+        return found
+
+    def _within(self, config: Any) -> Config:
+        """``config``, which can be compared, looked up and written down."""
+        if not isinstance(config, self.config_type):
+            raise NonsenseError(f"gave {shown(config)}, not a {self.config_type.__name__}")
+        hash(config)
+        for name, value in config.to_json().items():
+            if type(value) not in (int, bool, str) and not (
+                type(value) is float and math.isfinite(value)
+            ):
+                raise NonsenseError(
+                    f"gave a config whose {name} is {shown(value)}, not an int, float, bool or str"
+                )
+        return config
+
+
+def _named(answer: Any) -> str:
+    if not isinstance(answer, str) or not answer:
+        raise NonsenseError(f"is {shown(answer)}: it has no name")
+    return answer
+
+
+def _version(answer: Any) -> str:
+    if not isinstance(answer, str) or not answer.strip():
+        raise NonsenseError(f"is {shown(answer)}, not a text that says something")
+    return answer
+
+
+def _traits(answer: Any) -> Traits:
+    if not isinstance(answer, Traits):
+        raise NonsenseError(f"must be a Traits, got {shown(answer)}")
+    return answer
+
+
+def _config_type(answer: Any) -> type[Config]:
+    if not (isinstance(answer, type) and issubclass(answer, Config)):
+        raise NonsenseError(f"must be a Config subclass, got {shown(answer)}")
+    return answer
+
+
+#: What is asked once, when a kernel is registered.
+_IDENTITY: dict[str, Callable[[Any], Any]] = {
+    "name": _name,
+    "version": _version,
+    "traits": _traits,
+    "config_type": _config_type,
+}
+
+
+def _reasons(answer: Any) -> list[str]:
+    if isinstance(answer, str) or not isinstance(answer, Iterable):
+        raise NonsenseError(f"returned {shown(answer)}, not a list of reasons")
+    reasons = list(answer)
+    if not all(isinstance(reason, str) for reason in reasons):
+        raise NonsenseError(f"returned {shown(reasons)}, not reasons in words")
+    return reasons
+
+
+def _microseconds(answer: Any) -> float | None:
+    if answer is None:
+        return None
+    if isinstance(answer, bool) or not isinstance(answer, numbers.Real):
+        raise NonsenseError(f"returned {shown(answer)}, not µs")
+    time = float(answer)
+    if not (math.isfinite(time) and time >= 0):
+        raise NonsenseError(f"returned {shown(answer)}, which no launch takes")
+    return time
+
+
+def _bytes(answer: Any) -> int:
+    if isinstance(answer, bool) or not isinstance(answer, numbers.Integral) or answer < 0:
+        raise NonsenseError(f"returned {shown(answer)}, not a number of bytes")
+    return int(answer)
+
+
+def _name(answer: Any) -> str | None:
+    if answer is not None and not (isinstance(answer, str) and answer):
+        raise NonsenseError(f"returned {shown(answer)}, which is no name")
+    return answer
+
+
+def _where(kind: type, question: str, error: BaseException) -> str:
+    """File and line to look at: where the author's function raised, or where it begins; empty
+    where there is neither."""
+    member = inspect.getattr_static(kind, question, None)
+    function = getattr(member, "fget", None) or getattr(member, "func", None) or member
+    code = getattr(inspect.unwrap(function) if callable(function) else None, "__code__", None)
+    frames = traceback.extract_tb(error.__traceback__)
+    if code is None:
+        # An attribute: its class.
+        try:
+            return f"{inspect.getfile(kind)}:{inspect.getsourcelines(kind)[1]}"
+        except (OSError, TypeError):
+            return ""
+    within = [frame for frame in frames if frame.filename == code.co_filename]
+    line = within[-1].lineno if within else code.co_firstlineno
+    return f"{code.co_filename}:{line}"
