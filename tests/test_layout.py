@@ -67,7 +67,7 @@ FLOORS = (
     {"settings", "spec"},
     {"launch"},
     {"dispatch", "triton"},
-    {"interop"},
+    {"interop", "dispatch.compile_server"},  # a process of its own, which nobody imports
     {"api"},
     {"tmm_core", "nn"},
     {"bench", "testing"},

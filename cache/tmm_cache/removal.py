@@ -20,7 +20,6 @@ from tmm_cache.ages import was_used
 from tmm_cache.files import Fault
 from tmm_cache.layout import (
     BROKEN,
-    ENVIRONMENT,
     LOCK,
     LOCK_SUFFIX,
     MISSES,
@@ -29,7 +28,7 @@ from tmm_cache.layout import (
 )
 from tmm_cache.locks import Lock
 from tmm_cache.scan import Entry, Folder, folders, scan, scan_folder
-from tmm_cache.upkeep import leftovers
+from tmm_cache.upkeep import leftovers, remove_if_empty
 
 Kind: TypeAlias = Literal["record", "damaged", "misses", "lock", "temporary", "notes"]
 
@@ -219,14 +218,3 @@ def _remove_lock(path: Path) -> None:
         path.unlink()
     finally:
         lock.release()
-
-
-def remove_if_empty(folder: Path, root: Path) -> None:
-    """Remove a folder of the root without a record or anything else, and those above it."""
-    # `rmdir` refuses a folder that holds anything more.
-    with contextlib.suppress(OSError):
-        if [path.name for path in folder.iterdir()] == [ENVIRONMENT]:
-            (folder / ENVIRONMENT).unlink()
-        while root in folder.parents:
-            folder.rmdir()
-            folder = folder.parent

@@ -59,6 +59,8 @@ FINALISTS = 5
 #: The best config of every other kernel stays on record as next in line, where it takes at most
 #: so many times the best.
 RESERVE = 3.0
+#: Races at most: another, where a finalist turns out to be wrong.
+RACES = 3
 #: Samples at each other M of the bucket.
 INSIDE = 5
 
@@ -79,6 +81,8 @@ class _Trial:
     inside_us: dict[int, float] = field(default_factory=dict)
     error: float | None = None
     reason: str | None = None
+    #: Bytes of scratch memory.
+    workspace: int = 0
 
     @property
     def time(self) -> float:
@@ -219,19 +223,23 @@ class _Tuning:
         if not racing:
             why = next((t.reason for t in self.trials if t.is_baseline), None)
             raise RuntimeError(f"no candidate runs; {BASELINE}: {why}")
-        finalists = self._race(racing)
-        reserves = _reserves(self._problem, racing)
-        for trial in dict.fromkeys([*finalists, *reserves]):
-            trial.status = "ok"
-            self._verify(trial, self._verifier, _repeats(trial.time))
-        # What has not been timed inside answers at the edge only.
-        answering = dict.fromkeys([*finalists, *_ahead(self._problem, reserves)])
-        self._inside([trial for trial in answering if trial.status == "ok"])
+        for _ in range(RACES):
+            finalists = self._race(racing)
+            reserves = _reserves(self._problem, racing)
+            for trial in dict.fromkeys([*finalists, *reserves]):
+                trial.status = "ok"
+                self._verify(trial, self._verifier, _repeats(trial.time))
+            # What has not been timed inside answers at the edge only.
+            answering = dict.fromkeys([*finalists, *_ahead(self._problem, reserves)])
+            self._inside([trial for trial in answering if trial.status == "ok"])
+            # One that was fast and wrong kept others out of the race.
+            racing = [trial for trial in racing if trial.run is not None]
+            if not racing or all(trial.status == "ok" for trial in finalists):
+                return
 
     def result(self, trial: _Trial) -> CandidateResult:
         """What a trial found out, as the record keeps it."""
         kernel, config = trial.candidate.kernel, trial.candidate.config
-        scratch = kernel.workspace_bytes(self._problem, config) if trial.samples else 0
         return CandidateResult(
             kernel=kernel.name,
             version=kernel.version,
@@ -242,7 +250,7 @@ class _Tuning:
             # A poisoned element leaves NaN, which JSON has not; the reason says it.
             error=trial.error if trial.error is not None and math.isfinite(trial.error) else None,
             tolerance=verify.tolerance(self._problem) if trial.error is not None else None,
-            workspace_bytes=scratch,
+            workspace_bytes=trial.workspace,
             deterministic=kernel.traits.deterministic,
             batch_invariant=kernel.traits.batch_invariant,
             reason=trial.reason,
@@ -260,6 +268,8 @@ class _Tuning:
         self._compile(trials)
         for trial in trials:
             self._verify(trial, self._verifier)
+            if trial.launcher is not None:
+                trial.workspace = _workspace(trial, self._problem)
             if trial.launcher is not None:
                 trial.run = self._chain.runner(trial.launcher)
         self._measure([t for t in trials if t.run is not None], LOOK, LOOK_US)
@@ -505,6 +515,15 @@ def _untried(kernel: Kernel[Any], why: BaseException | str) -> CandidateResult:
     return CandidateResult(
         kernel=kernel.name, version=kernel.version, config={}, status="failed", reason=trial.reason
     )
+
+
+def _workspace(trial: _Trial, problem: Problem) -> int:
+    """The scratch memory of a trial, which fails where its kernel answers nonsense."""
+    kernel = trial.candidate.kernel
+    count = kernel.workspace_bytes(problem, trial.candidate.config)
+    if isinstance(kernel, Asked) and kernel.fault is not None and not trial.is_baseline:
+        trial.fail(kernel.fault)
+    return count
 
 
 def _without_set_aside(

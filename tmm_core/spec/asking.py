@@ -160,7 +160,7 @@ class Asked(Kernel[Any]):
         return self.fault is None and type(self.kernel).compile is not Kernel.compile
 
     def arithmetic(self, problem: Problem, config: Any) -> str | None:
-        return self._or(None, "arithmetic", _named, problem, config)
+        return self._or(None, "arithmetic", _arithmetic, problem, config)
 
     def estimate_us(self, problem: Problem, config: Any) -> float | None:
         return self._or(None, "estimate_us", _microseconds, problem, config)
@@ -224,7 +224,7 @@ class Asked(Kernel[Any]):
         return config
 
 
-def _named(answer: Any) -> str:
+def _name(answer: Any) -> str:
     if not isinstance(answer, str) or not answer:
         raise NonsenseError(f"is {shown(answer)}: it has no name")
     return answer
@@ -283,7 +283,7 @@ def _bytes(answer: Any) -> int:
     return int(answer)
 
 
-def _name(answer: Any) -> str | None:
+def _arithmetic(answer: Any) -> str | None:
     if answer is not None and not (isinstance(answer, str) and answer):
         raise NonsenseError(f"returned {shown(answer)}, which is no name")
     return answer
