@@ -81,7 +81,7 @@ ELSEWHERE = [
            "return (self.gpu, self.kernel, self.dtype, self.shape, self.epilogue) == (None,) * 5",
            "clear --older-than 30d deletes everything", ("tests/cache/test_cache_filters.py",)),
     Mutant("clear-newer", "filters.py",
-           "and (self.after is None or record.created_at > self.after)", "and True",
+           "and (self.after is None or head.created_at > self.after)", "and True",
            "clear --newer-than 1h deletes everything", ("tests/cache/test_cache_filters.py",)),
     Mutant("record-before-environment", "tmm_cache/files.py",
            "            if environment is not None:\n"
