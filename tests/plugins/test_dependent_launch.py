@@ -23,7 +23,7 @@ pytest.importorskip("triton.experimental.gluon")
 from hopper_block import DeadlockError, prefetched
 from test_warp_specialized import BF16, H200, SCHEDULES, computed, problem
 from tmm_triton import warp_specialized
-from tmm_triton.early import with_early
+from tmm_triton.early import FEW_ROWS, with_early
 from tmm_triton.hopper_tiles import Constants, adapted
 from tmm_triton.realigned import Realigned, RealignedConfig, realigned
 from tmm_triton.skinny import Skinny
@@ -35,6 +35,9 @@ from tmm_core import ConfigError, Operand, Problem
 KERNELS: list[Any] = [WarpSpecialized(), Skinny(), SplitK()]
 DECODE = problem(16, 4096, 4096)
 SAID = dataclasses.replace(DECODE, static_weights=True)
+#: What each kernel may do early where b may be written until the wait.
+SAFE = {"triton.warp_specialized": ["wait", "l2"], "triton.skinny": ["wait"]}
+SAFE["triton.split_k"] = ["wait"]
 
 
 # Who proposes it.
@@ -46,10 +49,13 @@ def test_loading_early_is_proposed_to_who_gave_the_word(kernel: Any) -> None:
     configs = list(kernel.configs(SAID))
     early = [c for c in configs if c.early == "b"]
     assert 1 <= len(early) <= 2
-    # The best guess comes first as ever, and what is tried whatever the estimate says (FIRST) has
-    # one that goes by the word: else a record would never be complete.
+    # The best guess comes first as ever, and overlaps nothing; each way to overlap follows, twice.
     assert configs[0] == kernel.default_config(SAID) == kernel.default_config(DECODE)
-    assert any(c.assumes for c in configs[:3])
+    for asked, ways in ((SAID, [*SAFE[kernel.name], "b"]), (DECODE, SAFE[kernel.name])):
+        proposed = [c.early for c in kernel.configs(asked)]
+        assert proposed[0] == ""
+        assert sorted(proposed[1 : 1 + 2 * len(ways)]) == sorted(2 * ways)
+        assert set(proposed[1 + 2 * len(ways) :]) == {""}
     for config in early:
         assert config.assumes == ("static_weights",)
         assert (config.unsaid(DECODE), config.unsaid(SAID)) == (["static_weights"], [])
@@ -100,6 +106,31 @@ def test_variants_follow_the_first_that_can() -> None:
     assert [c.early for c in with_early(configs, ("b", "wait"))][:6] == [
         "", "b", "b", "wait", "wait", "",
     ]  # fmt: skip
+
+
+@pytest.mark.parametrize("kernel", KERNELS, ids=lambda kernel: kernel.name)
+def test_only_few_rows_of_one_matrix_are_early(kernel: Any) -> None:
+    few: dict[str, Any] = {"m": FEW_ROWS}
+    for fields, early in ((few, True), ({"m": FEW_ROWS + 1}, False), ({"batch": 2}, False)):
+        configs = list(kernel.configs(dataclasses.replace(DECODE, **fields)))
+        assert configs
+        assert any(c.early for c in configs) is early, fields
+
+
+@pytest.mark.parametrize("kernel", KERNELS[1:], ids=lambda kernel: kernel.name)
+def test_nothing_overlaps_where_the_gpu_cannot(kernel: Any) -> None:
+    ampere = dataclasses.replace(H200, capability=(8, 0), name="A100")
+    configs = list(kernel.configs(dataclasses.replace(SAID, device=ampere)))
+    assert configs
+    assert not [c for c in configs if c.early]
+
+
+@pytest.mark.parametrize("kernel", [Skinny(), SplitK()], ids=lambda kernel: kernel.name)
+def test_waiting_asks_for_nothing(kernel: Any) -> None:
+    for config in kernel.configs(SAID):
+        waiting = dataclasses.replace(config, early="wait")
+        assert waiting.assumes == ()
+        assert type(config).from_json(waiting.to_json()) == waiting
 
 
 def test_a_copy_of_the_weight_is_not_at_rest() -> None:
@@ -188,7 +219,7 @@ def test_the_model_sees_what_comes_too_early(line: str, instead: str, tmp_path: 
     sys.modules["early_mutant"] = module
     spec.loader.exec_module(module)
     wrong = 0
-    for seed, early in itertools.product(range(6), ("", "b")):
+    for seed, early in itertools.product(range(6), ("wait", "b")):
         try:
             out, expected = computed(seed, early=early, module=module)
         except (DeadlockError, AssertionError):
@@ -258,6 +289,19 @@ _CASES = {
 }
 
 
+def _worth_compiling(kernel: Any, asked: Problem) -> list[Any]:
+    """One config of each structure of a program, waiting, and the first of every other way."""
+    found: dict[tuple[Any, ...], Any] = {}
+    for config in kernel.configs(asked):
+        cuts = [getattr(config, cut, 1) > 1 for cut in ("tail_splits", "splits", "SPLIT_K")]
+        ways = [getattr(config, way, None) for way in ("schedule", "REDUCE")]
+        ahead = kernel.name != "triton.warp_specialized" and config.num_stages == 1
+        found.setdefault((*cuts, *ways, ahead), dataclasses.replace(config, early="wait"))
+        if config.early != "wait":
+            found.setdefault((config.early,), config)
+    return list(found.values())
+
+
 def compile_all() -> None:
     from triton.backends.compiler import GPUTarget
 
@@ -267,15 +311,7 @@ def compile_all() -> None:
         for kernel in KERNELS:
             if [r for r in kernel.reasons_against(asked) if "driver" not in r]:
                 continue
-            ways: dict[tuple[Any, ...], Any] = {}
-            for config in kernel.configs(asked):
-                fields = config.to_json()
-                known = ("early", "tail_splits", "splits", "num_stages", "schedule", "REDUCE")
-                way = {field: fields.get(field) for field in known}
-                if kernel.name != "triton.warp_specialized":
-                    way["SPLIT_K"] = fields.get("SPLIT_K", 1) > 1
-                ways.setdefault(tuple(way.values()), config)
-            for config in ways.values():
+            for config in _worth_compiling(kernel, asked):
                 if isinstance(kernel, WarpSpecialized):
                     of = kernel.specialize(asked, config)
                     src = source(warp_specialized._kernel, of.types, of.constants, of.divisible)
@@ -325,6 +361,37 @@ def test_nothing_is_touched_before_the_wait() -> None:
             assert len(loads) == 1, line
             assert "bulk.tensor" in before[0] or before[0].startswith("ld."), line
         assert [e for e in after if "bulk.tensor" in e or e.startswith(("ld.", "cp."))], line
+
+
+@pytest.mark.parametrize("early", ["", "wait", "b"])
+@pytest.mark.parametrize("kernel", KERNELS[1:], ids=lambda kernel: kernel.name)
+def test_dependent_launch_where_the_config_says_and_the_gpu_can(kernel: Any, early: str) -> None:
+    """Also with a config that comes from another GPU's record."""
+    config = next(c for c in kernel.configs(SAID) if c.early == early)
+    ampere = dataclasses.replace(H200, capability=(8, 0), name="A100")
+    for device, able in ((H200, True), (ampere, False)):
+        asked: Problem = dataclasses.replace(SAID, device=device)
+        first, *reducing = kernel.builds(asked, config)
+        overlaps = able and early != ""
+        assert first.constants["OVERLAPS"] is overlaps
+        assert first.constants["EARLY"] is (able and early == "b")
+        assert first.options.get("launch_pdl", False) is overlaps
+        # The one before it is its own kernel's first, whatever comes before that.
+        for second in reducing:
+            assert second.constants["OVERLAP"] is able
+            assert second.options.get("launch_pdl", False) is able
+
+
+@pytest.mark.parametrize("early", ["", "wait", "l2", "b"])
+def test_the_hopper_kernel_overlaps_where_the_config_says(early: str) -> None:
+    kernel = WarpSpecialized()
+    config = next(c for c in kernel.configs(SAID) if c.early == early)
+    of = kernel.specialize(SAID, config)
+    constants = of.constants["C"]
+    assert of.options["launch_pdl"] is constants.overlaps is (early != "")
+    # All stages are asked for before the roles part where b's part of them comes early.
+    primes_all = config.num_stages == constants.PRIMED
+    assert (constants.EARLY, primes_all) == (early, early in ("l2", "b"))
 
 
 def test_h200_has_dependent_launch_and_others_not() -> None:

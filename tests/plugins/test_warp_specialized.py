@@ -167,8 +167,16 @@ def test_which_configs_sum_a_row_alike() -> None:
             assert arithmetic(asked, **fields) == arithmetic(asked), fields
             other_m = dataclasses.replace(asked, m=17)
             assert arithmetic(other_m, **fields) == arithmetic(asked), fields
-        assert arithmetic(asked, splits=2) is None
         assert arithmetic(asked, tail_splits=2) is None
+        assert arithmetic(asked, splits=2) != arithmetic(asked)
+        # With these rows there is no room for the parts: they would be summed whole.
+        assert arithmetic(dataclasses.replace(asked, m=8192), splits=2) is None
+    assert arithmetic(eight, splits=2) is None
+    cut = {arithmetic(problem(m=m), splits=2, BLOCK_K=k) for m in (17, 4096) for k in (32, 64, 128)}
+    assert len(cut) == 1
+    assert None not in cut
+    # Parts that end where BLOCK_K says.
+    assert arithmetic(problem(k=4096 + 64), splits=2) is None
     assert len({arithmetic(eight, BLOCK_K=k) for k in (32, 64, 128)}) == 3
     assert len({arithmetic(problem(), BLOCK_K=k) for k in (32, 64, 128)}) == 1
     assert arithmetic(eight) != arithmetic(problem())
