@@ -47,8 +47,7 @@ def test_loading_early_is_proposed_to_who_gave_the_word(kernel: Any) -> None:
     configs = list(kernel.configs(SAID))
     early = [c for c in configs if c.early == "b"]
     assert 1 <= len(early) <= 2
-    # The best guess comes first as ever, and what is tried whatever the estimate says (FIRST) has
-    # one that goes by the word: else a record would never be complete.
+    # The best guess comes first as ever, and what goes by the word soon after.
     assert configs[0] == kernel.default_config(SAID) == kernel.default_config(DECODE)
     assert any(c.assumes for c in configs[:3])
     for config in early:
