@@ -105,7 +105,13 @@ class TritonKernel(Built[C]):
 
     def arithmetic(self, problem: Problem, config: C) -> str | None:
         shared = sums.summed(problem, self.splits(config), config.BLOCK_K)
-        return shared or super().arithmetic(problem, config)
+        return shared or self.own_arithmetic(problem, config)
+
+    def own_arithmetic(self, problem: Problem, config: C) -> str | None:
+        """That of this config and of no other, whatever is loaded early: that sums nothing."""
+        if getattr(config, "early", ""):
+            config = replace(config, early="")  # type: ignore[call-arg]  # it has it
+        return Kernel.arithmetic(self, problem, config)
 
     def splits(self, config: C) -> int:
         """Into how many ranges the sum over K is cut."""

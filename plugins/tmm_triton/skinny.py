@@ -36,7 +36,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tmm_core import Kernel, Launcher, Problem, Traits
+from tmm_core import Launcher, Problem, Traits
 from tmm_triton import roofline
 from tmm_triton.early import check_early, ways, with_early
 from tmm_triton.kernel import TritonKernel, hopper_or_later, single, unknown_gluon
@@ -254,7 +254,7 @@ class Skinny(TritonKernel[SkinnyConfig]):
         """What a lane holds of 32 consecutive k goes to two instructions, in another order than
         other kernels'; warps along K sum parts of each step, the others nothing."""
         if problem.device.capability != (9, 0):
-            return Kernel.arithmetic(self, problem, config)
+            return self.own_arithmetic(problem, config)
         # One warp along K takes the same elements at a time whatever its step.
         part = f"x{config.part}" if config.warps_k > 1 else ""
         return f"sm90-k32-permuted/warps{config.warps_k}{part}"

@@ -31,7 +31,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tmm_core import Kernel, Launcher, Problem, Traits
+from tmm_core import Launcher, Problem, Traits
 from tmm_core.triton import Argument, launcher
 from tmm_triton import partials, sums
 from tmm_triton.counters import Counters
@@ -308,7 +308,7 @@ class SplitK(TritonKernel[SplitKConfig]):
         config = replace(config, early="")  # when it begins is no matter
         if config.SPLIT_K > 1 and config.REDUCE == "last":
             # It adds some of a tile's parts at a time, as many as its registers hold.
-            return Kernel.arithmetic(self, problem, config)
+            return self.own_arithmetic(problem, config)
         return super().arithmetic(problem, config)
 
     def splits(self, config: SplitKConfig) -> int:

@@ -121,6 +121,26 @@ def test_what_fails_early_is_not_tried_at_every_start(tmp_path: Path) -> None:
         assert bool(timer.measured) is measures
 
 
+@pytest.mark.parametrize("plain_us", [8.0, 900.0], ids=["early alone", "all"])
+def test_what_is_hopeless_early_is_not_looked_at_at_every_start(
+    tmp_path: Path, plain_us: float
+) -> None:
+    class Hopeless(Word):
+        def estimate_us(self, problem: Problem, config: FakeConfig) -> float:
+            return 1000.0 if config.assumes else plain_us
+
+    for measures in (True, False):
+        kernels = FakeBlas(estimate=10.0), Hopeless("word", tiles=(PLAIN, EARLY))
+        d, timer = dispatcher(*kernels, times=TIMES, root=tmp_path)
+        hopeless = plain_us > 100
+        assert d.choose(POSED, SAID).candidate.kernel.name == ("blas" if hopeless else "word")
+        assert bool(timer.measured) is measures
+    record = d.tune(POSED, SAID)
+    (entry,) = (c for c in record.candidates if c.status == "failed")
+    assert entry.config == {"tile": EARLY}
+    assert "expects to take" in str(entry.reason)
+
+
 def test_a_forced_config_needs_the_word() -> None:
     d, _ = dispatcher(FakeBlas(), word())
     forced = '{"tile": 100}'

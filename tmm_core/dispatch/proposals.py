@@ -146,8 +146,9 @@ class Proposals:
         )
 
     def _best_of_each(self, ranked: list[Candidate]) -> list[Candidate]:
-        """The best of each :func:`group`."""
-        return list({group(self._problem, c): c for c in reversed(ranked)}.values())[::-1]
+        """The best of each :func:`group`, and of those in it that rely on the caller's word."""
+        groups = {(group(self._problem, c), bool(c.config.assumes)): c for c in reversed(ranked)}
+        return list(groups.values())[::-1]
 
     def _guessed(self, candidate: Candidate) -> bool:
         """Whether nothing better than an attempt tells what this kernel takes."""
@@ -178,14 +179,27 @@ class Proposals:
         left = max(0, self._most - len(times))
         return self._hand([*unknown, *(c for c in able if c not in unknown)][:left])
 
-    def untried(self, tried: Iterable[Kernel[Any]]) -> dict[Kernel[Any], BaseException | str]:
-        """Kernels of which no candidate was handed out, and why: the record knows them all."""
-        known = set(tried)
-        reasons = dict(self.empty)
-        for kernel in (kernel for kernel in self._new if kernel not in known):
-            least = min((self._expected[c] or 0.0) for c in self._expected if c.kernel is kernel)
-            reasons[kernel] = f"expects to take {least:.3g} µs; what won nearby was tried instead"
-        return reasons
+    def untried(
+        self, tried: Iterable[Candidate]
+    ) -> list[tuple[Kernel[Any], Config, BaseException | str]]:
+        """Kernels of which no candidate was tried, or none that relies on what the caller said
+        although some do: each with its best guess and why. The record knows them all, so that
+        nobody tunes for them again."""
+        tried = list(tried)
+        known, relying = {c.kernel for c in tried}, {c.kernel for c in tried if c.config.assumes}
+        found = []
+        for kernel in [*self.empty, *self._new]:
+            mine = [c for c in self._expected if c.kernel is kernel]
+            if kernel not in relying:
+                mine = [c for c in mine if c.config.assumes] or mine
+            if kernel in known and (kernel in relying or not any(c.config.assumes for c in mine)):
+                continue
+            best = min(mine, key=lambda c: self._expected[c] or 0.0, default=None)
+            config = Config() if best is None else best.config
+            us = 0.0 if best is None else self._expected[best] or 0.0
+            why = f"expects to take {us:.3g} µs; what won nearby or looked better was tried instead"
+            found.append((kernel, config, self.empty.get(kernel, why)))
+        return found
 
     def _waiting(self) -> list[Candidate]:
         return [c for c in self._expected if c not in self._handed]

@@ -156,8 +156,8 @@ class Tuner:
             finally:
                 tuning.release()
         results = [tuning.result(trial) for trial in tuning.trials]
-        untried = proposals.untried(trial.candidate.kernel for trial in tuning.trials)
-        results += [_untried(kernel, why) for kernel, why in untried.items()]
+        untried = proposals.untried(trial.candidate for trial in tuning.trials)
+        results += [_untried(kernel, config, why) for kernel, config, why in untried]
         results = _without_set_aside(results, kernels)
         measured = {(r.kernel, r.version) for r in results}
         present = {(k.name, k.version) for k in kernels}
@@ -508,12 +508,16 @@ def _repeats(us: float) -> int:
     return max(LEAST_REPEATS, min(MOST_REPEATS, int(REPEATS_US / us))) if us > 0 else MOST_REPEATS
 
 
-def _untried(kernel: Kernel[Any], why: BaseException | str) -> CandidateResult:
-    """The entry of a kernel that has no config worth a try; it keeps the record complete."""
-    trial = _Trial(Candidate(kernel, Config()))
+def _untried(kernel: Kernel[Any], config: Config, why: BaseException | str) -> CandidateResult:
+    """The entry of what has no config worth a try; it keeps the record complete."""
+    trial = _Trial(Candidate(kernel, config))
     trial.fail(why)
     return CandidateResult(
-        kernel=kernel.name, version=kernel.version, config={}, status="failed", reason=trial.reason
+        kernel=kernel.name,
+        version=kernel.version,
+        config=config.to_json(),
+        status="failed",
+        reason=trial.reason,
     )
 
 
