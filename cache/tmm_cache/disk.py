@@ -33,7 +33,7 @@ def open_regular(path: Path, flags: int, mode: int = FILE_MODE) -> int:
 
 
 def opened(path: Path, flags: int, mode: int = FILE_MODE) -> int:
-    """As `open_regular`, for a path that was looked at just now."""
+    """As `open_regular`, for a path that was looked at just now or is one of ten thousand."""
     # A link may lead to a record, as in a mounted volume of configuration; what is written or
     # created is never somebody else's file.
     if flags & (os.O_WRONLY | os.O_RDWR):
