@@ -17,10 +17,10 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from tmm_cache.ages import was_used
+from tmm_cache.disk import remove_if_empty
 from tmm_cache.files import Fault
 from tmm_cache.layout import (
     BROKEN,
-    ENVIRONMENT,
     LOCK,
     LOCK_SUFFIX,
     MISSES,
@@ -219,14 +219,3 @@ def _remove_lock(path: Path) -> None:
         path.unlink()
     finally:
         lock.release()
-
-
-def remove_if_empty(folder: Path, root: Path) -> None:
-    """Remove a folder of the root without a record or anything else, and those above it."""
-    # `rmdir` refuses a folder that holds anything more.
-    with contextlib.suppress(OSError):
-        if [path.name for path in folder.iterdir()] == [ENVIRONMENT]:
-            (folder / ENVIRONMENT).unlink()
-        while root in folder.parents:
-            folder.rmdir()
-            folder = folder.parent

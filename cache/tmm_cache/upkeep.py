@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from tmm_cache.ages import last_used
+from tmm_cache.disk import remove_if_empty
 from tmm_cache.errors import warn_once
 from tmm_cache.keys import is_slug
 from tmm_cache.layout import DIGEST, LOCK_SUFFIX, NOTE_FILE, NOTES, RECORD, TEMPORARY
@@ -176,11 +177,8 @@ def evict(root: Path, bounds: Limits, keep: Callable[[Path], bool]) -> int:
             total -= file.size
             removed += 1
             touched.add(file.path.parent)
-    if touched:
-        from tmm_cache.removal import remove_if_empty
-
-        for folder in touched:
-            remove_if_empty(folder, root)
+    for folder in touched:
+        remove_if_empty(folder, root)
     return removed
 
 
