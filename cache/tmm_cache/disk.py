@@ -12,7 +12,7 @@ import os
 import stat
 from pathlib import Path
 
-from tmm_cache.layout import temporary_name
+from tmm_cache.layout import ENVIRONMENT, temporary_name
 
 FOLDER_MODE = 0o700
 FILE_MODE = 0o600
@@ -33,7 +33,7 @@ def open_regular(path: Path, flags: int, mode: int = FILE_MODE) -> int:
 
 
 def opened(path: Path, flags: int, mode: int = FILE_MODE) -> int:
-    """As `open_regular`, for a path that was looked at just now."""
+    """As `open_regular`, for a path that was looked at just now or is one of ten thousand."""
     # A link may lead to a record, as in a mounted volume of configuration; what is written or
     # created is never somebody else's file.
     if flags & (os.O_WRONLY | os.O_RDWR):
@@ -143,3 +143,14 @@ def sync_folder(folder: Path) -> None:
             os.fsync(handle)
         finally:
             os.close(handle)
+
+
+def remove_if_empty(folder: Path, root: Path) -> None:
+    """Remove a folder of the root without a record or anything else, and those above it."""
+    # `rmdir` refuses a folder that holds anything more.
+    with contextlib.suppress(OSError):
+        if [path.name for path in folder.iterdir()] == [ENVIRONMENT]:
+            (folder / ENVIRONMENT).unlink()
+        while root in folder.parents:
+            folder.rmdir()
+            folder = folder.parent

@@ -192,6 +192,8 @@ _HUGE = re.compile("[0-9]{100}")  # a digest in hexadecimal has 64 digits
 
 
 def _is_scalar(value: object) -> bool:
+    if type(value) is int:  # most values of a config
+        return -INTEGER_MAX < value < INTEGER_MAX
     if isinstance(value, str):
         return len(value) <= NAME_MAX
     if isinstance(value, float):

@@ -17,7 +17,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from tmm_cache.disk import open_regular
+from tmm_cache.disk import opened
 from tmm_cache.fields import is_size
 from tmm_cache.keys import JSON
 from tmm_cache.record import SCHEMA, TuningRecord, utc_time
@@ -91,7 +91,7 @@ def blas_us(record: TuningRecord) -> float | None:
 def read_head(path: Path) -> Head | None:
     """The head of a file; None where it has none to go by."""
     try:
-        handle = open_regular(path, os.O_RDONLY)
+        handle = opened(path, os.O_RDONLY)
         try:
             data = os.read(handle, HEAD_BYTES)
         finally:
@@ -100,7 +100,7 @@ def read_head(path: Path) -> Head | None:
         return None
     end = data.find(_REST)
     try:
-        document = json.loads(data[:end].rstrip(b", \n") + b"}") if end > 0 else None
+        document = json.loads(data[:end].rstrip(b", \n").decode() + "}") if end > 0 else None
         return _understood(document)
     except (ValueError, TypeError, RecursionError):
         return None

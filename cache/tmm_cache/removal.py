@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Literal, TypeAlias
 
 from tmm_cache.ages import was_used
+from tmm_cache.disk import remove_if_empty
 from tmm_cache.files import Fault
 from tmm_cache.layout import (
     BROKEN,
@@ -28,7 +29,7 @@ from tmm_cache.layout import (
 )
 from tmm_cache.locks import Lock
 from tmm_cache.scan import Entry, Folder, folders, scan, scan_folder
-from tmm_cache.upkeep import leftovers, remove_if_empty
+from tmm_cache.upkeep import leftovers
 
 Kind: TypeAlias = Literal["record", "damaged", "misses", "lock", "temporary", "notes"]
 

@@ -17,9 +17,10 @@ from pathlib import Path
 from typing import Final, TypeVar
 
 from tmm_cache.ages import last_used
+from tmm_cache.disk import remove_if_empty
 from tmm_cache.errors import warn_once
 from tmm_cache.keys import is_slug
-from tmm_cache.layout import DIGEST, ENVIRONMENT, LOCK_SUFFIX, NOTE_FILE, NOTES, RECORD, TEMPORARY
+from tmm_cache.layout import DIGEST, LOCK_SUFFIX, NOTE_FILE, NOTES, RECORD, TEMPORARY
 from tmm_cache.locks import Lock
 
 T = TypeVar("T")
@@ -176,21 +177,9 @@ def evict(root: Path, bounds: Limits, keep: Callable[[Path], bool]) -> int:
             total -= file.size
             removed += 1
             touched.add(file.path.parent)
-    if touched:
-        for folder in touched:
-            remove_if_empty(folder, root)
+    for folder in touched:
+        remove_if_empty(folder, root)
     return removed
-
-
-def remove_if_empty(folder: Path, root: Path) -> None:
-    """Remove a folder of the root without a record or anything else, and those above it."""
-    # `rmdir` refuses a folder that holds anything more.
-    with contextlib.suppress(OSError):
-        if [path.name for path in folder.iterdir()] == [ENVIRONMENT]:
-            (folder / ENVIRONMENT).unlink()
-        while root in folder.parents:
-            folder.rmdir()
-            folder = folder.parent
 
 
 def _evictable(root: Path, now: float) -> Iterator[_File]:

@@ -27,11 +27,11 @@ from tmm_cache.files import parse_record, record_bytes
 from tmm_cache.layout import VERSION
 from tmm_cache.unpack import ArchiveError
 
-EXAMPLES = int(os.environ.get("TMM_FUZZ_EXAMPLES", "150"))
+EXAMPLES = int(os.environ.get("TMM_FUZZ_EXAMPLES", "100"))
 bounded = settings(
     max_examples=EXAMPLES,
     deadline=None,
-    derandomize=EXAMPLES <= 150,
+    derandomize=EXAMPLES <= 100,
     database=None,
     suppress_health_check=list(HealthCheck),
 )

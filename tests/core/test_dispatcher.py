@@ -415,3 +415,20 @@ def test_a_locked_store_answers_alone_and_a_miss_shows_the_nearest_key(
     with pytest.raises(CacheMissError, match="kernels as they are here"):
         d.choose(problem(m=64), settings())
     assert timer.measured == []
+
+
+def test_a_locked_store_answers_alone_in_batch_invariant_mode_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    traits = Traits(batch_invariant=True)
+    kernels = FakeBlas(traits=traits), FakeKernel("fast", traits=traits)
+    d, _ = dispatcher(*kernels, times=FAST, root=tmp_path)
+    asked = problem(m=64, batch_invariant=True)
+    assert d.choose(asked, settings()).origin == "cache"  # tuned at once
+    assert tmm_cache_main(["--cache-dir", str(tmp_path), "freeze"]) == 0
+    monkeypatch.setenv("TMM_REQUIRE_LOCKED", "1")
+    d, timer = dispatcher(*kernels, times=FAST, root=tmp_path)
+    assert d.choose(asked, settings()).origin == "cache"
+    with pytest.raises(CacheMissError, match="n: asked 48, there "):
+        d.choose(problem(m=64, n=48, batch_invariant=True), settings())
+    assert timer.measured == []

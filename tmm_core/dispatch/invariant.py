@@ -85,6 +85,8 @@ class Host(Protocol):
 
     def _forbids_tuning(self, problem: Problem, settings: Settings) -> str | None: ...
 
+    def _unlocked(self, problem: Problem, key: Problem) -> str: ...
+
     def _where(self, key: Problem) -> str: ...
 
     def _warn_once(self, kernel: Kernel[Any], fault: Exception | str) -> None: ...
@@ -113,7 +115,8 @@ class Invariance:
 
         Raises:
             UnsupportedProblemError: The settings name an arithmetic that cannot be had here.
-            CacheMissError: ``on_cache_miss="error"``, and the weight was never tuned.
+            CacheMissError: ``on_cache_miss="error"``, and the weight was never tuned; or it is not
+                in the lock file that answers alone.
         """
         able = self._host._able(problem, settings)
         if settings.arithmetic is not None:
@@ -308,6 +311,8 @@ class Invariance:
                     other = key if key.m != problem.m else None
                     where = self._host._where(key)
                     return Choice(candidate, "cache", where, other, arithmetic=wanted)
+        if record is None and self._host.store.locked:
+            raise CacheMissError(self._host._unlocked(problem, edge))
         if settings.on_cache_miss == "error" and record is None:
             raise CacheMissError(
                 f"no tuned record for {problem} in batch-invariant mode (bucket M={edge.m}) in "
