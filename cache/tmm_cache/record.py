@@ -102,12 +102,13 @@ class CandidateResult:
             return ordered[middle]
         return ordered[middle - 1] + (ordered[middle] - ordered[middle - 1]) / 2
 
-    def thinned(self) -> CandidateResult:
-        """With the least, the greatest and the middle of its samples only: the same median."""
-        if self.median_us is None or len(self.samples_us) <= 3:
+    def thinned(self, raced: bool = True) -> CandidateResult:
+        """With the least, the greatest and the middle of its samples only: the same median; the
+        middle alone of one that was not sampled to the end, to be told from those that were."""
+        if self.median_us is None or (raced and len(self.samples_us) <= 3):
             return self
         three = (min(self.samples_us), self.median_us, max(self.samples_us))
-        return replace(self, samples_us=three)
+        return replace(self, samples_us=three if raced else (self.median_us,))
 
     def to_json(self) -> dict[str, JSON]:
         """The JSON object of this candidate, without what has its default. Raises RecordError if
@@ -201,7 +202,9 @@ class TuningRecord:
 
     def thinned(self) -> TuningRecord:
         """Without most samples, for records that travel with a package."""
-        return replace(self, candidates=tuple(each.thinned() for each in self.candidates))
+        most = max(len(each.samples_us) for each in self.candidates)
+        thin = tuple(each.thinned(len(each.samples_us) == most) for each in self.candidates)
+        return replace(self, candidates=thin)
 
     def to_json(self) -> dict[str, JSON]:
         """The JSON document of this record. Raises RecordError if problem or a config is not."""

@@ -68,6 +68,9 @@ def test_many_fast_configs_of_the_word_leave_one_without_it(tmp_path: Path) -> N
     class Many(Word):
         config_type = ManyConfig
 
+        def default_config(self, problem: Problem) -> FakeConfig:
+            return ManyConfig(tile=PLAIN)
+
         def configs(self, problem: Problem) -> Iterable[FakeConfig]:
             return [ManyConfig(tile=tile) for tile in self.tiles]
 
