@@ -59,7 +59,7 @@ def _square(documents: Sequence[Document], dtype: str, path: Path) -> None:
             axes.plot(sizes, rates, style, color=colour, label=label, marker="o", markersize=3)
     axes.set(
         xlabel="M = N = K",
-        ylabel="TFLOPS, cold L2",
+        ylabel="TFLOPS, in use",
         title=f"Square matrices, {dtype}",
         ylim=(0, None),
     )
