@@ -22,7 +22,7 @@ pytest.importorskip("triton.experimental.gluon")
 
 import triton
 from hopper_block import DeadlockError, Descriptor, Pointer, Rows, run_block, workspace_order
-from tmm_triton import hopper_tiles, warp_specialized
+from tmm_triton import hopper_tiles, operands, warp_specialized
 from tmm_triton.hopper_tiles import Constants, WarpSpecializedConfig
 from tmm_triton.warp_specialized import WarpSpecialized
 
@@ -868,7 +868,7 @@ def test_a_call_passes_what_the_kernel_takes(
     asked: Problem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launches: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(warp_specialized, "Launch", lambda *given, **options: None)
+    monkeypatch.setattr(operands.Build, "launch", lambda build, device: None)
     monkeypatch.setattr(warp_specialized, "launcher", lambda *given, **_: launches.append(given))
     config = KERNEL.default_config(asked)
     special = KERNEL.specialize(asked, config)
