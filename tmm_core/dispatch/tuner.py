@@ -229,9 +229,7 @@ class _Tuning:
             for trial in dict.fromkeys([*finalists, *reserves]):
                 trial.status = "ok"
                 self._verify(trial, self._verifier, _repeats(trial.time))
-            # What has not been timed inside answers at the edge only.
-            answering = dict.fromkeys([*finalists, *_ahead(self._problem, reserves)])
-            self._inside([trial for trial in answering if trial.status == "ok"])
+            self._inside([trial for trial in finalists if trial.status == "ok"])
             # One that was fast and wrong kept others out of the race.
             racing = [trial for trial in racing if trial.run is not None]
             if not racing or all(trial.status == "ok" for trial in finalists):
@@ -380,10 +378,12 @@ class _Tuning:
 
     def _race(self, racing: list[_Trial]) -> list[_Trial]:
         """BLAS and the fastest, sampled until one can be decided on; returns these."""
+        # Next in line are those that may answer in the winner's place, and race for it.
+        spare = _ahead(self._problem, _reserves(self._problem, racing))
         racing = _survivors(racing, LOOK_KEEPS, 2 * FINALISTS)
         if len(racing) > FINALISTS + 1 and time.monotonic() < self._deadline:
             self._measure(racing, CLOSER, CLOSER_US)
-        racing = _survivors(racing, CLOSER_KEEPS, FINALISTS)
+        racing = list(dict.fromkeys([*_survivors(racing, CLOSER_KEEPS, FINALISTS), *spare]))
         if time.monotonic() < self._deadline:
             long = min(t.time for t in racing) >= LONG_US
             self._measure(racing, FINAL, 2 * CLOSER_US, settle=SETTLE if long else 0)
