@@ -298,7 +298,13 @@ class SplitK(TritonKernel[SplitKConfig]):
                 alone = split > 1 and m * n <= _MOST_ALONE * 32 * w
                 if alone and not hopper_or_later(problem) and not problem.device.interpreted:
                     configs.append(replace(config, REDUCE="last"))
-        ranked = self.ranked(problem, configs, 24)
+        if problem.batch_invariant:
+            # Each number of parts is another arithmetic: for each M there should be all.
+            whole = [config for config in configs if config.SPLIT_K == 1]
+            cut = [config for config in configs if config.SPLIT_K > 1]
+            ranked = self.ranked(problem, whole, 8) + self.ranked(problem, cut, 12)
+        else:
+            ranked = self.ranked(problem, configs, 24)
         return with_early(ranked, ways(problem))
 
     def default_config(self, problem: Problem) -> SplitKConfig:
