@@ -858,7 +858,7 @@ def test_a_call_passes_what_the_kernel_takes(
     asked: Problem, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     launches: list[tuple[Any, ...]] = []
-    monkeypatch.setattr(warp_specialized, "Launch", lambda *given, **options: None)
+    monkeypatch.setattr(warp_specialized.Build, "launch", lambda build, device: None)
     monkeypatch.setattr(warp_specialized, "launcher", lambda *given, **_: launches.append(given))
     config = KERNEL.default_config(asked)
     special = KERNEL.specialize(asked, config)
