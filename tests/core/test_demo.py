@@ -45,7 +45,7 @@ def test_on_a_cpu_the_interpreted_kernels_are_run_verified_tuned_and_remembered(
     verified = {c.kernel for c in entry.record.candidates if (c.error or 1) < 1.6e-2}
     assert verified >= {name for name, _ in kernels} | {"blas"}
     # `tmm-cache show` and `explain()` tell of that record.
-    assert f"\n {entry.digest[:8]}  " in text
+    assert f"\n{entry.digest[:8]}  " in text
     assert str(entry.path) in text
 
 

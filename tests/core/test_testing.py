@@ -396,7 +396,7 @@ WRONG = [
     (TakesComplexForReal, "other_dtypes_are_declined_or_right", "Its error is *"),
     (DeclinesEverything, "serves_something", "*declines every problem*: not today.*"),
     (VersionIsTheTime, "version_is_stable", "*its version changes by itself*"),
-    (HasNoName, "registers", "*HasNoName has no name*"),
+    (HasNoName, "registers", "*HasNoName*has no name*"),
 ]
 
 

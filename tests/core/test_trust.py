@@ -75,7 +75,7 @@ def test_a_wrong_guess_is_never_used(tmp_path: Path) -> None:
 def test_a_right_guess_is_verified_once(tmp_path: Path) -> None:
     kernel = Counting()
     d = dispatcher(kernel, CacheStore(tmp_path, []))
-    assert d.choose(problem(), GUESS).candidate.kernel is kernel
+    assert d.choose(problem(), GUESS).candidate.kernel.kernel is kernel
     assert kernel.launches == 0  # explain() launches nothing
     assert name(d, problem()) == "fast"
     assert kernel.launches == 2 + 1
@@ -140,7 +140,7 @@ def test_under_capture_blas_answers(tmp_path: Path) -> None:
     assert "never verified on this machine, and a CUDA graph" in choice.reason
     assert kernel.launches == 0
     assert name(d, problem(), settings()) == "fast"
-    assert d.bound(capturing, settings())[0].candidate.kernel is kernel
+    assert d.bound(capturing, settings())[0].candidate.kernel.kernel is kernel
 
 
 def test_what_memory_does_not_suffice_for_is_not_used(
@@ -182,7 +182,7 @@ def test_interpreted_kernels_are_left_to_their_authors(tmp_path: Path) -> None:
     kernel = Counting(wrong=True)
     d = dispatcher(kernel, CacheStore(tmp_path, []))
     asked = problem(device=replace(DEVICE, interpreted=True))
-    assert d.bound(asked, GUESS)[0].candidate.kernel is kernel
+    assert d.bound(asked, GUESS)[0].candidate.kernel.kernel is kernel
     assert kernel.launches == 0
 
 
@@ -213,7 +213,7 @@ def test_batch_invariant_records_of_ones_own_hold_under_capture(tmp_path: Path) 
     again = Counting(traits=traits)
     d = invariant(again, CacheStore(tmp_path, []))
     choice, _ = d.bound(replace(asked, capturing=True), GUESS)
-    assert (choice.origin, choice.candidate.kernel) == ("cache", again)
+    assert (choice.origin, choice.candidate.kernel.kernel) == ("cache", again)
     assert again.launches == 0
 
 
