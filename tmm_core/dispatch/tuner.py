@@ -387,7 +387,7 @@ class _Tuning:
         if time.monotonic() < self._deadline:
             long = min(t.time for t in racing) >= LONG_US
             self._measure(racing, FINAL, 2 * CLOSER_US, settle=SETTLE if long else 0)
-        return racing
+        return [trial for trial in racing if trial.run is not None]
 
     def _inside(self, finalists: Sequence[_Trial]) -> None:
         """Verify and time the finalists at other M that the record answers for."""
