@@ -25,8 +25,10 @@ from tmm_core.errors import (
 from tmm_core.launch.plan import Plan
 from tmm_core.settings import Settings, override
 from tmm_core.spec.epilogue import Epilogue
+from tmm_core.spec.groups import Groups
 from tmm_core.spec.kernel import Candidate, Config, Deferred, Kernel, Launcher, Traits
 from tmm_core.spec.problem import Operand, Problem
+from tmm_core.spec.supports import ANY, Supports
 from tmm_core.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -48,6 +50,7 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
+    "ANY",
     "CacheMissError",
     "Candidate",
     "Config",
@@ -55,6 +58,7 @@ __all__ = [
     "Deferred",
     "Epilogue",
     "Explanation",
+    "Groups",
     "Kernel",
     "KernelInfo",
     "Launcher",
@@ -64,6 +68,7 @@ __all__ = [
     "Problem",
     "Settings",
     "SettingsError",
+    "Supports",
     "TmmError",
     "TmmWarning",
     "Traits",

@@ -19,6 +19,7 @@ import torch
 
 from tmm_core.errors import ConfigError
 from tmm_core.spec.problem import Problem
+from tmm_core.spec.supports import Supports
 
 #: Name of the kernel that always can, and that every other has to beat.
 BASELINE = "blas"
@@ -134,11 +135,13 @@ class ScaledLauncher(Protocol):
 class Kernel(abc.ABC, Generic[C]):
     """One implementation of matmul. Stateless: everything hangs off a launcher.
 
-    Subclasses set ``name`` (unique among all plugins, ``"package.kernel"``), ``Config`` and
-    ``traits`` and implement the four methods below.
+    Subclasses set ``name`` (unique among all plugins, ``"package.kernel"``), ``supports``,
+    ``config_type`` and ``traits`` and implement the three abstract methods below.
     """
 
     name: ClassVar[str]
+    #: What it serves; every other problem is declined for it.
+    supports: ClassVar[Supports]
     traits: ClassVar[Traits] = Traits()
     config_type: ClassVar[type[Config]] = Config
     #: Modules besides its own whose code is part of the kernel.
@@ -158,9 +161,19 @@ class Kernel(abc.ABC, Generic[C]):
             digest.update(source.encode())
         return digest.hexdigest()[:12]
 
-    @abc.abstractmethod
     def reasons_against(self, problem: Problem) -> list[str]:
-        """Why this kernel cannot serve ``problem``; empty: it can. Never raises to decline."""
+        """Why this kernel cannot serve ``problem``; empty: it can. Not to be overridden: what it
+        does not declare in ``supports`` is a reason, and then what ``declines`` says.
+
+        Raises:
+            UnsupportedProblemError: The problem has a field that no kernel can answer for.
+        """
+        return self.supports.reasons_against(problem) or list(self.declines(problem))
+
+    def declines(self, problem: Problem) -> Iterable[str]:
+        """Why this kernel cannot serve a problem that ``supports`` admits: what
+        :class:`Supports` has no field for. Never raises to decline."""
+        return ()
 
     @abc.abstractmethod
     def configs(self, problem: Problem) -> Iterable[C]:
@@ -242,7 +255,7 @@ class Deferred:
         load: Returns the kernel; called once, when it is asked for.
         files: Returns the paths of all that the kernel is made of. Another size or time of one,
             and it is asked anew.
-        circumstances: Returns what else its version and its ``reasons_against`` go by, besides
+        circumstances: Returns what else its version and its ``declines`` go by, besides
             the problem and tmm's own files: JSON.
     """
 
