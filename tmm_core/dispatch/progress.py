@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import threading
 from types import TracebackType
 from typing import Any
@@ -65,6 +66,9 @@ class Progress:
         from rich.progress import Progress as Bar
 
         console = Console(stderr=True)
+        if console.is_jupyter and importlib.util.find_spec("ipywidgets") is None:
+            # rich's widget would warn at every refresh that it cannot be shown; a line can.
+            console = Console(stderr=True, force_jupyter=False, force_terminal=True)
         if not (always or console.is_terminal or console.is_jupyter):
             return
         columns = (TextColumn("tuning {task.description}"), BarColumn(), MofNCompleteColumn())
