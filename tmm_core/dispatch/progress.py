@@ -74,7 +74,8 @@ class Progress:
         columns = (TextColumn("tuning {task.description}"), BarColumn(), MofNCompleteColumn())
         with self._lock:
             if not self._closed:
-                self._bar = Bar(*columns, console=console, transient=True)
+                # A log gets the bar once, at its end, and that only of one that stays.
+                self._bar = Bar(*columns, console=console, transient=console.is_terminal)
                 self._task = self._bar.add_task(
                     self._title, completed=self._done, total=self._total
                 )
