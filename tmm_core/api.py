@@ -386,14 +386,16 @@ def tune(
         budget: Seconds per problem (``TMM_TUNE_BUDGET``).
 
     Returns:
-        One record per problem.
+        One record per problem; a notebook shows them as a table.
     """
     if isinstance(problems, Problem):
         problems = [problems]
+    from tmm_core.dispatch.explanation import Records
+
     changes: dict[str, Any] = {} if budget is None else {"tune_budget": budget}
     with settings.override(**changes) as current:
         chooser, asked = dispatch.dispatcher(), list(problems)
-        records = []
+        records = Records()
         for problem, following in itertools.zip_longest(asked, asked[1:]):
             if following is not None and not force:
                 chooser.prepare(following, current)

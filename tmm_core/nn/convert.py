@@ -87,6 +87,13 @@ class Report:
     def __bool__(self) -> bool:
         return bool(self.changes)
 
+    def _repr_html_(self) -> str:
+        from tmm_cache import markup
+
+        rows = [(change.path, f"{change.before} → {change.after}", "") for change in self.changes]
+        rows += [(item.path, f"{item.module} left alone", item.reason) for item in self.left]
+        return markup.table(("path", "what was done", "because"), rows)
+
     def __str__(self) -> str:
         kinds = [change.kind for change in self.changes]
         lines = [
