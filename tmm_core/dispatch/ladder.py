@@ -447,7 +447,7 @@ class Dispatcher:
                 if (candidate := self._best(record, able, problem)) is not None:
                     return Choice(candidate, "tuned", self._where(key), _other(key, problem))
         elif settings.on_cache_miss == "tune" or problem.capturing:
-            self.store.log_miss(problem.device.gpu, problem.device.environment, key.to_json())
+            self._note_miss(key)
         why = forbidden or "tuning gave no usable winner"
         return (
             self._neighbour(problem, able, why)
@@ -626,6 +626,9 @@ class Dispatcher:
         if problem.device.interpreted:
             return "interpreted kernels' times mean nothing"
         return None
+
+    def _note_miss(self, key: Problem) -> None:
+        self.store.log_miss(key.device.gpu, key.device.environment, key.to_json())
 
     def _where(self, key: Problem) -> str:
         device = key.device
