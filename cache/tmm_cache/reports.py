@@ -31,17 +31,18 @@ def show(store: CacheStore, options: Namespace) -> int:
     if prefix is not None and not is_digest_prefix(prefix):
         note(f"record: found {prefix!r}, accepted is the beginning of a digest, like 3f9a")
         return MISTAKE
+    everything = wanted.is_empty and not prefix
     found = [
         summary
         for root in _roots(store)
         for summary in without_faults(summaries(root))
-        if wanted(summary) and summary.digest.startswith(prefix or "")
+        if everything or (wanted(summary) and summary.digest.startswith(prefix or ""))
     ]
     if options.json:
         print_json([_summary_json(summary, record) for summary, record in _loaded(found)])
     if not found:
-        note(f"no records{'' if wanted.is_empty and not prefix else ' match'} in {store.root}")
-        return DONE if wanted.is_empty and not prefix else FOUND
+        note(f"no records{'' if everything else ' match'} in {store.root}")
+        return DONE if everything else FOUND
     if options.json:
         return DONE
     from tmm_cache import tables
