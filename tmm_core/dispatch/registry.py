@@ -11,14 +11,13 @@ import importlib.metadata
 import os
 import re
 import threading
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tmm_core.dispatch.deferred import collector_off
 from tmm_core.dispatch.hooks import HOOKS, Hooks
-from tmm_core.errors import PluginError, TmmWarning, UnknownNameError
+from tmm_core.errors import PluginError, UnknownNameError, warn
 from tmm_core.settings import Settings, names
 from tmm_core.spec.asking import Asked, let_through, shown, told
 from tmm_core.spec.epilogue import BUILTIN, IDENTITY, Epilogue, EpilogueLike, parse
@@ -151,9 +150,7 @@ class Registry:
             self._loaded = True
         for fault in self._faults:
             if not fault.intended:
-                warnings.warn(
-                    f"{fault.source} is not used: {fault.reason}", TmmWarning, stacklevel=3
-                )
+                warn(f"{fault.source} is not used: {fault.reason}")
 
     def _load(self, entry_point: importlib.metadata.EntryPoint) -> _Taken | None:
         dist = entry_point.dist
@@ -251,7 +248,7 @@ class Registry:
                 self._kernels[name] = Registered(kernel, source)
             else:
                 self._fault(source, reason, cause)
-                warnings.warn(f"{source}: {reason}", TmmWarning, stacklevel=4)
+                warn(f"{source}: {reason}")
 
     def _add_epilogue(self, epilogue: Any, source: Source) -> None:
         if not isinstance(epilogue, Epilogue):
