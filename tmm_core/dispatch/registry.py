@@ -130,7 +130,7 @@ class Registry:
             for fault in self._faults[before:]:
                 if fault.source == source:
                     raise PluginError(f"{fault.source}: {fault.reason}") from fault.error
-                warnings.warn(f"{fault.source}: {fault.reason}", TmmWarning, stacklevel=2)
+                warn(f"{fault.source}: {fault.reason}")
 
     def load(self) -> None:
         """Load the entry points, once; called by everything that needs them."""
@@ -140,7 +140,8 @@ class Registry:
             if self._loaded:
                 return
             with collector_off():
-                ours, others = [], []
+                ours: list[_Taken] = []
+                others: list[_Taken] = []
                 for entry_point in sorted(self._entry_points(), key=_precedence):
                     if (taken := self._load(entry_point)) is not None:
                         (ours if _is_ours(entry_point) else others).append(taken)
@@ -201,9 +202,9 @@ class Registry:
                     let_through(error)
                     self._fault(source, f"{hook} failed: {told(error)}", error)
                     continue
-                for name, error in failed.items():
-                    reason = f"its wrapper of {hook} failed around {source}: {told(error)}"
-                    self._fault(self._plugins[name], reason, error)
+                for name, fault in failed.items():
+                    reason = f"its wrapper of {hook} failed around {source}: {told(fault)}"
+                    self._fault(self._plugins[name], reason, fault)
                 for thing in things:
                     add(thing, source)
 
