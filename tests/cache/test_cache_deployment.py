@@ -250,7 +250,7 @@ def test_merge_of_a_damaged_record_notes_it_and_takes_the_others(
     broken = other.save(GPU, ENVIRONMENT, record(problem(m=2)))
     assert broken is not None
     broken.write_text(broken.read_text()[:-30])
-    assert main(["merge", str(other.root)]) == 0
+    assert main(["merge", str(other.root)]) == 1
     assert f"passed over {broken}" in capsys.readouterr().err
     assert [entry.record.problem["m"] for entry in store.entries()] == [1]
 

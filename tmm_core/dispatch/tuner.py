@@ -17,7 +17,6 @@ import os
 import queue
 import threading
 import time
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -38,7 +37,7 @@ from tmm_core.dispatch.proposals import MARGIN, NO_HINTS, Hints, Proposals, deci
 from tmm_core.dispatch.timing import Timer, held_up, median, timer_for
 from tmm_core.dispatch.unmeasured import unmeasured
 from tmm_core.dispatch.verifier import Verifier
-from tmm_core.errors import TmmWarning
+from tmm_core.errors import warn
 from tmm_core.settings import Settings
 from tmm_core.spec.asking import Asked, let_through
 from tmm_core.spec.bucket import bucket_edge, probes
@@ -371,7 +370,7 @@ class _Tuning:
             self._measure(racing, rounds, burst_us, settle)
             return
         except Exception as error:
-            warnings.warn(f"timing {self._problem} failed: {error}", TmmWarning, stacklevel=2)
+            warn(f"timing {self._problem} failed: {error}")
             return
         for trial, mine in zip(racing, samples, strict=True):
             trial.samples = mine
@@ -426,7 +425,7 @@ class _Tuning:
             try:
                 samples = self._timer.measure(runs, INSIDE, copies=chain.copies, burst_us=CLOSER_US)
             except Exception as error:
-                warnings.warn(f"timing {problem} failed: {error}", TmmWarning, stacklevel=2)
+                warn(f"timing {problem} failed: {error}")
                 continue
             for (trial, _), mine in zip(there, samples, strict=True):
                 trial.inside_us[m] = median(mine)

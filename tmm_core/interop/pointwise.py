@@ -6,14 +6,13 @@ Triton is imported with the first of them.
 from __future__ import annotations
 
 import importlib
-import warnings
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tmm_core import settings
-from tmm_core.errors import TmmWarning
+from tmm_core.errors import warn
 from tmm_core.launch import warm
 from tmm_core.spec.device import fingerprint
 from tmm_core.spec.epilogue import Epilogue
@@ -78,11 +77,9 @@ def failed(epilogue: Epilogue, kernels: Pointwise, error: Exception) -> None:
 
 
 def tell(epilogue: Epilogue, error: Exception) -> None:
-    warnings.warn(
+    warn(
         f"{NAME} failed for epilogue {epilogue}, which torch applies from now on while training: "
-        f"{type(error).__name__}: {error}",
-        TmmWarning,
-        stacklevel=2,
+        f"{type(error).__name__}: {error}"
     )
 
 

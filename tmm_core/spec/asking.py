@@ -13,12 +13,11 @@ import math
 import numbers
 import threading
 import traceback
-import warnings
 from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import Any, TypeVar
 
-from tmm_core.errors import PluginError, TmmWarning
+from tmm_core.errors import PluginError, warn
 from tmm_core.spec.kernel import Config, Kernel, Launcher, Traits
 from tmm_core.spec.problem import Problem
 from tmm_core.spec.supports import Supports
@@ -199,7 +198,7 @@ class Asked(Kernel[Any]):
                 )
         assert self.fault is not None
         if first:
-            warnings.warn(self.fault, TmmWarning, stacklevel=4)
+            warn(self.fault)
         return PluginError(self.fault)
 
     def _fault(self, question: str, error: BaseException) -> str:

@@ -28,8 +28,10 @@ import torch
 import torch.nn.functional as F
 
 from tmm_core.errors import UnknownNameError
+from tmm_core.spec.activations import ALIASES, text_of
 
-EpilogueLike = Union[None, str, "Epilogue", Sequence[Union[str, "Epilogue"]]]
+_Function = Callable[..., torch.Tensor]
+EpilogueLike = Union[None, str, "Epilogue", _Function, Sequence[Union[str, "Epilogue", _Function]]]
 
 
 @dataclass(frozen=True, eq=False)
@@ -333,12 +335,15 @@ def parse(text: EpilogueLike, known: Mapping[str, Epilogue] = BUILTIN) -> Epilog
     """Turn what a caller passed as ``epilogue=`` into an :class:`Epilogue`.
 
     Accepts ``None`` (identity), an :class:`Epilogue`, a string such as ``"silu"``,
-    ``"softcap(30)"`` or the chain ``"gelu_tanh+softcap(30)"``, and a sequence of these.
+    ``"softcap(30)"`` or the chain ``"gelu_tanh+softcap(30)"``, an activation of torch such as
+    ``F.silu``, ``nn.GELU(approximate="tanh")`` or ``partial(F.gelu, approximate="tanh")``, and a
+    sequence of these.
 
     Raises:
         UnknownNameError: A name that is not in ``known``; the message has near matches.
         ValueError: The text does not parse, or a parameter is not a number.
-        TypeError: Neither of the accepted types.
+        TypeError: Neither of the accepted types, or a function that is none of torch's
+            activations; the message shows what to write.
     """
     if text is None:
         return IDENTITY
@@ -348,6 +353,8 @@ def parse(text: EpilogueLike, known: Mapping[str, Epilogue] = BUILTIN) -> Epilog
         parts: list[Epilogue] = [_parse_term(t, text, known) for t in _split(text)]
     elif isinstance(text, Sequence):
         parts = [parse(part, known) for part in text]
+    elif callable(text):
+        parts = [_parse_term(text_of(text), "", BUILTIN)]
     else:
         raise TypeError(f"epilogue must be a str or an Epilogue, got {type(text).__name__}")
     result = IDENTITY
@@ -370,6 +377,8 @@ def _parse_term(term: str, whole: str, known: Mapping[str, Epilogue]) -> Epilogu
             f"cannot parse epilogue {whole!r}; expected name, name(number, …) or a chain a+b"
         )
     name, args = match["name"], match["args"]
+    if name not in known:
+        name = ALIASES.get(name, name)
     if name not in known:
         raise UnknownNameError("epilogue", name, known)
     if args is None:
