@@ -100,6 +100,8 @@ def by_override(
 def _refuse_what_torch_cannot(rest: dict[str, Any]) -> None:
     if rest["scale_a"] is not None or rest["scale_b"] is not None:
         raise RuntimeError("scale_a and scale_b are for strided operands of 8-bit floats")
+    if torch.compiler.is_dynamo_compiling():
+        return  # settings are no part of a graph
     forced = settings.current().kernel
     if forced is not None and forced != BASELINE:
         raise UnsupportedProblemError(
