@@ -171,6 +171,9 @@ class Dispatcher:
                 kernel or config that cannot be had.
             CacheMissError: ``on_cache_miss="error"`` and no record.
         """
+        if settings.disable:
+            for what in self.registry.misnamed(settings.disable):
+                self._say_once(f"TMM_DISABLE or override(disable=…): {what}")
         if settings.kernel is not None:
             return self._forced(problem, settings)
         if problem.batch_invariant:

@@ -18,7 +18,7 @@ from typing import Any
 from tmm_core.dispatch.deferred import collector_off
 from tmm_core.dispatch.hooks import HOOKS, Hooks
 from tmm_core.errors import PluginError, UnknownNameError, warn
-from tmm_core.settings import Settings, names
+from tmm_core.settings import POINTWISE, Settings, names
 from tmm_core.spec.asking import Asked, let_through, shown, told
 from tmm_core.spec.epilogue import BUILTIN, IDENTITY, Epilogue, EpilogueLike, parse
 from tmm_core.spec.kernel import Deferred, Kernel
@@ -301,6 +301,18 @@ class Registry:
                     f"kernel {name!r}: {fault.source}: {fault.reason}"
                 ) from fault.error
         raise UnknownNameError("kernel", name, [*self._kernels, *self._unloaded])
+
+    def misnamed(self, names: Iterable[str]) -> list[str]:
+        """What is wrong with each of ``names`` that no kernel has, nor one of a plugin that is not
+        used may have."""
+        self.load()
+        known = {*self._kernels, *self._unloaded, POINTWISE}
+        unused = {fault.source.plugin for fault in self._faults}
+        return [
+            str(UnknownNameError("kernel", name, known))
+            for name in sorted(names)
+            if name not in known and name.partition(".")[0] not in unused
+        ]
 
     def unloaded(self) -> bool:
         """Whether there are kernels that nobody has asked for yet."""

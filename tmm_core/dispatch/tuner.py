@@ -42,7 +42,7 @@ from tmm_core.settings import Settings
 from tmm_core.spec.asking import Asked, let_through
 from tmm_core.spec.bucket import bucket_edge, probes
 from tmm_core.spec.kernel import BASELINE, Candidate, Config, Kernel, Launcher
-from tmm_core.spec.precision import as_posed
+from tmm_core.spec.precision import require_posed
 from tmm_core.spec.problem import Problem
 
 #: Samples of each candidate, µs that one lasts, and how much slower than the best it may be to
@@ -138,6 +138,7 @@ class Tuner:
 
         Raises:
             ValueError: ``kernels`` has no baseline (nothing to compare with).
+            UnsupportedProblemError: It was posed for another fp32 precision than is set.
             RuntimeError: Not even BLAS runs.
         """
         started = time.monotonic()
@@ -148,7 +149,8 @@ class Tuner:
             raise ValueError(f"no {BASELINE!r} kernel to compare with")
         proposals = Proposals(problem, kernels, new, before, hints)
         # What the record says of BLAS must be BLAS at the precision that was asked for.
-        with as_posed(problem), Progress(str(problem), settings.progress) as progress:
+        require_posed(problem)
+        with Progress(str(problem), settings.progress) as progress:
             tuning = _Tuning(problem, self, settings, progress)
             try:
                 tuning.run(proposals)

@@ -34,6 +34,10 @@ _Function = Callable[..., torch.Tensor]
 EpilogueLike = Union[None, str, "Epilogue", _Function, Sequence[Union[str, "Epilogue", _Function]]]
 
 
+#: The least number that fp32 holds in full.
+_LEAST_POSITIVE = 2.0**-126
+
+
 @dataclass(frozen=True, eq=False)
 class Epilogue:
     """A function of the accumulator, element by element.
@@ -63,7 +67,8 @@ class Epilogue:
             Made of torch's operators.
 
     Raises:
-        ValueError: The name is not an identifier, or a parameter is not a finite number.
+        ValueError: The name is not an identifier, or a parameter is not a finite number, or not
+            above 0 where it has to be.
     """
 
     name: str
@@ -75,6 +80,8 @@ class Epilogue:
     linear: bool = False
     output_vjp: Callable[..., torch.Tensor] | None = None
     device_derivative: Any = None
+    #: Parameters have to be above 0, in fp32 too: softcap divides by its cap.
+    positive: bool = field(default=False, repr=False)
     #: The single-stage epilogues this one chains; empty for a single stage. A chain's own
     #: ``reference`` is its first stage's; ``apply`` goes through them all.
     stages: tuple[Epilogue, ...] = field(default=(), repr=False)
@@ -87,6 +94,8 @@ class Epilogue:
         object.__setattr__(self, "parameters", tuple(float(p) for p in self.parameters))
         if not all(map(math.isfinite, self.parameters)):
             raise ValueError(f"epilogue {self.name!r}: parameters must be finite numbers")
+        if self.positive and min(self.parameters) < _LEAST_POSITIVE:
+            raise ValueError(f"epilogue {self}: its parameters must be above 0")
 
     @cached_property
     def key(self) -> str:
@@ -290,6 +299,7 @@ BUILTIN: Mapping[str, Epilogue] = {
             lambda z, cap: cap * torch.tanh(z / cap),
             30.0,
             output_vjp=lambda grad, y, cap: _aten.tanh_backward(grad, y / cap),
+            positive=True,
         ),
         _builtin(
             "scale",
