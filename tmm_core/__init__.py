@@ -24,6 +24,7 @@ from tmm_core.errors import (
 )
 from tmm_core.launch.plan import Plan
 from tmm_core.settings import Settings, override
+from tmm_core.spec.anatomy import Anatomy, Resources
 from tmm_core.spec.epilogue import Epilogue
 from tmm_core.spec.kernel import Candidate, Config, Deferred, Kernel, Launcher, Traits
 from tmm_core.spec.problem import Operand, Problem
@@ -48,6 +49,7 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
+    "Anatomy",
     "CacheMissError",
     "Candidate",
     "Config",
@@ -62,6 +64,7 @@ __all__ = [
     "Plan",
     "PluginError",
     "Problem",
+    "Resources",
     "Settings",
     "SettingsError",
     "TmmError",

@@ -472,9 +472,9 @@ def test_importing_does_nothing(tmp_path: Any) -> None:
 def test_the_public_names() -> None:
     assert sorted(tmm_core.__all__) == tmm_core.__all__
     assert set(tmm_core.__all__) == {
-        "CacheMissError", "Candidate", "Config", "ConfigError", "Deferred", "Epilogue", "Explanation",
+        "Anatomy", "CacheMissError", "Candidate", "Config", "ConfigError", "Deferred", "Epilogue", "Explanation",
         "Kernel", "KernelInfo", "Launcher", "Operand", "Plan", "PluginError", "Problem",
-        "Settings", "SettingsError", "TmmError", "TmmWarning", "Traits", "UnknownNameError",
+        "Resources", "Settings", "SettingsError", "TmmError", "TmmWarning", "Traits", "UnknownNameError",
         "UnsupportedProblemError", "explain", "hookimpl", "kernels", "linear", "matmul",
         "override", "plan", "problem", "tune",
     }  # fmt: skip
