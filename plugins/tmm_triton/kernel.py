@@ -17,7 +17,7 @@ from typing import ClassVar, TypeVar
 import torch
 import triton
 
-from tmm_core import ANY, Config, Kernel, Launcher, Problem, Supports
+from tmm_core import ANY, Anatomy, Config, Kernel, Launcher, Problem, Resources, Supports
 from tmm_core.triton import Argument, Step, compile_for, epilogues, launcher, source, target_of
 from tmm_triton import operands, roofline, sums
 from tmm_triton.operands import Build, TileConfig
@@ -66,6 +66,16 @@ class Built(Kernel[D]):
         for build in self.builds(problem, config) if target is not None else ():
             src = source(build.fn, build.types, build.constants, build.divisible)
             compile_for(target, src, **build.options)
+
+    def anatomy(self, problem: Problem, config: D) -> Anatomy | None:
+        from tmm_triton import anatomy
+
+        return anatomy.of(self, problem, config)
+
+    def resources(self, problem: Problem, config: D) -> list[Resources]:
+        from tmm_triton import anatomy
+
+        return anatomy.resources(problem, self.builds(problem, config))
 
 
 class TritonKernel(Built[C]):

@@ -483,9 +483,9 @@ def test_importing_does_nothing(tmp_path: Any) -> None:
 def test_the_public_names() -> None:
     assert sorted(tmm_core.__all__) == tmm_core.__all__
     assert set(tmm_core.__all__) == {
-        "ANY", "CacheMissError", "Candidate", "Config", "ConfigError", "Deferred", "Epilogue",
+        "ANY", "Anatomy", "CacheMissError", "Candidate", "Config", "ConfigError", "Deferred", "Epilogue",
         "Explanation", "Groups", "Kernel", "KernelInfo", "Launcher", "Operand", "Plan", "PluginError", "Problem",
-        "Settings", "SettingsError", "Supports", "TmmError", "TmmWarning", "Traits", "UnknownNameError",
+        "Resources", "Settings", "SettingsError", "Supports", "TmmError", "TmmWarning", "Traits", "UnknownNameError",
         "UnsupportedProblemError", "explain", "hookimpl", "kernels", "linear", "matmul",
         "override", "plan", "problem", "tune",
     }  # fmt: skip

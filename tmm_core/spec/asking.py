@@ -18,6 +18,7 @@ from itertools import islice
 from typing import Any, TypeVar
 
 from tmm_core.errors import PluginError, warn
+from tmm_core.spec.anatomy import Anatomy, Resources
 from tmm_core.spec.kernel import Config, Kernel, Launcher, Traits
 from tmm_core.spec.problem import Problem
 from tmm_core.spec.supports import Supports
@@ -173,6 +174,17 @@ class Asked(Kernel[Any]):
     def workspace_bytes(self, problem: Problem, config: Any) -> int:
         return self._or(0, "workspace_bytes", _bytes, problem, config)
 
+    def anatomy(self, problem: Problem, config: Any) -> Anatomy | None:
+        return self._or(None, "anatomy", _anatomy, problem, config)
+
+    def resources(self, problem: Problem, config: Any) -> list[Resources]:
+        """What the kernel's functions take of an SM.
+
+        Raises:
+            Exception: Whatever the kernel raised; it is not set aside.
+        """
+        return _resources(self.kernel.resources(problem, config))
+
     def _or(self, default: T, question: str, check: Callable[[Any], T], *about: Any) -> T:
         try:
             return self._ask(question, check, *about)
@@ -299,6 +311,18 @@ def _arithmetic(answer: Any) -> str | None:
     if answer is not None and not (isinstance(answer, str) and answer):
         raise NonsenseError(f"returned {shown(answer)}, which is no name")
     return answer
+
+
+def _anatomy(answer: Any) -> Anatomy | None:
+    if answer is not None and not isinstance(answer, Anatomy):
+        raise NonsenseError(f"returned {shown(answer)}, not an Anatomy")
+    return answer
+
+
+def _resources(answer: Any) -> list[Resources]:
+    if not isinstance(answer, Iterable) or not all(isinstance(r, Resources) for r in answer):
+        raise NonsenseError(f"returned {shown(answer)}, not Resources")
+    return list(answer)
 
 
 def _where(kind: type, question: str, error: BaseException) -> str:

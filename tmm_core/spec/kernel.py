@@ -9,7 +9,7 @@ import hashlib
 import inspect
 import sys
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from types import ModuleType
@@ -18,6 +18,7 @@ from typing import Any, ClassVar, Generic, Protocol, TypeVar
 import torch
 
 from tmm_core.errors import ConfigError
+from tmm_core.spec.anatomy import Anatomy, Resources
 from tmm_core.spec.problem import Problem
 from tmm_core.spec.supports import Supports
 
@@ -226,6 +227,19 @@ class Kernel(abc.ABC, Generic[C]):
     def workspace_bytes(self, problem: Problem, config: C) -> int:
         """Scratch memory the launcher holds; ties go to the smallest."""
         return 0
+
+    def anatomy(self, problem: Problem, config: C) -> Anatomy | None:
+        """How the work is laid out and what a model expects of it, for ``tmm explain --why``."""
+        return None
+
+    def resources(self, problem: Problem, config: C) -> Sequence[Resources]:
+        """What each function that :meth:`bind` compiles takes of an SM; compiles them for the
+        problem's device, which need not be there. For ``tmm explain --why``.
+
+        Raises:
+            Exception: Why that cannot be told.
+        """
+        raise NotImplementedError(f"{self.name} does not tell")
 
     def __repr__(self) -> str:
         return f"<kernel {self.name} {self.version}>"

@@ -115,7 +115,8 @@ class Supports:
         Raises:
             UnsupportedProblemError: ``problem`` has a field that no kernel can answer for.
         """
-        for part in (problem, problem.a, problem.b, problem.out, problem.epilogue, problem.groups):
+        parts: list[Any] = [problem, problem.a, problem.b, problem.out, problem.epilogue]
+        for part in (*parts, problem.groups):
             if part is not None:
                 _refuse_undeclared(part.__class__)
         questions = dict.fromkeys(ask for ask in _QUESTIONS[Problem].values() if ask is not None)
@@ -269,8 +270,8 @@ _QUESTIONS: dict[type, dict[str, Question | None]] = {
         **dict.fromkeys(("device", "gated", "stages"), _epilogue),
         # What it computes is the device function's business; derivatives are other calls'.
         **dict.fromkeys(
-            ("name", "reference", "parameters", "linear", "builtin", "derivative", "output_vjp",
-             "device_derivative")
+            ("name", "reference", "parameters", "positive", "linear", "builtin", "derivative",
+             "output_vjp", "device_derivative")
         ),
     },
 }  # fmt: skip
