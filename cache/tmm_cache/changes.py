@@ -16,6 +16,7 @@ from tmm_cache.console import (
     DONE,
     FOUND,
     MISTAKE,
+    Noted,
     can_ask,
     confirmed,
     counted,
@@ -46,12 +47,16 @@ def prune(store: CacheStore, options: Namespace) -> int:
 
 
 def export(store: CacheStore, options: Namespace) -> int:
-    """Write the user's own records that pass the filters into an archive."""
+    """Write the user's own records that pass the filters into an archive.
+
+    FOUND where one could not be read, and is not in it.
+    """
     from tmm_cache.archive import write_archive
     from tmm_cache.unpack import ArchiveError
 
     wanted = from_options(options, utc_now())
-    entries = [entry for entry in without_faults(scan(store.root)) if wanted(entry)]
+    noted = Noted()
+    entries = [entry for entry in noted.without_faults(scan(store.root)) if wanted(entry)]
     if not entries:
         note(f"no records{'' if wanted.is_empty else ' match'} in {store.root}; nothing written")
         return FOUND
@@ -63,7 +68,7 @@ def export(store: CacheStore, options: Namespace) -> int:
         note(str(error))
         return MISTAKE
     note(f"{counted(count, 'record')} written to {options.file}")
-    return DONE
+    return FOUND if noted.count else DONE
 
 
 def import_(store: CacheStore, options: Namespace) -> int:

@@ -33,20 +33,20 @@ def show(store: CacheStore, options: Namespace) -> int:
         note(f"record: found {prefix!r}, accepted is the beginning of a digest, like 3f9a")
         return MISTAKE
     looked = _roots(store) if options.all or prefix is not None else (store.root,)
+    everything = wanted.is_empty and not prefix
     found = [
         summary
         for root in looked
         for summary in without_faults(summaries(root))
-        if wanted(summary) and summary.digest.startswith(prefix or "")
+        if everything or (wanted(summary) and summary.digest.startswith(prefix or ""))
     ]
     if options.json:
         print_json([_summary_json(summary, record) for summary, record in _loaded(found)])
     if not found:
-        asked = not wanted.is_empty or prefix is not None
-        note(f"no records{' match' if asked else ''} in {', '.join(map(str, looked))}")
+        note(f"no records{'' if everything else ' match'} in {', '.join(map(str, looked))}")
         if left := [str(layer) for layer in store.layers if layer not in looked]:
             note(f"not looked at: {', '.join(left)}; --all does")
-        return FOUND if asked else DONE
+        return DONE if everything else FOUND
     if options.json:
         return DONE
     from tmm_cache import tables

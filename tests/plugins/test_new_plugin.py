@@ -59,10 +59,7 @@ def test_the_package_has_all_its_files_and_lints(package: Path) -> None:
     modules = ("__init__", "plugin", "kernel", "epilogue", "device")
     assert files == {
         *(".gitignore", ".github/workflows/test.yml", "README.md", "pyproject.toml"),
-        *(
-            f"fast_gemm/{name}.py"
-            for name in ("__init__", "plugin", "kernel", "epilogue", "device")
-        ),
+        *(f"fast_gemm/{name}.py" for name in modules),
         "fast_gemm/py.typed",
         *(f"tests/{name}.py" for name in ("conftest", "test_kernel", "test_epilogue")),
     }

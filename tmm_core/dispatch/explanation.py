@@ -12,6 +12,7 @@ from tmm_cache import columns as layout
 from tmm_core.dispatch.ladder import Dispatcher
 from tmm_core.dispatch.proposals import baseline_us
 from tmm_core.dispatch.registry import Registry
+from tmm_core.dispatch.rehearsal import Miss, rehearse
 from tmm_core.launch.plan import Choice
 from tmm_core.settings import Settings
 from tmm_core.spec.kernel import Traits
@@ -104,7 +105,10 @@ class Explanation:
     """Why a problem is served as it is. ``str()`` is for people, ``to_json()`` for programs."""
 
     problem: Problem
+    #: What answers; on a miss what would, did the settings want a guess.
     choice: Choice
+    #: What the call does instead, where no record answers it and the settings want none.
+    miss: Miss | None
     #: The record that answers, and the problem it was measured for.
     record: TuningRecord | None
     measured: Problem | None
@@ -116,13 +120,13 @@ class Explanation:
 
     @property
     def kernel(self) -> str:
-        """Name of the kernel that would run."""
+        """Name of the kernel that would run; on a miss, of the guess."""
         return self.choice.candidate.kernel.name
 
     @property
     def origin(self) -> str:
-        """The rung of the ladder it stands on."""
-        return self.choice.origin
+        """The rung of the ladder it stands on; on a miss ``tune`` or ``error``."""
+        return self.choice.origin if self.miss is None else self.miss.action
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -131,7 +135,7 @@ class Explanation:
             "kernel": self.kernel,
             "config": self.choice.candidate.config.to_json(),
             "origin": self.origin,
-            "reason": self.choice.reason,
+            "reason": self.choice.reason if self.miss is None else self.miss.reason,
             "arithmetic": self.choice.arithmetic,
             "measured": self.measured.to_json() if self.measured else None,
             "record": self.record.to_json() if self.record else None,
@@ -169,8 +173,13 @@ class Explanation:
         choice = self.choice
         yield "problem", str(self.problem)
         yield "device", self.problem.device.gpu
-        yield "chosen", str(choice.candidate)
-        yield "because", f"{self.origin}: {choice.reason}"
+        if self.miss is None:
+            yield "chosen", str(choice.candidate)
+        else:
+            tuned = self.miss.action == "tune"
+            yield "miss", f"{'would be tuned:' if tuned else 'would raise'} {self.miss.reason}"
+            yield "guess", str(choice.candidate)
+        yield "because", f"{choice.origin}: {choice.reason}"
         if choice.arithmetic is not None:
             yield "sums by", f"{choice.arithmetic}, as all M of this weight"
         if self.measured is not None and self.measured.m != self.problem.m:
@@ -193,13 +202,14 @@ class Explanation:
 
 def explain_problem(dispatcher: Dispatcher, problem: Problem, settings: Settings) -> Explanation:
     """Explain what ``dispatcher`` does with ``problem``; measures and launches nothing."""
-    choice = dispatcher.choose(problem, settings)
+    choice, miss = rehearse(dispatcher, problem, settings)
     found = dispatcher.record(problem)
     rejected = dispatcher.rejections(problem, settings)
     able = [r.kernel.name for r in dispatcher.registry.kernels() if r.kernel.name not in rejected]
     return Explanation(
         problem=problem,
         choice=choice,
+        miss=miss,
         record=found[1] if found else None,
         measured=found[0] if found else None,
         rejected=rejected,

@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import functools
 import re
-import warnings
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -19,7 +18,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import nn
 
-from tmm_core.errors import TmmWarning
+from tmm_core.errors import warn
 from tmm_core.nn import proof
 from tmm_core.nn.gated import GatedMLP, joinable, joined
 from tmm_core.nn.linear import Linear
@@ -71,11 +70,7 @@ class Report:
         """
         for slot, original, replacement in reversed(self._swaps):
             if slot.parent._modules.get(slot.name) is not replacement:
-                warnings.warn(
-                    f"{slot.path} holds another module than convert() put there; left as it is",
-                    TmmWarning,
-                    stacklevel=2,
-                )
+                warn(f"{slot.path} holds another module than convert() put there; left as it is")
                 continue
             if isinstance(replacement, GatedMLP):
                 replacement.separate()
