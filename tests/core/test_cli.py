@@ -14,7 +14,7 @@ from fakes import FakeKernel, plugin
 from tmm_cache import CacheStore
 
 import tmm_core
-from tmm_core import Traits, dispatch, settings
+from tmm_core import Epilogue, Traits, dispatch, settings
 from tmm_core.spec.device import fingerprint
 from tmm_core.tools.cli import main
 from tmm_core.tools.commands import doctor
@@ -145,6 +145,33 @@ def test_explain_prints_the_choice_and_the_refusals(capsys: pytest.CaptureFixtur
     assert "problem   64×64×64 bfloat16 nn" in out
     assert "chosen    blas fused=False" in out
     assert "rejected  fake.picky: only on Sundays" in out
+
+
+#: A plugin's, with a parameter.
+SHIFT = Epilogue("shift", lambda z, by=2: z + by)
+
+
+@pytest.mark.parametrize("text", ["shift", "shift(3)", "gelu_tanh+shift", "bias+shift+residual"])
+def test_a_plugins_epilogue_works_in_every_command(
+    text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dispatch.dispatcher().registry.register(plugin(epilogues=[SHIFT]), "fakes")
+    asked = ("8x16x32", "--dtype", "fp32", "--epilogue", text, *CPU)
+    key = run_json(capsys, "explain", *asked)["problem"]["epilogue"]
+    assert SHIFT.with_parameters(*([3] if "3" in text else [])).key in key
+    (tuned,) = run_json(capsys, "tune", *asked)
+    assert (tuned["status"], tuned["key"]["epilogue"]) == ("tuned", key)
+    bench = ("bench", "--seconds-per-problem", "0.01", "--shapes", *asked)
+    (measured,) = run_json(capsys, *bench)["problems"]
+    assert "times" in measured, measured
+    (verified,) = run_json(capsys, "verify", *CPU)
+    assert verified["problem"]["epilogue"] == key
+    # And as the documents of records and misses have it.
+    with settings.override(on_cache_miss="heuristic", deterministic=True):
+        x, w = torch.randn(5, 32), torch.randn(32, 16)
+        tmm_core.matmul(x, w, epilogue=text.replace("bias+", "").replace("+residual", ""))
+    assert main(["tune", "--misses", *CPU]) == 0
+    assert "failed" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

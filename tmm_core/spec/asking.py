@@ -17,7 +17,9 @@ from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import Any, TypeVar
 
-from tmm_core.errors import PluginError, warn
+import torch
+
+from tmm_core.errors import PluginError, TmmError, warn
 from tmm_core.spec.anatomy import Anatomy, Resources
 from tmm_core.spec.kernel import Config, Kernel, Launcher, Traits
 from tmm_core.spec.problem import Problem
@@ -141,20 +143,22 @@ class Asked(Kernel[Any]):
         """Compile and return the launcher.
 
         Raises:
-            Exception: Whatever the kernel raised, made an ordinary error where it is none. It
-                costs this candidate; the kernel is not set aside.
+            PluginError: The kernel raised, or gave nothing that can be called: it says where.
+                That costs this candidate; the kernel is not set aside.
+            TmmError, torch.OutOfMemoryError: As the kernel raised them.
         """
         if self.fault is not None:
             raise PluginError(self.fault)
         try:
             launcher = self.kernel.bind(problem, config)
-        except Exception:
+        except (TmmError, torch.OutOfMemoryError):
             raise
         except BaseException as error:
             let_through(error)
-            raise PluginError(f"bind raised {told(error)}") from error
+            raise PluginError(f"{self._whose}: {self._fault('bind', error)}") from error
         if not callable(launcher):
-            raise PluginError(f"bind returned {shown(launcher)}, which cannot be called")
+            fault = NonsenseError(f"returned {shown(launcher)}, which cannot be called")
+            raise PluginError(f"{self._whose}: {self._fault('bind', fault)}")
         return launcher
 
     def compile(self, problem: Problem, config: Any) -> None:
@@ -204,14 +208,15 @@ class Asked(Kernel[Any]):
         with self._lock:
             first = self.fault is None
             if first:
-                self.fault = (
-                    f"kernel {self.name!r} of {self.plugin} is set aside: "
-                    f"{self._fault(question, error)}"
-                )
+                self.fault = f"{self._whose} is set aside: {self._fault(question, error)}"
         assert self.fault is not None
         if first:
             warn(self.fault)
         return PluginError(self.fault)
+
+    @property
+    def _whose(self) -> str:
+        return f"kernel {self.name!r} of {self.plugin}"
 
     def _fault(self, question: str, error: BaseException) -> str:
         what = str(error) if isinstance(error, NonsenseError) else f"raised {told(error)}"
