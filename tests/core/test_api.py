@@ -300,9 +300,13 @@ def test_a_plan_replays_and_refuses_other_tensors() -> None:
         plan(a, b)
     with pytest.raises(ValueError, match=r"takes bias of strides \(1,\), got strides \(2,\)$"):
         plan(a, b, torch.randn(12)[::2])
-    with pytest.raises(ValueError, match=r"takes a of dtype torch\.float32, got dtype torch\.float64$"):
+    with pytest.raises(
+        ValueError, match=r"takes a of dtype torch\.float32, got dtype torch\.float64$"
+    ):
         plan(a.double(), b, bias)
-    with pytest.raises(ValueError, match="takes a of offset from 16 bytes 0, got offset from 16 bytes 4$"):
+    with pytest.raises(
+        ValueError, match=r"takes a of offset from 16 bytes 0, got offset from 16 bytes 4$"
+    ):
         plan(torch.randn(21)[1:].view(4, 5), b, bias)
     with pytest.raises(ValueError, match=r"takes no residual, got one"):
         tmm_core.plan(a, b, bias=bias)(a, b, bias, torch.randn(4, 6))
