@@ -361,7 +361,8 @@ def problem(
 
 
 def explain(a: Tensor, b: Tensor, **arguments: Any) -> Explanation:
-    """What :func:`matmul` would run for these arguments, why, and why not the others.
+    """What :func:`matmul` would do with these arguments under the settings in force, why, and
+    why not otherwise: a call that would be tuned first, or would raise CacheMissError, says so.
 
     Nothing is tuned or launched. ``print()`` the result, or read its fields.
 
@@ -373,10 +374,9 @@ def explain(a: Tensor, b: Tensor, **arguments: Any) -> Explanation:
     """
     from tmm_core.dispatch.explanation import explain_problem
 
-    names = ("kernel", "config")
-    forced = {name: arguments.pop(name) for name in names if name in arguments}
-    arguments.pop("on_cache_miss", None)
-    with settings.override(**forced, on_cache_miss="heuristic"):
+    names = ("kernel", "config", "on_cache_miss")
+    forced = {name: arguments.pop(name, None) for name in names}
+    with _overrides(**forced):
         posed = problem(a, b, **arguments)
         return explain_problem(dispatch.dispatcher(), posed, settings.current())
 
@@ -392,14 +392,16 @@ def tune(
         budget: Seconds per problem (``TMM_TUNE_BUDGET``).
 
     Returns:
-        One record per problem.
+        One record per problem; a notebook shows them as a table.
     """
     if isinstance(problems, Problem):
         problems = [problems]
+    from tmm_core.dispatch.explanation import Records
+
     changes: dict[str, Any] = {} if budget is None else {"tune_budget": budget}
     with settings.override(**changes) as current:
         chooser, asked = dispatch.dispatcher(), list(problems)
-        records = []
+        records = Records()
         for problem, following in itertools.zip_longest(asked, asked[1:]):
             if following is not None and not force:
                 chooser.prepare(following, current)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from dataclasses import replace
@@ -15,6 +16,7 @@ from tmm_cache import CandidateResult, TuningRecord
 from tmm_core import Traits
 from tmm_core.dispatch import proposals, tuner, verify
 from tmm_core.dispatch.proposals import Hints, baseline_us, decide
+from tmm_core.dispatch.timing import GraphTimer
 from tmm_core.dispatch.tuner import Tuner
 from tmm_core.spec.problem import Operand
 
@@ -445,3 +447,36 @@ def test_the_best_of_each_arithmetic_is_verified_however_slow() -> None:
     assert [c.status for c in record.candidates] == ["ok"] * 5
     plain, _ = tune(FakeBlas(), *kernels, times=times)
     assert status(plain) == {"blas": "ok", "k1": "slow", "k2": "slow"}
+
+
+def test_steady_goes_by_turns_and_counts_no_turn_s_beginning(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is replayed first finds a cool GPU: it is replayed last too."""
+    replayed: list[tuple[str, int]] = []
+
+    class Event:
+        def elapsed_time(self, other: Any) -> float:
+            return 6.0
+
+    class Chain:
+        takes_us = 10.0
+
+        def __init__(self, name: str) -> None:
+            self.name = name
+
+        def timed(self, replays: int) -> tuple[Event, Event]:
+            replayed.append((self.name, replays))
+            return Event(), Event()
+
+    monkeypatch.setattr(torch.cuda, "device", lambda index: contextlib.nullcontext())
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda index: None)
+    timer = GraphTimer(torch.device("cuda", 0))
+    chains = {one: Chain(one) for one in ("torch", "tmm")}
+    monkeypatch.setattr(timer, "_chain", lambda run, copies: chains[run])
+    runs: Any = ["torch", "tmm"]
+    samples = timer.steady(runs, copies=2, steady_us=400.0)
+    assert samples == [[100.0, 100.0], [100.0, 100.0]]
+    turns = [name for name, count in replayed if count == 30]
+    assert turns == ["torch", "tmm", "tmm", "torch"]
+    assert replayed[0] == ("torch", 20)

@@ -38,62 +38,77 @@ def test_loads_are_hinted_and_nothing_else(dimensions: int) -> None:
 
 
 PROGRAM = """
-import json, sys, warnings
+import json, os, sys, warnings
 sys.path.insert(0, {tests!r})
 from test_warp_specialized import KERNEL, problem
+from triton import knobs
 from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
-from tmm_core.triton import compile_for, source
+from tmm_core.triton import compile_for, evict_first, source
 from tmm_triton import warp_specialized
 
-assembled = []
+assembled, theirs, hook, load = [], [], evict_first._HOOK, evict_first._LOAD
 make_cubin = CUDABackend.make_cubin
-def counted(*args):
-    assembled.append(1)
-    if {fault!r} and len(assembled) > 1:
-        raise RuntimeError("no ptxas")
-    return make_cubin(*args)
-CUDABackend.make_cubin = counted
+CUDABackend.make_cubin = lambda *args: assembled.append(1) or make_cubin(*args)
 asked = problem(64, 4096, 4096)
 config = KERNEL.default_config(asked)
 assert config.evict_first
 of = KERNEL.specialize(asked, config)
-src = source(warp_specialized._kernel, of.types, of.constants, of.divisible)
-with warnings.catch_warnings(record=True) as seen:
-    warnings.simplefilter("always")
-    kernel = compile_for(GPUTarget("cuda", 90, 32), src, **of.options)
-ptx = kernel.asm["ptx"]
-print(json.dumps(dict(
-    assembled=len(assembled), hints=ptx.count("L2::cache_hint"),
-    loads=ptx.count("complete_tx::bytes"), loaded=kernel.kernel == kernel.asm["cubin"],
-    warnings=[str(w.message) for w in seen],
-)))
+found = {{}}
+for fault in "", "kept", "no hook", "other PTX", "theirs":
+    assembled.clear()
+    knobs.cache.dir = os.path.join({folder!r}, "" if fault == "kept" else fault)
+    evict_first._HOOK = "looked for in vain" if fault == "no hook" else hook
+    evict_first._LOAD = evict_first.re.compile("(bulk)( loads);") if fault == "other PTX" else load
+    if fault == "theirs":
+        knobs.runtime.add_stages_inspection_hook = lambda *a: theirs.append(len(a)) or ("k", "h")
+    src = source(warp_specialized._kernel, of.types, of.constants, of.divisible)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        kernel = compile_for(GPUTarget("cuda", 90, 32), src, **of.options)
+    ptx = kernel.asm["ptx"]
+    found[fault] = dict(
+        assembled=len(assembled), hints=ptx.count("L2::cache_hint"),
+        loads=ptx.count("complete_tx::bytes"), warnings=[str(w.message) for w in seen],
+        hook=knobs.runtime.add_stages_inspection_hook is not None, theirs=theirs[-1:],
+    )
+print(json.dumps(found))
 """
 
 
-def compiled(folder: Path, fault: bool = False) -> dict[str, Any]:
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What each case gave; one process for all, which takes seconds to start."""
+    folder = tmp_path_factory.mktemp("evict_first")
     environment = {
-        **os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": str(folder),
+        **os.environ, "TRITON_INTERPRET": "0", "TMM_CACHE_DIR": str(folder / "tmm"),
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
     }  # fmt: skip
-    program = PROGRAM.format(tests=str(Path(__file__).parent), fault=fault)
+    program = PROGRAM.format(tests=str(Path(__file__).parent), folder=str(folder))
     done = subprocess.run(
         [sys.executable, "-c", program], env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])  # type: ignore[no-any-return]
+    return json.loads(done.stdout.splitlines()[-1])
 
 
-def test_a_kernel_is_assembled_twice_once(tmp_path: Path) -> None:
-    first = compiled(tmp_path)
+def test_a_kernel_is_assembled_once_with_its_hints(found: Any) -> None:
+    first = found[""]
     assert first["hints"] == first["loads"] > 0
-    assert first["loaded"]
-    assert first["assembled"] == 2
-    assert compiled(tmp_path) == {**first, "assembled": 0}
+    assert (first["assembled"], first["warnings"], first["hook"]) == (1, [], False)
+    assert found["kept"] == {**first, "assembled": 0}
 
 
-def test_without_an_assembler_it_stays_as_it_was(tmp_path: Path) -> None:
-    found = compiled(tmp_path, fault=True)
-    assert (found["hints"], found["loaded"]) == (0, True)
-    (warning,) = found["warnings"]
-    assert "no ptxas" in warning
+@pytest.mark.parametrize(("fault", "says"), [("no hook", "its stages"), ("other PTX", "no bulk")])
+def test_without_a_way_to_hint_it_stays_as_it_was(found: Any, fault: str, says: str) -> None:
+    case = found[fault]
+    assert (case["hints"], case["assembled"]) == (0, 1)
+    (warning,) = case["warnings"]
+    assert says in warning
+
+
+def test_another_hook_is_called_too_and_kept(found: Any) -> None:
+    case = found["theirs"]
+    assert case["hints"] == case["loads"] > 0
+    assert case["theirs"] == [5]
+    assert case["hook"]

@@ -58,7 +58,7 @@ KERNELS: dict[TritonKernel[Any], TileConfig] = {
     FusedEpilogue(): FusedEpilogueConfig(**TILE, GROUP_M=3, SUBTILE=2),
     Persistent(): PersistentConfig(**TILE, GROUP_M=3, SUBTILE=2, FLATTEN=True),
 }
-GATES = [kernel for kernel in KERNELS if kernel.gates]
+GATES = [kernel for kernel in KERNELS if kernel.supports.gated]
 TAKES_ANY_STRIDE = [kernel for kernel in KERNELS if not isinstance(kernel, Persistent)]
 
 interpreted = pytest.mark.skipif(not interpreting(), reason="Triton is not interpreting")
@@ -453,7 +453,7 @@ def test_persistent_declines(problem: Problem, reason: str) -> None:
     assert Grouped().reasons_against(problem) == []
 
 
-@named([k for k in KERNELS if not k.gates])
+@named([k for k in KERNELS if not k.supports.gated])
 def test_one_accumulator_declines_gates(kernel: TritonKernel[Any]) -> None:
     (reason,) = kernel.reasons_against(ask(epilogue="swiglu"))
     assert "'swiglu' needs two" in reason

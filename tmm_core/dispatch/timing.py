@@ -37,9 +37,9 @@ BURST_US = 3000.0
 #: largest L2 there is (126 MB on a B200).
 FLUSH_BYTES = 256 * 2**20
 
-#: How long a chain is replayed for the clock "steady", of which the second half counts. Clocks
-#: settle within 0.3 s (six kernels on an H100 rank alike in bursts of 15 ms and of 1 s).
-STEADY_US = 0.4e6
+#: How long a chain is replayed in one turn of the clock "steady", and half of it before the first.
+#: Clocks settle within 0.3 s (six kernels on an H100 rank alike in bursts of 15 ms and of 1 s).
+STEADY_US = 0.3e6
 
 
 class Timer(Protocol):
@@ -136,16 +136,27 @@ class GraphTimer:
             torch.cuda.synchronize(self.device)
         return [[s.elapsed_time(e) * 1e3 for s, e in mine] for mine in spans]
 
-    def steady(self, run: Run, *, copies: int = 1, steady_us: float = STEADY_US) -> float:
-        """µs of one call in a chain replayed for ``steady_us`` without a pause, of whose second
-        half this is: where power limits a kernel its clock has settled by then."""
+    def steady(
+        self, runs: Sequence[Run], *, copies: int = 1, steady_us: float = STEADY_US
+    ) -> list[list[float]]:
+        """µs of one call in chains replayed without a pause, two for each of the runs: by turns,
+        there and back, so that none is always the one before whom the GPU was cool. What comes
+        first, and a quarter of each turn, is not counted: where power limits a kernel its clock
+        has settled by then."""
+        spans: list[list[float]] = [[] for _ in runs]
         with torch.cuda.device(self.device):
-            chain = self._chain(run, copies)
-            half = math.ceil(steady_us / 2 / max(chain.takes_us, 1.0))
-            chain.timed(half)
-            start, end = chain.timed(half)
+            chains = [self._chain(run, copies) for run in runs]
+            quarters = [math.ceil(steady_us / 4 / max(chain.takes_us, 1.0)) for chain in chains]
+            chains[0].timed(2 * quarters[0])
+            turns = []
+            for order in (range(len(runs)), reversed(range(len(runs)))):
+                for i in order:
+                    chains[i].timed(quarters[i])
+                    turns.append((i, chains[i].timed(3 * quarters[i])))
             torch.cuda.synchronize(self.device)
-        return float(start.elapsed_time(end)) * 1e3 / (half * copies)
+        for i, (start, end) in turns:
+            spans[i].append(float(start.elapsed_time(end)) * 1e3 / (3 * quarters[i] * copies))
+        return spans
 
     def release(self) -> None:
         """Give graphs and buffers back to the allocator."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import warnings
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
 import torch
 
+from tmm_core.errors import warn
 from tmm_core.spec.epilogue import Epilogue
 from tmm_core.spec.problem import FP8, wide
 
@@ -208,10 +208,10 @@ def check_out(
         )
     if out.shape != shape:
         if out.numel():
-            warnings.warn(
+            warn(
                 "An output with one or more elements was resized since it had shape "
                 f"{list(out.shape)}, which does not match the required output shape {list(shape)}.",
-                stacklevel=4,
+                UserWarning,
             )
         out.resize_(shape)
     if torch._debug_has_internal_overlap(out) == _OVERLAPS:

@@ -11,7 +11,6 @@ from __future__ import annotations
 import copy
 import functools
 import re
-import warnings
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import Literal, NamedTuple
@@ -19,7 +18,7 @@ from typing import Literal, NamedTuple
 import torch
 from torch import nn
 
-from tmm_core.errors import TmmWarning
+from tmm_core.errors import warn
 from tmm_core.nn import proof
 from tmm_core.nn.gated import GatedMLP, joinable, joined
 from tmm_core.nn.linear import Linear
@@ -71,11 +70,7 @@ class Report:
         """
         for slot, original, replacement in reversed(self._swaps):
             if slot.parent._modules.get(slot.name) is not replacement:
-                warnings.warn(
-                    f"{slot.path} holds another module than convert() put there; left as it is",
-                    TmmWarning,
-                    stacklevel=2,
-                )
+                warn(f"{slot.path} holds another module than convert() put there; left as it is")
                 continue
             if isinstance(replacement, GatedMLP):
                 replacement.separate()
@@ -86,6 +81,13 @@ class Report:
 
     def __bool__(self) -> bool:
         return bool(self.changes)
+
+    def _repr_html_(self) -> str:
+        from tmm_cache import markup
+
+        rows = [(change.path, f"{change.before} → {change.after}", "") for change in self.changes]
+        rows += [(item.path, f"{item.module} left alone", item.reason) for item in self.left]
+        return markup.table(("path", "what was done", "because"), rows)
 
     def __str__(self) -> str:
         kinds = [change.kind for change in self.changes]

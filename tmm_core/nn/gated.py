@@ -89,8 +89,8 @@ class GatedMLP(nn.Module):
         self.gate_proj = Linear(hidden_size, intermediate_size, bias, device, dtype)
         self.up_proj = Linear(hidden_size, intermediate_size, bias, device, dtype)
         self.down_proj = Linear(intermediate_size, hidden_size, bias, device, dtype)
-        known = isinstance(activation, str) and activation in GATED_BY
-        self._gate_by(GATED_BY[str(activation)] if known else activation)
+        name = dispatch.dispatcher().registry.epilogue(activation).key
+        self._gate_by(GATED_BY.get(name, activation))
         self._register_hooks()
         self.merge()
 

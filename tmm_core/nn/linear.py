@@ -79,6 +79,11 @@ class Linear(nn.Linear):
             self._text = epilogue if isinstance(epilogue, str) else parsed.interned()
         self._epilogue = epilogue
 
+    def __setattr__(self, name: str, value: Any) -> None:
+        if name == "epilogue" and isinstance(value, nn.Module):  # it would become a child
+            value = dispatch.dispatcher().registry.epilogue(value)
+        super().__setattr__(name, value)
+
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch's
         # An epilogue object is known to the operator by its text, in its own process only.

@@ -13,14 +13,15 @@ import math
 import numbers
 import threading
 import traceback
-import warnings
 from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import Any, TypeVar
 
-from tmm_core.errors import PluginError, TmmWarning
+from tmm_core.errors import PluginError, warn
+from tmm_core.spec.anatomy import Anatomy, Resources
 from tmm_core.spec.kernel import Config, Kernel, Launcher, Traits
 from tmm_core.spec.problem import Problem
+from tmm_core.spec.supports import Supports
 
 T = TypeVar("T")
 
@@ -77,6 +78,7 @@ class Asked(Kernel[Any]):
 
     name: str  # type: ignore[misc]  # of one kernel, not of a class
     version: str
+    supports: Supports  # type: ignore[misc]
     traits: Traits  # type: ignore[misc]
     config_type: type[Config]  # type: ignore[misc]
 
@@ -90,6 +92,12 @@ class Asked(Kernel[Any]):
         self.fault: str | None = None
         self._lock = threading.Lock()
         self.name = type(kernel).__qualname__  # until it is known
+        if type(kernel).reasons_against is not Kernel.reasons_against:
+            raise PluginError(
+                f"kernel {shown(getattr(kernel, 'name', self.name))} is written for tmm's first "
+                "protocol: declare `supports = tmm_core.Supports(…)` in place of "
+                "reasons_against(), and yield what that has no field for from declines(problem)"
+            )
         for question, check in _IDENTITY.items():
             try:
                 setattr(self, question, check(getattr(kernel, question, None)))
@@ -99,11 +107,9 @@ class Asked(Kernel[Any]):
                     f"kernel {self.name!r}: {self._fault(question, error)}"
                 ) from error
 
-    def reasons_against(self, problem: Problem) -> list[str]:
-        if self.fault is not None:
-            return [self.fault]
+    def declines(self, problem: Problem) -> list[str]:
         try:
-            return self._ask("reasons_against", _reasons, problem)
+            return self._ask("declines", _reasons, problem)
         except PluginError as error:
             return [str(error)]
 
@@ -168,6 +174,17 @@ class Asked(Kernel[Any]):
     def workspace_bytes(self, problem: Problem, config: Any) -> int:
         return self._or(0, "workspace_bytes", _bytes, problem, config)
 
+    def anatomy(self, problem: Problem, config: Any) -> Anatomy | None:
+        return self._or(None, "anatomy", _anatomy, problem, config)
+
+    def resources(self, problem: Problem, config: Any) -> list[Resources]:
+        """What the kernel's functions take of an SM.
+
+        Raises:
+            Exception: Whatever the kernel raised; it is not set aside.
+        """
+        return _resources(self.kernel.resources(problem, config))
+
     def _or(self, default: T, question: str, check: Callable[[Any], T], *about: Any) -> T:
         try:
             return self._ask(question, check, *about)
@@ -193,7 +210,7 @@ class Asked(Kernel[Any]):
                 )
         assert self.fault is not None
         if first:
-            warnings.warn(self.fault, TmmWarning, stacklevel=4)
+            warn(self.fault)
         return PluginError(self.fault)
 
     def _fault(self, question: str, error: BaseException) -> str:
@@ -236,6 +253,12 @@ def _version(answer: Any) -> str:
     return answer
 
 
+def _supports(answer: Any) -> Supports:
+    if not isinstance(answer, Supports):
+        raise NonsenseError(f"must be a Supports, got {shown(answer)}")
+    return answer
+
+
 def _traits(answer: Any) -> Traits:
     if not isinstance(answer, Traits):
         raise NonsenseError(f"must be a Traits, got {shown(answer)}")
@@ -252,6 +275,7 @@ def _config_type(answer: Any) -> type[Config]:
 _IDENTITY: dict[str, Callable[[Any], Any]] = {
     "name": _name,
     "version": _version,
+    "supports": _supports,
     "traits": _traits,
     "config_type": _config_type,
 }
@@ -287,6 +311,18 @@ def _arithmetic(answer: Any) -> str | None:
     if answer is not None and not (isinstance(answer, str) and answer):
         raise NonsenseError(f"returned {shown(answer)}, which is no name")
     return answer
+
+
+def _anatomy(answer: Any) -> Anatomy | None:
+    if answer is not None and not isinstance(answer, Anatomy):
+        raise NonsenseError(f"returned {shown(answer)}, not an Anatomy")
+    return answer
+
+
+def _resources(answer: Any) -> list[Resources]:
+    if not isinstance(answer, Iterable) or not all(isinstance(r, Resources) for r in answer):
+        raise NonsenseError(f"returned {shown(answer)}, not Resources")
+    return list(answer)
 
 
 def _where(kind: type, question: str, error: BaseException) -> str:

@@ -28,8 +28,14 @@ import torch
 import torch.nn.functional as F
 
 from tmm_core.errors import UnknownNameError
+from tmm_core.spec.activations import ALIASES, text_of
 
-EpilogueLike = Union[None, str, "Epilogue", Sequence[Union[str, "Epilogue"]]]
+_Function = Callable[..., torch.Tensor]
+EpilogueLike = Union[None, str, "Epilogue", _Function, Sequence[Union[str, "Epilogue", _Function]]]
+
+
+#: The least number that fp32 holds in full.
+_LEAST_POSITIVE = 2.0**-126
 
 
 @dataclass(frozen=True, eq=False)
@@ -61,7 +67,8 @@ class Epilogue:
             Made of torch's operators.
 
     Raises:
-        ValueError: The name is not an identifier, or a parameter is not a finite number.
+        ValueError: The name is not an identifier, or a parameter is not a finite number, or not
+            above 0 where it has to be.
     """
 
     name: str
@@ -73,6 +80,8 @@ class Epilogue:
     linear: bool = False
     output_vjp: Callable[..., torch.Tensor] | None = None
     device_derivative: Any = None
+    #: Parameters have to be above 0, in fp32 too: softcap divides by its cap.
+    positive: bool = field(default=False, repr=False)
     #: The single-stage epilogues this one chains; empty for a single stage. A chain's own
     #: ``reference`` is its first stage's; ``apply`` goes through them all.
     stages: tuple[Epilogue, ...] = field(default=(), repr=False)
@@ -85,6 +94,8 @@ class Epilogue:
         object.__setattr__(self, "parameters", tuple(float(p) for p in self.parameters))
         if not all(map(math.isfinite, self.parameters)):
             raise ValueError(f"epilogue {self.name!r}: parameters must be finite numbers")
+        if self.positive and min(self.parameters) < _LEAST_POSITIVE:
+            raise ValueError(f"epilogue {self}: its parameters must be above 0")
 
     @cached_property
     def key(self) -> str:
@@ -288,6 +299,7 @@ BUILTIN: Mapping[str, Epilogue] = {
             lambda z, cap: cap * torch.tanh(z / cap),
             30.0,
             output_vjp=lambda grad, y, cap: _aten.tanh_backward(grad, y / cap),
+            positive=True,
         ),
         _builtin(
             "scale",
@@ -333,12 +345,15 @@ def parse(text: EpilogueLike, known: Mapping[str, Epilogue] = BUILTIN) -> Epilog
     """Turn what a caller passed as ``epilogue=`` into an :class:`Epilogue`.
 
     Accepts ``None`` (identity), an :class:`Epilogue`, a string such as ``"silu"``,
-    ``"softcap(30)"`` or the chain ``"gelu_tanh+softcap(30)"``, and a sequence of these.
+    ``"softcap(30)"`` or the chain ``"gelu_tanh+softcap(30)"``, an activation of torch such as
+    ``F.silu``, ``nn.GELU(approximate="tanh")`` or ``partial(F.gelu, approximate="tanh")``, and a
+    sequence of these.
 
     Raises:
         UnknownNameError: A name that is not in ``known``; the message has near matches.
         ValueError: The text does not parse, or a parameter is not a number.
-        TypeError: Neither of the accepted types.
+        TypeError: Neither of the accepted types, or a function that is none of torch's
+            activations; the message shows what to write.
     """
     if text is None:
         return IDENTITY
@@ -348,6 +363,8 @@ def parse(text: EpilogueLike, known: Mapping[str, Epilogue] = BUILTIN) -> Epilog
         parts: list[Epilogue] = [_parse_term(t, text, known) for t in _split(text)]
     elif isinstance(text, Sequence):
         parts = [parse(part, known) for part in text]
+    elif callable(text):
+        parts = [_parse_term(text_of(text), "", BUILTIN)]
     else:
         raise TypeError(f"epilogue must be a str or an Epilogue, got {type(text).__name__}")
     result = IDENTITY
@@ -370,6 +387,8 @@ def _parse_term(term: str, whole: str, known: Mapping[str, Epilogue]) -> Epilogu
             f"cannot parse epilogue {whole!r}; expected name, name(number, …) or a chain a+b"
         )
     name, args = match["name"], match["args"]
+    if name not in known:
+        name = ALIASES.get(name, name)
     if name not in known:
         raise UnknownNameError("epilogue", name, known)
     if args is None:

@@ -27,6 +27,8 @@ from triton.compiler import ASTSource, CompiledKernel
 from triton.compiler.compiler import make_backend
 from triton.runtime.cache import get_cache_manager, triton_key
 
+from tmm_core.triton.evict_first import ordinary
+
 #: Releases that make their key as :func:`_key` does. What is noted was held against the key of a
 #: kernel that Triton itself compiled, all the same.
 _KNOWN = triton.__version__.startswith(("3.6.", "3.7."))
@@ -76,7 +78,7 @@ def _ordinary() -> bool:
         or compilation.use_ir_loc
         or compilation.listener
         or knobs.cache.manager_class
-        or getattr(knobs.runtime, "add_stages_inspection_hook", None)
+        or not ordinary()
         or nvidia.mock_ptx_version
         or any(name.startswith("TRITON_PTXAS") for name in os.environ)
     )

@@ -25,7 +25,7 @@ from tmm_core.launch.fold import Fold
 from tmm_core.launch.source import Body, address, written
 from tmm_core.spec.device import DeviceFingerprint, interpreting
 from tmm_core.spec.kernel import Launcher
-from tmm_core.triton.evict_first import evicting_first
+from tmm_core.triton.evict_first import hints, marked
 from tmm_core.triton.kept import compile_kept
 
 Grid = tuple[int, int, int]
@@ -102,8 +102,10 @@ def compile_for(
 ) -> CompiledKernel:
     """Compile for a GPU that need not be there, or find it in Triton's cache. Thread-safe; no
     lock is held."""
-    compiled = compile_kept(src, target, options)
-    return evicting_first(compiled, options) if evict_first else compiled
+    if not evict_first:
+        return compile_kept(src, target, options)
+    with hints(src.name):
+        return compile_kept(marked(src), target, options)
 
 
 def target_of(device: DeviceFingerprint) -> GPUTarget | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 
 import torch
+from tmm_cache import columns
 
 import tmm_core
 from tmm_core.spec.precision import precision
@@ -25,5 +26,5 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print_json(explanation.to_json())
     else:
-        print(explanation)
+        print(explanation.text(columns.width()))
     return DONE
