@@ -11,14 +11,14 @@ import sysconfig
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType, ModuleType
+from types import MappingProxyType
 from typing import ClassVar, TypeVar
 
 import torch
 import triton
 
 from tmm_core import ANY, Anatomy, Config, Kernel, Launcher, Problem, Resources, Supports
-from tmm_core.triton import Argument, Step, compile_for, epilogues, launcher, source, target_of
+from tmm_core.triton import Argument, Step, compile_for, launcher, source, target_of
 from tmm_triton import operands, roofline, sums
 from tmm_triton.operands import Build, TileConfig
 
@@ -84,7 +84,6 @@ class TritonKernel(Built[C]):
     Subclasses implement ``configs``, ``builds`` and ``bind``.
     """
 
-    shares: ClassVar[tuple[ModuleType, ...]] = (operands, epilogues)
     supports = POINTERS
     #: Fraction of the tensor cores' peak that the main loop reaches where nothing else
     #: limits it; for estimates.
