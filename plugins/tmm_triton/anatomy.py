@@ -8,6 +8,7 @@ import re
 import subprocess
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,14 @@ _THREADS, _BLOCKS, _RESERVED = 2048, 32, 1024
 
 def of(kernel: Built[Any], problem: Problem, config: Any) -> Anatomy | None:
     """The anatomy of a kernel of this package; None of one that it does not know."""
+    found = _of(kernel, problem, config)
+    if found is None:
+        return None
+    functions = tuple(build.fn.__name__ for build in kernel.builds(problem, config))
+    return replace(found, functions=functions)
+
+
+def _of(kernel: Built[Any], problem: Problem, config: Any) -> Anatomy | None:
     if kernel.name == "triton.warp_specialized":
         return of_hopper(problem, config)
     if kernel.name == "triton.realigned":  # of its product: the copies before it are no tiles

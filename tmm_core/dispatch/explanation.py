@@ -126,8 +126,9 @@ class Explanation:
         from rich.console import Console
 
         buffer = io.StringIO()
-        self._print(Console(file=buffer, width=110, highlight=False))
-        return buffer.getvalue().rstrip()
+        # As long as a line needs to be: a config in a narrow column is a line for each field.
+        self._print(Console(file=buffer, width=1000, highlight=False))
+        return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines())
 
     def _print(self, console: Any) -> None:
         choice = self.choice

@@ -141,7 +141,8 @@ class Registry:
             if self._loaded:
                 return
             with collector_off():
-                ours, others = [], []
+                ours: list[_Taken] = []
+                others: list[_Taken] = []
                 for entry_point in sorted(self._entry_points(), key=_precedence):
                     if (taken := self._load(entry_point)) is not None:
                         (ours if _is_ours(entry_point) else others).append(taken)
@@ -204,9 +205,9 @@ class Registry:
                     let_through(error)
                     self._fault(source, f"{hook} failed: {told(error)}", error)
                     continue
-                for name, error in failed.items():
-                    reason = f"its wrapper of {hook} failed around {source}: {told(error)}"
-                    self._fault(self._plugins[name], reason, error)
+                for name, failure in failed.items():
+                    reason = f"its wrapper of {hook} failed around {source}: {told(failure)}"
+                    self._fault(self._plugins[name], reason, failure)
                 for thing in things:
                     add(thing, source)
 
