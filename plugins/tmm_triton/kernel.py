@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import abc
 import functools
+import importlib
 import os
 import shutil
 import sysconfig
@@ -52,14 +53,17 @@ class Built(Kernel[D]):
             compile_for(target, src, **build.options)
 
     def anatomy(self, problem: Problem, config: D) -> Anatomy | None:
-        from tmm_triton import anatomy
-
-        return anatomy.of(self, problem, config)
+        found: Anatomy | None = _anatomy().of(self, problem, config)
+        return found
 
     def resources(self, problem: Problem, config: D) -> list[Resources]:
-        from tmm_triton import anatomy
+        found: list[Resources] = _anatomy().resources(problem, self.builds(problem, config))
+        return found
 
-        return anatomy.resources(problem, self.builds(problem, config))
+
+def _anatomy() -> ModuleType:
+    """What knows every kernel of this package, and so is imported by name, when it is asked."""
+    return importlib.import_module("tmm_triton.anatomy")
 
 
 class TritonKernel(Built[C]):
