@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import abc
 import functools
-import importlib
 import os
 import shutil
 import sysconfig
@@ -20,7 +19,7 @@ import triton
 
 from tmm_core import Anatomy, Config, Kernel, Launcher, Problem, Resources
 from tmm_core.triton import Argument, Step, compile_for, epilogues, launcher, source, target_of
-from tmm_triton import operands, roofline, sums
+from tmm_triton import anatomy, operands, roofline, sums
 from tmm_triton.operands import Build, TileConfig
 
 C = TypeVar("C", bound=TileConfig)
@@ -53,17 +52,10 @@ class Built(Kernel[D]):
             compile_for(target, src, **build.options)
 
     def anatomy(self, problem: Problem, config: D) -> Anatomy | None:
-        found: Anatomy | None = _anatomy().of(self, problem, config)
-        return found
+        return anatomy.of(self, problem, config, self.builds(problem, config))
 
     def resources(self, problem: Problem, config: D) -> list[Resources]:
-        found: list[Resources] = _anatomy().resources(problem, self.builds(problem, config))
-        return found
-
-
-def _anatomy() -> ModuleType:
-    """What knows every kernel of this package, and so is imported by name, when it is asked."""
-    return importlib.import_module("tmm_triton.anatomy")
+        return anatomy.resources(problem, self.builds(problem, config))
 
 
 class TritonKernel(Built[C]):
