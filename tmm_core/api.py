@@ -78,7 +78,7 @@ def matmul(
         scale_b: Likewise: one number, or one for each column of b, ``[..., 1, N]`` (2N where
             gated).
         kernel: Force this kernel. It raises where it cannot serve the call.
-        config: And this config of it.
+        config: And this config of it; fields left out are as in its default config.
         on_cache_miss: ``"tune"``, ``"heuristic"`` or ``"error"``, for this call.
 
     Returns:

@@ -36,6 +36,7 @@ from tmm_core.dispatch.trust import Trust
 from tmm_core.dispatch.unmeasured import unmeasured
 from tmm_core.errors import (
     CacheMissError,
+    ConfigError,
     PluginError,
     TmmError,
     UnsupportedProblemError,
@@ -45,7 +46,7 @@ from tmm_core.launch.plan import Choice
 from tmm_core.settings import Settings
 from tmm_core.spec.bucket import bucketed
 from tmm_core.spec.device import DeviceFingerprint
-from tmm_core.spec.kernel import BASELINE, Candidate, Kernel, Launcher
+from tmm_core.spec.kernel import BASELINE, Candidate, Config, Kernel, Launcher
 from tmm_core.spec.problem import Problem
 
 if TYPE_CHECKING:
@@ -473,7 +474,7 @@ class Dispatcher:
                 f"kernel {kernel.name!r} cannot serve {problem}: {'; '.join(reasons)}"
             )
         if settings.config is not None:
-            config = kernel.config_type.from_json(json.loads(settings.config))
+            config = _completed(kernel, problem, json.loads(settings.config))
             if unsaid := config.unsaid(problem):
                 raise UnsupportedProblemError(
                     f"kernel {kernel.name!r} with config {config} relies on what was not said of "
@@ -653,6 +654,21 @@ def _bare(problem: Problem) -> Problem:
 def _fits(candidate: Candidate, problem: Problem) -> bool:
     """Whether a config found for another problem is in this one's search space."""
     return candidate.config in list(candidate.kernel.configs(problem))
+
+
+def _completed(kernel: Kernel[Any], problem: Problem, given: dict[str, Any]) -> Config:
+    """The config of these fields; those left out are as in the kernel's default config.
+
+    Raises:
+        ConfigError: An unknown field, or a value that is out of bounds.
+    """
+    try:
+        return kernel.config_type.from_json(given)
+    except ConfigError:
+        usual = kernel.default_config(problem).to_json()
+        if not set(given) < set(usual):
+            raise
+        return kernel.config_type.from_json(usual | given)
 
 
 def _identity_of(candidate: Candidate) -> CandidateId:
