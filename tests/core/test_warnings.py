@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import FakeBlas, FakeKernel, installed, plugin
+from fakes import FakeBlas, FakeKernel, installed
 from tmm_cache import CacheStore, CacheWarning, errors
 
 import tmm_core
