@@ -90,8 +90,11 @@ class _Trial:
     ) -> None:
         self.status = status
         self.launcher = self.run = None
-        plain = isinstance(error, (str, TimeoutError, NotCompiledError))
-        self.reason = (str(error) if plain else told(error)).strip()[:500]
+        if isinstance(error, (str, TimeoutError, NotCompiledError)):
+            reason = str(error)
+        else:
+            reason = told(error)
+        self.reason = reason.strip()[:500]
 
 
 class Tuner:
