@@ -26,8 +26,10 @@ from tmm_core.launch.plan import Plan
 from tmm_core.settings import Settings, override
 from tmm_core.spec.anatomy import Anatomy, Resources
 from tmm_core.spec.epilogue import Epilogue
+from tmm_core.spec.groups import Groups
 from tmm_core.spec.kernel import Candidate, Config, Deferred, Kernel, Launcher, Traits
 from tmm_core.spec.problem import Operand, Problem
+from tmm_core.spec.supports import ANY, Supports
 from tmm_core.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -49,6 +51,7 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
+    "ANY",
     "Anatomy",
     "CacheMissError",
     "Candidate",
@@ -57,6 +60,7 @@ __all__ = [
     "Deferred",
     "Epilogue",
     "Explanation",
+    "Groups",
     "Kernel",
     "KernelInfo",
     "Launcher",
@@ -67,6 +71,7 @@ __all__ = [
     "Resources",
     "Settings",
     "SettingsError",
+    "Supports",
     "TmmError",
     "TmmWarning",
     "Traits",

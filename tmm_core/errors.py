@@ -58,3 +58,10 @@ class PluginError(TmmError, RuntimeError):
 
 class TmmWarning(UserWarning):
     """A fault that cost a feature (a plugin, a record, a kernel), never the matmul."""
+
+
+def warn(message: str, category: type[Warning] = TmmWarning) -> None:
+    """Issue a warning that points at the line of the program which called into tmm."""
+    from tmm_cache.errors import warn_caller  # importing tmm_core imports no cache
+
+    warn_caller(message, category)

@@ -104,6 +104,10 @@ def names(text: str) -> frozenset[str]:
     return frozenset(filter(None, (part.strip() for part in text.split(","))))
 
 
+#: What ``TMM_DISABLE`` calls the kernels that apply an epilogue and its derivative while training;
+#: they are no candidates, and so not registered.
+POINTWISE = "triton.pointwise"
+
 #: Field, variable and how its text becomes the value.
 VARIABLES: dict[str, tuple[str, Any]] = {
     "on_cache_miss": ("TMM_ON_CACHE_MISS", str),

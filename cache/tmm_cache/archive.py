@@ -24,6 +24,7 @@ from tmm_cache.batch import Batch
 from tmm_cache.disk import open_regular, write_atomically
 from tmm_cache.errors import RecordError
 from tmm_cache.files import (
+    Fault,
     parse_environment,
     parse_record,
     read_record,
@@ -101,7 +102,7 @@ def read_archive(file: Path, root: Path, force: bool) -> Imported:
     is one that was made in the future, which would be newer than all that is tuned until then.
     Raises ArchiveError, with nothing written, for a file that is no archive, that is beyond the
     limits of `unpack`, or has a member that would lead out of the root: a link, a device, an
-    absolute or climbing path. Raises OSError where the root can't be written.
+    absolute or climbing path. Raises OSError where the root can't be read or written.
     """
     try:
         handle = open_regular(file, os.O_RDONLY)
@@ -130,8 +131,16 @@ def read_archive(file: Path, root: Path, force: bool) -> Imported:
                     continue
                 path = folder / f"{match[3]}.json"
                 rank = _rank(record)
-                if not force and path not in ranks and (present := _present(path)) is not None:
-                    ranks[path] = _rank(present)
+                if not force and path not in ranks:
+                    present = read_record(path)
+                    if isinstance(present, TuningRecord):
+                        ranks[path] = _rank(present)
+                    elif isinstance(present, Fault) and not present.damaged:
+                        # It may be newer, and read well the next time.
+                        if present.place:
+                            raise OSError(f"{present.path} {present.reason}")
+                        imported.faults.append((member.name, f"{present.path} {present.reason}"))
+                        continue
                 if path in ranks and rank <= ranks[path]:
                     imported.kept += 1
                     continue
@@ -163,11 +172,6 @@ def _environments(found: Iterable[Member], imported: Imported) -> dict[str, dict
         except ValueError as error:
             imported.faults.append((member.name, str(error)))
     return environments
-
-
-def _present(path: Path) -> TuningRecord | None:
-    record = read_record(path)
-    return record if isinstance(record, TuningRecord) else None
 
 
 def _rank(record: TuningRecord) -> tuple[bool, datetime]:

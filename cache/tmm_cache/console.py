@@ -22,13 +22,31 @@ def note(text: str) -> None:
     print(f"tmm-cache: {printable(text)}", file=sys.stderr)
 
 
+class Noted:
+    """Faults that the user was told of, counted."""
+
+    __slots__ = ("count",)
+
+    def __init__(self) -> None:
+        self.count = 0
+
+    def fault(self, fault: Fault) -> None:
+        """Note one."""
+        self.count += 1
+        note(f"passed over {fault.path}: {fault.reason}")
+
+    def without_faults(self, items: Iterable[T | Fault]) -> Iterator[T]:
+        """The items that are no faults; each fault is noted."""
+        for item in items:
+            if isinstance(item, Fault):
+                self.fault(item)
+            else:
+                yield item
+
+
 def without_faults(items: Iterable[T | Fault]) -> Iterator[T]:
     """The items that are no faults; each fault is noted."""
-    for item in items:
-        if isinstance(item, Fault):
-            note(f"passed over {item.path}: {item.reason}")
-        else:
-            yield item
+    return Noted().without_faults(items)
 
 
 def print_json(value: JSON) -> None:

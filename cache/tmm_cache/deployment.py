@@ -12,8 +12,9 @@ from pathlib import Path
 
 from tmm_cache import facets
 from tmm_cache.batch import Batch
-from tmm_cache.console import DONE, FOUND, MISTAKE, counted, note, print_json, without_faults
+from tmm_cache.console import DONE, FOUND, MISTAKE, Noted, counted, note, print_json
 from tmm_cache.errors import RecordError
+from tmm_cache.evidence import microseconds
 from tmm_cache.files import Fault, Stored, read_stored, record_bytes, write_environment
 from tmm_cache.filters import Filter
 from tmm_cache.layout import environment_folder, foreign
@@ -22,31 +23,35 @@ from tmm_cache.merge import Evidence, merged
 from tmm_cache.record import CLOCK
 from tmm_cache.scan import Summary, summaries
 from tmm_cache.store import CacheStore
-from tmm_cache.tables import microseconds
 
 
 def freeze(store: CacheStore, options: Namespace) -> int:
-    """Write the records of the root and of all layers into one lock file."""
+    """Write the records of the root and of all layers into one lock file.
+
+    FOUND where a record could not be read, and is not in it.
+    """
     file: Path = options.output or store.lock_path
     if file.exists() and not file.is_file():
         note(f"{file}: is not a regular file")
         return MISTAKE
     wanted = Filter(gpu=options.gpu)
+    noted = Noted()
     found = (
-        (summary, record)
+        (summary, stored.record)
         for root in (store.root, *store.layers)
-        for summary in without_faults(summaries(root))
-        if wanted(summary) and (record := summary.load()) is not None
+        for summary in noted.without_faults(summaries(root))
+        if wanted(summary) and (stored := _stored(summary, noted)) is not None
     )
     count = write_lock(file, found)
     note(f"{counted(count, 'record')} locked in {file}")
-    return DONE if count else FOUND
+    return DONE if count and not noted.count else FOUND
 
 
 def diff(store: CacheStore, options: Namespace) -> int:
     """Tell in what two caches would answer differently."""
+    noted = Noted()
     try:
-        mine, theirs = (_answers(source) for source in (options.a, options.b))
+        mine, theirs = (_answers(source, noted) for source in (options.a, options.b))
     except LockError as error:
         note(str(error))
         return MISTAKE
@@ -78,29 +83,39 @@ def diff(store: CacheStore, options: Namespace) -> int:
             words = (what, key[0], key[1][:8], key[2][:8], facets.shape(one.problem), *kind)
             print("  ".join((*words, " | ".join(_best(each) for each in (a, b) if each))))
     note(f"{counted(len(rows), 'difference')} in {counted(len(mine | theirs), 'problem')}")
-    return FOUND if rows else DONE
+    return FOUND if rows or noted.count else DONE
 
 
 def merge(store: CacheStore, options: Namespace) -> int:
-    """Take from other caches what is better evidence than one's own."""
+    """Take from other caches what is better evidence than one's own.
+
+    FOUND where a record could not be read: one's own then stays as it is.
+    """
     if (reason := foreign(store.root)) is not None:
         note(f"{store.root}: {reason}; TMM_CACHE_SHARED=1 if it is shared on purpose")
         return MISTAKE
     added = changed = kept = 0
+    noted = Noted()
     try:
-        sources = [list(_summaries(source)) for source in options.sources]
+        sources = [list(_summaries(source, noted)) for source in options.sources]
     except LockError as error:
         note(str(error))
         return MISTAKE
     for source in sources:
         with Batch() as batch:  # each for itself: the next is held against what this one gave
             for summary in source:
-                stored = _stored(summary)
+                stored = _stored(summary, noted)
                 if stored is None or stored.record.is_hint:
                     continue
                 folder = environment_folder(store.root, summary.gpu, summary.environment_digest)
                 path = folder / f"{summary.digest}.json"
                 present = read_stored(path)
+                if isinstance(present, Fault) and not present.damaged:
+                    # It may be better, and read well the next time.
+                    if present.place:
+                        raise OSError(f"{present.path} {present.reason}")
+                    noted.fault(present)
+                    continue
                 record = stored.record
                 if isinstance(present, Stored) and not present.record.is_hint:
                     record = merged(
@@ -127,32 +142,34 @@ def merge(store: CacheStore, options: Namespace) -> int:
         f"{counted(added, 'record')} added to {store.root}, {changed} changed, "
         f"{kept} kept as they were"
     )
-    return DONE
+    return FOUND if noted.count else DONE
 
 
-def _summaries(source: Path) -> Iterator[Summary]:
+def _summaries(source: Path, noted: Noted) -> Iterator[Summary]:
     """The records of a root or a lock file. Raises LockError for what is neither."""
     if source.is_dir():
-        yield from without_faults(summaries(source))
+        yield from noted.without_faults(summaries(source))
     else:
-        yield from without_faults(LockFile(source).summaries())
+        yield from noted.without_faults(LockFile(source).summaries())
 
 
-def _answers(source: Path) -> dict[Key, Summary]:
+def _answers(source: Path, noted: Noted) -> dict[Key, Summary]:
     found: dict[Key, Summary] = {}
-    for summary in _summaries(source):
+    for summary in _summaries(source, noted):
         if summary.clock == CLOCK:
             found[summary.gpu, summary.environment_digest, summary.digest] = summary
     return found
 
 
-def _stored(summary: Summary) -> Stored | None:
-    stored = read_stored(summary.path) if summary.path.is_file() else None
+def _stored(summary: Summary, noted: Noted) -> Stored | None:
+    """The whole record; None where it is gone, or has a fault, which is noted."""
+    if summary.root.is_file():  # a lock file, which has read it
+        record = summary.load()
+        return None if record is None else Stored(record, sealed=True, imported=True)
+    stored = read_stored(summary.path)
     if isinstance(stored, Fault):
-        note(f"passed over {stored.path}: {stored.reason}")
+        noted.fault(stored)
         return None
-    if stored is None and (record := summary.load()) is not None:  # inside a lock file
-        return Stored(record, sealed=True, imported=True)
     return stored
 
 

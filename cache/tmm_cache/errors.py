@@ -6,9 +6,17 @@ not be silent either: a cache that is never read looks like a slow model.
 
 from __future__ import annotations
 
+import sys
 import threading
 import warnings
 from pathlib import Path
+from typing import Final
+
+#: Packages whose frames lie between a fault and the line of the program that met it.
+_BETWEEN: Final = {
+    *("tmm_cache", "tmm_core", "tmm_blas", "tmm_triton", "torch", "pluggy"),
+    *("contextlib", "functools", "concurrent", "threading"),
+}
 
 
 class CacheWarning(UserWarning):
@@ -33,7 +41,27 @@ def warn_once(path: Path, message: str, *, about: str = "") -> None:
         if (path, about) in _warned:
             return
         _warned.add((path, about))
-    warnings.warn(f"{path}: {message}", CacheWarning, stacklevel=4)
+    warn_caller(f"{path}: {message}", CacheWarning)
+
+
+def warn_caller(message: str, category: type[Warning]) -> None:
+    """Issue a warning that points at the line of the program which called into tmm, however deep
+    the fault lay: a stack level counts frames, and there are ten of them or thirty."""
+    frame = sys._getframe(1)
+    # Functions that were written out have no module.
+    while (
+        frame.f_back is not None
+        and (frame.f_globals.get("__name__") or "tmm_core").partition(".")[0] in _BETWEEN
+    ):
+        frame = frame.f_back
+    warnings.warn_explicit(
+        message,
+        category,
+        frame.f_code.co_filename,
+        frame.f_lineno,
+        frame.f_globals.get("__name__"),
+        frame.f_globals.setdefault("__warningregistry__", {}),
+    )
 
 
 def has_warned(path: Path, *, about: str = "") -> bool:

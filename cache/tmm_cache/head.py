@@ -113,7 +113,8 @@ def _understood(document: Any) -> Head | None:
     problem, clock, best = document.get("problem"), document.get("clock"), document.get("best")
     if not (isinstance(problem, dict) and isinstance(clock, str) and isinstance(best, dict)):
         return None
-    if not all(is_size(problem.get(size)) for size in ("m", "n", "k", "batch")):
+    sizes = [problem.get(size) for size in ("m", "n", "k", "batch")]
+    if not all(map(is_size, sizes)):
         return None
     winner = Best(**best)
     if not (isinstance(winner.kernel, str) and isinstance(winner.config, dict)):

@@ -65,6 +65,18 @@ def absolute(path: str | Path) -> Path:
         return _nowhere(path, f"the working directory is gone ({error.strerror or error})")
 
 
+def real(path: Path) -> str:
+    """The path without links, as far as they can be followed; whoever reads there meets the fault.
+
+    `os.path.realpath` raises for a link that may be looked at and not read, as `/proc/1/root`;
+    `Path.resolve` for a loop too.
+    """
+    try:
+        return os.path.realpath(path)
+    except OSError:
+        return os.path.abspath(path)
+
+
 def is_nowhere(path: Path) -> bool:
     """Whether a path lies below `NOWHERE`, of which the user has been told."""
     return path == NOWHERE or NOWHERE in path.parents

@@ -21,7 +21,7 @@ from tmm_cache.layout import LOCK_SUFFIX, environment_folder, layer_paths, recor
 from tmm_cache.locks import Lock
 from tmm_cache.misses import Miss, MissLog
 from tmm_cache.notes import Notes
-from tmm_cache.places import absolute, default_root, is_nowhere, lock_path
+from tmm_cache.places import absolute, default_root, is_nowhere, lock_path, real
 from tmm_cache.record import CLOCK, TuningRecord
 from tmm_cache.scan import Entry, Located, Summary, scan, summaries
 
@@ -62,13 +62,12 @@ class CacheStore:
         #: The user's own records; `NOWHERE` on a machine that has no place for them.
         self.root = default_root() if root is None else absolute(root)
         below = layer_paths() if layers is None else layers
-        # `Path.resolve` raises on a loop of links.
-        seen = {os.path.realpath(self.root)}
+        seen = {real(self.root)}
         kept = []
         for layer in below:
             place = absolute(layer)
-            if not is_nowhere(place) and os.path.realpath(place) not in seen:
-                seen.add(os.path.realpath(place))
+            if not is_nowhere(place) and real(place) not in seen:
+                seen.add(real(place))
                 kept.append(place)
         #: The layers below, nearest first, without those that are the root itself.
         self.layers = tuple(kept)

@@ -13,7 +13,7 @@ from collections.abc import Iterable
 import torch
 
 from tmm_blas.blas import BYTES_PER_SM_US, estimate_us, finish
-from tmm_core import Config, Kernel, Launcher, Operand, Problem, Traits
+from tmm_core import ANY, Config, Kernel, Launcher, Operand, Problem, Supports, Traits
 
 Tensor = torch.Tensor
 
@@ -23,21 +23,25 @@ class PaddedBlas(Kernel[Config]):
     # cuBLAS picks kernels by M; the copies are torch's allocations, which graphs can hold.
     traits = Traits(deterministic=True, batch_invariant=False, needs_workspace=True)
 
-    def reasons_against(self, problem: Problem) -> list[str]:
-        reasons = []
-        if problem.device.type != "cuda":
-            reasons.append("alignment matters to GPU libraries only")
-        if problem.a.dtype not in (torch.float16, torch.bfloat16):
-            reasons.append(f"{problem.a.dtype} is not a 16-bit float")
-        if problem.batch > 1:
-            reasons.append("batched")
-        if min(problem.m, problem.n, problem.k) == 0:
-            reasons.append("empty")
+    supports = Supports(
+        devices=("cuda", "hip"),
+        operands=(torch.float16, torch.bfloat16),
+        out=(torch.float16, torch.bfloat16),
+        bias=ANY,
+        residual=ANY,
+        layouts=dict.fromkeys(("a", "b", "out", "residual"), ANY),
+        unaligned=ANY,
+        wide=True,
+        alpha=True,
+        gated=True,
+        unfused=True,
+    )
+
+    def declines(self, problem: Problem) -> Iterable[str]:
         if problem.a.aligned and problem.b.aligned and problem.out.aligned:
-            reasons.append("everything is aligned already")
+            yield "everything is aligned already"
         if problem.out.dtype != problem.a.dtype:
-            reasons.append("out_dtype differs from the operands'")
-        return reasons
+            yield "out_dtype differs from the operands'"
 
     def configs(self, problem: Problem) -> Iterable[Config]:
         yield Config()

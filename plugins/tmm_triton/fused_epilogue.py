@@ -12,13 +12,21 @@ served too, with one accumulator.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import triton
 import triton.language as tl
 
 from tmm_core import Launcher, Problem, Traits
-from tmm_triton.kernel import TritonKernel, fills_registers, group_sizes, proposed, single, tiles
+from tmm_triton.kernel import (
+    POINTERS,
+    TritonKernel,
+    fills_registers,
+    group_sizes,
+    proposed,
+    single,
+    tiles,
+)
 from tmm_triton.operands import (
     Build,
     TileConfig,
@@ -157,7 +165,7 @@ class FusedEpilogue(TritonKernel[FusedEpilogueConfig]):
     name = "triton.fused_epilogue"
     traits = Traits(deterministic=True, batch_invariant=True)
     config_type = FusedEpilogueConfig
-    gates = True
+    supports = replace(POINTERS, gated=True)
     reach = 0.66
 
     def configs(self, problem: Problem) -> list[FusedEpilogueConfig]:

@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from tmm_core import Config, Deferred, Kernel, Launcher, Problem, hookimpl
+from tmm_core import Config, Deferred, Kernel, Launcher, Problem, Supports, hookimpl
 
 #: Module and class of each kernel; ``triton.<module>`` is its name.
 KERNELS = {
@@ -31,9 +31,10 @@ class Missing(Kernel[Config]):
     """Stands in for a kernel that cannot be imported, and declines everything with the reason."""
 
     reason: str
+    supports = Supports.everything()
 
-    def reasons_against(self, problem: Problem) -> list[str]:
-        return [self.reason]
+    def declines(self, problem: Problem) -> Iterable[str]:
+        yield self.reason
 
     def configs(self, problem: Problem) -> Iterable[Config]:
         return ()

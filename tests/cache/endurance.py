@@ -24,7 +24,7 @@ from pathlib import Path
 
 HERE = Path(__file__).parent
 sys.path.insert(0, str(HERE))
-os.environ["TMM_ENDURANCE"] = "1"
+os.environ |= {"TMM_ENDURANCE": "1", "TMM_SHIPPED_RECORDS": "0"}
 
 from cache_builders import ENVIRONMENT, GPU, child, problem  # noqa: E402  # found by the path
 from tmm_cache import CacheStore, CacheWarning  # noqa: E402

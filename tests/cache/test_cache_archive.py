@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from cache_builders import ENVIRONMENT, GPU, OLDER_ENVIRONMENT, problem, record
-from tmm_cache import CacheStore, digest
+from tmm_cache import CacheStore, digest, files
 from tmm_cache.cli import main
 from tmm_cache.files import MAX_BYTES, record_bytes
 
@@ -302,3 +302,28 @@ def test_import_into_a_root_that_cannot_be_written_is_told(
     written(archive, good())
     assert main(["import", str(archive)]) == 2
     assert str(root) in capsys.readouterr().err
+
+
+def test_what_cannot_be_read_this_time_is_not_replaced(
+    store: CacheStore, archive: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    """A record behind a passing error may be newer than the archive's."""
+    fill(store)
+    assert main(["export", str(archive)]) == 0
+    newer = record(problem(m=2), created="2026-03-03T00:00:00Z", note="newer")
+    mine = store.save(GPU, ENVIRONMENT, newer)
+    assert mine is not None
+    real = files.read_bytes
+
+    def failing(path: Path, *more: int) -> bytes | files.Fault | None:
+        fault = files.Fault(path, "cannot be read: Input/output error", damaged=False)
+        return fault if path == mine else real(path, *more)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(files, "read_bytes", failing)
+        assert main(["import", str(archive)]) == 1
+        assert "cannot be read: Input/output error" in capsys.readouterr().err
+        # Neither an archive nor a lock file is whole without it.
+        for command in (["export", str(archive)], ["freeze"]):
+            assert main(command) == 1
+    assert store.load(GPU, ENVIRONMENT, problem(m=2)) == newer

@@ -7,14 +7,18 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import TypeAlias
 
 import pytest
 from cache_builders import ENVIRONMENT, GPU, OLDER_ENVIRONMENT, problem, record
 from faulty_fs import CODES, Faults, How, dying, faulty
-from tmm_cache import CacheStore, CacheWarning, errors, files
+from tmm_cache import CacheStore, CacheWarning, CandidateResult, errors, files
 from tmm_cache.cli import main
+from tmm_cache.lock import LockFile
+from tmm_cache.places import LOCK_NAME
+from tmm_cache.scan import Summary
 from tmm_cache.upkeep import Limits, evict
 
 Acknowledge: TypeAlias = Callable[[object], None]
@@ -23,15 +27,21 @@ Scenario: TypeAlias = Callable[[Path, Acknowledge], None]
 #: Of problems that are there before; each scenario adds, replaces or removes some of them.
 BEFORE = (1, 2, 3)
 DAY = 86400
+MINE = record().candidates
+#: Of the other cache, which knows one more kernel.
+THEIRS = (*MINE, CandidateResult("theirs", "1", {}, "slow", (99.0,)))
 
 
 def prepare(folder: Path) -> Path:
-    """A root with records, an older environment, a miss, a left-over file; and an archive."""
+    """A root with records, an older environment, a miss, a left-over file and a lock file of its
+    first record; another root, and an archive of it."""
     root = folder / "root"
     store = CacheStore(root, [])
     for m in BEFORE:
         store.save(GPU, ENVIRONMENT, record(problem(m=m), note="before"))
         age(store.path(GPU, ENVIRONMENT, problem(m=m)), 10 - m)
+        if m == BEFORE[0]:
+            assert main(["--cache-dir", str(root), "freeze"]) == 0
     store.save(GPU, OLDER_ENVIRONMENT, record(problem(m=8), created="2025-01-01T00:00:00Z"))
     age(store.path(GPU, OLDER_ENVIRONMENT, problem(m=8)), 90)
     store.log_miss(GPU, ENVIRONMENT, problem(m=7))
@@ -41,7 +51,7 @@ def prepare(folder: Path) -> Path:
     other = CacheStore(folder / "other", [])
     for m in (2, 4, 5):
         new = record(problem(m=m), created="2026-02-02T00:00:00Z", note="imported")
-        other.save(GPU, ENVIRONMENT, new)
+        other.save(GPU, ENVIRONMENT, replace(new, candidates=THEIRS))
     assert main(["--cache-dir", str(other.root), "export", str(folder / "archive.tar.gz")]) == 0
     return root
 
@@ -90,12 +100,29 @@ def eviction(root: Path, acknowledge: Acknowledge) -> None:
         acknowledge(f"{m}=gone")
 
 
+def freeze(root: Path, acknowledge: Acknowledge) -> None:
+    status = main(["--cache-dir", str(root), "freeze"])
+    assert status in (0, 1, 2)
+    if status == 0:
+        acknowledge("lock=whole")
+
+
+def merge(root: Path, acknowledge: Acknowledge) -> None:
+    status = main(["--cache-dir", str(root), "merge", str(root.parent / "other")])
+    assert status in (0, 1, 2)
+    if status == 0:
+        for what in ("2=before+theirs", "4=imported+theirs", "5=imported+theirs"):
+            acknowledge(what)
+
+
 SCENARIOS: dict[str, Scenario] = {
     "save": save,
     "import": import_,
     "prune": prune,
     "clear": clear,
     "evict": eviction,
+    "freeze": freeze,
+    "merge": merge,
 }
 #: A scenario has some hundred calls; past this many it would not end.
 MOST_CALLS = 1500
@@ -109,7 +136,7 @@ def stride(name: str, n: int, how: How) -> int:
     return 1 + n % 3 if name in ("save", "evict") else 5 + n % 3
 
 
-def check(root: Path, said: list[str], how: How) -> None:
+def check(name: str, root: Path, said: list[str]) -> None:
     """What was there or was acknowledged reads back, and every record on the disk is whole."""
     gone = {text.split("=")[0] for text in said if text.endswith("=gone")}
     new = dict(text.split("=") for text in said if not text.endswith("=gone"))
@@ -122,14 +149,21 @@ def check(root: Path, said: list[str], how: How) -> None:
             if found is None:
                 assert str(m) in gone
                 continue
-            assert found.note in ("before", new.get(str(m)), "saved", "imported")
+            # What could not be read this time is not for another cache's record to replace.
+            assert found.note in ("before", *(() if name == "merge" else ("saved", "imported")))
             assert found.problem == problem(m=m)
-        for m, note in new.items():
+        frozen = new.pop("lock", None)
+        for m, what in new.items():
             found = fresh.load(GPU, ENVIRONMENT, problem(m=int(m)))
             assert found is not None, f"{m} was acknowledged and is lost"
+            note, _, theirs = what.partition("+")
             assert found.note == note
+            assert not theirs or found.candidates == THEIRS
         for entry in fresh.entries():
-            assert entry.record.candidates == record().candidates
+            assert entry.record.candidates in (MINE, THEIRS)
+        locked = list(LockFile(root / LOCK_NAME).summaries())
+        assert all(isinstance(each, Summary) for each in locked)
+        assert frozen is None or len(locked) == len(BEFORE) + 1
         for path in root.rglob("*.json"):
             assert not isinstance(files.read_bytes(path), files.Fault)
 
@@ -137,7 +171,9 @@ def check(root: Path, said: list[str], how: How) -> None:
 @pytest.fixture(scope="module")
 def prepared(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("prepared")
-    prepare(folder)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMM_SHIPPED_RECORDS", "0")
+        prepare(folder)
     return folder
 
 
@@ -175,8 +211,9 @@ def run_faults(name: str, how: How, prepared: Path, copy: Path) -> tuple[dict[st
         # A disk that breaks for good is told of twice at most: of a file on it, and of the root.
         assert len(texts) <= 1 + (how == "breaks"), (n, faults.hit, texts)
         assert sum(text.startswith(f"{root}: ") for text in texts) <= 1
-        check(root, said, how)
+        check(name, root, said)
         if not faults.hit:
+            assert said or name == "prune"
             return counted, n
         counted[faults.hit[0]] = counted.get(faults.hit[0], 0) + 1
         n += stride(name, n, how)
@@ -199,7 +236,7 @@ def run_deaths(name: str, prepared: Path, copy: Path) -> int:
         died, said = dying(root, n, lambda acknowledge, root=root: quiet(name, root, acknowledge))
         if name in ("clear", "evict", "prune"):
             said = [*said, *{"clear": ["3=gone"], "evict": ["1=gone", "8=gone"]}.get(name, [])]
-        check(root, said, "dies")
+        check(name, root, said)
         # Neither a lock nor a half-written file is in the next process's way.
         after = CacheStore(root, [])
         with after.lock(GPU, ENVIRONMENT, problem(m=2), timeout=0) as mine:

@@ -130,9 +130,9 @@ def test_a_relative_layer_of_a_removed_folder_is_passed_over(
     assert layered.load(GPU, ENVIRONMENT, problem()) == record()
 
 
-def denied(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
+def denied(monkeypatch: pytest.MonkeyPatch, folder: Path, *more: str) -> None:
     """Nothing below the folder can be looked at, as `/proc/1/root` of a stranger's process."""
-    for name in ("stat", "lstat", "open", "listdir", "scandir", "readlink"):
+    for name in ("stat", "open", "listdir", "scandir", "readlink", *more):
         real = getattr(os, name)
 
         def refuse(path: Any = ".", *arguments: Any, real: Any = real, **options: Any) -> Any:
@@ -143,8 +143,9 @@ def denied(monkeypatch: pytest.MonkeyPatch, folder: Path) -> None:
         monkeypatch.setattr(os, name, refuse)
 
 
+@pytest.mark.parametrize("what", ["folder", "link"])
 def test_a_layer_that_cannot_be_read_costs_one_warning(
-    store: CacheStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    what: str, store: CacheStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store.save(GPU, ENVIRONMENT, record())
     layer = tmp_path / "layer"
@@ -153,7 +154,12 @@ def test_a_layer_that_cannot_be_read_costs_one_warning(
     below.save("nvidia-a100", ENVIRONMENT, record(problem(m=1)))
     monkeypatch.setenv("TMM_CACHE_PATH", str(layer))
     monkeypatch.setenv("TMM_SHIPPED_RECORDS", "0")
-    denied(monkeypatch, layer)
+    if what == "link":  # that there is one can be seen, as of `/proc/1/root`, and not where to
+        layer.rename(tmp_path / "there")
+        layer.symlink_to("there")
+        denied(monkeypatch, layer)
+    else:
+        denied(monkeypatch, layer, "lstat")
     assert layer_paths() == (layer,)
     with warned(f"{layer}: cannot be read: .*Permission denied"):
         layered = CacheStore()

@@ -22,7 +22,7 @@ from tmm_core import (
     UnknownNameError,
     UnsupportedProblemError,
 )
-from tmm_core.dispatch.explanation import explain_problem
+from tmm_core.dispatch.explanation import Records, explain_problem
 from tmm_core.spec.bucket import bucket_edge
 
 FAST = {"fast": 10.0, "blas": 20.0}
@@ -394,12 +394,19 @@ def test_explain_tells_the_clock_and_every_m_of_a_record(tmp_path: Path) -> None
     lines = [line.split() for line in text.splitlines()]
     assert ["clock", "in", "use,", "at", "M=33,", "49,", "64"] in lines
     assert ["measured", "at", "M=64,", "whose", "bucket", "M=40", "is", "in"] in lines
-    assert "kernel config µs at M=64 vs blas at M=33 at M=49 error" in " ".join(text.split())
+    assert "kernel µs at M=64 vs blas at M=33 at M=49 error" in " ".join(text.split())
     rows = {line[0]: line[1:] for line in lines}
-    assert rows["fast"][:5] == ["tile=1", "10.0", "2.00×", "7.2", "8.5"]
-    assert rows["blas"][:5] == ["tile=1", "20.0", "1.00×", "20.0", "20.0"]
+    assert rows["fast"][:4] == ["10.0", "2.00×", "7.2", "8.5"]
+    assert rows["blas"][:4] == ["20.0", "1.00×", "20.0", "20.0"]
     # Lost at the edge: never timed inside.
-    assert rows["slow"][:3] == ["tile=1", "100.0", "0.20×"]
+    assert rows["slow"][:2] == ["100.0", "0.20×"]
+    assert lines[lines.index(["fast", *rows["fast"]]) + 1] == ["tile=1;", "←", "winner"]
+    html = explained._repr_html_()
+    for said in ("fast tile=1", ">8.5<", "← winner", "in use, at M=33, 49, 64"):
+        assert said in html
+    listed = Records([explained.record])._repr_html_()
+    assert ">64x32x16 float32<" in listed
+    assert ">2.00×<" in listed
     document = explained.to_json()["record"]
     assert document["clock"] == "in use"
     assert {"33": 7.25, "49": 8.5} in [c.get("inside_us") for c in document["candidates"]]

@@ -22,12 +22,11 @@ import subprocess
 import sys
 import tempfile
 import threading
-import warnings
 from collections.abc import Iterable
 from concurrent.futures import Future, InvalidStateError
 from typing import IO, Any
 
-from tmm_core.errors import TmmWarning
+from tmm_core.errors import warn
 from tmm_core.spec.asking import Asked
 from tmm_core.spec.device import interpreting
 from tmm_core.spec.kernel import Candidate, Kernel
@@ -146,11 +145,7 @@ class Compilers:
     def _report(self, fault: str) -> None:
         if not self._broken:
             self._broken = True
-            warnings.warn(
-                f"kernels are compiled in this process, for others failed: {fault}",
-                TmmWarning,
-                stacklevel=2,
-            )
+            warn(f"kernels are compiled in this process, for others failed: {fault}")
 
 
 @functools.cache

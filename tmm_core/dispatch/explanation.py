@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tmm_cache import CandidateResult, TuningRecord
+from tmm_cache import CandidateResult, TuningRecord, facets, markup
+from tmm_cache import columns as layout
 
 from tmm_core.dispatch.ladder import Dispatcher
 from tmm_core.dispatch.proposals import baseline_us
@@ -78,6 +78,28 @@ def kernel_infos(registry: Registry, settings: Settings) -> list[KernelInfo]:
     return infos
 
 
+class Records(list[TuningRecord]):
+    """Records as a list, which a notebook shows as one table."""
+
+    def _repr_html_(self) -> str:
+        numbers = ("µs", "vs blas", "candidates")
+        rows = []
+        for record in self:
+            best, baseline = record.best, baseline_us(record)
+            rows.append(
+                (
+                    f"{facets.shape(record.problem)} {facets.dtypes(record.problem)}",
+                    facets.expression(record.problem),
+                    best.kernel,
+                    facets.config(best.config),
+                    _shown_us(best.median_us),
+                    f"{baseline / best.median_us:.2f}×" if baseline and best.median_us else "",
+                    str(len(record.candidates)),
+                )
+            )
+        return markup.table(("problem", "epilogue", "kernel", "config", *numbers), rows, numbers)
+
+
 @dataclass(frozen=True, slots=True)
 class Explanation:
     """Why a problem is served as it is. ``str()`` is for people, ``to_json()`` for programs."""
@@ -123,57 +145,59 @@ class Explanation:
         }
 
     def __str__(self) -> str:
-        from rich.console import Console
+        return self.text()
 
-        buffer = io.StringIO()
-        # As long as a line needs to be: a config in a narrow column is a line for each field.
-        self._print(Console(file=buffer, width=1000, highlight=False))
-        return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines())
+    def text(self, width: int = layout.PIPED) -> str:
+        """What ``str()`` says, in lines of at most ``width`` columns."""
+        lines = []
+        for name, said in self._facts():
+            lines += layout.paragraph(f"{name:<10}{said}", width, hanging=10)
+        if self.record is not None:
+            columns, rows = _evidence(self.record)
+            shown: list[tuple[str, ...] | str] = []
+            for *cells, config, note in rows:
+                shown += [tuple(cells), f"     {'; '.join(filter(None, (config, note)))}"]
+            lines += layout.table(columns[:-2], shown, width, right=columns[1:-2])
+        for name, said in self._others():
+            lines += layout.paragraph(f"{name:<10}{said}", width, hanging=10)
+        return "\n".join(lines)
 
-    def _print(self, console: Any) -> None:
+    def _repr_html_(self) -> str:
+        parts = [markup.facts(self._facts())]
+        if self.record is not None:
+            columns, rows = _evidence(self.record)
+            parts.append(markup.table(columns, rows, columns[1:-2]))
+        return "".join([*parts, markup.facts(self._others())])
+
+    def _facts(self) -> Iterator[tuple[str, str]]:
         choice = self.choice
-        say = console.out
-        say(f"problem   {self.problem}")
-        say(f"device    {self.problem.device.gpu}")
+        yield "problem", str(self.problem)
+        yield "device", self.problem.device.gpu
         if self.miss is None:
-            say(f"chosen    {choice.candidate}")
-        elif self.miss.action == "tune":
-            say(f"miss      would be tuned: {self.miss.reason}")
+            yield "chosen", str(choice.candidate)
         else:
-            say(f"miss      would raise {self.miss.reason}")
-        if self.miss is not None:
-            say(f"guess     {choice.candidate}")
-        say(f"because   {choice.origin}: {choice.reason}")
+            tuned = self.miss.action == "tune"
+            yield "miss", f"{'would be tuned:' if tuned else 'would raise'} {self.miss.reason}"
+            yield "guess", str(choice.candidate)
+        yield "because", f"{choice.origin}: {choice.reason}"
         if choice.arithmetic is not None:
-            say(f"sums by   {choice.arithmetic}, as all M of this weight")
+            yield "sums by", f"{choice.arithmetic}, as all M of this weight"
         if self.measured is not None and self.measured.m != self.problem.m:
-            say(f"measured  at M={self.measured.m}, whose bucket M={self.problem.m} is in")
+            yield "measured", f"at M={self.measured.m}, whose bucket M={self.problem.m} is in"
         if self.record is None:
-            say(f"record    none in {self.store}")
+            yield "record", f"none in {self.store}"
         else:
-            self._print_record(console, self.record)
+            at = ", ".join(map(str, self.record.measured_at))
+            yield "record", f"{self.record.created}, {self.record.tuning_seconds:.1f} s of tuning"
+            yield "clock", f"{self.record.clock}, at M={at}"
+
+    def _others(self) -> Iterator[tuple[str, str]]:
         timed = {c.kernel for c in self.record.candidates} if self.record else set()
         for name in self.able:
             if name not in timed:
-                say(f"able      {name} (not measured)")
+                yield "able", f"{name} (not measured)"
         for name in sorted(self.rejected):
-            say(f"rejected  {name}: {'; '.join(self.rejected[name])}")
-
-    def _print_record(self, console: Any, record: TuningRecord) -> None:
-        from rich.table import Table
-
-        at = ", ".join(map(str, record.measured_at))
-        console.out(f"record    {record.created}, {record.tuning_seconds:.1f} s of tuning")
-        console.out(f"clock     {record.clock}, at M={at}")
-        own = record.problem["m"]
-        inside = [m for m in record.measured_at if m != own]
-        table = Table("kernel", "config", f"µs at M={own}", "vs blas", box=None)
-        for heading in (*(f"at M={m}" for m in inside), "error", ""):
-            table.add_column(heading)
-        baseline = baseline_us(record)
-        for index, result in _ranked(record):
-            table.add_row(*_row(result, baseline, inside, index == record.winner))
-        console.print(table)
+            yield "rejected", f"{name}: {'; '.join(self.rejected[name])}"
 
 
 def explain_problem(dispatcher: Dispatcher, problem: Problem, settings: Settings) -> Explanation:
@@ -203,6 +227,17 @@ def _ranked(record: TuningRecord) -> list[tuple[int, CandidateResult]]:
     )
 
 
+def _evidence(record: TuningRecord) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """The columns and rows of a record's candidates; the last two are no numbers."""
+    own = record.problem["m"]
+    inside = [m for m in record.measured_at if m != own]
+    baseline = baseline_us(record)
+    columns = ("kernel", f"µs at M={own}", "vs blas", *(f"at M={m}" for m in inside), "error")
+    return (*columns, "config", ""), [
+        _row(result, baseline, inside, index == record.winner) for index, result in _ranked(record)
+    ]
+
+
 def _row(
     result: CandidateResult, baseline: float | None, inside: Sequence[int], won: bool
 ) -> tuple[str, ...]:
@@ -212,7 +247,7 @@ def _row(
     error = f"{result.error:.1e}" if result.error is not None else ""
     note = "← winner" if won else result.reason or ("" if result.status == "ok" else result.status)
     there = (_shown_us(result.inside_us.get(m)) for m in inside)
-    return (result.kernel, config, _shown_us(time_us), ratio, *there, error, note)
+    return (result.kernel, _shown_us(time_us), ratio, *there, error, config, note)
 
 
 def _shown_us(time_us: float | None) -> str:

@@ -16,7 +16,6 @@ import functools
 import itertools
 import json
 import threading
-import warnings
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -40,8 +39,8 @@ from tmm_core.errors import (
     ConfigError,
     PluginError,
     TmmError,
-    TmmWarning,
     UnsupportedProblemError,
+    warn,
 )
 from tmm_core.launch.plan import Choice
 from tmm_core.settings import Settings
@@ -173,6 +172,9 @@ class Dispatcher:
                 kernel or config that cannot be had.
             CacheMissError: ``on_cache_miss="error"`` and no record.
         """
+        if settings.disable:
+            for what in self.registry.misnamed(settings.disable):
+                self._say_once(f"TMM_DISABLE or override(disable=…): {what}")
         if settings.kernel is not None:
             return self._forced(problem, settings)
         if problem.batch_invariant:
@@ -361,11 +363,7 @@ class Dispatcher:
         self._quarantine[name, bucketed(_bare(problem))] = f"it raised {text}" if raised else text
         self._forget()
         failed = "failed" if raised else "was wrong at its first use"
-        warnings.warn(
-            f"kernel {name} {failed} on {problem} and is not used for it any more: {text}",
-            TmmWarning,
-            stacklevel=3,
-        )
+        warn(f"kernel {name} {failed} on {problem} and is not used for it any more: {text}")
 
     def _forget(self) -> None:
         self._choices.clear()
@@ -443,7 +441,7 @@ class Dispatcher:
                 record = self._tune(key, self._able(key, settings), settings)
             except Exception as error:  # tuning is a feature; the matmul must be answered
                 forbidden = f"tuning failed: {type(error).__name__}: {error}"
-                warnings.warn(f"{problem}: {forbidden}", TmmWarning, stacklevel=2)
+                warn(f"{problem}: {forbidden}")
             else:
                 if (candidate := self._best(record, able, problem)) is not None:
                     return Choice(candidate, "tuned", self._where(key), _other(key, problem))
@@ -645,7 +643,7 @@ class Dispatcher:
     def _say_once(self, note: str) -> None:
         if note not in self._warned:
             self._warned.add(note)
-            warnings.warn(note, TmmWarning, stacklevel=3)
+            warn(note)
 
 
 def _bare(problem: Problem) -> Problem:

@@ -11,17 +11,16 @@ import importlib.metadata
 import os
 import re
 import threading
-import warnings
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tmm_core.dispatch.deferred import collector_off
 from tmm_core.dispatch.hooks import HOOKS, Hooks
-from tmm_core.errors import PluginError, TmmWarning, UnknownNameError
-from tmm_core.settings import Settings, names
+from tmm_core.errors import PluginError, UnknownNameError, warn
+from tmm_core.settings import POINTWISE, Settings, names
 from tmm_core.spec.asking import Asked, let_through, shown, told
-from tmm_core.spec.epilogue import BUILTIN, IDENTITY, Epilogue, EpilogueLike, parse
+from tmm_core.spec.epilogue import BUILTIN, IDENTITY, INTERNED, Epilogue, EpilogueLike, parse
 from tmm_core.spec.kernel import Deferred, Kernel
 from tmm_core.spec.problem import Problem
 
@@ -131,7 +130,7 @@ class Registry:
             for fault in self._faults[before:]:
                 if fault.source == source:
                     raise PluginError(f"{fault.source}: {fault.reason}") from fault.error
-                warnings.warn(f"{fault.source}: {fault.reason}", TmmWarning, stacklevel=2)
+                warn(f"{fault.source}: {fault.reason}")
 
     def load(self) -> None:
         """Load the entry points, once; called by everything that needs them."""
@@ -152,9 +151,7 @@ class Registry:
             self._loaded = True
         for fault in self._faults:
             if not fault.intended:
-                warnings.warn(
-                    f"{fault.source} is not used: {fault.reason}", TmmWarning, stacklevel=3
-                )
+                warn(f"{fault.source} is not used: {fault.reason}")
 
     def _load(self, entry_point: importlib.metadata.EntryPoint) -> _Taken | None:
         dist = entry_point.dist
@@ -205,9 +202,9 @@ class Registry:
                     let_through(error)
                     self._fault(source, f"{hook} failed: {told(error)}", error)
                     continue
-                for name, failure in failed.items():
-                    reason = f"its wrapper of {hook} failed around {source}: {told(failure)}"
-                    self._fault(self._plugins[name], reason, failure)
+                for name, fault in failed.items():
+                    reason = f"its wrapper of {hook} failed around {source}: {told(fault)}"
+                    self._fault(self._plugins[name], reason, fault)
                 for thing in things:
                     add(thing, source)
 
@@ -252,7 +249,7 @@ class Registry:
                 self._kernels[name] = Registered(kernel, source)
             else:
                 self._fault(source, reason, cause)
-                warnings.warn(f"{source}: {reason}", TmmWarning, stacklevel=4)
+                warn(f"{source}: {reason}")
 
     def _add_epilogue(self, epilogue: Any, source: Source) -> None:
         if not isinstance(epilogue, Epilogue):
@@ -305,6 +302,18 @@ class Registry:
                 ) from fault.error
         raise UnknownNameError("kernel", name, [*self._kernels, *self._unloaded])
 
+    def misnamed(self, names: Iterable[str]) -> list[str]:
+        """What is wrong with each of ``names`` that no kernel has, nor one of a plugin that is not
+        used may have."""
+        self.load()
+        known = {*self._kernels, *self._unloaded, POINTWISE}
+        unused = {fault.source.plugin for fault in self._faults}
+        return [
+            str(UnknownNameError("kernel", name, known))
+            for name in sorted(names)
+            if name not in known and name.partition(".")[0] not in unused
+        ]
+
     def unloaded(self) -> bool:
         """Whether there are kernels that nobody has asked for yet."""
         self.load()
@@ -319,8 +328,8 @@ class Registry:
         """Parse what a caller passed as ``epilogue=``; see :func:`tmm_core.spec.epilogue.parse`."""
         if text is None:
             return IDENTITY
-        if isinstance(text, str) and text in BUILTIN:
-            return BUILTIN[text]
+        if isinstance(text, str) and (known := BUILTIN.get(text) or INTERNED.get(text)):
+            return known
         return parse(text, self.epilogues())
 
     def reasons_against(

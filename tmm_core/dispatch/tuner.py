@@ -17,7 +17,6 @@ import os
 import queue
 import threading
 import time
-import warnings
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -38,12 +37,12 @@ from tmm_core.dispatch.proposals import MARGIN, NO_HINTS, Hints, Proposals, deci
 from tmm_core.dispatch.timing import Timer, held_up, median, timer_for
 from tmm_core.dispatch.unmeasured import unmeasured
 from tmm_core.dispatch.verifier import Verifier
-from tmm_core.errors import TmmWarning
+from tmm_core.errors import warn
 from tmm_core.settings import Settings
 from tmm_core.spec.asking import Asked, let_through
 from tmm_core.spec.bucket import bucket_edge, probes
 from tmm_core.spec.kernel import BASELINE, Candidate, Config, Kernel, Launcher
-from tmm_core.spec.precision import as_posed
+from tmm_core.spec.precision import require_posed
 from tmm_core.spec.problem import Problem
 
 #: Samples of each candidate, µs that one lasts, and how much slower than the best it may be to
@@ -139,6 +138,7 @@ class Tuner:
 
         Raises:
             ValueError: ``kernels`` has no baseline (nothing to compare with).
+            UnsupportedProblemError: It was posed for another fp32 precision than is set.
             RuntimeError: Not even BLAS runs.
         """
         started = time.monotonic()
@@ -149,7 +149,8 @@ class Tuner:
             raise ValueError(f"no {BASELINE!r} kernel to compare with")
         proposals = Proposals(problem, kernels, new, before, hints)
         # What the record says of BLAS must be BLAS at the precision that was asked for.
-        with as_posed(problem), Progress(str(problem), settings.progress) as progress:
+        require_posed(problem)
+        with Progress(str(problem), settings.progress) as progress:
             tuning = _Tuning(problem, self, settings, progress)
             try:
                 tuning.run(proposals)
@@ -371,7 +372,7 @@ class _Tuning:
             self._measure(racing, rounds, burst_us, settle)
             return
         except Exception as error:
-            warnings.warn(f"timing {self._problem} failed: {error}", TmmWarning, stacklevel=2)
+            warn(f"timing {self._problem} failed: {error}")
             return
         for trial, mine in zip(racing, samples, strict=True):
             trial.samples = mine
@@ -426,7 +427,7 @@ class _Tuning:
             try:
                 samples = self._timer.measure(runs, INSIDE, copies=chain.copies, burst_us=CLOSER_US)
             except Exception as error:
-                warnings.warn(f"timing {problem} failed: {error}", TmmWarning, stacklevel=2)
+                warn(f"timing {problem} failed: {error}")
                 continue
             for (trial, _), mine in zip(there, samples, strict=True):
                 trial.inside_us[m] = median(mine)

@@ -6,14 +6,13 @@ Triton is imported with the first of them.
 from __future__ import annotations
 
 import importlib
-import warnings
 from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from tmm_core import settings
-from tmm_core.errors import TmmWarning
+from tmm_core.errors import warn
 from tmm_core.launch import warm
 from tmm_core.spec.device import fingerprint
 from tmm_core.spec.epilogue import Epilogue
@@ -21,8 +20,7 @@ from tmm_core.spec.epilogue import Epilogue
 if TYPE_CHECKING:
     from tmm_core.triton.pointwise import Pointwise
 
-#: What ``TMM_DISABLE`` calls these kernels.
-NAME = "triton.pointwise"
+NAME = settings.POINTWISE
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
@@ -78,11 +76,9 @@ def failed(epilogue: Epilogue, kernels: Pointwise, error: Exception) -> None:
 
 
 def tell(epilogue: Epilogue, error: Exception) -> None:
-    warnings.warn(
+    warn(
         f"{NAME} failed for epilogue {epilogue}, which torch applies from now on while training: "
-        f"{type(error).__name__}: {error}",
-        TmmWarning,
-        stacklevel=2,
+        f"{type(error).__name__}: {error}"
     )
 
 

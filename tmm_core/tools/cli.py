@@ -47,7 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             # µ and × on an ASCII terminal are escaped rather than fatal.
             sys.stdout.reconfigure(errors="backslashreplace")
         # Imported late: rich, matplotlib and Triton are needed by some commands only.
-        command = importlib.import_module(f"tmm_core.tools.commands.{options.command}")
+        command = importlib.import_module(
+            f"tmm_core.tools.commands.{options.command.replace('-', '_')}"
+        )
         with warnings_as_notes():
             status: int = command.run(options)
         sys.stdout.flush()
@@ -92,6 +94,10 @@ def _parser() -> argparse.ArgumentParser:
     misses = add("misses", "list problems that were met where tuning was forbidden")
     misses.add_argument("--clear", action="store_true", help="forget them")
     shared.add_json(misses)
+
+    new = add("new-plugin", "write a package of one kernel and one epilogue, to be changed")
+    new.add_argument("name", help="of the distribution, like my-kernels")
+    new.add_argument("--folder", type=Path, help="where; by default a new one of that name")
     return parser
 
 

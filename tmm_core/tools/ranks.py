@@ -17,7 +17,6 @@ from __future__ import annotations
 import hashlib
 import json
 import time
-import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
@@ -30,7 +29,7 @@ from tmm_cache import TuningRecord
 from tmm_core import api, dispatch, settings
 from tmm_core.dispatch.compilers import COMPILE_LIMIT
 from tmm_core.dispatch.ladder import LOCK_PATIENCE
-from tmm_core.errors import TmmWarning
+from tmm_core.errors import warn
 from tmm_core.interop import sharding  # noqa: F401  # registers its rules
 from tmm_core.launch import warm
 from tmm_core.spec.problem import Problem
@@ -123,19 +122,15 @@ def _measure_all(
         found |= {index: f"result/{attempt}/{index}" for index in agreed["found"]}
         failed |= dict(agreed["failed"])
     if lost:
-        warnings.warn(
+        warn(
             f"rank {_list(lost)} showed no sign of life for {board.timeout:g} s while tuning; "
-            f"what it was to measure was left to the other ranks",
-            TmmWarning,
-            stacklevel=3,
+            f"what it was to measure was left to the other ranks"
         )
     for index, problem in enumerate(problems):
         if index not in found:
-            warnings.warn(
+            warn(
                 f"{problem} could not be tuned: {failed.get(index, 'whoever tried was lost')}; "
-                f"ranks may choose differently for it",
-                TmmWarning,
-                stacklevel=3,
+                f"ranks may choose differently for it"
             )
     return found, lost
 
@@ -197,7 +192,7 @@ def _compare(board: _Board, problems: Sequence[Problem], lost: set[int]) -> None
             pairs = zip(problems, mine["choices"], theirs["choices"], strict=True)
             unlike = {str(problem) for problem, ours, other in pairs if ours != other}
             note = f"ranks {board.me} and {rank} choose differently for {_list(unlike)}"
-        warnings.warn(note, TmmWarning, stacklevel=3)
+        warn(note)
     # A store that lives in a rank lives in the first: it leaves when the others have looked.
     board.put(f"left/{board.me}", True)
     if board.me == board.ranks[0]:

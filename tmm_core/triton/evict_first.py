@@ -15,14 +15,13 @@ import contextlib
 import hashlib
 import re
 import threading
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from triton import knobs
 from triton.compiler import ASTSource
 
-from tmm_core.errors import TmmWarning
+from tmm_core.errors import warn
 
 _LOAD = re.compile(
     r"(cp\.async\.bulk\.tensor\.\dd\.shared::c\w+\.global\S*\.mbarrier::complete_tx::bytes)(\s[^;]*);"
@@ -133,4 +132,4 @@ def _look(*arguments: Any) -> Any:
 
 
 def _warn(name: str, why: str) -> None:
-    warnings.warn(f"{name}: loads are not marked evict_first: {why}", TmmWarning, stacklevel=3)
+    warn(f"{name}: loads are not marked evict_first: {why}")

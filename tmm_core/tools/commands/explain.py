@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tmm_cache import columns
 
 from tmm_core import dispatch, settings
 from tmm_core.bench import tiles
@@ -44,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
     elif options.json:
         print_json(explanation.to_json())
     else:
-        print(explanation)
+        print(explanation.text(columns()))
     if options.plot is not None:
         _plot(explanation, options.plot)
     return DONE
