@@ -14,8 +14,6 @@ import datetime
 import functools
 import math
 import os
-import queue
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -25,12 +23,8 @@ import torch
 from tmm_cache import CandidateResult, TuningRecord
 
 from tmm_core.dispatch import rotation, verify
-from tmm_core.dispatch.compilers import (
-    COMPILE_LIMIT,
-    Compilers,
-    NotCompiledError,
-    compiling_threads,
-)
+from tmm_core.dispatch.binding import Binding, Task
+from tmm_core.dispatch.compilers import Compilers, NotCompiledError, compiling_threads
 from tmm_core.dispatch.compilers import default as default_compilers
 from tmm_core.dispatch.progress import Progress
 from tmm_core.dispatch.proposals import MARGIN, NO_HINTS, Hints, Proposals, decide, group
@@ -39,7 +33,7 @@ from tmm_core.dispatch.unmeasured import unmeasured
 from tmm_core.dispatch.verifier import Verifier
 from tmm_core.errors import warn
 from tmm_core.settings import Settings
-from tmm_core.spec.asking import Asked, let_through
+from tmm_core.spec.asking import Asked, let_through, told
 from tmm_core.spec.bucket import bucket_edge, probes
 from tmm_core.spec.kernel import BASELINE, Candidate, Config, Kernel, Launcher
 from tmm_core.spec.precision import require_posed
@@ -96,8 +90,8 @@ class _Trial:
     ) -> None:
         self.status = status
         self.launcher = self.run = None
-        text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
-        self.reason = text.strip()[:500]
+        plain = isinstance(error, (str, TimeoutError, NotCompiledError))
+        self.reason = (str(error) if plain else told(error)).strip()[:500]
 
 
 class Tuner:
@@ -274,54 +268,43 @@ class _Tuning:
         self._measure([t for t in trials if t.run is not None], LOOK, LOOK_US)
 
     def _compile(self, trials: list[_Trial]) -> None:
-        """Compile all in other processes, where that can be, and bind each in a thread as it is
-        done. Threads, not a pool: one that hangs is left behind."""
-        ready: queue.SimpleQueue[tuple[_Trial, futures.Future[None]] | None] = queue.SimpleQueue()
-        bound: dict[_Trial, futures.Future[Launcher]] = {t: futures.Future() for t in trials}
-        compiling = [self._compilers.submit(self._problem, trial.candidate) for trial in trials]
+        """Compile all in other processes, where that can be, and bind each here as it is done."""
+        outcomes = self._bound([(self._problem, t.candidate) for t in trials], self._progress)
+        for trial, outcome in zip(trials, outcomes, strict=True):
+            if isinstance(outcome, BaseException):
+                trial.fail(outcome)
+            else:
+                trial.launcher = outcome
 
-        def arrived(trial: _Trial, future: futures.Future[None]) -> None:
-            ready.put((trial, future))
+    def _bound(
+        self, asked: Sequence[tuple[Problem, Candidate]], progress: Progress | None = None
+    ) -> list[Launcher | BaseException]:
+        """Each candidate's launcher for its problem, or why there is none."""
+        compiling = [self._compilers.submit(*each) for each in asked]
 
-        for trial, future in zip(trials, compiling, strict=True):
-            future.add_done_callback(functools.partial(arrived, trial))
+        def bind(problem: Problem, candidate: Candidate) -> Launcher:
+            kernel = candidate.kernel
+            if time.monotonic() > self._deadline and kernel.name != BASELINE:
+                raise futures.CancelledError
+            return kernel.bind(problem, candidate.config)
 
-        def work() -> None:
-            if self._device.type == "cuda":
-                torch.cuda.set_device(self._device)  # a thread starts on device 0
-            while (compiled := ready.get()) is not None:
-                trial, future = compiled
-                late = time.monotonic() > self._deadline and not trial.is_baseline
-                try:
-                    if future.cancelled() or late:
-                        raise TimeoutError("the tuning budget ended before it")
-                    future.result()
-                    kernel, config = trial.candidate.kernel, trial.candidate.config
-                    bound[trial].set_result(kernel.bind(self._problem, config))
-                except BaseException as error:  # compilers raise SystemExit and worse
-                    bound[trial].set_exception(error)
-
-        threads = min(self._workers, len(trials))
-        for _ in range(threads):
-            threading.Thread(target=work, daemon=True).start()
+        tasks = [
+            Task(candidate.kernel.name, compiled, functools.partial(bind, problem, candidate))
+            for (problem, candidate), compiled in zip(asked, compiling, strict=True)
+        ]
         try:
-            futures.wait(compiling, timeout=max(0.0, self._deadline - time.monotonic()))
-        finally:  # the budget ended, or the user ended it
-            self._compilers.cancel_pending(compiling)
-        for trial in trials:
-            try:
-                trial.launcher = bound[trial].result(timeout=COMPILE_LIMIT)
-            except futures.TimeoutError as error:
-                trial.fail(str(error) or f"did not compile within {COMPILE_LIMIT:.0f} s")
-            except NotCompiledError as error:
-                trial.fail(str(error))
-            except BaseException as error:
-                if isinstance(error, KeyboardInterrupt):
-                    raise
-                trial.fail(error)
-            self._progress.advance()
-        for _ in range(threads):
-            ready.put(None)
+            found = Binding(tasks, self._device, self._workers).outcomes(
+                self._deadline,
+                late=lambda: self._compilers.cancel_pending(compiling),
+                done=progress.advance if progress else lambda: None,
+            )
+        finally:
+            self._compilers.cancel_pending(compiling)  # the user ended it, or others hung
+        for outcome in found:
+            if isinstance(outcome, BaseException):
+                let_through(outcome)
+        late = TimeoutError("the tuning budget ended before it")
+        return [late if isinstance(each, futures.CancelledError) else each for each in found]
 
     def _verify(self, trial: _Trial, verifier: Verifier, repeats: int = 0) -> None:
         """Fail a trial whose launcher raises or is wrong: by two launches, or in every way it is
@@ -394,16 +377,11 @@ class _Tuning:
         """Verify and time the finalists at other M that the record answers for."""
         if self._problem.m != bucket_edge(self._problem.m):
             return
-        inside = [replace(self._problem, m=m) for m in probes(self._problem.m)]
         # M is in few constants: most of these are compiled already.
-        compiling = [
-            self._compilers.submit(problem, trial.candidate)
-            for problem in inside
-            for trial in finalists
-        ]
-        futures.wait(compiling, timeout=max(0.0, self._deadline - time.monotonic()))
-        self._compilers.cancel_pending(compiling)
-        for m in (problem.m for problem in inside):
+        asked = [(m, trial) for m in probes(self._problem.m) for trial in finalists]
+        launchers = self._bound([(replace(self._problem, m=m), t.candidate) for m, t in asked])
+        bound = dict(zip(asked, launchers, strict=True))
+        for m in probes(self._problem.m):
             if time.monotonic() > self._deadline:
                 return
             verifier = self._verifier.inside(m)
@@ -411,11 +389,10 @@ class _Tuning:
             chain = _Chain(problem, self._device)
             there = []
             for trial in finalists:
-                guest = _Trial(trial.candidate)
-                try:
-                    guest.launcher = trial.candidate.kernel.bind(problem, trial.candidate.config)
-                except Exception:  # a config of the edge need not fit here
+                guest, launcher = _Trial(trial.candidate), bound[m, trial]
+                if isinstance(launcher, BaseException):  # a config of the edge need not fit here
                     continue
+                guest.launcher = launcher
                 self._verify(guest, verifier, repeats=1)
                 if guest.launcher is not None:
                     there.append((trial, chain.runner(guest.launcher)))

@@ -45,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
     elif options.json:
         print_json(explanation.to_json())
     else:
-        print(explanation.text(columns()))
+        print(explanation.text(columns.width()))
     if options.plot is not None:
         _plot(explanation, options.plot)
     return DONE
