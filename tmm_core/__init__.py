@@ -24,6 +24,7 @@ from tmm_core.errors import (
 )
 from tmm_core.launch.plan import Plan
 from tmm_core.settings import Settings, override
+from tmm_core.spec.anatomy import Anatomy, Resources
 from tmm_core.spec.epilogue import Epilogue
 from tmm_core.spec.groups import Groups
 from tmm_core.spec.kernel import Candidate, Config, Deferred, Kernel, Launcher, Traits
@@ -51,6 +52,7 @@ def __getattr__(name: str) -> Any:
 
 __all__ = [
     "ANY",
+    "Anatomy",
     "CacheMissError",
     "Candidate",
     "Config",
@@ -66,6 +68,7 @@ __all__ = [
     "Plan",
     "PluginError",
     "Problem",
+    "Resources",
     "Settings",
     "SettingsError",
     "Supports",

@@ -43,7 +43,7 @@ from tmm_core import (
 )
 from tmm_core.dispatch.registry import Registry
 from tmm_core.dispatch.tuner import Tuner
-from tmm_core.errors import PluginError
+from tmm_core.errors import ConfigError, PluginError
 from tmm_core.launch import warm
 from tmm_core.spec.asking import Asked
 
@@ -239,6 +239,24 @@ def test_an_empty_search_space_is_no_fault() -> None:
     (empty,) = (c for c in record.candidates if c.kernel == "narrow")
     assert (empty.status, "search space is empty" in str(empty.reason)) == ("failed", True)
     assert d.choose(problem(m=128), settings()).candidate.kernel.name == "narrow"
+
+
+def test_a_bind_that_fails_names_the_kernel_and_the_line_of_its_author() -> None:
+    class Lame(FakeKernel):
+        def bind(self, problem: Any, config: FakeConfig) -> Any:
+            tiles: dict[str, int] = {}
+            return tiles["BLOCK_M"]
+
+    line = inspect.getsourcelines(Lame.bind)[1] + 2
+    with pytest.raises(PluginError) as caught:
+        Asked(Lame("lame"), "plugin 'mine'").bind(problem(), FakeConfig())
+    assert str(caught.value) == (
+        f"kernel 'lame' of plugin 'mine': bind raised KeyError: 'BLOCK_M' ({__file__}:{line})"
+    )
+    assert isinstance(caught.value.__cause__, KeyError)
+    for error in (torch.OutOfMemoryError("no room"), ConfigError("no such tile")):
+        with pytest.raises(type(error), match=r"^no "):
+            Asked(FakeKernel("k", bind_error=error), "plugin 'mine'").bind(problem(), FakeConfig())
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), GeneratorExit()])

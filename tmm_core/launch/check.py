@@ -244,6 +244,12 @@ def _span(t: torch.Tensor) -> int:
 
 def _broadcast(x: Sequence[int], y: Sequence[int]) -> tuple[int, ...] | None:
     """Broadcast shape, or None (``torch.broadcast_shapes`` takes 8 µs)."""
+    if not all(type(n) is int for n in (*x, *y)):
+        # Sizes that a graph learns when it runs can be neither compared nor guessed here.
+        try:
+            return tuple(torch.broadcast_shapes(x, y))
+        except RuntimeError:
+            return None
     if x == y:
         return tuple(x)
     longer, shorter = (x, y) if len(x) >= len(y) else (y, x)

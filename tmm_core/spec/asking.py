@@ -17,7 +17,10 @@ from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import Any, TypeVar
 
-from tmm_core.errors import PluginError, warn
+import torch
+
+from tmm_core.errors import PluginError, TmmError, warn
+from tmm_core.spec.anatomy import Anatomy, Resources
 from tmm_core.spec.kernel import Config, Kernel, Launcher, Traits
 from tmm_core.spec.problem import Problem
 from tmm_core.spec.supports import Supports
@@ -140,20 +143,22 @@ class Asked(Kernel[Any]):
         """Compile and return the launcher.
 
         Raises:
-            Exception: Whatever the kernel raised, made an ordinary error where it is none. It
-                costs this candidate; the kernel is not set aside.
+            PluginError: The kernel raised, or gave nothing that can be called: it says where.
+                That costs this candidate; the kernel is not set aside.
+            TmmError, torch.OutOfMemoryError: As the kernel raised them.
         """
         if self.fault is not None:
             raise PluginError(self.fault)
         try:
             launcher = self.kernel.bind(problem, config)
-        except Exception:
+        except (TmmError, torch.OutOfMemoryError):
             raise
         except BaseException as error:
             let_through(error)
-            raise PluginError(f"bind raised {told(error)}") from error
+            raise PluginError(f"{self._whose}: {self._fault('bind', error)}") from error
         if not callable(launcher):
-            raise PluginError(f"bind returned {shown(launcher)}, which cannot be called")
+            fault = NonsenseError(f"returned {shown(launcher)}, which cannot be called")
+            raise PluginError(f"{self._whose}: {self._fault('bind', fault)}")
         return launcher
 
     def compile(self, problem: Problem, config: Any) -> None:
@@ -172,6 +177,17 @@ class Asked(Kernel[Any]):
 
     def workspace_bytes(self, problem: Problem, config: Any) -> int:
         return self._or(0, "workspace_bytes", _bytes, problem, config)
+
+    def anatomy(self, problem: Problem, config: Any) -> Anatomy | None:
+        return self._or(None, "anatomy", _anatomy, problem, config)
+
+    def resources(self, problem: Problem, config: Any) -> list[Resources]:
+        """What the kernel's functions take of an SM.
+
+        Raises:
+            Exception: Whatever the kernel raised; it is not set aside.
+        """
+        return _resources(self.kernel.resources(problem, config))
 
     def _or(self, default: T, question: str, check: Callable[[Any], T], *about: Any) -> T:
         try:
@@ -192,14 +208,15 @@ class Asked(Kernel[Any]):
         with self._lock:
             first = self.fault is None
             if first:
-                self.fault = (
-                    f"kernel {self.name!r} of {self.plugin} is set aside: "
-                    f"{self._fault(question, error)}"
-                )
+                self.fault = f"{self._whose} is set aside: {self._fault(question, error)}"
         assert self.fault is not None
         if first:
             warn(self.fault)
         return PluginError(self.fault)
+
+    @property
+    def _whose(self) -> str:
+        return f"kernel {self.name!r} of {self.plugin}"
 
     def _fault(self, question: str, error: BaseException) -> str:
         what = str(error) if isinstance(error, NonsenseError) else f"raised {told(error)}"
@@ -299,6 +316,18 @@ def _arithmetic(answer: Any) -> str | None:
     if answer is not None and not (isinstance(answer, str) and answer):
         raise NonsenseError(f"returned {shown(answer)}, which is no name")
     return answer
+
+
+def _anatomy(answer: Any) -> Anatomy | None:
+    if answer is not None and not isinstance(answer, Anatomy):
+        raise NonsenseError(f"returned {shown(answer)}, not an Anatomy")
+    return answer
+
+
+def _resources(answer: Any) -> list[Resources]:
+    if not isinstance(answer, Iterable) or not all(isinstance(r, Resources) for r in answer):
+        raise NonsenseError(f"returned {shown(answer)}, not Resources")
+    return list(answer)
 
 
 def _where(kind: type, question: str, error: BaseException) -> str:

@@ -268,8 +268,8 @@ _QUESTIONS: dict[type, dict[str, Question | None]] = {
         **dict.fromkeys(("device", "gated", "stages"), _epilogue),
         # What it computes is the device function's business; derivatives are other calls'.
         **dict.fromkeys(
-            ("name", "reference", "parameters", "linear", "builtin", "derivative", "output_vjp",
-             "device_derivative")
+            ("name", "reference", "parameters", "positive", "linear", "builtin", "derivative",
+             "output_vjp", "device_derivative")
         ),
     },
 }  # fmt: skip
