@@ -36,7 +36,7 @@ ASKED: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
     ({"a": Operand(FP32), "b": Operand(FP32)}, "torch.float32 operands are not among bfloat16",
      {"operands": (BF16, FP32)}),
     ({"b": Operand(FP32)}, "operands differ in dtype", {}),
-    (FP8, "does not multiply 8-bit floats", {"formats": ("fp8",)}),
+    (FP8, "does not multiply fp8 operands", {"formats": ("fp8",)}),
     ({**FP8, "scale_a": "row"}, "no scale_a by row",
      {"formats": ("fp8",), "scales": ("row",)}),
     ({**FP8, "scale_b": "tensor"}, "no scale_b by tensor",
