@@ -6,7 +6,7 @@ STAMP := $(VENV)/.installed
 .PHONY: demo test check mutants format clean
 
 demo: $(STAMP)
-	$(PY) -m tmm_core.tools.demo
+	@$(PY) -m tmm_core.tools.demo
 
 test: $(STAMP)
 	$(PY) -m pytest -n 2

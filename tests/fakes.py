@@ -46,6 +46,7 @@ class FakeKernel(Kernel[FakeConfig]):
     """torch's own answer, after doing to it whatever a test says."""
 
     config_type = FakeConfig
+    supports = Blas.supports
 
     def __init__(
         self,
@@ -67,7 +68,7 @@ class FakeKernel(Kernel[FakeConfig]):
         self.bind_error, self.estimate, self.workspace = bind_error, estimate, workspace
         self.bound: list[Problem] = []
 
-    def reasons_against(self, problem: Problem) -> list[str]:
+    def declines(self, problem: Problem) -> list[str]:
         return self.against(problem)
 
     def configs(self, problem: Problem) -> Iterable[FakeConfig]:

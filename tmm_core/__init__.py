@@ -24,9 +24,12 @@ from tmm_core.errors import (
 )
 from tmm_core.launch.plan import Plan
 from tmm_core.settings import Settings, override
+from tmm_core.spec.anatomy import Anatomy, Resources
 from tmm_core.spec.epilogue import Epilogue
+from tmm_core.spec.groups import Groups
 from tmm_core.spec.kernel import Candidate, Config, Deferred, Kernel, Launcher, Traits
 from tmm_core.spec.problem import Operand, Problem
+from tmm_core.spec.supports import ANY, Supports
 from tmm_core.version import __version__ as __version__
 
 if TYPE_CHECKING:
@@ -48,6 +51,8 @@ def __getattr__(name: str) -> Any:
 
 
 __all__ = [
+    "ANY",
+    "Anatomy",
     "CacheMissError",
     "Candidate",
     "Config",
@@ -55,6 +60,7 @@ __all__ = [
     "Deferred",
     "Epilogue",
     "Explanation",
+    "Groups",
     "Kernel",
     "KernelInfo",
     "Launcher",
@@ -62,8 +68,10 @@ __all__ = [
     "Plan",
     "PluginError",
     "Problem",
+    "Resources",
     "Settings",
     "SettingsError",
+    "Supports",
     "TmmError",
     "TmmWarning",
     "Traits",

@@ -13,9 +13,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tmm_core import dispatch, settings
-from tmm_core.interop import autograd, operator
+from tmm_core.interop import autograd, operator, unusual
 from tmm_core.launch import warm
-from tmm_core.launch.check import check, refuse_gradients_of_out
+from tmm_core.launch.check import (
+    check,
+    check_number,
+    check_tensors,
+    refuse_gradients_of_out,
+)
 from tmm_core.launch.plan import Plan
 from tmm_core.spec.epilogue import Epilogue, EpilogueLike
 from tmm_core.spec.kernel import Config
@@ -73,7 +78,7 @@ def matmul(
         scale_b: Likewise: one number, or one for each column of b, ``[..., 1, N]`` (2N where
             gated).
         kernel: Force this kernel. It raises where it cannot serve the call.
-        config: And this config of it.
+        config: And this config of it; fields left out are as in its default config.
         on_cache_miss: ``"tune"``, ``"heuristic"`` or ``"error"``, for this call.
 
     Returns:
@@ -111,17 +116,30 @@ def matmul(
     if (
         not torch.compiler.is_dynamo_compiling()
         and out is None
+        and (type(alpha) is float or isinstance(alpha, (int, float)))
         and (epilogue is None or type(epilogue) is str)
         and warm.undisturbed(a, b, bias, residual, scale_a, scale_b)
     ):
         text = epilogue or ""
-        if not autograd.recorded(a, b, bias, residual):
-            return warm.run(a, b, bias, residual, alpha, text, out_dtype, scale_a, scale_b)
-        if scale_a is None and scale_b is None and a.dtype not in FP8:
-            return autograd.eager(a, b, bias, residual, alpha, text, out_dtype)
-    if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
-        name, wrong = ("a", a) if not isinstance(a, Tensor) else ("b", b)
-        raise TypeError(f"matmul(): argument '{name}' must be Tensor, not {type(wrong).__name__}")
+        try:
+            if not autograd.recorded(a, b, bias, residual):
+                return warm.run(a, b, bias, residual, alpha, text, out_dtype, scale_a, scale_b)
+            if scale_a is None and scale_b is None and a.dtype not in FP8:
+                return autograd.eager(a, b, bias, residual, alpha, text, out_dtype)
+        except (RuntimeError, ValueError):
+            if not unusual.concerns(a, b, bias, residual):
+                raise
+    given = (a, b, bias, residual, out, scale_a, scale_b)
+    if not all(t is None or isinstance(t, Tensor) for t in given) or a is None or b is None:
+        tensors = dict(zip(_TENSORS, given, strict=True))
+        more = {"alpha": alpha, "epilogue": epilogue, "out_dtype": out_dtype}
+        return unusual.by_override(matmul, tensors, **more)
+    check_number("matmul", alpha)
+    if unusual.concerns(a, b, bias, residual):
+        text, scales = _interned_text(epilogue), {"scale_a": scale_a, "scale_b": scale_b}
+        return unusual.answer(
+            matmul, a, b, bias, residual, alpha, text, out, out_dtype=out_dtype, **scales
+        )
     text = _text_of(epilogue)
     if out is not None:
         return operator.matmul_out(  # type: ignore[no-any-return]
@@ -132,6 +150,9 @@ def matmul(
     return operator.matmul(a, b, bias, residual, alpha, text, out_dtype, scale_a, scale_b)  # type: ignore[no-any-return]
 
 
+_TENSORS = ("a", "b", "bias", "residual", "out", "scale_a", "scale_b")
+
+
 def _text_of(epilogue: EpilogueLike) -> str:
     """The operator's argument for this epilogue."""
     if epilogue is None:
@@ -139,6 +160,13 @@ def _text_of(epilogue: EpilogueLike) -> str:
     if isinstance(epilogue, Epilogue):
         return epilogue.interned()
     return epilogue if isinstance(epilogue, str) else _parsed_text(epilogue)
+
+
+def _interned_text(epilogue: EpilogueLike) -> str:
+    """Likewise, left where a tracer finds the epilogue without tracing the registry."""
+    if isinstance(epilogue, Epilogue):
+        return epilogue.interned()
+    return _parsed_text(epilogue or None)
 
 
 def _parsed_text(epilogue: Any) -> str:
@@ -163,6 +191,12 @@ def _scaled(
     """With a tensor to scale by."""
     if alpha.dim():
         raise ValueError(f"alpha must be a number or a 0-d tensor, got {tuple(alpha.shape)}")
+    check_tensors("matmul", a=a, b=b, bias=bias, residual=residual, out=out)
+    if unusual.concerns(a, b, bias, residual):
+        text, scales = _interned_text(epilogue), {"scale_a": scale_a, "scale_b": scale_b}
+        return unusual.answer(
+            matmul, a, b, bias, residual, alpha, text, out, out_dtype=out_dtype, **scales
+        )
     rest: dict[str, Any] = {"out_dtype": out_dtype, "scale_a": scale_a, "scale_b": scale_b}
     differentiated = torch.compiler.is_compiling() or autograd.differentiated(alpha)
     if out is not None and differentiated:
@@ -172,9 +206,7 @@ def _scaled(
         return matmul(
             a, b, bias=bias, residual=residual, alpha=number, epilogue=epilogue, out=out, **rest
         )
-    # Both leave it interned, where a tracer finds it without tracing the registry.
-    text = epilogue.interned() if isinstance(epilogue, Epilogue) else _parsed_text(epilogue)
-    parsed = warm.epilogue_of(text)
+    parsed = warm.epilogue_of(_interned_text(epilogue))
     check(a, b, bias, residual, parsed, out_dtype, scale_a, scale_b)
     product = matmul(a, b, **rest)
     z = alpha * product
@@ -220,20 +252,32 @@ def linear(
     Raises:
         RuntimeError: ``weight`` is not 2-D; else as :func:`matmul`.
     """
-    if weight.dim() != 2:
-        raise RuntimeError(f"linear(): weight must be 2-D [N, K], got {weight.dim()}D")
-    if (
-        not torch.compiler.is_dynamo_compiling()
-        and autograd.recorded(x, weight, bias, residual)
-        and type(alpha) is float
-        and (kernel is None and config is None and on_cache_miss is None)
-        and (out is None and scale_a is None and scale_b is None)
-        and (epilogue is None or type(epilogue) is str)
-        and warm.undisturbed(x, weight, bias, residual)
-        and x.dtype not in FP8
-    ):
-        text = epilogue or ""
-        return autograd.eager(x, weight, bias, residual, alpha, text, out_dtype, transposed=True)
+    try:
+        if weight.dim() != 2:
+            raise RuntimeError(f"linear(): weight must be 2-D [N, K], got {weight.dim()}D")
+        if (
+            not torch.compiler.is_dynamo_compiling()
+            and autograd.recorded(x, weight, bias, residual)
+            and type(alpha) is float
+            and (kernel is None and config is None and on_cache_miss is None)
+            and (out is None and scale_a is None and scale_b is None)
+            and (epilogue is None or type(epilogue) is str)
+            and warm.undisturbed(x, weight, bias, residual)
+            and x.dtype not in FP8
+        ):
+            text = epilogue or ""
+            return autograd.eager(
+                x, weight, bias, residual, alpha, text, out_dtype, transposed=True
+            )
+    except (AttributeError, RuntimeError, ValueError):
+        tensors = {"x": x, "weight": weight, "bias": bias, "residual": residual, "out": out}
+        if not all(t is None or isinstance(t, Tensor) for t in tensors.values()) or (
+            x is None or weight is None
+        ):
+            more = {"alpha": alpha, "epilogue": epilogue, "out_dtype": out_dtype}
+            return unusual.by_override(linear, tensors, **more)
+        if weight.dim() != 2 or not unusual.concerns(x, weight.t(), bias, residual):
+            raise
     return matmul(
         x,
         weight.t(),
@@ -271,6 +315,9 @@ def plan(
 
     Not differentiable. Arguments and errors are those of :func:`matmul`.
     """
+    tensors = {"a": a, "b": b, "bias": bias, "residual": residual}
+    check_tensors("plan", **tensors, scale_a=scale_a, scale_b=scale_b)
+    check_number("plan", alpha)
     with _overrides(kernel, config, on_cache_miss):
         made = warm.make_plan(
             a,
@@ -304,6 +351,9 @@ def problem(
     Raises:
         RuntimeError, ValueError, TypeError: As :func:`matmul`.
     """
+    tensors = {"a": a, "b": b, "bias": bias, "residual": residual}
+    check_tensors("problem", **tensors, scale_a=scale_a, scale_b=scale_b)
+    check_number("problem", alpha)
     parsed = dispatch.dispatcher().registry.epilogue(epilogue)
     current = settings.current()
     scales = (scale_a, scale_b)
@@ -311,7 +361,8 @@ def problem(
 
 
 def explain(a: Tensor, b: Tensor, **arguments: Any) -> Explanation:
-    """What :func:`matmul` would run for these arguments, why, and why not the others.
+    """What :func:`matmul` would do with these arguments under the settings in force, why, and
+    why not otherwise: a call that would be tuned first, or would raise CacheMissError, says so.
 
     Nothing is tuned or launched. ``print()`` the result, or read its fields.
 
@@ -323,10 +374,9 @@ def explain(a: Tensor, b: Tensor, **arguments: Any) -> Explanation:
     """
     from tmm_core.dispatch.explanation import explain_problem
 
-    names = ("kernel", "config")
-    forced = {name: arguments.pop(name) for name in names if name in arguments}
-    arguments.pop("on_cache_miss", None)
-    with settings.override(**forced, on_cache_miss="heuristic"):
+    names = ("kernel", "config", "on_cache_miss")
+    forced = {name: arguments.pop(name, None) for name in names}
+    with _overrides(**forced):
         posed = problem(a, b, **arguments)
         return explain_problem(dispatch.dispatcher(), posed, settings.current())
 
@@ -342,14 +392,16 @@ def tune(
         budget: Seconds per problem (``TMM_TUNE_BUDGET``).
 
     Returns:
-        One record per problem.
+        One record per problem; a notebook shows them as a table.
     """
     if isinstance(problems, Problem):
         problems = [problems]
+    from tmm_core.dispatch.explanation import Records
+
     changes: dict[str, Any] = {} if budget is None else {"tune_budget": budget}
     with settings.override(**changes) as current:
         chooser, asked = dispatch.dispatcher(), list(problems)
-        records = []
+        records = Records()
         for problem, following in itertools.zip_longest(asked, asked[1:]):
             if following is not None and not force:
                 chooser.prepare(following, current)

@@ -1,14 +1,15 @@
 """The commands that write: clear, prune, export, import.
 
 Each takes the store and its parsed options, and returns the exit status. They change the user's
-own root alone; what is removed is listed first and asked for.
+own root alone; what is removed is summed up first and asked for, and `--dry-run` lists it.
 """
 
 from __future__ import annotations
 
 from argparse import Namespace
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
+from pathlib import Path
 
 from tmm_cache import facets, removal
 from tmm_cache.console import (
@@ -114,9 +115,11 @@ def _remove(store: CacheStore, options: Namespace, found: Iterator[Removal | Fau
                 for item in removals
             ]
         )
-    else:
+    elif options.dry_run:
         for item in removals:
             print(facets.printable(f"{item.path}  {item.kind}: {item.reason}"))
+    else:
+        _sum_up(removals)
     if options.dry_run:
         note(f"would remove {what} from {store.root}")
         return DONE
@@ -128,3 +131,13 @@ def _remove(store: CacheStore, options: Namespace, found: Iterator[Removal | Fau
         note(f"{fault.path}: {fault.reason}")
     note(f"removed {len(removals) - len(faults)} of {counted(len(removals), 'file')}")
     return FOUND if faults else DONE
+
+
+def _sum_up(removals: Sequence[Removal]) -> None:
+    """A line for the files that share folder, kind and reason; a file on its own is named."""
+    alike: dict[tuple[Path, str, str], list[Path]] = {}
+    for item in removals:
+        alike.setdefault((item.path.parent, item.kind, item.reason), []).append(item.path)
+    for (folder, kind, reason), paths in alike.items():
+        what = f"{paths[0]}  {kind}" if len(paths) == 1 else f"{folder}  {len(paths)} × {kind}"
+        print(facets.printable(f"{what}: {reason}"))

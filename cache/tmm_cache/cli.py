@@ -1,7 +1,7 @@
 """The `tmm-cache` command: its options, and how it ends.
 
 It looks after the cache on machines without a GPU and in images without torch, so neither is
-imported, and rich only where a table is printed: `--help` and `dir` answer at once.
+imported: every command answers at once.
 """
 
 from __future__ import annotations
@@ -115,8 +115,14 @@ def _parser() -> argparse.ArgumentParser:
         command.set_defaults(run=run)
         return command
 
-    show = add("show", reports.show, "list records, or print one in full")
+    show = add(
+        "show",
+        reports.show,
+        "list own records, a line for each weight, dtype and epilogue, or print one in full",
+    )
     show.add_argument("record", nargs="?", help="beginning of a record's digest")
+    show.add_argument("--all", action="store_true", help="list the records of the layers too")
+    show.add_argument("--each", action="store_true", help="a line for each record")
     _add_json(show)
     _add_filters(show)
 

@@ -14,6 +14,7 @@ from tmm_cache import facets
 from tmm_cache.batch import Batch
 from tmm_cache.console import DONE, FOUND, MISTAKE, Noted, counted, note, print_json
 from tmm_cache.errors import RecordError
+from tmm_cache.evidence import microseconds
 from tmm_cache.files import Fault, Stored, read_stored, record_bytes, write_environment
 from tmm_cache.filters import Filter
 from tmm_cache.layout import environment_folder, foreign
@@ -22,7 +23,6 @@ from tmm_cache.merge import Evidence, merged
 from tmm_cache.record import CLOCK
 from tmm_cache.scan import Summary, summaries
 from tmm_cache.store import CacheStore
-from tmm_cache.tables import microseconds
 
 
 def freeze(store: CacheStore, options: Namespace) -> int:

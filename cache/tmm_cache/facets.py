@@ -14,6 +14,16 @@ from tmm_cache.keys import JSON, canonical
 
 ABSENT = "-"
 
+#: What the commands' options call them too.
+SHORT_DTYPES = {
+    "bfloat16": "bf16",
+    "float16": "fp16",
+    "float32": "fp32",
+    "float64": "fp64",
+    "float8_e4m3fn": "e4m3",
+    "float8_e5m2": "e5m2",
+}
+
 
 # Dtypes, layouts and names of parameters come again in every line of a list.
 @lru_cache(maxsize=1024)
@@ -42,7 +52,16 @@ def sizes(problem: Mapping[str, JSON]) -> tuple[JSON, JSON, JSON]:
 
 def shape(problem: Mapping[str, JSON]) -> str:
     """`4096x4096x1024`, behind `8*` for a batch of eight."""
-    text = "x".join([ABSENT if size is None else text_of(size) for size in sizes(problem)])
+    return _batched(problem, sizes(problem))
+
+
+def weight(problem: Mapping[str, JSON]) -> str:
+    """N and K alone, `4096x1024`, behind `8*` for a batch of eight."""
+    return _batched(problem, sizes(problem)[1:])
+
+
+def _batched(problem: Mapping[str, JSON], sizes: tuple[JSON, ...]) -> str:
+    text = "x".join([ABSENT if size is None else text_of(size) for size in sizes])
     batch = problem.get("batch")
     return text if batch in (None, 1, []) else f"{text_of(batch)}*{text}"
 
@@ -57,10 +76,13 @@ def operand(problem: Mapping[str, JSON], name: str, part: str) -> str:
     return text_of(value[part])
 
 
-def dtypes(problem: Mapping[str, JSON]) -> str:
-    """`bfloat16`, or in full `float8_e4m3fn x float8_e5m2 -> bfloat16` where they differ."""
+def dtypes(problem: Mapping[str, JSON], *, short: bool = False) -> str:
+    """`bfloat16`, or in full `float8_e4m3fn x float8_e5m2 -> bfloat16` where they differ; short
+    it is `bf16` and `e4m3 x e5m2 -> bf16`."""
     a, b = operand(problem, "a", "dtype"), operand(problem, "b", "dtype")
     out = text_of(problem["out_dtype"]) if "out_dtype" in problem else a
+    if short:
+        a, b, out = (SHORT_DTYPES.get(name, name) for name in (a, b, out))
     operands = a if b in (a, ABSENT) else f"{a} x {b}"
     return operands if out == a else f"{operands} -> {out}"
 
@@ -74,6 +96,18 @@ def epilogue(problem: Mapping[str, JSON]) -> str:
     """The epilogue's name."""
     value = problem.get("epilogue", ABSENT)
     return text_of(value["name"] if isinstance(value, Mapping) and "name" in value else value)
+
+
+def expression(problem: Mapping[str, JSON]) -> str:
+    """The epilogue with what stands around it: `bias+silu+residual`."""
+    middle = epilogue(problem)
+    bias, residual = problem.get("bias"), problem.get("residual")
+    named = [
+        *(["bias"] if bias else []),
+        *([] if middle == "identity" and (bias or residual) else [middle]),
+        *(["residual"] if residual else []),
+    ]
+    return "+".join(named)
 
 
 def config(values: Mapping[str, JSON]) -> str:

@@ -23,13 +23,9 @@ Shape: TypeAlias = tuple[int | None, int | None, int | None]
 
 _AGE = re.compile(r"([0-9]+(?:\.[0-9]+)?)([smhdw])", re.ASCII)
 _UNITS = {"s": "seconds", "m": "minutes", "h": "hours", "d": "days", "w": "weeks"}
-_SHORT_DTYPES = {
-    "bf16": "bfloat16",
-    "fp16": "float16",
+_DTYPES = {short: name for name, short in facets.SHORT_DTYPES.items()} | {
     "f16": "float16",
-    "fp32": "float32",
     "f32": "float32",
-    "fp64": "float64",
     "f64": "float64",
 }
 
@@ -89,7 +85,7 @@ class Filter:
     def __call__(self, entry: Entry | Summary) -> bool:
         head = entry.head if isinstance(entry, Summary) else Head.of(entry.record)
         problem = head.problem
-        dtype = None if self.dtype is None else _SHORT_DTYPES.get(self.dtype, self.dtype)
+        dtype = None if self.dtype is None else _DTYPES.get(self.dtype, self.dtype)
         return (
             _matches(entry.gpu, self.gpu)
             and _matches(head.best.kernel, self.kernel)

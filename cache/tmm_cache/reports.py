@@ -10,7 +10,7 @@ from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
-from tmm_cache import facets
+from tmm_cache import evidence, facets
 from tmm_cache.console import DONE, FOUND, MISTAKE, counted, note, print_json, without_faults
 from tmm_cache.files import Fault, read_environment, read_record
 from tmm_cache.filters import from_options, utc_now
@@ -24,24 +24,28 @@ from tmm_cache.upkeep import leftovers
 
 
 def show(store: CacheStore, options: Namespace) -> int:
-    """List records, or print those of one digest in full."""
+    """List the user's own records, with `--all` those of the layers too, or print those of one
+    digest in full, wherever they lie."""
     now = utc_now()
     wanted = from_options(options, now)
     prefix: str | None = options.record
     if prefix is not None and not is_digest_prefix(prefix):
         note(f"record: found {prefix!r}, accepted is the beginning of a digest, like 3f9a")
         return MISTAKE
+    looked = _roots(store) if options.all or prefix is not None else (store.root,)
     everything = wanted.is_empty and not prefix
     found = [
         summary
-        for root in _roots(store)
+        for root in looked
         for summary in without_faults(summaries(root))
         if everything or (wanted(summary) and summary.digest.startswith(prefix or ""))
     ]
     if options.json:
         print_json([_summary_json(summary, record) for summary, record in _loaded(found)])
     if not found:
-        note(f"no records{'' if everything else ' match'} in {store.root}")
+        note(f"no records{'' if everything else ' match'} in {', '.join(map(str, looked))}")
+        if left := [str(layer) for layer in store.layers if layer not in looked]:
+            note(f"not looked at: {', '.join(left)}; --all does")
         return DONE if everything else FOUND
     if options.json:
         return DONE
@@ -49,7 +53,7 @@ def show(store: CacheStore, options: Namespace) -> int:
 
     layers = _layer_names(store)
     if prefix is None:
-        tables.print_summaries(found, layers, now)
+        tables.print_summaries(found, layers, now, each=options.each)
     else:
         for summary, record in _loaded(found):
             tables.print_record(summary, record, layers[summary.root], now)
@@ -101,7 +105,7 @@ def stats(store: CacheStore, options: Namespace) -> int:
                 str(row["environment_digest"]),
                 layers[str(row["layer"])],
                 str(row["records"]),
-                tables.bytes_text(int(str(row["bytes"]))),
+                evidence.bytes_text(int(str(row["bytes"]))),
                 str(row["misses"]),
                 str(row["faults"]),
                 facets.config(winners) if isinstance(winners := row["winners"], dict) else "",

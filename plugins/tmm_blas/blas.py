@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from tmm_core import Config, Kernel, Launcher, Problem, Traits
+from tmm_core import ANY, Config, Kernel, Launcher, Problem, Supports, Traits
 
 Tensor = torch.Tensor
 
@@ -52,13 +52,30 @@ class Blas(Kernel[BlasConfig]):
     traits = Traits(deterministic=True, batch_invariant=False)
     config_type = BlasConfig
 
-    def reasons_against(self, problem: Problem) -> list[str]:
+    supports = Supports(
+        devices=ANY,
+        operands=ANY,
+        formats=("fp8",),
+        scales=("tensor", "row"),
+        out=ANY,
+        bias=ANY,
+        residual=ANY,
+        layouts=dict.fromkeys(("a", "b", "out", "residual"), ANY),
+        unaligned=ANY,
+        wide=True,
+        batch=None,
+        empty=True,
+        alpha=True,
+        gated=True,
+        unfused=True,
+    )
+
+    def declines(self, problem: Problem) -> Iterable[str]:
         dtype = problem.a.dtype
         if dtype.itemsize == 1 and dtype.is_floating_point and not problem.fp8:
-            return [f"{dtype} @ {problem.b.dtype} are not among float8_e4m3fn and float8_e5m2"]
+            yield f"{dtype} @ {problem.b.dtype} are not among float8_e4m3fn and float8_e5m2"
         if problem.device.type == "cuda" and not (dtype.is_floating_point or dtype.is_complex):
-            return [f"torch has no {dtype} matmul on CUDA"]
-        return []
+            yield f"torch has no {dtype} matmul on CUDA"
 
     def configs(self, problem: Problem) -> Iterable[BlasConfig]:
         yield BlasConfig()
@@ -76,10 +93,10 @@ class Blas(Kernel[BlasConfig]):
         return _bind_fp8(problem) if problem.fp8 else bind_product(problem)
 
     def estimate_us(self, problem: Problem, config: BlasConfig) -> float | None:
-        return estimate_us(problem, aligned=problem.a.aligned and problem.b.aligned)
+        return _estimate_us(problem)
 
 
-def estimate_us(problem: Problem, *, aligned: bool) -> float | None:
+def _estimate_us(problem: Problem) -> float | None:
     """Roofline of the product, plus a pass over the output for each eager step."""
     sms = problem.device.sm_count
     if not sms:
@@ -87,7 +104,7 @@ def estimate_us(problem: Problem, *, aligned: bool) -> float | None:
     rate = FLOPS_PER_SM_US.get(problem.a.dtype.itemsize, 0.04e6)
     if problem.tf32:
         rate = TF32_FLOPS_PER_SM_US
-    if not aligned:
+    if not (problem.a.aligned and problem.b.aligned):
         rate /= UNALIGNED_PENALTY
     widened = 0
     if problem.fp8 and not _takes_fp8(problem):

@@ -11,15 +11,15 @@ import sysconfig
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType, ModuleType
+from types import MappingProxyType
 from typing import ClassVar, TypeVar
 
 import torch
 import triton
 
-from tmm_core import Config, Kernel, Launcher, Problem
-from tmm_core.triton import Argument, Step, compile_for, epilogues, launcher, source, target_of
-from tmm_triton import operands, roofline, sums
+from tmm_core import ANY, Anatomy, Config, Kernel, Launcher, Problem, Resources, Supports
+from tmm_core.triton import Argument, Step, compile_for, launcher, source, target_of
+from tmm_triton import anatomy, operands, roofline, sums
 from tmm_triton.operands import Build, TileConfig
 
 C = TypeVar("C", bound=TileConfig)
@@ -36,6 +36,22 @@ _TENSOR_MEMORY_ROWS = 128
 _NONE: Mapping[str, Argument] = MappingProxyType({})
 #: The grid's second and third dimension end here.
 GRID_LIMIT = 65535
+#: What a kernel over pointers serves: any stride, and one accumulator.
+POINTERS = Supports(
+    devices=("cuda", "hip", "interpreter"),
+    capability=(8, 0),
+    operands=FLOATS,
+    formats=("fp8",),
+    scales=("tensor", "row"),
+    out=FLOATS,
+    bias=FLOATS,
+    residual=FLOATS,
+    layouts=dict.fromkeys(("a", "b", "out", "residual"), ANY),
+    unaligned=ANY,
+    wide=True,
+    batch=GRID_LIMIT,
+    alpha=True,
+)
 
 
 class Built(Kernel[D]):
@@ -51,6 +67,12 @@ class Built(Kernel[D]):
             src = source(build.fn, build.types, build.constants, build.divisible)
             compile_for(target, src, **build.options)
 
+    def anatomy(self, problem: Problem, config: D) -> Anatomy | None:
+        return anatomy.of(self, problem, config, self.builds(problem, config))
+
+    def resources(self, problem: Problem, config: D) -> list[Resources]:
+        return anatomy.resources(problem, self.builds(problem, config))
+
 
 class TritonKernel(Built[C]):
     """A kernel of this package over pointers.
@@ -58,35 +80,18 @@ class TritonKernel(Built[C]):
     Subclasses implement ``configs``, ``builds`` and ``bind``.
     """
 
-    shares: ClassVar[tuple[ModuleType, ...]] = (operands, epilogues)
-    #: Takes gated epilogues.
-    gates: ClassVar[bool] = False
+    supports = POINTERS
     #: Fraction of the tensor cores' peak that the main loop reaches where nothing else
     #: limits it; for estimates.
     reach: ClassVar[float] = 0.5
 
-    def reasons_against(self, problem: Problem) -> list[str]:
-        reasons = []
+    def declines(self, problem: Problem) -> Iterable[str]:
         device = problem.device
-        if device.type != "cuda" and not device.interpreted:
-            reasons.append(
-                f"Triton runs on GPUs, not on {device.type} (except under TRITON_INTERPRET=1)"
-            )
-        elif device.type == "cuda":
-            # Capabilities of AMD's GPUs are numbered otherwise.
-            if device.capability < (8, 0) and not device.cuda.startswith("hip"):
-                reasons.append(f"needs compute capability 8.0, this is {device.sm / 10}")
-            reasons += missing_toolchain()
-        reasons += _dtype_reasons(problem)
-        if not problem.epilogue.fusable:
-            reasons.append(f"epilogue {problem.epilogue.name!r} has no device function")
-        if problem.gated and not self.gates:
-            reasons.append(f"has one accumulator, gated {problem.epilogue.name!r} needs two")
-        if 0 in (problem.m, problem.n, problem.k, problem.batch):
-            reasons.append("nothing to multiply: a dimension is 0")
-        if problem.batch > GRID_LIMIT:
-            reasons.append(f"batch {problem.batch} exceeds the grid's {GRID_LIMIT}")
-        return reasons
+        if device.type != "cuda":
+            return
+        yield from missing_toolchain()
+        if problem.fp8 and (device.capability < (8, 9) or device.cuda.startswith("hip")):
+            yield "8-bit floats need an NVIDIA GPU of compute capability 8.9"
 
     def default_config(self, problem: Problem) -> C:
         return next(iter(self.configs(problem)))
@@ -237,30 +242,6 @@ def _with_fewer_stages(problem: Problem, config: C) -> C:
     while config.num_stages > 1 and config.shared_memory(problem) > problem.device.shared_memory:
         config = replace(config, num_stages=config.num_stages - 1)
     return config
-
-
-def _dtype_reasons(problem: Problem) -> list[str]:
-    reasons = []
-    names = ", ".join(str(d).removeprefix("torch.") for d in FLOATS)
-    if problem.fp8:
-        device = problem.device
-        if device.type == "cuda" and (device.capability < (8, 9) or device.cuda.startswith("hip")):
-            reasons.append("8-bit floats need an NVIDIA GPU of compute capability 8.9")
-    elif problem.a.dtype not in FLOATS:
-        reasons.append(f"{problem.a.dtype} operands are not among {names}, or both 8-bit floats")
-    elif problem.a.dtype is not problem.b.dtype:
-        reasons.append(f"operands differ in dtype: {problem.a.dtype} and {problem.b.dtype}")
-    others = {
-        "out": problem.out.dtype,
-        "bias": problem.bias,
-        "residual": problem.residual.dtype if problem.residual else None,
-    }
-    reasons += [
-        f"{what} of {dtype} is not among {names}"
-        for what, dtype in others.items()
-        if dtype is not None and dtype not in FLOATS
-    ]
-    return reasons
 
 
 #: Releases whose Gluon the kernels are written for: an experimental API, where a later release

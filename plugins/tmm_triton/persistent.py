@@ -17,7 +17,7 @@ fed from two tiles of the one descriptor of B.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -30,10 +30,10 @@ from tmm_core import Launcher, Operand, Problem, Traits
 from tmm_core.triton import Argument, Described, launcher, pointer
 from tmm_triton import sums
 from tmm_triton.kernel import (
+    POINTERS,
     TritonKernel,
     fills_registers,
     group_sizes,
-    hopper_or_later,
     proposed,
     step_of,
     tiles,
@@ -271,27 +271,25 @@ class Persistent(TritonKernel[PersistentConfig]):
     name = "triton.persistent"
     traits = Traits(deterministic=True, batch_invariant=True)
     config_type = PersistentConfig
-    gates = True
+    supports = replace(
+        POINTERS,
+        devices=("cuda", "interpreter"),
+        capability=(9, 0),
+        layouts={**POINTERS.layouts, "a": ("row", "col"), "b": ("row", "col")},
+        unaligned=("out", "residual"),
+        gated=True,
+    )
     # On Hopper 0.93 to 0.98 of what warp_specialized reaches, wherever both serve.
     reach = 0.73
 
-    def reasons_against(self, problem: Problem) -> list[str]:
-        reasons = super().reasons_against(problem)
-        device = problem.device
-        if device.type == "cuda" and not hopper_or_later(problem):
-            reasons.append("bulk tensor copies (TMA) need an NVIDIA GPU of capability 9.0")
-        for name, operand in (("a", problem.a), ("b", problem.b)):
-            if operand.layout == "strided":
-                reasons.append(f"{name} has no contiguous dimension for TMA")
-            elif not operand.aligned:
-                reasons.append(f"{name} is not aligned to 16 bytes (base and strides) for TMA")
+    def declines(self, problem: Problem) -> Iterable[str]:
+        yield from super().declines(problem)
         half = problem.n * problem.b.dtype.itemsize
         if problem.gated and problem.b.layout == "row" and half % VECTOR:
             # Triton's interpreter refuses such a tile; on a GPU nothing is promised of it.
-            reasons.append("tiles of the up half of b start off 16 bytes (TMA)")
+            yield "tiles of the up half of b start off 16 bytes (TMA)"
         if problem.a.dtype is torch.float32 and not problem.tf32:
-            reasons.append("fp32 without TF32 is not for tensor cores")
-        return reasons
+            yield "fp32 without TF32 is not for tensor cores"
 
     def configs(self, problem: Problem) -> list[PersistentConfig]:
         # Among equal estimates the first is the default. Gated, one part was faster on an

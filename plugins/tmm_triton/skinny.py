@@ -27,7 +27,8 @@ through shared memory.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterable
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -39,7 +40,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from tmm_core import Launcher, Problem, Traits
 from tmm_triton import roofline
 from tmm_triton.early import check_early, ways, with_early
-from tmm_triton.kernel import TritonKernel, hopper_or_later, single, unknown_gluon
+from tmm_triton.kernel import POINTERS, TritonKernel, hopper_or_later, single, unknown_gluon
 from tmm_triton.operands import (
     VECTOR,
     Build,
@@ -226,29 +227,26 @@ class Skinny(TritonKernel[SkinnyConfig]):
     traits = Traits(deterministic=True, batch_invariant=True)
     config_type = SkinnyConfig
 
-    def reasons_against(self, problem: Problem) -> list[str]:
-        reasons = super().reasons_against(problem)
+    supports = replace(
+        POINTERS,
+        devices=("cuda",),  # its instructions are NVIDIA's
+        operands=(torch.float16, torch.bfloat16),
+        formats=(),
+        layouts={**POINTERS.layouts, "a": ("row",), "b": ("col",)},
+        unaligned=("out", "residual"),
+    )
+
+    def declines(self, problem: Problem) -> Iterable[str]:
+        yield from super().declines(problem)
         if problem.device.interpreted:
-            reasons.append("Triton's interpreter does not run Gluon")
-        elif problem.device.cuda.startswith("hip"):
-            reasons.append("is written for NVIDIA's MMA instructions")
-        reasons += unknown_gluon()
-        if problem.a.dtype not in (torch.float16, torch.bfloat16):
-            reasons.append(f"multiplies 16-bit floats, not {problem.a.dtype}")
-        if problem.has_scales:
-            reasons.append("does not scale operands")
+            yield "Triton's interpreter does not run Gluon"
+        yield from unknown_gluon()
         if problem.batch_invariant:
-            reasons.append("sums in an order that nothing for more rows has")
+            yield "sums in an order that nothing for more rows has"
         if problem.m > MOST_ROWS:
-            reasons.append(f"is for {MOST_ROWS} rows at most, not {problem.m}")
-        if problem.a.layout != "row" or problem.b.layout != "col":
-            reasons.append("operands are not both contiguous along K")
-        for name, operand in (("a", problem.a), ("b", problem.b)):
-            if not operand.aligned:
-                reasons.append(f"{name} is not {VECTOR}-byte aligned")
+            yield f"is for {MOST_ROWS} rows at most, not {problem.m}"
         if problem.k % (VECTOR // 2):
-            reasons.append(f"K {problem.k} is no multiple of {VECTOR // 2}")
-        return reasons
+            yield f"K {problem.k} is no multiple of {VECTOR // 2}"
 
     def arithmetic(self, problem: Problem, config: SkinnyConfig) -> str | None:
         """What a lane holds of 32 consecutive k goes to two instructions, in another order than

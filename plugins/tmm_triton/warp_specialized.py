@@ -76,17 +76,16 @@ from triton.experimental.gluon.language.nvidia.hopper.tma import (
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tmm_core import Launcher, Operand, Problem, Traits
+from tmm_core import ANY, Launcher, Operand, Problem, Supports, Traits
 from tmm_core.triton import (
     Argument,
     Described,
     Step,
     device_function,
-    epilogues,
     launcher,
     pointer,
 )
-from tmm_triton import hopper_tiles, operands, partials, sums, words
+from tmm_triton import hopper_tiles, sums
 from tmm_triton.counters import Counters
 from tmm_triton.hopper_tiles import (
     ALIGNMENT,
@@ -100,7 +99,7 @@ from tmm_triton.hopper_tiles import (
     stored_by_pointers,
     tile_count,
 )
-from tmm_triton.kernel import Built, missing_toolchain, unknown_gluon
+from tmm_triton.kernel import FLOATS, Built, missing_toolchain, unknown_gluon
 from tmm_triton.operands import Build
 from tmm_triton.partials import reducing, reduction
 from tmm_triton.words import box_of, box_rows, box_words
@@ -113,7 +112,6 @@ _GLUON = {
     torch.float8_e4m3fn: gl.float8e4nv,
     torch.float8_e5m2: gl.float8e5,
 }
-_WIDE = (torch.bfloat16, torch.float16, torch.float32)
 
 
 #: What all threads of a partition wait at; Triton 3.7 named it anew.
@@ -926,53 +924,40 @@ class WarpSpecialized(Built[WarpSpecializedConfig]):
         deterministic=True, batch_invariant=True, capture_safe=True, needs_workspace=True
     )
     config_type = WarpSpecializedConfig
-    shares = (epilogues, hopper_tiles, operands, partials, words)
     #: When a launch that begins early lets the next one begin; ``benchmarks/pdl_decode.py``.
     dependents = "first"
 
-    def reasons_against(self, problem: Problem) -> list[str]:
-        reasons = []
-        device = problem.device
-        if device.interpreted:
-            reasons.append("Triton's interpreter does not run Gluon")
-        elif device.type != "cuda" or device.capability != (9, 0):
-            reasons.append("needs a Hopper GPU (compute capability 9.0)")
+    supports = Supports(
+        devices=("cuda",),
+        capability=(9, 0),
+        below=(9, 1),
+        operands=(torch.float16, torch.bfloat16),
+        formats=("fp8",),
+        scales=("tensor", "row"),
+        out=FLOATS,
+        bias=FLOATS,
+        residual=FLOATS,
+        layouts={"a": ("row", "col"), "b": ("row", "col"), "out": ("row",), "residual": ANY},
+        unaligned=ANY,  # one operand by words: see declines
+        wide=True,
+        batch=None,
+        alpha=True,
+        gated=True,
+    )
+
+    def declines(self, problem: Problem) -> Iterable[str]:
+        if problem.device.interpreted:
+            yield "Triton's interpreter does not run Gluon"
         else:
-            reasons += missing_toolchain()
-        reasons += unknown_gluon()
-        if problem.fp8:
-            if (problem.a.layout, problem.b.layout) != ("row", "col"):
-                reasons.append(
-                    "wgmma takes 8-bit operands along K only: a row-major, b column-major"
-                )
-            if not (problem.a.aligned and problem.b.aligned):
-                reasons.append("8-bit operands are not aligned")
-        elif problem.a.dtype != problem.b.dtype or problem.a.dtype.itemsize != 2:
-            reasons.append(
-                f"multiplies floats of 16 or 8 bits, not {problem.a.dtype} @ {problem.b.dtype}"
-            )
-        residual = problem.residual.dtype if problem.residual else None
-        for what, dtype in (
-            ("output", problem.out.dtype),
-            ("bias", problem.bias),
-            ("residual", residual),
-        ):
-            if dtype is not None and dtype not in _WIDE:
-                reasons.append(f"{what} is {dtype}, not a float of 16 or 32 bits")
-        if min(problem.batch, problem.m, problem.n, problem.k) < 1:
-            reasons.append("has an empty dimension")
-        if not problem.epilogue.fusable:
-            reasons.append(f"epilogue {problem.epilogue} has no device function")
+            yield from missing_toolchain()
+        yield from unknown_gluon()
+        if problem.fp8 and (problem.a.layout, problem.b.layout) != ("row", "col"):
+            yield "wgmma takes 8-bit operands along K only: a row-major, b column-major"
         for name, operand in (("a", problem.a), ("b", problem.b)):
-            if operand.layout == "strided":
-                reasons.append(f"{name} has no contiguous dimension (TMA)")
-            elif not operand.aligned and not by_words(problem):
-                reasons.append(f"{name} is not {ALIGNMENT}-byte aligned (TMA)")
-        if problem.out.layout != "row":
-            reasons.append("output is not row-major")
+            if not operand.aligned and (problem.fp8 or not by_words(problem)):
+                yield f"{name} is not aligned to {ALIGNMENT} bytes (TMA)"
         if problem.gated and problem.b.layout == "row" and 2 * problem.n % ALIGNMENT:
-            reasons.append(f"the up half of b does not start {ALIGNMENT}-byte aligned (TMA)")
-        return reasons
+            yield f"the up half of b does not start {ALIGNMENT}-byte aligned (TMA)"
 
     def arithmetic(self, problem: Problem, config: WarpSpecializedConfig) -> str | None:
         if config.tail_splits > 1:

@@ -10,6 +10,7 @@ import pty
 import re
 import resource
 import subprocess
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -68,48 +69,75 @@ def sizes(capsys: Captured, *options: str) -> list[int]:
     return sorted(item["record"]["problem"]["m"] for item in shown(capsys, *options))
 
 
-def test_show_is_a_table_with_everything_uncut(filled: CacheStore, capsys: Captured) -> None:
+def cells(line: str) -> list[str]:
+    return re.split("  +", line.strip())
+
+
+def test_show_has_a_heading_for_a_weight_and_a_row_for_a_range_of_m_that_one_kernel_won(
+    filled: CacheStore, capsys: Captured
+) -> None:
+    filled.save(
+        GPU,
+        ENVIRONMENT,
+        record(problem(m=4096), candidates=(BLAS, SLOW), winner=0, created=made(timedelta(days=3))),
+    )
     assert main(["show"]) == 0
     captured = capsys.readouterr()
     assert captured.err == ""
     lines = captured.out.splitlines()
-    titles = [line for line in lines if "environment " in line]
-    assert titles == [
-        f"nvidia-a100  environment {digest(OLDER_ENVIRONMENT)}",
-        f"{GPU}  environment {digest(ENVIRONMENT)}",
+    assert [lines[n + 1] for n, line in enumerate(lines) if line.endswith(", own")] == [
+        f"nvidia-a100, environment {digest(OLDER_ENVIRONMENT)}",
+        f"{GPU}, environment {digest(ENVIRONMENT)}",
     ]
-    [line] = [line for line in lines if "2048x4096x512" in line]
-    assert re.split("  +", line.strip()) == [
-        digest(problem(m=2048))[:8],
-        "2048x4096x512",
-        "bfloat16",
-        "row x column",
-        "silu",
-        "triton.split_k",
-        "BLOCK_M=64 SPLIT_K=4 order=row share=2.5 none=none tma=true",
-        "11.50",
-        "21.00",
-        "1.83x",
-        "3d",
-        "own",
+    assert [lines.count(f"{count}, own") for count in ("1 record", "4 records")] == [1, 1]
+    start = lines.index("weight 4096x512 bf16, row x column: M 16…4096, 3 records")
+    both, blas = map(cells, lines[start + 1 : start + 3])
+    assert both == [
+        *("16…2048", "silu", "triton.split_k"),
+        *("11.50", "21.00", "1.83x", "2h", "2 of them"),
     ]
-    [line] = [line for line in lines if "8*32x64x128" in line]
-    assert " blas " in line
-    assert " 1.00x " in line
-    assert " none " in line
+    assert blas[:3] == ["4096", "silu", "blas"]
+    assert blas[-1] == digest(problem(m=4096))[:8]
+    [line] = [line for line in lines if line.startswith("weight 8*64x128 fp16")]
+    assert cells(lines[lines.index(line) + 1])[:3] == ["32", "none", "blas"]
 
 
-def test_show_lists_layers_and_their_records(
+def test_show_each_has_a_row_for_each_record(filled: CacheStore, capsys: Captured) -> None:
+    assert main(["show", "--each", "--gpu", GPU, "--kernel", "triton.*"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    start = lines.index("weight 4096x512 bf16, row x column: M 16…2048, 2 records")
+    rows = [cells(line) for line in lines[start + 1 : start + 3]]
+    assert [row[-1] for row in rows] == [digest(problem(m=m))[:8] for m in (16, 2048)]
+    assert [row[-2] for row in rows] == ["2h", "3d"]
+
+
+def test_what_stands_around_the_epilogue_is_shown(store: CacheStore, capsys: Captured) -> None:
+    asked = problem() | {"bias": {"kind": "row"}, "residual": {"kind": "tile"}}
+    store.save(GPU, ENVIRONMENT, record(asked))
+    assert main(["show"]) == 0
+    assert " bias+silu+residual  " in capsys.readouterr().out
+
+
+def test_show_lists_own_records_and_with_all_those_of_layers(
     filled: CacheStore, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured
 ) -> None:
     below = CacheStore(tmp_path / "below", [])
     below.save(GPU, ENVIRONMENT, record(problem(m=16), note="below"))
+    below.save(GPU, ENVIRONMENT, record(problem(m=64)))
     monkeypatch.setenv("TMM_CACHE_PATH", str(below.root))
-    assert main(["show", "--shape", "16x*x*"]) == 0
-    lines = [line for line in capsys.readouterr().out.splitlines() if "16x4096x512" in line]
-    assert sorted(line.split()[-1] for line in lines) == sorted(["own", str(below.root)])
-    layers = [item["layer"] for item in shown(capsys, "--shape", "16x*x*")]
-    assert layers == [str(filled.root), str(below.root)]
+    assert main(["show", "--all", "--shape", "16x*x*"]) == 0
+    titles = [line for line in capsys.readouterr().out.splitlines() if line[:1].isdigit()]
+    assert sorted(titles) == sorted(["1 record, own", f"1 record, {below.root}"])
+    assert [item["layer"] for item in shown(capsys, "--shape", "16x*x*")] == [str(filled.root)]
+    both = shown(capsys, "--all", "--shape", "16x*x*")
+    assert [item["layer"] for item in both] == [str(filled.root), str(below.root)]
+    # A record that is named is looked for everywhere; a list that is empty says where it looked.
+    assert shown(capsys, digest(problem(m=64)))[0]["layer"] == str(below.root)
+    assert main(["show", "--shape", "64x*x*"]) == 1
+    assert capsys.readouterr().err == (
+        f"tmm-cache: no records match in {filled.root}\n"
+        f"tmm-cache: not looked at: {below.root}; --all does\n"
+    )
 
 
 def test_show_json_holds_the_whole_record(filled: CacheStore, capsys: Captured) -> None:
@@ -184,14 +212,16 @@ def test_show_one_record_in_full(filled: CacheStore, capsys: Captured) -> None:
         "deterministic batch-invariant",
     ):
         assert part in text, part
-    rows = text[text.index("median µs") :].splitlines()
+    table = text[text.index("median µs") :].splitlines()
+    rows = [row for row in table if not row.startswith("     ")]  # config, traits, reason
     kernels = ["triton.split_k", "blas", "triton.naive", "triton.atomic", "triton.big"]
     body = [row for row in rows if any(f" {kernel} " in row for kernel in kernels)]
+    assert max(len(row) for row in table) <= 100
     assert [
         row.replace("*", "").split()[0] for row in body
     ] == kernels  # winner first, then fastest
     assert [row.startswith("*") for row in body] == [True, False, False, False, False]
-    assert body[0].split()[-2:] == ["batch-invariant", "-"]
+    assert body[0].split()[2:6] == ["ok", "11.50", "10.00", "14.00"]
     [full] = shown(capsys, path.stem)
     assert full["path"] == str(path)
 
@@ -261,7 +291,7 @@ def test_problems_of_another_make_are_listed_all_the_same(
     text = capsys.readouterr().out
     assert "odd\\x1b[31m.kernel" in text  # a stranger's record gives the terminal no orders
     assert "\x1b" not in text
-    assert "7*1x2x3" in text
+    assert "weight 7*2x3 " in text
     assert " silu " in text
     assert "int8 -> int32" in text
     for entry in store.entries():
@@ -450,35 +480,36 @@ def on_a_terminal(columns: int, *options: str) -> tuple[list[str], str]:
     return re.sub(r"\x1b\[[0-9;]*m", "", b"".join(chunks).decode()).splitlines(), notes
 
 
-@pytest.mark.parametrize(
-    ("columns", "missing"),
-    [
-        (40, "layouts, config, blas µs, age, layer"),
-        (80, "layouts, config, blas µs, age, layer"),
-        (120, "config"),
-    ],
-)
-def test_a_narrow_terminal_loses_columns_and_cuts_no_cell(
-    filled: CacheStore, columns: int, missing: str
-) -> None:
-    lines, notes = on_a_terminal(columns, "show", "--shape", "2048x*x*")
-    table = lines[1:]  # above it stands which GPU it is
-    assert max(len(line) for line in table) <= columns
-    assert "…" not in "".join(lines)
-    assert notes == f"tmm-cache: left out for want of width: {missing}\n"
-    assert any("1.83x" in line for line in lines)
-    if columns > 40:
-        assert any("2048x4096x512" in line and "triton.split_k" in line for line in lines)
-
-
-def test_a_wide_terminal_shows_every_column(filled: CacheStore) -> None:
-    lines, notes = on_a_terminal(200, "show")
+@pytest.mark.parametrize("columns", [40, 80, 100, 120, 200])
+def test_show_keeps_to_the_terminal_and_breaks_no_word(filled: CacheStore, columns: int) -> None:
+    long = problem(epilogue="gelu_tanh+softcap(30)+scale(0.0125)") | {
+        "bias": "bfloat16",
+        "residual": "bfloat16",
+    }
+    winner = replace(SPLIT_K, kernel="triton.warp_specialized")
+    filled.save(GPU, ENVIRONMENT, record(long, candidates=(winner, BLAS), winner=0))
+    lines, notes = on_a_terminal(columns, "show", "--each", "--gpu", GPU)
     assert notes == ""
-    assert any("BLOCK_M=64 SPLIT_K=4" in line and line.endswith("own") for line in lines)
+    assert max(len(line) for line in lines) <= columns
+    text = "\n".join(lines)
+    digests = [digest(asked)[:8] for asked in (long, problem(m=2048))]
+    for word in ("triton.split_k", *digests, "1.83x", "softcap(30)+", "residual"):
+        assert columns < 80 or word in text
+    assert (columns >= 200) == ("BLOCK_M=64 SPLIT_K=4" in text)
+    assert (columns >= 80) == ("triton.warp_specialized" in text)
+
+
+@pytest.mark.parametrize("columns", [80, 120])
+def test_a_record_in_full_keeps_to_the_terminal(filled: CacheStore, columns: int) -> None:
+    lines, _ = on_a_terminal(columns, "show", digest(problem(m=2048)))
+    path = str(filled.path(GPU, ENVIRONMENT, problem(m=2048)))
+    assert path in "\n".join(lines)  # a word too long for any line is not cut, to be copied
+    assert max(len(line) for line in lines if path not in line) <= columns
+    assert "out of shared memory [red]" in " ".join(" ".join(lines).split())
 
 
 @pytest.mark.parametrize(
-    "arguments", [[], ["--help"], ["--version"], ["dir"], ["show", "--json"], ["verify"]]
+    "arguments", [[], ["--help"], ["--version"], ["dir"], ["show"], ["show", "--json"], ["verify"]]
 )
 def test_looking_imports_nothing_heavy(filled: CacheStore, arguments: list[str]) -> None:
     code = (
@@ -487,14 +518,6 @@ def test_looking_imports_nothing_heavy(filled: CacheStore, arguments: list[str])
     )
     command = child("-c", code, *arguments)
     assert command.communicate()[1].splitlines()[-1] == "set()"
-
-
-def test_show_imports_neither_rich_nor_torch(filled: CacheStore) -> None:
-    code = (
-        "import sys; from tmm_cache.cli import main; main(['show']); heavy = {'torch', 'rich', "
-        "'platformdirs', 'tarfile', 'tmm_core'}; sys.exit(repr(heavy & {*sys.modules}))"
-    )
-    assert child("-c", code).communicate()[1].strip() == "set()"
 
 
 def test_the_command_answers_at_once(filled: CacheStore) -> None:
@@ -517,5 +540,5 @@ def test_the_winner_alone_has_no_speedup_over_nothing(store: CacheStore, capsys:
     [item] = shown(capsys)
     assert (item["median_us"], item["blas_us"], item["speedup"]) == (11.5, None, None)
     assert main(["show"]) == 0
-    [line] = [row for row in capsys.readouterr().out.splitlines() if "128x4096x512" in row]
+    [line] = [row for row in capsys.readouterr().out.splitlines() if "  128  " in row]
     assert line.split()[-5:-2] == ["11.50", "-", "-"]

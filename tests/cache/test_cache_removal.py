@@ -89,7 +89,11 @@ def test_anything_but_yes_is_no(
     captured = capsys.readouterr()
     question = f"Remove 3 records and 1 other file from {filled.root}? [y/N] "
     assert captured.err == f"{question}tmm-cache: nothing removed\n"
-    assert len(captured.out.splitlines()) == 4
+    folder = filled.path(GPU, ENVIRONMENT, problem(m=1)).parent
+    assert captured.out.splitlines() == [
+        f"{folder}  3 × record: to be cleared",
+        f"{folder / 'misses.jsonl'}  misses: to be cleared",
+    ]
     assert files_under(filled.root) == before
 
 

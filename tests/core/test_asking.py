@@ -30,10 +30,20 @@ from fakes import (
 )
 
 import tmm_core
-from tmm_core import Config, Kernel, TmmWarning, Traits, UnsupportedProblemError, dispatch, hookimpl
+from tmm_core import (
+    Config,
+    Kernel,
+    Problem,
+    Supports,
+    TmmWarning,
+    Traits,
+    UnsupportedProblemError,
+    dispatch,
+    hookimpl,
+)
 from tmm_core.dispatch.registry import Registry
 from tmm_core.dispatch.tuner import Tuner
-from tmm_core.errors import PluginError
+from tmm_core.errors import ConfigError, PluginError
 from tmm_core.launch import warm
 from tmm_core.spec.asking import Asked
 
@@ -65,16 +75,16 @@ def raiser(error: BaseException) -> Callable[..., Any]:
 #: What is answered to each question, and what the warning says of it.
 NONSENSE: list[tuple[str, Any, str]] = [
     *((q, raiser(ZeroDivisionError("oh")), "raised ZeroDivisionError: oh") for q in (
-        "reasons_against", "configs", "default_config", "estimate_us", "workspace_bytes",
+        "declines", "configs", "default_config", "estimate_us", "workspace_bytes",
     )),
     *((q, raiser(SystemExit(3)), "raised SystemExit: 3") for q in (
-        "reasons_against", "configs", "default_config", "estimate_us", "workspace_bytes",
+        "declines", "configs", "default_config", "estimate_us", "workspace_bytes",
     )),
-    ("reasons_against", raiser(GeneratorExit()), "raised GeneratorExit"),
+    ("declines", raiser(GeneratorExit()), "raised GeneratorExit"),
     ("estimate_us", raiser(UnspeakableError()), "raised UnspeakableError"),
-    ("reasons_against", lambda *_: "needs a GPU", "not a list of reasons"),
-    ("reasons_against", lambda *_: None, "returned None"),
-    ("reasons_against", lambda *_: [None], "not reasons in words"),
+    ("declines", lambda *_: "needs a GPU", "not a list of reasons"),
+    ("declines", lambda *_: None, "returned None"),
+    ("declines", lambda *_: [None], "not reasons in words"),
     ("estimate_us", lambda *_: -1, "returned -1"),
     ("estimate_us", lambda *_: math.nan, "returned nan"),
     ("estimate_us", lambda *_: "10", "returned '10', not µs"),
@@ -155,19 +165,20 @@ def test_nonsense_about_arithmetic_costs_its_kernel_alone(tmp_path: Path) -> Non
         assert choice.candidate.kernel.name == "good"
 
 
-@pytest.mark.parametrize("name", ["name", "version", "traits", "config_type"])
+@pytest.mark.parametrize("name", ["name", "version", "supports", "traits", "config_type"])
 @pytest.mark.parametrize("value", ["raises", "exits", "", None, 3])
 def test_what_names_a_kernel_is_asked_when_it_comes(name: str, value: Any) -> None:
     faults = {"raises": ZeroDivisionError("oh"), "exits": SystemExit(3)}
     attribute = property(raiser(faults[value])) if value in faults else value
 
     class Odd(Kernel[FakeConfig]):
-        reasons_against = configs = default_config = bind = None  # type: ignore[assignment]
+        declines = configs = default_config = bind = None  # type: ignore[assignment]
 
         def __repr__(self) -> str:
             raise SystemExit("repr")
 
     fields = {"name": "odd", "version": "1", "traits": Traits(), "config_type": FakeConfig}
+    fields["supports"] = Supports()
     odd = type("Odd", (Odd,), {**fields, name: attribute})()
 
     class Plugin:
@@ -181,6 +192,21 @@ def test_what_names_a_kernel_is_asked_when_it_comes(name: str, value: Any) -> No
     if value in faults:
         assert caught.value.__cause__ is faults[value]
         assert f"{type(faults[value]).__name__}: {faults[value]}" in str(caught.value)
+    assert [registered.kernel.name for registered in r.kernels()] == ["good"]
+
+
+def test_a_kernel_of_the_first_protocol_is_refused_with_the_change_to_make() -> None:
+    class First(FakeKernel):
+        def reasons_against(self, problem: Problem) -> list[str]:
+            return []
+
+    r = Registry()
+    with pytest.raises(PluginError) as caught:
+        r.register(plugin(First("old.kernel"), FakeKernel("good")), "p")
+    said = str(caught.value)
+    assert "kernel 'old.kernel' is written for tmm's first protocol" in said
+    assert "declare `supports = tmm_core.Supports" in said
+    assert "declines(problem)" in said
     assert [registered.kernel.name for registered in r.kernels()] == ["good"]
 
 
@@ -213,6 +239,24 @@ def test_an_empty_search_space_is_no_fault() -> None:
     (empty,) = (c for c in record.candidates if c.kernel == "narrow")
     assert (empty.status, "search space is empty" in str(empty.reason)) == ("failed", True)
     assert d.choose(problem(m=128), settings()).candidate.kernel.name == "narrow"
+
+
+def test_a_bind_that_fails_names_the_kernel_and_the_line_of_its_author() -> None:
+    class Lame(FakeKernel):
+        def bind(self, problem: Any, config: FakeConfig) -> Any:
+            tiles: dict[str, int] = {}
+            return tiles["BLOCK_M"]
+
+    line = inspect.getsourcelines(Lame.bind)[1] + 2
+    with pytest.raises(PluginError) as caught:
+        Asked(Lame("lame"), "plugin 'mine'").bind(problem(), FakeConfig())
+    assert str(caught.value) == (
+        f"kernel 'lame' of plugin 'mine': bind raised KeyError: 'BLOCK_M' ({__file__}:{line})"
+    )
+    assert isinstance(caught.value.__cause__, KeyError)
+    for error in (torch.OutOfMemoryError("no room"), ConfigError("no such tile")):
+        with pytest.raises(type(error), match=r"^no "):
+            Asked(FakeKernel("k", bind_error=error), "plugin 'mine'").bind(problem(), FakeConfig())
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), GeneratorExit()])
@@ -272,7 +316,7 @@ def test_a_launch_that_would_end_the_process_is_quarantined(error: BaseException
 
 
 @pytest.mark.parametrize(
-    "question", ["reasons_against", "configs", "default_config", "estimate_us", "bind"]
+    "question", ["declines", "configs", "default_config", "estimate_us", "bind"]
 )
 def test_ctrl_c_stops_at_once(question: str) -> None:
     bad = strange(question, raiser(KeyboardInterrupt()))
@@ -328,7 +372,7 @@ import sys
 sys.path.insert(0, {here!r})
 from fakes import FakeKernel, plugin
 class Kernel(FakeKernel):
-    def reasons_against(self, problem): sys.exit("in reasons_against")
+    def declines(self, problem): sys.exit("in declines")
 hooks = plugin(Kernel("in_kernel.one"))
 """,
 }

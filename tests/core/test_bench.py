@@ -579,7 +579,7 @@ def test_bench_writes_what_it_shows_and_resumes(
     assert [p["case"]["m"] for p in json.loads(text)["problems"]] == [24, 8, 4]
 
     assert main(["bench", "--from", str(out)]) == 0
-    (row,) = (r for r in capsys.readouterr().out.splitlines() if r.startswith(" shapes"))
+    (row,) = (r for r in capsys.readouterr().out.splitlines() if r.startswith("shapes"))
     assert row.split()[1:3] == ["float32", "3"]
 
 

@@ -46,6 +46,7 @@ CONDITIONS: dict[str, Any] = {
     "=1": lambda x, y, z: x == 1,
     "=0,>1": lambda x, y, z: x == 0 and y > 1,
     "0,*,!=1": lambda x, y, z: x == 0 and z != 1,
+    "": lambda x, y, z: True,
     "*": lambda x, y, z: True,
     "*,*,*": lambda x, y, z: True,
     " < 2 , >= 1 , <= 0 ": lambda x, y, z: x < 2 and y >= 1 and z <= 0,
@@ -68,7 +69,7 @@ def test_a_condition_names_programs(condition: str) -> None:
 @pytest.mark.parametrize(
     ("text", "complaint"),
     [
-        ("", "'', for program_id(0), is none of"),
+        (",", "'', for program_id(0), is none of"),
         ("0,,1", "'', for program_id(1), is none of"),
         ("0,1,2,3", "has 4 terms; a grid has three axes"),
         ("x", "'x', for program_id(0)"),
@@ -93,11 +94,13 @@ def test_a_malformed_condition_says_what_is_wrong(text: str, complaint: str) -> 
 @interpreted
 def test_print_if_prints_in_the_named_programs_only(capsys: pytest.CaptureFixture[str]) -> None:
     show[(4,)](torch.arange(16), ">=2", 4)
+    show[(1,)](torch.tensor([5]), "", 1)
     show[(2,)](torch.tensor([1.5, -2, 3, 0.25]).bfloat16(), "1", 2)
     lines = [line.split() for line in capsys.readouterr().out.splitlines()]
     assert [" ".join(words) for words in lines] == [
         "(2, 0, 0) x: [ 8 9 10 11]", "(2, 0, 0) x: [2]", "(2, 0, 0) x: [4]",
         "(3, 0, 0) x: [12 13 14 15]", "(3, 0, 0) x: [3]", "(3, 0, 0) x: [4]",
+        "(0, 0, 0) x: [5]", "(0, 0, 0) x: [0]", "(0, 0, 0) x: [1]",
         "(1, 0, 0) x: [3. 0.25]", "(1, 0, 0) x: [1]", "(1, 0, 0) x: [2]",
     ]  # fmt: skip
 

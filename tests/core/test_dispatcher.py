@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,13 +15,14 @@ from tmm_cache.cli import main as tmm_cache_main
 
 from tmm_core import (
     CacheMissError,
+    Config,
     ConfigError,
     TmmWarning,
     Traits,
     UnknownNameError,
     UnsupportedProblemError,
 )
-from tmm_core.dispatch.explanation import explain_problem
+from tmm_core.dispatch.explanation import Records, explain_problem
 from tmm_core.spec.bucket import bucket_edge
 
 FAST = {"fast": 10.0, "blas": 20.0}
@@ -45,6 +46,43 @@ def test_a_forced_config_is_parsed_and_bounded() -> None:
     ):
         with pytest.raises(ConfigError, match=said):
             d.choose(problem(), settings(kernel="fast", config=bad))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TwoFields(Config):
+    tile: int
+    stages: int
+
+    def __post_init__(self) -> None:
+        if self.tile < 1 or self.stages < 1:
+            raise ValueError(f"tile {self.tile}, stages {self.stages}")
+
+
+class WithTwo(FakeKernel):
+    config_type = TwoFields  # type: ignore[assignment]
+
+    def default_config(self, problem: Any) -> Any:
+        return TwoFields(tile=problem.m, stages=3)
+
+
+def test_fields_of_a_forced_config_that_are_left_out_are_the_defaults() -> None:
+    d, _ = dispatcher(FakeBlas(), WithTwo("two"))
+
+    def config(text: str) -> dict[str, Any]:
+        return d.choose(problem(), settings(kernel="two", config=text)).candidate.config.to_json()
+
+    assert config('{"stages": 5}') == {"tile": 64, "stages": 5}
+    assert config('{"tile": 2}') == {"tile": 2, "stages": 3}
+    assert config("{}") == {"tile": 64, "stages": 3}
+    assert config('{"tile": 2, "stages": 1}') == {"tile": 2, "stages": 1}
+    for bad, said in (
+        ('{"stages": 0}', "stages 0"),
+        ('{"tile": 2, "stages": 0}', "stages 0"),
+        ('{"stage": 5}', "unknown"),
+        ('{"stages": "5"}', "must be int"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            config(bad)
 
 
 def test_a_forced_kernel_that_cannot_raises_with_its_reasons() -> None:
@@ -356,12 +394,19 @@ def test_explain_tells_the_clock_and_every_m_of_a_record(tmp_path: Path) -> None
     lines = [line.split() for line in text.splitlines()]
     assert ["clock", "in", "use,", "at", "M=33,", "49,", "64"] in lines
     assert ["measured", "at", "M=64,", "whose", "bucket", "M=40", "is", "in"] in lines
-    assert "kernel config µs at M=64 vs blas at M=33 at M=49 error" in " ".join(text.split())
+    assert "kernel µs at M=64 vs blas at M=33 at M=49 error" in " ".join(text.split())
     rows = {line[0]: line[1:] for line in lines}
-    assert rows["fast"][:5] == ["tile=1", "10.0", "2.00×", "7.2", "8.5"]
-    assert rows["blas"][:5] == ["tile=1", "20.0", "1.00×", "20.0", "20.0"]
+    assert rows["fast"][:4] == ["10.0", "2.00×", "7.2", "8.5"]
+    assert rows["blas"][:4] == ["20.0", "1.00×", "20.0", "20.0"]
     # Lost at the edge: never timed inside.
-    assert rows["slow"][:3] == ["tile=1", "100.0", "0.20×"]
+    assert rows["slow"][:2] == ["100.0", "0.20×"]
+    assert lines[lines.index(["fast", *rows["fast"]]) + 1] == ["tile=1;", "←", "winner"]
+    html = explained._repr_html_()
+    for said in ("fast tile=1", ">8.5<", "← winner", "in use, at M=33, 49, 64"):
+        assert said in html
+    listed = Records([explained.record])._repr_html_()
+    assert ">64x32x16 float32<" in listed
+    assert ">2.00×<" in listed
     document = explained.to_json()["record"]
     assert document["clock"] == "in use"
     assert {"33": 7.25, "49": 8.5} in [c.get("inside_us") for c in document["candidates"]]

@@ -169,9 +169,9 @@ def test_a_plan_wants_the_scales_it_was_made_for() -> None:
     scale = torch.ones(8, 1)
     planned = tmm_core.plan(A, B, scale_a=scale)
     for given in ({}, {"scale_b": scale}, {"scale_a": torch.ones(())}):
-        with pytest.raises(ValueError, match="takes scales of shape"):
+        with pytest.raises(ValueError, match=r"takes (no scale_b|scale_a)"):
             planned(A, B, **given)
-    with pytest.raises(ValueError, match=r"takes scales of .* nothing; got"):
+    with pytest.raises(ValueError, match="takes no scale_b, got one"):
         tmm_core.plan(A, B)(A, B, scale_b=scale[:1])
 
 

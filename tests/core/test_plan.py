@@ -153,7 +153,7 @@ OUT = torch.empty(M, N, dtype=BF16)
 def test_an_out_that_a_kernel_cannot_write_is_refused(kind: str, out: Tensor) -> None:
     call = EVERYTHING[kind]
     plan, result = planned(call)
-    with pytest.raises(ValueError, match="takes out of shape"):
+    with pytest.raises(ValueError, match="takes out of"):
         plan(**call, out=out)
     right = torch.full_like(OUT, float("nan"))
     assert plan(**call, out=right) is right

@@ -12,7 +12,7 @@ import torch
 from fakes import DEVICE, FakeBlas, FakeKernel, dispatcher, settings
 from tmm_cache import digest
 
-from tmm_core import Operand, Problem
+from tmm_core import Groups, Operand, Problem
 from tmm_core.spec.epilogue import Epilogue, parse
 
 SILU, SWIGLU = parse("silu"), parse("swiglu+softcap(5)")
@@ -22,7 +22,7 @@ ODD = Operand(torch.float16, "col", aligned=False, wide=True)
 FULL = Problem(
     m=3, n=5, k=7, a=ODD, b=ODD, out=ODD, device=DEVICE, batch=2, epilogue=SWIGLU,
     bias=torch.float32, residual=ODD, scaled=True, tf32=True, scale_a="row", scale_b="tensor",
-    batch_invariant=True,
+    groups=Groups(4, "m"), batch_invariant=True,
 )  # fmt: skip
 OTHER: dict[str, list[Any]] = {
     "m": [4],
@@ -36,6 +36,7 @@ OTHER: dict[str, list[Any]] = {
     "tf32": [False],
     "scale_a": [None, "tensor"],
     "scale_b": [None, "row"],
+    "groups": [None, Groups(5, "m"), Groups(4, "n")],
     "batch_invariant": [False],
 }
 OTHER_OPERAND: dict[str, list[Any]] = {
@@ -105,7 +106,7 @@ def test_each_problem_has_a_record_of_its_own() -> None:
     d, timer = dispatcher(*kernels, times={"fast": 10.0, "blas": 20.0})
     asked = dataclasses.replace(FULL, a=Operand(torch.float16), b=Operand(torch.float16))
     asked = dataclasses.replace(asked, scale_a=None, scale_b=None, tf32=False, residual=None)
-    asked = dataclasses.replace(asked, batch_invariant=False)
+    asked = dataclasses.replace(asked, groups=None, batch_invariant=False)
     residual = Operand(torch.float16)
     layouts = [dataclasses.replace(residual, layout=layout) for layout in ("row", "col")]
     problems = [asked, *(dataclasses.replace(asked, residual=r) for r in layouts)]

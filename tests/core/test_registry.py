@@ -170,7 +170,7 @@ def test_a_plugin_in_the_former_group_is_told_what_to_change(
     assert names(Registry.from_environment({"TMM_DISABLE_PLUGINS": "late"})) == ["both.k"]
 
 
-def test_reasons_against_that_raises_is_a_reason() -> None:
+def test_declines_that_raises_is_a_reason() -> None:
     def explode(_: Any) -> list[str]:
         raise KeyError("sm")
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tmm_core import Config, Kernel, Launcher, Problem, Traits
+from tmm_core import Config, Kernel, Launcher, Problem, Supports, Traits
 from tmm_core.testing import KernelConformance
 from tmm_core.testing.memory import LAYOUTS, WRITABLE, destination, operand
 
@@ -33,8 +33,9 @@ class Right(Kernel[Tile]):
     name = "test.right"
     traits = Traits(deterministic=True, batch_invariant=True)
     config_type = Tile
+    supports = Supports.everything()
 
-    def reasons_against(self, problem: Problem) -> list[str]:
+    def declines(self, problem: Problem) -> list[str]:
         operands = (problem.out,) if problem.fp8 else (problem.a, problem.b, problem.out)
         return [f"{o.dtype} operand" for o in operands if o.dtype not in FLOATS]
 
@@ -295,27 +296,27 @@ class SharesAnOperandAmongLaunchers(Right):
 
 
 class RaisesToDecline(Right):
-    def reasons_against(self, problem: Problem) -> list[str]:
+    def declines(self, problem: Problem) -> list[str]:
         if problem.a.dtype.is_complex:
             raise NotImplementedError("complex operands")
-        return super().reasons_against(problem)
+        return super().declines(problem)
 
 
 class ChangesItsMind(Right):
     asked = itertools.count()
 
-    def reasons_against(self, problem: Problem) -> list[str]:
-        return super().reasons_against(problem) or ["busy"] * (next(self.asked) % 2)
+    def declines(self, problem: Problem) -> list[str]:
+        return super().declines(problem) or ["busy"] * (next(self.asked) % 2)
 
 
 class GivesNoneForNoReasons(Right):
-    def reasons_against(self, problem: Problem) -> list[str]:
-        return super().reasons_against(problem) or None  # type: ignore[return-value]
+    def declines(self, problem: Problem) -> list[str]:
+        return super().declines(problem) or None  # type: ignore[return-value]
 
 
 class TakesComplexForReal(Right):
-    def reasons_against(self, problem: Problem) -> list[str]:
-        return [] if problem.a.dtype.is_complex else super().reasons_against(problem)
+    def declines(self, problem: Problem) -> list[str]:
+        return [] if problem.a.dtype.is_complex else super().declines(problem)
 
     def product(self, a: Tensor, b: Tensor) -> Tensor:
         if not a.is_complex():
@@ -324,7 +325,7 @@ class TakesComplexForReal(Right):
 
 
 class DeclinesEverything(Right):
-    def reasons_against(self, problem: Problem) -> list[str]:
+    def declines(self, problem: Problem) -> list[str]:
         return ["not today"]
 
 
@@ -392,7 +393,7 @@ WRONG = [
     (SharesAnOperandAmongLaunchers, "launchers_share_nothing", "Its error is *"),
     (RaisesToDecline, "reasons_are_strings_and_never_raise", "*raised NotImplementedError*"),
     (ChangesItsMind, "reasons_are_strings_and_never_raise", "*two answers for *'busy'*"),
-    (GivesNoneForNoReasons, "reasons_are_strings_and_never_raise", "*None is no list*"),
+    (GivesNoneForNoReasons, "reasons_are_strings_and_never_raise", "*object is not iterable*"),
     (TakesComplexForReal, "other_dtypes_are_declined_or_right", "Its error is *"),
     (DeclinesEverything, "serves_something", "*declines every problem*: not today.*"),
     (VersionIsTheTime, "version_is_stable", "*its version changes by itself*"),

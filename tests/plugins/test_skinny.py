@@ -61,16 +61,19 @@ def test_serves_decode() -> None:
     ("change", "reason"),
     [
         ({"m": 17}, "is for 16 rows at most, not 17"),
-        ({"b": ROW}, "operands are not both contiguous along K"),
-        ({"a": COL}, "operands are not both contiguous along K"),
-        ({"b": replace(COL, aligned=False)}, "b is not 16-byte aligned"),
+        ({"b": ROW}, "b is row-major, not column-major"),
+        ({"a": COL}, "a is column-major, not row-major"),
+        ({"b": replace(COL, aligned=False)}, "b is not aligned to 16 bytes"),
         ({"k": 4100}, "K 4100 is no multiple of 8"),
         ({"epilogue": parse("swiglu")}, "gated"),
         (
             {"a": Operand(torch.float32), "b": Operand(torch.float32, "col")},
-            "multiplies 16-bit floats, not torch.float32",
+            "torch.float32 operands are not among float16, bfloat16",
         ),
-        ({"device": replace(DEVICES[90], type="cpu", interpreted=True)}, "does not run Gluon"),
+        (
+            {"device": replace(DEVICES[90], type="cpu", interpreted=True)},
+            "not on cpu in Triton's interpreter",
+        ),
     ],
 )
 def test_declines(change: dict[str, Any], reason: str) -> None:

@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import io
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from tmm_cache import CandidateResult, TuningRecord
+from tmm_cache import CandidateResult, TuningRecord, facets, markup
+from tmm_cache import columns as layout
 
 from tmm_core.dispatch.ladder import Dispatcher
 from tmm_core.dispatch.proposals import baseline_us
 from tmm_core.dispatch.registry import Registry
+from tmm_core.dispatch.rehearsal import Miss, rehearse
 from tmm_core.launch.plan import Choice
 from tmm_core.settings import Settings
 from tmm_core.spec.kernel import Traits
@@ -77,12 +78,37 @@ def kernel_infos(registry: Registry, settings: Settings) -> list[KernelInfo]:
     return infos
 
 
+class Records(list[TuningRecord]):
+    """Records as a list, which a notebook shows as one table."""
+
+    def _repr_html_(self) -> str:
+        numbers = ("µs", "vs blas", "candidates")
+        rows = []
+        for record in self:
+            best, baseline = record.best, baseline_us(record)
+            rows.append(
+                (
+                    f"{facets.shape(record.problem)} {facets.dtypes(record.problem)}",
+                    facets.expression(record.problem),
+                    best.kernel,
+                    facets.config(best.config),
+                    _shown_us(best.median_us),
+                    f"{baseline / best.median_us:.2f}×" if baseline and best.median_us else "",
+                    str(len(record.candidates)),
+                )
+            )
+        return markup.table(("problem", "epilogue", "kernel", "config", *numbers), rows, numbers)
+
+
 @dataclass(frozen=True, slots=True)
 class Explanation:
     """Why a problem is served as it is. ``str()`` is for people, ``to_json()`` for programs."""
 
     problem: Problem
+    #: What answers; on a miss what would, did the settings want a guess.
     choice: Choice
+    #: What the call does instead, where no record answers it and the settings want none.
+    miss: Miss | None
     #: The record that answers, and the problem it was measured for.
     record: TuningRecord | None
     measured: Problem | None
@@ -94,13 +120,13 @@ class Explanation:
 
     @property
     def kernel(self) -> str:
-        """Name of the kernel that would run."""
+        """Name of the kernel that would run; on a miss, of the guess."""
         return self.choice.candidate.kernel.name
 
     @property
     def origin(self) -> str:
-        """The rung of the ladder it stands on."""
-        return self.choice.origin
+        """The rung of the ladder it stands on; on a miss ``tune`` or ``error``."""
+        return self.choice.origin if self.miss is None else self.miss.action
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -109,7 +135,7 @@ class Explanation:
             "kernel": self.kernel,
             "config": self.choice.candidate.config.to_json(),
             "origin": self.origin,
-            "reason": self.choice.reason,
+            "reason": self.choice.reason if self.miss is None else self.miss.reason,
             "arithmetic": self.choice.arithmetic,
             "measured": self.measured.to_json() if self.measured else None,
             "record": self.record.to_json() if self.record else None,
@@ -119,60 +145,71 @@ class Explanation:
         }
 
     def __str__(self) -> str:
-        from rich.console import Console
+        return self.text()
 
-        buffer = io.StringIO()
-        self._print(Console(file=buffer, width=110, highlight=False))
-        return buffer.getvalue().rstrip()
+    def text(self, width: int = layout.PIPED) -> str:
+        """What ``str()`` says, in lines of at most ``width`` columns."""
+        lines = []
+        for name, said in self._facts():
+            lines += layout.paragraph(f"{name:<10}{said}", width, hanging=10)
+        if self.record is not None:
+            columns, rows = _evidence(self.record)
+            shown: list[tuple[str, ...] | str] = []
+            for *cells, config, note in rows:
+                shown += [tuple(cells), f"     {'; '.join(filter(None, (config, note)))}"]
+            lines += layout.table(columns[:-2], shown, width, right=columns[1:-2])
+        for name, said in self._others():
+            lines += layout.paragraph(f"{name:<10}{said}", width, hanging=10)
+        return "\n".join(lines)
 
-    def _print(self, console: Any) -> None:
+    def _repr_html_(self) -> str:
+        parts = [markup.facts(self._facts())]
+        if self.record is not None:
+            columns, rows = _evidence(self.record)
+            parts.append(markup.table(columns, rows, columns[1:-2]))
+        return "".join([*parts, markup.facts(self._others())])
+
+    def _facts(self) -> Iterator[tuple[str, str]]:
         choice = self.choice
-        say = console.out
-        say(f"problem   {self.problem}")
-        say(f"device    {self.problem.device.gpu}")
-        say(f"chosen    {choice.candidate}")
-        say(f"because   {self.origin}: {choice.reason}")
-        if choice.arithmetic is not None:
-            say(f"sums by   {choice.arithmetic}, as all M of this weight")
-        if self.measured is not None and self.measured.m != self.problem.m:
-            say(f"measured  at M={self.measured.m}, whose bucket M={self.problem.m} is in")
-        if self.record is None:
-            say(f"record    none in {self.store}")
+        yield "problem", str(self.problem)
+        yield "device", self.problem.device.gpu
+        if self.miss is None:
+            yield "chosen", str(choice.candidate)
         else:
-            self._print_record(console, self.record)
+            tuned = self.miss.action == "tune"
+            yield "miss", f"{'would be tuned:' if tuned else 'would raise'} {self.miss.reason}"
+            yield "guess", str(choice.candidate)
+        yield "because", f"{choice.origin}: {choice.reason}"
+        if choice.arithmetic is not None:
+            yield "sums by", f"{choice.arithmetic}, as all M of this weight"
+        if self.measured is not None and self.measured.m != self.problem.m:
+            yield "measured", f"at M={self.measured.m}, whose bucket M={self.problem.m} is in"
+        if self.record is None:
+            yield "record", f"none in {self.store}"
+        else:
+            at = ", ".join(map(str, self.record.measured_at))
+            yield "record", f"{self.record.created}, {self.record.tuning_seconds:.1f} s of tuning"
+            yield "clock", f"{self.record.clock}, at M={at}"
+
+    def _others(self) -> Iterator[tuple[str, str]]:
         timed = {c.kernel for c in self.record.candidates} if self.record else set()
         for name in self.able:
             if name not in timed:
-                say(f"able      {name} (not measured)")
+                yield "able", f"{name} (not measured)"
         for name in sorted(self.rejected):
-            say(f"rejected  {name}: {'; '.join(self.rejected[name])}")
-
-    def _print_record(self, console: Any, record: TuningRecord) -> None:
-        from rich.table import Table
-
-        at = ", ".join(map(str, record.measured_at))
-        console.out(f"record    {record.created}, {record.tuning_seconds:.1f} s of tuning")
-        console.out(f"clock     {record.clock}, at M={at}")
-        own = record.problem["m"]
-        inside = [m for m in record.measured_at if m != own]
-        table = Table("kernel", "config", f"µs at M={own}", "vs blas", box=None)
-        for heading in (*(f"at M={m}" for m in inside), "error", ""):
-            table.add_column(heading)
-        baseline = baseline_us(record)
-        for index, result in _ranked(record):
-            table.add_row(*_row(result, baseline, inside, index == record.winner))
-        console.print(table)
+            yield "rejected", f"{name}: {'; '.join(self.rejected[name])}"
 
 
 def explain_problem(dispatcher: Dispatcher, problem: Problem, settings: Settings) -> Explanation:
     """Explain what ``dispatcher`` does with ``problem``; measures and launches nothing."""
-    choice = dispatcher.choose(problem, settings)
+    choice, miss = rehearse(dispatcher, problem, settings)
     found = dispatcher.record(problem)
     rejected = dispatcher.rejections(problem, settings)
     able = [r.kernel.name for r in dispatcher.registry.kernels() if r.kernel.name not in rejected]
     return Explanation(
         problem=problem,
         choice=choice,
+        miss=miss,
         record=found[1] if found else None,
         measured=found[0] if found else None,
         rejected=rejected,
@@ -190,6 +227,17 @@ def _ranked(record: TuningRecord) -> list[tuple[int, CandidateResult]]:
     )
 
 
+def _evidence(record: TuningRecord) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
+    """The columns and rows of a record's candidates; the last two are no numbers."""
+    own = record.problem["m"]
+    inside = [m for m in record.measured_at if m != own]
+    baseline = baseline_us(record)
+    columns = ("kernel", f"µs at M={own}", "vs blas", *(f"at M={m}" for m in inside), "error")
+    return (*columns, "config", ""), [
+        _row(result, baseline, inside, index == record.winner) for index, result in _ranked(record)
+    ]
+
+
 def _row(
     result: CandidateResult, baseline: float | None, inside: Sequence[int], won: bool
 ) -> tuple[str, ...]:
@@ -199,7 +247,7 @@ def _row(
     error = f"{result.error:.1e}" if result.error is not None else ""
     note = "← winner" if won else result.reason or ("" if result.status == "ok" else result.status)
     there = (_shown_us(result.inside_us.get(m)) for m in inside)
-    return (result.kernel, config, _shown_us(time_us), ratio, *there, error, note)
+    return (result.kernel, _shown_us(time_us), ratio, *there, error, config, note)
 
 
 def _shown_us(time_us: float | None) -> str:

@@ -85,6 +85,8 @@ class Host(Protocol):
 
     def _forbids_tuning(self, problem: Problem, settings: Settings) -> str | None: ...
 
+    def _note_miss(self, key: Problem) -> None: ...
+
     def _unlocked(self, problem: Problem, key: Problem) -> str: ...
 
     def _where(self, key: Problem) -> str: ...
@@ -104,6 +106,11 @@ class Invariance:
         self._arithmetics: dict[tuple[str, Settings], str] = {}
         self._choices: dict[tuple[Problem, Settings, str], Choice] = {}
         self._notes: dict[DeviceFingerprint, Notes] = {}
+
+    def know(self, other: Invariance) -> None:
+        """Choose as ``other`` has chosen so far."""
+        self._arithmetics = dict(other._arithmetics)
+        self._choices = dict(other._choices)
 
     def forget(self) -> None:
         """Records or kernels have changed: choose configs anew, of the same arithmetics."""
@@ -323,8 +330,7 @@ class Invariance:
         if not offered:
             return None
         if forbidden is not None and (problem.capturing or settings.on_cache_miss == "tune"):
-            device = problem.device
-            self._host.store.log_miss(device.gpu, device.environment, edge.to_json())
+            self._host._note_miss(edge)
         best = min(offered, key=lambda c: (offered[c], c.kernel.name, str(c.config)))
         why = forbidden or "no config of its arithmetic was timed"
         reason = f"{why}; estimated {offered[best]:.3g} µs, the least of its arithmetic"

@@ -36,6 +36,7 @@ from tmm_core.dispatch.trust import Trust
 from tmm_core.dispatch.unmeasured import unmeasured
 from tmm_core.errors import (
     CacheMissError,
+    ConfigError,
     PluginError,
     TmmError,
     UnsupportedProblemError,
@@ -45,7 +46,7 @@ from tmm_core.launch.plan import Choice
 from tmm_core.settings import Settings
 from tmm_core.spec.bucket import bucketed
 from tmm_core.spec.device import DeviceFingerprint
-from tmm_core.spec.kernel import BASELINE, Candidate, Kernel, Launcher
+from tmm_core.spec.kernel import BASELINE, Candidate, Config, Kernel, Launcher
 from tmm_core.spec.problem import Problem
 
 if TYPE_CHECKING:
@@ -449,7 +450,7 @@ class Dispatcher:
                 if (candidate := self._best(record, able, problem)) is not None:
                     return Choice(candidate, "tuned", self._where(key), _other(key, problem))
         elif settings.on_cache_miss == "tune" or problem.capturing:
-            self.store.log_miss(problem.device.gpu, problem.device.environment, key.to_json())
+            self._note_miss(key)
         why = forbidden or "tuning gave no usable winner"
         return (
             self._neighbour(problem, able, why)
@@ -477,7 +478,7 @@ class Dispatcher:
                 f"kernel {kernel.name!r} cannot serve {problem}: {'; '.join(reasons)}"
             )
         if settings.config is not None:
-            config = kernel.config_type.from_json(json.loads(settings.config))
+            config = _completed(kernel, problem, json.loads(settings.config))
             if unsaid := config.unsaid(problem):
                 raise UnsupportedProblemError(
                     f"kernel {kernel.name!r} with config {config} relies on what was not said of "
@@ -629,6 +630,9 @@ class Dispatcher:
             return "interpreted kernels' times mean nothing"
         return None
 
+    def _note_miss(self, key: Problem) -> None:
+        self.store.log_miss(key.device.gpu, key.device.environment, key.to_json())
+
     def _where(self, key: Problem) -> str:
         device = key.device
         path = self.store.found(device.gpu, device.environment, key.to_json())
@@ -654,6 +658,21 @@ def _bare(problem: Problem) -> Problem:
 def _fits(candidate: Candidate, problem: Problem) -> bool:
     """Whether a config found for another problem is in this one's search space."""
     return candidate.config in list(candidate.kernel.configs(problem))
+
+
+def _completed(kernel: Kernel[Any], problem: Problem, given: dict[str, Any]) -> Config:
+    """The config of these fields; those left out are as in the kernel's default config.
+
+    Raises:
+        ConfigError: An unknown field, or a value that is out of bounds.
+    """
+    try:
+        return kernel.config_type.from_json(given)
+    except ConfigError:
+        usual = kernel.default_config(problem).to_json()
+        if not set(given) < set(usual):
+            raise
+        return kernel.config_type.from_json(usual | given)
 
 
 def _identity_of(candidate: Candidate) -> CandidateId:

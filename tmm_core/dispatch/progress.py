@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import threading
 from types import TracebackType
 from typing import Any
@@ -74,12 +75,16 @@ class Progress:
         from rich.progress import Progress as Bar
 
         console = Console(stderr=True)
+        if console.is_jupyter and importlib.util.find_spec("ipywidgets") is None:
+            # rich's widget would warn at every refresh that it cannot be shown; a line can.
+            console = Console(stderr=True, force_jupyter=False, force_terminal=True)
         if not (always or console.is_terminal or console.is_jupyter):
             return
         columns = (TextColumn("tuning {task.description}"), BarColumn(), MofNCompleteColumn())
         with self._lock:
             if not self._closed:
-                self._bar = Bar(*columns, console=console, transient=True)
+                # A log gets the bar once, at its end, and that only of one that stays.
+                self._bar = Bar(*columns, console=console, transient=console.is_terminal)
                 self._task = self._bar.add_task(
                     self._title, completed=self._done, total=self._total
                 )

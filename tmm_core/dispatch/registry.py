@@ -15,14 +15,12 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import pluggy
-
 from tmm_core.dispatch.deferred import collector_off
+from tmm_core.dispatch.hooks import HOOKS, Hooks
 from tmm_core.errors import PluginError, UnknownNameError, warn
 from tmm_core.settings import POINTWISE, Settings, names
-from tmm_core.spec import hookspecs
 from tmm_core.spec.asking import Asked, let_through, shown, told
-from tmm_core.spec.epilogue import BUILTIN, IDENTITY, Epilogue, EpilogueLike, parse
+from tmm_core.spec.epilogue import BUILTIN, IDENTITY, INTERNED, Epilogue, EpilogueLike, parse
 from tmm_core.spec.kernel import Deferred, Kernel
 from tmm_core.spec.problem import Problem
 
@@ -65,6 +63,10 @@ class Fault:
     intended: bool = False
 
 
+#: A plugin that is registered, and where it came from.
+_Taken = tuple[object, Source]
+
+
 class Registry:
     """Plugins and what they registered.
 
@@ -83,8 +85,10 @@ class Registry:
         self._entry_points = entry_points
         self._allow = allow
         self._deny = deny
-        self._manager = pluggy.PluginManager(hookspecs.PROJECT)
-        self._manager.add_hookspecs(hookspecs)
+        #: The plugins, and pluggy's manager of them (``hooks.manager``).
+        self.hooks = Hooks()
+        #: Where they came from, by name.
+        self._plugins: dict[str, Source] = {}
         self._kernels: dict[str, Registered] = {}
         #: All that came deferred, and those of them that nobody has asked for yet.
         self.deferred: dict[str, Deferred] = {}
@@ -122,9 +126,11 @@ class Registry:
             self.load()
             source = Source(name or str(getattr(plugin, "__name__", type(plugin).__name__)))
             before = len(self._faults)
-            self._take(plugin, source)
+            self._ask([(plugin, source)] if self._take(plugin, source) else [])
             for fault in self._faults[before:]:
-                raise PluginError(f"{fault.source}: {fault.reason}") from fault.error
+                if fault.source == source:
+                    raise PluginError(f"{fault.source}: {fault.reason}") from fault.error
+                warn(f"{fault.source}: {fault.reason}")
 
     def load(self) -> None:
         """Load the entry points, once; called by everything that needs them."""
@@ -134,71 +140,71 @@ class Registry:
             if self._loaded:
                 return
             with collector_off():
+                ours: list[_Taken] = []
+                others: list[_Taken] = []
                 for entry_point in sorted(self._entry_points(), key=_precedence):
-                    self._load(entry_point)
+                    if (taken := self._load(entry_point)) is not None:
+                        (ours if _is_ours(entry_point) else others).append(taken)
+                # All are registered before one is asked: wrappers go around what others bring.
+                self._ask(ours)
+                self._ask(others)
             self._loaded = True
         for fault in self._faults:
             if not fault.intended:
                 warn(f"{fault.source} is not used: {fault.reason}")
 
-    def _load(self, entry_point: importlib.metadata.EntryPoint) -> None:
+    def _load(self, entry_point: importlib.metadata.EntryPoint) -> _Taken | None:
         dist = entry_point.dist
         source = Source(entry_point.name, dist.name if dist else "", dist.version if dist else "")
         if entry_point.name in self._deny:
             self._fault(source, "disabled by TMM_DISABLE_PLUGINS", intended=True)
-            return
+            return None
         if self._allow is not None and entry_point.name not in self._allow:
             self._fault(source, "not in TMM_PLUGINS", intended=True)
-            return
+            return None
         if getattr(entry_point, "group", GROUP) == FORMER_GROUP:
             self._fault(
                 source,
                 f"it is registered in the entry-point group {FORMER_GROUP!r}, which is now "
                 f"{GROUP!r}: write [project.entry-points.{GROUP}] in its pyproject.toml",
             )
-            return
+            return None
         try:
             plugin = entry_point.load()
         except BaseException as error:  # whatever a stranger's import raises
             let_through(error)
             self._fault(source, f"import failed: {told(error)}", error)
-            return
-        self._take(plugin, source)
+            return None
+        return (plugin, source) if self._take(plugin, source) else None
 
-    def _take(self, plugin: object, source: Source) -> None:
-        """Register with pluggy, which checks signatures, then ask this plugin alone."""
+    def _take(self, plugin: object, source: Source) -> bool:
+        """Register with pluggy, which checks signatures; whether the plugin can be asked."""
         try:
-            self._manager.register(plugin, name=source.plugin)
-            unknown = [
-                name
-                for name in dir(plugin)
-                if name.startswith("tmm_")
-                and name not in ("tmm_kernels", "tmm_epilogues")
-                and self._manager.parse_hookimpl_opts(plugin, name) is not None
-            ]
+            complaints = self.hooks.register(plugin, source.plugin)
         except BaseException as error:
             let_through(error)
             self._fault(source, f"cannot be registered: {told(error)}", error)
-            return
-        if unknown:
-            self._fault(source, f"implements unknown hooks {unknown}")
-        hooks = (
-            (self._manager.hook.tmm_kernels, self._add_kernel),
-            (self._manager.hook.tmm_epilogues, self._add_epilogue),
-        )
-        for hook, add in hooks:
-            for impl in hook.get_hookimpls():
-                if impl.plugin is not plugin:
-                    continue
+            return False
+        self._plugins[source.plugin] = source
+        for complaint in complaints:
+            self._fault(source, complaint)
+        return True
+
+    def _ask(self, taken: Sequence[_Taken]) -> None:
+        """Have each of these plugins say what it brings, alone but for others' wrappers."""
+        sources = {id(plugin): source for plugin, source in taken}
+        for hook, add in zip(HOOKS, (self._add_kernel, self._add_epilogue), strict=True):
+            for plugin in self.hooks.in_order(hook, [plugin for plugin, _ in taken]):
+                source = sources[id(plugin)]
                 try:
-                    brought = impl.function()
-                    if not isinstance(brought, Sequence) or isinstance(brought, str):
-                        raise TypeError(f"{hook.name} must return a list, got {shown(brought)}")
-                    things = list(brought)
+                    things, failed = self.hooks.ask(hook, plugin)
                 except BaseException as error:
                     let_through(error)
-                    self._fault(source, f"{hook.name} failed: {told(error)}", error)
+                    self._fault(source, f"{hook} failed: {told(error)}", error)
                     continue
+                for name, failure in failed.items():
+                    reason = f"its wrapper of {hook} failed around {source}: {told(failure)}"
+                    self._fault(self._plugins[name], reason, failure)
                 for thing in things:
                     add(thing, source)
 
@@ -322,8 +328,8 @@ class Registry:
         """Parse what a caller passed as ``epilogue=``; see :func:`tmm_core.spec.epilogue.parse`."""
         if text is None:
             return IDENTITY
-        if isinstance(text, str) and text in BUILTIN:
-            return BUILTIN[text]
+        if isinstance(text, str) and (known := BUILTIN.get(text) or INTERNED.get(text)):
+            return known
         return parse(text, self.epilogues())
 
     def reasons_against(
@@ -375,5 +381,9 @@ def _installed() -> list[importlib.metadata.EntryPoint]:
 def _precedence(entry_point: importlib.metadata.EntryPoint) -> tuple[bool, str, str]:
     """tmm's own first, so that nobody takes their names; then by distribution and name."""
     distribution = entry_point.dist.name if entry_point.dist else ""
-    ours = re.sub(r"[-_.]+", "-", distribution).lower() == DISTRIBUTION  # as installers normalise
-    return (not ours, distribution, entry_point.name)
+    return (not _is_ours(entry_point), distribution, entry_point.name)
+
+
+def _is_ours(entry_point: importlib.metadata.EntryPoint) -> bool:
+    distribution = entry_point.dist.name if entry_point.dist else ""
+    return re.sub(r"[-_.]+", "-", distribution).lower() == DISTRIBUTION  # as installers normalise

@@ -244,7 +244,7 @@ class _Product(OneLevel):
             dbias = _as(dbias, bias_dtype)
         if wants_residual:
             shape, residual_dtype = ctx.residual
-            dresidual = _as(grad.sum_to_size(shape), residual_dtype)
+            dresidual = _as(_summed_to(grad, shape), residual_dtype)
         dz2 = _as(dz2, dtype)
         alpha = ctx.alpha
         if wants_a:
@@ -287,6 +287,16 @@ class _Product(OneLevel):
             assert t is not None
             t = t.expand(shape).to(dtype)
             return ctx.epilogue.output_vjp(t, y, *ctx.epilogue.parameters)  # type: ignore[no-any-return]
+
+
+def _summed_to(t: Tensor, shape: Sequence[int]) -> Tensor:
+    """``t.sum_to_size(shape)``, also of sizes that a graph learns when it runs."""
+    if all(type(n) is int for n in (*t.shape, *shape)):
+        return t.sum_to_size(tuple(shape))
+    lead = t.dim() - len(shape)
+    ones = [lead + i for i, n in enumerate(shape) if type(n) is int and n == 1]
+    t = t.sum(ones, keepdim=True) if ones else t
+    return t.sum(tuple(range(lead))) if lead else t
 
 
 class _EagerProduct(_Product):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import torch
 
@@ -16,6 +16,9 @@ _OVERLAPS = 1
 
 #: Tensors that are what they seem.
 PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
+
+#: Names of arguments that cannot be left out.
+_OPERANDS = ("a", "b", "x", "weight")
 
 _OUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -39,6 +42,10 @@ def check(
         TypeError: An ``out_dtype`` that is not a floating dtype.
     """
     tensors = (a, b, bias, residual, scale_a, scale_b)
+    for t in tensors:
+        if t is not None and not strided(t):
+            layout = "torch.strided, nested" if t.is_nested else t.layout
+            raise RuntimeError(f"kernels take dense tensors, got one of layout {layout}")
     devices = dict.fromkeys(t.device for t in tensors if t is not None)
     if len(devices) > 1:
         names = [str(device) for device in devices]
@@ -75,7 +82,7 @@ def check(
             )
     if bias is not None and bias.shape != (width,):
         raise ValueError(f"bias must have shape ({width},), got {tuple(bias.shape)}")
-    if residual is not None and not _broadcasts(residual.shape, shape):
+    if residual is not None and not broadcasts(residual.shape, shape):
         raise ValueError(
             f"residual of shape {tuple(residual.shape)} does not broadcast to the output's "
             f"shape {tuple(shape)}"
@@ -85,6 +92,35 @@ def check(
     if scale_b is not None:
         _check_scale("scale_b", scale_b, (*b.shape[:-2], 1, width), fp8, b.dtype)
     return shape
+
+
+def strided(t: torch.Tensor) -> bool:
+    """Whether ``t`` has strides and an address: not sparse, nested or in mkldnn's layout."""
+    return t.layout is torch.strided and not t.is_nested
+
+
+def check_tensors(function: str, **tensors: Any) -> None:
+    """Hold arguments of the API against what they may be.
+
+    Raises:
+        TypeError: One is neither a tensor nor None, or is an operand and None.
+    """
+    for name, value in tensors.items():
+        if not isinstance(value, torch.Tensor) and (value is not None or name in _OPERANDS):
+            kind = type(value).__name__
+            raise TypeError(f"{function}(): argument '{name}' must be Tensor, not {kind}")
+
+
+def check_number(function: str, alpha: Any) -> None:
+    """Hold ``alpha``, where it is not a tensor that the function takes, against what it may be.
+
+    Raises:
+        TypeError: It is no real number.
+    """
+    if not isinstance(alpha, (float, int, torch.SymFloat, torch.SymInt)):
+        kinds = "Number or Tensor" if function == "matmul" else "Number"
+        kind = type(alpha).__name__
+        raise TypeError(f"{function}(): argument 'alpha' must be {kinds}, not {kind}")
 
 
 def result_dtype(a: torch.Tensor, out_dtype: torch.dtype | None) -> torch.dtype:
@@ -216,6 +252,12 @@ def _span(t: torch.Tensor) -> int:
 
 def _broadcast(x: Sequence[int], y: Sequence[int]) -> tuple[int, ...] | None:
     """Broadcast shape, or None (``torch.broadcast_shapes`` takes 8 µs)."""
+    if not all(type(n) is int for n in (*x, *y)):
+        # Sizes that a graph learns when it runs can be neither compared nor guessed here.
+        try:
+            return tuple(torch.broadcast_shapes(x, y))
+        except RuntimeError:
+            return None
     if x == y:
         return tuple(x)
     longer, shorter = (x, y) if len(x) >= len(y) else (y, x)
@@ -226,5 +268,6 @@ def _broadcast(x: Sequence[int], y: Sequence[int]) -> tuple[int, ...] | None:
     return tuple(q if p == 1 else p for p, q in pairs)
 
 
-def _broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
+def broadcasts(shape: Sequence[int], to: Sequence[int]) -> bool:
+    """Whether a tensor of ``shape`` can be added to one of shape ``to`` in place."""
     return _broadcast(shape, to) == tuple(to)

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from tmm_core.launch.check import check_tensors
 from tmm_core.launch.source import Body, address, written
 from tmm_core.spec.kernel import Candidate, Launcher
 from tmm_core.spec.problem import Problem, packed
@@ -193,43 +194,67 @@ class Plan(_Callable):
         Raises:
             ValueError: As :class:`Plan` says.
         """
-        given = signature(a) + signature(b)
-        if given != self.operands:
-            raise ValueError(self._mismatch("a and b", self.operands, given))
-        extras = _extras(bias, residual)
-        if extras != self.extras:
-            raise ValueError(self._mismatch("bias and residual", self.extras, extras))
+        check_tensors("plan", a=a, b=b, bias=bias, residual=residual)
+        planned = (self.operands[:5], self.operands[5:], *(self.extras or (None, None)))
+        given = (signature(a), signature(b), *(_extras(bias, residual) or (None, None)))
+        for name, expected, found in zip(_TENSORS, planned, given, strict=False):
+            if expected != found:
+                raise ValueError(self._mismatch(name, _FIELDS, expected, found))
         scales = scales_signature(scale_a, scale_b)
         if scales != self.scales:
-            raise ValueError(self._mismatch("scales", self.scales, scales))
+            none = (None, None)
+            for name, *pair in zip(_TENSORS[4:], self.scales or none, scales or none, strict=True):
+                if pair[0] != pair[1]:
+                    raise ValueError(self._mismatch(name, _SCALE_FIELDS, *pair))
 
     def _check_out(self, a: torch.Tensor, out: torch.Tensor) -> None:
         problem = self.problem
         planned = problem.out.dtype, a.get_device()
+        count = problem.batch * problem.m * problem.n
         if (
             (out.dtype, out.get_device()) != planned
-            or out.numel() != problem.batch * problem.m * problem.n
+            or out.numel() != count
             or out.data_ptr() & 15
             or not out.is_contiguous()
         ):
-            raise ValueError(self._mismatch("out", ("contiguous", *planned), signature(out)))
+            expected = (count, True, 0, *planned)
+            offset = out.data_ptr() & 15
+            found = (out.numel(), out.is_contiguous(), offset, out.dtype, out.get_device())
+            raise ValueError(self._mismatch("out", _OUT_FIELDS, expected, found))
 
-    def _mismatch(self, what: str, planned: Any, given: Any) -> str:
-        def show(values: Any) -> str:
-            if values is None:
-                return "nothing"
-            return ", ".join(str(tuple(v) if isinstance(v, tuple) else v) for v in values)
-
-        return (
-            f"plan for {self.problem} takes {what} of shape, stride, dtype, offset from 16 bytes "
-            f"and device {show(planned)}; got {show(given)}"
-        )
+    def _mismatch(self, name: str, fields: tuple[str, ...], planned: Any, given: Any) -> str:
+        """What differs, and nothing that does not."""
+        if planned is None:
+            return f"plan for {self.problem} takes no {name}, got one"
+        if given is None:
+            return f"plan for {self.problem} takes {name}, got none"
+        pairs = zip(fields, planned, given, strict=True)
+        differ = [(field, p, g) for field, p, g in pairs if p != g]
+        if differ[0][0] == "shape":  # other strides go with it
+            differ = [each for each in differ if each[0] != "strides"]
+        expected = ", ".join(f"{field} {_shown(p)}" for field, p, _ in differ)
+        found = ", ".join(f"{field} {_shown(g)}" for field, _, g in differ)
+        return f"plan for {self.problem} takes {name} of {expected}, got {found}"
 
     def __str__(self) -> str:
         return f"{self.problem} → {self.choice.candidate} ({self.choice.origin})"
 
 
 _TENSORS = ("a", "b", "bias", "residual", "scale_a", "scale_b")
+#: What messages call the fields of :func:`signature`, of :func:`scales_signature` and of an output.
+_FIELDS = ("shape", "strides", "dtype", "offset from 16 bytes", "device index")
+_SCALE_FIELDS = ("shape", "dtype", "device index")
+_OUT_FIELDS = (
+    "number of elements",
+    "contiguity",
+    "offset from 16 bytes",
+    "dtype",
+    "device index",
+)
+
+
+def _shown(value: Any) -> str:
+    return str(tuple(value) if isinstance(value, tuple) else value)
 
 
 def _misaligned(planned: dict[str, int]) -> str:

@@ -17,9 +17,13 @@ from collections.abc import Callable, Iterable
 from itertools import islice
 from typing import Any, TypeVar
 
-from tmm_core.errors import PluginError, warn
+import torch
+
+from tmm_core.errors import PluginError, TmmError, warn
+from tmm_core.spec.anatomy import Anatomy, Resources
 from tmm_core.spec.kernel import Config, Kernel, Launcher, Traits
 from tmm_core.spec.problem import Problem
+from tmm_core.spec.supports import Supports
 
 T = TypeVar("T")
 
@@ -76,6 +80,7 @@ class Asked(Kernel[Any]):
 
     name: str  # type: ignore[misc]  # of one kernel, not of a class
     version: str
+    supports: Supports  # type: ignore[misc]
     traits: Traits  # type: ignore[misc]
     config_type: type[Config]  # type: ignore[misc]
 
@@ -89,6 +94,12 @@ class Asked(Kernel[Any]):
         self.fault: str | None = None
         self._lock = threading.Lock()
         self.name = type(kernel).__qualname__  # until it is known
+        if type(kernel).reasons_against is not Kernel.reasons_against:
+            raise PluginError(
+                f"kernel {shown(getattr(kernel, 'name', self.name))} is written for tmm's first "
+                "protocol: declare `supports = tmm_core.Supports(…)` in place of "
+                "reasons_against(), and yield what that has no field for from declines(problem)"
+            )
         for question, check in _IDENTITY.items():
             try:
                 setattr(self, question, check(getattr(kernel, question, None)))
@@ -98,11 +109,9 @@ class Asked(Kernel[Any]):
                     f"kernel {self.name!r}: {self._fault(question, error)}"
                 ) from error
 
-    def reasons_against(self, problem: Problem) -> list[str]:
-        if self.fault is not None:
-            return [self.fault]
+    def declines(self, problem: Problem) -> list[str]:
         try:
-            return self._ask("reasons_against", _reasons, problem)
+            return self._ask("declines", _reasons, problem)
         except PluginError as error:
             return [str(error)]
 
@@ -134,20 +143,22 @@ class Asked(Kernel[Any]):
         """Compile and return the launcher.
 
         Raises:
-            Exception: Whatever the kernel raised, made an ordinary error where it is none. It
-                costs this candidate; the kernel is not set aside.
+            PluginError: The kernel raised, or gave nothing that can be called: it says where.
+                That costs this candidate; the kernel is not set aside.
+            TmmError, torch.OutOfMemoryError: As the kernel raised them.
         """
         if self.fault is not None:
             raise PluginError(self.fault)
         try:
             launcher = self.kernel.bind(problem, config)
-        except Exception:
+        except (TmmError, torch.OutOfMemoryError):
             raise
         except BaseException as error:
             let_through(error)
-            raise PluginError(f"bind raised {told(error)}") from error
+            raise PluginError(f"{self._whose}: {self._fault('bind', error)}") from error
         if not callable(launcher):
-            raise PluginError(f"bind returned {shown(launcher)}, which cannot be called")
+            fault = NonsenseError(f"returned {shown(launcher)}, which cannot be called")
+            raise PluginError(f"{self._whose}: {self._fault('bind', fault)}")
         return launcher
 
     def compile(self, problem: Problem, config: Any) -> None:
@@ -166,6 +177,17 @@ class Asked(Kernel[Any]):
 
     def workspace_bytes(self, problem: Problem, config: Any) -> int:
         return self._or(0, "workspace_bytes", _bytes, problem, config)
+
+    def anatomy(self, problem: Problem, config: Any) -> Anatomy | None:
+        return self._or(None, "anatomy", _anatomy, problem, config)
+
+    def resources(self, problem: Problem, config: Any) -> list[Resources]:
+        """What the kernel's functions take of an SM.
+
+        Raises:
+            Exception: Whatever the kernel raised; it is not set aside.
+        """
+        return _resources(self.kernel.resources(problem, config))
 
     def _or(self, default: T, question: str, check: Callable[[Any], T], *about: Any) -> T:
         try:
@@ -186,14 +208,15 @@ class Asked(Kernel[Any]):
         with self._lock:
             first = self.fault is None
             if first:
-                self.fault = (
-                    f"kernel {self.name!r} of {self.plugin} is set aside: "
-                    f"{self._fault(question, error)}"
-                )
+                self.fault = f"{self._whose} is set aside: {self._fault(question, error)}"
         assert self.fault is not None
         if first:
             warn(self.fault)
         return PluginError(self.fault)
+
+    @property
+    def _whose(self) -> str:
+        return f"kernel {self.name!r} of {self.plugin}"
 
     def _fault(self, question: str, error: BaseException) -> str:
         what = str(error) if isinstance(error, NonsenseError) else f"raised {told(error)}"
@@ -235,6 +258,12 @@ def _version(answer: Any) -> str:
     return answer
 
 
+def _supports(answer: Any) -> Supports:
+    if not isinstance(answer, Supports):
+        raise NonsenseError(f"must be a Supports, got {shown(answer)}")
+    return answer
+
+
 def _traits(answer: Any) -> Traits:
     if not isinstance(answer, Traits):
         raise NonsenseError(f"must be a Traits, got {shown(answer)}")
@@ -251,6 +280,7 @@ def _config_type(answer: Any) -> type[Config]:
 _IDENTITY: dict[str, Callable[[Any], Any]] = {
     "name": _name,
     "version": _version,
+    "supports": _supports,
     "traits": _traits,
     "config_type": _config_type,
 }
@@ -286,6 +316,18 @@ def _arithmetic(answer: Any) -> str | None:
     if answer is not None and not (isinstance(answer, str) and answer):
         raise NonsenseError(f"returned {shown(answer)}, which is no name")
     return answer
+
+
+def _anatomy(answer: Any) -> Anatomy | None:
+    if answer is not None and not isinstance(answer, Anatomy):
+        raise NonsenseError(f"returned {shown(answer)}, not an Anatomy")
+    return answer
+
+
+def _resources(answer: Any) -> list[Resources]:
+    if not isinstance(answer, Iterable) or not all(isinstance(r, Resources) for r in answer):
+        raise NonsenseError(f"returned {shown(answer)}, not Resources")
+    return list(answer)
 
 
 def _where(kind: type, question: str, error: BaseException) -> str:

@@ -1,4 +1,10 @@
-"""The two hooks a plugin may implement. Each returns a list and does nothing else."""
+"""The two hooks a plugin may implement. Each returns a list and does nothing else.
+
+Both may be called more than once. ``@hookimpl(tryfirst=True)`` has a plugin asked before others, so
+that names both bring are its own; tmm's kernels come before all. ``@hookimpl(wrapper=True)`` goes
+around each other plugin's hook, one plugin at a time, where it is all that its plugin has of that
+hook: ``yield`` returns a list of the lists that were returned, and the like of it is passed on.
+"""
 
 from __future__ import annotations
 

@@ -10,6 +10,7 @@ import torch
 
 from tmm_core.spec.device import DeviceFingerprint
 from tmm_core.spec.epilogue import IDENTITY, Epilogue
+from tmm_core.spec.groups import Groups
 
 Layout = Literal["row", "col", "strided"]
 
@@ -87,7 +88,10 @@ class Problem:
     With a gated epilogue ``b`` is ``[K, 2N]`` and ``bias`` has 2N elements; ``n`` is the
     width of the output. Where 8-bit operands have scales, the product is multiplied by
     ``scale_a · scale_b`` as it is by alpha. ``batch`` counts independent products; operands
-    are 3-D where it is more than one and 2-D where it is one.
+    are 3-D where it is more than one and 2-D where it is one. With ``groups`` the products are
+    ragged, and ``batch`` is one; see :class:`Groups` for shapes.
+
+    A new field has to be declared in :mod:`tmm_core.spec.supports`.
     """
 
     m: int
@@ -110,6 +114,8 @@ class Problem:
     #: ``[M, 1]`` and ``[1, N]`` (``[1, 2N]`` where gated), a batch in front as a and b have it.
     scale_a: ScaleKind | None = None
     scale_b: ScaleKind | None = None
+    #: The products of a ragged problem.
+    groups: Groups | None = None
     #: Requirements of the call. They filter candidates; but for batch invariance they are not
     #: part of the record's key, because a record keeps every candidate's timing.
     deterministic: bool = field(default=False)
@@ -185,10 +191,12 @@ class Problem:
     def bytes(self) -> int:
         """Least traffic to memory: each operand read once, the output written once."""
         b_width = self.n * (2 if self.gated else 1)
+        # What has no ragged dimension is there once for each group.
+        count, ragged = (self.groups.count, self.groups.ragged) if self.groups else (1, "")
         elements = (
-            (self.m * self.k, self.a.dtype),
-            (self.k * b_width, self.b.dtype),
-            (self.m * self.n, self.out.dtype),
+            (self.m * self.k * (count if ragged == "n" else 1), self.a.dtype),
+            (self.k * b_width * (count if ragged == "m" else 1), self.b.dtype),
+            (self.m * self.n * (count if ragged == "k" else 1), self.out.dtype),
             (self.m * self.n, self.residual.dtype if self.residual else None),
         )
         return self.batch * sum(n * d.itemsize for n, d in elements if d is not None)
@@ -213,6 +221,7 @@ class Problem:
             "scaled": self.scaled,
             "tf32": self.tf32,
             **{name: kind for name, kind in scales.items() if kind is not None},
+            **({"groups": self.groups.to_json()} if self.groups else {}),
             # Other configs are tried for that mode, and BLAS's rivals are fewer.
             **({"batch_invariant": True} if self.batch_invariant else {}),
         }
@@ -243,6 +252,7 @@ class Problem:
             tf32=bool(doc["tf32"]),
             scale_a=_kind_of(doc.get("scale_a")),
             scale_b=_kind_of(doc.get("scale_b")),
+            groups=Groups.from_json(doc["groups"]) if doc.get("groups") else None,
             batch_invariant=bool(doc.get("batch_invariant", False)),
         )
 
@@ -275,6 +285,7 @@ class Problem:
             "unaligned" if not (self.a.aligned and self.b.aligned and self.out.aligned) else "",
             "tf32" if self.tf32 else "",
             f"scales {self.scale_a or 1}·{self.scale_b or 1}" if self.has_scales else "",
+            str(self.groups or ""),
             "bias" if self.bias else "",
             "" if self.epilogue.is_identity else self.epilogue.key,
             "residual" if self.residual else "",

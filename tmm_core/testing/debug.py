@@ -10,7 +10,7 @@
 
 A condition has up to three comma-separated terms, for ``program_id(0)``, ``(1)`` and ``(2)``:
 a number that the id is to equal, a comparison (``=3``, ``!=3``, ``<3``, ``<=3``, ``>3``,
-``>=3``) or ``*`` for any. Axes without a term are not constrained.
+``>=3``) or ``*`` for any. Axes without a term are not constrained: ``""`` is every program.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def parse_condition(text):
     Raises:
         ValueError: The text is no such condition; the message quotes the term at fault.
     """
-    terms = text.split(",")
+    terms = text.split(",") if text.strip() else []
     if len(terms) > 3:
         raise ValueError(f"condition {text!r} has {len(terms)} terms; a grid has three axes")
     parsed = []

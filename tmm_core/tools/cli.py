@@ -47,7 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             # µ and × on an ASCII terminal are escaped rather than fatal.
             sys.stdout.reconfigure(errors="backslashreplace")
         # Imported late: rich, matplotlib and Triton are needed by some commands only.
-        command = importlib.import_module(f"tmm_core.tools.commands.{options.command}")
+        command = importlib.import_module(
+            f"tmm_core.tools.commands.{options.command.replace('-', '_')}"
+        )
         with warnings_as_notes():
             status: int = command.run(options)
         sys.stdout.flush()
@@ -76,11 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     kernels = add("kernels", "list kernels, where they come from, and why some are not used")
     shared.add_json(kernels)
 
-    explain = add("explain", "say what a call would run, why, and why not something else")
-    explain.add_argument("shape", type=shared.argument(parse_shape), metavar="MxNxK")
-    shared.add_problem(explain)
-    shared.add_device(explain)
-    shared.add_json(explain)
+    _add_explain(add("explain", "say what a call would run, why, and why not something else"))
 
     _add_tune(add("tune", "measure problems ahead of time and remember the winners"))
     _add_bench(add("bench", "time what is chosen against torch, side by side"))
@@ -96,7 +94,52 @@ def _parser() -> argparse.ArgumentParser:
     misses = add("misses", "list problems that were met where tuning was forbidden")
     misses.add_argument("--clear", action="store_true", help="forget them")
     shared.add_json(misses)
+
+    new = add("new-plugin", "write a package of one kernel and one epilogue, to be changed")
+    new.add_argument("name", help="of the distribution, like my-kernels")
+    new.add_argument("--folder", type=Path, help="where; by default a new one of that name")
     return parser
+
+
+def _add_explain(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("shape", nargs="?", type=shared.argument(parse_shape), metavar="MxNxK")
+    parser.add_argument("--kernel", metavar="NAME", help="as if this kernel were forced")
+    parser.add_argument(
+        "--config",
+        type=_fields,
+        metavar="FIELD=VALUE,…",
+        help="and these fields of its config, the others as in its default",
+    )
+    parser.add_argument(
+        "--gpu", metavar="NAME", help="as on this GPU, which need not be here: H200"
+    )
+    parser.add_argument(
+        "--why", action="store_true", help="take the chosen kernel apart (compiles it)"
+    )
+    parser.add_argument(
+        "--tiles",
+        nargs="?",
+        const=(),
+        type=_tiles,
+        metavar="RxC",
+        help="show the order of tiles, and what waves of them read",
+    )
+    parser.add_argument(
+        "--group", type=_counts, metavar="N,…", help="--tiles: the values of GROUP_M to show"
+    )
+    parser.add_argument("--wave", type=_count, metavar="N", help="--tiles: tiles at one time")
+    parser.add_argument(
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help="draw every candidate on record, or the tiles, into a .png or .svg",
+    )
+    parser.add_argument(
+        "--ncu", action="store_true", help="print the command that profiles the chosen kernel"
+    )
+    shared.add_problem(parser)
+    shared.add_device(parser)
+    shared.add_json(parser)
 
 
 def _add_tune(parser: argparse.ArgumentParser) -> None:
@@ -230,6 +273,24 @@ def _weight(text: str) -> tuple[int, int]:
 @shared.argument
 def _count(text: str) -> int:
     return shared.positive(int, text)
+
+
+@shared.argument
+def _counts(text: str) -> list[int]:
+    return [shared.positive(int, each) for each in text.split(",")]
+
+
+@shared.argument
+def _tiles(text: str) -> tuple[int, int]:
+    rows, _, columns = text.lower().replace("×", "x").partition("x")
+    if not (rows.isdigit() and columns.isdigit()):
+        raise ValueError(f"found {text!r}, accepted is RxC: rows and columns of tiles, like 9x9")
+    return shared.positive(int, rows), shared.positive(int, columns)
+
+
+@shared.argument
+def _fields(text: str) -> dict[str, int | float | bool | str]:
+    return dict(map(shared.field, text.split(",")))
 
 
 if __name__ == "__main__":

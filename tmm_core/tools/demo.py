@@ -17,6 +17,7 @@ from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
+from tmm_cache import cli as tmm_cache
 from tmm_cache import default_root
 
 import tmm_core
@@ -60,20 +61,21 @@ def main(argv: Sequence[str] | None = None) -> int:
     with warnings_as_notes():
         if options.interpreted:
             return interpreted()
-        print(f"tmm {tmm_core.__version__}, torch {torch.__version__}; records in {folder}\n")
+        print(f"tmm {tmm_core.__version__}, torch {torch.__version__}; records in {folder}")
         return on_gpu() if torch.cuda.is_available() else on_cpu()
 
 
 def on_cpu() -> int:
     """A fused call answered by BLAS, then the kernels under the interpreter."""
-    title("A matmul with its activation, on the CPU")
     x, w = torch.randn(256, 512), torch.randn(512, 384)
     y = tmm_core.matmul(x, w, epilogue="silu")
     eager = F.silu(x @ w)
     difference = float((y - eager).abs().max())
-    print("y = tmm_core.matmul(x, w, epilogue='silu')      x [256, 512], w [512, 384]")
-    print(f"largest difference to F.silu(x @ w): {difference:.1e}\n")
-    print(tmm_core.explain(x, w, epilogue="silu"))
+    chosen = tmm_core.explain(x, w, epilogue="silu")
+    print(
+        "\ny = tmm_core.matmul(x, w, epilogue='silu')      x [256, 512], w [512, 384], on the CPU"
+    )
+    print(f"answered by {chosen.kernel}; largest difference to F.silu(x @ w): {difference:.1e}")
     right = verify.error(y, eager) <= verify.TOLERANCE[y.dtype]
     missing = [name for name in ("triton", "numpy") if importlib.util.find_spec(name) is None]
     if missing:
@@ -88,47 +90,52 @@ def on_cpu() -> int:
 
 
 def interpreted() -> int:
-    """Every kernel that can, run and checked under Triton's interpreter; then tuned."""
+    """Every kernel that can, tuned, run and checked under Triton's interpreter."""
     if not interpreting():
         note("--interpreted needs TRITON_INTERPRET=1")
         return FOUND
     case, device = INTERPRETED_CASE, torch.device("cpu")
-    title(f"The Triton kernels, interpreted: {case}")
+    print(
+        f"\nThe Triton kernels in Triton's interpreter, tuned on {case}: tmm-cache show", flush=True
+    )
     with torch.no_grad():
         call = case.call(device)
         limit = verify.tolerance(call.problem())
         assert call.bias is not None
         exact = F.silu(F.linear(call.a.double(), call.b.mT.double(), call.bias.double()))
-        wrong = 0
-        able = tmm_core.explain(call.a, call.b, **call.keywords).able
-        for kernel in able:
+        [record] = tmm_core.tune(call.problem())
+        status = tmm_cache.main(["show"])
+
+        rows, wrong = [], 0
+        for kernel in tmm_core.explain(call.a, call.b, **call.keywords).able:
             started = time.perf_counter()
             y = call.matmul(kernel=kernel)
             seconds = time.perf_counter() - started
             error = verify.error(y, exact)
-            ok = error <= limit
-            wrong += not ok
-            verdict = "right" if ok else "WRONG"
-            print(f"{kernel:<24}{verdict}, error {error:.1e}   {seconds * 1e3:7.1f} ms")
-
-        title("Tuning among them (interpreted times mean nothing; the verification does)")
-        [record] = tmm_core.tune(call.problem())
-        done = f"{len(record.candidates)} candidates in {record.tuning_seconds:.1f} s"
-        print(f"{done}, made {record.created}\n")
-        print(tmm_core.explain(call.a, call.b, **call.keywords))
-
-    title("What is on disk: tmm-cache show")
-    sys.stdout.flush()
-    from tmm_cache.cli import main as tmm_cache
-
-    status = tmm_cache(["show"])
+            wrong += error > limit
+            tried = [c for c in record.candidates if c.kernel == kernel]
+            rows.append(
+                (
+                    kernel,
+                    "right" if error <= limit else "WRONG",
+                    f"{error:.1e}",
+                    f"{seconds * 1e3:.1f}",
+                    f"{sum(c.status in ('ok', 'slow') for c in tried)} of {len(tried)}",
+                    "chosen" if kernel == record.best.kernel else "",
+                )
+            )
+    spent = f"{len(record.candidates)} candidates in {record.tuning_seconds:.1f} s"
+    print(f"\n{spent}. The interpreter's times say nothing about a GPU; the errors hold there.")
+    numbers = ("error", "ms", "configs verified")
+    print_table(("kernel", "answer", *numbers, ""), rows, numbers)
     return DONE if not wrong and status == DONE else FOUND
 
 
 def on_gpu() -> int:
     """Eight problems, tuned if they are not on record and timed against torch."""
     device = torch.device("cuda", torch.cuda.current_device())
-    print(f"{torch.cuda.get_device_name(device)}: torch and tmm side by side, L2-cold, medians")
+    print(f"{torch.cuda.get_device_name(device)}: torch and tmm side by side, in use, medians")
+    print("torch is eager code as users write it: torch.matmul, F.linear, then the activation.")
     return compare(GPU_CASES, device)
 
 
@@ -141,14 +148,13 @@ def compare(cases: Sequence[Case], device: torch.device) -> int:
     )
     documents = list(_told(runner.run(tasks, device, options)))
     measured = [document for document in documents if "times" in document]
+    if left := len(tasks) - len(documents):
+        print(f"{left} problems were left out: {GPU_SECONDS:.0f} s are over. Run it again.")
     print_table(
-        ("problem", "kernel", "config", "tmm µs", "torch µs", "torch / tmm", "error"),
+        ("problem", "kernel", "tmm µs", "torch µs", "torch / tmm", "error"),
         [_row(document) for document in measured],
         ("tmm µs", "torch µs", "torch / tmm", "error"),
     )
-    if left := len(tasks) - len(documents):
-        print(f"{left} problems were left out: {GPU_SECONDS:.0f} s are over. Run it again.")
-    print("torch is eager code as users write it: torch.matmul, F.linear, then the activation.")
     failed = len(documents) - len(measured)
     wrong = sum(not document["error"] <= document["tolerance"] for document in measured)
     return FOUND if failed or wrong else DONE
@@ -156,7 +162,9 @@ def compare(cases: Sequence[Case], device: torch.device) -> int:
 
 def _told(documents: Iterator[Document]) -> Iterator[Document]:
     for document in documents:
-        note(report.line(document))
+        ratio = document.get("ratio")
+        failed = document.get("failed", "failed")
+        note(f"{report.title(document)}  {report.times(ratio) if ratio else failed}")
         yield document
 
 
@@ -165,17 +173,11 @@ def _row(document: Document) -> tuple[str, ...]:
     return (
         report.title(document),
         document["kernel"],
-        " ".join(f"{name}={value}" for name, value in document["config"].items()),
         report.microseconds(times[runner.TMM]["median_us"]),
         report.microseconds(times[runner.TORCH]["median_us"]),
         report.times(document["ratio"]),
         f"{document['error']:.1e}",
     )
-
-
-def title(text: str) -> None:
-    """A heading."""
-    print(f"\n== {text}\n", flush=True)
 
 
 if __name__ == "__main__":

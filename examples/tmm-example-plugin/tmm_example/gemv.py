@@ -15,7 +15,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tmm_core import Config, Kernel, Launcher, Operand, Problem, Traits
+from tmm_core import ANY, Config, Kernel, Launcher, Operand, Problem, Supports, Traits
 from tmm_core.triton import Launch, device_function, pointer
 
 Tensor = torch.Tensor
@@ -95,29 +95,23 @@ class Gemv(Kernel[GemvConfig]):
     traits = Traits(deterministic=True, batch_invariant=False)
     config_type = GemvConfig
 
-    def reasons_against(self, problem: Problem) -> list[str]:
-        reasons = []
-        device = problem.device
-        if device.type != "cuda" and not device.interpreted:
-            reasons.append(f"Triton launches on GPUs, not on {device.type}")
-        if device.type == "cuda" and device.capability < (8, 0):
-            reasons.append(f"written for compute capability 8.0 and later, this is {device.sm}")
-        if not 1 <= problem.m <= MAX_ROWS:
-            reasons.append(f"for 1 to {MAX_ROWS} rows, these are {problem.m}")
-        if 0 in (problem.n, problem.k, problem.batch):
-            reasons.append("nothing to multiply: a dimension is 0")
-        if problem.batch > 65535:
-            reasons.append(f"batch {problem.batch} exceeds the grid's 65535")
-        if problem.a.dtype != problem.b.dtype:
-            reasons.append(f"operands differ in dtype: {problem.a.dtype} and {problem.b.dtype}")
-        dtypes = [o.dtype for o in (problem.a, problem.out, problem.residual) if o is not None]
-        dtypes += [problem.bias] if problem.bias is not None else []
-        reasons += [f"no {d}" for d in dict.fromkeys(dtypes) if d not in DTYPES]
-        if problem.gated:
-            reasons.append("one accumulator, and gated epilogues need two")
-        elif not problem.epilogue.fusable:
-            reasons.append(f"epilogue {problem.epilogue.name!r} has no device function")
-        return reasons
+    supports = Supports(
+        devices=("cuda", "interpreter"),
+        capability=(8, 0),
+        operands=DTYPES,
+        out=DTYPES,
+        bias=DTYPES,
+        residual=DTYPES,
+        layouts=dict.fromkeys(("a", "b", "out", "residual"), ANY),
+        unaligned=ANY,
+        wide=True,
+        batch=65535,
+        alpha=True,
+    )
+
+    def declines(self, problem: Problem) -> Iterable[str]:
+        if problem.m > MAX_ROWS:
+            yield f"for 1 to {MAX_ROWS} rows, these are {problem.m}"
 
     def configs(self, problem: Problem) -> Iterable[GemvConfig]:
         rows = triton.next_power_of_2(problem.m)

@@ -8,14 +8,14 @@ import sys
 import warnings
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from typing import Any, Literal, TextIO
+from typing import Any, TextIO
+
+from tmm_cache import columns as layout
 
 #: Exit statuses: done; something is wrong or was left undone; a mistake in the call.
 DONE, FOUND, MISTAKE = 0, 1, 2
 #: And what a shell gives a command that was interrupted.
 INTERRUPTED = 130
-
-_WIDE = 100_000
 
 
 class UsageError(Exception):
@@ -41,29 +41,12 @@ def _finite(value: Any) -> Any:
 
 
 def print_table(
-    columns: Sequence[str], rows: Iterable[Sequence[str]], numbers: Iterable[str] = ()
+    columns: Sequence[str], rows: Iterable[Sequence[str] | str], numbers: Sequence[str] = ()
 ) -> None:
-    """Print a table on stdout; the columns named in ``numbers`` are aligned at the right.
-
-    On a terminal it keeps to its width; elsewhere lines are as long as they need to be, since
-    a kernel name cut off in a log or under ``grep`` is wrong and not just ugly.
-    """
-    from rich import box
-    from rich.console import Console
-    from rich.table import Table
-
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for column in columns:
-        justify: Literal["left", "right"] = "right" if column in numbers else "left"
-        table.add_column(column, justify=justify, overflow="fold")
-    for row in rows:
-        table.add_row(*row)
-    width = None if sys.stdout.isatty() else _WIDE
-    console = Console(width=width, markup=False, highlight=False, emoji=False)
-    # Captured, because rich answers a closed pipe by ending the process with status 1.
-    with console.capture() as captured:
-        console.print(table)
-    print("\n".join(line.rstrip() for line in captured.get().splitlines()))
+    """Print a table on stdout, no wider than the terminal, or than 100 columns elsewhere; the
+    columns named in ``numbers`` are aligned at the right. A text is a paragraph of its own."""
+    found = list(rows)
+    print("\n".join(layout.table(columns, found, layout.width(), right=numbers)))
 
 
 @contextmanager

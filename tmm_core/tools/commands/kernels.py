@@ -14,20 +14,20 @@ def run(options: argparse.Namespace) -> int:
     if options.json:
         print_json([info.to_json() for info in infos])
         return DONE
-    print_table(
-        ("kernel", "version", "plugin", "distribution", "traits", "state"),
-        [
+    rows: list[tuple[str, ...] | str] = []
+    for info in infos:
+        rows.append(
             (
                 info.name,
                 info.version,
                 info.plugin,
                 f"{info.distribution} {info.distribution_version}".strip(),
                 "" if info.traits is None else _words(info.traits),
-                "in use" if info.disabled is None else f"not used: {info.disabled}",
             )
-            for info in infos
-        ],
-    )
+        )
+        if info.disabled is not None:
+            rows.append(f"     not used: {info.disabled}")
+    print_table(("kernel", "version", "plugin", "distribution", "traits"), rows)
     return DONE
 
 

@@ -1,0 +1,102 @@
+"""A record's candidates as cells of a table, for terminals and notebooks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Protocol
+
+from tmm_cache import facets
+from tmm_cache.keys import JSON
+
+#: The columns of numbers: microseconds, a count, relative errors, bytes.
+NUMBERS = ("median µs", "min", "max", "samples", "error", "tolerance", "workspace")
+COLUMNS = ("", "kernel", "status", *NUMBERS)
+
+
+class Result(Protocol):
+    """What is read of a `tmm_cache.CandidateResult`."""
+
+    # Properties, because its fields are frozen.
+    @property
+    def kernel(self) -> str: ...
+    @property
+    def version(self) -> str: ...
+    @property
+    def config(self) -> Mapping[str, JSON]: ...
+    @property
+    def status(self) -> str: ...
+    @property
+    def samples_us(self) -> tuple[float, ...]: ...
+    @property
+    def median_us(self) -> float | None: ...
+    @property
+    def error(self) -> float | None: ...
+    @property
+    def tolerance(self) -> float | None: ...
+    @property
+    def workspace_bytes(self) -> int: ...
+    @property
+    def deterministic(self) -> bool: ...
+    @property
+    def batch_invariant(self) -> bool: ...
+    @property
+    def reason(self) -> str | None: ...
+
+
+def rows(candidates: Sequence[Result], winner: int) -> Iterator[tuple[tuple[str, ...], str]]:
+    """The cells under `COLUMNS` of each candidate and the rest in words, the winner first, then
+    the fastest."""
+    order = sorted(
+        range(len(candidates)),
+        key=lambda index: (index != winner, candidates[index].median_us or 1e300),
+    )
+    for index in order:
+        result = candidates[index]
+        cells = (
+            "*" if index == winner else "",
+            facets.printable(result.kernel),
+            result.status,
+            microseconds(result.median_us),
+            microseconds(min(result.samples_us, default=None)),
+            microseconds(max(result.samples_us, default=None)),
+            str(len(result.samples_us)),
+            _error(result.error),
+            _error(result.tolerance),
+            bytes_text(result.workspace_bytes),
+        )
+        yield cells, _words(result)
+
+
+def _words(result: Result) -> str:
+    """What is no number: config, traits, version and the reason against it."""
+    traits = {"deterministic": result.deterministic, "batch-invariant": result.batch_invariant}
+    return "; ".join(
+        filter(
+            None,
+            (
+                facets.config(result.config),
+                " ".join(name for name, has in traits.items() if has),
+                f"version {facets.printable(result.version)}",
+                None if result.reason is None else facets.printable(result.reason),
+            ),
+        )
+    )
+
+
+def microseconds(value: float | None) -> str:
+    """A time to the hundredth of a microsecond, beyond what a GPU clock resolves."""
+    return facets.ABSENT if value is None else f"{value:.2f}"
+
+
+def bytes_text(count: int) -> str:
+    """`1.5 KiB`."""
+    size = float(count)
+    for unit in ("B", "KiB", "MiB"):
+        if size < 1024:
+            return f"{size:.0f} B" if unit == "B" else f"{size:.1f} {unit}"
+        size /= 1024
+    return f"{size:.1f} GiB"
+
+
+def _error(value: float | None) -> str:
+    return facets.ABSENT if value is None else f"{value:.2e}"

@@ -1,0 +1,110 @@
+"""What people pass for an epilogue besides its name."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import triton
+from torch import nn
+
+import tmm_core
+from tmm_core.nn import GatedMLP, Linear
+from tmm_core.spec.epilogue import parse
+
+TANH = partial(F.gelu, approximate="tanh")
+
+#: What is passed, its key, and the function that it is.
+ACCEPTED: dict[str, tuple[Any, str, Any]] = {
+    "swish": ("swish", "silu", F.silu),
+    "gelu_new": ("gelu_new", "gelu_tanh", TANH),
+    "chain": ("swish+softcap(30)", "silu+softcap(30.0)", lambda z: 30 * (F.silu(z) / 30).tanh()),
+    "F.silu": (F.silu, "silu", F.silu),
+    "nn.SiLU": (nn.SiLU(inplace=True), "silu", F.silu),
+    "F.gelu": (F.gelu, "gelu", F.gelu),
+    "nn.GELU": (nn.GELU(), "gelu", F.gelu),
+    "partial": (TANH, "gelu_tanh", TANH),
+    "nn.GELU tanh": (nn.GELU(approximate="tanh"), "gelu_tanh", TANH),
+    "torch.relu": (torch.relu, "relu", F.relu),
+    "F.relu": (partial(F.relu, inplace=True), "relu", F.relu),
+    "slope": (nn.LeakyReLU(0.2), "leaky_relu(0.2)", lambda z: F.leaky_relu(z, 0.2)),
+    "F.leaky_relu": (F.leaky_relu, "leaky_relu(0.01)", F.leaky_relu),
+    "nn.Softplus": (nn.Softplus(), "softplus", F.softplus),
+    "nn.Tanh": (nn.Tanh(), "tanh", torch.tanh),
+    "F.sigmoid": (F.sigmoid, "sigmoid", torch.sigmoid),
+    "nn.Identity": (nn.Identity(), "identity", lambda z: z),
+    "sequence": ([F.relu, "scale(2)"], "relu+scale(2.0)", lambda z: 2 * F.relu(z)),
+}
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_is_taken_for_what_it_is(name: str) -> None:
+    passed, key, function = ACCEPTED[name]
+    assert parse(passed).key == key
+    x, w = torch.randn(5, 8, dtype=torch.float64), torch.randn(8, 7, dtype=torch.float64)
+    out = tmm_core.matmul(x, w, epilogue=passed)
+    torch.testing.assert_close(out, function(x @ w))
+
+
+@triton.jit
+def square(z):
+    return z * z
+
+
+def _times_tanh(z: torch.Tensor) -> torch.Tensor:
+    return z * torch.tanh(z)
+
+
+class _Callable:
+    __hash__ = None  # type: ignore[assignment]
+
+    def __call__(self, z: torch.Tensor) -> torch.Tensor:
+        return z
+
+
+@pytest.mark.parametrize(
+    ("passed", "said"),
+    [
+        (square, "Epilogue('square', reference=lambda z: …, device=square)"),
+        (_times_tanh, "Epilogue('_times_tanh', reference=…)"),
+        (lambda z: z + 1, "Epilogue('my_epilogue', reference=…)"),
+        (_Callable(), "Epilogue('my_epilogue', reference=…)"),
+        (nn.SiLU, "SiLU is a class; pass an instance"),
+        (nn.Softplus(beta=2), "Epilogue("),
+        (nn.Softplus(threshold=3), "Epilogue("),
+        (partial(F.gelu, approximate="other"), "Epilogue("),
+        (partial(F.silu, scale=2), "Epilogue("),
+        (partial(F.leaky_relu, negative_slope="x"), "could not convert"),
+        (nn.Linear(2, 2), "Epilogue("),
+        (3, "epilogue must be a str or an Epilogue, got int"),
+    ],
+)
+def test_another_is_refused_with_what_to_write(passed: Any, said: str) -> None:
+    with pytest.raises((TypeError, ValueError)) as caught:
+        tmm_core.matmul(torch.ones(2, 2), torch.ones(2, 2), epilogue=passed)
+    assert said in str(caught.value)
+
+
+def test_a_plugins_own_name_is_not_taken_for_an_alias() -> None:
+    mine = tmm_core.Epilogue("swish", lambda z: z * torch.sigmoid(2 * z))
+    assert parse("swish", {"swish": mine}) is mine
+
+
+def test_layers_and_graphs_take_them_too() -> None:
+    layer = Linear(4, 6, epilogue=nn.SiLU())
+    x = torch.randn(3, 4)
+    torch.testing.assert_close(layer(x), F.silu(F.linear(x, layer.weight, layer.bias)))
+    assert list(layer.children()) == []
+    assert GatedMLP(4, 6, activation=F.silu).epilogue == "swiglu"
+    assert GatedMLP(4, 6, activation="swish").epilogue == "swiglu"
+    assert GatedMLP(4, 6, activation="silu").epilogue == "swiglu"
+
+    @torch.compile(backend="aot_eager", fullgraph=True)
+    def compiled(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        return tmm_core.matmul(x, w, epilogue=F.silu) + tmm_core.matmul(x, w, epilogue="swish")
+
+    w = torch.randn(4, 5)
+    torch.testing.assert_close(compiled(x, w), 2 * F.silu(x @ w))

@@ -1,0 +1,200 @@
+"""Hooks through pluggy: what it offers works, and one plugin's fault costs that plugin."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from fakes import FakeKernel, plugin
+from test_registry import EntryPoint, names, registry
+
+from tmm_core import Epilogue, PluginError, TmmWarning, hookimpl
+from tmm_core.dispatch.registry import Registry
+
+DOUBLE = Epilogue("double", lambda z: z + z)
+
+
+class Wrapper:
+    """Drops the kernels of one name from what every plugin brings."""
+
+    def __init__(self, dropped: str) -> None:
+        self.dropped = dropped
+
+    @hookimpl(wrapper=True)
+    def tmm_kernels(self) -> Iterator[None]:
+        brought = yield
+        assert brought is not None
+        return [[kernel for kernel in each if kernel.name != self.dropped] for each in brought]
+
+
+class FailingWrapper:
+    @hookimpl(wrapper=True)
+    def tmm_kernels(self) -> Iterator[None]:
+        yield
+        raise ZeroDivisionError("around")
+
+    @hookimpl
+    def tmm_epilogues(self) -> list[Any]:
+        return [DOUBLE]
+
+
+class SilentWrapper:
+    @hookimpl(wrapper=True)
+    def tmm_kernels(self) -> Iterator[None]:
+        yield
+
+
+class OldWrapper:
+    def __init__(self) -> None:
+        self.seen: list[str] = []
+
+    @hookimpl(hookwrapper=True)
+    def tmm_kernels(self) -> Iterator[None]:
+        outcome: Any = yield
+        self.seen += [kernel.name for each in outcome.get_result() for kernel in each]
+
+
+def test_a_wrapper_goes_around_every_plugin() -> None:
+    """Whichever is loaded first."""
+    old = OldWrapper()
+    r = registry(
+        EntryPoint("a", plugin(FakeKernel("keep"))),
+        EntryPoint("wrap", Wrapper("drop")),
+        EntryPoint("z", plugin(FakeKernel("drop"), FakeKernel("stay"))),
+        EntryPoint("old", old),
+    )
+    assert names(r) == ["keep", "stay"]
+    assert sorted(old.seen) in (["keep", "stay"], ["drop", "keep", "stay"])
+    r.register(plugin(FakeKernel("drop"), FakeKernel("late")), "by hand")
+    assert names(r) == ["keep", "late", "stay"]
+
+
+@pytest.mark.parametrize(
+    ("broken", "said"),
+    [(FailingWrapper(), "ZeroDivisionError: around"), (SilentWrapper(), "TypeError")],
+)
+def test_a_wrapper_that_fails_costs_itself(broken: Any, said: str) -> None:
+    r = registry(
+        EntryPoint("a", plugin(FakeKernel("one"))),
+        EntryPoint("b", plugin(FakeKernel("two"))),
+        EntryPoint("bad", broken),
+        EntryPoint("good", Wrapper("two")),
+    )
+    match = f"plugin 'bad'.*its wrapper of tmm_kernels failed around plugin 'a'.*{said}"
+    with pytest.warns(TmmWarning, match=match) as caught:
+        assert names(r) == ["one"]
+    assert len(caught) == 1
+    assert ("double" in r.epilogues()) is isinstance(broken, FailingWrapper)
+
+
+def test_a_failing_wrapper_of_another_does_not_keep_a_plugin_from_registering() -> None:
+    r = Registry()
+    r.register(FailingWrapper(), "bad")
+    with pytest.warns(TmmWarning, match="'bad'.*around plugin 'good'"):
+        r.register(plugin(FakeKernel("fine")), "good")
+    assert names(r) == ["fine"]
+
+
+def test_a_plugin_that_fails_is_not_blamed_on_a_wrapper() -> None:
+    class Raises:
+        @hookimpl
+        def tmm_kernels(self) -> list[Any]:
+            raise KeyError("mine")
+
+    r = registry(EntryPoint("wrap", Wrapper("x")), EntryPoint("bad", Raises()))
+    with pytest.warns(TmmWarning, match="plugin 'bad'.*tmm_kernels failed: KeyError") as caught:
+        r.load()
+    assert len(caught) == 1
+
+
+def test_tryfirst_and_trylast_say_who_gets_a_name_but_tmms_own() -> None:
+    def bringing(version: str, **order: bool) -> Any:
+        class Plugin:
+            @hookimpl(**order)  # type: ignore[call-overload]
+            def tmm_kernels(self) -> list[Any]:
+                return [FakeKernel(name, version=version) for name in ("ours", "theirs")]
+
+        return Plugin()
+
+    r = registry(
+        EntryPoint("a", bringing("last", trylast=True), "aaa"),
+        EntryPoint("b", bringing("plain"), "bbb"),
+        EntryPoint("c", bringing("first", tryfirst=True), "ccc"),
+        EntryPoint("ours", plugin(FakeKernel("ours", version="tmm")), "tmm_core"),
+    )
+    with pytest.warns(TmmWarning, match="already registered"):
+        assert names(r) == ["ours", "theirs"]
+    assert (r.kernel("ours").version, r.kernel("theirs").version) == ("tmm", "first")
+    assert [f.source.plugin for f in r.faults() if "theirs" in f.reason] == ["b", "a"]
+
+
+def test_calls_can_be_monitored() -> None:
+    r = registry(EntryPoint("a", plugin(FakeKernel("k"))), EntryPoint("b", plugin()))
+    seen: list[str] = []
+    r.hooks.manager.add_hookcall_monitoring(
+        lambda name, impls, arguments: seen.extend(f"{name} {i.plugin_name}" for i in impls),
+        lambda outcome, name, impls, arguments: seen.append(f"{len(outcome.get_result()[0])}"),
+    )
+    r.load()
+    assert seen == ["tmm_kernels a", "1", "tmm_kernels b", "0"] + [
+        each for p in "ab" for each in (f"tmm_epilogues {p}", "0")
+    ]
+
+
+class Unmarked:
+    def tmm_kernels(self) -> list[Any]:
+        return [FakeKernel("never")]
+
+    @hookimpl
+    def tmm_epilogues(self) -> list[Any]:
+        return [DOUBLE]
+
+    @property
+    def tmm_property(self) -> int:
+        raise AssertionError("read")
+
+
+def test_a_function_without_hookimpl_is_reported_by_name() -> None:
+    r = registry(EntryPoint("forgetful", Unmarked()))
+    match = r"'forgetful' \(stranger 1.2\).*its function tmm_kernels lacks @tmm_core.hookimpl"
+    with pytest.warns(TmmWarning, match=match) as caught:
+        assert names(r) == []
+    assert len(caught) == 1
+    assert "double" in r.epilogues()
+    with pytest.raises(PluginError, match="tmm_kernels lacks"):
+        Registry().register(Unmarked(), "p")
+
+
+def test_what_returns_none_is_reported() -> None:
+    class Forgot:
+        @hookimpl
+        def tmm_kernels(self) -> Any:
+            [FakeKernel("k")]
+
+    with pytest.raises(PluginError, match="tmm_kernels must return a list, got None"):
+        Registry().register(Forgot(), "p")
+
+
+def test_an_implementation_may_have_another_name() -> None:
+    class Named:
+        @hookimpl(specname="tmm_kernels")
+        def tmm_mine(self) -> list[Any]:
+            return [FakeKernel("k")]
+
+    r = Registry()
+    r.register(Named(), "p")
+    r.register(plugin(FakeKernel("other")), "q")
+    assert names(r) == ["k", "other"]
+
+
+def test_a_plugin_without_a_hash_costs_itself() -> None:
+    class Unhashable(Wrapper):
+        __hash__ = None  # type: ignore[assignment]
+
+        def __eq__(self, other: object) -> bool:
+            return self is other
+
+    r = registry(EntryPoint("a", Unhashable("x")), EntryPoint("b", plugin(FakeKernel("k"))))
+    with pytest.warns(TmmWarning, match="plugin 'a'.*cannot be registered: TypeError"):
+        assert names(r) == ["k"]

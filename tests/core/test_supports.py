@@ -1,0 +1,146 @@
+"""What a kernel declares is what it is asked for: every other problem is a reason against it, and
+a field that nobody declared is an error and never a wrong number."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fakes import DEVICE, FakeBlas, FakeKernel, dispatcher, settings
+
+from tmm_core import ANY, Epilogue, Groups, Operand, Problem, Supports, UnsupportedProblemError
+from tmm_core.spec.device import DeviceFingerprint
+from tmm_core.spec.epilogue import parse
+from tmm_core.spec.supports import _QUESTIONS
+
+BF16, FP32 = torch.bfloat16, torch.float32
+GPU = DeviceFingerprint("cuda", "H200", (9, 0), cuda="12.8")
+PLAIN = Problem(m=8, n=16, k=32, a=Operand(BF16), b=Operand(BF16), out=Operand(BF16), device=GPU)
+LEAST = Supports(operands=(BF16,), out=(BF16,))
+COL, STRIDED = Operand(BF16, "col"), Operand(BF16, "strided", aligned=False)
+EIGHT = Operand(torch.float8_e4m3fn)
+FP8 = {"a": EIGHT, "b": EIGHT}
+EVERY = dict.fromkeys(("a", "b", "out", "residual"), ANY)
+
+#: A problem, what is said against it, and the declaration that admits it.
+ASKED: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
+    ({"device": replace(GPU, type="cpu")}, "runs on NVIDIA GPUs, not on cpu",
+     {"devices": ("cuda", "cpu")}),
+    ({"device": replace(GPU, type="cpu", interpreted=True)}, "not on cpu",
+     {"devices": ("cuda", "interpreter")}),
+    ({"device": replace(GPU, cuda="hip-6")}, "not on hip", {"devices": ("hip",)}),
+    ({"a": Operand(FP32), "b": Operand(FP32)}, "torch.float32 operands are not among bfloat16",
+     {"operands": (BF16, FP32)}),
+    ({"b": Operand(FP32)}, "operands differ in dtype", {}),
+    (FP8, "does not multiply 8-bit floats", {"formats": ("fp8",)}),
+    ({**FP8, "scale_a": "row"}, "no scale_a by row",
+     {"formats": ("fp8",), "scales": ("row",)}),
+    ({**FP8, "scale_b": "tensor"}, "no scale_b by tensor",
+     {"formats": ("fp8",), "scales": ("tensor",)}),
+    ({"scale_a": "row"}, "no scale_a by row for torch.bfloat16", {}),
+    ({"out": Operand(FP32)}, "out of torch.float32", {"out": (FP32,)}),
+    ({"bias": FP32}, "bias of torch.float32 is not among what it takes: none", {"bias": (FP32,)}),
+    ({"residual": Operand(BF16)}, "residual of torch.bfloat16", {"residual": (BF16,)}),
+    *(({name: matrix}, said, {"layouts": EVERY, "residual": (BF16,)})
+      for name in ("a", "b", "out", "residual")
+      for matrix, said in ((COL, f"{name} is column-major, not row-major"),
+                           (STRIDED, f"{name} has no contiguous dimension"))),
+    *(({name: Operand(BF16, aligned=False)}, f"{name} is not aligned to 16 bytes",
+       {"unaligned": (name,), "residual": (BF16,)}) for name in ("a", "b", "out", "residual")),
+    ({"b": Operand(BF16, wide=True)}, "b has offsets beyond 32 bits", {"wide": True}),
+    ({"batch": 2}, "batch 2 exceeds 1", {"batch": None}),
+    ({"batch": 9}, "batch 9 exceeds 1", {"batch": 9}),
+    *(({size: 0}, "a dimension is 0", {"empty": True}) for size in ("m", "n", "k", "batch")),
+    ({"scaled": True}, "no alpha", {"alpha": True}),
+    ({"epilogue": parse("swiglu")}, "gated 'swiglu' needs two", {"gated": True}),
+    ({"epilogue": Epilogue("opaque", torch.sin)}, "'opaque' has no device function",
+     {"unfused": True}),
+    *(({"groups": Groups(3, kind)}, f"ragged along {kind}", {"ragged": (kind,)})
+      for kind in ("m", "n", "k")),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("change", "said", "declared"), ASKED)
+def test_what_is_not_declared_is_declined(
+    change: dict[str, Any], said: str, declared: dict[str, Any]
+) -> None:
+    asked = replace(PLAIN, **change)
+    assert LEAST.reasons_against(PLAIN) == []
+    reasons = LEAST.reasons_against(asked)
+    assert any(said in reason for reason in reasons), reasons
+    if declared:
+        assert replace(LEAST, **declared).reasons_against(asked) == []
+    assert Supports.everything().reasons_against(asked) == [] or not declared
+
+
+def test_capabilities_are_those_of_nvidia() -> None:
+    hopper = replace(LEAST, capability=(9, 0), below=(9, 1), devices=("cuda", "hip"))
+    for capability, able in (((8, 9), False), ((9, 0), True), ((10, 0), False)):
+        asked = replace(PLAIN, device=replace(GPU, capability=capability))
+        assert (not hopper.reasons_against(asked)) is able
+        assert not hopper.reasons_against(replace(asked, device=replace(asked.device, cuda="hip")))
+
+
+@pytest.mark.parametrize("wrong", [{"devices": "cuda"}, {"operands": BF16}, {"ragged": None},
+                                   {"layouts": {"a": "row"}}])  # fmt: skip
+def test_a_declaration_of_a_wrong_type_is_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(TypeError, match=next(iter(wrong))):
+        replace(LEAST, **wrong)
+
+
+@dataclass(frozen=True)
+class Sparse(Problem):
+    """A problem of tomorrow."""
+
+    sparsity: int = 2
+
+
+@dataclass(frozen=True)
+class Quantised(Operand):
+    """An operand of tomorrow."""
+
+    zero_point: int = 0
+
+
+@pytest.mark.parametrize("part", ["problem", "operand"])
+def test_a_field_that_nobody_declares_is_an_error_that_names_it(part: str, tmp_path: Path) -> None:
+    fields = {f.name: getattr(PLAIN, f.name) for f in dataclasses.fields(PLAIN)}
+    fields["device"] = DEVICE
+    matrix = Operand(FP32)
+    fields |= {"a": matrix, "b": matrix, "out": matrix}
+    name = "sparsity" if part == "problem" else "zero_point"
+    if part == "operand":
+        fields |= {"a": Quantised(FP32)}
+    asked = Sparse(**fields) if part == "problem" else Problem(**fields)
+    d, _ = dispatcher(FakeBlas(), FakeKernel("fast"), times={"blas": 2.0, "fast": 1.0},
+                      root=tmp_path)  # fmt: skip
+    with pytest.raises(UnsupportedProblemError, match=f"has a field '{name}' that no kernel"):
+        d.choose(asked, settings())
+    # And without it they answer.
+    assert d.choose(Problem(**fields | {"a": matrix}), settings()).candidate.kernel.name == "fast"
+
+
+def test_the_table_names_no_field_that_is_gone() -> None:
+    for kind, questions in _QUESTIONS.items():
+        assert set(questions) == {field.name for field in dataclasses.fields(kind)}
+
+
+def test_groups_are_checked() -> None:
+    with pytest.raises(ValueError, match="at least one group"):
+        Groups(0, "m")
+    with pytest.raises(ValueError, match="along m, n or k"):
+        Groups(2, "batch")  # type: ignore[arg-type]
+
+
+def test_ragged_problems_move_what_has_no_ragged_dimension_once_a_group() -> None:
+    plain = replace(PLAIN, m=10, n=20, k=30)
+    extra = {"m": 3 * 30 * 20, "n": 3 * 10 * 30, "k": 3 * 10 * 20}
+    for kind, elements in extra.items():
+        ragged = replace(plain, groups=Groups(4, kind))  # type: ignore[arg-type]
+        assert ragged.bytes == plain.bytes + 2 * elements
+        assert ragged.flops == plain.flops
+        assert f"4 groups along {kind}" in str(ragged)

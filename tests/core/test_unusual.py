@@ -1,0 +1,207 @@
+"""Operands without strides, biases of torch's other shapes, and arguments of other types."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch.nn import functional as F
+
+import tmm_core
+from tmm_core.nn import GatedMLP, Linear
+
+Tensor = torch.Tensor
+
+A, B, SQUARE = torch.randn(4, 6), torch.randn(6, 3), torch.randn(4, 4)
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "coo": lambda t: t.to_sparse(),
+    "csr": lambda t: t.to_sparse_csr(),
+    "csc": lambda t: t.to_sparse_csc(),
+    "bsr": lambda t: t.to_sparse_bsr((2, 2)),
+}
+
+
+@pytest.fixture(autouse=True)
+def _betas_are_silent() -> Any:
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message=r"(?s).*(Sparse|prototype|nested).*")
+        yield
+
+
+def jagged(*lengths: int, width: int = 6) -> Tensor:
+    rows = [torch.randn(n, width) for n in lengths]
+    return torch.nested.nested_tensor(rows, layout=torch.jagged)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("grad", [False, True])
+def test_sparse_operands_are_torchs(layout: str, grad: bool) -> None:
+    if grad and layout == "bsr":
+        pytest.skip("torch has no derivative of it")
+    sparse = LAYOUTS[layout]
+    dense = torch.randn(4, 3, requires_grad=grad)
+    y = tmm_core.matmul(sparse(SQUARE), dense, bias=torch.ones(3), alpha=2.0, epilogue="relu")
+    torch.testing.assert_close(y, torch.relu(2.0 * (SQUARE @ dense) + 1.0))
+    if grad:
+        (got,) = torch.autograd.grad(y.sum(), dense)
+        torch.testing.assert_close(got, 2.0 * SQUARE.t() @ (y > 0).float())
+    else:
+        y = tmm_core.linear(dense.t(), sparse(SQUARE))
+        torch.testing.assert_close(y, F.linear(dense.t(), SQUARE))
+
+
+def test_a_product_of_sparse_ones_is_sparse() -> None:
+    for layout in ("coo", "csr"):
+        a, b = LAYOUTS[layout](A), LAYOUTS[layout](B)
+        y = tmm_core.matmul(a, b)
+        assert y.layout == torch.matmul(a, b).layout
+        torch.testing.assert_close(y.to_dense(), A @ B)
+
+
+def test_jagged_and_nested_operands() -> None:
+    x, w, bias = jagged(2, 3), torch.randn(4, 6), torch.randn(4)
+    expected = [F.gelu(F.linear(rows, w, bias)) for rows in x.unbind()]
+    strided = torch.nested.nested_tensor([t.clone() for t in x.unbind()])
+    for given in (x, strided):
+        y = tmm_core.linear(given, w, bias, epilogue="gelu")
+        assert y.is_nested
+        assert y.layout == given.layout
+        for got, rows in zip(y.unbind(), expected, strict=True):
+            torch.testing.assert_close(got, rows)
+    doubled = [t.relu() * 2 for t in tmm_core.matmul(x, w.t()).unbind()]
+    both = tmm_core.matmul(x, w.t(), epilogue="relu", alpha=2.0, out_dtype=torch.float64)
+    assert both.dtype is torch.float64
+    for got, rows in zip(both.unbind(), doubled, strict=True):
+        torch.testing.assert_close(got.float(), rows)
+
+
+def test_jagged_operands_in_layers_and_compiled() -> None:
+    x, layer, mlp = jagged(2, 3), Linear(6, 8, epilogue="silu"), GatedMLP(6, 8)
+    for module in (layer, mlp):
+        y = module(x)
+        for got, rows in zip(y.unbind(), x.unbind(), strict=True):
+            torch.testing.assert_close(got, module(rows))
+        y.values().sum().backward()
+        assert next(module.parameters()).grad is not None
+    compiled = torch.compile(
+        lambda t: tmm_core.linear(t, layer.weight), backend="eager", fullgraph=True
+    )
+    torch.testing.assert_close(compiled(x).values(), F.linear(x.values(), layer.weight))
+
+
+def test_mkldnn_operands() -> None:
+    if not torch.backends.mkldnn.is_available():
+        pytest.skip("this torch was built without mkldnn")
+    y = tmm_core.linear(A.to_mkldnn(), B.t().contiguous().to_mkldnn(), torch.ones(3).to_mkldnn())
+    assert y.is_mkldnn
+    torch.testing.assert_close(y.to_dense(), A @ B + 1)
+
+
+def test_what_cannot_be_asked_of_sparse_operands() -> None:
+    sparse = A.to_sparse()
+    with pytest.raises(
+        tmm_core.UnsupportedProblemError, match=r"'triton\.naive' cannot serve sparse"
+    ):
+        tmm_core.matmul(sparse, B, kernel="triton.naive")
+    with pytest.raises(RuntimeError, match=r"dense tensors, got one of layout torch\.sparse_coo"):
+        tmm_core.plan(sparse, B)
+    with pytest.raises(RuntimeError, match="scale_a and scale_b are for strided operands"):
+        tmm_core.matmul(sparse, B, scale_a=torch.ones(()))
+    with pytest.raises(RuntimeError, match="Expected dim 0 size 6, got 4"):
+        tmm_core.matmul(sparse, A)
+    out = torch.empty(0)
+    assert tmm_core.matmul(sparse, B, out=out, alpha=torch.tensor(2.0)) is out
+    torch.testing.assert_close(out, 2 * (A @ B))
+
+
+SHAPES = [
+    (),
+    (1,),
+    (3,),
+    (1, 3),
+    (1, 1, 3),
+    (4, 3),
+    (4, 1),
+    (2, 4, 3),
+    (2, 1, 1),
+    (4,),
+    (2,),
+    (5, 3),
+]
+
+
+@pytest.mark.parametrize("shape", SHAPES, ids=str)
+@pytest.mark.parametrize("of_x", [(6,), (4, 6), (2, 4, 6)], ids=str)
+def test_a_bias_has_the_shapes_that_linear_takes(
+    shape: tuple[int, ...], of_x: tuple[int, ...]
+) -> None:
+    x, w, shape_of_y = torch.randn(of_x), torch.randn(3, 6), (*of_x[:-1], 3)
+    bias = torch.randn(shape, requires_grad=True)
+    try:
+        # Torch's answer depends on x's strides too; where it has one, it is this.
+        torchs = F.linear(x, w, bias).detach()
+    except RuntimeError:
+        torchs = None
+    one_row = shape == (1, 3) and len(of_x) == 1
+    if not one_row and torch.broadcast_shapes(*_fitting(shape, shape_of_y)) != shape_of_y:
+        assert torchs is None
+        with pytest.raises(ValueError, match=r"bias must have shape \(3,\) or broadcast"):
+            tmm_core.linear(x, w, bias)
+        return
+    product = F.linear(x, w)
+    expected = (product + bias).detach().reshape(shape_of_y)
+    if torchs is not None:
+        torch.testing.assert_close(torchs, expected)
+    torch.testing.assert_close(tmm_core.linear(x, w, bias), expected)
+    with torch.no_grad():
+        torch.testing.assert_close(tmm_core.linear(x, w, bias), expected)
+        out = torch.empty_like(expected)
+        tmm_core.linear(x, w, bias, out=out)
+        torch.testing.assert_close(out, expected)
+    residual = torch.randn(shape_of_y)
+    y = tmm_core.linear(x, w, bias, alpha=2.0, epilogue="gelu", residual=residual)
+    reference = F.gelu(2 * product + bias).reshape(shape_of_y) + residual
+    torch.testing.assert_close(y, reference)
+    (got,), (right,) = (torch.autograd.grad(t.sum(), bias) for t in (y, reference))
+    torch.testing.assert_close(got, right)
+
+
+def _fitting(shape: tuple[int, ...], to: tuple[int, ...]) -> tuple[tuple[int, ...], ...]:
+    """Both, or a shape that is not ``to`` where they do not broadcast at all."""
+    try:
+        torch.broadcast_shapes(shape, to)
+    except RuntimeError:
+        return ((), ())
+    return shape, to
+
+
+def test_a_bias_of_another_shape_compiles() -> None:
+    x, w, bias = torch.randn(4, 6), torch.randn(3, 6), torch.randn(1, 3)
+    compiled = torch.compile(tmm_core.linear, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(x, w, bias), F.linear(x, w, bias))
+
+
+@pytest.mark.parametrize(
+    ("call", "said"),
+    [
+        (lambda: tmm_core.matmul(A, B, bias=1.0), r"matmul\(\): argument 'bias' must be Tensor, not float"),
+        (lambda: tmm_core.linear(A, B.t(), [1.0]), r"linear\(\): argument 'bias' must be Tensor, not list"),
+        (lambda: tmm_core.linear(A, None), r"linear\(\): argument 'weight' must be Tensor, not NoneType"),
+        (lambda: tmm_core.linear(2, B.t()), r"linear\(\): argument 'x' must be Tensor, not int"),
+        (lambda: tmm_core.matmul(A, B, residual=1), r"argument 'residual' must be Tensor, not int"),
+        (lambda: tmm_core.matmul(A, B, out=1), r"argument 'out' must be Tensor, not int"),
+        (lambda: tmm_core.matmul(A, B, scale_a=1.0), r"argument 'scale_a' must be Tensor, not float"),
+        (lambda: tmm_core.matmul(A, B, alpha="2"), r"argument 'alpha' must be Number or Tensor, not str"),
+        (lambda: tmm_core.matmul(A, B, alpha=1j), r"argument 'alpha' must be Number or Tensor, not complex"),
+        (lambda: tmm_core.plan(A, B, alpha=torch.ones(())), r"argument 'alpha' must be Number, not Tensor"),
+        (lambda: tmm_core.plan(1.0, B), r"plan\(\): argument 'a' must be Tensor, not float"),
+        (lambda: tmm_core.problem(A, B, bias=1.0), r"problem\(\): argument 'bias' must be Tensor, not float"),
+    ],
+)  # fmt: skip
+def test_arguments_of_other_types_are_named(call: Callable[[], Any], said: str) -> None:
+    with pytest.raises(TypeError, match=said):
+        call()
+    torch.testing.assert_close(tmm_core.matmul(A, B), A @ B)  # and no kernel was blamed

@@ -1,0 +1,142 @@
+"""Plugins' hooks, called through pluggy, one plugin at a time: what one raises costs itself alone,
+while wrappers, ``tryfirst`` and ``trylast`` and the monitoring of calls work as pluggy has them."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import pluggy
+
+from tmm_core.spec import hookspecs
+from tmm_core.spec.asking import let_through, shown
+
+#: In the order in which they are called.
+HOOKS = ("tmm_kernels", "tmm_epilogues")
+
+
+class Hooks:
+    """The plugins that are registered, and the calls of their hooks."""
+
+    def __init__(self) -> None:
+        self.manager = pluggy.PluginManager(hookspecs.PROJECT)
+        self.manager.add_hookspecs(hookspecs)
+        #: Hook and plugin of wrappers that failed.
+        self._left_out: list[tuple[str, object]] = []
+
+    def register(self, plugin: object, name: str) -> list[str]:
+        """Add a plugin; returns what is wrong with it and does not keep it from being asked.
+
+        Raises:
+            Exception: It cannot be registered: a hook's signature is not its spec's, its name is
+                taken, or it has no hash.
+        """
+        hash(plugin)
+        self.manager.register(plugin, name=name)
+        ours = [attribute for attribute in dir(plugin) if attribute.startswith("tmm_")]
+        marked = {a for a in ours if self.manager.parse_hookimpl_opts(plugin, a) is not None}
+        plain = [
+            a
+            for a in ours
+            if a not in marked and inspect.isroutine(inspect.getattr_static(plugin, a))
+        ]
+        known = " and ".join(HOOKS)
+        found = [
+            f"its function {a} lacks @tmm_core.hookimpl: nothing calls it; hooks are {known}"
+            for a in plain
+        ]
+        named = {
+            impl.function.__name__
+            for hook in HOOKS
+            for impl in self._implementations(hook)
+            if impl.plugin is plugin
+        }
+        if unknown := sorted(marked - named):
+            found.append(f"implements unknown hooks {unknown}; hooks are {known}")
+        return found
+
+    def in_order(self, hook: str, plugins: Iterable[object]) -> list[object]:
+        """Those of ``plugins`` that implement ``hook``: ``tryfirst`` first, ``trylast`` last, and
+        otherwise as they are given."""
+        ranks: dict[int, int] = {}
+        for impl in self._implementations(hook):
+            if not _wraps(impl):
+                rank = int(impl.trylast) - int(impl.tryfirst)
+                ranks[id(impl.plugin)] = min(rank, ranks.get(id(impl.plugin), 1))
+        asked = [plugin for plugin in plugins if id(plugin) in ranks]
+        return sorted(asked, key=lambda plugin: ranks[id(plugin)])
+
+    def ask(self, hook: str, plugin: object) -> tuple[list[Any], dict[str, BaseException]]:
+        """What ``plugin`` returns from ``hook``, as every plugin's wrappers pass it on; and what
+        wrappers raised, by the names of their plugins. Those are left out from then on.
+
+        A wrapper goes around the hook of other plugins where its own plugin has, besides the
+        wrapper, no implementation of that hook.
+
+        Raises:
+            BaseException: Whatever the plugin's own function raised.
+            TypeError: It returned no list.
+        """
+        wrappers = self._wrappers(hook, plugin)
+        try:
+            return self._call(hook, plugin, wrappers), {}
+        except BaseException as error:
+            let_through(error)
+            if not wrappers:
+                raise
+            failure = error
+        self._call(hook, plugin, ())
+        failed: dict[str, BaseException] = {}
+        for wrapper in wrappers:
+            try:
+                self._call(hook, plugin, (wrapper,))
+            except BaseException as error:
+                let_through(error)
+                failed[str(self.manager.get_name(wrapper))] = error
+                self._left_out.append((hook, wrapper))
+        if not failed:  # each works alone, and not with the others
+            failed = {str(self.manager.get_name(wrapper)): failure for wrapper in wrappers}
+            self._left_out += [(hook, wrapper) for wrapper in wrappers]
+        things, more = self.ask(hook, plugin)
+        return things, failed | more
+
+    def _call(self, hook: str, plugin: object, wrappers: Sequence[object]) -> list[Any]:
+        asked = (plugin, *wrappers)
+        others = [
+            impl.plugin
+            for impl in self._implementations(hook)
+            if not any(impl.plugin is each for each in asked)
+        ]
+        results = self.manager.subset_hook_caller(hook, others)()
+        mine = [i for i in self._implementations(hook) if i.plugin is plugin and not _wraps(i)]
+        # pluggy leaves out what is None.
+        if not wrappers and isinstance(results, list) and len(results) < len(mine):
+            raise TypeError(f"{hook} must return a list, got None")
+        things: list[Any] = []
+        for brought in results:
+            if not isinstance(brought, Sequence) or isinstance(brought, str):
+                raise TypeError(f"{hook} must return a list, got {shown(brought)}")
+            things += brought
+        return things
+
+    def _wrappers(self, hook: str, plugin: object) -> list[object]:
+        """Other plugins that have wrappers of ``hook``, and nothing else of it."""
+        implementations = self._implementations(hook)
+        found: dict[int, object] = {id(i.plugin): i.plugin for i in implementations}
+        for impl in implementations:
+            if not _wraps(impl) or impl.plugin is plugin:
+                found.pop(id(impl.plugin), None)
+        return [
+            each
+            for each in found.values()
+            if not any(hook == name and each is other for name, other in self._left_out)
+        ]
+
+    def _implementations(self, hook: str) -> list[Any]:
+        caller: pluggy.HookCaller = getattr(self.manager.hook, hook)
+        return caller.get_hookimpls()
+
+
+def _wraps(impl: Any) -> bool:
+    return bool(impl.wrapper or impl.hookwrapper)

@@ -1,0 +1,91 @@
+"""What a call would do, for ``explain()``: the ladder itself is climbed, under the settings in
+force, and stops where it would measure something, or raise for want of a record."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass, replace
+from typing import Any, Literal
+
+from tmm_cache import TuningRecord
+
+from tmm_core.dispatch.invariant import Invariance
+from tmm_core.dispatch.ladder import Dispatcher
+from tmm_core.dispatch.unmeasured import unmeasured
+from tmm_core.errors import CacheMissError
+from tmm_core.launch.plan import Choice
+from tmm_core.settings import Settings
+from tmm_core.spec.kernel import Kernel
+from tmm_core.spec.problem import Problem
+
+
+@dataclass(frozen=True, slots=True)
+class Miss:
+    """What a call does before anything answers it, or in place of that."""
+
+    action: Literal["tune", "error"]
+    reason: str
+
+
+def rehearse(
+    dispatcher: Dispatcher, problem: Problem, settings: Settings
+) -> tuple[Choice, Miss | None]:
+    """What ``dispatcher`` would choose; on a miss what it would guess if it had to, and the miss.
+
+    Nothing is measured, launched or logged, and nothing waits for another thread's tuning.
+
+    Raises:
+        TmmError: As :meth:`Dispatcher.choose`, but for CacheMissError.
+    """
+    try:
+        return _Rehearsal(dispatcher).choose(problem, settings), None
+    except _Measuring as found:
+        miss = Miss("tune", found.reason)
+    except CacheMissError as error:
+        miss = Miss("error", f"CacheMissError: {error}")
+    guessing = replace(settings, on_cache_miss="heuristic")
+    rehearsal = _Rehearsal(dispatcher, forbidden="without a record")
+    try:
+        return rehearsal.choose(problem, guessing), miss
+    except CacheMissError:  # the store is locked, and nothing is guessed beside it
+        return rehearsal.fallback("it always can"), miss
+
+
+class _Measuring(BaseException):
+    """Ends a rehearsal; no Exception, which the ladder would answer for with a guess."""
+
+    def __init__(self, reason: str) -> None:
+        super().__init__(reason)
+        self.reason = reason
+
+
+class _Rehearsal(Dispatcher):
+    """Another dispatcher's state, of which it changes only copies."""
+
+    def __init__(self, played: Dispatcher, forbidden: str | None = None) -> None:
+        self.__dict__.update(played.__dict__)
+        self._choices = dict(played._choices)
+        self._lock = threading.RLock()
+        self._forbidden = forbidden
+        invariance = Invariance(self)
+        if (theirs := played.__dict__.get("_invariance")) is not None:
+            invariance.know(theirs)
+        self.__dict__["_invariance"] = invariance
+
+    def fallback(self, why: str) -> Choice:
+        return self._fallback(why)
+
+    def _forbids_tuning(self, problem: Problem, settings: Settings) -> str | None:
+        return self._forbidden or super()._forbids_tuning(problem, settings)
+
+    def _note_miss(self, key: Problem) -> None:
+        pass
+
+    def _tune(
+        self, key: Problem, able: list[Kernel[Any]], settings: Settings, *_: Any
+    ) -> TuningRecord:
+        device = key.device
+        before = self.store.load(device.gpu, device.environment, key.to_json())
+        names = ", ".join(kernel.name for kernel in unmeasured(key, able, before))
+        what = "no record" if before is None else "a record without them"
+        raise _Measuring(f"{what} at M={key.m}: {names}, for up to {settings.tune_budget:g} s")

@@ -1,0 +1,137 @@
+"""Calls that reach no kernel as they are: operands without strides, which torch multiplies, and
+biases of other shapes than ``[N]`` that ``torch.nn.functional.linear`` takes.
+
+The path of a warm call does not look for them. It raises where it reads their strides or addresses,
+or holds the bias against the product, and the API comes here then.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch.nn import functional as F
+from torch.overrides import handle_torch_function, has_torch_function
+
+from tmm_core import settings
+from tmm_core.errors import UnsupportedProblemError
+from tmm_core.launch.check import broadcasts, check_out, check_tensors, product_shape, strided
+from tmm_core.launch.warm import epilogue_of
+from tmm_core.spec.epilogue import Epilogue
+from tmm_core.spec.kernel import BASELINE
+
+Tensor = torch.Tensor
+
+
+def concerns(a: Tensor, b: Tensor, bias: Tensor | None, residual: Tensor | None) -> bool:
+    """Whether :func:`answer` is for this call."""
+    if not all(strided(t) for t in (a, b, bias, residual) if t is not None):
+        return True
+    if bias is None or not b.dim():
+        return False
+    return bias.dim() != 1 or bias.shape[0] != (b.shape[-1] if b.dim() > 1 else 1)
+
+
+def answer(
+    matmul: Callable[..., Tensor],
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    alpha: Any,
+    epilogue: str,
+    out: Tensor | None,
+    **rest: Any,
+) -> Tensor:
+    """The result of a call that this module :func:`concerns`.
+
+    Args:
+        matmul: The API's, for what kernels can serve once the bias is seen another way.
+        rest: ``out_dtype``, ``scale_a`` and ``scale_b``.
+
+    Raises:
+        UnsupportedProblemError: A kernel is forced, and an operand has no strides.
+        RuntimeError, ValueError, TypeError: As torch says it.
+    """
+    parsed = epilogue_of(epilogue)
+    if not all(strided(t) for t in (a, b, bias, residual) if t is not None):
+        _refuse_what_torch_cannot(rest)
+        y = _by_torch(a, b, bias, residual, alpha, parsed, rest["out_dtype"])
+        return _delivered(y, out, a, b, bias, residual)
+    assert bias is not None
+    shape = product_shape(a, b)
+    width = shape[-1] if b.dim() > 1 else 1
+    # A vector is a row to torch, so a bias of one row goes with it.
+    one_row = all(n == 1 for n in bias.shape[:-1]) and bias.dim() <= max(len(shape), 2)
+    if not broadcasts(bias.shape[-1:] if one_row else bias.shape, (width,) if one_row else shape):
+        raise ValueError(
+            f"bias must have shape ({width},) or broadcast to the product's shape "
+            f"{tuple(shape)}, got {tuple(bias.shape)}"
+        )
+    if one_row:
+        row = bias.reshape(-1).expand(width).contiguous()
+        return matmul(
+            a, b, bias=row, residual=residual, alpha=alpha, epilogue=epilogue, out=out, **rest
+        )
+    if residual is None and parsed.is_identity:
+        return matmul(a, b, residual=bias, alpha=alpha, out=out, **rest)
+    z = matmul(a, b, alpha=alpha, **rest)
+    y = parsed.apply(z + bias)
+    y = (y if residual is None else y + residual).to(z.dtype)
+    return _delivered(y, out, a, b, bias, residual)
+
+
+def by_override(function: Callable[..., Tensor], tensors: dict[str, Any], **rest: Any) -> Tensor:
+    """What an argument that is no tensor makes of a call of ``function``, by its
+    ``__torch_function__``: ``torch.fx`` records the call so.
+
+    Raises:
+        TypeError: None of them has one.
+    """
+    if not has_torch_function(tuple(tensors.values())):
+        check_tensors(function.__name__, **tensors)
+    given = {name: t for name, t in tensors.items() if t is not None}
+    return handle_torch_function(function, tuple(given.values()), **given, **rest)
+
+
+def _refuse_what_torch_cannot(rest: dict[str, Any]) -> None:
+    if rest["scale_a"] is not None or rest["scale_b"] is not None:
+        raise RuntimeError("scale_a and scale_b are for strided operands of 8-bit floats")
+    if torch.compiler.is_dynamo_compiling():
+        return  # settings are no part of a graph
+    forced = settings.current().kernel
+    if forced is not None and forced != BASELINE:
+        raise UnsupportedProblemError(
+            f"kernel {forced!r} cannot serve sparse, nested or mkldnn operands"
+        )
+
+
+def _by_torch(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    alpha: Any,
+    epilogue: Epilogue,
+    out_dtype: torch.dtype | None,
+) -> Tensor:
+    plain = not isinstance(alpha, Tensor) and alpha == 1.0
+    if b.dim() == 2 and (a.is_nested or a.is_mkldnn or b.is_mkldnn):
+        # Their way to multiply by a weight; torch.matmul has none.
+        z = F.linear(a, b.t(), bias if plain else None)
+        bias = None if plain else bias
+    else:
+        z = torch.matmul(a, b)
+    z = z if plain else z * alpha
+    y = epilogue.apply(z if bias is None else z + bias)
+    y = y if residual is None else y + residual
+    return y if out_dtype is None else y.to(out_dtype)
+
+
+def _delivered(y: Tensor, out: Tensor | None, *inputs: Tensor | None) -> Tensor:
+    if out is None:
+        return y
+    apart = [t for t in inputs if t is not None and strided(t)]
+    check_out(out, y.shape, y.dtype, [y, *apart])
+    return out.copy_(y)

@@ -1,0 +1,286 @@
+"""What a kernel declares that it serves, and the reasons against every other problem.
+
+Closed by default: what a kernel does not declare it is not asked for, and a field that a problem
+gains is refused by every kernel until :data:`_QUESTIONS` says who answers for it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from typing import Any
+
+import torch
+
+from tmm_core.errors import UnsupportedProblemError
+from tmm_core.spec.device import DeviceFingerprint
+from tmm_core.spec.epilogue import Epilogue
+from tmm_core.spec.groups import Groups
+from tmm_core.spec.problem import ALIGNMENT, Operand, Problem
+
+
+class _Any(Collection[Any]):
+    """Contains everything."""
+
+    def __contains__(self, x: object) -> bool:
+        return True
+
+    def __iter__(self) -> Iterator[Any]:
+        return iter(())
+
+    def __len__(self) -> int:
+        return 0
+
+    def __repr__(self) -> str:
+        return "ANY"
+
+
+#: In place of a collection in :class:`Supports`: no limit.
+ANY: Collection[Any] = _Any()
+MATRICES = ("a", "b", "out", "residual")
+
+Dtypes = Collection[torch.dtype]
+
+
+@dataclass(frozen=True, kw_only=True)
+class Supports:
+    """What a kernel serves. Each field admits more; left out, it admits the least.
+
+    Args:
+        devices: ``"cuda"`` (NVIDIA), ``"hip"`` (AMD), ``"cpu"``, ``"interpreter"`` (Triton's, on
+            the CPU), or a type of torch's.
+        capability: The least compute capability, of NVIDIA's GPUs.
+        below: The first capability that is too new.
+        operands: Dtypes of a and b, which are of one dtype.
+        formats: Formats of a and b that are no plain dtype: ``"fp8"``.
+        scales: Kinds of scales that such operands may have: ``"tensor"``, ``"row"``.
+        out: Dtypes of the result.
+        bias: Dtypes of a bias; none: no bias.
+        residual: Dtypes of a residual; none: no residual.
+        layouts: Classes of stride by ``"a"``, ``"b"``, ``"out"`` and ``"residual"``; row-major
+            only for what is not named.
+        unaligned: Which of these need not start, and have their rows start, on 16 bytes.
+        wide: Offsets beyond 32 bits.
+        batch: The most products in a batch; None: any number.
+        empty: Dimensions of 0.
+        alpha: A factor besides 1.
+        gated: Gated epilogues, which take two halves of the product.
+        unfused: Epilogues without a device function, by their reference.
+        ragged: Dimensions along which groups may differ (:class:`~tmm_core.Groups`).
+
+    Raises:
+        TypeError: A string where a collection of names is wanted.
+    """
+
+    devices: Collection[str] = ("cuda",)
+    capability: tuple[int, int] = (0, 0)
+    below: tuple[int, int] | None = None
+    operands: Dtypes = ()
+    formats: Collection[str] = ()
+    scales: Collection[str] = ()
+    out: Dtypes = ()
+    bias: Dtypes = ()
+    residual: Dtypes = ()
+    layouts: Mapping[str, Collection[str]] = field(default_factory=dict)
+    unaligned: Collection[str] = ()
+    wide: bool = False
+    batch: int | None = 1
+    empty: bool = False
+    alpha: bool = False
+    gated: bool = False
+    unfused: bool = False
+    ragged: Collection[str] = frozenset()
+
+    def __post_init__(self) -> None:
+        for name in _COLLECTIONS:
+            value = getattr(self, name)
+            if isinstance(value, str) or not isinstance(value, Collection):
+                raise TypeError(f"Supports.{name} is a collection, got {value!r}")
+        for name, value in self.layouts.items():
+            if isinstance(value, str):
+                raise TypeError(f"Supports.layouts[{name!r}] is a collection, got {value!r}")
+
+    @classmethod
+    def everything(cls) -> Supports:
+        """All problems that there are: for a kernel whose ``declines`` says all there is to say."""
+        everything: dict[str, Any] = dict.fromkeys(_COLLECTIONS, ANY)
+        everything |= dict.fromkeys(("wide", "empty", "alpha", "gated", "unfused"), True)
+        return cls(**everything, layouts=dict.fromkeys(MATRICES, ANY), batch=None)
+
+    def reasons_against(self, problem: Problem) -> list[str]:
+        """Why a kernel that declares this cannot serve ``problem``; empty: nothing it declares is
+        against it.
+
+        Raises:
+            UnsupportedProblemError: ``problem`` has a field that no kernel can answer for.
+        """
+        parts = (problem, problem.a, problem.b, problem.out, problem.epilogue, problem.groups)
+        for kind in {type(part) for part in parts if part is not None}:
+            _refuse_undeclared(kind)
+        questions = dict.fromkeys(ask for ask in _QUESTIONS[Problem].values() if ask is not None)
+        return [reason for ask in questions for reason in ask(self, problem)]
+
+
+_COLLECTIONS = ("devices", "operands", "formats", "scales", "out", "bias", "residual",
+                "unaligned", "ragged")  # fmt: skip
+_DEVICES = {
+    "cuda": "NVIDIA GPUs",
+    "hip": "AMD GPUs",
+    "cpu": "CPUs",
+    "interpreter": "TRITON_INTERPRET=1",
+}
+_LAYOUTS = {"row": "row-major", "col": "column-major", "strided": "of any stride"}
+
+
+def _device(supports: Supports, problem: Problem) -> Iterator[str]:
+    device = problem.device
+    kind = "hip" if device.cuda.startswith("hip") else device.type
+    if kind not in supports.devices and not (
+        device.interpreted and "interpreter" in supports.devices
+    ):
+        names = " and ".join(_DEVICES.get(each, each) for each in supports.devices)
+        within = " in Triton's interpreter" if device.interpreted else ""
+        yield f"runs on {names or 'no device'}, not on {kind}{within}"
+    elif kind == "cuda":
+        yield from _capability(supports, device)
+
+
+def _capability(supports: Supports, device: DeviceFingerprint) -> Iterator[str]:
+    (major, minor), below = supports.capability, supports.below
+    if device.capability < supports.capability or (below and device.capability >= below):
+        most = f" to below {below[0]}.{below[1]}" if below else ""
+        yield f"needs compute capability {major}.{minor}{most}, this is {device.sm / 10}"
+
+
+def _numbers(supports: Supports, problem: Problem) -> Iterator[str]:
+    """Dtypes of a and b, their formats and scales."""
+    a, b = problem.a.dtype, problem.b.dtype
+    if problem.fp8:
+        if "fp8" not in supports.formats:
+            yield f"does not multiply 8-bit floats, {a} and {b}"
+    elif a not in supports.operands:
+        more = ", or both 8-bit floats" if "fp8" in supports.formats else ""
+        yield f"{a} operands are not among {_named(supports.operands)}{more}"
+    elif a != b:
+        yield f"operands differ in dtype: {a} and {b}"
+    for name, kind in (("scale_a", problem.scale_a), ("scale_b", problem.scale_b)):
+        if kind is not None and not (problem.fp8 and kind in supports.scales):
+            yield f"has no {name} by {kind} for {a}"
+
+
+def _out(supports: Supports, problem: Problem) -> Iterator[str]:
+    yield from _dtype("out", problem.out.dtype, supports.out)
+
+
+def _bias(supports: Supports, problem: Problem) -> Iterator[str]:
+    if problem.bias is not None:
+        yield from _dtype("bias", problem.bias, supports.bias)
+
+
+def _residual(supports: Supports, problem: Problem) -> Iterator[str]:
+    if problem.residual is not None:
+        yield from _dtype("residual", problem.residual.dtype, supports.residual)
+
+
+def _matrices(supports: Supports, problem: Problem) -> Iterator[str]:
+    """Layout, alignment and reach of each matrix."""
+    for name in MATRICES:
+        matrix: Operand | None = getattr(problem, name)
+        if matrix is None:
+            continue
+        allowed = supports.layouts.get(name, ("row",))
+        if matrix.layout not in allowed:
+            if matrix.layout == "strided":
+                yield f"{name} has no contiguous dimension"
+            else:
+                wanted = " or ".join(_LAYOUTS[layout] for layout in allowed)
+                yield f"{name} is {_LAYOUTS[matrix.layout]}, not {wanted}"
+        elif not matrix.aligned and matrix.layout != "strided" and name not in supports.unaligned:
+            yield f"{name} is not aligned to {ALIGNMENT} bytes (base and strides)"
+        if matrix.wide and not supports.wide:
+            yield f"{name} has offsets beyond 32 bits"
+
+
+def _sizes(supports: Supports, problem: Problem) -> Iterator[str]:
+    if 0 in (problem.m, problem.n, problem.k, problem.batch) and not supports.empty:
+        yield "nothing to multiply: a dimension is 0"
+    if supports.batch is not None and problem.batch > supports.batch:
+        yield f"batch {problem.batch} exceeds {supports.batch}"
+
+
+def _epilogue(supports: Supports, problem: Problem) -> Iterator[str]:
+    epilogue = problem.epilogue
+    if epilogue.gated and not supports.gated:
+        yield f"has one accumulator, gated {epilogue.name!r} needs two"
+    if not epilogue.fusable and not supports.unfused:
+        yield f"epilogue {epilogue.name!r} has no device function"
+
+
+def _alpha(supports: Supports, problem: Problem) -> Iterator[str]:
+    if problem.scaled and not supports.alpha:
+        yield "multiplies by no alpha"
+
+
+def _groups(supports: Supports, problem: Problem) -> Iterator[str]:
+    groups = problem.groups
+    if groups is not None and groups.ragged not in supports.ragged:
+        yield f"does not serve products that are ragged along {groups.ragged}"
+
+
+def _dtype(what: str, dtype: torch.dtype, allowed: Dtypes) -> Iterator[str]:
+    if dtype not in allowed:
+        yield f"{what} of {dtype} is not among {_named(allowed) or 'what it takes: none'}"
+
+
+def _named(dtypes: Dtypes) -> str:
+    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+
+
+Question = Callable[[Supports, Problem], Iterator[str]]
+
+#: Who answers for each field of a problem and of its parts: a question put to :class:`Supports`,
+#: or None where no kernel is asked, with the reason.
+_QUESTIONS: dict[type, dict[str, Question | None]] = {
+    Problem: {
+        **dict.fromkeys(("m", "n", "k", "batch"), _sizes),
+        "a": _numbers,
+        "b": _matrices,
+        "out": _out,
+        "device": _device,
+        "epilogue": _epilogue,
+        "bias": _bias,
+        "residual": _residual,
+        "scaled": _alpha,
+        "tf32": None,  # allows rounding and does not demand it
+        "scale_a": _numbers,
+        "scale_b": _numbers,
+        "groups": _groups,
+        # Held against Traits by the registry.
+        **dict.fromkeys(("deterministic", "batch_invariant", "capturing"), None),
+        "static_weights": None,  # held against Config.assumes
+    },
+    Operand: {
+        "dtype": _numbers,
+        **dict.fromkeys(("layout", "aligned", "wide"), _matrices),
+    },
+    Groups: {"count": None, "ragged": _groups},  # any number of groups is a run-time value
+    Epilogue: {
+        **dict.fromkeys(("device", "gated", "stages"), _epilogue),
+        # What it computes is the device function's business; derivatives are other calls'.
+        **dict.fromkeys(
+            ("name", "reference", "parameters", "positive", "linear", "builtin", "derivative",
+             "output_vjp", "device_derivative")
+        ),
+    },
+}  # fmt: skip
+
+
+def _refuse_undeclared(kind: type) -> None:
+    """Raise if ``kind`` has a field that :data:`_QUESTIONS` does not know."""
+    known = next(known for base, known in _QUESTIONS.items() if issubclass(kind, base))
+    for each in fields(kind):
+        if each.name not in known:
+            raise UnsupportedProblemError(
+                f"{kind.__name__} has a field {each.name!r} that no kernel declares: say in "
+                "tmm_core/spec/supports.py which part of Supports answers for it"
+            )
