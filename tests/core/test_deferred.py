@@ -262,7 +262,7 @@ def test_a_process_that_replays_imports_what_it_replays(tmp_path: Path, winner: 
     else:
         kernels = {"tmm_triton.naive", "tmm_triton.kernel", "tmm_triton.operands"}
         assert kernels | {"triton"} <= imported
-        assert not {"tmm_triton.grouped", "tmm_triton.warp_specialized"} & imported
+        assert not {"tmm_triton.tiled", "tmm_triton.warp_specialized"} & imported
         assert not {"tmm_core.dispatch.tuner", "tmm_core.dispatch.timing"} & imported
 
 

@@ -243,7 +243,7 @@ def test_the_profilers_command_line_runs_the_chosen_kernel(
     line = printed(capsys, "4096x4096x4096", "--gpu", "h200", "--ncu", "--kernel", "triton.grouped")
     words = shlex.split(line)
     assert words[0] == "ncu"
-    assert words[words.index("--kernel-name") + 1] == "regex:^(grouped_kernel)$"
+    assert words[words.index("--kernel-name") + 1] == "regex:^(tiled_kernel)$"
     assert words[words.index("--export") + 1] == "triton.grouped-4096x4096x4096"
     assert "'" not in words[-1]
 

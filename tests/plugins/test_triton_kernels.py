@@ -20,13 +20,12 @@ import triton
 import triton.language as tl
 from tmm_triton import kernel as kernel_module
 from tmm_triton import plugin, roofline, split_k
-from tmm_triton.fused_epilogue import FusedEpilogue, FusedEpilogueConfig
-from tmm_triton.grouped import Grouped, GroupedConfig
 from tmm_triton.kernel import TritonKernel
 from tmm_triton.naive import Naive, NaiveConfig
 from tmm_triton.operands import TileConfig
 from tmm_triton.persistent import Persistent, PersistentConfig
 from tmm_triton.split_k import SplitK, SplitKConfig
+from tmm_triton.tiled import FusedEpilogue, FusedEpilogueConfig, Grouped, GroupedConfig
 
 import tmm_core
 from tmm_core import Config, ConfigError, Epilogue, Operand, Problem

@@ -129,7 +129,7 @@ class Dispatcher:
             kernel, config = choice.candidate.kernel, choice.candidate.config
             try:
                 launcher = kernel.bind(problem, config)
-                fault = self._doubt(problem, choice, launcher)
+                fault = self._doubt(problem, choice, launcher, settings)
             except Exception as error:
                 if choice.origin == "forced" or kernel.name == BASELINE:
                     raise
@@ -141,7 +141,9 @@ class Dispatcher:
                 return fault, fault.candidate.kernel.bind(problem, fault.candidate.config)
             self.quarantine(problem, choice, fault)
 
-    def _doubt(self, problem: Problem, choice: Choice, launcher: Launcher) -> str | Choice | None:
+    def _doubt(
+        self, problem: Problem, choice: Choice, launcher: Launcher, settings: Settings
+    ) -> str | Choice | None:
         """Verify a choice at its first use. None: it is right; a text: what is wrong with it; a
         choice: it cannot be verified now, and this one answers instead."""
         if self.trust.holds(problem, choice):
@@ -152,7 +154,9 @@ class Dispatcher:
         with self._lock:  # not while others are timed
             if self.trust.holds(problem, choice):
                 return None
-            verdict = self.trust.verify(problem, choice.candidate, launcher)
+            verdict = self.trust.verify(
+                problem, choice.candidate, launcher, memory_limit=settings.tune_memory
+            )
         if verdict.unknown:
             return self._instead(problem, f"{untried}: it {verdict.reason}")
         return verdict.reason

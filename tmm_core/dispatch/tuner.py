@@ -26,6 +26,8 @@ from tmm_core.dispatch import rotation, verify
 from tmm_core.dispatch.binding import Binding, Task
 from tmm_core.dispatch.compilers import Compilers, NotCompiledError, compiling_threads
 from tmm_core.dispatch.compilers import default as default_compilers
+from tmm_core.dispatch.first_launch import FirstLaunches
+from tmm_core.dispatch.fixture import memory_limit
 from tmm_core.dispatch.progress import Progress
 from tmm_core.dispatch.proposals import MARGIN, NO_HINTS, Hints, Proposals, decide, group
 from tmm_core.dispatch.timing import Timer, held_up, median, timer_for
@@ -90,8 +92,11 @@ class _Trial:
     ) -> None:
         self.status = status
         self.launcher = self.run = None
-        plain = isinstance(error, (str, TimeoutError, NotCompiledError))
-        self.reason = (str(error) if plain else told(error)).strip()[:500]
+        if isinstance(error, (str, TimeoutError, NotCompiledError)):
+            reason = str(error)
+        else:
+            reason = told(error)
+        self.reason = reason.strip()[:500]
 
 
 class Tuner:
@@ -111,6 +116,8 @@ class Tuner:
         compilers: Compilers | None = None,
     ) -> None:
         self.timer = timer
+        #: Where candidates are launched before they are here; None: nowhere.
+        self.first_launches: FirstLaunches | None = None
         self.compilers = compilers or default_compilers()
         self.workers = workers or compiling_threads()
 
@@ -195,10 +202,14 @@ class _Tuning:
         self._own_timer = tuner.timer is None
         self._timer: Any = tuner.timer or timer_for(self._device)
         self._workers, self._compilers = tuner.workers, tuner.compilers
+        self._first = tuner.first_launches
         self._deadline = time.monotonic() + settings.tune_budget
         self._progress = progress
-        self._chain = _Chain(problem, self._device)
-        self._verifier = Verifier(problem, self._device)
+        #: Half for what is timed and half for what is verified: both are held throughout.
+        self._memory = settings.tune_memory
+        half = None if self._memory is None else self._memory // 2
+        self._chain = _Chain(problem, self._device, half)
+        self._verifier = Verifier(problem, self._device, memory_limit=half)
 
     def run(self, proposals: Proposals) -> None:
         """Try what is proposed, then let the best race.
@@ -262,8 +273,6 @@ class _Tuning:
         for trial in trials:
             self._verify(trial, self._verifier)
             if trial.launcher is not None:
-                trial.workspace = _workspace(trial, self._problem)
-            if trial.launcher is not None:
                 trial.run = self._chain.runner(trial.launcher)
         self._measure([t for t in trials if t.run is not None], LOOK, LOOK_US)
 
@@ -273,8 +282,14 @@ class _Tuning:
         for trial, outcome in zip(trials, outcomes, strict=True):
             if isinstance(outcome, BaseException):
                 trial.fail(outcome)
-            else:
-                trial.launcher = outcome
+                continue
+            trial.launcher = outcome
+            trial.workspace = _workspace(trial, self._problem)
+            if self._memory is not None and trial.workspace > self._memory:
+                trial.fail(
+                    f"takes {trial.workspace / 2**20:.0f} MiB of scratch memory, and tune_memory "
+                    f"(TMM_TUNE_MEMORY) is {self._memory / 2**20:.0f}"
+                )
 
     def _bound(
         self, asked: Sequence[tuple[Problem, Candidate]], progress: Progress | None = None
@@ -288,11 +303,12 @@ class _Tuning:
                 raise futures.CancelledError
             return kernel.bind(problem, candidate.config)
 
-        tasks = [
-            Task(candidate.kernel.name, compiled, functools.partial(bind, problem, candidate))
-            for (problem, candidate), compiled in zip(asked, compiling, strict=True)
-        ]
         try:
+            ready = compiling if self._first is None else self._launched_first(asked, compiling)
+            tasks = [
+                Task(candidate.kernel.name, each, functools.partial(bind, problem, candidate))
+                for (problem, candidate), each in zip(asked, ready, strict=True)
+            ]
             found = Binding(tasks, self._device, self._workers).outcomes(
                 self._deadline,
                 late=lambda: self._compilers.cancel_pending(compiling),
@@ -305,6 +321,31 @@ class _Tuning:
                 let_through(outcome)
         late = TimeoutError("the tuning budget ended before it")
         return [late if isinstance(each, futures.CancelledError) else each for each in found]
+
+    def _launched_first(
+        self,
+        asked: Sequence[tuple[Problem, Candidate]],
+        compiling: Sequence[futures.Future[None]],
+    ) -> list[futures.Future[None]]:
+        """Futures of those that compiled and whose first launch elsewhere ended."""
+        assert self._first is not None
+        futures.wait(compiling, timeout=max(0.0, self._deadline - time.monotonic()))
+        self._compilers.cancel_pending(list(compiling))
+        launched: list[futures.Future[None]] = []
+        for (problem, candidate), future in zip(asked, compiling, strict=True):
+            launched.append(future)
+            late = time.monotonic() > self._deadline
+            failed = future.cancelled() or future.exception() is not None
+            if failed or late or candidate.kernel.name == BASELINE:
+                continue
+            memory = self._memory or memory_limit(self._device)
+            started = time.monotonic()
+            if (fault := self._first.fault(problem, candidate, memory)) is not None:
+                # What one lost is not the others' to make up for.
+                self._deadline += time.monotonic() - started
+                launched[-1] = futures.Future()
+                launched[-1].set_exception(NotCompiledError(fault))
+        return launched
 
     def _verify(self, trial: _Trial, verifier: Verifier, repeats: int = 0) -> None:
         """Fail a trial whose launcher raises or is wrong: by two launches, or in every way it is
@@ -386,7 +427,8 @@ class _Tuning:
                 return
             verifier = self._verifier.inside(m)
             problem = verifier.problem
-            chain = _Chain(problem, self._device)
+            half = None if self._memory is None else self._memory // 2
+            chain = _Chain(problem, self._device, half)
             there = []
             for trial in finalists:
                 guest, launcher = _Trial(trial.candidate), bound[m, trial]
@@ -411,10 +453,24 @@ class _Tuning:
 
 
 class _Chain:
-    """A problem's operands, as many copies as its chain of calls has."""
+    """A problem's operands, as many copies as its chain of calls has.
 
-    def __init__(self, problem: Problem, device: torch.device) -> None:
-        self.copies = rotation.copies(problem, rotation.memory_limit(device))
+    Args:
+        most: Bytes that they may take; by default as many as :mod:`rotation` has it, or what one
+            copy takes.
+
+    Raises:
+        MemoryError: One copy takes more.
+    """
+
+    def __init__(self, problem: Problem, device: torch.device, most: int | None) -> None:
+        if most is not None and (needed := rotation.bytes_of(problem)) > most:
+            raise MemoryError(
+                f"operands and result take {needed / 2**20:.0f} MiB, and tune_memory "
+                f"(TMM_TUNE_MEMORY) leaves {most / 2**20:.0f} for what is timed"
+            )
+        limit = rotation.memory_limit(device)
+        self.copies = rotation.copies(problem, limit if most is None else min(limit, most))
         inputs = verify.make_inputs(problem, device, seed=_fresh_seed())
         self._inputs = rotation.rotated(inputs, problem, self.copies)
         # As called: without `out=`, into which torch's own operators would copy what they

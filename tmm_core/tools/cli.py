@@ -155,6 +155,12 @@ def _add_tune(parser: argparse.ArgumentParser) -> None:
         help="suites like tmm_core/bench/suite.json, or what `tmm misses --json` prints",
     )
     parser.add_argument("--force", action="store_true", help="measure also what is on record")
+    parser.add_argument(
+        "--isolate",
+        action="store_true",
+        help="launch each candidate in a process of its own first: one that hangs, exits or "
+        "crashes costs itself",
+    )
     _add_budget(parser)
     shared.add_problem(parser)
     shared.add_device(parser)
