@@ -72,8 +72,6 @@ class Blas(Kernel[BlasConfig]):
 
     def declines(self, problem: Problem) -> Iterable[str]:
         dtype = problem.a.dtype
-        if dtype.itemsize == 1 and dtype.is_floating_point and problem.format is None:
-            yield f"{dtype} @ {problem.b.dtype} are of no operand format that is installed"
         if problem.device.type == "cuda" and not (dtype.is_floating_point or dtype.is_complex):
             yield f"torch has no {dtype} matmul on CUDA"
 

@@ -129,6 +129,15 @@ def test_the_table_names_no_field_that_is_gone() -> None:
         assert set(questions) == {field.name for field in dataclasses.fields(kind)}
 
 
+def test_what_nobody_declares_is_an_error_and_not_left_to_blas(tmp_path: Path) -> None:
+    asked = replace(PLAIN, device=DEVICE, groups=Groups(2, "m"))
+    blas, fast = FakeBlas(), FakeKernel("fast")
+    blas.supports = fast.supports = replace(blas.supports, ragged=())  # type: ignore[misc]
+    d, _ = dispatcher(blas, fast, root=tmp_path)
+    with pytest.raises(UnsupportedProblemError, match=r"blas: .* ragged along m"):
+        d.choose(asked, settings())
+
+
 def test_groups_are_checked() -> None:
     with pytest.raises(ValueError, match="at least one group"):
         Groups(0, "m")

@@ -158,6 +158,8 @@ def _numbers(supports: Supports, problem: Problem) -> Iterator[str]:
     if problem.format is not None:
         if problem.format.name not in supports.formats:
             yield f"does not multiply {problem.format.name} operands, {a} and {b}"
+    elif a.itemsize == 1 and a.is_floating_point:
+        yield f"{a} and {b} operands are of no format that is installed"
     elif a not in supports.operands:
         names = [_named(supports.operands), *supports.formats]
         yield f"{a} operands are not among {', '.join(names)}"
