@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tmm_core import dispatch, settings
+from tmm_core.formats import BY_STORAGE
 from tmm_core.interop import autograd, operator, unusual
 from tmm_core.launch import warm
 from tmm_core.launch.check import (
@@ -25,7 +26,7 @@ from tmm_core.launch.plan import Plan
 from tmm_core.spec.arguments import TENSORS, Arguments
 from tmm_core.spec.epilogue import Epilogue, EpilogueLike
 from tmm_core.spec.kernel import Config
-from tmm_core.spec.problem import FP8, Problem
+from tmm_core.spec.problem import Problem
 
 if TYPE_CHECKING:
     from tmm_cache import TuningRecord
@@ -126,7 +127,7 @@ def matmul(
         try:
             if not autograd.recorded(a, b, bias, residual):
                 return warm.run(a, b, bias, residual, alpha, text, out_dtype, scale_a, scale_b)
-            if scale_a is None and scale_b is None and a.dtype not in FP8:
+            if scale_a is None and scale_b is None and a.dtype not in BY_STORAGE:
                 return autograd.eager(a, b, bias, residual, alpha, text, out_dtype)
         except (RuntimeError, ValueError):
             if not unusual.concerns(a, b, bias, residual):
@@ -253,7 +254,7 @@ def linear(
             text = epilogue or ""
             if not autograd.recorded(x, weight, bias, residual):
                 return warm.run(x, weight.t(), bias, residual, alpha, text, out_dtype)
-            if x.dtype not in FP8:
+            if x.dtype not in BY_STORAGE:
                 return autograd.eager(
                     x, weight, bias, residual, alpha, text, out_dtype, transposed=True
                 )

@@ -22,12 +22,12 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
+from tmm_core.formats import BY_STORAGE
 from tmm_core.interop.pointwise import failed, kernels, takes
 from tmm_core.launch.warm import epilogue_of, run, undisturbed
 from tmm_core.settings import overridden, within
 from tmm_core.spec.arguments import COMMON
 from tmm_core.spec.epilogue import IDENTITY, Epilogue
-from tmm_core.spec.problem import FP8
 
 if TYPE_CHECKING:
     from tmm_core.triton.pointwise import Pointwise
@@ -61,7 +61,7 @@ def matmul(*given: Any) -> Tensor:
     if not differentiated(*tensors):
         with torch._C._AutoDispatchBelowAutograd():
             return _operator(*given)
-    if given[0].dtype in FP8:
+    if given[0].dtype in BY_STORAGE:
         return _record(_Scaled, *given)
     given = given[:COMMON]
     if undisturbed(*tensors, cast=True) and not any(map(_batched, tensors[:2])):
@@ -467,7 +467,7 @@ follow = _Following.apply  # type: ignore[attr-defined]
 
 
 class _Scaled(OneLevel):
-    """Products of 8-bit operands, which learn nothing by themselves."""
+    """Products of operands of a format, which learn nothing by themselves."""
 
     @staticmethod
     def forward(*arguments: Any) -> Tensor:
