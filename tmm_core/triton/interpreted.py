@@ -41,13 +41,13 @@ def _mend_dots() -> None:
     import numpy as np
     from triton.runtime import interpreter
 
-    builder = getattr(interpreter, "interpreter_builder", None)
-    multiply = getattr(builder, "create_dot", None)
+    builder: Any = getattr(interpreter, "interpreter_builder", None)
+    multiply: Any = getattr(builder, "create_dot", None)
     if multiply is None or not hasattr(interpreter, "TensorHandle"):
         return
 
     def wide(block: Any) -> Any:
-        data = getattr(block, "data", None)
+        data: Any = getattr(block, "data", None)
         if getattr(block, "dtype", None) != tl.bfloat16 or data.dtype != np.uint16:
             return block
         # bf16 is the upper half of fp32.

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import torch
 
-from tmm_core.bench import environment, host, recheck, regret, report, runner, suites
+from tmm_core.bench import environment, host, page, recheck, regret, report, runner, suites
 from tmm_core.bench.results import Document, Results, Writer, identity
 from tmm_core.tools.commands import options as shared
 from tmm_core.tools.commands.console import (
@@ -172,6 +172,7 @@ def _show(results: Results, options: argparse.Namespace) -> int:
         options.output.mkdir(parents=True, exist_ok=True)
         written = [options.output / "report.md"]
         written[0].write_text(report.markdown(results), "utf-8")
+        written.append(page.save(results, options.output))
         if options.plots:
             written += _plot(results, options.output)
         note(f"written: {', '.join(map(str, written))}")
