@@ -67,7 +67,8 @@ FLOORS = (
     {"settings", "spec"},
     {"launch"},
     {"dispatch", "triton"},
-    {"interop", "dispatch.compile_server"},  # a process of its own, which nobody imports
+    # Processes of their own, which nobody imports.
+    {"interop", "dispatch.compile_server", "dispatch.first_launch_worker"},
     {"api"},
     {"tmm_core", "nn"},
     {"bench", "testing"},

@@ -78,7 +78,7 @@ def matmul(
         scale_b: Likewise: one number, or one for each column of b, ``[..., 1, N]`` (2N where
             gated).
         kernel: Force this kernel. It raises where it cannot serve the call.
-        config: And this config of it.
+        config: And this config of it; fields left out are as in its default config.
         on_cache_miss: ``"tune"``, ``"heuristic"`` or ``"error"``, for this call.
 
     Returns:
@@ -132,7 +132,8 @@ def matmul(
     given = (a, b, bias, residual, out, scale_a, scale_b)
     if not all(t is None or isinstance(t, Tensor) for t in given) or a is None or b is None:
         tensors = dict(zip(_TENSORS, given, strict=True))
-        return unusual.by_override(matmul, tensors, alpha=alpha, epilogue=epilogue)
+        more = {"alpha": alpha, "epilogue": epilogue, "out_dtype": out_dtype}
+        return unusual.by_override(matmul, tensors, **more)
     check_number("matmul", alpha)
     if unusual.concerns(a, b, bias, residual):
         text, scales = _interned_text(epilogue), {"scale_a": scale_a, "scale_b": scale_b}
@@ -269,7 +270,12 @@ def linear(
                 x, weight, bias, residual, alpha, text, out_dtype, transposed=True
             )
     except (AttributeError, RuntimeError, ValueError):
-        check_tensors("linear", x=x, weight=weight, bias=bias, residual=residual)
+        tensors = {"x": x, "weight": weight, "bias": bias, "residual": residual, "out": out}
+        if not all(t is None or isinstance(t, Tensor) for t in tensors.values()) or (
+            x is None or weight is None
+        ):
+            more = {"alpha": alpha, "epilogue": epilogue, "out_dtype": out_dtype}
+            return unusual.by_override(linear, tensors, **more)
         if weight.dim() != 2 or not unusual.concerns(x, weight.t(), bias, residual):
             raise
     return matmul(

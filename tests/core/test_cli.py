@@ -72,7 +72,7 @@ def test_kernels_lists_what_is_used_and_what_is_not(capsys: pytest.CaptureFixtur
     assert listed["blas"]["version"] == version
     assert listed["blas"]["distribution"] == "tmm-core"
     assert listed["blas"]["disabled"] is None
-    assert listed["blas.padded"]["traits"]["needs_workspace"] is True
+    assert listed["blas"]["traits"]["needs_workspace"] is False
     assert listed["triton.*"]["disabled"] == "not in TMM_PLUGINS"
 
     assert main(["kernels"]) == 0
@@ -117,6 +117,7 @@ def test_a_broken_plugin_is_listed_and_noted_on_stderr(
 def test_explain_poses_the_problem_that_the_options_describe(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    register(FakeKernel("fake.shy", against=lambda problem: ["not today"]))
     options = ("--dtype", "fp16", "--layout", "nt", "--epilogue", "bias+silu", "--residual")
     doc = run_json(capsys, "explain", "24x40x16", *options, "--out-dtype", "fp32", *CPU)
     x, w = torch.empty(24, 16, dtype=torch.half), torch.empty(40, 16, dtype=torch.half)
@@ -126,7 +127,7 @@ def test_explain_poses_the_problem_that_the_options_describe(
     )
     assert doc["problem"] == posed.to_json()
     assert doc["kernel"] == "blas"
-    assert "blas.padded" in doc["rejected"]
+    assert doc["rejected"]["fake.shy"] == ["not today"]
 
 
 def test_explain_takes_batches_and_gated_widths(capsys: pytest.CaptureFixture[str]) -> None:
@@ -359,6 +360,7 @@ def no_stray_gpu_tools(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_doctor_is_content_with_this_machine(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    register(FakeKernel("fake.shy", against=lambda problem: ["not today"]))
     found = findings(capsys, 0)
     texts = {finding["about"]: finding["text"] for finding in found}
     assert torch.__version__ in texts["torch"]
@@ -366,7 +368,7 @@ def test_doctor_is_content_with_this_machine(
     assert texts["records"].startswith("0 records for cpu")
     said = [f["text"] for f in found if f["about"] == "kernel"]
     assert "blas runs and is right" in said
-    assert any(text.startswith("blas.padded declines: ") for text in said)
+    assert any(text.startswith("fake.shy declines: not today") for text in said)
     assert main(["doctor", *CPU]) == 0
     assert f"  torch             {torch.__version__}" in capsys.readouterr().out
 

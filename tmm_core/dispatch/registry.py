@@ -202,9 +202,9 @@ class Registry:
                     let_through(error)
                     self._fault(source, f"{hook} failed: {told(error)}", error)
                     continue
-                for name, fault in failed.items():
-                    reason = f"its wrapper of {hook} failed around {source}: {told(fault)}"
-                    self._fault(self._plugins[name], reason, fault)
+                for name, failure in failed.items():
+                    reason = f"its wrapper of {hook} failed around {source}: {told(failure)}"
+                    self._fault(self._plugins[name], reason, failure)
                 for thing in things:
                     add(thing, source)
 

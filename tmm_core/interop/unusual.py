@@ -82,9 +82,7 @@ def answer(
     return _delivered(y, out, a, b, bias, residual)
 
 
-def by_override(
-    function: Callable[..., Tensor], tensors: dict[str, Any], alpha: Any, **rest: Any
-) -> Tensor:
+def by_override(function: Callable[..., Tensor], tensors: dict[str, Any], **rest: Any) -> Tensor:
     """What an argument that is no tensor makes of a call of ``function``, by its
     ``__torch_function__``: ``torch.fx`` records the call so.
 
@@ -94,7 +92,7 @@ def by_override(
     if not has_torch_function(tuple(tensors.values())):
         check_tensors(function.__name__, **tensors)
     given = {name: t for name, t in tensors.items() if t is not None}
-    return handle_torch_function(function, tuple(given.values()), **given, alpha=alpha, **rest)
+    return handle_torch_function(function, tuple(given.values()), **given, **rest)
 
 
 def _refuse_what_torch_cannot(rest: dict[str, Any]) -> None:

@@ -78,11 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     kernels = add("kernels", "list kernels, where they come from, and why some are not used")
     shared.add_json(kernels)
 
-    explain = add("explain", "say what a call would run, why, and why not something else")
-    explain.add_argument("shape", type=shared.argument(parse_shape), metavar="MxNxK")
-    shared.add_problem(explain)
-    shared.add_device(explain)
-    shared.add_json(explain)
+    _add_explain(add("explain", "say what a call would run, why, and why not something else"))
 
     _add_tune(add("tune", "measure problems ahead of time and remember the winners"))
     _add_bench(add("bench", "time what is chosen against torch, side by side"))
@@ -105,6 +101,47 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
+def _add_explain(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("shape", nargs="?", type=shared.argument(parse_shape), metavar="MxNxK")
+    parser.add_argument("--kernel", metavar="NAME", help="as if this kernel were forced")
+    parser.add_argument(
+        "--config",
+        type=_fields,
+        metavar="FIELD=VALUE,…",
+        help="and these fields of its config, the others as in its default",
+    )
+    parser.add_argument(
+        "--gpu", metavar="NAME", help="as on this GPU, which need not be here: H200"
+    )
+    parser.add_argument(
+        "--why", action="store_true", help="take the chosen kernel apart (compiles it)"
+    )
+    parser.add_argument(
+        "--tiles",
+        nargs="?",
+        const=(),
+        type=_tiles,
+        metavar="RxC",
+        help="show the order of tiles, and what waves of them read",
+    )
+    parser.add_argument(
+        "--group", type=_counts, metavar="N,…", help="--tiles: the values of GROUP_M to show"
+    )
+    parser.add_argument("--wave", type=_count, metavar="N", help="--tiles: tiles at one time")
+    parser.add_argument(
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help="draw every candidate on record, or the tiles, into a .png or .svg",
+    )
+    parser.add_argument(
+        "--ncu", action="store_true", help="print the command that profiles the chosen kernel"
+    )
+    shared.add_problem(parser)
+    shared.add_device(parser)
+    shared.add_json(parser)
+
+
 def _add_tune(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "shapes", nargs="*", type=shared.argument(parse_shape), metavar="MxNxK", help="or BxMxNxK"
@@ -118,6 +155,12 @@ def _add_tune(parser: argparse.ArgumentParser) -> None:
         help="suites like tmm_core/bench/suite.json, or what `tmm misses --json` prints",
     )
     parser.add_argument("--force", action="store_true", help="measure also what is on record")
+    parser.add_argument(
+        "--isolate",
+        action="store_true",
+        help="launch each candidate in a process of its own first: one that hangs, exits or "
+        "crashes costs itself",
+    )
     _add_budget(parser)
     shared.add_problem(parser)
     shared.add_device(parser)
@@ -230,6 +273,24 @@ def _weight(text: str) -> tuple[int, int]:
 @shared.argument
 def _count(text: str) -> int:
     return shared.positive(int, text)
+
+
+@shared.argument
+def _counts(text: str) -> list[int]:
+    return [shared.positive(int, each) for each in text.split(",")]
+
+
+@shared.argument
+def _tiles(text: str) -> tuple[int, int]:
+    rows, _, columns = text.lower().replace("×", "x").partition("x")
+    if not (rows.isdigit() and columns.isdigit()):
+        raise ValueError(f"found {text!r}, accepted is RxC: rows and columns of tiles, like 9x9")
+    return shared.positive(int, rows), shared.positive(int, columns)
+
+
+@shared.argument
+def _fields(text: str) -> dict[str, int | float | bool | str]:
+    return dict(map(shared.field, text.split(",")))
 
 
 if __name__ == "__main__":

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from tmm_cache import Entry
 
-from tmm_core import dispatch
+from tmm_core import dispatch, settings
 from tmm_core.dispatch.compilers import compiling_threads
 from tmm_core.dispatch.verifier import Verifier
 from tmm_core.launch import warm
@@ -112,7 +112,8 @@ def _verdict(winner: Future[_Bound | str], device: torch.device) -> dict[str, An
             return {"status": bound}
         kernel = bound.candidate.kernel
         with precision(bound.problem.tf32):  # some multiply by BLAS, which goes by it
-            verdict = Verifier(bound.problem, device).verdict(
+            memory = settings.current().tune_memory
+            verdict = Verifier(bound.problem, device, memory_limit=memory).verdict(
                 bound.launcher, repeats=REPEATS, deterministic=kernel.traits.deterministic
             )
     except Exception as error:  # a compiler's, a launch's: this record's fault alone
