@@ -14,8 +14,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 #: Pages that are run, those of one line as one program: a process costs 3 s.
 RUN = (
-    ("README.md", "docs/index.md", "docs/models.md"),
-    ("docs/plugins/hello.md",),
+    ("README.md", "docs/index.md", "docs/models.md", "docs/plugins/hello.md"),
     ("docs/records.md",),
     ("docs/train.md",),
     ("docs/serve.md",),
@@ -44,7 +43,7 @@ def blocks(page: str) -> list[tuple[str, str]]:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("pages", RUN, ids=lambda pages: Path(pages[-1]).stem)
+@pytest.mark.parametrize("pages", RUN, ids=lambda pages: Path(pages[0]).stem)
 def test_what_a_page_shows_works(pages: tuple[str, ...], tmp_path: Path) -> None:
     """Python blocks as one program, except one that names itself, which becomes a file; then
     the commands, in order, in a folder with the examples."""

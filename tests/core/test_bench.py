@@ -176,7 +176,7 @@ def test_without_a_record_kernels_are_timed_with_their_defaults() -> None:
         plans, failed = providers.kernels(Case(m=16, n=16, k=16, dtype=FP32).call(CPU))
     assert plans["fake.other"].config == {"tile": 7}
     (reason,) = failed.values()
-    assert reason.startswith("PluginError: kernel 'fake.lame' of plugin 'fakes': bind raised OSError: ")
+    assert "kernel 'fake.lame' of plugin 'fakes': bind raised OSError: " in reason
 
 
 # -- the runner --------------------------------------------------------------------------
