@@ -44,6 +44,7 @@ from tmm_core.errors import (
 )
 from tmm_core.launch.plan import Choice
 from tmm_core.settings import Settings
+from tmm_core.spec.asking import read_config
 from tmm_core.spec.bucket import bucketed
 from tmm_core.spec.device import DeviceFingerprint
 from tmm_core.spec.kernel import BASELINE, Candidate, Config, Kernel, Launcher
@@ -609,7 +610,7 @@ class Dispatcher:
         for kernel in able:
             if kernel.name == result.kernel and (any_version or kernel.version == result.version):
                 try:
-                    config = kernel.config_type.from_json(result.config)
+                    config = read_config(kernel, result.config)
                 except Exception as error:  # ConfigError, or a stranger's own
                     self._warn_once(kernel, error)
                     continue

@@ -23,6 +23,7 @@ from triton.compiler import ASTSource, CompiledKernel
 
 from tmm_core.launch.fold import Fold
 from tmm_core.launch.source import Body, address, written
+from tmm_core.spec.arguments import EXTRAS, LAUNCHED, keywords, launch_parameters
 from tmm_core.spec.device import DeviceFingerprint, interpreting
 from tmm_core.spec.kernel import Launcher
 from tmm_core.triton.evict_first import hints, marked
@@ -350,8 +351,8 @@ def launcher(
         lines = [*out, *scratch, *names.preparation(known), *calls, "return out"]
         run = written(
             "run",
-            "a, b, bias, residual, alpha, out, scale_a=None, scale_b=None",
-            [on_device("run(a, b, bias, residual, alpha, out, scale_a, scale_b)"), *lines],
+            launch_parameters(),
+            [on_device(f"run({', '.join(LAUNCHED)}{keywords(EXTRAS)})"), *lines],
             namespace,
         )
         if compiled:
@@ -377,7 +378,7 @@ def launcher(
                 more[key] = _composed(names.namespace[key], fold.flattened(name))
         lines = [
             "if out is not None:",
-            "    return by_views(a, b, bias, residual, alpha, out, scale_a, scale_b)",
+            f"    return by_views({', '.join(LAUNCHED)}{keywords(EXTRAS)})",
             new_out,
             "out_stride = out_flat",
         ]
@@ -411,11 +412,10 @@ class _Names:
         self.described: dict[str, str] = {}
 
     def folds(self, fold: Fold) -> bool:
-        """Whether the launches find the scales where the caller has them: those of a batch may
+        """Whether the launches find the extras where the caller has them: those of a batch may
         have to be repeated, and strides were never theirs to read."""
-        scales = {"scale_a", "scale_b"}
         read = self._strided if fold.batch is None else self._addresses
-        return scales.isdisjoint(read)
+        return read.keys().isdisjoint(EXTRAS)
 
     def preparation(self, known: Iterable[str]) -> Iterator[str]:
         """The statements that come before the launches.
