@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from tmm_core import compat
 from tmm_core.interop import autograd, flops, vmap
 from tmm_core.launch.check import check, check_out, result_dtype
 from tmm_core.launch.warm import epilogue_of, plain, run
@@ -57,7 +58,7 @@ def _in_memory(*tensors: Tensor) -> bool:
     """Whether a kernel can be handed these as they are: no mode or transform has to see the call
     either."""
     return (
-        not torch._C._len_torch_dispatch_stack()
+        not compat.dispatch_modes()
         and not autograd.differentiated(*tensors)
         and all(map(plain, tensors))
     )
@@ -84,7 +85,12 @@ def _fake(
     return a.new_empty(shape, dtype=result_dtype(a, out_dtype))
 
 
-library.impl("matmul", autograd.matmul, "Autograd")
+if compat.below_autograd is not None:
+    library.impl("matmul", autograd.matmul, "Autograd")
+else:
+    torch.library.register_autograd(
+        "tmm::matmul", autograd.by_torch, setup_context=autograd.keep, lib=library
+    )
 torch.library.register_vmap("tmm::matmul", vmap.matmul, lib=library)
 
 
@@ -109,12 +115,7 @@ def _autocast(device: str) -> Any:
             eligible = eligible and a.dtype not in FP8
             return t.to(dtype) if t is not None and eligible else t
 
-        keys = torch._C.DispatchKeySet(
-            torch._C.DispatchKey.AutocastCUDA
-            if device == "cuda"
-            else torch._C.DispatchKey.AutocastCPU
-        )
-        with torch._C._ExcludeDispatchKeyGuard(keys):
+        with compat.without_autocast(device):
             cast = (to(a), to(b), to(bias), to(residual))
             arguments = (*cast, alpha, epilogue, out_dtype, scale_a, scale_b)
             if cast[1] is b:

@@ -11,10 +11,8 @@ from contextlib import nullcontext
 from typing import Any, Protocol, cast
 
 import torch
-from torch.autograd import forward_ad
-from torch.autograd import profiler as _profiler
 
-from tmm_core import settings
+from tmm_core import compat, settings
 from tmm_core.errors import PluginError
 from tmm_core.launch.check import PLAIN, check, result_dtype
 from tmm_core.launch.fold import Fold
@@ -109,7 +107,7 @@ def undisturbed(
         and not _function_modes()
         and not _profiles()
         and _transform() is None
-        and forward_ad._current_level < 0
+        and _forward_ad._current_level < 0
         and _tracer() is None
         and not (a.is_neg() or b.is_neg() or a.is_conj() or b.is_conj())
         and (bias is None or plain(bias))
@@ -125,13 +123,15 @@ def plain(t: Any) -> bool:
     return type(t) in PLAIN and not (t.is_neg() or t.is_conj())
 
 
-# Each is one call of C, some 50 ns.
-_autocasts = torch._C._is_any_autocast_enabled
-_dispatch_modes = torch._C._len_torch_dispatch_stack
-_function_modes = torch._C._len_torch_function_stack
-_profiles = torch._C._autograd._profiler_enabled
-_tracer = torch._C._get_tracing_state
-_transform = torch._C._functorch.peek_interpreter_stack
+# Names of this module's own: an attribute less to look up.
+_autocasts = compat.autocasts
+_dispatch_modes = compat.dispatch_modes
+_function_modes = compat.function_modes
+_profiles = compat.profiles
+_tracer = compat.tracer
+_transform = compat.transform
+_forward_ad = compat.forward_ad
+_profiler = compat.profiler
 
 
 def run(
@@ -223,12 +223,12 @@ def _run_scaled(
 
 def _recorded(plan: Plan, *arguments: Any) -> Tensor:
     """Launch under the kernel's name, for whoever is profiling."""
-    with _profiler.record_function(plan.kernel, str(plan.choice.candidate.config)):
+    with torch.autograd.profiler.record_function(plan.kernel, str(plan.choice.candidate.config)):
         return plan.launcher(*arguments)
 
 
 _overridden = settings.overridden
-_deterministic = torch._C._get_deterministic_algorithms
+_deterministic = compat.deterministic
 
 
 def _tf32() -> bool:
