@@ -27,7 +27,7 @@ ALLOWED = {
 }
 #: Parts of core that are never imported by ``import tmm_core`` may need more.
 EXTRA = {
-    "tmm_core/triton": {"triton"},
+    "tmm_core/triton": {"triton", "numpy"},  # numpy only where Triton interprets, which needs it
     "tmm_core/testing": {"triton", "pytest", "numpy"},
     "tmm_core/bench": {"triton", "matplotlib"},
 }
@@ -67,7 +67,8 @@ FLOORS = (
     {"compat", "settings", "spec"},
     {"launch"},
     {"dispatch", "triton"},
-    {"interop", "dispatch.compile_server"},  # a process of its own, which nobody imports
+    # Processes of their own, which nobody imports.
+    {"interop", "dispatch.compile_server", "dispatch.first_launch_worker"},
     {"api"},
     {"tmm_core", "nn"},
     {"bench", "testing"},
@@ -190,6 +191,9 @@ def test_the_wheel_installs_four_packages_and_nothing_else(wheel: Path) -> None:
     for package in PACKAGES:
         assert f"{package}/py.typed" in names
     assert any(name.endswith("dist-info/licenses/LICENSE") for name in names)
+    template = ROOT / "tmm_core" / "tools" / "template"
+    for path in template.rglob("*.in"):  # what `tmm new-plugin` writes
+        assert path.relative_to(ROOT).as_posix() in names
 
 
 def test_the_wheel_declares_commands_and_plugins(wheel: Path) -> None:

@@ -93,10 +93,10 @@ class Blas(Kernel[BlasConfig]):
         return _bind_fp8(problem) if problem.fp8 else bind_product(problem)
 
     def estimate_us(self, problem: Problem, config: BlasConfig) -> float | None:
-        return estimate_us(problem, aligned=problem.a.aligned and problem.b.aligned)
+        return _estimate_us(problem)
 
 
-def estimate_us(problem: Problem, *, aligned: bool) -> float | None:
+def _estimate_us(problem: Problem) -> float | None:
     """Roofline of the product, plus a pass over the output for each eager step."""
     sms = problem.device.sm_count
     if not sms:
@@ -104,7 +104,7 @@ def estimate_us(problem: Problem, *, aligned: bool) -> float | None:
     rate = FLOPS_PER_SM_US.get(problem.a.dtype.itemsize, 0.04e6)
     if problem.tf32:
         rate = TF32_FLOPS_PER_SM_US
-    if not aligned:
+    if not (problem.a.aligned and problem.b.aligned):
         rate /= UNALIGNED_PENALTY
     widened = 0
     if problem.fp8 and not _takes_fp8(problem):

@@ -6,50 +6,54 @@ from __future__ import annotations
 
 import re
 import subprocess
+import sys
 import tempfile
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import triton
 
-from tmm_core import Anatomy, Problem, Resources
+from tmm_core import Anatomy, Kernel, Problem, Resources
 from tmm_core.triton import compile_for, interpreting, source, target_of
 from tmm_triton import roofline
-from tmm_triton.kernel import Built, TritonKernel
 from tmm_triton.operands import Build, TileConfig
 
 #: Threads and blocks that an SM holds at most, and what it keeps of shared memory for each block.
 _THREADS, _BLOCKS, _RESERVED = 2048, 32, 1024
 
 
-def of(kernel: Built[Any], problem: Problem, config: Any) -> Anatomy | None:
+def of(
+    kernel: Kernel[Any], problem: Problem, config: Any, builds: Sequence[Build]
+) -> Anatomy | None:
     """The anatomy of a kernel of this package; None of one that it does not know."""
+    found = _of(kernel, problem, config)
+    return found and replace(found, functions=tuple(build.fn.__name__ for build in builds))
+
+
+def _of(kernel: Any, problem: Problem, config: Any) -> Anatomy | None:
+    # The kernels' own modules import this one.
+    own: Any = sys.modules[type(kernel).__module__]
     if kernel.name == "triton.warp_specialized":
-        return of_hopper(problem, config)
+        return of_hopper(problem, config, own.hopper_tiles)
     if kernel.name == "triton.realigned":  # of its product: the copies before it are no tiles
-        from tmm_triton.realigned import inner_kernels, realigned
-
-        return inner_kernels()[config.inner].anatomy(realigned(problem), config.config)
-    if not isinstance(kernel, TritonKernel):
+        inner: Kernel[Any] = own.inner_kernels()[config.inner]
+        return inner.anatomy(own.realigned(problem), config.config)
+    if not isinstance(config, TileConfig):
         return None
-    if kernel.name == "triton.persistent":
-        from tmm_triton.persistent import _programs
-
-        programs = _programs(problem, config)
-        return of_tiles(
-            problem,
-            config,
-            splits=1,
-            reach=kernel.reach,
-            group_m=config.GROUP_M,
-            launched=programs,
-        )
     # Split-K numbers programs down the columns of tiles, skinny along the rows, as naive does.
     rows = -(-problem.m // config.BLOCK_M) if kernel.name == "triton.split_k" else 1
-    group = getattr(config, "GROUP_M", rows)
-    splits = kernel.splits(config)
-    return of_tiles(problem, config, splits=splits, reach=kernel.reach, group_m=group)
+    stays = kernel.name == "triton.persistent"
+    return of_tiles(
+        problem,
+        config,
+        # The parts in which a persistent program sums K are its own.
+        splits=1 if stays else kernel.splits(config),
+        reach=kernel.reach,
+        group_m=getattr(config, "GROUP_M", rows),
+        launched=own._programs(problem, config) if stays else None,
+    )
 
 
 def of_tiles(
@@ -98,10 +102,8 @@ def of_tiles(
     )
 
 
-def of_hopper(problem: Problem, given: Any) -> Anatomy:
+def of_hopper(problem: Problem, given: Any, hopper_tiles: Any) -> Anatomy:
     """Of ``triton.warp_specialized``, whose blocks stay, one to an SM."""
-    from tmm_triton import hopper_tiles
-
     config = hopper_tiles.adapted(problem, given)
     sms = max(1, problem.device.sm_count)
     tiles = hopper_tiles.tile_count(problem, config) * config.splits

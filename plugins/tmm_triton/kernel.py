@@ -19,7 +19,7 @@ import triton
 
 from tmm_core import ANY, Anatomy, Config, Kernel, Launcher, Problem, Resources, Supports
 from tmm_core.triton import Argument, Step, compile_for, launcher, source, target_of
-from tmm_triton import operands, roofline, sums
+from tmm_triton import anatomy, operands, roofline, sums
 from tmm_triton.operands import Build, TileConfig
 
 C = TypeVar("C", bound=TileConfig)
@@ -68,13 +68,9 @@ class Built(Kernel[D]):
             compile_for(target, src, **build.options)
 
     def anatomy(self, problem: Problem, config: D) -> Anatomy | None:
-        from tmm_triton import anatomy
-
-        return anatomy.of(self, problem, config)
+        return anatomy.of(self, problem, config, self.builds(problem, config))
 
     def resources(self, problem: Problem, config: D) -> list[Resources]:
-        from tmm_triton import anatomy
-
         return anatomy.resources(problem, self.builds(problem, config))
 
 

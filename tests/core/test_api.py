@@ -415,6 +415,7 @@ def test_override_nests_and_ends() -> None:
         ("TMM_ON_CACHE_MISS", "always", "one of tune, heuristic, error"),
         ("TMM_TUNE_BUDGET", "-1", "positive seconds"),
         ("TMM_TUNE_BUDGET", "soon", "could not convert"),
+        ("TMM_TUNE_MEMORY", "much", "accepted is a size like 64M"),
         ("TMM_PROGRESS", "maybe", "expected 1 or 0"),
     ],
 )

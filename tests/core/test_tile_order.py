@@ -8,11 +8,10 @@ import pytest
 import torch
 import triton
 import triton.language as tl
-from tmm_triton.fused_epilogue import FusedEpilogue
-from tmm_triton.grouped import Grouped
 from tmm_triton.naive import Naive
 from tmm_triton.operands import tile_of
 from tmm_triton.split_k import SplitK
+from tmm_triton.tiled import FusedEpilogue, Grouped
 
 from tmm_core import Epilogue
 from tmm_core.bench.tile_order import Wave, order, place, traffic, waves

@@ -15,6 +15,9 @@ import torch
 from tmm_core.bench.case import LAYOUTS, SCALES, Case, parse_dtype, parse_expression
 from tmm_core.spec.problem import FP8
 
+#: What problems are filed under that single kernels are timed on (``tmm bench --kernel``).
+SWEEP = "sweep"
+
 
 @dataclass(frozen=True, slots=True)
 class Task:

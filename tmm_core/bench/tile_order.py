@@ -1,9 +1,9 @@
 """In which order a kernel's programs compute the tiles of its output, and what each wave of them
 reads: the arithmetic of GROUP_M, on paper.
 
-Programs start in the order of their numbers, as many at a time as the GPU has room for: a wave. A
-wave needs the rows of A and the columns of B that its tiles lie in, each once, since the programs of
-a wave walk K together and find in L2 what a neighbour has asked for. Numbered along rows, 9 programs
+Programs start in the order of their numbers, as many at a time as the GPU has room for: a wave. It
+needs the rows of A and the columns of B that its tiles lie in, each once, since the programs of a
+wave walk K together and find in L2 what a neighbour has asked for. Numbered along rows, 9 programs
 of a product of 9×9×9 tiles read one row of A and all of B, 90 tiles; numbered down three rows of
 tiles at a time they read three rows and three columns, 54.
 
@@ -21,8 +21,8 @@ Tile = tuple[int, int]
 
 
 def place(program: int, rows: int, columns: int, group: int) -> Tile:
-    """Row and column of the tile that a program computes: down ``group`` tiles, then right. The last
-    rows make a shorter group."""
+    """Row and column of the tile that a program computes: down ``group`` tiles, then right. The
+    last rows make a shorter group."""
     band = group * columns
     first = program // band * group
     height = min(rows - first, group)
@@ -94,7 +94,7 @@ class Traffic:
 
 
 def traffic(waves: Iterable[Wave], row_bytes: int, column_bytes: int, l2: int = 0) -> Traffic:
-    """Bytes moved where a row of A's tiles takes ``row_bytes`` and a column of B's ``column_bytes``.
+    """Bytes moved where a row of tiles reads ``row_bytes`` of A, a column ``column_bytes`` of B.
 
     Between waves an L2 of ``l2`` bytes keeps the rows and columns used last, whole ones only, and
     with 0 none: within a wave each is read once either way.

@@ -36,6 +36,7 @@ from tmm_core.dispatch.trust import Trust
 from tmm_core.dispatch.unmeasured import unmeasured
 from tmm_core.errors import (
     CacheMissError,
+    ConfigError,
     PluginError,
     TmmError,
     UnsupportedProblemError,
@@ -43,9 +44,10 @@ from tmm_core.errors import (
 )
 from tmm_core.launch.plan import Choice
 from tmm_core.settings import Settings
+from tmm_core.spec.asking import read_config
 from tmm_core.spec.bucket import bucketed
 from tmm_core.spec.device import DeviceFingerprint
-from tmm_core.spec.kernel import BASELINE, Candidate, Kernel, Launcher
+from tmm_core.spec.kernel import BASELINE, Candidate, Config, Kernel, Launcher
 from tmm_core.spec.problem import Problem
 
 if TYPE_CHECKING:
@@ -128,7 +130,7 @@ class Dispatcher:
             kernel, config = choice.candidate.kernel, choice.candidate.config
             try:
                 launcher = kernel.bind(problem, config)
-                fault = self._doubt(problem, choice, launcher)
+                fault = self._doubt(problem, choice, launcher, settings)
             except Exception as error:
                 if choice.origin == "forced" or kernel.name == BASELINE:
                     raise
@@ -140,7 +142,9 @@ class Dispatcher:
                 return fault, fault.candidate.kernel.bind(problem, fault.candidate.config)
             self.quarantine(problem, choice, fault)
 
-    def _doubt(self, problem: Problem, choice: Choice, launcher: Launcher) -> str | Choice | None:
+    def _doubt(
+        self, problem: Problem, choice: Choice, launcher: Launcher, settings: Settings
+    ) -> str | Choice | None:
         """Verify a choice at its first use. None: it is right; a text: what is wrong with it; a
         choice: it cannot be verified now, and this one answers instead."""
         if self.trust.holds(problem, choice):
@@ -151,7 +155,9 @@ class Dispatcher:
         with self._lock:  # not while others are timed
             if self.trust.holds(problem, choice):
                 return None
-            verdict = self.trust.verify(problem, choice.candidate, launcher)
+            verdict = self.trust.verify(
+                problem, choice.candidate, launcher, memory_limit=settings.tune_memory
+            )
         if verdict.unknown:
             return self._instead(problem, f"{untried}: it {verdict.reason}")
         return verdict.reason
@@ -473,7 +479,7 @@ class Dispatcher:
                 f"kernel {kernel.name!r} cannot serve {problem}: {'; '.join(reasons)}"
             )
         if settings.config is not None:
-            config = kernel.config_type.from_json(json.loads(settings.config))
+            config = _completed(kernel, problem, json.loads(settings.config))
             if unsaid := config.unsaid(problem):
                 raise UnsupportedProblemError(
                     f"kernel {kernel.name!r} with config {config} relies on what was not said of "
@@ -604,7 +610,7 @@ class Dispatcher:
         for kernel in able:
             if kernel.name == result.kernel and (any_version or kernel.version == result.version):
                 try:
-                    config = kernel.config_type.from_json(result.config)
+                    config = read_config(kernel, result.config)
                 except Exception as error:  # ConfigError, or a stranger's own
                     self._warn_once(kernel, error)
                     continue
@@ -653,6 +659,21 @@ def _bare(problem: Problem) -> Problem:
 def _fits(candidate: Candidate, problem: Problem) -> bool:
     """Whether a config found for another problem is in this one's search space."""
     return candidate.config in list(candidate.kernel.configs(problem))
+
+
+def _completed(kernel: Kernel[Any], problem: Problem, given: dict[str, Any]) -> Config:
+    """The config of these fields; those left out are as in the kernel's default config.
+
+    Raises:
+        ConfigError: An unknown field, or a value that is out of bounds.
+    """
+    try:
+        return kernel.config_type.from_json(given)
+    except ConfigError:
+        usual = kernel.default_config(problem).to_json()
+        if not set(given) < set(usual):
+            raise
+        return kernel.config_type.from_json(usual | given)
 
 
 def _identity_of(candidate: Candidate) -> CandidateId:

@@ -20,7 +20,7 @@ from tmm_core.dispatch.hooks import HOOKS, Hooks
 from tmm_core.errors import PluginError, UnknownNameError, warn
 from tmm_core.settings import POINTWISE, Settings, names
 from tmm_core.spec.asking import Asked, let_through, shown, told
-from tmm_core.spec.epilogue import BUILTIN, IDENTITY, Epilogue, EpilogueLike, parse
+from tmm_core.spec.epilogue import BUILTIN, IDENTITY, INTERNED, Epilogue, EpilogueLike, parse
 from tmm_core.spec.kernel import Deferred, Kernel
 from tmm_core.spec.problem import Problem
 
@@ -202,9 +202,9 @@ class Registry:
                     let_through(error)
                     self._fault(source, f"{hook} failed: {told(error)}", error)
                     continue
-                for name, fault in failed.items():
-                    reason = f"its wrapper of {hook} failed around {source}: {told(fault)}"
-                    self._fault(self._plugins[name], reason, fault)
+                for name, failure in failed.items():
+                    reason = f"its wrapper of {hook} failed around {source}: {told(failure)}"
+                    self._fault(self._plugins[name], reason, failure)
                 for thing in things:
                     add(thing, source)
 
@@ -328,8 +328,8 @@ class Registry:
         """Parse what a caller passed as ``epilogue=``; see :func:`tmm_core.spec.epilogue.parse`."""
         if text is None:
             return IDENTITY
-        if isinstance(text, str) and text in BUILTIN:
-            return BUILTIN[text]
+        if isinstance(text, str) and (known := BUILTIN.get(text) or INTERNED.get(text)):
+            return known
         return parse(text, self.epilogues())
 
     def reasons_against(

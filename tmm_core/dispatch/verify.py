@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import cast
 
 import torch
 
 from tmm_core.dispatch.guarded import lie
-from tmm_core.spec.kernel import Launcher, ScaledLauncher
+from tmm_core.spec.arguments import Arguments
 from tmm_core.spec.problem import FP8, Operand, Problem, ScaleKind
 
 #: Rows or columns of a matrix: a slice, or a tensor of their places.
@@ -44,38 +42,13 @@ TF32_TOLERANCE = 4e-3
 FP8_TOLERANCE = 4e-3
 
 
-@dataclass(frozen=True, slots=True)
-class Inputs:
-    """Operands of one problem, on its device."""
-
-    a: torch.Tensor
-    b: torch.Tensor
-    bias: torch.Tensor | None
-    residual: torch.Tensor | None
-    alpha: float
-    out: torch.Tensor
-    scale_a: torch.Tensor | None = None
-    scale_b: torch.Tensor | None = None
-
-    def run(self, launcher: Launcher) -> torch.Tensor:
-        return self.launch(launcher, self.out)
-
-    def launch(self, launcher: Launcher, out: torch.Tensor | None) -> torch.Tensor:
-        """As :meth:`run`, into ``out`` or what the launcher allocates."""
-        if self.scale_a is None and self.scale_b is None:
-            return launcher(self.a, self.b, self.bias, self.residual, self.alpha, out)
-        return cast(ScaledLauncher, launcher)(
-            self.a, self.b, self.bias, self.residual, self.alpha, out, self.scale_a, self.scale_b
-        )
-
-
 def make_inputs(
     problem: Problem,
     device: torch.device,
     seed: int,
     empty: Empty | None = None,
     with_out: bool = True,
-) -> Inputs:
+) -> Arguments:
     """Random operands of the problem's sizes and stride classes.
 
     randn, because zeros and constants run faster on real hardware and hide wrong indexing;
@@ -112,7 +85,7 @@ def make_inputs(
     if problem.bias is not None:
         bias = make(Operand(problem.bias), (1, width))[0]
         bias.copy_(torch.randn(width, generator=generator, device=device))
-    inputs = Inputs(
+    inputs = Arguments(
         a=fill(problem.a, problem.m, problem.k),
         b=fill(problem.b, problem.k, width),
         bias=bias,
@@ -134,20 +107,19 @@ def _empty(spec: Operand, shape: tuple[int, ...], device: torch.device) -> torch
     return memory.as_strided(shape, placed.strides, placed.offset)
 
 
-def part(problem: Problem, inputs: Inputs, rows: Places, cols: Places) -> Inputs:
+def part(problem: Problem, inputs: Arguments, rows: Places, cols: Places) -> Arguments:
     """Operands of these rows and columns of the result alone."""
     wide = cols
-    b, bias, scale_b, residual = inputs.b, inputs.bias, inputs.scale_b, inputs.residual
+    b, bias, residual = inputs.b, inputs.bias, inputs.residual
     if problem.gated and not (isinstance(cols, slice) and cols == slice(None)):
         places = torch.arange(problem.n, device=b.device)[cols]
         wide = torch.cat([places, places + problem.n])
-    scale_a = inputs.scale_a
+    scale_a, scale_b = inputs.scale_a, inputs.scale_b
     if problem.scale_a == "row" and scale_a is not None:
         scale_a = scale_a[..., rows, :]
     if problem.scale_b == "row" and scale_b is not None:
         scale_b = scale_b[..., wide]
-    return replace(
-        inputs,
+    return inputs._replace(
         a=inputs.a[..., rows, :],
         b=b[..., wide],
         bias=None if bias is None else bias[wide],
@@ -157,12 +129,12 @@ def part(problem: Problem, inputs: Inputs, rows: Places, cols: Places) -> Inputs
     )
 
 
-def reference(problem: Problem, inputs: Inputs) -> torch.Tensor:
+def reference(problem: Problem, inputs: Arguments) -> torch.Tensor:
     """The whole expression in fp64, or for large 16-bit problems from a product in fp32."""
     return finished(problem, inputs, accumulated(problem, inputs))
 
 
-def accumulated(problem: Problem, inputs: Inputs) -> torch.Tensor:
+def accumulated(problem: Problem, inputs: Arguments) -> torch.Tensor:
     """What the epilogue is applied to: ``alpha · (a @ b) + bias``, scales among the factors."""
     precise = problem.a.dtype.itemsize > 2 or problem.flops <= FP64_FLOPS
     z = _product(inputs.a, inputs.b, precise)
@@ -176,7 +148,7 @@ def accumulated(problem: Problem, inputs: Inputs) -> torch.Tensor:
     return z
 
 
-def finished(problem: Problem, inputs: Inputs, z: torch.Tensor) -> torch.Tensor:
+def finished(problem: Problem, inputs: Arguments, z: torch.Tensor) -> torch.Tensor:
     """Epilogue and residual on what was accumulated."""
     y = problem.epilogue.apply(z)
     return y if inputs.residual is None else y + inputs.residual.to(z.dtype)

@@ -28,6 +28,8 @@ class Anatomy:
     shared_memory: int
     #: Blocks that an SM has room for, by that count alone.
     resident: int
+    #: Names of the functions that are launched, as a profiler shows them.
+    functions: tuple[str, ...] = ()
     #: What the model adds up or takes the longest of, in µs by name.
     model_us: Mapping[str, float] = field(default_factory=dict)
 

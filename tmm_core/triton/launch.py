@@ -24,9 +24,11 @@ from triton.compiler import ASTSource, CompiledKernel
 from tmm_core import compat
 from tmm_core.launch.fold import Fold
 from tmm_core.launch.source import Body, address, written
+from tmm_core.spec.arguments import EXTRAS, LAUNCHED, keywords, launch_parameters
 from tmm_core.spec.device import DeviceFingerprint, interpreting
 from tmm_core.spec.kernel import Launcher
 from tmm_core.triton.evict_first import hints, marked
+from tmm_core.triton.interpreted import call_of
 from tmm_core.triton.kept import compile_kept
 from tmm_core.triton.releases import tested
 
@@ -192,7 +194,7 @@ class Launch:
         if interpreting() or device.type != "cuda":
             self._parameters = self._given
             self._template = "{_}interpret({grid}, {arguments})"
-            self.namespace = {"interpret": _interpreted(fn, self._given, constants)}
+            self.namespace = {"interpret": call_of(fn, self._given, constants)}
         else:
             index = device.index if device.index is not None else torch.cuda.current_device()
             key = (
@@ -351,8 +353,8 @@ def launcher(
         lines = [*out, *scratch, *names.preparation(known), *calls, "return out"]
         run = written(
             "run",
-            "a, b, bias, residual, alpha, out, scale_a=None, scale_b=None",
-            [on_device("run(a, b, bias, residual, alpha, out, scale_a, scale_b)"), *lines],
+            launch_parameters(),
+            [on_device(f"run({', '.join(LAUNCHED)}{keywords(EXTRAS)})"), *lines],
             namespace,
         )
         if compiled:
@@ -378,7 +380,7 @@ def launcher(
                 more[key] = _composed(names.namespace[key], fold.flattened(name))
         lines = [
             "if out is not None:",
-            "    return by_views(a, b, bias, residual, alpha, out, scale_a, scale_b)",
+            f"    return by_views({', '.join(LAUNCHED)}{keywords(EXTRAS)})",
             new_out,
             "out_stride = out_flat",
         ]
@@ -412,11 +414,10 @@ class _Names:
         self.described: dict[str, str] = {}
 
     def folds(self, fold: Fold) -> bool:
-        """Whether the launches find the scales where the caller has them: those of a batch may
+        """Whether the launches find the extras where the caller has them: those of a batch may
         have to be repeated, and strides were never theirs to read."""
-        scales = {"scale_a", "scale_b"}
         read = self._strided if fold.batch is None else self._addresses
-        return scales.isdisjoint(read)
+        return read.keys().isdisjoint(EXTRAS)
 
     def preparation(self, known: Iterable[str]) -> Iterator[str]:
         """The statements that come before the launches.
@@ -509,13 +510,6 @@ def _without_constants(src: ASTSource) -> Any:
     its signature, which more kernels then share."""
     typed = {name: kind for name, kind in src.signature.items() if kind != "constexpr"}
     return SimpleNamespace(fn=src.fn, name=src.name, signature=typed, constants={})
-
-
-def _interpreted(fn: Any, names: Sequence[str], constants: Mapping[str, Any]) -> Any:
-    def call(gx: int, gy: int, gz: int, *args: Any) -> None:
-        fn[gx, gy, gz](**dict(zip(names, args, strict=True)), **constants)
-
-    return call
 
 
 def _low_level(run: Any, *, described: bool) -> Any:

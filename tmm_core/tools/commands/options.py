@@ -133,6 +133,33 @@ def argument(parse: Callable[[str], T]) -> Callable[[str], T]:
     return parsed
 
 
+def field(text: str) -> tuple[str, int | float | bool | str]:
+    """Name and value of one field of a config.
+
+    >>> field("GROUP_M=8"), field("FLATTEN=True"), field("schedule=pingpong")
+    (('GROUP_M', 8), ('FLATTEN', True), ('schedule', 'pingpong'))
+
+    Raises:
+        ValueError: There is no name, or no value.
+    """
+    name, equals, value = (part.strip() for part in text.partition("="))
+    if not (name and equals):
+        raise ValueError(f"found {text!r}, accepted is FIELD=VALUE, like GROUP_M=8")
+    return name, value_of(value)
+
+
+def value_of(text: str) -> int | float | bool | str:
+    """A number or a truth value where it reads as one, else the text."""
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
 def _positive(text: str) -> int:
     return positive(int, text)
 
