@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from tmm_core import ANY, Config, Kernel, Launcher, Problem, Supports, Traits
+from tmm_core import ANY, Bound, Config, Kernel, Launcher, Problem, Supports, Traits
 
 Tensor = torch.Tensor
 
@@ -83,7 +83,7 @@ class Blas(Kernel[BlasConfig]):
     def default_config(self, problem: Problem) -> BlasConfig:
         return BlasConfig()
 
-    def bind(self, problem: Problem, config: BlasConfig) -> Launcher:
+    def bind(self, problem: Problem, config: BlasConfig) -> Launcher | Bound:
         if config.fused and not _fusable(problem):
             raise ValueError(f"cuBLASLt fuses bias + relu into plain 2-D products, not {problem}")
         if config.fused:
@@ -126,11 +126,10 @@ def _estimate_us(problem: Problem) -> float | None:
     return product + passes + LAUNCH_US * (1 + (steps > 0))
 
 
-def bind_product(problem: Problem) -> Launcher:
+def bind_product(problem: Problem) -> Bound:
     """The whole expression by torch's own operators, in torch's own roundings."""
-    launcher: Any = _bind_by(torch.mm if problem.batch == 1 else torch.bmm, problem)
-    launcher.folded = functools.partial(_bind_folded, problem)
-    return launcher  # type: ignore[no-any-return]
+    launcher = _bind_by(torch.mm if problem.batch == 1 else torch.bmm, problem)
+    return Bound(launcher, folded=functools.partial(_bind_folded, problem))
 
 
 def _bind_by(
