@@ -85,7 +85,7 @@ def by_torch(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         for t, rest, wanted in zip(ctx.saved_tensors, ctx.rest, needs, strict=False)
     ]
     a, b, bias, residual, alpha, epilogue, out_dtype, *scales = given
-    if any(scale is not None for scale in scales) or a.dtype in FP8:
+    if any(scale is not None for scale in scales) or a.dtype in BY_STORAGE:
         raise RuntimeError("tmm::matmul of 8-bit operands has no derivative")
     with torch.enable_grad():
         z = alpha * (a @ b)
