@@ -11,6 +11,7 @@ import torch
 from tmm_core.dispatch import verify
 from tmm_core.dispatch.guarded import UNREADABLE, UNWRITTEN, Guarded, footprint, guarded
 from tmm_core.dispatch.special import Special
+from tmm_core.spec.arguments import TENSORS, Arguments
 from tmm_core.spec.problem import Operand, Problem
 
 #: Verification takes at most a quarter of the memory that is free on a GPU, at most a sixteenth
@@ -82,7 +83,7 @@ class Expected:
 class InputSet:
     """Inputs between guard bands, and what they should give."""
 
-    inputs: verify.Inputs
+    inputs: Arguments
     memory: dict[str, Guarded]
     sums: dict[str, torch.Tensor]
     expected: Expected
@@ -214,14 +215,12 @@ class Fixture:
         inputs = verify.make_inputs(self.problem, self.device, seed, empty, with_out=False)
         at = {guard.tensor.data_ptr(): guard for guard in made}
         memory = {
-            name: at[t.data_ptr()]
-            for name in ("a", "b", "bias", "residual", "scale_a", "scale_b")
-            if (t := getattr(inputs, name)) is not None
+            name: at[t.data_ptr()] for name in TENSORS if (t := getattr(inputs, name)) is not None
         }
         sums = {name: guard.sums() for name, guard in memory.items()}
         return InputSet(inputs, memory, sums, self._expected(inputs, whole))
 
-    def _expected(self, inputs: verify.Inputs, whole: bool) -> Expected:
+    def _expected(self, inputs: Arguments, whole: bool) -> Expected:
         p, every = self.problem, slice(None)
         rows = None if whole or p.m <= SAMPLES + 2 else _sample(p.m, self.device)
         in_rows = self._reference(inputs, every if rows is None else rows, every)
@@ -230,7 +229,7 @@ class Fixture:
         return Expected(rows, in_rows, cols, in_cols, verify.rms(in_rows))
 
     def _reference(
-        self, inputs: verify.Inputs, rows: verify.Places, cols: verify.Places
+        self, inputs: Arguments, rows: verify.Places, cols: verify.Places
     ) -> torch.Tensor:
         """Of those rows and columns, in pieces whose intermediates fit."""
         inputs = verify.part(self.problem, inputs, rows, cols)

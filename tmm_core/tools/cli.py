@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import tmm_core
 from tmm_core.bench.case import parse_shape
@@ -177,7 +177,48 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
         metavar="MxNxK",
         help="these, as the problem options say, instead of suites or beside them",
     )
+    parser.add_argument(
+        "--squares",
+        type=_squares,
+        default=[],
+        metavar="FIRST:LAST:STEP",
+        help="square matrices of these sizes, like 512:8192:512",
+    )
+    parser.add_argument(
+        "--dtypes",
+        type=_dtypes,
+        metavar="DTYPE,…",
+        help="of --shapes and --squares: each of these, in place of --dtype",
+    )
     parser.add_argument("--limit", type=_count, metavar="N", help="at most N of each suite")
+    parser.add_argument(
+        "--kernel",
+        action="extend",
+        type=lambda text: text.split(","),
+        default=[],
+        metavar="NAME,…",
+        help="time these kernels too, on --shapes and --squares",
+    )
+    parser.add_argument(
+        "--config",
+        type=_fields,
+        metavar="FIELD=VALUE,…",
+        help="with these fields, of those that each has; the others are its default config's",
+    )
+    parser.add_argument(
+        "--sweep",
+        action="append",
+        type=_sweep,
+        default=[],
+        metavar="FIELD=VALUE,…",
+        help="a series for each value; several --sweep are all their combinations",
+    )
+    parser.add_argument(
+        "--metric",
+        choices=("tflops", "gbs", "us", "ratio"),
+        default="tflops",
+        help="what tables and plots of --kernel tell (default: tflops)",
+    )
     parser.add_argument("--kernels", action="store_true", help="time every capable kernel too")
     parser.add_argument("--inductor", action="store_true", help="time torch.compile too")
     parser.add_argument(
@@ -286,6 +327,30 @@ def _tiles(text: str) -> tuple[int, int]:
     if not (rows.isdigit() and columns.isdigit()):
         raise ValueError(f"found {text!r}, accepted is RxC: rows and columns of tiles, like 9x9")
     return shared.positive(int, rows), shared.positive(int, columns)
+
+
+@shared.argument
+def _sweep(text: str) -> tuple[str, list[int | float | bool | str]]:
+    name, first = shared.field(text.split(",")[0])
+    return name, [first, *map(shared.value_of, text.split(",")[1:])]
+
+
+@shared.argument
+def _squares(text: str) -> list[int]:
+    parts = text.split(":")
+    if len(parts) != 3:
+        raise ValueError(f"found {text!r}, accepted is FIRST:LAST:STEP, like 512:8192:512")
+    first, last, step = (shared.positive(int, part) for part in parts)
+    if last < first:
+        raise ValueError(f"found {text!r}: the last size is below the first")
+    return list(range(first, last + 1, step))
+
+
+@shared.argument
+def _dtypes(text: str) -> list[Any]:
+    from tmm_core.bench.case import parse_dtype
+
+    return [parse_dtype(part) for part in text.split(",")]
 
 
 @shared.argument
