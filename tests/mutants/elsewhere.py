@@ -9,6 +9,7 @@ SETTINGS = "tests/core/test_settings.py"
 HOPPER = "tests/plugins/test_warp_specialized.py"
 EARLY = "tests/plugins/test_dependent_launch.py"
 
+EPILOGUES = "tests/core/test_epilogue_conformance.py"
 SUPPORTS = "tests/core/test_supports.py"
 
 SPEC = [
@@ -35,6 +36,15 @@ SPEC = [
            "a derivative serves as output_vjp", (RECORDS,)),
     Mutant("epilogue-key-parameters", "epilogue.py", "        if self.parameters:\n            text +=",
            "        if False:\n            text +=", "softcap(30) is softcap(50)", (RECORDS,)),
+    Mutant("epilogue-other-source", "epilogue.py", 'if match["digest"] and found.key', "if False and found.key",
+           "a record of an edited epilogue is taken for today's", (EPILOGUES,)),
+    Mutant("epilogue-no-defaults", "epilogue.py", "given = _defaults(self) if", "given = () if",
+           "parameters with defaults are none", (EPILOGUES,)),
+    Mutant("bf16-integers", "interpreted.py", "    builder.create_dot = create_dot\n", "",
+           "a first kernel multiplies bf16 as integers", (EPILOGUES,)),
+    Mutant("show-everything", "reports.py",
+           "_roots(store) if options.all or prefix is not None else (store.root,)", "_roots(store)",
+           "270 shipped records hide one's own", ("tests/cache/test_cache_cli.py",)),
     Mutant("gelu-tanh-exact", "activations.py", '"tanh": "gelu_tanh"}', '"tanh": "gelu"}',
            "F.gelu's tanh form is taken for the other", ("tests/core/test_activations.py",)),
     Mutant("softplus-beta", "activations.py", "text = name if usual else None", "text = name",
