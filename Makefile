@@ -4,7 +4,7 @@ PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 OLDEST ?= .venv-oldest
 
-.PHONY: demo test check oldest release-check mutants format clean
+.PHONY: demo test check oldest release-check mutants docs format clean
 
 demo: $(STAMP)
 	@$(PY) -m tmm_core.tools.demo
@@ -43,6 +43,11 @@ release-check: $(STAMP)
 mutants: $(STAMP)
 	$(PY) tests/mutants/run.py $(NAMES)
 
+# A site of docs/ with the API, in site/.
+docs: $(STAMP)
+	$(PY) -m pip install -q -r docs/requirements.txt
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
+
 format: $(STAMP)
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
@@ -56,4 +61,4 @@ $(STAMP): pyproject.toml constraints.txt requirements-dev.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) $(OLDEST) dist build .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(OLDEST) dist build site .mypy_cache .ruff_cache .pytest_cache

@@ -18,10 +18,11 @@ import torch
 
 import tmm_core
 from tmm_core import dispatch
+from tmm_core.formats import wide
 from tmm_core.launch.check import result_dtype
 from tmm_core.spec.arguments import EXTRAS, Arguments
 from tmm_core.spec.epilogue import Epilogue
-from tmm_core.spec.problem import Problem, dtype_name, dtype_of, wide
+from tmm_core.spec.problem import Problem, dtype_name, dtype_of
 
 Tensor = torch.Tensor
 

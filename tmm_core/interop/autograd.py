@@ -23,12 +23,12 @@ from torch.autograd import forward_ad
 
 from tmm_core import compat
 from tmm_core.compat import transforms_active
+from tmm_core.formats import BY_STORAGE
 from tmm_core.interop.pointwise import failed, kernels, takes
 from tmm_core.launch.warm import epilogue_of, run, undisturbed
 from tmm_core.settings import overridden, within
 from tmm_core.spec.arguments import COMMON
 from tmm_core.spec.epilogue import IDENTITY, Epilogue
-from tmm_core.spec.problem import FP8
 
 if TYPE_CHECKING:
     from tmm_core.triton.pointwise import Pointwise
@@ -60,7 +60,7 @@ def matmul(*given: Any) -> Tensor:
     if not differentiated(*tensors):
         with compat.below_autograd():
             return _operator(*given)
-    if given[0].dtype in FP8:
+    if given[0].dtype in BY_STORAGE:
         return _record(_Scaled, *given)
     given = given[:COMMON]
     if undisturbed(*tensors, cast=True) and not any(map(_batched, tensors[:2])):
@@ -85,7 +85,7 @@ def by_torch(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         for t, rest, wanted in zip(ctx.saved_tensors, ctx.rest, needs, strict=False)
     ]
     a, b, bias, residual, alpha, epilogue, out_dtype, *scales = given
-    if any(scale is not None for scale in scales) or a.dtype in FP8:
+    if any(scale is not None for scale in scales) or a.dtype in BY_STORAGE:
         raise RuntimeError("tmm::matmul of 8-bit operands has no derivative")
     with torch.enable_grad():
         z = alpha * (a @ b)
@@ -494,7 +494,7 @@ follow = _Following.apply  # type: ignore[attr-defined]
 
 
 class _Scaled(OneLevel):
-    """Products of 8-bit operands, which learn nothing by themselves."""
+    """Products of operands of a format, which learn nothing by themselves."""
 
     @staticmethod
     def forward(*arguments: Any) -> Tensor:
