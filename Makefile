@@ -21,7 +21,8 @@ check: $(STAMP)
 # The oldest torch and Triton that are supported, in an environment of their own, and the tests that tell
 # most of them. This torch has no build for CPUs on the index: 3 GB to fetch, 7 on disk.
 oldest: $(OLDEST)/.installed
-	TRITON_CACHE_DIR=$(OLDEST)/triton $(OLDEST)/bin/python -m pytest -q -p no:cacheprovider \
+	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -q -p no:cacheprovider \
+		-W "ignore:Conversion of an array:DeprecationWarning" \
 		tests/core/test_compat.py tests/core/test_api.py tests/core/test_plan.py \
 		tests/core/test_launch.py tests/core/test_unusual.py tests/plugins/test_kept.py \
 		tests/plugins/test_triton_kernels.py -k "not slow"
