@@ -12,6 +12,25 @@ EARLY = "tests/plugins/test_dependent_launch.py"
 EPILOGUES = "tests/core/test_epilogue_conformance.py"
 SUPPORTS = "tests/core/test_supports.py"
 
+CORNERS = [
+    Mutant("module-source", "spec/epilogue.py", "return f\"{function}\\n{_module_source(",
+           "return f\"{function}\\n{len(", "two sources, one key", (RECORDS,)),
+    Mutant("listed-out-dtype", "facets.py", 'out = operand(problem, "out", "dtype")',
+           'out = operand(problem, "a", "dtype")', "a result is listed in its operands' dtype",
+           ("tests/cache/test_cache_cli.py",)),
+    Mutant("shard-gradient", "nn/sharded.py", "grad_placements=[Partial()]",
+           "grad_placements=[Replicate()]", "x learns from one rank's columns",
+           ("tests/core/test_distributed.py::test_a_sharded_gated_mlp_is_one_gated_product",)),
+    Mutant("untested-triton", "triton/launch.py", "    if not tested():\n        return None\n", "",
+           "another release's C function is called by this one's order", ("tests/core/test_launch.py",)),
+    Mutant("state-of-both", "nn/gated.py", "and not _whole(t):", "and False:",
+           "safetensors refuses a gated MLP", ("tests/core/test_nn.py",)),
+    Mutant("forced-sparse", "interop/unusual.py", "if forced is not None and forced != BASELINE:",
+           "if False:", "a forced kernel is passed over", ("tests/core/test_unusual.py",)),
+    Mutant("bias-enlarges", "interop/unusual.py", "    if not broadcasts(", "    if not shape and not broadcasts(",
+           "a bias makes the result larger", ("tests/core/test_unusual.py",)),
+]  # fmt: skip
+
 SPEC = [
     Mutant("undeclared-field", "supports.py", "        if each.name not in known:\n",
            "        if False:\n", "a kernel answers for what it has not heard of", (SUPPORTS,)),
