@@ -12,7 +12,6 @@ import shlex
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -43,14 +42,14 @@ STEPS = steps()
 
 
 @pytest.fixture
-def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+def reader(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder as a reader has it, with the records that are shipped."""
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("TMM_SHIPPED_RECORDS")
     monkeypatch.setenv("COLUMNS", "100")
     dispatch.dispatcher.cache_clear()
-    yield tmp_path
+    return tmp_path
 
 
 def matches(shown: str, printed: str) -> bool:
