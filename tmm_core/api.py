@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tmm_core import dispatch, settings
+from tmm_core.formats import BY_STORAGE
 from tmm_core.interop import autograd, operator, unusual
 from tmm_core.launch import warm
 from tmm_core.launch.check import (
@@ -22,9 +23,10 @@ from tmm_core.launch.check import (
     refuse_gradients_of_out,
 )
 from tmm_core.launch.plan import Plan
+from tmm_core.spec.arguments import TENSORS, Arguments
 from tmm_core.spec.epilogue import Epilogue, EpilogueLike
 from tmm_core.spec.kernel import Config
-from tmm_core.spec.problem import FP8, Problem
+from tmm_core.spec.problem import Problem
 
 if TYPE_CHECKING:
     from tmm_cache import TuningRecord
@@ -112,7 +114,8 @@ def matmul(
                 scale_b=scale_b,
             )
     if type(alpha) is not float and isinstance(alpha, Tensor):  # 20 ns, not 80
-        return _scaled(a, b, bias, residual, alpha, epilogue, out, out_dtype, scale_a, scale_b)
+        call = Arguments(a, b, bias, residual, alpha, "", out_dtype, scale_a, scale_b, out)
+        return _scaled(call, epilogue)
     if (
         not torch.compiler.is_dynamo_compiling()
         and out is None
@@ -124,33 +127,34 @@ def matmul(
         try:
             if not autograd.recorded(a, b, bias, residual):
                 return warm.run(a, b, bias, residual, alpha, text, out_dtype, scale_a, scale_b)
-            if scale_a is None and scale_b is None and a.dtype not in FP8:
+            if scale_a is None and scale_b is None and a.dtype not in BY_STORAGE:
                 return autograd.eager(a, b, bias, residual, alpha, text, out_dtype)
         except (RuntimeError, ValueError):
             if not unusual.concerns(a, b, bias, residual):
                 raise
-    given = (a, b, bias, residual, out, scale_a, scale_b)
-    if not all(t is None or isinstance(t, Tensor) for t in given) or a is None or b is None:
-        tensors = dict(zip(_TENSORS, given, strict=True))
+    given = (a, b, bias, residual, scale_a, scale_b, out)
+    if not _are_tensors(*given):
+        tensors = dict(zip((*TENSORS, "out"), given, strict=True))
         more = {"alpha": alpha, "epilogue": epilogue, "out_dtype": out_dtype}
         return unusual.by_override(matmul, tensors, **more)
     check_number("matmul", alpha)
     if unusual.concerns(a, b, bias, residual):
-        text, scales = _interned_text(epilogue), {"scale_a": scale_a, "scale_b": scale_b}
-        return unusual.answer(
-            matmul, a, b, bias, residual, alpha, text, out, out_dtype=out_dtype, **scales
-        )
-    text = _text_of(epilogue)
+        text = _interned_text(epilogue)
+        call = Arguments(a, b, bias, residual, alpha, text, out_dtype, scale_a, scale_b, out)
+        return unusual.answer(matmul, call)
+    arguments = (a, b, bias, residual, alpha, _text_of(epilogue), out_dtype, scale_a, scale_b)
     if out is not None:
-        return operator.matmul_out(  # type: ignore[no-any-return]
-            a, b, bias, residual, alpha, text, out_dtype, scale_a, scale_b, out=out
-        )
+        return operator.matmul_out(*arguments, out=out)  # type: ignore[no-any-return]
     if not torch.compiler.is_compiling() and type(a) is not Tensor:
         _prepare_for(type(a))
-    return operator.matmul(a, b, bias, residual, alpha, text, out_dtype, scale_a, scale_b)  # type: ignore[no-any-return]
+    return operator.matmul(*arguments)  # type: ignore[no-any-return]
 
 
-_TENSORS = ("a", "b", "bias", "residual", "out", "scale_a", "scale_b")
+def _are_tensors(a: Any, b: Any, *others: Any) -> bool:
+    """Whether both operands are tensors, and the others are tensors or left out."""
+    if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
+        return False
+    return all(t is None or isinstance(t, Tensor) for t in others)
 
 
 def _text_of(epilogue: EpilogueLike) -> str:
@@ -176,39 +180,23 @@ def _parsed_text(epilogue: Any) -> str:
 _parsed_text._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as Epilogue.interned
 
 
-def _scaled(
-    a: Tensor,
-    b: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    alpha: Tensor,
-    epilogue: EpilogueLike,
-    out: Tensor | None,
-    out_dtype: torch.dtype | None,
-    scale_a: Tensor | None,
-    scale_b: Tensor | None,
-) -> Tensor:
+def _scaled(call: Arguments, epilogue: EpilogueLike) -> Tensor:
     """With a tensor to scale by."""
+    alpha, out = call.alpha, call.out
     if alpha.dim():
         raise ValueError(f"alpha must be a number or a 0-d tensor, got {tuple(alpha.shape)}")
+    a, b, bias, residual = call[:4]
     check_tensors("matmul", a=a, b=b, bias=bias, residual=residual, out=out)
     if unusual.concerns(a, b, bias, residual):
-        text, scales = _interned_text(epilogue), {"scale_a": scale_a, "scale_b": scale_b}
-        return unusual.answer(
-            matmul, a, b, bias, residual, alpha, text, out, out_dtype=out_dtype, **scales
-        )
-    rest: dict[str, Any] = {"out_dtype": out_dtype, "scale_a": scale_a, "scale_b": scale_b}
+        return unusual.answer(matmul, call._replace(epilogue=_interned_text(epilogue)))
     differentiated = torch.compiler.is_compiling() or autograd.differentiated(alpha)
     if out is not None and differentiated:
         refuse_gradients_of_out()
     if out is not None or (alpha.device.type == "cpu" and not differentiated):
-        number = float(alpha)
-        return matmul(
-            a, b, bias=bias, residual=residual, alpha=number, epilogue=epilogue, out=out, **rest
-        )
+        return matmul(**call._asdict() | {"alpha": float(alpha), "epilogue": epilogue})
     parsed = warm.epilogue_of(_interned_text(epilogue))
-    check(a, b, bias, residual, parsed, out_dtype, scale_a, scale_b)
-    product = matmul(a, b, **rest)
+    check(call, parsed)
+    product = matmul(**call._replace(alpha=1.0, bias=None, residual=None)._asdict())
     z = alpha * product
     y = parsed.apply(z if bias is None else z + bias)
     return (y if residual is None else y + residual).to(product.dtype)
@@ -257,27 +245,28 @@ def linear(
             raise RuntimeError(f"linear(): weight must be 2-D [N, K], got {weight.dim()}D")
         if (
             not torch.compiler.is_dynamo_compiling()
-            and autograd.recorded(x, weight, bias, residual)
             and type(alpha) is float
             and (kernel is None and config is None and on_cache_miss is None)
             and (out is None and scale_a is None and scale_b is None)
             and (epilogue is None or type(epilogue) is str)
             and warm.undisturbed(x, weight, bias, residual)
-            and x.dtype not in FP8
         ):
             text = epilogue or ""
-            return autograd.eager(
-                x, weight, bias, residual, alpha, text, out_dtype, transposed=True
-            )
+            if not autograd.recorded(x, weight, bias, residual):
+                return warm.run(x, weight.t(), bias, residual, alpha, text, out_dtype)
+            if x.dtype not in BY_STORAGE:
+                return autograd.eager(
+                    x, weight, bias, residual, alpha, text, out_dtype, transposed=True
+                )
     except (AttributeError, RuntimeError, ValueError):
-        tensors = {"x": x, "weight": weight, "bias": bias, "residual": residual, "out": out}
-        if not all(t is None or isinstance(t, Tensor) for t in tensors.values()) or (
-            x is None or weight is None
+        if _are_tensors(x, weight, bias, residual, out) and (
+            weight.dim() != 2 or not unusual.concerns(x, weight.t(), bias, residual)
         ):
-            more = {"alpha": alpha, "epilogue": epilogue, "out_dtype": out_dtype}
-            return unusual.by_override(linear, tensors, **more)
-        if weight.dim() != 2 or not unusual.concerns(x, weight.t(), bias, residual):
             raise
+    if not _are_tensors(x, weight, bias, residual, out):
+        tensors = {"x": x, "weight": weight, "bias": bias, "residual": residual, "out": out}
+        more = {"alpha": alpha, "epilogue": epilogue, "out_dtype": out_dtype}
+        return unusual.by_override(linear, tensors, **more)
     return matmul(
         x,
         weight.t(),
@@ -315,23 +304,13 @@ def plan(
 
     Not differentiable. Arguments and errors are those of :func:`matmul`.
     """
-    tensors = {"a": a, "b": b, "bias": bias, "residual": residual}
-    check_tensors("plan", **tensors, scale_a=scale_a, scale_b=scale_b)
+    call = Arguments(a, b, bias, residual, alpha, "", out_dtype, scale_a, scale_b)
+    check_tensors("plan", **dict(zip(TENSORS, call.tensors, strict=True)))
     check_number("plan", alpha)
     with _overrides(kernel, config, on_cache_miss):
-        made = warm.make_plan(
-            a,
-            b,
-            bias,
-            residual,
-            alpha,
-            dispatch.dispatcher().registry.epilogue(epilogue),
-            out_dtype,
-            None,
-            settings.current(),
-            (scale_a, scale_b),
-        )
-    return made.ready(a, b, bias, residual, scale_a, scale_b)
+        parsed = dispatch.dispatcher().registry.epilogue(epilogue)
+        made = warm.make_plan(call, parsed, settings.current())
+    return made.ready(call)
 
 
 def problem(
@@ -351,13 +330,11 @@ def problem(
     Raises:
         RuntimeError, ValueError, TypeError: As :func:`matmul`.
     """
-    tensors = {"a": a, "b": b, "bias": bias, "residual": residual}
-    check_tensors("problem", **tensors, scale_a=scale_a, scale_b=scale_b)
+    call = Arguments(a, b, bias, residual, alpha, "", out_dtype, scale_a, scale_b)
+    check_tensors("problem", **dict(zip(TENSORS, call.tensors, strict=True)))
     check_number("problem", alpha)
     parsed = dispatch.dispatcher().registry.epilogue(epilogue)
-    current = settings.current()
-    scales = (scale_a, scale_b)
-    return warm.pose(a, b, bias, residual, alpha, parsed, out_dtype, None, current, scales)[0]
+    return warm.pose(call, parsed, settings.current())[0]
 
 
 def explain(a: Tensor, b: Tensor, **arguments: Any) -> Explanation:

@@ -55,8 +55,8 @@ class Blas(Kernel[BlasConfig]):
     supports = Supports(
         devices=ANY,
         operands=ANY,
-        formats=("fp8",),
-        scales=("tensor", "row"),
+        formats=ANY,  # dequantised, and multiplied in what that gives
+        scales=ANY,
         out=ANY,
         bias=ANY,
         residual=ANY,
@@ -72,8 +72,6 @@ class Blas(Kernel[BlasConfig]):
 
     def declines(self, problem: Problem) -> Iterable[str]:
         dtype = problem.a.dtype
-        if dtype.itemsize == 1 and dtype.is_floating_point and not problem.fp8:
-            yield f"{dtype} @ {problem.b.dtype} are not among float8_e4m3fn and float8_e5m2"
         if problem.device.type == "cuda" and not (dtype.is_floating_point or dtype.is_complex):
             yield f"torch has no {dtype} matmul on CUDA"
 
@@ -90,7 +88,11 @@ class Blas(Kernel[BlasConfig]):
             raise ValueError(f"cuBLASLt fuses bias + relu into plain 2-D products, not {problem}")
         if config.fused:
             return _bind_biased(torch._addmm_activation, problem.scaled)  # bias and relu
-        return _bind_fp8(problem) if problem.fp8 else bind_product(problem)
+        if problem.format is None:
+            return bind_product(problem)
+        if problem.fp8 and _takes_fp8(problem):
+            return _bind_scaled_mm(problem)
+        return _bind_dequantized(problem, problem.format.dequantize)
 
     def estimate_us(self, problem: Problem, config: BlasConfig) -> float | None:
         return _estimate_us(problem)
@@ -107,7 +109,7 @@ def _estimate_us(problem: Problem) -> float | None:
     if not (problem.a.aligned and problem.b.aligned):
         rate /= UNALIGNED_PENALTY
     widened = 0
-    if problem.fp8 and not _takes_fp8(problem):
+    if problem.format is not None and not (problem.fp8 and _takes_fp8(problem)):
         # Both operands are read, written as bf16 and read again.
         rate = FLOPS_PER_SM_US[2]
         widened = 5 * problem.bytes
@@ -176,7 +178,27 @@ def _bind_by(
         z = mm(a, b) if same else _wide(a, b, out_dtype, mm)
         return finish(problem, z, bias, residual, alpha, out)
 
-    return general
+    activation = problem.epilogue.activation
+    if not same or activation is None or problem.residual is not None:
+        return general
+    if problem.scaled or not (add_bias or problem.bias is None):
+        return general
+
+    def activated(
+        a: Tensor,
+        b: Tensor,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        alpha: float,
+        out: Tensor | None,
+    ) -> Tensor:
+        if out is not None:
+            return general(a, b, bias, residual, alpha, out)
+        y = activation(torch.addmm(bias, a, b) if add_bias else mm(a, b))  # type: ignore[arg-type]
+        return y if y.dtype is out_dtype else y.to(out_dtype)
+
+    # A layer's call, of which the host takes as long as a small product does.
+    return activated
 
 
 def _adds_bias(problem: Problem) -> bool:
@@ -260,12 +282,7 @@ def _takes_fp8(problem: Problem) -> bool:
     )
 
 
-def _bind_fp8(problem: Problem) -> Launcher:
-    """The whole expression of 8-bit operands."""
-    return _bind_scaled_mm(problem) if _takes_fp8(problem) else _bind_dequantized(problem)
-
-
-def _bind_dequantized(problem: Problem) -> Launcher:
+def _bind_dequantized(problem: Problem, dequantize: Callable[[Tensor], Tensor]) -> Launcher:
     mm = torch.mm if problem.batch == 1 else torch.bmm
 
     def run(
@@ -278,7 +295,7 @@ def _bind_dequantized(problem: Problem) -> Launcher:
         scale_a: Tensor | None = None,
         scale_b: Tensor | None = None,
     ) -> Tensor:
-        z = _wide(a.to(torch.bfloat16), b.to(torch.bfloat16), torch.float32, mm)
+        z = _wide(dequantize(a), dequantize(b), torch.float32, mm)
         for scale in (scale_a, scale_b):
             z = z if scale is None else z * scale
         return finish(problem, z, bias, residual, alpha, out)

@@ -113,6 +113,7 @@ CAUSES: dict[Callable[[pytest.MonkeyPatch], None], str] = {
 def not_interpreting(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Where kernels are interpreted nothing is tuned."""
     monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.setenv("TMM_PLUGINS", "blas,broken")  # Triton's may be loaded, to interpret
     monkeypatch.setattr(errors, "_warned", set())
     fingerprint.cache_clear()
     yield

@@ -18,10 +18,11 @@ import torch
 
 import tmm_core
 from tmm_core import dispatch
-from tmm_core.dispatch import verify
+from tmm_core.formats import wide
 from tmm_core.launch.check import result_dtype
+from tmm_core.spec.arguments import EXTRAS, Arguments
 from tmm_core.spec.epilogue import Epilogue
-from tmm_core.spec.problem import Problem, dtype_name, dtype_of, wide
+from tmm_core.spec.problem import Problem, dtype_name, dtype_of
 
 Tensor = torch.Tensor
 
@@ -160,28 +161,26 @@ class Call:
 
     @property
     def keywords(self) -> dict[str, Any]:
-        scales = {"scale_a": self.scale_a, "scale_b": self.scale_b}
-        return {
-            "bias": self.bias,
-            "residual": self.residual,
-            "epilogue": None if self.epilogue.is_identity else self.epilogue.interned(),
-            "out_dtype": self.out_dtype,
-            **{name: scale for name, scale in scales.items() if scale is not None},
-        }
+        epilogue = None if self.epilogue.is_identity else self.epilogue.interned()
+        given = {name: getattr(self, name) for name in ("bias", "residual", "out_dtype")}
+        return given | {"epilogue": epilogue} | self.extras
+
+    @property
+    def extras(self) -> dict[str, Any]:
+        """What a launch is given by keyword."""
+        return {name: t for name in EXTRAS if (t := getattr(self, name)) is not None}
 
     def problem(self) -> Problem:
         """The problem this call poses."""
         return tmm_core.problem(self.a, self.b, **self.keywords)
 
-    def inputs(self) -> verify.Inputs:
+    def inputs(self) -> Arguments:
         """The call's tensors and an output to write, for :mod:`tmm_core.dispatch.verify`."""
         shape = list(torch.broadcast_shapes(self.a.shape[:-2], self.b.shape[:-2]))
         shape += [self.a.shape[-2], self.b.shape[-1] // (2 if self.epilogue.gated else 1)]
         dtype = result_dtype(self.a, self.out_dtype)
         out = torch.empty(shape, dtype=dtype, device=self.a.device)
-        return verify.Inputs(
-            self.a, self.b, self.bias, self.residual, 1.0, out, self.scale_a, self.scale_b
-        )
+        return Arguments(self.a, self.b, self.bias, self.residual, out=out, **self.extras)
 
     def matmul(self, **more: Any) -> Tensor:
         """Make the call; ``more`` as in :func:`tmm_core.matmul`."""

@@ -307,12 +307,11 @@ def _runs(
 
 
 def _bound(plan: tmm_core.Plan, calls: Sequence[Call]) -> Run:
+    extras = [call.extras for call in calls]
+
     def run(copy: int) -> object:
         call = calls[copy]
-        if not plan.problem.has_scales:
-            return plan(call.a, call.b, call.bias, call.residual)
-        scales = {"scale_a": call.scale_a, "scale_b": call.scale_b}
-        return plan(call.a, call.b, call.bias, call.residual, **scales)
+        return plan(call.a, call.b, call.bias, call.residual, **extras[copy])
 
     return run
 

@@ -9,8 +9,9 @@ from dataclasses import dataclass, replace
 import torch
 
 from tmm_core.dispatch import verify
-from tmm_core.dispatch.guarded import UNREADABLE, UNWRITTEN, Guarded, guarded
+from tmm_core.dispatch.guarded import UNREADABLE, UNWRITTEN, Guarded, footprint, guarded
 from tmm_core.dispatch.special import Special
+from tmm_core.spec.arguments import TENSORS, Arguments
 from tmm_core.spec.problem import Operand, Problem
 
 #: Verification takes at most a quarter of the memory that is free on a GPU, at most a sixteenth
@@ -82,7 +83,7 @@ class Expected:
 class InputSet:
     """Inputs between guard bands, and what they should give."""
 
-    inputs: verify.Inputs
+    inputs: Arguments
     memory: dict[str, Guarded]
     sums: dict[str, torch.Tensor]
     expected: Expected
@@ -177,23 +178,25 @@ class Fixture:
         """How many sets of inputs there may be, and whether the whole of their results."""
         p = self.problem
         width = p.n * (2 if p.gated else 1)
-        inputs = p.batch * (p.m * p.k * p.a.dtype.itemsize + p.k * width * p.b.dtype.itemsize)
-        inputs += p.batch * p.m * p.n * p.residual.dtype.itemsize if p.residual else 0
-        out = p.batch * p.m * p.n * p.out.dtype.itemsize
+        batch = (p.batch,) if p.batch > 1 else ()
+        inputs = footprint(p.a, (*batch, p.m, p.k)) + footprint(p.b, (*batch, p.k, width))
+        inputs += footprint(p.residual, self.shape) if p.residual else 0
+        inputs += footprint(Operand(p.bias), (1, width)) if p.bias else 0
+        out, given = p.batch * p.m * p.n * p.out.dtype.itemsize, footprint(p.out, self.shape)
         element = max(4, p.out.dtype.itemsize)
         whole = p.batch * p.m * p.n * element
         rows, cols = min(p.m, SAMPLES + 2), min(p.n, SAMPLES + 2)
         some = p.batch * (rows * p.n + (cols * p.m if rows < p.m else 0)) * element
-        # Three eighths are for intermediates. Two results, or outputs, are held while a third is
-        # made; guard bands are small beside what is large.
+        # Three eighths are for intermediates. The outputs that are given stay, and beside them a
+        # result is held while two more are made.
         limit = self.limit * 5 // 8
         if not self._sampled:
             few = p.flops <= self._most_flops()
-            if few and 2 * (inputs + whole) + 4 * out <= limit:
+            if few and 2 * (inputs + whole + given) + 3 * out <= limit:
                 return 2, True
-            if 2 * (inputs + some) + 3 * out <= limit:
+            if 2 * (inputs + some + given) + 3 * out <= limit:
                 return 2, False
-        return (1, False) if inputs + some + 2 * out <= limit else (0, False)
+        return (1, False) if inputs + some + given + 2 * out <= limit else (0, False)
 
     def _most_flops(self) -> int:
         if self.device.type != "cuda":
@@ -212,14 +215,12 @@ class Fixture:
         inputs = verify.make_inputs(self.problem, self.device, seed, empty, with_out=False)
         at = {guard.tensor.data_ptr(): guard for guard in made}
         memory = {
-            name: at[t.data_ptr()]
-            for name in ("a", "b", "bias", "residual", "scale_a", "scale_b")
-            if (t := getattr(inputs, name)) is not None
+            name: at[t.data_ptr()] for name in TENSORS if (t := getattr(inputs, name)) is not None
         }
         sums = {name: guard.sums() for name, guard in memory.items()}
         return InputSet(inputs, memory, sums, self._expected(inputs, whole))
 
-    def _expected(self, inputs: verify.Inputs, whole: bool) -> Expected:
+    def _expected(self, inputs: Arguments, whole: bool) -> Expected:
         p, every = self.problem, slice(None)
         rows = None if whole or p.m <= SAMPLES + 2 else _sample(p.m, self.device)
         in_rows = self._reference(inputs, every if rows is None else rows, every)
@@ -228,7 +229,7 @@ class Fixture:
         return Expected(rows, in_rows, cols, in_cols, verify.rms(in_rows))
 
     def _reference(
-        self, inputs: verify.Inputs, rows: verify.Places, cols: verify.Places
+        self, inputs: Arguments, rows: verify.Places, cols: verify.Places
     ) -> torch.Tensor:
         """Of those rows and columns, in pieces whose intermediates fit."""
         inputs = verify.part(self.problem, inputs, rows, cols)

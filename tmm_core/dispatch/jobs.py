@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from typing import TYPE_CHECKING, Any
 
+from tmm_core.spec.asking import read_config
 from tmm_core.spec.device import DeviceFingerprint
 from tmm_core.spec.kernel import Candidate
 from tmm_core.spec.problem import Problem
@@ -52,4 +53,4 @@ def recalled(registry: Registry, job: Job) -> tuple[Problem, Candidate]:
     device = {**job["device"], "capability": tuple(job["device"]["capability"])}
     problem = Problem.from_json(job["problem"], DeviceFingerprint(**device), epilogue)
     problem = dataclasses.replace(problem, **job["requirements"])
-    return problem, Candidate(kernel, kernel.config_type.from_json(job["config"]))
+    return problem, Candidate(kernel, read_config(kernel, job["config"]))

@@ -44,6 +44,7 @@ from tmm_core.errors import (
 )
 from tmm_core.launch.plan import Choice
 from tmm_core.settings import Settings
+from tmm_core.spec.asking import read_config
 from tmm_core.spec.bucket import bucketed
 from tmm_core.spec.device import DeviceFingerprint
 from tmm_core.spec.kernel import BASELINE, Candidate, Config, Kernel, Launcher
@@ -163,7 +164,7 @@ class Dispatcher:
 
     def _instead(self, problem: Problem, why: str) -> Choice:
         """BLAS in place of what cannot be verified now."""
-        choice = self._fallback(why)
+        choice = self._fallback(problem, why)
         if problem.batch_invariant and not choice.candidate.kernel.traits.batch_invariant:
             self._say_once(f"{problem} is served by BLAS, which is not batch-invariant: {why}")
         return choice
@@ -194,7 +195,7 @@ class Dispatcher:
         able = self._able(problem, settings)
         # Where even BLAS declines, it is BLAS that says so.
         if all(kernel.name == BASELINE for kernel in able):
-            return self._fallback(_ALONE)
+            return self._fallback(problem, _ALONE)
         if key.m != problem.m:
             exact = self._cached(problem, _bare(problem), able)
             if exact is not None:
@@ -283,7 +284,7 @@ class Dispatcher:
             return None
         at_hand = self.registry.loaded_candidates(problem, settings)
         if not answered and all(kernel.name == BASELINE for kernel in at_hand):
-            return self._fallback(_ALONE)
+            return self._fallback(problem, _ALONE)
         able = answered | {(kernel.name, kernel.version) for kernel in at_hand}
         found = self.record(problem)
         if found is None:
@@ -455,7 +456,7 @@ class Dispatcher:
         return (
             self._neighbour(problem, able, why)
             or self._heuristic(problem, able, why)
-            or self._fallback(why)
+            or self._fallback(problem, why)
         )
 
     def _unlocked(self, problem: Problem, key: Problem) -> str:
@@ -574,8 +575,18 @@ class Dispatcher:
                 time, candidate = baseline
         return Choice(candidate, "heuristic", f"{why}; estimated {time:.3g} µs, not measured")
 
-    def _fallback(self, why: str) -> Choice:
+    def _fallback(self, problem: Problem, why: str) -> Choice:
+        """BLAS, which says itself what torch cannot do; but what it does not declare it would
+        do wrongly.
+
+        Raises:
+            UnsupportedProblemError: No kernel serves the problem, and BLAS does not declare it.
+        """
         kernel = self.registry.kernel(BASELINE)
+        if against := kernel.supports.reasons_against(problem):
+            raise UnsupportedProblemError(
+                f"no kernel serves {problem}; {BASELINE}: {'; '.join(against)}"
+            )
         return Choice(Candidate(kernel, kernel.config_type()), "fallback", why)
 
     # -- what the rungs share --------------------------------------------------------
@@ -609,7 +620,7 @@ class Dispatcher:
         for kernel in able:
             if kernel.name == result.kernel and (any_version or kernel.version == result.version):
                 try:
-                    config = kernel.config_type.from_json(result.config)
+                    config = read_config(kernel, result.config)
                 except Exception as error:  # ConfigError, or a stranger's own
                     self._warn_once(kernel, error)
                     continue

@@ -35,6 +35,7 @@ from tmm_core.dispatch.unmeasured import unmeasured
 from tmm_core.dispatch.verifier import Verifier
 from tmm_core.errors import warn
 from tmm_core.settings import Settings
+from tmm_core.spec.arguments import Arguments
 from tmm_core.spec.asking import Asked, let_through, told
 from tmm_core.spec.bucket import bucket_edge, probes
 from tmm_core.spec.kernel import BASELINE, Candidate, Config, Kernel, Launcher
@@ -92,11 +93,11 @@ class _Trial:
     ) -> None:
         self.status = status
         self.launcher = self.run = None
-        if isinstance(error, (str, TimeoutError, NotCompiledError)):
-            reason = str(error)
+        if isinstance(error, str | TimeoutError | NotCompiledError):
+            text = str(error)
         else:
-            reason = told(error)
-        self.reason = reason.strip()[:500]
+            text = told(error)
+        self.reason = text.strip()[:500]
 
 
 class Tuner:
@@ -205,11 +206,12 @@ class _Tuning:
         self._first = tuner.first_launches
         self._deadline = time.monotonic() + settings.tune_budget
         self._progress = progress
-        #: Half for what is timed and half for what is verified: both are held throughout.
         self._memory = settings.tune_memory
-        half = None if self._memory is None else self._memory // 2
-        self._chain = _Chain(problem, self._device, half)
-        self._verifier = Verifier(problem, self._device, memory_limit=half)
+        #: Of the memory what each of three may take that are held at one time: the operands that
+        #: are timed here and at another M, and what is verified with.
+        self._share = None if self._memory is None else self._memory // 3
+        self._chain = _Chain(problem, self._device, self._share)
+        self._verifier = Verifier(problem, self._device, memory_limit=self._share)
 
     def run(self, proposals: Proposals) -> None:
         """Try what is proposed, then let the best race.
@@ -422,13 +424,13 @@ class _Tuning:
         asked = [(m, trial) for m in probes(self._problem.m) for trial in finalists]
         launchers = self._bound([(replace(self._problem, m=m), t.candidate) for m, t in asked])
         bound = dict(zip(asked, launchers, strict=True))
+        self._verifier.release()  # of several M one's tensors at a time
         for m in probes(self._problem.m):
             if time.monotonic() > self._deadline:
                 return
             verifier = self._verifier.inside(m)
             problem = verifier.problem
-            half = None if self._memory is None else self._memory // 2
-            chain = _Chain(problem, self._device, half)
+            chain = _Chain(problem, self._device, self._share)
             there = []
             for trial in finalists:
                 guest, launcher = _Trial(trial.candidate), bound[m, trial]
@@ -440,6 +442,7 @@ class _Tuning:
                     there.append((trial, chain.runner(guest.launcher)))
                 elif guest.status == "wrong" and trial.status == "ok":
                     trial.fail(f"at M={m}: {guest.reason}", "wrong")
+            verifier.release()
             runs = [run for _, run in there]
             if not runs:
                 continue
@@ -486,7 +489,7 @@ class _Runner:
     """A candidate on each copy of the operands all are timed on."""
 
     launcher: Launcher
-    inputs: Sequence[verify.Inputs]
+    inputs: Sequence[Arguments]
     out: torch.Tensor | None
 
     def __call__(self, copy: int) -> object:

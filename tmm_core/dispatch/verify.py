@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import cast
 
 import torch
 
 from tmm_core.dispatch.guarded import lie
-from tmm_core.spec.kernel import Launcher, ScaledLauncher
-from tmm_core.spec.problem import FP8, Operand, Problem, ScaleKind
+from tmm_core.formats import BY_STORAGE, ScaleKind, of_pair
+from tmm_core.spec.arguments import Arguments
+from tmm_core.spec.problem import Operand, Problem
 
 #: Rows or columns of a matrix: a slice, or a tensor of their places.
 Places = slice | torch.Tensor
@@ -36,37 +35,6 @@ TOLERANCE = {
     torch.bfloat16: 1.6e-2,
 }
 TF32_TOLERANCE = 4e-3
-#: Of products of 8-bit floats: Hopper's tensor cores keep some 14 bits of a sum of them
-#: (DeepSeek-V3, arXiv:2412.19437, 3.3.2). Added up in fp32 every 128 terms, 256×256 of them
-#: were off by 4e-4 to 7e-4 on an H200 for K from 128 to 65536, cuBLAS's and ours alike, of
-#: which scales that differ from row to row make a few times as much; summed in these bits
-#: throughout by 2e-3 at K = 1024, 5e-3 at 8192 and 2.6e-2 at 65536.
-FP8_TOLERANCE = 4e-3
-
-
-@dataclass(frozen=True, slots=True)
-class Inputs:
-    """Operands of one problem, on its device."""
-
-    a: torch.Tensor
-    b: torch.Tensor
-    bias: torch.Tensor | None
-    residual: torch.Tensor | None
-    alpha: float
-    out: torch.Tensor
-    scale_a: torch.Tensor | None = None
-    scale_b: torch.Tensor | None = None
-
-    def run(self, launcher: Launcher) -> torch.Tensor:
-        return self.launch(launcher, self.out)
-
-    def launch(self, launcher: Launcher, out: torch.Tensor | None) -> torch.Tensor:
-        """As :meth:`run`, into ``out`` or what the launcher allocates."""
-        if self.scale_a is None and self.scale_b is None:
-            return launcher(self.a, self.b, self.bias, self.residual, self.alpha, out)
-        return cast(ScaledLauncher, launcher)(
-            self.a, self.b, self.bias, self.residual, self.alpha, out, self.scale_a, self.scale_b
-        )
 
 
 def make_inputs(
@@ -75,7 +43,7 @@ def make_inputs(
     seed: int,
     empty: Empty | None = None,
     with_out: bool = True,
-) -> Inputs:
+) -> Arguments:
     """Random operands of the problem's sizes and stride classes.
 
     randn, because zeros and constants run faster on real hardware and hide wrong indexing;
@@ -104,15 +72,17 @@ def make_inputs(
 
     def fill(spec: Operand, *shape: int, spread: float = spread) -> torch.Tensor:
         t = make(spec, (*batch, *shape))
-        if t.is_floating_point() and t.dtype not in FP8:
+        form = BY_STORAGE.get(t.dtype)
+        if form is None and t.is_floating_point():
             return t.normal_(0, spread, generator=generator)
-        return t.copy_(torch.randn(t.shape, generator=generator, device=device) * spread)
+        numbers = torch.randn(t.shape, generator=generator, device=device) * spread
+        return t.copy_(numbers if form is None else form.quantize(numbers, t.dtype))
 
     bias = None
     if problem.bias is not None:
         bias = make(Operand(problem.bias), (1, width))[0]
         bias.copy_(torch.randn(width, generator=generator, device=device))
-    inputs = Inputs(
+    inputs = Arguments(
         a=fill(problem.a, problem.m, problem.k),
         b=fill(problem.b, problem.k, width),
         bias=bias,
@@ -134,20 +104,19 @@ def _empty(spec: Operand, shape: tuple[int, ...], device: torch.device) -> torch
     return memory.as_strided(shape, placed.strides, placed.offset)
 
 
-def part(problem: Problem, inputs: Inputs, rows: Places, cols: Places) -> Inputs:
+def part(problem: Problem, inputs: Arguments, rows: Places, cols: Places) -> Arguments:
     """Operands of these rows and columns of the result alone."""
     wide = cols
-    b, bias, scale_b, residual = inputs.b, inputs.bias, inputs.scale_b, inputs.residual
+    b, bias, residual = inputs.b, inputs.bias, inputs.residual
     if problem.gated and not (isinstance(cols, slice) and cols == slice(None)):
         places = torch.arange(problem.n, device=b.device)[cols]
         wide = torch.cat([places, places + problem.n])
-    scale_a = inputs.scale_a
+    scale_a, scale_b = inputs.scale_a, inputs.scale_b
     if problem.scale_a == "row" and scale_a is not None:
         scale_a = scale_a[..., rows, :]
     if problem.scale_b == "row" and scale_b is not None:
         scale_b = scale_b[..., wide]
-    return replace(
-        inputs,
+    return inputs._replace(
         a=inputs.a[..., rows, :],
         b=b[..., wide],
         bias=None if bias is None else bias[wide],
@@ -157,12 +126,12 @@ def part(problem: Problem, inputs: Inputs, rows: Places, cols: Places) -> Inputs
     )
 
 
-def reference(problem: Problem, inputs: Inputs) -> torch.Tensor:
+def reference(problem: Problem, inputs: Arguments) -> torch.Tensor:
     """The whole expression in fp64, or for large 16-bit problems from a product in fp32."""
     return finished(problem, inputs, accumulated(problem, inputs))
 
 
-def accumulated(problem: Problem, inputs: Inputs) -> torch.Tensor:
+def accumulated(problem: Problem, inputs: Arguments) -> torch.Tensor:
     """What the epilogue is applied to: ``alpha · (a @ b) + bias``, scales among the factors."""
     precise = problem.a.dtype.itemsize > 2 or problem.flops <= FP64_FLOPS
     z = _product(inputs.a, inputs.b, precise)
@@ -176,7 +145,7 @@ def accumulated(problem: Problem, inputs: Inputs) -> torch.Tensor:
     return z
 
 
-def finished(problem: Problem, inputs: Inputs, z: torch.Tensor) -> torch.Tensor:
+def finished(problem: Problem, inputs: Arguments, z: torch.Tensor) -> torch.Tensor:
     """Epilogue and residual on what was accumulated."""
     y = problem.epilogue.apply(z)
     return y if inputs.residual is None else y + inputs.residual.to(z.dtype)
@@ -185,9 +154,9 @@ def finished(problem: Problem, inputs: Inputs, z: torch.Tensor) -> torch.Tensor:
 def _product(a: torch.Tensor, b: torch.Tensor, precise: bool) -> torch.Tensor:
     """In fp64, or in fp32 by an operator that does not ask whether TF32 is allowed: that is of
     the process, and other threads multiply meanwhile. Products of 16-bit operands are exact in
-    fp32, and those of 8 bits are exact in bf16."""
-    if a.dtype in FP8 and b.dtype in FP8 and not precise:
-        a, b = a.to(torch.bfloat16), b.to(torch.bfloat16)
+    fp32, and those of a format are exact in what it is dequantised to."""
+    if (form := of_pair(a.dtype, b.dtype)) is not None:
+        a, b = form.dequantize(a), form.dequantize(b)
     if precise or a.dtype != b.dtype or a.dtype.itemsize != 2:
         return torch.matmul(a.to(torch.float64), b.to(torch.float64))
     if a.is_cuda:
@@ -199,8 +168,8 @@ def _product(a: torch.Tensor, b: torch.Tensor, precise: bool) -> torch.Tensor:
 def tolerance(problem: Problem) -> float:
     """The largest error accepted; see :data:`TOLERANCE`."""
     limit = TOLERANCE[problem.out.dtype]
-    if problem.fp8:
-        return max(limit, FP8_TOLERANCE)
+    if problem.format is not None:
+        return max(limit, problem.format.tolerance)
     return max(limit, TF32_TOLERANCE) if problem.tf32 else limit
 
 

@@ -7,11 +7,14 @@ from typing import Any, NoReturn
 
 import torch
 
+from tmm_core import formats
+from tmm_core.compat import internal_overlap
 from tmm_core.errors import warn
+from tmm_core.formats import Format
+from tmm_core.spec.arguments import Arguments
 from tmm_core.spec.epilogue import Epilogue
-from tmm_core.spec.problem import FP8, wide
 
-#: What torch._debug_has_internal_overlap says where it does (it may also not know).
+#: What torch says of a tensor that does (it may also not know).
 _OVERLAPS = 1
 
 #: Tensors that are what they seem.
@@ -23,16 +26,7 @@ _OPERANDS = ("a", "b", "x", "weight")
 _OUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def check(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    epilogue: Epilogue,
-    out_dtype: torch.dtype | None,
-    scale_a: torch.Tensor | None = None,
-    scale_b: torch.Tensor | None = None,
-) -> torch.Size:
+def check(call: Arguments, epilogue: Epilogue) -> torch.Size:
     """Hold the arguments of one call against each other; returns the output's shape.
 
     Raises:
@@ -41,12 +35,13 @@ def check(
         ValueError: A bias, residual, scale or gated width that does not fit.
         TypeError: An ``out_dtype`` that is not a floating dtype.
     """
-    tensors = (a, b, bias, residual, scale_a, scale_b)
+    a, b, bias, residual, out_dtype = call.a, call.b, call.bias, call.residual, call.out_dtype
+    tensors = call.given
     for t in tensors:
-        if t is not None and not strided(t):
+        if not strided(t):
             layout = "torch.strided, nested" if t.is_nested else t.layout
             raise RuntimeError(f"kernels take dense tensors, got one of layout {layout}")
-    devices = dict.fromkeys(t.device for t in tensors if t is not None)
+    devices = dict.fromkeys(t.device for t in tensors)
     if len(devices) > 1:
         names = [str(device) for device in devices]
         raise RuntimeError(
@@ -54,8 +49,8 @@ def check(
             f"{names[0]} and {names[1]}!"
         )
     shape = product_shape(a, b)
-    fp8 = a.dtype in FP8 and b.dtype in FP8
-    if a.dtype != b.dtype and not fp8:
+    form = formats.of_pair(a.dtype, b.dtype)
+    if a.dtype != b.dtype and form is None:
         _let_torch_say(a, b)
         raise RuntimeError(f"expected a and b to have one dtype, got {a.dtype} and {b.dtype}")
     if a.dtype is torch.bool:
@@ -71,15 +66,14 @@ def check(
             )
         shape = torch.Size([*shape[:-1], shape[-1] // 2])
     result = result_dtype(a, out_dtype)
-    if result not in _OUT_DTYPES and (fp8 or result != a.dtype):
-        wide = " of 16 bits or more" if fp8 else ""
+    if result not in _OUT_DTYPES and (form or result != a.dtype):
+        wide = " of 16 bits or more" if form else ""
         raise TypeError(f"out_dtype must be a floating dtype{wide}, got {out_dtype}")
-    allowed = {result if fp8 else a.dtype, result, torch.float32}
-    for name, t in (("bias", bias), ("residual", residual)):
-        if t is not None and t.dtype not in allowed:
-            raise RuntimeError(
-                f"{name} must have dtype {' or '.join(sorted(map(str, allowed)))}, got {t.dtype}"
-            )
+    allowed = {result if form else a.dtype, result, torch.float32}
+    for name, term in (("bias", bias), ("residual", residual)):
+        if term is not None and term.dtype not in allowed:
+            wanted = " or ".join(sorted(map(str, allowed)))
+            raise RuntimeError(f"{name} must have dtype {wanted}, got {term.dtype}")
     if bias is not None and bias.shape != (width,):
         raise ValueError(f"bias must have shape ({width},), got {tuple(bias.shape)}")
     if residual is not None and not broadcasts(residual.shape, shape):
@@ -87,10 +81,10 @@ def check(
             f"residual of shape {tuple(residual.shape)} does not broadcast to the output's "
             f"shape {tuple(shape)}"
         )
-    if scale_a is not None:
-        _check_scale("scale_a", scale_a, (*a.shape[:-1], 1), fp8, a.dtype)
-    if scale_b is not None:
-        _check_scale("scale_b", scale_b, (*b.shape[:-2], 1, width), fp8, b.dtype)
+    if call.scale_a is not None:
+        _check_scale("scale_a", call.scale_a, (*a.shape[:-1], 1), form, a.dtype)
+    if call.scale_b is not None:
+        _check_scale("scale_b", call.scale_b, (*b.shape[:-2], 1, width), form, b.dtype)
     return shape
 
 
@@ -125,14 +119,16 @@ def check_number(function: str, alpha: Any) -> None:
 
 def result_dtype(a: torch.Tensor, out_dtype: torch.dtype | None) -> torch.dtype:
     """The output's dtype: as asked, else what goes with that of ``a``."""
-    return out_dtype or wide(a.dtype)
+    return out_dtype or formats.wide(a.dtype)
 
 
 def _check_scale(
-    name: str, scale: torch.Tensor, rows: tuple[int, ...], fp8: bool, dtype: torch.dtype
+    name: str, scale: torch.Tensor, rows: tuple[int, ...], form: Format | None, dtype: torch.dtype
 ) -> None:
-    if not fp8:
-        raise RuntimeError(f"{name} is for float8_e4m3fn and float8_e5m2 operands, got {dtype}")
+    if form is None:
+        scaled = [form for form in formats.FORMATS.values() if form.scales]
+        names = " or ".join(map(str, scaled)) or "no"
+        raise RuntimeError(f"{name} is for {names} operands, got {dtype}")
     if scale.dtype != torch.float32:
         raise RuntimeError(f"{name} must have dtype torch.float32, got {scale.dtype}")
     if scale.numel() != 1 and scale.shape != rows:
@@ -214,7 +210,7 @@ def check_out(
                 UserWarning,
             )
         out.resize_(shape)
-    if torch._debug_has_internal_overlap(out) == _OVERLAPS:
+    if internal_overlap(out) == _OVERLAPS:
         raise RuntimeError(
             "unsupported operation: more than one element of the written-to tensor refers to a "
             "single memory location. Please clone() the tensor before performing the operation."

@@ -13,13 +13,13 @@ import math
 import numbers
 import threading
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 from typing import Any, TypeVar
 
 import torch
 
-from tmm_core.errors import PluginError, TmmError, warn
+from tmm_core.errors import ConfigError, PluginError, TmmError, warn
 from tmm_core.spec.anatomy import Anatomy, Resources
 from tmm_core.spec.kernel import Config, Kernel, Launcher, Traits
 from tmm_core.spec.problem import Problem
@@ -64,6 +64,25 @@ class NonsenseError(ValueError):
     """An answer that is of the wrong type, or out of its bounds."""
 
 
+def read_config(kernel: Kernel[Any], document: Mapping[str, Any]) -> Config:
+    """The config of a kernel that a record, or a caller, gives as JSON.
+
+    Raises:
+        ConfigError: It is none of this kernel's.
+        PluginError: The kernel's own reading of it failed: it is set aside.
+    """
+    try:
+        config = kernel.config_type.from_json(document)
+        return kernel._within(config) if isinstance(kernel, Asked) else config
+    except ConfigError:
+        raise
+    except BaseException as error:
+        let_through(error)
+        if isinstance(kernel, Asked):
+            raise kernel._set_aside("config_type", error) from error
+        raise PluginError(f"config_type raised {told(error)}") from error
+
+
 class Asked(Kernel[Any]):
     """A registered kernel, whose every answer is checked.
 
@@ -95,8 +114,12 @@ class Asked(Kernel[Any]):
         self._lock = threading.Lock()
         self.name = type(kernel).__qualname__  # until it is known
         if type(kernel).reasons_against is not Kernel.reasons_against:
+            try:
+                self.name = _name(kernel.name)
+            except BaseException as error:
+                let_through(error)
             raise PluginError(
-                f"kernel {shown(getattr(kernel, 'name', self.name))} is written for tmm's first "
+                f"kernel {self.name!r} is written for tmm's first "
                 "protocol: declare `supports = tmm_core.Supports(…)` in place of "
                 "reasons_against(), and yield what that has no field for from declines(problem)"
             )
@@ -187,7 +210,13 @@ class Asked(Kernel[Any]):
         Raises:
             Exception: Whatever the kernel raised; it is not set aside.
         """
-        return _resources(self.kernel.resources(problem, config))
+        try:
+            return _resources(self.kernel.resources(problem, config))
+        except Exception:
+            raise
+        except BaseException as error:
+            let_through(error)
+            raise PluginError(f"{self._whose}: {self._fault('resources', error)}") from error
 
     def _or(self, default: T, question: str, check: Callable[[Any], T], *about: Any) -> T:
         try:
@@ -236,6 +265,10 @@ class Asked(Kernel[Any]):
         if not isinstance(config, self.config_type):
             raise NonsenseError(f"gave {shown(config)}, not a {self.config_type.__name__}")
         hash(config)
+        if not config == config:  # a stranger's __eq__, called here first
+            raise NonsenseError(f"gave {shown(config)}, which is not equal to itself")
+        if not all(isinstance(name, str) for name in config.assumes):
+            raise NonsenseError(f"gave a config that assumes {shown(config.assumes)}, not names")
         for name, value in config.to_json().items():
             if type(value) not in (int, bool, str) and not (
                 type(value) is float and math.isfinite(value)

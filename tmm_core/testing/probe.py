@@ -8,15 +8,18 @@ import math
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from tmm_core.dispatch import verify
+from tmm_core.formats import wide
+from tmm_core.spec.arguments import Arguments
 from tmm_core.spec.device import fingerprint
 from tmm_core.spec.epilogue import IDENTITY, Epilogue
 from tmm_core.spec.kernel import Launcher
 from tmm_core.spec.precision import precision
-from tmm_core.spec.problem import FP8, Problem
+from tmm_core.spec.problem import Problem
 from tmm_core.testing import memory
 from tmm_core.testing.memory import Guarded
 
@@ -62,8 +65,8 @@ class Probe:
         generator = torch.Generator(device).manual_seed(zlib.crc32(str(self).encode()))
         batch = (self.batch,) if self.batch != 1 else ()
         width = self.n * (2 if self.epilogue.gated else 1)
-        wide = torch.bfloat16 if self.dtype in FP8 else self.dtype
-        out_dtype = self.out_dtype or wide
+        plain = wide(self.dtype)
+        out_dtype = self.out_dtype or plain
         # Of unit variance in the product, as verification's inputs; see there.
         scale = max(1, self.k) ** -0.25
         operands = {
@@ -77,7 +80,7 @@ class Probe:
             ),
         }  # fmt: skip
         if self.bias is not None:
-            dtype = self.bias_dtype or wide
+            dtype = self.bias_dtype or plain
             operands["bias"] = memory.vector(width, self.bias, dtype, device, generator)
         if self.residual is not None:
             operands["residual"] = memory.operand(
@@ -137,26 +140,16 @@ class Posed:
             fingerprint(inputs.a.device),
             bias=inputs.bias,
             residual=inputs.residual,
-            scale_a=inputs.scale_a,
-            scale_b=inputs.scale_b,
+            **inputs.extras,
             epilogue=self.probe.epilogue,
             scaled=self.probe.alpha != 1.0,
             tf32=self.probe.tf32,
         )
 
     @functools.cached_property
-    def inputs(self) -> verify.Inputs:
-        tensors = {name: guarded.tensor for name, guarded in self.operands.items()}
-        return verify.Inputs(
-            a=tensors["a"],
-            b=tensors["b"],
-            bias=tensors.get("bias"),
-            residual=tensors.get("residual"),
-            alpha=self.probe.alpha,
-            out=self.out.tensor,
-            scale_a=tensors.get("scale_a"),
-            scale_b=tensors.get("scale_b"),
-        )
+    def inputs(self) -> Arguments:
+        tensors: dict[str, Any] = {name: guarded.tensor for name, guarded in self.operands.items()}
+        return Arguments(**tensors, alpha=self.probe.alpha, out=self.out.tensor)
 
     def launch(self, launcher: Launcher, out: torch.Tensor | None) -> torch.Tensor:
         """Call ``launcher`` with these operands, TF32 allowed or not as the probe says."""

@@ -65,10 +65,10 @@ def cases(options: argparse.Namespace, shapes: list[tuple[int, int, int, int]]) 
     import torch
 
     from tmm_core.bench.case import Case
-    from tmm_core.spec.problem import FP8
+    from tmm_core.formats import BY_STORAGE
 
     bias, epilogue, residual = options.epilogue
-    if options.scales and shapes and options.dtype not in FP8:
+    if options.scales and shapes and options.dtype not in BY_STORAGE:
         raise UsageError(f"--scales {options.scales} is for --dtype e4m3 or e5m2")
     found = []
     for batch, m, n, k in shapes:

@@ -20,6 +20,7 @@ from tmm_core import dispatch, settings
 from tmm_core.dispatch.compilers import compiling_threads
 from tmm_core.dispatch.verifier import Verifier
 from tmm_core.launch import warm
+from tmm_core.spec.asking import read_config
 from tmm_core.spec.device import DeviceFingerprint, fingerprint
 from tmm_core.spec.kernel import BASELINE, Candidate, Launcher
 from tmm_core.spec.precision import precision
@@ -101,7 +102,7 @@ def _bound(entry: Entry, device: torch.device) -> _Bound | str:
     if device.type == "cuda":
         torch.cuda.set_device(device)  # a thread starts on device 0
     problem = warm.recall(entry.record.problem, device)
-    candidate = Candidate(kernel, kernel.config_type.from_json(best.config))
+    candidate = Candidate(kernel, read_config(kernel, best.config))
     return _Bound(problem, candidate, kernel.bind(problem, candidate.config))
 
 
