@@ -24,6 +24,7 @@ KERNELS = {
     "persistent": "Persistent",
     "warp_specialized": "WarpSpecialized",
     "realigned": "Realigned",
+    "ragged": "Ragged",
 }
 
 

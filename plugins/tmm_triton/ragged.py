@@ -15,7 +15,7 @@ and multiplied by a weight each, while they are stored. Operands may lie anyhow.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -24,8 +24,7 @@ import triton.language as tl
 
 from tmm_core import Launcher, Problem, Traits
 from tmm_core.triton import Argument, Step, launcher, pointer
-from tmm_triton import roofline
-from tmm_triton.kernel import GRID_LIMIT, TritonKernel, fills_registers, proposed
+from tmm_triton.kernel import GRID_LIMIT, POINTERS, TritonKernel, fills_registers, proposed
 from tmm_triton.operands import Build, TileConfig, affine, build, check, dot, halves, load, tile_of
 
 
@@ -122,7 +121,7 @@ def ragged_kernel(
     at = rows
     if out_index_ptr is not None:
         at = tl.load(out_index_ptr + rows, mask=rows < top, other=0)
-    if ZEROED:
+    if ZEROED:  # noqa: SIM102 (a constant, and a condition of the device)
         if group >= G:
             # Past the last group: nothing is read, not even a residual.
             zeros = tl.zeros((BLOCK_M, BLOCK_N), dtype=out_ptr.dtype.element_ty)
@@ -227,8 +226,24 @@ class Ragged(TritonKernel[RaggedConfig]):
     name = "triton.ragged"
     traits = Traits(deterministic=True, batch_invariant=True)
     config_type = RaggedConfig
-    gates = True
+    supports = replace(
+        POINTERS,
+        formats=(),
+        scales=(),
+        gated=True,
+        empty=True,
+        ragged=("m", "n", "k"),
+        indexed=True,
+        zeroed=True,
+    )
     reach = 0.6
+
+    def declines(self, problem: Problem) -> Iterable[str]:
+        yield from super().declines(problem)
+        if problem.groups is None:
+            yield "is for ragged products"
+        elif problem.groups.ragged == "k" and problem.groups.count > GRID_LIMIT:
+            yield f"{problem.groups.count} groups exceed the grid's {GRID_LIMIT}"
 
     def configs(self, problem: Problem) -> list[RaggedConfig]:
         shapes = _GATED_SHAPES if problem.gated else _SHAPES

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 from dataclasses import dataclass, replace
 
 import torch
 
-from tmm_core.dispatch import verify
+from tmm_core.dispatch import ragged_reference, verify
 from tmm_core.dispatch.guarded import UNREADABLE, UNWRITTEN, Guarded, guarded
 from tmm_core.dispatch.special import Special
 from tmm_core.spec.problem import Operand, Problem
@@ -54,10 +55,15 @@ class Expected:
     cols: torch.Tensor | None
     in_cols: torch.Tensor | None
     rms: torch.Tensor
+    #: Of what dimension of the result no more than so many elements are said anything about.
+    within: tuple[int, int] | None = None
 
     def error(self, out: torch.Tensor, at_once: int) -> torch.Tensor:
         """The largest (:func:`verify.error`), as a tensor on the device; NaN also where an
         element that is not compared is no number."""
+        if self.within is not None:
+            dimension, size = self.within
+            out = out.narrow(dimension, 0, size)
         if not out.numel():
             return torch.zeros((), device=out.device)
         if self.rows is None:
@@ -115,8 +121,7 @@ class Fixture:
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the result."""
-        p = self.problem
-        return (*((p.batch,) if p.batch > 1 else ()), p.m, p.n)
+        return self.problem.out_shape
 
     @property
     def allocates(self) -> bool:
@@ -141,10 +146,15 @@ class Fixture:
         """Special values for the last set of inputs, in rows and in columns."""
         if self._special is None:
             problem, inputs = self.problem, self.sets()[-1].inputs
-            made = [
-                Special.of(problem, inputs, "rows", self.limit // 8),
-                Special.of(problem, inputs, "columns", self.limit // 8),
-            ]
+            # Of ragged ones NaN lies beyond the last group in any case.
+            made = (
+                []
+                if problem.groups is not None
+                else [
+                    Special.of(problem, inputs, "rows", self.limit // 8),
+                    Special.of(problem, inputs, "columns", self.limit // 8),
+                ]
+            )
             self._special = [each for each in made if each is not None]
         return self._special
 
@@ -176,14 +186,15 @@ class Fixture:
     def _affordable(self) -> tuple[int, bool]:
         """How many sets of inputs there may be, and whether the whole of their results."""
         p = self.problem
-        width = p.n * (2 if p.gated else 1)
-        inputs = p.batch * (p.m * p.k * p.a.dtype.itemsize + p.k * width * p.b.dtype.itemsize)
-        inputs += p.batch * p.m * p.n * p.residual.dtype.itemsize if p.residual else 0
-        out = p.batch * p.m * p.n * p.out.dtype.itemsize
+        inputs = math.prod(p.a_shape) * p.a.dtype.itemsize
+        inputs += math.prod(p.b_shape) * p.b.dtype.itemsize
+        size, count = math.prod(p.out_shape), math.prod(p.out_shape[:-2])
+        inputs += size * p.residual.dtype.itemsize if p.residual else 0
+        out = size * p.out.dtype.itemsize
         element = max(4, p.out.dtype.itemsize)
-        whole = p.batch * p.m * p.n * element
+        whole = size * element
         rows, cols = min(p.m, SAMPLES + 2), min(p.n, SAMPLES + 2)
-        some = p.batch * (rows * p.n + (cols * p.m if rows < p.m else 0)) * element
+        some = count * (rows * p.n + (cols * p.m if rows < p.m else 0)) * element
         # Three eighths are for intermediates. Two results, or outputs, are held while a third is
         # made; guard bands are small beside what is large.
         limit = self.limit * 5 // 8
@@ -209,7 +220,11 @@ class Fixture:
             return made[-1].tensor
 
         seed = int.from_bytes(os.urandom(4), "little")
-        inputs = verify.make_inputs(self.problem, self.device, seed, empty, with_out=False)
+        # One set of ragged products is skewed, the other even and does not fill its rows.
+        groups = {"skewed": not padded, "whole": not padded}
+        inputs = verify.make_inputs(
+            self.problem, self.device, seed, empty, with_out=False, **groups
+        )
         at = {guard.tensor.data_ptr(): guard for guard in made}
         memory = {
             name: at[t.data_ptr()]
@@ -220,17 +235,23 @@ class Fixture:
         return InputSet(inputs, memory, sums, self._expected(inputs, whole))
 
     def _expected(self, inputs: verify.Inputs, whole: bool) -> Expected:
-        p, every = self.problem, slice(None)
-        rows = None if whole or p.m <= SAMPLES + 2 else _sample(p.m, self.device)
-        in_rows = self._reference(inputs, every if rows is None else rows, every)
-        cols = None if rows is None else _sample(p.n, self.device)
-        in_cols = None if cols is None else self._reference(inputs, every, cols)
-        return Expected(rows, in_rows, cols, in_cols, verify.rms(in_rows))
+        p = self.problem
+        within = inputs.rows.defined(p) if inputs.rows is not None else None
+        m, n = p.m, p.n
+        if within is not None:
+            m, n = (within[1], n) if within[0] == 0 else (m, within[1])
+        rows = None if whole or m <= SAMPLES + 2 else _sample(m, self.device)
+        in_rows = self._reference(inputs, slice(m) if rows is None else rows, slice(n))
+        cols = None if rows is None else _sample(n, self.device)
+        in_cols = None if cols is None else self._reference(inputs, slice(m), cols)
+        return Expected(rows, in_rows, cols, in_cols, verify.rms(in_rows), within)
 
     def _reference(
         self, inputs: verify.Inputs, rows: verify.Places, cols: verify.Places
     ) -> torch.Tensor:
         """Of those rows and columns, in pieces whose intermediates fit."""
+        if self.problem.groups is not None:
+            return ragged_reference.reference(self.problem, inputs, rows, cols, self.limit // 16)
         inputs = verify.part(self.problem, inputs, rows, cols)
         p = self.problem
         m = p.m if isinstance(rows, slice) else len(rows)

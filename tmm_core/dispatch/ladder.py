@@ -187,7 +187,7 @@ class Dispatcher:
         # Where even BLAS declines, it is BLAS that says so.
         if all(kernel.name == BASELINE for kernel in able):
             return self._fallback(_ALONE)
-        if key.m != problem.m:
+        if key.extent != problem.extent:
             exact = self._cached(problem, _bare(problem), able)
             if exact is not None:
                 return exact
@@ -213,7 +213,7 @@ class Dispatcher:
         measured around this M, and ahead of BLAS at both; BLAS where nothing is or nothing was
         measured."""
         if (
-            problem.m == edge.m
+            problem.extent == edge.extent
             or problem.batch_invariant
             or choice.origin not in ("cache", "tuned")
             or (found := self.record(problem)) is None
@@ -221,15 +221,15 @@ class Dispatcher:
         ):
             return choice
         record = found[1]
-        around = holds_at(record.candidates, problem.m, edge.m)
-        ahead = ranked_around(around) if len(around) == 2 or problem.m in around else []
+        around = holds_at(record.candidates, problem.extent, edge.extent)
+        ahead = ranked_around(around) if len(around) == 2 or problem.extent in around else []
         results = {identity(result): result for result in record.candidates}
         for name in ahead:
             if name == _identity_of(choice.candidate):
                 return choice
             candidate = self._able_candidate(results[name], problem, edge, settings)
             if candidate is not None:
-                measured = " and ".join(f"M={m}" for m in sorted(around))
+                measured = " and ".join(f"{problem.along.upper()}={m}" for m in sorted(around))
                 return replace(
                     choice, candidate=candidate, reason=f"{choice.reason}; the best at {measured}"
                 )
@@ -242,7 +242,8 @@ class Dispatcher:
         return replace(
             choice,
             candidate=Candidate(blas, blas.default_config(problem)),
-            reason=f"{choice.reason}; BLAS is not beaten around M={problem.m} (measured at {held})",
+            reason=f"{choice.reason}; BLAS is not beaten around "
+            f"{problem.along.upper()}={problem.extent} (measured at {held})",
         )
 
     def _able_candidate(
@@ -429,7 +430,8 @@ class Dispatcher:
             raise CacheMissError(self._unlocked(problem, key))
         if settings.on_cache_miss == "error":
             raise CacheMissError(
-                f"no tuned record for {problem} (bucket M={key.m}) in {self.store.root} and "
+                f"no tuned record for {problem} (bucket {key.along.upper()}={key.extent}) in "
+                f"{self.store.root} and "
                 f"on_cache_miss='error'; run `tmm tune` for it or allow 'tune' or 'heuristic'"
             )
         if forbidden is None:
@@ -452,7 +454,8 @@ class Dispatcher:
 
     def _unlocked(self, problem: Problem, key: Problem) -> str:
         """Why a locked store has no answer: the nearest key, field by field."""
-        said = f"no locked record for {problem} (bucket M={key.m}) in {self.store.lock_path}"
+        bucket = f"{key.along.upper()}={key.extent}"
+        said = f"no locked record for {problem} (bucket {bucket}) in {self.store.lock_path}"
         device = key.device
         near = self.store.nearest_key(device.gpu, device.environment, key.to_json())
         if near is None:
@@ -657,7 +660,7 @@ def _identity_of(candidate: Candidate) -> CandidateId:
 
 
 def _other(key: Problem, problem: Problem) -> Problem | None:
-    return key if key.m != problem.m else None
+    return key if key.extent != problem.extent else None
 
 
 def _by_time(record: TuningRecord, statuses: tuple[str, ...] = ("ok",)) -> list[CandidateResult]:

@@ -390,9 +390,9 @@ class _Tuning:
 
     def _inside(self, finalists: Sequence[_Trial]) -> None:
         """Verify and time the finalists at other M that the record answers for."""
-        if self._problem.m != bucket_edge(self._problem.m):
+        if self._problem.extent != bucket_edge(self._problem.extent):
             return
-        inside = [replace(self._problem, m=m) for m in probes(self._problem.m)]
+        inside = [self._problem.at(m) for m in probes(self._problem.extent)]
         # M is in few constants: most of these are compiled already.
         compiling = [
             self._compilers.submit(problem, trial.candidate)
@@ -401,7 +401,7 @@ class _Tuning:
         ]
         futures.wait(compiling, timeout=max(0.0, self._deadline - time.monotonic()))
         self._compilers.cancel_pending(compiling)
-        for m in (problem.m for problem in inside):
+        for m in (problem.extent for problem in inside):
             if time.monotonic() > self._deadline:
                 return
             verifier = self._verifier.inside(m)
@@ -418,7 +418,7 @@ class _Tuning:
                 if guest.launcher is not None:
                     there.append((trial, chain.runner(guest.launcher)))
                 elif guest.status == "wrong" and trial.status == "ok":
-                    trial.fail(f"at M={m}: {guest.reason}", "wrong")
+                    trial.fail(f"at {problem.along.upper()}={m}: {guest.reason}", "wrong")
             runs = [run for _, run in there]
             if not runs:
                 continue

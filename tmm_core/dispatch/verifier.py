@@ -8,7 +8,7 @@ with special values among them, and over again.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -109,7 +109,7 @@ class Verifier:
     def inside(self, m: int) -> Verifier:
         """The verifier of this problem at another M of its bucket; the same one each time."""
         if m not in self._inside:
-            other = replace(self.problem, m=m)
+            other = self.problem.at(m)
             limit, sampled = self._limit, self._sampled
             self._inside[m] = Verifier(other, self._device, memory_limit=limit, sampled=sampled)
         return self._inside[m]

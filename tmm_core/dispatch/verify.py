@@ -9,12 +9,13 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import cast
+from typing import Any, cast
 
 import torch
 
+from tmm_core.dispatch import ragged
 from tmm_core.dispatch.guarded import lie
-from tmm_core.spec.kernel import Launcher, ScaledLauncher
+from tmm_core.spec.kernel import Launcher
 from tmm_core.spec.problem import FP8, Operand, Problem, ScaleKind
 
 #: Rows or columns of a matrix: a slice, or a tensor of their places.
@@ -56,17 +57,21 @@ class Inputs:
     out: torch.Tensor
     scale_a: torch.Tensor | None = None
     scale_b: torch.Tensor | None = None
+    #: What a ragged problem has besides.
+    rows: ragged.Rows | None = None
 
     def run(self, launcher: Launcher) -> torch.Tensor:
         return self.launch(launcher, self.out)
 
     def launch(self, launcher: Launcher, out: torch.Tensor | None) -> torch.Tensor:
         """As :meth:`run`, into ``out`` or what the launcher allocates."""
-        if self.scale_a is None and self.scale_b is None:
-            return launcher(self.a, self.b, self.bias, self.residual, self.alpha, out)
-        return cast(ScaledLauncher, launcher)(
-            self.a, self.b, self.bias, self.residual, self.alpha, out, self.scale_a, self.scale_b
-        )
+        more: tuple[torch.Tensor | None, ...] = ()
+        if self.rows is not None:
+            more = self.rows.given
+        elif self.scale_a is not None or self.scale_b is not None:
+            more = (self.scale_a, self.scale_b)
+        call = cast(Any, launcher)
+        return call(self.a, self.b, self.bias, self.residual, self.alpha, out, *more)  # type: ignore[no-any-return]
 
 
 def make_inputs(
@@ -75,6 +80,8 @@ def make_inputs(
     seed: int,
     empty: Empty | None = None,
     with_out: bool = True,
+    skewed: bool = True,
+    whole: bool = True,
 ) -> Inputs:
     """Random operands of the problem's sizes and stride classes.
 
@@ -85,6 +92,9 @@ def make_inputs(
     Args:
         empty: Where the tensors lie; by default each by itself.
         with_out: Make an output too; otherwise it is an empty tensor.
+        skewed: Groups of a ragged problem differ much in size; else they are alike but for the
+            empty ones.
+        whole: They take all that there is; else there is NaN beyond the last one.
     """
     make = empty or functools.partial(_empty, device=device)
     spread = max(1, problem.k) ** -0.25
@@ -103,25 +113,33 @@ def make_inputs(
         return make(Operand(torch.float32), (1, t.numel())).view(size).copy_(t)
 
     def fill(spec: Operand, *shape: int, spread: float = spread) -> torch.Tensor:
-        t = make(spec, (*batch, *shape))
+        t = make(spec, shape)
         if t.is_floating_point() and t.dtype not in FP8:
             return t.normal_(0, spread, generator=generator)
         return t.copy_(torch.randn(t.shape, generator=generator, device=device) * spread)
 
     bias = None
     if problem.bias is not None:
-        bias = make(Operand(problem.bias), (1, width))[0]
-        bias.copy_(torch.randn(width, generator=generator, device=device))
+        bias = make(Operand(problem.bias), (1, *problem.bias_shape)[-2:])
+        bias.copy_(torch.randn(bias.shape, generator=generator, device=device))
+        bias = bias if problem.groups else bias[0]
+    rows, a_shape = None, problem.a_shape
+    if problem.groups is not None:
+        rows = ragged.Rows.of(problem, device, generator, skewed=skewed, whole=whole)
+        a_shape = (*a_shape[:-2], rows.read, problem.k)
     inputs = Inputs(
-        a=fill(problem.a, problem.m, problem.k),
-        b=fill(problem.b, problem.k, width),
+        a=fill(problem.a, *a_shape),
+        b=fill(problem.b, *problem.b_shape),
         bias=bias,
-        residual=fill(problem.residual, problem.m, problem.n) if problem.residual else None,
+        residual=fill(problem.residual, *problem.out_shape) if problem.residual else None,
         alpha=0.5 if problem.scaled else 1.0,
-        out=make(problem.out, (*batch, problem.m, problem.n) if with_out else (0, 0)),
+        out=make(problem.out, problem.out_shape if with_out else (0, 0)),
         scale_a=scale(problem.scale_a, problem.m, 1),
         scale_b=scale(problem.scale_b, 1, width),
+        rows=rows,
     )
+    if rows is not None:
+        rows.soil(problem, inputs.a, inputs.b, inputs.residual)
     if problem.static_weights and device.type == "cuda":
         torch.cuda.synchronize(device)  # as was said, nobody is writing b any more
     return inputs
@@ -221,6 +239,8 @@ def error(out: torch.Tensor, expected: torch.Tensor) -> float:
 
 def rms(expected: torch.Tensor) -> torch.Tensor:
     """Root of the mean square, one where that is zero."""
+    if not expected.numel():
+        return torch.ones((), dtype=expected.dtype, device=expected.device)
     scale = expected.square().mean().sqrt()
     return torch.where(scale > 0, scale, torch.ones_like(scale))
 

@@ -39,6 +39,7 @@ _DTYPES = {
     torch.float8_e5m2: "fp8e5",
     torch.int8: "i8",
     torch.int32: "i32",
+    torch.int64: "i64",
 }
 
 
@@ -311,6 +312,7 @@ def launcher(
     dtype: torch.dtype,
     *,
     workspace: tuple[int, torch.dtype] | None = None,
+    extras: Sequence[str] = (),
 ) -> Launcher:
     """The :data:`~tmm_core.Launcher` of a kernel that is these launches, one after another: it
     makes the output where it is given none, and launches.
@@ -323,9 +325,13 @@ def launcher(
         shape, dtype: Of the output, which is row-major where it is made here.
         workspace: Elements and dtype of scratch memory made anew for every call, if any: the
             tensor ``"workspace"``. Were it shared, the launches of two threads could mix.
+        extras: Names of the tensors that a ragged problem has besides, in the order in which they
+            are given (:attr:`tmm_core.Groups.given`); a plain one may have scales.
     """
     first = steps[0].launch
     compiled = first.compiled is not None
+    given = ", ".join(("a, b, bias, residual, alpha, out", *(extras or ("scale_a", "scale_b"))))
+    parameters = given if extras else "a, b, bias, residual, alpha, out, scale_a=None, scale_b=None"
     names = _Names(compiled)
     calls = [names.invocation(index, step) for index, step in enumerate(steps)]
     make = "empty({0}, {1}, {2})" if compiled else "a.new_empty({0}, dtype={2})"
@@ -349,8 +355,8 @@ def launcher(
         lines = [*out, *scratch, *names.preparation(known), *calls, "return out"]
         run = written(
             "run",
-            "a, b, bias, residual, alpha, out, scale_a=None, scale_b=None",
-            [on_device("run(a, b, bias, residual, alpha, out, scale_a, scale_b)"), *lines],
+            parameters,
+            [on_device(f"run({given})"), *lines],
             namespace,
         )
         if compiled:
