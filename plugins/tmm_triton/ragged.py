@@ -256,6 +256,8 @@ class Ragged(TritonKernel[RaggedConfig]):
             for g in ((8, 1) if mean.m > 128 else (8,))
             for m, n, k, s, w in proposed(problem, shapes)
             if sub == 1 or fills_registers(problem, m, n, w)
+            # Columns that start anywhere are stored one by one, each beside its address.
+            if problem.along != "n" or n <= 128
         ]
         return self.ranked(skewed(problem), configs, 16)
 

@@ -2,7 +2,7 @@
 
 Sizes of groups are drawn on the host, so that a reference can be a product a group. There are two
 distributions, since what is fastest for one need not be for the other: a *skewed* one, where few
-groups have most of the rows, as routers make them, and an *even* one. Some groups of both are empty.
+groups have most of the rows, as routers make them, and an *even* one. Both have empty groups.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ READS = 2
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """What a ragged problem's launches are given besides operands, and what the host knows of it."""
+    """What a ragged problem's launches are given besides operands, and what the host knows of
+    it."""
 
     offs: torch.Tensor
     #: The ends of groups, as ``offs`` has them.

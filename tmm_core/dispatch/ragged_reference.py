@@ -1,4 +1,4 @@
-"""What a ragged problem should give: the whole expression in a higher precision, a product a group."""
+"""What a ragged problem should give: the whole expression in high precision, group by group."""
 
 from __future__ import annotations
 
@@ -29,7 +29,8 @@ def reference(
         room: Bytes that an operand of one product may take in fp64.
     """
     groups, given = problem.groups, inputs.rows
-    assert groups is not None and given is not None
+    assert groups is not None
+    assert given is not None
     device = inputs.a.device
     at_rows = torch.arange(problem.m, device=device)[rows]
     at_cols = torch.arange(problem.n, device=device)[cols]
