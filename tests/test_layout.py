@@ -69,6 +69,7 @@ FLOORS = (
     {"dispatch", "triton"},
     {"interop", "dispatch.compile_server"},  # a process of its own, which nobody imports
     {"api"},
+    {"grouped"},
     {"tmm_core", "nn"},
     {"bench", "testing"},
     {"tools.commands"},

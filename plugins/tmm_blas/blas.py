@@ -17,7 +17,17 @@ from typing import Any
 
 import torch
 
-from tmm_core import ANY, Config, Kernel, Launcher, Problem, Supports, Traits
+from tmm_blas import grouped_mm
+from tmm_core import (
+    ANY,
+    Config,
+    Kernel,
+    Launcher,
+    Problem,
+    Supports,
+    Traits,
+    UnsupportedProblemError,
+)
 
 Tensor = torch.Tensor
 
@@ -68,6 +78,9 @@ class Blas(Kernel[BlasConfig]):
         alpha=True,
         gated=True,
         unfused=True,
+        ragged=("m", "n", "k"),
+        indexed=True,
+        zeroed=True,
     )
 
     def declines(self, problem: Problem) -> Iterable[str]:
@@ -76,6 +89,8 @@ class Blas(Kernel[BlasConfig]):
             yield f"{dtype} @ {problem.b.dtype} are not among float8_e4m3fn and float8_e5m2"
         if problem.device.type == "cuda" and not (dtype.is_floating_point or dtype.is_complex):
             yield f"torch has no {dtype} matmul on CUDA"
+        if problem.groups is not None:
+            yield from grouped_mm.reasons_against(problem)
 
     def configs(self, problem: Problem) -> Iterable[BlasConfig]:
         yield BlasConfig()
@@ -86,6 +101,12 @@ class Blas(Kernel[BlasConfig]):
         return BlasConfig()
 
     def bind(self, problem: Problem, config: BlasConfig) -> Launcher:
+        if problem.groups is not None:
+            if reasons := self.reasons_against(problem):
+                raise UnsupportedProblemError(
+                    f"no kernel can serve {problem}; {self.name}: {'; '.join(reasons)}"
+                )
+            return grouped_mm.bind(problem)
         if config.fused and not _fusable(problem):
             raise ValueError(f"cuBLASLt fuses bias + relu into plain 2-D products, not {problem}")
         if config.fused:
@@ -344,6 +365,7 @@ def _fusable(problem: Problem) -> bool:
         and problem.residual is None
         and not problem.scaled
         and problem.batch == 1
+        and problem.groups is None
     )
 
 

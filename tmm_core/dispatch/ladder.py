@@ -70,6 +70,9 @@ LOCK_PATIENCE = 4.0
 ADOPT_PATIENCE = 1.0
 
 
+#: Rows a group at which batch-invariant mode chooses for ragged products.
+ROWS_EACH = 64
+
 _ALONE = "no other kernel can serve this problem"
 
 
@@ -156,9 +159,11 @@ class Dispatcher:
             return self._instead(problem, f"{untried}: it {verdict.reason}")
         return verdict.reason
 
-    def _instead(self, problem: Problem, why: str) -> Choice:
-        """BLAS in place of what cannot be verified now."""
+    def _instead(self, problem: Problem, why: str) -> Choice | None:
+        """BLAS in place of what cannot be verified now; None where it cannot serve the problem."""
         choice = self._fallback(why)
+        if choice.candidate.kernel.reasons_against(problem):
+            return None
         if problem.batch_invariant and not choice.candidate.kernel.traits.batch_invariant:
             self._say_once(f"{problem} is served by BLAS, which is not batch-invariant: {why}")
         return choice
@@ -173,9 +178,20 @@ class Dispatcher:
         """
         if settings.kernel is not None:
             return self._forced(problem, settings)
+        if problem.batch_invariant and problem.groups is not None:
+            return self._choose_invariant_groups(problem, settings)
         if problem.batch_invariant:
             return self._invariant(problem, settings)
         return self._choose(problem, settings)
+
+    def _choose_invariant_groups(self, problem: Problem, settings: Settings) -> Choice:
+        """One config for any number of rows of ragged products: what is chosen for
+        :data:`ROWS_EACH` a group. Sums over a ragged K are of one call alone."""
+        assert problem.groups is not None
+        if problem.along == "k":
+            return self._choose(replace(problem, batch_invariant=False), settings)
+        usual = bucketed(problem.at(ROWS_EACH * problem.groups.count))
+        return replace(self._choose(usual, settings), evidence=usual)
 
     def _choose(self, problem: Problem, settings: Settings) -> Choice:
         key = bucketed(_bare(problem))

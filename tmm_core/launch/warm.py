@@ -253,12 +253,16 @@ def _build(
 ) -> Plan:
     parsed, current = epilogue_of(epilogue), settings.current()
     plan = make_plan(a, b, bias, residual, alpha, parsed, out_dtype, out, current, scales)
+    keep(key, plan)
+    return plan
+
+
+def keep(key: tuple[Any, ...], plan: Plan) -> None:
+    """Answer by ``plan`` from now on, unless it was chosen with its hands tied, under capture."""
     if not plan.problem.capturing:
-        # What was chosen under capture was chosen with its hands tied.
         if len(_plans) >= MAX_PLANS:
             _plans.clear()
         _plans[key] = plan
-    return plan
 
 
 def make_plan(
