@@ -221,6 +221,14 @@ class RaggedConfig(TileConfig):
     def parts(self) -> int:
         return self.SUBTILE
 
+    def registers(self, problem: Problem) -> int:
+        # Where a group starts anywhere, rows that start anywhere have 64-bit addresses each.
+        loose = not (problem.a.aligned and problem.b.aligned)
+        more = 16 if loose else 0
+        if problem.gated and problem.device.capability < (9, 0):
+            more += self.BLOCK_M * self.BLOCK_N // (8 * self.num_warps * 32)  # two operands of b
+        return super().registers(problem) + more
+
 
 class Ragged(TritonKernel[RaggedConfig]):
     name = "triton.ragged"
@@ -255,7 +263,7 @@ class Ragged(TritonKernel[RaggedConfig]):
             for sub in (2, 1)
             for g in ((8, 1) if mean.m > 128 else (8,))
             for m, n, k, s, w in proposed(problem, shapes)
-            if sub == 1 or fills_registers(problem, m, n, w)
+            if sub in _parts(problem, m, n, w)
             # Columns that start anywhere are stored one by one, each beside its address.
             if problem.along != "n" or n <= 128
         ]
@@ -309,6 +317,14 @@ class Ragged(TritonKernel[RaggedConfig]):
             {name: known[name] for name in only.types},
         )
         return launcher([step], problem.out_shape, problem.out.dtype, extras=groups.given)
+
+
+def _parts(problem: Problem, block_m: int, block_n: int, num_warps: int) -> tuple[int, ...]:
+    """In how many parts a tile may be finished. Two accumulators that take half the registers would
+    be spilled beside the addresses of scattered rows."""
+    if not fills_registers(problem, block_m, block_n, num_warps):
+        return (1,)
+    return (2,) if problem.gated and not problem.device.interpreted else (1, 2)
 
 
 #: Operands, by letter, that have no dimension of groups: o is the result, r the residual.

@@ -1,4 +1,4 @@
-"""``triton.ragged``, interpreted: schedules over groups of any sizes, in tiles that divide nothing."""
+"""``triton.ragged``, interpreted: groups of any sizes, in tiles that divide nothing."""
 
 from __future__ import annotations
 
