@@ -68,8 +68,7 @@ FLOORS = (
     {"launch"},
     {"dispatch", "triton"},
     {"interop", "dispatch.compile_server"},  # a process of its own, which nobody imports
-    {"api"},
-    {"grouped"},
+    {"api", "grouped"},
     {"tmm_core", "nn"},
     {"bench", "testing"},
     {"tools.commands"},

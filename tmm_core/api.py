@@ -14,6 +14,7 @@ import torch
 
 from tmm_core import dispatch, settings
 from tmm_core.interop import autograd, operator, unusual
+from tmm_core.interop.naming import interned_text, text_of
 from tmm_core.launch import warm
 from tmm_core.launch.check import (
     check,
@@ -22,7 +23,7 @@ from tmm_core.launch.check import (
     refuse_gradients_of_out,
 )
 from tmm_core.launch.plan import Plan
-from tmm_core.spec.epilogue import Epilogue, EpilogueLike
+from tmm_core.spec.epilogue import EpilogueLike
 from tmm_core.spec.kernel import Config
 from tmm_core.spec.problem import FP8, Problem
 
@@ -135,11 +136,11 @@ def matmul(
         return unusual.by_override(matmul, tensors, alpha=alpha, epilogue=epilogue)
     check_number("matmul", alpha)
     if unusual.concerns(a, b, bias, residual):
-        text, scales = _interned_text(epilogue), {"scale_a": scale_a, "scale_b": scale_b}
+        text, scales = interned_text(epilogue), {"scale_a": scale_a, "scale_b": scale_b}
         return unusual.answer(
             matmul, a, b, bias, residual, alpha, text, out, out_dtype=out_dtype, **scales
         )
-    text = _text_of(epilogue)
+    text = text_of(epilogue)
     if out is not None:
         return operator.matmul_out(  # type: ignore[no-any-return]
             a, b, bias, residual, alpha, text, out_dtype, scale_a, scale_b, out=out
@@ -150,29 +151,6 @@ def matmul(
 
 
 _TENSORS = ("a", "b", "bias", "residual", "out", "scale_a", "scale_b")
-
-
-def _text_of(epilogue: EpilogueLike) -> str:
-    """The operator's argument for this epilogue."""
-    if epilogue is None:
-        return ""
-    if isinstance(epilogue, Epilogue):
-        return epilogue.interned()
-    return epilogue if isinstance(epilogue, str) else _parsed_text(epilogue)
-
-
-def _interned_text(epilogue: EpilogueLike) -> str:
-    """Likewise, left where a tracer finds the epilogue without tracing the registry."""
-    if isinstance(epilogue, Epilogue):
-        return epilogue.interned()
-    return _parsed_text(epilogue or None)
-
-
-def _parsed_text(epilogue: Any) -> str:
-    return dispatch.dispatcher().registry.epilogue(epilogue).interned()
-
-
-_parsed_text._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as Epilogue.interned
 
 
 def _scaled(
@@ -192,7 +170,7 @@ def _scaled(
         raise ValueError(f"alpha must be a number or a 0-d tensor, got {tuple(alpha.shape)}")
     check_tensors("matmul", a=a, b=b, bias=bias, residual=residual, out=out)
     if unusual.concerns(a, b, bias, residual):
-        text, scales = _interned_text(epilogue), {"scale_a": scale_a, "scale_b": scale_b}
+        text, scales = interned_text(epilogue), {"scale_a": scale_a, "scale_b": scale_b}
         return unusual.answer(
             matmul, a, b, bias, residual, alpha, text, out, out_dtype=out_dtype, **scales
         )
@@ -205,7 +183,7 @@ def _scaled(
         return matmul(
             a, b, bias=bias, residual=residual, alpha=number, epilogue=epilogue, out=out, **rest
         )
-    parsed = warm.epilogue_of(_interned_text(epilogue))
+    parsed = warm.epilogue_of(interned_text(epilogue))
     check(a, b, bias, residual, parsed, out_dtype, scale_a, scale_b)
     product = matmul(a, b, **rest)
     z = alpha * product

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from typing import Any
+
 import torch
 
 from tmm_core import settings
-from tmm_core.api import ConfigLike, _overrides, _text_of, matmul
-from tmm_core.interop import autograd, grouped
+from tmm_core.interop import autograd, grouped, operator
+from tmm_core.interop.naming import text_of
+from tmm_core.launch.check import check_number
 from tmm_core.launch.grouped import check_operands, run, undisturbed
 from tmm_core.spec.epilogue import EpilogueLike
+from tmm_core.spec.kernel import Config
 
 Tensor = torch.Tensor
 
@@ -28,7 +33,7 @@ def grouped_matmul(
     out_weights: Tensor | None = None,
     out: Tensor | None = None,
     kernel: str | None = None,
-    config: ConfigLike = None,
+    config: Config | Mapping[str, Any] | None = None,
     on_cache_miss: settings.OnCacheMiss | None = None,
 ) -> Tensor:
     """``epilogue(alpha · (a @ b) + bias) + residual`` of many groups, in one launch; the forms of
@@ -76,7 +81,11 @@ def grouped_matmul(
     Differentiable in a, b, bias, residual and out_weights. Gradients are grouped products as well.
     """
     if kernel is not None or config is not None or on_cache_miss is not None:
-        with _overrides(kernel, config, on_cache_miss):
+        asked = {"kernel": kernel, "config": config, "on_cache_miss": on_cache_miss}
+        changes: dict[str, Any] = {
+            name: value for name, value in asked.items() if value is not None
+        }
+        with settings.override(**changes):
             return grouped_matmul(
                 a, b, offs=offs, bias=bias, residual=residual, alpha=alpha, epilogue=epilogue,
                 out_dtype=out_dtype, a_index=a_index, out_index=out_index,
@@ -87,12 +96,13 @@ def grouped_matmul(
             raise TypeError(
                 f"grouped_matmul(): argument '{name}' must be Tensor, not {type(t).__name__}"
             )
+    check_number("grouped_matmul", alpha)
     if offs is None:
         return _batched(
             a, b, bias, residual, alpha, epilogue, out_dtype, out,
             (a_index, out_index, out_weights),
         )  # fmt: skip
-    text = _text_of(epilogue)
+    text = text_of(epilogue)
     zeroed = out_index is not None
     arguments = (
         a, b, offs, bias, residual, alpha, text, out_dtype, a_index, out_index, out_weights, zeroed,
@@ -124,10 +134,10 @@ def _batched(
     if any(t is not None for t in rows):
         raise ValueError("rows are gathered, scattered and weighed where they are ragged")
     if bias is None or bias.dim() == 1:
-        return matmul(
-            a, b, bias=bias, residual=residual, alpha=alpha, epilogue=epilogue, out=out,
-            out_dtype=out_dtype,
-        )  # fmt: skip
+        arguments = (a, b, bias, residual, alpha, text_of(epilogue), out_dtype)
+        if out is not None:
+            return operator.matmul_out(*arguments, out=out)  # type: ignore[no-any-return]
+        return operator.matmul(*arguments)  # type: ignore[no-any-return]
     m = a.shape[1]
     offs = torch.arange(m, (count + 1) * m, m or 1, dtype=torch.int32, device=a.device)[:count]
     flat = None if residual is None else residual.reshape(count * m, -1)
@@ -153,7 +163,7 @@ def grouped_linear(
     out_weights: Tensor | None = None,
     out: Tensor | None = None,
     kernel: str | None = None,
-    config: ConfigLike = None,
+    config: Config | Mapping[str, Any] | None = None,
     on_cache_miss: settings.OnCacheMiss | None = None,
 ) -> Tensor:
     """``epilogue(x @ weight[g].T + bias[g]) + residual`` for the rows of each group g: a layer of

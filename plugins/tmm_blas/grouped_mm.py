@@ -80,7 +80,7 @@ def bind(problem: Problem) -> Launcher:
             return out.copy_(y)
         return y if y.is_contiguous() else y.contiguous()
 
-    return run  # type: ignore[return-value]  # it takes what a ragged problem has besides
+    return run
 
 
 def _of_rows(problem: Problem, bias: Tensor, offs: Tensor) -> Tensor:

@@ -120,7 +120,7 @@ def ends_of(count: int, total: int, chance: torch.Generator, skewed: bool) -> li
     empty = -(-count // EMPTY_ONE_IN) if count > 1 else 0
     shares[torch.randperm(count, generator=chance)[:empty]] = 0
     ends = (shares.cumsum(0) / shares.sum() * total).round().long()
-    return ends.tolist()  # type: ignore[no-any-return]
+    return ends.tolist()
 
 
 def alternated(copies: Sequence[T]) -> list[T]:

@@ -45,7 +45,9 @@ def reference(
         source = where[at_rows]
     step = max(64, room // (8 * max(1, problem.k) * (1 + problem.gated)))
     for group, start, end in ranges(given.ends):
-        of, here, there = problem.along, slice(None), slice(None)
+        of = problem.along
+        here: Places = slice(None)
+        there: Places = slice(None)
         if of == "m":
             here = ((source >= start) & (source < end)).nonzero()[:, 0]
         elif of == "n":

@@ -70,7 +70,7 @@ def _run_out(a: Tensor, b: Tensor, *arguments: Any, out: Tensor, **named: Any) -
     apart = check_out(out, shape, out_dtype or a.dtype, inputs)
     seen = torch._C._len_torch_dispatch_stack() or autograd.differentiated(*inputs)
     if apart and not seen and all(map(plain, (out, *inputs))):
-        return run(a, b, *arguments, **named, out=out)
+        return run(a, b, *arguments, **{**named, "out": out})
     return out.copy_(grouped_matmul(a, b, *arguments, **named))
 
 

@@ -199,7 +199,7 @@ def run(
         given = [t if t.is_contiguous() else t.contiguous() for t in rows if t is not None]
         if _profiler._is_profiler_enabled:
             return _recorded(plan, a, b, each, residual, alpha, out, *given)
-        return plan.launcher(a, b, each, residual, alpha, out, *given)  # type: ignore[call-arg]
+        return plan.launcher(a, b, each, residual, alpha, out, *given)
     except BaseException as error:  # a kernel may call sys.exit
         if not _quarantine(plan, error):
             raise
@@ -248,9 +248,10 @@ def pose(
     shape = check(a, b, offs, bias, residual, epilogue, out_dtype, *indices)
     if out is None:
         out = torch.empty(shape, dtype=out_dtype or a.dtype, device="meta")
-    dtypes: list[Any] = [None if t is None else t.dtype for t in indices]
-    along = ragged_along(a, b)
-    groups = Groups(offs.shape[0], along, *dtypes, zeroed=zeroed and along != "k")
+    along, names = ragged_along(a, b), ("a_index", "out_index", "out_weights")
+    dtypes = {name: t.dtype for name, t in zip(names, indices, strict=True) if t is not None}
+    zeroed = zeroed and along != "k"
+    groups = Groups(offs.shape[0], along, zeroed=zeroed, **dtypes)
     return Problem.of(
         a,
         b,

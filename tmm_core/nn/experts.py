@@ -9,6 +9,7 @@ experts of each token. That sum is made in a fixed order, in fp32, and rounded o
 from __future__ import annotations
 
 import functools
+import importlib
 import math
 import sys
 from typing import Any
@@ -267,6 +268,5 @@ def register() -> None:
     Raises:
         ImportError: There is no Transformers whose experts have implementations (5.0 or later).
     """
-    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
-
-    ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, forward)
+    theirs = importlib.import_module(_THEIRS)
+    theirs.ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, forward)
