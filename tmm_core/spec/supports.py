@@ -6,7 +6,6 @@ gains is refused by every kernel until :data:`_QUESTIONS` says who answers for i
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -119,9 +118,9 @@ class Supports:
         Raises:
             UnsupportedProblemError: ``problem`` has a field that no kernel can answer for.
         """
-        for part in (problem, problem.a, problem.b, problem.out, problem.epilogue, problem.groups):
-            if part is not None:
-                _refuse_undeclared(part.__class__)
+        parts = (problem, problem.a, problem.b, problem.out, problem.epilogue, problem.groups)
+        for kind in {type(part) for part in parts if part is not None}:
+            _refuse_undeclared(kind)
         questions = dict.fromkeys(ask for ask in _QUESTIONS[Problem].values() if ask is not None)
         return [reason for ask in questions for reason in ask(self, problem)]
 
@@ -288,7 +287,6 @@ _QUESTIONS: dict[type, dict[str, Question | None]] = {
 }  # fmt: skip
 
 
-@functools.cache
 def _refuse_undeclared(kind: type) -> None:
     """Raise if ``kind`` has a field that :data:`_QUESTIONS` does not know."""
     known = next(known for base, known in _QUESTIONS.items() if issubclass(kind, base))
