@@ -15,6 +15,7 @@ import torch
 from tmm_core import dispatch, settings
 from tmm_core.interop import autograd, operator, unusual
 from tmm_core.interop.naming import interned_text, text_of
+from tmm_core.launch import grouped as launch_grouped
 from tmm_core.launch import warm
 from tmm_core.launch.check import (
     check,
@@ -317,8 +318,13 @@ def problem(
     out_dtype: torch.dtype | None = None,
     scale_a: Tensor | None = None,
     scale_b: Tensor | None = None,
+    offs: Tensor | None = None,
+    a_index: Tensor | None = None,
+    out_index: Tensor | None = None,
+    out_weights: Tensor | None = None,
 ) -> Problem:
-    """The :class:`Problem` that a call with these arguments poses.
+    """The :class:`Problem` that a call with these arguments poses: of :func:`matmul`, or with
+    ``offs`` of :func:`tmm_core.grouped_matmul`.
 
     Raises:
         RuntimeError, ValueError, TypeError: As :func:`matmul`.
@@ -328,6 +334,12 @@ def problem(
     check_number("problem", alpha)
     parsed = dispatch.dispatcher().registry.epilogue(epilogue)
     current = settings.current()
+    if offs is not None:
+        rows = (offs, a_index, out_index, out_weights)
+        return launch_grouped.pose(
+            a, b, bias, residual, alpha, parsed, out_dtype, None, current, rows,
+            zeroed=out_index is not None,
+        )  # fmt: skip
     scales = (scale_a, scale_b)
     return warm.pose(a, b, bias, residual, alpha, parsed, out_dtype, None, current, scales)[0]
 
@@ -339,7 +351,8 @@ def explain(a: Tensor, b: Tensor, **arguments: Any) -> Explanation:
     Nothing is tuned or launched. ``print()`` the result, or read its fields.
 
     Args:
-        a, b, arguments: As for :func:`matmul`, ``out`` left out.
+        a, b, arguments: As for :func:`matmul`, or with ``offs`` for
+            :func:`tmm_core.grouped_matmul`; ``out`` left out.
 
     Raises:
         RuntimeError, ValueError, TypeError: As :func:`matmul`.

@@ -199,8 +199,9 @@ class _Product(OneLevel):
             if a_index is not None:
                 # A row's gradient is the sum of those of all that read it; what is beyond the
                 # last group is zero.
-                wide = da.new_zeros(ctx.a[0], dtype=torch.float32)
-                da = wide.index_add(0, a_index, da.float()).to(da.dtype)
+                wide = torch.promote_types(da.dtype, torch.float32)
+                zeros = da.new_zeros(ctx.a[0], dtype=wide)
+                da = zeros.index_add(0, a_index, da.to(wide)).to(da.dtype)
         if wants_b:
             a = a if a_index is None else a.index_select(0, a_index)
             db = _gradient_of_b(a, dz, offs, along, alpha, ctx.b_column)
