@@ -17,7 +17,10 @@ from tmm_cache import CacheStore
 from torch.utils.flop_counter import FlopCounterMode
 
 import tmm_core
-from tmm_core import Groups, Kernel, Operand, Problem, Supports, UnsupportedProblemError, dispatch
+from tmm_core import Groups, Kernel, Operand, Problem, Supports, UnsupportedProblemError
+from tmm_core.bench import grouped as bench
+from tmm_core.bench import runner, suites
+from tmm_core.bench.case import Case
 from tmm_core.dispatch import ragged, rotation, verify
 from tmm_core.dispatch.fixture import Fixture
 from tmm_core.dispatch.ladder import ROWS_EACH, Dispatcher
@@ -32,7 +35,6 @@ from tmm_core.spec.epilogue import parse
 
 Tensor = torch.Tensor
 BF16, FP32 = torch.bfloat16, torch.float32
-TYPE = {"k": (torch.float64, 1e-10)}
 
 # torch's own: where it first differentiates forwards, and where it compiles.
 pytestmark = [
@@ -216,13 +218,8 @@ def test_values_and_gradients(call: str) -> None:
     }
     y, expected = tmm_core.grouped_matmul(**ours), expression(**torchs)
     torch.testing.assert_close(y[:10], expected[:10])
-    assert (
-        torch.equal(
-            tmm_core.grouped_matmul(**{k: _detached(t) for k, t in ours.items()})[:10],
-            y.detach()[:10],
-        )
-        or call
-    )  # fused, it may round otherwise
+    fused = tmm_core.grouped_matmul(**{name: _detached(t) for name, t in ours.items()})
+    torch.testing.assert_close(fused[:10], expected.detach()[:10])
     if "out_index" in ours:
         assert not y[10:].any()
     grad = torch.full_like(y, torch.nan)
@@ -630,11 +627,35 @@ def test_what_is_to_be_zero_is_verified() -> None:
     assert not Verifier(zeroed, torch.device("cpu")).verdict(careless).ok
 
 
+def test_benched_beside_torch_and_a_loop() -> None:
+    listed = {"dtypes": ["bf16"], "layout": "nt", "rows": [16], "epilogues": "bias+swiglu"}
+    sums = {"dtypes": ["bf16"], "layout": "tn", "rows": [16], "ragged": "k", "routing": "even"}
+    document = {
+        "rows": listed | {"experts": [[4, 24, 32], [3, 17, 19]]},
+        "sums": sums | {"experts": [[4, 24, 32], [3, 17, 19]]},
+    }
+    tasks = suites.read(document)
+    options = runner.Options(tune=False, kernels=True, seconds=0.02)
+    for measured, task in zip(runner.run(tasks, torch.device("cpu"), options), tasks, strict=True):
+        assert "failed" not in measured
+        assert Case.from_json(measured["case"]) == task.case
+        assert measured["error"] < 1.6e-2
+        assert {"torch", "tmm", "loop", "kernel blas"} <= set(measured["times"])
+        call = task.case.call(torch.device("cpu"))
+        torch.testing.assert_close(
+            bench.eager([call])(0), bench.loop([call])(0), rtol=2e-2, atol=2e-2
+        )
+    assert len(suites.select(["grouped"])) == 20
+    with pytest.raises(ValueError, match=r"experts are \[groups, N, K\]"):
+        suites.expand("bad", listed | {"experts": [[4, 24]]})
+    with pytest.raises(ValueError, match="unknown 'odd'"):
+        suites.expand("bad", listed | {"experts": [[4, 24, 32]], "routing": "odd"})
+
+
 def test_explained_and_posed() -> None:
     text = str(tmm_core.explain(A, B, offs=OFFS, out_index=SCATTER))
     assert "3 groups along m out_index zeroed" in text
     assert "does not serve products that are ragged along m" in text
-    assert dispatch.dispatcher().registry.kernel("blas").name == "blas"
 
 
 def test_groups_refuse_nonsense() -> None:

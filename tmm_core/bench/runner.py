@@ -19,7 +19,7 @@ import torch
 
 import tmm_core
 from tmm_core import dispatch, settings
-from tmm_core.bench import environment, providers
+from tmm_core.bench import environment, grouped, providers
 from tmm_core.bench.case import Call
 from tmm_core.bench.results import Document
 from tmm_core.bench.suites import Task
@@ -135,7 +135,7 @@ def _measure(
     ):
         call = task.case.call(device)
         tuning = _tune(call, options) if options.tune else None
-        plan = tmm_core.plan(call.a, call.b, **call.keywords)
+        plan = call.plan()
         document = _described(plan) | {"tuning_seconds": tuning, "error": _error(call, plan)}
         copies = rotation.copies(plan.problem, rotation.memory_limit(device))
         document["copies"] = copies
@@ -253,6 +253,7 @@ def _runs(calls: Sequence[Call], options: Options, document: Document) -> dict[s
     """What is timed, by column, called once already. An extra column that cannot be had is
     left out and its reason noted in ``document``; torch's and tmm's own are a failure."""
     call = calls[0]
+    eager = providers.eager if call.rows is None else grouped.eager
     extras: dict[str, Run] = {}
     failed: dict[str, str] = {}
     if options.kernels:
@@ -268,12 +269,14 @@ def _runs(calls: Sequence[Call], options: Options, document: Document) -> dict[s
             extras[ONE_CONFIG] = _bound(providers.one_config(call), calls)
         except Exception as error:  # no Triton, or operands that TMA cannot read
             failed[ONE_CONFIG.removeprefix("kernel ")] = f"{type(error).__name__}: {error}"
-    if options.inductor:
+    if call.rows is not None:
+        extras |= grouped.peers(calls, failed)
+    elif options.inductor:
         extras[INDUCTOR] = providers.inductor(calls)
     runs = {
-        TORCH: providers.eager(calls),
+        TORCH: eager(calls),
         TMM: providers.tmm(calls),
-        AGAIN: providers.eager(calls),
+        AGAIN: eager(calls),
     }
     for run in runs.values():
         _once(run, call.a.is_cuda)
@@ -291,6 +294,11 @@ def _runs(calls: Sequence[Call], options: Options, document: Document) -> dict[s
 def _bound(plan: tmm_core.Plan, calls: Sequence[Call]) -> Run:
     def run(copy: int) -> object:
         call = calls[copy]
+        if call.rows is not None:
+            bias = None if call.bias is None else call.bias.expand(len(call.rows.ends), -1)
+            return plan.launcher(
+                call.a, call.b, bias, call.residual, 1.0, None, *call.rows.given
+            )  # fmt: skip
         if not plan.problem.has_scales:
             return plan(call.a, call.b, call.bias, call.residual)
         scales = {"scale_a": call.scale_a, "scale_b": call.scale_b}

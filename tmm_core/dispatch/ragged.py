@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from tmm_core.spec.groups import Groups
 from tmm_core.spec.problem import Problem
 
 T = TypeVar("T")
@@ -32,7 +33,7 @@ class Rows:
     offs: torch.Tensor
     #: The ends of groups, as ``offs`` has them.
     ends: tuple[int, ...]
-    #: Rows that ``a`` has.
+    #: Rows that ``a`` has, where rows are ragged.
     read: int
     a_index: torch.Tensor | None = None
     out_index: torch.Tensor | None = None
@@ -43,19 +44,18 @@ class Rows:
     @classmethod
     def of(
         cls,
-        problem: Problem,
+        groups: Groups,
+        total: int,
         device: torch.device,
         generator: torch.Generator,
         *,
         skewed: bool,
         whole: bool,
     ) -> Rows:
-        """Random ones for ``problem``; see :func:`tmm_core.dispatch.verify.make_inputs`."""
-        groups = problem.groups
-        assert groups is not None
+        """Random ones for groups of ``total`` rows (or columns, or terms of sums) together; see
+        :func:`tmm_core.dispatch.verify.make_inputs`."""
         seed = int(torch.randint(2**31, (), generator=generator, device=device))
         chance = torch.Generator().manual_seed(seed)
-        total = problem.extent
         used = total if whole else total - min(3, total // 4)
         ends = ends_of(groups.count, used, chance, skewed)
         other = ends_of(groups.count, used, chance, not skewed)
@@ -63,7 +63,7 @@ class Rows:
         def place(numbers: Any, dtype: torch.dtype | None) -> torch.Tensor:
             return torch.as_tensor(numbers).to(device, dtype)
 
-        read, a_index, out_index, out_weights = problem.m, None, None, None
+        read, a_index, out_index, out_weights = total, None, None, None
         if groups.a_index is not None:
             read = max(1, total // READS)
             a_index = place(torch.randint(read, (total,), generator=chance), groups.a_index)
@@ -128,6 +128,8 @@ def alternated(copies: Sequence[T]) -> list[T]:
 
     def turned(inputs: Any) -> Any:
         rows = inputs.rows
+        if rows.other is None:
+            return inputs
         return dataclasses.replace(inputs, rows=replace(rows, offs=rows.other, other=rows.offs))
 
     return [turned(each) if place % 2 else each for place, each in enumerate(copies)]

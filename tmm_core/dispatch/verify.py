@@ -125,8 +125,11 @@ def make_inputs(
         bias = bias if problem.groups else bias[0]
     rows, a_shape = None, problem.a_shape
     if problem.groups is not None:
-        rows = ragged.Rows.of(problem, device, generator, skewed=skewed, whole=whole)
-        a_shape = (*a_shape[:-2], rows.read, problem.k)
+        rows = ragged.Rows.of(
+            problem.groups, problem.extent, device, generator, skewed=skewed, whole=whole
+        )
+        if problem.groups.a_index is not None:
+            a_shape = (rows.read, problem.k)
     inputs = Inputs(
         a=fill(problem.a, *a_shape),
         b=fill(problem.b, *problem.b_shape),
@@ -177,6 +180,10 @@ def part(problem: Problem, inputs: Inputs, rows: Places, cols: Places) -> Inputs
 
 def reference(problem: Problem, inputs: Inputs) -> torch.Tensor:
     """The whole expression in fp64, or for large 16-bit problems from a product in fp32."""
+    if problem.groups is not None:
+        from tmm_core.dispatch import ragged_reference  # which imports this module
+
+        return ragged_reference.reference(problem, inputs, slice(None), slice(None), 1 << 30)
     return finished(problem, inputs, accumulated(problem, inputs))
 
 
