@@ -61,6 +61,7 @@ class Blas(Kernel[BlasConfig]):
     # cuBLAS picks kernels (and split-K) by M; torch makes no promise across M.
     traits = Traits(deterministic=True, batch_invariant=False)
     config_type = BlasConfig
+    shares = (grouped_mm,)
 
     supports = Supports(
         devices=ANY,

@@ -109,15 +109,6 @@ def test_the_layer_is_kept_and_told() -> None:
         Experts(3, 6, 5, activation="tanh")
 
 
-def test_a_full_graph() -> None:
-    layer = Experts(3, 6, 5)
-    x, index = torch.randn(4, 6), torch.tensor([[0, 1], [1, 2], [2, 0], [0, 2]])
-    weights = torch.rand(4, 2)
-    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
-    torch.testing.assert_close(compiled(x, index, weights), layer(x, index, weights))
-    torch._dynamo.reset()
-
-
 # -- layers as Transformers writes them ------------------------------------------------------
 
 

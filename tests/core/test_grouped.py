@@ -29,6 +29,7 @@ from tmm_core.dispatch.tuner import Tuner
 from tmm_core.dispatch.verifier import Verifier
 from tmm_core.interop import grouped
 from tmm_core.launch import warm
+from tmm_core.nn import Experts
 from tmm_core.spec.bucket import bucketed
 from tmm_core.spec.device import DeviceFingerprint
 from tmm_core.spec.epilogue import parse
@@ -347,6 +348,15 @@ def test_one_operator_in_a_full_graph() -> None:
         x, weight = randn(rows, 16), randn(3, 8, 16)
         torch.testing.assert_close(compiled(x, weight, OFFS)[:10], layer(x, weight, OFFS)[:10])
     assert len([t for t in targets if "grouped_matmul" in t]) == 1
+    torch._dynamo.reset()
+
+
+def test_a_layer_in_a_full_graph() -> None:
+    layer = Experts(3, 6, 5)
+    x, index = randn(4, 6), torch.tensor([[0, 1], [1, 2], [2, 0], [0, 2]])
+    weights = torch.rand(4, 2)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x, index, weights), layer(x, index, weights))
     torch._dynamo.reset()
 
 

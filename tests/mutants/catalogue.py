@@ -5,6 +5,7 @@ from __future__ import annotations
 from calls import KEYS, PLANS
 from choosing import DISPATCHING, TUNING
 from elsewhere import ELSEWHERE, SPEC
+from grouped import GROUPED
 from mutant import Mutant
 
-MUTANTS: list[Mutant] = [*KEYS, *PLANS, *TUNING, *DISPATCHING, *SPEC, *ELSEWHERE]
+MUTANTS: list[Mutant] = [*KEYS, *PLANS, *TUNING, *DISPATCHING, *SPEC, *ELSEWHERE, *GROUPED]
