@@ -24,6 +24,7 @@ from tmm_core.launch.check import (
     refuse_gradients_of_out,
 )
 from tmm_core.launch.plan import Plan
+from tmm_core.spec.arguments import TENSORS, Arguments
 from tmm_core.spec.epilogue import EpilogueLike
 from tmm_core.spec.kernel import Config
 from tmm_core.spec.problem import FP8, Problem
@@ -114,7 +115,8 @@ def matmul(
                 scale_b=scale_b,
             )
     if type(alpha) is not float and isinstance(alpha, Tensor):  # 20 ns, not 80
-        return _scaled(a, b, bias, residual, alpha, epilogue, out, out_dtype, scale_a, scale_b)
+        call = Arguments(a, b, bias, residual, alpha, "", out_dtype, scale_a, scale_b, out)
+        return _scaled(call, epilogue)
     if (
         not torch.compiler.is_dynamo_compiling()
         and out is None
@@ -131,62 +133,40 @@ def matmul(
         except (RuntimeError, ValueError):
             if not unusual.concerns(a, b, bias, residual):
                 raise
-    given = (a, b, bias, residual, out, scale_a, scale_b)
+    given = (a, b, bias, residual, scale_a, scale_b, out)
     if not all(t is None or isinstance(t, Tensor) for t in given) or a is None or b is None:
-        tensors = dict(zip(_TENSORS, given, strict=True))
+        tensors = dict(zip((*TENSORS, "out"), given, strict=True))
         return unusual.by_override(matmul, tensors, alpha=alpha, epilogue=epilogue)
     check_number("matmul", alpha)
     if unusual.concerns(a, b, bias, residual):
-        text, scales = interned_text(epilogue), {"scale_a": scale_a, "scale_b": scale_b}
-        return unusual.answer(
-            matmul, a, b, bias, residual, alpha, text, out, out_dtype=out_dtype, **scales
-        )
-    text = text_of(epilogue)
+        text = interned_text(epilogue)
+        call = Arguments(a, b, bias, residual, alpha, text, out_dtype, scale_a, scale_b, out)
+        return unusual.answer(matmul, call)
+    arguments = (a, b, bias, residual, alpha, text_of(epilogue), out_dtype, scale_a, scale_b)
     if out is not None:
-        return operator.matmul_out(  # type: ignore[no-any-return]
-            a, b, bias, residual, alpha, text, out_dtype, scale_a, scale_b, out=out
-        )
+        return operator.matmul_out(*arguments, out=out)  # type: ignore[no-any-return]
     if not torch.compiler.is_compiling() and type(a) is not Tensor:
         _prepare_for(type(a))
-    return operator.matmul(a, b, bias, residual, alpha, text, out_dtype, scale_a, scale_b)  # type: ignore[no-any-return]
+    return operator.matmul(*arguments)  # type: ignore[no-any-return]
 
 
-_TENSORS = ("a", "b", "bias", "residual", "out", "scale_a", "scale_b")
-
-
-def _scaled(
-    a: Tensor,
-    b: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    alpha: Tensor,
-    epilogue: EpilogueLike,
-    out: Tensor | None,
-    out_dtype: torch.dtype | None,
-    scale_a: Tensor | None,
-    scale_b: Tensor | None,
-) -> Tensor:
+def _scaled(call: Arguments, epilogue: EpilogueLike) -> Tensor:
     """With a tensor to scale by."""
+    alpha, out = call.alpha, call.out
     if alpha.dim():
         raise ValueError(f"alpha must be a number or a 0-d tensor, got {tuple(alpha.shape)}")
+    a, b, bias, residual = call[:4]
     check_tensors("matmul", a=a, b=b, bias=bias, residual=residual, out=out)
     if unusual.concerns(a, b, bias, residual):
-        text, scales = interned_text(epilogue), {"scale_a": scale_a, "scale_b": scale_b}
-        return unusual.answer(
-            matmul, a, b, bias, residual, alpha, text, out, out_dtype=out_dtype, **scales
-        )
-    rest: dict[str, Any] = {"out_dtype": out_dtype, "scale_a": scale_a, "scale_b": scale_b}
+        return unusual.answer(matmul, call._replace(epilogue=interned_text(epilogue)))
     differentiated = torch.compiler.is_compiling() or autograd.differentiated(alpha)
     if out is not None and differentiated:
         refuse_gradients_of_out()
     if out is not None or (alpha.device.type == "cpu" and not differentiated):
-        number = float(alpha)
-        return matmul(
-            a, b, bias=bias, residual=residual, alpha=number, epilogue=epilogue, out=out, **rest
-        )
+        return matmul(**call._asdict() | {"alpha": float(alpha), "epilogue": epilogue})
     parsed = warm.epilogue_of(interned_text(epilogue))
-    check(a, b, bias, residual, parsed, out_dtype, scale_a, scale_b)
-    product = matmul(a, b, **rest)
+    check(call, parsed)
+    product = matmul(**call._replace(alpha=1.0, bias=None, residual=None)._asdict())
     z = alpha * product
     y = parsed.apply(z if bias is None else z + bias)
     return (y if residual is None else y + residual).to(product.dtype)
@@ -288,23 +268,13 @@ def plan(
 
     Not differentiable. Arguments and errors are those of :func:`matmul`.
     """
-    tensors = {"a": a, "b": b, "bias": bias, "residual": residual}
-    check_tensors("plan", **tensors, scale_a=scale_a, scale_b=scale_b)
+    call = Arguments(a, b, bias, residual, alpha, "", out_dtype, scale_a, scale_b)
+    check_tensors("plan", **dict(zip(TENSORS, call.tensors, strict=True)))
     check_number("plan", alpha)
     with _overrides(kernel, config, on_cache_miss):
-        made = warm.make_plan(
-            a,
-            b,
-            bias,
-            residual,
-            alpha,
-            dispatch.dispatcher().registry.epilogue(epilogue),
-            out_dtype,
-            None,
-            settings.current(),
-            (scale_a, scale_b),
-        )
-    return made.ready(a, b, bias, residual, scale_a, scale_b)
+        parsed = dispatch.dispatcher().registry.epilogue(epilogue)
+        made = warm.make_plan(call, parsed, settings.current())
+    return made.ready(call)
 
 
 def problem(
@@ -329,8 +299,8 @@ def problem(
     Raises:
         RuntimeError, ValueError, TypeError: As :func:`matmul`.
     """
-    tensors = {"a": a, "b": b, "bias": bias, "residual": residual}
-    check_tensors("problem", **tensors, scale_a=scale_a, scale_b=scale_b)
+    call = Arguments(a, b, bias, residual, alpha, "", out_dtype, scale_a, scale_b)
+    check_tensors("problem", **dict(zip(TENSORS, call.tensors, strict=True)))
     check_number("problem", alpha)
     parsed = dispatch.dispatcher().registry.epilogue(epilogue)
     current = settings.current()
@@ -340,8 +310,7 @@ def problem(
             a, b, bias, residual, alpha, parsed, out_dtype, None, current, rows,
             zeroed=out_index is not None,
         )  # fmt: skip
-    scales = (scale_a, scale_b)
-    return warm.pose(a, b, bias, residual, alpha, parsed, out_dtype, None, current, scales)[0]
+    return warm.pose(call, parsed, current)[0]
 
 
 def explain(a: Tensor, b: Tensor, **arguments: Any) -> Explanation:

@@ -43,7 +43,7 @@ def bind(problem: Problem) -> Launcher:
     """The whole expression, in torch's own roundings."""
     groups = problem.groups
     assert groups is not None
-    names, along = groups.given, groups.ragged
+    along = groups.ragged
     multiply = _product(problem)
 
     def run(
@@ -53,9 +53,8 @@ def bind(problem: Problem) -> Launcher:
         residual: Tensor | None,
         alpha: float,
         out: Tensor | None,
-        *given: Tensor,
+        **rows: Tensor,
     ) -> Tensor:
-        rows = dict(zip(names, given, strict=True))
         offs = rows["offs"]
         if "a_index" in rows:
             a = a.index_select(0, rows["a_index"])

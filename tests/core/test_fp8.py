@@ -102,9 +102,9 @@ def test_scales_that_a_batch_shares_are_packed(shared: str) -> None:
         def bind(self, problem: Problem, config: Any) -> Any:
             right: Any = super().bind(problem, config)
 
-            def launch(*arguments: Any) -> Tensor:
-                seen.append(arguments[6:])
-                return right(*arguments)
+            def launch(*arguments: Any, **scales: Any) -> Tensor:
+                seen.append((scales["scale_a"], scales["scale_b"]))
+                return right(*arguments, **scales)
 
             return launch
 

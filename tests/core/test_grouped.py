@@ -459,9 +459,9 @@ def test_the_baseline_reads_nothing_on_the_host(call: str, monkeypatch: pytest.M
     bias = meta.get("bias")
     bias = bias.expand(3, -1) if bias is not None and bias.dim() == 1 else bias
     names = ("offs", "a_index", "out_index", "out_weights")
-    given = [meta[name] for name in names if meta.get(name) is not None]
+    given = {name: meta[name] for name in names if meta.get(name) is not None}
     launcher: Any = grouped_mm.bind(problem)
-    y = launcher(meta["a"], meta["b"], bias, meta.get("residual"), 1.0, None, *given)
+    y = launcher(meta["a"], meta["b"], bias, meta.get("residual"), 1.0, None, **given)
     assert tuple(y.shape) == problem.out_shape
     assert y.dtype is BF16
 
@@ -491,8 +491,8 @@ class Loops(Kernel[FakeConfig]):
     def bind(self, problem: Problem, config: FakeConfig) -> Any:
         right: Any = grouped_mm.bind(problem)
 
-        def launch(*arguments: Any) -> Tensor:
-            return right(*arguments)
+        def launch(*arguments: Any, **rows: Tensor) -> Tensor:
+            return right(*arguments, **rows)
 
         launch.cost = (self.name, config.tile)  # type: ignore[attr-defined]
         return launch
@@ -523,8 +523,8 @@ def test_tuning_keeps_groups_on_record(tmp_path: Path) -> None:
 def costed(problem: Problem) -> Any:
     right: Any = grouped_mm.bind(problem)
 
-    def launch(*arguments: Any) -> Tensor:
-        return right(*arguments)
+    def launch(*arguments: Any, **rows: Tensor) -> Tensor:
+        return right(*arguments, **rows)
 
     launch.cost = ("blas", 1)  # type: ignore[attr-defined]
     return launch
@@ -594,13 +594,13 @@ def test_both_distributions_are_timed_and_verified() -> None:
     inputs = verify.make_inputs(problem, torch.device("cpu"), 0)
     assert rotation.copies(problem) == 2
     first, second = rotation.rotated(inputs, problem, 2)
-    assert first.rows is not None
-    assert second.rows is not None
+    assert isinstance(first, ragged.Inputs)
+    assert isinstance(second, ragged.Inputs)
     assert first.rows.offs.tolist() == list(first.rows.ends)
     assert second.rows.offs.tolist() != list(first.rows.ends)
     dense, padded = Fixture(problem, torch.device("cpu"), 1 << 24, sampled=False).sets()
-    assert dense.inputs.rows is not None
-    assert padded.inputs.rows is not None
+    assert isinstance(dense.inputs, ragged.Inputs)
+    assert isinstance(padded.inputs, ragged.Inputs)
     assert dense.inputs.rows.ends[-1] == 160
     assert padded.inputs.rows.ends[-1] < 160
     assert padded.inputs.a[-1].isnan().all()
@@ -620,9 +620,9 @@ def test_wrong_launchers_are_found(fault: Any, sampled: bool) -> None:
     problem = cpu_problem()
     right: Any = grouped_mm.bind(problem)
 
-    def wrong(*arguments: Any) -> Tensor:
-        y, out = right(*arguments[:5], None, *arguments[6:]), arguments[5]
-        y = fault(y, arguments[6])
+    def wrong(*arguments: Any, offs: Tensor) -> Tensor:
+        y, out = right(*arguments[:5], None, offs=offs), arguments[5]
+        y = fault(y, offs)
         return y if out is None else out.copy_(y)
 
     verifier = Verifier(problem, torch.device("cpu"), sampled=sampled)

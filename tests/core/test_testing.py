@@ -200,8 +200,8 @@ class OneConfigIsWrong(Right):
     def bind(self, problem: Problem, config: Tile) -> Launcher:
         launch = super().bind(problem, config)
 
-        def launch_off(*arguments: Any) -> Any:
-            out: Any = launch(*arguments)
+        def launch_off(*arguments: Any, **extras: Any) -> Any:
+            out: Any = launch(*arguments, **extras)
             return out.mul_(1.1) if config.rows == 64 else out
 
         return launch_off

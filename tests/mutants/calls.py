@@ -7,93 +7,72 @@ from mutant import Mutant
 CALLS = ("tests/core/test_call_key.py::test_calls_that_differ_in_one_thing_have_a_plan_each",)
 PLAN = "tests/core/test_plan.py"
 
-_KEY = """\
-        None if bias is None else signature(bias),
-        None if residual is None else signature(residual),
-        None if out is None else signature(out),
-        epilogue,
-        alpha == 1.0,
-        out_dtype,
-        _overridden(),
-        _deterministic(),
-        a.dtype is torch.float32 and a.is_cuda and _tf32(),
-"""
-_SCALED_KEY = """\
-        *(None if t is None else signature(t) for t in (a, b, bias, residual, out)),
-        scales_signature(*scales),
-        epilogue,
-        alpha == 1.0,
-        out_dtype,
-        _overridden(),
-        _deterministic(),
-    )
-"""
+#: Where the key of a warm call is written, part by part.
+_PART = '        yield f"    {part},"\n'
+_SKIP = "        if role.extra and not extras:\n"
 
 
-def _key(name: str, old: str, new: str, why: str, whole: str = _KEY) -> Mutant:
-    """A mutant of the key of a warm call."""
-    assert whole.count(old) == 1
-    return Mutant(f"key-{name}", "launch/warm.py", whole, whole.replace(old, new), why, CALLS)
+def _key(name: str, old: str, new: str, why: str) -> Mutant:
+    """A mutant of the writer of the key."""
+    return Mutant(f"key-{name}", "launch/warm.py", old, new, why, CALLS)
 
 
-def _scaled_key(name: str, old: str, new: str, why: str) -> Mutant:
-    return _key(f"scaled-{name}", old, new, why, _SCALED_KEY)
+def _without(name: str, field: str, why: str) -> Mutant:
+    """The key of a warm call without that text in any part."""
+    return _key(name, _PART, f"{_PART[:-1]}.replace({field!r}, '')\n", why)
+
+
+def _ignored(argument: str, why: str, name: str = "") -> Mutant:
+    """The key without that argument."""
+    new = f'        if name != "{argument}":\n    {_PART}'
+    return _key(name or argument.replace("_", "-"), _PART, new, why)
+
+
+def _scaled(name: str, condition: str, why: str) -> Mutant:
+    """The key of a call with extras alone, without the arguments of which that is true."""
+    new = f"{_SKIP[:-2]} or extras and {condition}:\n"
+    return _key(f"scaled-{name}", _SKIP, new, why)
 
 
 KEYS = [
-    _key("alpha", "        alpha == 1.0,\n", "", "alpha = 2 after alpha = 1 is ignored"),
-    _key("bias-dtype", "signature(bias)", "(*signature(bias)[:2], *signature(bias)[3:])",
-         "a kernel for one dtype reads another"),
-    _key("bias-alignment", "signature(bias)", "signature(bias)[:3]", "wide loads off 16 bytes"),
-    _key("bias-stride", "signature(bias)", "signature(bias)[2:]", "another stride is read"),
-    _key("residual-dtype", "signature(residual)", "(*signature(residual)[:2], *signature(residual)[3:])",
-         "a kernel for one dtype reads another"),
-    _key("residual-alignment", "signature(residual)", "signature(residual)[:3]",
-         "TMA reads off 16 bytes"),
-    _key("residual-device", "signature(residual)", "signature(residual)[:4]",
-         "a launcher of one GPU is given another's"),
-    _key("out-presence", "        None if out is None else signature(out),\n", "",
-         "a plan for no output is given one of any layout"),
-    _key("out-alignment", "signature(out)", "signature(out)[:3]", "TMA writes off 16 bytes"),
-    _key("out-stride", "signature(out)", "(out.shape, out.data_ptr() & 15)",
-         "rows are written where another tensor has them"),
-    _key("epilogue", "        epilogue,\n", "", "the first epilogue is applied for good"),
-    _key("out-dtype", "        out_dtype,\n", "", "the first dtype is returned for good"),
-    _key("settings", "        _overridden(),\n", "", "override() does nothing when warm"),
-    _key("deterministic", "        _deterministic(),\n", "", "the mode does nothing when warm"),
-    Mutant("key-tf32", "launch/warm.py", "a.dtype is torch.float32 and a.is_cuda and _tf32(),\n    )\n    plan", ")\n    plan",
-           "allowing TF32 does nothing when warm", ("tests/core/test_call_key.py::test_tf32_has_a_plan_of_its_own",)),
-    Mutant("key-a-alignment", "launch/warm.py", "        a.dtype,\n        a.data_ptr() & 15,\n",
-           "        a.dtype,\n", "TMA reads a off 16 bytes", CALLS),
-    Mutant("key-b-alignment", "launch/warm.py", "        b.dtype,\n        b.data_ptr() & 15,\n",
-           "        b.dtype,\n", "TMA reads b off 16 bytes", CALLS),
-    Mutant("key-b-device", "launch/warm.py",
-           "        b.data_ptr() & 15,\n        b.get_device(),\n", "        b.data_ptr() & 15,\n",
-           "operands of two GPUs pass", CALLS),
-    Mutant("key-b-stride", "launch/warm.py", "        b.stride(),\n", "",
-           "a weight and its transpose share a plan", CALLS),
-    _scaled_key("residual", "(a, b, bias, residual, out)", "(a, b, bias, out)",
-                "the residual is dropped"),
-    _scaled_key("out", "(a, b, bias, residual, out)", "(a, b, bias, residual)",
-                "a plan for no output is given one"),
-    _scaled_key("scales", "        scales_signature(*scales),\n", "",
-                "one number is read as a row of them"),
-    _scaled_key("alpha", "        alpha == 1.0,\n", "", "alpha is ignored"),
-    _scaled_key("settings", "        _overridden(),\n", "", "override() does nothing when warm"),
-    Mutant("key-scale-shape", "plan.py",
-           "(t.shape, t.dtype, t.get_device()) for t in scales)", "(t.dtype, t.get_device()) for t in scales)",
-           "one number is read as a row of them", CALLS),
+    _ignored("alpha", "alpha = 2 after alpha = 1 is ignored"),
+    _without("bias-dtype", "bias.dtype, ", "a kernel for one dtype reads another"),
+    _without("bias-alignment", "bias.data_ptr() & 15, ", "wide loads off 16 bytes"),
+    _without("bias-stride", "bias.stride(), ", "another stride is read"),
+    _without("residual-dtype", "residual.dtype, ", "a kernel for one dtype reads another"),
+    _without("residual-alignment", "residual.data_ptr() & 15, ", "TMA reads off 16 bytes"),
+    _without("residual-device", ", residual.get_device()", "a launcher of one GPU is given another's"),
+    _ignored("out", "a plan for no output is given one of any layout", "out-presence"),
+    _without("out-alignment", "out.data_ptr() & 15, ", "TMA writes off 16 bytes"),
+    _without("out-stride", "out.stride(), ", "rows are written where another tensor has them"),
+    _ignored("epilogue", "the first epilogue is applied for good"),
+    _ignored("out_dtype", "the first dtype is returned for good"),
+    _key("settings", "    _overridden(), _det", "    _det", "override() does nothing when warm"),
+    _key("deterministic", "_overridden(), _deterministic(),", "_overridden(),",
+         "the mode does nothing when warm"),
+    Mutant("key-tf32", "launch/warm.py",
+           '    yield "    a.dtype is torch.float32 and a.is_cuda and _tf32(),"\n', "",
+           "allowing TF32 does nothing when warm",
+           ("tests/core/test_call_key.py::test_tf32_has_a_plan_of_its_own",)),
+    _without("a-alignment", "a.data_ptr() & 15, ", "TMA reads a off 16 bytes"),
+    _without("b-alignment", "b.data_ptr() & 15, ", "TMA reads b off 16 bytes"),
+    _without("b-device", ", b.get_device()", "operands of two GPUs pass"),
+    _without("b-stride", "b.stride(), ", "a weight and its transpose share a plan"),
+    _scaled("residual", 'name == "residual"', "the residual is dropped"),
+    _scaled("out", 'name == "out"', "a plan for no output is given one"),
+    _scaled("scales", "role.extra", "one number is read as a row of them"),
+    _scaled("alpha", 'name == "alpha"', "alpha is ignored"),
+    _without("scale-shape", "scale_b.shape, ", "one number is read as a row of them"),
 ]  # fmt: skip
 
 PLANS = [
-    Mutant("plan-bias-dtype", "plan.py",
-           "return tuple(t if t is None else signature(t) for t in (bias, residual))",
-           "return tuple(t if t is None else (*signature(t)[:2], None, *signature(t)[3:]) "
-           "for t in (bias, residual))",
+    Mutant("plan-bias-dtype", "plan.py", "            if planned != found:\n",
+           '            if name == "bias" and planned and found:\n'
+           "                planned, found = planned[:2] + planned[3:], found[:2] + found[3:]\n"
+           "            if planned != found:\n",
            "a kernel for one dtype reads another", (PLAN,)),
-    Mutant("plan-residual-alignment", "plan.py",
-           'zip(("bias", "residual"), self.extras or (None, None), strict=True):\n            if extra',
-           'zip(("bias",), self.extras or (None,), strict=False):\n            if extra',
+    Mutant("plan-residual-alignment", "plan.py", "            if ROLE[name].key == SIGNATURE\n",
+           '            if ROLE[name].key == SIGNATURE and name != "residual"\n',
            "TMA reads off 16 bytes", (PLAN,)),
     Mutant("plan-out-alignment", "plan.py", "            or out.data_ptr() & 15\n", "",
            "TMA writes off 16 bytes", (PLAN,)),
@@ -102,18 +81,21 @@ PLANS = [
     Mutant("plan-out-dtype", "plan.py", "(out.dtype, out.get_device()) != planned",
            "out.get_device() != planned[1]", "written in another dtype", (PLAN,)),
     Mutant("plan-unplanned", "plan.py",
-           'absent = [f" or {name} is not None" for name in _TENSORS if name not in given]',
+           'absent = [f" or {name} is not None" for name in TENSORS if name not in given]',
            "absent: list[str] = []", "a bias that was not planned is dropped", (PLAN,)),
-    Mutant("plan-scales", "plan.py", "        if scales != self.scales:\n", "        if False:\n",
+    Mutant("plan-scales", "plan.py", "            if planned != found:\n",
+           "            if planned != found and name not in EXTRAS:\n",
            "one number is read as a row of them", (PLAN,)),
-    Mutant("plan-alpha", "plan.py", 'namespace |= {"alpha": self.alpha,', 'namespace |= {"alpha": 1.0,',
+    Mutant("plan-alpha", "plan.py", 'namespace |= {"alpha": self.alpha}', 'namespace |= {"alpha": 1.0}',
            "a plan's alpha is ignored", (PLAN,)),
+    Mutant("extra-strided", "plan.py", 'return f"{name} = {name}.contiguous()"', 'return "pass"',
+           "a scale with gaps is read as if it had none",
+           ("tests/core/test_fp8.py::test_scales_of_any_stride",)),
     Mutant("capture-plan-kept", "launch/warm.py", "    if not plan.problem.capturing:\n", "    if True:\n",
            "what was chosen under capture is used ever after",
            ("tests/core/test_call_state.py::test_a_plan_made_under_capture_is_made_anew_after",)),
     Mutant("quarantined-plan-kept", "launch/warm.py",
-           "            raise\n        _plans.pop(key, None)\n    return run(",
-           "            raise\n    return run(",
+           '    yield "    _plans.pop(key, None)"\n', "",
            "a kernel that raised is launched again without end",
            ("tests/core/test_call_state.py::test_a_kernel_that_raises_is_launched_once",)),
 ]  # fmt: skip

@@ -9,7 +9,19 @@ SETTINGS = "tests/core/test_settings.py"
 HOPPER = "tests/plugins/test_warp_specialized.py"
 EARLY = "tests/plugins/test_dependent_launch.py"
 
+SUPPORTS = "tests/core/test_supports.py"
+
 SPEC = [
+    Mutant("undeclared-field", "supports.py", "        if each.name not in known:\n",
+           "        if False:\n", "a kernel answers for what it has not heard of", (SUPPORTS,)),
+    Mutant("undeclared-operand", "supports.py", "parts = (problem, problem.a, ", "parts = (problem, ",
+           "a kernel reads an operand that it has not heard of", (SUPPORTS,)),
+    Mutant("ragged-undeclared", "supports.py",
+           "groups is not None and groups.ragged not in supports.ragged", "False",
+           "a plain kernel multiplies groups", (SUPPORTS,)),
+    Mutant("first-protocol", "asking.py",
+           "type(kernel).reasons_against is not Kernel.reasons_against", "False",
+           "a kernel of the first protocol is asked nothing it declares", ("tests/core/test_asking.py",)),
     Mutant("chain-linear", "epilogue.py", "linear=all(stage.linear for stage in stages)",
            "linear=any(stage.linear for stage in stages)", "partial sums pass through relu", (RECORDS,)),
     Mutant("epilogue-key-derivative", "epilogue.py",

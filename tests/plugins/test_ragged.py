@@ -111,9 +111,9 @@ class Call:
             bias=bias, residual=residual, epilogue=epilogue, scaled=self.alpha != 1.0,
         )  # fmt: skip
         assert KERNEL.reasons_against(problem) == []
-        given = [t for t in rows.values() if t is not None]
+        given = {name: t for name, t in rows.items() if t is not None}
         launcher: Any = KERNEL.bind(problem, self.config)
-        result = launcher(a, b, bias, residual, self.alpha, out, offs, *given)
+        result = launcher(a, b, bias, residual, self.alpha, out, offs=offs, **given)
         assert result is out
 
         expected = torch.full(shape, 0.0 if self.zeroed else untouched, dtype=torch.float64)
@@ -184,7 +184,8 @@ def test_wrong_ends_are_no_addresses_outside() -> None:
     out = memory[8:16]
     problem = Problem.of(a, b, out, fingerprint(torch.device("cpu")), groups=Groups(3, "m"))
     launcher: Any = KERNEL.bind(problem, CONFIG)
-    launcher(a, b, None, None, 1.0, out, torch.tensor([-5, 4, 1000], dtype=torch.int32))
+    offs = torch.tensor([-5, 4, 1000], dtype=torch.int32)
+    launcher(a, b, None, None, 1.0, out, offs=offs)
     torch.testing.assert_close(out, torch.cat([a[:4] @ b[1], a[4:] @ b[2]]))
     assert (memory[:8] == -1).all()
     assert (memory[16:] == -1).all()

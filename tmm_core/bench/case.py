@@ -18,11 +18,12 @@ import torch
 
 import tmm_core
 from tmm_core import dispatch, settings
-from tmm_core.dispatch import verify
+from tmm_core.dispatch import ragged
 from tmm_core.dispatch.ragged import Rows
 from tmm_core.launch import grouped
 from tmm_core.launch.check import result_dtype
 from tmm_core.launch.plan import Plan
+from tmm_core.spec.arguments import EXTRAS, Arguments
 from tmm_core.spec.epilogue import Epilogue
 from tmm_core.spec.groups import Groups, Ragged
 from tmm_core.spec.problem import Problem, dtype_name, dtype_of, wide
@@ -193,21 +194,22 @@ class Call:
 
     @property
     def keywords(self) -> dict[str, Any]:
-        scales = {"scale_a": self.scale_a, "scale_b": self.scale_b}
-        return {
-            "bias": self.bias,
-            "residual": self.residual,
-            "epilogue": None if self.epilogue.is_identity else self.epilogue.interned(),
-            "out_dtype": self.out_dtype,
-            **{name: scale for name, scale in scales.items() if scale is not None},
-            **({} if self.rows is None else {"offs": self.rows.offs}),
-        }
+        epilogue = None if self.epilogue.is_identity else self.epilogue.interned()
+        given = {name: getattr(self, name) for name in ("bias", "residual", "out_dtype")}
+        return given | {"epilogue": epilogue} | self.extras
+
+    @property
+    def extras(self) -> dict[str, Any]:
+        """What a launch is given by keyword."""
+        if self.rows is not None:
+            return dict(self.rows.given)
+        return {name: t for name in EXTRAS if (t := getattr(self, name)) is not None}
 
     def problem(self) -> Problem:
         """The problem this call poses."""
         return tmm_core.problem(self.a, self.b, **self.keywords)
 
-    def inputs(self) -> verify.Inputs:
+    def inputs(self) -> Arguments:
         """The call's tensors and an output to write, for :mod:`tmm_core.dispatch.verify`."""
         shape = list(torch.broadcast_shapes(self.a.shape[:-2], self.b.shape[:-2]))
         shape += [self.a.shape[-2], self.b.shape[-1] // (2 if self.epilogue.gated else 1)]
@@ -217,9 +219,9 @@ class Call:
         if self.rows is not None and bias is not None:
             bias = bias.expand(len(self.rows.ends), -1)
         out = torch.empty(shape, dtype=dtype, device=self.a.device)
-        return verify.Inputs(
-            self.a, self.b, bias, self.residual, 1.0, out, self.scale_a, self.scale_b, self.rows
-        )
+        if self.rows is not None:
+            return ragged.Inputs(self.a, self.b, bias, self.residual, 1.0, out, self.rows)
+        return Arguments(self.a, self.b, self.bias, self.residual, out=out, **self.extras)
 
     def matmul(self, **more: Any) -> Tensor:
         """Make the call; ``more`` as in :func:`tmm_core.matmul`."""

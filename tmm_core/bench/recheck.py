@@ -119,7 +119,7 @@ def _measured(bound: _Bound, device: torch.device, timer: GraphTimer | HostTimer
     blas = dispatch.dispatcher().registry.kernel(BASELINE)
     baseline = blas.bind(problem, blas.default_config(problem))
     verify.poison(inputs.out)
-    error = verify.error(inputs.run(launcher), verify.reference(problem, inputs))
+    error = verify.error(inputs.launch(launcher, inputs.out), verify.reference(problem, inputs))
     document: Document = {"title": str(problem), "error": error}
     # BLAS's own error is no verdict: it is what the others are held against.
     if not error <= verify.tolerance(problem) and not bound.is_baseline:

@@ -292,17 +292,15 @@ def _runs(calls: Sequence[Call], options: Options, document: Document) -> dict[s
 
 
 def _bound(plan: tmm_core.Plan, calls: Sequence[Call]) -> Run:
+    extras = [call.extras for call in calls]
+
     def run(copy: int) -> object:
         call = calls[copy]
         if call.rows is not None:
             bias = None if call.bias is None else call.bias.expand(len(call.rows.ends), -1)
-            return plan.launcher(
-                call.a, call.b, bias, call.residual, 1.0, None, *call.rows.given
-            )  # fmt: skip
-        if not plan.problem.has_scales:
-            return plan(call.a, call.b, call.bias, call.residual)
-        scales = {"scale_a": call.scale_a, "scale_b": call.scale_b}
-        return plan(call.a, call.b, call.bias, call.residual, **scales)
+            launcher: Any = plan.launcher
+            return launcher(call.a, call.b, bias, call.residual, 1.0, None, **extras[copy])
+        return plan(call.a, call.b, call.bias, call.residual, **extras[copy])
 
     return run
 

@@ -9,9 +9,10 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tmm_core.dispatch import ragged_reference, verify
+from tmm_core.dispatch import ragged, ragged_reference, verify
 from tmm_core.dispatch.guarded import UNREADABLE, UNWRITTEN, Guarded, guarded
 from tmm_core.dispatch.special import Special
+from tmm_core.spec.arguments import TENSORS
 from tmm_core.spec.problem import Operand, Problem
 
 #: Verification takes at most a quarter of the memory that is free on a GPU, at most a sixteenth
@@ -149,7 +150,7 @@ class Fixture:
             # Of ragged ones NaN lies beyond the last group in any case.
             made = (
                 []
-                if problem.groups is not None
+                if isinstance(inputs, ragged.Inputs)
                 else [
                     Special.of(problem, inputs, "rows", self.limit // 8),
                     Special.of(problem, inputs, "columns", self.limit // 8),
@@ -227,16 +228,14 @@ class Fixture:
         )
         at = {guard.tensor.data_ptr(): guard for guard in made}
         memory = {
-            name: at[t.data_ptr()]
-            for name in ("a", "b", "bias", "residual", "scale_a", "scale_b")
-            if (t := getattr(inputs, name)) is not None
+            name: at[t.data_ptr()] for name in TENSORS if (t := getattr(inputs, name)) is not None
         }
         sums = {name: guard.sums() for name, guard in memory.items()}
         return InputSet(inputs, memory, sums, self._expected(inputs, whole))
 
     def _expected(self, inputs: verify.Inputs, whole: bool) -> Expected:
         p = self.problem
-        within = inputs.rows.defined(p) if inputs.rows is not None else None
+        within = inputs.rows.defined(p) if isinstance(inputs, ragged.Inputs) else None
         m, n = p.m, p.n
         if within is not None:
             m, n = (within[1], n) if within[0] == 0 else (m, within[1])
@@ -250,7 +249,7 @@ class Fixture:
         self, inputs: verify.Inputs, rows: verify.Places, cols: verify.Places
     ) -> torch.Tensor:
         """Of those rows and columns, in pieces whose intermediates fit."""
-        if self.problem.groups is not None:
+        if isinstance(inputs, ragged.Inputs):
             return ragged_reference.reference(self.problem, inputs, rows, cols, self.limit // 16)
         inputs = verify.part(self.problem, inputs, rows, cols)
         p = self.problem

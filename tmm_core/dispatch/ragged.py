@@ -8,7 +8,7 @@ groups have most of the rows, as routers make them, and an *even* one. Both have
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
@@ -79,10 +79,10 @@ class Rows:
         return cls(offs, tuple(ends), read, a_index, out_index, out_weights, others)
 
     @property
-    def given(self) -> tuple[torch.Tensor, ...]:
-        """The tensors that a launch is given, in their order."""
-        every = (self.offs, self.a_index, self.out_index, self.out_weights)
-        return tuple(t for t in every if t is not None)
+    def given(self) -> dict[str, torch.Tensor]:
+        """The tensors that a launch is given by keyword."""
+        names = ("offs", "a_index", "out_index", "out_weights")
+        return {name: t for name in names if (t := getattr(self, name)) is not None}
 
     def soil(
         self, problem: Problem, a: torch.Tensor, b: torch.Tensor, residual: torch.Tensor | None
@@ -109,6 +109,27 @@ class Rows:
         if problem.along == "k" or problem.groups.zeroed or self.ends[-1] == problem.extent:
             return None
         return ("m", "n").index(problem.along), self.ends[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """The arguments of a launch of a ragged problem, as
+    :class:`~tmm_core.spec.arguments.Arguments` are those of a plain one's."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    bias: torch.Tensor | None
+    residual: torch.Tensor | None
+    alpha: float
+    out: torch.Tensor
+    rows: Rows
+    scale_a: None = None
+    scale_b: None = None
+
+    def launch(self, launcher: Callable[..., torch.Tensor], out: Any) -> torch.Tensor:
+        """Call a launcher, which writes to ``out`` or allocates."""
+        given = self.rows.given
+        return launcher(self.a, self.b, self.bias, self.residual, self.alpha, out, **given)
 
 
 def ends_of(count: int, total: int, chance: torch.Generator, skewed: bool) -> list[int]:

@@ -9,7 +9,9 @@ from dataclasses import replace
 import torch
 
 from tmm_core.dispatch import verify
-from tmm_core.dispatch.verify import Inputs, Places
+from tmm_core.dispatch.ragged import Inputs
+from tmm_core.dispatch.verify import Places
+from tmm_core.spec.arguments import Arguments
 from tmm_core.spec.problem import Problem
 
 
@@ -30,7 +32,6 @@ def reference(
     """
     groups, given = problem.groups, inputs.rows
     assert groups is not None
-    assert given is not None
     device = inputs.a.device
     at_rows = torch.arange(problem.m, device=device)[rows]
     at_cols = torch.arange(problem.n, device=device)[cols]
@@ -92,17 +93,11 @@ def _piece(
 ) -> torch.Tensor:
     """Rows ``rows`` of the product, which are rows ``at`` of the result."""
     given = inputs.rows
-    assert given is not None
     wide = torch.cat([cols, cols + problem.n]) if problem.gated else cols
     index = rows if given.a_index is None else given.a_index.long()[rows]
     bias, residual = inputs.bias, inputs.residual
-    mine = replace(
-        inputs,
-        a=inputs.a[index],
-        b=inputs.b[:, wide],
-        bias=None if bias is None else bias[wide],
-        residual=None,
-    )
+    bias = None if bias is None else bias[wide]
+    mine = Arguments(inputs.a[index], inputs.b[:, wide], bias, None, inputs.alpha)
     y = verify.finished(problem, mine, verify.accumulated(problem, mine))
     if given.out_weights is not None:
         y = y * given.out_weights[rows].to(y.dtype)[:, None]

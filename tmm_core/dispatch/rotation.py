@@ -8,6 +8,7 @@ too large to be found there or is no activation at all.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any, TypeVar
 
@@ -63,11 +64,13 @@ def memory_limit(device: torch.device) -> float:
 
 
 def rotated(arguments: T, problem: Problem, count: int) -> list[T]:
-    """``count`` variants of a dataclass of tensors, of which the rotating ones are copies."""
+    """``count`` variants of a tuple or dataclass of tensors, of which the rotating ones are
+    copies."""
     names = rotating(problem)
     given: Any = arguments
+    replaced = getattr(given, "_replace", None) or functools.partial(dataclasses.replace, given)
     copies = [arguments] + [
-        dataclasses.replace(given, **{name: duplicate(getattr(given, name)) for name in names})
+        replaced(**{name: duplicate(getattr(given, name)) for name in names})
         for _ in range(count - 1)
     ]
     return copies if problem.groups is None else ragged.alternated(copies)

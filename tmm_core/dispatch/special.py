@@ -18,6 +18,7 @@ from typing import Literal
 import torch
 
 from tmm_core.dispatch import verify
+from tmm_core.spec.arguments import Arguments
 from tmm_core.spec.problem import Problem
 
 #: How many rows or columns get one.
@@ -53,7 +54,7 @@ class Special:
     free: torch.Tensor
 
     @classmethod
-    def of(cls, problem: Problem, inputs: verify.Inputs, axis: Axis, room: int) -> Special | None:
+    def of(cls, problem: Problem, inputs: Arguments, axis: Axis, room: int) -> Special | None:
         """For these inputs; None where there is nothing to hold a special value.
 
         In a and the residual along rows, in b and the bias along columns.
@@ -113,7 +114,7 @@ def _planted(changes: Sequence[_Change]) -> Iterator[None]:
 
 
 def _changes(
-    problem: Problem, inputs: verify.Inputs, axis: Axis, chance: random.Random
+    problem: Problem, inputs: Arguments, axis: Axis, chance: random.Random
 ) -> Iterator[_Change]:
     """Of one matrix of the batch; no element twice."""
     if not (problem.m and problem.n):
@@ -142,12 +143,11 @@ def _values(dtype: torch.dtype) -> tuple[float, ...]:
     return (math.nan,) if dtype == torch.float8_e4m3fn else (math.nan, math.inf, -math.inf)
 
 
-def _of_batch(problem: Problem, inputs: verify.Inputs, matrix: int) -> verify.Inputs:
+def _of_batch(problem: Problem, inputs: Arguments, matrix: int) -> Arguments:
     """The product of one matrix of the batch."""
     row_a, row_b = problem.scale_a == "row", problem.scale_b == "row"
     scale_a, scale_b, residual = inputs.scale_a, inputs.scale_b, inputs.residual
-    return replace(
-        inputs,
+    return inputs._replace(
         a=inputs.a[matrix],
         b=inputs.b[matrix],
         residual=None if residual is None else residual[matrix],
@@ -157,7 +157,7 @@ def _of_batch(problem: Problem, inputs: verify.Inputs, matrix: int) -> verify.In
 
 
 def _kinds_of_reference(
-    problem: Problem, inputs: verify.Inputs, axis: Axis, places: torch.Tensor, room: int
+    problem: Problem, inputs: Arguments, axis: Axis, places: torch.Tensor, room: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What the reference makes of the inputs as they are in those rows or columns, and where it
     leaves open what to make of it; a piece at a time."""

@@ -8,16 +8,16 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from typing import Any, cast
 
 import torch
 
 from tmm_core.dispatch import ragged
 from tmm_core.dispatch.guarded import lie
-from tmm_core.spec.kernel import Launcher
+from tmm_core.spec.arguments import Arguments
 from tmm_core.spec.problem import FP8, Operand, Problem, ScaleKind
 
+#: The arguments of a launch: of a plain product, or of a ragged one.
+Inputs = Arguments | ragged.Inputs
 #: Rows or columns of a matrix: a slice, or a tensor of their places.
 Places = slice | torch.Tensor
 #: Makes an uninitialised tensor of that class and shape.
@@ -43,35 +43,6 @@ TF32_TOLERANCE = 4e-3
 #: which scales that differ from row to row make a few times as much; summed in these bits
 #: throughout by 2e-3 at K = 1024, 5e-3 at 8192 and 2.6e-2 at 65536.
 FP8_TOLERANCE = 4e-3
-
-
-@dataclass(frozen=True, slots=True)
-class Inputs:
-    """Operands of one problem, on its device."""
-
-    a: torch.Tensor
-    b: torch.Tensor
-    bias: torch.Tensor | None
-    residual: torch.Tensor | None
-    alpha: float
-    out: torch.Tensor
-    scale_a: torch.Tensor | None = None
-    scale_b: torch.Tensor | None = None
-    #: What a ragged problem has besides.
-    rows: ragged.Rows | None = None
-
-    def run(self, launcher: Launcher) -> torch.Tensor:
-        return self.launch(launcher, self.out)
-
-    def launch(self, launcher: Launcher, out: torch.Tensor | None) -> torch.Tensor:
-        """As :meth:`run`, into ``out`` or what the launcher allocates."""
-        more: tuple[torch.Tensor | None, ...] = ()
-        if self.rows is not None:
-            more = self.rows.given
-        elif self.scale_a is not None or self.scale_b is not None:
-            more = (self.scale_a, self.scale_b)
-        call = cast(Any, launcher)
-        return call(self.a, self.b, self.bias, self.residual, self.alpha, out, *more)  # type: ignore[no-any-return]
 
 
 def make_inputs(
@@ -123,15 +94,24 @@ def make_inputs(
         bias = make(Operand(problem.bias), (1, *problem.bias_shape)[-2:])
         bias.copy_(torch.randn(bias.shape, generator=generator, device=device))
         bias = bias if problem.groups else bias[0]
-    rows, a_shape = None, problem.a_shape
     if problem.groups is not None:
         rows = ragged.Rows.of(
             problem.groups, problem.extent, device, generator, skewed=skewed, whole=whole
         )
-        if problem.groups.a_index is not None:
-            a_shape = (rows.read, problem.k)
-    inputs = Inputs(
-        a=fill(problem.a, *a_shape),
+        gathers = problem.groups.a_index is not None
+        given = ragged.Inputs(
+            a=fill(problem.a, *((rows.read, problem.k) if gathers else problem.a_shape)),
+            b=fill(problem.b, *problem.b_shape),
+            bias=bias,
+            residual=fill(problem.residual, *problem.out_shape) if problem.residual else None,
+            alpha=0.5 if problem.scaled else 1.0,
+            out=make(problem.out, problem.out_shape if with_out else (0, 0)),
+            rows=rows,
+        )
+        rows.soil(problem, given.a, given.b, given.residual)
+        return given
+    inputs = Arguments(
+        a=fill(problem.a, *problem.a_shape),
         b=fill(problem.b, *problem.b_shape),
         bias=bias,
         residual=fill(problem.residual, *problem.out_shape) if problem.residual else None,
@@ -139,10 +119,7 @@ def make_inputs(
         out=make(problem.out, problem.out_shape if with_out else (0, 0)),
         scale_a=scale(problem.scale_a, problem.m, 1),
         scale_b=scale(problem.scale_b, 1, width),
-        rows=rows,
     )
-    if rows is not None:
-        rows.soil(problem, inputs.a, inputs.b, inputs.residual)
     if problem.static_weights and device.type == "cuda":
         torch.cuda.synchronize(device)  # as was said, nobody is writing b any more
     return inputs
@@ -155,20 +132,19 @@ def _empty(spec: Operand, shape: tuple[int, ...], device: torch.device) -> torch
     return memory.as_strided(shape, placed.strides, placed.offset)
 
 
-def part(problem: Problem, inputs: Inputs, rows: Places, cols: Places) -> Inputs:
+def part(problem: Problem, inputs: Arguments, rows: Places, cols: Places) -> Arguments:
     """Operands of these rows and columns of the result alone."""
     wide = cols
-    b, bias, scale_b, residual = inputs.b, inputs.bias, inputs.scale_b, inputs.residual
+    b, bias, residual = inputs.b, inputs.bias, inputs.residual
     if problem.gated and not (isinstance(cols, slice) and cols == slice(None)):
         places = torch.arange(problem.n, device=b.device)[cols]
         wide = torch.cat([places, places + problem.n])
-    scale_a = inputs.scale_a
+    scale_a, scale_b = inputs.scale_a, inputs.scale_b
     if problem.scale_a == "row" and scale_a is not None:
         scale_a = scale_a[..., rows, :]
     if problem.scale_b == "row" and scale_b is not None:
         scale_b = scale_b[..., wide]
-    return replace(
-        inputs,
+    return inputs._replace(
         a=inputs.a[..., rows, :],
         b=b[..., wide],
         bias=None if bias is None else bias[wide],
@@ -180,14 +156,14 @@ def part(problem: Problem, inputs: Inputs, rows: Places, cols: Places) -> Inputs
 
 def reference(problem: Problem, inputs: Inputs) -> torch.Tensor:
     """The whole expression in fp64, or for large 16-bit problems from a product in fp32."""
-    if problem.groups is not None:
+    if isinstance(inputs, ragged.Inputs):
         from tmm_core.dispatch import ragged_reference  # which imports this module
 
         return ragged_reference.reference(problem, inputs, slice(None), slice(None), 1 << 30)
     return finished(problem, inputs, accumulated(problem, inputs))
 
 
-def accumulated(problem: Problem, inputs: Inputs) -> torch.Tensor:
+def accumulated(problem: Problem, inputs: Arguments) -> torch.Tensor:
     """What the epilogue is applied to: ``alpha · (a @ b) + bias``, scales among the factors."""
     precise = problem.a.dtype.itemsize > 2 or problem.flops <= FP64_FLOPS
     z = _product(inputs.a, inputs.b, precise)
@@ -201,7 +177,7 @@ def accumulated(problem: Problem, inputs: Inputs) -> torch.Tensor:
     return z
 
 
-def finished(problem: Problem, inputs: Inputs, z: torch.Tensor) -> torch.Tensor:
+def finished(problem: Problem, inputs: Arguments, z: torch.Tensor) -> torch.Tensor:
     """Epilogue and residual on what was accumulated."""
     y = problem.epilogue.apply(z)
     return y if inputs.residual is None else y + inputs.residual.to(z.dtype)

@@ -25,6 +25,7 @@ from torch.autograd.function import _SingleLevelFunction
 from tmm_core.interop.pointwise import failed, kernels, takes
 from tmm_core.launch.warm import epilogue_of, run, undisturbed
 from tmm_core.settings import overridden, within
+from tmm_core.spec.arguments import COMMON
 from tmm_core.spec.epilogue import IDENTITY, Epilogue
 from tmm_core.spec.problem import FP8
 
@@ -53,7 +54,22 @@ def differentiated(*tensors: Tensor | None) -> bool:
     return recorded(*tensors) or forward_ad._current_level >= 0 or transforms_active()
 
 
-def matmul(
+def matmul(*given: Any) -> Tensor:
+    """What the operator does at the dispatcher's Autograd key, which gives it the arguments in the
+    schema's order, the last that are as by default left out."""
+    tensors = [t for t in given if isinstance(t, Tensor)]
+    if not differentiated(*tensors):
+        with torch._C._AutoDispatchBelowAutograd():
+            return _operator(*given)
+    if given[0].dtype in FP8:
+        return _record(_Scaled, *given)
+    given = given[:COMMON]
+    if undisturbed(*tensors, cast=True) and not any(map(_batched, tensors[:2])):
+        return eager(*given)
+    return _in_parts(_record_product, *given)
+
+
+def eager(
     a: Tensor,
     b: Tensor,
     bias: Tensor | None = None,
@@ -61,28 +77,6 @@ def matmul(
     alpha: float = 1.0,
     epilogue: str = "",
     out_dtype: torch.dtype | None = None,
-    scale_a: Tensor | None = None,
-    scale_b: Tensor | None = None,
-) -> Tensor:
-    """What the operator does at the dispatcher's Autograd key."""
-    if not differentiated(a, b, bias, residual, scale_a, scale_b):
-        with torch._C._AutoDispatchBelowAutograd():
-            return _operator(a, b, bias, residual, alpha, epilogue, out_dtype, scale_a, scale_b)
-    if a.dtype in FP8:
-        return _record(_Scaled, a, b, bias, residual, alpha, epilogue, out_dtype, scale_a, scale_b)
-    if undisturbed(a, b, bias, residual, cast=True) and not (_batched(a) or _batched(b)):
-        return eager(a, b, bias, residual, alpha, epilogue, out_dtype)
-    return _in_parts(_record_product, a, b, bias, residual, alpha, epilogue, out_dtype)
-
-
-def eager(
-    a: Tensor,
-    b: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    alpha: float,
-    epilogue: str,
-    out_dtype: torch.dtype | None,
     transposed: bool = False,
 ) -> Tensor:
     """The same for a call that nothing disturbs (:func:`tmm_core.launch.warm.undisturbed`) and that
@@ -102,11 +96,11 @@ def _in_parts(
     product: Callable[..., Tensor],
     a: Tensor,
     b: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    alpha: float,
-    epilogue: str,
-    out_dtype: torch.dtype | None,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    alpha: float = 1.0,
+    epilogue: str = "",
+    out_dtype: torch.dtype | None = None,
     *more: Any,
 ) -> Tensor:
     """``product`` with as much of the epilogue as it can fuse, given as its head, and ``more``;

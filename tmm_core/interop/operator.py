@@ -14,43 +14,29 @@ from tmm_core.interop import autograd, flops, vmap
 from tmm_core.launch.check import check, check_out, result_dtype
 from tmm_core.launch.warm import epilogue_of, plain, run
 from tmm_core.settings import overridden, within
+from tmm_core.spec.arguments import ROLES, Arguments, Role, schema
 from tmm_core.spec.problem import FP8
 
 Tensor = torch.Tensor
 
-_ARGUMENTS = (
-    "Tensor a, Tensor b, Tensor? bias=None, Tensor? residual=None, float alpha=1.0, "
-    "str epilogue='', ScalarType? out_dtype=None, Tensor? scale_a=None, Tensor? scale_b=None"
-)
-
 library = torch.library.Library("tmm", "DEF")
-library.define(f"matmul({_ARGUMENTS}) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+library.define(f"matmul({schema()}) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 library.define(
-    f"matmul.out({_ARGUMENTS}, *, Tensor(a!) out) -> Tensor(a!)",
+    f"matmul.out({schema()}, *, Tensor(a!) out) -> Tensor(a!)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
 
-def _run_out(
-    a: Tensor,
-    b: Tensor,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    alpha: float = 1.0,
-    epilogue: str = "",
-    out_dtype: torch.dtype | None = None,
-    scale_a: Tensor | None = None,
-    scale_b: Tensor | None = None,
-    *,
-    out: Tensor,
-) -> Tensor:
-    shape = check(a, b, bias, residual, epilogue_of(epilogue), out_dtype, scale_a, scale_b)
-    inputs = [t for t in (a, b, bias, residual, scale_a, scale_b) if t is not None]
-    apart = check_out(out, shape, result_dtype(a, out_dtype), inputs)
-    arguments = (a, b, bias, residual, alpha, epilogue, out_dtype, scale_a, scale_b)
-    if apart and _in_memory(out, *inputs):
-        return run(*arguments, out)
-    return out.copy_(matmul(*arguments))
+# The dispatcher hands arguments on in the schema's order, the last that are as by default left out.
+
+
+def _run_out(*given: Any, out: Tensor) -> Tensor:
+    call = Arguments(*given)
+    shape = check(call, epilogue_of(call.epilogue))
+    apart = check_out(out, shape, result_dtype(call.a, call.out_dtype), call.given)
+    if apart and _in_memory(out, *call.given):
+        return run(*given, out=out)
+    return out.copy_(matmul(*given))
 
 
 def _in_memory(*tensors: Tensor) -> bool:
@@ -69,19 +55,10 @@ library.impl("matmul.out", _run_out, "CompositeImplicitAutograd")
 
 
 @torch.library.register_fake("tmm::matmul", lib=library)  # type: ignore[untyped-decorator]
-def _fake(
-    a: Tensor,
-    b: Tensor,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    alpha: float = 1.0,
-    epilogue: str = "",
-    out_dtype: torch.dtype | None = None,
-    scale_a: Tensor | None = None,
-    scale_b: Tensor | None = None,
-) -> Tensor:
-    shape = check(a, b, bias, residual, epilogue_of(epilogue), out_dtype, scale_a, scale_b)
-    return a.new_empty(shape, dtype=result_dtype(a, out_dtype))
+def _fake(*given: Any) -> Tensor:
+    call = Arguments(*given)
+    shape = check(call, epilogue_of(call.epilogue))
+    return call.a.new_empty(shape, dtype=result_dtype(call.a, call.out_dtype))
 
 
 library.impl("matmul", autograd.matmul, "Autograd")
@@ -89,25 +66,16 @@ torch.library.register_vmap("tmm::matmul", vmap.matmul, lib=library)
 
 
 def _autocast(device: str) -> Any:
-    def cast(
-        a: Tensor,
-        b: Tensor,
-        bias: Tensor | None = None,
-        residual: Tensor | None = None,
-        alpha: float = 1.0,
-        epilogue: str = "",
-        out_dtype: torch.dtype | None = None,
-        scale_a: Tensor | None = None,
-        scale_b: Tensor | None = None,
-    ) -> Tensor:
+    def cast(*given: Any) -> Tensor:
         """As torch.matmul under autocast: floating operands in the active dtype. 8-bit ones
         are left alone with all that goes with them: their scales stand for their range."""
         dtype = torch.get_autocast_dtype(device)
+        eight = given[0].dtype in FP8
 
-        def to(t: Tensor | None) -> Tensor | None:
-            eligible = t is not None and t.is_floating_point() and t.dtype != torch.float64
-            eligible = eligible and a.dtype not in FP8
-            return t.to(dtype) if t is not None and eligible else t
+        def to(role: Role, value: Any) -> Any:
+            eligible = role.cast and value is not None and not eight
+            eligible = eligible and value.is_floating_point() and value.dtype != torch.float64
+            return value.to(dtype) if eligible else value
 
         keys = torch._C.DispatchKeySet(
             torch._C.DispatchKey.AutocastCUDA
@@ -115,9 +83,8 @@ def _autocast(device: str) -> Any:
             else torch._C.DispatchKey.AutocastCPU
         )
         with torch._C._ExcludeDispatchKeyGuard(keys):
-            cast = (to(a), to(b), to(bias), to(residual))
-            arguments = (*cast, alpha, epilogue, out_dtype, scale_a, scale_b)
-            if cast[1] is b:
+            arguments = [to(role, value) for role, value in zip(ROLES, given, strict=False)]
+            if arguments[1] is given[1]:
                 return matmul(*arguments)  # type: ignore[no-any-return]
             # A weight that was cast just now was written just now.
             return within(overridden(), matmul, *arguments)  # type: ignore[no-any-return]

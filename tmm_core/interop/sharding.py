@@ -31,6 +31,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from tmm_core.interop import operator
 from tmm_core.launch import warm
+from tmm_core.spec.arguments import Arguments
 
 #: Placements of the result, then of each tensor argument in the operator's order.
 Rule = tuple[list[Placement], list[Placement]]
@@ -48,19 +49,12 @@ def register() -> None:
     propagator.op_to_schema_info[operator.matmul] = RuntimeSchemaInfo(static_argnum=0)
 
 
-def shardings(
-    a: Any,
-    b: Any,
-    bias: Any = None,
-    residual: Any = None,
-    alpha: float = 1.0,
-    epilogue: str = "",
-    out_dtype: Any = None,
-    scale_a: Any = None,
-    scale_b: Any = None,
-) -> list[Rule]:
+def shardings(*given: Any, **named: Any) -> list[Rule]:
     """The rules over one mesh dimension for operands with these ``shape`` and ``ndim``."""
-    fused = warm.epilogue_of(epilogue)
+    call: Any = Arguments(*given, **named)
+    a, b, bias, residual = call[:4]
+    scale_a, scale_b = call.scale_a, call.scale_b
+    fused = warm.epilogue_of(call.epilogue)
     terms = [t for t in (bias, residual) if t is not None]
     scales = [t for t in (scale_a, scale_b) if t is not None]
     everywhere = [Replicate() for _ in (a, b, *terms, *scales)]

@@ -18,6 +18,7 @@ from tmm_core import settings
 from tmm_core.errors import UnsupportedProblemError
 from tmm_core.launch.check import broadcasts, check_out, check_tensors, product_shape, strided
 from tmm_core.launch.warm import epilogue_of
+from tmm_core.spec.arguments import EXTRAS, Arguments
 from tmm_core.spec.epilogue import Epilogue
 from tmm_core.spec.kernel import BASELINE
 
@@ -33,32 +34,21 @@ def concerns(a: Tensor, b: Tensor, bias: Tensor | None, residual: Tensor | None)
     return bias.dim() != 1 or bias.shape[0] != (b.shape[-1] if b.dim() > 1 else 1)
 
 
-def answer(
-    matmul: Callable[..., Tensor],
-    a: Tensor,
-    b: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    alpha: Any,
-    epilogue: str,
-    out: Tensor | None,
-    **rest: Any,
-) -> Tensor:
+def answer(matmul: Callable[..., Tensor], call: Arguments) -> Tensor:
     """The result of a call that this module :func:`concerns`.
 
     Args:
         matmul: The API's, for what kernels can serve once the bias is seen another way.
-        rest: ``out_dtype``, ``scale_a`` and ``scale_b``.
 
     Raises:
         UnsupportedProblemError: A kernel is forced, and an operand has no strides.
         RuntimeError, ValueError, TypeError: As torch says it.
     """
-    parsed = epilogue_of(epilogue)
+    parsed = epilogue_of(call.epilogue)
+    a, b, bias, residual, out = call.a, call.b, call.bias, call.residual, call.out
     if not all(strided(t) for t in (a, b, bias, residual) if t is not None):
-        _refuse_what_torch_cannot(rest)
-        y = _by_torch(a, b, bias, residual, alpha, parsed, rest["out_dtype"])
-        return _delivered(y, out, a, b, bias, residual)
+        _refuse_what_torch_cannot(call)
+        return _delivered(_by_torch(call, parsed), out, a, b, bias, residual)
     assert bias is not None
     shape = product_shape(a, b)
     width = shape[-1] if b.dim() > 1 else 1
@@ -71,12 +61,11 @@ def answer(
         )
     if one_row:
         row = bias.reshape(-1).expand(width).contiguous()
-        return matmul(
-            a, b, bias=row, residual=residual, alpha=alpha, epilogue=epilogue, out=out, **rest
-        )
+        return matmul(**call._replace(bias=row)._asdict())
     if residual is None and parsed.is_identity:
-        return matmul(a, b, residual=bias, alpha=alpha, out=out, **rest)
-    z = matmul(a, b, alpha=alpha, **rest)
+        return matmul(**call._replace(bias=None, residual=bias, epilogue="")._asdict())
+    product = call._replace(bias=None, residual=None, epilogue="", out=None)
+    z = matmul(**product._asdict())
     y = parsed.apply(z + bias)
     y = (y if residual is None else y + residual).to(z.dtype)
     return _delivered(y, out, a, b, bias, residual)
@@ -97,9 +86,9 @@ def by_override(
     return handle_torch_function(function, tuple(given.values()), **given, alpha=alpha, **rest)
 
 
-def _refuse_what_torch_cannot(rest: dict[str, Any]) -> None:
-    if rest["scale_a"] is not None or rest["scale_b"] is not None:
-        raise RuntimeError("scale_a and scale_b are for strided operands of 8-bit floats")
+def _refuse_what_torch_cannot(call: Arguments) -> None:
+    if call.extras:
+        raise RuntimeError(f"{' and '.join(EXTRAS)} are for strided operands of 8-bit floats")
     forced = settings.current().kernel
     if forced is not None and forced != BASELINE:
         raise UnsupportedProblemError(
@@ -107,15 +96,8 @@ def _refuse_what_torch_cannot(rest: dict[str, Any]) -> None:
         )
 
 
-def _by_torch(
-    a: Tensor,
-    b: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    alpha: Any,
-    epilogue: Epilogue,
-    out_dtype: torch.dtype | None,
-) -> Tensor:
+def _by_torch(call: Arguments, epilogue: Epilogue) -> Tensor:
+    a, b, bias, residual, alpha, _, out_dtype = call.common
     plain = not isinstance(alpha, Tensor) and alpha == 1.0
     if b.dim() == 2 and (a.is_nested or a.is_mkldnn or b.is_mkldnn):
         # Their way to multiply by a weight; torch.matmul has none.

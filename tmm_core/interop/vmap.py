@@ -8,23 +8,12 @@ from typing import Any
 import torch
 
 from tmm_core.launch.warm import epilogue_of
+from tmm_core.spec.arguments import Arguments
 
 Tensor = torch.Tensor
 
 
-def matmul(
-    info: Any,
-    in_dims: Sequence[int | None],
-    a: Tensor,
-    b: Tensor,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    alpha: float = 1.0,
-    epilogue: str = "",
-    out_dtype: torch.dtype | None = None,
-    scale_a: Tensor | None = None,
-    scale_b: Tensor | None = None,
-) -> tuple[Tensor, int]:
+def matmul(info: Any, in_dims: Sequence[int | None], *given: Any) -> tuple[Tensor, int]:
     """The rule as ``torch.library.register_vmap`` wants it: ``in_dims`` says which dimension of
     each argument is mapped over; the first of the result is.
 
@@ -34,8 +23,10 @@ def matmul(
     Raises:
         NotImplementedError: Operands with scales.
     """
-    if scale_a is not None or scale_b is not None:
-        raise NotImplementedError("tmm::matmul has no vmap rule for operands with scales")
+    call = Arguments(*given)
+    if call.extras:
+        raise NotImplementedError(f"tmm::matmul has no vmap rule for {' and '.join(call.extras)}")
+    a, b, bias, residual, alpha, epilogue, out_dtype = call.common
     of_a, of_b, of_bias, of_residual = (*in_dims, None, None)[:4]
     # Dimensions of the result of one call.
     ranks = a.dim() - (of_a is not None), b.dim() - (of_b is not None)

@@ -8,6 +8,7 @@ from typing import Any, NoReturn
 import torch
 
 from tmm_core.errors import warn
+from tmm_core.spec.arguments import Arguments
 from tmm_core.spec.epilogue import Epilogue
 from tmm_core.spec.problem import FP8, wide
 
@@ -23,16 +24,7 @@ _OPERANDS = ("a", "b", "x", "weight")
 _OUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
-def check(
-    a: torch.Tensor,
-    b: torch.Tensor,
-    bias: torch.Tensor | None,
-    residual: torch.Tensor | None,
-    epilogue: Epilogue,
-    out_dtype: torch.dtype | None,
-    scale_a: torch.Tensor | None = None,
-    scale_b: torch.Tensor | None = None,
-) -> torch.Size:
+def check(call: Arguments, epilogue: Epilogue) -> torch.Size:
     """Hold the arguments of one call against each other; returns the output's shape.
 
     Raises:
@@ -41,7 +33,8 @@ def check(
         ValueError: A bias, residual, scale or gated width that does not fit.
         TypeError: An ``out_dtype`` that is not a floating dtype.
     """
-    addressable(a, b, bias, residual, scale_a, scale_b)
+    a, b, bias, residual, out_dtype = call.a, call.b, call.bias, call.residual, call.out_dtype
+    addressable(*call.given)
     shape = product_shape(a, b)
     fp8 = a.dtype in FP8 and b.dtype in FP8
     if a.dtype != b.dtype and not fp8:
@@ -64,11 +57,10 @@ def check(
         wide = " of 16 bits or more" if fp8 else ""
         raise TypeError(f"out_dtype must be a floating dtype{wide}, got {out_dtype}")
     allowed = {result if fp8 else a.dtype, result, torch.float32}
-    for name, t in (("bias", bias), ("residual", residual)):
-        if t is not None and t.dtype not in allowed:
-            raise RuntimeError(
-                f"{name} must have dtype {' or '.join(sorted(map(str, allowed)))}, got {t.dtype}"
-            )
+    for name, term in (("bias", bias), ("residual", residual)):
+        if term is not None and term.dtype not in allowed:
+            wanted = " or ".join(sorted(map(str, allowed)))
+            raise RuntimeError(f"{name} must have dtype {wanted}, got {term.dtype}")
     if bias is not None and bias.shape != (width,):
         raise ValueError(f"bias must have shape ({width},), got {tuple(bias.shape)}")
     if residual is not None and not broadcasts(residual.shape, shape):
@@ -76,10 +68,10 @@ def check(
             f"residual of shape {tuple(residual.shape)} does not broadcast to the output's "
             f"shape {tuple(shape)}"
         )
-    if scale_a is not None:
-        _check_scale("scale_a", scale_a, (*a.shape[:-1], 1), fp8, a.dtype)
-    if scale_b is not None:
-        _check_scale("scale_b", scale_b, (*b.shape[:-2], 1, width), fp8, b.dtype)
+    if call.scale_a is not None:
+        _check_scale("scale_a", call.scale_a, (*a.shape[:-1], 1), fp8, a.dtype)
+    if call.scale_b is not None:
+        _check_scale("scale_b", call.scale_b, (*b.shape[:-2], 1, width), fp8, b.dtype)
     return shape
 
 

@@ -75,16 +75,14 @@ class Fold:
     def residual(self, t: torch.Tensor | None) -> torch.Tensor | None:
         return None if t is None else t.expand(self.shape).reshape(self.flat)
 
-    def scale_a(self, t: torch.Tensor | None) -> torch.Tensor | None:
+    def scale_a(self, t: torch.Tensor) -> torch.Tensor:
         """The scale of a's rows as the folded a has them; one number stays one number."""
-        if t is None or t.numel() == 1:
+        if t.numel() == 1:
             return t
         return t.reshape(-1, 1) if self.batch is None else self._stack(t).contiguous()
 
-    def scale_b(self, t: torch.Tensor | None) -> torch.Tensor | None:
-        return (
-            t if t is None or t.numel() == 1 or self.batch is None else self._stack(t).contiguous()
-        )
+    def scale_b(self, t: torch.Tensor) -> torch.Tensor:
+        return t if t.numel() == 1 or self.batch is None else self._stack(t).contiguous()
 
     def in_place(
         self, a: torch.Tensor, b: torch.Tensor, residual: torch.Tensor | None
@@ -100,7 +98,13 @@ class Fold:
         """What makes of the N-D tensor of that name the one that kernels see."""
         if name == "out":
             return lambda out: out.view(self.flat)
-        return {"a": self.operand_a, "b": self.operand_b, "residual": self.residual}[name]
+        return {
+            "a": self.operand_a,
+            "b": self.operand_b,
+            "residual": self.residual,
+            "scale_a": self.scale_a,
+            "scale_b": self.scale_b,
+        }[name]
 
     def wrap(
         self,
@@ -115,7 +119,7 @@ class Fold:
         return (folded and folded(self, a, b, residual, by_views)) or by_views
 
     def _by_views(self, launcher: Launcher, layer: bool) -> Launcher:
-        call: Any = launcher  # which may take scales besides
+        call: Any = launcher  # which may take extras besides
         shape = tuple(self.shape)  # a torch.Size takes torch 1.5 µs longer to read
         only_rows = layer and self.batch is None and len(shape) > 1
 
@@ -126,18 +130,17 @@ class Fold:
             residual: torch.Tensor | None,
             alpha: float,
             out: torch.Tensor | None,
-            *scales: torch.Tensor | None,
+            **extras: torch.Tensor | None,
         ) -> torch.Tensor:
-            if only_rows and out is None and not scales:
+            if only_rows and out is None and not extras:
                 # A layer's call: two views and nothing else, half the time of what follows.
                 return launcher(a.flatten(0, -2), b, bias, None, alpha, None).view(*shape)
-            if scales:
-                scales = (self.scale_a(scales[0]), self.scale_b(scales[1]))
+            extras = {name: self.flattened(name)(t) for name, t in extras.items() if t is not None}
             a, b = self.operand_a(a), self.operand_b(b)
             flat = None
             if out is not None and (out.is_contiguous() or out.shape == self.flat):
                 flat = out.view(self.flat)
-            result = call(a, b, bias, self.residual(residual), alpha, flat, *scales)
+            result = call(a, b, bias, self.residual(residual), alpha, flat, **extras)
             if out is None:
                 return result.view(shape)  # type: ignore[no-any-return]
             return out if flat is not None else out.copy_(result.view(self.shape))

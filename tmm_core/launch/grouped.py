@@ -5,6 +5,7 @@ Nothing here reads ``offs``: its values stay on the device.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -14,8 +15,10 @@ from torch.autograd import profiler as _profiler
 from tmm_core import settings
 from tmm_core.launch import warm
 from tmm_core.launch.check import PLAIN, addressable
-from tmm_core.launch.plan import Plan, signature
-from tmm_core.launch.warm import _plans, _quarantine, _recorded, _tf32
+from tmm_core.launch.plan import Plan
+from tmm_core.launch.warm import _plans, _quarantine, _tf32
+from tmm_core.spec.arguments import Arguments
+from tmm_core.spec.arguments import signature as signature_of
 from tmm_core.spec.device import fingerprint
 from tmm_core.spec.epilogue import Epilogue
 from tmm_core.spec.groups import Groups, Ragged
@@ -24,6 +27,9 @@ from tmm_core.spec.problem import FP8, Problem
 Tensor = torch.Tensor
 
 _OUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+#: What launches are given by keyword, in the operator's order.
+_ROWS = ("offs", "a_index", "out_index", "out_weights")
+signature = signature_of("a")
 _INDEX_DTYPES = (torch.int32, torch.int64)
 
 
@@ -196,10 +202,16 @@ def run(
     try:
         # One bias for all groups is one for each, at the same address.
         each = bias if bias is None or bias.dim() == 2 else bias.expand(offs.shape[0], -1)
-        given = [t if t.is_contiguous() else t.contiguous() for t in rows if t is not None]
+        given = {
+            name: t if t.is_contiguous() else t.contiguous()
+            for name, t in zip(_ROWS, rows, strict=True)
+            if t is not None
+        }
+        launcher: Callable[..., Tensor] = plan.launcher
         if _profiler._is_profiler_enabled:
-            return _recorded(plan, a, b, each, residual, alpha, out, *given)
-        return plan.launcher(a, b, each, residual, alpha, out, *given)
+            with _profiler.record_function(plan.kernel, str(plan.choice.candidate.config)):
+                return launcher(a, b, each, residual, alpha, out, **given)
+        return launcher(a, b, each, residual, alpha, out, **given)
     except BaseException as error:  # a kernel may call sys.exit
         if not _quarantine(plan, error):
             raise
@@ -227,7 +239,7 @@ def make_plan(
     with torch.cuda.device(a.device) if a.is_cuda else nullcontext():
         problem = pose(a, b, bias, residual, alpha, epilogue, out_dtype, out, current, rows, zeroed)
         choice, launcher = warm.answerer().bound(problem, current)
-    return Plan.of(problem, choice, launcher, alpha, (a, b, bias, residual))
+    return Plan.of(problem, choice, launcher, Arguments(a, b, bias, residual, alpha))
 
 
 def pose(
@@ -248,8 +260,8 @@ def pose(
     shape = check(a, b, offs, bias, residual, epilogue, out_dtype, *indices)
     if out is None:
         out = torch.empty(shape, dtype=out_dtype or a.dtype, device="meta")
-    along, names = ragged_along(a, b), ("a_index", "out_index", "out_weights")
-    dtypes = {name: t.dtype for name, t in zip(names, indices, strict=True) if t is not None}
+    along = ragged_along(a, b)
+    dtypes = {name: t.dtype for name, t in zip(_ROWS[1:], indices, strict=True) if t is not None}
     zeroed = zeroed and along != "k"
     groups = Groups(offs.shape[0], along, zeroed=zeroed, **dtypes)
     return Problem.of(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -10,8 +10,20 @@ import torch
 
 from tmm_core.launch.check import check_tensors
 from tmm_core.launch.source import Body, address, written
+from tmm_core.spec.arguments import (
+    EXTRAS,
+    FIELDS,
+    LAUNCHED,
+    ROLE,
+    SIGNATURE,
+    TENSORS,
+    Arguments,
+    keywords,
+    parameters,
+    signature,
+)
 from tmm_core.spec.kernel import Candidate, Launcher
-from tmm_core.spec.problem import Problem, packed
+from tmm_core.spec.problem import Problem
 
 Tensor = torch.Tensor
 
@@ -32,18 +44,6 @@ class Choice:
     arithmetic: str | None = None
 
 
-def signature(t: torch.Tensor) -> tuple[Any, ...]:
-    """What a plan depends on of a tensor, besides its values."""
-    return (t.shape, t.stride(), t.dtype, t.data_ptr() & 15, t.get_device())
-
-
-def scales_signature(*scales: torch.Tensor | None) -> tuple[Any, ...] | None:
-    """Likewise of scales, whose strides and address no kernel sees; None without any."""
-    if all(t is None for t in scales):
-        return None
-    return tuple(None if t is None else (t.shape, t.dtype, t.get_device()) for t in scales)
-
-
 class _Callable:
     """What a call of a plan runs is the plan's own function, not a method: one frame less."""
 
@@ -58,9 +58,7 @@ class _Callable:
             bias: Tensor | None = None,
             residual: Tensor | None = None,
             out: Tensor | None = None,
-            *,
-            scale_a: Tensor | None = None,
-            scale_b: Tensor | None = None,
+            **extras: Tensor | None,
         ) -> Tensor: ...
 
 
@@ -85,27 +83,18 @@ class Plan(_Callable):
     choice: Choice
     launcher: Launcher
     alpha: float
-    #: :func:`signature` of a and of b, one after the other.
-    operands: tuple[Any, ...]
-    #: Of bias and residual, where the plan has either.
-    extras: tuple[Any, ...] | None
-    #: :func:`scales_signature` of the scales.
-    scales: tuple[Any, ...] | None
+    #: What the plan depends on of each tensor that it was made for, by name.
+    signatures: Mapping[str, tuple[Any, ...]]
+    #: The launcher, given all extras by position: it hands on those that the plan has.
+    with_extras: Callable[..., Tensor]
 
     @classmethod
-    def of(
-        cls,
-        problem: Problem,
-        choice: Choice,
-        launcher: Launcher,
-        alpha: float,
-        tensors: tuple[torch.Tensor, torch.Tensor, torch.Tensor | None, torch.Tensor | None],
-        scales: tuple[torch.Tensor | None, torch.Tensor | None] = (None, None),
-    ) -> Plan:
-        """The plan for ``tensors``: a, b, bias and residual."""
-        a, b, bias, residual = tensors
-        operands, extras = signature(a) + signature(b), _extras(bias, residual)
-        return cls(problem, choice, launcher, alpha, operands, extras, scales_signature(*scales))
+    def of(cls, problem: Problem, choice: Choice, launcher: Launcher, call: Arguments) -> Plan:
+        """The plan for the tensors of ``call``."""
+        named = zip(TENSORS, call.tensors, strict=True)
+        signatures = {name: signature(name)(t) for name, t in named if t is not None}
+        with_extras = _with_extras(launcher, call) if call.extras else launcher
+        return cls(problem, choice, launcher, call.alpha, signatures, with_extras)
 
     @property
     def kernel(self) -> str:
@@ -122,36 +111,36 @@ class Plan(_Callable):
         """Where the choice came from."""
         return self.choice.origin
 
-    def ready(self, *tensors: Tensor | None) -> Plan:
-        """This plan, made callable, given what it is of: a, b, bias, residual and scales."""
-        object.__setattr__(self, "__call__", self._written(tensors))
+    def ready(self, call: Arguments) -> Plan:
+        """This plan, made callable, given what it is of."""
+        object.__setattr__(self, "__call__", self._written(call))
         return self
 
-    def _written(self, tensors: Sequence[Tensor | None]) -> Callable[..., Tensor]:
+    def _written(self, call: Arguments) -> Callable[..., Tensor]:
         """The function that a call runs: the launcher's own source, where it has one, under
         checks that read each tensor once."""
-        given = [name for name, t in zip(_TENSORS, tensors, strict=True) if t is not None]
+        given, extras = list(self.signatures), [n for n in EXTRAS if n in self.signatures]
         body: Body | None = getattr(self.launcher, "body", None)
         planned = self._misalignments()
         pointers = [address(name) for name in planned]
-        absent = [f" or {name} is not None" for name in _TENSORS if name not in given]
-        everything = ", ".join(_TENSORS)
-        again = "call(a, b, bias, residual, out, scale_a=scale_a, scale_b=scale_b)"
+        absent = [f" or {name} is not None" for name in TENSORS if name not in given]
+        everything = ", ".join(TENSORS)
+        again = f"call(a, b, bias, residual, out{keywords(EXTRAS)})"
         namespace = {**(body.namespace if body else {}), "plan_launcher": self.launcher}
-        namespace |= {"alpha": self.alpha, "plan_packed": packed}
+        namespace |= {"alpha": self.alpha}
         renewed = False
 
-        def check(a: Tensor, b: Tensor, *others: Tensor | None) -> None:
+        def check(*tensors: Tensor | None) -> None:
             nonlocal renewed
-            self._check(a, b, *others)
+            self._check(tensors)
             # They differ in what is no matter here, such as inference mode. Looked at once
             # more and not again and again, for who alternates.
-            if not renewed and (guards := _guards((a, b, *others))) is not None:
+            if not renewed and (guards := _guards(tensors)) is not None:
                 namespace["plan_same"], renewed = guards, True
 
         namespace["plan_check"] = check
         namespace["plan_check_out"] = self._check_out
-        namespace["plan_same"] = _guards(tensors) or _differs
+        namespace["plan_same"] = _guards(call.tensors) or _differs
         lines = [
             body.on_device(again) if body else "pass",
             f"if not plan_same({', '.join(given)}){''.join(absent)}:",
@@ -162,50 +151,35 @@ class Plan(_Callable):
             "if out is not None:",
             "    plan_check_out(a, out)",
         ]
-        if self.scales is not None:
-            lines.append("scale_a, scale_b = plan_packed(scale_a), plan_packed(scale_b)")
+        lines += map(_pack, extras)
         if body is not None:
             lines += [line for line in body.lines if line not in pointers]
         else:
-            scales = "" if self.scales is None else ", scale_a, scale_b"
-            lines.append(f"return plan_launcher(a, b, bias, residual, alpha, out{scales})")
-        parameters = "a, b, bias=None, residual=None, out=None, *, scale_a=None, scale_b=None"
-        return written("call", parameters, lines, namespace)  # type: ignore[no-any-return]
+            lines.append(f"return plan_launcher({', '.join(LAUNCHED)}{keywords(extras)})")
+        common = [name for name in TENSORS if name not in EXTRAS]
+        taken = [*common, "out", "*", *EXTRAS]
+        return written("call", parameters(taken), lines, namespace)  # type: ignore[no-any-return]
 
     def _misalignments(self) -> dict[str, int]:
         """How far from a multiple of 16 the tensors that kernels address were planned to start."""
-        planned = {"a": self.operands[3], "b": self.operands[8]}
-        for name, extra in zip(("bias", "residual"), self.extras or (None, None), strict=True):
-            if extra is not None:
-                planned[name] = extra[3]
-        return planned
+        return {
+            name: planned[3]
+            for name, planned in self.signatures.items()
+            if ROLE[name].key == SIGNATURE
+        }
 
-    def _check(
-        self,
-        a: Tensor,
-        b: Tensor,
-        bias: Tensor | None = None,
-        residual: Tensor | None = None,
-        scale_a: Tensor | None = None,
-        scale_b: Tensor | None = None,
-    ) -> None:
-        """Hold what a call is given against what was planned.
+    def _check(self, tensors: Sequence[Tensor | None]) -> None:
+        """Hold what a call is given, in the order of ``TENSORS``, against what was planned.
 
         Raises:
             ValueError: As :class:`Plan` says.
         """
-        check_tensors("plan", a=a, b=b, bias=bias, residual=residual)
-        planned = (self.operands[:5], self.operands[5:], *(self.extras or (None, None)))
-        given = (signature(a), signature(b), *(_extras(bias, residual) or (None, None)))
-        for name, expected, found in zip(_TENSORS, planned, given, strict=False):
-            if expected != found:
-                raise ValueError(self._mismatch(name, _FIELDS, expected, found))
-        scales = scales_signature(scale_a, scale_b)
-        if scales != self.scales:
-            none = (None, None)
-            for name, *pair in zip(_TENSORS[4:], self.scales or none, scales or none, strict=True):
-                if pair[0] != pair[1]:
-                    raise ValueError(self._mismatch(name, _SCALE_FIELDS, *pair))
+        named = dict(zip(TENSORS, tensors, strict=True))
+        check_tensors("plan", **named)
+        for name, t in named.items():
+            planned, found = self.signatures.get(name), None if t is None else signature(name)(t)
+            if planned != found:
+                raise ValueError(self._mismatch(name, FIELDS[ROLE[name].key], planned, found))
 
     def _check_out(self, a: torch.Tensor, out: torch.Tensor) -> None:
         problem = self.problem
@@ -240,10 +214,7 @@ class Plan(_Callable):
         return f"{self.problem} → {self.choice.candidate} ({self.choice.origin})"
 
 
-_TENSORS = ("a", "b", "bias", "residual", "scale_a", "scale_b")
-#: What messages call the fields of :func:`signature`, of :func:`scales_signature` and of an output.
-_FIELDS = ("shape", "strides", "dtype", "offset from 16 bytes", "device index")
-_SCALE_FIELDS = ("shape", "dtype", "device index")
+#: What messages call the fields of an output.
 _OUT_FIELDS = (
     "number of elements",
     "contiguity",
@@ -286,7 +257,13 @@ def _differs(*tensors: Tensor) -> bool:
     return False
 
 
-def _extras(bias: torch.Tensor | None, residual: torch.Tensor | None) -> tuple[Any, ...] | None:
-    if bias is None and residual is None:
-        return None
-    return tuple(t if t is None else signature(t) for t in (bias, residual))
+def _with_extras(launcher: Launcher, call: Arguments) -> Callable[..., Tensor]:
+    given = call.extras
+    lines = [*map(_pack, given), f"return launcher({', '.join(LAUNCHED)}{keywords(given)})"]
+    parameters = ", ".join((*LAUNCHED, *EXTRAS))
+    return written("launch", parameters, lines, {"launcher": launcher})  # type: ignore[no-any-return]
+
+
+def _pack(name: str) -> str:
+    """The statement that makes an extra what kernels index by row or column alone."""
+    return f"{name} = {name}.contiguous()"

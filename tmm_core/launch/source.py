@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
+import linecache
+import weakref
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -30,7 +33,17 @@ def address(tensor: str) -> str:
 
 
 def written(name: str, parameters: str, lines: Iterable[str], namespace: dict[str, Any]) -> Any:
-    """The function with that source."""
+    """The function with that source, which tracebacks and ``inspect`` show for as long as it
+    lives."""
     body = "\n    ".join(lines)
-    exec(f"def {name}({parameters}):\n    {body}\n", namespace)
-    return namespace[name]
+    source = f"def {name}({parameters}):\n    {body}\n"
+    filename = f"<tmm {name} {next(_numbers)}>"
+    exec(compile(source, filename, "exec"), namespace)
+    linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
+    function = namespace[name]
+    weakref.finalize(function, linecache.cache.pop, filename, None).atexit = False
+    return function
+
+
+#: Of generated functions, for the names of their files.
+_numbers = itertools.count(1)

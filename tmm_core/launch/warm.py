@@ -1,33 +1,34 @@
 """The path of a call: one tuple, one look-up, one launch.
 
-Everything else (parsing, checking, choosing, compiling) happens when the look-up misses.
+Everything else (parsing, checking, choosing, compiling) happens when the look-up misses. The two
+functions on that path are written out by the table of arguments: :func:`_run` and
+:func:`_undisturbed` have their sources, which tracebacks show.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import nullcontext
-from typing import Any, Protocol, cast
+from typing import Any, Protocol
 
 import torch
-from torch.autograd import forward_ad
-from torch.autograd import profiler as _profiler
+from torch.autograd import forward_ad, profiler
 
 from tmm_core import settings
 from tmm_core.errors import PluginError
 from tmm_core.launch.check import PLAIN, check, result_dtype
 from tmm_core.launch.fold import Fold
-from tmm_core.launch.plan import Choice, Plan, scales_signature, signature
+from tmm_core.launch.plan import Choice, Plan
+from tmm_core.launch.source import written
+from tmm_core.spec.arguments import EXTRAS, LAUNCHED, ROLE, TENSORS, Arguments, parameters
 from tmm_core.spec.asking import let_through, told
 from tmm_core.spec.device import fingerprint
 from tmm_core.spec.epilogue import INTERNED, Epilogue
-from tmm_core.spec.kernel import BASELINE, Launcher, ScaledLauncher
-from tmm_core.spec.problem import Problem, packed
+from tmm_core.spec.kernel import BASELINE, Launcher
+from tmm_core.spec.problem import Problem
 
 Tensor = torch.Tensor
-#: ``scale_a`` and ``scale_b``.
-Scales = tuple[Tensor | None, Tensor | None]
 
 #: Plans held at most; past it the table starts anew (a plan is some 2 kB and rebinding one
 #: whose kernel is compiled takes microseconds).
@@ -88,143 +89,20 @@ def _parsed(chooser: Answerer, text: str) -> Epilogue:
     return chooser.registry.epilogue(text or None)
 
 
-def undisturbed(
-    a: Any,
-    b: Any,
-    bias: Any = None,
-    residual: Any = None,
-    scale_a: Any = None,
-    scale_b: Any = None,
-    cast: bool = False,
-) -> bool:
-    """Whether torch's dispatcher has nothing to do for a call but to record its gradient: no
-    autocast (unless it has ``cast`` already), no transform, mode, tracer, profiler or tensor
-    subclass to ask. The operator is then a detour that comes to the same as :func:`run`, 2.5 µs
-    later."""
-    return (
-        type(a) in PLAIN
-        and type(b) in PLAIN
-        and (cast or not _autocasts())
-        and not _dispatch_modes()
-        and not _function_modes()
-        and not _profiles()
-        and _transform() is None
-        and forward_ad._current_level < 0
-        and _tracer() is None
-        and not (a.is_neg() or b.is_neg() or a.is_conj() or b.is_conj())
-        and (bias is None or plain(bias))
-        and (residual is None or plain(residual))
-        and (scale_a is None or plain(scale_a))
-        and (scale_b is None or plain(scale_b))
-    )
-
-
 def plain(t: Any) -> bool:
     """Whether a kernel can be handed this as it is: no subclass, no sign or conjugate yet to be
     applied."""
     return type(t) in PLAIN and not (t.is_neg() or t.is_conj())
 
 
-# Each is one call of C, some 50 ns.
+# What the written functions below ask. Each is one call of C, some 50 ns.
 _autocasts = torch._C._is_any_autocast_enabled
 _dispatch_modes = torch._C._len_torch_dispatch_stack
 _function_modes = torch._C._len_torch_function_stack
 _profiles = torch._C._autograd._profiler_enabled
 _tracer = torch._C._get_tracing_state
 _transform = torch._C._functorch.peek_interpreter_stack
-
-
-def run(
-    a: Tensor,
-    b: Tensor,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    alpha: float = 1.0,
-    epilogue: str = "",
-    out_dtype: torch.dtype | None = None,
-    scale_a: Tensor | None = None,
-    scale_b: Tensor | None = None,
-    out: Tensor | None = None,
-) -> Tensor:
-    if scale_a is not None or scale_b is not None:
-        scales = (scale_a, scale_b)
-        return _run_scaled(a, b, bias, residual, alpha, epilogue, out_dtype, out, scales)
-    key = (
-        a.shape,
-        a.stride(),
-        a.dtype,
-        a.data_ptr() & 15,
-        a.get_device(),
-        b.shape,
-        b.stride(),
-        b.dtype,
-        b.data_ptr() & 15,
-        b.get_device(),
-        None if bias is None else signature(bias),
-        None if residual is None else signature(residual),
-        None if out is None else signature(out),
-        epilogue,
-        alpha == 1.0,
-        out_dtype,
-        _overridden(),
-        _deterministic(),
-        a.dtype is torch.float32 and a.is_cuda and _tf32(),
-    )
-    plan = _plans.get(key)
-    if plan is None:
-        plan = _build(key, a, b, bias, residual, alpha, epilogue, out_dtype, out)
-    try:
-        if _profiler._is_profiler_enabled:
-            return _recorded(plan, a, b, bias, residual, alpha, out)
-        return plan.launcher(a, b, bias, residual, alpha, out)
-    except BaseException as error:  # a kernel may call sys.exit
-        if not _quarantine(plan, error):
-            raise
-        _plans.pop(key, None)
-    return run(a, b, bias, residual, alpha, epilogue, out_dtype, out=out)
-
-
-def _run_scaled(
-    a: Tensor,
-    b: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    alpha: float,
-    epilogue: str,
-    out_dtype: torch.dtype | None,
-    out: Tensor | None,
-    scales: Scales,
-) -> Tensor:
-    """As :func:`run`, with scales: apart, so that other calls do not carry them."""
-    key = (
-        *(None if t is None else signature(t) for t in (a, b, bias, residual, out)),
-        scales_signature(*scales),
-        epilogue,
-        alpha == 1.0,
-        out_dtype,
-        _overridden(),
-        _deterministic(),
-    )
-    plan = _plans.get(key)
-    if plan is None:
-        plan = _build(key, a, b, bias, residual, alpha, epilogue, out_dtype, out, scales)
-    try:
-        launcher = cast(ScaledLauncher, plan.launcher)
-        numbers = map(packed, scales)
-        if _profiler._is_profiler_enabled:
-            return _recorded(plan, a, b, bias, residual, alpha, out, *numbers)
-        return launcher(a, b, bias, residual, alpha, out, *numbers)
-    except BaseException as error:  # a kernel may call sys.exit
-        if not _quarantine(plan, error):
-            raise
-        _plans.pop(key, None)
-    return _run_scaled(a, b, bias, residual, alpha, epilogue, out_dtype, out, scales)
-
-
-def _recorded(plan: Plan, *arguments: Any) -> Tensor:
-    """Launch under the kernel's name, for whoever is profiling."""
-    with _profiler.record_function(plan.kernel, str(plan.choice.candidate.config)):
-        return plan.launcher(*arguments)
+_forward_ad, _profiler = forward_ad, profiler
 
 
 _overridden = settings.overridden
@@ -236,23 +114,77 @@ def _tf32() -> bool:
     return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
 
 
+# -- written out: what a warm call runs ----------------------------------------------------
+
+
+def _undisturbed() -> Iterator[str]:
+    """Whether torch's dispatcher has nothing to do for a call but to record its gradient: no
+    autocast (unless it has ``cast`` already), no transform, mode, tracer, profiler or tensor
+    subclass to ask. The operator is then a detour that comes to the same as ``run``, 2.5 µs
+    later."""
+    yield "return ("
+    yield "    type(a) in PLAIN and type(b) in PLAIN and (cast or not _autocasts())"
+    yield "    and not _dispatch_modes() and not _function_modes() and not _profiles()"
+    yield "    and _transform() is None and _forward_ad._current_level < 0 and _tracer() is None"
+    yield "    and not (a.is_neg() or b.is_neg() or a.is_conj() or b.is_conj())"
+    for name in TENSORS[2:]:
+        yield f"    and ({name} is None or plain({name}))"
+    yield ")"
+
+
+def _run() -> Iterator[str]:
+    """The one door to a launch: once for calls without extras, which do not carry them, and once
+    for those with."""
+    yield f"if {' and '.join(f'{name} is None' for name in EXTRAS)}:"
+    for line in _replay(()):
+        yield f"    {line}"
+    yield "else:"
+    for line in _replay(EXTRAS):
+        yield f"    {line}"
+    yield f"return run({', '.join(Arguments._fields)})"
+
+
+def _replay(extras: tuple[str, ...]) -> Iterator[str]:
+    """Look the plan up and launch it. Falls through where the kernel was put out of use."""
+    yield "key = ("
+    for name, role in ROLE.items():
+        if role.extra and not extras:
+            continue
+        part = role.key.format(name)
+        if role.is_tensor and role.optional:
+            part = f"None if {name} is None else ({part})"
+        yield f"    {part},"
+    yield "    _overridden(), _deterministic(),"
+    yield "    a.dtype is torch.float32 and a.is_cuda and _tf32(),"
+    yield ")"
+    launched = ", ".join((*LAUNCHED, *extras))
+    launch = f"plan.{'with_extras' if extras else 'launcher'}({launched})"
+    yield "plan = _plans.get(key)"
+    yield "if plan is None:"
+    yield f"    plan = _build(key, Arguments({', '.join(Arguments._fields)}))"
+    yield "try:"
+    yield "    if _profiler._is_profiler_enabled:"
+    yield "        # Under the kernel's name, for whoever is profiling."
+    yield "        with _profiler.record_function(plan.kernel, str(plan.choice.candidate.config)):"
+    yield f"            return {launch}"
+    yield f"    return {launch}"
+    yield "except BaseException as error:  # a kernel may call sys.exit"
+    yield "    if not _quarantine(plan, error):"
+    yield "        raise"
+    yield "    _plans.pop(key, None)"
+
+
+undisturbed: Callable[..., bool] = written(
+    "undisturbed", parameters(TENSORS) + ", cast=False", _undisturbed(), globals()
+)
+run: Callable[..., Tensor] = written("run", parameters(ROLE), _run(), globals())
+
+
 # -- the slow path -----------------------------------------------------------------------
 
 
-def _build(
-    key: tuple[Any, ...],
-    a: Tensor,
-    b: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    alpha: float,
-    epilogue: str,
-    out_dtype: torch.dtype | None,
-    out: Tensor | None,
-    scales: Scales = (None, None),
-) -> Plan:
-    parsed, current = epilogue_of(epilogue), settings.current()
-    plan = make_plan(a, b, bias, residual, alpha, parsed, out_dtype, out, current, scales)
+def _build(key: tuple[Any, ...], call: Arguments) -> Plan:
+    plan = make_plan(call, epilogue_of(call.epilogue), settings.current())
     keep(key, plan)
     return plan
 
@@ -265,47 +197,29 @@ def keep(key: tuple[Any, ...], plan: Plan) -> None:
         _plans[key] = plan
 
 
-def make_plan(
-    a: Tensor,
-    b: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    alpha: float,
-    epilogue: Epilogue,
-    out_dtype: torch.dtype | None,
-    out: Tensor | None,
-    current: settings.Settings,
-    scales: Scales = (None, None),
-) -> Plan:
+def make_plan(call: Arguments, epilogue: Epilogue, current: settings.Settings) -> Plan:
     """Check, choose and bind; everything raised for bad input is raised here.
 
     Raises:
         RuntimeError, ValueError, TypeError: See :func:`tmm_core.launch.check.check`.
         TmmError: See :meth:`tmm_core.dispatch.ladder.Dispatcher.choose`.
     """
+    a = call.a
     # Capture, tuning and compilation all go by the current device.
     with torch.cuda.device(a.device) if a.is_cuda else nullcontext():
-        problem, fold = pose(a, b, bias, residual, alpha, epilogue, out_dtype, out, current, scales)
+        problem, fold = pose(call, epilogue, current)
         choice, launcher = answerer().bound(problem, current)
     if fold is not None:
-        launcher = fold.wrap(launcher, a, b, residual)
-    return Plan.of(problem, choice, launcher, alpha, (a, b, bias, residual), scales)
+        launcher = fold.wrap(launcher, a, call.b, call.residual)
+    return Plan.of(problem, choice, launcher, call)
 
 
 def pose(
-    a: Tensor,
-    b: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    alpha: float,
-    epilogue: Epilogue,
-    out_dtype: torch.dtype | None,
-    out: Tensor | None,
-    current: settings.Settings,
-    scales: Scales = (None, None),
+    call: Arguments, epilogue: Epilogue, current: settings.Settings
 ) -> tuple[Problem, Fold | None]:
     """The problem that one call's arguments pose, with operands folded to 2-D or 3-D."""
-    shape, matrix = check(a, b, bias, residual, epilogue, out_dtype, *scales), b.dim() == 2
+    a, b, residual, out = call.a, call.b, call.residual, call.out
+    shape, matrix = check(call, epilogue), b.dim() == 2
     fold = Fold.of(a, b, residual, shape)
     if fold is not None:
         a, b, residual = fold.operand_a(a), fold.operand_b(b), fold.residual(residual)
@@ -313,18 +227,17 @@ def pose(
     if out is not None and out.shape == flat:
         target = out
     else:
-        target = torch.empty(flat, dtype=result_dtype(a, out_dtype), device="meta")
+        target = torch.empty(flat, dtype=result_dtype(a, call.out_dtype), device="meta")
     problem = Problem.of(
         a,
         b,
         target,
         fingerprint(a.device),
-        bias=bias,
+        bias=call.bias,
         residual=residual,
-        scale_a=scales[0],
-        scale_b=scales[1],
+        **{name: getattr(call, name) for name in EXTRAS},
         epilogue=epilogue,
-        scaled=alpha != 1.0,
+        scaled=call.alpha != 1.0,
         tf32=a.dtype is torch.float32 and a.is_cuda and _tf32(),
         deterministic=current.deterministic or torch.are_deterministic_algorithms_enabled(),
         batch_invariant=current.batch_invariant or current.arithmetic is not None,

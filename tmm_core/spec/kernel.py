@@ -100,9 +100,8 @@ class Launcher(Protocol):
     the launcher where ``None``) and is returned. Launches on the current stream of the
     current device, and does not synchronise.
 
-    Where the problem has scales, and only there, two more arguments follow, ``scale_a`` and
-    ``scale_b``, of which one may be None; a kernel that declines such problems need not take
-    them. See :class:`ScaledLauncher`.
+    What a problem has besides follows by keyword, and only where it has it: ``scale_a`` and
+    ``scale_b``. A kernel that does not declare such problems need not take them.
     """
 
     def __call__(
@@ -113,22 +112,6 @@ class Launcher(Protocol):
         residual: torch.Tensor | None,
         alpha: float,
         out: torch.Tensor | None,
-    ) -> torch.Tensor: ...
-
-
-class ScaledLauncher(Protocol):
-    """A :class:`Launcher` bound to a problem with scales (:attr:`Problem.has_scales`)."""
-
-    def __call__(
-        self,
-        a: torch.Tensor,
-        b: torch.Tensor,
-        bias: torch.Tensor | None,
-        residual: torch.Tensor | None,
-        alpha: float,
-        out: torch.Tensor | None,
-        scale_a: torch.Tensor | None,
-        scale_b: torch.Tensor | None,
     ) -> torch.Tensor: ...
 
 

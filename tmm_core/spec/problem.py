@@ -349,11 +349,6 @@ def scale_kind(scale: torch.Tensor | None) -> ScaleKind | None:
     return "tensor" if scale.numel() == 1 else "row"
 
 
-def packed(scale: torch.Tensor | None) -> torch.Tensor | None:
-    """As kernels take it: they index a scale by row or column alone."""
-    return scale if scale is None else scale.contiguous()
-
-
 def _kind_of(text: object) -> ScaleKind | None:
     if text is None or text == "tensor" or text == "row":
         return text

@@ -8,10 +8,12 @@ import math
 import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 
 from tmm_core.dispatch import verify
+from tmm_core.spec.arguments import Arguments
 from tmm_core.spec.device import fingerprint
 from tmm_core.spec.epilogue import IDENTITY, Epilogue
 from tmm_core.spec.kernel import Launcher
@@ -137,26 +139,16 @@ class Posed:
             fingerprint(inputs.a.device),
             bias=inputs.bias,
             residual=inputs.residual,
-            scale_a=inputs.scale_a,
-            scale_b=inputs.scale_b,
+            **inputs.extras,
             epilogue=self.probe.epilogue,
             scaled=self.probe.alpha != 1.0,
             tf32=self.probe.tf32,
         )
 
     @functools.cached_property
-    def inputs(self) -> verify.Inputs:
-        tensors = {name: guarded.tensor for name, guarded in self.operands.items()}
-        return verify.Inputs(
-            a=tensors["a"],
-            b=tensors["b"],
-            bias=tensors.get("bias"),
-            residual=tensors.get("residual"),
-            alpha=self.probe.alpha,
-            out=self.out.tensor,
-            scale_a=tensors.get("scale_a"),
-            scale_b=tensors.get("scale_b"),
-        )
+    def inputs(self) -> Arguments:
+        tensors: dict[str, Any] = {name: guarded.tensor for name, guarded in self.operands.items()}
+        return Arguments(**tensors, alpha=self.probe.alpha, out=self.out.tensor)
 
     def launch(self, launcher: Launcher, out: torch.Tensor | None) -> torch.Tensor:
         """Call ``launcher`` with these operands, TF32 allowed or not as the probe says."""

@@ -23,6 +23,7 @@ from triton.compiler import ASTSource, CompiledKernel
 
 from tmm_core.launch.fold import Fold
 from tmm_core.launch.source import Body, address, written
+from tmm_core.spec.arguments import EXTRAS, LAUNCHED, keywords, launch_parameters
 from tmm_core.spec.device import DeviceFingerprint, interpreting
 from tmm_core.spec.kernel import Launcher
 from tmm_core.triton.evict_first import hints, marked
@@ -325,13 +326,11 @@ def launcher(
         shape, dtype: Of the output, which is row-major where it is made here.
         workspace: Elements and dtype of scratch memory made anew for every call, if any: the
             tensor ``"workspace"``. Were it shared, the launches of two threads could mix.
-        extras: Names of the tensors that a ragged problem has besides, in the order in which they
-            are given (:attr:`tmm_core.Groups.given`); a plain one may have scales.
+        extras: Names of the tensors that a ragged problem has besides
+            (:attr:`tmm_core.Groups.given`); a plain one may have scales.
     """
     first = steps[0].launch
     compiled = first.compiled is not None
-    given = ", ".join(("a, b, bias, residual, alpha, out", *(extras or ("scale_a", "scale_b"))))
-    parameters = given if extras else "a, b, bias, residual, alpha, out, scale_a=None, scale_b=None"
     names = _Names(compiled)
     calls = [names.invocation(index, step) for index, step in enumerate(steps)]
     make = "empty({0}, {1}, {2})" if compiled else "a.new_empty({0}, dtype={2})"
@@ -355,8 +354,8 @@ def launcher(
         lines = [*out, *scratch, *names.preparation(known), *calls, "return out"]
         run = written(
             "run",
-            parameters,
-            [on_device(f"run({given})"), *lines],
+            ", ".join((*LAUNCHED, *extras)) if extras else launch_parameters(),
+            [on_device(f"run({', '.join(LAUNCHED)}{keywords(extras or EXTRAS)})"), *lines],
             namespace,
         )
         if compiled:
@@ -382,7 +381,7 @@ def launcher(
                 more[key] = _composed(names.namespace[key], fold.flattened(name))
         lines = [
             "if out is not None:",
-            "    return by_views(a, b, bias, residual, alpha, out, scale_a, scale_b)",
+            f"    return by_views({', '.join(LAUNCHED)}{keywords(EXTRAS)})",
             new_out,
             "out_stride = out_flat",
         ]
@@ -416,11 +415,10 @@ class _Names:
         self.described: dict[str, str] = {}
 
     def folds(self, fold: Fold) -> bool:
-        """Whether the launches find the scales where the caller has them: those of a batch may
+        """Whether the launches find the extras where the caller has them: those of a batch may
         have to be repeated, and strides were never theirs to read."""
-        scales = {"scale_a", "scale_b"}
         read = self._strided if fold.batch is None else self._addresses
-        return scales.isdisjoint(read)
+        return read.keys().isdisjoint(EXTRAS)
 
     def preparation(self, known: Iterable[str]) -> Iterator[str]:
         """The statements that come before the launches.

@@ -1,0 +1,161 @@
+"""One call's arguments, and what each of them means to every part that handles calls.
+
+The table :data:`ROLES` drives the operator's schema, the key of a warm call, its checks, autocast,
+sharding, plans and the generated launch. It is read when code is made and not in a warm call.
+
+A launch takes ``(a, b, bias, residual, alpha, out)`` by position, and by keyword those of the
+:data:`EXTRAS` that the call has. A kernel is given an extra only for a problem that has it, and
+declares such problems in :class:`~tmm_core.Supports`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+
+Tensor = torch.Tensor
+
+#: What a plan depends on of a tensor, besides its values: of one whose strides and address kernels
+#: read, and of one that is handed on packed.
+SIGNATURE = "{0}.shape, {0}.stride(), {0}.dtype, {0}.data_ptr() & 15, {0}.get_device()"
+PACKED = "{0}.shape, {0}.dtype, {0}.get_device()"
+
+
+class Arguments(NamedTuple):
+    """The arguments of one call, in the operator's order; ``out`` comes last."""
+
+    a: Tensor
+    b: Tensor
+    bias: Tensor | None = None
+    residual: Tensor | None = None
+    alpha: Any = 1.0
+    epilogue: str = ""
+    out_dtype: torch.dtype | None = None
+    scale_a: Tensor | None = None
+    scale_b: Tensor | None = None
+    out: Any = None
+
+    @property
+    def tensors(self) -> tuple[Tensor | None, ...]:
+        """Those that are read, in the order of :data:`TENSORS`."""
+        return tuple(getattr(self, name) for name in TENSORS)
+
+    @property
+    def common(
+        self,
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Any, str, torch.dtype | None]:
+        """What every operator of a product takes, before the extras."""
+        return self[:7]
+
+    @property
+    def given(self) -> list[Tensor]:
+        """The tensors that are there to be read."""
+        return [t for t in self.tensors if t is not None]
+
+    @property
+    def extras(self) -> dict[str, Tensor]:
+        """What a launch is given by keyword."""
+        return {name: t for name in EXTRAS if (t := getattr(self, name)) is not None}
+
+    def launch(self, launcher: Callable[..., Tensor], out: Tensor | None) -> Tensor:
+        """Call a launcher, which writes to ``out`` or allocates."""
+        extras = self.extras
+        return launcher(self.a, self.b, self.bias, self.residual, self.alpha, out, **extras)
+
+
+@dataclass(frozen=True, slots=True)
+class Role:
+    """What one argument is to whatever handles calls.
+
+    Attributes:
+        name: As in :class:`Arguments`.
+        type: In the operator's schema.
+        key: What of it the key of a warm call holds, as source.
+        cast: Autocast casts it.
+        extra: Launches are given it by keyword, where a call has it.
+    """
+
+    name: str
+    type: str
+    key: str
+    cast: bool = False
+    extra: bool = False
+
+    @property
+    def is_tensor(self) -> bool:
+        return self.type.startswith("Tensor")
+
+    @property
+    def optional(self) -> bool:
+        return self.type.endswith("?")
+
+
+ROLES = (
+    Role("a", "Tensor", SIGNATURE, cast=True),
+    Role("b", "Tensor", SIGNATURE, cast=True),
+    Role("bias", "Tensor?", SIGNATURE, cast=True),
+    Role("residual", "Tensor?", SIGNATURE, cast=True),
+    Role("alpha", "float", "{0} == 1.0"),
+    Role("epilogue", "str", "{0}"),
+    Role("out_dtype", "ScalarType?", "{0}"),
+    # Kernels index a scale by row or column alone, so that it is handed on packed.
+    Role("scale_a", "Tensor?", PACKED, extra=True),
+    Role("scale_b", "Tensor?", PACKED, extra=True),
+    Role("out", "Tensor?", SIGNATURE),
+)
+ROLE = {role.name: role for role in ROLES}
+assert tuple(ROLE) == Arguments._fields
+#: The tensors that a call reads, and of these what a launch is given by keyword.
+TENSORS = tuple(role.name for role in ROLES if role.is_tensor and role.name != "out")
+EXTRAS = tuple(role.name for role in ROLES if role.extra)
+#: How many arguments the operator has before the first extra.
+COMMON = list(ROLE).index(EXTRAS[0])
+assert COMMON == 7  # Arguments.common
+#: Of a launch, by position.
+LAUNCHED = ("a", "b", "bias", "residual", "alpha", "out")
+
+
+def signature(name: str) -> Callable[[Tensor], tuple[Any, ...]]:
+    """The function that tells what a plan depends on of the tensor of that name."""
+    return _SIGNATURES[ROLE[name].key]
+
+
+#: By source.
+_SIGNATURES: dict[str, Callable[[Tensor], tuple[Any, ...]]] = {
+    source: eval(f"lambda t: ({source.format('t')})") for source in (SIGNATURE, PACKED)
+}
+#: What messages call the fields of a signature.
+FIELDS = {
+    SIGNATURE: ("shape", "strides", "dtype", "offset from 16 bytes", "device index"),
+    PACKED: ("shape", "dtype", "device index"),
+}
+
+
+def schema() -> str:
+    """The operator's parameters, ``out`` left out."""
+    default = Arguments._field_defaults
+    parts = [
+        f"{role.type} {role.name}" + (f"={default[role.name]!r}" if role.name in default else "")
+        for role in ROLES
+        if role.name != "out"
+    ]
+    return ", ".join(parts)
+
+
+def parameters(names: Iterable[str]) -> str:
+    """Parameters of a generated function, with the defaults that these arguments have."""
+    default = Arguments._field_defaults
+    return ", ".join(f"{n}={default[n]!r}" if n in default else n for n in names)
+
+
+def launch_parameters() -> str:
+    """Parameters of a generated launcher: it may be given any extra."""
+    return ", ".join(LAUNCHED) + ", " + parameters(EXTRAS)
+
+
+def keywords(names: Iterable[str]) -> str:
+    """These names as keyword arguments of a call, with a comma before each."""
+    return "".join(f", {name}={name}" for name in names)
