@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PAGES = ("train", "serve", "shard")
+PAGES = ("train", "serve", "shard", "grouped")
 
 #: torch.compile's default backend wants a C++ compiler, which is no part of what is shown.
 COMPILE = """import functools

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-import importlib
 import itertools
-import sys
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
@@ -14,7 +11,7 @@ import torch
 
 from tmm_core import dispatch, settings
 from tmm_core.interop import autograd, operator, unusual
-from tmm_core.interop.naming import interned_text, text_of
+from tmm_core.interop.calls import interned_text, prepare_for, text_of
 from tmm_core.launch import grouped as launch_grouped
 from tmm_core.launch import warm
 from tmm_core.launch.check import (
@@ -146,7 +143,7 @@ def matmul(
     if out is not None:
         return operator.matmul_out(*arguments, out=out)  # type: ignore[no-any-return]
     if not torch.compiler.is_compiling() and type(a) is not Tensor:
-        _prepare_for(type(a))
+        prepare_for(type(a))
     return operator.matmul(*arguments)  # type: ignore[no-any-return]
 
 
@@ -170,15 +167,6 @@ def _scaled(call: Arguments, epilogue: EpilogueLike) -> Tensor:
     z = alpha * product
     y = parsed.apply(z if bias is None else z + bias)
     return (y if residual is None else y + residual).to(product.dtype)
-
-
-@functools.cache
-def _prepare_for(kind: type[Tensor]) -> None:
-    """Register the sharding rules where a DTensor comes by: importing them takes 1.5 s, which
-    those who never shard do not pay."""
-    module = sys.modules.get("torch.distributed.tensor")
-    if module is not None and issubclass(kind, module.DTensor):
-        importlib.import_module("tmm_core.interop.sharding")
 
 
 def linear(

@@ -9,7 +9,7 @@ import torch
 
 from tmm_core import settings
 from tmm_core.interop import autograd, grouped, operator
-from tmm_core.interop.naming import text_of
+from tmm_core.interop.calls import prepare_for, text_of
 from tmm_core.launch.check import check_number
 from tmm_core.launch.grouped import check_operands, run, undisturbed
 from tmm_core.spec.epilogue import EpilogueLike
@@ -115,6 +115,9 @@ def grouped_matmul(
         and not autograd.recorded(a, b, bias, residual, out_weights)
     ):
         return run(*arguments)
+    if not torch.compiler.is_compiling():
+        for kind in {type(a), type(b)} - {Tensor}:
+            prepare_for(kind)
     return grouped.grouped_matmul(*arguments)  # type: ignore[no-any-return]
 
 

@@ -31,13 +31,12 @@ from tmm_triton.operands import Build, TileConfig, affine, build, check, dot, ha
 @triton.jit
 def group_of(slot, offs_ptr, G, TOTAL, BLOCK: tl.constexpr, GROUPS: tl.constexpr):
     """The group that owns ``slot``, and where it starts and ends; for what is past the last group
-    ``G``. Ends are held within [0, TOTAL], so that no wrong one is an address outside."""
+    ``G``. Both are held within [0, TOTAL], so that no wrong end is an address outside."""
     group, start, end = 0, 0, TOTAL
     for first in range(0, G, GROUPS):
         g = first + tl.arange(0, GROUPS)
         known = g < G
         ends = tl.load(offs_ptr + g, mask=known, other=0)
-        ends = tl.minimum(tl.maximum(ends, 0), TOTAL)
         before = known & (ends // BLOCK + g + 1 <= slot)
         group += tl.sum(before.to(tl.int32))
         start = tl.maximum(start, tl.max(tl.where(before, ends, 0)))

@@ -42,14 +42,6 @@ GROUPED = [
         (f"{KERNEL}::test_values",),
     ),
     Mutant(
-        "ragged-ends-anywhere",
-        "tmm_triton/ragged.py",
-        "        ends = tl.minimum(tl.maximum(ends, 0), TOTAL)\n",
-        "",
-        "a wrong end is an address outside",
-        (f"{KERNEL}::test_wrong_ends_are_no_addresses_outside",),
-    ),
-    Mutant(
         "ragged-grid",
         "tmm_triton/ragged.py",
         "    slots = groups.count + groups.zeroed\n",

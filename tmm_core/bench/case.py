@@ -18,7 +18,7 @@ import torch
 
 import tmm_core
 from tmm_core import dispatch, settings
-from tmm_core.dispatch import ragged
+from tmm_core.dispatch import ragged, verify
 from tmm_core.dispatch.ragged import Rows
 from tmm_core.launch import grouped
 from tmm_core.launch.check import result_dtype
@@ -209,7 +209,7 @@ class Call:
         """The problem this call poses."""
         return tmm_core.problem(self.a, self.b, **self.keywords)
 
-    def inputs(self) -> Arguments:
+    def inputs(self) -> verify.Inputs:
         """The call's tensors and an output to write, for :mod:`tmm_core.dispatch.verify`."""
         shape = list(torch.broadcast_shapes(self.a.shape[:-2], self.b.shape[:-2]))
         shape += [self.a.shape[-2], self.b.shape[-1] // (2 if self.epilogue.gated else 1)]

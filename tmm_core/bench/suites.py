@@ -155,7 +155,7 @@ def _shapes(suite: Mapping[str, Any]) -> list[Sequence[int]]:
     ``[groups, N, K]`` by every number of rows they have together. Where K is ragged, it is that of
     the rows and ``[groups, N, M]`` are the others."""
     if "experts" in suite:
-        listed = [[int(size) for size in one] for one in suite["experts"]]
+        listed: list[Sequence[int]] = [[int(size) for size in one] for one in suite["experts"]]
         if any(len(one) != 3 for one in listed):
             return listed
         if suite.get("ragged") == "k":

@@ -39,7 +39,6 @@ from tmm_core.dispatch.unmeasured import unmeasured
 from tmm_core.dispatch.verifier import Verifier
 from tmm_core.errors import warn
 from tmm_core.settings import Settings
-from tmm_core.spec.arguments import Arguments
 from tmm_core.spec.asking import Asked, let_through
 from tmm_core.spec.bucket import bucket_edge, probes
 from tmm_core.spec.kernel import BASELINE, Candidate, Config, Kernel, Launcher
@@ -453,7 +452,7 @@ class _Runner:
     """A candidate on each copy of the operands all are timed on."""
 
     launcher: Launcher
-    inputs: Sequence[Arguments]
+    inputs: Sequence[verify.Inputs]
     out: torch.Tensor | None
 
     def __call__(self, copy: int) -> object:

@@ -1,8 +1,14 @@
-"""Epilogues as operators take them: by text, which a tracer keeps as a constant."""
+"""What a public call does before its operator: epilogues become text, which a tracer keeps as a
+constant, and DTensor hears of the rules."""
 
 from __future__ import annotations
 
+import functools
+import importlib
+import sys
 from typing import Any
+
+import torch
 
 from tmm_core import dispatch
 from tmm_core.spec.epilogue import Epilogue, EpilogueLike
@@ -29,3 +35,12 @@ def _parsed_text(epilogue: Any) -> str:
 
 
 _parsed_text._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as Epilogue.interned
+
+
+@functools.cache
+def prepare_for(kind: type[torch.Tensor]) -> None:
+    """Register the sharding rules where a DTensor comes by: importing them takes 1.5 s, which
+    those who never shard do not pay."""
+    module = sys.modules.get("torch.distributed.tensor")
+    if module is not None and issubclass(kind, module.DTensor):
+        importlib.import_module("tmm_core.interop.sharding")
