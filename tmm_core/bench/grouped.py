@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import itertools
 from collections.abc import Callable, Sequence
@@ -66,7 +67,7 @@ def quack(calls: Sequence[Call]) -> Run:
         raise ImportError("quack-kernels is not installed")
     if call.rows is None or call.a.dim() != 2 or call.b.dim() != 3 or not call.a.is_cuda:
         raise ValueError("it is timed for ragged rows on a GPU")
-    from quack.gemm_interface import gemm  # type: ignore[import-not-found, unused-ignore]
+    gemm = importlib.import_module("quack.gemm_interface").gemm
 
     # Made once: a model keeps them so, and torch's form of them is given as well.
     starts = {id(each): F.pad(each.rows.offs, (1, 0)) for each in calls if each.rows is not None}

@@ -23,7 +23,7 @@ from tmm_core.bench import environment, grouped, providers
 from tmm_core.bench.case import Call
 from tmm_core.bench.results import Document
 from tmm_core.bench.suites import Task
-from tmm_core.dispatch import rotation, verify
+from tmm_core.dispatch import ragged_reference, rotation, verify
 from tmm_core.dispatch.timing import (
     GraphTimer,
     HostTimer,
@@ -246,7 +246,7 @@ def _error(call: Call, plan: tmm_core.Plan) -> float:
     inputs = call.inputs()
     verify.poison(inputs.out)
     call.matmul(out=inputs.out)
-    return verify.error(inputs.out, verify.reference(plan.problem, inputs))
+    return verify.error(inputs.out, ragged_reference.whole(plan.problem, inputs))
 
 
 def _runs(calls: Sequence[Call], options: Options, document: Document) -> dict[str, Run]:

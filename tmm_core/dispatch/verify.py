@@ -154,12 +154,8 @@ def part(problem: Problem, inputs: Arguments, rows: Places, cols: Places) -> Arg
     )
 
 
-def reference(problem: Problem, inputs: Inputs) -> torch.Tensor:
+def reference(problem: Problem, inputs: Arguments) -> torch.Tensor:
     """The whole expression in fp64, or for large 16-bit problems from a product in fp32."""
-    if isinstance(inputs, ragged.Inputs):
-        from tmm_core.dispatch import ragged_reference  # which imports this module
-
-        return ragged_reference.reference(problem, inputs, slice(None), slice(None), 1 << 30)
     return finished(problem, inputs, accumulated(problem, inputs))
 
 
