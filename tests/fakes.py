@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -157,6 +158,15 @@ class FakeTimer:
             known = [key for key in ((name, tile, m), (name, tile), name) if key in self.times]
             samples.append([self.times[known[0]] if known else 100.0] * rounds)
         return samples
+
+
+def install(site: Path, name: str, source: str) -> None:
+    """A plugin as a distribution in ``site``, by an entry point to its ``hooks``."""
+    info = site / f"{name}-1.0.dist-info"
+    info.mkdir(parents=True)
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[tmm_core]\n{name} = {name}_plugin:hooks\n")
+    (site / f"{name}_plugin.py").write_text(source)
 
 
 def plugin(*kernels: Kernel[Any], epilogues: Sequence[Any] = ()) -> object:

@@ -25,6 +25,7 @@ from tmm_core.errors import (
 from tmm_core.grouped import grouped_linear, grouped_matmul
 from tmm_core.launch.plan import Plan
 from tmm_core.settings import Settings, override
+from tmm_core.spec.anatomy import Anatomy, Resources
 from tmm_core.spec.epilogue import Epilogue
 from tmm_core.spec.groups import Groups
 from tmm_core.spec.kernel import Candidate, Config, Deferred, Kernel, Launcher, Traits
@@ -52,6 +53,7 @@ def __getattr__(name: str) -> Any:
 
 __all__ = [
     "ANY",
+    "Anatomy",
     "CacheMissError",
     "Candidate",
     "Config",
@@ -67,6 +69,7 @@ __all__ = [
     "Plan",
     "PluginError",
     "Problem",
+    "Resources",
     "Settings",
     "SettingsError",
     "Supports",

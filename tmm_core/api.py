@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tmm_core import dispatch, settings
+from tmm_core.formats import BY_STORAGE
 from tmm_core.interop import autograd, operator, unusual
 from tmm_core.interop.calls import interned_text, prepare_for, text_of
 from tmm_core.launch import grouped as launch_grouped
@@ -24,7 +25,7 @@ from tmm_core.launch.plan import Plan
 from tmm_core.spec.arguments import TENSORS, Arguments
 from tmm_core.spec.epilogue import EpilogueLike
 from tmm_core.spec.kernel import Config
-from tmm_core.spec.problem import FP8, Problem
+from tmm_core.spec.problem import Problem
 
 if TYPE_CHECKING:
     from tmm_cache import TuningRecord
@@ -78,7 +79,7 @@ def matmul(
         scale_b: Likewise: one number, or one for each column of b, ``[..., 1, N]`` (2N where
             gated).
         kernel: Force this kernel. It raises where it cannot serve the call.
-        config: And this config of it.
+        config: And this config of it; fields left out are as in its default config.
         on_cache_miss: ``"tune"``, ``"heuristic"`` or ``"error"``, for this call.
 
     Returns:
@@ -125,7 +126,7 @@ def matmul(
         try:
             if not autograd.recorded(a, b, bias, residual):
                 return warm.run(a, b, bias, residual, alpha, text, out_dtype, scale_a, scale_b)
-            if scale_a is None and scale_b is None and a.dtype not in FP8:
+            if scale_a is None and scale_b is None and a.dtype not in BY_STORAGE:
                 return autograd.eager(a, b, bias, residual, alpha, text, out_dtype)
         except (RuntimeError, ValueError):
             if not unusual.concerns(a, b, bias, residual):
@@ -133,7 +134,8 @@ def matmul(
     given = (a, b, bias, residual, scale_a, scale_b, out)
     if not all(t is None or isinstance(t, Tensor) for t in given) or a is None or b is None:
         tensors = dict(zip((*TENSORS, "out"), given, strict=True))
-        return unusual.by_override(matmul, tensors, alpha=alpha, epilogue=epilogue)
+        more = {"alpha": alpha, "epilogue": epilogue, "out_dtype": out_dtype}
+        return unusual.by_override(matmul, tensors, **more)
     check_number("matmul", alpha)
     if unusual.concerns(a, b, bias, residual):
         text = interned_text(epilogue)
@@ -209,14 +211,19 @@ def linear(
             and (out is None and scale_a is None and scale_b is None)
             and (epilogue is None or type(epilogue) is str)
             and warm.undisturbed(x, weight, bias, residual)
-            and x.dtype not in FP8
+            and x.dtype not in BY_STORAGE
         ):
             text = epilogue or ""
             return autograd.eager(
                 x, weight, bias, residual, alpha, text, out_dtype, transposed=True
             )
     except (AttributeError, RuntimeError, ValueError):
-        check_tensors("linear", x=x, weight=weight, bias=bias, residual=residual)
+        tensors = {"x": x, "weight": weight, "bias": bias, "residual": residual, "out": out}
+        if not all(t is None or isinstance(t, Tensor) for t in tensors.values()) or (
+            x is None or weight is None
+        ):
+            more = {"alpha": alpha, "epilogue": epilogue, "out_dtype": out_dtype}
+            return unusual.by_override(linear, tensors, **more)
         if weight.dim() != 2 or not unusual.concerns(x, weight.t(), bias, residual):
             raise
     return matmul(

@@ -9,6 +9,8 @@
                         its second operand, a matrix (docs/serve.md says what that promises)
 ``TMM_ARITHMETIC``      and by which arithmetic they are summed, as ``explain`` names it
 ``TMM_TUNE_BUDGET``     seconds a problem's tuning may take (default 20)
+``TMM_TUNE_MEMORY``     bytes that tuning and verifying may take, like ``2G`` (default: of what
+                        is free on a GPU a quarter each, at most 8 and 4 GiB)
 ``TMM_PROGRESS``        ``0``: no progress display; ``1``: also where no terminal is
 ======================  =========================================================
 
@@ -59,6 +61,9 @@ class Settings:
     arithmetic: str | None = None
     #: Seconds one problem's tuning may take.
     tune_budget: float = 20.0
+    #: Bytes that tensors of a tuning, or of a verification at first use, may take together, scratch
+    #: memory of each candidate included. None: shares of what is free.
+    tune_memory: int | None = None
     #: None: show progress where stderr is a terminal.
     progress: bool | None = None
 
@@ -70,6 +75,10 @@ class Settings:
             )
         if not (math.isfinite(self.tune_budget) and self.tune_budget > 0):
             raise SettingsError(f"tune_budget must be positive seconds, got {self.tune_budget!r}")
+        if self.tune_memory is not None and not (
+            type(self.tune_memory) is int and self.tune_memory > 0
+        ):
+            raise SettingsError(f"tune_memory must be positive bytes, got {self.tune_memory!r}")
         if self.config is not None and self.kernel is None:
             raise SettingsError("config needs kernel: a config belongs to one kernel")
 
@@ -99,10 +108,20 @@ def _flag(text: str) -> bool:
         raise ValueError("expected 1 or 0") from None
 
 
+def _size(text: str) -> int | None:
+    from tmm_cache.upkeep import parse_size  # importing tmm_core imports no cache
+
+    return parse_size(text)
+
+
 def names(text: str) -> frozenset[str]:
     """The comma-separated names in ``text``."""
     return frozenset(filter(None, (part.strip() for part in text.split(","))))
 
+
+#: What ``TMM_DISABLE`` calls the kernels that apply an epilogue and its derivative while training;
+#: they are no candidates, and so not registered.
+POINTWISE = "triton.pointwise"
 
 #: Field, variable and how its text becomes the value.
 VARIABLES: dict[str, tuple[str, Any]] = {
@@ -113,6 +132,7 @@ VARIABLES: dict[str, tuple[str, Any]] = {
     "static_weights": ("TMM_STATIC_WEIGHTS", _flag),
     "arithmetic": ("TMM_ARITHMETIC", lambda text: text.strip() or None),
     "tune_budget": ("TMM_TUNE_BUDGET", float),
+    "tune_memory": ("TMM_TUNE_MEMORY", _size),
     "progress": ("TMM_PROGRESS", _flag),
 }
 
@@ -193,7 +213,7 @@ def override(
         config: And this config of it, as a mapping of its fields.
         disable: Kernels not to use, besides those disabled already.
         changes: ``on_cache_miss``, ``deterministic``, ``batch_invariant``, ``arithmetic``,
-            ``static_weights``, ``tune_budget``, ``progress``.
+            ``static_weights``, ``tune_budget``, ``tune_memory``, ``progress``.
 
     Raises:
         SettingsError: An unknown name or a value that is not accepted.

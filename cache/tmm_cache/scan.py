@@ -7,6 +7,7 @@ there. Names that the layout doesn't know are somebody else's and are passed ove
 from __future__ import annotations
 
 import os
+import stat
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -144,13 +145,17 @@ def folders(root: Path, gpu: str | None = None) -> Iterator[Folder | Fault]:
             if isinstance(name, Fault):
                 yield name
                 return  # most often the root is at fault, and the older folder with it
-            if is_slug(name) and gpu in (None, name) and os.path.isdir(top / name):
-                for environment in _each(top / name):
-                    if isinstance(environment, Fault):
-                        yield environment
-                        continue
+            if not (is_slug(name) and gpu in (None, name)):
+                continue
+            for environment in _inside(top / name):
+                if isinstance(environment, Fault):
+                    yield environment
+                elif DIGEST.fullmatch(environment):
                     path = top / name / environment
-                    if DIGEST.fullmatch(environment) and os.path.isdir(path):
+                    found = _is_folder(path)
+                    if isinstance(found, Fault):
+                        yield found
+                    elif found:
                         yield Folder(path, name, environment)
 
 
@@ -214,6 +219,25 @@ def summaries_of(root: Path, folder: Folder) -> Iterator[Summary | Fault]:
             yield Summary(*place, Head.of(record), record)
         elif record is not None:  # None: removed since it was listed
             yield record
+
+
+def _inside(path: Path) -> Iterator[str | Fault]:
+    """What lies in a folder; nothing where it is none."""
+    found = _is_folder(path)
+    if isinstance(found, Fault):
+        yield found
+    elif found:
+        yield from _each(path)
+
+
+def _is_folder(path: Path) -> bool | Fault:
+    # `os.path.isdir` takes a folder that cannot be looked at for none, and its records for absent.
+    try:
+        return stat.S_ISDIR(os.stat(path).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
+    except OSError as error:
+        return Fault(path, f"cannot be looked at: {error}", damaged=False, place=True)
 
 
 def _each(folder: Path) -> Iterator[str | Fault]:

@@ -66,8 +66,8 @@ class Blas(Kernel[BlasConfig]):
     supports = Supports(
         devices=ANY,
         operands=ANY,
-        formats=("fp8",),
-        scales=("tensor", "row"),
+        formats=ANY,  # dequantised, and multiplied in what that gives
+        scales=ANY,
         out=ANY,
         bias=ANY,
         residual=ANY,
@@ -86,8 +86,6 @@ class Blas(Kernel[BlasConfig]):
 
     def declines(self, problem: Problem) -> Iterable[str]:
         dtype = problem.a.dtype
-        if dtype.itemsize == 1 and dtype.is_floating_point and not problem.fp8:
-            yield f"{dtype} @ {problem.b.dtype} are not among float8_e4m3fn and float8_e5m2"
         if problem.device.type == "cuda" and not (dtype.is_floating_point or dtype.is_complex):
             yield f"torch has no {dtype} matmul on CUDA"
         if problem.groups is not None:
@@ -112,13 +110,17 @@ class Blas(Kernel[BlasConfig]):
             raise ValueError(f"cuBLASLt fuses bias + relu into plain 2-D products, not {problem}")
         if config.fused:
             return _bind_biased(torch._addmm_activation, problem.scaled)  # bias and relu
-        return _bind_fp8(problem) if problem.fp8 else bind_product(problem)
+        if problem.format is None:
+            return bind_product(problem)
+        if problem.fp8 and _takes_fp8(problem):
+            return _bind_scaled_mm(problem)
+        return _bind_dequantized(problem, problem.format.dequantize)
 
     def estimate_us(self, problem: Problem, config: BlasConfig) -> float | None:
-        return estimate_us(problem, aligned=problem.a.aligned and problem.b.aligned)
+        return _estimate_us(problem)
 
 
-def estimate_us(problem: Problem, *, aligned: bool) -> float | None:
+def _estimate_us(problem: Problem) -> float | None:
     """Roofline of the product, plus a pass over the output for each eager step."""
     sms = problem.device.sm_count
     if not sms:
@@ -126,10 +128,10 @@ def estimate_us(problem: Problem, *, aligned: bool) -> float | None:
     rate = FLOPS_PER_SM_US.get(problem.a.dtype.itemsize, 0.04e6)
     if problem.tf32:
         rate = TF32_FLOPS_PER_SM_US
-    if not aligned:
+    if not (problem.a.aligned and problem.b.aligned):
         rate /= UNALIGNED_PENALTY
     widened = 0
-    if problem.fp8 and not _takes_fp8(problem):
+    if problem.format is not None and not (problem.fp8 and _takes_fp8(problem)):
         # Both operands are read, written as bf16 and read again.
         rate = FLOPS_PER_SM_US[2]
         widened = 5 * problem.bytes
@@ -282,12 +284,7 @@ def _takes_fp8(problem: Problem) -> bool:
     )
 
 
-def _bind_fp8(problem: Problem) -> Launcher:
-    """The whole expression of 8-bit operands."""
-    return _bind_scaled_mm(problem) if _takes_fp8(problem) else _bind_dequantized(problem)
-
-
-def _bind_dequantized(problem: Problem) -> Launcher:
+def _bind_dequantized(problem: Problem, dequantize: Callable[[Tensor], Tensor]) -> Launcher:
     mm = torch.mm if problem.batch == 1 else torch.bmm
 
     def run(
@@ -300,7 +297,7 @@ def _bind_dequantized(problem: Problem) -> Launcher:
         scale_a: Tensor | None = None,
         scale_b: Tensor | None = None,
     ) -> Tensor:
-        z = _wide(a.to(torch.bfloat16), b.to(torch.bfloat16), torch.float32, mm)
+        z = _wide(dequantize(a), dequantize(b), torch.float32, mm)
         for scale in (scale_a, scale_b):
             z = z if scale is None else z * scale
         return finish(problem, z, bias, residual, alpha, out)

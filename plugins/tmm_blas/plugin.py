@@ -1,4 +1,4 @@
-"""Entry point of tmm's BLAS kernels."""
+"""Entry point of tmm's BLAS kernel."""
 
 from __future__ import annotations
 
@@ -10,6 +10,5 @@ from tmm_core import Kernel, hookimpl
 @hookimpl
 def tmm_kernels() -> list[Kernel[Any]]:
     from tmm_blas.blas import Blas
-    from tmm_blas.padded import PaddedBlas
 
-    return [Blas(), PaddedBlas()]
+    return [Blas()]

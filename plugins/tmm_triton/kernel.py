@@ -11,15 +11,15 @@ import sysconfig
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType, ModuleType
+from types import MappingProxyType
 from typing import ClassVar, TypeVar
 
 import torch
 import triton
 
-from tmm_core import ANY, Config, Kernel, Launcher, Problem, Supports
-from tmm_core.triton import Argument, Step, compile_for, epilogues, launcher, source, target_of
-from tmm_triton import operands, roofline, sums
+from tmm_core import ANY, Anatomy, Config, Kernel, Launcher, Problem, Resources, Supports
+from tmm_core.triton import Argument, Step, compile_for, launcher, source, target_of
+from tmm_triton import anatomy, operands, roofline, sums
 from tmm_triton.operands import Build, TileConfig
 
 C = TypeVar("C", bound=TileConfig)
@@ -67,6 +67,12 @@ class Built(Kernel[D]):
             src = source(build.fn, build.types, build.constants, build.divisible)
             compile_for(target, src, **build.options)
 
+    def anatomy(self, problem: Problem, config: D) -> Anatomy | None:
+        return anatomy.of(self, problem, config, self.builds(problem, config))
+
+    def resources(self, problem: Problem, config: D) -> list[Resources]:
+        return anatomy.resources(problem, self.builds(problem, config))
+
 
 class TritonKernel(Built[C]):
     """A kernel of this package over pointers.
@@ -74,7 +80,6 @@ class TritonKernel(Built[C]):
     Subclasses implement ``configs``, ``builds`` and ``bind``.
     """
 
-    shares: ClassVar[tuple[ModuleType, ...]] = (operands, epilogues)
     supports = POINTERS
     #: Fraction of the tensor cores' peak that the main loop reaches where nothing else
     #: limits it; for estimates.

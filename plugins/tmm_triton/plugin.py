@@ -14,17 +14,17 @@ from typing import Any
 
 from tmm_core import Config, Deferred, Kernel, Launcher, Problem, Supports, hookimpl
 
-#: Module and class of each kernel; ``triton.<module>`` is its name.
+#: Module and class of each kernel.
 KERNELS = {
-    "naive": "Naive",
-    "grouped": "Grouped",
-    "split_k": "SplitK",
-    "skinny": "Skinny",
-    "fused_epilogue": "FusedEpilogue",
-    "persistent": "Persistent",
-    "warp_specialized": "WarpSpecialized",
-    "realigned": "Realigned",
-    "ragged": "Ragged",
+    "triton.naive": ("naive", "Naive"),
+    "triton.grouped": ("tiled", "Grouped"),
+    "triton.split_k": ("split_k", "SplitK"),
+    "triton.skinny": ("skinny", "Skinny"),
+    "triton.fused_epilogue": ("tiled", "FusedEpilogue"),
+    "triton.persistent": ("persistent", "Persistent"),
+    "triton.warp_specialized": ("warp_specialized", "WarpSpecialized"),
+    "triton.realigned": ("realigned", "Realigned"),
+    "triton.ragged": ("ragged", "Ragged"),
 }
 
 
@@ -57,13 +57,7 @@ def missing(name: str, reason: str) -> Missing:
 @hookimpl
 def tmm_kernels() -> list[Deferred]:
     return [
-        Deferred(
-            f"triton.{module}",
-            functools.partial(_load, module, class_name),
-            _files,
-            _circumstances,
-        )
-        for module, class_name in KERNELS.items()
+        Deferred(name, functools.partial(load, name), _files, _circumstances) for name in KERNELS
     ]
 
 
@@ -84,8 +78,9 @@ def _circumstances() -> list[Any]:
     return [compilers, header, {k: v for k, v in os.environ.items() if k.startswith("TRITON_")}]
 
 
-def _load(module: str, class_name: str) -> Kernel[Any]:
-    name = f"triton.{module}"
+def load(name: str) -> Kernel[Any]:
+    """The kernel of :data:`KERNELS` with that name, or a stand-in that says why there is none."""
+    module, class_name = KERNELS[name]
     if importlib.util.find_spec("triton") is None:
         return missing(name, "Triton is not installed")
     try:

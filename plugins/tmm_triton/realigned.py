@@ -24,11 +24,9 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import inspect
 import itertools
 import math
 import operator
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -42,17 +40,17 @@ from tmm_core.triton import pointer
 from tmm_triton.hopper_tiles import WarpSpecializedConfig
 from tmm_triton.kernel import POINTERS, Built, hopper_or_later
 from tmm_triton.operands import VECTOR, Build, words
-from tmm_triton.plugin import KERNELS, _load
+from tmm_triton.plugin import load
 
-#: Modules of the kernels that may multiply the realigned operands, the last of which asks
+#: The kernels that may multiply the realigned operands, the last of which asks
 #: least; and what their estimates are multiplied by when they are ranked against each other:
 #: at 4096³ on an H200 the first reaches 1.0 of cuBLAS, the second 0.9, by equal estimates.
 _INNER = {
-    "warp_specialized": 1.0,
-    "persistent": 1.1,
-    "split_k": 1.1,
-    "grouped": 1.15,
-    "fused_epilogue": 1.15,
+    "triton.warp_specialized": 1.0,
+    "triton.persistent": 1.1,
+    "triton.split_k": 1.1,
+    "triton.grouped": 1.15,
+    "triton.fused_epilogue": 1.15,
 }
 #: Configs in all, and of one inner kernel.
 _MOST, _MOST_OF_ONE = 10, 6
@@ -133,8 +131,7 @@ def realign_kernel(
 @functools.cache
 def inner_kernels() -> dict[str, Kernel[Any]]:
     """By name; one that cannot be imported here declines everything."""
-    kernels = [_load(module, KERNELS[module]) for module in _INNER]
-    return {kernel.name: kernel for kernel in kernels}
+    return {name: load(name) for name in _INNER}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -182,10 +179,10 @@ class Realigned(Built[RealignedConfig]):
 
     @functools.cached_property
     def version(self) -> str:
-        """Of this module and of every kernel that may do the multiplying."""
-        source = inspect.getsource(sys.modules[__name__])
+        """Of its own code and of every kernel that may do the multiplying."""
         versions = (kernel.version for kernel in inner_kernels().values())
-        return hashlib.sha256("".join([source, *versions]).encode()).hexdigest()[:12]
+        own = Kernel.version.func(self)  # type: ignore[attr-defined]  # a cached property's
+        return hashlib.sha256("".join([own, *versions]).encode()).hexdigest()[:12]
 
     # And what a kernel inside declines.
     supports = replace(POINTERS, formats=(), gated=True)

@@ -59,7 +59,32 @@ def estimate_us(
     splits: int = 1,
     reach: float = 1.0,
 ) -> float:
-    """Expected µs: the longest of three times, after wave quantisation.
+    """Expected µs: an empty launch and the longest of :func:`times_us`."""
+    times = times_us(
+        problem,
+        BLOCK_M=BLOCK_M,
+        BLOCK_N=BLOCK_N,
+        BLOCK_K=BLOCK_K,
+        num_stages=num_stages,
+        shared_memory=shared_memory,
+        splits=splits,
+        reach=reach,
+    )
+    return EMPTY_US + max(times.values())
+
+
+def times_us(
+    problem: Problem,
+    *,
+    BLOCK_M: int,
+    BLOCK_N: int,
+    BLOCK_K: int,
+    num_stages: int,
+    shared_memory: int,
+    splits: int = 1,
+    reach: float = 1.0,
+) -> dict[str, float]:
+    """What each of three would take alone, after wave quantisation.
 
     Arithmetic at ``reach`` of peak (slowed where the tile's intensity is too low to feed
     it), waiting for memory along K at ``num_stages - 1`` tiles in flight (one, where an
@@ -94,4 +119,4 @@ def estimate_us(
     if num_stages > 1:
         moved = (moved + min(moved, DISPLACED)) / DISPLACING_SHARE
     moving = moved / (bandwidth * 1e6) + RAMP_US
-    return EMPTY_US + max(busy, waiting, moving)
+    return {"tensor cores": busy, "latency": waiting, "memory": moving}

@@ -33,7 +33,7 @@ import triton.language as tl
 
 from tmm_core import Launcher, Problem, Traits
 from tmm_core.triton import Argument, launcher
-from tmm_triton import partials, sums
+from tmm_triton import sums
 from tmm_triton.counters import Counters
 from tmm_triton.early import check_early, ways, with_early
 from tmm_triton.kernel import TritonKernel, hopper_or_later, proposed, single, step_of, tiles
@@ -268,7 +268,6 @@ class SplitK(TritonKernel[SplitKConfig]):
     name = "triton.split_k"
     traits = Traits(deterministic=True, batch_invariant=True, needs_workspace=True)
     config_type = SplitKConfig
-    shares = (*TritonKernel.shares, partials)
     reach = 0.62
 
     def configs(self, problem: Problem) -> list[SplitKConfig]:

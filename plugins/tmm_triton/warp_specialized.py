@@ -82,11 +82,10 @@ from tmm_core.triton import (
     Described,
     Step,
     device_function,
-    epilogues,
     launcher,
     pointer,
 )
-from tmm_triton import hopper_tiles, operands, partials, sums, words
+from tmm_triton import hopper_tiles, sums
 from tmm_triton.counters import Counters
 from tmm_triton.hopper_tiles import (
     ALIGNMENT,
@@ -925,7 +924,6 @@ class WarpSpecialized(Built[WarpSpecializedConfig]):
         deterministic=True, batch_invariant=True, capture_safe=True, needs_workspace=True
     )
     config_type = WarpSpecializedConfig
-    shares = (epilogues, hopper_tiles, operands, partials, words)
     #: When a launch that begins early lets the next one begin; ``benchmarks/pdl_decode.py``.
     dependents = "first"
 

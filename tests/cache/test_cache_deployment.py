@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -311,3 +313,23 @@ def test_merged_goes_by_the_winner_that_beats_its_own_blas_by_more() -> None:
     assert merged(Evidence(theirs, True), Evidence(mine, True)).best.kernel == "y"
     alike = of(timed("blas", 20), timed("y", 15.95), winner=1)
     assert merged(Evidence(mine, True), Evidence(alike, True)).best.kernel == "x"
+
+
+def test_a_folder_that_cannot_be_looked_at_is_no_absent_one(
+    store: CacheStore, monkeypatch: pytest.MonkeyPatch, capsys: Captured
+) -> None:
+    store.save(GPU, ENVIRONMENT, record())
+    store.save(GPU, OLDER_ENVIRONMENT, record())
+    lost = store.path(GPU, OLDER_ENVIRONMENT, problem()).parent
+    real = os.stat
+
+    def failing(path: Any, *more: Any, **options: Any) -> Any:
+        if path == lost:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+        return real(path, *more, **options)
+
+    monkeypatch.setattr(os, "stat", failing)
+    assert main(["freeze"]) == 1
+    said = capsys.readouterr().err
+    assert f"passed over {lost}: cannot be looked at: " in said
+    assert "1 record locked in" in said

@@ -148,6 +148,9 @@ def t(*shape: int, **kw: Any) -> torch.Tensor:
         (lambda: tmm_core.matmul(t(2, 3), t(3, 2), epilogue="silu("), ValueError, "cannot parse epilogue"),
         (lambda: tmm_core.matmul(t(2, 3), t(3, 2), epilogue="softcap(x)"), ValueError, "must be numbers"),
         (lambda: tmm_core.matmul(t(2, 3), t(3, 2), epilogue="softcap(1,2)"), ValueError, "takes 1 parameters, got 2"),
+        (lambda: tmm_core.matmul(t(2, 3), t(3, 2), epilogue="softcap(0)"), ValueError, "must be above 0"),
+        (lambda: tmm_core.matmul(t(2, 3), t(3, 2), epilogue="tanh+softcap(-1)"), ValueError, "must be above 0"),
+        (lambda: tmm_core.matmul(t(2, 3), t(3, 2), epilogue="softcap(1e-50)"), ValueError, "must be above 0"),
         (lambda: tmm_core.matmul(t(2, 3), t(3, 2), epilogue="silu+swiglu"), ValueError, "only come first"),
         (lambda: tmm_core.matmul(t(2, 3), t(3, 2), epilogue=3), TypeError, "must be a str or an Epilogue"),
         (lambda: tmm_core.matmul(t(2, 3, dtype=torch.int32), t(3, 2, dtype=torch.int32), epilogue="silu"), RuntimeError, "needs a floating dtype"),
@@ -412,6 +415,7 @@ def test_override_nests_and_ends() -> None:
         ("TMM_ON_CACHE_MISS", "always", "one of tune, heuristic, error"),
         ("TMM_TUNE_BUDGET", "-1", "positive seconds"),
         ("TMM_TUNE_BUDGET", "soon", "could not convert"),
+        ("TMM_TUNE_MEMORY", "much", "accepted is a size like 64M"),
         ("TMM_PROGRESS", "maybe", "expected 1 or 0"),
     ],
 )
@@ -480,9 +484,9 @@ def test_importing_does_nothing(tmp_path: Any) -> None:
 def test_the_public_names() -> None:
     assert sorted(tmm_core.__all__) == tmm_core.__all__
     assert set(tmm_core.__all__) == {
-        "ANY", "CacheMissError", "Candidate", "Config", "ConfigError", "Deferred", "Epilogue",
+        "ANY", "Anatomy", "CacheMissError", "Candidate", "Config", "ConfigError", "Deferred", "Epilogue",
         "Explanation", "Groups", "Kernel", "KernelInfo", "Launcher", "Operand", "Plan", "PluginError", "Problem",
-        "Settings", "SettingsError", "Supports", "TmmError", "TmmWarning", "Traits", "UnknownNameError",
+        "Resources", "Settings", "SettingsError", "Supports", "TmmError", "TmmWarning", "Traits", "UnknownNameError",
         "UnsupportedProblemError", "explain", "grouped_linear", "grouped_matmul", "hookimpl", "kernels", "linear", "matmul",
         "override", "plan", "problem", "tune",
     }  # fmt: skip

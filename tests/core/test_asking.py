@@ -43,7 +43,7 @@ from tmm_core import (
 )
 from tmm_core.dispatch.registry import Registry
 from tmm_core.dispatch.tuner import Tuner
-from tmm_core.errors import PluginError
+from tmm_core.errors import ConfigError, PluginError
 from tmm_core.launch import warm
 from tmm_core.spec.asking import Asked
 
@@ -150,6 +150,86 @@ def test_nonsense_costs_its_kernel_alone(
     assert timer.measured == []
 
 
+#: For each question what is no answer to it, of what may be said at all.
+ANYTHING: list[Any] = [-1, None, math.nan, math.inf, 10**400, True, "", "text", b"", [], [None]]
+ANYTHING += [{}, object(), Unprintable(), int, torch.ones(2), "raises", "exits"]
+PROPER: dict[str, list[Any]] = {
+    "declines": [[], {}, b""],
+    "configs": [[], {}, b""],
+    "default_config": [],
+    "estimate_us": [None],
+    "workspace_bytes": [],
+    "anatomy": [None],
+    "bind": [int, object],
+}
+
+
+@pytest.mark.parametrize("question", PROPER)
+def test_no_answer_keeps_anybody_from_theirs(question: str) -> None:
+    for answer in ANYTHING:
+        if any(type(answer) is type(each) and answer == each for each in PROPER[question]):
+            continue
+        faults = {"raises": ZeroDivisionError("oh"), "exits": SystemExit(3)}
+        if isinstance(answer, str) and answer in faults:  # not the answer: the attribute itself
+            value: Any = property(raiser(faults[answer]))
+        else:
+            value = lambda self, *about, answer=answer: answer  # noqa: E731
+        bad = type("Strange", (FakeKernel,), {question: value})("strange", estimate=1.0)
+        times = {"strange": 4.0, "good": 5.0, "blas": 10.0}
+        good = FakeKernel("good", estimate=5.0)
+        d, _ = dispatcher(FakeBlas(estimate=10.0), bad, good, times=times)
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            choice = d.choose(problem(), settings())
+            d.rejections(problem(), settings())
+        assert len(caught) <= 1, (answer, [str(each.message) for each in caught])
+        found = d.record(problem())
+        assert found is not None
+        statuses = {c.kernel: c.status for c in found[1].candidates}
+        assert statuses.pop("strange", "failed") == "failed" or question == "anatomy", answer
+        assert statuses == {"blas": "ok", "good": "ok"}
+        assert choice.candidate.kernel.name == "good" or question == "anatomy"
+
+
+def exiting(*arguments: Any) -> Any:
+    raise SystemExit("config")
+
+
+@pytest.mark.parametrize("what", ["__eq__", "__hash__", "assumes", "to_json", "from_json"])
+def test_a_config_that_would_end_the_process_costs_its_kernel_alone(
+    what: str, tmp_path: Path
+) -> None:
+    member: Any = exiting
+    if what == "from_json":
+        member = classmethod(exiting)
+    elif what == "assumes":
+        member = property(exiting)
+    kind = dataclass(frozen=True, kw_only=True, eq=False)(
+        type("OddConfig", (FakeConfig,), {"__hash__": object.__hash__, what: member})
+    )
+
+    class Strange(FakeKernel):
+        config_type = kind
+
+        def configs(self, problem: Any) -> Any:
+            return [kind()]
+
+        def default_config(self, problem: Any) -> Any:
+            return kind()
+
+    times = {"strange": 4.0, "good": 5.0, "blas": 10.0}
+    # A record in which it won, made while it behaved.
+    before, _ = dispatcher(
+        FakeBlas(), FakeKernel("strange"), FakeKernel("good"), times=times, root=tmp_path
+    )
+    assert before.choose(problem(), settings()).candidate.kernel.name == "strange"
+    kernels = FakeBlas(estimate=10.0), Strange("strange", estimate=1.0), FakeKernel("good")
+    d, _ = dispatcher(*kernels, times=times, root=tmp_path)
+    with pytest.warns(TmmWarning, match="'strange' .* is set aside: .*SystemExit: config"):
+        assert d.choose(problem(), settings()).candidate.kernel.name == "good"
+    assert d.choose(problem(n=64), settings()).candidate.kernel.name == "good"
+
+
 def test_nonsense_about_arithmetic_costs_its_kernel_alone(tmp_path: Path) -> None:
     invariant = Traits(batch_invariant=True)
     for answer in (raiser(KeyError("k")), raiser(SystemExit()), lambda *_: [1]):
@@ -241,6 +321,24 @@ def test_an_empty_search_space_is_no_fault() -> None:
     assert d.choose(problem(m=128), settings()).candidate.kernel.name == "narrow"
 
 
+def test_a_bind_that_fails_names_the_kernel_and_the_line_of_its_author() -> None:
+    class Lame(FakeKernel):
+        def bind(self, problem: Any, config: FakeConfig) -> Any:
+            tiles: dict[str, int] = {}
+            return tiles["BLOCK_M"]
+
+    line = inspect.getsourcelines(Lame.bind)[1] + 2
+    with pytest.raises(PluginError) as caught:
+        Asked(Lame("lame"), "plugin 'mine'").bind(problem(), FakeConfig())
+    assert str(caught.value) == (
+        f"kernel 'lame' of plugin 'mine': bind raised KeyError: 'BLOCK_M' ({__file__}:{line})"
+    )
+    assert isinstance(caught.value.__cause__, KeyError)
+    for error in (torch.OutOfMemoryError("no room"), ConfigError("no such tile")):
+        with pytest.raises(type(error), match=r"^no "):
+            Asked(FakeKernel("k", bind_error=error), "plugin 'mine'").bind(problem(), FakeConfig())
+
+
 @pytest.mark.parametrize("error", [SystemExit(3), GeneratorExit()])
 @pytest.mark.parametrize("where", ["bind", "verified", "timed"])
 def test_what_would_end_the_process_costs_one_candidate(error: BaseException, where: str) -> None:
@@ -298,7 +396,8 @@ def test_a_launch_that_would_end_the_process_is_quarantined(error: BaseException
 
 
 @pytest.mark.parametrize(
-    "question", ["declines", "configs", "default_config", "estimate_us", "bind"]
+    "question",
+    ["declines", "configs", "default_config", "estimate_us", "workspace_bytes", "bind"],
 )
 def test_ctrl_c_stops_at_once(question: str) -> None:
     bad = strange(question, raiser(KeyboardInterrupt()))
@@ -331,6 +430,12 @@ def test_many_threads_are_told_once() -> None:
 # -- as installed -------------------------------------------------------------------------
 
 PLUGINS = {
+    "in_launch": """
+import os, sys
+sys.path.insert(0, {here!r})
+from fakes import FakeKernel, plugin
+hooks = plugin(FakeKernel("in_launch.one", spoil=lambda out: os._exit(9)))
+""",
     "at_import": "import sys\nsys.exit('at import')\n",
     "in_hook": """
 import sys
@@ -384,6 +489,7 @@ def test_the_commands_speak_of_plugins_that_would_end_them(
     assert told.pop("blas") is None
     assert told.pop("triton") == "not in TMM_PLUGINS"
     assert told.pop("in_kernel") is None  # nobody asked it anything yet
+    assert told.pop("in_launch") is None
     assert told == {
         "at_import": "import failed: SystemExit: at import",
         "in_hook": "tmm_kernels failed: SystemExit: in hook",
@@ -393,6 +499,7 @@ def test_the_commands_speak_of_plugins_that_would_end_them(
     findings = command("doctor", "--device", "cpu")
     problems = " ".join(each["text"] for each in findings if each["state"] == "problem")
     for name in PLUGINS:
-        assert f"plugin '{name}' ({name} 1.0)" in problems, problems
+        assert f"plugin '{name}' ({name} 1.0)" in problems or name == "in_launch", problems
+    assert "its first launch: the process ended with exit code 9" in problems
     assert f"in_kernel_plugin.py:{6}" in problems
     assert any(each["text"] == "blas runs and is right" for each in findings)

@@ -463,11 +463,14 @@ def test_the_square_plot_is_tflops_over_sizes(
     documents = [document(2048, 2.0), document(1024, 0.5), document(64, 1.0, suite="decode")]
     for each in documents[:2]:
         each["times"]["kernel triton.naive"] = {"median_us": 1000.0}
+        each["times"]["kernel triton.naive one tile"] = {"median_us": 2000.0}
     written = plots.save(Results.of(documents), tmp_path)
     assert [path.name for path in written] == ["square-bfloat16.png", "ratios.png"]
     assert all(path.read_bytes().startswith(b"\x89PNG") for path in written)
     lines = {line.get_label(): line for line in drawn["square-bfloat16.png"].get_lines()}
-    assert set(lines) == {"naive", "tmm (tuned)", "cuBLAS (torch.matmul)"}
+    assert set(lines) == {"naive, 128×128", "tmm (tuned)", "cuBLAS (torch.matmul)"}
+    naive = list(lines["naive, 128×128"].get_ydata())
+    assert naive[1] == pytest.approx(2 * 2048**3 / 2000e-6 / 1e12)
     assert list(lines["tmm (tuned)"].get_xdata()) == [1024, 2048]
     rates = [2 * 1024**3 / 200e-6 / 1e12, 2 * 2048**3 / 50e-6 / 1e12]
     assert list(lines["tmm (tuned)"].get_ydata()) == pytest.approx(rates)

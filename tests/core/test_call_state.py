@@ -54,7 +54,7 @@ def test_a_kernel_that_raises_is_launched_once(kind: str) -> None:
         from tmm_blas.blas import Blas
 
         blas = Blas()  # type: ignore[assignment]
-        bad.bind = lambda problem, config: lambda *arguments: bad.spoil(A)  # type: ignore[method-assign]
+        bad.bind = lambda *about: lambda *given, **extras: bad.spoil(A)  # type: ignore[method-assign]
         bad.estimate = 1e-9
         # Without SMs BLAS has no idea what it takes, and nothing is chosen over it.
         blas.estimate_us = lambda problem, config: 50.0  # type: ignore[method-assign]

@@ -14,7 +14,7 @@ from fakes import FakeKernel, plugin
 from tmm_cache import CacheStore
 
 import tmm_core
-from tmm_core import Traits, dispatch, settings
+from tmm_core import Epilogue, Traits, dispatch, settings
 from tmm_core.spec.device import fingerprint
 from tmm_core.tools.cli import main
 from tmm_core.tools.commands import doctor
@@ -72,7 +72,7 @@ def test_kernels_lists_what_is_used_and_what_is_not(capsys: pytest.CaptureFixtur
     assert listed["blas"]["version"] == version
     assert listed["blas"]["distribution"] == "tmm-core"
     assert listed["blas"]["disabled"] is None
-    assert listed["blas.padded"]["traits"]["needs_workspace"] is True
+    assert listed["blas"]["traits"]["needs_workspace"] is False
     assert listed["triton.*"]["disabled"] == "not in TMM_PLUGINS"
 
     assert main(["kernels"]) == 0
@@ -117,6 +117,7 @@ def test_a_broken_plugin_is_listed_and_noted_on_stderr(
 def test_explain_poses_the_problem_that_the_options_describe(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
+    register(FakeKernel("fake.shy", against=lambda problem: ["not today"]))
     options = ("--dtype", "fp16", "--layout", "nt", "--epilogue", "bias+silu", "--residual")
     doc = run_json(capsys, "explain", "24x40x16", *options, "--out-dtype", "fp32", *CPU)
     x, w = torch.empty(24, 16, dtype=torch.half), torch.empty(40, 16, dtype=torch.half)
@@ -126,7 +127,7 @@ def test_explain_poses_the_problem_that_the_options_describe(
     )
     assert doc["problem"] == posed.to_json()
     assert doc["kernel"] == "blas"
-    assert "blas.padded" in doc["rejected"]
+    assert doc["rejected"]["fake.shy"] == ["not today"]
 
 
 def test_explain_takes_batches_and_gated_widths(capsys: pytest.CaptureFixture[str]) -> None:
@@ -145,6 +146,33 @@ def test_explain_prints_the_choice_and_the_refusals(capsys: pytest.CaptureFixtur
     assert "problem   64×64×64 bfloat16 nn" in out
     assert "chosen    blas fused=False" in out
     assert "rejected  fake.picky: only on Sundays" in out
+
+
+#: A plugin's, with a parameter.
+SHIFT = Epilogue("shift", lambda z, by=2: z + by)
+
+
+@pytest.mark.parametrize("text", ["shift", "shift(3)", "gelu_tanh+shift", "bias+shift+residual"])
+def test_a_plugins_epilogue_works_in_every_command(
+    text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    dispatch.dispatcher().registry.register(plugin(epilogues=[SHIFT]), "fakes")
+    asked = ("8x16x32", "--dtype", "fp32", "--epilogue", text, *CPU)
+    key = run_json(capsys, "explain", *asked)["problem"]["epilogue"]
+    assert SHIFT.with_parameters(*([3] if "3" in text else [])).key in key
+    (tuned,) = run_json(capsys, "tune", *asked)
+    assert (tuned["status"], tuned["key"]["epilogue"]) == ("tuned", key)
+    bench = ("bench", "--seconds-per-problem", "0.01", "--shapes", *asked)
+    (measured,) = run_json(capsys, *bench)["problems"]
+    assert "times" in measured, measured
+    (verified,) = run_json(capsys, "verify", *CPU)
+    assert verified["problem"]["epilogue"] == key
+    # And as the documents of records and misses have it.
+    with settings.override(on_cache_miss="heuristic", deterministic=True):
+        x, w = torch.randn(5, 32), torch.randn(32, 16)
+        tmm_core.matmul(x, w, epilogue=text.replace("bias+", "").replace("+residual", ""))
+    assert main(["tune", "--misses", *CPU]) == 0
+    assert "failed" not in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(
@@ -332,6 +360,7 @@ def no_stray_gpu_tools(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_doctor_is_content_with_this_machine(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    register(FakeKernel("fake.shy", against=lambda problem: ["not today"]))
     found = findings(capsys, 0)
     texts = {finding["about"]: finding["text"] for finding in found}
     assert torch.__version__ in texts["torch"]
@@ -339,7 +368,7 @@ def test_doctor_is_content_with_this_machine(
     assert texts["records"].startswith("0 records for cpu")
     said = [f["text"] for f in found if f["about"] == "kernel"]
     assert "blas runs and is right" in said
-    assert any(text.startswith("blas.padded declines: ") for text in said)
+    assert any(text.startswith("fake.shy declines: not today") for text in said)
     assert main(["doctor", *CPU]) == 0
     assert f"  torch             {torch.__version__}" in capsys.readouterr().out
 

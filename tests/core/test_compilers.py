@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import FakeBlas, FakeKernel, FakeTimer, problem, settings
+from fakes import FakeBlas, FakeKernel, FakeTimer, install, problem, settings
 
 from tmm_core.dispatch import compilers
 from tmm_core.dispatch.compilers import Compilers, NotCompiledError
@@ -61,14 +61,6 @@ kernel = Compiled("compiled.one", tiles=range(1, 9))
 two = Compiled("compiled.two", tiles=range(1, 9))
 hooks = plugin(kernel, two)
 """
-
-
-def install(site: Path, name: str, source: str) -> None:
-    info = site / f"{name}-1.0.dist-info"
-    info.mkdir(parents=True)
-    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
-    (info / "entry_points.txt").write_text(f"[tmm_core]\n{name} = {name}_plugin:hooks\n")
-    (site / f"{name}_plugin.py").write_text(source)
 
 
 @pytest.fixture(scope="module")

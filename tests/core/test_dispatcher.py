@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +15,7 @@ from tmm_cache.cli import main as tmm_cache_main
 
 from tmm_core import (
     CacheMissError,
+    Config,
     ConfigError,
     TmmWarning,
     Traits,
@@ -45,6 +46,43 @@ def test_a_forced_config_is_parsed_and_bounded() -> None:
     ):
         with pytest.raises(ConfigError, match=said):
             d.choose(problem(), settings(kernel="fast", config=bad))
+
+
+@dataclass(frozen=True, kw_only=True)
+class TwoFields(Config):
+    tile: int
+    stages: int
+
+    def __post_init__(self) -> None:
+        if self.tile < 1 or self.stages < 1:
+            raise ValueError(f"tile {self.tile}, stages {self.stages}")
+
+
+class WithTwo(FakeKernel):
+    config_type = TwoFields  # type: ignore[assignment]
+
+    def default_config(self, problem: Any) -> Any:
+        return TwoFields(tile=problem.m, stages=3)
+
+
+def test_fields_of_a_forced_config_that_are_left_out_are_the_defaults() -> None:
+    d, _ = dispatcher(FakeBlas(), WithTwo("two"))
+
+    def config(text: str) -> dict[str, Any]:
+        return d.choose(problem(), settings(kernel="two", config=text)).candidate.config.to_json()
+
+    assert config('{"stages": 5}') == {"tile": 64, "stages": 5}
+    assert config('{"tile": 2}') == {"tile": 2, "stages": 3}
+    assert config("{}") == {"tile": 64, "stages": 3}
+    assert config('{"tile": 2, "stages": 1}') == {"tile": 2, "stages": 1}
+    for bad, said in (
+        ('{"stages": 0}', "stages 0"),
+        ('{"tile": 2, "stages": 0}', "stages 0"),
+        ('{"stage": 5}', "unknown"),
+        ('{"stages": "5"}', "must be int"),
+    ):
+        with pytest.raises(ConfigError, match=said):
+            config(bad)
 
 
 def test_a_forced_kernel_that_cannot_raises_with_its_reasons() -> None:

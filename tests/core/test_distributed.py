@@ -19,7 +19,18 @@ import pytest
 import torch
 import torch.distributed as dist
 from fakes import FakeBlas, FakeKernel, dispatcher, problem, settings
-from ranks import MOVED, RULES, Case, Lost, Outcome, World, placements, product, spell
+from ranks import (
+    MOVED,
+    RULES,
+    Case,
+    Lost,
+    Outcome,
+    World,
+    placements,
+    product,
+    sharded_gated_mlp,
+    spell,
+)
 from tmm_cache import CacheStore
 
 import tmm_core
@@ -120,6 +131,20 @@ def test_grouped_products_of_shards(world: World, name: str) -> None:
     for told, found, error in world.run(grouped, name):
         assert found == told
         assert error < 1e-12
+
+
+@pytest.mark.parametrize("sequence", [False, True], ids=["replicated", "sequence"])
+@pytest.mark.parametrize("learns", [False, True], ids=["inference", "training"])
+def test_a_sharded_gated_mlp_is_one_gated_product(
+    world: World, learns: bool, sequence: bool
+) -> None:
+    for outcome in world.run(sharded_gated_mlp, "cpu", torch.float64, learns, sequence):
+        # On a CPU torch gates what is to be differentiated.
+        assert outcome.products == (["", "", ""] if learns else ["swiglu", ""])
+        # One to bring the input together, one for the sum of down: not one for each projection.
+        assert outcome.communications == 1 + sequence
+        assert outcome.error < 1e-14
+        assert all(error < 1e-13 for error in outcome.gradient_errors), outcome.gradient_errors
 
 
 def epilogues_in_turn() -> list[tuple[str, float]]:

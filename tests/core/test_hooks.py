@@ -162,7 +162,7 @@ def test_a_function_without_hookimpl_is_reported_by_name() -> None:
         assert names(r) == []
     assert len(caught) == 1
     assert "double" in r.epilogues()
-    with pytest.raises(PluginError, match=r"tmm_kernels lacks @tmm_core\.hookimpl"):
+    with pytest.raises(PluginError, match="tmm_kernels lacks"):
         Registry().register(Unmarked(), "p")
 
 

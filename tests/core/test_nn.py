@@ -435,6 +435,50 @@ def test_what_parts_the_halves_makes_two_products_never_a_wrong_one(
     assert "swiglu" not in products
 
 
+def saved(thing: Any) -> int:
+    file = io.BytesIO()
+    torch.save(thing, file)
+    return file.tell()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_entries_of_a_state_have_storages_of_their_own_in_the_same_memory(
+    dtype: torch.dtype,
+) -> None:
+    mlp = GatedMLP(32, 64, bias=True, dtype=dtype)
+    state = nn.ModuleDict({"mlp": mlp}).state_dict()
+    for name, parameter in mlp.named_parameters():
+        entry = state[f"mlp.{name}"]
+        assert entry.untyped_storage().nbytes() == entry.nbytes
+        assert entry.data_ptr() == parameter.data_ptr()
+        assert_close(entry, parameter.detach())
+    state["mlp.up_proj.weight"].fill_(2.0)
+    assert mlp.up_proj.weight.eq(2.0).all()
+    del mlp.up_proj
+    assert state["mlp.up_proj.weight"].eq(2.0).all()
+    one = saved(state["mlp.gate_proj.weight"])
+    assert one < saved(state["mlp.gate_proj.weight"].clone()) + 64
+    kept = GatedMLP(32, 64).state_dict(keep_vars=True)
+    assert all(type(t) is nn.Parameter for t in kept.values())
+
+
+def test_safetensors_saves_and_loads_a_gated_mlp(tmp_path: Path, products: Any) -> None:
+    safetensors = pytest.importorskip("safetensors.torch", reason="safetensors is not installed")
+    model, other = (nn.Sequential(LlamaMLP(), nn.Linear(12, 4)) for _ in range(2))
+    x = torch.randn(3, 12)
+    convert(model)
+    safetensors.save_model(model, str(tmp_path / "model.safetensors"))
+    safetensors.load_model(other, str(tmp_path / "model.safetensors"))
+    assert_close(other(x), model(x))
+    convert(other)
+    other[0].gate_proj.weight.data.zero_()
+    safetensors.load_model(other, str(tmp_path / "model.safetensors"))
+    with torch.no_grad():
+        products.clear()
+        assert_close(other(x), model(x))
+    assert products.count("swiglu") == 2
+
+
 def test_parameters_in_somebodys_buffer_are_not_moved() -> None:
     mlp = GatedMLP(12, 20)
     slice_of_one_buffer(mlp)
@@ -889,6 +933,7 @@ def test_what_is_not_exactly_a_linear_is_left_alone_with_the_reason() -> None:
     assert structure(model) == before
     assert {item.path: item.reason.split(" (")[0] for item in report.left} == {
         "adapter": "a subclass of Linear may do more than Linear does",
+        "attention": "it multiplies by in_proj_weight and out_proj.weight itself",
         "attention.out_proj": "a subclass of Linear may do more than Linear does",
         "normed": "a subclass of Linear may do more than Linear does",
         "patched": "its forward was replaced on the instance",
@@ -952,6 +997,87 @@ def test_torchs_own_transformer_layers_keep_their_fast_path() -> None:
         expected = original.train(mode)(x)
         torch.manual_seed(0)
         assert_close(model.train(mode)(x), expected)
+
+
+def test_the_report_names_what_no_swap_reaches() -> None:
+    class Mine(nn.TransformerEncoderLayer):
+        def forward(self, src: torch.Tensor, **masks: Any) -> torch.Tensor:  # type: ignore[override]
+            return self._ff_block(src)
+
+    kinds: dict[str, nn.Module] = {
+        "encoder": nn.TransformerEncoderLayer(8, 2, 16, batch_first=True),
+        "mine": Mine(8, 2, 16),
+        "rnn": nn.LSTM(8, 8),
+    }
+    report = convert(nn.ModuleDict(kinds))
+    left = {item.path: item.reason for item in report.left}
+    assert "set_fastpath_enabled(False)" in left["encoder"]
+    assert "mine" not in left
+    assert "in_proj_weight" in left["encoder.self_attn"]
+    assert "itself" in left["rnn"]
+    assert "set_fastpath_enabled" in str(report)
+
+
+def test_turning_the_fast_path_off_calls_the_swapped_layers(products: Any) -> None:
+    model = nn.ModuleList([nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)]).eval()
+    x = torch.randn(2, 3, 8)
+    with torch.no_grad():
+        expected = model[0](x)
+        convert(model)
+        assert_close(model[0](x), expected)
+        assert products == []
+        torch.backends.mha.set_fastpath_enabled(False)
+        try:
+            assert_close(model[0](x), expected)
+        finally:
+            torch.backends.mha.set_fastpath_enabled(True)
+        assert len(products) == 2
+
+
+def test_converted_layers_are_leaves_of_a_trace() -> None:
+    model = nn.Sequential(LlamaMLP(), nn.Sequential(nn.Linear(12, 8), nn.GELU()), nn.Linear(8, 4))
+    x = torch.randn(3, 12)
+    expected = model(x)
+    convert(model)
+    traced = torch.fx.symbolic_trace(model)
+    called = [node.target for node in traced.graph.nodes if node.op == "call_module"]
+    assert called == ["0", "1.0", "1.1", "2"]
+    assert not [node for node in traced.graph.nodes if node.op == "call_function"]
+    assert isinstance(traced.get_submodule("0"), GatedMLP)
+    assert_close(traced(x), expected)
+    assert_close(copy.deepcopy(traced)(x), expected)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_what_the_page_says_of_torchscript_and_quantisation() -> None:
+    """docs/corners.md"""
+    model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 4))
+    x = torch.randn(3, 8)
+    quantise = torch.ao.quantization.quantize_dynamic
+    first = quantise(model, {nn.Linear})
+    assert not convert(first)
+    report = convert(model)
+    with pytest.raises(torch.jit.frontend.NotSupportedError):
+        torch.jit.script(model)
+    assert type(quantise(model, {nn.Linear})[0]) is Linear
+    assert_close(torch.jit.trace(model, x)(x[:2]), model(x[:2]))
+    report.undo()
+    assert_close(torch.jit.script(model)(x), model(x))
+    assert type(quantise(model, {nn.Linear})[0]) is not nn.Linear
+
+
+def test_a_call_is_a_node_of_a_trace() -> None:
+    w, bias = torch.randn(4, 6), torch.randn(4)
+
+    def call(x: torch.Tensor) -> torch.Tensor:
+        y = tmm_core.linear(x, w, bias, epilogue="relu")
+        return tmm_core.matmul(y, w, residual=x, alpha=2.0)
+
+    traced = torch.fx.symbolic_trace(call)
+    targets = [node.target for node in traced.graph.nodes if node.op == "call_function"]
+    assert targets == [tmm_core.linear, tmm_core.matmul]
+    x = torch.randn(3, 6)
+    assert_close(traced(x), call(x))
 
 
 def test_tracing_a_forward_leaves_no_mark_on_the_module() -> None:

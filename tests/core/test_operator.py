@@ -144,6 +144,28 @@ def test_compiled_backward_multiplies_by_the_operator_and_nothing_twice() -> Non
         assert "aten.relu" not in forward
 
 
+@pytest.mark.parametrize("shape", [(4,), (1, 4), "rows"], ids=str)
+def test_sizes_known_at_run_time_broadcast(shape: Any) -> None:
+    """The residual is of one row, or of as many as the mask leaves."""
+    x, w = randn(6, 5).requires_grad_(), randn(5, 4)
+    residual = randn(6, 4) if shape == "rows" else randn(*shape)
+    residual = residual.requires_grad_()
+    mask = torch.tensor([True, False, True, True, False, True])
+
+    def call(x: Tensor, residual: Tensor) -> Tensor:
+        rows = residual[mask] if shape == "rows" else residual
+        return tmm_core.matmul(x[mask], w, residual=rows)
+
+    with torch._dynamo.config.patch(capture_dynamic_output_shape_ops=True):
+        compiled = torch.compile(call, fullgraph=True, backend="aot_eager")
+        y, expected = compiled(x, residual), call(x, residual)
+    torch.testing.assert_close(y, expected)
+    for got, right in zip(
+        *(torch.autograd.grad(t.square().sum(), (x, residual)) for t in (y, expected)), strict=True
+    ):
+        torch.testing.assert_close(got, right)
+
+
 def test_compiled_transforms() -> None:
     a, b = randn(3, 4), randn(4, 5)
 

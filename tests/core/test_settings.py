@@ -22,6 +22,7 @@ VALUES: dict[str, list[tuple[Any, Any]]] = {
     "static_weights": [(True, True), (False, False)],
     "arithmetic": [("sm90-k16", "sm90-k16"), ("other", "other")],
     "tune_budget": [(3.25, 3.25), (3.5, 3.5)],
+    "tune_memory": [(1 << 20, 1 << 20), (1 << 30, 1 << 30)],
     "progress": [(True, True), (False, False)],
 }
 TEXTS = {
@@ -32,6 +33,7 @@ TEXTS = {
     "static_weights": ("1", True),
     "arithmetic": (" sm90-k16 ", "sm90-k16"),
     "tune_budget": ("7.5", 7.5),
+    "tune_memory": ("1.5GiB", 3 << 29),
     "progress": ("0", False),
 }
 

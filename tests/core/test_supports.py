@@ -36,7 +36,7 @@ ASKED: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
     ({"a": Operand(FP32), "b": Operand(FP32)}, "torch.float32 operands are not among bfloat16",
      {"operands": (BF16, FP32)}),
     ({"b": Operand(FP32)}, "operands differ in dtype", {}),
-    (FP8, "does not multiply 8-bit floats", {"formats": ("fp8",)}),
+    (FP8, "does not multiply fp8 operands", {"formats": ("fp8",)}),
     ({**FP8, "scale_a": "row"}, "no scale_a by row",
      {"formats": ("fp8",), "scales": ("row",)}),
     ({**FP8, "scale_b": "tensor"}, "no scale_b by tensor",
@@ -127,6 +127,15 @@ def test_a_field_that_nobody_declares_is_an_error_that_names_it(part: str, tmp_p
 def test_the_table_names_no_field_that_is_gone() -> None:
     for kind, questions in _QUESTIONS.items():
         assert set(questions) == {field.name for field in dataclasses.fields(kind)}
+
+
+def test_what_nobody_declares_is_an_error_and_not_left_to_blas(tmp_path: Path) -> None:
+    asked = replace(PLAIN, device=DEVICE, groups=Groups(2, "m"))
+    blas, fast = FakeBlas(), FakeKernel("fast")
+    blas.supports = fast.supports = replace(blas.supports, ragged=())  # type: ignore[misc]
+    d, _ = dispatcher(blas, fast, root=tmp_path)
+    with pytest.raises(UnsupportedProblemError, match=r"blas: .* ragged along m"):
+        d.choose(asked, settings())
 
 
 def test_groups_are_checked() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
@@ -14,11 +15,11 @@ from fakes import FakeBlas, FakeConfig, FakeKernel, FakeTimer, Idle, problem, se
 from tmm_cache import CandidateResult, TuningRecord
 
 from tmm_core import Traits
-from tmm_core.dispatch import proposals, tuner, verify
+from tmm_core.dispatch import binding, proposals, tuner, verify
 from tmm_core.dispatch.proposals import Hints, baseline_us, decide
 from tmm_core.dispatch.timing import GraphTimer
 from tmm_core.dispatch.tuner import Tuner
-from tmm_core.spec.problem import Operand
+from tmm_core.spec.problem import Operand, Problem
 
 
 def result(kernel: str, us: float, **fields: Any) -> CandidateResult:
@@ -147,20 +148,62 @@ def test_a_launch_error_costs_that_candidate() -> None:
     assert status(record) == {"blas": "ok", "bad": "failed"}
 
 
-def test_a_hang_in_compilation_costs_that_candidate(monkeypatch: pytest.MonkeyPatch) -> None:
-    release = threading.Event()
+class Hangs(FakeKernel):
+    """Hangs in ``bind``, where ``at`` says so."""
 
-    class Hangs(FakeKernel):
-        def bind(self, problem: Any, config: FakeConfig) -> Any:
-            release.wait(20)
-            return super().bind(problem, config)
+    def __init__(self, name: str, at: Callable[[Problem], bool], **fields: Any) -> None:
+        super().__init__(name, **fields)
+        self.release, self.at = threading.Event(), at
 
-    monkeypatch.setattr(tuner, "COMPILE_LIMIT", 0.2)
+    def bind(self, problem: Problem, config: FakeConfig) -> Any:
+        if self.at(problem):
+            self.release.wait(20)
+        return super().bind(problem, config)
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_hanging_binds_cost_one_limit_and_no_other_candidate(
+    workers: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(binding, "BIND_LIMIT", 0.4)
+    hangs = Hangs("a.hangs", lambda problem: True, tiles=range(1, 6))
+    good = FakeKernel("good", tiles=(1, 2))
+    timer = FakeTimer({"good": 5.0, "blas": 10.0})
     started = time.monotonic()
-    record, _ = tune(FakeBlas(), Hangs("hangs"))
-    release.set()
-    assert time.monotonic() - started < 10
-    assert status(record) == {"blas": "ok", "hangs": "failed"}
+    record = Tuner(timer, workers).tune(problem(), [FakeBlas(), hangs, good], settings())
+    hangs.release.set()
+    assert time.monotonic() - started < 2.5 * 0.4
+    assert record.best.kernel == "good"
+    reasons = [c.reason for c in record.candidates if c.kernel == "a.hangs"]
+    assert set(reasons) <= {
+        "did not bind within 0.4 s",
+        "not tried: 2 other configs of it did not bind within 0.4 s",
+    }
+    assert len(reasons) == 5
+    assert reasons.count("did not bind within 0.4 s") >= 2
+
+
+def test_a_bind_that_hangs_inside_the_bucket_costs_the_time_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(binding, "BIND_LIMIT", 0.3)
+    hangs = Hangs("hangs", lambda problem: problem.m != 64)
+    record, _ = tune(FakeBlas(), hangs, times={"hangs": 5.0, "blas": 10.0})
+    hangs.release.set()
+    (mine,) = (c for c in record.candidates if c.kernel == "hangs")
+    assert (mine.status, mine.inside_us) == ("ok", {})
+
+
+def test_where_no_thread_can_be_had_this_one_binds(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refused(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refused)
+    record, _ = tune(FakeBlas(), FakeKernel("good"), times={"good": 5.0, "blas": 10.0})
+    assert record.best.kernel == "good"
+    # Neither does the display of progress need one.
+    shown = Tuner(FakeTimer({})).tune(problem(), [FakeBlas()], settings(progress=True))
+    assert shown.best.kernel == "blas"
 
 
 def test_an_empty_search_space_is_recorded_not_asked_again() -> None:

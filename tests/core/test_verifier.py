@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 import torch
 from fakes import FakeBlas, FakeKernel, FakeTimer, Faulty, problem, settings
 
-from tmm_core import Traits
+from tmm_core import Traits, UnsupportedProblemError
 from tmm_core.dispatch import verify
 from tmm_core.dispatch.fixture import Fixture
 from tmm_core.dispatch.guarded import UNREADABLE, UNWRITTEN, guarded
@@ -531,19 +532,38 @@ def test_bands() -> None:
     assert not torch.equal(held.sums(), before)
 
 
-def test_only_fp32_problems_touch_the_process_wide_precision(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    from tmm_core.spec import precision
+def test_tuning_leaves_the_process_wide_precision_to_the_user() -> None:
+    from tmm_core.spec.precision import precision, require_posed
 
-    asked: list[bool] = []
-    monkeypatch.setattr(precision, "precision", asked.append)
     gpu = replace(problem().device, type="cuda")
-    precision.as_posed(problem(a=F16, b=F16, device=gpu))
-    precision.as_posed(problem())
-    assert asked == []
-    precision.as_posed(problem(device=gpu, tf32=True))
-    assert asked == [True]
+    half = Operand(F16)
+    rounded = problem(device=gpu, tf32=True)
+    require_posed(problem(a=half, b=half, out=half, device=gpu, tf32=True))
+    require_posed(problem(tf32=True))  # on a CPU nothing goes by it
+    require_posed(problem(device=gpu))
+    with pytest.raises(UnsupportedProblemError, match="fp32_precision = 'tf32'"):
+        require_posed(rounded)
+    with precision(tf32=True):
+        require_posed(rounded)
+        with pytest.raises(UnsupportedProblemError, match="fp32_precision = 'ieee'"):
+            require_posed(problem(device=gpu))
+    with pytest.raises(UnsupportedProblemError, match="fp32_precision"):
+        Tuner(FakeTimer({})).tune(rounded, [FakeBlas()], settings())
+
+
+def test_another_thread_sees_no_other_precision_while_a_call_is_tuned() -> None:
+    matmul = torch.backends.cuda.matmul
+    seen: set[str] = set()
+    before = matmul.fp32_precision
+
+    def looking(right: Any, *rest: Any) -> Any:
+        with ThreadPoolExecutor(1) as other:
+            seen.add(other.submit(lambda: matmul.fp32_precision).result())
+        return right(*rest)
+
+    for tf32 in (False, True):  # posed under the setting in force, and not
+        Tuner(FakeTimer({})).tune(problem(tf32=tf32), [FakeBlas(), Faulty(looking)], settings())
+    assert seen == {before}
 
 
 def test_precision_is_left_alone_where_it_is_as_wanted() -> None:

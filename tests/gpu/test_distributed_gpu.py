@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.distributed as dist
-from ranks import MOVED, RULES, Case, Lost, World, product
+from ranks import MOVED, RULES, Case, Lost, World, product, sharded_gated_mlp
 
 import tmm_core
 import tmm_core.tools.ranks
@@ -69,6 +69,19 @@ def test_without_a_rule_operands_are_moved(world: World, case: Case, dtype: torc
         for outcome in world.run(product, case, dtype, grad):
             assert outcome.communications > 0
             assert max(outcome.error, *outcome.gradients.values(), 0.0) < TOLERANCE[dtype]
+
+
+@dtypes
+@pytest.mark.parametrize("sequence", [False, True], ids=["replicated", "sequence"])
+@pytest.mark.parametrize("learns", [False, True], ids=["inference", "training"])
+def test_a_sharded_gated_mlp_is_one_gated_product(
+    world: World, learns: bool, sequence: bool, dtype: torch.dtype
+) -> None:
+    for outcome in world.run(sharded_gated_mlp, "cuda", dtype, learns, sequence):
+        # While training the one product is recorded, and a kernel of its own gates.
+        assert outcome.products == ([""] if learns else ["swiglu", ""])
+        assert outcome.communications == 1 + sequence
+        assert max(outcome.error, *outcome.gradient_errors, 0.0) < TOLERANCE[dtype]
 
 
 # -- divided tuning ------------------------------------------------------------------------

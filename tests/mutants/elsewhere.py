@@ -77,8 +77,8 @@ SPEC = [
            "return t.reshape(-1, 1) if self.batch is None else self._stack(t)",
            "scales of another matrix are read", ("tests/core/test_fp8.py",)),
     Mutant("fold-scale-b", "fold.py",
-           "t if t is None or t.numel() == 1 or self.batch is None else self._stack(t).contiguous()",
-           "t if t is None or t.numel() == 1 or self.batch is None else self._stack(t)",
+           "t if t.numel() == 1 or self.batch is None else self._stack(t).contiguous()",
+           "t if t.numel() == 1 or self.batch is None else self._stack(t)",
            "scales of another matrix are read", ("tests/core/test_fp8.py",)),
 ]  # fmt: skip
 

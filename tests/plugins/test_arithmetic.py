@@ -12,11 +12,11 @@ import torch
 pytest.importorskip("triton")
 
 from tmm_triton import sums
-from tmm_triton.grouped import Grouped
 from tmm_triton.persistent import Persistent, PersistentConfig
-from tmm_triton.plugin import KERNELS, _load
+from tmm_triton.plugin import KERNELS, load
 from tmm_triton.realigned import Realigned, RealignedConfig
 from tmm_triton.split_k import SplitK, SplitKConfig
+from tmm_triton.tiled import Grouped
 
 from tmm_core import ConfigError, Operand, Problem
 from tmm_core.dispatch.invariant import LADDER
@@ -47,8 +47,8 @@ def problem(m: int = 256, n: int = 5120, k: int = 5120, **fields: Any) -> Proble
 
 def proposed(asked: Problem) -> list[tuple[Any, Any, str | None]]:
     found = []
-    for module, name in KERNELS.items():
-        kernel = _load(module, name)
+    for name in KERNELS:
+        kernel = load(name)
         if not kernel.reasons_against(asked):
             for config in dict.fromkeys([kernel.default_config(asked), *kernel.configs(asked)]):
                 found.append((kernel, config, kernel.arithmetic(asked, config)))

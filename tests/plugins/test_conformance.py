@@ -9,8 +9,7 @@ from dataclasses import replace
 import pytest
 import torch
 from tmm_blas.blas import Blas
-from tmm_blas.padded import PaddedBlas
-from tmm_triton.plugin import KERNELS, _load
+from tmm_triton.plugin import load
 
 from tmm_core.testing import KernelConformance
 from tmm_core.testing.probe import Probe
@@ -23,38 +22,33 @@ class TestBlas(KernelConformance):
 
 
 class TestNaive(KernelConformance):
-    kernel = _load("naive", KERNELS["naive"])
+    kernel = load("triton.naive")
 
 
 class TestGrouped(KernelConformance):
-    kernel = _load("grouped", KERNELS["grouped"])
+    kernel = load("triton.grouped")
 
 
 class TestSplitK(KernelConformance):
-    kernel = _load("split_k", KERNELS["split_k"])
+    kernel = load("triton.split_k")
 
 
 class TestFusedEpilogue(KernelConformance):
-    kernel = _load("fused_epilogue", KERNELS["fused_epilogue"])
+    kernel = load("triton.fused_epilogue")
 
 
 class TestPersistent(KernelConformance):
-    kernel = _load("persistent", KERNELS["persistent"])
+    kernel = load("triton.persistent")
 
 
 # These two serve nothing where there is no GPU, which the class rightly calls a failure.
 if torch.cuda.is_available():
 
     @pytest.mark.gpu
-    class TestPaddedBlas(KernelConformance):
-        kernel = PaddedBlas()
-        slack = 4.0
-
-    @pytest.mark.gpu
     class TestSkinny(KernelConformance):
         """Few rows, K contiguous and a multiple of 8: what is asked otherwise is declined."""
 
-        kernel = _load("skinny", KERNELS["skinny"])
+        kernel = load("triton.skinny")
         sizes = (
             (16, 256, 512),  # multiples of every block
             (1, 520, 304),
@@ -81,4 +75,4 @@ if torch.cuda.is_available():
     @pytest.mark.gpu
     @pytest.mark.skipif(torch.cuda.get_device_capability() != (9, 0), reason="needs Hopper")
     class TestWarpSpecialized(KernelConformance):
-        kernel = _load("warp_specialized", KERNELS["warp_specialized"])
+        kernel = load("triton.warp_specialized")

@@ -11,8 +11,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from tmm_triton.grouped import Grouped
 from tmm_triton.ragged import Ragged, RaggedConfig, grid
+from tmm_triton.tiled import Grouped
 
 from tmm_core import Groups, Operand, Problem
 from tmm_core.spec.device import DeviceFingerprint, fingerprint, interpreting
@@ -225,5 +225,5 @@ def test_what_is_declined() -> None:
     assert KERNEL.reasons_against(plain)[-1] == "is for ragged products"
     assert "does not serve products that are ragged along m" in Grouped().reasons_against(LARGE)
     fp8 = replace(LARGE, a=Operand(torch.float8_e4m3fn), b=Operand(torch.float8_e4m3fn, "col"))
-    assert "does not multiply 8-bit floats" in KERNEL.reasons_against(fp8)[0]
+    assert "does not multiply fp8" in KERNEL.reasons_against(fp8)[0]
     assert KERNEL.own_arithmetic(replace(LARGE, groups=Groups(8, "k")), CONFIG) is None

@@ -94,7 +94,7 @@ def test_serves(asked: Problem) -> None:
         (problem(device=dataclasses.replace(H200, capability=(10, 0))), "this is 10.0"),
         (problem(device=DeviceFingerprint("cpu", "cpu")), "NVIDIA GPUs, not on cpu"),
         (problem(device=DeviceFingerprint("cpu", "cpu", interpreted=True)), "interpreter"),
-        (problem(dtype=FP32), "torch.float32 operands are not among float16, bfloat16, or"),
+        (problem(dtype=FP32), "torch.float32 operands are not among float16, bfloat16, fp8"),
         (problem(b=Operand(FP16, "col")), "operands differ in dtype"),
         (problem(b=Operand(E4M3, "col")), "operands differ in dtype"),
         (problem(dtype=E4M3), "out of torch.float8_e4m3fn"),

@@ -20,13 +20,14 @@ import tmm_core
 from tmm_core import dispatch, settings
 from tmm_core.dispatch import ragged, verify
 from tmm_core.dispatch.ragged import Rows
+from tmm_core.formats import wide
 from tmm_core.launch import grouped
 from tmm_core.launch.check import result_dtype
 from tmm_core.launch.plan import Plan
 from tmm_core.spec.arguments import EXTRAS, Arguments
 from tmm_core.spec.epilogue import Epilogue
 from tmm_core.spec.groups import Groups, Ragged
-from tmm_core.spec.problem import Problem, dtype_name, dtype_of, wide
+from tmm_core.spec.problem import Problem, dtype_name, dtype_of
 
 Tensor = torch.Tensor
 

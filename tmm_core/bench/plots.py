@@ -7,21 +7,27 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from tmm_core.bench import series
 from tmm_core.bench.results import Document, Results
 from tmm_core.bench.runner import TMM, TORCH
+from tmm_core.bench.suites import SWEEP
 
 #: Series of the TFLOPS plot: column, label, colour (Okabe and Ito's, told apart by the
 #: colour-blind), line style.
 _LINES = (
-    ("kernel triton.naive", "naive", "#999999", ":"),
-    ("kernel triton.grouped", "grouped", "#E69F00", "--"),
+    ("kernel triton.naive one tile", "naive, 128×128", "#999999", ":"),
+    ("kernel triton.grouped one tile", "grouped, 128×128 too", "#E69F00", "--"),
+    ("kernel triton.grouped", "grouped, its best config", "#009E73", "-."),
     (TMM, "tmm (tuned)", "#D55E00", "-"),
     (TORCH, "cuBLAS (torch.matmul)", "#0072B2", "-"),
 )
+#: Colour maps of single kernels, in turn.
+_MAPS = ("Blues", "Greens", "Purples", "Greys", "Oranges")
 
 
-def save(results: Results, folder: Path) -> list[Path]:
-    """Write the plots that ``results`` have data for; returns their files.
+def save(results: Results, folder: Path, metric: str = "tflops") -> list[Path]:
+    """Write the plots that ``results`` have data for; returns their files. Lines of single kernels
+    (``tmm bench --kernel``) are in ``metric``, of those in :data:`series.METRICS`.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed (``pip install 'tmm-core[bench]'``).
@@ -38,9 +44,14 @@ def save(results: Results, folder: Path) -> list[Path]:
         path = folder / f"square-{dtype}.png"
         _square(members, dtype, path)
         written.append(path)
-    if results.measured:
+    swept = [d for d in results.measured if d["suite"] == SWEEP]
+    for dtype in dict.fromkeys(document["case"]["dtype"] for document in swept):
+        path = folder / f"sweep-{dtype}.png"
+        _sweep([d for d in swept if d["case"]["dtype"] == dtype], dtype, metric, path)
+        written.append(path)
+    if len(swept) < len(results.measured):
         path = folder / "ratios.png"
-        _ratios(results.measured, path)
+        _ratios([d for d in results.measured if d["suite"] != SWEEP], path)
         written.append(path)
     return written
 
@@ -65,6 +76,54 @@ def _square(documents: Sequence[Document], dtype: str, path: Path) -> None:
     )
     axes.legend(loc="lower right")
     _write(figure, axes, path)
+
+
+def _sweep(documents: Sequence[Document], dtype: str, metric: str, path: Path) -> None:
+    """A line for each series; those of one kernel in the shades of one colour."""
+    figure, axes = _figure(9, 5.5)
+    label, xs = series.axis(documents)
+    ordered = sorted(zip(xs, documents, strict=True), key=lambda pair: _sort_key(pair[0]))
+    drawn = series.columns(documents)
+    shades = _shades([column for column in drawn if column.startswith("kernel ")])
+    shades |= {TMM: ("#D55E00", "-"), TORCH: ("black", "--")}
+    names = {TMM: "tmm (chosen)", TORCH: "torch"}
+    for column in drawn:
+        points = [(x, series.told(document, column, metric)) for x, document in ordered]
+        known = [(x, y) for x, y in points if y is not None]
+        if known and not (metric == "ratio" and column == TORCH):
+            colour, style = shades[column]
+            name = names.get(column, column.removeprefix("kernel "))
+            at, values = zip(*known, strict=True)
+            axes.plot(at, values, style, color=colour, label=name, marker="o", markersize=3)
+    if metric == "ratio":
+        axes.axhline(1, color="black", linewidth=0.8)
+    unit = series.METRICS[metric][0]
+    axes.set(xlabel=label, ylabel=f"{unit}, in use", title=f"{unit}, {dtype}")
+    if metric != "us":
+        axes.set_ylim(0, None)
+    if isinstance(xs[0], str):
+        axes.tick_params(axis="x", labelrotation=30)
+    figure.legend(loc="outside right upper", fontsize="small")
+    _write(figure, axes, path)
+
+
+def _sort_key(x: float | str) -> tuple[bool, float | str]:
+    return isinstance(x, str), x
+
+
+def _shades(columns: Sequence[str]) -> dict[str, tuple[Any, str]]:
+    """Colour and style of each: a map of colours for each kernel, dark to light along its sweep."""
+    from matplotlib import colormaps
+
+    of_kernel: dict[str, list[str]] = {}
+    for column in columns:
+        of_kernel.setdefault(column.split(" ")[1], []).append(column)
+    found: dict[str, tuple[Any, str]] = {}
+    for i, members in enumerate(of_kernel.values()):
+        for j, column in enumerate(members):
+            shade = 0.9 - 0.55 * j / max(1, len(members) - 1)
+            found[column] = colormaps[_MAPS[i % len(_MAPS)]](shade), "-"
+    return found
 
 
 def _tflops(document: Document, column: str) -> float:

@@ -22,6 +22,7 @@ from tmm_core import dispatch, settings
 from tmm_core.bench import environment, grouped, providers
 from tmm_core.bench.case import Call
 from tmm_core.bench.results import Document
+from tmm_core.bench.series import ONE_TILE, Series
 from tmm_core.bench.suites import Task
 from tmm_core.dispatch import ragged_reference, rotation, verify
 from tmm_core.dispatch.timing import (
@@ -64,7 +65,9 @@ class Options:
     Args:
         tune: Tune the very problem first, unless it is on record.
         tune_budget: Seconds of that, per problem; None: as the settings say.
-        kernels: Time the best config of every capable kernel as well.
+        kernels: Time the best config of every capable kernel as well; of square matrices the
+            naive and the grouped one with one tile, too.
+        series: Single kernels to time as well.
         inductor: Time ``torch.compile`` of the eager code as well.
         untuned: Time what would be chosen with nothing on record as well.
         floor: Time a cold read of the operands, for suites that are :data:`MEMORY_BOUND`.
@@ -77,6 +80,7 @@ class Options:
     tune: bool = True
     tune_budget: float | None = None
     kernels: bool = False
+    series: tuple[Series, ...] = ()
     inductor: bool = False
     untuned: bool = False
     floor: bool = False
@@ -141,7 +145,8 @@ def _measure(
         document["copies"] = copies
         document["resident"] = rotation.resident(plan.problem, copies)
         calls = rotation.rotated(call, plan.problem, copies)
-        runs = _runs(calls, options, document)
+        one_tile = ONE_TILE if options.kernels and task.suite == "square" else ()
+        runs = _runs(calls, options, document, (*options.series, *one_tile))
         times = _times(runs, timer, copies, options.seconds, document)
         document["times"] = times
         document["ratio"] = times[TORCH]["median_us"] / times[TMM]["median_us"]
@@ -249,7 +254,9 @@ def _error(call: Call, plan: tmm_core.Plan) -> float:
     return verify.error(inputs.out, ragged_reference.whole(plan.problem, inputs))
 
 
-def _runs(calls: Sequence[Call], options: Options, document: Document) -> dict[str, Run]:
+def _runs(
+    calls: Sequence[Call], options: Options, document: Document, series: Sequence[Series] = ()
+) -> dict[str, Run]:
     """What is timed, by column, called once already. An extra column that cannot be had is
     left out and its reason noted in ``document``; torch's and tmm's own are a failure."""
     call = calls[0]
@@ -260,6 +267,17 @@ def _runs(calls: Sequence[Call], options: Options, document: Document) -> dict[s
         plans, failed = providers.kernels(call)
         document["kernel_configs"] = {name: plan.config for name, plan in plans.items()}
         extras |= {f"kernel {name}": _bound(plan, calls) for name, plan in plans.items()}
+    if series:
+        document["series"] = [each.label for each in series]
+        document.setdefault("kernel_configs", {})
+    for each in series:
+        try:
+            plan = each.plan(call)
+        except Exception as error:  # it declines, or its compiler fails: its column is left out
+            failed[each.label] = f"{type(error).__name__}: {error}"
+            continue
+        document["kernel_configs"][each.label] = plan.config
+        extras[each.column] = _bound(plan, calls)
     if options.untuned:
         untuned = providers.untuned(call)
         document["untuned"] = f"{untuned.kernel} {untuned.choice.candidate.config}".rstrip()

@@ -13,7 +13,10 @@ from typing import Any
 import torch
 
 from tmm_core.bench.case import LAYOUTS, SCALES, Case, parse_dtype, parse_expression
-from tmm_core.spec.problem import FP8
+from tmm_core.formats import BY_STORAGE
+
+#: What problems are filed under that single kernels are timed on (``tmm bench --kernel``).
+SWEEP = "sweep"
 
 
 @dataclass(frozen=True, slots=True)
@@ -124,7 +127,9 @@ def expand(name: str, suite: Mapping[str, Any], others: Mapping[str, Any] = _NON
     if any(len(shape) not in (3, 4) for shape in shapes):
         raise ValueError(f"suite {name!r}: shapes are [M, N, K] or [B, M, N, K]")
     shapes = [[1, *shape] if len(shape) == 3 else shape for shape in shapes]
-    kinds = [(dtype, kind) for dtype in dtypes for kind in (scales if dtype in FP8 else [""])]
+    kinds = [
+        (dtype, kind) for dtype in dtypes for kind in (scales if dtype in BY_STORAGE else [""])
+    ]
     combinations = itertools.product(kinds, precisions, layouts, expressions, shapes)
     return [
         Task(

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
-import dataclasses
 import gc
 import importlib
 import json
@@ -26,12 +25,10 @@ from collections import Counter, deque
 from dataclasses import dataclass
 from typing import IO, Any
 
-from tmm_core.dispatch.compilers import ending, scratch_file, tail
+from tmm_core.dispatch.jobs import Job, recalled
+from tmm_core.dispatch.processes import ending, scratch_file, tail
 from tmm_core.dispatch.registry import Registry
-from tmm_core.spec.device import DeviceFingerprint
-from tmm_core.spec.problem import Problem
-
-Job = dict[str, Any]
+from tmm_core.spec.asking import told
 
 #: Seconds without a job after which the server ends: it holds some 300 MB.
 IDLE_LIMIT = 120.0
@@ -286,24 +283,13 @@ def compile_job(registry: Registry, job: Job) -> Job:
     """Compile what a job says. An ``error`` of None also stands for what cannot be compiled here,
     and is left to ``bind``: another version, an epilogue that nobody registered."""
     try:
-        kernel = registry.kernel(job["kernel"])
-        if kernel.version != job["version"]:
-            return {"error": None}
-        by_key = {epilogue.key: epilogue for epilogue in registry.epilogues().values()}
-        key = job["problem"]["epilogue"]
-        epilogue = by_key.get(key) or registry.epilogue(key)
-        if epilogue.key != key:
-            return {"error": None}
-        device = {**job["device"], "capability": tuple(job["device"]["capability"])}
-        problem = Problem.from_json(job["problem"], DeviceFingerprint(**device), epilogue)
-        problem = dataclasses.replace(problem, **job["requirements"])
-        config = kernel.config_type.from_json(job["config"])
+        problem, candidate = recalled(registry, job)
     except BaseException:
         return {"error": None}
     try:
-        kernel.compile(problem, config)
+        candidate.kernel.compile(problem, candidate.config)
     except BaseException as error:
-        return {"error": f"{type(error).__name__}: {error}".strip()[:2000]}
+        return {"error": told(error).strip()[:2000]}
     return {"error": None}
 
 

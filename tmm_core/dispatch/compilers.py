@@ -11,21 +11,27 @@ from __future__ import annotations
 
 import atexit
 import contextlib
-import dataclasses
 import functools
 import json
 import os
 import queue
-import signal
 import socket
 import subprocess
 import sys
-import tempfile
 import threading
 from collections.abc import Iterable
 from concurrent.futures import Future, InvalidStateError
 from typing import IO, Any
 
+from tmm_core.dispatch.jobs import job_of
+from tmm_core.dispatch.processes import (
+    circumstances,
+    ending,
+    scratch_file,
+    startable,
+    started,
+    tail,
+)
 from tmm_core.errors import warn
 from tmm_core.spec.asking import Asked
 from tmm_core.spec.device import interpreting
@@ -50,8 +56,6 @@ _OWN_VARIABLES = {
     "OPENBLAS_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
 }
-#: Variables that would keep a Python process from ending, or change what it says and where.
-_NOT_PASSED = ("PYTHONINSPECT", "PYTHONSTARTUP", "PYTHONWARNINGS", "PYTHONVERBOSE")
 
 
 def compiling_threads() -> int:
@@ -125,19 +129,19 @@ class Compilers:
     def _running(self) -> _Server | None:
         """The server, started where there is none or it knows other plugins; None where there can
         be none."""
-        if self._broken or interpreting() or not _startable():
+        if self._broken or interpreting() or not startable():
             return None
         if self._process != os.getpid():  # forked, by a way that Python was not told of
             return None
-        circumstances = _circumstances()
+        found = circumstances()
         server = self._server
-        if server is not None and (server.ended or server.circumstances != circumstances):
+        if server is not None and (server.ended or server.circumstances != found):
             self._server = None
             if not server.ended:
                 server.close()
         if self._server is None:
             try:
-                self._server = _Server(self.workers, circumstances, self._report)
+                self._server = _Server(self.workers, found, self._report)
             except (OSError, RuntimeError) as error:  # no descriptor, no thread
                 self._report(f"{type(error).__name__}: {error}")
         return self._server
@@ -263,21 +267,14 @@ class _Server:
     def _start(self, scratch: IO[bytes] | None) -> None:
         if self._closing:
             return
-        path = self.circumstances[0]
-        environ = {k: v for k, v in self._environ.items() if k not in _NOT_PASSED}
-        environ |= {**_OWN_VARIABLES, "PYTHONPATH": os.pathsep.join(path)}
-        options = ["-W", "ignore", *["-s"] * sys.flags.no_user_site]
-        options += ["-P"] * (sys.version_info >= (3, 11))
-        command = [sys.executable, *options, *_PROGRAM]
         with self._theirs:
-            self._child = subprocess.Popen(
-                [*command, json.dumps([self._workers, _folder()])],
-                stdin=self._theirs.fileno(),
-                stdout=subprocess.DEVNULL,
-                stderr=scratch or subprocess.DEVNULL,
-                env=environ,
-                cwd="/",  # python -m looks there first, before 3.11
-                start_new_session=True,  # a terminal's Ctrl-C is this process's alone
+            self._child = started(
+                _PROGRAM,
+                self._workers,
+                self._theirs.fileno(),
+                scratch,
+                {**self._environ, **_OWN_VARIABLES},
+                self.circumstances[0],
             )
         threading.Thread(target=self._write, name="tmm-compilers-out", daemon=True).start()
 
@@ -331,16 +328,6 @@ class _Server:
             return child.wait()
 
 
-def ending(status: int) -> str:
-    """How a process ended, by ``Popen.returncode``: ``died (signal 11, SIGSEGV)``."""
-    if status >= 0:
-        return f"ended with exit code {status}"
-    try:
-        return f"died (signal {-status}, {signal.Signals(-status).name})"
-    except ValueError:
-        return f"died (signal {-status})"
-
-
 def _resolve(future: Future[None], error: str | None = None) -> None:
     with contextlib.suppress(InvalidStateError):  # cancelled by whoever waited
         if error is None:
@@ -355,54 +342,4 @@ def _job(problem: Problem, candidate: Candidate, limit: float) -> dict[str, Any]
     compiles = kernel.compiles if isinstance(kernel, Asked) else type(kernel).compile is not _NONE
     if not compiles:
         return None
-    requirements = ("deterministic", "batch_invariant", "capturing")
-    return {
-        "problem": problem.to_json(),
-        "requirements": {name: getattr(problem, name) for name in requirements},
-        "device": dataclasses.asdict(problem.device),
-        "kernel": kernel.name,
-        "version": kernel.version,
-        "config": candidate.config.to_json(),
-        "limit": limit,
-    }
-
-
-def _startable() -> bool:
-    """Whether this platform forks, and what runs here is Python rather than a program with Python
-    in it, which would be started a second time."""
-    name = os.path.basename(sys.executable or "").lower()
-    return hasattr(os, "fork") and "python" in name and not getattr(sys, "frozen", False)
-
-
-def _circumstances() -> tuple[tuple[str, ...], tuple[str | None, ...]]:
-    """What decides which plugins the server finds, and which code."""
-    here = _folder()
-    path = tuple(str(entry) or here for entry in sys.path if isinstance(entry, str))
-    variables = ("TMM_PLUGINS", "TMM_DISABLE_PLUGINS")
-    return path, tuple(os.environ.get(name) for name in variables)
-
-
-def _folder() -> str:
-    try:
-        return os.getcwd()
-    except OSError:  # removed under this process
-        return "/"
-
-
-def scratch_file() -> IO[bytes] | None:
-    """A file of no folder for what the server says; None where there can be none."""
-    try:
-        if hasattr(os, "memfd_create"):
-            return os.fdopen(os.memfd_create("tmm-compilers"), "w+b", 0)
-        return tempfile.TemporaryFile(buffering=0)
-    except OSError:
-        return None
-
-
-def tail(scratch: IO[bytes] | None, size: int = 400) -> str:
-    """The last that was said."""
-    if scratch is None:
-        return ""
-    end = scratch.seek(0, os.SEEK_END)
-    scratch.seek(max(0, end - size))
-    return scratch.read().decode(errors="replace").strip()
+    return {**job_of(problem, candidate), "limit": limit}

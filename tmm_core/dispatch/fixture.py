@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from tmm_core.dispatch import ragged, ragged_reference, verify
-from tmm_core.dispatch.guarded import UNREADABLE, UNWRITTEN, Guarded, guarded
+from tmm_core.dispatch.guarded import UNREADABLE, UNWRITTEN, Guarded, footprint, guarded
 from tmm_core.dispatch.special import Special
 from tmm_core.spec.arguments import TENSORS
 from tmm_core.spec.problem import Operand, Problem
@@ -187,25 +187,25 @@ class Fixture:
     def _affordable(self) -> tuple[int, bool]:
         """How many sets of inputs there may be, and whether the whole of their results."""
         p = self.problem
-        inputs = math.prod(p.a_shape) * p.a.dtype.itemsize
-        inputs += math.prod(p.b_shape) * p.b.dtype.itemsize
+        inputs = footprint(p.a, p.a_shape) + footprint(p.b, p.b_shape)
+        inputs += footprint(p.residual, self.shape) if p.residual else 0
+        inputs += footprint(Operand(p.bias), (1, *p.bias_shape)[-2:]) if p.bias else 0
         size, count = math.prod(p.out_shape), math.prod(p.out_shape[:-2])
-        inputs += size * p.residual.dtype.itemsize if p.residual else 0
-        out = size * p.out.dtype.itemsize
+        out, given = size * p.out.dtype.itemsize, footprint(p.out, self.shape)
         element = max(4, p.out.dtype.itemsize)
         whole = size * element
         rows, cols = min(p.m, SAMPLES + 2), min(p.n, SAMPLES + 2)
         some = count * (rows * p.n + (cols * p.m if rows < p.m else 0)) * element
-        # Three eighths are for intermediates. Two results, or outputs, are held while a third is
-        # made; guard bands are small beside what is large.
+        # Three eighths are for intermediates. The outputs that are given stay, and beside them a
+        # result is held while two more are made.
         limit = self.limit * 5 // 8
         if not self._sampled:
             few = p.flops <= self._most_flops()
-            if few and 2 * (inputs + whole) + 4 * out <= limit:
+            if few and 2 * (inputs + whole + given) + 3 * out <= limit:
                 return 2, True
-            if 2 * (inputs + some) + 3 * out <= limit:
+            if 2 * (inputs + some + given) + 3 * out <= limit:
                 return 2, False
-        return (1, False) if inputs + some + 2 * out <= limit else (0, False)
+        return (1, False) if inputs + some + given + 2 * out <= limit else (0, False)
 
     def _most_flops(self) -> int:
         if self.device.type != "cuda":

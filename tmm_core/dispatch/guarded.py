@@ -107,13 +107,24 @@ def guarded(
 ) -> Guarded:
     """An uninitialised tensor of the class ``spec`` between two bands of ``filler``."""
     placed, size = lie(spec, shape, padded=padded), spec.dtype.itemsize
-    longest = max(placed.strides[-2:]) * size
-    band = -(-min(max(TILE_ROWS * longest, LEAST), MOST) // _LINE) * _LINE
-    inside = -(-placed.length * size // _LINE) * _LINE
+    inside, band = _extent(placed, size)
     memory = torch.empty(inside + 2 * band, dtype=torch.uint8, device=device)
     memory.fill_(filler)
     tensor = memory.view(spec.dtype).as_strided(shape, placed.strides, band // size + placed.offset)
     return Guarded(tensor, memory.view(torch.int64).view(-1, _LINE // 8), filler)
+
+
+def footprint(spec: Operand, shape: tuple[int, ...]) -> int:
+    """Bytes that :func:`guarded` takes at most, padded or not."""
+    inside, band = _extent(lie(spec, shape, padded=True), spec.dtype.itemsize)
+    return inside + 2 * band
+
+
+def _extent(placed: Lie, size: int) -> tuple[int, int]:
+    """Bytes inside, and of each band."""
+    longest = max(placed.strides[-2:]) * size
+    band = -(-min(max(TILE_ROWS * longest, LEAST), MOST) // _LINE) * _LINE
+    return -(-placed.length * size // _LINE) * _LINE, band
 
 
 def overlap(x: torch.Tensor, y: torch.Tensor) -> bool:

@@ -43,7 +43,7 @@ class Hooks:
         ]
         known = " and ".join(HOOKS)
         found = [
-            f"its function {a} lacks @tmm_core.hookimpl, and nothing calls it; hooks are {known}"
+            f"its function {a} lacks @tmm_core.hookimpl: nothing calls it; hooks are {known}"
             for a in plain
         ]
         named = {

@@ -36,6 +36,7 @@ from tmm_core.dispatch.trust import Trust
 from tmm_core.dispatch.unmeasured import unmeasured
 from tmm_core.errors import (
     CacheMissError,
+    ConfigError,
     PluginError,
     TmmError,
     UnsupportedProblemError,
@@ -43,9 +44,10 @@ from tmm_core.errors import (
 )
 from tmm_core.launch.plan import Choice
 from tmm_core.settings import Settings
+from tmm_core.spec.asking import read_config
 from tmm_core.spec.bucket import bucketed
 from tmm_core.spec.device import DeviceFingerprint
-from tmm_core.spec.kernel import BASELINE, Candidate, Kernel, Launcher
+from tmm_core.spec.kernel import BASELINE, Candidate, Config, Kernel, Launcher
 from tmm_core.spec.problem import Problem
 
 if TYPE_CHECKING:
@@ -131,7 +133,7 @@ class Dispatcher:
             kernel, config = choice.candidate.kernel, choice.candidate.config
             try:
                 launcher = kernel.bind(problem, config)
-                fault = self._doubt(problem, choice, launcher)
+                fault = self._doubt(problem, choice, launcher, settings)
             except Exception as error:
                 if choice.origin == "forced" or kernel.name == BASELINE:
                     raise
@@ -143,7 +145,9 @@ class Dispatcher:
                 return fault, fault.candidate.kernel.bind(problem, fault.candidate.config)
             self.quarantine(problem, choice, fault)
 
-    def _doubt(self, problem: Problem, choice: Choice, launcher: Launcher) -> str | Choice | None:
+    def _doubt(
+        self, problem: Problem, choice: Choice, launcher: Launcher, settings: Settings
+    ) -> str | Choice | None:
         """Verify a choice at its first use. None: it is right; a text: what is wrong with it; a
         choice: it cannot be verified now, and this one answers instead."""
         if self.trust.holds(problem, choice):
@@ -154,14 +158,16 @@ class Dispatcher:
         with self._lock:  # not while others are timed
             if self.trust.holds(problem, choice):
                 return None
-            verdict = self.trust.verify(problem, choice.candidate, launcher)
+            verdict = self.trust.verify(
+                problem, choice.candidate, launcher, memory_limit=settings.tune_memory
+            )
         if verdict.unknown:
             return self._instead(problem, f"{untried}: it {verdict.reason}")
         return verdict.reason
 
     def _instead(self, problem: Problem, why: str) -> Choice | None:
         """BLAS in place of what cannot be verified now; None where it cannot serve the problem."""
-        choice = self._fallback(why)
+        choice = self._fallback(problem, why)
         if choice.candidate.kernel.reasons_against(problem):
             return None
         if problem.batch_invariant and not choice.candidate.kernel.traits.batch_invariant:
@@ -176,6 +182,9 @@ class Dispatcher:
                 kernel or config that cannot be had.
             CacheMissError: ``on_cache_miss="error"`` and no record.
         """
+        if settings.disable:
+            for what in self.registry.misnamed(settings.disable):
+                self._say_once(f"TMM_DISABLE or override(disable=…): {what}")
         if settings.kernel is not None:
             return self._forced(problem, settings)
         if problem.batch_invariant and problem.groups is not None:
@@ -202,7 +211,7 @@ class Dispatcher:
         able = self._able(problem, settings)
         # Where even BLAS declines, it is BLAS that says so.
         if all(kernel.name == BASELINE for kernel in able):
-            return self._fallback(_ALONE)
+            return self._fallback(problem, _ALONE)
         if key.extent != problem.extent:
             exact = self._cached(problem, _bare(problem), able)
             if exact is not None:
@@ -292,7 +301,7 @@ class Dispatcher:
             return None
         at_hand = self.registry.loaded_candidates(problem, settings)
         if not answered and all(kernel.name == BASELINE for kernel in at_hand):
-            return self._fallback(_ALONE)
+            return self._fallback(problem, _ALONE)
         able = answered | {(kernel.name, kernel.version) for kernel in at_hand}
         found = self.record(problem)
         if found is None:
@@ -465,7 +474,7 @@ class Dispatcher:
         return (
             self._neighbour(problem, able, why)
             or self._heuristic(problem, able, why)
-            or self._fallback(why)
+            or self._fallback(problem, why)
         )
 
     def _unlocked(self, problem: Problem, key: Problem) -> str:
@@ -489,7 +498,7 @@ class Dispatcher:
                 f"kernel {kernel.name!r} cannot serve {problem}: {'; '.join(reasons)}"
             )
         if settings.config is not None:
-            config = kernel.config_type.from_json(json.loads(settings.config))
+            config = _completed(kernel, problem, json.loads(settings.config))
             if unsaid := config.unsaid(problem):
                 raise UnsupportedProblemError(
                     f"kernel {kernel.name!r} with config {config} relies on what was not said of "
@@ -585,8 +594,18 @@ class Dispatcher:
                 time, candidate = baseline
         return Choice(candidate, "heuristic", f"{why}; estimated {time:.3g} µs, not measured")
 
-    def _fallback(self, why: str) -> Choice:
+    def _fallback(self, problem: Problem, why: str) -> Choice:
+        """BLAS, which says itself what torch cannot do; but what it does not declare it would
+        do wrongly.
+
+        Raises:
+            UnsupportedProblemError: No kernel serves the problem, and BLAS does not declare it.
+        """
         kernel = self.registry.kernel(BASELINE)
+        if against := kernel.supports.reasons_against(problem):
+            raise UnsupportedProblemError(
+                f"no kernel serves {problem}; {BASELINE}: {'; '.join(against)}"
+            )
         return Choice(Candidate(kernel, kernel.config_type()), "fallback", why)
 
     # -- what the rungs share --------------------------------------------------------
@@ -620,7 +639,7 @@ class Dispatcher:
         for kernel in able:
             if kernel.name == result.kernel and (any_version or kernel.version == result.version):
                 try:
-                    config = kernel.config_type.from_json(result.config)
+                    config = read_config(kernel, result.config)
                 except Exception as error:  # ConfigError, or a stranger's own
                     self._warn_once(kernel, error)
                     continue
@@ -669,6 +688,21 @@ def _bare(problem: Problem) -> Problem:
 def _fits(candidate: Candidate, problem: Problem) -> bool:
     """Whether a config found for another problem is in this one's search space."""
     return candidate.config in list(candidate.kernel.configs(problem))
+
+
+def _completed(kernel: Kernel[Any], problem: Problem, given: dict[str, Any]) -> Config:
+    """The config of these fields; those left out are as in the kernel's default config.
+
+    Raises:
+        ConfigError: An unknown field, or a value that is out of bounds.
+    """
+    try:
+        return kernel.config_type.from_json(given)
+    except ConfigError:
+        usual = kernel.default_config(problem).to_json()
+        if not set(given) < set(usual):
+            raise
+        return kernel.config_type.from_json(usual | given)
 
 
 def _identity_of(candidate: Candidate) -> CandidateId:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import threading
 from types import TracebackType
@@ -33,7 +34,8 @@ class Progress:
 
     def __enter__(self) -> Progress:
         if self._timer is not None:
-            self._timer.start()
+            with contextlib.suppress(RuntimeError):  # no thread can be had: nothing is shown
+                self._timer.start()
         return self
 
     def __exit__(
@@ -47,7 +49,8 @@ class Progress:
         with self._lock:
             self._closed = True
             if self._bar is not None:
-                self._bar.stop()
+                with contextlib.suppress(Exception):  # stderr is closed, or its reader gone
+                    self._bar.stop()
 
     def total(self, count: int) -> None:
         """There are ``count`` candidates in all."""
@@ -58,9 +61,15 @@ class Progress:
         with self._lock:
             self._done += 1
             if self._bar is not None:
-                self._bar.update(self._task, completed=self._done, total=self._total)
+                with contextlib.suppress(Exception):
+                    self._bar.update(self._task, completed=self._done, total=self._total)
 
     def _show(self, always: bool) -> None:
+        # What cannot be shown costs no tuning, and no traceback of a thread.
+        with contextlib.suppress(Exception):
+            self._show_bar(always)
+
+    def _show_bar(self, always: bool) -> None:
         from rich.console import Console
         from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
         from rich.progress import Progress as Bar

@@ -15,6 +15,7 @@ from typing import Any
 
 from tmm_cache import CandidateResult, TuningRecord
 
+from tmm_core.spec.asking import read_config
 from tmm_core.spec.kernel import BASELINE, Candidate, Config, Kernel
 from tmm_core.spec.problem import Problem
 
@@ -101,7 +102,7 @@ class Proposals:
                 elif kernel is baseline:
                     configs = [kernel.default_config(problem)]
                 elif winner is not None and kernel.name == winner.kernel:
-                    configs = [kernel.config_type.from_json(winner.config)]
+                    configs = [read_config(kernel, winner.config)]
                 else:
                     continue
             except Exception as error:
@@ -247,7 +248,7 @@ def _hinted(hints: Hints, kernels: Sequence[Kernel[Any]], problem: Problem) -> l
         if kernel is None or name == BASELINE:
             continue
         try:
-            hinted = Candidate(kernel, kernel.config_type.from_json(config))
+            hinted = Candidate(kernel, read_config(kernel, config))
             if not hinted.config.unsaid(problem):
                 found[hinted] = None
         except Exception:  # a config of another version: costs the hint

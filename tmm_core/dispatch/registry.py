@@ -18,9 +18,9 @@ from typing import Any
 from tmm_core.dispatch.deferred import collector_off
 from tmm_core.dispatch.hooks import HOOKS, Hooks
 from tmm_core.errors import PluginError, UnknownNameError, warn
-from tmm_core.settings import Settings, names
+from tmm_core.settings import POINTWISE, Settings, names
 from tmm_core.spec.asking import Asked, let_through, shown, told
-from tmm_core.spec.epilogue import BUILTIN, IDENTITY, Epilogue, EpilogueLike, parse
+from tmm_core.spec.epilogue import BUILTIN, IDENTITY, INTERNED, Epilogue, EpilogueLike, parse
 from tmm_core.spec.kernel import Deferred, Kernel
 from tmm_core.spec.problem import Problem
 
@@ -202,9 +202,9 @@ class Registry:
                     let_through(error)
                     self._fault(source, f"{hook} failed: {told(error)}", error)
                     continue
-                for name, fault in failed.items():
-                    reason = f"its wrapper of {hook} failed around {source}: {told(fault)}"
-                    self._fault(self._plugins[name], reason, fault)
+                for name, failure in failed.items():
+                    reason = f"its wrapper of {hook} failed around {source}: {told(failure)}"
+                    self._fault(self._plugins[name], reason, failure)
                 for thing in things:
                     add(thing, source)
 
@@ -302,6 +302,18 @@ class Registry:
                 ) from fault.error
         raise UnknownNameError("kernel", name, [*self._kernels, *self._unloaded])
 
+    def misnamed(self, names: Iterable[str]) -> list[str]:
+        """What is wrong with each of ``names`` that no kernel has, nor one of a plugin that is not
+        used may have."""
+        self.load()
+        known = {*self._kernels, *self._unloaded, POINTWISE}
+        unused = {fault.source.plugin for fault in self._faults}
+        return [
+            str(UnknownNameError("kernel", name, known))
+            for name in sorted(names)
+            if name not in known and name.partition(".")[0] not in unused
+        ]
+
     def unloaded(self) -> bool:
         """Whether there are kernels that nobody has asked for yet."""
         self.load()
@@ -316,8 +328,8 @@ class Registry:
         """Parse what a caller passed as ``epilogue=``; see :func:`tmm_core.spec.epilogue.parse`."""
         if text is None:
             return IDENTITY
-        if isinstance(text, str) and text in BUILTIN:
-            return BUILTIN[text]
+        if isinstance(text, str) and (known := BUILTIN.get(text) or INTERNED.get(text)):
+            return known
         return parse(text, self.epilogues())
 
     def reasons_against(

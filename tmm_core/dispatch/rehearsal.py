@@ -48,7 +48,7 @@ def rehearse(
     try:
         return rehearsal.choose(problem, guessing), miss
     except CacheMissError:  # the store is locked, and nothing is guessed beside it
-        return rehearsal.fallback("it always can"), miss
+        return rehearsal.fallback(problem, "it always can"), miss
 
 
 class _Measuring(BaseException):
@@ -72,8 +72,8 @@ class _Rehearsal(Dispatcher):
             invariance.know(theirs)
         self.__dict__["_invariance"] = invariance
 
-    def fallback(self, why: str) -> Choice:
-        return self._fallback(why)
+    def fallback(self, problem: Problem, why: str) -> Choice:
+        return self._fallback(problem, why)
 
     def _forbids_tuning(self, problem: Problem, settings: Settings) -> str | None:
         return self._forbidden or super()._forbids_tuning(problem, settings)

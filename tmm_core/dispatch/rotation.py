@@ -49,6 +49,16 @@ def copies(problem: Problem, limit: float = MEMORY_LIMIT) -> int:
     return max(1, min(max(2, math.ceil(wanted)), MOST_COPIES, affordable))
 
 
+def bytes_of(problem: Problem) -> int:
+    """What one copy of all operands and the result take."""
+    width = problem.n * (2 if problem.gated else 1)
+    a, b = problem.m * problem.k * problem.a.dtype.itemsize, problem.k * width
+    tile = problem.m * problem.n
+    out = tile * problem.out.dtype.itemsize
+    residual = tile * problem.residual.dtype.itemsize if problem.residual else 0
+    return problem.batch * (a + b * problem.b.dtype.itemsize + out + residual)
+
+
 def resident(problem: Problem, count: int) -> bool:
     """Whether the copies of a chain may be found in the L2 all the same."""
     return count * _rotating_bytes(problem) < L2_TIMES * problem.device.l2

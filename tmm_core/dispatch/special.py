@@ -140,7 +140,8 @@ def _changes(
 
 def _values(dtype: torch.dtype) -> tuple[float, ...]:
     """Special values that the format has."""
-    return (math.nan,) if dtype == torch.float8_e4m3fn else (math.nan, math.inf, -math.inf)
+    infinite = torch.tensor(math.inf).to(dtype).float().isinf()
+    return (math.nan, math.inf, -math.inf) if infinite else (math.nan,)
 
 
 def _of_batch(problem: Problem, inputs: Arguments, matrix: int) -> Arguments:

@@ -53,8 +53,15 @@ class Trust:
         """It was, just now."""
         self._stamps.add(problem, _key(problem, candidate))
 
-    def verify(self, problem: Problem, candidate: Candidate, launcher: Launcher) -> Verdict:
-        """By samples; stamped where it is right.
+    def verify(
+        self,
+        problem: Problem,
+        candidate: Candidate,
+        launcher: Launcher,
+        *,
+        memory_limit: int | None = None,
+    ) -> Verdict:
+        """By samples, within so many bytes; stamped where it is right.
 
         Raises:
             Exception: Whatever the launcher raises, but for a lack of memory.
@@ -62,7 +69,8 @@ class Trust:
         from tmm_core.dispatch.verifier import Verdict, sampled_verdict  # only needed here
 
         try:
-            verdict = sampled_verdict(launcher, problem, device_of(problem))
+            device = device_of(problem)
+            verdict = sampled_verdict(launcher, problem, device, memory_limit=memory_limit)
         except torch.OutOfMemoryError as error:
             return Verdict(None, f"cannot be verified: {str(error).splitlines()[0]}", unknown=True)
         if verdict.ok:

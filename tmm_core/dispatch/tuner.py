@@ -14,8 +14,6 @@ import datetime
 import functools
 import math
 import os
-import queue
-import threading
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -25,13 +23,11 @@ import torch
 from tmm_cache import CandidateResult, TuningRecord
 
 from tmm_core.dispatch import rotation, verify
-from tmm_core.dispatch.compilers import (
-    COMPILE_LIMIT,
-    Compilers,
-    NotCompiledError,
-    compiling_threads,
-)
+from tmm_core.dispatch.binding import Binding, Task
+from tmm_core.dispatch.compilers import Compilers, NotCompiledError, compiling_threads
 from tmm_core.dispatch.compilers import default as default_compilers
+from tmm_core.dispatch.first_launch import FirstLaunches
+from tmm_core.dispatch.fixture import memory_limit
 from tmm_core.dispatch.progress import Progress
 from tmm_core.dispatch.proposals import MARGIN, NO_HINTS, Hints, Proposals, decide, group
 from tmm_core.dispatch.timing import Timer, held_up, median, timer_for
@@ -39,10 +35,10 @@ from tmm_core.dispatch.unmeasured import unmeasured
 from tmm_core.dispatch.verifier import Verifier
 from tmm_core.errors import warn
 from tmm_core.settings import Settings
-from tmm_core.spec.asking import Asked, let_through
+from tmm_core.spec.asking import Asked, let_through, told
 from tmm_core.spec.bucket import bucket_edge, probes
 from tmm_core.spec.kernel import BASELINE, Candidate, Config, Kernel, Launcher
-from tmm_core.spec.precision import as_posed
+from tmm_core.spec.precision import require_posed
 from tmm_core.spec.problem import Problem
 
 #: Samples of each candidate, µs that one lasts, and how much slower than the best it may be to
@@ -96,7 +92,10 @@ class _Trial:
     ) -> None:
         self.status = status
         self.launcher = self.run = None
-        text = error if isinstance(error, str) else f"{type(error).__name__}: {error}"
+        if isinstance(error, str | TimeoutError | NotCompiledError):
+            text = str(error)
+        else:
+            text = told(error)
         self.reason = text.strip()[:500]
 
 
@@ -117,6 +116,8 @@ class Tuner:
         compilers: Compilers | None = None,
     ) -> None:
         self.timer = timer
+        #: Where candidates are launched before they are here; None: nowhere.
+        self.first_launches: FirstLaunches | None = None
         self.compilers = compilers or default_compilers()
         self.workers = workers or compiling_threads()
 
@@ -138,6 +139,7 @@ class Tuner:
 
         Raises:
             ValueError: ``kernels`` has no baseline (nothing to compare with).
+            UnsupportedProblemError: It was posed for another fp32 precision than is set.
             RuntimeError: Not even BLAS runs.
         """
         started = time.monotonic()
@@ -149,7 +151,8 @@ class Tuner:
             raise ValueError(f"no {BASELINE!r} kernel to compare with")
         proposals = Proposals(problem, kernels, new, before, hints)
         # What the record says of BLAS must be BLAS at the precision that was asked for.
-        with as_posed(problem), Progress(str(problem), settings.progress) as progress:
+        require_posed(problem)
+        with Progress(str(problem), settings.progress) as progress:
             tuning = _Tuning(problem, self, settings, progress)
             try:
                 tuning.run(proposals)
@@ -200,10 +203,15 @@ class _Tuning:
         self._own_timer = tuner.timer is None
         self._timer: Any = tuner.timer or timer_for(self._device)
         self._workers, self._compilers = tuner.workers, tuner.compilers
+        self._first = tuner.first_launches
         self._deadline = time.monotonic() + settings.tune_budget
         self._progress = progress
-        self._chain = _Chain(problem, self._device)
-        self._verifier = Verifier(problem, self._device)
+        self._memory = settings.tune_memory
+        #: Of the memory what each of three may take that are held at one time: the operands that
+        #: are timed here and at another M, and what is verified with.
+        self._share = None if self._memory is None else self._memory // 3
+        self._chain = _Chain(problem, self._device, self._share)
+        self._verifier = Verifier(problem, self._device, memory_limit=self._share)
 
     def run(self, proposals: Proposals) -> None:
         """Try what is proposed, then let the best race.
@@ -267,60 +275,79 @@ class _Tuning:
         for trial in trials:
             self._verify(trial, self._verifier)
             if trial.launcher is not None:
-                trial.workspace = _workspace(trial, self._problem)
-            if trial.launcher is not None:
                 trial.run = self._chain.runner(trial.launcher)
         self._measure([t for t in trials if t.run is not None], LOOK, LOOK_US)
 
     def _compile(self, trials: list[_Trial]) -> None:
-        """Compile all in other processes, where that can be, and bind each in a thread as it is
-        done. Threads, not a pool: one that hangs is left behind."""
-        ready: queue.SimpleQueue[tuple[_Trial, futures.Future[None]] | None] = queue.SimpleQueue()
-        bound: dict[_Trial, futures.Future[Launcher]] = {t: futures.Future() for t in trials}
-        compiling = [self._compilers.submit(self._problem, trial.candidate) for trial in trials]
+        """Compile all in other processes, where that can be, and bind each here as it is done."""
+        outcomes = self._bound([(self._problem, t.candidate) for t in trials], self._progress)
+        for trial, outcome in zip(trials, outcomes, strict=True):
+            if isinstance(outcome, BaseException):
+                trial.fail(outcome)
+                continue
+            trial.launcher = outcome
+            trial.workspace = _workspace(trial, self._problem)
+            if self._memory is not None and trial.workspace > self._memory:
+                trial.fail(
+                    f"takes {trial.workspace / 2**20:.0f} MiB of scratch memory, and tune_memory "
+                    f"(TMM_TUNE_MEMORY) is {self._memory / 2**20:.0f}"
+                )
 
-        def arrived(trial: _Trial, future: futures.Future[None]) -> None:
-            ready.put((trial, future))
+    def _bound(
+        self, asked: Sequence[tuple[Problem, Candidate]], progress: Progress | None = None
+    ) -> list[Launcher | BaseException]:
+        """Each candidate's launcher for its problem, or why there is none."""
+        compiling = [self._compilers.submit(*each) for each in asked]
 
-        for trial, future in zip(trials, compiling, strict=True):
-            future.add_done_callback(functools.partial(arrived, trial))
+        def bind(problem: Problem, candidate: Candidate) -> Launcher:
+            kernel = candidate.kernel
+            if time.monotonic() > self._deadline and kernel.name != BASELINE:
+                raise futures.CancelledError
+            return kernel.bind(problem, candidate.config)
 
-        def work() -> None:
-            if self._device.type == "cuda":
-                torch.cuda.set_device(self._device)  # a thread starts on device 0
-            while (compiled := ready.get()) is not None:
-                trial, future = compiled
-                late = time.monotonic() > self._deadline and not trial.is_baseline
-                try:
-                    if future.cancelled() or late:
-                        raise TimeoutError("the tuning budget ended before it")
-                    future.result()
-                    kernel, config = trial.candidate.kernel, trial.candidate.config
-                    bound[trial].set_result(kernel.bind(self._problem, config))
-                except BaseException as error:  # compilers raise SystemExit and worse
-                    bound[trial].set_exception(error)
-
-        threads = min(self._workers, len(trials))
-        for _ in range(threads):
-            threading.Thread(target=work, daemon=True).start()
         try:
-            futures.wait(compiling, timeout=max(0.0, self._deadline - time.monotonic()))
-        finally:  # the budget ended, or the user ended it
-            self._compilers.cancel_pending(compiling)
-        for trial in trials:
-            try:
-                trial.launcher = bound[trial].result(timeout=COMPILE_LIMIT)
-            except futures.TimeoutError as error:
-                trial.fail(str(error) or f"did not compile within {COMPILE_LIMIT:.0f} s")
-            except NotCompiledError as error:
-                trial.fail(str(error))
-            except BaseException as error:
-                if isinstance(error, KeyboardInterrupt):
-                    raise
-                trial.fail(error)
-            self._progress.advance()
-        for _ in range(threads):
-            ready.put(None)
+            ready = compiling if self._first is None else self._launched_first(asked, compiling)
+            tasks = [
+                Task(candidate.kernel.name, each, functools.partial(bind, problem, candidate))
+                for (problem, candidate), each in zip(asked, ready, strict=True)
+            ]
+            found = Binding(tasks, self._device, self._workers).outcomes(
+                self._deadline,
+                late=lambda: self._compilers.cancel_pending(compiling),
+                done=progress.advance if progress else lambda: None,
+            )
+        finally:
+            self._compilers.cancel_pending(compiling)  # the user ended it, or others hung
+        for outcome in found:
+            if isinstance(outcome, BaseException):
+                let_through(outcome)
+        late = TimeoutError("the tuning budget ended before it")
+        return [late if isinstance(each, futures.CancelledError) else each for each in found]
+
+    def _launched_first(
+        self,
+        asked: Sequence[tuple[Problem, Candidate]],
+        compiling: Sequence[futures.Future[None]],
+    ) -> list[futures.Future[None]]:
+        """Futures of those that compiled and whose first launch elsewhere ended."""
+        assert self._first is not None
+        futures.wait(compiling, timeout=max(0.0, self._deadline - time.monotonic()))
+        self._compilers.cancel_pending(list(compiling))
+        launched: list[futures.Future[None]] = []
+        for (problem, candidate), future in zip(asked, compiling, strict=True):
+            launched.append(future)
+            late = time.monotonic() > self._deadline
+            failed = future.cancelled() or future.exception() is not None
+            if failed or late or candidate.kernel.name == BASELINE:
+                continue
+            memory = self._memory or memory_limit(self._device)
+            started = time.monotonic()
+            if (fault := self._first.fault(problem, candidate, memory)) is not None:
+                # What one lost is not the others' to make up for.
+                self._deadline += time.monotonic() - started
+                launched[-1] = futures.Future()
+                launched[-1].set_exception(NotCompiledError(fault))
+        return launched
 
     def _verify(self, trial: _Trial, verifier: Verifier, repeats: int = 0) -> None:
         """Fail a trial whose launcher raises or is wrong: by two launches, or in every way it is
@@ -393,33 +420,30 @@ class _Tuning:
         """Verify and time the finalists at other M that the record answers for."""
         if self._problem.extent != bucket_edge(self._problem.extent):
             return
-        inside = [self._problem.at(m) for m in probes(self._problem.extent)]
         # M is in few constants: most of these are compiled already.
-        compiling = [
-            self._compilers.submit(problem, trial.candidate)
-            for problem in inside
-            for trial in finalists
-        ]
-        futures.wait(compiling, timeout=max(0.0, self._deadline - time.monotonic()))
-        self._compilers.cancel_pending(compiling)
-        for m in (problem.extent for problem in inside):
+        extents = probes(self._problem.extent)
+        asked = [(m, trial) for m in extents for trial in finalists]
+        launchers = self._bound([(self._problem.at(m), t.candidate) for m, t in asked])
+        bound = dict(zip(asked, launchers, strict=True))
+        self._verifier.release()  # of several M one's tensors at a time
+        for m in extents:
             if time.monotonic() > self._deadline:
                 return
             verifier = self._verifier.inside(m)
             problem = verifier.problem
-            chain = _Chain(problem, self._device)
+            chain = _Chain(problem, self._device, self._share)
             there = []
             for trial in finalists:
-                guest = _Trial(trial.candidate)
-                try:
-                    guest.launcher = trial.candidate.kernel.bind(problem, trial.candidate.config)
-                except Exception:  # a config of the edge need not fit here
+                guest, launcher = _Trial(trial.candidate), bound[m, trial]
+                if isinstance(launcher, BaseException):  # a config of the edge need not fit here
                     continue
+                guest.launcher = launcher
                 self._verify(guest, verifier, repeats=1)
                 if guest.launcher is not None:
                     there.append((trial, chain.runner(guest.launcher)))
                 elif guest.status == "wrong" and trial.status == "ok":
                     trial.fail(f"at {problem.along.upper()}={m}: {guest.reason}", "wrong")
+            verifier.release()
             runs = [run for _, run in there]
             if not runs:
                 continue
@@ -433,10 +457,24 @@ class _Tuning:
 
 
 class _Chain:
-    """A problem's operands, as many copies as its chain of calls has."""
+    """A problem's operands, as many copies as its chain of calls has.
 
-    def __init__(self, problem: Problem, device: torch.device) -> None:
-        self.copies = rotation.copies(problem, rotation.memory_limit(device))
+    Args:
+        most: Bytes that they may take; by default as many as :mod:`rotation` has it, or what one
+            copy takes.
+
+    Raises:
+        MemoryError: One copy takes more.
+    """
+
+    def __init__(self, problem: Problem, device: torch.device, most: int | None) -> None:
+        if most is not None and (needed := rotation.bytes_of(problem)) > most:
+            raise MemoryError(
+                f"operands and result take {needed / 2**20:.0f} MiB, and tune_memory "
+                f"(TMM_TUNE_MEMORY) leaves {most / 2**20:.0f} for what is timed"
+            )
+        limit = rotation.memory_limit(device)
+        self.copies = rotation.copies(problem, limit if most is None else min(limit, most))
         inputs = verify.make_inputs(problem, device, seed=_fresh_seed())
         self._inputs = rotation.rotated(inputs, problem, self.copies)
         # As called: without `out=`, into which torch's own operators would copy what they

@@ -8,7 +8,8 @@ from typing import Any
 
 from tmm_cache import CandidateResult, TuningRecord
 
-from tmm_core.errors import ConfigError
+from tmm_core.errors import ConfigError, PluginError
+from tmm_core.spec.asking import read_config
 from tmm_core.spec.kernel import Kernel
 from tmm_core.spec.problem import Problem
 
@@ -35,8 +36,8 @@ def unmeasured(
 
 def _assumes(kernel: Kernel[Any], result: CandidateResult) -> bool:
     try:
-        return bool(kernel.config_type.from_json(result.config).assumes)
-    except ConfigError:
+        return bool(read_config(kernel, result.config).assumes)
+    except (ConfigError, PluginError):
         return False
 
 

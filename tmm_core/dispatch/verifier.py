@@ -16,7 +16,6 @@ import torch
 from tmm_core.dispatch.fixture import Fixture, memory_limit
 from tmm_core.dispatch.trial import Trial, WrongError
 from tmm_core.spec.kernel import BASELINE, Config, Kernel, Launcher
-from tmm_core.spec.precision import as_posed
 from tmm_core.spec.problem import Problem
 
 
@@ -85,7 +84,7 @@ class Verifier:
         Raises:
             Exception: Whatever the launcher raises.
         """
-        with torch.no_grad(), as_posed(self.problem):
+        with torch.no_grad():
             fixture = self._ready()
             sets = fixture.sets()
             if not sets:

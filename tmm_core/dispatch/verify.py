@@ -13,8 +13,9 @@ import torch
 
 from tmm_core.dispatch import ragged
 from tmm_core.dispatch.guarded import lie
+from tmm_core.formats import BY_STORAGE, ScaleKind, of_pair
 from tmm_core.spec.arguments import Arguments
-from tmm_core.spec.problem import FP8, Operand, Problem, ScaleKind
+from tmm_core.spec.problem import Operand, Problem
 
 #: The arguments of a launch: of a plain product, or of a ragged one.
 Inputs = Arguments | ragged.Inputs
@@ -37,12 +38,6 @@ TOLERANCE = {
     torch.bfloat16: 1.6e-2,
 }
 TF32_TOLERANCE = 4e-3
-#: Of products of 8-bit floats: Hopper's tensor cores keep some 14 bits of a sum of them
-#: (DeepSeek-V3, arXiv:2412.19437, 3.3.2). Added up in fp32 every 128 terms, 256×256 of them
-#: were off by 4e-4 to 7e-4 on an H200 for K from 128 to 65536, cuBLAS's and ours alike, of
-#: which scales that differ from row to row make a few times as much; summed in these bits
-#: throughout by 2e-3 at K = 1024, 5e-3 at 8192 and 2.6e-2 at 65536.
-FP8_TOLERANCE = 4e-3
 
 
 def make_inputs(
@@ -85,9 +80,11 @@ def make_inputs(
 
     def fill(spec: Operand, *shape: int, spread: float = spread) -> torch.Tensor:
         t = make(spec, shape)
-        if t.is_floating_point() and t.dtype not in FP8:
+        form = BY_STORAGE.get(t.dtype)
+        if form is None and t.is_floating_point():
             return t.normal_(0, spread, generator=generator)
-        return t.copy_(torch.randn(t.shape, generator=generator, device=device) * spread)
+        numbers = torch.randn(t.shape, generator=generator, device=device) * spread
+        return t.copy_(numbers if form is None else form.quantize(numbers, t.dtype))
 
     bias = None
     if problem.bias is not None:
@@ -182,9 +179,9 @@ def finished(problem: Problem, inputs: Arguments, z: torch.Tensor) -> torch.Tens
 def _product(a: torch.Tensor, b: torch.Tensor, precise: bool) -> torch.Tensor:
     """In fp64, or in fp32 by an operator that does not ask whether TF32 is allowed: that is of
     the process, and other threads multiply meanwhile. Products of 16-bit operands are exact in
-    fp32, and those of 8 bits are exact in bf16."""
-    if a.dtype in FP8 and b.dtype in FP8 and not precise:
-        a, b = a.to(torch.bfloat16), b.to(torch.bfloat16)
+    fp32, and those of a format are exact in what it is dequantised to."""
+    if (form := of_pair(a.dtype, b.dtype)) is not None:
+        a, b = form.dequantize(a), form.dequantize(b)
     if precise or a.dtype != b.dtype or a.dtype.itemsize != 2:
         return torch.matmul(a.to(torch.float64), b.to(torch.float64))
     if a.is_cuda:
@@ -196,8 +193,8 @@ def _product(a: torch.Tensor, b: torch.Tensor, precise: bool) -> torch.Tensor:
 def tolerance(problem: Problem) -> float:
     """The largest error accepted; see :data:`TOLERANCE`."""
     limit = TOLERANCE[problem.out.dtype]
-    if problem.fp8:
-        return max(limit, FP8_TOLERANCE)
+    if problem.format is not None:
+        return max(limit, problem.format.tolerance)
     return max(limit, TF32_TOLERANCE) if problem.tf32 else limit
 
 

@@ -22,12 +22,12 @@ from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
 from torch.autograd.function import _SingleLevelFunction
 
+from tmm_core.formats import BY_STORAGE
 from tmm_core.interop.pointwise import failed, kernels, takes
 from tmm_core.launch.warm import epilogue_of, run, undisturbed
 from tmm_core.settings import overridden, within
 from tmm_core.spec.arguments import COMMON
 from tmm_core.spec.epilogue import IDENTITY, Epilogue
-from tmm_core.spec.problem import FP8
 
 if TYPE_CHECKING:
     from tmm_core.triton.pointwise import Pointwise
@@ -61,7 +61,7 @@ def matmul(*given: Any) -> Tensor:
     if not differentiated(*tensors):
         with torch._C._AutoDispatchBelowAutograd():
             return _operator(*given)
-    if given[0].dtype in FP8:
+    if given[0].dtype in BY_STORAGE:
         return _record(_Scaled, *given)
     given = given[:COMMON]
     if undisturbed(*tensors, cast=True) and not any(map(_batched, tensors[:2])):
@@ -238,7 +238,7 @@ class _Product(OneLevel):
             dbias = _as(dbias, bias_dtype)
         if wants_residual:
             shape, residual_dtype = ctx.residual
-            dresidual = _as(grad.sum_to_size(shape), residual_dtype)
+            dresidual = _as(_summed_to(grad, shape), residual_dtype)
         dz2 = _as(dz2, dtype)
         alpha = ctx.alpha
         if wants_a:
@@ -281,6 +281,16 @@ class _Product(OneLevel):
             assert t is not None
             t = t.expand(shape).to(dtype)
             return ctx.epilogue.output_vjp(t, y, *ctx.epilogue.parameters)  # type: ignore[no-any-return]
+
+
+def _summed_to(t: Tensor, shape: Sequence[int]) -> Tensor:
+    """``t.sum_to_size(shape)``, also of sizes that a graph learns when it runs."""
+    if all(type(n) is int for n in (*t.shape, *shape)):
+        return t.sum_to_size(tuple(shape))
+    lead = t.dim() - len(shape)
+    ones = [lead + i for i, n in enumerate(shape) if type(n) is int and n == 1]
+    t = t.sum(ones, keepdim=True) if ones else t
+    return t.sum(tuple(range(lead))) if lead else t
 
 
 class _EagerProduct(_Product):
@@ -457,7 +467,7 @@ follow = _Following.apply  # type: ignore[attr-defined]
 
 
 class _Scaled(OneLevel):
-    """Products of 8-bit operands, which learn nothing by themselves."""
+    """Products of operands of a format, which learn nothing by themselves."""
 
     @staticmethod
     def forward(*arguments: Any) -> Tensor:

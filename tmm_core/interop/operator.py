@@ -10,12 +10,12 @@ from typing import Any
 
 import torch
 
+from tmm_core.formats import BY_STORAGE
 from tmm_core.interop import autograd, flops, vmap
 from tmm_core.launch.check import check, check_out, result_dtype
 from tmm_core.launch.warm import epilogue_of, plain, run
 from tmm_core.settings import overridden, within
 from tmm_core.spec.arguments import ROLES, Arguments, Role, schema
-from tmm_core.spec.problem import FP8
 
 Tensor = torch.Tensor
 
@@ -67,13 +67,13 @@ torch.library.register_vmap("tmm::matmul", vmap.matmul, lib=library)
 
 def _autocast(device: str) -> Any:
     def cast(*given: Any) -> Tensor:
-        """As torch.matmul under autocast: floating operands in the active dtype. 8-bit ones
-        are left alone with all that goes with them: their scales stand for their range."""
+        """As torch.matmul under autocast: floating operands in the active dtype. Those of a
+        format are left alone with all that goes with them: their scales stand for their range."""
         dtype = torch.get_autocast_dtype(device)
-        eight = given[0].dtype in FP8
+        stored = given[0].dtype in BY_STORAGE
 
         def to(role: Role, value: Any) -> Any:
-            eligible = role.cast and value is not None and not eight
+            eligible = role.cast and value is not None and not stored
             eligible = eligible and value.is_floating_point() and value.dtype != torch.float64
             return value.to(dtype) if eligible else value
 

@@ -20,8 +20,7 @@ from tmm_core.spec.epilogue import Epilogue
 if TYPE_CHECKING:
     from tmm_core.triton.pointwise import Pointwise
 
-#: What ``TMM_DISABLE`` calls these kernels.
-NAME = "triton.pointwise"
+NAME = settings.POINTWISE
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 

@@ -71,9 +71,7 @@ def answer(matmul: Callable[..., Tensor], call: Arguments) -> Tensor:
     return _delivered(y, out, a, b, bias, residual)
 
 
-def by_override(
-    function: Callable[..., Tensor], tensors: dict[str, Any], alpha: Any, **rest: Any
-) -> Tensor:
+def by_override(function: Callable[..., Tensor], tensors: dict[str, Any], **rest: Any) -> Tensor:
     """What an argument that is no tensor makes of a call of ``function``, by its
     ``__torch_function__``: ``torch.fx`` records the call so.
 
@@ -83,12 +81,14 @@ def by_override(
     if not has_torch_function(tuple(tensors.values())):
         check_tensors(function.__name__, **tensors)
     given = {name: t for name, t in tensors.items() if t is not None}
-    return handle_torch_function(function, tuple(given.values()), **given, alpha=alpha, **rest)
+    return handle_torch_function(function, tuple(given.values()), **given, **rest)
 
 
 def _refuse_what_torch_cannot(call: Arguments) -> None:
     if call.extras:
         raise RuntimeError(f"{' and '.join(EXTRAS)} are for strided operands of 8-bit floats")
+    if torch.compiler.is_dynamo_compiling():
+        return  # settings are no part of a graph
     forced = settings.current().kernel
     if forced is not None and forced != BASELINE:
         raise UnsupportedProblemError(

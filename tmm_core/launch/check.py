@@ -7,10 +7,11 @@ from typing import Any, NoReturn
 
 import torch
 
+from tmm_core import formats
 from tmm_core.errors import warn
+from tmm_core.formats import Format
 from tmm_core.spec.arguments import Arguments
 from tmm_core.spec.epilogue import Epilogue
-from tmm_core.spec.problem import FP8, wide
 
 #: What torch._debug_has_internal_overlap says where it does (it may also not know).
 _OVERLAPS = 1
@@ -36,8 +37,8 @@ def check(call: Arguments, epilogue: Epilogue) -> torch.Size:
     a, b, bias, residual, out_dtype = call.a, call.b, call.bias, call.residual, call.out_dtype
     addressable(*call.given)
     shape = product_shape(a, b)
-    fp8 = a.dtype in FP8 and b.dtype in FP8
-    if a.dtype != b.dtype and not fp8:
+    form = formats.of_pair(a.dtype, b.dtype)
+    if a.dtype != b.dtype and form is None:
         _let_torch_say(a, b)
         raise RuntimeError(f"expected a and b to have one dtype, got {a.dtype} and {b.dtype}")
     if a.dtype is torch.bool:
@@ -53,10 +54,10 @@ def check(call: Arguments, epilogue: Epilogue) -> torch.Size:
             )
         shape = torch.Size([*shape[:-1], shape[-1] // 2])
     result = result_dtype(a, out_dtype)
-    if result not in _OUT_DTYPES and (fp8 or result != a.dtype):
-        wide = " of 16 bits or more" if fp8 else ""
+    if result not in _OUT_DTYPES and (form or result != a.dtype):
+        wide = " of 16 bits or more" if form else ""
         raise TypeError(f"out_dtype must be a floating dtype{wide}, got {out_dtype}")
-    allowed = {result if fp8 else a.dtype, result, torch.float32}
+    allowed = {result if form else a.dtype, result, torch.float32}
     for name, term in (("bias", bias), ("residual", residual)):
         if term is not None and term.dtype not in allowed:
             wanted = " or ".join(sorted(map(str, allowed)))
@@ -69,9 +70,9 @@ def check(call: Arguments, epilogue: Epilogue) -> torch.Size:
             f"shape {tuple(shape)}"
         )
     if call.scale_a is not None:
-        _check_scale("scale_a", call.scale_a, (*a.shape[:-1], 1), fp8, a.dtype)
+        _check_scale("scale_a", call.scale_a, (*a.shape[:-1], 1), form, a.dtype)
     if call.scale_b is not None:
-        _check_scale("scale_b", call.scale_b, (*b.shape[:-2], 1, width), fp8, b.dtype)
+        _check_scale("scale_b", call.scale_b, (*b.shape[:-2], 1, width), form, b.dtype)
     return shape
 
 
@@ -126,14 +127,16 @@ def addressable(*tensors: torch.Tensor | None) -> None:
 
 def result_dtype(a: torch.Tensor, out_dtype: torch.dtype | None) -> torch.dtype:
     """The output's dtype: as asked, else what goes with that of ``a``."""
-    return out_dtype or wide(a.dtype)
+    return out_dtype or formats.wide(a.dtype)
 
 
 def _check_scale(
-    name: str, scale: torch.Tensor, rows: tuple[int, ...], fp8: bool, dtype: torch.dtype
+    name: str, scale: torch.Tensor, rows: tuple[int, ...], form: Format | None, dtype: torch.dtype
 ) -> None:
-    if not fp8:
-        raise RuntimeError(f"{name} is for float8_e4m3fn and float8_e5m2 operands, got {dtype}")
+    if form is None:
+        scaled = [form for form in formats.FORMATS.values() if form.scales]
+        names = " or ".join(map(str, scaled)) or "no"
+        raise RuntimeError(f"{name} is for {names} operands, got {dtype}")
     if scale.dtype != torch.float32:
         raise RuntimeError(f"{name} must have dtype torch.float32, got {scale.dtype}")
     if scale.numel() != 1 and scale.shape != rows:
@@ -253,6 +256,12 @@ def _span(t: torch.Tensor) -> int:
 
 def _broadcast(x: Sequence[int], y: Sequence[int]) -> tuple[int, ...] | None:
     """Broadcast shape, or None (``torch.broadcast_shapes`` takes 8 µs)."""
+    if not all(type(n) is int for n in (*x, *y)):
+        # Sizes that a graph learns when it runs can be neither compared nor guessed here.
+        try:
+            return tuple(torch.broadcast_shapes(x, y))
+        except RuntimeError:
+            return None
     if x == y:
         return tuple(x)
     longer, shorter = (x, y) if len(x) >= len(y) else (y, x)

@@ -13,6 +13,7 @@ import torch
 from torch.autograd import profiler as _profiler
 
 from tmm_core import settings
+from tmm_core.formats import BY_STORAGE
 from tmm_core.launch import warm
 from tmm_core.launch.check import PLAIN, addressable
 from tmm_core.launch.plan import Plan
@@ -22,7 +23,7 @@ from tmm_core.spec.arguments import signature as signature_of
 from tmm_core.spec.device import fingerprint
 from tmm_core.spec.epilogue import Epilogue
 from tmm_core.spec.groups import Groups, Ragged
-from tmm_core.spec.problem import FP8, Problem
+from tmm_core.spec.problem import Problem
 
 Tensor = torch.Tensor
 
@@ -64,7 +65,7 @@ def check(
     count = check_operands(a, b, offs)
     if a.dtype != b.dtype:
         raise RuntimeError(f"expected a and b to have one dtype, got {a.dtype} and {b.dtype}")
-    if a.dtype in FP8 or not a.dtype.is_floating_point:
+    if a.dtype in BY_STORAGE or not a.dtype.is_floating_point:
         raise RuntimeError(f"grouped_matmul(): {a.dtype} operands are not multiplied")
     along, width = ragged_along(a, b), b.shape[-1]
     if epilogue.gated and along == "n":

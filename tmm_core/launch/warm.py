@@ -255,11 +255,7 @@ def recall(document: Mapping[str, Any], device: torch.device) -> Problem:
         UnknownNameError, ValueError, KeyError, TypeError: It is none, or names an epilogue that
             is not registered.
     """
-    registry = answerer().registry
-    # Of a user's epilogue the document has the key, which is no name to parse.
-    by_key = {epilogue.key: epilogue for epilogue in registry.epilogues().values()}
-    key = document["epilogue"]
-    epilogue = by_key.get(key) or registry.epilogue(key)
+    epilogue = answerer().registry.epilogue(document["epilogue"])
     return Problem.from_json(document, fingerprint(device), epilogue)
 
 

@@ -130,6 +130,10 @@ def convert(model: nn.Module, *, inplace: bool = True, static_weights: bool = Fa
     ``forward`` that call an activation themselves, and for attributes that switch ``forward``
     to another path later, it says nothing.
 
+    What it cannot reach is on the report too: modules of torch that multiply by their weights
+    without calling a layer, ``nn.MultiheadAttention`` and the fast path that
+    ``nn.TransformerEncoderLayer`` takes in evaluation mode above all.
+
     Parameters are the same objects as before, so ties, optimisers and ``state_dict`` keys
     stay; gate and up weights move to a common memory. Converting twice changes nothing more.
     Tracing patches ``nn.Module.__call__`` for its duration: no other thread should be running
@@ -183,6 +187,9 @@ class _Conversion:
         activations = {m: name for m in self._slots if (name := self._activation(m)) is not None}
         gatings = self._gatings(linears, activations)
         pairs = self._pairs(linears, activations, gatings)
+        for module in self._slots:
+            if (reason := _out_of_reach(module)) is not None:
+                self._leave(module, reason)
         # All is decided; from here on the model changes, and changes back if memory runs out.
         try:
             self._change(linears, gatings, pairs)
@@ -378,6 +385,27 @@ class _Conversion:
     def _path(self, module: nn.Module) -> str:
         slots = self._slots[module]
         return slots[0].path if slots else "the model"
+
+
+#: Torch's modules that multiply by weights without calling the layers that hold them.
+_OUT_OF_REACH: dict[type[nn.Module], str] = {
+    nn.TransformerEncoderLayer: (
+        "in evaluation mode torch's fast path reads the weights and calls no layer; "
+        "torch.backends.mha.set_fastpath_enabled(False) turns it off"
+    ),
+    nn.MultiheadAttention: "it multiplies by in_proj_weight and out_proj.weight itself",
+    nn.RNNBase: "it multiplies by its weights itself",
+}
+
+
+def _out_of_reach(module: nn.Module) -> str | None:
+    """Why products of ``module`` stay torch's, whatever is swapped inside it."""
+    for kind, reason in _OUT_OF_REACH.items():
+        if isinstance(module, kind) and (
+            kind is nn.RNNBase or type(module).forward is kind.forward
+        ):
+            return reason
+    return None
 
 
 def _hooked(module: nn.Module) -> str | None:

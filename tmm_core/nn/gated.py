@@ -8,12 +8,13 @@ wrong: it makes it two products until :meth:`GatedMLP.merge` has joined them aga
 
 from __future__ import annotations
 
+import sys
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.autograd import forward_ad
 
@@ -21,7 +22,7 @@ from tmm_core import api, dispatch
 from tmm_core.interop import autograd, flops
 from tmm_core.interop.pointwise import kernels
 from tmm_core.launch import warm
-from tmm_core.nn.linear import Linear
+from tmm_core.nn.linear import Linear, leaf
 from tmm_core.settings import with_static_weights
 from tmm_core.spec.epilogue import Epilogue, EpilogueLike
 
@@ -61,13 +62,16 @@ class GatedMLP(nn.Module):
         ValueError: The epilogue is not gated.
 
     Limits: two products instead of one, and the same result, where the pair is not
-    :attr:`merged` (a parameter moved or replaced on its own, FSDP, DTensor, plain ``pickle``),
+    :attr:`merged` (a parameter moved or replaced on its own, FSDP, plain ``pickle``),
     under an autocast that casts the weights, and where a hook, a parametrization or an adapter
     sits on ``gate_proj`` or ``up_proj``; while training also under any autocast, in a compiled
-    graph and under ``torch.func``. Saving one of the two parameters alone with
-    ``torch.save`` writes the storage of both.
+    graph and under ``torch.func``. Gate and up that ``ColwiseParallel`` sharded alike are one
+    product of each rank's shards, but for autocast and compiled graphs. ``torch.save`` of one
+    of the two parameters writes the storage of both; of its entry in a ``state_dict``, its own.
     """
 
+    #: Where the shards lay when they were last joined.
+    _shards_seen: Sequence[int] = ()
     #: Its first product is under the setting ``static_weights``; of the last, ``down_proj`` says.
     static_weights = False
 
@@ -87,7 +91,7 @@ class GatedMLP(nn.Module):
         self.down_proj = Linear(intermediate_size, hidden_size, bias, device, dtype)
         name = dispatch.dispatcher().registry.epilogue(activation).key
         self._gate_by(GATED_BY.get(name, activation))
-        self._merge_after_loading()
+        self._register_hooks()
         self.merge()
 
     @classmethod
@@ -98,7 +102,7 @@ class GatedMLP(nn.Module):
         layer.__dict__ = dict(mlp.__dict__)
         layer._names = tuple(names)
         layer._gate_by(epilogue)
-        layer._merge_after_loading()
+        layer._register_hooks()
         layer.merge()
         return layer
 
@@ -151,6 +155,8 @@ class GatedMLP(nn.Module):
                     parameter.data = parameter.data.clone()
 
     def forward(self, x: Tensor) -> Tensor:
+        if type(x) is not Tensor and isinstance(x, fx.Proxy):
+            return leaf(self, x)
         gate, up, down = self._layers()
         between = None
         if _does_no_more(gate, up, x):
@@ -167,18 +173,53 @@ class GatedMLP(nn.Module):
                 between = with_static_weights(_run, x, *operands)
             else:
                 between = _run(x, *operands)
+        elif _sharded(gate):
+            between = self._sharded_product(gate, up, x)
         if between is None:
             between = _gate(gate(x), up(x), self._text)
         return down(between)  # type: ignore[no-any-return]
 
+    def _sharded_product(self, gate: Any, up: Any, x: Tensor) -> Tensor | None:
+        """By :mod:`tmm_core.nn.sharded`; None where that is not for these layers, or somebody
+        looks on who would not see it."""
+        if torch.compiler.is_compiling() or forward_ad._current_level >= 0:
+            return None
+        if torch.is_autocast_enabled(x.device.type):
+            return None
+        from tmm_core.nn import sharded
+
+        def product(
+            x: Tensor, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None
+        ) -> Tensor:
+            operands = x, gate, up, gate_bias, up_bias, self._text
+            if autograd.recorded(*operands[:5]):
+                y = _learn(*operands)
+                return _two_products(*operands) if y is None else y
+            return _run(*operands)
+
+        return sharded.gated(gate, up, x, self._join_shards, product)
+
+    def _join_shards(self, of_gate: list[Tensor], of_up: list[Tensor]) -> None:
+        where = [t.data_ptr() for t in (*of_gate, *of_up)]
+        if where == self._shards_seen or (
+            of_gate[0].is_cuda and torch.cuda.is_current_stream_capturing()
+        ):
+            return
+        for first, second in zip(of_gate, of_up, strict=True):
+            if _whole(first) and _whole(second) and first.shape == second.shape:
+                _move_together(first, second)
+        # Once for where they lie: what could not be joined is not tried at every call.
+        self._shards_seen = [t.data_ptr() for t in (*of_gate, *of_up)]
+
     def _layers(self) -> list[Any]:
         return [self._modules[name] for name in self._names]
 
-    def _merge_after_loading(self) -> None:
-        # Its own dictionary: the others may be those of the module it stands in for.
-        hooks = OrderedDict(self._load_state_dict_post_hooks)
-        self._load_state_dict_post_hooks = hooks
+    def _register_hooks(self) -> None:
+        # Dictionaries of its own: the others may be those of the module it stands in for.
+        for name in ("_load_state_dict_post_hooks", "_state_dict_hooks"):
+            setattr(self, name, OrderedDict(getattr(self, name)))
         self.register_load_state_dict_post_hook(_merge_hook)  # type: ignore[no-untyped-call]
+        self.register_state_dict_post_hook(_apart_hook)  # type: ignore[no-untyped-call]
 
     def _apply(self, fn: Any, recurse: bool = True) -> GatedMLP:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]  # torch's
@@ -199,6 +240,23 @@ SwiGLU = GatedMLP
 
 def _merge_hook(module: GatedMLP, _: Any) -> None:
     module.merge()
+
+
+def _apart_hook(module: GatedMLP, state: dict[str, Any], prefix: str, _: Any) -> None:
+    """Have what saves the state see a storage for each of the two: safetensors refuses to save part
+    of one, and ``torch.save`` would write all of it with either."""
+    for name in module._names[:2]:
+        for kind in ("weight", "bias"):
+            t = state.get(f"{prefix}{name}.{kind}")
+            if type(t) is Tensor and not t.is_meta and t.is_contiguous() and not _whole(t):
+                state[f"{prefix}{name}.{kind}"] = _seen_alone(t)
+
+
+def _seen_alone(t: Tensor) -> Tensor:
+    """``t``, in the memory where it lies, as all of a storage."""
+    start = t.storage_offset() * t.element_size()
+    storage = t.untyped_storage()[start : start + t.nbytes]
+    return torch.empty(0, dtype=t.dtype, device=t.device).set_(storage, 0, t.shape, t.stride())
 
 
 # -- two parameters, one memory ----------------------------------------------------------
@@ -236,8 +294,13 @@ def join(first: Tensor, second: Tensor) -> None:
     """Move two parameters into one storage, where they are :func:`joinable`."""
     if joined(first, second) is not None or not joinable(first, second):
         return
-    rows = first.shape[0]
     with torch.inference_mode(first.is_inference()), torch.no_grad():
+        _move_together(first, second)
+
+
+def _move_together(first: Tensor, second: Tensor) -> None:
+    if joined(first, second) is None:
+        rows = first.shape[0]
         both = torch.empty((2 * rows, *first.shape[1:]), dtype=first.dtype, device=first.device)
         both[:rows].copy_(first)
         both[rows:].copy_(second)
@@ -254,7 +317,12 @@ def _alone(parameter: Tensor) -> bool:
     """Flattened and sharded parameters are views of a memory that somebody else keeps."""
     if type(parameter) is not nn.Parameter or parameter.is_meta or parameter.is_sparse:
         return False
-    return parameter.untyped_storage().nbytes() == parameter.numel() * parameter.element_size()
+    return _whole(parameter)
+
+
+def _whole(t: Tensor) -> bool:
+    """Whether ``t`` is all of its storage."""
+    return t.untyped_storage().nbytes() == t.numel() * t.element_size()
 
 
 # -- the gated product -------------------------------------------------------------------
@@ -283,6 +351,15 @@ def _does_no_more(gate: Any, up: Any, x: Tensor) -> bool:
     if x.is_meta or not torch.is_autocast_enabled(kind):
         return True
     return torch.get_autocast_dtype(kind) is x.dtype
+
+
+def _sharded(layer: Any) -> bool:
+    module = sys.modules.get("torch.distributed.tensor")
+    return (
+        module is not None
+        and isinstance(layer, nn.Linear)
+        and isinstance(layer._parameters.get("weight"), module.DTensor)
+    )
 
 
 def _gate(gate: Tensor, up: Tensor, text: str) -> Tensor:

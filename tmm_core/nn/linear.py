@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 
 from tmm_core import api, dispatch
 from tmm_core.settings import with_static_weights
@@ -90,6 +90,8 @@ class Linear(nn.Linear):
         self.epilogue = self._epilogue
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
+        if type(input) is not torch.Tensor and isinstance(input, fx.Proxy):
+            return leaf(self, input)
         if self.static_weights:
             return with_static_weights(self._product, input)
         return api.linear(input, self.weight, self.bias, epilogue=self._text)
@@ -100,3 +102,10 @@ class Linear(nn.Linear):
     def extra_repr(self) -> str:
         text = super().extra_repr()
         return f"{text}, epilogue={self._text!r}" if self._text else text
+
+
+def leaf(module: nn.Module, input: fx.Proxy) -> Any:
+    """The node of ``torch.fx`` that calls ``module`` on ``input``: a tracer keeps torch's own
+    layers whole by the name of their package, and would trace into these."""
+    path = input.tracer.path_of_module(module)  # type: ignore[attr-defined]
+    return input.tracer.create_proxy("call_module", path, (input,), {})

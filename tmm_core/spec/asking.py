@@ -13,11 +13,14 @@ import math
 import numbers
 import threading
 import traceback
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from itertools import islice
 from typing import Any, TypeVar
 
-from tmm_core.errors import PluginError, warn
+import torch
+
+from tmm_core.errors import ConfigError, PluginError, TmmError, warn
+from tmm_core.spec.anatomy import Anatomy, Resources
 from tmm_core.spec.kernel import Config, Kernel, Launcher, Traits
 from tmm_core.spec.problem import Problem
 from tmm_core.spec.supports import Supports
@@ -61,6 +64,25 @@ class NonsenseError(ValueError):
     """An answer that is of the wrong type, or out of its bounds."""
 
 
+def read_config(kernel: Kernel[Any], document: Mapping[str, Any]) -> Config:
+    """The config of a kernel that a record, or a caller, gives as JSON.
+
+    Raises:
+        ConfigError: It is none of this kernel's.
+        PluginError: The kernel's own reading of it failed: it is set aside.
+    """
+    try:
+        config = kernel.config_type.from_json(document)
+        return kernel._within(config) if isinstance(kernel, Asked) else config
+    except ConfigError:
+        raise
+    except BaseException as error:
+        let_through(error)
+        if isinstance(kernel, Asked):
+            raise kernel._set_aside("config_type", error) from error
+        raise PluginError(f"config_type raised {told(error)}") from error
+
+
 class Asked(Kernel[Any]):
     """A registered kernel, whose every answer is checked.
 
@@ -92,8 +114,12 @@ class Asked(Kernel[Any]):
         self._lock = threading.Lock()
         self.name = type(kernel).__qualname__  # until it is known
         if type(kernel).reasons_against is not Kernel.reasons_against:
+            try:
+                self.name = _name(kernel.name)
+            except BaseException as error:
+                let_through(error)
             raise PluginError(
-                f"kernel {shown(getattr(kernel, 'name', self.name))} is written for tmm's first "
+                f"kernel {self.name!r} is written for tmm's first "
                 "protocol: declare `supports = tmm_core.Supports(…)` in place of "
                 "reasons_against(), and yield what that has no field for from declines(problem)"
             )
@@ -140,20 +166,22 @@ class Asked(Kernel[Any]):
         """Compile and return the launcher.
 
         Raises:
-            Exception: Whatever the kernel raised, made an ordinary error where it is none. It
-                costs this candidate; the kernel is not set aside.
+            PluginError: The kernel raised, or gave nothing that can be called: it says where.
+                That costs this candidate; the kernel is not set aside.
+            TmmError, torch.OutOfMemoryError: As the kernel raised them.
         """
         if self.fault is not None:
             raise PluginError(self.fault)
         try:
             launcher = self.kernel.bind(problem, config)
-        except Exception:
+        except (TmmError, torch.OutOfMemoryError):
             raise
         except BaseException as error:
             let_through(error)
-            raise PluginError(f"bind raised {told(error)}") from error
+            raise PluginError(f"{self._whose}: {self._fault('bind', error)}") from error
         if not callable(launcher):
-            raise PluginError(f"bind returned {shown(launcher)}, which cannot be called")
+            fault = NonsenseError(f"returned {shown(launcher)}, which cannot be called")
+            raise PluginError(f"{self._whose}: {self._fault('bind', fault)}")
         return launcher
 
     def compile(self, problem: Problem, config: Any) -> None:
@@ -172,6 +200,23 @@ class Asked(Kernel[Any]):
 
     def workspace_bytes(self, problem: Problem, config: Any) -> int:
         return self._or(0, "workspace_bytes", _bytes, problem, config)
+
+    def anatomy(self, problem: Problem, config: Any) -> Anatomy | None:
+        return self._or(None, "anatomy", _anatomy, problem, config)
+
+    def resources(self, problem: Problem, config: Any) -> list[Resources]:
+        """What the kernel's functions take of an SM.
+
+        Raises:
+            Exception: Whatever the kernel raised; it is not set aside.
+        """
+        try:
+            return _resources(self.kernel.resources(problem, config))
+        except Exception:
+            raise
+        except BaseException as error:
+            let_through(error)
+            raise PluginError(f"{self._whose}: {self._fault('resources', error)}") from error
 
     def _or(self, default: T, question: str, check: Callable[[Any], T], *about: Any) -> T:
         try:
@@ -192,14 +237,15 @@ class Asked(Kernel[Any]):
         with self._lock:
             first = self.fault is None
             if first:
-                self.fault = (
-                    f"kernel {self.name!r} of {self.plugin} is set aside: "
-                    f"{self._fault(question, error)}"
-                )
+                self.fault = f"{self._whose} is set aside: {self._fault(question, error)}"
         assert self.fault is not None
         if first:
             warn(self.fault)
         return PluginError(self.fault)
+
+    @property
+    def _whose(self) -> str:
+        return f"kernel {self.name!r} of {self.plugin}"
 
     def _fault(self, question: str, error: BaseException) -> str:
         what = str(error) if isinstance(error, NonsenseError) else f"raised {told(error)}"
@@ -219,6 +265,10 @@ class Asked(Kernel[Any]):
         if not isinstance(config, self.config_type):
             raise NonsenseError(f"gave {shown(config)}, not a {self.config_type.__name__}")
         hash(config)
+        if not config == config:  # a stranger's __eq__, called here first
+            raise NonsenseError(f"gave {shown(config)}, which is not equal to itself")
+        if not all(isinstance(name, str) for name in config.assumes):
+            raise NonsenseError(f"gave a config that assumes {shown(config.assumes)}, not names")
         for name, value in config.to_json().items():
             if type(value) not in (int, bool, str) and not (
                 type(value) is float and math.isfinite(value)
@@ -299,6 +349,18 @@ def _arithmetic(answer: Any) -> str | None:
     if answer is not None and not (isinstance(answer, str) and answer):
         raise NonsenseError(f"returned {shown(answer)}, which is no name")
     return answer
+
+
+def _anatomy(answer: Any) -> Anatomy | None:
+    if answer is not None and not isinstance(answer, Anatomy):
+        raise NonsenseError(f"returned {shown(answer)}, not an Anatomy")
+    return answer
+
+
+def _resources(answer: Any) -> list[Resources]:
+    if not isinstance(answer, Iterable) or not all(isinstance(r, Resources) for r in answer):
+        raise NonsenseError(f"returned {shown(answer)}, not Resources")
+    return list(answer)
 
 
 def _where(kind: type, question: str, error: BaseException) -> str:

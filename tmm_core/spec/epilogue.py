@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import hashlib
 import inspect
+import itertools
 import math
 import re
 from collections.abc import Callable, Mapping, Sequence
@@ -32,6 +33,10 @@ from tmm_core.spec.activations import ALIASES, text_of
 
 _Function = Callable[..., torch.Tensor]
 EpilogueLike = Union[None, str, "Epilogue", _Function, Sequence[Union[str, "Epilogue", _Function]]]
+
+
+#: The least number that fp32 holds in full.
+_LEAST_POSITIVE = 2.0**-126
 
 
 @dataclass(frozen=True, eq=False)
@@ -53,7 +58,8 @@ class Epilogue:
         device_derivative: The same as a ``@triton.jit`` function, or the name of one, as
             ``device``. With all three, training takes one kernel for the epilogue and one for
             its derivative.
-        parameters: Default values of the extra arguments, baked into compiled kernels.
+        parameters: Default values of the extra arguments, baked into compiled kernels. ``None``:
+            the numbers that ``reference`` has as defaults.
         gated: Takes two halves of the product, ``z[..., :N]`` (gate) and ``z[..., N:]``
             (up), and returns one of width N.
         linear: ``f(x + y) == f(x) + f(y)``: partial sums may pass through it.
@@ -63,18 +69,21 @@ class Epilogue:
             Made of torch's operators.
 
     Raises:
-        ValueError: The name is not an identifier, or a parameter is not a finite number.
+        ValueError: The name is not an identifier, or a parameter is not a finite number, or not
+            above 0 where it has to be.
     """
 
     name: str
     reference: Callable[..., torch.Tensor]
     device: Any = None
     derivative: Callable[..., Any] | None = None
-    parameters: tuple[float, ...] = ()
+    parameters: tuple[float, ...] = None  # type: ignore[assignment]  # replaced when made
     gated: bool = False
     linear: bool = False
     output_vjp: Callable[..., torch.Tensor] | None = None
     device_derivative: Any = None
+    #: Parameters have to be above 0, in fp32 too: softcap divides by its cap.
+    positive: bool = field(default=False, repr=False)
     #: The single-stage epilogues this one chains; empty for a single stage. A chain's own
     #: ``reference`` is its first stage's; ``apply`` goes through them all.
     stages: tuple[Epilogue, ...] = field(default=(), repr=False)
@@ -84,9 +93,12 @@ class Epilogue:
     def __post_init__(self) -> None:
         if not self.stages and not self.name.isidentifier():
             raise ValueError(f"epilogue name must be an identifier, got {self.name!r}")
-        object.__setattr__(self, "parameters", tuple(float(p) for p in self.parameters))
+        given = _defaults(self) if self.parameters is None else self.parameters
+        object.__setattr__(self, "parameters", tuple(float(p) for p in given))
         if not all(map(math.isfinite, self.parameters)):
             raise ValueError(f"epilogue {self.name!r}: parameters must be finite numbers")
+        if self.positive and min(self.parameters) < _LEAST_POSITIVE:
+            raise ValueError(f"epilogue {self}: its parameters must be above 0")
 
     @cached_property
     def key(self) -> str:
@@ -163,17 +175,17 @@ class Epilogue:
         return self.key
 
     def with_parameters(self, *parameters: float) -> Epilogue:
-        """The same epilogue with other parameter values.
+        """The same epilogue with other values of its first parameters.
 
         Raises:
-            ValueError: Not as many values as the epilogue has parameters.
+            ValueError: More values than the epilogue has parameters.
         """
-        if len(parameters) != len(self.parameters):
+        if len(parameters) > len(self.parameters):
             raise ValueError(
                 f"epilogue {self.name!r} takes {len(self.parameters)} parameters, "
                 f"got {len(parameters)}"
             )
-        return replace(self, parameters=tuple(parameters))
+        return replace(self, parameters=parameters + self.parameters[len(parameters) :])
 
     def then(self, after: Epilogue) -> Epilogue:
         """The chain ``after(self(z))``.
@@ -209,6 +221,22 @@ class Epilogue:
 
 #: Epilogue objects by key: the operator's schema can carry a string only.
 INTERNED: dict[str, Epilogue] = {}
+
+
+def _defaults(epilogue: Epilogue) -> tuple[float, ...]:
+    """The numbers that the reference has as defaults, behind what it computes from; none where
+    the device function takes no such arguments, to which they would be passed."""
+    if epilogue.stages:
+        return ()
+    operands = 2 if epilogue.gated else 1
+    try:
+        arguments = list(inspect.signature(epilogue.reference).parameters.values())[operands:]
+    except (TypeError, ValueError):  # written in C
+        return ()
+    defaults = [argument.default for argument in arguments]
+    numbers = tuple(itertools.takewhile(lambda value: type(value) in (int, float), defaults))
+    takes = getattr(epilogue.device, "arg_names", None)
+    return numbers if takes is None else numbers[: max(0, len(takes) - operands)]
 
 
 def _source(function: Any) -> str:
@@ -290,6 +318,7 @@ BUILTIN: Mapping[str, Epilogue] = {
             lambda z, cap: cap * torch.tanh(z / cap),
             30.0,
             output_vjp=lambda grad, y, cap: _aten.tanh_backward(grad, y / cap),
+            positive=True,
         ),
         _builtin(
             "scale",
@@ -328,20 +357,23 @@ BUILTIN: Mapping[str, Epilogue] = {
     )
 }
 
-_TERM = re.compile(r"\s*(?P<name>[A-Za-z_]\w*)\s*(?:\((?P<args>[^()]*)\))?\s*")
+_TERM = re.compile(
+    r"\s*(?P<name>[A-Za-z_]\w*)\s*(?:\((?P<args>[^()]*)\))?\s*(?:@(?P<digest>[0-9a-f]{12}))?\s*"
+)
 
 
 def parse(text: EpilogueLike, known: Mapping[str, Epilogue] = BUILTIN) -> Epilogue:
     """Turn what a caller passed as ``epilogue=`` into an :class:`Epilogue`.
 
     Accepts ``None`` (identity), an :class:`Epilogue`, a string such as ``"silu"``,
-    ``"softcap(30)"`` or the chain ``"gelu_tanh+softcap(30)"``, an activation of torch such as
-    ``F.silu``, ``nn.GELU(approximate="tanh")`` or ``partial(F.gelu, approximate="tanh")``, and a
-    sequence of these.
+    ``"softcap(30)"`` or the chain ``"gelu_tanh+softcap(30)"``, the key of one, as records have
+    it, an activation of torch such as ``F.silu``, ``nn.GELU(approximate="tanh")`` or
+    ``partial(F.gelu, approximate="tanh")``, and a sequence of these.
 
     Raises:
         UnknownNameError: A name that is not in ``known``; the message has near matches.
-        ValueError: The text does not parse, or a parameter is not a number.
+        ValueError: The text does not parse, a parameter is not a number, or a key is of other
+            source than the epilogue that has its name now.
         TypeError: Neither of the accepted types, or a function that is none of torch's
             activations; the message shows what to write.
     """
@@ -381,10 +413,13 @@ def _parse_term(term: str, whole: str, known: Mapping[str, Epilogue]) -> Epilogu
         name = ALIASES.get(name, name)
     if name not in known:
         raise UnknownNameError("epilogue", name, known)
-    if args is None:
-        return known[name]
-    try:
-        values = [float(a) for a in args.split(",")] if args.strip() else []
-    except ValueError:
-        raise ValueError(f"epilogue {whole!r}: parameters must be numbers") from None
-    return known[name].with_parameters(*values)
+    found = known[name]
+    if args is not None:
+        try:
+            values = [float(a) for a in args.split(",")] if args.strip() else []
+        except ValueError:
+            raise ValueError(f"epilogue {whole!r}: parameters must be numbers") from None
+        found = found.with_parameters(*values)
+    if match["digest"] and found.key != re.sub(r"\s", "", term):
+        raise ValueError(f"epilogue {term.strip()!r} is of another source than {found.key!r} here")
+    return found

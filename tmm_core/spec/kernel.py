@@ -5,19 +5,17 @@ from __future__ import annotations
 import abc
 import dataclasses
 import functools
-import hashlib
-import inspect
-import sys
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from types import ModuleType
 from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch
 
 from tmm_core.errors import ConfigError
+from tmm_core.spec.anatomy import Anatomy, Resources
+from tmm_core.spec.digest import digest
 from tmm_core.spec.problem import Problem
 from tmm_core.spec.supports import Supports
 
@@ -127,22 +125,13 @@ class Kernel(abc.ABC, Generic[C]):
     supports: ClassVar[Supports]
     traits: ClassVar[Traits] = Traits()
     config_type: ClassVar[type[Config]] = Config
-    #: Modules besides its own whose code is part of the kernel.
-    shares: ClassVar[tuple[ModuleType, ...]] = ()
 
     @functools.cached_property
     def version(self) -> str:
-        """Changes when results or speed may: by default a hash of the source of the defining
-        module and of those it ``shares``, so that an edited kernel is timed again and others
-        are not."""
-        digest = hashlib.sha256()
-        for module in (sys.modules[type(self).__module__], *self.shares):
-            try:
-                source = inspect.getsource(module)
-            except (OSError, TypeError):  # typed into a prompt, or compiled
-                source = type(self).__qualname__
-            digest.update(source.encode())
-        return digest.hexdigest()[:12]
+        """Changes when results or speed may, so that an edited kernel is timed again and others
+        are not: by default a digest of the code that ``bind`` and ``compile`` reach
+        (:func:`tmm_core.spec.digest.digest`)."""
+        return digest(type(self), self.config_type)
 
     def reasons_against(self, problem: Problem) -> list[str]:
         """Why this kernel cannot serve ``problem``; empty: it can. Not to be overridden: what it
@@ -209,6 +198,19 @@ class Kernel(abc.ABC, Generic[C]):
     def workspace_bytes(self, problem: Problem, config: C) -> int:
         """Scratch memory the launcher holds; ties go to the smallest."""
         return 0
+
+    def anatomy(self, problem: Problem, config: C) -> Anatomy | None:
+        """How the work is laid out and what a model expects of it, for ``tmm explain --why``."""
+        return None
+
+    def resources(self, problem: Problem, config: C) -> Sequence[Resources]:
+        """What each function that :meth:`bind` compiles takes of an SM; compiles them for the
+        problem's device, which need not be there. For ``tmm explain --why``.
+
+        Raises:
+            Exception: Why that cannot be told.
+        """
+        raise NotImplementedError(f"{self.name} does not tell")
 
     def __repr__(self) -> str:
         return f"<kernel {self.name} {self.version}>"

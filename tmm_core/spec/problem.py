@@ -8,17 +8,13 @@ from typing import Any, Literal
 
 import torch
 
+from tmm_core import formats
+from tmm_core.formats import Format, ScaleKind
 from tmm_core.spec.device import DeviceFingerprint
 from tmm_core.spec.epilogue import IDENTITY, Epilogue
 from tmm_core.spec.groups import Groups
 
 Layout = Literal["row", "col", "strided"]
-
-#: What scales an operand: one number, or one for each row of ``a`` (column of ``b``).
-ScaleKind = Literal["tensor", "row"]
-
-#: 8-bit floats that are multiplied: 4 bits of exponent and 3 of mantissa, or 5 and 2.
-FP8 = (torch.float8_e4m3fn, torch.float8_e5m2)
 
 #: Bulk copies and 16-byte vector loads need base and leading stride to be multiples of this.
 ALIGNMENT = 16
@@ -216,9 +212,14 @@ class Problem:
         )
 
     @property
+    def format(self) -> Format | None:
+        """The format of both operands, of one storage dtype or two; None: plain numbers."""
+        return formats.of_pair(self.a.dtype, self.b.dtype)
+
+    @property
     def fp8(self) -> bool:
-        """Both operands are of :data:`FP8`, alike or not."""
-        return self.a.dtype in FP8 and self.b.dtype in FP8
+        """Both operands are 8-bit floats, alike or not."""
+        return self.format is not None and self.format.name == "fp8"
 
     @property
     def has_scales(self) -> bool:
@@ -334,12 +335,6 @@ class Problem:
             "residual" if self.residual else "",
         ]
         return " ".join([size, dtypes, layout, *filter(None, extras)])
-
-
-def wide(dtype: torch.dtype) -> torch.dtype:
-    """What goes with operands of ``dtype``, by default: itself, and bf16 where it has 8 bits (as
-    ``torch.nn.functional.scaled_mm``; a result in 8 bits would need a scale of its own)."""
-    return torch.bfloat16 if dtype in FP8 else dtype
 
 
 def scale_kind(scale: torch.Tensor | None) -> ScaleKind | None:

@@ -159,16 +159,18 @@ def _capability(supports: Supports, device: DeviceFingerprint) -> Iterator[str]:
 def _numbers(supports: Supports, problem: Problem) -> Iterator[str]:
     """Dtypes of a and b, their formats and scales."""
     a, b = problem.a.dtype, problem.b.dtype
-    if problem.fp8:
-        if "fp8" not in supports.formats:
-            yield f"does not multiply 8-bit floats, {a} and {b}"
+    if problem.format is not None:
+        if problem.format.name not in supports.formats:
+            yield f"does not multiply {problem.format.name} operands, {a} and {b}"
+    elif a.itemsize == 1 and a.is_floating_point:
+        yield f"{a} and {b} operands are of no format that is installed"
     elif a not in supports.operands:
-        more = ", or both 8-bit floats" if "fp8" in supports.formats else ""
-        yield f"{a} operands are not among {_named(supports.operands)}{more}"
+        names = [_named(supports.operands), *supports.formats]
+        yield f"{a} operands are not among {', '.join(names)}"
     elif a != b:
         yield f"operands differ in dtype: {a} and {b}"
     for name, kind in (("scale_a", problem.scale_a), ("scale_b", problem.scale_b)):
-        if kind is not None and not (problem.fp8 and kind in supports.scales):
+        if kind is not None and not (problem.format and kind in supports.scales):
             yield f"has no {name} by {kind} for {a}"
 
 
@@ -280,8 +282,8 @@ _QUESTIONS: dict[type, dict[str, Question | None]] = {
         **dict.fromkeys(("device", "gated", "stages"), _epilogue),
         # What it computes is the device function's business; derivatives are other calls'.
         **dict.fromkeys(
-            ("name", "reference", "parameters", "linear", "builtin", "derivative", "output_vjp",
-             "device_derivative")
+            ("name", "reference", "parameters", "positive", "linear", "builtin", "derivative",
+             "output_vjp", "device_derivative")
         ),
     },
 }  # fmt: skip

@@ -12,11 +12,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from tmm_core.testing.conformance import KernelConformance
     from tmm_core.testing.debug import breakpoint_if, print_if
+    from tmm_core.testing.epilogues import EpilogueConformance
     from tmm_core.testing.ready import check_tensors_ready
 
-__all__ = ["KernelConformance", "breakpoint_if", "check_tensors_ready", "print_if"]
+__all__ = [
+    "EpilogueConformance",
+    "KernelConformance",
+    "breakpoint_if",
+    "check_tensors_ready",
+    "print_if",
+]
 
 _HOME = {
+    "EpilogueConformance": "epilogues",
     "KernelConformance": "conformance",
     "breakpoint_if": "debug",
     "check_tensors_ready": "ready",

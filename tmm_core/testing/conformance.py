@@ -26,12 +26,13 @@ import torch
 
 from tmm_core.dispatch.registry import Registry
 from tmm_core.errors import ConfigError
-from tmm_core.spec.device import fingerprint
+from tmm_core.spec.device import fingerprint, interpreting
 from tmm_core.spec.hookspecs import hookimpl
 from tmm_core.spec.kernel import Config, Kernel, Launcher
 from tmm_core.spec.problem import Problem
 from tmm_core.testing.probe import Posed, Probe
 from tmm_core.testing.questions import Questions, odd_problems
+from tmm_core.triton.interpreted import REMEDY
 
 #: Launches that must agree bit for bit.
 REPEATS = {"cuda": 12, "cpu": 2}
@@ -420,7 +421,8 @@ class KernelConformance(Questions):
     def _blame(self, posed: Posed, problem: Problem, faults: Sequence[str]) -> None:
         if faults:
             what = f"{self.kernel.name} is wrong on {problem} ({posed.probe}):"
-            pytest.fail("\n".join([what, *faults]), pytrace=False)
+            hint = [f"{REMEDY}."] if interpreting() and "bfloat16" in str(posed.probe) else []
+            pytest.fail("\n".join([what, *faults, *hint]), pytrace=False)
 
     def _first_served(self, probes: Sequence[Probe]) -> Posed:
         """The first of these that the kernel does not decline."""

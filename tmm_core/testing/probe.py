@@ -13,12 +13,13 @@ from typing import Any
 import torch
 
 from tmm_core.dispatch import verify
+from tmm_core.formats import wide
 from tmm_core.spec.arguments import Arguments
 from tmm_core.spec.device import fingerprint
 from tmm_core.spec.epilogue import IDENTITY, Epilogue
 from tmm_core.spec.kernel import Launcher
 from tmm_core.spec.precision import precision
-from tmm_core.spec.problem import FP8, Problem
+from tmm_core.spec.problem import Problem
 from tmm_core.testing import memory
 from tmm_core.testing.memory import Guarded
 
@@ -64,8 +65,8 @@ class Probe:
         generator = torch.Generator(device).manual_seed(zlib.crc32(str(self).encode()))
         batch = (self.batch,) if self.batch != 1 else ()
         width = self.n * (2 if self.epilogue.gated else 1)
-        wide = torch.bfloat16 if self.dtype in FP8 else self.dtype
-        out_dtype = self.out_dtype or wide
+        plain = wide(self.dtype)
+        out_dtype = self.out_dtype or plain
         # Of unit variance in the product, as verification's inputs; see there.
         scale = max(1, self.k) ** -0.25
         operands = {
@@ -79,7 +80,7 @@ class Probe:
             ),
         }  # fmt: skip
         if self.bias is not None:
-            dtype = self.bias_dtype or wide
+            dtype = self.bias_dtype or plain
             operands["bias"] = memory.vector(width, self.bias, dtype, device, generator)
         if self.residual is not None:
             operands["residual"] = memory.operand(

@@ -10,9 +10,10 @@ from typing import Any, ClassVar
 
 import torch
 
+from tmm_core.formats import FORMATS, Format
 from tmm_core.spec.device import DeviceFingerprint, interpreting
 from tmm_core.spec.epilogue import BUILTIN, Epilogue, EpilogueLike, parse
-from tmm_core.spec.problem import FP8, Operand, Problem
+from tmm_core.spec.problem import Operand, Problem
 from tmm_core.testing.memory import LAYOUTS, WRITABLE
 from tmm_core.testing.probe import Probe
 
@@ -149,8 +150,12 @@ class Questions:
             yield replace(full, epilogue=parse(text), m=m, n=n, k=k, out="strided")
 
     def probes_of_scales(self) -> Iterator[Probe]:
-        """8-bit floats, alike and mixed, scaled in every way and not at all."""
-        narrow, wide = FP8
+        """Operands of every format, alike and mixed, scaled in every way and not at all."""
+        for form in FORMATS.values():
+            yield from self._probes_of(form)
+
+    def _probes_of(self, form: Format) -> Iterator[Probe]:
+        narrow, wide = form.storage[0], form.storage[-1]
         base = replace(self._probe(), dtype=narrow, b="col")
         rows: dict[str, Any] = {"scale_a": "row", "scale_b": "row"}
         for scale_a, scale_b in ((None, None), ("tensor", "tensor"), ("row", None), (None, "row")):
@@ -224,12 +229,12 @@ class Questions:
         return [full, plain, self._probe()]
 
     def demanding_scales(self) -> Sequence[Probe]:
-        """Likewise of 8-bit operands."""
+        """Likewise of operands of formats."""
         rows: dict[str, Any] = {"b": "col", "scale_a": "row", "scale_b": "row"}
         plain, *_ = (p for p in self.demanding() if p.bias is None)
-        plain = replace(plain, dtype=FP8[0], **rows)
-        full = replace(plain, bias="packed", residual="row", epilogue=parse("silu"))
-        return [full, plain]
+        terms: dict[str, Any] = {"bias": "packed", "residual": "row", "epilogue": parse("silu")}
+        of_each = [replace(plain, dtype=form.storage[0], **rows) for form in FORMATS.values()]
+        return [replace(each, **more) for each in of_each for more in (terms, {})]
 
     def fine_grained(self) -> Sequence[Probe]:
         """Problems whose result is not rounded to 16 bits, which would hide a difference, and
@@ -288,10 +293,11 @@ def odd_problems(device: DeviceFingerprint) -> Iterator[Problem]:
                     yield replace(plain, **{name: matrix})  # type: ignore[arg-type]
     for epilogue in (*BUILTIN.values(), USERS, UNFUSABLE):
         yield replace(plain, epilogue=epilogue, bias=torch.float16, scaled=True)
-    eight = replace(plain, a=Operand(FP8[0]), b=Operand(FP8[1]))
-    for scale_a, scale_b in itertools.product((None, "tensor", "row"), repeat=2):
-        yield replace(eight, scale_a=scale_a, scale_b=scale_b)  # type: ignore[arg-type]
-        yield replace(plain, scale_a=scale_a, scale_b=scale_b)  # type: ignore[arg-type]
+    formats = [form.storage for form in FORMATS.values()]
+    for first, *_, last in [*formats, (half.dtype, half.dtype)]:
+        stored = replace(plain, a=Operand(first), b=Operand(last))
+        for scale_a, scale_b in itertools.product((None, "tensor", "row"), repeat=2):
+            yield replace(stored, scale_a=scale_a, scale_b=scale_b)  # type: ignore[arg-type]
     for flag in ("deterministic", "batch_invariant", "capturing", "tf32", "scaled"):
         yield replace(plain, **{flag: True})  # type: ignore[arg-type]
     gpu = DeviceFingerprint(

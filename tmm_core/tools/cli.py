@@ -11,7 +11,7 @@ import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import NoReturn
+from typing import Any, NoReturn
 
 import tmm_core
 from tmm_core.bench.case import parse_shape
@@ -47,7 +47,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             # µ and × on an ASCII terminal are escaped rather than fatal.
             sys.stdout.reconfigure(errors="backslashreplace")
         # Imported late: rich, matplotlib and Triton are needed by some commands only.
-        command = importlib.import_module(f"tmm_core.tools.commands.{options.command}")
+        command = importlib.import_module(
+            f"tmm_core.tools.commands.{options.command.replace('-', '_')}"
+        )
         with warnings_as_notes():
             status: int = command.run(options)
         sys.stdout.flush()
@@ -76,11 +78,7 @@ def _parser() -> argparse.ArgumentParser:
     kernels = add("kernels", "list kernels, where they come from, and why some are not used")
     shared.add_json(kernels)
 
-    explain = add("explain", "say what a call would run, why, and why not something else")
-    explain.add_argument("shape", type=shared.argument(parse_shape), metavar="MxNxK")
-    shared.add_problem(explain)
-    shared.add_device(explain)
-    shared.add_json(explain)
+    _add_explain(add("explain", "say what a call would run, why, and why not something else"))
 
     _add_tune(add("tune", "measure problems ahead of time and remember the winners"))
     _add_bench(add("bench", "time what is chosen against torch, side by side"))
@@ -96,7 +94,52 @@ def _parser() -> argparse.ArgumentParser:
     misses = add("misses", "list problems that were met where tuning was forbidden")
     misses.add_argument("--clear", action="store_true", help="forget them")
     shared.add_json(misses)
+
+    new = add("new-plugin", "write a package of one kernel and one epilogue, to be changed")
+    new.add_argument("name", help="of the distribution, like my-kernels")
+    new.add_argument("--folder", type=Path, help="where; by default a new one of that name")
     return parser
+
+
+def _add_explain(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("shape", nargs="?", type=shared.argument(parse_shape), metavar="MxNxK")
+    parser.add_argument("--kernel", metavar="NAME", help="as if this kernel were forced")
+    parser.add_argument(
+        "--config",
+        type=_fields,
+        metavar="FIELD=VALUE,…",
+        help="and these fields of its config, the others as in its default",
+    )
+    parser.add_argument(
+        "--gpu", metavar="NAME", help="as on this GPU, which need not be here: H200"
+    )
+    parser.add_argument(
+        "--why", action="store_true", help="take the chosen kernel apart (compiles it)"
+    )
+    parser.add_argument(
+        "--tiles",
+        nargs="?",
+        const=(),
+        type=_tiles,
+        metavar="RxC",
+        help="show the order of tiles, and what waves of them read",
+    )
+    parser.add_argument(
+        "--group", type=_counts, metavar="N,…", help="--tiles: the values of GROUP_M to show"
+    )
+    parser.add_argument("--wave", type=_count, metavar="N", help="--tiles: tiles at one time")
+    parser.add_argument(
+        "--plot",
+        type=Path,
+        metavar="FILE",
+        help="draw every candidate on record, or the tiles, into a .png or .svg",
+    )
+    parser.add_argument(
+        "--ncu", action="store_true", help="print the command that profiles the chosen kernel"
+    )
+    shared.add_problem(parser)
+    shared.add_device(parser)
+    shared.add_json(parser)
 
 
 def _add_tune(parser: argparse.ArgumentParser) -> None:
@@ -112,6 +155,12 @@ def _add_tune(parser: argparse.ArgumentParser) -> None:
         help="suites like tmm_core/bench/suite.json, or what `tmm misses --json` prints",
     )
     parser.add_argument("--force", action="store_true", help="measure also what is on record")
+    parser.add_argument(
+        "--isolate",
+        action="store_true",
+        help="launch each candidate in a process of its own first: one that hangs, exits or "
+        "crashes costs itself",
+    )
     _add_budget(parser)
     shared.add_problem(parser)
     shared.add_device(parser)
@@ -128,7 +177,48 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
         metavar="MxNxK",
         help="these, as the problem options say, instead of suites or beside them",
     )
+    parser.add_argument(
+        "--squares",
+        type=_squares,
+        default=[],
+        metavar="FIRST:LAST:STEP",
+        help="square matrices of these sizes, like 512:8192:512",
+    )
+    parser.add_argument(
+        "--dtypes",
+        type=_dtypes,
+        metavar="DTYPE,…",
+        help="of --shapes and --squares: each of these, in place of --dtype",
+    )
     parser.add_argument("--limit", type=_count, metavar="N", help="at most N of each suite")
+    parser.add_argument(
+        "--kernel",
+        action="extend",
+        type=lambda text: text.split(","),
+        default=[],
+        metavar="NAME,…",
+        help="time these kernels too, on --shapes and --squares",
+    )
+    parser.add_argument(
+        "--config",
+        type=_fields,
+        metavar="FIELD=VALUE,…",
+        help="with these fields, of those that each has; the others are its default config's",
+    )
+    parser.add_argument(
+        "--sweep",
+        action="append",
+        type=_sweep,
+        default=[],
+        metavar="FIELD=VALUE,…",
+        help="a series for each value; several --sweep are all their combinations",
+    )
+    parser.add_argument(
+        "--metric",
+        choices=("tflops", "gbs", "us", "ratio"),
+        default="tflops",
+        help="what tables and plots of --kernel tell (default: tflops)",
+    )
     parser.add_argument("--kernels", action="store_true", help="time every capable kernel too")
     parser.add_argument("--inductor", action="store_true", help="time torch.compile too")
     parser.add_argument(
@@ -224,6 +314,48 @@ def _weight(text: str) -> tuple[int, int]:
 @shared.argument
 def _count(text: str) -> int:
     return shared.positive(int, text)
+
+
+@shared.argument
+def _counts(text: str) -> list[int]:
+    return [shared.positive(int, each) for each in text.split(",")]
+
+
+@shared.argument
+def _tiles(text: str) -> tuple[int, int]:
+    rows, _, columns = text.lower().replace("×", "x").partition("x")
+    if not (rows.isdigit() and columns.isdigit()):
+        raise ValueError(f"found {text!r}, accepted is RxC: rows and columns of tiles, like 9x9")
+    return shared.positive(int, rows), shared.positive(int, columns)
+
+
+@shared.argument
+def _sweep(text: str) -> tuple[str, list[int | float | bool | str]]:
+    name, first = shared.field(text.split(",")[0])
+    return name, [first, *map(shared.value_of, text.split(",")[1:])]
+
+
+@shared.argument
+def _squares(text: str) -> list[int]:
+    parts = text.split(":")
+    if len(parts) != 3:
+        raise ValueError(f"found {text!r}, accepted is FIRST:LAST:STEP, like 512:8192:512")
+    first, last, step = (shared.positive(int, part) for part in parts)
+    if last < first:
+        raise ValueError(f"found {text!r}: the last size is below the first")
+    return list(range(first, last + 1, step))
+
+
+@shared.argument
+def _dtypes(text: str) -> list[Any]:
+    from tmm_core.bench.case import parse_dtype
+
+    return [parse_dtype(part) for part in text.split(",")]
+
+
+@shared.argument
+def _fields(text: str) -> dict[str, int | float | bool | str]:
+    return dict(map(shared.field, text.split(",")))
 
 
 if __name__ == "__main__":

@@ -27,6 +27,7 @@ from tmm_core.spec.arguments import EXTRAS, LAUNCHED, keywords, launch_parameter
 from tmm_core.spec.device import DeviceFingerprint, interpreting
 from tmm_core.spec.kernel import Launcher
 from tmm_core.triton.evict_first import hints, marked
+from tmm_core.triton.interpreted import call_of
 from tmm_core.triton.kept import compile_kept
 
 Grid = tuple[int, int, int]
@@ -192,7 +193,7 @@ class Launch:
         if interpreting() or device.type != "cuda":
             self._parameters = self._given
             self._template = "{_}interpret({grid}, {arguments})"
-            self.namespace = {"interpret": _interpreted(fn, self._given, constants)}
+            self.namespace = {"interpret": call_of(fn, self._given, constants)}
         else:
             index = device.index if device.index is not None else torch.cuda.current_device()
             key = (
@@ -528,13 +529,6 @@ def _without_constants(src: ASTSource) -> Any:
     its signature, which more kernels then share."""
     typed = {name: kind for name, kind in src.signature.items() if kind != "constexpr"}
     return SimpleNamespace(fn=src.fn, name=src.name, signature=typed, constants={})
-
-
-def _interpreted(fn: Any, names: Sequence[str], constants: Mapping[str, Any]) -> Any:
-    def call(gx: int, gy: int, gz: int, *args: Any) -> None:
-        fn[gx, gy, gz](**dict(zip(names, args, strict=True)), **constants)
-
-    return call
 
 
 def _low_level(run: Any, *, described: bool) -> Any:

@@ -8,10 +8,13 @@ import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 
-from tmm_core.bench import environment, host, recheck, regret, report, runner, suites
+from tmm_core import dispatch
+from tmm_core.bench import environment, host, recheck, regret, report, runner, series, suites
+from tmm_core.bench.case import Case
 from tmm_core.bench.results import Document, Results, Writer, identity
 from tmm_core.tools.commands import options as shared
 from tmm_core.tools.commands.console import (
@@ -30,6 +33,8 @@ def run(options: argparse.Namespace) -> int:
         raise UsageError("--plots needs --output, a folder to put them in")
     if options.read is not None:
         return _show(_read(options.read), options)
+    if (options.sweep or options.config) and not options.kernel:
+        raise UsageError("--sweep and --config are of single kernels: name them by --kernel")
     started = time.monotonic()
     device = shared.device(options)
     if options.verify_shipped:
@@ -102,6 +107,7 @@ def _measure(
         tune=options.tune,
         tune_budget=options.budget,
         kernels=options.kernels,
+        series=tuple(_series(options)),
         inductor=options.inductor,
         untuned=options.untuned,
         floor=options.floor,
@@ -123,8 +129,29 @@ def _regrets(
             return
 
 
+def _series(options: argparse.Namespace) -> list[series.Series]:
+    registry = dispatch.dispatcher().registry
+    kernels = [registry.kernel(name) for name in options.kernel]
+    sweeps: dict[str, list[Any]] = {}
+    for field, values in options.sweep:
+        sweeps[field] = [*sweeps.get(field, []), *values]
+    try:
+        return series.combined(kernels, options.config or {}, sweeps)
+    except ValueError as error:
+        raise UsageError(str(error)) from error
+
+
 def _tasks(options: argparse.Namespace) -> list[suites.Task]:
-    mine = [suites.Task("shapes", case) for case in shared.cases(options, options.shapes)]
+    shapes = [*options.shapes, *((1, size, size, size) for size in options.squares)]
+    suite = suites.SWEEP if options.kernel else "shapes"
+    dtypes = options.dtypes or [options.dtype]
+    mine = [
+        suites.Task(suite, case)
+        for dtype in dtypes
+        for case in shared.cases(argparse.Namespace(**{**vars(options), "dtype": dtype}), shapes)
+    ]
+    if options.kernel and not mine:
+        raise UsageError("--kernel: on which problems? give --shapes or --squares")
     names = options.suite or ([] if mine or options.host or options.regret else ["all"])
     try:
         return mine + suites.select(names, dtype=options.dtype, limit=options.limit)
@@ -167,18 +194,21 @@ def _show(results: Results, options: argparse.Namespace) -> int:
     elif options.markdown:
         print(report.markdown(results), end="")
     else:
-        _print_tables(results)
+        _print_tables(results, options.metric)
     if options.output is not None:
         options.output.mkdir(parents=True, exist_ok=True)
         written = [options.output / "report.md"]
         written[0].write_text(report.markdown(results), "utf-8")
         if options.plots:
-            written += _plot(results, options.output)
+            written += _plot(results, options.output, options.metric)
         note(f"written: {', '.join(map(str, written))}")
     return FOUND if any("failed" in document for document in results.problems) else DONE
 
 
-def _print_tables(results: Results) -> None:
+def _print_tables(results: Results, metric: str) -> None:
+    swept = [d for d in results.measured if d["suite"] == suites.SWEEP]
+    for dtype in dict.fromkeys(d["case"]["dtype"] for d in swept):
+        _print_series([d for d in swept if d["case"]["dtype"] == dtype], dtype, metric)
     summaries = report.summarize(results)
     if summaries:
         columns = report.SUMMARY_COLUMNS
@@ -193,10 +223,28 @@ def _print_tables(results: Results) -> None:
         print_table(("warm call", "host µs"), rows, ("host µs",))
 
 
-def _plot(results: Results, folder: Path) -> list[Path]:
+def _print_series(documents: Sequence[Document], dtype: str, metric: str) -> None:
+    """A row for each problem, a column for each series."""
+    label, sizes = series.axis(documents)
+    names = series.columns(documents)
+    unit = series.METRICS[metric][0]
+    print(f"{unit}, {dtype}, in use")
+    rows = []
+    for size, document in zip(sizes, documents, strict=True):
+        values = [series.told(document, name, metric) for name in names]
+        shown = ["" if value is None else f"{value:.4g}" for value in values]
+        rows.append([f"{size:g}" if isinstance(size, float) else size, *shown])
+    headings = [label, *(name.removeprefix("kernel ") for name in names)]
+    print_table(headings, rows, headings[1:])
+    for document in documents:
+        for name, reason in document.get("not_timed", {}).items():
+            note(f"{Case.from_json(document['case'])}: {name} was not timed: {reason}")
+
+
+def _plot(results: Results, folder: Path, metric: str) -> list[Path]:
     from tmm_core.bench import plots
 
     try:
-        return plots.save(results, folder)
+        return plots.save(results, folder, metric)
     except ModuleNotFoundError as error:
         raise UsageError(f"--plots: {error}; pip install 'tmm-core[bench]'") from error

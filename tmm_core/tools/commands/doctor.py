@@ -6,6 +6,7 @@ Every line is a fact; one that is a problem says what would mend it.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import difflib
 import importlib.util
 import os
@@ -17,7 +18,7 @@ import tempfile
 from collections.abc import Iterator
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from tmm_cache import CLOCK
@@ -27,9 +28,14 @@ from tmm_core import dispatch, settings
 from tmm_core.bench import recheck
 from tmm_core.bench.case import Call, Case
 from tmm_core.bench.environment import driver_version
-from tmm_core.dispatch import verify
-from tmm_core.errors import SettingsError
+from tmm_core.dispatch import ragged_reference, verify
+from tmm_core.dispatch.first_launch import FirstLaunches
+from tmm_core.dispatch.registry import DISTRIBUTION
+from tmm_core.errors import PluginError, SettingsError
+from tmm_core.spec.asking import let_through, told
 from tmm_core.spec.device import fingerprint, interpreting, version_of
+from tmm_core.spec.kernel import Candidate, Kernel
+from tmm_core.spec.problem import Problem
 from tmm_core.tools.commands import options as shared
 from tmm_core.tools.commands.console import DONE, FOUND, print_json
 
@@ -49,6 +55,9 @@ OTHER_VARIABLES = (
     "TMM_DISABLE_PLUGINS",
     "TMM_PLUGINS",
 )
+
+#: Memory for a first launch of what is below.
+LAUNCH_BYTES = 64 * 2**20
 
 #: What each kernel is tried on: sizes of no multiple of a tile, aligned and not.
 PROBES = (
@@ -70,25 +79,28 @@ class Finding:
 
 def run(options: argparse.Namespace) -> int:
     device = shared.device(options)
-    findings = list(_examine(device))
-    if options.json:
-        print_json([asdict(finding) for finding in findings])
-    else:
-        for finding in findings:
+    findings: list[Finding] = []
+    for finding in _examine(device):
+        findings.append(finding)
+        if not options.json:
+            # As it is found: whatever ends the process, what was found by then is there.
             mark = {"ok": "  ", "note": "- ", "problem": "! "}[finding.state]
             advice = f"; {finding.advice}" if finding.advice else ""
-            print(f"{mark}{finding.about:<18}{finding.text}{advice}")
+            print(f"{mark}{finding.about:<18}{finding.text}{advice}", flush=True)
+    if options.json:
+        print_json([asdict(finding) for finding in findings])
     return FOUND if any(finding.state == "problem" for finding in findings) else DONE
 
 
 def _examine(device: torch.device) -> Iterator[Finding]:
-    yield from _versions(device)
-    yield from _device(device)
-    yield from _toolchain(device)
-    yield from _plugins()
-    yield from _settings()
-    yield from _cache(device)
-    yield from _kernels(device)
+    for look in (_versions, _device, _toolchain, _plugins, _settings, _cache, _kernels):
+        try:
+            yield from look(device)
+        except BaseException as error:  # what one look trips over keeps no other from its own
+            if isinstance(error, GeneratorExit):
+                raise
+            let_through(error)
+            yield Finding(look.__name__.strip("_"), "problem", told(error), "report it")
 
 
 def _versions(device: torch.device) -> Iterator[Finding]:
@@ -149,7 +161,7 @@ def _toolchain(device: torch.device) -> Iterator[Finding]:
     yield Finding("toolchain", "problem", text, advice)
 
 
-def _plugins() -> Iterator[Finding]:
+def _plugins(device: torch.device) -> Iterator[Finding]:
     registry = dispatch.dispatcher().registry
     brought: dict[str, list[str]] = {}
     for registered in registry.kernels():
@@ -164,7 +176,7 @@ def _plugins() -> Iterator[Finding]:
             yield Finding("plugin", "problem", f"{fault.source}: {fault.reason}", advice)
 
 
-def _settings() -> Iterator[Finding]:
+def _settings(device: torch.device) -> Iterator[Finding]:
     known = {*OTHER_VARIABLES, *(variable for variable, _ in settings.VARIABLES.values())}
     for name in sorted(os.environ):
         if not name.startswith("TMM_"):
@@ -234,15 +246,22 @@ def _cache(device: torch.device) -> Iterator[Finding]:
 
 
 def _kernels(device: torch.device) -> Iterator[Finding]:
-    """Every kernel compiled, launched and held against the reference."""
+    """Every kernel compiled, launched and held against the reference; a stranger's in another
+    process before, which it may end."""
     try:
         settings.current()
     except SettingsError:
         yield Finding("kernel", "note", "none was tried: the settings are at fault")
         return
+    with contextlib.closing(FirstLaunches(device)) as first:
+        yield from _tried(device, first)
+
+
+def _tried(device: torch.device, first: FirstLaunches) -> Iterator[Finding]:
     registry = dispatch.dispatcher().registry
     for registered in registry.kernels():
         kernel = registered.kernel
+        foreign = registered.source.distribution not in ("", DISTRIBUTION)
         advice = f"leave it out by TMM_DISABLE={kernel.name}, and tell {registered.source}"
         reasons: list[str] = []
         tried = False
@@ -253,7 +272,8 @@ def _kernels(device: torch.device) -> Iterator[Finding]:
             if refusal:
                 continue
             tried = True
-            if wrong := _wrong(kernel.name, call):
+            fault = _fault(kernel, call.problem(), first) if foreign else None
+            if wrong := fault or _wrong(kernel.name, call):
                 text = f"{kernel.name} on {probe}: {wrong}"
                 yield Finding("kernel", "problem", text, advice)
                 break
@@ -267,6 +287,15 @@ def _kernels(device: torch.device) -> Iterator[Finding]:
                 yield Finding("kernel", "note", text)
 
 
+def _fault(kernel: Kernel[Any], problem: Problem, first: FirstLaunches) -> str | None:
+    """What its first launch does to a process; None: nothing."""
+    try:
+        candidate = Candidate(kernel, kernel.default_config(problem))
+    except PluginError as error:
+        return str(error)
+    return first.fault(problem, candidate, LAUNCH_BYTES)
+
+
 def _wrong(kernel: str, call: Call) -> str | None:
     """What is wrong with the kernel's answer to this call; None: nothing."""
     try:
@@ -275,7 +304,7 @@ def _wrong(kernel: str, call: Call) -> str | None:
             inputs = call.inputs()
             verify.poison(inputs.out)
             call.matmul(kernel=kernel, out=inputs.out)
-            error = verify.error(inputs.out, verify.reference(problem, inputs))
+            error = verify.error(inputs.out, ragged_reference.whole(problem, inputs))
     except Exception as fault:
         return f"{type(fault).__name__}: {fault}"
     limit = verify.tolerance(problem)

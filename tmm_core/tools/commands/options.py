@@ -65,10 +65,10 @@ def cases(options: argparse.Namespace, shapes: list[tuple[int, int, int, int]]) 
     import torch
 
     from tmm_core.bench.case import Case
-    from tmm_core.spec.problem import FP8
+    from tmm_core.formats import BY_STORAGE
 
     bias, epilogue, residual = options.epilogue
-    if options.scales and shapes and options.dtype not in FP8:
+    if options.scales and shapes and options.dtype not in BY_STORAGE:
         raise UsageError(f"--scales {options.scales} is for --dtype e4m3 or e5m2")
     found = []
     for batch, m, n, k in shapes:
@@ -131,6 +131,33 @@ def argument(parse: Callable[[str], T]) -> Callable[[str], T]:
             raise argparse.ArgumentTypeError(str(error)) from error
 
     return parsed
+
+
+def field(text: str) -> tuple[str, int | float | bool | str]:
+    """Name and value of one field of a config.
+
+    >>> field("GROUP_M=8"), field("FLATTEN=True"), field("schedule=pingpong")
+    (('GROUP_M', 8), ('FLATTEN', True), ('schedule', 'pingpong'))
+
+    Raises:
+        ValueError: There is no name, or no value.
+    """
+    name, equals, value = (part.strip() for part in text.partition("="))
+    if not (name and equals):
+        raise ValueError(f"found {text!r}, accepted is FIELD=VALUE, like GROUP_M=8")
+    return name, value_of(value)
+
+
+def value_of(text: str) -> int | float | bool | str:
+    """A number or a truth value where it reads as one, else the text."""
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
 
 
 def _positive(text: str) -> int:

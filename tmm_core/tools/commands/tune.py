@@ -6,7 +6,8 @@ import argparse
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +18,7 @@ import tmm_core
 from tmm_core import dispatch
 from tmm_core.bench import suites
 from tmm_core.bench.case import Case
+from tmm_core.dispatch.first_launch import FirstLaunches
 from tmm_core.dispatch.proposals import baseline_us
 from tmm_core.launch import warm
 from tmm_core.spec.device import fingerprint
@@ -45,20 +47,33 @@ def run(options: argparse.Namespace) -> int:
     interrupted = False
     # With --json stdout is one document, so what shows progress goes to stderr.
     say: Callable[[str], None] = note if options.json else print_flushed
-    for number, item in enumerate(pending, start=1):
-        try:
-            outcome = _tune(item, options)
-        except KeyboardInterrupt:
-            note(f"interrupted; {number - 1} of {len(pending)} are done, and their records saved")
-            interrupted = True
-            break
-        outcomes.append(outcome)
-        say(f"[{number:{len(str(len(pending)))}}/{len(pending)}] {_line(outcome)}")
+    with _first_launches_elsewhere(device) if options.isolate else nullcontext():
+        for number, item in enumerate(pending, start=1):
+            try:
+                outcome = _tune(item, options)
+            except KeyboardInterrupt:
+                done = f"{number - 1} of {len(pending)} are done, and their records saved"
+                note(f"interrupted; {done}")
+                interrupted = True
+                break
+            outcomes.append(outcome)
+            say(f"[{number:{len(str(len(pending)))}}/{len(pending)}] {_line(outcome)}")
     if options.json:
         print_json(outcomes)
     if interrupted:
         return INTERRUPTED
     return FOUND if any(outcome["status"] == "failed" for outcome in outcomes) else DONE
+
+
+@contextmanager
+def _first_launches_elsewhere(device: torch.device) -> Iterator[None]:
+    tuner = dispatch.dispatcher().tuner
+    tuner.first_launches = FirstLaunches(device)
+    try:
+        yield
+    finally:
+        tuner.first_launches.close()
+        tuner.first_launches = None
 
 
 def print_flushed(text: str) -> None:

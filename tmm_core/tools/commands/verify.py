@@ -16,12 +16,14 @@ from typing import Any
 import torch
 from tmm_cache import Entry
 
-from tmm_core import dispatch
+from tmm_core import dispatch, settings
 from tmm_core.dispatch.compilers import compiling_threads
 from tmm_core.dispatch.verifier import Verifier
 from tmm_core.launch import warm
+from tmm_core.spec.asking import read_config
 from tmm_core.spec.device import DeviceFingerprint, fingerprint
 from tmm_core.spec.kernel import BASELINE, Candidate, Launcher
+from tmm_core.spec.precision import precision
 from tmm_core.spec.problem import Problem
 from tmm_core.tools.commands import options as shared
 from tmm_core.tools.commands.console import DONE, FOUND, INTERRUPTED, note, print_json
@@ -100,7 +102,7 @@ def _bound(entry: Entry, device: torch.device) -> _Bound | str:
     if device.type == "cuda":
         torch.cuda.set_device(device)  # a thread starts on device 0
     problem = warm.recall(entry.record.problem, device)
-    candidate = Candidate(kernel, kernel.config_type.from_json(best.config))
+    candidate = Candidate(kernel, read_config(kernel, best.config))
     return _Bound(problem, candidate, kernel.bind(problem, candidate.config))
 
 
@@ -110,9 +112,11 @@ def _verdict(winner: Future[_Bound | str], device: torch.device) -> dict[str, An
         if isinstance(bound, str):
             return {"status": bound}
         kernel = bound.candidate.kernel
-        verdict = Verifier(bound.problem, device).verdict(
-            bound.launcher, repeats=REPEATS, deterministic=kernel.traits.deterministic
-        )
+        with precision(bound.problem.tf32):  # some multiply by BLAS, which goes by it
+            memory = settings.current().tune_memory
+            verdict = Verifier(bound.problem, device, memory_limit=memory).verdict(
+                bound.launcher, repeats=REPEATS, deterministic=kernel.traits.deterministic
+            )
     except Exception as error:  # a compiler's, a launch's: this record's fault alone
         return {"status": "failed", "reason": f"{type(error).__name__}: {error}"}
     document: dict[str, Any] = {"title": str(bound.problem)}

@@ -1,13 +1,17 @@
-"""``triton.fused_epilogue``: gated products in one pass, and large tiles with heavy epilogues.
+"""``triton.grouped`` and ``triton.fused_epilogue``: one kernel over tiles, addressed by pointers.
 
-A gated product, silu(x·W_gate) · (x·W_up), is two matmuls over one A: computed apart, A is
-read twice and both products go through memory. Here a program keeps two accumulators, for
-the same tile of the gate and of the up half, and loads each tile of A once for both dots.
+Two things make it faster than the naive tiling. Tiles are visited GROUP_M rows at a time, so that
+the programs running together need few distinct rows of A and columns of B and find them in L2; and
+loads run ``num_stages`` steps ahead of the dot. Where BLOCK_K divides K the loop compares nothing
+along K. It asks nothing of its operands, so it is what serves strides that bulk copies cannot
+address. ``triton.grouped`` is this and no more.
 
-With SUBTILE 2 a tile is finished in two halves of its columns: the epilogue's temporaries
-and the rounded copy then need half the registers, which a 128×256 tile does not have to
-spare. Grouped order and pipelining are as in ``triton.grouped``. Ungated problems are
-served too, with one accumulator.
+``triton.fused_epilogue`` serves gated products in one pass: silu(x·W_gate) · (x·W_up) is two
+matmuls over one A; computed apart, A is read twice and both products go through memory. Here a
+program keeps two accumulators, for the same tile of the gate and of the up half, and loads each
+tile of A once for both dots. With SUBTILE 2 a tile is finished in two halves of its columns: the
+epilogue's temporaries and the rounded copy then need half the registers, which a 128×256 tile does
+not have to spare. It serves ungated products too, with one accumulator.
 """
 
 from __future__ import annotations
@@ -61,7 +65,7 @@ def finish_pair(
 
 
 @triton.jit
-def fused_epilogue_kernel(
+def tiled_kernel(
     a_ptr, b_ptr, bias_ptr, residual_ptr, out_ptr,
     M, N, K,
     stride_az, stride_am, stride_ak,
@@ -118,6 +122,73 @@ def fused_epilogue_kernel(
         )  # fmt: skip
 
 
+#: BLOCK_M, BLOCK_N, BLOCK_K, num_stages, num_warps at 16 bits per element: wide tiles for
+#: sizes of many waves, narrow ones to fill the GPU with one.
+_GROUPED_SHAPES = [
+    (128, 256, 64, 3, 8),
+    (128, 256, 64, 4, 8),
+    (128, 128, 64, 3, 8),
+    (128, 128, 64, 4, 8),
+    (128, 128, 32, 5, 8),
+    (64, 128, 64, 4, 4),
+    (128, 64, 64, 4, 4),
+    (64, 64, 64, 5, 4),
+    (64, 32, 128, 4, 4),
+    (128, 32, 64, 5, 4),
+    (32, 64, 128, 5, 4),
+    (16, 128, 128, 4, 4),
+    (16, 64, 128, 5, 4),
+    (16, 32, 256, 5, 2),
+]
+
+
+#: Where K must not be cut, so that a few rows have no more tiles than columns fill: narrow ones,
+#: several to an SM, since whole waves of one each leave SMs idle (N = 5120: 160 tiles of 32).
+_INVARIANT_SHAPES = [
+    (16, 32, 128, 6, 2),
+    (16, 16, 256, 4, 2),
+    (32, 32, 128, 5, 4),
+    (64, 16, 128, 4, 4),
+    (64, 32, 64, 6, 4),
+    (64, 64, 64, 4, 4),
+]
+
+
+@dataclass(frozen=True, kw_only=True)
+class GroupedConfig(TileConfig):
+    """A tile, its pipeline, and how many rows of tiles are visited together."""
+
+    GROUP_M: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check("GROUP_M", self.GROUP_M, range(1, 65))
+
+
+class Grouped(TritonKernel[GroupedConfig]):
+    name = "triton.grouped"
+    traits = Traits(deterministic=True, batch_invariant=True)
+    config_type = GroupedConfig
+    reach = 0.62
+
+    def configs(self, problem: Problem) -> list[GroupedConfig]:
+        more = _INVARIANT_SHAPES if problem.batch_invariant else []
+        configs = [
+            GroupedConfig(BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, num_stages=s, num_warps=w, GROUP_M=g)
+            for g in group_sizes(problem)
+            for m, n, k, s, w in proposed(problem, _GROUPED_SHAPES + more)
+        ]
+        return self.ranked(problem, configs, 16 + len(more))
+
+    def builds(self, problem: Problem, config: GroupedConfig) -> list[Build]:
+        whole = problem.k % config.BLOCK_K == 0
+        constants = {"GATED": False, "SUBTILE": 1, "WHOLE_K": whole}
+        return [build(tiled_kernel, problem, config, constants)]
+
+    def bind(self, problem: Problem, config: GroupedConfig) -> Launcher:
+        return single(self, problem, config, (tiles(problem, config), problem.batch, 1))
+
+
 #: BLOCK_M, BLOCK_N, BLOCK_K, num_stages, num_warps at 16 bits per element.
 _SHAPES = [
     (128, 256, 64, 3, 8),
@@ -144,16 +215,14 @@ _GATED_SHAPES = [
 
 
 @dataclass(frozen=True, kw_only=True)
-class FusedEpilogueConfig(TileConfig):
+class FusedEpilogueConfig(GroupedConfig):
     """A tile (of each half, where gated), its pipeline, the order of tiles, and in how many
     parts a tile is finished."""
 
-    GROUP_M: int
     SUBTILE: int
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check("GROUP_M", self.GROUP_M, range(1, 65))
         check("SUBTILE", self.SUBTILE, (1, 2))
 
     @property
@@ -183,7 +252,7 @@ class FusedEpilogue(TritonKernel[FusedEpilogueConfig]):
 
     def builds(self, problem: Problem, config: FusedEpilogueConfig) -> list[Build]:
         constants = {"GATED": problem.gated, "WHOLE_K": problem.k % config.BLOCK_K == 0}
-        return [build(fused_epilogue_kernel, problem, config, constants)]
+        return [build(tiled_kernel, problem, config, constants)]
 
     def bind(self, problem: Problem, config: FusedEpilogueConfig) -> Launcher:
         return single(self, problem, config, (tiles(problem, config), problem.batch, 1))

@@ -1,0 +1,189 @@
+"""How each kernel of this package lays a call's work out, what the models of its time add up, and
+what its code takes of an SM: for ``tmm explain``. Nothing else asks, so no kernel is made of it.
+"""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import triton
+
+from tmm_core import Anatomy, Kernel, Problem, Resources
+from tmm_core.triton import compile_for, interpreting, source, target_of
+from tmm_triton import roofline
+from tmm_triton.operands import Build, TileConfig
+
+#: Threads and blocks that an SM holds at most, and what it keeps of shared memory for each block.
+_THREADS, _BLOCKS, _RESERVED = 2048, 32, 1024
+
+
+def of(
+    kernel: Kernel[Any], problem: Problem, config: Any, builds: Sequence[Build]
+) -> Anatomy | None:
+    """The anatomy of a kernel of this package; None of one that it does not know."""
+    found = _of(kernel, problem, config)
+    return found and replace(found, functions=tuple(build.fn.__name__ for build in builds))
+
+
+def _of(kernel: Any, problem: Problem, config: Any) -> Anatomy | None:
+    # The kernels' own modules import this one.
+    own: Any = sys.modules[type(kernel).__module__]
+    if kernel.name == "triton.warp_specialized":
+        return of_hopper(problem, config, own.hopper_tiles)
+    if kernel.name == "triton.realigned":  # of its product: the copies before it are no tiles
+        inner: Kernel[Any] = own.inner_kernels()[config.inner]
+        return inner.anatomy(own.realigned(problem), config.config)
+    if not isinstance(config, TileConfig):
+        return None
+    # Split-K numbers programs down the columns of tiles, skinny along the rows, as naive does.
+    rows = -(-problem.m // config.BLOCK_M) if kernel.name == "triton.split_k" else 1
+    stays = kernel.name == "triton.persistent"
+    return of_tiles(
+        problem,
+        config,
+        # The parts in which a persistent program sums K are its own.
+        splits=1 if stays else kernel.splits(config),
+        reach=kernel.reach,
+        group_m=getattr(config, "GROUP_M", rows),
+        launched=own._programs(problem, config) if stays else None,
+    )
+
+
+def of_tiles(
+    problem: Problem,
+    config: TileConfig,
+    *,
+    splits: int,
+    reach: float,
+    group_m: int,
+    launched: int | None = None,
+) -> Anatomy:
+    """Of a kernel with one program per tile (and part of K), or ``launched`` that stay.
+
+    Args:
+        splits: Parts of K that are summed apart.
+        reach: Of the tensor cores' peak, as the kernel's estimate has it.
+    """
+    shared = config.shared_memory(problem)
+    resident = _resident(problem, shared, 32 * config.num_warps)
+    tiles = problem.batch * -(-problem.m // config.BLOCK_M) * -(-problem.n // config.BLOCK_N)
+    tiles *= splits
+    at_once = launched or max(1, problem.device.sm_count) * resident
+    times = roofline.times_us(
+        problem,
+        BLOCK_M=config.BLOCK_M,
+        BLOCK_N=config.BLOCK_N,
+        BLOCK_K=config.BLOCK_K,
+        num_stages=config.num_stages,
+        shared_memory=shared,
+        splits=splits,
+        reach=reach,
+    )
+    return Anatomy(
+        block_m=config.BLOCK_M,
+        block_n=config.BLOCK_N,
+        block_k=config.BLOCK_K,
+        group_m=group_m,
+        tiles=tiles,
+        at_once=min(tiles, at_once),
+        steps=-(-problem.k // (config.BLOCK_K * splits)),
+        num_stages=config.num_stages,
+        num_warps=config.num_warps,
+        shared_memory=shared,
+        resident=resident,
+        model_us={**times, "launch": roofline.EMPTY_US},
+    )
+
+
+def of_hopper(problem: Problem, given: Any, hopper_tiles: Any) -> Anatomy:
+    """Of ``triton.warp_specialized``, whose blocks stay, one to an SM."""
+    config = hopper_tiles.adapted(problem, given)
+    sms = max(1, problem.device.sm_count)
+    tiles = hopper_tiles.tile_count(problem, config) * config.splits
+    waves: float = -(-tiles // sms)
+    if config.tail_splits > 1:
+        waves = tiles // sms + 1 / config.tail_splits
+    width = config.BLOCK_N * (2 if problem.gated else 1)
+    steps = -(-problem.k // (config.BLOCK_K * config.splits))
+    moved = problem.a.dtype.itemsize * (config.BLOCK_M + width) * steps * config.BLOCK_K
+    flops = problem.a.dtype.itemsize * config.BLOCK_M * width * steps * config.BLOCK_K
+    shared = config.shared_memory(problem)
+    return Anatomy(
+        block_m=config.BLOCK_M,
+        block_n=config.BLOCK_N,
+        block_k=config.BLOCK_K,
+        group_m=config.GROUP_M,
+        tiles=tiles,
+        at_once=min(tiles, sms),
+        steps=steps,
+        num_stages=config.num_stages,
+        # Beside the consumers four warps load.
+        num_warps=config.consumers * config.num_warps + 4,
+        shared_memory=shared,
+        resident=1,
+        model_us={
+            "tensor cores": waves * flops / hopper_tiles._SM_FLOPS,
+            "L2": waves * moved / hopper_tiles._SM_BYTES,
+            "memory": problem.bytes / (hopper_tiles._SM_MEMORY_BYTES * sms),
+            "launch": hopper_tiles._LAUNCH_US,
+        },
+    )
+
+
+def resources(problem: Problem, builds: Sequence[Build]) -> list[Resources]:
+    """What each compiled function takes; compiled now for the problem's GPU, which need not be
+    there, or found in Triton's cache.
+
+    Raises:
+        RuntimeError: The GPU is none that this can tell of, or kernels are interpreted here.
+        Exception: What Triton raises when it cannot compile.
+    """
+    target = target_of(problem.device)
+    if target is None or target.backend != "cuda":
+        raise RuntimeError(f"what a kernel takes of {problem.device.name} is not known")
+    if interpreting():
+        raise RuntimeError("kernels are interpreted here: unset TRITON_INTERPRET to compile them")
+    found = []
+    for build in builds:
+        src = source(build.fn, build.types, build.constants, build.divisible)
+        compiled = compile_for(target, src, **build.options)
+        used = _usage(compiled.asm["cubin"])
+        found.append(
+            Resources(
+                build.fn.__name__,
+                compiled.metadata.shared,
+                _warps(compiled),
+                used.get("REG", 0),
+                used.get("STACK", 0) + used.get("LOCAL", 0),
+            )
+        )
+    return found
+
+
+def _warps(compiled: Any) -> int:
+    """Of a block; where warps are specialised, of all partitions."""
+    return int(getattr(compiled.metadata, "total_num_warps", 0) or compiled.metadata.num_warps)
+
+
+def _usage(cubin: bytes) -> dict[str, int]:
+    """As ``cuobjdump``, which comes with Triton, reads it."""
+    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
+        file.write(cubin)
+        file.flush()
+        command = [str(tool), "--dump-resource-usage", file.name]
+        text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return {name: int(number) for name, number in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
+
+
+def _resident(problem: Problem, shared: int, threads: int) -> int:
+    room = problem.device.shared_memory + _RESERVED
+    by_memory = room // (shared + _RESERVED) if shared else _BLOCKS
+    return max(1, min(by_memory, _THREADS // threads, _BLOCKS))

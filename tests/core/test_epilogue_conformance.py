@@ -1,0 +1,170 @@
+"""The suite for epilogues passes right ones and fails each kind of wrong one where it is wrong."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import triton
+import triton.language as tl
+
+import tmm_core
+from tmm_core import Epilogue, dispatch
+from tmm_core.spec.epilogue import BUILTIN, parse
+from tmm_core.testing import EpilogueConformance
+from tmm_core.testing.questions import USERS
+
+
+@triton.jit
+def elu_device(z, alpha: tl.constexpr):
+    return tl.where(z > 0, z, alpha * (tl.exp(z) - 1))
+
+
+@triton.jit
+def elu_slope(z, alpha: tl.constexpr):
+    return tl.where(z > 0, 1.0, alpha * tl.exp(z))
+
+
+def elu(z, alpha=1.5):
+    return F.elu(z, alpha)
+
+
+def elu_derivative(z, alpha):
+    return torch.where(z > 0, 1.0, alpha * torch.exp(z))
+
+
+@triton.jit
+def ignores_alpha(z, alpha: tl.constexpr):
+    return tl.where(z > 0, z, 1.5 * (tl.exp(z) - 1))
+
+
+ELU = Epilogue("elu", elu, elu_device, derivative=elu_derivative, device_derivative=elu_slope)
+CUBE_GLU = Epilogue(
+    "cubeglu",
+    lambda gate, up: gate**3 * up,
+    gated=True,
+    derivative=lambda gate, up: (3 * gate**2 * up, gate**3),
+)
+DOUBLE = Epilogue("double", lambda z: 2 * z, linear=True, output_vjp=lambda grad, y: 2 * grad)
+
+
+class TestElu(EpilogueConformance):
+    epilogue = ELU
+
+
+class TestUsers(EpilogueConformance):
+    epilogue = USERS
+
+
+class TestGated(EpilogueConformance):
+    epilogue = CUBE_GLU
+
+
+class TestDouble(EpilogueConformance):
+    epilogue = DOUBLE
+
+
+WRONG: dict[str, tuple[Epilogue, str]] = {
+    "test_derivative": (replace(ELU, derivative=lambda z, alpha: z > 0), "derivative"),
+    "test_output_vjp": (
+        Epilogue(
+            "tanh3", lambda z: torch.tanh(3 * z), output_vjp=lambda grad, y: grad * (1 - y * y)
+        ),
+        "output_vjp",
+    ),
+    "test_linear": (Epilogue("squared", lambda z: z * z, linear=True), "reference"),
+    "test_reference": (Epilogue("centred", lambda z: z - z[:1]), "reference of other rows"),
+    "test_device": (replace(ELU, device=ignores_alpha), "device"),
+    "test_device_derivative": (replace(ELU, device_derivative=elu_device), "device_derivative"),
+    "test_it_trains": (replace(CUBE_GLU, derivative=lambda gate, up: (up, gate)), "derivative"),
+}
+
+
+@pytest.mark.parametrize("test", WRONG)
+def test_what_is_wrong_is_named_with_its_place(test: str) -> None:
+    epilogue, what = WRONG[test]
+    suite: Any = type("Suite", (EpilogueConformance,), {"epilogue": epilogue})()
+    arguments = (torch.float64,) if test == "test_reference" else ()
+    with pytest.raises(pytest.fail.Exception) as caught:
+        getattr(suite, test)(*arguments)
+    said = str(caught.value)
+    assert said.startswith(f"{epilogue.name}: {what} is wrong: ")
+    assert f"({__file__}:" in said
+
+
+def test_a_name_that_is_taken_is_said() -> None:
+    class Suite(EpilogueConformance):
+        epilogue = replace(ELU, name="silu")
+
+    with pytest.raises(tmm_core.PluginError, match="'silu' is already registered"):
+        Suite().test_it_goes_by_its_name()
+
+
+def test_a_function_without_source_is_told() -> None:
+    namespace: dict[str, Any] = {}
+    exec("def typed(z): return z", namespace)
+
+    class Suite(EpilogueConformance):
+        epilogue = Epilogue("typed", namespace["typed"])
+
+    with pytest.raises(pytest.fail.Exception, match="define it in a file"):
+        Suite().test_its_key_follows_its_source()
+
+
+# -- parameters and keys -----------------------------------------------------------------
+
+
+def test_parameters_are_the_references_defaults() -> None:
+    assert ELU.parameters == (1.5,)
+    assert replace(ELU, name="other").parameters == (1.5,)
+    known = {"elu": ELU, "two": Epilogue("two", lambda z, a=1, b=2.5: a * z + b)}
+    assert parse("elu(0.5)", known).parameters == (0.5,)
+    assert parse("two(3)", known).parameters == (3.0, 2.5)
+    with pytest.raises(ValueError, match="takes 2 parameters, got 3"):
+        parse("two(1,2,3)", known)
+    # A flag, a function and what the device function does not take are none.
+    assert Epilogue("flag", lambda z, inplace=False: z).parameters == ()
+    assert Epilogue("bound", lambda z, f=torch.sin: f(z)).parameters == ()
+    assert Epilogue("fixed", elu, device=triton.jit(lambda z: z)).parameters == ()
+    z = torch.linspace(-2, 2, 5)
+    assert torch.equal(parse("elu(0.5)", known).apply(z), F.elu(z, 0.5))
+
+
+def test_a_key_is_read_back_where_its_source_is_the_same() -> None:
+    known = {**BUILTIN, "elu": ELU, "double": DOUBLE}
+    chain = ELU.with_parameters(0.25).then(DOUBLE).then(parse("softcap(5)"))
+    assert parse(chain.key, known) == chain
+    changed = ELU.key[:-1] + ("0" if ELU.key[-1] != "0" else "1")
+    with pytest.raises(ValueError, match="is of another source than"):
+        parse(changed, known)
+
+
+def test_a_bf16_product_is_right_in_the_interpreter() -> None:
+    """A first kernel's ``tl.dot``, which the interpreter would give integers."""
+    from tmm_core.triton import Launch
+
+    launch = Launch(
+        product,
+        {"a_ptr": "*bf16", "b_ptr": "*bf16", "out_ptr": "*fp32"},
+        {"SIZE": 16},
+        device=torch.device("cpu"),
+    )
+    torch.manual_seed(0)
+    a, b = torch.randn(2, 16, 16).bfloat16()
+    out = torch.empty(16, 16)
+    launch((1, 1, 1), a, b, out)
+    torch.testing.assert_close(out, a.float() @ b.float())
+
+
+@triton.jit
+def product(a_ptr, b_ptr, out_ptr, SIZE: tl.constexpr):
+    places = tl.arange(0, SIZE)[:, None] * SIZE + tl.arange(0, SIZE)[None, :]
+    tl.store(out_ptr + places, tl.dot(tl.load(a_ptr + places), tl.load(b_ptr + places)))
+
+
+def test_the_dispatcher_finds_an_interned_epilogue_by_its_key() -> None:
+    nobodys = Epilogue("nobodys", lambda z: z + 1)
+    assert dispatch.dispatcher().registry.epilogue(nobodys.interned()) is nobodys

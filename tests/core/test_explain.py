@@ -1,0 +1,265 @@
+"""``tmm explain``: the order of tiles, a choice taken apart, pictures, a profiler's command line.
+
+Choices are those of the shipped records, for GPUs that are not here.
+"""
+
+from __future__ import annotations
+
+import json
+import shlex
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from tmm_cache import CandidateResult, TuningRecord
+from tmm_cache.record import CLOCK
+
+from tmm_core.bench import candidates
+from tmm_core.bench.case import Case
+from tmm_core.dispatch.proposals import baseline_us
+from tmm_core.spec.anatomy import Anatomy, Resources
+from tmm_core.spec.device import DeviceFingerprint
+from tmm_core.spec.kernel import Candidate
+from tmm_core.tools.cli import main
+from tmm_core.tools.commands import ncu, why
+
+H200 = DeviceFingerprint("cuda", "NVIDIA H200", (9, 0), 132, 232448, 50 << 20)
+
+
+@pytest.fixture
+def shipped(monkeypatch: pytest.MonkeyPatch) -> None:
+    from tmm_core import dispatch
+
+    monkeypatch.delenv("TMM_SHIPPED_RECORDS", raising=False)
+    dispatch.dispatcher.cache_clear()
+
+
+def printed(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    assert main(["explain", *argv]) == 0, capsys.readouterr().err
+    return capsys.readouterr().out
+
+
+def refused(capsys: pytest.CaptureFixture[str], *argv: str) -> str:
+    assert main(["explain", *argv]) == 2
+    return capsys.readouterr().err
+
+
+# -- tiles -------------------------------------------------------------------------------
+
+
+def test_five_by_four(capsys: pytest.CaptureFixture[str]) -> None:
+    out = printed(capsys, "--tiles", "5x4", "--group", "1,3")
+    first, second, _ = out.split("\n\n", 2)
+    assert second.splitlines() == [
+        "GROUP_M=3: 5×4 tiles, by program, the first wave in brackets",
+        "[ 0] [ 3]   6    9",
+        "[ 1] [ 4]   7   10",
+        "[ 2]   5    8   11",
+        " 12   14   16   18",
+        " 13   15   17   19",
+        "tiles read by each wave: 25 30 35 25",
+    ]
+    assert first.splitlines()[1] == "[ 0] [ 1] [ 2] [ 3]"
+
+
+def test_ninety_and_fifty_four(capsys: pytest.CaptureFixture[str]) -> None:
+    told = json.loads(printed(capsys, "--tiles", "9x9", "--group", "1,3", "--json"))
+    assert [entry["reads"][0] for entry in told] == [90, 54]
+    assert [entry["order"][3] for entry in told] == [[0, 3], [0, 1]]
+    assert "54      486" in printed(capsys, "--tiles", "9×9", "--group", "3")
+
+
+def test_tiles_of_a_problem(capsys: pytest.CaptureFixture[str], shipped: None) -> None:
+    config = "BLOCK_M=128,BLOCK_N=256,GROUP_M=4"
+    argv = ("4096x4096x4096", "--gpu", "h100", "--tiles", "--json")
+    [told] = json.loads(printed(capsys, *argv, "--config", config))
+    assert (told["group"], told["wave"], len(told["order"])) == (4, 132, 32 * 16)
+    # Four rows of tiles by 33 columns of which there are 16: two bands, and one tile of a third.
+    assert told["order"][:5] == [[0, 0], [1, 0], [2, 0], [3, 0], [0, 1]]
+    assert told["l2_bytes"] == 512 * (128 + 256) * 4096 * 2
+    assert 2 * 4096 * 4096 * 2 <= told["memory_bytes"] < told["l2_bytes"] / 4
+    [chosen] = json.loads(printed(capsys, *argv))
+    assert len(chosen["order"]) >= 256
+    gated = json.loads(printed(capsys, *argv, "--config", config, "--epilogue", "swiglu"))
+    assert gated[0]["l2_bytes"] == 512 * (128 + 2 * 256) * 4096 * 2
+
+
+@pytest.mark.parametrize("ending", ["png", "svg"])
+def test_a_picture_of_tiles(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path, ending: str
+) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / f"tiles.{ending}"
+    printed(capsys, "--tiles", "5x4", "--group", "1,3", "--plot", str(path))
+    head = {"png": b"\x89PNG", "svg": b"<?xml"}[ending]
+    assert path.read_bytes().startswith(head)
+    assert "--plot" in refused(capsys, "--tiles", "5x4", "--plot", str(tmp_path / "tiles.doc"))
+
+
+@pytest.mark.parametrize(
+    ("argv", "said"),
+    [
+        ((), "give a shape MxNxK, or --tiles RxC"),
+        (("--tiles",), "give a shape MxNxK, or --tiles RxC"),
+        (("--tiles", "5"), "accepted is RxC"),
+        (("--tiles", "0x4"), "number above 0"),
+        (("--tiles", "5x4", "--group", "0"), "number above 0"),
+        (("--tiles", "900x900"), "are more than"),
+        (("8x8x8", "--tiles", "5x4"), "--tiles takes RxC without a shape"),
+        (("8x8x8", "--tiles", "--config", "BLOCK_M=16"), "give BLOCK_M and BLOCK_N"),
+        (("8x8x8", "--tiles", "--config", "BLOCK_M=16,BLOCK_N=16"), "give --wave or --gpu"),
+        (("8x8x8", "--tiles", "--config", "BLOCK_M=a,BLOCK_N=16", "--wave", "1"), "whole numbers"),
+        (("8x8x8", "--config", "BLOCK_M=16"), "name it by --kernel"),
+        (("8x8x8", "--config", "BLOCK_M"), "accepted is FIELD=VALUE"),
+        (("8x8x8", "--gpu", "abacus"), "the name of none of these"),
+        (("8x8x8", "--gpu", "nvidia"), "the name of several of these"),
+        (("8x8x8", "--device", "cpu", "--why"), "does not tell how it works"),
+        (("8x8x8", "--device", "cpu", "--plot", "x.png"), "there is none"),
+    ],
+)
+def test_what_cannot_be_is_refused(
+    capsys: pytest.CaptureFixture[str], argv: tuple[str, ...], said: str
+) -> None:
+    assert said in refused(capsys, *argv)
+
+
+# -- why ---------------------------------------------------------------------------------
+
+
+def test_why(capsys: pytest.CaptureFixture[str], shipped: None) -> None:
+    """What is on record, and what follows from it."""
+    argv = ("4096x4096x4096", "--gpu", "H200", "--why")
+    found = json.loads(printed(capsys, *argv, "--json"))
+    config, layout = found["config"], found["layout"]
+    assert found["kernel"] == "triton.warp_specialized"
+    tiles = -(-4096 // config["BLOCK_M"]) * -(-4096 // config["BLOCK_N"])
+    assert (layout["tiles"], layout["at_once"]) == (tiles, 132)
+    assert layout["waves"] == -(-tiles // 132)
+    assert layout["fill"] == pytest.approx(tiles / (132 * layout["waves"]))
+    assert {"tensor cores", "L2", "memory", "launch"} == set(found["model_us"])
+    assert found["flops"] == 2 * 4096**3
+    assert 100 < found["measured_us"] < 300
+    assert found["blas_us"] > found["measured_us"]
+    more = found["changes"][0]
+    assert more["fields"] == {"num_stages": config["num_stages"] + 1}
+    text = printed(capsys, *argv)
+    assert f"measured {found['measured_us']:.4g}" in text
+    assert f"num_stages={config['num_stages'] + 1}: " in text
+    if found["resources"] is None:  # interpreted
+        assert "compiled   not here: kernels are interpreted here" in text
+
+
+def test_why_of_a_forced_kernel_with_some_fields(
+    capsys: pytest.CaptureFixture[str], shipped: None
+) -> None:
+    argv = ("2048x2048x2048", "--gpu", "h200", "--why", "--json", "--kernel", "triton.grouped")
+    usual = json.loads(printed(capsys, *argv))
+    some = json.loads(printed(capsys, *argv, "--config", "GROUP_M=1,num_stages=2"))
+    assert some["config"] == {**usual["config"], "GROUP_M": 1, "num_stages": 2}
+    assert some["layout"]["group_m"] == 1
+    assert some["reads"]["memory_bytes"] >= usual["reads"]["memory_bytes"]
+    assert "num_stages must be one of" in refused(capsys, *argv, "--config", "num_stages=99")
+    assert "unknown ['GROUP']" in refused(capsys, *argv, "--config", "GROUP=1")
+
+
+def test_occupancy() -> None:
+    """Golden, by the arithmetic of CUDA's occupancy calculator for capability 9.0."""
+
+    def held(shared: int, warps: int, registers: int) -> tuple[int, str]:
+        found = why.occupancy(H200, Resources("f", shared, warps, registers, 0))
+        assert found["occupancy"] == found["blocks"] * warps / 64
+        return found["blocks"], found["limited_by"]
+
+    assert held(98304, 8, 64) == (2, "shared memory")
+    assert held(1024, 8, 128) == (2, "registers")
+    assert held(1024, 8, 32) == (8, "registers")
+    assert held(1024, 16, 16) == (4, "warps")
+    assert held(0, 1, 16) == (32, "blocks")
+    assert held(0, 1, 255) == (8, "registers")
+    ada = DeviceFingerprint("cuda", "NVIDIA L40S", (8, 9), 142, 99 << 10)
+    assert why.occupancy(ada, Resources("f", 0, 1, 16, 0))["blocks"] == 24
+
+
+def test_waves_and_fill() -> None:
+    about: dict[str, Any] = {"block_m": 128, "block_n": 128, "block_k": 64, "steps": 1}
+    about |= {"num_stages": 3, "num_warps": 8, "shared_memory": 1, "resident": 1}
+    whole = Anatomy(tiles=264, at_once=132, **about)
+    more = Anatomy(tiles=265, at_once=132, **about)
+    assert (whole.waves, whole.fill) == (2, 1.0)
+    assert (more.waves, more.fill) == (3, 265 / 396)
+
+
+# -- pictures and profiling --------------------------------------------------------------
+
+
+def test_a_picture_of_a_record(
+    capsys: pytest.CaptureFixture[str], shipped: None, tmp_path: Path
+) -> None:
+    pytest.importorskip("matplotlib")
+    path = tmp_path / "record.svg"
+    printed(capsys, "4096x4096x4096", "--gpu", "h200", "--plot", str(path))
+    assert path.read_bytes().startswith(b"<?xml")
+
+
+def test_every_candidate_is_in_the_picture(tmp_path: Path) -> None:
+    """Losers, those that failed, and those without a model too."""
+    pyplot = pytest.importorskip("matplotlib.pyplot")
+    results = [
+        CandidateResult("blas", "1", {}, "ok", (20.0, 21.0, 22.0)),
+        CandidateResult(
+            "k", "1", {"BLOCK_M": 1, "BLOCK_N": 2, "BLOCK_K": 3, "s": 4}, "ok", (10.0,)
+        ),
+        CandidateResult(
+            "k", "1", {"BLOCK_M": 1, "BLOCK_N": 2, "BLOCK_K": 3, "s": 5}, "slow", (12.0,)
+        ),
+        CandidateResult("w", "1", {}, "wrong", reason="error 1 exceeds 0.1; and more"),
+    ]
+    record = TuningRecord(
+        problem={"m": 7}, winner=1, candidates=tuple(results), created="2026-11-22T00:00:00Z",
+        tuning_seconds=1.0, clock=CLOCK,
+    )  # fmt: skip
+    assert baseline_us(record) == 21.0
+    drawn: list[Any] = []
+    keep = pyplot.close
+    pyplot.close = drawn.append
+    try:
+        marked = ("k", dict(results[1].config))
+        candidates.draw(record, tmp_path / "x.png", "title", marked, [None, 11.0, None, None])
+    finally:
+        pyplot.close = keep
+    [axes] = drawn[0].axes
+    labels = [label.get_text() for label in axes.get_yticklabels()]
+    assert labels == ["chosen → k 1×2×3", "k 1×2×3", "blas", "w"]
+    assert [round(bar.get_width(), 6) for bar in axes.patches] == [10.0, 12.0, 21.0]
+    assert [text.get_text() for text in axes.texts] == ["s=4", "s=5", "", "error 1 exceeds 0.1"]
+    keep(drawn[0])
+
+
+def test_the_profilers_command_line_runs_the_chosen_kernel(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, shipped: None
+) -> None:
+    line = printed(capsys, "4096x4096x4096", "--gpu", "h200", "--ncu", "--kernel", "triton.grouped")
+    words = shlex.split(line)
+    assert words[0] == "ncu"
+    assert words[words.index("--kernel-name") + 1] == "regex:^(tiled_kernel)$"
+    assert words[words.index("--export") + 1] == "triton.grouped-4096x4096x4096"
+    assert "'" not in words[-1]
+
+    from tmm_blas.blas import Blas
+
+    events: list[str] = []
+    case = Case(m=4, n=6, k=8, dtype=torch.float32, layout="nt", epilogue="silu", bias=True)
+    text = ncu.program(case, Candidate(Blas(), Blas.config_type()))
+    profiler = types.SimpleNamespace(
+        cudaProfilerStart=lambda: events.append("start"),
+        cudaProfilerStop=lambda: events.append("stop"),
+    )
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: profiler)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: events.append("synchronize"))
+    names: dict[str, Any] = {}
+    exec(text.replace('"cuda"', '"cpu"'), names)
+    assert events == ["synchronize", "start", "synchronize", "stop"]
+    assert names["call"].problem() == case.call(torch.device("cpu")).problem()
+    assert names["forced"]["kernel"] == "blas"

@@ -1,0 +1,194 @@
+"""`tmm tune --isolate`: what a first launch does to its process costs that candidate alone.
+
+The plugin below is installed as strangers install theirs. What its kernel does when it is launched
+is its config's ``tile``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import json
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fakes import FakeBlas, FakeTimer, install, problem, settings
+
+from tmm_core import dispatch
+from tmm_core.dispatch import first_launch
+from tmm_core.dispatch.first_launch import FirstLaunches
+from tmm_core.dispatch.tuner import Tuner
+from tmm_core.errors import TmmWarning
+from tmm_core.launch import warm
+from tmm_core.spec.kernel import Candidate
+from tmm_core.tools.cli import main
+
+PLUGIN = """
+import os, signal, sys, time
+from fakes import FakeKernel, Faulty, plugin
+
+def launched(tile):
+    def launch(right, *arguments):
+        with open(os.environ["LAUNCHED"], "a") as file:
+            print(os.getpid(), tile, file=file)
+        match tile:
+            case 2: time.sleep(600)
+            case 3: os._exit(3)
+            case 4:
+                print("so it ends", file=sys.stderr, flush=True)
+                os.kill(os.getpid(), signal.SIGSEGV)
+            case 5: raise ValueError("no such layout")
+            case 6: sys.exit("enough")
+            case 7 if arguments[-1] is not None: raise ValueError("with an out alone")
+            case 8 if arguments[0].shape[-2] != 64: raise ValueError("inside the bucket alone")
+        return right(*arguments)
+    return launch
+
+class Launched(FakeKernel):
+    def bind(self, problem, config):
+        return Faulty(launched(config.tile), self.name).bind(problem, config)
+
+kernel = Launched("launched.one", tiles=range(1, 9), estimate=1.0)
+hooks = plugin(kernel)
+"""
+
+
+@pytest.fixture(scope="module")
+def module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
+    site = tmp_path_factory.mktemp("site")
+    install(site, "launched", PLUGIN)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.syspath_prepend(str(site))
+        yield importlib.import_module("launched_plugin")
+    del sys.modules["launched_plugin"]
+
+
+@pytest.fixture(autouse=True)
+def installed(module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+    monkeypatch.setenv("TMM_PLUGINS", "blas,launched")
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.setenv("LAUNCHED", str(tmp_path / "launched.txt"))
+    return module
+
+
+def launches() -> list[tuple[int, int]]:
+    lines = Path(os.environ["LAUNCHED"]).read_text().splitlines()
+    return [(int(pid), int(tile)) for pid, tile in (line.split() for line in lines)]
+
+
+def tuned(kernel: Any, **fields: Any) -> dict[int, Any]:
+    tuner = Tuner(FakeTimer({"launched.one": 5.0, "blas": 10.0}))
+    with contextlib.closing(FirstLaunches(torch.device("cpu"))) as first:
+        tuner.first_launches = first
+        record = tuner.tune(problem(), [FakeBlas(), kernel], settings(**fields))
+    assert record.best.kernel == "launched.one"
+    return {c.config["tile"]: c for c in record.candidates if c.kernel == kernel.name}
+
+
+def test_what_a_first_launch_does_costs_its_candidate(
+    installed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(first_launch, "LAUNCH_LIMIT", 3.0)
+    found = tuned(installed.kernel)
+    assert {tile: c.status for tile, c in found.items()} == {
+        1: "ok", 2: "failed", 3: "failed", 4: "failed", 5: "failed", 6: "failed", 7: "failed",
+        8: "ok",
+    }  # fmt: skip
+    reasons = {tile: c.reason for tile, c in found.items() if c.reason}
+    launch = "its first launch"
+    assert reasons == {
+        2: f"{launch} did not end within 3 s",
+        3: f"{launch}: the process ended with exit code 3",
+        4: f"{launch}: the process died (signal 11, SIGSEGV): so it ends",
+        5: f"{launch} raised ValueError: no such layout",
+        6: f"{launch} raised SystemExit: enough",
+        7: f"{launch} raised ValueError: with an out alone",
+    }
+    # What crashes at another M alone has no time there.
+    assert found[1].inside_us
+    assert not found[8].inside_us
+    here = {tile for pid, tile in launches() if pid == os.getpid()}
+    assert here == {1, 8}
+    hung = next(pid for pid, tile in launches() if tile == 2)
+    with pytest.raises(ProcessLookupError):
+        os.kill(hung, 0)
+
+
+class Hanging:
+    def ask(self, job: Any, limit: float) -> Any:
+        raise TimeoutError
+
+    def end(self) -> int:
+        return -9
+
+
+def test_of_one_kernel_two_may_hang(installed: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = FirstLaunches(torch.device("cpu"))
+    monkeypatch.setattr(first, "_running", Hanging)
+    hang = Candidate(installed.kernel, installed.kernel.default_config(None))
+    said = [first.fault(problem(), hang, 1 << 28) for _ in range(4)]
+    assert said[:2] == ["its first launch did not end within 60 s"] * 2
+    assert said[2:] == ["not tried: 2 other configs of it hung in their first launch"] * 2
+    assert "did not end" in str(first.fault(problem(n=48), hang, 1 << 28))
+
+
+def test_where_no_process_can_be_had_this_one_launches(
+    installed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(*arguments: Any, **more: Any) -> Any:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr(subprocess, "Popen", refused)
+    kernel = installed.Launched("launched.one", tiles=(1,), estimate=1.0)
+    with pytest.warns(TmmWarning, match="first launches are made in this process") as caught:
+        found = tuned(kernel)
+    assert len(caught) == 1
+    assert found[1].status == "ok"
+
+
+def test_ctrl_c_stops_at_once_and_leaves_no_process(
+    installed: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernel = installed.kernel
+    hang = Candidate(kernel, type(kernel.default_config(None))(tile=2))
+    first = FirstLaunches(torch.device("cpu"))
+    real = first_launch._Worker.ask
+
+    def interrupted(self: Any, job: Any, limit: float) -> Any:
+        if not job:
+            return real(self, job, limit)
+        with pytest.raises(TimeoutError):
+            real(self, job, 2.0)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(first_launch._Worker, "ask", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        first.fault(problem(), hang, 1 << 28)
+    started = time.monotonic()
+    first.close()
+    assert time.monotonic() - started < 5
+    ((pid, _),) = launches()
+    with pytest.raises(ProcessLookupError):
+        os.kill(pid, 0)
+
+
+def test_the_command_isolates(
+    installed: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(installed.kernel, "tiles", (1, 5))
+    dispatch.dispatcher.cache_clear()
+    warm.forget_plans()
+    arguments = ["tune", "64x32x16", "--dtype", "fp32", "--device", "cpu", "--isolate", "--json"]
+    assert main(arguments) == 0
+    (outcome,) = json.loads(capsys.readouterr().out)
+    assert outcome["status"] == "tuned"
+    assert outcome["candidates"]["failed"] >= 1
+    assert dispatch.dispatcher().tuner.first_launches is None
+    assert {tile for pid, tile in launches() if pid == os.getpid()} == {1}

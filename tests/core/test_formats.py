@@ -1,0 +1,116 @@
+"""A format is one file: with it gone the format is refused and all else works, and with another
+there is another, which BLAS serves and verification checks."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from tmm_core import formats
+
+PACKAGE = Path(formats.__file__).parents[1]
+
+WITHOUT = """
+import torch, tmm_core
+from tmm_core import formats
+from tmm_core.testing import KernelConformance, questions
+from tmm_blas.blas import Blas
+assert formats.FORMATS == {}
+a, b = torch.randn(6, 32), torch.randn(32, 8)
+torch.testing.assert_close(tmm_core.matmul(a, b, epilogue="relu"), (a @ b).relu())
+assert tmm_core.plan(a, b)(a, b).shape == (6, 8)
+a.requires_grad_()
+tmm_core.matmul(a, b).sum().backward()
+eight = [t.detach().to(torch.float8_e4m3fn) for t in (a, b)]
+try:
+    tmm_core.matmul(*eight)
+except tmm_core.UnsupportedProblemError as error:
+    assert "float8_e4m3fn operands are of no format that is installed" in str(error), error
+else:
+    raise AssertionError("multiplied numbers whose format it does not know")
+try:
+    tmm_core.matmul(*eight, scale_a=torch.ones(()))
+except RuntimeError as error:
+    assert "scale_a is for no operands" in str(error), error
+class Suite(KernelConformance):
+    kernel = Blas()
+assert not list(Suite().probes_of_scales())
+assert all(Suite.kernel.reasons_against(p) is not None
+           for p in questions.odd_problems(tmm_core.problem(a, b).device))
+"""
+
+FNUZ = """
+import torch
+from tmm_core.formats import Format
+
+FORMAT = Format(
+    name="fnuz",
+    storage=(torch.float8_e4m3fnuz,),
+    scales=("tensor", "row"),
+    result=torch.float16,
+    quantize=lambda numbers, dtype: numbers.to(dtype),
+    dequantize=lambda stored: stored.to(torch.float32),
+    tolerance=2e-3,
+)
+"""
+
+WITH = """
+import torch, tmm_core
+from tmm_core.dispatch import verify
+from tmm_blas.blas import Blas
+a, b = torch.randn(6, 32).to(torch.float8_e4m3fnuz), torch.randn(32, 8).to(torch.float8_e4m3fnuz)
+scale = torch.rand(6, 1) + 0.5
+y = tmm_core.matmul(a, b, scale_a=scale, epilogue="relu")
+assert y.dtype is torch.float16
+expected = ((a.double() @ b.double()) * scale.double()).relu()
+torch.testing.assert_close(y.double(), expected, rtol=2e-3, atol=2e-3)
+assert tmm_core.explain(a, b).rejected["triton.naive"][-1:] == [
+    "does not multiply fnuz operands, torch.float8_e4m3fnuz and torch.float8_e4m3fnuz"]
+posed = tmm_core.problem(a, b, scale_a=scale)
+inputs = verify.make_inputs(posed, torch.device("cpu"), seed=1)
+launcher = Blas().bind(posed, Blas().default_config(posed))
+error = verify.error(inputs.launch(launcher, inputs.out), verify.reference(posed, inputs))
+assert 0 < error <= verify.tolerance(posed) == 2e-3, error
+try:
+    tmm_core.matmul(a, torch.randn(32, 8).to(torch.float8_e4m3fn))
+except RuntimeError as error:
+    assert "dtype" in str(error), error
+else:
+    raise AssertionError("multiplied two formats with one another")
+"""
+
+
+@pytest.mark.parametrize(("files", "code"), [({}, WITHOUT), ({"fnuz.py": FNUZ}, WITH)],
+                         ids=["without-fp8", "with-another"])  # fmt: skip
+def test_a_format_is_its_file(files: dict[str, str], code: str, tmp_path: Path) -> None:
+    copy = tmp_path / "tmm_core"
+    copy.mkdir()
+    for path in PACKAGE.iterdir():
+        if path.name not in ("formats", "__pycache__"):
+            (copy / path.name).symlink_to(path)
+    (copy / "formats").mkdir()
+    (copy / "formats" / "__init__.py").symlink_to(PACKAGE / "formats" / "__init__.py")
+    for name, text in files.items():
+        (copy / "formats" / name).write_text(text)
+    code = f"import sys; sys.path.insert(0, {str(tmp_path)!r})\n{code}"
+    # Not Triton's interpreter, which has nothing to do with it and takes a second to come.
+    environment = {k: v for k, v in os.environ.items() if k != "TRITON_INTERPRET"}
+    environment |= {"TMM_ON_CACHE_MISS": "heuristic"}
+    subprocess.run([sys.executable, "-c", code], check=True, timeout=120, env=environment)
+
+
+def test_fp8_is_dequantised_exactly() -> None:
+    form = formats.FORMATS["fp8"]
+    for dtype in form.storage:
+        every = torch.arange(256, dtype=torch.uint8).view(dtype)
+        numbers = every.double()
+        kept = numbers.isfinite()
+        assert torch.equal(form.dequantize(every).double()[kept], numbers[kept])
+        assert torch.equal(form.quantize(numbers[kept], dtype).double(), numbers[kept])
+    assert formats.of_pair(*form.storage) is form
+    assert formats.of_pair(form.storage[0], torch.bfloat16) is None

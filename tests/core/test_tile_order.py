@@ -1,0 +1,133 @@
+"""The order of tiles on paper: golden, a permutation, and what the kernels do."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import triton
+import triton.language as tl
+from tmm_triton.naive import Naive
+from tmm_triton.operands import tile_of
+from tmm_triton.split_k import SplitK
+from tmm_triton.tiled import FusedEpilogue, Grouped
+
+from tmm_core import Epilogue
+from tmm_core.bench.tile_order import Wave, order, place, traffic, waves
+from tmm_core.spec.device import interpreting
+
+interpreted = pytest.mark.skipif(not interpreting(), reason="kernels are not interpreted here")
+
+
+def numbers(rows: int, columns: int, group: int) -> list[list[int]]:
+    """Which program computes each tile."""
+    found = [[-1] * columns for _ in range(rows)]
+    for program, (row, column) in enumerate(order(rows, columns, group)):
+        found[row][column] = program
+    return found
+
+
+def test_five_by_four() -> None:
+    assert numbers(5, 4, 1) == [
+        [0, 1, 2, 3],
+        [4, 5, 6, 7],
+        [8, 9, 10, 11],
+        [12, 13, 14, 15],
+        [16, 17, 18, 19],
+    ]
+    assert numbers(5, 4, 3) == [
+        [0, 3, 6, 9],
+        [1, 4, 7, 10],
+        [2, 5, 8, 11],
+        [12, 14, 16, 18],
+        [13, 15, 17, 19],
+    ]
+    assert numbers(5, 4, 8) == [[column * 5 + row for column in range(4)] for row in range(5)]
+
+
+def test_ninety_reads_and_fifty_four() -> None:
+    first = [waves(order(9, 9, group), 9, steps=9)[0] for group in (1, 3)]
+    assert [wave.reads for wave in first] == [90, 54]
+    assert [wave.loads for wave in first] == [162, 162]
+    assert first[1].rows == first[1].columns == [0, 1, 2]
+
+
+def test_every_order_is_a_permutation() -> None:
+    for rows in range(1, 13):
+        for columns in range(1, 13):
+            tiles = [(m, n) for m in range(rows) for n in range(columns)]
+            for group in (1, 2, 3, 5, 8, 12, 64):
+                assert sorted(order(rows, columns, group)) == tiles
+                found = waves(order(rows, columns, group), 7)
+                assert [t for wave in found for t in wave.tiles] == order(rows, columns, group)
+
+
+def test_bytes() -> None:
+    tiles = order(4, 4, 2)
+    cold = traffic(waves(tiles, 4), row_bytes=10, column_bytes=100)
+    assert (cold.from_l2, cold.from_memory) == (16 * 110, 4 * (2 * 10 + 2 * 100))
+    assert cold.hits == 0.5
+    # An L2 that holds all reads all once.
+    assert traffic(waves(tiles, 4), 10, 100, l2=10_000).from_memory == 4 * 10 + 4 * 100
+    # One that holds a wave's two columns and two rows keeps the rows of a band.
+    assert traffic(waves(tiles, 4), 10, 100, l2=220).from_memory == 4 * 10 + 8 * 100
+    assert Wave(((0, 0), (0, 1)), steps=3).reads == 9
+
+
+def test_nothing_to_order_is_an_error() -> None:
+    for wrong in ((0, 4, 1), (4, 0, 1), (4, 4, 0)):
+        with pytest.raises(ValueError, match="each is 1 at least"):
+            order(*wrong)
+
+
+@triton.jit
+def record(out_ptr, M, N, GROUP_M, COUNT: tl.constexpr):
+    pid = tl.minimum(tl.arange(0, COUNT), M * N - 1)
+    tile_m, tile_n = tile_of(pid, M, N, 1, 1, GROUP_M)
+    tl.store(out_ptr + tl.arange(0, COUNT), tile_m * N + tile_n)
+
+
+@interpreted
+def test_it_is_the_kernels_formula() -> None:
+    for rows, columns in ((1, 1), (5, 4), (4, 5), (9, 9), (7, 12), (12, 3)):
+        for group in (1, 2, 3, 8, 64):
+            count = triton.next_power_of_2(rows * columns)
+            out = torch.zeros(count, dtype=torch.int32)
+            record[(1,)](out, rows, columns, group, count)
+            wanted = [row * columns + column for row, column in order(rows, columns, group)]
+            assert out[: rows * columns].tolist() == wanted
+
+
+@triton.jit
+def program(z):
+    return z * 0 + tl.program_id(0)
+
+
+@interpreted
+@pytest.mark.parametrize(
+    ("kernel", "more", "group"),
+    [
+        (Naive(), {}, 1),
+        (Grouped(), {"GROUP_M": 3}, 3),
+        (FusedEpilogue(), {"GROUP_M": 2, "SUBTILE": 1}, 2),
+        (SplitK(), {"SPLIT_K": 1, "REDUCE": "kernel", "SWAP": False}, 5),
+    ],
+    ids=lambda value: getattr(value, "name", ""),
+)
+def test_each_kernel_computes_the_tile_it_is_said_to(
+    kernel: Any, more: dict[str, Any], group: int
+) -> None:
+    """By an epilogue that returns the number of its program."""
+    import tmm_core
+
+    tile = {"BLOCK_M": 16, "BLOCK_N": 16, "BLOCK_K": 16, "num_stages": 2, "num_warps": 4}
+    config = kernel.config_type(**tile, **more)
+    a, b = torch.zeros(5 * 16 - 3, 16), torch.zeros(16, 4 * 16)
+    who = Epilogue("program", lambda z: z, device=program)
+    posed = tmm_core.problem(a, b, epilogue=who)
+    assert kernel.anatomy(posed, config).group_m == group
+    out = kernel.bind(posed, config)(a, b, None, None, 1.0, None)
+    found = [[int(out[m * 16, n * 16]) for n in range(4)] for m in range(5)]
+    assert found == numbers(5, 4, group)
+    assert place(found[1][2], 5, 4, group) == (1, 2)

@@ -1,0 +1,142 @@
+"""A warning that a call of matmul gives points at the line that made the call."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from fakes import FakeBlas, FakeKernel, installed
+from tmm_cache import CacheStore, CacheWarning, errors
+
+import tmm_core
+from tmm_core import TmmWarning, dispatch
+from tmm_core.dispatch import tuner
+from tmm_core.nn import Linear
+from tmm_core.spec.device import fingerprint
+
+A, B = torch.randn(64, 16), torch.randn(16, 32)
+LAYER = Linear(16, 32, bias=False)
+
+
+def _raise(*arguments: Any, **more: Any) -> Any:
+    raise RuntimeError("boom")
+
+
+class Nonsense(FakeKernel):
+    def workspace_bytes(self, problem: Any, config: Any) -> int:
+        return -1
+
+
+def set_aside(patch: pytest.MonkeyPatch) -> None:
+    installed(FakeBlas(), Nonsense("fast"))
+
+
+def wrong_at_first_use(patch: pytest.MonkeyPatch) -> None:
+    right = FakeBlas(estimate=100.0)
+    installed(right, FakeKernel("fast", spoil=lambda out: out + 1, estimate=1e-9))
+    patch.setenv("TMM_ON_CACHE_MISS", "heuristic")
+
+
+def tuning_fails(patch: pytest.MonkeyPatch) -> None:
+    installed(FakeBlas(), FakeKernel("fast"))
+    patch.setattr(tuner._Tuning, "run", _raise)
+
+
+def timing_fails(patch: pytest.MonkeyPatch) -> None:
+    installed(FakeBlas(), FakeKernel("fast"))
+    patch.setattr(dispatch.dispatcher().tuner.timer, "measure", _raise)
+
+
+def a_plugin_is_broken(patch: pytest.MonkeyPatch) -> None:
+    class Broken:
+        name, value, dist = "broken", "no_such_module", None
+
+        def load(self) -> Any:
+            raise ImportError("no such module")
+
+    registry = dispatch.dispatcher().registry
+    found = [*registry._entry_points(), Broken()]
+    patch.setattr(registry, "_entry_points", lambda: found)
+
+
+def a_kernel_is_misnamed(patch: pytest.MonkeyPatch) -> None:
+    installed(FakeBlas(), FakeKernel("fast"))
+    patch.setenv("TMM_DISABLE", "fats")
+
+
+def a_record_is_damaged(patch: pytest.MonkeyPatch) -> None:
+    installed(FakeBlas(), FakeKernel("fast"))
+    store = dispatch.dispatcher().store
+    asked = tmm_core.problem(A, B)
+    device = asked.device
+    path = store.path(device.gpu, device.environment, asked.to_json())
+    path.parent.mkdir(parents=True)
+    path.write_text("{")
+
+
+def the_root_is_a_file(patch: pytest.MonkeyPatch) -> None:
+    installed(FakeBlas(), FakeKernel("fast"))
+    dispatch.dispatcher().store.root.write_text("")
+
+
+def the_root_is_anybodys(patch: pytest.MonkeyPatch) -> None:
+    root = CacheStore().root
+    root.mkdir()
+    root.chmod(0o777)
+    installed(FakeBlas(), FakeKernel("fast"))
+
+
+def there_is_no_place(patch: pytest.MonkeyPatch) -> None:
+    patch.delenv("TMM_CACHE_DIR")
+    patch.setenv("HOME", "")
+    patch.delenv("XDG_CACHE_HOME", raising=False)
+
+
+CAUSES: dict[Callable[[pytest.MonkeyPatch], None], str] = {
+    set_aside: "set aside: workspace_bytes",
+    wrong_at_first_use: "wrong at its first use",
+    tuning_fails: "tuning failed: RuntimeError: boom",
+    timing_fails: "timing .* failed: boom|no candidate was timed",
+    a_plugin_is_broken: "broken.* is not used",
+    a_kernel_is_misnamed: "unknown kernel 'fats'; did you mean 'fast'",
+    a_record_is_damaged: "set aside as",
+    the_root_is_a_file: "cannot be written|cannot be read",
+    the_root_is_anybodys: "can be written by others",
+    there_is_no_place: "HOME is ''",
+}
+
+
+@pytest.fixture(autouse=True)
+def not_interpreting(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Where kernels are interpreted nothing is tuned."""
+    monkeypatch.setenv("TRITON_INTERPRET", "0")
+    monkeypatch.setenv("TMM_PLUGINS", "blas,broken")  # Triton's may be loaded, to interpret
+    monkeypatch.setattr(errors, "_warned", set())
+    fingerprint.cache_clear()
+    yield
+    fingerprint.cache_clear()
+
+
+HOW = {
+    "eager": lambda: tmm_core.matmul(A, B),
+    "layer": lambda: LAYER(A),
+    "gradient": lambda: tmm_core.matmul(A, B.clone().requires_grad_()),
+}
+
+
+@pytest.mark.parametrize("cause", CAUSES, ids=lambda cause: cause.__name__)
+@pytest.mark.parametrize("how", HOW)
+def test_it_points_at_the_call(
+    cause: Callable[[pytest.MonkeyPatch], None], how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cause(monkeypatch)
+    with pytest.warns((TmmWarning, CacheWarning), match=CAUSES[cause]) as caught:
+        result = HOW[how]()
+    assert result.shape == (64, 32)
+    lines = Path(__file__).read_text().splitlines()
+    for warning in caught:
+        assert warning.filename == __file__
+        assert f'"{how}": lambda: ' in lines[warning.lineno - 1]

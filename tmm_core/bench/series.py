@@ -1,0 +1,114 @@
+"""Single kernels at configs that are given in part: what ``tmm bench --kernel … --sweep …`` times,
+and the numbers that are told of it."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import tmm_core
+from tmm_core.bench.case import Call
+from tmm_core.bench.results import Document
+from tmm_core.launch.plan import Plan
+from tmm_core.spec.kernel import Kernel
+
+Fields = Mapping[str, Any]
+
+#: Of the two kernels of the tutorials: all that tells them apart is then the order of their tiles.
+_TILE: Fields = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "num_stages": 3, "num_warps": 8}
+
+
+@dataclass(frozen=True)
+class Series:
+    """A kernel with some fields of its config; the others are those of its default config, and with
+    none given those of its best config on record."""
+
+    label: str
+    kernel: str
+    fields: tuple[tuple[str, Any], ...] = ()
+
+    @property
+    def column(self) -> str:
+        """Where a document keeps its times."""
+        return f"kernel {self.label}"
+
+    def plan(self, call: Call) -> Plan:
+        """The kernel for this call.
+
+        Raises:
+            TmmError: It cannot serve the call, or not with these fields.
+            Exception: What compiling it raises.
+        """
+        config = dict(self.fields) or None
+        return tmm_core.plan(call.a, call.b, **call.keywords, kernel=self.kernel, config=config)
+
+
+ONE_TILE = (
+    Series("triton.naive one tile", "triton.naive", tuple(_TILE.items())),
+    Series("triton.grouped one tile", "triton.grouped", (*_TILE.items(), ("GROUP_M", 8))),
+)
+
+
+def combined(
+    kernels: Sequence[Kernel[Any]], common: Fields, sweeps: Mapping[str, Sequence[Any]]
+) -> list[Series]:
+    """Every kernel at every combination of the values that are swept, beside the common fields.
+    Of each a kernel takes those that its config has.
+
+    Raises:
+        ValueError: A field that no kernel has; the message lists those that there are.
+    """
+    known = {k.name: [f.name for f in dataclasses.fields(k.config_type)] for k in kernels}
+    for name in (*common, *sweeps):
+        if not any(name in fields for fields in known.values()):
+            fields = "; ".join(f"{k}: {', '.join(names)}" for k, names in known.items())
+            raise ValueError(f"no kernel has a field {name!r}; there are {fields}")
+    found = []
+    for kernel, fields in known.items():
+        fixed = [(name, value) for name, value in common.items() if name in fields]
+        swept = [[(name, v) for v in values] for name, values in sweeps.items() if name in fields]
+        for point in itertools.product(*swept):
+            said = " ".join(f"{name}={value}" for name, value in point)
+            found.append(Series(f"{kernel} {said}".rstrip(), kernel, (*fixed, *point)))
+    return found
+
+
+#: What a metric is called, and how it follows from a document and a time in µs. GB/s are of the
+#: bytes that have to move: each operand once and the result once, each by the size of its dtype.
+METRICS: Mapping[str, tuple[str, Callable[[Document, float], float]]] = {
+    "tflops": ("TFLOPS", lambda document, us: document["flops"] / us / 1e6),
+    "gbs": ("GB/s", lambda document, us: document["bytes"] / us / 1e3),
+    "us": ("µs", lambda document, us: us),
+    "ratio": ("× torch", lambda document, us: document["times"]["torch"]["median_us"] / us),
+}
+
+
+def told(document: Document, column: str, metric: str) -> float | None:
+    """A column's median in that metric; None where it was not timed."""
+    times = document["times"].get(column)
+    return None if times is None else METRICS[metric][1](document, times["median_us"])
+
+
+def columns(documents: Iterable[Document]) -> list[str]:
+    """The columns of the series of these documents, then tmm's and torch's."""
+    named = dict.fromkeys(f"kernel {label}" for d in documents for label in d.get("series", ()))
+    return [*named, "tmm", "torch"]
+
+
+def axis(documents: Sequence[Document]) -> tuple[str, list[float] | list[str]]:
+    """What tells the problems apart: a label and a number for each where it is one number, the
+    side of a square among them; else names."""
+    sizes = [tuple(document["case"][letter] for letter in "mnk") for document in documents]
+    if all(m == n == k for m, n, k in sizes):
+        return "M = N = K", [float(m) for m, _, _ in sizes]
+    varying = [i for i in range(3) if len({size[i] for size in sizes}) > 1]
+    if len(varying) == 1:
+        (which,) = varying
+        others = ", ".join(
+            f"{letter} = {sizes[0][i]}" for i, letter in enumerate("MNK") if i != which
+        )
+        return f"{'MNK'[which]} ({others})", [float(size[which]) for size in sizes]
+    return "M×N×K", ["×".join(map(str, size)) for size in sizes]

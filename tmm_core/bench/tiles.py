@@ -1,0 +1,193 @@
+"""``tmm explain --tiles``: the order of tiles, drawn, and what each wave of them reads."""
+
+from __future__ import annotations
+
+import io
+import shutil
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from tmm_core.bench.tile_order import Traffic, Wave, order, traffic, waves
+
+#: Of a picture in a terminal.
+_MOST_ROWS, _MOST_NUMBERED, _NARROWEST = 40, 16, 4
+#: Of a wave, where there is no room for numbers.
+_GLYPHS = "0123456789abcdefghijklmnopqrstuvwxyz"
+#: Reads of so many waves are told one by one.
+_WAVES_TOLD = 10
+#: Backgrounds of waves, light and in turn: Okabe and Ito's, mixed with white.
+_COLOURS = ("#f4c88a", "#a5d5ee", "#8fd3bd", "#f6ef9f", "#8fb8d9", "#eab08a", "#e3b6cf", "#d0d0d0")
+
+
+@dataclass(frozen=True)
+class Grid:
+    """A product in tiles.
+
+    ``row_bytes`` are of A that a row of tiles reads, ``column_bytes`` of B that a column does;
+    0 where a tile is just a tile.
+    """
+
+    rows: int
+    columns: int
+    #: Along K.
+    steps: int
+    #: Tiles computed at one time.
+    wave: int
+    row_bytes: int = 0
+    column_bytes: int = 0
+    #: Bytes that L2 keeps between waves.
+    l2: int = 0
+
+    def waves(self, group: int) -> list[Wave]:
+        return waves(order(self.rows, self.columns, group), self.wave, self.steps)
+
+    def traffic(self, group: int) -> Traffic:
+        """In bytes; in tiles where these have none."""
+        row, column = self.row_bytes or self.steps, self.column_bytes or self.steps
+        return traffic(self.waves(group), row, column, self.l2)
+
+
+def to_json(grid: Grid, groups: Sequence[int]) -> list[dict[str, Any]]:
+    """Per group size the order, reads of each wave, and modelled bytes where tiles have some."""
+    found = []
+    for group in groups:
+        run = grid.waves(group)
+        moved = grid.traffic(group)
+        entry: dict[str, Any] = {
+            "group": group,
+            "order": [list(tile) for wave in run for tile in wave.tiles],
+            "wave": grid.wave,
+            "reads": [wave.reads for wave in run],
+            "loads": [wave.loads for wave in run],
+        }
+        if grid.row_bytes:
+            entry |= {"l2_bytes": moved.from_l2, "memory_bytes": moved.from_memory}
+        found.append(entry)
+    return found
+
+
+def text(grid: Grid, groups: Sequence[int], width: int | None = None, colour: bool = False) -> str:
+    """The order of each group size, as numbers of programs or of waves, and what waves read."""
+    from rich.console import Console
+
+    width = width or shutil.get_terminal_size((100, 24)).columns
+    buffer = io.StringIO()
+    console = Console(
+        file=buffer,
+        width=width,
+        highlight=False,
+        markup=False,
+        force_terminal=colour,
+        color_system="truecolor" if colour else None,
+    )
+    for group in groups:
+        _print_order(console, grid, group, width)
+        reads = [wave.reads for wave in grid.waves(group)]
+        told = " ".join(map(str, reads[:_WAVES_TOLD])) + (" …" if len(reads) > _WAVES_TOLD else "")
+        console.print(f"tiles read by each wave: {told}\n", soft_wrap=True)
+    console.print(_table(grid, groups))
+    return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines())
+
+
+def _print_order(console: Any, grid: Grid, group: int, width: int) -> None:
+    from rich.text import Text
+
+    cell = max(_NARROWEST, len(str(grid.rows * grid.columns - 1)) + 3)
+    numbered = grid.rows <= _MOST_NUMBERED and grid.columns * cell < width
+    cell = cell if numbered else 2
+    columns, rows = min(grid.columns, (width - 2) // cell), min(grid.rows, _MOST_ROWS)
+    number = {tile: program for program, tile in enumerate(order(grid.rows, grid.columns, group))}
+    shown = "" if (rows, columns) == (grid.rows, grid.columns) else f", {rows}×{columns} of them"
+    what = "by program, the first wave in brackets" if numbered else "by wave"
+    console.print(f"GROUP_M={group}: {grid.rows}×{grid.columns} tiles{shown}, {what}")
+    for row in range(rows):
+        line = Text()
+        for column in range(columns):
+            program = number[row, column]
+            wave = program // grid.wave
+            text = _GLYPHS[wave % len(_GLYPHS)]
+            if numbered:
+                text = f"{program:{cell - 3}}"
+                text = f"[{text}]" if wave == 0 else f" {text} "
+            line.append(text, style=f"black on {_COLOURS[wave % len(_COLOURS)]}")
+            line.append(" ")
+        console.print(line)
+
+
+def _table(grid: Grid, groups: Sequence[int]) -> Any:
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+    headings = ["GROUP_M", "waves", "of", "tiles read by first", "by all", "asked of L2"]
+    headings += ["L2, MB", "memory, MB"] if grid.row_bytes else []
+    for heading in (*headings, "L2 serves"):
+        table.add_column(heading, justify="right")
+    for group in groups:
+        run, moved = grid.waves(group), grid.traffic(group)
+        cells = [group, len(run), grid.wave, run[0].reads]
+        cells += [sum(wave.reads for wave in run), sum(wave.loads for wave in run)]
+        if grid.row_bytes:
+            cells += [round(moved.from_l2 / 1e6), round(moved.from_memory / 1e6)]
+        table.add_row(*map(str, cells), f"{moved.hits:.0%}")
+    return table
+
+
+def draw(grid: Grid, groups: Sequence[int], path: Path, title: str) -> None:
+    """Draw the orders side by side into ``path``, PNG or SVG by its name.
+
+    Raises:
+        ModuleNotFoundError: matplotlib is not installed.
+        OSError, ValueError: The file cannot be written, or has another ending.
+    """
+    import matplotlib
+
+    matplotlib.use("Agg")  # no display is needed, nor looked for
+    from matplotlib import pyplot
+    from matplotlib.colors import ListedColormap
+
+    numbered = grid.rows * grid.columns <= 200
+    width = max(3.2, min(9.0, 0.55 * grid.columns if numbered else 5.0))
+    height = max(2.2, min(9.0, width * grid.rows / grid.columns))
+    figure, every = pyplot.subplots(
+        1,
+        len(groups),
+        figsize=(width * len(groups) + 0.4, height + 1.1),
+        layout="constrained",
+        squeeze=False,
+    )
+    for axes, group in zip(every[0], groups, strict=True):
+        tiles = order(grid.rows, grid.columns, group)
+        number = {tile: program for program, tile in enumerate(tiles)}
+        cells = [
+            [number[row, column] // grid.wave % len(_COLOURS) for column in range(grid.columns)]
+            for row in range(grid.rows)
+        ]
+        axes.imshow(cells, cmap=ListedColormap(_COLOURS), vmin=0, vmax=len(_COLOURS) - 1)
+        ys, xs = zip(*tiles, strict=True)
+        axes.plot(xs, ys, color="black", linewidth=0.7, alpha=0.35)
+        if numbered:
+            for (row, column), program in number.items():
+                axes.text(column, row, str(program), ha="center", va="center", fontsize=9)
+        first, moved = grid.waves(group)[0], grid.traffic(group)
+        # What the first wave reads: its rows of A at the left, its columns of B on top.
+        for row in first.rows:
+            axes.plot([-0.75, -0.75], [row - 0.4, row + 0.4], color="#d55e00", linewidth=3)
+        for column in first.columns:
+            axes.plot([column - 0.4, column + 0.4], [-0.75, -0.75], color="#0072b2", linewidth=3)
+        axes.set(
+            xlim=(-1, grid.columns - 0.45),
+            ylim=(grid.rows - 0.45, -1),
+            xticks=[],
+            yticks=[],
+            title=f"GROUP_M={group}: the first wave reads {first.reads} tiles",
+            xlabel=f"{len(grid.waves(group))} waves of {grid.wave}; "
+            f"L2 serves {moved.hits:.0%} of loads",
+        )
+        axes.title.set_fontsize(10)
+        axes.set_frame_on(False)
+    figure.suptitle(f"{title}  (bars: the first wave's rows of A, columns of B)", fontsize=10)
+    figure.savefig(path, dpi=144)
+    pyplot.close(figure)

@@ -1,0 +1,56 @@
+"""A candidate and its problem as JSON, for a process that has the same plugins, and back."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import TYPE_CHECKING, Any
+
+from tmm_core.spec.asking import read_config
+from tmm_core.spec.device import DeviceFingerprint
+from tmm_core.spec.kernel import Candidate
+from tmm_core.spec.problem import Problem
+
+if TYPE_CHECKING:
+    from tmm_core.dispatch.registry import Registry
+
+Job = dict[str, Any]
+
+_REQUIREMENTS = ("deterministic", "batch_invariant", "capturing")
+
+
+class ElsewhereError(Exception):
+    """A job that means something else in this process: another version, an epilogue that nobody
+    registered."""
+
+
+def job_of(problem: Problem, candidate: Candidate) -> Job:
+    """What another process is told."""
+    return {
+        "problem": problem.to_json(),
+        "requirements": {name: getattr(problem, name) for name in _REQUIREMENTS},
+        "device": dataclasses.asdict(problem.device),
+        "kernel": candidate.kernel.name,
+        "version": candidate.kernel.version,
+        "config": candidate.config.to_json(),
+    }
+
+
+def recalled(registry: Registry, job: Job) -> tuple[Problem, Candidate]:
+    """The problem and the candidate that :func:`job_of` was given.
+
+    Raises:
+        ElsewhereError: They are not the same here.
+        BaseException: Whatever a plugin raises.
+    """
+    kernel = registry.kernel(job["kernel"])
+    if kernel.version != job["version"]:
+        raise ElsewhereError(f"{kernel.name} is of version {kernel.version} here")
+    by_key = {epilogue.key: epilogue for epilogue in registry.epilogues().values()}
+    key = job["problem"]["epilogue"]
+    epilogue = by_key.get(key) or registry.epilogue(key)
+    if epilogue.key != key:
+        raise ElsewhereError(f"epilogue {key} is another here")
+    device = {**job["device"], "capability": tuple(job["device"]["capability"])}
+    problem = Problem.from_json(job["problem"], DeviceFingerprint(**device), epilogue)
+    problem = dataclasses.replace(problem, **job["requirements"])
+    return problem, Candidate(kernel, read_config(kernel, job["config"]))

@@ -1,0 +1,100 @@
+"""Processes of this Python with this one's packages, started anew beside it.
+
+A process that is forked inherits a CUDA context that it cannot use, and threads' locks; one that
+`multiprocessing` spawns imports ``__main__``, which a notebook has not.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Mapping
+from typing import IO
+
+#: Variables that would keep a Python process from ending, or change what it says and where.
+_NOT_PASSED = ("PYTHONINSPECT", "PYTHONSTARTUP", "PYTHONWARNINGS", "PYTHONVERBOSE")
+
+
+def startable() -> bool:
+    """Whether this platform forks, and what runs here is Python rather than a program with Python
+    in it, which would be started a second time."""
+    name = os.path.basename(sys.executable or "").lower()
+    return hasattr(os, "fork") and "python" in name and not getattr(sys, "frozen", False)
+
+
+def started(
+    program: list[str],
+    argument: object,
+    channel: int,
+    scratch: IO[bytes] | None,
+    environ: Mapping[str, str] | None = None,
+    path: tuple[str, ...] | None = None,
+) -> subprocess.Popen[bytes]:
+    """A process of this Python with this one's packages, whose standard input is ``channel``. It is
+    given ``argument`` and the working folder as JSON.
+
+    Raises:
+        OSError: None can be had.
+    """
+    environ = os.environ if environ is None else environ
+    given = {name: value for name, value in environ.items() if name not in _NOT_PASSED}
+    given["PYTHONPATH"] = os.pathsep.join(circumstances()[0] if path is None else path)
+    options = ["-W", "ignore", *["-s"] * sys.flags.no_user_site]
+    options += ["-P"] * (sys.version_info >= (3, 11))
+    return subprocess.Popen(
+        [sys.executable, *options, *program, json.dumps([argument, folder()])],
+        stdin=channel,
+        stdout=subprocess.DEVNULL,
+        stderr=scratch or subprocess.DEVNULL,
+        env=given,
+        cwd="/",  # python -m looks there first, before 3.11
+        start_new_session=True,  # a terminal's Ctrl-C is this process's alone
+    )
+
+
+def circumstances() -> tuple[tuple[str, ...], tuple[str | None, ...]]:
+    """What decides which plugins the server finds, and which code."""
+    here = folder()
+    path = tuple(str(entry) or here for entry in sys.path if isinstance(entry, str))
+    variables = ("TMM_PLUGINS", "TMM_DISABLE_PLUGINS")
+    return path, tuple(os.environ.get(name) for name in variables)
+
+
+def folder() -> str:
+    try:
+        return os.getcwd()
+    except OSError:  # removed under this process
+        return "/"
+
+
+def scratch_file() -> IO[bytes] | None:
+    """A file of no folder for what the server says; None where there can be none."""
+    try:
+        if hasattr(os, "memfd_create"):
+            return os.fdopen(os.memfd_create("tmm-compilers"), "w+b", 0)
+        return tempfile.TemporaryFile(buffering=0)
+    except OSError:
+        return None
+
+
+def tail(scratch: IO[bytes] | None, size: int = 400) -> str:
+    """The last that was said."""
+    if scratch is None:
+        return ""
+    end = scratch.seek(0, os.SEEK_END)
+    scratch.seek(max(0, end - size))
+    return scratch.read().decode(errors="replace").strip()
+
+
+def ending(status: int) -> str:
+    """How a process ended, by ``Popen.returncode``: ``died (signal 11, SIGSEGV)``."""
+    if status >= 0:
+        return f"ended with exit code {status}"
+    try:
+        return f"died (signal {-status}, {signal.Signals(-status).name})"
+    except ValueError:
+        return f"died (signal {-status})"

@@ -1,0 +1,128 @@
+"""The gated product of projections that ``parallelize_module`` sharded by columns.
+
+Rank r holds the same rows of both weights, so its part of the result needs nothing of another
+rank: one product of its two shards, gated in the kernel. The hooks that ``ColwiseParallel`` put on
+both layers, which move the input and place the output, run once for the two.
+
+Imported by a :class:`tmm_core.nn.GatedMLP` that finds a DTensor for a weight.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
+
+from tmm_core.nn.linear import Linear
+
+Tensor = torch.Tensor
+
+#: Of x, gate, up and their biases, as each rank holds them.
+Product = Callable[[Tensor, Tensor, Tensor, "Tensor | None", "Tensor | None"], Tensor]
+
+
+def gated(
+    gate: Any,
+    up: Any,
+    x: Tensor,
+    join: Callable[[list[Tensor], list[Tensor]], None],
+    product: Product,
+) -> Tensor | None:
+    """What the two layers' calls and the gating come to; None where the layers are not sharded
+    alike by columns of one mesh dimension, or do more than multiply.
+
+    Args:
+        join: Lays the shards of gate (weight, bias) and those of up one after the other.
+        product: The gated product of this rank.
+    """
+    if not (_column_sharded(gate) and _column_sharded(up)):
+        return None
+    before, after = _placing(gate._forward_pre_hooks), _placing(gate._forward_hooks)
+    if before is None or before != _placing(up._forward_pre_hooks):
+        return None
+    if after is None or after != _placing(up._forward_hooks):
+        return None
+    of_gate, of_up = _parameters(gate), _parameters(up)
+    alike = [(p.shape, p.dtype, p.device_mesh) for p in of_gate]
+    if alike != [(p.shape, p.dtype, p.device_mesh) for p in of_up]:
+        return None
+    for hook in gate._forward_pre_hooks.values():
+        x = hook(gate, (x,))
+    mesh = of_gate[0].device_mesh
+    if not isinstance(x, DTensor) or x.device_mesh != mesh or x.dtype is not of_gate[0].dtype:
+        return None
+    if x.placements != (Replicate(),):
+        return None
+    held: Any = [[getattr(p, "_local_tensor", None) for p in each] for each in (of_gate, of_up)]
+    if None not in (*held[0], *held[1]):
+        with torch.no_grad():
+            join(*held)
+    # Each rank's gradient of x is a term of the sum over the columns.
+    local = _awaited(x.to_local(grad_placements=[Partial()]))
+    shards = [[p.to_local() for p in of_gate], [p.to_local() for p in of_up]]
+    biases = [pair[1] if len(pair) > 1 else None for pair in shards]
+    y = product(local, shards[0][0], shards[1][0], biases[0], biases[1])
+    shape = torch.Size([*x.shape[:-1], of_gate[0].shape[0]])
+    stride = torch.empty(shape, device="meta").stride()
+    whole: Any = DTensor.from_local(
+        y, mesh, [Shard(y.dim() - 1)], run_check=False, shape=shape, stride=stride
+    )
+    for hook in gate._forward_hooks.values():
+        whole = hook(gate, (x,), whole)
+    return whole  # type: ignore[no-any-return]
+
+
+#: Where hooks that place inputs and outputs are written.
+_HOOKS = "torch.distributed.tensor._api.distribute_module."
+
+
+def _parameters(layer: nn.Module) -> list[Any]:
+    return [p for p in (layer._parameters["weight"], layer._parameters["bias"]) if p is not None]
+
+
+def _column_sharded(layer: Any) -> bool:
+    if type(layer) is not Linear or layer._text or "forward" in layer.__dict__:
+        return False
+    if layer._backward_hooks or layer._backward_pre_hooks:
+        return False
+    if layer._forward_hooks_with_kwargs or layer._forward_pre_hooks_with_kwargs:
+        return False
+    return all(isinstance(p, DTensor) and p.placements == (Shard(0),) for p in _parameters(layer))
+
+
+def _placing(hooks: Mapping[int, Any]) -> list[Any] | None:
+    """What the hooks of a layer do, to be compared; None where one is not torch's own that
+    places inputs or outputs."""
+    done = []
+    for hook in hooks.values():
+        # A closure of distribute_module over the style's function and the mesh.
+        made_by = f"{getattr(hook, '__module__', '')}.{getattr(hook, '__qualname__', '')}"
+        if not (made_by.startswith(_HOOKS) and made_by.endswith(".<locals>.<lambda>")):
+            return None
+        cells = [cell.cell_contents for cell in hook.__closure__]
+        found = [c for c in cells if isinstance(c, functools.partial)]
+        if len(found) != 1 or found[0].keywords:
+            return None
+        rest = [c for c in cells if c is not found[0]]
+        done.append((found[0].func, found[0].args, rest))
+    return done
+
+
+class _Awaited(torch.autograd.Function):
+    """What a collective that is under way gives: a plain tensor."""
+
+    @staticmethod
+    def forward(ctx: Any, t: Any) -> Tensor:
+        return t.wait()  # type: ignore[no-any-return]
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Tensor:
+        return grad
+
+
+def _awaited(t: Tensor) -> Tensor:
+    return _Awaited.apply(t) if hasattr(t, "wait") else t  # type: ignore[no-untyped-call]

@@ -1,0 +1,232 @@
+"""Is an epilogue one function in all its forms? One class, subclassed in three lines::
+
+    from tmm_core.testing import EpilogueConformance
+
+    class TestMine(EpilogueConformance):
+        epilogue = MINE
+
+Everything is held to the reference in fp64: the derivatives to torch's, the device functions on a
+GPU or, with ``TRITON_INTERPRET=1``, in Triton's interpreter, with the default parameters and with
+others.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any, ClassVar
+
+import pytest
+import torch
+
+import tmm_core
+from tmm_core.dispatch import verify
+from tmm_core.dispatch.registry import Registry
+from tmm_core.spec.device import interpreting
+from tmm_core.spec.epilogue import Epilogue, parse
+from tmm_core.spec.hookspecs import hookimpl
+from tmm_core.testing.questions import Questions
+
+Tensor = torch.Tensor
+
+#: What training asks of: every decade, both signs, and none that is a kink by chance.
+_STEPS = (1e-3, 0.013, 0.11, 0.4, 0.9, 1.7, 3.1, 6.3, 11.7, 19.1, 37.3)
+
+
+class EpilogueConformance:
+    """Holds ``epilogue`` to :class:`tmm_core.Epilogue`'s description.
+
+    Attributes:
+        epilogue: An :class:`tmm_core.Epilogue`.
+        points: Where it is looked at; by default from -37.3 to 37.3.
+        slack: Factor on fp32's tolerance, for the device functions.
+        device: As in :class:`tmm_core.testing.KernelConformance`.
+    """
+
+    epilogue: ClassVar[Epilogue]
+    points: ClassVar[tuple[float, ...]] = (*(-step for step in reversed(_STEPS)), *_STEPS)
+    slack: ClassVar[float] = 1.0
+    device: ClassVar[str | None] = None
+
+    def test_it_goes_by_its_name(self) -> None:
+        """A plugin's registers it; then its name, its parameters and its key all find it."""
+        epilogue = self.epilogue
+
+        class Plugin:
+            @hookimpl
+            def tmm_epilogues(self) -> list[Epilogue]:
+                return [epilogue]
+
+        registry = Registry()
+        if not epilogue.builtin:
+            registry.register(Plugin())
+        known = registry.epilogues()
+        numbers = ",".join(map(repr, epilogue.parameters))
+        for text in (epilogue.name, f"{epilogue.name}({numbers})", epilogue.key):
+            assert parse(text, known) == epilogue
+        assert parse(f"{epilogue.name}+softcap(30)", known) == epilogue.then(parse("softcap(30)"))
+
+    def test_its_key_follows_its_source(self) -> None:
+        """Without its source a change of it would be answered by old records."""
+        assert replace(self.epilogue).key == self.epilogue.key
+        for name, function in self._functions():
+            if inspect.isbuiltin(function):  # torch's own, written in C
+                continue
+            try:
+                inspect.getsource(function)
+            except (OSError, TypeError):
+                pytest.fail(
+                    f"the source of {self.epilogue.name}'s {name} cannot be read, so that its key "
+                    "stays when it changes: define it in a file"
+                )
+
+    @pytest.mark.parametrize(
+        "dtype",
+        [torch.float64, torch.float32, torch.bfloat16, torch.float16],
+        ids=lambda dtype: str(dtype).removeprefix("torch."),
+    )
+    def test_reference(self, dtype: torch.dtype) -> None:
+        """It keeps the dtype, halves the width where gated, and works element by element."""
+        z = self._z().to(dtype)
+        for epilogue in self._variants():
+            y = epilogue.apply(z)
+            width = z.shape[-1] // 2 if epilogue.gated else z.shape[-1]
+            self._hold((*z.shape[:-1], width) == tuple(y.shape), "reference", f"{tuple(y.shape)}")
+            self._hold(y.dtype == dtype, "reference", f"it makes {y.dtype} of {dtype}")
+            mixed = torch.randperm(len(z), generator=torch.Generator().manual_seed(0))
+            self._close(epilogue.apply(z[mixed]), y[mixed], "reference of other rows", 1e-12)
+
+    def test_linear(self) -> None:
+        if not self.epilogue.linear:
+            pytest.skip("claims no linearity")
+        x, y = self._z(), self._z().flip(0)
+        whole = self.epilogue.apply(x + y)
+        self._close(self.epilogue.apply(x) + self.epilogue.apply(y), whole, "reference", 1e-12)
+
+    def test_derivative(self) -> None:
+        if self.epilogue.derivative is None:
+            pytest.skip("has no derivative: torch differentiates the reference")
+        for epilogue in self._variants():
+            halves = self._halves(self._z())
+            slopes = epilogue.derivative(*halves, *epilogue.parameters)  # type: ignore[misc]
+            for slope, exact in zip(
+                slopes if epilogue.gated else (slopes,), self._gradients(epilogue), strict=True
+            ):
+                self._close(slope, exact, "derivative", 1e-9)
+
+    def test_output_vjp(self) -> None:
+        if self.epilogue.output_vjp is None:
+            pytest.skip("has no output_vjp")
+        self._hold(not self.epilogue.gated, "output_vjp", "not for a gated epilogue")
+        for epilogue in self._variants():
+            z = self._z()
+            grad = torch.linspace(-2, 2, z.numel(), dtype=z.dtype).reshape(z.shape)
+            y = None if epilogue.linear else epilogue.apply(z)
+            found = epilogue.output_vjp(grad, y, *epilogue.parameters)  # type: ignore[misc]
+            (exact,) = self._gradients(epilogue)
+            # Where the output is flat it no longer tells its derivative to the last bits.
+            self._close(found, grad * exact, "output_vjp", 1e-6)
+
+    def test_device(self) -> None:
+        """What kernels fuse, alone and in a chain."""
+        if self.epilogue.device is None:
+            pytest.skip("has no device function: no kernel fuses it")
+        from tmm_core.triton import device_function
+
+        for epilogue in (*self._variants(), self.epilogue.then(parse("softcap(30)"))):
+            (y,) = self._evaluated(device_function(epilogue))
+            self._close(y, epilogue.apply(self._z()), "device", None)
+
+    def test_device_derivative(self) -> None:
+        if self.epilogue.device is None or self.epilogue.device_derivative is None:
+            pytest.skip("has no device_derivative: training takes torch's operators")
+        from tmm_core.triton.derivatives import device_derivative
+
+        for epilogue in self._variants():
+            found = self._evaluated(device_derivative(epilogue), pair=epilogue.gated)
+            for slope, exact in zip(found, self._gradients(epilogue), strict=True):
+                self._close(slope, exact, "device_derivative", None)
+
+    def test_it_trains(self) -> None:
+        """The gradients of a product that it follows are those of torch's own code."""
+        generator = torch.Generator().manual_seed(0)
+        width = 8 if self.epilogue.gated else 4
+        x, w = (
+            torch.randn(shape, dtype=torch.float64, generator=generator, requires_grad=True)
+            for shape in ((5, 3), (3, width))
+        )
+        y = tmm_core.matmul(x, w, epilogue=self.epilogue)
+        expected = self.epilogue.apply(x @ w)
+        self._close(y, expected, "reference", 1e-9)
+        weights = torch.linspace(0.5, 2, y.numel(), dtype=y.dtype).reshape(y.shape)
+        exact = torch.autograd.grad(expected, (x, w), weights)
+        for found, right in zip(torch.autograd.grad(y, (x, w), weights), exact, strict=True):
+            self._close(found, right, "derivative", 1e-9)
+
+    # -- how it is asked ---------------------------------------------------------------
+
+    def _variants(self) -> Iterator[Epilogue]:
+        """With its default parameters, then with others."""
+        yield self.epilogue
+        if self.epilogue.parameters:
+            yield self.epilogue.with_parameters(*(1.25 * p + 0.5 for p in self.epilogue.parameters))
+
+    def _z(self) -> Tensor:
+        """The points; where gated, each with each, gate beside up."""
+        points = torch.tensor(self.points, dtype=torch.float64)
+        rows = points[:, None].expand(-1, len(points))
+        return torch.cat([rows, rows.T], -1) if self.epilogue.gated else rows.contiguous()
+
+    def _halves(self, z: Tensor) -> tuple[Tensor, ...]:
+        return z.chunk(2, dim=-1) if self.epilogue.gated else (z,)
+
+    def _gradients(self, epilogue: Epilogue) -> tuple[Tensor, ...]:
+        """The reference's slopes by torch, for each of what it takes."""
+        halves = [half.detach().requires_grad_() for half in self._halves(self._z())]
+        y = epilogue.reference(*halves, *epilogue.parameters)
+        return torch.autograd.grad(y.sum(), halves)
+
+    def _evaluated(self, function: Any, *, pair: bool = False) -> tuple[Tensor, ...]:
+        device = Questions._device() if self.device is None else torch.device(self.device)
+        if device.type != "cuda" and not interpreting():
+            pytest.skip("needs a GPU, or TRITON_INTERPRET=1 before Triton is imported")
+        from tmm_core.testing.elementwise import evaluate
+
+        return evaluate(
+            function, self._halves(self._z().float().to(device).contiguous()), pair=pair
+        )
+
+    def _functions(self) -> Iterator[tuple[str, Any]]:
+        for name in ("reference", "device", "derivative", "output_vjp", "device_derivative"):
+            function = getattr(self.epilogue, name)
+            if function is not None and not isinstance(function, str):
+                yield name, inspect.unwrap(getattr(function, "fn", function))
+
+    def _close(self, found: Tensor, exact: Tensor, what: str, limit: float | None) -> None:
+        """``limit`` is relative; None: fp32's tolerance of a kernel."""
+        if limit is None:
+            limit = verify.TOLERANCE[torch.float32] * self.slack
+        found, exact = found.detach().double().cpu(), exact.detach().double().cpu()
+        off = ((found - exact).abs() / (exact.abs() + 1)).nan_to_num(float("inf"))
+        off[(found == exact) | (found.isnan() & exact.isnan())] = 0
+        place = divmod(int(off.argmax()), off.shape[-1])
+        z = [half[place].item() for half in self._halves(self._z())] if self._on_points(off) else []
+        at = f" at {', '.join(f'{value:g}' for value in z)}" if z else f" at {list(place)}"
+        self._hold(
+            float(off.max()) <= limit,
+            what,
+            f"it is {found[place]:.9g}{at}, the reference has {exact[place]:.9g}; "
+            f"{limit:.1g} is accepted",
+        )
+
+    def _on_points(self, off: Tensor) -> bool:
+        return off.shape == self._halves(self._z())[0].shape
+
+    def _hold(self, holds: bool, what: str, fault: str) -> None:
+        if holds:
+            return
+        function = dict(self._functions()).get(what.split()[0])
+        code = getattr(function, "__code__", None)
+        where = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
+        pytest.fail(f"{self.epilogue.name}: {what} is wrong: {fault}{where}", pytrace=False)

@@ -1,0 +1,93 @@
+"""GPUs that need not be here: those that records were measured on, and others by their data sheets.
+What is asked of one (``tmm explain --gpu H200``) is answered by its records and by models."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+
+import torch
+from tmm_cache import CacheStore
+
+from tmm_core.spec.device import DeviceFingerprint, version_of
+from tmm_core.tools.commands.console import UsageError
+
+#: Bytes of shared memory that a block may have, by compute capability (CUDA C++ Programming Guide,
+#: technical specifications).
+_SHARED = {
+    (8, 0): 163 << 10, (8, 6): 99 << 10, (8, 9): 99 << 10,
+    (9, 0): 227 << 10, (10, 0): 227 << 10, (12, 0): 99 << 10,
+}  # fmt: skip
+#: Name, capability, SMs and MB of L2, by NVIDIA's data sheets.
+_SPECIFIED = (
+    ("NVIDIA A100-SXM4-80GB", (8, 0), 108, 40),
+    ("NVIDIA L40S", (8, 9), 142, 96),
+    ("NVIDIA GeForce RTX 4090", (8, 9), 128, 72),
+    ("NVIDIA H100 80GB HBM3", (9, 0), 132, 50),
+    ("NVIDIA H200", (9, 0), 132, 50),
+    ("NVIDIA B200", (10, 0), 148, 126),
+)
+
+
+def find(store: CacheStore, text: str) -> DeviceFingerprint:
+    """The GPU whose name contains ``text``, whatever the case; of several environments that it has
+    records of, the one with the most.
+
+    Raises:
+        UsageError: None is, or more than one.
+    """
+    counts: dict[DeviceFingerprint, int] = {}
+    for device, count in _recorded(store):
+        counts[device] = counts.get(device, 0) + count
+    for name, capability, sms, l2 in _SPECIFIED:
+        if not any(device.name == name for device in counts):
+            counts[_fingerprint(name, capability, sms, l2)] = 0
+    found = {device: n for device, n in counts.items() if text.lower() in device.name.lower()}
+    names = sorted({device.name for device in found})
+    if len(names) != 1:
+        known = ", ".join(sorted({device.name for device in counts}))
+        what = "several" if names else "none"
+        raise UsageError(f"--gpu {text}: the name of {what} of these: {known}")
+    return max(found, key=lambda device: found[device])
+
+
+def _recorded(store: CacheStore) -> Iterator[tuple[DeviceFingerprint, int]]:
+    """The GPUs of all environments that lie in the user's cache and in the layers below."""
+    for root in (store.root, *store.layers):
+        for path in sorted(root.glob("v*/*/*/environment.json")):
+            try:
+                document = json.loads(path.read_text("utf-8"))
+                capability = tuple(document["capability"])
+                known = [l2 for name, _, _, l2 in _SPECIFIED if name == document["name"]]
+                device = DeviceFingerprint(
+                    type=document["type"],
+                    name=document["name"],
+                    capability=capability,
+                    sm_count=document["sm_count"],
+                    shared_memory=_SHARED.get(capability, 48 << 10),
+                    l2=known[0] << 20 if known else 0,
+                    torch=document["torch"],
+                    triton=document["triton"],
+                    cuda=document["cuda"],
+                    cublas=document["cublas"],
+                    interpreted=document["interpreted"],
+                )
+            except (OSError, ValueError, KeyError, TypeError):  # no environment of ours
+                continue
+            if device.type == "cuda":
+                yield device, sum(1 for _ in path.parent.glob("*.json")) - 1
+
+
+def _fingerprint(name: str, capability: tuple[int, int], sms: int, l2: int) -> DeviceFingerprint:
+    """Under the software that is installed here."""
+    return DeviceFingerprint(
+        type="cuda",
+        name=name,
+        capability=capability,
+        sm_count=sms,
+        shared_memory=_SHARED[capability],
+        l2=l2 << 20,
+        torch=torch.__version__,
+        triton=version_of("triton"),
+        cuda=torch.version.cuda or "",
+    )

@@ -1,0 +1,59 @@
+"""``tmm new-plugin``: a package of one kernel and one epilogue that works, to be changed."""
+
+from __future__ import annotations
+
+import argparse
+import keyword
+import re
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+
+import tmm_core
+from tmm_core.tools.commands.console import DONE, UsageError
+
+TEMPLATE = Path(__file__).parents[1] / "template"
+
+#: Where a file of the template goes, when not to the place it has there.
+_PLACES = {"gitignore": ".gitignore", "workflow.yml": ".github/workflows/test.yml"}
+
+#: Names that an import would find elsewhere.
+_TAKEN = {*sys.stdlib_module_names, "tmm_core", "tmm_cache", "tmm_blas", "tmm_triton"}
+_TAKEN |= {"torch", "triton", "numpy", "pytest", "tests"}
+
+
+def run(options: argparse.Namespace) -> int:
+    name: str = options.name
+    module = re.sub("[-.]+", "_", name).lower()
+    if not re.fullmatch("[A-Za-z][A-Za-z0-9._-]*[A-Za-z0-9]", name) or not module.isidentifier():
+        raise UsageError(f"name: found {name!r}, accepted is a package's name, like my-kernels")
+    if keyword.iskeyword(module) or module in _TAKEN:
+        raise UsageError(f"name: {module!r} is a module's name already")
+    folder = Path(options.folder or name)
+    if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise UsageError(f"{folder} is there already, and not an empty folder")
+    words = {"distribution": name, "module": module, "tmm": tmm_core.__version__}
+    for path, text in written(words).items():
+        place = folder / path
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text(text, encoding="utf-8")
+    print(f"{folder}: the kernel {module}.tiled, the epilogue {module}_elu, tests and CI. Next:\n")
+    print(f"  cd {folder}")
+    print("  pip install -e '.[test]'")
+    print("  tmm kernels          # it is listed")
+    print("  pytest               # it conforms")
+    return DONE
+
+
+def written(words: Mapping[str, str]) -> dict[Path, str]:
+    """The files of the package, by their places in it."""
+    files = {}
+    for source in sorted(TEMPLATE.rglob("*.in")):
+        place = source.relative_to(TEMPLATE).as_posix().removesuffix(".in")
+        place = _PLACES.get(place, place).replace("package/", f"{words['module']}/")
+        text = source.read_text(encoding="utf-8")
+        for name, word in words.items():
+            text = text.replace(f"@{name}@", word)
+        files[Path(place)] = text
+    files[Path(words["module"], "py.typed")] = ""
+    return files

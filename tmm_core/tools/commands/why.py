@@ -1,0 +1,218 @@
+"""``tmm explain --why``: the chosen kernel taken apart, by its own account, a model, the record and
+the compiler, and what one stage or some warps more would change."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import asdict
+from typing import Any
+
+from tmm_cache import CandidateResult, TuningRecord
+
+from tmm_core.bench.tile_order import order, traffic, waves
+from tmm_core.bench.tiles import Grid
+from tmm_core.dispatch.explanation import Explanation
+from tmm_core.dispatch.proposals import baseline_us
+from tmm_core.dispatch.registry import Registry
+from tmm_core.errors import ConfigError
+from tmm_core.spec.anatomy import Anatomy, Resources
+from tmm_core.spec.device import DeviceFingerprint
+from tmm_core.spec.kernel import Candidate
+from tmm_core.spec.problem import Problem
+from tmm_core.tools.commands.console import UsageError
+
+#: 32-bit registers of an SM, and in how many of them a warp's are allocated.
+_REGISTERS, _ALLOCATED = 65536, 256
+#: Warps and blocks that an SM holds, by capability, and otherwise (CUDA C++ Programming Guide).
+_LIMITS = {(8, 6): (48, 16), (8, 9): (48, 24), (12, 0): (48, 24)}
+_USUAL_LIMITS = (64, 32)
+#: Shared memory that an SM keeps for each block.
+_RESERVED = 1024
+
+
+def take_apart(explanation: Explanation, registry: Registry) -> dict[str, Any]:
+    """What is known of the choice, as JSON; of another candidate where the choice does not tell.
+
+    Raises:
+        UsageError: Nothing that can serve the problem tells.
+    """
+    problem, record = explanation.problem, explanation.record
+    candidate, anatomy, note = told(explanation, registry)
+    kernel, config = candidate.kernel, candidate.config
+    found: dict[str, Any] = {
+        "problem": problem.to_json(),
+        "gpu": problem.device.name,
+        "kernel": kernel.name,
+        "config": config.to_json(),
+        "note": note,
+        "layout": asdict(anatomy) | {"waves": anatomy.waves, "fill": anatomy.fill},
+        "reads": reads(problem, anatomy),
+        "expected_us": kernel.estimate_us(problem, config),
+        "measured_us": measured_us(record, problem, candidate),
+        "blas_us": _blas_us(record, problem),
+        "flops": problem.flops,
+        "bytes": problem.bytes,
+    }
+    del found["layout"]["model_us"]
+    found["model_us"] = dict(anatomy.model_us)
+    found |= _compiled(problem, candidate)
+    found["changes"] = [_change(explanation, candidate, fields) for fields in _steps(config)]
+    return found
+
+
+def grid_of(problem: Problem, anatomy: Anatomy) -> Grid:
+    """The tiles of one product of the batch, in bytes."""
+    itemsize = problem.a.dtype.itemsize
+    width = anatomy.block_n * (2 if problem.gated else 1)
+    return Grid(
+        rows=-(-problem.m // anatomy.block_m),
+        columns=-(-problem.n // anatomy.block_n),
+        steps=anatomy.steps,
+        wave=anatomy.at_once,
+        row_bytes=anatomy.block_m * problem.k * itemsize,
+        column_bytes=width * problem.k * itemsize,
+        l2=problem.device.l2,
+    )
+
+
+def reads(problem: Problem, anatomy: Anatomy) -> dict[str, Any] | None:
+    """What the waves of one product read; None where its order is not the kernels' usual one or K
+    is cut, so that waves are of parts."""
+    grid = grid_of(problem, anatomy)
+    if not anatomy.group_m or anatomy.tiles != problem.batch * grid.rows * grid.columns:
+        return None
+    run = waves(order(grid.rows, grid.columns, anatomy.group_m), grid.wave, grid.steps)
+    moved = traffic(run, grid.row_bytes, grid.column_bytes, grid.l2)
+    return {
+        "rows": len(run[0].rows),
+        "columns": len(run[0].columns),
+        "l2_bytes": moved.from_l2 * problem.batch,
+        "memory_bytes": moved.from_memory * problem.batch,
+        "hits": moved.hits,
+    }
+
+
+def occupancy(device: DeviceFingerprint, used: Resources) -> dict[str, Any]:
+    """Blocks that an SM holds of a compiled function, what keeps it from more, and the share of the
+    warps it could hold."""
+    warps, blocks = _LIMITS.get(device.capability, _USUAL_LIMITS)
+    per_warp = math.ceil(used.registers * 32 / _ALLOCATED) * _ALLOCATED
+    rooms = {
+        "shared memory": (device.shared_memory + _RESERVED) // (used.shared_memory + _RESERVED),
+        "registers": _REGISTERS // max(1, per_warp * used.num_warps),
+        "warps": warps // used.num_warps,
+        "blocks": blocks,
+    }
+    limit = min(rooms, key=lambda name: rooms[name])
+    held = rooms[limit]
+    return {"blocks": held, "limited_by": limit, "occupancy": held * used.num_warps / warps}
+
+
+def measured_us(
+    record: TuningRecord | None, problem: Problem, candidate: Candidate
+) -> float | None:
+    """What the record says that the candidate took at this M, or at its own."""
+    if record is None:
+        return None
+    config = candidate.config.to_json()
+    for result in record.candidates:
+        if result.kernel == candidate.kernel.name and dict(result.config) == config:
+            return _us_at(result, problem, record) or result.median_us
+    return None
+
+
+def _blas_us(record: TuningRecord | None, problem: Problem) -> float | None:
+    if record is None:
+        return None
+    for result in record.candidates:
+        if result.kernel == "blas" and (time := _us_at(result, problem, record)):
+            return time
+    return baseline_us(record)
+
+
+def _us_at(result: CandidateResult, problem: Problem, record: TuningRecord) -> float | None:
+    own = record.problem["m"]
+    return result.us_at(problem.m, own) if isinstance(own, int) else None
+
+
+def told(explanation: Explanation, registry: Registry) -> tuple[Candidate, Anatomy, str]:
+    """The choice, or the fastest on record that tells its anatomy, with a word on why.
+
+    Raises:
+        UsageError: None does.
+    """
+    problem, chosen = explanation.problem, explanation.choice.candidate
+    if (anatomy := chosen.kernel.anatomy(problem, chosen.config)) is not None:
+        return chosen, anatomy, ""
+    kernels = {name: registry.kernel(name) for name in explanation.able}
+    record = explanation.record
+    timed = [c for c in record.candidates if c.median_us] if record is not None else []
+    for result in sorted(timed, key=lambda c: c.median_us or math.inf):
+        kernel = kernels.get(result.kernel)
+        if kernel is None:
+            continue
+        try:
+            candidate = Candidate(kernel, kernel.config_type.from_json(result.config))
+        except ConfigError:  # it was another version's
+            continue
+        if (anatomy := kernel.anatomy(problem, candidate.config)) is not None:
+            note = f"{chosen} is chosen, and does not tell; this is the fastest that does"
+            return candidate, anatomy, note
+    able = [name for name, kernel in kernels.items() if _default_anatomy(kernel, problem)]
+    hint = "; --gpu NAME asks for a GPU that is not here"
+    if able:
+        hint = f"; --kernel takes one that does: {', '.join(able)}"
+    raise UsageError(f"{chosen.kernel.name} does not tell how it works{hint}")
+
+
+def _default_anatomy(kernel: Any, problem: Problem) -> bool:
+    try:
+        return kernel.anatomy(problem, kernel.default_config(problem)) is not None
+    except Exception:  # a stranger's; it is not offered
+        return False
+
+
+def _compiled(problem: Problem, candidate: Candidate) -> dict[str, Any]:
+    try:
+        used = candidate.kernel.resources(problem, candidate.config)
+    except Exception as error:  # a compiler's, or there is none: the rest is still worth telling
+        return {"resources": None, "not_compiled": str(error).splitlines()[0] if str(error) else ""}
+    return {"resources": [asdict(each) | occupancy(problem.device, each) for each in used]}
+
+
+def _steps(config: Any) -> list[dict[str, Any]]:
+    """One stage more, one less, four warps more (eight, where four are not to be had)."""
+    fields = config.to_json()
+    found = []
+    if isinstance(stages := fields.get("num_stages"), int):
+        found += [{"num_stages": stages + 1}, {"num_stages": stages - 1}]
+    if isinstance(warps := fields.get("num_warps"), int):
+        more = [{"num_warps": warps + 4}, {"num_warps": warps + 8}]
+        found.append(next((each for each in more if _config(config, each) is not None), more[0]))
+    return found
+
+
+def _config(config: Any, fields: dict[str, Any]) -> Any:
+    try:
+        return type(config).from_json({**config.to_json(), **fields})
+    except ConfigError:
+        return None
+
+
+def _change(
+    explanation: Explanation, candidate: Candidate, fields: dict[str, Any]
+) -> dict[str, Any]:
+    problem = explanation.problem
+    found: dict[str, Any] = {"fields": fields}
+    try:
+        config = type(candidate.config).from_json({**candidate.config.to_json(), **fields})
+    except ConfigError as error:
+        return found | {"refused": str(error)}
+    changed = Candidate(candidate.kernel, config)
+    anatomy = candidate.kernel.anatomy(problem, config)
+    room = problem.device.shared_memory
+    if anatomy is not None and anatomy.shared_memory > room:
+        return found | {"refused": f"{anatomy.shared_memory} bytes of shared memory, of {room}"}
+    found["expected_us"] = candidate.kernel.estimate_us(problem, config)
+    found["measured_us"] = measured_us(explanation.record, problem, changed)
+    return found | _compiled(problem, changed)
