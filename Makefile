@@ -3,7 +3,7 @@ PYTHON ?= python3
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test check mutants format clean
+.PHONY: demo test check mutants docs format clean
 
 demo: $(STAMP)
 	@$(PY) -m tmm_core.tools.demo
@@ -22,6 +22,11 @@ check: $(STAMP)
 mutants: $(STAMP)
 	$(PY) tests/mutants/run.py $(NAMES)
 
+# A site of docs/ with the API, in site/.
+docs: $(STAMP)
+	$(PY) -m pip install -q -r docs/requirements.txt
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
+
 format: $(STAMP)
 	$(PY) -m ruff check --fix .
 	$(PY) -m ruff format .
@@ -35,4 +40,4 @@ $(STAMP): pyproject.toml constraints.txt requirements-dev.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) dist build .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) dist build site .mypy_cache .ruff_cache .pytest_cache

@@ -1,7 +1,8 @@
-"""The pages under docs/ are run as they stand: what they show works, on a CPU."""
+"""The README and the pages under docs/ are run as they stand: what they show works, on a CPU."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import re
 import subprocess
@@ -11,7 +12,21 @@ from pathlib import Path
 import pytest
 
 ROOT = Path(__file__).parent.parent
-PAGES = ("train", "serve", "shard", "grouped")
+#: Pages that are run, those of one line as one program: a process costs 3 s.
+RUN = (
+    ("README.md", "docs/index.md", "docs/models.md", "docs/plugins/hello.md"),
+    ("docs/records.md",),
+    ("docs/train.md",),
+    ("docs/serve.md",),
+    ("docs/shard.md",),
+    ("docs/grouped.md",),
+)
+#: docs/plugins/reference.md is a plugin, and tests/plugins/test_readme.py runs it.
+PAGES = sorted(
+    path.relative_to(ROOT).as_posix()
+    for path in (ROOT / "docs").rglob("*.md")
+    if path.name != "status.md"
+)
 
 #: torch.compile's default backend wants a C++ compiler, which is no part of what is shown.
 COMPILE = """import functools
@@ -23,17 +38,17 @@ torch.compile = functools.partial(torch.compile, backend="aot_eager")
 
 
 def blocks(page: str) -> list[tuple[str, str]]:
-    """The language and the text of each block, in order."""
-    text = (ROOT / "docs" / f"{page}.md").read_text(encoding="utf-8")
+    """The language and the text of each block, in order; one without a language is not run."""
+    text = (ROOT / page).read_text(encoding="utf-8")
     return re.findall(r"^```(\w+)\n(.*?)^```$", text, re.MULTILINE | re.DOTALL)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", PAGES)
-def test_what_a_page_shows_works(page: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("pages", RUN, ids=lambda pages: Path(pages[0]).stem)
+def test_what_a_page_shows_works(pages: tuple[str, ...], tmp_path: Path) -> None:
     """Python blocks as one program, except one that names itself, which becomes a file; then
     the commands, in order, in a folder with the examples."""
-    found = blocks(page)
+    found = [block for page in pages for block in blocks(page)]
     files = [text for language, text in found if text.startswith("# ")]
     program = [text for language, text in found if language == "python" and text not in files]
     commands = [text for language, text in found if language == "sh"]
@@ -71,11 +86,47 @@ def test_what_a_page_shows_works(page: str, tmp_path: Path) -> None:
         run("bash", "-euo", "pipefail", "-c", text)
 
 
-@pytest.mark.parametrize("page", PAGES)
-def test_a_page_is_linked_and_links_to_what_there_is(page: str) -> None:
-    assert f"(docs/{page}.md)" in (ROOT / "README.md").read_text(encoding="utf-8")
-    path = ROOT / "docs" / f"{page}.md"
+@pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md", "plugins/README.md", *PAGES])
+def test_a_page_links_to_what_there_is(page: str) -> None:
+    path = ROOT / page
     text = path.read_text(encoding="utf-8")
-    for target in re.findall(r"\]\(([^)#]+)\)", text):
+    for target in re.findall(r"\]\((?!https?:)([^)#]+)", text):
         assert (path.parent / target).exists(), target
-    assert len(text.splitlines()) < 130
+
+
+def test_every_page_is_in_the_readme_and_on_the_site() -> None:
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
+    site = (ROOT / "mkdocs.yml").read_text(encoding="utf-8")
+    for page in PAGES:
+        assert f"- {page.removeprefix('docs/')}\n" in site, page
+        assert page in ("docs/index.md", "docs/api.md") or f"({page})" in readme, page
+
+
+def test_the_readme_takes_two_screens() -> None:
+    lines = (ROOT / "README.md").read_text(encoding="utf-8").splitlines()
+    assert len(lines) < 110
+
+
+def test_what_runs_pages_names_pages() -> None:
+    named = {page for pages in RUN for page in pages} - {"README.md"}
+    assert named <= set(PAGES)
+    for page in PAGES:
+        ran = {language for language, _ in blocks(page)} & {"python", "sh"}
+        assert not ran or page in named or page == "docs/plugins/reference.md", page
+
+
+@pytest.mark.slow
+def test_the_site_builds_and_has_the_api(tmp_path: Path) -> None:
+    for needed in ("material", "mkdocstrings"):
+        if importlib.util.find_spec(needed) is None:
+            pytest.skip("make docs installs what the site needs")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", str(tmp_path / "site")],
+        cwd=ROOT, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"},
+        capture_output=True, text=True, timeout=180, check=False,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    api = (tmp_path / "site" / "api" / "index.html").read_text(encoding="utf-8")
+    for name in ("matmul", "Supports", "EpilogueConformance", "convert"):
+        assert re.search(rf'id="tmm_core[\w.]*\.{name}"', api), name
+    assert (tmp_path / "site" / "benchmarks" / "results" / "h200" / "square-bfloat16.png").exists()

@@ -132,7 +132,7 @@ def matmul(
             if not unusual.concerns(a, b, bias, residual):
                 raise
     given = (a, b, bias, residual, scale_a, scale_b, out)
-    if not all(t is None or isinstance(t, Tensor) for t in given) or a is None or b is None:
+    if not _are_tensors(*given):
         tensors = dict(zip((*TENSORS, "out"), given, strict=True))
         more = {"alpha": alpha, "epilogue": epilogue, "out_dtype": out_dtype}
         return unusual.by_override(matmul, tensors, **more)
@@ -147,6 +147,13 @@ def matmul(
     if not torch.compiler.is_compiling() and type(a) is not Tensor:
         prepare_for(type(a))
     return operator.matmul(*arguments)  # type: ignore[no-any-return]
+
+
+def _are_tensors(a: Any, b: Any, *others: Any) -> bool:
+    """Whether both operands are tensors, and the others are tensors or left out."""
+    if not (isinstance(a, Tensor) and isinstance(b, Tensor)):
+        return False
+    return all(t is None or isinstance(t, Tensor) for t in others)
 
 
 def _scaled(call: Arguments, epilogue: EpilogueLike) -> Tensor:
@@ -205,27 +212,28 @@ def linear(
             raise RuntimeError(f"linear(): weight must be 2-D [N, K], got {weight.dim()}D")
         if (
             not torch.compiler.is_dynamo_compiling()
-            and autograd.recorded(x, weight, bias, residual)
             and type(alpha) is float
             and (kernel is None and config is None and on_cache_miss is None)
             and (out is None and scale_a is None and scale_b is None)
             and (epilogue is None or type(epilogue) is str)
             and warm.undisturbed(x, weight, bias, residual)
-            and x.dtype not in BY_STORAGE
         ):
             text = epilogue or ""
-            return autograd.eager(
-                x, weight, bias, residual, alpha, text, out_dtype, transposed=True
-            )
+            if not autograd.recorded(x, weight, bias, residual):
+                return warm.run(x, weight.t(), bias, residual, alpha, text, out_dtype)
+            if x.dtype not in BY_STORAGE:
+                return autograd.eager(
+                    x, weight, bias, residual, alpha, text, out_dtype, transposed=True
+                )
     except (AttributeError, RuntimeError, ValueError):
-        tensors = {"x": x, "weight": weight, "bias": bias, "residual": residual, "out": out}
-        if not all(t is None or isinstance(t, Tensor) for t in tensors.values()) or (
-            x is None or weight is None
+        if _are_tensors(x, weight, bias, residual, out) and (
+            weight.dim() != 2 or not unusual.concerns(x, weight.t(), bias, residual)
         ):
-            more = {"alpha": alpha, "epilogue": epilogue, "out_dtype": out_dtype}
-            return unusual.by_override(linear, tensors, **more)
-        if weight.dim() != 2 or not unusual.concerns(x, weight.t(), bias, residual):
             raise
+    if not _are_tensors(x, weight, bias, residual, out):
+        tensors = {"x": x, "weight": weight, "bias": bias, "residual": residual, "out": out}
+        more = {"alpha": alpha, "epilogue": epilogue, "out_dtype": out_dtype}
+        return unusual.by_override(linear, tensors, **more)
     return matmul(
         x,
         weight.t(),

@@ -48,7 +48,7 @@ def merged(own: Evidence, other: Evidence) -> TuningRecord:
                 _better(here.get(config), there.get(config), own.sealed, other.sealed)
                 for config in dict.fromkeys((*here, *there))
             ]
-    if candidates == list(own.record.candidates):
+    if _keyed(candidates) == _keyed(own.record.candidates):  # in whatever order
         return own.record
     winner = _winner(candidates, own.record, other.record)
     if winner is None:
@@ -70,6 +70,10 @@ def _by_kernel(
     for each in candidates:
         found.setdefault(each.kernel, {})[canonical(each.config)] = each
     return found
+
+
+def _keyed(candidates: Iterable[CandidateResult]) -> dict[tuple[str, str, str], CandidateResult]:
+    return {(each.kernel, each.version, canonical(each.config)): each for each in candidates}
 
 
 def _versions(candidates: Iterable[CandidateResult]) -> set[str]:

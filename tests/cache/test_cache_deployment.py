@@ -288,6 +288,15 @@ def test_merged_keeps_the_newer_version_of_a_kernel_and_all_others() -> None:
     assert older.best.version == "2"
 
 
+def test_what_is_merged_with_itself_stays_as_it_is() -> None:
+    one = of(timed("blas", 20), timed("x", 10), timed("y", 15), timed("x", 12, config={"t": 1}))
+    again = of(*one.candidates)
+    assert merged(Evidence(one, True), Evidence(again, True)) is one
+    more = of(*one.candidates, timed("z", 14))
+    assert merged(Evidence(more, True), Evidence(one, True)) is more
+    assert merged(Evidence(one, True), Evidence(more, True)) is not one
+
+
 def test_merged_takes_more_samples_and_a_seal_before_them() -> None:
     few, many = of(timed("blas", 20, 3)), of(timed("blas", 21, 9))
     assert merged(Evidence(few, True), Evidence(many, True)).best.median_us == 21

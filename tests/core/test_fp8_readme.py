@@ -1,4 +1,4 @@
-"""The README's code for 8-bit floats, as it is printed there."""
+"""The page's code for 8-bit floats, as it is printed there."""
 
 from __future__ import annotations
 
@@ -11,17 +11,14 @@ import torch.nn.functional as F
 
 import tmm_core
 
-README = Path(__file__).parents[2] / "README.md"
+PAGE = Path(__file__).parents[2] / "docs" / "models.md"
 
 
 def test_8_bit_floats() -> None:
-    (code,) = re.findall(r"^```python fp8\n(.*?)^```$", README.read_text("utf-8"), re.M | re.S)
-    x, weight, bias = torch.randn(24, 64), torch.randn(40, 64), torch.randn(40)
-    names: dict[str, Any] = {
-        "torch": torch, "tmm_core": tmm_core, "x": x, "weight": weight, "bias": bias,
-    }  # fmt: skip
+    (code,) = re.findall(r"^```python\n(def to_fp8.*?)^```$", PAGE.read_text("utf-8"), re.M | re.S)
+    names: dict[str, Any] = {"torch": torch, "tmm_core": tmm_core}
     exec(code, names)
-    expected = F.silu(F.linear(x, weight, bias))
+    expected = F.silu(F.linear(names["x"], names["weight"], names["bias"]))
     # Each of 64 products is off by 2⁻⁴ at most, twice.
     assert (names["y"] - expected).abs().max() < 0.1 * expected.abs().max()
     assert names["y"].dtype is torch.bfloat16

@@ -16,8 +16,9 @@ pytest.importorskip("triton")
 from triton.backends.nvidia import driver
 
 import tmm_core
+from tmm_core import compat
 from tmm_core.launch.fold import Fold
-from tmm_core.triton import Described, Step, launch, launcher
+from tmm_core.triton import Described, Step, launch, launcher, releases
 
 BF16 = torch.bfloat16
 STREAM, FUNCTION, METADATA = 7, 5, (4, 1, 0)
@@ -55,12 +56,12 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> Noted:
         notes.current = before
 
     monkeypatch.setattr(driver, "make_tensordesc_arg", encode)
-    monkeypatch.setattr(torch._C, "_cuda_getDevice", lambda: notes.current, raising=False)
-    monkeypatch.setattr(torch._C, "_cuda_getCurrentRawStream", lambda i: STREAM + i, raising=False)
+    monkeypatch.setattr(compat, "current_device", lambda: notes.current)
+    monkeypatch.setattr(compat, "current_stream", lambda i: STREAM + i)
     monkeypatch.setattr(torch.cuda, "device", guard)
     monkeypatch.setattr(
-        launch,
-        "_empty_on_current_device",
+        compat,
+        "empty_strided_cuda",
         lambda shape, strides, dtype: torch.empty_strided(shape, strides, dtype=dtype),
     )
     return notes
@@ -98,6 +99,38 @@ def release(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if request.param == "3.6":
         monkeypatch.setattr(launch.triton, "__version__", "3.6.0")
     return str(request.param)
+
+
+def test_a_release_that_was_not_tested_is_launched_by_its_own_call(
+    noted: Noted, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launch.triton, "__version__", "3.8.1")
+    assert not releases.tested()
+    signature = {"out": "*bf16", "a": "*bf16", "C": "constexpr", "n": "i32"}
+    run = types.SimpleNamespace(
+        launch=print, launch_cooperative_grid=0, launch_pdl=1, kernel_signature=b"",
+        global_scratch_size=0, profile_scratch_size=0,
+    )  # fmt: skip
+    assert launch._low_level(run, described=False) is None
+    launches = []
+
+    class Handle:
+        def __init__(self) -> None:
+            self.run = run
+
+        def __getitem__(self, grid: Any) -> Any:
+            return lambda *args: launches.append((grid, args))
+
+    bound = launch.Launch.__new__(launch.Launch)
+    bound.compiled = Handle()  # type: ignore[assignment]
+    bound._given, bound._parameters, bound._maps = ["out", "a", "n"], list(signature), {}
+    bound._template, bound.namespace = launch._direct(bound.compiled, None, 0)  # type: ignore[arg-type]
+    bound.call = bound._write_call()
+    step = Step(bound, (2, 3, 1), {"out": "out", "a": "a", "n": 9})
+    run_it = launcher([step], (4, 4), BF16)
+    a, b = torch.zeros(4, 4, dtype=BF16), torch.zeros(4, 4, dtype=BF16)
+    y = run_it(a, b, None, None, 1.0, None)
+    assert launches == [((2, 3, 1), (y.data_ptr(), a.data_ptr(), None, 9))]
 
 
 def test_a_launcher_passes_what_each_argument_is(noted: Noted, release: str) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-README = Path(__file__).parents[2] / "plugins" / "README.md"
+README = Path(__file__).parents[2] / "docs" / "plugins" / "reference.md"
 
 
 def blocks(language: str) -> list[str]:
@@ -53,4 +53,4 @@ def test_the_code_of_the_page_works(tmp_path: Path) -> None:
 
 
 def test_the_page_stays_one_page() -> None:
-    assert len(README.read_text(encoding="utf-8").splitlines()) < 250
+    assert len(README.read_text(encoding="utf-8").splitlines()) < 300

@@ -1,5 +1,6 @@
 """Every config that the Triton kernels propose compiles, without a GPU, for Ampere, Hopper and
-Blackwell: its shared memory fits, its tiles stay in registers, Hopper's get ``wgmma``.
+Blackwell: its shared memory fits, its tiles stay in registers, Hopper's get ``wgmma``. So does a
+config of every tile for Ada and for AMD's MI300, which nobody has timed yet.
 
 Compiling needs Triton not to be interpreting, so it is done in a process of its own per
 architecture: this module run as a program, which prints a line of JSON per compilation.
@@ -162,7 +163,7 @@ def compile_all(sm: int) -> None:
 
 
 @functools.cache
-def compilations(sm: int) -> list[dict[str, Any]]:
+def compilations(sm: int | str) -> list[dict[str, Any]]:
     with tempfile.TemporaryDirectory() as cache:
         environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": cache}
         command = [sys.executable, __file__, str(sm)]
@@ -210,5 +211,83 @@ def test_every_config_compiles_and_fits(sm: int) -> None:
         assert not [label(x) for x in main if (x["kernel"] == "persistent") != (x["tma"] > 0)]
 
 
+# -- GPUs that were compiled for and never timed --------------------------------------------
+
+UNTIMED = {
+    "sm_89": DeviceFingerprint("cuda", "NVIDIA L40S", (8, 9), 142, 101376),
+    "gfx942": DeviceFingerprint(
+        "cuda", "AMD Instinct MI300X", (9, 4), 304, 65536, cuda="hip-6.4", arch="gfx942"
+    ),
+}
+#: How each writes a product of its matrix units.
+MATRIX_UNITS = {"sm_89": "mma.sync", "gfx942": "v_mfma_"}
+
+
+def compile_tiles(name: str) -> None:
+    """Compile one config of every tile that is proposed, of whichever kernel proposes it first."""
+    device = UNTIMED[name]
+    if device.cuda.startswith("hip"):
+        torch.version.hip = "6.4"  # type: ignore[misc]  # as that torch says it
+    from tmm_triton.plugin import KERNELS as CLASSES
+
+    from tmm_core.triton import compile_for, source, target_of
+
+    posed = problems(device)
+    asked = [posed[each] for each in ("gated", "large", "decode", "large_k", "unaligned")]
+    if name == "sm_89":
+        eight = Operand(FP8)
+        asked.append(replace(posed["large"], a=eight, b=Operand(FP8, "col"), scale_a="row"))
+    jobs: dict[Any, Any] = {}
+    for problem in asked:
+        for module in ("fused_epilogue", "split_k", "grouped", "naive"):
+            kernel = getattr(importlib.import_module(f"tmm_triton.{module}"), CLASSES[module])()
+            if any("driver" not in reason for reason in kernel.reasons_against(problem)):
+                continue
+            for config in kernel.configs(problem):
+                key = (problem.a.dtype, problem.gated, config.BLOCK_M, config.BLOCK_N)
+                # What may not fit is the large ones, where two accumulators are held or 8-bit
+                # numbers are multiplied: at 0.8 s each the others are enough once.
+                if (problem.gated or problem.fp8) and config.BLOCK_M < 128:
+                    continue
+                jobs.setdefault(key, (module, problem, config, kernel.builds(problem, config)[0]))
+
+    def compiled(job: Any) -> dict[str, Any]:
+        module, problem, config, build = job
+        line = {"problem": str(problem), "kernel": module, "config": str(config)}
+        line |= {"function": build.fn.__name__, "claimed": config.shared_memory(problem)}
+        line |= {"tile": [config.BLOCK_M, config.BLOCK_N]}
+        src = source(build.fn, build.types, build.constants, build.divisible)
+        result = compile_for(target_of(device), src, **build.options)
+        if name == "gfx942":
+            text = result.asm["amdgcn"]
+            (scratch,) = re.findall(r"\.private_segment_fixed_size:\s*(\d+)", text)
+            line["spilled"] = int(scratch)
+        else:
+            text = result.asm["ptx"]
+            used = resources(result.asm["cubin"])
+            line["spilled"] = used["STACK"] + used["LOCAL"]
+        return line | {"shared": result.metadata.shared, "mma": text.count(MATRIX_UNITS[name])}
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for line in pool.map(compiled, jobs.values()):
+            print(json.dumps(line), flush=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", UNTIMED)
+def test_a_config_of_every_tile_compiles_where_none_was_timed(name: str) -> None:
+    lines = compilations(name)
+    tiles = {tuple(line["tile"]) for line in lines}
+    assert {(128, 128), (64, 128), (64, 64), (16, 64)} <= tiles
+    assert len(lines) >= 10
+    assert not [label(x) for x in lines if not x["mma"]]
+    room = UNTIMED[name].shared_memory
+    assert not {label(x): x["shared"] for x in lines if x["shared"] > room}
+    assert not {label(x): x["spilled"] for x in lines if x["spilled"] > MOST_STACK}
+
+
 if __name__ == "__main__":
-    compile_all(int(sys.argv[1]))
+    if sys.argv[1] in UNTIMED:
+        compile_tiles(sys.argv[1])
+    else:
+        compile_all(int(sys.argv[1]))

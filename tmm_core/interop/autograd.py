@@ -13,15 +13,16 @@ of the epilogue is fused the pre-activation is never in memory at all. Nothing i
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch._functorch.utils import enable_single_level_autograd_function
 from torch.autograd import forward_ad
-from torch.autograd.function import _SingleLevelFunction
 
+from tmm_core import compat
+from tmm_core.compat import transforms_active
 from tmm_core.formats import BY_STORAGE
 from tmm_core.interop.pointwise import failed, kernels, takes
 from tmm_core.launch.warm import epilogue_of, run, undisturbed
@@ -34,10 +35,8 @@ if TYPE_CHECKING:
 
 Tensor = torch.Tensor
 
-transforms_active = torch._C._are_functorch_transforms_active
-#: Whether this is one of many gradients: ``is_grads_batched`` maps over backward by means older
-#: than functorch's, which no mode tells of.
-_batched = torch._C._functorch.is_legacy_batchedtensor
+_levels = compat.forward_ad
+_batched = compat.is_batched
 
 
 def recorded(*tensors: Tensor | None) -> bool:
@@ -51,7 +50,7 @@ def recorded(*tensors: Tensor | None) -> bool:
 
 def differentiated(*tensors: Tensor | None) -> bool:
     """Whether somebody may want derivatives of a function of these."""
-    return recorded(*tensors) or forward_ad._current_level >= 0 or transforms_active()
+    return recorded(*tensors) or _levels._current_level >= 0 or transforms_active()
 
 
 def matmul(*given: Any) -> Tensor:
@@ -59,7 +58,7 @@ def matmul(*given: Any) -> Tensor:
     schema's order, the last that are as by default left out."""
     tensors = [t for t in given if isinstance(t, Tensor)]
     if not differentiated(*tensors):
-        with torch._C._AutoDispatchBelowAutograd():
+        with compat.below_autograd():
             return _operator(*given)
     if given[0].dtype in BY_STORAGE:
         return _record(_Scaled, *given)
@@ -67,6 +66,34 @@ def matmul(*given: Any) -> Tensor:
     if undisturbed(*tensors, cast=True) and not any(map(_batched, tensors[:2])):
         return eager(*given)
     return _in_parts(_record_product, *given)
+
+
+def keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+    """For :func:`by_torch`, keep the call's arguments."""
+    tensors = [t if isinstance(t, Tensor) else None for t in inputs]
+    ctx.save_for_backward(*tensors)
+    ctx.rest = [None if isinstance(t, Tensor) else t for t in inputs]
+
+
+def by_torch(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+    """The operator's derivative where this torch has no way to call it below its autograd
+    (:mod:`tmm_core.compat`): that of the same expression in torch's operators, computed anew."""
+    # Of arguments left at their defaults torch tells nothing.
+    needs = itertools.chain(ctx.needs_input_grad, itertools.repeat(False))
+    given = [
+        rest if t is None else t.detach().requires_grad_(wanted)
+        for t, rest, wanted in zip(ctx.saved_tensors, ctx.rest, needs, strict=False)
+    ]
+    a, b, bias, residual, alpha, epilogue, out_dtype, *scales = given
+    if any(scale is not None for scale in scales) or a.dtype in BY_STORAGE:
+        raise RuntimeError("tmm::matmul of 8-bit operands has no derivative")
+    with torch.enable_grad():
+        z = alpha * (a @ b)
+        y = epilogue_of(epilogue).apply(z if bias is None else z + bias)
+        y = (y if residual is None else y + residual).to(out_dtype or a.dtype)
+    wanted = [t for t in given if isinstance(t, Tensor) and t.requires_grad]
+    found = dict(zip(map(id, wanted), torch.autograd.grad(y, wanted, grad), strict=True))
+    return tuple(found.get(id(t)) for t in given[: len(ctx.needs_input_grad)])
 
 
 def eager(
@@ -125,7 +152,7 @@ def _text(head: Epilogue) -> str:
 
 
 def _record(function: Any, *arguments: Any) -> Tensor:
-    with enable_single_level_autograd_function():
+    with compat.single_level():
         return function.apply(*arguments)  # type: ignore[no-any-return]
 
 
@@ -177,18 +204,18 @@ def _outer_levels() -> Iterator[None]:
     if not transforms_active():
         yield
         return
-    with torch.enable_grad(), forward_ad._set_fwd_grad_enabled(True):
+    with torch.enable_grad(), _levels._set_fwd_grad_enabled(True):
         yield
 
 
 @contextmanager
 def _below_autograd() -> Iterator[None]:
     """Call operators as the Autograd kernel of one of torch's does."""
-    with torch._C._AutoDispatchBelowAutograd(), _outer_levels():
+    with compat.below_autograd(), _outer_levels():
         yield
 
 
-class OneLevel(_SingleLevelFunction):
+class OneLevel(compat.SingleLevelFunction):
     @staticmethod
     def _compiled_autograd_key(ctx: Any) -> tuple[Any, ...]:
         """What compiled autograd finds a backward's graph again by, as autograd.Function's."""
@@ -211,7 +238,7 @@ class _Product(OneLevel):
         y = None if ctx.epilogue.linear else output
         wants_a, wants_b, *_ = ctx.needs_input_grad
         ctx.save_for_backward(a if wants_b else None, b if wants_a else None, y)
-        if forward_ad._current_level >= 0 or transforms_active():
+        if _levels._current_level >= 0 or transforms_active():
             ctx.save_for_forward(a, b, y)
         ctx.a, ctx.b, ctx.bias, ctx.residual = map(_like, (a, b, bias, residual))
         ctx.a_column, ctx.b_column = _is_column_major(a), _is_column_major(b)
@@ -499,7 +526,7 @@ class _WithDerivative(OneLevel):
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
         ctx.stage, *z = inputs
         ctx.save_for_backward(*z)
-        if forward_ad._current_level >= 0 or transforms_active():
+        if _levels._current_level >= 0 or transforms_active():
             ctx.save_for_forward(*z)
 
     @staticmethod

@@ -10,8 +10,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.autograd import forward_ad
 
+from tmm_core import compat
 from tmm_core.interop import autograd, flops
 from tmm_core.interop.autograd import OneLevel
 from tmm_core.launch.check import check_out
@@ -68,7 +68,7 @@ def _run_out(a: Tensor, b: Tensor, *arguments: Any, out: Tensor, **named: Any) -
     given = (a, b, *arguments, *named.values())
     inputs = [t for t in given if isinstance(t, Tensor)]
     apart = check_out(out, shape, out_dtype or a.dtype, inputs)
-    seen = torch._C._len_torch_dispatch_stack() or autograd.differentiated(*inputs)
+    seen = compat.dispatch_modes() or autograd.differentiated(*inputs)
     if apart and not seen and all(map(plain, (out, *inputs))):
         return run(a, b, *arguments, **{**named, "out": out})
     return out.copy_(grouped_matmul(a, b, *arguments, **named))
@@ -100,7 +100,7 @@ def _differentiable(
     the rest, then weights, places and residual.
     """
     if not autograd.differentiated(a, b, bias, residual, out_weights):
-        with torch._C._AutoDispatchBelowAutograd():
+        with compat.below_autograd():
             return grouped_matmul(  # type: ignore[no-any-return]
                 a, b, offs, bias, residual, alpha, epilogue, out_dtype,
                 a_index, out_index, out_weights, zeroed,
@@ -171,7 +171,7 @@ class _Product(OneLevel):
         ctx.save_for_backward(
             a if wants_b else None, b if wants_a else None, offs, a_index, y
         )  # fmt: skip
-        if forward_ad._current_level >= 0 or autograd.transforms_active():
+        if compat.forward_ad._current_level >= 0 or compat.transforms_active():
             ctx.save_for_forward(a, b, offs, a_index, y)
         ctx.along = ragged_along(a, b)
         ctx.a, ctx.b, ctx.bias, ctx.residual = map(autograd._like, (a, b, bias, residual))
@@ -264,7 +264,17 @@ def _summed(dz: Tensor, offs: Tensor, along: str, shape: torch.Size, dtype: torc
     return (sums.sum(0) if len(shape) == 1 else sums).to(dtype)
 
 
-library.impl("grouped_matmul", _differentiable, "Autograd")
+def _underivable(ctx: Any, grad: Tensor) -> Any:
+    raise RuntimeError(
+        f"tmm::grouped_matmul has no derivative with this torch ({torch.__version__}), which has no "
+        "way to call an operator below its autograd"
+    )
+
+
+if compat.below_autograd is not None:
+    library.impl("grouped_matmul", _differentiable, "Autograd")
+else:
+    torch.library.register_autograd("tmm::grouped_matmul", _underivable, lib=library)
 
 
 def _autocast(device: str) -> Any:
@@ -285,12 +295,7 @@ def _autocast(device: str) -> Any:
             return t.to(dtype) if t is not None and eligible else t
 
         named = {k: to(t) if k in ("bias", "residual") else t for k, t in named.items()}
-        keys = torch._C.DispatchKeySet(
-            torch._C.DispatchKey.AutocastCUDA
-            if device == "cuda"
-            else torch._C.DispatchKey.AutocastCPU
-        )
-        with torch._C._ExcludeDispatchKeyGuard(keys):
+        with compat.without_autocast(device):
             if bias is not None or residual is not None or rest:
                 rest = (to(bias), to(residual), *rest)
             return grouped_matmul(to(a), to(b), offs, *rest, **named)  # type: ignore[no-any-return]

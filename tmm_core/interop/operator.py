@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 
+from tmm_core import compat
 from tmm_core.formats import BY_STORAGE
 from tmm_core.interop import autograd, flops, vmap
 from tmm_core.launch.check import check, check_out, result_dtype
@@ -43,7 +44,7 @@ def _in_memory(*tensors: Tensor) -> bool:
     """Whether a kernel can be handed these as they are: no mode or transform has to see the call
     either."""
     return (
-        not torch._C._len_torch_dispatch_stack()
+        not compat.dispatch_modes()
         and not autograd.differentiated(*tensors)
         and all(map(plain, tensors))
     )
@@ -61,7 +62,12 @@ def _fake(*given: Any) -> Tensor:
     return call.a.new_empty(shape, dtype=result_dtype(call.a, call.out_dtype))
 
 
-library.impl("matmul", autograd.matmul, "Autograd")
+if compat.below_autograd is not None:
+    library.impl("matmul", autograd.matmul, "Autograd")
+else:
+    torch.library.register_autograd(
+        "tmm::matmul", autograd.by_torch, setup_context=autograd.keep, lib=library
+    )
 torch.library.register_vmap("tmm::matmul", vmap.matmul, lib=library)
 
 
@@ -77,12 +83,7 @@ def _autocast(device: str) -> Any:
             eligible = eligible and value.is_floating_point() and value.dtype != torch.float64
             return value.to(dtype) if eligible else value
 
-        keys = torch._C.DispatchKeySet(
-            torch._C.DispatchKey.AutocastCUDA
-            if device == "cuda"
-            else torch._C.DispatchKey.AutocastCPU
-        )
-        with torch._C._ExcludeDispatchKeyGuard(keys):
+        with compat.without_autocast(device):
             arguments = [to(role, value) for role, value in zip(ROLES, given, strict=False)]
             if arguments[1] is given[1]:
                 return matmul(*arguments)  # type: ignore[no-any-return]

@@ -22,13 +22,16 @@ DTensor's.
 
 from __future__ import annotations
 
+import warnings
 from typing import Any
 
+import torch
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
-from torch.distributed.tensor._op_schema import RuntimeSchemaInfo
 from torch.distributed.tensor.experimental import register_sharding
 from torch.distributed.tensor.placement_types import Placement
 
+from tmm_core import compat
+from tmm_core.errors import TmmWarning
 from tmm_core.interop import grouped, operator
 from tmm_core.launch import warm
 from tmm_core.spec.arguments import Arguments
@@ -39,16 +42,25 @@ Rule = tuple[list[Placement], list[Placement]]
 
 def register() -> None:
     """Tell DTensor how to run ``tmm::matmul`` and ``tmm::grouped_matmul``."""
+    info = compat.schema_info()
+    propagator = getattr(getattr(DTensor, "_op_dispatcher", None), "sharding_propagator", None)
+    if info is None or propagator is None:
+        warnings.warn(
+            f"this torch ({torch.__version__}) does not let tmm say how DTensor remembers a "
+            "decision: matmul takes no DTensors",
+            TmmWarning,
+            stacklevel=2,
+        )
+        return
     register_sharding(operator.matmul)(shardings)
     # DTensor caches what it decides, keyed by the operands' placements and by the arguments
     # from `static_argnum` on. `register_sharding` counts integers only among these, and a
     # "silu" would be given the partial sums allowed to the call without epilogue before it.
     # Absent tensors count too (torch 2.10 leaves them out below `static_argnum`): a decision
     # says by position which operands to move.
-    propagator = DTensor._op_dispatcher.sharding_propagator
-    propagator.op_to_schema_info[operator.matmul] = RuntimeSchemaInfo(static_argnum=0)
+    propagator.op_to_schema_info[operator.matmul] = info(static_argnum=0)
     register_sharding(grouped.grouped_matmul)(grouped_shardings)
-    propagator.op_to_schema_info[grouped.grouped_matmul] = RuntimeSchemaInfo(static_argnum=0)
+    propagator.op_to_schema_info[grouped.grouped_matmul] = info(static_argnum=0)
 
 
 def shardings(*given: Any, **named: Any) -> list[Rule]:

@@ -8,12 +8,13 @@ from typing import Any, NoReturn
 import torch
 
 from tmm_core import formats
+from tmm_core.compat import internal_overlap
 from tmm_core.errors import warn
 from tmm_core.formats import Format
 from tmm_core.spec.arguments import Arguments
 from tmm_core.spec.epilogue import Epilogue
 
-#: What torch._debug_has_internal_overlap says where it does (it may also not know).
+#: What torch says of a tensor that does (it may also not know).
 _OVERLAPS = 1
 
 #: Tensors that are what they seem.
@@ -218,7 +219,7 @@ def check_out(
                 UserWarning,
             )
         out.resize_(shape)
-    if torch._debug_has_internal_overlap(out) == _OVERLAPS:
+    if internal_overlap(out) == _OVERLAPS:
         raise RuntimeError(
             "unsupported operation: more than one element of the written-to tensor refers to a "
             "single memory location. Please clone() the tensor before performing the operation."

@@ -10,9 +10,8 @@ from contextlib import nullcontext
 from typing import Any
 
 import torch
-from torch.autograd import profiler as _profiler
 
-from tmm_core import settings
+from tmm_core import compat, settings
 from tmm_core.formats import BY_STORAGE
 from tmm_core.launch import warm
 from tmm_core.launch.check import PLAIN, addressable
@@ -191,7 +190,7 @@ def run(
         out_dtype,
         zeroed,
         settings.overridden(),
-        torch._C._get_deterministic_algorithms(),
+        compat.deterministic(),
         a.dtype is torch.float32 and a.is_cuda and _tf32(),
     )
     rows = (offs, a_index, out_index, out_weights)
@@ -209,8 +208,8 @@ def run(
             if t is not None
         }
         launcher: Callable[..., Tensor] = plan.launcher
-        if _profiler._is_profiler_enabled:
-            with _profiler.record_function(plan.kernel, str(plan.choice.candidate.config)):
+        if compat.profiler._is_profiler_enabled:
+            with compat.profiler.record_function(plan.kernel, str(plan.choice.candidate.config)):
                 return launcher(a, b, each, residual, alpha, out, **given)
         return launcher(a, b, each, residual, alpha, out, **given)
     except BaseException as error:  # a kernel may call sys.exit

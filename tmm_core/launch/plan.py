@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from tmm_core.compat import tensor_guards
 from tmm_core.launch.check import check_tensors
 from tmm_core.launch.source import Body, address, written
 from tmm_core.spec.arguments import (
@@ -245,9 +246,7 @@ def _guards(tensors: Sequence[Tensor | None]) -> Callable[..., bool] | None:
     sizes: list[Any] = [list(t.shape) for t in given]
     strides: list[Any] = [list(t.stride()) for t in given]
     try:
-        guards = torch._C._dynamo.guards.TensorGuards(
-            *given, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides
-        )
+        guards = tensor_guards()(*given, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
         return guards.check if guards.check(*given) is True else None
     except Exception:  # it belongs to the compiler, whose business may change
         return None

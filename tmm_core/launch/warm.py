@@ -13,9 +13,8 @@ from contextlib import nullcontext
 from typing import Any, Protocol
 
 import torch
-from torch.autograd import forward_ad, profiler
 
-from tmm_core import settings
+from tmm_core import compat, settings
 from tmm_core.errors import PluginError
 from tmm_core.launch.check import PLAIN, check, result_dtype
 from tmm_core.launch.fold import Fold
@@ -96,17 +95,17 @@ def plain(t: Any) -> bool:
 
 
 # What the written functions below ask. Each is one call of C, some 50 ns.
-_autocasts = torch._C._is_any_autocast_enabled
-_dispatch_modes = torch._C._len_torch_dispatch_stack
-_function_modes = torch._C._len_torch_function_stack
-_profiles = torch._C._autograd._profiler_enabled
-_tracer = torch._C._get_tracing_state
-_transform = torch._C._functorch.peek_interpreter_stack
-_forward_ad, _profiler = forward_ad, profiler
+_autocasts = compat.autocasts
+_dispatch_modes = compat.dispatch_modes
+_function_modes = compat.function_modes
+_profiles = compat.profiles
+_tracer = compat.tracer
+_transform = compat.transform
+_forward_ad, _profiler = compat.forward_ad, compat.profiler
 
 
 _overridden = settings.overridden
-_deterministic = torch._C._get_deterministic_algorithms
+_deterministic = compat.deterministic
 
 
 def _tf32() -> bool:

@@ -15,10 +15,8 @@ from typing import Any
 
 import torch
 from torch import fx, nn
-from torch._subclasses.fake_tensor import FakeTensor
-from torch.autograd import forward_ad
 
-from tmm_core import api, dispatch
+from tmm_core import api, compat, dispatch
 from tmm_core.interop import autograd, flops
 from tmm_core.interop.pointwise import kernels
 from tmm_core.launch import warm
@@ -27,6 +25,7 @@ from tmm_core.settings import with_static_weights
 from tmm_core.spec.epilogue import Epilogue, EpilogueLike
 
 Tensor = torch.Tensor
+_forward_ad = compat.forward_ad
 
 #: The gated epilogue made of each activation.
 GATED_BY = {"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh", "relu": "reglu"}
@@ -182,7 +181,7 @@ class GatedMLP(nn.Module):
     def _sharded_product(self, gate: Any, up: Any, x: Tensor) -> Tensor | None:
         """By :mod:`tmm_core.nn.sharded`; None where that is not for these layers, or somebody
         looks on who would not see it."""
-        if torch.compiler.is_compiling() or forward_ad._current_level >= 0:
+        if torch.compiler.is_compiling() or _forward_ad._current_level >= 0:
             return None
         if torch.is_autocast_enabled(x.device.type):
             return None
@@ -329,7 +328,7 @@ def _whole(t: Tensor) -> bool:
 
 
 #: Not DTensor, whose rules are tmm::matmul's. Export traces on fake tensors.
-_PLAIN = (nn.Parameter, Tensor, FakeTensor)
+_PLAIN = (nn.Parameter, Tensor, compat.fake_tensor())
 
 
 def _does_no_more(gate: Any, up: Any, x: Tensor) -> bool:
@@ -345,7 +344,7 @@ def _does_no_more(gate: Any, up: Any, x: Tensor) -> bool:
         weight: Any = layer._parameters["weight"]
         if type(weight) not in _PLAIN or weight.dtype is not x.dtype:
             return False
-    if forward_ad._current_level >= 0:  # tangents, which an alias of the weights would lose
+    if _forward_ad._current_level >= 0:  # tangents, which an alias of the weights would lose
         return False
     kind = x.device.type
     if x.is_meta or not torch.is_autocast_enabled(kind):
@@ -471,7 +470,7 @@ def _differentiable(
     tensors = (x, gate, up, gate_bias, up_bias)
     if autograd.differentiated(*tensors):
         return _two_products(*tensors, epilogue)
-    with torch._C._AutoDispatchBelowAutograd():
+    with compat.below_autograd():
         return gated_linear(*tensors, epilogue)  # type: ignore[no-any-return]
 
 
@@ -483,7 +482,8 @@ library.define(
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 library.impl("gated_linear", _run, "CompositeExplicitAutograd")
-library.impl("gated_linear", _differentiable, "Autograd")
+if compat.below_autograd is not None:
+    library.impl("gated_linear", _differentiable, "Autograd")
 library.impl("gated_linear", _two_products, "FuncTorchBatched")
 
 

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 
+from tmm_core.compat import local_tensor
 from tmm_core.nn.linear import Linear
 
 Tensor = torch.Tensor
@@ -57,7 +58,7 @@ def gated(
         return None
     if x.placements != (Replicate(),):
         return None
-    held: Any = [[getattr(p, "_local_tensor", None) for p in each] for each in (of_gate, of_up)]
+    held: Any = [[local_tensor(p) for p in each] for each in (of_gate, of_up)]
     if None not in (*held[0], *held[1]):
         with torch.no_grad():
             join(*held)

@@ -209,6 +209,13 @@ class Epilogue:
             stages=stages,
         )
 
+    @property
+    def activation(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """The reference where it is one function of the product alone; None of a chain, of a gated
+        epilogue and of one with parameters."""
+        alone = not (self.is_identity or self.stages or self.gated or self.parameters)
+        return self.reference if alone else None
+
     def apply(self, z: torch.Tensor) -> torch.Tensor:
         """The reference on the whole product ``z`` (width 2N where gated), in z's dtype."""
         if self.is_identity:

@@ -28,10 +28,8 @@ from triton.compiler.compiler import make_backend
 from triton.runtime.cache import get_cache_manager, triton_key
 
 from tmm_core.triton.evict_first import ordinary
+from tmm_core.triton.releases import tested
 
-#: Releases that make their key as :func:`_key` does. What is noted was held against the key of a
-#: kernel that Triton itself compiled, all the same.
-_KNOWN = triton.__version__.startswith(("3.6.", "3.7."))
 #: A file changed within so many seconds may change again without another time.
 _SETTLED = 2.0
 
@@ -52,7 +50,8 @@ def compile_kept(
     Raises:
         Exception: What Triton raises when it cannot compile the kernel.
     """
-    notes = _notes(root) if _KNOWN and target.backend == "cuda" and _ordinary() else None
+    # What is noted was held against the key of a kernel that Triton itself compiled, all the same.
+    notes = _notes(root) if tested() and target.backend == "cuda" and _ordinary() else None
     if notes is not None and (found := _found(notes, src, target, options)) is not None:
         return found
     compiled = triton.compile(src, target=target, options=dict(options))

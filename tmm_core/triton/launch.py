@@ -21,6 +21,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
+from tmm_core import compat
 from tmm_core.launch.fold import Fold
 from tmm_core.launch.source import Body, address, written
 from tmm_core.spec.arguments import EXTRAS, LAUNCHED, keywords, launch_parameters
@@ -29,6 +30,7 @@ from tmm_core.spec.kernel import Launcher
 from tmm_core.triton.evict_first import hints, marked
 from tmm_core.triton.interpreted import call_of
 from tmm_core.triton.kept import compile_kept
+from tmm_core.triton.releases import tested
 
 Grid = tuple[int, int, int]
 
@@ -232,7 +234,7 @@ class Launch:
         self, src: ASTSource, index: int, evict_first: bool, options: Mapping[str, Any]
     ) -> CompiledKernel:
         compiled = compile_for(_target(index), src, evict_first=evict_first, **options)
-        if _REDUCIBLE and compiled.metadata.target.backend == "cuda":
+        if tested() and compiled.metadata.target.backend == "cuda":
             compiled.src = _without_constants(src)
         with torch.cuda.device(index), self._lock:
             compiled._init_handles()
@@ -337,7 +339,7 @@ def launcher(
     make = "empty({0}, {1}, {2})" if compiled else "a.new_empty({0}, dtype={2})"
     new_out = f"out = {make.format('shape', 'strides', 'dtype')}"
     scratch = []
-    names.namespace |= {"dtype": dtype, "empty": _empty_on_current_device}
+    names.namespace |= {"dtype": dtype, "empty": compat.empty_strided_cuda}
     if workspace is not None:
         count, names.namespace["workspace_dtype"] = workspace
         scratch.append(f"workspace = {make.format((count,), (1,), 'workspace_dtype')}")
@@ -506,23 +508,6 @@ class _TensorMap(tuple[Any, ...]):
     __slots__ = ()
 
 
-def _empty_strided_cuda(
-    shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype
-) -> torch.Tensor:
-    return torch.empty_strided(shape, strides, dtype=dtype, device="cuda")
-
-
-#: Torch's allocation of a CUDA tensor below its dispatcher, on the current device, as compiled
-#: graphs make it, in half the 1.7 µs of ``new_empty``; where this torch has it.
-_empty_on_current_device = getattr(
-    torch._C._dynamo.guards, "_empty_strided_cuda", _empty_strided_cuda
-)
-
-
-#: Whether Triton's launcher takes a signature of the run-time arguments alone.
-_REDUCIBLE = triton.__version__.startswith(("3.6.", "3.7."))
-
-
 def _without_constants(src: ASTSource) -> Any:
     """What Triton's launcher looks at of ``src``, as if there were no constants. Of each it
     would be passed a None and parse it, some 20 for a kernel; and it is compiled and kept by
@@ -533,7 +518,9 @@ def _without_constants(src: ASTSource) -> Any:
 
 def _low_level(run: Any, *, described: bool) -> Any:
     """Triton's C launch function; None where its order of arguments, which belongs to a
-    version, is not known, or the launch needs more than it."""
+    release, is not known, or the launch needs more than it."""
+    if not tested():
+        return None
     if getattr(run, "global_scratch_size", 1) or getattr(run, "profile_scratch_size", 1):
         return None
     if not (hasattr(run, "launch_cooperative_grid") and hasattr(run, "launch_pdl")):
@@ -552,9 +539,17 @@ def _direct(compiled: CompiledKernel, low: Any, device: int) -> tuple[str, dict[
     grid, arguments and the prefix of the names it uses, and what these stand for.
 
     Args:
-        low: The C function of the installed Triton; where it is not known, the launcher
-            object's own call is used (0.6 µs more).
+        low: The C function of the installed Triton; without it the launcher object's own call
+            is used (0.6 µs more). With a release that was not tested, ``compiled[grid]``, which
+            is Triton's for everybody.
     """
+    if not tested():
+        return "{_}compiled[({grid})]({arguments})", {
+            "compiled": compiled,
+            "current_device": compat.current_device,
+            "device": device,
+            "guard": torch.cuda.device,
+        }
     run = compiled.run
     first = "{grid}, {_}stream_of({_}device), {_}function"
     flags = "{_}cooperative, {_}pdl"
@@ -574,7 +569,7 @@ def _direct(compiled: CompiledKernel, low: Any, device: int) -> tuple[str, dict[
     return template, {
         "annotations": getattr(run, "arg_annotations", 0),
         "cooperative": getattr(run, "launch_cooperative_grid", False),
-        "current_device": torch._C._cuda_getDevice,
+        "current_device": compat.current_device,
         "device": device,
         "function": compiled.function,
         "guard": torch.cuda.device,
@@ -583,7 +578,7 @@ def _direct(compiled: CompiledKernel, low: Any, device: int) -> tuple[str, dict[
         "metadata": compiled.packed_metadata,
         "pdl": getattr(run, "launch_pdl", False),
         "run": run,
-        "stream_of": torch._C._cuda_getCurrentRawStream,
+        "stream_of": compat.current_stream,
     }
 
 

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from tmm_core import dispatch
-from tmm_core.bench import environment, host, recheck, regret, report, runner, series, suites
+from tmm_core.bench import environment, host, page, recheck, regret, report, runner, series, suites
 from tmm_core.bench.case import Case
 from tmm_core.bench.results import Document, Results, Writer, identity
 from tmm_core.tools.commands import options as shared
@@ -199,6 +199,7 @@ def _show(results: Results, options: argparse.Namespace) -> int:
         options.output.mkdir(parents=True, exist_ok=True)
         written = [options.output / "report.md"]
         written[0].write_text(report.markdown(results), "utf-8")
+        written.append(page.save(results, options.output))
         if options.plots:
             written += _plot(results, options.output, options.metric)
         note(f"written: {', '.join(map(str, written))}")

@@ -1,0 +1,50 @@
+"""Brings to the site what the pages link to outside docs/: results, notes, examples.
+
+On a checkout the links point there. The site has copies of these files under the same names, and
+every link is turned to where its target lies on the site.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+from mkdocs.structure.files import File, Files
+
+ROOT = Path(__file__).resolve().parents[1]
+_FOLDERS = ("benchmarks", "examples", "plugins")
+_SUFFIXES = (".md", ".png", ".txt", ".json", ".py", ".toml")
+_LINK = re.compile(r"\]\((?!https?:|#)([^)#\s]+)(#[^)]*)?\)")
+
+
+def on_files(files: Files, *, config: Any) -> Files:
+    found = [path for folder in _FOLDERS for path in (ROOT / folder).rglob("*")]
+    for path in (ROOT / "CHANGELOG.md", ROOT / "LICENSE", *found):
+        if path.is_file() and path.suffix in _SUFFIXES and "__pycache__" not in path.parts:
+            files.append(File.generated(config, _on_site(path), abs_src_path=str(path)))
+    return files
+
+
+def on_page_markdown(markdown: str, *, page: Any, **_: Any) -> str:
+    path = Path(page.file.abs_src_path)
+
+    def turned(link: re.Match[str]) -> str:
+        target = Path(os.path.normpath(path.parent / link[1]))
+        if not target.exists() or not target.is_relative_to(ROOT):
+            return link[0]
+        there = os.path.relpath(_on_site(target), Path(_on_site(path)).parent)
+        return f"]({there}{link[2] or ''})"
+
+    return _LINK.sub(turned, markdown)
+
+
+def _on_site(path: Path) -> str:
+    if path == ROOT:
+        return "index.md"
+    if path.is_dir() and (path / "README.md").exists():
+        path = path / "README.md"
+    name = path.relative_to(ROOT).as_posix().removeprefix("docs/")
+    # A README would become the index of plugins/, which holds pages of docs/ too.
+    return name.replace("plugins/README.md", "plugins/builtin.md")

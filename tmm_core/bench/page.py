@@ -1,0 +1,270 @@
+"""A run's results as one HTML page that needs no other file, no script and no network."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Sequence
+from html import escape
+from pathlib import Path
+
+from tmm_cache import CLOCK, CacheStore, Summary, markup, shipped_layers
+
+from tmm_core.bench import report
+from tmm_core.bench.charts import Line, Point, Row, plane, rows
+from tmm_core.bench.results import Document, Results
+from tmm_core.bench.runner import TMM, TORCH, UNTUNED
+
+NAME = "report.html"
+
+#: Colours of :data:`tmm_core.bench.report.OTHER_CLOCKS`.
+_CLOCK_SERIES = ("torch", "lost", "other")
+
+_STYLE = """
+:root { --ink: #1b1f24; --paper: #fff; --faint: #d8dee4; --tmm: #0072b2; --torch: #e69f00;
+        --lost: #d55e00; --other: #009e73; }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e6edf3; --paper: #15191e; --faint: #343b43; --tmm: #56b4e9; }
+}
+body { font: 15px/1.5 system-ui, sans-serif; color: var(--ink); background: var(--paper);
+       max-width: 60rem; margin: 2rem auto; padding: 0 1rem; }
+h1 { font-size: 1.5rem; } h2 { font-size: 1.15rem; margin-top: 2.2rem; }
+svg { max-width: 100%; height: auto; font: 12px system-ui, sans-serif; }
+svg text { fill: var(--ink); } .grid { stroke: var(--faint); } .middle { stroke: var(--ink); }
+circle { fill-opacity: .55; } .tmm { fill: var(--tmm); } .torch { fill: var(--torch); }
+.lost { fill: var(--lost); } .other { fill: var(--other); } .mark { stroke: var(--ink); }
+table { border-collapse: collapse; font-size: .85rem; display: block; overflow-x: auto; }
+th, td { padding: .15rem .6rem; border-bottom: 1px solid var(--faint); white-space: nowrap; }
+.key span { display: inline-block; width: .8em; height: .8em; border-radius: 50%; }
+"""
+
+
+def save(results: Results, folder: Path) -> Path:
+    """Write the page into ``folder``; returns its file."""
+    path = folder / NAME
+    path.write_text(html(results), encoding="utf-8")
+    return path
+
+
+def html(results: Results) -> str:
+    """The whole page."""
+    run = results.runs[-1] if results.runs else None
+    name = escape(run["environment"]["name"] if run else "an unknown device")
+    return (
+        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
+        '<meta name="viewport" content="width=device-width">'
+        f"<title>tmm against torch on {name}</title><style>{_STYLE}</style></head>\n"
+        f"<body><h1>tmm against torch on {name}</h1>\n{body(results)}\n</body></html>\n"
+    )
+
+
+def body(results: Results) -> str:
+    """What stands below the title; a section without data is left out."""
+    measured = results.measured
+    numbers = [c for c in report.SUMMARY_COLUMNS if c not in ("class", "dtype", "worst problem")]
+    summaries = [summary.cells for summary in report.summarize(results)]
+    parts = [_runs(results), markup.table(report.SUMMARY_COLUMNS, summaries, numbers)]
+    if measured:
+        parts += [
+            _section(
+                "Ratios by class",
+                "torch's time over tmm's in use, a point for each problem and a diamond for their "
+                "geometric mean: right of 1 tmm is faster.",
+                rows(_ratio_rows(measured), "torch / tmm"),
+                key={"tmm": "tmm", "lost": f"below {report.LOST}"},
+            ),
+            _section(
+                "Roofline",
+                "What each problem reached, over the arithmetic that its bytes allow. The lines "
+                "are the highest bandwidth and rate that a problem of these runs reached, not a "
+                "data sheet's.",
+                _roofline(measured),
+                key={"tmm": "tmm", "torch": "torch"},
+            ),
+        ]
+    if compared := _tuned_rows(results):
+        parts.append(
+            _section(
+                "Tuned against shipped and untuned",
+                "What is chosen without tuning, over the time of what tuning chose: by the record "
+                "that ships for this GPU, its time as recorded there, and with nothing on record.",
+                rows(compared, "without tuning / tuned"),
+                key={"other": "shipped record", "torch": "nothing on record"},
+            )
+        )
+    if clocks := _clock_rows(measured):
+        parts.append(
+            _section(
+                "Clocks side by side",
+                "torch's time over tmm's by each clock, geometric means as diamonds. In use "
+                "decides: calls over many weights by turns. Alone is one launch after a flush of "
+                "the L2, steady a second without pause, between a chain with a small kernel "
+                "between its calls. In the table: geometric mean / worst.",
+                rows(clocks, "torch / tmm")
+                + markup.table(report.CLOCK_COLUMNS, report.clocks(results)),
+                key={"tmm": "in use", **dict(zip(_CLOCK_SERIES, report.OTHER_CLOCKS, strict=True))},
+            )
+        )
+    if results.regrets:
+        parts.append(
+            _section(
+                "Random M, weight and epilogue",
+                "What one choice for a bucket of M gives at problems nobody tuned for.",
+                markup.table(report.REGRET_COLUMNS, report.regrets(results)),
+                key={},
+            )
+        )
+    if measured:
+        parts.append(_section("Problems", "", _problems(measured), key={}))
+    return "\n".join(parts)
+
+
+def _section(title: str, text: str, content: str, *, key: dict[str, str]) -> str:
+    colours = " &nbsp; ".join(
+        f'<span style="background:var(--{series})"></span> {escape(label)}'
+        for series, label in key.items()
+    )
+    said = f"<p>{escape(text)}</p>" if text else ""
+    shown = f'<p class="key">{colours}</p>' if key else ""
+    return f"<section><h2>{escape(title)}</h2>{said}{shown}{content}</section>"
+
+
+def _runs(results: Results) -> str:
+    if not results.runs:
+        return ""
+    versions = results.runs[-1]["environment"]
+    facts = [
+        (name, str(versions.get(name) or "none")) for name in ("torch", "triton", "cuda", "cublas")
+    ]
+    facts.append(("driver", str(results.runs[-1].get("driver") or "unknown")))
+    for run in results.runs:
+        commit = str(run.get("commit") or "unknown")[:12]
+        dirty = ", with uncommitted changes" if run.get("uncommitted_changes") else ""
+        facts.append((run["started"], f"tmm {run['tmm']}, commit {commit}{dirty}"))
+    return markup.facts(facts)
+
+
+def _grouped(documents: Iterable[Document]) -> dict[str, list[Document]]:
+    groups: dict[str, list[Document]] = {}
+    for document in documents:
+        dtype = document["case"]["dtype"].removeprefix("float8_")
+        groups.setdefault(f"{document['suite']} {dtype}", []).append(document)
+    return groups
+
+
+def _ratio_rows(measured: Sequence[Document]) -> list[Row]:
+    found = []
+    for label, documents in _grouped(measured).items():
+        points = [
+            Point(d["ratio"], _said(d), "tmm" if d["ratio"] >= report.LOST else "lost")
+            for d in documents
+        ]
+        found.append(Row(label, points, [_mean(points, label)]))
+    return found
+
+
+def _mean(points: Sequence[Point], label: str, series: str = "tmm") -> Point:
+    mean = statistics.geometric_mean([point.x for point in points])
+    return Point(mean, f"{label}: geometric mean {mean:.3f} of {len(points)}", series)
+
+
+def _said(document: Document) -> str:
+    return report.line(document)
+
+
+def _roofline(measured: Sequence[Document]) -> str:
+    points = []
+    for document in measured:
+        intensity = document["flops"] / document["bytes"]
+        for series in (TORCH, TMM):
+            us = document["times"][series]["median_us"]
+            said = f"{report.title(document)}: {series} {us:.2f} µs"
+            points.append(Point(intensity, said, series, document["flops"] / us / 1e6))
+    bandwidth = max(point.y / point.x for point in points)  # TFLOPS over FLOP/byte: TB/s
+    rate = max(point.y for point in points)
+    knee = rate / bandwidth
+    least, most = (pick([knee, *(point.x for point in points)]) for pick in (min, max))
+    lines = [
+        Line(
+            (min(least, knee), min(least, knee) * bandwidth), (knee, rate), f"{bandwidth:.2f} TB/s"
+        ),
+        Line((knee, rate), (most, rate), f"{rate:.0f} TFLOPS"),
+    ]
+    return plane(points, lines, "FLOP / byte", "TFLOPS")
+
+
+def _tuned_rows(results: Results) -> list[Row]:
+    shipped = _shipped(results)
+    found = []
+    for label, documents in _grouped(results.measured).items():
+        points = []
+        for document in documents:
+            tuned = document["times"][TMM]["median_us"]
+            if (record := shipped.get(_digest(document))) is not None and record.head.best.us:
+                winner = record.head.best
+                said = f"{report.title(document)}: shipped {winner.kernel} {winner.us:.2f} µs, "
+                said += f"tuned {document['kernel']} {tuned:.2f} µs"
+                points.append(Point(record.head.best.us / tuned, said, "other"))
+            if UNTUNED in document["times"]:
+                untuned = document["times"][UNTUNED]["median_us"]
+                said = f"{report.title(document)}: untuned {untuned:.2f} µs, tuned {tuned:.2f} µs"
+                points.append(Point(untuned / tuned, said, "torch"))
+        if points:
+            found.append(Row(label, points, [_mean(points, label, "other")]))
+    return found
+
+
+def _shipped(results: Results) -> dict[str, Summary]:
+    """The records that packages ship for this GPU, by the digest of their problem."""
+    if not results.runs:
+        return {}
+    gpu, found = results.runs[-1]["gpu"], {}
+    for layer in shipped_layers():
+        for summary in CacheStore(layer, []).summaries(gpu):
+            if summary.clock == CLOCK:  # another clock's times are not to be compared
+                found[summary.digest] = summary
+    return found
+
+
+def _digest(document: Document) -> str:
+    """Of the problem, where a record answered, whose file is named after it."""
+    return Path(document["reason"]).stem if document["origin"] == "cache" else ""
+
+
+def _clock_rows(measured: Sequence[Document]) -> list[Row]:
+    series = dict(zip(report.OTHER_CLOCKS, _CLOCK_SERIES, strict=True))
+    found = []
+    for label, documents in _grouped(measured).items():
+        marks = [_mean([Point(d["ratio"], "") for d in documents], f"{label} in use")]
+        points = [Point(d["ratio"], f"in use: {_said(d)}") for d in documents]
+        for clock, colour in series.items():
+            taken = [
+                Point(ratio, f"{clock} {ratio:.3f}×: {report.title(d)}", colour)
+                for d in documents
+                if (ratio := report.clock_ratio(d, clock)) is not None
+            ]
+            if taken:
+                points += taken
+                marks.append(_mean(taken, f"{label} {clock}", colour))
+        if len(marks) > 1:
+            found.append(Row(label, points, marks))
+    return found
+
+
+def _problems(measured: Sequence[Document]) -> str:
+    columns = ("class", "problem", "torch µs", "tmm µs", "ratio", "TFLOPS", "GB/s", "chosen")
+    cells = []
+    for document in measured:
+        us = document["times"][TMM]["median_us"]
+        cells.append(
+            (
+                document["suite"],
+                report.title(document),
+                report.microseconds(document["times"][TORCH]["median_us"]),
+                report.microseconds(us),
+                report.times(document["ratio"]),
+                f"{document['flops'] / us / 1e6:.1f}",
+                f"{document['bytes'] / us / 1e3:.0f}",
+                report.chosen(document),
+            )
+        )
+    return markup.table(columns, cells, columns[2:7])

@@ -1,0 +1,183 @@
+"""Private names of torch, in one place, each with what serves where this torch lacks it.
+
+Torch may rename or drop them in any release. What stands in for one is slower, never wrong: where
+nobody can tell that torch's dispatcher has nothing to do, a call goes through the operator, as if
+it had. One warning names what is missing.
+
+At the bottom of the package rather than in ``interop``: the path of a warm call, in ``launch``
+below it, asks most of these.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import warnings
+from contextlib import AbstractContextManager, nullcontext
+from types import SimpleNamespace
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from tmm_core.errors import TmmWarning
+
+#: What this torch lacks, of the names asked for so far.
+missing: list[str] = []
+
+
+def private(path: str, otherwise: Any) -> Any:
+    """What torch has under the dotted ``path``, in a module that may have to be imported; else
+    ``otherwise``, and the name is noted."""
+    *modules, name = path.split(".")
+    owner: Any = None
+    try:
+        owner = importlib.import_module(".".join(modules))
+    except ImportError:  # the last parts are attributes: torch._C.DispatchKey
+        owner = torch
+        for part in modules[1:]:
+            owner = getattr(owner, part, None)
+    found = getattr(owner, name, _ABSENT)
+    if found is _ABSENT:
+        if path not in missing:
+            missing.append(path)
+        return otherwise
+    return found
+
+
+_ABSENT = object()
+
+
+def _always(answer: Any) -> Any:
+    return lambda *_: answer
+
+
+def _holding(path: str, **otherwise: Any) -> Any:
+    """The module of that ``path``, whose attributes change; a stand-in where one is missing."""
+    lacking = [name for name in otherwise if private(f"{path}.{name}", _ABSENT) is _ABSENT]
+    return SimpleNamespace(**otherwise) if lacking else importlib.import_module(path)
+
+
+# -- whether torch's dispatcher has anything to do (launch.warm) ---------------------------------
+# Each is one call of C, some 50 ns. What stands in says that it has.
+
+autocasts = private("torch._C._is_any_autocast_enabled", _always(True))
+dispatch_modes = private("torch._C._len_torch_dispatch_stack", _always(1))
+function_modes = private("torch._C._len_torch_function_stack", _always(1))
+profiles = private("torch._C._autograd._profiler_enabled", _always(True))
+tracer = private("torch._C._get_tracing_state", _always(True))
+transform = private("torch._C._functorch.peek_interpreter_stack", _always(True))
+
+#: ``_current_level``: at or above 0 within forward-mode differentiation.
+forward_ad = _holding(
+    "torch.autograd.forward_ad", _current_level=0, _set_fwd_grad_enabled=_always(nullcontext())
+)
+#: ``_is_profiler_enabled``: without it the profiler shows no kernel's name.
+profiler = _holding("torch.autograd.profiler", _is_profiler_enabled=False)
+
+deterministic = private(
+    "torch._C._get_deterministic_algorithms", torch.are_deterministic_algorithms_enabled
+)
+#: 1 where a tensor's elements share memory; what stands in may not know, as torch's may not.
+internal_overlap = private("torch._debug_has_internal_overlap", _always(2))
+
+
+# -- derivatives, transforms and autocast (interop) ----------------------------------------------
+
+
+def _functorch_transforms() -> bool:
+    return transform() is not None
+
+
+transforms_active = private("torch._C._are_functorch_transforms_active", _functorch_transforms)
+#: Whether this is one of many gradients: ``is_grads_batched`` maps over backward by means older
+#: than functorch's, which no mode tells of.
+is_batched = private("torch._C._functorch.is_legacy_batchedtensor", _always(True))
+
+if TYPE_CHECKING:
+    from torch.autograd.function import _SingleLevelFunction
+
+    SingleLevelFunction = _SingleLevelFunction
+else:
+    #: A function of one level of transforms, which torch's dispatcher has taken apart before.
+    SingleLevelFunction = private(
+        "torch.autograd.function._SingleLevelFunction", torch.autograd.Function
+    )
+single_level: Any = private(
+    "torch._functorch.utils.enable_single_level_autograd_function", _always(nullcontext())
+)
+#: Below it an operator's Autograd kernel calls the operator again; None: the operator is given
+#: its derivative by ``torch.library.register_autograd``.
+below_autograd: Any = private("torch._C._AutoDispatchBelowAutograd", None)
+
+
+def _without_autocast(device: str) -> Any:
+    """What enters a context in which ``device`` does not autocast."""
+    exclude = private("torch._C._ExcludeDispatchKeyGuard", None)
+    keys = private("torch._C.DispatchKeySet", None)
+    key = private(f"torch._C.DispatchKey.Autocast{device.upper()}", None)
+    if exclude is None or keys is None or key is None:
+        return functools.partial(torch.autocast, device, enabled=False)
+    return functools.partial(exclude, keys(key))
+
+
+_AUTOCASTS = {device: _without_autocast(device) for device in ("cuda", "cpu")}
+
+
+def without_autocast(device: str) -> AbstractContextManager[Any]:
+    """A context in which operands on ``device`` are not cast."""
+    return _AUTOCASTS[device]()  # type: ignore[no-any-return]
+
+
+# -- GPUs ------------------------------------------------------------------------------------
+
+
+def _empty_strided_cuda(shape: Any, strides: Any, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty_strided(shape, strides, dtype=dtype, device="cuda")
+
+
+def _current_stream(device: int) -> int:
+    return torch.cuda.current_stream(device).cuda_stream
+
+
+#: Torch's allocation of a CUDA tensor below its dispatcher, on the current device, as compiled
+#: graphs make it, in half the 1.7 µs of ``new_empty``. A torch without CUDA has none of the three.
+empty_strided_cuda = _empty_strided_cuda
+current_device: Any = torch.cuda.current_device
+current_stream: Any = _current_stream
+if torch.backends.cuda.is_built():
+    empty_strided_cuda = private("torch._C._dynamo.guards._empty_strided_cuda", _empty_strided_cuda)
+    current_device = private("torch._C._cuda_getDevice", torch.cuda.current_device)
+    current_stream = private("torch._C._cuda_getCurrentRawStream", _current_stream)
+
+
+# -- what is asked for by few --------------------------------------------------------------------
+
+
+def tensor_guards() -> Any:
+    """The compiler's class that tells tensors from those it was made of; None: there is none."""
+    return getattr(getattr(torch._C._dynamo, "guards", None), "TensorGuards", None)
+
+
+def fake_tensor() -> Any:
+    """The class of tensors that an export traces on; ``()`` where it cannot be had, which no
+    tensor is an instance of."""
+    return private("torch._subclasses.fake_tensor.FakeTensor", ())
+
+
+def schema_info() -> Any:
+    """What tells DTensor by which arguments to remember a decision; None: there is none."""
+    return private("torch.distributed.tensor._op_schema.RuntimeSchemaInfo", None)
+
+
+def local_tensor(t: Any) -> torch.Tensor | None:
+    """The tensor that a DTensor holds on this rank, itself and not a view."""
+    return getattr(t, "_local_tensor", None)
+
+
+if missing:
+    warnings.warn(
+        f"this torch ({torch.__version__}) lacks {', '.join(missing)}: results are the same, and "
+        "calls may cost the host some µs more, or have torch's backward",
+        TmmWarning,
+        stacklevel=2,
+    )
