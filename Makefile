@@ -2,8 +2,9 @@ VENV ?= .venv
 PYTHON ?= python3
 PY := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
+OLDEST ?= .venv-oldest
 
-.PHONY: demo test check mutants docs format clean
+.PHONY: demo test check oldest release-check mutants docs format clean
 
 demo: $(STAMP)
 	@$(PY) -m tmm_core.tools.demo
@@ -16,6 +17,27 @@ check: $(STAMP)
 	$(PY) -m ruff format --check .
 	$(PY) -m mypy
 	$(PY) -m pytest -q tests/test_layout.py
+
+# The oldest torch and Triton that are supported, in an environment of their own, and the tests that tell
+# most of them. This torch has no build for CPUs on the index: 3 GB to fetch, 7 on disk.
+oldest: $(OLDEST)/.installed
+	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -q -p no:cacheprovider \
+		-W "ignore:Conversion of an array:DeprecationWarning" \
+		tests/core/test_compat.py tests/core/test_api.py tests/core/test_plan.py \
+		tests/core/test_launch.py tests/core/test_unusual.py tests/plugins/test_kept.py \
+		tests/plugins/test_triton_kernels.py -k "not slow"
+
+$(OLDEST)/.installed: pyproject.toml constraints-oldest.txt
+	test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
+	$(OLDEST)/bin/python -m pip install -q -c constraints-oldest.txt torch triton numpy pluggy \
+		platformdirs filelock rich pytest pytest-timeout hypothesis hatchling editables
+	$(OLDEST)/bin/python -m pip install -q --no-deps --no-build-isolation -e .
+	touch $@
+
+# Builds what would be released and runs the quick tests against the wheel alone.
+release-check: $(STAMP)
+	$(PY) -m pip install -q -c constraints.txt twine
+	$(PY) .ci/release_check.py
 
 # Minutes, and so not part of `test`: a process of pytest for each of some hundred small bugs.
 # NAMES="key plan" runs those whose names begin so.
@@ -40,4 +62,4 @@ $(STAMP): pyproject.toml constraints.txt requirements-dev.txt
 	touch $@
 
 clean:
-	rm -rf $(VENV) dist build site .mypy_cache .ruff_cache .pytest_cache
+	rm -rf $(VENV) $(OLDEST) dist build site .mypy_cache .ruff_cache .pytest_cache

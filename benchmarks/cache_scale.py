@@ -1,7 +1,8 @@
 """What a cache of many records costs: `python benchmarks/cache_scale.py [RECORDS]`.
 
-Fills a temporary root with records of thirty candidates, as tuning leaves them, and prints one
-line per operation: seconds, seconds of CPU, the bar, and whether it holds.
+Fills a temporary root with records of thirty candidates, as tuning leaves them, and prints a row
+per operation: seconds, seconds of CPU (user and system, children included), and the bar. Where
+others share the cores, which the load average tells, seconds of CPU are what it takes by itself.
 """
 
 from __future__ import annotations
@@ -65,8 +66,9 @@ def timed(title: str, bar: float, run: Callable[[], object]) -> None:
     took, after = time.perf_counter() - started, os.times()
     # Of this process and its children: where others share the cores, what it takes alone.
     busy = sum(after[:4]) - sum(before[:4])
-    verdict = "ok" if took <= bar else "MISSED"
-    print(f"{title:<34}{took:8.2f} s {busy:8.2f} s of CPU   bar {bar:g} s   {verdict}", flush=True)
+    verdict = "ok" if took <= bar else "by CPU" if busy <= bar else "MISSED"
+    load = os.getloadavg()[0]
+    print(f"| {title} | {took:.2f} | {busy:.2f} | {bar:g} | {verdict} | {load:.1f} |", flush=True)
 
 
 def command(root: Path, text: str) -> Callable[[], object]:
@@ -100,10 +102,11 @@ def main() -> None:
         os.environ |= {"TMM_CACHE_DIR": str(root), "TMM_SHIPPED_RECORDS": "0"}
         store = CacheStore(root, [])
         part = CacheStore(Path(folder, "part"), [])
+        print("| operation | seconds | of CPU | bar | holds | load |\n|---|---|---|---|---|---|")
         timed(f"save {count}", math.inf, lambda: [save(store, number) for number in range(count)])
         size = max(path.stat().st_size for path in root.rglob("*.json"))
-        print(f"{count} records of up to {size} bytes")
-        timed("show | head", 1.0, command(root, "show | head"))
+        print(f"| (each of up to {size} bytes) | | | | | |")
+        timed("show \\| head", 1.0, command(root, "show | head"))
         timed("show", 5.0, command(root, "show"))
         timed("stats", 2.0, command(root, "stats"))
         for number in range(4_000):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import graphlib
+import re
 import subprocess
 import sys
 import zipfile
@@ -222,3 +223,26 @@ def test_an_editable_install_leaks_no_folder() -> None:
         [sys.executable, "-c", FIND], capture_output=True, text=True, check=True, cwd="/"
     )
     assert found.stdout.strip() == "[]"
+
+
+#: The most files that each walk of CONTRIBUTING.md may meet.
+WALKS = {
+    "A warm call": 5,
+    "A first call": 9,
+    "A new kernel": 2,
+    "A new epilogue": 1,
+    "A new operand format": 1,
+}
+
+
+@pytest.mark.parametrize("walk", WALKS)
+def test_walks_through_the_code_are_short_and_name_what_is_there(walk: str) -> None:
+    text = (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    section = text.split(f"### {walk}\n", 1)[1].split("\n#", 1)[0]
+    steps = re.findall(r"^\d\. `([^`]+)`: (.*(?:\n   .*)*)", section, re.MULTILINE)
+    assert len(steps) == section.count("\n1. ") + len(re.findall(r"\n[2-9]\. ", section))
+    assert 0 < len(steps) <= WALKS[walk]
+    for name, said in steps:
+        source = (ROOT / name).read_text(encoding="utf-8")
+        for word in re.findall(r"`(\w+)`", said):
+            assert word in source, f"{name} has no {word}"

@@ -80,7 +80,8 @@ def dtypes(problem: Mapping[str, JSON], *, short: bool = False) -> str:
     """`bfloat16`, or in full `float8_e4m3fn x float8_e5m2 -> bfloat16` where they differ; short
     it is `bf16` and `e4m3 x e5m2 -> bf16`."""
     a, b = operand(problem, "a", "dtype"), operand(problem, "b", "dtype")
-    out = text_of(problem["out_dtype"]) if "out_dtype" in problem else a
+    out = operand(problem, "out", "dtype")
+    out = a if out == ABSENT else out
     if short:
         a, b, out = (SHORT_DTYPES.get(name, name) for name in (a, b, out))
     operands = a if b in (a, ABSENT) else f"{a} x {b}"

@@ -75,7 +75,9 @@ def of_tiles(
     resident = _resident(problem, shared, 32 * config.num_warps)
     tiles = problem.batch * -(-problem.m // config.BLOCK_M) * -(-problem.n // config.BLOCK_N)
     tiles *= splits
-    at_once = launched or max(1, problem.device.sm_count) * resident
+    sms = max(1, problem.device.sm_count)
+    # Programs that stay are as many as tiles where there are fewer of these than SMs.
+    at_once = sms * resident if launched is None else max(sms, launched)
     times = roofline.times_us(
         problem,
         BLOCK_M=config.BLOCK_M,
@@ -92,7 +94,7 @@ def of_tiles(
         block_k=config.BLOCK_K,
         group_m=group_m,
         tiles=tiles,
-        at_once=min(tiles, at_once),
+        at_once=at_once,
         steps=-(-problem.k // (config.BLOCK_K * splits)),
         num_stages=config.num_stages,
         num_warps=config.num_warps,
@@ -121,7 +123,7 @@ def of_hopper(problem: Problem, given: Any, hopper_tiles: Any) -> Anatomy:
         block_k=config.BLOCK_K,
         group_m=config.GROUP_M,
         tiles=tiles,
-        at_once=min(tiles, sms),
+        at_once=sms,
         steps=steps,
         num_stages=config.num_stages,
         # Beside the consumers four warps load.

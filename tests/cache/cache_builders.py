@@ -36,7 +36,7 @@ def problem(
         "batch": batch,
         "a": {"dtype": dtype, "layout": "row", "aligned": True},
         "b": {"dtype": dtype, "layout": "column", "aligned": True},
-        "out_dtype": dtype,
+        "out": {"dtype": dtype, "layout": "row", "aligned": True},
         "epilogue": epilogue,
     }
 

@@ -61,14 +61,20 @@ def kill_writers(seconds: float, chance: random.Random) -> Counter[str]:
             for writer in writers:
                 writer.kill()
             for first, writer in zip(firsts, writers, strict=True):
-                lines = first + writer.communicate()[0]
+                # Not by `communicate`, which knows nothing of what `readline` read ahead.
+                assert writer.stdout is not None
+                lines = first + writer.stdout.read()
+                writer.communicate()
                 newest = {m: int(turn) for m, turn in (line.split() for line in lines.splitlines())}
                 counts["acknowledged saves"] += len(lines.splitlines())
                 for m, turn in newest.items():
                     found = store.load(GPU, ENVIRONMENT, problem(m=int(m)))
                     assert found is not None, f"{m} is lost"
                     # The writer may have been killed after a save and before it said so.
-                    assert int(found.note or 0) in (turn, turn + 50), f"{m} is not what was saved"
+                    assert int(found.note or 0) in (turn, turn + 50), (
+                        f"{m} is {found.note} and not {turn}, which was acknowledged: "
+                        f"{lines.splitlines()[:3]} … {lines.splitlines()[-3:]}"
+                    )
                     counts["records read back"] += 1
             counts["writers killed"] += WRITERS
     return counts

@@ -285,7 +285,7 @@ def test_problems_of_another_make_are_listed_all_the_same(
     store.save(GPU, ENVIRONMENT, record(sizes, candidates=(odd,), winner=0))
     strange = {"batch": 7, "a": 7, "b": [], "epilogue": {"name": "silu", "x": 1}}
     store.save(GPU, ENVIRONMENT, record(sizes | strange))
-    integers = {"a": {"dtype": "torch.int8"}, "out_dtype": "int32"}
+    integers = {"a": {"dtype": "torch.int8"}, "out": {"dtype": "int32"}}
     store.save(GPU, ENVIRONMENT, record(sizes | integers))
     assert main(["show"]) == 0
     text = capsys.readouterr().out

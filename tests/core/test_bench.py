@@ -8,6 +8,7 @@ import json
 import operator
 import time
 import types
+import zipfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -585,6 +586,23 @@ def test_bench_writes_what_it_shows_and_resumes(
     assert main(["bench", "--from", str(out)]) == 0
     (row,) = (r for r in capsys.readouterr().out.splitlines() if r.startswith("shapes"))
     assert row.split()[1:3] == ["float32", "3"]
+
+    # To be sent: the same numbers, and nothing of where they were measured.
+    packed = tmp_path / "mine.zip"
+    assert str(tmp_path) in file.read_text()
+    assert main(["bench", "--from", str(out), "--share", str(packed)]) == 0
+    assert "3 problems on" in capsys.readouterr().err
+    with zipfile.ZipFile(packed) as archive:
+        archive.extractall(tmp_path / "received")
+    received = [path.read_text() for path in (tmp_path / "received").iterdir()]
+    assert len(received) == 3
+    assert not [text for text in received if str(tmp_path) in text]
+    theirs, ours = Results.read([tmp_path / "received"]), Results.read([out])
+    assert [p["times"] for p in theirs.problems] == [p["times"] for p in ours.problems]
+    assert theirs.runs[0]["command"].count("<path>") == 1
+    for wrong in (["--from", str(out)], []):  # it is there already; nothing says of what
+        assert main(["bench", *wrong, "--share", str(packed)]) == 2
+        assert "--share" in capsys.readouterr().err
 
 
 def test_bench_ends_cleanly_when_its_time_is_over(capsys: pytest.CaptureFixture[str]) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -11,6 +12,9 @@ from typing import Any
 import pytest
 import torch
 from fakes import FakeKernel, plugin
+from hypothesis import HealthCheck, given
+from hypothesis import settings as fuzzed
+from hypothesis import strategies as st
 from tmm_cache import CacheStore
 
 import tmm_core
@@ -18,6 +22,7 @@ from tmm_core import Epilogue, Traits, dispatch, settings
 from tmm_core.spec.device import fingerprint
 from tmm_core.tools.cli import main
 from tmm_core.tools.commands import doctor
+from tmm_core.tools.commands.console import print_json
 
 CPU = ("--device", "cpu")
 
@@ -436,3 +441,47 @@ def test_doctor_finds_a_broken_plugin(
     (finding,) = problems(findings(capsys, 1))
     assert "nvcc_magic" in finding["text"]
     assert "TMM_DISABLE_PLUGINS=broken" in finding["advice"]
+
+
+def test_json_has_neither_nan_nor_infinity(capsys: pytest.CaptureFixture[str]) -> None:
+    inf = float("inf")
+    print_json({"us": [1.5, inf, float("nan")], "all": {"best": -inf, "text": "Infinity"}})
+    out = capsys.readouterr().out
+    expected = {"us": [1.5, None, None], "all": {"best": None, "text": "Infinity"}}
+    assert json.loads(out, parse_constant=pytest.fail) == expected
+    short = ("--seconds-per-problem", "0.01")
+    assert main(["bench", "--shapes", "8x8x8", "--dtype", "fp32", "--json", *short, *CPU]) in (0, 1)
+    json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+
+
+#: Nothing that takes long: what is measured is stubbed, for it is arguments that are tried.
+WORDS = [
+    *("kernels", "explain", "tune", "bench", "verify", "doctor", "misses", "why", "8x8x8"),
+    *("--json", "--device", "cpu", "cuda:9", "--dtype", "fp32", "e4m3", "int8", "--layout", "nt"),
+    *("--epilogue", "silu", "softcap(0)", "softcap(nan)", "bias++", "(", "--bias", "--residual"),
+    *("--batch", "--scales", "row", "--tf32", "--force", "--isolate", "--misses", "--clear"),
+    *("--suite", "decode", "nope", "--file", "/dev/null", "/nonexistent", "--budget", "--limit"),
+    *("0", "-1", "1e9", "nan", "inf", "9" * 30, "0x0x0", "1x2x3", "1x2x3x4x5", "x", "--", "--help"),
+    *("", " ", "\t", "é", "\udcff", "--shapes", "--regret", "--output", "--from", "--version"),
+]
+
+
+def test_no_command_line_ends_in_a_traceback(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    from tmm_core.tools.commands import bench, doctor, tune
+
+    monkeypatch.chdir(tmp_path)
+    for module in (bench, doctor):
+        monkeypatch.setattr(module, "run", lambda options: 0)
+    monkeypatch.setattr(tune, "_tune", lambda item, options: {"status": "failed", "problem": "",
+                                                              "reason": ""})  # fmt: skip
+
+    @fuzzed(max_examples=int(os.environ.get("TMM_FUZZ_EXAMPLES", "60")), deadline=None,
+            derandomize=True, database=None, suppress_health_check=list(HealthCheck))  # fmt: skip
+    @given(st.sampled_from(WORDS[:8]), st.lists(st.sampled_from(WORDS), max_size=5))
+    def run(command: str, words: list[str]) -> None:
+        assert main([command, *words]) in (0, 1, 2)
+        assert "Traceback" not in capsys.readouterr().err
+
+    run()

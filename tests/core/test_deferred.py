@@ -279,6 +279,15 @@ def test_an_answer_depends_on_tmms_own_code() -> None:
     assert not {name for name in own if name.startswith(("bench/", "nn/", "testing/", "tools/"))}
 
 
+def test_folders_in_folders_count(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("top.py", "dispatch/one.py", "dispatch/deep/two.py", "tools/deep/three.py"):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).touch()
+    monkeypatch.setattr("tmm_core.dispatch.deferred._CORE", tmp_path)
+    found = {path.relative_to(tmp_path).as_posix() for path in own_files()}
+    assert found == {"top.py", "dispatch/one.py", "dispatch/deep/two.py"}
+
+
 def test_the_garbage_collector_is_left_as_it_was(file: Path) -> None:
     seen: list[bool] = []
 

@@ -245,6 +245,30 @@ def test_an_out_of_bounds_config_on_record_is_passed_over(tmp_path: Path) -> Non
     assert choice.candidate.kernel.name == "blas"
 
 
+@pytest.mark.parametrize("on_cache_miss", ["tune", "heuristic", "error"])
+def test_a_config_of_blas_on_record_that_does_not_bind_costs_the_record(
+    on_cache_miss: Any, tmp_path: Path
+) -> None:
+    class Strict(FakeBlas):
+        def bind(self, problem: Any, config: Any) -> Any:
+            if config.tile != 1:
+                raise ValueError("fuses no such thing")
+            return super().bind(problem, config)
+
+    d, _ = dispatcher(Strict(), FakeKernel("k"), times={"k": 20.0, "blas": 10.0}, root=tmp_path)
+    record = d.tune(problem(), settings())
+    assert record.best.kernel == "blas"
+    edited = tuple(
+        replace(each, config={"tile": 2}) if each.kernel == "blas" else each
+        for each in record.candidates
+    )
+    d.store.save(DEVICE.gpu, DEVICE.environment, replace(record, candidates=edited))
+    again, _ = dispatcher(Strict(), FakeKernel("k"), root=tmp_path)
+    with pytest.warns(TmmWarning, match="blas: tile=2 on record is no config for"):
+        choice, _ = again.bound(problem(), settings(on_cache_miss=on_cache_miss))
+    assert choice.candidate.kernel.name == "k"  # the next on record
+
+
 def test_error_on_a_miss_says_what_to_do() -> None:
     d, _ = dispatcher(FakeBlas(), FakeKernel("fast"))
     with pytest.raises(CacheMissError, match="tmm tune"):

@@ -69,8 +69,8 @@ y = tmm_core.matmul(a, b, scale_a=scale, epilogue="relu")
 assert y.dtype is torch.float16
 expected = ((a.double() @ b.double()) * scale.double()).relu()
 torch.testing.assert_close(y.double(), expected, rtol=2e-3, atol=2e-3)
-assert tmm_core.explain(a, b).rejected["triton.naive"][-1:] == [
-    "does not multiply fnuz operands, torch.float8_e4m3fnuz and torch.float8_e4m3fnuz"]
+said = tmm_core.explain(a, b).rejected["triton.naive"]
+assert "does not multiply fnuz operands, torch.float8_e4m3fnuz and torch.float8_e4m3fnuz" in said
 posed = tmm_core.problem(a, b, scale_a=scale)
 inputs = verify.make_inputs(posed, torch.device("cpu"), seed=1)
 launcher = Blas().bind(posed, Blas().default_config(posed))

@@ -4,8 +4,17 @@ from __future__ import annotations
 
 from calls import KEYS, PLANS
 from choosing import DISPATCHING, TUNING
-from elsewhere import ELSEWHERE, SPEC
+from elsewhere import CORNERS, ELSEWHERE, SPEC
 from grouped import GROUPED
 from mutant import Mutant
 
-MUTANTS: list[Mutant] = [*KEYS, *PLANS, *TUNING, *DISPATCHING, *SPEC, *ELSEWHERE, *GROUPED]
+MUTANTS: list[Mutant] = [
+    *KEYS,
+    *PLANS,
+    *TUNING,
+    *DISPATCHING,
+    *SPEC,
+    *CORNERS,
+    *ELSEWHERE,
+    *GROUPED,
+]

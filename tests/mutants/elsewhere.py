@@ -9,7 +9,27 @@ SETTINGS = "tests/core/test_settings.py"
 HOPPER = "tests/plugins/test_warp_specialized.py"
 EARLY = "tests/plugins/test_dependent_launch.py"
 
+EPILOGUES = "tests/core/test_epilogue_conformance.py"
 SUPPORTS = "tests/core/test_supports.py"
+
+CORNERS = [
+    Mutant("module-source", "spec/epilogue.py", "return f\"{function}\\n{_module_source(",
+           "return f\"{function}\\n{len(", "two sources, one key", (RECORDS,)),
+    Mutant("listed-out-dtype", "facets.py", 'out = operand(problem, "out", "dtype")',
+           'out = operand(problem, "a", "dtype")', "a result is listed in its operands' dtype",
+           ("tests/cache/test_cache_cli.py",)),
+    Mutant("shard-gradient", "nn/sharded.py", "grad_placements=[Partial()]",
+           "grad_placements=[Replicate()]", "x learns from one rank's columns",
+           ("tests/core/test_distributed.py::test_a_sharded_gated_mlp_is_one_gated_product",)),
+    Mutant("untested-triton", "triton/launch.py", "    if not tested():\n        return None\n", "",
+           "another release's C function is called by this one's order", ("tests/core/test_launch.py",)),
+    Mutant("state-of-both", "nn/gated.py", "and not _whole(t):", "and False:",
+           "safetensors refuses a gated MLP", ("tests/core/test_nn.py",)),
+    Mutant("forced-sparse", "interop/unusual.py", "if forced is not None and forced != BASELINE:",
+           "if False:", "a forced kernel is passed over", ("tests/core/test_unusual.py",)),
+    Mutant("bias-enlarges", "interop/unusual.py", "    if not broadcasts(", "    if not shape and not broadcasts(",
+           "a bias makes the result larger", ("tests/core/test_unusual.py",)),
+]  # fmt: skip
 
 SPEC = [
     Mutant("undeclared-field", "supports.py", "        if each.name not in known:\n",
@@ -35,6 +55,15 @@ SPEC = [
            "a derivative serves as output_vjp", (RECORDS,)),
     Mutant("epilogue-key-parameters", "epilogue.py", "        if self.parameters:\n            text +=",
            "        if False:\n            text +=", "softcap(30) is softcap(50)", (RECORDS,)),
+    Mutant("epilogue-other-source", "epilogue.py", 'if match["digest"] and found.key', "if False and found.key",
+           "a record of an edited epilogue is taken for today's", (EPILOGUES,)),
+    Mutant("epilogue-no-defaults", "epilogue.py", "given = _defaults(self) if", "given = () if",
+           "parameters with defaults are none", (EPILOGUES,)),
+    Mutant("bf16-integers", "interpreted.py", "    builder.create_dot = create_dot\n", "",
+           "a first kernel multiplies bf16 as integers", (EPILOGUES,)),
+    Mutant("show-everything", "reports.py",
+           "_roots(store) if options.all or prefix is not None else (store.root,)", "_roots(store)",
+           "270 shipped records hide one's own", ("tests/cache/test_cache_cli.py",)),
     Mutant("gelu-tanh-exact", "activations.py", '"tanh": "gelu_tanh"}', '"tanh": "gelu"}',
            "F.gelu's tanh form is taken for the other", ("tests/core/test_activations.py",)),
     Mutant("softplus-beta", "activations.py", "text = name if usual else None", "text = name",

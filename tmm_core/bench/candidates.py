@@ -102,6 +102,6 @@ def _label(result: CandidateResult, every: Sequence[CandidateResult]) -> tuple[s
     telling = [
         f"{name}={value}"
         for name, value in config.items()
-        if any(other.get(name) != value for other in same)
+        if value != "" and any(other.get(name) != value for other in same)
     ]
     return f"{result.kernel}{tile}", "  ".join(telling)

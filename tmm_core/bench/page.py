@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 
@@ -43,6 +44,18 @@ def save(results: Results, folder: Path) -> Path:
     path = folder / NAME
     path.write_text(html(results), encoding="utf-8")
     return path
+
+
+@dataclass(frozen=True)
+class Page:
+    """The page of some results, which a notebook shows: ``Page(Results.read([folder]))``."""
+
+    results: Results
+
+    def _repr_html_(self) -> str:
+        # In a frame: its style sheet is not the notebook's.
+        frame = 'style="width:100%;height:42rem;border:0"'
+        return f'<iframe {frame} srcdoc="{escape(html(self.results))}"></iframe>'
 
 
 def html(results: Results) -> str:

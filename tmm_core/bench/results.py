@@ -62,12 +62,6 @@ class Results:
     #: Of each random problem what choosing by bucket costs, the latest.
     regrets: list[Document] = field(default_factory=list)
 
-    def _repr_html_(self) -> str:
-        """What a notebook shows: the page of ``tmm bench``."""
-        from tmm_core.bench import page
-
-        return page.html(self)
-
     @property
     def measured(self) -> list[Document]:
         """The problems that have times."""

@@ -121,7 +121,7 @@ def _table(grid: Grid, groups: Sequence[int]) -> Any:
     from rich.table import Table
 
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    headings = ["GROUP_M", "waves", "of", "tiles read by first", "by all", "asked of L2"]
+    headings = ["GROUP_M", "waves", "of", "read by first", "by all", "asked of L2"]
     headings += ["L2, MB", "memory, MB"] if grid.row_bytes else []
     for heading in (*headings, "L2 serves"):
         table.add_column(heading, justify="right")

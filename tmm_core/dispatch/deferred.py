@@ -96,7 +96,7 @@ class Answers:
 def own_files() -> set[Path]:
     """Those of tmm's files that a kernel's answer may depend on."""
     folders = [each for each in _CORE.iterdir() if each.is_dir() and each.name not in _APART]
-    return {path for folder in (_CORE, *folders) for path in folder.glob("*.py")}
+    return {*_CORE.glob("*.py"), *(path for folder in folders for path in folder.rglob("*.py"))}
 
 
 def _about(problem: Problem, settings: Settings) -> str:

@@ -643,8 +643,13 @@ class Dispatcher:
                 except Exception as error:  # ConfigError, or a stranger's own
                     self._warn_once(kernel, error)
                     continue
-                if not config.unsaid(problem):
-                    return Candidate(kernel, config)
+                candidate = Candidate(kernel, config)
+                if kernel.name == BASELINE and not _fits(candidate, problem):
+                    # Any other that does not bind gives way to BLAS.
+                    if not any_version:
+                        self._warn_once(kernel, f"{config} on record is no config for {problem}")
+                elif not config.unsaid(problem):
+                    return candidate
         return None
 
     def _forbids_tuning(self, problem: Problem, settings: Settings) -> str | None:

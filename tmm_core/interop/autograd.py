@@ -27,7 +27,7 @@ from tmm_core.formats import BY_STORAGE
 from tmm_core.interop.pointwise import failed, kernels, takes
 from tmm_core.launch.warm import epilogue_of, run, undisturbed
 from tmm_core.settings import overridden, within
-from tmm_core.spec.arguments import COMMON
+from tmm_core.spec.arguments import COMMON, Arguments
 from tmm_core.spec.epilogue import IDENTITY, Epilogue
 
 if TYPE_CHECKING:
@@ -84,8 +84,9 @@ def by_torch(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         rest if t is None else t.detach().requires_grad_(wanted)
         for t, rest, wanted in zip(ctx.saved_tensors, ctx.rest, needs, strict=False)
     ]
-    a, b, bias, residual, alpha, epilogue, out_dtype, *scales = given
-    if any(scale is not None for scale in scales) or a.dtype in BY_STORAGE:
+    call = Arguments(*given)
+    a, b, bias, residual, alpha, epilogue, out_dtype = call.common
+    if call.extras or a.dtype in BY_STORAGE:
         raise RuntimeError("tmm::matmul of 8-bit operands has no derivative")
     with torch.enable_grad():
         z = alpha * (a @ b)

@@ -18,7 +18,7 @@ class Anatomy:
     group_m: int = 0
     #: Tiles to compute, counting each part of K that is summed apart.
     tiles: int
-    #: Tiles that are computed at one time, on all SMs.
+    #: Tiles that the SMs have room for at one time.
     at_once: int
     #: Steps along K of each.
     steps: int

@@ -15,7 +15,9 @@ without torch differentiating the reference, as a derivative.
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import importlib.util
 import inspect
 import itertools
 import math
@@ -23,6 +25,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
+from pathlib import Path
 from typing import Any, Union
 
 import torch
@@ -247,12 +250,24 @@ def _defaults(epilogue: Epilogue) -> tuple[float, ...]:
 
 
 def _source(function: Any) -> str:
-    """Source text of a reference or device function, for keys; its name where there is none."""
+    """Source text of a reference or device function, for keys; its name where there is none. Of
+    ``"module:attribute"`` the module's, which is not imported for it."""
+    if isinstance(function, str):
+        return f"{function}\n{_module_source(function.partition(':')[0])}"
     function = getattr(function, "fn", function)  # a JITFunction wraps the Python one
     try:
         return inspect.getsource(function)
     except (OSError, TypeError):
         return repr(getattr(function, "__qualname__", function))
+
+
+@functools.cache
+def _module_source(name: str) -> str:
+    try:
+        spec = importlib.util.find_spec(name)
+        return Path(spec.origin).read_text("utf-8") if spec and spec.origin else ""
+    except (ImportError, ValueError, OSError):
+        return ""  # it will be missed where it is needed
 
 
 def _builtin(

@@ -279,6 +279,12 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--markdown", action="store_true", help="print the whole report")
     parser.add_argument("--plots", action="store_true", help="draw plots into the output folder")
+    parser.add_argument(
+        "--share",
+        type=Path,
+        metavar="FILE.zip",
+        help="pack the results of --output or --from, without paths of this machine, to send",
+    )
     shared.add_problem(parser)
     shared.add_device(parser)
     shared.add_json(parser)

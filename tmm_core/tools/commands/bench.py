@@ -13,7 +13,18 @@ from typing import Any
 import torch
 
 from tmm_core import dispatch
-from tmm_core.bench import environment, host, page, recheck, regret, report, runner, series, suites
+from tmm_core.bench import (
+    environment,
+    host,
+    page,
+    recheck,
+    regret,
+    report,
+    runner,
+    series,
+    share,
+    suites,
+)
 from tmm_core.bench.case import Case
 from tmm_core.bench.results import Document, Results, Writer, identity
 from tmm_core.tools.commands import options as shared
@@ -31,8 +42,10 @@ from tmm_core.tools.commands.console import (
 def run(options: argparse.Namespace) -> int:
     if options.plots and options.output is None:
         raise UsageError("--plots needs --output, a folder to put them in")
+    if options.share and options.output is None and options.read is None:
+        raise UsageError("--share packs what --output or --from has: name a folder")
     if options.read is not None:
-        return _show(_read(options.read), options)
+        return _share(options.read, options, _show(_read(options.read), options))
     if (options.sweep or options.config) and not options.kernel:
         raise UsageError("--sweep and --config are of single kernels: name them by --kernel")
     started = time.monotonic()
@@ -70,7 +83,24 @@ def run(options: argparse.Namespace) -> int:
         note(f"results in {writer.path}")
         results = _read([options.output])
     status = _show(results, options)
+    if options.output is not None:
+        status = _share([options.output], options, status)
     return INTERRUPTED if interrupted else status
+
+
+def _share(paths: Sequence[Path], options: argparse.Namespace, status: int) -> int:
+    if options.share is None:
+        return status
+    try:
+        packed = share.pack(paths, options.share)
+    except (OSError, ValueError) as error:
+        raise UsageError(f"--share: {error}") from error
+    gpus = ", ".join(dict.fromkeys(run["gpu"] for run in packed.runs))
+    note(
+        f"{options.share}: {len(packed.measured)} problems on {gpus}; look inside, then attach "
+        "it to an issue"
+    )
+    return status
 
 
 def _verify_shipped(device: torch.device, options: argparse.Namespace) -> int:

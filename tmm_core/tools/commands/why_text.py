@@ -13,7 +13,7 @@ def text(found: dict[str, Any]) -> str:
 
     def topic(name: str, words: str) -> None:
         indent = " " * 11
-        width = 110
+        width = 100
         say.append(
             textwrap.fill(words, width, initial_indent=f"{name:11}", subsequent_indent=indent)
         )
@@ -25,8 +25,8 @@ def text(found: dict[str, Any]) -> str:
     topic(
         "tiles",
         f"{layout['tiles']} of {layout['block_m']}×{layout['block_n']}, {layout['steps']} steps of "
-        f"{layout['block_k']} along K each; {layout['at_once']} at once make {layout['waves']} "
-        f"wave{'s' * (layout['waves'] != 1)}, {layout['fill']:.0%} full",
+        f"{layout['block_k']} along K each; with room for {layout['at_once']} at once "
+        f"{layout['waves']} wave{'s' * (layout['waves'] != 1)}, {layout['fill']:.0%} full",
     )
     if (reads := found["reads"]) is not None:
         topic(

@@ -1,0 +1,55 @@
+"""One file of a run's results, to send to whoever keeps the figures: what was measured, under what,
+and the report; no path, host or user name of the machine."""
+
+from __future__ import annotations
+
+import json
+import re
+import zipfile
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from tmm_core.bench import report
+from tmm_core.bench.results import SUFFIX, Results
+
+#: A path that is not relative to this folder. A unit (µs/call) has a letter before its slash.
+_PATH = re.compile(r"(?<![\w>])(?:~\w*|\.{1,2})?/[^\s'\",;:]+")
+_HIDDEN = "<path>"
+
+
+def pack(paths: Sequence[Path], target: Path) -> Results:
+    """Write the zip file ``target`` of the results in ``paths``, files or folders.
+
+    Returns:
+        What is in it, as it is read back.
+
+    Raises:
+        ValueError: There is nothing measured in them, or a file is no results.
+        OSError: They cannot be read, or ``target`` is there already or cannot be written.
+    """
+    files = [f for p in paths for f in (sorted(p.glob(f"*{SUFFIX}")) if p.is_dir() else [p])]
+    results = Results.read(paths)
+    if not results.measured and results.host is None:
+        raise ValueError("nothing was measured")
+    with zipfile.ZipFile(target, "x", zipfile.ZIP_DEFLATED) as archive:
+        for number, file in enumerate(files):
+            lines = file.read_text("utf-8").splitlines()
+            documents = [json.loads(line) for line in lines if line.endswith("}")]
+            text = "".join(
+                json.dumps(without_paths(d), ensure_ascii=False) + "\n" for d in documents
+            )
+            archive.writestr(f"{number:03d}{SUFFIX}", text)
+        archive.writestr("report.md", without_paths(report.markdown(results)))
+    return results
+
+
+def without_paths(value: Any) -> Any:
+    """``value``, JSON, with every path in its texts hidden."""
+    if isinstance(value, str):
+        return _PATH.sub(_HIDDEN, value)
+    if isinstance(value, list):
+        return [without_paths(each) for each in value]
+    if isinstance(value, dict):
+        return {name: without_paths(each) for name, each in value.items()}
+    return value
