@@ -319,11 +319,15 @@ class Ragged(TritonKernel[RaggedConfig]):
 
 
 def _parts(problem: Problem, block_m: int, block_n: int, num_warps: int) -> tuple[int, ...]:
-    """In how many parts a tile may be finished. Two accumulators that take half the registers would
-    be spilled beside the addresses of scattered rows."""
+    """In how many parts a tile may be finished; none: it does not fit. Two accumulators that take
+    half the registers would be spilled beside the addresses of scattered rows."""
     if not fills_registers(problem, block_m, block_n, num_warps):
         return (1,)
-    return (2,) if problem.gated and not problem.device.interpreted else (1, 2)
+    if not problem.gated or problem.device.interpreted:
+        return (1, 2)
+    scattered = problem.groups is not None and problem.groups.out_index is not None
+    # Before Hopper a step's operands are in registers too: 168 bytes of stack for an A100.
+    return () if scattered and problem.device.capability < (9, 0) else (2,)
 
 
 #: Operands, by letter, that have no dimension of groups: o is the result, r the residual.

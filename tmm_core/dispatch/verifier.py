@@ -70,6 +70,7 @@ class Verifier:
         deterministic: bool = True,
         baseline: bool = False,
         brief: bool = False,
+        slack: float = 1.0,
     ) -> Verdict:
         """Launch it in every way it is used, on the current stream, and say what is wrong.
 
@@ -80,6 +81,7 @@ class Verifier:
                 4.6 % for 60, 0.2 % for 120.
             baseline: It is BLAS, whose error is reported and is no verdict.
             brief: One launch without ``out`` and one with, no more.
+            slack: Factor on the tolerance.
 
         Raises:
             Exception: Whatever the launcher raises.
@@ -90,7 +92,7 @@ class Verifier:
             if not sets:
                 why = f"cannot be verified within {fixture.limit / 2**20:.0f} MiB of memory"
                 return Verdict(None, why, unknown=True)
-            trial = Trial(fixture, launcher, deterministic, baseline)
+            trial = Trial(fixture, launcher, deterministic, baseline, slack)
             reason, changed = None, ["not looked at"]
             try:
                 try:

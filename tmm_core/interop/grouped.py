@@ -266,8 +266,8 @@ def _summed(dz: Tensor, offs: Tensor, along: str, shape: torch.Size, dtype: torc
 
 def _underivable(ctx: Any, grad: Tensor) -> Any:
     raise RuntimeError(
-        f"tmm::grouped_matmul has no derivative with this torch ({torch.__version__}), which has no "
-        "way to call an operator below its autograd"
+        f"tmm::grouped_matmul has no derivative with this torch ({torch.__version__}), which has "
+        "no way to call an operator below its autograd"
     )
 
 

@@ -108,7 +108,7 @@ class Supports:
     def everything(cls) -> Supports:
         """All problems that there are: for a kernel whose ``declines`` says all there is to say."""
         everything: dict[str, Any] = dict.fromkeys(_COLLECTIONS, ANY)
-        everything |= dict.fromkeys(("wide", "empty", "alpha", "gated", "unfused"), True)
+        everything |= dict.fromkeys(_FLAGS, True)
         return cls(**everything, layouts=dict.fromkeys(MATRICES, ANY), batch=None)
 
     def reasons_against(self, problem: Problem) -> list[str]:
@@ -125,6 +125,7 @@ class Supports:
         return [reason for ask in questions for reason in ask(self, problem)]
 
 
+_FLAGS = ("wide", "empty", "alpha", "gated", "unfused", "indexed", "zeroed")
 _COLLECTIONS = ("devices", "operands", "formats", "scales", "out", "bias", "residual",
                 "unaligned", "ragged")  # fmt: skip
 _DEVICES = {
