@@ -28,7 +28,7 @@ from tmm_core.settings import Settings, override
 from tmm_core.spec.anatomy import Anatomy, Resources
 from tmm_core.spec.epilogue import Epilogue
 from tmm_core.spec.groups import Groups
-from tmm_core.spec.kernel import Candidate, Config, Deferred, Kernel, Launcher, Traits
+from tmm_core.spec.kernel import Bound, Candidate, Config, Deferred, Kernel, Launcher, Traits
 from tmm_core.spec.problem import Operand, Problem
 from tmm_core.spec.supports import ANY, Supports
 from tmm_core.version import __version__ as __version__
@@ -54,6 +54,7 @@ def __getattr__(name: str) -> Any:
 __all__ = [
     "ANY",
     "Anatomy",
+    "Bound",
     "CacheMissError",
     "Candidate",
     "Config",

@@ -20,6 +20,7 @@ import torch
 from tmm_blas import grouped_mm
 from tmm_core import (
     ANY,
+    Bound,
     Config,
     Kernel,
     Launcher,
@@ -99,7 +100,7 @@ class Blas(Kernel[BlasConfig]):
     def default_config(self, problem: Problem) -> BlasConfig:
         return BlasConfig()
 
-    def bind(self, problem: Problem, config: BlasConfig) -> Launcher:
+    def bind(self, problem: Problem, config: BlasConfig) -> Launcher | Bound:
         if problem.groups is not None:
             if reasons := self.reasons_against(problem):
                 raise UnsupportedProblemError(
@@ -148,11 +149,10 @@ def _estimate_us(problem: Problem) -> float | None:
     return product + passes + LAUNCH_US * (1 + (steps > 0))
 
 
-def bind_product(problem: Problem) -> Launcher:
+def bind_product(problem: Problem) -> Bound:
     """The whole expression by torch's own operators, in torch's own roundings."""
-    launcher: Any = _bind_by(torch.mm if problem.batch == 1 else torch.bmm, problem)
-    launcher.folded = functools.partial(_bind_folded, problem)
-    return launcher  # type: ignore[no-any-return]
+    launcher = _bind_by(torch.mm if problem.batch == 1 else torch.bmm, problem)
+    return Bound(launcher, folded=functools.partial(_bind_folded, problem))
 
 
 def _bind_by(

@@ -22,7 +22,7 @@ from typing import Any
 import triton
 import triton.language as tl
 
-from tmm_core import Launcher, Problem, Traits
+from tmm_core import Bound, Problem, Traits
 from tmm_core.triton import Argument, Step, launcher, pointer
 from tmm_triton.kernel import GRID_LIMIT, POINTERS, TritonKernel, fills_registers, proposed
 from tmm_triton.operands import Build, TileConfig, affine, build, check, dot, halves, load, tile_of
@@ -305,7 +305,7 @@ class Ragged(TritonKernel[RaggedConfig]):
         # next; the flat ones have none.
         return [build(ragged_kernel, stacked(problem), config, constants, types)]
 
-    def bind(self, problem: Problem, config: RaggedConfig) -> Launcher:
+    def bind(self, problem: Problem, config: RaggedConfig) -> Bound:
         groups = problem.groups
         assert groups is not None
         (only,) = self.builds(problem, config)

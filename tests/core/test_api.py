@@ -484,7 +484,7 @@ def test_importing_does_nothing(tmp_path: Any) -> None:
 def test_the_public_names() -> None:
     assert sorted(tmm_core.__all__) == tmm_core.__all__
     assert set(tmm_core.__all__) == {
-        "ANY", "Anatomy", "CacheMissError", "Candidate", "Config", "ConfigError", "Deferred", "Epilogue",
+        "ANY", "Bound", "Anatomy", "CacheMissError", "Candidate", "Config", "ConfigError", "Deferred", "Epilogue",
         "Explanation", "Groups", "Kernel", "KernelInfo", "Launcher", "Operand", "Plan", "PluginError", "Problem",
         "Resources", "Settings", "SettingsError", "Supports", "TmmError", "TmmWarning", "Traits", "UnknownNameError",
         "UnsupportedProblemError", "explain", "grouped_linear", "grouped_matmul", "hookimpl", "kernels", "linear", "matmul",

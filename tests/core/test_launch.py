@@ -18,6 +18,7 @@ from triton.backends.nvidia import driver
 import tmm_core
 from tmm_core import compat
 from tmm_core.launch.fold import Fold
+from tmm_core.spec.arguments import Arguments
 from tmm_core.triton import Described, Step, launch, launcher, releases
 
 BF16 = torch.bfloat16
@@ -249,7 +250,8 @@ def test_a_plan_writes_its_launches_out_under_its_checks(noted: Noted, release: 
     a, b, bias = (torch.zeros(*shape, dtype=BF16) for shape in ((8, 4), (4, 6), (6,)))
     choice: Any = None
     problem = tmm_core.problem(a, b, bias=bias)
-    plan = Plan.of(problem, choice, run, 0.5, (a, b, bias, None)).ready(a, b, bias, *[None] * 3)
+    call = Arguments(a, b, bias, alpha=0.5)
+    plan = Plan.of(problem, choice, run, call).ready(call)
     object.__setattr__(plan, "launcher", None)
     out = plan(a, b, bias)
     assert (out.shape, out.dtype) == ((8, 6), BF16)
@@ -361,7 +363,7 @@ def test_scales_of_rows_are_where_they_are_and_those_of_a_batch_are_not(noted: N
     scale = torch.ones(2, 3, 1)
     for other, flat, in_place in ((b, (6, 6), True), (b.expand(2, 4, 6), (2, 3, 6), False)):
         direct, _ = folded(launcher([step], flat, BF16), a, other)
-        y = direct(a, other, None, None, 1.0, None, scale, None)
+        y = direct(a, other, None, None, 1.0, None, scale_a=scale)
         assert y._is_view() is not in_place
         assert noted.arguments("3.7")[-1] == [scale.data_ptr(), y.data_ptr()]
 
@@ -374,8 +376,8 @@ def test_a_plan_of_more_dimensions_writes_its_launches_out(noted: Noted, release
     bias = zeros(6)
     choice: Any = None
     problem = tmm_core.problem(a, b, bias=bias, residual=residual)
-    plan = Plan.of(problem, choice, direct, 1.0, (a, b, bias, residual))
-    plan.ready(a, b, bias, residual, None, None)
+    call = Arguments(a, b, bias, residual)
+    plan = Plan.of(problem, choice, direct, call).ready(call)
     object.__setattr__(plan, "launcher", None)
     noted.launches.clear()
     y = plan(a, b, bias, residual)

@@ -64,8 +64,8 @@ def combined(
     known = {k.name: [f.name for f in dataclasses.fields(k.config_type)] for k in kernels}
     for name in (*common, *sweeps):
         if not any(name in fields for fields in known.values()):
-            fields = "; ".join(f"{k}: {', '.join(names)}" for k, names in known.items())
-            raise ValueError(f"no kernel has a field {name!r}; there are {fields}")
+            there = "; ".join(f"{k}: {', '.join(names)}" for k, names in known.items())
+            raise ValueError(f"no kernel has a field {name!r}; there are {there}")
     found = []
     for kernel, fields in known.items():
         fixed = [(name, value) for name, value in common.items() if name in fields]
@@ -98,7 +98,7 @@ def columns(documents: Iterable[Document]) -> list[str]:
     return [*named, "tmm", "torch"]
 
 
-def axis(documents: Sequence[Document]) -> tuple[str, list[float] | list[str]]:
+def axis(documents: Sequence[Document]) -> tuple[str, Sequence[float | str]]:
     """What tells the problems apart: a label and a number for each where it is one number, the
     side of a square among them; else names."""
     sizes = [tuple(document["case"][letter] for letter in "mnk") for document in documents]

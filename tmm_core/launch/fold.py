@@ -14,15 +14,7 @@ from typing import Any
 
 import torch
 
-from tmm_core.spec.kernel import Launcher
-
-#: What a launcher may have as its attribute ``folded``: given the fold, a, b and residual as the
-#: caller has them, and the launcher that hands on views of them, a launcher of the same products
-#: that does without; or None. Two views are 2 µs of a call whose kernel may take 3. It is called
-#: with operands of these very shapes and strides.
-Folding = Callable[
-    ["Fold", torch.Tensor, torch.Tensor, torch.Tensor | None, Launcher], Launcher | None
-]
+from tmm_core.spec.kernel import Bound, Launcher
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,18 +100,18 @@ class Fold:
 
     def wrap(
         self,
-        launcher: Launcher,
+        launcher: Launcher | Bound,
         a: torch.Tensor,
         b: torch.Tensor,
         residual: torch.Tensor | None,
-    ) -> Launcher:
+    ) -> Launcher | Bound:
         """A launcher that takes and returns N-D tensors, of the very strides of these."""
         by_views = self._by_views(launcher, layer=b.dim() == 2 and residual is None)
-        folded: Folding | None = getattr(launcher, "folded", None)
+        folded = Bound.of(launcher).folded
         return (folded and folded(self, a, b, residual, by_views)) or by_views
 
-    def _by_views(self, launcher: Launcher, layer: bool) -> Launcher:
-        call: Any = launcher  # which may take extras besides
+    def _by_views(self, launcher: Launcher | Bound, layer: bool) -> Launcher:
+        call: Any = Bound.of(launcher).run  # which may take extras besides
         shape = tuple(self.shape)  # a torch.Size takes torch 1.5 µs longer to read
         only_rows = layer and self.batch is None and len(shape) > 1
 
@@ -134,7 +126,7 @@ class Fold:
         ) -> torch.Tensor:
             if only_rows and out is None and not extras:
                 # A layer's call: two views and nothing else, half the time of what follows.
-                return launcher(a.flatten(0, -2), b, bias, None, alpha, None).view(*shape)
+                return call(a.flatten(0, -2), b, bias, None, alpha, None).view(*shape)  # type: ignore[no-any-return]
             extras = {name: self.flattened(name)(t) for name, t in extras.items() if t is not None}
             a, b = self.operand_a(a), self.operand_b(b)
             flat = None

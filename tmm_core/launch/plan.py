@@ -23,7 +23,7 @@ from tmm_core.spec.arguments import (
     parameters,
     signature,
 )
-from tmm_core.spec.kernel import Candidate, Launcher
+from tmm_core.spec.kernel import Bound, Called, Candidate, Launcher
 from tmm_core.spec.problem import Problem
 
 Tensor = torch.Tensor
@@ -45,10 +45,8 @@ class Choice:
     arithmetic: str | None = None
 
 
-class _Callable:
-    """What a call of a plan runs is the plan's own function, not a method: one frame less."""
-
-    __slots__ = ("__call__",)
+class _Callable(Called):
+    __slots__ = ()
 
     if TYPE_CHECKING:
 
@@ -88,14 +86,19 @@ class Plan(_Callable):
     signatures: Mapping[str, tuple[Any, ...]]
     #: The launcher, given all extras by position: it hands on those that the plan has.
     with_extras: Callable[..., Tensor]
+    #: The launcher's own source, where it has one.
+    body: Body | None
 
     @classmethod
-    def of(cls, problem: Problem, choice: Choice, launcher: Launcher, call: Arguments) -> Plan:
+    def of(
+        cls, problem: Problem, choice: Choice, launcher: Launcher | Bound, call: Arguments
+    ) -> Plan:
         """The plan for the tensors of ``call``."""
         named = zip(TENSORS, call.tensors, strict=True)
         signatures = {name: signature(name)(t) for name, t in named if t is not None}
-        with_extras = _with_extras(launcher, call) if call.extras else launcher
-        return cls(problem, choice, launcher, call.alpha, signatures, with_extras)
+        bound = Bound.of(launcher)
+        with_extras = _with_extras(bound.run, call) if call.extras else bound.run
+        return cls(problem, choice, bound.run, call.alpha, signatures, with_extras, bound.body)
 
     @property
     def kernel(self) -> str:
@@ -121,7 +124,7 @@ class Plan(_Callable):
         """The function that a call runs: the launcher's own source, where it has one, under
         checks that read each tensor once."""
         given, extras = list(self.signatures), [n for n in EXTRAS if n in self.signatures]
-        body: Body | None = getattr(self.launcher, "body", None)
+        body = self.body
         planned = self._misalignments()
         pointers = [address(name) for name in planned]
         absent = [f" or {name} is not None" for name in TENSORS if name not in given]

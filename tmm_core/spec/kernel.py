@@ -9,7 +9,7 @@ import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch
 
@@ -113,6 +113,44 @@ class Launcher(Protocol):
     ) -> torch.Tensor: ...
 
 
+class Called:
+    """What a call runs is the instance's own function, not a method: one frame less."""
+
+    __slots__ = ("__call__",)
+
+    if TYPE_CHECKING:
+
+        def __call__(self, *arguments: Any, **extras: Any) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Bound(Called):
+    """A launcher, and other ways to launch the same, which ``bind`` may return in place of the
+    function alone. It is called as the launcher is.
+
+    Args:
+        run: The launcher.
+        body: Its statements, for a plan to write out under its own checks
+            (:class:`tmm_core.launch.source.Body`).
+        folded: Given how N-D operands fold (:class:`tmm_core.launch.fold.Fold`), a, b and residual
+            as the caller has them, of these very shapes and strides, and the launcher that hands
+            on views of them, returns a launcher of the same products that does without; or None.
+            Two views are 2 µs of a call whose kernel may take 3.
+    """
+
+    run: Launcher
+    body: Any = None
+    folded: Callable[..., Launcher | Bound | None] | None = None
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "__call__", self.run)
+
+    @classmethod
+    def of(cls, launcher: Launcher | Bound) -> Bound:
+        """What ``bind`` returned, function or not."""
+        return launcher if isinstance(launcher, Bound) else cls(launcher)
+
+
 class Kernel(abc.ABC, Generic[C]):
     """One implementation of matmul. Stateless: everything hangs off a launcher.
 
@@ -156,8 +194,8 @@ class Kernel(abc.ABC, Generic[C]):
         """A good guess without measuring."""
 
     @abc.abstractmethod
-    def bind(self, problem: Problem, config: C) -> Launcher:
-        """Compile for ``problem`` and return the warm-path callable.
+    def bind(self, problem: Problem, config: C) -> Launcher | Bound:
+        """Compile for ``problem`` and return the warm-path callable, or it with more.
 
         Raises:
             Exception: Whatever went wrong; it costs this candidate, not the call.

@@ -26,7 +26,7 @@ from tmm_core.launch.fold import Fold
 from tmm_core.launch.source import Body, address, written
 from tmm_core.spec.arguments import EXTRAS, LAUNCHED, keywords, launch_parameters
 from tmm_core.spec.device import DeviceFingerprint, interpreting
-from tmm_core.spec.kernel import Launcher
+from tmm_core.spec.kernel import Bound, Launcher
 from tmm_core.triton.evict_first import hints, marked
 from tmm_core.triton.interpreted import call_of
 from tmm_core.triton.kept import compile_kept
@@ -317,7 +317,7 @@ def launcher(
     *,
     workspace: tuple[int, torch.dtype] | None = None,
     extras: Sequence[str] = (),
-) -> Launcher:
+) -> Bound:
     """The :data:`~tmm_core.Launcher` of a kernel that is these launches, one after another: it
     makes the output where it is given none, and launches.
 
@@ -349,7 +349,7 @@ def launcher(
 
     def function(
         shape: Sequence[int], out: Iterable[str], known: Iterable[str], more: Mapping[str, Any]
-    ) -> Any:
+    ) -> tuple[Launcher, Body | None]:
         """Of an output of ``shape``, which ``out`` sees to, and of tensors whose strides are
         ``known``."""
         strides = torch.empty(tuple(shape), device="meta").stride()
@@ -361,9 +361,7 @@ def launcher(
             [on_device(f"run({', '.join(LAUNCHED)}{keywords(extras or EXTRAS)})"), *lines],
             namespace,
         )
-        if compiled:
-            run.body = Body(on_device, tuple(lines), namespace)
-        return run
+        return run, Body(on_device, tuple(lines), namespace) if compiled else None
 
     def folded(
         fold: Fold,
@@ -371,7 +369,7 @@ def launcher(
         b: torch.Tensor,
         residual: torch.Tensor | None,
         by_views: Launcher,
-    ) -> Launcher | None:
+    ) -> Bound | None:
         """Of a tensor the kernels see an address, which is that of its view, and strides, which
         are known. A view is made for a descriptor, and once for as long as that is kept."""
         flat = fold.in_place(a, b, residual)
@@ -388,7 +386,7 @@ def launcher(
             new_out,
             "out_stride = out_flat",
         ]
-        return function(fold.shape, lines, flat, more)  # type: ignore[no-any-return]
+        return Bound(*function(fold.shape, lines, flat, more))
 
     lines = [
         "if out is None:",
@@ -397,9 +395,7 @@ def launcher(
         "else:",
         "    out_stride = out.stride()",
     ]
-    run = function(shape, lines, (), {})
-    run.folded = folded
-    return run  # type: ignore[no-any-return]
+    return Bound(*function(shape, lines, (), {}), folded)
 
 
 def _composed(outer: Callable[[Any], Any], inner: Callable[[Any], Any]) -> Callable[[Any], Any]:
