@@ -85,36 +85,26 @@ class ExpertParallel(torch.nn.Module):
         return weighed.sum(1).to(x.dtype)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=37, help="of each rank")
-    parser.add_argument("--experts", type=int, default=8)
-    parser.add_argument("--hidden", type=int, default=64)
-    parser.add_argument("--intermediate", type=int, default=96)
-    parser.add_argument("--top-k", type=int, default=2)
-    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
-    options = parser.parse_args()
-
-    ranks, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
-    local = int(os.environ.get("LOCAL_RANK", rank))
-    on_gpu = torch.cuda.device_count() >= ranks
-    device = torch.device("cuda", local) if on_gpu else torch.device("cpu")
-    if on_gpu:
-        torch.cuda.set_device(device)
-    dist.init_process_group("nccl" if on_gpu else "gloo")
-    dtype = getattr(torch, options.dtype)
-    if options.experts % ranks:
-        raise SystemExit(f"{options.experts} experts are not divided among {ranks} ranks")
-
+def difference(
+    device: torch.device,
+    dtype: torch.dtype,
+    *,
+    tokens: int,
+    experts: int,
+    hidden: int,
+    intermediate: int,
+    top_k: int,
+) -> float:
+    """The largest relative difference, on any rank, between all ranks' experts and one rank's: of
+    results and of the gradients of ``tokens`` tokens on each rank."""
+    rank, ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)  # the same experts on every rank
-    whole = Experts(
-        options.experts, options.hidden, options.intermediate, device=device, dtype=dtype
-    )
+    whole = Experts(experts, hidden, intermediate, device=device, dtype=dtype)
     layer = ExpertParallel(whole, rank, ranks)
     torch.manual_seed(1 + rank)  # and tokens of its own
-    x = torch.randn(options.tokens, options.hidden, device=device, dtype=dtype)
-    scores = torch.randn(options.tokens, options.experts, device=device).softmax(-1)
-    weights, chosen = scores.topk(options.top_k)
+    x = torch.randn(tokens, hidden, device=device, dtype=dtype)
+    scores = torch.randn(tokens, experts, device=device).softmax(-1)
+    weights, chosen = scores.topk(top_k)
 
     results = []
     for module in (layer, whole):
@@ -128,10 +118,34 @@ def main() -> None:
     )
     errors: list[float] = [0.0] * ranks
     dist.all_gather_object(errors, error)
+    return max(errors)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--tokens", type=int, default=37, help="of each rank")
+    parser.add_argument("--experts", type=int, default=8)
+    parser.add_argument("--hidden", type=int, default=64)
+    parser.add_argument("--intermediate", type=int, default=96)
+    parser.add_argument("--top-k", type=int, default=2)
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
+    options = vars(parser.parse_args())
+    dtype = getattr(torch, options.pop("dtype"))
+
+    ranks, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
+    if options["experts"] % ranks:
+        raise SystemExit(f"{options['experts']} experts are not divided among {ranks} ranks")
+    local = int(os.environ.get("LOCAL_RANK", rank))
+    on_gpu = torch.cuda.device_count() >= ranks
+    device = torch.device("cuda", local) if on_gpu else torch.device("cpu")
+    if on_gpu:
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if on_gpu else "gloo")
+    error = difference(device, dtype, **options)
     dist.destroy_process_group()
     if rank == 0:
-        print(f"{ranks} ranks on {device.type}: largest relative difference {max(errors):.1e}")
-    if not max(errors) <= TOLERANCE[dtype]:
+        print(f"{ranks} ranks on {device.type}: largest relative difference {error:.1e}")
+    if not error <= TOLERANCE[dtype]:
         raise SystemExit("the experts of all ranks together give something else than one rank's")
 
 

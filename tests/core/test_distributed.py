@@ -562,3 +562,16 @@ def test_the_example_tunes_what_it_multiplies(mortals: World) -> None:
     for asked, listed in mortals.run(asked_and_listed):
         assert asked == listed
         assert len(listed) == 5
+
+
+def experts_apart() -> float:
+    """Of the example: experts of all ranks against those of one."""
+    sys.path.insert(0, str(ROOT / "examples"))
+    import expert_parallel as example
+
+    sizes = {"tokens": 37, "experts": 8, "hidden": 64, "intermediate": 96, "top_k": 2}
+    return example.difference(torch.device("cpu"), torch.float32, **sizes)
+
+
+def test_experts_divided_among_ranks_are_those_of_one(mortals: World) -> None:
+    assert max(mortals.run(experts_apart)) < 1e-5
