@@ -116,4 +116,20 @@ GROUPED = [
         "each expert has the rows of the one before",
         (EXPERTS,),
     ),
+    Mutant(
+        "supports-indexed",
+        "supports.py",
+        "if len(groups.given) > 1 and not supports.indexed:",
+        "if False:",
+        "a kernel that never heard of indices is given them",
+        ("tests/core/test_supports.py",),
+    ),
+    Mutant(
+        "conformance-of-ragged",
+        "conformance.py",
+        "            if not verdict.ok:\n",
+        "            if False:\n",
+        "a wrong ragged kernel passes the suite",
+        ("tests/core/test_testing.py::test_a_wrong_kernel_fails",),
+    ),
 ]
