@@ -173,9 +173,7 @@ def _scaled(call: Arguments, epilogue: EpilogueLike) -> Tensor:
     parsed = warm.epilogue_of(interned_text(epilogue))
     check(call, parsed)
     product = matmul(**call._replace(alpha=1.0, bias=None, residual=None)._asdict())
-    z = alpha * product
-    y = parsed.apply(z if bias is None else z + bias)
-    return (y if residual is None else y + residual).to(product.dtype)
+    return parsed.expression(alpha * product, bias, residual).to(product.dtype)
 
 
 def linear(
