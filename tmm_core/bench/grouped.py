@@ -137,7 +137,5 @@ def _looped(call: Call, ends: Sequence[int]) -> Tensor:
 
 def _followed(call: Call, z: Tensor) -> Tensor:
     """Bias, epilogue and residual by torch's operators."""
-    z = z if call.bias is None else z + call.bias
-    y: Any = call.epilogue.apply(z)
-    y = y if call.residual is None else y + call.residual
+    y: Any = call.epilogue.expression(z, call.bias, call.residual)
     return y if call.out_dtype is None else y.to(call.out_dtype)  # type: ignore[no-any-return]
