@@ -256,11 +256,12 @@ def _gradient_of_b(
 
 def _summed(dz: Tensor, offs: Tensor, along: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
     """The gradient of a bias: the sum of each group's rows, which is a product with ones."""
+    wide = torch.promote_types(dz.dtype, torch.float32)
     if along == "k":
-        sums = dz.sum(1, dtype=torch.float32)
+        sums = dz.sum(1, dtype=wide)
     else:
         ones = dz.new_ones((1, dz.shape[0]))
-        sums = grouped_matmul(ones, dz, offs, None, None, 1.0, "", torch.float32)[:, 0]
+        sums = grouped_matmul(ones, dz, offs, None, None, 1.0, "", wide)[:, 0]
     return (sums.sum(0) if len(shape) == 1 else sums).to(dtype)
 
 
