@@ -227,3 +227,20 @@ def test_what_is_declined() -> None:
     fp8 = replace(LARGE, a=Operand(torch.float8_e4m3fn), b=Operand(torch.float8_e4m3fn, "col"))
     assert "does not multiply fp8" in KERNEL.reasons_against(fp8)[0]
     assert KERNEL.own_arithmetic(replace(LARGE, groups=Groups(8, "k")), CONFIG) is None
+
+
+@pytest.mark.parametrize(
+    ("along", "sizes", "tiles"),
+    [("m", (128, 48, 32), 4 * 2 * 3), ("n", (48, 128, 32), 4 * 3 * 2), ("k", (32, 48, 128), 4 * 6)],
+)
+def test_explained_by_the_tiles_of_all_groups(
+    along: Any, sizes: tuple[int, int, int], tiles: int
+) -> None:
+    """Of four groups of 32."""
+    row = Operand(FP16)
+    gpu = DeviceFingerprint("cuda", "NVIDIA H200", (9, 0), 132, 232448)
+    problem = Problem(*sizes, row, row, row, gpu, groups=Groups(4, along))
+    found = KERNEL.anatomy(problem, CONFIG)
+    assert found is not None
+    assert found.tiles == tiles
+    assert found.functions == ("ragged_kernel",)
