@@ -5,6 +5,16 @@ from __future__ import annotations
 from calls import KEYS, PLANS
 from choosing import DISPATCHING, TUNING
 from elsewhere import CORNERS, ELSEWHERE, SPEC
+from grouped import GROUPED
 from mutant import Mutant
 
-MUTANTS: list[Mutant] = [*KEYS, *PLANS, *TUNING, *DISPATCHING, *SPEC, *CORNERS, *ELSEWHERE]
+MUTANTS: list[Mutant] = [
+    *KEYS,
+    *PLANS,
+    *TUNING,
+    *DISPATCHING,
+    *SPEC,
+    *CORNERS,
+    *ELSEWHERE,
+    *GROUPED,
+]

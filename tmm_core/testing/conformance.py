@@ -25,13 +25,15 @@ import pytest
 import torch
 
 from tmm_core.dispatch.registry import Registry
+from tmm_core.dispatch.verifier import Verifier
 from tmm_core.errors import ConfigError
 from tmm_core.spec.device import fingerprint, interpreting
 from tmm_core.spec.hookspecs import hookimpl
 from tmm_core.spec.kernel import Config, Kernel, Launcher
 from tmm_core.spec.problem import Problem
 from tmm_core.testing.probe import Posed, Probe
-from tmm_core.testing.questions import Questions, odd_problems
+from tmm_core.testing.questions import odd_problems
+from tmm_core.testing.ragged import RaggedQuestions, ragged_id
 from tmm_core.triton.interpreted import REMEDY
 
 #: Launches that must agree bit for bit.
@@ -41,11 +43,11 @@ REPEATS = {"cuda": 12, "cpu": 2}
 LONG = 100_000_000
 
 
-class KernelConformance(Questions):
+class KernelConformance(RaggedQuestions):
     """Holds ``kernel`` to the spec of :mod:`tmm_core.spec.kernel`, against an fp64 reference.
 
-    ``test_NAME(probe)`` is run with each probe of ``probes_of_NAME()``, which a subclass may
-    add to.
+    ``test_NAME(probe)`` is run with each probe of ``probes_of_NAME()``, and ``test_ragged(ragged)``
+    with each problem of ``ragged_problems()``; a subclass may add to them.
 
     Attributes:
         kernel: The kernel, an instance.
@@ -100,6 +102,8 @@ class KernelConformance(Questions):
             if not against:
                 return
             reasons.update(against)
+        if not all(map(self.kernel.reasons_against, self.ragged_problems())):
+            return
         said = "; ".join(reason for reason, _ in reasons.most_common(5))
         pytest.fail(
             f"{self.kernel.name} declines every problem of the suite on {self._device()}: {said}. "
@@ -172,6 +176,12 @@ class KernelConformance(Questions):
         for result in (one, two):
             self._blame(posed, posed.allocating, list(posed.differences(result, self.slack)))
 
+    def test_ragged(self, ragged: Problem) -> None:
+        """Groups along a dimension, for kernels that take them: of like sizes and of others, with
+        and without ``out``, and over again."""
+        self._decline(ragged)
+        self._hold_ragged(ragged, [self.kernel.default_config(ragged)])
+
     # -- its configs -------------------------------------------------------------------
 
     def test_configs(self) -> None:
@@ -181,6 +191,14 @@ class KernelConformance(Questions):
     def test_configs_of_scales(self) -> None:
         """And of that of 8-bit operands, for kernels that take them."""
         self._hold_configs(self._first_served(self.demanding_scales()))
+
+    def test_configs_of_ragged(self) -> None:
+        """And of those of ragged products, along each dimension."""
+        served = [p for p in self.demanding_ragged() if not self.kernel.reasons_against(p)]
+        if not served:
+            self._decline(self.demanding_ragged()[0])
+        for problem in {problem.along: problem for problem in reversed(served)}.values():
+            self._hold_ragged(problem, self._configs(problem), brief=True)
 
     def _hold_configs(self, posed: Posed) -> None:
         problem = posed.problem
@@ -369,6 +387,11 @@ class KernelConformance(Questions):
             name = metafunc.function.__name__.removeprefix("test_")
             probes = list(getattr(self, f"probes_of_{name}")())
             metafunc.parametrize("probe", probes, ids=str)
+        if "ragged" in metafunc.fixturenames:
+            declared = any(along in self.kernel.supports.ragged for along in "mnk")
+            none = pytest.param(None, marks=pytest.mark.skip(reason="declares no ragged products"))
+            problems = list(self.ragged_problems()) if declared else [none]
+            metafunc.parametrize("ragged", problems, ids=ragged_id)
 
     @pytest.fixture(autouse=True)
     def _compiled_ahead(self, request: pytest.FixtureRequest) -> None:
@@ -379,15 +402,18 @@ class KernelConformance(Questions):
             return
         cls._compiled = True  # type: ignore[attr-defined]
         calls = [getattr(i, "callspec", None) for i in request.session.items if _is_of(i, cls)]
-        probes = [call.params["probe"] for call in calls if call and "probe" in call.params]
+        asked: list[Probe | Problem] = []
+        for call in calls:
+            params = call.params if call else {}
+            asked += [params[name] for name in ("probe", "ragged") if params.get(name)]
 
-        def attempt(probe: Probe) -> None:
-            problem = probe.pose(self._device()).problem
+        def attempt(given: Probe | Problem) -> None:
+            problem = given if isinstance(given, Problem) else given.pose(self._device()).problem
             if not self.kernel.reasons_against(problem):
                 self._bind(problem)
 
         with futures.ThreadPoolExecutor() as pool:
-            futures.wait([pool.submit(attempt, probe) for probe in dict.fromkeys(probes)])
+            futures.wait([pool.submit(attempt, each) for each in dict.fromkeys(asked)])
 
     def _decline(self, problem: Problem) -> None:
         if reasons := self.kernel.reasons_against(problem):
@@ -423,6 +449,22 @@ class KernelConformance(Questions):
             what = f"{self.kernel.name} is wrong on {problem} ({posed.probe}):"
             hint = [f"{REMEDY}."] if interpreting() and "bfloat16" in str(posed.probe) else []
             pytest.fail("\n".join([what, *faults, *hint]), pytrace=False)
+
+    def _hold_ragged(
+        self, problem: Problem, configs: Sequence[Config], brief: bool = False
+    ) -> None:
+        verifier = Verifier(problem, self._device())
+        deterministic = self.kernel.traits.deterministic
+        wrong = []
+        for config, launcher in self._bound(problem, configs):
+            verdict = verifier.verdict(
+                launcher, deterministic=deterministic, brief=brief, slack=self.slack
+            )
+            if not verdict.ok:
+                wrong.append(f"{config}: {verdict.reason}")
+        if wrong:
+            what = f"{self.kernel.name} is wrong on {problem}:"
+            pytest.fail("\n".join([what, *wrong]), pytrace=False)
 
     def _first_served(self, probes: Sequence[Probe]) -> Posed:
         """The first of these that the kernel does not decline."""
