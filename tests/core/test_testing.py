@@ -408,14 +408,14 @@ class WaitsUnderCaptureToo(Right):
 
 
 WRONG_ON_GPU = [
-    (LaunchesOnTheDefaultStream, "current_stream", "* elements are NaN: never written, or made *"),
+    (LaunchesOnTheDefaultStream, "current_stream", "* elements are NaN: never written, or *"),
     (WaitsForTheGpu, "current_stream", "*waits for the GPU when launched*"),
     (WaitsUnderCaptureToo, "graph_capture", "*captur*"),
 ]
 WRONG = [
     (DropsTheTailOfK, "sizes", "Its error is *"),
-    (MasksOneOperandOnly, "sizes", "* elements are NaN: never written, or made of *"),
-    (LeavesAnEdgeUnwritten, "sizes", "* elements are NaN: never written, or made of *"),
+    (MasksOneOperandOnly, "sizes", "* elements are NaN: never written, or *"),
+    (LeavesAnEdgeUnwritten, "sizes", "* elements are NaN: never written, or *"),
     (WritesARowTooMany, "sizes", "It wrote to * elements outside out."),
     (WritesToAnOperand, "sizes", "It wrote to 1 elements of a or around it."),
     (ReturnsAnotherTensor, "sizes", "It returned something else than the out it was given."),
@@ -425,7 +425,7 @@ WRONG = [
     (AddsBiasLast, "terms", "Its error is *"),
     (ScalesByTheFirstColumn, "scales", "Its error is *"),
     (MultipliesTheFirstMatrixOnly, "batches", "Its error is *"),
-    (ForgetsEmptySums, "empties", "* elements are NaN: never written, or made of *"),
+    (ForgetsEmptySums, "empties", "* elements are NaN: never written, or *"),
     (ReturnsOneBuffer, "allocation", "*two calls returned the same memory*"),
     (MakesAColumnMajorOutput, "allocation", "*it made a tensor of strides *"),
     (OneConfigIsWrong, "configs", "rows=64: Its error is *"),
