@@ -116,7 +116,7 @@ def test_a_picture_of_tiles(
         (("8x8x8", "--gpu", "abacus"), "the name of none of these"),
         (("8x8x8", "--gpu", "nvidia"), "the name of several of these"),
         (("8x8x8", "--device", "cpu", "--why"), "does not describe its anatomy"),
-        (("8x8x8", "--device", "cpu", "--plot", "x.png"), "there is none"),
+        (("8x8x8", "--device", "cpu", "--plot", "x.png"), "has none; run tmm tune"),
     ],
 )
 def test_what_cannot_be_is_refused(
