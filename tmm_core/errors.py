@@ -5,7 +5,7 @@ Errors about tensors (shapes, dtypes, devices) are not here: those are the
 torch's messages, so that code written around ``torch.matmul`` keeps working::
 
     TmmError
-    ├── UnknownNameError (ValueError)      a kernel or epilogue nobody registered
+    ├── UnknownNameError (ValueError)      a kernel or epilogue that is not registered
     ├── UnsupportedProblemError (RuntimeError)  a forced kernel cannot serve the problem
     ├── ConfigError (ValueError)           a kernel config does not parse or is out of bounds
     ├── SettingsError (ValueError)         a ``TMM_*`` variable or override has no valid value
@@ -24,7 +24,7 @@ class TmmError(Exception):
 
 
 class UnknownNameError(TmmError, ValueError):
-    """A kernel or epilogue name that nobody registered.
+    """A kernel or epilogue name that is not registered.
 
     The message names the closest registered names.
     """

@@ -211,7 +211,7 @@ def override(
     Args:
         kernel: Force this kernel.
         config: Force this config of it, as a mapping of its fields.
-        disable: Kernels not to use, besides those disabled already.
+        disable: Kernels not to use, in addition to those disabled already.
         changes: ``on_cache_miss``, ``deterministic``, ``batch_invariant``, ``arithmetic``,
             ``static_weights``, ``tune_budget``, ``tune_memory``, ``progress``.
 

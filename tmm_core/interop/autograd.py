@@ -296,7 +296,7 @@ class _Product(OneLevel):
         shape, dtype = ctx.output
         with _outer_levels():
             a, b, y = map(_primal, ctx.saved_tensors)
-            # The first product adds the tangents of bias and residual.
+            # The first product adds the tangents of bias and residual, as its bias and residual.
             t = tresidual
             if ta is not None:
                 t, tbias = _operator(ta, b, tbias, t, ctx.alpha, "", ctx.out_dtype), None

@@ -32,7 +32,7 @@ def matmul(info: Any, in_dims: Sequence[int | None], *given: Any) -> tuple[Tenso
     rank = max(*ranks, 2) - ranks.count(1)
 
     def term(t: Tensor, dim: int | None) -> Tensor:
-        """``t``, a term of the result, with the result's rank."""
+        """``t`` with the rank of the result, to be added to it."""
         lead = 0 if dim is None else 1
         t = t if dim is None else t.movedim(dim, 0)
         ones = (1,) * (rank - t.dim() + lead)

@@ -214,7 +214,7 @@ class KernelConformance(RaggedQuestions):
         default = kernel.default_config(problem)
         assert default == kernel.default_config(problem), "two calls, two default configs"
         for config in (default, *self._configs(problem)):
-            assert type(config) is kernel.config_type, f"{config!r} is no {kernel.config_type}"
+            assert type(config) is kernel.config_type, f"{config!r} is not a {kernel.config_type}"
             assert hash(config) == hash(copy.copy(config))
             document = config.to_json()
             read = kernel.config_type.from_json(json.loads(json.dumps(document)))

@@ -24,9 +24,9 @@ GUARD = {"cpu": 12 << 10, "cuda": 1 << 18}
 #: Surrounds outputs: exact in every dtype, int8 included.
 SENTINEL = 96
 
-#: How a matrix of given rows and columns lies in memory. ``padded``: a leading stride beyond
-#: what is needed, a multiple of 16 bytes; ``unaligned``: one that is no multiple; ``sliced``:
-#: cut out of a wider matrix, its base unaligned too; ``strided``: neither rows nor columns
+#: Memory layouts of a matrix of given rows and columns. ``padded``: a larger leading stride than
+#: needed, a multiple of 16 bytes; ``unaligned``: one that is not a multiple; ``sliced``: cut out
+#: of a wider matrix, with an unaligned base too; ``strided``: neither rows nor columns
 #: are contiguous; ``broadcast``: a stride of zero; ``overlapping``: rows that begin before the
 #: row above ends.
 LAYOUTS = (
