@@ -14,7 +14,7 @@ import torch
 
 from tmm_core import dispatch, settings
 from tmm_core.formats import BY_STORAGE
-from tmm_core.interop import autograd, operator, unusual
+from tmm_core.interop import autograd, operator, outputs, unusual
 from tmm_core.launch import warm
 from tmm_core.launch.check import (
     check,
@@ -84,7 +84,8 @@ def matmul(
         on_cache_miss: ``"tune"``, ``"heuristic"`` or ``"error"``, for this call.
 
     Returns:
-        A tensor of ``torch.matmul(a, b)``'s shape, its last dimension halved where gated.
+        A tensor of ``torch.matmul(a, b)``'s shape, its last dimension halved where gated. With an
+        epilogue that has outputs (:class:`tmm_core.Port`) the tuple ``(result, *outputs)``.
 
     Raises:
         RuntimeError, ValueError, TypeError: Tensors that do not fit, in torch's words where
@@ -138,6 +139,9 @@ def matmul(
         more = {"alpha": alpha, "epilogue": epilogue, "out_dtype": out_dtype}
         return unusual.by_override(matmul, tensors, **more)
     check_number("matmul", alpha)
+    if epilogue is not None and _has_outputs(text := _text_of(epilogue)):
+        call = Arguments(a, b, bias, residual, alpha, text, out_dtype, scale_a, scale_b, out)
+        return outputs.matmul(call)  # type: ignore[return-value]  # as documented
     if unusual.concerns(a, b, bias, residual):
         text = _interned_text(epilogue)
         call = Arguments(a, b, bias, residual, alpha, text, out_dtype, scale_a, scale_b, out)
@@ -177,7 +181,12 @@ def _parsed_text(epilogue: Any) -> str:
     return dispatch.dispatcher().registry.epilogue(epilogue).interned()
 
 
-_parsed_text._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as Epilogue.interned
+def _has_outputs(text: str) -> bool:
+    return bool(warm.epilogue_of(text).outputs)
+
+
+for _constant in (_parsed_text, _has_outputs):
+    _constant._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as Epilogue.interned
 
 
 def _scaled(call: Arguments, epilogue: EpilogueLike) -> Tensor:
@@ -199,7 +208,8 @@ def _scaled(call: Arguments, epilogue: EpilogueLike) -> Tensor:
     product = matmul(**call._replace(alpha=1.0, bias=None, residual=None)._asdict())
     z = alpha * product
     y = parsed.apply(z if bias is None else z + bias)
-    return (y if residual is None else y + residual).to(product.dtype)
+    y = (y if residual is None else y + residual).to(product.dtype)
+    return (y, *parsed.beside(y)) if parsed.outputs else y  # type: ignore[return-value]
 
 
 @functools.cache

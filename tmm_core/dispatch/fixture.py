@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 import os
 from dataclasses import dataclass, replace
 
@@ -182,6 +183,8 @@ class Fixture:
         inputs = footprint(p.a, (*batch, p.m, p.k)) + footprint(p.b, (*batch, p.k, width))
         inputs += footprint(p.residual, self.shape) if p.residual else 0
         inputs += footprint(Operand(p.bias), (1, width)) if p.bias else 0
+        for port in p.epilogue.outputs:  # one, and another of the launch before it
+            inputs += footprint(Operand(port.dtype), (1, math.prod(port.shape(self.shape))))
         out, given = p.batch * p.m * p.n * p.out.dtype.itemsize, footprint(p.out, self.shape)
         element = max(4, p.out.dtype.itemsize)
         whole = p.batch * p.m * p.n * element

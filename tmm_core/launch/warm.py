@@ -16,6 +16,7 @@ import torch
 
 from tmm_core import compat, settings
 from tmm_core.errors import PluginError
+from tmm_core.launch.beside import delivering
 from tmm_core.launch.check import PLAIN, check, result_dtype
 from tmm_core.launch.fold import Fold
 from tmm_core.launch.plan import Choice, Plan
@@ -24,7 +25,7 @@ from tmm_core.spec.arguments import EXTRAS, LAUNCHED, ROLE, TENSORS, Arguments, 
 from tmm_core.spec.asking import let_through, told
 from tmm_core.spec.device import fingerprint
 from tmm_core.spec.epilogue import INTERNED, Epilogue
-from tmm_core.spec.kernel import BASELINE, Launcher
+from tmm_core.spec.kernel import BASELINE, Bound, Launcher
 from tmm_core.spec.problem import Problem
 
 Tensor = torch.Tensor
@@ -204,8 +205,12 @@ def make_plan(call: Arguments, epilogue: Epilogue, current: settings.Settings) -
     with torch.cuda.device(a.device) if a.is_cuda else nullcontext():
         problem, fold = pose(call, epilogue, current)
         choice, launcher = answerer().bound(problem, current)
+    shape = problem.m, problem.n
+    if epilogue.outputs:
+        launcher = Bound.of(launcher).run  # what it has besides makes a result alone
     if fold is not None:
-        launcher = fold.wrap(launcher, a, call.b, call.residual)
+        launcher, shape = fold.wrap(launcher, a, call.b, call.residual), fold.shape
+    launcher = delivering(epilogue, launcher, shape)
     return Plan.of(problem, choice, launcher, call)
 
 
