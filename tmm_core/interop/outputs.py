@@ -1,7 +1,8 @@
 """``tmm::matmul_outputs``: products whose epilogue has outputs beside the result.
 
-An operator of its own, of the same arguments, so that ``tmm::matmul`` returns one tensor. Where derivatives are wanted or a transform is active, the result is ``tmm::matmul``'s and
-the outputs are computed from it by their references, in torch, and are not differentiable.
+An operator of its own, of the same arguments, so that ``tmm::matmul`` returns one tensor. Where
+derivatives are wanted or a transform is active, the result is that of ``tmm::matmul``; the outputs
+are computed from it by their references, in torch, and are not differentiable.
 """
 
 from __future__ import annotations

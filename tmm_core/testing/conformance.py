@@ -25,6 +25,7 @@ import pytest
 import torch
 
 from tmm_core.dispatch.registry import Registry
+from tmm_core.dispatch.verifier import Verifier
 from tmm_core.errors import ConfigError
 from tmm_core.spec.device import fingerprint, interpreting
 from tmm_core.spec.hookspecs import hookimpl
@@ -171,6 +172,26 @@ class KernelConformance(Questions):
         assert one.data_ptr() != two.data_ptr(), "two calls returned the same memory"
         for result in (one, two):
             self._blame(posed, posed.allocating, list(posed.differences(result, self.slack)))
+
+    def test_outputs(self, probe: Probe) -> None:
+        """What an epilogue writes beside the result, for kernels that declare it."""
+        posed = self._posed(probe)
+        problem = posed.problem
+        self._hold_outputs(problem, [self.kernel.default_config(problem)], brief=False)
+
+    def test_configs_of_outputs(self) -> None:
+        """And of each config."""
+        problem = self._first_served(list(self.probes_of_outputs())).problem
+        self._hold_outputs(problem, self._configs(problem), brief=True)
+
+    def _hold_outputs(self, problem: Problem, configs: Sequence[Config], brief: bool) -> None:
+        verifier = Verifier(problem, self._device())
+        for config, launcher in self._bound(problem, configs):
+            deterministic = self.kernel.traits.deterministic
+            verdict = verifier.verdict(launcher, deterministic=deterministic, brief=brief)
+            if not verdict.ok:
+                what = f"{self.kernel.name} {config} is wrong on {problem}: {verdict.reason}"
+                pytest.fail(what, pytrace=False)
 
     # -- its configs -------------------------------------------------------------------
 

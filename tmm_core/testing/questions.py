@@ -13,6 +13,7 @@ import torch
 from tmm_core.formats import FORMATS, Format
 from tmm_core.spec.device import DeviceFingerprint, interpreting
 from tmm_core.spec.epilogue import BUILTIN, Epilogue, EpilogueLike, parse
+from tmm_core.spec.port import Port
 from tmm_core.spec.problem import Operand, Problem
 from tmm_core.testing.memory import LAYOUTS, WRITABLE
 from tmm_core.testing.probe import Probe
@@ -205,6 +206,30 @@ class Questions:
         yield replace(base, m=0, k=0)
         yield replace(base, batch=0)
         yield replace(base, k=0, bias="packed", epilogue=parse("sigmoid"))
+
+    def probes_of_outputs(self) -> Iterator[Probe]:
+        """Every kind and reduction, two at a time, with all terms of the expression, of sizes that
+        divide nothing."""
+        m, n, k = (max(1, size - 3) for size in self._size())
+        base = replace(self._probe(), m=m, n=n, k=k, alpha=0.5)
+        terms = replace(base, bias="packed", residual="row")
+        absolute = {"of": torch.abs, "device": "tmm_core.testing.terms:absolute"}
+        square = {"of": torch.square, "device": "tmm_core.testing.terms:square"}
+        row_max = Port("row_max", "row", reduce="max", **absolute)
+        row_sum = Port("row_sum", "row", reduce="sum", **square)
+        col_sum = Port("col_sum", "col", torch.float16, reduce="sum")
+        col_max = Port("col_max", "col", reduce="max")
+        scalar_max = Port("scalar_max", "scalar", torch.bfloat16, reduce="max", **absolute)
+        scalar_sum = Port("scalar_sum", "scalar", reduce="sum", **square)
+        tile = Port("tile", "tile", torch.bfloat16)
+        for probe, text, outputs in (
+            (base, "identity", (row_max,)),
+            (terms, "silu", (row_max, col_sum)),
+            (terms, "swiglu", (scalar_sum, row_sum)),
+            (terms, "gelu", (col_max, scalar_max)),
+            (base, "identity", (tile, row_sum)),
+        ):
+            yield replace(probe, epilogue=replace(parse(text), outputs=outputs))
 
     def probes_of_allocation(self) -> Iterator[Probe]:
         base = self._probe()

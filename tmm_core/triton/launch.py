@@ -315,6 +315,7 @@ def launcher(
     dtype: torch.dtype,
     *,
     workspace: tuple[int, torch.dtype] | None = None,
+    outputs: int = 0,
 ) -> Bound:
     """The :data:`~tmm_core.Launcher` of a kernel that is these launches, one after another: it
     makes the output where it is given none, and launches.
@@ -327,6 +328,7 @@ def launcher(
         shape, dtype: Of the output, which is row-major where it is made here.
         workspace: Elements and dtype of scratch memory made anew for every call, if any: the
             tensor ``"workspace"``. Were it shared, the launches of two threads could mix.
+        outputs: How many the problem's epilogue has: the tensors ``"output_0"`` and so on.
     """
     first = steps[0].launch
     compiled = first.compiled is not None
@@ -350,11 +352,13 @@ def launcher(
         ``known``."""
         strides = torch.empty(tuple(shape), device="meta").stride()
         namespace = names.namespace | {"shape": tuple(shape), "strides": strides, **more}
-        lines = [*out, *scratch, *names.preparation(known), *calls, "return out"]
+        given = [f"output_{i} = outputs[{i}]" for i in range(outputs)]
+        more_given, handed = (", outputs=()", ", outputs=outputs") if outputs else ("", "")
+        lines = [*given, *out, *scratch, *names.preparation(known), *calls, "return out"]
         run = written(
             "run",
-            launch_parameters(),
-            [on_device(f"run({', '.join(LAUNCHED)}{keywords(EXTRAS)})"), *lines],
+            launch_parameters() + more_given,
+            [on_device(f"run({', '.join(LAUNCHED)}{keywords(EXTRAS)}{handed})"), *lines],
             namespace,
         )
         return run, Body(on_device, tuple(lines), namespace) if compiled else None
