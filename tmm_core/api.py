@@ -206,9 +206,7 @@ def _scaled(call: Arguments, epilogue: EpilogueLike) -> Tensor:
     parsed = warm.epilogue_of(_interned_text(epilogue))
     check(call, parsed)
     product = matmul(**call._replace(alpha=1.0, bias=None, residual=None)._asdict())
-    z = alpha * product
-    y = parsed.apply(z if bias is None else z + bias)
-    y = (y if residual is None else y + residual).to(product.dtype)
+    y = parsed.expression(alpha * product, bias, residual).to(product.dtype)
     return (y, *parsed.beside(y)) if parsed.outputs else y  # type: ignore[return-value]
 
 

@@ -247,11 +247,7 @@ def finish(
     """What follows a product ``z``, by torch's own operators, in torch's own roundings."""
     if alpha != 1.0:
         z = z * alpha
-    if bias is not None:
-        z = z + bias
-    z = problem.epilogue.apply(z)
-    if residual is not None:
-        z = z + residual
+    z = problem.epilogue.expression(z, bias, residual)
     return z.to(problem.out.dtype) if out is None else out.copy_(z)
 
 

@@ -361,6 +361,10 @@ def test_the_server_ends_when_nobody_needs_it(
         time.sleep(0.01)
     assert reason(made.submit(problem(), candidate(installed.kernel, 5))).startswith("ValueError")
     assert made._server is not first
+    # What the last job of the only worker printed says nothing of the next.
+    assert made.submit(problem(), candidate(installed.kernel, 7)).result(timeout=60) is None
+    ended_with = reason(made.submit(problem(), candidate(installed.kernel, 3)))
+    assert ended_with == "its compiler ended with exit code 3"
     made.close()
 
 

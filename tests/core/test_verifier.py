@@ -461,9 +461,9 @@ def test_samples_where_memory_is_short() -> None:
         result[123, 456] = torch.nan
         return result
 
-    limit = 4 << 20
+    limit = 8 << 20
     assert not Fixture(asked, CPU, limit, False)._affordable()[1]
-    assert Fixture(asked, CPU, limit * 16, False)._affordable() == (2, True)
+    assert Fixture(asked, CPU, limit * 8, False)._affordable() == (2, True)
     for fault, fine in ((lambda r, *rest: r(*rest), True), (tile, False), (one_nan, False)):
         launcher = Faulty(fault).bind(asked, ANY)
         found = Verifier(asked, CPU, memory_limit=limit).verdict(launcher)

@@ -48,7 +48,7 @@ LAUNCHES = {"triton.split_k": {1, 2}, "triton.warp_specialized": {1, 2}, "triton
 
 
 def kernels() -> Iterator[Built[Any]]:
-    for module, name in KERNELS.items():
+    for module, name in KERNELS.values():
         yield getattr(importlib.import_module(f"tmm_triton.{module}"), name)()
 
 

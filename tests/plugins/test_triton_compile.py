@@ -9,7 +9,6 @@ architecture: this module run as a program, which prints a line of JSON per comp
 from __future__ import annotations
 
 import functools
-import importlib
 import json
 import os
 import re
@@ -99,12 +98,12 @@ def resources(cubin: bytes) -> dict[str, int]:
 
 
 def compile_all(sm: int) -> None:
-    from tmm_triton.plugin import KERNELS as CLASSES
+    from tmm_triton.plugin import load
 
     jobs: dict[Any, Any] = {}
     for name, problem in problems(DEVICES[sm]).items():
         for module in KERNELS:
-            kernel = getattr(importlib.import_module(f"tmm_triton.{module}"), CLASSES[module])()
+            kernel: Any = load(f"triton.{module}")
             # A machine without a GPU has no driver either; compiling needs none.
             reasons = [r for r in kernel.reasons_against(problem) if "driver" not in r]
             configs = [] if reasons else list(kernel.configs(problem))
@@ -228,7 +227,7 @@ def compile_tiles(name: str) -> None:
     device = UNTIMED[name]
     if device.cuda.startswith("hip"):
         torch.version.hip = "6.4"  # type: ignore[misc]  # as that torch says it
-    from tmm_triton.plugin import KERNELS as CLASSES
+    from tmm_triton.plugin import load
 
     from tmm_core.triton import compile_for, source, target_of
 
@@ -240,7 +239,7 @@ def compile_tiles(name: str) -> None:
     jobs: dict[Any, Any] = {}
     for problem in asked:
         for module in ("fused_epilogue", "split_k", "grouped", "naive"):
-            kernel = getattr(importlib.import_module(f"tmm_triton.{module}"), CLASSES[module])()
+            kernel: Any = load(f"triton.{module}")
             if any("driver" not in reason for reason in kernel.reasons_against(problem)):
                 continue
             for config in kernel.configs(problem):

@@ -227,6 +227,9 @@ class Server:
         for line in channel.makefile("rb"):
             job = json.loads(line)
             _set_environ({**environ, **job["environ"]})
+            if scratch is not None:  # what the last job printed is no reason why this one ended
+                scratch.seek(0)
+                scratch.truncate()
             answer = compile_job(self._registry, job)
             channel.sendall(json.dumps(answer).encode() + b"\n")
 

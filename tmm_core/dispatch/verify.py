@@ -147,8 +147,7 @@ def accumulated(problem: Problem, inputs: Arguments) -> torch.Tensor:
 
 def finished(problem: Problem, inputs: Arguments, z: torch.Tensor) -> torch.Tensor:
     """Epilogue and residual on what was accumulated."""
-    y = problem.epilogue.apply(z)
-    return y if inputs.residual is None else y + inputs.residual.to(z.dtype)
+    return problem.epilogue.expression(z, residual=inputs.residual)
 
 
 def _product(a: torch.Tensor, b: torch.Tensor, precise: bool) -> torch.Tensor:

@@ -90,8 +90,7 @@ def by_torch(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         raise RuntimeError("tmm::matmul of 8-bit operands has no derivative")
     with torch.enable_grad():
         z = alpha * (a @ b)
-        y = epilogue_of(epilogue).apply(z if bias is None else z + bias)
-        y = (y if residual is None else y + residual).to(out_dtype or a.dtype)
+        y = epilogue_of(epilogue).expression(z, bias, residual).to(out_dtype or a.dtype)
     wanted = [t for t in given if isinstance(t, Tensor) and t.requires_grad]
     found = dict(zip(map(id, wanted), torch.autograd.grad(y, wanted, grad), strict=True))
     return tuple(found.get(id(t)) for t in given[: len(ctx.needs_input_grad)])

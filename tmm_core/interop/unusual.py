@@ -66,8 +66,7 @@ def answer(matmul: Callable[..., Tensor], call: Arguments) -> Tensor:
         return matmul(**call._replace(bias=None, residual=bias, epilogue="")._asdict())
     product = call._replace(bias=None, residual=None, epilogue="", out=None)
     z = matmul(**product._asdict())
-    y = parsed.apply(z + bias)
-    y = (y if residual is None else y + residual).to(z.dtype)
+    y = parsed.expression(z, bias, residual).to(z.dtype)
     return _delivered(y, out, a, b, bias, residual)
 
 
@@ -106,8 +105,7 @@ def _by_torch(call: Arguments, epilogue: Epilogue) -> Tensor:
     else:
         z = torch.matmul(a, b)
     z = z if plain else z * alpha
-    y = epilogue.apply(z if bias is None else z + bias)
-    y = y if residual is None else y + residual
+    y = epilogue.expression(z, bias, residual)
     return y if out_dtype is None else y.to(out_dtype)
 
 

@@ -54,8 +54,8 @@ def matmul(info: Any, in_dims: Sequence[int | None], *given: Any) -> tuple[Tenso
         z = torch.ops.tmm.matmul(a, b, None, None, alpha, "", out_dtype)
     bias = bias.movedim(of_bias, 0)
     # Beside a vector b it has one element, and the result no column to add it to.
-    y = epilogue_of(epilogue).apply(z + term(bias[:, 0] if ranks[1] == 1 else bias, 0))
-    return (y if residual is None else y + residual).to(z.dtype), 0
+    bias = term(bias[:, 0] if ranks[1] == 1 else bias, 0)
+    return epilogue_of(epilogue).expression(z, bias, residual).to(z.dtype), 0
 
 
 def _products(

@@ -235,6 +235,16 @@ class Epilogue:
         alone = not (self.is_identity or self.stages or self.gated or self.parameters)
         return self.reference if alone else None
 
+    def expression(
+        self,
+        z: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        residual: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """What a call makes of its product ``z`` in torch: ``epilogue(z + bias) + residual``."""
+        y = self.apply(z if bias is None else z + bias)
+        return y if residual is None else y + residual
+
     def apply(self, z: torch.Tensor) -> torch.Tensor:
         """The reference on the whole product ``z`` (width 2N where gated), in z's dtype."""
         if self.is_identity:
