@@ -139,14 +139,15 @@ def matmul(
         more = {"alpha": alpha, "epilogue": epilogue, "out_dtype": out_dtype}
         return unusual.by_override(matmul, tensors, **more)
     check_number("matmul", alpha)
-    if epilogue is not None and _has_outputs(text := _text_of(epilogue)):
+    text = _text_of(epilogue)
+    if text and _has_outputs(text):
         call = Arguments(a, b, bias, residual, alpha, text, out_dtype, scale_a, scale_b, out)
         return outputs.matmul(call)  # type: ignore[return-value]  # as documented
     if unusual.concerns(a, b, bias, residual):
         text = _interned_text(epilogue)
         call = Arguments(a, b, bias, residual, alpha, text, out_dtype, scale_a, scale_b, out)
         return unusual.answer(matmul, call)
-    arguments = (a, b, bias, residual, alpha, _text_of(epilogue), out_dtype, scale_a, scale_b)
+    arguments = (a, b, bias, residual, alpha, text, out_dtype, scale_a, scale_b)
     if out is not None:
         return operator.matmul_out(*arguments, out=out)  # type: ignore[no-any-return]
     if not torch.compiler.is_compiling() and type(a) is not Tensor:
@@ -185,8 +186,9 @@ def _has_outputs(text: str) -> bool:
     return bool(warm.epilogue_of(text).outputs)
 
 
-for _constant in (_parsed_text, _has_outputs):
-    _constant._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as Epilogue.interned
+# As Epilogue.interned.
+_parsed_text._dynamo_marked_constant = True  # type: ignore[attr-defined]
+_has_outputs._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 def _scaled(call: Arguments, epilogue: EpilogueLike) -> Tensor:

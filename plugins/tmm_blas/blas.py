@@ -255,10 +255,19 @@ def _bind_outputs(problem: Problem) -> Launcher:
     """The result by the launcher of the epilogue without outputs, and these computed from it, by
     torch's own operators."""
     epilogue = problem.epilogue
-    bare = Blas().bind(replace(problem, epilogue=epilogue.bare), BlasConfig())
+    bare: Any = Blas().bind(replace(problem, epilogue=epilogue.bare), BlasConfig())
 
-    def run(*arguments: Any, outputs: tuple[Tensor, ...], **scales: Tensor) -> Tensor:
-        y = bare(*arguments, **scales)
+    def run(
+        a: Tensor,
+        b: Tensor,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        alpha: float,
+        out: Tensor | None,
+        outputs: tuple[Tensor, ...] = (),
+        **scales: Tensor,
+    ) -> Tensor:
+        y: Tensor = bare(a, b, bias, residual, alpha, out, **scales)
         for output, value in zip(outputs, epilogue.beside(y), strict=True):
             output.copy_(value)
         return y

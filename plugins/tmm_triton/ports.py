@@ -118,7 +118,7 @@ class Ports:
 
     def types(self) -> dict[str, str]:
         """Of its run-time arguments."""
-        types = {}
+        types: dict[str, str] = {}
         for i, port in enumerate(self.given):
             dtype = port.dtype if port.reduce is None else torch.float32
             types |= {f"port_{i}_ptr": pointer(dtype), f"port_{i}_at": "i64"}

@@ -6,5 +6,15 @@ from calls import KEYS, PLANS
 from choosing import DISPATCHING, TUNING
 from elsewhere import CORNERS, ELSEWHERE, SPEC
 from mutant import Mutant
+from outputs import OUTPUTS
 
-MUTANTS: list[Mutant] = [*KEYS, *PLANS, *TUNING, *DISPATCHING, *SPEC, *CORNERS, *ELSEWHERE]
+MUTANTS: list[Mutant] = [
+    *KEYS,
+    *PLANS,
+    *TUNING,
+    *DISPATCHING,
+    *SPEC,
+    *CORNERS,
+    *ELSEWHERE,
+    *OUTPUTS,
+]

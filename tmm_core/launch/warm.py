@@ -8,7 +8,7 @@ functions on that path are written out by the table of arguments: :func:`_run` a
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Protocol
 
@@ -205,7 +205,7 @@ def make_plan(call: Arguments, epilogue: Epilogue, current: settings.Settings) -
     with torch.cuda.device(a.device) if a.is_cuda else nullcontext():
         problem, fold = pose(call, epilogue, current)
         choice, launcher = answerer().bound(problem, current)
-    shape = problem.m, problem.n
+    shape: Sequence[int] = (problem.m, problem.n)
     if epilogue.outputs:
         launcher = Bound.of(launcher).run  # what it has besides makes a result alone
     if fold is not None:

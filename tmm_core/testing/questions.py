@@ -213,8 +213,8 @@ class Questions:
         m, n, k = (max(1, size - 3) for size in self._size())
         base = replace(self._probe(), m=m, n=n, k=k, alpha=0.5)
         terms = replace(base, bias="packed", residual="row")
-        absolute = {"of": torch.abs, "device": "tmm_core.testing.terms:absolute"}
-        square = {"of": torch.square, "device": "tmm_core.testing.terms:square"}
+        absolute: dict[str, Any] = {"of": torch.abs, "device": "tmm_core.testing.terms:absolute"}
+        square: dict[str, Any] = {"of": torch.square, "device": "tmm_core.testing.terms:square"}
         row_max = Port("row_max", "row", reduce="max", **absolute)
         row_sum = Port("row_sum", "row", reduce="sum", **square)
         col_sum = Port("col_sum", "col", torch.float16, reduce="sum")
