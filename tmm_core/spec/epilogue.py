@@ -256,8 +256,8 @@ class Epilogue:
 
     def beside(self, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The outputs beside the result ``y``, by their references; nothing is differentiated."""
-        with torch.no_grad():
-            return tuple(port.apply(y.detach()) for port in self.outputs)
+        y = y.detach()
+        return tuple(port.apply(y) for port in self.outputs)
 
 
 #: Epilogue objects by key: the operator's schema can carry a string only.
