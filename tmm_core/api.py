@@ -121,10 +121,13 @@ def matmul(
         not torch.compiler.is_dynamo_compiling()
         and out is None
         and (type(alpha) is float or isinstance(alpha, (int, float)))
-        and (epilogue is None or type(epilogue) is str)
+        and (epilogue is None or type(epilogue) is str or type(epilogue) is Epilogue)
         and warm.undisturbed(a, b, bias, residual, scale_a, scale_b)
     ):
-        text = epilogue or ""
+        if epilogue is None:
+            text = ""
+        else:
+            text = epilogue if type(epilogue) is str else epilogue.interned()  # type: ignore[union-attr, assignment]
         try:
             if not autograd.recorded(a, b, bias, residual):
                 return warm.run(a, b, bias, residual, alpha, text, out_dtype, scale_a, scale_b)
