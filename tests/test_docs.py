@@ -14,7 +14,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 #: Pages that are run, those of one line as one program: a process costs 3 s.
 RUN = (
-    ("README.md", "docs/index.md", "docs/models.md", "docs/plugins/hello.md"),
+    ("README.md", "docs/index.md", "docs/models.md", "docs/grouped.md", "docs/plugins/hello.md"),
     ("docs/records.md",),
     ("docs/train.md",),
     ("docs/serve.md",),

@@ -22,6 +22,7 @@ from tmm_core.errors import (
     UnknownNameError,
     UnsupportedProblemError,
 )
+from tmm_core.grouped import grouped_linear, grouped_matmul
 from tmm_core.launch.plan import Plan
 from tmm_core.settings import Settings, override
 from tmm_core.spec.anatomy import Anatomy, Resources
@@ -81,6 +82,8 @@ __all__ = [
     "UnknownNameError",
     "UnsupportedProblemError",
     "explain",
+    "grouped_linear",
+    "grouped_matmul",
     "hookimpl",
     "kernels",
     "linear",

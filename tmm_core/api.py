@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import functools
-import importlib
 import itertools
-import sys
 from collections.abc import Iterable, Mapping
 from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
@@ -15,6 +12,8 @@ import torch
 from tmm_core import dispatch, settings
 from tmm_core.formats import BY_STORAGE
 from tmm_core.interop import autograd, operator, outputs, unusual
+from tmm_core.interop.calls import has_outputs, interned_text, prepare_for, text_of
+from tmm_core.launch import grouped as launch_grouped
 from tmm_core.launch import warm
 from tmm_core.launch.check import (
     check,
@@ -142,19 +141,19 @@ def matmul(
         more = {"alpha": alpha, "epilogue": epilogue, "out_dtype": out_dtype}
         return unusual.by_override(matmul, tensors, **more)
     check_number("matmul", alpha)
-    text = _text_of(epilogue)
-    if text and _has_outputs(text):
+    text = text_of(epilogue)
+    if text and has_outputs(text):
         call = Arguments(a, b, bias, residual, alpha, text, out_dtype, scale_a, scale_b, out)
         return outputs.matmul(call)  # type: ignore[return-value]  # as documented
     if unusual.concerns(a, b, bias, residual):
-        text = _interned_text(epilogue)
+        text = interned_text(epilogue)
         call = Arguments(a, b, bias, residual, alpha, text, out_dtype, scale_a, scale_b, out)
         return unusual.answer(matmul, call)
     arguments = (a, b, bias, residual, alpha, text, out_dtype, scale_a, scale_b)
     if out is not None:
         return operator.matmul_out(*arguments, out=out)  # type: ignore[no-any-return]
     if not torch.compiler.is_compiling() and type(a) is not Tensor:
-        _prepare_for(type(a))
+        prepare_for(type(a))
     return operator.matmul(*arguments)  # type: ignore[no-any-return]
 
 
@@ -165,35 +164,6 @@ def _are_tensors(a: Any, b: Any, *others: Any) -> bool:
     return all(t is None or isinstance(t, Tensor) for t in others)
 
 
-def _text_of(epilogue: EpilogueLike) -> str:
-    """The operator's argument for this epilogue."""
-    if epilogue is None:
-        return ""
-    if isinstance(epilogue, Epilogue):
-        return epilogue.interned()
-    return epilogue if isinstance(epilogue, str) else _parsed_text(epilogue)
-
-
-def _interned_text(epilogue: EpilogueLike) -> str:
-    """Likewise, left where a tracer finds the epilogue without tracing the registry."""
-    if isinstance(epilogue, Epilogue):
-        return epilogue.interned()
-    return _parsed_text(epilogue or None)
-
-
-def _parsed_text(epilogue: Any) -> str:
-    return dispatch.dispatcher().registry.epilogue(epilogue).interned()
-
-
-def _has_outputs(text: str) -> bool:
-    return bool(warm.epilogue_of(text).outputs)
-
-
-# As Epilogue.interned.
-_parsed_text._dynamo_marked_constant = True  # type: ignore[attr-defined]
-_has_outputs._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
 def _scaled(call: Arguments, epilogue: EpilogueLike) -> Tensor:
     """With a tensor to scale by."""
     alpha, out = call.alpha, call.out
@@ -202,26 +172,17 @@ def _scaled(call: Arguments, epilogue: EpilogueLike) -> Tensor:
     a, b, bias, residual = call[:4]
     check_tensors("matmul", a=a, b=b, bias=bias, residual=residual, out=out)
     if unusual.concerns(a, b, bias, residual):
-        return unusual.answer(matmul, call._replace(epilogue=_interned_text(epilogue)))
+        return unusual.answer(matmul, call._replace(epilogue=interned_text(epilogue)))
     differentiated = torch.compiler.is_compiling() or autograd.differentiated(alpha)
     if out is not None and differentiated:
         refuse_gradients_of_out()
     if out is not None or (alpha.device.type == "cpu" and not differentiated):
         return matmul(**call._asdict() | {"alpha": float(alpha), "epilogue": epilogue})
-    parsed = warm.epilogue_of(_interned_text(epilogue))
+    parsed = warm.epilogue_of(interned_text(epilogue))
     check(call, parsed)
     product = matmul(**call._replace(alpha=1.0, bias=None, residual=None)._asdict())
     y = parsed.expression(alpha * product, bias, residual).to(product.dtype)
     return (y, *parsed.beside(y)) if parsed.outputs else y  # type: ignore[return-value]
-
-
-@functools.cache
-def _prepare_for(kind: type[Tensor]) -> None:
-    """Register the sharding rules where a DTensor comes by: importing them takes 1.5 s, which
-    those who never shard do not pay."""
-    module = sys.modules.get("torch.distributed.tensor")
-    if module is not None and issubclass(kind, module.DTensor):
-        importlib.import_module("tmm_core.interop.sharding")
 
 
 def linear(
@@ -337,8 +298,13 @@ def problem(
     out_dtype: torch.dtype | None = None,
     scale_a: Tensor | None = None,
     scale_b: Tensor | None = None,
+    offs: Tensor | None = None,
+    a_index: Tensor | None = None,
+    out_index: Tensor | None = None,
+    out_weights: Tensor | None = None,
 ) -> Problem:
-    """The :class:`Problem` that a call with these arguments poses.
+    """The :class:`Problem` that a call with these arguments poses: of :func:`matmul`, or with
+    ``offs`` of :func:`tmm_core.grouped_matmul`.
 
     Raises:
         RuntimeError, ValueError, TypeError: As :func:`matmul`.
@@ -347,7 +313,14 @@ def problem(
     check_tensors("problem", **dict(zip(TENSORS, call.tensors, strict=True)))
     check_number("problem", alpha)
     parsed = dispatch.dispatcher().registry.epilogue(epilogue)
-    return warm.pose(call, parsed, settings.current())[0]
+    current = settings.current()
+    if offs is not None:
+        rows = (offs, a_index, out_index, out_weights)
+        return launch_grouped.pose(
+            a, b, bias, residual, alpha, parsed, out_dtype, None, current, rows,
+            zeroed=out_index is not None,
+        )  # fmt: skip
+    return warm.pose(call, parsed, current)[0]
 
 
 def explain(a: Tensor, b: Tensor, **arguments: Any) -> Explanation:
@@ -357,7 +330,8 @@ def explain(a: Tensor, b: Tensor, **arguments: Any) -> Explanation:
     Nothing is tuned or launched. ``print()`` the result, or read its fields.
 
     Args:
-        a, b, arguments: As for :func:`matmul`, ``out`` left out.
+        a, b, arguments: As for :func:`matmul`, or with ``offs`` for
+            :func:`tmm_core.grouped_matmul`; ``out`` left out.
 
     Raises:
         RuntimeError, ValueError, TypeError: As :func:`matmul`.

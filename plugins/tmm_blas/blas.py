@@ -17,7 +17,18 @@ from typing import Any
 
 import torch
 
-from tmm_core import ANY, Bound, Config, Kernel, Launcher, Problem, Supports, Traits
+from tmm_blas import grouped_mm
+from tmm_core import (
+    ANY,
+    Bound,
+    Config,
+    Kernel,
+    Launcher,
+    Problem,
+    Supports,
+    Traits,
+    UnsupportedProblemError,
+)
 
 Tensor = torch.Tensor
 
@@ -51,6 +62,7 @@ class Blas(Kernel[BlasConfig]):
     # cuBLAS picks kernels (and split-K) by M; torch makes no promise across M.
     traits = Traits(deterministic=True, batch_invariant=False)
     config_type = BlasConfig
+    shares = (grouped_mm,)
 
     supports = Supports(
         devices=ANY,
@@ -70,12 +82,17 @@ class Blas(Kernel[BlasConfig]):
         unfused=True,
         outputs=ANY,
         reduces=ANY,
+        ragged=("m", "n", "k"),
+        indexed=True,
+        zeroed=True,
     )
 
     def declines(self, problem: Problem) -> Iterable[str]:
         dtype = problem.a.dtype
         if problem.device.type == "cuda" and not (dtype.is_floating_point or dtype.is_complex):
             yield f"torch has no {dtype} matmul on CUDA"
+        if problem.groups is not None:
+            yield from grouped_mm.reasons_against(problem)
 
     def configs(self, problem: Problem) -> Iterable[BlasConfig]:
         yield BlasConfig()
@@ -86,6 +103,12 @@ class Blas(Kernel[BlasConfig]):
         return BlasConfig()
 
     def bind(self, problem: Problem, config: BlasConfig) -> Launcher | Bound:
+        if problem.groups is not None:
+            if reasons := self.reasons_against(problem):
+                raise UnsupportedProblemError(
+                    f"no kernel can serve {problem}; {self.name}: {'; '.join(reasons)}"
+                )
+            return grouped_mm.bind(problem)
         if config.fused and not _fusable(problem):
             raise ValueError(f"cuBLASLt fuses bias + relu into plain 2-D products, not {problem}")
         if config.fused:
@@ -384,6 +407,7 @@ def _fusable(problem: Problem) -> bool:
         and problem.residual is None
         and not problem.scaled
         and problem.batch == 1
+        and problem.groups is None
     )
 
 

@@ -42,6 +42,8 @@ def _of(kernel: Any, problem: Problem, config: Any) -> Anatomy | None:
         return inner.anatomy(own.realigned(problem), config.config)
     if not isinstance(config, TileConfig):
         return None
+    if problem.groups is not None:  # as many products of the mean size
+        problem = own.each(problem)
     # Split-K numbers programs down the columns of tiles, skinny along the rows, as naive does.
     rows = -(-problem.m // config.BLOCK_M) if kernel.name == "triton.split_k" else 1
     stays = kernel.name == "triton.persistent"

@@ -24,6 +24,7 @@ KERNELS = {
     "triton.persistent": ("persistent", "Persistent"),
     "triton.warp_specialized": ("warp_specialized", "WarpSpecialized"),
     "triton.realigned": ("realigned", "Realigned"),
+    "triton.ragged": ("ragged", "Ragged"),
 }
 
 

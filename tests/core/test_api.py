@@ -487,7 +487,7 @@ def test_the_public_names() -> None:
         "ANY", "Bound", "Anatomy", "CacheMissError", "Candidate", "Config", "ConfigError", "Deferred", "Epilogue",
         "Explanation", "Groups", "Kernel", "KernelInfo", "Launcher", "Operand", "Plan", "PluginError", "Port", "Problem",
         "Resources", "Settings", "SettingsError", "Supports", "TmmError", "TmmWarning", "Traits", "UnknownNameError",
-        "UnsupportedProblemError", "explain", "hookimpl", "kernels", "linear", "matmul",
+        "UnsupportedProblemError", "explain", "grouped_linear", "grouped_matmul", "hookimpl", "kernels", "linear", "matmul",
         "override", "plan", "problem", "tune",
     }  # fmt: skip
     assert all(hasattr(tmm_core, name) for name in tmm_core.__all__)

@@ -85,6 +85,54 @@ def test_without_a_rule_operands_are_moved(world: World, case: Case, grad: bool)
         assert all(error < 1e-13 for error in outcome.gradients.values()), outcome.gradients
 
 
+#: Of a grouped product: shapes of a and b, then placements of a, b and the result.
+GROUPED = {
+    "N": (((12, 16), (3, 16, 8)), ("R", "S2", "S1"), {"bias": "S1", "residual": "S1"}),
+    "K": (((12, 16), (3, 16, 8)), ("S1", "S1", "P"), {"bias": "R"}),
+    "M of sums": (((8, 12), (12, 4)), ("S0", "R", "S1"), {}),
+    "M of columns": (((3, 8, 16), (16, 12)), ("S1", "R", "S0"), {}),
+}
+
+
+def grouped(name: str) -> tuple[str, str, float]:
+    """Placements told and found, and the largest error of the result and of both gradients."""
+    from torch.distributed.tensor import distribute_tensor, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (4,))
+    shapes, (of_a, of_b, told), terms = GROUPED[name]
+    chance = torch.Generator().manual_seed(1)
+    width = shapes[1][-1]
+    shaped = {"a": shapes[0], "b": shapes[1], "bias": (3, width), "residual": (12, width)}
+    placed = {"a": of_a, "b": of_b, **terms}
+    whole = {
+        name: torch.randn(shaped[name], generator=chance, dtype=torch.float64).requires_grad_()
+        for name in placed
+    }
+    sharded = {
+        name: distribute_tensor(t.detach(), mesh, placements(placed[name])).requires_grad_()
+        for name, t in whole.items()
+    }
+    ends = torch.tensor([3, 3, 12], dtype=torch.int32)
+    epilogue = "scale(0.5)" if told == "P" else None
+    got = tmm_core.grouped_matmul(
+        **sharded, offs=distribute_tensor(ends, mesh, placements("R")), epilogue=epilogue
+    )
+    expected = tmm_core.grouped_matmul(**whole, offs=ends, epilogue=epilogue)
+    errors = [float((got.full_tensor() - expected).abs().max())]
+    got.sum().backward()
+    expected.sum().backward()
+    for name, t in sharded.items():
+        errors.append(float((t.grad.full_tensor() - whole[name].grad).abs().max()))
+    return told, spell(got.placements), max(errors)
+
+
+@pytest.mark.parametrize("name", GROUPED)
+def test_grouped_products_of_shards(world: World, name: str) -> None:
+    for told, found, error in world.run(grouped, name):
+        assert found == told
+        assert error < 1e-12
+
+
 @pytest.mark.parametrize("sequence", [False, True], ids=["replicated", "sequence"])
 @pytest.mark.parametrize("learns", [False, True], ids=["inference", "training"])
 def test_a_sharded_gated_mlp_is_one_gated_product(
@@ -514,3 +562,16 @@ def test_the_example_tunes_what_it_multiplies(mortals: World) -> None:
     for asked, listed in mortals.run(asked_and_listed):
         assert asked == listed
         assert len(listed) == 5
+
+
+def experts_apart() -> float:
+    """Of the example: experts of all ranks against those of one."""
+    sys.path.insert(0, str(ROOT / "examples"))
+    import expert_parallel as example
+
+    sizes = {"tokens": 37, "experts": 8, "hidden": 64, "intermediate": 96, "top_k": 2}
+    return example.difference(torch.device("cpu"), torch.float32, **sizes)
+
+
+def test_experts_divided_among_ranks_are_those_of_one(mortals: World) -> None:
+    assert max(mortals.run(experts_apart)) < 1e-5

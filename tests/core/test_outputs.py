@@ -151,6 +151,9 @@ def test_what_is_not_served_is_refused(operands: dict[str, Tensor]) -> None:
         tmm_core.matmul(a, b, out=torch.empty(3, 5, 6), epilogue=BESIDE)
     with pytest.raises(RuntimeError, match="kernels take dense tensors"):
         tmm_core.matmul(a[0].to_sparse(), b, epilogue=BESIDE)
+    for rows in (a[0], a[0].clone().requires_grad_()):
+        with pytest.raises(ValueError, match=r"outputs .* are of one product, not of groups"):
+            tmm_core.grouped_matmul(rows, b[None], offs=torch.tensor([5]).int(), epilogue=SILU)
     asked = problem(epilogue=BESIDE)
     batch = Supports.everything().reasons_against(replace(asked, batch=2))
     assert batch == ["outputs are of one product, not of a batch or of groups"]

@@ -61,6 +61,9 @@ ASKED: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
      {"unfused": True}),
     *(({"groups": Groups(3, kind)}, f"ragged along {kind}", {"ragged": (kind,)})
       for kind in ("m", "n", "k")),
+    ({"groups": Groups(3, "m", torch.int64)}, "ragged along m",
+     {"ragged": ("m",), "indexed": True}),
+    ({"groups": Groups(3, "n", zeroed=True)}, "ragged along n", {"ragged": ("n",), "zeroed": True}),
 ]  # fmt: skip
 
 
@@ -75,6 +78,16 @@ def test_what_is_not_declared_is_declined(
     if declared:
         assert replace(LEAST, **declared).reasons_against(asked) == []
     assert Supports.everything().reasons_against(asked) == [] or not declared
+
+
+def test_rows_that_are_gathered_or_made_zero_are_declared_too() -> None:
+    ragged = replace(LEAST, ragged=("m",))
+    indices = Groups(3, "m", None, torch.int32, FP32)
+    assert ragged.reasons_against(replace(PLAIN, groups=indices)) == [
+        "takes no out_index or out_weights"
+    ]
+    zeroed = replace(PLAIN, groups=Groups(3, "m", zeroed=True))
+    assert ragged.reasons_against(zeroed) == ["does not make zero what is beyond the last group"]
 
 
 def test_capabilities_are_those_of_nvidia() -> None:

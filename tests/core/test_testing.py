@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 
-from tmm_core import Config, Kernel, Launcher, Problem, Supports, Traits
+from tmm_core import Config, Groups, Kernel, Launcher, Problem, Supports, Traits
 from tmm_core.testing import KernelConformance
 from tmm_core.testing.memory import LAYOUTS, WRITABLE, destination, operand
 
@@ -49,6 +49,8 @@ class Right(Kernel[Tile]):
         return "fp64"
 
     def bind(self, problem: Problem, config: Tile) -> Launcher:
+        if problem.groups is not None:
+            return self.bind_ragged(problem, problem.groups)
         shape = (problem.m, problem.n)
         if problem.batch != 1:
             shape = (problem.batch, *shape)
@@ -73,6 +75,46 @@ class Right(Kernel[Tile]):
             return out
 
         return launch
+
+    def bind_ragged(self, problem: Problem, groups: Groups) -> Launcher:
+        def launch(
+            a: Tensor,
+            b: Tensor,
+            bias: Tensor | None,
+            residual: Tensor | None,
+            alpha: float,
+            out: Tensor | None,
+            offs: Tensor,
+            a_index: Tensor | None = None,
+            out_index: Tensor | None = None,
+            out_weights: Tensor | None = None,
+        ) -> Tensor:
+            whole = a.new_zeros(problem.out_shape, dtype=torch.float64)
+            for group, (start, end) in enumerate(self.ranges(offs)):
+                part = at = slice(start, end)
+                here: Any
+                if groups.ragged == "m":
+                    rows: Any = part if a_index is None else a_index[part].long()
+                    at = part if out_index is None else out_index[part].long()
+                    left, right, here = a[rows], b[group], (at, slice(None))
+                elif groups.ragged == "n":
+                    left, right, here = a[group], b[:, part], (slice(None), part)
+                else:
+                    left, right, here = a[:, part], b[part], (group,)
+                z = alpha * self.product(left, right)
+                z = self.finish(problem, z, None if bias is None else bias[group])
+                if out_weights is not None:
+                    z = z * out_weights[part, None]
+                whole[here] = z if residual is None else z + residual[here]
+            if out is None:
+                out = a.new_empty(problem.out_shape, dtype=problem.out.dtype)
+            self.write(whole, out)
+            return out
+
+        return launch
+
+    def ranges(self, offs: Tensor) -> Iterable[tuple[int, int]]:
+        return itertools.pairwise([0, *offs.tolist()])
 
     def product(self, a: Tensor, b: Tensor) -> Tensor:
         return a.double() @ b.double()
@@ -194,6 +236,13 @@ class MakesAColumnMajorOutput(Right):
             return made if out is not None else made.mT.contiguous().mT
 
         return launch_flipped
+
+
+class SharesRowsEvenly(Right):
+    def ranges(self, offs: Tensor) -> Iterable[tuple[int, int]]:
+        # As if rows were shared out evenly.
+        ends = torch.linspace(0, int(offs[-1]), len(offs) + 1).long().tolist()
+        return itertools.pairwise(ends)
 
 
 class OneConfigIsWrong(Right):
@@ -381,6 +430,8 @@ WRONG = [
     (MakesAColumnMajorOutput, "allocation", "*it made a tensor of strides *"),
     (OneConfigIsWrong, "configs", "rows=64: Its error is *"),
     (OneConfigIsWrong, "configs_of_scales", "rows=64: Its error is *"),
+    (OneConfigIsWrong, "configs_of_ragged", "rows=64: error * exceeds *"),
+    (SharesRowsEvenly, "ragged", "rows=16: error * exceeds *"),
     (OneConfigIsWrong, "arithmetic", "*one arithmetic for rows=16 and rows=64*"),
     (ConfigIsNoJson, "configs_are_well_formed", "*ConfigError: TupleTile: shape must be tuple*"),
     (DefaultConfigIsOfAnotherType, "configs_are_well_formed", "*TupleTile* is no *Tile*"),

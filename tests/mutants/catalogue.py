@@ -5,6 +5,7 @@ from __future__ import annotations
 from calls import KEYS, PLANS
 from choosing import DISPATCHING, TUNING
 from elsewhere import CORNERS, ELSEWHERE, SPEC
+from grouped import GROUPED
 from mutant import Mutant
 from outputs import OUTPUTS
 
@@ -17,4 +18,5 @@ MUTANTS: list[Mutant] = [
     *CORNERS,
     *ELSEWHERE,
     *OUTPUTS,
+    *GROUPED,
 ]

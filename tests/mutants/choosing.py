@@ -105,7 +105,7 @@ DISPATCHING = [
     Mutant("capture-tunes", "ladder.py",
            '        if problem.capturing:\n            return "a CUDA', '        if False:\n            return "a CUDA',
            "tuning under capture breaks the graph", (DISPATCHER,)),
-    Mutant("exact-after-bucket", "ladder.py", "        if key.m != problem.m:\n", "        if False:\n",
+    Mutant("exact-after-bucket", "ladder.py", "        if key.extent != problem.extent:\n            exact", "        if False:\n            exact",
            "what was tuned for this very size is ignored", (DISPATCHER,)),
     Mutant("any-version", "ladder.py",
            "if kernel.name == result.kernel and (any_version or kernel.version == result.version):",

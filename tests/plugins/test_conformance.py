@@ -41,6 +41,11 @@ class TestPersistent(KernelConformance):
     kernel = load("triton.persistent")
 
 
+class TestRagged(KernelConformance):
+    kernel = load("triton.ragged")
+    size = None if torch.cuda.is_available() else (24, 32, 48)  # a program is 2 ms
+
+
 # These two serve nothing where there is no GPU, which the class rightly calls a failure.
 if torch.cuda.is_available():
 

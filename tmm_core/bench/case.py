@@ -11,17 +11,22 @@ torch.Size([64, 48])
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 import tmm_core
-from tmm_core import dispatch
+from tmm_core import dispatch, settings
+from tmm_core.dispatch import ragged, verify
+from tmm_core.dispatch.ragged import Rows
 from tmm_core.formats import wide
+from tmm_core.launch import grouped
 from tmm_core.launch.check import result_dtype
+from tmm_core.launch.plan import Plan
 from tmm_core.spec.arguments import EXTRAS, Arguments
 from tmm_core.spec.epilogue import Epilogue
+from tmm_core.spec.groups import Groups, Ragged
 from tmm_core.spec.problem import Problem, dtype_name, dtype_of
 
 Tensor = torch.Tensor
@@ -52,7 +57,9 @@ class Case:
     """Sizes as in :class:`Problem`: with a gated epilogue ``b`` is ``[k, 2n]``.
 
     ``epilogue`` is text as in ``matmul(epilogue=…)``; ``tf32`` allows TF32 for fp32;
-    ``scales`` gives 8-bit operands a ``"tensor"`` or a ``"row"`` of scales each.
+    ``scales`` gives 8-bit operands a ``"tensor"`` or a ``"row"`` of scales each. ``groups`` makes
+    it a grouped call, ragged along ``ragged``, of which the size is that of all groups together;
+    ``routing`` draws their sizes: ``"skewed"``, ``"even"``, or ``"both"`` by turns.
     """
 
     m: int
@@ -67,6 +74,9 @@ class Case:
     out_dtype: torch.dtype | None = None
     tf32: bool = False
     scales: str = ""
+    groups: int = 0
+    ragged: Ragged = "m"
+    routing: str = "both"
 
     def call(self, device: torch.device, fill: Callable[..., Tensor] = torch.randn) -> Call:
         """The call's tensors on ``device``, made by ``fill(shape, dtype=…, device=…)``.
@@ -80,10 +90,15 @@ class Case:
         out_dtype = self.out_dtype or wide(self.dtype)
         batch = (self.batch,) if self.batch > 1 else ()
 
-        def matrix(rows: int, cols: int, transposed: bool, dtype: torch.dtype) -> Tensor:
+        def lead(ragged: str) -> tuple[int, ...]:
+            return batch if not self.groups else (self.groups,) if self.ragged == ragged else ()
+
+        def matrix(
+            rows: int, cols: int, transposed: bool, dtype: torch.dtype, ragged: str
+        ) -> Tensor:
             shape = (cols, rows) if transposed else (rows, cols)
             # Torch draws no random numbers of 8 bits.
-            t = fill((*batch, *shape), dtype=wide(dtype), device=device).to(dtype)
+            t = fill((*lead(ragged), *shape), dtype=wide(dtype), device=device).to(dtype)
             return t.mT if transposed else t
 
         def scale(*shape: int) -> Tensor | None:
@@ -93,15 +108,26 @@ class Case:
             return torch.rand(size, device=device) + 0.5
 
         return Call(
-            a=matrix(self.m, self.k, self.layout[0] == "t", self.dtype),
-            b=matrix(self.k, width, self.layout[1] == "t", self.dtype),
+            a=matrix(self.m, self.k, self.layout[0] == "t", self.dtype, "n"),
+            b=matrix(self.k, width, self.layout[1] == "t", self.dtype, "m"),
             bias=fill((width,), dtype=wide(self.dtype), device=device) if self.bias else None,
-            residual=matrix(self.m, self.n, False, out_dtype) if self.residual else None,
+            residual=matrix(self.m, self.n, False, out_dtype, "k") if self.residual else None,
             epilogue=epilogue,
             out_dtype=self.out_dtype,
             scale_a=scale(self.m, 1),
             scale_b=scale(1, width),
+            rows=self._rows(device),
         )
+
+    def _rows(self, device: torch.device) -> Rows | None:
+        """The ends of the groups; the same ones for each measurement of a case."""
+        if not self.groups:
+            return None
+        size = {"m": self.m, "n": self.n, "k": self.k}[self.ragged]
+        generator = torch.Generator(device=device).manual_seed(0)
+        groups, skewed = Groups(self.groups, self.ragged), self.routing != "even"
+        rows = Rows.of(groups, size, device, generator, skewed=skewed, whole=True)
+        return rows if self.routing == "both" else replace(rows, other=None)
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -117,6 +143,11 @@ class Case:
             "out_dtype": dtype_name(self.out_dtype) if self.out_dtype else None,
             "tf32": self.tf32,
             **({"scales": self.scales} if self.scales else {}),
+            **(
+                {"groups": self.groups, "ragged": self.ragged, "routing": self.routing}
+                if self.groups
+                else {}
+            ),
         }
 
     @classmethod
@@ -137,6 +168,8 @@ class Case:
             f"{self.batch}×{size}" if self.batch > 1 else size,
             dtype_name(self.dtype) + (f"→{dtype_name(self.out_dtype)}" if self.out_dtype else ""),
             self.layout,
+            f"{self.groups} groups along {self.ragged}" if self.groups else "",
+            self.routing if self.groups and self.routing != "both" else "",
             "tf32" if self.tf32 else "",
             f"scales:{self.scales}" if self.scales else "",
             "bias" if self.bias else "",
@@ -148,7 +181,7 @@ class Case:
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """The arguments of one ``tmm_core.matmul``."""
+    """The arguments of one ``tmm_core.matmul``, or of a ``grouped_matmul``."""
 
     a: Tensor
     b: Tensor
@@ -158,6 +191,7 @@ class Call:
     out_dtype: torch.dtype | None
     scale_a: Tensor | None = None
     scale_b: Tensor | None = None
+    rows: Rows | None = None
 
     @property
     def keywords(self) -> dict[str, Any]:
@@ -168,23 +202,43 @@ class Call:
     @property
     def extras(self) -> dict[str, Any]:
         """What a launch is given by keyword."""
+        if self.rows is not None:
+            return dict(self.rows.given)
         return {name: t for name in EXTRAS if (t := getattr(self, name)) is not None}
 
     def problem(self) -> Problem:
         """The problem this call poses."""
         return tmm_core.problem(self.a, self.b, **self.keywords)
 
-    def inputs(self) -> Arguments:
+    def inputs(self) -> verify.Inputs:
         """The call's tensors and an output to write, for :mod:`tmm_core.dispatch.verify`."""
         shape = list(torch.broadcast_shapes(self.a.shape[:-2], self.b.shape[:-2]))
         shape += [self.a.shape[-2], self.b.shape[-1] // (2 if self.epilogue.gated else 1)]
         dtype = result_dtype(self.a, self.out_dtype)
+        shape = shape if self.rows is None else list(self.problem().out_shape)
+        bias = self.bias
+        if self.rows is not None and bias is not None:
+            bias = bias.expand(len(self.rows.ends), -1)
         out = torch.empty(shape, dtype=dtype, device=self.a.device)
+        if self.rows is not None:
+            return ragged.Inputs(self.a, self.b, bias, self.residual, 1.0, out, self.rows)
         return Arguments(self.a, self.b, self.bias, self.residual, out=out, **self.extras)
 
     def matmul(self, **more: Any) -> Tensor:
         """Make the call; ``more`` as in :func:`tmm_core.matmul`."""
-        return tmm_core.matmul(self.a, self.b, **self.keywords, **more)
+        function: Any = tmm_core.matmul if self.rows is None else tmm_core.grouped_matmul
+        return function(self.a, self.b, **self.keywords, **more)  # type: ignore[no-any-return]
+
+    def plan(self, **forced: Any) -> Plan:
+        """What is chosen for the call, compiled; ``forced``: ``kernel`` and ``config``."""
+        if self.rows is None:
+            return tmm_core.plan(self.a, self.b, **self.keywords, **forced)
+        given = {name: value for name, value in forced.items() if value is not None}
+        with settings.override(**given) as current:
+            return grouped.make_plan(
+                self.a, self.b, self.bias, self.residual, 1.0, self.epilogue, self.out_dtype, None,
+                current, (self.rows.offs, None, None, None), zeroed=False,
+            )  # fmt: skip
 
 
 def parse_shape(text: str) -> tuple[int, int, int, int]:

@@ -49,7 +49,8 @@ def tmm(calls: Sequence[Call]) -> Run:
         {name: value for name, value in call.keywords.items() if value is not None}
         for call in calls
     ]
-    return lambda copy: tmm_core.matmul(calls[copy].a, calls[copy].b, **given[copy])
+    function: Any = tmm_core.matmul if calls[0].rows is None else tmm_core.grouped_matmul
+    return lambda copy: function(calls[copy].a, calls[copy].b, **given[copy])
 
 
 def inductor(calls: Sequence[Call]) -> Run:
@@ -150,9 +151,7 @@ def kernels(call: Call) -> tuple[dict[str, Plan], dict[str, str]]:
             continue
         config: Any = best[kernel.name].config if kernel.name in best else None
         try:
-            plans[kernel.name] = tmm_core.plan(
-                call.a, call.b, **call.keywords, kernel=kernel.name, config=config
-            )
+            plans[kernel.name] = call.plan(kernel=kernel.name, config=config)
         except Exception as error:  # a stranger's kernel; it costs its own column
             failed[kernel.name] = f"{type(error).__name__}: {error}"
     return plans, failed
@@ -165,9 +164,7 @@ def untuned(call: Call) -> Plan:
             dispatch.dispatcher().registry, Tuner(), CacheStore(Path(empty), layers=())
         )
         candidate = blank.choose(call.problem(), settings.current()).candidate
-    return tmm_core.plan(
-        call.a, call.b, **call.keywords, kernel=candidate.kernel.name, config=candidate.config
-    )
+    return call.plan(kernel=candidate.kernel.name, config=candidate.config)
 
 
 def one_config(call: Call) -> Plan:

@@ -12,7 +12,7 @@ from tmm_cache import CacheStore, TuningRecord, shipped_layers
 
 from tmm_core import dispatch
 from tmm_core.bench.results import Document
-from tmm_core.dispatch import rotation, verify
+from tmm_core.dispatch import ragged_reference, rotation, verify
 from tmm_core.dispatch.compilers import compiling_threads
 from tmm_core.dispatch.timing import GraphTimer, HostTimer, Run, median, timer_for
 from tmm_core.launch import warm
@@ -123,7 +123,7 @@ def _measured(bound: _Bound, device: torch.device, timer: GraphTimer | HostTimer
     launcher = delivering(epilogue, launcher, shape)
     verify.poison(inputs.out)
     inputs.launch(launcher, inputs.out)
-    error = verify.error(inputs.out, verify.reference(problem, inputs))
+    error = verify.error(inputs.out, ragged_reference.whole(problem, inputs))
     document: Document = {"title": str(problem), "error": error}
     # BLAS's own error is no verdict: it is what the others are held against.
     if not error <= verify.tolerance(problem) and not bound.is_baseline:

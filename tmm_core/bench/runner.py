@@ -19,12 +19,12 @@ import torch
 
 import tmm_core
 from tmm_core import dispatch, settings
-from tmm_core.bench import environment, providers
+from tmm_core.bench import environment, grouped, providers
 from tmm_core.bench.case import Call
 from tmm_core.bench.results import Document
 from tmm_core.bench.series import ONE_TILE, Series
 from tmm_core.bench.suites import Task
-from tmm_core.dispatch import rotation, verify
+from tmm_core.dispatch import ragged_reference, rotation, verify
 from tmm_core.dispatch.timing import (
     GraphTimer,
     HostTimer,
@@ -139,7 +139,7 @@ def _measure(
     ):
         call = task.case.call(device)
         tuning = _tune(call, options) if options.tune else None
-        plan = tmm_core.plan(call.a, call.b, **call.keywords)
+        plan = call.plan()
         document = _described(plan) | {"tuning_seconds": tuning, "error": _error(call, plan)}
         copies = rotation.copies(plan.problem, rotation.memory_limit(device))
         document["copies"] = copies
@@ -251,7 +251,7 @@ def _error(call: Call, plan: tmm_core.Plan) -> float:
     inputs = call.inputs()
     verify.poison(inputs.out)
     call.matmul(out=inputs.out)
-    return verify.error(inputs.out, verify.reference(plan.problem, inputs))
+    return verify.error(inputs.out, ragged_reference.whole(plan.problem, inputs))
 
 
 def _runs(
@@ -260,6 +260,7 @@ def _runs(
     """What is timed, by column, called once already. An extra column that cannot be had is
     left out and its reason noted in ``document``; torch's and tmm's own are a failure."""
     call = calls[0]
+    eager = providers.eager if call.rows is None else grouped.eager
     extras: dict[str, Run] = {}
     failed: dict[str, str] = {}
     if options.kernels:
@@ -286,12 +287,14 @@ def _runs(
             extras[ONE_CONFIG] = _bound(providers.one_config(call), calls)
         except Exception as error:  # no Triton, or operands that TMA cannot read
             failed[ONE_CONFIG.removeprefix("kernel ")] = f"{type(error).__name__}: {error}"
-    if options.inductor:
+    if call.rows is not None:
+        extras |= grouped.peers(calls, failed)
+    elif options.inductor:
         extras[INDUCTOR] = providers.inductor(calls)
     runs = {
-        TORCH: providers.eager(calls),
+        TORCH: eager(calls),
         TMM: providers.tmm(calls),
-        AGAIN: providers.eager(calls),
+        AGAIN: eager(calls),
     }
     for run in runs.values():
         _once(run, call.a.is_cuda)
@@ -311,6 +314,10 @@ def _bound(plan: tmm_core.Plan, calls: Sequence[Call]) -> Run:
 
     def run(copy: int) -> object:
         call = calls[copy]
+        if call.rows is not None:
+            bias = None if call.bias is None else call.bias.expand(len(call.rows.ends), -1)
+            launcher: Any = plan.launcher
+            return launcher(call.a, call.b, bias, call.residual, 1.0, None, **extras[copy])
         return plan(call.a, call.b, call.bias, call.residual, **extras[copy])
 
     return run

@@ -109,11 +109,21 @@ def expand(name: str, suite: Mapping[str, Any], others: Mapping[str, Any] = _NON
         expressions = [parse_expression(text) for text in _listed(suite.get("epilogues", ""))]
         precisions = _listed(suite.get("precision", "ieee"))
         scales = _listed(suite.get("scales", "tensor"))
+        groups = {"ragged": suite.get("ragged", "m"), "routing": suite.get("routing", "both")}
     except (AttributeError, KeyError, TypeError) as error:
         raise ValueError(f"suite {name!r}: {type(error).__name__}: {error}") from error
-    known = ((layouts, LAYOUTS), (precisions, ("ieee", "tf32")), (scales, SCALES))
+    known = (
+        (layouts, LAYOUTS),
+        (precisions, ("ieee", "tf32")),
+        (scales, SCALES),
+        ([groups["ragged"]], ("m", "n", "k")),
+        ([groups["routing"]], ("skewed", "even", "both")),
+    )
+    experts = "experts" in suite
     if unknown := {text for texts, those in known for text in texts if text not in those}:
         raise ValueError(f"suite {name!r}: unknown {', '.join(map(repr, sorted(unknown)))}")
+    if experts and any(len(shape) != 4 for shape in shapes):
+        raise ValueError(f"suite {name!r}: experts are [groups, N, K]")
     if any(len(shape) not in (3, 4) for shape in shapes):
         raise ValueError(f"suite {name!r}: shapes are [M, N, K] or [B, M, N, K]")
     shapes = [[1, *shape] if len(shape) == 3 else shape for shape in shapes]
@@ -128,7 +138,8 @@ def expand(name: str, suite: Mapping[str, Any], others: Mapping[str, Any] = _NON
                 m=m,
                 n=n,
                 k=k,
-                batch=batch,
+                batch=1 if experts else batch,
+                **({"groups": batch, **groups} if experts else {}),
                 dtype=dtype,
                 layout=layout,
                 epilogue=epilogue,
@@ -145,7 +156,16 @@ def expand(name: str, suite: Mapping[str, Any], others: Mapping[str, Any] = _NON
 
 
 def _shapes(suite: Mapping[str, Any]) -> list[Sequence[int]]:
-    """As they are listed, or every weight ``[N, K]`` by every number of rows."""
+    """As they are listed, or every weight ``[N, K]`` by every number of rows, or all experts
+    ``[groups, N, K]`` by every number of rows they have together. Where K is ragged, it is that of
+    the rows and ``[groups, N, M]`` are the others."""
+    if "experts" in suite:
+        listed: list[Sequence[int]] = [[int(size) for size in one] for one in suite["experts"]]
+        if any(len(one) != 3 for one in listed):
+            return listed
+        if suite.get("ragged") == "k":
+            return [(g, m, n, rows) for g, n, m in listed for rows in suite["rows"]]
+        return [(g, rows, n, k) for g, n, k in listed for rows in suite["rows"]]
     if "weights" not in suite:
         return list(suite["shapes"])
     return [(m, n, k) for n, k in suite["weights"] for m in suite["rows"]]

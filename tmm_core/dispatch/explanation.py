@@ -182,8 +182,10 @@ class Explanation:
         yield "because", f"{choice.origin}: {choice.reason}"
         if choice.arithmetic is not None:
             yield "sums by", f"{choice.arithmetic}, as all M of this weight"
-        if self.measured is not None and self.measured.m != self.problem.m:
-            yield "measured", f"at M={self.measured.m}, whose bucket M={self.problem.m} is in"
+        if self.measured is not None and self.measured.extent != self.problem.extent:
+            along = self.problem.along.upper()
+            bucket = f"{along}={self.problem.extent}"
+            yield "measured", f"at {along}={self.measured.extent}, whose bucket {bucket} is in"
         if self.record is None:
             yield "record", f"none in {self.store}"
         else:

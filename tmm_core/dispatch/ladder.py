@@ -72,6 +72,9 @@ LOCK_PATIENCE = 4.0
 ADOPT_PATIENCE = 1.0
 
 
+#: Rows a group at which batch-invariant mode chooses for ragged products.
+ROWS_EACH = 64
+
 _ALONE = "no other kernel can serve this problem"
 
 
@@ -162,9 +165,11 @@ class Dispatcher:
             return self._instead(problem, f"{untried}: it {verdict.reason}")
         return verdict.reason
 
-    def _instead(self, problem: Problem, why: str) -> Choice:
-        """BLAS in place of what cannot be verified now."""
+    def _instead(self, problem: Problem, why: str) -> Choice | None:
+        """BLAS in place of what cannot be verified now; None where it cannot serve the problem."""
         choice = self._fallback(problem, why)
+        if choice.candidate.kernel.reasons_against(problem):
+            return None
         if problem.batch_invariant and not choice.candidate.kernel.traits.batch_invariant:
             self._say_once(f"{problem} is served by BLAS, which is not batch-invariant: {why}")
         return choice
@@ -182,9 +187,20 @@ class Dispatcher:
                 self._say_once(f"TMM_DISABLE or override(disable=…): {what}")
         if settings.kernel is not None:
             return self._forced(problem, settings)
+        if problem.batch_invariant and problem.groups is not None:
+            return self._choose_invariant_groups(problem, settings)
         if problem.batch_invariant:
             return self._invariant(problem, settings)
         return self._choose(problem, settings)
+
+    def _choose_invariant_groups(self, problem: Problem, settings: Settings) -> Choice:
+        """One config for any number of rows of ragged products: what is chosen for
+        :data:`ROWS_EACH` a group. Sums over a ragged K are of one call alone."""
+        assert problem.groups is not None
+        if problem.along == "k":
+            return self._choose(replace(problem, batch_invariant=False), settings)
+        usual = bucketed(problem.at(ROWS_EACH * problem.groups.count))
+        return replace(self._choose(usual, settings), evidence=usual)
 
     def _choose(self, problem: Problem, settings: Settings) -> Choice:
         key = bucketed(_bare(problem))
@@ -196,7 +212,7 @@ class Dispatcher:
         # Where even BLAS declines, it is BLAS that says so.
         if all(kernel.name == BASELINE for kernel in able):
             return self._fallback(problem, _ALONE)
-        if key.m != problem.m:
+        if key.extent != problem.extent:
             exact = self._cached(problem, _bare(problem), able)
             if exact is not None:
                 return exact
@@ -222,7 +238,7 @@ class Dispatcher:
         measured around this M, and ahead of BLAS at both; BLAS where nothing is or nothing was
         measured."""
         if (
-            problem.m == edge.m
+            problem.extent == edge.extent
             or problem.batch_invariant
             or choice.origin not in ("cache", "tuned")
             or (found := self.record(problem)) is None
@@ -230,15 +246,15 @@ class Dispatcher:
         ):
             return choice
         record = found[1]
-        around = holds_at(record.candidates, problem.m, edge.m)
-        ahead = ranked_around(around) if len(around) == 2 or problem.m in around else []
+        around = holds_at(record.candidates, problem.extent, edge.extent)
+        ahead = ranked_around(around) if len(around) == 2 or problem.extent in around else []
         results = {identity(result): result for result in record.candidates}
         for name in ahead:
             if name == _identity_of(choice.candidate):
                 return choice
             candidate = self._able_candidate(results[name], problem, edge, settings)
             if candidate is not None:
-                measured = " and ".join(f"M={m}" for m in sorted(around))
+                measured = " and ".join(f"{problem.along.upper()}={m}" for m in sorted(around))
                 return replace(
                     choice, candidate=candidate, reason=f"{choice.reason}; the best at {measured}"
                 )
@@ -251,7 +267,8 @@ class Dispatcher:
         return replace(
             choice,
             candidate=Candidate(blas, blas.default_config(problem)),
-            reason=f"{choice.reason}; BLAS is not beaten around M={problem.m} (measured at {held})",
+            reason=f"{choice.reason}; BLAS is not beaten around "
+            f"{problem.along.upper()}={problem.extent} (measured at {held})",
         )
 
     def _able_candidate(
@@ -438,7 +455,8 @@ class Dispatcher:
             raise CacheMissError(self._unlocked(problem, key))
         if settings.on_cache_miss == "error":
             raise CacheMissError(
-                f"no tuned record for {problem} (bucket M={key.m}) in {self.store.root} and "
+                f"no tuned record for {problem} (bucket {key.along.upper()}={key.extent}) in "
+                f"{self.store.root} and "
                 f"on_cache_miss='error'; run `tmm tune` for it or allow 'tune' or 'heuristic'"
             )
         if forbidden is None:
@@ -461,7 +479,8 @@ class Dispatcher:
 
     def _unlocked(self, problem: Problem, key: Problem) -> str:
         """Why a locked store has no answer: the nearest key, field by field."""
-        said = f"no locked record for {problem} (bucket M={key.m}) in {self.store.lock_path}"
+        bucket = f"{key.along.upper()}={key.extent}"
+        said = f"no locked record for {problem} (bucket {bucket}) in {self.store.lock_path}"
         device = key.device
         near = self.store.nearest_key(device.gpu, device.environment, key.to_json())
         if near is None:
@@ -696,7 +715,7 @@ def _identity_of(candidate: Candidate) -> CandidateId:
 
 
 def _other(key: Problem, problem: Problem) -> Problem | None:
-    return key if key.m != problem.m else None
+    return key if key.extent != problem.extent else None
 
 
 def _by_time(record: TuningRecord, statuses: tuple[str, ...] = ("ok",)) -> list[CandidateResult]:

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tmm_cache import CLOCK, CacheStore, Summary, TuningRecord, digest
+from tmm_cache import CLOCK, CacheStore, Summary, TuningRecord
 
 from tmm_core.spec.device import DeviceFingerprint
 from tmm_core.spec.problem import Problem
@@ -41,8 +41,8 @@ class Neighbours:
 
     def __init__(self, store: CacheStore) -> None:
         self._store = store
-        #: By the digest of their problems without the sizes: what is asked looks at its kind alone.
-        self._families: dict[str, list[Summary]] | None = None
+        #: By their problems without the sizes: what is asked looks at its kind alone.
+        self._families: dict[Hashable, list[Summary]] | None = None
 
     def add(self, device: DeviceFingerprint, record: TuningRecord) -> None:
         """A record was saved: it is a neighbour too, in place of an older one of its problem."""
@@ -91,12 +91,18 @@ def _rank(summary: Summary, device: DeviceFingerprint) -> tuple[int, int] | None
     return None
 
 
-def _family(document: Mapping[str, Any]) -> str:
-    """What two problems have to share, in one word; a stranger's that has no digest shares none."""
+def _family(document: Mapping[str, Any]) -> Hashable:
+    """What two problems have to share; None, which is nobody's, of one that nests too deep."""
     try:
-        return digest({key: value for key, value in document.items() if key not in _SIZES})
-    except (ValueError, RecursionError):
-        return ""
+        return _frozen({key: value for key, value in document.items() if key not in _SIZES})
+    except RecursionError:
+        return None
+
+
+def _frozen(value: Any) -> Hashable:
+    if isinstance(value, Mapping):
+        return frozenset([(key, _frozen(each)) for key, each in value.items()])
+    return tuple(map(_frozen, value)) if isinstance(value, list) else value
 
 
 def _octaves(asked: Mapping[str, Any], tuned: Mapping[str, Any]) -> float:

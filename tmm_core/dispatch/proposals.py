@@ -92,8 +92,9 @@ class Proposals:
         self._handed: set[Candidate] = set()
         anchors: list[Candidate] = []
         winner = _incumbent(before, kernels)
-        baseline = next(kernel for kernel in kernels if kernel.name == BASELINE)
-        longest = HOPELESS * (_expected_us(problem, baseline) or math.inf)
+        baseline = next((kernel for kernel in kernels if kernel.name == BASELINE), None)
+        expected = None if baseline is None else _expected_us(problem, baseline)
+        longest = HOPELESS * (expected or math.inf)
         for kernel in kernels:
             try:
                 if kernel in new:

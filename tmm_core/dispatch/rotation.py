@@ -8,11 +8,13 @@ too large to be found there or is no activation at all.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import math
 from typing import Any, TypeVar
 
 import torch
 
+from tmm_core.dispatch import ragged
 from tmm_core.spec.problem import ALIGNMENT, Problem
 
 T = TypeVar("T")
@@ -29,8 +31,9 @@ MEMORY_LIMIT = 8 * 2**30
 def rotating(problem: Problem) -> tuple[str, ...]:
     """The operands that change from call to call: both of a batched product, of a weight gradient
     (``a`` is transposed) and where ``a`` is larger than half the L2; else the weight alone."""
-    a_bytes = problem.m * problem.k * problem.batch * problem.a.dtype.itemsize
+    a_bytes = math.prod(problem.a_shape) * problem.a.dtype.itemsize
     both = problem.batch > 1 or problem.a.layout == "col" or a_bytes > problem.device.l2 / 2 > 0
+    both = both or problem.along != "m"
     return ("a", "b") if both else ("b",)
 
 
@@ -38,10 +41,10 @@ def copies(problem: Problem, limit: float = MEMORY_LIMIT) -> int:
     """Calls in a chain of ``problem``: enough for the operands that rotate to come from memory,
     and no more than ``limit`` bytes hold, outputs included. 1 on a CPU."""
     if problem.device.type != "cuda":
-        return 1
+        return 2 if problem.groups else 1  # ragged ones in two distributions
     changing = _rotating_bytes(problem)
     wanted = max(CHAIN_BYTES, L2_TIMES * problem.device.l2) / max(changing, 1)
-    written = problem.batch * problem.m * problem.n * problem.out.dtype.itemsize
+    written = math.prod(problem.out_shape) * problem.out.dtype.itemsize
     affordable = int(limit / max(changing + written, 1))
     return max(1, min(max(2, math.ceil(wanted)), MOST_COPIES, affordable))
 
@@ -71,13 +74,16 @@ def memory_limit(device: torch.device) -> float:
 
 
 def rotated(arguments: T, problem: Problem, count: int) -> list[T]:
-    """``count`` variants of a dataclass of tensors, of which the rotating ones are copies."""
+    """``count`` variants of a tuple or dataclass of tensors, of which the rotating ones are
+    copies."""
     names = rotating(problem)
     given: Any = arguments
-    return [arguments] + [
-        dataclasses.replace(given, **{name: duplicate(getattr(given, name)) for name in names})
+    replaced = getattr(given, "_replace", None) or functools.partial(dataclasses.replace, given)
+    copies = [arguments] + [
+        replaced(**{name: duplicate(getattr(given, name)) for name in names})
         for _ in range(count - 1)
     ]
+    return copies if problem.groups is None else ragged.alternated(copies)
 
 
 def duplicate(t: torch.Tensor) -> torch.Tensor:
@@ -92,9 +98,8 @@ def duplicate(t: torch.Tensor) -> torch.Tensor:
 
 
 def _rotating_bytes(problem: Problem) -> int:
-    width = problem.n * (2 if problem.gated else 1)
     sizes = {
-        "a": problem.m * problem.k * problem.a.dtype.itemsize,
-        "b": problem.k * width * problem.b.dtype.itemsize,
+        "a": math.prod(problem.a_shape) * problem.a.dtype.itemsize,
+        "b": math.prod(problem.b_shape) * problem.b.dtype.itemsize,
     }
-    return problem.batch * sum(sizes[name] for name in rotating(problem))
+    return sum(sizes[name] for name in rotating(problem))

@@ -25,17 +25,23 @@ class Trial:
     Args:
         deterministic: It promises the same bits for the same inputs.
         baseline: Its values are no verdict.
+        slack: Factor on the tolerance.
     """
 
     def __init__(
-        self, fixture: Fixture, launcher: Launcher, deterministic: bool, baseline: bool
+        self,
+        fixture: Fixture,
+        launcher: Launcher,
+        deterministic: bool,
+        baseline: bool,
+        slack: float = 1.0,
     ) -> None:
         self._fixture, self._launcher = fixture, launcher
         self._outputs: Outputs | None = None
         if fixture.problem.epilogue.outputs:
             self._launcher = self._outputs = Outputs(fixture, launcher, deterministic)
         self._deterministic, self._baseline = deterministic, baseline
-        self._limit = verify.tolerance(fixture.problem)
+        self._limit = verify.tolerance(fixture.problem) * slack
         self._errors: list[float] = []
 
     @property

@@ -36,7 +36,6 @@ from tmm_core.dispatch.verifier import Verifier
 from tmm_core.errors import warn
 from tmm_core.launch.beside import delivering
 from tmm_core.settings import Settings
-from tmm_core.spec.arguments import Arguments
 from tmm_core.spec.asking import Asked, let_through, told
 from tmm_core.spec.bucket import bucket_edge, probes
 from tmm_core.spec.kernel import BASELINE, Candidate, Config, Kernel, Launcher
@@ -148,7 +147,8 @@ class Tuner:
         new = unmeasured(problem, kernels, before)
         if before is not None and not new:
             return before
-        if not any(kernel.name == BASELINE for kernel in kernels):
+        # Of ragged products torch refuses some; then there is none to beat.
+        if problem.groups is None and not any(kernel.name == BASELINE for kernel in kernels):
             raise ValueError(f"no {BASELINE!r} kernel to compare with")
         proposals = Proposals(problem, kernels, new, before, hints)
         # What the record says of BLAS must be BLAS at the precision that was asked for.
@@ -419,14 +419,15 @@ class _Tuning:
 
     def _inside(self, finalists: Sequence[_Trial]) -> None:
         """Verify and time the finalists at other M that the record answers for."""
-        if self._problem.m != bucket_edge(self._problem.m):
+        if self._problem.extent != bucket_edge(self._problem.extent):
             return
         # M is in few constants: most of these are compiled already.
-        asked = [(m, trial) for m in probes(self._problem.m) for trial in finalists]
-        launchers = self._bound([(replace(self._problem, m=m), t.candidate) for m, t in asked])
+        extents = probes(self._problem.extent)
+        asked = [(m, trial) for m in extents for trial in finalists]
+        launchers = self._bound([(self._problem.at(m), t.candidate) for m, t in asked])
         bound = dict(zip(asked, launchers, strict=True))
         self._verifier.release()  # of several M one's tensors at a time
-        for m in probes(self._problem.m):
+        for m in extents:
             if time.monotonic() > self._deadline:
                 return
             verifier = self._verifier.inside(m)
@@ -442,7 +443,7 @@ class _Tuning:
                 if guest.launcher is not None:
                     there.append((trial, chain.runner(guest.launcher)))
                 elif guest.status == "wrong" and trial.status == "ok":
-                    trial.fail(f"at M={m}: {guest.reason}", "wrong")
+                    trial.fail(f"at {problem.along.upper()}={m}: {guest.reason}", "wrong")
             verifier.release()
             runs = [run for _, run in there]
             if not runs:
@@ -492,7 +493,7 @@ class _Runner:
     """A candidate on each copy of the operands all are timed on."""
 
     launcher: Launcher
-    inputs: Sequence[Arguments]
+    inputs: Sequence[verify.Inputs]
     out: torch.Tensor | None
 
     def __call__(self, copy: int) -> object:

@@ -8,7 +8,7 @@ with special values among them, and over again.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -70,6 +70,7 @@ class Verifier:
         deterministic: bool = True,
         baseline: bool = False,
         brief: bool = False,
+        slack: float = 1.0,
     ) -> Verdict:
         """Launch it in every way it is used, on the current stream, and say what is wrong.
 
@@ -80,6 +81,7 @@ class Verifier:
                 4.6 % for 60, 0.2 % for 120.
             baseline: It is BLAS, whose error is reported and is no verdict.
             brief: One launch without ``out`` and one with, no more.
+            slack: Factor on the tolerance.
 
         Raises:
             Exception: Whatever the launcher raises.
@@ -90,7 +92,7 @@ class Verifier:
             if not sets:
                 why = f"cannot be verified within {fixture.limit / 2**20:.0f} MiB of memory"
                 return Verdict(None, why, unknown=True)
-            trial = Trial(fixture, launcher, deterministic, baseline)
+            trial = Trial(fixture, launcher, deterministic, baseline, slack)
             reason, changed = None, ["not looked at"]
             try:
                 try:
@@ -108,7 +110,7 @@ class Verifier:
     def inside(self, m: int) -> Verifier:
         """The verifier of this problem at another M of its bucket; the same one each time."""
         if m not in self._inside:
-            other = replace(self.problem, m=m)
+            other = self.problem.at(m)
             limit, sampled = self._limit, self._sampled
             self._inside[m] = Verifier(other, self._device, memory_limit=limit, sampled=sampled)
         return self._inside[m]

@@ -11,11 +11,14 @@ from collections.abc import Callable
 
 import torch
 
+from tmm_core.dispatch import ragged
 from tmm_core.dispatch.guarded import lie
 from tmm_core.formats import BY_STORAGE, ScaleKind, of_pair
 from tmm_core.spec.arguments import Arguments
 from tmm_core.spec.problem import Operand, Problem
 
+#: The arguments of a launch: of a plain product, or of a ragged one.
+Inputs = Arguments | ragged.Inputs
 #: Rows or columns of a matrix: a slice, or a tensor of their places.
 Places = slice | torch.Tensor
 #: Makes an uninitialised tensor of that class and shape.
@@ -43,7 +46,9 @@ def make_inputs(
     seed: int,
     empty: Empty | None = None,
     with_out: bool = True,
-) -> Arguments:
+    skewed: bool = True,
+    whole: bool = True,
+) -> Inputs:
     """Random operands of the problem's sizes and stride classes.
 
     randn, because zeros and constants run faster on real hardware and hide wrong indexing;
@@ -53,6 +58,9 @@ def make_inputs(
     Args:
         empty: Where the tensors lie; by default each by itself.
         with_out: Make an output too; otherwise it is an empty tensor.
+        skewed: Groups of a ragged problem differ much in size; else they are alike but for the
+            empty ones.
+        whole: They take all that there is; else there is NaN beyond the last one.
     """
     make = empty or functools.partial(_empty, device=device)
     spread = max(1, problem.k) ** -0.25
@@ -71,7 +79,7 @@ def make_inputs(
         return make(Operand(torch.float32), (1, t.numel())).view(size).copy_(t)
 
     def fill(spec: Operand, *shape: int, spread: float = spread) -> torch.Tensor:
-        t = make(spec, (*batch, *shape))
+        t = make(spec, shape)
         form = BY_STORAGE.get(t.dtype)
         if form is None and t.is_floating_point():
             return t.normal_(0, spread, generator=generator)
@@ -80,15 +88,32 @@ def make_inputs(
 
     bias = None
     if problem.bias is not None:
-        bias = make(Operand(problem.bias), (1, width))[0]
-        bias.copy_(torch.randn(width, generator=generator, device=device))
+        bias = make(Operand(problem.bias), (1, *problem.bias_shape)[-2:])
+        bias.copy_(torch.randn(bias.shape, generator=generator, device=device))
+        bias = bias if problem.groups else bias[0]
+    if problem.groups is not None:
+        rows = ragged.Rows.of(
+            problem.groups, problem.extent, device, generator, skewed=skewed, whole=whole
+        )
+        gathers = problem.groups.a_index is not None
+        given = ragged.Inputs(
+            a=fill(problem.a, *((rows.read, problem.k) if gathers else problem.a_shape)),
+            b=fill(problem.b, *problem.b_shape),
+            bias=bias,
+            residual=fill(problem.residual, *problem.out_shape) if problem.residual else None,
+            alpha=0.5 if problem.scaled else 1.0,
+            out=make(problem.out, problem.out_shape if with_out else (0, 0)),
+            rows=rows,
+        )
+        rows.soil(problem, given.a, given.b, given.residual)
+        return given
     inputs = Arguments(
-        a=fill(problem.a, problem.m, problem.k),
-        b=fill(problem.b, problem.k, width),
+        a=fill(problem.a, *problem.a_shape),
+        b=fill(problem.b, *problem.b_shape),
         bias=bias,
-        residual=fill(problem.residual, problem.m, problem.n) if problem.residual else None,
+        residual=fill(problem.residual, *problem.out_shape) if problem.residual else None,
         alpha=0.5 if problem.scaled else 1.0,
-        out=make(problem.out, (*batch, problem.m, problem.n) if with_out else (0, 0)),
+        out=make(problem.out, problem.out_shape if with_out else (0, 0)),
         scale_a=scale(problem.scale_a, problem.m, 1),
         scale_b=scale(problem.scale_b, 1, width),
     )
@@ -189,6 +214,8 @@ def error(out: torch.Tensor, expected: torch.Tensor) -> float:
 
 def rms(expected: torch.Tensor) -> torch.Tensor:
     """Root of the mean square, one where that is zero."""
+    if not expected.numel():
+        return torch.ones((), dtype=expected.dtype, device=expected.device)
     scale = expected.square().mean().sqrt()
     return torch.where(scale > 0, scale, torch.ones_like(scale))
 

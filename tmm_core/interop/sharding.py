@@ -32,7 +32,7 @@ from torch.distributed.tensor.placement_types import Placement
 
 from tmm_core import compat
 from tmm_core.errors import TmmWarning
-from tmm_core.interop import operator
+from tmm_core.interop import grouped, operator
 from tmm_core.launch import warm
 from tmm_core.spec.arguments import Arguments
 
@@ -41,7 +41,7 @@ Rule = tuple[list[Placement], list[Placement]]
 
 
 def register() -> None:
-    """Tell DTensor how to run ``tmm::matmul``."""
+    """Tell DTensor how to run ``tmm::matmul`` and ``tmm::grouped_matmul``."""
     info = compat.schema_info()
     propagator = getattr(getattr(DTensor, "_op_dispatcher", None), "sharding_propagator", None)
     if info is None or propagator is None:
@@ -59,6 +59,8 @@ def register() -> None:
     # Absent tensors count too (torch 2.10 leaves them out below `static_argnum`): a decision
     # says by position which operands to move.
     propagator.op_to_schema_info[operator.matmul] = info(static_argnum=0)
+    register_sharding(grouped.grouped_matmul)(grouped_shardings)
+    propagator.op_to_schema_info[grouped.grouped_matmul] = info(static_argnum=0)
 
 
 def shardings(*given: Any, **named: Any) -> list[Rule]:
@@ -104,6 +106,54 @@ def shardings(*given: Any, **named: Any) -> list[Rule]:
         rules.append(
             ([Partial()], [*k, *(Partial() for _ in terms), *(Replicate() for _ in scales)])
         )
+    return rules
+
+
+def grouped_shardings(
+    a: Any,
+    b: Any,
+    offs: Any,
+    bias: Any = None,
+    residual: Any = None,
+    alpha: float = 1.0,
+    epilogue: str = "",
+    out_dtype: Any = None,
+    a_index: Any = None,
+    out_index: Any = None,
+    out_weights: Any = None,
+    zeroed: bool = False,
+) -> list[Rule]:
+    """The rules for a grouped product: M, N or K sharded where it is not ragged. Groups, and what
+    is ragged, are not: ``offs`` speaks of all of them, so that experts are sharded as local
+    tensors."""
+    fused = warm.epilogue_of(epilogue)
+    # Where the dimensions of the matrices lie; offs and indices are of every rank.
+    rest = [t for t in (a_index, out_index, out_weights) if t is not None]
+    terms = [t for t in (bias, residual) if t is not None]
+    out_ndim = 3 if a.ndim == b.ndim == 2 else 2
+
+    def rule(result: Placement, of_a: Placement, of_b: Placement, *of_terms: Placement) -> Rule:
+        return [result], [of_a, of_b, Replicate(), *of_terms, *(Replicate() for _ in rest)]
+
+    def of_terms(in_bias: bool, in_residual: int) -> list[Placement]:
+        placed: list[Placement] = []
+        if bias is not None:
+            placed.append(Shard(bias.ndim - 1) if in_bias else Replicate())
+        if residual is not None:
+            placed.append(Shard(in_residual))
+        return placed
+
+    rules = [rule(Replicate(), Replicate(), Replicate(), *(Replicate() for _ in terms))]
+    ragged = "k" if out_ndim == 3 else "m" if a.ndim == 2 else "n"
+    if ragged != "m":
+        m = out_ndim - 2
+        rules.append(rule(Shard(m), Shard(a.ndim - 2), Replicate(), *of_terms(False, m)))
+    if ragged != "n" and not fused.gated:
+        n = out_ndim - 1
+        rules.append(rule(Shard(n), Replicate(), Shard(b.ndim - 1), *of_terms(True, n)))
+    if ragged != "k" and not fused.gated and fused.linear:
+        partial = [Partial() for _ in terms]
+        rules.append(rule(Partial(), Shard(a.ndim - 1), Shard(b.ndim - 2), *partial))
     return rules
 
 

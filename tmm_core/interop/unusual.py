@@ -84,7 +84,8 @@ def by_override(function: Callable[..., Tensor], tensors: dict[str, Any], **rest
 
 
 def _refuse_what_torch_cannot(call: Arguments) -> None:
-    if call.extras:
+    # Compiled, torch 2.10 reads the fields of a NamedTuple and none of its properties.
+    if any(getattr(call, name) is not None for name in EXTRAS):
         raise RuntimeError(f"{' and '.join(EXTRAS)} are for strided operands of 8-bit floats")
     if torch.compiler.is_dynamo_compiling():
         return  # settings are no part of a graph
@@ -96,7 +97,7 @@ def _refuse_what_torch_cannot(call: Arguments) -> None:
 
 
 def _by_torch(call: Arguments, epilogue: Epilogue) -> Tensor:
-    a, b, bias, residual, alpha, _, out_dtype = call.common
+    a, b, bias, residual, alpha, _, out_dtype = call[:7]
     plain = not isinstance(alpha, Tensor) and alpha == 1.0
     if b.dim() == 2 and (a.is_nested or a.is_mkldnn or b.is_mkldnn):
         # Their way to multiply by a weight; torch.matmul has none.

@@ -37,18 +37,7 @@ def check(call: Arguments, epilogue: Epilogue) -> torch.Size:
         TypeError: An ``out_dtype`` that is not a floating dtype.
     """
     a, b, bias, residual, out_dtype = call.a, call.b, call.bias, call.residual, call.out_dtype
-    tensors = call.given
-    for t in tensors:
-        if not strided(t):
-            layout = "torch.strided, nested" if t.is_nested else t.layout
-            raise RuntimeError(f"kernels take dense tensors, got one of layout {layout}")
-    devices = dict.fromkeys(t.device for t in tensors)
-    if len(devices) > 1:
-        names = [str(device) for device in devices]
-        raise RuntimeError(
-            "Expected all tensors to be on the same device, but found at least two devices, "
-            f"{names[0]} and {names[1]}!"
-        )
+    addressable(*call.given)
     shape = product_shape(a, b)
     form = formats.of_pair(a.dtype, b.dtype)
     if a.dtype != b.dtype and form is None:
@@ -118,6 +107,26 @@ def check_number(function: str, alpha: Any) -> None:
         kinds = "Number or Tensor" if function == "matmul" else "Number"
         kind = type(alpha).__name__
         raise TypeError(f"{function}(): argument 'alpha' must be {kinds}, not {kind}")
+
+
+def addressable(*tensors: torch.Tensor | None) -> None:
+    """Refuse what has no address that kernels could be given, and tensors of several devices.
+
+    Raises:
+        RuntimeError: One is sparse, nested or in mkldnn's layout; or they lie on several devices,
+            in torch's words.
+    """
+    for t in tensors:
+        if t is not None and not strided(t):
+            layout = "torch.strided, nested" if t.is_nested else t.layout
+            raise RuntimeError(f"kernels take dense tensors, got one of layout {layout}")
+    devices = dict.fromkeys(t.device for t in tensors if t is not None)
+    if len(devices) > 1:
+        names = [str(device) for device in devices]
+        raise RuntimeError(
+            "Expected all tensors to be on the same device, but found at least two devices, "
+            f"{names[0]} and {names[1]}!"
+        )
 
 
 def result_dtype(a: torch.Tensor, out_dtype: torch.dtype | None) -> torch.dtype:

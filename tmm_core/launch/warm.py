@@ -185,12 +185,16 @@ run: Callable[..., Tensor] = written("run", parameters(ROLE), _run(), globals())
 
 def _build(key: tuple[Any, ...], call: Arguments) -> Plan:
     plan = make_plan(call, epilogue_of(call.epilogue), settings.current())
+    keep(key, plan)
+    return plan
+
+
+def keep(key: tuple[Any, ...], plan: Plan) -> None:
+    """Answer by ``plan`` from now on, unless it was chosen with its hands tied, under capture."""
     if not plan.problem.capturing:
-        # What was chosen under capture was chosen with its hands tied.
         if len(_plans) >= MAX_PLANS:
             _plans.clear()
         _plans[key] = plan
-    return plan
 
 
 def make_plan(call: Arguments, epilogue: Epilogue, current: settings.Settings) -> Plan:

@@ -16,7 +16,8 @@ Import it by name: ``import tmm_core`` alone does not.
 from __future__ import annotations
 
 from tmm_core.nn.convert import Change, LeftAlone, Report, convert
+from tmm_core.nn.experts import Experts
 from tmm_core.nn.gated import GatedMLP, SwiGLU
 from tmm_core.nn.linear import Linear
 
-__all__ = ["Change", "GatedMLP", "LeftAlone", "Linear", "Report", "SwiGLU", "convert"]
+__all__ = ["Change", "Experts", "GatedMLP", "LeftAlone", "Linear", "Report", "SwiGLU", "convert"]

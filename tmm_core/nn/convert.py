@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from tmm_core.errors import warn
-from tmm_core.nn import proof
+from tmm_core.nn import experts, proof
 from tmm_core.nn.gated import GatedMLP, joinable, joined
 from tmm_core.nn.linear import Linear
 
@@ -29,8 +29,9 @@ class Change:
     """One module that another stands in for now."""
 
     #: ``linear``: swapped. ``epilogue``: swapped, with the activation after it in its kernel.
-    #: ``gated``: gate and up projection in one product.
-    kind: Literal["linear", "epilogue", "gated"]
+    #: ``gated``: gate and up projection in one product. ``experts``: the experts of Transformers'
+    #: mixtures in grouped products.
+    kind: Literal["linear", "epilogue", "gated", "experts"]
     path: str
     before: str
     after: str
@@ -96,6 +97,8 @@ class Report:
             f"{kinds.count('epilogue')} activations fused, "
             f"{kinds.count('linear')} other linears swapped, {len(self.left)} left alone"
         ]
+        if count := kinds.count("experts"):
+            lines[0] += f", {count} mixtures of experts grouped"
         done = [(c.path, f"{c.before} → {c.after}") for c in self.changes]
         lines += [f"  {line}" for line in _folded(done)]
         left = [(item.path, f"{item.module} left alone: {item.reason}") for item in self.left]
@@ -117,6 +120,8 @@ def convert(model: nn.Module, *, inplace: bool = True, static_weights: bool = Fa
     * A layer whose results all go through one activation takes the activation into its
       kernel; ``nn.Identity`` takes the activation's place. This holds for ``nn.Sequential``
       and for any module whose forward ``torch.fx`` can trace.
+    * The expert layers of Transformers' mixtures (Mixtral, Qwen3-MoE, gpt-oss, DeepSeek-V3 and
+      others that its ``experts_implementation`` reaches) become two grouped products.
     * A module whose forward is exactly ``down(activation(gate(x)) * up(x))``, whatever its
       children are called, becomes a :class:`tmm_core.nn.GatedMLP` around the same children.
 
@@ -209,6 +214,20 @@ class _Conversion:
             self._leave(layer, reason)
             return False
         return type(layer) is nn.Linear or not layer.epilogue
+
+    def _groupable(self, layer: nn.Module) -> bool:
+        if not experts.is_theirs(layer):
+            return False
+        reason = _hooked(layer)
+        if not self._slots[layer]:
+            reason = "it is the model itself, which nothing holds"
+        elif any(not _is_plain(p) for p in layer.parameters(recurse=False)):
+            reason = "its parameters are not plain ones"
+        elif overrides := _overrides(type(layer)):
+            reason = f"its class has its own {', '.join(overrides)}"
+        if reason is not None:
+            self._leave(layer, reason)
+        return reason is None
 
     def _activation(self, module: nn.Module) -> str | None:
         name = proof.activation(module)
@@ -312,6 +331,7 @@ class _Conversion:
         pairs: list[proof.Pair],
     ) -> None:
         absorbed = {pair.linear: pair for pair in pairs}
+        mixtures = {module for module in self._slots if self._groupable(module)}
         for module in self._slots:
             if module in gatings:
                 self._fuse_gating(module, gatings[module])
@@ -319,6 +339,9 @@ class _Conversion:
                 self._fuse_pair(absorbed[module])
             elif module in linears and type(module) is nn.Linear:
                 self._swap("linear", module, "Linear", Linear.of(module))
+            elif module in mixtures:
+                grouped = experts.TransformersExperts.of(module)
+                self._swap("experts", module, type(module).__name__, grouped)
             if self._static_weights and isinstance(module, (Linear, GatedMLP)):
                 module.static_weights = True
         for activation, parent in dict.fromkeys((p.activation, p.parent) for p in pairs):
@@ -337,14 +360,14 @@ class _Conversion:
 
     def _swap(
         self,
-        kind: Literal["linear", "epilogue", "gated"],
+        kind: Literal["linear", "epilogue", "gated", "experts"],
         original: nn.Module,
         before: str,
-        replacement: Linear | GatedMLP,
+        replacement: Linear | GatedMLP | experts.TransformersExperts,
     ) -> None:
         epilogue = f"(epilogue={replacement.epilogue!r})" if replacement.epilogue else ""
         after = f"{type(replacement).__name__}{epilogue}"
-        if self._static_weights:
+        if self._static_weights and not isinstance(replacement, experts.TransformersExperts):
             replacement.static_weights = True
         for slot in self._slots[original]:
             self._put(slot, original, replacement)

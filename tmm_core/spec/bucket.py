@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 from tmm_core.spec.problem import Problem
 
 #: Rows that a bucket with two measurements inside holds at most.
@@ -28,7 +26,7 @@ def bucket_edge(m: int) -> int:
 
 def bucketed(problem: Problem) -> Problem:
     """The problem whose record answers for ``problem``."""
-    return replace(problem, m=bucket_edge(problem.m))
+    return problem.at(bucket_edge(problem.extent))
 
 
 def probes(edge: int) -> tuple[int, ...]:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
+import torch
+
 Ragged = Literal["m", "n", "k"]
 
 
@@ -20,25 +22,62 @@ class Groups:
     - ``"n"``: ``a[count, M, K] @ b[K, N] → out[M, N]``, columns likewise;
     - ``"k"``: ``a[M, K] @ b[K, N] → out[count, M, N]``, one product of each range of K.
 
+    Where rows are ragged, and only there, launches may be given more tensors, a number for each
+    row: ``a_index``, the row of ``a`` that is multiplied; ``out_index``, the row of the result
+    that it becomes, no two the same; ``out_weights``, what it is multiplied by after the epilogue
+    and before the residual, which lies as the result does. These are the dtypes of what is given.
+
+    What is beyond ``offs[-1]`` belongs to no group: it is not read, and of the result it is left
+    as it is, or with ``zeroed`` made zero, since a gradient has to be.
+
     Raises:
-        ValueError: ``count`` is not positive, or ``ragged`` names no dimension.
+        ValueError: ``count`` is not positive, ``ragged`` names no dimension, or other than rows
+            are gathered, scattered or weighed.
     """
 
     count: int
     ragged: Ragged
+    a_index: torch.dtype | None = None
+    out_index: torch.dtype | None = None
+    out_weights: torch.dtype | None = None
+    zeroed: bool = False
 
     def __post_init__(self) -> None:
         if self.count < 1:
             raise ValueError(f"there is at least one group, got {self.count}")
         if self.ragged not in get_args(Ragged):
             raise ValueError(f"products are ragged along m, n or k, not {self.ragged!r}")
+        if self.ragged != "m" and len(self.given) > 1:
+            raise ValueError(f"only rows have {' or '.join(self.given[1:])}, not {self.ragged}")
+
+    @property
+    def extras(self) -> dict[str, torch.dtype | None]:
+        """The tensors that launches may be given besides those of a plain product, by name, and
+        their dtypes where they are."""
+        return {
+            "offs": torch.int32,
+            "a_index": self.a_index,
+            "out_index": self.out_index,
+            "out_weights": self.out_weights,
+        }
+
+    @property
+    def given(self) -> tuple[str, ...]:
+        """Names of those that they are given, in their order."""
+        return tuple(name for name, dtype in self.extras.items() if dtype is not None)
 
     def to_json(self) -> dict[str, Any]:
-        return {"count": self.count, "ragged": self.ragged}
+        dtypes = {name: str(d).removeprefix("torch.") for name, d in self.extras.items() if d}
+        del dtypes["offs"]
+        zeroed = {"zeroed": True} if self.zeroed else {}
+        return {"count": self.count, "ragged": self.ragged, **dtypes, **zeroed}
 
     @classmethod
     def from_json(cls, doc: Mapping[str, Any]) -> Groups:
-        return cls(int(doc["count"]), doc["ragged"])
+        names = ("a_index", "out_index", "out_weights")
+        dtypes = {name: getattr(torch, doc[name]) for name in names if doc.get(name)}
+        return cls(int(doc["count"]), doc["ragged"], **dtypes, zeroed=bool(doc.get("zeroed")))
 
     def __str__(self) -> str:
-        return f"{self.count} groups along {self.ragged}"
+        also = [*self.given[1:], *(["zeroed"] if self.zeroed else [])]
+        return " ".join([f"{self.count} groups along {self.ragged}", *also])

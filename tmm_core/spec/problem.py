@@ -138,10 +138,10 @@ class Problem:
         """The problem these tensors pose. They are taken to fit together: 2-D or 3-D
         operands, ``residual`` of the shape of ``out``. ``out`` may be a meta tensor."""
         return cls(
-            m=a.shape[-2],
+            m=out.shape[-2],
             n=out.shape[-1],
             k=a.shape[-1],
-            batch=a.shape[0] if a.dim() == 3 else 1,
+            batch=a.shape[0] if a.dim() == 3 and fields.get("groups") is None else 1,
             a=Operand.of(a),
             b=Operand.of(b),
             out=Operand.of(out),
@@ -156,6 +156,49 @@ class Problem:
     @property
     def gated(self) -> bool:
         return self.epilogue.gated
+
+    @property
+    def along(self) -> Literal["m", "n", "k"]:
+        """The dimension whose size differs from call to call: records answer for a range of
+        it. That of the rows, or the ragged one."""
+        return self.groups.ragged if self.groups else "m"
+
+    @property
+    def extent(self) -> int:
+        """The size of that dimension."""
+        return {"m": self.m, "n": self.n, "k": self.k}[self.along]
+
+    def at(self, extent: int) -> Problem:
+        """The same with another size of that dimension."""
+        change: dict[str, Any] = {self.along: extent}
+        return replace(self, **change)
+
+    @property
+    def a_shape(self) -> tuple[int, ...]:
+        """The shape of ``a``; where its rows are gathered, that of the rows gathered."""
+        return (*self._stack("n"), self.m, self.k)
+
+    @property
+    def b_shape(self) -> tuple[int, ...]:
+        return (*self._stack("m"), self.k, self.n * (2 if self.gated else 1))
+
+    @property
+    def out_shape(self) -> tuple[int, ...]:
+        """The shape of the result, and of a residual."""
+        return (*self._stack("k"), self.m, self.n)
+
+    @property
+    def bias_shape(self) -> tuple[int, ...]:
+        """A vector, or one for each group."""
+        width = self.n * (2 if self.gated else 1)
+        return (self.groups.count, width) if self.groups else (width,)
+
+    def _stack(self, ragged: str) -> tuple[int, ...]:
+        """What is before the last two dimensions of the operand that has no ragged dimension
+        where it is ``ragged`` that is."""
+        if self.groups is not None:
+            return (self.groups.count,) if self.groups.ragged == ragged else ()
+        return (self.batch,) if self.batch > 1 else ()
 
     @property
     def plain(self) -> bool:

@@ -70,6 +70,8 @@ class Supports:
         outputs: Kinds of an epilogue's outputs (:class:`~tmm_core.Port`).
         reduces: By what these may be reduced: ``"max"``, ``"sum"``.
         ragged: Dimensions along which groups may differ (:class:`~tmm_core.Groups`).
+        indexed: Rows of ragged products that are gathered, scattered or weighed.
+        zeroed: Making zero what is beyond the last group.
 
     Raises:
         TypeError: A string where a collection of names is wanted.
@@ -95,6 +97,8 @@ class Supports:
     outputs: Collection[str] = ()
     reduces: Collection[str] = ()
     ragged: Collection[str] = frozenset()
+    indexed: bool = False
+    zeroed: bool = False
 
     def __post_init__(self) -> None:
         for name in _COLLECTIONS:
@@ -109,7 +113,7 @@ class Supports:
     def everything(cls) -> Supports:
         """All problems that there are: for a kernel whose ``declines`` says all there is to say."""
         everything: dict[str, Any] = dict.fromkeys(_COLLECTIONS, ANY)
-        everything |= dict.fromkeys(("wide", "empty", "alpha", "gated", "unfused"), True)
+        everything |= dict.fromkeys(_FLAGS, True)
         return cls(**everything, layouts=dict.fromkeys(MATRICES, ANY), batch=None)
 
     def reasons_against(self, problem: Problem) -> list[str]:
@@ -127,6 +131,7 @@ class Supports:
         return [reason for ask in questions for reason in ask(self, problem)]
 
 
+_FLAGS = ("wide", "empty", "alpha", "gated", "unfused", "indexed", "zeroed")
 _COLLECTIONS = ("devices", "operands", "formats", "scales", "out", "bias", "residual",
                 "unaligned", "outputs", "reduces", "ragged")  # fmt: skip
 _DEVICES = {
@@ -246,6 +251,11 @@ def _groups(supports: Supports, problem: Problem) -> Iterator[str]:
     groups = problem.groups
     if groups is not None and groups.ragged not in supports.ragged:
         yield f"does not serve products that are ragged along {groups.ragged}"
+    elif groups is not None:
+        if len(groups.given) > 1 and not supports.indexed:
+            yield f"takes no {' or '.join(groups.given[1:])}"
+        if groups.zeroed and not supports.zeroed:
+            yield "does not make zero what is beyond the last group"
 
 
 def _dtype(what: str, dtype: torch.dtype, allowed: Dtypes) -> Iterator[str]:
@@ -284,7 +294,10 @@ _QUESTIONS: dict[type, dict[str, Question | None]] = {
         "dtype": _numbers,
         **dict.fromkeys(("layout", "aligned", "wide"), _matrices),
     },
-    Groups: {"count": None, "ragged": _groups},  # any number of groups is a run-time value
+    Groups: {
+        "count": None,  # any number of groups is a run-time value
+        **dict.fromkeys(("ragged", "a_index", "out_index", "out_weights", "zeroed"), _groups),
+    },
     Epilogue: {
         **dict.fromkeys(("device", "gated", "stages", "outputs"), _epilogue),
         # What it computes is the device function's business; derivatives are other calls'.

@@ -32,7 +32,8 @@ from tmm_core.spec.hookspecs import hookimpl
 from tmm_core.spec.kernel import Config, Kernel, Launcher
 from tmm_core.spec.problem import Problem
 from tmm_core.testing.probe import Posed, Probe
-from tmm_core.testing.questions import Questions, odd_problems
+from tmm_core.testing.questions import odd_problems
+from tmm_core.testing.ragged import RaggedQuestions, ragged_id
 from tmm_core.triton.interpreted import REMEDY
 
 #: Launches that must agree bit for bit.
@@ -42,11 +43,11 @@ REPEATS = {"cuda": 12, "cpu": 2}
 LONG = 100_000_000
 
 
-class KernelConformance(Questions):
+class KernelConformance(RaggedQuestions):
     """Holds ``kernel`` to the spec of :mod:`tmm_core.spec.kernel`, against an fp64 reference.
 
-    ``test_NAME(probe)`` is run with each probe of ``probes_of_NAME()``, which a subclass may
-    add to.
+    ``test_NAME(probe)`` is run with each probe of ``probes_of_NAME()``, and ``test_ragged(ragged)``
+    with each problem of ``ragged_problems()``; a subclass may add to them.
 
     Attributes:
         kernel: The kernel, an instance.
@@ -101,6 +102,8 @@ class KernelConformance(Questions):
             if not against:
                 return
             reasons.update(against)
+        if not all(map(self.kernel.reasons_against, self.ragged_problems())):
+            return
         said = "; ".join(reason for reason, _ in reasons.most_common(5))
         pytest.fail(
             f"{self.kernel.name} declines every problem of the suite on {self._device()}: {said}. "
@@ -175,23 +178,19 @@ class KernelConformance(Questions):
 
     def test_outputs(self, probe: Probe) -> None:
         """What an epilogue writes beside the result, for kernels that declare it."""
-        posed = self._posed(probe)
-        problem = posed.problem
-        self._hold_outputs(problem, [self.kernel.default_config(problem)], brief=False)
+        problem = self._posed(probe).problem
+        self._hold_verified(problem, [self.kernel.default_config(problem)])
 
     def test_configs_of_outputs(self) -> None:
         """And of each config."""
         problem = self._first_served(list(self.probes_of_outputs())).problem
-        self._hold_outputs(problem, self._configs(problem), brief=True)
+        self._hold_verified(problem, self._configs(problem), brief=True)
 
-    def _hold_outputs(self, problem: Problem, configs: Sequence[Config], brief: bool) -> None:
-        verifier = Verifier(problem, self._device())
-        for config, launcher in self._bound(problem, configs):
-            deterministic = self.kernel.traits.deterministic
-            verdict = verifier.verdict(launcher, deterministic=deterministic, brief=brief)
-            if not verdict.ok:
-                what = f"{self.kernel.name} {config} is wrong on {problem}: {verdict.reason}"
-                pytest.fail(what, pytrace=False)
+    def test_ragged(self, ragged: Problem) -> None:
+        """Groups along a dimension, for kernels that take them: of like sizes and of others, with
+        and without ``out``, and over again."""
+        self._decline(ragged)
+        self._hold_verified(ragged, [self.kernel.default_config(ragged)])
 
     # -- its configs -------------------------------------------------------------------
 
@@ -202,6 +201,14 @@ class KernelConformance(Questions):
     def test_configs_of_scales(self) -> None:
         """And of that of 8-bit operands, for kernels that take them."""
         self._hold_configs(self._first_served(self.demanding_scales()))
+
+    def test_configs_of_ragged(self) -> None:
+        """And of those of ragged products, along each dimension."""
+        served = [p for p in self.demanding_ragged() if not self.kernel.reasons_against(p)]
+        if not served:
+            self._decline(self.demanding_ragged()[0])
+        for problem in {problem.along: problem for problem in reversed(served)}.values():
+            self._hold_verified(problem, self._configs(problem), brief=True)
 
     def _hold_configs(self, posed: Posed) -> None:
         problem = posed.problem
@@ -390,6 +397,11 @@ class KernelConformance(Questions):
             name = metafunc.function.__name__.removeprefix("test_")
             probes = list(getattr(self, f"probes_of_{name}")())
             metafunc.parametrize("probe", probes, ids=str)
+        if "ragged" in metafunc.fixturenames:
+            declared = any(along in self.kernel.supports.ragged for along in "mnk")
+            none = pytest.param(None, marks=pytest.mark.skip(reason="declares no ragged products"))
+            problems = list(self.ragged_problems()) if declared else [none]
+            metafunc.parametrize("ragged", problems, ids=ragged_id)
 
     @pytest.fixture(autouse=True)
     def _compiled_ahead(self, request: pytest.FixtureRequest) -> None:
@@ -400,15 +412,18 @@ class KernelConformance(Questions):
             return
         cls._compiled = True  # type: ignore[attr-defined]
         calls = [getattr(i, "callspec", None) for i in request.session.items if _is_of(i, cls)]
-        probes = [call.params["probe"] for call in calls if call and "probe" in call.params]
+        asked: list[Probe | Problem] = []
+        for call in calls:
+            params = call.params if call else {}
+            asked += [params[name] for name in ("probe", "ragged") if params.get(name)]
 
-        def attempt(probe: Probe) -> None:
-            problem = probe.pose(self._device()).problem
+        def attempt(given: Probe | Problem) -> None:
+            problem = given if isinstance(given, Problem) else given.pose(self._device()).problem
             if not self.kernel.reasons_against(problem):
                 self._bind(problem)
 
         with futures.ThreadPoolExecutor() as pool:
-            futures.wait([pool.submit(attempt, probe) for probe in dict.fromkeys(probes)])
+            futures.wait([pool.submit(attempt, each) for each in dict.fromkeys(asked)])
 
     def _decline(self, problem: Problem) -> None:
         if reasons := self.kernel.reasons_against(problem):
@@ -444,6 +459,22 @@ class KernelConformance(Questions):
             what = f"{self.kernel.name} is wrong on {problem} ({posed.probe}):"
             hint = [f"{REMEDY}."] if interpreting() and "bfloat16" in str(posed.probe) else []
             pytest.fail("\n".join([what, *faults, *hint]), pytrace=False)
+
+    def _hold_verified(
+        self, problem: Problem, configs: Sequence[Config], brief: bool = False
+    ) -> None:
+        verifier = Verifier(problem, self._device())
+        deterministic = self.kernel.traits.deterministic
+        wrong = []
+        for config, launcher in self._bound(problem, configs):
+            verdict = verifier.verdict(
+                launcher, deterministic=deterministic, brief=brief, slack=self.slack
+            )
+            if not verdict.ok:
+                wrong.append(f"{config}: {verdict.reason}")
+        if wrong:
+            what = f"{self.kernel.name} is wrong on {problem}:"
+            pytest.fail("\n".join([what, *wrong]), pytrace=False)
 
     def _first_served(self, probes: Sequence[Probe]) -> Posed:
         """The first of these that the kernel does not decline."""

@@ -13,6 +13,7 @@ import torch
 from tmm_core.formats import FORMATS, Format
 from tmm_core.spec.device import DeviceFingerprint, interpreting
 from tmm_core.spec.epilogue import BUILTIN, Epilogue, EpilogueLike, parse
+from tmm_core.spec.groups import Groups
 from tmm_core.spec.port import Port
 from tmm_core.spec.problem import Operand, Problem
 from tmm_core.testing.memory import LAYOUTS, WRITABLE
@@ -323,6 +324,13 @@ def odd_problems(device: DeviceFingerprint) -> Iterator[Problem]:
         stored = replace(plain, a=Operand(first), b=Operand(last))
         for scale_a, scale_b in itertools.product((None, "tensor", "row"), repeat=2):
             yield replace(stored, scale_a=scale_a, scale_b=scale_b)  # type: ignore[arg-type]
+    for along in ("m", "n", "k"):
+        for count in (1, 3, 2**20):
+            for size in (0, 64, 2**31):
+                yield replace(plain, groups=Groups(count, along)).at(size)
+        yield replace(plain, groups=Groups(3, along, zeroed=True), epilogue=parse("swiglu"))
+    indexed = Groups(3, "m", torch.int32, torch.int64, torch.bfloat16, True)
+    yield replace(plain, groups=indexed, bias=torch.float16, residual=half)
     for flag in ("deterministic", "batch_invariant", "capturing", "tf32", "scaled"):
         yield replace(plain, **{flag: True})  # type: ignore[arg-type]
     gpu = DeviceFingerprint(

@@ -43,6 +43,7 @@ _DTYPES = {
     torch.float8_e5m2: "fp8e5",
     torch.int8: "i8",
     torch.int32: "i32",
+    torch.int64: "i64",
 }
 
 
@@ -315,6 +316,7 @@ def launcher(
     dtype: torch.dtype,
     *,
     workspace: tuple[int, torch.dtype] | None = None,
+    extras: Sequence[str] = (),
     outputs: int = 0,
 ) -> Bound:
     """The :data:`~tmm_core.Launcher` of a kernel that is these launches, one after another: it
@@ -328,6 +330,8 @@ def launcher(
         shape, dtype: Of the output, which is row-major where it is made here.
         workspace: Elements and dtype of scratch memory made anew for every call, if any: the
             tensor ``"workspace"``. Were it shared, the launches of two threads could mix.
+        extras: Names of the tensors that a ragged problem has besides
+            (:attr:`tmm_core.Groups.given`); a plain one may have scales.
         outputs: How many the problem's epilogue has: the tensors ``"output_0"`` and so on.
     """
     first = steps[0].launch
@@ -357,8 +361,8 @@ def launcher(
         lines = [*given, *out, *scratch, *names.preparation(known), *calls, "return out"]
         run = written(
             "run",
-            launch_parameters() + more_given,
-            [on_device(f"run({', '.join(LAUNCHED)}{keywords(EXTRAS)}{handed})"), *lines],
+            (", ".join((*LAUNCHED, *extras)) if extras else launch_parameters()) + more_given,
+            [on_device(f"run({', '.join(LAUNCHED)}{keywords(extras or EXTRAS)}{handed})"), *lines],
             namespace,
         )
         return run, Body(on_device, tuple(lines), namespace) if compiled else None

@@ -28,7 +28,7 @@ from tmm_core import dispatch, settings
 from tmm_core.bench import recheck
 from tmm_core.bench.case import Call, Case
 from tmm_core.bench.environment import driver_version
-from tmm_core.dispatch import verify
+from tmm_core.dispatch import ragged_reference, verify
 from tmm_core.dispatch.first_launch import FirstLaunches
 from tmm_core.dispatch.registry import DISTRIBUTION
 from tmm_core.errors import PluginError, SettingsError
@@ -304,7 +304,7 @@ def _wrong(kernel: str, call: Call) -> str | None:
             inputs = call.inputs()
             verify.poison(inputs.out)
             call.matmul(kernel=kernel, out=inputs.out)
-            error = verify.error(inputs.out, verify.reference(problem, inputs))
+            error = verify.error(inputs.out, ragged_reference.whole(problem, inputs))
     except Exception as fault:
         return f"{type(fault).__name__}: {fault}"
     limit = verify.tolerance(problem)

@@ -1,0 +1,393 @@
+"""``triton.ragged``: many products in one launch whose sizes along one dimension differ.
+
+The end of each group is read from ``offs`` on the device, so that nobody waits for it. The grid is
+an upper bound: a group that starts at row s owns the *slots* ``s // BLOCK_M + g`` and on, as many
+as its tiles at least, so that all groups have ``T // BLOCK_M + G`` slots whatever their sizes, and
+the group of a slot is the number of groups that end before it: one comparison of a vector, no sum
+along it. Programs of slots without rows return at once.
+
+Columns are cut likewise where they are ragged. Where K is, each group has a tile of every place of
+the result, and sums over its own range.
+
+Rows of ``a`` may be gathered by an index while they are loaded, and rows of the result scattered,
+and multiplied by a weight each, while they are stored. Operands may lie anyhow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from tmm_core import Bound, Problem, Traits
+from tmm_core.triton import Argument, Step, launcher, pointer
+from tmm_triton.kernel import GRID_LIMIT, POINTERS, TritonKernel, fills_registers, proposed
+from tmm_triton.operands import Build, TileConfig, affine, build, check, dot, halves, load, tile_of
+
+
+@triton.jit
+def group_of(slot, offs_ptr, G, TOTAL, BLOCK: tl.constexpr, GROUPS: tl.constexpr):
+    """The group that owns ``slot``, and where it starts and ends; for what is past the last group
+    ``G``. Both are held within [0, TOTAL], so that no wrong end is an address outside."""
+    group, start, end = 0, 0, TOTAL
+    for first in range(0, G, GROUPS):
+        g = first + tl.arange(0, GROUPS)
+        known = g < G
+        ends = tl.load(offs_ptr + g, mask=known, other=0)
+        before = known & (ends // BLOCK + g + 1 <= slot)
+        group += tl.sum(before.to(tl.int32))
+        start = tl.maximum(start, tl.max(tl.where(before, ends, 0)))
+        end = tl.minimum(end, tl.min(tl.where(known & (before == 0), ends, TOTAL)))
+    return group, start, end
+
+
+@triton.jit
+def finish(
+    gate, up, group, rows, at, top, cols, right, N,
+    bias_ptr, stride_biasz, stride_bias, alpha, weights_ptr,
+    residual_ptr, stride_rz, stride_rm, stride_rn, out_ptr, stride_oz, stride_om, stride_on,
+    EPILOGUE: tl.constexpr, GATED: tl.constexpr,
+):  # fmt: skip
+    """Store ``weight · EPILOGUE(alpha · acc + bias) + residual`` of rows below ``top`` and columns
+    left of ``right``; row r of the tile is ``at[r]`` of the result."""
+    if bias_ptr is not None:
+        bias_ptr += group * stride_biasz
+    if GATED:
+        gate = affine(gate, cols, N, bias_ptr, stride_bias, alpha)
+        up = affine(up, cols + N, 2 * N, bias_ptr, stride_bias, alpha)
+        acc = EPILOGUE(gate, up)
+    else:
+        acc = EPILOGUE(affine(gate, cols, N, bias_ptr, stride_bias, alpha))
+    if weights_ptr is not None:
+        weights = tl.load(weights_ptr + rows, mask=rows < top, other=0.0)
+        acc *= weights.to(tl.float32)[:, None]
+    inside = (rows[:, None] < top) & (cols[None, :] < right)
+    if residual_ptr is not None:
+        ptrs = residual_ptr + group * stride_rz
+        ptrs += at[:, None] * stride_rm + cols[None, :] * stride_rn
+        acc += tl.load(ptrs, mask=inside, other=0.0).to(tl.float32)
+    ptrs = out_ptr + group * stride_oz
+    ptrs += at[:, None] * stride_om + cols[None, :] * stride_on
+    tl.store(ptrs, acc.to(out_ptr.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def ragged_kernel(
+    a_ptr, b_ptr, bias_ptr, residual_ptr, out_ptr,
+    offs_ptr, a_index_ptr, out_index_ptr, out_weights_ptr,
+    M, N, K, G,
+    stride_az, stride_am, stride_ak,
+    stride_bz, stride_bk, stride_bn,
+    stride_rz, stride_rm, stride_rn,
+    stride_oz, stride_om, stride_on,
+    stride_biasz, stride_bias, alpha, GROUP_M,
+    RAGGED: tl.constexpr, GROUPS: tl.constexpr, ZEROED: tl.constexpr,
+    EPILOGUE: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, GATED: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    SUBTILE: tl.constexpr, WHOLE_K: tl.constexpr,
+):  # fmt: skip
+    pid = tl.program_id(0)
+    top, right, first_k, last_k = M, N, 0, K
+    if RAGGED == "m":
+        slots = M // BLOCK_M + G + ZEROED
+        slot, tile_n = tile_of(pid, slots * BLOCK_M, N, BLOCK_M, BLOCK_N, GROUP_M)
+        group, start, top = group_of(slot, offs_ptr, G, M, BLOCK_M, GROUPS)
+        first_row = start + (slot - start // BLOCK_M - group) * BLOCK_M
+        first_col = tile_n * BLOCK_N
+        if first_row >= top:
+            return
+    elif RAGGED == "n":
+        slots = N // BLOCK_N + G + ZEROED
+        tile_m, slot = tile_of(pid, M, slots * BLOCK_N, BLOCK_M, BLOCK_N, GROUP_M)
+        group, start, right = group_of(slot, offs_ptr, G, N, BLOCK_N, GROUPS)
+        first_row = tile_m * BLOCK_M
+        first_col = start + (slot - start // BLOCK_N - group) * BLOCK_N
+        if first_col >= right:
+            return
+    else:
+        tile_m, tile_n = tile_of(pid, M, N, BLOCK_M, BLOCK_N, GROUP_M)
+        group = tl.program_id(1)
+        first_row, first_col = tile_m * BLOCK_M, tile_n * BLOCK_N
+        last_k = tl.minimum(tl.maximum(tl.load(offs_ptr + group), 0), K)
+        if group > 0:
+            first_k = tl.minimum(tl.maximum(tl.load(offs_ptr + group - 1), 0), K)
+
+    rows = first_row + tl.arange(0, BLOCK_M)
+    cols = first_col + tl.arange(0, BLOCK_N)
+    at = rows
+    if out_index_ptr is not None:
+        at = tl.load(out_index_ptr + rows, mask=rows < top, other=0)
+    if ZEROED:  # noqa: SIM102 (a constant, and a condition of the device)
+        if group >= G:
+            # Past the last group: nothing is read, not even a residual.
+            zeros = tl.zeros((BLOCK_M, BLOCK_N), dtype=out_ptr.dtype.element_ty)
+            ptrs = out_ptr + at[:, None] * stride_om + cols[None, :] * stride_on
+            tl.store(ptrs, zeros, mask=(rows[:, None] < top) & (cols[None, :] < right))
+            return
+    of_a = rows
+    if a_index_ptr is not None:
+        of_a = tl.load(a_index_ptr + rows, mask=rows < top, other=0)
+    a_rows = a_ptr + group * stride_az + of_a[:, None] * stride_am
+    b_cols = b_ptr + group * stride_bz + cols[None, :] * stride_bn
+    up_cols = b_cols + N * stride_bn
+
+    gate = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    up = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for k in range(first_k, last_k, BLOCK_K):
+        ks = k + tl.arange(0, BLOCK_K)
+        a = load(a_rows + ks[None, :] * stride_ak, rows, ks, top, last_k, False, WHOLE_K)
+        b = load(b_cols + ks[:, None] * stride_bk, ks, cols, last_k, right, WHOLE_K, False)
+        gate = dot(a, b, gate, PRECISION, UPCAST)
+        if GATED:
+            b_up = load(up_cols + ks[:, None] * stride_bk, ks, cols, last_k, right, WHOLE_K, False)
+            up = dot(a, b_up, up, PRECISION, UPCAST)
+
+    if SUBTILE == 1:
+        finish(
+            gate, up, group, rows, at, top, cols, right, N,
+            bias_ptr, stride_biasz, stride_bias, alpha, out_weights_ptr,
+            residual_ptr, stride_rz, stride_rm, stride_rn, out_ptr, stride_oz, stride_om, stride_on,
+            EPILOGUE, GATED,
+        )  # fmt: skip
+    else:
+        gate_left, gate_right = halves(gate, BLOCK_M, BLOCK_N)
+        up_left, up_right = halves(up, BLOCK_M, BLOCK_N)
+        left = first_col + tl.arange(0, BLOCK_N // 2)
+        finish(
+            gate_left, up_left, group, rows, at, top, left, right, N,
+            bias_ptr, stride_biasz, stride_bias, alpha, out_weights_ptr,
+            residual_ptr, stride_rz, stride_rm, stride_rn, out_ptr, stride_oz, stride_om, stride_on,
+            EPILOGUE, GATED,
+        )  # fmt: skip
+        finish(
+            gate_right, up_right, group, rows, at, top, left + BLOCK_N // 2, right, N,
+            bias_ptr, stride_biasz, stride_bias, alpha, out_weights_ptr,
+            residual_ptr, stride_rz, stride_rm, stride_rn, out_ptr, stride_oz, stride_om, stride_on,
+            EPILOGUE, GATED,
+        )  # fmt: skip
+
+
+#: BLOCK_M, BLOCK_N, BLOCK_K, num_stages, num_warps at 16 bits per element.
+_SHAPES = [
+    (128, 256, 64, 3, 8),
+    (128, 128, 64, 4, 8),
+    (128, 64, 64, 4, 4),
+    (64, 256, 64, 4, 8),
+    (64, 128, 64, 4, 4),
+    (64, 64, 64, 5, 4),
+    (32, 128, 64, 5, 4),
+    (32, 64, 128, 5, 4),
+    (16, 128, 128, 4, 4),
+    (16, 64, 128, 5, 4),
+    (16, 64, 256, 3, 4),
+    (16, 32, 256, 5, 2),
+]
+#: Where two accumulators share the registers: BLOCK_N is the width of each.
+_GATED_SHAPES = [
+    (128, 128, 64, 3, 8),
+    (128, 64, 64, 4, 8),
+    (64, 128, 64, 4, 8),
+    (64, 64, 64, 4, 4),
+    (64, 64, 128, 3, 4),
+    (32, 64, 128, 3, 4),
+    (16, 64, 128, 4, 4),
+    (16, 32, 128, 5, 4),
+    (16, 32, 256, 4, 2),
+]
+#: Groups whose ends are compared at a time.
+_MOST_GROUPS = 256
+#: The largest group may have so many times the rows of the mean one.
+_SKEW = 4
+
+
+@dataclass(frozen=True, kw_only=True)
+class RaggedConfig(TileConfig):
+    """A tile (of each half, where gated), its pipeline, the order of tiles, and in how many
+    parts a tile is finished."""
+
+    GROUP_M: int
+    SUBTILE: int
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        check("GROUP_M", self.GROUP_M, range(1, 65))
+        check("SUBTILE", self.SUBTILE, (1, 2))
+
+    @property
+    def parts(self) -> int:
+        return self.SUBTILE
+
+    def registers(self, problem: Problem) -> int:
+        # Where a group starts anywhere, rows that start anywhere have 64-bit addresses each.
+        loose = not (problem.a.aligned and problem.b.aligned)
+        more = 16 if loose else 0
+        if problem.gated and problem.device.capability < (9, 0):
+            more += self.BLOCK_M * self.BLOCK_N // (8 * self.num_warps * 32)  # two operands of b
+        return super().registers(problem) + more
+
+
+class Ragged(TritonKernel[RaggedConfig]):
+    name = "triton.ragged"
+    traits = Traits(deterministic=True, batch_invariant=True)
+    config_type = RaggedConfig
+    supports = replace(
+        POINTERS,
+        formats=(),
+        scales=(),
+        gated=True,
+        empty=True,
+        ragged=("m", "n", "k"),
+        indexed=True,
+        zeroed=True,
+    )
+    reach = 0.6
+
+    def declines(self, problem: Problem) -> Iterable[str]:
+        yield from super().declines(problem)
+        if problem.groups is None:
+            yield "is for ragged products"
+        elif problem.groups.ragged == "k" and problem.groups.count > GRID_LIMIT:
+            yield f"{problem.groups.count} groups exceed the grid's {GRID_LIMIT}"
+
+    def configs(self, problem: Problem) -> list[RaggedConfig]:
+        shapes = _GATED_SHAPES if problem.gated else _SHAPES
+        mean = each(problem)
+        configs = [
+            RaggedConfig(
+                BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, num_stages=s, num_warps=w, GROUP_M=g, SUBTILE=sub
+            )
+            for sub in (2, 1)
+            for g in ((8, 1) if mean.m > 128 else (8,))
+            for m, n, k, s, w in proposed(problem, shapes)
+            if sub in _parts(problem, m, n, w)
+            # Columns that start anywhere are stored one by one, each beside its address.
+            if problem.along != "n" or n <= 128
+        ]
+        return self.ranked(skewed(problem), configs, 16)
+
+    def estimate_us(self, problem: Problem, config: RaggedConfig) -> float:
+        return super().estimate_us(each(problem) if problem.groups else problem, config)
+
+    def own_arithmetic(self, problem: Problem, config: RaggedConfig) -> str | None:
+        # Sums over a range that starts anywhere are cut by the other groups' sizes.
+        if problem.groups is not None and problem.groups.ragged == "k":
+            return None
+        return super().own_arithmetic(problem, config)
+
+    def builds(self, problem: Problem, config: RaggedConfig) -> list[Build]:
+        groups = problem.groups
+        assert groups is not None
+        constants: dict[str, Any] = {
+            "RAGGED": groups.ragged,
+            "GROUPS": min(triton.next_power_of_2(groups.count), _MOST_GROUPS),
+            "ZEROED": int(groups.zeroed),
+            "GATED": problem.gated,
+            "WHOLE_K": groups.ragged != "k" and problem.k % config.BLOCK_K == 0,
+        }
+        types = {"offs_ptr": "*i32", "G": "i32"}
+        for letter in _FLAT[groups.ragged]:
+            constants[f"stride_{letter}z"] = 0
+        if problem.bias is not None:
+            types["stride_biasz"] = "i64"
+        else:
+            constants["stride_biasz"] = 0
+        for name, dtype in groups.extras.items():
+            if name == "offs":
+                continue
+            if dtype is None:
+                constants[f"{name}_ptr"] = None
+            else:
+                types[f"{name}_ptr"] = pointer(dtype)
+        # By the convention of a batch, where every operand has a stride from one matrix to the
+        # next; the flat ones have none.
+        return [build(ragged_kernel, stacked(problem), config, constants, types)]
+
+    def bind(self, problem: Problem, config: RaggedConfig) -> Bound:
+        groups = problem.groups
+        assert groups is not None
+        (only,) = self.builds(problem, config)
+        known = arguments(problem, config)
+        step = Step(
+            only.launch(problem.device.type),
+            grid(problem, config),
+            {name: known[name] for name in only.types},
+        )
+        return launcher([step], problem.out_shape, problem.out.dtype, extras=groups.given)
+
+
+def _parts(problem: Problem, block_m: int, block_n: int, num_warps: int) -> tuple[int, ...]:
+    """In how many parts a tile may be finished; none: it does not fit. Two accumulators that take
+    half the registers would be spilled beside the addresses of scattered rows."""
+    if not fills_registers(problem, block_m, block_n, num_warps):
+        return (1,)
+    if not problem.gated or problem.device.interpreted:
+        return (1, 2)
+    scattered = problem.groups is not None and problem.groups.out_index is not None
+    # Before Hopper a step's operands are in registers too: 168 bytes of stack for an A100.
+    return () if scattered and problem.device.capability < (9, 0) else (2,)
+
+
+#: Operands, by letter, that have no dimension of groups: o is the result, r the residual.
+_FLAT = {"m": "aor", "n": "bor", "k": "ab"}
+_DIMENSIONS = {"a": "mk", "b": "kn", "o": "mn", "r": "mn"}
+_TENSORS = {"a": "a", "b": "b", "o": "out", "r": "residual"}
+
+
+def grid(problem: Problem, config: TileConfig) -> tuple[int, int, int]:
+    """As many programs as there are tiles at most, whatever the sizes of the groups."""
+    groups = problem.groups
+    assert groups is not None
+    high, wide = -(-problem.m // config.BLOCK_M), -(-problem.n // config.BLOCK_N)
+    slots = groups.count + groups.zeroed
+    if groups.ragged == "m":
+        return (problem.m // config.BLOCK_M + slots) * wide, 1, 1
+    if groups.ragged == "n":
+        return high * (problem.n // config.BLOCK_N + slots), 1, 1
+    return high * wide, groups.count, 1
+
+
+def arguments(problem: Problem, config: RaggedConfig) -> Mapping[str, Argument]:
+    """What each run-time argument is in one call."""
+    groups = problem.groups
+    assert groups is not None
+    known: dict[str, Argument] = {"M": problem.m, "N": problem.n, "K": problem.k}
+    known |= {"G": groups.count, "GROUP_M": config.GROUP_M, "alpha": "alpha"}
+    tensors = ("a", "b", "bias", "residual", "out", *groups.extras)
+    known |= {f"{name}_ptr": name for name in tensors}
+    known |= {"stride_biasz": ("bias", 0), "stride_bias": ("bias", 1)}
+    for letter, dims in _DIMENSIONS.items():
+        flat = letter in _FLAT[groups.ragged]
+        for place, dim in enumerate(dims if flat else "z" + dims):
+            known[f"stride_{letter}{dim}"] = (_TENSORS[letter], place)
+    return known
+
+
+def stacked(problem: Problem) -> Problem:
+    """The problem as if each of its groups were a product of a batch."""
+    assert problem.groups is not None
+    return replace(problem, groups=None, batch=max(2, problem.groups.count))
+
+
+def each(problem: Problem) -> Problem:
+    """A batch of products of the mean size."""
+    return _of_size(problem, 1)
+
+
+def skewed(problem: Problem) -> Problem:
+    """A batch of products of the size that a large group may have."""
+    return _of_size(problem, _SKEW)
+
+
+def _of_size(problem: Problem, times: int) -> Problem:
+    groups = problem.groups
+    assert groups is not None
+    name = groups.ragged
+    size = getattr(problem, name)
+    # Of fewer rows than groups each is alone in its own.
+    count = max(1, min(groups.count, size))
+    mean = -(-size // count)
+    plain = replace(problem, groups=None, batch=count)
+    return replace(plain, **{name: max(1, min(size, times * mean))})

@@ -1,0 +1,315 @@
+"""Mixtures of experts: the layer, and those of Transformers where it is installed."""
+
+from __future__ import annotations
+
+import copy
+import pickle
+import sys
+import types
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import tmm_core
+from tmm_core.nn import Experts, convert, experts
+
+Tensor = torch.Tensor
+
+
+@pytest.fixture(autouse=True)
+def by_blas() -> Iterator[None]:
+    with tmm_core.override(disable="triton.ragged"):
+        yield
+
+
+@pytest.fixture
+def products(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """The arguments of every grouped product that is asked for."""
+    asked: list[dict[str, Any]] = []
+    original = tmm_core.grouped.grouped_matmul
+
+    def spy(*args: Any, **kwargs: Any) -> Tensor:
+        asked.append(kwargs)
+        return original(*args, **kwargs)
+
+    monkeypatch.setattr(tmm_core.grouped, "grouped_matmul", spy)
+    return asked
+
+
+def expected(
+    layer: Any, x: Tensor, index: Tensor, weights: Tensor, gate: Callable[[Tensor], Tensor]
+) -> Tensor:
+    """Token by token, expert by expert."""
+    rows = []
+    for token in range(len(x)):
+        row = torch.zeros_like(x[token])
+        for expert, weight in zip(index[token].tolist(), weights[token], strict=True):
+            if expert >= layer.num_experts:
+                continue
+            up, down = layer.gate_up_proj_bias, layer.down_proj_bias
+            z = layer.gate_up_proj[expert] @ x[token] + (0 if up is None else up[expert])
+            y = layer.down_proj[expert] @ gate(z) + (0 if down is None else down[expert])
+            row = row + weight * y
+        rows.append(row)
+    return torch.stack(rows) if rows else x
+
+
+def swiglu(z: Tensor) -> Tensor:
+    gate, up = z.chunk(2, dim=-1)
+    return F.silu(gate) * up
+
+
+@pytest.mark.parametrize("bias", [False, True])
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_values_and_gradients(bias: bool, elsewhere: bool, products: list[Any]) -> None:
+    layer = Experts(4, 6, 5, bias=bias, dtype=torch.float64)
+    x = torch.randn(7, 6, dtype=torch.float64, requires_grad=True)
+    index = torch.stack([torch.randperm(4)[:2] for _ in range(7)])
+    index[index == 2] = 3  # one of no token
+    if elsewhere:
+        index[::2, 1] = 4  # another rank's
+    weights = torch.rand(7, 2, dtype=torch.float64, requires_grad=True)
+    y = layer(x, index, weights)
+    assert [call.get("epilogue") for call in products] == ["swiglu", None]
+    other = expected(layer, x, index, weights, swiglu)
+    torch.testing.assert_close(y, other)
+    grad = torch.randn_like(y)
+    wanted = [x, weights, *layer.parameters()]
+    for mine, theirs in zip(
+        torch.autograd.grad(y, wanted, grad), torch.autograd.grad(other, wanted, grad), strict=True
+    ):
+        torch.testing.assert_close(mine, theirs)
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x, index, weights), other)
+
+
+def test_no_tokens() -> None:
+    layer = Experts(3, 6, 5)
+    index = torch.empty(0, 2, dtype=torch.long)
+    assert layer(torch.empty(0, 6), index, torch.empty(0, 2)).shape == (0, 6)
+
+
+def test_the_layer_is_kept_and_told() -> None:
+    layer = Experts(3, 6, 5, activation="gelu_tanh", bias=True)
+    assert list(layer.state_dict()) == [
+        "gate_up_proj", "down_proj", "gate_up_proj_bias", "down_proj_bias",
+    ]  # fmt: skip
+    assert layer.gate_up_proj.shape == (3, 10, 6)
+    assert layer.down_proj.shape == (3, 6, 5)
+    again = pickle.loads(pickle.dumps(copy.deepcopy(layer)))
+    assert str(again) == str(layer)
+    assert "epilogue='geglu_tanh'" in str(layer)
+    x, index = torch.randn(4, 6), torch.tensor([[0], [1], [2], [0]])
+    assert torch.equal(again(x, index, torch.ones(4, 1)), layer(x, index, torch.ones(4, 1)))
+    with pytest.raises(ValueError, match="does not gate"):
+        Experts(3, 6, 5, activation="tanh")
+
+
+# -- layers as Transformers writes them ------------------------------------------------------
+
+
+class Theirs(nn.Module):
+    """An expert layer in the form that its interface gives to all of them."""
+
+    has_gate, has_bias, is_transposed, is_concatenated = True, False, False, True
+    act_fn: nn.Module
+
+    def __init__(self, dtype: torch.dtype = torch.float64) -> None:
+        super().__init__()
+        self.num_experts, self.act_fn = 4, nn.SiLU()
+        for name in ("has_gate", "has_bias", "is_transposed", "is_concatenated"):
+            self.__dict__[name] = getattr(type(self), name)  # as their decorator leaves them
+        self.gate_up_proj = nn.Parameter(torch.randn(4, 10, 6, dtype=dtype))
+        self.down_proj = nn.Parameter(torch.randn(4, 6, 5, dtype=dtype))
+        self.gate_up_proj_bias = self.down_proj_bias = None
+
+    def _apply_gate(self, z: Tensor) -> Tensor:
+        raise AssertionError("the epilogue does it")
+
+
+class Clamped(Theirs):
+    """gpt-oss's: transposed, interleaved, with biases and a gate of its own."""
+
+    has_bias, is_transposed, is_concatenated = True, True, False
+
+    def __init__(self) -> None:
+        super().__init__()
+        del self.act_fn
+        for name in ("gate_up_proj", "down_proj"):
+            weight = getattr(self, name)
+            setattr(self, name, nn.Parameter(weight.mT.contiguous()))
+            bias = nn.Parameter(torch.randn(4, weight.shape[1], dtype=weight.dtype))
+            setattr(self, f"{name}_bias", bias)
+
+    def _apply_gate(self, z: Tensor) -> Tensor:
+        gate, up = z[..., ::2].clamp(max=7), z[..., 1::2].clamp(-7, 7)
+        return (up + 1) * gate * torch.sigmoid(1.7 * gate)
+
+
+class Ungated(Theirs):
+    has_gate = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.up_proj = nn.Parameter(self.gate_up_proj[:, :5].detach().clone())
+        self.act_fn = nn.ReLU()
+
+
+class Normed(Theirs):
+    has_post_expert_norm = True
+
+    def post_expert_norm(self, y: Tensor) -> Tensor:
+        return y / y.norm(dim=-1, keepdim=True)
+
+
+@pytest.fixture
+def interface(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The module of their interface, as far as it is asked for."""
+    module = types.ModuleType(experts._THEIRS)
+    module.__dict__["_default_apply_gate"] = Theirs._apply_gate
+    module.__file__ = __file__
+    monkeypatch.setitem(sys.modules, experts._THEIRS, module)
+
+
+@pytest.mark.usefixtures("interface")
+@pytest.mark.parametrize("kind", [Theirs, Clamped, Ungated, Normed])
+def test_their_layers(kind: type[Theirs], products: list[Any]) -> None:
+    layer = kind()
+    x = torch.randn(7, 6, dtype=torch.float64)
+    index = torch.randint(5, (7, 2))  # 4: another rank's
+    weights = torch.rand(7, 2, dtype=torch.float64)
+    y = experts.forward(layer, x, index, weights)
+    plain: Any = types.SimpleNamespace(num_experts=4)
+    up = layer.up_proj if isinstance(layer, Ungated) else layer.gate_up_proj
+    gates: dict[type, Any] = {Ungated: F.relu, Clamped: layer._apply_gate}
+    for name, weight in (("gate_up_proj", up), ("down_proj", layer.down_proj)):
+        weight = weight.mT if layer.is_transposed else weight
+        setattr(plain, name, weight)
+        setattr(plain, f"{name}_bias", getattr(layer, f"{name}_bias"))
+    if isinstance(layer, Normed):
+        rows = []
+        for token in range(7):
+            row = torch.zeros(6, dtype=torch.float64)
+            for expert, weight in zip(index[token].tolist(), weights[token], strict=True):
+                if expert < 4:
+                    z = layer.down_proj[expert] @ swiglu(layer.gate_up_proj[expert] @ x[token])
+                    row = row + weight * layer.post_expert_norm(z)
+            rows.append(row)
+        other = torch.stack(rows)
+    else:
+        other = expected(plain, x, index, weights, gates.get(kind, swiglu))
+    torch.testing.assert_close(y, other)
+    epilogues = {Theirs: "swiglu", Normed: "swiglu", Clamped: None, Ungated: "relu"}
+    assert products[0]["epilogue"] == epilogues[kind]
+    if kind is Theirs:
+        half = layer.bfloat16()
+        low = experts.forward(half, x, index, weights.half())
+        assert low.dtype is torch.float64
+
+
+class Decorated(Theirs):
+    """With the forward that is in their module: this one, in the tests'."""
+
+    def forward(self, x: Tensor, index: Tensor, weights: Tensor) -> Tensor:
+        raise AssertionError("the layer was not swapped")
+
+
+@pytest.mark.usefixtures("interface")
+def test_convert_swaps_them() -> None:
+    model = nn.Sequential(nn.ModuleDict({"experts": Decorated()}))
+    before = dict(model.named_parameters())
+    report = convert(model)
+    (change,) = report.changes
+    assert (change.kind, change.path) == ("experts", "0.experts")
+    assert "Decorated → TransformersExperts(epilogue='swiglu')" in str(report)
+    assert "1 mixtures of experts grouped" in str(report)
+    layer: Any = model[0]["experts"]  # type: ignore[index]
+    assert all(p is before[name] for name, p in model.named_parameters())
+    x, index = torch.randn(3, 6, dtype=torch.float64), torch.tensor([[0], [3], [1]])
+    weights = torch.ones(3, 1, dtype=torch.float64)
+    torch.testing.assert_close(layer(x, index, weights), expected(layer, x, index, weights, swiglu))
+    assert not convert(model).changes
+    report.undo()
+    assert type(model[0]["experts"]) is Decorated  # type: ignore[index]
+    hooked = nn.Sequential(Decorated())
+    hooked[0].register_forward_hook(lambda *_: None)
+    assert "hooks are registered" in convert(hooked).left[0].reason
+
+
+def test_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, experts._THEIRS, None)
+    with pytest.raises(ImportError):
+        experts.register()
+    assert not experts.is_theirs(nn.Linear(2, 2))
+
+
+# -- Transformers' own -----------------------------------------------------------------------
+
+SIZES: dict[str, Any] = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+    "vocab_size": 50,
+}  # fmt: skip
+MODELS: dict[str, dict[str, Any]] = {
+    "Mixtral": {"num_key_value_heads": 2, "num_local_experts": 4},
+    "Qwen3Moe": {
+        "num_key_value_heads": 2, "moe_intermediate_size": 24, "num_experts": 8,
+        "num_experts_per_tok": 2, "head_dim": 8,
+    },
+    "GptOss": {"num_key_value_heads": 2, "num_local_experts": 4, "head_dim": 8},
+    "DeepseekV3": {
+        "num_key_value_heads": 4, "moe_intermediate_size": 24, "n_routed_experts": 8,
+        "num_experts_per_tok": 2, "n_group": 2, "topk_group": 1, "first_k_dense_replace": 1,
+        "kv_lora_rank": 16, "q_lora_rank": 16, "qk_rope_head_dim": 8, "v_head_dim": 8,
+        "qk_nope_head_dim": 8,
+    },
+}  # fmt: skip
+
+
+def tiny(name: str) -> Any:
+    transformers = pytest.importorskip("transformers", minversion="5.0")
+    torch.manual_seed(0)
+    config = getattr(transformers, f"{name}Config")(**SIZES, **MODELS[name])
+    model = getattr(transformers, f"{name}ForCausalLM")(config)
+    for parameter in model.parameters():  # some are not drawn
+        nn.init.normal_(parameter, std=0.2)
+    model.set_experts_implementation("eager")
+    return model
+
+
+def step(model: Any) -> tuple[Tensor, dict[str, Tensor]]:
+    ids = torch.randint(0, 50, (2, 7), generator=torch.Generator().manual_seed(1))
+    model.zero_grad()
+    result = model(ids, labels=ids)
+    result.loss.backward()
+    gradients = {n: p.grad.clone() for n, p in model.named_parameters() if p.grad is not None}
+    return result.logits.detach(), gradients
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_their_models_keep_logits_and_gradients(name: str, products: list[Any]) -> None:
+    """By ``experts_implementation="tmm"`` and by ``convert``."""
+    model = tiny(name)
+    logits, gradients = step(model)
+    assert not products
+    experts.register()
+
+    def holds() -> None:
+        asked = len(products)
+        ours, theirs = step(model), (logits, gradients)
+        layers = 1 if name == "DeepseekV3" else 2
+        assert len(products) - asked == 2 * layers
+        torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+
+    model.set_experts_implementation("tmm")
+    holds()
+    model.set_experts_implementation("eager")
+    report = convert(model)
+    holds()
+    report.undo()
+    asked = len(products)
+    step(model)
+    assert len(products) == asked

@@ -1,0 +1,684 @@
+"""Grouped products: torch's conventions, derivatives, and who answers."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from fakes import FakeConfig, FakeTimer, dispatcher, plugin, settings
+from tmm_blas import grouped_mm
+from tmm_blas.blas import Blas
+from tmm_cache import CacheStore
+from torch.utils.flop_counter import FlopCounterMode
+
+import tmm_core
+from tmm_core import Groups, Kernel, Operand, Problem, Supports, UnsupportedProblemError
+from tmm_core.bench import grouped as bench
+from tmm_core.bench import runner, suites
+from tmm_core.bench.case import Case
+from tmm_core.dispatch import ragged, rotation, verify
+from tmm_core.dispatch.fixture import Fixture
+from tmm_core.dispatch.ladder import ROWS_EACH, Dispatcher
+from tmm_core.dispatch.registry import Registry
+from tmm_core.dispatch.tuner import Tuner
+from tmm_core.dispatch.verifier import Verifier
+from tmm_core.interop import grouped
+from tmm_core.launch import warm
+from tmm_core.nn import Experts
+from tmm_core.spec.bucket import bucketed
+from tmm_core.spec.device import DeviceFingerprint
+from tmm_core.spec.epilogue import parse
+
+Tensor = torch.Tensor
+BF16, FP32 = torch.bfloat16, torch.float32
+
+# torch's own: where it first differentiates forwards, and where it compiles.
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning"),
+    pytest.mark.filterwarnings("ignore:.*isinstance.treespec, LeafSpec.*:FutureWarning"),
+]
+
+
+@pytest.fixture(autouse=True)
+def by_blas(request: pytest.FixtureRequest) -> Any:
+    """Triton's interpreter would answer: it is tried in tests of its own."""
+    with tmm_core.override(disable="triton.ragged"):
+        yield
+
+
+def ends(*of: int) -> Tensor:
+    return torch.tensor(of, dtype=torch.int32)
+
+
+OFFS = ends(3, 3, 10)
+
+
+def randn(*shape: int, **kw: Any) -> Tensor:
+    return torch.randn(shape, **kw)
+
+
+#: Operands of torch's four forms, all of 12 rows of which the last two are of no group, and whose
+#: rows start at 16 bytes as torch wants them.
+FORMS = {
+    "m": lambda **kw: (randn(12, 16, **kw), randn(3, 16, 8, **kw), OFFS),
+    "k": lambda **kw: (randn(16, 16, **kw)[:, :12], randn(12, 8, **kw), OFFS),
+    "n": lambda **kw: (randn(3, 8, 16, **kw), randn(16, 16, **kw)[:, :12], OFFS),
+    "batch": lambda **kw: (randn(3, 4, 16, **kw), randn(3, 16, 8, **kw), None),
+}
+
+
+def known(t: Tensor, form: str) -> Tensor:
+    """What is of a group."""
+    return {"m": t[..., :10, :], "n": t[..., :10]}.get(form, t)
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("dtype", [torch.float16, BF16, FP32, torch.float64])
+def test_torchs_results(form: str, dtype: torch.dtype) -> None:
+    a, b, offs = FORMS[form](dtype=dtype)
+    y = tmm_core.grouped_matmul(a, b, offs=offs)
+    if dtype is torch.float64:  # torch has none
+        expected = F.grouped_mm(*(t.float().contiguous() for t in (a, b)), offs=offs).double()
+    else:
+        expected = F.grouped_mm(a, b, offs=offs)
+    torch.testing.assert_close(known(y, form), known(expected, form), rtol=1e-2, atol=1e-2)
+    assert y.dtype is dtype
+    assert y.is_contiguous()
+
+
+A, B = randn(12, 16), randn(3, 16, 8)
+#: Calls that torch refuses, with what of it is to be seen.
+REFUSED: dict[str, Any] = {
+    "a's dimensions": (A[0], B, OFFS),
+    "b's dimensions": (A, B[0, 0], OFFS),
+    "contraction": (A, B[:, :8], OFFS),
+    "no offs": (A, B, None),
+    "offs of a batch": (randn(3, 4, 16), B, OFFS),
+    "groups": (A, B, OFFS[:2]),
+    "batches": (randn(2, 4, 16), B, None),
+    "dimensions of offs": (A, B, OFFS[None]),
+    "dtype of offs": (A, B, OFFS.long()),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_torchs_refusals(case: str) -> None:
+    a, b, offs = REFUSED[case]
+    with pytest.raises(RuntimeError) as torchs:
+        F.grouped_mm(a, b, offs=offs)
+    with pytest.raises(RuntimeError) as ours:
+        tmm_core.grouped_matmul(a, b, offs=offs)
+    assert str(ours.value) == str(torchs.value)
+
+
+INDEX = torch.zeros(12, dtype=torch.long)
+OURS: dict[str, Any] = {
+    "dtypes": ({"b": B.bfloat16()}, RuntimeError, "one dtype"),
+    "integers": ({"a": A.int(), "b": B.int()}, RuntimeError, "are not multiplied"),
+    "bias": ({"bias": randn(3)}, ValueError, r"\(8,\) or \(3, 8\)"),
+    "bias's dtype": ({"bias": randn(8).half()}, RuntimeError, "bias must have dtype"),
+    "residual": ({"residual": randn(8)}, ValueError, r"result's shape \(12, 8\)"),
+    "out_dtype": ({"out_dtype": torch.int32}, TypeError, "floating dtype"),
+    "odd width": ({"b": B[..., :7], "epilogue": "swiglu"}, ValueError, "width 2N"),
+    "index's dtype": ({"a_index": INDEX.short()}, RuntimeError, "int32 or torch.int64"),
+    "index's shape": ({"out_index": INDEX[:3]}, ValueError, r"shape \(12,\)"),
+    "gathered and scattered": (
+        {"a_index": INDEX[:5], "out_weights": randn(12)}, ValueError, r"shape \(5,\)",
+    ),
+    "index along K": (
+        {"a": randn(4, 12), "b": randn(12, 8), "a_index": INDEX}, ValueError, "rows that are ragged"
+    ),
+    "gated columns": (
+        {"a": randn(3, 4, 16), "b": randn(16, 12), "epilogue": "swiglu"}, ValueError, "are ragged"
+    ),
+    "alpha": ({"alpha": torch.ones(())}, TypeError, "must be Number"),
+    "no tensor": ({"a": [1.0]}, TypeError, "must be Tensor, not list"),
+    "epilogue": ({"epilogue": "sliu"}, tmm_core.UnknownNameError, "silu"),
+    "kernel": ({"kernel": "triton.grouped"}, UnsupportedProblemError, "ragged along m"),
+    "devices": ({"b": B.to("meta")}, RuntimeError, "same device"),
+    "no groups": ({"b": B[:0], "offs": OFFS[:0]}, RuntimeError, "one group at least"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", OURS)
+def test_refusals(case: str) -> None:
+    changed, kind, text = OURS[case]
+    with pytest.raises(kind, match=text):
+        tmm_core.grouped_matmul(**{"a": A, "b": B, "offs": OFFS, **changed})
+
+
+def expression(
+    a: Tensor, b: Tensor, offs: Tensor, *, bias: Any = None, residual: Any = None,
+    alpha: float = 1.0, epilogue: str | None = None, a_index: Any = None, out_index: Any = None,
+    out_weights: Any = None,
+) -> Tensor:  # fmt: skip
+    """Of ragged rows, by differentiable operators of torch's; zeros beyond the last group."""
+    x = a if a_index is None else a[a_index.long()]
+    parts = []
+    for group, (start, end) in enumerate(itertools.pairwise([0, *offs.tolist()])):
+        z = alpha * (x[start:end] @ b[group])
+        z = z if bias is None else z + (bias if bias.dim() == 1 else bias[group])
+        parts.append(parse(epilogue).apply(z))
+    y = torch.cat(parts)
+    if out_weights is not None:
+        y = y * out_weights[: len(y), None]
+    y = F.pad(y, (0, 0, 0, len(x) - len(y)))
+    if out_index is not None:
+        y = torch.zeros_like(y).index_copy(0, out_index.long(), y)
+    if residual is not None:
+        rows = torch.arange(len(y)) < int(offs[-1])
+        y = torch.where(rows[:, None], y + residual, y)
+    return y
+
+
+GATHER = torch.tensor([0, 2, 4, 1, 1, 3, 2, 0, 4, 3, 0, 4])
+SCATTER = torch.tensor([4, 9, 1, 0, 8, 3, 2, 5, 7, 6, 10, 11])
+CALLS: dict[str, dict[str, Any]] = {
+    "plain": {},
+    "shared bias": {"bias": 8, "epilogue": "silu", "alpha": 0.5},
+    "biases": {"bias": (3, 8), "epilogue": "swiglu", "residual": (12, 4)},
+    "relu": {"epilogue": "relu", "residual": (12, 8)},
+    "linear": {"residual": (12, 8), "bias": 8},
+    "indexed": {
+        "a_index": GATHER, "out_index": SCATTER, "out_weights": (12,), "bias": (3, 8),
+        "epilogue": "geglu", "residual": (12, 4),
+    },
+    "weighed": {"out_weights": (12,), "epilogue": "gelu_tanh+softcap(3)"},
+    "scattered": {"out_index": SCATTER},
+}  # fmt: skip
+
+
+def made(call: dict[str, Any], learns: bool = False) -> dict[str, Any]:
+    arguments: dict[str, Any] = {}
+    for name, value in {"a": (12, 5), "b": (3, 5, 8), **call}.items():
+        shape = (value,) if isinstance(value, int) else value
+        drawn = isinstance(shape, tuple)
+        arguments[name] = randn(*shape, dtype=torch.float64) if drawn else value
+        if drawn and learns:
+            arguments[name].requires_grad_()
+    return arguments | {"offs": OFFS}
+
+
+@pytest.mark.parametrize("call", CALLS)
+def test_values_and_gradients(call: str) -> None:
+    """Rows beyond the last group hold NaN, and those of the gradient that comes back too."""
+    ours = made(CALLS[call], learns=True)
+    wants = [name for name, t in ours.items() if isinstance(t, Tensor) and t.requires_grad]
+    with torch.no_grad():
+        for name in wants:
+            if name not in ("b", "bias") and not (name == "a" and "a_index" in ours):
+                ours[name][10:] = torch.nan
+    torchs = {
+        name: t.detach().nan_to_num().requires_grad_() if name in wants else t
+        for name, t in ours.items()
+    }
+    y, expected = tmm_core.grouped_matmul(**ours), expression(**torchs)
+    torch.testing.assert_close(y[:10], expected[:10])
+    fused = tmm_core.grouped_matmul(**{name: _detached(t) for name, t in ours.items()})
+    torch.testing.assert_close(fused[:10], expected.detach()[:10])
+    if "out_index" in ours:
+        assert not y[10:].any()
+    grad = torch.full_like(y, torch.nan)
+    grad[:10] = randn(10, y.shape[1], dtype=torch.float64)
+    got = torch.autograd.grad(y, [ours[name] for name in wants], grad)
+    want = torch.autograd.grad(
+        expected, [torchs[name] for name in wants], grad.nan_to_num(), allow_unused=True
+    )
+    for name, mine, other in zip(wants, got, want, strict=True):
+        if name == "residual" or name == "out_weights":
+            mine, other = mine[:10], other[:10]
+        torch.testing.assert_close(
+            mine, other, rtol=1e-12, atol=1e-12, msg=lambda text, name=name: f"{name}: {text}"
+        )
+
+
+def _detached(t: Any) -> Any:
+    return t.detach() if isinstance(t, Tensor) else t
+
+
+@pytest.mark.parametrize("form", ["m", "k", "n"])
+def test_derivatives_of_derivatives(form: str) -> None:
+    shapes = {"m": ((12, 3), (3, 3, 4)), "k": ((3, 12), (12, 2)), "n": ((3, 2, 3), (3, 12))}
+    a, b = (randn(*shape, dtype=torch.float64, requires_grad=True) for shape in shapes[form])
+
+    def f(a: Tensor, b: Tensor) -> Tensor:
+        return known(tmm_core.grouped_matmul(a, b, offs=OFFS, epilogue="tanh+silu"), form)
+
+    torch.autograd.gradcheck(f, (a, b), check_forward_ad=True)
+    torch.autograd.gradgradcheck(f, (a, b))
+
+
+@pytest.mark.parametrize("form", ["m", "k", "n"])
+def test_gradients_lie_as_their_operands(form: str) -> None:
+    """A layer's weight is given transposed: no transposing copy is made of its gradient."""
+    a, b, offs = FORMS[form](dtype=FP32)
+    a, b = (t.mT.contiguous().mT.requires_grad_() for t in (a, b))
+    y = tmm_core.grouped_matmul(a, b, offs=offs)
+    warm.forget_plans()
+    da, db = torch.autograd.grad(known(y, form).sum(), (a, b))
+    assert da.mT.is_contiguous()
+    assert db.mT.is_contiguous()
+    kinds = sorted(plan.problem.along for plan in warm._plans.values())
+    assert kinds == sorted({"m": "kn", "k": "mn", "n": "mk"}[form])
+
+
+def test_linear_takes_a_weight_for_each_group() -> None:
+    x, weight = randn(12, 16), randn(3, 8, 16)
+    y = tmm_core.grouped_linear(x, weight, randn(8), offs=OFFS, epilogue="swiglu")
+    assert y.shape == (12, 4)
+    with pytest.raises(RuntimeError, match=r"weight 3-D \[G, N, K\], got 2D and 2D"):
+        tmm_core.grouped_linear(x, weight[0], offs=OFFS)
+
+
+def test_a_batch_takes_a_bias_each() -> None:
+    a, b, bias, residual = randn(3, 4, 16), randn(3, 16, 8), randn(3, 8), randn(3, 4, 8)
+    y = tmm_core.grouped_matmul(a, b, bias=bias, residual=residual, epilogue="silu")
+    torch.testing.assert_close(y, F.silu(a @ b + bias[:, None]) + residual)
+    out = torch.empty(3, 4, 8)
+    assert tmm_core.grouped_matmul(a, b, bias=bias[0], out=out) is out
+    torch.testing.assert_close(out, a @ b + bias[0])
+    with pytest.raises(ValueError, match="where they are ragged"):
+        tmm_core.grouped_matmul(a, b, out_weights=bias)
+
+
+def test_no_rows_and_no_columns() -> None:
+    none = ends(0, 0, 0)
+    assert tmm_core.grouped_matmul(randn(0, 16), B, offs=none).shape == (0, 8)
+    sums = tmm_core.grouped_matmul(randn(4, 0), randn(0, 8), offs=none)
+    assert torch.equal(sums, torch.zeros(3, 4, 8))
+    bias = randn(3, 8)
+    sums = tmm_core.grouped_matmul(randn(4, 0), randn(0, 8), offs=none, bias=bias)
+    assert torch.equal(sums, bias[:, None].expand(3, 4, 8))
+    assert tmm_core.grouped_matmul(randn(12, 0), randn(3, 0, 8), offs=OFFS)[:10].eq(0).all()
+
+
+def test_out() -> None:
+    out = torch.full((12, 8), torch.nan)
+    assert tmm_core.grouped_matmul(A, B, offs=OFFS, out=out) is out
+    torch.testing.assert_close(out[:10], expression(A, B, OFFS)[:10])
+    with pytest.raises(RuntimeError, match="single memory location"):
+        tmm_core.grouped_matmul(A, randn(3, 16, 16), offs=OFFS, out=A)
+    with pytest.raises(RuntimeError, match="automatic differentiation"):
+        tmm_core.grouped_matmul(A.clone().requires_grad_(), B, offs=OFFS, out=out)
+
+
+# -- as an operator --------------------------------------------------------------------------
+
+SIGNATURES: dict[str, tuple[Any, ...]] = {
+    "plain": (A, B, OFFS),
+    "sums": (randn(5, 12), randn(12, 6), OFFS, None, None, 0.5),
+    "columns": (randn(3, 5, 4), randn(4, 12), OFFS, None, None, 1.0, "tanh"),
+    "everything": (
+        randn(5, 16), B, OFFS, randn(3, 8), randn(12, 4), 2.0, "swiglu", None,
+        GATHER, SCATTER, randn(12), True,
+    ),
+    "wide": (A.bfloat16(), B.bfloat16(), OFFS, None, None, 1.0, "", FP32),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("learns", [False, True])
+@pytest.mark.parametrize("signature", SIGNATURES)
+def test_opcheck(signature: str, learns: bool) -> None:
+    arguments = tuple(
+        t.detach().clone().requires_grad_(learns and t.is_floating_point())
+        if isinstance(t, Tensor)
+        else t
+        for t in SIGNATURES[signature]
+    )
+    # What is beyond the last group is what was there before.
+    zeroed = {} if len(arguments) > 11 else {"zeroed": True}
+    torch.library.opcheck(grouped.grouped_matmul, arguments, zeroed)
+
+
+def test_one_operator_in_a_full_graph() -> None:
+    targets = []
+
+    def look(graph: Any, _: Any) -> Any:
+        targets.extend(str(node.target) for node in graph.graph.nodes)
+        return graph.forward
+
+    def layer(x: Tensor, weight: Tensor, offs: Tensor) -> Tensor:
+        return tmm_core.grouped_linear(x, weight, offs=offs, epilogue="swiglu")
+
+    compiled = torch.compile(layer, fullgraph=True, backend=look, dynamic=True)
+    for rows in (12, 20, 33):
+        x, weight = randn(rows, 16), randn(3, 8, 16)
+        torch.testing.assert_close(compiled(x, weight, OFFS)[:10], layer(x, weight, OFFS)[:10])
+    assert len([t for t in targets if "grouped_matmul" in t]) == 1
+    torch._dynamo.reset()
+
+
+def test_a_layer_in_a_full_graph() -> None:
+    layer = Experts(3, 6, 5)
+    x, index = randn(4, 6), torch.tensor([[0, 1], [1, 2], [2, 0], [0, 2]])
+    weights = torch.rand(4, 2)
+    compiled = torch.compile(layer, fullgraph=True, backend="aot_eager")
+    torch.testing.assert_close(compiled(x, index, weights), layer(x, index, weights))
+    torch._dynamo.reset()
+
+
+def test_a_compiled_training_step() -> None:
+    def step(x: Tensor, weight: Tensor) -> Any:
+        y = tmm_core.grouped_linear(x, weight, offs=OFFS, epilogue="swiglu", out_index=SCATTER)
+        return torch.autograd.grad(y.square().sum(), (x, weight))
+
+    x, weight = randn(12, 16, requires_grad=True), randn(3, 8, 16, requires_grad=True)
+
+    @torch.compile(fullgraph=True, backend="aot_eager")
+    def loss(x: Tensor, weight: Tensor) -> Tensor:
+        y = tmm_core.grouped_linear(x, weight, offs=OFFS, epilogue="swiglu", out_index=SCATTER)
+        return y.square().sum()
+
+    torch.testing.assert_close(torch.autograd.grad(loss(x, weight), (x, weight)), step(x, weight))
+    torch._dynamo.reset()
+
+
+def test_autocast() -> None:
+    weights = torch.rand(12)
+    with torch.autocast("cpu", BF16):
+        y = tmm_core.grouped_matmul(A, B, offs=OFFS, bias=randn(8), out_weights=weights)
+    assert y.dtype is BF16
+
+
+def test_flops_are_counted() -> None:
+    with FlopCounterMode(display=False) as counter:
+        tmm_core.grouped_matmul(A, B, offs=OFFS)
+        tmm_core.grouped_matmul(randn(5, 16), B, offs=OFFS, a_index=GATHER)
+    assert counter.get_total_flops() == 2 * (2 * 12 * 16 * 8)
+
+
+def test_a_plan_for_each_kind_of_call() -> None:
+    """Two calls that differ in one thing have a plan each; the ends' values are none of it."""
+    base: dict[str, Any] = {"a": A, "b": B, "offs": OFFS}
+    calls: list[dict[str, Any]] = [
+        {}, {"alpha": 2.0}, {"bias": randn(8)}, {"bias": randn(3, 8)}, {"residual": randn(12, 8)},
+        {"epilogue": "silu"}, {"out_dtype": BF16}, {"a_index": GATHER}, {"a_index": GATHER.int()},
+        {"out_index": SCATTER}, {"out_index": SCATTER.int()}, {"out_weights": randn(12)},
+        {"out_weights": randn(12), "out_index": SCATTER}, {"b": randn(3, 16, 16)},
+        {"out": torch.empty(12, 8)}, {"a": randn(16, 12).T}, {"b": randn(3, 8, 16).mT},
+    ]  # fmt: skip
+    for change in calls:
+        for _ in range(2):
+            for offs in (OFFS, ends(0, 5, 9)):
+                given = {**base, "offs": offs, **change}
+                y = tmm_core.grouped_matmul(**given)
+                out, dtype = given.pop("out", None), given.pop("out_dtype", FP32)
+                end = int(given["offs"][-1])
+                expected = expression(**given).to(dtype)
+                torch.testing.assert_close(y[:end], expected[:end], rtol=1e-2, atol=1e-3)
+                assert out is None or y is out
+    assert len(warm._plans) == len(calls)
+
+
+# -- who answers -----------------------------------------------------------------------------
+
+HOPPER = DeviceFingerprint("cuda", "NVIDIA H100", (9, 0), 132, 232448)
+ROW = Operand(BF16)
+POSED = Problem(4096, 1536, 2048, ROW, Operand(BF16, "col"), ROW, HOPPER, groups=Groups(128, "m"))
+
+
+def test_the_baseline_is_torchs_where_it_does_not_wait() -> None:
+    blas = Blas()
+    assert blas.reasons_against(POSED) == []
+    half = Operand(torch.float16)
+    for changed, reason in (
+        ({"device": replace(HOPPER, capability=(8, 0))}, "on the host"),
+        ({"device": replace(HOPPER, cuda="hip-6.4")}, "NVIDIA's GPUs and on CPUs"),
+        ({"a": half, "b": half, "out": half}, "is of bf16"),
+        ({"out": Operand(FP32)}, "is of bf16"),
+        ({"b": Operand(BF16, "col", aligned=False)}, "16 bytes"),
+        ({"m": 0}, "a dimension is 0"),
+    ):
+        problem = replace(POSED, **changed)
+        (found, *_) = blas.reasons_against(problem)
+        assert reason in found
+        with pytest.raises(UnsupportedProblemError, match="no kernel can serve"):
+            blas.bind(problem, blas.config_type())
+
+
+@pytest.mark.parametrize("call", [*CALLS, "k", "n"])
+def test_the_baseline_reads_nothing_on_the_host(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Tensors without memory: what asked them for a value would fail."""
+    monkeypatch.setattr(grouped_mm, "_by_torch", lambda a, b, offs: torch.ops.aten._grouped_mm(
+        a.bfloat16(), b.bfloat16(), offs))  # fmt: skip
+    on = {"device": "meta", "dtype": BF16}
+    if call in CALLS:
+        arguments: dict[str, Any] = made(CALLS[call])
+        arguments |= {"a": torch.empty(12, 16, **on), "b": torch.empty(3, 16, 8, **on)}
+    else:
+        a, b, _ = FORMS[call]()
+        arguments = {"a": a, "b": b, "offs": OFFS}
+    meta: dict[str, Any] = {
+        name: without_memory(t) if isinstance(t, Tensor) else t for name, t in arguments.items()
+    }
+    problem = replace(tmm_core.problem(**meta), device=HOPPER)
+    problem = replace(problem, groups=replace(problem.groups, zeroed=call != "k"))
+    bias = meta.get("bias")
+    bias = bias.expand(3, -1) if bias is not None and bias.dim() == 1 else bias
+    names = ("offs", "a_index", "out_index", "out_weights")
+    given = {name: meta[name] for name in names if meta.get(name) is not None}
+    launcher: Any = grouped_mm.bind(problem)
+    y = launcher(meta["a"], meta["b"], bias, meta.get("residual"), 1.0, None, **given)
+    assert tuple(y.shape) == problem.out_shape
+    assert y.dtype is BF16
+
+
+def without_memory(t: Tensor) -> Tensor:
+    dtype = BF16 if t.is_floating_point() else t.dtype
+    return torch.empty_strided(t.shape, t.stride(), dtype=dtype, device="meta")
+
+
+class Loops(Kernel[FakeConfig]):
+    """Serves ragged products by torch's products of groups."""
+
+    name = "loops.ragged"
+    version = "1"  # type: ignore[assignment]
+    config_type = FakeConfig
+    supports = Supports(
+        devices=("cpu",), operands=(FP32, torch.float64), out=(FP32, torch.float64), ragged=("m",),
+        unaligned=("a", "b", "out"), layouts={"b": ("row", "col")},
+    )  # fmt: skip
+
+    def configs(self, problem: Problem) -> list[FakeConfig]:
+        return [FakeConfig(tile=tile) for tile in (1, 2)]
+
+    def default_config(self, problem: Problem) -> FakeConfig:
+        return FakeConfig()
+
+    def bind(self, problem: Problem, config: FakeConfig) -> Any:
+        right: Any = grouped_mm.bind(problem)
+
+        def launch(*arguments: Any, **rows: Tensor) -> Tensor:
+            return right(*arguments, **rows)
+
+        launch.cost = (self.name, config.tile)  # type: ignore[attr-defined]
+        return launch
+
+
+def cpu_problem(**fields: Any) -> Problem:
+    problem = tmm_core.problem(A, B, offs=OFFS)
+    device = replace(problem.device, interpreted=False)  # whose times mean something
+    return replace(problem, m=160, device=device, **fields)
+
+
+def test_tuning_keeps_groups_on_record(tmp_path: Path) -> None:
+    problem = cpu_problem()
+    chooser, _ = dispatcher(Blas(), Loops(), times={(Loops.name, 2): 50.0}, root=tmp_path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Blas, "bind", lambda self, problem, config: costed(problem))
+        record = chooser.tune(problem, settings())
+    assert record.best.kernel == Loops.name
+    assert record.problem["groups"] == {"count": 3, "ragged": "m"}
+    recalled = warm.recall(record.problem, torch.device("cpu"))
+    assert replace(recalled, device=problem.device) == problem
+    assert sorted(record.best.inside_us) == [129, 145]
+    other = replace(problem, groups=Groups(4, "m"))
+    assert chooser.record(other) is None
+    assert chooser.record(problem.at(150)) is not None
+
+
+def costed(problem: Problem) -> Any:
+    right: Any = grouped_mm.bind(problem)
+
+    def launch(*arguments: Any, **rows: Tensor) -> Tensor:
+        return right(*arguments, **rows)
+
+    launch.cost = ("blas", 1)  # type: ignore[attr-defined]
+    return launch
+
+
+def test_tuning_where_there_is_nothing_to_beat(tmp_path: Path) -> None:
+    problem = cpu_problem()
+    timer = FakeTimer({(Loops.name, 1): 70.0, (Loops.name, 2): 50.0})
+    registry = Registry()
+    registry.register(plugin(Loops(), Declining()), "fakes")
+    chooser = Dispatcher(registry, Tuner(timer), CacheStore(tmp_path))
+    choice, _ = chooser.bound(problem, settings())
+    assert (choice.origin, choice.candidate.config.to_json()) == ("tuned", {"tile": 2})
+    # Inside its bucket too.
+    choice, _ = chooser.bound(problem.at(150), settings())
+    assert choice.candidate.kernel.name == Loops.name
+    with pytest.raises(UnsupportedProblemError, match=r"no kernel can serve .* groups along m"):
+        chooser.bound(replace(problem, groups=Groups(3, "m", zeroed=True)), settings())
+
+
+class Declining(Blas):
+    """Torch on a GPU whose grouped product it has none for."""
+
+    def declines(self, problem: Problem) -> Any:
+        yield "has none here"
+
+
+def test_batch_invariant_mode_has_one_config_for_any_number_of_rows(tmp_path: Path) -> None:
+    invariant = replace(Loops.traits, batch_invariant=True)
+    kernel = type("Invariant", (Loops,), {"traits": invariant})()
+    times: dict[Any, float] = {(Loops.name, 1): 10.0, (Loops.name, 2, 192): 5.0}
+    chooser, _ = dispatcher(Blas(), kernel, times=times, root=tmp_path)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Blas, "bind", lambda self, problem, config: costed(problem))
+        chosen = {
+            chooser.bound(cpu_problem(batch_invariant=True).at(m), settings())[0].candidate.config
+            for m in (1, 5, 160, 3 * ROWS_EACH)
+        }
+    assert chosen == {FakeConfig(tile=2)}
+
+
+def test_buckets_are_of_the_ragged_dimension() -> None:
+    sums = replace(POSED, k=4097, groups=Groups(8, "k"))
+    assert bucketed(sums) == replace(sums, k=5120)
+    columns = replace(POSED, n=33, groups=Groups(8, "n"))
+    assert bucketed(columns) == replace(columns, n=64)
+    assert bucketed(replace(POSED, m=3)).m == 4
+
+
+@pytest.mark.parametrize("skewed", [False, True])
+def test_distributions_have_empty_groups(skewed: bool) -> None:
+    chance = torch.Generator().manual_seed(0)
+    for count, total in ((8, 512), (128, 64), (128, 8192), (2, 100)):
+        made = ragged.ends_of(count, total, chance, skewed)
+        sizes = torch.tensor(made).diff(prepend=torch.zeros(1, dtype=torch.long))
+        assert made[-1] == total
+        assert (sizes >= 0).all()
+        assert (sizes == 0).sum() >= count // 5
+        mean = total / count
+        if total >= count > 2:
+            assert (sizes.max() > 2 * mean) == skewed
+    assert ragged.ends_of(1, 7, chance, skewed) == [7]
+
+
+def test_both_distributions_are_timed_and_verified() -> None:
+    problem = cpu_problem()
+    inputs = verify.make_inputs(problem, torch.device("cpu"), 0)
+    assert rotation.copies(problem) == 2
+    first, second = rotation.rotated(inputs, problem, 2)
+    assert isinstance(first, ragged.Inputs)
+    assert isinstance(second, ragged.Inputs)
+    assert first.rows.offs.tolist() == list(first.rows.ends)
+    assert second.rows.offs.tolist() != list(first.rows.ends)
+    dense, padded = Fixture(problem, torch.device("cpu"), 1 << 24, sampled=False).sets()
+    assert isinstance(dense.inputs, ragged.Inputs)
+    assert isinstance(padded.inputs, ragged.Inputs)
+    assert dense.inputs.rows.ends[-1] == 160
+    assert padded.inputs.rows.ends[-1] < 160
+    assert padded.inputs.a[-1].isnan().all()
+
+
+@pytest.mark.parametrize(
+    "fault",
+    [
+        lambda y, offs: y.roll(1, 0),
+        lambda y, offs: torch.where(torch.arange(len(y))[:, None] >= offs[-1] // 2, y * 1.5, y),
+        lambda y, offs: torch.where(torch.arange(len(y))[:, None] == offs[-1] - 1, 0, y),
+    ],
+    ids=["other rows", "half of them", "the last row"],
+)
+@pytest.mark.parametrize("sampled", [False, True])
+def test_wrong_launchers_are_found(fault: Any, sampled: bool) -> None:
+    problem = cpu_problem()
+    right: Any = grouped_mm.bind(problem)
+
+    def wrong(*arguments: Any, offs: Tensor) -> Tensor:
+        y, out = right(*arguments[:5], None, offs=offs), arguments[5]
+        y = fault(y, offs)
+        return y if out is None else out.copy_(y)
+
+    verifier = Verifier(problem, torch.device("cpu"), sampled=sampled)
+    assert verifier.verdict(right, brief=sampled).ok
+    assert "exceeds" in str(verifier.verdict(wrong, brief=sampled).reason)
+
+
+def test_what_is_to_be_zero_is_verified() -> None:
+    zeroed = cpu_problem(groups=Groups(3, "m", zeroed=True))
+    assert Verifier(zeroed, torch.device("cpu")).verdict(grouped_mm.bind(zeroed)).ok
+    careless: Any = grouped_mm.bind(replace(zeroed, groups=Groups(3, "m")))
+    assert not Verifier(zeroed, torch.device("cpu")).verdict(careless).ok
+
+
+def test_benched_beside_torch_and_a_loop() -> None:
+    listed = {"dtypes": ["bf16"], "layout": "nt", "rows": [16], "epilogues": "bias+swiglu"}
+    sums = {"dtypes": ["bf16"], "layout": "tn", "rows": [16], "ragged": "k", "routing": "even"}
+    document = {
+        "rows": listed | {"experts": [[4, 24, 32], [3, 17, 19]]},
+        "sums": sums | {"experts": [[4, 24, 32], [3, 17, 19]]},
+    }
+    tasks = suites.read(document)
+    options = runner.Options(tune=False, kernels=True, seconds=0.02)
+    for measured, task in zip(runner.run(tasks, torch.device("cpu"), options), tasks, strict=True):
+        assert "failed" not in measured
+        assert Case.from_json(measured["case"]) == task.case
+        assert measured["error"] < 1.6e-2
+        assert {"torch", "tmm", "loop", "kernel blas"} <= set(measured["times"])
+        call = task.case.call(torch.device("cpu"))
+        torch.testing.assert_close(
+            bench.eager([call])(0), bench.loop([call])(0), rtol=2e-2, atol=2e-2
+        )
+    assert len(suites.select(["grouped"])) == 20
+    with pytest.raises(ValueError, match=r"experts are \[groups, N, K\]"):
+        suites.expand("bad", listed | {"experts": [[4, 24]]})
+    with pytest.raises(ValueError, match="unknown 'odd'"):
+        suites.expand("bad", listed | {"experts": [[4, 24, 32]], "routing": "odd"})
+
+
+def test_explained_and_posed() -> None:
+    text = str(tmm_core.explain(A, B, offs=OFFS, out_index=SCATTER))
+    assert "3 groups along m out_index zeroed" in text
+    assert "does not serve products that are ragged along m" in text
+
+
+def test_groups_refuse_nonsense() -> None:
+    for arguments, text in (
+        ((0, "m"), "at least one group"),
+        ((1, "z"), "along m, n or k"),
+        ((2, "k", torch.int32), "only rows have a_index"),
+    ):
+        with pytest.raises(ValueError, match=text):
+            Groups(*arguments)
+    groups = Groups(2, "m", torch.int32, torch.int64, FP32, True)
+    assert Groups.from_json(groups.to_json()) == groups
+    assert groups.given == ("offs", "a_index", "out_index", "out_weights")
+    assert Groups(2, "m").to_json() == {"count": 2, "ragged": "m"}

@@ -1,0 +1,103 @@
+"""Grouped products on a GPU: no wait for it, capture, and who answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import tmm_core
+from tmm_core.nn import Experts
+
+pytestmark = pytest.mark.gpu
+
+KERNELS = ("triton.ragged", "blas")
+ENDS = ((3, 3, 130, 200, 256), (256, 256, 256, 256, 256), (1, 2, 3, 4, 5))
+
+
+@pytest.fixture
+def no_waiting() -> Iterator[None]:
+    """Torch raises where the host would wait for the GPU."""
+    before = torch.cuda.get_sync_debug_mode()
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode(before)
+
+
+def offs_of(ends: tuple[int, ...]) -> torch.Tensor:
+    return torch.tensor(ends, dtype=torch.int32, device="cuda")
+
+
+def operands(form: str) -> tuple[torch.Tensor, torch.Tensor]:
+    shapes = {
+        "rows": ((256, 128), (5, 128, 192)),
+        "columns": ((5, 192, 128), (128, 256)),
+        "sums": ((192, 256), (256, 128)),
+    }
+    a, b = (torch.randn(shape, device="cuda").bfloat16() for shape in shapes[form])
+    return a, b
+
+
+def expected(form: str, a: torch.Tensor, b: torch.Tensor, ends: tuple[int, ...]) -> torch.Tensor:
+    parts = []
+    for group, (start, end) in enumerate(zip((0, *ends), ends, strict=False)):
+        part = slice(start, end)
+        if form == "rows":
+            parts.append(a[part].double() @ b[group].double())
+        elif form == "columns":
+            parts.append(a[group].double() @ b[:, part].double())
+        else:
+            parts.append(a[:, part].double() @ b[part].double())
+    if form == "sums":
+        return torch.stack(parts)
+    return torch.cat(parts, 0 if form == "rows" else 1)
+
+
+def close(form: str, got: torch.Tensor, wanted: torch.Tensor, end: int) -> None:
+    if form != "sums":  # beyond the last group it is nobody's
+        got = got.narrow(0 if form == "rows" else 1, 0, end)
+    assert (got.double() - wanted).norm() <= 5e-3 * wanted.norm()
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("form", ["rows", "columns", "sums"])
+def test_a_graph_replays_other_sizes_of_groups(form: str, kernel: str, no_waiting: None) -> None:
+    if kernel == "blas" and torch.cuda.get_device_capability()[0] not in (9, 10):
+        pytest.skip("torch's grouped product waits for the GPU here")
+    a, b = operands(form)
+    offs = offs_of(ENDS[0])
+    tmm_core.grouped_matmul(a, b, offs=offs, kernel=kernel)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.set_sync_debug_mode("error")
+    with torch.cuda.graph(graph):
+        y = tmm_core.grouped_matmul(a, b, offs=offs, kernel=kernel)
+    torch.cuda.set_sync_debug_mode("default")
+    for ends in ENDS:
+        offs.copy_(offs_of(ends))
+        y.fill_(torch.nan)
+        graph.replay()
+        close(form, y, expected(form, a, b, ends), ends[-1])
+
+
+def test_a_layer_of_experts_waits_for_nothing(no_waiting: None) -> None:
+    layer = Experts(16, 128, 64, device="cuda", dtype=torch.bfloat16)
+    x = torch.randn(40, 128, device="cuda").bfloat16().requires_grad_()
+    weights, chosen = torch.randn(40, 16, device="cuda").softmax(-1).topk(2)
+
+    def step() -> torch.Tensor:
+        y = layer(x, chosen, weights.bfloat16())
+        y.float().square().sum().backward()
+        return y
+
+    step()  # tunes
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("error")
+    y = step()
+    torch.cuda.set_sync_debug_mode("default")
+    alone = Experts(16, 128, 64)
+    alone.load_state_dict({name: t.float().cpu() for name, t in layer.state_dict().items()})
+    wanted = alone(x.detach().float().cpu(), chosen.cpu(), weights.cpu())
+    assert (y.float().cpu() - wanted).norm() <= 2e-2 * wanted.norm()

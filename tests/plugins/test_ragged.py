@@ -1,0 +1,246 @@
+"""``triton.ragged``, interpreted: groups of any sizes, in tiles that divide nothing."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, replace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from tmm_triton.ragged import Ragged, RaggedConfig, grid
+from tmm_triton.tiled import Grouped
+
+from tmm_core import Groups, Operand, Problem
+from tmm_core.spec.device import DeviceFingerprint, fingerprint, interpreting
+from tmm_core.spec.epilogue import parse
+
+Tensor = torch.Tensor
+FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
+#: Of the fp64 reference's norm.
+TOLERANCE = {FP16: 4e-4, BF16: 5e-3, FP32: 5e-7}
+CONFIG = RaggedConfig(
+    BLOCK_M=16, BLOCK_N=16, BLOCK_K=16, num_stages=2, num_warps=4, GROUP_M=2, SUBTILE=1
+)
+HALVES = replace(CONFIG, BLOCK_N=32, SUBTILE=2, GROUP_M=3)
+KERNEL = Ragged()
+
+interpreted = pytest.mark.skipif(not interpreting(), reason="Triton is not interpreting")
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call's tensors, drawn anew from the same seed each time.
+
+    Attributes:
+        ends: The ends of groups along ``ragged``, whose size in all is ``total``.
+        layouts: Of a and b: row-major, column-major or strided.
+        read: Rows of a that are gathered; none: they are read in their order.
+    """
+
+    ragged: Any = "m"
+    ends: tuple[int, ...] = (5, 5, 30, 34)
+    total: int = 37
+    m: int = 21
+    n: int = 19
+    k: int = 23
+    dtype: torch.dtype = FP32
+    out_dtype: torch.dtype | None = None
+    layouts: str = "nn"
+    epilogue: str | None = None
+    bias: bool = False
+    residual: bool = False
+    alpha: float = 1.0
+    read: int | None = None
+    scattered: torch.dtype | None = None
+    weights: torch.dtype | None = None
+    zeroed: bool = False
+    config: RaggedConfig = CONFIG
+
+    def run(self) -> None:
+        """Launch, and hold all of the result against a product a group in fp64."""
+        chance = torch.Generator().manual_seed(0)
+        epilogue = parse(self.epilogue)
+        sizes = {"m": self.m, "n": self.n, "k": self.k} | {self.ragged: self.total}
+        m, n, k = sizes["m"], sizes["n"], sizes["k"]
+        width = 2 * n if epilogue.gated else n
+        count, end, beyond = len(self.ends), self.ends[-1], torch.nan
+
+        def draw(layout: str, *shape: int) -> Tensor:
+            t = (0.4 * torch.randn(shape, generator=chance)).to(self.dtype)
+            if layout == "t":
+                return t.mT.contiguous().mT
+            if layout == "s":
+                wide = torch.full((*shape[:-1], 2 * shape[-1]), torch.nan, dtype=self.dtype)
+                wide[..., ::2] = t
+                return wide[..., ::2]
+            return t
+
+        lead_a, lead_b = [(count,) if self.ragged == x else () for x in "nm"]
+        a = draw(self.layouts[0], *lead_a, m if self.read is None else self.read, k)
+        b = draw(self.layouts[1], *lead_b, k, width)
+        shape = (*((count,) if self.ragged == "k" else ()), m, n)
+        bias = draw("n", count, width) if self.bias else None
+        residual = draw("t", *shape) if self.residual else None
+        offs = torch.tensor(self.ends, dtype=torch.int32)
+        rows: dict[str, Tensor | None] = dict.fromkeys(("a_index", "out_index", "out_weights"))
+        if self.read is not None:
+            rows["a_index"] = torch.randint(self.read, (m,), generator=chance, dtype=torch.int32)
+        if self.scattered is not None:
+            inside = torch.randperm(end, generator=chance)
+            rows["out_index"] = torch.cat([inside, torch.arange(end, m)]).to(self.scattered)
+        if self.weights is not None:
+            rows["out_weights"] = torch.rand(m, generator=chance).to(self.weights)
+        # What is beyond the last group reaches nothing.
+        for t, dimension in ((a, self.ragged in "k"), (b, self.ragged == "n")):
+            flat = t.dim() == 2 and self.read is None
+            if flat and (self.ragged != "m" or t is a):
+                t.narrow(int(dimension), end, self.total - end).fill_(beyond)
+        if residual is not None and self.ragged in "mn":
+            dimension = "mn".index(self.ragged)
+            residual.narrow(dimension, end, self.total - end).fill_(beyond)
+        untouched = -123.0
+        out = torch.full(shape, untouched, dtype=self.out_dtype or self.dtype)
+        dtypes: list[Any] = [None if t is None else t.dtype for t in rows.values()]
+        groups = Groups(count, self.ragged, *dtypes, zeroed=self.zeroed)
+        problem = Problem.of(
+            a, b, out, fingerprint(torch.device("cpu")), groups=groups,
+            bias=bias, residual=residual, epilogue=epilogue, scaled=self.alpha != 1.0,
+        )  # fmt: skip
+        assert KERNEL.reasons_against(problem) == []
+        given = {name: t for name, t in rows.items() if t is not None}
+        launcher: Any = KERNEL.bind(problem, self.config)
+        result = launcher(a, b, bias, residual, self.alpha, out, offs=offs, **given)
+        assert result is out
+
+        expected = torch.full(shape, 0.0 if self.zeroed else untouched, dtype=torch.float64)
+        for group, (start, stop) in enumerate(itertools.pairwise([0, *self.ends])):
+            part = slice(start, stop)
+            if self.ragged == "m":
+                taken = a[part] if rows["a_index"] is None else a[rows["a_index"][part].long()]
+                at: Any = part if rows["out_index"] is None else rows["out_index"][part].long()
+                z, where = taken.double() @ b[group].double(), (at,)
+            elif self.ragged == "n":
+                z, where = a[group].double() @ b[:, part].double(), (slice(None), part)
+            else:
+                z, where = a[:, part].double() @ b[part].double(), (group,)
+            z = self.alpha * z
+            y = epilogue.apply(z if bias is None else z + bias[group].double())
+            if rows["out_weights"] is not None:
+                y = y * rows["out_weights"][part].double()[:, None]
+            expected[where] = y if residual is None else y + residual[where].double()
+        error = (out.double() - expected).norm()
+        assert error <= TOLERANCE[out.dtype] * expected.norm()
+        inside = torch.ones(shape, dtype=torch.bool)
+        if self.ragged in "mn":
+            inside.narrow("mn".index(self.ragged), end, self.total - end).fill_(False)
+        assert torch.equal(out[~inside].double(), expected[~inside])
+
+
+CALLS = {
+    "rows": Call(),
+    "rows_bf16_to_fp32": Call(dtype=BF16, out_dtype=FP32, layouts="nt", config=HALVES),
+    "rows_strided": Call(layouts="st", dtype=FP16),
+    "rows_everything": Call(
+        epilogue="swiglu", bias=True, residual=True, alpha=0.5, zeroed=True, config=HALVES
+    ),
+    "rows_indexed": Call(
+        epilogue="gelu_tanh+softcap(3)", bias=True, residual=True, read=6, scattered=torch.int64,
+        weights=FP32, zeroed=True,
+    ),
+    "rows_scattered": Call(scattered=torch.int32, weights=BF16),
+    "one_group": Call(ends=(33,), zeroed=True),
+    "full": Call(ends=(0, 16, 37)),
+    "no_group_has_rows": Call(ends=(0, 0, 0), bias=True, zeroed=True),
+    "one_row_each": Call(ends=(*range(1, 21), 20), total=20, n=7),
+    "columns": Call("n", layouts="tn", residual=True),
+    "columns_zeroed": Call("n", zeroed=True, epilogue="relu", alpha=-1.0, config=HALVES),
+    "sums": Call("k", layouts="tn", bias=True),
+    "sums_gated": Call("k", layouts="ns", epilogue="geglu", residual=True, config=HALVES),
+}  # fmt: skip
+
+
+@interpreted
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_values(call: Call) -> None:
+    call.run()
+
+
+@interpreted
+def test_ends_are_read_in_blocks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """More groups than are compared at a time."""
+    monkeypatch.setattr("tmm_triton.ragged._MOST_GROUPS", 4)
+    CALLS["one_row_each"].run()
+
+
+@interpreted
+def test_wrong_ends_are_no_addresses_outside() -> None:
+    """Beyond the rows, or below none: what is computed is of rows there are."""
+    a, b = torch.randn(8, 16), torch.randn(3, 16, 16)
+    memory = torch.full((24, 16), -1.0)
+    out = memory[8:16]
+    problem = Problem.of(a, b, out, fingerprint(torch.device("cpu")), groups=Groups(3, "m"))
+    launcher: Any = KERNEL.bind(problem, CONFIG)
+    offs = torch.tensor([-5, 4, 1000], dtype=torch.int32)
+    launcher(a, b, None, None, 1.0, out, offs=offs)
+    torch.testing.assert_close(out, torch.cat([a[:4] @ b[1], a[4:] @ b[2]]))
+    assert (memory[:8] == -1).all()
+    assert (memory[16:] == -1).all()
+
+
+H200 = DeviceFingerprint("cuda", "NVIDIA H200", (9, 0), 132, 232448)
+ROW = Operand(BF16)
+LARGE = Problem(32768, 28672, 4096, ROW, Operand(BF16, "col"), ROW, H200, groups=Groups(8, "m"))
+
+
+def test_the_grid_has_a_program_for_every_tile_whatever_the_sizes() -> None:
+    chance = torch.Generator().manual_seed(1)
+    for total, count in ((37, 4), (5, 9), (160, 3), (64, 64)):
+        drawn = torch.randint(total + 1, (50, count), generator=chance).sort(1).values
+        problem = replace(LARGE, m=total, n=16, groups=Groups(count, "m"))
+        programs, _, _ = grid(problem, CONFIG)
+        for ends in drawn.tolist():
+            slots = [
+                start // 16 + group + tile
+                for group, (start, end) in enumerate(itertools.pairwise([0, *ends]))
+                for tile in range(-(-(end - start) // 16))
+            ]
+            assert len(set(slots)) == len(slots)
+            assert all(0 <= slot < programs for slot in slots)
+
+
+def test_tiles_follow_the_rows_that_a_group_has() -> None:
+    few = {c.BLOCK_M for c in KERNEL.configs(replace(LARGE, m=64, groups=Groups(128, "m")))}
+    many = {c.BLOCK_M for c in KERNEL.configs(LARGE)}
+    assert few == {16}
+    assert max(many) == 128
+    assert max(c.BLOCK_N for c in KERNEL.configs(replace(LARGE, groups=Groups(8, "n")))) == 128
+
+
+def test_what_is_declined() -> None:
+    plain = replace(LARGE, groups=None)
+    assert KERNEL.reasons_against(plain)[-1] == "is for ragged products"
+    assert "does not serve products that are ragged along m" in Grouped().reasons_against(LARGE)
+    fp8 = replace(LARGE, a=Operand(torch.float8_e4m3fn), b=Operand(torch.float8_e4m3fn, "col"))
+    assert "does not multiply fp8" in KERNEL.reasons_against(fp8)[0]
+    assert KERNEL.own_arithmetic(replace(LARGE, groups=Groups(8, "k")), CONFIG) is None
+
+
+@pytest.mark.parametrize(
+    ("along", "sizes", "tiles"),
+    [("m", (128, 48, 32), 4 * 2 * 3), ("n", (48, 128, 32), 4 * 3 * 2), ("k", (32, 48, 128), 4 * 6)],
+)
+def test_explained_by_the_tiles_of_all_groups(
+    along: Any, sizes: tuple[int, int, int], tiles: int
+) -> None:
+    """Of four groups of 32."""
+    row = Operand(FP16)
+    gpu = DeviceFingerprint("cuda", "NVIDIA H200", (9, 0), 132, 232448)
+    problem = Problem(*sizes, row, row, row, gpu, groups=Groups(4, along))
+    found = KERNEL.anatomy(problem, CONFIG)
+    assert found is not None
+    assert found.tiles == tiles
+    assert found.functions == ("ragged_kernel",)

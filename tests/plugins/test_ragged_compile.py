@@ -1,0 +1,132 @@
+"""``triton.ragged`` compiles, without a GPU, for Ampere, Hopper, Blackwell and an MI300: nothing is
+spilled that a wave's tiles would be slower for, tiles fit shared memory, Hopper's get ``wgmma``.
+
+The largest tile of each kind, one of decode and one of misaligned operands: this module run as a
+program compiles them, since Triton must not be interpreting, and prints a line of JSON for each.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from test_triton_compile import DEVICES, MOST_STACK, resources
+
+from tmm_core import Groups, Operand, Problem
+from tmm_core.spec.device import DeviceFingerprint
+from tmm_core.spec.epilogue import parse
+
+BF16, FP32 = torch.bfloat16, torch.float32
+ROW, COL, LOOSE = Operand(BF16), Operand(BF16, "col"), Operand(BF16, aligned=False)
+MI300 = DeviceFingerprint(
+    "cuda", "AMD Instinct MI300X", (9, 4), 304, 65536, cuda="hip-6.4", arch="gfx942"
+)
+TARGETS = {**{str(sm): device for sm, device in DEVICES.items()}, "gfx942": MI300}
+INDEXED = Groups(128, "m", torch.int64, torch.int64, FP32, True)
+
+
+def problems(device: DeviceFingerprint) -> dict[str, Problem]:
+    rows = Problem(32768, 28672, 4096, ROW, COL, ROW, device, groups=Groups(8, "m"))
+    return {
+        "rows": replace(rows, epilogue=parse("silu"), bias=BF16, groups=INDEXED, residual=ROW),
+        "gated": replace(rows, n=14336, epilogue=parse("swiglu"), groups=INDEXED),
+        "decode": replace(rows, m=64, n=1536, k=2048, groups=Groups(128, "m")),
+        "sums": replace(rows, m=4096, n=14336, k=8192, a=COL, b=ROW, groups=Groups(8, "k")),
+        "columns": replace(rows, m=4096, n=8192, groups=Groups(8, "n", zeroed=True)),
+        "loose": replace(rows, n=2049, k=769, a=LOOSE, b=LOOSE, out=LOOSE),
+    }
+
+
+#: What is compiled for which target, at 1.3 s each.
+ASKED = {
+    "80": ("gated", "loose"),
+    "90": ("rows", "gated", "decode", "sums", "columns"),
+    "100": ("gated",),
+    "gfx942": ("gated",),
+}
+
+
+def compile_all(target: str) -> None:
+    from tmm_triton.ragged import Ragged
+
+    from tmm_core.triton import compile_for, source, target_of
+
+    kernel, device = Ragged(), TARGETS[target]
+
+    def lines() -> Iterator[tuple[str, Problem, Any]]:
+        asked = problems(device)
+        for name in ASKED[target]:
+            configs = list(kernel.configs(asked[name]))
+            largest = max(configs, key=lambda c: (c.registers(asked[name]), -c.SUBTILE))
+            yield name, asked[name], largest
+
+    def compiled(job: tuple[str, Problem, Any]) -> dict[str, Any]:
+        name, problem, config = job
+        (build,) = kernel.builds(problem, config)
+        src = source(build.fn, build.types, build.constants, build.divisible)
+        result = compile_for(target_of(device), src, **build.options)
+        line = {
+            "target": target,
+            "problem": name,
+            "config": str(config),
+            "shared": result.metadata.shared,
+        }
+        line |= {"tall": config.BLOCK_M % 64 == 0, "room": device.shared_memory}
+        if target == "gfx942":
+            private = re.findall(r"\.private_segment_fixed_size:\s+(\d+)", result.asm["amdgcn"])
+            return line | {"stack": max(map(int, private))}
+        ptx, used = result.asm["ptx"], resources(result.asm["cubin"])
+        line |= {"wgmma": ptx.count("wgmma.mma_async"), "async": ptx.count("cp.async")}
+        return line | {"stack": used["STACK"] + used["LOCAL"]}
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        for line in pool.map(compiled, lines()):
+            print(json.dumps(line), flush=True)
+
+
+@pytest.fixture(scope="module")
+def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
+    """A line for each, by two processes: one believes that its torch is built for AMD."""
+    cache = str(tmp_path_factory.mktemp("triton"))
+    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": cache}
+    found = []
+    for targets in (("80", "90", "100"), ("gfx942",)):
+        command = [sys.executable, __file__, *targets]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stderr[-2000:]
+        found += [json.loads(line) for line in done.stdout.splitlines()]
+    return found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", TARGETS)
+def test_the_largest_tiles_compile_and_fit(target: str, compiled: list[dict[str, Any]]) -> None:
+    lines = [line for line in compiled if line["target"] == target]
+    assert [line["problem"] for line in lines] == list(ASKED[target])
+    assert not [line for line in lines if line["stack"] > MOST_STACK]
+    assert not [line for line in lines if line["shared"] > line["room"]]
+    if target != "gfx942":
+        assert all(line["async"] for line in lines if line["problem"] != "loose")
+    if target == "90":
+        tall = [line for line in lines if line["tall"]]
+        assert {line["problem"] for line in tall} >= {"rows", "gated", "sums", "columns"}
+        assert all(line["wgmma"] for line in tall)
+
+
+if __name__ == "__main__":
+    if "gfx942" in sys.argv:
+        torch.version.hip = "6.4"  # epilogues are written for the GPU that torch is built for
+    for asked in sys.argv[1:]:
+        compile_all(asked)

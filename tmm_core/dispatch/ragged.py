@@ -1,0 +1,156 @@
+"""What the launches of a ragged problem are given besides operands, to verify and to time them.
+
+Sizes of groups are drawn on the host, so that a reference can be a product a group. There are two
+distributions, since what is fastest for one need not be for the other: a *skewed* one, where few
+groups have most of the rows, as routers make them, and an *even* one. Both have empty groups.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, TypeVar
+
+import torch
+
+from tmm_core.spec.groups import Groups
+from tmm_core.spec.problem import Problem
+
+T = TypeVar("T")
+
+#: One group in so many is empty.
+EMPTY_ONE_IN = 5
+#: Of gathered rows each is read so many times: ``a`` has so many fewer.
+READS = 2
+
+
+@dataclass(frozen=True, slots=True)
+class Rows:
+    """What a ragged problem's launches are given besides operands, and what the host knows of
+    it."""
+
+    offs: torch.Tensor
+    #: The ends of groups, as ``offs`` has them.
+    ends: tuple[int, ...]
+    #: Rows that ``a`` has, where rows are ragged.
+    read: int
+    a_index: torch.Tensor | None = None
+    out_index: torch.Tensor | None = None
+    out_weights: torch.Tensor | None = None
+    #: The other distribution's ``offs``.
+    other: torch.Tensor | None = None
+
+    @classmethod
+    def of(
+        cls,
+        groups: Groups,
+        total: int,
+        device: torch.device,
+        generator: torch.Generator,
+        *,
+        skewed: bool,
+        whole: bool,
+    ) -> Rows:
+        """Random ones for groups of ``total`` rows (or columns, or terms of sums) together; see
+        :func:`tmm_core.dispatch.verify.make_inputs`."""
+        seed = int(torch.randint(2**31, (), generator=generator, device=device))
+        chance = torch.Generator().manual_seed(seed)
+        used = total if whole else total - min(3, total // 4)
+        ends = ends_of(groups.count, used, chance, skewed)
+        other = ends_of(groups.count, used, chance, not skewed)
+
+        def place(numbers: Any, dtype: torch.dtype | None) -> torch.Tensor:
+            return torch.as_tensor(numbers).to(device, dtype)
+
+        read, a_index, out_index, out_weights = total, None, None, None
+        if groups.a_index is not None:
+            read = max(1, total // READS)
+            a_index = place(torch.randint(read, (total,), generator=chance), groups.a_index)
+        if groups.out_index is not None:
+            # What is in no group goes to the rows that are in none.
+            there = [torch.randperm(used, generator=chance), torch.arange(used, total)]
+            out_index = place(torch.cat(there), groups.out_index)
+        if groups.out_weights is not None:
+            drawn = torch.rand(total, generator=chance) + 0.5
+            drawn[used:] = torch.nan
+            out_weights = place(drawn, groups.out_weights)
+        offs, others = place(ends, torch.int32), place(other, torch.int32)
+        return cls(offs, tuple(ends), read, a_index, out_index, out_weights, others)
+
+    @property
+    def given(self) -> dict[str, torch.Tensor]:
+        """The tensors that a launch is given by keyword."""
+        names = ("offs", "a_index", "out_index", "out_weights")
+        return {name: t for name in names if (t := getattr(self, name)) is not None}
+
+    def soil(
+        self, problem: Problem, a: torch.Tensor, b: torch.Tensor, residual: torch.Tensor | None
+    ) -> None:
+        """Put NaN beyond the last group, which nothing may read."""
+        end, along = self.ends[-1], problem.along
+        if along == "m":
+            if self.a_index is None:
+                a[end:] = torch.nan
+            if residual is not None:
+                residual[end:] = torch.nan
+        elif along == "n":
+            b[:, end:] = torch.nan
+            if residual is not None:
+                residual[:, end:] = torch.nan
+        else:
+            a[:, end:] = torch.nan
+            b[end:] = torch.nan
+
+    def defined(self, problem: Problem) -> tuple[int, int] | None:
+        """The dimension of the result along which it is defined no further than the last group,
+        and how far; None: it is defined everywhere."""
+        assert problem.groups is not None
+        if problem.along == "k" or problem.groups.zeroed or self.ends[-1] == problem.extent:
+            return None
+        return ("m", "n").index(problem.along), self.ends[-1]
+
+
+@dataclass(frozen=True, slots=True)
+class Inputs:
+    """The arguments of a launch of a ragged problem, as
+    :class:`~tmm_core.spec.arguments.Arguments` are those of a plain one's."""
+
+    a: torch.Tensor
+    b: torch.Tensor
+    bias: torch.Tensor | None
+    residual: torch.Tensor | None
+    alpha: float
+    out: torch.Tensor
+    rows: Rows
+    scale_a: None = None
+    scale_b: None = None
+
+    def launch(self, launcher: Callable[..., torch.Tensor], out: Any) -> torch.Tensor:
+        """Call a launcher, which writes to ``out`` or allocates."""
+        given = self.rows.given
+        return launcher(self.a, self.b, self.bias, self.residual, self.alpha, out, **given)
+
+
+def ends_of(count: int, total: int, chance: torch.Generator, skewed: bool) -> list[int]:
+    """Ends of ``count`` groups of ``total`` rows, some of them empty if there are several."""
+    shares = torch.ones(count, dtype=torch.float64)
+    if skewed:
+        shares /= torch.arange(1, count + 1)
+    shares = shares[torch.randperm(count, generator=chance)]
+    empty = -(-count // EMPTY_ONE_IN) if count > 1 else 0
+    shares[torch.randperm(count, generator=chance)[:empty]] = 0
+    ends = (shares.cumsum(0) / shares.sum() * total).round().long()
+    return ends.tolist()
+
+
+def alternated(copies: Sequence[T]) -> list[T]:
+    """Copies of inputs, every other of which has the other distribution."""
+
+    def turned(inputs: Any) -> Any:
+        rows = inputs.rows
+        if rows.other is None:
+            return inputs
+        return dataclasses.replace(inputs, rows=replace(rows, offs=rows.other, other=rows.offs))
+
+    return [turned(each) if place % 2 else each for place, each in enumerate(copies)]

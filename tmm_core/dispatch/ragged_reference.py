@@ -1,0 +1,114 @@
+"""What a ragged problem should give: the whole expression in high precision, group by group."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import torch
+
+from tmm_core.dispatch import verify
+from tmm_core.dispatch.ragged import Inputs
+from tmm_core.dispatch.verify import Places
+from tmm_core.spec.arguments import Arguments
+from tmm_core.spec.problem import Problem
+
+#: Bytes that an operand of one product may take in fp64 where nobody counts.
+ROOM = 1 << 30
+
+
+def whole(problem: Problem, inputs: verify.Inputs) -> torch.Tensor:
+    """All that a plain or a ragged problem should give; see :func:`verify.reference`."""
+    if isinstance(inputs, Inputs):
+        return reference(problem, inputs, slice(None), slice(None), ROOM)
+    return verify.reference(problem, inputs)
+
+
+def ranges(ends: Sequence[int]) -> Iterator[tuple[int, int, int]]:
+    """Each group with its start and its end."""
+    for group, (start, end) in enumerate(itertools.pairwise([0, *ends])):
+        yield group, start, end
+
+
+def reference(
+    problem: Problem, inputs: Inputs, rows: Places, cols: Places, room: int
+) -> torch.Tensor:
+    """Those rows and columns of the result, in fp64 or what is precise enough; zeros beyond the
+    last group.
+
+    Args:
+        room: Bytes that an operand of one product may take in fp64.
+    """
+    groups, given = problem.groups, inputs.rows
+    assert groups is not None
+    device = inputs.a.device
+    at_rows = torch.arange(problem.m, device=device)[rows]
+    at_cols = torch.arange(problem.n, device=device)[cols]
+    dtype = torch.promote_types(problem.out.dtype, torch.float32)
+    lead = problem.out_shape[:-2]
+    result = torch.zeros((*lead, len(at_rows), len(at_cols)), dtype=dtype, device=device)
+    # Which row of the product each row of the result is.
+    source = at_rows
+    if given.out_index is not None:
+        where = torch.empty(problem.m, dtype=torch.long, device=device)
+        where[given.out_index.long()] = torch.arange(problem.m, device=device)
+        source = where[at_rows]
+    step = max(64, room // (8 * max(1, problem.k) * (1 + problem.gated)))
+    for group, start, end in ranges(given.ends):
+        of = problem.along
+        here: Places = slice(None)
+        there: Places = slice(None)
+        if of == "m":
+            here = ((source >= start) & (source < end)).nonzero()[:, 0]
+        elif of == "n":
+            there = ((at_cols >= start) & (at_cols < end)).nonzero()[:, 0]
+        mine = _one(problem, inputs, group, (start, end))
+        many = len(at_rows[here]), len(at_cols[there])
+        if 0 in many:
+            continue
+        for top in range(0, many[0], step):
+            for left in range(0, many[1], step):
+                r = torch.arange(many[0], device=device)[top : top + step]
+                c = torch.arange(many[1], device=device)[left : left + step]
+                r = here[r] if isinstance(here, torch.Tensor) else r
+                c = there[c] if isinstance(there, torch.Tensor) else c
+                piece = _piece(problem, mine, source[r], at_rows[r], at_cols[c])
+                out = result[group] if lead else result
+                out[r[:, None], c[None, :]] = piece.to(dtype)
+    return result
+
+
+def _one(problem: Problem, inputs: Inputs, group: int, part: tuple[int, int]) -> Inputs:
+    """The operands of one group; its rows and columns are still those of all."""
+    a, b, bias, residual = inputs.a, inputs.b, inputs.bias, inputs.residual
+    along = problem.along
+    if along == "m":
+        b = b[group]
+    elif along == "n":
+        a = a[group]
+    else:
+        a, b = a[:, slice(*part)], b[slice(*part)]
+        residual = None if residual is None else residual[group]
+    bias = None if bias is None else bias[group]
+    return replace(inputs, a=a, b=b, bias=bias, residual=residual)
+
+
+def _piece(
+    problem: Problem,
+    inputs: Inputs,
+    rows: torch.Tensor,
+    at: torch.Tensor,
+    cols: torch.Tensor,
+) -> torch.Tensor:
+    """Rows ``rows`` of the product, which are rows ``at`` of the result."""
+    given = inputs.rows
+    wide = torch.cat([cols, cols + problem.n]) if problem.gated else cols
+    index = rows if given.a_index is None else given.a_index.long()[rows]
+    bias, residual = inputs.bias, inputs.residual
+    bias = None if bias is None else bias[wide]
+    mine = Arguments(inputs.a[index], inputs.b[:, wide], bias, None, inputs.alpha)
+    y = verify.finished(problem, mine, verify.accumulated(problem, mine))
+    if given.out_weights is not None:
+        y = y * given.out_weights[rows].to(y.dtype)[:, None]
+    return y if residual is None else y + residual[at][:, cols].to(y.dtype)

@@ -1,0 +1,194 @@
+"""Grouped products, as a user calls them: a mixture of experts in one call."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from tmm_core import settings
+from tmm_core.interop import autograd, grouped, operator
+from tmm_core.interop.calls import prepare_for, text_of
+from tmm_core.launch.check import check_number
+from tmm_core.launch.grouped import check_operands, run, undisturbed
+from tmm_core.spec.epilogue import EpilogueLike
+from tmm_core.spec.kernel import Config
+
+Tensor = torch.Tensor
+
+
+def grouped_matmul(
+    a: Tensor,
+    b: Tensor,
+    *,
+    offs: Tensor | None = None,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    alpha: float = 1.0,
+    epilogue: EpilogueLike = None,
+    out_dtype: torch.dtype | None = None,
+    a_index: Tensor | None = None,
+    out_index: Tensor | None = None,
+    out_weights: Tensor | None = None,
+    out: Tensor | None = None,
+    kernel: str | None = None,
+    config: Config | Mapping[str, Any] | None = None,
+    on_cache_miss: settings.OnCacheMiss | None = None,
+) -> Tensor:
+    """``epilogue(alpha · (a @ b) + bias) + residual`` of many groups, in one launch; the forms of
+    ``torch.nn.functional.grouped_mm``.
+
+    >>> y = grouped_matmul(rows, weights.mT, offs=ends, epilogue="swiglu")     # doctest: +SKIP
+
+    ======================  ======================  =================  ===========================
+    ``a``                   ``b``                   result             group g
+    ======================  ======================  =================  ===========================
+    ``[T, K]``              ``[G, K, N]``           ``[T, N]``         rows ``offs[g-1]:offs[g]``
+    ``[M, T]``              ``[T, N]``              ``[G, M, N]``      a part of the sum over T
+    ``[G, M, K]``           ``[K, T]``              ``[M, T]``         columns of b and the result
+    ``[G, M, K]``           ``[G, K, N]``           ``[G, M, N]``      one product each; no offs
+    ======================  ======================  =================  ===========================
+
+    ``offs`` is never read on the host: nothing waits for the GPU, and its values may change from
+    one replay of a CUDA graph to the next. Groups may be empty. What is beyond ``offs[-1]`` is not
+    read and may be NaN; there the result is unspecified, and gradients are zero. Operands may
+    lie anyhow: nothing has to be aligned.
+
+    Args:
+        offs: int32 ``[G]``: where each group ends, never falling, at most T.
+        bias: ``[N]``, or ``[G, N]`` with one for each group (2N where gated); not with ragged
+            columns.
+        residual: Of the result's shape; added last.
+        alpha: A number.
+        epilogue: As for :func:`tmm_core.matmul`. With a gated one ``b`` is 2N wide.
+        out_dtype: The result's; by default that of ``a``.
+        a_index: int32 or int64 ``[T]``: row t of the product is of ``a[a_index[t]]``, gathered
+            while it is loaded. ``a`` has any number of rows; all indices are in range. For ragged
+            rows, like what follows.
+        out_index: int32 or int64 ``[T]``: row t becomes ``result[out_index[t]]``. No two are
+            equal. With it, rows beyond ``offs[-1]`` are zero.
+        out_weights: ``[T]``: row t is multiplied by it after the epilogue, before the residual.
+        out: Where to write. Not differentiable; what is beyond the last group may be overwritten.
+        kernel, config, on_cache_miss: As for :func:`tmm_core.matmul`.
+
+    Raises:
+        RuntimeError, ValueError, TypeError: Tensors that do not fit, in torch's words where it has
+            them.
+        UnknownNameError, UnsupportedProblemError, ConfigError, SettingsError,
+            CacheMissError: See :mod:`tmm_core.errors`.
+
+    Differentiable in a, b, bias, residual and out_weights. Gradients are grouped products as well.
+    """
+    if kernel is not None or config is not None or on_cache_miss is not None:
+        asked = {"kernel": kernel, "config": config, "on_cache_miss": on_cache_miss}
+        changes: dict[str, Any] = {
+            name: value for name, value in asked.items() if value is not None
+        }
+        with settings.override(**changes):
+            return grouped_matmul(
+                a, b, offs=offs, bias=bias, residual=residual, alpha=alpha, epilogue=epilogue,
+                out_dtype=out_dtype, a_index=a_index, out_index=out_index,
+                out_weights=out_weights, out=out,
+            )  # fmt: skip
+    for name, t in (("a", a), ("b", b)):
+        if not isinstance(t, Tensor):
+            raise TypeError(
+                f"grouped_matmul(): argument '{name}' must be Tensor, not {type(t).__name__}"
+            )
+    check_number("grouped_matmul", alpha)
+    if offs is None:
+        return _batched(
+            a, b, bias, residual, alpha, epilogue, out_dtype, out,
+            (a_index, out_index, out_weights),
+        )  # fmt: skip
+    text = text_of(epilogue)
+    zeroed = out_index is not None
+    arguments = (
+        a, b, offs, bias, residual, alpha, text, out_dtype, a_index, out_index, out_weights, zeroed,
+    )  # fmt: skip
+    if out is not None:
+        return grouped.grouped_matmul_out(*arguments, out=out)  # type: ignore[no-any-return]
+    if (
+        not torch.compiler.is_dynamo_compiling()
+        and undisturbed(a, b, offs, bias, residual, a_index, out_index, out_weights)
+        and not autograd.recorded(a, b, bias, residual, out_weights)
+    ):
+        return run(*arguments)
+    if not torch.compiler.is_compiling():
+        for kind in {type(a), type(b)} - {Tensor}:
+            prepare_for(kind)
+    return grouped.grouped_matmul(*arguments)  # type: ignore[no-any-return]
+
+
+def _batched(
+    a: Tensor,
+    b: Tensor,
+    bias: Tensor | None,
+    residual: Tensor | None,
+    alpha: float,
+    epilogue: EpilogueLike,
+    out_dtype: torch.dtype | None,
+    out: Tensor | None,
+    rows: tuple[Tensor | None, ...],
+) -> Tensor:
+    """Groups of one size: a batch of products. With a bias each they are ragged ones of a."""
+    count = check_operands(a, b, None)
+    if any(t is not None for t in rows):
+        raise ValueError("rows are gathered, scattered and weighed where they are ragged")
+    if bias is None or bias.dim() == 1:
+        arguments = (a, b, bias, residual, alpha, text_of(epilogue), out_dtype)
+        if out is not None:
+            return operator.matmul_out(*arguments, out=out)  # type: ignore[no-any-return]
+        return operator.matmul(*arguments)  # type: ignore[no-any-return]
+    m = a.shape[1]
+    offs = torch.arange(m, (count + 1) * m, m or 1, dtype=torch.int32, device=a.device)[:count]
+    flat = None if residual is None else residual.reshape(count * m, -1)
+    y = grouped_matmul(
+        a.reshape(count * m, -1), b, offs=offs, bias=bias, residual=flat, alpha=alpha,
+        epilogue=epilogue, out_dtype=out_dtype,
+    ).view(count, m, -1)  # fmt: skip
+    return y if out is None else out.copy_(y)
+
+
+def grouped_linear(
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None = None,
+    *,
+    offs: Tensor,
+    residual: Tensor | None = None,
+    alpha: float = 1.0,
+    epilogue: EpilogueLike = None,
+    out_dtype: torch.dtype | None = None,
+    a_index: Tensor | None = None,
+    out_index: Tensor | None = None,
+    out_weights: Tensor | None = None,
+    out: Tensor | None = None,
+    kernel: str | None = None,
+    config: Config | Mapping[str, Any] | None = None,
+    on_cache_miss: settings.OnCacheMiss | None = None,
+) -> Tensor:
+    """``epilogue(x @ weight[g].T + bias[g]) + residual`` for the rows of each group g: a layer of
+    experts.
+
+    Args:
+        x: ``[T, K]``, rows in the order of their groups; with ``a_index`` in any order.
+        weight: ``[G, N, K]``; with a gated epilogue ``[G, 2N, K]``, gate rows before up rows.
+        bias: ``[N]`` or ``[G, N]`` (2N where gated).
+
+    The rest is as for :func:`grouped_matmul`.
+
+    Raises:
+        RuntimeError: ``x`` is not 2-D or ``weight`` not 3-D; else as :func:`grouped_matmul`.
+    """
+    if x.dim() != 2 or weight.dim() != 3:
+        raise RuntimeError(
+            "grouped_linear(): x must be 2-D [T, K] and weight 3-D [G, N, K], got "
+            f"{x.dim()}D and {weight.dim()}D"
+        )
+    return grouped_matmul(
+        x, weight.mT, offs=offs, bias=bias, residual=residual, alpha=alpha, epilogue=epilogue,
+        out_dtype=out_dtype, a_index=a_index, out_index=out_index, out_weights=out_weights,
+        out=out, kernel=kernel, config=config, on_cache_miss=on_cache_miss,
+    )  # fmt: skip

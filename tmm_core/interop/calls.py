@@ -1,0 +1,54 @@
+"""What a public call does before its operator: epilogues become text, which a tracer keeps as a
+constant, and DTensor hears of the rules."""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import sys
+from typing import Any
+
+import torch
+
+from tmm_core import dispatch
+from tmm_core.launch.warm import epilogue_of
+from tmm_core.spec.epilogue import Epilogue, EpilogueLike
+
+
+def text_of(epilogue: EpilogueLike) -> str:
+    """The operator's argument for this epilogue."""
+    if epilogue is None:
+        return ""
+    if isinstance(epilogue, Epilogue):
+        return epilogue.interned()
+    return epilogue if isinstance(epilogue, str) else _parsed_text(epilogue)
+
+
+def interned_text(epilogue: EpilogueLike) -> str:
+    """Likewise, left where a tracer finds the epilogue without tracing the registry."""
+    if isinstance(epilogue, Epilogue):
+        return epilogue.interned()
+    return _parsed_text(epilogue or None)
+
+
+def _parsed_text(epilogue: Any) -> str:
+    return dispatch.dispatcher().registry.epilogue(epilogue).interned()
+
+
+def has_outputs(text: str) -> bool:
+    """Whether the epilogue of that text writes anything beside the result."""
+    return bool(epilogue_of(text).outputs)
+
+
+# As Epilogue.interned.
+_parsed_text._dynamo_marked_constant = True  # type: ignore[attr-defined]
+has_outputs._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+@functools.cache
+def prepare_for(kind: type[torch.Tensor]) -> None:
+    """Register the sharding rules where a DTensor comes by: importing them takes 1.5 s, which
+    those who never shard do not pay."""
+    module = sys.modules.get("torch.distributed.tensor")
+    if module is not None and issubclass(kind, module.DTensor):
+        importlib.import_module("tmm_core.interop.sharding")

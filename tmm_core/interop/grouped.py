@@ -1,0 +1,325 @@
+"""``tmm::grouped_matmul`` as a torch operator, and its derivatives.
+
+Gradients are grouped products themselves: of a product whose rows are ragged that of ``a`` is one
+with ragged rows, that of ``b`` one with a ragged sum, and so around. What is beyond the last group
+gets a gradient of zero, whatever lies there.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tmm_core import compat
+from tmm_core.interop import autograd, flops
+from tmm_core.interop.autograd import OneLevel
+from tmm_core.launch.check import check_out
+from tmm_core.launch.grouped import check, ragged_along, refuse_outputs, run, undisturbed
+from tmm_core.launch.warm import epilogue_of, plain
+from tmm_core.settings import overridden, within
+from tmm_core.spec.epilogue import IDENTITY
+
+Tensor = torch.Tensor
+
+_ARGUMENTS = (
+    "Tensor a, Tensor b, Tensor offs, Tensor? bias=None, Tensor? residual=None, float alpha=1.0, "
+    "str epilogue='', ScalarType? out_dtype=None, Tensor? a_index=None, Tensor? out_index=None, "
+    "Tensor? out_weights=None, bool zeroed=False"
+)
+
+library = torch.library.Library("tmm", "FRAGMENT")
+library.define(f"grouped_matmul({_ARGUMENTS}) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
+library.define(
+    f"grouped_matmul.out({_ARGUMENTS}, *, Tensor(a!) out) -> Tensor(a!)",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+
+
+def _shape(
+    a: Tensor,
+    b: Tensor,
+    offs: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    alpha: float = 1.0,
+    epilogue: str = "",
+    out_dtype: torch.dtype | None = None,
+    a_index: Tensor | None = None,
+    out_index: Tensor | None = None,
+    out_weights: Tensor | None = None,
+    zeroed: bool = False,
+) -> tuple[int, ...]:
+    parsed = epilogue_of(epilogue)
+    return check(
+        a, b, offs, bias, residual, parsed, out_dtype, a_index, out_index, out_weights
+    )  # fmt: skip
+
+
+def _fake(a: Tensor, b: Tensor, *arguments: Any, **named: Any) -> Tensor:
+    out_dtype = named.get("out_dtype", arguments[5] if len(arguments) > 5 else None)
+    return a.new_empty(_shape(a, b, *arguments, **named), dtype=out_dtype or a.dtype)
+
+
+def _run_out(a: Tensor, b: Tensor, *arguments: Any, out: Tensor, **named: Any) -> Tensor:
+    """Into ``out``; rows beyond the last group may be written to."""
+    shape = torch.Size(_shape(a, b, *arguments, **named))
+    out_dtype = named.get("out_dtype", arguments[5] if len(arguments) > 5 else None)
+    given = (a, b, *arguments, *named.values())
+    inputs = [t for t in given if isinstance(t, Tensor)]
+    apart = check_out(out, shape, out_dtype or a.dtype, inputs)
+    seen = compat.dispatch_modes() or autograd.differentiated(*inputs)
+    if apart and not seen and all(map(plain, (out, *inputs))):
+        return run(a, b, *arguments, **{**named, "out": out})
+    return out.copy_(grouped_matmul(a, b, *arguments, **named))
+
+
+library.impl("grouped_matmul", run, "CompositeExplicitAutograd")
+library.impl("grouped_matmul.out", _run_out, "CompositeImplicitAutograd")
+torch.library.register_fake("tmm::grouped_matmul", _fake, lib=library)
+
+
+def _differentiable(
+    a: Tensor,
+    b: Tensor,
+    offs: Tensor,
+    bias: Tensor | None = None,
+    residual: Tensor | None = None,
+    alpha: float = 1.0,
+    epilogue: str = "",
+    out_dtype: torch.dtype | None = None,
+    a_index: Tensor | None = None,
+    out_index: Tensor | None = None,
+    out_weights: Tensor | None = None,
+    zeroed: bool = False,
+) -> Tensor:
+    """What the operator does at the dispatcher's Autograd key.
+
+    Where something is differentiated the call is taken apart as :mod:`tmm_core.interop.autograd`
+    has it: one product with as much of the epilogue as its output tells the derivative of, then
+    the rest, then weights, places and residual.
+    """
+    if not autograd.differentiated(a, b, bias, residual, out_weights):
+        with compat.below_autograd():
+            return grouped_matmul(  # type: ignore[no-any-return]
+                a, b, offs, bias, residual, alpha, epilogue, out_dtype,
+                a_index, out_index, out_weights, zeroed,
+            )  # fmt: skip
+    parsed = epilogue_of(epilogue) if epilogue else IDENTITY
+    refuse_outputs(parsed)
+    head, rest = parsed.parts if epilogue else (IDENTITY, None)
+    text = "" if head is IDENTITY else head.interned()
+    # A weight's gradient is a sum over its row, and what scatters reads all rows.
+    clean = zeroed or out_weights is not None or out_index is not None
+    inner = residual if rest is None and head is IDENTITY and not clean else None
+    y = autograd._record(
+        _Product, a, b, offs, bias, inner, alpha, text, out_dtype, a_index, clean
+    )  # fmt: skip
+    if rest is not None:
+        for stage in rest.stages or (rest,):
+            y = autograd._apply(stage, y)
+    if clean and (rest is not None or bias is not None or head is not IDENTITY):
+        y = torch.where(_known(y, offs, ragged_along(a, b)), y, 0)
+    if out_weights is not None:
+        y = (y * out_weights[:, None]).to(y.dtype)
+    if out_index is not None:
+        y = torch.zeros_like(y).index_copy(0, out_index.long(), y)
+    if residual is not None and inner is None:
+        known = _known(y, offs, ragged_along(a, b)) if zeroed else None
+        if known is not None and out_index is not None:
+            known = torch.empty_like(known).index_copy(0, out_index.long(), known)
+        y = (y + residual if known is None else torch.where(known, y + residual, 0)).to(y.dtype)
+    return y
+
+
+def _known(y: Tensor, offs: Tensor, along: str) -> Tensor:
+    """Which rows or columns of the result are of a group; all of a ragged sum's are."""
+    if along == "k":
+        return torch.ones((), dtype=torch.bool, device=y.device)
+    dimension = ("m", "n").index(along)
+    places = torch.arange(y.shape[dimension], device=y.device) < offs[-1]
+    return places[:, None] if along == "m" else places
+
+
+class _Product(OneLevel):
+    """``epilogue(alpha · (a @ b) + bias) + residual`` for an epilogue with ``output_vjp``; the
+    residual only where the epilogue is the identity."""
+
+    @staticmethod
+    def forward(
+        a: Tensor,
+        b: Tensor,
+        offs: Tensor,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        alpha: float,
+        epilogue: str,
+        out_dtype: torch.dtype | None,
+        a_index: Tensor | None,
+        zeroed: bool,
+    ) -> Tensor:
+        with autograd._below_autograd():
+            return grouped_matmul(  # type: ignore[no-any-return]
+                a, b, offs, bias, residual, alpha, epilogue, out_dtype,
+                a_index, None, None, zeroed,
+            )  # fmt: skip
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        a, b, offs, bias, residual, ctx.alpha, epilogue, ctx.out_dtype, a_index, _ = inputs
+        ctx.epilogue = epilogue_of(epilogue)
+        y = None if ctx.epilogue.linear else output
+        wants_a, wants_b, *_ = ctx.needs_input_grad
+        ctx.save_for_backward(
+            a if wants_b else None, b if wants_a else None, offs, a_index, y
+        )  # fmt: skip
+        if compat.forward_ad._current_level >= 0 or compat.transforms_active():
+            ctx.save_for_forward(a, b, offs, a_index, y)
+        ctx.along = ragged_along(a, b)
+        ctx.a, ctx.b, ctx.bias, ctx.residual = map(autograd._like, (a, b, bias, residual))
+        ctx.a_column, ctx.b_column = map(autograd._is_column_major, (a, b))
+        ctx.settings = overridden()
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return within(ctx.settings, _Product._gradients, ctx, grad)
+
+    @staticmethod
+    def _gradients(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        a, b, offs, a_index, y = ctx.saved_tensors
+        wants_a, wants_b, _, wants_bias, wants_residual, *_ = ctx.needs_input_grad
+        along, alpha = ctx.along, ctx.alpha
+        dz = ctx.epilogue.output_vjp(grad, y, *ctx.epilogue.parameters)
+        da = db = dbias = dresidual = None
+        if wants_bias:
+            dbias = _summed(dz, offs, along, *ctx.bias)
+        if wants_residual:
+            dresidual = autograd._as(grad, ctx.residual[1])
+        dz = autograd._as(dz, ctx.a[1])
+        if wants_a:
+            da = _gradient_of_a(dz, b, offs, along, alpha, ctx.a_column)
+            if a_index is not None:
+                # A row's gradient is the sum of those of all that read it; what is beyond the
+                # last group is zero.
+                wide = torch.promote_types(da.dtype, torch.float32)
+                zeros = da.new_zeros(ctx.a[0], dtype=wide)
+                da = zeros.index_add(0, a_index, da.to(wide)).to(da.dtype)
+        if wants_b:
+            a = a if a_index is None else a.index_select(0, a_index)
+            db = _gradient_of_b(a, dz, offs, along, alpha, ctx.b_column)
+        return da, db, None, dbias, dresidual, None, None, None, None, None
+
+    @staticmethod
+    def jvp(ctx: Any, ta: Any, tb: Any, _: None, tbias: Any, tresidual: Any, *__: None) -> Tensor:
+        with autograd._outer_levels():
+            a, b, offs, a_index, y = map(autograd._primal, ctx.saved_tensors)
+            t = tresidual
+            more = ("", ctx.out_dtype, a_index)
+            if ta is not None:
+                t, tbias = grouped_matmul(ta, b, offs, tbias, t, ctx.alpha, *more), None
+            if tb is not None:
+                t, tbias = grouped_matmul(a, tb, offs, tbias, t, ctx.alpha, *more), None
+            if tbias is not None:
+                nothing = torch.zeros_like(a)
+                t = grouped_matmul(nothing, b, offs, tbias, t, 1.0, *more)
+            return ctx.epilogue.output_vjp(t, y, *ctx.epilogue.parameters)  # type: ignore[no-any-return]
+
+
+def _multiply(a: Tensor, b: Tensor, offs: Tensor, alpha: float) -> Tensor:
+    """A grouped product whose result is zero beyond the last group."""
+    rest = (None, None, None, True)
+    if not torch.compiler.is_dynamo_compiling() and not (
+        autograd.recorded(a, b) or autograd._batched(a) or autograd._batched(b)
+    ):
+        nothing = (None,) * 5
+        if undisturbed(a, b, offs, *nothing):
+            return run(a, b, offs, None, None, alpha, "", None, *rest)
+    return grouped_matmul(a, b, offs, None, None, alpha, "", None, *rest)  # type: ignore[no-any-return]
+
+
+def _gradient_of_a(
+    dz: Tensor, b: Tensor, offs: Tensor, along: str, alpha: float, column: bool
+) -> Tensor:
+    """``alpha · dz @ bᵀ``, lying as ``a`` does."""
+    if column:
+        return _multiply(b, dz.mT, offs, alpha).mT
+    return _multiply(dz, b.mT, offs, alpha)
+
+
+def _gradient_of_b(
+    a: Tensor, dz: Tensor, offs: Tensor, along: str, alpha: float, column: bool
+) -> Tensor:
+    """``alpha · aᵀ @ dz``, lying as ``b`` does: a layer's weight is given transposed, and of
+    another layout than its own autograd would copy it."""
+    if column:
+        return _multiply(dz.mT, a, offs, alpha).mT
+    return _multiply(a.mT, dz, offs, alpha)
+
+
+def _summed(dz: Tensor, offs: Tensor, along: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
+    """The gradient of a bias: the sum of each group's rows, which is a product with ones."""
+    wide = torch.promote_types(dz.dtype, torch.float32)
+    if along == "k":
+        sums = dz.sum(1, dtype=wide)
+    else:
+        ones = dz.new_ones((1, dz.shape[0]))
+        sums = grouped_matmul(ones, dz, offs, None, None, 1.0, "", wide)[:, 0]
+    return (sums.sum(0) if len(shape) == 1 else sums).to(dtype)
+
+
+def _underivable(ctx: Any, grad: Tensor) -> Any:
+    raise RuntimeError(
+        f"tmm::grouped_matmul has no derivative with this torch ({torch.__version__}), which has "
+        "no way to call an operator below its autograd"
+    )
+
+
+if compat.below_autograd is not None:
+    library.impl("grouped_matmul", _differentiable, "Autograd")
+else:
+    torch.library.register_autograd("tmm::grouped_matmul", _underivable, lib=library)
+
+
+def _autocast(device: str) -> Any:
+    def cast(
+        a: Tensor,
+        b: Tensor,
+        offs: Tensor,
+        bias: Tensor | None = None,
+        residual: Tensor | None = None,
+        *rest: Any,
+        **named: Any,
+    ) -> Tensor:
+        """Floating operands in the active dtype; weights of rows stay as precise as they are."""
+        dtype = torch.get_autocast_dtype(device)
+
+        def to(t: Tensor | None) -> Tensor | None:
+            eligible = t is not None and t.is_floating_point() and t.dtype != torch.float64
+            return t.to(dtype) if t is not None and eligible else t
+
+        named = {k: to(t) if k in ("bias", "residual") else t for k, t in named.items()}
+        with compat.without_autocast(device):
+            if bias is not None or residual is not None or rest:
+                rest = (to(bias), to(residual), *rest)
+            return grouped_matmul(to(a), to(b), offs, *rest, **named)  # type: ignore[no-any-return]
+
+    return cast
+
+
+library.impl("grouped_matmul", _autocast("cuda"), "AutocastCUDA")
+library.impl("grouped_matmul", _autocast("cpu"), "AutocastCPU")
+
+
+def grouped_flops(
+    a: Any, b: Any, offs: Any, *rest: Any, out_shape: Any = None, **named: Any
+) -> int:
+    """Multiply-adds counted as two, all rows taken to be of a group."""
+    index = named.get("a_index", rest[5] if len(rest) > 5 else None)
+    rows = a[-2] if index is None else index[0]
+    return int(2 * rows * a[-1] * b[-1])
+
+
+flops.count(torch.ops.tmm.grouped_matmul, grouped_flops)
+
+grouped_matmul = torch.ops.tmm.grouped_matmul.default
+grouped_matmul_out = torch.ops.tmm.grouped_matmul.out

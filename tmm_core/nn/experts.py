@@ -1,0 +1,272 @@
+"""Mixtures of experts: all experts of a layer in two grouped products.
+
+Between the router and the result there are a sort of the chosen experts, the product of gate and up
+with the gating in its kernel, which gathers its rows while it loads them, the product of down,
+which weighs its rows and puts them back in their places while it stores them, and a sum over the
+experts of each token. That sum is made in a fixed order, in fp32, and rounded once.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib
+import math
+import sys
+from typing import Any
+
+import torch
+from torch import nn
+
+from tmm_core import dispatch, grouped
+from tmm_core.nn import proof
+from tmm_core.nn.gated import GATED_BY
+from tmm_core.spec.epilogue import EpilogueLike
+
+Tensor = torch.Tensor
+
+#: The name by which Transformers knows :func:`forward`.
+IMPLEMENTATION = "tmm"
+#: The module of Transformers' that the forward of its expert layers is of.
+_THEIRS = "transformers.integrations.moe"
+
+
+class Experts(nn.Module):
+    """The experts of a layer, called with what its router chose.
+
+    >>> layer = Experts(num_experts=4, hidden_size=8, intermediate_size=12)
+    >>> x, chosen = torch.randn(5, 8), torch.tensor([[0, 2], [1, 0], [2, 3], [3, 1], [0, 1]])
+    >>> layer(x, chosen, torch.full((5, 2), 0.5)).shape
+    torch.Size([5, 8])
+
+    Parameters lie as Transformers has them: ``gate_up_proj`` ``[E, 2I, H]``, gate rows before up
+    rows, ``down_proj`` ``[E, H, I]``, and with ``bias`` ``gate_up_proj_bias`` ``[E, 2I]`` and
+    ``down_proj_bias`` ``[E, H]``.
+
+    Args:
+        num_experts, hidden_size, intermediate_size: E, H and I.
+        activation: ``"silu"``, ``"gelu"`` (erf), ``"gelu_tanh"`` or ``"relu"``; or a gated
+            epilogue, registered or as an object.
+        bias: Whether both projections have one.
+        device, dtype: As for ``torch.nn.Linear``.
+
+    Raises:
+        UnknownNameError: No such activation or epilogue.
+        ValueError: The epilogue is not gated.
+    """
+
+    def __init__(
+        self,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size: int,
+        activation: EpilogueLike = "silu",
+        bias: bool = False,
+        device: Any = None,
+        dtype: torch.dtype | None = None,
+    ) -> None:
+        super().__init__()
+        known = isinstance(activation, str) and activation in GATED_BY
+        parsed = dispatch.dispatcher().registry.epilogue(
+            GATED_BY[str(activation)] if known else activation
+        )
+        if not parsed.gated:
+            raise ValueError(
+                f"activation {activation!r} does not gate; known: {sorted(GATED_BY)}, or a gated "
+                "epilogue such as 'swiglu'"
+            )
+        self.num_experts = num_experts
+        self.epilogue = parsed.interned()
+        wide, narrow = (2 * intermediate_size, hidden_size), (hidden_size, intermediate_size)
+
+        def parameter(*shape: int) -> nn.Parameter:
+            return nn.Parameter(torch.empty(num_experts, *shape, device=device, dtype=dtype))
+
+        self.gate_up_proj, self.down_proj = parameter(*wide), parameter(*narrow)
+        self.gate_up_proj_bias = parameter(wide[0]) if bias else None
+        self.down_proj_bias = parameter(narrow[0]) if bias else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw each expert's weights and biases as ``torch.nn.Linear`` draws its own."""
+        for weight, bias in (
+            (self.gate_up_proj, self.gate_up_proj_bias),
+            (self.down_proj, self.down_proj_bias),
+        ):
+            bound = 1 / math.sqrt(max(1, weight.shape[-1]))
+            for t in (weight, bias):
+                if t is not None:
+                    nn.init.uniform_(t, -bound, bound)
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        """The weighted sum of each token's experts.
+
+        Args:
+            hidden_states: ``[T, H]``, one row a token.
+            top_k_index: ``[T, k]``, the experts of each token. What is ``num_experts`` or more
+                stands for no expert here (they are another rank's) and adds nothing.
+            top_k_weights: ``[T, k]``.
+        """
+        chosen = Routing(top_k_index, top_k_weights, self.num_experts)
+        between = grouped.grouped_linear(
+            hidden_states,
+            self.gate_up_proj,
+            self.gate_up_proj_bias,
+            offs=chosen.offs,
+            a_index=chosen.tokens,
+            epilogue=self.epilogue,
+        )
+        down = grouped.grouped_linear(
+            between,
+            self.down_proj,
+            self.down_proj_bias,
+            offs=chosen.offs,
+            out_index=chosen.places,
+            out_weights=chosen.weights,
+        )
+        return chosen.summed(down).to(hidden_states.dtype)
+
+    def extra_repr(self) -> str:
+        experts, hidden, between = self.down_proj.shape
+        return (
+            f"num_experts={experts}, hidden_size={hidden}, intermediate_size={between}, "
+            f"bias={self.down_proj_bias is not None}, epilogue={self.epilogue!r}"
+        )
+
+
+class Routing:
+    """What a router chose, in the order of experts; made on the device, without waiting for it.
+
+    Args:
+        index: ``[T, k]``, the experts of each token.
+        weights: ``[T, k]``.
+        experts: How many there are here.
+    """
+
+    def __init__(self, index: Tensor, weights: Tensor, experts: int) -> None:
+        self.shape = index.shape
+        ids, self.places = torch.sort(index.reshape(-1), stable=True)
+        #: Of each row, by expert: its token, its place among all that were chosen, its weight.
+        self.tokens = self.places // max(1, index.shape[-1])
+        self.weights = weights.reshape(-1).gather(0, self.places)
+        of = torch.arange(experts, device=ids.device, dtype=ids.dtype)
+        #: Where each expert's rows end.
+        self.offs = torch.searchsorted(ids, of, right=True, out_int32=True)
+
+    def summed(self, rows: Tensor) -> Tensor:
+        """The sum of each token's rows, which are in their places."""
+        return rows.view(*self.shape, rows.shape[-1]).sum(1)
+
+
+def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+    """The forward of Transformers' expert layers (its interface of ``experts_implementation``).
+
+    A gate that is an activation tmm knows is fused with its product; the layer's own
+    ``_apply_gate`` or ``act_fn`` does any other.
+    """
+    chosen = Routing(top_k_index, top_k_weights, self.num_experts)
+    epilogue, follow = _gate_of(self)
+    up = "gate_up_proj" if self.has_gate else "up_proj"
+    between = _product(
+        self, up, hidden_states, chosen.offs, a_index=chosen.tokens, epilogue=epilogue
+    )
+    if follow is not None:
+        between = follow(between)
+    rows: dict[str, Any] = {"out_index": chosen.places}
+    if getattr(self, "has_post_expert_norm", False):
+        # It comes between the product and the weight.
+        normed = self.post_expert_norm(_product(self, "down_proj", between, chosen.offs))
+        known = torch.arange(len(normed), device=normed.device) < chosen.offs[-1]
+        normed = torch.where(known[:, None], normed * chosen.weights[:, None], 0)
+        down = torch.zeros_like(normed).index_copy(0, chosen.places, normed)
+    else:
+        rows["out_weights"] = chosen.weights
+        down = _product(self, "down_proj", between, chosen.offs, **rows)
+    return chosen.summed(down).to(hidden_states.dtype)
+
+
+def _product(layer: Any, name: str, x: Tensor, offs: Tensor, **arguments: Any) -> Tensor:
+    """The layer's projection of that name, whichever way its weight lies."""
+    weight, bias = getattr(layer, name), None
+    if layer.has_bias:
+        bias = getattr(layer, f"{name}_bias")
+    weight = weight if layer.is_transposed else weight.mT
+    weights = arguments.get("out_weights")
+    if weights is not None and weights.dtype not in (weight.dtype, torch.float32):
+        arguments["out_weights"] = weights.float()
+    return grouped.grouped_matmul(x.to(weight.dtype), weight, offs=offs, bias=bias, **arguments)
+
+
+def _gate_of(layer: Any) -> tuple[str | None, Any]:
+    """The epilogue that a layer's product of gate and up has, and what is left to do after it."""
+    name = _activation(getattr(layer, "act_fn", None))
+    if not layer.has_gate:
+        return (name, None) if name is not None else (None, layer.act_fn)
+    gate = getattr(layer, "gate_kind", type(layer))._apply_gate
+    default = getattr(sys.modules.get(_THEIRS), "_default_apply_gate", None)
+    if gate is default and layer.is_concatenated and name in GATED_BY:
+        return GATED_BY[name], None
+    return None, functools.partial(gate, layer)
+
+
+def _activation(module: Any) -> str | None:
+    """The epilogue that an activation is. It is told once, and kept where a compiler finds it
+    again: a graph that is traced before that leaves the activation to torch."""
+    if not isinstance(module, nn.Module):
+        return None
+    if _KEPT not in module.__dict__ and not torch.compiler.is_compiling():
+        module.__dict__[_KEPT] = proof.activation(module)
+    return module.__dict__.get(_KEPT)
+
+
+#: Where an activation's epilogue is kept: with the module, whose life it shares.
+_KEPT = "_tmm_epilogue"
+
+
+class TransformersExperts(nn.Module):
+    """An expert layer of Transformers' with :func:`forward`; what it holds is held by both."""
+
+    #: Whose ``_apply_gate`` it has.
+    gate_kind: type[nn.Module]
+
+    @classmethod
+    def of(cls, layer: nn.Module) -> TransformersExperts:
+        """``layer`` with another forward."""
+        made = cls.__new__(cls)
+        made.__dict__ = dict(layer.__dict__)
+        made.gate_kind = type(layer)
+        _gate_of(made)  # for who compiles the model before it runs
+        return made
+
+    def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
+        return forward(self, hidden_states, top_k_index, top_k_weights)
+
+    @property
+    def epilogue(self) -> str:
+        """What its first product's kernel does besides; empty: nothing."""
+        return _gate_of(self)[0] or ""
+
+    def extra_repr(self) -> str:
+        return f"{self.gate_kind.__name__}, epilogue={self.epilogue!r}"
+
+
+def is_theirs(layer: nn.Module) -> bool:
+    """Whether ``layer`` is an expert layer whose forward is of Transformers' interface."""
+    module = sys.modules.get(_THEIRS)
+    code = getattr(type(layer).forward, "__code__", None)
+    return (
+        module is not None
+        and code is not None
+        and code.co_filename == module.__file__
+        and hasattr(layer, "is_transposed")
+        and hasattr(layer, "has_gate")
+    )
+
+
+def register() -> None:
+    """Make ``experts_implementation="tmm"`` known to Transformers.
+
+    Raises:
+        ImportError: There is no Transformers whose experts have implementations (5.0 or later).
+    """
+    theirs = importlib.import_module(_THEIRS)
+    theirs.ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, forward)
