@@ -126,7 +126,7 @@ def matmul(
         if epilogue is None:
             text = ""
         else:
-            text = epilogue if type(epilogue) is str else epilogue.interned()  # type: ignore[union-attr, assignment]
+            text = epilogue if type(epilogue) is str else epilogue.interned()  # type: ignore[union-attr]
         try:
             if not autograd.recorded(a, b, bias, residual):
                 return warm.run(a, b, bias, residual, alpha, text, out_dtype, scale_a, scale_b)

@@ -92,11 +92,16 @@ def reduce_port_kernel(
 
 @dataclass(frozen=True)
 class Ports:
-    """The outputs of a problem whose result is computed in ``rows`` by ``columns`` parts."""
+    """The outputs of a problem whose result is computed in ``rows`` by ``columns`` parts.
+
+    Attributes:
+        after: Elements at the start of the workspace that are for something else.
+    """
 
     problem: Problem
     rows: int
     columns: int
+    after: int = 0
 
     @property
     def given(self) -> tuple[Port, ...]:
@@ -133,7 +138,7 @@ class Ports:
         return own
 
     def workspace(self) -> int:
-        """Elements of the workspace, fp32."""
+        """Elements of the workspace that they take, fp32."""
         return sum(parts * length for parts, length in map(self._extent, self.given))
 
     def builds(self) -> list[Build]:
@@ -153,7 +158,7 @@ class Ports:
                 }  # fmt: skip
                 grid = triton.cdiv(length, build.constants["BLOCK_L"]), 1, 1
                 steps.append(Step(build.launch(self.problem.device.type), grid, own))
-        count = self.workspace()
+        count = self.after + self.workspace()
         return launcher(
             steps,
             out_shape(self.problem),
@@ -173,7 +178,7 @@ class Ports:
 
     def _places(self) -> Sequence[int]:
         """Where in the workspace each output's parts begin."""
-        places, end = [], 0
+        places, end = [], self.after
         for parts, length in map(self._extent, self.given):
             places.append(end)
             end += parts * length

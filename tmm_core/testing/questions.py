@@ -209,10 +209,11 @@ class Questions:
         yield replace(base, k=0, bias="packed", epilogue=parse("sigmoid"))
 
     def probes_of_outputs(self) -> Iterator[Probe]:
-        """Every kind and reduction, two at a time, with all terms of the expression, of sizes that
-        divide nothing."""
+        """Every kind and reduction, with all terms of the expression, of sizes that divide nothing;
+        and of rows alone, where operands are aligned."""
         m, n, k = (max(1, size - 3) for size in self._size())
-        base = replace(self._probe(), m=m, n=n, k=k, alpha=0.5)
+        aligned = replace(self._probe(), m=m, alpha=0.5)
+        base = replace(aligned, n=n, k=k)
         terms = replace(base, bias="packed", residual="row")
         absolute: dict[str, Any] = {"of": torch.abs, "device": "tmm_core.testing.terms:absolute"}
         square: dict[str, Any] = {"of": torch.square, "device": "tmm_core.testing.terms:square"}
@@ -224,7 +225,8 @@ class Questions:
         scalar_sum = Port("scalar_sum", "scalar", reduce="sum", **square)
         tile = Port("tile", "tile", torch.bfloat16)
         for probe, text, outputs in (
-            (base, "identity", (row_max,)),
+            (aligned, "identity", (row_max,)),
+            (replace(aligned, b="col", residual="row"), "swiglu", (row_sum,)),
             (terms, "silu", (row_max, col_sum)),
             (terms, "swiglu", (scalar_sum, row_sum)),
             (terms, "gelu", (col_max, scalar_max)),
