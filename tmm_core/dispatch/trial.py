@@ -39,7 +39,7 @@ class Trial:
         self._fixture, self._launcher = fixture, launcher
         self._outputs: Outputs | None = None
         if fixture.problem.epilogue.outputs:
-            self._launcher = self._outputs = Outputs(fixture, launcher, deterministic)
+            self._launcher = self._outputs = Outputs(fixture, launcher, deterministic, slack)
         self._deterministic, self._baseline = deterministic, baseline
         self._limit = verify.tolerance(fixture.problem) * slack
         self._errors: list[float] = []

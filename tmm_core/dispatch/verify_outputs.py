@@ -32,12 +32,15 @@ class Outputs:
 
     Args:
         deterministic: It promises the same bits for the same inputs.
+        slack: Factor on the tolerance.
     """
 
-    def __init__(self, fixture: Fixture, launcher: Launcher, deterministic: bool) -> None:
+    def __init__(
+        self, fixture: Fixture, launcher: Launcher, deterministic: bool, slack: float
+    ) -> None:
         self._fixture, self._launcher = fixture, launcher
         self._ports = fixture.problem.epilogue.outputs
-        self._deterministic = deterministic
+        self._deterministic, self._slack = deterministic, slack
         self._memory: list[Guarded] = []
         self._given: tuple[Tensor, ...] = ()
         #: What the first launch on inputs wrote, and what it should have, by their reference's id.
@@ -90,7 +93,7 @@ class Outputs:
 
     def _limit(self, port: Port) -> float:
         of_result = verify.tolerance(self._fixture.problem)
-        return SLACK * max(of_result, verify.TOLERANCE[port.dtype])
+        return SLACK * self._slack * max(of_result, verify.TOLERANCE[port.dtype])
 
     def _error(self, port: Port, expected: Expected, out: Tensor, result: Tensor) -> float:
         tile, places = expected.in_rows, expected.rows
