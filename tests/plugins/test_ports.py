@@ -50,7 +50,7 @@ def posed(epilogue: Epilogue, **fields: Any) -> Problem:
         (FusedEpilogue(), HALVES, "identity", (SCALAR_SUM, TILE_COPY)),
         (FusedEpilogue(), replace(HALVES, SUBTILE=1), "gelu", (COL,)),
     ],
-    ids=str,
+    ids=("rows-and-columns", "gated-halves", "all-and-tile", "columns"),
 )
 def test_tiles_add_up(
     kernel: TritonKernel[Any], config: Any, text: str, outputs: tuple[Port, ...]
