@@ -11,8 +11,8 @@ import torch
 
 from tmm_core import dispatch, settings
 from tmm_core.formats import BY_STORAGE
-from tmm_core.interop import autograd, operator, unusual
-from tmm_core.interop.calls import interned_text, prepare_for, text_of
+from tmm_core.interop import autograd, operator, outputs, unusual
+from tmm_core.interop.calls import has_outputs, interned_text, prepare_for, text_of
 from tmm_core.launch import grouped as launch_grouped
 from tmm_core.launch import warm
 from tmm_core.launch.check import (
@@ -23,7 +23,7 @@ from tmm_core.launch.check import (
 )
 from tmm_core.launch.plan import Plan
 from tmm_core.spec.arguments import TENSORS, Arguments, GroupedArguments
-from tmm_core.spec.epilogue import EpilogueLike
+from tmm_core.spec.epilogue import Epilogue, EpilogueLike
 from tmm_core.spec.kernel import Config
 from tmm_core.spec.problem import Problem
 
@@ -83,7 +83,8 @@ def matmul(
         on_cache_miss: ``"tune"``, ``"heuristic"`` or ``"error"``, for this call.
 
     Returns:
-        A tensor of ``torch.matmul(a, b)``'s shape, its last dimension halved where gated.
+        A tensor of ``torch.matmul(a, b)``'s shape, its last dimension halved where gated. With an
+        epilogue that has outputs (:class:`tmm_core.Port`) the tuple ``(result, *outputs)``.
 
     Raises:
         RuntimeError, ValueError, TypeError: Tensors do not fit; with torch's message where
@@ -118,10 +119,13 @@ def matmul(
         not torch.compiler.is_dynamo_compiling()
         and out is None
         and (type(alpha) is float or isinstance(alpha, (int, float)))
-        and (epilogue is None or type(epilogue) is str)
+        and (epilogue is None or type(epilogue) is str or type(epilogue) is Epilogue)
         and warm.undisturbed(a, b, bias, residual, scale_a, scale_b)
     ):
-        text = epilogue or ""
+        if epilogue is None:
+            text = ""
+        else:
+            text = epilogue if type(epilogue) is str else epilogue.interned()  # type: ignore[union-attr]
         try:
             if not autograd.recorded(a, b, bias, residual):
                 return warm.run(a, b, bias, residual, alpha, text, out_dtype, scale_a, scale_b)
@@ -136,11 +140,15 @@ def matmul(
         more = {"alpha": alpha, "epilogue": epilogue, "out_dtype": out_dtype}
         return unusual.by_override(matmul, tensors, **more)
     check_number("matmul", alpha)
+    text = text_of(epilogue)
+    if text and has_outputs(text):
+        call = Arguments(a, b, bias, residual, alpha, text, out_dtype, scale_a, scale_b, out)
+        return outputs.matmul(call)  # type: ignore[return-value]  # as documented
     if unusual.concerns(a, b, bias, residual):
         text = interned_text(epilogue)
         call = Arguments(a, b, bias, residual, alpha, text, out_dtype, scale_a, scale_b, out)
         return unusual.answer(matmul, call)
-    arguments = (a, b, bias, residual, alpha, text_of(epilogue), out_dtype, scale_a, scale_b)
+    arguments = (a, b, bias, residual, alpha, text, out_dtype, scale_a, scale_b)
     if out is not None:
         return operator.matmul_out(*arguments, out=out)  # type: ignore[no-any-return]
     if not torch.compiler.is_compiling() and type(a) is not Tensor:
@@ -172,7 +180,8 @@ def _scaled(call: Arguments, epilogue: EpilogueLike) -> Tensor:
     parsed = warm.epilogue_of(interned_text(epilogue))
     check(call, parsed)
     product = matmul(**call._replace(alpha=1.0, bias=None, residual=None)._asdict())
-    return parsed.expression(alpha * product, bias, residual).to(product.dtype)
+    y = parsed.expression(alpha * product, bias, residual).to(product.dtype)
+    return (y, *parsed.beside(y)) if parsed.outputs else y  # type: ignore[return-value]
 
 
 def linear(

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -80,6 +80,8 @@ class Blas(Kernel[BlasConfig]):
         alpha=True,
         gated=True,
         unfused=True,
+        outputs=ANY,
+        reduces=ANY,
         ragged=("m", "n", "k"),
         indexed=True,
         zeroed=True,
@@ -111,6 +113,8 @@ class Blas(Kernel[BlasConfig]):
             raise ValueError(f"cuBLASLt fuses bias + relu into plain 2-D products, not {problem}")
         if config.fused:
             return _bind_biased(torch._addmm_activation, problem.scaled)  # bias and relu
+        if problem.epilogue.outputs:
+            return _bind_outputs(problem)
         if problem.format is None:
             return bind_product(problem)
         if problem.fp8 and _takes_fp8(problem):
@@ -268,6 +272,30 @@ def finish(
         z = z * alpha
     z = problem.epilogue.expression(z, bias, residual)
     return z.to(problem.out.dtype) if out is None else out.copy_(z)
+
+
+def _bind_outputs(problem: Problem) -> Launcher:
+    """The result by the launcher of the epilogue without outputs, and these computed from it, by
+    torch's own operators."""
+    epilogue = problem.epilogue
+    bare: Any = Blas().bind(replace(problem, epilogue=epilogue.bare), BlasConfig())
+
+    def run(
+        a: Tensor,
+        b: Tensor,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        alpha: float,
+        out: Tensor | None,
+        outputs: tuple[Tensor, ...] = (),
+        **scales: Tensor,
+    ) -> Tensor:
+        y: Tensor = bare(a, b, bias, residual, alpha, out, **scales)
+        for output, value in zip(outputs, epilogue.beside(y), strict=True):
+            output.copy_(value)
+        return y
+
+    return run
 
 
 def _wide(a: Tensor, b: Tensor, dtype: torch.dtype, mm: object) -> Tensor:

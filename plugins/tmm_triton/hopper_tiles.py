@@ -167,6 +167,8 @@ class Constants:
     #: The operand, ``"a"`` or ``"b"``, that warps load word by word, and how many do.
     WORDS: str | None = None
     LOADERS: int = 8
+    #: By what rows are reduced to an output beside the result.
+    REDUCE: str | None = None
     #: The kernel's: Triton keeps what it compiled by the values of its constants, which tell
     #: nothing of what the properties below make of them.
     VERSION: str = ""
@@ -218,6 +220,7 @@ class Constants:
             DEPENDENTS=dependents if config.early else "",
             EARLY=config.early,
             WORDS=by_words(problem),
+            REDUCE=next((port.reduce for port in problem.epilogue.outputs), None),
             VERSION=version,
         )
 
@@ -619,7 +622,7 @@ def _splits(problem: Problem, config: WarpSpecializedConfig) -> int:
 def _room_for_parts(problem: Problem, config: WarpSpecializedConfig) -> int:
     """How many parts of every tile may be left to the reducing kernel: those that the workspace
     holds and that have a k-step; one where TMA could not write them, or it cannot finish them."""
-    if problem.gated or problem.batch > 1 or problem.n % 4:
+    if problem.gated or problem.batch > 1 or problem.n % 4 or problem.epilogue.outputs:
         return 1
     steps = -(-problem.k // config.BLOCK_K)
     held = MOST_WORKSPACE // (4 * part_elements(problem, config))

@@ -109,6 +109,8 @@ class TritonKernel(Built[C]):
         )
 
     def arithmetic(self, problem: Problem, config: C) -> str | None:
+        if any(port.reduce == "sum" for port in problem.epilogue.outputs):
+            return self.own_arithmetic(problem, config)  # tile by tile
         shared = sums.summed(problem, self.splits(config), config.BLOCK_K)
         return shared or self.own_arithmetic(problem, config)
 

@@ -16,7 +16,9 @@ not have to spare. It serves ungated products too, with one accumulator.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
+from typing import TypeVar
 
 import triton
 import triton.language as tl
@@ -29,6 +31,7 @@ from tmm_triton.kernel import (
     group_sizes,
     proposed,
     single,
+    step_of,
     tiles,
 )
 from tmm_triton.operands import (
@@ -45,6 +48,7 @@ from tmm_triton.operands import (
     store,
     tile_of,
 )
+from tmm_triton.ports import KINDS, MOST, REDUCES, Ports, put
 
 
 @triton.jit
@@ -52,8 +56,12 @@ def finish_pair(
     gate, up, z, rows, cols, M, N,
     bias_ptr, stride_bias, alpha, EPILOGUE: tl.constexpr, GATED: tl.constexpr,
     residual_ptr, stride_rz, stride_rm, stride_rn, out_ptr, stride_oz, stride_om, stride_on,
+    part_m, part_n, parts_n,
+    port_0_ptr, port_0_at, OF_0: tl.constexpr, KIND_0: tl.constexpr, REDUCE_0: tl.constexpr,
+    port_1_ptr, port_1_at, OF_1: tl.constexpr, KIND_1: tl.constexpr, REDUCE_1: tl.constexpr,
 ):  # fmt: skip
-    """As ``operands.finish``, for the accumulator ``gate`` and, where gated, ``up``."""
+    """As ``operands.finish``, for the accumulator ``gate`` and, where gated, ``up``, with what is
+    written beside the result."""
     if GATED:
         gate = affine(gate, cols, N, bias_ptr, stride_bias, alpha)
         up = affine(up, cols + N, 2 * N, bias_ptr, stride_bias, alpha)
@@ -61,6 +69,14 @@ def finish_pair(
     else:
         acc = EPILOGUE(affine(gate, cols, N, bias_ptr, stride_bias, alpha))
     acc = add_residual(acc, z, rows, cols, M, N, residual_ptr, stride_rz, stride_rm, stride_rn)
+    put(
+        acc, rows, cols, M, N, part_m, part_n, parts_n,
+        port_0_ptr, port_0_at, OF_0, KIND_0, REDUCE_0,
+    )  # fmt: skip
+    put(
+        acc, rows, cols, M, N, part_m, part_n, parts_n,
+        port_1_ptr, port_1_at, OF_1, KIND_1, REDUCE_1,
+    )  # fmt: skip
     store(acc, z, rows, cols, M, N, out_ptr, stride_oz, stride_om, stride_on)
 
 
@@ -73,10 +89,13 @@ def tiled_kernel(
     stride_rz, stride_rm, stride_rn,
     stride_oz, stride_om, stride_on,
     stride_bias, alpha, scale_a_ptr, scale_b_ptr, GROUP_M,
+    port_0_ptr, port_0_at, port_1_ptr, port_1_at,
     SCALE_A: tl.constexpr, SCALE_B: tl.constexpr,
     EPILOGUE: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, GATED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SUBTILE: tl.constexpr, WHOLE_K: tl.constexpr,
+    OF_0: tl.constexpr, KIND_0: tl.constexpr, REDUCE_0: tl.constexpr,
+    OF_1: tl.constexpr, KIND_1: tl.constexpr, REDUCE_1: tl.constexpr,
 ):  # fmt: skip
     z = tl.program_id(1)
     tile_m, tile_n = tile_of(tl.program_id(0), M, N, BLOCK_M, BLOCK_N, GROUP_M)
@@ -101,10 +120,14 @@ def tiled_kernel(
     gate = rescale(gate, z, rows, cols, M, width, scale_a_ptr, scale_b_ptr, SCALE_A, SCALE_B)
     if GATED:
         up = rescale(up, z, rows, cols + N, M, width, scale_a_ptr, scale_b_ptr, SCALE_A, SCALE_B)
+    parts_n = tl.cdiv(N, BLOCK_N) * SUBTILE
     if SUBTILE == 1:
         finish_pair(
             gate, up, z, rows, cols, M, N, bias_ptr, stride_bias, alpha, EPILOGUE, GATED,
             residual_ptr, stride_rz, stride_rm, stride_rn, out_ptr, stride_oz, stride_om, stride_on,
+            tile_m, tile_n, parts_n,
+            port_0_ptr, port_0_at, OF_0, KIND_0, REDUCE_0,
+            port_1_ptr, port_1_at, OF_1, KIND_1, REDUCE_1,
         )  # fmt: skip
     else:
         gate_left, gate_right = halves(gate, BLOCK_M, BLOCK_N)
@@ -114,11 +137,17 @@ def tiled_kernel(
             gate_left, up_left, z, rows, left, M, N,
             bias_ptr, stride_bias, alpha, EPILOGUE, GATED,
             residual_ptr, stride_rz, stride_rm, stride_rn, out_ptr, stride_oz, stride_om, stride_on,
+            tile_m, 2 * tile_n, parts_n,
+            port_0_ptr, port_0_at, OF_0, KIND_0, REDUCE_0,
+            port_1_ptr, port_1_at, OF_1, KIND_1, REDUCE_1,
         )  # fmt: skip
         finish_pair(
             gate_right, up_right, z, rows, left + BLOCK_N // 2, M, N,
             bias_ptr, stride_bias, alpha, EPILOGUE, GATED,
             residual_ptr, stride_rz, stride_rm, stride_rn, out_ptr, stride_oz, stride_om, stride_on,
+            tile_m, 2 * tile_n + 1, parts_n,
+            port_0_ptr, port_0_at, OF_0, KIND_0, REDUCE_0,
+            port_1_ptr, port_1_at, OF_1, KIND_1, REDUCE_1,
         )  # fmt: skip
 
 
@@ -165,9 +194,53 @@ class GroupedConfig(TileConfig):
         check("GROUP_M", self.GROUP_M, range(1, 65))
 
 
-class Grouped(TritonKernel[GroupedConfig]):
+C = TypeVar("C", bound=GroupedConfig)
+
+
+class Tiled(TritonKernel[C]):
+    """What both names have in common."""
+
+    #: Scratch memory is for outputs that are reduced.
+    traits = Traits(deterministic=True, batch_invariant=True, needs_workspace=True)
+    supports = replace(POINTERS, outputs=KINDS, reduces=REDUCES)
+
+    def declines(self, problem: Problem) -> Iterable[str]:
+        yield from super().declines(problem)
+        if len(problem.epilogue.outputs) > MOST:
+            yield f"writes at most {MOST} outputs beside the result"
+
+    def workspace_bytes(self, problem: Problem, config: C) -> int:
+        return 4 * _ports(problem, config).workspace()
+
+    def builds(self, problem: Problem, config: C) -> list[Build]:
+        ports = _ports(problem, config)
+        constants = {
+            "GATED": problem.gated,
+            "SUBTILE": config.parts,
+            "WHOLE_K": problem.k % config.BLOCK_K == 0,
+            **ports.constants(),
+        }
+        main = build(tiled_kernel, problem, config, constants, ports.types())
+        return [main, *ports.builds()]
+
+    def bind(self, problem: Problem, config: C) -> Launcher:
+        ports = _ports(problem, config)
+        grid = tiles(problem, config), problem.batch, 1
+        if not ports.given:
+            return single(self, problem, config, grid)
+        main, *_ = self.builds(problem, config)
+        return ports.launcher(
+            step_of(problem, main, grid, ports.arguments(), group_m=config.GROUP_M)
+        )
+
+
+def _ports(problem: Problem, config: GroupedConfig) -> Ports:
+    rows, columns = -(-problem.m // config.BLOCK_M), -(-problem.n // config.BLOCK_N)
+    return Ports(problem, rows, columns * config.parts)
+
+
+class Grouped(Tiled[GroupedConfig]):
     name = "triton.grouped"
-    traits = Traits(deterministic=True, batch_invariant=True)
     config_type = GroupedConfig
     reach = 0.62
 
@@ -179,14 +252,6 @@ class Grouped(TritonKernel[GroupedConfig]):
             for m, n, k, s, w in proposed(problem, _GROUPED_SHAPES + more)
         ]
         return self.ranked(problem, configs, 16 + len(more))
-
-    def builds(self, problem: Problem, config: GroupedConfig) -> list[Build]:
-        whole = problem.k % config.BLOCK_K == 0
-        constants = {"GATED": False, "SUBTILE": 1, "WHOLE_K": whole}
-        return [build(tiled_kernel, problem, config, constants)]
-
-    def bind(self, problem: Problem, config: GroupedConfig) -> Launcher:
-        return single(self, problem, config, (tiles(problem, config), problem.batch, 1))
 
 
 #: BLOCK_M, BLOCK_N, BLOCK_K, num_stages, num_warps at 16 bits per element.
@@ -230,11 +295,10 @@ class FusedEpilogueConfig(GroupedConfig):
         return self.SUBTILE
 
 
-class FusedEpilogue(TritonKernel[FusedEpilogueConfig]):
+class FusedEpilogue(Tiled[FusedEpilogueConfig]):
     name = "triton.fused_epilogue"
-    traits = Traits(deterministic=True, batch_invariant=True)
     config_type = FusedEpilogueConfig
-    supports = replace(POINTERS, gated=True)
+    supports = replace(Tiled.supports, gated=True)
     reach = 0.66
 
     def configs(self, problem: Problem) -> list[FusedEpilogueConfig]:
@@ -249,10 +313,3 @@ class FusedEpilogue(TritonKernel[FusedEpilogueConfig]):
             if sub == 1 or fills_registers(problem, m, n, w)
         ]
         return self.ranked(problem, configs, 14)
-
-    def builds(self, problem: Problem, config: FusedEpilogueConfig) -> list[Build]:
-        constants = {"GATED": problem.gated, "WHOLE_K": problem.k % config.BLOCK_K == 0}
-        return [build(tiled_kernel, problem, config, constants)]
-
-    def bind(self, problem: Problem, config: FusedEpilogueConfig) -> Launcher:
-        return single(self, problem, config, (tiles(problem, config), problem.batch, 1))

@@ -46,8 +46,9 @@ them, where anybody may.
 
 A finished tile goes out strip by strip, through staging buffers and by TMA where that can
 write it, else by pointers. The residual comes in by the same buffers before, under the main
-loop: read by pointers when the tile was done, it doubled the time of 8192×4096×512. A batch
-is a third dimension of all tensor maps, and of the walk over tiles.
+loop: read by pointers when the tile was done, it doubled the time of 8192×4096×512. Of an output
+beside the result each strip leaves a number a row in the workspace, and a second launch reduces
+these. A batch is a third dimension of all tensor maps, and of the walk over tiles.
 
 Written in Gluon, which leaves layouts, barriers and roles to the author; plain Triton does
 not specialise warps on Hopper.
@@ -84,6 +85,7 @@ from tmm_core.triton import (
     device_function,
     launcher,
     pointer,
+    port_function,
 )
 from tmm_triton import hopper_tiles, sums
 from tmm_triton.counters import Counters
@@ -102,6 +104,7 @@ from tmm_triton.hopper_tiles import (
 from tmm_triton.kernel import FLOATS, Built, missing_toolchain, unknown_gluon
 from tmm_triton.operands import Build
 from tmm_triton.partials import reducing, reduction
+from tmm_triton.ports import REDUCES, Ports
 from tmm_triton.words import box_of, box_rows, box_words
 
 #: Gluon's names of what operands, outputs and what is added to them may consist of.
@@ -544,13 +547,37 @@ def _scatter(z, matrix, row, column, corner, target, sizes, C: gl.constexpr):
 
 
 @jit
+def _reduce_rows(
+    y, strip, row, column, corner, port, sizes, LAYOUT: gl.constexpr, OF: gl.constexpr,
+    C: gl.constexpr,
+):  # fmt: skip
+    """Leave what a strip's columns come to in each row, for ``ports.reduce_port_kernel``: nothing
+    that the tile before has counted, where this one was moved."""
+    pointer, start, stride = port
+    M, N, _, _, _, _ = sizes
+    rows = row + gl.arange(0, C.ROWS, layout=gl.SliceLayout(1, LAYOUT))
+    columns = column + gl.arange(0, C.width, layout=gl.SliceLayout(0, LAYOUT))
+    own = gl.expand_dims((columns >= corner[1]) & (columns < N), 0)
+    if C.REDUCE == "max":
+        terms = gl.where(own, OF(y), float("-inf"))
+        undefined = terms != terms
+        most = gl.max(gl.where(undefined, float("-inf"), terms), axis=1)
+        total = gl.where(gl.max(undefined.to(gl.int32), axis=1) > 0, float("nan"), most)
+    else:
+        total = gl.sum(gl.where(own, OF(y), 0.0), axis=1)
+    part = corner[1] // C.BLOCK_N * C.SUBTILES + strip
+    inside = (rows >= corner[0]) & (rows < M)
+    gl.store(pointer + (start + part * stride) + rows, total, mask=inside)
+
+
+@jit
 def _store(
     z, up, bias, matrix, row, column, corner, phase, target, sizes,
-    EPILOGUE: gl.constexpr, WHO: gl.constexpr, C: gl.constexpr,
+    EPILOGUE: gl.constexpr, OF: gl.constexpr, WHO: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     """Finish the fp32 accumulator (two, gate and up, where gated), round it and send it off
     strip by strip, through one or two staging buffers."""
-    destination, _, residual, factors = target
+    destination, _, residual, factors, port = target
     M, N, _, _, _, _ = sizes
     SUBTILES: gl.constexpr = C.SUBTILES
     WIDTH: gl.constexpr = C.width
@@ -580,6 +607,8 @@ def _store(
             x = EPILOGUE(x)
         if C.RESIDUAL and not C.FETCH:
             x = x + _residual(residual, matrix, row, at, sizes, C, LAYOUT).to(gl.float32)
+        if C.REDUCE is not None and not C.FETCH:
+            _reduce_rows(x, i, row, at, corner, port, sizes, LAYOUT, OF, C)
         if C.POINTERS:
             _scatter(x, matrix, row, at, corner, destination, sizes, C)
         else:
@@ -593,6 +622,8 @@ def _store(
                 loaded = residual[3]
                 mbarrier.wait(loaded.index(slot), phase ^ (i // BUFFERS & 1))
                 x = x + buffer.load(LAYOUT).to(gl.float32)
+                if C.REDUCE is not None:
+                    _reduce_rows(x, i, row, at, corner, port, sizes, LAYOUT, OF, C)
             else:
                 # The store that last used this buffer has read it.
                 store_wait(BUFFERS - 1)
@@ -712,7 +743,9 @@ def _completed(acc, up, parts, WHO: gl.constexpr, C: gl.constexpr):
 
 
 @jit
-def _consume(sums, EPILOGUE: gl.constexpr, WHO: gl.constexpr, C: gl.constexpr):
+def _consume(
+    sums, EPILOGUE: gl.constexpr, OF: gl.constexpr, WHO: gl.constexpr, C: gl.constexpr
+):  # fmt: skip
     ring, barriers, turn, target, parts, sizes = sums
     full, empty = barriers
     M = sizes[0]
@@ -785,7 +818,7 @@ def _consume(sums, EPILOGUE: gl.constexpr, WHO: gl.constexpr, C: gl.constexpr):
                     row += matrix * gl.cdiv(M, C.BLOCK_M) * C.BLOCK_M
                 _store(
                     acc, up, bias, matrix, row, column, corner, strip_phase, target, sizes,
-                    EPILOGUE, WHO, C,
+                    EPILOGUE, OF, WHO, C,
                 )  # fmt: skip
                 if C.buffers == C.SUBTILES:
                     strip_phase ^= 1
@@ -809,7 +842,8 @@ def _kernel(
     out_ptr, out_stride_z, out_stride, bias_ptr, bias_stride,
     residual_ptr, residual_stride_z, residual_stride_m, residual_stride_n,
     alpha, scale_a_ptr, scale_b_ptr, parts_ptr, flags_ptr, TAIL, words_ptr, words_stride,
-    ahead_ptr, ahead_stride, EPILOGUE: gl.constexpr, C: gl.constexpr,
+    ahead_ptr, ahead_stride, port_ptr, port_at, port_stride,
+    EPILOGUE: gl.constexpr, OF: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     STAGES: gl.constexpr = C.STAGES
     # Lists are added because Triton does not parse a starred element.
@@ -863,7 +897,8 @@ def _kernel(
         # one does early must not meet the one before this.
         gdc_launch_dependents()
     bias = (bias_ptr, bias_stride)
-    target = (destination, bias, residual, (alpha, scale_a_ptr, scale_b_ptr))
+    factors = (alpha, scale_a_ptr, scale_b_ptr)
+    target = (destination, bias, residual, factors, (port_ptr, port_at, port_stride))
     parts = (parts_ptr, flags_ptr)
     loads = (a_desc, b_desc, strides, ring, barriers, sizes)
     sums = (ring, barriers, turn, target, parts, sizes)
@@ -871,21 +906,25 @@ def _kernel(
     # Triton takes the roles as a list in the call and nothing else.
     if C.CONSUMERS == 1 and C.WORDS is None:
         gl.warp_specialize(
-            [(_consume, (sums, EPILOGUE, 0, C)), (_produce, (loads, C))],
+            [(_consume, (sums, EPILOGUE, OF, 0, C)), (_produce, (loads, C))],
             C.worker_warps,
             C.worker_registers,
         )
     elif C.CONSUMERS == 1:
         gl.warp_specialize(
-            [(_consume, (sums, EPILOGUE, 0, C)), (_produce, (loads, C)), (_bring, (bring, C))],
+            [
+                (_consume, (sums, EPILOGUE, OF, 0, C)),
+                (_produce, (loads, C)),
+                (_bring, (bring, C)),
+            ],
             C.worker_warps,
             C.worker_registers,
         )
     elif C.CONSUMERS == 2 and C.WORDS is None:
         gl.warp_specialize(
             [
-                (_consume, (sums, EPILOGUE, 0, C)),
-                (_consume, (sums, EPILOGUE, 1, C)),
+                (_consume, (sums, EPILOGUE, OF, 0, C)),
+                (_consume, (sums, EPILOGUE, OF, 1, C)),
                 (_produce, (loads, C)),
             ],
             C.worker_warps,
@@ -894,8 +933,8 @@ def _kernel(
     elif C.CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consume, (sums, EPILOGUE, 0, C)),
-                (_consume, (sums, EPILOGUE, 1, C)),
+                (_consume, (sums, EPILOGUE, OF, 0, C)),
+                (_consume, (sums, EPILOGUE, OF, 1, C)),
                 (_produce, (loads, C)),
                 (_bring, (bring, C)),
             ],
@@ -905,9 +944,9 @@ def _kernel(
     else:
         gl.warp_specialize(
             [
-                (_consume, (sums, EPILOGUE, 0, C)),
-                (_consume, (sums, EPILOGUE, 1, C)),
-                (_consume, (sums, EPILOGUE, 2, C)),
+                (_consume, (sums, EPILOGUE, OF, 0, C)),
+                (_consume, (sums, EPILOGUE, OF, 1, C)),
+                (_consume, (sums, EPILOGUE, OF, 2, C)),
                 (_produce, (loads, C)),
             ],
             C.worker_warps,
@@ -943,9 +982,13 @@ class WarpSpecialized(Built[WarpSpecializedConfig]):
         batch=None,
         alpha=True,
         gated=True,
+        outputs=("row",),
+        reduces=REDUCES,
     )
 
     def declines(self, problem: Problem) -> Iterable[str]:
+        if len(problem.epilogue.outputs) > 1:
+            yield "writes at most one output beside the result"
         if problem.device.interpreted:
             yield "Triton's interpreter does not run Gluon"
         else:
@@ -964,6 +1007,8 @@ class WarpSpecialized(Built[WarpSpecializedConfig]):
             return None  # which tiles are cut depends on M
         if hopper_tiles.adapted(problem, config).splits != config.splits:
             return None  # with this M there is no room for all parts
+        if any(port.reduce == "sum" for port in problem.epilogue.outputs):
+            return super().arithmetic(problem, config)  # strip by strip
         if problem.fp8:
             # Each step's products are summed apart.
             return f"sm90-k32/promoted{config.BLOCK_K}" if config.splits == 1 else None
@@ -980,12 +1025,7 @@ class WarpSpecialized(Built[WarpSpecializedConfig]):
 
     def workspace_bytes(self, problem: Problem, config: WarpSpecializedConfig) -> int:
         config = hopper_tiles.adapted(problem, config)
-        if config.splits > 1:
-            return 4 * config.splits * part_elements(problem, config)
-        if config.tail_splits == 1:
-            return 0
-        width = config.BLOCK_N * (2 if problem.gated else 1)
-        return 4 * problem.device.sm_count * config.BLOCK_M * width
+        return 4 * (_parts(problem, config) + _ports(problem, config).workspace())
 
     def specialize(self, problem: Problem, config: WarpSpecializedConfig) -> Specialization:
         """What :meth:`bind` compiles; also for a GPU that is not there."""
@@ -1010,8 +1050,11 @@ class WarpSpecialized(Built[WarpSpecializedConfig]):
             types |= {"parts_ptr": "*fp32", "flags_ptr": "*i32", "TAIL": "i32"}
         if config.early == "l2":
             types |= {"ahead_ptr": pointer(problem.b.dtype), "ahead_stride": "i64"}
+        if outputs := problem.epilogue.outputs:
+            types |= {"port_ptr": "*fp32", "port_at": "i64", "port_stride": "i64"}
         constants: dict[str, Any] = {
             "EPILOGUE": device_function(problem.epilogue),
+            "OF": port_function(outputs[0]) if outputs else None,
             "C": specialized,
         }
         divisible = {}
@@ -1061,7 +1104,7 @@ class WarpSpecialized(Built[WarpSpecializedConfig]):
         builds = [Build(_kernel, of.types, of.constants, of.divisible, of.options)]
         if config.splits > 1:
             builds.append(reduction(problem, config.splits))
-        return builds
+        return builds + _ports(problem, config).builds()
 
     def bind(self, problem: Problem, config: WarpSpecializedConfig) -> Launcher:
         config = hopper_tiles.adapted(problem, config)
@@ -1117,14 +1160,35 @@ class WarpSpecialized(Built[WarpSpecializedConfig]):
         if config.early == "l2":
             outer = -1 if problem.b.layout == "col" else -2
             known |= {"ahead_ptr": "b", "ahead_stride": ("b", outer)}
+        ports = _ports(problem, config)
+        if ports.given:
+            at = _parts(problem, config)
+            known |= {"port_ptr": "workspace", "port_at": at, "port_stride": problem.m}
         arguments = {name: known[name] for name in of.types}
         shape = (problem.batch, problem.m, problem.n)[problem.batch == 1 :]
         steps = [Step(launch, (blocks, 1, 1), arguments)]
+        if ports.given:
+            return ports.launcher(steps[0])
         for build in second:
             steps.append(reducing(problem, build, apart=part_elements(problem, config)))
         scratch = self.workspace_bytes(problem, config) // 4
         workspace = (scratch, torch.float32) if scratch else None
         return launcher(steps, shape, problem.out.dtype, workspace=workspace)
+
+
+def _parts(problem: Problem, config: WarpSpecializedConfig) -> int:
+    """Elements of the workspace that sums over parts of K take."""
+    if config.splits > 1:
+        return config.splits * part_elements(problem, config)
+    if config.tail_splits == 1:
+        return 0
+    width = config.BLOCK_N * (2 if problem.gated else 1)
+    return problem.device.sm_count * config.BLOCK_M * width
+
+
+def _ports(problem: Problem, config: WarpSpecializedConfig) -> Ports:
+    strips = -(-problem.n // config.BLOCK_N) * config.subtiles
+    return Ports(problem, 0, strips, after=_parts(problem, config))
 
 
 @dataclass(frozen=True)

@@ -164,6 +164,24 @@ def epilogues_in_turn() -> list[tuple[str, float]]:
     return turns
 
 
+def outputs_of_shards() -> str:
+    from torch.distributed.tensor import distribute_tensor, init_device_mesh
+
+    amax = tmm_core.Port("amax", "row", reduce="max")
+    epilogue = tmm_core.Epilogue("with_amax", torch.relu, outputs=(amax,))
+    a = distribute_tensor(torch.ones(4, 8), init_device_mesh("cpu", (4,)), placements("S1"))
+    try:
+        tmm_core.matmul(a, a.t(), epilogue=epilogue)
+    except ValueError as error:
+        return str(error)
+    return "nothing"
+
+
+def test_outputs_of_sharded_products_are_refused(world: World) -> None:
+    said = "epilogue outputs (amax) have no sharding rule for DTensor"
+    assert world.run(outputs_of_shards) == [said] * 4
+
+
 def test_a_decision_for_one_epilogue_is_not_taken_for_another(world: World) -> None:
     for turns in world.run(epilogues_in_turn):
         assert [placed for placed, _ in turns if placed == "P"] == ["P"] * 3

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 import tmm_core
-from tmm_core import Epilogue, dispatch
+from tmm_core import Epilogue, Port, dispatch
 from tmm_core.spec.epilogue import BUILTIN, parse
 from tmm_core.testing import EpilogueConformance
 from tmm_core.testing.questions import USERS
@@ -67,6 +67,18 @@ class TestDouble(EpilogueConformance):
     epilogue = DOUBLE
 
 
+@triton.jit
+def absolute(y):
+    return tl.abs(y)
+
+
+AMAX = Port("amax", "row", reduce="max", of=torch.abs, device=absolute)
+
+
+class TestOutputs(EpilogueConformance):
+    epilogue = replace(CUBE_GLU, name="cubeglu_amax", outputs=(AMAX,))
+
+
 WRONG: dict[str, tuple[Epilogue, str]] = {
     "test_derivative": (replace(ELU, derivative=lambda z, alpha: z > 0), "derivative"),
     "test_output_vjp": (
@@ -79,6 +91,10 @@ WRONG: dict[str, tuple[Epilogue, str]] = {
     "test_reference": (Epilogue("centred", lambda z: z - z[:1]), "reference of other rows"),
     "test_device": (replace(ELU, device=ignores_alpha), "device"),
     "test_device_derivative": (replace(ELU, device_derivative=elu_device), "device_derivative"),
+    "test_outputs": (
+        replace(DOUBLE, outputs=(replace(AMAX, of=lambda y: y, device=absolute),)),
+        "outputs.amax",
+    ),
     "test_it_trains": (replace(CUBE_GLU, derivative=lambda gate, up: (up, gate)), "derivative"),
 }
 

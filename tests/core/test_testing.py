@@ -64,17 +64,23 @@ class Right(Kernel[Tile]):
             out: Tensor | None,
             scale_a: Tensor | None = None,
             scale_b: Tensor | None = None,
+            outputs: tuple[Tensor, ...] = (),
         ) -> Tensor:
             z = self.rescale(self.product(a, b), scale_a, scale_b)
             z = self.finish(problem, alpha * z, bias)
             if residual is not None:
                 z = z + residual
+            self.write_outputs(problem, z, outputs)
             if out is None:
                 out = a.new_empty(shape, dtype=problem.out.dtype)
             self.write(z, out)
             return out
 
         return launch
+
+    def write_outputs(self, problem: Problem, y: Tensor, outputs: tuple[Tensor, ...]) -> None:
+        for output, value in zip(outputs, problem.epilogue.beside(y), strict=True):
+            output.copy_(value)
 
     def bind_ragged(self, problem: Problem, groups: Groups) -> Launcher:
         def launch(
@@ -243,6 +249,11 @@ class SharesRowsEvenly(Right):
         # As if rows were shared out evenly.
         ends = torch.linspace(0, int(offs[-1]), len(offs) + 1).long().tolist()
         return itertools.pairwise(ends)
+
+
+class PassesOverNan(Right):
+    def write_outputs(self, problem: Problem, y: Tensor, outputs: tuple[Tensor, ...]) -> None:
+        super().write_outputs(problem, y.nan_to_num(nan=0.0), outputs)
 
 
 class OneConfigIsWrong(Right):
@@ -430,6 +441,8 @@ WRONG = [
     (MakesAColumnMajorOutput, "allocation", "*it made a tensor of strides *"),
     (OneConfigIsWrong, "configs", "rows=64: Its error is *"),
     (OneConfigIsWrong, "configs_of_scales", "rows=64: Its error is *"),
+    (PassesOverNan, "outputs", "*output row_max * is not NaN or Inf where the result makes it"),
+    (OneConfigIsWrong, "configs_of_outputs", "rows=64: error * exceeds *"),
     (OneConfigIsWrong, "configs_of_ragged", "rows=64: error * exceeds *"),
     (SharesRowsEvenly, "ragged", "rows=16: error * exceeds *"),
     (OneConfigIsWrong, "arithmetic", "*one arithmetic for rows=16 and rows=64*"),

@@ -7,6 +7,7 @@ from choosing import DISPATCHING, TUNING
 from elsewhere import CORNERS, ELSEWHERE, SPEC
 from grouped import GROUPED
 from mutant import Mutant
+from outputs import OUTPUTS
 
 MUTANTS: list[Mutant] = [
     *KEYS,
@@ -16,5 +17,6 @@ MUTANTS: list[Mutant] = [
     *SPEC,
     *CORNERS,
     *ELSEWHERE,
+    *OUTPUTS,
     *GROUPED,
 ]

@@ -349,6 +349,11 @@ def run_block(
         index, values, mask = np.broadcast_arrays(pointer.offset, values, mask)
         pointer.memory[index[mask]] = values[mask]
 
+    def choose(condition: Any, a: Any, b: Any) -> Any:
+        if isinstance(condition, np.ndarray):
+            return np.where(condition, a, b).view(Block)
+        return a if condition else b
+
     def acquire(flag: Pointer) -> int:
         # Blocks run one after another: what none before has set, none will.
         value = int(gather(flag))
@@ -385,7 +390,9 @@ def run_block(
         minimum=min,
         maximum=max,
         atomic_xchg=lambda pointer, value, sem: scatter(pointer, value),
-        where=lambda condition, a, b: a if condition else b,
+        where=choose,
+        max=lambda x, axis: np.max(x, axis).view(Block),
+        sum=lambda x, axis: np.sum(x, axis).view(Block),
         zeros=lambda shape, dtype, layout: np.zeros(shape).view(Block),
         arange=lambda start, end, layout: np.arange(start, end).view(Block),
         expand_dims=np.expand_dims,
@@ -402,6 +409,7 @@ def run_block(
         int64=np.int64,
         uint64=np.uint64,
         float32=np.float64,
+        int32=np.int32,
     )
     names: dict[str, Any] = {
         "gl": language,

@@ -26,7 +26,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from tmm_core import Operand, Problem
+from tmm_core import Operand, Port, Problem
 from tmm_core.spec.device import DeviceFingerprint
 from tmm_core.spec.epilogue import parse
 
@@ -41,6 +41,12 @@ DEVICES = {
 #: resident block; a tile that does not fit its registers costs 300 and more.
 MOST_STACK = 160
 KERNELS = ("naive", "grouped", "split_k", "fused_epilogue", "persistent")
+#: Those that write outputs beside the result, and some.
+TILED = {"grouped", "fused_epilogue"}
+OUTPUTS = (
+    Port("amax", "row", reduce="max", of=torch.abs, device="tmm_core.testing.terms:absolute"),
+    Port("total", "scalar", reduce="sum"),
+)
 
 
 def problems(device: DeviceFingerprint) -> dict[str, Problem]:
@@ -52,6 +58,7 @@ def problems(device: DeviceFingerprint) -> dict[str, Problem]:
         "large": large,
         "middle": replace(large, m=1024, n=1024, k=1024, a=col, b=row, residual=row),
         "gated": replace(large, m=2048, n=14336, epilogue=parse("swiglu")),
+        "outputs": replace(large, epilogue=replace(parse("silu"), outputs=OUTPUTS)),
     }
     if device.sm >= 90:
         # K-major, as wgmma takes 8-bit operands.
@@ -108,13 +115,14 @@ def compile_all(sm: int) -> None:
             # A machine without a GPU has no driver either; compiling needs none.
             reasons = [r for r in kernel.reasons_against(problem) if "driver" not in r]
             configs = [] if reasons else list(kernel.configs(problem))
+            configs = configs[:2] if problem.epilogue.outputs else configs
             for config in configs:
                 # Neither the order of tiles nor how often K is split bears on the code; and
                 # what compiles for one problem does for another of the same operands.
                 fields = config.to_json()
                 split = fields.pop("SPLIT_K", 1) > 1
                 fields.pop("GROUP_M", None)
-                operands = (problem.a.dtype, problem.a.aligned, problem.gated)
+                operands = (problem.a.dtype, problem.a.aligned, problem.gated, name == "outputs")
                 kind = (split, operands, config.num_stages > 1)
                 if config.BLOCK_M * config.BLOCK_N >= 128 * 128:
                     key = (type(kernel).__module__, *kind, *fields.items())
@@ -193,7 +201,8 @@ def test_tiles_compile_and_fit(sm: int) -> None:
 
     kernels = set(KERNELS) if sm >= 90 else set(KERNELS) - {"persistent"}
     assert {line["kernel"] for line in lines} == kernels
-    main = [line for line in lines if line["function"] != "reduce_kernel"]
+    assert {x["kernel"] for x in lines if x["function"] == "reduce_port_kernel"} == TILED
+    main = [line for line in lines if not line["function"].startswith("reduce_")]
     # Alignment that is claimed reaches the loads: copies to shared memory run ahead, or what is
     # read once goes through registers, 16 bytes at a time.
     whole = [x for x in main if "unaligned" not in x["problem"]]

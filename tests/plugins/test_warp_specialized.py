@@ -22,11 +22,11 @@ pytest.importorskip("triton.experimental.gluon")
 
 import triton
 from hopper_block import DeadlockError, Descriptor, Pointer, Rows, run_block, workspace_order
-from tmm_triton import hopper_tiles, operands, warp_specialized
+from tmm_triton import hopper_tiles, operands, ports, warp_specialized
 from tmm_triton.hopper_tiles import Constants, WarpSpecializedConfig
 from tmm_triton.warp_specialized import WarpSpecialized
 
-from tmm_core import ConfigError, Operand, Problem
+from tmm_core import ConfigError, Operand, Port, Problem
 from tmm_core.dispatch import verify
 from tmm_core.spec.device import DeviceFingerprint
 from tmm_core.spec.epilogue import BUILTIN, Epilogue, parse
@@ -56,9 +56,16 @@ def problem(
     return Problem(m=m, n=n, k=k, epilogue=parse(epilogue), **{**defaults, **fields})
 
 
+def with_amax(asked: Problem, reduce: str = "max") -> Problem:
+    of = {"of": torch.abs, "device": "tmm_core.testing.terms:absolute"}
+    port = Port("amax", "row", reduce=reduce, **of)  # type: ignore[arg-type]
+    return dataclasses.replace(asked, epilogue=dataclasses.replace(asked.epilogue, outputs=(port,)))
+
+
 @pytest.mark.parametrize(
     "asked",
     [
+        with_amax(problem(epilogue="swiglu", residual=Operand(BF16))),
         problem(layout="nn"),
         problem(layout="tn", dtype=FP16),
         problem(layout="tt", out=FP32),
@@ -337,6 +344,7 @@ def computed(
     brought: int = 2,
     words: str | None = None,
     early: str | None = None,
+    reduce: str | None = None,
     module: types.ModuleType = warp_specialized,
 ) -> tuple[np.ndarray, np.ndarray]:
     """The output of all blocks and what it should be, in tiles of 2 rows a consumer by
@@ -344,8 +352,9 @@ def computed(
     ``pointers``: stored by them. ``batch``: three products; of its letters' operands (a, b,
     r) all three share one. ``scales``: operands of 8 bits, and the kind of their scales.
     ``splits``: of the last wave's tiles, ``parts``: of every tile, here added up. ``words``: the
-    operand that is loaded word by word. ``early``: as in a config; unless it is given, two seeds of
-    three begin before the launch before has ended."""
+    operand that is loaded word by word. ``early``: as in a config; unless it
+    is given, two seeds of three begin before the launch before has ended. ``reduce``: by what the
+    absolute values of each row are, for an output beside the result, which is compared here."""
     rows, depth = 2, 2
     if early is None:
         early = "wait" if seed % 3 < 2 and words != "b" else ""
@@ -356,7 +365,7 @@ def computed(
         GATED=gated, SCALED=extras, BIAS=extras, RESIDUAL=extras, POINTERS=pointers,
         SCALE_A=scales, SCALE_B=scales, IN_BYTES=1 if scales else 2, BATCHED=bool(batch),
         FETCH=fetch, OUT_BYTES=2, TAIL_SPLITS=splits, A_ROWS=brought, PRIMED=1 + seed % stages,
-        SPLITS=parts, EVICT_FIRST=False, WORDS=words, EARLY=early,
+        SPLITS=parts, EVICT_FIRST=False, WORDS=words, EARLY=early, REDUCE=reduce,
         DEPENDENTS=("first", "last")[seed % 2] if early else "",
     )  # fmt: skip
     random = np.random.default_rng(seed)
@@ -421,6 +430,10 @@ def computed(
     elif extras:
         arguments |= {"residual_ptr": Pointer(residuals.ravel())}
         arguments |= {"residual_stride_m": n + 2, "residual_stride_n": 1}
+    strips = -(-n // columns) * subtiles
+    left = np.full(5 + strips * m, np.nan)
+    if reduce:
+        arguments |= {"port_ptr": Pointer(left), "port_at": 5, "port_stride": m, "OF": np.abs}
     tiles = len(out) * parts * -(-m // constants.BLOCK_M) * -(-n // columns)
     blocks = programs if splits > 1 else min(programs, tiles)
     flags = np.zeros(blocks * constants.a_boxes)
@@ -441,6 +454,11 @@ def computed(
     z = 0.5 * z + bias if extras else z
     expected = epilogue(z[..., :n], z[..., n:]) if gated else epilogue(z)
     expected = expected + residual if extras else expected
+    if reduce:
+        combined = getattr(np, reduce)
+        found = combined(left[5:].reshape(strips, m), 0)
+        np.testing.assert_allclose(found, combined(np.abs(expected[0]), 1), err_msg=reduce)
+        assert np.isnan(left[:5]).all()
     if parts > 1:
         out = out.reshape(1, parts, padded, n)[:, :, :m].sum(1)
     return out, np.broadcast_to(expected, out.shape)
@@ -622,6 +640,25 @@ def test_tiles_cut_along_k_with_fused_work(
         np.testing.assert_allclose(out, expected)
 
 
+@pytest.mark.parametrize("reduce", ["max", "sum"])
+@pytest.mark.parametrize("ways", [{}, {"fetch": True}, {"pointers": True}], ids=str)
+@pytest.mark.parametrize(("consumers", "pingpong"), SCHEDULES)
+def test_rows_are_reduced_beside_the_result(
+    consumers: int, pingpong: bool, ways: dict[str, bool], reduce: str
+) -> None:
+    """Each element once, also of the tiles that are moved inside, and of those cut along K."""
+    for seed, (m, n) in enumerate([(9, 10), (1, 3), (13, 8)]):
+        for more in ({}, {"gated": True}, {"splits": 2, "programs": 4, "k": 9}):
+            tall = 2 if pingpong else 2 * consumers
+            if "splits" in more and -(-m // tall) * -(-n // 4) % 4 > 2:
+                continue  # no blocks for both halves of the last wave's tiles
+            out, expected = computed(
+                seed, m=m, n=n, consumers=consumers, pingpong=pingpong, extras=True,
+                reduce=reduce, layout="nt", **{**ways, **more},
+            )  # fmt: skip
+            np.testing.assert_allclose(out, expected)
+
+
 def test_parts_of_a_tile_lie_apart() -> None:
     """The order of a part in the workspace takes each place once, whatever the tile."""
     shapes = [(64, 128, 4), (128, 128, 4), (128, 256, 8), (64, 32, 4), (256, 64, 4)]
@@ -686,7 +723,8 @@ def test_the_model_sees_what_a_missing_wait_does(line: str, instead: str, tmp_pa
 _COMPILE = """
 import json, re, subprocess, sys
 from pathlib import Path
-from test_warp_specialized import KERNEL, configs_of, problem, BF16, FP16, FP32, E4M3, E5M2, Operand
+from test_warp_specialized import *
+from test_warp_specialized import KERNEL
 from tmm_triton import warp_specialized
 from tmm_core.triton import compile_for, source
 import triton
@@ -812,6 +850,7 @@ def test_loading_by_words_compiles_for_hopper(expression: str, tmp_path: Path) -
         "problem(dtype=E4M3, out=BF16, epilogue='swiglu', scale_a='row', scale_b='row')",
         "problem(residual=Operand(BF16, 'strided', aligned=False))",
         "problem(4097, 4097, 4097, epilogue='silu', bias=BF16, out=Operand(BF16, aligned=False))",
+        "with_amax(problem(epilogue='silu', residual=Operand(BF16)))",
     ],
 )
 def test_fused_work_compiles_for_hopper(expression: str, tmp_path: Path) -> None:
@@ -896,6 +935,38 @@ def test_a_call_passes_what_the_kernel_takes(
         elif isinstance(argument, tuple):
             tensor, dimension = argument
             assert getattr(given, tensor).dim() > dimension
+
+
+def test_an_output_is_finished_by_a_second_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    launches: list[Any] = []
+    monkeypatch.setattr(operands.Build, "launch", lambda build, device: None)
+    monkeypatch.setattr(warp_specialized, "Counters", lambda count: count)  # on a GPU
+    monkeypatch.setattr(ports, "launcher", lambda *given, **more: launches.append((given, more)))
+    asked = with_amax(problem(2304, 2304, 2304))
+    # Parts of K that another kernel adds up are none: it knows nothing of outputs.
+    assert hopper_tiles.adapted(asked, dataclasses.replace(CONFIG, splits=4)).splits == 1
+    config = KERNEL.default_config(asked)
+    assert (config.BLOCK_N, config.tail_splits) == (128, 2)
+    KERNEL.bind(asked, config)
+    (((main, second), _, _), more) = launches[0]
+    special = KERNEL.specialize(asked, config)
+    assert main.arguments.keys() == special.types.keys()
+    cut, parts = 132 * 128 * 128, 2304 // 128 * config.subtiles
+    assert (main.arguments["port_at"], main.arguments["port_stride"]) == (cut, 2304)
+    assert second.arguments == {
+        "parts_ptr": "workspace", "port_at": cut, "parts": parts, "length": 2304,
+        "out_ptr": "output_0",
+    }  # fmt: skip
+    assert more == {"workspace": (cut + parts * 2304, FP32), "outputs": 1}
+    assert KERNEL.workspace_bytes(asked, config) == 4 * (cut + parts * 2304)
+    two = dataclasses.replace(
+        asked.epilogue, outputs=(*asked.epilogue.outputs, Port("more", "row", reduce="sum"))
+    )
+    reasons = KERNEL.reasons_against(dataclasses.replace(asked, epilogue=two))
+    assert "writes at most one output beside the result" in reasons
+    # A row's sum is of strips, which differ from config to config; its products' sum is not.
+    alike = [KERNEL.arithmetic(with_amax(problem(), how), CONFIG) for how in ("max", "sum")]
+    assert alike[0] == KERNEL.arithmetic(problem(), CONFIG) != alike[1]
 
 
 def test_builtin_epilogues_are_served() -> None:

@@ -16,6 +16,7 @@ from tmm_core.dispatch import ragged_reference, rotation, verify
 from tmm_core.dispatch.compilers import compiling_threads
 from tmm_core.dispatch.timing import GraphTimer, HostTimer, Run, median, timer_for
 from tmm_core.launch import warm
+from tmm_core.launch.beside import delivering
 from tmm_core.spec.device import DeviceFingerprint, fingerprint
 from tmm_core.spec.kernel import BASELINE, Kernel, Launcher
 from tmm_core.spec.precision import precision
@@ -117,11 +118,12 @@ def _measured(bound: _Bound, device: torch.device, timer: GraphTimer | HostTimer
     problem, launcher = bound.problem, bound.launcher
     inputs = verify.make_inputs(problem, device, seed=torch.seed() % 2**31)
     blas = dispatch.dispatcher().registry.kernel(BASELINE)
-    baseline = blas.bind(problem, blas.default_config(problem))
+    epilogue, shape = problem.epilogue, inputs.out.shape
+    baseline = delivering(epilogue, blas.bind(problem, blas.default_config(problem)), shape)
+    launcher = delivering(epilogue, launcher, shape)
     verify.poison(inputs.out)
-    error = verify.error(
-        inputs.launch(launcher, inputs.out), ragged_reference.whole(problem, inputs)
-    )
+    inputs.launch(launcher, inputs.out)
+    error = verify.error(inputs.out, ragged_reference.whole(problem, inputs))
     document: Document = {"title": str(problem), "error": error}
     # BLAS's own error is not a fault: others are compared with it.
     if not error <= verify.tolerance(problem) and not bound.is_baseline:

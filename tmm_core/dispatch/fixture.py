@@ -190,6 +190,8 @@ class Fixture:
         inputs = footprint(p.a, p.a_shape) + footprint(p.b, p.b_shape)
         inputs += footprint(p.residual, self.shape) if p.residual else 0
         inputs += footprint(Operand(p.bias), (1, *p.bias_shape)[-2:]) if p.bias else 0
+        for port in p.epilogue.outputs:
+            inputs += footprint(Operand(port.dtype), (1, math.prod(port.shape(self.shape))))
         size, count = math.prod(p.out_shape), math.prod(p.out_shape[:-2])
         out, given = size * p.out.dtype.itemsize, footprint(p.out, self.shape)
         element = max(4, p.out.dtype.itemsize)

@@ -11,6 +11,7 @@ import torch
 from tmm_core.dispatch import verify
 from tmm_core.dispatch.fixture import Fixture, InputSet
 from tmm_core.dispatch.guarded import overlap, same_bits
+from tmm_core.dispatch.verify_outputs import Outputs
 from tmm_core.spec.kernel import Launcher
 
 
@@ -36,6 +37,9 @@ class Trial:
         slack: float = 1.0,
     ) -> None:
         self._fixture, self._launcher = fixture, launcher
+        self._outputs: Outputs | None = None
+        if fixture.problem.epilogue.outputs:
+            self._launcher = self._outputs = Outputs(fixture, launcher, deterministic, slack)
         self._deterministic, self._baseline = deterministic, baseline
         self._limit = verify.tolerance(fixture.problem) * slack
         self._errors: list[float] = []
@@ -118,9 +122,9 @@ class Trial:
         for special in self._fixture.special():
             with special.planted(), self._no_warnings():
                 if self._fixture.allocates:
-                    result = self._launch(of, [])
+                    result = self._launch(of, [], special=True)
                 else:
-                    result = self._launch_into(0, of)
+                    result = self._launch_into(0, of, special=True)
             if (fault := special.fault(result)) is not None:
                 raise WrongError(fault)
 
@@ -134,7 +138,9 @@ class Trial:
             warnings.simplefilter("ignore", RuntimeWarning)
             yield
 
-    def _launch(self, of: InputSet, held: list[torch.Tensor], soil: bool = True) -> torch.Tensor:
+    def _launch(
+        self, of: InputSet, held: list[torch.Tensor], soil: bool = True, special: bool = False
+    ) -> torch.Tensor:
         """Without ``out``, while the results ``held`` are in use."""
         if soil:
             self._fixture.soil()
@@ -149,16 +155,27 @@ class Trial:
                 raise WrongError(f"it returned memory of its input {name}")
         if any(overlap(result, other) for other in held):
             raise WrongError("it returned memory that it had returned before and that is in use")
+        self._hold_outputs(of, result, special)
         return result
 
-    def _launch_into(self, which: int, of: InputSet) -> torch.Tensor:
+    def _launch_into(self, which: int, of: InputSet, special: bool = False) -> torch.Tensor:
         """Into one of the fixture's outputs, full of NaN."""
         out = self._fixture.out(which).tensor
         result = of.inputs.launch(self._launcher, out)
         self._hold_to_form(result)
         if (result.data_ptr(), result.stride()) != (out.data_ptr(), out.stride()):
             raise WrongError("it returned something else than the out it was given")
+        self._hold_outputs(of, out, special)
         return out
+
+    def _hold_outputs(self, of: InputSet, result: torch.Tensor, special: bool) -> None:
+        """What was written beside the result."""
+        if self._outputs is None:
+            return
+        for error, fault in self._outputs.faults(None if special else of.expected, result):
+            self._errors.append(error)
+            if fault and not self._baseline:
+                raise WrongError(fault)
 
     def _hold_to_form(self, result: object) -> None:
         """Shape, dtype and device are what the problem says."""

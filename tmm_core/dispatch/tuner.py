@@ -34,6 +34,7 @@ from tmm_core.dispatch.timing import Timer, held_up, median, timer_for
 from tmm_core.dispatch.unmeasured import unmeasured
 from tmm_core.dispatch.verifier import Verifier
 from tmm_core.errors import warn
+from tmm_core.launch.beside import delivering
 from tmm_core.settings import Settings
 from tmm_core.spec.asking import Asked, let_through, told
 from tmm_core.spec.bucket import bucket_edge, probes
@@ -480,8 +481,10 @@ class _Chain:
         # As called: without `out=`, into which torch's own operators would copy what they
         # compute, and BLAS with a bias or an epilogue lose to slower kernels.
         self._out = None if inputs.out.is_contiguous() else inputs.out
+        self._problem, self._shape = problem, inputs.out.shape
 
     def runner(self, launcher: Launcher) -> _Runner:
+        launcher = delivering(self._problem.epilogue, launcher, self._shape)
         return _Runner(launcher, self._inputs, self._out)
 
 

@@ -134,7 +134,12 @@ def _in_parts(
     rest of the epilogue, by kernels where there are any; then the residual."""
     if not epilogue:
         return product(a, b, bias, residual, alpha, IDENTITY, out_dtype, *more)
-    head, rest = epilogue_of(epilogue).parts
+    parsed = epilogue_of(epilogue)
+    if parsed.outputs:
+        bare = parsed.bare.interned()
+        y = _in_parts(product, a, b, bias, residual, alpha, bare, out_dtype, *more)
+        return (y, *parsed.beside(y))  # type: ignore[return-value]  # as the plan's launcher
+    head, rest = parsed.parts
     inner = residual if rest is None and head is IDENTITY else None
     y = product(a, b, bias, inner, alpha, head, out_dtype, *more)
     if rest is not None:

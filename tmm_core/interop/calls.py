@@ -11,6 +11,7 @@ from typing import Any
 import torch
 
 from tmm_core import dispatch
+from tmm_core.launch.warm import epilogue_of
 from tmm_core.spec.epilogue import Epilogue, EpilogueLike
 
 
@@ -35,7 +36,14 @@ def _parsed_text(epilogue: Any) -> str:
     return dispatch.dispatcher().registry.epilogue(epilogue).interned()
 
 
-_parsed_text._dynamo_marked_constant = True  # type: ignore[attr-defined]  # as Epilogue.interned
+def has_outputs(text: str) -> bool:
+    """Whether the epilogue of that text writes anything beside the result."""
+    return bool(epilogue_of(text).outputs)
+
+
+# As Epilogue.interned.
+_parsed_text._dynamo_marked_constant = True  # type: ignore[attr-defined]
+has_outputs._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
 @functools.cache

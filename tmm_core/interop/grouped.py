@@ -15,7 +15,7 @@ from tmm_core import compat
 from tmm_core.interop import autograd, flops
 from tmm_core.interop.autograd import OneLevel
 from tmm_core.launch.check import check_out
-from tmm_core.launch.grouped import check, ragged_along, run, undisturbed
+from tmm_core.launch.grouped import check, ragged_along, refuse_outputs, run, undisturbed
 from tmm_core.launch.warm import epilogue_of, plain
 from tmm_core.settings import overridden, within
 from tmm_core.spec.arguments import GROUPED_ROLES, GroupedArguments, Role, schema
@@ -68,7 +68,9 @@ def _differentiable(*given: Any, **named: Any) -> Tensor:
     if not autograd.differentiated(a, b, bias, residual, out_weights):
         with compat.below_autograd():
             return grouped_matmul(*call[:-1])  # type: ignore[no-any-return]
-    head, rest = epilogue_of(epilogue).parts if epilogue else (IDENTITY, None)
+    parsed = epilogue_of(epilogue) if epilogue else IDENTITY
+    refuse_outputs(parsed)
+    head, rest = parsed.parts if epilogue else (IDENTITY, None)
     text = "" if head is IDENTITY else head.interned()
     # A weight's gradient sums over its row, and scattering reads all rows.
     clean = zeroed or out_weights is not None or out_index is not None

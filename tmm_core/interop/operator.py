@@ -6,6 +6,7 @@ thousands of M cost no recompile.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -71,8 +72,10 @@ else:
 torch.library.register_vmap("tmm::matmul", vmap.matmul, lib=library)
 
 
-def _autocast(device: str) -> Any:
-    def cast(*given: Any) -> Tensor:
+def autocast(device: str, operator: Callable[..., Any]) -> Any:
+    """The rule of ``operator``, which takes a product's arguments, where ``device`` autocasts."""
+
+    def cast(*given: Any) -> Any:
         """Cast floating operands to the active dtype, as torch.matmul does. Operands with a format
         and everything that goes with them stay as they are: their scales set their range."""
         dtype = torch.get_autocast_dtype(device)
@@ -86,16 +89,16 @@ def _autocast(device: str) -> Any:
         with compat.without_autocast(device):
             arguments = [to(role, value) for role, value in zip(ROLES, given, strict=False)]
             if arguments[1] is given[1]:
-                return matmul(*arguments)  # type: ignore[no-any-return]
+                return operator(*arguments)
             # The cast has just written the weight.
-            return within(overridden(), matmul, *arguments)  # type: ignore[no-any-return]
+            return within(overridden(), operator, *arguments)
 
     return cast
 
 
-library.impl("matmul", _autocast("cuda"), "AutocastCUDA")
-library.impl("matmul", _autocast("cpu"), "AutocastCPU")
 flops.count(torch.ops.tmm.matmul, flops.matmul_flops)
 
 matmul = torch.ops.tmm.matmul.default
+library.impl("matmul", autocast("cuda", matmul), "AutocastCUDA")
+library.impl("matmul", autocast("cpu", matmul), "AutocastCPU")
 matmul_out = torch.ops.tmm.matmul.out

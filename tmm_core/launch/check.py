@@ -11,6 +11,7 @@ from tmm_core import formats
 from tmm_core.compat import internal_overlap
 from tmm_core.errors import warn
 from tmm_core.formats import Format
+from tmm_core.launch.beside import check_outputs
 from tmm_core.spec.arguments import Arguments
 from tmm_core.spec.epilogue import Epilogue
 
@@ -74,6 +75,8 @@ def check(call: Arguments, epilogue: Epilogue) -> torch.Size:
         _check_scale("scale_a", call.scale_a, (*a.shape[:-1], 1), form, a.dtype)
     if call.scale_b is not None:
         _check_scale("scale_b", call.scale_b, (*b.shape[:-2], 1, width), form, b.dtype)
+    if epilogue.outputs:
+        check_outputs(call, epilogue, result)
     return shape
 
 

@@ -50,6 +50,17 @@ def ragged_along(a: Tensor, b: Tensor) -> Ragged:
     return "n"
 
 
+def refuse_outputs(epilogue: Epilogue) -> None:
+    """Refuse what would be written beside the result.
+
+    Raises:
+        ValueError: ``epilogue`` has outputs.
+    """
+    if epilogue.outputs:
+        names = ", ".join(port.name for port in epilogue.outputs)
+        raise ValueError(f"epilogue outputs ({names}) are of one product, not of groups")
+
+
 def check(call: GroupedArguments, epilogue: Epilogue) -> tuple[int, ...]:
     """Hold the arguments of one grouped call against each other; returns the result's shape.
 
@@ -67,6 +78,7 @@ def check(call: GroupedArguments, epilogue: Epilogue) -> tuple[int, ...]:
     if a.dtype in BY_STORAGE or not a.dtype.is_floating_point:
         raise RuntimeError(f"grouped_matmul(): {a.dtype} operands are not multiplied")
     along, width = ragged_along(a, b), b.shape[-1]
+    refuse_outputs(epilogue)
     if epilogue.gated and along == "n":
         raise ValueError(f"gated epilogue {epilogue.name!r} pairs columns, which are ragged")
     if epilogue.gated and width % 2:

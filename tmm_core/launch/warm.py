@@ -8,7 +8,7 @@ functions on that path are written out by the table of arguments: :func:`_run` a
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Protocol
 
@@ -16,6 +16,7 @@ import torch
 
 from tmm_core import compat, settings
 from tmm_core.errors import PluginError
+from tmm_core.launch.beside import delivering
 from tmm_core.launch.check import PLAIN, check, result_dtype
 from tmm_core.launch.fold import Fold
 from tmm_core.launch.plan import Choice, Plan
@@ -34,7 +35,7 @@ from tmm_core.spec.arguments import (
 from tmm_core.spec.asking import let_through, told
 from tmm_core.spec.device import fingerprint
 from tmm_core.spec.epilogue import INTERNED, Epilogue
-from tmm_core.spec.kernel import BASELINE, Launcher
+from tmm_core.spec.kernel import BASELINE, Bound, Launcher
 from tmm_core.spec.problem import Problem
 
 Tensor = torch.Tensor
@@ -223,8 +224,12 @@ def make_plan(call: Arguments, epilogue: Epilogue, current: settings.Settings) -
     with torch.cuda.device(a.device) if a.is_cuda else nullcontext():
         problem, fold = pose(call, epilogue, current)
         choice, launcher = answerer().bound(problem, current)
+    shape: Sequence[int] = (problem.m, problem.n)
+    if epilogue.outputs:
+        launcher = Bound.of(launcher).run  # what it has besides makes a result alone
     if fold is not None:
-        launcher = fold.wrap(launcher, a, call.b, call.residual)
+        launcher, shape = fold.wrap(launcher, a, call.b, call.residual), fold.shape
+    launcher = delivering(epilogue, launcher, shape)
     return Plan.of(problem, choice, launcher, call)
 
 

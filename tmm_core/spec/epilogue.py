@@ -33,6 +33,7 @@ import torch.nn.functional as F
 
 from tmm_core.errors import UnknownNameError
 from tmm_core.spec.activations import ALIASES, text_of
+from tmm_core.spec.port import Port
 
 _Function = Callable[..., torch.Tensor]
 EpilogueLike = Union[None, str, "Epilogue", _Function, Sequence[Union[str, "Epilogue", _Function]]]
@@ -70,10 +71,12 @@ class Epilogue:
             output ``y = f(z)`` where that tells it, as tanh's does. The call is then one fused
             kernel while training too. Not for a gated epilogue; ``y`` is None for a linear one.
             Made of torch's operators.
+        outputs: What is written beside the result: a call returns ``(result, *outputs)``. They
+            are not differentiable. In a chain each is of the whole chain's result.
 
     Raises:
         ValueError: The name is not an identifier, or a parameter is not a finite number, or not
-            above 0 where it has to be.
+            above 0 where it has to be, or two outputs have one name.
     """
 
     name: str
@@ -85,6 +88,7 @@ class Epilogue:
     linear: bool = False
     output_vjp: Callable[..., torch.Tensor] | None = None
     device_derivative: Any = None
+    outputs: tuple[Port, ...] = ()
     #: Parameters have to be above 0, in fp32 too: softcap divides by its cap.
     positive: bool = field(default=False, repr=False)
     #: The single-stage epilogues this one chains; empty for a single stage. A chain's own
@@ -102,6 +106,8 @@ class Epilogue:
             raise ValueError(f"epilogue {self.name!r}: parameters must be finite numbers")
         if self.positive and min(self.parameters) < _LEAST_POSITIVE:
             raise ValueError(f"epilogue {self}: its parameters must be above 0")
+        if len({port.name for port in self.outputs}) < len(self.outputs):
+            raise ValueError(f"epilogue {self.name!r} has two outputs of one name")
 
     @cached_property
     def key(self) -> str:
@@ -111,7 +117,7 @@ class Epilogue:
         text = self.name
         if self.parameters:
             text += "(" + ",".join(repr(p) for p in self.parameters) + ")"
-        if self.builtin:
+        if self.builtin and not self.outputs:
             return text
         functions = (
             *(self.reference, self.device, self.derivative, self.output_vjp),
@@ -119,6 +125,9 @@ class Epilogue:
         )
         # A function that is absent leaves its place: one may serve as either derivative.
         sources = "\n".join("" if f is None else _source(f) for f in functions)
+        for port in self.outputs:
+            of, device = ("" if f is None else _source(f) for f in (port.of, port.device))
+            sources += f"\n{port.name} {port.kind} {port.dtype} {port.reduce}\n{of}\n{device}"
         return f"{text}@{hashlib.sha256(sources.encode()).hexdigest()[:12]}"
 
     def interned(self) -> str:
@@ -137,6 +146,12 @@ class Epilogue:
     def fusable(self) -> bool:
         """Whether every stage has a device function."""
         return all(stage.device is not None for stage in self.stages or (self,))
+
+    @cached_property
+    def bare(self) -> Epilogue:
+        """The same without outputs."""
+        first, *rest = (replace(stage, outputs=()) for stage in self.stages or (self,))
+        return functools.reduce(Epilogue.then, rest, first)
 
     @cached_property
     def parts(self) -> tuple[Epilogue, Epilogue | None]:
@@ -209,6 +224,7 @@ class Epilogue:
             reference=first.reference,
             gated=first.gated,
             linear=all(stage.linear for stage in stages),
+            outputs=tuple(port for stage in stages for port in stage.outputs),
             stages=stages,
         )
 
@@ -237,6 +253,11 @@ class Epilogue:
             inputs = z.chunk(2, dim=-1) if stage.gated else (z,)
             z = stage.reference(*inputs, *stage.parameters)
         return z
+
+    def beside(self, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The outputs beside the result ``y``, by their references; nothing is differentiated."""
+        y = y.detach()
+        return tuple(port.apply(y) for port in self.outputs)
 
 
 #: Epilogue objects by key: the operator's schema can carry a string only.

@@ -99,7 +99,9 @@ class Launcher(Protocol):
     current device, and does not synchronise.
 
     What a problem has besides follows by keyword, and only where it has it: ``scale_a`` and
-    ``scale_b``. A kernel that does not declare such problems need not take them.
+    ``scale_b``, and ``outputs``, a tuple of what to write beside the result, contiguous: for each
+    output of the epilogue ``[M]`` of rows, ``[N]`` of columns, ``[M, N]`` or a scalar. A kernel
+    that does not declare such problems need not take them.
     """
 
     def __call__(

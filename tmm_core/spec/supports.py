@@ -16,6 +16,7 @@ from tmm_core.errors import UnsupportedProblemError
 from tmm_core.spec.device import DeviceFingerprint
 from tmm_core.spec.epilogue import Epilogue
 from tmm_core.spec.groups import Groups
+from tmm_core.spec.port import Port
 from tmm_core.spec.problem import ALIGNMENT, Operand, Problem
 
 
@@ -66,6 +67,8 @@ class Supports:
         alpha: A factor besides 1.
         gated: Gated epilogues, which take two halves of the product.
         unfused: Epilogues without a device function, by their reference.
+        outputs: Kinds of an epilogue's outputs (:class:`~tmm_core.Port`).
+        reduces: By what these may be reduced: ``"max"``, ``"sum"``.
         ragged: Dimensions along which groups may differ (:class:`~tmm_core.Groups`).
         indexed: Rows of ragged products that are gathered, scattered or weighed.
         zeroed: Making zero what is beyond the last group.
@@ -91,6 +94,8 @@ class Supports:
     alpha: bool = False
     gated: bool = False
     unfused: bool = False
+    outputs: Collection[str] = ()
+    reduces: Collection[str] = ()
     ragged: Collection[str] = frozenset()
     indexed: bool = False
     zeroed: bool = False
@@ -118,7 +123,8 @@ class Supports:
         Raises:
             UnsupportedProblemError: ``problem`` has a field that no kernel can answer for.
         """
-        parts = (problem, problem.a, problem.b, problem.out, problem.epilogue, problem.groups)
+        parts = (problem, problem.a, problem.b, problem.out, problem.epilogue, problem.groups,
+                 *problem.epilogue.outputs)  # fmt: skip
         for kind in {type(part) for part in parts if part is not None}:
             _refuse_undeclared(kind)
         questions = dict.fromkeys(ask for ask in _QUESTIONS[Problem].values() if ask is not None)
@@ -127,7 +133,7 @@ class Supports:
 
 _FLAGS = ("wide", "empty", "alpha", "gated", "unfused", "indexed", "zeroed")
 _COLLECTIONS = ("devices", "operands", "formats", "scales", "out", "bias", "residual",
-                "unaligned", "ragged")  # fmt: skip
+                "unaligned", "outputs", "reduces", "ragged")  # fmt: skip
 _DEVICES = {
     "cuda": "NVIDIA GPUs",
     "hip": "AMD GPUs",
@@ -222,6 +228,19 @@ def _epilogue(supports: Supports, problem: Problem) -> Iterator[str]:
         yield f"has one accumulator, gated {epilogue.name!r} needs two"
     if not epilogue.fusable and not supports.unfused:
         yield f"epilogue {epilogue.name!r} has no device function"
+    yield from _outputs(supports, problem)
+
+
+def _outputs(supports: Supports, problem: Problem) -> Iterator[str]:
+    for port in problem.epilogue.outputs:
+        if port.kind not in supports.outputs:
+            yield f"writes no output {port}"
+        elif port.reduce is not None and port.reduce not in supports.reduces:
+            yield f"reduces no output {port}"
+        elif not port.fusable and not supports.unfused:
+            yield f"output {port.name!r} has no device function"
+    if problem.epilogue.outputs and (problem.batch != 1 or problem.groups is not None):
+        yield "outputs are of one product, not of a batch or of groups"
 
 
 def _alpha(supports: Supports, problem: Problem) -> Iterator[str]:
@@ -281,12 +300,16 @@ _QUESTIONS: dict[type, dict[str, Question | None]] = {
         **dict.fromkeys(("ragged", "a_index", "out_index", "out_weights", "zeroed"), _groups),
     },
     Epilogue: {
-        **dict.fromkeys(("device", "gated", "stages"), _epilogue),
+        **dict.fromkeys(("device", "gated", "stages", "outputs"), _epilogue),
         # What it computes is the device function's business; derivatives are other calls'.
         **dict.fromkeys(
             ("name", "reference", "parameters", "positive", "linear", "builtin", "derivative",
              "output_vjp", "device_derivative")
         ),
+    },
+    Port: {
+        **dict.fromkeys(("kind", "reduce", "of", "device"), _outputs),
+        **dict.fromkeys(("name", "dtype")),  # any float that there is, :data:`port.DTYPES`
     },
 }  # fmt: skip
 

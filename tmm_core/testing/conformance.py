@@ -175,11 +175,21 @@ class KernelConformance(RaggedQuestions):
         for result in (one, two):
             self._blame(posed, posed.allocating, list(posed.differences(result, self.slack)))
 
+    def test_outputs(self, probe: Probe) -> None:
+        """What an epilogue writes beside the result, for kernels that declare it."""
+        problem = self._posed(probe).problem
+        self._hold_verified(problem, [self.kernel.default_config(problem)])
+
+    def test_configs_of_outputs(self) -> None:
+        """And of each config."""
+        problem = self._first_served(list(self.probes_of_outputs())).problem
+        self._hold_verified(problem, self._configs(problem), brief=True)
+
     def test_ragged(self, ragged: Problem) -> None:
         """Groups along a dimension, for kernels that accept them: of equal and different sizes,
         with and without ``out``, and repeatedly."""
         self._decline(ragged)
-        self._hold_ragged(ragged, [self.kernel.default_config(ragged)])
+        self._hold_verified(ragged, [self.kernel.default_config(ragged)])
 
     # -- its configs -------------------------------------------------------------------
 
@@ -197,7 +207,7 @@ class KernelConformance(RaggedQuestions):
         if not served:
             self._decline(self.demanding_ragged()[0])
         for problem in {problem.along: problem for problem in reversed(served)}.values():
-            self._hold_ragged(problem, self._configs(problem), brief=True)
+            self._hold_verified(problem, self._configs(problem), brief=True)
 
     def _hold_configs(self, posed: Posed) -> None:
         problem = posed.problem
@@ -449,7 +459,7 @@ class KernelConformance(RaggedQuestions):
             hint = [f"{REMEDY}."] if interpreting() and "bfloat16" in str(posed.probe) else []
             pytest.fail("\n".join([what, *faults, *hint]), pytrace=False)
 
-    def _hold_ragged(
+    def _hold_verified(
         self, problem: Problem, configs: Sequence[Config], brief: bool = False
     ) -> None:
         verifier = Verifier(problem, self._device())

@@ -147,6 +147,21 @@ class EpilogueConformance:
             for slope, exact in zip(found, self._gradients(epilogue), strict=True):
                 self._close(slope, exact, "device_derivative", None)
 
+    def test_outputs(self) -> None:
+        """What each output holds or reduces, element by element, and what kernels fuse of it."""
+        ports = [port for port in self.epilogue.outputs if port.of is not None]
+        if not ports:
+            pytest.skip("has no outputs that are functions of the result")
+        from tmm_core.triton import port_function
+
+        y = torch.tensor(self.points, dtype=torch.float64).expand(2, -1).contiguous()
+        for port in ports:
+            exact = port.terms(y)
+            self._hold(exact.shape == y.shape, f"outputs.{port.name}", f"{tuple(exact.shape)}")
+            if port.device is not None:
+                (found,) = self._evaluated(port_function(port), of=(y,))
+                self._close(found, exact, f"outputs.{port.name}", None)
+
     def test_it_trains(self) -> None:
         """The gradients of a product followed by it equal those of torch's own code."""
         generator = torch.Generator().manual_seed(0)
@@ -155,7 +170,7 @@ class EpilogueConformance:
             torch.randn(shape, dtype=torch.float64, generator=generator, requires_grad=True)
             for shape in ((5, 3), (3, width))
         )
-        y = tmm_core.matmul(x, w, epilogue=self.epilogue)
+        y = tmm_core.matmul(x, w, epilogue=self.epilogue.bare)
         expected = self.epilogue.apply(x @ w)
         self._close(y, expected, "reference", 1e-9)
         weights = torch.linspace(0.5, 2, y.numel(), dtype=y.dtype).reshape(y.shape)
@@ -186,19 +201,25 @@ class EpilogueConformance:
         y = epilogue.reference(*halves, *epilogue.parameters)
         return torch.autograd.grad(y.sum(), halves)
 
-    def _evaluated(self, function: Any, *, pair: bool = False) -> tuple[Tensor, ...]:
+    def _evaluated(
+        self, function: Any, *, pair: bool = False, of: tuple[Tensor, ...] | None = None
+    ) -> tuple[Tensor, ...]:
+        """At the points, or of these tensors."""
         device = Questions._device() if self.device is None else torch.device(self.device)
         if device.type != "cuda" and not interpreting():
             pytest.skip("needs a GPU, or TRITON_INTERPRET=1 before Triton is imported")
         from tmm_core.testing.elementwise import evaluate
 
-        return evaluate(
-            function, self._halves(self._z().float().to(device).contiguous()), pair=pair
-        )
+        blocks = self._halves(self._z()) if of is None else of
+        blocks = tuple(t.float().to(device).contiguous() for t in blocks)
+        return evaluate(function, blocks, pair=pair)
 
     def _functions(self) -> Iterator[tuple[str, Any]]:
-        for name in ("reference", "device", "derivative", "output_vjp", "device_derivative"):
-            function = getattr(self.epilogue, name)
+        names = ("reference", "device", "derivative", "output_vjp", "device_derivative")
+        functions = [(name, getattr(self.epilogue, name)) for name in names]
+        for port in self.epilogue.outputs:
+            functions += [(f"outputs.{port.name}", each) for each in (port.of, port.device)]
+        for name, function in functions:
             if function is not None and not isinstance(function, str):
                 yield name, inspect.unwrap(getattr(function, "fn", function))
 

@@ -15,6 +15,7 @@ from tmm_core.formats import FORMATS, Format
 from tmm_core.spec.device import DeviceFingerprint, interpreting
 from tmm_core.spec.epilogue import BUILTIN, Epilogue, EpilogueLike, parse
 from tmm_core.spec.groups import Groups
+from tmm_core.spec.port import Port
 from tmm_core.spec.problem import Operand, Problem
 from tmm_core.testing.memory import LAYOUTS, WRITABLE
 from tmm_core.testing.probe import Probe
@@ -207,6 +208,32 @@ class Questions:
         yield replace(base, m=0, k=0)
         yield replace(base, batch=0)
         yield replace(base, k=0, bias="packed", epilogue=parse("sigmoid"))
+
+    def probes_of_outputs(self) -> Iterator[Probe]:
+        """Every kind and reduction, with all terms of the expression, of sizes that divide nothing;
+        and of rows alone, where operands are aligned."""
+        m, n, k = (max(1, size - 3) for size in self._size())
+        aligned = replace(self._probe(), m=m, alpha=0.5)
+        base = replace(aligned, n=n, k=k)
+        terms = replace(base, bias="packed", residual="row")
+        absolute: dict[str, Any] = {"of": torch.abs, "device": "tmm_core.testing.terms:absolute"}
+        square: dict[str, Any] = {"of": torch.square, "device": "tmm_core.testing.terms:square"}
+        row_max = Port("row_max", "row", reduce="max", **absolute)
+        row_sum = Port("row_sum", "row", reduce="sum", **square)
+        col_sum = Port("col_sum", "col", torch.float16, reduce="sum")
+        col_max = Port("col_max", "col", reduce="max")
+        scalar_max = Port("scalar_max", "scalar", torch.bfloat16, reduce="max", **absolute)
+        scalar_sum = Port("scalar_sum", "scalar", reduce="sum", **square)
+        tile = Port("tile", "tile", torch.bfloat16)
+        for probe, text, outputs in (
+            (aligned, "identity", (row_max,)),
+            (replace(aligned, b="col", residual="row"), "swiglu", (row_sum,)),
+            (terms, "silu", (row_max, col_sum)),
+            (terms, "swiglu", (scalar_sum, row_sum)),
+            (terms, "gelu", (col_max, scalar_max)),
+            (base, "identity", (tile, row_sum)),
+        ):
+            yield replace(probe, epilogue=replace(parse(text), outputs=outputs))
 
     def probes_of_allocation(self) -> Iterator[Probe]:
         base = self._probe()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from tmm_core.spec.device import interpreting
 from tmm_core.triton import epilogues
-from tmm_core.triton.epilogues import device_function
+from tmm_core.triton.epilogues import device_function, port_function
 from tmm_core.triton.launch import (
     Argument,
     Described,
@@ -32,6 +32,7 @@ __all__ = [
     "interpreting",
     "launcher",
     "pointer",
+    "port_function",
     "source",
     "supports",
     "target_of",

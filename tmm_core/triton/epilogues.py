@@ -18,6 +18,7 @@ import triton.language as tl
 
 from tmm_core.spec.device import interpreting
 from tmm_core.spec.epilogue import Epilogue
+from tmm_core.spec.port import Port
 
 # −½ log2 e, −2√(2/π)·log2 e, GPT-2's cubic coefficient times that, as in torch.nn.functional.gelu.
 # A block comes first in a product with them: the interpreter knows no constexpr × block.
@@ -203,10 +204,29 @@ def _device_function(epilogue: Epilogue) -> Any:
     return triton.jit(namespace["chain"])
 
 
+def port_function(port: Port) -> Any:
+    """The ``@triton.jit`` function of what an output of an epilogue holds or reduces: takes an fp32
+    block of the result and returns one of its shape.
+
+    Raises:
+        ValueError: It has no device function (``port.fusable`` is False).
+    """
+    if port.of is None:
+        return identity
+    if port.device is None:
+        raise ValueError(f"output {port.name!r} has no device function to fuse")
+    return _named(port.device)
+
+
 def _resolve(stage: Epilogue) -> Any:
     if stage.device is None:
         raise ValueError(f"epilogue {stage.name!r} has no device function to fuse")
-    if isinstance(stage.device, str):
-        module, _, attribute = stage.device.partition(":")
+    return _named(stage.device)
+
+
+def _named(device: Any) -> Any:
+    """The function itself, or what ``"module:attribute"`` names."""
+    if isinstance(device, str):
+        module, _, attribute = device.partition(":")
         return getattr(importlib.import_module(module), attribute)
-    return stage.device
+    return device

@@ -317,6 +317,7 @@ def launcher(
     *,
     workspace: tuple[int, torch.dtype] | None = None,
     extras: Sequence[str] = (),
+    outputs: int = 0,
 ) -> Bound:
     """The :data:`~tmm_core.Launcher` of a kernel that is these launches, one after another: it
     makes the output where it is given none, and launches.
@@ -331,6 +332,7 @@ def launcher(
             tensor ``"workspace"``. Were it shared, the launches of two threads could mix.
         extras: Names of the tensors that a ragged problem has besides
             (:attr:`tmm_core.Groups.given`); a plain one may have scales.
+        outputs: How many the problem's epilogue has: the tensors ``"output_0"`` and so on.
     """
     first = steps[0].launch
     compiled = first.compiled is not None
@@ -354,11 +356,13 @@ def launcher(
         ``known``."""
         strides = torch.empty(tuple(shape), device="meta").stride()
         namespace = names.namespace | {"shape": tuple(shape), "strides": strides, **more}
-        lines = [*out, *scratch, *names.preparation(known), *calls, "return out"]
+        given = [f"output_{i} = outputs[{i}]" for i in range(outputs)]
+        more_given, handed = (", outputs=()", ", outputs=outputs") if outputs else ("", "")
+        lines = [*given, *out, *scratch, *names.preparation(known), *calls, "return out"]
         run = written(
             "run",
-            ", ".join((*LAUNCHED, *extras)) if extras else launch_parameters(),
-            [on_device(f"run({', '.join(LAUNCHED)}{keywords(extras or EXTRAS)})"), *lines],
+            (", ".join((*LAUNCHED, *extras)) if extras else launch_parameters()) + more_given,
+            [on_device(f"run({', '.join(LAUNCHED)}{keywords(extras or EXTRAS)}{handed})"), *lines],
             namespace,
         )
         return run, Body(on_device, tuple(lines), namespace) if compiled else None

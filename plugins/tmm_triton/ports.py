@@ -1,0 +1,198 @@
+"""Outputs beside the result: what a tile leaves of them, and the kernel that finishes them.
+
+A tile is stored as it is. What is reduced each tile reduces to a row, a column or a number in a
+workspace, and a second launch reduces those in an order that is always the same. So sums are
+deterministic, as they would not be by atomics, and NaN comes through a maximum, as it would not by
+``atomic_max``; and nothing has to be filled beforehand. What a row's sum adds up in which order
+does not depend on M.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from tmm_core import Launcher, Port, Problem
+from tmm_core.triton import Argument, Step, launcher, pointer, port_function
+from tmm_triton.operands import Build, out_shape
+
+#: Outputs that a kernel has arguments for.
+MOST = 2
+#: Of :class:`tmm_core.Supports`.
+KINDS, REDUCES = ("scalar", "row", "col", "tile"), ("max", "sum")
+#: Elements that a program of the reducing kernel loads at a time, and of how many parts.
+_LOADED, _PARTS = 2048, 128
+
+
+@triton.jit
+def combine(terms, AXIS: tl.constexpr, REDUCE: tl.constexpr):
+    """The maximum, NaN where there is one (``tl.max`` passes NaN over), or the sum."""
+    if REDUCE == "max":
+        undefined = terms != terms
+        most = tl.max(tl.where(undefined, float("-inf"), terms), axis=AXIS)
+        result = tl.where(tl.max(undefined.to(tl.int32), axis=AXIS) > 0, float("nan"), most)
+    else:
+        result = tl.sum(terms, axis=AXIS)
+    return result
+
+
+@triton.jit
+def put(
+    y, rows, cols, M, N, part_m, part_n, parts_n,
+    port_ptr, port_at, OF: tl.constexpr, KIND: tl.constexpr, REDUCE: tl.constexpr,
+):  # fmt: skip
+    """One output of a tile of the result, or its part of it; nothing where KIND is None."""
+    if KIND is not None:
+        terms = OF(y)
+        inside = (rows[:, None] < M) & (cols[None, :] < N)
+        if KIND == "tile":
+            ptrs = port_ptr + rows.to(tl.int64)[:, None] * N + cols[None, :]
+            tl.store(ptrs, terms.to(port_ptr.dtype.element_ty), mask=inside)
+        else:
+            least: tl.constexpr = float("-inf") if REDUCE == "max" else 0.0
+            terms = tl.where(inside, terms, least)
+            parts = port_ptr + port_at
+            if KIND == "row":
+                parts += part_n.to(tl.int64) * M + rows
+                tl.store(parts, combine(terms, 1, REDUCE), mask=rows < M)
+            elif KIND == "col":
+                parts += part_m.to(tl.int64) * N + cols
+                tl.store(parts, combine(terms, 0, REDUCE), mask=cols < N)
+            else:
+                parts += part_m.to(tl.int64) * parts_n + part_n
+                tl.store(parts, combine(combine(terms, 1, REDUCE), 0, REDUCE))
+
+
+@triton.jit
+def reduce_port_kernel(
+    parts_ptr, port_at, out_ptr, parts, length,
+    REDUCE: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_L: tl.constexpr,
+):  # fmt: skip
+    """``out[length]``, reduced from ``[parts, length]``."""
+    places = tl.program_id(0) * BLOCK_L + tl.arange(0, BLOCK_L)
+    least: tl.constexpr = float("-inf") if REDUCE == "max" else 0.0
+    total = tl.full((BLOCK_P, BLOCK_L), least, tl.float32)
+    for first in range(0, parts, BLOCK_P):
+        part = first + tl.arange(0, BLOCK_P)
+        ptrs = parts_ptr + port_at + part.to(tl.int64)[:, None] * length + places[None, :]
+        mask = (part[:, None] < parts) & (places[None, :] < length)
+        terms = tl.load(ptrs, mask=mask, other=least)
+        if REDUCE == "max":
+            total = tl.maximum(total, terms, propagate_nan=tl.PropagateNan.ALL)
+        else:
+            total += terms
+    result = combine(total, 0, REDUCE).to(out_ptr.dtype.element_ty)
+    tl.store(out_ptr + places, result, mask=places < length)
+
+
+@dataclass(frozen=True)
+class Ports:
+    """The outputs of a problem whose result is computed in ``rows`` by ``columns`` parts.
+
+    Attributes:
+        after: Elements at the start of the workspace that are for something else.
+    """
+
+    problem: Problem
+    rows: int
+    columns: int
+    after: int = 0
+
+    @property
+    def given(self) -> tuple[Port, ...]:
+        return self.problem.epilogue.outputs
+
+    def constants(self) -> dict[str, Any]:
+        """The tile kernel's constants, of outputs that there are and of those there are not."""
+        found: dict[str, Any] = {}
+        for i in range(MOST):
+            port = self.given[i] if i < len(self.given) else None
+            found |= {
+                f"OF_{i}": port and port_function(port),
+                f"KIND_{i}": port and port.kind,
+                f"REDUCE_{i}": port and port.reduce,
+            }
+            if port is None:
+                found |= {f"port_{i}_ptr": None, f"port_{i}_at": None}
+        return found
+
+    def types(self) -> dict[str, str]:
+        """Of its run-time arguments."""
+        types: dict[str, str] = {}
+        for i, port in enumerate(self.given):
+            dtype = port.dtype if port.reduce is None else torch.float32
+            types |= {f"port_{i}_ptr": pointer(dtype), f"port_{i}_at": "i64"}
+        return types
+
+    def arguments(self) -> dict[str, Argument]:
+        """What they are in a call: an output, or a place in the workspace."""
+        own: dict[str, Argument] = {}
+        for i, (port, at) in enumerate(zip(self.given, self._places(), strict=True)):
+            own[f"port_{i}_ptr"] = "workspace" if port.reduce else f"output_{i}"
+            own[f"port_{i}_at"] = at
+        return own
+
+    def workspace(self) -> int:
+        """Elements of the workspace that they take, fp32."""
+        return sum(parts * length for parts, length in map(self._extent, self.given))
+
+    def builds(self) -> list[Build]:
+        """The reducing kernel, for each output that is reduced."""
+        return [self._build(port) for port in self.given if port.reduce]
+
+    def launcher(self, main: Step) -> Launcher:
+        """The launcher of a kernel whose tiles ``main`` computes."""
+        steps = [main]
+        for i, (port, at) in enumerate(zip(self.given, self._places(), strict=True)):
+            if port.reduce:
+                parts, length = self._extent(port)
+                build = self._build(port)
+                own: dict[str, Argument] = {
+                    "parts_ptr": "workspace", "port_at": at, "out_ptr": f"output_{i}",
+                    "parts": parts, "length": length,
+                }  # fmt: skip
+                grid = triton.cdiv(length, build.constants["BLOCK_L"]), 1, 1
+                steps.append(Step(build.launch(self.problem.device.type), grid, own))
+        count = self.after + self.workspace()
+        return launcher(
+            steps,
+            out_shape(self.problem),
+            self.problem.out.dtype,
+            workspace=(count, torch.float32) if count else None,
+            outputs=len(self.given),
+        )
+
+    def _extent(self, port: Port) -> tuple[int, int]:
+        """How many parts the tiles leave of an output, and of how many elements each is."""
+        return {
+            "row": (self.columns, self.problem.m),
+            "col": (self.rows, self.problem.n),
+            "scalar": (self.rows * self.columns, 1),
+            "tile": (0, 0),
+        }[port.kind]
+
+    def _places(self) -> Sequence[int]:
+        """Where in the workspace each output's parts begin."""
+        places, end = [], self.after
+        for parts, length in map(self._extent, self.given):
+            places.append(end)
+            end += parts * length
+        return places
+
+    def _build(self, port: Port) -> Build:
+        parts, _ = self._extent(port)
+        most = _LOADED if port.kind == "scalar" else _PARTS
+        high = min(most, triton.next_power_of_2(parts))
+        wide = 1 if port.kind == "scalar" else _LOADED // high
+        types = {"parts_ptr": "*fp32", "port_at": "i64", "out_ptr": pointer(port.dtype)}
+        return Build(
+            reduce_port_kernel,
+            {**types, "parts": "i32", "length": "i32"},
+            {"REDUCE": port.reduce, "BLOCK_P": high, "BLOCK_L": wide},
+            options={"num_warps": 4, "num_stages": 1},
+        )

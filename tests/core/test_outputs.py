@@ -1,0 +1,290 @@
+"""An epilogue's outputs beside the result: what calls return, in every mode, and that a kernel
+which gets one wrong is not used."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from fakes import FakeKernel, problem, settings
+
+import tmm_core
+from tmm_core import Epilogue, Launcher, Port, Problem, Supports, UnsupportedProblemError
+from tmm_core.dispatch.tuner import Tuner
+from tmm_core.dispatch.verifier import Verifier
+from tmm_core.launch import warm
+from tmm_core.spec.epilogue import BUILTIN, parse
+from tmm_core.spec.kernel import BASELINE
+
+Tensor = torch.Tensor
+CPU = torch.device("cpu")
+
+
+def same(y: Tensor) -> Tensor:
+    return y
+
+
+def square(y: Tensor) -> Tensor:
+    return y * y
+
+
+AMAX = Port("amax", "row", reduce="max", of=torch.abs)
+SQUARES = Port("squares", "col", reduce="sum", of=square)
+TOTAL = Port("total", "scalar", reduce="sum")
+COPY = Port("copy", "tile", torch.bfloat16)
+ALL = (AMAX, SQUARES, TOTAL, COPY)
+BESIDE = Epilogue("beside", same, linear=True, outputs=ALL)
+SILU = parse("silu").then(BESIDE)
+
+
+def right(y: Tensor) -> tuple[Tensor, ...]:
+    rows = y.flatten(0, -2)
+    return y.abs().amax(-1), rows.square().sum(0), y.sum(), y.bfloat16()
+
+
+def hold(found: tuple[Tensor, ...], y: Tensor) -> None:
+    assert isinstance(found, tuple)
+    torch.testing.assert_close(found, (y, *right(y)), rtol=1e-5, atol=1e-5)
+
+
+@pytest.fixture
+def operands() -> dict[str, Tensor]:
+    torch.manual_seed(0)
+    return {
+        "a": torch.randn(3, 5, 8),
+        "b": torch.randn(8, 6),
+        "bias": torch.randn(6),
+        "residual": torch.randn(5, 6),
+    }
+
+
+def expression(a: Tensor, b: Tensor, bias: Tensor, residual: Tensor) -> Tensor:
+    return F.silu(0.5 * (a @ b) + bias) + residual
+
+
+def matmul(a: Tensor, b: Tensor, bias: Tensor, residual: Tensor) -> Any:
+    return tmm_core.matmul(a, b, bias=bias, residual=residual, alpha=0.5, epilogue=SILU)
+
+
+def test_a_call_returns_a_tuple(operands: dict[str, Tensor]) -> None:
+    y = expression(**operands)
+    hold(matmul(**operands), y)
+    a, b, bias, residual = operands.values()
+    for alpha in (torch.tensor(0.5), torch.tensor(0.5, requires_grad=True)):
+        found = tmm_core.matmul(a, b, bias=bias, residual=residual, alpha=alpha, epilogue=SILU)
+        hold(tuple(t.detach() for t in found), y)
+    hold(tmm_core.linear(a, b.t().contiguous(), epilogue=BESIDE), a @ b)
+    hold(tmm_core.plan(a, b, epilogue=BESIDE)(a, b), a @ b)
+    out = torch.empty(15, 6)
+    found = tmm_core.plan(a.flatten(0, 1), b, epilogue=[BESIDE])(a.flatten(0, 1), b, out=out)
+    assert found[0] is out
+    hold(found, a.flatten(0, 1) @ b)
+    with torch.autocast("cpu"):
+        result, *outputs = tmm_core.matmul(a, b, epilogue=BESIDE)
+    assert [t.dtype for t in (result, *outputs)] == [torch.bfloat16, *(p.dtype for p in ALL)]
+
+
+def test_a_gated_epilogue_has_outputs(operands: dict[str, Tensor]) -> None:
+    a, b = operands["a"], operands["b"]
+    gate, up = (a @ b).chunk(2, -1)
+    hold(tmm_core.matmul(a, b, epilogue=parse("swiglu").then(BESIDE)), F.silu(gate) * up)
+
+
+@pytest.mark.parametrize("shape", [(0, 8, 6), (4, 8, 0), (4, 0, 6)])
+def test_of_nothing_there_is_a_reduction(shape: tuple[int, int, int]) -> None:
+    m, k, n = shape
+    _, amax, squares, total, copy = tmm_core.matmul(
+        torch.ones(m, k), torch.ones(k, n), epilogue=BESIDE
+    )
+    assert amax.tolist() == [0.0 if n else float("-inf")] * m
+    assert (squares.tolist(), total.item(), copy.shape) == ([0.0] * n, 0.0, (m, n))
+
+
+def test_it_compiles_and_is_an_operator(operands: dict[str, Tensor]) -> None:
+    a, b, bias, residual = operands.values()
+    compiled = torch.compile(matmul, fullgraph=True, backend="aot_eager", dynamic=True)
+    hold(compiled(**operands), expression(**operands))
+    leaf = a.clone().requires_grad_()
+    result, *outputs = compiled(leaf, b, bias, residual)
+    assert not any(t.requires_grad for t in outputs)
+    (found,) = torch.autograd.grad(result.sum(), leaf)
+    (exact,) = torch.autograd.grad(expression(leaf, b, bias, residual).sum(), leaf)
+    torch.testing.assert_close(found, exact)
+    call = (a, b, bias, residual, 0.5, SILU.interned())
+    torch.library.opcheck(torch.ops.tmm.matmul_outputs.default, call)
+    with torch.utils.flop_counter.FlopCounterMode(display=False) as counter:
+        matmul(**operands)
+    assert counter.get_total_flops() == 2 * 15 * 8 * 6
+
+
+def test_gradients_are_the_results_alone(operands: dict[str, Tensor]) -> None:
+    leaves = {name: t.clone().requires_grad_() for name, t in operands.items()}
+    exact = torch.autograd.grad(expression(**leaves).sum(), list(leaves.values()))
+    for call in (matmul, lambda **given: _as_operator(**given)):
+        result, *outputs = call(**leaves)
+        assert not any(t.requires_grad for t in outputs)
+        hold((result.detach(), *outputs), expression(**operands))
+        found = torch.autograd.grad(result.sum(), list(leaves.values()))
+        torch.testing.assert_close(found, exact)
+    a, *rest = operands.values()
+    result, *outputs = torch.vmap(lambda a: matmul(a, *rest))(a)
+    torch.testing.assert_close(result, expression(**operands))
+    torch.testing.assert_close(outputs[0], result.abs().amax(-1))
+    torch.testing.assert_close(outputs[2], result.sum((1, 2)))
+
+
+def _as_operator(a: Tensor, b: Tensor, bias: Tensor, residual: Tensor) -> list[Tensor]:
+    return torch.ops.tmm.matmul_outputs(a, b, bias, residual, 0.5, SILU.interned())  # type: ignore[no-any-return]
+
+
+def test_what_is_not_served_is_refused(operands: dict[str, Tensor]) -> None:
+    a, b = operands["a"], operands["b"]
+    for pair in ((a[0, 0], b), (a, b[:, 0]), (a, b.expand(3, 8, 6))):
+        with pytest.raises(ValueError, match=r"outputs \(amax, squares, total, copy\) need a of"):
+            tmm_core.matmul(*pair, epilogue=BESIDE)
+    with pytest.raises(ValueError, match="out= cannot be given where the epilogue has outputs"):
+        tmm_core.matmul(a, b, out=torch.empty(3, 5, 6), epilogue=BESIDE)
+    with pytest.raises(RuntimeError, match="kernels take dense tensors"):
+        tmm_core.matmul(a[0].to_sparse(), b, epilogue=BESIDE)
+    for rows in (a[0], a[0].clone().requires_grad_()):
+        with pytest.raises(ValueError, match=r"outputs .* are of one product, not of groups"):
+            tmm_core.grouped_matmul(rows, b[None], offs=torch.tensor([5]).int(), epilogue=SILU)
+    asked = problem(epilogue=BESIDE)
+    batch = Supports.everything().reasons_against(replace(asked, batch=2))
+    assert batch == ["outputs are of one product, not of a batch or of groups"]
+    able = Supports.everything()
+    for change, said in (
+        ({"outputs": ("col", "tile", "scalar")}, "writes no output amax (row max)"),
+        ({"reduces": ("sum",)}, "reduces no output amax (row max)"),
+        ({"unfused": False}, "output 'amax' has no device function"),
+    ):
+        assert said in replace(able, **change).reasons_against(asked)
+    with pytest.raises(UnsupportedProblemError, match="writes no output amax"):
+        tmm_core.matmul(a, b, epilogue=BESIDE, kernel="triton.split_k")
+
+
+def test_a_port_is_checked() -> None:
+    for wrong, said in (
+        ({"kind": "rows"}, "kind is one of scalar, row, col, tile, not 'rows'"),
+        ({"kind": "tile"}, "a tile is not reduced, got reduce='max'"),
+        ({"reduce": None}, "a row is reduced by max or sum, got reduce=None"),
+        ({"dtype": torch.int8}, "dtype is one of"),
+        ({"of": None, "device": "somewhere:abs"}, "no reference"),
+        ({"name": "a max"}, "must be an identifier"),
+    ):
+        with pytest.raises(ValueError, match=said.replace("(", r"\(")):
+            replace(AMAX, **wrong)
+    with pytest.raises(ValueError, match="two outputs of one name"):
+        BESIDE.then(BESIDE)
+
+
+def test_the_key_follows_outputs_and_only_those() -> None:
+    other = replace(AMAX, of=square)
+    keys = [
+        replace(BESIDE, outputs=ports).key
+        for ports in ((), (AMAX,), (other,), (replace(AMAX, dtype=torch.float16),), (TOTAL, AMAX))
+    ]
+    assert len(set(keys)) == len(keys)
+    silu = replace(BUILTIN["silu"], outputs=(AMAX,))
+    assert silu.key != "silu"
+    assert silu.bare.key == "silu"
+    assert SILU.bare.outputs == ()
+    # As before there were outputs.
+    assert Epilogue("squared", square).key == "squared@2c3342a4559c"
+    assert problem(epilogue=SILU).to_json()["epilogue"] == SILU.key
+
+
+class Spoilt(FakeKernel):
+    """Right in the result, and in the outputs as ``spoil_outputs`` leaves them."""
+
+    def __init__(self, spoil: Callable[[tuple[Tensor, ...], Tensor], Any]) -> None:
+        super().__init__("fake.spoilt")
+        self._spoil = spoil
+
+    def bind(self, problem: Problem, config: Any) -> Launcher:
+        blas = tmm_core.dispatch.dispatcher().registry.kernel(BASELINE)
+        launch: Any = blas.bind(problem, blas.default_config(problem))
+
+        def run(*given: Any, outputs: tuple[Tensor, ...]) -> Tensor:
+            y = launch(*given, outputs=outputs)
+            self._spoil(outputs, y)
+            return y
+
+        return run
+
+
+def _shifted(outputs: tuple[Tensor, ...], y: Tensor) -> None:
+    outputs[0][-1] += 0.01
+
+
+def _scaled(outputs: tuple[Tensor, ...], y: Tensor) -> None:
+    outputs[2].mul_(1.01)
+
+
+def _unwritten(outputs: tuple[Tensor, ...], y: Tensor) -> None:
+    outputs[3][-1, -1] = float("nan")
+
+
+def _beyond(outputs: tuple[Tensor, ...], y: Tensor) -> None:
+    n = outputs[1].numel()
+    outputs[1].as_strided((n + 1,), (1,), outputs[1].storage_offset())[n] = 0.0
+
+
+def _numbers(outputs: tuple[Tensor, ...], y: Tensor) -> None:
+    outputs[0].copy_(outputs[0].nan_to_num(nan=0.0))  # as a maximum that passes NaN over
+
+
+_launches = iter(range(1000))
+
+
+def _random(outputs: tuple[Tensor, ...], y: Tensor) -> None:
+    outputs[2].mul_(1 + 1e-6 * next(_launches))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said", "sampled"),
+    [
+        (_shifted, r"output amax \(row max\) has error", False),
+        (_shifted, r"output amax \(row max\) has error", True),
+        (_scaled, "output total", False),
+        (_scaled, "output total", True),
+        (_unwritten, "output copy .* nan", True),
+        (_beyond, "it wrote beyond its output squares", False),
+        (_numbers, "output amax .* is not NaN or Inf", False),
+        (_random, "output total .* other bits", False),
+    ],
+)
+def test_wrong_outputs_are_seen(spoil: Any, said: str, sampled: bool) -> None:
+    asked = problem(m=100, n=72, k=24, epilogue=BESIDE)
+    for kernel, reason in ((Spoilt(lambda outputs, y: None), None), (Spoilt(spoil), said)):
+        verifier = Verifier(asked, CPU, sampled=sampled)
+        verdict = verifier.verdict(kernel.bind(asked, kernel.default_config(asked)), repeats=2)
+        if reason is None:
+            assert verdict.ok, verdict.reason
+        else:
+            assert re.search(reason, str(verdict.reason)), verdict.reason
+
+
+def test_tuning_times_candidates_with_outputs() -> None:
+    good, bad = Spoilt(lambda outputs, y: None), Spoilt(_shifted)
+    bad.name = "fake.bad"  # type: ignore[misc]
+    blas = tmm_core.dispatch.dispatcher().registry.kernel(BASELINE)
+    asked = problem(m=40, epilogue=BESIDE)
+    record = Tuner().tune(asked, [blas, good, bad], settings())  # by the clock: they are launched
+    found = {c.kernel: (c.status, c.reason) for c in record.candidates}
+    assert found["fake.bad"][0] == "wrong", found
+    assert found[BASELINE][0] == "ok", found
+    assert found["fake.spoilt"][0] in ("ok", "slow"), found
+
+
+def test_calls_without_outputs_pay_nothing() -> None:
+    """The plan of a call without outputs holds the launcher itself."""
+    a, b = torch.randn(4, 8), torch.randn(8, 6)
+    launcher = tmm_core.plan(a, b).launcher
+    assert launcher.__module__.startswith("tmm_blas")
+    assert warm.delivering(parse("silu"), launcher, (4, 6)) is launcher

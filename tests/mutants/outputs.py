@@ -1,0 +1,35 @@
+"""Mutants of what epilogues write beside the result."""
+
+from __future__ import annotations
+
+from mutant import Mutant
+
+CALLS = "tests/core/test_outputs.py"
+TILES = "tests/plugins/test_ports.py"
+
+OUTPUTS = [
+    Mutant("outputs-undeclared", "supports.py", "        if port.kind not in supports.outputs:\n",
+           "        if False:\n", "a kernel is asked for outputs that it does not write", (CALLS,)),
+    Mutant("outputs-key", "epilogue.py", "        if self.builtin and not self.outputs:\n",
+           "        if self.builtin:\n", "silu's plan answers for silu with outputs", (CALLS,)),
+    Mutant("outputs-port-source", "epilogue.py", "{port.reduce}\\n{of}\\n{device}", "{port.reduce}",
+           "another function of the result finds the old kernel", (CALLS,)),
+    Mutant("outputs-differentiated", "spec/epilogue.py", "        y = y.detach()\n", "",
+           "gradients go through an output while training, and are lost without", (CALLS,)),
+    Mutant("outputs-guard", "verify_outputs.py", "            if not memory.intact():\n",
+           "            if False:\n", "a kernel writes beyond its outputs", (CALLS,)),
+    Mutant("outputs-bits", "verify_outputs.py", "                if not same_bits(out, before):\n",
+           "                if False:\n", "a sum by atomics passes for deterministic", (CALLS,)),
+    Mutant("outputs-nan", "ports.py",
+           "        result = tl.where(tl.max(undefined.to(tl.int32), axis=AXIS) > 0, float(\"nan\"), most)\n",
+           "        result = most\n", "an amax hides NaN", (TILES,)),
+    Mutant("outputs-half", "tiled.py", "            tile_m, 2 * tile_n + 1, parts_n,\n",
+           "            tile_m, 2 * tile_n, parts_n,\n", "half of a row is not summed", (TILES,)),
+    Mutant("outputs-hopper-own", "warp_specialized.py",
+           "gl.expand_dims((columns >= corner[1]) & (columns < N), 0)", "gl.expand_dims(columns < N, 0)",
+           "what two tiles share is summed twice",
+           ("tests/plugins/test_warp_specialized.py::test_rows_are_reduced_beside_the_result",)),
+    Mutant("outputs-arithmetic", "tmm_triton/kernel.py",
+           '        if any(port.reduce == "sum" for port in problem.epilogue.outputs):\n',
+           "        if False:\n", "row sums of other tiles are said to be bitwise equal", (TILES,)),
+]  # fmt: skip

@@ -1,0 +1,139 @@
+"""Whether what a launcher writes beside the result is right.
+
+The outputs of each launch lie between guard bands and are full of NaN before it. They are held
+against the reductions of the reference; where that is known in samples of rows and columns only,
+outputs of rows and columns in these, and a scalar against the reduction of the launch's own result,
+which is verified by itself. So are all outputs where special values are in the inputs.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+
+from tmm_core.dispatch import verify
+from tmm_core.dispatch.fixture import Expected, Fixture
+from tmm_core.dispatch.guarded import UNWRITTEN, Guarded, guarded, same_bits
+from tmm_core.spec.kernel import Launcher
+from tmm_core.spec.port import Port
+from tmm_core.spec.problem import Operand
+
+Tensor = torch.Tensor
+
+#: Factor on the tolerance of a result: squaring, as of a sum of squares, doubles its error.
+SLACK = 2.0
+
+
+class Outputs:
+    """A launcher that is given a fixture's outputs, and what is wrong with them.
+
+    Args:
+        deterministic: It promises the same bits for the same inputs.
+        slack: Factor on the tolerance.
+    """
+
+    def __init__(
+        self, fixture: Fixture, launcher: Launcher, deterministic: bool, slack: float
+    ) -> None:
+        self._fixture, self._launcher = fixture, launcher
+        self._ports = fixture.problem.epilogue.outputs
+        self._deterministic, self._slack = deterministic, slack
+        self._memory: list[Guarded] = []
+        self._given: tuple[Tensor, ...] = ()
+        #: What the first launch on inputs wrote, and what it should have, by their reference's id.
+        self._first: dict[int, tuple[Tensor, ...]] = {}
+        self._right: dict[tuple[int, Port], tuple[Tensor, Tensor]] = {}
+
+    def __call__(self, *arguments: Any, **extras: Any) -> Tensor:
+        shapes = [port.shape(self._fixture.shape) for port in self._ports]
+        if not self._memory:
+            for port, shape in zip(self._ports, shapes, strict=True):
+                flat = (1, math.prod(shape))
+                self._memory.append(
+                    guarded(Operand(port.dtype), flat, self._fixture.device, UNWRITTEN)
+                )
+        self._given = tuple(
+            memory.poison().view(shape) for memory, shape in zip(self._memory, shapes, strict=True)
+        )
+        return self._launcher(*arguments, **extras, outputs=self._given)  # type: ignore[call-arg]
+
+    def faults(self, expected: Expected | None, result: Tensor) -> Iterator[tuple[float, str]]:
+        """The error of each output of the last launch, and what is wrong with it or nothing.
+
+        Args:
+            expected: None: special values are in the inputs, of which the result shows what they
+                make of an output.
+        """
+        given = tuple(t.clone() for t in self._given)
+        first = self._first.setdefault(id(expected), given)
+        again = expected is not None and self._deterministic and first is not given
+        for port, out, before, memory in zip(self._ports, given, first, self._memory, strict=True):
+            if not memory.intact():
+                yield math.nan, f"it wrote beyond its output {port}"
+                return
+            if expected is None:
+                right, _ = self._reduced(port, result)
+                if not torch.equal(_kinds(out), _kinds(right.to(port.dtype))):
+                    yield math.nan, f"output {port} is not NaN or Inf where the result makes it"
+            elif again:
+                if not same_bits(out, before):
+                    yield math.nan, f"output {port} has other bits for the same inputs"
+            else:
+                yield self._compared(port, expected, out, result)
+
+    def _compared(
+        self, port: Port, expected: Expected, out: Tensor, result: Tensor
+    ) -> tuple[float, str]:
+        error, limit = self._error(port, expected, out, result), self._limit(port)
+        wrong = not error <= limit
+        return error, f"output {port} has error {error:.3g}, over {limit:.3g}" if wrong else ""
+
+    def _limit(self, port: Port) -> float:
+        of_result = verify.tolerance(self._fixture.problem)
+        return SLACK * self._slack * max(of_result, verify.TOLERANCE[port.dtype])
+
+    def _error(self, port: Port, expected: Expected, out: Tensor, result: Tensor) -> float:
+        tile, places = expected.in_rows, expected.rows
+        if places is not None and port.kind == "scalar":
+            tile = result
+        elif places is not None and port.kind == "col":
+            assert expected.in_cols is not None
+            tile, places = expected.in_cols, expected.cols
+        key = id(tile), port
+        right, scale = self._right.get(key) or self._reduced(port, tile)
+        if tile is not result:
+            self._right[key] = right, scale
+        if out.isnan().any():
+            return math.nan
+        if places is not None and port.kind != "scalar":
+            out = out[places]
+        out = out.to(right.dtype)
+        off = (out - right).abs() / (right.abs() + scale)
+        return float(torch.where(out == right, 0, off).max()) if out.numel() else 0.0
+
+    def _reduced(self, port: Port, tile: Tensor) -> tuple[Tensor, Tensor]:
+        """The output beside ``tile``, in fp64, and the size of what errors are relative to: a term,
+        or a sum of as many terms of any sign. In pieces of rows."""
+        step = max(1, self._fixture.at_once // max(1, tile.shape[-1]))
+        parts, squares = [], tile.new_zeros((), dtype=torch.float64)
+        for low in range(0, max(1, len(tile)), step):
+            terms = port.terms(tile[low : low + step].double())
+            squares += terms.square().sum()
+            parts.append(port.reduced(terms))
+        if port.kind in ("row", "tile"):
+            right = torch.cat(parts)
+        else:
+            stacked = torch.stack(parts)
+            right = stacked.sum(0) if port.reduce == "sum" else stacked.amax(0)
+        scale = (squares / max(1, tile.numel())).sqrt()
+        if port.reduce == "sum":
+            scale *= math.sqrt(tile.numel() / max(1, right.numel()))
+        return right, torch.where(scale > 0, scale, 1.0)
+
+
+def _kinds(t: Tensor) -> Tensor:
+    """2 for NaN, 1 for Inf, −1 for −Inf, 0 for a number."""
+    return torch.where(t.isnan(), 2.0, torch.where(t.isinf(), t.float().sign(), 0.0))

@@ -1,0 +1,102 @@
+"""``tmm::matmul_outputs``: products whose epilogue has outputs beside the result.
+
+An operator of its own, of the same arguments, so that ``tmm::matmul`` returns one tensor. Where
+derivatives are wanted or a transform is active, the result is that of ``tmm::matmul``; the outputs
+are computed from it by their references, in torch, and are not differentiable.
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any, NoReturn
+
+import torch
+
+from tmm_core import compat
+from tmm_core.interop import autograd, flops, operator, unusual
+from tmm_core.launch.check import check, result_dtype
+from tmm_core.launch.warm import epilogue_of, run
+from tmm_core.spec.arguments import Arguments, schema
+
+Tensor = torch.Tensor
+
+
+def matmul(call: Arguments) -> tuple[Tensor, ...]:
+    """``(result, *outputs)`` of an epilogue that has outputs.
+
+    Raises:
+        ValueError: ``out`` is given, or an operand is a DTensor.
+        RuntimeError, ValueError, TypeError: As :func:`tmm_core.matmul`.
+    """
+    if call.out is not None:
+        raise ValueError("matmul(): out= cannot be given where the epilogue has outputs")
+    if not torch.compiler.is_compiling():
+        parsed = epilogue_of(call.epilogue)
+        if any(map(_sharded, call.given)):
+            names = ", ".join(port.name for port in parsed.outputs)
+            raise ValueError(f"epilogue outputs ({names}) have no sharding rule for DTensor")
+        if unusual.concerns(*call[:4]):
+            check(call, parsed)  # raises: only kernels serve these
+        if autograd.differentiated(*call.given):
+            return _by_references(call)
+    return tuple(_operator(*call[:-1]))
+
+
+def _sharded(t: Tensor) -> bool:
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(t, module.DTensor)
+
+
+def _by_references(call: Arguments) -> tuple[Tensor, ...]:
+    parsed = epilogue_of(call.epilogue)
+    check(call, parsed)
+    y = operator.matmul(*call._replace(epilogue=parsed.bare.interned())[:-1])
+    return (y, *parsed.beside(y))
+
+
+def _run(*given: Any) -> list[Tensor]:
+    result: Any = run(*given)
+    return [result] if isinstance(result, Tensor) else list(result)
+
+
+def _differentiate(*given: Any) -> list[Tensor]:
+    """At the dispatcher's Autograd key: what is traced for a gradient is two operators."""
+    call = Arguments(*given)
+    if autograd.differentiated(*call.given):
+        return list(_by_references(call))
+    with compat.below_autograd():
+        return _operator(*given)  # type: ignore[no-any-return]
+
+
+def _refuse(*_: Any, **__: Any) -> NoReturn:
+    raise NotImplementedError(
+        "tmm::matmul_outputs has no such rule: call tmm_core.matmul, outside of torch.compile"
+    )
+
+
+operator.library.define(
+    f"matmul_outputs({schema()}) -> Tensor[]", tags=(torch.Tag.pt2_compliant_tag,)
+)
+operator.library.impl("matmul_outputs", _run, "CompositeExplicitAutograd")
+
+
+@torch.library.register_fake("tmm::matmul_outputs", lib=operator.library)  # type: ignore[untyped-decorator]
+def _fake(*given: Any) -> list[Tensor]:
+    call = Arguments(*given)
+    parsed = epilogue_of(call.epilogue)
+    shape = check(call, parsed)
+    result = call.a.new_empty(shape, dtype=result_dtype(call.a, call.out_dtype))
+    ports = parsed.outputs
+    return [result, *(result.new_empty(port.shape(shape), dtype=port.dtype) for port in ports)]
+
+
+if compat.below_autograd is not None:
+    operator.library.impl("matmul_outputs", _differentiate, "Autograd")
+else:
+    torch.library.register_autograd("tmm::matmul_outputs", _refuse, lib=operator.library)
+torch.library.register_vmap("tmm::matmul_outputs", _refuse, lib=operator.library)
+flops.count(torch.ops.tmm.matmul_outputs, flops.matmul_flops)
+
+_operator = torch.ops.tmm.matmul_outputs.default
+operator.library.impl("matmul_outputs", operator.autocast("cuda", _operator), "AutocastCUDA")
+operator.library.impl("matmul_outputs", operator.autocast("cpu", _operator), "AutocastCPU")

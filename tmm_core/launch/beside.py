@@ -1,0 +1,52 @@
+"""Launchers of problems whose epilogue has outputs: they are given memory to write these to, and
+calls get a tuple."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from tmm_core.spec.arguments import Arguments
+from tmm_core.spec.epilogue import Epilogue
+
+Tensor = torch.Tensor
+
+
+def check_outputs(call: Arguments, epilogue: Epilogue, dtype: torch.dtype) -> None:
+    """Refuse a call that cannot have what ``epilogue`` writes beside its result, of that dtype.
+
+    Raises:
+        ValueError: a or b is a vector, or b is a batch.
+        TypeError: The result is not of floating dtype.
+    """
+    names = ", ".join(port.name for port in epilogue.outputs)
+    if call.a.dim() < 2 or call.b.dim() != 2:
+        raise ValueError(
+            f"epilogue outputs ({names}) need a of two dimensions or more and b of two, got "
+            f"{tuple(call.a.shape)} and {tuple(call.b.shape)}"
+        )
+    if not dtype.is_floating_point:
+        raise TypeError(f"epilogue outputs ({names}) need a floating dtype, got {dtype}")
+
+
+def delivering(epilogue: Epilogue, launcher: Any, shape: Sequence[int]) -> Any:
+    """The launcher that makes the outputs beside a result of ``shape`` and returns
+    ``(result, *outputs)``; ``launcher`` itself where there are none.
+
+    Args:
+        launcher: Is handed them by keyword, as of a result ``[M, N]``.
+    """
+    if not epilogue.outputs:
+        return launcher
+    *rows, n = shape
+    flat = (torch.Size(rows).numel(), n)
+    made = [(port.shape(shape), port.shape(flat), port.dtype) for port in epilogue.outputs]
+
+    def run(a: Tensor, *rest: Any, **extras: Any) -> tuple[Tensor, ...]:
+        outputs = [a.new_empty(shape, dtype=dtype) for shape, _, dtype in made]
+        views = tuple(t.view(flat) for t, (_, flat, _) in zip(outputs, made, strict=True))
+        return launcher(a, *rest, **extras, outputs=views), *outputs
+
+    return run
