@@ -348,8 +348,9 @@ def test_special_values_in_pieces_are_those_of_the_whole(epilogue: str) -> None:
         with special.planted():
             right = verify.reference(asked, inputs)
         assert special.fault(right) is None
-        # Only what silu makes of -Inf is anybody's.
-        assert bool(special.free.any()) is (epilogue != "identity")
+        # The reference leaves open only what silu makes of -Inf, which a gate is given by chance.
+        if epilogue != "swiglu":
+            assert bool(special.free.any()) is (epilogue == "silu")
         assert int((special.kinds != 0).sum()) > 0
         assert special.fault(right.nan_to_num(0.0)) is not None
 
