@@ -208,7 +208,7 @@ def test_a_root_that_is_a_file_costs_persistence_and_one_warning(root: Path) -> 
         with store.lock(GPU, ENVIRONMENT, problem(), timeout=0) as mine:
             assert mine is True
     assert [str(warning.message).split(":")[0] for warning in caught] == [str(root)]
-    assert "what is not written is lost" in str(caught[0].message)
+    assert "unwritten records are lost" in str(caught[0].message)
     assert root.read_text() == "a file"
 
 
