@@ -1,6 +1,6 @@
-"""The path of a grouped call, as :mod:`tmm_core.launch.warm` has it for plain ones.
+"""The path of a grouped call; :mod:`tmm_core.launch.warm` has the one of plain calls.
 
-Nothing here reads ``offs``: its values stay on the device.
+Nothing here reads the values of ``offs``: they stay on the device.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from tmm_core.spec.problem import Problem
 Tensor = torch.Tensor
 
 _OUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-#: What launches are given by keyword, in the operator's order.
+#: Keyword arguments of launches, in the operator's order.
 _ROWS = ("offs", "a_index", "out_index", "out_weights")
 signature = signature_of("a")
 _INDEX_DTYPES = (torch.int32, torch.int64)
 
 
 def ragged_along(a: Tensor, b: Tensor) -> Ragged:
-    """Which dimension is ragged, by what has no dimension of groups."""
+    """The ragged dimension, inferred from the operands without a dimension of groups."""
     if a.dim() == 2:
         return "k" if b.dim() == 2 else "m"
     return "n"
@@ -52,12 +52,12 @@ def check(
     out_index: Tensor | None,
     out_weights: Tensor | None,
 ) -> tuple[int, ...]:
-    """Hold the arguments of one grouped call against each other; returns the result's shape.
+    """Check the arguments of one grouped call against each other; returns the result's shape.
 
     Raises:
-        RuntimeError: Shapes, dtypes or devices that do not fit, as
-            ``torch.nn.functional.grouped_mm`` says it.
-        ValueError: A bias, residual, index, weight or gated width that does not fit.
+        RuntimeError: Shapes, dtypes or devices do not match, as in
+            ``torch.nn.functional.grouped_mm``.
+        ValueError: A bias, residual, index, weight or gated width does not match.
         TypeError: An ``out_dtype`` that is not a floating dtype.
     """
     addressable(a, b, offs, bias, residual, a_index, out_index, out_weights)
@@ -117,10 +117,10 @@ def check(
 
 
 def check_operands(a: Tensor, b: Tensor, offs: Tensor | None) -> int:
-    """The number of groups of operands that multiply.
+    """The number of groups of valid operands.
 
     Raises:
-        RuntimeError: They do not, in torch's words.
+        RuntimeError: They cannot be multiplied, with torch's message.
     """
     for name, t in (("mat_a", a), ("mat_b", b)):
         if t.dim() not in (2, 3):
@@ -163,7 +163,7 @@ def run(
     zeroed: bool = False,
     out: Tensor | None = None,
 ) -> Tensor:
-    """One look-up, one launch."""
+    """Look the plan up and launch it."""
     key = (
         a.shape,
         a.stride(),
@@ -200,7 +200,7 @@ def run(
         plan = make_plan(a, b, bias, residual, alpha, parsed, out_dtype, out, current, rows, zeroed)
         warm.keep(key, plan)
     try:
-        # One bias for all groups is one for each, at the same address.
+        # A shared bias is expanded to one per group, at the same address.
         each = bias if bias is None or bias.dim() == 2 else bias.expand(offs.shape[0], -1)
         given = {
             name: t if t.is_contiguous() else t.contiguous()
@@ -235,7 +235,7 @@ def make_plan(
     rows: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None],
     zeroed: bool,
 ) -> Plan:
-    """Check, choose and bind, as :func:`tmm_core.launch.warm.make_plan`."""
+    """Check, choose and bind, like :func:`tmm_core.launch.warm.make_plan`."""
     with torch.cuda.device(a.device) if a.is_cuda else nullcontext():
         problem = pose(a, b, bias, residual, alpha, epilogue, out_dtype, out, current, rows, zeroed)
         choice, launcher = warm.answerer().bound(problem, current)
@@ -255,7 +255,7 @@ def pose(
     rows: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None],
     zeroed: bool,
 ) -> Problem:
-    """The problem that one call's arguments pose."""
+    """The problem of one call's arguments."""
     offs, *indices = rows
     shape = check(a, b, offs, bias, residual, epilogue, out_dtype, *indices)
     if out is None:
@@ -284,7 +284,7 @@ def pose(
 def undisturbed(
     a: Any, b: Any, offs: Any, bias: Any, residual: Any, a_index: Any, out_index: Any, weights: Any
 ) -> bool:
-    """Whether torch's dispatcher has nothing to do for a call but to record its gradient."""
+    """Whether torch's dispatcher would only record the call's gradient."""
     return (
         warm.undisturbed(a, b, bias, residual, a_index, out_index)
         and type(offs) in PLAIN
