@@ -87,7 +87,7 @@ def test_rows_that_are_gathered_or_made_zero_are_declared_too() -> None:
         "takes no out_index or out_weights"
     ]
     zeroed = replace(PLAIN, groups=Groups(3, "m", zeroed=True))
-    assert ragged.reasons_against(zeroed) == ["does not make zero what is beyond the last group"]
+    assert ragged.reasons_against(zeroed) == ["does not zero the result beyond the last group"]
 
 
 def test_capabilities_are_those_of_nvidia() -> None:
