@@ -55,7 +55,7 @@ ASKED: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
     ({"batch": 2}, "batch 2 exceeds 1", {"batch": None}),
     ({"batch": 9}, "batch 9 exceeds 1", {"batch": 9}),
     *(({size: 0}, "a dimension is 0", {"empty": True}) for size in ("m", "n", "k", "batch")),
-    ({"scaled": True}, "no alpha", {"alpha": True}),
+    ({"scaled": True}, "does not support alpha", {"alpha": True}),
     ({"epilogue": parse("swiglu")}, "gated 'swiglu' needs two", {"gated": True}),
     ({"epilogue": Epilogue("opaque", torch.sin)}, "'opaque' has no device function",
      {"unfused": True}),
