@@ -22,7 +22,7 @@ from tmm_core.launch.check import (
     refuse_gradients_of_out,
 )
 from tmm_core.launch.plan import Plan
-from tmm_core.spec.arguments import TENSORS, Arguments
+from tmm_core.spec.arguments import TENSORS, Arguments, GroupedArguments
 from tmm_core.spec.epilogue import EpilogueLike
 from tmm_core.spec.kernel import Config
 from tmm_core.spec.problem import Problem
@@ -306,11 +306,11 @@ def problem(
     parsed = dispatch.dispatcher().registry.epilogue(epilogue)
     current = settings.current()
     if offs is not None:
-        rows = (offs, a_index, out_index, out_weights)
-        return launch_grouped.pose(
-            a, b, bias, residual, alpha, parsed, out_dtype, None, current, rows,
+        grouped_call = GroupedArguments(
+            a, b, offs, bias, residual, alpha, "", out_dtype, a_index, out_index, out_weights,
             zeroed=out_index is not None,
         )  # fmt: skip
+        return launch_grouped.pose(grouped_call, parsed, current)
     return warm.pose(call, parsed, current)[0]
 
 

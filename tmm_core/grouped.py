@@ -12,6 +12,7 @@ from tmm_core.interop import autograd, grouped, operator
 from tmm_core.interop.calls import prepare_for, text_of
 from tmm_core.launch.check import check_number
 from tmm_core.launch.grouped import check_operands, run, undisturbed
+from tmm_core.spec.arguments import GroupedArguments
 from tmm_core.spec.epilogue import EpilogueLike
 from tmm_core.spec.kernel import Config
 
@@ -102,23 +103,22 @@ def grouped_matmul(
             a, b, bias, residual, alpha, epilogue, out_dtype, out,
             (a_index, out_index, out_weights),
         )  # fmt: skip
-    text = text_of(epilogue)
-    zeroed = out_index is not None
-    arguments = (
-        a, b, offs, bias, residual, alpha, text, out_dtype, a_index, out_index, out_weights, zeroed,
+    call = GroupedArguments(
+        a, b, offs, bias, residual, alpha, text_of(epilogue), out_dtype, a_index, out_index,
+        out_weights, zeroed=out_index is not None,
     )  # fmt: skip
     if out is not None:
-        return grouped.grouped_matmul_out(*arguments, out=out)  # type: ignore[no-any-return]
+        return grouped.grouped_matmul_out(*call[:-1], out=out)  # type: ignore[no-any-return]
     if (
         not torch.compiler.is_dynamo_compiling()
         and undisturbed(a, b, offs, bias, residual, a_index, out_index, out_weights)
         and not autograd.recorded(a, b, bias, residual, out_weights)
     ):
-        return run(*arguments)
+        return run(*call)
     if not torch.compiler.is_compiling():
         for kind in {type(a), type(b)} - {Tensor}:
             prepare_for(kind)
-    return grouped.grouped_matmul(*arguments)  # type: ignore[no-any-return]
+    return grouped.grouped_matmul(*call[:-1])  # type: ignore[no-any-return]
 
 
 def _batched(

@@ -51,7 +51,8 @@ def sizes(problem: Mapping[str, JSON]) -> tuple[JSON, JSON, JSON]:
 
 
 def shape(problem: Mapping[str, JSON]) -> str:
-    """`4096x4096x1024`, with the prefix `8*` for a batch of eight."""
+    """`4096x4096x1024`, with the prefix `8*` for a batch of eight, or the suffix `in 8 groups along
+    m`."""
     return _batched(problem, sizes(problem))
 
 
@@ -62,7 +63,10 @@ def weight(problem: Mapping[str, JSON]) -> str:
 
 def _batched(problem: Mapping[str, JSON], sizes: tuple[JSON, ...]) -> str:
     text = "x".join([ABSENT if size is None else text_of(size) for size in sizes])
-    batch = problem.get("batch")
+    batch, groups = problem.get("batch"), problem.get("groups")
+    if isinstance(groups, Mapping):
+        count, ragged = text_of(groups.get("count")), text_of(groups.get("ragged"))
+        text = f"{text} in {count} groups along {ragged}"
     return text if batch in (None, 1, []) else f"{text_of(batch)}*{text}"
 
 

@@ -287,8 +287,10 @@ def test_problems_of_another_make_are_listed_all_the_same(
     store.save(GPU, ENVIRONMENT, record(sizes | strange))
     integers = {"a": {"dtype": "torch.int8"}, "out": {"dtype": "int32"}}
     store.save(GPU, ENVIRONMENT, record(sizes | integers))
+    store.save(GPU, ENVIRONMENT, record(sizes | {"groups": {"count": 4, "ragged": "m"}}))
     assert main(["show"]) == 0
     text = capsys.readouterr().out
+    assert "weight 2x3 in 4 groups along m" in text
     assert "odd\\x1b[31m.kernel" in text  # a stranger's record gives the terminal no orders
     assert "\x1b" not in text
     assert "weight 7*2x3 " in text

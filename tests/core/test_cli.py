@@ -317,7 +317,38 @@ def test_tune_tells_of_candidates_that_are_wrong(capsys: pytest.CaptureFixture[s
     assert capsys.readouterr().out.rstrip().endswith("4 tried, 2 wrong, 1 failed)")
 
 
+def test_the_options_pose_grouped_products(capsys: pytest.CaptureFixture[str]) -> None:
+    options = ("--groups", "3", "--dtype", "fp32", *CPU)
+    for ragged, *shapes in (("m", (24, 16), (3, 16, 8)), ("k", (24, 16), (16, 8)),
+                            ("n", (3, 24, 16), (16, 8))):  # fmt: skip
+        a, b = map(torch.empty, shapes)
+        posed = tmm_core.problem(a, b, offs=torch.zeros(3, dtype=torch.int32))
+        doc = run_json(capsys, "explain", "24x8x16", "--ragged", ragged, *options)
+        assert doc["problem"] == posed.to_json()
+        assert doc["problem"]["groups"] == {"count": 3, "ragged": ragged}
+    assert main(["explain", "24x8x16", "--ragged", "n", *CPU]) == 2
+    assert main(["explain", "2x24x8x16", *options]) == 2
+    err = capsys.readouterr().err
+    assert "--ragged n is for --groups" in err
+    assert "--groups takes no batch" in err
+
+
 # -- misses ------------------------------------------------------------------------------
+
+
+def test_a_miss_of_a_grouped_product(capsys: pytest.CaptureFixture[str]) -> None:
+    ends = torch.tensor([3, 60], dtype=torch.int32)
+    with settings.override(deterministic=True, disable="triton.*"):
+        register(FakeKernel("fake.other", traits=Traits(deterministic=True)))
+        tmm_core.grouped_matmul(torch.randn(60, 16), torch.randn(2, 16, 8), offs=ends)
+    assert main(["misses"]) == 0
+    assert "64×8×16 float32 row·row 2 groups along m" in capsys.readouterr().out
+    assert main(["tune", "--misses", *CPU]) == 0
+    assert "2 groups along m" in capsys.readouterr().out
+    (record,) = records()
+    assert record.problem["groups"] == {"count": 2, "ragged": "m"}
+    assert main(["tune", "--misses", *CPU]) == 0
+    assert "nothing to tune" in capsys.readouterr().err
 
 
 def test_a_miss_is_listed_tuned_and_cleared(capsys: pytest.CaptureFixture[str]) -> None:

@@ -67,6 +67,12 @@ ASKED: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
 ]  # fmt: skip
 
 
+def test_the_interpreter_is_no_device() -> None:
+    supports = replace(LEAST, devices=("cuda", "hip", "interpreter"))
+    said = "runs on NVIDIA GPUs and AMD GPUs, or under TRITON_INTERPRET=1, not on cpu"
+    assert supports.reasons_against(replace(PLAIN, device=replace(GPU, type="cpu"))) == [said]
+
+
 @pytest.mark.parametrize(("change", "said", "declared"), ASKED)
 def test_what_is_not_declared_is_declined(
     change: dict[str, Any], said: str, declared: dict[str, Any]

@@ -9,7 +9,7 @@ PLAN = "tests/core/test_plan.py"
 
 #: Where the key of a warm call is written, part by part.
 _PART = '        yield f"    {part},"\n'
-_SKIP = "        if role.extra and not extras:\n"
+_SKIP = "extras or not role.extra]"
 
 
 def _key(name: str, old: str, new: str, why: str) -> Mutant:
@@ -24,13 +24,13 @@ def _without(name: str, field: str, why: str) -> Mutant:
 
 def _ignored(argument: str, why: str, name: str = "") -> Mutant:
     """The key without that argument."""
-    new = f'        if name != "{argument}":\n    {_PART}'
+    new = f'        if role.name != "{argument}":\n    {_PART}'
     return _key(name or argument.replace("_", "-"), _PART, new, why)
 
 
 def _scaled(name: str, condition: str, why: str) -> Mutant:
     """The key of a call with extras alone, without the arguments of which that is true."""
-    new = f"{_SKIP[:-2]} or extras and {condition}:\n"
+    new = f"(extras or not role.extra) and not (extras and {condition})]"
     return _key(f"scaled-{name}", _SKIP, new, why)
 
 
@@ -58,10 +58,10 @@ KEYS = [
     _without("b-alignment", "b.data_ptr() & 15, ", "TMA reads b off 16 bytes"),
     _without("b-device", ", b.get_device()", "operands of two GPUs pass"),
     _without("b-stride", "b.stride(), ", "a weight and its transpose share a plan"),
-    _scaled("residual", 'name == "residual"', "the residual is dropped"),
-    _scaled("out", 'name == "out"', "a plan for no output is given one"),
+    _scaled("residual", 'role.name == "residual"', "the residual is dropped"),
+    _scaled("out", 'role.name == "out"', "a plan for no output is given one"),
     _scaled("scales", "role.extra", "one number is read as a row of them"),
-    _scaled("alpha", 'name == "alpha"', "alpha is ignored"),
+    _scaled("alpha", 'role.name == "alpha"', "alpha is ignored"),
     _without("scale-shape", "scale_b.shape, ", "one number is read as a row of them"),
 ]  # fmt: skip
 

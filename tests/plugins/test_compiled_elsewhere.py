@@ -24,7 +24,7 @@ from tmm_triton.kernel import Built
 from tmm_triton.plugin import KERNELS
 from triton.backends.compiler import GPUTarget
 
-from tmm_core import Operand, Problem
+from tmm_core import Groups, Operand, Problem
 from tmm_core.spec.device import DeviceFingerprint
 from tmm_core.spec.epilogue import parse
 from tmm_core.triton import Launch, target_of
@@ -42,6 +42,7 @@ PROBLEMS = {
     "gated": replace(LARGE, m=2048, n=14336, epilogue=parse("swiglu")),
     "unaligned": replace(LARGE, m=4097, n=4097, k=4097, a=LOOSE, b=LOOSE, out=LOOSE),
     "batched": replace(LARGE, m=512, n=512, k=512, batch=8),
+    "grouped": replace(LARGE, groups=Groups(8, "m")),
 }
 #: How many kernels are launched one after another, where it is not one.
 LAUNCHES = {"triton.split_k": {1, 2}, "triton.warp_specialized": {1, 2}, "triton.realigned": {2}}

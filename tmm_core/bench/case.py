@@ -24,7 +24,7 @@ from tmm_core.formats import wide
 from tmm_core.launch import grouped
 from tmm_core.launch.check import result_dtype
 from tmm_core.launch.plan import Plan
-from tmm_core.spec.arguments import EXTRAS, Arguments
+from tmm_core.spec.arguments import EXTRAS, Arguments, GroupedArguments
 from tmm_core.spec.epilogue import Epilogue
 from tmm_core.spec.groups import Groups, Ragged
 from tmm_core.spec.problem import Problem, dtype_name, dtype_of
@@ -235,10 +235,10 @@ class Call:
             return tmm_core.plan(self.a, self.b, **self.keywords, **forced)
         given = {name: value for name, value in forced.items() if value is not None}
         with settings.override(**given) as current:
-            return grouped.make_plan(
-                self.a, self.b, self.bias, self.residual, 1.0, self.epilogue, self.out_dtype, None,
-                current, (self.rows.offs, None, None, None), zeroed=False,
-            )  # fmt: skip
+            call = GroupedArguments(
+                self.a, self.b, self.rows.offs, self.bias, self.residual, out_dtype=self.out_dtype
+            )
+            return grouped.make_plan(call, self.epilogue, current)
 
 
 def parse_shape(text: str) -> tuple[int, int, int, int]:

@@ -18,60 +18,36 @@ from tmm_core.launch.check import check_out
 from tmm_core.launch.grouped import check, ragged_along, run, undisturbed
 from tmm_core.launch.warm import epilogue_of, plain
 from tmm_core.settings import overridden, within
+from tmm_core.spec.arguments import GROUPED_ROLES, GroupedArguments, Role, schema
 from tmm_core.spec.epilogue import IDENTITY
 
 Tensor = torch.Tensor
 
-_ARGUMENTS = (
-    "Tensor a, Tensor b, Tensor offs, Tensor? bias=None, Tensor? residual=None, float alpha=1.0, "
-    "str epilogue='', ScalarType? out_dtype=None, Tensor? a_index=None, Tensor? out_index=None, "
-    "Tensor? out_weights=None, bool zeroed=False"
-)
-
 library = torch.library.Library("tmm", "FRAGMENT")
-library.define(f"grouped_matmul({_ARGUMENTS}) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,))
 library.define(
-    f"grouped_matmul.out({_ARGUMENTS}, *, Tensor(a!) out) -> Tensor(a!)",
+    f"grouped_matmul({schema(GroupedArguments)}) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
+)
+library.define(
+    f"grouped_matmul.out({schema(GroupedArguments)}, *, Tensor(a!) out) -> Tensor(a!)",
     tags=(torch.Tag.pt2_compliant_tag,),
 )
 
 
-def _shape(
-    a: Tensor,
-    b: Tensor,
-    offs: Tensor,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    alpha: float = 1.0,
-    epilogue: str = "",
-    out_dtype: torch.dtype | None = None,
-    a_index: Tensor | None = None,
-    out_index: Tensor | None = None,
-    out_weights: Tensor | None = None,
-    zeroed: bool = False,
-) -> tuple[int, ...]:
-    parsed = epilogue_of(epilogue)
-    return check(
-        a, b, offs, bias, residual, parsed, out_dtype, a_index, out_index, out_weights
-    )  # fmt: skip
+def _fake(*given: Any, **named: Any) -> Tensor:
+    call = GroupedArguments(*given, **named)
+    shape = check(call, epilogue_of(call.epilogue))
+    return call.a.new_empty(shape, dtype=call.out_dtype or call.a.dtype)
 
 
-def _fake(a: Tensor, b: Tensor, *arguments: Any, **named: Any) -> Tensor:
-    out_dtype = named.get("out_dtype", arguments[5] if len(arguments) > 5 else None)
-    return a.new_empty(_shape(a, b, *arguments, **named), dtype=out_dtype or a.dtype)
-
-
-def _run_out(a: Tensor, b: Tensor, *arguments: Any, out: Tensor, **named: Any) -> Tensor:
+def _run_out(*given: Any, out: Tensor, **named: Any) -> Tensor:
     """Into ``out``; rows beyond the last group may be written to."""
-    shape = torch.Size(_shape(a, b, *arguments, **named))
-    out_dtype = named.get("out_dtype", arguments[5] if len(arguments) > 5 else None)
-    given = (a, b, *arguments, *named.values())
-    inputs = [t for t in given if isinstance(t, Tensor)]
-    apart = check_out(out, shape, out_dtype or a.dtype, inputs)
-    seen = compat.dispatch_modes() or autograd.differentiated(*inputs)
-    if apart and not seen and all(map(plain, (out, *inputs))):
-        return run(a, b, *arguments, **{**named, "out": out})
-    return out.copy_(grouped_matmul(a, b, *arguments, **named))
+    call = GroupedArguments(*given, **named)
+    shape = torch.Size(check(call, epilogue_of(call.epilogue)))
+    apart = check_out(out, shape, call.out_dtype or call.a.dtype, call.given)
+    seen = compat.dispatch_modes() or autograd.differentiated(*call.given)
+    if apart and not seen and all(map(plain, (out, *call.given))):
+        return run(*call._replace(out=out))
+    return out.copy_(grouped_matmul(*call[:-1]))
 
 
 library.impl("grouped_matmul", run, "CompositeExplicitAutograd")
@@ -79,32 +55,19 @@ library.impl("grouped_matmul.out", _run_out, "CompositeImplicitAutograd")
 torch.library.register_fake("tmm::grouped_matmul", _fake, lib=library)
 
 
-def _differentiable(
-    a: Tensor,
-    b: Tensor,
-    offs: Tensor,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    alpha: float = 1.0,
-    epilogue: str = "",
-    out_dtype: torch.dtype | None = None,
-    a_index: Tensor | None = None,
-    out_index: Tensor | None = None,
-    out_weights: Tensor | None = None,
-    zeroed: bool = False,
-) -> Tensor:
+def _differentiable(*given: Any, **named: Any) -> Tensor:
     """What the operator does at the dispatcher's Autograd key.
 
     Where something is differentiated the call is taken apart as :mod:`tmm_core.interop.autograd`
     has it: one product with as much of the epilogue as its output tells the derivative of, then
     the rest, then weights, places and residual.
     """
+    call = GroupedArguments(*given, **named)
+    a, b, offs, bias, residual, alpha, epilogue, out_dtype, a_index, *_ = call
+    out_index, out_weights, zeroed = call.out_index, call.out_weights, call.zeroed
     if not autograd.differentiated(a, b, bias, residual, out_weights):
         with compat.below_autograd():
-            return grouped_matmul(  # type: ignore[no-any-return]
-                a, b, offs, bias, residual, alpha, epilogue, out_dtype,
-                a_index, out_index, out_weights, zeroed,
-            )  # fmt: skip
+            return grouped_matmul(*call[:-1])  # type: ignore[no-any-return]
     head, rest = epilogue_of(epilogue).parts if epilogue else (IDENTITY, None)
     text = "" if head is IDENTITY else head.interned()
     # A weight's gradient is a sum over its row, and what scatters reads all rows.
@@ -157,10 +120,8 @@ class _Product(OneLevel):
         zeroed: bool,
     ) -> Tensor:
         with autograd._below_autograd():
-            return grouped_matmul(  # type: ignore[no-any-return]
-                a, b, offs, bias, residual, alpha, epilogue, out_dtype,
-                a_index, None, None, zeroed,
-            )  # fmt: skip
+            rest = (bias, residual, alpha, epilogue, out_dtype, a_index, None, None, zeroed)
+            return grouped_matmul(a, b, offs, *rest)  # type: ignore[no-any-return]
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -225,14 +186,11 @@ class _Product(OneLevel):
 
 def _multiply(a: Tensor, b: Tensor, offs: Tensor, alpha: float) -> Tensor:
     """A grouped product whose result is zero beyond the last group."""
-    rest = (None, None, None, True)
-    if not torch.compiler.is_dynamo_compiling() and not (
-        autograd.recorded(a, b) or autograd._batched(a) or autograd._batched(b)
-    ):
-        nothing = (None,) * 5
-        if undisturbed(a, b, offs, *nothing):
-            return run(a, b, offs, None, None, alpha, "", None, *rest)
-    return grouped_matmul(a, b, offs, None, None, alpha, "", None, *rest)  # type: ignore[no-any-return]
+    call = GroupedArguments(a, b, offs, alpha=alpha, zeroed=True)
+    seen = autograd.recorded(a, b) or autograd._batched(a) or autograd._batched(b)
+    if not torch.compiler.is_dynamo_compiling() and not seen and undisturbed(a, b, offs):
+        return run(*call)
+    return grouped_matmul(*call[:-1])  # type: ignore[no-any-return]
 
 
 def _gradient_of_a(
@@ -279,27 +237,19 @@ else:
 
 
 def _autocast(device: str) -> Any:
-    def cast(
-        a: Tensor,
-        b: Tensor,
-        offs: Tensor,
-        bias: Tensor | None = None,
-        residual: Tensor | None = None,
-        *rest: Any,
-        **named: Any,
-    ) -> Tensor:
+    def cast(*given: Any, **named: Any) -> Tensor:
         """Floating operands in the active dtype; weights of rows stay as precise as they are."""
         dtype = torch.get_autocast_dtype(device)
 
-        def to(t: Tensor | None) -> Tensor | None:
-            eligible = t is not None and t.is_floating_point() and t.dtype != torch.float64
-            return t.to(dtype) if t is not None and eligible else t
+        def to(role: Role, value: Any) -> Any:
+            if not role.cast or value is None:
+                return value
+            eligible = value.is_floating_point() and value.dtype != torch.float64
+            return value.to(dtype) if eligible else value
 
-        named = {k: to(t) if k in ("bias", "residual") else t for k, t in named.items()}
+        call = GroupedArguments(*given, **named)
         with compat.without_autocast(device):
-            if bias is not None or residual is not None or rest:
-                rest = (to(bias), to(residual), *rest)
-            return grouped_matmul(to(a), to(b), offs, *rest, **named)  # type: ignore[no-any-return]
+            return grouped_matmul(*map(to, GROUPED_ROLES, call[:-1]))  # type: ignore[no-any-return]
 
     return cast
 
@@ -308,13 +258,11 @@ library.impl("grouped_matmul", _autocast("cuda"), "AutocastCUDA")
 library.impl("grouped_matmul", _autocast("cpu"), "AutocastCPU")
 
 
-def grouped_flops(
-    a: Any, b: Any, offs: Any, *rest: Any, out_shape: Any = None, **named: Any
-) -> int:
+def grouped_flops(*given: Any, out_shape: Any = None, **named: Any) -> int:
     """Multiply-adds counted as two, all rows taken to be of a group."""
-    index = named.get("a_index", rest[5] if len(rest) > 5 else None)
-    rows = a[-2] if index is None else index[0]
-    return int(2 * rows * a[-1] * b[-1])
+    call: Any = GroupedArguments(*given, **named)
+    rows = call.a[-2] if call.a_index is None else call.a_index[0]
+    return int(2 * rows * call.a[-1] * call.b[-1])
 
 
 flops.count(torch.ops.tmm.grouped_matmul, grouped_flops)

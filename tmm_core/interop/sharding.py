@@ -34,7 +34,7 @@ from tmm_core import compat
 from tmm_core.errors import TmmWarning
 from tmm_core.interop import grouped, operator
 from tmm_core.launch import warm
-from tmm_core.spec.arguments import Arguments
+from tmm_core.spec.arguments import Arguments, GroupedArguments
 
 #: Placements of the result, then of each tensor argument in the operator's order.
 Rule = tuple[list[Placement], list[Placement]]
@@ -109,26 +109,15 @@ def shardings(*given: Any, **named: Any) -> list[Rule]:
     return rules
 
 
-def grouped_shardings(
-    a: Any,
-    b: Any,
-    offs: Any,
-    bias: Any = None,
-    residual: Any = None,
-    alpha: float = 1.0,
-    epilogue: str = "",
-    out_dtype: Any = None,
-    a_index: Any = None,
-    out_index: Any = None,
-    out_weights: Any = None,
-    zeroed: bool = False,
-) -> list[Rule]:
+def grouped_shardings(*given: Any, **named: Any) -> list[Rule]:
     """The rules for a grouped product: M, N or K sharded where it is not ragged. Groups, and what
     is ragged, are not: ``offs`` speaks of all of them, so that experts are sharded as local
     tensors."""
-    fused = warm.epilogue_of(epilogue)
+    call: Any = GroupedArguments(*given, **named)
+    a, b, bias, residual = call.a, call.b, call.bias, call.residual
+    fused = warm.epilogue_of(call.epilogue)
     # Where the dimensions of the matrices lie; offs and indices are of every rank.
-    rest = [t for t in (a_index, out_index, out_weights) if t is not None]
+    rest = [t for t in (call.a_index, call.out_index, call.out_weights) if t is not None]
     terms = [t for t in (bias, residual) if t is not None]
     out_ndim = 3 if a.ndim == b.ndim == 2 else 2
 

@@ -5,20 +5,33 @@ Nothing here reads the values of ``offs``: they stay on the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import Any
 
 import torch
 
-from tmm_core import compat, settings
+from tmm_core import settings
 from tmm_core.formats import BY_STORAGE
 from tmm_core.launch import warm
 from tmm_core.launch.check import PLAIN, addressable
 from tmm_core.launch.plan import Plan
-from tmm_core.launch.warm import _plans, _quarantine, _tf32
-from tmm_core.spec.arguments import Arguments
-from tmm_core.spec.arguments import signature as signature_of
+from tmm_core.launch.source import written
+from tmm_core.launch.warm import (  # noqa: F401  # read by what is written out
+    _deterministic,
+    _overridden,
+    _plans,
+    _profiler,
+    _quarantine,
+    _tf32,
+)
+from tmm_core.spec.arguments import (
+    GROUPED_ROLES,
+    ROWS,
+    Arguments,
+    GroupedArguments,
+    parameters,
+)
 from tmm_core.spec.device import fingerprint
 from tmm_core.spec.epilogue import Epilogue
 from tmm_core.spec.groups import Groups, Ragged
@@ -27,9 +40,6 @@ from tmm_core.spec.problem import Problem
 Tensor = torch.Tensor
 
 _OUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-#: Keyword arguments of launches, in the operator's order.
-_ROWS = ("offs", "a_index", "out_index", "out_weights")
-signature = signature_of("a")
 _INDEX_DTYPES = (torch.int32, torch.int64)
 
 
@@ -40,18 +50,7 @@ def ragged_along(a: Tensor, b: Tensor) -> Ragged:
     return "n"
 
 
-def check(
-    a: Tensor,
-    b: Tensor,
-    offs: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    epilogue: Epilogue,
-    out_dtype: torch.dtype | None,
-    a_index: Tensor | None,
-    out_index: Tensor | None,
-    out_weights: Tensor | None,
-) -> tuple[int, ...]:
+def check(call: GroupedArguments, epilogue: Epilogue) -> tuple[int, ...]:
     """Check the arguments of one grouped call against each other; returns the result's shape.
 
     Raises:
@@ -60,7 +59,8 @@ def check(
         ValueError: A bias, residual, index, weight or gated width does not match.
         TypeError: An ``out_dtype`` that is not a floating dtype.
     """
-    addressable(a, b, offs, bias, residual, a_index, out_index, out_weights)
+    a, b, offs, bias, residual, _, _, out_dtype, a_index, out_index, out_weights, *_ = call
+    addressable(*call.given)
     count = check_operands(a, b, offs)
     if a.dtype != b.dtype:
         raise RuntimeError(f"expected a and b to have one dtype, got {a.dtype} and {b.dtype}")
@@ -148,132 +148,63 @@ def check_operands(a: Tensor, b: Tensor, offs: Tensor | None) -> int:
     return count
 
 
-def run(
-    a: Tensor,
-    b: Tensor,
-    offs: Tensor,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    alpha: float = 1.0,
-    epilogue: str = "",
-    out_dtype: torch.dtype | None = None,
-    a_index: Tensor | None = None,
-    out_index: Tensor | None = None,
-    out_weights: Tensor | None = None,
-    zeroed: bool = False,
-    out: Tensor | None = None,
-) -> Tensor:
+def _each(bias: Tensor | None, offs: Tensor) -> Tensor | None:
+    """A bias per group; one shared by all groups is expanded at the same address."""
+    return bias if bias is None or bias.dim() == 2 else bias.expand(offs.shape[0], -1)
+
+
+def _packed(**rows: Tensor | None) -> dict[str, Tensor]:
+    """The tensors that the call has, contiguous, as launches take them."""
+    return {
+        name: t if t.is_contiguous() else t.contiguous()
+        for name, t in rows.items()
+        if t is not None
+    }
+
+
+def _run() -> Iterator[str]:
     """Look the plan up and launch it."""
-    key = (
-        a.shape,
-        a.stride(),
-        a.dtype,
-        a.data_ptr() & 15,
-        a.get_device(),
-        b.shape,
-        b.stride(),
-        b.dtype,
-        b.data_ptr() & 15,
-        b.get_device(),
-        offs.shape,
-        offs.stride(),
-        offs.dtype,
-        offs.get_device(),
-        None if bias is None else signature(bias),
-        None if residual is None else signature(residual),
-        None if a_index is None else signature(a_index),
-        None if out_index is None else signature(out_index),
-        None if out_weights is None else signature(out_weights),
-        None if out is None else signature(out),
-        epilogue,
-        alpha == 1.0,
-        out_dtype,
-        zeroed,
-        settings.overridden(),
-        compat.deterministic(),
-        a.dtype is torch.float32 and a.is_cuda and _tf32(),
-    )
-    rows = (offs, a_index, out_index, out_weights)
-    plan = _plans.get(key)
-    if plan is None:
-        current, parsed = settings.current(), warm.epilogue_of(epilogue)
-        plan = make_plan(a, b, bias, residual, alpha, parsed, out_dtype, out, current, rows, zeroed)
-        warm.keep(key, plan)
-    try:
-        # A shared bias is expanded to one per group, at the same address.
-        each = bias if bias is None or bias.dim() == 2 else bias.expand(offs.shape[0], -1)
-        given = {
-            name: t if t.is_contiguous() else t.contiguous()
-            for name, t in zip(_ROWS, rows, strict=True)
-            if t is not None
-        }
-        launcher: Callable[..., Tensor] = plan.launcher
-        if compat.profiler._is_profiler_enabled:
-            with compat.profiler.record_function(plan.kernel, str(plan.choice.candidate.config)):
-                return launcher(a, b, each, residual, alpha, out, **given)
-        return launcher(a, b, each, residual, alpha, out, **given)
-    except BaseException as error:  # a kernel may call sys.exit
-        if not _quarantine(plan, error):
-            raise
-        _plans.pop(key, None)
-    return run(
-        a, b, offs, bias, residual, alpha, epilogue, out_dtype,
-        a_index, out_index, out_weights, zeroed, out,
-    )  # fmt: skip
+    rows = ", ".join(f"{name}={name}" for name in ROWS)
+    launch = f"plan.launcher(a, b, _each(bias, offs), residual, alpha, out, **_packed({rows}))"
+    yield from warm.replay(GROUPED_ROLES, GroupedArguments, launch)
+    yield f"return run({', '.join(GroupedArguments._fields)})"
 
 
-def make_plan(
-    a: Tensor,
-    b: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    alpha: float,
-    epilogue: Epilogue,
-    out_dtype: torch.dtype | None,
-    out: Tensor | None,
-    current: settings.Settings,
-    rows: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None],
-    zeroed: bool,
-) -> Plan:
+def _build(key: tuple[Any, ...], call: GroupedArguments) -> Plan:
+    plan = make_plan(call, warm.epilogue_of(call.epilogue), settings.current())
+    warm.keep(key, plan)
+    return plan
+
+
+def make_plan(call: GroupedArguments, epilogue: Epilogue, current: settings.Settings) -> Plan:
     """Check, choose and bind, like :func:`tmm_core.launch.warm.make_plan`."""
+    a, b = call.a, call.b
     with torch.cuda.device(a.device) if a.is_cuda else nullcontext():
-        problem = pose(a, b, bias, residual, alpha, epilogue, out_dtype, out, current, rows, zeroed)
+        problem = pose(call, epilogue, current)
         choice, launcher = warm.answerer().bound(problem, current)
-    return Plan.of(problem, choice, launcher, Arguments(a, b, bias, residual, alpha))
+    plain = Arguments(a, b, call.bias, call.residual, call.alpha)
+    return Plan.of(problem, choice, launcher, plain)
 
 
-def pose(
-    a: Tensor,
-    b: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    alpha: float,
-    epilogue: Epilogue,
-    out_dtype: torch.dtype | None,
-    out: Tensor | None,
-    current: settings.Settings,
-    rows: tuple[Tensor, Tensor | None, Tensor | None, Tensor | None],
-    zeroed: bool,
-) -> Problem:
+def pose(call: GroupedArguments, epilogue: Epilogue, current: settings.Settings) -> Problem:
     """The problem of one call's arguments."""
-    offs, *indices = rows
-    shape = check(a, b, offs, bias, residual, epilogue, out_dtype, *indices)
+    shape = check(call, epilogue)
+    a, b, offs, out = call.a, call.b, call.offs, call.out
     if out is None:
-        out = torch.empty(shape, dtype=out_dtype or a.dtype, device="meta")
+        out = torch.empty(shape, dtype=call.out_dtype or a.dtype, device="meta")
     along = ragged_along(a, b)
-    dtypes = {name: t.dtype for name, t in zip(_ROWS[1:], indices, strict=True) if t is not None}
-    zeroed = zeroed and along != "k"
-    groups = Groups(offs.shape[0], along, zeroed=zeroed, **dtypes)
+    dtypes = {name: t.dtype for name in ROWS[1:] if (t := getattr(call, name)) is not None}
+    groups = Groups(offs.shape[0], along, zeroed=call.zeroed and along != "k", **dtypes)
     return Problem.of(
         a,
         b,
         out,
         fingerprint(a.device),
-        bias=bias,
-        residual=residual,
+        bias=call.bias,
+        residual=call.residual,
         groups=groups,
         epilogue=epilogue,
-        scaled=alpha != 1.0,
+        scaled=call.alpha != 1.0,
         tf32=a.dtype is torch.float32 and a.is_cuda and _tf32(),
         deterministic=current.deterministic or torch.are_deterministic_algorithms_enabled(),
         batch_invariant=current.batch_invariant or current.arithmetic is not None,
@@ -282,7 +213,14 @@ def pose(
 
 
 def undisturbed(
-    a: Any, b: Any, offs: Any, bias: Any, residual: Any, a_index: Any, out_index: Any, weights: Any
+    a: Any,
+    b: Any,
+    offs: Any,
+    bias: Any = None,
+    residual: Any = None,
+    a_index: Any = None,
+    out_index: Any = None,
+    weights: Any = None,
 ) -> bool:
     """Whether torch's dispatcher would only record the call's gradient."""
     return (
@@ -290,3 +228,8 @@ def undisturbed(
         and type(offs) in PLAIN
         and (weights is None or warm.plain(weights))
     )
+
+
+run: Callable[..., Tensor] = written(
+    "run", parameters(GroupedArguments._fields, GroupedArguments), _run(), globals()
+)

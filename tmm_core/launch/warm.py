@@ -8,7 +8,7 @@ functions on that path are generated from the table of arguments by :func:`_run`
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from typing import Any, Protocol
 
@@ -20,7 +20,17 @@ from tmm_core.launch.check import PLAIN, check, result_dtype
 from tmm_core.launch.fold import Fold
 from tmm_core.launch.plan import Choice, Plan
 from tmm_core.launch.source import written
-from tmm_core.spec.arguments import EXTRAS, LAUNCHED, ROLE, TENSORS, Arguments, parameters
+from tmm_core.spec.arguments import (
+    EXTRAS,
+    LAUNCHED,
+    ROLE,
+    ROLES,
+    TENSORS,
+    Arguments,
+    GroupedArguments,
+    Role,
+    parameters,
+)
 from tmm_core.spec.asking import let_through, told
 from tmm_core.spec.device import fingerprint
 from tmm_core.spec.epilogue import INTERNED, Epilogue
@@ -143,23 +153,28 @@ def _run() -> Iterator[str]:
 
 
 def _replay(extras: tuple[str, ...]) -> Iterator[str]:
-    """Look the plan up and launch it. Falls through if the kernel was quarantined."""
+    launched = ", ".join((*LAUNCHED, *extras))
+    launch = f"plan.{'with_extras' if extras else 'launcher'}({launched})"
+    return replay([role for role in ROLES if extras or not role.extra], Arguments, launch)
+
+
+def replay(
+    roles: Iterable[Role], arguments: type[Arguments | GroupedArguments], launch: str
+) -> Iterator[str]:
+    """Look the plan up by the keys of ``roles``, and launch it with the source ``launch``. Falls
+    through if the kernel was quarantined."""
     yield "key = ("
-    for name, role in ROLE.items():
-        if role.extra and not extras:
-            continue
-        part = role.key.format(name)
+    for role in roles:
+        part = role.key.format(role.name)
         if role.is_tensor and role.optional:
-            part = f"None if {name} is None else ({part})"
+            part = f"None if {role.name} is None else ({part})"
         yield f"    {part},"
     yield "    _overridden(), _deterministic(),"
     yield "    a.dtype is torch.float32 and a.is_cuda and _tf32(),"
     yield ")"
-    launched = ", ".join((*LAUNCHED, *extras))
-    launch = f"plan.{'with_extras' if extras else 'launcher'}({launched})"
     yield "plan = _plans.get(key)"
     yield "if plan is None:"
-    yield f"    plan = _build(key, Arguments({', '.join(Arguments._fields)}))"
+    yield f"    plan = _build(key, {arguments.__name__}({', '.join(arguments._fields)}))"
     yield "try:"
     yield "    if _profiler._is_profiler_enabled:"
     yield "        # Under the kernel's name, for whoever is profiling."

@@ -108,6 +108,48 @@ ROLES = (
 )
 ROLE = {role.name: role for role in ROLES}
 assert tuple(ROLE) == Arguments._fields
+
+
+class GroupedArguments(NamedTuple):
+    """The arguments of one grouped call, in its operator's order; ``out`` comes last."""
+
+    a: Tensor
+    b: Tensor
+    offs: Tensor
+    bias: Tensor | None = None
+    residual: Tensor | None = None
+    alpha: Any = 1.0
+    epilogue: str = ""
+    out_dtype: torch.dtype | None = None
+    a_index: Tensor | None = None
+    out_index: Tensor | None = None
+    out_weights: Tensor | None = None
+    zeroed: bool = False
+    out: Any = None
+
+    @property
+    def given(self) -> list[Tensor]:
+        """The tensors that are there to be read."""
+        return [t for name in GROUPED_TENSORS if (t := getattr(self, name)) is not None]
+
+
+GROUPED_ROLES = (
+    ROLE["a"],
+    ROLE["b"],
+    Role("offs", "Tensor", PACKED, extra=True),
+    *(ROLE[name] for name in ("bias", "residual", "alpha", "epilogue", "out_dtype")),
+    Role("a_index", "Tensor?", PACKED, extra=True),
+    Role("out_index", "Tensor?", PACKED, extra=True),
+    # As precise as they are given, under autocast too: what a router's softmax gave.
+    Role("out_weights", "Tensor?", PACKED, extra=True),
+    Role("zeroed", "bool", "{0}"),
+    ROLE["out"],
+)
+assert tuple(role.name for role in GROUPED_ROLES) == GroupedArguments._fields
+GROUPED_TENSORS = tuple(
+    role.name for role in GROUPED_ROLES if role.is_tensor and role.name != "out"
+)
+ROWS = tuple(role.name for role in GROUPED_ROLES if role.extra)
 #: The tensors that a call reads, and of these what a launch is given by keyword.
 TENSORS = tuple(role.name for role in ROLES if role.is_tensor and role.name != "out")
 EXTRAS = tuple(role.name for role in ROLES if role.extra)
@@ -134,20 +176,22 @@ FIELDS = {
 }
 
 
-def schema() -> str:
-    """The operator's parameters, ``out`` left out."""
-    default = Arguments._field_defaults
+def schema(arguments: type[Arguments | GroupedArguments] = Arguments) -> str:
+    """The parameters of the operator that takes these arguments, ``out`` left out."""
+    default = arguments._field_defaults
     parts = [
         f"{role.type} {role.name}" + (f"={default[role.name]!r}" if role.name in default else "")
-        for role in ROLES
+        for role in (ROLES if arguments is Arguments else GROUPED_ROLES)
         if role.name != "out"
     ]
     return ", ".join(parts)
 
 
-def parameters(names: Iterable[str]) -> str:
+def parameters(
+    names: Iterable[str], arguments: type[Arguments | GroupedArguments] = Arguments
+) -> str:
     """Parameters of a generated function, with the defaults that these arguments have."""
-    default = Arguments._field_defaults
+    default = arguments._field_defaults
     return ", ".join(f"{n}={default[n]!r}" if n in default else n for n in names)
 
 

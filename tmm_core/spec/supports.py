@@ -131,7 +131,6 @@ _DEVICES = {
     "cuda": "NVIDIA GPUs",
     "hip": "AMD GPUs",
     "cpu": "CPUs",
-    "interpreter": "TRITON_INTERPRET=1",
 }
 _LAYOUTS = {"row": "row-major", "col": "column-major", "strided": "of any stride"}
 
@@ -142,9 +141,11 @@ def _device(supports: Supports, problem: Problem) -> Iterator[str]:
     if kind not in supports.devices and not (
         device.interpreted and "interpreter" in supports.devices
     ):
-        names = " and ".join(_DEVICES.get(each, each) for each in supports.devices)
+        places = [_DEVICES.get(d, d) for d in supports.devices if d != "interpreter"]
+        where = " and ".join(places) or "no device"
+        where += ", or under TRITON_INTERPRET=1" if "interpreter" in supports.devices else ""
         within = " in Triton's interpreter" if device.interpreted else ""
-        yield f"runs on {names or 'no device'}, not on {kind}{within}"
+        yield f"runs on {where}, not on {kind}{within}"
     elif kind == "cuda":
         yield from _capability(supports, device)
 

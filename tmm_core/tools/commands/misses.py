@@ -53,11 +53,18 @@ def title(problem: Mapping[str, Any]) -> str:
         "×".join(sizes[1:] if sizes[0] == "1" else sizes),
         of("a", "dtype"),
         f"{of('a', 'layout')}·{of('b', 'layout')}",
+        _groups(problem.get("groups")),
         "bias" if problem.get("bias") else "",
         str(problem.get("epilogue", "?")).removeprefix("identity"),
         "residual" if problem.get("residual") else "",
     ]
     return " ".join(filter(None, words))
+
+
+def _groups(value: Any) -> str:
+    if not isinstance(value, Mapping):
+        return ""
+    return f"{value.get('count', '?')} groups along {value.get('ragged', '?')}"
 
 
 def tuned_since(store: CacheStore, miss: Miss) -> bool:

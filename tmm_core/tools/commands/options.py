@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, TypeVar, get_args
 
 from tmm_core.tools.commands.console import UsageError
 
@@ -24,6 +24,7 @@ def add_device(parser: argparse.ArgumentParser) -> None:
 def add_problem(parser: argparse.ArgumentParser) -> None:
     """Everything about a problem but its sizes."""
     from tmm_core.bench.case import LAYOUTS, SCALES, parse_dtype, parse_expression
+    from tmm_core.spec.groups import Ragged
 
     group = parser.add_argument_group("the problem")
     group.add_argument(
@@ -54,6 +55,18 @@ def add_problem(parser: argparse.ArgumentParser) -> None:
         "of b (default: none)",
     )
     group.add_argument("--tf32", action="store_true", help="fp32 may be rounded to TF32")
+    group.add_argument(
+        "--groups",
+        type=argument(_positive),
+        default=0,
+        metavar="G",
+        help="a grouped product; its sizes are those of all groups together",
+    )
+    group.add_argument(
+        "--ragged",
+        choices=get_args(Ragged),
+        help="the dimension along which the sizes of groups differ (default: m)",
+    )
 
 
 def cases(options: argparse.Namespace, shapes: list[tuple[int, int, int, int]]) -> list[Any]:
@@ -70,8 +83,12 @@ def cases(options: argparse.Namespace, shapes: list[tuple[int, int, int, int]]) 
     bias, epilogue, residual = options.epilogue
     if options.scales and shapes and options.dtype not in BY_STORAGE:
         raise UsageError(f"--scales {options.scales} is for --dtype e4m3 or e5m2")
+    if options.ragged and not options.groups:
+        raise UsageError(f"--ragged {options.ragged} is for --groups")
     found = []
     for batch, m, n, k in shapes:
+        if options.groups and max(batch, options.batch) > 1:
+            raise UsageError("--groups takes no batch")
         if batch > 1 and options.batch > 1:
             raise UsageError(f"--batch {options.batch}: the shape {batch}x{m}x{n}x{k} has its own")
         found.append(
@@ -88,6 +105,8 @@ def cases(options: argparse.Namespace, shapes: list[tuple[int, int, int, int]]) 
                 out_dtype=options.out_dtype,
                 tf32=options.tf32,
                 scales=options.scales or "",
+                groups=options.groups,
+                ragged=options.ragged or "m",
             )
         )
     return found
