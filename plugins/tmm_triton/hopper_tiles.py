@@ -167,8 +167,8 @@ class Constants:
     #: The operand, ``"a"`` or ``"b"``, that warps load word by word, and how many warps do.
     WORDS: str | None = None
     LOADERS: int = 8
-    #: The kernel's version: Triton's cache key contains the values of constants, but not the
-    #: properties below that are derived from them.
+    #: The kernel's: Triton keeps what it compiled by the values of its constants, which tell
+    #: nothing of what the properties below make of them.
     VERSION: str = ""
 
     def __post_init__(self) -> None:
@@ -619,9 +619,8 @@ def _splits(problem: Problem, config: WarpSpecializedConfig) -> int:
 
 
 def _room_for_parts(problem: Problem, config: WarpSpecializedConfig) -> int:
-    """The maximum number of parts of every tile for the reducing kernel: limited by the workspace
-    and the number of k-steps; one if TMA cannot write parts, or the reducing kernel cannot
-    finish."""
+    """How many parts of every tile may be left to the reducing kernel: those that the workspace
+    holds and that have a k-step; one where TMA could not write them, or it cannot finish them."""
     if problem.gated or problem.batch > 1 or problem.n % 4:
         return 1
     steps = -(-problem.k // config.BLOCK_K)

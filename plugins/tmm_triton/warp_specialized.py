@@ -41,10 +41,10 @@ its barriers, waits for that launch to complete, and then requests its first k-s
 wait it may load those of the weight, if that is not being written (``static_weights``), or prefetch
 them into L2, which is always safe.
 
-A finished tile is stored strip by strip, through staging buffers and TMA if that can write it, else
-by pointers. The residual is loaded into the same buffers beforehand, during the main loop: read by
-pointers after the tile, it doubled the time of 8192×4096×512. A batch is a third dimension of all
-tensor maps, and of the walk over tiles.
+A finished tile goes out strip by strip, through staging buffers and by TMA where that can
+write it, else by pointers. The residual comes in by the same buffers before, under the main
+loop: read by pointers when the tile was done, it doubled the time of 8192×4096×512. A batch
+is a third dimension of all tensor maps, and of the walk over tiles.
 
 It is written in Gluon, where the author controls layouts, barriers and roles; plain Triton does not
 specialise warps on Hopper.
@@ -545,8 +545,8 @@ def _store(
     z, up, bias, matrix, row, column, corner, phase, target, sizes,
     EPILOGUE: gl.constexpr, WHO: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
-    """Finish the fp32 accumulator (two, gate and up, if gated), round it and store it strip by
-    strip, through one or two staging buffers."""
+    """Finish the fp32 accumulator (two, gate and up, where gated), round it and send it off
+    strip by strip, through one or two staging buffers."""
     destination, _, residual, factors = target
     M, N, _, _, _, _ = sizes
     SUBTILES: gl.constexpr = C.SUBTILES
@@ -959,7 +959,7 @@ class WarpSpecialized(Built[WarpSpecializedConfig]):
         if config.tail_splits > 1:
             return None  # M decides which tiles are split
         if hopper_tiles.adapted(problem, config).splits != config.splits:
-            return None  # no room for all parts with this M
+            return None  # with this M there is no room for all parts
         if problem.fp8:
             # Each step's products are summed separately.
             return f"sm90-k32/promoted{config.BLOCK_K}" if config.splits == 1 else None

@@ -136,7 +136,7 @@ class Trial:
             yield
 
     def _launch(self, of: InputSet, held: list[torch.Tensor], soil: bool = True) -> torch.Tensor:
-        """Launch without ``out``, while the results ``held`` are in use."""
+        """Without ``out``, while the results ``held`` are in use."""
         if soil:
             self._fixture.soil()
         result = of.inputs.launch(self._launcher, None)
@@ -149,16 +149,16 @@ class Trial:
             if overlap(result, guard.tensor):
                 raise WrongError(f"it returned memory of its input {name}")
         if any(overlap(result, other) for other in held):
-            raise WrongError("it returned memory of an earlier result that is still in use")
+            raise WrongError("it returned memory that it had returned before and that is in use")
         return result
 
     def _launch_into(self, which: int, of: InputSet) -> torch.Tensor:
-        """Launch into one of the fixture's outputs, filled with NaN."""
+        """Into one of the fixture's outputs, full of NaN."""
         out = self._fixture.out(which).tensor
         result = of.inputs.launch(self._launcher, out)
         self._hold_to_form(result)
         if (result.data_ptr(), result.stride()) != (out.data_ptr(), out.stride()):
-            raise WrongError("it did not return the out it was given")
+            raise WrongError("it returned something else than the out it was given")
         return out
 
     def _hold_to_form(self, result: object) -> None:

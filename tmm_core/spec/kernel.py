@@ -97,8 +97,8 @@ class Launcher(Protocol):
     ``None``) and is returned. It launches on the current stream of the current device and does not
     synchronise.
 
-    Further tensors of a problem, such as ``scale_a`` and ``scale_b``, are passed by keyword, and
-    only if the problem has them. A kernel that does not declare such problems need not take them.
+    What a problem has besides follows by keyword, and only where it has it: ``scale_a`` and
+    ``scale_b``. A kernel that does not declare such problems need not take them.
     """
 
     def __call__(

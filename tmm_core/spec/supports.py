@@ -281,7 +281,7 @@ _QUESTIONS: dict[type, dict[str, Question | None]] = {
     },
     Epilogue: {
         **dict.fromkeys(("device", "gated", "stages"), _epilogue),
-        # The device function defines what it computes; derivatives belong to other calls.
+        # What it computes is the device function's business; derivatives are other calls'.
         **dict.fromkeys(
             ("name", "reference", "parameters", "positive", "linear", "builtin", "derivative",
              "output_vjp", "device_derivative")

@@ -325,11 +325,11 @@ def launcher(
 
     Args:
         steps: At least one, all on one device.
-        shape, dtype: Those of the output, which is row-major if allocated here.
-        workspace: Elements and dtype of scratch memory, the tensor ``"workspace"``, if any. It is
-            allocated for every call, since launches of two threads could mix if it were shared.
-        extras: Names of the additional tensors of a ragged problem (:attr:`tmm_core.Groups.given`);
-            a plain one may have scales.
+        shape, dtype: Of the output, which is row-major where it is made here.
+        workspace: Elements and dtype of scratch memory made anew for every call, if any: the
+            tensor ``"workspace"``. Were it shared, the launches of two threads could mix.
+        extras: Names of the tensors that a ragged problem has besides
+            (:attr:`tmm_core.Groups.given`); a plain one may have scales.
     """
     first = steps[0].launch
     compiled = first.compiled is not None
