@@ -66,9 +66,9 @@ class Epilogue:
             (up), and returns one of width N.
         linear: ``f(x + y) == f(x) + f(y)``: partial sums may pass through it.
         output_vjp: ``(grad, y, *parameters) -> Tensor``, ``grad`` times the derivative, of the
-            output ``y = f(z)``, if that determines it, as for tanh. The call is then one fused
-            kernel in training too. Not for a gated epilogue; ``y`` is None for a linear one. Made
-            of torch's operators.
+            output ``y = f(z)`` where that tells it, as tanh's does. The call is then one fused
+            kernel while training too. Not for a gated epilogue; ``y`` is None for a linear one.
+            Made of torch's operators.
 
     Raises:
         ValueError: The name is not an identifier, or a parameter is not a finite number, or not
