@@ -186,7 +186,7 @@ def read_stored(path: Path) -> Stored | Fault | None:
     try:
         return parse_stored(data, path.stem)
     except ValueError as error:
-        return Fault(path, f"is no valid record: {error}", damaged=True)
+        return Fault(path, f"is not a valid record: {error}", damaged=True)
 
 
 def read_environment(folder: Path) -> dict[str, JSON] | Fault | None:
@@ -197,7 +197,7 @@ def read_environment(folder: Path) -> dict[str, JSON] | Fault | None:
     try:
         return parse_environment(data, folder.name)
     except ValueError as error:
-        return Fault(folder / ENVIRONMENT, f"is no valid environment: {error}", damaged=True)
+        return Fault(folder / ENVIRONMENT, f"is not a valid environment: {error}", damaged=True)
 
 
 def set_aside(path: Path) -> Path | None:

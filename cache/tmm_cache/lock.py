@@ -76,7 +76,7 @@ class LockFile:
         try:
             self._items = dict(_items(data))
         except (ValueError, TypeError, RecursionError) as error:
-            raise LockError(f"{path}: is no lock file: {error}") from error
+            raise LockError(f"{path}: is not a lock file: {error}") from error
 
     def record(
         self, gpu: str, environment: Mapping[str, JSON], problem: Mapping[str, JSON]
@@ -135,12 +135,12 @@ def _items(data: bytes) -> Iterator[tuple[Key, _Item]]:
         raise ValueError("it holds no list of records")
     for place, item in enumerate(records):
         if not isinstance(item, dict):
-            raise ValueError(f"records[{place}] is no object")
+            raise ValueError(f"records[{place}] is not an object")
         gpu, environment, record = item.get("gpu"), item.get("environment"), item.get("record")
         problem = record.get("problem") if isinstance(record, dict) else None
         if not (isinstance(gpu, str) and is_slug(gpu) and isinstance(environment, dict)):
-            raise ValueError(f"records[{place}] names no GPU and environment")
+            raise ValueError(f"records[{place}] lacks GPU and environment")
         if not isinstance(problem, dict):
-            raise ValueError(f"records[{place}] names no problem")
+            raise ValueError(f"records[{place}] lacks a problem")
         key = gpu, digest(environment), digest(problem)
         yield key, _Item(environment, problem, record)

@@ -138,7 +138,7 @@ def read_misses(folder: Path) -> tuple[list[tuple[Mapping[str, JSON], int]], Fau
             problems.setdefault(key, problem)
             counts[key] = counts.get(key, 0) + 1
         elif number < len(lines) and fault is None:
-            fault = Fault(path, f"line {number} is no miss", damaged=False)
+            fault = Fault(path, f"line {number} is not a miss", damaged=False)
     return [(problem, counts[key]) for key, problem in problems.items()], fault
 
 

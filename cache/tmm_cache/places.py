@@ -33,7 +33,7 @@ def default_root(environ: Mapping[str, str] = os.environ) -> Path:
     home, shared = environ.get("HOME"), environ.get("XDG_CACHE_HOME")
     if home is not None and not os.path.isabs(home) and not os.path.isabs(shared or ""):
         # Releases of platformdirs disagree here: the file system's root, or the working directory.
-        return _nowhere("~/.cache/tmm", f"HOME is {home!r}, which is no absolute path")
+        return _nowhere("~/.cache/tmm", f"HOME is {home!r}, which is not an absolute path")
     import platformdirs  # 15 ms, only needed here
 
     try:

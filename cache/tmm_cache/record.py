@@ -282,5 +282,5 @@ class TuningRecord:
 def utc_time(text: object) -> datetime:
     """Parse a time in the format of records. Raises ValueError for anything else."""
     if not isinstance(text, str) or not _UTC_TIME.fullmatch(text):
-        raise ValueError(f"{shown(text)} is no UTC time")
+        raise ValueError(f"{shown(text)} is not a UTC time")
     return datetime.fromisoformat(text.replace("Z", "+00:00"))

@@ -115,7 +115,7 @@ def outdated(root: Path, before: datetime | None) -> Iterator[Removal | Fault]:
             elif before is not None and item.record.created_at < before:
                 yield _removal(item, f"created {item.record.created}")
             elif folder.is_old and (item.gpu, item.environment_digest, item.digest) in answered:
-                yield _removal(item, "of an older schema, and measured anew")
+                yield _removal(item, "of an older schema, and measured again")
         if superseded:
             yield from _misses(folder, "an older environment of this GPU")
         yield from _leftovers(folder)

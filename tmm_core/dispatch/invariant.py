@@ -271,7 +271,7 @@ class Invariance:
         except Exception as error:
             self._host._warn_once(kernel, error)
         if not isinstance(name, str | None):
-            self._host._warn_once(kernel, f"arithmetic() returned {name!r}, which is no name")
+            self._host._warn_once(kernel, f"arithmetic() returned {name!r}, which is not a name")
             return None
         return name
 

@@ -46,7 +46,7 @@ def told(error: BaseException) -> str:
         text = str(error)
     except BaseException as another:
         let_through(another)
-        text = "(its text cannot be had)"
+        text = "(its text is unavailable)"
     return f"{type(error).__name__}: {text}"
 
 
