@@ -216,7 +216,8 @@ class Dispatcher:
             exact = self._cached(problem, _bare(problem), able)
             if exact is not None:
                 return exact
-        # A choice made during capture has fewer candidates, so it is not kept; the reverse is fine.
+        # A choice made during capture has fewer candidates, so it is not kept; kept ones serve
+        # capture.
         remembered = bucketed(replace(problem, capturing=False))
         choice = self._chosen(remembered, settings, able)
         if choice is None and self._forbids_tuning(problem, settings) is None:
