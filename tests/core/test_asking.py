@@ -84,7 +84,7 @@ NONSENSE: list[tuple[str, Any, str]] = [
     ("estimate_us", raiser(UnspeakableError()), "raised UnspeakableError"),
     ("declines", lambda *_: "needs a GPU", "not a list of reasons"),
     ("declines", lambda *_: None, "returned None"),
-    ("declines", lambda *_: [None], "not reasons in words"),
+    ("declines", lambda *_: [None], "not reasons as text"),
     ("estimate_us", lambda *_: -1, "returned -1"),
     ("estimate_us", lambda *_: math.nan, "returned nan"),
     ("estimate_us", lambda *_: "10", "returned '10', not µs"),
