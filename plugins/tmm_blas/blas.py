@@ -78,6 +78,7 @@ class Blas(Kernel[BlasConfig]):
         batch=None,
         empty=True,
         alpha=True,
+        epilogues=True,
         gated=True,
         unfused=True,
         outputs=ANY,

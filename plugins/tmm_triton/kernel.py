@@ -51,6 +51,7 @@ POINTERS = Supports(
     wide=True,
     batch=GRID_LIMIT,
     alpha=True,
+    epilogues=True,
 )
 
 

@@ -977,6 +977,7 @@ class WarpSpecialized(Built[WarpSpecializedConfig]):
         wide=True,
         batch=None,
         alpha=True,
+        epilogues=True,
         gated=True,
         outputs=("row",),
         reduces=REDUCES,

@@ -56,9 +56,11 @@ ASKED: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
     ({"batch": 9}, "batch 9 exceeds 1", {"batch": 9}),
     *(({size: 0}, "a dimension is 0", {"empty": True}) for size in ("m", "n", "k", "batch")),
     ({"scaled": True}, "does not support alpha", {"alpha": True}),
-    ({"epilogue": parse("swiglu")}, "gated 'swiglu' needs two", {"gated": True}),
+    ({"epilogue": parse("silu")}, "applies no epilogue, 'silu' among them", {"epilogues": True}),
+    ({"epilogue": parse("swiglu")}, "gated 'swiglu' needs two",
+     {"epilogues": True, "gated": True}),
     ({"epilogue": Epilogue("opaque", torch.sin)}, "'opaque' has no device function",
-     {"unfused": True}),
+     {"epilogues": True, "unfused": True}),
     *(({"groups": Groups(3, kind)}, f"ragged along {kind}", {"ragged": (kind,)})
       for kind in ("m", "n", "k")),
     ({"groups": Groups(3, "m", torch.int64)}, "ragged along m",

@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import types
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -722,6 +723,7 @@ def test_the_model_sees_what_a_missing_wait_does(line: str, instead: str, tmp_pa
 
 _COMPILE = """
 import json, re, subprocess, sys
+from collections.abc import Iterable
 from pathlib import Path
 from test_warp_specialized import *
 from test_warp_specialized import KERNEL

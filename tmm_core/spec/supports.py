@@ -65,7 +65,8 @@ class Supports:
         batch: Maximum number of products in a batch; None: any number.
         empty: Dimensions of size 0.
         alpha: A factor other than 1.
-        gated: Gated epilogues, which take two halves of the product.
+        epilogues: Epilogues, by their device function.
+        gated: Gated ones among them, which take two halves of the product.
         unfused: Epilogues without a device function, by their reference.
         outputs: Kinds of an epilogue's outputs (:class:`~tmm_core.Port`).
         reduces: By what these may be reduced: ``"max"``, ``"sum"``.
@@ -92,6 +93,7 @@ class Supports:
     batch: int | None = 1
     empty: bool = False
     alpha: bool = False
+    epilogues: bool = False
     gated: bool = False
     unfused: bool = False
     outputs: Collection[str] = ()
@@ -130,7 +132,7 @@ class Supports:
         return [reason for ask in questions for reason in ask(self, problem)]
 
 
-_FLAGS = ("wide", "empty", "alpha", "gated", "unfused", "indexed", "zeroed")
+_FLAGS = ("wide", "empty", "alpha", "epilogues", "gated", "unfused", "indexed", "zeroed")
 _COLLECTIONS = ("devices", "operands", "formats", "scales", "out", "bias", "residual",
                 "unaligned", "outputs", "reduces", "ragged")  # fmt: skip
 _DEVICES = {
@@ -223,6 +225,8 @@ def _sizes(supports: Supports, problem: Problem) -> Iterator[str]:
 
 def _epilogue(supports: Supports, problem: Problem) -> Iterator[str]:
     epilogue = problem.epilogue
+    if not epilogue.is_identity and not supports.epilogues:
+        yield f"applies no epilogue, {epilogue.name!r} among them"
     if epilogue.gated and not supports.gated:
         yield f"has one accumulator, gated {epilogue.name!r} needs two"
     if not epilogue.fusable and not supports.unfused:

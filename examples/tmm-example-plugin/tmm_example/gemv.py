@@ -107,6 +107,7 @@ class Gemv(Kernel[GemvConfig]):
         wide=True,
         batch=65535,
         alpha=True,
+        epilogues=True,
     )
 
     def declines(self, problem: Problem) -> Iterable[str]:
