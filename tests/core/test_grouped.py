@@ -428,7 +428,7 @@ def test_the_baseline_is_torchs_where_it_does_not_wait() -> None:
     half = Operand(torch.float16)
     for changed, reason in (
         ({"device": replace(HOPPER, capability=(8, 0))}, "on the host"),
-        ({"device": replace(HOPPER, cuda="hip-6.4")}, "NVIDIA's GPUs and on CPUs"),
+        ({"device": replace(HOPPER, cuda="hip-6.4")}, "on NVIDIA GPUs and on CPUs"),
         ({"a": half, "b": half, "out": half}, "is of bf16"),
         ({"out": Operand(FP32)}, "is of bf16"),
         ({"b": Operand(BF16, "col", aligned=False)}, "16 bytes"),
