@@ -1,7 +1,7 @@
-"""Brings to the site what the pages link to outside docs/: results, notes, examples.
+"""Copies files that the pages link to outside docs/ (results, notes, examples) to the site.
 
-On a checkout the links point there. The site has copies of these files under the same names, and
-every link is turned to where its target lies on the site.
+In a checkout the links point at those files. The site has copies under the same names, and each
+link is rewritten to its target's place on the site.
 """
 
 from __future__ import annotations
@@ -46,5 +46,5 @@ def _on_site(path: Path) -> str:
     if path.is_dir() and (path / "README.md").exists():
         path = path / "README.md"
     name = path.relative_to(ROOT).as_posix().removeprefix("docs/")
-    # A README would become the index of plugins/, which holds pages of docs/ too.
+    # A README would become the index of plugins/, which also holds pages from docs/.
     return name.replace("plugins/README.md", "plugins/builtin.md")

@@ -1,17 +1,17 @@
-"""A mixture of experts whose experts are divided among ranks: what one rank alone would give.
+"""A mixture of experts with experts divided among ranks, checked against all experts on one rank.
 
     torchrun --standalone --nproc-per-node 2 examples/expert_parallel.py
 
-runs on as many GPUs through NCCL, or on a CPU through gloo where there are not as many. Every rank
-has tokens of its own, and ``E / ranks`` of the experts. A token is sent to the ranks of the experts
-that its router chose, once for each, by torch's all-to-all; there one pair of grouped products
-serves all that came; and the results go back the way they came.
+runs on this many GPUs through NCCL, or on a CPU through gloo if there are fewer. Every rank has its
+own tokens, and ``E / ranks`` of the experts. Torch's all-to-all sends each token to the ranks of
+the experts that its router chose, once for each expert; one pair of grouped products there serves
+all received tokens; and the results go back the same way.
 
-How many tokens a rank gets is known to nobody before the router has run, and a tensor's size has
-to be known on the host. So a rank makes room for the most that may come, and what is left belongs
-to no expert: the layer skips it. Then nothing waits for the GPU.
+The number of tokens that a rank receives is unknown until the router has run, but a tensor's size
+must be known on the host. So a rank allocates room for the maximum, and the unused slots belong to
+no expert: the layer skips them. Then nothing waits for the GPU.
 
-Each rank holds its result, and the gradients of its tokens, against all experts on that rank.
+Each rank compares its result, and the gradients of its tokens, with all experts on that rank.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from torch import Tensor
 
 from tmm_core.nn import Experts
 
-#: Largest relative difference that passes: products of the same rows, added up alike.
+#: Largest relative difference that passes: same products of rows, summed in the same way.
 TOLERANCE = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
 
 class Exchange(torch.autograd.Function):
-    """An equal share of the rows to every rank, and of the gradients back."""
+    """Sends an equal share of the rows to every rank, and the gradients back."""
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor) -> Tensor:
@@ -45,7 +45,7 @@ class Exchange(torch.autograd.Function):
 
 
 class ExpertParallel(torch.nn.Module):
-    """This rank's share of the experts of ``whole``, called with what this rank's router chose."""
+    """This rank's share of the experts of ``whole``, called with this rank's router's choice."""
 
     def __init__(self, whole: Experts, rank: int, ranks: int) -> None:
         super().__init__()
@@ -60,18 +60,18 @@ class ExpertParallel(torch.nn.Module):
             self.experts.down_proj.copy_(whole.down_proj[mine])
 
     def forward(self, x: Tensor, chosen: Tensor, weights: Tensor) -> Tensor:
-        """As :class:`tmm_core.nn.Experts`, with experts of all ranks by their number in all."""
+        """As :class:`tmm_core.nn.Experts`, with global indices of experts on all ranks."""
         count, most = chosen.shape[-1], chosen.numel()
         expert = chosen.reshape(-1)
         owner = expert // self.each
-        # To each rank go up to ``most`` rows, those of its experts first.
+        # Each rank receives up to ``most`` rows, those of its experts first.
         order = torch.argsort(owner, stable=True)
         first = torch.searchsorted(owner[order], torch.arange(self.ranks, device=x.device))
         place = torch.arange(most, device=x.device) - first[owner[order]]
         slot = owner[order] * most + place
         tokens = x.new_zeros(self.ranks * most, x.shape[-1])
         tokens = tokens.index_copy(0, slot, x[order // count])
-        # A slot that nothing was put in is of no expert.
+        # An empty slot belongs to no expert.
         numbers = slot.new_full((self.ranks * most,), self.each)
         numbers = numbers.index_copy(0, slot, expert[order] % self.each)
 
@@ -95,13 +95,13 @@ def difference(
     intermediate: int,
     top_k: int,
 ) -> float:
-    """The largest relative difference, on any rank, between all ranks' experts and one rank's: of
-    results and of the gradients of ``tokens`` tokens on each rank."""
+    """The largest relative difference on any rank between distributed experts and all experts on
+    one rank, in results and in gradients of ``tokens`` tokens on each rank."""
     rank, ranks = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)  # the same experts on every rank
     whole = Experts(experts, hidden, intermediate, device=device, dtype=dtype)
     layer = ExpertParallel(whole, rank, ranks)
-    torch.manual_seed(1 + rank)  # and tokens of its own
+    torch.manual_seed(1 + rank)  # different tokens on every rank
     x = torch.randn(tokens, hidden, device=device, dtype=dtype)
     scores = torch.randn(tokens, experts, device=device).softmax(-1)
     weights, chosen = scores.topk(top_k)
@@ -123,7 +123,7 @@ def difference(
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--tokens", type=int, default=37, help="of each rank")
+    parser.add_argument("--tokens", type=int, default=37, help="tokens per rank")
     parser.add_argument("--experts", type=int, default=8)
     parser.add_argument("--hidden", type=int, default=64)
     parser.add_argument("--intermediate", type=int, default=96)
@@ -134,7 +134,7 @@ def main() -> None:
 
     ranks, rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
     if options["experts"] % ranks:
-        raise SystemExit(f"{options['experts']} experts are not divided among {ranks} ranks")
+        raise SystemExit(f"{options['experts']} experts cannot be divided among {ranks} ranks")
     local = int(os.environ.get("LOCAL_RANK", rank))
     on_gpu = torch.cuda.device_count() >= ranks
     device = torch.device("cuda", local) if on_gpu else torch.device("cpu")
@@ -146,7 +146,7 @@ def main() -> None:
     if rank == 0:
         print(f"{ranks} ranks on {device.type}: largest relative difference {error:.1e}")
     if not error <= TOLERANCE[dtype]:
-        raise SystemExit("the experts of all ranks together give something else than one rank's")
+        raise SystemExit("distributed experts give different results than all experts on one rank")
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A Llama and a BERT of Hugging Face, their layers swapped for tmm's: same logits, what speed?
+"""Converts a Llama and a BERT of Hugging Face to tmm's layers; compares logits and speed.
 
     python examples/llama_convert.py                      # some 90 s on a GPU, once tuned
     python examples/llama_convert.py --layers 2 --no-train --json result.json
@@ -6,15 +6,15 @@
 Both are built from a config with random weights, so nothing is downloaded. Each is converted
 as a copy; then
 
-* the logits of both, original and converted, are held against a float64 run of the original,
-* tokens per second are measured by turns: the Llama's prefill, its decode (as it is, and as a
-  CUDA graph, without which a decoding step on a GPU measures Python) and a training step of
-  it; the BERT's forward and a training step of it,
-* everything is printed as it came out, slower or faster, with how much of each time the host
-  took to queue the work: near 100 % it is Python that is measured, not the GPU.
+* the logits of both, original and converted, are compared with a float64 run of the original,
+* tokens per second are measured alternately: the Llama's prefill, decode (as it is, and as a
+  CUDA graph, without which a decoding step on a GPU measures Python) and training step; the
+  BERT's forward and training step,
+* all results are printed, slower or faster, with the share of each time that the host took to
+  queue the work: near 100 % the time is Python's, not the GPU's.
 
-The first run on a GPU tunes each problem first (``--budget`` seconds each at most); what it
-found is in the cache for the next.
+The first run on a GPU tunes each problem (at most ``--budget`` seconds each); later runs find the
+records in the cache.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ from tmm_core.nn import convert
 
 Run = Callable[[], Any]
 
-#: Sizes on a CPU, where only the logits mean anything.
+#: Sizes on a CPU, where only the logits are meaningful.
 SMALL = {"hidden": 64, "intermediate": 176, "layers": 2, "heads": 4, "kv_heads": 2, "vocab": 500}
 SMALL |= {"batch": 2, "prompt": 32, "steps": 4, "rounds": 2}
 SMALL |= {"bert_hidden": 64, "bert_layers": 2, "bert_batch": 2, "bert_length": 32}
 
-#: A converted model may be this much further from float64 than the original: it rounds in
-#: other places, and fewer.
+#: A converted model's error against float64 may exceed the original's by this factor: it rounds in
+#: other places, and less often.
 ALLOWANCE = 1.5
 
 
@@ -104,8 +104,7 @@ def llama(args: argparse.Namespace) -> dict[str, Any]:
             token = ids[:, -1:]
             for _ in range(args.steps):
                 token = model(token, past_key_values=cache).logits[:, -1:].argmax(-1)
-            # Attention compiles a plan for every length that it meets for the first time, so
-            # every round goes over the same ones.
+            # Attention compiles a plan for every new length, so every round uses the same ones.
             cache.crop(-args.steps)
 
         return steps
@@ -182,7 +181,7 @@ def bert(args: argparse.Namespace) -> dict[str, Any]:
 def both(
     kind: Any, config: Any, args: argparse.Namespace
 ) -> tuple[tuple[nn.Module, nn.Module], dict[str, Any]]:
-    """The model as it comes and a converted copy."""
+    """The original model and a converted copy."""
     with torch.device(args.device):
         model = kind(config).to(args.dtype).eval()
     report = convert(model, inplace=False)
@@ -192,13 +191,13 @@ def both(
 
 
 def logits(models: tuple[nn.Module, nn.Module], ids: torch.Tensor) -> dict[str, Any]:
-    """Root-mean-square error of both against float64, relative to the logits' own size."""
+    """RMS error of both against float64, relative to the RMS of the logits."""
     errors = []
     with torch.no_grad():
         few = ids[:2]
         reference = copy.deepcopy(models[0]).double()(few).logits
         for model in models:
-            # All rows, so that what is checked are the problems that are timed.
+            # All rows, so that the checked problems are the timed ones.
             error = model(ids).logits[:2].double() - reference
             errors.append(float(error.square().mean().sqrt() / reference.square().mean().sqrt()))
     close = errors[1] <= ALLOWANCE * errors[0] + 1e-7
@@ -228,7 +227,7 @@ def compare(
     tokens: int,
     args: argparse.Namespace,
 ) -> dict[str, Any]:
-    """Tokens per second of both, by turns, from the medians of their times."""
+    """Tokens per second of both, from the medians of alternating measurements."""
     warming = time.monotonic()
     runs = [make(model) for model in models]
     for run in runs:
@@ -238,7 +237,7 @@ def compare(
     times: list[list[float]] = [[], []]
     queued: list[list[float]] = [[], []]
     for turn in range(args.rounds):
-        # Who is second finds a warmer chip: take turns at that too.
+        # The second one finds a warmer chip: alternate the order too.
         for i in (0, 1) if turn % 2 == 0 else (1, 0):
             synchronize(args)
             started = time.perf_counter()
@@ -277,7 +276,7 @@ def synchronize(args: argparse.Namespace) -> None:
 def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     add = parser.add_argument
-    add("--device", choices=("cuda", "cpu"), default=None, help="a GPU where there is one")
+    add("--device", choices=("cuda", "cpu"), default=None, help="default: a GPU if there is one")
     add("--dtype", type=lambda name: getattr(torch, name), default=torch.bfloat16)
     add("--hidden", type=int, default=2048)
     add("--intermediate", type=int, default=5632)
@@ -292,7 +291,7 @@ def arguments() -> argparse.Namespace:
     add("--bert-layers", type=int, default=4)
     add("--bert-batch", type=int, default=16)
     add("--bert-length", type=int, default=512)
-    add("--rounds", type=int, default=15, help="timings of each, by turns")
+    add("--rounds", type=int, default=15, help="alternating timings of each")
     add("--no-train", dest="train", action="store_false")
     add("--budget", type=float, default=20.0, help="seconds a problem's tuning may take")
     add("--on-cache-miss", choices=("tune", "heuristic"), default="tune")
@@ -301,7 +300,7 @@ def arguments() -> argparse.Namespace:
     if args.device is None:
         args.device = "cuda" if torch.cuda.is_available() else "cpu"
     if args.device == "cpu":
-        # What was asked for stays as asked for.
+        # Explicit arguments take precedence.
         for name, value in SMALL.items():
             if getattr(args, name) == parser.get_default(name):
                 setattr(args, name, value)

@@ -1,10 +1,10 @@
-"""A SwiGLU MLP, tensor-parallel, trained with tmm and without: the same loss curve.
+"""A tensor-parallel SwiGLU MLP, trained with and without tmm, with the same loss curve.
 
     torchrun --standalone --nproc-per-node 4 examples/tensor_parallel_swiglu.py
 
-runs on as many GPUs through NCCL, or on a CPU through gloo where there are not as many. Two
-copies of ``down(silu(gate(x)) * up(x))`` learn the same function from the same weights. Both
-split the hidden dimension over the ranks, as DTensors:
+runs on this many GPUs through NCCL, or on a CPU through gloo if there are fewer. Two copies of
+``down(silu(gate(x)) * up(x))`` learn the same function from the same weights. Both split the
+hidden dimension over the ranks, as DTensors:
 
 * without tmm, gate and up projection are two products, each sharded by columns;
 * with tmm they are one, whose epilogue pairs gate and up. Each rank holds a block of gate rows
@@ -12,10 +12,10 @@ split the hidden dimension over the ranks, as DTensors:
   plain shard of the stacked weight would hold gate rows without their up rows.
 
 The down projection is sharded by rows. Its products are partial sums, which DTensor reduces.
-On GPUs the ranks tune what they will call first, each problem once among them.
+On GPUs the ranks first tune the problems of a step, each of them once on one rank.
 
-A third copy learns by torch at twice the precision. How far the first strays from it is what
-rounding does to this training; the second should stray no further from either.
+A third copy is trained with torch at twice the precision. The first copy's distance from it is the
+effect of rounding on this training; the second should be no further from either.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ import tmm_core.tools.ranks
 
 
 def parameter(t: torch.Tensor, mesh: DeviceMesh, dim: int) -> nn.Parameter:
-    """A shard of ``t``, whose memory it does not share."""
+    """A shard of ``t`` with its own memory."""
     return nn.Parameter(distribute_tensor(t.clone(), mesh, [Shard(dim)]))
 
 
 class TorchMLP(nn.Module):
-    """By ``F.linear`` on DTensors."""
+    """The MLP with ``F.linear`` on DTensors."""
 
     def __init__(self, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor, mesh: DeviceMesh):
         super().__init__()
@@ -68,7 +68,7 @@ class TorchMLP(nn.Module):
 
 
 class TmmMLP(nn.Module):
-    """By ``tmm_core.linear``, gate and up projection in one."""
+    """The MLP with ``tmm_core.linear``, gate and up projection in one product."""
 
     def __init__(self, gate: torch.Tensor, up: torch.Tensor, down: torch.Tensor, mesh: DeviceMesh):
         super().__init__()
@@ -78,7 +78,7 @@ class TmmMLP(nn.Module):
             lambda x, w: tmm_core.linear(x, w, epilogue="swiglu"),
             out_placements=[Shard(1)],
             in_placements=([Replicate()], [Shard(0)]),
-            # Each rank's gradient for x is one term of it.
+            # Each rank's gradient for x is a term of the sum.
             in_grad_placements=([Partial()], [Shard(0)]),
             device_mesh=mesh,
         )
@@ -95,14 +95,14 @@ def pair(gate: torch.Tensor, up: torch.Tensor, ranks: int) -> torch.Tensor:
 
 
 class Training:
-    """A model, its optimiser, and what its steps came to."""
+    """A model, its optimiser, and the results of its steps."""
 
     def __init__(self, model: nn.Module, lr: float) -> None:
         self.model = model
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=lr)
-        #: Before each step.
+        #: The loss before each step.
         self.losses: list[float] = []
-        #: Seconds that each step took, and after how many all of it was queued.
+        #: Seconds of each step, and seconds until all its work was queued.
         self.seconds: list[float] = []
         self.queued: list[float] = []
 
@@ -119,7 +119,7 @@ class Training:
         self.seconds.append(time.perf_counter() - started)
 
     def milliseconds(self) -> dict[str, float]:
-        """Medians over the second half of the steps: the first ones tune, compile, allocate."""
+        """Medians over the second half of the steps: the first ones tune, compile and allocate."""
         late = slice(len(self.seconds) // 2, None)
         return {
             "step": round(1e3 * statistics.median(self.seconds[late]), 3),
@@ -130,7 +130,7 @@ class Training:
 def products(
     tokens: int, width: int, mine: int, device: str, dtype: torch.dtype
 ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """What one training step of :class:`TmmMLP` multiplies on a rank with ``mine`` columns."""
+    """The products of one training step of :class:`TmmMLP` on a rank with ``mine`` columns."""
 
     def like(*shape: int) -> torch.Tensor:
         return torch.empty(shape, device=device, dtype=dtype)
@@ -140,7 +140,7 @@ def products(
     return [
         (x, gate_up.t()),
         (hidden, down.t()),
-        # Backward: the gradients of hidden, of down and of gate_up. x needs none.
+        # Backward: the gradients of hidden, down and gate_up. x needs none.
         (y, down),
         (y.t(), hidden),
         (both.t(), x),
@@ -153,9 +153,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--width", type=int, default=256)
     parser.add_argument("--hidden", type=int, default=1024)
     parser.add_argument("--steps", type=int, default=40)
-    parser.add_argument("--lr", type=float, help="AdamW's; by default less for wider layers")
+    parser.add_argument("--lr", type=float, help="AdamW's; by default lower for wider layers")
     parser.add_argument("--budget", type=float, default=10.0, help="seconds to tune a problem")
-    parser.add_argument("--tolerance", type=float, help="how far the losses may part, of the first")
+    parser.add_argument("--tolerance", type=float, help="limit on |difference| / first loss")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers here")
     options = parser.parse_args(arguments)
 
@@ -169,7 +169,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.hidden % ranks:
         parser.error(f"--hidden must be a multiple of the {ranks} ranks, got {options.hidden}")
     mesh = init_device_mesh(device, (ranks,))
-    # On every rank the same numbers.
+    # The same numbers on every rank.
     random = torch.Generator(device).manual_seed(0)
 
     def randn(*shape: int) -> torch.Tensor:
@@ -207,10 +207,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     }
     given = {"torch": x, "tmm": x, "wider": x.to(wider)}
     for step in range(options.steps):
-        for name in list(runs) if step % 2 else reversed(runs):  # who follows whom matters
+        for name in list(runs) if step % 2 else reversed(runs):  # the order affects times
             runs[name].step(given[name], target)
 
-    # Adam steps by a gradient's sign where the gradient is small, so roundings grow.
+    # For small gradients Adam's step is their sign, which amplifies rounding.
     tolerance = options.tolerance or (0.02 if on_gpu else 1e-4)
     apart, rounding, further = (
         max(abs(a - b) for a, b in zip(runs[one].losses, runs[other].losses, strict=True))
@@ -223,11 +223,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for step, losses in enumerate(zip(*(run.losses for run in runs.values()), strict=True)):
             if step % max(1, options.steps // 10) == 0 or step == options.steps - 1:
                 print(f"{step:4} " + " ".join(f"{loss:10.6f}" for loss in losses))
-        print(f"at most {apart:.2g} of the first loss apart, {tolerance:g} allowed;")
+        print(f"losses differ by at most {apart:.2g} of the first loss, {tolerance:g} allowed;")
         print(f"from {str(wider).removeprefix('torch.')}: torch {rounding:.2g}, tmm {further:.2g}")
         times = {name: runs[name].milliseconds() for name in ("torch", "tmm")}
         for name, ms in times.items():
-            print(f"{name:5} {ms['step']:9.3f} ms a step, queued after {ms['queued']:.3f} ms")
+            print(f"{name:5} {ms['step']:9.3f} ms per step, queued after {ms['queued']:.3f} ms")
         if options.json:
             document: dict[str, Any] = {
                 "device": torch.cuda.get_device_name() if on_gpu else "cpu",
@@ -245,11 +245,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             options.json.write_text(json.dumps(document, indent=1) + "\n")
     dist.destroy_process_group()
     if apart > tolerance:
-        raise SystemExit(f"the losses part by {apart:.2g} of the first, {tolerance:g} is allowed")
+        raise SystemExit(f"the losses differ by {apart:.2g} of the first, {tolerance:g} is allowed")
 
 
 def chosen(record: Any) -> dict[str, Any]:
-    """Of a tuning record, the winner and BLAS, in µs."""
+    """The winner and BLAS of a tuning record, in µs."""
     sizes = "×".join(str(record.problem[size]) for size in "mnk")
     layouts = "·".join(record.problem[operand]["layout"] for operand in "ab")
     blas = [c.median_us for c in record.candidates if c.kernel == "blas" and c.status == "ok"]

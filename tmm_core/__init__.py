@@ -1,4 +1,4 @@
-"""One matmul call over a registry of kernels, with winners remembered per GPU.
+"""A matmul call that dispatches over a registry of kernels and stores winners per GPU.
 
 >>> import torch, tmm_core
 >>> x, w = torch.randn(4, 8), torch.randn(8, 3)
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
     from tmm_core.dispatch.explanation import Explanation, KernelInfo
     from tmm_core.spec.hookspecs import hookimpl
 
-#: Names that most processes never use, and whose modules import more than all the others.
+#: Names that most processes never use; their modules import more than all the others.
 _LATER = {
     "Explanation": "tmm_core.dispatch.explanation",
     "KernelInfo": "tmm_core.dispatch.explanation",

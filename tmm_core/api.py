@@ -64,22 +64,22 @@ def matmul(
             projection's.
         bias: ``[N]`` (2N where gated), of a's dtype, the output's, or fp32; not of 8 bits.
         residual: Broadcastable to the output; added last, after the epilogue.
-        alpha: Scales the product: a number, or a tensor of no dimension, which may need a
-            gradient. One that does, or lies on a GPU, is multiplied by torch, with what
-            follows it; reading it would make the host wait.
+        alpha: Scales the product: a number or a 0-d tensor, which may require a gradient. If
+            it does, or is on a GPU, torch applies it and everything after it, since reading
+            it would make the host wait.
         epilogue: ``None``, a name such as ``"silu"``, a chain ``"gelu_tanh+softcap(30)"``, an
             :class:`Epilogue` or a sequence of these.
-        out: Where to write; resized as torch resizes. Not differentiable; reads an ``alpha``
-            on a GPU.
-        out_dtype: The result's dtype; a's by default, and bf16 where that is an 8-bit float.
+        out: The tensor to write to, resized as torch does. Not differentiable; reads an
+            ``alpha`` on a GPU.
+        out_dtype: The result's dtype; a's by default, or bf16 if that is an 8-bit float.
             fp32 accumulators are rounded once.
-        scale_a: What 8-bit operands' numbers stand for: the product is multiplied by it
-            before the bias. fp32, on the operands' device: one number, or one for each row
-            of a, ``[..., M, 1]``. Calls with 8-bit operands have no backward.
-        scale_b: Likewise: one number, or one for each column of b, ``[..., 1, N]`` (2N where
-            gated).
-        kernel: Force this kernel. It raises where it cannot serve the call.
-        config: And this config of it; fields left out are as in its default config.
+        scale_a: The scale of an 8-bit ``a``; multiplies the product before the bias. fp32, on
+            the operands' device: one number, or one for each row of a, ``[..., M, 1]``. Calls
+            with 8-bit operands have no backward.
+        scale_b: Likewise for ``b``: one number, or one for each column, ``[..., 1, N]`` (2N
+            where gated).
+        kernel: Force this kernel; raises if it cannot serve the call.
+        config: Force this config of it; omitted fields take the default config's values.
         on_cache_miss: ``"tune"``, ``"heuristic"`` or ``"error"``, for this call.
 
     Returns:
@@ -87,17 +87,16 @@ def matmul(
         epilogue that has outputs (:class:`tmm_core.Port`) the tuple ``(result, *outputs)``.
 
     Raises:
-        RuntimeError, ValueError, TypeError: Tensors that do not fit, in torch's words where
-            it has them.
+        RuntimeError, ValueError, TypeError: Tensors do not fit; with torch's message where
+            torch has one.
         UnknownNameError, UnsupportedProblemError, ConfigError, SettingsError,
             CacheMissError: See :mod:`tmm_core.errors`.
 
     Differentiable in a, b, bias, residual and alpha, in both modes and any number of times.
-    Kept for backward: ``a`` where ``b`` needs a gradient, ``b`` where ``a`` does, and what eager
-    would keep of the epilogue, at most; where the epilogue's output tells its derivative
-    (``relu``, ``sigmoid``, ``tanh``, ``softplus``, ``softcap``) that output alone, and the
-    epilogue stays fused; else the product before the epilogue, which a kernel of its own
-    applies.
+    Backward saves ``a`` if ``b`` needs a gradient, ``b`` if ``a`` does, and for the epilogue
+    at most what eager would save: only its output if that determines the derivative (``relu``,
+    ``sigmoid``, ``tanh``, ``softplus``, ``softcap``), and the epilogue stays fused; else the
+    product before the epilogue, which a separate kernel then applies.
     """
     if kernel is not None or config is not None or on_cache_miss is not None:
         with _overrides(kernel, config, on_cache_miss):
@@ -165,7 +164,7 @@ def _are_tensors(a: Any, b: Any, *others: Any) -> bool:
 
 
 def _scaled(call: Arguments, epilogue: EpilogueLike) -> Tensor:
-    """With a tensor to scale by."""
+    """:func:`matmul` with a tensor as ``alpha``."""
     alpha, out = call.alpha, call.out
     if alpha.dim():
         raise ValueError(f"alpha must be a number or a 0-d tensor, got {tuple(alpha.shape)}")
@@ -207,9 +206,9 @@ def linear(
         x: ``[..., K]``.
         weight: ``[N, K]``; with a gated epilogue ``[2N, K]``, gate rows before up rows.
         bias: ``[N]`` or ``[2N]``.
-        scale_b: Of the weight's transpose: one number, or ``[1, N]``.
+        scale_b: The scale of the weight's transpose: one number, or ``[1, N]``.
 
-    The rest is as for :func:`matmul`.
+    Other arguments are those of :func:`matmul`.
 
     Raises:
         RuntimeError: ``weight`` is not 2-D; else as :func:`matmul`.
@@ -273,8 +272,8 @@ def plan(
     config: ConfigLike = None,
     on_cache_miss: settings.OnCacheMiss | None = None,
 ) -> Plan:
-    """Choose and compile now; the returned :class:`Plan` is called with tensors of the same
-    shapes, strides and dtypes, many times, at the least host cost there is.
+    """Choose and compile a kernel now. Calls of the returned :class:`Plan`, with tensors of
+    the same shapes, strides and dtypes, have the lowest host cost.
 
     Not differentiable. Arguments and errors are those of :func:`matmul`.
     """
@@ -303,8 +302,8 @@ def problem(
     out_index: Tensor | None = None,
     out_weights: Tensor | None = None,
 ) -> Problem:
-    """The :class:`Problem` that a call with these arguments poses: of :func:`matmul`, or with
-    ``offs`` of :func:`tmm_core.grouped_matmul`.
+    """The :class:`Problem` that :func:`matmul` poses with these arguments, or with ``offs``
+    :func:`tmm_core.grouped_matmul`.
 
     Raises:
         RuntimeError, ValueError, TypeError: As :func:`matmul`.
@@ -324,8 +323,8 @@ def problem(
 
 
 def explain(a: Tensor, b: Tensor, **arguments: Any) -> Explanation:
-    """What :func:`matmul` would do with these arguments under the settings in force, why, and
-    why not otherwise: a call that would be tuned first, or would raise CacheMissError, says so.
+    """Explain which kernel :func:`matmul` would choose for these arguments under the current
+    settings, and why not another; also whether the call would tune or raise CacheMissError.
 
     Nothing is tuned or launched. ``print()`` the result, or read its fields.
 
@@ -352,7 +351,7 @@ def tune(
 
     Args:
         problems: From :func:`problem`, one or many.
-        force: Measure also what is on record.
+        force: Also measure problems that have a record.
         budget: Seconds per problem (``TMM_TUNE_BUDGET``).
 
     Returns:
@@ -375,7 +374,7 @@ def tune(
 
 
 def kernels() -> list[KernelInfo]:
-    """Every kernel there is, with version, distribution, traits, and why it is disabled."""
+    """All registered kernels, with version, distribution, traits, and why they are disabled."""
     from tmm_core.dispatch.explanation import kernel_infos
 
     return kernel_infos(dispatch.dispatcher().registry, settings.current())

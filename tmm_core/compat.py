@@ -1,11 +1,11 @@
-"""Private names of torch, in one place, each with what serves where this torch lacks it.
+"""Private names of torch, in one place, each with a fallback for torch versions that lack it.
 
-Torch may rename or drop them in any release. What stands in for one is slower, never wrong: where
-nobody can tell that torch's dispatcher has nothing to do, a call goes through the operator, as if
-it had. One warning names what is missing.
+Torch may rename or drop them in any release. A fallback is slower, never wrong: if a query of
+torch's state is missing, the call goes through the operator as if torch's dispatcher were needed.
+One warning lists the missing names.
 
-At the bottom of the package rather than in ``interop``: the path of a warm call, in ``launch``
-below it, asks most of these.
+This module is at the bottom of the package rather than in ``interop``, because the warm path in
+``launch`` uses most of these names.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ import torch
 
 from tmm_core.errors import TmmWarning
 
-#: What this torch lacks, of the names asked for so far.
+#: The names requested so far that this torch lacks.
 missing: list[str] = []
 
 
 def private(path: str, otherwise: Any) -> Any:
-    """What torch has under the dotted ``path``, in a module that may have to be imported; else
-    ``otherwise``, and the name is noted."""
+    """The object at the dotted ``path`` in torch, importing its module if need be; else
+    ``otherwise``, and the name is added to :data:`missing`."""
     *modules, name = path.split(".")
     owner: Any = None
     try:
@@ -52,13 +52,13 @@ def _always(answer: Any) -> Any:
 
 
 def _holding(path: str, **otherwise: Any) -> Any:
-    """The module of that ``path``, whose attributes change; a stand-in where one is missing."""
+    """The module at ``path``, whose attributes change over time; a stand-in if one is missing."""
     lacking = [name for name in otherwise if private(f"{path}.{name}", _ABSENT) is _ABSENT]
     return SimpleNamespace(**otherwise) if lacking else importlib.import_module(path)
 
 
-# -- whether torch's dispatcher has anything to do (launch.warm) ---------------------------------
-# Each is one call of C, some 50 ns. What stands in says that it has.
+# -- whether the call needs torch's dispatcher (launch.warm) -------------------------------------
+# Each is one call of C, some 50 ns. The fallbacks answer that it does.
 
 autocasts = private("torch._C._is_any_autocast_enabled", _always(True))
 dispatch_modes = private("torch._C._len_torch_dispatch_stack", _always(1))
@@ -71,13 +71,13 @@ transform = private("torch._C._functorch.peek_interpreter_stack", _always(True))
 forward_ad = _holding(
     "torch.autograd.forward_ad", _current_level=0, _set_fwd_grad_enabled=_always(nullcontext())
 )
-#: ``_is_profiler_enabled``: without it the profiler shows no kernel's name.
+#: ``_is_profiler_enabled``: without it the profiler shows no kernel names.
 profiler = _holding("torch.autograd.profiler", _is_profiler_enabled=False)
 
 deterministic = private(
     "torch._C._get_deterministic_algorithms", torch.are_deterministic_algorithms_enabled
 )
-#: 1 where a tensor's elements share memory; what stands in may not know, as torch's may not.
+#: 1 if a tensor's elements share memory, 2 if unknown, which the fallback always returns.
 internal_overlap = private("torch._debug_has_internal_overlap", _always(2))
 
 
@@ -89,8 +89,8 @@ def _functorch_transforms() -> bool:
 
 
 transforms_active = private("torch._C._are_functorch_transforms_active", _functorch_transforms)
-#: Whether this is one of many gradients: ``is_grads_batched`` maps over backward by means older
-#: than functorch's, which no mode tells of.
+#: Whether this is a batch of gradients: ``is_grads_batched`` uses the legacy vmap, which no
+#: functorch mode reveals.
 is_batched = private("torch._C._functorch.is_legacy_batchedtensor", _always(True))
 
 if TYPE_CHECKING:
@@ -98,20 +98,20 @@ if TYPE_CHECKING:
 
     SingleLevelFunction = _SingleLevelFunction
 else:
-    #: A function of one level of transforms, which torch's dispatcher has taken apart before.
+    #: An autograd function for one level of transforms, below torch's dispatcher.
     SingleLevelFunction = private(
         "torch.autograd.function._SingleLevelFunction", torch.autograd.Function
     )
 single_level: Any = private(
     "torch._functorch.utils.enable_single_level_autograd_function", _always(nullcontext())
 )
-#: Below it an operator's Autograd kernel calls the operator again; None: the operator is given
-#: its derivative by ``torch.library.register_autograd``.
+#: The guard under which an operator's Autograd kernel calls the operator again. None: use
+#: ``torch.library.register_autograd`` instead.
 below_autograd: Any = private("torch._C._AutoDispatchBelowAutograd", None)
 
 
 def _without_autocast(device: str) -> Any:
-    """What enters a context in which ``device`` does not autocast."""
+    """The factory of a context in which ``device`` does not autocast."""
     exclude = private("torch._C._ExcludeDispatchKeyGuard", None)
     keys = private("torch._C.DispatchKeySet", None)
     key = private(f"torch._C.DispatchKey.Autocast{device.upper()}", None)
@@ -139,8 +139,8 @@ def _current_stream(device: int) -> int:
     return torch.cuda.current_stream(device).cuda_stream
 
 
-#: Torch's allocation of a CUDA tensor below its dispatcher, on the current device, as compiled
-#: graphs make it, in half the 1.7 µs of ``new_empty``. A torch without CUDA has none of the three.
+#: Allocates a CUDA tensor on the current device below torch's dispatcher, as compiled graphs do,
+#: in half the 1.7 µs of ``new_empty``. A torch without CUDA has none of the three.
 empty_strided_cuda = _empty_strided_cuda
 current_device: Any = torch.cuda.current_device
 current_stream: Any = _current_stream
@@ -150,22 +150,22 @@ if torch.backends.cuda.is_built():
     current_stream = private("torch._C._cuda_getCurrentRawStream", _current_stream)
 
 
-# -- what is asked for by few --------------------------------------------------------------------
+# -- rarely used ---------------------------------------------------------------------------------
 
 
 def tensor_guards() -> Any:
-    """The compiler's class that tells tensors from those it was made of; None: there is none."""
+    """The compiler's class that checks tensors against those it was made from; None if absent."""
     return getattr(getattr(torch._C._dynamo, "guards", None), "TensorGuards", None)
 
 
 def fake_tensor() -> Any:
-    """The class of tensors that an export traces on; ``()`` where it cannot be had, which no
-    tensor is an instance of."""
+    """The class of tensors that an export traces with; ``()`` if absent, of which no tensor is
+    an instance."""
     return private("torch._subclasses.fake_tensor.FakeTensor", ())
 
 
 def schema_info() -> Any:
-    """What tells DTensor by which arguments to remember a decision; None: there is none."""
+    """The class that tells DTensor which arguments its cache is keyed by; None if absent."""
     return private("torch.distributed.tensor._op_schema.RuntimeSchemaInfo", None)
 
 
@@ -176,8 +176,8 @@ def local_tensor(t: Any) -> torch.Tensor | None:
 
 if missing:
     warnings.warn(
-        f"this torch ({torch.__version__}) lacks {', '.join(missing)}: results are the same, and "
-        "calls may cost the host some µs more, or have torch's backward",
+        f"this torch ({torch.__version__}) lacks {', '.join(missing)}: results are the same, but "
+        "calls may cost some µs more on the host, or use torch's backward",
         TmmWarning,
         stacklevel=2,
     )

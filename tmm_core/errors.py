@@ -1,15 +1,15 @@
-"""Every error tmm raises on its own account, in one place.
+"""All error classes of tmm.
 
 Errors about tensors (shapes, dtypes, devices) are not here: those are the
-``RuntimeError``, ``TypeError`` and ``NotImplementedError`` that torch raises, in
-torch's words, so that code written around ``torch.matmul`` keeps working::
+``RuntimeError``, ``TypeError`` and ``NotImplementedError`` that torch raises, with
+torch's messages, so that code written around ``torch.matmul`` keeps working::
 
     TmmError
-    ├── UnknownNameError (ValueError)      a kernel or epilogue nobody registered
-    ├── UnsupportedProblemError (RuntimeError)  what was forced cannot serve the problem
+    ├── UnknownNameError (ValueError)      a kernel or epilogue that is not registered
+    ├── UnsupportedProblemError (RuntimeError)  a forced kernel cannot serve the problem
     ├── ConfigError (ValueError)           a kernel config does not parse or is out of bounds
     ├── SettingsError (ValueError)         a ``TMM_*`` variable or override has no valid value
-    ├── CacheMissError (LookupError)       nothing tuned, and ``on_cache_miss="error"``
+    ├── CacheMissError (LookupError)       no tuned record, and ``on_cache_miss="error"``
     └── PluginError (RuntimeError)         a plugin registered something unusable
 """
 
@@ -20,11 +20,11 @@ from collections.abc import Iterable
 
 
 class TmmError(Exception):
-    """Base of all errors that are tmm's own."""
+    """Base class of tmm's errors."""
 
 
 class UnknownNameError(TmmError, ValueError):
-    """A kernel or epilogue name that nobody registered.
+    """A kernel or epilogue name that is not registered.
 
     The message names the closest registered names.
     """
@@ -37,7 +37,7 @@ class UnknownNameError(TmmError, ValueError):
 
 
 class UnsupportedProblemError(TmmError, RuntimeError):
-    """A kernel or an arithmetic that was asked for by name cannot serve the problem."""
+    """A kernel or an arithmetic requested by name cannot serve the problem."""
 
 
 class ConfigError(TmmError, ValueError):
@@ -49,7 +49,7 @@ class SettingsError(TmmError, ValueError):
 
 
 class CacheMissError(TmmError, LookupError):
-    """No tuned record exists and ``on_cache_miss="error"`` forbids going on without."""
+    """No tuned record exists, and ``on_cache_miss="error"`` requires one."""
 
 
 class PluginError(TmmError, RuntimeError):
@@ -61,7 +61,7 @@ class TmmWarning(UserWarning):
 
 
 def warn(message: str, category: type[Warning] = TmmWarning) -> None:
-    """Issue a warning that points at the line of the program which called into tmm."""
+    """Issue a warning that points at the line that called into tmm."""
     from tmm_cache.errors import warn_caller  # importing tmm_core imports no cache
 
     warn_caller(message, category)

@@ -1,4 +1,4 @@
-"""Grouped products, as a user calls them: a mixture of experts in one call."""
+"""The public calls for grouped products: a mixture of experts in one call."""
 
 from __future__ import annotations
 
@@ -37,8 +37,8 @@ def grouped_matmul(
     config: Config | Mapping[str, Any] | None = None,
     on_cache_miss: settings.OnCacheMiss | None = None,
 ) -> Tensor:
-    """``epilogue(alpha · (a @ b) + bias) + residual`` of many groups, in one launch; the forms of
-    ``torch.nn.functional.grouped_mm``.
+    """``epilogue(alpha · (a @ b) + bias) + residual`` for many groups in one launch, in the forms
+    of ``torch.nn.functional.grouped_mm``.
 
     >>> y = grouped_matmul(rows, weights.mT, offs=ends, epilogue="swiglu")     # doctest: +SKIP
 
@@ -52,30 +52,31 @@ def grouped_matmul(
     ======================  ======================  =================  ===========================
 
     ``offs`` is never read on the host: nothing waits for the GPU, and its values may change from
-    one replay of a CUDA graph to the next. Groups may be empty. What is beyond ``offs[-1]`` is not
+    one replay of a CUDA graph to the next. Groups may be empty. Data beyond ``offs[-1]`` is not
     read and may be NaN; there the result is unspecified, and gradients are zero. Operands may
-    lie anyhow: nothing has to be aligned.
+    have any strides and alignment.
 
     Args:
-        offs: int32 ``[G]``: where each group ends, never falling, at most T.
+        offs: int32 ``[G]``: where each group ends, non-decreasing, at most T.
         bias: ``[N]``, or ``[G, N]`` with one for each group (2N where gated); not with ragged
             columns.
-        residual: Of the result's shape; added last.
+        residual: Has the result's shape; added last.
         alpha: A number.
         epilogue: As for :func:`tmm_core.matmul`. With a gated one ``b`` is 2N wide.
         out_dtype: The result's; by default that of ``a``.
-        a_index: int32 or int64 ``[T]``: row t of the product is of ``a[a_index[t]]``, gathered
-            while it is loaded. ``a`` has any number of rows; all indices are in range. For ragged
-            rows, like what follows.
-        out_index: int32 or int64 ``[T]``: row t becomes ``result[out_index[t]]``. No two are
-            equal. With it, rows beyond ``offs[-1]`` are zero.
+        a_index: int32 or int64 ``[T]``: row t of the product reads ``a[a_index[t]]``, gathered
+            while it is loaded. ``a`` has any number of rows; all indices must be in range. This
+            and the two below are for ragged rows.
+        out_index: int32 or int64 ``[T]``: row t becomes ``result[out_index[t]]``. Indices must be
+            distinct. With it, rows beyond ``offs[-1]`` are zero.
         out_weights: ``[T]``: row t is multiplied by it after the epilogue, before the residual.
-        out: Where to write. Not differentiable; what is beyond the last group may be overwritten.
+        out: The tensor to write to. Not differentiable; data beyond the last group may be
+            overwritten.
         kernel, config, on_cache_miss: As for :func:`tmm_core.matmul`.
 
     Raises:
-        RuntimeError, ValueError, TypeError: Tensors that do not fit, in torch's words where it has
-            them.
+        RuntimeError, ValueError, TypeError: Tensors do not fit; with torch's message where torch
+            has one.
         UnknownNameError, UnsupportedProblemError, ConfigError, SettingsError,
             CacheMissError: See :mod:`tmm_core.errors`.
 
@@ -132,10 +133,10 @@ def _batched(
     out: Tensor | None,
     rows: tuple[Tensor | None, ...],
 ) -> Tensor:
-    """Groups of one size: a batch of products. With a bias each they are ragged ones of a."""
+    """Groups of equal size: a batch of products. A bias per group makes them ragged rows of a."""
     count = check_operands(a, b, None)
     if any(t is not None for t in rows):
-        raise ValueError("rows are gathered, scattered and weighed where they are ragged")
+        raise ValueError("a_index, out_index and out_weights need ragged rows: give offs")
     if bias is None or bias.dim() == 1:
         arguments = (a, b, bias, residual, alpha, text_of(epilogue), out_dtype)
         if out is not None:
@@ -177,7 +178,7 @@ def grouped_linear(
         weight: ``[G, N, K]``; with a gated epilogue ``[G, 2N, K]``, gate rows before up rows.
         bias: ``[N]`` or ``[G, N]`` (2N where gated).
 
-    The rest is as for :func:`grouped_matmul`.
+    Other arguments are those of :func:`grouped_matmul`.
 
     Raises:
         RuntimeError: ``x`` is not 2-D or ``weight`` not 3-D; else as :func:`grouped_matmul`.

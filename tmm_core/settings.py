@@ -1,21 +1,21 @@
-"""What an operator or a ``with`` block decides for all calls: read once, then frozen.
+"""Settings of a process (environment variables) or of a ``with`` block: read once, then frozen.
 
 ======================  =========================================================
 ``TMM_ON_CACHE_MISS``   ``tune`` (default), ``heuristic`` or ``error``
 ``TMM_KERNEL``          force one kernel, e.g. ``triton.split_k``
 ``TMM_DISABLE``         kernel names not to use, comma-separated
-``TMM_BATCH_INVARIANT`` ``1``: a row's bits do not depend on how many rows come with it
-``TMM_STATIC_WEIGHTS``  ``1``: no kernel that may still run when a product is asked for writes
-                        its second operand, a matrix (docs/serve.md says what that promises)
-``TMM_ARITHMETIC``      and by which arithmetic they are summed, as ``explain`` names it
+``TMM_BATCH_INVARIANT`` ``1``: a row's bits do not depend on the number of rows
+``TMM_STATIC_WEIGHTS``  ``1``: no kernel that may still run when a product is called writes
+                        its second operand, a matrix (docs/serve.md defines the promise)
+``TMM_ARITHMETIC``      batch-invariant, with this arithmetic, as ``explain`` names it
 ``TMM_TUNE_BUDGET``     seconds a problem's tuning may take (default 20)
-``TMM_TUNE_MEMORY``     bytes that tuning and verifying may take, like ``2G`` (default: of what
-                        is free on a GPU a quarter each, at most 8 and 4 GiB)
-``TMM_PROGRESS``        ``0``: no progress display; ``1``: also where no terminal is
+``TMM_TUNE_MEMORY``     bytes that tuning and verifying may take, like ``2G`` (default: a
+                        quarter each of a GPU's free memory, at most 8 and 4 GiB)
+``TMM_PROGRESS``        ``0``: no progress display; ``1``: even without a terminal
 ======================  =========================================================
 
-Which plugins load is the registry's (``TMM_PLUGINS``, ``TMM_DISABLE_PLUGINS``), where
-records lie is the cache's (``TMM_CACHE_DIR``, ``TMM_CACHE_PATH``).
+The registry reads which plugins to load (``TMM_PLUGINS``, ``TMM_DISABLE_PLUGINS``), the
+cache where records are (``TMM_CACHE_DIR``, ``TMM_CACHE_PATH``).
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _FLAGS |= {"0": False, "false": False, "off": False, "no": False, "": False}
 
 @dataclass(frozen=True, eq=False)
 class Settings:
-    """Compared by identity, so that it costs a plan's key nothing to hold one; equal
+    """Settings in force for a call. Compared by identity, which is cheap in a plan's key; equal
     settings are one object because :func:`override` interns them."""
 
     on_cache_miss: OnCacheMiss = "tune"
@@ -55,16 +55,16 @@ class Settings:
     disable: frozenset[str] = frozenset()
     deterministic: bool = False
     batch_invariant: bool = False
-    #: The caller's word that weights may be read before earlier launches have ended.
+    #: The caller's promise that weights may be read before earlier launches have ended.
     static_weights: bool = False
-    #: What every product is summed by, in batch-invariant mode, which it implies.
+    #: The arithmetic that sums every product; implies batch-invariant mode.
     arithmetic: str | None = None
     #: Seconds one problem's tuning may take.
     tune_budget: float = 20.0
-    #: Bytes that tensors of a tuning, or of a verification at first use, may take together, scratch
-    #: memory of each candidate included. None: shares of what is free.
+    #: Bytes of tensors that a tuning, or a verification at first use, may hold in total, including
+    #: each candidate's scratch memory. None: a share of the free memory.
     tune_memory: int | None = None
-    #: None: show progress where stderr is a terminal.
+    #: None: show progress if stderr is a terminal.
     progress: bool | None = None
 
     def __post_init__(self) -> None:
@@ -84,7 +84,7 @@ class Settings:
 
     @classmethod
     def from_environ(cls, environ: Mapping[str, str]) -> Settings:
-        """Read ``TMM_*``; names the variable at fault.
+        """Read ``TMM_*``; errors name the variable.
 
         Raises:
             SettingsError: A value that is not accepted.
@@ -119,11 +119,11 @@ def names(text: str) -> frozenset[str]:
     return frozenset(filter(None, (part.strip() for part in text.split(","))))
 
 
-#: What ``TMM_DISABLE`` calls the kernels that apply an epilogue and its derivative while training;
-#: they are no candidates, and so not registered.
+#: The name in ``TMM_DISABLE`` of the kernels that apply an epilogue and its derivative in training;
+#: they are not candidates, and so not registered.
 POINTWISE = "triton.pointwise"
 
-#: Field, variable and how its text becomes the value.
+#: Field to its variable and the converter from text.
 VARIABLES: dict[str, tuple[str, Any]] = {
     "on_cache_miss": ("TMM_ON_CACHE_MISS", str),
     "kernel": ("TMM_KERNEL", lambda text: text.strip() or None),
@@ -137,17 +137,17 @@ VARIABLES: dict[str, tuple[str, Any]] = {
 }
 
 _active: ContextVar[Settings | None] = ContextVar("tmm_settings", default=None)
-#: What a plan's key holds: the settings of the innermost override, None outside of any.
+#: The settings of the innermost override, None outside of any; part of a plan's key.
 overridden = _active.get
 _interned: dict[tuple[Any, ...], Settings] = {}
 
 
 def within(settings: Settings | None, function: Callable[..., T], *arguments: Any) -> T:
-    """``function(*arguments)`` under what :data:`overridden` returned elsewhere: another thread
-    knows nothing of this one's overrides. But for ``static_weights``: what is run so are the
-    products of a backward, whose second operand may be a gradient just written, and those of a
-    weight that autocast has just cast."""
-    # A graph that is compiled runs later, in whatever thread.
+    """Call ``function(*arguments)`` under ``settings``, as :data:`overridden` returned them in
+    another thread, which does not share its overrides. ``static_weights`` is left out: this runs
+    the products of backward, whose second operand may be a gradient just written, and those of
+    weights that autocast has just cast."""
+    # A compiled graph runs later, in any thread.
     if torch.compiler.is_dynamo_compiling():
         return function(*arguments)
     if (settings or _from_environment()).static_weights:
@@ -156,8 +156,8 @@ def within(settings: Settings | None, function: Callable[..., T], *arguments: An
 
 
 def with_static_weights(function: Callable[..., T], *arguments: Any) -> T:
-    """``function(*arguments)`` under the settings in force here and ``static_weights``."""
-    # A graph that is compiled runs later, by what is in force then.
+    """Call ``function(*arguments)`` under the current settings and ``static_weights``."""
+    # A compiled graph runs later, under the settings of that time.
     if torch.compiler.is_dynamo_compiling():
         return function(*arguments)
     return _under(_changed(current(), static_weights=True), function, *arguments)
@@ -205,13 +205,13 @@ def override(
     disable: Iterable[str] = (),
     **changes: Any,
 ) -> Iterator[Settings]:
-    """Other settings inside a ``with`` block, in this thread or task only. A product's gradients
-    go by what was in force when it was computed, as under autocast.
+    """Override settings inside a ``with`` block, in this thread or task only. A product's gradients
+    use the settings under which it was computed, as under autocast.
 
     Args:
         kernel: Force this kernel.
-        config: And this config of it, as a mapping of its fields.
-        disable: Kernels not to use, besides those disabled already.
+        config: Force this config of it, as a mapping of its fields.
+        disable: Kernels not to use, in addition to those disabled already.
         changes: ``on_cache_miss``, ``deterministic``, ``batch_invariant``, ``arithmetic``,
             ``static_weights``, ``tune_budget``, ``tune_memory``, ``progress``.
 

@@ -1,4 +1,4 @@
-"""The version of this tmm, below everything that stamps or prints it."""
+"""The version of tmm, in a module below everything that stamps or prints it."""
 
 from typing import Final
 

@@ -1,6 +1,6 @@
 """The on-disk cache of tuning results, one small JSON file per problem and GPU.
 
-It knows neither torch nor the kernels: problems, environments and configs are JSON that it keeps.
+It depends on neither torch nor the kernels: problems, environments and configs are opaque JSON.
 
     store = CacheStore()
     with store.lock(gpu, environment, problem, timeout=60) as mine:

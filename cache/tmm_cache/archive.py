@@ -1,8 +1,8 @@
-"""Carrying records to another machine: a tar file out, validated records in.
+"""Carries records to another machine: a tar file out, validated records in.
 
-The archive is a stranger's until each member has proved to be a record, and nothing is unpacked:
-names are matched against the layout, contents are parsed, and what is written is what was
-understood. The same records always give the same bytes, so that an image layer is reproducible.
+The archive is untrusted, and nothing is unpacked: names are matched against the layout, contents
+are parsed, and the parsed record is what is written. The same records always give the same bytes,
+so that an image layer is reproducible.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ from tmm_cache.unpack import ArchiveError, Member, members
 _MEMBER = re.compile(
     rf"(?:{'|'.join(VERSIONS)})/([^/]+)/([0-9a-f]{{{DIGEST_DIGITS}}})/([0-9a-f]{{{DIGEST_DIGITS}}}|environment)\.json"
 )
-#: What a machine whose clock is ahead may be ahead by.
+#: How far the clock of the exporting machine may be ahead.
 CLOCK_SKEW: Final = timedelta(days=1)
-#: Environments are held while an archive is read, records are not. One is some 300 bytes.
+#: Environments stay in memory while an archive is read, records do not. One takes about 300 bytes.
 MAX_ENVIRONMENT_BYTES: Final = 2**14
 MOST_ENVIRONMENTS: Final = 4096
 
@@ -52,18 +52,18 @@ class Imported:
     """What an import did."""
 
     written: int = 0
-    #: Records that were already here, as new or newer.
+    #: Records that were already here and are at least as new.
     kept: int = 0
-    #: Members that are no part of a cache's records.
+    #: Members that are not part of a cache.
     ignored: int = 0
-    #: Members whose content is not what their name says, with the reason.
+    #: Members whose content does not match their name, with the reason.
     faults: list[tuple[str, str]] = field(default_factory=list)
 
 
 def write_archive(file: Path, entries: Iterable[Entry]) -> int:
     """Write records and their environments to a `.tar.gz`; returns the number of records.
 
-    Raises ArchiveError where the file is there and no regular file, OSError where it can't be
+    Raises ArchiveError if the path exists and is not a regular file, OSError if it can't be
     written.
     """
     file = file.resolve()
@@ -75,7 +75,7 @@ def write_archive(file: Path, entries: Iterable[Entry]) -> int:
     for entry in entries:
         folder = f"{VERSION}/{entry.gpu}/{entry.environment_digest}"
         name = f"{folder}/{entry.digest}.json"
-        if name in contents:  # an older schema's, of a problem that was measured anew
+        if name in contents:  # a v1 record whose problem was measured again
             continue
         contents[name] = record_bytes(entry.record)
         count += 1
@@ -88,7 +88,7 @@ def write_archive(file: Path, entries: Iterable[Entry]) -> int:
         tarfile.open(fileobj=packed, mode="w", format=tarfile.USTAR_FORMAT) as archive,
     ):
         for name, data in sorted(contents.items()):
-            member = tarfile.TarInfo(name)  # its owner and time are 0 unless set
+            member = tarfile.TarInfo(name)  # owner and time default to 0
             member.size = len(data)
             archive.addfile(member, io.BytesIO(data))
     write_atomically(file, buffer.getvalue(), mode=0o666)
@@ -96,13 +96,13 @@ def write_archive(file: Path, entries: Iterable[Entry]) -> int:
 
 
 def read_archive(file: Path, root: Path, force: bool) -> Imported:
-    """Write an archive's records into a root, unless the root has one as new or newer.
+    """Write an archive's records into a root, unless the root has one at least as new.
 
-    `force` overwrites newer ones too. A member whose content is wrong is left out and told of, as
-    is one that was made in the future, which would be newer than all that is tuned until then.
-    Raises ArchiveError, with nothing written, for a file that is no archive, that is beyond the
-    limits of `unpack`, or has a member that would lead out of the root: a link, a device, an
-    absolute or climbing path. Raises OSError where the root can't be read or written.
+    `force` overwrites newer ones too. A member with invalid content is skipped and reported, as is
+    one created in the future, which would win over every record tuned until then. Raises
+    ArchiveError, with nothing written, for a file that is not an archive, that exceeds the limits
+    of `unpack`, or has a member that would escape the root: a link, a device, an absolute or
+    climbing path. Raises OSError if the root can't be read or written.
     """
     try:
         handle = open_regular(file, os.O_RDONLY)
@@ -110,11 +110,11 @@ def read_archive(file: Path, root: Path, force: bool) -> Imported:
         raise ArchiveError(f"{file}: is not a file that can be read ({error})") from error
     imported = Imported()
     with open(handle, "rb") as raw, Batch() as batch:
-        # Once to see that all of it may be read, which writes nothing and keeps no record.
+        # The first pass only validates: it writes nothing and keeps no record.
         environments = _environments(members(file, raw), imported)
         raw.seek(0)
         latest = datetime.now(timezone.utc) + CLOCK_SKEW
-        #: What is at a path, or waits to be put there: an archive may hold both schemas of it.
+        #: What is at a path, or waits to be put there: an archive may hold both schemas.
         ranks: dict[Path, tuple[bool, datetime]] = {}
         for member in members(file, raw):
             match = _MEMBER.fullmatch(member.name)
@@ -136,7 +136,7 @@ def read_archive(file: Path, root: Path, force: bool) -> Imported:
                     if isinstance(present, TuningRecord):
                         ranks[path] = _rank(present)
                     elif isinstance(present, Fault) and not present.damaged:
-                        # It may be newer, and read well the next time.
+                        # The record there may be newer, and readable the next time.
                         if present.place:
                             raise OSError(f"{present.path} {present.reason}")
                         imported.faults.append((member.name, f"{present.path} {present.reason}"))
@@ -154,7 +154,7 @@ def read_archive(file: Path, root: Path, force: bool) -> Imported:
 
 
 def _environments(found: Iterable[Member], imported: Imported) -> dict[str, dict[str, JSON]]:
-    """The environments by their folders, and every fault among them."""
+    """The environments by folder; faults are added to `imported`."""
     environments: dict[str, dict[str, JSON]] = {}
     for member in found:
         match = _MEMBER.fullmatch(member.name)
@@ -175,5 +175,5 @@ def _environments(found: Iterable[Member], imported: Imported) -> dict[str, dict
 
 
 def _rank(record: TuningRecord) -> tuple[bool, datetime]:
-    """A hint never replaces a record that answers; of equals the newer counts."""
+    """A hint never replaces a record that answers; between equals the newer wins."""
     return not record.is_hint, record.created_at

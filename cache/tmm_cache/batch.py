@@ -1,7 +1,7 @@
-"""Writing thousands of records at the price of a few syncs.
+"""Writes thousands of records at the price of a few syncs.
 
-A sync of each file takes 4 ms on a busy disk, 14 s for 4,000 records. Each record is still replaced
-in one step, and none before the bytes of its batch are on the disk.
+Syncing each file takes 4 ms on a busy disk, 14 s for 4,000 records. Each record is still replaced
+atomically, and only after the bytes of its batch are on disk.
 """
 
 from __future__ import annotations
@@ -15,21 +15,21 @@ from typing import Final
 from tmm_cache.ages import mark_imported
 from tmm_cache.disk import make_folder, sync_folder, write_beside
 
-#: Temporary files that a batch holds at most.
+#: Maximum number of temporary files in a batch.
 _MOST_FILES: Final = 512
 _MOST_BYTES: Final = 64 * 2**20
 
 
 class Batch:
-    """Files that are written beside their places and then put there together.
+    """Files that are written to temporary names and then renamed into place together.
 
-    As a context it puts what is left in place at its end, and after an exception removes it.
+    As a context manager it flushes the rest on exit, and removes it after an exception.
     """
 
     __slots__ = ("_bytes", "_waiting")
 
     def __init__(self) -> None:
-        #: The temporary file of each path; what is added last under a path counts.
+        #: The temporary file of each path; the last one added under a path counts.
         self._waiting: dict[Path, Path] = {}
         self._bytes = 0
 
@@ -46,7 +46,7 @@ class Batch:
                     os.unlink(temporary)
 
     def add(self, path: Path, data: bytes) -> None:
-        """Write a file that comes from another machine. Raises OSError."""
+        """Add a file that comes from another machine. Raises OSError."""
         make_folder(path.parent)
         temporary = write_beside(path, data, sync=False)
         earlier, self._waiting[path] = self._waiting.get(path), temporary
@@ -58,7 +58,7 @@ class Batch:
             self.flush()
 
     def flush(self) -> None:
-        """Put everything in place. Raises OSError; then some are and the others are not."""
+        """Rename everything into place. Raises OSError after some of the renames."""
         if not self._waiting:
             return
         _sync(list(self._waiting.values()))
@@ -72,7 +72,7 @@ class Batch:
 
 
 def _sync(files: list[Path]) -> None:
-    """Bring the files' bytes to the disk; all are of one file system. Raises OSError."""
+    """Sync the files, which are all on one file system. Raises OSError."""
     syncfs = _syncfs()
     for path in files:
         handle = os.open(path, os.O_RDONLY)
@@ -80,7 +80,7 @@ def _sync(files: list[Path]) -> None:
             if syncfs is None:
                 os.fsync(handle)
             elif syncfs(handle) != 0:
-                # Not of this kernel, or writing failed: `fsync` says which.
+                # The kernel lacks it, or writing failed: `fsync` tells which.
                 syncfs = None
                 os.fsync(handle)
             else:
@@ -90,7 +90,7 @@ def _sync(files: list[Path]) -> None:
 
 
 def _syncfs() -> Callable[[int], int] | None:
-    # Not os.sync: another mount, of a server that is gone, would hold up this one.
+    # Not os.sync: another mount whose server is gone would block it.
     try:
         import ctypes
 

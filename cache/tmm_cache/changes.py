@@ -1,7 +1,7 @@
 """The commands that write: clear, prune, export, import.
 
-Each takes the store and its parsed options, and returns the exit status. They change the user's
-own root alone; what is removed is summed up first and asked for, and `--dry-run` lists it.
+Each takes the store and its parsed options, and returns the exit status. They change only the
+user's own root. Removals are summed up and confirmed first; `--dry-run` lists them.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def prune(store: CacheStore, options: Namespace) -> int:
 def export(store: CacheStore, options: Namespace) -> int:
     """Write the user's own records that pass the filters into an archive.
 
-    FOUND where one could not be read, and is not in it.
+    Returns FOUND if a record could not be read and was left out.
     """
     from tmm_cache.archive import write_archive
     from tmm_cache.unpack import ArchiveError
@@ -87,7 +87,7 @@ def import_(store: CacheStore, options: Namespace) -> int:
     for name, reason in imported.faults:
         note(f"left out {name}: {reason}")
     if imported.ignored:
-        note(f"left out {counted(imported.ignored, 'file')} that no cache has")
+        note(f"left out {counted(imported.ignored, 'file')} that a cache does not have")
     kept = f", {imported.kept} kept that were as new or newer" if imported.kept else ""
     note(f"{counted(imported.written, 'record')} written to {store.root}{kept}")
     return FOUND if imported.faults else DONE
@@ -106,7 +106,7 @@ def _remove(store: CacheStore, options: Namespace, found: Iterator[Removal | Fau
         what += f" and {counted(len(removals) - records, 'other file')}"
     asked = not (options.yes or options.dry_run)
     if asked and not can_ask():
-        note(f"-y is needed to remove {what} from {store.root} where nobody can be asked")
+        note(f"-y is needed to remove {what} from {store.root} without a terminal")
         return MISTAKE
     if options.json:
         print_json(
@@ -134,7 +134,7 @@ def _remove(store: CacheStore, options: Namespace, found: Iterator[Removal | Fau
 
 
 def _sum_up(removals: Sequence[Removal]) -> None:
-    """A line for the files that share folder, kind and reason; a file on its own is named."""
+    """Print a line for the files that share folder, kind and reason; a single file is named."""
     alike: dict[tuple[Path, str, str], list[Path]] = {}
     for item in removals:
         alike.setdefault((item.path.parent, item.kind, item.reason), []).append(item.path)

@@ -1,7 +1,7 @@
-"""The `tmm-cache` command: its options, and how it ends.
+"""The `tmm-cache` command: its options and exit statuses.
 
-It looks after the cache on machines without a GPU and in images without torch, so neither is
-imported: every command answers at once.
+It maintains the cache on machines without a GPU and in images without torch, so it imports neither
+torch nor kernels and starts fast.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ Command: TypeAlias = Callable[[CacheStore, argparse.Namespace], int]
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse, with complaints of one line."""
+    """argparse with one-line errors."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(console.MISTAKE, f"{self.prog}: {printable(message)}\n")
@@ -52,12 +52,13 @@ class _Version(argparse.Action):
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the command; returns its exit status, 0 done, 1 found or left undone, 2 a mistake."""
+    """Run the command; returns 0 if done, 1 if faults were found or left undone, 2 for bad
+    usage."""
     try:
         status = _run(argv)
         sys.stdout.flush()
     except BrokenPipeError:
-        # `tmm-cache show | head`. Python flushes stdout once more at its end, so point it away.
+        # `tmm-cache show | head`. Python flushes stdout again at exit, so redirect it.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return console.DONE
     except KeyboardInterrupt:
@@ -72,7 +73,7 @@ def _run(argv: Sequence[str] | None) -> int:
     parser = _parser()
     try:
         options = parser.parse_args(argv)
-    except SystemExit as stop:  # after --help or a mistake
+    except SystemExit as stop:  # after --help or a usage error
         return stop.code if isinstance(stop.code, int) else console.DONE
     if hasattr(sys.stdout, "reconfigure"):
         # µ on an ASCII terminal is escaped rather than fatal.
@@ -85,7 +86,7 @@ def _run(argv: Sequence[str] | None) -> int:
         warnings.simplefilter("always", CacheWarning)
         warnings.showwarning = _note_warning
         store = CacheStore(options.cache_dir)
-        if is_nowhere(store.root):  # of which the user was just told
+        if is_nowhere(store.root):  # already reported
             return console.MISTAKE
         return run(store, options)
 
@@ -110,7 +111,7 @@ def _parser() -> argparse.ArgumentParser:
         command = subparsers.add_parser(
             name, help=text, description=text[0].upper() + text[1:] + "."
         )
-        # Without a default, or the one given before the command would be lost.
+        # No default: it would override a --cache-dir given before the command.
         _add_cache_dir(command, default=argparse.SUPPRESS)
         command.set_defaults(run=run)
         return command
@@ -242,7 +243,7 @@ def _argument(parse: Callable[[str], T]) -> Callable[[str], T]:
     def parsed(text: str) -> T:
         try:
             return parse(text)
-        except ValueError as error:  # whose text argparse would drop
+        except ValueError as error:  # argparse would drop its text
             raise argparse.ArgumentTypeError(str(error)) from error
 
     return parsed

@@ -1,6 +1,6 @@
-"""Lays out tables and paragraphs for a width: columns are chosen, words stay whole.
+"""Lays out tables and paragraphs for a width, by dropping columns and never splitting words.
 
-rich shrinks columns without regard for words, and costs 45 ms and 0.5 ms a row; a list of 10,000
+rich shrinks columns by splitting words, and costs 45 ms plus 0.5 ms per row; a list of 10,000
 records takes 40 ms here.
 """
 
@@ -13,16 +13,16 @@ import textwrap
 from collections.abc import Sequence
 from itertools import zip_longest
 
-#: The width of what does not go to a terminal: logs, mail and side-by-side diffs hold it.
+#: The width of output to a pipe or file: fits logs, mail and side-by-side diffs.
 PIPED = 100
 GAP = 2
 
-#: Where a cell may be broken: behind a space, the plus of an epilogue's chain, a range's dots.
+#: A cell may be broken after a space, the plus of an epilogue chain, or the dots of a range.
 _WORDS = re.compile("[^ +…]*[ +…]?")
 
 
 def width() -> int:
-    """The terminal's width, or :data:`PIPED` where stdout is none."""
+    """The terminal's width, or :data:`PIPED` if stdout is not a terminal."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else PIPED
 
 
@@ -36,11 +36,11 @@ def table(
 ) -> list[str]:
     """The lines of a table, none longer than `width`.
 
-    A row that is a text is a paragraph across all columns: a heading at the left edge, what begins
-    with a space below the row before it. The columns in `right` are of numbers. Those in
-    `optional` are left out, the first of them first, while a row is too long; then long cells are
-    folded between words. A word is broken only where the longest words of all columns do not fit
-    beside each other.
+    A row that is a string is a paragraph across all columns: a heading, or, if it begins with a
+    space, a continuation of the row above. Columns in `right` are right-aligned. Columns in
+    `optional` are dropped, first to last, while a row is too long; then long cells are folded
+    between words. A word is broken only if the longest words of all columns do not fit side by
+    side.
     """
     whole = [row for row in rows if not isinstance(row, str)]
     kept = fitting(columns, whole, width, optional)
@@ -70,7 +70,7 @@ def table(
 def fitting(
     columns: Sequence[str], rows: Sequence[Sequence[str]], width: int, optional: Sequence[str]
 ) -> list[int]:
-    """The places of the columns that are not left out for want of width."""
+    """The indices of the columns that fit the width."""
     natural = [GAP + max(map(len, cells)) for cells in zip(columns, *rows, strict=True)]
     kept = list(range(len(columns)))
     for name in optional:
@@ -81,9 +81,9 @@ def fitting(
 
 
 def paragraph(text: str, width: int, *, indent: int = 0, hanging: int | None = None) -> list[str]:
-    """The lines of a text, `indent` from the left, and `hanging` from the second on.
+    """The lines of a text, indented by `indent`, and by `hanging` from the second line on.
 
-    A word longer than a line, most often a path that somebody will copy, stays whole.
+    A word longer than a line, usually a path that somebody will copy, stays whole.
     """
     return textwrap.wrap(
         text,
@@ -96,7 +96,7 @@ def paragraph(text: str, width: int, *, indent: int = 0, hanging: int | None = N
 
 
 def _widths(rows: Sequence[Sequence[str]], width: int) -> list[int]:
-    """The columns' widths: what they need, or, where that is too much, less for the widest."""
+    """The columns' widths: what they need, with the widest reduced if that is too much."""
     columns = list(zip(*rows, strict=True))
     widths = [max(map(len, cells)) for cells in columns]
     room = width - GAP * (len(widths) - 1)

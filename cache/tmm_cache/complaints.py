@@ -1,4 +1,4 @@
-"""What a store says of faults: each once, and one of a whole folder or root for all its files."""
+"""Reports a store's faults, each once; a fault of a whole folder or root stands for its files."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ from tmm_cache.files import Fault, set_aside
 from tmm_cache.layout import RECORD, VERSIONS, foreign
 from tmm_cache.places import is_nowhere, root_of
 
-# Of the whole root, as against one file of it: whatever is tried next fails alike.
+# Errors of the whole root rather than of one file: the next attempt would fail the same way.
 _UNWRITABLE: Final = {errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR, errno.ELOOP}
 
 
 def passed_over(fault: Fault, outcome: str = "passed over") -> None:
-    """Tell of a fault, of one that all files of a folder share once for the whole root."""
+    """Warn of a fault; one that all files of a folder share is reported once per root."""
     if is_nowhere(fault.path):
         return
     if fault.place:
-        text = f"{fault.reason}; {outcome}, and what lies only there is tuned anew"
+        text = f"{fault.reason}; {outcome}, and records that exist only there are tuned again"
         warn_once(root_of(fault.path, VERSIONS), text, about="place")
     else:
         warn_once(fault.path, f"{fault.reason}; {outcome}")
 
 
 class Complaints:
-    """Those of one root: whose it is, and what could not be read or written there."""
+    """The warnings of one root: its ownership, and files that could not be read or written."""
 
     __slots__ = ("_foreign", "_root")
 
@@ -37,23 +37,23 @@ class Complaints:
 
     @property
     def is_own(self) -> bool:
-        """Whether the root is this user's, to be believed and written."""
+        """Whether the root is this user's own, and so trusted and written."""
         return self._foreign is None
 
     def may_write(self) -> bool:
-        """As `is_own`, and where it is not the user is told."""
+        """Like `is_own`, with a warning if it is not."""
         if self._foreign is None:
             return True
         warn_once(
             self._root,
-            f"{self._foreign}; it is read as a stranger's and not written, and what is tuned is "
+            f"{self._foreign}; it is read as untrusted and not written, and tuning results are "
             f"lost when the process ends (TMM_CACHE_SHARED=1 if it is shared on purpose)",
             about="foreign",
         )
         return False
 
     def fault(self, fault: Fault) -> None:
-        """Tell of a fault; a damaged record of the user's own root is also set aside."""
+        """Warn of a fault; a damaged record in the user's own root is also set aside."""
         outcome = "passed over"
         mine = self.is_own and self._root in fault.path.parents
         if mine and fault.damaged and RECORD.fullmatch(fault.path.name):
@@ -62,23 +62,23 @@ class Complaints:
         passed_over(fault, outcome)
 
     def unwritable(self, error: OSError) -> None:
-        """Tell that records of this process stay in its memory."""
+        """Warn that records of this process stay in memory."""
         if is_nowhere(self._root):
             return
         reason = error.strerror or error
         warn_once(
             self._root,
-            f"cannot be written ({reason}); what is not written is lost when the process ends",
+            f"cannot be written ({reason}); unwritten records are lost when the process ends",
             about="place",
         )
 
     def beside(self, path: Path, error: OSError, done: str, consequence: str) -> None:
-        """Tell of a file without which records are kept all the same, unless of the whole root."""
+        """Warn of an auxiliary file, without which records still work, or of the whole root."""
         if error.errno in _UNWRITABLE:
             self.unwritable(error)
         elif not (is_nowhere(self._root) or has_warned(self._root, about="place")):
             reason = error.strerror or error
-            # One of a thousand files: the others most likely fail alike.
+            # One warning for a thousand files: the others most likely fail the same way.
             warn_once(
                 self._root,
                 f"{path.relative_to(self._root)} cannot be {done} ({reason}); {consequence}",

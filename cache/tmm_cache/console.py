@@ -1,4 +1,4 @@
-"""How the command speaks and ends: data on stdout, notes on stderr, three exit statuses."""
+"""Output of the command: data on stdout, notes on stderr, and three exit statuses."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from tmm_cache.keys import JSON
 
 T = TypeVar("T")
 
-#: Exit statuses: done; something was found or left undone; a mistake in the call.
+#: Exit statuses: done; something was found or left undone; bad usage.
 DONE, FOUND, MISTAKE = 0, 1, 2
 
 
 def note(text: str) -> None:
-    """Tell the user something that is not data."""
+    """Print a message that is not data, on stderr."""
     print(f"tmm-cache: {printable(text)}", file=sys.stderr)
 
 
 class Noted:
-    """Faults that the user was told of, counted."""
+    """Reports faults and counts them."""
 
     __slots__ = ("count",)
 
@@ -31,12 +31,12 @@ class Noted:
         self.count = 0
 
     def fault(self, fault: Fault) -> None:
-        """Note one."""
+        """Report one fault."""
         self.count += 1
         note(f"passed over {fault.path}: {fault.reason}")
 
     def without_faults(self, items: Iterable[T | Fault]) -> Iterator[T]:
-        """The items that are no faults; each fault is noted."""
+        """The items that are not faults; each fault is reported."""
         for item in items:
             if isinstance(item, Fault):
                 self.fault(item)
@@ -45,12 +45,12 @@ class Noted:
 
 
 def without_faults(items: Iterable[T | Fault]) -> Iterator[T]:
-    """The items that are no faults; each fault is noted."""
+    """The items that are not faults; each fault is reported."""
     return Noted().without_faults(items)
 
 
 def print_json(value: JSON) -> None:
-    """Print data for a program. Raises ValueError for NaN and infinities, which no JSON has."""
+    """Print data for a program. Raises ValueError for NaN and infinities, which JSON lacks."""
     print(json.dumps(value, indent=2, allow_nan=False))
 
 
@@ -60,7 +60,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def can_ask() -> bool:
-    """Whether somebody at a terminal could answer."""
+    """Whether there is a terminal to ask at."""
     return sys.stdin is not None and sys.stdin.isatty()
 
 

@@ -1,7 +1,7 @@
-"""The commands that carry choices between caches: freeze, diff, merge.
+"""The commands that move choices between caches: freeze, diff, merge.
 
-Each takes the store and its parsed options, and returns the exit status. A cache to compare with
-or to take from is a root or a lock file.
+Each takes the store and its parsed options, and returns the exit status. The other cache is a root
+or a lock file.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tmm_cache.store import CacheStore
 def freeze(store: CacheStore, options: Namespace) -> int:
     """Write the records of the root and of all layers into one lock file.
 
-    FOUND where a record could not be read, and is not in it.
+    Returns FOUND if a record could not be read and was left out.
     """
     file: Path = options.output or store.lock_path
     if file.exists() and not file.is_file():
@@ -48,7 +48,7 @@ def freeze(store: CacheStore, options: Namespace) -> int:
 
 
 def diff(store: CacheStore, options: Namespace) -> int:
-    """Tell in what two caches would answer differently."""
+    """Print where two caches would answer differently."""
     noted = Noted()
     try:
         mine, theirs = (_answers(source, noted) for source in (options.a, options.b))
@@ -87,9 +87,9 @@ def diff(store: CacheStore, options: Namespace) -> int:
 
 
 def merge(store: CacheStore, options: Namespace) -> int:
-    """Take from other caches what is better evidence than one's own.
+    """Take better evidence from other caches.
 
-    FOUND where a record could not be read: one's own then stays as it is.
+    Returns FOUND if a record could not be read: the own record then stays as it is.
     """
     if (reason := foreign(store.root)) is not None:
         note(f"{store.root}: {reason}; TMM_CACHE_SHARED=1 if it is shared on purpose")
@@ -102,7 +102,7 @@ def merge(store: CacheStore, options: Namespace) -> int:
         note(str(error))
         return MISTAKE
     for source in sources:
-        with Batch() as batch:  # each for itself: the next is held against what this one gave
+        with Batch() as batch:  # one per source: the next is compared with the result of this one
             for summary in source:
                 stored = _stored(summary, noted)
                 if stored is None or stored.record.is_hint:
@@ -111,7 +111,7 @@ def merge(store: CacheStore, options: Namespace) -> int:
                 path = folder / f"{summary.digest}.json"
                 present = read_stored(path)
                 if isinstance(present, Fault) and not present.damaged:
-                    # It may be better, and read well the next time.
+                    # The record there may be better, and readable the next time.
                     if present.place:
                         raise OSError(f"{present.path} {present.reason}")
                     noted.fault(present)
@@ -126,9 +126,9 @@ def merge(store: CacheStore, options: Namespace) -> int:
                         kept += 1
                         continue
                 try:
-                    # Not this machine's: its winner is verified before its first use.
+                    # Marked as imported: its winner is verified here before its first use.
                     data = record_bytes(record, imported=True)
-                except RecordError as error:  # both were read; together they may be too many
+                except RecordError as error:  # valid each, too many merged
                     note(f"left out {path.name}: {error}")
                     continue
                 batch.add(path, data)
@@ -146,7 +146,7 @@ def merge(store: CacheStore, options: Namespace) -> int:
 
 
 def _summaries(source: Path, noted: Noted) -> Iterator[Summary]:
-    """The records of a root or a lock file. Raises LockError for what is neither."""
+    """The records of a root or a lock file. Raises LockError for anything else."""
     if source.is_dir():
         yield from noted.without_faults(summaries(source))
     else:
@@ -162,8 +162,8 @@ def _answers(source: Path, noted: Noted) -> dict[Key, Summary]:
 
 
 def _stored(summary: Summary, noted: Noted) -> Stored | None:
-    """The whole record; None where it is gone, or has a fault, which is noted."""
-    if summary.root.is_file():  # a lock file, which has read it
+    """The whole record; None if it is gone or has a fault, which is reported."""
+    if summary.root.is_file():  # a lock file, already read
         record = summary.load()
         return None if record is None else Stored(record, sealed=True, imported=True)
     stored = read_stored(summary.path)

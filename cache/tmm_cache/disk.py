@@ -1,8 +1,8 @@
-"""Opening and replacing single files so that a crash or a full disk costs one file only.
+"""Opens and replaces single files so that a crash or a full disk costs at most one file.
 
-A write goes to a temporary file in the same folder, is synced and renamed over the old one: a
-reader sees the old file or the new one and takes no lock. What is no regular file is refused and
-never waited for.
+A write goes to a temporary file in the same folder, which is synced and renamed over the old one: a
+reader sees the old file or the new one and takes no lock. Anything but a regular file is refused,
+without blocking.
 """
 
 from __future__ import annotations
@@ -17,30 +17,30 @@ from tmm_cache.layout import ENVIRONMENT, temporary_name
 FOLDER_MODE = 0o700
 FILE_MODE = 0o600
 
-# Neither is there on Windows, where neither is needed.
+# Windows has neither and needs neither.
 _NO_WAIT = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
 _NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
 
 
 def open_regular(path: Path, flags: int, mode: int = FILE_MODE) -> int:
-    """A descriptor of a regular file. Raises OSError, also for what is none.
+    """A descriptor of a regular file. Raises OSError, also for anything else.
 
-    It never waits: a FIFO or a socket in a file's place is refused.
+    It never blocks: a FIFO or a socket in a file's place is refused.
     """
     with contextlib.suppress(FileNotFoundError):
-        require_regular(os.stat(path))  # first: opening some devices has consequences
+        require_regular(os.stat(path))  # before opening: some devices have side effects
     return opened(path, flags, mode)
 
 
 def opened(path: Path, flags: int, mode: int = FILE_MODE) -> int:
-    """As `open_regular`, for a path that was looked at just now or is one of ten thousand."""
-    # A link may lead to a record, as in a mounted volume of configuration; what is written or
-    # created is never somebody else's file.
+    """Like `open_regular`, without the `stat` before: for a path just checked, or one of 10,000."""
+    # Reading follows links, as in a mounted config volume; writing through one could change
+    # somebody else's file.
     if flags & (os.O_WRONLY | os.O_RDWR):
         flags |= _NO_FOLLOW
     handle = os.open(path, flags | _NO_WAIT, mode)
     try:
-        # Again, for what was put there after the first look.
+        # Again: the file may have been replaced after the first check.
         require_regular(os.fstat(handle))
     except BaseException:
         os.close(handle)
@@ -59,9 +59,9 @@ class NotRegularError(OSError):
 
 
 def append_line(path: Path, line: bytes, most: int) -> bool:
-    """Add to a file in a single write; False where it would be longer than `most`. Raises OSError.
+    """Append in a single write; False if the file would exceed `most` bytes. Raises OSError.
 
-    The newline comes first: a line that a killed process left torn can't swallow this one.
+    The newline comes first, so that a torn line left by a killed process can't swallow this one.
     """
     handle = open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
     try:
@@ -74,8 +74,8 @@ def append_line(path: Path, line: bytes, most: int) -> bool:
 
 
 def read_all(handle: int, most: int) -> bytes:
-    """What is left to read of a file: all of it, or one byte more than `most`. Raises OSError."""
-    # By its size and one byte more, which is asked for to see the end.
+    """Read the rest of a file, at most one byte more than `most`. Raises OSError."""
+    # Its size plus one byte, which detects the end.
     parts: list[bytes] = []
     size = 0
     room = min(os.fstat(handle).st_size, most) + 1
@@ -87,7 +87,7 @@ def read_all(handle: int, most: int) -> bytes:
 
 
 def make_folder(folder: Path) -> None:
-    """Make a folder and its parents, all private: `mkdir(parents=True)` opens the parents to all.
+    """Make a folder and its parents, all private; `mkdir(parents=True)` makes parents public.
 
     Raises OSError.
     """
@@ -102,7 +102,7 @@ def make_folder(folder: Path) -> None:
 
 
 def write_atomically(path: Path, data: bytes, mode: int = FILE_MODE) -> None:
-    """Replace a file in one step. Raises OSError; then the old file is untouched."""
+    """Replace a file atomically. Raises OSError; then the old file is untouched."""
     temporary = write_beside(path, data, mode, sync=True)
     try:
         os.replace(temporary, path)
@@ -114,7 +114,7 @@ def write_atomically(path: Path, data: bytes, mode: int = FILE_MODE) -> None:
 
 
 def write_beside(path: Path, data: bytes, mode: int = FILE_MODE, *, sync: bool) -> Path:
-    """Write a temporary file that may replace `path`. Raises OSError; then there is none."""
+    """Write a temporary file that may replace `path`. Raises OSError and then leaves none."""
     temporary = path.with_name(temporary_name(path.name))
     try:
         handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
@@ -134,9 +134,9 @@ def write_beside(path: Path, data: bytes, mode: int = FILE_MODE, *, sync: bool) 
 
 
 def sync_folder(folder: Path) -> None:
-    """Make renames in a folder durable, where the file system can."""
-    # The file is in place and complete. Some network file systems can't sync a folder, which
-    # costs durability over a power cut and nothing else.
+    """Make renames in a folder durable, if the file system can."""
+    # The file is already in place. Some network file systems can't sync a folder, which only costs
+    # durability across a power cut.
     with contextlib.suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)
         try:
@@ -146,8 +146,8 @@ def sync_folder(folder: Path) -> None:
 
 
 def remove_if_empty(folder: Path, root: Path) -> None:
-    """Remove a folder of the root without a record or anything else, and those above it."""
-    # `rmdir` refuses a folder that holds anything more.
+    """Remove an empty folder of the root, and the empty folders above it."""
+    # `rmdir` refuses a folder that is not empty.
     with contextlib.suppress(OSError):
         if [path.name for path in folder.iterdir()] == [ENVIRONMENT]:
             (folder / ENVIRONMENT).unlink()

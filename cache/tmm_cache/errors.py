@@ -1,7 +1,7 @@
-"""What the cache says when it meets a fault: it warns once and carries on.
+"""The cache's errors and warnings: it warns of a fault once and carries on.
 
-A broken cache may cost a tuning run, never a matmul, so faults of files are warnings. They must
-not be silent either: a cache that is never read looks like a slow model.
+A broken cache may cost a tuning run but never a matmul, so file faults are warnings. They are not
+silent either: a cache that is never read looks like a slow model.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import warnings
 from pathlib import Path
 from typing import Final
 
-#: Packages whose frames lie between a fault and the line of the program that met it.
+#: Packages whose frames are skipped to find the user's line that led to a fault.
 _BETWEEN: Final = {
     *("tmm_cache", "tmm_core", "tmm_blas", "tmm_triton", "torch", "pluggy"),
     *("contextlib", "functools", "concurrent", "threading"),
@@ -20,11 +20,11 @@ _BETWEEN: Final = {
 
 
 class CacheWarning(UserWarning):
-    """A fault that the cache tolerated: the message names the file and the reason."""
+    """A fault that the cache tolerates: the message names the file and the reason."""
 
 
 class RecordError(ValueError):
-    """A document that is no valid record: names the field, what was found, what is accepted."""
+    """An invalid record: names the field, what was found and what is accepted."""
 
 
 _warned: set[tuple[Path, str]] = set()
@@ -34,8 +34,8 @@ _warned_guard = threading.Lock()
 def warn_once(path: Path, message: str, *, about: str = "") -> None:
     """Issue one `CacheWarning` per file and process.
 
-    A serving process meets the same broken file on every miss; `about` tells apart two faults of
-    one path that must not hide each other.
+    A serving process meets the same broken file on every miss. `about` distinguishes two faults of
+    one path, so that both are reported.
     """
     with _warned_guard:
         if (path, about) in _warned:
@@ -45,10 +45,10 @@ def warn_once(path: Path, message: str, *, about: str = "") -> None:
 
 
 def warn_caller(message: str, category: type[Warning]) -> None:
-    """Issue a warning that points at the line of the program which called into tmm, however deep
-    the fault lay: a stack level counts frames, and there are ten of them or thirty."""
+    """Issue a warning that points at the user's line that called into tmm; a fixed stack level
+    would not do, since ten to thirty frames lie between."""
     frame = sys._getframe(1)
-    # Functions that were written out have no module.
+    # Generated functions have no module.
     while (
         frame.f_back is not None
         and (frame.f_globals.get("__name__") or "tmm_core").partition(".")[0] in _BETWEEN
@@ -65,6 +65,6 @@ def warn_caller(message: str, category: type[Warning]) -> None:
 
 
 def has_warned(path: Path, *, about: str = "") -> bool:
-    """Whether `warn_once` has warned of this."""
+    """Whether `warn_once` has already warned of this."""
     with _warned_guard:
         return (path, about) in _warned

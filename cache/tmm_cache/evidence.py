@@ -14,7 +14,7 @@ COLUMNS = ("", "kernel", "status", *NUMBERS)
 
 
 class Result(Protocol):
-    """What is read of a `tmm_cache.CandidateResult`."""
+    """The attributes used of a `tmm_cache.CandidateResult`."""
 
     # Properties, because its fields are frozen.
     @property
@@ -44,8 +44,8 @@ class Result(Protocol):
 
 
 def rows(candidates: Sequence[Result], winner: int) -> Iterator[tuple[tuple[str, ...], str]]:
-    """The cells under `COLUMNS` of each candidate and the rest in words, the winner first, then
-    the fastest."""
+    """The cells under `COLUMNS` of each candidate and the rest as text; the winner first, the
+    others from the fastest on."""
     order = sorted(
         range(len(candidates)),
         key=lambda index: (index != winner, candidates[index].median_us or 1e300),
@@ -68,7 +68,7 @@ def rows(candidates: Sequence[Result], winner: int) -> Iterator[tuple[tuple[str,
 
 
 def _words(result: Result) -> str:
-    """What is no number: config, traits, version and the reason against it."""
+    """The non-numeric part: config, traits, version and why the candidate was rejected."""
     traits = {"deterministic": result.deterministic, "batch-invariant": result.batch_invariant}
     return "; ".join(
         filter(
@@ -84,7 +84,7 @@ def _words(result: Result) -> str:
 
 
 def microseconds(value: float | None) -> str:
-    """A time to the hundredth of a microsecond, beyond what a GPU clock resolves."""
+    """A time in hundredths of a microsecond, finer than a GPU clock resolves."""
     return facets.ABSENT if value is None else f"{value:.2f}"
 
 

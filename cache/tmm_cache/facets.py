@@ -1,7 +1,7 @@
-"""What the command shows and filters by, read from problems that are opaque to the store.
+"""The fields that the command shows and filters by, read from problems opaque to the store.
 
-Every look here tolerates what it doesn't find: the core may add to a problem or rename a part of
-it, and the command still lists the record.
+Every function here tolerates missing fields: the core may add to a problem or rename a part of it,
+and the command still lists the record.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from tmm_cache.keys import JSON, canonical
 
 ABSENT = "-"
 
-#: What the commands' options call them too.
+#: The names that the command's options use too.
 SHORT_DTYPES = {
     "bfloat16": "bf16",
     "float16": "fp16",
@@ -25,18 +25,18 @@ SHORT_DTYPES = {
 }
 
 
-# Dtypes, layouts and names of parameters come again in every line of a list.
+# Cached: dtypes, layouts and parameter names repeat in every line of a list.
 @lru_cache(maxsize=1024)
 def printable(text: str) -> str:
-    """The text without control characters: a record may be a stranger's, and terminals obey."""
+    """The text without control characters: records are untrusted, and terminals obey them."""
     if text.isprintable():
         return text
     return "".join(letter if letter.isprintable() else ascii(letter)[1:-1] for letter in text)
 
 
 def text_of(value: JSON) -> str:
-    """A value as a table's cell says it."""
-    if type(value) is int:  # most of a list's cells; JSON's way takes fifteen times as long
+    """A value as shown in a table cell."""
+    if type(value) is int:  # most cells of a list; json.dumps takes fifteen times as long
         return str(value)
     if isinstance(value, str):
         return printable(value.removeprefix("torch."))
@@ -46,17 +46,18 @@ def text_of(value: JSON) -> str:
 
 
 def sizes(problem: Mapping[str, JSON]) -> tuple[JSON, JSON, JSON]:
-    """M, N and K; None for what is not there."""
+    """M, N and K; None for a missing one."""
     return problem.get("m"), problem.get("n"), problem.get("k")
 
 
 def shape(problem: Mapping[str, JSON]) -> str:
-    """`4096x4096x1024`, behind `8*` for a batch of eight, before `in 8 groups along m`."""
+    """`4096x4096x1024`, with the prefix `8*` for a batch of eight, or the suffix `in 8 groups along
+    m`."""
     return _batched(problem, sizes(problem))
 
 
 def weight(problem: Mapping[str, JSON]) -> str:
-    """N and K alone, `4096x1024`, behind `8*` for a batch of eight."""
+    """N and K alone, `4096x1024`, with the prefix `8*` for a batch of eight."""
     return _batched(problem, sizes(problem)[1:])
 
 
@@ -70,7 +71,7 @@ def _batched(problem: Mapping[str, JSON], sizes: tuple[JSON, ...]) -> str:
 
 
 def operand(problem: Mapping[str, JSON], name: str, part: str) -> str:
-    """A part, like "dtype" or "layout", of the operand "a" or "b"."""
+    """A field, like "dtype" or "layout", of operand "a" or "b"."""
     value = problem.get(name)
     if type(value) is not dict and not isinstance(value, Mapping):
         return ABSENT
@@ -80,8 +81,8 @@ def operand(problem: Mapping[str, JSON], name: str, part: str) -> str:
 
 
 def dtypes(problem: Mapping[str, JSON], *, short: bool = False) -> str:
-    """`bfloat16`, or in full `float8_e4m3fn x float8_e5m2 -> bfloat16` where they differ; short
-    it is `bf16` and `e4m3 x e5m2 -> bf16`."""
+    """`bfloat16`, or `float8_e4m3fn x float8_e5m2 -> bfloat16` if they differ; short: `bf16` and
+    `e4m3 x e5m2 -> bf16`."""
     a, b = operand(problem, "a", "dtype"), operand(problem, "b", "dtype")
     out = operand(problem, "out", "dtype")
     out = a if out == ABSENT else out
@@ -103,7 +104,7 @@ def epilogue(problem: Mapping[str, JSON]) -> str:
 
 
 def expression(problem: Mapping[str, JSON]) -> str:
-    """The epilogue with what stands around it: `bias+silu+residual`."""
+    """The epilogue with its bias and residual: `bias+silu+residual`."""
     middle = epilogue(problem)
     bias, residual = problem.get("bias"), problem.get("residual")
     named = [
@@ -120,7 +121,7 @@ def config(values: Mapping[str, JSON]) -> str:
 
 
 def age(created_at: datetime, now: datetime) -> str:
-    """How long ago that was, in its largest unit: `3d`."""
+    """How long ago a time was, in the largest unit: `3d`."""
     seconds = max(0, int((now - created_at).total_seconds()))
     for unit, length in (("d", 86400), ("h", 3600), ("m", 60)):
         if seconds >= length:

@@ -1,8 +1,8 @@
-"""Strict reading of JSON objects, so that every complaint names its field.
+"""Strict reading of JSON objects, with errors that name the field.
 
-A cache file may come from a stranger's archive, a full disk or an editor. "KeyError: 'winner'"
+A cache file may come from an untrusted archive, a full disk or an editor. "KeyError: 'winner'"
 helps nobody; "candidates[2].samples_us[0]: found -1.0, accepted is ..." does. Everything is
-bounded, so that no reader has to expect a size of 10**400 or a name of a megabyte.
+bounded, so that readers need not handle a size of 10**400 or a name of a megabyte.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from tmm_cache.keys import JSON, canonical
 
 _FOUND_MAX = 60
 
-#: Bounds of what is read. Real records hold names of 30 letters, reasons of up to 500, some 100
-#: candidates with up to 100 samples and some ten parameters each.
+#: Upper bounds of what is read. Real records hold names of 30 letters, reasons of up to 500, and
+#: about 100 candidates with up to 100 samples and about ten parameters each.
 NAME_MAX: Final = 256
 TEXT_MAX: Final = 4096
 ITEMS_MAX: Final = 10_000
@@ -35,14 +35,14 @@ def reject(field: str, found: str, accepted: str) -> NoReturn:
 
 
 def shown(value: object) -> str:
-    """A found value as a complaint quotes it: short, whatever a stranger's file holds."""
+    """A found value as quoted in an error, shortened."""
     if isinstance(value, dict):
         return "an object"
     if isinstance(value, list):
         return "a list"
     try:
         text = repr(value)
-    except ValueError:  # an integer of more digits than Python prints
+    except ValueError:  # an integer with more digits than Python prints
         return "a huge integer"
     return text if len(text) <= _FOUND_MAX else text[:_FOUND_MAX] + "…"
 
@@ -50,8 +50,8 @@ def shown(value: object) -> str:
 class Fields:
     """The fields of one JSON object, read by name and type.
 
-    Raises RecordError where the value is no object, a name of `required` is missing (a torn
-    record) or a name is neither of them nor of `optional` (a typing error or another program's).
+    Raises RecordError if the value is not an object, a name in `required` is missing (a torn
+    record), or a name is in neither `required` nor `optional` (a typo, or another program's file).
     """
 
     __slots__ = ("_values", "_where")
@@ -119,7 +119,7 @@ class Fields:
         numbers: list[float] = []
         values = self.items(name)
         if all(type(value) is float and 0 <= value < math.inf for value in values):
-            return tuple(values)  # type: ignore[arg-type]  # floats, as was just seen
+            return tuple(values)  # type: ignore[arg-type]  # checked above
         for index, value in enumerate(values):
             number = _measure(value)
             if number is None:
@@ -151,7 +151,7 @@ class Fields:
         return values
 
     def times_by_size(self, name: str) -> dict[int, float]:
-        """An object of times in µs by a size, which JSON spells as a text."""
+        """An object of times in µs by size; JSON spells the sizes as strings."""
         times: dict[int, float] = {}
         for key, value in self._object(name).items():
             where = f"{self._where}{name}.{shown(key)}"
@@ -165,7 +165,7 @@ class Fields:
         return times
 
     def problem(self, name: str) -> dict[str, JSON]:
-        """A problem: opaque but for its sizes, which everybody who looks for neighbours reads."""
+        """A problem: opaque except for its sizes, which the search for neighbours reads."""
         value = self._object(name)
         for size in ("m", "n", "k", "batch"):
             if not is_size(value.get(size)):

@@ -1,7 +1,6 @@
-"""The files of records and environments: their bytes, their checks, and what is wrong with one.
+"""The files of records and environments: their bytes, their checks and their faults.
 
-A read never raises: it answers with the content, with None where there is nothing, or with the
-`Fault` that it met.
+A read never raises: it returns the content, None if there is no file, or a `Fault`.
 """
 
 from __future__ import annotations
@@ -30,25 +29,25 @@ from tmm_cache.keys import JSON, digest, plain
 from tmm_cache.layout import BROKEN_SUFFIX, ENVIRONMENT
 from tmm_cache.record import TuningRecord
 
-#: A thousand candidates with a hundred samples each take 2 MB; what is larger is no record.
+#: A thousand candidates with a hundred samples each take 2 MB; a larger file is not a record.
 MAX_BYTES = 16 * 2**20
 
-#: Of the SHA-256 in a record's file: against damage, not against forgery.
+#: Digits of the SHA-256 in a record's file: it detects damage, not forgery.
 CHECKSUM_DIGITS = 16
 
 
 @dataclass(frozen=True, slots=True)
 class Fault:
-    """A file that is there and can't be used.
+    """A file that exists and can't be used.
 
-    `damaged`: its content is wrong and stays wrong, so that `prune` may remove it. Otherwise it
-    could not be read this time, which a permission or a mount may cure.
+    `damaged`: its content is wrong for good, so `prune` may remove it. Otherwise it could not be
+    read this time, for instance for want of a permission or a mount.
     """
 
     path: Path
     reason: str
     damaged: bool
-    #: It is of a folder, alike for every file in it: one warning, not thousands.
+    #: The fault affects every file of a folder: one warning, not thousands.
     place: bool = False
 
 
@@ -69,10 +68,10 @@ def _no_constant(name: str) -> NoReturn:
 
 @dataclass(frozen=True, slots=True)
 class Stored:
-    """A record as its file holds it.
+    """A record as stored in its file.
 
-    `sealed`: the file has the checksum of its content, as the store writes it; one that was made
-    or changed by hand has none. `imported`: it came out of an archive.
+    `sealed`: the file has the checksum that the store writes; one made or changed by hand has none.
+    `imported`: the record came from an archive.
     """
 
     record: TuningRecord
@@ -81,16 +80,16 @@ class Stored:
 
 
 def parse_record(data: bytes, name: str) -> TuningRecord:
-    """The record of a file called `<name>.json`, as `parse_stored`."""
+    """The record of a file called `<name>.json`; raises like `parse_stored`."""
     return parse_stored(data, name).record
 
 
 def parse_stored(data: bytes, name: str) -> Stored:
     """The record of a file called `<name>.json`.
 
-    Raises ValueError for bytes that are no JSON, RecordError for JSON that is no record, that has
-    a wrong checksum, or that records another problem than its name says (edited, or copied under a
-    wrong name).
+    Raises ValueError for bytes that are not JSON, RecordError for JSON that is not a record, has a
+    wrong checksum, or records a problem other than the one its name is a digest of (edited, or
+    copied under a wrong name).
     """
     document = parse(data)
     sealed = imported = False
@@ -102,7 +101,7 @@ def parse_stored(data: bytes, name: str) -> Stored:
         imported = document.pop("imported", False)
         if not isinstance(imported, bool):
             raise RecordError(f"imported: found {shown(imported)}, accepted is true or false")
-        document.pop("best", None)  # says again what the candidates say
+        document.pop("best", None)  # repeats what the candidates hold
     record = TuningRecord.from_json(document)
     actual = digest(record.problem)
     if actual != name:
@@ -115,15 +114,15 @@ def _checksum(text: str) -> str:
 
 
 def with_checksum(text: str) -> str:
-    """A document's text, with the text's checksum as its last field."""
+    """A document's text with its checksum appended as the last field."""
     return f'{text[:-1]}, "checksum": "{_checksum(text)}"}}\n'
 
 
 def has_checksum(data: bytes, document: Mapping[str, JSON], found: JSON) -> bool:
-    """Whether it is the checksum of the document, which was read from `data` without it."""
+    """Whether `found` is the checksum of the document that was parsed from `data`."""
     tail = f', "checksum": "{found}"}}\n'.encode("ascii", "replace")
     if data.endswith(tail):
-        # As it was written, most often: then its text need not be made again, 0.3 ms.
+        # Usually the bytes are as the store wrote them, which saves serializing again, 0.3 ms.
         text = data[: -len(tail)] + b"}"
         if hashlib.sha256(text).hexdigest()[:CHECKSUM_DIGITS] == found:
             return True
@@ -134,7 +133,7 @@ def has_checksum(data: bytes, document: Mapping[str, JSON], found: JSON) -> bool
 
 
 def parse_environment(data: bytes, name: str) -> dict[str, JSON]:
-    """The environment of a folder called `name`. Raises ValueError as `parse_record`."""
+    """The environment of a folder called `name`. Raises ValueError like `parse_record`."""
     value = parse(data)
     if not isinstance(value, dict):
         raise RecordError("environment: found no object, accepted is an object")
@@ -148,7 +147,7 @@ def parse_environment(data: bytes, name: str) -> dict[str, JSON]:
 
 
 def read_bytes(path: Path, most: int = MAX_BYTES) -> bytes | Fault | None:
-    """A regular file's content; None where it is absent."""
+    """A regular file's content; None if it is absent."""
     try:
         status = os.stat(path)
     except FileNotFoundError:
@@ -174,37 +173,38 @@ def read_bytes(path: Path, most: int = MAX_BYTES) -> bytes | Fault | None:
 
 
 def read_record(path: Path) -> TuningRecord | Fault | None:
-    """The record in a file; None where the file is absent."""
+    """The record in a file; None if the file is absent."""
     stored = read_stored(path)
     return stored.record if isinstance(stored, Stored) else stored
 
 
 def read_stored(path: Path) -> Stored | Fault | None:
-    """The record in a file, and how it came there; None where the file is absent."""
+    """The record in a file with its origin; None if the file is absent."""
     data = read_bytes(path)
     if not isinstance(data, bytes):
         return data
     try:
         return parse_stored(data, path.stem)
     except ValueError as error:
-        return Fault(path, f"is no valid record: {error}", damaged=True)
+        return Fault(path, f"is not a valid record: {error}", damaged=True)
 
 
 def read_environment(folder: Path) -> dict[str, JSON] | Fault | None:
-    """The environment of a folder of records; None where its file is absent."""
+    """The environment of a folder of records; None if its file is absent."""
     data = read_bytes(folder / ENVIRONMENT)
     if not isinstance(data, bytes):
         return data
     try:
         return parse_environment(data, folder.name)
     except ValueError as error:
-        return Fault(folder / ENVIRONMENT, f"is no valid environment: {error}", damaged=True)
+        return Fault(folder / ENVIRONMENT, f"is not a valid environment: {error}", damaged=True)
 
 
 def set_aside(path: Path) -> Path | None:
-    """Rename a damaged record, so that nobody reads it again; its new path, None where it stays.
+    """Rename a damaged record, so that it is not read again; returns its new path, None if it
+    stays.
 
-    Another process may have saved a good record since the damaged one was read: that is put back.
+    If another process has saved a good record since the damaged one was read, that is put back.
     """
     aside = path.with_name(path.name + BROKEN_SUFFIX)
     try:
@@ -214,7 +214,7 @@ def set_aside(path: Path) -> Path | None:
             parse_stored(data if isinstance(data, bytes) else b"", path.stem)
         except ValueError:
             return aside
-        with contextlib.suppress(FileExistsError):  # a still newer one is in place
+        with contextlib.suppress(FileExistsError):  # an even newer one is in place
             os.link(aside, path)
         os.unlink(aside)
     except OSError:
@@ -223,12 +223,12 @@ def set_aside(path: Path) -> Path | None:
 
 
 def record_bytes(record: TuningRecord, imported: bool = False, checked: bool = False) -> bytes:
-    """The content of a record's file, sealed; `imported`: its evidence is not of this machine.
+    """The content of a record's file, sealed. `imported`: its evidence is from another machine.
 
-    `checked`: it was just read, and need not prove again that it can be.
+    `checked`: the record was just read, so it is not checked again.
 
-    Raises RecordError for a record that would not read back: a mistake of the program, better met
-    now than as a warning in every later process.
+    Raises RecordError for a record that would not read back: a bug, better reported now than as a
+    warning in every later process.
     """
     document = record.to_json()
     if not checked:
@@ -240,9 +240,9 @@ def record_bytes(record: TuningRecord, imported: bool = False, checked: bool = F
 
 
 def write_record(path: Path, data: bytes, environment: Mapping[str, JSON] | None) -> None:
-    """Put a record's bytes in place, and its environment beside it if that is absent.
+    """Write a record's bytes, and its environment if that is absent.
 
-    Raises OSError; then the file is what it was before.
+    Raises OSError; then the file is unchanged.
     """
     for attempt in ("first", "last"):
         try:
@@ -259,7 +259,7 @@ def write_record(path: Path, data: bytes, environment: Mapping[str, JSON] | None
 
 
 def write_environment(folder: Path, environment: Mapping[str, JSON]) -> None:
-    """Say readably which environment a folder belongs to, once. Raises OSError."""
+    """Write the readable environment of a folder, once. Raises OSError."""
     path = folder / ENVIRONMENT
     if not path.exists():
         text = json.dumps(plain(environment), indent=2) + "\n"

@@ -1,7 +1,7 @@
-"""The filters of the command, from the words of a command line to a predicate on records.
+"""The filters of the command: parses command-line options into a predicate on records.
 
-`parse_*` raise ValueError with a line that argparse shows, so that a bad value never gets as far
-as removing something.
+`parse_*` raise ValueError with a line that argparse shows, so that a bad value never removes
+anything.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ def parse_age(text: str) -> timedelta:
 
 
 def moment_before(now: datetime, age: timedelta | None) -> datetime | None:
-    """The time that long ago; an age beyond the calendar is its beginning."""
+    """The time that long ago, clamped to the beginning of the calendar."""
     if age is None:
         return None
     try:
@@ -64,7 +64,7 @@ def moment_before(now: datetime, age: timedelta | None) -> datetime | None:
 
 @dataclass(frozen=True, slots=True)
 class Filter:
-    """Which records a command is about; None and an empty filter are about all.
+    """Selects the records that a command applies to; an empty filter selects all.
 
     `gpu`, `kernel` (of the winner), `dtype` (of a) and `epilogue` are globs.
     """
@@ -79,7 +79,7 @@ class Filter:
 
     @property
     def is_empty(self) -> bool:
-        """Whether every record passes."""
+        """Whether the filter passes every record."""
         return self == Filter()
 
     def __call__(self, entry: Entry | Summary) -> bool:
@@ -98,12 +98,12 @@ class Filter:
 
 
 def utc_now() -> datetime:
-    """The time that ages are reckoned from."""
+    """The time that ages are relative to."""
     return datetime.now(timezone.utc)
 
 
 def from_options(options: Namespace, now: datetime) -> Filter:
-    """The filter that a command line asks for."""
+    """The filter for the command line's options."""
     return Filter(
         gpu=options.gpu,
         kernel=options.kernel,

@@ -1,9 +1,9 @@
-"""The head of a record's file: what a list needs, read from its first kilobytes.
+"""The head of a record's file: the fields a list needs, in the first 4 kB.
 
-Parsing one record takes 0.3 ms, almost all of it the candidates'. A record's file begins with its
-problem and its winner, so a list of 10,000 reads 10,000 heads and no index has to be kept right. A
-head proves nothing: whoever goes by the record loads it, which checks everything. A file without
-such a head (made by hand, of an older schema) is read in full where the head is not enough.
+Parsing a record takes 0.3 ms, almost all of it for the candidates. A record's file begins with its
+problem and its winner, so listing 10,000 records reads 10,000 heads and needs no index. A head is
+not validated; loading the record checks everything. A file without a usable head (made by hand, or
+of an older schema) is read in full.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from tmm_cache.fields import is_size
 from tmm_cache.keys import JSON
 from tmm_cache.record import SCHEMA, TuningRecord, utc_time
 
-#: A problem and a config take some 900 bytes.
+#: A problem and a config take about 900 bytes.
 HEAD_BYTES: Final = 4096
 _REST: Final = b'"candidates": ['
 
 
 @dataclass(frozen=True, slots=True)
 class Best:
-    """The winner of a record, and BLAS's time beside it; times are medians in microseconds."""
+    """The winner of a record and BLAS's time; times are medians in microseconds."""
 
     kernel: str
     config: Mapping[str, JSON]
@@ -38,8 +38,8 @@ class Best:
 
     @property
     def speedup(self) -> float | None:
-        """How many times the winner is faster than BLAS; None where either was not timed, or
-        where a time is no kernel's."""
+        """How many times faster than BLAS the winner is; None if either was not timed, or if a time
+        is not a plausible kernel time."""
         if self.blas_us is None or not self.us:
             return None
         quotient = self.blas_us / self.us
@@ -60,7 +60,7 @@ class Best:
 
 
 class Head(NamedTuple):
-    """`problem` has sizes as a record's has and is otherwise unchecked."""
+    """The parsed head. Of `problem` only the sizes are checked."""
 
     problem: Mapping[str, JSON]
     clock: str
@@ -73,13 +73,13 @@ class Head(NamedTuple):
 
 
 def with_head(document: dict[str, JSON], record: TuningRecord) -> dict[str, JSON]:
-    """A record's document with its winner in brief, before what is long."""
+    """A record's document with a summary of its winner before the long fields."""
     candidates = document.pop("candidates")
     return document | {"best": Best.of(record).to_json(), "candidates": candidates}
 
 
 def blas_us(record: TuningRecord) -> float | None:
-    """The best median of the BLAS candidates, in microseconds; None where none was timed."""
+    """The best median of the BLAS candidates, in microseconds; None if none was timed."""
     medians = [
         candidate.median_us
         for candidate in record.candidates
@@ -89,7 +89,7 @@ def blas_us(record: TuningRecord) -> float | None:
 
 
 def read_head(path: Path) -> Head | None:
-    """The head of a file; None where it has none to go by."""
+    """The head of a file; None if it has no usable one."""
     try:
         handle = opened(path, os.O_RDONLY)
         try:
@@ -107,7 +107,7 @@ def read_head(path: Path) -> Head | None:
 
 
 def _understood(document: Any) -> Head | None:
-    """Raises ValueError or TypeError for anything else than a head."""
+    """Raises ValueError or TypeError for anything but a head."""
     if not isinstance(document, dict) or document.get("schema") != SCHEMA:
         return None
     problem, clock, best = document.get("problem"), document.get("clock"), document.get("best")

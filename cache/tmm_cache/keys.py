@@ -1,7 +1,7 @@
-"""How a problem and an environment become file names.
+"""Turns problems, environments and GPU names into file names.
 
-Two processes must name the same problem alike, whatever the order of its keys, and no GPU name
-may lead out of the cache's folder.
+Two processes must give the same problem the same name, whatever the order of its keys, and no GPU
+name may escape the cache's folder.
 """
 
 from __future__ import annotations
@@ -14,8 +14,8 @@ from typing import TypeAlias
 
 JSON: TypeAlias = "bool | int | float | str | Sequence[JSON] | Mapping[str, JSON] | None"
 
-#: Digits of a digest. 64 bits: a collision needs some 10^9 problems, and `load` compares the
-#: problem itself, so that it would cost a miss and not a wrong kernel.
+#: Digits of a digest. 64 bits: a collision needs about 10^9 problems, and `load` compares the
+#: problem itself, so it would cost a miss, not a wrong kernel.
 DIGEST_DIGITS = 16
 
 _SLUG_MAX = 96
@@ -25,14 +25,14 @@ _SLUG = re.compile(rf"[a-z0-9][a-z0-9._-]{{0,{_SLUG_MAX - 1}}}")
 def canonical(value: JSON) -> str:
     """The one JSON text of a value: sorted keys, no spaces, ASCII.
 
-    Raises TypeError for a value that JSON has no form for, ValueError for NaN, infinities and
+    Raises TypeError for a value that JSON cannot represent, ValueError for NaN, infinities and
     circular references, RecursionError for nesting beyond Python's stack.
     """
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False, default=_bare)
 
 
 def plain(mapping: Mapping[str, JSON]) -> dict[str, JSON]:
-    """A copy in dicts and lists alone, in the mapping's own order. Raises what `canonical` does."""
+    """A copy made of dicts and lists only, in the mapping's order. Raises like `canonical`."""
     copy: dict[str, JSON] = json.loads(json.dumps(mapping, allow_nan=False, default=_bare))
     return copy
 
@@ -48,7 +48,7 @@ def _bare(value: object) -> object:
 def digest(mapping: Mapping[str, JSON]) -> str:
     """16 hexadecimal digits of the SHA-256 of the mapping's canonical JSON.
 
-    Raises what `canonical` raises.
+    Raises like `canonical`.
     """
     return hashlib.sha256(canonical(mapping).encode("ascii")).hexdigest()[:DIGEST_DIGITS]
 
@@ -56,8 +56,8 @@ def digest(mapping: Mapping[str, JSON]) -> str:
 def slug(text: str) -> str:
     """A folder name for a GPU: `slug("NVIDIA H200 sm90 132SM") == "nvidia-h200-sm90-132sm"`.
 
-    Any text gives a valid name and a slug is its own slug; a text without a letter or a digit
-    gives "unknown", an overlong one ends in a hash of what was cut.
+    Any text gives a valid name, and `slug` is idempotent. A text without a letter or digit gives
+    "unknown"; an overlong one ends in a hash of what was cut.
     """
     name = re.sub(r"[^a-z0-9._]+", "-", text.lower()).lstrip("-._").rstrip("-")
     if len(name) > _SLUG_MAX:
@@ -67,7 +67,7 @@ def slug(text: str) -> str:
 
 
 def is_slug(name: str) -> bool:
-    """Whether the name may be a GPU's folder: never empty, never `..`, no separator."""
+    """Whether the name is valid for a GPU's folder: not empty, not `..`, no separator."""
     return _SLUG.fullmatch(name) is not None
 
 

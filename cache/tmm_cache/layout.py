@@ -1,7 +1,7 @@
-"""Where everything lies: `<root>/v2/<gpu slug>/<environment digest>/<problem digest>.json`.
+"""The file layout: `<root>/v2/<gpu slug>/<environment digest>/<problem digest>.json`.
 
-One statement of the names, so that a reader, a writer and a remover agree on which files are the
-cache's: whatever these patterns don't match is somebody else's and is never touched.
+The names are defined only here, so that readers, writers and removers agree on which files belong
+to the cache: a file that these patterns don't match is never touched.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ NOTES: Final = "notes"
 LOCK_SUFFIX: Final = ".lock"
 BROKEN_SUFFIX: Final = ".broken"
 VERSION: Final = f"v{SCHEMA}"
-#: Folders that are read; nothing is written but under `VERSION`. What lies in an older one are
-#: hints: `entries` lists them, `load` never answers from them.
+#: Folders that are read; only `VERSION` is written. Records in an older one are hints: `entries`
+#: lists them, `load` never answers from them.
 VERSIONS: Final = (VERSION, f"v{OLD_SCHEMA}")
 SHIPPED_GROUP: Final = "tmm_core.records"
 OWN_PACKAGE: Final = "tmm_core"
@@ -38,18 +38,18 @@ TEMPORARY: Final = re.compile(rf"({_HEX}|environment)\.json\.[0-9]+-[0-9a-f]{{8}
 
 
 def temporary_name(name: str) -> str:
-    """A name beside `name` that no other process or thread takes, as `TEMPORARY` matches it."""
+    """A temporary name for `name`, unique among processes and threads, matched by `TEMPORARY`."""
     return f"{name}.{os.getpid()}-{os.urandom(4).hex()}.tmp"
 
 
 def foreign(root: Path, environ: Mapping[str, str] = os.environ) -> str | None:
-    """Why a root is not the user's own; None where it is, where there is none yet, and where
-    `TMM_CACHE_SHARED=1` says that it is shared on purpose."""
+    """Why a root is not the user's own; None if it is, if it does not exist yet, or if
+    `TMM_CACHE_SHARED=1` declares it shared."""
     if environ.get("TMM_CACHE_SHARED") == "1" or not hasattr(os, "geteuid"):
         return None
     try:
         status = os.stat(root)
-    except OSError:  # absent, or a fault that whoever reads it meets
+    except OSError:  # absent, or a fault that reading will report
         return None
     if status.st_uid != os.geteuid():
         return f"belongs to user {status.st_uid}"
@@ -67,10 +67,10 @@ def layer_paths(environ: Mapping[str, str] = os.environ) -> tuple[Path, ...]:
 
 
 def shipped_layers(environ: Mapping[str, str] = os.environ) -> tuple[Path, ...]:
-    """The `records` folders of installed packages, tmm's own last; none where
-    `TMM_SHIPPED_RECORDS` is 0.
+    """The `records` folders of installed packages, tmm's own last; none if `TMM_SHIPPED_RECORDS` is
+    0.
 
-    A distribution names its package in the entry-point group `tmm_core.records`. It is not
+    A distribution names its package in the entry-point group `tmm_core.records`. The package is not
     imported.
     """
     if environ.get("TMM_SHIPPED_RECORDS") == "0":
@@ -87,7 +87,7 @@ def shipped_layers(environ: Mapping[str, str] = os.environ) -> tuple[Path, ...]:
             continue
         for place in (spec and spec.submodule_search_locations) or ():
             folder = Path(place, "records")
-            if os.path.isdir(folder):  # Path's own raises where it may not look
+            if os.path.isdir(folder):  # Path.is_dir raises on EACCES
                 folders[folder] = None
     return tuple(folders)
 
@@ -95,8 +95,8 @@ def shipped_layers(environ: Mapping[str, str] = os.environ) -> tuple[Path, ...]:
 def environment_folder(root: Path, gpu: str, environment: str) -> Path:
     """The folder of a GPU's records under one environment digest.
 
-    Raises ValueError for a GPU that is no slug or an environment that is no digest: both become
-    path components and must not lead out of the root.
+    Raises ValueError for a GPU that is not a slug or an environment that is not a digest: both
+    become path components and must not escape the root.
     """
     if not is_slug(gpu):
         raise ValueError(f"gpu: found {gpu!r}, accepted is a slug like {'nvidia-h200-sm90'!r}")
@@ -108,5 +108,5 @@ def environment_folder(root: Path, gpu: str, environment: str) -> Path:
 def record_path(
     root: Path, gpu: str, environment: Mapping[str, JSON], problem: Mapping[str, JSON]
 ) -> Path:
-    """The file of one record. Raises ValueError as `environment_folder`, and as `digest`."""
+    """The file of one record. Raises like `environment_folder` and `digest`."""
     return environment_folder(root, gpu, digest(environment)) / f"{digest(problem)}.json"

@@ -1,8 +1,8 @@
-"""The lock file: the records that a deployment uses, in one document that travels with it.
+"""The lock file: the records that a deployment uses, in one document shipped with it.
 
-`tmm-cache freeze` writes it; under `TMM_REQUIRE_LOCKED=1` a store answers from it alone, so that
-every start of every process chooses what was tested. It is read as a stranger's: its checksum
-tells damage, and each record is checked when it is asked for.
+`tmm-cache freeze` writes it; under `TMM_REQUIRE_LOCKED=1` a store answers only from it, so that
+every process always chooses what was tested. It is untrusted: its checksum detects damage, and each
+record is checked when it is requested.
 """
 
 from __future__ import annotations
@@ -31,15 +31,14 @@ Key: TypeAlias = tuple[str, str, str]
 
 
 class LockError(ValueError):
-    """A file that is no lock file, with the reason."""
+    """Not a lock file, with the reason."""
 
 
 def write_lock(file: Path, found: Iterable[tuple[Summary, TuningRecord]]) -> int:
     """Write a lock file; returns the number of records.
 
-    Of several records of one problem the first is locked. Hints are left out, since they never
-    answer, and records whose environment is unknown. Raises OSError where the file can't be
-    written.
+    The first of several records of a problem is locked. Hints, which never answer, and records
+    whose environment is unknown are left out. Raises OSError if the file can't be written.
     """
     locked: dict[Key, JSON] = {}
     for summary, record in found:
@@ -50,7 +49,7 @@ def write_lock(file: Path, found: Iterable[tuple[Summary, TuningRecord]]) -> int
                 "environment": summary.environment,
                 "record": record.thinned().to_json(),
             }
-    # The same records give the same bytes, whichever layer they came from.
+    # Sorted: the same records give the same bytes, whichever layer they came from.
     document = {"lock": LOCK_SCHEMA, "records": [locked[key] for key in sorted(locked)]}
     text = with_checksum(json.dumps(document, allow_nan=False))
     write_atomically(file, text.encode("ascii"), mode=0o666)
@@ -65,7 +64,7 @@ class _Item:
 
 
 class LockFile:
-    """The records of a lock file. Raises LockError for a file that is none."""
+    """The records of a lock file. Raises LockError for any other file."""
 
     __slots__ = ("_items", "path")
 
@@ -77,12 +76,12 @@ class LockFile:
         try:
             self._items = dict(_items(data))
         except (ValueError, TypeError, RecursionError) as error:
-            raise LockError(f"{path}: is no lock file: {error}") from error
+            raise LockError(f"{path}: is not a lock file: {error}") from error
 
     def record(
         self, gpu: str, environment: Mapping[str, JSON], problem: Mapping[str, JSON]
     ) -> TuningRecord | Fault | None:
-        """The record of a problem, checked; None where none is locked."""
+        """The record of a problem, checked; None if none is locked."""
         return self._record((gpu, digest(environment), digest(problem)))
 
     def keys(self) -> Iterator[tuple[str, Mapping[str, JSON], Mapping[str, JSON]]]:
@@ -91,7 +90,7 @@ class LockFile:
             yield gpu, item.environment, item.problem
 
     def summaries(self) -> Iterator[Summary | Fault]:
-        """Every record in brief, at a path inside the file."""
+        """A summary of every record, at a path inside the file."""
         for key, item in self._items.items():
             gpu, environment, name = key
             record = self._record(key)
@@ -115,7 +114,7 @@ class LockFile:
 
 
 def open_lock(path: Path) -> LockFile | None:
-    """The lock file that is to answer alone; None, with a warning, where there is none."""
+    """The lock file that alone answers; None, with a warning, if there is none."""
     try:
         return LockFile(path)
     except LockError as error:
@@ -136,12 +135,12 @@ def _items(data: bytes) -> Iterator[tuple[Key, _Item]]:
         raise ValueError("it holds no list of records")
     for place, item in enumerate(records):
         if not isinstance(item, dict):
-            raise ValueError(f"records[{place}] is no object")
+            raise ValueError(f"records[{place}] is not an object")
         gpu, environment, record = item.get("gpu"), item.get("environment"), item.get("record")
         problem = record.get("problem") if isinstance(record, dict) else None
         if not (isinstance(gpu, str) and is_slug(gpu) and isinstance(environment, dict)):
-            raise ValueError(f"records[{place}] names no GPU and environment")
+            raise ValueError(f"records[{place}] lacks GPU and environment")
         if not isinstance(problem, dict):
-            raise ValueError(f"records[{place}] names no problem")
+            raise ValueError(f"records[{place}] lacks a problem")
         key = gpu, digest(environment), digest(problem)
         yield key, _Item(environment, problem, record)

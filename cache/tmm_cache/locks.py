@@ -1,7 +1,7 @@
-"""One lock file, held by `flock`: the right to tune a problem.
+"""A file lock, held with `flock`: the right to tune a problem.
 
-The kernel gives it back when its holder dies. Nothing here blocks: what lies in a lock file's
-place may be a FIFO, and a lock that another process holds is asked for again until a deadline.
+The OS releases it when its holder dies. Nothing here blocks: the path may be a FIFO, and a lock
+held by another process is polled until a deadline.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from tmm_cache.disk import open_regular
 with contextlib.suppress(ImportError):  # on Windows
     import fcntl
 
-#: Between two attempts.
+#: Interval between two attempts.
 _POLL_SECONDS: Final = 0.05
-#: A wait that is longer is told of: another rank tunes for seconds to minutes.
+#: A longer wait is logged: another rank tunes for seconds to minutes.
 _SILENT_SECONDS: Final = 1.0
 
 
@@ -39,9 +39,9 @@ class Lock:
         return self._handle is not None
 
     def acquire(self, timeout: float) -> bool:
-        """Whether it was had within so many seconds; one that is waited for is named in the log.
+        """Acquire the lock; returns whether that took at most `timeout` seconds. Waiting is logged.
 
-        Raises OSError where the file can't be opened, is no regular file or can't be locked.
+        Raises OSError if the file can't be opened, is not a regular file or can't be locked.
         """
         start = time.monotonic()
         told = False
@@ -51,7 +51,7 @@ class Lock:
                 return False
             if waited >= _SILENT_SECONDS and not told:
                 told = True
-                import logging  # 5 ms, of which no one who does not wait pays
+                import logging  # 5 ms, only needed when waiting
 
                 logging.getLogger("tmm_cache").warning(
                     "waiting up to %.0f s for %s, which another process holds", timeout, self.path
@@ -60,11 +60,11 @@ class Lock:
         return True
 
     def release(self) -> None:
-        """Give it back. Raises OSError; even so it is given back."""
+        """Release the lock, even when this raises OSError."""
         if self._handle is not None:
             handle, self._handle = self._handle, None
             try:
-                # A child that was forked meanwhile has the file open: closing would not be enough.
+                # A child forked meanwhile has the file open: closing alone would not unlock it.
                 fcntl.flock(handle, fcntl.LOCK_UN)
             finally:
                 os.close(handle)
@@ -75,13 +75,14 @@ class Lock:
         try:
             handle = open_regular(self.path, os.O_RDWR | os.O_CREAT)
         except FileNotFoundError:
-            # Some network file systems look up and create in two steps, between which it vanished.
+            # Some network file systems look up and create in two steps; the file vanished in
+            # between.
             if self.path.parent.is_dir():
                 return False
             raise
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # A lock whose file `clear` has removed since it was opened guards no name.
+            # If `clear` has removed the file since it was opened, the lock protects nothing.
             if os.fstat(handle).st_nlink:
                 self._handle, handle = handle, -1
         except (BlockingIOError, PermissionError) as error:

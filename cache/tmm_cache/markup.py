@@ -7,7 +7,7 @@ from html import escape
 
 
 def table(columns: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[str] = ()) -> str:
-    """A `<table>`; the columns in `right` are of numbers."""
+    """A `<table>`; the columns in `right` are right-aligned."""
     sides = ["right" if name in right else "left" for name in columns]
 
     def line(cells: Sequence[str], tag: str) -> str:
@@ -22,7 +22,7 @@ def table(columns: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence
 
 
 def facts(pairs: Iterable[tuple[str, str]]) -> str:
-    """A table of names and what is to be said of each."""
+    """A two-column table of names and values."""
     lines = "".join(
         f'<tr><th style="text-align:left">{escape(name)}</th>'
         f'<td style="text-align:left">{escape(text)}</td></tr>'

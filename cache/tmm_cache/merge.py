@@ -1,7 +1,7 @@
-"""Two records of one problem made one: of each candidate the better evidence.
+"""Merges two records of one problem, keeping the better evidence of each candidate.
 
-Times of two machines are not alike to the per cent, so winners are held against BLAS's time of
-their own record. Hints take no part: their clock does not decide.
+Times of two machines differ by several per cent, so each winner is compared with BLAS's time in its
+own record. Hints are not merged: their clock does not decide.
 """
 
 from __future__ import annotations
@@ -14,24 +14,24 @@ from tmm_cache.head import Best
 from tmm_cache.keys import canonical
 from tmm_cache.record import CandidateResult, TuningRecord
 
-#: A winner from elsewhere takes the place of one's own where it beats BLAS by this much more.
+#: A winner from elsewhere replaces the own one if its speedup over BLAS is greater by this much.
 MARGIN: Final = 0.01
 
 
 @dataclass(frozen=True, slots=True)
 class Evidence:
-    """A record, and whether its file is sealed: what a hand changed counts less."""
+    """A record, and whether its file is sealed: one edited by hand counts less."""
 
     record: TuningRecord
     sealed: bool
 
 
 def merged(own: Evidence, other: Evidence) -> TuningRecord:
-    """One record of both; `own.record` itself where the other knows nothing better.
+    """Both records merged; `own.record` itself if the other has nothing better.
 
-    Of a kernel that two versions of were measured the newer record's candidates are kept. Of one
-    version every config is kept: "wrong" once is wrong; then a sealed record counts before one that
-    is not, more samples before fewer, and one's own before another's.
+    If two versions of a kernel were measured, the newer record's candidates are kept. Within one
+    version every config is kept: "wrong" in either is wrong; otherwise a sealed record takes
+    precedence over an unsealed one, then more samples over fewer, then the own over the other.
     """
     theirs = _by_kernel(other.record.candidates)
     mine = _by_kernel(own.record.candidates)
@@ -48,7 +48,7 @@ def merged(own: Evidence, other: Evidence) -> TuningRecord:
                 _better(here.get(config), there.get(config), own.sealed, other.sealed)
                 for config in dict.fromkeys((*here, *there))
             ]
-    if _keyed(candidates) == _keyed(own.record.candidates):  # in whatever order
+    if _keyed(candidates) == _keyed(own.record.candidates):  # regardless of order
         return own.record
     winner = _winner(candidates, own.record, other.record)
     if winner is None:
@@ -100,8 +100,8 @@ def _better(
 def _winner(
     candidates: list[CandidateResult], own: TuningRecord, other: TuningRecord
 ) -> int | None:
-    """The winner of the record whose winner beats its own BLAS by more, if it may still win; else
-    the fastest; None where no candidate may win."""
+    """The winner with the greater speedup over its own record's BLAS, if it may still win; else the
+    fastest candidate; None if no candidate may win."""
     places = {(each.kernel, canonical(each.config)): i for i, each in enumerate(candidates)}
 
     def place(record: TuningRecord) -> int | None:

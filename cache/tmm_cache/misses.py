@@ -1,8 +1,8 @@
-"""Problems that were met where tuning was forbidden, kept for `tmm tune --misses`.
+"""Logs problems that were met where tuning was forbidden, for `tmm tune --misses`.
 
-Under graph capture or with tuning switched off nobody may wait for a timing, but the operator
+Under graph capture or with tuning switched off a call can't wait for a timing, but the operator
 wants to know what to tune. One line per problem is appended in a single write, so that any number
-of processes share the file without a lock.
+of processes can share the file without a lock.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from tmm_cache.scan import Folder, folders
 
 @dataclass(frozen=True, slots=True)
 class Miss:
-    """A problem without a record: which GPU and environment met it, and in how many processes.
+    """A problem without a record, with the GPU, environment and number of processes that met it.
 
-    `environment` is None where its readable file is missing or broken.
+    `environment` is None if its readable file is missing or broken.
     """
 
     gpu: str
@@ -52,7 +52,7 @@ class MissLog:
         self._logged: set[Path] = set()
 
     def add(self, path: Path, environment: Mapping[str, JSON], problem: Mapping[str, JSON]) -> None:
-        """Note the problem whose record would be at a path, once."""
+        """Log the problem whose record would be at `path`, once."""
         if path in self._logged or not self._complaints.may_write():
             return
         self._logged.add(path)
@@ -66,7 +66,7 @@ class MissLog:
             self._complaints.beside(log, error, "written", told)
 
     def all(self) -> list[Miss]:
-        """The noted problems, each once per GPU and environment."""
+        """The logged problems, each once per GPU and environment."""
         found = []
         for folder in self._folders():
             problems, fault = read_misses(folder.path)
@@ -85,8 +85,8 @@ class MissLog:
         return found
 
     def clear(self) -> int:
-        """Forget the noted problems; returns how many logs are gone."""
-        from tmm_cache import removal  # those who replay do not need it
+        """Clear the logs; returns how many were removed."""
+        from tmm_cache import removal  # not needed for replay
 
         removals = [
             removal.Removal(folder.path / MISSES, "misses", "asked for")
@@ -108,16 +108,16 @@ class MissLog:
 
 
 def append_miss(folder: Path, problem: Mapping[str, JSON]) -> None:
-    """Add a line. Raises OSError, also where the log is full or no regular file."""
+    """Append a line. Raises OSError, also if the log is full or not a regular file."""
     line = canonical({"problem": problem}).encode("ascii")
     if not append_line(folder / MISSES, line, MAX_BYTES):
         raise OSError("it is full, tune or clear its problems")
 
 
 def read_misses(folder: Path) -> tuple[list[tuple[Mapping[str, JSON], int]], Fault | None]:
-    """The problems of a folder's log, each once, with how often it was logged; and its fault.
+    """The problems of a folder's log, each once, with its count; and the log's fault.
 
-    A torn last line is a process that was killed and no fault.
+    A torn last line comes from a killed process and is not a fault.
     """
     path = folder / MISSES
     data = read_bytes(path)
@@ -138,7 +138,7 @@ def read_misses(folder: Path) -> tuple[list[tuple[Mapping[str, JSON], int]], Fau
             problems.setdefault(key, problem)
             counts[key] = counts.get(key, 0) + 1
         elif number < len(lines) and fault is None:
-            fault = Fault(path, f"line {number} is no miss", damaged=False)
+            fault = Fault(path, f"line {number} is not a miss", damaged=False)
     return [(problem, counts[key]) for key, problem in problems.items()], fault
 
 

@@ -1,6 +1,7 @@
-"""The key nearest to one that is missing, and how they differ, field by field.
+"""Finds the key nearest to a missing one, and the fields in which they differ.
 
-A miss that is an error has to say why: another torch, another layout, a batch that nobody froze.
+A miss that is an error has to give the reason: another torch, another layout, a batch that was not
+frozen.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ from tmm_cache.keys import JSON, canonical
 #: GPU, environment and problem.
 Key: TypeAlias = tuple[str, Mapping[str, JSON], Mapping[str, JSON]]
 
-#: What a field that differs counts, in octaves of a size: a problem of another size is nearer than
+#: The distance of a differing field, in octaves of a size: a problem of another size is nearer than
 #: one of another dtype, under other versions or on another GPU.
 _FIELD, _VERSION, _GPU = 8.0, 4.0, 32.0
 _SIZES = ("m", "n", "k", "batch")
@@ -36,7 +37,7 @@ class Difference:
 
 @dataclass(frozen=True, slots=True)
 class NearestKey:
-    """A key that is there, and its differences from the one that was asked."""
+    """An existing key, and its differences from the requested one."""
 
     gpu: str
     problem: Mapping[str, JSON]
@@ -44,7 +45,7 @@ class NearestKey:
 
 
 def nearest(asked: Key, keys: Iterable[Key]) -> NearestKey | None:
-    """The key with the least differences; None where there is no key at all."""
+    """The key at the smallest distance; None if there are no keys."""
     flat = _flat(asked)
     best: tuple[float, Key] | None = None
     for key in keys:

@@ -1,10 +1,10 @@
-"""What one process worked out and the next need not: notes, whose loss costs time and nothing else.
+"""Notes: results that one process computes and later ones reuse; losing them only costs time.
 
-A file of notes is of one state of affairs (versions, sizes and times of files, variables of the
-environment), which its name is a digest of: in another state there is another file. One line per
-note is appended in a single write, so that any number of processes share a file without a lock;
-what is damaged or torn is no note. In a root that is not the user's own, notes are neither read
-nor written. Nothing here warns or raises OSError.
+A file of notes belongs to one state (versions, sizes and times of files, environment variables),
+and its name is a digest of that state, so another state uses another file. One line per note is
+appended in a single write, so that any number of processes can share a file without a lock; damaged
+or torn lines are ignored. In a root that is not the user's own, notes are neither read nor written.
+Nothing here warns or raises OSError.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from tmm_cache.keys import JSON, canonical
 from tmm_cache.layout import NOTES, foreign
 from tmm_cache.places import default_root
 
-#: Past it no more is noted: some thousand problems, read at every start.
+#: A larger file gets no more notes: about a thousand problems, read at every start.
 MAX_BYTES: Final = 2**20
 
 
 class Notes:
-    """The notes called `name` of one state of affairs, which is JSON.
+    """The notes called `name` of one state, which is JSON.
 
-    `root` left out is `default_root()`. Raises what `canonical` raises.
+    `root` defaults to `default_root()`. Raises like `canonical`.
     """
 
     __slots__ = ("_kept", "_path", "_read")
@@ -43,13 +43,13 @@ class Notes:
         self._read: dict[str, JSON] | None = None if self._kept else {}
 
     def get(self, about: str) -> JSON:
-        """What was noted last about this; None where nothing was."""
+        """The latest note about this; None if there is none."""
         if self._read is None:
             self._read = self._lines()
         return self._read.get(about)
 
     def add(self, about: str, value: JSON) -> None:
-        """Note this, where a file can be written."""
+        """Add a note, if a file can be written."""
         if self.get(about) == value:
             return
         assert self._read is not None
@@ -75,10 +75,9 @@ class Notes:
 
 
 def stamp(paths: Iterable[str | os.PathLike[str]]) -> list[JSON]:
-    """What says that the files there are the ones that were: of each its path, size and times.
+    """A fingerprint of files: the path, size, mtime and ctime of each.
 
-    The time of its last change is not set back by what restores the other, as archives and
-    copies do. An absent file has neither.
+    Archives and copies restore the mtime but not the ctime. An absent file has neither.
     """
     stamps: list[JSON] = []
     for path in sorted(os.fspath(path) for path in paths):

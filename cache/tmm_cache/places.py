@@ -1,7 +1,7 @@
-"""Where the user's own records lie, on machines that have no such place too.
+"""The location of the user's own records, also on machines without one.
 
-A container may run under a uid that no account has, without HOME, in a working directory that was
-removed. Then there is no folder to use: the store says so once and keeps its records in memory.
+A container may run under a uid without an account, without HOME, in a working directory that was
+removed. Then there is no folder to use: the store warns once and keeps its records in memory.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Final
 
 from tmm_cache.errors import warn_once
 
-#: The root of a process without one. Nothing can be made, found or read below a device, so that
-#: every read is a miss and every record is held in memory.
+#: The root of a process that has none. Nothing can exist below a device, so every read is a miss
+#: and every record is held in memory.
 NOWHERE: Final = Path(os.devnull, "tmm")
 
 LOCK_NAME: Final = "tmm.lock.json"
@@ -25,20 +25,20 @@ _CONSEQUENCE = "what is tuned is lost when the process ends; set TMM_CACHE_DIR t
 def default_root(environ: Mapping[str, str] = os.environ) -> Path:
     """The folder of the user's own records: `TMM_CACHE_DIR`, else the platform's cache folder.
 
-    `NOWHERE`, with one `CacheWarning`, where neither names a folder.
+    `NOWHERE`, with one `CacheWarning`, if neither names a folder.
     """
     chosen = environ.get("TMM_CACHE_DIR")
     if chosen:
         return absolute(_at_home(chosen))
     home, shared = environ.get("HOME"), environ.get("XDG_CACHE_HOME")
     if home is not None and not os.path.isabs(home) and not os.path.isabs(shared or ""):
-        # Releases of platformdirs disagree: the file system's root, the working directory.
-        return _nowhere("~/.cache/tmm", f"HOME is {home!r}, which is no absolute path")
+        # Releases of platformdirs disagree here: the file system's root, or the working directory.
+        return _nowhere("~/.cache/tmm", f"HOME is {home!r}, which is not an absolute path")
     import platformdirs  # 15 ms, only needed here
 
     try:
         folder = platformdirs.user_cache_dir("tmm")
-    except Exception as error:  # RuntimeError or KeyError: a uid that no account has
+    except Exception as error:  # RuntimeError or KeyError: a uid without an account
         return _nowhere("~/.cache/tmm", f"no home folder ({error})")
     if not os.path.isabs(folder):
         return _nowhere(folder, "no home folder")
@@ -52,10 +52,10 @@ def lock_path(environ: Mapping[str, str], root: Path) -> Path:
 
 
 def absolute(path: str | Path) -> Path:
-    """The path from the file system's root, so that a later `chdir` does not move the cache.
+    """The absolute path, so that a later `chdir` does not move the cache.
 
-    `NOWHERE`, with one `CacheWarning`, where it is relative to what is not there: a working
-    directory that was removed, the home of an unknown user.
+    `NOWHERE`, with one `CacheWarning`, if it is relative to a working directory that was removed or
+    to the home of an unknown user.
     """
     if os.fspath(path).startswith("~"):
         return _nowhere(path, "no home folder of that user")
@@ -66,10 +66,10 @@ def absolute(path: str | Path) -> Path:
 
 
 def real(path: Path) -> str:
-    """The path without links, as far as they can be followed; whoever reads there meets the fault.
+    """The path with links resolved as far as possible; reading it reports the fault.
 
-    `os.path.realpath` raises for a link that may be looked at and not read, as `/proc/1/root`;
-    `Path.resolve` for a loop too.
+    `os.path.realpath` raises for a link that can be stat'ed but not read, like `/proc/1/root`;
+    `Path.resolve` also for a loop.
     """
     try:
         return os.path.realpath(path)
@@ -78,18 +78,18 @@ def real(path: Path) -> str:
 
 
 def is_nowhere(path: Path) -> bool:
-    """Whether a path lies below `NOWHERE`, of which the user has been told."""
+    """Whether a path is below `NOWHERE`, which was already reported."""
     return path == NOWHERE or NOWHERE in path.parents
 
 
 def root_of(folder: Path, versions: Collection[str]) -> Path:
-    """The root or layer that a folder of records lies in; other folders are their own."""
+    """The root or layer of a folder of records; any other folder is returned as is."""
     parents = (folder, *folder.parents)[:3]
     return next((path.parent for path in parents if path.name in versions), folder)
 
 
 def _at_home(path: str) -> str:
-    # Unchanged for an unknown user, where `Path.expanduser` raises.
+    # Returns the path unchanged for an unknown user, where `Path.expanduser` raises.
     return os.path.expanduser(path)
 
 

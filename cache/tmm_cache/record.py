@@ -1,9 +1,9 @@
-"""What tuning one problem found out, and its one JSON form.
+"""The result of tuning one problem, and its JSON form.
 
-A record keeps the evidence (every candidate's samples, errors and refusals) and not just the
-winner: a plugin that is upgraded has its own candidates timed again and nobody else's, and a
-wrong choice can be explained a year later. What it was timed with is part of the evidence: a time
-of another clock is a hint for whoever tunes, never an answer.
+A record keeps the evidence (every candidate's samples, errors and refusals), not just the winner:
+upgrading a plugin retimes only its own candidates, and a wrong choice can be explained a year
+later. The clock is part of the evidence: a time from another clock is a hint for tuning, never an
+answer.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from tmm_cache.keys import JSON, plain
 
 #: Version of the document below and of the folder layout.
 SCHEMA: Final = 2
-#: The first version: no clock, every field spelled out. Still read, as hints.
+#: The first version: no clock, no field left out. Still read, as hints.
 OLD_SCHEMA: Final = 1
 
-#: The clock whose times decide: launches as a program makes them, one after another.
+#: The clock whose times decide: back-to-back launches, as a program makes them.
 CLOCK: Final = "in use"
-#: That of the first schema: one launch after a flush of the L2.
+#: The clock of the first schema: one launch after an L2 flush.
 OLD_CLOCK: Final = "flushed"
 
 Status: TypeAlias = Literal["ok", "slow", "wrong", "failed"]
 _STATUSES: tuple[Status, ...] = get_args(Status)
 
-# `datetime.fromisoformat` accepts more in each Python version, and a cache is read by several.
+# `datetime.fromisoformat` accepts more with each Python version, and several may read a cache.
 _UTC_TIME = re.compile(
     r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}(\.[0-9]{3}|\.[0-9]{6})?(Z|\+00:00)"
 )
 
 
 def _defaults(cls: type) -> dict[str, Any]:
-    """The fields that have a default; these are left out of a document that says just that, so
-    that a later field with a default changes no older document."""
+    """The fields with a default. A document omits fields equal to their default, so that adding
+    such a field does not change older documents."""
     return {
         each.name: each.default if each.default_factory is MISSING else each.default_factory()
         for each in fields_of(cls)
@@ -55,7 +55,7 @@ def _required(cls: type) -> tuple[str, ...]:
 
 def _plain(mapping: Mapping[str, JSON], field: str) -> dict[str, JSON]:
     if type(mapping) is dict and {*map(type, mapping.values())} <= {int, str, bool}:
-        return mapping.copy()  # most configs; a tenth of the time below
+        return mapping.copy()  # most configs; ten times faster than below
     try:
         return plain(mapping)
     except (TypeError, ValueError, RecursionError) as error:
@@ -64,13 +64,13 @@ def _plain(mapping: Mapping[str, JSON], field: str) -> dict[str, JSON]:
 
 @dataclass(frozen=True, slots=True)
 class CandidateResult:
-    """What one (kernel, config) did on the problem.
+    """The result of one (kernel, config) on the problem.
 
-    `status`: "ok" was timed to the end, "slow" was eliminated early (its samples are of the early
+    `status`: "ok" was timed to the end, "slow" was eliminated early (its samples are from the early
     stages), "wrong" failed verification, "failed" did not compile, launch or finish in time.
-    `version` is the kernel's own, opaque here, as is `config`. `error` is the relative error that
-    verification measured, None where it was not measured or is not finite (say so in `reason`).
-    `samples_us` are of the record's own M; `inside_us` are medians at other M of its bucket.
+    `version` is the kernel's, opaque here, as is `config`. `error` is the relative error that
+    verification measured, None if it was not measured or is not finite (`reason` tells which).
+    `samples_us` are at the record's own M; `inside_us` are medians at other M of its bucket.
     """
 
     kernel: str
@@ -87,13 +87,13 @@ class CandidateResult:
     inside_us: Mapping[int, float] = field(default_factory=dict)
 
     def us_at(self, m: int, record_m: int) -> float | None:
-        """The median time at an M, of a record of M = `record_m`; None where it was not timed."""
+        """The median time at M = `m` in a record of M = `record_m`; None if it was not timed."""
         return self.median_us if m == record_m else self.inside_us.get(m)
 
     @property
     def median_us(self) -> float | None:
         """Median of the samples in microseconds; None without samples."""
-        # By hand: `import statistics` costs 15 ms of the command's start.
+        # `import statistics` would cost the command 15 ms at startup.
         if not self.samples_us:
             return None
         ordered = sorted(self.samples_us)
@@ -103,16 +103,16 @@ class CandidateResult:
         return ordered[middle - 1] + (ordered[middle] - ordered[middle - 1]) / 2
 
     def thinned(self, raced: bool = True) -> CandidateResult:
-        """With the least, the greatest and the middle of its samples only: the same median; the
-        middle alone of one that was not sampled to the end, to be told from those that were."""
+        """With only the smallest, the largest and the middle of its samples, which keeps the
+        median; with the middle alone if it was not sampled to the end, to tell the two apart."""
         if self.median_us is None or (raced and len(self.samples_us) <= 3):
             return self
         three = (min(self.samples_us), self.median_us, max(self.samples_us))
         return replace(self, samples_us=three if raced else (self.median_us,))
 
     def to_json(self) -> dict[str, JSON]:
-        """The JSON object of this candidate, without what has its default. Raises RecordError if
-        the config is not JSON."""
+        """The JSON object of this candidate, without fields equal to their default. Raises
+        RecordError if the config is not JSON."""
         document: dict[str, JSON] = {
             "kernel": self.kernel,
             "version": self.version,
@@ -134,7 +134,7 @@ class CandidateResult:
 
     @classmethod
     def from_json(cls, document: object, where: str = "candidate") -> CandidateResult:
-        """Read a candidate back; `where` starts the names in complaints. Raises RecordError."""
+        """Parse a candidate; `where` prefixes field names in errors. Raises RecordError."""
         fields = Fields(document, where, _CANDIDATE_REQUIRED, _CANDIDATE_DEFAULTS)
         if fields.name("status") not in _STATUSES:
             reject(f"{where}.status", shown(fields.name("status")), f"one of {_STATUSES}")
@@ -162,11 +162,11 @@ _CANDIDATE_DEFAULTS = _defaults(CandidateResult)
 
 @dataclass(frozen=True, slots=True)
 class TuningRecord:
-    """Everything that tuning one problem found out.
+    """The result of tuning one problem.
 
-    `problem` is the readable key, opaque but for what the command shows and filters by.
-    `created` is ISO-8601 in UTC, `tuning_seconds` the wall time of the whole tuning. `clock` is
-    what all times were taken with.
+    `problem` is the readable key, opaque except for the fields that the command shows and filters
+    by. `created` is ISO-8601 in UTC, `tuning_seconds` the wall time of the whole tuning. All times
+    were taken with `clock`.
     """
 
     problem: Mapping[str, JSON]
@@ -179,12 +179,12 @@ class TuningRecord:
 
     @property
     def is_hint(self) -> bool:
-        """Whether its times are of another clock: a hint for tuning, never an answer."""
+        """Whether its times are from another clock: a hint for tuning, never an answer."""
         return self.clock != CLOCK
 
     @property
     def measured_at(self) -> tuple[int, ...]:
-        """Every M at which a candidate was timed, the problem's own among them, sorted."""
+        """Every M at which a candidate was timed, including the problem's own, sorted."""
         sizes = {m for candidate in self.candidates for m in candidate.inside_us}
         own = self.problem["m"]
         assert isinstance(own, int)
@@ -197,12 +197,12 @@ class TuningRecord:
 
     @property
     def created_at(self) -> datetime:
-        """`created` as a time in UTC. Raises ValueError where it is none."""
+        """`created` as a UTC datetime. Raises ValueError if it is not one."""
         return utc_time(self.created)
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: the problem, then every candidate, the winner first."""
-        from tmm_cache import evidence, facets, markup  # 4 ms that no call needs
+        """HTML for notebooks: the problem, then every candidate, the winner first."""
+        from tmm_cache import evidence, facets, markup  # 4 ms, not needed by calls
 
         facts = (
             ("problem", f"{facets.shape(self.problem)} {facets.dtypes(self.problem)}"),
@@ -215,7 +215,7 @@ class TuningRecord:
         return markup.facts(facts) + markup.table(columns, rows, evidence.NUMBERS)
 
     def thinned(self) -> TuningRecord:
-        """Without most samples, for records that travel with a package."""
+        """Without most samples, for records shipped with a package."""
         most = max(len(each.samples_us) for each in self.candidates)
         thin = tuple(each.thinned(len(each.samples_us) == most) for each in self.candidates)
         return replace(self, candidates=thin)
@@ -224,7 +224,7 @@ class TuningRecord:
         """The JSON document of this record. Raises RecordError if problem or a config is not."""
         document: dict[str, JSON] = {
             "schema": SCHEMA,
-            # Always, though it has a default: the default is whatever clock decides today.
+            # Always written, although it has a default: the default may change with the clock.
             "clock": self.clock,
             "problem": _plain(self.problem, "problem"),
             "winner": self.winner,
@@ -238,13 +238,13 @@ class TuningRecord:
 
     @classmethod
     def from_json(cls, document: object) -> TuningRecord:
-        """Read a record back, strictly: it may be a stranger's.
+        """Parse a record strictly, since it may be untrusted.
 
-        Raises RecordError, and nothing else, for any JSON value that is no record: an unknown
-        schema, a field that is missing, unknown, ill-typed or out of bounds, a time that is NaN
-        or negative, a winner out of range or one that is not "ok".
+        Raises RecordError, and nothing else, for any JSON value that is not a record: an unknown
+        schema, a field that is missing, unknown, ill-typed or out of bounds, a time that is NaN or
+        negative, a winner that is out of range or not "ok".
         """
-        # First, or a later schema would be told off for its fields.
+        # First, or a later schema would be rejected for its fields.
         schema = document.get("schema", SCHEMA) if isinstance(document, dict) else SCHEMA
         if type(schema) is not int or schema not in (SCHEMA, OLD_SCHEMA):  # True == 1
             reject("schema", shown(schema), f"{SCHEMA}, the version of this tmm")
@@ -280,7 +280,7 @@ class TuningRecord:
 
 
 def utc_time(text: object) -> datetime:
-    """A time as records spell it. Raises ValueError for anything else."""
+    """Parse a time in the format of records. Raises ValueError for anything else."""
     if not isinstance(text, str) or not _UTC_TIME.fullmatch(text):
-        raise ValueError(f"{shown(text)} is no UTC time")
+        raise ValueError(f"{shown(text)} is not a UTC time")
     return datetime.fromisoformat(text.replace("Z", "+00:00"))

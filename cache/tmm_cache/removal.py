@@ -1,7 +1,7 @@
-"""Removing the cache's own files from the user's own root, and nothing else.
+"""Removes the cache's own files from the user's own root, and nothing else.
 
-A wrong `rm -r` on a folder that somebody pointed `TMM_CACHE_DIR` at is not undone, so removal
-works on a list of single files that the layout knows by name, which the command shows first.
+A wrong `rm -r` on the folder in `TMM_CACHE_DIR` can't be undone, so removal works on a list of
+single files whose names match the layout, and the command shows the list first.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from tmm_cache.upkeep import leftovers
 
 Kind: TypeAlias = Literal["record", "damaged", "misses", "lock", "temporary", "notes"]
 
-#: Notes that nothing was added to for so long are most likely of versions that are gone, and soon
-#: made again where they are not.
+#: Notes unchanged for this long most likely belong to versions that are gone; otherwise they are
+#: soon made again.
 STALE_NOTES_SECONDS = 30 * 86400.0
 
 
@@ -50,7 +50,7 @@ class Removal:
 def everything(root: Path) -> Iterator[Removal | Fault]:
     """All of the root: records, damaged files, misses, notes, locks, stale temporary files.
 
-    This and the two below also yield the faults that stay, such as a folder that can't be listed.
+    This and the two functions below also yield faults, such as a folder that can't be listed.
     """
     for folder in folders(root):
         if isinstance(folder, Fault):
@@ -65,7 +65,7 @@ def everything(root: Path) -> Iterator[Removal | Fault]:
 
 
 def matching(root: Path, wanted: Callable[[Entry], bool]) -> Iterator[Removal | Fault]:
-    """The records that `wanted` chooses."""
+    """The records for which `wanted` is true."""
     for item in scan(root):
         if isinstance(item, Fault):
             yield item
@@ -74,12 +74,12 @@ def matching(root: Path, wanted: Callable[[Entry], bool]) -> Iterator[Removal | 
 
 
 def outdated(root: Path, before: datetime | None) -> Iterator[Removal | Fault]:
-    """What `prune` removes: damaged files and those set aside, stale notes and temporary files,
-    locks without a record, records of an older schema whose problem was measured anew, and records
-    created before a time or, without one, of every environment of a GPU but its newest.
+    """The files that `prune` removes: damaged files and those set aside, stale notes and temporary
+    files, locks without a record, records of an older schema whose problem was measured again, and
+    records created before a time or, without one, of every environment of a GPU but its newest.
 
-    The newest is the one whose records this machine made or used last: what was imported says of
-    itself when it was made, and makes nothing outdated before it has been used here.
+    The newest environment is the one whose records this machine made or used last. The creation
+    time of an imported record is its own claim, so it outdates nothing before it is used here.
     """
     contents: dict[Folder, list[Entry | Fault]] = {}
     for folder in folders(root):
@@ -103,7 +103,7 @@ def outdated(root: Path, before: datetime | None) -> Iterator[Removal | Fault]:
         if isinstance(item, Entry) and not item.record.is_hint
     }
     for folder, items in contents.items():
-        # A folder of misses alone, in neither, is of an environment that is yet to be tuned.
+        # A folder with only misses, in neither, belongs to an environment yet to be tuned.
         superseded = False
         if before is None and folder in claimed and folder.gpu in newest:
             latest, current = newest[folder.gpu]
@@ -115,7 +115,7 @@ def outdated(root: Path, before: datetime | None) -> Iterator[Removal | Fault]:
             elif before is not None and item.record.created_at < before:
                 yield _removal(item, f"created {item.record.created}")
             elif folder.is_old and (item.gpu, item.environment_digest, item.digest) in answered:
-                yield _removal(item, "of an older schema, and measured anew")
+                yield _removal(item, "of an older schema, and measured again")
         if superseded:
             yield from _misses(folder, "an older environment of this GPU")
         yield from _leftovers(folder)
@@ -125,9 +125,9 @@ def outdated(root: Path, before: datetime | None) -> Iterator[Removal | Fault]:
 
 
 def remove(root: Path, removals: Iterable[Removal]) -> list[Fault]:
-    """Remove the files, a record's lock with it, and the folders that this leaves empty.
+    """Remove the files, a record's lock with the record, and the folders that become empty.
 
-    Returns those that could not be removed, among them a lock that is held.
+    Returns the files that could not be removed, including held locks.
     """
     faults: list[Fault] = []
     touched: dict[Path, None] = {}
@@ -148,7 +148,7 @@ def remove(root: Path, removals: Iterable[Removal]) -> list[Fault]:
             faults.append(Fault(path, reason, damaged=False))
             continue
         if removal.kind in ("record", "damaged"):
-            # Held by a process that is tuning, or not ours to write: it costs an empty file.
+            # Held by a process that is tuning, or not writable: an empty file remains.
             with contextlib.suppress(OSError):
                 _remove_lock(path.with_name(path.name + LOCK_SUFFIX))
     for folder in touched:
@@ -157,7 +157,7 @@ def remove(root: Path, removals: Iterable[Removal]) -> list[Fault]:
 
 
 def _used_since(entry: Entry) -> datetime | None:
-    """When a record was made, but no later than its file; None for one never used here."""
+    """When a record was made, at most its file's mtime; None if it was never used here."""
     try:
         status = os.stat(entry.path)
     except OSError:
@@ -197,7 +197,7 @@ def _leftovers(folder: Folder) -> Iterator[Removal]:
 def _notes(root: Path) -> list[Path]:
     try:
         paths = sorted((root / NOTES).iterdir())
-    except OSError:  # most often there is no such folder
+    except OSError:  # usually there is no such folder
         return []
     return [path for path in paths if NOTE_FILE.fullmatch(path.name) and path.is_file()]
 

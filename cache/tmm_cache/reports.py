@@ -1,4 +1,4 @@
-"""The commands that only look: show, dir, stats, verify.
+"""The read-only commands: show, dir, stats, verify.
 
 Each takes the store and its parsed options, and returns the exit status.
 """
@@ -24,8 +24,8 @@ from tmm_cache.upkeep import leftovers
 
 
 def show(store: CacheStore, options: Namespace) -> int:
-    """List the user's own records, with `--all` those of the layers too, or print those of one
-    digest in full, wherever they lie."""
+    """List the user's own records, with `--all` also those of the layers, or print the records of
+    one digest in full, from any layer."""
     now = utc_now()
     wanted = from_options(options, now)
     prefix: str | None = options.record
@@ -65,12 +65,12 @@ def _loaded(found: Iterable[Summary]) -> Iterator[tuple[Summary, TuningRecord]]:
         record = read_record(summary.path)
         if isinstance(record, Fault):
             note(f"passed over {record.path}: {record.reason}")
-        elif record is not None:  # None: removed since it was listed
+        elif record is not None:  # None: removed since the listing
             yield summary, record
 
 
 def directory(store: CacheStore, options: Namespace) -> int:
-    """Print where the user's own records lie."""
+    """Print the folder of the user's own records."""
     if options.json:
         layers: list[JSON] = [str(layer) for layer in store.layers]
         print_json({"root": str(store.root), "layers": layers, "schema": SCHEMA})
@@ -80,8 +80,8 @@ def directory(store: CacheStore, options: Namespace) -> int:
 
 
 def stats(store: CacheStore, options: Namespace) -> int:
-    """Count records, winners, misses and bytes per GPU and environment, by the heads of files: a
-    fault further on is `verify`'s to find."""
+    """Count records, winners, misses and bytes per GPU and environment, from the heads of files:
+    `verify` finds faults further on."""
     rows = [
         _statistics(root, folder)
         for root in _roots(store)

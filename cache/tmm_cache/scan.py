@@ -1,7 +1,7 @@
-"""Walking a root: every record of it, every fault of it, and the files that go with them.
+"""Walks a root: yields every record and fault, and the files that go with them.
 
-Whoever lists, verifies, exports or removes walks the same way, so that they agree on what is
-there. Names that the layout doesn't know are somebody else's and are passed over.
+Listing, verifying, exporting and removing all walk the same way, so that they agree on what is
+there. Names that the layout doesn't match are not the cache's and are skipped.
 """
 
 from __future__ import annotations
@@ -35,19 +35,19 @@ class Folder:
 
     @property
     def is_old(self) -> bool:
-        """Whether it is of an older schema: its records are hints."""
+        """Whether its schema is older, so that its records are hints."""
         return self.schema != VERSION
 
     def names(self) -> list[str] | Fault:
-        """What lies in it, sorted."""
+        """The names of its files, sorted."""
         return _names(self.path)
 
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One readable record and where it lies.
+    """A readable record and its location.
 
-    `root` is the layer that holds it. `environment` is None where its readable file is missing or
+    `root` is the layer that holds it. `environment` is None if its readable file is missing or
     broken.
     """
 
@@ -65,7 +65,7 @@ class Entry:
 
     @property
     def summary(self) -> Summary:
-        """This record in brief."""
+        """A summary of this record."""
         return Summary(
             self.path,
             self.root,
@@ -79,10 +79,9 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """One record in brief, and where it lies, as `Entry` says it.
+    """A summary of a record and its location, as in `Entry`.
 
-    It is read from the head of a file, which proves nothing: `load` reads the record and checks
-    it.
+    It is read from the head of a file, unvalidated: `load` reads the record and checks it.
     """
 
     path: Path
@@ -100,16 +99,16 @@ class Summary:
 
     @property
     def problem(self) -> Mapping[str, JSON]:
-        """The problem: its sizes are checked, nothing else is."""
+        """The problem; only its sizes are checked."""
         return self.head.problem
 
     @property
     def clock(self) -> str:
-        """What the times were taken with."""
+        """The clock that the times were taken with."""
         return self.head.clock
 
     def load(self) -> TuningRecord | None:
-        """The whole record; None where its file is gone, or damaged, with a `CacheWarning`."""
+        """The whole record; None if its file is gone, or damaged, with a `CacheWarning`."""
         record = read_record(self.path) if self._record is None else self._record
         if isinstance(record, Fault):
             passed_over(record)
@@ -119,11 +118,10 @@ class Summary:
 
 @dataclass(frozen=True, slots=True)
 class Located:
-    """The record that answers for a problem, and where it came from.
+    """The record that answers for a problem, and its origin.
 
-    `path` is None where it is held in memory alone. `own`: it was saved by this user's processes,
-    in this process or in the user's own root, and not imported from an archive. `sealed`: its
-    file's checksum is there and right.
+    `path` is None if it is held only in memory. `own`: it was saved by this process or in the
+    user's own root, and not imported from an archive. `sealed`: its file has a correct checksum.
     """
 
     record: TuningRecord
@@ -133,18 +131,18 @@ class Located:
 
     @property
     def trusted(self) -> bool:
-        """Whether its winner may be used without being verified on this machine first."""
+        """Whether its winner may be used without verifying it on this machine first."""
         return self.own and self.sealed
 
 
 def folders(root: Path, gpu: str | None = None) -> Iterator[Folder | Fault]:
-    """The folders of records under a root, those of the current schema first, then in the order
-    of their names; an absent root has none."""
+    """The folders of records under a root, the current schema's first, then by name; an absent root
+    has none."""
     for top in (root / version for version in VERSIONS):
         for name in _each(top):
             if isinstance(name, Fault):
                 yield name
-                return  # most often the root is at fault, and the older folder with it
+                return  # usually the root is at fault, and with it the older folder
             if not (is_slug(name) and gpu in (None, name)):
                 continue
             for environment in _inside(top / name):
@@ -160,7 +158,7 @@ def folders(root: Path, gpu: str | None = None) -> Iterator[Folder | Fault]:
 
 
 def scan(root: Path, gpu: str | None = None) -> Iterator[Entry | Fault]:
-    """Every record and every fault under a root, in the order of `folders` and their names."""
+    """Every record and every fault under a root, in the order of `folders`, then by name."""
     for folder in folders(root, gpu):
         if isinstance(folder, Fault):
             yield folder
@@ -188,8 +186,8 @@ def scan_folder(root: Path, folder: Folder) -> Iterator[Entry | Fault]:
 
 
 def summaries(root: Path, gpu: str | None = None) -> Iterator[Summary | Fault]:
-    """Every record under a root in brief, in the order of `scan`, and each fault that this meets:
-    a record whose head is whole may be damaged further on."""
+    """A summary of every record under a root, in the order of `scan`, and each fault met: a record
+    with an intact head may be damaged further on."""
     for folder in folders(root, gpu):
         if isinstance(folder, Fault):
             yield folder
@@ -198,7 +196,7 @@ def summaries(root: Path, gpu: str | None = None) -> Iterator[Summary | Fault]:
 
 
 def summaries_of(root: Path, folder: Folder) -> Iterator[Summary | Fault]:
-    """As `summaries`, of one folder."""
+    """Like `summaries`, for one folder."""
     names = folder.names()
     if isinstance(names, Fault):
         yield names
@@ -222,7 +220,7 @@ def summaries_of(root: Path, folder: Folder) -> Iterator[Summary | Fault]:
 
 
 def _inside(path: Path) -> Iterator[str | Fault]:
-    """What lies in a folder; nothing where it is none."""
+    """The names in a folder; none if it is not a folder."""
     found = _is_folder(path)
     if isinstance(found, Fault):
         yield found
@@ -231,7 +229,7 @@ def _inside(path: Path) -> Iterator[str | Fault]:
 
 
 def _is_folder(path: Path) -> bool | Fault:
-    # `os.path.isdir` takes a folder that cannot be looked at for none, and its records for absent.
+    # `os.path.isdir` returns False for an inaccessible folder, which would hide its records.
     try:
         return stat.S_ISDIR(os.stat(path).st_mode)
     except (FileNotFoundError, NotADirectoryError):

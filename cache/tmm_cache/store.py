@@ -1,7 +1,7 @@
-"""The store that the dispatcher asks before it tunes and tells after it has.
+"""The store that the dispatcher reads before tuning and writes after it.
 
 It stands between a matmul and a file system that may be read-only, full, shared by many ranks or
-damaged: nothing that a file system does makes these methods raise.
+damaged: no file system fault makes these methods raise.
 """
 
 from __future__ import annotations
@@ -30,19 +30,19 @@ if TYPE_CHECKING:
     from tmm_cache.nearest import NearestKey
     from tmm_cache.upkeep import Upkeep
 
-# Whatever else TMM_REQUIRE_LOCKED says is yes: whoever sets it wants nothing else to answer.
+# Any other value of TMM_REQUIRE_LOCKED means yes: setting it shows the intent.
 _NO = {"", "0", "false", "no", "off"}
 
 
 class CacheStore:
     """Tuning records on disk: the user's own root, and read-only layers below it.
 
-    `root` and `layers` left out are `default_root()` and `layer_paths()`. A root that is not the
-    user's own (see `layout.foreign`) is read as one more layer; what is saved then is held. Under
-    `TMM_REQUIRE_LOCKED=1` the lock file alone answers. No folder is made before the first save. A
-    file that can't be used costs a miss and one `CacheWarning` per process. Methods that take a GPU
-    raise ValueError where it is no slug (see `slug`), and what `digest` raises where an environment
-    or a problem is not JSON.
+    `root` and `layers` default to `default_root()` and `layer_paths()`. A root that is not the
+    user's own (see `layout.foreign`) is read as one more layer; records saved then are held in
+    memory. Under `TMM_REQUIRE_LOCKED=1` only the lock file answers. No folder is made before the
+    first save. A file that can't be used costs a miss and one `CacheWarning` per process. Methods
+    that take a GPU raise ValueError if it is not a slug (see `slug`), and like `digest` if an
+    environment or a problem is not JSON.
     """
 
     __slots__ = (
@@ -59,7 +59,7 @@ class CacheStore:
     )
 
     def __init__(self, root: Path | None = None, layers: Sequence[Path] | None = None) -> None:
-        #: The user's own records; `NOWHERE` on a machine that has no place for them.
+        #: The user's own records; `NOWHERE` on a machine without a folder for them.
         self.root = default_root() if root is None else absolute(root)
         below = layer_paths() if layers is None else layers
         seen = {real(self.root)}
@@ -69,9 +69,9 @@ class CacheStore:
             if not is_nowhere(place) and real(place) not in seen:
                 seen.add(real(place))
                 kept.append(place)
-        #: The layers below, nearest first, without those that are the root itself.
+        #: The layers below, nearest first, without the root itself.
         self.layers = tuple(kept)
-        #: Whether a lock file alone answers, and which.
+        #: Whether only a lock file answers, and which.
         self.locked = os.environ.get("TMM_REQUIRE_LOCKED", "0").lower() not in _NO
         self.lock_path = lock_path(os.environ, self.root)
         self._lock_file: LockFile | None = None
@@ -79,7 +79,7 @@ class CacheStore:
         self._misses = MissLog(self.root, self._complaints)
         self._verified: dict[tuple[str, str], Notes] = {}
         self._upkeep: Upkeep | None = None
-        #: Records that this process answers with whatever the disk says, by their path.
+        #: Records that this process answers with regardless of the disk, by path.
         self._held: dict[Path, Entry] = {}
 
     def path(self, gpu: str, environment: Mapping[str, JSON], problem: Mapping[str, JSON]) -> Path:
@@ -89,7 +89,8 @@ class CacheStore:
     def load(
         self, gpu: str, environment: Mapping[str, JSON], problem: Mapping[str, JSON]
     ) -> TuningRecord | None:
-        """The problem's record, held, of the root or of the first layer with it; None is a miss."""
+        """The problem's record: held, from the root, or from the first layer with it; None: a
+        miss."""
         located = self.locate(gpu, environment, problem)
         if located is None:
             return None
@@ -102,11 +103,11 @@ class CacheStore:
     def locate(
         self, gpu: str, environment: Mapping[str, JSON], problem: Mapping[str, JSON]
     ) -> Located | None:
-        """The problem's record as `load` finds it, and where it came from.
+        """The problem's record as `load` finds it, and its origin.
 
         Takes no lock. A file that is damaged, of a foreign schema or about another problem is
-        passed over with a `CacheWarning`, and in the user's own root set aside. A hint is passed
-        over in silence.
+        skipped with a `CacheWarning`, and in the user's own root set aside. Hints are skipped
+        silently.
         """
         if self.locked:
             return self._locate_locked(gpu, environment, problem)
@@ -134,8 +135,8 @@ class CacheStore:
     def nearest_key(
         self, gpu: str, environment: Mapping[str, JSON], problem: Mapping[str, JSON]
     ) -> NearestKey | None:
-        """Of the keys that this store answers for the one nearest to the one asked, with their
-        differences; None where it answers for none."""
+        """The stored key nearest to the requested one, with their differences; None if the store is
+        empty."""
         from tmm_cache.nearest import nearest
 
         if self.locked:
@@ -149,12 +150,13 @@ class CacheStore:
         return nearest((gpu, environment, problem), keys)
 
     def is_verified(self, gpu: str, environment: Mapping[str, JSON], key: str) -> bool:
-        """Whether `mark_verified` was called with this key, under this root. Never OSError."""
+        """Whether `mark_verified` was called with this key under this root. Never raises
+        OSError."""
         return self._stamps(gpu, environment).get(key) is True
 
     def mark_verified(self, gpu: str, environment: Mapping[str, JSON], key: str) -> None:
-        """Remember that what the key stands for was verified: by every process of this user where
-        the root can be written, otherwise by this one. Never OSError."""
+        """Remember that the key was verified, for every process of this user if the root is
+        writable, otherwise for this process. Never raises OSError."""
         self._stamps(gpu, environment).add(key, True)
 
     def found(
@@ -165,10 +167,10 @@ class CacheStore:
         return None if located is None else located.path
 
     def save(self, gpu: str, environment: Mapping[str, JSON], record: TuningRecord) -> Path | None:
-        """Write a record into the user's own root; None where that failed, with a `CacheWarning`.
+        """Write a record into the user's own root; None if that failed, with a `CacheWarning`.
 
-        A record that could not be written is held. Raises RecordError for a record that would not
-        read back, never OSError.
+        A record that could not be written is held in memory. Raises RecordError for a record that
+        would not read back, never OSError.
         """
         data = record_bytes(record)
         path = self.path(gpu, environment, record.problem)
@@ -184,19 +186,19 @@ class CacheStore:
         if path in self._held:
             self.hold(gpu, environment, record)
         if self._upkeep is None:
-            from tmm_cache.upkeep import Upkeep  # those who replay do not need it
+            from tmm_cache.upkeep import Upkeep  # not needed for replay
 
             self._upkeep = Upkeep(self.root)
         self._upkeep.saved(path, len(data), self._held)
         return path
 
     def hold(self, gpu: str, environment: Mapping[str, JSON], record: TuningRecord) -> None:
-        """Answer with this record as long as the store lives, whatever the disk says."""
+        """Answer with this record as long as the store lives, regardless of the disk."""
         entry = self._entry(gpu, environment, record)
         self._held[entry.path] = entry
 
     def summary(self, gpu: str, environment: Mapping[str, JSON], record: TuningRecord) -> Summary:
-        """A record in brief, as `summaries` says it of one that was saved or held."""
+        """The summary of a record that was saved or held, as in `summaries`."""
         return self._entry(gpu, environment, record).summary
 
     def _entry(self, gpu: str, environment: Mapping[str, JSON], record: TuningRecord) -> Entry:
@@ -204,9 +206,9 @@ class CacheStore:
         return Entry(path, self.root, gpu, digest(environment), environment, record)
 
     def entries(self, gpu: str | None = None) -> Iterator[Entry]:
-        """Every readable record: those held, then the root's, then each layer's, by their paths.
+        """Every readable record: those held, then the root's, then each layer's, by path.
 
-        What a layer hides from the next is not left out. Faults are passed over with a warning.
+        Records hidden by a nearer layer are included. Faults are skipped with a warning.
         """
         held = {path: self._held[path] for path in sorted(self._held)}
         yield from (entry for entry in held.values() if gpu in (None, entry.gpu))
@@ -218,8 +220,8 @@ class CacheStore:
                     yield item
 
     def summaries(self, gpu: str | None = None) -> Iterator[Summary]:
-        """Every record in brief, in the order of `entries`: a head is read of each file, and the
-        record on `Summary.load`. Faults are passed over with a warning."""
+        """A summary of every record, in the order of `entries`: only the head of each file is read,
+        the record by `Summary.load`. Faults are skipped with a warning."""
         held = {path: self._held[path] for path in sorted(self._held)}
         yield from (entry.summary for entry in held.values() if gpu in (None, entry.gpu))
         for root in (self.root, *self.layers):
@@ -230,12 +232,12 @@ class CacheStore:
                     yield item
 
     def remove(self, entries: Iterable[Entry]) -> int:
-        """Remove records of the user's own root, and the folders that leaves empty.
+        """Remove records of the user's own root, and the folders that become empty.
 
-        Returns how many are gone; each that stays costs a `CacheWarning`. Raises ValueError for
-        an entry of a layer: layers are read-only.
+        Returns how many were removed; each that could not be costs a `CacheWarning`. Raises
+        ValueError for an entry of a layer: layers are read-only.
         """
-        from tmm_cache import removal  # those who replay do not need it
+        from tmm_cache import removal  # not needed for replay
 
         removals = []
         for entry in entries:
@@ -259,9 +261,9 @@ class CacheStore:
     ) -> Iterator[bool]:
         """Hold the right to tune a problem, among all threads and processes on this root.
 
-        Yields False if another still holds it after `timeout` seconds. Where no lock can be had,
-        because the root can't be written or its file system can't lock, it warns and yields True:
-        tuning twice is better than not at all. Raises ValueError for a timeout below zero.
+        Yields False if another still holds it after `timeout` seconds. If the root can't be written
+        or its file system can't lock, it warns and yields True: tuning twice is better than not at
+        all. Raises ValueError for a negative timeout.
         """
         if not timeout >= 0:
             raise ValueError(f"timeout: found {timeout}, accepted is a number of seconds >= 0")
@@ -279,10 +281,10 @@ class CacheStore:
         try:
             yield held
         finally:
-            with contextlib.suppress(OSError):  # the descriptor is closed even so
+            with contextlib.suppress(OSError):  # the descriptor is closed anyway
                 lock.release()
             if fault is not None:
-                # Now, for a save under the lock knows better what became of the record.
+                # Only now: a save under the lock reports more precisely what became of the record.
                 self._complaints.beside(
                     lock.path, fault, "locked", "two processes may tune the same problem"
                 )
@@ -290,15 +292,15 @@ class CacheStore:
     def log_miss(
         self, gpu: str, environment: Mapping[str, JSON], problem: Mapping[str, JSON]
     ) -> None:
-        """Note a problem that was met where tuning is forbidden, once per store. Never OSError."""
+        """Log a problem met where tuning is forbidden, once per store. Never raises OSError."""
         self._misses.add(self.path(gpu, environment, problem), environment, problem)
 
     def misses(self) -> list[Miss]:
-        """The problems noted in the user's own root, each once per GPU and environment."""
+        """The problems logged in the user's own root, each once per GPU and environment."""
         return self._misses.all()
 
     def clear_misses(self) -> int:
-        """Forget the noted problems; returns how many logs are gone."""
+        """Clear the logs of problems; returns how many were removed."""
         return self._misses.clear()
 
     def _locate_locked(
@@ -310,7 +312,7 @@ class CacheStore:
             self._complaints.fault(record)
         if not isinstance(record, TuningRecord) or canonical(record.problem) != canonical(problem):
             return None
-        # Where it was frozen it may have been verified, here it may not.
+        # It may have been verified where it was frozen, but not here.
         return Located(record, self.lock_path, own=False, sealed=True)
 
     def _locked_file(self) -> LockFile | None:
@@ -321,8 +323,8 @@ class CacheStore:
         return self._lock_file
 
     def _stamps(self, gpu: str, environment: Mapping[str, JSON]) -> Notes:
-        # Not by host name: a container has another at each start, and what is verified is a
-        # kernel's code on this GPU under this software.
+        # Not keyed by host name: a container gets a new one at each start, and verification is
+        # about a kernel's code on this GPU under this software.
         of = gpu, digest(environment)
         if of not in self._verified:
             self._verified[of] = Notes("verified", list(of), self.root)

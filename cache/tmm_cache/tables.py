@@ -1,4 +1,4 @@
-"""What the command prints for people: tables and one record in full.
+"""The command's human-readable output: tables, and one record in full.
 
 No line is longer than the terminal, or than 100 columns elsewhere; `--json` leaves nothing out.
 """
@@ -33,17 +33,17 @@ def print_table(
 
 _NUMBERS = ("µs", "blas µs", "vs blas", "age")
 _COLUMNS = ("", "M", "epilogue", "kernel", "config", *_NUMBERS, "record")
-#: What a narrow table does without, what is missed least first.
+#: Columns that a narrow table drops, least important first.
 _OPTIONAL = ("config", "blas µs", "age")
 
 
 def print_summaries(
     found: Sequence[Summary], layers: Mapping[Path, str], now: datetime, *, each: bool
 ) -> None:
-    """One table per layer, GPU, environment and clock, in it a heading for each weight and dtype,
-    and a row for each range of M that one kernel won, or for each record."""
+    """Print one table per layer, GPU, environment and clock, with a heading for each weight and
+    dtype, and a row for each range of M that one kernel won, or for each record."""
 
-    # Keyed once: of 10,000 records each look at a problem is 10 ms.
+    # Keyed once: with 10,000 records each pass over the problems takes 10 ms.
     keyed = sorted(map(_keyed, found), key=lambda one: one[:-1])
     before = ""
     for _, members in groupby(keyed, key=lambda one: one.place):
@@ -68,7 +68,7 @@ def print_summaries(
 
 
 class _Keyed(NamedTuple):
-    """A record in the order of the list: what it is grouped by, then by M."""
+    """A record with its sort key: the fields it is grouped by, then M."""
 
     place: tuple[str, ...]
     weight: tuple[Any, ...]
@@ -121,7 +121,7 @@ def _row(members: Sequence[_Keyed], now: datetime) -> tuple[str, ...]:
 
 
 def _range(values: Sequence[Any], text: Callable[[Any], str]) -> str:
-    """`1…4096`, or the one value that there is."""
+    """`1…4096`, or the only value."""
     known = [value for value in values if value is not None]
     if not known:
         return facets.ABSENT

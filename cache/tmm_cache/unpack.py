@@ -1,7 +1,7 @@
-"""Reading a tar file that may have been made to hurt: a member at a time, within limits.
+"""Reads a possibly malicious tar file, a member at a time, within limits.
 
-Compressed zeros are a thousandth of their size, and tarfile reads whatever length a header claims:
-half a megabyte took 3.2 GB of memory.
+Zeros compress by a factor of a thousand, and tarfile reads whatever length a header claims: half a
+megabyte took 3.2 GB of memory.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from typing import IO, Any, Final, Protocol
 
 from tmm_cache.files import MAX_BYTES
 
-#: Of all that is unpacked. 4,000 records are 10 to 60 MB.
+#: Limit of all unpacked data. 4,000 records are 10 to 60 MB.
 MAX_UNPACKED: Final = 512 * 2**20
 MOST_MEMBERS: Final = 2**16
-#: Of one header that extends another (a long name, attributes), and of all of them. Honest ones
-#: are a kilobyte each.
+#: Limits of one extension header (a long name, attributes), and of all of them. Normal ones are a
+#: kilobyte each.
 MAX_HEADER: Final = 2**16
 MAX_HEADERS: Final = 32 * 2**20
 
@@ -40,7 +40,7 @@ _EXTENSIONS: Final = (
 
 
 class ArchiveError(ValueError):
-    """A file that is no archive of records, or one that no honest `export` has written."""
+    """A file that is not an archive of records, or could not have been written by `export`."""
 
 
 class _Readable(Protocol):
@@ -49,14 +49,14 @@ class _Readable(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class Member:
-    """One regular file of an archive, whose content can be read until the next is asked for."""
+    """A regular file of an archive; its content can be read until the next member is requested."""
 
     name: str
     size: int
     _content: IO[bytes] | None
 
     def data(self) -> bytes:
-        """Its content. Raises ValueError where it is too large for a record."""
+        """Its content. Raises ValueError if it is too large for a record."""
         if self.size > MAX_BYTES:
             raise ValueError(f"is larger than {MAX_BYTES} bytes")
         if self._content is None:
@@ -65,33 +65,33 @@ class Member:
 
 
 def members(file: Path, raw: IO[bytes]) -> Iterator[Member]:
-    """The regular files of an archive, whose name is told in complaints.
+    """The regular files of an archive; `file` names it in errors.
 
-    Raises ArchiveError for what is no archive, is beyond the limits above, or has a member that
-    is a link or a device, or whose path leads out of where it is unpacked.
+    Raises ArchiveError for a file that is not an archive, exceeds the limits above, or has a member
+    that is a link or a device, or whose path escapes the target folder.
     """
     try:
         limited = _Limited(file, _unpacked(raw))
         with tarfile.open(fileobj=limited, mode="r|", tarinfo=_counting(file)) as archive:
             while (member := archive.next()) is not None:
-                archive.members = []  # type: ignore[attr-defined]  # kept, a kilobyte each
+                archive.members = []  # type: ignore[attr-defined]  # a kilobyte per member
                 _refuse_unsafe(file, member)
                 if member.isreg():
                     name = posixpath.normpath(member.name)
                     yield Member(name, member.size, archive.extractfile(member))
-        # tarfile stops at the last member and would not notice that the checksum is cut off.
+        # tarfile stops at the last member and would not notice a truncated checksum.
         while limited.read(_CHUNK):
             pass
     except ArchiveError:
         raise
     except Exception as error:
-        # tarfile and the decompressors answer malformed input with whatever they trip over:
-        # OSError, EOFError, zlib.error, LZMAError, ValueError, RecursionError, OverflowError.
+        # tarfile and the decompressors raise various exceptions for malformed input: OSError,
+        # EOFError, zlib.error, LZMAError, ValueError, RecursionError, OverflowError.
         raise ArchiveError(f"{file}: is not a readable archive: {error}") from error
 
 
 class _Limited(io.RawIOBase):
-    """What was unpacked, until it is too much."""
+    """The unpacked bytes, up to a limit."""
 
     def __init__(self, file: Path, source: _Readable) -> None:
         self._file = file
@@ -107,7 +107,7 @@ class _Limited(io.RawIOBase):
 
 
 class _Xz:
-    """Unpacks xz within a limit of memory, which `lzma.LZMAFile` cannot set."""
+    """Unpacks xz within a memory limit, which `lzma.LZMAFile` cannot set."""
 
     def __init__(self, raw: IO[bytes]) -> None:
         self._raw = raw
@@ -134,7 +134,7 @@ def _unpacked(raw: IO[bytes]) -> _Readable:
 
 
 def _counting(file: Path) -> type[tarfile.TarInfo]:
-    """A class of headers that are counted before tarfile reads as far as they say."""
+    """A header class that checks count and size before tarfile reads that far."""
     count = extended = 0
 
     class Header(tarfile.TarInfo):
@@ -149,7 +149,7 @@ def _counting(file: Path) -> type[tarfile.TarInfo]:
                 extended += header.size
                 if header.size > MAX_HEADER or extended > MAX_HEADERS:
                     raise ArchiveError(f"{file}: has a header of {header.size} bytes")
-            # Past the file's end tarfile would seek on for hours.
+            # tarfile would seek past the end of the file for hours.
             if not 0 <= header.size <= MAX_UNPACKED:
                 raise ArchiveError(f"{file}: has a member of {header.size} bytes")
             return header

@@ -1,7 +1,7 @@
-"""Keeping the cache within bounds without anyone asking: left-over files, size and age.
+"""Keeps the cache within bounds automatically: left-over files, size and age.
 
-A save looks after its own folder and, now and then, after the whole root. Of the root only the
-records used longest ago go, and notes: never a layer, a record that this process holds, one that
+A save cleans its own folder and, now and then, the whole root. Only the least recently used records
+and notes of the root are removed: never a layer, a record that this process holds, or one that
 another process is tuning or has just written.
 """
 
@@ -26,15 +26,15 @@ from tmm_cache.locks import Lock
 T = TypeVar("T")
 
 DEFAULT_SIZE: Final = 256 * 2**20
-#: Evicted down to this part of the limit, so that the next save does not evict again.
+#: Eviction goes down to this fraction of the limit, so that the next save does not evict again.
 _ROOM: Final = 0.9
-#: Saves between two looks at the whole root, 50 ms for 10,000 records.
+#: Saves between two scans of the whole root, 50 ms for 10,000 records.
 _EVERY: Final = 256
-#: What was written or used so lately is another process's, which is at it.
+#: Files written or used more recently may still be in use by another process.
 _RECENT_SECONDS: Final = 60.0
-#: A younger temporary file may be a save that is under way, of another host too.
+#: A younger temporary file may be a save in progress, possibly on another host.
 STALE_SECONDS: Final = 3600.0
-#: One that is older is left over even if some process has its writer's number.
+#: An older one is left over even if a process has its writer's PID.
 _DEAD_SECONDS: Final = 86400.0
 
 _SIZE = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,9})?)([kmgt]?)(?:i?b)?", re.ASCII | re.IGNORECASE)
@@ -43,9 +43,9 @@ _SCHEMA = re.compile(r"v[0-9]+")
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """How many bytes the root may have, and for how many seconds a record may lie unused.
+    """The maximum size of the root in bytes, and the seconds a record may stay unused.
 
-    None is no limit.
+    None means no limit.
     """
 
     size: int | None = DEFAULT_SIZE
@@ -61,8 +61,8 @@ def parse_size(text: str) -> int | None:
 
 
 def limits(environ: Mapping[str, str] = os.environ) -> Limits:
-    """`TMM_CACHE_MAX_SIZE` and `TMM_CACHE_MAX_AGE`; the default, with one warning, for what is
-    neither a size nor an age."""
+    """`TMM_CACHE_MAX_SIZE` and `TMM_CACHE_MAX_AGE`; the default, with one warning, for an invalid
+    value."""
     from tmm_cache.filters import parse_age
 
     return Limits(
@@ -85,7 +85,7 @@ def _variable(
 
 
 class Upkeep:
-    """What a process does for a root as it saves."""
+    """The upkeep of a root by a process that saves."""
 
     __slots__ = ("_bytes", "_limits", "_root", "_saves", "_swept")
 
@@ -97,9 +97,9 @@ class Upkeep:
         self._bytes = 0
 
     def saved(self, path: Path, size: int, held: Container[Path]) -> None:
-        """Look after the root, now that so many bytes were saved there. Never raises OSError.
+        """Clean up the root after saving `size` bytes there. Never raises OSError.
 
-        `held` are the paths that stay, besides `path`.
+        `path` and the paths in `held` are kept.
         """
         if path.parent not in self._swept:
             self._swept.add(path.parent)
@@ -115,7 +115,7 @@ class Upkeep:
 
 
 def leftovers(folder: Path) -> Iterator[Path]:
-    """The temporary files that processes left which were killed."""
+    """The temporary files left by killed processes."""
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
             if TEMPORARY.fullmatch(entry.name) and _is_left_over(entry):
@@ -123,7 +123,7 @@ def leftovers(folder: Path) -> Iterator[Path]:
 
 
 def sweep(folder: Path) -> None:
-    """Remove what killed processes left in a folder, where that can be done."""
+    """Remove what killed processes left in a folder, if possible."""
     for path in leftovers(folder):
         with contextlib.suppress(OSError):
             path.unlink()
@@ -157,9 +157,9 @@ class _File:
 
 
 def evict(root: Path, bounds: Limits, keep: Callable[[Path], bool]) -> int:
-    """Remove what was used longest ago until the root is within its limits; returns how many.
+    """Remove the least recently used files until the root is within its limits; returns how many.
 
-    Never raises OSError: what can't be removed stays.
+    Never raises OSError: files that can't be removed stay.
     """
     if bounds.size is None and bounds.age is None:
         return 0
@@ -183,7 +183,7 @@ def evict(root: Path, bounds: Limits, keep: Callable[[Path], bool]) -> int:
 
 
 def _evictable(root: Path, now: float) -> Iterator[_File]:
-    """Records of every schema, for an older tmm's are never read again; and notes."""
+    """Records of every schema, since an older tmm's may never be read again, and notes."""
     for version in _names(root, _SCHEMA.fullmatch):
         for gpu in _names(root / version, is_slug):
             for environment in _names(root / version / gpu, DIGEST.fullmatch):
@@ -215,7 +215,7 @@ def _files(folder: Path, names: re.Pattern[str], now: float) -> Iterator[_File]:
 
 
 def _drop(file: _File) -> bool:
-    """Remove a file that nobody is at, and its lock."""
+    """Remove a file that is not in use, and its lock."""
     beside = file.path.with_name(file.path.name + LOCK_SUFFIX)
     try:
         lock = Lock(beside) if beside.is_file() else None
@@ -223,7 +223,7 @@ def _drop(file: _File) -> bool:
             return False
         try:
             if os.stat(file.path).st_mtime_ns != file.changed_ns:
-                return False  # used or written anew since it was listed
+                return False  # used or rewritten since the listing
             file.path.unlink()
             if lock is not None:
                 beside.unlink()

@@ -1,4 +1,4 @@
-"""A copy kernel with a bug that only a size of several blocks shows; docs/learn.md hunts it."""
+"""A copy kernel with a bug that appears only with several blocks; docs/learn.md finds it."""
 
 import sys
 
@@ -28,7 +28,7 @@ if "--fixed" in sys.argv:
     run(x, step=2)
 elif "--transposed" in sys.argv:
     columns = x.reshape(2, 3).t()
-    assert columns.is_contiguous  # always true: the method was not called
+    assert columns.is_contiguous  # always true: the method is not called
     print("asked ", columns.flatten().tolist())
     run(columns, step=2)
 else:

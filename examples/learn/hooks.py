@@ -1,4 +1,4 @@
-"""What tmm makes of a plugin's hooks; see docs/learn.md."""
+"""How tmm calls a plugin's hooks; see docs/learn.md."""
 
 import tmm_core
 from tmm_core import hookimpl
@@ -6,7 +6,7 @@ from tmm_core.dispatch.registry import Registry
 
 
 class Forgetful:
-    def tmm_kernels(self):  # nothing marks it
+    def tmm_kernels(self):  # not marked as a hook
         return []
 
 
@@ -17,7 +17,7 @@ class Brings:
 
 
 class Drops:
-    """Goes around what every other plugin brings."""
+    """Wraps the results of all other plugins."""
 
     @hookimpl(wrapper=True)
     def tmm_epilogues(self):

@@ -1,4 +1,4 @@
-"""An epilogue of one's own, written twice: once it overflows; see docs/learn.md."""
+"""A user-defined epilogue in two versions, one of which overflows; see docs/learn.md."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""The textbook matmul, and what becomes of it where a mask is missing; see docs/learn.md."""
+"""The textbook matmul, and the effect of a missing mask; see docs/learn.md."""
 
 import sys
 
@@ -26,7 +26,7 @@ def matmul(
 
 
 def beside_nan(rows, cols):
-    """Random numbers, with NaN in the memory that follows them."""
+    """Random numbers, with NaN in the memory after them."""
     memory = torch.full((rows * cols + 4096,), float("nan"))
     memory[: rows * cols] = torch.randn(rows * cols)
     return memory[: rows * cols].view(rows, cols)

@@ -1,1 +1,1 @@
-"""The BLAS torch has on the device: the kernel that always can, and what others must beat."""
+"""Torch's BLAS on the device: the kernel that serves every problem, and that others must beat."""

@@ -1,11 +1,11 @@
-"""``blas``: torch.mm and its kin, then the epilogue by its torch reference.
+"""``blas``: torch.mm and related operators, then the epilogue by its torch reference.
 
-Can do everything torch can: any dtype, any stride, empty sizes. Where torch exposes
-cuBLASLt's fused bias + relu (``torch._addmm_activation``), that is a config of its own.
+It serves everything that torch does: any dtype, any stride, empty sizes. cuBLASLt's fused bias +
+relu (``torch._addmm_activation``) is a separate config.
 
-8-bit floats go to ``torch._scaled_mm`` in the layout that it takes (row-major times
-column-major, K and N multiples of 16), with the promoted accumulation that is its default;
-otherwise they are multiplied as bf16, which holds them exactly, and scaled afterwards.
+8-bit floats go to ``torch._scaled_mm`` in the layout that it supports (row-major times
+column-major, K and N multiples of 16), with its default of promoted accumulation; otherwise they
+are multiplied as bf16, which represents them exactly, and scaled afterwards.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ FLOPS_PER_SM_US = {2: 5.4e6, 4: 0.38e6, 1: 9.5e6}
 TF32_FLOPS_PER_SM_US = 3.0e6
 BYTES_PER_SM_US = 32e3
 LAUNCH_US = 4.0
-#: µs until memory is at speed; cold reads first displace what has to be written back, so many bytes
-#: of it, and come to this share of the bandwidth: 19 µs for 34 MB, 43 for 117, 71 for 235.
+#: µs until memory reaches full speed; cold reads first evict this many bytes that have to be
+#: written back, and reach this share of the bandwidth: 19 µs for 34 MB, 43 for 117, 71 for 235.
 RAMP_US, DISPLACED, READ_SHARE = 2.0, 16e6, 0.9
 
-#: cuBLAS with a leading stride off 16 bytes ran at 128–255 TFLOPS where the aligned
-#: neighbour had 720.
+#: cuBLAS with a leading stride not a multiple of 16 bytes ran at 128–255 TFLOPS, its aligned
+#: neighbour at 720.
 UNALIGNED_PENALTY = 4.0
-#: Passes over the output that eager gating costs: five, in torch's slower kernels for strided
-#: halves (2048×14336×4096 on an H200: 214 µs after the product, 14 a pass).
+#: Cost of eager gating in passes over the output: it makes five, in torch's slower kernels for
+#: strided halves (2048×14336×4096 on an H200: 214 µs after the product, 14 per pass).
 GATED_PASSES = 15
 
 
@@ -67,7 +67,7 @@ class Blas(Kernel[BlasConfig]):
     supports = Supports(
         devices=ANY,
         operands=ANY,
-        formats=ANY,  # dequantised, and multiplied in what that gives
+        formats=ANY,  # dequantised before multiplying
         scales=ANY,
         out=ANY,
         bias=ANY,
@@ -147,14 +147,14 @@ def _estimate_us(problem: Problem) -> float | None:
     result = problem.batch * problem.m * problem.n * problem.out.dtype.itemsize
     epilogue = GATED_PASSES if problem.gated else 2 * (not problem.epilogue.is_identity)
     steps = epilogue + 3 * (problem.residual is not None)
-    # An elementwise pass over an output that fits the L2 runs at some three times HBM.
+    # An elementwise pass over an output that fits in L2 runs at about three times HBM speed.
     cached = 3.0 if result < problem.device.l2 / 2 else 1.0
     passes = steps * result / (BYTES_PER_SM_US * sms * cached)
     return product + passes + LAUNCH_US * (1 + (steps > 0))
 
 
 def bind_product(problem: Problem) -> Bound:
-    """The whole expression by torch's own operators, in torch's own roundings."""
+    """The whole expression by torch's own operators, with torch's roundings."""
     launcher = _bind_by(torch.mm if problem.batch == 1 else torch.bmm, problem)
     return Bound(launcher, folded=functools.partial(_bind_folded, problem))
 
@@ -162,7 +162,7 @@ def bind_product(problem: Problem) -> Bound:
 def _bind_by(
     mm: Callable[..., Tensor], problem: Problem, with_out: Launcher | None = None
 ) -> Launcher:
-    """By this product; ``with_out`` where there is an ``out`` that it does not take."""
+    """The launcher with this product; ``with_out`` if there is an ``out`` that it does not take."""
     out_dtype = problem.out.dtype
     same = out_dtype == problem.a.dtype
 
@@ -185,7 +185,7 @@ def _bind_by(
     add_bias = _adds_bias(problem)
     biased = _bind_biased(torch.addmm, problem.scaled)
     if add_bias and problem.epilogue.is_identity and problem.residual is None:
-        # A layer's call: what follows costs the host as much as the product does.
+        # A layer's call: the general path costs the host as much again as the product.
         return biased
 
     def general(
@@ -223,21 +223,21 @@ def _bind_by(
         y = activation(torch.addmm(bias, a, b) if add_bias else mm(a, b))  # type: ignore[arg-type]
         return y if y.dtype is out_dtype else y.to(out_dtype)
 
-    # A layer's call, of which the host takes as long as a small product does.
+    # A layer's call, whose host time is that of a small product.
     return activated
 
 
 def _adds_bias(problem: Problem) -> bool:
-    """Whether the product is of an operator that adds the bias."""
+    """Whether the product's operator also adds the bias."""
     return problem.bias == problem.a.dtype == problem.out.dtype and problem.batch == 1
 
 
 def _bind_folded(
     problem: Problem, fold: Any, a: Tensor, b: Tensor, residual: Tensor | None, by_views: Launcher
 ) -> Launcher | None:
-    """As :func:`bind_product`, where torch.matmul comes to the same product of the same matrices:
-    it folds in C++, 1.3 µs sooner than views do. Nothing does where the bias is added: F.linear
-    takes b transposed, rows of three dimensions, and as long."""
+    """Like :func:`bind_product`, if torch.matmul computes the same product of the same matrices: it
+    folds in C++, 1.3 µs faster than views. With a bias nothing is faster: F.linear takes b
+    transposed and 3-D rows, in the same time."""
     if _adds_bias(problem) or problem.out.dtype != problem.a.dtype:
         return None
     if not _torch_folds(problem, a, b):
@@ -248,8 +248,8 @@ def _bind_folded(
 
 
 def _torch_folds(problem: Problem, a: Tensor, b: Tensor) -> bool:
-    """Whether torch.matmul makes one product of the rows of ``a`` and the matrix ``b``, by what
-    every release asks of strides, or one batch of several products."""
+    """Whether torch.matmul computes one product of the rows of ``a`` and the matrix ``b``, by the
+    stride conditions of every release, or one batch of products."""
     sizes, strides = a.shape, a.stride()
     if a.dim() < 3 or 0 in sizes or 0 in b.shape:
         return False
@@ -299,7 +299,7 @@ def _bind_outputs(problem: Problem) -> Launcher:
 
 
 def _wide(a: Tensor, b: Tensor, dtype: torch.dtype, mm: object) -> Tensor:
-    """The product with another output dtype, keeping the accumulator's precision."""
+    """The product with another output dtype, at the accumulator's precision."""
     function = torch.mm if mm is torch.mm else torch.bmm
     if a.is_cuda and dtype == torch.float32 and a.dtype in (torch.float16, torch.bfloat16):
         return function(a, b, out_dtype=dtype)
@@ -308,7 +308,7 @@ def _wide(a: Tensor, b: Tensor, dtype: torch.dtype, mm: object) -> Tensor:
 
 
 def _takes_fp8(problem: Problem) -> bool:
-    """Whether ``torch._scaled_mm`` multiplies these operands: what cuBLASLt asks for."""
+    """Whether ``torch._scaled_mm`` multiplies these operands: the conditions of cuBLASLt."""
     device = problem.device
     width = 2 * problem.n if problem.gated else problem.n
     wide = torch.float8_e5m2
@@ -353,7 +353,7 @@ def _bind_scaled_mm(problem: Problem) -> Launcher:
     shape_a, shape_b = (problem.m, 1), (1, 2 * problem.n if problem.gated else problem.n)
     by_row = "row" in (problem.scale_a, problem.scale_b)
     dtype = problem.out.dtype if problem.out.dtype != torch.float64 else torch.float32
-    # By row it wants bf16 out; it adds a bias of the output's dtype, if that has 16 bits.
+    # With row scales it needs a bf16 output; it adds a bias of the output's dtype if 16-bit.
     after = by_row and dtype != torch.bfloat16
     add_bias = not after and problem.bias == dtype != torch.float32
     direct = not after and problem.out.layout == "row" and problem.out.dtype == dtype
@@ -375,7 +375,7 @@ def _bind_scaled_mm(problem: Problem) -> Launcher:
         scale_b: Tensor | None = None,
     ) -> Tensor:
         if a.shape[0] == 1:
-            # The stride of a single row is arbitrary, and torch looks at it all the same.
+            # A single row's stride is arbitrary, but torch checks it.
             a = a.as_strided(a.shape, (a.shape[1], 1))
         if after:
             z = torch._scaled_mm(a, b, one, one, out_dtype=torch.float32)
@@ -412,7 +412,7 @@ def _fusable(problem: Problem) -> bool:
 
 
 def _bind_biased(addmm: Callable[..., Tensor], scaled: bool) -> Launcher:
-    """The whole expression by an operator of ``addmm``'s signature."""
+    """The whole expression by an operator with ``addmm``'s signature."""
 
     def biased(
         a: Tensor,

@@ -1,8 +1,8 @@
-"""Ragged products by torch's own grouped operator, and what follows by its operators on rows.
+"""Ragged products by torch's grouped operator, followed by its operators on rows.
 
-On CUDA torch multiplies groups of bf16 on Hopper and Blackwell, whose leading strides are multiples
-of 16 bytes. Elsewhere it reads ``offs`` on the host, which would wait for the GPU: there this
-declines. On a CPU ``offs`` is in the host's memory, and a product a group does what torch refuses.
+On CUDA torch multiplies groups of bf16 on Hopper and Blackwell if leading strides are multiples of
+16 bytes. Otherwise it reads ``offs`` on the host and so waits for the GPU; this kernel declines
+then. On a CPU ``offs`` is in host memory, and one product per group serves what torch refuses.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tmm_core import Groups, Launcher, Problem
 
 Tensor = torch.Tensor
 
-#: What torch's grouped operator multiplies on a CPU.
+#: Dtypes of torch's grouped operator on a CPU.
 _ON_CPU = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -28,13 +28,13 @@ def reasons_against(problem: Problem) -> Iterable[str]:
     if device.type == "cpu":
         return
     if device.type != "cuda" or device.cuda.startswith("hip"):
-        yield "torch's grouped product is used on NVIDIA's GPUs and on CPUs"
+        yield "torch's grouped product is used only on NVIDIA GPUs and on CPUs"
     elif device.capability[0] not in (9, 10):
-        yield "torch's grouped product reads offs on the host but on Hopper and Blackwell"
+        yield "torch's grouped product reads offs on the host, except on Hopper and Blackwell"
     if dtype != torch.bfloat16 or problem.out.dtype != dtype:
         yield f"torch's grouped product is of bf16, not {dtype} to {problem.out.dtype}"
     if not (problem.a.aligned and problem.b.aligned):
-        yield "torch's grouped product needs operands whose rows start at 16 bytes"
+        yield "torch's grouped product needs operands whose rows are aligned to 16 bytes"
     if 0 in (problem.m, problem.n, problem.k):
         yield "nothing to multiply: a dimension is 0"
 
@@ -83,7 +83,7 @@ def bind(problem: Problem) -> Launcher:
 
 
 def _of_rows(problem: Problem, bias: Tensor, offs: Tensor) -> Tensor:
-    """A bias of each group for what is its: the rows of the product, or a product."""
+    """Each group's bias, expanded to its rows of the product, or to its product."""
     if problem.along == "k":
         return bias[:, None, :]
     places = torch.arange(problem.m, device=offs.device, dtype=offs.dtype)
@@ -92,7 +92,7 @@ def _of_rows(problem: Problem, bias: Tensor, offs: Tensor) -> Tensor:
 
 
 def _added(problem: Problem, y: Tensor, residual: Tensor, rows: dict[str, Tensor]) -> Tensor:
-    """With the residual; what is to be zero stays it."""
+    """``y`` with the residual added, except where the result must stay zero."""
     groups = problem.groups
     assert groups is not None
     if not groups.zeroed:
@@ -105,7 +105,8 @@ def _added(problem: Problem, y: Tensor, residual: Tensor, rows: dict[str, Tensor
 
 
 def _product(problem: Problem) -> Any:
-    """``(a, b, offs)`` to the product, by torch's operator or, on a CPU, by one a group."""
+    """A function from ``(a, b, offs)`` to the product: torch's operator or, on a CPU, a loop over
+    groups."""
     groups = problem.groups
     assert groups is not None
     same = problem.out.dtype == problem.a.dtype
@@ -128,7 +129,7 @@ def _by_torch(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
 
 
 def _by_groups(a: Tensor, b: Tensor, offs: Tensor, groups: Groups) -> Tensor:
-    """A product a group, whose ends are in the host's memory."""
+    """One product per group, with the ends in host memory."""
     along, m, n = groups.ragged, a.shape[-2], b.shape[-1]
     shape = (groups.count, m, n) if along == "k" else (m, n)
     z = a.new_empty(shape)

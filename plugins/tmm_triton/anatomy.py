@@ -1,5 +1,5 @@
-"""How each kernel of this package lays a call's work out, what the models of its time add up, and
-what its code takes of an SM: for ``tmm explain``. Nothing else asks, so no kernel is made of it.
+"""Describes each kernel of this package for ``tmm explain``: the layout of a call's work, the terms
+of its time model, and its use of SM resources. Kernels' code and versions do not depend on it.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from tmm_core.triton import compile_for, interpreting, source, target_of
 from tmm_triton import roofline
 from tmm_triton.operands import Build, TileConfig
 
-#: Threads and blocks that an SM holds at most, and what it keeps of shared memory for each block.
+#: Maximum threads and blocks of an SM, and shared memory reserved per block.
 _THREADS, _BLOCKS, _RESERVED = 2048, 32, 1024
 
 
 def of(
     kernel: Kernel[Any], problem: Problem, config: Any, builds: Sequence[Build]
 ) -> Anatomy | None:
-    """The anatomy of a kernel of this package; None of one that it does not know."""
+    """The anatomy of a kernel of this package; None for an unknown one."""
     found = _of(kernel, problem, config)
     return found and replace(found, functions=tuple(build.fn.__name__ for build in builds))
 
@@ -37,20 +37,20 @@ def _of(kernel: Any, problem: Problem, config: Any) -> Anatomy | None:
     own: Any = sys.modules[type(kernel).__module__]
     if kernel.name == "triton.warp_specialized":
         return of_hopper(problem, config, own.hopper_tiles)
-    if kernel.name == "triton.realigned":  # of its product: the copies before it are no tiles
+    if kernel.name == "triton.realigned":  # its product's; the copies have no tiles
         inner: Kernel[Any] = own.inner_kernels()[config.inner]
         return inner.anatomy(own.realigned(problem), config.config)
     if not isinstance(config, TileConfig):
         return None
-    if problem.groups is not None:  # as many products of the mean size
+    if problem.groups is not None:  # modelled as equal products of the mean size
         problem = own.each(problem)
-    # Split-K numbers programs down the columns of tiles, skinny along the rows, as naive does.
+    # Split-K numbers programs down the columns of tiles; skinny and naive along the rows.
     rows = -(-problem.m // config.BLOCK_M) if kernel.name == "triton.split_k" else 1
     stays = kernel.name == "triton.persistent"
     return of_tiles(
         problem,
         config,
-        # The parts in which a persistent program sums K are its own.
+        # A persistent program sums all parts of K itself.
         splits=1 if stays else kernel.splits(config),
         reach=kernel.reach,
         group_m=getattr(config, "GROUP_M", rows),
@@ -67,18 +67,19 @@ def of_tiles(
     group_m: int,
     launched: int | None = None,
 ) -> Anatomy:
-    """Of a kernel with one program per tile (and part of K), or ``launched`` that stay.
+    """The anatomy of a kernel with one program per tile (and split of K), or ``launched``
+    persistent ones.
 
     Args:
-        splits: Parts of K that are summed apart.
-        reach: Of the tensor cores' peak, as the kernel's estimate has it.
+        splits: Parts of K that are summed separately.
+        reach: Fraction of the tensor cores' peak, as in the kernel's estimate.
     """
     shared = config.shared_memory(problem)
     resident = _resident(problem, shared, 32 * config.num_warps)
     tiles = problem.batch * -(-problem.m // config.BLOCK_M) * -(-problem.n // config.BLOCK_N)
     tiles *= splits
     sms = max(1, problem.device.sm_count)
-    # Programs that stay are as many as tiles where there are fewer of these than SMs.
+    # There are no more persistent programs than tiles, if there are fewer tiles than SMs.
     at_once = sms * resident if launched is None else max(sms, launched)
     times = roofline.times_us(
         problem,
@@ -107,7 +108,7 @@ def of_tiles(
 
 
 def of_hopper(problem: Problem, given: Any, hopper_tiles: Any) -> Anatomy:
-    """Of ``triton.warp_specialized``, whose blocks stay, one to an SM."""
+    """The anatomy of ``triton.warp_specialized``, with one persistent block per SM."""
     config = hopper_tiles.adapted(problem, given)
     sms = max(1, problem.device.sm_count)
     tiles = hopper_tiles.tile_count(problem, config) * config.splits
@@ -128,7 +129,7 @@ def of_hopper(problem: Problem, given: Any, hopper_tiles: Any) -> Anatomy:
         at_once=sms,
         steps=steps,
         num_stages=config.num_stages,
-        # Beside the consumers four warps load.
+        # Four warps load, in addition to the consumers.
         num_warps=config.consumers * config.num_warps + 4,
         shared_memory=shared,
         resident=1,
@@ -142,16 +143,16 @@ def of_hopper(problem: Problem, given: Any, hopper_tiles: Any) -> Anatomy:
 
 
 def resources(problem: Problem, builds: Sequence[Build]) -> list[Resources]:
-    """What each compiled function takes; compiled now for the problem's GPU, which need not be
-    there, or found in Triton's cache.
+    """The resources of each compiled function, compiled now for the problem's GPU, which need not
+    be present, or found in Triton's cache.
 
     Raises:
-        RuntimeError: The GPU is none that this can tell of, or kernels are interpreted here.
+        RuntimeError: The GPU is not supported, or kernels are interpreted here.
         Exception: What Triton raises when it cannot compile.
     """
     target = target_of(problem.device)
     if target is None or target.backend != "cuda":
-        raise RuntimeError(f"what a kernel takes of {problem.device.name} is not known")
+        raise RuntimeError(f"resources on {problem.device.name} are not known")
     if interpreting():
         raise RuntimeError("kernels are interpreted here: unset TRITON_INTERPRET to compile them")
     found = []
@@ -172,12 +173,12 @@ def resources(problem: Problem, builds: Sequence[Build]) -> list[Resources]:
 
 
 def _warps(compiled: Any) -> int:
-    """Of a block; where warps are specialised, of all partitions."""
+    """Warps of a block, of all partitions if warps are specialised."""
     return int(getattr(compiled.metadata, "total_num_warps", 0) or compiled.metadata.num_warps)
 
 
 def _usage(cubin: bytes) -> dict[str, int]:
-    """As ``cuobjdump``, which comes with Triton, reads it."""
+    """Resource usage according to ``cuobjdump``, which comes with Triton."""
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)

@@ -1,4 +1,4 @@
-"""Counters and flags by which the programs of one launch wait for each other."""
+"""Counters and flags that synchronize the programs of one launch."""
 
 from __future__ import annotations
 
@@ -6,18 +6,18 @@ from typing import ClassVar
 
 import torch
 
-#: Launches of one launcher under capture whose counters are zeroed ahead.
+#: Captured launches of one launcher whose counters are zeroed in advance.
 _CAPTURES = 64
 
 
 class Counters:
-    """Counters or flags of one launcher: int32 zeros, which every launch leaves zero.
+    """Counters or flags of one launcher: int32 zeros, which every launch leaves at zero.
 
-    Launches that may run at the same time must not share them. Eager launches on one stream
-    never do, so each stream has its own. A captured launch may be replayed on any stream at
-    any time, so each gets its own too, from a reserve zeroed beforehand: zeroing inside the
-    graph would be one more node in every replay. Nothing tells when a graph is gone, so a
-    reserve that was drawn from is kept for the life of the process (4 bytes a tile and use).
+    Launches that may run concurrently must not share them. Eager launches on one stream do not run
+    concurrently, so there is one set per stream. A captured launch may be replayed on any stream at
+    any time, so each gets its own set from a reserve zeroed in advance: zeroing inside the graph
+    would add a node to every replay. The end of a graph's life is unknown, so a used reserve is
+    kept for the life of the process (4 bytes per tile and use).
 
     Args:
         count: How many counters one launch needs.
@@ -32,7 +32,7 @@ class Counters:
         self._reserve: list[torch.Tensor] = []
         if not torch.cuda.is_current_stream_capturing():
             self._reserve = list(self._zeros(_CAPTURES * count).split(count))
-            # The first replay need not be on this stream, nor ordered after it.
+            # The first replay may be on another stream, not ordered after this one.
             torch.cuda.current_stream().synchronize()
 
     def _zeros(self, count: int) -> torch.Tensor:

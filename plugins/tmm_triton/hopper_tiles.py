@@ -1,7 +1,7 @@
-"""What a block of the warp-specialised kernel may look like: its configs, what each makes of a
-problem, which are worth a try, and how long they should take.
+"""Configs of the warp-specialised kernel: the constants of each for a problem, the search space,
+and the time model.
 
-Apart from the kernel, because what is measured changes this and leaves that alone.
+Separate from the kernel, because measurements change this module and not the kernel.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from tmm_triton import sums
 from tmm_triton.early import with_early
 from tmm_triton.partials import MOST_WORKSPACE, REDUCE_US
 
-#: Bytes that TMA wants base and leading stride to be multiples of.
+#: TMA needs base and leading stride to be multiples of this many bytes.
 ALIGNMENT = 16
 
 
 @dataclass(frozen=True, kw_only=True)
 class WarpSpecializedConfig(Config):
-    """A tile and how the block's warps share it.
+    """A tile, and how the block's warps share it.
 
     Args:
         BLOCK_M, BLOCK_N, BLOCK_K: The tile, N of the output (a gated problem reads twice that).
-        GROUP_M: Tile rows that are walked together.
+        GROUP_M: Tile rows that are walked as a group.
         num_stages: Stages of the ring.
         schedule: ``"cooperative"`` or ``"pingpong"``.
-        consumers: Two in turn, or one to three sharing the tile's rows.
-        num_warps: Warps of one consumer.
-        subtiles: Column strips in which a tile is stored; more of them need less staging.
-        tail_splits: Parts along K into which the tiles of an incomplete wave are cut.
-        splits: Parts along K into which every tile is cut, added by a second kernel.
-        evict_first: Operands are read as what nobody reads again.
-        early: Whether it begins before the launch before has ended (:mod:`tmm_triton.early`).
+        consumers: Two that alternate, or one to three that share the tile's rows.
+        num_warps: Warps per consumer.
+        subtiles: Column strips in which a tile is stored; more strips need less staging memory.
+        tail_splits: Parts along K into which the tiles of an incomplete wave are split.
+        splits: Parts along K into which every tile is split, added by a second kernel.
+        evict_first: Operands are loaded with the ``evict_first`` hint.
+        early: Whether it starts before the previous launch has ended (:mod:`tmm_triton.early`).
     """
 
     BLOCK_M: int
@@ -69,7 +69,7 @@ class WarpSpecializedConfig(Config):
             raise ValueError(f"evict_first {self.evict_first!r}")
         if self.early not in ("", "wait", "l2", "b"):
             raise ValueError(f"early must be '', 'wait', 'l2' or 'b', got {self.early!r}")
-        # One wgmma covers 64 rows, 16 of each of four warps.
+        # One wgmma covers 64 rows, 16 per warp of four.
         if self.rows * (1 if self.pingpong else self.consumers) != self.BLOCK_M:
             raise ValueError(f"BLOCK_M {self.BLOCK_M} does not divide among the consumers")
         if self.rows not in (64, 128, 256) or self.rows % (16 * self.num_warps):
@@ -78,7 +78,7 @@ class WarpSpecializedConfig(Config):
             raise ValueError(f"tile N×K {self.BLOCK_N}×{self.BLOCK_K}")
         if self.accumulators > 128:
             raise ValueError(f"{self.accumulators} accumulator registers a thread exceed 128")
-        # With one stage the release of a stage waits for the next, which waits for it.
+        # With one stage, releasing it would wait for the next stage, which waits for the release.
         if not 2 <= self.num_stages <= 16 or not 1 <= self.GROUP_M <= 1024:
             raise ValueError(f"num_stages {self.num_stages}, GROUP_M {self.GROUP_M}")
         if self.subtiles not in (1, 2, 4, 8) or self.BLOCK_N // self.subtiles < 16:
@@ -94,32 +94,32 @@ class WarpSpecializedConfig(Config):
 
     @property
     def rows(self) -> int:
-        """Rows of the tile that one consumer owns."""
+        """Rows of the tile per consumer."""
         return self.BLOCK_M if self.pingpong else self.BLOCK_M // self.consumers
 
     @property
     def accumulators(self) -> int:
-        """fp32 accumulators of a thread, per product (a gated problem has two)."""
+        """fp32 accumulators per thread and product (a gated problem has two)."""
         return self.rows * self.BLOCK_N // (32 * self.num_warps)
 
     def shared_memory(self, problem: Problem) -> int:
-        """Bytes of shared memory that a block takes."""
+        """Bytes of shared memory per block."""
         c = Constants.of(problem, self)
         stage = c.IN_BYTES * (c.BLOCK_M + c.b_boxes * c.columns) * c.BLOCK_K
         staging = c.CONSUMERS * c.buffers * c.ROWS * c.width * c.OUT_BYTES
-        # On its way from the threads that load it to those that need it.
+        # The bias is exchanged between threads through shared memory.
         bias = c.CONSUMERS * c.width * problem.bias.itemsize if problem.bias else 0
         return c.STAGES * stage + staging + bias + _SHARED_OVERHEAD
 
 
-#: mbarriers, and what Triton keeps to start the partitions: 250 bytes at most over all
-#: configs on both releases.
+#: mbarriers, and Triton's memory for starting the partitions: at most 250 bytes over all configs on
+#: both releases.
 _SHARED_OVERHEAD = 512
 
 
 @dataclass(frozen=True)
 class Constants:
-    """What one compiled kernel is specialised on, besides the types of its arguments."""
+    """The constants that a kernel is specialised on, besides the types of its arguments."""
 
     BLOCK_M: int
     BLOCK_N: int
@@ -130,7 +130,7 @@ class Constants:
     ROWS: int
     SUBTILES: int
     PINGPONG: bool
-    #: Operands whose columns, not rows, are contiguous.
+    #: Whether an operand is column-major.
     A_COL: bool
     B_COL: bool
     GATED: bool
@@ -143,7 +143,7 @@ class Constants:
     BIAS: bool
     RESIDUAL: bool
     BATCHED: bool
-    #: TMA brings the residual, into the buffers that the result leaves from.
+    #: The residual is loaded by TMA, into the staging buffers of the result.
     FETCH: bool
     #: The output is stored through pointers, element by element.
     POINTERS: bool
@@ -151,20 +151,20 @@ class Constants:
     OUT_BYTES: int
     #: Parts along K of the tiles of an incomplete wave.
     TAIL_SPLITS: int
-    #: Rows of A that one box brings.
+    #: Rows of A per box.
     A_ROWS: int
-    #: Stages asked for before the warps take their roles.
+    #: Stages requested before the warps take their roles.
     PRIMED: int
-    #: Parts along K of every tile, each an output of its own.
+    #: Parts along K of every tile, each with its own output.
     SPLITS: int
-    #: Nothing in the source: it tells kernels apart whose loads are hinted and are not.
+    #: Unused in the source: it distinguishes kernels with and without hinted loads.
     EVICT_FIRST: bool
-    #: When the next launch may begin: after the block's ``"first"`` loads or its ``"last"``.
-    #: Empty: this one does not begin before the one before has ended, nor lets the next.
+    #: When the next launch may begin: after the block's ``"first"`` or ``"last"`` loads. Empty:
+    #: this launch overlaps neither the previous nor the next one.
     DEPENDENTS: str = ""
     #: The config's ``early``.
     EARLY: str = ""
-    #: The operand, ``"a"`` or ``"b"``, that warps load word by word, and how many do.
+    #: The operand, ``"a"`` or ``"b"``, that warps load word by word, and how many warps do.
     WORDS: str | None = None
     LOADERS: int = 8
     #: By what rows are reduced to an output beside the result.
@@ -226,53 +226,54 @@ class Constants:
 
     @property
     def overlaps(self) -> bool:
-        """Launched while the launch before may still run."""
+        """Whether it is launched while the previous launch may still run."""
         return bool(self.DEPENDENTS)
 
     @property
     def pieces(self) -> int:
-        """A power of two that the first k-steps do not exceed."""
+        """A power of two, at least the number of the first k-steps."""
         return 1 << (self.PRIMED - 1).bit_length()
 
     @property
     def a_box(self) -> list[int]:
-        """The place of a box of A in shared memory."""
+        """The shape of a box of A in shared memory."""
         return boxed(self.ROWS, self.BLOCK_K, self.A_COL, self.BATCHED)
 
     @property
     def b_box(self) -> list[int]:
-        """The place of a box of B in shared memory."""
+        """The shape of a box of B in shared memory."""
         return boxed(self.BLOCK_K, self.columns, self.B_COL, self.BATCHED)
 
     @property
     def arrivals(self) -> int:
-        """At a stage before it is full: the producer's, and the loader's."""
+        """Arrivals that make a stage full: the producer's, and the loader's."""
         return 1 if self.WORDS is None else 2
 
     @property
     def policy(self) -> str:
-        """How the loader reads."""
+        """The loader's eviction policy."""
         return "evict_first" if self.EVICT_FIRST else ""
 
     @property
     def a_boxes(self) -> int:
-        """TMA boxes of A in one stage, one for each consumer that shares the tile."""
+        """TMA boxes of A per stage, one for each consumer that shares the tile."""
         return self.BLOCK_M // self.ROWS
 
     @property
     def b_boxes(self) -> int:
-        """TMA boxes of B in one stage."""
+        """TMA boxes of B per stage."""
         return 2 if self.GATED or self.halves else 1
 
     @property
     def promoted(self) -> bool:
-        """Whether each k-step is summed apart, and the sums in fp32 (``_promoted``)."""
+        """Whether each k-step is summed separately, and the sums are added in fp32
+        (``_promoted``)."""
         return self.IN_BYTES == 1
 
     @property
     def halves(self) -> bool:
-        """Whether the tile's left and right half are products of their own, as gate and up are
-        where gated: only one of them at a time has registers for a sum apart."""
+        """Whether the tile's left and right half are separate products, like gate and up if gated:
+        registers suffice for a separate sum of only one of them at a time."""
         return self.promoted and not self.GATED and self.BLOCK_N == 256
 
     @property
@@ -287,31 +288,31 @@ class Constants:
 
     @property
     def buffers(self) -> int:
-        """Staging buffers of one consumer: with two, one is filled while the other is sent."""
+        """Staging buffers per consumer: with two, one is filled while the other is stored."""
         return min(2, self.SUBTILES)
 
     @property
     def groups(self) -> int:
-        """Warpgroups of a block, of which the producer has one to itself."""
+        """Warpgroups per block, one of which is the producer's."""
         return -(-(self.WARPS + sum(self.worker_warps)) // 4)
 
     @property
     def mma_n(self) -> int:
-        """Columns of one wgmma. ptxas refuses one with 128 accumulators a thread where the
-        block starts with 128 registers a thread (512 threads), although by then the
-        consumers have more."""
+        """Columns of one wgmma. ptxas refuses one with 128 accumulators per thread if the block
+        starts with 128 registers per thread (512 threads), although the consumers have more by
+        then."""
         return min(self.columns, 128 if self.groups > 3 else 256)
 
     @property
     def worker_warps(self) -> list[int]:
-        """Warps of each role but the first consumer, Triton's default partition."""
+        """Warps of each role except the first consumer, which is Triton's default partition."""
         loaders = [] if self.WORDS is None else [self.LOADERS]
         return [self.WARPS] * (self.CONSUMERS - 1) + [1] + loaders
 
     @property
     def worker_registers(self) -> list[int]:
-        """Registers a thread of these: the producer has the least that setmaxnreg takes, consumers
-        an equal part of what the others leave of the SM's 65536; the first gets the rest."""
+        """Registers per thread of these roles: the producer has the minimum of setmaxnreg,
+        consumers an equal share of the remainder of the SM's 65536; the first gets the rest."""
         producer, loaders = 24, [] if self.WORDS is None else [_LOADER_REGISTERS]
         groups = self.CONSUMERS * self.WARPS // 4
         each = 65536 // (128 * self.groups) // 8 * 8
@@ -321,36 +322,37 @@ class Constants:
 
 
 def boxed(rows: int, columns: int, col: bool, batched: bool) -> list[int]:
-    """[rows, columns] of one matrix, of a batch if there is one, in the order of its memory."""
+    """The box [rows, columns] of one matrix in memory order, with a batch dimension if there is
+    one."""
     box = [columns, rows] if col else [rows, columns]
     return [1, *box] if batched else box
 
 
-#: ``(schedule, consumers, num_warps, BLOCK_M, BLOCK_N, BLOCK_K)``, N counting both halves of
-#: a gated problem's. Each was the fastest of all at some problem on an H200.
+#: ``(schedule, consumers, num_warps, BLOCK_M, BLOCK_N, BLOCK_K)``; N counts both halves if gated.
+#: Each was the fastest of all for some problem on an H200.
 _TILES = (
-    # The epilogue hides behind the other consumer's main loop. Where it is more than rounding,
-    # or K is short, and work goes on until power limits it, 2 to 7 % ahead of the next.
+    # The epilogue overlaps the other consumer's main loop: 2 to 7 % faster than the next tile for
+    # costly epilogues or a short K, under sustained load at the power limit.
     ("pingpong", 2, 4, 128, 128, 64),
-    # 128×256 is what it takes to multiply at full rate on what L2 delivers; 192×256 asks a
-    # quarter less of it, and fits other sizes into one wave (2304³: 108 tiles, not 162).
+    # 128×256 is needed to multiply at full rate with L2's bandwidth; 192×256 needs a quarter less
+    # and fits other sizes into one wave (2304³: 108 tiles, not 162).
     ("cooperative", 2, 4, 128, 256, 64),
     ("cooperative", 2, 4, 256, 128, 64),
     ("cooperative", 3, 4, 192, 256, 64),
     # One partition of two warpgroups, in step.
     ("cooperative", 1, 8, 128, 256, 64),
-    # Less than a wave of the above, or a last wave better filled.
+    # For less than a wave of the above, or to fill the last wave better.
     ("cooperative", 3, 4, 192, 128, 64),
     ("cooperative", 2, 4, 128, 128, 64),
     ("pingpong", 2, 4, 64, 256, 64),
     ("pingpong", 2, 4, 64, 128, 64),
     ("cooperative", 2, 4, 128, 64, 64),
     ("pingpong", 2, 4, 64, 64, 128),
-    # As many SMs to read a weight as there may be where its rows must not be cut.
+    # To read a weight with as many SMs as possible if K must not be split.
     ("cooperative", 1, 4, 64, 32, 128),
 )
-#: Of 8-bit operands, whose stages are summed in registers of their own, for 128 columns at most
-#: at a time. The consumers must not be in step, nor take turns.
+#: For 8-bit operands, whose stages are summed in separate registers, for at most 128 columns at a
+#: time. The consumers must not run in lockstep, nor alternate.
 _FP8_TILES = (
     ("cooperative", 2, 4, 128, 256, 128),
     ("cooperative", 3, 4, 192, 128, 128),
@@ -358,7 +360,7 @@ _FP8_TILES = (
     ("cooperative", 3, 4, 192, 64, 128),
     ("cooperative", 2, 4, 128, 64, 128),
 )
-#: Where an operand is loaded word by word: a k-step of 128 has 16 KB of it under way.
+#: If an operand is loaded word by word: a k-step of 128 keeps 16 KB of it in flight.
 _WORD_TILES = (
     ("cooperative", 2, 4, 128, 64, 128),
     ("cooperative", 2, 4, 128, 32, 128),
@@ -367,65 +369,65 @@ _WORD_TILES = (
     ("cooperative", 1, 4, 64, 64, 128),
     ("cooperative", 1, 4, 64, 32, 128),
 )
-#: How many of them, and configs in all, are proposed for one problem; of tiles where little counts
-#: but reading: of 29 such problems the best was among the first five by estimate, in 19 the first.
+#: How many tiles, and configs in all, are proposed for one problem, and how many tiles if reading
+#: dominates: in 29 such problems the best was among the first five by estimate, in 19 the first.
 _TILES_TRIED, _CONFIGS_TRIED, _TILES_STREAMED = 8, 16, 5
-#: And, where a row's sums must not depend on M, of tiles cut along K.
+#: And how many tiles split along K, if a row's sums must not depend on M.
 _CUT_TRIED = 3
-#: K up to which it is short.
+#: Maximum K that counts as short.
 _SHORT_K = 1024
-#: Registers of a thread that loads word by word.
+#: Registers per thread of the loader.
 _LOADER_REGISTERS = 112
-#: Stages of 24 KB that cover the latency of memory at full rate; more only fill later.
+#: Stages of 24 KB that cover the memory latency at full rate; more only take longer to fill.
 _STAGES_WANTED = 8
 
-#: FLOP per µs of an SM, as far as power lets the tensor cores of an H200 run (800 TFLOP/s
-#: in all), and bytes per µs it gets from L2: 8192×4096×512 in 128×128 tiles took 95e3, and in
-#: 64×256 tiles, which ask a quarter more, products of all sizes are no slower.
+#: FLOP per µs of an SM at the power limit of an H200 (800 TFLOP/s in all), and its bytes per µs
+#: from L2: 8192×4096×512 reached 95e3 in 128×128 tiles, and 64×256 tiles, which need a quarter
+#: more, are no slower for products of all sizes.
 _SM_FLOPS, _SM_BYTES = 800e6 / 132, 125e3
-#: Bytes per µs that an SM's share of memory delivers (a copy: 4.27 TB/s).
+#: Bytes per µs of an SM's share of memory bandwidth (a copy: 4.27 TB/s).
 _SM_MEMORY_BYTES = 4.2e6 / 132
-#: Stages asked for before the warps take their roles, at most: with 4 all of 25 problems took 0.2
-#: to 0.6 µs less than with none, with 1 and 2 less of that.
+#: Maximum number of stages requested before the warps take their roles: 4 saved 0.2 to 0.6 µs in
+#: all of 25 problems compared with none, 1 and 2 saved less.
 _PRIMED = 4
-#: µs of a launch with its first loads (a product of 32 128³ matrices took 8.3 when these began 0.4
-#: later, an empty kernel 3.3); and of rounding and storing 128×256 elements.
+#: µs of a launch with its first loads (a product of 32 128³ matrices took 8.3 when these started
+#: 0.4 later, an empty kernel 3.3); and of rounding and storing 128×256 elements.
 _LAUNCH_US, _EPILOGUE_US = 5.6, 0.9
-#: µs of leaving, or adding, a part of 128×256 elements (``tail_splits``), how much of K a part
-#: has at least, and of how many parts a tile is made at most.
+#: µs to store, or add, a part of 128×256 elements (``tail_splits``), the minimum K of a part, and
+#: the maximum number of parts of a tile.
 _PART_US, _LEAST_PART, _MOST_TAIL_SPLITS = 1.0, 512, 4
-#: µs until what is left elsewhere can be added.
+#: µs of waiting until another block's part can be added.
 _WAITING_US = 3.0
-#: Parts that every tile may be cut into, how much of K each has at least, and bytes per µs at which
-#: the reducing kernel reads what they left in L2.
+#: Maximum parts of every tile, the minimum K of each, and bytes per µs at which the reducing kernel
+#: reads them from L2.
 _MOST_SPLITS, _LEAST_SPLIT, _PARTS_BYTES = 256, 256, 3e6
-#: What summing a tile's halves in turn is taken to cost until it is measured: enough that it is
-#: tried when tuning, and not guessed without.
+#: Assumed cost factor of summing a tile's halves one after the other, until it is measured: such
+#: that it is tried when tuning, but not guessed untuned.
 _HALVES = 1.15
-#: Rows (columns) of the output up to which so few tiles read the other operand that it is read as
-#: what nobody reads again, up to which that won always, and how much longer memory takes without.
-#: On an H200, µs less: with 32 to 128 rows 2.3 to 4.7 of 17 to 70; with 256 3.1 of 22.9 (4096²) and
-#: 3.8 of 53.1 (8192²) but -2.5 of 97 (28672×4096); with 512 -1.7 of 180 to 1.2 of 86, and 3.1 of
-#: 35.8 where K is 32768; with 1024 none.
+#: Maximum rows (columns) of the output for which ``evict_first`` is tried, since few tiles read the
+#: other operand; for which it always won; and how much longer memory takes without it. µs saved on
+#: an H200: with 32 to 128 rows 2.3 to 4.7 of 17 to 70; with 256 3.1 of 22.9 (4096²) and 3.8 of 53.1
+#: (8192²) but -2.5 of 97 (28672×4096); with 512 -1.7 of 180 to 1.2 of 86, and 3.1 of 35.8 where K
+#: is 32768; with 1024 none.
 _STREAMED, _SURELY_STREAMED, _DISPLACING = 512, 128, 1.1
-#: µs that TMA takes to fill in a byte that is not there. In a box of 64 rows by 4096² 4.7 at 36
-#: rows and 1.1 at 50; by 4096×14336 30 at 4 rows.
+#: µs that TMA takes to zero-fill an out-of-bounds byte. In boxes of 64 rows, with 4096²: 4.7 at 36
+#: rows and 1.1 at 50; with 4096×14336: 30 at 4 rows.
 _FILLING_US = 17e-6
-#: Rows (columns) that may multiply an operand that is loaded word by word: for more it would be
-#: loaded again, where a copy of it is made once.
+#: Maximum rows (columns) of the other operand if one is loaded word by word: for more it would be
+#: loaded again, while ``triton.realigned`` copies it once.
 _FEW = 128
-#: µs of a k-step whose box comes by words, and bytes of it per µs: of 127×4093×4096 a box of 8 KB
-#: took 0.75 µs, one of 16 KB 1.3, launch and epilogue included.
+#: µs of a k-step whose box is loaded by words, and its bytes per µs: in 127×4093×4096 a box of 8 KB
+#: took 0.75 µs, one of 16 KB 1.3, including launch and epilogue.
 _WORDS_US, _SM_WORDS_BYTES = 0.25, 18e3
-#: How many tiles are also tried the other way.
+#: How many tiles are also tried with the opposite ``evict_first``.
 _BOTH_WAYS = 3
 
 
 def configs(problem: Problem) -> Iterable[WarpSpecializedConfig]:
-    """What is worth a try, the best guess first."""
+    """The search space, best guess first."""
     tiles = _FP8_TILES if problem.fp8 else _WORD_TILES if by_words(problem) else _TILES
     fitting = list(filter(None, (_fitted(problem, tile) for tile in tiles)))
-    # In one band of rows, where tiles overlap: then whole columns of them are cut alike.
+    # In one band of rows if tiles overlap, so that whole columns of tiles are split the same way.
     banded = [replace(v[0], GROUP_M=min(1024, _tile_rows(problem, v[0]))) for v in fitting]
     cut = [
         [replace(config, tail_splits=splits)]
@@ -444,7 +446,7 @@ def configs(problem: Problem) -> Iterable[WarpSpecializedConfig]:
     tried = _TILES_STREAMED if _streams(problem) else _TILES_TRIED
     ranked = by_estimate(fitting + cut)[:tried]
     if problem.batch_invariant:
-        # What is cut is another arithmetic: for each M there should be either.
+        # A split tile has another arithmetic: each M should have both kinds.
         ranked = by_estimate(fitting)[:tried] + by_estimate(cut)[:_CUT_TRIED]
     if _streams(problem) and min(problem.m, problem.n) > _SURELY_STREAMED:
         for variants in ranked[:_BOTH_WAYS]:
@@ -464,8 +466,8 @@ def configs(problem: Problem) -> Iterable[WarpSpecializedConfig]:
 
 
 def _early(problem: Problem) -> tuple[str, ...]:
-    """What may be done early where reading b is all there is to do: of longer products, what the
-    end of a launch takes is little."""
+    """The ``early`` values to try, if reading b dominates: for longer products the end of a launch
+    hardly matters."""
     if problem.m > _SURELY_STREAMED or problem.batch > 1:
         return ()
     if by_words(problem) == "b":
@@ -474,7 +476,7 @@ def _early(problem: Problem) -> tuple[str, ...]:
 
 
 def estimate_us(problem: Problem, config: WarpSpecializedConfig) -> float:
-    """Waves of whole tiles, each as long as its multiplying or its loading takes."""
+    """Waves of whole tiles, each bound by its multiplication or its loads."""
     config = adapted(problem, config)
     sms = problem.device.sm_count
     width = config.BLOCK_N * (2 if problem.gated else 1)
@@ -488,7 +490,7 @@ def estimate_us(problem: Problem, config: WarpSpecializedConfig) -> float:
     c = Constants.of(problem, config)
     if c.halves:
         multiply *= _HALVES
-    # Loads under the multiplying cost power, and with it clocks: the larger tile wins ties.
+    # Overlapped loads cost power and so clock rate: the larger tile wins ties.
     loop = max(multiply, load) + load / 20
     epilogue = _EPILOGUE_US * config.BLOCK_M * config.BLOCK_N / (128 * 256)
     if not problem.epilogue.is_identity or problem.residual is not None:
@@ -503,21 +505,21 @@ def estimate_us(problem: Problem, config: WarpSpecializedConfig) -> float:
         waves = whole + 1 / config.tail_splits
         adding = config.tail_splits * _PART_US * config.BLOCK_M * width / (128 * 256)
         if not (config.pingpong and whole):
-            adding += _WAITING_US  # nothing else to do meanwhile
+            adding += _WAITING_US  # nothing overlaps the wait
     if config.pingpong and waves > 1:
         busy = waves * max(loop, epilogue / 2) + epilogue
     elif config.pingpong:
-        # The other consumer has nothing to do, and one alone leaves gaps.
+        # The other consumer is idle, and one alone leaves gaps.
         busy = waves * 1.1 * loop + epilogue
     else:
-        # Consumers out of step hide some of it.
+        # Consumers not in lockstep hide some of it.
         exposed = epilogue if config.consumers == 1 else 0.6 * epilogue
         busy = waves * loop + math.ceil(waves) * exposed
-    # The closer they are, the less of the shorter hides behind the longer.
+    # The closer the two times are, the less of the shorter one is hidden.
     memory = problem.bytes / (_SM_MEMORY_BYTES * sms)
     if _streams(problem) and not config.evict_first:
         memory *= _DISPLACING
-    # Rows of a box that are not there are filled with zeros, while nothing else is brought.
+    # Zero-filling a box's missing rows blocks other loads.
     absent = max(0, c.a_boxes * c.A_ROWS - problem.m)
     filling = _FILLING_US * absent * depth * itemsize * math.ceil(waves)
     return _LAUNCH_US + adding + filling + math.sqrt(math.hypot(busy**2, memory**2))
@@ -526,23 +528,23 @@ def estimate_us(problem: Problem, config: WarpSpecializedConfig) -> float:
 def _fitted(
     problem: Problem, tile: tuple[str, int, int, int, int, int]
 ) -> list[WarpSpecializedConfig]:
-    """The tile with as many stages as fit shared memory, none if fewer than two do.
+    """Variants of the tile with as many stages as fit shared memory; none if fewer than two do.
 
-    Stored in strips of 128 bytes, as wide as TMA swizzles, or before that in narrower ones,
-    where their smaller staging buys a stage.
+    Stores use strips of 128 bytes, the width of TMA's swizzle, preceded by narrower ones if their
+    smaller staging buffer makes room for a stage.
     """
     schedule, consumers, num_warps, block_m, block_n, block_k = tile
     if by_words(problem) == "a" and consumers > 1 and schedule == "cooperative":
-        return []  # whose boxes of a are two
+        return []  # it has two boxes of a
     if consumers == 3 and block_n == 256 and stored_by_pointers(problem):
-        # 160 registers a thread hold its accumulators, but not the addresses of 16 rows too.
+        # 160 registers per thread hold its accumulators, but not also the addresses of 16 rows.
         return []
     block_n //= 2 if problem.gated else 1
     if block_n < 32:
         return []
     variants: list[WarpSpecializedConfig] = []
-    # 160 registers a thread do not hold two sums and the scales of 64 columns, nor 240 the
-    # addresses of a strip so wide besides its accumulators.
+    # 160 registers per thread do not hold two sums and the scales of 64 columns, nor 240 the
+    # accumulators and the addresses of so wide a strip.
     narrow = (problem.fp8 and consumers == 3) or stored_by_pointers(problem)
     widths = (64,) if narrow else (128, 64)
     for width in widths:
@@ -570,9 +572,9 @@ def _fitted(
 
 
 def _groups(problem: Problem, config: WarpSpecializedConfig) -> list[int]:
-    """GROUP_M such that one wave's tiles span about as much of M as of N, and half of it; less
-    where K is short, and where the output is written counts for more than what is read twice
-    (8192×4096×512: 50.2 µs at 4, 52.5 at 16)."""
+    """GROUP_M such that one wave's tiles span about as much of M as of N, and half of it; less if K
+    is short, when the order of output writes matters more than repeated reads (8192×4096×512: 50.2
+    µs at 4, 52.5 at 16)."""
     rows = _tile_rows(problem, config)
     if config.tail_splits > 1 and problem.m % config.BLOCK_M:
         return [config.GROUP_M]
@@ -586,12 +588,12 @@ def _groups(problem: Problem, config: WarpSpecializedConfig) -> list[int]:
 
 
 def _streams(problem: Problem) -> bool:
-    """Whether operands are read as what nobody reads again."""
+    """Whether operands are loaded with ``evict_first``."""
     return problem.batch == 1 and min(problem.m, problem.n) <= _STREAMED
 
 
 def _sums(problem: Problem) -> Problem:
-    """The product alone, in fp32, for another kernel to finish."""
+    """The product alone in fp32, which another kernel finishes."""
     return Problem(
         m=problem.m,
         n=problem.n,
@@ -605,13 +607,13 @@ def _sums(problem: Problem) -> Problem:
 
 
 def multiplied(problem: Problem, config: WarpSpecializedConfig) -> Problem:
-    """What the kernel itself computes."""
+    """The problem that the kernel itself computes."""
     return problem if config.splits == 1 else _sums(problem)
 
 
 def _splits(problem: Problem, config: WarpSpecializedConfig) -> int:
-    """Parts along K to cut every tile into, so that all SMs have one; where a row's sums must not
-    depend on M, one of the numbers that do not."""
+    """Parts along K to split every tile into, so that all SMs have one; if a row's sums must not
+    depend on M, a number that does not depend on it."""
     share = problem.device.sm_count // tile_count(problem, config)
     if problem.batch_invariant:
         room = _room_for_parts(problem, config)
@@ -630,13 +632,13 @@ def _room_for_parts(problem: Problem, config: WarpSpecializedConfig) -> int:
 
 
 def part_elements(problem: Problem, config: WarpSpecializedConfig) -> int:
-    """Of one part of every tile in the workspace, whose rows are whole tiles': TMA stores them."""
+    """Workspace elements of one part of every tile; rows are padded to whole tiles for TMA."""
     return -(-problem.m // config.BLOCK_M) * config.BLOCK_M * problem.n
 
 
 def _tail_splits(problem: Problem, config: WarpSpecializedConfig) -> int:
-    """Parts along K to cut the tiles of the last wave into: as many as there are SMs for, and long
-    enough to be worth adding. Not where 160 registers hold hardly more than the accumulators."""
+    """Parts along K to split the tiles of the last wave into: as many as there are SMs for, and
+    long enough to be worth adding. One if 160 registers hold hardly more than the accumulators."""
     if config.consumers == 3 and config.accumulators > 64:
         return 1
     longest = max(1, problem.k // _LEAST_PART)
@@ -644,9 +646,9 @@ def _tail_splits(problem: Problem, config: WarpSpecializedConfig) -> int:
 
 
 def adapted(problem: Problem, config: WarpSpecializedConfig) -> WarpSpecializedConfig:
-    """A config found for another problem, another M of the bucket say, with no more parts than
-    this one's last wave has SMs for, and no more than there is room for: what has nobody to make
-    it would be waited for without end."""
+    """A config of another problem, such as another M of the bucket, limited to the parts that this
+    problem's last wave has SMs and room for: a part that no block computes would be waited for
+    forever."""
     tail_splits = min(config.tail_splits, _room_for_splits(problem, config))
     splits = min(config.splits, _room_for_parts(problem, config))
     words = by_words(problem) == "b" and config.early in ("l2", "b")
@@ -655,8 +657,7 @@ def adapted(problem: Problem, config: WarpSpecializedConfig) -> WarpSpecializedC
 
 
 def _room_for_splits(problem: Problem, config: WarpSpecializedConfig) -> int:
-    """SMs for each tile of the last wave, one where a row's sums must not depend on M or tiles
-    overlap."""
+    """SMs per tile of the last wave; one if a row's sums must not depend on M or tiles overlap."""
     tail = tail_tiles(problem, config)
     if not tail or problem.batch_invariant or not _alike(problem, config):
         return 1
@@ -664,17 +665,17 @@ def _room_for_splits(problem: Problem, config: WarpSpecializedConfig) -> int:
 
 
 def tail_tiles(problem: Problem, config: WarpSpecializedConfig) -> int:
-    """The tiles that ``tail_splits`` cuts, the first ones: those of an incomplete wave, and where
-    rows of tiles overlap as many more as complete a column of them."""
+    """The number of tiles that ``tail_splits`` splits, which come first: those of an incomplete
+    wave, rounded up to whole columns of tiles if rows of tiles overlap."""
     tail = tile_count(problem, config) % problem.device.sm_count
     rows = _tile_rows(problem, config)
     return -(-tail // rows) * rows if _overlaps(problem.m, config.BLOCK_M) else tail
 
 
 def _alike(problem: Problem, config: WarpSpecializedConfig) -> bool:
-    """Whether tiles that store the same elements are all cut or none: an element must not depend
-    on which of them comes last. The last row of tiles begins inside the one before, the last
-    column too; in one band of rows tiles are numbered column by column, and the first are cut."""
+    """Whether of the tiles that store the same elements all are split or none: an element must not
+    depend on which tile stores last. The last row of tiles overlaps the previous one, and so does
+    the last column; in one band of rows tiles are numbered by column, and the first are split."""
     if stored_by_pointers(problem):
         return True
     down = _overlaps(problem.m, config.BLOCK_M)
@@ -698,9 +699,9 @@ def _tile_rows(problem: Problem, config: WarpSpecializedConfig) -> int:
 
 
 def _rows_brought(problem: Problem, config: WarpSpecializedConfig) -> int:
-    """Rows of A in a box: no more than the power of two that holds all there are. The others
-    multiply what lies there, for rows that are not stored; filled with zeros by TMA, the 60 that
-    4 rows lack took a 4×4096×14336 from some 40 µs to 70 on an H200. Swizzling wants eight."""
+    """Rows of A in a box: at most the next power of two of M. The tile's remaining rows multiply
+    stale memory and are not stored: zero-filling the 60 missing rows of a 4×4096×14336 by TMA
+    raised its time from about 40 µs to 70 on an H200. Swizzling needs at least eight."""
     if problem.a.layout != "row":
         return config.rows
     return min(config.rows, max(8, 1 << (problem.m - 1).bit_length()))
@@ -712,11 +713,11 @@ def tile_count(problem: Problem, config: WarpSpecializedConfig) -> int:
 
 
 def by_words(problem: Problem) -> str | None:
-    """The operand that TMA cannot read, ``"a"`` or ``"b"``, where it alone is one, and so little of
-    the other multiplies it that it is read once or twice."""
+    """The operand that TMA cannot read, ``"a"`` or ``"b"``, if there is only one, and so few rows
+    or columns of the other multiply it that it is read once or twice."""
     misaligned = [name for name in "ab" if not getattr(problem, name).aligned]
     plain = problem.batch == 1 and not problem.gated and problem.a.dtype.itemsize == 2
-    # How far a word reaches past a row's end is counted in bits, in 32 of them.
+    # Distances past a row's end are counted in bits, as 32-bit integers.
     counted = max(problem.m, problem.n, problem.k) < 2**27
     if len(misaligned) != 1 or not (plain and counted):
         return None
@@ -725,13 +726,13 @@ def by_words(problem: Problem) -> str | None:
 
 
 def stored_by_pointers(problem: Problem) -> bool:
-    """Whether TMA cannot write the output: its rows start off 16 bytes, or end off them, which
-    TMA stores whole (on an H200 a 1×1 output overwrote its 7 neighbours)."""
+    """Whether TMA cannot write the output: its rows do not start or end at multiples of 16 bytes,
+    which TMA stores whole (on an H200 a 1×1 output overwrote its 7 neighbours)."""
     return not problem.out.aligned or problem.n * problem.out.dtype.itemsize % ALIGNMENT != 0
 
 
 def residual_by_tma(problem: Problem) -> bool:
-    """Whether the residual comes through the buffers in which the output leaves."""
+    """Whether TMA loads the residual into the staging buffers of the output."""
     residual = problem.residual
     return (
         residual is not None

@@ -1,5 +1,5 @@
-"""What the kernels of this package have in common as kernels: when they decline, what their
-version covers, how a list of configs becomes a search space."""
+"""Base classes of this package's kernels: declining, arithmetic names, and turning a list of
+configs into a search space."""
 
 from __future__ import annotations
 
@@ -25,18 +25,18 @@ from tmm_triton.operands import Build, TileConfig
 C = TypeVar("C", bound=TileConfig)
 D = TypeVar("D", bound=Config)
 
-#: What the tensor cores take at 16 bits or as TF32, and rounding an fp32 sum can produce.
+#: Operand dtypes of the tensor cores (16 bits or TF32), and results of rounding an fp32 sum.
 FLOATS = (torch.float16, torch.bfloat16, torch.float32)
-#: Of the 255 a thread may have, what is left for tiles beside addresses, masks and indices.
+#: Registers per thread, of 255, left for tiles besides addresses, masks and indices.
 _MOST_REGISTERS = 200
-#: Where the tensor cores take their operands from registers: before Hopper.
+#: The same if the tensor cores read operands from registers: before Hopper.
 _MOST_REGISTERS_MMA = 176
-#: Rows of Blackwell's tensor memory: an accumulator of 256 comes back as two, and spills.
+#: Rows of Blackwell's tensor memory: an accumulator of 256 rows is read back as two, and spills.
 _TENSOR_MEMORY_ROWS = 128
 _NONE: Mapping[str, Argument] = MappingProxyType({})
-#: The grid's second and third dimension end here.
+#: Limit of the grid's second and third dimension.
 GRID_LIMIT = 65535
-#: What a kernel over pointers serves: any stride, and one accumulator.
+#: Problems of a kernel over pointers: any strides, and one accumulator.
 POINTERS = Supports(
     devices=("cuda", "hip", "interpreter"),
     capability=(8, 0),
@@ -55,11 +55,11 @@ POINTERS = Supports(
 
 
 class Built(Kernel[D]):
-    """A kernel that says what it is compiled from, so that it can be compiled anywhere."""
+    """A kernel that lists its compilations, so that it can be compiled without its GPU."""
 
     @abc.abstractmethod
     def builds(self, problem: Problem, config: D) -> list[Build]:
-        """Every compilation that :meth:`bind` makes, in the order of their launches."""
+        """Every compilation of :meth:`bind`, in launch order."""
 
     def compile(self, problem: Problem, config: D) -> None:
         target = target_of(problem.device)
@@ -81,8 +81,8 @@ class TritonKernel(Built[C]):
     """
 
     supports = POINTERS
-    #: Fraction of the tensor cores' peak that the main loop reaches where nothing else
-    #: limits it; for estimates.
+    #: Fraction of the tensor cores' peak that the main loop reaches if nothing else limits it; for
+    #: estimates.
     reach: ClassVar[float] = 0.5
 
     def declines(self, problem: Problem) -> Iterable[str]:
@@ -115,17 +115,18 @@ class TritonKernel(Built[C]):
         return shared or self.own_arithmetic(problem, config)
 
     def own_arithmetic(self, problem: Problem, config: C) -> str | None:
-        """That of this config and of no other, whatever is loaded early: that sums nothing."""
+        """An arithmetic for this config only, regardless of ``early``, which does not affect
+        sums."""
         if getattr(config, "early", ""):
             config = replace(config, early="")  # type: ignore[call-arg]  # it has it
         return Kernel.arithmetic(self, problem, config)
 
     def splits(self, config: C) -> int:
-        """Into how many ranges the sum over K is cut."""
+        """The number of ranges into which the sum over K is split."""
         return 1
 
     def ranked(self, problem: Problem, configs: Iterable[C], most: int) -> list[C]:
-        """Of ``configs`` those that fit the device and the shape, each once, best estimate
+        """The ``configs`` that fit the device and the shape, without duplicates, best estimate
         first, at most ``most``."""
         if problem.device.interpreted:
             return list(dict.fromkeys(configs))[:3]
@@ -136,7 +137,7 @@ class TritonKernel(Built[C]):
 def single(
     kernel: TritonKernel[C], problem: Problem, config: C, grid: tuple[int, int, int]
 ) -> Launcher:
-    """The launcher of a kernel that is one launch over pointers."""
+    """The launcher of a kernel with a single launch over pointers."""
     (build,) = kernel.builds(problem, config)
     only = step_of(problem, build, grid, group_m=getattr(config, "GROUP_M", 1))
     return launcher([only], operands.out_shape(problem), problem.out.dtype)
@@ -149,8 +150,7 @@ def step_of(
     own: Mapping[str, Argument] = _NONE,
     group_m: int = 1,
 ) -> Step:
-    """One launch of ``build``: its arguments are what ``own`` says of them, and by the shared
-    convention what it says nothing of."""
+    """One launch of ``build``: its arguments come from ``own``, else from the shared convention."""
     mine = {name: what for name, what in own.items() if name in build.types}
     names = [name for name in build.types if name not in mine]
     shared = operands.arguments(problem, names, group_m)
@@ -166,9 +166,9 @@ def proposed(problem: Problem, shapes: Sequence[tuple[int, ...]]) -> list[tuple[
     """Tiles for the problem's dtype and device, from ``shapes`` written for 16-bit elements:
     ``(BLOCK_M, BLOCK_N, BLOCK_K, num_stages, num_warps)``.
 
-    fp32 and 8-bit floats get as many bytes along K, but for 8-bit ones that are not aligned:
-    those pass through registers one by one. Without TF32 fp32 is summed by FMAs out of
-    registers, where larger tiles spill.
+    fp32 and 8-bit floats get the same number of bytes along K, except for unaligned 8-bit ones,
+    which pass through registers one by one. Without TF32, fp32 is summed by FMAs from registers,
+    where larger tiles spill.
     """
     if problem.device.interpreted:
         return _INTERPRETED
@@ -182,15 +182,15 @@ def proposed(problem: Problem, shapes: Sequence[tuple[int, ...]]) -> list[tuple[
 
 
 def fills_registers(problem: Problem, block_m: int, block_n: int, num_warps: int) -> bool:
-    """Whether the accumulators take half of a thread's registers: then it pays to finish the
+    """Whether the accumulators take half of a thread's registers, so that it pays to finish the
     tile in parts (on an H200 a fused 4096³ took 205 µs in two parts and 245 in one)."""
     width = 2 * block_n if problem.gated else block_n
     return problem.device.interpreted or block_m * width >= 128 * 32 * num_warps
 
 
 def group_sizes(problem: Problem) -> tuple[int, ...]:
-    """Values of GROUP_M worth trying: one row of tiles where M is long, all of them where N
-    is, and for squares what keeps a wave's rows and columns alike in number."""
+    """Values of GROUP_M worth trying: one row of tiles if M is long, all rows if N is, and for
+    squares a value that gives a wave equally many rows and columns."""
     if problem.device.interpreted:
         return (2,)
     if problem.m > 10 * problem.n:
@@ -200,7 +200,7 @@ def group_sizes(problem: Problem) -> tuple[int, ...]:
     return (8, 16) if problem.m >= 4096 else (8,)
 
 
-#: Every program costs the interpreter some 7 ms: few of them, and a second size for tails.
+#: Few programs, since each takes the interpreter about 7 ms, and a second size for tails.
 _INTERPRETED: list[tuple[int, ...]] = [(128, 128, 64, 2, 4), (32, 64, 32, 2, 4)]
 _FMA: list[tuple[int, ...]] = [
     (64, 64, 32, 3, 8),
@@ -211,8 +211,8 @@ _FMA: list[tuple[int, ...]] = [
 
 
 def hopper_or_later(problem: Problem) -> bool:
-    """Whether the GPU has Hopper's means: ``wgmma`` (or its successor), bulk tensor copies,
-    programmatic dependent launch. AMD numbers its capabilities otherwise."""
+    """Whether the GPU has Hopper's features: ``wgmma`` (or its successor), bulk tensor copies,
+    programmatic dependent launch. AMD's capability numbers mean something else."""
     device = problem.device
     return (
         device.type == "cuda" and device.capability >= (9, 0) and not device.cuda.startswith("hip")
@@ -220,8 +220,8 @@ def hopper_or_later(problem: Problem) -> bool:
 
 
 def _fitting(problem: Problem, configs: Iterable[C]) -> list[C]:
-    """Those whose tile fits shared memory and registers and, in each dimension, is no larger
-    than the problem needs or the smallest there is."""
+    """The configs whose tile fits shared memory and registers and is, in each dimension, no larger
+    than the problem needs, or the smallest available."""
     registers = _MOST_REGISTERS if hopper_or_later(problem) else _MOST_REGISTERS_MMA
     blackwell = problem.device.capability >= (10, 0)
     fit = [
@@ -240,19 +240,19 @@ def _fitting(problem: Problem, configs: Iterable[C]) -> list[C]:
 
 
 def _with_fewer_stages(problem: Problem, config: C) -> C:
-    """``config`` with as many of its stages as fit shared memory, at least one."""
+    """``config`` with the number of stages reduced to fit shared memory, at least one."""
     while config.num_stages > 1 and config.shared_memory(problem) > problem.device.shared_memory:
         config = replace(config, num_stages=config.num_stages - 1)
     return config
 
 
-#: Releases whose Gluon the kernels are written for: an experimental API, where a later release
-#: may mean something else by the same names.
+#: Triton releases whose Gluon the kernels are written for: the API is experimental, and later
+#: releases may change the meaning of names.
 _GLUON_RELEASES = ("3.6.", "3.7.")
 
 
 def unknown_gluon() -> tuple[str, ...]:
-    """Why a kernel in Gluon should not be tried with this Triton, if so."""
+    """Why a Gluon kernel should not be tried with this Triton, if there is a reason."""
     if triton.__version__.startswith(_GLUON_RELEASES):
         return ()
     known = " and ".join(release + "x" for release in _GLUON_RELEASES)
@@ -261,10 +261,10 @@ def unknown_gluon() -> tuple[str, ...]:
 
 @functools.cache
 def missing_toolchain() -> tuple[str, ...]:
-    """What Triton's driver lacks on this machine to build its launcher, if anything.
+    """Why Triton's driver cannot build its launcher on this machine, if so.
 
-    It compiles a C extension when a process first launches a kernel, unless its disk cache
-    holds it; from Triton 3.7 on that one extension serves every kernel.
+    It compiles a C extension when a process first launches a kernel, unless it is in its disk
+    cache; from Triton 3.7 on one extension serves every kernel.
     """
     if triton.knobs.build.impl is not None:
         return ()
@@ -275,7 +275,7 @@ def missing_toolchain() -> tuple[str, ...]:
         return ()
     try:
         triton.runtime.driver.active.utils.launch  # noqa: B018  # loading it is the test
-    except Exception:  # whatever the build raised, the answer is the same
+    except Exception:  # any failed build means the same
         lacking = "Python.h" if compiler and shutil.which(compiler) else "a C compiler"
         return (f"Triton's driver needs {lacking} to build its launcher",)
     return ()

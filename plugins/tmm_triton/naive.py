@@ -1,9 +1,9 @@
-"""``triton.naive``: the textbook blocked matmul, kept as the baseline the others are read by.
+"""``triton.naive``: the textbook blocked matmul, kept as a baseline for reading the others.
 
 One program computes one [BLOCK_M, BLOCK_N] tile of the output, walking K in steps of
 BLOCK_K; programs are numbered along rows of tiles. All operands are addressed by pointers
-with any stride, and every load is masked in both dimensions, the tail of K on *both*
-operands: zeroing one alone multiplies whatever lies past the end of the other, NaN included.
+with any stride, and every load is masked in both dimensions, the tail of K on *both* operands:
+zeroing only one would multiply zeros with values past the end of the other, including NaN.
 """
 
 from __future__ import annotations

@@ -1,10 +1,9 @@
-"""How a problem becomes arguments of a Triton kernel, and the device code all kernels share.
+"""Maps a problem to the arguments of a Triton kernel, and holds the device code shared by kernels.
 
-The pointer kernels have one calling convention: every operand comes with a stride per
-dimension, and whatever the problem fixes (a contiguous dimension's stride of one, an absent
-bias, a batch of one) is a compile-time constant, so that one source serves every layout at
-the price of the layout in hand. What is *not* fixed stays a run-time argument: M above all,
-since a serving loop brings thousands of values of it.
+The pointer kernels have one calling convention: every operand has a stride per dimension, and
+everything the problem fixes (a contiguous dimension's stride of one, an absent bias, a batch of
+one) is a compile-time constant, so that one source serves every layout without overhead. Everything
+else is a run-time argument, above all M, of which a server sees thousands of values.
 """
 
 from __future__ import annotations
@@ -29,14 +28,14 @@ from tmm_core.triton import (
     source,
 )
 
-#: Bytes of the widest load and store of one thread; what ``Operand.aligned`` speaks of.
+#: Bytes of the widest load and store of one thread; the alignment in ``Operand.aligned``.
 VECTOR = 16
 
 
 @triton.jit
 def tile_of(pid, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M):
-    """The tile of the ``pid``-th program: down GROUP_M tiles, then right, so that programs
-    running together share rows of A and columns of B in L2."""
+    """The tile of the ``pid``-th program: down GROUP_M tiles, then right, so that concurrent
+    programs share rows of A and columns of B in L2."""
     tiles_m = tl.cdiv(M, BLOCK_M)
     per_group = GROUP_M * tl.cdiv(N, BLOCK_N)
     first = (pid // per_group) * GROUP_M
@@ -47,7 +46,7 @@ def tile_of(pid, M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, GROUP_M):
 
 @triton.jit
 def load(ptrs, rows, cols, M, N, WHOLE_ROWS: tl.constexpr, WHOLE_COLS: tl.constexpr):
-    """A tile with zeros outside [M, N]; a dimension known to be whole is not compared."""
+    """A tile with zeros outside [M, N]; dimensions known to be whole are not masked."""
     if WHOLE_ROWS and WHOLE_COLS:
         tile = tl.load(ptrs)
     elif WHOLE_COLS:
@@ -61,10 +60,10 @@ def load(ptrs, rows, cols, M, N, WHOLE_ROWS: tl.constexpr, WHOLE_COLS: tl.conste
 
 @triton.jit
 def words(source, row, word, rows, cols, stride):
-    """Of rows that start anywhere their ``word``-th eight bytes, zeros past cols and rows.
+    """The ``word``-th eight bytes of unaligned rows, with zeros past cols and rows.
 
-    Loaded from multiples of 8 bytes, those below and above, and shifted together. Both have
-    bytes of the row, and lie wholly in a page that the row is in.
+    The two aligned words that contain them are loaded and funnel-shifted. Both contain bytes of the
+    row, so each is in a page of the row.
     """
     SIZE: tl.constexpr = source.dtype.element_ty.primitive_bitwidth
     PER: tl.constexpr = 64 // SIZE
@@ -91,7 +90,7 @@ def dot(a, b, acc, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
         a = a.to(tl.float32)
         b = b.to(tl.float32)
     if a.dtype.primitive_bitwidth == 8:
-        # Left to itself Hopper sums all of K in some 14 bits.
+        # Otherwise Hopper would sum all of K with about 14 bits.
         PROMOTE: tl.constexpr = a.shape[1] if a.shape[1] < 128 else 128
         return tl.dot(a, b, acc, max_num_imprecise_acc=PROMOTE)
     else:  # noqa: RET505 (Triton compiles what follows a return)
@@ -103,8 +102,8 @@ def rescale(
     acc, z, rows, cols, M, N, scale_a_ptr, scale_b_ptr,
     SCALE_A: tl.constexpr, SCALE_B: tl.constexpr,
 ):  # fmt: skip
-    """``acc · scale_a · scale_b``, of which each is one number, one for each row or column,
-    or absent."""
+    """``acc · scale_a · scale_b``, where each scale is a scalar, one per row or column, or
+    absent."""
     if SCALE_A == "row":
         scale = tl.load(scale_a_ptr + z * M + rows, mask=rows < M, other=0.0)
         acc *= scale[:, None]
@@ -120,7 +119,7 @@ def rescale(
 
 @triton.jit
 def affine(acc, cols, N, bias_ptr, stride_bias, alpha):
-    """``alpha · acc + bias``, each where the problem has it."""
+    """``alpha · acc + bias``, each if the problem has it."""
     if alpha is not None:
         acc = acc * alpha
     if bias_ptr is not None:
@@ -140,7 +139,7 @@ def add_residual(acc, z, rows, cols, M, N, residual_ptr, stride_rz, stride_rm, s
 
 @triton.jit
 def store(acc, z, rows, cols, M, N, out_ptr, stride_oz, stride_om, stride_on):
-    """Round once, and write what lies inside [M, N]."""
+    """Round once, and store the elements inside [M, N]."""
     ptrs = out_ptr + z * stride_oz
     ptrs += rows[:, None] * stride_om + cols[None, :] * stride_on
     inside = (rows[:, None] < M) & (cols[None, :] < N)
@@ -161,8 +160,8 @@ def finish(
 
 @triton.jit
 def halves(acc, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """The left and the right half of a tile. Each thread keeps its elements: rows of an
-    MMA accumulator are spread along N in registers, so nothing moves between threads."""
+    """The left and the right half of a tile. No data moves between threads, since rows of an MMA
+    accumulator are spread along N in registers."""
     return acc.reshape(ROWS, 2, COLS // 2).permute(0, 2, 1).split()
 
 
@@ -171,7 +170,7 @@ class TileConfig(Config):
     """The output tile of one program, its step along K and its pipeline.
 
     Raises:
-        ValueError: A block is not a power of two of at least 16 (``tl.dot``'s least), or
+        ValueError: A block is not a power of two of at least 16 (the minimum of ``tl.dot``), or
             stages or warps are out of bounds.
     """
 
@@ -188,23 +187,23 @@ class TileConfig(Config):
         check("num_warps", self.num_warps, (1, 2, 4, 8, 16))
 
     def shared_memory(self, problem: Problem) -> int:
-        """Bytes the pipelined operand tiles take."""
+        """Bytes of the pipelined operand tiles."""
         width = self.BLOCK_N * (2 if problem.gated else 1)
         stage = (self.BLOCK_M + width) * self.BLOCK_K * problem.a.dtype.itemsize
         return self.num_stages * stage
 
     def registers(self, problem: Problem) -> int:
-        """Registers per thread that hold tiles: the accumulators, the residual as it is added
-        to a part of them, and all of an operand whose rows are not aligned (asynchronous
-        copies move 4 bytes at least), each element of it beside its address."""
+        """Registers per thread for tiles: the accumulators, the part of the residual being added,
+        and all of an operand with unaligned rows (asynchronous copies move at least 4 bytes), each
+        element with its address."""
         threads = 32 * self.num_warps
         width = self.BLOCK_N * (2 if problem.gated else 1)
         accumulator = self.BLOCK_M * width // threads
         capability = problem.device.capability
         if problem.fp8 and capability == (9, 0):
-            accumulator *= 2  # what is summed in fewer bits, and the full sum
+            accumulator *= 2  # the low-precision sum, and the full one
         elif problem.scale_b == "row" and capability >= (10, 0):
-            accumulator *= 2  # a thread has a row of the tile, and its columns' scales
+            accumulator *= 2  # a thread has a row of the tile and its columns' scales
         copied = 0
         if not problem.a.aligned:
             copied += self.BLOCK_M * self.BLOCK_K
@@ -217,12 +216,12 @@ class TileConfig(Config):
 
     @property
     def parts(self) -> int:
-        """In how many parts the tile is finished."""
+        """The number of parts in which the tile is finished."""
         return 1
 
 
 def check(name: str, value: int, allowed: Sequence[int]) -> None:
-    """Hold one field of a config to its bounds.
+    """Check one field of a config.
 
     Raises:
         ValueError: ``value`` is not one of ``allowed``.
@@ -233,11 +232,11 @@ def check(name: str, value: int, allowed: Sequence[int]) -> None:
 
 @dataclass(frozen=True)
 class Build:
-    """One Triton compilation: what :meth:`TritonKernel.bind` compiles and launches, and what
-    a test can compile for a GPU that is not there."""
+    """One Triton compilation, which :meth:`TritonKernel.bind` compiles and launches, and which
+    tests can compile for an absent GPU."""
 
     fn: Any
-    #: Of the run-time arguments, in the order of ``fn``'s signature.
+    #: Types of the run-time arguments, in the order of ``fn``'s signature.
     types: Mapping[str, str]
     constants: Mapping[str, Any]
     divisible: Mapping[str, int] = field(default_factory=dict)
@@ -251,7 +250,7 @@ class Build:
         )  # fmt: skip
 
     def compile_for(self, capability: int) -> Any:
-        """Compile for an NVIDIA GPU (``capability`` 90 for sm_90) without one."""
+        """Compile for an NVIDIA GPU (``capability`` 90 for sm_90) without having one."""
         src = source(self.fn, self.types, self.constants, self.divisible)
         return compile_for(GPUTarget("cuda", capability, 32), src, **self.options)
 
@@ -264,7 +263,8 @@ def build(
     types: Mapping[str, str] | None = None,
     **options: Any,
 ) -> Build:
-    """``fn`` specialised to ``problem`` and ``config``: of what follows, whatever ``fn`` takes.
+    """``fn`` specialised to ``problem`` and ``config``, with those of the following arguments that
+    it takes.
 
     ``{a,b,bias,residual,out}_ptr``, ``M N K``, ``stride_{a,b,r,o}{z,…}``, ``stride_bias``,
     ``alpha``, ``scale_{a,b}_ptr``, ``SCALE_{A,B}``, ``EPILOGUE``, ``PRECISION``, ``UPCAST``, and
@@ -275,7 +275,7 @@ def build(
     fields = config.to_json()
     shared_constants |= {name: value for name, value in fields.items() if name.isupper()}
     if shared_constants.pop("GROUP_M", None):
-        # Not a constant: half of what is tried where M is long differs in nothing else.
+        # Not a constant: for a long M half of the configs differ in nothing else.
         shared_types["GROUP_M"] = "i32"
     own_types, own_constants = dict(types or {}), dict(constants or {})
     all_types = {k: v for k, v in shared_types.items() if k not in own_constants} | own_types
@@ -322,7 +322,7 @@ def _convention(problem: Problem) -> tuple[dict[str, str], dict[str, Any], dict[
             if i == contiguous:
                 constants[name] = 1
             elif extents[i] <= 1:
-                # The stride of a single row is arbitrary, and may not fit its type.
+                # A single row's stride is arbitrary and may not fit its type.
                 constants[name] = 0
             else:
                 types[name] = "i64" if operand.wide else "i32"
@@ -337,8 +337,8 @@ def _convention(problem: Problem) -> tuple[dict[str, str], dict[str, Any], dict[
             divisible[pointers[letter]] = VECTOR
             if problem.batch > 1:
                 divisible[batch] = step
-    # Sizes bear on vectorisation through the masks of contiguous dimensions. M is left
-    # alone unless it is one, so that its values share compiled kernels.
+    # Sizes affect vectorisation through the masks of contiguous dimensions. M is not specialised
+    # unless it is one, so that its values share compiled kernels.
     sizes = {"N": problem.n, "K": problem.k}
     if "col" in (problem.a.layout, problem.out.layout):
         sizes["M"] = problem.m
@@ -363,8 +363,8 @@ def _convention(problem: Problem) -> tuple[dict[str, str], dict[str, Any], dict[
 
 
 def arguments(problem: Problem, names: Iterable[str], group_m: int = 1) -> dict[str, Argument]:
-    """What the run-time arguments ``names`` of the convention are in one call. Strides are read
-    anew for each: only their class is part of the problem."""
+    """The values of the run-time arguments ``names`` of the convention in a call. Strides are read
+    in every call: the problem fixes only their class."""
     known: dict[str, Argument] = {"M": problem.m, "N": problem.n, "K": problem.k}
     known["GROUP_M"] = group_m
     tensors = ("a", "b", "bias", "scale_a", "scale_b")
@@ -379,5 +379,5 @@ def arguments(problem: Problem, names: Iterable[str], group_m: int = 1) -> dict[
 
 
 def out_shape(problem: Problem) -> tuple[int, ...]:
-    """``(M, N)``, or ``(batch, M, N)`` where there is a batch."""
+    """``(M, N)``, or ``(batch, M, N)`` for a batch."""
     return (problem.batch, problem.m, problem.n)[problem.batch == 1 :]

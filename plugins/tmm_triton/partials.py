@@ -1,9 +1,9 @@
 """Partial sums over ranges of K, and the kernel that adds them up.
 
-Kernels that cut K leave a part of every sum per range in a workspace, fp32, row-major. The reducing
-kernel adds the parts in an order that is always the same and finishes the full sum: epilogue,
-bias and residual once. It is spread over all SMs, whatever the tiles were, and on Hopper and later
-its launch overlaps the tail of the kernel before (programmatic dependent launch).
+Kernels that split K write partial sums of each range to a workspace, fp32, row-major. The reducing
+kernel adds them in a fixed order and finishes the full sum with epilogue, bias and residual. It is
+spread over all SMs, independent of the tiles, and on Hopper and later its launch overlaps the tail
+of the previous kernel (programmatic dependent launch).
 """
 
 from __future__ import annotations
@@ -18,16 +18,17 @@ from tmm_core.triton import Argument, Step
 from tmm_triton.kernel import hopper_or_later, step_of
 from tmm_triton.operands import Build, TileConfig, build, finish, rescale
 
-#: A workspace of more than this costs more traffic than splitting saves; the kernels rely on one
-#: that 32 bits can index.
+#: A larger workspace costs more traffic than splitting saves; kernels rely on one that 32 bits can
+#: index.
 MOST_WORKSPACE = 128 * 2**20
-#: µs that the reducing kernel adds where its launch overlaps the first one's tail.
+#: µs that the reducing kernel adds if its launch overlaps the first one's tail.
 REDUCE_US = 1.5
 #: Elements of partial sums that a program of the reducing kernel loads at a time, 16 for each of
-#: 128 threads, and of how many ranges at most: the rest are columns, 128 bytes at least.
+#: 128 threads, and the maximum number of ranges among them: the rest are columns, at least 128
+#: bytes.
 _LOADED = 2048
 _MOST_AHEAD = 64
-#: The reducing kernel's tile is none of a config's.
+#: The reducing kernel does not use a config's tile.
 _TILE = TileConfig(BLOCK_M=16, BLOCK_N=16, BLOCK_K=16, num_stages=1, num_warps=4)
 
 
@@ -36,10 +37,10 @@ def sum_partials(
     partials_ptr, apart, z, rows, cols, M, N,
     SPLIT_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
-    """The full sum of a tile, from parts [batch, M, N] that lie ``apart`` elements from each other.
+    """The full sum of a tile, from parts [batch, M, N] that are ``apart`` elements apart.
 
-    AHEAD partial sums are loaded at a time: one after the other each costs a trip to L2
-    (0.2 µs on an H200, 60 for 256 of them). The order of additions is still fixed.
+    AHEAD partial sums are loaded at a time: loaded one by one, each costs a trip to L2 (0.2 µs on
+    an H200, 60 for 256 of them). The order of additions is still fixed.
     """
     at = z * M * N + rows[:, None] * N + cols[None, :]
     inside = (rows[:, None] < M) & (cols[None, :] < N)
@@ -48,7 +49,7 @@ def sum_partials(
         split = first + tl.arange(0, AHEAD)
         ptrs = partials_ptr + (split * apart)[:, None, None] + at[None, :, :]
         mask = (split < SPLIT_K)[:, None, None] & inside[None, :, :]
-        # Other SMs wrote them: read past this one's L1.
+        # Written by other SMs: bypass this one's L1.
         acc += tl.load(ptrs, mask=mask, other=0.0, cache_modifier=".cg")
     return tl.sum(acc, axis=0)
 
@@ -79,7 +80,7 @@ def reduce_kernel(
 
 
 def reduction(problem: Problem, splits: int) -> Build:
-    """The reducing kernel, of ``splits`` parts."""
+    """The reducing kernel for ``splits`` parts."""
     overlap = hopper_or_later(problem)
     m, n, ahead = _tile(problem, splits)
     constants = {
@@ -88,14 +89,14 @@ def reduction(problem: Problem, splits: int) -> Build:
     types = {"partials_ptr": "*fp32", "apart": "i32"}
     options = {"launch_pdl": True} if overlap else {}
     of = build(reduce_kernel, problem, _TILE, constants, types, **options)
-    # Parts are whole rows, so that what loads of a row may be wide by holds for each of them.
+    # Parts are whole rows, so the width of a row's loads is valid for each part.
     wide = {"apart": of.divisible["N"]} if "N" in of.divisible else {}
     return replace(of, divisible={**of.divisible, **wide})
 
 
 def reducing(problem: Problem, of: Build, *, apart: int) -> Step:
-    """The launch of a :func:`reduction` over the call's workspace, whose parts lie ``apart``
-    elements from each other."""
+    """The launch of a :func:`reduction` over the call's workspace, whose parts are ``apart``
+    elements apart."""
     rows = triton.cdiv(problem.m, of.constants["BLOCK_M"])
     columns = triton.cdiv(problem.n, of.constants["BLOCK_N"])
     own: dict[str, Argument] = {"partials_ptr": "workspace", "apart": apart}
@@ -103,8 +104,8 @@ def reducing(problem: Problem, of: Build, *, apart: int) -> Step:
 
 
 def _tile(problem: Problem, splits: int) -> tuple[int, int, int]:
-    """The tile of one program, and how many partial sums it loads at a time. One row: the order
-    of additions must not change with M."""
+    """The tile of one program, and how many partial sums it loads at a time. The tile has one row,
+    so that the order of additions does not change with M."""
     if problem.device.interpreted:
         return 128, 128, 2
     ahead = min(_MOST_AHEAD, triton.next_power_of_2(splits))

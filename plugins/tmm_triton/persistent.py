@@ -1,18 +1,18 @@
 """``triton.persistent``: one program per SM walks the tiles, fed by bulk tensor copies (TMA).
 
-A program that stays for many tiles pays its prologue once, and with ``FLATTEN`` the loops
-over tiles and over K become one, so that the loads of the next tile start under the epilogue
-of this one. TMA takes the address arithmetic and the bounds out of the loop: a whole tile is
-one instruction of one thread, and what lies outside the matrix arrives as zeros, the tail of
-K included. An operand is described along its contiguous dimension and transposed for the dot
-where that is the wrong one; ``wgmma`` reads shared memory either way.
+A persistent program pays its prologue once, and with ``FLATTEN`` the loops over tiles and over K
+are merged, so that the loads of the next tile overlap the epilogue of this one. TMA removes address
+arithmetic and bounds checks from the loop: a whole tile is one instruction of one thread, and
+out-of-bounds elements, including the tail of K, arrive as zeros. An operand is described along its
+contiguous dimension, and transposed for the dot if that is the wrong one; ``wgmma`` reads shared
+memory either way.
 
 Descriptors are made on the host: device-side ones need an allocator set in every thread that
 launches.
 
-The output goes out by TMA too where it can be described, in SUBTILE parts: half the staging
-buffer leaves room for one more stage of the pipeline. Gated problems keep two accumulators,
-fed from two tiles of the one descriptor of B.
+The output is also stored by TMA if it can be described, in SUBTILE parts: half the staging buffer
+leaves room for one more pipeline stage. Gated problems keep two accumulators, fed from two tiles of
+the same descriptor of B.
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def sum_steps(
     A_LAYOUT: tl.constexpr, B_LAYOUT: tl.constexpr, BATCHED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    """The sums of one tile over the k-steps from ``first`` to ``last``, the second where gated."""
+    """The sums of one tile over the k-steps from ``first`` to ``last``; two of them if gated."""
     gate = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     up = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for step in range(first, last):
@@ -135,12 +135,12 @@ def persistent_kernel(
     per_matrix = tl.cdiv(M, BLOCK_M) * tl.cdiv(N, BLOCK_N)
     programs = tl.num_programs(0)
     steps = tl.cdiv(K, BLOCK_K)
-    # The epilogue counts tiles on its own: sharing the loop's counter would keep the values
-    # derived from it alive across the main loop, and hold its pipeline back.
+    # The epilogue has its own tile counter: sharing the loop's would keep values derived from it
+    # alive across the main loop, which hinders its pipelining.
     done = tl.program_id(0) - programs
     for tile in tl.range(tl.program_id(0), per_matrix * batch, programs, flatten=FLATTEN):
         z = tile // per_matrix
-        # A matrix shared by the whole batch is described once: TMA knows no stride 0.
+        # A matrix shared by the whole batch is described once: TMA does not support stride 0.
         az, bz = z * (a_step != 0), z * (b_step != 0)
         tile_m, tile_n = tile_of(tile % per_matrix, M, N, BLOCK_M, BLOCK_N, GROUP_M)
         row, col = tile_m * BLOCK_M, tile_n * BLOCK_N
@@ -149,7 +149,7 @@ def persistent_kernel(
             PRECISION, UPCAST, GATED, A_LAYOUT, B_LAYOUT, BATCHED, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
         if PARTS > 1:
-            # As kernels sum whose programs have a part each: the same bits, where these are alike.
+            # Same order as kernels with one program per part: equal bits if the parts are equal.
             for part in range(1, PARTS):
                 more_gate, more_up = sum_steps(
                     a_desc, b_desc, az, bz, row, col, N,
@@ -209,7 +209,7 @@ _SHAPES = [
     (64, 32, 64, 4, 4),
     (64, 16, 128, 5, 4),
 ]
-#: Where two accumulators share the registers: BLOCK_N is the width of each.
+#: Shapes if two accumulators share the registers: BLOCK_N is the width of each.
 _GATED_SHAPES = [
     (128, 128, 64, 3, 8),
     (128, 128, 64, 4, 8),
@@ -221,17 +221,17 @@ _GATED_SHAPES = [
 ]
 
 
-#: µs from the launch to the first bytes through a descriptor, over those through pointers
-#: (2048×2048×512 on an H200: 14.0, where the machine's rates say 9.4).
+#: Additional µs from the launch to the first bytes through a descriptor, compared with pointers
+#: (2048×2048×512 on an H200: 14.0, while the machine's rates predict 9.4).
 _DESCRIBED_US = 2.0
-#: What each further part of K adds to the time of a product, until it is measured.
+#: Assumed fraction that each further part of K adds to a product's time, until it is measured.
 _PART = 0.03
 
 
 @dataclass(frozen=True, kw_only=True)
 class PersistentConfig(TileConfig):
-    """A tile, its pipeline, the order of tiles, in how many parts a tile is stored, whether the
-    loops over tiles and K become one, and in how many parts K is summed, one after the other."""
+    """A tile, its pipeline, the order of tiles, the number of parts in which a tile is stored,
+    whether the loops over tiles and K are merged, and the number of sequential parts of K."""
 
     GROUP_M: int
     SUBTILE: int
@@ -244,10 +244,10 @@ class PersistentConfig(TileConfig):
         check("SUBTILE", self.SUBTILE, (1, 2))
         check("PARTS", self.PARTS, range(1, 65))
         if self.FLATTEN and self.PARTS > 1:
-            raise ValueError("loops over tiles and parts of K do not become one")
+            raise ValueError("FLATTEN cannot merge the loops over tiles and parts of K")
 
     def registers(self, problem: Problem) -> int:
-        """As for any tile, and the sum over the parts before."""
+        """As for any tile, plus the sum over the previous parts."""
         width = self.BLOCK_N * (2 if problem.gated else 1)
         before = self.BLOCK_M * width // (32 * self.num_warps) if self.PARTS > 1 else 0
         return super().registers(problem) + before
@@ -257,9 +257,9 @@ class PersistentConfig(TileConfig):
         return self.SUBTILE
 
     def shared_memory(self, problem: Problem) -> int:
-        """Bytes of the operand tiles, of the output on its way out (by pointers, too, to be
-        stored row by row) and the residual on its way in (which takes on the accumulator's
-        layout there), and of barriers and bias."""
+        """Bytes of the operand tiles, of the staged output (also with pointers, to store it row by
+        row) and residual (converted there to the accumulator's layout), and of barriers and
+        bias."""
         part = self.BLOCK_M * self.BLOCK_N // self.SUBTILE
         staged = part * problem.out.dtype.itemsize
         if problem.residual is not None:
@@ -279,21 +279,21 @@ class Persistent(TritonKernel[PersistentConfig]):
         unaligned=("out", "residual"),
         gated=True,
     )
-    # On Hopper 0.93 to 0.98 of what warp_specialized reaches, wherever both serve.
+    # On Hopper 0.93 to 0.98 of the speed of warp_specialized, where both serve.
     reach = 0.73
 
     def declines(self, problem: Problem) -> Iterable[str]:
         yield from super().declines(problem)
         half = problem.n * problem.b.dtype.itemsize
         if problem.gated and problem.b.layout == "row" and half % VECTOR:
-            # Triton's interpreter refuses such a tile; on a GPU nothing is promised of it.
-            yield "tiles of the up half of b start off 16 bytes (TMA)"
+            # Triton's interpreter refuses such a tile; on a GPU it is undefined.
+            yield "tiles of the up half of b are not aligned to 16 bytes (TMA)"
         if problem.a.dtype is torch.float32 and not problem.tf32:
             yield "fp32 without TF32 is not for tensor cores"
 
     def configs(self, problem: Problem) -> list[PersistentConfig]:
-        # Among equal estimates the first is the default. Gated, one part was faster on an
-        # H200: there the halves of two accumulators are alive at once.
+        # Among equal estimates the first is the default. If gated, one part was faster on an H200,
+        # since the halves of two accumulators are live at once.
         parts = (1, 2) if problem.gated else (2, 1)
         configs = [
             PersistentConfig(
@@ -326,7 +326,7 @@ class Persistent(TritonKernel[PersistentConfig]):
 
     def estimate_us(self, problem: Problem, config: PersistentConfig) -> float:
         whole = super().estimate_us(problem, replace(config, PARTS=1))
-        # The pipeline is filled again for each.
+        # Each part refills the pipeline.
         return whole * (1 + _PART * (config.PARTS - 1)) + _DESCRIBED_US
 
     def builds(self, problem: Problem, config: PersistentConfig) -> list[Build]:
@@ -376,16 +376,16 @@ class Persistent(TritonKernel[PersistentConfig]):
 
 
 def _storable(problem: Problem) -> bool:
-    """Whether TMA can write tiles of the output: without transposing, and without touching
-    what follows a row, since it stores whole units of 16 bytes (on an H200 a 1×1 output
-    overwrote its 7 neighbours)."""
+    """Whether TMA can write tiles of the output: without transposing, and without writing past the
+    end of a row, since it stores whole units of 16 bytes (on an H200 a 1×1 output overwrote its 7
+    neighbours)."""
     out = problem.out
     ends = problem.n * out.dtype.itemsize % VECTOR == 0
     return out.layout == "row" and out.aligned and ends
 
 
 def _programs(problem: Problem, config: PersistentConfig) -> int:
-    """Programs to launch: one per SM, or two where they are small enough to share one."""
+    """Programs to launch: one per SM, or two if they are small enough to share one."""
     device = problem.device
     count = problem.batch * tiles(problem, config)
     if device.interpreted:
@@ -395,14 +395,14 @@ def _programs(problem: Problem, config: PersistentConfig) -> int:
 
 
 def _next_tile_waits(problem: Problem, config: PersistentConfig) -> bool:
-    """Whether there is a next tile to load under the epilogue; not with two accumulators,
-    which one loop over tiles and K copies (8192×14336×4096 swiglu: 3.9 ms, not 2.7)."""
+    """Whether there is a next tile to load during the epilogue; not with two accumulators, which a
+    merged loop over tiles and K copies (8192×14336×4096 swiglu: 3.9 ms instead of 2.7)."""
     count = problem.batch * tiles(problem, config)
     return not problem.gated and _programs(problem, config) < count
 
 
 def _block(operand: Operand, rows: int, cols: int, batched: bool) -> list[int]:
-    """A [rows, cols] tile as its descriptor has it, the contiguous dimension last."""
+    """The descriptor's block shape for a [rows, cols] tile, the contiguous dimension last."""
     block = [rows, cols] if operand.layout == "row" else [cols, rows]
     return [1, *block] if batched else block
 
@@ -415,15 +415,15 @@ def _descriptor_type(operand: Operand, rows: int, cols: int, batched: bool) -> s
 def _describer(
     operand: Operand, extent: tuple[int, int], batch: int, tile: tuple[int, int]
 ) -> Callable[[torch.Tensor], TensorDescriptor]:
-    """What describes matrices of that ``extent`` and class (a batch of them in front, where
-    it is more than one) in tiles of ``tile``."""
+    """A function that describes matrices of that ``extent`` and class (with a batch dimension in
+    front if there is more than one) in tiles of ``tile``."""
     rows, cols = extent
     block = _block(operand, *tile, batch > 1)
     row_major = operand.layout == "row"
     outer, inner = (rows, cols) if row_major else (cols, rows)
     leading_dim = -2 if row_major else -1
     vector = VECTOR // operand.dtype.itemsize
-    # The stride of a single row is arbitrary, TMA wants a multiple of 16 bytes all the same.
+    # A single row's stride is arbitrary, but TMA needs a multiple of 16 bytes even so.
     lone = -(-inner // vector) * vector
 
     def describe(t: torch.Tensor) -> TensorDescriptor:

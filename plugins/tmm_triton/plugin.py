@@ -1,4 +1,4 @@
-"""The plugin: hands tmm the Triton kernels, or stand-ins that say why there are none."""
+"""The plugin: registers the Triton kernels, or stand-ins that tell why there are none."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ KERNELS = {
 
 
 class Missing(Kernel[Config]):
-    """Stands in for a kernel that cannot be imported, and declines everything with the reason."""
+    """A stand-in for a kernel that cannot be imported; declines every problem with the reason."""
 
     reason: str
     supports = Supports.everything()
@@ -63,7 +63,7 @@ def tmm_kernels() -> list[Deferred]:
 
 @functools.cache
 def _files() -> tuple[Path, ...]:
-    """This package's, for its modules share code, and the one that another Triton replaces."""
+    """This package's files, since its modules share code, and a file that changes with Triton."""
     triton = importlib.util.find_spec("triton")
     found = [Path(triton.origin)] if triton is not None and triton.origin else []
     return (*found, *Path(__file__).parent.glob("*.py"))
@@ -71,7 +71,7 @@ def _files() -> tuple[Path, ...]:
 
 @functools.cache
 def _circumstances() -> list[Any]:
-    """What decides whether Triton can build its launcher here, and how it was asked to run."""
+    """The state that decides whether Triton can build its launcher here, and how it runs."""
     compilers = [shutil.which(name) for name in (os.environ.get("CC") or "cc", "gcc", "clang")]
     version = "python{}.{}".format(*sys.version_info)
     header = Path(sys.base_prefix, "include", version, "Python.h").exists()
@@ -79,13 +79,13 @@ def _circumstances() -> list[Any]:
 
 
 def load(name: str) -> Kernel[Any]:
-    """The kernel of :data:`KERNELS` with that name, or a stand-in that says why there is none."""
+    """The kernel of :data:`KERNELS` with that name, or a stand-in that tells why there is none."""
     module, class_name = KERNELS[name]
     if importlib.util.find_spec("triton") is None:
         return missing(name, "Triton is not installed")
     try:
         kernel: Kernel[Any] = getattr(importlib.import_module(f"tmm_triton.{module}"), class_name)()
     except ImportError as error:
-        # Gluon is experimental: a Triton without what one kernel uses costs that kernel only.
+        # Gluon is experimental: if Triton lacks a feature, only the kernel that uses it is lost.
         return missing(name, f"this Triton does not have what it needs: {error}")
     return kernel

@@ -1,16 +1,16 @@
-"""``triton.ragged``: many products in one launch whose sizes along one dimension differ.
+"""``triton.ragged``: many products in one launch, whose sizes along one dimension differ.
 
-The end of each group is read from ``offs`` on the device, so that nobody waits for it. The grid is
-an upper bound: a group that starts at row s owns the *slots* ``s // BLOCK_M + g`` and on, as many
-as its tiles at least, so that all groups have ``T // BLOCK_M + G`` slots whatever their sizes, and
-the group of a slot is the number of groups that end before it: one comparison of a vector, no sum
-along it. Programs of slots without rows return at once.
+The end of each group is read from ``offs`` on the device, so that the host does not wait for it.
+The grid is an upper bound: group g, which starts at row s, owns the *slots* from ``s // BLOCK_M +
+g`` on, at least as many as it has tiles. So all groups together have ``T // BLOCK_M + G`` slots
+whatever their sizes, and a slot's group is the number of groups that end before it: a vector
+comparison instead of a scan. Programs of slots without rows return at once.
 
-Columns are cut likewise where they are ragged. Where K is, each group has a tile of every place of
-the result, and sums over its own range.
+Ragged columns are divided the same way. If K is ragged, each group has tiles for the whole result,
+and sums over its own range.
 
-Rows of ``a`` may be gathered by an index while they are loaded, and rows of the result scattered,
-and multiplied by a weight each, while they are stored. Operands may lie anyhow.
+Rows of ``a`` may be gathered by an index during loads, and rows of the result scattered, each
+multiplied by a weight, during stores. Operands may have any strides.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from tmm_triton.operands import Build, TileConfig, affine, build, check, dot, ha
 
 @triton.jit
 def group_of(slot, offs_ptr, G, TOTAL, BLOCK: tl.constexpr, GROUPS: tl.constexpr):
-    """The group that owns ``slot``, and where it starts and ends; for what is past the last group
-    ``G``. Both are held within [0, TOTAL], so that no wrong end is an address outside."""
+    """The group that owns ``slot``, with its start and end; the group is ``G`` past the last one.
+    Start and end are clamped to [0, TOTAL], so that a wrong ``offs`` gives no invalid address."""
     group, start, end = 0, 0, TOTAL
     for first in range(0, G, GROUPS):
         g = first + tl.arange(0, GROUPS)
@@ -51,8 +51,8 @@ def finish(
     residual_ptr, stride_rz, stride_rm, stride_rn, out_ptr, stride_oz, stride_om, stride_on,
     EPILOGUE: tl.constexpr, GATED: tl.constexpr,
 ):  # fmt: skip
-    """Store ``weight · EPILOGUE(alpha · acc + bias) + residual`` of rows below ``top`` and columns
-    left of ``right``; row r of the tile is ``at[r]`` of the result."""
+    """Store ``weight · EPILOGUE(alpha · acc + bias) + residual`` for rows below ``top`` and columns
+    left of ``right``; row r of the tile is row ``at[r]`` of the result."""
     if bias_ptr is not None:
         bias_ptr += group * stride_biasz
     if GATED:
@@ -122,7 +122,7 @@ def ragged_kernel(
         at = tl.load(out_index_ptr + rows, mask=rows < top, other=0)
     if ZEROED:  # noqa: SIM102 (a constant, and a condition of the device)
         if group >= G:
-            # Past the last group: nothing is read, not even a residual.
+            # Past the last group nothing is read, not even a residual.
             zeros = tl.zeros((BLOCK_M, BLOCK_N), dtype=out_ptr.dtype.element_ty)
             ptrs = out_ptr + at[:, None] * stride_om + cols[None, :] * stride_on
             tl.store(ptrs, zeros, mask=(rows[:, None] < top) & (cols[None, :] < right))
@@ -185,7 +185,7 @@ _SHAPES = [
     (16, 64, 256, 3, 4),
     (16, 32, 256, 5, 2),
 ]
-#: Where two accumulators share the registers: BLOCK_N is the width of each.
+#: Shapes if two accumulators share the registers: BLOCK_N is the width of each.
 _GATED_SHAPES = [
     (128, 128, 64, 3, 8),
     (128, 64, 64, 4, 8),
@@ -197,16 +197,16 @@ _GATED_SHAPES = [
     (16, 32, 128, 5, 4),
     (16, 32, 256, 4, 2),
 ]
-#: Groups whose ends are compared at a time.
+#: Number of group ends that are compared at a time.
 _MOST_GROUPS = 256
-#: The largest group may have so many times the rows of the mean one.
+#: Assumed ratio of the largest group's rows to the mean.
 _SKEW = 4
 
 
 @dataclass(frozen=True, kw_only=True)
 class RaggedConfig(TileConfig):
-    """A tile (of each half, where gated), its pipeline, the order of tiles, and in how many
-    parts a tile is finished."""
+    """A tile (of each half, if gated), its pipeline, the order of tiles, and the number of parts in
+    which a tile is finished."""
 
     GROUP_M: int
     SUBTILE: int
@@ -221,7 +221,7 @@ class RaggedConfig(TileConfig):
         return self.SUBTILE
 
     def registers(self, problem: Problem) -> int:
-        # Where a group starts anywhere, rows that start anywhere have 64-bit addresses each.
+        # With arbitrary group starts, unaligned rows have a 64-bit address per element.
         loose = not (problem.a.aligned and problem.b.aligned)
         more = 16 if loose else 0
         if problem.gated and problem.device.capability < (9, 0):
@@ -263,7 +263,7 @@ class Ragged(TritonKernel[RaggedConfig]):
             for g in ((8, 1) if mean.m > 128 else (8,))
             for m, n, k, s, w in proposed(problem, shapes)
             if sub in _parts(problem, m, n, w)
-            # Columns that start anywhere are stored one by one, each beside its address.
+            # Unaligned columns are stored one by one, each with its address.
             if problem.along != "n" or n <= 128
         ]
         return self.ranked(skewed(problem), configs, 16)
@@ -272,7 +272,7 @@ class Ragged(TritonKernel[RaggedConfig]):
         return super().estimate_us(each(problem) if problem.groups else problem, config)
 
     def own_arithmetic(self, problem: Problem, config: RaggedConfig) -> str | None:
-        # Sums over a range that starts anywhere are cut by the other groups' sizes.
+        # The other groups' sizes determine where a range of K starts, and so how it is summed.
         if problem.groups is not None and problem.groups.ragged == "k":
             return None
         return super().own_arithmetic(problem, config)
@@ -301,8 +301,8 @@ class Ragged(TritonKernel[RaggedConfig]):
                 constants[f"{name}_ptr"] = None
             else:
                 types[f"{name}_ptr"] = pointer(dtype)
-        # By the convention of a batch, where every operand has a stride from one matrix to the
-        # next; the flat ones have none.
+        # Uses the convention of a batch, where every operand has a batch stride; flat operands have
+        # none.
         return [build(ragged_kernel, stacked(problem), config, constants, types)]
 
     def bind(self, problem: Problem, config: RaggedConfig) -> Bound:
@@ -319,25 +319,25 @@ class Ragged(TritonKernel[RaggedConfig]):
 
 
 def _parts(problem: Problem, block_m: int, block_n: int, num_warps: int) -> tuple[int, ...]:
-    """In how many parts a tile may be finished; none: it does not fit. Two accumulators that take
-    half the registers would be spilled beside the addresses of scattered rows."""
+    """The possible numbers of parts in which a tile is finished; empty if it does not fit. Two
+    accumulators that take half the registers would spill with the addresses of scattered rows."""
     if not fills_registers(problem, block_m, block_n, num_warps):
         return (1,)
     if not problem.gated or problem.device.interpreted:
         return (1, 2)
     scattered = problem.groups is not None and problem.groups.out_index is not None
-    # Before Hopper a step's operands are in registers too: 168 bytes of stack for an A100.
+    # Before Hopper operands are in registers too: it spilled 168 bytes on an A100.
     return () if scattered and problem.device.capability < (9, 0) else (2,)
 
 
-#: Operands, by letter, that have no dimension of groups: o is the result, r the residual.
+#: Letters of the operands without a group dimension: o is the result, r the residual.
 _FLAT = {"m": "aor", "n": "bor", "k": "ab"}
 _DIMENSIONS = {"a": "mk", "b": "kn", "o": "mn", "r": "mn"}
 _TENSORS = {"a": "a", "b": "b", "o": "out", "r": "residual"}
 
 
 def grid(problem: Problem, config: TileConfig) -> tuple[int, int, int]:
-    """As many programs as there are tiles at most, whatever the sizes of the groups."""
+    """The maximum number of tiles over all possible group sizes."""
     groups = problem.groups
     assert groups is not None
     high, wide = -(-problem.m // config.BLOCK_M), -(-problem.n // config.BLOCK_N)
@@ -350,7 +350,7 @@ def grid(problem: Problem, config: TileConfig) -> tuple[int, int, int]:
 
 
 def arguments(problem: Problem, config: RaggedConfig) -> Mapping[str, Argument]:
-    """What each run-time argument is in one call."""
+    """The value of each run-time argument in a call."""
     groups = problem.groups
     assert groups is not None
     known: dict[str, Argument] = {"M": problem.m, "N": problem.n, "K": problem.k}
@@ -366,7 +366,7 @@ def arguments(problem: Problem, config: RaggedConfig) -> Mapping[str, Argument]:
 
 
 def stacked(problem: Problem) -> Problem:
-    """The problem as if each of its groups were a product of a batch."""
+    """The problem as if each group were a product of a batch."""
     assert problem.groups is not None
     return replace(problem, groups=None, batch=max(2, problem.groups.count))
 
@@ -377,7 +377,7 @@ def each(problem: Problem) -> Problem:
 
 
 def skewed(problem: Problem) -> Problem:
-    """A batch of products of the size that a large group may have."""
+    """A batch of products of the size of a large group."""
     return _of_size(problem, _SKEW)
 
 
@@ -386,7 +386,7 @@ def _of_size(problem: Problem, times: int) -> Problem:
     assert groups is not None
     name = groups.ragged
     size = getattr(problem, name)
-    # Of fewer rows than groups each is alone in its own.
+    # With fewer rows than groups, each row is a group of its own.
     count = max(1, min(groups.count, size))
     mean = -(-size // count)
     plain = replace(problem, groups=None, batch=count)

@@ -1,15 +1,15 @@
-"""``triton.realigned``: copy what is misaligned to rows of whole 16 bytes, then the best kernel.
+"""``triton.realigned``: copies misaligned operands to 16-byte aligned rows for a faster kernel.
 
-Bulk tensor copies (TMA) and vector loads need rows that start at multiples of 16 bytes. Where
-they do not, cuBLAS falls to a quarter of its rate (4097³ on an H200: 1028 µs, an aligned
-neighbour 190). Copying an operand is O(n²) against the product's O(n³)::
+Bulk tensor copies (TMA) and vector loads need rows that start at multiples of 16 bytes. Without
+that, cuBLAS drops to a quarter of its rate (4097³ on an H200: 1028 µs, an aligned neighbour 190).
+Copying an operand is O(n²) against the product's O(n³)::
 
     a ─┐                      ┌─ rows of a, 128 bytes ─┐
        ├─ one launch, a tile ─┤                        ├─ inner kernel ─ out, rows anywhere
     b ─┘  to a program        └─ rows of b, 128 bytes ─┘
 
-* Only a misaligned operand is copied, in its own memory order; where it has no contiguous
-  dimension the copy is row-major.
+* Only misaligned operands are copied, in their own memory order; without a contiguous dimension the
+copy is row-major.
 * Eight bytes are loaded, shifted into place and stored at once: wherever a row starts and ends,
   the aligned words it starts and ends in can be read. Where nothing is contiguous, elements
   are loaded one by one.
@@ -42,9 +42,9 @@ from tmm_triton.kernel import POINTERS, Built, hopper_or_later
 from tmm_triton.operands import VECTOR, Build, words
 from tmm_triton.plugin import load
 
-#: The kernels that may multiply the realigned operands, the last of which asks
-#: least; and what their estimates are multiplied by when they are ranked against each other:
-#: at 4096³ on an H200 the first reaches 1.0 of cuBLAS, the second 0.9, by equal estimates.
+#: The kernels that may multiply the realigned operands, the last with the fewest requirements; and
+#: factors on their estimates for ranking them against each other: at 4096³ on an H200 the first
+#: reaches 1.0 of cuBLAS, the second 0.9, with equal estimates.
 _INNER = {
     "triton.warp_specialized": 1.0,
     "triton.persistent": 1.1,
@@ -52,15 +52,16 @@ _INNER = {
     "triton.grouped": 1.15,
     "triton.fused_epilogue": 1.15,
 }
-#: Configs in all, and of one inner kernel.
+#: Maximum number of configs in all, and per inner kernel.
 _MOST, _MOST_OF_ONE = 10, 6
-#: Bytes of one program's tile, elements in a row of it at most, and the program's warps. Both
-#: operands of 4097³ on an H200: 37.7 µs, 3.6 TB/s; in tiles of twice the bytes 41.2.
+#: Bytes of one program's tile, maximum elements in its rows, and the program's warps. Both operands
+#: of 4097³ on an H200 take 37.7 µs, 3.6 TB/s; in tiles of twice the size 41.2.
 _TILE_BYTES, _WIDTH, _WARPS = 8192, 256, 8
-#: Bytes that a copy's rows are a multiple of: boxes of 128 bytes are then four whole sectors of
-#: L2, where rows at multiples of 16 would make them parts of five.
+#: A copy's rows are multiples of this many bytes, so that boxes of 128 bytes are four whole L2
+#: sectors; with multiples of 16 they would touch five.
 _PITCH = 128
-#: Bytes per µs of an SM's share of memory (4.2 TB/s on an H200's 132), and µs of a launch.
+#: Bytes per µs of an SM's share of memory bandwidth (4.2 TB/s over an H200's 132), and µs of a
+#: launch.
 _BYTES_PER_SM_US, _LAUNCH_US = 32e3, 2.0
 _INT32_MAX = 2**31 - 1
 
@@ -70,8 +71,8 @@ def realign(
     source, copy, rows, cols, stride, step, pitch, apart, tile,
     ROWS: tl.constexpr, COLS: tl.constexpr, PACK: tl.constexpr,
 ):  # fmt: skip
-    """Copy one [ROWS, COLS] tile into rows of ``pitch`` elements, zeros after each row's end.
-    Matrices of a batch lie ``apart`` elements from each other, their copies one after another."""
+    """Copy one [ROWS, COLS] tile into rows of ``pitch`` elements, with zeros after each row's end.
+    Matrices of a batch are ``apart`` elements apart, their copies are adjacent."""
     across = tl.cdiv(pitch, COLS)
     if apart is not None:
         tiles = tl.cdiv(rows, ROWS) * across
@@ -93,7 +94,7 @@ def realign(
         inside = (row[:, None] < rows) & (col[None, :] < cols)
         ptrs = source + row[:, None] * stride + col[None, :] * step
         block = tl.load(ptrs, mask=inside, other=0.0)
-        # Stored in the shape it was loaded in, Triton would load it in the layout of the stores:
+        # If stored in its loaded shape, Triton would use the stores' layout for the loads:
         # neighbouring lanes 16 bytes apart, every 2-byte load of a warp spread over 512 bytes.
         packs = first + tl.arange(0, COLS // PACK)[:, None] * PACK + tl.arange(0, PACK)[None, :]
         targets = copy + row[:, None, None] * pitch + packs[None, :, :]
@@ -109,10 +110,10 @@ def realign_kernel(
     X_ROWS: tl.constexpr, X_COLS: tl.constexpr, Y_ROWS: tl.constexpr, Y_COLS: tl.constexpr,
     PACK: tl.constexpr, CHAINED: tl.constexpr,
 ):  # fmt: skip
-    """Realign x and, where there is a second operand to realign, y."""
+    """Realign x and, if there is a second misaligned operand, y."""
     if CHAINED:
-        # The product may be launched as soon as every program runs; it waits by itself for all
-        # of them to end.
+        # The product may be launched once every program runs; it waits itself for all of them to
+        # end.
         tl.extra.cuda.gdc_launch_dependents()
     tile = tl.program_id(0)
     if y_ptr is None or tile < x_tiles:
@@ -130,17 +131,17 @@ def realign_kernel(
 
 @functools.cache
 def inner_kernels() -> dict[str, Kernel[Any]]:
-    """By name; one that cannot be imported here declines everything."""
+    """The inner kernels by name; one that cannot be imported declines every problem."""
     return {name: load(name) for name in _INNER}
 
 
 @dataclass(frozen=True, kw_only=True)
 class RealignedConfig(Config):
-    """The kernel that multiplies the realigned operands, by name, and its config. In JSON both
-    are one flat object.
+    """The name of the kernel that multiplies the realigned operands, and its config. In JSON both
+    form one flat object.
 
     Raises:
-        ValueError: There is no such inner kernel, or the config is another's.
+        ValueError: There is no such inner kernel, or the config belongs to another.
     """
 
     inner: str
@@ -173,18 +174,18 @@ class RealignedConfig(Config):
 
 class Realigned(Built[RealignedConfig]):
     name = "triton.realigned"
-    # A copy has the bits of what it copies; the inner kernels promise the rest, all of them.
+    # Copies preserve bits; all inner kernels make these promises.
     traits = Traits(deterministic=True, batch_invariant=True, needs_workspace=True)
     config_type = RealignedConfig
 
     @functools.cached_property
     def version(self) -> str:
-        """Of its own code and of every kernel that may do the multiplying."""
+        """A version of its own code and of every inner kernel."""
         versions = (kernel.version for kernel in inner_kernels().values())
         own = Kernel.version.func(self)  # type: ignore[attr-defined]  # a cached property's
         return hashlib.sha256("".join([own, *versions]).encode()).hexdigest()[:12]
 
-    # And what a kernel inside declines.
+    # Inner kernels may decline more.
     supports = replace(POINTERS, formats=(), gated=True)
 
     def declines(self, problem: Problem) -> Iterable[str]:
@@ -205,7 +206,7 @@ class Realigned(Built[RealignedConfig]):
                 continue
             worth = kernel.configs(served)
             if not problem.b.aligned:
-                # A copy is not there to be brought early, and waited for it is always.
+                # The copy does not exist early, and the inner kernel always waits for it.
                 worth = (inner for inner in worth if not getattr(inner, "early", ""))
             for inner in itertools.islice(worth, _MOST_OF_ONE):
                 config = RealignedConfig(inner=kernel.name, config=inner)
@@ -237,14 +238,14 @@ class Realigned(Built[RealignedConfig]):
 
     def builds(self, problem: Problem, config: RealignedConfig) -> list[Build]:
         kernel = inner_kernels()[config.inner]
-        assert isinstance(kernel, Built)  # one that cannot be imported has no config
+        assert isinstance(kernel, Built)  # a stand-in has no configs
         inner = _overlapping(config.config)
         return [copy_build(problem), *kernel.builds(realigned(problem), inner)]
 
     def bind(self, problem: Problem, config: RealignedConfig) -> Launcher:
         served = realigned(problem)
         if config.config.unsaid(served):
-            raise ConfigError(f"{config} reads b early, which is copied right before")
+            raise ConfigError(f"{config} reads b early, but b is copied right before")
         product = inner_kernels()[config.inner].bind(served, _overlapping(config.config))
         copy = bind_copy(problem)
 
@@ -263,7 +264,7 @@ class Realigned(Built[RealignedConfig]):
 
 
 def _overlapping(config: Config) -> Config:
-    """What multiplies is launched while the copy ends, and waits for it by itself, if it can."""
+    """The inner config with a launch that overlaps the end of the copy, if it can."""
     if isinstance(config, WarpSpecializedConfig) and not config.early:
         return replace(config, early="wait")
     return config
@@ -271,8 +272,8 @@ def _overlapping(config: Config) -> Config:
 
 @dataclass(frozen=True)
 class Misaligned:
-    """An operand to copy, as rows along which its memory runs: where it is column-major, those
-    of its transpose. Of a batch it is one matrix."""
+    """An operand to copy, as contiguous rows: those of its transpose if it is column-major. For a
+    batch it describes one matrix."""
 
     #: 0: a, 1: b.
     place: int
@@ -282,7 +283,7 @@ class Misaligned:
 
     @classmethod
     def of(cls, problem: Problem) -> list[Misaligned]:
-        """Those of ``problem``, one or two."""
+        """The misaligned operands of ``problem``, one or two."""
         width = 2 * problem.n if problem.gated else problem.n
         given = ((problem.a, problem.m, problem.k), (problem.b, problem.k, width))
         return [
@@ -303,7 +304,7 @@ class Misaligned:
 
     @property
     def copied(self) -> Operand:
-        """What the inner kernel is given instead."""
+        """The operand that the inner kernel gets instead."""
         wide = (self.rows - 1) * self.pitch + self.cols - 1 > _INT32_MAX
         return Operand(self.operand.dtype, "col" if self.transposed else "row", True, wide)
 
@@ -324,13 +325,13 @@ def realigned(problem: Problem) -> Problem:
     operands = [problem.a, problem.b]
     for matrix in Misaligned.of(problem):
         operands[matrix.place] = matrix.copied
-    # A copy is written right before it is read, whatever was said of the weight.
+    # A copy is written right before it is read, whatever was promised for the weight.
     static = problem.static_weights and problem.b.aligned
     return replace(problem, a=operands[0], b=operands[1], static_weights=static)
 
 
 def _copied_bytes(problem: Problem) -> int:
-    """At most: the problem does not say which operands the whole batch shares."""
+    """An upper bound: the problem does not tell which operands the whole batch shares."""
     copied = (m.rows * m.pitch * m.operand.dtype.itemsize for m in Misaligned.of(problem))
     return problem.batch * sum(copied)
 
@@ -352,7 +353,7 @@ def copy_build(problem: Problem) -> Build:
         if matrix.rows > 1:
             types[f"{letter}_stride"] = index
         else:
-            # The stride of a single row is arbitrary, and may not fit its type.
+            # A single row's stride is arbitrary and may not fit its type.
             constants[f"{letter}_stride"] = 0
         if operand.layout == "strided":
             types[f"{letter}_step"] = index
@@ -371,10 +372,10 @@ def copy_build(problem: Problem) -> Build:
 def bind_copy(
     problem: Problem,
 ) -> Callable[[torch.Tensor, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]:
-    """A function from a and b to the two aligned, one of which may be the one it was given.
+    """A function from a and b to aligned a and b, one of which may be unchanged.
 
-    The copies live in one allocation, made anew for each call: torch reuses its memory in
-    stream order, and for a graph takes it from the graph's own pool.
+    The copies share one allocation per call: torch reuses its memory in stream order, and for a
+    graph takes it from the graph's pool.
     """
     build = copy_build(problem)
     launch = build.launch(problem.device.type).call
@@ -393,7 +394,7 @@ def bind_copy(
         operands = [a, b]
         counts = [1] * len(work)
         if batched:
-            # What the whole batch shares is one matrix.
+            # An operand shared by the whole batch is one matrix.
             counts = [len(a) if operands[place].stride(0) else 1 for place, *_ in work]
         workspace = a.new_empty(sum(map(operator.mul, counts, sizes)))
         start = 0

@@ -1,6 +1,6 @@
-"""How long a tiled matmul should take, from the shape, the tile and a few machine numbers.
+"""Estimates the time of a tiled matmul from the shape, the tile and a few machine numbers.
 
-Only ranks configs, and stands in where nothing was measured; a measurement always wins.
+It only ranks configs and replaces missing measurements; a measurement always takes precedence.
 """
 
 from __future__ import annotations
@@ -17,27 +17,27 @@ _TENSOR_TFLOPS = {
 }  # fmt: skip
 #: fp32 FMA TFLOPS of one SM: 128 lanes × 2 × 1.7 GHz (64 lanes on 8.0, at 1.4).
 _FMA_TFLOPS = 0.43
-#: Memory bandwidth in TB/s: the H200's as a copy reaches it, the others' as specified.
+#: Memory bandwidth in TB/s: measured by a copy for the H200, as specified for the others.
 _BANDWIDTH = {"H200": 4.27, "H100": 3.35, "A100": 1.9, "B200": 7.7}
-#: Of a GPU not listed, per SM.
+#: The same for a GPU that is not listed, per SM.
 _UNKNOWN_TFLOPS, _UNKNOWN_BANDWIDTH = 1.0, 0.008
 
-#: BM·BN / (BM + BN) from which on a tile keeps the tensor cores fed: that of 128×128, as
-#: seen on an H200. Below, time goes with the bytes each SM loads.
+#: Minimum BM·BN / (BM + BN) of a tile that keeps the tensor cores busy: that of 128×128, measured
+#: on an H200. Below it, time is proportional to the bytes that each SM loads.
 _FULL_INTENSITY = 128 * 128 / (128 + 128)
-#: Of the reach, what is left for each operand that has to pass through registers: 4096³ with
-#: one odd leading stride took 2.3 times as long on an H200, with two 4.7 times.
+#: Factor on the reach for each operand that has to pass through registers: 4096³ with one odd
+#: leading stride took 2.3 times as long on an H200, with two 4.7 times.
 _UNALIGNED = 0.45
-#: µs from asking memory for a tile to having it, when every SM asks: 0.6–0.8 on an H200.
+#: µs of latency of loading a tile from memory when every SM does: 0.6–0.8 on an H200.
 _LATENCY = 0.7
-#: µs of an empty kernel, its launch and drain: 3.3 on an H200. And of getting memory to speed:
-#: a bare read of 34 MB takes 14 there, of 235 MB 64.
+#: µs of an empty kernel, its launch and drain: 3.3 on an H200. And µs until memory reaches full
+#: speed: a bare read of 34 MB takes 14 there, of 235 MB 64.
 EMPTY_US = 3.3
 RAMP_US = 2.5
-#: What is read without a hint that it is read once first displaces what has to be written back, so
-#: many bytes of it, and comes to this share of the bandwidth: cuBLAS's 19 µs for 34 MB, 43 for 117.
+#: Reads without the ``evict_first`` hint first evict this many bytes that have to be written back,
+#: and reach this share of the bandwidth: cuBLAS's 19 µs for 34 MB, 43 for 117.
 DISPLACED, DISPLACING_SHARE = 16e6, 0.9
-#: Programs on one SM at a time past which more of them hide no more latency.
+#: Number of concurrent programs per SM above which more of them hide no more latency.
 _MOST_RESIDENT = 4
 
 
@@ -59,7 +59,7 @@ def estimate_us(
     splits: int = 1,
     reach: float = 1.0,
 ) -> float:
-    """Expected µs: an empty launch and the longest of :func:`times_us`."""
+    """Expected µs: an empty launch plus the longest of :func:`times_us`."""
     times = times_us(
         problem,
         BLOCK_M=BLOCK_M,
@@ -84,12 +84,12 @@ def times_us(
     splits: int = 1,
     reach: float = 1.0,
 ) -> dict[str, float]:
-    """What each of three would take alone, after wave quantisation.
+    """The times of three components alone, after wave quantisation.
 
-    Arithmetic at ``reach`` of peak (slowed where the tile's intensity is too low to feed
-    it), waiting for memory along K at ``num_stages - 1`` tiles in flight (one, where an
-    operand passes through registers), and moving every byte once, which with one stage is
-    loads that may be hinted. Split-K's partial sums count as traffic, written and read.
+    Arithmetic at ``reach`` of peak (slower if the tile's intensity is too low), memory latency
+    along K with ``num_stages - 1`` tiles in flight (one, if an operand passes through registers),
+    and moving every byte once, with loads that may be hinted if there is one stage. Split-K's
+    partial sums count as traffic, written and read.
     """
     device = problem.device
     sms = device.sm_count or 1

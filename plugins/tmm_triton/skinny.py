@@ -1,26 +1,25 @@
-"""``triton.skinny``: a few rows times a weight, as fast as the weight can be read.
+"""``triton.skinny``: multiplies a few rows by a weight as fast as the weight can be read.
 
-With 16 rows or fewer nothing counts but the bytes of ``b`` and how they are asked for. So they
-take the shortest way there is, from memory into the registers that the tensor cores read, past
-shared memory and its barriers:
+With 16 rows or fewer, only the bytes of ``b`` and the way they are loaded matter. So they take the
+shortest path, from memory directly into the registers that the tensor cores read, bypassing shared
+memory and its barriers:
 
     b, column-major         one warp's MMA operand: [16 columns of b] × [64 along K]
     column n   ──────────►  lane 4n     │ 8 elements │ + 32 further on
                16 bytes a   lane 4n + 1 │ 8 elements │ …
                lane         …
 
-* An MMA wants a lane to hold pairs 8 elements apart. A sum does not care in which order it is
-  taken: with both operands permuted alike along K (``k_width=8``), what a lane holds is 16
-  bytes in a row, one load.
-* The warps of a program divide K among them and share nothing until their sums are added up,
-  so no warp ever waits for another. Programs are small and several share an SM: when one ends,
-  the others keep the memory busy.
+* An MMA needs a lane to hold pairs 8 elements apart. The order of a sum is free: with both operands
+permuted the same way along K (``k_width=8``), a lane holds 16 contiguous bytes, one load.
+* The warps of a program divide K and share nothing until their sums are added up, so no warp waits
+for another. Programs are small and several share an SM: when one ends, the others keep the memory
+busy.
 * Loads of the next step are issued before the products of this one (``num_stages=2``).
-* ``b`` is read once and said to be so (``evict_first``): what it displaces in L2 is itself,
-  not somebody's results, which would have to be written back first. On an H200 that alone is
-  worth 3 µs of a cold read of 30 to 130 MB, whatever kernel does it.
+* ``b`` is read with the hint ``evict_first``: it evicts itself from L2 instead of other data, which
+would have to be written back first. On an H200 that alone saves 3 µs of a cold read of 30 to 130
+MB, in any kernel.
 
-Written in Gluon, which leaves layouts to the author; plain Triton takes every operand of a dot
+It is written in Gluon, where the author chooses layouts; plain Triton passes every operand of a dot
 through shared memory.
 """
 
@@ -50,7 +49,7 @@ from tmm_triton.operands import (
     finish,
 )
 
-#: Columns of the widest tile of ``a`` transposed. On an H200 32 rows were no faster than by
+#: Columns of the widest tile of ``a`` transposed. On an H200 32 rows were no faster than with
 #: ``triton.split_k``: each warp reads all rows of ``a`` for its 16 columns of ``b``.
 MOST_ROWS = 16
 
@@ -103,12 +102,13 @@ def skinny_kernel(
 
     acc = gl.zeros([WARPS_K, BLOCK_N, BLOCK_M], gl.float32, SUMS)
     if EARLY:
-        # Before the launch before has ended: the caller says that nobody is writing b.
+        # Before the previous launch has ended: the caller promises that b is not being written.
         b = _load(b_ptrs, (n < N) & (b_k < K), B_MASKED, "evict_first")
     if OVERLAPS:
-        # Nothing above touches memory that anyone writes; all threads wait, and store after it.
+        # Nothing above touches memory that may be written; all threads wait, and store only after
+        # it.
         gdc_wait()
-        # Not before the wait: what the next launch does early must not meet the one before this.
+        # After the wait: the next launch's early part must not overlap the previous launch.
         gdc_launch_dependents()
     if AHEAD:
         if not EARLY:
@@ -127,7 +127,7 @@ def skinny_kernel(
             a = _load(a_ptrs + at, (m < M) & (at + a_k < K), A_MASKED, "")
             acc = mma_v2(b, a, acc)
 
-    # One element a thread where there are enough threads; neighbours along N.
+    # One element per thread if there are enough threads; neighbours along N.
     OUT: gl.constexpr = gl.BlockedLayout([1, 1], [2, 16], [WARPS_K * WARPS_N, 1], [1, 0])
     total = gl.convert_layout(gl.sum(acc, axis=0).permute((1, 0)), OUT)
     rows = above + gl.arange(0, BLOCK_M, gl.SliceLayout(1, OUT))
@@ -140,14 +140,14 @@ def skinny_kernel(
 
 @dataclass(frozen=True, kw_only=True)
 class SkinnyConfig(TileConfig):
-    """A program's tile, what its warps read of K in one step, and how they share it.
+    """A program's tile, the step of its warps along K, and how they divide it.
 
     Args:
         BLOCK_M: 8 or 16 rows of ``a``; the tile's narrow side.
         BLOCK_N: Columns of ``b``, at least 16 for each of ``WARPS_N``.
         BLOCK_K: Step along K of all warps together, at least 64 elements each.
-        WARPS_N: Warps side by side along N; all others divide K.
-        num_stages: 2, if the next step is loaded before this one is multiplied, else 1.
+        WARPS_N: Warps along N; all others divide K.
+        num_stages: 2 if the next step is loaded before this one is multiplied, else 1.
         early: See :mod:`tmm_triton.early`; not ``"l2"``.
     """
 
@@ -182,7 +182,7 @@ class SkinnyConfig(TileConfig):
         return self.BLOCK_K // self.warps_k
 
     def shared_memory(self, problem: Problem) -> int:
-        """Bytes in which the warps' sums meet."""
+        """Bytes in which the warps' sums are exchanged."""
         return 4 * self.warps_k * self.BLOCK_M * self.BLOCK_N
 
     def registers(self, problem: Problem) -> int:
@@ -210,12 +210,12 @@ _SHAPES = (
     (32, 128, 1, 2, 1),
     (64, 128, 2, 4, 1),
 )
-#: 32-bit registers, threads and blocks of an SM, and a thread's registers besides operands and
+#: 32-bit registers, threads and blocks of an SM, and registers per thread besides operands and
 #: sums.
 _REGISTERS, _THREADS, _BLOCKS = 65536, 2048, 32
 _OVERHEAD = 24
-#: Fitted to ten problems of 15 configs each on an H200: µs from asking to having when all SMs
-#: ask, and µs that a step takes besides its bytes.
+#: Fitted to ten problems with 15 configs each on an H200: µs of load latency when all SMs load, and
+#: µs of a step besides its bytes.
 _LATENCY, _STEP_US = 1.3, 0.1
 
 
@@ -223,13 +223,13 @@ class Skinny(TritonKernel[SkinnyConfig]):
     """Up to 16 rows of 16-bit floats, both operands contiguous along K."""
 
     name = "triton.skinny"
-    # Each of an MMA's sums is formed in an order of its own, the same for every row.
+    # Each of an MMA's sums has its own order, the same for every row.
     traits = Traits(deterministic=True, batch_invariant=True)
     config_type = SkinnyConfig
 
     supports = replace(
         POINTERS,
-        devices=("cuda",),  # its instructions are NVIDIA's
+        devices=("cuda",),  # NVIDIA instructions
         operands=(torch.float16, torch.bfloat16),
         formats=(),
         layouts={**POINTERS.layouts, "a": ("row",), "b": ("col",)},
@@ -242,18 +242,18 @@ class Skinny(TritonKernel[SkinnyConfig]):
             yield "Triton's interpreter does not run Gluon"
         yield from unknown_gluon()
         if problem.batch_invariant:
-            yield "sums in an order that nothing for more rows has"
+            yield "sums in an order that no kernel for more rows has"
         if problem.m > MOST_ROWS:
             yield f"is for {MOST_ROWS} rows at most, not {problem.m}"
         if problem.k % (VECTOR // 2):
-            yield f"K {problem.k} is no multiple of {VECTOR // 2}"
+            yield f"K {problem.k} is not a multiple of {VECTOR // 2}"
 
     def arithmetic(self, problem: Problem, config: SkinnyConfig) -> str | None:
-        """What a lane holds of 32 consecutive k goes to two instructions, in another order than
-        other kernels'; warps along K sum parts of each step, the others nothing."""
+        """A lane's elements of 32 consecutive k go to two instructions, in an order that other
+        kernels do not have; of the warps only those along K sum separate parts of each step."""
         if problem.device.capability != (9, 0):
             return self.own_arithmetic(problem, config)
-        # One warp along K takes the same elements at a time whatever its step.
+        # A single warp along K takes the same elements at a time for any step.
         part = f"x{config.part}" if config.warps_k > 1 else ""
         return f"sm90-k32-permuted/warps{config.warps_k}{part}"
 
@@ -274,9 +274,9 @@ class Skinny(TritonKernel[SkinnyConfig]):
         return with_early(ranked, ways(problem))
 
     def estimate_us(self, problem: Problem, config: SkinnyConfig) -> float:
-        """Reading ``b``, slowed where too few bytes are asked for at a time and where the last
-        programs leave SMs idle. Over the problems it was fitted to
-        the best of five by this estimate was the best of all, the first 1.7 % slower."""
+        """The time to read ``b``, longer if too few bytes are in flight and if the last programs
+        leave SMs idle. Over the problems it was fitted to, the best of the first five by this
+        estimate was the best of all, the first was 1.7 % slower."""
         sms = problem.device.sm_count or 1
         threads = 32 * config.num_warps
         registers = (config.registers(problem) + _OVERHEAD) * threads
@@ -308,7 +308,7 @@ class Skinny(TritonKernel[SkinnyConfig]):
             "OVERLAPS": overlaps,
             "EARLY": overlaps and config.early == "b",
         }
-        # Left to itself, ptxas saves registers for one more resident block, by spilling.
+        # By default ptxas saves registers for one more resident block by spilling.
         registers = config.registers(problem) + 48
         options: dict[str, Any] = {"launch_pdl": True} if overlaps else {}
         if config.num_stages == 2:

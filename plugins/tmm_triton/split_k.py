@@ -1,25 +1,25 @@
-"""``triton.split_k``: cut the sum over K among programs, for outputs too small to fill a GPU.
+"""``triton.split_k``: splits the sum over K among programs, for outputs too small to fill a GPU.
 
-A product with few output tiles (decode, M·N small against K) leaves most SMs idle, or too
-few bytes in flight to reach the memory's bandwidth. Here SPLIT_K programs share a tile: each
-sums a contiguous range of whole BLOCK_K steps in fp32 and writes its partial sum to a
-workspace. The partial sums are then added in an order that is always the same, and
-epilogue, bias and residual are applied once, to the full sum. So the result is deterministic,
-and with a given config a row's bits depend on neither M nor the other rows.
+A product with few output tiles (decode, M·N small relative to K) leaves most SMs idle, or too few
+bytes in flight to reach the memory bandwidth. Here SPLIT_K programs share a tile: each sums a
+contiguous range of whole BLOCK_K steps in fp32 and writes its partial sum to a workspace. The
+partial sums are then added in a fixed order, and epilogue, bias and residual are applied once, to
+the full sum. So the result is deterministic, and with a given config a row's bits depend on neither
+M nor the other rows.
 
-Who adds is part of the config:
+The config determines who adds:
 
-- ``REDUCE="last"``: the program of a tile that finishes last, told by an atomic counter,
-  which it sets back to zero for the next launch. One launch.
+- ``REDUCE="last"``: the program of a tile that finishes last, detected by an atomic counter, which
+it resets to zero for the next launch. One launch.
 - ``REDUCE="kernel"``: a second kernel, spread over all SMs (``partials.reduce_kernel``).
 
 With ``num_stages=1`` the tiles of the next step wait in registers while this one is multiplied.
-No copy to shared memory can say that what it reads is read once, a load can (``evict_first``),
-and then does not displace from L2 what would have to be written back first: 3 µs of a cold read
-of 100 MB on an H200. It only pays where multiplying takes no time, with 32 rows or fewer.
+Unlike a copy to shared memory, a load can have the hint ``evict_first``, which keeps it from
+evicting L2 lines that would have to be written back first: 3 µs of a cold read of 100 MB on an
+H200. It only pays if multiplication takes hardly any time, with 32 rows or fewer.
 
-``SWAP`` computes the tile transposed, Bᵀ·Aᵀ: ``wgmma`` has a fixed height of 64 and a width
-from 8 up, so with few rows of A it is N that should lie along the height.
+``SWAP`` computes the tile transposed, Bᵀ·Aᵀ: ``wgmma`` has a fixed height of 64 and a width from 8
+up, so with few rows of A, N should be along the height.
 """
 
 from __future__ import annotations
@@ -56,12 +56,12 @@ def load_ahead(
     along, across, size, k, last, K, stride,
     BLOCK_K: tl.constexpr, WHOLE_K: tl.constexpr, ONCE: tl.constexpr, ALONG_ROWS: tl.constexpr,
 ):  # fmt: skip
-    """An operand's tile at ``k``, zeros from ``last`` on.
+    """An operand's tile at ``k``, with zeros from ``last`` on.
 
     Args:
         along: Pointers to the tile's rows (columns) at k = 0, of shape [·, 1] ([1, ·]).
-        across: Their numbers, of which those below ``size`` exist.
-        ONCE: No other program has use for the tile.
+        across: Their indices, of which those below ``size`` exist.
+        ONCE: No other program uses the tile.
         ALONG_ROWS: K runs along the tile's rows, as in a.
     """
     ks = k + tl.arange(0, BLOCK_K)
@@ -93,12 +93,12 @@ def split_k_kernel(
 ):  # fmt: skip
     tile, split, z = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     batch = tl.num_programs(2)
-    # Few rows of tiles, by the nature of these problems: neighbours share columns of B.
+    # These problems have few rows of tiles, so neighbours share columns of B.
     tiles_m = tl.cdiv(M, BLOCK_M)
     rows = (tile % tiles_m) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = (tile // tiles_m) * BLOCK_N + tl.arange(0, BLOCK_N)
 
-    # Ranges differ by one step at most, the longer ones first.
+    # Ranges differ by at most one step, the longer ones come first.
     steps = tl.cdiv(K, BLOCK_K)
     least, longer = steps // SPLIT_K, steps % SPLIT_K
     first = (split * least + tl.minimum(split, longer)) * BLOCK_K
@@ -111,15 +111,15 @@ def split_k_kernel(
     else:
         acc = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     if EARLY:
-        # Before the launch before has ended: the caller says that nobody is writing b.
+        # Before the previous launch has ended: the caller promises that b is not being written.
         next_b = load_ahead(
             b_cols, cols, N, first, last, K, stride_bk, BLOCK_K, WHOLE_K, B_ONCE, False
         )
     if OVERLAPS:
-        # Nothing above touches memory that anyone writes; all threads wait, and store, or look at
-        # a counter, after it.
+        # Nothing above touches memory that may be written; all threads wait, and store or read a
+        # counter only after it.
         tl.extra.cuda.gdc_wait()
-        # Not before the wait: what the next launch does early must not meet the one before this.
+        # After the wait: the next launch's early part must not overlap the previous launch.
         tl.extra.cuda.gdc_launch_dependents()
     if THROUGH_REGISTERS:
         next_a = load_ahead(
@@ -190,7 +190,7 @@ _SHAPES = [
     (64, 128, 64, 4, 4),
     (64, 64, 64, 5, 4),
     (128, 128, 64, 5, 8),
-    # Not 128×256 by 8: its sums and their addresses together spill 130 to 180 bytes.
+    # Not 128×256 with 8 warps: its sums and their addresses spill 130 to 180 bytes.
     (64, 256, 64, 4, 8),
     (16, 64, 128, 1, 4),
     (16, 64, 256, 1, 4),
@@ -198,8 +198,8 @@ _SHAPES = [
     (32, 64, 128, 1, 4),
     (32, 128, 128, 1, 8),
 ]
-#: Where the parts of K are the same for every M: one part, too, with stages enough to keep memory
-#: busy by few programs.
+#: Shapes if the parts of K are the same for every M, including one part: enough stages to keep
+#: memory busy with few programs.
 _INVARIANT_SHAPES = [
     (16, 64, 128, 8, 4),
     (16, 64, 256, 5, 4),
@@ -207,14 +207,13 @@ _INVARIANT_SHAPES = [
     (64, 64, 128, 6, 4),
     (128, 64, 128, 4, 4),
 ]
-#: Programs per SM worth aiming at. One wave won every aligned problem tried on an H200; loads
-#: that go through registers are not under way while their program computes, so there several
-#: programs have to take turns.
+#: Programs per SM to aim at. One wave won every aligned problem tried on an H200; loads through
+#: registers are not in flight while their program computes, so several programs have to alternate.
 _PROGRAMS_PER_SM = (1, 1.5, 2)
 _PROGRAMS_PER_SM_UNALIGNED = (1, 2, 4)
 _MOST_SPLITS = 512
-#: Elements per thread of partial sums that the last program of a tile may have under way:
-#: with a larger tile, not one of them fits the registers, and the other programs wait.
+#: Maximum elements per thread of partial sums that the last program of a tile may have in flight:
+#: with a larger tile, not one partial sum fits the registers, and the other programs wait.
 _MOST_ALONE = 32
 #: Bytes per µs at which a single program reads partial sums back.
 _ONE_PROGRAM_RATE = 30_000
@@ -222,8 +221,8 @@ _ONE_PROGRAM_RATE = 30_000
 
 @dataclass(frozen=True, kw_only=True)
 class SplitKConfig(TileConfig):
-    """A tile, into how many ranges K is cut, how the partial sums come together, and whether it
-    begins early (:mod:`tmm_triton.early`; not ``"l2"``)."""
+    """A tile, the number of ranges of K, how the partial sums are added, and whether the launch
+    overlaps the previous one (:mod:`tmm_triton.early`; not ``"l2"``)."""
 
     SPLIT_K: int
     REDUCE: str
@@ -242,7 +241,7 @@ class SplitKConfig(TileConfig):
         return ("static_weights",) if self.early == "b" else ()
 
     def registers(self, problem: Problem) -> int:
-        """As for any tile, and the addresses that partial sums are stored to."""
+        """As for any tile, plus the addresses of the stored partial sums."""
         addresses = self.BLOCK_M * self.BLOCK_N // (64 * self.num_warps)
         count = super().registers(problem) + (addresses if self.SPLIT_K > 1 else 0)
         if self.num_stages == 1 and problem.a.aligned and problem.b.aligned:
@@ -251,7 +250,7 @@ class SplitKConfig(TileConfig):
         return count
 
 
-#: For products whose partial sums would not fit the workspace, however few.
+#: For products whose partial sums never fit the workspace.
 _WHOLE = SplitKConfig(
     BLOCK_M=32,
     BLOCK_N=32,
@@ -288,17 +287,17 @@ class SplitK(TritonKernel[SplitKConfig]):
                 if s == 1 and not _through_registers(problem, config):
                     continue
                 if split == 1 and not config.SWAP and not problem.device.interpreted:
-                    continue  # what triton.grouped does
+                    continue  # triton.grouped does this
                 if self.workspace_bytes(problem, config) > MOST_WORKSPACE:
                     continue
                 configs.append(config)
-                # Where the second launch overlaps the first, it beat the last program in
-                # every problem tried on an H200, by 0.5 to 12 µs.
+                # If the second launch overlaps the first, it beat the last program in every problem
+                # tried on an H200, by 0.5 to 12 µs.
                 alone = split > 1 and m * n <= _MOST_ALONE * 32 * w
                 if alone and not hopper_or_later(problem) and not problem.device.interpreted:
                     configs.append(replace(config, REDUCE="last"))
         if problem.batch_invariant:
-            # Each number of parts is another arithmetic: for each M there should be all.
+            # Each number of parts is another arithmetic: each M should have all of them.
             whole = [config for config in configs if config.SPLIT_K == 1]
             cut = [config for config in configs if config.SPLIT_K > 1]
             ranked = self.ranked(problem, whole, 8) + self.ranked(problem, cut, 12)
@@ -310,9 +309,9 @@ class SplitK(TritonKernel[SplitKConfig]):
         return next(iter(self.configs(problem)), _WHOLE)
 
     def arithmetic(self, problem: Problem, config: SplitKConfig) -> str | None:
-        config = replace(config, early="")  # when it begins is no matter
+        config = replace(config, early="")  # does not affect sums
         if config.SPLIT_K > 1 and config.REDUCE == "last":
-            # It adds some of a tile's parts at a time, as many as its registers hold.
+            # It adds as many of a tile's parts at a time as its registers hold.
             return self.own_arithmetic(problem, config)
         return super().arithmetic(problem, config)
 
@@ -368,18 +367,18 @@ class SplitK(TritonKernel[SplitKConfig]):
 
 
 def _swaps(problem: Problem, block_m: int, block_n: int, num_warps: int, split: int) -> bool:
-    """Whether to compute a tile transposed: as ``wgmma`` it needs a block of 64 along N and
-    whole warp groups. With 64 rows it is worth it only where it spares the pipeline a longer
-    epilogue; through registers (unaligned operands) ``mma`` was faster on an H200."""
+    """Whether to compute a tile transposed: ``wgmma`` then needs a block of 64 along N and whole
+    warpgroups. With 64 rows it pays only if it saves the pipeline a longer epilogue; through
+    registers (unaligned operands) ``mma`` was faster on an H200."""
     able = hopper_or_later(problem) and block_n >= 64 and num_warps % 4 == 0
     aligned = problem.a.aligned and problem.b.aligned
     return able and aligned and (block_m < 64 or (block_m == 64 and split == 1))
 
 
 def _through_registers(problem: Problem, config: SplitKConfig) -> bool:
-    """Whether it may pay to load the operands into registers first: as tried on an H200, with
-    one row of tiles, transposed so that ``wgmma`` has little to do, and rows that end where
-    16 bytes do, else every element takes a load of its own."""
+    """Whether it may pay to load the operands into registers first: as measured on an H200, with
+    one row of tiles, transposed so that ``wgmma`` has little to do, and with rows that end at
+    multiples of 16 bytes, since otherwise every element needs its own load."""
     contiguous = [problem.k, problem.n if problem.b.layout == "row" else problem.k]
     whole = all(size % 8 == 0 for size in contiguous)
     narrow = config.SWAP and problem.m <= config.BLOCK_M

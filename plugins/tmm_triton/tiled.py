@@ -1,17 +1,17 @@
 """``triton.grouped`` and ``triton.fused_epilogue``: one kernel over tiles, addressed by pointers.
 
 Two things make it faster than the naive tiling. Tiles are visited GROUP_M rows at a time, so that
-the programs running together need few distinct rows of A and columns of B and find them in L2; and
-loads run ``num_stages`` steps ahead of the dot. Where BLOCK_K divides K the loop compares nothing
-along K. It asks nothing of its operands, so it is what serves strides that bulk copies cannot
-address. ``triton.grouped`` is this and no more.
+concurrent programs need few distinct rows of A and columns of B and find them in L2; and loads run
+``num_stages`` steps ahead of the dot. If BLOCK_K divides K, the loop has no masks along K. It has
+no requirements on operands, so it serves strides that bulk copies cannot address.
+``triton.grouped`` is just this.
 
 ``triton.fused_epilogue`` serves gated products in one pass: silu(x·W_gate) · (x·W_up) is two
-matmuls over one A; computed apart, A is read twice and both products go through memory. Here a
-program keeps two accumulators, for the same tile of the gate and of the up half, and loads each
-tile of A once for both dots. With SUBTILE 2 a tile is finished in two halves of its columns: the
+matmuls with one A; computed separately, A is read twice and both products go through memory. Here a
+program keeps two accumulators, for the same tile of the gate and the up half, and loads each tile
+of A once for both dots. With SUBTILE 2 a tile is finished in two halves of its columns: the
 epilogue's temporaries and the rounded copy then need half the registers, which a 128×256 tile does
-not have to spare. It serves ungated products too, with one accumulator.
+not have to spare. It also serves ungated products, with one accumulator.
 """
 
 from __future__ import annotations
@@ -171,8 +171,8 @@ _GROUPED_SHAPES = [
 ]
 
 
-#: Where K must not be cut, so that a few rows have no more tiles than columns fill: narrow ones,
-#: several to an SM, since whole waves of one each leave SMs idle (N = 5120: 160 tiles of 32).
+#: Shapes if K must not be split, so that a few rows have only the tiles of the columns: narrow
+#: ones, several per SM, since waves of one per SM leave SMs idle (N = 5120: 160 tiles of 32).
 _INVARIANT_SHAPES = [
     (16, 32, 128, 6, 2),
     (16, 16, 256, 4, 2),
@@ -185,7 +185,7 @@ _INVARIANT_SHAPES = [
 
 @dataclass(frozen=True, kw_only=True)
 class GroupedConfig(TileConfig):
-    """A tile, its pipeline, and how many rows of tiles are visited together."""
+    """A tile, its pipeline, and the number of tile rows that are visited as a group."""
 
     GROUP_M: int
 
@@ -265,7 +265,7 @@ _SHAPES = [
     (32, 64, 128, 4, 4),
     (16, 64, 128, 5, 4),
 ]
-#: Where two accumulators share the registers: BLOCK_N is the width of each.
+#: Shapes if two accumulators share the registers: BLOCK_N is the width of each.
 _GATED_SHAPES = [
     (128, 128, 32, 6, 8),
     (128, 128, 64, 3, 8),
@@ -281,8 +281,8 @@ _GATED_SHAPES = [
 
 @dataclass(frozen=True, kw_only=True)
 class FusedEpilogueConfig(GroupedConfig):
-    """A tile (of each half, where gated), its pipeline, the order of tiles, and in how many
-    parts a tile is finished."""
+    """A tile (of each half, if gated), its pipeline, the order of tiles, and the number of parts in
+    which a tile is finished."""
 
     SUBTILE: int
 

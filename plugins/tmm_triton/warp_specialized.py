@@ -1,48 +1,45 @@
-"""Hopper's own way to multiply: one warp moves tiles by TMA, the others only multiply.
+"""``triton.warp_specialized``: on Hopper one warp loads tiles by TMA, the others only multiply.
 
-A kernel whose warps both load and multiply stops multiplying at every tile's end, while it
-rounds and stores. Here the block's warps have roles, and it stays for many tiles:
+A kernel whose warps both load and multiply stops multiplying at the end of every tile, while it
+rounds and stores. Here the block is persistent and its warps have roles:
 
-* The producer, one warp with 24 registers a thread, walks all k-steps of all the block's
-  tiles and keeps a ring of ``num_stages`` shared-memory stages full. It never waits for an
-  epilogue, only for a free stage. The first few are asked for before the warps part: taking
-  roles costs 0.5 µs, in which these arrive. With ``evict_first`` they are said to be read once
-  (``tmm_core.triton.evict_first``), which is worth 2 to 4 µs where a weight is read by few rows.
-* Where TMA cannot read one operand, and few rows or columns multiply it, a loader, eight warps,
-  brings that through registers (``tmm_triton.words``), and arrives at a stage as the producer
-  does.
-* Consumers, warpgroups with up to 240 registers a thread, hold the accumulators and issue
-  ``wgmma`` on whatever stage is full. ``cooperative``: all share every tile, each owning
-  some of its rows; they are not in step, so one multiplies while another stores.
-  ``pingpong``: two take whole tiles in turn, the epilogue of one under the main loop of the
-  other; it wins where K is short (8192×4096×512 with silu on an H200: 1.54 × eager cuBLAS,
-  cooperative 1.25).
+* The producer, one warp with 24 registers per thread, walks all k-steps of all the block's tiles
+and keeps a ring of ``num_stages`` shared-memory stages full. It never waits for an epilogue, only
+for a free stage. The first few are requested before the warps take their roles, which costs 0.5 µs,
+in which they arrive. With ``evict_first`` they are loaded with that hint
+(``tmm_core.triton.evict_first``), which saves 2 to 4 µs if a weight is read by few rows. * If TMA
+cannot read one operand, and few rows or columns multiply it, a loader of eight warps loads it
+through registers (``tmm_triton.words``), and arrives at a stage like the producer. * Consumers,
+warpgroups with up to 240 registers per thread, hold the accumulators and issue ``wgmma`` on full
+stages. ``cooperative``: all share every tile, each owning some of its rows; they do not run in
+lockstep, so one multiplies while another stores. ``pingpong``: two alternate on whole tiles, the
+epilogue of one overlapping the main loop of the other; it wins for a short K (8192×4096×512 with
+silu on an H200: 1.54 × eager cuBLAS, cooperative 1.25).
 
-Two mbarriers a stage carry all of this. ``full`` flips when the stage's bytes have landed,
-``empty`` when every consumer of it is done reading. A wait sees only a parity, and passes
-where the barrier is two phases behind the one waited for. The producer and cooperating
-consumers wait for every phase in turn and never are. A ping-pong consumer leaves out the
-other's k-steps: ``turn`` holds it until the other has seen its last stage full, when all
-phases but the one it will wait for are over.
+Two mbarriers per stage synchronize this. ``full`` flips when the stage's bytes have arrived,
+``empty`` when every consumer has finished reading it. A wait sees only a parity, and would pass if
+the barrier were two phases behind. The producer and cooperating consumers wait for every phase in
+turn, so that cannot happen. A ping-pong consumer skips the other's k-steps: ``turn`` holds it until
+the other has seen its last stage full, when all phases before its own are complete.
 
-With ``tail_splits`` the tiles that would fill a part of a wave only, here two of ten on four SMs,
-are cut along K, into as many parts as give the other SMs something to do, and come first::
+With ``tail_splits`` the tiles of an incomplete wave, here two of ten on four SMs, are split along K
+into as many parts as there are SMs for, and come first::
 
     block 3  | tile 0, first half ◀┐ | tile 5              | tile 9              |
     block 2  | tile 0, second half ┘ | tile 4              | tile 8              |
     block 1  | tile 1, first half ◀┐ | tile 3              | tile 7              |
     block 0  | tile 1, second half ┘ | tile 2              | tile 6              |
 
-Whoever has the first k-steps of a tile adds what the others left in the workspace, while the other
-consumers multiply. Cutting tiles at equal distances (stream-K) leaves no SM idle at all, but
-then no two blocks need the same part of an operand at one time: it took up to 20 % longer on
-an H200. With ``splits``, for few tiles and a long K, every tile is so many tiles, each of its own
-part of K; their sums go to a workspace, and a second kernel adds them up and finishes.
+The block with the first k-steps of a tile adds the parts that the others left in the workspace,
+while its other consumers multiply. Splitting tiles at equal distances (stream-K) leaves no SM idle,
+but then no two blocks need the same part of an operand at the same time: it took up to 20 % longer
+on an H200. With ``splits``, for few tiles and a long K, every tile becomes that many tiles, each
+with its own part of K; their sums go to a workspace, and a second kernel adds them up and finishes.
 
-With ``early`` the launch overlaps the one before it (programmatic dependent launch): a block sets
-up its barriers, waits for that launch to be complete, and then asks for its first k-steps; for the
-weight's before the wait, where nobody can be writing it (``static_weights``), or it has L2 prefetch
-them, where anybody may.
+With ``early`` the launch overlaps the previous one (programmatic dependent launch): a block sets up
+its barriers, waits for that launch to complete, and then requests its first k-steps. Before the
+wait it may load those of the weight, if that is not being written (``static_weights``), or prefetch
+them into L2, which is always safe.
 
 A finished tile goes out strip by strip, through staging buffers and by TMA where that can
 write it, else by pointers. The residual comes in by the same buffers before, under the main
@@ -50,8 +47,8 @@ loop: read by pointers when the tile was done, it doubled the time of 8192×4096
 beside the result each strip leaves a number a row in the workspace, and a second launch reduces
 these. A batch is a third dimension of all tensor maps, and of the walk over tiles.
 
-Written in Gluon, which leaves layouts, barriers and roles to the author; plain Triton does
-not specialise warps on Hopper.
+It is written in Gluon, where the author controls layouts, barriers and roles; plain Triton does not
+specialise warps on Hopper.
 """
 
 from __future__ import annotations
@@ -107,7 +104,7 @@ from tmm_triton.partials import reducing, reduction
 from tmm_triton.ports import REDUCES, Ports
 from tmm_triton.words import box_of, box_rows, box_words
 
-#: Gluon's names of what operands, outputs and what is added to them may consist of.
+#: Gluon's names of the dtypes of operands, outputs, bias and residual.
 _GLUON = {
     torch.bfloat16: gl.bfloat16,
     torch.float16: gl.float16,
@@ -117,13 +114,13 @@ _GLUON = {
 }
 
 
-#: What all threads of a partition wait at; Triton 3.7 named it anew.
+#: The barrier of all threads of a partition; Triton 3.7 renamed it.
 _barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
 @jit
 def _acquire(flag):
-    """A flag's value; what was written before it was set is seen by reads that follow."""
+    """A flag's value; later reads see everything written before it was set."""
     return gl.inline_asm_elementwise(
         "ld.acquire.gpu.global.b32 $0, [$1];", "=r,l", [flag], gl.int32, is_pure=False, pack=1
     )
@@ -131,9 +128,9 @@ def _acquire(flag):
 
 @jit
 def _tile(index, sizes, C: gl.constexpr):
-    """A tile's place in the batch, or its part of K, and its first row and column: matrix after
-    matrix, each in bands of GROUP_M tile rows walked column by column, so that the blocks running
-    at one time share operands in L2."""
+    """A tile's index in the batch, or its part of K, and its first row and column. Tiles go matrix
+    by matrix, each in bands of GROUP_M tile rows walked column by column, so that concurrent blocks
+    share operands in L2."""
     M, N, _, GROUP_M, _, _ = sizes
     rows = gl.cdiv(M, C.BLOCK_M)
     matrix = 0
@@ -149,9 +146,9 @@ def _tile(index, sizes, C: gl.constexpr):
 
 @jit
 def _moved(row, column, sizes, C: gl.constexpr):
-    """Where a tile begins. The last ones are moved inside, because TMA takes longer to fill in
-    what lies outside than to load it. What they then share with the ones before is stored
-    twice, the same bits, or by pointers once."""
+    """Where a tile begins. The last ones are moved inside, because TMA takes longer to zero-fill
+    elements than to load them. Elements that they then share with the previous ones are stored
+    twice with the same bits, or once by pointers."""
     row = _inside(row, sizes[0], C.BLOCK_M, C.A_COL)
     column = _inside(column, sizes[1], C.BLOCK_N, not (C.B_COL and C.POINTERS))
     return row, column
@@ -159,8 +156,8 @@ def _moved(row, column, sizes, C: gl.constexpr):
 
 @jit
 def _inside(start, size, BLOCK: gl.constexpr, CONTIGUOUS: gl.constexpr):
-    """Where a block begins so that it ends inside, or by less than a TMA box must be aligned to
-    outside."""
+    """Where a block begins so that it ends inside, or exceeds the end by less than the alignment of
+    a TMA box."""
     latest = size - BLOCK
     if CONTIGUOUS:
         latest = gl.cdiv(latest, 16) * 16
@@ -176,8 +173,8 @@ def _tiles(sizes, C: gl.constexpr):
 
 @jit
 def _work(sizes, C: gl.constexpr):
-    """What a block does: how many units, whether the first is part of a tile, of which, from
-    which k-step up to which, and the k-steps of a whole tile."""
+    """A block's work: the number of units, whether the first is part of a tile, which tile, its
+    first and last k-step, and the k-steps of a whole tile."""
     steps = gl.cdiv(sizes[2], C.BLOCK_K)
     blocks = gl.num_programs(0)
     tiles = _tiles(sizes, C)
@@ -200,15 +197,14 @@ def _work(sizes, C: gl.constexpr):
 
 @jit
 def _share():
-    """The block's place among those that share tiles. From the last one on: what a block waits
-    for is then the work of one that was started before it, and comes also where the blocks do
-    not all fit at one time."""
+    """The block's index among those that share tiles, counted from the last: a block then waits
+    only for blocks started before it, which finish even if not all blocks fit at once."""
     return gl.num_programs(0) - 1 - gl.program_id(0)
 
 
 @jit
 def _unit(index, work, sizes, C: gl.constexpr):
-    """A tile and the k-steps of it that are this block's."""
+    """A tile and this block's k-steps of it."""
     _, cut, tile_cut, first_cut, last_cut, steps = work
     tile = gl.program_id(0) + index * gl.num_programs(0)
     first = 0
@@ -235,14 +231,14 @@ def _place(matrix, row, column, COL: gl.constexpr, C: gl.constexpr):
 
 @jit
 def _described(matrix, stride, C: gl.constexpr):
-    """Which of its descriptor's matrices it is: TMA knows no stride of zero, so that one that
-    the whole batch shares is described alone."""
+    """The matrix's index in its descriptor: TMA does not support a stride of zero, so a matrix
+    shared by the whole batch is described alone."""
     return gl.where(stride == 0, 0, matrix) if C.BATCHED else matrix
 
 
 @jit
 def _matrix(box, C: gl.constexpr):
-    """A box in shared memory without its dimension of the batch."""
+    """A box in shared memory without its batch dimension."""
     return box.reshape([box.shape[1], box.shape[2]]) if C.BATCHED else box
 
 
@@ -266,9 +262,9 @@ def _load(
     a_desc, b_desc, strides, ring, barriers, sizes, tile, first, last, stage, phase,
     FRESH: gl.constexpr, PARTS: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
-    """Ask for the tile's k-steps from ``first`` up to ``last``, each when its stage is free, or
-    FRESH, when no stage was ever taken; returns the ring position after them. PARTS are the
-    operands asked for: ``"ab"``, or ``"b"`` and then, of the same stages, ``"a"``."""
+    """Request the tile's k-steps from ``first`` up to ``last``, each when its stage is free, or
+    FRESH, when no stage was used yet; returns the ring position after them. PARTS are the operands
+    requested: ``"ab"``, or ``"b"`` and then, for the same stages, ``"a"``."""
     a_ring, b_ring = ring
     full, empty = barriers
     a_stride, b_stride = strides
@@ -290,7 +286,7 @@ def _load(
             mbarrier.wait(empty.index(stage), phase ^ 1)
         ready = full.index(stage)
         if PARTS != "a":
-            # Of both operands, whole boxes, also where TMA fills out-of-range elements with zeros.
+            # Whole boxes of both operands, including elements that TMA fills with zeros.
             mbarrier.expect(ready, BYTES)
         for part in gl.static_range(ASKED_A):
             where = _place(of_a, row + part * C.ROWS, k, C.A_COL, C)
@@ -309,13 +305,14 @@ def _load(
 
 @jit
 def _primed(first, last, C: gl.constexpr):
-    """Up to which k-step of the block's first unit is asked for before the warps part."""
+    """The end of the k-steps of the block's first unit that are requested before the warps take
+    their roles."""
     return gl.minimum(first + C.PRIMED, last)
 
 
 @jit
 def _first(sizes, C: gl.constexpr):
-    """The k-steps that are asked for before the warps part, and the tile they are of."""
+    """The k-steps that are requested before the warps take their roles, and their tile."""
     work = _work(sizes, C)
     tile, first, last = _unit(0, work, sizes, C)
     if C.TAIL_SPLITS > 1:
@@ -327,7 +324,7 @@ def _first(sizes, C: gl.constexpr):
 def _prime(
     a_desc, b_desc, strides, ring, barriers, sizes, PARTS: gl.constexpr, C: gl.constexpr
 ):  # fmt: skip
-    """Ask for the first k-steps: the warps take their roles while these are on their way."""
+    """Request the first k-steps: the warps take their roles while these are in flight."""
     tile, first, last = _first(sizes, C)
     stage = 0
     phase = 0
@@ -339,14 +336,14 @@ def _prime(
 
 @jit
 def _prefetch(pointer, stride, strides, sizes, C: gl.constexpr):
-    """Have L2 bring b's part of the first k-steps. A prefetch returns nothing, and L2 is where
-    all SMs' stores meet: if the launch before is still writing b, the loads after ``gdc_wait``
+    """Prefetch b's part of the first k-steps into L2. A prefetch returns no data, and L2 is
+    coherent for all SMs: if the previous launch is still writing b, the loads after ``gdc_wait``
     read what it wrote."""
     _, N, K, _, _, _ = sizes
     tile, first, last = _first(sizes, C)
     matrix, row, column = _tile(tile, sizes, C)
     row, column = _moved(row, column, sizes, C)
-    # Rows of memory by pieces, a piece of each k-step.
+    # Rows of memory by pieces, one per k-step.
     LINES: gl.constexpr = C.columns if C.B_COL else C.BLOCK_K
     BOXES: gl.constexpr = C.b_boxes
     PIECES: gl.constexpr = C.pieces
@@ -369,7 +366,7 @@ def _prefetch(pointer, stride, strides, sizes, C: gl.constexpr):
             inner = at
             count = gl.minimum(end - inner, C.columns)
             inside = (outer < K) & (step < last)
-        # Rows may end off 16 bytes, which are the least there is of a bulk prefetch.
+        # A bulk prefetch has a granularity of 16 bytes, at which rows need not end.
         bytes = gl.where(inside, count * C.IN_BYTES // 16 * 16, 0)
         address = pointer + (outer.to(gl.int64) * stride + inner)
         gl.inline_asm_elementwise(
@@ -417,8 +414,8 @@ def _put(
 
 @jit
 def _bring(loads, C: gl.constexpr):
-    """The loader: what the producer does, of the operand that TMA cannot read. Another k-step, or
-    two, are under way while one is stored."""
+    """The loader: does the producer's work for the operand that TMA cannot read. One or two further
+    k-steps are in flight while one is stored."""
     operand, ring, barriers, sizes = loads
     M, N, K, _, _, _ = sizes
     IS_A: gl.constexpr = C.WORDS == "a"
@@ -454,7 +451,7 @@ def _strips(x, STRIPS: gl.constexpr):
 
 @jit
 def _scaled(z, factors, matrix, row, column, M, end, LAYOUT: gl.constexpr, C: gl.constexpr):
-    """``alpha · scale_a · scale_b · z``, each where the problem has it."""
+    """``alpha · scale_a · scale_b · z``, each if the problem has it."""
     alpha, scale_a, scale_b = factors
     if C.BATCHED and C.SCALE_A == "row":
         scale_a += matrix * M
@@ -477,8 +474,8 @@ def _scaled(z, factors, matrix, row, column, M, end, LAYOUT: gl.constexpr, C: gl
 
 @jit
 def _bias(bias, column, end, STRIPS: gl.constexpr, C: gl.constexpr):
-    """The bias of as many strips, a value a thread: each needs a quarter of them all, and gets
-    it through shared memory when it comes to that strip."""
+    """The bias of STRIPS strips, one value per thread: each thread needs a quarter of all values,
+    and gets them through shared memory when it reaches that strip."""
     pointer, stride = bias
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [C.WARPS], [0])
     columns = column + gl.arange(0, C.width, layout=LAYOUT)
@@ -512,7 +509,7 @@ def _residual(residual, matrix, row, column, sizes, C: gl.constexpr, LAYOUT: gl.
 
 @jit
 def _fetch(staged, strip, matrix, row, column, WHO: gl.constexpr, C: gl.constexpr):
-    """Ask for a strip of the residual, once what left by its buffer has been read."""
+    """Request a strip of the residual, once the last store from its buffer has read it."""
     r_desc, stride, staging, loaded = staged
     BUFFERS: gl.constexpr = C.buffers
     BYTES: gl.constexpr = C.ROWS * C.width * C.OUT_BYTES
@@ -526,19 +523,19 @@ def _fetch(staged, strip, matrix, row, column, WHO: gl.constexpr, C: gl.constexp
 
 @jit
 def _scatter(z, matrix, row, column, corner, target, sizes, C: gl.constexpr):
-    """Store by pointers: rows that start anywhere take no access wider than an element."""
+    """Store by pointers: unaligned rows allow no access wider than an element."""
     pointer, strides = target
     stride_z, stride = strides
     M, N, _, _, _, _ = sizes
     if C.BATCHED:
         pointer += matrix * stride_z
     ACROSS: gl.constexpr = min(32, z.shape[1])
-    # A warp's lanes side by side in one row, so that each of its stores is one run of bytes.
+    # A warp's lanes are side by side in one row, so that each of its stores is contiguous.
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [32 // ACROSS, ACROSS], [C.WARPS, 1], [1, 0])
     z = gl.convert_layout(z.to(pointer.dtype.element_ty), LAYOUT)
     rows = row + gl.arange(0, z.shape[0], layout=gl.SliceLayout(1, LAYOUT))
     columns = column + gl.arange(0, z.shape[1], layout=gl.SliceLayout(0, LAYOUT))
-    # What the tile before stores is not stored again: cut, the sums of one might differ.
+    # Elements of the previous tile are not stored again: if one tile is split, sums may differ.
     own_rows = (rows >= corner[0]) & (rows < M)
     own_columns = (columns >= corner[1]) & (columns < N)
     inside = gl.expand_dims(own_rows, 1) & gl.expand_dims(own_columns, 0)
@@ -635,9 +632,9 @@ def _store(
 
 @jit
 def _promoted(a, b, acc):
-    """Sums of 8-bit floats have some 14 bits in the tensor cores: those of one stage are waited
-    for, and added in fp32 while the other consumers multiply. The first, too, is added, to
-    zeros: taken as it is, ptxas moved it about and waited after every wgmma of large tiles."""
+    """Sums of 8-bit floats have about 14 bits in the tensor cores: this waits for the sums of one
+    stage and adds them in fp32 while the other consumers multiply. Even the first is added, to
+    zeros: used directly, ptxas moved it around and waited after every wgmma of large tiles."""
     part = warpgroup_mma(a, b, acc, use_acc=False, is_async=True)
     part = warpgroup_mma_wait(0, deps=(part,))
     return acc + part
@@ -645,17 +642,17 @@ def _promoted(a, b, acc):
 
 @jit
 def _await_full(full, stage, phase, C: gl.constexpr):
-    """Wait until a stage's operands are there, for ``wgmma`` to see."""
+    """Wait until a stage's operands have arrived and are visible to ``wgmma``."""
     mbarrier.wait(full.index(stage), phase)
     if C.WORDS is not None:
-        # Here, not where they are stored: it waits for all of a thread's loads, and the loader
-        # has the next k-steps' under way.
+        # Here, not at the stores: the fence waits for all of a thread's loads, and the loader has
+        # those of the next k-steps in flight.
         fence_async_shared()
 
 
 @jit
 def _multiply(ring, stage, acc, up, FIRST: gl.constexpr, WHO: gl.constexpr, C: gl.constexpr):
-    """Start this stage's products and wait for those of the stage before."""
+    """Start this stage's products and wait for those of the previous stage."""
     a_ring, b_ring = ring
     a = _matrix(a_ring.index(stage * C.a_boxes + WHO % C.a_boxes), C)
     b = _matrix(b_ring.index(stage * C.b_boxes), C)
@@ -669,7 +666,7 @@ def _multiply(ring, stage, acc, up, FIRST: gl.constexpr, WHO: gl.constexpr, C: g
             b = _matrix(b_ring.index(stage * C.b_boxes + 1), C).permute((1, 0))
             up = _promoted(a, b, up)
         return acc, up
-    # Not accumulating the first time spares clearing the registers.
+    # Not accumulating the first time saves clearing the registers.
     acc = warpgroup_mma(a, b, acc, use_acc=not FIRST, is_async=True)
     if C.GATED:
         b = _matrix(b_ring.index(stage * C.b_boxes + 1), C)
@@ -691,13 +688,13 @@ def _pass_by(unit, stage, phase, work, sizes, C: gl.constexpr):
 
 @jit
 def _part(parts, share, product, WHO: gl.constexpr, C: gl.constexpr, LAYOUT: gl.constexpr):
-    """Where in the workspace the consumer's rows of a share's part lie: register by register,
-    each of all threads in a row. Row by row, an access of a warp took 4 of each 32 bytes that
-    it moved, and a part of 128×128 elements 17 µs."""
+    """Addresses in the workspace of the consumer's rows of a share's part: register by register,
+    with each register of all threads contiguous. Row by row, a warp's access used 4 of every 32
+    bytes that it moved, and a part of 128×128 elements took 17 µs."""
     SIZE: gl.constexpr = C.ROWS * C.columns
     THREADS: gl.constexpr = 32 * C.WARPS
     start = ((share * C.a_boxes + WHO % C.a_boxes) * C.b_boxes + product) * SIZE
-    # A thread of wgmma's accumulators has pairs of neighbours, of every eighth row and column.
+    # In wgmma's accumulators a thread has pairs of neighbours, in every eighth row and column.
     row = gl.arange(0, C.ROWS, layout=gl.SliceLayout(1, LAYOUT))
     thread = row % 8 * 4 + row // 16 % C.WARPS * 32
     register = row // 8 % 2 * 2 + row // (16 * C.WARPS) * (C.columns // 2)
@@ -714,7 +711,7 @@ def _flag(parts, share, WHO: gl.constexpr, C: gl.constexpr):
 
 @jit
 def _leave(acc, up, parts, WHO: gl.constexpr, C: gl.constexpr):
-    """Leave the sum over a part of a tile to who has its first k-steps."""
+    """Store the sum over a part of a tile for the block with its first k-steps."""
     LAYOUT: gl.constexpr = acc.type.layout
     gl.store(_part(parts, _share(), 0, WHO, C, LAYOUT), acc)
     if C.b_boxes == 2:
@@ -726,13 +723,13 @@ def _leave(acc, up, parts, WHO: gl.constexpr, C: gl.constexpr):
 
 @jit
 def _completed(acc, up, parts, WHO: gl.constexpr, C: gl.constexpr):
-    """The sums over all of K: add what others have of this tile, in the order of K."""
+    """The sums over all of K: adds the other blocks' parts of this tile, in the order of K."""
     LAYOUT: gl.constexpr = acc.type.layout
     for part in range(1, C.TAIL_SPLITS):
         flag = _flag(parts, _share() + part, WHO, C)
         while _acquire(flag) == 0:
             pass
-        # Other SMs wrote them: read past this one's L1.
+        # Written by other SMs: bypass this one's L1.
         acc += gl.load(_part(parts, _share() + part, 0, WHO, C, LAYOUT), cache_modifier=".cg")
         if C.b_boxes == 2:
             up += gl.load(_part(parts, _share() + part, 1, WHO, C, LAYOUT), cache_modifier=".cg")
@@ -776,7 +773,7 @@ def _consume(
         acc, up = _multiply(ring, stage, acc, up, True, WHO, C)
         reading = stage
         stage, phase = _next(stage, phase, C)
-        # Divisions, and a wait for stores, under the first products.
+        # Divisions, and a wait for stores, overlap the first products.
         matrix, row, column = _tile(tile, sizes, C)
         corner = (row, column)
         row, column = _moved(row, column, sizes, C)
@@ -806,8 +803,8 @@ def _consume(
         else:
             acc = warpgroup_mma_wait(0, deps=(acc,))
         mbarrier.arrive(empty.index(reading))
-        # A consumer's rows may all lie outside; and what follows a branch is not computed
-        # before it, which kept the last stage waiting for half of an epilogue.
+        # A consumer's rows may all be outside. The branch also keeps the compiler from hoisting the
+        # code after it, which delayed the last stage by half an epilogue.
         if row < M:
             if C.TAIL_SPLITS > 1 and first > 0:
                 _leave(acc, up, parts, WHO, C)
@@ -883,18 +880,17 @@ def _kernel(
     else:
         residual = (residual_ptr, residual_stride_z, residual_stride_m, residual_stride_n)
     if C.overlaps:
-        # The launch before may run until here, and may write what this one reads, read what it
-        # writes, or use the same flags and workspace. Nothing above touches memory that anyone
-        # writes, except b where the caller says that nobody does. All threads of the first
-        # partition wait, and it starts the others afterwards through a barrier of the block: so
-        # no role loads, stores or looks at a flag before all earlier launches are complete.
-        # Every block waits, so that this grid ends after the one before: who waits for this one
-        # has waited for all.
+        # The previous launch may run until here, and may write what this one reads, read what it
+        # writes, or use the same flags and workspace. Nothing above touches memory that may be
+        # written, except b if the caller promises that it is not. All threads of the first
+        # partition wait, and it then starts the others through a barrier of the block: so no role
+        # loads, stores or reads a flag before all earlier launches are complete. Every block waits,
+        # so that this grid ends after the previous one: waiting for this one is waiting for all.
         gdc_wait()
     _prime(a_desc, b_desc, strides, ring, barriers, sizes, "a" if C.EARLY == "b" else "ab", C)
     if C.DEPENDENTS == "first":
-        # The next launch's blocks then come as SMs become free. Not before the wait: what the next
-        # one does early must not meet the one before this.
+        # The next launch's blocks then start as SMs become free. After the wait: the next launch's
+        # early part must not overlap the previous launch.
         gdc_launch_dependents()
     bias = (bias_ptr, bias_stride)
     factors = (alpha, scale_a_ptr, scale_b_ptr)
@@ -903,7 +899,7 @@ def _kernel(
     loads = (a_desc, b_desc, strides, ring, barriers, sizes)
     sums = (ring, barriers, turn, target, parts, sizes)
     bring = ((words_ptr, words_stride), a_ring if C.WORDS == "a" else b_ring, barriers, sizes)
-    # Triton takes the roles as a list in the call and nothing else.
+    # Triton accepts the roles only as a list in the call.
     if C.CONSUMERS == 1 and C.WORDS is None:
         gl.warp_specialize(
             [(_consume, (sums, EPILOGUE, OF, 0, C)), (_produce, (loads, C))],
@@ -958,12 +954,12 @@ class WarpSpecialized(Built[WarpSpecializedConfig]):
     """Persistent TMA + ``wgmma`` with specialised warps, for 16-bit operands on Hopper."""
 
     name = "triton.warp_specialized"
-    # A row's sums are formed in k order whatever the tile it falls in.
+    # A row's sums are formed in the order of k in any tile.
     traits = Traits(
         deterministic=True, batch_invariant=True, capture_safe=True, needs_workspace=True
     )
     config_type = WarpSpecializedConfig
-    #: When a launch that begins early lets the next one begin; ``benchmarks/pdl_decode.py``.
+    #: When a launch with ``early`` lets the next one begin; see ``benchmarks/pdl_decode.py``.
     dependents = "first"
 
     supports = Supports(
@@ -1000,17 +996,17 @@ class WarpSpecialized(Built[WarpSpecializedConfig]):
             if not operand.aligned and (problem.fp8 or not by_words(problem)):
                 yield f"{name} is not aligned to {ALIGNMENT} bytes (TMA)"
         if problem.gated and problem.b.layout == "row" and 2 * problem.n % ALIGNMENT:
-            yield f"the up half of b does not start {ALIGNMENT}-byte aligned (TMA)"
+            yield f"the up half of b is not aligned to {ALIGNMENT} bytes (TMA)"
 
     def arithmetic(self, problem: Problem, config: WarpSpecializedConfig) -> str | None:
         if config.tail_splits > 1:
-            return None  # which tiles are cut depends on M
+            return None  # M decides which tiles are split
         if hopper_tiles.adapted(problem, config).splits != config.splits:
             return None  # with this M there is no room for all parts
         if any(port.reduce == "sum" for port in problem.epilogue.outputs):
             return super().arithmetic(problem, config)  # strip by strip
         if problem.fp8:
-            # Each step's products are summed apart.
+            # Each step's products are summed separately.
             return f"sm90-k32/promoted{config.BLOCK_K}" if config.splits == 1 else None
         return sums.summed(problem, config.splits, config.BLOCK_K)
 
@@ -1028,7 +1024,7 @@ class WarpSpecialized(Built[WarpSpecializedConfig]):
         return 4 * (_parts(problem, config) + _ports(problem, config).workspace())
 
     def specialize(self, problem: Problem, config: WarpSpecializedConfig) -> Specialization:
-        """What :meth:`bind` compiles; also for a GPU that is not there."""
+        """The specialization that :meth:`bind` compiles; also for an absent GPU."""
         problem = multiplied(problem, config)
         rows, width, batched = config.rows, config.BLOCK_N // config.subtiles, problem.batch > 1
         specialized = Constants.of(problem, config, self.version, self.dependents)
@@ -1077,7 +1073,7 @@ class WarpSpecialized(Built[WarpSpecializedConfig]):
             types |= {"residual_ptr": pointer(problem.residual.dtype)}
             types |= {"residual_stride_m": stride, "residual_stride_n": stride}
             if problem.residual.layout == "row":
-                # Neighbours are adjacent: two are loaded at once where pairs are aligned.
+                # Neighbours are adjacent: aligned pairs are loaded at once.
                 del types["residual_stride_n"]
                 constants["residual_stride_n"] = 1
                 if problem.residual.aligned and problem.n % 8 == 0:
@@ -1121,8 +1117,8 @@ class WarpSpecialized(Built[WarpSpecializedConfig]):
             return Described("workspace", lambda t: describe(t.view(-1, problem.n)))
 
         tiles = tile_count(problem, config) * config.splits
-        # As many blocks as the waves need, not as there are SMs: 512 tiles take 132 blocks no
-        # fewer waves than 128, which run at a rectangle of tiles and leave power to clocks.
+        # As many blocks as the waves need, not as there are SMs: 512 tiles take 132 blocks as many
+        # waves as 128, which work on a rectangle of tiles and leave power for higher clocks.
         sms = problem.device.sm_count
         blocks = sms if config.tail_splits > 1 else -(-tiles // -(-tiles // sms))
         known: dict[str, Argument] = {
@@ -1193,7 +1189,7 @@ def _ports(problem: Problem, config: WarpSpecializedConfig) -> Ports:
 
 @dataclass(frozen=True)
 class Specialization:
-    """The kernel's arguments as :func:`tmm_core.triton.source` takes them, and its options."""
+    """The kernel's arguments for :func:`tmm_core.triton.source`, and its options."""
 
     types: Mapping[str, str]
     constants: Mapping[str, Any]
@@ -1222,11 +1218,11 @@ def _describer(
 
     def describe(t: torch.Tensor) -> Any:
         shape = [t.shape[outer], t.shape[inner]]
-        # A single row has no leading stride to speak of; TMA wants an aligned one.
+        # A single row has no meaningful leading stride; TMA needs an aligned one.
         leading = t.stride(outer) if shape[0] > 1 else -(-shape[1] // step) * step
         strides = [leading, 1]
         if batched:
-            # TMA knows no stride of zero: what the whole batch shares is a batch of one.
+            # TMA does not support a stride of zero: a shared matrix is a batch of one.
             apart = t.stride(0)
             strides = [apart or shape[0] * leading, *strides]
             shape = [t.shape[0] if apart else 1, *shape]

@@ -1,16 +1,16 @@
-"""Boxes of an operand whose rows start anywhere, which TMA cannot read, through registers.
+"""Loads boxes of an unaligned operand, which TMA cannot read, through registers.
 
-Of eight bytes of a box the words of memory are loaded that hold them, from multiples of 8 bytes
-on, and shifted together::
+For every eight bytes of a box the two 8-byte aligned words that contain them are loaded and
+funnel-shifted::
 
     memory       |  word 0   |  word 1   |  word 2   |
     row               ▕ a b c d │ e f g h │ …
                   skew ◀─▶
 
-Wherever a row starts and ends, these words can be read: they hold bytes of it, and so lie in a
-page that it is in. A k-step further is a multiple of 8 bytes further, so that a row's skew is
-worked out once a tile. What it takes is instructions, not bytes: with twice as many a
-127×4093×4096 took 38 µs on an H200, and 28 with these (cuBLAS 48).
+These words can be read for any row: they contain bytes of it, and so are in one of its pages. A
+k-step is a multiple of 8 bytes, so a row's skew is computed once per tile. The cost is in
+instructions, not bytes: with twice as many instructions a 127×4093×4096 took 38 µs on an H200, with
+these 28 (cuBLAS 48).
 """
 
 from __future__ import annotations
@@ -21,12 +21,12 @@ from triton.experimental.gluon import language as gl
 
 @jit
 def box_rows(operand, at, size, K, BOX: gl.constexpr, ALONG_K: gl.constexpr, C: gl.constexpr):
-    """Of a box from row (column) ``at`` of ``size``: the address of each word; how many bits
-    later what is wanted starts; bytes from one k-step to the next; the k at which a row of it
-    ends; and how many bits a word reaches past the end of its row.
+    """For a box from row (column) ``at`` of ``size``: the address of each word; the skew in bits of
+    the data within it; the bytes per k-step; the k at which each row ends; and how many bits a word
+    reaches past the end of its row.
 
     Args:
-        operand: A pointer to 16-bit elements, and elements from one row of memory to the next.
+        operand: A pointer to 16-bit elements, and the row stride in elements.
         BOX: Rows and columns, in the order of memory.
         ALONG_K: Memory runs along K.
     """
@@ -39,7 +39,7 @@ def box_rows(operand, at, size, K, BOX: gl.constexpr, ALONG_K: gl.constexpr, C: 
     address = pointer.to(gl.int64)
     row = down + at if ALONG_K else down
     column = 0 if ALONG_K else at
-    # Of every eighth row the same, which is then known to be of all that a thread has.
+    # The skew is the same for every eighth row, and so for all rows of a thread.
     skew = (address.to(gl.int32) + 2 * ((row & 7) * stride.to(gl.int32) + column)) & 7
     start = address + 2 * (row.to(gl.int64) * stride + column) - skew + 2 * across
     if ALONG_K:
@@ -55,8 +55,8 @@ def box_rows(operand, at, size, K, BOX: gl.constexpr, ALONG_K: gl.constexpr, C: 
 
 @jit
 def box_words(rows, step, last, K, ALONG_K: gl.constexpr, C: gl.constexpr):
-    """The words that hold the box of a k-step before ``last``, zeros of one that is not: those
-    at or before what is wanted, those after, and how many bits that reaches past a row's end."""
+    """The words that contain the box of a k-step, or zeros from ``last`` on: the lower words, the
+    upper words, and how many bits they reach past a row's end."""
     start, skew, apart, ends, past = rows
     k = gl.where(step < last, step * C.BLOCK_K, K)
     if ALONG_K:
@@ -69,7 +69,7 @@ def box_words(rows, step, last, K, ALONG_K: gl.constexpr, C: gl.constexpr):
 
 @jit
 def box_of(words, rows, ALONG_K: gl.constexpr):
-    """The box, four elements in each 64 bits; zeros past the end of K."""
+    """The box, with four elements per 64 bits and zeros past the end of K."""
     low, high, past = words
     value = _funnel(low, high, rows[1])
     if ALONG_K:
@@ -81,7 +81,7 @@ def box_of(words, rows, ALONG_K: gl.constexpr):
 
 @jit
 def _funnel(low, high, skew):
-    """64 bits of 128, from bit ``skew`` on, which is below 64."""
+    """64 of 128 bits, from bit ``skew`` < 64 on."""
     return gl.inline_asm_elementwise(
         """{ .reg .b32 a, b, c, d; .reg .pred p;
         mov.b64 {a, b}, $1; mov.b64 {c, d}, $2; setp.ge.s32 p, $3, 32;

@@ -233,7 +233,7 @@ def test_a_cache_that_was_packed_by_hand_imports(
     with tarfile.open(archive, "w:xz") as file:
         file.add(store.root, ".")
     assert main(["--cache-dir", str(target.root), "import", str(archive)]) == 0
-    assert "left out 3 files that no cache has" in capsys.readouterr().err
+    assert "left out 3 files that a cache does not have" in capsys.readouterr().err
     assert [entry.record for entry in target.entries()] == [
         entry.record for entry in store.entries()
     ]

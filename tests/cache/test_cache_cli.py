@@ -309,7 +309,7 @@ def test_faults_are_noted_on_stderr_and_the_rest_is_shown(
     captured = capsys.readouterr()
     assert len(json.loads(captured.out)) == 3
     [line] = captured.err.splitlines()
-    assert line.startswith(f"tmm-cache: passed over {broken}: is no valid record: ")
+    assert line.startswith(f"tmm-cache: passed over {broken}: is not a valid record: ")
 
 
 def test_dir(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Captured) -> None:

@@ -123,7 +123,7 @@ def test_a_damaged_lock_file_is_told_once_and_answers_nothing(
     else:
         file.write_text(json.dumps(spoiled(json.loads(text), how)))
     deployed = locked(monkeypatch)
-    with warned("is no lock file"):
+    with warned("is not a lock file"):
         assert deployed.load(GPU, ENVIRONMENT, problem()) is None
 
 

@@ -61,11 +61,11 @@ def made_huge(path: Path) -> None:
 
 
 CORRUPTIONS: dict[str, tuple[Callable[[Path], None], str]] = {
-    "truncated": (truncated, "is no valid record: "),
-    "empty": (replaced(b""), "is no valid record: the file is empty"),
-    "zeros": (replaced(b"\0" * 512), "is no valid record: "),
-    "garbage": (replaced(b"\xff\xfe\x00garbage"), "is no valid record: 'utf-8' codec"),
-    "too deep": (replaced(b"[" * 200_000), "is no valid record: nested too deeply"),
+    "truncated": (truncated, "is not a valid record: "),
+    "empty": (replaced(b""), "is not a valid record: the file is empty"),
+    "zeros": (replaced(b"\0" * 512), "is not a valid record: "),
+    "garbage": (replaced(b"\xff\xfe\x00garbage"), "is not a valid record: 'utf-8' codec"),
+    "too deep": (replaced(b"[" * 200_000), "is not a valid record: nested too deeply"),
     "another program's JSON": (replaced(b'{"a": 1}'), "schema: found nothing"),
     "foreign schema": (edited(schema=3), "schema: found 3, accepted is 2"),
     "out of bounds": (edited(winner=99), "winner: found 99, accepted is an index"),
@@ -171,7 +171,7 @@ def test_a_file_that_vanishes_between_two_steps_is_a_silent_miss(
 @pytest.mark.parametrize(
     ("content", "complaint"),
     [
-        ("{", "is no valid environment"),
+        ("{", "is not a valid environment"),
         ("[]", "found no object"),
         ("{}", "environment: found that of"),
     ],
@@ -208,7 +208,7 @@ def test_a_root_that_is_a_file_costs_persistence_and_one_warning(root: Path) -> 
         with store.lock(GPU, ENVIRONMENT, problem(), timeout=0) as mine:
             assert mine is True
     assert [str(warning.message).split(":")[0] for warning in caught] == [str(root)]
-    assert "what is not written is lost" in str(caught[0].message)
+    assert "unwritten records are lost" in str(caught[0].message)
     assert root.read_text() == "a file"
 
 

@@ -65,7 +65,7 @@ def test_a_torn_last_line_is_no_fault_and_swallows_nothing(
     if keep == 1:  # torn off with its newline, nothing of it is left
         assert logged(store) == [(1, 1), (3, 1)]
     else:
-        with warned(r"misses\.jsonl: line 3 is no miss"):
+        with warned(r"misses\.jsonl: line 3 is not a miss"):
             assert logged(store) == [(1, 1), (3, 1)]
 
 
@@ -79,7 +79,7 @@ def test_lines_that_are_no_misses_are_passed_over_with_a_warning(
     with log.open("a") as file:
         file.write(f"\n{line}")
     CacheStore().log_miss(GPU, ENVIRONMENT, problem(m=2))
-    with warned("line 3 is no miss"):
+    with warned("line 3 is not a miss"):
         assert logged(store) == [(1, 1), (2, 1)]
 
 

@@ -221,7 +221,7 @@ def test_a_timeout_must_be_a_number_of_seconds(store: CacheStore, timeout: float
         (errno.EIO, "two processes may tune"),
         (errno.ESTALE, "two processes may tune"),
         (errno.EPERM, "two processes may tune"),
-        (errno.EROFS, "what is not written is lost"),
+        (errno.EROFS, "unwritten records are lost"),
     ],
 )
 def test_where_no_lock_can_be_had_one_tunes_without(
@@ -261,7 +261,7 @@ def test_a_lock_and_a_record_that_both_fail_cost_one_warning(
     monkeypatch.setattr(fcntl, "flock", refuse)
     monkeypatch.setattr(os, "replace", refuse)
     with (
-        warned("what is not written is lost"),
+        warned("unwritten records are lost"),
         store.lock(GPU, ENVIRONMENT, problem(), timeout=0),
     ):
         assert store.save(GPU, ENVIRONMENT, record()) is None

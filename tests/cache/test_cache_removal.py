@@ -74,7 +74,7 @@ def test_clear_refuses_where_nobody_can_be_asked(filled: CacheStore, capsys: Cap
     assert captured.out == ""
     assert captured.err == (
         f"tmm-cache: -y is needed to remove 3 records and 1 other file from {filled.root} "
-        "where nobody can be asked\n"
+        "without a terminal\n"
     )
     assert files_under(filled.root) == before
 

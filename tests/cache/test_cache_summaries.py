@@ -64,7 +64,7 @@ def test_a_record_that_is_gone_or_damaged_when_its_turn_comes_is_none(store: Cac
     first, second = sorted(path for path in paths if path is not None)
     first.unlink()
     second.write_text(second.read_text()[:-20])
-    with warned(f"{second}: is no valid record"):
+    with warned(f"{second}: is not a valid record"):
         assert [summary.load() for summary in summaries] == [None, None]
 
 
@@ -73,7 +73,7 @@ def test_a_broken_file_is_a_fault_and_the_rest_is_listed(store: CacheStore) -> N
     path = store.save(GPU, ENVIRONMENT, record())
     assert path is not None
     path.write_text("{")
-    with warned("is no valid record"):
+    with warned("is not a valid record"):
         assert [summary.problem["m"] for summary in store.summaries()] == [1]
 
 

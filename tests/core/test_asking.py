@@ -84,7 +84,7 @@ NONSENSE: list[tuple[str, Any, str]] = [
     ("estimate_us", raiser(UnspeakableError()), "raised UnspeakableError"),
     ("declines", lambda *_: "needs a GPU", "not a list of reasons"),
     ("declines", lambda *_: None, "returned None"),
-    ("declines", lambda *_: [None], "not reasons in words"),
+    ("declines", lambda *_: [None], "not reasons as text"),
     ("estimate_us", lambda *_: -1, "returned -1"),
     ("estimate_us", lambda *_: math.nan, "returned nan"),
     ("estimate_us", lambda *_: "10", "returned '10', not µs"),
@@ -502,4 +502,4 @@ def test_the_commands_speak_of_plugins_that_would_end_them(
         assert f"plugin '{name}' ({name} 1.0)" in problems or name == "in_launch", problems
     assert "its first launch: the process ended with exit code 9" in problems
     assert f"in_kernel_plugin.py:{6}" in problems
-    assert any(each["text"] == "blas runs and is right" for each in findings)
+    assert any(each["text"] == "blas runs and is correct" for each in findings)

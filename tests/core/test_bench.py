@@ -404,7 +404,7 @@ def test_results_survive_a_killed_run_and_merge_with_the_next(tmp_path: Path) ->
 def test_a_line_that_is_no_result_is_refused_by_its_place(tmp_path: Path) -> None:
     file = tmp_path / "some.jsonl"
     file.write_text(json.dumps(document(64, 1.0)) + '\n{"kind": "poem"}\n')
-    with pytest.raises(ValueError, match=r"some\.jsonl:2: no result"):
+    with pytest.raises(ValueError, match=r"some\.jsonl:2: not a result"):
         Results.read([file])
 
 

@@ -403,7 +403,7 @@ def test_doctor_is_content_with_this_machine(
     assert texts["cache"].startswith(str(CacheStore().root))
     assert texts["records"].startswith("0 records for cpu")
     said = [f["text"] for f in found if f["about"] == "kernel"]
-    assert "blas runs and is right" in said
+    assert "blas runs and is correct" in said
     assert any(text.startswith("fake.shy declines: not today") for text in said)
     assert main(["doctor", *CPU]) == 0
     assert f"  torch             {torch.__version__}" in capsys.readouterr().out
@@ -437,7 +437,7 @@ def test_doctor_finds_a_cache_that_cannot_be_written(
     cache, layer = problems(findings(capsys, 1))
     assert "cannot be written" in cache["text"]
     assert "TMM_CACHE_DIR" in cache["advice"]
-    assert layer["text"] == f"{tmp_path / 'baked'} is no readable folder"
+    assert layer["text"] == f"{tmp_path / 'baked'} is not a readable folder"
 
 
 def test_doctor_finds_kernels_that_lie_or_fall(capsys: pytest.CaptureFixture[str]) -> None:
@@ -454,7 +454,7 @@ def test_doctor_finds_kernels_that_lie_or_fall(capsys: pytest.CaptureFixture[str
     lame, liar = problems(findings(capsys, 1))
     assert "fake.lame" in lame["text"]
     assert "RuntimeError: out of registers" in lame["text"]
-    assert lame["advice"].startswith("leave it out by TMM_DISABLE=fake.lame")
+    assert lame["advice"].startswith("disable it with TMM_DISABLE=fake.lame")
     assert "fake.liar" in liar["text"]
     assert "wrong, error nan" in liar["text"]
 

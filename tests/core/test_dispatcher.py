@@ -264,7 +264,7 @@ def test_a_config_of_blas_on_record_that_does_not_bind_costs_the_record(
     )
     d.store.save(DEVICE.gpu, DEVICE.environment, replace(record, candidates=edited))
     again, _ = dispatcher(Strict(), FakeKernel("k"), root=tmp_path)
-    with pytest.warns(TmmWarning, match="blas: tile=2 on record is no config for"):
+    with pytest.warns(TmmWarning, match="blas: tile=2 on record is not a config for"):
         choice, _ = again.bound(problem(), settings(on_cache_miss=on_cache_miss))
     assert choice.candidate.kernel.name == "k"  # the next on record
 

@@ -154,7 +154,7 @@ def test_a_key_is_read_back_where_its_source_is_the_same() -> None:
     chain = ELU.with_parameters(0.25).then(DOUBLE).then(parse("softcap(5)"))
     assert parse(chain.key, known) == chain
     changed = ELU.key[:-1] + ("0" if ELU.key[-1] != "0" else "1")
-    with pytest.raises(ValueError, match="is of another source than"):
+    with pytest.raises(ValueError, match="has other source than"):
         parse(changed, known)
 
 

@@ -111,12 +111,12 @@ def test_a_picture_of_tiles(
         (("8x8x8", "--tiles", "--config", "BLOCK_M=16"), "give BLOCK_M and BLOCK_N"),
         (("8x8x8", "--tiles", "--config", "BLOCK_M=16,BLOCK_N=16"), "give --wave or --gpu"),
         (("8x8x8", "--tiles", "--config", "BLOCK_M=a,BLOCK_N=16", "--wave", "1"), "whole numbers"),
-        (("8x8x8", "--config", "BLOCK_M=16"), "name it by --kernel"),
+        (("8x8x8", "--config", "BLOCK_M=16"), "name it with --kernel"),
         (("8x8x8", "--config", "BLOCK_M"), "accepted is FIELD=VALUE"),
         (("8x8x8", "--gpu", "abacus"), "the name of none of these"),
         (("8x8x8", "--gpu", "nvidia"), "the name of several of these"),
-        (("8x8x8", "--device", "cpu", "--why"), "does not tell how it works"),
-        (("8x8x8", "--device", "cpu", "--plot", "x.png"), "there is none"),
+        (("8x8x8", "--device", "cpu", "--why"), "does not describe its anatomy"),
+        (("8x8x8", "--device", "cpu", "--plot", "x.png"), "has none; run tmm tune"),
     ],
 )
 def test_what_cannot_be_is_refused(

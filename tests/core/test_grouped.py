@@ -282,7 +282,7 @@ def test_a_batch_takes_a_bias_each() -> None:
     out = torch.empty(3, 4, 8)
     assert tmm_core.grouped_matmul(a, b, bias=bias[0], out=out) is out
     torch.testing.assert_close(out, a @ b + bias[0])
-    with pytest.raises(ValueError, match="where they are ragged"):
+    with pytest.raises(ValueError, match="need ragged rows"):
         tmm_core.grouped_matmul(a, b, out_weights=bias)
 
 

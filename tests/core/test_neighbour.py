@@ -126,5 +126,5 @@ def test_a_record_that_is_damaged_behind_its_head_is_passed_over(store: CacheSto
     save(store, problem(m=64))
     near = save(store, problem(m=128))
     near.write_text(near.read_text()[:-30])
-    with pytest.warns(CacheWarning, match="is no valid record"):
+    with pytest.warns(CacheWarning, match="is not a valid record"):
         assert sizes(Neighbours(store), problem(m=128)) == [64]

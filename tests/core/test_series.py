@@ -160,7 +160,7 @@ def test_lines_are_drawn_in_the_order_of_sizes(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("argv", "said"),
     [
-        (("--sweep", "tile=1", "--shapes", "8x8x8"), "name them by --kernel"),
+        (("--sweep", "tile=1", "--shapes", "8x8x8"), "name them with --kernel"),
         (("--kernel", "blas"), "on which problems"),
         (("--kernel", "blas", "--sweep", "tile=1", "--shapes", "8x8x8"), "no kernel has a field"),
         (("--kernel", "blsa", "--shapes", "8x8x8"), "did you mean 'blas'"),

@@ -55,7 +55,7 @@ ASKED: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
     ({"batch": 2}, "batch 2 exceeds 1", {"batch": None}),
     ({"batch": 9}, "batch 9 exceeds 1", {"batch": 9}),
     *(({size: 0}, "a dimension is 0", {"empty": True}) for size in ("m", "n", "k", "batch")),
-    ({"scaled": True}, "no alpha", {"alpha": True}),
+    ({"scaled": True}, "does not support alpha", {"alpha": True}),
     ({"epilogue": parse("swiglu")}, "gated 'swiglu' needs two", {"gated": True}),
     ({"epilogue": Epilogue("opaque", torch.sin)}, "'opaque' has no device function",
      {"unfused": True}),
@@ -93,7 +93,7 @@ def test_rows_that_are_gathered_or_made_zero_are_declared_too() -> None:
         "takes no out_index or out_weights"
     ]
     zeroed = replace(PLAIN, groups=Groups(3, "m", zeroed=True))
-    assert ragged.reasons_against(zeroed) == ["does not make zero what is beyond the last group"]
+    assert ragged.reasons_against(zeroed) == ["does not zero the result beyond the last group"]
 
 
 def test_capabilities_are_those_of_nvidia() -> None:

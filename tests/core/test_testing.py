@@ -419,14 +419,14 @@ class WaitsUnderCaptureToo(Right):
 
 
 WRONG_ON_GPU = [
-    (LaunchesOnTheDefaultStream, "current_stream", "* elements are NaN: never written, or made *"),
+    (LaunchesOnTheDefaultStream, "current_stream", "* NaN: never written, or computed *"),
     (WaitsForTheGpu, "current_stream", "*waits for the GPU when launched*"),
     (WaitsUnderCaptureToo, "graph_capture", "*captur*"),
 ]
 WRONG = [
     (DropsTheTailOfK, "sizes", "Its error is *"),
-    (MasksOneOperandOnly, "sizes", "* elements are NaN: never written, or made of *"),
-    (LeavesAnEdgeUnwritten, "sizes", "* elements are NaN: never written, or made of *"),
+    (MasksOneOperandOnly, "sizes", "* NaN: never written, or computed *"),
+    (LeavesAnEdgeUnwritten, "sizes", "* NaN: never written, or computed *"),
     (WritesARowTooMany, "sizes", "It wrote to * elements outside out."),
     (WritesToAnOperand, "sizes", "It wrote to 1 elements of a or around it."),
     (ReturnsAnotherTensor, "sizes", "It returned something else than the out it was given."),
@@ -436,7 +436,7 @@ WRONG = [
     (AddsBiasLast, "terms", "Its error is *"),
     (ScalesByTheFirstColumn, "scales", "Its error is *"),
     (MultipliesTheFirstMatrixOnly, "batches", "Its error is *"),
-    (ForgetsEmptySums, "empties", "* elements are NaN: never written, or made of *"),
+    (ForgetsEmptySums, "empties", "* NaN: never written, or computed *"),
     (ReturnsOneBuffer, "allocation", "*two calls returned the same memory*"),
     (MakesAColumnMajorOutput, "allocation", "*it made a tensor of strides *"),
     (OneConfigIsWrong, "configs", "rows=64: Its error is *"),
@@ -447,7 +447,7 @@ WRONG = [
     (SharesRowsEvenly, "ragged", "rows=16: error * exceeds *"),
     (OneConfigIsWrong, "arithmetic", "*one arithmetic for rows=16 and rows=64*"),
     (ConfigIsNoJson, "configs_are_well_formed", "*ConfigError: TupleTile: shape must be tuple*"),
-    (DefaultConfigIsOfAnotherType, "configs_are_well_formed", "*TupleTile* is no *Tile*"),
+    (DefaultConfigIsOfAnotherType, "configs_are_well_formed", "*TupleTile* is not a *Tile*"),
     (HidesItsWorkspace, "estimates", "*4096 bytes of workspace*needs_workspace=False*"),
     (EstimatesNothing, "estimates", "*rows=16: 0.0 µs*"),
     (IsNotDeterministic, "deterministic", "*claims determinism; run 1 of rows=16 differs *"),

@@ -77,7 +77,7 @@ def test_bytes() -> None:
 
 def test_nothing_to_order_is_an_error() -> None:
     for wrong in ((0, 4, 1), (4, 0, 1), (4, 4, 0)):
-        with pytest.raises(ValueError, match="each is 1 at least"):
+        with pytest.raises(ValueError, match="each must be at least 1"):
             order(*wrong)
 
 

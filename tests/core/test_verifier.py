@@ -212,8 +212,8 @@ FAULTS: dict[str, tuple[Fault, str]] = {
     # What it left in memory of its own making is not determined: NaN, or an old number.
     "a partial write": (partial, r"error \S+ exceeds"),
     "no write": (writes_nothing, "of the out"),
-    "a row beyond out": (beyond_out, "beyond the out"),
-    "a write between rows of out": (between_rows_of_out, "beyond the out"),
+    "a row beyond out": (beyond_out, "outside the out"),
+    "a write between rows of out": (between_rows_of_out, "outside the out"),
     "a view of an input": (view_of_a, "input a"),
     "a read past the sum": (reads_past_the_sum, "error nan"),
     "an address kept": (reads_b_at_its_first_address(), "second launch"),
@@ -348,8 +348,9 @@ def test_special_values_in_pieces_are_those_of_the_whole(epilogue: str) -> None:
         with special.planted():
             right = verify.reference(asked, inputs)
         assert special.fault(right) is None
-        # Only what silu makes of -Inf is anybody's.
-        assert bool(special.free.any()) is (epilogue != "identity")
+        # The reference leaves open only what silu makes of -Inf, which a gate is given by chance.
+        if epilogue != "swiglu":
+            assert bool(special.free.any()) is (epilogue == "silu")
         assert int((special.kinds != 0).sum()) > 0
         assert special.fault(right.nan_to_num(0.0)) is not None
 

@@ -99,7 +99,7 @@ def test_each_fault_is_a_line(fine: FakeKernel, capsys: pytest.CaptureFixture[st
     assert about.startswith("24×8×16 float32 nn  test.wrong tile=1  wrong: with NaN and Inf in ")
     (about,) = (line for line in faults if "test.lame" in line)
     assert ": bind raised OSError: no compiler (" in about
-    assert summary.endswith("1 verified, 1 of kernels that have changed since, 1 wrong, 1 failed")
+    assert summary.endswith("1 verified, 1 for kernels that have changed since, 1 wrong, 1 failed")
 
 
 def test_layers_are_looked_at_where_nothing_hides_them(

@@ -110,7 +110,7 @@ def test_parts_summed_by_one_program_are_those_of_several() -> None:
     own = kernel.arithmetic(problem(k=1000), replace(PERSISTENT, PARTS=4))
     assert own is not None
     assert own.startswith("sm90-triton.persistent@")
-    with pytest.raises(ConfigError, match="do not become one"):
+    with pytest.raises(ConfigError, match="cannot merge"):
         PersistentConfig.from_json({**PERSISTENT.to_json(), "FLATTEN": True, "PARTS": 2})
     # Records that were kept before there were parts.
     document = PERSISTENT.to_json()

@@ -79,7 +79,7 @@ def test_the_package_has_all_its_files_and_lints(package: Path) -> None:
         ("class", "name: 'class' is a module's name already"),
         ("tmm-core", "name: 'tmm_core' is a module's name already"),
         ("json", "name: 'json' is a module's name already"),
-        ("taken", "taken is there already, and not an empty folder"),
+        ("taken", "taken exists already and is not an empty folder"),
     ],
 )
 def test_a_name_that_cannot_be_is_told(

@@ -64,7 +64,7 @@ def test_serves_decode() -> None:
         ({"b": ROW}, "b is row-major, not column-major"),
         ({"a": COL}, "a is column-major, not row-major"),
         ({"b": replace(COL, aligned=False)}, "b is not aligned to 16 bytes"),
-        ({"k": 4100}, "K 4100 is no multiple of 8"),
+        ({"k": 4100}, "K 4100 is not a multiple of 8"),
         ({"epilogue": parse("swiglu")}, "gated"),
         (
             {"a": Operand(torch.float32), "b": Operand(torch.float32, "col")},

@@ -1,6 +1,6 @@
-"""Measure what the registry chooses against what users would have called, side by side.
+"""Benchmarks: the registry's choice against the eager code it replaces, side by side.
 
-``suites`` says which problems, ``providers`` what is timed on each, ``runner`` times it,
+``suites`` defines the problems, ``providers`` the columns to time on each, ``runner`` times them,
 ``floor`` and ``host`` measure the two limits (memory bandwidth, host cost per call),
-``results`` is the file they share, ``report`` and ``plots`` show it.
+``results`` reads and writes the shared file, ``report`` and ``plots`` present it.
 """

@@ -1,4 +1,4 @@
-"""``tmm explain --plot``: every candidate of a record over its time, the losers too."""
+"""``tmm explain --plot``: the times of all candidates of a record, losers included."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from tmm_cache import CandidateResult, TuningRecord
 
 from tmm_core.spec.kernel import BASELINE
 
-#: Okabe and Ito's, told apart by the colour-blind; BLAS's and the others' in turn.
+#: Okabe and Ito's colour-blind-safe palette: BLAS, then the other kernels in turn.
 _BLAS = "#0072B2"
 _COLOURS = ("#D55E00", "#009E73", "#E69F00", "#CC79A7", "#56B4E9", "#8B6B00", "#555555")
-#: Of a bar: of a candidate that was left out early, and of one that was timed to the end.
+#: Opacity of a bar: for a candidate dropped early, and for one timed to the end.
 _ALPHA = (0.35, 0.8)
 
 
@@ -24,21 +24,22 @@ def draw(
     chosen: tuple[str, dict[str, Any]],
     expected_us: Sequence[float | None],
 ) -> None:
-    """A row for each candidate, fastest on top: the median and the spread of its samples at the
-    record's own M, what its kernel's model expected, BLAS as a line, and what had no time last.
+    """Draw a row for each candidate, fastest on top: median and spread of its samples at the
+    record's own M, the time that its kernel's model expected, BLAS as a line; those without a time
+    come last.
 
     Args:
-        path: PNG or SVG, by its ending.
-        chosen: The kernel and config that answer here, marked.
-        expected_us: For each candidate of the record, in its order.
+        path: PNG or SVG, by its suffix.
+        chosen: The kernel and config that answer here; marked.
+        expected_us: One per candidate, in the record's order.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
-        OSError, ValueError: The file cannot be written, or has another ending.
+        OSError, ValueError: The file cannot be written, or has another suffix.
     """
     import matplotlib
 
-    matplotlib.use("Agg")  # no display is needed, nor looked for
+    matplotlib.use("Agg")  # needs no display
     from matplotlib import pyplot
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
@@ -61,7 +62,7 @@ def draw(
         if time is None:
             fields = (result.reason or result.status).split(";")[0]
         else:
-            # A record keeps one sample of those that were not sampled to the end.
+            # A record keeps one sample of candidates not timed to the end.
             alpha = _ALPHA[result.status == "ok" and len(result.samples_us) > 1]
             axes.barh(row, time, color=colours[result.kernel], alpha=alpha, height=0.75)
             spread = [[time - min(result.samples_us)], [max(result.samples_us) - time]]
@@ -83,7 +84,7 @@ def draw(
     axes.grid(alpha=0.3, axis="x")
     meaning = [
         Patch(color="#777777", alpha=_ALPHA[True], label="timed to the end"),
-        Patch(color="#777777", alpha=_ALPHA[False], label="left out early, of fewer samples"),
+        Patch(color="#777777", alpha=_ALPHA[False], label="dropped early, with fewer samples"),
         Line2D([], [], marker="d", color="black", linestyle="", label="expected by the model"),
         Line2D([], [], color=_BLAS, linestyle="--", label="BLAS"),
     ]
@@ -94,7 +95,7 @@ def draw(
 
 
 def _label(result: CandidateResult, every: Sequence[CandidateResult]) -> tuple[str, str]:
-    """Kernel and tile; and those other fields that tell it from others of its kernel."""
+    """Kernel and tile, and the other fields that distinguish it within its kernel."""
     config = dict(result.config)
     blocks = [config.pop(f"BLOCK_{letter}", None) for letter in "MNK"]
     tile = " " + "×".join(map(str, blocks)) if None not in blocks else ""

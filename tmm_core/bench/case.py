@@ -1,7 +1,7 @@
-"""One matmul call described by sizes and names, and the tensors it takes.
+"""A matmul call described by sizes and names, and its tensors.
 
-The command line, the benchmark suites and the demo all start from such a description; what
-they measure is then an ordinary call on ordinary tensors.
+The command line, the benchmark suites and the demo start from such a description; they then
+measure an ordinary call on ordinary tensors.
 
 >>> case = Case(m=64, n=48, k=32, dtype=torch.float32, layout="nt", epilogue="silu", bias=True)
 >>> case.call(torch.device("cpu")).matmul().shape
@@ -31,7 +31,7 @@ from tmm_core.spec.problem import Problem, dtype_name, dtype_of
 
 Tensor = torch.Tensor
 
-#: What people write for the dtypes they multiply in.
+#: Common abbreviations of dtypes.
 ALIASES = {
     "bf16": torch.bfloat16,
     "fp16": torch.float16,
@@ -57,9 +57,9 @@ class Case:
     """Sizes as in :class:`Problem`: with a gated epilogue ``b`` is ``[k, 2n]``.
 
     ``epilogue`` is text as in ``matmul(epilogue=…)``; ``tf32`` allows TF32 for fp32;
-    ``scales`` gives 8-bit operands a ``"tensor"`` or a ``"row"`` of scales each. ``groups`` makes
-    it a grouped call, ragged along ``ragged``, of which the size is that of all groups together;
-    ``routing`` draws their sizes: ``"skewed"``, ``"even"``, or ``"both"`` by turns.
+    ``scales`` gives 8-bit operands scales per ``"tensor"`` or per ``"row"``. ``groups`` makes it a
+    grouped call, ragged along ``ragged``, whose size is the total of all groups; ``routing``
+    chooses the distribution of group sizes: ``"skewed"``, ``"even"``, or ``"both"`` in turn.
     """
 
     m: int
@@ -82,7 +82,7 @@ class Case:
         """The call's tensors on ``device``, made by ``fill(shape, dtype=…, device=…)``.
 
         Raises:
-            UnknownNameError, ValueError: The epilogue.
+            UnknownNameError, ValueError: The epilogue is invalid.
             RuntimeError: Torch cannot allocate or fill such tensors.
         """
         epilogue = dispatch.dispatcher().registry.epilogue(self.epilogue or None)
@@ -97,7 +97,7 @@ class Case:
             rows: int, cols: int, transposed: bool, dtype: torch.dtype, ragged: str
         ) -> Tensor:
             shape = (cols, rows) if transposed else (rows, cols)
-            # Torch draws no random numbers of 8 bits.
+            # Torch has no random 8-bit floats.
             t = fill((*lead(ragged), *shape), dtype=wide(dtype), device=device).to(dtype)
             return t.mT if transposed else t
 
@@ -120,7 +120,7 @@ class Case:
         )
 
     def _rows(self, device: torch.device) -> Rows | None:
-        """The ends of the groups; the same ones for each measurement of a case."""
+        """The ends of the groups; the same for each measurement of a case."""
         if not self.groups:
             return None
         size = {"m": self.m, "n": self.n, "k": self.k}[self.ragged]
@@ -152,7 +152,7 @@ class Case:
 
     @classmethod
     def from_json(cls, doc: Mapping[str, Any]) -> Case:
-        """Raises KeyError, TypeError or ValueError where ``doc`` describes no case."""
+        """The case that ``doc`` describes; KeyError, TypeError or ValueError if it is invalid."""
         out_dtype = doc["out_dtype"]
         return cls(
             **{
@@ -201,7 +201,7 @@ class Call:
 
     @property
     def extras(self) -> dict[str, Any]:
-        """What a launch is given by keyword."""
+        """Keyword arguments of a launch."""
         if self.rows is not None:
             return dict(self.rows.given)
         return {name: t for name in EXTRAS if (t := getattr(self, name)) is not None}
@@ -230,7 +230,7 @@ class Call:
         return function(self.a, self.b, **self.keywords, **more)  # type: ignore[no-any-return]
 
     def plan(self, **forced: Any) -> Plan:
-        """What is chosen for the call, compiled; ``forced``: ``kernel`` and ``config``."""
+        """The plan of the kernel chosen for the call; ``forced``: ``kernel`` and ``config``."""
         if self.rows is None:
             return tmm_core.plan(self.a, self.b, **self.keywords, **forced)
         given = {name: value for name, value in forced.items() if value is not None}
@@ -248,7 +248,7 @@ def parse_shape(text: str) -> tuple[int, int, int, int]:
     ((8, 64, 64, 128), (1, 16, 4096, 512))
 
     Raises:
-        ValueError: Not three or four whole numbers.
+        ValueError: The text is not three or four whole numbers.
     """
     parts = text.lower().replace("×", "x").split("x")
     if len(parts) not in (3, 4) or not all(p.isascii() and p.isdigit() for p in parts):
@@ -267,8 +267,8 @@ def parse_dtype(text: str) -> torch.dtype:
 
 
 def parse_expression(text: str) -> tuple[bool, str, bool]:
-    """Bias, epilogue, residual of ``"bias+gelu_tanh+residual"``: the two ends may be left
-    out, and so may the middle.
+    """Bias, epilogue and residual of ``"bias+gelu_tanh+residual"``, each of which may be left
+    out.
 
     >>> parse_expression("bias+gelu_tanh+softcap(30)"), parse_expression("residual")
     ((True, 'gelu_tanh+softcap(30)', False), (False, '', True))

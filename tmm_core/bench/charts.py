@@ -1,7 +1,7 @@
-"""Two charts as inline SVG: values in rows by class, and points in a plane of logarithms.
+"""Two charts as inline SVG: rows of values by class, and points on logarithmic axes.
 
-No script and no file beside them; what a point is stands in its `<title>`, which a browser shows
-under the pointer.
+They need no script and no other file; a point's description is its `<title>`, which a browser shows
+on hover.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ _LEFT, _RIGHT, _ROW = 190, 30, 26
 
 @dataclass(frozen=True, slots=True)
 class Point:
-    """`series` is a class of the page's style sheet; `y` is for :func:`plane` alone."""
+    """A point of a chart. `series` is a class of the page's style sheet; only :func:`plane` uses
+    `y`."""
 
     x: float
     title: str
@@ -27,7 +28,7 @@ class Point:
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One class: its points, and a mark at what sums them up."""
+    """One class: its points, and a mark at their summary."""
 
     label: str
     points: Sequence[Point]
@@ -36,7 +37,7 @@ class Row:
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """A straight line in a :func:`plane`, in values."""
+    """A straight line in a :func:`plane`, in data coordinates."""
 
     start: tuple[float, float]
     end: tuple[float, float]
@@ -72,7 +73,7 @@ def rows(found: Sequence[Row], axis: str, *, middle: float = 1.0) -> str:
 
 
 def plane(points: Sequence[Point], lines: Sequence[Line], x_axis: str, y_axis: str) -> str:
-    """Points over two logarithmic axes, below lines."""
+    """Points on two logarithmic axes, and lines that bound them."""
     height, top, bottom = 440, 12, 396
     corners = [(p.x, p.y) for p in points] + [
         end for line in lines for end in (line.start, line.end)
@@ -107,8 +108,8 @@ def plane(points: Sequence[Point], lines: Sequence[Line], x_axis: str, y_axis: s
 
 
 def _ticks(low: float, high: float) -> Iterator[float]:
-    """Round numbers between: below a factor of 8 at even steps, ten at most; else 1, 2 and 5 of
-    each decade, or above three decades the powers of ten."""
+    """Round numbers from ``low`` to ``high``: within a factor of 8 at even steps, at most ten; else
+    1, 2 and 5 of each decade, or beyond three decades the powers of ten."""
     if high / low < 8:
         decade = 10.0 ** math.floor(math.log10(high - low))
         step = next(s * decade for s in (0.1, 0.2, 0.5, 1, 2) if (high - low) / (s * decade) <= 10)

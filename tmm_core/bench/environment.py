@@ -1,4 +1,4 @@
-"""Under what a measurement was made: versions, GPU, clocks, source."""
+"""The environment of a measurement: versions, GPU, clocks, source."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import torch
 import tmm_core
 from tmm_core.spec.device import fingerprint
 
-#: What is asked of nvidia-smi where torch cannot ask NVML itself (its Python binding is not
-#: among torch's requirements).
+#: Fields queried from nvidia-smi if torch cannot query NVML (torch does not require its Python
+#: binding).
 _QUERY = ("clocks.sm", "power.draw", "temperature.gpu")
 
 
 def describe(device: torch.device, command: Sequence[str]) -> dict[str, Any]:
-    """Versions, device and commit, as JSON, and the arguments that asked for it."""
+    """Versions, device, commit and command line, as JSON."""
     commit, dirty = _commit()
     return {
         "started": datetime.datetime.now(datetime.timezone.utc).isoformat(timespec="seconds"),
@@ -38,9 +38,9 @@ def describe(device: torch.device, command: Sequence[str]) -> dict[str, Any]:
 
 
 class Clocks:
-    """SM clock (MHz), power (W) and temperature (°C) of a device. Reads, and never sets."""
+    """SM clock (MHz), power (W) and temperature (°C) of a device; read only, never set."""
 
-    #: Seconds a reading may take before no more are made: it is asked for once per problem.
+    #: Readings stop after one that takes more seconds than this: there is one per problem.
     PATIENCE = 1.0
 
     def __init__(self, device: torch.device) -> None:
@@ -48,7 +48,7 @@ class Clocks:
         self._given_up = device.type != "cuda"
 
     def read(self) -> dict[str, float] | None:
-        """The values at this moment; None where they cannot be had, or not quickly."""
+        """The current values; None if they are unavailable or too slow to read."""
         if self._given_up:
             return None
         started = time.monotonic()
@@ -63,7 +63,7 @@ class Clocks:
                 "power_w": torch.cuda.power_draw(self._device) / 1e3,
                 "celsius": float(torch.cuda.temperature(self._device)),
             }
-        except Exception:  # no binding, no permission, another vendor: ask the program instead
+        except Exception:  # no binding, no permission, another vendor: use nvidia-smi instead
             values = _nvidia_smi(self._device, _QUERY)
         try:
             return dict(
@@ -74,13 +74,13 @@ class Clocks:
 
 
 def driver_version(device: torch.device) -> str | None:
-    """The driver's version, where nvidia-smi tells it."""
+    """The driver's version; None if nvidia-smi does not report it."""
     values = _nvidia_smi(device, ("driver_version",)) if device.type == "cuda" else None
     return values[0] if values else None
 
 
 def _nvidia_smi(device: torch.device, fields: tuple[str, ...]) -> list[str] | None:
-    # By UUID: indices of torch and of the program differ under CUDA_VISIBLE_DEVICES.
+    # By UUID: torch's and nvidia-smi's indices differ under CUDA_VISIBLE_DEVICES.
     uuid = getattr(torch.cuda.get_device_properties(device), "uuid", None)
     query = f"--query-gpu={','.join(fields)}"
     command = ["nvidia-smi", f"--id=GPU-{uuid}", query, "--format=csv,noheader,nounits"]
@@ -89,7 +89,7 @@ def _nvidia_smi(device: torch.device, fields: tuple[str, ...]) -> list[str] | No
 
 
 def _commit() -> tuple[str | None, bool | None]:
-    """The commit of the checkout that tmm runs from, and whether files differ from it."""
+    """The commit of tmm's checkout, and whether it has uncommitted changes."""
     root = Path(tmm_core.__file__).parent.parent
     if not (root / ".git").exists():
         return None, None

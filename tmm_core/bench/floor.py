@@ -1,12 +1,12 @@
-"""The floor of memory-bound problems: how long a cold read of the operands takes.
+"""The floor of memory-bound problems: the time of a cold read of the operands.
 
-Bytes over the bandwidth of a large copy would be too low a floor: a few megabytes are over
-before the memory is at speed. So the same bytes are read by a kernel that does nothing else,
-in several launch shapes, of which the best counts. On an H200 those with many small blocks
-win: bytes in flight decide.
+Bytes over the bandwidth of a large copy would be too low a floor: a read of a few megabytes ends
+before the memory is at full speed. So a kernel that does nothing else reads the same bytes, in
+several launch shapes, of which the best counts. On an H200 many small blocks win, because they
+have the most bytes in flight.
 
-What is read once is read as such (``evict_first``): else it displaces whatever the L2 holds,
-and that has to be written back first. There this takes 3 to 4 µs off a read of 34 to 270 MB.
+Loads use ``evict_first``, since each byte is read once: otherwise they displace dirty lines of the
+L2, which must be written back first. On an H200 this saves 3 to 4 µs of a read of 34 to 270 MB.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def _read(a, b, out, A_WORDS, B_WORDS, BLOCK: tl.constexpr):
     for start in range(0, B_WORDS, step):
         at = start + offsets
         seen ^= tl.load(b + at, mask=at < B_WORDS, other=0, eviction_policy="evict_first")
-    # Stored so that no load can be dropped.
+    # Stored so that the compiler cannot drop a load.
     tl.store(out + tl.program_id(0), tl.xor_sum(seen))
 
 
@@ -45,7 +45,7 @@ def read_us(calls: Sequence[Call], timer: Timer) -> float:
     """Least median time, in µs, of reading the operands of a call once, in a chain of calls.
 
     Raises:
-        ValueError: Operands that are no whole number of 32-bit words.
+        ValueError: An operand is not a whole number of 32-bit words.
     """
     runs = readers([(call.a, call.b) for call in calls])
     samples = timer.measure(runs, ROUNDS, copies=len(calls))
@@ -53,8 +53,8 @@ def read_us(calls: Sequence[Call], timer: Timer) -> float:
 
 
 def readers(operands: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[Run]:
-    """One run per launch shape over copies of ``a`` and ``b``, row-major memory or transposed views
-    of such; each returns the exclusive or of what each of its blocks has read."""
+    """One run per launch shape over copies of ``a`` and ``b``, row-major or transposed views of
+    row-major memory; each returns the exclusive or of the words each of its blocks has read."""
     words = [(_words(a), _words(b)) for a, b in operands]
     device = words[0][0].device
     sms = (
@@ -81,5 +81,5 @@ def _reader(
 def _words(t: torch.Tensor) -> torch.Tensor:
     flat = (t if t.is_contiguous() else t.mT).reshape(-1)
     if flat.numel() * flat.element_size() % 4:
-        raise ValueError(f"{tuple(t.shape)} of {t.dtype} is no whole number of 32-bit words")
+        raise ValueError(f"{tuple(t.shape)} of {t.dtype} is not a whole number of 32-bit words")
     return flat.view(torch.int32)

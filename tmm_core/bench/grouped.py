@@ -1,4 +1,4 @@
-"""What grouped calls are timed against: torch's grouped product, a loop, and quack's."""
+"""Baselines for grouped calls: torch's grouped product, a loop, and quack's kernel."""
 
 from __future__ import annotations
 
@@ -15,34 +15,34 @@ from tmm_core.bench.case import Call
 from tmm_core.dispatch.timing import Run
 
 Tensor = torch.Tensor
-#: Makes the product of one call, and what follows it.
+#: Computes the product of one call, with its epilogue.
 Product = Callable[[Call], Tensor]
 
 #: Columns beside torch's and tmm's.
 LOOP, QUACK = "loop", "quack"
-#: Bytes that torch's grouped product wants a row to start at.
+#: Row alignment in bytes that torch's grouped product requires.
 _ALIGNMENT = 16
 
 
 def eager(calls: Sequence[Call]) -> Run:
-    """``F.grouped_mm``, then the bias and the activation, as a model's code has it: a gated one as
-    one product of both halves. Operands that it refuses are padded, which is timed too."""
+    """``F.grouped_mm``, then the bias and the activation, as in a model's code; a gated one is one
+    product of both halves. Operands that it rejects are padded, and the padding is timed too."""
     return _on(calls, _padded if _refuses(calls[0]) else _by_torch)
 
 
 def peers(calls: Sequence[Call], failed: dict[str, str]) -> dict[str, Run]:
-    """By column; what cannot be had is in ``failed`` with its reason."""
+    """Baselines by column; ``failed`` gets the reasons of those that are unavailable."""
     found = {LOOP: loop(calls)}
     try:
         found[QUACK] = quack(calls)
-    except Exception as error:  # not installed, or not for such calls
+    except Exception as error:  # not installed, or does not support such calls
         failed[QUACK] = f"{type(error).__name__}: {error}"
     return found
 
 
 def loop(calls: Sequence[Call]) -> Run:
-    """A product a group of which the host knows the sizes, which it would have to wait for: here
-    it knows them for nothing."""
+    """A product per group, with sizes known on the host. A real loop would have to wait for them;
+    that cost is not included."""
     ends: dict[int, list[int]] = {}
     for copy, call in enumerate(calls):
         assert call.rows is not None
@@ -56,11 +56,11 @@ def loop(calls: Sequence[Call]) -> Run:
 
 
 def quack(calls: Sequence[Call]) -> Run:
-    """quack-kernels' product of ragged rows, by starts of groups with a leading zero.
+    """quack-kernels' product of ragged rows, which takes the starts of groups with a leading zero.
 
     Raises:
         ImportError: It is not installed.
-        ValueError: The call is of another kind.
+        ValueError: It does not support the call.
     """
     call = calls[0]
     if importlib.util.find_spec("quack") is None:
@@ -69,7 +69,7 @@ def quack(calls: Sequence[Call]) -> Run:
         raise ValueError("it is timed for ragged rows on a GPU")
     gemm = importlib.import_module("quack.gemm_interface").gemm
 
-    # Made once: a model keeps them so, and torch's form of them is given as well.
+    # Made once: a model would store this form, and torch's form is given for free as well.
     starts = {id(each): F.pad(each.rows.offs, (1, 0)) for each in calls if each.rows is not None}
     return _on(
         calls, lambda each: _followed(each, gemm(each.a, each.b, cu_seqlens_m=starts[id(each)]))
@@ -81,7 +81,7 @@ def _on(calls: Sequence[Call], product: Product) -> Run:
 
 
 def _refuses(call: Call) -> bool:
-    """Whether torch's grouped product wants other strides or addresses."""
+    """Whether torch's grouped product rejects the call's strides or addresses."""
     for t in (call.a, call.b):
         size = t.element_size()
         strides = [s for s, n in zip(t.stride(), t.shape, strict=True) if s != 1 and n > 1]
@@ -96,7 +96,7 @@ def _by_torch(call: Call) -> Tensor:
 
 
 def _padded(call: Call) -> Tensor:
-    """As people do it: operands copied, with zeros up to the next multiple of 16 bytes."""
+    """The product of copied operands, zero-padded to the next multiple of 16 bytes, as is usual."""
     assert call.rows is not None
     a, b = call.a, call.b
     unit = _ALIGNMENT // a.element_size()
@@ -110,7 +110,7 @@ def _padded(call: Call) -> Tensor:
 
 
 def _grown(t: Tensor, rows: int, cols: int) -> Tensor:
-    """With so many more rows and columns, lying as it did."""
+    """``t`` with this many more rows and columns, in the same layout."""
     if t.stride(-1) == 1:
         return F.pad(t, (0, cols, 0, rows))
     return F.pad(t.mT, (0, rows, 0, cols)).mT
@@ -136,6 +136,6 @@ def _looped(call: Call, ends: Sequence[int]) -> Tensor:
 
 
 def _followed(call: Call, z: Tensor) -> Tensor:
-    """Bias, epilogue and residual by torch's operators."""
+    """Apply bias, epilogue and residual with torch's operators."""
     y: Any = call.epilogue.expression(z, call.bias, call.residual)
     return y if call.out_dtype is None else y.to(call.out_dtype)  # type: ignore[no-any-return]

@@ -1,7 +1,7 @@
-"""What a warm call costs the host: µs from one call to the next when the GPU is never waited for.
+"""Host cost of a warm call: µs from one call to the next, without waiting for the GPU.
 
-Matrices are tiny, so that the GPU is done with each before the next comes; calls are made in
-batches with a synchronisation between, so that no launch waits for room in the queue.
+Matrices are tiny, so that the GPU finishes each before the next is launched; calls come in batches
+with a synchronisation between, so that no launch waits for room in the queue.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tmm_core import settings
 from tmm_core.bench.results import Document
 
 SIZE = 16
-#: Calls per batch: of two launches at most each, well within the 1024 that a queue holds.
+#: Calls per batch, of at most two launches each: well within the 1024 that a queue holds.
 CALLS = 100
 REPEATS = 200
 WARM = 10
@@ -32,11 +32,11 @@ def measure(
     tune: bool = True,
     budget: float | None = None,
 ) -> Document:
-    """Median host cost in µs per call of torch's and tmm's ways to the same thing.
+    """Median host cost in µs per call of equivalent torch and tmm calls.
 
     Args:
-        tune: Tune the three problems first, so that tmm launches what it would in use.
-        budget: Seconds of that, per problem; None: as the settings say.
+        tune: Tune the three problems first, so that tmm launches the kernels it would in use.
+        budget: Seconds of tuning per problem; None: the settings' value.
     """
     x, w, bias = (
         torch.randn(shape, dtype=dtype, device=device)
@@ -91,12 +91,12 @@ def _measure(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor, out: torch.Te
 def host_us(
     calls: dict[str, Callable[[], object]], device: torch.device, repeats: int = REPEATS
 ) -> dict[str, float]:
-    """Median µs per call, each repeat a batch of every one in turn."""
+    """Median µs per call; each repeat times a batch of every call in turn."""
     for call in calls.values():
         for _ in range(WARM):
             call()
     samples: dict[str, list[float]] = {name: [] for name in calls}
-    # A collection in the middle of a batch is not a cost of the call that met it.
+    # A garbage collection in the middle of a batch is not a cost of the call it interrupts.
     collecting = gc.isenabled()
     gc.disable()
     try:

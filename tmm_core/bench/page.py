@@ -1,4 +1,4 @@
-"""A run's results as one HTML page that needs no other file, no script and no network."""
+"""A run's results as one self-contained HTML page, without scripts or network access."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ def save(results: Results, folder: Path) -> Path:
 
 @dataclass(frozen=True)
 class Page:
-    """The page of some results, which a notebook shows: ``Page(Results.read([folder]))``."""
+    """The page of results, for display in a notebook: ``Page(Results.read([folder]))``."""
 
     results: Results
 
     def _repr_html_(self) -> str:
-        # In a frame: its style sheet is not the notebook's.
+        # In a frame, to keep its style sheet out of the notebook.
         frame = 'style="width:100%;height:42rem;border:0"'
         return f'<iframe {frame} srcdoc="{escape(html(self.results))}"></iframe>'
 
@@ -71,7 +71,7 @@ def html(results: Results) -> str:
 
 
 def body(results: Results) -> str:
-    """What stands below the title; a section without data is left out."""
+    """The sections below the title; those without data are left out."""
     measured = results.measured
     numbers = [c for c in report.SUMMARY_COLUMNS if c not in ("class", "dtype", "worst problem")]
     summaries = [summary.cells for summary in report.summarize(results)]
@@ -87,9 +87,8 @@ def body(results: Results) -> str:
             ),
             _section(
                 "Roofline",
-                "What each problem reached, over the arithmetic that its bytes allow. The lines "
-                "are the highest bandwidth and rate that a problem of these runs reached, not a "
-                "data sheet's.",
+                "Rate of each problem over its arithmetic intensity. The lines are the highest "
+                "bandwidth and rate that a problem of these runs reached, not data-sheet values.",
                 _roofline(measured),
                 key={"tmm": "tmm", "torch": "torch"},
             ),
@@ -98,8 +97,8 @@ def body(results: Results) -> str:
         parts.append(
             _section(
                 "Tuned against shipped and untuned",
-                "What is chosen without tuning, over the time of what tuning chose: by the record "
-                "that ships for this GPU, its time as recorded there, and with nothing on record.",
+                "Time of the choice without tuning over the tuned choice's: by the record that "
+                "ships for this GPU, with the time recorded there, and without any record.",
                 rows(compared, "without tuning / tuned"),
                 key={"other": "shipped record", "torch": "nothing on record"},
             )
@@ -109,7 +108,7 @@ def body(results: Results) -> str:
             _section(
                 "Clocks side by side",
                 "torch's time over tmm's by each clock, geometric means as diamonds. In use "
-                "decides: calls over many weights by turns. Alone is one launch after a flush of "
+                "decides: calls over many weights in turn. Alone is one launch after a flush of "
                 "the L2, steady a second without pause, between a chain with a small kernel "
                 "between its calls. In the table: geometric mean / worst.",
                 rows(clocks, "torch / tmm")
@@ -121,7 +120,7 @@ def body(results: Results) -> str:
         parts.append(
             _section(
                 "Random M, weight and epilogue",
-                "What one choice for a bucket of M gives at problems nobody tuned for.",
+                "Problems that were not tuned, with one choice per bucket of M.",
                 markup.table(report.REGRET_COLUMNS, report.regrets(results)),
                 key={},
             )
@@ -233,13 +232,13 @@ def _shipped(results: Results) -> dict[str, Summary]:
     gpu, found = results.runs[-1]["gpu"], {}
     for layer in shipped_layers():
         for summary in CacheStore(layer, []).summaries(gpu):
-            if summary.clock == CLOCK:  # another clock's times are not to be compared
+            if summary.clock == CLOCK:  # times of different clocks are not comparable
                 found[summary.digest] = summary
     return found
 
 
 def _digest(document: Document) -> str:
-    """Of the problem, where a record answered, whose file is named after it."""
+    """Digest of the problem if a record answered; the record's file is named after it."""
     return Path(document["reason"]).stem if document["origin"] == "cache" else ""
 
 

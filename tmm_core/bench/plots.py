@@ -1,4 +1,4 @@
-"""The plots everybody knows: TFLOPS over square sizes, and the ratio to torch per class."""
+"""The usual plots: TFLOPS over square sizes, and the ratio to torch per class."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from tmm_core.bench.results import Document, Results
 from tmm_core.bench.runner import TMM, TORCH
 from tmm_core.bench.suites import SWEEP
 
-#: Series of the TFLOPS plot: column, label, colour (Okabe and Ito's, told apart by the
-#: colour-blind), line style.
+#: Series of the TFLOPS plot: column, label, colour (Okabe and Ito's colour-blind-safe palette),
+#: line style.
 _LINES = (
     ("kernel triton.naive one tile", "naive, 128×128", "#999999", ":"),
     ("kernel triton.grouped one tile", "grouped, 128×128 too", "#E69F00", "--"),
@@ -27,7 +27,7 @@ _MAPS = ("Blues", "Greens", "Purples", "Greys", "Oranges")
 
 def save(results: Results, folder: Path, metric: str = "tflops") -> list[Path]:
     """Write the plots that ``results`` have data for; returns their files. Lines of single kernels
-    (``tmm bench --kernel``) are in ``metric``, of those in :data:`series.METRICS`.
+    (``tmm bench --kernel``) are in ``metric``, one of :data:`series.METRICS`.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed (``pip install 'tmm-core[bench]'``).
@@ -35,7 +35,7 @@ def save(results: Results, folder: Path, metric: str = "tflops") -> list[Path]:
     """
     import matplotlib
 
-    matplotlib.use("Agg")  # no display is needed, nor looked for
+    matplotlib.use("Agg")  # needs no display
     folder.mkdir(parents=True, exist_ok=True)
     written = []
     square = [document for document in results.measured if document["suite"] == "square"]
@@ -79,7 +79,7 @@ def _square(documents: Sequence[Document], dtype: str, path: Path) -> None:
 
 
 def _sweep(documents: Sequence[Document], dtype: str, metric: str, path: Path) -> None:
-    """A line for each series; those of one kernel in the shades of one colour."""
+    """A line for each series; those of one kernel in shades of one colour."""
     figure, axes = _figure(9, 5.5)
     label, xs = series.axis(documents)
     ordered = sorted(zip(xs, documents, strict=True), key=lambda pair: _sort_key(pair[0]))
@@ -112,7 +112,7 @@ def _sort_key(x: float | str) -> tuple[bool, float | str]:
 
 
 def _shades(columns: Sequence[str]) -> dict[str, tuple[Any, str]]:
-    """Colour and style of each: a map of colours for each kernel, dark to light along its sweep."""
+    """Colour and style of each column: a colour map per kernel, dark to light along its sweep."""
     from matplotlib import colormaps
 
     of_kernel: dict[str, list[str]] = {}

@@ -1,4 +1,4 @@
-"""What is timed on one problem: the call as users write it, tmm's, and single kernels."""
+"""The columns timed on one problem: the eager call, tmm's, and single kernels."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ Tensor = torch.Tensor
 Expression = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
 
 
-#: As libraries that replace torch's products by invariant ones take it for 16-bit operands.
+#: The config used for 16-bit operands by libraries that replace torch's products by invariant ones.
 _ONE_CONFIG = {
     "BLOCK_M": 128,
     "BLOCK_N": 128,
@@ -37,14 +37,14 @@ _ONE_CONFIG = {
 
 
 def eager(calls: Sequence[Call]) -> Run:
-    """The call without tmm, as a model's code has it: ``F.linear`` or ``torch.matmul``, then
-    the activation; a gated one as two products, ``F.silu(x @ wg.T) * (x @ wu.T)``. 8-bit
-    operands go through ``torch._scaled_mm``, which takes no epilogue either."""
+    """The call without tmm, as in a model's code: ``F.linear`` or ``torch.matmul``, then the
+    activation; a gated one as two products, ``F.silu(x @ wg.T) * (x @ wu.T)``. 8-bit operands
+    go through ``torch._scaled_mm``, which has no epilogue either."""
     return _on(calls, expression(calls[0]))
 
 
 def tmm(calls: Sequence[Call]) -> Run:
-    """``tmm_core.matmul`` with the arguments that the call has, as one would write it."""
+    """``tmm_core.matmul`` with the call's arguments, as users write it."""
     given = [
         {name: value for name, value in call.keywords.items() if value is not None}
         for call in calls
@@ -56,9 +56,9 @@ def tmm(calls: Sequence[Call]) -> Run:
 def inductor(calls: Sequence[Call]) -> Run:
     """The same code under ``torch.compile(mode="max-autotune-no-cudagraphs")``.
 
-    Compiled when first called, which can take a minute.
+    It compiles at the first call, which can take a minute.
     """
-    # Each problem is a recompilation of one code object, and eight is where dynamo gives up.
+    # Each problem recompiles the same code object, and dynamo gives up after eight.
     torch._dynamo.reset()
     function = expression(calls[0])
     return _on(calls, torch.compile(function, mode="max-autotune-no-cudagraphs", dynamic=False))
@@ -74,7 +74,7 @@ def _on(calls: Sequence[Call], function: Expression) -> Run:
 
 def expression(call: Call) -> Expression:
     """The eager code of a call as a function of its tensors."""
-    # Looked up here, so that the function is nothing but torch code, which dynamo can trace.
+    # Looked up here, so that the function is pure torch code, which dynamo can trace.
     stages = call.epilogue.stages or (call.epilogue,)
     gated, out_dtype = stages[0].gated, call.out_dtype
     steps = [(stage.reference, stage.parameters) for stage in stages if not stage.is_identity]
@@ -99,8 +99,8 @@ def expression(call: Call) -> Expression:
 
 
 def _scaled_expression(call: Call, steps: Sequence[Any]) -> Expression:
-    """:func:`expression` of 8-bit operands, which torch multiplies by rows and columns alone
-    where they have such scales; one that has none gets ones."""
+    """:func:`expression` of 8-bit operands. If one has row scales, torch needs them for both; a
+    missing scale is one."""
     problem = call.problem()
     gated, dtype = problem.gated, problem.out.dtype
     width = call.b.shape[-1]
@@ -137,8 +137,8 @@ def _product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
 
 
 def kernels(call: Call) -> tuple[dict[str, Plan], dict[str, str]]:
-    """Every capable kernel as a plan, with its best config on record (its default where
-    there is no record); and the reasons of those that could not be had."""
+    """Every capable kernel as a plan, with its best config on record (without a record, its
+    default config); and the reasons why others are unavailable."""
     dispatcher, problem = dispatch.dispatcher(), call.problem()
     found = dispatcher.record(problem)
     best = best_of_each(found[1]) if found else {}
@@ -152,13 +152,13 @@ def kernels(call: Call) -> tuple[dict[str, Plan], dict[str, str]]:
         config: Any = best[kernel.name].config if kernel.name in best else None
         try:
             plans[kernel.name] = call.plan(kernel=kernel.name, config=config)
-        except Exception as error:  # a stranger's kernel; it costs its own column
+        except Exception as error:  # a third-party kernel; a fault costs its own column
             failed[kernel.name] = f"{type(error).__name__}: {error}"
     return plans, failed
 
 
 def untuned(call: Call) -> Plan:
-    """What would be chosen with nothing on record."""
+    """The choice without any record."""
     with tempfile.TemporaryDirectory() as empty:
         blank = Dispatcher(
             dispatch.dispatcher().registry, Tuner(), CacheStore(Path(empty), layers=())
@@ -179,8 +179,8 @@ def one_config(call: Call) -> Plan:
 
 
 def best_of_each(record: TuningRecord) -> dict[str, CandidateResult]:
-    """Each kernel's fastest result that was timed, finalists before the eliminated: their
-    samples are the more, and taken later."""
+    """Each kernel's fastest timed result, finalists before eliminated candidates: finalists have
+    more and later samples."""
     best: dict[str, CandidateResult] = {}
     for result in record.candidates:
         if result.samples_us and result.status in ("ok", "slow"):

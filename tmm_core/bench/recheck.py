@@ -1,4 +1,4 @@
-"""Records that packages ship, held against this machine: are they right, and still ahead?"""
+"""Checks on this machine that records shipped in packages are correct and still ahead of BLAS."""
 
 from __future__ import annotations
 
@@ -22,22 +22,22 @@ from tmm_core.spec.kernel import BASELINE, Kernel, Launcher
 from tmm_core.spec.precision import precision
 from tmm_core.spec.problem import Problem
 
-#: A winner may be this much slower than BLAS before it counts as a loss: two series of one short
-#: kernel differ by as much.
+#: Below this ratio to BLAS a winner counts as slower: two series of one short kernel differ by as
+#: much.
 SLOWER = 0.98
 ROUNDS = 11
 
-#: What is worth failing over; a stale record is ignored by the dispatcher, and measured anew.
+#: Statuses that fail the check. The dispatcher ignores stale records, and measures them again.
 FAULTS = ("wrong", "slower", "failed")
 
 
 def shipped(device: torch.device) -> Iterator[Document]:
-    """Every shipped record of this GPU and these versions, one document each: ``status`` is
-    ``"ok"``, ``"slower"`` than BLAS, ``"wrong"``, ``"failed"``, or ``"stale"`` where the winner's
-    kernel has changed since."""
+    """A document for each shipped record of this GPU and these versions: ``status`` is ``"ok"``,
+    ``"slower"`` (than BLAS), ``"wrong"``, ``"failed"``, or ``"stale"`` if the winner's kernel has
+    changed since."""
     timer = timer_for(device)
     records = list(_records(fingerprint(device)))
-    # Before any is timed: a compiler beside it would hold up the launches.
+    # All are compiled before any is timed: a concurrent compiler would delay launches.
     with ThreadPoolExecutor(compiling_threads()) as pool:
         bound = [pool.submit(_bound, record, device) for record in records]
     for record, winner in zip(records, bound, strict=True):
@@ -45,8 +45,8 @@ def shipped(device: torch.device) -> Iterator[Document]:
 
 
 def current(device: DeviceFingerprint) -> tuple[int, int]:
-    """How many shipped records are of this GPU and these versions, and how many of them are of
-    kernels as they are now."""
+    """The number of shipped records for this GPU and these versions, and how many of them match
+    the current kernels."""
     records = list(_records(device))
     return len(records), sum(_kernel(record) is not None for record in records)
 
@@ -59,7 +59,7 @@ def _records(device: DeviceFingerprint) -> Iterator[TuningRecord]:
 
 
 def _kernel(record: TuningRecord) -> Kernel[Any] | None:
-    """The winner's kernel, if it is still the one that was measured."""
+    """The winner's kernel, if it is unchanged since it was measured."""
     best = record.best
     for registered in dispatch.dispatcher().registry.kernels():
         kernel = registered.kernel
@@ -78,7 +78,7 @@ class _Bound:
 
 
 def _bound(record: TuningRecord, device: torch.device) -> _Bound | None:
-    """None where the winner's kernel has changed since."""
+    """The record's winner, compiled; None if its kernel has changed since."""
     kernel = _kernel(record)
     if kernel is None:
         return None
@@ -107,7 +107,7 @@ def _checked(
             return document | {"status": "stale"}
         with torch.no_grad(), precision(bound.problem.tf32):
             return document | _measured(bound, device, timer)
-    except Exception as error:  # a compiler's, a launch's: this record's fault alone
+    except Exception as error:  # from a compiler or a launch: affects this record only
         return document | {"status": "failed", "reason": f"{type(error).__name__}: {error}"}
     finally:
         if device.type == "cuda":
@@ -125,7 +125,7 @@ def _measured(bound: _Bound, device: torch.device, timer: GraphTimer | HostTimer
     inputs.launch(launcher, inputs.out)
     error = verify.error(inputs.out, ragged_reference.whole(problem, inputs))
     document: Document = {"title": str(problem), "error": error}
-    # BLAS's own error is no verdict: it is what the others are held against.
+    # BLAS's own error is not a fault: others are compared with it.
     if not error <= verify.tolerance(problem) and not bound.is_baseline:
         return document | {"status": "wrong"}
     copies = rotation.copies(problem, rotation.memory_limit(device))
@@ -135,7 +135,7 @@ def _measured(bound: _Bound, device: torch.device, timer: GraphTimer | HostTimer
         lambda copy: calls[copy].launch(launcher, None),
     ]
     theirs, mine = map(median, timer.measure(runs, ROUNDS, copies=copies))
-    if theirs / mine < SLOWER:  # once may be chance
+    if theirs / mine < SLOWER:  # a single measurement may be noise
         theirs, mine = map(median, timer.measure(runs, 3 * ROUNDS, copies=copies))
     timer.release()
     return document | {

@@ -1,8 +1,8 @@
-"""What choosing once per bucket of M costs, at sizes that nobody tuned for.
+"""The cost of choosing once per bucket of M, at sizes that were not tuned.
 
-A serving loop brings any M, and the choice is what its bucket's record says. Random triples of M,
-weight and epilogue, fixed by a seed, are held against eager torch and against the best that is
-known: whatever the record has timed, all in use at this very M.
+A serving loop meets any M and uses its bucket's record. Random triples of M, weight and epilogue,
+from a fixed seed, are compared with eager torch and with the best known candidate, among those that
+the record has timed; all are timed in use at exactly this M.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from tmm_core.spec.bucket import bucket_edge, bucketed
 
 LARGEST_M = 8192
 ROUNDS = 11
-#: Candidates of the record that are timed besides the choice, the fastest first.
+#: Candidates of the record that are timed in addition to the choice, fastest first.
 MOST_KNOWN = 5
 
 #: Weights N×K of models: projections of Llama 3 8B, Qwen 2.5 14B and 32B, Llama 3 70B on eight
@@ -43,7 +43,7 @@ EXPRESSIONS = ("", "", "silu", "gelu_tanh", "bias", "bias+gelu_tanh+residual", "
 
 @dataclass(frozen=True, slots=True)
 class Triple:
-    """One random problem: rows, a weight ``[n, k]`` and what follows the product."""
+    """One random problem: rows, a weight ``[n, k]`` and the epilogue."""
 
     m: int
     n: int
@@ -79,14 +79,14 @@ def measure(
     dtype: torch.dtype = torch.bfloat16,
     budget: float | None = None,
 ) -> Iterator[Document]:
-    """One document for each of ``count`` triples, the bucket of each tuned first."""
+    """One document for each of ``count`` triples; each one's bucket is tuned first."""
     timer = timer_for(device)
     for triple in triples(count):
         document: Document = {"kind": "regret", "case": triple.case(dtype).to_json()}
         try:
             with torch.no_grad(), settings.override(on_cache_miss="heuristic"):
                 document |= _point(triple.case(dtype).call(device), timer, budget)
-        except Exception as error:  # out of memory, say: costs this one
+        except Exception as error:  # such as out of memory: affects this triple only
             document["failed"] = f"{type(error).__name__}: {error}"
         timer.release()
         yield document
@@ -100,7 +100,7 @@ def _point(call: Call, timer: GraphTimer | HostTimer, budget: float | None) -> D
     plans = {_key(chosen): chosen}
     for result in _known(record):
         if _key(result) not in plans:
-            with suppress(Exception):  # a config of another M need not fit this one
+            with suppress(Exception):  # a config for another M may not fit this one
                 plans[_key(result)] = tmm_core.plan(
                     call.a, call.b, **call.keywords, kernel=result.kernel, config=result.config
                 )

@@ -1,8 +1,8 @@
-"""What a run found, as tables: per class for the summary, per problem for the evidence.
+"""A run's results as tables: a summary per class, and the evidence per problem.
 
-Ratios are torch's time over tmm's: above one, tmm was faster. ``±`` is what torch's two
-series in one loop differed by (the median over problems of |ratio − 1|): less than that
-between any two columns is noise.
+Ratios are torch's time over tmm's: above one, tmm was faster. ``±`` is the difference between
+torch's two series in one loop (the median over problems of |ratio − 1|): smaller differences
+between any two columns are noise.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tmm_core.bench.case import Case
 from tmm_core.bench.results import Document, Results
 from tmm_core.bench.runner import INDUCTOR, TMM, TORCH, UNTUNED
 
-#: Below this a problem counts as lost: two series of one thing differ by up to 1 %.
+#: Below this ratio a problem counts as lost: two series of the same call differ by up to 1 %.
 LOST = 0.99
 
 SUMMARY_COLUMNS = (
@@ -30,9 +30,9 @@ REGRET_COLUMNS = (
     "M", "random problems", "torch / chosen", "at least", "of", "chosen / best known", "at most",
     "of it",
 )  # fmt: skip
-#: Ranges of M that random problems are summed up by.
+#: Ranges of M for the summary of random problems.
 _RANGES = ((1, 16), (17, 128), (129, 1024), (1025, 8192), (1, 8192))
-#: Clocks that decide nothing: one launch after a flush, a second without pause, and a chain with a
+#: Clocks that do not decide: one launch after a flush, a second without pause, and a chain with a
 #: small kernel between its calls.
 OTHER_CLOCKS = ("alone", "steady", "between")
 CLOCK_COLUMNS = ("class", "dtype", "in use", *OTHER_CLOCKS)
@@ -93,7 +93,7 @@ def _by_class(documents: Iterable[Document]) -> dict[tuple[str, str], list[Docum
 
 
 def goals(results: Results) -> list[tuple[str, ...]]:
-    """How every class stands to what it is held to."""
+    """Every class's ratios beside its goals."""
     rows: list[tuple[str, ...]] = []
     for (suite, dtype), documents in _by_class(results.measured).items():
         for against, (worst_goal, mean_goal) in suites.goals(suite).items():
@@ -102,7 +102,7 @@ def goals(results: Results) -> list[tuple[str, ...]]:
                 rows.append((suite, dtype, against, "", "", "", "", "not measured"))
                 continue
             worst, mean = min(ratios), statistics.geometric_mean(ratios)
-            # Held to the two decimals that a goal is given in.
+            # Compared at the two decimals that a goal is given in.
             missed = [
                 name
                 for name, value, goal in (("worst", worst, worst_goal), ("mean", mean, mean_goal))
@@ -118,19 +118,19 @@ def goals(results: Results) -> list[tuple[str, ...]]:
 
 
 def _ratios(documents: Sequence[Document], against: str) -> list[float]:
-    """Of the time of ``against`` to tmm's, where both were measured."""
+    """The time of ``against`` over tmm's, for problems where both were measured."""
     timed = [document["times"] for document in documents]
     return [t[against]["median_us"] / t[TMM]["median_us"] for t in timed if against in t]
 
 
 def clock_ratio(document: Document, clock: str) -> float | None:
-    """torch's time over tmm's by another clock; None where it was not taken."""
+    """torch's time over tmm's by another clock; None if it was not used."""
     found = document.get(clock)
     return found[TORCH] / found[TMM] if found else None
 
 
 def clocks(results: Results) -> list[tuple[str, ...]]:
-    """Geometric mean and worst of each class by every clock, where any other was taken."""
+    """Geometric mean and worst of each class by every clock, if another than in use was taken."""
     rows: list[tuple[str, ...]] = []
     for (suite, dtype), documents in _by_class(results.measured).items():
         ratios = [[document["ratio"] for document in documents]]
@@ -201,7 +201,7 @@ def _untuned(results: Results) -> str:
     if not slowdowns:
         return ""
     return (
-        f"With nothing on record, the choice takes {statistics.geometric_mean(slowdowns):.3f}× the "
+        f"Without a record, the choice takes {statistics.geometric_mean(slowdowns):.3f}× the "
         f"tuned one's time in geometric mean over {len(slowdowns)} problems, at most "
         f"{max(slowdowns):.2f}×."
     )
@@ -277,7 +277,7 @@ def _row(
 
 
 def regrets(results: Results) -> list[tuple[str, ...]]:
-    """What choosing once per bucket of M costs at random problems, by ranges of M."""
+    """The cost of choosing once per bucket of M for random problems, by ranges of M."""
     rows: list[tuple[str, ...]] = []
     points = [document for document in results.regrets if "us" in document]
     for least, most in _RANGES:
@@ -332,6 +332,6 @@ def microseconds(us: float | None) -> str:
 
 
 def _spread(summary: dict[str, Any]) -> str:
-    """A median with the half width of its middle half."""
+    """A median ± half the interquartile range."""
     half = (summary["p75_us"] - summary["p25_us"]) / 2
     return f"{summary['median_us']:.1f} ±{half:.1f}"

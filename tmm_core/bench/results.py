@@ -1,8 +1,7 @@
 """The file of a run: one JSON document per line, each written as soon as it exists.
 
-The first line says under what the run was made, the others are a measured problem each (or
-host costs). A run that is killed keeps all but the line it was writing, and files of several
-runs, an hour of a machine here and there, read as one.
+The first line describes the environment, each other line a measured problem (or host costs). A run
+that is killed keeps all but the line it was writing, and the files of several runs are read as one.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ SUFFIX = ".jsonl"
 
 
 class Writer:
-    """Appends documents to a new file in ``folder``; without a folder, to none."""
+    """Appends documents to a new file in ``folder``; without a folder, discards them."""
 
     def __init__(self, folder: Path | None, name: str) -> None:
         self.path: Path | None = None
@@ -52,14 +51,14 @@ class Writer:
 
 @dataclass
 class Results:
-    """What one or several runs have found."""
+    """The results of one or several runs."""
 
     runs: list[Document] = field(default_factory=list)
-    #: One per problem, in the order they were first measured; the latest measurement.
+    #: The latest measurement of each problem, in the order they were first measured.
     problems: list[Document] = field(default_factory=list)
-    #: Host costs per call, the latest.
+    #: The latest host costs per call.
     host: Document | None = None
-    #: Of each random problem what choosing by bucket costs, the latest.
+    #: The latest cost of choosing by bucket for each random problem.
     regrets: list[Document] = field(default_factory=list)
 
     @property
@@ -69,7 +68,7 @@ class Results:
 
     @classmethod
     def of(cls, documents: Iterable[Document]) -> Results:
-        """Documents in the order they were written; of one problem the last counts."""
+        """Results from documents in the order they were written; a problem's last one counts."""
         results, problems, regrets = cls(), {}, {}
         for document in documents:
             if document["kind"] == "run":
@@ -80,7 +79,7 @@ class Results:
                 regrets[identity("regret", document["case"])] = document
             else:
                 key = identity(document["suite"], document["case"])
-                # A problem that failed this time was still measured that time.
+                # A later failure does not replace an earlier measurement.
                 if "times" in document or key not in problems:
                     problems[key] = document
         results.problems = list(problems.values())
@@ -93,7 +92,7 @@ class Results:
 
         Raises:
             OSError: A path cannot be read.
-            ValueError: A line that is no document, other than a torn last one.
+            ValueError: A line is not a document, except for a torn last one.
         """
         files: list[Path] = []
         for path in paths:
@@ -102,7 +101,7 @@ class Results:
 
 
 def identity(suite: str, case: Document) -> str:
-    """What makes two measurements ones of the same problem."""
+    """A key that is equal for two measurements of the same problem."""
     return json.dumps([suite, case], sort_keys=True)
 
 
@@ -120,9 +119,9 @@ def _documents(path: Path) -> list[Document]:
                 "problem",
                 "regret",
             ):
-                raise ValueError("no result of tmm bench")
+                raise ValueError("not a result of tmm bench")
         except ValueError as error:
-            if number == len(lines):  # torn off by whatever killed the run
+            if number == len(lines):  # torn when the run was killed
                 continue
             raise ValueError(f"{path}:{number}: {error}") from error
         documents.append(document)

@@ -1,8 +1,8 @@
-"""Time every task's providers against one another, by turns, in use as
-:mod:`tmm_core.dispatch.timing` has it.
+"""Times every task's providers against one another, in turn, with the in-use clock of
+:mod:`tmm_core.dispatch.timing`.
 
-torch is timed twice in the same loop: what its two series differ by is what a difference
-between any other two means nothing below.
+torch is timed twice in the same loop: differences between columns that are smaller than the one
+between its two series are noise.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ INDUCTOR, UNTUNED = "inductor", "untuned"
 #: Column of problems in batch-invariant mode.
 ONE_CONFIG = "kernel one persistent config"
 
-#: Suites whose time is that of moving bytes, for which a read floor says something.
+#: Suites bound by memory bandwidth, for which a read floor is meaningful.
 MEMORY_BOUND = ("decode", "large_k")
 
-#: Rounds of the loop: a quartile needs some ten samples; more than a few hundred do not
-#: narrow a median that drifts with the clocks anyway.
+#: Rounds of the loop: a quartile needs some ten samples; beyond a few hundred, drift of the GPU's
+#: clocks dominates the median's error.
 LEAST_ROUNDS, MOST_ROUNDS = 11, 300
 PILOT_ROUNDS = 1
-#: Samples of the clock "alone", which is reported and decides nothing.
+#: Samples of the clock "alone", which is reported but does not decide.
 ALONE_ROUNDS = 15
 #: Elements that the small kernel between the calls doubles: a norm's worth of work.
 BETWEEN = 8192
@@ -60,21 +60,21 @@ CLOCK_MS = 60.0
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Options:
-    """What to do with each task.
+    """What to measure for each task.
 
     Args:
-        tune: Tune the very problem first, unless it is on record.
-        tune_budget: Seconds of that, per problem; None: as the settings say.
-        kernels: Time the best config of every capable kernel as well; of square matrices the
-            naive and the grouped one with one tile, too.
+        tune: Tune the exact problem first, unless it has a record.
+        tune_budget: Seconds of tuning per problem; None: the settings' value.
+        kernels: Also time the best config of every capable kernel; for square matrices also the
+            naive and the grouped one with the same tile.
         series: Single kernels to time as well.
-        inductor: Time ``torch.compile`` of the eager code as well.
-        untuned: Time what would be chosen with nothing on record as well.
-        floor: Time a cold read of the operands, for suites that are :data:`MEMORY_BOUND`.
-        clocks: Report the clocks "alone" and "steady" as well, and chains with a small kernel
+        inductor: Also time ``torch.compile`` of the eager code.
+        untuned: Also time the choice without any record.
+        floor: Time a cold read of the operands, for suites in :data:`MEMORY_BOUND`.
+        clocks: Also report the clocks "alone" and "steady", and chains with a small kernel
             between the calls.
-        seconds: Timing per problem, after tuning.
-        deadline: ``time.monotonic()`` past which no task is begun.
+        seconds: Seconds of timing per problem, after tuning.
+        deadline: ``time.monotonic()`` after which no task is started.
     """
 
     tune: bool = True
@@ -92,7 +92,7 @@ class Options:
 def run(tasks: Sequence[Task], device: torch.device, options: Options) -> Iterator[Document]:
     """Measure one task after the other; one document each. Ends early at the deadline.
 
-    What fails in one task is in its document, and costs no other.
+    A task's failure is noted in its document and affects no other task.
     """
     timer = timer_for(device)
     clocks = environment.Clocks(device)
@@ -118,8 +118,8 @@ def run(tasks: Sequence[Task], device: torch.device, options: Options) -> Iterat
 
 
 def _prepare(task: Task, device: torch.device) -> None:
-    """Have the task's kernels compiled while another is measured."""
-    with suppress(Exception):  # the task itself will say
+    """Compile the task's kernels while another task is measured."""
+    with suppress(Exception):  # the task itself will report it
         problem = task.case.call(device, torch.empty).problem()
         dispatch.dispatcher().prepare(problem, settings.current())
 
@@ -131,7 +131,7 @@ def _measure(
     timer: GraphTimer | HostTimer,
     clocks: environment.Clocks,
 ) -> Document:
-    # What is not on record is not tuned in the middle of a timing.
+    # A problem without a record must not be tuned in the middle of a timing.
     with (
         torch.no_grad(),
         precision(task.case.tf32),
@@ -169,7 +169,7 @@ def _times(
     seconds: float,
     document: Document,
 ) -> Document:
-    """Each column's median and quartiles, taken once more where the host held torch or tmm up."""
+    """Each column's median and quartiles, measured again if the host delayed torch or tmm."""
     samples = _samples(list(runs.values()), timer, copies, seconds)
     disturbed = {
         name: _summary(mine)
@@ -185,7 +185,7 @@ def _times(
 def _other_clocks(
     runs: dict[str, Run], timer: GraphTimer, copies: int, times: Document, device: torch.device
 ) -> Document:
-    """Medians of torch and tmm by the clocks that decide nothing, in µs."""
+    """Medians of torch and tmm by the clocks that do not decide, in µs."""
     both = {name: runs[name] for name in (TORCH, TMM)}
     alone = timer.alone(list(both.values()), ALONE_ROUNDS)
     found: Document = {
@@ -210,8 +210,8 @@ def _other_clocks(
 
 
 def _with_between(run: Run, small: torch.Tensor) -> Run:
-    """The call, and a small elementwise kernel after it, as norms and activations are in a model:
-    what a kernel gains by following its own kind does not hold there."""
+    """The call followed by a small elementwise kernel, like the norms and activations of a model: a
+    kernel does not follow its own kind there, and loses what it gains from that."""
 
     def both(copy: int) -> object:
         result = run(copy)
@@ -237,7 +237,7 @@ def _described(plan: tmm_core.Plan) -> Document:
 
 
 def _tune(call: Call, options: Options) -> float:
-    """Seconds spent tuning this very problem (about none where it is on record)."""
+    """Seconds spent tuning exactly this problem (about zero if it has a record)."""
     started = time.monotonic()
     budget = options.tune_budget or settings.current().tune_budget
     budget = max(1.0, min(budget, options.deadline - started))
@@ -247,7 +247,7 @@ def _tune(call: Call, options: Options) -> float:
 
 
 def _error(call: Call, plan: tmm_core.Plan) -> float:
-    """Largest error of tmm's answer, on this call's own tensors and a poisoned output."""
+    """Largest error of tmm's result, on the call's own tensors and an output filled with NaN."""
     inputs = call.inputs()
     verify.poison(inputs.out)
     call.matmul(out=inputs.out)
@@ -257,8 +257,8 @@ def _error(call: Call, plan: tmm_core.Plan) -> float:
 def _runs(
     calls: Sequence[Call], options: Options, document: Document, series: Sequence[Series] = ()
 ) -> dict[str, Run]:
-    """What is timed, by column, called once already. An extra column that cannot be had is
-    left out and its reason noted in ``document``; torch's and tmm's own are a failure."""
+    """The runs to time, by column, each called once already. An extra column that is unavailable
+    is left out and its reason noted in ``document``; torch's and tmm's columns must work."""
     call = calls[0]
     eager = providers.eager if call.rows is None else grouped.eager
     extras: dict[str, Run] = {}
@@ -273,7 +273,7 @@ def _runs(
     for each in series:
         try:
             plan = each.plan(call)
-        except Exception as error:  # it declines, or its compiler fails: its column is left out
+        except Exception as error:  # it declines, or does not compile: its column is left out
             failed[each.label] = f"{type(error).__name__}: {error}"
             continue
         document["kernel_configs"][each.label] = plan.config
@@ -353,7 +353,7 @@ def _summary(samples: Sequence[float]) -> dict[str, Any]:
 
 
 def _under_load(work: Run, work_us: float, clocks: environment.Clocks) -> dict[str, float] | None:
-    """Clock and power under this very load: asked for while the GPU is busy with it."""
+    """Clock and power under this load, read while the GPU is busy with it."""
     for _ in range(min(500, int(CLOCK_MS * 1e3 / work_us) + 1)):
         work(0)
     found = clocks.read()
@@ -362,8 +362,8 @@ def _under_load(work: Run, work_us: float, clocks: environment.Clocks) -> dict[s
 
 
 def _release(device: torch.device) -> None:
-    """Free what the problem held: plans keep workspaces, the allocator keeps blocks that
-    the next problem's sizes may not fit into."""
+    """Free the problem's memory: plans keep workspaces, and the allocator keeps blocks that may
+    not fit the next problem's sizes."""
     warm.forget_plans()
     if device.type == "cuda":
         torch.cuda.empty_cache()

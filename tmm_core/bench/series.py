@@ -1,5 +1,5 @@
-"""Single kernels at configs that are given in part: what ``tmm bench --kernel … --sweep …`` times,
-and the numbers that are told of it."""
+"""Single kernels with partially given configs, which ``tmm bench --kernel … --sweep …`` times, and
+the metrics reported for them."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ from tmm_core.spec.kernel import Kernel
 
 Fields = Mapping[str, Any]
 
-#: Of the two kernels of the tutorials: all that tells them apart is then the order of their tiles.
+#: For the two kernels of the tutorials, which then differ only in the order of their tiles.
 _TILE: Fields = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "num_stages": 3, "num_warps": 8}
 
 
 @dataclass(frozen=True)
 class Series:
-    """A kernel with some fields of its config; the others are those of its default config, and with
-    none given those of its best config on record."""
+    """A kernel with some fields of its config. Other fields are those of its default config; if
+    none is given, its best config on record is used."""
 
     label: str
     kernel: str
@@ -32,7 +32,7 @@ class Series:
 
     @property
     def column(self) -> str:
-        """Where a document keeps its times."""
+        """The column of its times in a document."""
         return f"kernel {self.label}"
 
     def plan(self, call: Call) -> Plan:
@@ -40,7 +40,7 @@ class Series:
 
         Raises:
             TmmError: It cannot serve the call, or not with these fields.
-            Exception: What compiling it raises.
+            Exception: It does not compile.
         """
         config = dict(self.fields) or None
         return tmm_core.plan(call.a, call.b, **call.keywords, kernel=self.kernel, config=config)
@@ -55,11 +55,11 @@ ONE_TILE = (
 def combined(
     kernels: Sequence[Kernel[Any]], common: Fields, sweeps: Mapping[str, Sequence[Any]]
 ) -> list[Series]:
-    """Every kernel at every combination of the values that are swept, beside the common fields.
-    Of each a kernel takes those that its config has.
+    """Every kernel with every combination of the swept values and the common fields. Fields that a
+    kernel's config lacks are ignored.
 
     Raises:
-        ValueError: A field that no kernel has; the message lists those that there are.
+        ValueError: A field that no kernel has; the message lists the valid ones.
     """
     known = {k.name: [f.name for f in dataclasses.fields(k.config_type)] for k in kernels}
     for name in (*common, *sweeps):
@@ -76,8 +76,8 @@ def combined(
     return found
 
 
-#: What a metric is called, and how it follows from a document and a time in µs. GB/s are of the
-#: bytes that have to move: each operand once and the result once, each by the size of its dtype.
+#: A metric's label, and its value from a document and a time in µs. GB/s count the bytes that
+#: must move: each operand and the result once, with the size of its dtype.
 METRICS: Mapping[str, tuple[str, Callable[[Document, float], float]]] = {
     "tflops": ("TFLOPS", lambda document, us: document["flops"] / us / 1e6),
     "gbs": ("GB/s", lambda document, us: document["bytes"] / us / 1e3),
@@ -87,20 +87,20 @@ METRICS: Mapping[str, tuple[str, Callable[[Document, float], float]]] = {
 
 
 def told(document: Document, column: str, metric: str) -> float | None:
-    """A column's median in that metric; None where it was not timed."""
+    """A column's median in that metric; None if it was not timed."""
     times = document["times"].get(column)
     return None if times is None else METRICS[metric][1](document, times["median_us"])
 
 
 def columns(documents: Iterable[Document]) -> list[str]:
-    """The columns of the series of these documents, then tmm's and torch's."""
+    """The columns of all series in these documents, then tmm's and torch's."""
     named = dict.fromkeys(f"kernel {label}" for d in documents for label in d.get("series", ()))
     return [*named, "tmm", "torch"]
 
 
 def axis(documents: Sequence[Document]) -> tuple[str, Sequence[float | str]]:
-    """What tells the problems apart: a label and a number for each where it is one number, the
-    side of a square among them; else names."""
+    """The axis on which the problems differ: a label, and a number for each if they differ in one
+    number, including the side of a square; else names."""
     sizes = [tuple(document["case"][letter] for letter in "mnk") for document in documents]
     if all(m == n == k for m, n, k in sizes):
         return "M = N = K", [float(m) for m, _, _ in sizes]

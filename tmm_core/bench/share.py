@@ -1,5 +1,5 @@
-"""One file of a run's results, to send to whoever keeps the figures: what was measured, under what,
-and the report; no path, host or user name of the machine."""
+"""Packs a run's results into one file to share: measurements, environment and report, without
+paths, host or user names of the machine."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from typing import Any
 from tmm_core.bench import report
 from tmm_core.bench.results import SUFFIX, Results
 
-#: A path that is not relative to this folder. A unit (µs/call) has a letter before its slash.
+#: A path that leads outside this folder. A unit (µs/call) has a letter before its slash.
 _PATH = re.compile(r"(?<![\w>])(?:~\w*|\.{1,2})?/[^\s'\",;:]+")
 _HIDDEN = "<path>"
 
@@ -22,11 +22,11 @@ def pack(paths: Sequence[Path], target: Path) -> Results:
     """Write the zip file ``target`` of the results in ``paths``, files or folders.
 
     Returns:
-        What is in it, as it is read back.
+        Its contents, read back.
 
     Raises:
-        ValueError: There is nothing measured in them, or a file is no results.
-        OSError: They cannot be read, or ``target`` is there already or cannot be written.
+        ValueError: The results have no measurements, or a file does not hold results.
+        OSError: They cannot be read, or ``target`` exists already or cannot be written.
     """
     files = [f for p in paths for f in (sorted(p.glob(f"*{SUFFIX}")) if p.is_dir() else [p])]
     results = Results.read(paths)
@@ -45,7 +45,7 @@ def pack(paths: Sequence[Path], target: Path) -> Results:
 
 
 def without_paths(value: Any) -> Any:
-    """``value``, JSON, with every path in its texts hidden."""
+    """The JSON ``value`` with every path in its strings hidden."""
     if isinstance(value, str):
         return _PATH.sub(_HIDDEN, value)
     if isinstance(value, list):

@@ -1,4 +1,4 @@
-"""The problems, by class, from ``suite.json``."""
+"""The benchmark problems, by class, from ``suite.json``."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ import torch
 from tmm_core.bench.case import LAYOUTS, SCALES, Case, parse_dtype, parse_expression
 from tmm_core.formats import BY_STORAGE
 
-#: What problems are filed under that single kernels are timed on (``tmm bench --kernel``).
+#: The class of problems on which single kernels are timed (``tmm bench --kernel``).
 SWEEP = "sweep"
 
 
 @dataclass(frozen=True, slots=True)
 class Task:
-    """A case as a member of its class."""
+    """A case and its class."""
 
     suite: str
     case: Case
@@ -37,14 +37,14 @@ _NONE: Mapping[str, Any] = {}
 
 @functools.cache
 def shipped() -> dict[str, Any]:
-    """The suites that come with tmm, as in ``suite.json``, by name."""
+    """The suites in ``suite.json``, by name."""
     text = importlib.resources.files(__package__).joinpath("suite.json").read_text("utf-8")
     return {name: suite for name, suite in json.loads(text).items() if name != "_doc"}
 
 
 def goals(name: str) -> dict[str, tuple[float, float]]:
-    """What a class that comes with tmm is held to: against what (``"torch"``, ``"inductor"``),
-    the least ratio of its worst problem, and the least geometric mean."""
+    """The goals of a shipped class: by baseline (``"torch"``, ``"inductor"``), the least ratio of
+    its worst problem and the least geometric mean."""
     listed = shipped().get(name, {}).get("goal", {})
     return {against: (worst, mean) for against, (worst, mean) in listed.items()}
 
@@ -52,11 +52,11 @@ def goals(name: str) -> dict[str, tuple[float, float]]:
 def select(
     names: Sequence[str], *, dtype: torch.dtype | None = None, limit: int | None = None
 ) -> list[Task]:
-    """The tasks of the named suites (``["all"]``: of every one).
+    """The tasks of the named suites (``["all"]``: every suite).
 
     Args:
-        dtype: Only those of this dtype.
-        limit: At most so many of each suite.
+        dtype: Only tasks of this dtype.
+        limit: At most this many of each suite.
 
     Raises:
         ValueError: A suite that does not exist.
@@ -76,7 +76,7 @@ def read(document: object) -> list[Task]:
     """The tasks of a whole document in the form of ``suite.json``.
 
     Raises:
-        ValueError: It is not of that form.
+        ValueError: The document does not have that form.
     """
     if not isinstance(document, Mapping):
         raise ValueError(f"suites must be a JSON object by name, got {type(document).__name__}")
@@ -93,10 +93,10 @@ def expand(name: str, suite: Mapping[str, Any], others: Mapping[str, Any] = _NON
     shapes. 8-bit operands have tensor-wise scales unless the suite says otherwise.
 
     Args:
-        others: The suites that this one may be ``like``.
+        others: The suites that this one may refer to with ``like``.
 
     Raises:
-        ValueError: The suite is not of the form of those in ``suite.json``.
+        ValueError: The suite does not have the form of those in ``suite.json``.
     """
     try:
         invariant = bool(suite.get("batch_invariant", False))
@@ -156,9 +156,9 @@ def expand(name: str, suite: Mapping[str, Any], others: Mapping[str, Any] = _NON
 
 
 def _shapes(suite: Mapping[str, Any]) -> list[Sequence[int]]:
-    """As they are listed, or every weight ``[N, K]`` by every number of rows, or all experts
-    ``[groups, N, K]`` by every number of rows they have together. Where K is ragged, it is that of
-    the rows and ``[groups, N, M]`` are the others."""
+    """The listed shapes, or every weight ``[N, K]`` with every number of rows, or all experts
+    ``[groups, N, K]`` with every total number of rows. If K is ragged, the rows are K and experts
+    are ``[groups, N, M]``."""
     if "experts" in suite:
         listed: list[Sequence[int]] = [[int(size) for size in one] for one in suite["experts"]]
         if any(len(one) != 3 for one in listed):

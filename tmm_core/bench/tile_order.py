@@ -1,11 +1,11 @@
-"""In which order a kernel's programs compute the tiles of its output, and what each wave of them
-reads: the arithmetic of GROUP_M, on paper.
+"""A model of GROUP_M: the order in which a kernel's programs compute output tiles, and the data
+that each wave of them reads.
 
-Programs start in the order of their numbers, as many at a time as the GPU has room for: a wave. It
-needs the rows of A and the columns of B that its tiles lie in, each once, since the programs of a
-wave walk K together and find in L2 what a neighbour has asked for. Numbered along rows, 9 programs
-of a product of 9×9×9 tiles read one row of A and all of B, 90 tiles; numbered down three rows of
-tiles at a time they read three rows and three columns, 54.
+Programs start in the order of their IDs, as many at a time as fit on the GPU: a wave. A wave reads
+the rows of A and the columns of B of its tiles once each, since its programs walk K together and
+find in L2 what a neighbour has loaded. With IDs along rows, 9 programs of a product of 9×9×9 tiles
+read one row of A and all of B, 90 tiles; with IDs that go down three rows of tiles at a time they
+read three rows and three columns, 54.
 
 >>> [sum(wave.reads for wave in waves(order(9, 9, group), 9, steps=9)[:1]) for group in (1, 3)]
 [90, 54]
@@ -22,7 +22,7 @@ Tile = tuple[int, int]
 
 def place(program: int, rows: int, columns: int, group: int) -> Tile:
     """Row and column of the tile that a program computes: down ``group`` tiles, then right. The
-    last rows make a shorter group."""
+    last group may have fewer rows."""
     band = group * columns
     first = program // band * group
     height = min(rows - first, group)
@@ -31,7 +31,7 @@ def place(program: int, rows: int, columns: int, group: int) -> Tile:
 
 
 def order(rows: int, columns: int, group: int) -> list[Tile]:
-    """The tiles of a product of ``rows`` × ``columns`` tiles, as programs are numbered.
+    """The tiles of a product of ``rows`` × ``columns`` tiles, in the order of program IDs.
 
     >>> order(2, 3, group=1)
     [(0, 0), (0, 1), (0, 2), (1, 0), (1, 1), (1, 2)]
@@ -39,16 +39,16 @@ def order(rows: int, columns: int, group: int) -> list[Tile]:
     [(0, 0), (1, 0), (0, 1), (1, 1), (0, 2), (1, 2)]
 
     Raises:
-        ValueError: One of the three is not above zero.
+        ValueError: An argument is not positive.
     """
     if min(rows, columns, group) < 1:
-        raise ValueError(f"{rows}×{columns} tiles in groups of {group}: each is 1 at least")
+        raise ValueError(f"{rows}×{columns} tiles in groups of {group}: each must be at least 1")
     return [place(program, rows, columns, group) for program in range(rows * columns)]
 
 
 @dataclass(frozen=True)
 class Wave:
-    """What runs at one time."""
+    """The tiles computed at one time."""
 
     tiles: tuple[Tile, ...]
     #: Tiles of A and B along K.
@@ -64,12 +64,12 @@ class Wave:
 
     @property
     def reads(self) -> int:
-        """Tiles of A and of B that come from memory where L2 holds none of them at first."""
+        """Tiles of A and of B that come from memory, starting with an empty L2."""
         return (len(self.rows) + len(self.columns)) * self.steps
 
     @property
     def loads(self) -> int:
-        """Tiles of A and of B that the programs ask L2 for."""
+        """Tiles of A and of B that the programs request from L2."""
         return 2 * len(self.tiles) * self.steps
 
 
@@ -82,22 +82,22 @@ def waves(tiles: Sequence[Tile], size: int, steps: int = 1) -> list[Wave]:
 class Traffic:
     """Modelled bytes of A and B."""
 
-    #: Asked of L2 by the SMs.
+    #: Requested from L2 by the SMs.
     from_l2: int
-    #: Asked of memory by L2.
+    #: Requested from memory by L2.
     from_memory: int
 
     @property
     def hits(self) -> float:
-        """Share of what is asked of L2 that it has."""
+        """L2's hit rate."""
         return 1 - self.from_memory / self.from_l2
 
 
 def traffic(waves: Iterable[Wave], row_bytes: int, column_bytes: int, l2: int = 0) -> Traffic:
-    """Bytes moved where a row of tiles reads ``row_bytes`` of A, a column ``column_bytes`` of B.
+    """Bytes moved if a row of tiles reads ``row_bytes`` of A, and a column ``column_bytes`` of B.
 
-    Between waves an L2 of ``l2`` bytes keeps the rows and columns used last, whole ones only, and
-    with 0 none: within a wave each is read once either way.
+    Between waves an L2 of ``l2`` bytes keeps the most recently used whole rows and columns, none
+    if 0; within a wave each is read once in either case.
     """
     held: OrderedDict[tuple[str, int], int] = OrderedDict()
     requested = read = 0

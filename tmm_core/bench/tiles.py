@@ -1,4 +1,4 @@
-"""``tmm explain --tiles``: the order of tiles, drawn, and what each wave of them reads."""
+"""``tmm explain --tiles``: draws the order of tiles, and shows the reads of each wave."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any
 
 from tmm_core.bench.tile_order import Traffic, Wave, order, traffic, waves
 
-#: Of a picture in a terminal.
+#: Limits of a picture in a terminal.
 _MOST_ROWS, _MOST_NUMBERED, _NARROWEST = 40, 16, 4
-#: Of a wave, where there is no room for numbers.
+#: Symbols of waves, if there is no room for numbers.
 _GLYPHS = "0123456789abcdefghijklmnopqrstuvwxyz"
-#: Reads of so many waves are told one by one.
+#: Up to this many waves, reads are printed one by one.
 _WAVES_TOLD = 10
-#: Backgrounds of waves, light and in turn: Okabe and Ito's, mixed with white.
+#: Light background colours of waves, in turn: Okabe and Ito's, mixed with white.
 _COLOURS = ("#f4c88a", "#a5d5ee", "#8fd3bd", "#f6ef9f", "#8fb8d9", "#eab08a", "#e3b6cf", "#d0d0d0")
 
 
@@ -25,13 +25,13 @@ _COLOURS = ("#f4c88a", "#a5d5ee", "#8fd3bd", "#f6ef9f", "#8fb8d9", "#eab08a", "#
 class Grid:
     """A product in tiles.
 
-    ``row_bytes`` are of A that a row of tiles reads, ``column_bytes`` of B that a column does;
-    0 where a tile is just a tile.
+    ``row_bytes`` are the bytes of A that a row of tiles reads, ``column_bytes`` those of B that a
+    column reads; 0 if tiles have no size.
     """
 
     rows: int
     columns: int
-    #: Along K.
+    #: Number of tiles along K.
     steps: int
     #: Tiles computed at one time.
     wave: int
@@ -44,13 +44,13 @@ class Grid:
         return waves(order(self.rows, self.columns, group), self.wave, self.steps)
 
     def traffic(self, group: int) -> Traffic:
-        """In bytes; in tiles where these have none."""
+        """Traffic in bytes; in tiles if they have no size."""
         row, column = self.row_bytes or self.steps, self.column_bytes or self.steps
         return traffic(self.waves(group), row, column, self.l2)
 
 
 def to_json(grid: Grid, groups: Sequence[int]) -> list[dict[str, Any]]:
-    """Per group size the order, reads of each wave, and modelled bytes where tiles have some."""
+    """Per group size: the order, reads of each wave, and modelled bytes if tiles have a size."""
     found = []
     for group in groups:
         run = grid.waves(group)
@@ -69,7 +69,7 @@ def to_json(grid: Grid, groups: Sequence[int]) -> list[dict[str, Any]]:
 
 
 def text(grid: Grid, groups: Sequence[int], width: int | None = None, colour: bool = False) -> str:
-    """The order of each group size, as numbers of programs or of waves, and what waves read."""
+    """The order for each group size, as IDs of programs or waves, and the reads of each wave."""
     from rich.console import Console
 
     width = width or shutil.get_terminal_size((100, 24)).columns
@@ -136,15 +136,15 @@ def _table(grid: Grid, groups: Sequence[int]) -> Any:
 
 
 def draw(grid: Grid, groups: Sequence[int], path: Path, title: str) -> None:
-    """Draw the orders side by side into ``path``, PNG or SVG by its name.
+    """Draw the orders side by side into ``path``, PNG or SVG by its suffix.
 
     Raises:
         ModuleNotFoundError: matplotlib is not installed.
-        OSError, ValueError: The file cannot be written, or has another ending.
+        OSError, ValueError: The file cannot be written, or has another suffix.
     """
     import matplotlib
 
-    matplotlib.use("Agg")  # no display is needed, nor looked for
+    matplotlib.use("Agg")  # needs no display
     from matplotlib import pyplot
     from matplotlib.colors import ListedColormap
 
@@ -172,7 +172,7 @@ def draw(grid: Grid, groups: Sequence[int], path: Path, title: str) -> None:
             for (row, column), program in number.items():
                 axes.text(column, row, str(program), ha="center", va="center", fontsize=9)
         first, moved = grid.waves(group)[0], grid.traffic(group)
-        # What the first wave reads: its rows of A at the left, its columns of B on top.
+        # The first wave's reads: its rows of A at the left, its columns of B on top.
         for row in first.rows:
             axes.plot([-0.75, -0.75], [row - 0.4, row + 0.4], color="#d55e00", linewidth=3)
         for column in first.columns:

@@ -1,6 +1,6 @@
-"""Who answers a problem: the registry, the ladder of choices, the tuner and what it measures by.
+"""Chooses a kernel for a problem: the registry, the ladder of choices, the tuner and its clock.
 
-:func:`dispatcher` is the process's own; what a call has no plan for comes to it
+:func:`dispatcher` is the process's own; it serves calls that have no plan yet
 (:data:`tmm_core.launch.warm.answerer`).
 """
 
@@ -21,14 +21,14 @@ T = TypeVar("T")
 
 
 class _Once(Generic[T]):
-    """``make()``, made by whichever thread asks first. functools.cache lets all make one that
-    come before the first is done."""
+    """``make()``, called once by the first thread. functools.cache would call it in every thread
+    that arrives before the first call returns."""
 
     def __init__(self, make: Callable[[], T]) -> None:
         functools.update_wrapper(self, make)
         self._make = make
         self._lock = threading.Lock()
-        #: What was made; None: nobody has asked.
+        #: The result; None before the first call.
         self.made: T | None = None
 
     def __call__(self) -> T:
@@ -52,7 +52,7 @@ def dispatcher() -> Dispatcher:
     from tmm_core.dispatch.deferred import collector_off
 
     with collector_off():
-        # Here, since they take half of what importing tmm_core would.
+        # Imported here: they would take half of the time to import tmm_core.
         from tmm_cache import CacheStore
 
         from tmm_core.dispatch.ladder import Dispatcher
@@ -65,11 +65,11 @@ warm.answerer = dispatcher
 
 
 def _after_fork() -> None:
-    """In a child: what its parent's other threads had locked, nobody here would release."""
+    """Replace locks in a child: no thread would release those that the parent's threads held."""
     dispatcher.after_fork()
     if dispatcher.made is not None:
         dispatcher.made.after_fork()
 
 
-if hasattr(os, "register_at_fork"):  # not on Windows, which cannot
+if hasattr(os, "register_at_fork"):  # absent on Windows
     os.register_at_fork(after_in_child=_after_fork)

@@ -1,8 +1,8 @@
-"""Candidates bound in threads, of which one that hangs is left behind.
+"""Binds candidates in threads, and abandons a thread that hangs.
 
-``bind`` compiles what was not compiled elsewhere, in this process, where nothing can end it. So a
-candidate that takes too long keeps its thread and costs nobody else: others are bound beside it,
-and several that hang are waited for at once.
+``bind`` compiles in this process what was not compiled elsewhere, and cannot be interrupted. So a
+candidate that takes too long keeps its thread while others are bound in parallel, and several that
+hang time out together.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from tmm_core.spec.kernel import Launcher
 
 #: Seconds one candidate may take to bind.
 BIND_LIMIT = 60.0
-#: Seconds after which a candidate no longer keeps its place from others.
+#: Seconds after which a candidate no longer occupies a worker slot.
 STALLED = 5.0
-#: Of one kernel as many candidates may hang before the others are not tried.
+#: Candidates of one kernel that may hang before its others are skipped.
 MOST_HUNG = 2
-#: Threads at most that are stalled while others are started.
+#: Maximum number of stalled threads beside which others are started.
 _MOST_STALLED = 16
 
 
@@ -35,7 +35,7 @@ class Task:
 
     Attributes:
         kernel: Its kernel's name.
-        compiled: Ends when ``bind`` may be called.
+        compiled: Done when ``bind`` may be called.
         bind: Returns the launcher.
     """
 
@@ -45,11 +45,11 @@ class Task:
 
 
 class Binding:
-    """A batch of candidates on their way to launchers.
+    """A batch of candidates being bound to launchers.
 
     Args:
         workers: Threads that bind at one time.
-        limit: Seconds each may take, from when it is begun.
+        limit: Seconds that each may take from its start.
     """
 
     def __init__(
@@ -63,7 +63,7 @@ class Binding:
         self._begun: dict[int, float] = {}
         self._outcomes: dict[int, Launcher | BaseException] = {}
         self._hung: Counter[str] = Counter()
-        #: Threads that are not left behind.
+        #: Threads that were not abandoned.
         self._threads = 0
         self._over = False
 
@@ -73,12 +73,12 @@ class Binding:
         late: Callable[[], None],
         done: Callable[[], None] = lambda: None,
     ) -> list[Launcher | BaseException]:
-        """Each task's launcher, or what was raised instead.
+        """Each task's launcher, or the exception raised instead.
 
         Args:
-            deadline: Of ``time.monotonic``, past which ``late`` is called, once: it ends the
-                futures that are still waited for.
-            done: Called for each candidate as it is dealt with.
+            deadline: A ``time.monotonic`` time after which ``late`` is called, once, to end the
+                pending futures.
+            done: Called for each finished candidate.
         """
         for place, task in enumerate(self._tasks):
             task.compiled.add_done_callback(functools.partial(self._arrived, place))
@@ -111,7 +111,7 @@ class Binding:
             self._changed.notify_all()
 
     def _next(self) -> int | None:
-        """The next that may be begun, under the lock; None: none."""
+        """The next task that may start, under the lock; None: none."""
         while self._ready:
             place = self._ready.popleft()
             if place not in self._outcomes:
@@ -132,7 +132,7 @@ class Binding:
                 return
 
     def _finish(self, place: int) -> bool:
-        """Bind one; False where it was given up meanwhile, and the thread with it."""
+        """Bind one; False if it was given up meanwhile, and this thread with it."""
         outcome: Launcher | BaseException
         try:
             self._tasks[place].compiled.result()
@@ -146,8 +146,8 @@ class Binding:
         return kept
 
     def _staff(self, now: float) -> int | None:
-        """Start threads for what waits while others are stalled; a task for the caller where no
-        thread can be had."""
+        """Start threads for waiting tasks while others are stalled; return a task for the caller if
+        no thread can be started."""
         while self._ready:
             stalled = sum(now - begun >= self._stalled for begun in self._begun.values())
             idle = self._threads - len(self._begun)
@@ -156,14 +156,14 @@ class Binding:
                 break
             try:
                 threading.Thread(target=self._work, name="tmm-bind", daemon=True).start()
-            except RuntimeError:  # no thread can be had
+            except RuntimeError:  # no thread can be started
                 return None if self._threads else self._next()
             self._threads += 1
         return None
 
     def _expire(self, now: float) -> None:
-        """Give up what has taken too long, and its thread; where it is the second of a kernel,
-        what waits of it too."""
+        """Give up tasks that have taken too long, with their threads; after the second of a kernel,
+        also its waiting tasks."""
         for place, begun in list(self._begun.items()):
             if now - begun < self._limit:
                 continue
@@ -182,7 +182,7 @@ class Binding:
         self._outcomes.setdefault(place, TimeoutError(why))
 
     def _patience(self, now: float, deadline: float | None) -> float | None:
-        """Seconds until there is something to see to."""
+        """Seconds until the next time limit."""
         moments = [begun + self._limit for begun in self._begun.values()]
         if self._ready:
             moments += [b + self._stalled for b in self._begun.values() if b + self._stalled > now]

@@ -1,8 +1,8 @@
 """The process behind :mod:`tmm_core.dispatch.compilers`, started by ``python -m``.
 
-It imports torch, Triton and the plugins, touches no GPU, starts no thread, and forks workers, so
-that one that was killed is replaced in milliseconds. Jobs and answers are lines of JSON. It ends
-when its parent does, and its workers with it.
+It imports torch, Triton and the plugins, uses no GPU, starts no thread, and forks workers, so that
+a killed worker is replaced in milliseconds. Jobs and answers are lines of JSON. It and its workers
+end when its parent does.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from tmm_core.spec.asking import told
 
 #: Seconds without a job after which the server ends: it holds some 300 MB.
 IDLE_LIMIT = 120.0
-#: Seconds after which a candidate no longer keeps its place from others: while it may hang, as
-#: many as there are workers compile beside it.
+#: Seconds after which a candidate no longer occupies a worker slot: it may hang, so that a full set
+#: of workers compiles beside it.
 STALLED = 10.0
-#: Of one kernel and problem as many candidates may hang before the others are not tried.
+#: Candidates of one kernel and problem that may hang before its others are skipped.
 MOST_HUNG = 2
-#: Seconds between two looks at whether the parent is alive, whose end of the channel a process
-#: that it forked may hold open.
+#: Seconds between two checks that the parent is alive: a process that it forked may hold its end of
+#: the channel open.
 _LOOK = 5.0
 _PR_SET_PDEATHSIG = 1
 
@@ -49,7 +49,7 @@ class Worker:
 
     pid: int
     channel: socket.socket
-    #: What it says.
+    #: Its output.
     scratch: IO[bytes] | None
     #: Its temporary files.
     folder: str | None
@@ -58,10 +58,10 @@ class Worker:
     received: bytes = b""
 
     def end(self, kill: bool = True) -> int:
-        """End it and what it started; its exit status.
+        """End it and its child processes; return its exit status.
 
         Args:
-            kill: At once, rather than when it has had time to end by itself.
+            kill: At once, without giving it time to end by itself.
         """
         self.channel.close()
         patience = 0.0 if kill else 0.5
@@ -80,12 +80,12 @@ class Worker:
 
 
 class Server:
-    """Gives jobs to workers and their answers to the parent.
+    """Passes jobs to workers and their answers to the parent.
 
     Args:
-        channel: To the parent.
+        channel: The channel to the parent.
         most: Workers that compile at one time.
-        registry: Of the kernels.
+        registry: The registry of kernels.
     """
 
     def __init__(self, channel: socket.socket, most: int, registry: Registry) -> None:
@@ -100,7 +100,7 @@ class Server:
         self._folder = _temporary()
 
     def run(self) -> None:
-        """Serve until the parent has gone, or asks for nothing any more."""
+        """Serve until the parent is gone, or idle for too long."""
         last = time.monotonic()
         try:
             self._channel.sendall(b'{"ready": true}\n')
@@ -136,7 +136,7 @@ class Server:
                 if worker.began + STALLED > now:
                     moments.append(worker.began + STALLED)
         channels = [self._channel, *(worker.channel for worker in self._workers)]
-        poll = select.poll()  # select() knows no descriptor above 1024
+        poll = select.poll()  # select() is limited to 1024 descriptors
         by_number = {channel.fileno(): channel for channel in channels}
         for number in by_number:
             poll.register(number, select.POLLIN)
@@ -144,7 +144,7 @@ class Server:
         return [by_number[number] for number, _ in ready]
 
     def _read(self) -> bool:
-        """Take what the parent says; False where it has gone."""
+        """Read the parent's messages; False if it is gone."""
         received = self._channel.recv(1 << 16)
         *lines, self._received = (self._received + received).split(b"\n")
         for line in lines:
@@ -162,7 +162,7 @@ class Server:
                 self._drop(worker)
 
     def _assign(self) -> None:
-        """Give jobs to idle workers, of which more are forked as they are needed."""
+        """Give jobs to idle workers, forking more as needed."""
         while self._queue:
             now = time.monotonic()
             busy = [worker for worker in self._workers if worker.job is not None]
@@ -176,10 +176,10 @@ class Server:
             if worker is None:
                 if busy:
                     return
-                self._answer(self._queue.popleft())  # no process can be had: the parent's to do
+                self._answer(self._queue.popleft())  # no process: left to the parent
                 continue
             worker.job, worker.began = self._queue.popleft(), now
-            with contextlib.suppress(OSError):  # it died idle, which is heard of next
+            with contextlib.suppress(OSError):  # it died idle, noticed next
                 worker.channel.sendall(json.dumps(worker.job).encode() + b"\n")
 
     def _fork(self) -> Worker | None:
@@ -227,7 +227,7 @@ class Server:
         for line in channel.makefile("rb"):
             job = json.loads(line)
             _set_environ({**environ, **job["environ"]})
-            if scratch is not None:  # what the last job printed is no reason why this one ended
+            if scratch is not None:  # drop the last job's output
                 scratch.seek(0)
                 scratch.truncate()
             answer = compile_job(self._registry, job)
@@ -250,7 +250,7 @@ class Server:
             self._answer(job, f"its compiler {ending(status)}" + (f": {said}" if said else ""))
 
     def _expire(self) -> None:
-        """Kill what has taken too long; where it is the second of a kernel, try no other of it."""
+        """Kill jobs that have taken too long; after a kernel's second, skip its others."""
         now = time.monotonic()
         for worker in list(self._workers):
             job = worker.job
@@ -283,8 +283,8 @@ def _about(job: Job) -> tuple[str, str]:
 
 
 def compile_job(registry: Registry, job: Job) -> Job:
-    """Compile what a job says. An ``error`` of None also stands for what cannot be compiled here,
-    and is left to ``bind``: another version, an epilogue that nobody registered."""
+    """Compile a job. An ``error`` of None also means that it cannot be compiled here and is left to
+    ``bind``: another version, an unregistered epilogue."""
     try:
         problem, candidate = recalled(registry, job)
     except BaseException:
@@ -297,7 +297,7 @@ def compile_job(registry: Registry, job: Job) -> Job:
 
 
 def _set_environ(environ: dict[str, str | None]) -> None:
-    """Make the environment what it is in the parent; a variable that is None is not set there."""
+    """Set the environment to the parent's; a variable that is None is not set there."""
     wanted = {name: value for name, value in environ.items() if value is not None}
     for name in set(os.environ) - set(wanted):
         del os.environ[name]
@@ -305,8 +305,7 @@ def _set_environ(environ: dict[str, str | None]) -> None:
 
 
 def _temporary() -> str | None:
-    """A folder for what the compilers leave behind when they are killed; None where there can be
-    none."""
+    """A folder for temporary files of killed compilers; None if none can be made."""
     try:
         return tempfile.mkdtemp(prefix="tmm-compile-")
     except OSError:
@@ -323,10 +322,10 @@ def main() -> None:
     registry = Registry.from_environment()
     registry.kernels()
     if "triton" in sys.modules:
-        with contextlib.suppress(Exception):  # another Triton, which its kernels will say
+        with contextlib.suppress(Exception):  # another Triton, which its kernels report
             importlib.import_module("tmm_core.triton.kept").warm()
     gc.collect()
-    gc.freeze()  # or a worker's collections would copy every page
+    gc.freeze()  # else a worker's GC would copy every page
     Server(channel, most, registry).run()
 
 

@@ -1,10 +1,10 @@
-"""Candidates compiled in processes that hold no CUDA context, ahead of ``bind``.
+"""Compiles candidates in processes without a CUDA context, ahead of ``bind``.
 
-Triton's front end is Python: 23 candidates on 16 threads are compiled little faster than on two,
-and one that hangs or crashes takes its process along. A process that is started anew
+Triton's front end is Python: 23 candidates compile little faster on 16 threads than on two, and one
+that hangs or crashes takes its process along. A fresh process
 (:mod:`tmm_core.dispatch.compile_server`) imports torch, Triton and the plugins once and forks
-workers. What a worker compiles lies in Triton's cache on disk, where ``bind`` finds it. Wherever no
-such process can be had, the job counts as done and ``bind`` compiles in this process.
+workers. A worker's output is in Triton's disk cache, where ``bind`` finds it. If no such process
+can be started, the job counts as done and ``bind`` compiles in this process.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ from tmm_core.spec.device import interpreting
 from tmm_core.spec.kernel import Candidate, Kernel
 from tmm_core.spec.problem import Problem
 
-#: Seconds one candidate may take to compile, from when it is begun.
+#: Seconds that one candidate may take to compile.
 COMPILE_LIMIT = 60.0
 #: Seconds the server may take to import torch, Triton and the plugins.
 START_LIMIT = 60.0
@@ -47,8 +47,8 @@ _END_LIMIT = 2.0
 
 _NONE = Kernel.compile
 _PROGRAM = ["-m", "tmm_core.dispatch.compile_server"]
-#: Variables with which the server starts. Numerical libraries start threads where they may, and a
-#: process with threads had better not fork.
+#: Environment variables of the server. They keep numerical libraries from starting threads, since a
+#: process with threads should not fork.
 _OWN_VARIABLES = {
     "CUDA_VISIBLE_DEVICES": "",
     "HIP_VISIBLE_DEVICES": "",
@@ -59,7 +59,7 @@ _OWN_VARIABLES = {
 
 
 def compiling_threads() -> int:
-    """Kernels that are compiled at one time: as many as there are cores, at most 16."""
+    """Kernels that are compiled at one time: the number of cores, at most 16."""
     return min(16, os.cpu_count() or 1)
 
 
@@ -68,7 +68,7 @@ class NotCompiledError(Exception):
 
 
 class Compilers:
-    """Compiles candidates in worker processes, which are started when they are first needed.
+    """Compiles candidates in worker processes, started on first use.
 
     Args:
         workers: Processes that compile at one time; by default :func:`compiling_threads`.
@@ -81,7 +81,7 @@ class Compilers:
         self._lock = threading.Lock()
         self._server: _Server | None = None
         self._process = os.getpid()
-        #: Something is broken here, and has been said.
+        #: Whether compiling elsewhere failed, which was reported.
         self._broken = False
 
     def prepare(self) -> None:
@@ -92,9 +92,9 @@ class Compilers:
     def submit(self, problem: Problem, candidate: Candidate) -> Future[None]:
         """Have ``candidate`` compiled for ``problem``.
 
-        The future ends when ``bind`` may be called: with a result where the candidate was
-        compiled, or where it cannot be compiled elsewhere; with a :class:`NotCompiledError` where
-        it does not compile, was not done in time, or took its compiler along.
+        The future is done when ``bind`` may be called: with a result if the candidate was compiled
+        or cannot be compiled elsewhere; with a :class:`NotCompiledError` if it does not compile,
+        timed out, or crashed its compiler.
         """
         future: Future[None] = Future()
         job = _job(problem, candidate, self.limit)
@@ -106,32 +106,31 @@ class Compilers:
         return future
 
     def cancel_pending(self, futures: Iterable[Future[None]] | None = None) -> None:
-        """Give up what has not ended, of ``futures`` or of everything: they are cancelled, and
-        their compilers are killed."""
+        """Cancel the pending ones of ``futures``, or all, and kill their compilers."""
         with self._lock:
             server = self._server
         if server is not None and self._process == os.getpid():
             server.cancel(None if futures is None else list(futures))
 
     def close(self) -> None:
-        """End the server and its workers. What is submitted later starts another."""
+        """End the server and its workers. A later ``submit`` starts another."""
         with self._lock:
             server, self._server = self._server, None
         if server is not None and self._process == os.getpid():
             server.close()
 
     def after_fork(self) -> None:
-        """Let go of the parent process's server, which is not this one's child."""
+        """Drop the parent process's server, which is not this one's child."""
         if self._server is not None:
             self._server.forget()
         self._server, self._lock, self._process = None, threading.Lock(), os.getpid()
 
     def _running(self) -> _Server | None:
-        """The server, started where there is none or it knows other plugins; None where there can
-        be none."""
+        """The server, started if there is none or its plugins differ; None if none can be
+        started."""
         if self._broken or interpreting() or not startable():
             return None
-        if self._process != os.getpid():  # forked, by a way that Python was not told of
+        if self._process != os.getpid():  # forked without Python's fork hooks
             return None
         found = circumstances()
         server = self._server
@@ -149,12 +148,12 @@ class Compilers:
     def _report(self, fault: str) -> None:
         if not self._broken:
             self._broken = True
-            warn(f"kernels are compiled in this process, for others failed: {fault}")
+            warn(f"kernels are compiled in this process, since others failed: {fault}")
 
 
 @functools.cache
 def default() -> Compilers:
-    """The process's own, closed when it ends."""
+    """The process's own :class:`Compilers`, closed at exit."""
     compilers = Compilers()
     atexit.register(compilers.close)
     return compilers
@@ -165,17 +164,17 @@ def _after_fork() -> None:
         default().after_fork()
 
 
-if hasattr(os, "register_at_fork"):  # not on Windows, which cannot
+if hasattr(os, "register_at_fork"):  # absent on Windows
     os.register_at_fork(after_in_child=_after_fork)
 
 
 class _Server:
-    """One server process, and the futures of what was asked of it.
+    """One server process, and the futures of its jobs.
 
     Args:
         workers: See :class:`Compilers`.
-        circumstances: What it is started with.
-        report: Called with what is broken, at most once, from a thread.
+        circumstances: The state it is started with.
+        report: Called with a fault, at most once, from a thread.
     """
 
     def __init__(self, workers: int, circumstances: Any, report: Any) -> None:
@@ -191,8 +190,8 @@ class _Server:
         self._child: subprocess.Popen[bytes] | None = None
         self._environ = dict(os.environ)
         self._channel, self._theirs = socket.socketpair()
-        #: Sent by a thread of its own: while the server imports, it reads nothing, and no more
-        #: fits a socket than some 200 jobs.
+        #: Sent by a separate thread: the server does not read while it imports, and a socket
+        #: buffers only about 200 jobs.
         self._outbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="tmm-compilers", daemon=True).start()
 
@@ -204,7 +203,7 @@ class _Server:
         try:
             number = next(self._numbers)
             text = json.dumps({**job, "id": number, "environ": {**changed, **removed}})
-        except (TypeError, ValueError):  # a config that is no JSON
+        except (TypeError, ValueError):  # a config that is not JSON
             return False
         with self._lock:
             if self.ended:
@@ -226,7 +225,7 @@ class _Server:
             self._outbox.put(json.dumps({"cancel": list(mine)}).encode() + b"\n")
         for future in mine.values():
             if future.cancel():
-                future.set_running_or_notify_cancel()  # or futures.wait() would wait for it
+                future.set_running_or_notify_cancel()  # else futures.wait() blocks
 
     def close(self) -> None:
         self._closing = True
@@ -235,12 +234,12 @@ class _Server:
         self._end_process()
 
     def forget(self) -> None:
-        """In a process forked from the one that started it: close what was inherited, or the
-        server would live as long as this one."""
+        """Close inherited descriptors in a forked process, or the server would live as long as
+        it."""
         self._channel.close()
         self._theirs.close()
         if self._child is not None:
-            self._child.returncode = 0  # not this process's to wait for
+            self._child.returncode = 0  # not this process's child
 
     def _run(self) -> None:
         fault: str | None
@@ -279,12 +278,12 @@ class _Server:
         threading.Thread(target=self._write, name="tmm-compilers-out", daemon=True).start()
 
     def _write(self) -> None:
-        with contextlib.suppress(OSError):  # it has ended, which the other thread sees
+        with contextlib.suppress(OSError):  # it ended; the other thread notices
             while text := self._outbox.get():
                 self._channel.sendall(text)
 
     def _listen(self) -> str | None:
-        """Answer futures until the server ends; what was wrong with it, if it is known."""
+        """Answer futures until the server ends; returns its fault, if known."""
         if self._child is None:
             return None
         self._channel.settimeout(START_LIMIT)
@@ -314,8 +313,8 @@ class _Server:
             _resolve(future, answer["error"])
 
     def _end_process(self) -> int:
-        """Wait for the server, which ends when the channel is closed, unless it still imports; its
-        exit status."""
+        """Wait for the server, which ends when the channel is closed unless it is still importing;
+        returns its exit status."""
         child = self._child
         if child is None:
             return 0
@@ -329,7 +328,7 @@ class _Server:
 
 
 def _resolve(future: Future[None], error: str | None = None) -> None:
-    with contextlib.suppress(InvalidStateError):  # cancelled by whoever waited
+    with contextlib.suppress(InvalidStateError):  # cancelled by its waiter
         if error is None:
             future.set_result(None)
         else:
@@ -337,7 +336,7 @@ def _resolve(future: Future[None], error: str | None = None) -> None:
 
 
 def _job(problem: Problem, candidate: Candidate, limit: float) -> dict[str, Any] | None:
-    """What a worker is told; None where there is nothing for it to do."""
+    """The job for a worker; None if there is nothing to do."""
     kernel = candidate.kernel
     compiles = kernel.compiles if isinstance(kernel, Asked) else type(kernel).compile is not _NONE
     if not compiles:

@@ -1,8 +1,8 @@
-"""What kernels answered whose modules are not imported before they are asked for.
+"""Caches the answers of deferred kernels, whose modules are imported on first use.
 
-Choosing for a problem asks every kernel, and a process that replays what an earlier one tuned
-would import Triton (191 ms on an H200's host) to hear from kernels that lost. Their answers are
-noted by what they depend on, and a process that finds them noted imports the winner alone.
+Choosing for a problem asks every kernel, so a process that replays an earlier one's tuning would
+import Triton (191 ms on an H200's host) to ask kernels that lost. Their answers are kept as notes,
+keyed by everything they depend on, and a process that finds them imports only the winner.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ if TYPE_CHECKING:
 
 @contextmanager
 def collector_off() -> Iterator[None]:
-    """For what imports: all that it makes stays, and to look for garbage among it and all that
-    torch has made took 90 of the 310 ms in which Triton, Gluon and a kernel are imported."""
+    """Disable the cyclic GC during imports, whose objects are long-lived: it took 90 of the 310 ms
+    to import Triton, Gluon and a kernel."""
     if not gc.isenabled():
         yield
         return
@@ -39,7 +39,7 @@ def collector_off() -> Iterator[None]:
         gc.enable()
 
 
-#: This package, and its folders on which no kernel's answer depends.
+#: This package, and those of its folders that no kernel's answer depends on.
 _CORE = Path(__file__).parents[1]
 _APART = {"bench", "interop", "nn", "records", "testing", "tools"}
 #: Name and version.
@@ -47,11 +47,11 @@ Able = tuple[str, str]
 
 
 class Answers:
-    """Which deferred kernels said, when they were asked, that they can serve a problem.
+    """The recorded answers of deferred kernels: which of them can serve a problem.
 
     Args:
-        deferred: All of the registry's.
-        root: Of the cache in which it is noted.
+        deferred: All deferred kernels of the registry.
+        root: The root of the cache that holds the notes.
     """
 
     def __init__(self, deferred: Mapping[str, Deferred], root: Path) -> None:
@@ -68,12 +68,12 @@ class Answers:
                 files.update(each.files())
             others = {name: each.circumstances() for name, each in self.deferred.items()}
             return Notes("able", [sys.version, stamp(files), others], self._root)
-        except BaseException as error:  # a stranger's, or what it returned is not JSON
+        except BaseException as error:  # a plugin failed, or returned no JSON
             let_through(error)
-            return None  # nothing is noted
+            return None  # no notes
 
     def get(self, problem: Problem, settings: Settings) -> frozenset[Able] | None:
-        """Those that can, of what was noted; None where nothing was."""
+        """The able kernels as noted; None if there is no note."""
         noted = self._notes.get(_about(problem, settings)) if self._notes else None
         if not isinstance(noted, list):
             return None
@@ -87,14 +87,14 @@ class Answers:
         return frozenset(able)
 
     def add(self, problem: Problem, settings: Settings, able: list[Kernel[Any]]) -> None:
-        """Note those of ``able`` that are deferred ones."""
+        """Note the deferred ones of ``able``."""
         if self._notes is not None:
             mine = sorted([k.name, k.version] for k in able if k.name in self.deferred)
             self._notes.add(_about(problem, settings), mine)
 
 
 def own_files() -> set[Path]:
-    """Those of tmm's files that a kernel's answer may depend on."""
+    """The files of tmm that a kernel's answer may depend on."""
     folders = [each for each in _CORE.iterdir() if each.is_dir() and each.name not in _APART]
     return {*_CORE.glob("*.py"), *(path for folder in folders for path in folder.rglob("*.py"))}
 

@@ -1,4 +1,4 @@
-"""Honest about why it chose what it chose: every candidate, every rejection, the evidence."""
+"""Explains a choice: every candidate, every rejection and the evidence."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ class KernelInfo:
     distribution: str
     distribution_version: str
     traits: Traits | None
-    #: Why it is not in use; None: it is.
+    #: Why it is not in use; None if it is.
     disabled: str | None = None
 
     def to_json(self) -> dict[str, Any]:
@@ -46,7 +46,7 @@ class KernelInfo:
 
 
 def kernel_infos(registry: Registry, settings: Settings) -> list[KernelInfo]:
-    """Kernels in use, then plugins and kernels that are not, with the reason."""
+    """Kernels in use, then plugins and kernels that are not, with reasons."""
     infos = []
     for registered in registry.kernels():
         kernel, source = registered.kernel, registered.source
@@ -79,7 +79,7 @@ def kernel_infos(registry: Registry, settings: Settings) -> list[KernelInfo]:
 
 
 class Records(list[TuningRecord]):
-    """Records as a list, which a notebook shows as one table."""
+    """A list of records that a notebook shows as one table."""
 
     def _repr_html_(self) -> str:
         numbers = ("µs", "vs blas", "candidates")
@@ -102,19 +102,19 @@ class Records(list[TuningRecord]):
 
 @dataclass(frozen=True, slots=True)
 class Explanation:
-    """Why a problem is served as it is. ``str()`` is for people, ``to_json()`` for programs."""
+    """Why a kernel serves a problem. ``str()`` is for people, ``to_json()`` for programs."""
 
     problem: Problem
-    #: What answers; on a miss what would, did the settings want a guess.
+    #: The choice; on a miss, the guess that the settings do not allow.
     choice: Choice
-    #: What the call does instead, where no record answers it and the settings want none.
+    #: What the call does instead, if no record answers and the settings allow no guess.
     miss: Miss | None
     #: The record that answers, and the problem it was measured for.
     record: TuningRecord | None
     measured: Problem | None
-    #: Kernels that are no candidates, with their reasons.
+    #: Kernels that are not candidates, with their reasons.
     rejected: Mapping[str, list[str]]
-    #: Kernels that are.
+    #: Kernels that are candidates.
     able: tuple[str, ...]
     store: str
 
@@ -125,7 +125,7 @@ class Explanation:
 
     @property
     def origin(self) -> str:
-        """The rung of the ladder it stands on; on a miss ``tune`` or ``error``."""
+        """The rung of the ladder; on a miss ``tune`` or ``error``."""
         return self.choice.origin if self.miss is None else self.miss.action
 
     def to_json(self) -> dict[str, Any]:
@@ -148,7 +148,7 @@ class Explanation:
         return self.text()
 
     def text(self, width: int = layout.PIPED) -> str:
-        """What ``str()`` says, in lines of at most ``width`` columns."""
+        """The text of ``str()``, in lines of at most ``width`` columns."""
         lines = []
         for name, said in self._facts():
             lines += layout.paragraph(f"{name:<10}{said}", width, hanging=10)
@@ -203,7 +203,7 @@ class Explanation:
 
 
 def explain_problem(dispatcher: Dispatcher, problem: Problem, settings: Settings) -> Explanation:
-    """Explain what ``dispatcher`` does with ``problem``; measures and launches nothing."""
+    """Explain what ``dispatcher`` does with ``problem``, without measuring or launching."""
     choice, miss = rehearse(dispatcher, problem, settings)
     found = dispatcher.record(problem)
     rejected = dispatcher.rejections(problem, settings)
@@ -221,7 +221,7 @@ def explain_problem(dispatcher: Dispatcher, problem: Problem, settings: Settings
 
 
 def _ranked(record: TuningRecord) -> list[tuple[int, CandidateResult]]:
-    """Timed first, fastest first; then the eliminated, the wrong and the failed."""
+    """The candidates: timed ones, fastest first; then eliminated, wrong and failed ones."""
     order = ("ok", "slow", "wrong", "failed")
     return sorted(
         enumerate(record.candidates),
@@ -230,7 +230,7 @@ def _ranked(record: TuningRecord) -> list[tuple[int, CandidateResult]]:
 
 
 def _evidence(record: TuningRecord) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """The columns and rows of a record's candidates; the last two are no numbers."""
+    """The columns and rows of a record's candidates; the last two columns are text."""
     own = record.problem["m"]
     inside = [m for m in record.measured_at if m != own]
     baseline = baseline_us(record)

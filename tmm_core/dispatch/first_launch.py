@@ -1,8 +1,8 @@
-"""First launches in a process of their own: ``tmm tune --isolate``.
+"""Makes first launches in a separate process: ``tmm tune --isolate``.
 
-A launch that hangs, exits or crashes cannot be survived by the process that makes it, and a fault
-on the GPU takes its context along. So each candidate is bound and launched in a worker first,
-which is started again where it was lost; what comes back is launched here.
+A process does not survive a launch that hangs, exits or crashes, and a GPU fault destroys the CUDA
+context. So each candidate is first bound and launched in a worker, which is restarted if lost; the
+candidates that pass are launched here.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ from tmm_core.spec.problem import Problem
 
 #: Seconds that binding and launching one candidate may take.
 LAUNCH_LIMIT = 60.0
-#: Of one kernel and problem as many candidates may hang before the others are not tried.
+#: Candidates of one kernel and problem that may hang before its others are skipped.
 MOST_HUNG = 2
 
 _PROGRAM = ["-m", "tmm_core.dispatch.first_launch_worker"]
 
 
 class FirstLaunches:
-    """Launches candidates in a worker process, which is started when it is first needed.
+    """Launches candidates in a worker process, started on first use.
 
     Args:
-        device: To launch on, with its index.
+        device: The device to launch on, with its index.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
         self._worker: _Worker | None = None
         self._hung: Counter[tuple[str, Problem]] = Counter()
-        #: None can be had, which has been said.
+        #: Whether no worker can be started, which was reported.
         self._broken = False
 
     def fault(self, problem: Problem, candidate: Candidate, memory: int) -> str | None:
-        """What went wrong when ``candidate`` was bound and launched for ``problem``, with and
-        without ``out``; None where nothing did, and where no process can be had.
+        """What went wrong in binding and launching ``candidate`` for ``problem``, with and without
+        ``out``; None if nothing did, or if there is no worker.
 
         Args:
             memory: Bytes that the worker's tensors may take.
@@ -75,7 +75,7 @@ class FirstLaunches:
         return None if error is None else f"its first launch raised {error}"
 
     def close(self) -> int:
-        """End the worker; its exit status, 0 where there is none."""
+        """End the worker; returns its exit status, 0 if there is none."""
         worker, self._worker = self._worker, None
         return 0 if worker is None else worker.end()
 
@@ -83,24 +83,24 @@ class FirstLaunches:
         if self._worker is None and not self._broken:
             try:
                 if not startable():
-                    raise OSError("this platform forks no process")
+                    raise OSError("this platform cannot fork")
                 self._worker = _Worker(self._device)
                 self._worker.ask({}, START_LIMIT)
-            except OSError as error:  # TimeoutError among them
+            except OSError as error:  # including TimeoutError
                 worker, self._worker, self._broken = self._worker, None, True
                 said = ""
                 if worker is not None:
                     said = f": {worker.said()}"
                     worker.end()
                 warn(
-                    "first launches are made in this process, for another cannot be had: "
+                    "first launches are made in this process, since none can be started: "
                     f"{type(error).__name__}: {error}{said}"
                 )
         return self._worker
 
 
 class _Worker:
-    """The process, and the channel to it. Raises OSError where there can be none."""
+    """The process and the channel to it. Raises OSError if it can't be started."""
 
     def __init__(self, device: torch.device) -> None:
         self._scratch: IO[bytes] | None = scratch_file()
@@ -115,7 +115,7 @@ class _Worker:
             raise
 
     def ask(self, job: dict[str, Any], limit: float) -> dict[str, Any]:
-        """Its answer. Raises TimeoutError, and OSError where it has ended."""
+        """Its answer. Raises TimeoutError, or OSError if it has ended."""
         self._channel.settimeout(limit)
         self._channel.sendall(json.dumps(job).encode() + b"\n")
         received = b""
@@ -128,13 +128,13 @@ class _Worker:
         return answer
 
     def said(self) -> str:
-        """The last of what it printed."""
+        """The end of its output."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._child.wait(1.0)  # to the end of what it has to say
+            self._child.wait(1.0)  # for the rest of its output
         return tail(self._scratch)
 
     def end(self) -> int:
-        """End it and what it started; its exit status."""
+        """End it and its child processes; returns its exit status."""
         self._channel.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._child.wait(0.2)

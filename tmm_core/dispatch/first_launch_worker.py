@@ -30,16 +30,16 @@ class Worker:
 
     def __init__(self, device: torch.device, registry: Registry) -> None:
         self._device, self._registry = device, registry
-        #: Of the last problem: its tensors serve all of its candidates.
+        #: The last problem's: its tensors serve all candidates.
         self._verifier: Verifier | None = None
 
     def answer(self, job: Job) -> Job:
-        """What was raised, and whether this process had better not go on."""
+        """The exception raised, and whether this process should end."""
         if not job:
             return {"error": None, "ends": False}
         try:
             problem, candidate = recalled(self._registry, job)
-        except BaseException:  # not the same here: the parent's to find out
+        except BaseException:  # differs here: left to the parent
             return {"error": None, "ends": False}
         if self._verifier is None or self._verifier.problem != problem:
             self._verifier = None
@@ -47,12 +47,12 @@ class Worker:
         try:
             with precision(problem.tf32):
                 launcher = candidate.kernel.bind(problem, candidate.config)
-                # Right or wrong is not looked at, but that it ends, in both ways it is called.
+                # Checks only that both kinds of launch end, not their results.
                 self._verifier.verdict(launcher, brief=True)
                 if self._device.type == "cuda":
                     torch.cuda.synchronize(self._device)
         except BaseException as error:
-            # A fault on a GPU is its context's, and raises in whatever is launched next.
+            # A GPU fault is sticky: it raises again in every later launch of the context.
             return {"error": told(error)[:2000], "ends": self._device.type == "cuda"}
         return {"error": None, "ends": False}
 

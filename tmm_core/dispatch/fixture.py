@@ -1,4 +1,4 @@
-"""What launchers of a problem are verified with: inputs, what they should give, outputs."""
+"""The inputs, expected results and outputs for verifying launchers of a problem."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from tmm_core.dispatch.special import Special
 from tmm_core.spec.arguments import TENSORS
 from tmm_core.spec.problem import Operand, Problem
 
-#: Verification takes at most a quarter of the memory that is free on a GPU, at most a sixteenth
-#: of what a CPU has, and never more than this, unless told otherwise.
+#: By default verification takes at most a quarter of the free memory of a GPU, a sixteenth of a
+#: CPU's memory, and never more than this.
 MOST_MEMORY = 4 << 30
 
-#: Rows, and columns, that are compared where not all are: one at random out of each of so many
-#: equal stripes, and the first and the last. A tile as high or wide as a stripe is always met.
+#: Rows, and columns, that are sampled: one at random from each of this many equal stripes, plus the
+#: first and the last. A tile at least as high or wide as a stripe is always hit.
 SAMPLES = 64
 
-#: Floating-point operations up to which all of the result is compared: of 16-bit operands on
-#: CUDA (7 ms on an H100), in fp64 there, and on a CPU, at some 10 GFLOPS a core.
+#: Floating-point operations up to which the whole result is compared: for 16-bit operands on CUDA
+#: (7 ms on an H100), in fp64 there, and on a CPU, at about 10 GFLOPS per core.
 FULL_FLOPS, FULL_FLOPS_FP64, FULL_FLOPS_CPU = 2**42, verify.FP64_FLOPS, 2**33
 
-#: Elements that are compared at a time, with up to five intermediates of them.
+#: Elements that are compared at a time, with up to five intermediates of that size.
 COMPARED = 1 << 24
 
 
@@ -35,7 +35,7 @@ def memory_limit(device: torch.device) -> int:
     """Bytes that verification may take by default."""
     if device.type == "cuda":
         free = torch.cuda.mem_get_info(device)[0]
-        # What torch keeps for itself and does not use is free too.
+        # Memory that torch's allocator caches unused is free too.
         free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return min(free // 4, MOST_MEMORY)
     try:
@@ -47,21 +47,21 @@ def memory_limit(device: torch.device) -> int:
 
 @dataclass(frozen=True, slots=True)
 class Expected:
-    """What the result has to be, in all of its rows or in samples of rows and columns."""
+    """The expected result, whole or in samples of rows and columns."""
 
     #: None: all.
     rows: torch.Tensor | None
     in_rows: torch.Tensor
-    #: None: none, since the rows are all.
+    #: None: all rows are compared, so there are no sampled columns.
     cols: torch.Tensor | None
     in_cols: torch.Tensor | None
     rms: torch.Tensor
-    #: Of what dimension of the result no more than so many elements are said anything about.
+    #: A dimension of the result, and the number of its elements that are defined.
     within: tuple[int, int] | None = None
 
     def error(self, out: torch.Tensor, at_once: int) -> torch.Tensor:
-        """The largest (:func:`verify.error`), as a tensor on the device; NaN also where an
-        element that is not compared is no number."""
+        """The largest error (:func:`verify.error`), as a tensor on the device; NaN also if an
+        element that is not compared is not finite."""
         if self.within is not None:
             dimension, size = self.within
             out = out.narrow(dimension, 0, size)
@@ -72,7 +72,7 @@ class Expected:
         found = self._worst(out[..., self.rows, :], self.in_rows, at_once)
         if self.cols is not None and self.in_cols is not None:
             found = torch.maximum(found, self._worst(out[..., self.cols], self.in_cols, at_once))
-        # A sum of numbers is one; what it would be in 16 bits might be Inf.
+        # A sum is finite if all elements are; in 16 bits it might overflow.
         wide = torch.promote_types(out.dtype, torch.float32)
         return found + out.sum(dtype=wide).to(found.dtype) * 0
 
@@ -82,12 +82,12 @@ class Expected:
             verify.worst(out[low : low + step], expected[low : low + step], self.rms)
             for low in range(0, len(expected), step)
         ]
-        return functools.reduce(torch.maximum, pieces)  # which hands NaN on
+        return functools.reduce(torch.maximum, pieces)  # which propagates NaN
 
 
 @dataclass(frozen=True, slots=True)
 class InputSet:
-    """Inputs between guard bands, and what they should give."""
+    """Inputs between guard bands, and the expected results."""
 
     inputs: verify.Inputs
     memory: dict[str, Guarded]
@@ -95,21 +95,21 @@ class InputSet:
     expected: Expected
 
     def changed(self) -> list[str]:
-        """Names of inputs that are not what they were, or whose surroundings are not."""
+        """Names of inputs that have changed, or whose guard bands have."""
         same = [(guard.sums() == self.sums[name]).all() for name, guard in self.memory.items()]
         kept = torch.stack(same).tolist()
         return [name for name, is_kept in zip(self.memory, kept, strict=True) if not is_kept]
 
 
 class Fixture:
-    """Inputs and outputs of one problem, made when they are first needed.
+    """Inputs and outputs of one problem, made on first use.
 
-    Two sets of inputs differ in values, in address, and in strides as far as their class
-    leaves them open: the first lies densely, the second with gaps. So do two outputs.
+    Two sets of inputs differ in values, address, and strides as far as their class allows: the
+    first is dense, the second has gaps. So do two outputs.
 
     Args:
-        limit: Bytes that all of it may take, intermediates among them.
-        sampled: One set, and samples of its result, in any case.
+        limit: Bytes that all of it may take, including intermediates.
+        sampled: Always use one set, and samples of its result.
     """
 
     def __init__(self, problem: Problem, device: torch.device, limit: int, sampled: bool) -> None:
@@ -121,12 +121,12 @@ class Fixture:
 
     @property
     def shape(self) -> tuple[int, ...]:
-        """Of the result."""
+        """The shape of the result."""
         return self.problem.out_shape
 
     @property
     def allocates(self) -> bool:
-        """Whether calls leave it to the launcher to make the output, a dense row-major one."""
+        """Whether in calls the launcher allocates the output, a dense row-major one."""
         made = torch.empty(self.shape, dtype=self.problem.out.dtype, device="meta")
         return Operand.of(made) == self.problem.out
 
@@ -136,8 +136,7 @@ class Fixture:
         return max(1 << 12, min(COMPARED, self.limit // 160))
 
     def sets(self) -> list[InputSet]:
-        """Both sets of inputs, or one where there is not the memory for two; none where there
-        is not even that."""
+        """Both sets of inputs, or as many as there is memory for: one or none."""
         if self._sets is None:
             count, whole = self._affordable()
             self._sets = [self._set(padded=place == 1, whole=whole) for place in range(count)]
@@ -147,7 +146,7 @@ class Fixture:
         """Special values for the last set of inputs, in rows and in columns."""
         if self._special is None:
             problem, inputs = self.problem, self.sets()[-1].inputs
-            # Of ragged ones NaN lies beyond the last group in any case.
+            # Ragged inputs always have NaN beyond the last group.
             made = (
                 []
                 if isinstance(inputs, ragged.Inputs)
@@ -160,7 +159,7 @@ class Fixture:
         return self._special
 
     def out(self, which: int) -> Guarded:
-        """One of two outputs between guard bands, full of NaN."""
+        """One of two outputs between guard bands, filled with NaN."""
         while len(self._outs) <= which:
             padded = len(self._outs) == 1
             self._outs.append(
@@ -170,22 +169,22 @@ class Fixture:
         return self._outs[which]
 
     def written(self, which: int) -> Guarded:
-        """The same output as it is now."""
+        """The same output without refilling it."""
         return self._outs[which]
 
     def soil(self) -> None:
-        """Leave NaN in the memory that a launcher is likely to be given next: what an earlier
-        launch left there may be right, and would be where this one writes nothing."""
+        """Leave NaN in the memory that a launcher is likely to allocate next: otherwise correct
+        results of an earlier launch could remain where this one writes nothing."""
         blank = torch.empty(self.shape, dtype=self.problem.out.dtype, device=self.device)
         for each in (blank, torch.empty_like(blank)):
             verify.poison(each)
 
     def release(self) -> None:
-        """Let go of all tensors; they are made again, of other numbers, when next needed."""
+        """Release all tensors; they are made again with other values on the next use."""
         self._sets, self._outs, self._special = None, [], None
 
     def _affordable(self) -> tuple[int, bool]:
-        """How many sets of inputs there may be, and whether the whole of their results."""
+        """How many sets of inputs fit, and whether their whole results do."""
         p = self.problem
         inputs = footprint(p.a, p.a_shape) + footprint(p.b, p.b_shape)
         inputs += footprint(p.residual, self.shape) if p.residual else 0
@@ -198,7 +197,7 @@ class Fixture:
         whole = size * element
         rows, cols = min(p.m, SAMPLES + 2), min(p.n, SAMPLES + 2)
         some = count * (rows * p.n + (cols * p.m if rows < p.m else 0)) * element
-        # Three eighths are for intermediates. The outputs that are given stay, and beside them a
+        # Three eighths are for intermediates. Given outputs stay allocated, and besides them one
         # result is held while two more are made.
         limit = self.limit * 5 // 8
         if not self._sampled:
@@ -250,7 +249,7 @@ class Fixture:
     def _reference(
         self, inputs: verify.Inputs, rows: verify.Places, cols: verify.Places
     ) -> torch.Tensor:
-        """Of those rows and columns, in pieces whose intermediates fit."""
+        """The reference of those rows and columns, in pieces whose intermediates fit."""
         if isinstance(inputs, ragged.Inputs):
             return ragged_reference.reference(self.problem, inputs, rows, cols, self.limit // 16)
         inputs = verify.part(self.problem, inputs, rows, cols)
@@ -274,7 +273,7 @@ class Fixture:
 
 
 def _sample(size: int, device: torch.device) -> torch.Tensor:
-    """Places in ``range(size)``: one of each stripe, the first and the last."""
+    """Indices in ``range(size)``: one per stripe, the first and the last."""
     edges = torch.linspace(0, size, min(size, SAMPLES) + 1, dtype=torch.float64).long()
     seed = int.from_bytes(os.urandom(4), "little")
     chance = torch.rand(len(edges) - 1, generator=torch.Generator().manual_seed(seed))

@@ -1,8 +1,8 @@
-"""Tensors between guard bands, so that what is read or written beyond them shows.
+"""Tensors between guard bands, which expose reads and writes out of bounds.
 
-The stride class of an operand is a promise to kernels; strides within it are not. The same
-function says how a tensor of a class lies in memory for timing, for verification and, with
-``padded``, with the most that the class leaves open: gaps between its rows.
+The stride class of an operand is a promise to kernels; its exact strides are not. One function lays
+out a tensor of a class for timing, for verification and, with ``padded``, with the greatest freedom
+of the class: gaps between its rows.
 """
 
 from __future__ import annotations
@@ -13,18 +13,18 @@ import torch
 
 from tmm_core.spec.problem import ALIGNMENT, Operand
 
-#: What lies around an input: NaN in every floating dtype. A kernel that reads beyond an edge
-#: and relies on a zero of the other operand to cancel what it read answers NaN.
+#: Filler around an input: NaN in every floating dtype. A kernel that reads out of bounds and relies
+#: on a zero of the other operand to cancel the value returns NaN.
 UNREADABLE = 0xFF
-#: What lies around an output; nothing that arithmetic is likely to give.
+#: Filler around an output; an unlikely result of arithmetic.
 UNWRITTEN = 0xA5
 
-#: Bands are of as many rows as the tallest tile has, within these bytes: a tile stored
-#: without masks ends so many rows past the output.
+#: Rows of a band, the height of the tallest tile, within these bytes: a tile stored without masks
+#: ends this many rows past the output.
 TILE_ROWS = 128
 LEAST, MOST = 4 << 10, 8 << 20
 
-#: Bytes of a row of the matrix that checksums are taken of.
+#: Bytes per row of the matrix over which checksums are computed.
 _LINE = 4 << 10
 
 _INT32_MAX = 2**31 - 1
@@ -33,7 +33,7 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 @dataclass(frozen=True, slots=True)
 class Lie:
-    """How a tensor lies in memory, in elements: from the first to past the last ``length``."""
+    """A tensor's layout in memory, in elements: ``length`` reaches from the first past the last."""
 
     strides: tuple[int, ...]
     offset: int
@@ -59,22 +59,22 @@ def lie(spec: Operand, shape: tuple[int, ...], *, padded: bool = False) -> Lie:
         if spec.aligned:
             leading = -(-leading // unit) * unit if rows > 1 else leading
         elif natural and rows > 1:
-            leading += 1  # off the next multiple of 16 bytes
+            leading += 1  # misaligned to 16 bytes
         elif natural:
-            offset = 1  # a single row has no leading stride to be off
+            offset = 1  # a single row has no leading stride to misalign
     matrix = rows * leading
     if spec.aligned:
         matrix = -(-matrix // unit) * unit
     reach = max(0, rows - 1) * leading + max(0, cols - 1) * inner
     if padded and not spec.wide and reach > _INT32_MAX:
-        return lie(spec, shape)  # gaps would make it another class
+        return lie(spec, shape)  # gaps would change its class
     length = offset + max(0, (batch[0] if batch else 1) - 1) * matrix + reach + 1
     return Lie((*([matrix] if batch else []), leading, inner), offset, length)
 
 
 @dataclass(frozen=True, slots=True)
 class Guarded:
-    """A tensor inside memory that is otherwise of one byte."""
+    """A tensor inside memory otherwise filled with one byte value."""
 
     tensor: torch.Tensor
     #: All of the memory, as 64-bit words.
@@ -82,17 +82,17 @@ class Guarded:
     filler: int
 
     def sums(self) -> torch.Tensor:
-        """Sums of the words along both dimensions, modulo 2⁶⁴: every change of one place and
-        every exchange of two in different rows and columns is seen, without a copy."""
+        """Sums of the words along both dimensions, modulo 2⁶⁴: they detect every change of one word
+        and every swap of two in different rows and columns, without a copy."""
         return torch.cat([self.words.sum(0), self.words.sum(1)])
 
     def intact(self) -> torch.Tensor:
-        """Whether the bands and gaps are as they were, as a tensor; destroys what is inside."""
+        """Whether bands and gaps are unchanged, as a tensor; overwrites the inside."""
         _fill(self.tensor, self.filler)
         return (self.words == _word(self.filler, 8)).all()
 
     def poison(self) -> torch.Tensor:
-        """The tensor full of NaN, bands and gaps as at first."""
+        """The tensor filled with NaN, with bands and gaps reset."""
         self.words.fill_(_word(self.filler, 8))
         return self.tensor.fill_(float("nan"))
 
@@ -115,20 +115,20 @@ def guarded(
 
 
 def footprint(spec: Operand, shape: tuple[int, ...]) -> int:
-    """Bytes that :func:`guarded` takes at most, padded or not."""
+    """Maximum bytes of :func:`guarded`, padded or not."""
     inside, band = _extent(lie(spec, shape, padded=True), spec.dtype.itemsize)
     return inside + 2 * band
 
 
 def _extent(placed: Lie, size: int) -> tuple[int, int]:
-    """Bytes inside, and of each band."""
+    """Bytes of the inside, and of each band."""
     longest = max(placed.strides[-2:]) * size
     band = -(-min(max(TILE_ROWS * longest, LEAST), MOST) // _LINE) * _LINE
     return -(-placed.length * size // _LINE) * _LINE, band
 
 
 def overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
-    """Whether two tensors share an allocation, or lie in memory that meets."""
+    """Whether two tensors share an allocation or overlap in memory."""
     if not x.numel() or not y.numel():
         return False
     if x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr():
@@ -149,7 +149,7 @@ def _fill(t: torch.Tensor, byte: int) -> None:
 
 
 def _word(byte: int, size: int) -> int:
-    """The integer of ``size`` bytes that are all ``byte``; signed, but for a single byte."""
+    """The integer whose ``size`` bytes are all ``byte``; signed, except for a single byte."""
     return int.from_bytes(bytes([byte]) * size, "little", signed=size > 1)
 
 

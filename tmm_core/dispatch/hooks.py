@@ -1,5 +1,5 @@
-"""Plugins' hooks, called through pluggy, one plugin at a time: what one raises costs itself alone,
-while wrappers, ``tryfirst`` and ``trylast`` and the monitoring of calls work as pluggy has them."""
+"""Calls plugins' hooks through pluggy, one plugin at a time: an exception costs only its plugin.
+Wrappers, ``tryfirst``, ``trylast`` and call monitoring work as in pluggy."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ import pluggy
 from tmm_core.spec import hookspecs
 from tmm_core.spec.asking import let_through, shown
 
-#: In the order in which they are called.
+#: Hooks, in calling order.
 HOOKS = ("tmm_kernels", "tmm_epilogues")
 
 
 class Hooks:
-    """The plugins that are registered, and the calls of their hooks."""
+    """The registered plugins and the calls of their hooks."""
 
     def __init__(self) -> None:
         self.manager = pluggy.PluginManager(hookspecs.PROJECT)
         self.manager.add_hookspecs(hookspecs)
-        #: Hook and plugin of wrappers that failed.
+        #: Hook and plugin of failed wrappers.
         self._left_out: list[tuple[str, object]] = []
 
     def register(self, plugin: object, name: str) -> list[str]:
-        """Add a plugin; returns what is wrong with it and does not keep it from being asked.
+        """Add a plugin; returns its non-fatal faults.
 
         Raises:
-            Exception: It cannot be registered: a hook's signature is not its spec's, its name is
-                taken, or it has no hash.
+            Exception: It cannot be registered: a hook's signature does not match its spec, its name
+                is taken, or it is unhashable.
         """
         hash(plugin)
         self.manager.register(plugin, name=name)
@@ -57,8 +57,8 @@ class Hooks:
         return found
 
     def in_order(self, hook: str, plugins: Iterable[object]) -> list[object]:
-        """Those of ``plugins`` that implement ``hook``: ``tryfirst`` first, ``trylast`` last, and
-        otherwise as they are given."""
+        """Those of ``plugins`` that implement ``hook``: ``tryfirst`` first, ``trylast`` last, the
+        others in the given order."""
         ranks: dict[int, int] = {}
         for impl in self._implementations(hook):
             if not _wraps(impl):
@@ -68,15 +68,15 @@ class Hooks:
         return sorted(asked, key=lambda plugin: ranks[id(plugin)])
 
     def ask(self, hook: str, plugin: object) -> tuple[list[Any], dict[str, BaseException]]:
-        """What ``plugin`` returns from ``hook``, as every plugin's wrappers pass it on; and what
-        wrappers raised, by the names of their plugins. Those are left out from then on.
+        """The result of ``plugin``'s ``hook``, passed through all plugins' wrappers; and the
+        wrappers' exceptions by plugin name. Failed wrappers are left out from then on.
 
-        A wrapper goes around the hook of other plugins where its own plugin has, besides the
-        wrapper, no implementation of that hook.
+        A wrapper applies to other plugins if its own plugin has no other implementation of that
+        hook.
 
         Raises:
             BaseException: Whatever the plugin's own function raised.
-            TypeError: It returned no list.
+            TypeError: It did not return a list.
         """
         wrappers = self._wrappers(hook, plugin)
         try:
@@ -95,7 +95,7 @@ class Hooks:
                 let_through(error)
                 failed[str(self.manager.get_name(wrapper))] = error
                 self._left_out.append((hook, wrapper))
-        if not failed:  # each works alone, and not with the others
+        if not failed:  # each works alone, but not together
             failed = {str(self.manager.get_name(wrapper)): failure for wrapper in wrappers}
             self._left_out += [(hook, wrapper) for wrapper in wrappers]
         things, more = self.ask(hook, plugin)
@@ -110,7 +110,7 @@ class Hooks:
         ]
         results = self.manager.subset_hook_caller(hook, others)()
         mine = [i for i in self._implementations(hook) if i.plugin is plugin and not _wraps(i)]
-        # pluggy leaves out what is None.
+        # pluggy drops results that are None.
         if not wrappers and isinstance(results, list) and len(results) < len(mine):
             raise TypeError(f"{hook} must return a list, got None")
         things: list[Any] = []
@@ -121,7 +121,7 @@ class Hooks:
         return things
 
     def _wrappers(self, hook: str, plugin: object) -> list[object]:
-        """Other plugins that have wrappers of ``hook``, and nothing else of it."""
+        """Other plugins that have only wrappers of ``hook``."""
         implementations = self._implementations(hook)
         found: dict[int, object] = {id(i.plugin): i.plugin for i in implementations}
         for impl in implementations:

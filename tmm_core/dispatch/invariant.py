@@ -1,14 +1,14 @@
 """Batch-invariant mode: one arithmetic for all M of a weight, and for each M its fastest config.
 
-An arithmetic is what the bits of a row depend on (:meth:`Kernel.arithmetic`), by a name that means
-the same on every machine. A weight's is chosen by what it costs at every M of a ladder::
+An arithmetic names everything that the bits of a row depend on (:meth:`Kernel.arithmetic`), the
+same on every machine. A weight's arithmetic is chosen by its cost at every M of a ladder::
 
     M            1      16     64    256    1024   4096   8192
     sm90-k16    1.00   1.02   1.00   1.10   1.03   1.00   1.00   ← least regret
     …/split4    1.00   1.00   1.05   1.00   1.21   1.30   1.33
 
-of times over the fastest known, BLAS's among them. What was measured is pinned in the cache's
-notes, so that restarts agree; ``TMM_ARITHMETIC`` pins it by name, so that machines agree.
+where a cost is the time over the fastest known, including BLAS. A measured choice is pinned in the
+cache's notes, so that restarts agree; ``TMM_ARITHMETIC`` pins it by name, so that machines agree.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ from tmm_core.spec.device import DeviceFingerprint
 from tmm_core.spec.kernel import Candidate, Kernel
 from tmm_core.spec.problem import ALIGNMENT, Layout, Operand, Problem
 
-#: The M at which arithmetics are compared: decode, prefill and what lies between.
+#: The M at which arithmetics are compared, from decode to prefill.
 LADDER = (1, 16, 64, 256, 1024, 4096, 8192)
-#: How much the worst M counts beside the mean over all, both as logarithms.
+#: Weight of the worst M relative to the mean over all M, both as logarithms.
 WORST = 0.5
-#: Elements of the largest matrix of a rung; above it the rung is left out: verifying one takes some
-#: ten bytes for each.
+#: Elements of the largest matrix of a rung; larger rungs are left out: verifying takes about ten
+#: bytes per element.
 LARGEST = 2**28
-#: µs of a config whose kernel has no idea: chosen where nothing else may be.
+#: µs assumed for a config without an estimate: chosen only as a last resort.
 _NO_IDEA = 1e6
 
 
 @dataclass(frozen=True, slots=True)
 class Rung:
-    """What is known at one M: the fastest of all in µs, and the fastest of each arithmetic."""
+    """The known times at one M: the fastest of all in µs, and the fastest of each arithmetic."""
 
     m: int
     best_us: float
@@ -49,9 +49,9 @@ class Rung:
 
 
 def least_regret(rungs: Sequence[Rung]) -> str | None:
-    """The arithmetic that costs least over the rungs against the best known at each, the worst
-    of them weighing :data:`WORST` beside the mean; of those that serve most rungs, and of equals
-    the first by name. None where there is no arithmetic at all."""
+    """The arithmetic with the lowest cost over the rungs relative to the best known at each: the
+    mean plus :data:`WORST` times the worst. Only those that serve the most rungs are compared, and
+    ties go to the first by name. None if there is no arithmetic."""
     names = {name for rung in rungs for name in rung.times}
 
     def rank(name: str) -> tuple[int, float, str]:
@@ -64,7 +64,7 @@ def least_regret(rungs: Sequence[Rung]) -> str | None:
 
 
 class Host(Protocol):
-    """What of the dispatcher the choice rests on."""
+    """The part of the dispatcher that the choice uses."""
 
     store: CacheStore
 
@@ -97,33 +97,33 @@ class Host(Protocol):
 
 
 class Invariance:
-    """Chooses among batch-invariant kernels, and holds what it has chosen for this process."""
+    """Chooses among batch-invariant kernels, and keeps its choices for this process."""
 
     def __init__(self, host: Host) -> None:
         self._host = host
-        #: By weight and settings. One that was a guess stays, too: bits must not change between two
-        #: calls because the second may measure.
+        #: By weight and settings. A guess stays too: bits must not change between two calls because
+        #: the second may measure.
         self._arithmetics: dict[tuple[str, Settings], str] = {}
         self._choices: dict[tuple[Problem, Settings, str], Choice] = {}
         self._notes: dict[DeviceFingerprint, Notes] = {}
 
     def know(self, other: Invariance) -> None:
-        """Choose as ``other`` has chosen so far."""
+        """Copy the choices of ``other``."""
         self._arithmetics = dict(other._arithmetics)
         self._choices = dict(other._choices)
 
     def forget(self) -> None:
-        """Records or kernels have changed: choose configs anew, of the same arithmetics."""
+        """Choose configs again, of the same arithmetics, since records or kernels changed."""
         self._choices.clear()
 
     def choose(self, problem: Problem, settings: Settings) -> Choice | None:
-        """The fastest config for this M of the weight's arithmetic; None where no batch-invariant
+        """The fastest config for this M of the weight's arithmetic; None if no batch-invariant
         kernel can serve ``problem``.
 
         Raises:
-            UnsupportedProblemError: The settings name an arithmetic that cannot be had here.
-            CacheMissError: ``on_cache_miss="error"``, and the weight was never tuned; or it is not
-                in the lock file that answers alone.
+            UnsupportedProblemError: The settings name an arithmetic that is not available here.
+            CacheMissError: ``on_cache_miss="error"`` and the weight was never tuned, or it is
+                missing from the required lock file.
         """
         able = self._host._able(problem, settings)
         if settings.arithmetic is not None:
@@ -152,8 +152,8 @@ class Invariance:
         return self._within(problem, able, other, settings)
 
     def tune(self, problem: Problem, settings: Settings, force: bool) -> TuningRecord | None:
-        """Measure what a choice for ``problem`` goes by, the rungs of its weight and itself, and
-        return its own record. An arithmetic that was a guess gives way to what was measured."""
+        """Measure the rungs of the weight and ``problem`` itself, and return its own record. A
+        guessed arithmetic is replaced by the measured one."""
         self._choices.clear()
         self._arithmetics.clear()
         own = replace(problem, capturing=False)
@@ -172,13 +172,13 @@ class Invariance:
     # -- the weight's arithmetic --------------------------------------------------------
 
     def _arithmetic(self, problem: Problem, settings: Settings) -> str | None:
-        """As noted, else by records, measured now where that is allowed, else by estimates."""
+        """From notes, else from records, measured now if allowed, else from estimates."""
         about = digest(weight(problem))
         chosen = self._arithmetics.get((about, settings))
         if chosen is None:
             chosen = self._resolved(problem, about, settings)
             if chosen is not None:
-                # Of two threads that resolve it one is right for both.
+                # If two threads resolve it, both use the first result.
                 chosen = self._arithmetics.setdefault((about, settings), chosen)
         return chosen
 
@@ -216,8 +216,8 @@ class Invariance:
         tune: bool,
         force: bool = False,
     ) -> str | None:
-        """The arithmetic of least regret on record; where nothing may be measured, None unless
-        all rungs are."""
+        """The arithmetic of least regret on record; if nothing may be measured, None unless all
+        rungs are on record."""
         known = []
         for rung, able in rungs:
             record = self._host._on_record(rung, able, settings, tune, force)
@@ -250,7 +250,7 @@ class Invariance:
     def _offered(
         self, problem: Problem, able: list[Kernel[Any]]
     ) -> dict[str, dict[Candidate, float]]:
-        """Every arithmetic with its candidates, and how long each is expected to take."""
+        """Every arithmetic with its candidates and their estimated times."""
         offered: dict[str, dict[Candidate, float]] = {}
         for kernel in able:
             try:
@@ -260,7 +260,7 @@ class Invariance:
                     if (name := self._name(problem, candidate)) is not None:
                         expected = kernel.estimate_us(problem, config) or _NO_IDEA
                         offered.setdefault(name, {})[candidate] = expected
-            except Exception as error:  # a stranger's kernel; it costs its own candidates
+            except Exception as error:  # a plugin's kernel; costs only its candidates
                 self._host._warn_once(kernel, error)
         return offered
 
@@ -271,7 +271,7 @@ class Invariance:
         except Exception as error:
             self._host._warn_once(kernel, error)
         if not isinstance(name, str | None):
-            self._host._warn_once(kernel, f"arithmetic() returned {name!r}, which is no name")
+            self._host._warn_once(kernel, f"arithmetic() returned {name!r}, which is not a name")
             return None
         return name
 
@@ -287,7 +287,7 @@ class Invariance:
     def _within(
         self, problem: Problem, able: list[Kernel[Any]], wanted: str, settings: Settings
     ) -> Choice | None:
-        """Of the candidates of that arithmetic the fastest on record, else by estimate."""
+        """The fastest candidate of that arithmetic on record, else by estimate."""
         own = replace(problem, capturing=False)
         key = (bucketed(own), settings, wanted)
         choice = self._choices.get(key)
@@ -343,8 +343,8 @@ class Invariance:
 
 
 def weight(problem: Problem) -> dict[str, Any]:
-    """What all M of one weight have in common: the problem without M and what M decides, which is
-    layout and alignment of a, the output and the residual, and whether scales are one number."""
+    """What all M of one weight share: the problem without M and what M decides, namely layout and
+    alignment of a, the output and the residual, and whether scales are scalars."""
     document = problem.to_json()
     for name in ("a", "out", "residual"):
         if document[name] is not None:
@@ -354,15 +354,14 @@ def weight(problem: Problem) -> dict[str, Any]:
 
 
 def is_gradient(problem: Problem) -> bool:
-    """Whether ``a`` is column-major, as where a weight's gradient is computed: K is then the number
-    of rows, and other in every batch, so that a ladder would be measured for each. There estimates
-    decide."""
+    """Whether ``a`` is column-major, as in a weight gradient: K is then the number of rows and
+    differs in every batch, so that a ladder would be measured for each. Estimates decide there."""
     return problem.a.layout == "col"
 
 
 def ladder(problem: Problem) -> list[Problem]:
-    """The problems by which a weight's arithmetic is chosen, the smaller first: the same ones
-    whatever problem of the weight comes first."""
+    """The problems by which a weight's arithmetic is chosen, from small to large; they do not
+    depend on which problem of the weight comes first."""
     sizes = [m for m in LADDER if max(problem.n, problem.k) * m * problem.batch <= LARGEST]
     return [_at(problem, m) for m in sizes or LADDER[:1]]
 
@@ -389,6 +388,6 @@ def _at(problem: Problem, m: int) -> Problem:
 
 
 def _timed(record: TuningRecord) -> list[CandidateResult]:
-    """Fastest first, those left out early with fewer samples among them."""
+    """Fastest first, including those eliminated early with fewer samples."""
     done = [c for c in record.candidates if c.status in ("ok", "slow") and c.median_us]
     return sorted(done, key=lambda c: (c.median_us or math.inf, c.kernel, str(c.config)))

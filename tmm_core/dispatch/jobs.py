@@ -1,4 +1,4 @@
-"""A candidate and its problem as JSON, for a process that has the same plugins, and back."""
+"""Converts a candidate and its problem to JSON for a process with the same plugins, and back."""
 
 from __future__ import annotations
 
@@ -19,12 +19,11 @@ _REQUIREMENTS = ("deterministic", "batch_invariant", "capturing")
 
 
 class ElsewhereError(Exception):
-    """A job that means something else in this process: another version, an epilogue that nobody
-    registered."""
+    """A job whose meaning differs in this process: another version, an unregistered epilogue."""
 
 
 def job_of(problem: Problem, candidate: Candidate) -> Job:
-    """What another process is told."""
+    """The job as JSON."""
     return {
         "problem": problem.to_json(),
         "requirements": {name: getattr(problem, name) for name in _REQUIREMENTS},
@@ -39,7 +38,7 @@ def recalled(registry: Registry, job: Job) -> tuple[Problem, Candidate]:
     """The problem and the candidate that :func:`job_of` was given.
 
     Raises:
-        ElsewhereError: They are not the same here.
+        ElsewhereError: They differ in this process.
         BaseException: Whatever a plugin raises.
     """
     kernel = registry.kernel(job["kernel"])
@@ -49,7 +48,7 @@ def recalled(registry: Registry, job: Job) -> tuple[Problem, Candidate]:
     key = job["problem"]["epilogue"]
     epilogue = by_key.get(key) or registry.epilogue(key)
     if epilogue.key != key:
-        raise ElsewhereError(f"epilogue {key} is another here")
+        raise ElsewhereError(f"epilogue {key} differs here")
     device = {**job["device"], "capability": tuple(job["device"]["capability"])}
     problem = Problem.from_json(job["problem"], DeviceFingerprint(**device), epilogue)
     problem = dataclasses.replace(problem, **job["requirements"])

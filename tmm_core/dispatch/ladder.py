@@ -1,6 +1,6 @@
-"""From a problem to a plan: the slow path that the warm path never sees.
+"""Turns a problem into a plan: the slow path, which warm calls skip.
 
-The ladder, top rung first; each choice says which rung it stands on:
+The ladder, top rung first; each choice names its rung:
 
 1. forced      ``kernel=``, ``TMM_KERNEL``, ``override(kernel=…)``
 2. cache       a record of this problem, else of its M bucket
@@ -55,31 +55,31 @@ if TYPE_CHECKING:
     from tmm_core.dispatch.neighbour import Neighbours
     from tmm_core.dispatch.tuner import Tuner
 
-#: Without a measurement, another kernel is chosen over BLAS only where its estimate is better
-#: than BLAS's by this factor: estimates are rooflines, and a default config is not the best one.
-#: By what an H200 measured over the suite, 0.8 loses 4.8 % of its time, 0.85 4.2, 0.9 3.4, 0.95
-#: 3.0 and 1.0 3.3, classes where BLAS was right losing from 0.95 on.
+#: Without a measurement, another kernel is chosen over BLAS only if its estimate is below BLAS's
+#: times this factor: estimates are rooflines, and a default config is not the best one. Measured
+#: over the suite on an H200, 0.8 loses 4.8 % of the time, 0.85 4.2, 0.9 3.4, 0.95 3.0 and 1.0 3.3;
+#: from 0.95 on, classes lose where BLAS was right.
 HEURISTIC_ADVANTAGE = 0.9
 
-#: Records that a tuning starts from, and how many candidates of each: of this problem on another
-#: GPU or under other versions, or of near ones.
+#: Records that a tuning starts from, and candidates of each: records of this problem on another GPU
+#: or under other versions, or of near problems.
 HINTING_RECORDS, HINTS_EACH = 3, 3
 
-#: How long to wait for another process that is tuning the same problem, in budgets.
+#: How long to wait for another process that is tuning the same problem, in tuning budgets.
 LOCK_PATIENCE = 4.0
 
-#: Seconds to wait for another process that is storing the record adopted here.
+#: Seconds to wait for another process that is storing an adopted record.
 ADOPT_PATIENCE = 1.0
 
 
-#: Rows a group at which batch-invariant mode chooses for ragged products.
+#: Rows per group at which batch-invariant mode chooses for ragged products.
 ROWS_EACH = 64
 
 _ALONE = "no other kernel can serve this problem"
 
 
 class Dispatcher:
-    """Chooses candidates. Holds what it has chosen, per bucket, for this process."""
+    """Chooses candidates, and keeps its choices per bucket for this process."""
 
     def __init__(self, registry: Registry, tuner: Tuner | None, store: CacheStore) -> None:
         self.registry = registry
@@ -88,14 +88,14 @@ class Dispatcher:
         self.store = store
         self.trust = Trust(store)
         self._choices: dict[tuple[Problem, Settings], Choice] = {}
-        #: (kernel, bucket) pairs that raised or were wrong at run time, with what was said.
+        #: (kernel, bucket) pairs that raised or were wrong at run time, with the message.
         self._quarantine: dict[tuple[str, Problem], str] = {}
         self._warned: set[str] = set()
         self._answers: Answers | None = None
         #: Held while something is measured or stored.
         self._lock = threading.RLock()
 
-    # A process that finds its problems on record imports neither.
+    # Created lazily: a process that finds its problems on record imports none of their modules.
 
     @functools.cached_property
     def tuner(self) -> Tuner:
@@ -116,17 +116,17 @@ class Dispatcher:
         return Neighbours(self.store)
 
     def after_fork(self) -> None:
-        """Let go of what another thread of the parent process held."""
+        """Replace locks that another thread of the parent process may hold."""
         self._lock = threading.RLock()
         self.registry.after_fork()
 
     def bound(self, problem: Problem, settings: Settings) -> tuple[Choice, Launcher]:
-        """What :meth:`choose` says, compiled, and verified where it has never been: a kernel that
-        fails at either is put out of use, and the next one down the ladder asked.
+        """The choice of :meth:`choose`, compiled, and verified if it never was: a kernel that fails
+        at either is quarantined, and the next one down the ladder is tried.
 
         Raises:
-            TmmError: As :meth:`choose`.
-            Exception: What binding BLAS or a forced kernel raises.
+            TmmError: Like :meth:`choose`.
+            Exception: Raised by binding BLAS or a forced kernel.
         """
         while True:
             choice = self.choose(problem, settings)
@@ -148,14 +148,14 @@ class Dispatcher:
     def _doubt(
         self, problem: Problem, choice: Choice, launcher: Launcher, settings: Settings
     ) -> str | Choice | None:
-        """Verify a choice at its first use. None: it is right; a text: what is wrong with it; a
-        choice: it cannot be verified now, and this one answers instead."""
+        """Verify a choice at its first use. Returns None if it is right, a text if it is wrong, or
+        a replacement if it cannot be verified now."""
         if self.trust.holds(problem, choice):
             return None
         untried = f"{choice.candidate.kernel.name} was never verified on this machine"
         if problem.capturing:
             return self._instead(problem, f"{untried}, and a CUDA graph is being captured")
-        with self._lock:  # not while others are timed
+        with self._lock:  # not during timing
             if self.trust.holds(problem, choice):
                 return None
             verdict = self.trust.verify(
@@ -166,7 +166,7 @@ class Dispatcher:
         return verdict.reason
 
     def _instead(self, problem: Problem, why: str) -> Choice | None:
-        """BLAS in place of what cannot be verified now; None where it cannot serve the problem."""
+        """BLAS in place of an unverifiable choice; None if BLAS cannot serve the problem."""
         choice = self._fallback(problem, why)
         if choice.candidate.kernel.reasons_against(problem):
             return None
@@ -175,11 +175,11 @@ class Dispatcher:
         return choice
 
     def choose(self, problem: Problem, settings: Settings) -> Choice:
-        """Climb down the ladder.
+        """Choose by descending the ladder.
 
         Raises:
-            UnknownNameError, UnsupportedProblemError, ConfigError, PluginError: A forced
-                kernel or config that cannot be had.
+            UnknownNameError, UnsupportedProblemError, ConfigError, PluginError: A forced kernel or
+                config is not usable.
             CacheMissError: ``on_cache_miss="error"`` and no record.
         """
         if settings.disable:
@@ -194,8 +194,8 @@ class Dispatcher:
         return self._choose(problem, settings)
 
     def _choose_invariant_groups(self, problem: Problem, settings: Settings) -> Choice:
-        """One config for any number of rows of ragged products: what is chosen for
-        :data:`ROWS_EACH` a group. Sums over a ragged K are of one call alone."""
+        """One config for ragged products with any number of rows: the choice for :data:`ROWS_EACH`
+        rows per group. Sums over a ragged K belong to a single call."""
         assert problem.groups is not None
         if problem.along == "k":
             return self._choose(replace(problem, batch_invariant=False), settings)
@@ -206,23 +206,25 @@ class Dispatcher:
         key = bucketed(_bare(problem))
         if (replayed := self._replayed(problem, key, settings)) is not None:
             return replayed
-        # An exact record may exist beside the bucket's: exact sizes are looked up each time
-        # a new shape comes by, the bucket's choice is made once.
+        # An exact record may exist beside the bucket's: exact sizes are looked up for each new
+        # shape, the bucket's choice is made once.
         able = self._able(problem, settings)
-        # Where even BLAS declines, it is BLAS that says so.
+        # If even BLAS declines, its own error is raised.
         if all(kernel.name == BASELINE for kernel in able):
             return self._fallback(problem, _ALONE)
         if key.extent != problem.extent:
             exact = self._cached(problem, _bare(problem), able)
             if exact is not None:
                 return exact
-        # A choice under fewer candidates is none for all; but what was chosen serves capture.
+        # A choice made during capture has fewer candidates, so it is not kept; kept ones serve
+        # capture.
         remembered = bucketed(replace(problem, capturing=False))
         choice = self._chosen(remembered, settings, able)
         if choice is None and self._forbids_tuning(problem, settings) is None:
             choice = self._cached(problem, key, able, settings)
             if choice is None:
-                # One at a time measures, or they would measure each other; nobody else waits.
+                # One measurement at a time, or they would disturb each other; other threads do not
+                # wait.
                 with self._lock:
                     choice = self._chosen(remembered, settings, able)
                     choice = choice or self._resolve(problem, key, able, settings)
@@ -234,9 +236,8 @@ class Dispatcher:
     def _inside(
         self, problem: Problem, edge: Problem, choice: Choice, settings: Settings
     ) -> Choice:
-        """A bucket's choice, for an M inside it: the candidate that is best where the record was
-        measured around this M, and ahead of BLAS at both; BLAS where nothing is or nothing was
-        measured."""
+        """A bucket's choice for an M inside it: the best candidate that beats BLAS at the measured
+        M on both sides of this one; BLAS if there is none or nothing was measured."""
         if (
             problem.extent == edge.extent
             or problem.batch_invariant
@@ -274,26 +275,26 @@ class Dispatcher:
     def _able_candidate(
         self, result: CandidateResult, problem: Problem, edge: Problem, settings: Settings
     ) -> Candidate | None:
-        """The candidate of a result, where its kernel is what it was and may serve this call."""
+        """The candidate of a result, if its kernel is unchanged and may serve this call."""
         if (result.kernel, edge) in self._quarantine:
             return None
         try:
             kernel = self.registry.kernel(result.kernel)
-        except TmmError:  # it is uninstalled, or its plugin failed and was warned of
+        except TmmError:  # it is uninstalled, or its plugin failed, with a warning
             return None
         if self.registry.reasons_against(kernel, problem, settings):
             return None
         return self._candidate(result, [kernel], problem)
 
     def _chosen(self, key: Problem, settings: Settings, able: list[Kernel[Any]]) -> Choice | None:
-        """What was chosen before, where it may still serve."""
+        """The earlier choice, if it may still serve."""
         choice = self._choices.get((key, settings))
         return choice if choice is not None and choice.candidate.kernel in able else None
 
     def _replayed(self, problem: Problem, key: Problem, settings: Settings) -> Choice | None:
-        """The winner of a complete record, where those kernels that are not imported yet have
-        answered in another process, so that the winner alone need be. It is asked again."""
-        # Whether a record knows what static_weights lets in, only the kernels can tell.
+        """The winner of a complete record, if the answers of kernels not imported yet are known
+        from another process: then only the winner is imported, and asked again."""
+        # Only the kernels know whether a record covers the candidates that static_weights allows.
         if problem.batch_invariant or problem.static_weights or not self.registry.unloaded():
             return None
         answered = self._answered.get(problem, settings)
@@ -332,10 +333,10 @@ class Dispatcher:
         return self._answers
 
     def tune(self, problem: Problem, settings: Settings, *, force: bool = False) -> TuningRecord:
-        """Measure ``problem`` as it is (no bucket) and store the record.
+        """Measure ``problem`` exactly (no bucket) and store the record.
 
-        A record that is complete already is returned as it is unless ``force``. Where
-        another process is tuning the same problem, waits for its record.
+        A complete record is returned as it is unless ``force``. If another process is tuning the
+        same problem, waits for its record.
         """
         problem = replace(problem, static_weights=settings.static_weights and problem.batch == 1)
         with self._lock:
@@ -349,8 +350,8 @@ class Dispatcher:
             return record
 
     def prepare(self, problem: Problem, settings: Settings) -> None:
-        """Have compiled, without waiting, what tuning ``problem`` would try first: where several
-        are tuned one after the other, the next one's kernels compile while one is timed."""
+        """Start compiling the first candidates for ``problem`` without waiting: when several
+        problems are tuned in turn, the next one's kernels compile while one is timed."""
         problem = _bare(problem)
         device = problem.device
         if problem.device.interpreted or self.store.load(
@@ -360,9 +361,9 @@ class Dispatcher:
         self.tuner.prepare(problem, self._able(problem, settings), self._hints(problem))
 
     def adopt(self, device: DeviceFingerprint, record: TuningRecord) -> None:
-        """Choose by ``record``, whoever measured it, as long as this process lives.
+        """Use ``record`` for choices, whatever its origin, as long as this process lives.
 
-        It is stored too, unless it is already or the disk refuses it.
+        It is also stored, unless it already is or the disk refuses it.
         """
         gpu, environment = device.gpu, device.environment
         with self._lock:
@@ -377,7 +378,7 @@ class Dispatcher:
         """Never again use this kernel for problems of this bucket, in this process.
 
         Args:
-            fault: What it raised, or what verification found to be wrong with its result.
+            fault: Its exception, or verification's finding.
         """
         name = choice.candidate.kernel.name
         raised = isinstance(fault, BaseException)
@@ -392,7 +393,7 @@ class Dispatcher:
         self._invariance.forget()
 
     def rejections(self, problem: Problem, settings: Settings) -> dict[str, list[str]]:
-        """Every kernel that is not a candidate, with its reasons; for ``explain()``."""
+        """Every kernel that is not a candidate, with reasons; for ``explain()``."""
         _, rejected = self.registry.candidates(problem, settings)
         for (name, bucket), error in list(self._quarantine.items()):
             if bucket == bucketed(_bare(problem)):
@@ -400,7 +401,7 @@ class Dispatcher:
         return rejected
 
     def record(self, problem: Problem) -> tuple[Problem, TuningRecord] | None:
-        """The record that answers for ``problem``, exact or its bucket's, and for what."""
+        """The record that answers for ``problem``, exact or its bucket's, with its problem."""
         environment = problem.device.environment
         bare = _bare(problem)
         own = [replace(bare, batch_invariant=True)] if problem.batch_invariant else []
@@ -428,8 +429,8 @@ class Dispatcher:
         tune: bool,
         force: bool = False,
     ) -> TuningRecord | None:
-        """The record of ``key`` for batch-invariant mode, measured now where ``tune``: of kernels
-        that are, with BLAS beside them."""
+        """The record of ``key`` for batch-invariant mode, measured now if ``tune``: of the
+        batch-invariant kernels, and BLAS for comparison."""
         record = self.store.load(key.device.gpu, key.device.environment, key.to_json())
         known = {(c.kernel, c.version) for c in record.candidates} if record else set()
         complete = all((k.name, k.version) in known for k in able) and bool(known)
@@ -478,13 +479,13 @@ class Dispatcher:
         )
 
     def _unlocked(self, problem: Problem, key: Problem) -> str:
-        """Why a locked store has no answer: the nearest key, field by field."""
+        """Why a locked store has no answer: the differences from the nearest key."""
         bucket = f"{key.along.upper()}={key.extent}"
         said = f"no locked record for {problem} (bucket {bucket}) in {self.store.lock_path}"
         device = key.device
         near = self.store.nearest_key(device.gpu, device.environment, key.to_json())
         if near is None:
-            return f"{said}, which has none at all; run `tmm-cache freeze`"
+            return f"{said}, which is empty; run `tmm-cache freeze`"
         if not near.differences:
             return f"{said} is of kernels as they are here; tune and run `tmm-cache freeze` again"
         differences = "".join(f"\n  {difference}" for difference in near.differences)
@@ -519,8 +520,8 @@ class Dispatcher:
         able: list[Kernel[Any]],
         settings: Settings | None = None,
     ) -> Choice | None:
-        """From the record of ``key``. With ``settings``, a record that does not know some
-        kernel (new plugin, other version) is left to be completed where tuning may happen."""
+        """The choice from the record of ``key``. With ``settings``, a record that lacks a kernel
+        (new plugin, other version) is left to be completed by tuning, if allowed."""
         record = self.store.load(problem.device.gpu, problem.device.environment, key.to_json())
         if record is None:
             return None
@@ -542,7 +543,7 @@ class Dispatcher:
         device, document = key.device, key.to_json()
         patience = settings.tune_budget * LOCK_PATIENCE
         with self.store.lock(device.gpu, device.environment, document, patience) as _held:
-            # Whoever held the lock before may have left what was to be measured.
+            # The lock's previous holder may have stored the record.
             before = self.store.load(device.gpu, device.environment, document)
             hints = NO_HINTS if before is not None and not force else self._hints(key)
             record = self.tuner.tune(key, able, settings, None if force else before, hints)
@@ -552,7 +553,7 @@ class Dispatcher:
             return record
 
     def _hints(self, problem: Problem) -> Hints:
-        """What won this problem elsewhere, or near ones: what a tuning tries first."""
+        """Winners of this problem elsewhere, or of near ones, which a tuning tries first."""
         near = list(itertools.islice(self._neighbours.nearest(problem), HINTING_RECORDS))
         candidates = [
             (result.kernel, result.config)
@@ -564,7 +565,7 @@ class Dispatcher:
     def _neighbour(self, problem: Problem, able: list[Kernel[Any]], why: str) -> Choice | None:
         for near in self._neighbours.nearest(problem):
             if near.record.clock != CLOCK:
-                continue  # what another clock chose is worth a try, and no more
+                continue  # another clock's choice is only a hint
             for result in _by_time(near.record):
                 candidate = self._candidate(result, able, problem, any_version=True)
                 if candidate is not None and _fits(candidate, problem):
@@ -595,8 +596,8 @@ class Dispatcher:
         return Choice(candidate, "heuristic", f"{why}; estimated {time:.3g} µs, not measured")
 
     def _fallback(self, problem: Problem, why: str) -> Choice:
-        """BLAS, which says itself what torch cannot do; but what it does not declare it would
-        do wrongly.
+        """BLAS, whose own errors report the limits of torch; but a problem that it does not declare
+        would be computed wrongly.
 
         Raises:
             UnsupportedProblemError: No kernel serves the problem, and BLAS does not declare it.
@@ -620,7 +621,7 @@ class Dispatcher:
     def _best(
         self, record: TuningRecord, able: list[Kernel[Any]], problem: Problem
     ) -> Candidate | None:
-        """The winner on record, or the fastest after it that may serve this very call."""
+        """The winner on record, or the next fastest that may serve this call."""
         winner = record.candidates[record.winner]
         for result in (winner, *_by_time(record)):
             candidate = self._candidate(result, able, problem)
@@ -635,19 +636,19 @@ class Dispatcher:
         problem: Problem,
         any_version: bool = False,
     ) -> Candidate | None:
-        """What a record says, where it may serve ``problem``."""
+        """The candidate of a record's result, if it may serve ``problem``."""
         for kernel in able:
             if kernel.name == result.kernel and (any_version or kernel.version == result.version):
                 try:
                     config = read_config(kernel, result.config)
-                except Exception as error:  # ConfigError, or a stranger's own
+                except Exception as error:  # ConfigError, or a plugin's own
                     self._warn_once(kernel, error)
                     continue
                 candidate = Candidate(kernel, config)
                 if kernel.name == BASELINE and not _fits(candidate, problem):
-                    # Any other that does not bind gives way to BLAS.
+                    # A candidate that does not bind falls back to BLAS.
                     if not any_version:
-                        self._warn_once(kernel, f"{config} on record is no config for {problem}")
+                        self._warn_once(kernel, f"{config} on record is not a config for {problem}")
                 elif not config.unsaid(problem):
                     return candidate
         return None
@@ -674,7 +675,7 @@ class Dispatcher:
         return str(path or "not stored")
 
     def _warn_once(self, kernel: Kernel[Any], fault: Exception | str) -> None:
-        if isinstance(fault, PluginError):  # it was set aside, which has been said
+        if isinstance(fault, PluginError):  # set aside, with a warning
             return
         text = fault if isinstance(fault, str) else f"{type(fault).__name__}: {fault}"
         self._say_once(f"kernel {kernel.name}: {text}")
@@ -686,7 +687,8 @@ class Dispatcher:
 
 
 def _bare(problem: Problem) -> Problem:
-    """Without its requirements. What the caller says stays: it lets more candidates in."""
+    """The problem without its requirements. The caller's promises stay: they allow more
+    candidates."""
     return replace(problem, deterministic=False, batch_invariant=False, capturing=False)
 
 
@@ -696,10 +698,10 @@ def _fits(candidate: Candidate, problem: Problem) -> bool:
 
 
 def _completed(kernel: Kernel[Any], problem: Problem, given: dict[str, Any]) -> Config:
-    """The config of these fields; those left out are as in the kernel's default config.
+    """The config with these fields; missing ones come from the kernel's default config.
 
     Raises:
-        ConfigError: An unknown field, or a value that is out of bounds.
+        ConfigError: An unknown field, or a value out of bounds.
     """
     try:
         return kernel.config_type.from_json(given)
@@ -719,6 +721,6 @@ def _other(key: Problem, problem: Problem) -> Problem | None:
 
 
 def _by_time(record: TuningRecord, statuses: tuple[str, ...] = ("ok",)) -> list[CandidateResult]:
-    """Results of those statuses (by default the fully timed), fastest first."""
+    """Results with those statuses (by default the fully timed), fastest first."""
     done = [c for c in record.candidates if c.status in statuses]
     return sorted(done, key=lambda c: (c.median_us or float("inf"), c.kernel))

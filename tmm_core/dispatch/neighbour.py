@@ -1,4 +1,4 @@
-"""The nearest tuned problem: a guess for one that was never measured."""
+"""Finds the nearest tuned problem, as a guess for one that was never measured."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from tmm_core.spec.problem import Problem
 
 _SIZES = ("m", "n", "k", "batch")
 
-#: Octaves of M, N, K and batch together past which a tuned problem says nothing: beyond a
-#: factor of four in all, the class (decode, square, large K) has usually changed.
+#: Maximum distance of a neighbour, in octaves of M, N, K and batch together: beyond a factor of
+#: four in all, the class (decode, square, large K) has usually changed.
 FARTHEST = 2.0
 
 
 @dataclass(frozen=True, slots=True)
 class Near:
-    """A record with how far it is from what was asked."""
+    """A record and its distance from the problem."""
 
     record: TuningRecord
     octaves: float
@@ -37,17 +37,17 @@ class Near:
 
 
 class Neighbours:
-    """Finds records near a problem; lists the store on first use, and learns what is added."""
+    """Finds records near a problem; lists the store on first use, then tracks additions."""
 
     def __init__(self, store: CacheStore) -> None:
         self._store = store
-        #: By their problems without the sizes: what is asked looks at its kind alone.
+        #: Records by their problems without sizes: a look-up compares only its own kind.
         self._families: dict[Hashable, list[Summary]] | None = None
 
     def add(self, device: DeviceFingerprint, record: TuningRecord) -> None:
-        """A record was saved: it is a neighbour too, in place of an older one of its problem."""
+        """Add a saved record, in place of an older one of its problem."""
         if self._families is None:
-            return  # listed with the others, when next asked
+            return  # listed with the others on first use
         new = self._store.summary(device.gpu, device.environment, record)
         key = _family(record.problem)
         others = [each for each in self._families.get(key, ()) if each.path != new.path]
@@ -55,9 +55,8 @@ class Neighbours:
 
     def nearest(self, problem: Problem) -> Iterator[Near]:
         """Records of the same kind of problem within :data:`FARTHEST`, best guess first:
-        this environment, then this GPU under other versions, then the architecture's
-        nearest SM count; by distance within each, and times of another clock after those that
-        decide. Each is read when its turn comes."""
+        this environment, then this GPU under other versions, then the architecture's nearest SM
+        count; by distance within each, with times of another clock last. Each is read lazily."""
         families = self._families
         if families is None:
             families = {}
@@ -75,12 +74,12 @@ class Neighbours:
         ranked.sort(key=lambda pair: pair[0])
         for (rank, octaves, _, _), summary in ranked:
             record = summary.load()
-            if record is not None:  # its file is damaged or gone: a guess less
+            if record is not None:  # None: its file is damaged or gone
                 yield Near(record, octaves, summary.gpu, rank[0] == 0)
 
 
 def _rank(summary: Summary, device: DeviceFingerprint) -> tuple[int, int] | None:
-    """How much the record's device resembles this one; None: not at all."""
+    """How close the record's device is to this one; None: not comparable."""
     environment = summary.environment or {}
     if summary.gpu == device.gpu:
         return (0, 0) if dict(environment) == device.environment else (1, 0)
@@ -92,7 +91,7 @@ def _rank(summary: Summary, device: DeviceFingerprint) -> tuple[int, int] | None
 
 
 def _family(document: Mapping[str, Any]) -> Hashable:
-    """What two problems have to share; None, which is nobody's, of one that nests too deep."""
+    """The part that two neighbours share; None, which matches nothing, if it nests too deep."""
     try:
         return _frozen({key: value for key, value in document.items() if key not in _SIZES})
     except RecursionError:

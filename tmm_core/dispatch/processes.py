@@ -1,7 +1,7 @@
-"""Processes of this Python with this one's packages, started anew beside it.
+"""Starts fresh processes of this Python with this process's packages.
 
-A process that is forked inherits a CUDA context that it cannot use, and threads' locks; one that
-`multiprocessing` spawns imports ``__main__``, which a notebook has not.
+A forked process inherits a CUDA context that it cannot use, and held locks; one spawned by
+`multiprocessing` imports ``__main__``, which a notebook lacks.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ import tempfile
 from collections.abc import Mapping
 from typing import IO
 
-#: Variables that would keep a Python process from ending, or change what it says and where.
+#: Variables that would keep a Python process from ending, or change its output.
 _NOT_PASSED = ("PYTHONINSPECT", "PYTHONSTARTUP", "PYTHONWARNINGS", "PYTHONVERBOSE")
 
 
 def startable() -> bool:
-    """Whether this platform forks, and what runs here is Python rather than a program with Python
-    in it, which would be started a second time."""
+    """Whether this platform can fork and this executable is Python, not a program that embeds it
+    and would be started a second time."""
     name = os.path.basename(sys.executable or "").lower()
     return hasattr(os, "fork") and "python" in name and not getattr(sys, "frozen", False)
 
@@ -34,11 +34,11 @@ def started(
     environ: Mapping[str, str] | None = None,
     path: tuple[str, ...] | None = None,
 ) -> subprocess.Popen[bytes]:
-    """A process of this Python with this one's packages, whose standard input is ``channel``. It is
-    given ``argument`` and the working folder as JSON.
+    """A process of this Python with this one's packages, whose standard input is ``channel``. It
+    gets ``argument`` and the working folder as JSON.
 
     Raises:
-        OSError: None can be had.
+        OSError: It cannot be started.
     """
     environ = os.environ if environ is None else environ
     given = {name: value for name, value in environ.items() if name not in _NOT_PASSED}
@@ -52,12 +52,12 @@ def started(
         stderr=scratch or subprocess.DEVNULL,
         env=given,
         cwd="/",  # python -m looks there first, before 3.11
-        start_new_session=True,  # a terminal's Ctrl-C is this process's alone
+        start_new_session=True,  # Ctrl-C goes only to this process
     )
 
 
 def circumstances() -> tuple[tuple[str, ...], tuple[str | None, ...]]:
-    """What decides which plugins the server finds, and which code."""
+    """The state that decides which plugins and which code the server finds."""
     here = folder()
     path = tuple(str(entry) or here for entry in sys.path if isinstance(entry, str))
     variables = ("TMM_PLUGINS", "TMM_DISABLE_PLUGINS")
@@ -72,7 +72,7 @@ def folder() -> str:
 
 
 def scratch_file() -> IO[bytes] | None:
-    """A file of no folder for what the server says; None where there can be none."""
+    """An unnamed temporary file for the server's output; None if none can be made."""
     try:
         if hasattr(os, "memfd_create"):
             return os.fdopen(os.memfd_create("tmm-compilers"), "w+b", 0)
@@ -82,7 +82,7 @@ def scratch_file() -> IO[bytes] | None:
 
 
 def tail(scratch: IO[bytes] | None, size: int = 400) -> str:
-    """The last that was said."""
+    """The end of the output."""
     if scratch is None:
         return ""
     end = scratch.seek(0, os.SEEK_END)

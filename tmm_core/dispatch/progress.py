@@ -1,4 +1,4 @@
-"""What a call shows while it waits for tuning."""
+"""The progress bar of a call that waits for tuning."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import threading
 from types import TracebackType
 from typing import Any
 
-#: Seconds a call waits in silence.
+#: Seconds before the bar appears.
 SILENCE = 1.0
 
 
@@ -16,8 +16,8 @@ class Progress:
     """A bar on stderr, or in a notebook's cell, once the wait is longer than :data:`SILENCE`.
 
     Args:
-        title: Of what is tuned.
-        shown: True: wherever stderr leads; False: nowhere; None: where a person is looking.
+        title: Names the problem being tuned.
+        shown: True: on any stderr; False: never; None: only on a terminal or in a notebook.
     """
 
     def __init__(self, title: str, shown: bool | None) -> None:
@@ -34,7 +34,7 @@ class Progress:
 
     def __enter__(self) -> Progress:
         if self._timer is not None:
-            with contextlib.suppress(RuntimeError):  # no thread can be had: nothing is shown
+            with contextlib.suppress(RuntimeError):  # no thread: nothing is shown
                 self._timer.start()
         return self
 
@@ -49,15 +49,15 @@ class Progress:
         with self._lock:
             self._closed = True
             if self._bar is not None:
-                with contextlib.suppress(Exception):  # stderr is closed, or its reader gone
+                with contextlib.suppress(Exception):  # stderr is closed or its reader gone
                     self._bar.stop()
 
     def total(self, count: int) -> None:
-        """There are ``count`` candidates in all."""
+        """Set the total number of candidates."""
         self._total = count
 
     def advance(self) -> None:
-        """One candidate more has been dealt with."""
+        """Count one more finished candidate."""
         with self._lock:
             self._done += 1
             if self._bar is not None:
@@ -65,7 +65,7 @@ class Progress:
                     self._bar.update(self._task, completed=self._done, total=self._total)
 
     def _show(self, always: bool) -> None:
-        # What cannot be shown costs no tuning, and no traceback of a thread.
+        # A display error must cost neither the tuning nor print a traceback of a thread.
         with contextlib.suppress(Exception):
             self._show_bar(always)
 
@@ -76,14 +76,14 @@ class Progress:
 
         console = Console(stderr=True)
         if console.is_jupyter and importlib.util.find_spec("ipywidgets") is None:
-            # rich's widget would warn at every refresh that it cannot be shown; a line can.
+            # rich's widget would warn at every refresh if it cannot be shown; a line can be.
             console = Console(stderr=True, force_jupyter=False, force_terminal=True)
         if not (always or console.is_terminal or console.is_jupyter):
             return
         columns = (TextColumn("tuning {task.description}"), BarColumn(), MofNCompleteColumn())
         with self._lock:
             if not self._closed:
-                # A log gets the bar once, at its end, and that only of one that stays.
+                # A log gets the bar once, at the end, so it must not be transient there.
                 self._bar = Bar(*columns, console=console, transient=console.is_terminal)
                 self._task = self._bar.add_task(
                     self._title, completed=self._done, total=self._total

@@ -1,9 +1,9 @@
-"""Which candidates a tuning tries, in which order, and when none is left that could win.
+"""Decides which candidates a tuning tries, in which order, and when none left could win.
 
-First comes what is known: BLAS, the winner so far, and what won the same or a near problem on a
-GPU of the same architecture. Then the kernels' own proposals by their estimates. Once some of a
-kernel's configs have been timed, its estimates are scaled by the best ratio of measured to
-expected, and what is then still expected to lose is never compiled.
+Known candidates come first: BLAS, the winner so far, and winners of the same or a near problem on a
+GPU of the same architecture. Then the kernels' own proposals, by estimate. Once some of a kernel's
+configs have been timed, its estimates are scaled by the best ratio of measured to expected time,
+and configs still expected to lose are never compiled.
 """
 
 from __future__ import annotations
@@ -19,42 +19,41 @@ from tmm_core.spec.asking import read_config
 from tmm_core.spec.kernel import BASELINE, Candidate, Config, Kernel
 from tmm_core.spec.problem import Problem
 
-#: By how much a winner has to beat BLAS: medians of as many samples as the last stage takes
-#: differ by up to 0.5 % on a quiet H200 where both are of the same kernel.
+#: By how much a winner has to beat BLAS: with as many samples as in the last stage, two medians of
+#: one kernel differ by up to 0.5 % on a quiet H200.
 MARGIN = 0.01
 
 #: Times this close to the best are a tie, broken by a stable rule so that restarts agree.
 TIE = 0.005
 
 #: A config expected to take this many times BLAS's expected time is left out: none of 165 problems
-#: on an H200 would have lost its winner (by 1.5 neither, by 1.4 two).
+#: on an H200 would have lost its winner (with 1.5 none either, with 1.4 two).
 HOPELESS = 1.6
 
-#: Candidates known from other records that are tried first, at most.
+#: Maximum number of candidates from other records that are tried first.
 MOST_HINTS = 6
 
-#: Octaves of M, N and K within which a record is of this very problem or nearly.
+#: Octaves of M, N and K within which a record counts as close to this problem.
 CLOSE = 0.5
 
-#: Candidates in the first batch, and in all: with nothing to go by, and with a record that is
-#: close. By what an H200 measured of 208 problems, eight and then what may win lose 0.07 % in the
-#: mean without any hint.
+#: Candidates in the first batch, and in all: without hints, and with a close record. Measured on
+#: 208 problems on an H200, eight and then the promising ones lose 0.07 % on average without hints.
 BATCHES, CLOSE_BATCHES = (12, 24), (8, 12)
 
-#: After the first batch a config is compiled only where this share of its scaled estimate is less
-#: than the best time so far. By what an H200 measured of 208 problems, twelve candidates first and
-#: then those leave 4 of 21 uncompiled, and lose no winner; with 1.0 five lose up to 3 %.
+#: After the first batch a config is compiled only if its scaled estimate times this factor is below
+#: the best time so far. Measured on 208 problems on an H200, twelve candidates first and then those
+#: leave 4 of 21 uncompiled and lose no winner; with 1.0 five lose up to 3 %.
 PROMISING = 0.95
 
 
 @dataclass(frozen=True)
 class Hints:
-    """What won elsewhere.
+    """Winners of other records.
 
     Attributes:
         candidates: Names of kernels and configs, best guess first.
-        close: They are of this very problem on another GPU or under other versions, or of one
-            within :data:`CLOSE`: little else need be tried.
+        close: They are from this problem on another GPU or under other versions, or from one within
+            :data:`CLOSE`, so that little else need be tried.
     """
 
     candidates: Sequence[tuple[str, Mapping[str, Any]]] = ()
@@ -68,11 +67,11 @@ class Proposals:
     """The candidates of one tuning, handed out in batches.
 
     Args:
-        problem: What is tuned.
+        problem: The problem to tune.
         kernels: All that can serve it.
-        new: Those of which nothing is on record.
+        new: Those without results on record.
         before: The record to complete, if any: its winner and BLAS are tried as anchors.
-        hints: What won elsewhere.
+        hints: Winners of other records.
     """
 
     def __init__(
@@ -115,7 +114,7 @@ class Proposals:
             if kernel not in new or kernel is baseline:
                 anchors += mine
                 continue
-            # Of an arithmetic what it costs where it is slow is worth knowing, too.
+            # A slow arithmetic's cost is also needed, to compare arithmetics.
             least = math.inf if problem.batch_invariant else longest
             hopeless = [c for c in mine if (self._expected[c] or 0.0) > least]
             self._handed.update(hopeless)
@@ -134,12 +133,12 @@ class Proposals:
             self._handed.discard(candidate)
 
     def __len__(self) -> int:
-        """Candidates that may be handed out yet."""
+        """The number of candidates that may still be handed out."""
         return len(self._expected) - len(self._handed)
 
     def first(self) -> list[Candidate]:
-        """Anchors, hints, what kernels have no estimate of, and of the others the best by their
-        estimates; one of each kernel, unless hints are close."""
+        """Anchors, hints, candidates without estimates, and the best of the others by estimate: one
+        of each kernel, unless hints are close."""
         ranked = self._ranked(dict.fromkeys(self._waiting(), 1.0))
         must = dict.fromkeys([*self._anchors, *self._hinted])
         must |= dict.fromkeys(c for c in self._best_of_each(ranked) if self._guessed(c))
@@ -148,20 +147,20 @@ class Proposals:
         )
 
     def _best_of_each(self, ranked: list[Candidate]) -> list[Candidate]:
-        """The best of each :func:`group`, and of those in it that rely on the caller's word."""
+        """The best of each :func:`group`, and the best in it that relies on a caller's promise."""
         groups = {(group(self._problem, c), bool(c.config.assumes)): c for c in reversed(ranked)}
         return list(groups.values())[::-1]
 
     def _guessed(self, candidate: Candidate) -> bool:
-        """Whether nothing better than an attempt tells what this kernel takes."""
+        """Whether this kernel's time has no estimate, so that only a trial tells."""
         known = self._hinted and self._promising >= 1 and not self._problem.batch_invariant
         return not known or self._expected[candidate] is None
 
     def promising(self, times: Mapping[Candidate, float]) -> list[Candidate]:
-        """More that may still win, by what those tried took; none: nothing is left that may.
+        """Further candidates that may still win, given the times so far; empty if none may.
 
         Args:
-            times: µs of each candidate that was timed.
+            times: µs of each timed candidate.
         """
         best = min(times.values(), default=math.inf)
         scale: dict[Kernel[Any], float] = {}
@@ -176,7 +175,7 @@ class Proposals:
             for c in self._ranked(waiting)
             if (self._expected[c] or 0.0) * waiting[c] * self._promising < best
         ]
-        # Of what its kernel has no idea nothing can be ruled out.
+        # Candidates without an estimate cannot be ruled out.
         unknown = [c for c in self._waiting() if self._expected[c] is None]
         left = max(0, self._most - len(times))
         return self._hand([*unknown, *(c for c in able if c not in unknown)][:left])
@@ -184,9 +183,9 @@ class Proposals:
     def untried(
         self, tried: Iterable[Candidate]
     ) -> list[tuple[Kernel[Any], Config, BaseException | str]]:
-        """Kernels of which no candidate was tried, or none that relies on what the caller said
-        although some do: each with its best guess and why. The record knows them all, so that
-        nobody tunes for them again."""
+        """Kernels of which no candidate was tried, or none of those that rely on a caller's
+        promise: each with its best guess and the reason. The record lists them all, so that they
+        are not tuned again."""
         tried = list(tried)
         known, relying = {c.kernel for c in tried}, {c.kernel for c in tried if c.config.assumes}
         found = []
@@ -207,7 +206,7 @@ class Proposals:
         return [c for c in self._expected if c not in self._handed]
 
     def _ranked(self, scale: Mapping[Candidate, float]) -> list[Candidate]:
-        """By scaled estimate; first, in its order, what a kernel has no idea of."""
+        """By scaled estimate; candidates without one come first, in their order."""
         return sorted(scale, key=lambda c: (self._expected[c] or 0.0) * scale[c])
 
     def _hand(self, candidates: list[Candidate]) -> list[Candidate]:
@@ -218,7 +217,7 @@ class Proposals:
 def _incumbent(
     before: TuningRecord | None, kernels: Sequence[Kernel[Any]]
 ) -> CandidateResult | None:
-    """The winner on record, or the best after it whose kernel is still what it was."""
+    """The winner on record, or the best after it whose kernel is unchanged."""
     if before is None:
         return None
     present = {(kernel.name, kernel.version) for kernel in kernels}
@@ -228,19 +227,19 @@ def _incumbent(
 
 
 def group(problem: Problem, candidate: Candidate) -> object:
-    """Those of which the best is worth knowing even where it is slow: of one kernel, in
-    batch-invariant mode of one arithmetic, which all M of a weight may be summed by."""
+    """The group of a candidate; the best of each group is measured even if slow. A group is a
+    kernel, or in batch-invariant mode an arithmetic, which may serve all M of a weight."""
     if not problem.batch_invariant:
         return candidate.kernel
     try:
         name = candidate.kernel.arithmetic(problem, candidate.config)
-    except Exception:  # costs the candidate its place among the first
+    except Exception:  # costs only the candidate's early place
         return None
     return name if isinstance(name, str) else None
 
 
 def _hinted(hints: Hints, kernels: Sequence[Kernel[Any]], problem: Problem) -> list[Candidate]:
-    """The candidates that hints name, of these kernels."""
+    """The candidates of these kernels that the hints name."""
     by_name = {kernel.name: kernel for kernel in kernels}
     found: dict[Candidate, None] = {}
     for name, config in hints.candidates:
@@ -251,7 +250,7 @@ def _hinted(hints: Hints, kernels: Sequence[Kernel[Any]], problem: Problem) -> l
             hinted = Candidate(kernel, read_config(kernel, config))
             if not hinted.config.unsaid(problem):
                 found[hinted] = None
-        except Exception:  # a config of another version: costs the hint
+        except Exception:  # a config of another version: drop the hint
             continue
     return list(found)[:MOST_HINTS]
 
@@ -261,16 +260,16 @@ def _expected_us(
 ) -> float | None:
     try:
         return kernel.estimate_us(problem, config or kernel.default_config(problem))
-    except Exception:  # costs the guess, not the kernel
+    except Exception:  # drops the estimate, not the kernel
         return None
 
 
 def decide(results: Sequence[CandidateResult], incumbent: CandidateResult | None = None) -> int:
-    """Index of the winner, among those that were sampled to the end, with as many samples as any: a
-    first look at a cool GPU flatters by some percent what was not in the race.
+    """Index of the winner, among the candidates with the full number of samples: early samples on a
+    cool GPU are some percent too fast.
 
-    BLAS, unless the best beats it by :data:`MARGIN`; among those within :data:`TIE` of the
-    best: deterministic before not, then least workspace, then the incumbent, then by name.
+    BLAS wins unless the best beats it by :data:`MARGIN`. Among those within :data:`TIE` of the
+    best, deterministic ones come first, then least workspace, the incumbent, and by name.
 
     Raises:
         ValueError: Nothing was timed.
@@ -303,21 +302,21 @@ CandidateId = tuple[str, tuple[tuple[str, Any], ...]]
 
 
 def identity(result: CandidateResult) -> CandidateId:
-    """What tells one candidate of a record from the others."""
+    """The identity of a candidate within a record."""
     return result.kernel, tuple(sorted(result.config.items()))
 
 
 def holds_at(
     results: Iterable[CandidateResult], m: int, record_m: int
 ) -> dict[int, dict[CandidateId, float]]:
-    """What was measured around ``m`` in the bucket of ``record_m``: at the nearest M below (or at)
-    and the nearest above (or at) the µs of each candidate that was timed there."""
+    """The times measured around ``m`` in the bucket of ``record_m``: the µs of each candidate timed
+    at the nearest M not above ``m`` and at the nearest M not below it."""
     at: dict[int, dict[CandidateId, float]] = {}
     done = [result for result in results if result.status == "ok"]
     most = max((len(result.samples_us) for result in done), default=0)
     for result in done:
         name = identity(result)
-        # A first look at the edge is no measurement of it; see decide().
+        # Early samples at the edge do not count; see decide().
         if len(result.samples_us) == most and (us := result.median_us) is not None:
             at.setdefault(record_m, {})[name] = us
         for there, us in result.inside_us.items():
@@ -328,8 +327,8 @@ def holds_at(
 
 
 def ranked_around(around: Mapping[int, Mapping[CandidateId, float]]) -> list[CandidateId]:
-    """Candidates that are ahead of BLAS by :data:`MARGIN` at every M of ``around``, best first: by
-    how far behind the fastest each is at the M where it is farthest."""
+    """Candidates that beat BLAS by :data:`MARGIN` at every M of ``around``, best first, by their
+    largest ratio to the fastest at any of these M."""
     common = set.intersection(*(set(times) for times in around.values()))
     behind: dict[CandidateId, float] = {}
     for name in common:
@@ -347,7 +346,7 @@ def ranked_around(around: Mapping[int, Mapping[CandidateId, float]]) -> list[Can
 
 
 def baseline_us(record: TuningRecord) -> float | None:
-    """BLAS's median on record, in µs; None where it was not timed."""
+    """BLAS's median on record, in µs; None if it was not timed."""
     times = [c.median_us for c in record.candidates if c.kernel == BASELINE and c.status == "ok"]
     return min((t for t in times if t is not None), default=None)
 

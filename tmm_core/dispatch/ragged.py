@@ -1,8 +1,9 @@
-"""What the launches of a ragged problem are given besides operands, to verify and to time them.
+"""Group sizes and indices for launches of a ragged problem, to verify and to time them.
 
-Sizes of groups are drawn on the host, so that a reference can be a product a group. There are two
-distributions, since what is fastest for one need not be for the other: a *skewed* one, where few
-groups have most of the rows, as routers make them, and an *even* one. Both have empty groups.
+Group sizes are drawn on the host, so that a reference can compute one product per group. There are
+two distributions, since the fastest kernel for one need not be the fastest for the other: a
+*skewed* one, where few groups have most of the rows, as from a router, and an *even* one. Both have
+empty groups.
 """
 
 from __future__ import annotations
@@ -19,21 +20,21 @@ from tmm_core.spec.problem import Problem
 
 T = TypeVar("T")
 
-#: One group in so many is empty.
+#: One group in this many is empty.
 EMPTY_ONE_IN = 5
-#: Of gathered rows each is read so many times: ``a`` has so many fewer.
+#: How often each gathered row is read: ``a`` has fewer rows by this factor.
 READS = 2
 
 
 @dataclass(frozen=True, slots=True)
 class Rows:
-    """What a ragged problem's launches are given besides operands, and what the host knows of
-    it."""
+    """The arguments of a ragged problem's launches besides operands, and their values on the
+    host."""
 
     offs: torch.Tensor
-    #: The ends of groups, as ``offs`` has them.
+    #: The ends of groups, as in ``offs``.
     ends: tuple[int, ...]
-    #: Rows that ``a`` has, where rows are ragged.
+    #: Rows of ``a``, if rows are ragged.
     read: int
     a_index: torch.Tensor | None = None
     out_index: torch.Tensor | None = None
@@ -52,7 +53,7 @@ class Rows:
         skewed: bool,
         whole: bool,
     ) -> Rows:
-        """Random ones for groups of ``total`` rows (or columns, or terms of sums) together; see
+        """Random groups with ``total`` rows (or columns, or terms of sums) in all; see
         :func:`tmm_core.dispatch.verify.make_inputs`."""
         seed = int(torch.randint(2**31, (), generator=generator, device=device))
         chance = torch.Generator().manual_seed(seed)
@@ -68,7 +69,7 @@ class Rows:
             read = max(1, total // READS)
             a_index = place(torch.randint(read, (total,), generator=chance), groups.a_index)
         if groups.out_index is not None:
-            # What is in no group goes to the rows that are in none.
+            # Rows in no group map to each other.
             there = [torch.randperm(used, generator=chance), torch.arange(used, total)]
             out_index = place(torch.cat(there), groups.out_index)
         if groups.out_weights is not None:
@@ -80,14 +81,14 @@ class Rows:
 
     @property
     def given(self) -> dict[str, torch.Tensor]:
-        """The tensors that a launch is given by keyword."""
+        """The keyword tensors of a launch."""
         names = ("offs", "a_index", "out_index", "out_weights")
         return {name: t for name in names if (t := getattr(self, name)) is not None}
 
     def soil(
         self, problem: Problem, a: torch.Tensor, b: torch.Tensor, residual: torch.Tensor | None
     ) -> None:
-        """Put NaN beyond the last group, which nothing may read."""
+        """Put NaN beyond the last group, where nothing may be read."""
         end, along = self.ends[-1], problem.along
         if along == "m":
             if self.a_index is None:
@@ -103,8 +104,8 @@ class Rows:
             b[end:] = torch.nan
 
     def defined(self, problem: Problem) -> tuple[int, int] | None:
-        """The dimension of the result along which it is defined no further than the last group,
-        and how far; None: it is defined everywhere."""
+        """The dimension along which the result is defined only up to the last group, and that
+        limit; None: it is defined everywhere."""
         assert problem.groups is not None
         if problem.along == "k" or problem.groups.zeroed or self.ends[-1] == problem.extent:
             return None
@@ -113,8 +114,8 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """The arguments of a launch of a ragged problem, as
-    :class:`~tmm_core.spec.arguments.Arguments` are those of a plain one's."""
+    """The arguments of a launch of a ragged problem; :class:`~tmm_core.spec.arguments.Arguments`
+    are those of a plain one."""
 
     a: torch.Tensor
     b: torch.Tensor
@@ -133,7 +134,7 @@ class Inputs:
 
 
 def ends_of(count: int, total: int, chance: torch.Generator, skewed: bool) -> list[int]:
-    """Ends of ``count`` groups of ``total`` rows, some of them empty if there are several."""
+    """Ends of ``count`` groups with ``total`` rows in all; some of several are empty."""
     shares = torch.ones(count, dtype=torch.float64)
     if skewed:
         shares /= torch.arange(1, count + 1)
@@ -145,7 +146,7 @@ def ends_of(count: int, total: int, chance: torch.Generator, skewed: bool) -> li
 
 
 def alternated(copies: Sequence[T]) -> list[T]:
-    """Copies of inputs, every other of which has the other distribution."""
+    """Copies of inputs that alternate between the two distributions."""
 
     def turned(inputs: Any) -> Any:
         rows = inputs.rows

@@ -1,4 +1,4 @@
-"""What a ragged problem should give: the whole expression in high precision, group by group."""
+"""The reference of a ragged problem: the whole expression in high precision, group by group."""
 
 from __future__ import annotations
 
@@ -14,19 +14,19 @@ from tmm_core.dispatch.verify import Places
 from tmm_core.spec.arguments import Arguments
 from tmm_core.spec.problem import Problem
 
-#: Bytes that an operand of one product may take in fp64 where nobody counts.
+#: Default limit of the bytes that an operand of one product may take in fp64.
 ROOM = 1 << 30
 
 
 def whole(problem: Problem, inputs: verify.Inputs) -> torch.Tensor:
-    """All that a plain or a ragged problem should give; see :func:`verify.reference`."""
+    """The complete reference of a plain or a ragged problem; see :func:`verify.reference`."""
     if isinstance(inputs, Inputs):
         return reference(problem, inputs, slice(None), slice(None), ROOM)
     return verify.reference(problem, inputs)
 
 
 def ranges(ends: Sequence[int]) -> Iterator[tuple[int, int, int]]:
-    """Each group with its start and its end."""
+    """Each group with its start and end."""
     for group, (start, end) in enumerate(itertools.pairwise([0, *ends])):
         yield group, start, end
 
@@ -34,8 +34,8 @@ def ranges(ends: Sequence[int]) -> Iterator[tuple[int, int, int]]:
 def reference(
     problem: Problem, inputs: Inputs, rows: Places, cols: Places, room: int
 ) -> torch.Tensor:
-    """Those rows and columns of the result, in fp64 or what is precise enough; zeros beyond the
-    last group.
+    """Those rows and columns of the result, in fp64 or another sufficient precision; zeros beyond
+    the last group.
 
     Args:
         room: Bytes that an operand of one product may take in fp64.
@@ -48,7 +48,7 @@ def reference(
     dtype = torch.promote_types(problem.out.dtype, torch.float32)
     lead = problem.out_shape[:-2]
     result = torch.zeros((*lead, len(at_rows), len(at_cols)), dtype=dtype, device=device)
-    # Which row of the product each row of the result is.
+    # The row of the product for each row of the result.
     source = at_rows
     if given.out_index is not None:
         where = torch.empty(problem.m, dtype=torch.long, device=device)
@@ -80,7 +80,7 @@ def reference(
 
 
 def _one(problem: Problem, inputs: Inputs, group: int, part: tuple[int, int]) -> Inputs:
-    """The operands of one group; its rows and columns are still those of all."""
+    """The operands of one group, with the rows and columns of all groups."""
     a, b, bias, residual = inputs.a, inputs.b, inputs.bias, inputs.residual
     along = problem.along
     if along == "m":

@@ -1,8 +1,8 @@
-"""Who is there: loads plugins once, validates what they bring, answers who can do what.
+"""Loads plugins once, validates their kernels and epilogues, and tells which can serve a problem.
 
-A plugin is a module (or object) with the hooks of :mod:`tmm_core.spec.hookspecs`, found through
-the entry-point group ``tmm_core``. tmm's own kernels come through the same door. One broken
-plugin is reported once, by name and distribution, and costs only itself.
+A plugin is a module (or object) with the hooks of :mod:`tmm_core.spec.hookspecs`, found through the
+entry-point group ``tmm_core``. tmm's own kernels are registered the same way. A broken plugin is
+reported once, by name and distribution, and costs only itself.
 """
 
 from __future__ import annotations
@@ -24,15 +24,15 @@ from tmm_core.spec.epilogue import BUILTIN, IDENTITY, INTERNED, Epilogue, Epilog
 from tmm_core.spec.kernel import Deferred, Kernel
 from tmm_core.spec.problem import Problem
 
-#: The distribution that this is part of.
+#: The distribution of this package.
 DISTRIBUTION = "tmm-core"
-#: The entry-point group of plugins, and what it was called before the distribution was.
+#: The entry-point group of plugins, and its former name.
 GROUP, FORMER_GROUP = "tmm_core", "tmm"
 
 
 @dataclass(frozen=True)
 class Source:
-    """Where a kernel or epilogue came from."""
+    """The origin of a kernel or epilogue."""
 
     plugin: str
     distribution: str = ""
@@ -45,7 +45,7 @@ class Source:
 
 @dataclass(frozen=True)
 class Registered:
-    """A kernel with where it came from."""
+    """A kernel and its origin."""
 
     kernel: Asked
     source: Source
@@ -53,22 +53,22 @@ class Registered:
 
 @dataclass(frozen=True)
 class Fault:
-    """A plugin, or one thing it brought, that is not used, and why."""
+    """A plugin, or one of its kernels or epilogues, that is not used, with the reason."""
 
     source: Source
     reason: str
-    #: Set where an exception was the reason.
+    #: Set if an exception was the reason.
     error: BaseException | None = None
-    #: Turned off on purpose rather than broken.
+    #: Disabled on purpose rather than broken.
     intended: bool = False
 
 
-#: A plugin that is registered, and where it came from.
+#: A registered plugin and its origin.
 _Taken = tuple[object, Source]
 
 
 class Registry:
-    """Plugins and what they registered.
+    """Plugins, and their kernels and epilogues.
 
     Args:
         entry_points: Called once, on first use; yields the entry points to load.
@@ -87,10 +87,10 @@ class Registry:
         self._deny = deny
         #: The plugins, and pluggy's manager of them (``hooks.manager``).
         self.hooks = Hooks()
-        #: Where they came from, by name.
+        #: Their origins, by name.
         self._plugins: dict[str, Source] = {}
         self._kernels: dict[str, Registered] = {}
-        #: All that came deferred, and those of them that nobody has asked for yet.
+        #: All deferred kernels, and those of them not loaded yet.
         self.deferred: dict[str, Deferred] = {}
         self._unloaded: dict[str, Source] = {}
         self._epilogues: dict[str, tuple[Epilogue, Source]] = {
@@ -102,7 +102,7 @@ class Registry:
 
     @classmethod
     def from_environment(cls, environ: Mapping[str, str] = os.environ) -> Registry:
-        """Installed plugins, less what ``TMM_PLUGINS`` and ``TMM_DISABLE_PLUGINS`` leave out."""
+        """Installed plugins, filtered by ``TMM_PLUGINS`` and ``TMM_DISABLE_PLUGINS``."""
         allow = environ.get("TMM_PLUGINS")
         return cls(
             _installed,
@@ -111,16 +111,16 @@ class Registry:
         )
 
     def after_fork(self) -> None:
-        """Let go of what another thread of the parent process held."""
+        """Replace locks that another thread of the parent process may hold."""
         self._lock = threading.RLock()
 
     # -- loading ---------------------------------------------------------------------
 
     def register(self, plugin: object, name: str | None = None) -> None:
-        """Add a plugin by hand: a module or object with tmm's hooks.
+        """Add a plugin explicitly: a module or object with tmm's hooks.
 
         Raises:
-            PluginError: Its hooks do not fit the specs, or what they return is unusable.
+            PluginError: Its hooks do not match the specs, or return unusable objects.
         """
         with self._lock:
             self.load()
@@ -133,7 +133,7 @@ class Registry:
                 warn(f"{fault.source}: {fault.reason}")
 
     def load(self) -> None:
-        """Load the entry points, once; called by everything that needs them."""
+        """Load the entry points, once; called wherever they are needed."""
         if self._loaded:
             return
         with self._lock:
@@ -145,7 +145,7 @@ class Registry:
                 for entry_point in sorted(self._entry_points(), key=_precedence):
                     if (taken := self._load(entry_point)) is not None:
                         (ours if _is_ours(entry_point) else others).append(taken)
-                # All are registered before one is asked: wrappers go around what others bring.
+                # All are registered before one is asked: wrappers apply to other plugins' hooks.
                 self._ask(ours)
                 self._ask(others)
             self._loaded = True
@@ -178,7 +178,8 @@ class Registry:
         return (plugin, source) if self._take(plugin, source) else None
 
     def _take(self, plugin: object, source: Source) -> bool:
-        """Register with pluggy, which checks signatures; whether the plugin can be asked."""
+        """Register with pluggy, which checks signatures; returns whether the plugin can be
+        asked."""
         try:
             complaints = self.hooks.register(plugin, source.plugin)
         except BaseException as error:
@@ -191,7 +192,7 @@ class Registry:
         return True
 
     def _ask(self, taken: Sequence[_Taken]) -> None:
-        """Have each of these plugins say what it brings, alone but for others' wrappers."""
+        """Call each plugin's hooks separately, with the others' wrappers."""
         sources = {id(plugin): source for plugin, source in taken}
         for hook, add in zip(HOOKS, (self._add_kernel, self._add_epilogue), strict=True):
             for plugin in self.hooks.in_order(hook, [plugin for plugin, _ in taken]):
@@ -223,12 +224,12 @@ class Registry:
             self._kernels[kernel.name] = Registered(kernel, source)
 
     def _source(self, name: str) -> Source | None:
-        """Who registered the kernel of this name."""
+        """The origin of the kernel of this name."""
         known = self._kernels.get(name)
         return known.source if known is not None else self._unloaded.get(name)
 
     def _fetch(self, name: str) -> None:
-        """Load a kernel that came deferred, unless it is."""
+        """Load a deferred kernel, unless it is loaded."""
         with self._lock:
             source = self._unloaded.get(name)
             if source is None:
@@ -280,7 +281,7 @@ class Registry:
         return [self._kernels[name] for name in sorted(self._kernels)]
 
     def faults(self) -> list[Fault]:
-        """What is not used, and why."""
+        """The plugins, kernels and epilogues that are not used, with reasons."""
         self.load()
         return list(self._faults)
 
@@ -288,8 +289,8 @@ class Registry:
         """The kernel of this name.
 
         Raises:
-            UnknownNameError: Nobody registered it.
-            PluginError: The plugin it should come from failed; caused by that failure.
+            UnknownNameError: It is not registered.
+            PluginError: Its plugin failed; caused by that failure.
         """
         self.load()
         self._fetch(name)
@@ -303,8 +304,8 @@ class Registry:
         raise UnknownNameError("kernel", name, [*self._kernels, *self._unloaded])
 
     def misnamed(self, names: Iterable[str]) -> list[str]:
-        """What is wrong with each of ``names`` that no kernel has, nor one of a plugin that is not
-        used may have."""
+        """An error for each of ``names`` that no kernel has and that cannot belong to an unused
+        plugin."""
         self.load()
         known = {*self._kernels, *self._unloaded, POINTWISE}
         unused = {fault.source.plugin for fault in self._faults}
@@ -315,7 +316,7 @@ class Registry:
         ]
 
     def unloaded(self) -> bool:
-        """Whether there are kernels that nobody has asked for yet."""
+        """Whether there are deferred kernels not loaded yet."""
         self.load()
         return bool(self._unloaded)
 
@@ -325,7 +326,7 @@ class Registry:
         return {name: epilogue for name, (epilogue, _) in self._epilogues.items()}
 
     def epilogue(self, text: EpilogueLike) -> Epilogue:
-        """Parse what a caller passed as ``epilogue=``; see :func:`tmm_core.spec.epilogue.parse`."""
+        """Parse a caller's ``epilogue=``; see :func:`tmm_core.spec.epilogue.parse`."""
         if text is None:
             return IDENTITY
         if isinstance(text, str) and (known := BUILTIN.get(text) or INTERNED.get(text)):
@@ -335,8 +336,8 @@ class Registry:
     def reasons_against(
         self, kernel: Kernel[Any], problem: Problem, settings: Settings
     ) -> list[str]:
-        """Why ``kernel`` is not a candidate: its own reasons, the call's requirements held
-        against its traits, and what the settings disable."""
+        """Why ``kernel`` is not a candidate: its own reasons, requirements of the call that its
+        traits do not meet, and the settings."""
         reasons = ["disabled by TMM_DISABLE or override"] if kernel.name in settings.disable else []
         required = (
             (problem.deterministic, kernel.traits.deterministic, "deterministic"),
@@ -353,7 +354,7 @@ class Registry:
         return self._asked([registered.kernel for registered in self.kernels()], problem, settings)
 
     def loaded_candidates(self, problem: Problem, settings: Settings) -> list[Kernel[Any]]:
-        """Of the kernels that did not come deferred those that can serve ``problem``."""
+        """The kernels not registered as deferred that can serve ``problem``."""
         self.load()
         at_hand = [each.kernel for name, each in self._kernels.items() if name not in self.deferred]
         return self._asked(at_hand, problem, settings)[0]
@@ -371,7 +372,7 @@ class Registry:
 
 
 def _installed() -> list[importlib.metadata.EntryPoint]:
-    """The plugins of both groups; a plugin that is in both counts as one of the present."""
+    """The plugins of both groups; one that is in both counts as in the current one."""
     present = list(importlib.metadata.entry_points(group=GROUP))
     known = {(entry_point.name, entry_point.value) for entry_point in present}
     former = importlib.metadata.entry_points(group=FORMER_GROUP)
@@ -379,7 +380,7 @@ def _installed() -> list[importlib.metadata.EntryPoint]:
 
 
 def _precedence(entry_point: importlib.metadata.EntryPoint) -> tuple[bool, str, str]:
-    """tmm's own first, so that nobody takes their names; then by distribution and name."""
+    """tmm's own first, so that others cannot take their names; then by distribution and name."""
     distribution = entry_point.dist.name if entry_point.dist else ""
     return (not _is_ours(entry_point), distribution, entry_point.name)
 

@@ -1,5 +1,5 @@
-"""What a call would do, for ``explain()``: the ladder itself is climbed, under the settings in
-force, and stops where it would measure something, or raise for want of a record."""
+"""What a call would do, for ``explain()``: runs the ladder itself under the current settings, and
+stops where it would measure, or raise because there is no record."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tmm_core.spec.problem import Problem
 
 @dataclass(frozen=True, slots=True)
 class Miss:
-    """What a call does before anything answers it, or in place of that."""
+    """What a call without a record does: tune or raise, and the reason."""
 
     action: Literal["tune", "error"]
     reason: str
@@ -30,12 +30,12 @@ class Miss:
 def rehearse(
     dispatcher: Dispatcher, problem: Problem, settings: Settings
 ) -> tuple[Choice, Miss | None]:
-    """What ``dispatcher`` would choose; on a miss what it would guess if it had to, and the miss.
+    """The choice of ``dispatcher``; on a miss its guess, and the miss.
 
     Nothing is measured, launched or logged, and nothing waits for another thread's tuning.
 
     Raises:
-        TmmError: As :meth:`Dispatcher.choose`, but for CacheMissError.
+        TmmError: Like :meth:`Dispatcher.choose`, except CacheMissError.
     """
     try:
         return _Rehearsal(dispatcher).choose(problem, settings), None
@@ -47,12 +47,12 @@ def rehearse(
     rehearsal = _Rehearsal(dispatcher, forbidden="without a record")
     try:
         return rehearsal.choose(problem, guessing), miss
-    except CacheMissError:  # the store is locked, and nothing is guessed beside it
+    except CacheMissError:  # the store is locked, which forbids guesses
         return rehearsal.fallback(problem, "it always can"), miss
 
 
 class _Measuring(BaseException):
-    """Ends a rehearsal; no Exception, which the ladder would answer for with a guess."""
+    """Ends a rehearsal; a BaseException, since the ladder answers an Exception with a guess."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason)
@@ -60,7 +60,7 @@ class _Measuring(BaseException):
 
 
 class _Rehearsal(Dispatcher):
-    """Another dispatcher's state, of which it changes only copies."""
+    """A dispatcher on a copy of another's state."""
 
     def __init__(self, played: Dispatcher, forbidden: str | None = None) -> None:
         self.__dict__.update(played.__dict__)

@@ -1,8 +1,8 @@
-"""The copies of operands that a chain of calls runs over, as a model's layers do.
+"""The operand copies that a chain of calls rotates through, like a model's layers.
 
-A layer's weight was last read a whole step ago and comes from memory; its activation was written
-by the layer before and is in the L2 where it fits. So ``b`` rotates, and ``a`` stays, unless it is
-too large to be found there or is no activation at all.
+A layer's weight was last read a whole step ago and comes from memory; its activation was written by
+the previous layer and is in the L2 if it fits. So ``b`` rotates and ``a`` stays, unless it does not
+fit in the L2 or is not an activation.
 """
 
 from __future__ import annotations
@@ -19,18 +19,19 @@ from tmm_core.spec.problem import ALIGNMENT, Problem
 
 T = TypeVar("T")
 
-#: Bytes that the copies come to at least, and how many times the L2: nothing of a copy is left in
-#: the L2 when its turn comes again.
+#: Minimum total size of the copies, in bytes and in multiples of the L2: nothing of a copy is left
+#: in the L2 when its turn comes again.
 CHAIN_BYTES, L2_TIMES = 240e6, 3
-#: Calls in a chain at most. A problem whose copies then still fit three times the L2 is *resident*.
+#: Maximum number of calls in a chain. If its copies still fit in three times the L2, a problem is
+#: *resident*.
 MOST_COPIES = 128
-#: Memory that copies and outputs may take, unless less of it is free.
+#: Maximum memory of copies and outputs, if that much is free.
 MEMORY_LIMIT = 8 * 2**30
 
 
 def rotating(problem: Problem) -> tuple[str, ...]:
-    """The operands that change from call to call: both of a batched product, of a weight gradient
-    (``a`` is transposed) and where ``a`` is larger than half the L2; else the weight alone."""
+    """The operands that change from call to call: both for a batched product, for a weight gradient
+    (``a`` is transposed) and if ``a`` is larger than half the L2; else only the weight."""
     a_bytes = math.prod(problem.a_shape) * problem.a.dtype.itemsize
     both = problem.batch > 1 or problem.a.layout == "col" or a_bytes > problem.device.l2 / 2 > 0
     both = both or problem.along != "m"
@@ -38,10 +39,10 @@ def rotating(problem: Problem) -> tuple[str, ...]:
 
 
 def copies(problem: Problem, limit: float = MEMORY_LIMIT) -> int:
-    """Calls in a chain of ``problem``: enough for the operands that rotate to come from memory,
-    and no more than ``limit`` bytes hold, outputs included. 1 on a CPU."""
+    """Calls in a chain of ``problem``: enough that rotating operands come from memory, within
+    ``limit`` bytes including outputs. 1 on a CPU."""
     if problem.device.type != "cuda":
-        return 2 if problem.groups else 1  # ragged ones in two distributions
+        return 2 if problem.groups else 1  # ragged: two distributions
     changing = _rotating_bytes(problem)
     wanted = max(CHAIN_BYTES, L2_TIMES * problem.device.l2) / max(changing, 1)
     written = math.prod(problem.out_shape) * problem.out.dtype.itemsize
@@ -50,7 +51,7 @@ def copies(problem: Problem, limit: float = MEMORY_LIMIT) -> int:
 
 
 def bytes_of(problem: Problem) -> int:
-    """What one copy of all operands and the result take."""
+    """Bytes of one copy of all operands and the result."""
     width = problem.n * (2 if problem.gated else 1)
     a, b = problem.m * problem.k * problem.a.dtype.itemsize, problem.k * width
     tile = problem.m * problem.n
@@ -60,12 +61,12 @@ def bytes_of(problem: Problem) -> int:
 
 
 def resident(problem: Problem, count: int) -> bool:
-    """Whether the copies of a chain may be found in the L2 all the same."""
+    """Whether the copies of a chain may still be in the L2."""
     return count * _rotating_bytes(problem) < L2_TIMES * problem.device.l2
 
 
 def memory_limit(device: torch.device) -> float:
-    """Bytes that a chain may take: a quarter of what is free, at most :data:`MEMORY_LIMIT`."""
+    """Bytes that a chain may take: a quarter of the free memory, at most :data:`MEMORY_LIMIT`."""
     if device.type != "cuda":
         return MEMORY_LIMIT
     free, _ = torch.cuda.mem_get_info(device)
@@ -74,7 +75,7 @@ def memory_limit(device: torch.device) -> float:
 
 
 def rotated(arguments: T, problem: Problem, count: int) -> list[T]:
-    """``count`` variants of a tuple or dataclass of tensors, of which the rotating ones are
+    """``count`` variants of a tuple or dataclass of tensors, in which the rotating ones are
     copies."""
     names = rotating(problem)
     given: Any = arguments
@@ -87,12 +88,12 @@ def rotated(arguments: T, problem: Problem, count: int) -> list[T]:
 
 
 def duplicate(t: torch.Tensor) -> torch.Tensor:
-    """A copy with the very strides and the same offset from 16 bytes."""
+    """A copy with the same strides and the same offset modulo 16 bytes."""
     reach = 1 + sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True) if n > 0)
     unit = max(1, ALIGNMENT // t.element_size())
     offset = t.data_ptr() % ALIGNMENT // t.element_size()
     memory = torch.empty(reach + unit, dtype=t.dtype, device=t.device)
-    # As it lies in memory, gaps included: elements may share an address.
+    # The raw span including gaps: elements may share an address.
     memory[offset : offset + reach] = t.as_strided((reach,), (1,))
     return memory.as_strided(t.shape, t.stride(), offset)
 

@@ -1,9 +1,9 @@
-"""NaN and Inf in some rows of ``a``, or columns of ``b``, and where they must arrive.
+"""Plants NaN and Inf in some rows of ``a`` or columns of ``b``, and checks where they arrive.
 
-One special value stands in a row (or column), so that no sum has two and none depends on the
-order of its terms: a product with NaN is NaN, one with Inf is Inf of one sign, or NaN where the
-other factor is zero. What is free is what the reference answers with NaN although only Inf was
-accumulated, such as silu(-Inf) = -Inf · 0: there it depends on how a formula is written.
+Each row (or column) gets one special value, so that no sum has two and none depends on the order of
+its terms: a product with NaN is NaN, one with Inf is Inf of one sign, or NaN if the other factor is
+zero. Any result is accepted where the reference gives NaN although only Inf was accumulated, such
+as silu(-Inf) = -Inf · 0: it depends on how the formula is written.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ Axis = Literal["rows", "columns"]
 
 @dataclass(frozen=True, slots=True)
 class _Change:
-    """One element of an input, what it is and what it will be."""
+    """One element of an input, with its old and its new value."""
 
     tensor: torch.Tensor
     index: tuple[int, ...]
-    #: The row or column of the result that it is for.
+    #: The row or column of the result that it affects.
     place: int
     value: float
     before: torch.Tensor
@@ -41,23 +41,23 @@ class _Change:
 
 @dataclass(frozen=True, slots=True)
 class Special:
-    """Special values for some inputs, and what they have to make of a result."""
+    """Special values for some inputs, and their expected effect on a result."""
 
     axis: Axis
     changes: tuple[_Change, ...]
-    #: Rows or columns of the result that have any.
+    #: Affected rows or columns of the result.
     places: torch.Tensor
-    #: The matrix of the batch that they are in; None: there is no batch.
+    #: Their matrix of the batch; None: there is no batch.
     matrix: int | None
-    #: 2 for NaN, 1 for Inf, −1 for −Inf, 0 for a number; and where anything may be.
+    #: 2 for NaN, 1 for Inf, −1 for −Inf, 0 for a number; and where anything is accepted.
     kinds: torch.Tensor
     free: torch.Tensor
 
     @classmethod
     def of(cls, problem: Problem, inputs: Arguments, axis: Axis, room: int) -> Special | None:
-        """For these inputs; None where there is nothing to hold a special value.
+        """Special values for these inputs; None if no input can hold one.
 
-        In a and the residual along rows, in b and the bias along columns.
+        Along rows they are in a and the residual, along columns in b and the bias.
 
         Args:
             room: Bytes that operands of the reference may take in fp64.
@@ -74,11 +74,11 @@ class Special:
         return cls(axis, changes, places, matrix, kinds, free)
 
     def planted(self) -> AbstractContextManager[None]:
-        """Inside, the inputs have them."""
+        """A context in which the inputs contain the special values."""
         return _planted(self.changes)
 
     def fault(self, out: torch.Tensor) -> str | None:
-        """Where ``out`` has them otherwise than the reference."""
+        """Where the special values of ``out`` differ from the reference."""
         one = out if self.matrix is None else out[self.matrix]
         here = one[self.places] if self.axis == "rows" else one[:, self.places]
         wrong = (_kinds(here) != self.kinds) & ~self.free
@@ -91,7 +91,7 @@ class Special:
         counts = torch.stack([wrong.sum(), elsewhere.sum()]).tolist()
         what = f"with NaN and Inf in {self.axis} {self.places.tolist()}"
         if counts[1]:
-            return f"{what}, {counts[1]} elements of others are no numbers"
+            return f"{what}, {counts[1]} elements of others are not finite"
         if counts[0]:
             row, col = wrong.nonzero()[0].tolist()
             has, wanted = float(here[row, col]), _NAMES[int(self.kinds[row, col])]
@@ -116,13 +116,13 @@ def _planted(changes: Sequence[_Change]) -> Iterator[None]:
 def _changes(
     problem: Problem, inputs: Arguments, axis: Axis, chance: random.Random
 ) -> Iterator[_Change]:
-    """Of one matrix of the batch; no element twice."""
+    """Changes to one matrix of the batch; no element twice."""
     if not (problem.m and problem.n):
         return
     if axis == "rows":
         matrix, extra, count = inputs.a, inputs.residual, problem.m
     else:
-        # The matrices of a batch have one bias.
+        # The matrices of a batch share one bias.
         bias = inputs.bias if problem.batch == 1 else None
         matrix, extra, count = inputs.b.mT, bias, problem.n
     lines = chance.sample(range(len(matrix)), min(len(matrix), COUNT)) if problem.k else []
@@ -139,7 +139,7 @@ def _changes(
 
 
 def _values(dtype: torch.dtype) -> tuple[float, ...]:
-    """Special values that the format has."""
+    """The special values of the format."""
     infinite = torch.tensor(math.inf).to(dtype).float().isinf()
     return (math.nan, math.inf, -math.inf) if infinite else (math.nan,)
 
@@ -160,12 +160,12 @@ def _of_batch(problem: Problem, inputs: Arguments, matrix: int) -> Arguments:
 def _kinds_of_reference(
     problem: Problem, inputs: Arguments, axis: Axis, places: torch.Tensor, room: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """What the reference makes of the inputs as they are in those rows or columns, and where it
-    leaves open what to make of it; a piece at a time."""
+    """The kinds in those rows or columns of the reference for the current inputs, and where
+    anything is accepted; computed piecewise."""
     length = problem.n if axis == "rows" else problem.m
     step = max(64, room // (8 * max(1, problem.k) * (1 + problem.gated)))
     kinds, free = [], []
-    # By its size the reference chooses how precise it is.
+    # The reference chooses its precision by size.
     smaller = replace(problem, m=len(places)) if axis == "rows" else replace(problem, n=len(places))
     for low in range(0, length, step):
         along = slice(low, low + step)

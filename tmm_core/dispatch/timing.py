@@ -1,13 +1,13 @@
-"""Time candidates the way they are used: as a chain of calls over many weights, in a CUDA graph.
+"""Times candidates the way they are used: as a chain of calls over many weights, in a CUDA graph.
 
-The clock that decides is *in use*: R calls over R copies of what changes from layer to layer,
-captured once and replayed in bursts of a few milliseconds, the candidates by turns. A kernel is
-charged for what it does to its successor, weights come from memory, activations from where a layer
-finds them, and no host time is in it. A single launch after a flush that writes, the clock of tmm
-0.1, ranked kernels by how they cope with 50 MB of dirty lines in the L2, which no model leaves
-there: it chose one of 852 µs where cuBLAS takes 670 (2048×28672×4096 on an H100).
+The deciding clock is *in use*: R calls over R copies of the operands that change from layer to
+layer, captured once and replayed in bursts of a few milliseconds, with candidates taking turns. It
+charges a kernel for its effect on its successor, reads weights from memory and activations from
+where a layer finds them, and includes no host time. The clock of tmm 0.1, a single launch after a
+flush that writes, ranked kernels by how they cope with 50 MB of dirty L2 lines, which no model
+leaves there: it chose a kernel of 852 µs where cuBLAS takes 670 (2048×28672×4096 on an H100).
 
-``Alone`` and ``steady`` are reported beside it and decide nothing.
+``alone`` and ``steady`` are reported too, and decide nothing.
 """
 
 from __future__ import annotations
@@ -25,36 +25,36 @@ import torch
 #: Makes the call on the i-th copy of its operands.
 Run = Callable[[int], object]
 
-#: The third quartile of one kernel's samples over the first, past which something held them up: on
-#: a host that was busy otherwise, 31.7 and 50.6 µs where they are 31 and 32.
+#: Ratio of the third to the first quartile of one kernel's samples above which they were disturbed:
+#: on a busy host 31.7 and 50.6 µs, otherwise 31 and 32.
 HELD_UP = 1.4
 
-#: A burst of one candidate, µs. Six kernels on three large problems (H100) rank in bursts of 3 ms
-#: within 2 % as they do in bursts of a second, although the clock falls by a third meanwhile.
+#: Length of one candidate's burst, µs. Six kernels on three large problems (H100) compare in bursts
+#: of 3 ms within 2 % as in bursts of a second, although the GPU clock falls by a third by then.
 BURST_US = 3000.0
 
-#: Bytes read to evict what a call's operands left in the L2, for the clock "alone": past twice the
-#: largest L2 there is (126 MB on a B200).
+#: Bytes read to evict a call's operands from the L2, for the clock "alone": more than twice the
+#: largest L2 (126 MB on a B200).
 FLUSH_BYTES = 256 * 2**20
 
-#: How long a chain is replayed in one turn of the clock "steady", and half of it before the first.
-#: Clocks settle within 0.3 s (six kernels on an H100 rank alike in bursts of 15 ms and of 1 s).
+#: How long one turn of the clock "steady" replays a chain, after a warm-up of half as long. Clocks
+#: settle within 0.3 s (six kernels on an H100 rank the same in bursts of 15 ms and of 1 s).
 STEADY_US = 0.3e6
 
 
 class Timer(Protocol):
-    """Measures callables against one another."""
+    """Times callables in comparison with one another."""
 
     def measure(
         self, runs: Sequence[Run], rounds: int, *, copies: int = 1, burst_us: float = BURST_US
     ) -> list[list[float]]:
-        """Time each run ``rounds`` times, by turns, in another order every round.
+        """Time each run ``rounds`` times, in turns, in a different order every round.
 
         Args:
-            runs: Each takes the number of a copy, 0 up to ``copies``.
+            runs: Each takes the index of a copy, from 0 up to ``copies``.
             rounds: Samples of each.
             copies: Calls in a chain.
-            burst_us: How long one sample lasts at least, where that can be chosen.
+            burst_us: Minimum length of one sample, if the timer can choose it.
 
         Returns:
             µs of one call, per sample and run, in the order given.
@@ -68,7 +68,7 @@ class _Chain:
 
     run: Run
     replay: Callable[[], object]
-    #: What keeps the graph's tensors alive.
+    #: Keeps the graph's tensors alive.
     graph: Any = None
     #: µs of one replay, as last measured.
     takes_us: float = 0.0
@@ -86,7 +86,7 @@ class _Chain:
 class GraphTimer:
     """GPU time per call of chains in CUDA graphs, on the current stream of ``device``.
 
-    What cannot be captured is launched call by call between two events. Chains are kept until
+    A run that cannot be captured is launched call by call between two events. Chains are kept until
     :meth:`release`, so that a later stage does not capture them again.
     """
 
@@ -114,9 +114,9 @@ class GraphTimer:
         ]
 
     def alone(self, runs: Sequence[Run], rounds: int) -> list[list[float]]:
-        """µs of one launch after a flush of the L2 that reads, so that no dirty line is left.
+        """µs of one launch after an L2 flush by reading, which leaves no dirty lines.
 
-        The flush takes some 80 µs each time and is read twice, in which the host queues the call.
+        The flush buffer is read twice, about 80 µs each, while the host queues the call.
         """
         if self._flush is None:
             self._flush = torch.zeros(FLUSH_BYTES // 4, dtype=torch.int32, device=self.device)
@@ -139,10 +139,9 @@ class GraphTimer:
     def steady(
         self, runs: Sequence[Run], *, copies: int = 1, steady_us: float = STEADY_US
     ) -> list[list[float]]:
-        """µs of one call in chains replayed without a pause, two for each of the runs: by turns,
-        there and back, so that none is always the one before whom the GPU was cool. What comes
-        first, and a quarter of each turn, is not counted: where power limits a kernel its clock
-        has settled by then."""
+        """µs of one call in chains replayed without pauses, two per run: in turns, forth and back,
+        so that no run always follows a cool GPU. A warm-up and the first quarter of each turn do
+        not count: a power-limited kernel's clock has settled by then."""
         spans: list[list[float]] = [[] for _ in runs]
         with torch.cuda.device(self.device):
             chains = [self._chain(run, copies) for run in runs]
@@ -165,7 +164,7 @@ class GraphTimer:
         self._flush = None
 
     def _chain(self, run: Run, copies: int) -> _Chain:
-        # Kept beside its run: an id alone may be used again.
+        # The run is kept with its chain, since an id may be reused.
         chain = self._chains.get((id(run), copies))
         if chain is None:
             chain = self._captured(run, copies) or self._launched(run, copies)
@@ -178,16 +177,16 @@ class GraphTimer:
         return chain
 
     def _captured(self, run: Run, copies: int) -> _Chain | None:
-        run(0)  # what is made at a first call cannot be captured
+        run(0)  # first-call work cannot be captured
         torch.cuda.synchronize(self.device)
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         try:
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
-                # Held until the end: every call has an output of its own.
+                # Held until the end, so that every call has its own output.
                 outputs = [run(i) for i in range(copies)]
-        except Exception:  # a kernel that synchronises or allocates behind torch's back
+        except Exception:  # a kernel that synchronises or allocates outside torch
             torch.cuda.synchronize(self.device)
             return None
         del outputs
@@ -202,7 +201,7 @@ class GraphTimer:
 
 
 class HostTimer:
-    """Wall time of calls, for devices whose work is done when the call returns."""
+    """Wall time of calls, for synchronous devices."""
 
     def measure(
         self, runs: Sequence[Run], rounds: int, *, copies: int = 1, burst_us: float = BURST_US
@@ -217,7 +216,7 @@ class HostTimer:
         return samples
 
     def release(self) -> None:
-        """Nothing is held."""
+        """Do nothing: nothing is held."""
 
 
 def timer_for(device: torch.device) -> GraphTimer | HostTimer:
@@ -226,8 +225,8 @@ def timer_for(device: torch.device) -> GraphTimer | HostTimer:
 
 
 def _orders(count: int, rounds: int) -> Iterator[list[int]]:
-    """The order of every round, another each time: what ran just before a kernel decides whether
-    its code is still cached (5 % of a 19 µs kernel on an H200 whose two columns took turns)."""
+    """A different order for every round: the preceding kernel decides whether a kernel's code is
+    still cached (5 % of a 19 µs kernel on an H200 when two kernels alternated)."""
     shuffler = random.Random(0)
     order = list(range(count))
     for _ in range(rounds):
@@ -236,7 +235,7 @@ def _orders(count: int, rounds: int) -> Iterator[list[int]]:
 
 
 def held_up(samples: Sequence[float]) -> bool:
-    """Whether these tell more of the machine than of what was timed, and should be taken anew."""
+    """Whether the machine disturbed these samples, so that they should be taken again."""
     if len(samples) < 2:
         return False
     low, _, high = statistics.quantiles(samples, n=4, method="inclusive")

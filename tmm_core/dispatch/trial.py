@@ -1,4 +1,4 @@
-"""The launches that one launcher is verified by, in every way it is used."""
+"""Verifies one launcher by launching it in every way that calls do."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Trial:
 
     Args:
         deterministic: It promises the same bits for the same inputs.
-        baseline: Its values are no verdict.
+        baseline: Its error is not judged.
         slack: Factor on the tolerance.
     """
 
@@ -46,7 +46,7 @@ class Trial:
 
     @property
     def error(self) -> float | None:
-        """The largest that was met; NaN where there was one; None where nothing was compared."""
+        """The largest error; NaN if there was one; None if nothing was compared."""
         undefined = [error for error in self._errors if error != error]
         return max(undefined or self._errors, default=None)
 
@@ -62,7 +62,7 @@ class Trial:
         self._into(first)
 
     def thoroughly(self, repeats: int) -> None:
-        """On both sets of inputs, with and without ``out``, with special values, and again.
+        """Launch on both sets of inputs, with and without ``out``, with special values, and repeat.
 
         Raises:
             WrongError: What is wrong.
@@ -79,16 +79,16 @@ class Trial:
             self._special(sets[-1])
 
     def _allocating(self, one: InputSet, other: InputSet) -> torch.Tensor:
-        """Two launches without ``out``, one after the other; returns what the first gave."""
+        """Launch twice without ``out``; returns the first result."""
         first = self._launch(one, [])
         self._compare(one, first, "")
         second = self._launch(other, [first])
-        self._compare(other, second, ", on the second launch, of other inputs")
-        self._compare(one, first, ", after another launch: it did not leave it alone")
+        self._compare(other, second, ", on the second launch, on other inputs")
+        self._compare(one, first, ", after another launch, which overwrote it")
         return first
 
     def _again(self, of: InputSet, first: torch.Tensor, repeats: int) -> None:
-        """The same launch over again; one wait for all that is compared."""
+        """Repeat the same launch; one synchronization for all comparisons."""
         errors, same = [], []
         by_bits = self._deterministic and not self._baseline
         for _ in range(repeats):
@@ -105,18 +105,18 @@ class Trial:
             self._accept(error, f", in one of {repeats} launches on inputs it had before")
         if same and not all(torch.stack(same).tolist()):
             raise WrongError(
-                f"one of {repeats} launches on inputs it had before gave other bits, and the "
-                "kernel says that it is deterministic"
+                f"one of {repeats} launches on inputs it had before gave other bits, although "
+                "the kernel is declared deterministic"
             )
 
     def _into(self, *sets: InputSet) -> None:
-        """Into an output that is given, one for each of the sets."""
+        """Launch into a given output, one for each of the sets."""
         given = [self._launch_into(which, of) for which, of in enumerate(sets)]
         for of, out in zip(sets, given, strict=True):
             self._compare(of, out, " of the out it was given")
         for which in range(len(sets)):
             if not self._fixture.written(which).intact():
-                raise WrongError("it wrote beyond the out it was given")
+                raise WrongError("it wrote outside the out it was given")
 
     def _special(self, of: InputSet) -> None:
         for special in self._fixture.special():
@@ -130,7 +130,8 @@ class Trial:
 
     @contextlib.contextmanager
     def _no_warnings(self) -> Iterator[None]:
-        """Triton's interpreter multiplies by numpy, which warns of what is planted."""
+        """Suppress warnings: Triton's interpreter uses numpy, which warns of planted NaN and
+        Inf."""
         if not self._fixture.problem.device.interpreted:
             yield
             return
@@ -178,7 +179,7 @@ class Trial:
                 raise WrongError(fault)
 
     def _hold_to_form(self, result: object) -> None:
-        """Shape, dtype and device are what the problem says."""
+        """Check shape, dtype and device against the problem."""
         problem, shape = self._fixture.problem, self._fixture.shape
         if not isinstance(result, torch.Tensor):
             raise WrongError(f"it returned {type(result).__name__} and not a tensor")
@@ -195,6 +196,6 @@ class Trial:
 
     def _accept(self, error: float, when: str) -> None:
         self._errors.append(error)
-        # BLAS is what the others are held against; torch's own error is no verdict.
+        # BLAS is the reference for the others; torch's own error is not judged.
         if not error <= self._limit and not self._baseline:
             raise WrongError(f"error {error:.3g} exceeds {self._limit:.3g}{when}")

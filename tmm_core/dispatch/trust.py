@@ -1,9 +1,9 @@
-"""Which choices may be launched unseen, and the verification of all others at their first use.
+"""Decides which choices are trusted, and verifies all others at their first use.
 
-A record is evidence for whoever measured it. What the user's own tuning verified is trusted, BLAS
-is what everything is held against, and a forced kernel is the caller's word; a guess, and a
-winner that came with a package, an image or an archive, is held against samples of a reference
-before its first result is used, once per machine and version of tmm.
+A record is evidence only on the machine that measured it. Candidates verified by the user's own
+tuning, BLAS and forced kernels are trusted. A guess, or a winner that came with a package, an image
+or an archive, is compared with samples of a reference before its first result is used, once per
+machine and version of tmm.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ if TYPE_CHECKING:
 
 
 class Trust:
-    """What is known to be right on this machine, by this version of tmm."""
+    """The candidates known to be right on this machine, under this version of tmm."""
 
     def __init__(self, store: CacheStore) -> None:
         self._stamps = _Stamps(store)
 
     def holds(self, problem: Problem, choice: Choice) -> bool:
-        """Whether ``choice`` may be launched for ``problem`` as it is."""
+        """Whether ``choice`` may be launched for ``problem`` without verification."""
         candidate = choice.candidate
         if candidate.kernel.name == BASELINE or choice.origin in ("forced", "tuned", "fallback"):
             return True
-        if problem.device.interpreted:  # takes seconds, and is for whoever writes a kernel
+        if problem.device.interpreted:  # takes seconds, and serves kernel authors
             return True
-        # Batch-invariant mode has records of its own, and plain ones where no kernel is.
+        # Batch-invariant mode has its own records, and plain ones if no kernel is invariant.
         evidence = replace(
             _bare(choice.evidence or problem), batch_invariant=choice.arithmetic is not None
         )
@@ -50,7 +50,7 @@ class Trust:
         return self._stamps.has(problem, _key(problem, candidate))
 
     def stamp(self, problem: Problem, candidate: Candidate) -> None:
-        """It was, just now."""
+        """Record that this candidate was verified for a problem of this bucket."""
         self._stamps.add(problem, _key(problem, candidate))
 
     def verify(
@@ -61,10 +61,10 @@ class Trust:
         *,
         memory_limit: int | None = None,
     ) -> Verdict:
-        """By samples, within so many bytes; stamped where it is right.
+        """Verify by samples, within a memory limit; stamps the candidate if it is right.
 
         Raises:
-            Exception: Whatever the launcher raises, but for a lack of memory.
+            Exception: Whatever the launcher raises, except for lack of memory.
         """
         from tmm_core.dispatch.verifier import Verdict, sampled_verdict  # only needed here
 
@@ -79,14 +79,14 @@ class Trust:
 
 
 def device_of(problem: Problem) -> torch.device:
-    """The current device, of the problem's type: fingerprints have no index."""
+    """The current device of the problem's type: fingerprints have no index."""
     if problem.device.type == "cuda":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device(problem.device.type)
 
 
 class _Stamps:
-    """The store's stamps, and those that it did not keep."""
+    """The store's stamps, and those that it could not keep."""
 
     def __init__(self, store: CacheStore) -> None:
         self._store = store
@@ -101,14 +101,14 @@ class _Stamps:
         self._store.mark_verified(problem.device.gpu, problem.device.environment, key)
 
     def is_own(self, evidence: Problem) -> bool:
-        """Whether the record about that problem is of the user's own tuning."""
+        """Whether the record of that problem comes from the user's own tuning."""
         device = evidence.device
         located = self._store.locate(device.gpu, device.environment, evidence.to_json())
         return located is not None and located.trusted
 
 
 def _key(problem: Problem, candidate: Candidate) -> str:
-    """What a stamp is for: the kernel as it is now, its config and the bucket's problem."""
+    """The key of a stamp: the kernel's current version, its config and the bucket's problem."""
     kernel = candidate.kernel
     return digest(
         {

@@ -1,10 +1,10 @@
-"""Candidates in, a :class:`TuningRecord` out.
+"""Tunes a problem: takes candidates and returns a :class:`TuningRecord`.
 
-Each batch of candidates is compiled in parallel, verified and looked at; :class:`Proposals` says
-whether another batch is worth compiling. The best are then timed by turns, in use as
-:mod:`tmm_core.dispatch.timing` has it, until one is decided on, and at other M of the record's
-bucket. A candidate that fails to compile, is wrong, or hangs costs itself only, and the record says
-so.
+Each batch of candidates is compiled in parallel, verified and timed briefly; :class:`Proposals`
+decides whether another batch is worth compiling. The best are then timed in turns with the clock
+*in use* (:mod:`tmm_core.dispatch.timing`) until a winner is clear, and at other M of the record's
+bucket. A candidate that fails to compile, is wrong or hangs costs only itself, and the record
+states that.
 """
 
 from __future__ import annotations
@@ -42,32 +42,32 @@ from tmm_core.spec.kernel import BASELINE, Candidate, Config, Kernel, Launcher
 from tmm_core.spec.precision import require_posed
 from tmm_core.spec.problem import Problem
 
-#: Samples of each candidate, µs that one lasts, and how much slower than the best it may be to
-#: stay: a first look at every batch, a closer one, and the one that decides.
+#: Samples of each candidate, µs per sample, and how much slower than the best a candidate may be to
+#: stay: for a first look at every batch, a closer look, and the deciding stage.
 LOOK, LOOK_US, LOOK_KEEPS = 3, 400.0, 1.3
 CLOSER, CLOSER_US, CLOSER_KEEPS = 4, 1500.0, 1.06
 FINAL = 9
-#: µs from which on a product draws so much power that the clock falls while it is timed, and rounds
-#: until it has: 4096³ on an H100 takes 172 µs at first and 195 from then on.
+#: µs from which on a product draws so much power that the GPU clock drops during timing, and the
+#: rounds until it has: 4096³ on an H100 takes 172 µs at first and 195 after that.
 LONG_US, SETTLE = 150.0, 4
-#: Those that the last stage compares with BLAS, at most.
+#: Maximum number of candidates that the last stage compares with BLAS.
 FINALISTS = 5
-#: The best config of every other kernel stays on record as next in line, where it takes at most
-#: so many times the best.
+#: The best config of every other kernel stays on record as a reserve if it takes at most this many
+#: times the best.
 RESERVE = 3.0
-#: Races at most: another, where a finalist turns out to be wrong.
+#: Maximum number of races: another follows if a finalist turns out to be wrong.
 RACES = 3
 #: Samples at each other M of the bucket.
 INSIDE = 5
 
-#: Launches by which what may be chosen is verified at last, and µs that they may take: 60 miss what
-#: is wrong once in twenty with a probability of 4.6 %.
+#: Launches of the final verification of finalists, and µs that they may take: 60 miss a fault that
+#: occurs once in twenty launches with a probability of 4.6 %.
 MOST_REPEATS, LEAST_REPEATS, REPEATS_US = 60, 4, 20e3
 
 
 @dataclass(eq=False)
 class _Trial:
-    """One candidate on its way through a tuning."""
+    """The state of one candidate during a tuning."""
 
     candidate: Candidate
     status: Literal["ok", "slow", "wrong", "failed"] = "slow"
@@ -107,7 +107,7 @@ class Tuner:
         timer: For tests; by default chains in CUDA graphs, or wall time on a CPU.
         workers: Threads that bind, and compile what was not compiled elsewhere; by default the
             number of cores, at most 16.
-        compilers: What compiles elsewhere; by default the process's own.
+        compilers: Compile in other processes; by default the process's own.
     """
 
     def __init__(
@@ -117,7 +117,7 @@ class Tuner:
         compilers: Compilers | None = None,
     ) -> None:
         self.timer = timer
-        #: Where candidates are launched before they are here; None: nowhere.
+        #: Launches candidates in another process first; None: no such launches.
         self.first_launches: FirstLaunches | None = None
         self.compilers = compilers or default_compilers()
         self.workers = workers or compiling_threads()
@@ -130,28 +130,28 @@ class Tuner:
         before: TuningRecord | None = None,
         hints: Hints = NO_HINTS,
     ) -> TuningRecord:
-        """Time what ``before`` does not hold yet, with BLAS and its winner beside it.
+        """Time the kernels missing in ``before``, together with BLAS and its winner.
 
-        Returns ``before`` itself where it is complete. Kernels are told apart by their own
-        version, so an upgraded plugin's candidates alone are measured again.
+        Returns ``before`` itself if it is complete. Kernels have their own versions, so only an
+        upgraded plugin's candidates are measured again.
 
         Args:
-            hints: What won near problems, or this one elsewhere: tried first.
+            hints: Winners of near problems, or of this one elsewhere, which are tried first.
 
         Raises:
             ValueError: ``kernels`` has no baseline (nothing to compare with).
-            UnsupportedProblemError: It was posed for another fp32 precision than is set.
+            UnsupportedProblemError: The set fp32 precision is not the problem's.
             RuntimeError: Not even BLAS runs.
         """
         started = time.monotonic()
         new = unmeasured(problem, kernels, before)
         if before is not None and not new:
             return before
-        # Of ragged products torch refuses some; then there is none to beat.
+        # Torch refuses some ragged products; then there is no baseline.
         if problem.groups is None and not any(kernel.name == BASELINE for kernel in kernels):
             raise ValueError(f"no {BASELINE!r} kernel to compare with")
         proposals = Proposals(problem, kernels, new, before, hints)
-        # What the record says of BLAS must be BLAS at the precision that was asked for.
+        # The record's BLAS must run at the problem's precision.
         require_posed(problem)
         with Progress(str(problem), settings.progress) as progress:
             tuning = _Tuning(problem, self, settings, progress)
@@ -182,14 +182,14 @@ class Tuner:
     def prepare(
         self, problem: Problem, kernels: Sequence[Kernel[Any]], hints: Hints = NO_HINTS
     ) -> None:
-        """Have compiled, without waiting, what :meth:`tune` would try first."""
+        """Start compiling the first candidates of :meth:`tune`, without waiting."""
         if any(kernel.name == BASELINE for kernel in kernels):
             for candidate in Proposals(problem, kernels, kernels, None, hints).first():
                 self.compilers.submit(problem, candidate)
 
 
 class _Tuning:
-    """One problem's tuning under way."""
+    """The tuning of one problem."""
 
     def __init__(
         self,
@@ -208,14 +208,14 @@ class _Tuning:
         self._deadline = time.monotonic() + settings.tune_budget
         self._progress = progress
         self._memory = settings.tune_memory
-        #: Of the memory what each of three may take that are held at one time: the operands that
-        #: are timed here and at another M, and what is verified with.
+        #: A third of the memory for each of the sets held at one time: the operands timed here and
+        #: at another M, and the tensors for verification.
         self._share = None if self._memory is None else self._memory // 3
         self._chain = _Chain(problem, self._device, self._share)
         self._verifier = Verifier(problem, self._device, memory_limit=self._share)
 
     def run(self, proposals: Proposals) -> None:
-        """Try what is proposed, then let the best race.
+        """Try the proposals, then race the best.
 
         Raises:
             RuntimeError: No candidate runs.
@@ -239,13 +239,13 @@ class _Tuning:
                 trial.status = "ok"
                 self._verify(trial, self._verifier, _repeats(trial.time))
             self._inside([trial for trial in finalists if trial.status == "ok"])
-            # One that was fast and wrong kept others out of the race.
+            # A fast but wrong candidate kept others out of the race.
             racing = [trial for trial in racing if trial.run is not None]
             if not racing or all(trial.status == "ok" for trial in finalists):
                 return
 
     def result(self, trial: _Trial) -> CandidateResult:
-        """What a trial found out, as the record keeps it."""
+        """The result of a trial, for the record."""
         kernel, config = trial.candidate.kernel, trial.candidate.config
         return CandidateResult(
             kernel=kernel.name,
@@ -254,7 +254,7 @@ class _Tuning:
             status=trial.status,
             samples_us=tuple(round(s, 3) for s in trial.samples),
             inside_us={m: round(us, 3) for m, us in trial.inside_us.items()},
-            # A poisoned element leaves NaN, which JSON has not; the reason says it.
+            # A poisoned element leaves NaN, which JSON lacks; the reason tells of it.
             error=trial.error if trial.error is not None and math.isfinite(trial.error) else None,
             tolerance=verify.tolerance(self._problem) if trial.error is not None else None,
             workspace_bytes=trial.workspace,
@@ -264,13 +264,13 @@ class _Tuning:
         )
 
     def release(self) -> None:
-        """Free what was held to measure with."""
+        """Free the tensors held for measuring."""
         if self._own_timer:
             self._timer.release()
         self._verifier.release()
 
     def _try(self, trials: list[_Trial]) -> None:
-        """Compile, verify and look at a batch."""
+        """Compile, verify and briefly time a batch."""
         self.trials += trials
         self._compile(trials)
         for trial in trials:
@@ -280,7 +280,7 @@ class _Tuning:
         self._measure([t for t in trials if t.run is not None], LOOK, LOOK_US)
 
     def _compile(self, trials: list[_Trial]) -> None:
-        """Compile all in other processes, where that can be, and bind each here as it is done."""
+        """Compile all in other processes, if possible, and bind each here when it is compiled."""
         outcomes = self._bound([(self._problem, t.candidate) for t in trials], self._progress)
         for trial, outcome in zip(trials, outcomes, strict=True):
             if isinstance(outcome, BaseException):
@@ -297,7 +297,7 @@ class _Tuning:
     def _bound(
         self, asked: Sequence[tuple[Problem, Candidate]], progress: Progress | None = None
     ) -> list[Launcher | BaseException]:
-        """Each candidate's launcher for its problem, or why there is none."""
+        """Each candidate's launcher for its problem, or the reason why there is none."""
         compiling = [self._compilers.submit(*each) for each in asked]
 
         def bind(problem: Problem, candidate: Candidate) -> Launcher:
@@ -318,7 +318,7 @@ class _Tuning:
                 done=progress.advance if progress else lambda: None,
             )
         finally:
-            self._compilers.cancel_pending(compiling)  # the user ended it, or others hung
+            self._compilers.cancel_pending(compiling)  # interrupted, or others hung
         for outcome in found:
             if isinstance(outcome, BaseException):
                 let_through(outcome)
@@ -330,7 +330,8 @@ class _Tuning:
         asked: Sequence[tuple[Problem, Candidate]],
         compiling: Sequence[futures.Future[None]],
     ) -> list[futures.Future[None]]:
-        """Futures of those that compiled and whose first launch elsewhere ended."""
+        """Futures that end when a candidate is compiled and its first launch elsewhere has
+        ended."""
         assert self._first is not None
         futures.wait(compiling, timeout=max(0.0, self._deadline - time.monotonic()))
         self._compilers.cancel_pending(list(compiling))
@@ -344,15 +345,15 @@ class _Tuning:
             memory = self._memory or memory_limit(self._device)
             started = time.monotonic()
             if (fault := self._first.fault(problem, candidate, memory)) is not None:
-                # What one lost is not the others' to make up for.
+                # Time lost by one candidate is not charged to the others.
                 self._deadline += time.monotonic() - started
                 launched[-1] = futures.Future()
                 launched[-1].set_exception(NotCompiledError(fault))
         return launched
 
     def _verify(self, trial: _Trial, verifier: Verifier, repeats: int = 0) -> None:
-        """Fail a trial whose launcher raises or is wrong: by two launches, or in every way it is
-        used where it is to be repeated."""
+        """Fail a trial whose launcher raises or is wrong: by two launches, or, with ``repeats``, in
+        every way it is used."""
         if trial.launcher is None:
             return
         try:
@@ -374,11 +375,11 @@ class _Tuning:
     def _measure(
         self, racing: Sequence[_Trial], rounds: int, burst_us: float, settle: int | None = None
     ) -> None:
-        """Sample those that race; what the device refuses costs nobody else anything.
+        """Sample the racing candidates; a failing launch costs only its candidate.
 
         Args:
-            settle: It is the last stage: so many rounds before it count for nothing, and where
-                something held BLAS up in the middle of it, it is done again.
+            settle: For the last stage: this many warm-up rounds do not count, and the stage is
+                repeated if BLAS was disturbed during it.
         """
         racing = [trial for trial in racing if trial.run is not None]
         runs = [trial.run for trial in racing]
@@ -394,7 +395,7 @@ class _Tuning:
             samples = self._timer.measure(runs, rounds, **options)
             if settle is not None and held_up(samples[_anchor(racing)]):
                 samples = self._timer.measure(runs, rounds, **options)
-        except _LaunchError as raised:  # it is out, and the others start over
+        except _LaunchError as raised:  # it drops out, and the others start over
             next(trial for trial in racing if trial.run is raised.run).fail(raised.error)
             self._measure(racing, rounds, burst_us, settle)
             return
@@ -405,8 +406,8 @@ class _Tuning:
             trial.samples = mine
 
     def _race(self, racing: list[_Trial]) -> list[_Trial]:
-        """BLAS and the fastest, sampled until one can be decided on; returns these."""
-        # Next in line are those that may answer in the winner's place, and race for it.
+        """Sample BLAS and the fastest until a winner is clear; returns these."""
+        # Reserves may answer in the winner's place, and so take part in the race.
         spare = _ahead(self._problem, _reserves(self._problem, racing))
         racing = _survivors(racing, LOOK_KEEPS, 2 * FINALISTS)
         if len(racing) > FINALISTS + 1 and time.monotonic() < self._deadline:
@@ -418,15 +419,15 @@ class _Tuning:
         return [trial for trial in racing if trial.run is not None]
 
     def _inside(self, finalists: Sequence[_Trial]) -> None:
-        """Verify and time the finalists at other M that the record answers for."""
+        """Verify and time the finalists at other M of the record's bucket."""
         if self._problem.extent != bucket_edge(self._problem.extent):
             return
-        # M is in few constants: most of these are compiled already.
+        # Few constants depend on M: most of these are already compiled.
         extents = probes(self._problem.extent)
         asked = [(m, trial) for m in extents for trial in finalists]
         launchers = self._bound([(self._problem.at(m), t.candidate) for m, t in asked])
         bound = dict(zip(asked, launchers, strict=True))
-        self._verifier.release()  # of several M one's tensors at a time
+        self._verifier.release()  # hold the tensors of one M at a time
         for m in extents:
             if time.monotonic() > self._deadline:
                 return
@@ -436,7 +437,7 @@ class _Tuning:
             there = []
             for trial in finalists:
                 guest, launcher = _Trial(trial.candidate), bound[m, trial]
-                if isinstance(launcher, BaseException):  # a config of the edge need not fit here
+                if isinstance(launcher, BaseException):  # the edge's config may not fit
                     continue
                 guest.launcher = launcher
                 self._verify(guest, verifier, repeats=1)
@@ -458,11 +459,10 @@ class _Tuning:
 
 
 class _Chain:
-    """A problem's operands, as many copies as its chain of calls has.
+    """Copies of a problem's operands, one for each call of its chain.
 
     Args:
-        most: Bytes that they may take; by default as many as :mod:`rotation` has it, or what one
-            copy takes.
+        most: Bytes that they may take; by default the limit of :mod:`rotation`, or one copy.
 
     Raises:
         MemoryError: One copy takes more.
@@ -478,8 +478,8 @@ class _Chain:
         self.copies = rotation.copies(problem, limit if most is None else min(limit, most))
         inputs = verify.make_inputs(problem, device, seed=_fresh_seed())
         self._inputs = rotation.rotated(inputs, problem, self.copies)
-        # As called: without `out=`, into which torch's own operators would copy what they
-        # compute, and BLAS with a bias or an epilogue lose to slower kernels.
+        # As in calls, without `out=`: torch's operators would copy their result into it, and BLAS
+        # with a bias or an epilogue would lose to slower kernels.
         self._out = None if inputs.out.is_contiguous() else inputs.out
         self._problem, self._shape = problem, inputs.out.shape
 
@@ -490,7 +490,7 @@ class _Chain:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class _Runner:
-    """A candidate on each copy of the operands all are timed on."""
+    """Calls a candidate on the i-th copy of the operands."""
 
     launcher: Launcher
     inputs: Sequence[verify.Inputs]
@@ -505,12 +505,12 @@ class _Runner:
 
 
 def _anchor(racing: Sequence[_Trial]) -> int:
-    """The place of BLAS, which is one kernel and should take as long every time."""
+    """The index of BLAS, which is one kernel with a stable time."""
     return next((place for place, trial in enumerate(racing) if trial.is_baseline), 0)
 
 
 def _survivors(racing: list[_Trial], keep: float, limit: int) -> list[_Trial]:
-    """BLAS, and the ``limit`` best within a factor ``keep`` of the best."""
+    """BLAS and the best ``limit`` candidates within a factor ``keep`` of the best."""
     ranked = sorted(racing, key=lambda t: t.time)
     best = ranked[0].time
     return [
@@ -521,10 +521,10 @@ def _survivors(racing: list[_Trial], keep: float, limit: int) -> list[_Trial]:
 
 
 def _reserves(problem: Problem, racing: Sequence[_Trial]) -> list[_Trial]:
-    """Of each kernel its best config within :data:`RESERVE`, and the best of those that rely on no
-    word of the caller's: it is next in line where the winner is filtered out, quarantined or
-    uninstalled. In batch-invariant mode the best of each arithmetic, however slow: what other M
-    prefer is chosen here, too."""
+    """Each kernel's best config within :data:`RESERVE`, and its best config that relies on no
+    promise of the caller. A reserve answers if the winner is filtered out, quarantined or
+    uninstalled. In batch-invariant mode, the best of each arithmetic, however slow: other M may
+    prefer it, and it is then used here too."""
     ranked = sorted((t for t in racing if t.run is not None and t.samples), key=lambda t: t.time)
     best: dict[tuple[object, bool], _Trial] = {}
     for trial in ranked:
@@ -535,8 +535,8 @@ def _reserves(problem: Problem, racing: Sequence[_Trial]) -> list[_Trial]:
 
 
 def _ahead(problem: Problem, reserves: Sequence[_Trial]) -> list[_Trial]:
-    """Of the reserves those that beat BLAS at the edge: they may answer inside where the winner is
-    not deterministic or not capture-safe. Batch-invariant mode asks for no time inside."""
+    """The reserves that beat BLAS at the edge: they may answer inside the bucket if the winner is
+    not deterministic or not capture-safe. Batch-invariant mode needs no times inside."""
     if problem.batch_invariant:
         return []
     blas = min((t.time for t in reserves if t.is_baseline), default=math.inf)
@@ -544,13 +544,13 @@ def _ahead(problem: Problem, reserves: Sequence[_Trial]) -> list[_Trial]:
 
 
 def _repeats(us: float) -> int:
-    """Launches that a finalist is verified by, of so many µs each: :data:`MOST_REPEATS`, or what
-    :data:`REPEATS_US` allow."""
+    """The number of launches, of ``us`` each, to verify a finalist: :data:`MOST_REPEATS`, or as
+    many as :data:`REPEATS_US` allows."""
     return max(LEAST_REPEATS, min(MOST_REPEATS, int(REPEATS_US / us))) if us > 0 else MOST_REPEATS
 
 
 def _untried(kernel: Kernel[Any], config: Config, why: BaseException | str) -> CandidateResult:
-    """The entry of what has no config worth a try; it keeps the record complete."""
+    """The entry of a kernel without a config worth trying; it keeps the record complete."""
     trial = _Trial(Candidate(kernel, config))
     trial.fail(why)
     return CandidateResult(
@@ -563,7 +563,7 @@ def _untried(kernel: Kernel[Any], config: Config, why: BaseException | str) -> C
 
 
 def _workspace(trial: _Trial, problem: Problem) -> int:
-    """The scratch memory of a trial, which fails where its kernel answers nonsense."""
+    """The scratch memory of a trial, which fails if its kernel's answer is invalid."""
     kernel = trial.candidate.kernel
     count = kernel.workspace_bytes(problem, trial.candidate.config)
     if isinstance(kernel, Asked) and kernel.fault is not None and not trial.is_baseline:
@@ -574,7 +574,7 @@ def _workspace(trial: _Trial, problem: Problem) -> int:
 def _without_set_aside(
     results: list[CandidateResult], kernels: Sequence[Kernel[Any]]
 ) -> list[CandidateResult]:
-    """``results``, with those of kernels that answered nonsense meanwhile as failed."""
+    """``results``, with those of kernels set aside in the meantime marked as failed."""
     faults = {k.name: k.fault for k in kernels if isinstance(k, Asked) and k.name != BASELINE}
     return [
         replace(result, status="failed", reason=fault[:500]) if fault is not None else result
@@ -584,7 +584,7 @@ def _without_set_aside(
 
 
 class _LaunchError(Exception):
-    """A launch that raised while it was timed, and whose it was."""
+    """A launch that raised during timing, with its runner."""
 
     def __init__(self, run: _Runner, error: BaseException) -> None:
         super().__init__(str(error))
@@ -592,7 +592,7 @@ class _LaunchError(Exception):
 
 
 def _device(problem: Problem) -> torch.device:
-    """The current device, of the problem's type: fingerprints have no index."""
+    """The current device of the problem's type: fingerprints have no index."""
     if problem.device.type == "cuda":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device(problem.device.type)

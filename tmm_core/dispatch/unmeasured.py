@@ -1,5 +1,5 @@
-"""What a tuning record does not know yet; apart from the tuner, which a process that finds its
-problems on record never imports."""
+"""Finds the kernels missing from a tuning record; separate from the tuner, which a process that
+finds its problems on record never imports."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from tmm_core.spec.problem import Problem
 def unmeasured(
     problem: Problem, kernels: Sequence[Kernel[Any]], record: TuningRecord | None
 ) -> list[Kernel[Any]]:
-    """The kernels that ``record`` has nothing of, in this version, or nothing of what the caller's
-    word lets in (``Config.assumes``)."""
+    """The kernels of which ``record`` has no result in this version, or none that uses the caller's
+    promises (``Config.assumes``)."""
     known: dict[tuple[str, str], list[CandidateResult]] = {}
     for result in record.candidates if record is not None else ():
         known.setdefault((result.kernel, result.version), []).append(result)
@@ -44,5 +44,5 @@ def _assumes(kernel: Kernel[Any], result: CandidateResult) -> bool:
 def _may_assume(kernel: Kernel[Any], problem: Problem) -> bool:
     try:
         return any(config.assumes for config in kernel.configs(problem))
-    except Exception:  # costs what it would have brought
+    except Exception:  # costs only its own candidates
         return False

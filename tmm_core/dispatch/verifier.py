@@ -1,9 +1,9 @@
-"""Whether a launcher is right in every way it is used.
+"""Verifies that a launcher is right in every way it is used.
 
-A kernel that is right in one launch into a given output may be wrong in each call that gives
-none, on its second launch, or for inputs at another address. So a :class:`Verifier` launches as
-calls do: with and without ``out``, on two sets of inputs that differ in address and in strides,
-with special values among them, and over again.
+A kernel that is right in one launch into a given output may be wrong without one, on its second
+launch, or for inputs at another address. So a :class:`Verifier` launches as calls do: with and
+without ``out``, on two sets of inputs that differ in address and strides, with special values, and
+repeatedly.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from tmm_core.spec.problem import Problem
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """What verification found."""
+    """The result of verification."""
 
-    #: The largest met (:func:`verify.error`): NaN where what should be a number is none, None
-    #: where nothing was compared.
+    #: The largest error (:func:`verify.error`): NaN if an expected number is NaN or Inf, None if
+    #: nothing was compared.
     error: float | None
-    #: What is wrong, in one line; None: nothing.
+    #: The fault, in one line; None: no fault.
     reason: str | None = None
-    #: Nothing was launched, for want of memory: that is the reason.
+    #: Nothing was launched for lack of memory, which is the reason.
     unknown: bool = False
 
     @property
@@ -37,16 +37,16 @@ class Verdict:
 
 
 class Verifier:
-    """Holds launchers of one problem against references that are made once, on first use.
+    """Compares launchers of one problem with references that are computed once, on first use.
 
     Args:
-        device: With its index, as tensors have it.
+        device: The device, with its index.
         memory_limit: Bytes that inputs, references, outputs and intermediates may take together,
-            beside what a launcher allocates for itself; by default a quarter of the memory that
-            is free, at most 4 GiB. Where it does not suffice for all of the result, samples of
-            rows and columns are compared and all elements have to be numbers; where it does not
-            suffice for one set of inputs, verdicts are ``unknown``.
-        sampled: Samples, and one set of inputs, in any case.
+            without the launcher's own allocations; by default a quarter of the free memory, at most
+            4 GiB. If it is too small for the whole result, samples of rows and columns are compared
+            and all other elements only have to be numbers; if it is too small for one set of
+            inputs, verdicts are ``unknown``.
+        sampled: Always use samples and one set of inputs.
     """
 
     def __init__(
@@ -72,15 +72,14 @@ class Verifier:
         brief: bool = False,
         slack: float = 1.0,
     ) -> Verdict:
-        """Launch it in every way it is used, on the current stream, and say what is wrong.
+        """Launch it in every way it is used, on the current stream, and report faults.
 
         Args:
-            repeats: So many launches on inputs it had before are compared with the first, bit
-                for bit where the kernel is ``deterministic`` and by their errors where not. n of
-                them miss what is wrong once in twenty launches with a probability of 0.95ⁿ:
-                4.6 % for 60, 0.2 % for 120.
-            baseline: It is BLAS, whose error is reported and is no verdict.
-            brief: One launch without ``out`` and one with, no more.
+            repeats: Number of repeated launches compared with the first, bit for bit if the kernel
+                is ``deterministic``, else by their errors. n of them miss a fault that occurs once
+                in twenty launches with a probability of 0.95ⁿ: 4.6 % for 60, 0.2 % for 120.
+            baseline: It is BLAS, whose error is reported but not judged.
+            brief: Only one launch without ``out`` and one with.
             slack: Factor on the tolerance.
 
         Raises:
@@ -102,13 +101,13 @@ class Verifier:
                 changed = list(dict.fromkeys(name for each in sets for name in each.changed()))
             finally:
                 if changed:
-                    fixture.release()  # inputs that were overwritten are none for the next
+                    fixture.release()  # overwritten inputs are of no use for the next
             if changed:
                 reason = f"it wrote to its input {' and '.join(changed)}, or around it"
             return Verdict(trial.error, reason)
 
     def inside(self, m: int) -> Verifier:
-        """The verifier of this problem at another M of its bucket; the same one each time."""
+        """The verifier of this problem at another M of its bucket, cached."""
         if m not in self._inside:
             other = self.problem.at(m)
             limit, sampled = self._limit, self._sampled
@@ -116,7 +115,7 @@ class Verifier:
         return self._inside[m]
 
     def release(self) -> None:
-        """Let go of all tensors; the next verdict makes others."""
+        """Release all tensors; the next verdict makes new ones."""
         self._fixture = None
         for other in self._inside.values():
             other.release()
@@ -131,9 +130,9 @@ class Verifier:
 def verify_inside(
     kernel: Kernel[Any], config: Config, verifier: Verifier, m: int, *, repeats: int = 1
 ) -> Verdict:
-    """Bind and verify a candidate at another M of the bucket that ``verifier`` is of.
+    """Bind and verify a candidate at another M of ``verifier``'s bucket.
 
-    What ``bind`` or a launch raises is the verdict's reason.
+    An exception from ``bind`` or a launch becomes the verdict's reason.
     """
     inside = verifier.inside(m)
     try:
@@ -154,9 +153,9 @@ def sampled_verdict(
     *,
     memory_limit: int | None = None,
 ) -> Verdict:
-    """One launch without ``out`` and one with, held against samples of rows and columns.
+    """Compare one launch without ``out`` and one with against samples of rows and columns.
 
-    For a first use: some 5 ms and 0.5 GB for 8192³ in bf16 on an H100, most of it the launches.
+    For a first use: about 5 ms and 0.5 GB for 8192³ in bf16 on an H100, most of it the launches.
 
     Raises:
         Exception: Whatever the launcher raises.

@@ -1,7 +1,7 @@
-"""Inputs to measure a problem with, and what the right answer is.
+"""Makes inputs to measure a problem with, and computes the reference and errors.
 
-The reference is of the whole expression in a higher precision, and the error is relative,
-element by element. :mod:`tmm_core.dispatch.verifier` holds launchers against them.
+The reference is the whole expression in a higher precision, and the error is relative, element by
+element. :mod:`tmm_core.dispatch.verifier` compares launchers with it.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from tmm_core.formats import BY_STORAGE, ScaleKind, of_pair
 from tmm_core.spec.arguments import Arguments
 from tmm_core.spec.problem import Operand, Problem
 
-#: The arguments of a launch: of a plain product, or of a ragged one.
+#: The arguments of a launch, for a plain product or a ragged one.
 Inputs = Arguments | ragged.Inputs
-#: Rows or columns of a matrix: a slice, or a tensor of their places.
+#: Rows or columns of a matrix: a slice, or a tensor of indices.
 Places = slice | torch.Tensor
 #: Makes an uninitialised tensor of that class and shape.
 Empty = Callable[[Operand, tuple[int, ...]], torch.Tensor]
@@ -28,9 +28,9 @@ Empty = Callable[[Operand, tuple[int, ...]], torch.Tensor]
 #: 16-bit operands, and fp64 matmul is slow on most GPUs (1/64 of the fp32 rate).
 FP64_FLOPS = 2**38
 
-#: Largest |out − ref| / (|ref| + rms(ref)) accepted, by what limits precision: about two
-#: units in the last place of the result, and for TF32 the rounding of the operands to 11
-#: bits, whose errors of 2⁻¹¹ average out to 4e-4 rms and 5.5 σ over 10⁸ elements.
+#: Largest |out − ref| / (|ref| + rms(ref)) accepted, by the dtype that limits precision: about two
+#: units in the last place of the result; for TF32 from rounding the operands to 11 bits, whose
+#: errors of 2⁻¹¹ average out to 4e-4 rms and 5.5 σ over 10⁸ elements.
 TOLERANCE = {
     torch.float64: 1e-12,
     torch.float32: 2e-5,
@@ -51,16 +51,16 @@ def make_inputs(
 ) -> Inputs:
     """Random operands of the problem's sizes and stride classes.
 
-    randn, because zeros and constants run faster on real hardware and hide wrong indexing;
-    scaled by K^-¼ each, so that the product has unit variance and an epilogue is tried
-    where it bends and not where it saturates or overflows fp16.
+    They are normally distributed, because zeros and constants run faster on real hardware and hide
+    wrong indexing; both are scaled by K^-¼, so that the product has unit variance and an epilogue
+    is tested where it is nonlinear and not where it saturates or overflows fp16.
 
     Args:
-        empty: Where the tensors lie; by default each by itself.
+        empty: Allocates the tensors; by default each separately.
         with_out: Make an output too; otherwise it is an empty tensor.
-        skewed: Groups of a ragged problem differ much in size; else they are alike but for the
-            empty ones.
-        whole: They take all that there is; else there is NaN beyond the last one.
+        skewed: Groups of a ragged problem differ much in size; else they are equal except for empty
+            ones.
+        whole: Groups cover everything; else there is NaN beyond the last one.
     """
     make = empty or functools.partial(_empty, device=device)
     spread = max(1, problem.k) ** -0.25
@@ -69,7 +69,7 @@ def make_inputs(
     width = problem.n * (2 if problem.gated else 1)
 
     def scale(kind: ScaleKind | None, *shape: int) -> torch.Tensor | None:
-        """Around one, so that the product keeps its variance."""
+        """Scales around one, so that the product keeps its variance."""
         if kind is None:
             return None
         size = (*batch, *shape) if kind == "row" else ()
@@ -118,7 +118,7 @@ def make_inputs(
         scale_b=scale(problem.scale_b, 1, width),
     )
     if problem.static_weights and device.type == "cuda":
-        torch.cuda.synchronize(device)  # as was said, nobody is writing b any more
+        torch.cuda.synchronize(device)  # static_weights promises a written b
     return inputs
 
 
@@ -130,7 +130,7 @@ def _empty(spec: Operand, shape: tuple[int, ...], device: torch.device) -> torch
 
 
 def part(problem: Problem, inputs: Arguments, rows: Places, cols: Places) -> Arguments:
-    """Operands of these rows and columns of the result alone."""
+    """The operands for these rows and columns of the result."""
     wide = cols
     b, bias, residual = inputs.b, inputs.bias, inputs.residual
     if problem.gated and not (isinstance(cols, slice) and cols == slice(None)):
@@ -157,7 +157,7 @@ def reference(problem: Problem, inputs: Arguments) -> torch.Tensor:
 
 
 def accumulated(problem: Problem, inputs: Arguments) -> torch.Tensor:
-    """What the epilogue is applied to: ``alpha · (a @ b) + bias``, scales among the factors."""
+    """The epilogue's input: ``alpha · (a @ b) + bias``, including scales as factors."""
     precise = problem.a.dtype.itemsize > 2 or problem.flops <= FP64_FLOPS
     z = _product(inputs.a, inputs.b, precise)
     for factor in (inputs.scale_a, inputs.scale_b):
@@ -171,14 +171,14 @@ def accumulated(problem: Problem, inputs: Arguments) -> torch.Tensor:
 
 
 def finished(problem: Problem, inputs: Arguments, z: torch.Tensor) -> torch.Tensor:
-    """Epilogue and residual on what was accumulated."""
+    """Apply epilogue and residual to the accumulated ``z``."""
     return problem.epilogue.expression(z, residual=inputs.residual)
 
 
 def _product(a: torch.Tensor, b: torch.Tensor, precise: bool) -> torch.Tensor:
-    """In fp64, or in fp32 by an operator that does not ask whether TF32 is allowed: that is of
-    the process, and other threads multiply meanwhile. Products of 16-bit operands are exact in
-    fp32, and those of a format are exact in what it is dequantised to."""
+    """The product in fp64, or in fp32 by an operator that ignores the TF32 setting, which is per
+    process and used by other threads. Products of 16-bit operands are exact in fp32, and those of a
+    format in the dtype that it is dequantised to."""
     if (form := of_pair(a.dtype, b.dtype)) is not None:
         a, b = form.dequantize(a), form.dequantize(b)
     if precise or a.dtype != b.dtype or a.dtype.itemsize != 2:
@@ -203,9 +203,9 @@ def poison(out: torch.Tensor) -> None:
 
 
 def error(out: torch.Tensor, expected: torch.Tensor) -> float:
-    """max |out − expected| / (|expected| + rms(expected)); NaN where ``out`` has one that
-    ``expected`` has not, zero where there are no elements. The rms keeps elements near zero
-    from counting too much, the maximum a single wrong element from being averaged away."""
+    """max |out − expected| / (|expected| + rms(expected)); NaN if ``out`` has one that ``expected``
+    has not, zero if there are no elements. The rms keeps elements near zero from dominating, the
+    maximum keeps a single wrong element from being averaged away."""
     if not expected.numel():
         return 0.0
     expected = expected.to(torch.promote_types(expected.dtype, torch.float32))
@@ -213,7 +213,7 @@ def error(out: torch.Tensor, expected: torch.Tensor) -> float:
 
 
 def rms(expected: torch.Tensor) -> torch.Tensor:
-    """Root of the mean square, one where that is zero."""
+    """Root mean square, or one if that is zero."""
     if not expected.numel():
         return torch.ones((), dtype=expected.dtype, device=expected.device)
     scale = expected.square().mean().sqrt()
@@ -221,5 +221,5 @@ def rms(expected: torch.Tensor) -> torch.Tensor:
 
 
 def worst(out: torch.Tensor, expected: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """:func:`error` with that rms, as a tensor on the device: nothing waits for it."""
+    """Like :func:`error`, with a given rms, as a tensor on the device without synchronizing."""
     return ((out.to(expected.dtype) - expected).abs() / (expected.abs() + scale)).max()

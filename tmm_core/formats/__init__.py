@@ -1,7 +1,7 @@
-"""Operand formats: what the numbers of an operand stand for, where they are more than a dtype.
+"""Operand formats: how stored numbers map to values, where that takes more than a dtype.
 
-Each module of this package but this one holds one format, as its ``FORMAT``, and is found by being
-there: a new format is one file, and without its file a format does not exist.
+Each other module of this package defines one format as its ``FORMAT`` and is discovered
+automatically: a new format is one file, and removing the file removes the format.
 """
 
 from __future__ import annotations
@@ -16,24 +16,24 @@ import torch
 
 Tensor = torch.Tensor
 
-#: What scales an operand: one number, or one for each row of ``a`` (column of ``b``).
+#: The scale of an operand: one number, or one for each row of ``a`` (column of ``b``).
 ScaleKind = Literal["tensor", "row"]
 
 
 @dataclass(frozen=True, kw_only=True)
 class Format:
-    """Numbers in a storage dtype that a product takes for others.
+    """A format of operands whose storage dtype encodes other values.
 
     Args:
-        name: As kernels declare it in :class:`~tmm_core.Supports`.
-        storage: Dtypes of the operands, which go with one another.
+        name: The name that kernels declare in :class:`~tmm_core.Supports`.
+        storage: Dtypes of the operands, which may be mixed.
         scales: Kinds of scales that an operand may have.
-        result: Dtype of the result, bias and residual by default.
+        result: Default dtype of the result, bias and residual.
         quantize: Rounds numbers to a storage dtype.
-        dequantize: The numbers exactly, in a dtype that torch multiplies; scales left out.
+        dequantize: Converts exactly to a dtype that torch multiplies, without the scales.
         tolerance: The largest error accepted of a product, besides the result's rounding; see
             :mod:`tmm_core.dispatch.verify`.
-        decode: The device function from storage to what tensor cores take, as
+        decode: The device function from storage to a dtype of the tensor cores, as
             ``"module:attribute"``; None: they take the storage dtype.
     """
 
@@ -60,12 +60,12 @@ for _module in pkgutil.iter_modules(__path__):
 
 
 def of_pair(a: torch.dtype, b: torch.dtype) -> Format | None:
-    """The format that both operands are of; None: plain numbers, or two that do not go together."""
+    """The format of both operands; None for plain numbers, or dtypes that cannot be mixed."""
     found = BY_STORAGE.get(a)
     return found if found is not None and BY_STORAGE.get(b) is found else None
 
 
 def wide(dtype: torch.dtype) -> torch.dtype:
-    """What goes with operands of ``dtype`` by default: itself, or what their format says."""
+    """The default dtype of results of ``dtype`` operands: the same, or their format's."""
     found = BY_STORAGE.get(dtype)
     return dtype if found is None else found.result

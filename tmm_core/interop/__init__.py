@@ -1,1 +1,1 @@
-"""How torch sees a call: the operator, autograd, vmap, FLOP counts, sharding rules."""
+"""Integration with torch: the operator, autograd, vmap, FLOP counts, sharding rules."""

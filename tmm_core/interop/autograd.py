@@ -1,14 +1,14 @@
 """Derivatives of ``tmm::matmul``: reverse and forward mode, any order, and under vmap.
 
-Where something is differentiated the call is taken apart into what has a cheap derivative:
-one product with as much of the epilogue fused as its output tells the derivative of, then
-what is left of the epilogue, then the residual. What is left is one kernel, and its derivative
-another (:mod:`tmm_core.interop.pointwise`), where nothing but a gradient is asked for; else it
-is done by torch's own operators, which Inductor fuses and transforms take apart.
+A differentiated call is split into parts with cheap derivatives: one product, fused with those
+stages of the epilogue whose derivative follows from their output, then the rest of the epilogue,
+then the residual. If only a gradient is needed, the rest is one kernel and its derivative another
+(:mod:`tmm_core.interop.pointwise`); else torch's own operators compute it, which Inductor fuses
+and transforms decompose.
 
-Kept for backward: ``a`` where ``b`` needs a gradient, ``b`` where ``a`` does, and the output of
-the product where an epilogue follows it. That is never more than eager keeps, and where all
-of the epilogue is fused the pre-activation is never in memory at all. Nothing is computed twice.
+Backward saves ``a`` if ``b`` needs a gradient, ``b`` if ``a`` does, and the output of the product
+if an epilogue follows it. That is never more than eager saves, and if the whole epilogue is fused,
+the pre-activation is never in memory. Nothing is computed twice.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _batched = compat.is_batched
 
 
 def recorded(*tensors: Tensor | None) -> bool:
-    """Whether a function of these is recorded for backward."""
+    """Whether autograd records a function of these tensors for backward."""
     if torch.is_grad_enabled():
         for t in tensors:  # a generator takes twice as long
             if t is not None and t.requires_grad:
@@ -49,13 +49,13 @@ def recorded(*tensors: Tensor | None) -> bool:
 
 
 def differentiated(*tensors: Tensor | None) -> bool:
-    """Whether somebody may want derivatives of a function of these."""
+    """Whether derivatives of a function of these tensors may be needed."""
     return recorded(*tensors) or _levels._current_level >= 0 or transforms_active()
 
 
 def matmul(*given: Any) -> Tensor:
-    """What the operator does at the dispatcher's Autograd key, which gives it the arguments in the
-    schema's order, the last that are as by default left out."""
+    """The operator's kernel for the Autograd dispatch key, which passes arguments in the schema's
+    order and omits trailing defaults."""
     tensors = [t for t in given if isinstance(t, Tensor)]
     if not differentiated(*tensors):
         with compat.below_autograd():
@@ -69,16 +69,16 @@ def matmul(*given: Any) -> Tensor:
 
 
 def keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-    """For :func:`by_torch`, keep the call's arguments."""
+    """Save the call's arguments for :func:`by_torch`."""
     tensors = [t if isinstance(t, Tensor) else None for t in inputs]
     ctx.save_for_backward(*tensors)
     ctx.rest = [None if isinstance(t, Tensor) else t for t in inputs]
 
 
 def by_torch(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-    """The operator's derivative where this torch has no way to call it below its autograd
-    (:mod:`tmm_core.compat`): that of the same expression in torch's operators, computed anew."""
-    # Of arguments left at their defaults torch tells nothing.
+    """The operator's derivative if this torch cannot call it below its autograd
+    (:mod:`tmm_core.compat`): recomputes the expression with torch's operators."""
+    # Torch omits arguments left at their defaults.
     needs = itertools.chain(ctx.needs_input_grad, itertools.repeat(False))
     given = [
         rest if t is None else t.detach().requires_grad_(wanted)
@@ -106,12 +106,12 @@ def eager(
     out_dtype: torch.dtype | None = None,
     transposed: bool = False,
 ) -> Tensor:
-    """The same for a call that nothing disturbs (:func:`tmm_core.launch.warm.undisturbed`) and that
-    is recorded: without the operator, and in one node.
+    """:func:`matmul` for a recorded call that needs no dispatcher
+    (:func:`tmm_core.launch.warm.undisturbed`): one node, without the operator.
 
     Args:
-        transposed: ``b`` is a layer's weight, ``[N, K]``; a transposed view of it would be a
-            node of its own.
+        transposed: ``b`` is a layer's weight, ``[N, K]``; a transposed view of it would be
+            another node.
     """
     if a.dim() < 2 or b.dim() != 2:
         b = b.t() if transposed else b
@@ -130,8 +130,8 @@ def _in_parts(
     out_dtype: torch.dtype | None = None,
     *more: Any,
 ) -> Tensor:
-    """``product`` with as much of the epilogue as it can fuse, given as its head, and ``more``;
-    then the rest of it, after rows by kernels where there are any; then the residual."""
+    """``product`` with the part of the epilogue that it can fuse (its head) and ``more``; then the
+    rest of the epilogue, by kernels where there are any; then the residual."""
     if not epilogue:
         return product(a, b, bias, residual, alpha, IDENTITY, out_dtype, *more)
     parsed = epilogue_of(epilogue)
@@ -178,7 +178,7 @@ def _operator(*arguments: Any) -> Tensor:
 
 
 def _multiply(a: Tensor, b: Tensor, alpha: float) -> Tensor:
-    """``alpha · (a @ b)``, by the operator where it has something to do."""
+    """``alpha · (a @ b)``, through the operator if torch's dispatcher is needed."""
     if (
         not torch.compiler.is_dynamo_compiling()
         and undisturbed(a, b)
@@ -190,22 +190,22 @@ def _multiply(a: Tensor, b: Tensor, alpha: float) -> Tensor:
 
 def _apply(stage: Epilogue, z: Tensor) -> Tensor:
     inputs = z.chunk(2, dim=-1) if stage.gated else (z,)
-    # Of what is built in, torch knows the derivatives, by operators of their own.
+    # Torch has operators for the derivatives of built-in stages.
     if stage.derivative is not None and not stage.builtin:
         return _record(_WithDerivative, stage, *inputs)
     y: Tensor = stage.reference(*inputs, *stage.parameters)
     return y
 
 
-# The dispatcher has taken functorch's transforms apart by the time it comes here, so that there
-# is one level to see to, as in the formulas of torch's own operators. `autograd.Function` stands
-# above the dispatcher and would take them apart once more; its base does not.
+# The dispatcher has already unwrapped functorch's transforms here, which leaves one level to
+# handle, as in the formulas of torch's own operators. `autograd.Function` works above the
+# dispatcher and would unwrap them once more; its base class does not.
 
 
 @contextmanager
 def _outer_levels() -> Iterator[None]:
-    """Let the transforms outside of this one see what is done here: custom functions run with
-    derivatives of both modes off."""
+    """Enable derivatives in both modes, for the transforms outside of this one: custom functions
+    run with them off."""
     if not transforms_active():
         yield
         return
@@ -215,7 +215,7 @@ def _outer_levels() -> Iterator[None]:
 
 @contextmanager
 def _below_autograd() -> Iterator[None]:
-    """Call operators as the Autograd kernel of one of torch's does."""
+    """Call operators as the Autograd kernels of torch's own operators do."""
     with compat.below_autograd(), _outer_levels():
         yield
 
@@ -223,7 +223,7 @@ def _below_autograd() -> Iterator[None]:
 class OneLevel(compat.SingleLevelFunction):
     @staticmethod
     def _compiled_autograd_key(ctx: Any) -> tuple[Any, ...]:
-        """What compiled autograd finds a backward's graph again by, as autograd.Function's."""
+        """The key by which compiled autograd caches a backward's graph, as in autograd.Function."""
         return (ctx._autograd_function_id,)
 
 
@@ -260,7 +260,7 @@ class _Product(OneLevel):
         wants_a, wants_b, wants_bias, wants_residual, *_ = ctx.needs_input_grad
         (a_shape, dtype), (b_shape, _) = ctx.a, ctx.b
         dz = ctx.epilogue.output_vjp(grad, y, *ctx.epilogue.parameters)
-        # Vectors are matrices of one row or column here, and their gradient loses it again.
+        # Vectors are matrices of one row or column here; their gradients drop it again.
         dz2 = dz if len(b_shape) > 1 else dz[..., None]
         dz2 = dz2 if len(a_shape) > 1 else dz2[..., None, :]
         da = db = dbias = dresidual = None
@@ -301,7 +301,7 @@ class _Product(OneLevel):
         shape, dtype = ctx.output
         with _outer_levels():
             a, b, y = map(_primal, ctx.saved_tensors)
-            # Bias and residual pass through as what they are to the first of the products.
+            # The first product adds the tangents of bias and residual, as its bias and residual.
             t = tresidual
             if ta is not None:
                 t, tbias = _operator(ta, b, tbias, t, ctx.alpha, "", ctx.out_dtype), None
@@ -316,7 +316,7 @@ class _Product(OneLevel):
 
 
 def _summed_to(t: Tensor, shape: Sequence[int]) -> Tensor:
-    """``t.sum_to_size(shape)``, also of sizes that a graph learns when it runs."""
+    """``t.sum_to_size(shape)``, also for data-dependent sizes."""
     if all(type(n) is int for n in (*t.shape, *shape)):
         return t.sum_to_size(tuple(shape))
     lead = t.dim() - len(shape)
@@ -326,13 +326,13 @@ def _summed_to(t: Tensor, shape: Sequence[int]) -> Tensor:
 
 
 class _EagerProduct(_Product):
-    """Where the operator would come to the same."""
+    """:class:`_Product` without the operator, for calls that do not need the dispatcher."""
 
     forward = staticmethod(run)
 
 
 class Call:
-    """What backward has to know of a product of rows besides its tensors."""
+    """The non-tensor state that the backward of a product of rows needs."""
 
     __slots__ = (
         *("alpha", "bias", "head", "residual", "settings"),
@@ -354,15 +354,15 @@ class Call:
         self.bias = None if bias is None else bias.dtype
         self.residual = _like(residual)
         self.a_columns = _is_column_major(a)
-        #: Whether b, as it is multiplied, is column-major.
+        #: Whether b is column-major, in the orientation in which it is multiplied.
         self.b_columns = _is_column_major(b) is not transposed
         self.transposed = transposed
         self.settings = overridden()
 
 
 class _EagerRows(OneLevel):
-    """``_EagerProduct`` of the rows of ``[…, M, K]`` with one matrix, as layers call it, at the
-    least host cost."""
+    """``_EagerProduct`` of ``[…, M, K]`` with one matrix, as layers call it, with the lowest host
+    cost."""
 
     @staticmethod
     def forward(
@@ -394,7 +394,7 @@ _rows = _EagerRows.apply  # type: ignore[attr-defined]
 
 
 def gradients_of_rows(call: Call, *arguments: Any) -> tuple[Tensor | None, ...]:
-    """Of a, b, bias and residual, by the settings of ``call``; as :func:`_gradients_of_rows`."""
+    """:func:`_gradients_of_rows` under the settings of ``call``."""
     return within(call.settings, _gradients_of_rows, call, *arguments)
 
 
@@ -406,13 +406,13 @@ def _gradients_of_rows(
     y: Tensor | None,
     grad: Tensor,
 ) -> tuple[Tensor | None, ...]:
-    """Of a, b, bias and residual.
+    """The gradients of a, b, bias and residual.
 
     Args:
-        call: What they were of.
-        wanted: Which of them are asked for.
-        a, b: Where the other's is.
-        y: The output, where the head is not linear.
+        call: The forward call.
+        wanted: Which gradients are needed.
+        a, b: Saved if the other's gradient is needed.
+        y: The output, if the head is not linear.
         grad: Its gradient.
     """
     alpha, head = call.alpha, call.head
@@ -434,7 +434,7 @@ def _gradients_of_rows(
         shape, dtype = call.residual
         dresidual = _as(grad.sum_to_size(shape), dtype)
     multiply = run if direct else _operator
-    # As they lie: a gradient of another layout than its own autograd copies, transposing.
+    # In the operands' layouts: autograd copies, by transposing, a gradient in another layout.
     if wants_a:
         assert b is not None
         rows = _as(rows, b.dtype)
@@ -459,8 +459,8 @@ def _gradients_of_rows(
 
 
 def _is_direct(grad: Tensor) -> bool:
-    """Whether torch's dispatcher has nothing to do for what backward makes of ``grad``: nobody
-    records it either, for second derivatives."""
+    """Whether backward's products of ``grad`` need no dispatcher, and are not recorded for second
+    derivatives."""
     return (
         not torch.is_grad_enabled()
         and not torch.compiler.is_dynamo_compiling()
@@ -470,8 +470,8 @@ def _is_direct(grad: Tensor) -> bool:
 
 
 class _Following(OneLevel):
-    """What follows a product, by kernels. A node of its own, which lets go of the product before
-    the gradients of its operands are computed."""
+    """The part of the epilogue after a product, by kernels. As a separate node it frees the product
+    before the gradients of its operands are computed."""
 
     @staticmethod
     def forward(ctx: Any, z: Tensor, epilogue: Epilogue, found: Pointwise) -> Tensor:
@@ -499,7 +499,7 @@ follow = _Following.apply  # type: ignore[attr-defined]
 
 
 class _Scaled(OneLevel):
-    """Products of operands of a format, which learn nothing by themselves."""
+    """Products of operands with a format, which have no gradients."""
 
     @staticmethod
     def forward(*arguments: Any) -> Tensor:
@@ -520,7 +520,7 @@ class _Scaled(OneLevel):
 
 
 class _WithDerivative(OneLevel):
-    """A stage of an epilogue whose author gave the derivative."""
+    """An epilogue stage whose author supplied the derivative."""
 
     @staticmethod
     def forward(stage: Epilogue, *inputs: Tensor) -> Tensor:
@@ -553,7 +553,7 @@ def _slopes(stage: Epilogue, z: Iterable[Tensor]) -> tuple[Tensor, ...]:
 
 
 def _primal(t: Any) -> Any:
-    """Without its tangent at this level, which would be differentiated a second time."""
+    """``t`` without its tangent at this level, which would be differentiated a second time."""
     return None if t is None else forward_ad.unpack_dual(t).primal
 
 
@@ -562,7 +562,7 @@ def _like(t: Tensor | None) -> tuple[torch.Size, torch.dtype] | None:
 
 
 def _as(t: Tensor, dtype: torch.dtype) -> Tensor:
-    """The gradient of something of ``dtype``, of which a real one is the real part."""
+    """``t`` as the gradient of a tensor of ``dtype``: its real part, if that is real."""
     if t.dtype is dtype:
         return t
     return (t.real if t.is_complex() and not dtype.is_complex else t).to(dtype)
@@ -582,18 +582,18 @@ def _is_column_major(t: Tensor) -> bool:
 
 
 def _lying_as(column_major: bool, x: Tensor, y: Tensor, alpha: float) -> Tensor:
-    """``alpha · (x @ y)``, the gradient of an operand of this layout. A weight is given
-    transposed: of another layout than its own autograd makes a transposing copy, which costs a
-    tenth of the product."""
+    """``alpha · (x @ y)``, the gradient of an operand, in its layout. Weights are passed
+    transposed: autograd copies, by transposing, a gradient in another layout, at a tenth of the
+    product's cost."""
     if column_major:
         return _multiply(y.mT, x.mT, alpha).mT
     return _multiply(x, y, alpha)
 
 
 def _flattened(a: Tensor, dz: Tensor) -> tuple[Tensor, Tensor]:
-    """``[…, M, K]`` and ``[…, M, N]`` as matrices of as many rows. The rows are summed over, so
-    their order is free: DTensor flattens without communication (torch 2.10 flattens at all)
-    where no dimension but the first is sharded, so a sharded one becomes the first."""
+    """``[…, M, K]`` and ``[…, M, N]`` as matrices with the same number of rows. Rows are summed
+    over, so their order is free: a sharded dimension becomes the first, because DTensor flattens
+    without communication (torch 2.10: flattens at all) only if no other dimension is sharded."""
     for placement in getattr(a, "placements", ()):
         if placement.is_shard() and 0 < placement.dim < a.dim() - 1:
             a, dz = a.movedim(placement.dim, 0), dz.movedim(placement.dim, 0)

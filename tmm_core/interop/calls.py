@@ -1,5 +1,5 @@
-"""What a public call does before its operator: epilogues become text, which a tracer keeps as a
-constant, and DTensor hears of the rules."""
+"""Prepares a public call for its operator: turns epilogues into text, which a tracer keeps as a
+constant, and registers the DTensor rules."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from tmm_core.spec.epilogue import Epilogue, EpilogueLike
 
 
 def text_of(epilogue: EpilogueLike) -> str:
-    """The operator's argument for this epilogue."""
+    """The text of an epilogue, as the operator takes it."""
     if epilogue is None:
         return ""
     if isinstance(epilogue, Epilogue):
@@ -25,7 +25,8 @@ def text_of(epilogue: EpilogueLike) -> str:
 
 
 def interned_text(epilogue: EpilogueLike) -> str:
-    """Likewise, left where a tracer finds the epilogue without tracing the registry."""
+    """:func:`text_of`, with the epilogue stored where a tracer finds it without tracing the
+    registry."""
     if isinstance(epilogue, Epilogue):
         return epilogue.interned()
     return _parsed_text(epilogue or None)
@@ -47,8 +48,7 @@ has_outputs._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 @functools.cache
 def prepare_for(kind: type[torch.Tensor]) -> None:
-    """Register the sharding rules where a DTensor comes by: importing them takes 1.5 s, which
-    those who never shard do not pay."""
+    """Register the sharding rules when a DTensor is first seen: importing them takes 1.5 s."""
     module = sys.modules.get("torch.distributed.tensor")
     if module is not None and issubclass(kind, module.DTensor):
         importlib.import_module("tmm_core.interop.sharding")

@@ -1,7 +1,7 @@
-"""Count our FLOPs in ``torch.utils.flop_counter``, without importing it.
+"""Registers FLOP formulas with ``torch.utils.flop_counter``, without importing it.
 
-That module imports Triton (150 ms) and most programs never need it, so the formula is
-registered when, and if, somebody imports it.
+That module imports Triton (150 ms) and most programs never need it, so the formulas are registered
+if and when it is imported.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _MODULE = "torch.utils.flop_counter"
 def matmul_flops(
     a: Sequence[int], b: Sequence[int], *_: Any, out_shape: Any = None, **__: Any
 ) -> int:
-    """Multiply-adds of ``a @ b`` counted as two; the epilogue is not counted, as torch does
+    """FLOPs of ``a @ b``, a multiply-add counted as two; without the epilogue, since torch does
     not count its own pointwise operators."""
     rows = a[-2] if len(a) > 1 else 1
     width = b[-1] if len(b) > 1 else 1
@@ -33,12 +33,12 @@ def matmul_flops(
 def gated_linear_flops(
     x: Sequence[int], gate: Sequence[int], up: Sequence[int], *_: Any, **__: Any
 ) -> int:
-    """Of both products."""
+    """FLOPs of both products."""
     return int(2 * math.prod(x) * (gate[0] + up[0]))
 
 
 def count(operator: Any, formula: Callable[..., int]) -> None:
-    """Count ``operator`` by ``formula``, now or as soon as the counter is imported."""
+    """Register ``formula`` for ``operator``, now or as soon as the counter is imported."""
     module = sys.modules.get(_MODULE)
     if module is not None:
         module.register_flop_formula(operator)(formula)
@@ -48,12 +48,12 @@ def count(operator: Any, formula: Callable[..., int]) -> None:
     _waiting[operator] = formula
 
 
-#: What to register with the counter once there is one.
+#: Formulas to register once the counter is imported.
 _waiting: dict[Any, Callable[..., int]] = {}
 
 
 class _WhenImported:
-    """Stands in front of the import of one module, once, to be told when it has run."""
+    """An import hook for one module, called once, when it has been imported."""
 
     def find_spec(self, name: str, path: Any, target: Any = None) -> ModuleSpec | None:
         if name != _MODULE:

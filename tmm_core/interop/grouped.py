@@ -1,8 +1,8 @@
 """``tmm::grouped_matmul`` as a torch operator, and its derivatives.
 
-Gradients are grouped products themselves: of a product whose rows are ragged that of ``a`` is one
-with ragged rows, that of ``b`` one with a ragged sum, and so around. What is beyond the last group
-gets a gradient of zero, whatever lies there.
+Gradients are grouped products themselves: for a product with ragged rows, the gradient of ``a`` has
+ragged rows and that of ``b`` a ragged sum, and so on cyclically. Data beyond the last group gets a
+gradient of zero, whatever its values.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _fake(*given: Any, **named: Any) -> Tensor:
 
 
 def _run_out(*given: Any, out: Tensor, **named: Any) -> Tensor:
-    """Into ``out``; rows beyond the last group may be written to."""
+    """Write to ``out``; rows beyond the last group may be overwritten."""
     call = GroupedArguments(*given, **named)
     shape = torch.Size(check(call, epilogue_of(call.epilogue)))
     apart = check_out(out, shape, call.out_dtype or call.a.dtype, call.given)
@@ -56,11 +56,11 @@ torch.library.register_fake("tmm::grouped_matmul", _fake, lib=library)
 
 
 def _differentiable(*given: Any, **named: Any) -> Tensor:
-    """What the operator does at the dispatcher's Autograd key.
+    """The operator's kernel for the Autograd dispatch key.
 
-    Where something is differentiated the call is taken apart as :mod:`tmm_core.interop.autograd`
-    has it: one product with as much of the epilogue as its output tells the derivative of, then
-    the rest, then weights, places and residual.
+    A differentiated call is split as in :mod:`tmm_core.interop.autograd`: one product, fused with
+    those stages of the epilogue whose derivative follows from their output, then the rest, then
+    weights, places and residual.
     """
     call = GroupedArguments(*given, **named)
     a, b, offs, bias, residual, alpha, epilogue, out_dtype, a_index, *_ = call
@@ -72,7 +72,7 @@ def _differentiable(*given: Any, **named: Any) -> Tensor:
     refuse_outputs(parsed)
     head, rest = parsed.parts if epilogue else (IDENTITY, None)
     text = "" if head is IDENTITY else head.interned()
-    # A weight's gradient is a sum over its row, and what scatters reads all rows.
+    # A weight's gradient sums over its row, and scattering reads all rows.
     clean = zeroed or out_weights is not None or out_index is not None
     inner = residual if rest is None and head is IDENTITY and not clean else None
     y = autograd._record(
@@ -96,7 +96,7 @@ def _differentiable(*given: Any, **named: Any) -> Tensor:
 
 
 def _known(y: Tensor, offs: Tensor, along: str) -> Tensor:
-    """Which rows or columns of the result are of a group; all of a ragged sum's are."""
+    """A mask of the rows or columns of the result in a group; with a ragged sum, all are."""
     if along == "k":
         return torch.ones((), dtype=torch.bool, device=y.device)
     dimension = ("m", "n").index(along)
@@ -160,8 +160,8 @@ class _Product(OneLevel):
         if wants_a:
             da = _gradient_of_a(dz, b, offs, along, alpha, ctx.a_column)
             if a_index is not None:
-                # A row's gradient is the sum of those of all that read it; what is beyond the
-                # last group is zero.
+                # A row's gradient sums over all rows that gathered it; beyond the last group it
+                # is zero.
                 wide = torch.promote_types(da.dtype, torch.float32)
                 zeros = da.new_zeros(ctx.a[0], dtype=wide)
                 da = zeros.index_add(0, a_index, da.to(wide)).to(da.dtype)
@@ -198,7 +198,7 @@ def _multiply(a: Tensor, b: Tensor, offs: Tensor, alpha: float) -> Tensor:
 def _gradient_of_a(
     dz: Tensor, b: Tensor, offs: Tensor, along: str, alpha: float, column: bool
 ) -> Tensor:
-    """``alpha · dz @ bᵀ``, lying as ``a`` does."""
+    """``alpha · dz @ bᵀ``, in the layout of ``a``."""
     if column:
         return _multiply(b, dz.mT, offs, alpha).mT
     return _multiply(dz, b.mT, offs, alpha)
@@ -207,8 +207,8 @@ def _gradient_of_a(
 def _gradient_of_b(
     a: Tensor, dz: Tensor, offs: Tensor, along: str, alpha: float, column: bool
 ) -> Tensor:
-    """``alpha · aᵀ @ dz``, lying as ``b`` does: a layer's weight is given transposed, and of
-    another layout than its own autograd would copy it."""
+    """``alpha · aᵀ @ dz``, in the layout of ``b``: a layer's weight is passed transposed, and
+    autograd would copy a gradient in another layout."""
     if column:
         return _multiply(dz.mT, a, offs, alpha).mT
     return _multiply(a.mT, dz, offs, alpha)
@@ -240,7 +240,7 @@ else:
 
 def _autocast(device: str) -> Any:
     def cast(*given: Any, **named: Any) -> Tensor:
-        """Floating operands in the active dtype; weights of rows stay as precise as they are."""
+        """Cast floating operands to the active dtype; row weights keep their precision."""
         dtype = torch.get_autocast_dtype(device)
 
         def to(role: Role, value: Any) -> Any:
@@ -261,7 +261,7 @@ library.impl("grouped_matmul", _autocast("cpu"), "AutocastCPU")
 
 
 def grouped_flops(*given: Any, out_shape: Any = None, **named: Any) -> int:
-    """Multiply-adds counted as two, all rows taken to be of a group."""
+    """FLOPs, a multiply-add counted as two, as if all rows were in a group."""
     call: Any = GroupedArguments(*given, **named)
     rows = call.a[-2] if call.a_index is None else call.a_index[0]
     return int(2 * rows * call.a[-1] * call.b[-1])

@@ -1,7 +1,7 @@
 """``tmm::matmul`` as a torch operator.
 
-Opaque to torch.compile and dispatching at run time, so that thousands of M cost no
-recompile; what it does is :mod:`tmm_core.dispatch`.
+It is opaque to torch.compile and dispatches at run time (:mod:`tmm_core.dispatch`), so that
+thousands of M cost no recompile.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ library.define(
 )
 
 
-# The dispatcher hands arguments on in the schema's order, the last that are as by default left out.
+# The dispatcher passes arguments in the schema's order and omits trailing defaults.
 
 
 def _run_out(*given: Any, out: Tensor) -> Tensor:
@@ -42,8 +42,8 @@ def _run_out(*given: Any, out: Tensor) -> Tensor:
 
 
 def _in_memory(*tensors: Tensor) -> bool:
-    """Whether a kernel can be handed these as they are: no mode or transform has to see the call
-    either."""
+    """Whether these tensors can be passed to a kernel as they are, and no mode or transform has to
+    see the call."""
     return (
         not compat.dispatch_modes()
         and not autograd.differentiated(*tensors)
@@ -52,7 +52,7 @@ def _in_memory(*tensors: Tensor) -> bool:
 
 
 library.impl("matmul", run, "CompositeExplicitAutograd")
-# Taken apart wherever torch traces, transforms or counts: there is one operator to know.
+# Decomposed wherever torch traces, transforms or counts, which then see only one operator.
 library.impl("matmul.out", _run_out, "CompositeImplicitAutograd")
 
 
@@ -73,11 +73,11 @@ torch.library.register_vmap("tmm::matmul", vmap.matmul, lib=library)
 
 
 def autocast(device: str, operator: Callable[..., Any]) -> Any:
-    """What ``operator``, of a product's arguments, does where ``device`` autocasts."""
+    """The rule of ``operator``, which takes a product's arguments, where ``device`` autocasts."""
 
     def cast(*given: Any) -> Any:
-        """As torch.matmul under autocast: floating operands in the active dtype. Those of a
-        format are left alone with all that goes with them: their scales stand for their range."""
+        """Cast floating operands to the active dtype, as torch.matmul does. Operands with a format
+        and everything that goes with them stay as they are: their scales set their range."""
         dtype = torch.get_autocast_dtype(device)
         stored = given[0].dtype in BY_STORAGE
 
@@ -90,7 +90,7 @@ def autocast(device: str, operator: Callable[..., Any]) -> Any:
             arguments = [to(role, value) for role, value in zip(ROLES, given, strict=False)]
             if arguments[1] is given[1]:
                 return operator(*arguments)
-            # A weight that was cast just now was written just now.
+            # The cast has just written the weight.
             return within(overridden(), operator, *arguments)
 
     return cast

@@ -1,4 +1,4 @@
-"""Whether an epilogue that training applies after its product has kernels for that.
+"""Finds the kernels that apply an epilogue after its product in training.
 
 Triton is imported with the first of them.
 """
@@ -24,7 +24,7 @@ NAME = settings.POINTWISE
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
-#: By epilogue, width and dtype of the product, device, and settings.
+#: Keyed by epilogue, width and dtype of the product, device, and settings.
 _found: dict[tuple[Any, ...], Pointwise | None] = {}
 
 warm.also_forget.append(_found.clear)
@@ -33,10 +33,10 @@ warm.also_forget.append(_found.clear)
 def kernels(
     epilogue: Epilogue, width: int, dtype: torch.dtype, like: torch.Tensor
 ) -> Pointwise | None:
-    """The kernels that apply ``epilogue``, and its derivative, to products that are so wide, on
-    the device of ``like``. None where torch has to: the epilogue has no device functions or no
-    derivative in torch, which differentiates it again; the dtype is none of theirs; there is no
-    Triton, or it failed.
+    """The kernels that apply ``epilogue`` and its derivative to products of this width on the
+    device of ``like``. None if torch has to: the epilogue lacks device functions, or a derivative
+    in torch, which second derivatives need; the kernels do not support the dtype; Triton is
+    absent, or failed.
     """
     key = (epilogue.key, width, dtype, like.get_device(), settings.overridden())
     try:
@@ -57,15 +57,15 @@ def kernels(
 
 
 def takes(z: torch.Tensor) -> bool:
-    """Whether the kernels read a product that lies so: as the products of kernels do."""
+    """Whether the kernels support the product's strides: those of products made by kernels."""
     return z.is_contiguous() and not z.data_ptr() & 15
 
 
 def failed(epilogue: Epilogue, kernels: Pointwise, error: Exception) -> None:
-    """Leave to torch from now on what these kernels did.
+    """Replace these kernels by torch's operators from now on.
 
     Raises:
-        OutOfMemoryError: That is what failed, which torch would not do better.
+        OutOfMemoryError: ``error`` is one, which torch would not avoid.
     """
     if isinstance(error, torch.OutOfMemoryError):
         raise error
@@ -77,7 +77,7 @@ def failed(epilogue: Epilogue, kernels: Pointwise, error: Exception) -> None:
 
 def tell(epilogue: Epilogue, error: Exception) -> None:
     warn(
-        f"{NAME} failed for epilogue {epilogue}, which torch applies from now on while training: "
+        f"{NAME} failed for epilogue {epilogue}, which torch applies from now on in training: "
         f"{type(error).__name__}: {error}"
     )
 

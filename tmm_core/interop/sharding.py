@@ -1,23 +1,23 @@
-"""Which shards of the operands multiply to which shard of the result.
+"""DTensor sharding rules: which shards of the operands give which shard of the result.
 
-DTensor asks for each call which placements the operator can work with, one mesh dimension at
-a time, and moves operands to the cheapest of them before it runs the operator on every rank's
-local tensors. With ``out[…, m, n] = epilogue(alpha · Σ_k a[…, m, k] · b[…, k, n] + bias[n]) +
-residual[…, m, n]`` the operator works where
+For each call, DTensor queries which placements the operator can work with, one mesh dimension at
+a time, and redistributes operands to the cheapest of them before it runs the operator on every
+rank's local tensors. With
+``out[…, m, n] = epilogue(alpha · Σ_k a[…, m, k] · b[…, k, n] + bias[n]) + residual[…, m, n]``
+the operator works where
 
 * everything is replicated;
-* a batch dimension, M or N is sharded, in the result and in all that have it;
-* K is sharded in ``a`` and ``b``: each rank holds a term of the sum. That passes through bias
-  and residual where they are terms of such a sum too, and through a linear epilogue.
+* a batch dimension, M or N is sharded, in the result and in all operands that have it;
+* K is sharded in ``a`` and ``b``: each rank holds a term of the sum. This passes through a linear
+  epilogue, and through bias and residual if they are terms of such a sum too.
 
 A gated epilogue pairs column n of ``b`` with column N + n. A contiguous shard of the 2N columns
-holds one without the other, so there is no rule over its columns: shard the gate and the up
-projection alike and call with local tensors, as ``examples/tensor_parallel_swiglu.py`` does.
+holds one without the other, so there is no rule for its columns: shard the gate and the up
+projection the same way and call with local tensors, as ``examples/tensor_parallel_swiglu.py`` does.
 
-Importing this registers the rules with DTensor (1.5 s, which ``import tmm_core`` does without). A
-call of ``tmm_core.matmul`` that meets a DTensor does it too; under ``torch.compile`` it has to be
-done before. Nothing in ``matmul`` waits for another rank: what DTensor's redistribution costs is
-DTensor's.
+Importing this module registers the rules with DTensor, which takes 1.5 s, so ``import tmm_core``
+does not. A call of ``tmm_core.matmul`` with a DTensor imports it; before ``torch.compile``, import
+it yourself. Nothing in ``matmul`` waits for another rank; only DTensor's redistribution does.
 """
 
 from __future__ import annotations
@@ -41,23 +41,22 @@ Rule = tuple[list[Placement], list[Placement]]
 
 
 def register() -> None:
-    """Tell DTensor how to run ``tmm::matmul`` and ``tmm::grouped_matmul``."""
+    """Register the rules of ``tmm::matmul`` and ``tmm::grouped_matmul`` with DTensor."""
     info = compat.schema_info()
     propagator = getattr(getattr(DTensor, "_op_dispatcher", None), "sharding_propagator", None)
     if info is None or propagator is None:
         warnings.warn(
-            f"this torch ({torch.__version__}) does not let tmm say how DTensor remembers a "
-            "decision: matmul takes no DTensors",
+            f"this torch ({torch.__version__}) does not let tmm set the keys of DTensor's cache of "
+            "sharding decisions: matmul does not accept DTensors",
             TmmWarning,
             stacklevel=2,
         )
         return
     register_sharding(operator.matmul)(shardings)
-    # DTensor caches what it decides, keyed by the operands' placements and by the arguments
-    # from `static_argnum` on. `register_sharding` counts integers only among these, and a
-    # "silu" would be given the partial sums allowed to the call without epilogue before it.
-    # Absent tensors count too (torch 2.10 leaves them out below `static_argnum`): a decision
-    # says by position which operands to move.
+    # DTensor caches its decisions, keyed by the operands' placements and by the arguments from
+    # `static_argnum` on. Of these `register_sharding` includes only integers, so "silu" would
+    # get the partial sums allowed to an earlier call without epilogue. Absent tensors count too
+    # (torch 2.10 omits them below `static_argnum`): a decision refers to operands by position.
     propagator.op_to_schema_info[operator.matmul] = info(static_argnum=0)
     register_sharding(grouped.grouped_matmul)(grouped_shardings)
     propagator.op_to_schema_info[grouped.grouped_matmul] = info(static_argnum=0)
@@ -77,7 +76,7 @@ def shardings(*given: Any, **named: Any) -> list[Rule]:
     rows, columns = a.ndim > 1, b.ndim > 1
     ndim = batch + rows + columns
     for dim in range(ndim):
-        # Where a dimension of the result lies in each operand; negative: it has none.
+        # The index of a dimension of the result in each operand; negative: absent.
         in_a = in_b = in_bias = -1
         if dim < batch:
             in_a, in_b = dim - batch + a.ndim - 2, dim - batch + b.ndim - 2
@@ -94,12 +93,12 @@ def shardings(*given: Any, **named: Any) -> list[Rule]:
             places.append(_shard(bias, in_bias))
         if residual is not None:
             places.append(_shard(residual, dim - ndim + residual.ndim))
-        # Scales have their operand's dimensions, or are one number.
+        # Scales have their operand's dimensions, or are scalars.
         for scale, place in ((scale_a, in_a), (scale_b, in_b)):
             if scale is not None:
                 places.append(_shard(scale, place if place < scale.ndim else -1))
         rules.append(([Shard(dim)], places))
-    # To make terms of a replicated tensor DTensor divides it, which integers do not survive.
+    # DTensor turns a replicated tensor into terms by dividing it, which is wrong for integers.
     divisible = all(t.tensor_meta.dtype.is_floating_point for t in terms)
     if not fused.gated and fused.linear and divisible:
         k = [Shard(a.ndim - 1), Shard(max(b.ndim - 2, 0))]
@@ -110,13 +109,13 @@ def shardings(*given: Any, **named: Any) -> list[Rule]:
 
 
 def grouped_shardings(*given: Any, **named: Any) -> list[Rule]:
-    """The rules for a grouped product: M, N or K sharded where it is not ragged. Groups, and what
-    is ragged, are not: ``offs`` speaks of all of them, so that experts are sharded as local
-    tensors."""
+    """The rules for a grouped product: M, N or K sharded, unless it is ragged. Groups and the
+    ragged dimension are not sharded, since ``offs`` covers all of them: experts are sharded as
+    local tensors."""
     call: Any = GroupedArguments(*given, **named)
     a, b, bias, residual = call.a, call.b, call.bias, call.residual
     fused = warm.epilogue_of(call.epilogue)
-    # Where the dimensions of the matrices lie; offs and indices are of every rank.
+    # The dimensions of the matrices; offs and indices are replicated.
     rest = [t for t in (call.a_index, call.out_index, call.out_weights) if t is not None]
     terms = [t for t in (bias, residual) if t is not None]
     out_ndim = 3 if a.ndim == b.ndim == 2 else 2
@@ -147,7 +146,7 @@ def grouped_shardings(*given: Any, **named: Any) -> list[Rule]:
 
 
 def _shard(t: Any, dim: int) -> Placement:
-    """Sharded along ``dim``; replicated where ``t`` lacks it or is broadcast along it."""
+    """Sharded along ``dim``; replicated if ``t`` lacks it or is broadcast along it."""
     return Shard(dim) if dim >= 0 and t.shape[dim] != 1 else Replicate()
 
 

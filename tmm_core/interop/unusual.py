@@ -1,8 +1,8 @@
-"""Calls that reach no kernel as they are: operands without strides, which torch multiplies, and
-biases of other shapes than ``[N]`` that ``torch.nn.functional.linear`` takes.
+"""Calls that no kernel takes as they are: operands without strides, which torch multiplies, and
+biases with shapes other than ``[N]`` that ``torch.nn.functional.linear`` accepts.
 
-The path of a warm call does not look for them. It raises where it reads their strides or addresses,
-or holds the bias against the product, and the API comes here then.
+The warm path does not check for them. It raises when it reads their strides or addresses, or
+compares the bias with the product, and the API then calls this module.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ Tensor = torch.Tensor
 
 
 def concerns(a: Tensor, b: Tensor, bias: Tensor | None, residual: Tensor | None) -> bool:
-    """Whether :func:`answer` is for this call."""
+    """Whether :func:`answer` handles this call."""
     if not all(strided(t) for t in (a, b, bias, residual) if t is not None):
         return True
     if bias is None or not b.dim():
@@ -38,11 +38,11 @@ def answer(matmul: Callable[..., Tensor], call: Arguments) -> Tensor:
     """The result of a call that this module :func:`concerns`.
 
     Args:
-        matmul: The API's, for what kernels can serve once the bias is seen another way.
+        matmul: The API's, for calls that kernels can serve with the bias in another form.
 
     Raises:
         UnsupportedProblemError: A kernel is forced, and an operand has no strides.
-        RuntimeError, ValueError, TypeError: As torch says it.
+        RuntimeError, ValueError, TypeError: As torch raises them.
     """
     parsed = epilogue_of(call.epilogue)
     a, b, bias, residual, out = call.a, call.b, call.bias, call.residual, call.out
@@ -52,7 +52,7 @@ def answer(matmul: Callable[..., Tensor], call: Arguments) -> Tensor:
     assert bias is not None
     shape = product_shape(a, b)
     width = shape[-1] if b.dim() > 1 else 1
-    # A vector is a row to torch, so a bias of one row goes with it.
+    # Torch treats a vector as a row, so a bias of one row fits it.
     one_row = all(n == 1 for n in bias.shape[:-1]) and bias.dim() <= max(len(shape), 2)
     if not broadcasts(bias.shape[-1:] if one_row else bias.shape, (width,) if one_row else shape):
         raise ValueError(
@@ -71,11 +71,11 @@ def answer(matmul: Callable[..., Tensor], call: Arguments) -> Tensor:
 
 
 def by_override(function: Callable[..., Tensor], tensors: dict[str, Any], **rest: Any) -> Tensor:
-    """What an argument that is no tensor makes of a call of ``function``, by its
-    ``__torch_function__``: ``torch.fx`` records the call so.
+    """Call ``function`` through the ``__torch_function__`` of an argument that is not a tensor,
+    which is how ``torch.fx`` records the call.
 
     Raises:
-        TypeError: None of them has one.
+        TypeError: No argument has one.
     """
     if not has_torch_function(tuple(tensors.values())):
         check_tensors(function.__name__, **tensors)
@@ -84,11 +84,11 @@ def by_override(function: Callable[..., Tensor], tensors: dict[str, Any], **rest
 
 
 def _refuse_what_torch_cannot(call: Arguments) -> None:
-    # Compiled, torch 2.10 reads the fields of a NamedTuple and none of its properties.
+    # When compiling, torch 2.10 reads the fields of a NamedTuple but not its properties.
     if any(getattr(call, name) is not None for name in EXTRAS):
         raise RuntimeError(f"{' and '.join(EXTRAS)} are for strided operands of 8-bit floats")
     if torch.compiler.is_dynamo_compiling():
-        return  # settings are no part of a graph
+        return  # settings are not part of a graph
     forced = settings.current().kernel
     if forced is not None and forced != BASELINE:
         raise UnsupportedProblemError(
@@ -100,7 +100,7 @@ def _by_torch(call: Arguments, epilogue: Epilogue) -> Tensor:
     a, b, bias, residual, alpha, _, out_dtype = call[:7]
     plain = not isinstance(alpha, Tensor) and alpha == 1.0
     if b.dim() == 2 and (a.is_nested or a.is_mkldnn or b.is_mkldnn):
-        # Their way to multiply by a weight; torch.matmul has none.
+        # Nested and mkldnn tensors multiply by a weight only through F.linear.
         z = F.linear(a, b.t(), bias if plain else None)
         bias = None if plain else bias
     else:

@@ -14,11 +14,10 @@ Tensor = torch.Tensor
 
 
 def matmul(info: Any, in_dims: Sequence[int | None], *given: Any) -> tuple[Tensor, int]:
-    """The rule as ``torch.library.register_vmap`` wants it: ``in_dims`` says which dimension of
-    each argument is mapped over; the first of the result is.
+    """The rule for ``torch.library.register_vmap``: ``in_dims`` gives the mapped dimension of each
+    argument; the result's is the first.
 
-    Kernels know bias as a vector, so one that is mapped over is added by torch, and what
-    follows it is torch's too.
+    Kernels take bias as a vector, so torch adds a mapped one and applies everything after it.
 
     Raises:
         NotImplementedError: Operands with scales.
@@ -33,7 +32,7 @@ def matmul(info: Any, in_dims: Sequence[int | None], *given: Any) -> tuple[Tenso
     rank = max(*ranks, 2) - ranks.count(1)
 
     def term(t: Tensor, dim: int | None) -> Tensor:
-        """Something added to the result, of its rank."""
+        """``t`` with the rank of the result, to be added to it."""
         lead = 0 if dim is None else 1
         t = t if dim is None else t.movedim(dim, 0)
         ones = (1,) * (rank - t.dim() + lead)
@@ -53,7 +52,7 @@ def matmul(info: Any, in_dims: Sequence[int | None], *given: Any) -> tuple[Tenso
     else:
         z = torch.ops.tmm.matmul(a, b, None, None, alpha, "", out_dtype)
     bias = bias.movedim(of_bias, 0)
-    # Beside a vector b it has one element, and the result no column to add it to.
+    # With a vector b the bias has one element, and the result no column to add it to.
     bias = term(bias[:, 0] if ranks[1] == 1 else bias, 0)
     return epilogue_of(epilogue).expression(z, bias, residual).to(z.dtype), 0
 
@@ -68,15 +67,15 @@ def _products(
     residual: Tensor | None,
     *rest: Any,
 ) -> Tensor:
-    """One call for all of what is mapped over. The residual has the rank of one result, and
-    the mapped dimension before that where ``of_residual``."""
+    """One call for all mapped products. The residual has the rank of one result, preceded by the
+    mapped dimension if ``of_residual``."""
     operator = torch.ops.tmm.matmul
     lead_a, lead_b, lead_r = int(of_a is not None), int(of_b is not None), int(of_residual)
     a = a if of_a is None else a.movedim(of_a, 0)
     b = b if of_b is None else b.movedim(of_b, 0)
     vector_a, vector_b = a.dim() == 1 + lead_a, b.dim() == 1 + lead_b
     if vector_b and lead_b and not lead_a and a.dim() == 2:
-        # One matrix and many vectors: these are the rows of the other operand.
+        # One matrix and many vectors: the vectors become rows of one operand.
         bias = None if bias is None else bias.expand(a.shape[0])
         return operator(b, a.mT, bias, residual, *rest)  # type: ignore[no-any-return]
     a = a.unsqueeze(-2) if vector_a else a
@@ -88,7 +87,7 @@ def _products(
     rows = a.shape[lead_a:-1]
     folds = bool(lead_b and batch_a and not batch_b)
     if folds:
-        # Each b multiplies all rows of a, whatever batch they are of.
+        # Each b multiplies all rows of a, of every batch.
         a = a.flatten(lead_a, -2)
         if residual is not None:
             wide = residual.expand(*residual.shape[:lead_r], *rows, residual.shape[-1])

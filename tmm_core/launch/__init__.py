@@ -1,1 +1,1 @@
-"""How a choice is launched, and launched again: checks, folds, plans, the path of a warm call."""
+"""Launches a choice: checks, folds, plans and the warm path."""

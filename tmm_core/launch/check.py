@@ -1,4 +1,4 @@
-"""Bad input, refused before any work, in torch's words where torch has them."""
+"""Rejects bad input before any work, with torch's own messages where it has them."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from tmm_core.launch.beside import check_outputs
 from tmm_core.spec.arguments import Arguments
 from tmm_core.spec.epilogue import Epilogue
 
-#: What torch says of a tensor that does (it may also not know).
+#: Torch's code for a tensor that overlaps itself (it may also not know).
 _OVERLAPS = 1
 
-#: Tensors that are what they seem.
+#: Tensor types without overridden behaviour.
 PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 
 #: Names of arguments that cannot be left out.
@@ -28,12 +28,12 @@ _OUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
 
 def check(call: Arguments, epilogue: Epilogue) -> torch.Size:
-    """Hold the arguments of one call against each other; returns the output's shape.
+    """Check the arguments of one call against each other; returns the output's shape.
 
     Raises:
-        RuntimeError: Shapes, dtypes or devices that do not fit, as ``torch.matmul`` says it;
-            a scale that is not fp32, or without 8-bit operands.
-        ValueError: A bias, residual, scale or gated width that does not fit.
+        RuntimeError: Shapes, dtypes or devices do not match, as in ``torch.matmul``; a scale is not
+            fp32, or is given without 8-bit operands.
+        ValueError: A bias, residual, scale or gated width does not match.
         TypeError: An ``out_dtype`` that is not a floating dtype.
     """
     a, b, bias, residual, out_dtype = call.a, call.b, call.bias, call.residual, call.out_dtype
@@ -86,7 +86,7 @@ def strided(t: torch.Tensor) -> bool:
 
 
 def check_tensors(function: str, **tensors: Any) -> None:
-    """Hold arguments of the API against what they may be.
+    """Check the types of arguments of the API.
 
     Raises:
         TypeError: One is neither a tensor nor None, or is an operand and None.
@@ -98,10 +98,10 @@ def check_tensors(function: str, **tensors: Any) -> None:
 
 
 def check_number(function: str, alpha: Any) -> None:
-    """Hold ``alpha``, where it is not a tensor that the function takes, against what it may be.
+    """Check the type of ``alpha`` if it is not a tensor that the function takes.
 
     Raises:
-        TypeError: It is no real number.
+        TypeError: It is not a real number.
     """
     if not isinstance(alpha, (float, int, torch.SymFloat, torch.SymInt)):
         kinds = "Number or Tensor" if function == "matmul" else "Number"
@@ -110,11 +110,11 @@ def check_number(function: str, alpha: Any) -> None:
 
 
 def addressable(*tensors: torch.Tensor | None) -> None:
-    """Refuse what has no address that kernels could be given, and tensors of several devices.
+    """Refuse tensors without an address that kernels can use, and tensors on several devices.
 
     Raises:
-        RuntimeError: One is sparse, nested or in mkldnn's layout; or they lie on several devices,
-            in torch's words.
+        RuntimeError: One is sparse, nested or in mkldnn's layout; or they are on several devices,
+            with torch's message.
     """
     for t in tensors:
         if t is not None and not strided(t):
@@ -130,7 +130,7 @@ def addressable(*tensors: torch.Tensor | None) -> None:
 
 
 def result_dtype(a: torch.Tensor, out_dtype: torch.dtype | None) -> torch.dtype:
-    """The output's dtype: as asked, else what goes with that of ``a``."""
+    """The output's dtype: ``out_dtype``, else the default for the dtype of ``a``."""
     return out_dtype or formats.wide(a.dtype)
 
 
@@ -153,7 +153,7 @@ def product_shape(a: torch.Tensor, b: torch.Tensor) -> torch.Size:
     """Shape of ``torch.matmul(a, b)``, or torch's own error.
 
     Raises:
-        RuntimeError: They do not multiply.
+        RuntimeError: The shapes cannot be multiplied.
     """
     if a.dim() == 0 or b.dim() == 0:
         raise RuntimeError(
@@ -171,9 +171,9 @@ def product_shape(a: torch.Tensor, b: torch.Tensor) -> torch.Size:
 
 
 def _let_torch_say(a: torch.Tensor, b: torch.Tensor) -> None:
-    """Raise torch's own error for operands that do not multiply. It speaks of these devices, and
-    where the operands are more than plain tensors, of stand-ins of their shapes, strides and
-    dtypes: nothing is computed, or read, before it is raised."""
+    """Raise torch's own error for operands that cannot be multiplied. The error names their
+    devices; tensor subclasses are replaced by stand-ins of their shapes, strides and dtypes.
+    Nothing is computed or read before it is raised."""
     if all(t.is_cuda and type(t) in PLAIN for t in (a, b)):
         with torch.no_grad():
             torch.matmul(a, b)
@@ -186,15 +186,14 @@ def _let_torch_say(a: torch.Tensor, b: torch.Tensor) -> None:
 def check_out(
     out: torch.Tensor, shape: torch.Size, dtype: torch.dtype, inputs: Sequence[torch.Tensor]
 ) -> bool:
-    """Hold ``out=`` against the result, resizing it as torch does.
+    """Check ``out=`` against the result, resizing it as torch does.
 
     Returns:
-        Whether the result can be written to ``out`` while inputs are read. They may lie in one
-        another's gaps, which torch does not look into, or overlap there.
+        Whether the result can be written to ``out`` while inputs are read. They may interleave or
+        overlap in one another's gaps, which torch does not check.
 
     Raises:
-        RuntimeError: A wrong dtype or device, or ``out`` shares memory with an input or with
-            itself.
+        RuntimeError: A wrong dtype or device, or ``out`` overlaps an input or itself.
     """
     if out.dtype != dtype:
         one = torch.empty(1, 1, dtype=dtype)
@@ -231,7 +230,7 @@ def check_out(
 
 
 def refuse_gradients_of_out() -> NoReturn:
-    """Raise what torch says where ``out=`` and a gradient are wanted."""
+    """Raise torch's error for ``out=`` with a gradient."""
     raise RuntimeError(
         "matmul(): functions with out=... arguments don't support automatic "
         "differentiation, but one of the arguments requires grad."
@@ -239,11 +238,11 @@ def refuse_gradients_of_out() -> NoReturn:
 
 
 def _ranges_meet(out: torch.Tensor, t: torch.Tensor) -> bool:
-    """Whether what lies between first and last element of each meets the other's."""
+    """Whether the memory ranges from first to last element overlap."""
     if not out.numel() or not t.numel():
         return False
     if out.is_meta or type(out) not in PLAIN or type(t) not in PLAIN:
-        return False  # no memory to share, or none to be asked about
+        return False  # no memory, or no accessible address
     start, t_start = out.data_ptr(), t.data_ptr()
     return start < t_start + _span(t) and t_start < start + _span(out)
 
@@ -261,7 +260,7 @@ def _span(t: torch.Tensor) -> int:
 def _broadcast(x: Sequence[int], y: Sequence[int]) -> tuple[int, ...] | None:
     """Broadcast shape, or None (``torch.broadcast_shapes`` takes 8 µs)."""
     if not all(type(n) is int for n in (*x, *y)):
-        # Sizes that a graph learns when it runs can be neither compared nor guessed here.
+        # Unbacked sizes of a graph can be neither compared nor guessed here.
         try:
             return tuple(torch.broadcast_shapes(x, y))
         except RuntimeError:

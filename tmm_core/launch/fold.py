@@ -1,8 +1,7 @@
-"""N-D operands seen as one 2-D product, or as one batch of them.
+"""Folds N-D operands into one 2-D product or one batch of products.
 
-``[B, M, K] @ [K, N]`` is a single product of B·M rows; anything else with batches becomes
-3-D operands whose broadcast dimensions have stride zero, so that nothing is copied which
-torch.matmul would not copy.
+``[B, M, K] @ [K, N]`` is a single product of B·M rows; any other batch becomes 3-D operands whose
+broadcast dimensions have stride zero, so that nothing is copied that torch.matmul would not copy.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ from tmm_core.spec.kernel import Bound, Launcher
 
 @dataclass(frozen=True, slots=True)
 class Fold:
-    """How operands of given shapes become 2-D or 3-D, and the result N-D again."""
+    """Converts operands of given shapes to 2-D or 3-D, and the result back to N-D."""
 
-    #: Broadcast batch shape that a and b are expanded to; None: a's rows are folded.
+    #: The broadcast batch shape of a and b; None: a's rows are folded.
     batch: tuple[int, ...] | None
-    #: Shape of the product as kernels see it, and as the caller does.
+    #: Shape of the product for kernels, and for the caller.
     flat: tuple[int, ...]
     shape: torch.Size
 
@@ -35,8 +34,8 @@ class Fold:
         residual: torch.Tensor | None,
         shape: torch.Size,
     ) -> Fold | None:
-        """The fold of a product of output ``shape``; None where nothing is to be done:
-        operands are 2-D and a residual needs no broadcasting."""
+        """The fold of a product of output ``shape``; None if there is nothing to do: operands are
+        2-D and a residual needs no broadcasting."""
         if a.dim() == 2 and b.dim() == 2 and (residual is None or residual.shape == shape):
             return None
         m = a.shape[-2] if a.dim() > 1 else 1
@@ -68,7 +67,7 @@ class Fold:
         return None if t is None else t.expand(self.shape).reshape(self.flat)
 
     def scale_a(self, t: torch.Tensor) -> torch.Tensor:
-        """The scale of a's rows as the folded a has them; one number stays one number."""
+        """The scale of the folded a's rows; a scalar stays a scalar."""
         if t.numel() == 1:
             return t
         return t.reshape(-1, 1) if self.batch is None else self._stack(t).contiguous()
@@ -79,15 +78,15 @@ class Fold:
     def in_place(
         self, a: torch.Tensor, b: torch.Tensor, residual: torch.Tensor | None
     ) -> dict[str, torch.Tensor] | None:
-        """The operands as kernels see them, by name, where they are all there already; None
-        where one has to be copied, or there is nothing to be seen."""
+        """The operands as kernels see them, by name, if all can be views; None if one has to be
+        copied or is empty."""
         given = {"a": a, "b": b} | ({} if residual is None else {"residual": residual})
         flat = {name: self.flattened(name)(t) for name, t in given.items()}
         lie = [t.numel() and flat[name].data_ptr() == t.data_ptr() for name, t in given.items()]
         return flat if all(lie) else None
 
     def flattened(self, name: str) -> Callable[[torch.Tensor], Any]:
-        """What makes of the N-D tensor of that name the one that kernels see."""
+        """The function that turns the N-D tensor of that name into the one that kernels see."""
         if name == "out":
             return lambda out: out.view(self.flat)
         if name == "outputs":  # made as kernels see them
@@ -107,14 +106,14 @@ class Fold:
         b: torch.Tensor,
         residual: torch.Tensor | None,
     ) -> Launcher | Bound:
-        """A launcher that takes and returns N-D tensors, of the very strides of these."""
+        """A launcher that takes and returns N-D tensors with exactly these strides."""
         by_views = self._by_views(launcher, layer=b.dim() == 2 and residual is None)
         folded = Bound.of(launcher).folded
         return (folded and folded(self, a, b, residual, by_views)) or by_views
 
     def _by_views(self, launcher: Launcher | Bound, layer: bool) -> Launcher:
-        call: Any = Bound.of(launcher).run  # which may take extras besides
-        shape = tuple(self.shape)  # a torch.Size takes torch 1.5 µs longer to read
+        call: Any = Bound.of(launcher).run  # may also take extras
+        shape = tuple(self.shape)  # a torch.Size costs torch 1.5 µs more
         only_rows = layer and self.batch is None and len(shape) > 1
 
         def run(
@@ -127,7 +126,7 @@ class Fold:
             **extras: torch.Tensor | None,
         ) -> torch.Tensor:
             if only_rows and out is None and not extras:
-                # A layer's call: two views and nothing else, half the time of what follows.
+                # A layer's call needs only two views: half the time of the general path below.
                 return call(a.flatten(0, -2), b, bias, None, alpha, None).view(*shape)  # type: ignore[no-any-return]
             extras = {name: self.flattened(name)(t) for name, t in extras.items() if t is not None}
             a, b = self.operand_a(a), self.operand_b(b)

@@ -1,6 +1,6 @@
-"""The path of a grouped call, as :mod:`tmm_core.launch.warm` has it for plain ones.
+"""The path of a grouped call; :mod:`tmm_core.launch.warm` has the one of plain calls.
 
-Nothing here reads ``offs``: its values stay on the device.
+Nothing here reads the values of ``offs``: they stay on the device.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _INDEX_DTYPES = (torch.int32, torch.int64)
 
 
 def ragged_along(a: Tensor, b: Tensor) -> Ragged:
-    """Which dimension is ragged, by what has no dimension of groups."""
+    """The ragged dimension, inferred from the operands without a dimension of groups."""
     if a.dim() == 2:
         return "k" if b.dim() == 2 else "m"
     return "n"
@@ -62,12 +62,12 @@ def refuse_outputs(epilogue: Epilogue) -> None:
 
 
 def check(call: GroupedArguments, epilogue: Epilogue) -> tuple[int, ...]:
-    """Hold the arguments of one grouped call against each other; returns the result's shape.
+    """Check the arguments of one grouped call against each other; returns the result's shape.
 
     Raises:
-        RuntimeError: Shapes, dtypes or devices that do not fit, as
-            ``torch.nn.functional.grouped_mm`` says it.
-        ValueError: A bias, residual, index, weight or gated width that does not fit.
+        RuntimeError: Shapes, dtypes or devices do not match, as in
+            ``torch.nn.functional.grouped_mm``.
+        ValueError: A bias, residual, index, weight or gated width does not match.
         TypeError: An ``out_dtype`` that is not a floating dtype.
     """
     a, b, offs, bias, residual, _, _, out_dtype, a_index, out_index, out_weights, *_ = call
@@ -129,10 +129,10 @@ def check(call: GroupedArguments, epilogue: Epilogue) -> tuple[int, ...]:
 
 
 def check_operands(a: Tensor, b: Tensor, offs: Tensor | None) -> int:
-    """The number of groups of operands that multiply.
+    """The number of groups of valid operands.
 
     Raises:
-        RuntimeError: They do not, in torch's words.
+        RuntimeError: They cannot be multiplied, with torch's message.
     """
     for name, t in (("mat_a", a), ("mat_b", b)):
         if t.dim() not in (2, 3):
@@ -161,12 +161,12 @@ def check_operands(a: Tensor, b: Tensor, offs: Tensor | None) -> int:
 
 
 def _each(bias: Tensor | None, offs: Tensor) -> Tensor | None:
-    """One bias for all groups is one for each, at the same address."""
+    """A bias per group; one shared by all groups is expanded at the same address."""
     return bias if bias is None or bias.dim() == 2 else bias.expand(offs.shape[0], -1)
 
 
 def _packed(**rows: Tensor | None) -> dict[str, Tensor]:
-    """Those that the call has, as launches take them."""
+    """The tensors that the call has, contiguous, as launches take them."""
     return {
         name: t if t.is_contiguous() else t.contiguous()
         for name, t in rows.items()
@@ -175,7 +175,7 @@ def _packed(**rows: Tensor | None) -> dict[str, Tensor]:
 
 
 def _run() -> Iterator[str]:
-    """One look-up, one launch."""
+    """Look the plan up and launch it."""
     rows = ", ".join(f"{name}={name}" for name in ROWS)
     launch = f"plan.launcher(a, b, _each(bias, offs), residual, alpha, out, **_packed({rows}))"
     yield from warm.replay(GROUPED_ROLES, GroupedArguments, launch)
@@ -189,7 +189,7 @@ def _build(key: tuple[Any, ...], call: GroupedArguments) -> Plan:
 
 
 def make_plan(call: GroupedArguments, epilogue: Epilogue, current: settings.Settings) -> Plan:
-    """Check, choose and bind, as :func:`tmm_core.launch.warm.make_plan`."""
+    """Check, choose and bind, like :func:`tmm_core.launch.warm.make_plan`."""
     a, b = call.a, call.b
     with torch.cuda.device(a.device) if a.is_cuda else nullcontext():
         problem = pose(call, epilogue, current)
@@ -199,7 +199,7 @@ def make_plan(call: GroupedArguments, epilogue: Epilogue, current: settings.Sett
 
 
 def pose(call: GroupedArguments, epilogue: Epilogue, current: settings.Settings) -> Problem:
-    """The problem that one call's arguments pose."""
+    """The problem of one call's arguments."""
     shape = check(call, epilogue)
     a, b, offs, out = call.a, call.b, call.offs, call.out
     if out is None:
@@ -234,7 +234,7 @@ def undisturbed(
     out_index: Any = None,
     weights: Any = None,
 ) -> bool:
-    """Whether torch's dispatcher has nothing to do for a call but to record its gradient."""
+    """Whether torch's dispatcher would only record the call's gradient."""
     return (
         warm.undisturbed(a, b, bias, residual, a_index, out_index)
         and type(offs) in PLAIN

@@ -1,4 +1,4 @@
-"""A choice made once, ready to be replayed."""
+"""Plans: choices made once and replayed."""
 
 from __future__ import annotations
 
@@ -33,15 +33,15 @@ Origin = Literal["forced", "cache", "tuned", "neighbour", "heuristic", "fallback
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """Which candidate, why, and on what evidence."""
+    """The chosen candidate, with the reason and the evidence."""
 
     candidate: Candidate
     origin: Origin
     #: One line for ``explain()``: the record's file, the neighbour, what forbade tuning.
     reason: str = ""
-    #: The problem the evidence is about, where it is not the one asked (bucket, neighbour).
+    #: The problem of the evidence, if it is not the requested one (bucket, neighbour).
     evidence: Problem | None = None
-    #: In batch-invariant mode the name of what all M of the weight are summed by.
+    #: In batch-invariant mode, the name of the arithmetic of all M of the weight.
     arithmetic: str | None = None
 
 
@@ -63,8 +63,8 @@ class _Callable(Called):
 
 @dataclass(frozen=True, slots=True)
 class Plan(_Callable):
-    """A candidate bound to a problem: compiled, and callable with tensors of the very
-    shapes, strides, dtypes, devices and alignment it was made for.
+    """A candidate bound to a problem: compiled, and callable with tensors of exactly the shapes,
+    strides, dtypes, devices and alignment it was made for.
 
     >>> p = tmm_core.plan(x, weight.T, epilogue="silu")      # doctest: +SKIP
     >>> y = p(x, weight.T)                                   # doctest: +SKIP
@@ -74,19 +74,19 @@ class Plan(_Callable):
     shape and dtype, and starts on 16 bytes.
 
     Raises, when called:
-        ValueError: Tensors of other shapes, strides, dtypes, devices or alignment than planned
-            for, or bias, residual and scales given or left out otherwise than planned.
+        ValueError: Shapes, strides, dtypes, devices or alignment of tensors differ from the plan,
+            or a bias, residual or scale is given or missing contrary to it.
     """
 
     problem: Problem
     choice: Choice
     launcher: Launcher
     alpha: float
-    #: What the plan depends on of each tensor that it was made for, by name.
+    #: The properties of each tensor that the plan depends on, by name.
     signatures: Mapping[str, tuple[Any, ...]]
-    #: The launcher, given all extras by position: it hands on those that the plan has.
+    #: The launcher with all extras as positional arguments; it passes on those that the plan has.
     with_extras: Callable[..., Tensor]
-    #: The launcher's own source, where it has one.
+    #: The launcher's own source, if it has one.
     body: Body | None
 
     @classmethod
@@ -116,13 +116,13 @@ class Plan(_Callable):
         return self.choice.origin
 
     def ready(self, call: Arguments) -> Plan:
-        """This plan, made callable, given what it is of."""
+        """Make this plan callable for the arguments it was made of, and return it."""
         object.__setattr__(self, "__call__", self._written(call))
         return self
 
     def _written(self, call: Arguments) -> Callable[..., Tensor]:
-        """The function that a call runs: the launcher's own source, where it has one, under
-        checks that read each tensor once."""
+        """The function that a call runs: checks that read each tensor once, then the launcher's own
+        source, if it has one."""
         given, extras = list(self.signatures), [n for n in EXTRAS if n in self.signatures]
         body = self.body
         planned = self._misalignments()
@@ -137,8 +137,8 @@ class Plan(_Callable):
         def check(*tensors: Tensor | None) -> None:
             nonlocal renewed
             self._check(tensors)
-            # They differ in what is no matter here, such as inference mode. Looked at once
-            # more and not again and again, for who alternates.
+            # They differ in an irrelevant property, such as inference mode. The guards are renewed
+            # only once, in case calls alternate.
             if not renewed and (guards := _guards(tensors)) is not None:
                 namespace["plan_same"], renewed = guards, True
 
@@ -165,7 +165,7 @@ class Plan(_Callable):
         return written("call", parameters(taken), lines, namespace)  # type: ignore[no-any-return]
 
     def _misalignments(self) -> dict[str, int]:
-        """How far from a multiple of 16 the tensors that kernels address were planned to start."""
+        """The planned address modulo 16 of each tensor that kernels address."""
         return {
             name: planned[3]
             for name, planned in self.signatures.items()
@@ -173,10 +173,10 @@ class Plan(_Callable):
         }
 
     def _check(self, tensors: Sequence[Tensor | None]) -> None:
-        """Hold what a call is given, in the order of ``TENSORS``, against what was planned.
+        """Check a call's tensors, in the order of ``TENSORS``, against the plan.
 
         Raises:
-            ValueError: As :class:`Plan` says.
+            ValueError: See :class:`Plan`.
         """
         named = dict(zip(TENSORS, tensors, strict=True))
         check_tensors("plan", **named)
@@ -201,14 +201,14 @@ class Plan(_Callable):
             raise ValueError(self._mismatch("out", _OUT_FIELDS, expected, found))
 
     def _mismatch(self, name: str, fields: tuple[str, ...], planned: Any, given: Any) -> str:
-        """What differs, and nothing that does not."""
+        """A message with only the fields that differ."""
         if planned is None:
             return f"plan for {self.problem} takes no {name}, got one"
         if given is None:
             return f"plan for {self.problem} takes {name}, got none"
         pairs = zip(fields, planned, given, strict=True)
         differ = [(field, p, g) for field, p, g in pairs if p != g]
-        if differ[0][0] == "shape":  # other strides go with it
+        if differ[0][0] == "shape":  # strides then differ too
             differ = [each for each in differ if each[0] != "strides"]
         expected = ", ".join(f"{field} {_shown(p)}" for field, p, _ in differ)
         found = ", ".join(f"{field} {_shown(g)}" for field, _, g in differ)
@@ -218,7 +218,7 @@ class Plan(_Callable):
         return f"{self.problem} → {self.choice.candidate} ({self.choice.origin})"
 
 
-#: What messages call the fields of an output.
+#: Names of the fields of an output in messages.
 _OUT_FIELDS = (
     "number of elements",
     "contiguity",
@@ -233,25 +233,24 @@ def _shown(value: Any) -> str:
 
 
 def _misaligned(planned: dict[str, int]) -> str:
-    """The expression that is true where an address is not as far from a multiple of 16 as it
-    was planned to be."""
+    """The expression that is true if an address modulo 16 differs from the planned one."""
     if not any(planned.values()):
         return f"({' | '.join(f'{name}_ptr' for name in planned)}) & 15"
     return " or ".join(f"{name}_ptr & 15 != {offset}" for name, offset in planned.items())
 
 
 def _guards(tensors: Sequence[Tensor | None]) -> Callable[..., bool] | None:
-    """What says whether it is given tensors of the very types, dtypes, devices, shapes and
-    strides of these: one call of C for what reading and comparing them takes ten (0.35 µs for
-    0.9). It may also say no for what is no matter here. None where this torch has no such thing,
-    or has none for these."""
+    """A guard that tells whether tensors have exactly the types, dtypes, devices, shapes and
+    strides of these: one C call instead of ten to read and compare them (0.35 µs instead of 0.9).
+    It may also fail for irrelevant differences. None if this torch has no guard, or none for
+    these."""
     given = [t for t in tensors if t is not None]
     sizes: list[Any] = [list(t.shape) for t in given]
     strides: list[Any] = [list(t.stride()) for t in given]
     try:
         guards = tensor_guards()(*given, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
         return guards.check if guards.check(*given) is True else None
-    except Exception:  # it belongs to the compiler, whose business may change
+    except Exception:  # an internal API of torch.compile, which may change
         return None
 
 
@@ -267,5 +266,5 @@ def _with_extras(launcher: Launcher, call: Arguments) -> Callable[..., Tensor]:
 
 
 def _pack(name: str) -> str:
-    """The statement that makes an extra what kernels index by row or column alone."""
+    """The statement that packs an extra, which kernels index only by row or column."""
     return f"{name} = {name}.contiguous()"

@@ -1,4 +1,4 @@
-"""Functions written out as source, with every constant in its place: what a warm call runs."""
+"""Generates the functions of warm calls as source, with every constant inlined."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from typing import Any
 
 @dataclass(frozen=True, slots=True)
 class Body:
-    """What a launcher does, for a plan to write out under its own checks.
+    """A launcher's source, which a plan writes out after its own checks.
 
     Attributes:
-        on_device: The statement that does what it is given, on the launch's device, where
-            another is current.
-        lines: Statements that end with the return of the output. They speak of a launcher's
-            arguments, by name, and of ``<name>_ptr``, for which there is :func:`address`.
-        namespace: What else they speak of.
+        on_device: Returns the statement that runs its argument on the launch's device if another is
+            current.
+        lines: Statements that end with the return of the output. They use a launcher's arguments by
+            name, and ``<name>_ptr`` (see :func:`address`).
+        namespace: The other names that they use.
     """
 
     on_device: Callable[[str], str]
@@ -28,13 +28,12 @@ class Body:
 
 
 def address(tensor: str) -> str:
-    """The statement that reads the address of the tensor of that name."""
+    """The statement that reads the address of the tensor with that name."""
     return f"{tensor}_ptr = {tensor}.data_ptr()"
 
 
 def written(name: str, parameters: str, lines: Iterable[str], namespace: dict[str, Any]) -> Any:
-    """The function with that source, which tracebacks and ``inspect`` show for as long as it
-    lives."""
+    """The function with that source, which tracebacks and ``inspect`` show as long as it lives."""
     body = "\n    ".join(lines)
     source = f"def {name}({parameters}):\n    {body}\n"
     filename = f"<tmm {name} {next(_numbers)}>"
@@ -45,5 +44,5 @@ def written(name: str, parameters: str, lines: Iterable[str], namespace: dict[st
     return function
 
 
-#: Of generated functions, for the names of their files.
+#: Numbers generated functions, for their file names.
 _numbers = itertools.count(1)

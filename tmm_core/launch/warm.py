@@ -1,8 +1,8 @@
-"""The path of a call: one tuple, one look-up, one launch.
+"""The path of a warm call: one tuple, one look-up, one launch.
 
 Everything else (parsing, checking, choosing, compiling) happens when the look-up misses. The two
-functions on that path are written out by the table of arguments: :func:`_run` and
-:func:`_undisturbed` have their sources, which tracebacks show.
+functions on that path are generated from the table of arguments by :func:`_run` and
+:func:`_undisturbed`; tracebacks show their sources.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ from tmm_core.spec.problem import Problem
 
 Tensor = torch.Tensor
 
-#: Plans held at most; past it the table starts anew (a plan is some 2 kB and rebinding one
+#: Maximum number of plans; then the table is cleared (a plan takes about 2 kB, and rebinding one
 #: whose kernel is compiled takes microseconds).
 MAX_PLANS = 65536
 
@@ -48,7 +48,7 @@ _plans: dict[tuple[Any, ...], Plan] = {}
 
 
 class Epilogues(Protocol):
-    """The epilogues that plugins registered."""
+    """The epilogues registered by plugins."""
 
     def epilogue(self, value: str | None, /) -> Epilogue: ...
 
@@ -56,7 +56,7 @@ class Epilogues(Protocol):
 
 
 class Answerer(Hashable, Protocol):
-    """Who says which kernel serves a problem, and hears of one that failed."""
+    """Chooses the kernel of a problem, and is told of one that failed."""
 
     @property
     def registry(self) -> Epilogues: ...
@@ -69,23 +69,24 @@ class Answerer(Hashable, Protocol):
 
 
 def answerer() -> Answerer:
-    """Whom a call without a plan asks: :mod:`tmm_core.dispatch` puts its own in this place."""
+    """The answerer for calls without a plan; :mod:`tmm_core.dispatch` replaces this function."""
     raise RuntimeError("tmm_core.dispatch is not imported")
 
 
-#: Called when plans are forgotten: what else was chosen by records, settings or plugins.
+#: Called with :func:`forget_plans`, to drop other state that depends on records, settings or
+#: plugins.
 also_forget: list[Callable[[], None]] = []
 
 
 def forget_plans() -> None:
-    """Choose anew at the next call: records, settings or plugins have changed."""
+    """Drop all plans, since records, settings or plugins changed: the next call chooses again."""
     _plans.clear()
     for forget in also_forget:
         forget()
 
 
 def epilogue_of(text: str) -> Epilogue:
-    """The epilogue an operator argument names.
+    """The epilogue named by an operator's argument.
 
     Raises:
         UnknownNameError, ValueError: See :func:`tmm_core.spec.epilogue.parse`.
@@ -100,12 +101,11 @@ def _parsed(chooser: Answerer, text: str) -> Epilogue:
 
 
 def plain(t: Any) -> bool:
-    """Whether a kernel can be handed this as it is: no subclass, no sign or conjugate yet to be
-    applied."""
+    """Whether a kernel can take this as it is: no subclass, no pending negation or conjugate."""
     return type(t) in PLAIN and not (t.is_neg() or t.is_conj())
 
 
-# What the written functions below ask. Each is one call of C, some 50 ns.
+# Queries of the generated functions below. Each is one C call, about 50 ns.
 _autocasts = compat.autocasts
 _dispatch_modes = compat.dispatch_modes
 _function_modes = compat.function_modes
@@ -124,14 +124,13 @@ def _tf32() -> bool:
     return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
 
 
-# -- written out: what a warm call runs ----------------------------------------------------
+# -- generated: what a warm call runs ------------------------------------------------------
 
 
 def _undisturbed() -> Iterator[str]:
-    """Whether torch's dispatcher has nothing to do for a call but to record its gradient: no
-    autocast (unless it has ``cast`` already), no transform, mode, tracer, profiler or tensor
-    subclass to ask. The operator is then a detour that comes to the same as ``run``, 2.5 µs
-    later."""
+    """Whether torch's dispatcher would only record the call's gradient: no autocast (unless it has
+    ``cast`` already), transform, mode, tracer, profiler or tensor subclass is involved. The
+    operator would then do the same as ``run``, 2.5 µs later."""
     yield "return ("
     yield "    type(a) in PLAIN and type(b) in PLAIN and (cast or not _autocasts())"
     yield "    and not _dispatch_modes() and not _function_modes() and not _profiles()"
@@ -143,8 +142,8 @@ def _undisturbed() -> Iterator[str]:
 
 
 def _run() -> Iterator[str]:
-    """The one door to a launch: once for calls without extras, which do not carry them, and once
-    for those with."""
+    """The only entry to a launch: one branch for calls without extras, which skips them, and one
+    for calls with extras."""
     yield f"if {' and '.join(f'{name} is None' for name in EXTRAS)}:"
     for line in _replay(()):
         yield f"    {line}"
@@ -163,8 +162,8 @@ def _replay(extras: tuple[str, ...]) -> Iterator[str]:
 def replay(
     roles: Iterable[Role], arguments: type[Arguments | GroupedArguments], launch: str
 ) -> Iterator[str]:
-    """Look the plan up by the keys of ``roles``, and launch it as the source ``launch`` does.
-    Falls through where the kernel was put out of use."""
+    """Look the plan up by the keys of ``roles``, and launch it with the source ``launch``. Falls
+    through if the kernel was quarantined."""
     yield "key = ("
     for role in roles:
         part = role.key.format(role.name)
@@ -205,7 +204,7 @@ def _build(key: tuple[Any, ...], call: Arguments) -> Plan:
 
 
 def keep(key: tuple[Any, ...], plan: Plan) -> None:
-    """Answer by ``plan`` from now on, unless it was chosen with its hands tied, under capture."""
+    """Use ``plan`` from now on, unless it was chosen under the restrictions of graph capture."""
     if not plan.problem.capturing:
         if len(_plans) >= MAX_PLANS:
             _plans.clear()
@@ -213,14 +212,14 @@ def keep(key: tuple[Any, ...], plan: Plan) -> None:
 
 
 def make_plan(call: Arguments, epilogue: Epilogue, current: settings.Settings) -> Plan:
-    """Check, choose and bind; everything raised for bad input is raised here.
+    """Check, choose and bind; all errors for bad input are raised here.
 
     Raises:
         RuntimeError, ValueError, TypeError: See :func:`tmm_core.launch.check.check`.
         TmmError: See :meth:`tmm_core.dispatch.ladder.Dispatcher.choose`.
     """
     a = call.a
-    # Capture, tuning and compilation all go by the current device.
+    # Capture, tuning and compilation all use the current device.
     with torch.cuda.device(a.device) if a.is_cuda else nullcontext():
         problem, fold = pose(call, epilogue, current)
         choice, launcher = answerer().bound(problem, current)
@@ -236,7 +235,7 @@ def make_plan(call: Arguments, epilogue: Epilogue, current: settings.Settings) -
 def pose(
     call: Arguments, epilogue: Epilogue, current: settings.Settings
 ) -> tuple[Problem, Fold | None]:
-    """The problem that one call's arguments pose, with operands folded to 2-D or 3-D."""
+    """The problem of one call's arguments, with operands folded to 2-D or 3-D."""
     a, b, residual, out = call.a, call.b, call.residual, call.out
     shape, matrix = check(call, epilogue), b.dim() == 2
     fold = Fold.of(a, b, residual, shape)
@@ -260,7 +259,7 @@ def pose(
         tf32=a.dtype is torch.float32 and a.is_cuda and _tf32(),
         deterministic=current.deterministic or torch.are_deterministic_algorithms_enabled(),
         batch_invariant=current.batch_invariant or current.arithmetic is not None,
-        # What has more dimensions, or is copied to fold them, is hardly a weight.
+        # A tensor with more dimensions, or copied to fold them, is hardly a weight.
         static_weights=current.static_weights and matrix,
         capturing=a.is_cuda and torch.cuda.is_current_stream_capturing(),
     )
@@ -268,21 +267,21 @@ def pose(
 
 
 def recall(document: Mapping[str, Any], device: torch.device) -> Problem:
-    """The problem that a record or a miss is about, as of ``device`` now.
+    """The problem of a record or a miss, on the current ``device``.
 
     Raises:
-        UnknownNameError, ValueError, KeyError, TypeError: It is none, or names an epilogue that
-            is not registered.
+        UnknownNameError, ValueError, KeyError, TypeError: It is not a problem, or names an epilogue
+            that is not registered.
     """
     epilogue = answerer().registry.epilogue(document["epilogue"])
     return Problem.from_json(document, fingerprint(device), epilogue)
 
 
 def _quarantine(plan: Plan, error: BaseException) -> bool:
-    """Put a kernel that raised out of use; False where the error is the caller's to see.
+    """Quarantine a kernel that raised; False if the caller should see the error.
 
     Raises:
-        PluginError: What it raised would end the process.
+        PluginError: Its exception would end the process.
     """
     let_through(error)
     hopeless = plan.choice.origin == "forced" or plan.kernel == BASELINE

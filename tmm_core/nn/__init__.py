@@ -1,4 +1,4 @@
-"""Layers that call :func:`tmm_core.linear`, and a model's own layers swapped for them.
+"""Layers that call :func:`tmm_core.linear`, and ``convert``, which swaps a model's layers for them.
 
 >>> import torch
 >>> from tmm_core.nn import convert
@@ -10,7 +10,7 @@ Linear(in_features=8, out_features=16, bias=True, epilogue='gelu')
 >>> model[0]
 Linear(in_features=8, out_features=16, bias=True)
 
-Import it by name: ``import tmm_core`` alone does not.
+Import it explicitly: ``import tmm_core`` alone does not.
 """
 
 from __future__ import annotations

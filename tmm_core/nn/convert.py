@@ -1,9 +1,8 @@
-"""A model's own layers swapped for tmm's, in place and for as long as one likes.
+"""Swaps a model's own layers for tmm's, in place and reversibly.
 
-What is decided is decided before anything is touched. A layer that takes another's place holds
-the very dictionaries of parameters, buffers and hooks that the other holds, so parameters keep
-their identity (ties, optimisers), ``state_dict`` its keys, and undoing is putting the old
-modules back into their slots.
+All decisions are made before anything changes. A replacement layer holds the same dictionaries of
+parameters, buffers and hooks as the original, so parameters keep their identity (ties,
+optimisers) and ``state_dict`` its keys, and undoing puts the old modules back into their slots.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from tmm_core.nn.linear import Linear
 
 @dataclass(frozen=True)
 class Change:
-    """One module that another stands in for now."""
+    """A module that was replaced."""
 
     #: ``linear``: swapped. ``epilogue``: swapped, with the activation after it in its kernel.
     #: ``gated``: gate and up projection in one product. ``experts``: the experts of Transformers'
@@ -39,7 +38,7 @@ class Change:
 
 @dataclass(frozen=True)
 class LeftAlone:
-    """One module that stays as it was, or is not fused, and why."""
+    """A module that stays as it was, or is not fused, and why."""
 
     path: str
     module: str
@@ -56,7 +55,7 @@ class _Slot(NamedTuple):
 
 @dataclass
 class Report:
-    """What :func:`convert` did. ``print()`` it; ``undo()`` it; true where it did anything."""
+    """What :func:`convert` did, for ``print()`` and ``undo()``; true if anything changed."""
 
     model: nn.Module
     changes: list[Change] = field(default_factory=list)
@@ -64,14 +63,14 @@ class Report:
     _swaps: list[tuple[_Slot, nn.Module, nn.Module]] = field(default_factory=list, repr=False)
 
     def undo(self) -> None:
-        """Put the original modules back, with the values their parameters have by now.
+        """Put the original modules back, with the current values of their parameters.
 
-        A place that was given to a third module since is left to it, with a warning. Doing it
-        twice does nothing.
+        A slot that holds a third module by now is left as it is, with a warning. A second call
+        does nothing.
         """
         for slot, original, replacement in reversed(self._swaps):
             if slot.parent._modules.get(slot.name) is not replacement:
-                warn(f"{slot.path} holds another module than convert() put there; left as it is")
+                warn(f"{slot.path} no longer holds convert()'s module; left as it is")
                 continue
             if isinstance(replacement, GatedMLP):
                 replacement.separate()
@@ -117,35 +116,35 @@ def convert(model: nn.Module, *, inplace: bool = True, static_weights: bool = Fa
 
     * Every ``nn.Linear`` becomes a :class:`tmm_core.nn.Linear`, if it is of exactly that type
       (not quantised, not an adapter), has plain parameters, no hooks, and its own forward.
-    * A layer whose results all go through one activation takes the activation into its
-      kernel; ``nn.Identity`` takes the activation's place. This holds for ``nn.Sequential``
-      and for any module whose forward ``torch.fx`` can trace.
+    * If all results of a layer go through one activation, it is fused into the layer's kernel and
+      replaced by ``nn.Identity``. This works in ``nn.Sequential`` and in any module whose
+      forward ``torch.fx`` can trace.
     * The expert layers of Transformers' mixtures (Mixtral, Qwen3-MoE, gpt-oss, DeepSeek-V3 and
       others that its ``experts_implementation`` reaches) become two grouped products.
     * A module whose forward is exactly ``down(activation(gate(x)) * up(x))``, whatever its
       children are called, becomes a :class:`tmm_core.nn.GatedMLP` around the same children.
 
-    The proof is :mod:`tmm_core.nn.proof`'s: a trace of the forward in both modes, and the
-    activation's values in float64. It holds for the module as it is now: for methods beside
-    ``forward`` that call an activation themselves, and for attributes that switch ``forward``
-    to another path later, it says nothing.
+    :mod:`tmm_core.nn.proof` proves fusions from a trace of the forward in both modes and the
+    activation's values in float64. The proof holds for the module as it is now; it does not cover
+    methods other than ``forward`` that call an activation themselves, or attributes that later
+    switch ``forward`` to another path.
 
-    What it cannot reach is on the report too: modules of torch that multiply by their weights
-    without calling a layer, ``nn.MultiheadAttention`` and the fast path that
-    ``nn.TransformerEncoderLayer`` takes in evaluation mode above all.
+    The report also lists what cannot be reached: torch modules that multiply by their weights
+    without calling a layer, above all ``nn.MultiheadAttention`` and the fast path of
+    ``nn.TransformerEncoderLayer`` in evaluation mode.
 
     Parameters are the same objects as before, so ties, optimisers and ``state_dict`` keys
-    stay; gate and up weights move to a common memory. Converting twice changes nothing more.
-    Tracing patches ``nn.Module.__call__`` for its duration: no other thread should be running
-    a model.
+    stay valid; gate and up weights move into one storage. Converting twice changes nothing more.
+    Tracing patches ``nn.Module.__call__`` temporarily: no other thread should be running a
+    model.
 
     Args:
-        model: Its children are swapped; the module itself has nobody to hold its replacement.
+        model: Its children are swapped; the module itself has no parent to hold a replacement.
         inplace: False converts a deep copy, which is the report's ``model``.
-        static_weights: The layers put in place say so of their weights, and so do those of
-            :mod:`tmm_core.nn` that are there already: no kernel that may still run when a layer
-            is called writes its weight (docs/serve.md). For inference. In a compiled graph the
-            setting in force when it runs counts instead.
+        static_weights: Set ``static_weights`` on the new layers and on layers of
+            :mod:`tmm_core.nn` already in the model: no kernel that may still run when a layer
+            is called writes its weight (docs/serve.md). For inference. A compiled graph uses
+            the setting in force when it runs instead.
 
     Returns:
         A :class:`Report`, with ``undo()``.
@@ -160,7 +159,7 @@ def convert(model: nn.Module, *, inplace: bool = True, static_weights: bool = Fa
     return _Conversion(model, static_weights).run()
 
 
-#: Nothing to prove: what has no forward, and what is fused as far as it goes.
+#: Nothing to prove: containers without a forward, and layers already fused.
 _SKIP = (nn.ModuleList, nn.ModuleDict, GatedMLP)
 
 
@@ -190,7 +189,7 @@ class _Conversion:
         for module in self._slots:
             if (reason := _out_of_reach(module)) is not None:
                 self._leave(module, reason)
-        # All is decided; from here on the model changes, and changes back if memory runs out.
+        # All is decided; from here on the model changes, and is restored if memory runs out.
         try:
             self._change(linears, gatings, pairs)
         except BaseException:
@@ -198,7 +197,7 @@ class _Conversion:
             raise
         return self._report
 
-    # -- what may be done ----------------------------------------------------------------
+    # -- decide --------------------------------------------------------------------------
 
     def _swappable(self, layer: nn.Module) -> bool:
         if not isinstance(layer, nn.Linear):
@@ -207,7 +206,7 @@ class _Conversion:
         if type(layer) not in (nn.Linear, Linear):
             reason = "a subclass of Linear may do more than Linear does"
         elif not self._slots[layer]:
-            reason = "it is the model itself, which nothing holds"
+            reason = "it is the model itself and has no parent"
         elif any(not _is_plain(p) for p in (layer.weight, layer.bias) if p is not None):
             reason = f"its parameters are not plain ones ({type(layer.weight).__name__})"
         if reason is not None:
@@ -220,7 +219,7 @@ class _Conversion:
             return False
         reason = _hooked(layer)
         if not self._slots[layer]:
-            reason = "it is the model itself, which nothing holds"
+            reason = "it is the model itself and has no parent"
         elif any(not _is_plain(p) for p in layer.parameters(recurse=False)):
             reason = "its parameters are not plain ones"
         elif overrides := _overrides(type(layer)):
@@ -263,7 +262,7 @@ class _Conversion:
     ) -> str | None:
         gate, up = mlp.get_submodule(gating.gate), mlp.get_submodule(gating.up)
         if not self._slots[mlp]:
-            return "it is the model itself, which nothing holds"
+            return "it is the model itself and has no parent"
         if (reason := _hooked(mlp)) is not None:
             return reason
         if overrides := _overrides(type(mlp)):
@@ -322,7 +321,7 @@ class _Conversion:
             found += [pair for pair in pairs if pair.activation not in refused]
         return found
 
-    # -- doing it ------------------------------------------------------------------------
+    # -- apply ---------------------------------------------------------------------------
 
     def _change(
         self,
@@ -399,7 +398,7 @@ _OUT_OF_REACH: dict[type[nn.Module], str] = {
 
 
 def _out_of_reach(module: nn.Module) -> str | None:
-    """Why products of ``module`` stay torch's, whatever is swapped inside it."""
+    """Why torch computes the products of ``module``, whatever is swapped inside it."""
     for kind, reason in _OUT_OF_REACH.items():
         if isinstance(module, kind) and (
             kind is nn.RNNBase or type(module).forward is kind.forward
@@ -423,7 +422,7 @@ def _is_plain(parameter: torch.Tensor) -> bool:
 
 
 def _overrides(kind: type[nn.Module]) -> list[str]:
-    """What a class does its own way that GatedMLP would do in nn.Module's."""
+    """The methods that a class overrides and GatedMLP would replace by nn.Module's."""
     own = {"__init__", "__doc__", "__module__", "__dict__", "__weakref__", "__annotations__"}
     own |= {"forward", "extra_repr", "_get_name", "__static_attributes__", "__firstlineno__"}
     return sorted(
@@ -432,7 +431,7 @@ def _overrides(kind: type[nn.Module]) -> list[str]:
 
 
 def _folded(entries: list[tuple[str, str]]) -> list[str]:
-    """One line for the same thing in every layer of a stack."""
+    """One line for the same entry in every layer of a stack."""
     groups: Counter[tuple[str, str]] = Counter(
         (re.sub(r"(?<![^.])\d+(?=\.)", "*", path), text) for path, text in entries
     )

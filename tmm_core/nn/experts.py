@@ -1,9 +1,9 @@
 """Mixtures of experts: all experts of a layer in two grouped products.
 
-Between the router and the result there are a sort of the chosen experts, the product of gate and up
-with the gating in its kernel, which gathers its rows while it loads them, the product of down,
-which weighs its rows and puts them back in their places while it stores them, and a sum over the
-experts of each token. That sum is made in a fixed order, in fp32, and rounded once.
+A forward sorts the chosen experts; computes the product of gate and up, which gathers rows while
+loading them and fuses the gating; computes the product of down, which weights rows and scatters
+them while storing; and sums over the experts of each token, in a fixed order, in fp32, rounded
+once.
 """
 
 from __future__ import annotations
@@ -24,21 +24,21 @@ from tmm_core.spec.epilogue import EpilogueLike
 
 Tensor = torch.Tensor
 
-#: The name by which Transformers knows :func:`forward`.
+#: The name under which Transformers registers :func:`forward`.
 IMPLEMENTATION = "tmm"
-#: The module of Transformers' that the forward of its expert layers is of.
+#: The module of Transformers that defines the forward of its expert layers.
 _THEIRS = "transformers.integrations.moe"
 
 
 class Experts(nn.Module):
-    """The experts of a layer, called with what its router chose.
+    """The experts of a layer, called with its router's choice.
 
     >>> layer = Experts(num_experts=4, hidden_size=8, intermediate_size=12)
     >>> x, chosen = torch.randn(5, 8), torch.tensor([[0, 2], [1, 0], [2, 3], [3, 1], [0, 1]])
     >>> layer(x, chosen, torch.full((5, 2), 0.5)).shape
     torch.Size([5, 8])
 
-    Parameters lie as Transformers has them: ``gate_up_proj`` ``[E, 2I, H]``, gate rows before up
+    Parameters have Transformers' layout: ``gate_up_proj`` ``[E, 2I, H]``, gate rows before up
     rows, ``down_proj`` ``[E, H, I]``, and with ``bias`` ``gate_up_proj_bias`` ``[E, 2I]`` and
     ``down_proj_bias`` ``[E, H]``.
 
@@ -87,7 +87,7 @@ class Experts(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw each expert's weights and biases as ``torch.nn.Linear`` draws its own."""
+        """Initialise each expert's weights and biases as ``torch.nn.Linear`` does."""
         for weight, bias in (
             (self.gate_up_proj, self.gate_up_proj_bias),
             (self.down_proj, self.down_proj_bias),
@@ -101,9 +101,9 @@ class Experts(nn.Module):
         """The weighted sum of each token's experts.
 
         Args:
-            hidden_states: ``[T, H]``, one row a token.
-            top_k_index: ``[T, k]``, the experts of each token. What is ``num_experts`` or more
-                stands for no expert here (they are another rank's) and adds nothing.
+            hidden_states: ``[T, H]``, one row per token.
+            top_k_index: ``[T, k]``, the experts of each token. An index of ``num_experts`` or
+                more means an expert of another rank and adds nothing.
             top_k_weights: ``[T, k]``.
         """
         chosen = Routing(top_k_index, top_k_weights, self.num_experts)
@@ -134,18 +134,18 @@ class Experts(nn.Module):
 
 
 class Routing:
-    """What a router chose, in the order of experts; made on the device, without waiting for it.
+    """A router's choice, sorted by expert; computed on the device without synchronising.
 
     Args:
         index: ``[T, k]``, the experts of each token.
         weights: ``[T, k]``.
-        experts: How many there are here.
+        experts: Number of experts here.
     """
 
     def __init__(self, index: Tensor, weights: Tensor, experts: int) -> None:
         self.shape = index.shape
         ids, self.places = torch.sort(index.reshape(-1), stable=True)
-        #: Of each row, by expert: its token, its place among all that were chosen, its weight.
+        #: For each row, sorted by expert: its token, its place among all choices, its weight.
         self.tokens = self.places // max(1, index.shape[-1])
         self.weights = weights.reshape(-1).gather(0, self.places)
         of = torch.arange(experts, device=ids.device, dtype=ids.dtype)
@@ -153,15 +153,15 @@ class Routing:
         self.offs = torch.searchsorted(ids, of, right=True, out_int32=True)
 
     def summed(self, rows: Tensor) -> Tensor:
-        """The sum of each token's rows, which are in their places."""
+        """The sum of each token's rows, already scattered to their places."""
         return rows.view(*self.shape, rows.shape[-1]).sum(1)
 
 
 def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """The forward of Transformers' expert layers (its interface of ``experts_implementation``).
+    """The forward of Transformers' expert layers (its ``experts_implementation`` interface).
 
-    A gate that is an activation tmm knows is fused with its product; the layer's own
-    ``_apply_gate`` or ``act_fn`` does any other.
+    A gate with a known activation is fused with its product; any other is applied by the layer's
+    own ``_apply_gate`` or ``act_fn``.
     """
     chosen = Routing(top_k_index, top_k_weights, self.num_experts)
     epilogue, follow = _gate_of(self)
@@ -173,7 +173,7 @@ def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights
         between = follow(between)
     rows: dict[str, Any] = {"out_index": chosen.places}
     if getattr(self, "has_post_expert_norm", False):
-        # It comes between the product and the weight.
+        # The norm comes between the product and the weight.
         normed = self.post_expert_norm(_product(self, "down_proj", between, chosen.offs))
         known = torch.arange(len(normed), device=normed.device) < chosen.offs[-1]
         normed = torch.where(known[:, None], normed * chosen.weights[:, None], 0)
@@ -185,7 +185,7 @@ def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights
 
 
 def _product(layer: Any, name: str, x: Tensor, offs: Tensor, **arguments: Any) -> Tensor:
-    """The layer's projection of that name, whichever way its weight lies."""
+    """The layer's projection of that name, for either layout of its weight."""
     weight, bias = getattr(layer, name), None
     if layer.has_bias:
         bias = getattr(layer, f"{name}_bias")
@@ -197,7 +197,7 @@ def _product(layer: Any, name: str, x: Tensor, offs: Tensor, **arguments: Any) -
 
 
 def _gate_of(layer: Any) -> tuple[str | None, Any]:
-    """The epilogue that a layer's product of gate and up has, and what is left to do after it."""
+    """The epilogue of a layer's product of gate and up, and the function left to apply after it."""
     name = _activation(getattr(layer, "act_fn", None))
     if not layer.has_gate:
         return (name, None) if name is not None else (None, layer.act_fn)
@@ -209,8 +209,8 @@ def _gate_of(layer: Any) -> tuple[str | None, Any]:
 
 
 def _activation(module: Any) -> str | None:
-    """The epilogue that an activation is. It is told once, and kept where a compiler finds it
-    again: a graph that is traced before that leaves the activation to torch."""
+    """The epilogue of an activation. It is determined once, and stored where a compiler finds it
+    again: a graph traced before that leaves the activation to torch."""
     if not isinstance(module, nn.Module):
         return None
     if _KEPT not in module.__dict__ and not torch.compiler.is_compiling():
@@ -218,14 +218,14 @@ def _activation(module: Any) -> str | None:
     return module.__dict__.get(_KEPT)
 
 
-#: Where an activation's epilogue is kept: with the module, whose life it shares.
+#: The attribute that stores an activation's epilogue on the module, with the same lifetime.
 _KEPT = "_tmm_epilogue"
 
 
 class TransformersExperts(nn.Module):
-    """An expert layer of Transformers' with :func:`forward`; what it holds is held by both."""
+    """A Transformers expert layer with :func:`forward`; both share all attributes."""
 
-    #: Whose ``_apply_gate`` it has.
+    #: The class whose ``_apply_gate`` it uses.
     gate_kind: type[nn.Module]
 
     @classmethod
@@ -234,7 +234,7 @@ class TransformersExperts(nn.Module):
         made = cls.__new__(cls)
         made.__dict__ = dict(layer.__dict__)
         made.gate_kind = type(layer)
-        _gate_of(made)  # for who compiles the model before it runs
+        _gate_of(made)  # in case the model is compiled before it runs
         return made
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -242,7 +242,7 @@ class TransformersExperts(nn.Module):
 
     @property
     def epilogue(self) -> str:
-        """What its first product's kernel does besides; empty: nothing."""
+        """The epilogue fused into its first product; empty: none."""
         return _gate_of(self)[0] or ""
 
     def extra_repr(self) -> str:
@@ -250,7 +250,7 @@ class TransformersExperts(nn.Module):
 
 
 def is_theirs(layer: nn.Module) -> bool:
-    """Whether ``layer`` is an expert layer whose forward is of Transformers' interface."""
+    """Whether ``layer`` is an expert layer with a forward of Transformers' interface."""
     module = sys.modules.get(_THEIRS)
     code = getattr(type(layer).forward, "__code__", None)
     return (
@@ -263,10 +263,10 @@ def is_theirs(layer: nn.Module) -> bool:
 
 
 def register() -> None:
-    """Make ``experts_implementation="tmm"`` known to Transformers.
+    """Register ``experts_implementation="tmm"`` with Transformers.
 
     Raises:
-        ImportError: There is no Transformers whose experts have implementations (5.0 or later).
+        ImportError: No Transformers with expert implementations (5.0 or later) is installed.
     """
     theirs = importlib.import_module(_THEIRS)
     theirs.ALL_EXPERTS_FUNCTIONS.register(IMPLEMENTATION, forward)

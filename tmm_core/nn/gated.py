@@ -1,9 +1,9 @@
-"""Gated MLPs whose two first products are one.
+"""Gated MLPs that compute their first two products as one.
 
-The parameters stay two, with the names that checkpoints have, and lie one after the other in
-memory; the kernel reads that memory as one ``[2N, K]`` weight. Whether they still lie so is
-asked at every call, so nothing that moves, replaces or casts a parameter can make the product
-wrong: it makes it two products until :meth:`GatedMLP.merge` has joined them again.
+The two parameters keep the names that checkpoints have and lie one after the other in memory,
+which the kernel reads as one ``[2N, K]`` weight. Every call checks that they still do, so moving,
+replacing or casting a parameter cannot make the result wrong: the layer computes two products
+until :meth:`GatedMLP.merge` has joined them again.
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class GatedMLP(nn.Module):
     odict_keys(['gate_proj.weight', 'up_proj.weight', 'down_proj.weight'])
 
     Without gradients, gate and up are one product with the gating in the kernel. With
-    gradients they are one too, and a kernel of its own gates: backward needs both
-    pre-activations, and keeps nothing else but ``x``. The gradients of the two weights are then
-    halves of one memory. Where there is no such kernel (a CPU, fp64, a user's epilogue without
+    gradients they are one product too, and a separate kernel gates: backward needs both
+    pre-activations, and saves only them and ``x``. The gradients of the two weights are then
+    halves of one allocation. Without such a kernel (a CPU, fp64, a user's epilogue without
     derivatives; :class:`tmm_core.Epilogue`), they are two products, gated by torch.
 
     Args:
@@ -60,18 +60,18 @@ class GatedMLP(nn.Module):
         UnknownNameError: No such activation or epilogue.
         ValueError: The epilogue is not gated.
 
-    Limits: two products instead of one, and the same result, where the pair is not
-    :attr:`merged` (a parameter moved or replaced on its own, FSDP, plain ``pickle``),
-    under an autocast that casts the weights, and where a hook, a parametrization or an adapter
-    sits on ``gate_proj`` or ``up_proj``; while training also under any autocast, in a compiled
-    graph and under ``torch.func``. Gate and up that ``ColwiseParallel`` sharded alike are one
-    product of each rank's shards, but for autocast and compiled graphs. ``torch.save`` of one
-    of the two parameters writes the storage of both; of its entry in a ``state_dict``, its own.
+    Limits: the layer computes two products instead of one, with the same result, if the pair is
+    not :attr:`merged` (a parameter moved or replaced on its own, FSDP, plain ``pickle``), under
+    an autocast that casts the weights, and with a hook, a parametrization or an adapter on
+    ``gate_proj`` or ``up_proj``; in training also under any autocast, in a compiled graph and
+    under ``torch.func``. If ``ColwiseParallel`` sharded gate and up, they are one product of
+    each rank's shards, except under autocast and in compiled graphs. ``torch.save`` of one of
+    the two parameters writes the storage of both; of its ``state_dict`` entry, only its own.
     """
 
-    #: Where the shards lay when they were last joined.
+    #: Addresses of the shards when they were last joined.
     _shards_seen: Sequence[int] = ()
-    #: Its first product is under the setting ``static_weights``; of the last, ``down_proj`` says.
+    #: Run the first product under the setting ``static_weights``; ``down_proj`` has its own.
     static_weights = False
 
     def __init__(
@@ -96,7 +96,7 @@ class GatedMLP(nn.Module):
     @classmethod
     def of(cls, mlp: nn.Module, names: Sequence[str], epilogue: EpilogueLike) -> GatedMLP:
         """``mlp`` with this class's forward over its children of these names (gate, up,
-        down); everything else it holds is held by both."""
+        down); both share all other attributes."""
         layer = cls.__new__(cls)
         layer.__dict__ = dict(mlp.__dict__)
         layer._names = tuple(names)
@@ -122,19 +122,19 @@ class GatedMLP(nn.Module):
 
     @property
     def merged(self) -> bool:
-        """Whether gate and up lie in memory as one weight, and can be one product."""
+        """Whether gate and up are one weight in memory, and can be one product."""
         gate, up, _ = self._layers()
         if not (isinstance(gate, nn.Linear) and isinstance(up, nn.Linear)):
             return False
         return _operands(gate.weight, up.weight, gate.bias, up.bias) is not None
 
     def merge(self) -> bool:
-        """Lay gate and up one after the other; returns :attr:`merged`.
+        """Place gate and up one after the other in memory; returns :attr:`merged`.
 
-        Called for you after construction, ``.to()`` and its like, ``load_state_dict``,
-        ``deepcopy`` and unpickling. The parameters remain the objects they are, and only
-        those that have a storage to themselves are moved. Not while a graph that reads them
-        is being captured or is waiting for its backward.
+        Called automatically after construction, ``.to()`` and similar, ``load_state_dict``,
+        ``deepcopy`` and unpickling. The parameters remain the same objects, and only those with
+        a storage to themselves are moved. Do not call it while a graph that reads them is being
+        captured or waits for its backward.
         """
         gate, up, _ = self._layers()
         if isinstance(gate, nn.Linear) and isinstance(up, nn.Linear):
@@ -144,7 +144,7 @@ class GatedMLP(nn.Module):
         return self.merged
 
     def separate(self) -> None:
-        """Give gate and up a storage each, as torch's own layers have."""
+        """Give gate and up a storage each, as in torch's own layers."""
         if not self.merged:
             return
         gate, up, _ = self._layers()
@@ -179,8 +179,8 @@ class GatedMLP(nn.Module):
         return down(between)  # type: ignore[no-any-return]
 
     def _sharded_product(self, gate: Any, up: Any, x: Tensor) -> Tensor | None:
-        """By :mod:`tmm_core.nn.sharded`; None where that is not for these layers, or somebody
-        looks on who would not see it."""
+        """The result of :mod:`tmm_core.nn.sharded`; None if it does not apply to these layers, or
+        a mode or transform needs to see their calls."""
         if torch.compiler.is_compiling() or _forward_ad._current_level >= 0:
             return None
         if torch.is_autocast_enabled(x.device.type):
@@ -207,14 +207,14 @@ class GatedMLP(nn.Module):
         for first, second in zip(of_gate, of_up, strict=True):
             if _whole(first) and _whole(second) and first.shape == second.shape:
                 _move_together(first, second)
-        # Once for where they lie: what could not be joined is not tried at every call.
+        # Tried once per set of addresses: shards that could not be joined are not retried.
         self._shards_seen = [t.data_ptr() for t in (*of_gate, *of_up)]
 
     def _layers(self) -> list[Any]:
         return [self._modules[name] for name in self._names]
 
     def _register_hooks(self) -> None:
-        # Dictionaries of its own: the others may be those of the module it stands in for.
+        # Its own dictionaries: the others may be shared with the module it stands in for.
         for name in ("_load_state_dict_post_hooks", "_state_dict_hooks"):
             setattr(self, name, OrderedDict(getattr(self, name)))
         self.register_load_state_dict_post_hook(_merge_hook)  # type: ignore[no-untyped-call]
@@ -242,8 +242,8 @@ def _merge_hook(module: GatedMLP, _: Any) -> None:
 
 
 def _apart_hook(module: GatedMLP, state: dict[str, Any], prefix: str, _: Any) -> None:
-    """Have what saves the state see a storage for each of the two: safetensors refuses to save part
-    of one, and ``torch.save`` would write all of it with either."""
+    """Give each of the two a storage of its own in a state dict: safetensors refuses to save part
+    of a storage, and ``torch.save`` would write all of it with either."""
     for name in module._names[:2]:
         for kind in ("weight", "bias"):
             t = state.get(f"{prefix}{name}.{kind}")
@@ -252,18 +252,18 @@ def _apart_hook(module: GatedMLP, state: dict[str, Any], prefix: str, _: Any) ->
 
 
 def _seen_alone(t: Tensor) -> Tensor:
-    """``t``, in the memory where it lies, as all of a storage."""
+    """``t`` at the same address, as the whole of a new storage."""
     start = t.storage_offset() * t.element_size()
     storage = t.untyped_storage()[start : start + t.nbytes]
     return torch.empty(0, dtype=t.dtype, device=t.device).set_(storage, 0, t.shape, t.stride())
 
 
-# -- two parameters, one memory ----------------------------------------------------------
+# -- two parameters, one storage ---------------------------------------------------------
 
 
 def joined(first: Tensor | None, second: Tensor | None) -> Tensor | None:
-    """``first`` and ``second`` as one tensor of twice the rows, without a copy; None where
-    they do not lie one after the other in one storage."""
+    """``first`` and ``second`` as one tensor of twice the rows, without a copy; None if they
+    are not adjacent in one storage."""
     if first is None or second is None or first.shape != second.shape:
         return None
     if first.dtype is not second.dtype or not (first.is_contiguous() and second.is_contiguous()):
@@ -271,8 +271,8 @@ def joined(first: Tensor | None, second: Tensor | None) -> Tensor | None:
     try:
         if second.data_ptr() - first.data_ptr() != first.nbytes:
             return None
-        # Neighbours by chance of the allocator are no one storage: this raises for them, as
-        # the line above does for tensors without memory (fake, wrapped).
+        # Tensors that the allocator happened to place side by side are not one storage: this
+        # raises for them, as the line above does for tensors without memory (fake, wrapped).
         return first.as_strided((2 * first.shape[0], *first.shape[1:]), first.stride())
     except RuntimeError:
         return None
@@ -281,7 +281,7 @@ def joined(first: Tensor | None, second: Tensor | None) -> Tensor | None:
 def _operands(
     gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None
 ) -> tuple[Tensor, Tensor | None] | None:
-    """Weight and bias of the one product; None where it has to be two, which torch gates."""
+    """Weight and bias of the joint product; None if it must be two, gated by torch."""
     weight = joined(gate, up)
     if gate_bias is None and up_bias is None:
         return None if weight is None else (weight, None)
@@ -290,7 +290,7 @@ def _operands(
 
 
 def join(first: Tensor, second: Tensor) -> None:
-    """Move two parameters into one storage, where they are :func:`joinable`."""
+    """Move two parameters into one storage, if they are :func:`joinable`."""
     if joined(first, second) is not None or not joinable(first, second):
         return
     with torch.inference_mode(first.is_inference()), torch.no_grad():
@@ -307,13 +307,14 @@ def _move_together(first: Tensor, second: Tensor) -> None:
 
 
 def joinable(first: Tensor, second: Tensor) -> bool:
-    """Whether two tensors are alike, plain parameters with a memory to themselves."""
+    """Whether two tensors are plain parameters of the same shape and dtype, each with a storage
+    to itself."""
     alike = (first.shape, first.dtype, first.device) == (second.shape, second.dtype, second.device)
     return alike and first is not second and _alone(first) and _alone(second)
 
 
 def _alone(parameter: Tensor) -> bool:
-    """Flattened and sharded parameters are views of a memory that somebody else keeps."""
+    """Whether a parameter owns its memory: flattened and sharded ones are views of another's."""
     if type(parameter) is not nn.Parameter or parameter.is_meta or parameter.is_sparse:
         return False
     return _whole(parameter)
@@ -332,7 +333,7 @@ _PLAIN = (nn.Parameter, Tensor, compat.fake_tensor())
 
 
 def _does_no_more(gate: Any, up: Any, x: Tensor) -> bool:
-    """Whether calling the two layers would do no more than what one product does."""
+    """Whether calling the two layers would do no more than one product does."""
     for layer in (gate, up):
         if type(layer) is not Linear or layer._text:
             return False
@@ -399,7 +400,7 @@ def _learn(
     up_bias: Tensor | None,
     text: str,
 ) -> Tensor | None:
-    """One product that is recorded; None where it has to be two, which torch gates."""
+    """One product recorded for backward; None if it must be two, gated by torch."""
     if torch.compiler.is_compiling() or not warm.undisturbed(x, gate, up, gate_bias, up_bias):
         return None
     if x.dim() < 2:
@@ -417,7 +418,7 @@ def _learn(
 
 
 class _Joint(autograd.OneLevel):
-    """The product with two parameters that lie as one."""
+    """The product with two parameters that are one weight in memory."""
 
     @staticmethod
     def forward(
@@ -431,8 +432,8 @@ class _Joint(autograd.OneLevel):
         bias: Tensor | None,
     ) -> Tensor:
         wants_x, wants_gate, wants_up, *_ = ctx.needs_input_grad
-        # The parameters themselves, whose changes in place torch sees: it does not those of
-        # the one weight.
+        # The parameters themselves, because torch detects in-place changes of them, but not of
+        # the joint weight.
         weights = (gate, up) if wants_x else (None, None)
         ctx.save_for_backward(x if wants_gate or wants_up else None, *weights)
         ctx.call = autograd.Call(x, weight, bias, transposed=True)
@@ -444,7 +445,7 @@ class _Joint(autograd.OneLevel):
         wants_x, wants_gate, wants_up, wants_gate_bias, wants_up_bias, *_ = ctx.needs_input_grad
         weight = None
         if wants_x:
-            # Second derivatives need to see both, and hooks may have brought back copies.
+            # Second derivatives need both, and saved-tensor hooks may have returned copies.
             weight = None if torch.is_grad_enabled() else joined(gate, up)
             weight = torch.cat((gate, up)) if weight is None else weight
         wanted = wants_x, wants_gate or wants_up, wants_gate_bias or wants_up_bias, False
@@ -474,7 +475,7 @@ def _differentiable(
         return gated_linear(*tensors, epilogue)  # type: ignore[no-any-return]
 
 
-# A compiled graph cannot ask where memory lies, so there the question is the operator's.
+# A compiled graph cannot query addresses, so the operator does.
 library = torch.library.Library("tmm", "FRAGMENT")
 library.define(
     "gated_linear(Tensor x, Tensor gate, Tensor up, Tensor? gate_bias, Tensor? up_bias, "

@@ -29,12 +29,12 @@ class Linear(nn.Linear):
         in_features]``, bias ``[out_features]``.
 
     Raises:
-        UnknownNameError, ValueError, TypeError: The epilogue is none; see
-            :func:`tmm_core.matmul`. ValueError also where a gated one would split an odd
-            number of features.
+        UnknownNameError, ValueError, TypeError: The epilogue is invalid; see
+            :func:`tmm_core.matmul`. ValueError also if a gated one would split an odd number
+            of features.
     """
 
-    #: Its products are under the setting ``static_weights``. Assign to change it.
+    #: Run the product under the setting ``static_weights``. Assign to change it.
     static_weights = False
 
     def __init__(
@@ -54,8 +54,8 @@ class Linear(nn.Linear):
     def of(cls, linear: nn.Linear, epilogue: EpilogueLike = None) -> Linear:
         """``linear`` with this class's forward.
 
-        The two are one layer in two dresses: they hold the same dictionaries of parameters
-        and hooks, so a parameter assigned to either is the other's too.
+        Both hold the same dictionaries of parameters and hooks, so a parameter assigned to one
+        is also the other's.
         """
         layer = cls.__new__(cls)
         layer.__dict__ = dict(linear.__dict__)
@@ -86,7 +86,7 @@ class Linear(nn.Linear):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch's
-        # An epilogue object is known to the operator by its text, in its own process only.
+        # The operator refers to an epilogue object by its text, which is valid in one process only.
         self.epilogue = self._epilogue
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
@@ -105,7 +105,7 @@ class Linear(nn.Linear):
 
 
 def leaf(module: nn.Module, input: fx.Proxy) -> Any:
-    """The node of ``torch.fx`` that calls ``module`` on ``input``: a tracer keeps torch's own
-    layers whole by the name of their package, and would trace into these."""
+    """The ``torch.fx`` node that calls ``module`` on ``input``. Tracers recognise leaf modules by
+    torch's package name, and would trace into these."""
     path = input.tracer.path_of_module(module)  # type: ignore[attr-defined]
     return input.tracer.create_proxy("call_module", path, (input,), {})

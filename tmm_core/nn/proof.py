@@ -1,10 +1,10 @@
-"""What may be fused, read off a trace of ``forward`` and never off names.
+"""Proves which layers may be fused, from a trace of ``forward`` and never from names.
 
 ``torch.fx`` runs a forward on symbols with every child module opaque, once in training mode
-and once in evaluation mode. The graph that comes out is all that the forward does, whatever
-the input: a forward that asks about its input's values or shape cannot be traced, and stays as
-it is. An activation is recognised by what it computes: a graph of elementwise functions alone,
-equal to a known epilogue in float64 over a grid of points.
+and once in evaluation mode. The graph is everything the forward does, whatever the input: a
+forward that depends on its input's values or shape cannot be traced, and stays as it is. An
+activation is recognised by its values: its graph has only elementwise functions and equals a
+known epilogue in float64 over a grid of points.
 """
 
 from __future__ import annotations
@@ -30,18 +30,18 @@ _ELEMENTWISE: frozenset[Any] = frozenset(
     (*_FUNCTIONS, *_OPERATORS, operator.neg, *(getattr(torch, name) for name in _METHODS))
 )
 
-#: In float64 two ways to write one function differ by some 1e-15; the two gelus by 1e-4.
+#: In float64, equivalent formulas differ by some 1e-15; the two gelus by 1e-4.
 _TOLERANCE = 1e-12
 
 
 class NotProvenError(Exception):
-    """Why something stays as it is."""
+    """Why a layer stays as it is."""
 
 
 @dataclass(frozen=True)
 class Pair:
-    """A layer all of whose results go through an activation and nowhere else; or, with a
-    reason, one of which that is not so."""
+    """A layer whose results all go through an activation and nowhere else; or, with a
+    ``reason``, one for which that does not hold."""
 
     parent: nn.Module
     linear: nn.Module
@@ -52,7 +52,7 @@ class Pair:
 
 @dataclass(frozen=True)
 class Gating:
-    """``down(activation(gate(x)) * up(x))``: the names of the three, and what gates."""
+    """``down(activation(gate(x)) * up(x))``: the three layers' names, and the activation."""
 
     gate: str
     up: str
@@ -67,7 +67,7 @@ class _Tracer(fx.Tracer):
 
 
 def graphs(module: nn.Module) -> tuple[fx.Graph, fx.Graph]:
-    """What ``module.forward`` does with its children, in training and in evaluation.
+    """The graphs of ``module.forward`` over its children, in training and in evaluation.
 
     Raises:
         NotProvenError: The forward cannot be traced, or is not the class's own.
@@ -78,14 +78,14 @@ def graphs(module: nn.Module) -> tuple[fx.Graph, fx.Graph]:
 
 
 def _graph(module: nn.Module, training: bool) -> fx.Graph:
-    # A stand-in takes what forward may assign to itself.
+    # A stand-in receives the attributes that forward may assign to self.
     stand_in = module.__class__.__new__(module.__class__)
     stand_in.__dict__ = dict(module.__dict__, training=training)
     for name in ("_parameters", "_buffers", "_modules"):
         stand_in.__dict__[name] = dict(module.__dict__[name])
     try:
         return _Tracer().trace(stand_in)
-    except Exception as error:  # somebody else's code, run on symbols
+    except Exception as error:  # third-party code, run on symbols
         text = str(error).strip().partition("\n")[0]
         raise NotProvenError(
             f"its forward cannot be traced ({type(error).__name__}: {text})"
@@ -93,7 +93,7 @@ def _graph(module: nn.Module, training: bool) -> fx.Graph:
 
 
 def activation(module: nn.Module) -> str | None:
-    """The epilogue that ``module`` is; None where it is none, or none is proven."""
+    """The epilogue that ``module`` computes; None if there is none, or it is not proven."""
     if any(True for _ in module.children()) or any(True for _ in module.parameters()):
         return None
     if any(True for _ in module.buffers()):
@@ -125,7 +125,7 @@ def _is_elementwise(node: fx.Node) -> bool:
 
 
 def _named(function: Callable[[torch.Tensor], Any], candidates: Iterable[str]) -> str | None:
-    """Which of these epilogues ``function`` agrees with, near zero and far from it."""
+    """The epilogue that ``function`` agrees with, near zero and far from it."""
     near = torch.linspace(-40.0, 40.0, 4001, dtype=torch.float64, device="cpu")
     grid = torch.cat([near, near * 250.0])
     with torch.no_grad():
@@ -142,7 +142,7 @@ def _named(function: Callable[[torch.Tensor], Any], candidates: Iterable[str]) -
 def pairs(
     module: nn.Module, linears: Iterable[nn.Module], activations: dict[nn.Module, str]
 ) -> list[Pair]:
-    """Which of ``linears`` among the children of ``module`` go through which activation.
+    """Pairs of a linear layer and its activation among the children of ``module``.
 
     Raises:
         NotProvenError: The forward cannot be traced.
@@ -163,7 +163,7 @@ def _pairs(
             calls.setdefault(_child(module, node), []).append(node)
 
     def source(node: fx.Node) -> nn.Module | None:
-        """The layer whose result ``node`` takes, where nothing else takes it."""
+        """The layer whose result ``node`` takes, if nothing else takes it."""
         try:
             taken = _called(_argument(node))
         except NotProvenError:
@@ -185,7 +185,7 @@ def _pairs(
 
 
 def gating(module: nn.Module, activations: dict[nn.Module, str]) -> Gating:
-    """That ``module`` is ``down(activation(gate(x)) * up(x))`` and nothing more.
+    """Prove that ``module`` is ``down(activation(gate(x)) * up(x))`` and nothing more.
 
     Raises:
         NotProvenError: It is not, or its forward cannot be traced.
@@ -198,7 +198,7 @@ def gating(module: nn.Module, activations: dict[nn.Module, str]) -> Gating:
 
 def _gating(module: nn.Module, graph: fx.Graph, activations: dict[nn.Module, str]) -> Gating:
     nodes = list(graph.nodes)
-    # x, gate, activation, up, product, down and the output, and nothing beside them.
+    # x, gate, activation, up, product, down and the output.
     if len(nodes) != 7 or nodes[0].op != "placeholder":
         raise NotProvenError("its forward is not down(activation(gate(x)) * up(x))")
     x = nodes[0]
@@ -211,7 +211,7 @@ def _gating(module: nn.Module, graph: fx.Graph, activations: dict[nn.Module, str
             names = [str(node.target) for node in (gate, up, down)]
             if _argument(gate) is x and _argument(up) is x and len(set(names)) == 3:
                 return Gating(names[0], names[1], names[2], child, GATED_BY[name])
-    raise NotProvenError("its gate is no activation that an epilogue gates by")
+    raise NotProvenError("its gate is not an activation with a gated epilogue")
 
 
 def _factors(product: fx.Node) -> tuple[fx.Node, fx.Node]:
@@ -224,13 +224,13 @@ def _factors(product: fx.Node) -> tuple[fx.Node, fx.Node]:
         left, right = product.args
         if isinstance(left, fx.Node) and isinstance(right, fx.Node):
             return left, right
-    raise NotProvenError("its last layer does not take a product of two")
+    raise NotProvenError("the input of its last layer is not a product of two tensors")
 
 
 def _gate(
     module: nn.Module, node: fx.Node, activations: dict[nn.Module, str]
 ) -> tuple[nn.Module | None, str | None]:
-    """The activation that ``node`` applies: a child, or a function of torch's."""
+    """The activation that ``node`` applies: a child, or a torch function."""
     if node.op == "call_module":
         child = _child(module, node)
         return child, activations.get(child)
@@ -256,10 +256,10 @@ def _called(node: Any) -> fx.Node:
 
 
 def _argument(node: fx.Node) -> fx.Node:
-    """What ``node`` takes; of a child's call, all that it takes."""
+    """The node that ``node`` takes; for a call of a child, its only argument."""
     given = (*node.args, *node.kwargs.values())
     if not given or not isinstance(given[0], fx.Node):
-        raise NotProvenError("its forward calls a child on something else than a result")
+        raise NotProvenError("its forward calls a child with something other than a tensor")
     if node.op == "call_module" and len(given) != 1:
         raise NotProvenError("its forward passes more than one argument to a child")
     return given[0]

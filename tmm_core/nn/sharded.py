@@ -1,10 +1,10 @@
-"""The gated product of projections that ``parallelize_module`` sharded by columns.
+"""Gated products of projections that ``parallelize_module`` sharded by columns.
 
-Rank r holds the same rows of both weights, so its part of the result needs nothing of another
-rank: one product of its two shards, gated in the kernel. The hooks that ``ColwiseParallel`` put on
-both layers, which move the input and place the output, run once for the two.
+Each rank holds the same rows of both weights, so its part of the result needs no other rank: it is
+one product of its two shards, gated in the kernel. The hooks of ``ColwiseParallel`` on both layers,
+which move the input and place the output, run once for the two.
 
-Imported by a :class:`tmm_core.nn.GatedMLP` that finds a DTensor for a weight.
+Imported by a :class:`tmm_core.nn.GatedMLP` that has a DTensor as a weight.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from tmm_core.nn.linear import Linear
 
 Tensor = torch.Tensor
 
-#: Of x, gate, up and their biases, as each rank holds them.
+#: Takes x, gate, up and their biases, as local tensors of a rank.
 Product = Callable[[Tensor, Tensor, Tensor, "Tensor | None", "Tensor | None"], Tensor]
 
 
@@ -33,11 +33,11 @@ def gated(
     join: Callable[[list[Tensor], list[Tensor]], None],
     product: Product,
 ) -> Tensor | None:
-    """What the two layers' calls and the gating come to; None where the layers are not sharded
-    alike by columns of one mesh dimension, or do more than multiply.
+    """The result of the two layers and the gating; None if the layers are not sharded in the same
+    way by columns of one mesh dimension, or do more than multiply.
 
     Args:
-        join: Lays the shards of gate (weight, bias) and those of up one after the other.
+        join: Places the shards of gate (weight, bias) and those of up one after the other.
         product: The gated product of this rank.
     """
     if not (_column_sharded(gate) and _column_sharded(up)):
@@ -77,7 +77,7 @@ def gated(
     return whole  # type: ignore[no-any-return]
 
 
-#: Where hooks that place inputs and outputs are written.
+#: Qualified-name prefix of the hooks that place inputs and outputs.
 _HOOKS = "torch.distributed.tensor._api.distribute_module."
 
 
@@ -96,8 +96,8 @@ def _column_sharded(layer: Any) -> bool:
 
 
 def _placing(hooks: Mapping[int, Any]) -> list[Any] | None:
-    """What the hooks of a layer do, to be compared; None where one is not torch's own that
-    places inputs or outputs."""
+    """A comparable description of a layer's hooks; None if one of them is not torch's own for
+    placing inputs or outputs."""
     done = []
     for hook in hooks.values():
         # A closure of distribute_module over the style's function and the mesh.
@@ -114,7 +114,7 @@ def _placing(hooks: Mapping[int, Any]) -> list[Any] | None:
 
 
 class _Awaited(torch.autograd.Function):
-    """What a collective that is under way gives: a plain tensor."""
+    """The result of a collective in flight, as a plain tensor."""
 
     @staticmethod
     def forward(ctx: Any, t: Any) -> Tensor:

@@ -1,1 +1,1 @@
-"""What is asked and what can answer it: problems, epilogues, devices, kernels and their hooks."""
+"""Problems, epilogues, devices, and the protocol of kernels and plugin hooks."""

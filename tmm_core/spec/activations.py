@@ -1,5 +1,5 @@
-"""What people pass for an epilogue besides its name: names that other libraries use for the same
-function, and torch's own activations, as functions, modules or partials of functions."""
+"""Maps other spellings of an epilogue to its name: names in other libraries, and torch's
+activations as functions, modules or partials."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-#: The function's name here, by the name elsewhere: swish is what Ramachandran et al. called silu
-#: (arXiv:1710.05941), the gelus are so named in Hugging Face's configs.
+#: The function's name here by its name elsewhere: swish is the name of silu in Ramachandran et al.
+#: (arXiv:1710.05941), the gelus are named as in Hugging Face's configs.
 ALIASES: Mapping[str, str] = {
     "swish": "silu",
     "gelu_new": "gelu_tanh",
@@ -43,20 +43,20 @@ _MODULES: Mapping[type[nn.Module], str] = {
     nn.Softplus: "softplus",
 }
 
-#: What a module holds of the function's arguments, and those that ``softplus`` stands for here.
+#: Arguments that modules store as attributes, including those of ``softplus``.
 _ARGUMENTS = ("approximate", "negative_slope", "beta", "threshold")
 _SOFTPLUS = {"beta": 1, "threshold": 20}
 
 
 def text_of(activation: Callable[..., Any]) -> str:
-    """The epilogue's text for an activation of torch.
+    """The epilogue's text for a torch activation.
 
     >>> text_of(F.silu), text_of(nn.GELU(approximate="tanh")), text_of(nn.LeakyReLU(0.2))
     ('silu', 'gelu_tanh', 'leaky_relu(0.2)')
 
     Raises:
-        TypeError: It is none, or has arguments that no epilogue has; the message shows the
-            :class:`~tmm_core.Epilogue` to write.
+        TypeError: It is not an activation, or has arguments that no epilogue has; the message shows
+            the :class:`~tmm_core.Epilogue` to write.
     """
     name, given = _taken_apart(activation)
     text = None
@@ -75,7 +75,7 @@ def text_of(activation: Callable[..., Any]) -> str:
 
 
 def _taken_apart(activation: Any) -> tuple[str | None, dict[str, Any]]:
-    """Its name here, and its arguments but ``inplace``: the product is nobody else's."""
+    """Its name here and its arguments, without ``inplace``: nothing else uses the product."""
     given: dict[str, Any] = {}
     if isinstance(activation, functools.partial) and not activation.args:
         given = {k: v for k, v in activation.keywords.items() if k != "inplace"}
@@ -87,7 +87,7 @@ def _taken_apart(activation: Any) -> tuple[str | None, dict[str, Any]]:
         return _MODULES.get(type(activation)), given
     try:
         return _FUNCTIONS.get(activation), given
-    except TypeError:  # it cannot be hashed
+    except TypeError:  # unhashable
         return None, given
 
 
@@ -100,12 +100,12 @@ def _refusal(activation: Any) -> str:
         name = "my_epilogue"
     if jitted:
         return (
-            f"epilogue: {name} is a @triton.jit function alone, and what kernels compute is held "
+            f"epilogue: {name} is only a @triton.jit function, and kernels are verified "
             f"against a reference in torch: write tmm_core.Epilogue({name!r}, "
             f"reference=lambda z: …, device={name}), the same function of a tensor z"
         )
     return (
-        f"epilogue: {activation!r} is no activation that has a name here: write "
+        f"epilogue: {activation!r} is not a known activation: write "
         f"tmm_core.Epilogue({name!r}, reference=…), a function of the product in torch, and give "
         "it device=…, the same function under @triton.jit, for kernels to fuse it"
     )

@@ -1,4 +1,4 @@
-"""What a kernel can tell of one of its configs besides how to launch it: for ``tmm explain``."""
+"""A kernel's description of one of its configs, for ``tmm explain``."""
 
 from __future__ import annotations
 
@@ -8,29 +8,29 @@ from dataclasses import dataclass, field
 
 @dataclass(frozen=True, kw_only=True)
 class Anatomy:
-    """How the work of one call is laid out on the GPU, and what a model expects of it."""
+    """The layout of one call's work on the GPU, and the times that a model expects."""
 
     #: The tile of one program and its step along K.
     block_m: int
     block_n: int
     block_k: int
-    #: Rows of tiles that are visited together (1: row after row); 0: another order.
+    #: Rows of tiles that are visited as a group (1: row after row); 0: another order.
     group_m: int = 0
-    #: Tiles to compute, counting each part of K that is summed apart.
+    #: Tiles to compute, counting each split of K.
     tiles: int
-    #: Tiles that the SMs have room for at one time.
+    #: Tiles that fit on the SMs at one time.
     at_once: int
-    #: Steps along K of each.
+    #: Steps along K per tile.
     steps: int
     num_stages: int
     num_warps: int
-    #: Bytes of a block, by the kernel's own count.
+    #: Bytes per block, as computed by the kernel.
     shared_memory: int
-    #: Blocks that an SM has room for, by that count alone.
+    #: Blocks that fit on an SM, by shared memory alone.
     resident: int
     #: Names of the functions that are launched, as a profiler shows them.
     functions: tuple[str, ...] = ()
-    #: What the model adds up or takes the longest of, in µs by name.
+    #: The terms that the model adds up or takes the maximum of, in µs by name.
     model_us: Mapping[str, float] = field(default_factory=dict)
 
     @property
@@ -39,18 +39,18 @@ class Anatomy:
 
     @property
     def fill(self) -> float:
-        """Share of the places of all waves that tiles take."""
+        """Fraction of the slots of all waves that tiles fill."""
         return self.tiles / (self.waves * self.at_once)
 
 
 @dataclass(frozen=True)
 class Resources:
-    """What a compiled function takes of an SM."""
+    """The resources of an SM that a compiled function uses."""
 
     function: str
-    #: Bytes of a block, as compiled.
+    #: Bytes per block, as compiled.
     shared_memory: int
     num_warps: int
-    #: Of a thread: registers, and bytes of stack, which spilled registers lie in.
+    #: Per thread: registers, and bytes of stack, which holds spilled registers.
     registers: int
     stack: int

@@ -1,11 +1,11 @@
-"""One call's arguments, and what each of them means to every part that handles calls.
+"""The arguments of a call, and their role in every part that handles calls.
 
 The table :data:`ROLES` drives the operator's schema, the key of a warm call, its checks, autocast,
-sharding, plans and the generated launch. It is read when code is made and not in a warm call.
+sharding, plans and the generated launch. It is read when code is generated, not in warm calls.
 
-A launch takes ``(a, b, bias, residual, alpha, out)`` by position, and by keyword those of the
-:data:`EXTRAS` that the call has. A kernel is given an extra only for a problem that has it, and
-declares such problems in :class:`~tmm_core.Supports`.
+A launch takes ``(a, b, bias, residual, alpha, out)`` as positional arguments, and the
+:data:`EXTRAS` of the call as keyword arguments. A kernel gets an extra only for a problem that has
+it, and declares such problems in :class:`~tmm_core.Supports`.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import torch
 
 Tensor = torch.Tensor
 
-#: What a plan depends on of a tensor, besides its values: of one whose strides and address kernels
-#: read, and of one that is handed on packed.
+#: The properties of a tensor, besides values, that a plan depends on: for one whose strides and
+#: address kernels use, and for one that is passed packed.
 SIGNATURE = "{0}.shape, {0}.stride(), {0}.dtype, {0}.data_ptr() & 15, {0}.get_device()"
 PACKED = "{0}.shape, {0}.dtype, {0}.get_device()"
 
@@ -40,14 +40,14 @@ class Arguments(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """Those that are read, in the order of :data:`TENSORS`."""
+        """The tensors that a call reads, in the order of :data:`TENSORS`."""
         return tuple(getattr(self, name) for name in TENSORS)
 
     @property
     def common(
         self,
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Any, str, torch.dtype | None]:
-        """What every operator of a product takes, before the extras."""
+        """The arguments of every operator of a product, before the extras."""
         return self[:7]
 
     @property
@@ -57,7 +57,7 @@ class Arguments(NamedTuple):
 
     @property
     def extras(self) -> dict[str, Tensor]:
-        """What a launch is given by keyword."""
+        """The keyword arguments of a launch."""
         return {name: t for name in EXTRAS if (t := getattr(self, name)) is not None}
 
     def launch(self, launcher: Callable[..., Tensor], out: Tensor | None) -> Tensor:
@@ -68,14 +68,14 @@ class Arguments(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Role:
-    """What one argument is to whatever handles calls.
+    """The role of one argument in the handling of calls.
 
     Attributes:
         name: As in :class:`Arguments`.
         type: In the operator's schema.
-        key: What of it the key of a warm call holds, as source.
-        cast: Autocast casts it.
-        extra: Launches are given it by keyword, where a call has it.
+        key: Source of its part of a warm call's key.
+        cast: Whether autocast casts it.
+        extra: Whether launches take it by keyword, if a call has it.
     """
 
     name: str
@@ -101,7 +101,7 @@ ROLES = (
     Role("alpha", "float", "{0} == 1.0"),
     Role("epilogue", "str", "{0}"),
     Role("out_dtype", "ScalarType?", "{0}"),
-    # Kernels index a scale by row or column alone, so that it is handed on packed.
+    # Kernels index a scale only by row or column, so it is passed packed.
     Role("scale_a", "Tensor?", PACKED, extra=True),
     Role("scale_b", "Tensor?", PACKED, extra=True),
     Role("out", "Tensor?", SIGNATURE),
@@ -140,7 +140,7 @@ GROUPED_ROLES = (
     *(ROLE[name] for name in ("bias", "residual", "alpha", "epilogue", "out_dtype")),
     Role("a_index", "Tensor?", PACKED, extra=True),
     Role("out_index", "Tensor?", PACKED, extra=True),
-    # As precise as they are given, under autocast too: what a router's softmax gave.
+    # Not cast by autocast either, to keep the precision of a router's softmax.
     Role("out_weights", "Tensor?", PACKED, extra=True),
     Role("zeroed", "bool", "{0}"),
     ROLE["out"],
@@ -150,18 +150,19 @@ GROUPED_TENSORS = tuple(
     role.name for role in GROUPED_ROLES if role.is_tensor and role.name != "out"
 )
 ROWS = tuple(role.name for role in GROUPED_ROLES if role.extra)
-#: The tensors that a call reads, and of these what a launch is given by keyword.
+#: The tensors that a call reads, and those of them that a launch takes by keyword.
 TENSORS = tuple(role.name for role in ROLES if role.is_tensor and role.name != "out")
 EXTRAS = tuple(role.name for role in ROLES if role.extra)
 #: How many arguments the operator has before the first extra.
 COMMON = list(ROLE).index(EXTRAS[0])
 assert COMMON == 7  # Arguments.common
-#: Of a launch, by position.
+#: Positional arguments of a launch.
 LAUNCHED = ("a", "b", "bias", "residual", "alpha", "out")
 
 
 def signature(name: str) -> Callable[[Tensor], tuple[Any, ...]]:
-    """The function that tells what a plan depends on of the tensor of that name."""
+    """The function that returns the properties that a plan depends on, for the tensor of that
+    name."""
     return _SIGNATURES[ROLE[name].key]
 
 
@@ -169,7 +170,7 @@ def signature(name: str) -> Callable[[Tensor], tuple[Any, ...]]:
 _SIGNATURES: dict[str, Callable[[Tensor], tuple[Any, ...]]] = {
     source: eval(f"lambda t: ({source.format('t')})") for source in (SIGNATURE, PACKED)
 }
-#: What messages call the fields of a signature.
+#: Names of the fields of a signature in messages.
 FIELDS = {
     SIGNATURE: ("shape", "strides", "dtype", "offset from 16 bytes", "device index"),
     PACKED: ("shape", "dtype", "device index"),
@@ -196,7 +197,7 @@ def parameters(
 
 
 def launch_parameters() -> str:
-    """Parameters of a generated launcher: it may be given any extra."""
+    """Parameters of a generated launcher, which accepts any extra."""
     return ", ".join(LAUNCHED) + ", " + parameters(EXTRAS)
 
 

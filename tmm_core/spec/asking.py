@@ -1,9 +1,9 @@
-"""Questions to a stranger's kernel, asked in one place.
+"""Calls a plugin's kernel methods in one place, and checks the results.
 
-Whatever a kernel answers, or raises instead, must cost that kernel and nothing else: not the
-process (``sys.exit`` in a hook), not the call, and not the record of everybody else's times. A
-kernel whose answer makes no sense is set aside for the life of the process, with one warning that
-says where the author has to look. A user's Ctrl-C still stops at once.
+Whatever a kernel returns or raises must cost only that kernel: not the process (``sys.exit`` in a
+hook), not the call, and not the other kernels' times in the record. A kernel with an invalid answer
+is set aside for the life of the process, with one warning that points at the faulty code. Ctrl-C
+still stops at once.
 """
 
 from __future__ import annotations
@@ -27,31 +27,31 @@ from tmm_core.spec.supports import Supports
 
 T = TypeVar("T")
 
-#: Configs that one kernel may propose for one problem; more are a generator that does not end.
+#: Maximum number of configs of one kernel for one problem; more suggest an endless generator.
 MOST_CONFIGS = 10_000
-#: Characters of a thing's ``repr`` in a message.
+#: Maximum length of a ``repr`` in a message.
 _SHOWN = 200
 
 
 def let_through(error: BaseException) -> None:
-    """Raise ``error`` again where it is the user's Ctrl-C; whatever else a stranger's code raises,
-    ``SystemExit`` among it, is a fault of that code."""
+    """Raise ``error`` again if it is the user's Ctrl-C; any other exception of a plugin's code,
+    including ``SystemExit``, is a fault of that code."""
     if isinstance(error, KeyboardInterrupt):
         raise error
 
 
 def told(error: BaseException) -> str:
-    """An error's type and text; its type where even the text cannot be had."""
+    """An error's type and text; only its type if ``str()`` fails."""
     try:
         text = str(error)
     except BaseException as another:
         let_through(another)
-        text = "(its text cannot be had)"
+        text = "(its text is unavailable)"
     return f"{type(error).__name__}: {text}"
 
 
 def shown(thing: object) -> str:
-    """``repr``, cut short; the type where that fails."""
+    """``repr``, truncated; the type if that fails."""
     try:
         text = repr(thing)
     except BaseException as error:
@@ -61,15 +61,15 @@ def shown(thing: object) -> str:
 
 
 class NonsenseError(ValueError):
-    """An answer that is of the wrong type, or out of its bounds."""
+    """An answer of the wrong type or out of bounds."""
 
 
 def read_config(kernel: Kernel[Any], document: Mapping[str, Any]) -> Config:
-    """The config of a kernel that a record, or a caller, gives as JSON.
+    """Parse a kernel's config from a record's or a caller's JSON.
 
     Raises:
-        ConfigError: It is none of this kernel's.
-        PluginError: The kernel's own reading of it failed: it is set aside.
+        ConfigError: It is not a config of this kernel.
+        PluginError: The kernel's own parsing failed, and the kernel is set aside.
     """
     try:
         config = kernel.config_type.from_json(document)
@@ -84,20 +84,20 @@ def read_config(kernel: Kernel[Any], document: Mapping[str, Any]) -> Config:
 
 
 class Asked(Kernel[Any]):
-    """A registered kernel, whose every answer is checked.
+    """A registered kernel with checked answers.
 
-    Once one was not what the spec says, the kernel is set aside: it declines every problem with
+    After an answer that violates the spec, the kernel is set aside: it declines every problem with
     the reason, and raises it where an answer is needed.
 
     Args:
-        kernel: A stranger's.
-        plugin: Whose, for messages.
+        kernel: A plugin's kernel.
+        plugin: The plugin's name, for messages.
 
     Raises:
-        PluginError: It is no kernel, or what names it cannot be used.
+        PluginError: It is not a kernel, or its identifying attributes are invalid.
     """
 
-    name: str  # type: ignore[misc]  # of one kernel, not of a class
+    name: str  # type: ignore[misc]  # per instance
     version: str
     supports: Supports  # type: ignore[misc]
     traits: Traits  # type: ignore[misc]
@@ -109,7 +109,7 @@ class Asked(Kernel[Any]):
             raise PluginError(f"tmm_kernels must return Kernel objects, got {shown(kernel)}{hint}")
         self.kernel: Kernel[Any] = kernel
         self.plugin = plugin
-        #: Why it is set aside; None: it is not.
+        #: Why it is set aside; None if it is not.
         self.fault: str | None = None
         self._lock = threading.Lock()
         self.name = type(kernel).__qualname__  # until it is known
@@ -121,7 +121,7 @@ class Asked(Kernel[Any]):
             raise PluginError(
                 f"kernel {self.name!r} is written for tmm's first "
                 "protocol: declare `supports = tmm_core.Supports(…)` in place of "
-                "reasons_against(), and yield what that has no field for from declines(problem)"
+                "reasons_against(), and yield other reasons from declines(problem)"
             )
         for question, check in _IDENTITY.items():
             try:
@@ -147,7 +147,7 @@ class Asked(Kernel[Any]):
         return self._ask("configs", self._configs, problem)
 
     def default_config(self, problem: Problem) -> Config:
-        """The kernel's guess.
+        """The kernel's default config.
 
         Raises:
             PluginError: It is set aside, or proposes nothing for this problem.
@@ -166,9 +166,9 @@ class Asked(Kernel[Any]):
         """Compile and return the launcher.
 
         Raises:
-            PluginError: The kernel raised, or gave nothing that can be called: it says where.
-                That costs this candidate; the kernel is not set aside.
-            TmmError, torch.OutOfMemoryError: As the kernel raised them.
+            PluginError: The kernel raised, or returned something not callable; the message says
+                where. This costs only the candidate; the kernel is not set aside. TmmError,
+                torch.OutOfMemoryError: As raised by the kernel.
         """
         if self.fault is not None:
             raise PluginError(self.fault)
@@ -180,7 +180,7 @@ class Asked(Kernel[Any]):
             let_through(error)
             raise PluginError(f"{self._whose}: {self._fault('bind', error)}") from error
         if not callable(launcher):
-            fault = NonsenseError(f"returned {shown(launcher)}, which cannot be called")
+            fault = NonsenseError(f"returned {shown(launcher)}, which is not callable")
             raise PluginError(f"{self._whose}: {self._fault('bind', fault)}")
         return launcher
 
@@ -189,7 +189,7 @@ class Asked(Kernel[Any]):
 
     @property
     def compiles(self) -> bool:
-        """Whether it has something to compile ahead of ``bind``."""
+        """Whether it can compile ahead of ``bind``."""
         return self.fault is None and type(self.kernel).compile is not Kernel.compile
 
     def arithmetic(self, problem: Problem, config: Any) -> str | None:
@@ -205,7 +205,7 @@ class Asked(Kernel[Any]):
         return self._or(None, "anatomy", _anatomy, problem, config)
 
     def resources(self, problem: Problem, config: Any) -> list[Resources]:
-        """What the kernel's functions take of an SM.
+        """The SM resources of the kernel's functions.
 
         Raises:
             Exception: Whatever the kernel raised; it is not set aside.
@@ -261,11 +261,11 @@ class Asked(Kernel[Any]):
         return found
 
     def _within(self, config: Any) -> Config:
-        """``config``, which can be compared, looked up and written down."""
+        """``config``, checked to be comparable, hashable and serializable."""
         if not isinstance(config, self.config_type):
             raise NonsenseError(f"gave {shown(config)}, not a {self.config_type.__name__}")
         hash(config)
-        if not config == config:  # a stranger's __eq__, called here first
+        if not config == config:  # a plugin's __eq__, called here first
             raise NonsenseError(f"gave {shown(config)}, which is not equal to itself")
         if not all(isinstance(name, str) for name in config.assumes):
             raise NonsenseError(f"gave a config that assumes {shown(config.assumes)}, not names")
@@ -287,7 +287,7 @@ def _name(answer: Any) -> str:
 
 def _version(answer: Any) -> str:
     if not isinstance(answer, str) or not answer.strip():
-        raise NonsenseError(f"is {shown(answer)}, not a text that says something")
+        raise NonsenseError(f"is {shown(answer)}, not a non-empty text")
     return answer
 
 
@@ -309,7 +309,7 @@ def _config_type(answer: Any) -> type[Config]:
     return answer
 
 
-#: What is asked once, when a kernel is registered.
+#: Attributes that are read once, when a kernel is registered.
 _IDENTITY: dict[str, Callable[[Any], Any]] = {
     "name": _name,
     "version": _version,
@@ -324,7 +324,7 @@ def _reasons(answer: Any) -> list[str]:
         raise NonsenseError(f"returned {shown(answer)}, not a list of reasons")
     reasons = list(answer)
     if not all(isinstance(reason, str) for reason in reasons):
-        raise NonsenseError(f"returned {shown(reasons)}, not reasons in words")
+        raise NonsenseError(f"returned {shown(reasons)}, not reasons as text")
     return reasons
 
 
@@ -335,7 +335,7 @@ def _microseconds(answer: Any) -> float | None:
         raise NonsenseError(f"returned {shown(answer)}, not µs")
     time = float(answer)
     if not (math.isfinite(time) and time >= 0):
-        raise NonsenseError(f"returned {shown(answer)}, which no launch takes")
+        raise NonsenseError(f"returned {shown(answer)}, which is not a time")
     return time
 
 
@@ -347,7 +347,7 @@ def _bytes(answer: Any) -> int:
 
 def _arithmetic(answer: Any) -> str | None:
     if answer is not None and not (isinstance(answer, str) and answer):
-        raise NonsenseError(f"returned {shown(answer)}, which is no name")
+        raise NonsenseError(f"returned {shown(answer)}, which is not a name")
     return answer
 
 
@@ -364,14 +364,14 @@ def _resources(answer: Any) -> list[Resources]:
 
 
 def _where(kind: type, question: str, error: BaseException) -> str:
-    """File and line to look at: where the author's function raised, or where it begins; empty
-    where there is neither."""
+    """File and line where the author's function raised, or where it begins; empty if neither is
+    known."""
     member = inspect.getattr_static(kind, question, None)
     function = getattr(member, "fget", None) or getattr(member, "func", None) or member
     code = getattr(inspect.unwrap(function) if callable(function) else None, "__code__", None)
     frames = traceback.extract_tb(error.__traceback__)
     if code is None:
-        # An attribute: its class.
+        # For an attribute, its class.
         try:
             return f"{inspect.getfile(kind)}:{inspect.getsourcelines(kind)[1]}"
         except (OSError, TypeError):

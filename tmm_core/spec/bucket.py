@@ -1,19 +1,19 @@
-"""The M axis, in buckets: a serving loop with thousands of M tunes a handful of problems."""
+"""Divides the M axis into buckets, so that a server with thousands of M tunes a few problems."""
 
 from __future__ import annotations
 
 from tmm_core.spec.problem import Problem
 
-#: Rows that a bucket with two measurements inside holds at most.
+#: Maximum number of rows of a bucket with two measurements inside.
 WIDE = 256
 
 
 def bucket_edge(m: int) -> int:
     """The upper edge of the bucket of ``m``: the size whose choice serves it.
 
-    Powers of two up to 64, where a decode kernel's M tile is 16 to 64 and everything in a
-    bucket costs the same; from there four edges an octave, so that a choice is made at a
-    size at most 25 % above the one it serves.
+    Up to 64 the edges are powers of two: a decode kernel's M tile is 16 to 64, and all sizes in a
+    bucket cost the same. Above there are four edges per octave, so that a choice is made at a size
+    at most 25 % above the one it serves.
 
     >>> [bucket_edge(m) for m in (1, 3, 16, 17, 65, 300, 4096, 4097)]
     [1, 4, 16, 32, 80, 320, 4096, 5120]
@@ -30,10 +30,10 @@ def bucketed(problem: Problem) -> Problem:
 
 
 def probes(edge: int) -> tuple[int, ...]:
-    """The M inside the bucket of ``edge`` at which a record is measured besides its edge: odd
-    ones, the smallest of the bucket and one in its middle, or where the bucket is wider than two
-    large tiles one in every quarter: the times of tile kernels go up in steps, and of 2434×5120²
-    the best at M = 2305 and 2560 took 1.15 times the best. None where the bucket is its edge.
+    """The M inside the bucket of ``edge`` at which a record is measured besides its edge. They are
+    odd: the smallest M of the bucket and one in its middle, or one in every quarter if the bucket
+    is wider than two large tiles. The times of tile kernels grow in steps: for 2434×5120², the best
+    config at M = 2305 and 2560 took 1.15 times the best one. Empty if the bucket is only its edge.
 
     >>> [probes(edge) for edge in (1, 2, 4, 16, 64, 320, 5120)]
     [(), (), (3,), (9, 13), (33, 49), (257, 289), (4097, 4353, 4609, 4865)]

@@ -1,4 +1,4 @@
-"""Which GPU, under which software: the folder a tuning record belongs in."""
+"""Identifies the GPU and software, and so the folder of a tuning record."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ if TYPE_CHECKING:
 class DeviceFingerprint:
     """A device as kernels and the cache see it.
 
-    ``shared_memory`` and ``l2`` are bytes; ``shared_memory`` is the most one block may
-    opt in to. Software versions are part of it because they change which kernel wins.
+    ``shared_memory`` and ``l2`` are in bytes; ``shared_memory`` is the opt-in maximum per block.
+    Software versions are included because they change which kernel wins.
     """
 
     type: str
@@ -35,18 +35,18 @@ class DeviceFingerprint:
     cublas: str = ""
     #: Triton kernels run in its interpreter (``TRITON_INTERPRET=1``), on the CPU.
     interpreted: bool = False
-    #: What an AMD GPU's compiler calls it, e.g. ``gfx942``; empty for others.
+    #: The compiler's name of an AMD GPU, e.g. ``gfx942``; empty for others.
     arch: str = ""
 
     @property
     def sm(self) -> int:
-        """Compute capability as the two digits of ``sm_90``."""
+        """Compute capability as a number, 90 for ``sm_90``."""
         return self.capability[0] * 10 + self.capability[1]
 
     @property
     def gpu(self) -> str:
         """The folder name of this GPU, e.g. ``nvidia-h200-sm90-132``."""
-        from tmm_cache import slug  # not needed to import tmm_core
+        from tmm_cache import slug  # not needed for importing tmm_core
 
         parts = [self.name]
         if self.type == "cuda":
@@ -57,7 +57,7 @@ class DeviceFingerprint:
 
     @property
     def environment(self) -> dict[str, JSON]:
-        """The readable document whose hash names the environment folder."""
+        """The document whose hash names the environment folder."""
         return {
             "type": self.type,
             "name": self.name,
@@ -72,7 +72,7 @@ class DeviceFingerprint:
 
 
 def interpreting() -> bool:
-    """Whether Triton was asked to interpret kernels (read as Triton reads it)."""
+    """Whether Triton interprets kernels (parsed like Triton does)."""
     return os.environ.get("TRITON_INTERPRET", "0").lower() in ("1", "on", "true", "yes", "y")
 
 
@@ -84,7 +84,7 @@ def version_of(distribution: str) -> str:
 
 
 def _cublas_version() -> str:
-    """The cuBLAS wheel's version; torch's CUDA version stands in for a system cuBLAS."""
+    """The cuBLAS wheel's version, or torch's CUDA version for a system cuBLAS."""
     for distribution in ("nvidia-cublas", "nvidia-cublas-cu13", "nvidia-cublas-cu12"):
         if version := version_of(distribution):
             return version
@@ -93,7 +93,7 @@ def _cublas_version() -> str:
 
 @functools.cache
 def fingerprint(device: torch.device) -> DeviceFingerprint:
-    """The fingerprint of ``device`` (one with an index, or a CPU); asked once per device."""
+    """The fingerprint of ``device`` (one with an index, or a CPU); cached per device."""
     triton = version_of("triton") or version_of("pytorch-triton-rocm")
     if device.type != "cuda":
         return DeviceFingerprint(

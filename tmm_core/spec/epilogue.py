@@ -1,11 +1,10 @@
-"""What happens to the fp32 accumulator before it is rounded and stored.
+"""Epilogues: functions of the fp32 accumulator before it is rounded and stored.
 
 ``out = epilogue(alpha · (a @ b) + bias) + residual``
 
-An :class:`Epilogue` carries the same function several times: as torch code (the
-reference every kernel is verified against, and what BLAS applies), as a
-``@triton.jit`` device function (what kernels fuse) and, where it should train
-without torch differentiating the reference, as a derivative.
+An :class:`Epilogue` holds the same function in several forms: as torch code (the reference that
+kernels are verified against and that BLAS applies), as a ``@triton.jit`` device function (which
+kernels fuse) and, to train without torch differentiating the reference, as a derivative.
 
 >>> parse("silu").name
 'silu'
@@ -39,7 +38,7 @@ _Function = Callable[..., torch.Tensor]
 EpilogueLike = Union[None, str, "Epilogue", _Function, Sequence[Union[str, "Epilogue", _Function]]]
 
 
-#: The least number that fp32 holds in full.
+#: The smallest normal number of fp32.
 _LEAST_POSITIVE = 2.0**-126
 
 
@@ -83,7 +82,7 @@ class Epilogue:
     reference: Callable[..., torch.Tensor]
     device: Any = None
     derivative: Callable[..., Any] | None = None
-    parameters: tuple[float, ...] = None  # type: ignore[assignment]  # replaced when made
+    parameters: tuple[float, ...] = None  # type: ignore[assignment]  # set in __post_init__
     gated: bool = False
     linear: bool = False
     output_vjp: Callable[..., torch.Tensor] | None = None
@@ -94,7 +93,7 @@ class Epilogue:
     #: The single-stage epilogues this one chains; empty for a single stage. A chain's own
     #: ``reference`` is its first stage's; ``apply`` goes through them all.
     stages: tuple[Epilogue, ...] = field(default=(), repr=False)
-    #: Built in: its behaviour is tied to tmm's version, so its name is its key.
+    #: Whether it is built in: its behaviour depends on tmm's version, so its name is its key.
     builtin: bool = field(default=False, repr=False)
 
     def __post_init__(self) -> None:
@@ -123,7 +122,7 @@ class Epilogue:
             *(self.reference, self.device, self.derivative, self.output_vjp),
             self.device_derivative,
         )
-        # A function that is absent leaves its place: one may serve as either derivative.
+        # An absent function leaves a gap, since one function may serve as either derivative.
         sources = "\n".join("" if f is None else _source(f) for f in functions)
         for port in self.outputs:
             of, device = ("" if f is None else _source(f) for f in (port.of, port.device))
@@ -134,8 +133,8 @@ class Epilogue:
         """The text under which the operator finds this epilogue again."""
         return INTERNED.setdefault(self.key, self).key
 
-    # What torch.compiler.assume_constant_result does, which imports all of the compiler: this
-    # runs while a graph is traced and is not part of it.
+    # Like torch.compiler.assume_constant_result, which would import the whole compiler: this runs
+    # while a graph is traced and is not part of it.
     interned._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
     @property
@@ -155,8 +154,8 @@ class Epilogue:
 
     @cached_property
     def parts(self) -> tuple[Epilogue, Epilogue | None]:
-        """What a product that is differentiated can fuse, which is what tells its derivative by
-        its output, and what then follows it."""
+        """The part that a differentiated product can fuse, whose derivative its output determines,
+        and the part that follows it."""
         stages = self.stages or (self,)
         if stages[0].output_vjp is None:
             return IDENTITY, self
@@ -166,8 +165,8 @@ class Epilogue:
         return stages[0], None if len(stages) == 1 else rest
 
     def vjp(self, grad: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
-        """``grad`` times the derivative at the product ``z``, by torch's operators, of an
-        epilogue whose every stage has ``derivative`` or ``output_vjp``."""
+        """``grad`` times the derivative at the product ``z``, by torch's operators; every stage
+        needs ``derivative`` or ``output_vjp``."""
         stages = self.stages or (self,)
         inputs = [z]
         for stage in stages[:-1]:
@@ -193,7 +192,7 @@ class Epilogue:
         return self.key
 
     def with_parameters(self, *parameters: float) -> Epilogue:
-        """The same epilogue with other values of its first parameters.
+        """The same epilogue with other values for its first parameters.
 
         Raises:
             ValueError: More values than the epilogue has parameters.
@@ -230,8 +229,8 @@ class Epilogue:
 
     @property
     def activation(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
-        """The reference where it is one function of the product alone; None of a chain, of a gated
-        epilogue and of one with parameters."""
+        """The reference if it is one function of the product alone; None for a chain, a gated
+        epilogue and one with parameters."""
         alone = not (self.is_identity or self.stages or self.gated or self.parameters)
         return self.reference if alone else None
 
@@ -241,7 +240,8 @@ class Epilogue:
         bias: torch.Tensor | None = None,
         residual: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """What a call makes of its product ``z`` in torch: ``epilogue(z + bias) + residual``."""
+        """The rest of a call after its product ``z``, in torch: ``epilogue(z + bias) +
+        residual``."""
         y = self.apply(z if bias is None else z + bias)
         return y if residual is None else y + residual
 
@@ -260,13 +260,13 @@ class Epilogue:
         return tuple(port.apply(y) for port in self.outputs)
 
 
-#: Epilogue objects by key: the operator's schema can carry a string only.
+#: Epilogue objects by key: the operator's schema can carry only a string.
 INTERNED: dict[str, Epilogue] = {}
 
 
 def _defaults(epilogue: Epilogue) -> tuple[float, ...]:
-    """The numbers that the reference has as defaults, behind what it computes from; none where
-    the device function takes no such arguments, to which they would be passed."""
+    """The numeric defaults of the reference's arguments after its inputs; none if the device
+    function, to which they would be passed, takes no such arguments."""
     if epilogue.stages:
         return ()
     operands = 2 if epilogue.gated else 1
@@ -281,11 +281,11 @@ def _defaults(epilogue: Epilogue) -> tuple[float, ...]:
 
 
 def _source(function: Any) -> str:
-    """Source text of a reference or device function, for keys; its name where there is none. Of
-    ``"module:attribute"`` the module's, which is not imported for it."""
+    """Source text of a reference or device function, for keys; its name if there is none. For
+    ``"module:attribute"``, the module's source, without importing it."""
     if isinstance(function, str):
         return f"{function}\n{_module_source(function.partition(':')[0])}"
-    function = getattr(function, "fn", function)  # a JITFunction wraps the Python one
+    function = getattr(function, "fn", function)  # a JITFunction wraps a Python function
     try:
         return inspect.getsource(function)
     except (OSError, TypeError):
@@ -298,7 +298,7 @@ def _module_source(name: str) -> str:
         spec = importlib.util.find_spec(name)
         return Path(spec.origin).read_text("utf-8") if spec and spec.origin else ""
     except (ImportError, ValueError, OSError):
-        return ""  # it will be missed where it is needed
+        return ""  # reported where it is needed
 
 
 def _builtin(
@@ -323,7 +323,7 @@ def _relu_slope(z: torch.Tensor) -> torch.Tensor:
 
 
 def _silu_slope(z: torch.Tensor) -> torch.Tensor:
-    if torch.is_grad_enabled():  # torch's own formula, whose kernel has no derivative
+    if torch.is_grad_enabled():  # torch's formula; its kernel has no derivative
         s = torch.sigmoid(z)
         return s * (1 + z * (1 - s))
     return _aten.silu_backward(torch.ones_like(z), z)  # type: ignore[no-any-return]
@@ -335,9 +335,9 @@ def _gelu_slope(z: torch.Tensor, approximate: str = "none") -> torch.Tensor:
 
 IDENTITY = _builtin("identity", lambda z: z, linear=True, output_vjp=lambda grad, y: grad)
 
-#: The names every installation understands. ``gelu`` is the erf form, as torch's default;
-#: ``softcap(cap)`` is cap·tanh(z/cap) (Gemma 2, arXiv:2408.00118); ``relu2`` is relu(z)²
-#: (Primer, arXiv:2109.08668); the gated forms are from GLU Variants (arXiv:2002.05202).
+#: The names that every installation has. ``gelu`` is the erf form, as torch's default;
+#: ``softcap(cap)`` is cap·tanh(z/cap) (Gemma 2, arXiv:2408.00118); ``relu2`` is relu(z)² (Primer,
+#: arXiv:2109.08668); the gated forms are from GLU Variants (arXiv:2002.05202).
 BUILTIN: Mapping[str, Epilogue] = {
     e.name: e
     for e in (
@@ -416,19 +416,19 @@ _TERM = re.compile(
 
 
 def parse(text: EpilogueLike, known: Mapping[str, Epilogue] = BUILTIN) -> Epilogue:
-    """Turn what a caller passed as ``epilogue=`` into an :class:`Epilogue`.
+    """Parse a caller's ``epilogue=`` into an :class:`Epilogue`.
 
     Accepts ``None`` (identity), an :class:`Epilogue`, a string such as ``"silu"``,
-    ``"softcap(30)"`` or the chain ``"gelu_tanh+softcap(30)"``, the key of one, as records have
-    it, an activation of torch such as ``F.silu``, ``nn.GELU(approximate="tanh")`` or
-    ``partial(F.gelu, approximate="tanh")``, and a sequence of these.
+    ``"softcap(30)"`` or the chain ``"gelu_tanh+softcap(30)"``, a key as in records, a torch
+    activation such as ``F.silu``, ``nn.GELU(approximate="tanh")`` or ``partial(F.gelu,
+    approximate="tanh")``, and a sequence of these.
 
     Raises:
         UnknownNameError: A name that is not in ``known``; the message has near matches.
-        ValueError: The text does not parse, a parameter is not a number, or a key is of other
-            source than the epilogue that has its name now.
-        TypeError: Neither of the accepted types, or a function that is none of torch's
-            activations; the message shows what to write.
+        ValueError: The text does not parse, a parameter is not a number, or a key belongs to other
+            source than the current epilogue of that name.
+        TypeError: It is not an accepted type, or a function that is not a torch activation; the
+            message shows what to write.
     """
     if text is None:
         return IDENTITY
@@ -474,5 +474,5 @@ def _parse_term(term: str, whole: str, known: Mapping[str, Epilogue]) -> Epilogu
             raise ValueError(f"epilogue {whole!r}: parameters must be numbers") from None
         found = found.with_parameters(*values)
     if match["digest"] and found.key != re.sub(r"\s", "", term):
-        raise ValueError(f"epilogue {term.strip()!r} is of another source than {found.key!r} here")
+        raise ValueError(f"epilogue {term.strip()!r} has other source than {found.key!r} here")
     return found

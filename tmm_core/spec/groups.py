@@ -1,4 +1,4 @@
-"""Ragged products: many of one kind in one call, whose sizes along one dimension differ."""
+"""Ragged products: many products in one call, whose sizes along one dimension differ."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ Ragged = Literal["m", "n", "k"]
 
 @dataclass(frozen=True, slots=True)
 class Groups:
-    """``count`` products whose extents along one dimension are told by int32 end offsets, which
-    stay on the device (the conventions of ``torch.nn.functional.grouped_mm``).
+    """``count`` products whose extents along one dimension are given by int32 end offsets on the
+    device (the conventions of ``torch.nn.functional.grouped_mm``).
 
     The problem's size along ``ragged`` is the sum over all groups:
 
@@ -22,17 +22,17 @@ class Groups:
     - ``"n"``: ``a[count, M, K] @ b[K, N] → out[M, N]``, columns likewise;
     - ``"k"``: ``a[M, K] @ b[K, N] → out[count, M, N]``, one product of each range of K.
 
-    Where rows are ragged, and only there, launches may be given more tensors, a number for each
-    row: ``a_index``, the row of ``a`` that is multiplied; ``out_index``, the row of the result
-    that it becomes, no two the same; ``out_weights``, what it is multiplied by after the epilogue
-    and before the residual, which lies as the result does. These are the dtypes of what is given.
+    If rows are ragged, and only then, launches may take further tensors with one number per row:
+    ``a_index``, the row of ``a`` to multiply; ``out_index``, the row of the result to write, all
+    distinct; ``out_weights``, a factor applied after the epilogue and before the residual, in the
+    order of the result's rows. The fields hold their dtypes.
 
-    What is beyond ``offs[-1]`` belongs to no group: it is not read, and of the result it is left
-    as it is, or with ``zeroed`` made zero, since a gradient has to be.
+    Elements beyond ``offs[-1]`` belong to no group: they are not read, and in the result they are
+    left unchanged or, with ``zeroed``, set to zero, as a gradient requires.
 
     Raises:
-        ValueError: ``count`` is not positive, ``ragged`` names no dimension, or other than rows
-            are gathered, scattered or weighed.
+        ValueError: ``count`` is not positive, ``ragged`` is not a dimension, or a dimension other
+            than rows is gathered, scattered or weighted.
     """
 
     count: int
@@ -52,8 +52,8 @@ class Groups:
 
     @property
     def extras(self) -> dict[str, torch.dtype | None]:
-        """The tensors that launches may be given besides those of a plain product, by name, and
-        their dtypes where they are."""
+        """The tensors that launches may take besides those of a plain product, by name, with their
+        dtypes if present."""
         return {
             "offs": torch.int32,
             "a_index": self.a_index,
@@ -63,7 +63,7 @@ class Groups:
 
     @property
     def given(self) -> tuple[str, ...]:
-        """Names of those that they are given, in their order."""
+        """Names of the tensors that are present, in order."""
         return tuple(name for name, dtype in self.extras.items() if dtype is not None)
 
     def to_json(self) -> dict[str, Any]:

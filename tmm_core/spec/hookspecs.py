@@ -1,9 +1,10 @@
 """The two hooks a plugin may implement. Each returns a list and does nothing else.
 
-Both may be called more than once. ``@hookimpl(tryfirst=True)`` has a plugin asked before others, so
-that names both bring are its own; tmm's kernels come before all. ``@hookimpl(wrapper=True)`` goes
-around each other plugin's hook, one plugin at a time, where it is all that its plugin has of that
-hook: ``yield`` returns a list of the lists that were returned, and the like of it is passed on.
+Both may be called more than once. With ``@hookimpl(tryfirst=True)`` a plugin is called before
+others, so that it owns names that both register; tmm's kernels come before all.
+``@hookimpl(wrapper=True)`` wraps each other plugin's hook, one plugin at a time, if its plugin has
+no other implementation of that hook: ``yield`` returns a list of the returned lists, and the
+wrapper returns such a list.
 """
 
 from __future__ import annotations
@@ -24,10 +25,10 @@ hookimpl = pluggy.HookimplMarker(PROJECT)
 
 @hookspec
 def tmm_kernels() -> list[Kernel[Any] | Deferred]:  # type: ignore[empty-body]  # a spec has no body
-    """Kernels to register: instances, each with a name no other plugin uses, or in place of one
-    a :class:`~tmm_core.Deferred` that imports it when it is asked for."""
+    """Kernels to register: instances with unique names, or :class:`~tmm_core.Deferred` objects that
+    import a kernel on first use."""
 
 
 @hookspec
 def tmm_epilogues() -> list[Epilogue]:  # type: ignore[empty-body]  # a spec has no body
-    """Epilogues to make available by name."""
+    """Epilogues to register by name."""

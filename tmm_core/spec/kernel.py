@@ -1,4 +1,4 @@
-"""The spec an implementation meets to be dispatched, tuned, verified, cached and explained."""
+"""The interface of kernels that are dispatched, tuned, verified, cached and explained."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ from tmm_core.spec.digest import digest
 from tmm_core.spec.problem import Problem
 from tmm_core.spec.supports import Supports
 
-#: Name of the kernel that always can, and that every other has to beat.
+#: Name of the kernel that serves every problem, and that every other has to beat.
 BASELINE = "blas"
 
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """What a kernel promises; a call's requirements are held against these.
+    """A kernel's promises, which are matched with a call's requirements.
 
     Args:
-        deterministic: Same inputs, same bits, run after run.
+        deterministic: The same inputs give the same bits in every run.
         batch_invariant: With one config, a row of the output has the same bits however
             many rows are computed with it.
         capture_safe: May be launched under CUDA-graph capture once bound.
@@ -43,19 +43,18 @@ class Traits:
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """One point of a kernel's search space. Subclass as a frozen, keyword-only dataclass
-    whose fields are ``int``, ``float``, ``bool`` or ``str``; check bounds in
-    ``__post_init__`` and raise ``ValueError`` for what the kernel cannot run."""
+    """One point of a kernel's search space. Subclass it as a frozen, keyword-only dataclass with
+    fields of type ``int``, ``float``, ``bool`` or ``str``; check bounds in ``__post_init__`` and
+    raise ``ValueError`` for configs that the kernel cannot run."""
 
     @property
     def assumes(self) -> tuple[str, ...]:
-        """What this config relies on that only the caller can know, by the names of settings:
-        where the caller has not said it, the config is not used. None by default;
-        ``"static_weights"`` is the one there is."""
+        """The caller's promises that this config relies on, by the names of settings: it is used
+        only if the caller made them. Empty by default; ``"static_weights"`` is the only one."""
         return ()
 
     def unsaid(self, problem: Problem) -> list[str]:
-        """Of :attr:`assumes` what the caller of ``problem`` has not said."""
+        """The promises in :attr:`assumes` that the caller of ``problem`` has not made."""
         return [name for name in self.assumes if getattr(problem, name, False) is not True]
 
     def to_json(self) -> dict[str, Any]:
@@ -63,17 +62,17 @@ class Config:
 
     @classmethod
     def from_json(cls: type[C], doc: Mapping[str, Any]) -> C:
-        """Read a config back, trusting nothing.
+        """Parse a config from untrusted JSON.
 
         Raises:
-            ConfigError: Unknown or missing fields, a wrong type, or out of bounds.
+            ConfigError: Unknown or missing fields, a wrong type, or a value out of bounds.
         """
         types = typing.get_type_hints(cls)
         fields = {f.name: f for f in dataclasses.fields(cls)}
         if unknown := sorted(set(doc) - set(fields)):
             raise ConfigError(f"{cls.__name__}: unknown {unknown}; fields are {sorted(fields)}")
         for name, value in doc.items():
-            # bool is an int to isinstance, never to a config.
+            # isinstance would accept a bool for an int.
             if type(value) is not types[name] and not (types[name] is float and type(value) is int):
                 raise ConfigError(
                     f"{cls.__name__}: {name} must be {types[name].__name__}, got {value!r}"
@@ -93,10 +92,10 @@ C = TypeVar("C", bound=Config)
 class Launcher(Protocol):
     """A kernel compiled for one problem and config: what the warm path calls.
 
-    Operands are 2-D, or 3-D where the problem is batched, of the very shapes, dtypes and
-    stride classes of the problem it was bound to. ``out`` is the destination (allocated by
-    the launcher where ``None``) and is returned. Launches on the current stream of the
-    current device, and does not synchronise.
+    Operands are 2-D, or 3-D if the problem is batched, with exactly the shapes, dtypes and stride
+    classes of the problem it was bound to. ``out`` is the destination (allocated by the launcher if
+    ``None``) and is returned. It launches on the current stream of the current device and does not
+    synchronise.
 
     What a problem has besides follows by keyword, and only where it has it: ``scale_a`` and
     ``scale_b``, and ``outputs``, a tuple of what to write beside the result, contiguous: for each
@@ -116,7 +115,7 @@ class Launcher(Protocol):
 
 
 class Called:
-    """What a call runs is the instance's own function, not a method: one frame less."""
+    """Calls run the instance's own function instead of a method, which saves a frame."""
 
     __slots__ = ("__call__",)
 
@@ -127,17 +126,17 @@ class Called:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Bound(Called):
-    """A launcher, and other ways to launch the same, which ``bind`` may return in place of the
-    function alone. It is called as the launcher is.
+    """A launcher with alternative ways to launch it, which ``bind`` may return instead of a
+    function. It is called like the launcher.
 
     Args:
         run: The launcher.
-        body: Its statements, for a plan to write out under its own checks
+        body: Its statements, which a plan writes out after its own checks
             (:class:`tmm_core.launch.source.Body`).
-        folded: Given how N-D operands fold (:class:`tmm_core.launch.fold.Fold`), a, b and residual
-            as the caller has them, of these very shapes and strides, and the launcher that hands
-            on views of them, returns a launcher of the same products that does without; or None.
-            Two views are 2 µs of a call whose kernel may take 3.
+        folded: Takes the fold of N-D operands (:class:`tmm_core.launch.fold.Fold`), the caller's a,
+            b and residual with fixed shapes and strides, and the launcher that passes views of
+            them; returns a launcher of the same products without views, or None. Two views cost 2
+            µs in a call whose kernel may take 3.
     """
 
     run: Launcher
@@ -149,47 +148,47 @@ class Bound(Called):
 
     @classmethod
     def of(cls, launcher: Launcher | Bound) -> Bound:
-        """What ``bind`` returned, function or not."""
+        """The result of ``bind`` as a Bound, whether it is a function or not."""
         return launcher if isinstance(launcher, Bound) else cls(launcher)
 
 
 class Kernel(abc.ABC, Generic[C]):
-    """One implementation of matmul. Stateless: everything hangs off a launcher.
+    """One implementation of matmul. Stateless: all state belongs to launchers.
 
     Subclasses set ``name`` (unique among all plugins, ``"package.kernel"``), ``supports``,
     ``config_type`` and ``traits`` and implement the three abstract methods below.
     """
 
     name: ClassVar[str]
-    #: What it serves; every other problem is declined for it.
+    #: The problems that it serves; all others are declined automatically.
     supports: ClassVar[Supports]
     traits: ClassVar[Traits] = Traits()
     config_type: ClassVar[type[Config]] = Config
 
     @functools.cached_property
     def version(self) -> str:
-        """Changes when results or speed may, so that an edited kernel is timed again and others
-        are not: by default a digest of the code that ``bind`` and ``compile`` reach
+        """A version that changes when results or speed may, so that only edited kernels are timed
+        again: by default a digest of the code reached from ``bind`` and ``compile``
         (:func:`tmm_core.spec.digest.digest`)."""
         return digest(type(self), self.config_type)
 
     def reasons_against(self, problem: Problem) -> list[str]:
-        """Why this kernel cannot serve ``problem``; empty: it can. Not to be overridden: what it
-        does not declare in ``supports`` is a reason, and then what ``declines`` says.
+        """Why this kernel cannot serve ``problem``; empty if it can. Not to be overridden: the
+        reasons are everything not declared in ``supports``, then those of ``declines``.
 
         Raises:
-            UnsupportedProblemError: The problem has a field that no kernel can answer for.
+            UnsupportedProblemError: The problem has a field that kernels cannot declare.
         """
         return self.supports.reasons_against(problem) or list(self.declines(problem))
 
     def declines(self, problem: Problem) -> Iterable[str]:
-        """Why this kernel cannot serve a problem that ``supports`` admits: what
-        :class:`Supports` has no field for. Never raises to decline."""
+        """Why this kernel cannot serve a problem that ``supports`` admits: reasons without a field
+        in :class:`Supports`. Does not raise in order to decline."""
         return ()
 
     @abc.abstractmethod
     def configs(self, problem: Problem) -> Iterable[C]:
-        """The search space, already pruned to what fits the device."""
+        """The search space, already limited to configs that fit the device."""
 
     @abc.abstractmethod
     def default_config(self, problem: Problem) -> C:
@@ -197,32 +196,32 @@ class Kernel(abc.ABC, Generic[C]):
 
     @abc.abstractmethod
     def bind(self, problem: Problem, config: C) -> Launcher | Bound:
-        """Compile for ``problem`` and return the warm-path callable, or it with more.
+        """Compile for ``problem`` and return the launcher, optionally as a :class:`Bound`.
 
         Raises:
-            Exception: Whatever went wrong; it costs this candidate, not the call.
+            Exception: Any failure; it costs this candidate, not the call.
         """
 
     def compile(self, problem: Problem, config: C) -> None:
-        """Compile for the device that ``problem`` names, without touching a GPU, and leave it
-        where :meth:`bind` finds it, such as a cache on disk.
+        """Compile for the device that ``problem`` names, without using a GPU, and store the result
+        where :meth:`bind` finds it, such as a disk cache.
 
-        Called ahead of ``bind`` in another process, that holds no CUDA context and may be killed
-        when it takes too long. By default does nothing: all compiling is ``bind``'s.
+        Called before ``bind`` in another process, which has no CUDA context and is killed if it
+        takes too long. By default it does nothing and ``bind`` compiles.
 
         Raises:
-            Exception: Whatever went wrong; it costs this candidate, which is not bound then.
+            Exception: Any failure; it costs this candidate, which is then not bound.
         """
 
     def arithmetic(self, problem: Problem, config: C) -> str | None:
-        """The name of what the bits of a row depend on besides its data: two configs, of one
-        kernel or of two, for which it is equal give a row the same bits, whatever the M of
-        either problem and on whatever machine.
+        """The name of the arithmetic that, with the data, determines the bits of a row: two
+        configs, of the same or different kernels, with equal names give a row the same bits, for
+        any M and on any machine.
 
-        In batch-invariant mode every M of a weight is served by one arithmetic, so kernels that
-        know several configs to share one let each M have the fastest of these. By default each
-        config has its own, named after the kernel, its version and the architecture. ``None``:
-        with this config the bits depend on M, and it is not for that mode.
+        In batch-invariant mode one arithmetic serves every M of a weight, so if several configs
+        share one, each M can use the fastest of them. By default each config has its own, named
+        after the kernel, its version and the architecture. ``None``: with this config the bits
+        depend on M, and the mode excludes it.
         """
         if not self.traits.batch_invariant:
             return None
@@ -231,24 +230,24 @@ class Kernel(abc.ABC, Generic[C]):
         return f"{architecture}-{self.name}@{self.version}({config})"
 
     def estimate_us(self, problem: Problem, config: C) -> float | None:
-        """Expected GPU time in µs, compared with the other kernels' only where nothing was
-        measured. ``None``: no idea; never chosen untuned."""
+        """Expected GPU time in µs, compared with other kernels' only if nothing was measured.
+        ``None``: no estimate; never chosen untuned."""
         return None
 
     def workspace_bytes(self, problem: Problem, config: C) -> int:
-        """Scratch memory the launcher holds; ties go to the smallest."""
+        """Bytes of scratch memory of the launcher; ties go to the smallest."""
         return 0
 
     def anatomy(self, problem: Problem, config: C) -> Anatomy | None:
-        """How the work is laid out and what a model expects of it, for ``tmm explain --why``."""
+        """The layout of the work and the expected times, for ``tmm explain --why``."""
         return None
 
     def resources(self, problem: Problem, config: C) -> Sequence[Resources]:
-        """What each function that :meth:`bind` compiles takes of an SM; compiles them for the
-        problem's device, which need not be there. For ``tmm explain --why``.
+        """The SM resources of each function that :meth:`bind` compiles; compiles them for the
+        problem's device, which need not be present. For ``tmm explain --why``.
 
         Raises:
-            Exception: Why that cannot be told.
+            Exception: They cannot be determined.
         """
         raise NotImplementedError(f"{self.name} does not tell")
 
@@ -273,15 +272,15 @@ def _nothing() -> Any:
 
 @dataclass(frozen=True)
 class Deferred:
-    """What ``tmm_kernels`` may return in place of a kernel.
+    """A kernel that is imported on first use; ``tmm_kernels`` may return it in place of a kernel.
 
     Attributes:
-        name: The kernel's.
-        load: Returns the kernel; called once, when it is asked for.
-        files: Returns the paths of all that the kernel is made of. Another size or time of one,
-            and it is asked anew.
-        circumstances: Returns what else its version and its ``declines`` go by, besides
-            the problem and tmm's own files: JSON.
+        name: The kernel's name.
+        load: Returns the kernel; called once, on first use.
+        files: Returns the paths of all of the kernel's files. If a size or time changes, the kernel
+            is asked again.
+        circumstances: Returns, as JSON, everything else that its version and ``declines`` depend
+            on, besides the problem and tmm's own files.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""Whether fp32 products may be rounded to TF32, as torch is told."""
+"""Controls torch's setting of whether fp32 products may be rounded to TF32."""
 
 from __future__ import annotations
 
@@ -11,18 +11,18 @@ import torch
 from tmm_core.errors import UnsupportedProblemError
 from tmm_core.spec.problem import Problem
 
-#: Held while the setting is other than the user's: it is the process's, so two that change
-#: it at a time would leave one's in place. A thread that holds it may change it again.
+#: Held while the setting differs from the user's: it is per process, so that of two concurrent
+#: changes one would persist. Reentrant within a thread.
 _changing = threading.RLock()
 
 
 @contextmanager
 def precision(tf32: bool) -> Iterator[None]:
-    """Inside, fp32 products on CUDA may be rounded to TF32, or may not.
+    """A context in which fp32 products on CUDA may, or may not, be rounded to TF32.
 
-    torch keeps this per process, not per thread: other threads see it while it lasts, so that it
-    is for commands, whose process is their own, and never for a call. Where it is as wanted
-    already, nothing is changed and nobody waits.
+    torch keeps this setting per process, not per thread: other threads see the change, so it is for
+    commands with their own process, never for a call. If the setting is already right, nothing is
+    changed or locked.
     """
     matmul = torch.backends.cuda.matmul
     if (matmul.fp32_precision == "tf32") == tf32:
@@ -38,11 +38,11 @@ def precision(tf32: bool) -> Iterator[None]:
 
 
 def require_posed(problem: Problem) -> None:
-    """Refuse to measure ``problem`` under another precision than it was posed under: BLAS
-    multiplies fp32 operands on CUDA by the process's setting, which other threads go by.
+    """Refuse to measure ``problem`` under a precision other than its own: BLAS multiplies fp32
+    operands on CUDA by the process's setting, which other threads use too.
 
     Raises:
-        UnsupportedProblemError: The setting is another.
+        UnsupportedProblemError: The setting differs.
     """
     if problem.a.dtype is not torch.float32 or problem.device.type != "cuda":
         return
@@ -50,7 +50,7 @@ def require_posed(problem: Problem) -> None:
     if (setting == "tf32") != problem.tf32:
         wanted = "tf32" if problem.tf32 else "ieee"
         raise UnsupportedProblemError(
-            f"{problem} was posed for another precision than is set (fp32_precision={setting!r}, "
-            f"of the whole process): set torch.backends.cuda.matmul.fp32_precision = {wanted!r} "
+            f"{problem} needs another precision than is set (fp32_precision={setting!r}, "
+            f"for the whole process): set torch.backends.cuda.matmul.fp32_precision = {wanted!r} "
             f"before, or let `tmm tune` measure it in a process of its own"
         )

@@ -1,4 +1,4 @@
-"""What one call asks, with nothing that does not bear on which kernel is right or fast."""
+"""Describes one call by exactly the properties that decide which kernel is right and fast."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _INT32_MAX = 2**31 - 1
 
 @dataclass(frozen=True, slots=True)
 class Operand:
-    """One matrix, seen by class of stride rather than by stride.
+    """One matrix, described by its stride class rather than its strides.
 
-    ``row``: consecutive elements of a row are adjacent; ``col``: of a column;
-    ``strided``: neither. ``aligned``: base address and leading stride (and batch stride)
-    are multiples of 16 bytes and rows (columns) do not overlap, so TMA can address it.
-    ``wide``: its largest offset does not fit 32 bits.
+    ``row``: consecutive elements of a row are adjacent; ``col``: of a column; ``strided``: neither.
+    ``aligned``: base address and leading stride (and batch stride) are multiples of 16 bytes and
+    rows (columns) do not overlap, so that TMA can address it. ``wide``: its largest offset does not
+    fit in 32 bits.
     """
 
     dtype: torch.dtype
@@ -43,8 +43,8 @@ class Operand:
         rows, cols = t.shape[-2:]
         s_row, s_col = t.stride()[-2:]
         layout: Layout
-        # A dimension of size one has no stride to speak of; a contiguous vector is of the
-        # layout in which it is one row or one column.
+        # A dimension of size one has no meaningful stride; a contiguous vector gets the layout in
+        # which it is one row or one column.
         column = s_row == 1 and cols <= 1 < rows
         if (s_col == 1 or cols <= 1) and not column:
             layout, leading, width, count = "row", s_row, cols, rows
@@ -82,10 +82,10 @@ class Problem:
     """``out[M, N] = epilogue(alpha · (a[M, K] @ b[K, N]) + bias) + residual``.
 
     With a gated epilogue ``b`` is ``[K, 2N]`` and ``bias`` has 2N elements; ``n`` is the
-    width of the output. Where 8-bit operands have scales, the product is multiplied by
-    ``scale_a · scale_b`` as it is by alpha. ``batch`` counts independent products; operands
-    are 3-D where it is more than one and 2-D where it is one. With ``groups`` the products are
-    ragged, and ``batch`` is one; see :class:`Groups` for shapes.
+    width of the output. If 8-bit operands have scales, the product is multiplied by ``scale_a ·
+    scale_b`` as by alpha. ``batch`` counts independent products; operands are 3-D if it is more
+    than one, else 2-D. With ``groups`` the products are ragged and ``batch`` is one; see
+    :class:`Groups` for shapes.
 
     A new field has to be declared in :mod:`tmm_core.spec.supports`.
     """
@@ -102,22 +102,22 @@ class Problem:
     #: dtype of the bias vector, or None.
     bias: torch.dtype | None = None
     residual: Operand | None = None
-    #: alpha is something else than one.
+    #: alpha is not one.
     scaled: bool = False
     #: fp32 operands may be rounded to TF32.
     tf32: bool = False
-    #: Scales of 8-bit operands, fp32 and contiguous: of one element, or of the shapes
-    #: ``[M, 1]`` and ``[1, N]`` (``[1, 2N]`` where gated), a batch in front as a and b have it.
+    #: Scales of 8-bit operands, fp32 and contiguous: one element, or of shapes ``[M, 1]`` and ``[1,
+    #: N]`` (``[1, 2N]`` if gated), with the batch dimension of a and b in front.
     scale_a: ScaleKind | None = None
     scale_b: ScaleKind | None = None
     #: The products of a ragged problem.
     groups: Groups | None = None
-    #: Requirements of the call. They filter candidates; but for batch invariance they are not
+    #: Requirements of the call. They filter candidates; except for batch invariance they are not
     #: part of the record's key, because a record keeps every candidate's timing.
     deterministic: bool = field(default=False)
     batch_invariant: bool = field(default=False)
     capturing: bool = field(default=False)
-    #: What the caller has said (``Settings.static_weights``): it lets configs in that rely on it
+    #: A promise of the caller (``Settings.static_weights``), which allows configs that rely on it
     #: (``Config.assumes``). Not part of the key either.
     static_weights: bool = field(default=False)
 
@@ -135,8 +135,8 @@ class Problem:
         scale_b: torch.Tensor | None = None,
         **fields: Any,
     ) -> Problem:
-        """The problem these tensors pose. They are taken to fit together: 2-D or 3-D
-        operands, ``residual`` of the shape of ``out``. ``out`` may be a meta tensor."""
+        """The problem of these tensors, which must already match: 2-D or 3-D operands, ``residual``
+        with the shape of ``out``. ``out`` may be a meta tensor."""
         return cls(
             m=out.shape[-2],
             n=out.shape[-1],
@@ -159,8 +159,8 @@ class Problem:
 
     @property
     def along(self) -> Literal["m", "n", "k"]:
-        """The dimension whose size differs from call to call: records answer for a range of
-        it. That of the rows, or the ragged one."""
+        """The dimension whose size varies between calls, so that a record covers a range of it: the
+        rows, or the ragged dimension."""
         return self.groups.ragged if self.groups else "m"
 
     @property
@@ -169,13 +169,13 @@ class Problem:
         return {"m": self.m, "n": self.n, "k": self.k}[self.along]
 
     def at(self, extent: int) -> Problem:
-        """The same with another size of that dimension."""
+        """The same problem with another size of that dimension."""
         change: dict[str, Any] = {self.along: extent}
         return replace(self, **change)
 
     @property
     def a_shape(self) -> tuple[int, ...]:
-        """The shape of ``a``; where its rows are gathered, that of the rows gathered."""
+        """The shape of ``a``; if rows are gathered, after gathering."""
         return (*self._stack("n"), self.m, self.k)
 
     @property
@@ -189,20 +189,20 @@ class Problem:
 
     @property
     def bias_shape(self) -> tuple[int, ...]:
-        """A vector, or one for each group."""
+        """A vector, or one per group."""
         width = self.n * (2 if self.gated else 1)
         return (self.groups.count, width) if self.groups else (width,)
 
     def _stack(self, ragged: str) -> tuple[int, ...]:
-        """What is before the last two dimensions of the operand that has no ragged dimension
-        where it is ``ragged`` that is."""
+        """The leading dimensions of the operand that has no ragged dimension if the products are
+        ragged along ``ragged``."""
         if self.groups is not None:
             return (self.groups.count,) if self.groups.ragged == ragged else ()
         return (self.batch,) if self.batch > 1 else ()
 
     @property
     def plain(self) -> bool:
-        """Nothing but the product: no epilogue, bias, residual, alpha or scales."""
+        """Whether it is only a product: no epilogue, bias, residual, alpha or scales."""
         return (
             self.epilogue.is_identity
             and self.bias is None
@@ -213,17 +213,18 @@ class Problem:
 
     @property
     def format(self) -> Format | None:
-        """The format of both operands, of one storage dtype or two; None: plain numbers."""
+        """The common format of both operands, whose storage dtypes may differ; None: plain
+        numbers."""
         return formats.of_pair(self.a.dtype, self.b.dtype)
 
     @property
     def fp8(self) -> bool:
-        """Both operands are 8-bit floats, alike or not."""
+        """Whether both operands are 8-bit floats, of the same kind or not."""
         return self.format is not None and self.format.name == "fp8"
 
     @property
     def has_scales(self) -> bool:
-        """Launchers are given ``scale_a`` and ``scale_b``."""
+        """Whether launchers take ``scale_a`` and ``scale_b``."""
         return self.scale_a is not None or self.scale_b is not None
 
     @property
@@ -233,9 +234,9 @@ class Problem:
 
     @property
     def bytes(self) -> int:
-        """Least traffic to memory: each operand read once, the output written once."""
+        """Minimum memory traffic: each operand read once, the output written once."""
         b_width = self.n * (2 if self.gated else 1)
-        # What has no ragged dimension is there once for each group.
+        # Tensors without a ragged dimension exist once per group.
         count, ragged = (self.groups.count, self.groups.ragged) if self.groups else (1, "")
         elements = (
             (self.m * self.k * (count if ragged == "n" else 1), self.a.dtype),
@@ -246,9 +247,9 @@ class Problem:
         return self.batch * sum(n * d.itemsize for n, d in elements if d is not None)
 
     def to_json(self) -> dict[str, Any]:
-        """The record's readable key: all that bears on speed, less device and requirements.
+        """The record's readable key: everything that affects speed, except device and requirements.
 
-        Scales are named where there are any: records were kept before there were scales.
+        Scales are included only if present, since records are older than scales.
         """
         scales = {"scale_a": self.scale_a, "scale_b": self.scale_b}
         return {
@@ -266,7 +267,7 @@ class Problem:
             "tf32": self.tf32,
             **{name: kind for name, kind in scales.items() if kind is not None},
             **({"groups": self.groups.to_json()} if self.groups else {}),
-            # Other configs are tried for that mode, and BLAS's rivals are fewer.
+            # That mode tries other configs and fewer kernels.
             **({"batch_invariant": True} if self.batch_invariant else {}),
         }
 
@@ -277,7 +278,7 @@ class Problem:
         """The problem a record or a misses file describes, on ``device``.
 
         Raises:
-            KeyError, TypeError, ValueError: The document is not such a description.
+            KeyError, TypeError, ValueError: The document does not describe a problem.
         """
         residual = doc["residual"]
         return cls(
@@ -301,7 +302,7 @@ class Problem:
         )
 
     def family(self) -> Problem:
-        """This problem without its sizes: what must be equal for a neighbour to count."""
+        """This problem without its sizes, which must be equal for neighbours."""
         return replace(
             self,
             m=0,
@@ -338,7 +339,7 @@ class Problem:
 
 
 def scale_kind(scale: torch.Tensor | None) -> ScaleKind | None:
-    """One element is one number for all, also where there is one row only."""
+    """The kind of a scale: one element counts as per-tensor, even for a single row."""
     if scale is None:
         return None
     return "tensor" if scale.numel() == 1 else "row"

@@ -1,7 +1,7 @@
-"""What a kernel declares that it serves, and the reasons against every other problem.
+"""A kernel's declaration of the problems it serves, and the reasons against all others.
 
-Closed by default: what a kernel does not declare it is not asked for, and a field that a problem
-gains is refused by every kernel until :data:`_QUESTIONS` says who answers for it.
+Closed by default: a kernel is not asked for anything undeclared, and every kernel refuses a new
+field of problems until :data:`_QUESTIONS` names the part of the declaration that covers it.
 """
 
 from __future__ import annotations
@@ -45,36 +45,36 @@ Dtypes = Collection[torch.dtype]
 
 @dataclass(frozen=True, kw_only=True)
 class Supports:
-    """What a kernel serves. Each field admits more; left out, it admits the least.
+    """The problems that a kernel serves. Each field admits more; defaults admit the least.
 
     Args:
         devices: ``"cuda"`` (NVIDIA), ``"hip"`` (AMD), ``"cpu"``, ``"interpreter"`` (Triton's, on
-            the CPU), or a type of torch's.
-        capability: The least compute capability, of NVIDIA's GPUs.
-        below: The first capability that is too new.
-        operands: Dtypes of a and b, which are of one dtype.
-        formats: Formats of a and b that are no plain dtype: ``"fp8"``.
+            the CPU), or a torch device type.
+        capability: The minimum compute capability of NVIDIA GPUs.
+        below: The first compute capability that is too new.
+        operands: Dtypes of a and b, which share one dtype.
+        formats: Formats of a and b that are not plain dtypes: ``"fp8"``.
         scales: Kinds of scales that such operands may have: ``"tensor"``, ``"row"``.
         out: Dtypes of the result.
         bias: Dtypes of a bias; none: no bias.
         residual: Dtypes of a residual; none: no residual.
-        layouts: Classes of stride by ``"a"``, ``"b"``, ``"out"`` and ``"residual"``; row-major
-            only for what is not named.
-        unaligned: Which of these need not start, and have their rows start, on 16 bytes.
+        layouts: Stride classes of ``"a"``, ``"b"``, ``"out"`` and ``"residual"``; only row-major
+            for those not named.
+        unaligned: Which of these need not have their base and rows aligned to 16 bytes.
         wide: Offsets beyond 32 bits.
-        batch: The most products in a batch; None: any number.
-        empty: Dimensions of 0.
-        alpha: A factor besides 1.
+        batch: Maximum number of products in a batch; None: any number.
+        empty: Dimensions of size 0.
+        alpha: A factor other than 1.
         gated: Gated epilogues, which take two halves of the product.
         unfused: Epilogues without a device function, by their reference.
         outputs: Kinds of an epilogue's outputs (:class:`~tmm_core.Port`).
         reduces: By what these may be reduced: ``"max"``, ``"sum"``.
         ragged: Dimensions along which groups may differ (:class:`~tmm_core.Groups`).
-        indexed: Rows of ragged products that are gathered, scattered or weighed.
-        zeroed: Making zero what is beyond the last group.
+        indexed: Gathering, scattering or weighting rows of ragged products.
+        zeroed: Zeroing everything beyond the last group.
 
     Raises:
-        TypeError: A string where a collection of names is wanted.
+        TypeError: A string is given instead of a collection of names.
     """
 
     devices: Collection[str] = ("cuda",)
@@ -111,17 +111,16 @@ class Supports:
 
     @classmethod
     def everything(cls) -> Supports:
-        """All problems that there are: for a kernel whose ``declines`` says all there is to say."""
+        """Admit all problems, for a kernel whose ``declines`` gives all reasons."""
         everything: dict[str, Any] = dict.fromkeys(_COLLECTIONS, ANY)
         everything |= dict.fromkeys(_FLAGS, True)
         return cls(**everything, layouts=dict.fromkeys(MATRICES, ANY), batch=None)
 
     def reasons_against(self, problem: Problem) -> list[str]:
-        """Why a kernel that declares this cannot serve ``problem``; empty: nothing it declares is
-        against it.
+        """Why a kernel with this declaration cannot serve ``problem``; empty if it admits it.
 
         Raises:
-            UnsupportedProblemError: ``problem`` has a field that no kernel can answer for.
+            UnsupportedProblemError: ``problem`` has a field that kernels cannot declare.
         """
         parts = (problem, problem.a, problem.b, problem.out, problem.epilogue, problem.groups,
                  *problem.epilogue.outputs)  # fmt: skip
@@ -171,7 +170,7 @@ def _numbers(supports: Supports, problem: Problem) -> Iterator[str]:
         if problem.format.name not in supports.formats:
             yield f"does not multiply {problem.format.name} operands, {a} and {b}"
     elif a.itemsize == 1 and a.is_floating_point:
-        yield f"{a} and {b} operands are of no format that is installed"
+        yield f"{a} and {b} operands have no installed format"
     elif a not in supports.operands:
         names = [_named(supports.operands), *supports.formats]
         yield f"{a} operands are not among {', '.join(names)}"
@@ -197,7 +196,7 @@ def _residual(supports: Supports, problem: Problem) -> Iterator[str]:
 
 
 def _matrices(supports: Supports, problem: Problem) -> Iterator[str]:
-    """Layout, alignment and reach of each matrix."""
+    """Layout, alignment and offset range of each matrix."""
     for name in MATRICES:
         matrix: Operand | None = getattr(problem, name)
         if matrix is None:
@@ -245,7 +244,7 @@ def _outputs(supports: Supports, problem: Problem) -> Iterator[str]:
 
 def _alpha(supports: Supports, problem: Problem) -> Iterator[str]:
     if problem.scaled and not supports.alpha:
-        yield "multiplies by no alpha"
+        yield "does not support alpha"
 
 
 def _groups(supports: Supports, problem: Problem) -> Iterator[str]:
@@ -256,7 +255,7 @@ def _groups(supports: Supports, problem: Problem) -> Iterator[str]:
         if len(groups.given) > 1 and not supports.indexed:
             yield f"takes no {' or '.join(groups.given[1:])}"
         if groups.zeroed and not supports.zeroed:
-            yield "does not make zero what is beyond the last group"
+            yield "does not zero the result beyond the last group"
 
 
 def _dtype(what: str, dtype: torch.dtype, allowed: Dtypes) -> Iterator[str]:
@@ -270,8 +269,8 @@ def _named(dtypes: Dtypes) -> str:
 
 Question = Callable[[Supports, Problem], Iterator[str]]
 
-#: Who answers for each field of a problem and of its parts: a question put to :class:`Supports`,
-#: or None where no kernel is asked, with the reason.
+#: For each field of a problem and of its parts, the check against :class:`Supports`, or None with
+#: the reason why no kernel is asked.
 _QUESTIONS: dict[type, dict[str, Question | None]] = {
     Problem: {
         **dict.fromkeys(("m", "n", "k", "batch"), _sizes),
@@ -283,13 +282,13 @@ _QUESTIONS: dict[type, dict[str, Question | None]] = {
         "bias": _bias,
         "residual": _residual,
         "scaled": _alpha,
-        "tf32": None,  # allows rounding and does not demand it
+        "tf32": None,  # allows rounding but does not require it
         "scale_a": _numbers,
         "scale_b": _numbers,
         "groups": _groups,
-        # Held against Traits by the registry.
+        # Checked against Traits by the registry.
         **dict.fromkeys(("deterministic", "batch_invariant", "capturing"), None),
-        "static_weights": None,  # held against Config.assumes
+        "static_weights": None,  # checked against Config.assumes
     },
     Operand: {
         "dtype": _numbers,
@@ -320,6 +319,6 @@ def _refuse_undeclared(kind: type) -> None:
     for each in fields(kind):
         if each.name not in known:
             raise UnsupportedProblemError(
-                f"{kind.__name__} has a field {each.name!r} that no kernel declares: say in "
-                "tmm_core/spec/supports.py which part of Supports answers for it"
+                f"{kind.__name__} has a field {each.name!r} that no kernel can declare: name in "
+                "tmm_core/spec/supports.py the part of Supports that covers it"
             )

@@ -1,7 +1,7 @@
-"""For authors of kernels: a conformance suite, and what helps while a kernel is still wrong.
+"""Tools for authors of kernels: a conformance suite and debugging helpers.
 
-Nothing is imported before it is asked for: the suite needs pytest and the device functions
-need Triton, which a module that only checks its tensors must not have to install.
+Everything is imported lazily: the suite needs pytest and the device functions need Triton, which
+a module that only checks its tensors must not have to install.
 """
 
 from __future__ import annotations

@@ -1,13 +1,12 @@
-"""Does a kernel do what it says? One class, subclassed in five lines::
+"""Checks that a kernel does what it declares. Subclass it in five lines::
 
     from tmm_core.testing import KernelConformance
 
     class TestMine(KernelConformance):
         kernel = MyKernel()
 
-A kernel answers for what it does not decline: a problem that it has reasons against is
-skipped with those reasons, everything else has to be right, and what its traits claim is
-put to the test.
+A kernel must be correct on every problem that it does not decline: declined problems are skipped
+with the kernel's reasons, and the claims of its traits are tested.
 """
 
 from __future__ import annotations
@@ -39,25 +38,25 @@ from tmm_core.triton.interpreted import REMEDY
 #: Launches that must agree bit for bit.
 REPEATS = {"cuda": 12, "cpu": 2}
 
-#: GPU cycles to sleep, some 50 ms: long past what a host needs to launch a kernel.
+#: GPU cycles to sleep, some 50 ms: much longer than a host takes to launch a kernel.
 LONG = 100_000_000
 
 
 class KernelConformance(RaggedQuestions):
-    """Holds ``kernel`` to the spec of :mod:`tmm_core.spec.kernel`, against an fp64 reference.
+    """Checks ``kernel`` against the spec in :mod:`tmm_core.spec.kernel` and an fp64 reference.
 
     ``test_NAME(probe)`` is run with each probe of ``probes_of_NAME()``, and ``test_ragged(ragged)``
     with each problem of ``ragged_problems()``; a subclass may add to them.
 
     Attributes:
         kernel: The kernel, an instance.
-        device: ``"cuda"`` or ``"cpu"``; by default a GPU where there is one and Triton is
-            not asked to interpret.
-        dtypes: Operand dtypes to try. The first is used where the dtype is not the point.
-        sizes: ``(M, N, K)`` to try in every dtype; by default some ten, of the device.
-        size: Used where the size is not the point; by default (304, 208, 144) on a GPU and
-            (48, 80, 112) elsewhere. Multiples of 16 keep operands aligned, should the
-            kernel need it.
+        device: ``"cuda"`` or ``"cpu"``; by default a GPU if there is one and Triton's interpreter
+            is not enabled.
+        dtypes: Operand dtypes to try. Tests of other properties use the first.
+        sizes: ``(M, N, K)`` to try in every dtype; by default some ten, depending on the device.
+        size: For tests of other properties; by default (304, 208, 144) on a GPU and
+            (48, 80, 112) elsewhere. Multiples of 16 keep operands aligned, if the kernel needs
+            it.
         epilogues: As ``matmul(epilogue=…)`` takes them.
         max_configs: Configs to try of one problem's search space; by default 64 on a GPU
             and 8 elsewhere, spread evenly over it.
@@ -83,11 +82,11 @@ class KernelConformance(RaggedQuestions):
         registry = Registry()
         registry.register(Plugin())
         registered = registry.kernel(kernel.name)
-        # The registry's own holds the plugin's, to check what it answers.
+        # The registry wraps the plugin's kernel, to check its answers.
         assert getattr(registered, "kernel", registered) is kernel
 
     def test_version_is_stable(self) -> None:
-        """Two computations of it agree: a record made by one rank has to serve another."""
+        """Two computations of the version agree: one rank's record has to serve another."""
         again = copy.copy(self.kernel)
         again.__dict__.pop("version", None)
         assert isinstance(self.kernel.version, str)
@@ -95,7 +94,7 @@ class KernelConformance(RaggedQuestions):
         assert again.version == self.kernel.version, "its version changes by itself"
 
     def test_serves_something(self) -> None:
-        """Declining is allowed; declining everything tests nothing."""
+        """The kernel serves at least one problem; otherwise nothing would be tested."""
         reasons: collections.Counter[str] = collections.Counter()
         for probe in (*self.probes_of_sizes(), *self.probes_of_layouts(), *self.probes_of_terms()):
             against = self.kernel.reasons_against(probe.pose(self._device()).problem)
@@ -107,18 +106,18 @@ class KernelConformance(RaggedQuestions):
         said = "; ".join(reason for reason, _ in reasons.most_common(5))
         pytest.fail(
             f"{self.kernel.name} declines every problem of the suite on {self._device()}: {said}. "
-            "Set sizes, size and dtypes to what it is for."
+            "Set sizes, size and dtypes to problems that it serves."
         )
 
     def test_reasons_are_strings_and_never_raise(self) -> None:
-        """Also for what nobody would ask: any dtype, size, device and epilogue."""
+        """Even for unrealistic problems: any dtype, size, device and epilogue."""
         for problem in odd_problems(fingerprint(self._device())):
             try:
                 reasons = self.kernel.reasons_against(problem)
                 again = self.kernel.reasons_against(problem)
             except Exception as error:
                 pytest.fail(f"reasons_against raised {error!r} for {problem!r}")
-            assert isinstance(reasons, list), f"{reasons!r} is no list, for {problem!r}"
+            assert isinstance(reasons, list), f"{reasons!r} is not a list, for {problem!r}"
             assert all(isinstance(r, str) and r for r in reasons), f"{reasons!r} for {problem!r}"
             assert again == reasons, f"two answers for {problem!r}: {reasons}, then {again}"
 
@@ -136,7 +135,7 @@ class KernelConformance(RaggedQuestions):
         self._hold(probe)
 
     def test_layouts(self, probe: Probe) -> None:
-        """Any strides of operands and output, unaligned, broadcast and overlapping too."""
+        """Any strides of operands and output, including unaligned, broadcast and overlapping."""
         self._hold(probe)
 
     def test_dtypes(self, probe: Probe) -> None:
@@ -150,18 +149,18 @@ class KernelConformance(RaggedQuestions):
         self._hold(probe)
 
     def test_scales(self, probe: Probe) -> None:
-        """8-bit floats with and without scales, for kernels that take them."""
+        """8-bit floats with and without scales, for kernels that accept them."""
         self._hold(probe)
 
     def test_batches(self, probe: Probe) -> None:
         self._hold(probe)
 
     def test_empties(self, probe: Probe) -> None:
-        """Nothing to compute, or nothing to sum: zero goes through bias and epilogue."""
+        """Empty results and empty sums: zero goes through bias and epilogue."""
         self._hold(probe)
 
     def test_allocation(self, probe: Probe) -> None:
-        """Without ``out=`` the launcher makes a contiguous tensor, another one each time."""
+        """Without ``out=`` the launcher allocates a contiguous tensor, a new one each time."""
         posed = self._posed(probe, allocating=True)
         launcher = self._bind(posed.allocating)
         one, two = posed.launch(launcher, None), posed.launch(launcher, None)
@@ -187,23 +186,23 @@ class KernelConformance(RaggedQuestions):
         self._hold_verified(problem, self._configs(problem), brief=True)
 
     def test_ragged(self, ragged: Problem) -> None:
-        """Groups along a dimension, for kernels that take them: of like sizes and of others, with
-        and without ``out``, and over again."""
+        """Groups along a dimension, for kernels that accept them: of equal and different sizes,
+        with and without ``out``, and repeatedly."""
         self._decline(ragged)
         self._hold_verified(ragged, [self.kernel.default_config(ragged)])
 
     # -- its configs -------------------------------------------------------------------
 
     def test_configs(self) -> None:
-        """Each of the search space is right."""
+        """Every config of the search space is correct."""
         self._hold_configs(self._first_served(self.demanding()))
 
     def test_configs_of_scales(self) -> None:
-        """And of that of 8-bit operands, for kernels that take them."""
+        """Every config for 8-bit operands is correct, for kernels that accept them."""
         self._hold_configs(self._first_served(self.demanding_scales()))
 
     def test_configs_of_ragged(self) -> None:
-        """And of those of ragged products, along each dimension."""
+        """Every config for ragged products is correct, along each dimension."""
         served = [p for p in self.demanding_ragged() if not self.kernel.reasons_against(p)]
         if not served:
             self._decline(self.demanding_ragged()[0])
@@ -218,14 +217,14 @@ class KernelConformance(RaggedQuestions):
         self._blame(posed, problem, wrong)
 
     def test_configs_are_well_formed(self) -> None:
-        """Hashable, equal to what they were before a trip through JSON, which is how a record
-        keeps them, and closed to fields they do not have."""
+        """Configs are hashable, equal after a round trip through JSON, which is how records store
+        them, and reject unknown fields."""
         problem = self._first_served(self.demanding()).problem
         kernel = self.kernel
         default = kernel.default_config(problem)
         assert default == kernel.default_config(problem), "two calls, two default configs"
         for config in (default, *self._configs(problem)):
-            assert type(config) is kernel.config_type, f"{config!r} is no {kernel.config_type}"
+            assert type(config) is kernel.config_type, f"{config!r} is not a {kernel.config_type}"
             assert hash(config) == hash(copy.copy(config))
             document = config.to_json()
             read = kernel.config_type.from_json(json.loads(json.dumps(document)))
@@ -234,13 +233,13 @@ class KernelConformance(RaggedQuestions):
                 kernel.config_type.from_json({**document, "no_such_field": 1})
 
     def test_estimates(self) -> None:
-        """Time and scratch memory are positive numbers, or not known and none."""
+        """Time is a positive number or unknown; scratch memory is not negative."""
         problem = self._first_served(self.demanding()).problem
         for config in (self.kernel.default_config(problem), *self._configs(problem)):
             time = self.kernel.estimate_us(problem, config)
             assert time is None or (math.isfinite(time) and time > 0), f"{config}: {time} µs"
             scratch = self.kernel.workspace_bytes(problem, config)
-            assert type(scratch) is int, f"{config}: {scratch!r} is no whole number of bytes"
+            assert type(scratch) is int, f"{config}: {scratch!r} is not a whole number of bytes"
             assert scratch >= 0, f"{config}: {scratch} bytes"
             assert scratch == 0 or self.kernel.traits.needs_workspace, (
                 f"{config} has {scratch} bytes of workspace, its traits say needs_workspace=False"
@@ -249,7 +248,7 @@ class KernelConformance(RaggedQuestions):
     # -- what its traits claim ---------------------------------------------------------
 
     def test_deterministic(self) -> None:
-        """The same bits, run after run, of each config."""
+        """Every config gives the same bits, run after run."""
         if not self.kernel.traits.deterministic:
             pytest.skip("claims no determinism")
         posed = self._first_served(self.fine_grained())
@@ -266,7 +265,7 @@ class KernelConformance(RaggedQuestions):
                 )
 
     def test_arithmetic(self) -> None:
-        """Configs that are said to share an arithmetic give the same bits."""
+        """Configs that declare the same arithmetic give the same bits."""
         if not self.kernel.traits.batch_invariant:
             pytest.skip("claims no batch invariance")
         posed = self._first_served(self.fine_grained())
@@ -288,19 +287,19 @@ class KernelConformance(RaggedQuestions):
             pytest.skip("no two configs share an arithmetic")
 
     def _invariant_configs(self, problem: Problem) -> list[Config]:
-        """The guess, and what is proposed, as far as it is for batch-invariant mode."""
+        """The default and the proposed configs that may serve batch-invariant mode."""
         configs = [self.kernel.default_config(problem), *self._configs(problem)]
         return [c for c in configs if self.kernel.arithmetic(problem, c) is not None]
 
     def test_batch_invariant(self) -> None:
-        """Of one config, the bits of a row do not depend on how many rows there are."""
+        """With one config, the bits of a row do not depend on the number of rows."""
         if not self.kernel.traits.batch_invariant:
             pytest.skip("claims no batch invariance")
         posed = self._first_served(self.fine_grained())
         whole, m = posed.problem, posed.probe.m
         rows = [(0, 1), (0, 2), (0, 17), (0, m - 1)]
         if self._device().type == "cuda":
-            # What interprets tl.dot on a CPU rounds a row by where in the tile it is.
+            # On a CPU, interpreted tl.dot rounds a row depending on its position in the tile.
             rows += [(m - 1, m), (m // 2, m)]
         configs = self._invariant_configs(whole)[:3]
         compared = False
@@ -325,8 +324,8 @@ class KernelConformance(RaggedQuestions):
     # -- launchers ---------------------------------------------------------------------
 
     def test_other_operands(self, probe: Probe) -> None:
-        """One launcher serves all operands of its problem, whose addresses and leading
-        strides differ."""
+        """One launcher serves all operands of its problem, with any addresses and leading
+        strides."""
         first, second = (replace(probe, spread=spread).pose(self._device()) for spread in (1, 2))
         assert first.problem == second.problem
         self._decline(first.problem)
@@ -344,7 +343,7 @@ class KernelConformance(RaggedQuestions):
             self._blame(posed, posed.problem, posed.faults(launcher, self.slack))
 
     def test_launchers_share_nothing(self) -> None:
-        """Two launchers of one problem, called in turn."""
+        """Two launchers of one problem, called in turn, do not disturb each other."""
         first = self._posed(self._probe())
         second = replace(self._probe(), spread=2).pose(self._device())
         one, two = self._bind(first.problem), self._bind(first.problem)
@@ -352,11 +351,11 @@ class KernelConformance(RaggedQuestions):
             self._blame(posed, posed.problem, posed.faults(launcher, self.slack))
 
     def test_current_stream(self) -> None:
-        """It launches behind what the current stream has queued, and waits for nothing."""
+        """It launches on the current stream, behind its queued work, and does not synchronise."""
         posed = self._posed_on_gpu()
         launcher = self._bind(posed.problem)
         a, out = posed.inputs.a, posed.out.tensor
-        posed.launch(launcher, out)  # loads what is loaded at the first launch
+        posed.launch(launcher, out)  # the first launch loads modules
         values = a.clone()
         a.fill_(math.nan)
         torch.cuda.synchronize()
@@ -371,8 +370,8 @@ class KernelConformance(RaggedQuestions):
         self._blame(posed, posed.problem, list(posed.differences(out, self.slack)))
 
     def test_graph_capture(self) -> None:
-        """Bound, it can be captured without a launch before, and the graph replays on what
-        its operands then hold."""
+        """Once bound, it can be captured without a prior launch, and the graph replays on the
+        operands' current values."""
         if not self.kernel.traits.capture_safe:
             pytest.skip("claims no safety under graph capture")
         posed = self._posed_on_gpu()
@@ -389,10 +388,10 @@ class KernelConformance(RaggedQuestions):
             for result in (posed.out.tensor, made):
                 self._blame(posed, posed.problem, list(posed.differences(result, self.slack)))
 
-    # -- how it is asked ---------------------------------------------------------------
+    # -- machinery ---------------------------------------------------------------------
 
     def pytest_generate_tests(self, metafunc: pytest.Metafunc) -> None:
-        """Hand each test its probes; they depend on the subclass's attributes."""
+        """Parametrise each test with its probes, which depend on the subclass's attributes."""
         if "probe" in metafunc.fixturenames:
             name = metafunc.function.__name__.removeprefix("test_")
             probes = list(getattr(self, f"probes_of_{name}")())
@@ -405,8 +404,8 @@ class KernelConformance(RaggedQuestions):
 
     @pytest.fixture(autouse=True)
     def _compiled_ahead(self, request: pytest.FixtureRequest) -> None:
-        """On a GPU, compile for all of this class's probes at once, on all cores: one by one
-        a hundred kernels take minutes. What fails will fail again where it is asked."""
+        """On a GPU, compile for all of this class's probes at once, on all cores: one by one,
+        a hundred kernels take minutes. Failures are raised again by the tests themselves."""
         cls = type(self)
         if "_compiled" in vars(cls) or self._device().type != "cuda":
             return
@@ -430,7 +429,7 @@ class KernelConformance(RaggedQuestions):
             pytest.skip("; ".join(reasons))
 
     def _posed(self, probe: Probe, allocating: bool = False) -> Posed:
-        """The probe's tensors; skips where the kernel declines the problem."""
+        """The probe's tensors; skips the test if the kernel declines the problem."""
         posed = probe.pose(self._device())
         self._decline(posed.allocating if allocating else posed.problem)
         return posed
@@ -444,7 +443,7 @@ class KernelConformance(RaggedQuestions):
         return self.kernel.bind(problem, self.kernel.default_config(problem))
 
     def _bound(self, problem: Problem, configs: Sequence[Config]) -> list[tuple[Config, Launcher]]:
-        """Launchers of different configs, compiled at once on all cores."""
+        """Launchers of different configs, compiled in parallel on all cores."""
         configs = list(dict.fromkeys(configs))
         with futures.ThreadPoolExecutor() as pool:
             launchers = pool.map(lambda config: self.kernel.bind(problem, config), configs)
@@ -477,7 +476,7 @@ class KernelConformance(RaggedQuestions):
             pytest.fail("\n".join([what, *wrong]), pytrace=False)
 
     def _first_served(self, probes: Sequence[Probe]) -> Posed:
-        """The first of these that the kernel does not decline."""
+        """The first of these probes that the kernel does not decline."""
         reasons: list[str] = []
         for probe in probes:
             posed = probe.pose(self._device())

@@ -1,4 +1,4 @@
-"""Look into some programs of a kernel's grid, and not into all of them.
+"""Print from or stop in selected programs of a kernel's grid.
 
     from tmm_core.testing import breakpoint_if, print_if
 
@@ -9,8 +9,8 @@
         breakpoint_if("0,*,!=2")          # under TRITON_INTERPRET=1 only
 
 A condition has up to three comma-separated terms, for ``program_id(0)``, ``(1)`` and ``(2)``:
-a number that the id is to equal, a comparison (``=3``, ``!=3``, ``<3``, ``<=3``, ``>3``,
-``>=3``) or ``*`` for any. Axes without a term are not constrained: ``""`` is every program.
+a number that the ID must equal, a comparison (``=3``, ``!=3``, ``<3``, ``<=3``, ``>3``,
+``>=3``) or ``*`` for any. Axes without a term are unconstrained: ``""`` selects every program.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ import triton.language as tl
 from tmm_core.spec.device import interpreting
 
 
-# Without a regular expression: Triton hashes what compile-time functions refer to, and takes
-# no function of another module.
+# No regular expression: Triton hashes everything that compile-time functions refer to, and
+# rejects functions of other modules.
 @triton.constexpr_function
 def parse_condition(text):
-    """The comparison and the number for each of the three axes; ``*`` reads ``(">=", 0)``.
+    """The comparison and the number for each of the three axes; ``*`` becomes ``(">=", 0)``.
 
     >>> parse_condition("0, >1")
     (('=', 0), ('>', 1), ('>=', 0))
 
     Raises:
-        ValueError: The text is no such condition; the message quotes the term at fault.
+        ValueError: The text is not a condition; the message quotes the invalid term.
     """
     terms = text.split(",") if text.strip() else []
     if len(terms) > 3:
@@ -91,14 +91,14 @@ def _holds_on(condition: tl.constexpr, AXIS: tl.constexpr):
 
 @triton.jit
 def holds(condition: tl.constexpr):
-    """Whether this program is one of those that ``condition`` names; a scalar."""
+    """Whether ``condition`` selects this program; a scalar."""
     return _holds_on(condition, 0) & _holds_on(condition, 1) & _holds_on(condition, 2)
 
 
 @triton.jit
 def _print(text: tl.constexpr, x):
     if x is not None:
-        # The interpreter keeps bf16 as 16-bit integers and would print those.
+        # The interpreter stores bf16 as 16-bit integers and would print those.
         if hasattr(x, "dtype") and x.dtype == tl.bfloat16:
             x = x.to(tl.float32)
         tl.device_print(text, x)
@@ -107,8 +107,8 @@ def _print(text: tl.constexpr, x):
 @triton.jit
 def print_if(text: tl.constexpr, condition: tl.constexpr, x0, x1=None, x2=None, x3=None):
     """Print up to four scalars or blocks after ``text``, in the programs that ``condition``
-    names. Interpreted, a block is printed whole; compiled, element by element, through the
-    GPU's buffer (see ``tl.device_print``).
+    selects. The interpreter prints a block whole; compiled kernels print it element by element,
+    through the GPU's buffer (see ``tl.device_print``).
 
     Raises:
         ValueError: The condition does not parse (wrapped in Triton's own error).
@@ -123,8 +123,8 @@ def print_if(text: tl.constexpr, condition: tl.constexpr, x0, x1=None, x2=None, 
 if interpreting():
 
     def breakpoint_if(condition):
-        """Stop in Python's debugger, at the line of the kernel that follows, in the programs
-        that ``condition`` names.
+        """Stop in Python's debugger at the next line of the kernel, in the programs that
+        ``condition`` selects.
 
         Raises:
             ValueError: The condition does not parse (wrapped in Triton's own error).
@@ -136,13 +136,13 @@ else:
 
     @triton.jit
     def breakpoint_if(condition: tl.constexpr):
-        """Stop in Python's debugger; a compile error where kernels are not interpreted."""
+        """Stop in Python's debugger; a compile error unless kernels are interpreted."""
         tl.static_assert(False, "breakpoint_if needs Triton's interpreter: set TRITON_INTERPRET=1")
 
 
 def _stop(frame: FrameType) -> None:
     if sys.breakpointhook is sys.__breakpointhook__:
-        # Not breakpoint(), which would stop in here, two frames below the kernel.
+        # Not breakpoint(), which would stop here, two frames below the kernel.
         pdb.Pdb().set_trace(frame)
     else:
         sys.breakpointhook()

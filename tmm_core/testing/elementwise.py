@@ -1,4 +1,4 @@
-"""One device function on numbers of one's choice, without a product around it."""
+"""Evaluates a device function on given numbers, without a product."""
 
 from __future__ import annotations
 
@@ -43,8 +43,8 @@ def _evaluate(
 def evaluate(
     function: Any, operands: tuple[torch.Tensor, ...], *, pair: bool = False
 ) -> tuple[torch.Tensor, ...]:
-    """``function``, as :func:`tmm_core.triton.device_function` returns it, of fp32 tensors of one
-    shape: of z, or of gate and up; ``pair``: of these it returns two values."""
+    """Apply ``function``, as :func:`tmm_core.triton.device_function` returns it, to fp32 tensors of
+    one shape: z, or gate and up. ``pair``: it returns two values."""
     z, up = operands[0].contiguous(), operands[-1].contiguous()
     y, second = torch.empty_like(z), torch.empty_like(z)
     types = {"z_ptr": "*fp32", "up_ptr": "*fp32", "y_ptr": "*fp32", "second_ptr": "*fp32"}

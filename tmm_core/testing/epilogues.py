@@ -1,13 +1,12 @@
-"""Is an epilogue one function in all its forms? One class, subclassed in three lines::
+"""Checks that all forms of an epilogue are the same function. Subclass it in three lines::
 
     from tmm_core.testing import EpilogueConformance
 
     class TestMine(EpilogueConformance):
         epilogue = MINE
 
-Everything is held to the reference in fp64: the derivatives to torch's, the device functions on a
-GPU or, with ``TRITON_INTERPRET=1``, in Triton's interpreter, with the default parameters and with
-others.
+Every form is compared with the reference in fp64, with default and other parameters: derivatives
+with torch's; device functions on a GPU or, with ``TRITON_INTERPRET=1``, in Triton's interpreter.
 """
 
 from __future__ import annotations
@@ -30,16 +29,16 @@ from tmm_core.testing.questions import Questions
 
 Tensor = torch.Tensor
 
-#: What training asks of: every decade, both signs, and none that is a kink by chance.
+#: Test points for training: every decade, both signs, and none likely to be a kink.
 _STEPS = (1e-3, 0.013, 0.11, 0.4, 0.9, 1.7, 3.1, 6.3, 11.7, 19.1, 37.3)
 
 
 class EpilogueConformance:
-    """Holds ``epilogue`` to :class:`tmm_core.Epilogue`'s description.
+    """Checks ``epilogue`` against the specification in :class:`tmm_core.Epilogue`.
 
     Attributes:
         epilogue: An :class:`tmm_core.Epilogue`.
-        points: Where it is looked at; by default from -37.3 to 37.3.
+        points: Where it is evaluated; by default from -37.3 to 37.3.
         slack: Factor on fp32's tolerance, for the device functions.
         device: As in :class:`tmm_core.testing.KernelConformance`.
     """
@@ -50,7 +49,7 @@ class EpilogueConformance:
     device: ClassVar[str | None] = None
 
     def test_it_goes_by_its_name(self) -> None:
-        """A plugin's registers it; then its name, its parameters and its key all find it."""
+        """A plugin can register it; its name, its parameters and its key then all find it."""
         epilogue = self.epilogue
 
         class Plugin:
@@ -68,7 +67,7 @@ class EpilogueConformance:
         assert parse(f"{epilogue.name}+softcap(30)", known) == epilogue.then(parse("softcap(30)"))
 
     def test_its_key_follows_its_source(self) -> None:
-        """Without its source a change of it would be answered by old records."""
+        """Its key includes its source: else old records would serve a changed epilogue."""
         assert replace(self.epilogue).key == self.epilogue.key
         for name, function in self._functions():
             if inspect.isbuiltin(function):  # torch's own, written in C
@@ -77,8 +76,8 @@ class EpilogueConformance:
                 inspect.getsource(function)
             except (OSError, TypeError):
                 pytest.fail(
-                    f"the source of {self.epilogue.name}'s {name} cannot be read, so that its key "
-                    "stays when it changes: define it in a file"
+                    f"the source of {self.epilogue.name}'s {name} cannot be read, so its key would "
+                    "not change with it: define it in a file"
                 )
 
     @pytest.mark.parametrize(
@@ -87,13 +86,13 @@ class EpilogueConformance:
         ids=lambda dtype: str(dtype).removeprefix("torch."),
     )
     def test_reference(self, dtype: torch.dtype) -> None:
-        """It keeps the dtype, halves the width where gated, and works element by element."""
+        """It keeps the dtype, halves the width if gated, and works element by element."""
         z = self._z().to(dtype)
         for epilogue in self._variants():
             y = epilogue.apply(z)
             width = z.shape[-1] // 2 if epilogue.gated else z.shape[-1]
             self._hold((*z.shape[:-1], width) == tuple(y.shape), "reference", f"{tuple(y.shape)}")
-            self._hold(y.dtype == dtype, "reference", f"it makes {y.dtype} of {dtype}")
+            self._hold(y.dtype == dtype, "reference", f"it returns {y.dtype} for {dtype}")
             mixed = torch.randperm(len(z), generator=torch.Generator().manual_seed(0))
             self._close(epilogue.apply(z[mixed]), y[mixed], "reference of other rows", 1e-12)
 
@@ -125,11 +124,11 @@ class EpilogueConformance:
             y = None if epilogue.linear else epilogue.apply(z)
             found = epilogue.output_vjp(grad, y, *epilogue.parameters)  # type: ignore[misc]
             (exact,) = self._gradients(epilogue)
-            # Where the output is flat it no longer tells its derivative to the last bits.
+            # Where the output is flat, it no longer determines the last bits of its derivative.
             self._close(found, grad * exact, "output_vjp", 1e-6)
 
     def test_device(self) -> None:
-        """What kernels fuse, alone and in a chain."""
+        """The device function that kernels fuse, alone and in a chain."""
         if self.epilogue.device is None:
             pytest.skip("has no device function: no kernel fuses it")
         from tmm_core.triton import device_function
@@ -164,7 +163,7 @@ class EpilogueConformance:
                 self._close(found, exact, f"outputs.{port.name}", None)
 
     def test_it_trains(self) -> None:
-        """The gradients of a product that it follows are those of torch's own code."""
+        """The gradients of a product followed by it equal those of torch's own code."""
         generator = torch.Generator().manual_seed(0)
         width = 8 if self.epilogue.gated else 4
         x, w = (
@@ -179,16 +178,16 @@ class EpilogueConformance:
         for found, right in zip(torch.autograd.grad(y, (x, w), weights), exact, strict=True):
             self._close(found, right, "derivative", 1e-9)
 
-    # -- how it is asked ---------------------------------------------------------------
+    # -- machinery ---------------------------------------------------------------------
 
     def _variants(self) -> Iterator[Epilogue]:
-        """With its default parameters, then with others."""
+        """The epilogue with its default parameters, then with others."""
         yield self.epilogue
         if self.epilogue.parameters:
             yield self.epilogue.with_parameters(*(1.25 * p + 0.5 for p in self.epilogue.parameters))
 
     def _z(self) -> Tensor:
-        """The points; where gated, each with each, gate beside up."""
+        """The points; if gated, all pairs of them, gate beside up."""
         points = torch.tensor(self.points, dtype=torch.float64)
         rows = points[:, None].expand(-1, len(points))
         return torch.cat([rows, rows.T], -1) if self.epilogue.gated else rows.contiguous()
@@ -197,7 +196,7 @@ class EpilogueConformance:
         return z.chunk(2, dim=-1) if self.epilogue.gated else (z,)
 
     def _gradients(self, epilogue: Epilogue) -> tuple[Tensor, ...]:
-        """The reference's slopes by torch, for each of what it takes."""
+        """The reference's derivatives by torch, with respect to each argument."""
         halves = [half.detach().requires_grad_() for half in self._halves(self._z())]
         y = epilogue.reference(*halves, *epilogue.parameters)
         return torch.autograd.grad(y.sum(), halves)
@@ -238,7 +237,7 @@ class EpilogueConformance:
             float(off.max()) <= limit,
             what,
             f"it is {found[place]:.9g}{at}, the reference has {exact[place]:.9g}; "
-            f"{limit:.1g} is accepted",
+            f"the tolerance is {limit:.1g}",
         )
 
     def _on_points(self, off: Tensor) -> bool:

@@ -1,9 +1,9 @@
-"""Matrices in every layout, inside memory that tells when it was misread or overwritten.
+"""Matrices in every layout, inside buffers that reveal out-of-bounds reads and writes.
 
-A matrix is a view of a larger buffer. Around and between the elements of an operand lies
-NaN, so that a kernel which reads past an edge and relies on a zero of the other operand to
-cancel it answers NaN. Around and between the elements of an output lies a known number, so
-that a store past an edge is found.
+A matrix is a view of a larger buffer. An operand is surrounded and interleaved with NaN, so that a
+kernel which reads past an edge and relies on a zero of the other operand to cancel it returns
+NaN. An output is surrounded and interleaved with a known number, so that a store past an edge is
+detected.
 """
 
 from __future__ import annotations
@@ -17,16 +17,16 @@ import torch
 from tmm_core.spec.problem import ALIGNMENT
 
 #: Elements before and after a matrix. A tile stored without masks reaches BLOCK_M rows past
-#: the end, which on a CPU would be somebody else's memory. Two guards and a small matrix
-#: stay below the 2¹⁵ elements from which torch spreads a loop over threads.
+#: the end, which on a CPU would corrupt other memory. Two guards and a small matrix stay below
+#: the 2¹⁵ elements from which torch runs a loop on several threads.
 GUARD = {"cpu": 12 << 10, "cuda": 1 << 18}
 
-#: Lies around outputs: exact in every dtype, int8 included.
+#: Surrounds outputs: exact in every dtype, int8 included.
 SENTINEL = 96
 
-#: How a matrix of given rows and columns lies in memory. ``padded``: a leading stride beyond
-#: what is needed, a multiple of 16 bytes; ``unaligned``: one that is no multiple; ``sliced``:
-#: cut out of a wider matrix, its base unaligned too; ``strided``: neither rows nor columns
+#: Memory layouts of a matrix of given rows and columns. ``padded``: a larger leading stride than
+#: needed, a multiple of 16 bytes; ``unaligned``: one that is not a multiple; ``sliced``: cut out
+#: of a wider matrix, with an unaligned base too; ``strided``: neither rows nor columns
 #: are contiguous; ``broadcast``: a stride of zero; ``overlapping``: rows that begin before the
 #: row above ends.
 LAYOUTS = (
@@ -44,36 +44,36 @@ LAYOUTS = (
     "broadcast",
     "overlapping",
 )
-#: Those in which every element has a place of its own: an output can have them.
+#: Layouts in which every element has its own address, as outputs need.
 WRITABLE = tuple(
     layout for layout in LAYOUTS if not layout.startswith(("broadcast", "overlapping"))
 )
 
-#: How the matrices of a batch follow each other: one after the other, all the same one, or
-#: row by row in turn, as the heads of an attention layer do.
+#: How the matrices of a batch are stacked: one after the other, all the same one, or
+#: interleaved row by row, as the heads of an attention layer are.
 STACKINGS = ("packed", "broadcast", "interleaved")
 
 
 @dataclass(frozen=True, slots=True)
 class Guarded:
-    """A tensor, the buffer it is a view of, and that buffer as it was handed out."""
+    """A tensor, the buffer it is a view of, and the buffer's original contents."""
 
     tensor: torch.Tensor
     memory: torch.Tensor
     before: torch.Tensor
-    #: Which elements of ``memory`` are the tensor's.
+    #: Mask of the elements of ``memory`` that belong to the tensor.
     inside: torch.Tensor
 
     def changed(self) -> int:
-        """How many elements are not what they were, of the tensor or around it."""
+        """Number of changed elements, in the tensor or around it."""
         return int(self._differs().sum())
 
     def changed_outside(self) -> int:
-        """How many elements around the tensor are not what they were."""
+        """Number of changed elements around the tensor."""
         return int((self._differs() & ~self.inside).sum())
 
     def _differs(self) -> torch.Tensor:
-        # By bits: NaN is equal to nothing.
+        # Compare bits: NaN does not equal itself.
         bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
         as_bits = bits[self.memory.element_size()]
         return self.memory.view(as_bits) != self.before.view(as_bits)
@@ -90,13 +90,13 @@ def operand(
     stacking: str = "packed",
     spread: int = 1,
 ) -> Guarded:
-    """A random matrix (or 3-D batch of them) in ``layout``, NaN around it.
+    """A random matrix (or 3-D batch of them) in ``layout``, surrounded by NaN.
 
     Args:
         shape: ``(rows, cols)`` or ``(batch, rows, cols)``.
         layout, stacking: Of :data:`LAYOUTS` and :data:`STACKINGS`.
         scale: Standard deviation of the elements; integers are drawn from −8 to 8.
-        spread: How generous leading strides are; varies them within their class.
+        spread: Extra width of leading strides; varies them within their class.
     """
     strides, offset, length = _strides(shape, layout, stacking, dtype.itemsize, spread)
     if not (dtype.is_floating_point or dtype.is_complex):
@@ -115,7 +115,7 @@ def destination(
     *,
     spread: int = 1,
 ) -> Guarded:
-    """An output full of NaN (zeros where the dtype has none) in memory full of
+    """An output filled with NaN (zeros if the dtype has none) in a buffer filled with
     :data:`SENTINEL`; ``layout`` is one of :data:`WRITABLE`."""
     strides, offset, length = _strides(shape, layout, "packed", dtype.itemsize, spread)
     whole = not (dtype.is_floating_point or dtype.is_complex)
@@ -127,7 +127,7 @@ def vector(
     size: int, layout: str, dtype: torch.dtype, device: torch.device, generator: torch.Generator
 ) -> Guarded:
     """A random vector, ``"packed"``, ``"strided"`` (every third element) or ``"broadcast"``,
-    NaN around it."""
+    surrounded by NaN."""
     step = {"packed": 1, "strided": 3, "broadcast": 0}[layout]
     drawn = torch.randn(max(0, size - 1) * step + 1, generator=generator, device=device)
     return _guarded(drawn, math.nan, (size,), (step,), 0, dtype)
@@ -141,7 +141,7 @@ def _guarded(
     offset: int,
     dtype: torch.dtype,
 ) -> Guarded:
-    """``values`` between two guards, those that the view of ``strides`` leaves out replaced."""
+    """``values`` between two guards; elements outside the view of ``strides`` are replaced."""
     guard = GUARD[values.device.type]
     memory = torch.nn.functional.pad(values, (guard, guard))
     places = torch.arange(memory.numel(), device=memory.device)
@@ -155,7 +155,7 @@ def _guarded(
 def _strides(
     shape: Sequence[int], layout: str, stacking: str, itemsize: int, spread: int
 ) -> tuple[tuple[int, ...], int, int]:
-    """Strides of the dimensions, offset from the guard, and elements from there to the end."""
+    """Strides of the dimensions, offset from the guard, and number of elements from there."""
     *batch, rows, cols = shape
     unit = max(1, ALIGNMENT // itemsize)
     row, col, offset = _matrix(layout, rows, cols, unit, spread)
@@ -164,7 +164,7 @@ def _strides(
     elif stacking == "broadcast":
         strides = (0, row, col)
     elif stacking == "interleaved":
-        # What is contiguous stays so; its neighbours are those of the other matrices.
+        # Rows or columns stay contiguous; their neighbours belong to the other matrices.
         assert layout.startswith(("row", "col")), "only rows or columns can be interleaved"
         if layout.startswith("row"):
             strides = (row, row * batch[0], col)
@@ -186,7 +186,7 @@ def _matrix(layout: str, rows: int, cols: int, unit: int, spread: int) -> tuple[
     if layout == "row_padded":
         return _rounded_up(cols, unit) + 2 * unit * spread, 1, 0
     if layout == "row_unaligned":
-        return (cols | 1) + 2 * spread, 1, 0  # odd: no multiple of anything
+        return (cols | 1) + 2 * spread, 1, 0  # odd: never aligned
     if layout == "row_sliced":
         return _rounded_up(cols, unit) + 2 * unit * spread, 1, 3
     if layout == "strided":

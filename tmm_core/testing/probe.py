@@ -1,4 +1,4 @@
-"""One problem to hold a kernel to: operands in given layouts, and every way to get it wrong."""
+"""A problem to test a kernel on: operands in given layouts, and checks for every kind of fault."""
 
 from __future__ import annotations
 
@@ -28,21 +28,21 @@ _WHOLE_NUMBERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64
 
 @dataclass(frozen=True, kw_only=True)
 class Probe:
-    """A problem by sizes, dtypes and layouts (:data:`tmm_core.testing.memory.LAYOUTS`)."""
+    """A problem given by sizes, dtypes and layouts (:data:`tmm_core.testing.memory.LAYOUTS`)."""
 
     m: int
     n: int
     k: int
     dtype: torch.dtype
-    #: None: that of a.
+    #: None: a's dtype.
     b_dtype: torch.dtype | None = None
     batch: int = 1
-    #: None: that of the operands, or bf16 where they are 8-bit floats.
+    #: None: the operands' dtype, or bf16 if they are 8-bit floats.
     out_dtype: torch.dtype | None = None
     a: str = "row"
     b: str = "row"
     out: str = "row"
-    #: How the batch's matrices of a and of b follow each other.
+    #: How the batch's matrices of a and of b are stacked.
     stack_a: str = "packed"
     stack_b: str = "packed"
     epilogue: Epilogue = IDENTITY
@@ -67,7 +67,7 @@ class Probe:
         width = self.n * (2 if self.epilogue.gated else 1)
         plain = wide(self.dtype)
         out_dtype = self.out_dtype or plain
-        # Of unit variance in the product, as verification's inputs; see there.
+        # Gives the product unit variance, as for verification's inputs (explained there).
         scale = max(1, self.k) ** -0.25
         operands = {
             "a": memory.operand(
@@ -122,12 +122,12 @@ class Posed:
 
     @functools.cached_property
     def problem(self) -> Problem:
-        """The problem they pose, written to ``out``."""
+        """The problem that these tensors pose, written to ``out``."""
         return self._problem(self.out.tensor)
 
     @functools.cached_property
     def allocating(self) -> Problem:
-        """The problem they pose where the launcher makes the output."""
+        """The problem that these tensors pose if the launcher allocates the output."""
         out = self.out.tensor
         return self._problem(torch.empty(out.shape, dtype=out.dtype, device="meta"))
 
@@ -152,12 +152,12 @@ class Posed:
         return Arguments(**tensors, alpha=self.probe.alpha, out=self.out.tensor)
 
     def launch(self, launcher: Launcher, out: torch.Tensor | None) -> torch.Tensor:
-        """Call ``launcher`` with these operands, TF32 allowed or not as the probe says."""
+        """Call ``launcher`` with these operands, with the probe's TF32 setting."""
         with precision(self.probe.tf32):
             return self.inputs.launch(launcher, out)
 
     def faults(self, launcher: Launcher, slack: float) -> list[str]:
-        """Launch into ``out`` and say what is wrong with it, in full sentences."""
+        """Launch into ``out`` and describe its faults, in full sentences."""
         out = self.out.tensor
         out.copy_(self.out.before.as_strided(out.shape, out.stride(), out.storage_offset()))
         result = self.launch(launcher, out)
@@ -173,10 +173,10 @@ class Posed:
         return faults
 
     def differences(self, result: torch.Tensor, slack: float) -> Iterator[str]:
-        """What is wrong with the values, if anything."""
+        """Describe wrong values, if any."""
         expected = self._expected().to(result.device)
         limit = self._tolerance() * slack
-        # Real and imaginary parts are numbers to be right in, each.
+        # Real and imaginary parts are checked separately.
         if result.is_complex():
             result, expected = torch.view_as_real(result), torch.view_as_real(expected)
         error = verify.error(result, expected)
@@ -184,21 +184,21 @@ class Posed:
             return
         if missing := int(result.isnan().sum()):
             yield (
-                f"{missing} of {result.numel()} elements are NaN: never written, or made of "
-                "what lies outside an operand."
+                f"{missing} of {result.numel()} elements are NaN: never written, or computed from "
+                "data outside an operand."
             )
         off = ((result.to(expected.dtype) - expected).abs() / (expected.abs() + 1)).nan_to_num(1e9)
         place = (off == off.max()).nonzero()[0].tolist()
         has, wanted = (t[tuple(place)].item() for t in (result, expected))
         yield (
-            f"Its error is {error:.3g}, {limit:.3g} is accepted; at {place} it has {has:.6g} "
-            f"for {wanted:.6g}."
+            f"Its error is {error:.3g}, the tolerance is {limit:.3g}; at {place} it has "
+            f"{has:.6g} instead of {wanted:.6g}."
         )
 
     def _expected(self) -> torch.Tensor:
         if self.probe.dtype.is_floating_point:
             return verify.reference(self.problem, self.inputs)
-        # On the CPU, where torch multiplies everything.
+        # On the CPU, where torch multiplies every dtype.
         a, b = self.inputs.a.cpu(), self.inputs.b.cpu()
         wide = torch.complex128 if a.is_complex() else a.dtype
         return torch.matmul(a.to(wide), b.to(wide))

@@ -1,4 +1,5 @@
-"""What a kernel is asked: sizes, layouts, dtypes and terms, by the device's patience."""
+"""The conformance suite's problems: sizes, layouts, dtypes and terms, fewer where kernels are
+interpreted."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from tmm_core.spec.problem import Operand, Problem
 from tmm_core.testing.memory import LAYOUTS, WRITABLE
 from tmm_core.testing.probe import Probe
 
-#: A parametrised epilogue of somebody's own, and one that no kernel can fuse.
+#: A parametrised user-defined epilogue, and one that no kernel can fuse.
 USERS = Epilogue(
     "squareplus",
     lambda z, b: 0.5 * (z + (z * z + b).sqrt()),
@@ -28,11 +29,11 @@ USERS = Epilogue(
 )
 UNFUSABLE = Epilogue("no_device_function", lambda z: z.sin())
 
-#: M×N×K by what is special about them. On a GPU past its tiles of up to 256, and one with
+#: M×N×K, each chosen for a special property. On a GPU they exceed tiles of up to 256, and one has
 #: more tiles than there are SMs; interpreted programs cost 7 ms each, so few tiles of 16 to 64.
 SIZES = {
     "cuda": (
-        (317, 203, 131),  # divides nothing
+        (317, 203, 131),  # divisible by no block
         (512, 256, 256),  # multiples of every block
         (1, 520, 304),
         (301, 1, 520),
@@ -57,12 +58,12 @@ SIZES = {
         (5, 130, 20),
     ),
 }
-#: Multiples of 16, so that 16-byte rows are had in every dtype, of no larger block.
+#: Multiples of 16, so that rows are 16-byte aligned in every dtype, but of no larger block.
 SIZE = {"cuda": (304, 208, 144), "cpu": (48, 80, 112)}
 
 
 class Questions:
-    """The probes of a conformance suite; its subclasses set the attributes.
+    """The probes of a conformance suite; subclasses set the attributes.
 
     Attributes: See :class:`tmm_core.testing.KernelConformance`.
     """
@@ -101,7 +102,7 @@ class Questions:
             ("broadcast_cols", "broadcast_rows", "col_padded"),
         ):
             yield replace(base, a=a, b=b, out=out)
-        # Sizes that divide nothing, where a mask is most easily left out.
+        # Sizes that no block divides, where a mask is most easily forgotten.
         m, n, k = (size - 3 for size in self._size())
         for a, b in (("row", "row"), ("row", "col"), ("col", "row"), ("col", "col")):
             yield replace(base, m=max(1, m), n=max(1, n), k=max(1, k), a=a, b=b)
@@ -124,8 +125,8 @@ class Questions:
             yield replace(self._probe(), b="col", epilogue=parse(text))
 
     def probes_of_terms(self) -> Iterator[Probe]:
-        """Bias, residual and alpha: one by one, then together with an epilogue, where their
-        order shows."""
+        """Bias, residual and alpha: one by one, then together with an epilogue, which reveals
+        their order."""
         base = self._probe()
         fp32 = torch.float32
         terms: dict[str, Any]
@@ -152,7 +153,7 @@ class Questions:
             yield replace(full, epilogue=parse(text), m=m, n=n, k=k, out="strided")
 
     def probes_of_scales(self) -> Iterator[Probe]:
-        """Operands of every format, alike and mixed, scaled in every way and not at all."""
+        """Operands of every format, same and mixed dtypes, with every kind of scale and none."""
         for form in FORMATS.values():
             yield from self._probes_of(form)
 
@@ -250,14 +251,14 @@ class Questions:
         yield replace(base, batch=2, k=min(base.k, 48), a="row_padded", b="row_padded")
 
     def demanding(self) -> Sequence[Probe]:
-        """Problems that show a config's mistakes, best first: with all terms of the
-        expression, should the kernel take them."""
+        """Problems that reveal a config's faults, the most revealing first: with all terms of the
+        expression, if the kernel takes them."""
         plain = self._long()
         full = replace(plain, bias="packed", residual="row", epilogue=parse("silu"))
         return [full, plain, self._probe()]
 
     def demanding_scales(self) -> Sequence[Probe]:
-        """Likewise of operands of formats."""
+        """:meth:`demanding`, for operands with formats."""
         rows: dict[str, Any] = {"b": "col", "scale_a": "row", "scale_b": "row"}
         plain, *_ = (p for p in self.demanding() if p.bias is None)
         terms: dict[str, Any] = {"bias": "packed", "residual": "row", "epilogue": parse("silu")}
@@ -265,15 +266,15 @@ class Questions:
         return [replace(each, **more) for each in of_each for more in (terms, {})]
 
     def fine_grained(self) -> Sequence[Probe]:
-        """Problems whose result is not rounded to 16 bits, which would hide a difference, and
-        others, should the kernel take none of those."""
+        """Problems whose result is not rounded to 16 bits, which would hide a difference; and
+        others, in case the kernel takes none of those."""
         plain = self._long()
         wide = replace(plain, out_dtype=torch.float32)
         fp32 = replace(plain, dtype=torch.float32)
         return [wide, *[fp32] * (torch.float32 in self.dtypes), plain, self._probe()]
 
     def _long(self) -> Probe:
-        """K long enough to be split, M off its blocks."""
+        """A probe with K long enough to be split, and M not a multiple of a block."""
         base = self._probe()
         longer = 8 if self._device().type == "cuda" else 4
         return replace(base, m=max(1, base.m - 5), k=longer * base.k)
@@ -298,7 +299,7 @@ class Questions:
 
 
 def odd_problems(device: DeviceFingerprint) -> Iterator[Problem]:
-    """Problems that nothing but ``reasons_against`` should ever see."""
+    """Problems that only ``reasons_against`` should ever see."""
     half = Operand(torch.float16)
     plain = Problem(m=64, n=64, k=64, a=half, b=half, out=half, device=device)
     yield plain

@@ -1,9 +1,9 @@
-"""What a kernel that declares ``ragged`` is asked: groups along each dimension, gathered,
-scattered and weighed rows, and what is beyond the last group.
+"""Conformance problems for kernels that declare ``ragged``: groups along each dimension, gathered,
+scattered and weighted rows, and data beyond the last group.
 
-Tensors are those of verification (:class:`tmm_core.dispatch.verifier.Verifier`): each problem on
-two sets of inputs, one of groups that differ much in size and one of like groups that end before
-the rows do, with NaN behind them.
+Tensors are those of verification (:class:`tmm_core.dispatch.verifier.Verifier`): each problem runs
+on two sets of inputs, one with groups of very different sizes, and one with equal groups that end
+before the rows do, with NaN behind them.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from tmm_core.spec.groups import Groups, Ragged
 from tmm_core.spec.problem import Operand, Problem
 from tmm_core.testing.questions import Questions
 
-#: Groups of a problem where their number is not the point; one in five is empty.
+#: Default number of groups of a problem; one in five is empty.
 GROUPS = 6
 
 
@@ -28,7 +28,7 @@ class RaggedQuestions(Questions):
     """The ragged problems of a conformance suite."""
 
     def ragged_problems(self) -> Iterator[Problem]:
-        """All that a kernel is asked."""
+        """All problems that a kernel is tested on."""
         for dtype in self.dtypes:
             for along in ("m", "n", "k"):
                 yield self._ragged(along, dtype)
@@ -39,7 +39,7 @@ class RaggedQuestions(Questions):
         yield from self._followed()
 
     def demanding_ragged(self) -> list[Problem]:
-        """Problems that show a config's mistakes, best first."""
+        """Problems that reveal a config's faults, the most revealing first."""
         rows = self._ragged("m")
         full = replace(
             rows, bias=rows.a.dtype, residual=rows.out, epilogue=parse("silu"),
@@ -48,7 +48,7 @@ class RaggedQuestions(Questions):
         return [full, rows, self._ragged("k"), self._ragged("n")]
 
     def _ragged(self, along: Ragged, dtype: torch.dtype | None = None) -> Problem:
-        """Sizes that divide nothing; rows are aligned, should the kernel need it."""
+        """A problem with sizes that no block divides; rows are aligned if the kernel needs it."""
         m, n, k = self._size()
         operand = Operand(dtype or self.dtypes[0])
         problem = Problem(
@@ -58,7 +58,7 @@ class RaggedQuestions(Questions):
         return problem.at(2 * problem.extent - 3)
 
     def _numbers_of_groups(self) -> Iterator[Problem]:
-        """One, more than there are rows, and nothing to multiply."""
+        """One group, more groups than rows, and no rows."""
         for along in ("m", "n", "k"):
             each = self._ragged(along)
             yield replace(each, groups=Groups(1, along))
@@ -99,7 +99,7 @@ class RaggedQuestions(Questions):
         yield replace(self._ragged("n"), groups=Groups(GROUPS, "n", zeroed=True))
 
     def _followed(self) -> Iterator[Problem]:
-        """Bias, residual, alpha and epilogues, where groups have a bias each."""
+        """Bias, residual, alpha and epilogues, with a bias per group."""
         full = self.demanding_ragged()[0]
         rows, columns, sums = self._ragged("m"), self._ragged("n"), self._ragged("k")
         dtype = rows.a.dtype
@@ -114,12 +114,12 @@ class RaggedQuestions(Questions):
 
 
 def _indexed(*, zeroed: bool) -> Groups:
-    """Rows that are gathered, scattered and weighed."""
+    """Groups with gathered, scattered and weighted rows."""
     return Groups(GROUPS, "m", torch.int64, torch.int64, torch.float32, zeroed)
 
 
 def ragged_id(problem: Problem | None) -> str:
-    """The name of a test's problem: its words, and what is special about operands."""
+    """The test ID of a problem: its text, and special properties of its operands."""
     if problem is None:
         return "none"
     operands = {"a": problem.a, "b": problem.b, "out": problem.out, "residual": problem.residual}

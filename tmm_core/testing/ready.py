@@ -1,5 +1,5 @@
-"""Are these tensors what a kernel can be launched on? Asked while it is being written, when
-a launcher is called by hand and no dispatcher has looked at its arguments."""
+"""Checks whether a kernel can be launched on given tensors, for use while it is being written, when
+a launcher is called by hand and no dispatcher has checked its arguments."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ Strides = Literal["any", "nonzero", "contiguous"]
 
 
 def check_tensors_ready(*tensors: torch.Tensor | None, strides: Strides = "nonzero") -> None:
-    """Hold the arguments of a launch against what Triton kernels need.
+    """Check the arguments of a launch against the requirements of Triton kernels.
 
-    All on one device; that device CUDA, unless kernels are interpreted; and strides as the
-    kernel needs them: ``"any"``, ``"nonzero"`` (no broadcast dimension, so that elements can
-    be written) or ``"contiguous"``. ``None`` stands for an argument that was left out.
+    All tensors must be on one device, which must be CUDA unless kernels are interpreted, and have
+    the strides the kernel needs: ``"any"``, ``"nonzero"`` (no broadcast dimension, so that elements
+    can be written) or ``"contiguous"``. ``None`` stands for an omitted argument.
 
     Raises:
         TypeError: An argument is not a tensor.
-        ValueError: A tensor is not as it should be; the message says which and how it is.
+        ValueError: A tensor does not meet a requirement; the message says which tensor and why.
     """
     if strides not in get_args(Strides):
         raise ValueError(f"strides must be one of {', '.join(get_args(Strides))}; got {strides!r}")
@@ -42,10 +42,10 @@ def check_tensors_ready(*tensors: torch.Tensor | None, strides: Strides = "nonze
             )
         if strides == "contiguous" and not t.is_contiguous():
             raise ValueError(f"{who}: not contiguous")
-        # A dimension of size one has no stride to speak of.
+        # The stride of a dimension of size one is meaningless.
         broadcast = [d for d, n in enumerate(t.shape) if n > 1 and t.stride(d) == 0]
         if strides == "nonzero" and broadcast:
             raise ValueError(
-                f"{who}: stride zero in dimension {broadcast[0]}, whose elements are one and the "
-                "same; call .contiguous() or pass strides='any'"
+                f"{who}: stride zero in dimension {broadcast[0]}, whose elements share one "
+                "address; call .contiguous() or pass strides='any'"
             )

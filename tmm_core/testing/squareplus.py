@@ -1,6 +1,6 @@
-"""A user's own epilogue, as the conformance suite hands one to every kernel.
+"""A user-defined epilogue, which the conformance suite passes to every kernel.
 
-½(z + √(z² + b)), a smooth relu (arXiv:2112.11687); no installation has it built in.
+½(z + √(z² + b)), a smooth relu (arXiv:2112.11687), is not built in anywhere.
 """
 
 from __future__ import annotations

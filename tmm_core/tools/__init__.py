@@ -1,1 +1,1 @@
-"""The ``tmm`` command, the demo, and tuning divided among ranks."""
+"""The ``tmm`` command, the demo, and distributed tuning."""

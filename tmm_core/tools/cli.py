@@ -1,6 +1,6 @@
-"""The ``tmm`` command: what needs torch. The records themselves are ``tmm-cache``'s.
+"""The ``tmm`` command, for everything that needs torch; ``tmm-cache`` manages the records.
 
-Exit statuses: 0 done, 1 something is wrong or was left undone, 2 a mistake in the call.
+Exit statuses: 0 done, 1 something is wrong or was left undone, 2 a usage error.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from tmm_core.tools.commands.console import (
 
 
 class _Parser(argparse.ArgumentParser):
-    """argparse, with complaints of one line."""
+    """argparse with one-line errors."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(MISTAKE, f"{self.prog}: {message}\n")
@@ -44,19 +44,19 @@ def main(argv: Sequence[str] | None = None) -> int:
             return DONE
         options.argv = sys.argv[1:] if argv is None else list(argv)
         if hasattr(sys.stdout, "reconfigure"):
-            # µ and × on an ASCII terminal are escaped rather than fatal.
+            # Escape µ and × on an ASCII terminal instead of failing.
             sys.stdout.reconfigure(errors="backslashreplace")
-        # Imported late: rich, matplotlib and Triton are needed by some commands only.
+        # Imported late: only some commands need rich, matplotlib and Triton.
         command = importlib.import_module(
             f"tmm_core.tools.commands.{options.command.replace('-', '_')}"
         )
         with warnings_as_notes():
             status: int = command.run(options)
         sys.stdout.flush()
-    except SystemExit as stop:  # argparse, after --help or a mistake
+    except SystemExit as stop:  # argparse, after --help or a usage error
         return stop.code if isinstance(stop.code, int) else DONE
     except BrokenPipeError:
-        # `tmm kernels | head`. Python flushes stdout once more at its end, so point it away.
+        # `tmm kernels | head`: redirect stdout, because Python flushes it once more at exit.
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return DONE
     except KeyboardInterrupt:
@@ -75,29 +75,29 @@ def _parser() -> argparse.ArgumentParser:
     def add(name: str, text: str) -> argparse.ArgumentParser:
         return subparsers.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
 
-    kernels = add("kernels", "list kernels, where they come from, and why some are not used")
+    kernels = add("kernels", "list kernels, their origin, and why some are not used")
     shared.add_json(kernels)
 
-    _add_explain(add("explain", "say what a call would run, why, and why not something else"))
+    _add_explain(add("explain", "show which kernel a call would run, and why"))
 
-    _add_tune(add("tune", "measure problems ahead of time and remember the winners"))
-    _add_bench(add("bench", "time what is chosen against torch, side by side"))
+    _add_tune(add("tune", "measure problems ahead of time and store the winners"))
+    _add_bench(add("bench", "time the chosen kernels against torch, side by side"))
 
-    verify = add("verify", "hold every record that answers here against references")
+    verify = add("verify", "check every record that answers here against a reference")
     shared.add_device(verify)
     shared.add_json(verify)
 
-    doctor = add("doctor", "check that this machine has what it takes")
+    doctor = add("doctor", "check that this machine is set up for tmm")
     shared.add_device(doctor)
     shared.add_json(doctor)
 
-    misses = add("misses", "list problems that were met where tuning was forbidden")
+    misses = add("misses", "list problems met while tuning was forbidden")
     misses.add_argument("--clear", action="store_true", help="forget them")
     shared.add_json(misses)
 
-    new = add("new-plugin", "write a package of one kernel and one epilogue, to be changed")
-    new.add_argument("name", help="of the distribution, like my-kernels")
-    new.add_argument("--folder", type=Path, help="where; by default a new one of that name")
+    new = add("new-plugin", "write a package of one kernel and one epilogue to start from")
+    new.add_argument("name", help="name of the distribution, like my-kernels")
+    new.add_argument("--folder", type=Path, help="target; by default a new folder of that name")
     return parser
 
 
@@ -108,13 +108,13 @@ def _add_explain(parser: argparse.ArgumentParser) -> None:
         "--config",
         type=_fields,
         metavar="FIELD=VALUE,…",
-        help="and these fields of its config, the others as in its default",
+        help="with these fields of its config, the others as in its default",
     )
     parser.add_argument(
-        "--gpu", metavar="NAME", help="as on this GPU, which need not be here: H200"
+        "--gpu", metavar="NAME", help="as on this GPU, which need not be present: H200"
     )
     parser.add_argument(
-        "--why", action="store_true", help="take the chosen kernel apart (compiles it)"
+        "--why", action="store_true", help="analyse the chosen kernel (compiles it)"
     )
     parser.add_argument(
         "--tiles",
@@ -122,17 +122,17 @@ def _add_explain(parser: argparse.ArgumentParser) -> None:
         const=(),
         type=_tiles,
         metavar="RxC",
-        help="show the order of tiles, and what waves of them read",
+        help="show the order of tiles, and the reads of each wave",
     )
     parser.add_argument(
         "--group", type=_counts, metavar="N,…", help="--tiles: the values of GROUP_M to show"
     )
-    parser.add_argument("--wave", type=_count, metavar="N", help="--tiles: tiles at one time")
+    parser.add_argument("--wave", type=_count, metavar="N", help="--tiles: tiles per wave")
     parser.add_argument(
         "--plot",
         type=Path,
         metavar="FILE",
-        help="draw every candidate on record, or the tiles, into a .png or .svg",
+        help="draw all candidates of the record, or the tiles, into a .png or .svg",
     )
     parser.add_argument(
         "--ncu", action="store_true", help="print the command that profiles the chosen kernel"
@@ -147,19 +147,19 @@ def _add_tune(parser: argparse.ArgumentParser) -> None:
         "shapes", nargs="*", type=shared.argument(parse_shape), metavar="MxNxK", help="or BxMxNxK"
     )
     _add_suite(parser)
-    parser.add_argument("--misses", action="store_true", help="what `tmm misses` lists")
+    parser.add_argument("--misses", action="store_true", help="the problems of `tmm misses`")
     parser.add_argument(
         "--file",
         type=Path,
         metavar="FILE.json",
-        help="suites like tmm_core/bench/suite.json, or what `tmm misses --json` prints",
+        help="suites like tmm_core/bench/suite.json, or output of `tmm misses --json`",
     )
-    parser.add_argument("--force", action="store_true", help="measure also what is on record")
+    parser.add_argument("--force", action="store_true", help="also measure problems on record")
     parser.add_argument(
         "--isolate",
         action="store_true",
-        help="launch each candidate in a process of its own first: one that hangs, exits or "
-        "crashes costs itself",
+        help="launch each candidate in a separate process first: one that hangs, exits or "
+        "crashes is left out",
     )
     _add_budget(parser)
     shared.add_problem(parser)
@@ -175,7 +175,7 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
         type=shared.argument(parse_shape),
         default=[],
         metavar="MxNxK",
-        help="these, as the problem options say, instead of suites or beside them",
+        help="these shapes, with the problem options, instead of or in addition to suites",
     )
     parser.add_argument(
         "--squares",
@@ -188,7 +188,7 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
         "--dtypes",
         type=_dtypes,
         metavar="DTYPE,…",
-        help="of --shapes and --squares: each of these, in place of --dtype",
+        help="run --shapes and --squares in each of these, instead of --dtype",
     )
     parser.add_argument("--limit", type=_count, metavar="N", help="at most N of each suite")
     parser.add_argument(
@@ -203,7 +203,7 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
         "--config",
         type=_fields,
         metavar="FIELD=VALUE,…",
-        help="with these fields, of those that each has; the others are its default config's",
+        help="with these fields, for kernels that have them; others as in the default config",
     )
     parser.add_argument(
         "--sweep",
@@ -211,18 +211,18 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
         type=_sweep,
         default=[],
         metavar="FIELD=VALUE,…",
-        help="a series for each value; several --sweep are all their combinations",
+        help="a series for each value; several --sweep give all combinations",
     )
     parser.add_argument(
         "--metric",
         choices=("tflops", "gbs", "us", "ratio"),
         default="tflops",
-        help="what tables and plots of --kernel tell (default: tflops)",
+        help="quantity in tables and plots of --kernel (default: tflops)",
     )
     parser.add_argument("--kernels", action="store_true", help="time every capable kernel too")
     parser.add_argument("--inductor", action="store_true", help="time torch.compile too")
     parser.add_argument(
-        "--untuned", action="store_true", help="time what is chosen with nothing on record too"
+        "--untuned", action="store_true", help="time the choice without any record too"
     )
     parser.add_argument(
         "--floor", action="store_true", help="time a bare read of the operands (decode, large_k)"
@@ -238,15 +238,15 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
         type=int,
         default=0,
         metavar="COUNT",
-        help="so many random problems (M, weight, epilogue): torch, the choice and the best known",
+        help="this many random problems (M, weight, epilogue): torch, the choice, the best known",
     )
     parser.add_argument(
         "--verify-shipped",
         action="store_true",
-        help="check the records that packages ship: right, and still ahead of BLAS?",
+        help="check that records shipped in packages are correct and still ahead of BLAS",
     )
     parser.add_argument(
-        "--no-tune", dest="tune", action="store_false", help="take what the cache or a guess gives"
+        "--no-tune", dest="tune", action="store_false", help="use the cache or a guess instead"
     )
     _add_budget(parser)
     parser.add_argument(
@@ -254,20 +254,20 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
         type=_seconds,
         default=0.5,
         metavar="S",
-        help="timing, after tuning (default: 0.5)",
+        help="seconds of timing, after tuning (default: 0.5)",
     )
     parser.add_argument(
         "--max-seconds",
         type=_seconds,
         default=float("inf"),
         metavar="S",
-        help="begin no problem after this long",
+        help="start no problem after this long",
     )
     parser.add_argument(
         "--output", type=Path, metavar="DIR", help="keep results there, and write report.md"
     )
     parser.add_argument(
-        "--resume", action="store_true", help="leave out what the output folder has"
+        "--resume", action="store_true", help="skip problems already in the output folder"
     )
     parser.add_argument(
         "--from",
@@ -283,7 +283,7 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
         "--share",
         type=Path,
         metavar="FILE.zip",
-        help="pack the results of --output or --from, without paths of this machine, to send",
+        help="pack the results of --output or --from to share, without local paths",
     )
     shared.add_problem(parser)
     shared.add_device(parser)

@@ -1,8 +1,8 @@
-"""``python -m tmm_core.tools.demo``: one matmul, what ran, why, and the machinery behind it.
+"""``python -m tmm_core.tools.demo``: a matmul, the kernel that ran, and why.
 
-On a GPU: eight problems tuned and timed against torch. On a CPU BLAS answers everything, so
-the Triton kernels are shown under Triton's interpreter, in a process of their own because
-Triton reads ``TRITON_INTERPRET`` when it is imported.
+On a GPU, eight problems are tuned and timed against torch. On a CPU BLAS answers everything, so
+the Triton kernels run under Triton's interpreter, in a separate process because Triton reads
+``TRITON_INTERPRET`` when it is imported.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ from tmm_core.dispatch import verify
 from tmm_core.spec.device import interpreting
 from tmm_core.tools.commands.console import DONE, FOUND, note, print_table, warnings_as_notes
 
-#: Every class where a choice matters once: square, unaligned, fused, gated, decode, large K.
+#: One problem of each class where the choice matters: square, unaligned, fused, gated, decode,
+#: large K.
 GPU_CASES = (
     Case(m=4096, n=4096, k=4096),
     Case(m=4097, n=4097, k=4097),
@@ -40,7 +41,7 @@ GPU_CASES = (
     Case(m=256, n=256, k=65536),
     Case(m=64, n=1024, k=1024, batch=64),
 )
-#: Seconds of tuning per problem, and past which no problem is begun.
+#: Seconds of tuning per problem, and seconds after which no problem is started.
 GPU_BUDGET, GPU_SECONDS = 4.0, 45.0
 
 #: A tail in every dimension, and few programs: each costs the interpreter some 7 ms.
@@ -48,11 +49,11 @@ INTERPRETED_CASE = Case(m=50, n=72, k=40, layout="nt", epilogue="silu", bias=Tru
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run the demo; returns 1 where an answer was wrong."""
+    """Run the demo; returns 1 if a result was wrong."""
     parser = argparse.ArgumentParser(prog="python -m tmm_core.tools.demo")
     parser.add_argument("--interpreted", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
-    # Hurried or interpreted timings have no place among the user's own records.
+    # Keep hurried or interpreted timings out of the user's own records.
     folder = default_root()
     if not options.interpreted:
         folder = folder.with_name(f"{folder.name}-demo")
@@ -66,7 +67,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def on_cpu() -> int:
-    """A fused call answered by BLAS, then the kernels under the interpreter."""
+    """Show a fused call answered by BLAS, then the kernels under the interpreter."""
     x, w = torch.randn(256, 512), torch.randn(512, 384)
     y = tmm_core.matmul(x, w, epilogue="silu")
     eager = F.silu(x @ w)
@@ -82,7 +83,7 @@ def on_cpu() -> int:
         print(f"\nThe Triton kernels are not shown: {' and '.join(missing)} not installed.")
         return DONE if right else FOUND
     sys.stdout.flush()
-    # One thread: BLAS on matrices this small loses more to waking threads than it gains.
+    # One thread: for matrices this small, waking threads costs BLAS more than it gains.
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "tmm_core.tools.demo", "--interpreted"]
     child = subprocess.run(command, env=environment, check=False)
@@ -90,7 +91,7 @@ def on_cpu() -> int:
 
 
 def interpreted() -> int:
-    """Every kernel that can, tuned, run and checked under Triton's interpreter."""
+    """Tune, run and check every capable kernel under Triton's interpreter."""
     if not interpreting():
         note("--interpreted needs TRITON_INTERPRET=1")
         return FOUND
@@ -132,7 +133,7 @@ def interpreted() -> int:
 
 
 def on_gpu() -> int:
-    """Eight problems, tuned if they are not on record and timed against torch."""
+    """Time eight problems against torch, tuning those without a record."""
     device = torch.device("cuda", torch.cuda.current_device())
     print(f"{torch.cuda.get_device_name(device)}: torch and tmm side by side, in use, medians")
     print("torch is eager code as users write it: torch.matmul, F.linear, then the activation.")
@@ -140,8 +141,8 @@ def on_gpu() -> int:
 
 
 def compare(cases: Sequence[Case], device: torch.device) -> int:
-    """Print a table of what was chosen and how long it takes; 1 where something failed or
-    was wrong."""
+    """Print a table of the choices and their times; returns 1 if something failed or was
+    wrong."""
     tasks = [suites.Task("demo", case) for case in cases]
     options = runner.Options(
         tune_budget=GPU_BUDGET, seconds=0.2, deadline=time.monotonic() + GPU_SECONDS
@@ -149,7 +150,7 @@ def compare(cases: Sequence[Case], device: torch.device) -> int:
     documents = list(_told(runner.run(tasks, device, options)))
     measured = [document for document in documents if "times" in document]
     if left := len(tasks) - len(documents):
-        print(f"{left} problems were left out: {GPU_SECONDS:.0f} s are over. Run it again.")
+        print(f"{left} problems were left out after {GPU_SECONDS:.0f} s. Run it again.")
     print_table(
         ("problem", "kernel", "tmm µs", "torch µs", "torch / tmm", "error"),
         [_row(document) for document in measured],

@@ -1,13 +1,13 @@
-"""Tuning divided among ranks, and one answer for all of them.
+"""Distributed tuning: divides problems among ranks, with one result for all of them.
 
-Ranks that time for themselves choose differently. So each problem is measured by one rank and
-every rank goes by that one record. The ranks exchange records through the process group's
-store, by keys that are written once and looked at, never waited in: a rank that dies or hangs
-is missed by the others after a while and its problems are measured by them. No collective is
-entered; one that a rank fails to join would hang all.
+Ranks that tune on their own may choose differently. So one rank measures each problem and every
+rank uses that record. The ranks exchange records through the process group's store, with keys
+that are written once and polled, without blocking waits: after a timeout, the others take over
+the problems of a rank that died or hangs. No collective is entered, since one that a rank fails
+to join would hang all.
 
-What the ranks have to agree on, who is lost and what is left to measure, is whichever of their
-views reached the store first.
+Where the ranks have to agree (which ranks are lost, what is left to measure), the first proposal
+in the store wins.
 
 Importing this registers the sharding rules too (:mod:`tmm_core.interop.sharding`).
 """
@@ -34,11 +34,10 @@ from tmm_core.interop import sharding  # noqa: F401  # registers its rules
 from tmm_core.launch import warm
 from tmm_core.spec.problem import Problem
 
-#: Times that a problem is measured before it is given up: once more than by the rank it may
-#: have killed.
+#: Attempts at a problem before it is given up: one more, after it may have killed a rank.
 ATTEMPTS = 2
 
-#: Seconds between two looks at the store, for each rank that is looked for: it serves all.
+#: Seconds between two polls of the store per awaited rank, since one store serves all.
 PAUSE = 0.02
 
 
@@ -50,29 +49,29 @@ def tune(
     budget: float | None = None,
     timeout: float | None = None,
 ) -> list[TuningRecord]:
-    """Measure problems once among all ranks of a group; every rank then chooses alike.
+    """Measure problems once among all ranks of a group; every rank then makes the same choices.
 
     Call it on every rank with the same problems in the same order, after
     ``torch.cuda.set_device``: each rank measures its share on its current device and adopts all
-    records, in memory for as long as the process lives and in its own cache where that can be
-    written. Problems are those of local tensors: pose them with shards, not with DTensors.
+    records, in memory for the life of the process and in its own cache if that is writable.
+    Problems are those of local tensors: pose them with shards, not with DTensors.
 
     Args:
         problems: From :func:`tmm_core.problem`, one or many.
         group: The ranks; all by default.
-        force: Measure also what is on record.
+        force: Also measure problems that have a record.
         budget: Seconds per problem (``TMM_TUNE_BUDGET``).
-        timeout: Seconds after which a rank that has measured nothing further, or has not come,
-            is taken for lost. By default what one problem may take: four budgets, in which
+        timeout: Seconds without a new measurement, or without joining, after which a rank counts
+            as lost. Default: the longest time of one problem, which is four budgets, in which
             another process may be measuring it, and a minute.
 
     Returns:
-        One record per problem, on every rank the same. A problem that nobody could measure is
-        left out, with a warning, as is told which ranks were lost.
+        One record per problem, the same on every rank. A problem that no rank could measure is
+        left out with a warning; a warning also names lost ranks.
 
     Raises:
-        ValueError: The ranks do not pass the same problems or do not have the same kind of GPU
-            under the same versions, or this rank is not of the group.
+        ValueError: The ranks pass different problems or have different kinds of GPU or versions,
+            or this rank is not in the group.
         torch.distributed.DistError: The process that holds the store is gone.
     """
     problems = [problems] if isinstance(problems, Problem) else list(problems)
@@ -98,7 +97,7 @@ def tune(
 def _measure_all(
     board: _Board, problems: Sequence[Problem], current: settings.Settings, force: bool
 ) -> tuple[dict[int, str], set[int]]:
-    """Where each problem's record lies in the store, and which ranks were lost."""
+    """The key of each problem's record in the store, and the ranks that were lost."""
     found: dict[int, str] = {}
     failed: dict[int, str] = {}
     lost: set[int] = set()
@@ -124,12 +123,13 @@ def _measure_all(
     if lost:
         warn(
             f"rank {_list(lost)} showed no sign of life for {board.timeout:g} s while tuning; "
-            f"what it was to measure was left to the other ranks"
+            f"the other ranks measured its problems"
         )
     for index, problem in enumerate(problems):
         if index not in found:
             warn(
-                f"{problem} could not be tuned: {failed.get(index, 'whoever tried was lost')}; "
+                f"{problem} could not be tuned: "
+                f"{failed.get(index, 'each rank that tried was lost')}; "
                 f"ranks may choose differently for it"
             )
     return found, lost
@@ -138,12 +138,12 @@ def _measure_all(
 def _measure(problem: Problem, current: settings.Settings, force: bool) -> dict[str, Any]:
     try:
         return {"record": dispatch.dispatcher().tune(problem, current, force=force).to_json()}
-    except Exception as error:  # the other ranks wait for a result, whatever it is
+    except Exception as error:  # the other ranks wait for a result, even a failure
         return {"error": f"{type(error).__name__}: {error}"}
 
 
 def _watch(board: _Board, attempt: int, shares: Mapping[int, Sequence[int]]) -> dict[str, Any]:
-    """What came of an attempt, as soon as all have finished their shares or are overdue."""
+    """The results of an attempt, once all ranks have finished their shares or are overdue."""
     awaited = {
         rank: [f"asked/{rank}", *(f"result/{attempt}/{index}" for index in share)]
         for rank, share in shares.items()
@@ -161,7 +161,7 @@ def _watch(board: _Board, attempt: int, shares: Mapping[int, Sequence[int]]) -> 
 
 
 def _compare(board: _Board, problems: Sequence[Problem], lost: set[int]) -> None:
-    """Hold what the ranks would run against each other."""
+    """Compare the choices of the ranks with each other."""
     chooser = dispatch.dispatcher()
     with settings.override(on_cache_miss="heuristic") as current:
         chosen = [chooser.choose(problem, current).candidate for problem in problems]
@@ -177,11 +177,11 @@ def _compare(board: _Board, problems: Sequence[Problem], lost: set[int]) -> None
     for rank in others:
         theirs = None if rank in silent else board.get(f"chose/{rank}")
         if theirs is None:
-            note = f"rank {rank} did not say what it chooses within {board.timeout:g} s"
+            note = f"rank {rank} did not report its choices within {board.timeout:g} s"
         elif mine["gpu"] is not None and theirs["gpu"] == mine["gpu"]:
             note = (
-                f"ranks {board.me} and {rank} measured on one GPU, at the cost of each other's "
-                f"times; call torch.cuda.set_device() before"
+                f"ranks {board.me} and {rank} measured on the same GPU, which distorts their "
+                f"times; call torch.cuda.set_device() first"
             )
         elif theirs["kernels"] == mine["kernels"] and theirs["choices"] == mine["choices"]:
             continue
@@ -193,7 +193,7 @@ def _compare(board: _Board, problems: Sequence[Problem], lost: set[int]) -> None
             unlike = {str(problem) for problem, ours, other in pairs if ours != other}
             note = f"ranks {board.me} and {rank} choose differently for {_list(unlike)}"
         warn(note)
-    # A store that lives in a rank lives in the first: it leaves when the others have looked.
+    # If a rank holds the store, it is the first one: it leaves last.
     board.put(f"left/{board.me}", True)
     if board.me == board.ranks[0]:
         board.await_all({rank: [f"left/{rank}"] for rank in others if rank not in silent})
@@ -201,7 +201,7 @@ def _compare(board: _Board, problems: Sequence[Problem], lost: set[int]) -> None
 
 @dataclass(frozen=True, slots=True)
 class _Board:
-    """The group's store as a board of notes, each a JSON document that is never changed."""
+    """The group's store as a board of JSON documents, each written once."""
 
     store: Any
     #: Global ranks of the group, and this process's.
@@ -214,17 +214,17 @@ class _Board:
         """A clean board for the group's next tuning.
 
         Raises:
-            ValueError: This process is not of the group.
+            ValueError: This process is not in the group.
         """
         me = dist.get_rank()
-        # torch stands something that is no group in for a group that one is not of.
+        # For a group without this process, torch passes a placeholder that is not a group.
         member = dist.get_rank(group) >= 0
         ranks = dist.get_process_group_ranks(group) if member else []
         if me not in ranks:
-            raise ValueError(f"rank {me} is not of the group that tunes")
+            raise ValueError(f"rank {me} is not in the group that tunes")
         everything = dist.distributed_c10d._get_default_store()
         name = "tmm/tune/" + hashlib.sha256(repr(ranks).encode()).hexdigest()[:16]
-        # Counted in the store, so that ranks which the store outlived count on with the others.
+        # Counted in the store, so that restarted ranks continue the others' count.
         turn = everything.add(f"{name}/{me}", 1)
         store = dist.PrefixStore(f"{name}/{turn}", everything)  # type: ignore[attr-defined]
         return cls(store, ranks, me, timeout)
@@ -239,17 +239,17 @@ class _Board:
         self.store.set(key, json.dumps(document))
 
     def agree(self, key: str, proposal: Any) -> Any:
-        """The document under ``key``: what was proposed first, by whichever rank."""
+        """The document under ``key``: the first proposal by any rank."""
         return json.loads(self.store.compare_set(key, "", json.dumps(proposal)))
 
     def await_all(
         self, awaited: Mapping[int, Sequence[str]], until: str | None = None
     ) -> list[int]:
-        """Look for each rank's keys, in order, until all are there or those that lack some have
-        added none for ``timeout`` seconds: the ranks returned. No further than ``until`` exists.
+        """Poll for each rank's keys, in order, until all exist or ranks that lack some have added
+        none for ``timeout`` seconds; returns those ranks. Stops once ``until`` exists.
 
         Raises:
-            ValueError: Another rank asks for something else.
+            ValueError: Another rank tunes something else.
         """
         missing = {rank: list(keys) for rank, keys in awaited.items() if keys}
         seen = dict.fromkeys(missing, time.monotonic())
@@ -281,7 +281,7 @@ class _Board:
 
 
 def _digest(problems: Sequence[Problem]) -> dict[str, Any]:
-    """What has to be the same on every rank."""
+    """The data that must be the same on every rank."""
     text = json.dumps([problem.to_json() for problem in problems])
     devices = {json.dumps(problem.device.environment) for problem in problems}
     return {
@@ -291,7 +291,7 @@ def _digest(problems: Sequence[Problem]) -> dict[str, Any]:
 
 
 def _gpu(problems: Sequence[Problem]) -> str | None:
-    """Which GPU this rank measures on, where it does."""
+    """The GPU that this rank measures on, if any."""
     if not any(problem.device.type == "cuda" for problem in problems):
         return None
     return str(torch.cuda.get_device_properties(torch.cuda.current_device()).uuid)

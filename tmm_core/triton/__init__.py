@@ -1,6 +1,6 @@
-"""For authors of Triton kernels: launching, epilogues, numerics under the interpreter.
+"""Tools for authors of Triton kernels: launches, epilogues, numerics under the interpreter.
 
-Imports Triton, so nothing else in ``tmm_core`` imports this at the top of a module.
+It imports Triton, so no other module of ``tmm_core`` imports it at the top.
 """
 
 from __future__ import annotations

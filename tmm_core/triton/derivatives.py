@@ -1,9 +1,9 @@
-"""Derivatives of the built-in epilogues, of the names that these have in
-:mod:`tmm_core.triton.epilogues`, and how a chain's become one function.
+"""Derivatives of the built-in epilogues, under the same names as in
+:mod:`tmm_core.triton.epilogues`, and their combination into one function for a chain.
 
-All take fp32 blocks of the pre-activation and return what the gradient is multiplied by: a
-block, or the pair ``(d/d gate, d/d up)``. Where torch has to choose (relu at zero, a NaN), they
-choose as torch's backward does.
+All take fp32 blocks of the pre-activation and return the factor of the gradient: a block, or the
+pair ``(d/d gate, d/d up)``. Where the choice is arbitrary (relu at zero, a NaN), they follow
+torch's backward.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def tanh(z):
 
 @triton.jit
 def _gelu(z):
-    """gelu and its derivative: the normal distribution, and its density times z."""
+    """gelu and its derivative: Φ(z), and the normal density times z."""
     cdf, bell = epilogues.normal(z)
     return z * cdf, cdf + z * bell * _NORMAL
 
@@ -93,7 +93,7 @@ def gelu(z):
 
 @triton.jit
 def _gelu_tanh(z):
-    """gelu_tanh and its derivative, by sigmoid(2u) as the function is."""
+    """gelu_tanh and its derivative, through sigmoid(2u) like the function."""
     square = z * z
     s = _reciprocal(1 + _exp2(z * (square * _GELU_CUBIC + _GELU_LINEAR)))
     y = z * s
@@ -146,14 +146,14 @@ def reglu(gate, up):
 
 @functools.lru_cache(maxsize=1024)
 def device_derivative(epilogue: Epilogue) -> Any:
-    """The ``@triton.jit`` derivative of ``epilogue``: of the signature of
-    :func:`~tmm_core.triton.device_function`, it returns the slope (two of them where gated).
+    """The ``@triton.jit`` derivative of ``epilogue``: with the signature of
+    :func:`~tmm_core.triton.device_function`, it returns the slope (two of them if gated).
 
     Raises:
         ValueError: A stage lacks a device function or its derivative.
     """
     stages = epilogue.stages or (epilogue,)
-    # One stage's function is a device function like any other, with parameters baked in.
+    # A stage's function is an ordinary device function with parameters baked in.
     names = {
         f"slope{i}": device_function(replace(stage, device=stage.device_derivative, builtin=False))
         for i, stage in enumerate(stages)
@@ -170,7 +170,7 @@ def device_derivative(epilogue: Epilogue) -> Any:
         argument = "z"
     source = "\n".join([*lines, f"    return {result}", ""])
     filename = f"<tmm derivative of {epilogue.key}>"
-    # As device_function's chains: Triton reads the source, through linecache.
+    # As in device_function: Triton reads the source through linecache.
     linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
     namespace = names | {"tl": tl, "__name__": __name__}
     exec(compile(source, filename, "exec"), namespace)

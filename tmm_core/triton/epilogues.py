@@ -1,7 +1,6 @@
-"""Device functions of the built-in epilogues, and how a chain becomes one function.
+"""Device functions of the built-in epilogues, and their combination into one function for a chain.
 
-All work on fp32 blocks. A parameter is a ``tl.constexpr``, so every value of it is a
-kernel of its own.
+All work on fp32 blocks. Parameters are ``tl.constexpr``, so every value gives a separate kernel.
 """
 
 from __future__ import annotations
@@ -21,19 +20,19 @@ from tmm_core.spec.epilogue import Epilogue
 from tmm_core.spec.port import Port
 
 # −½ log2 e, −2√(2/π)·log2 e, GPT-2's cubic coefficient times that, as in torch.nn.functional.gelu.
-# A block comes first in a product with them: the interpreter knows no constexpr × block.
+# Write block × constant: the interpreter does not support constexpr × block.
 _HALF_LOG2_E = tl.constexpr(-0.5 * math.log2(math.e))
 _GELU_LINEAR = tl.constexpr(-1.5957691216057308 * math.log2(math.e))
 _GELU_CUBIC = tl.constexpr(-1.5957691216057308 * math.log2(math.e) * 0.044715)
 _LOG2_E = tl.constexpr(math.log2(math.e))
-#: Whether to write in PTX what the hardware has as one instruction each: with what Triton
-#: makes of ``tl.exp`` and ``/`` for the sake of denormals, silu takes 13 and not 5.
+#: Whether to use inline PTX for operations with a hardware instruction: with Triton's ``tl.exp``
+#: and ``/``, which handle denormals, silu takes 13 instructions instead of 5.
 _PTX = tl.constexpr(torch.version.hip is None and not interpreting())
 
 
 @triton.jit
 def _exp2(z):
-    """2^z to 2 ulp; what is below the normal numbers becomes zero."""
+    """2^z to 2 ulp; denormal results become zero."""
     if _PTX:
         y = tl.inline_asm_elementwise(
             "ex2.approx.ftz.f32 $0, $1;", "=f,f", [z], dtype=tl.float32, is_pure=True, pack=1
@@ -45,7 +44,7 @@ def _exp2(z):
 
 @triton.jit
 def _reciprocal(z):
-    """1 / z to 1 ulp, zero where that is below the normal numbers."""
+    """1 / z to 1 ulp; denormal results become zero."""
     if _PTX:
         y = tl.inline_asm_elementwise(
             "rcp.approx.ftz.f32 $0, $1;", "=f,f", [z], dtype=tl.float32, is_pure=True, pack=1
@@ -62,7 +61,7 @@ def identity(z):
 
 @triton.jit
 def relu(z):
-    # Not tl.maximum(z, 0): a NaN has to come through, as in torch.
+    # Not tl.maximum(z, 0): NaN has to propagate, as in torch.
     return tl.where(z < 0, 0.0, z)
 
 
@@ -89,8 +88,8 @@ def silu(z):
 
 @triton.jit
 def tanh(z):
-    # 1 − 2 / (e^2z + 1) has the right limits where e^2z overflows to inf or to 0; near
-    # zero it cancels, and there the odd Taylor series to z⁷ is good to 2 ulp. Elsewhere 8.
+    # 1 − 2 / (e^2z + 1) has the right limits where e^2z becomes inf or 0. Near zero it cancels, so
+    # the odd Taylor series to z⁷ is used, to 2 ulp; elsewhere the error is 8 ulp.
     square = z * z
     series = z * (1 - square * (1.0 / 3 - square * (2.0 / 15 - square * (17.0 / 315))))
     return tl.where(tl.abs(z) < 0.2, series, 1 - 2 * _reciprocal(1 + _exp2(z * (2 * _LOG2_E))))
@@ -100,9 +99,9 @@ def tanh(z):
 def normal(z):
     """The normal distribution Φ(z), and e^(−z²/2).
 
-    Φ(−|z|)·e^(z²/2) is t times a polynomial in t = 1 / (1 + 0.305 |z|), fitted to it for |z| up to
-    14.5 by weighted least squares, to 9.7e-8 of its size. Below zero nothing cancels, as it does
-    in ½(1 + erf), whose instructions are 32 an element and these 17.
+    Φ(−|z|)·e^(z²/2) is approximated by t times a polynomial in t = 1 / (1 + 0.305 |z|), fitted for
+    |z| up to 14.5 by weighted least squares, with a relative error of 9.7e-8. It does not cancel
+    below zero, unlike ½(1 + erf), and takes 17 instructions per element instead of 32.
     """
     t = _reciprocal(tl.abs(z) * 0.305 + 1)
     bell = _exp2(z * (z * _HALF_LOG2_E))
@@ -169,11 +168,11 @@ def reglu(gate, up):
 
 
 def device_function(epilogue: Epilogue) -> Any:
-    """The ``@triton.jit`` function of ``epilogue``: takes the fp32 accumulator (two of them
-    where gated) and returns a block of its shape. Parameters are baked in.
+    """The ``@triton.jit`` function of ``epilogue``: it takes the fp32 accumulator (two of them if
+    gated) and returns a block of its shape. Parameters are baked in.
 
-    A kernel takes it as a ``tl.constexpr`` argument and calls it; Triton's own cache key
-    covers its source and that of everything it calls.
+    A kernel takes it as a ``tl.constexpr`` argument and calls it; Triton's cache key covers its
+    source and that of all its callees.
 
     Raises:
         ValueError: A stage has no device function (``epilogue.fusable`` is False).
@@ -187,7 +186,7 @@ def _device_function(epilogue: Epilogue) -> Any:
     functions = [_resolve(stage) for stage in stages]
     if len(stages) == 1 and not epilogue.parameters:
         return functions[0]
-    # Triton compiles functions from source only: write the chain out as one.
+    # Triton compiles only from source, so the chain is generated as one function.
     inputs = "gate, up" if epilogue.gated else "z"
     lines, argument = [f"def chain({inputs}):"], inputs
     for i, stage in enumerate(stages):

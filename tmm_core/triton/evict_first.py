@@ -1,11 +1,11 @@
-"""Bulk tensor loads that say what they read is read once, which Triton has no way to write.
+"""Adds the ``evict_first`` L2 hint to TMA loads, which Triton cannot express.
 
-A line brought by an ordinary load takes the place of one that the kernel before left behind, which
-may first have to be written back. One said to be read once (``evict_first``) takes the place of
-another such line: a cold read of a 4096×14336 weight on an H200 takes 34.9 µs for 38.7. A load
-from a pointer can say so in Triton (``eviction_policy``), a load by TMA only in PTX. So the PTX is
-given the hint on its way to ``ptxas``, by the hook that Triton has for looking into its stages
-(``knobs.runtime.add_stages_inspection_hook``, in 3.6 and 3.7). Where that fails the kernel is
+A line fetched by an ordinary load evicts one left by the previous kernel, which may have to be
+written back first. A line with ``evict_first`` evicts another such line: a cold read of a
+4096×14336 weight on an H200 takes 34.9 µs instead of 38.7. Triton has the hint for pointer loads
+(``eviction_policy``), but for TMA loads only PTX has it. So the hint is inserted into the PTX
+before ``ptxas``, through Triton's stage inspection hook
+(``knobs.runtime.add_stages_inspection_hook``, in 3.6 and 3.7). If that fails, the kernel is
 compiled without the hint, with a warning.
 """
 
@@ -26,21 +26,21 @@ from tmm_core.errors import warn
 _LOAD = re.compile(
     r"(cp\.async\.bulk\.tensor\.\dd\.shared::c\w+\.global\S*\.mbarrier::complete_tx::bytes)(\s[^;]*);"
 )
-#: What ``createpolicy.fractional.L2::evict_first.b64`` makes of a fraction of 1 on sm_90; the value
-#: of CUTLASS's ``TMA::CacheHintSm90::EVICT_FIRST``.
+#: The result of ``createpolicy.fractional.L2::evict_first.b64`` for a fraction of 1 on sm_90; the
+#: value of CUTLASS's ``TMA::CacheHintSm90::EVICT_FIRST``.
 _EVICT_FIRST = "0x12F0000000000000"
 
 _HOOK = "add_stages_inspection_hook"
 
 
 def hinted(ptx: str) -> str:
-    """``ptx`` with the hint at every bulk tensor load that has none."""
+    """``ptx`` with the hint added to every bulk tensor load without one."""
     return _LOAD.sub(rf"\1.L2::cache_hint\2, {_EVICT_FIRST};", ptx)
 
 
 def marked(src: ASTSource) -> ASTSource:
-    """The source under a hash of its own, by which Triton keeps what it makes of it: nothing else
-    is ever taken for the kernel with hints, nor it for the one without."""
+    """The source with a separate hash, Triton's cache key, so that kernels with and without hints
+    are never confused."""
     plain = src.hash()
     src.hash = lambda: hashlib.sha256(f"{plain}-evict_first".encode()).hexdigest()
     return src
@@ -48,13 +48,13 @@ def marked(src: ASTSource) -> ASTSource:
 
 @contextlib.contextmanager
 def hints(name: str) -> Iterator[None]:
-    """Have all bulk tensor loads hinted of what this thread compiles meanwhile.
+    """A context in which this thread compiles all bulk tensor loads with hints.
 
     Args:
-        name: The kernel's, for a warning.
+        name: The kernel's name, for warnings.
     """
     if not hasattr(knobs.runtime, _HOOK):
-        _warn(name, "this Triton lets nobody look into its stages")
+        _warn(name, "this Triton has no stage inspection hook")
         yield
         return
     _looking.name = name
@@ -74,9 +74,9 @@ class _Looking(threading.local):
 
 _looking = _Looking()
 _lock = threading.Lock()
-#: How many threads compile with hints; the hook is there while any does.
+#: How many threads compile with hints; the hook is installed while any does.
 _users = 0
-#: Whose hook was there before.
+#: The hook that was installed before.
 _before: Callable[..., Any] | None = None
 
 
@@ -93,20 +93,20 @@ def _uninstall() -> None:
     global _users
     with _lock:
         _users -= 1
-        # Whoever has put another in its place meanwhile keeps it.
+        # A hook installed by others in the meantime stays.
         if _users == 0 and getattr(knobs.runtime, _HOOK) is _look:
             setattr(knobs.runtime, _HOOK, _before)
 
 
 def ordinary() -> bool:
-    """Whether nobody but this module looks into Triton's stages."""
+    """Whether only this module uses Triton's stage inspection hook."""
     hook = getattr(knobs.runtime, _HOOK, None)
     return hook is None or (hook is _look and _before is None)
 
 
 def _look(*arguments: Any) -> Any:
-    """Triton's hook: without arguments what it adds to the key of a kernel, else it may change the
-    stages. Other threads compile as they would without it."""
+    """Triton's hook: without arguments it returns its part of a kernel's key, else it may change
+    the stages. Other threads compile as without it."""
     before = _before
     if not arguments:
         return before() if before is not None else ("", "")

@@ -1,7 +1,7 @@
-"""Launches in Triton's interpreter, with the products of bf16 blocks made right.
+"""Launches in Triton's interpreter, with correct products of bf16 blocks.
 
-The interpreter keeps a bf16 block as 16-bit integers and multiplies these: `tl.dot` of two bf16
-blocks is off by a factor of 1e6 there, with no error. Its loads, stores and casts are right.
+The interpreter stores a bf16 block as 16-bit integers and multiplies these: `tl.dot` of two bf16
+blocks is silently off by a factor of 1e6 there. Its loads, stores and casts are right.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any
 
 import triton.language as tl
 
-#: For who finds a wrong number in the interpreter.
+#: Advice for wrong numbers in the interpreter.
 REMEDY = (
     "Triton's interpreter keeps bf16 blocks as 16-bit integers, on which only loads, stores, casts "
     "and the tl.dot of a kernel launched by tmm_core.triton.Launch are right: convert with "
@@ -21,13 +21,13 @@ REMEDY = (
 
 
 def call_of(fn: Any, names: Sequence[str], constants: Mapping[str, Any]) -> Any:
-    """What launches ``fn`` interpreted, as a compiled handle is launched."""
+    """A function that launches ``fn`` interpreted, called like a compiled handle."""
     import numpy as np
 
     _mend_dots()
 
     def call(gx: int, gy: int, gz: int, *args: Any) -> None:
-        # A GPU overflows without a word, and where warnings are errors numpy's would be.
+        # A GPU overflows silently; numpy would warn, an error where warnings are errors.
         with np.errstate(all="ignore"):
             fn[gx, gy, gz](**dict(zip(names, args, strict=True)), **constants)
 
@@ -36,8 +36,8 @@ def call_of(fn: Any, names: Sequence[str], constants: Mapping[str, Any]) -> Any:
 
 @functools.cache
 def _mend_dots() -> None:
-    """Let the interpreter's ``tl.dot`` multiply bf16 blocks as the numbers they are; nothing
-    where this Triton's interpreter is made otherwise."""
+    """Make the interpreter's ``tl.dot`` multiply bf16 blocks as numbers; does nothing if this
+    Triton's interpreter is built differently."""
     import numpy as np
     from triton.runtime import interpreter
 

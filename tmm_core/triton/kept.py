@@ -1,11 +1,10 @@
-"""Kernels that Triton has compiled before, found again without what Triton does to find them.
+"""Finds kernels that Triton compiled before, without Triton's slow key computation.
 
-Triton looks a kernel up by a hash of itself, of the source, of ``ptxas``'s answer to
-``--version`` and of the options. The first and the third are the same as long as the installation
-is, and take a process 262 ms on an H200's host: they are noted in tmm's cache folder for the
-files as they are, by size and times. The source and the options, which say what the kernel is,
-are hashed by Triton itself as ever. A note that is wrong leads to a key that nothing is kept
-under, and Triton compiles or finds the kernel by itself.
+Triton's cache key hashes Triton itself, the source, the output of ``ptxas --version`` and the
+options. The first and the third depend only on the installation, and take each process 262 ms on an
+H200's host, so they are kept as notes in tmm's cache folder, keyed by the files' sizes and times.
+Triton still hashes the source and the options, which identify the kernel. A wrong note leads to an
+unknown key, and Triton then compiles or finds the kernel itself.
 """
 
 from __future__ import annotations
@@ -30,10 +29,10 @@ from triton.runtime.cache import get_cache_manager, triton_key
 from tmm_core.triton.evict_first import ordinary
 from tmm_core.triton.releases import tested
 
-#: A file changed within so many seconds may change again without another time.
+#: A file changed within this many seconds may change again without a new mtime.
 _SETTLED = 2.0
 
-#: Of Triton's folder: what its hash of itself is made of, and the programs it asks.
+#: Subfolders of Triton that its hash of itself covers, and that hold the programs it runs.
 _FOLDERS = ("compiler", "backends", "language", "runtime", "_C")
 _SUFFIXES = (".py", ".so", ".pyd")
 _PROGRAMS = "bin"
@@ -42,15 +41,15 @@ _PROGRAMS = "bin"
 def compile_kept(
     src: ASTSource, target: GPUTarget, options: Mapping[str, Any], root: Path | None = None
 ) -> CompiledKernel:
-    """``triton.compile``, which is asked only where the kernel is not found without it.
+    """``triton.compile``, called only if the kernel is not found without it.
 
     Args:
-        root: Where notes lie; by default in tmm's cache folder.
+        root: The folder of notes; by default in tmm's cache folder.
 
     Raises:
         Exception: What Triton raises when it cannot compile the kernel.
     """
-    # What is noted was held against the key of a kernel that Triton itself compiled, all the same.
+    # Even so, notes are only made after a check against the key of a kernel that Triton compiled.
     notes = _notes(root) if tested() and target.backend == "cuda" and _ordinary() else None
     if notes is not None and (found := _found(notes, src, target, options)) is not None:
         return found
@@ -61,14 +60,13 @@ def compile_kept(
 
 
 def warm() -> None:
-    """Have what every compilation of this process asks for: Triton's hash of itself, which takes
+    """Compute Triton's hash of itself ahead of time, which every compilation needs and which takes
     0.4 s."""
     triton_key()
 
 
 def _ordinary() -> bool:
-    """Whether nothing is set that makes Triton compile otherwise, look elsewhere or tell
-    somebody."""
+    """Whether no setting changes how Triton compiles, where it looks, or whom it notifies."""
     compilation, nvidia = knobs.compilation, knobs.nvidia
     return not (
         compilation.always_compile
@@ -94,7 +92,7 @@ def _notes(root: Path | None) -> Notes | None:
 
 @functools.cache
 def _files() -> list[Any]:
-    # Once: what this process has imported is what they were.
+    # Read once: the process has imported this state.
     top = os.path.dirname(os.path.abspath(triton.__file__))
     found = []
     for folder in _FOLDERS:
@@ -124,7 +122,7 @@ def _found(
         key = _key(src, target, options, itself, backend)
         group = get_cache_manager(key).get_group(f"{src.name[:150]}.json")
         compiled = CompiledKernel(src, group, key) if group else None
-    except Exception:  # whatever it is, Triton will meet it too, and say so
+    except Exception:  # Triton will meet and report it too
         return None
     if compiled is None or compiled.metadata.hash != key or compiled.metadata.target != target:
         return None
@@ -139,7 +137,7 @@ def _note(
     compiled: CompiledKernel,
 ) -> None:
     itself, backend = triton_key(), make_backend(target).hash()
-    # Only what has led to the key that Triton made.
+    # Only values that lead to Triton's own key.
     if _key(src, target, options, itself, backend) == compiled.hash:
         notes.add("triton_key", itself)
         notes.add(_about(target), backend)

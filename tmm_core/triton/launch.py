@@ -1,9 +1,9 @@
-"""Compile a Triton kernel once, then launch its handle at next to no host cost.
+"""Compiles a Triton kernel once, then launches its handle at almost no host cost.
 
-``kernel[grid](…)`` derives device, stream, specialisation, options and metadata anew on
-every call (10.6 µs on an H200's host); the compiled handle called directly takes 3. So a
-kernel is compiled from an explicit signature, where *we* say what is constant, what is
-divisible by what and how wide an integer is, and the launcher keeps the handle.
+``kernel[grid](…)`` derives device, stream, specialisation, options and metadata on every call (10.6
+µs on an H200's host); calling the compiled handle takes 3. So a kernel is compiled from an explicit
+signature, which states constants, divisibility and integer widths, and the launcher keeps the
+handle.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def source(
     constants: Mapping[str, Any],
     divisible: Mapping[str, int] | None = None,
 ) -> ASTSource:
-    """What is to be compiled: ``fn`` with every argument either typed or constant.
+    """The source to compile: ``fn`` with every argument either typed or constant.
 
     Args:
         fn: A ``@triton.jit`` (or Gluon) function.
@@ -105,8 +105,8 @@ def source(
 def compile_for(
     target: GPUTarget, src: ASTSource, *, evict_first: bool = False, **options: Any
 ) -> CompiledKernel:
-    """Compile for a GPU that need not be there, or find it in Triton's cache. Thread-safe; no
-    lock is held."""
+    """Compile for a GPU that need not be present, or find the kernel in Triton's cache. Thread-safe
+    without a lock."""
     if not evict_first:
         return compile_kept(src, target, options)
     with hints(src.name):
@@ -114,15 +114,15 @@ def compile_for(
 
 
 def target_of(device: DeviceFingerprint) -> GPUTarget | None:
-    """What Triton compiles for on ``device``, which need not be there; None for what is no GPU or
-    is not known well enough."""
+    """Triton's target for ``device``, which need not be present; None if it is not a GPU or its
+    architecture is unknown."""
     if device.type != "cuda" or device.interpreted:
         return None
     if not device.cuda.startswith("hip"):
         return GPUTarget("cuda", device.sm, 32)
     if not device.arch:
         return None
-    # GCN and CDNA have waves of 64, RDNA of 32.
+    # Waves have 64 threads on GCN and CDNA, 32 on RDNA.
     return GPUTarget("hip", device.arch, 64 if device.arch.startswith("gfx9") else 32)
 
 
@@ -134,46 +134,45 @@ def _target(device: int) -> GPUTarget:
 
 @dataclass(frozen=True)
 class Described:
-    """A ``tensordesc`` argument: which tensor of the call, and how it is described.
+    """A ``tensordesc`` argument: a tensor of the call and its descriptor.
 
     Attributes:
         tensor: ``"a"``, ``"b"``, ``"residual"``, ``"out"``, ``"workspace"``.
-        describe: The tensor's descriptor; it may depend on address and strides.
+        describe: Returns the tensor's descriptor; it may depend on address and strides.
     """
 
     tensor: str
     describe: Callable[[torch.Tensor], Any]
 
 
-#: What a run-time argument is in one call: a number that the problem fixes; ``"alpha"``; the
-#: address of a tensor, by its name; a tensor's stride, as ``("a", 0)``; its descriptor; or what
-#: a function returns, called anew for every launch.
+#: The value of a run-time argument: a number fixed by the problem; ``"alpha"``; the address of a
+#: tensor, by its name; a tensor's stride, as ``("a", 0)``; its descriptor; or the result of a
+#: function called for every launch.
 Argument = int | str | tuple[str, int] | Described | Callable[[], Any]
 
 
 class Launch:
     """A Triton kernel bound to its constants, ready to launch on the current stream.
 
-    Call with the grid and the run-time arguments in the order of ``fn``'s signature;
-    tensors are passed as tensors (Triton's C launcher asks them for their address).
-    Compiled at construction for a CUDA ``device``; with ``TRITON_INTERPRET=1``, or on a
-    CPU, it goes through Triton's interpreter instead.
+    Call it with the grid and the run-time arguments in the order of ``fn``'s signature; tensors are
+    passed as tensors (Triton's C launcher reads their addresses). It compiles at construction for a
+    CUDA ``device``; with ``TRITON_INTERPRET=1`` or on a CPU it uses Triton's interpreter instead.
 
     Args:
         fn, types, constants, divisible: See :func:`source`.
-        device: Where it will run.
-        evict_first: Its bulk tensor loads say that what they read is read once.
+        device: The device to launch on.
+        evict_first: Add the ``evict_first`` hint to its bulk tensor loads.
         options: ``num_warps``, ``num_stages``, ``launch_pdl``, ``maxnreg``.
 
     Raises:
         Exception: What Triton raises when it cannot compile or load the kernel.
     """
 
-    #: Compiled kernels shared by all launches of one process: problems that differ in
-    #: nothing Triton specialises on share a handle.
+    #: Compiled kernels, shared by all launches of a process: problems with the same specialisation
+    #: share a handle.
     _compiled: ClassVar[dict[tuple[Any, ...], CompiledKernel]] = {}
     _lock: ClassVar[threading.Lock] = threading.Lock()
-    #: Held by whoever compiles the kernel, so that a tuner's threads compile none twice.
+    #: Held while compiling a kernel, so that a tuner's threads compile none twice.
     _compiling: ClassVar[dict[tuple[Any, ...], threading.Lock]] = {}
 
     def __init__(
@@ -189,8 +188,8 @@ class Launch:
     ) -> None:
         self.compiled: CompiledKernel | None = None
         self._given = [name for name in fn.arg_names if name in types]
-        #: What each ``tensordesc`` parameter's map is encoded from, besides the tensor, where
-        #: this launch takes encoded maps.
+        #: The metadata for encoding each ``tensordesc`` parameter's map, if this launch takes
+        #: encoded maps.
         self._maps: dict[str, Any] = {}
         if interpreting() or device.type != "cuda":
             self._parameters = self._given
@@ -217,17 +216,17 @@ class Launch:
                             src, index, evict_first, options
                         )
             self.compiled = compiled
-            # Empty where Triton takes descriptors apart instead of encoding them.
+            # Empty if Triton unpacks descriptors instead of encoding them.
             meta = getattr(compiled.metadata, "tensordesc_meta", None) or []
             low = _low_level(compiled.run, described=bool(meta))
             if low is not None and meta:
                 described = [n for n in fn.arg_names if types.get(n, "").startswith("tensordesc")]
                 self._maps = dict(zip(described, meta, strict=True))
-            # A constant's place in Triton's order of arguments is kept by a None.
+            # Constants are passed as None in Triton's order of arguments.
             reduced = "constexpr" not in compiled.src.signature.values()
             self._parameters = self._given if reduced else list(fn.arg_names)
             self._template, self.namespace = _direct(compiled, low, index)
-        #: ``(gx, gy, gz, *arguments)``: what calling this object comes to, for warm paths.
+        #: The launch function, called with ``(gx, gy, gz, *arguments)``, for warm paths.
         self.call: Callable[..., None] = self._write_call()
 
     def _compile(
@@ -246,15 +245,15 @@ class Launch:
     def tensor_map(
         self, name: str, describe: Callable[[torch.Tensor], Any]
     ) -> Callable[[torch.Tensor], Any]:
-        """What to pass for the ``tensordesc`` parameter ``name``, given the tensor.
+        """A function from a tensor to the argument for the ``tensordesc`` parameter ``name``.
 
-        Triton encodes a tensor map anew for every descriptor of every launch. The function
-        returned keeps the maps of the tensors it saw last, so that a warm launch encodes none.
+        Triton encodes a tensor map for every descriptor of every launch. The returned function
+        caches the maps of the last tensors, so that a warm launch encodes none.
 
         Args:
             name: A parameter whose type is ``tensordesc<…>``.
-            describe: The tensor's descriptor; it may depend on address and strides, and on
-                nothing else that changes from call to call.
+            describe: Returns the tensor's descriptor, which may depend on address and strides, but
+                on nothing else that changes between calls.
         """
         return TensorMaps(describe, self._maps[name]) if name in self._maps else describe
 
@@ -262,14 +261,14 @@ class Launch:
         """The source of one launch, for :func:`launcher`.
 
         Args:
-            prefix: Of the names in :attr:`namespace`.
+            prefix: The prefix of the names in :attr:`namespace`.
             grid, places: Expressions for the grid and the run-time arguments.
         """
         arguments = (places.get(name, "None") for name in self._parameters)
         return self._template.format(_=prefix, grid=", ".join(grid), arguments=", ".join(arguments))
 
     def guard(self, prefix: str, again: str) -> str:
-        """The statement that does ``again`` on the launch's device where it is not current."""
+        """The statement that runs ``again`` on the launch's device if that is not current."""
         if self.compiled is None:
             return "pass"
         return (
@@ -302,7 +301,7 @@ class Step:
     Attributes:
         launch: The kernel.
         grid: Programs along x, y, z.
-        arguments: What each of the kernel's run-time arguments is.
+        arguments: The value of each of the kernel's run-time arguments.
     """
 
     launch: Launch
@@ -319,11 +318,11 @@ def launcher(
     extras: Sequence[str] = (),
     outputs: int = 0,
 ) -> Bound:
-    """The :data:`~tmm_core.Launcher` of a kernel that is these launches, one after another: it
-    makes the output where it is given none, and launches.
+    """The :data:`~tmm_core.Launcher` of a kernel made of these launches in sequence: it allocates
+    the output if none is given, and launches.
 
-    Written out as source, with every constant in its place: between the call and Triton's C
-    function there is no loop, no tuple and no other call of ours.
+    It is generated as source with every constant inlined: between the call and Triton's C function
+    there is no loop, tuple or further call of tmm.
 
     Args:
         steps: At least one, all on one device.
@@ -352,8 +351,8 @@ def launcher(
     def function(
         shape: Sequence[int], out: Iterable[str], known: Iterable[str], more: Mapping[str, Any]
     ) -> tuple[Launcher, Body | None]:
-        """Of an output of ``shape``, which ``out`` sees to, and of tensors whose strides are
-        ``known``."""
+        """The launcher for an output of ``shape``, which ``out`` allocates, and tensors with
+        ``known`` strides."""
         strides = torch.empty(tuple(shape), device="meta").stride()
         namespace = names.namespace | {"shape": tuple(shape), "strides": strides, **more}
         given = [f"output_{i} = outputs[{i}]" for i in range(outputs)]
@@ -374,8 +373,9 @@ def launcher(
         residual: torch.Tensor | None,
         by_views: Launcher,
     ) -> Bound | None:
-        """Of a tensor the kernels see an address, which is that of its view, and strides, which
-        are known. A view is made for a descriptor, and once for as long as that is kept."""
+        """The launcher for N-D tensors without views: kernels use only a tensor's address, which a
+        view shares, and strides, which are known. A view is made only to build a descriptor, as
+        long as that is cached."""
         flat = fold.in_place(a, b, residual)
         if flat is None or not names.folds(fold):
             return None
@@ -407,19 +407,19 @@ def _composed(outer: Callable[[Any], Any], inner: Callable[[Any], Any]) -> Calla
 
 
 class _Names:
-    """What the source of a launcher refers to, as its launches turn out to need it."""
+    """The names that a launcher's source refers to, collected as its launches need them."""
 
     def __init__(self, compiled: bool) -> None:
         self._compiled = compiled
         self._addresses: dict[str, None] = {}
         self._strided: dict[str, None] = {}
         self.namespace: dict[str, Any] = {}
-        #: The tensor that each name which makes a descriptor makes it of.
+        #: The tensor of each name that makes a descriptor.
         self.described: dict[str, str] = {}
 
     def folds(self, fold: Fold) -> bool:
-        """Whether the launches find the extras where the caller has them: those of a batch may
-        have to be repeated, and strides were never theirs to read."""
+        """Whether the launches can use the caller's extras in place: those of a batch may have to
+        be repeated, and launches do not read their strides."""
         read = self._strided if fold.batch is None else self._addresses
         return read.keys().isdisjoint(EXTRAS)
 
@@ -427,7 +427,7 @@ class _Names:
         """The statements that come before the launches.
 
         Args:
-            known: Tensors whose strides are not asked for.
+            known: Tensors whose strides are not read.
         """
         for t in self._strided:
             if t in known:
@@ -475,7 +475,7 @@ class _Names:
 
 
 def _prefix(index: int) -> str:
-    """Of what the source of one of several launches refers to."""
+    """The prefix of names for one of several launches."""
     return f"_{index}_"
 
 
@@ -484,7 +484,7 @@ _TENSOR_MAPS_KEPT = 64
 
 
 class TensorMaps:
-    """Encoded descriptors of one parameter, of the tensors seen last."""
+    """Encoded descriptors of one parameter, for the most recent tensors."""
 
     def __init__(self, describe: Callable[[torch.Tensor], Any], meta: Any) -> None:
         self._describe = describe
@@ -509,16 +509,16 @@ class _TensorMap(tuple[Any, ...]):
 
 
 def _without_constants(src: ASTSource) -> Any:
-    """What Triton's launcher looks at of ``src``, as if there were no constants. Of each it
-    would be passed a None and parse it, some 20 for a kernel; and it is compiled and kept by
-    its signature, which more kernels then share."""
+    """The part of ``src`` that Triton's launcher uses, without constants. Otherwise it would parse
+    a None for each, about 20 per kernel; and it is compiled and cached by its signature, which more
+    kernels then share."""
     typed = {name: kind for name, kind in src.signature.items() if kind != "constexpr"}
     return SimpleNamespace(fn=src.fn, name=src.name, signature=typed, constants={})
 
 
 def _low_level(run: Any, *, described: bool) -> Any:
-    """Triton's C launch function; None where its order of arguments, which belongs to a
-    release, is not known, or the launch needs more than it."""
+    """Triton's C launch function; None if its argument order, which varies by release, is unknown,
+    or the launch needs more than it."""
     if not tested():
         return None
     if getattr(run, "global_scratch_size", 1) or getattr(run, "profile_scratch_size", 1):
@@ -529,19 +529,18 @@ def _low_level(run: Any, *, described: bool) -> Any:
         return None
     low = getattr(run, "launch", None)
     if described and low is not None:
-        # Under the wrapper that encodes descriptors; ours come encoded.
+        # Inside the wrapper that encodes descriptors; ours are already encoded.
         low = inspect.getclosurevars(low).nonlocals.get("launcher")
     return low
 
 
 def _direct(compiled: CompiledKernel, low: Any, device: int) -> tuple[str, dict[str, Any]]:
-    """How the compiled handle is launched and nothing else done: source, with places for
-    grid, arguments and the prefix of the names it uses, and what these stand for.
+    """Source that only launches the compiled handle, with placeholders for grid, arguments and the
+    prefix of its names, and the values of these names.
 
     Args:
-        low: The C function of the installed Triton; without it the launcher object's own call
-            is used (0.6 µs more). With a release that was not tested, ``compiled[grid]``, which
-            is Triton's for everybody.
+        low: The C function of the installed Triton; without it the launcher object's call is used
+            (0.6 µs more). An untested release uses Triton's public ``compiled[grid]``.
     """
     if not tested():
         return "{_}compiled[({grid})]({arguments})", {
@@ -583,7 +582,7 @@ def _direct(compiled: CompiledKernel, low: Any, device: int) -> tuple[str, dict[
 
 
 def _encode(descriptor: Any, meta: Any) -> Any:
-    """What the C launcher takes for a descriptor: its tensor map, shape and strides."""
+    """The C launcher's arguments for a descriptor: its tensor map, shape and strides."""
     from triton.backends.nvidia.driver import make_tensordesc_arg
 
     return make_tensordesc_arg(descriptor, meta)

@@ -1,9 +1,9 @@
-"""One pass over memory for an epilogue that follows its product, and one for its derivative.
+"""Applies an epilogue after its product in one pass over memory, and its derivative in another.
 
-For training, where the product's own kernel cannot apply it because backward needs what comes
-before. Gated epilogues read both halves of a row where they lie and write both halves of their
-gradient. A bias's gradient is not summed up on the way: down 256 rows at a time that took 25 µs
-(gelu, 8192×3072) to 41 (swiglu, 4096×11008) more on an H200, as long as torch's sum afterwards.
+These serve training, where the product's kernel cannot fuse the epilogue because backward needs its
+input. Gated epilogues read both halves of a row in place and write both halves of their gradient.
+The bias gradient is not summed in the same pass: 256 rows at a time that took 25 µs (gelu,
+8192×3072) to 41 (swiglu, 4096×11008) more on an H200, as long as torch's sum afterwards.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ from tmm_core.triton.launch import Launch, pointer
 
 Tensor = torch.Tensor
 
-#: A tile: 16 numbers a thread, in rows of 512 bytes of 16-bit numbers. Of 4×256 to 16×256 and
-#: 2×1024 none was 3 % faster on an H200.
+#: A tile: 16 elements per thread, with 512-byte rows of 16-bit elements. None of 4×256 to 16×256
+#: and 2×1024 was 3 % faster on an H200.
 BLOCK_M, BLOCK_N = 8, 256
 
 
 @triton.jit
 def _tile(M, N, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Rows and columns of the program's tile, and which of its places are in the output."""
+    """Rows and columns of the program's tile, and the mask of its elements in the output."""
     tiles = tl.cdiv(N, BLOCK_N)
     rows = tl.program_id(0) // tiles * BLOCK_M + tl.arange(0, BLOCK_M)[:, None]
     cols = tl.program_id(0) % tiles * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
@@ -94,7 +94,7 @@ def _backward(
 class Pointwise:
     """The two passes of one epilogue, for products of one width, dtype and device.
 
-    Compiled at construction and, for another layout of the gradient, at its first call.
+    They are compiled at construction and, for another gradient layout, at its first use.
 
     Raises:
         Exception: What Triton raises when it cannot compile or load a kernel.
@@ -126,11 +126,11 @@ class Pointwise:
         self._address: Callable[[Tensor], Any] = Tensor.data_ptr
         if launch.compiled is None:
             self._address = lambda t: t  # the interpreter wants the tensor
-        # What a layer's gradient looks like: now, where nothing is being captured yet.
+        # Compile for a layer's usual gradient now, before any capture.
         self._compiled(dtype, True, aligned)
 
     def forward(self, z: Tensor) -> Tensor:
-        """The epilogue of ``z``, row-major on 16 bytes."""
+        """The epilogue of ``z``, row-major and aligned to 16 bytes."""
         y = z.new_empty((*z.shape[:-1], self._columns))
         m = z.numel() // self._width
         if m:

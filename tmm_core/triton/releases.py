@@ -1,15 +1,15 @@
-"""The releases of Triton whose insides tmm knows: the order of the C launcher's arguments, what a
-compiled kernel is kept under, how PTX is assembled. With another release Triton's own launch and
-look-up serve, at some µs more a call."""
+"""The Triton releases whose internals tmm knows: the argument order of the C launcher, the cache
+key of a compiled kernel, the assembly of PTX. Other releases use Triton's own launch and look-up,
+which cost a few µs more per call."""
 
 from __future__ import annotations
 
 import triton
 
-#: What tests of launches, keys and edited PTX ran with, on GPUs too.
+#: Releases with which tests of launches, keys and edited PTX have run, also on GPUs.
 TESTED = ("3.6.", "3.7.")
 
 
 def tested() -> bool:
-    """Whether the installed Triton is of these releases."""
+    """Whether the installed Triton is one of these releases."""
     return str(triton.__version__).startswith(TESTED)

@@ -1,4 +1,4 @@
-"""Without a GPU the kernel is interpreted. Triton reads this when it is imported."""
+"""Interprets the kernel if there is no GPU. Triton reads the variable when it is imported."""
 
 from __future__ import annotations
 

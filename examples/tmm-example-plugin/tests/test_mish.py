@@ -7,7 +7,7 @@ import tmm_core
 
 
 def test_the_kernel_fuses_it() -> None:
-    # From where it vanishes to where it is the identity, both ends past the range of e^z.
+    # From where mish vanishes to where it is the identity, both ends past the range of e^z.
     device = "cuda" if torch.cuda.is_available() else "cpu"
     z = torch.linspace(-100, 100, 256, device=device)
     one = torch.ones(1, 1, device=device)

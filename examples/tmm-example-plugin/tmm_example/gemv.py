@@ -1,9 +1,9 @@
 """``example.gemv``: one to four rows times a matrix, without tensor cores.
 
-With so few rows a product is as fast as ``b`` can be read, and a tensor core's tile of 16
-rows is mostly padding. One program takes BLOCK_N columns and walks all of K. What it adds
-up are not sums but a block [ROWS, BLOCK_K, BLOCK_N] of products, in registers: no thread
-talks to another before the end, where one reduction over BLOCK_K finishes the job.
+With so few rows, reading ``b`` bounds the time, and a tensor core's tile of 16 rows is mostly
+padding. One program takes BLOCK_N columns and walks all of K. It accumulates a block
+[ROWS, BLOCK_K, BLOCK_N] of products in registers, so that threads do not communicate before the
+end, where one reduction over BLOCK_K gives the sums.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from tmm_core.triton import Launch, device_function, pointer
 Tensor = torch.Tensor
 
 MAX_ROWS = 4
-#: fp32 products one thread may hold of the 255 registers it has.
+#: fp32 products that a thread may hold in its 255 registers.
 MAX_PER_THREAD = 64
 DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
-#: (BLOCK_N, BLOCK_K, num_warps), the longer side along which b is contiguous.
+#: (BLOCK_N, BLOCK_K, num_warps), with the longer side along b's contiguous dimension.
 ALONG_K = ((16, 256, 8), (8, 256, 4), (16, 128, 4), (4, 512, 4), (8, 512, 8))
 ALONG_N = ((64, 32, 4), (128, 16, 4), (32, 64, 4), (64, 64, 8), (128, 32, 8))
 
@@ -90,7 +90,7 @@ class GemvConfig(Config):
 
 class Gemv(Kernel[GemvConfig]):
     name = "example.gemv"
-    # Not batch-invariant: the number of rows bears on where products lie, and so on the
+    # Not batch-invariant: the number of rows affects the layout of the products, and so the
     # order in which they are summed.
     traits = Traits(deterministic=True, batch_invariant=False)
     config_type = GemvConfig
@@ -170,12 +170,12 @@ class Gemv(Kernel[GemvConfig]):
 
 
 def _strides(names: tuple[str, str, str], t: Tensor) -> dict[str, int]:
-    """Of a matrix, or of a batch of them."""
+    """The strides of a matrix, or of a batch of matrices."""
     return dict(zip(names[3 - t.dim() :], t.stride(), strict=True))
 
 
 def _arguments(problem: Problem) -> tuple[dict[str, str], dict[str, object], dict[str, int]]:
-    """Types of the run-time arguments in order, the constants, and what divides what.
+    """Types of the run-time arguments in order, the constants, and divisors of arguments.
 
     Strides are 64 bits wide and read from the tensors at every launch; those known to be one
     or unused are constants.
@@ -186,7 +186,7 @@ def _arguments(problem: Problem) -> tuple[dict[str, str], dict[str, object], dic
         "M": problem.m,
         "ROWS": triton.next_power_of_2(problem.m),
     }
-    # Masked loads are as wide as what the mask's bound is known to be a multiple of.
+    # The width of masked loads is limited by the known divisor of the mask's bound.
     sizes = {"N": problem.n, "K": problem.k}
     divisible = {name: 16 for name, size in sizes.items() if size % 16 == 0}
     for name, down, across, matrix in _matrices(problem):

@@ -16,7 +16,7 @@ def derivative(z: torch.Tensor) -> torch.Tensor:
 MISH = Epilogue(
     "mish",
     lambda z: F.mish(z),
-    # By name, so that nobody imports Triton who does not launch it.
+    # By name, so that Triton is imported only to launch it.
     device="tmm_example.mish_device:mish",
     derivative=derivative,
     device_derivative="tmm_example.mish_device:slope",

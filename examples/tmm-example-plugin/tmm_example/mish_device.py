@@ -1,4 +1,4 @@
-"""What kernels fuse for ``mish``, on fp32 blocks."""
+"""Device functions of ``mish``, on fp32 blocks, which kernels fuse."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ import triton.language as tl
 
 @triton.jit
 def mish(z):
-    # tanh(log(1 + e)) = (e² + 2e) / (e² + 2e + 2): no cancellation where e is small, and
-    # from z = 20 on it is 1 in fp32, long before e² overflows.
+    # tanh(log(1 + e)) = (e² + 2e) / (e² + 2e + 2): no cancellation for small e, and 1 in fp32
+    # from z = 20 on, long before e² overflows.
     e = tl.exp(tl.minimum(z, 20.0))
     n = e * (e + 2)
     return z * (n / (n + 2))

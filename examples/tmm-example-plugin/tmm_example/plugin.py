@@ -1,5 +1,5 @@
-"""What tmm loads. It imports no Triton: that is left to the hooks, which tmm calls at the
-first matmul, so that an installation without Triton keeps the epilogue."""
+"""The hooks that tmm loads. They import Triton when tmm calls them, at the first matmul, so that
+an installation without Triton keeps the epilogue."""
 
 from __future__ import annotations
 

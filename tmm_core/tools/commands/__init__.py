@@ -1,1 +1,1 @@
-"""The subcommands of ``tmm``: one module each, of a function that runs it."""
+"""The subcommands of ``tmm``: one module each, with a function that runs it."""

@@ -1,4 +1,4 @@
-"""``tmm bench``: what is chosen, timed against what users would have called."""
+"""``tmm bench``: times the chosen kernels against the eager code they replace."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ def run(options: argparse.Namespace) -> int:
     if options.plots and options.output is None:
         raise UsageError("--plots needs --output, a folder to put them in")
     if options.share and options.output is None and options.read is None:
-        raise UsageError("--share packs what --output or --from has: name a folder")
+        raise UsageError("--share packs the results of --output or --from: name a folder")
     if options.read is not None:
         return _share(options.read, options, _show(_read(options.read), options))
     if (options.sweep or options.config) and not options.kernel:
-        raise UsageError("--sweep and --config are of single kernels: name them by --kernel")
+        raise UsageError("--sweep and --config apply to single kernels: name them with --kernel")
     started = time.monotonic()
     device = shared.device(options)
     if options.verify_shipped:
@@ -117,7 +117,7 @@ def _verify_shipped(device: torch.device, options: argparse.Namespace) -> int:
         print_json(documents)
     else:
         found = ", ".join(f"{number} {status}" for status, number in sorted(counts.items()))
-        # Both ends: a machine that makes some slower by chance makes others faster.
+        # Both ends: noise that makes some slower makes others faster.
         ratios = sorted(d["ratio"] for d in documents if "ratio" in d)
         spread = f"; {ratios[0]:.3f} to {ratios[-1]:.3f}× blas" if ratios else ""
         print(
@@ -190,9 +190,9 @@ def _tasks(options: argparse.Namespace) -> list[suites.Task]:
 
 
 def _undone(tasks: list[suites.Task], options: argparse.Namespace) -> list[suites.Task]:
-    """Those that the output folder has no measurement of."""
+    """The tasks without a measurement in the output folder."""
     if options.output is None:
-        raise UsageError("--resume needs --output, the folder that holds what is done")
+        raise UsageError("--resume needs --output, the folder with earlier results")
     if not options.output.is_dir():
         return tasks
     done = _read([options.output]).measured
@@ -255,7 +255,7 @@ def _print_tables(results: Results, metric: str) -> None:
 
 
 def _print_series(documents: Sequence[Document], dtype: str, metric: str) -> None:
-    """A row for each problem, a column for each series."""
+    """Print a row for each problem and a column for each series."""
     label, sizes = series.axis(documents)
     names = series.columns(documents)
     unit = series.METRICS[metric][0]

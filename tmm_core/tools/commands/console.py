@@ -1,4 +1,4 @@
-"""How ``tmm`` speaks and ends: data on stdout, notes on stderr, three exit statuses."""
+"""Output and exit statuses of ``tmm``: data on stdout, notes on stderr, three exit statuses."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from typing import Any, TextIO
 
 from tmm_cache import columns as layout
 
-#: Exit statuses: done; something is wrong or was left undone; a mistake in the call.
+#: Exit statuses: done; something is wrong or was left undone; a usage error.
 DONE, FOUND, MISTAKE = 0, 1, 2
-#: And what a shell gives a command that was interrupted.
+#: The status that shells use for an interrupted command.
 INTERRUPTED = 130
 
 
 class UsageError(Exception):
-    """The call asks for something that cannot be: told in one line, exit status 2."""
+    """A usage error: reported in one line, exit status 2."""
 
 
 def note(text: str) -> None:
-    """Tell the user something that is not data."""
+    """Print a message for the user that is not data."""
     print(f"tmm: {text}", file=sys.stderr, flush=True)
 
 
 def print_json(value: Any) -> None:
-    """Print data for a program; a time that is NaN or infinite, which no JSON has, is null."""
+    """Print data for a program; NaN and infinite times, which JSON lacks, become null."""
     print(json.dumps(_finite(value), indent=2, ensure_ascii=False, allow_nan=False))
 
 
@@ -43,15 +43,16 @@ def _finite(value: Any) -> Any:
 def print_table(
     columns: Sequence[str], rows: Iterable[Sequence[str] | str], numbers: Sequence[str] = ()
 ) -> None:
-    """Print a table on stdout, no wider than the terminal, or than 100 columns elsewhere; the
-    columns named in ``numbers`` are aligned at the right. A text is a paragraph of its own."""
+    """Print a table on stdout, no wider than the terminal, or 100 columns if there is none; the
+    columns in ``numbers`` are right-aligned. A text is a separate paragraph."""
     found = list(rows)
     print("\n".join(layout.table(columns, found, layout.width(), right=numbers)))
 
 
 @contextmanager
 def warnings_as_notes() -> Iterator[None]:
-    """Inside, tmm's warnings (a broken plugin, a damaged record) are notes, each once."""
+    """A context in which tmm's warnings (a broken plugin, a damaged record) become notes, once
+    each."""
     from tmm_cache import CacheWarning
 
     from tmm_core.errors import TmmWarning

@@ -1,6 +1,6 @@
-"""``tmm doctor``: does this machine have what it takes, and if not, what to do.
+"""``tmm doctor``: checks that this machine is set up for tmm, and if not, says what to do.
 
-Every line is a fact; one that is a problem says what would mend it.
+Every line is a fact; a problem comes with advice.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ from tmm_core.tools.commands.console import DONE, FOUND, print_json
 #: Free space below which records will soon not be written; one is some 20 kB.
 LEAST_FREE_BYTES = 64 * 2**20
 
-#: Variables that tmm reads beside those of its settings.
+#: Variables that tmm reads in addition to those of its settings.
 OTHER_VARIABLES = (
     "TMM_CACHE_DIR",
     "TMM_CACHE_MAX_AGE",
@@ -56,10 +56,10 @@ OTHER_VARIABLES = (
     "TMM_PLUGINS",
 )
 
-#: Memory for a first launch of what is below.
+#: Memory for a first launch on the probes below.
 LAUNCH_BYTES = 64 * 2**20
 
-#: What each kernel is tried on: sizes of no multiple of a tile, aligned and not.
+#: Problems that each kernel is tried on: sizes that are no multiple of a tile, aligned and not.
 PROBES = (
     Case(m=72, n=80, k=96, layout="nt"),
     Case(m=65, n=67, k=63),
@@ -83,7 +83,7 @@ def run(options: argparse.Namespace) -> int:
     for finding in _examine(device):
         findings.append(finding)
         if not options.json:
-            # As it is found: whatever ends the process, what was found by then is there.
+            # Printed as it is found, so that earlier findings survive whatever ends the process.
             mark = {"ok": "  ", "note": "- ", "problem": "! "}[finding.state]
             advice = f"; {finding.advice}" if finding.advice else ""
             print(f"{mark}{finding.about:<18}{finding.text}{advice}", flush=True)
@@ -96,7 +96,7 @@ def _examine(device: torch.device) -> Iterator[Finding]:
     for look in (_versions, _device, _toolchain, _plugins, _settings, _cache, _kernels):
         try:
             yield from look(device)
-        except BaseException as error:  # what one look trips over keeps no other from its own
+        except BaseException as error:  # a failing check must not stop the others
             if isinstance(error, GeneratorExit):
                 raise
             let_through(error)
@@ -113,7 +113,7 @@ def _versions(device: torch.device) -> Iterator[Finding]:
         yield Finding("triton", "ok", triton)
     elif device.type == "cuda":
         advice = "pip install 'tmm-core[triton]'"
-        yield Finding("triton", "problem", "not installed: BLAS alone answers", advice)
+        yield Finding("triton", "problem", "not installed: only BLAS answers", advice)
     else:
         yield Finding("triton", "note", "not installed, and not needed on a CPU")
 
@@ -135,7 +135,7 @@ def _device(device: torch.device) -> Iterator[Finding]:
             else "torch finds no usable GPU"
         )
         advice = "install a CUDA build of torch, or look at nvidia-smi"
-        yield Finding("device", "problem", f"cpu, though nvidia-smi is here: {why}", advice)
+        yield Finding("device", "problem", f"cpu, although nvidia-smi exists: {why}", advice)
     else:
         yield Finding("device", "note", "cpu: BLAS answers everything")
     if interpreting():
@@ -146,7 +146,7 @@ def _device(device: torch.device) -> Iterator[Finding]:
 
 
 def _toolchain(device: torch.device) -> Iterator[Finding]:
-    """What Triton builds its launcher with, when a process first launches a kernel."""
+    """The C compiler, with which Triton builds its launcher at a process's first launch."""
     if device.type != "cuda" or importlib.util.find_spec("triton") is None:
         return
     found = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")
@@ -172,7 +172,7 @@ def _plugins(device: torch.device) -> Iterator[Finding]:
         if fault.intended:
             yield Finding("plugin", "note", f"{fault.source}: {fault.reason}")
         else:
-            advice = f"mend or uninstall it, or set TMM_DISABLE_PLUGINS={fault.source.plugin}"
+            advice = f"fix or uninstall it, or set TMM_DISABLE_PLUGINS={fault.source.plugin}"
             yield Finding("plugin", "problem", f"{fault.source}: {fault.reason}", advice)
 
 
@@ -209,9 +209,9 @@ def _cache(device: torch.device) -> Iterator[Finding]:
         free = shutil.disk_usage(store.root).free
     except OSError as error:
         text = (
-            f"{store.root} cannot be written ({error.strerror or error}): each process tunes anew"
+            f"{store.root} cannot be written ({error.strerror or error}): each process tunes again"
         )
-        yield Finding("cache", "problem", text, "set TMM_CACHE_DIR to a folder that can")
+        yield Finding("cache", "problem", text, "set TMM_CACHE_DIR to a writable folder")
     else:
         size = f"{free / 2**30:.1f} GiB free"
         if free < LEAST_FREE_BYTES:
@@ -224,34 +224,34 @@ def _cache(device: torch.device) -> Iterator[Finding]:
             yield Finding("cache layer", "ok", str(layer))
         else:
             advice = "correct TMM_CACHE_PATH"
-            yield Finding("cache layer", "problem", f"{layer} is no readable folder", advice)
+            yield Finding("cache layer", "problem", f"{layer} is not a readable folder", advice)
     same = [
         each.environment == mine.environment and each.clock == CLOCK
         for each in store.summaries(mine.gpu)
     ]
     text = f"{sum(same)} records for {mine.gpu}"
     if other := len(same) - sum(same):
-        text += f", {other} more of other versions (used as guesses)"
+        text += f", {other} more for other versions (used as guesses)"
     yield Finding("records", "ok", text)
     shipped, usable = recheck.current(mine)
     if shipped:
         text = f"{shipped} shipped for {mine.gpu} and these versions"
         if usable < shipped:
-            text += f", {shipped - usable} of kernels that have changed since"
+            text += f", {shipped - usable} for kernels that have changed since"
         yield Finding("records", "ok", text)
     missed = [miss for miss in store.misses() if miss.gpu == mine.gpu]
     if missed:
-        text = f"{len(missed)} problems were met where tuning was forbidden"
+        text = f"{len(missed)} problems were met while tuning was forbidden"
         yield Finding("misses", "note", text, "tmm tune --misses")
 
 
 def _kernels(device: torch.device) -> Iterator[Finding]:
-    """Every kernel compiled, launched and held against the reference; a stranger's in another
-    process before, which it may end."""
+    """Compile, launch and compare every kernel with the reference; third-party kernels first in
+    another process, which they may crash."""
     try:
         settings.current()
     except SettingsError:
-        yield Finding("kernel", "note", "none was tried: the settings are at fault")
+        yield Finding("kernel", "note", "none was tried: the settings are invalid")
         return
     with contextlib.closing(FirstLaunches(device)) as first:
         yield from _tried(device, first)
@@ -262,7 +262,7 @@ def _tried(device: torch.device, first: FirstLaunches) -> Iterator[Finding]:
     for registered in registry.kernels():
         kernel = registered.kernel
         foreign = registered.source.distribution not in ("", DISTRIBUTION)
-        advice = f"leave it out by TMM_DISABLE={kernel.name}, and tell {registered.source}"
+        advice = f"disable it with TMM_DISABLE={kernel.name}, and report it to {registered.source}"
         reasons: list[str] = []
         tried = False
         for probe in PROBES:
@@ -281,14 +281,14 @@ def _tried(device: torch.device, first: FirstLaunches) -> Iterator[Finding]:
             if kernel.fault is not None:
                 yield Finding("kernel", "problem", kernel.fault, advice)
             elif tried:
-                yield Finding("kernel", "ok", f"{kernel.name} runs and is right")
+                yield Finding("kernel", "ok", f"{kernel.name} runs and is correct")
             else:
                 text = f"{kernel.name} declines: {'; '.join(reasons)}"
                 yield Finding("kernel", "note", text)
 
 
 def _fault(kernel: Kernel[Any], problem: Problem, first: FirstLaunches) -> str | None:
-    """What its first launch does to a process; None: nothing."""
+    """The fault of a kernel's first launch in another process; None if it has none."""
     try:
         candidate = Candidate(kernel, kernel.default_config(problem))
     except PluginError as error:
@@ -297,7 +297,7 @@ def _fault(kernel: Kernel[Any], problem: Problem, first: FirstLaunches) -> str |
 
 
 def _wrong(kernel: str, call: Call) -> str | None:
-    """What is wrong with the kernel's answer to this call; None: nothing."""
+    """The fault in the kernel's result for this call; None if it is correct."""
     try:
         with torch.no_grad():
             problem = call.problem()

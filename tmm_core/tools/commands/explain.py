@@ -1,4 +1,4 @@
-"""``tmm explain``: what a call would run, why, and why not something else."""
+"""``tmm explain``: shows which kernel a call would run, and why."""
 
 from __future__ import annotations
 
@@ -60,11 +60,11 @@ def _explanation(case: Case, options: argparse.Namespace) -> Explanation:
         forced["kernel"] = options.kernel
     if options.config is not None and options.tiles is None:
         if options.kernel is None:
-            raise UsageError("--config belongs to one kernel: name it by --kernel")
+            raise UsageError("--config belongs to one kernel: name it with --kernel")
         forced["config"] = options.config
     with precision(case.tf32), settings.override(**forced):
         try:
-            # Only shapes, strides and dtypes are looked at.
+            # Only shapes, strides and dtypes matter.
             problem = case.call(device, fill=torch.empty).problem()
             if gpu is not None:
                 problem = replace(problem, device=gpu)
@@ -77,8 +77,8 @@ def _explanation(case: Case, options: argparse.Namespace) -> Explanation:
 
 
 def _plain_grid(options: argparse.Namespace) -> tuple[tiles.Grid, list[int]]:
-    """Of tiles that are nothing but tiles: as many along K, and at one time, as along the longer of
-    the other two."""
+    """A grid of tiles without sizes; the number along K and per wave is that along the longer of
+    the other two dimensions."""
     rows, columns = options.tiles
     longer = max(rows, columns)
     wave = options.wave or longer
@@ -86,7 +86,7 @@ def _plain_grid(options: argparse.Namespace) -> tuple[tiles.Grid, list[int]]:
 
 
 def _grid(explanation: Explanation, options: argparse.Namespace) -> tuple[tiles.Grid, list[int]]:
-    """Of the kernel that is chosen, or of the blocks that ``--config`` names."""
+    """The grid of the chosen kernel, or of the blocks given by ``--config``."""
     from tmm_core.tools.commands.why import grid_of, told
 
     if options.tiles:
@@ -95,9 +95,7 @@ def _grid(explanation: Explanation, options: argparse.Namespace) -> tuple[tiles.
     if "BLOCK_M" in config and "BLOCK_N" in config:
         wave = options.wave or problem.device.sm_count
         if not wave:
-            raise UsageError(
-                "a wave is as many tiles as run at one time: give --wave or --gpu NAME"
-            )
+            raise UsageError("the number of tiles per wave is unknown: give --wave or --gpu NAME")
         grid = _of_blocks(explanation, config, wave)
         group = config.get("GROUP_M", 1)
     else:
@@ -142,7 +140,7 @@ def _show_tiles(
     return DONE
 
 
-#: A picture of more is none.
+#: A picture of more tiles is unreadable.
 _MOST_TILES = 100_000
 
 
@@ -154,7 +152,7 @@ def _plot(explanation: Explanation, path: Path) -> None:
 
     record, problem = explanation.record, explanation.problem
     if record is None:
-        raise UsageError(f"--plot draws a record, and there is none of {problem}; run tmm tune")
+        raise UsageError(f"--plot draws a record, and {problem} has none; run tmm tune")
     registry = dispatch.dispatcher().registry
     expected = []
     for result in record.candidates:
@@ -162,7 +160,7 @@ def _plot(explanation: Explanation, path: Path) -> None:
             kernel = registry.kernel(result.kernel)
             config = kernel.config_type.from_json(result.config)
             expected.append(kernel.estimate_us(explanation.measured or problem, config))
-        except Exception:  # it is not installed, or not as it was: no estimate
+        except Exception:  # the kernel is not installed, or has changed: no estimate
             expected.append(None)
     chosen = explanation.choice.candidate
     mark = chosen.kernel.name, chosen.config.to_json()

@@ -1,5 +1,5 @@
-"""GPUs that need not be here: those that records were measured on, and others by their data sheets.
-What is asked of one (``tmm explain --gpu H200``) is answered by its records and by models."""
+"""GPUs that need not be present: those that records were measured on, and others by their data
+sheets. ``tmm explain --gpu H200`` answers from a GPU's records and from models."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ _SPECIFIED = (
 
 
 def find(store: CacheStore, text: str) -> DeviceFingerprint:
-    """The GPU whose name contains ``text``, whatever the case; of several environments that it has
-    records of, the one with the most.
+    """The GPU whose name contains ``text``, ignoring case; if it has records of several
+    environments, the one with the most.
 
     Raises:
-        UsageError: None is, or more than one.
+        UsageError: No GPU matches, or more than one.
     """
     counts: dict[DeviceFingerprint, int] = {}
     for device, count in _recorded(store):
@@ -52,7 +52,7 @@ def find(store: CacheStore, text: str) -> DeviceFingerprint:
 
 
 def _recorded(store: CacheStore) -> Iterator[tuple[DeviceFingerprint, int]]:
-    """The GPUs of all environments that lie in the user's cache and in the layers below."""
+    """The GPUs of all environments in the user's cache and in the layers below."""
     for root in (store.root, *store.layers):
         for path in sorted(root.glob("v*/*/*/environment.json")):
             try:
@@ -72,14 +72,14 @@ def _recorded(store: CacheStore) -> Iterator[tuple[DeviceFingerprint, int]]:
                     cublas=document["cublas"],
                     interpreted=document["interpreted"],
                 )
-            except (OSError, ValueError, KeyError, TypeError):  # no environment of ours
+            except (OSError, ValueError, KeyError, TypeError):  # not an environment of tmm
                 continue
             if device.type == "cuda":
                 yield device, sum(1 for _ in path.parent.glob("*.json")) - 1
 
 
 def _fingerprint(name: str, capability: tuple[int, int], sms: int, l2: int) -> DeviceFingerprint:
-    """Under the software that is installed here."""
+    """The fingerprint of a GPU with the software that is installed here."""
     return DeviceFingerprint(
         type="cuda",
         name=name,

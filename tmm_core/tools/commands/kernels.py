@@ -1,4 +1,4 @@
-"""``tmm kernels``: who is there."""
+"""``tmm kernels``: lists kernels and plugins."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""``tmm misses``: the problems met where tuning was forbidden."""
+"""``tmm misses``: lists the problems met while tuning was forbidden."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def title(problem: Mapping[str, Any]) -> str:
-    """A problem's document in one line, whatever it lacks or has too much of."""
+    """A problem's document in one line, even with missing or unknown fields."""
 
     def of(operand: str, part: str) -> str:
         value = problem.get(operand)
@@ -68,7 +68,7 @@ def _groups(value: Any) -> str:
 
 
 def tuned_since(store: CacheStore, miss: Miss) -> bool:
-    """Whether a record answers for the problem by now."""
+    """Whether a record answers the problem by now."""
     if miss.environment is None:
         return False
     return store.load(miss.gpu, miss.environment, miss.problem) is not None

@@ -1,5 +1,5 @@
-"""``tmm explain --ncu``: the command line that has NVIDIA's Nsight Compute profile one call by the
-chosen kernel."""
+"""``tmm explain --ncu``: the command line that profiles one call of the chosen kernel with NVIDIA's
+Nsight Compute."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _WARM = 3
 
 
 def line(case: Case, candidate: Candidate, functions: Sequence[str]) -> str:
-    """The command. It makes the call a few times, and has the profiler on for the last."""
+    """The command. It makes the call a few times, with the profiler on for the last."""
     size = f"{case.m}x{case.n}x{case.k}"
     size = f"{case.batch}x{size}" if case.batch > 1 else size
     command = ["ncu", "--set", "full", "--import-source", "yes", "--profile-from-start", "off"]
@@ -27,8 +27,8 @@ def line(case: Case, candidate: Candidate, functions: Sequence[str]) -> str:
 
 
 def program(case: Case, candidate: Candidate) -> str:
-    """The Python that makes the calls, without an apostrophe, which a shell would have to be told
-    of."""
+    """The Python program that makes the calls, without apostrophes, which a shell would require to
+    be escaped."""
     usual = Case(m=0, n=0, k=0).to_json()
     posed = {k: v for k, v in case.to_json().items() if k == "out_dtype" or v != usual.get(k)}
     posed.setdefault("dtype", usual["dtype"])

@@ -1,4 +1,4 @@
-"""``tmm new-plugin``: a package of one kernel and one epilogue that works, to be changed."""
+"""``tmm new-plugin``: writes a working package of one kernel and one epilogue to start from."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from tmm_core.tools.commands.console import DONE, UsageError
 
 TEMPLATE = Path(__file__).parents[1] / "template"
 
-#: Where a file of the template goes, when not to the place it has there.
+#: Template files whose place in the package differs from that in the template.
 _PLACES = {"gitignore": ".gitignore", "workflow.yml": ".github/workflows/test.yml"}
 
-#: Names that an import would find elsewhere.
+#: Module names that an import would resolve elsewhere.
 _TAKEN = {*sys.stdlib_module_names, "tmm_core", "tmm_cache", "tmm_blas", "tmm_triton"}
 _TAKEN |= {"torch", "triton", "numpy", "pytest", "tests"}
 
@@ -31,7 +31,7 @@ def run(options: argparse.Namespace) -> int:
         raise UsageError(f"name: {module!r} is a module's name already")
     folder = Path(options.folder or name)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
-        raise UsageError(f"{folder} is there already, and not an empty folder")
+        raise UsageError(f"{folder} exists already and is not an empty folder")
     words = {"distribution": name, "module": module, "tmm": tmm_core.__version__}
     for path, text in written(words).items():
         place = folder / path
@@ -46,7 +46,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def written(words: Mapping[str, str]) -> dict[Path, str]:
-    """The files of the package, by their places in it."""
+    """The contents of the package's files, by path."""
     files = {}
     for source in sorted(TEMPLATE.rglob("*.in")):
         place = source.relative_to(TEMPLATE).as_posix().removesuffix(".in")

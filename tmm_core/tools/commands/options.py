@@ -1,4 +1,4 @@
-"""Options that several subcommands take, and what they mean."""
+"""Options shared by several subcommands."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ def add_json(parser: argparse.ArgumentParser) -> None:
 
 def add_device(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "--device", help="torch device; the current GPU, or the CPU where there is none"
+        "--device", help="torch device; default: the current GPU, or the CPU if there is none"
     )
 
 
 def add_problem(parser: argparse.ArgumentParser) -> None:
-    """Everything about a problem but its sizes."""
+    """Add the options that describe a problem, except its sizes."""
     from tmm_core.bench.case import LAYOUTS, SCALES, parse_dtype, parse_expression
     from tmm_core.spec.groups import Ragged
 
@@ -35,7 +35,7 @@ def add_problem(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--layout",
         choices=LAYOUTS,
-        help="of a and b: n row-major, t transposed; nt is x @ weight.T (default: nn)",
+        help="layout of a and b: n row-major, t transposed; nt is x @ weight.T (default: nn)",
     )
     group.add_argument(
         "--epilogue",
@@ -51,8 +51,8 @@ def add_problem(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--scales",
         choices=SCALES[1:],
-        help="of e4m3 and e5m2 operands: one number each, or one for each row of a and column "
-        "of b (default: none)",
+        help="scales of e4m3 and e5m2 operands: one number each, or one for each row of a and "
+        "column of b (default: none)",
     )
     group.add_argument("--tf32", action="store_true", help="fp32 may be rounded to TF32")
     group.add_argument(
@@ -70,7 +70,7 @@ def add_problem(parser: argparse.ArgumentParser) -> None:
 
 
 def cases(options: argparse.Namespace, shapes: list[tuple[int, int, int, int]]) -> list[Any]:
-    """The cases of ``shapes`` that the other options describe.
+    """The cases with these ``shapes`` and the other options.
 
     Raises:
         UsageError: Options that contradict each other.
@@ -135,13 +135,13 @@ def device(options: argparse.Namespace) -> Any:
         if index >= torch.cuda.device_count():
             raise UsageError(f"--device {text}: there are {torch.cuda.device_count()} GPUs")
         chosen = torch.device("cuda", index)
-        # The tuner measures on the current device: a fingerprint has no index.
+        # The tuner measures on the current device, because a fingerprint has no index.
         torch.cuda.set_device(chosen)
     return chosen
 
 
 def argument(parse: Callable[[str], T]) -> Callable[[str], T]:
-    """A parser whose ``ValueError`` argparse shows with its text."""
+    """A parser whose ``ValueError`` argparse shows with its message."""
 
     def parsed(text: str) -> T:
         try:
@@ -159,7 +159,7 @@ def field(text: str) -> tuple[str, int | float | bool | str]:
     (('GROUP_M', 8), ('FLATTEN', True), ('schedule', 'pingpong'))
 
     Raises:
-        ValueError: There is no name, or no value.
+        ValueError: The name or the value is missing.
     """
     name, equals, value = (part.strip() for part in text.partition("="))
     if not (name and equals):
@@ -168,7 +168,7 @@ def field(text: str) -> tuple[str, int | float | bool | str]:
 
 
 def value_of(text: str) -> int | float | bool | str:
-    """A number or a truth value where it reads as one, else the text."""
+    """The number or Boolean that ``text`` spells, else the text."""
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
     for kind in (int, float):
@@ -184,10 +184,10 @@ def _positive(text: str) -> int:
 
 
 def positive(kind: Callable[[str], T], text: str) -> T:
-    """``kind(text)``, refused where it is not above zero.
+    """``kind(text)``, which must be positive.
 
     Raises:
-        ValueError: It is not.
+        ValueError: It is not positive.
     """
     value: Any = kind(text)
     if not 0 < value < float("inf"):

@@ -1,4 +1,4 @@
-"""``tmm tune``: measure ahead of time, one record saved after the other."""
+"""``tmm tune``: measures problems ahead of time, saving one record after the other."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from tmm_core.tools.commands.misses import title, tuned_since
 
 @dataclass(frozen=True, slots=True)
 class Pending:
-    """A problem still to be posed: operands exist one problem at a time."""
+    """A problem not posed yet, so that the operands of only one problem exist at a time."""
 
     name: str
     tf32: bool
@@ -45,7 +45,7 @@ def run(options: argparse.Namespace) -> int:
         note("nothing to tune")
     outcomes: list[dict[str, Any]] = []
     interrupted = False
-    # With --json stdout is one document, so what shows progress goes to stderr.
+    # With --json stdout is one document, so progress goes to stderr.
     say: Callable[[str], None] = note if options.json else print_flushed
     with _first_launches_elsewhere(device) if options.isolate else nullcontext():
         for number, item in enumerate(pending, start=1):
@@ -94,7 +94,7 @@ def _pending(options: argparse.Namespace, device: torch.device) -> list[Pending]
     if options.misses:
         pending += _of_misses(device)
     if not (options.shapes or options.suite or options.file or options.misses):
-        raise UsageError("what? give shapes (4096x4096x4096), --suite, --file or --misses")
+        raise UsageError("give shapes (4096x4096x4096), --suite, --file or --misses")
     return pending
 
 
@@ -103,7 +103,7 @@ def _of_case(case: Case, device: torch.device) -> Pending:
 
 
 def _of_document(document: Mapping[str, Any], device: torch.device) -> Pending:
-    """Of a problem as records, misses and ``--json`` write it."""
+    """A pending problem from its JSON in records, misses and ``--json`` output."""
 
     return Pending(
         title(document), bool(document.get("tf32")), lambda: warm.recall(document, device)
@@ -116,12 +116,12 @@ def _of_file(path: Path, device: torch.device) -> list[Pending]:
         if isinstance(document, Mapping):
             return [_of_case(task.case, device) for task in suites.read(document)]
         if not isinstance(document, list) or not all(isinstance(d, Mapping) for d in document):
-            raise ValueError("neither suites by name nor a list of problems")
+            raise ValueError("expected suites by name or a list of problems")
     except OSError as error:
         raise UsageError(str(error)) from error
     except ValueError as error:
         raise UsageError(f"{path}: {error}") from error
-    # What `tmm misses --json` prints has the problem inside.
+    # Entries of `tmm misses --json` contain the problem.
     return [_of_document(entry.get("problem", entry), device) for entry in document]
 
 
@@ -130,8 +130,8 @@ def _of_misses(device: torch.device) -> list[Pending]:
     misses = store.misses()
     mine = [miss for miss in misses if miss.gpu == here.gpu]
     if others := len(misses) - len(mine):
-        note(f"{others} of {len(misses)} misses are of other devices, to be tuned there")
-    # Met under other versions or not: tuned under these.
+        note(f"{others} of {len(misses)} misses belong to other devices; tune them there")
+    # Misses met under other versions are tuned under the present ones.
     problems = {
         json.dumps(miss.problem, sort_keys=True): miss.problem
         for miss in mine

@@ -1,6 +1,6 @@
-"""``tmm verify``: hold every record that would answer here against references, ahead of time.
+"""``tmm verify``: checks every record that would answer here against references, ahead of time.
 
-What is right is stamped, so that no first call has to verify it.
+Correct records are stamped, so that no first call has to verify them.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ from tmm_core.tools.commands import options as shared
 from tmm_core.tools.commands.console import DONE, FOUND, INTERRUPTED, note, print_json
 from tmm_core.tools.commands.misses import title
 
-#: What the status of a record may be: "blas" needs no verification, "stale" is of a kernel that
-#: has changed since and is not chosen any more, "unknown" could not be looked at.
+#: Statuses that count as faults. "unknown" could not be checked. Others: "blas" needs no
+#: verification; "stale" is for a kernel that has changed since and is no longer chosen.
 FAULTS = ("wrong", "failed", "unknown")
 
-#: Launches on the same inputs; of a race that is wrong once in twenty 0.2 % get through.
+#: Launches on the same inputs: a race that is wrong once in twenty passes with 0.2 %.
 REPEATS = 120
 
 
@@ -56,7 +56,7 @@ def run(options: argparse.Namespace) -> int:
             if document["status"] in FAULTS and not options.json:
                 print(_line(document), flush=True)
     except KeyboardInterrupt:
-        note(f"interrupted after {len(found)} records; what was right is stamped")
+        note(f"interrupted after {len(found)} records; correct ones are stamped")
         interrupted = True
     if options.json:
         print_json(found)
@@ -68,7 +68,7 @@ def run(options: argparse.Namespace) -> int:
 
 
 def verified(device: torch.device) -> Iterator[dict[str, Any]]:
-    """Every record that would answer on ``device``, one document each."""
+    """A document for each record that would answer on ``device``."""
     entries = list(_answering(fingerprint(device)))
     with ThreadPoolExecutor(compiling_threads()) as pool:
         bound = [pool.submit(_bound, entry, device) for entry in entries]
@@ -80,7 +80,7 @@ def verified(device: torch.device) -> Iterator[dict[str, Any]]:
 
 
 def _answering(device: DeviceFingerprint) -> Iterator[Entry]:
-    """The user's own records, and those of layers below that none above them hides."""
+    """The user's own records, and those of lower layers that no higher one hides."""
     seen: set[str] = set()
     for entry in dispatch.dispatcher().store.entries(device.gpu):
         key = json.dumps(entry.record.problem, sort_keys=True)
@@ -112,12 +112,12 @@ def _verdict(winner: Future[_Bound | str], device: torch.device) -> dict[str, An
         if isinstance(bound, str):
             return {"status": bound}
         kernel = bound.candidate.kernel
-        with precision(bound.problem.tf32):  # some multiply by BLAS, which goes by it
+        with precision(bound.problem.tf32):  # some kernels call BLAS, which follows it
             memory = settings.current().tune_memory
             verdict = Verifier(bound.problem, device, memory_limit=memory).verdict(
                 bound.launcher, repeats=REPEATS, deterministic=kernel.traits.deterministic
             )
-    except Exception as error:  # a compiler's, a launch's: this record's fault alone
+    except Exception as error:  # from a compiler or a launch: affects this record only
         return {"status": "failed", "reason": f"{type(error).__name__}: {error}"}
     document: dict[str, Any] = {"title": str(bound.problem)}
     if verdict.error is not None and verdict.error == verdict.error:  # JSON has no NaN
@@ -153,7 +153,7 @@ def _summary(found: list[dict[str, Any]], gpu: str) -> str:
     says = {
         "ok": "verified",
         "blas": "won by BLAS",
-        "stale": "of kernels that have changed since",
+        "stale": "for kernels that have changed since",
         "wrong": "wrong",
         "failed": "failed",
         "unknown": "too large to verify",

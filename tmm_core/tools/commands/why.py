@@ -1,5 +1,5 @@
-"""``tmm explain --why``: the chosen kernel taken apart, by its own account, a model, the record and
-the compiler, and what one stage or some warps more would change."""
+"""``tmm explain --why``: an analysis of the chosen kernel from its own description, a model, the
+record and the compiler, and the effect of another stage or more warps."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tmm_core.spec.kernel import Candidate
 from tmm_core.spec.problem import Problem
 from tmm_core.tools.commands.console import UsageError
 
-#: 32-bit registers of an SM, and in how many of them a warp's are allocated.
+#: 32-bit registers of an SM, and the granularity in which a warp's are allocated.
 _REGISTERS, _ALLOCATED = 65536, 256
 #: Warps and blocks that an SM holds, by capability, and otherwise (CUDA C++ Programming Guide).
 _LIMITS = {(8, 6): (48, 16), (8, 9): (48, 24), (12, 0): (48, 24)}
@@ -31,10 +31,10 @@ _RESERVED = 1024
 
 
 def take_apart(explanation: Explanation, registry: Registry) -> dict[str, Any]:
-    """What is known of the choice, as JSON; of another candidate where the choice does not tell.
+    """The analysis as JSON: of the choice, or of another candidate if the choice has no anatomy.
 
     Raises:
-        UsageError: Nothing that can serve the problem tells.
+        UsageError: No candidate that can serve the problem has an anatomy.
     """
     problem, record = explanation.problem, explanation.record
     candidate, anatomy, note = told(explanation, registry)
@@ -76,8 +76,8 @@ def grid_of(problem: Problem, anatomy: Anatomy) -> Grid:
 
 
 def reads(problem: Problem, anatomy: Anatomy) -> dict[str, Any] | None:
-    """What the waves of one product read; None where its order is not the kernels' usual one or K
-    is cut, so that waves are of parts."""
+    """The reads of the waves of one product; None if its tile order is not the usual one, or K is
+    split, so that waves consist of parts."""
     grid = grid_of(problem, anatomy)
     if not anatomy.group_m or anatomy.tiles != problem.batch * grid.rows * grid.columns:
         return None
@@ -93,8 +93,8 @@ def reads(problem: Problem, anatomy: Anatomy) -> dict[str, Any] | None:
 
 
 def occupancy(device: DeviceFingerprint, used: Resources) -> dict[str, Any]:
-    """Blocks that an SM holds of a compiled function, what keeps it from more, and the share of the
-    warps it could hold."""
+    """Blocks of a compiled function that an SM holds, the limiting resource, and the share of the
+    SM's maximum of warps."""
     warps, blocks = _LIMITS.get(device.capability, _USUAL_LIMITS)
     per_warp = math.ceil(used.registers * 32 / _ALLOCATED) * _ALLOCATED
     rooms = {
@@ -111,7 +111,7 @@ def occupancy(device: DeviceFingerprint, used: Resources) -> dict[str, Any]:
 def measured_us(
     record: TuningRecord | None, problem: Problem, candidate: Candidate
 ) -> float | None:
-    """What the record says that the candidate took at this M, or at its own."""
+    """The candidate's recorded time at this M, or at the record's own."""
     if record is None:
         return None
     config = candidate.config.to_json()
@@ -136,10 +136,10 @@ def _us_at(result: CandidateResult, problem: Problem, record: TuningRecord) -> f
 
 
 def told(explanation: Explanation, registry: Registry) -> tuple[Candidate, Anatomy, str]:
-    """The choice, or the fastest on record that tells its anatomy, with a word on why.
+    """The choice, or the fastest candidate on record that describes its anatomy, and a note on why.
 
     Raises:
-        UsageError: None does.
+        UsageError: No candidate does.
     """
     problem, chosen = explanation.problem, explanation.choice.candidate
     if (anatomy := chosen.kernel.anatomy(problem, chosen.config)) is not None:
@@ -153,35 +153,35 @@ def told(explanation: Explanation, registry: Registry) -> tuple[Candidate, Anato
             continue
         try:
             candidate = Candidate(kernel, kernel.config_type.from_json(result.config))
-        except ConfigError:  # it was another version's
+        except ConfigError:  # from another version
             continue
         if (anatomy := kernel.anatomy(problem, candidate.config)) is not None:
-            note = f"{chosen} is chosen, and does not tell; this is the fastest that does"
+            note = f"{chosen} is chosen, but has no anatomy; this is the fastest that has one"
             return candidate, anatomy, note
     able = [name for name, kernel in kernels.items() if _default_anatomy(kernel, problem)]
-    hint = "; --gpu NAME asks for a GPU that is not here"
+    hint = "; --gpu NAME selects a GPU that need not be present"
     if able:
-        hint = f"; --kernel takes one that does: {', '.join(able)}"
-    raise UsageError(f"{chosen.kernel.name} does not tell how it works{hint}")
+        hint = f"; --kernel accepts one that does: {', '.join(able)}"
+    raise UsageError(f"{chosen.kernel.name} does not describe its anatomy{hint}")
 
 
 def _default_anatomy(kernel: Any, problem: Problem) -> bool:
     try:
         return kernel.anatomy(problem, kernel.default_config(problem)) is not None
-    except Exception:  # a stranger's; it is not offered
+    except Exception:  # a third-party kernel's fault; it is not offered
         return False
 
 
 def _compiled(problem: Problem, candidate: Candidate) -> dict[str, Any]:
     try:
         used = candidate.kernel.resources(problem, candidate.config)
-    except Exception as error:  # a compiler's, or there is none: the rest is still worth telling
+    except Exception as error:  # no compiler, or it failed: the rest is still useful
         return {"resources": None, "not_compiled": str(error).splitlines()[0] if str(error) else ""}
     return {"resources": [asdict(each) | occupancy(problem.device, each) for each in used]}
 
 
 def _steps(config: Any) -> list[dict[str, Any]]:
-    """One stage more, one less, four warps more (eight, where four are not to be had)."""
+    """One stage more, one less, and four more warps (eight, if four are not possible)."""
     fields = config.to_json()
     found = []
     if isinstance(stages := fields.get("num_stages"), int):

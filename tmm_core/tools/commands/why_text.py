@@ -1,4 +1,4 @@
-"""What :func:`tmm_core.tools.commands.why.take_apart` found, in words and numbers for people."""
+"""Formats the analysis of :func:`tmm_core.tools.commands.why.take_apart` as text."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 
 def text(found: dict[str, Any]) -> str:
-    """One topic a line, from how the work is laid out to what would change it."""
+    """One topic per line, from the layout of the work to the effect of other configs."""
     layout = found["layout"]
     say: list[str] = []
 
@@ -70,7 +70,7 @@ def _times(found: dict[str, Any], topic: Any) -> None:
 def _changed(found: dict[str, Any], change: dict[str, Any], topic: Any) -> None:
     fields = ", ".join(f"{name}={value}" for name, value in change["fields"].items())
     if "refused" in change:
-        topic("with", f"{fields}: not to be had: {change['refused']}")
+        topic("with", f"{fields}: not possible: {change['refused']}")
         return
     words = []
     before, after = found["expected_us"], change["expected_us"]
