@@ -11,6 +11,7 @@ import os
 import subprocess
 import sys
 import types
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
