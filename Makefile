@@ -10,7 +10,7 @@ demo: $(STAMP)
 	@$(PY) -m tmm_core.tools.demo
 
 test: $(STAMP)
-	$(PY) -m pytest -n 2
+	$(PY) -m pytest -n 2 --dist worksteal
 
 check: $(STAMP)
 	$(PY) -m ruff check .

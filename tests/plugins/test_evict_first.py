@@ -99,7 +99,9 @@ def test_a_kernel_is_assembled_once_with_its_hints(found: Any) -> None:
     assert found["kept"] == {**first, "assembled": 0}
 
 
-@pytest.mark.parametrize(("fault", "says"), [("no hook", "its stages"), ("other PTX", "no bulk")])
+@pytest.mark.parametrize(
+    ("fault", "says"), [("no hook", "inspection hook"), ("other PTX", "no bulk")]
+)
 def test_without_a_way_to_hint_it_stays_as_it_was(found: Any, fault: str, says: str) -> None:
     case = found[fault]
     assert (case["hints"], case["assembled"]) == (0, 1)

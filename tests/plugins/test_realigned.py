@@ -494,23 +494,24 @@ def test_the_copy_compiles_for_hopper(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("asked", "stack"),
+    ("asked", "count", "stack"),
     [
-        ("problem()", 0),
-        ("problem(8192, 50257, 768, a=ALIGNED)", 0),
-        ("problem(1500, 1500, 1500, batch=12)", 0),
-        ("problem(127, 4093, 4096, dtype=FP16, a=Operand(FP16))", 0),
+        ("problem()", 100, 0),
+        ("problem(8192, 50257, 768, a=ALIGNED)", 3, 0),
+        ("problem(1500, 1500, 1500, batch=12)", 3, 0),
+        ("problem(127, 4093, 4096, dtype=FP16, a=Operand(FP16))", 3, 0),
         # A few registers of the epilogue may go to local memory.
-        ("problem(epilogue='silu', bias=BF16)", 128),
+        ("problem(epilogue='silu', bias=BF16)", 3, 128),
     ],
 )
-def test_every_config_compiles_for_hopper(asked: str, stack: int, tmp_path: Path) -> None:
-    results = compiled(
-        asked, "[c for x in KERNEL.configs(asked) for c in inner(asked, x)]", tmp_path
-    )
-    assert len(results) >= 8
+def test_configs_compile_for_hopper(asked: str, count: int, stack: int, tmp_path: Path) -> None:
+    """All of one problem, and the first of others."""
+    configs = f"[c for x in list(KERNEL.configs(asked))[:{count}] for c in inner(asked, x)]"
+    results = compiled(asked, configs, tmp_path)
+    least = min(count, 8)
+    assert len(results) >= least
     for result in results:
         assert result["shared"] <= H200.shared_memory, result
         assert result["stack"] <= stack, result
     # Reductions of split K have nothing to multiply.
-    assert sum(result["wgmma"] > 0 for result in results) >= 8
+    assert sum(result["wgmma"] > 0 for result in results) >= least
