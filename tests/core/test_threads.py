@@ -66,7 +66,8 @@ def test_racing_first_calls_measure_once() -> None:
     choices = race(6, lambda: d.choose(problem(), alike))
     assert {c.candidate.kernel.name for c in choices} == {"slow"}
     assert len({id(c) for c in choices}) == 1
-    assert [bound.m for bound in slow.bound] == [64, 33, 49]
+    first, *inside = [bound.m for bound in slow.bound]
+    assert (first, sorted(inside)) == (64, [33, 49])  # the two are bound at once
     assert timer.measured.count("slow") == 1 + 1 + 2  # a look, the race, two M inside, as alone
 
 
