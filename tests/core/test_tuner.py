@@ -172,7 +172,7 @@ def test_hanging_binds_cost_one_limit_and_no_other_candidate(
     started = time.monotonic()
     record = Tuner(timer, workers).tune(problem(), [FakeBlas(), hangs, good], settings())
     hangs.release.set()
-    assert time.monotonic() - started < 2.5 * 0.4
+    assert time.monotonic() - started < 4 * 0.4  # five one after another take 2 s
     assert record.best.kernel == "good"
     reasons = [c.reason for c in record.candidates if c.kernel == "a.hangs"]
     assert set(reasons) <= {
