@@ -481,6 +481,8 @@ while made._server._child is None:
     time.sleep(0.01)
 held = ctypes.CDLL(None).fork() if {held} else -1
 if held:
+    while held > 0 and os.getsid(held) != held:  # before the group is killed
+        time.sleep(0.01)
     print(made._server._child.pid, held, flush=True)
 else:
     os.setsid()
