@@ -122,10 +122,7 @@ def matmul(
         and (epilogue is None or type(epilogue) is str or type(epilogue) is Epilogue)
         and warm.undisturbed(a, b, bias, residual, scale_a, scale_b)
     ):
-        if epilogue is None:
-            text = ""
-        else:
-            text = epilogue if type(epilogue) is str else epilogue.interned()  # type: ignore[union-attr]
+        text = text_of(epilogue)
         try:
             if not autograd.recorded(a, b, bias, residual):
                 return warm.run(a, b, bias, residual, alpha, text, out_dtype, scale_a, scale_b)

@@ -43,7 +43,6 @@ def bind(problem: Problem) -> Launcher:
     """The whole expression, in torch's own roundings."""
     groups = problem.groups
     assert groups is not None
-    along = groups.ragged
     multiply = _product(problem)
 
     def run(
@@ -66,14 +65,17 @@ def bind(problem: Problem) -> Launcher:
         y = problem.epilogue.apply(z)
         if "out_weights" in rows:
             y = y * rows["out_weights"][:, None]
-        if groups.zeroed:
-            places = torch.arange(problem.extent, device=offs.device)
-            known = places < offs[-1]
-            y = torch.where(known[:, None] if along == "m" else known, y, 0)
+        # Zeros replace what lies beyond the last group: 0 · NaN would not.
+        known = _known(problem, offs) if groups.zeroed else None
+        if known is not None:
+            y = torch.where(known, y, 0)
         if "out_index" in rows:
-            y = torch.empty_like(y).index_copy_(0, rows["out_index"].long(), y)
+            places = rows["out_index"].long()
+            y = torch.empty_like(y).index_copy_(0, places, y)
+            if known is not None:
+                known = torch.empty_like(known).index_copy_(0, places, known)
         if residual is not None:
-            y = _added(problem, y, residual, rows)
+            y = y + residual if known is None else torch.where(known, y + residual, 0)
         y = y.to(problem.out.dtype)
         if out is not None:
             return out.copy_(y)
@@ -91,17 +93,10 @@ def _of_rows(problem: Problem, bias: Tensor, offs: Tensor) -> Tensor:
     return bias[group.clamp_(max=offs.shape[0] - 1)]
 
 
-def _added(problem: Problem, y: Tensor, residual: Tensor, rows: dict[str, Tensor]) -> Tensor:
-    """``y`` with the residual added, except where the result must stay zero."""
-    groups = problem.groups
-    assert groups is not None
-    if not groups.zeroed:
-        return y + residual
-    places = torch.arange(problem.extent, device=y.device)
-    if groups.ragged == "m" and "out_index" in rows:
-        places = torch.empty_like(places).index_copy_(0, rows["out_index"].long(), places)
-    known = places < rows["offs"][-1]
-    return torch.where(known[:, None] if groups.ragged == "m" else known, y + residual, 0)
+def _known(problem: Problem, offs: Tensor) -> Tensor:
+    """Which rows or columns of the result belong to a group."""
+    known = torch.arange(problem.extent, device=offs.device) < offs[-1]
+    return known[:, None] if problem.along == "m" else known
 
 
 def _product(problem: Problem) -> Any:

@@ -1,10 +1,10 @@
-"""Outputs beside the result: what a tile leaves of them, and the kernel that finishes them.
+"""Outputs beside the result: each tile's part of them, and the kernel that reduces the parts.
 
-A tile is stored as it is. What is reduced each tile reduces to a row, a column or a number in a
-workspace, and a second launch reduces those in an order that is always the same. So sums are
-deterministic, as they would not be by atomics, and NaN comes through a maximum, as it would not by
-``atomic_max``; and nothing has to be filled beforehand. What a row's sum adds up in which order
-does not depend on M.
+An output of kind tile is stored directly. For the others each tile reduces its elements to a row,
+a column or a number in a workspace, and a second launch reduces these parts in a fixed order. So
+sums are deterministic, which they would not be with atomics, a maximum keeps NaN, which
+``atomic_max`` would drop, and no memory has to be filled beforehand. The order in which a row is
+summed does not depend on M.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ from tmm_triton.operands import Build, out_shape
 
 #: Outputs that a kernel has arguments for.
 MOST = 2
-#: Of :class:`tmm_core.Supports`.
+#: The kinds and reductions that kernels declare in :class:`tmm_core.Supports`.
 KINDS, REDUCES = ("scalar", "row", "col", "tile"), ("max", "sum")
-#: Elements that a program of the reducing kernel loads at a time, and of how many parts.
+#: Elements that a program of the reducing kernel loads at once, and the parts they are from.
 _LOADED, _PARTS = 2048, 128
 
 
 @triton.jit
 def combine(terms, AXIS: tl.constexpr, REDUCE: tl.constexpr):
-    """The maximum, NaN where there is one (``tl.max`` passes NaN over), or the sum."""
+    """The sum, or the maximum, which is NaN if a term is (``tl.max`` skips NaN)."""
     if REDUCE == "max":
         undefined = terms != terms
         most = tl.max(tl.where(undefined, float("-inf"), terms), axis=AXIS)
@@ -46,7 +46,7 @@ def put(
     y, rows, cols, M, N, part_m, part_n, parts_n,
     port_ptr, port_at, OF: tl.constexpr, KIND: tl.constexpr, REDUCE: tl.constexpr,
 ):  # fmt: skip
-    """One output of a tile of the result, or its part of it; nothing where KIND is None."""
+    """Store a tile's part of one output; do nothing if KIND is None."""
     if KIND is not None:
         terms = OF(y)
         inside = (rows[:, None] < M) & (cols[None, :] < N)
@@ -75,7 +75,7 @@ def reduce_port_kernel(
     parts_ptr, port_at, out_ptr, parts, length,
     REDUCE: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_L: tl.constexpr,
 ):  # fmt: skip
-    """``out[length]``, reduced from ``[parts, length]``."""
+    """Reduce ``[parts, length]`` to ``out[length]``."""
     places = tl.program_id(0) * BLOCK_L + tl.arange(0, BLOCK_L)
     least: tl.constexpr = float("-inf") if REDUCE == "max" else 0.0
     total = tl.full((BLOCK_P, BLOCK_L), least, tl.float32)
@@ -97,7 +97,7 @@ class Ports:
     """The outputs of a problem whose result is computed in ``rows`` by ``columns`` parts.
 
     Attributes:
-        after: Elements at the start of the workspace that are for something else.
+        after: Elements at the start of the workspace that have another use.
     """
 
     problem: Problem
@@ -110,7 +110,7 @@ class Ports:
         return self.problem.epilogue.outputs
 
     def constants(self) -> dict[str, Any]:
-        """The tile kernel's constants, of outputs that there are and of those there are not."""
+        """The tile kernel's constants for all :data:`MOST` outputs, absent ones included."""
         found: dict[str, Any] = {}
         for i in range(MOST):
             port = self.given[i] if i < len(self.given) else None
@@ -124,7 +124,7 @@ class Ports:
         return found
 
     def types(self) -> dict[str, str]:
-        """Of its run-time arguments."""
+        """The types of the tile kernel's run-time arguments."""
         types: dict[str, str] = {}
         for i, port in enumerate(self.given):
             dtype = port.dtype if port.reduce is None else torch.float32
@@ -132,7 +132,7 @@ class Ports:
         return types
 
     def arguments(self) -> dict[str, Argument]:
-        """What they are in a call: an output, or a place in the workspace."""
+        """The values of these arguments in a call: an output, or an offset in the workspace."""
         own: dict[str, Argument] = {}
         for i, (port, at) in enumerate(zip(self.given, self._places(), strict=True)):
             own[f"port_{i}_ptr"] = "workspace" if port.reduce else f"output_{i}"
@@ -140,15 +140,15 @@ class Ports:
         return own
 
     def workspace(self) -> int:
-        """Elements of the workspace that they take, fp32."""
+        """The number of fp32 elements that the parts take in the workspace."""
         return sum(parts * length for parts, length in map(self._extent, self.given))
 
     def builds(self) -> list[Build]:
-        """The reducing kernel, for each output that is reduced."""
+        """The compilations of the reducing kernel, one for each reduced output."""
         return [self._build(port) for port in self.given if port.reduce]
 
     def launcher(self, main: Step) -> Launcher:
-        """The launcher of a kernel whose tiles ``main`` computes."""
+        """The launcher that runs ``main``, then the reductions."""
         steps = [main]
         for i, (port, at) in enumerate(zip(self.given, self._places(), strict=True)):
             if port.reduce:
@@ -170,7 +170,7 @@ class Ports:
         )
 
     def _extent(self, port: Port) -> tuple[int, int]:
-        """How many parts the tiles leave of an output, and of how many elements each is."""
+        """The number of parts that the tiles leave of an output, and the elements of each."""
         return {
             "row": (self.columns, self.problem.m),
             "col": (self.rows, self.problem.n),
@@ -179,7 +179,7 @@ class Ports:
         }[port.kind]
 
     def _places(self) -> Sequence[int]:
-        """Where in the workspace each output's parts begin."""
+        """The offset of each output's parts in the workspace."""
         places, end = [], self.after
         for parts, length in map(self._extent, self.given):
             places.append(end)

@@ -25,7 +25,8 @@ import triton.language as tl
 from tmm_core import Bound, Problem, Traits
 from tmm_core.triton import Argument, Step, launcher, pointer
 from tmm_triton.kernel import GRID_LIMIT, POINTERS, TritonKernel, fills_registers, proposed
-from tmm_triton.operands import Build, TileConfig, affine, build, check, dot, halves, load, tile_of
+from tmm_triton.operands import Build, TileConfig, affine, build, dot, halves, load, tile_of
+from tmm_triton.tiled import FusedEpilogueConfig
 
 
 @triton.jit
@@ -204,21 +205,8 @@ _SKEW = 4
 
 
 @dataclass(frozen=True, kw_only=True)
-class RaggedConfig(TileConfig):
-    """A tile (of each half, if gated), its pipeline, the order of tiles, and the number of parts in
-    which a tile is finished."""
-
-    GROUP_M: int
-    SUBTILE: int
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        check("GROUP_M", self.GROUP_M, range(1, 65))
-        check("SUBTILE", self.SUBTILE, (1, 2))
-
-    @property
-    def parts(self) -> int:
-        return self.SUBTILE
+class RaggedConfig(FusedEpilogueConfig):
+    """A fused epilogue's tile, with the registers that ragged operands take besides."""
 
     def registers(self, problem: Problem) -> int:
         # With arbitrary group starts, unaligned rows have a 64-bit address per element.

@@ -26,7 +26,7 @@ from dataclasses import dataclass
 from typing import IO, Any
 
 from tmm_core.dispatch.jobs import Job, recalled
-from tmm_core.dispatch.processes import ending, scratch_file, tail
+from tmm_core.dispatch.processes import empty, ending, scratch_file, tail
 from tmm_core.dispatch.registry import Registry
 from tmm_core.spec.asking import told
 
@@ -179,6 +179,7 @@ class Server:
                 self._answer(self._queue.popleft())  # no process: left to the parent
                 continue
             worker.job, worker.began = self._queue.popleft(), now
+            empty(worker.scratch)
             with contextlib.suppress(OSError):  # it died idle, noticed next
                 worker.channel.sendall(json.dumps(worker.job).encode() + b"\n")
 
@@ -227,9 +228,6 @@ class Server:
         for line in channel.makefile("rb"):
             job = json.loads(line)
             _set_environ({**environ, **job["environ"]})
-            if scratch is not None:  # drop the last job's output
-                scratch.seek(0)
-                scratch.truncate()
             answer = compile_job(self._registry, job)
             channel.sendall(json.dumps(answer).encode() + b"\n")
 

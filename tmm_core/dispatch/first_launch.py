@@ -20,7 +20,7 @@ import torch
 
 from tmm_core.dispatch.compilers import START_LIMIT
 from tmm_core.dispatch.jobs import job_of
-from tmm_core.dispatch.processes import ending, scratch_file, startable, started, tail
+from tmm_core.dispatch.processes import empty, ending, scratch_file, startable, started, tail
 from tmm_core.errors import warn
 from tmm_core.spec.kernel import Candidate
 from tmm_core.spec.problem import Problem
@@ -116,6 +116,7 @@ class _Worker:
 
     def ask(self, job: dict[str, Any], limit: float) -> dict[str, Any]:
         """Its answer. Raises TimeoutError, or OSError if it has ended."""
+        empty(self._scratch)
         self._channel.settimeout(limit)
         self._channel.sendall(json.dumps(job).encode() + b"\n")
         received = b""

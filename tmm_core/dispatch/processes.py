@@ -81,6 +81,13 @@ def scratch_file() -> IO[bytes] | None:
         return None
 
 
+def empty(scratch: IO[bytes] | None) -> None:
+    """Forget what a process printed so far: it is not why its next job ends it."""
+    if scratch is not None:
+        scratch.seek(0)  # which is where the process writes next: they share the offset
+        scratch.truncate()
+
+
 def tail(scratch: IO[bytes] | None, size: int = 400) -> str:
     """The end of the output."""
     if scratch is None:

@@ -81,7 +81,7 @@ class Special:
         """Where the special values of ``out`` differ from the reference."""
         one = out if self.matrix is None else out[self.matrix]
         here = one[self.places] if self.axis == "rows" else one[:, self.places]
-        wrong = (_kinds(here) != self.kinds) & ~self.free
+        wrong = (kinds_of(here) != self.kinds) & ~self.free
         elsewhere = ~out.isfinite()
         inside = elsewhere if self.matrix is None else elsewhere[self.matrix]
         if self.axis == "rows":
@@ -172,7 +172,7 @@ def _kinds_of_reference(
         rows, cols = (places, along) if axis == "rows" else (along, places)
         piece = verify.part(problem, inputs, rows, cols)
         z = verify.accumulated(smaller, piece)
-        kinds.append(_kinds(verify.finished(smaller, piece, z)))
+        kinds.append(kinds_of(verify.finished(smaller, piece, z)))
         undefined = z.isnan()
         if problem.gated:
             gate, up = undefined.chunk(2, dim=-1)
@@ -182,6 +182,7 @@ def _kinds_of_reference(
     return torch.cat(kinds, dim), torch.cat(free, dim)
 
 
-def _kinds(t: torch.Tensor) -> torch.Tensor:
+def kinds_of(t: torch.Tensor) -> torch.Tensor:
+    """2 for NaN, 1 for Inf, −1 for −Inf, 0 for a number."""
     infinite = torch.where(t.isinf(), t.float().sign(), 0.0)
     return torch.where(t.isnan(), 2.0, infinite)

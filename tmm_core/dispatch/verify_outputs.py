@@ -1,9 +1,10 @@
-"""Whether what a launcher writes beside the result is right.
+"""Verifies the outputs that a launcher writes beside the result.
 
-The outputs of each launch lie between guard bands and are full of NaN before it. They are held
-against the reductions of the reference; where that is known in samples of rows and columns only,
-outputs of rows and columns in these, and a scalar against the reduction of the launch's own result,
-which is verified by itself. So are all outputs where special values are in the inputs.
+Before each launch the outputs are filled with NaN; they lie between guard bands. Each is compared
+with the reduction of the reference. If the reference is known only for sampled rows and columns,
+outputs per row or column are compared in the samples, and a scalar is compared with the reduction
+of the launch's own result, which is verified separately. With special values in the inputs, all
+outputs are compared with the launch's own result.
 """
 
 from __future__ import annotations
@@ -17,21 +18,22 @@ import torch
 from tmm_core.dispatch import verify
 from tmm_core.dispatch.fixture import Expected, Fixture
 from tmm_core.dispatch.guarded import UNWRITTEN, Guarded, guarded, same_bits
+from tmm_core.dispatch.special import kinds_of
 from tmm_core.spec.kernel import Launcher
 from tmm_core.spec.port import Port
 from tmm_core.spec.problem import Operand
 
 Tensor = torch.Tensor
 
-#: Factor on the tolerance of a result: squaring, as of a sum of squares, doubles its error.
+#: Factor on the tolerance of a result: squaring, as in a sum of squares, doubles the error.
 SLACK = 2.0
 
 
 class Outputs:
-    """A launcher that is given a fixture's outputs, and what is wrong with them.
+    """Calls a launcher with a fixture's outputs, and reports what is wrong with them.
 
     Args:
-        deterministic: It promises the same bits for the same inputs.
+        deterministic: Whether the launcher promises the same bits for the same inputs.
         slack: Factor on the tolerance.
     """
 
@@ -43,7 +45,7 @@ class Outputs:
         self._deterministic, self._slack = deterministic, slack
         self._memory: list[Guarded] = []
         self._given: tuple[Tensor, ...] = ()
-        #: What the first launch on inputs wrote, and what it should have, by their reference's id.
+        #: The outputs of the first launch, by the id of the inputs' reference, and the right ones.
         self._first: dict[int, tuple[Tensor, ...]] = {}
         self._right: dict[tuple[int, Port], tuple[Tensor, Tensor]] = {}
 
@@ -61,11 +63,11 @@ class Outputs:
         return self._launcher(*arguments, **extras, outputs=self._given)  # type: ignore[call-arg]
 
     def faults(self, expected: Expected | None, result: Tensor) -> Iterator[tuple[float, str]]:
-        """The error of each output of the last launch, and what is wrong with it or nothing.
+        """Yield each output's error in the last launch, with the fault or an empty text.
 
         Args:
-            expected: None: special values are in the inputs, of which the result shows what they
-                make of an output.
+            expected: The reference; None if the inputs contain special values, for which the
+                result itself tells what an output has to be.
         """
         given = tuple(t.clone() for t in self._given)
         first = self._first.setdefault(id(expected), given)
@@ -76,7 +78,7 @@ class Outputs:
                 return
             if expected is None:
                 right, _ = self._reduced(port, result)
-                if not torch.equal(_kinds(out), _kinds(right.to(port.dtype))):
+                if not torch.equal(kinds_of(out), kinds_of(right.to(port.dtype))):
                     yield math.nan, f"output {port} is not NaN or Inf where the result makes it"
             elif again:
                 if not same_bits(out, before):
@@ -115,8 +117,8 @@ class Outputs:
         return float(torch.where(out == right, 0, off).max()) if out.numel() else 0.0
 
     def _reduced(self, port: Port, tile: Tensor) -> tuple[Tensor, Tensor]:
-        """The output beside ``tile``, in fp64, and the size of what errors are relative to: a term,
-        or a sum of as many terms of any sign. In pieces of rows."""
+        """The output for ``tile`` in fp64, and the scale of its error: the size of a term, or of a
+        sum of as many terms of random sign. Computed piecewise, by rows."""
         step = max(1, self._fixture.at_once // max(1, tile.shape[-1]))
         parts, squares = [], tile.new_zeros((), dtype=torch.float64)
         for low in range(0, max(1, len(tile)), step):
@@ -132,8 +134,3 @@ class Outputs:
         if port.reduce == "sum":
             scale *= math.sqrt(tile.numel() / max(1, right.numel()))
         return right, torch.where(scale > 0, scale, 1.0)
-
-
-def _kinds(t: Tensor) -> Tensor:
-    """2 for NaN, 1 for Inf, −1 for −Inf, 0 for a number."""
-    return torch.where(t.isnan(), 2.0, torch.where(t.isinf(), t.float().sign(), 0.0))

@@ -14,11 +14,12 @@ import torch
 from tmm_core import compat
 from tmm_core.interop import autograd, flops
 from tmm_core.interop.autograd import OneLevel
+from tmm_core.interop.operator import autocast
 from tmm_core.launch.check import check_out
 from tmm_core.launch.grouped import check, ragged_along, refuse_outputs, run, undisturbed
 from tmm_core.launch.warm import epilogue_of, plain
 from tmm_core.settings import overridden, within
-from tmm_core.spec.arguments import GROUPED_ROLES, GroupedArguments, Role, schema
+from tmm_core.spec.arguments import GROUPED_ROLES, GroupedArguments, schema
 from tmm_core.spec.epilogue import IDENTITY
 
 Tensor = torch.Tensor
@@ -238,28 +239,6 @@ else:
     torch.library.register_autograd("tmm::grouped_matmul", _underivable, lib=library)
 
 
-def _autocast(device: str) -> Any:
-    def cast(*given: Any, **named: Any) -> Tensor:
-        """Cast floating operands to the active dtype; row weights keep their precision."""
-        dtype = torch.get_autocast_dtype(device)
-
-        def to(role: Role, value: Any) -> Any:
-            if not role.cast or value is None:
-                return value
-            eligible = value.is_floating_point() and value.dtype != torch.float64
-            return value.to(dtype) if eligible else value
-
-        call = GroupedArguments(*given, **named)
-        with compat.without_autocast(device):
-            return grouped_matmul(*map(to, GROUPED_ROLES, call[:-1]))  # type: ignore[no-any-return]
-
-    return cast
-
-
-library.impl("grouped_matmul", _autocast("cuda"), "AutocastCUDA")
-library.impl("grouped_matmul", _autocast("cpu"), "AutocastCPU")
-
-
 def grouped_flops(*given: Any, out_shape: Any = None, **named: Any) -> int:
     """FLOPs, a multiply-add counted as two, as if all rows were in a group."""
     call: Any = GroupedArguments(*given, **named)
@@ -271,3 +250,5 @@ flops.count(torch.ops.tmm.grouped_matmul, grouped_flops)
 
 grouped_matmul = torch.ops.tmm.grouped_matmul.default
 grouped_matmul_out = torch.ops.tmm.grouped_matmul.out
+library.impl("grouped_matmul", autocast("cuda", grouped_matmul, GROUPED_ROLES), "AutocastCUDA")
+library.impl("grouped_matmul", autocast("cpu", grouped_matmul, GROUPED_ROLES), "AutocastCPU")

@@ -6,7 +6,7 @@ thousands of M cost no recompile.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -72,8 +72,10 @@ else:
 torch.library.register_vmap("tmm::matmul", vmap.matmul, lib=library)
 
 
-def autocast(device: str, operator: Callable[..., Any]) -> Any:
-    """The rule of ``operator``, which takes a product's arguments, where ``device`` autocasts."""
+def autocast(
+    device: str, operator: Callable[..., Any], roles: Sequence[Role] = ROLES
+) -> Callable[..., Any]:
+    """The autocast rule on ``device`` of ``operator``, whose arguments have these ``roles``."""
 
     def cast(*given: Any) -> Any:
         """Cast floating operands to the active dtype, as torch.matmul does. Operands with a format
@@ -87,7 +89,7 @@ def autocast(device: str, operator: Callable[..., Any]) -> Any:
             return value.to(dtype) if eligible else value
 
         with compat.without_autocast(device):
-            arguments = [to(role, value) for role, value in zip(ROLES, given, strict=False)]
+            arguments = [to(role, value) for role, value in zip(roles, given, strict=False)]
             if arguments[1] is given[1]:
                 return operator(*arguments)
             # The cast has just written the weight.

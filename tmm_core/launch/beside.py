@@ -1,5 +1,5 @@
-"""Launchers of problems whose epilogue has outputs: they are given memory to write these to, and
-calls get a tuple."""
+"""Launchers of problems whose epilogue has outputs: they get memory for the outputs, and calls
+return a tuple."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Tensor = torch.Tensor
 
 
 def check_outputs(call: Arguments, epilogue: Epilogue, dtype: torch.dtype) -> None:
-    """Refuse a call that cannot have what ``epilogue`` writes beside its result, of that dtype.
+    """Refuse a call that cannot have the outputs of ``epilogue`` beside a result of ``dtype``.
 
     Raises:
         ValueError: a or b is a vector, or b is a batch.
@@ -32,11 +32,11 @@ def check_outputs(call: Arguments, epilogue: Epilogue, dtype: torch.dtype) -> No
 
 
 def delivering(epilogue: Epilogue, launcher: Any, shape: Sequence[int]) -> Any:
-    """The launcher that makes the outputs beside a result of ``shape`` and returns
-    ``(result, *outputs)``; ``launcher`` itself where there are none.
+    """A launcher that allocates the outputs beside a result of ``shape`` and returns
+    ``(result, *outputs)``; ``launcher`` itself if there are none.
 
     Args:
-        launcher: Is handed them by keyword, as of a result ``[M, N]``.
+        launcher: Gets the outputs by keyword, with the shapes they have beside ``[M, N]``.
     """
     if not epilogue.outputs:
         return launcher

@@ -216,11 +216,7 @@ def pose(call: GroupedArguments, epilogue: Epilogue, current: settings.Settings)
         residual=call.residual,
         groups=groups,
         epilogue=epilogue,
-        scaled=call.alpha != 1.0,
-        tf32=a.dtype is torch.float32 and a.is_cuda and _tf32(),
-        deterministic=current.deterministic or torch.are_deterministic_algorithms_enabled(),
-        batch_invariant=current.batch_invariant or current.arithmetic is not None,
-        capturing=a.is_cuda and torch.cuda.is_current_stream_capturing(),
+        **warm.numerics(a, call.alpha, current),
     )
 
 

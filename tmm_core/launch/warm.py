@@ -225,7 +225,7 @@ def make_plan(call: Arguments, epilogue: Epilogue, current: settings.Settings) -
         choice, launcher = answerer().bound(problem, current)
     shape: Sequence[int] = (problem.m, problem.n)
     if epilogue.outputs:
-        launcher = Bound.of(launcher).run  # what it has besides makes a result alone
+        launcher = Bound.of(launcher).run  # its other forms take no outputs
     if fold is not None:
         launcher, shape = fold.wrap(launcher, a, call.b, call.residual), fold.shape
     launcher = delivering(epilogue, launcher, shape)
@@ -255,15 +255,23 @@ def pose(
         residual=residual,
         **{name: getattr(call, name) for name in EXTRAS},
         epilogue=epilogue,
-        scaled=call.alpha != 1.0,
-        tf32=a.dtype is torch.float32 and a.is_cuda and _tf32(),
-        deterministic=current.deterministic or torch.are_deterministic_algorithms_enabled(),
-        batch_invariant=current.batch_invariant or current.arithmetic is not None,
         # A tensor with more dimensions, or copied to fold them, is hardly a weight.
         static_weights=current.static_weights and matrix,
-        capturing=a.is_cuda and torch.cuda.is_current_stream_capturing(),
+        **numerics(a, call.alpha, current),
     )
     return problem, fold
+
+
+def numerics(a: Tensor, alpha: float, current: settings.Settings) -> dict[str, Any]:
+    """What a problem asks of every sum, as :meth:`Problem.of` takes it: alpha, TF32, and what the
+    settings and the current stream require."""
+    return {
+        "scaled": alpha != 1.0,
+        "tf32": a.dtype is torch.float32 and a.is_cuda and _tf32(),
+        "deterministic": current.deterministic or torch.are_deterministic_algorithms_enabled(),
+        "batch_invariant": current.batch_invariant or current.arithmetic is not None,
+        "capturing": a.is_cuda and torch.cuda.is_current_stream_capturing(),
+    }
 
 
 def recall(document: Mapping[str, Any], device: torch.device) -> Problem:

@@ -1,4 +1,4 @@
-"""What an epilogue writes beside the result: a row's amax, a sum, a copy in another dtype."""
+"""Outputs of an epilogue beside the result: a row's amax, a sum, a copy in another dtype."""
 
 from __future__ import annotations
 
@@ -24,20 +24,19 @@ class Port:
 
     Args:
         name: An identifier, for messages.
-        kind: What the output has an element for: each ``"row"`` (``[..., M]``), each column
-            (``"col"``, ``[N]``), each element (``"tile"``, ``[..., M, N]``) or all of them together
-            (``"scalar"``, ``[]``).
-        dtype: Of the output: fp16, bf16 or fp32. Reduced in fp32 and rounded once.
-        reduce: ``"max"`` or ``"sum"`` over what ``kind`` leaves out; None for a tile. As in torch,
-            a maximum is NaN where one of its elements is.
-        of: ``y -> Tensor``, element by element, in torch: what is reduced or stored. ``y`` is the
-            result before it is rounded, residual included. None: ``y`` itself.
+        kind: The output has one element per ``"row"`` (``[..., M]``), per column (``"col"``,
+            ``[N]``), per element (``"tile"``, ``[..., M, N]``) or in all (``"scalar"``, ``[]``).
+        dtype: The output's dtype: fp16, bf16 or fp32. It is reduced in fp32 and rounded once.
+        reduce: ``"max"`` or ``"sum"`` over the other dimensions; None for a tile. As in torch, a
+            maximum is NaN if one of its elements is.
+        of: ``y -> Tensor``, an element-wise torch function whose values are reduced or stored.
+            ``y`` is the result before rounding, residual included. None: ``y`` itself.
         device: The same as a ``@triton.jit`` function over an fp32 block, or ``"module:attribute"``
-            naming one. None beside an ``of``: no kernel can fuse it, and BLAS applies ``of``.
+            naming one. If None beside an ``of``, no kernel can fuse it, and BLAS applies ``of``.
 
     Raises:
-        ValueError: A name, kind, dtype or reduction that there is not, a tile that is reduced,
-            anything else that is not, or a ``device`` without its reference ``of``.
+        ValueError: An unknown name, kind, dtype or reduction, a tile that is reduced, another kind
+            that is not, or a ``device`` without its reference ``of``.
     """
 
     name: str
