@@ -8,9 +8,9 @@ from typing import Any
 import torch
 
 from tmm_core import settings
+from tmm_core.formats import of_pair
 from tmm_core.interop import autograd, grouped, operator
 from tmm_core.interop.calls import prepare_for, text_of
-from tmm_core.formats import of_pair
 from tmm_core.launch.check import check_number, check_scale
 from tmm_core.launch.grouped import check_operands, run, scale_shapes, undisturbed
 from tmm_core.spec.arguments import GroupedArguments

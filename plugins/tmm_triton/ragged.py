@@ -145,7 +145,7 @@ def ragged_kernel(
     at = rows
     if out_index_ptr is not None:
         at = tl.load(out_index_ptr + rows, mask=rows < top, other=0)
-    if ZEROED:  # noqa: SIM102 (a constant, and a condition of the device)
+    if ZEROED:
         if group >= G:
             # Past the last group nothing is read, not even a residual.
             zeros = tl.zeros((BLOCK_M, BLOCK_N), dtype=out_ptr.dtype.element_ty)
@@ -236,6 +236,8 @@ _GATED_SHAPES = [
     (16, 32, 128, 5, 4),
     (16, 32, 256, 4, 2),
 ]
+#: Shapes besides if 8-bit operands pass through registers, which hold two sums on Hopper.
+_LOOSE_SHAPES = [(128, 64, 32, 4, 8), (64, 64, 32, 4, 8), (64, 64, 64, 4, 8)]
 #: Number of group ends that are compared at a time.
 _MOST_GROUPS = 256
 #: Assumed ratio of the largest group's rows to the mean.
@@ -247,6 +249,7 @@ class RaggedConfig(FusedEpilogueConfig):
     """A fused epilogue's tile, with the registers that ragged operands take besides."""
 
     def registers(self, problem: Problem) -> int:
+        problem = loosened(problem)
         # With arbitrary group starts, unaligned rows have a 64-bit address per element.
         loose = not (problem.a.aligned and problem.b.aligned)
         more = 16 if loose else 0
@@ -278,6 +281,9 @@ class Ragged(TritonKernel[RaggedConfig]):
 
     def configs(self, problem: Problem) -> list[RaggedConfig]:
         shapes = _GATED_SHAPES if problem.gated else _SHAPES
+        problem = loosened(problem)
+        if problem.fp8 and not (problem.a.aligned and problem.b.aligned):
+            shapes = [*shapes, *_LOOSE_SHAPES]
         mean = each(problem)
         configs = [
             RaggedConfig(
@@ -388,6 +394,24 @@ def arguments(problem: Problem, config: RaggedConfig) -> Mapping[str, Argument]:
         for place, dim in enumerate(dims if flat else "z" + dims):
             known[f"stride_{letter}{dim}"] = (_TENSORS[letter], place)
     return known
+
+
+def loosened(problem: Problem) -> Problem:
+    """The problem with operands unaligned whose groups start inside rows of memory: their loads
+    are like those of unaligned rows."""
+    if problem.groups is None:
+        return problem
+    along = problem.groups.ragged
+    inside = {
+        "a": problem.a.layout == {"m": "col", "k": "row", "n": None}[along],
+        "b": problem.b.layout == {"n": "row", "k": "col", "m": None}[along],
+    }
+    loose = {
+        name: replace(getattr(problem, name), aligned=False)
+        for name, is_in in inside.items()
+        if is_in
+    }
+    return replace(problem, **loose)
 
 
 def stacked(problem: Problem) -> Problem:

@@ -273,6 +273,14 @@ def test_what_is_declined() -> None:
     fp8 = replace(LARGE, **eight)  # type: ignore[arg-type]
     declined = KERNEL.reasons_against(replace(fp8, device=replace(H200, capability=(8, 0))))
     assert "8-bit floats need an NVIDIA GPU of compute capability 8.9" in declined
+    for capability in ((9, 0), (10, 0)):
+        later = replace(fp8, device=replace(H200, capability=capability))
+        assert not [reason for reason in KERNEL.reasons_against(later) if "8-bit" in reason]
+        assert KERNEL.supports.reasons_against(later) == []
+        assert min(config.BLOCK_K for config in KERNEL.configs(later)) == 128
+        # Groups start inside rows of both, which are not copied asynchronously.
+        sums = replace(later, groups=Groups(8, "k"))
+        assert {32, 64} <= {config.BLOCK_K for config in KERNEL.configs(sums)}
     assert KERNEL.own_arithmetic(replace(LARGE, groups=Groups(8, "k")), CONFIG) is None
 
 

@@ -96,9 +96,7 @@ def _one(problem: Problem, inputs: Inputs, group: int, part: tuple[int, int]) ->
         a, b = a[:, slice(*part)], b[slice(*part)]
         residual = None if residual is None else residual[group]
     bias = None if bias is None else bias[group]
-    return replace(
-        inputs, a=a, b=b, bias=bias, residual=residual, scale_a=scale_a, scale_b=scale_b
-    )
+    return replace(inputs, a=a, b=b, bias=bias, residual=residual, scale_a=scale_a, scale_b=scale_b)
 
 
 def _piece(

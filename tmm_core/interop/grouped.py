@@ -12,10 +12,10 @@ from typing import Any
 import torch
 
 from tmm_core import compat
+from tmm_core.formats import BY_STORAGE
 from tmm_core.interop import autograd, flops
 from tmm_core.interop.autograd import OneLevel
 from tmm_core.interop.operator import autocast
-from tmm_core.formats import BY_STORAGE
 from tmm_core.launch.check import check_out, result_dtype
 from tmm_core.launch.grouped import check, ragged_along, refuse_outputs, run, undisturbed
 from tmm_core.launch.warm import epilogue_of, plain

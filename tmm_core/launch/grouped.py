@@ -135,9 +135,7 @@ def check(call: GroupedArguments, epilogue: Epilogue) -> tuple[int, ...]:
     return shape
 
 
-def scale_shapes(
-    t: Tensor, along: Ragged | None, count: int, rows: bool
-) -> list[tuple[int, ...]]:
+def scale_shapes(t: Tensor, along: Ragged | None, count: int, rows: bool) -> list[tuple[int, ...]]:
     """The shapes that torch takes for a scale per row of ``t`` (else per column): one number for
     each in each group, except where rows (columns) belong to one group anyway. Torch flattens those
     of a ragged sum.
