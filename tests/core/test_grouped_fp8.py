@@ -265,10 +265,11 @@ def test_records_say_which_scales() -> None:
 @pytest.mark.parametrize("form", ["m", "k", "n"])
 def test_inputs_to_measure_with(form: str) -> None:
     posed = tmm_core.problem(**made(form))
-    if form == "m":
-        posed = replace(posed, groups=replace(posed.groups, a_index=torch.int32))
+    scale_b: Any
     for scale_b in ("row", "tensor", None):
-        problem = replace(posed, scale_b=scale_b)  # type: ignore[arg-type]
+        index_dtype = torch.int32 if form == "m" and scale_b else None
+        groups = Groups(3, form, a_index=index_dtype)  # type: ignore[arg-type]
+        problem = replace(posed, scale_b=scale_b, groups=groups)
         inputs: Any = verify.make_inputs(problem, torch.device("cpu"), seed=3, whole=False)
         given = inputs.rows.given
         again = tmm_core.problem(
@@ -281,6 +282,10 @@ def test_inputs_to_measure_with(form: str) -> None:
         expected = expression(a, inputs.b, given["offs"], scale_a, inputs.scale_b)
         found = ragged_reference.whole(problem, inputs)
         close(found, expected, found.dtype)
+        # Beyond the last group no scale may be read.
+        beyond = {"m": inputs.scale_a, "n": inputs.scale_b}.get(form)
+        if beyond is not None and beyond.dim() and index is None:
+            assert beyond[inputs.rows.ends[-1] :].isnan().all()
 
 
 # -- who answers -----------------------------------------------------------------------------
