@@ -162,11 +162,11 @@ class Call:
             if rows["out_weights"] is not None:
                 y = y * rows["out_weights"][part].double()[:, None]
             expected[where] = y if residual is None else y + residual[where].double()
-        error = (out.double() - expected).norm()
-        assert error <= TOLERANCE[out.dtype] * expected.norm()
         inside = torch.ones(shape, dtype=torch.bool)
         if self.ragged in "mn":
             inside.narrow("mn".index(self.ragged), end, self.total - end).fill_(False)
+        error = (out.double() - expected)[inside].norm()
+        assert error <= TOLERANCE[out.dtype] * expected[inside].norm()
         assert torch.equal(out[~inside].double(), expected[~inside])
 
 
@@ -195,7 +195,7 @@ CALLS = {
     "e4m3": Call(dtype=E4M3, scales=("row", "row"), layouts="nt", out_dtype=FP32),
     "e4m3_gated": Call(
         dtype=E4M3, scales=("row", "row"), layouts="nt", epilogue="swiglu", bias=True,
-        residual=True, alpha=0.5, read=6, scattered=torch.int32, weights=FP32, config=HALVES,
+        residual=True, alpha=0.5, read=50, scattered=torch.int32, weights=FP32, config=HALVES,
     ),
     "e4m3_tensor": Call(dtype=E4M3, scales=("tensor", "row"), zeroed=True, layouts="st"),
     "e5m2_columns": Call(
