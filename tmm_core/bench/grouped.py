@@ -134,7 +134,7 @@ def _row_scales(call: Call) -> tuple[Tensor, Tensor]:
 
 def _by_scaled(call: Call, scale_a: Tensor, scale_b: Tensor) -> Tensor:
     assert call.rows is not None
-    by_row = F.ScalingType.RowWise  # type: ignore[attr-defined]
+    by_row = F.ScalingType.RowWise
     z = F.scaled_grouped_mm(  # type: ignore[attr-defined]
         call.a, call.b, scale_a, by_row, scale_b, by_row, offs=call.rows.offs
     )

@@ -162,7 +162,7 @@ def grouped_shardings(*given: Any, **named: Any) -> list[Rule]:
 
 def _is_one(scale: Any) -> bool:
     """Whether it is one number for all rows."""
-    return math.prod(scale.shape) == 1
+    return bool(math.prod(scale.shape) == 1)
 
 
 def _shard(t: Any, dim: int) -> Placement:
