@@ -10,7 +10,8 @@ Ragged columns are divided the same way. If K is ragged, each group has tiles fo
 and sums over its own range.
 
 Rows of ``a`` may be gathered by an index during loads, and rows of the result scattered, each
-multiplied by a weight, during stores. Operands may have any strides.
+multiplied by a weight, during stores. Operands may have any strides. 8-bit floats are multiplied as
+they are; their scales multiply the sums, before alpha and the bias.
 """
 
 from __future__ import annotations
@@ -76,9 +77,31 @@ def finish(
 
 
 @triton.jit
+def rescaled(
+    acc, group, of_a, in_rows, of_b, in_cols, M, WIDTH, scale_a_ptr, scale_b_ptr,
+    RAGGED: tl.constexpr, SCALE_A: tl.constexpr, SCALE_B: tl.constexpr,
+):  # fmt: skip
+    """``acc`` times the scales of rows ``of_a`` and columns ``of_b`` of the operands, which have
+    M rows and WIDTH columns in each group unless they are ragged."""
+    if SCALE_A == "row":
+        if RAGGED != "m":
+            scale_a_ptr += group.to(tl.int64) * M
+        acc *= tl.load(scale_a_ptr + of_a, mask=in_rows, other=0.0)[:, None]
+    elif SCALE_A == "tensor":
+        acc *= tl.load(scale_a_ptr)
+    if SCALE_B == "row":
+        if RAGGED != "n":
+            scale_b_ptr += group.to(tl.int64) * WIDTH
+        acc *= tl.load(scale_b_ptr + of_b, mask=in_cols, other=0.0)[None, :]
+    elif SCALE_B == "tensor":
+        acc *= tl.load(scale_b_ptr)
+    return acc
+
+
+@triton.jit
 def ragged_kernel(
     a_ptr, b_ptr, bias_ptr, residual_ptr, out_ptr,
-    offs_ptr, a_index_ptr, out_index_ptr, out_weights_ptr,
+    offs_ptr, a_index_ptr, out_index_ptr, out_weights_ptr, scale_a_ptr, scale_b_ptr,
     M, N, K, G,
     stride_az, stride_am, stride_ak,
     stride_bz, stride_bk, stride_bn,
@@ -86,6 +109,7 @@ def ragged_kernel(
     stride_oz, stride_om, stride_on,
     stride_biasz, stride_bias, alpha, GROUP_M,
     RAGGED: tl.constexpr, GROUPS: tl.constexpr, ZEROED: tl.constexpr,
+    SCALE_A: tl.constexpr, SCALE_B: tl.constexpr,
     EPILOGUE: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, GATED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SUBTILE: tl.constexpr, WHOLE_K: tl.constexpr,
@@ -121,12 +145,15 @@ def ragged_kernel(
     at = rows
     if out_index_ptr is not None:
         at = tl.load(out_index_ptr + rows, mask=rows < top, other=0)
-    if ZEROED:  # noqa: SIM102 (a constant, and a condition of the device)
+    if ZEROED:
         if group >= G:
             # Past the last group nothing is read, not even a residual.
             zeros = tl.zeros((BLOCK_M, BLOCK_N), dtype=out_ptr.dtype.element_ty)
             ptrs = out_ptr + at[:, None] * stride_om + cols[None, :] * stride_on
             tl.store(ptrs, zeros, mask=(rows[:, None] < top) & (cols[None, :] < right))
+            return
+    elif RAGGED != "k":  # noqa: SIM102
+        if group >= G:
             return
     of_a = rows
     if a_index_ptr is not None:
@@ -146,6 +173,17 @@ def ragged_kernel(
             b_up = load(up_cols + ks[:, None] * stride_bk, ks, cols, last_k, right, WHOLE_K, False)
             up = dot(a, b_up, up, PRECISION, UPCAST)
 
+    width = 2 * N if GATED else N
+    in_rows, in_cols = rows < top, cols < right
+    gate = rescaled(
+        gate, group, of_a, in_rows, cols, in_cols, M, width,
+        scale_a_ptr, scale_b_ptr, RAGGED, SCALE_A, SCALE_B,
+    )  # fmt: skip
+    if GATED:
+        up = rescaled(
+            up, group, of_a, in_rows, cols + N, in_cols, M, width,
+            scale_a_ptr, scale_b_ptr, RAGGED, SCALE_A, SCALE_B,
+        )  # fmt: skip
     if SUBTILE == 1:
         finish(
             gate, up, group, rows, at, top, cols, right, N,
@@ -198,6 +236,8 @@ _GATED_SHAPES = [
     (16, 32, 128, 5, 4),
     (16, 32, 256, 4, 2),
 ]
+#: Shapes besides if 8-bit operands pass through registers, which hold two sums on Hopper.
+_LOOSE_SHAPES = [(128, 64, 32, 4, 8), (64, 64, 32, 4, 8), (64, 64, 64, 4, 8)]
 #: Number of group ends that are compared at a time.
 _MOST_GROUPS = 256
 #: Assumed ratio of the largest group's rows to the mean.
@@ -209,6 +249,7 @@ class RaggedConfig(FusedEpilogueConfig):
     """A fused epilogue's tile, with the registers that ragged operands take besides."""
 
     def registers(self, problem: Problem) -> int:
+        problem = loosened(problem)
         # With arbitrary group starts, unaligned rows have a 64-bit address per element.
         loose = not (problem.a.aligned and problem.b.aligned)
         more = 16 if loose else 0
@@ -223,8 +264,6 @@ class Ragged(TritonKernel[RaggedConfig]):
     config_type = RaggedConfig
     supports = replace(
         POINTERS,
-        formats=(),
-        scales=(),
         gated=True,
         empty=True,
         ragged=("m", "n", "k"),
@@ -242,6 +281,9 @@ class Ragged(TritonKernel[RaggedConfig]):
 
     def configs(self, problem: Problem) -> list[RaggedConfig]:
         shapes = _GATED_SHAPES if problem.gated else _SHAPES
+        problem = loosened(problem)
+        if problem.fp8 and not (problem.a.aligned and problem.b.aligned):
+            shapes = [*shapes, *_LOOSE_SHAPES]
         mean = each(problem)
         configs = [
             RaggedConfig(
@@ -303,7 +345,8 @@ class Ragged(TritonKernel[RaggedConfig]):
             grid(problem, config),
             {name: known[name] for name in only.types},
         )
-        return launcher([step], problem.out_shape, problem.out.dtype, extras=groups.given)
+        extras = (*groups.given, *problem.scales)
+        return launcher([step], problem.out_shape, problem.out.dtype, extras=extras)
 
 
 def _parts(problem: Problem, block_m: int, block_n: int, num_warps: int) -> tuple[int, ...]:
@@ -343,7 +386,7 @@ def arguments(problem: Problem, config: RaggedConfig) -> Mapping[str, Argument]:
     assert groups is not None
     known: dict[str, Argument] = {"M": problem.m, "N": problem.n, "K": problem.k}
     known |= {"G": groups.count, "GROUP_M": config.GROUP_M, "alpha": "alpha"}
-    tensors = ("a", "b", "bias", "residual", "out", *groups.extras)
+    tensors = ("a", "b", "bias", "residual", "out", *groups.extras, *problem.scales)
     known |= {f"{name}_ptr": name for name in tensors}
     known |= {"stride_biasz": ("bias", 0), "stride_bias": ("bias", 1)}
     for letter, dims in _DIMENSIONS.items():
@@ -351,6 +394,24 @@ def arguments(problem: Problem, config: RaggedConfig) -> Mapping[str, Argument]:
         for place, dim in enumerate(dims if flat else "z" + dims):
             known[f"stride_{letter}{dim}"] = (_TENSORS[letter], place)
     return known
+
+
+def loosened(problem: Problem) -> Problem:
+    """The problem with operands unaligned whose groups start inside rows of memory: their loads
+    are like those of unaligned rows."""
+    if problem.groups is None:
+        return problem
+    along = problem.groups.ragged
+    inside = {
+        "a": problem.a.layout == {"m": "col", "k": "row", "n": None}[along],
+        "b": problem.b.layout == {"n": "row", "k": "col", "m": None}[along],
+    }
+    loose = {
+        name: replace(getattr(problem, name), aligned=False)
+        for name, is_in in inside.items()
+        if is_in
+    }
+    return replace(problem, **loose)
 
 
 def stacked(problem: Problem) -> Problem:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from mutant import Mutant
 
 CORE, KERNEL = "tests/core/test_grouped.py", "tests/plugins/test_ragged.py"
+EIGHT = "tests/core/test_grouped_fp8.py"
 EXPERTS = "tests/core/test_experts.py"
 PLANS = (f"{CORE}::test_a_plan_for_each_kind_of_call",)
 
@@ -12,26 +13,90 @@ GROUPED = [
     Mutant(
         "grouped-key-alpha",
         "launch/grouped.py",
-        "warm.replay(GROUPED_ROLES,",
-        "warm.replay([role for role in GROUPED_ROLES if role.name != 'alpha'],",
+        "if role.name in extras or not role.extra]",
+        "if (role.name in extras or not role.extra) and role.name != 'alpha']",
         "alpha = 2 after alpha = 1 is ignored",
         PLANS,
     ),
     Mutant(
         "grouped-key-out",
         "launch/grouped.py",
-        "warm.replay(GROUPED_ROLES,",
-        "warm.replay(GROUPED_ROLES[:-1],",
+        "if role.name in extras or not role.extra]",
+        "if (role.name in extras or not role.extra) and role.name != 'out']",
         "a plan without out is given one",
         PLANS,
     ),
     Mutant(
         "grouped-key-weights",
         "launch/grouped.py",
-        "warm.replay(GROUPED_ROLES,",
-        "warm.replay([role for role in GROUPED_ROLES if role.name != 'out_weights'],",
+        "if role.name in extras or not role.extra]",
+        "if (role.name in extras or not role.extra) and role.name != 'out_weights']",
         "weights are dropped",
         PLANS,
+    ),
+    Mutant(
+        "grouped-key-scale",
+        "launch/grouped.py",
+        "if role.name in extras or not role.extra]",
+        "if (role.name in extras or not role.extra) and role.name != 'scale_b']",
+        "a scale per column is given to a plan for one number",
+        (f"{EIGHT}::test_a_plan_for_each_kind_of_scale",),
+    ),
+    Mutant(
+        "grouped-stored-derivative",
+        "interop/grouped.py",
+        "    if a.dtype in BY_STORAGE:\n        return autograd._record",
+        "    if False:\n        return autograd._record",
+        "scales are dropped where a bias learns",
+        (f"{EIGHT}::test_there_is_no_derivative",),
+    ),
+    Mutant(
+        "grouped-soiled-scales",
+        "dispatch/ragged.py",
+        "                scale_b[end:] = torch.nan\n",
+        "                pass\n",
+        "a kernel that reads scales of no group is not found",
+        (f"{EIGHT}::test_inputs_to_measure_with",),
+    ),
+    Mutant(
+        "grouped-mm-scales-gathered",
+        "grouped_mm.py",
+        "scale_a = scale_a.index_select(0, index)",
+        "scale_a = scale_a[torch.arange(problem.m) % len(scale_a)]",
+        "a gathered row has another row's scale",
+        (f"{EIGHT}::test_the_whole_expression",),
+    ),
+    Mutant(
+        "grouped-mm-asserts",
+        "grouped_mm.py",
+        "    elif _splits_rows(problem):\n",
+        "    elif False:\n",
+        "torch asserts on the device, after which the process has no GPU",
+        (f"{EIGHT}::test_groups_start_at_rows_of_memory",),
+    ),
+    Mutant(
+        "ragged-past-the-last-group",
+        "tmm_triton/ragged.py",
+        '    elif RAGGED != "k":',
+        "    elif False:",
+        "rows of no group are multiplied by what lies behind b",
+        (f"{KERNEL}::test_values",),
+    ),
+    Mutant(
+        "ragged-scales-of-a-group",
+        "tmm_triton/ragged.py",
+        "scale_b_ptr += group.to(tl.int64) * WIDTH",
+        "scale_b_ptr += group.to(tl.int64) * 0",
+        "all groups have the scales of the first",
+        (f"{KERNEL}::test_values",),
+    ),
+    Mutant(
+        "ragged-scales-gathered",
+        "tmm_triton/ragged.py",
+        "            up, group, of_a, in_rows,",
+        "            up, group, rows, in_rows,",
+        "a gathered row has another row's scale",
+        (f"{KERNEL}::test_values",),
     ),
     Mutant(
         "ragged-slots",

@@ -10,6 +10,7 @@ torch.Size([64, 48])
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -101,11 +102,14 @@ class Case:
             t = fill((*lead(ragged), *shape), dtype=wide(dtype), device=device).to(dtype)
             return t.mT if transposed else t
 
-        def scale(*shape: int) -> Tensor | None:
+        def scale(dimension: str, *shape: int) -> Tensor | None:
             if not self.scales:
                 return None
-            size = (*batch, *shape) if self.scales == "row" else ()
-            return torch.rand(size, device=device) + 0.5
+            if self.groups:
+                size = math.prod(shape)
+                shape = (size,) if self.ragged == dimension else (self.groups, size)
+            numbers = (*batch, *shape) if self.scales == "row" else ()
+            return torch.rand(numbers, device=device) + 0.5
 
         return Call(
             a=matrix(self.m, self.k, self.layout[0] == "t", self.dtype, "n"),
@@ -114,8 +118,8 @@ class Case:
             residual=matrix(self.m, self.n, False, out_dtype, "k") if self.residual else None,
             epilogue=epilogue,
             out_dtype=self.out_dtype,
-            scale_a=scale(self.m, 1),
-            scale_b=scale(1, width),
+            scale_a=scale("m", self.m, 1),
+            scale_b=scale("n", 1, width),
             rows=self._rows(device),
         )
 
@@ -202,9 +206,8 @@ class Call:
     @property
     def extras(self) -> dict[str, Any]:
         """Keyword arguments of a launch."""
-        if self.rows is not None:
-            return dict(self.rows.given)
-        return {name: t for name in EXTRAS if (t := getattr(self, name)) is not None}
+        rows = {} if self.rows is None else self.rows.given
+        return rows | {name: t for name in EXTRAS if (t := getattr(self, name)) is not None}
 
     def problem(self) -> Problem:
         """The problem this call poses."""
@@ -221,7 +224,8 @@ class Call:
             bias = bias.expand(len(self.rows.ends), -1)
         out = torch.empty(shape, dtype=dtype, device=self.a.device)
         if self.rows is not None:
-            return ragged.Inputs(self.a, self.b, bias, self.residual, 1.0, out, self.rows)
+            scales = self.scale_a, self.scale_b
+            return ragged.Inputs(self.a, self.b, bias, self.residual, 1.0, out, self.rows, *scales)
         return Arguments(self.a, self.b, self.bias, self.residual, out=out, **self.extras)
 
     def matmul(self, **more: Any) -> Tensor:
@@ -236,8 +240,9 @@ class Call:
         given = {name: value for name, value in forced.items() if value is not None}
         with settings.override(**given) as current:
             call = GroupedArguments(
-                self.a, self.b, self.rows.offs, self.bias, self.residual, out_dtype=self.out_dtype
-            )
+                self.a, self.b, self.rows.offs, self.bias, self.residual, out_dtype=self.out_dtype,
+                scale_a=self.scale_a, scale_b=self.scale_b,
+            )  # fmt: skip
             return grouped.make_plan(call, self.epilogue, current)
 
 

@@ -65,14 +65,12 @@ def make_inputs(
     make = empty or functools.partial(_empty, device=device)
     spread = max(1, problem.k) ** -0.25
     generator = torch.Generator(device=device).manual_seed(seed)
-    batch = (problem.batch,) if problem.batch > 1 else ()
-    width = problem.n * (2 if problem.gated else 1)
 
-    def scale(kind: ScaleKind | None, *shape: int) -> torch.Tensor | None:
+    def scale(kind: ScaleKind | None, shape: tuple[int, ...]) -> torch.Tensor | None:
         """Scales around one, so that the product keeps its variance."""
         if kind is None:
             return None
-        size = (*batch, *shape) if kind == "row" else ()
+        size = shape if kind == "row" else ()
         t = torch.rand(size, generator=generator, device=device) + 0.5
         if empty is None:
             return t
@@ -104,8 +102,10 @@ def make_inputs(
             alpha=0.5 if problem.scaled else 1.0,
             out=make(problem.out, problem.out_shape if with_out else (0, 0)),
             rows=rows,
+            scale_a=scale(problem.scale_a, (rows.read,) if gathers else problem.scale_a_shape),
+            scale_b=scale(problem.scale_b, problem.scale_b_shape),
         )
-        rows.soil(problem, given.a, given.b, given.residual)
+        rows.soil(problem, given)
         return given
     inputs = Arguments(
         a=fill(problem.a, *problem.a_shape),
@@ -114,8 +114,8 @@ def make_inputs(
         residual=fill(problem.residual, *problem.out_shape) if problem.residual else None,
         alpha=0.5 if problem.scaled else 1.0,
         out=make(problem.out, problem.out_shape if with_out else (0, 0)),
-        scale_a=scale(problem.scale_a, problem.m, 1),
-        scale_b=scale(problem.scale_b, 1, width),
+        scale_a=scale(problem.scale_a, problem.scale_a_shape),
+        scale_b=scale(problem.scale_b, problem.scale_b_shape),
     )
     if problem.static_weights and device.type == "cuda":
         torch.cuda.synchronize(device)  # static_weights promises a written b

@@ -512,11 +512,11 @@ class _Scaled(OneLevel):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        raise RuntimeError("tmm::matmul has no derivative for {} @ {}".format(*ctx.dtypes))
+        raise RuntimeError("tmm has no derivative for {} @ {}".format(*ctx.dtypes))
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> Any:
-        raise RuntimeError("tmm::matmul has no derivative for {} @ {}".format(*ctx.dtypes))
+        raise RuntimeError("tmm has no derivative for {} @ {}".format(*ctx.dtypes))
 
 
 class _WithDerivative(OneLevel):
