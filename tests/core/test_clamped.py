@@ -140,6 +140,7 @@ GATES: dict[str, Any] = {
         (z[..., 1::2] + 1) * z[..., ::2] * (1.702 * z[..., ::2]).sigmoid()
     ),
     "other columns": lambda layer, z: Layer.gate(layer, z.flip(-1)),
+    "the first column": lambda layer, z: Layer.gate(layer, z) + 0 * z[..., :1],
     "the mean": lambda layer, z: Layer.gate(layer, z) + 0 * z.mean(),
     "a shift": lambda layer, z: Layer.gate(layer, z) + 0 * z[..., 1:].sum(),
     "its values": lambda layer, z: Layer.gate(layer, z) if z.sum() > 0 else z,

@@ -25,7 +25,7 @@ _TOLERANCE = 1e-12
 def epilogue_of(layer: nn.Module, gate: Gate) -> str | None:
     """The epilogue of ``gate(layer, product)`` with the layer's ``alpha`` and ``limit``; None if it
     is another function, or one that was not looked at before a graph is traced."""
-    numbers = getattr(layer, "alpha", None), getattr(layer, "limit", None)
+    numbers: Any = getattr(layer, "alpha", None), getattr(layer, "limit", None)
     if not all(type(number) in (int, float) for number in numbers):
         return None
     kept = layer.__dict__.get(_KEPT)
@@ -56,7 +56,7 @@ def _pairs_columns(graph: fx.Graph) -> bool:
         if node.op == "call_function" and node.target is operator.getitem:
             return node.args in taken
         clamps = node.op == "call_method" and node.target in _CLAMPS
-        return first not in node.all_input_nodes and (clamps or is_elementwise(node))
+        return clamps or is_elementwise(node)
 
     return first.op == "placeholder" and last.op == "output" and all(map(allowed, middle))
 
