@@ -47,19 +47,30 @@ def group_of(slot, offs_ptr, G, TOTAL, BLOCK: tl.constexpr, GROUPS: tl.constexpr
 
 
 @triton.jit
+def pair(cols, N, INTERLEAVED: tl.constexpr):
+    """The columns of gate and up in the product for these columns of the result."""
+    if INTERLEAVED:
+        of_gate, of_up = 2 * cols, 2 * cols + 1
+    else:
+        of_gate, of_up = cols, cols + N
+    return of_gate, of_up
+
+
+@triton.jit
 def finish(
     gate, up, group, rows, at, top, cols, right, N,
     bias_ptr, stride_biasz, stride_bias, alpha, weights_ptr,
     residual_ptr, stride_rz, stride_rm, stride_rn, out_ptr, stride_oz, stride_om, stride_on,
-    EPILOGUE: tl.constexpr, GATED: tl.constexpr,
+    EPILOGUE: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
     """Store ``weight · EPILOGUE(alpha · acc + bias) + residual`` for rows below ``top`` and columns
     left of ``right``; row r of the tile is row ``at[r]`` of the result."""
     if bias_ptr is not None:
         bias_ptr += group * stride_biasz
     if GATED:
-        gate = affine(gate, cols, N, bias_ptr, stride_bias, alpha)
-        up = affine(up, cols + N, 2 * N, bias_ptr, stride_bias, alpha)
+        of_gate, of_up = pair(cols, N, INTERLEAVED)
+        gate = affine(gate, of_gate, 2 * N, bias_ptr, stride_bias, alpha)
+        up = affine(up, of_up, 2 * N, bias_ptr, stride_bias, alpha)
         acc = EPILOGUE(gate, up)
     else:
         acc = EPILOGUE(affine(gate, cols, N, bias_ptr, stride_bias, alpha))
@@ -111,6 +122,7 @@ def ragged_kernel(
     RAGGED: tl.constexpr, GROUPS: tl.constexpr, ZEROED: tl.constexpr,
     SCALE_A: tl.constexpr, SCALE_B: tl.constexpr,
     EPILOGUE: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, GATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SUBTILE: tl.constexpr, WHOLE_K: tl.constexpr,
 ):  # fmt: skip
@@ -159,29 +171,36 @@ def ragged_kernel(
     if a_index_ptr is not None:
         of_a = tl.load(a_index_ptr + rows, mask=rows < top, other=0)
     a_rows = a_ptr + group * stride_az + of_a[:, None] * stride_am
-    b_cols = b_ptr + group * stride_bz + cols[None, :] * stride_bn
+    of_b, edge = cols, right
+    if INTERLEAVED:
+        # One product of all columns: a thread holds adjacent ones, so the pair is split in place.
+        of_b, edge = 2 * first_col + tl.arange(0, 2 * BLOCK_N), 2 * right
+    b_cols = b_ptr + group * stride_bz + of_b[None, :] * stride_bn
     up_cols = b_cols + N * stride_bn
 
-    gate = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    gate = tl.zeros((BLOCK_M, 2 * BLOCK_N if INTERLEAVED else BLOCK_N), dtype=tl.float32)
     up = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for k in range(first_k, last_k, BLOCK_K):
         ks = k + tl.arange(0, BLOCK_K)
         a = load(a_rows + ks[None, :] * stride_ak, rows, ks, top, last_k, False, WHOLE_K)
-        b = load(b_cols + ks[:, None] * stride_bk, ks, cols, last_k, right, WHOLE_K, False)
+        b = load(b_cols + ks[:, None] * stride_bk, ks, of_b, last_k, edge, WHOLE_K, False)
         gate = dot(a, b, gate, PRECISION, UPCAST)
-        if GATED:
+        if GATED and not INTERLEAVED:
             b_up = load(up_cols + ks[:, None] * stride_bk, ks, cols, last_k, right, WHOLE_K, False)
             up = dot(a, b_up, up, PRECISION, UPCAST)
 
+    if INTERLEAVED:
+        gate, up = gate.reshape(BLOCK_M, BLOCK_N, 2).split()
     width = 2 * N if GATED else N
     in_rows, in_cols = rows < top, cols < right
+    of_gate, of_up = pair(cols, N, INTERLEAVED)
     gate = rescaled(
-        gate, group, of_a, in_rows, cols, in_cols, M, width,
+        gate, group, of_a, in_rows, of_gate, in_cols, M, width,
         scale_a_ptr, scale_b_ptr, RAGGED, SCALE_A, SCALE_B,
     )  # fmt: skip
     if GATED:
         up = rescaled(
-            up, group, of_a, in_rows, cols + N, in_cols, M, width,
+            up, group, of_a, in_rows, of_up, in_cols, M, width,
             scale_a_ptr, scale_b_ptr, RAGGED, SCALE_A, SCALE_B,
         )  # fmt: skip
     if SUBTILE == 1:
@@ -189,7 +208,7 @@ def ragged_kernel(
             gate, up, group, rows, at, top, cols, right, N,
             bias_ptr, stride_biasz, stride_bias, alpha, out_weights_ptr,
             residual_ptr, stride_rz, stride_rm, stride_rn, out_ptr, stride_oz, stride_om, stride_on,
-            EPILOGUE, GATED,
+            EPILOGUE, GATED, INTERLEAVED,
         )  # fmt: skip
     else:
         gate_left, gate_right = halves(gate, BLOCK_M, BLOCK_N)
@@ -199,13 +218,13 @@ def ragged_kernel(
             gate_left, up_left, group, rows, at, top, left, right, N,
             bias_ptr, stride_biasz, stride_bias, alpha, out_weights_ptr,
             residual_ptr, stride_rz, stride_rm, stride_rn, out_ptr, stride_oz, stride_om, stride_on,
-            EPILOGUE, GATED,
+            EPILOGUE, GATED, INTERLEAVED,
         )  # fmt: skip
         finish(
             gate_right, up_right, group, rows, at, top, left + BLOCK_N // 2, right, N,
             bias_ptr, stride_biasz, stride_bias, alpha, out_weights_ptr,
             residual_ptr, stride_rz, stride_rm, stride_rn, out_ptr, stride_oz, stride_om, stride_on,
-            EPILOGUE, GATED,
+            EPILOGUE, GATED, INTERLEAVED,
         )  # fmt: skip
 
 
@@ -265,6 +284,7 @@ class Ragged(TritonKernel[RaggedConfig]):
     supports = replace(
         POINTERS,
         gated=True,
+        interleaved=True,
         empty=True,
         ragged=("m", "n", "k"),
         indexed=True,
@@ -315,6 +335,7 @@ class Ragged(TritonKernel[RaggedConfig]):
             "GROUPS": min(triton.next_power_of_2(groups.count), _MOST_GROUPS),
             "ZEROED": int(groups.zeroed),
             "GATED": problem.gated,
+            "INTERLEAVED": problem.epilogue.interleaved,
             "WHOLE_K": groups.ragged != "k" and problem.k % config.BLOCK_K == 0,
         }
         types = {"offs_ptr": "*i32", "G": "i32"}

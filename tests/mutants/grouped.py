@@ -5,6 +5,7 @@ from __future__ import annotations
 from mutant import Mutant
 
 CORE, KERNEL = "tests/core/test_grouped.py", "tests/plugins/test_ragged.py"
+CLAMPED = "tests/core/test_clamped.py"
 EIGHT = "tests/core/test_grouped_fp8.py"
 EXPERTS = "tests/core/test_experts.py"
 PLANS = (f"{CORE}::test_a_plan_for_each_kind_of_call",)
@@ -196,5 +197,45 @@ GROUPED = [
         "            if False:\n",
         "a wrong ragged kernel passes the suite",
         ("tests/core/test_testing.py::test_a_wrong_kernel_fails",),
+    ),
+    Mutant(
+        "alternate-columns-verified",
+        "spec/epilogue.py",
+        "torch.stack([2 * columns, 2 * columns + 1], -1).flatten()",
+        "torch.cat([columns, columns + n])",
+        "samples of alternate columns are held against other columns",
+        (f"{CLAMPED}::test_verified_on_its_columns",),
+    ),
+    Mutant(
+        "alternate-columns-special",
+        "special.py",
+        "return line // 2 if pairs else line % count",
+        "return line % count",
+        "right kernels of alternate columns are found wrong",
+        (f"{CLAMPED}::test_verified_on_its_columns",),
+    ),
+    Mutant(
+        "alternate-columns-bias",
+        "tmm_triton/ragged.py",
+        "of_gate, of_up = 2 * cols, 2 * cols + 1",
+        "of_gate, of_up = cols, cols + N",
+        "gate and up have the biases of other columns",
+        (f"{KERNEL}::test_values",),
+    ),
+    Mutant(
+        "clamped-numbers",
+        "nn/clamped.py",
+        "(kept is None or kept[0] != numbers)",
+        "kept is None",
+        "a limit that changed is not fused any more",
+        (f"{CLAMPED}::test_a_gate_is_proven_once",),
+    ),
+    Mutant(
+        "clamped-columns",
+        "nn/clamped.py",
+        "return node.args in taken",
+        "return True",
+        "a gate that mixes columns is taken for one of pairs",
+        (f"{CLAMPED}::test_another_gate_is_not",),
     ),
 ]

@@ -15,8 +15,9 @@ from tmm_triton.ragged import Ragged, RaggedConfig, grid
 from tmm_triton.tiled import Grouped
 
 from tmm_core import Groups, Operand, Problem
+from tmm_core.spec.clamped import CLAMPED
 from tmm_core.spec.device import DeviceFingerprint, fingerprint, interpreting
-from tmm_core.spec.epilogue import parse
+from tmm_core.spec.epilogue import EpilogueLike, parse
 
 Tensor = torch.Tensor
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
@@ -55,7 +56,7 @@ class Call:
     scales: tuple[str | None, str | None] = (None, None)
     out_dtype: torch.dtype | None = None
     layouts: str = "nn"
-    epilogue: str | None = None
+    epilogue: EpilogueLike = None
     bias: bool = False
     residual: bool = False
     alpha: float = 1.0
@@ -192,6 +193,14 @@ CALLS = {
     "columns_zeroed": Call("n", zeroed=True, epilogue="relu", alpha=-1.0, config=HALVES),
     "sums": Call("k", layouts="tn", bias=True),
     "sums_gated": Call("k", layouts="ns", epilogue="geglu", residual=True, config=HALVES),
+    "alternate_columns": Call(
+        epilogue=CLAMPED.with_parameters(1.7, 0.3), bias=True, residual=True, alpha=0.5,
+        layouts="ns", config=HALVES,
+    ),
+    "alternate_columns_of_sums": Call("k", epilogue=[CLAMPED, "tanh"], layouts="tt"),
+    "e4m3_alternate_columns": Call(
+        dtype=E4M3, scales=("row", "row"), layouts="nt", epilogue=CLAMPED, bias=True
+    ),
     "e4m3": Call(dtype=E4M3, scales=("row", "row"), layouts="nt", out_dtype=FP32),
     "e4m3_gated": Call(
         dtype=E4M3, scales=("row", "row"), layouts="nt", epilogue="swiglu", bias=True,

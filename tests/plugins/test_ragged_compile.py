@@ -25,6 +25,7 @@ pytest.importorskip("triton")
 from test_triton_compile import DEVICES, MOST_STACK, resources
 
 from tmm_core import Groups, Operand, Problem
+from tmm_core.spec.clamped import CLAMPED
 from tmm_core.spec.device import DeviceFingerprint
 from tmm_core.spec.epilogue import parse
 
@@ -47,6 +48,9 @@ def problems(device: DeviceFingerprint) -> dict[str, Problem]:
         "fp8_sums": replace(eight, m=4096, n=14336, k=8192, groups=Groups(8, "k")),
         "rows": replace(rows, epilogue=parse("silu"), bias=BF16, groups=INDEXED, residual=ROW),
         "gated": replace(rows, n=14336, epilogue=parse("swiglu"), groups=INDEXED),
+        "alternate": replace(
+            rows, b=ROW, n=2880, k=2880, epilogue=CLAMPED, bias=BF16, groups=INDEXED
+        ),
         "decode": replace(rows, m=64, n=1536, k=2048, groups=Groups(128, "m")),
         "sums": replace(rows, m=4096, n=14336, k=8192, a=COL, b=ROW, groups=Groups(8, "k")),
         "columns": replace(rows, m=4096, n=8192, groups=Groups(8, "n", zeroed=True)),
@@ -60,7 +64,17 @@ ONE_BY_ONE = ("loose", "fp8_sums")
 #: What is compiled for which target, at 1.3 s each.
 ASKED = {
     "80": ("gated", "loose"),
-    "90": ("rows", "gated", "decode", "sums", "columns", "fp8", "fp8_gated", "fp8_sums"),
+    "90": (
+        "rows",
+        "gated",
+        "alternate",
+        "decode",
+        "sums",
+        "columns",
+        "fp8",
+        "fp8_gated",
+        "fp8_sums",
+    ),
     "100": ("gated", "fp8_gated"),
     "gfx942": ("gated",),
 }
@@ -129,7 +143,13 @@ def test_the_largest_tiles_compile_and_fit(target: str, compiled: list[dict[str,
         assert all(line["async"] for line in lines if line["problem"] not in ONE_BY_ONE)
     if target == "90":
         tall = [line for line in lines if line["tall"]]
-        assert {line["problem"] for line in tall} >= {"rows", "gated", "sums", "columns"}
+        assert {line["problem"] for line in tall} >= {
+            "rows",
+            "gated",
+            "alternate",
+            "sums",
+            "columns",
+        }
         assert all(line["wgmma"] for line in tall)
 
 

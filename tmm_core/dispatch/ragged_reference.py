@@ -108,7 +108,7 @@ def _piece(
 ) -> torch.Tensor:
     """Rows ``rows`` of the product, which are rows ``at`` of the result."""
     given = inputs.rows
-    wide = torch.cat([cols, cols + problem.n]) if problem.gated else cols
+    wide = problem.epilogue.sources(cols, problem.n)
     index = rows if given.a_index is None else given.a_index.long()[rows]
     bias, residual = inputs.bias, inputs.residual
     bias = None if bias is None else bias[wide]

@@ -189,7 +189,7 @@ def _multiply(a: Tensor, b: Tensor, alpha: float) -> Tensor:
 
 
 def _apply(stage: Epilogue, z: Tensor) -> Tensor:
-    inputs = z.chunk(2, dim=-1) if stage.gated else (z,)
+    inputs = stage.inputs(z)
     # Torch has operators for the derivatives of built-in stages.
     if stage.derivative is not None and not stage.builtin:
         return _record(_WithDerivative, stage, *inputs)
