@@ -10,7 +10,11 @@ import torch
 import tmm_core
 from tmm_core.nn import Experts
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    # torch's own, of the mode in which it raises where the host would wait
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning"),
+]
 
 KERNELS = ("triton.ragged", "blas")
 ENDS = ((3, 3, 130, 200, 256), (256, 256, 256, 256, 256), (1, 2, 3, 4, 5))
