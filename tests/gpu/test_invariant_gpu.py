@@ -4,7 +4,6 @@ with everything that may follow the product."""
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -38,7 +37,7 @@ def candidates(problem: tmm_core.Problem) -> dict[str, list[Any]]:
     return {name: list(members) for name, members in found.items()}
 
 
-def every_case() -> Iterator[Any]:
+def every_case() -> list[Any]:
     """All are slow, a minute and more of compiling each, but one of each weight, which together
     have every value of the others."""
     some = {
@@ -48,8 +47,10 @@ def every_case() -> Iterator[Any]:
         (WEIGHTS[3], "nothing", torch.float16),
     }
     afters, dtypes = ("nothing", "everything", "gated"), (torch.bfloat16, torch.float16)
-    for case in itertools.product(WEIGHTS, afters, dtypes):
-        yield pytest.param(*case, marks=() if case in some else pytest.mark.slow)
+    return [
+        pytest.param(*case, marks=() if case in some else pytest.mark.slow)
+        for case in itertools.product(WEIGHTS, afters, dtypes)
+    ]
 
 
 @pytest.mark.parametrize(("nk", "after", "dtype"), every_case(), ids=str)
