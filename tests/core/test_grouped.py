@@ -21,7 +21,7 @@ from tmm_core import Groups, Kernel, Operand, Problem, Supports, UnsupportedProb
 from tmm_core.bench import grouped as bench
 from tmm_core.bench import runner, suites
 from tmm_core.bench.case import Case
-from tmm_core.dispatch import ragged, rotation, verify
+from tmm_core.dispatch import ragged, random_inputs, rotation
 from tmm_core.dispatch.fixture import Fixture
 from tmm_core.dispatch.ladder import ROWS_EACH, Dispatcher
 from tmm_core.dispatch.registry import Registry
@@ -593,7 +593,7 @@ def test_distributions_have_empty_groups(skewed: bool) -> None:
 
 def test_both_distributions_are_timed_and_verified() -> None:
     problem = cpu_problem()
-    inputs = verify.make_inputs(problem, torch.device("cpu"), 0)
+    inputs = random_inputs.make(problem, torch.device("cpu"), seed=0)
     assert rotation.copies(problem) == 2
     first, second = rotation.rotated(inputs, problem, 2)
     assert isinstance(first, ragged.Inputs)

@@ -27,6 +27,8 @@ from tmm_triton.realigned import (
 )
 
 from tmm_core import ConfigError, Operand, Problem
+from tmm_core.dispatch.guarded import Checksums, Guarded
+from tmm_core.dispatch.random_inputs import fill, seeded
 from tmm_core.spec.device import DeviceFingerprint, fingerprint
 from tmm_core.spec.epilogue import parse
 from tmm_core.testing import KernelConformance, memory
@@ -103,9 +105,10 @@ ALIGNED = Operand(BF16)
 # The copy.
 
 
-def posed(shape: tuple[int, int], layout: str, dtype: torch.dtype, seed: int = 0) -> memory.Guarded:
-    generator = torch.Generator(DEVICE).manual_seed(seed)
-    return memory.operand(shape, layout, dtype, DEVICE, generator)
+def posed(shape: tuple[int, int], layout: str, dtype: torch.dtype, seed: int = 0) -> Guarded:
+    made = memory.operand(shape, layout, dtype, DEVICE)
+    fill("a", made.tensor, 1, seeded(DEVICE, seed))
+    return made
 
 
 @pytest.mark.parametrize("dtype", [BF16, FP16, FP32])
@@ -116,8 +119,8 @@ def posed(shape: tuple[int, int], layout: str, dtype: torch.dtype, seed: int = 0
 # Less than a tile; tiles in both directions, with tails; one row; one column.
 @pytest.mark.parametrize("shape", [(5, 9), (37, 1093), (1093, 37), (1, 700), (700, 1)])
 def test_copies_are_exact(shape: tuple[int, int], layout: str, dtype: torch.dtype) -> None:
-    x, y = posed(shape, layout, dtype), posed(shape[::-1], layout, dtype, seed=1)
-    a, b = x.tensor, y.tensor
+    made = {"a": posed(shape, layout, dtype), "b": posed(shape[::-1], layout, dtype, seed=1)}
+    checksums, (a, b) = Checksums.of(made), (each.tensor for each in made.values())
     out = torch.empty(shape[0], shape[0], dtype=dtype, device="meta")
     asked = Problem.of(a, b, out, fingerprint(DEVICE), tf32=True)
     matrices = Misaligned.of(asked)
@@ -138,7 +141,7 @@ def test_copies_are_exact(shape: tuple[int, int], layout: str, dtype: torch.dtyp
         assert matrix.pitch * dtype.itemsize % 128 == 0
     for place, operand in enumerate((asked.a, asked.b)):
         assert (copies[place] is (a, b)[place]) == operand.aligned
-    assert x.changed() == y.changed() == 0
+    assert checksums.changed() == []
 
 
 @pytest.mark.parametrize("layout", ["row_unaligned", "col_sliced", "strided"])
