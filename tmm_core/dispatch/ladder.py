@@ -203,7 +203,7 @@ class Dispatcher:
         return replace(self._choose(usual, settings), evidence=usual)
 
     def _choose(self, problem: Problem, settings: Settings) -> Choice:
-        key = bucketed(_bare(problem))
+        key = bucketed(problem.bare())
         if (replayed := self._replayed(problem, key, settings)) is not None:
             return replayed
         # An exact record may exist beside the bucket's: exact sizes are looked up for each new
@@ -213,7 +213,7 @@ class Dispatcher:
         if all(kernel.name == BASELINE for kernel in able):
             return self._fallback(problem, _ALONE)
         if key.extent != problem.extent:
-            exact = self._cached(problem, _bare(problem), able)
+            exact = self._cached(problem, problem.bare(), able)
             if exact is not None:
                 return exact
         # A choice made during capture has fewer candidates, so it is not kept; kept ones serve
@@ -344,7 +344,7 @@ class Dispatcher:
             if problem.batch_invariant:
                 record = self._invariance.tune(problem, settings, force)
             if record is None:
-                problem = _bare(problem)
+                problem = problem.bare()
                 record = self._tune(problem, self._able(problem, settings), settings, force)
             self._forget()
             return record
@@ -352,7 +352,7 @@ class Dispatcher:
     def prepare(self, problem: Problem, settings: Settings) -> None:
         """Start compiling the first candidates for ``problem`` without waiting: when several
         problems are tuned in turn, the next one's kernels compile while one is timed."""
-        problem = _bare(problem)
+        problem = problem.bare()
         device = problem.device
         if problem.device.interpreted or self.store.load(
             device.gpu, device.environment, problem.to_json()
@@ -383,7 +383,7 @@ class Dispatcher:
         name = choice.candidate.kernel.name
         raised = isinstance(fault, BaseException)
         text = f"{type(fault).__name__}: {fault}" if raised else str(fault)
-        self._quarantine[name, bucketed(_bare(problem))] = f"it raised {text}" if raised else text
+        self._quarantine[name, bucketed(problem.bare())] = f"it raised {text}" if raised else text
         self._forget()
         failed = "failed" if raised else "was wrong at its first use"
         warn(f"kernel {name} {failed} on {problem} and is not used for it any more: {text}")
@@ -396,14 +396,14 @@ class Dispatcher:
         """Every kernel that is not a candidate, with reasons; for ``explain()``."""
         _, rejected = self.registry.candidates(problem, settings)
         for (name, bucket), error in list(self._quarantine.items()):
-            if bucket == bucketed(_bare(problem)):
+            if bucket == bucketed(problem.bare()):
                 rejected.setdefault(name, []).append(f"quarantined: {error}")
         return rejected
 
     def record(self, problem: Problem) -> tuple[Problem, TuningRecord] | None:
         """The record that answers for ``problem``, exact or its bucket's, with its problem."""
         environment = problem.device.environment
-        bare = _bare(problem)
+        bare = problem.bare()
         own = [replace(bare, batch_invariant=True)] if problem.batch_invariant else []
         for key in dict.fromkeys(f(p) for p in (*own, bare) for f in (lambda p: p, bucketed)):
             found = self.store.load(problem.device.gpu, environment, key.to_json())
@@ -615,7 +615,7 @@ class Dispatcher:
         able, _ = self.registry.candidates(problem, settings)
         if self.registry.deferred:
             self._answered.add(problem, settings, able)
-        bucket = bucketed(_bare(problem))
+        bucket = bucketed(problem.bare())
         return [k for k in able if (k.name, bucket) not in self._quarantine]
 
     def _best(
@@ -684,12 +684,6 @@ class Dispatcher:
         if note not in self._warned:
             self._warned.add(note)
             warn(note)
-
-
-def _bare(problem: Problem) -> Problem:
-    """The problem without its requirements. The caller's promises stay: they allow more
-    candidates."""
-    return replace(problem, deterministic=False, batch_invariant=False, capturing=False)
 
 
 def _fits(candidate: Candidate, problem: Problem) -> bool:
