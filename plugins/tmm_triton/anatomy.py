@@ -81,16 +81,7 @@ def of_tiles(
     sms = max(1, problem.device.sm_count)
     # There are no more persistent programs than tiles, if there are fewer tiles than SMs.
     at_once = sms * resident if launched is None else max(sms, launched)
-    times = roofline.times_us(
-        problem,
-        BLOCK_M=config.BLOCK_M,
-        BLOCK_N=config.BLOCK_N,
-        BLOCK_K=config.BLOCK_K,
-        num_stages=config.num_stages,
-        shared_memory=shared,
-        splits=splits,
-        reach=reach,
-    )
+    times = roofline.times_us(problem, config, splits=splits, reach=reach)
     return Anatomy(
         block_m=config.BLOCK_M,
         block_n=config.BLOCK_N,

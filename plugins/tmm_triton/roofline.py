@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from tmm_core import Machine, Problem
+from tmm_triton.operands import TileConfig
 
 #: Minimum BM·BN / (BM + BN) of a tile that keeps the tensor cores busy: that of 128×128, measured
 #: on an H200. Below it, time is proportional to the bytes that each SM loads.
@@ -17,40 +18,14 @@ _MOST_RESIDENT = 4
 
 
 def estimate_us(
-    problem: Problem,
-    *,
-    BLOCK_M: int,
-    BLOCK_N: int,
-    BLOCK_K: int,
-    num_stages: int,
-    shared_memory: int,
-    splits: int = 1,
-    reach: float = 1.0,
+    problem: Problem, config: TileConfig, *, splits: int = 1, reach: float = 1.0
 ) -> float:
     """Expected µs: an empty launch plus the longest of :func:`times_us`."""
-    times = times_us(
-        problem,
-        BLOCK_M=BLOCK_M,
-        BLOCK_N=BLOCK_N,
-        BLOCK_K=BLOCK_K,
-        num_stages=num_stages,
-        shared_memory=shared_memory,
-        splits=splits,
-        reach=reach,
-    )
-    return Machine.EMPTY_US + max(times.values())
+    return Machine.EMPTY_US + max(times_us(problem, config, splits=splits, reach=reach).values())
 
 
 def times_us(
-    problem: Problem,
-    *,
-    BLOCK_M: int,
-    BLOCK_N: int,
-    BLOCK_K: int,
-    num_stages: int,
-    shared_memory: int,
-    splits: int = 1,
-    reach: float = 1.0,
+    problem: Problem, config: TileConfig, *, splits: int = 1, reach: float = 1.0
 ) -> dict[str, float]:
     """The times of three components alone, after wave quantisation.
 
@@ -62,17 +37,18 @@ def times_us(
     sms = machine.sms
     unaligned = 2 - problem.a.aligned - problem.b.aligned
     reach *= _UNALIGNED**unaligned
-    ahead = 1 if unaligned else max(num_stages - 1, 1)
+    ahead = 1 if unaligned else max(config.num_stages - 1, 1)
 
-    width = BLOCK_N * (2 if problem.gated else 1)
-    intensity = BLOCK_M * width / (BLOCK_M + width)
-    programs = problem.batch * -(-problem.m // BLOCK_M) * -(-problem.n // BLOCK_N) * splits
-    steps = -(-problem.k // (BLOCK_K * splits))
+    high, width = config.BLOCK_M, config.BLOCK_N * (2 if problem.gated else 1)
+    intensity = high * width / (high + width)
+    programs = problem.batch * -(-problem.m // high) * -(-problem.n // config.BLOCK_N) * splits
+    steps = -(-problem.k // (config.BLOCK_K * splits))
 
-    flops = 2 * BLOCK_M * width * BLOCK_K * steps
+    flops = 2 * high * width * config.BLOCK_K * steps
     rate = machine.flops(problem) * reach * min(1, intensity / _FULL_INTENSITY)
     busy = -(-programs // sms) * flops / rate
-    resident = max(1, min(_MOST_RESIDENT, problem.device.shared_memory // max(shared_memory, 1)))
+    resident = problem.device.shared_memory // max(config.shared_memory(problem), 1)
+    resident = max(1, min(_MOST_RESIDENT, resident))
     waiting = -(-programs // (sms * resident)) * (steps + 1) * _LATENCY / ahead
     partials = 8 * splits * problem.batch * problem.m * problem.n if splits > 1 else 0
     moving = machine.moving_us(problem.bytes + partials)

@@ -714,7 +714,7 @@ def _other(key: Problem, problem: Problem) -> Problem | None:
     return key if key.extent != problem.extent else None
 
 
-def _by_time(record: TuningRecord, statuses: tuple[str, ...] = ("ok",)) -> list[CandidateResult]:
-    """Results with those statuses (by default the fully timed), fastest first."""
-    done = [c for c in record.candidates if c.status in statuses]
+def _by_time(record: TuningRecord) -> list[CandidateResult]:
+    """The fully timed results, fastest first."""
+    done = [c for c in record.candidates if c.status == "ok"]
     return sorted(done, key=lambda c: (c.median_us or float("inf"), c.kernel))

@@ -312,10 +312,6 @@ class Problem:
         none: dict[str, Any] = dict.fromkeys(REQUIREMENTS, False)
         return replace(self, **none)
 
-    def family(self) -> Problem:
-        """This problem without its sizes, which must be equal for neighbours."""
-        return replace(self.bare(), m=0, n=0, k=0, batch=0, static_weights=False)
-
     def __str__(self) -> str:
         size = f"{self.m}×{self.n}×{self.k}"
         if self.batch != 1:
