@@ -300,5 +300,5 @@ def _reference(tensors: dict[str, torch.Tensor], epilogue: str) -> torch.Tensor:
 
 def _error(got: Any, expected: Any) -> float:
     got = got.full_tensor() if hasattr(got, "full_tensor") else got
-    difference = got.detach().cpu().double() - expected.detach()
-    return float(difference.abs().max() / expected.detach().abs().max())
+    got, expected = (t.detach().cpu().double() for t in (got, expected))
+    return float((got - expected).abs().max() / expected.abs().max())

@@ -313,7 +313,7 @@ def problem(
     if offs is not None:
         grouped_call = GroupedArguments(
             a, b, offs, bias, residual, alpha, "", out_dtype, a_index, out_index, out_weights,
-            zeroed=out_index is not None,
+            zeroed=out_index is not None, scale_a=scale_a, scale_b=scale_b,
         )  # fmt: skip
         return launch_grouped.pose(grouped_call, parsed, current)
     return warm.pose(call, parsed, current)[0]

@@ -8,10 +8,11 @@ from typing import Any
 import torch
 
 from tmm_core import settings
+from tmm_core.formats import of_pair
 from tmm_core.interop import autograd, grouped, operator
 from tmm_core.interop.calls import prepare_for, text_of
-from tmm_core.launch.check import check_number
-from tmm_core.launch.grouped import check_operands, run, undisturbed
+from tmm_core.launch.check import check_number, check_scale
+from tmm_core.launch.grouped import check_operands, run, scale_shapes, undisturbed
 from tmm_core.spec.arguments import GroupedArguments
 from tmm_core.spec.epilogue import EpilogueLike
 from tmm_core.spec.kernel import Config
@@ -32,6 +33,8 @@ def grouped_matmul(
     a_index: Tensor | None = None,
     out_index: Tensor | None = None,
     out_weights: Tensor | None = None,
+    scale_a: Tensor | None = None,
+    scale_b: Tensor | None = None,
     out: Tensor | None = None,
     kernel: str | None = None,
     config: Config | Mapping[str, Any] | None = None,
@@ -63,13 +66,18 @@ def grouped_matmul(
         residual: Has the result's shape; added last.
         alpha: A number.
         epilogue: As for :func:`tmm_core.matmul`. With a gated one ``b`` is 2N wide.
-        out_dtype: The result's; by default that of ``a``.
+        out_dtype: The result's; by default that of ``a``, and bf16 for 8-bit floats.
         a_index: int32 or int64 ``[T]``: row t of the product reads ``a[a_index[t]]``, gathered
             while it is loaded. ``a`` has any number of rows; all indices must be in range. This
             and the two below are for ragged rows.
         out_index: int32 or int64 ``[T]``: row t becomes ``result[out_index[t]]``. Indices must be
             distinct. With it, rows beyond ``offs[-1]`` are zero.
         out_weights: ``[T]``: row t is multiplied by it after the epilogue, before the residual.
+        scale_a, scale_b: fp32 scales of 8-bit operands, in the shapes of
+            ``torch.nn.functional.scaled_grouped_mm``: one for each row of ``a`` and each column
+            of ``b`` (2N where gated). ``[T]`` for an operand whose rows (columns) are ragged,
+            ``[G, M]`` and ``[G, N]`` else; both may be flat if a sum is ragged. Or one number. With
+            ``a_index`` a scale belongs to a row of ``a`` and is gathered with it.
         out: The tensor to write to. Not differentiable; data beyond the last group may be
             overwritten.
         kernel, config, on_cache_miss: As for :func:`tmm_core.matmul`.
@@ -91,7 +99,7 @@ def grouped_matmul(
             return grouped_matmul(
                 a, b, offs=offs, bias=bias, residual=residual, alpha=alpha, epilogue=epilogue,
                 out_dtype=out_dtype, a_index=a_index, out_index=out_index,
-                out_weights=out_weights, out=out,
+                out_weights=out_weights, scale_a=scale_a, scale_b=scale_b, out=out,
             )  # fmt: skip
     for name, t in (("a", a), ("b", b)):
         if not isinstance(t, Tensor):
@@ -102,18 +110,20 @@ def grouped_matmul(
     if offs is None:
         return _batched(
             a, b, bias, residual, alpha, epilogue, out_dtype, out,
-            (a_index, out_index, out_weights),
+            (a_index, out_index, out_weights), scale_a, scale_b,
         )  # fmt: skip
     call = GroupedArguments(
         a, b, offs, bias, residual, alpha, text_of(epilogue), out_dtype, a_index, out_index,
-        out_weights, zeroed=out_index is not None,
+        out_weights, out_index is not None, scale_a, scale_b,
     )  # fmt: skip
     if out is not None:
         return grouped.grouped_matmul_out(*call[:-1], out=out)  # type: ignore[no-any-return]
     if (
         not torch.compiler.is_dynamo_compiling()
-        and undisturbed(a, b, offs, bias, residual, a_index, out_index, out_weights)
-        and not autograd.recorded(a, b, bias, residual, out_weights)
+        and undisturbed(
+            a, b, offs, bias, residual, a_index, out_index, out_weights, scale_a, scale_b
+        )
+        and not autograd.recorded(a, b, bias, residual, out_weights, scale_a, scale_b)
     ):
         return run(*call)
     if not torch.compiler.is_compiling():
@@ -132,13 +142,25 @@ def _batched(
     out_dtype: torch.dtype | None,
     out: Tensor | None,
     rows: tuple[Tensor | None, ...],
+    scale_a: Tensor | None,
+    scale_b: Tensor | None,
 ) -> Tensor:
     """Groups of equal size: a batch of products. A bias per group makes them ragged rows of a."""
     count = check_operands(a, b, None)
     if any(t is not None for t in rows):
         raise ValueError("a_index, out_index and out_weights need ragged rows: give offs")
+    form = of_pair(a.dtype, b.dtype)
+    for name, scale, t in (("scale_a", scale_a, a), ("scale_b", scale_b, b)):
+        if scale is not None:
+            check_scale(name, scale, scale_shapes(t, None, count, t is a), form, t.dtype)
     if bias is None or bias.dim() == 1:
-        arguments = (a, b, bias, residual, alpha, text_of(epilogue), out_dtype)
+        if scale_a is not None and scale_a.numel() != 1:
+            scale_a = scale_a[:, :, None]
+        if scale_b is not None and scale_b.numel() != 1:
+            scale_b = scale_b[:, None]
+        arguments = (
+            a, b, bias, residual, alpha, text_of(epilogue), out_dtype, scale_a, scale_b
+        )  # fmt: skip
         if out is not None:
             return operator.matmul_out(*arguments, out=out)  # type: ignore[no-any-return]
         return operator.matmul(*arguments)  # type: ignore[no-any-return]
@@ -148,6 +170,7 @@ def _batched(
     y = grouped_matmul(
         a.reshape(count * m, -1), b, offs=offs, bias=bias, residual=flat, alpha=alpha,
         epilogue=epilogue, out_dtype=out_dtype,
+        scale_a=None if scale_a is None else scale_a.flatten(), scale_b=scale_b,
     ).view(count, m, -1)  # fmt: skip
     return y if out is None else out.copy_(y)
 
@@ -165,6 +188,8 @@ def grouped_linear(
     a_index: Tensor | None = None,
     out_index: Tensor | None = None,
     out_weights: Tensor | None = None,
+    scale_a: Tensor | None = None,
+    scale_b: Tensor | None = None,
     out: Tensor | None = None,
     kernel: str | None = None,
     config: Config | Mapping[str, Any] | None = None,
@@ -177,6 +202,8 @@ def grouped_linear(
         x: ``[T, K]``, rows in the order of their groups; with ``a_index`` in any order.
         weight: ``[G, N, K]``; with a gated epilogue ``[G, 2N, K]``, gate rows before up rows.
         bias: ``[N]`` or ``[G, N]`` (2N where gated).
+        scale_a, scale_b: Scales of 8-bit ``x`` and ``weight``, per row of each: ``[rows of x]`` and
+            ``[G, N]``; or one number.
 
     Other arguments are those of :func:`grouped_matmul`.
 
@@ -191,5 +218,6 @@ def grouped_linear(
     return grouped_matmul(
         x, weight.mT, offs=offs, bias=bias, residual=residual, alpha=alpha, epilogue=epilogue,
         out_dtype=out_dtype, a_index=a_index, out_index=out_index, out_weights=out_weights,
-        out=out, kernel=kernel, config=config, on_cache_miss=on_cache_miss,
+        scale_a=scale_a, scale_b=scale_b, out=out, kernel=kernel, config=config,
+        on_cache_miss=on_cache_miss,
     )  # fmt: skip

@@ -77,6 +77,7 @@ class Blas(Kernel[BlasConfig]):
         alpha=True,
         epilogues=True,
         gated=True,
+        interleaved=True,
         unfused=True,
         outputs=ANY,
         reduces=ANY,

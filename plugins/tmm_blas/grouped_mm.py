@@ -1,8 +1,14 @@
-"""Ragged products by torch's grouped operator, followed by its operators on rows.
+"""Ragged products by torch's grouped operators, followed by its operators on rows.
 
 On CUDA torch multiplies groups of bf16 on Hopper and Blackwell if leading strides are multiples of
 16 bytes. Otherwise it reads ``offs`` on the host and so waits for the GPU; this kernel declines
-then. On a CPU ``offs`` is in host memory, and one product per group serves what torch refuses.
+then. If groups start inside rows of memory, torch asserts on the device that each starts at a
+multiple of 16 bytes, which would end the process; this kernel declines that too.
+
+Scaled e4m3 is multiplied on Hopper only, with ragged rows, in the layout of ``torch._scaled_mm``.
+
+On a CPU ``offs`` is in host memory, and one product per group serves what torch refuses; 8-bit
+floats are dequantised, and scaled after the product.
 """
 
 from __future__ import annotations
@@ -31,12 +37,44 @@ def reasons_against(problem: Problem) -> Iterable[str]:
         yield "torch's grouped product is used only on NVIDIA GPUs and on CPUs"
     elif device.capability[0] not in (9, 10):
         yield "torch's grouped product reads offs on the host, except on Hopper and Blackwell"
-    if dtype != torch.bfloat16 or problem.out.dtype != dtype:
+    if problem.format is not None:
+        yield from _reasons_against_scaled(problem)
+    elif dtype != torch.bfloat16 or problem.out.dtype != dtype:
         yield f"torch's grouped product is of bf16, not {dtype} to {problem.out.dtype}"
+    elif _splits_rows(problem):
+        yield "torch's grouped product asserts that groups start at multiples of 16 bytes"
     if not (problem.a.aligned and problem.b.aligned):
         yield "torch's grouped product needs operands whose rows are aligned to 16 bytes"
     if 0 in (problem.m, problem.n, problem.k):
         yield "nothing to multiply: a dimension is 0"
+
+
+def _splits_rows(problem: Problem) -> bool:
+    """Whether groups start inside contiguous rows of memory, of an operand or of the result."""
+    if problem.along == "m":
+        return problem.a.layout == "col"
+    if problem.along == "n":
+        return True  # torch's result is row-major
+    return problem.a.layout != "col" or problem.b.layout == "col"
+
+
+def _reasons_against_scaled(problem: Problem) -> Iterable[str]:
+    """Why torch's scaled grouped product cannot serve 8-bit operands."""
+    width = problem.b_shape[-1]
+    if not hasattr(torch, "_scaled_grouped_mm"):
+        yield "this torch has no scaled grouped product"
+    if problem.device.capability[0] != 9:
+        yield "torch's scaled grouped product is for Hopper"
+    dtypes = (problem.a.dtype, problem.b.dtype, problem.out.dtype)
+    if dtypes != (torch.float8_e4m3fn, torch.float8_e4m3fn, torch.bfloat16):
+        yield "torch's scaled grouped product is of e4m3 to bf16"
+    if problem.along != "m":
+        yield "torch's scaled grouped product asserts that groups start at multiples of 16 bytes"
+    if problem.a.layout != "row" or problem.b.layout != "col":
+        yield "torch's scaled grouped product is of row-major a and column-major b"
+    if problem.k % 16 or width % 16:
+        sizes = f"{problem.k} and {width}"
+        yield f"torch's scaled grouped product takes multiples of 16 as K and N, not {sizes}"
 
 
 def bind(problem: Problem) -> Launcher:
@@ -44,6 +82,8 @@ def bind(problem: Problem) -> Launcher:
     groups = problem.groups
     assert groups is not None
     multiply = _product(problem)
+    eight_bit = problem.format is not None
+    scaled = eight_bit and problem.device.type != "cpu"
 
     def run(
         a: Tensor,
@@ -55,9 +95,16 @@ def bind(problem: Problem) -> Launcher:
         **rows: Tensor,
     ) -> Tensor:
         offs = rows["offs"]
+        scale_a, scale_b = rows.get("scale_a"), rows.get("scale_b")
         if "a_index" in rows:
-            a = a.index_select(0, rows["a_index"])
-        z = multiply(a, b, offs)
+            index = rows["a_index"]
+            a = a[index] if eight_bit else a.index_select(0, index)
+            if scale_a is not None and problem.scale_a == "row":
+                scale_a = scale_a.index_select(0, index)
+        if scaled:
+            z = _scaled_by_torch(a, b, offs, scale_a, scale_b)
+        else:
+            z = _rescaled(problem, multiply(a, b, offs), offs, scale_a, scale_b)
         if alpha != 1.0:
             z = z * alpha
         if bias is not None:
@@ -88,9 +135,32 @@ def _of_rows(problem: Problem, bias: Tensor, offs: Tensor) -> Tensor:
     """Each group's bias, expanded to its rows of the product, or to its product."""
     if problem.along == "k":
         return bias[:, None, :]
-    places = torch.arange(problem.m, device=offs.device, dtype=offs.dtype)
+    return bias[_groups_of(problem, offs)]
+
+
+def _groups_of(problem: Problem, offs: Tensor) -> Tensor:
+    """The group of each row or column; beyond the last group, any."""
+    places = torch.arange(problem.extent, device=offs.device, dtype=offs.dtype)
     group = torch.searchsorted(offs, places, right=True)
-    return bias[group.clamp_(max=offs.shape[0] - 1)]
+    return group.clamp_(max=offs.shape[0] - 1)
+
+
+def _rescaled(
+    problem: Problem, z: Tensor, offs: Tensor, scale_a: Tensor | None, scale_b: Tensor | None
+) -> Tensor:
+    """The product ``z`` multiplied by the scales of both operands."""
+    along = problem.along
+    if scale_a is not None and problem.scale_a == "row":
+        if along == "m":
+            scale_a = scale_a[:, None]
+        else:
+            scale_a = scale_a.view(problem.scale_a_shape)
+            scale_a = scale_a[:, :, None] if along == "k" else scale_a[_groups_of(problem, offs)].mT
+    if scale_b is not None and problem.scale_b == "row" and along != "n":
+        scale_b = _of_rows(problem, scale_b.view(problem.scale_b_shape), offs)
+    for scale in (scale_a, scale_b):
+        z = z if scale is None else z * scale
+    return z
 
 
 def _known(problem: Problem, offs: Tensor) -> Tensor:
@@ -102,8 +172,13 @@ def _known(problem: Problem, offs: Tensor) -> Tensor:
 def _product(problem: Problem) -> Any:
     """A function from ``(a, b, offs)`` to the product: torch's operator or, on a CPU, a loop over
     groups."""
-    groups = problem.groups
+    groups, form = problem.groups, problem.format
     assert groups is not None
+    if form is not None:
+        dequantize, wide = form.dequantize, torch.promote_types(torch.float32, problem.out.dtype)
+        return lambda a, b, offs: _by_groups(
+            dequantize(a).to(wide), dequantize(b).to(wide), offs, groups
+        )
     same = problem.out.dtype == problem.a.dtype
     aligned = problem.a.aligned and problem.b.aligned
     whole = 0 not in (problem.m, problem.n, problem.k)
@@ -121,6 +196,23 @@ def _product(problem: Problem) -> Any:
 
 def _by_torch(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
     return F.grouped_mm(a, b, offs=offs)
+
+
+def _scaled_by_torch(
+    a: Tensor, b: Tensor, offs: Tensor, scale_a: Tensor | None, scale_b: Tensor | None
+) -> Tensor:
+    """e4m3 with ragged rows; torch takes scales for every row and column."""
+    rows, columns = (a.shape[0],), (b.shape[0], b.shape[-1])
+    by_row = _filled(scale_a, rows, a.device)
+    by_column = _filled(scale_b, columns, a.device)
+    return torch._scaled_grouped_mm(a, b, by_row, by_column, offs=offs, out_dtype=torch.bfloat16)
+
+
+def _filled(scale: Tensor | None, shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """A scale in that shape; missing, it is one."""
+    if scale is None:
+        return torch.ones(shape, device=device)
+    return scale.expand(shape).contiguous() if scale.numel() == 1 else scale
 
 
 def _by_groups(a: Tensor, b: Tensor, offs: Tensor, groups: Groups) -> Tensor:

@@ -10,7 +10,8 @@ Ragged columns are divided the same way. If K is ragged, each group has tiles fo
 and sums over its own range.
 
 Rows of ``a`` may be gathered by an index during loads, and rows of the result scattered, each
-multiplied by a weight, during stores. Operands may have any strides.
+multiplied by a weight, during stores. Operands may have any strides. 8-bit floats are multiplied as
+they are; their scales multiply the sums, before alpha and the bias.
 """
 
 from __future__ import annotations
@@ -46,19 +47,30 @@ def group_of(slot, offs_ptr, G, TOTAL, BLOCK: tl.constexpr, GROUPS: tl.constexpr
 
 
 @triton.jit
+def pair(cols, N, INTERLEAVED: tl.constexpr):
+    """The columns of gate and up in the product for these columns of the result."""
+    if INTERLEAVED:
+        of_gate, of_up = 2 * cols, 2 * cols + 1
+    else:
+        of_gate, of_up = cols, cols + N
+    return of_gate, of_up
+
+
+@triton.jit
 def finish(
     gate, up, group, rows, at, top, cols, right, N,
     bias_ptr, stride_biasz, stride_bias, alpha, weights_ptr,
     residual_ptr, stride_rz, stride_rm, stride_rn, out_ptr, stride_oz, stride_om, stride_on,
-    EPILOGUE: tl.constexpr, GATED: tl.constexpr,
+    EPILOGUE: tl.constexpr, GATED: tl.constexpr, INTERLEAVED: tl.constexpr,
 ):  # fmt: skip
     """Store ``weight · EPILOGUE(alpha · acc + bias) + residual`` for rows below ``top`` and columns
     left of ``right``; row r of the tile is row ``at[r]`` of the result."""
     if bias_ptr is not None:
         bias_ptr += group * stride_biasz
     if GATED:
-        gate = affine(gate, cols, N, bias_ptr, stride_bias, alpha)
-        up = affine(up, cols + N, 2 * N, bias_ptr, stride_bias, alpha)
+        of_gate, of_up = pair(cols, N, INTERLEAVED)
+        gate = affine(gate, of_gate, 2 * N, bias_ptr, stride_bias, alpha)
+        up = affine(up, of_up, 2 * N, bias_ptr, stride_bias, alpha)
         acc = EPILOGUE(gate, up)
     else:
         acc = EPILOGUE(affine(gate, cols, N, bias_ptr, stride_bias, alpha))
@@ -76,9 +88,31 @@ def finish(
 
 
 @triton.jit
+def rescaled(
+    acc, group, of_a, in_rows, of_b, in_cols, M, WIDTH, scale_a_ptr, scale_b_ptr,
+    RAGGED: tl.constexpr, SCALE_A: tl.constexpr, SCALE_B: tl.constexpr,
+):  # fmt: skip
+    """``acc`` times the scales of rows ``of_a`` and columns ``of_b`` of the operands, which have
+    M rows and WIDTH columns in each group unless they are ragged."""
+    if SCALE_A == "row":
+        if RAGGED != "m":
+            scale_a_ptr += group.to(tl.int64) * M
+        acc *= tl.load(scale_a_ptr + of_a, mask=in_rows, other=0.0)[:, None]
+    elif SCALE_A == "tensor":
+        acc *= tl.load(scale_a_ptr)
+    if SCALE_B == "row":
+        if RAGGED != "n":
+            scale_b_ptr += group.to(tl.int64) * WIDTH
+        acc *= tl.load(scale_b_ptr + of_b, mask=in_cols, other=0.0)[None, :]
+    elif SCALE_B == "tensor":
+        acc *= tl.load(scale_b_ptr)
+    return acc
+
+
+@triton.jit
 def ragged_kernel(
     a_ptr, b_ptr, bias_ptr, residual_ptr, out_ptr,
-    offs_ptr, a_index_ptr, out_index_ptr, out_weights_ptr,
+    offs_ptr, a_index_ptr, out_index_ptr, out_weights_ptr, scale_a_ptr, scale_b_ptr,
     M, N, K, G,
     stride_az, stride_am, stride_ak,
     stride_bz, stride_bk, stride_bn,
@@ -86,7 +120,9 @@ def ragged_kernel(
     stride_oz, stride_om, stride_on,
     stride_biasz, stride_bias, alpha, GROUP_M,
     RAGGED: tl.constexpr, GROUPS: tl.constexpr, ZEROED: tl.constexpr,
+    SCALE_A: tl.constexpr, SCALE_B: tl.constexpr,
     EPILOGUE: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, GATED: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SUBTILE: tl.constexpr, WHOLE_K: tl.constexpr,
 ):  # fmt: skip
@@ -121,37 +157,58 @@ def ragged_kernel(
     at = rows
     if out_index_ptr is not None:
         at = tl.load(out_index_ptr + rows, mask=rows < top, other=0)
-    if ZEROED:  # noqa: SIM102 (a constant, and a condition of the device)
+    if ZEROED:
         if group >= G:
             # Past the last group nothing is read, not even a residual.
             zeros = tl.zeros((BLOCK_M, BLOCK_N), dtype=out_ptr.dtype.element_ty)
             ptrs = out_ptr + at[:, None] * stride_om + cols[None, :] * stride_on
             tl.store(ptrs, zeros, mask=(rows[:, None] < top) & (cols[None, :] < right))
             return
+    elif RAGGED != "k":  # noqa: SIM102
+        if group >= G:
+            return
     of_a = rows
     if a_index_ptr is not None:
         of_a = tl.load(a_index_ptr + rows, mask=rows < top, other=0)
     a_rows = a_ptr + group * stride_az + of_a[:, None] * stride_am
-    b_cols = b_ptr + group * stride_bz + cols[None, :] * stride_bn
+    of_b, edge = cols, right
+    if INTERLEAVED:
+        # One product of all columns: a thread holds adjacent ones, so the pair is split in place.
+        of_b, edge = 2 * first_col + tl.arange(0, 2 * BLOCK_N), 2 * right
+    b_cols = b_ptr + group * stride_bz + of_b[None, :] * stride_bn
     up_cols = b_cols + N * stride_bn
 
-    gate = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    gate = tl.zeros((BLOCK_M, 2 * BLOCK_N if INTERLEAVED else BLOCK_N), dtype=tl.float32)
     up = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for k in range(first_k, last_k, BLOCK_K):
         ks = k + tl.arange(0, BLOCK_K)
         a = load(a_rows + ks[None, :] * stride_ak, rows, ks, top, last_k, False, WHOLE_K)
-        b = load(b_cols + ks[:, None] * stride_bk, ks, cols, last_k, right, WHOLE_K, False)
+        b = load(b_cols + ks[:, None] * stride_bk, ks, of_b, last_k, edge, WHOLE_K, False)
         gate = dot(a, b, gate, PRECISION, UPCAST)
-        if GATED:
+        if GATED and not INTERLEAVED:
             b_up = load(up_cols + ks[:, None] * stride_bk, ks, cols, last_k, right, WHOLE_K, False)
             up = dot(a, b_up, up, PRECISION, UPCAST)
 
+    if INTERLEAVED:
+        gate, up = gate.reshape(BLOCK_M, BLOCK_N, 2).split()
+    width = 2 * N if GATED else N
+    in_rows, in_cols = rows < top, cols < right
+    of_gate, of_up = pair(cols, N, INTERLEAVED)
+    gate = rescaled(
+        gate, group, of_a, in_rows, of_gate, in_cols, M, width,
+        scale_a_ptr, scale_b_ptr, RAGGED, SCALE_A, SCALE_B,
+    )  # fmt: skip
+    if GATED:
+        up = rescaled(
+            up, group, of_a, in_rows, of_up, in_cols, M, width,
+            scale_a_ptr, scale_b_ptr, RAGGED, SCALE_A, SCALE_B,
+        )  # fmt: skip
     if SUBTILE == 1:
         finish(
             gate, up, group, rows, at, top, cols, right, N,
             bias_ptr, stride_biasz, stride_bias, alpha, out_weights_ptr,
             residual_ptr, stride_rz, stride_rm, stride_rn, out_ptr, stride_oz, stride_om, stride_on,
-            EPILOGUE, GATED,
+            EPILOGUE, GATED, INTERLEAVED,
         )  # fmt: skip
     else:
         gate_left, gate_right = halves(gate, BLOCK_M, BLOCK_N)
@@ -161,13 +218,13 @@ def ragged_kernel(
             gate_left, up_left, group, rows, at, top, left, right, N,
             bias_ptr, stride_biasz, stride_bias, alpha, out_weights_ptr,
             residual_ptr, stride_rz, stride_rm, stride_rn, out_ptr, stride_oz, stride_om, stride_on,
-            EPILOGUE, GATED,
+            EPILOGUE, GATED, INTERLEAVED,
         )  # fmt: skip
         finish(
             gate_right, up_right, group, rows, at, top, left + BLOCK_N // 2, right, N,
             bias_ptr, stride_biasz, stride_bias, alpha, out_weights_ptr,
             residual_ptr, stride_rz, stride_rm, stride_rn, out_ptr, stride_oz, stride_om, stride_on,
-            EPILOGUE, GATED,
+            EPILOGUE, GATED, INTERLEAVED,
         )  # fmt: skip
 
 
@@ -198,6 +255,8 @@ _GATED_SHAPES = [
     (16, 32, 128, 5, 4),
     (16, 32, 256, 4, 2),
 ]
+#: Shapes besides if 8-bit operands pass through registers, which hold two sums on Hopper.
+_LOOSE_SHAPES = [(128, 64, 32, 4, 8), (64, 64, 32, 4, 8), (64, 64, 64, 4, 8)]
 #: Number of group ends that are compared at a time.
 _MOST_GROUPS = 256
 #: Assumed ratio of the largest group's rows to the mean.
@@ -209,6 +268,7 @@ class RaggedConfig(FusedEpilogueConfig):
     """A fused epilogue's tile, with the registers that ragged operands take besides."""
 
     def registers(self, problem: Problem) -> int:
+        problem = loosened(problem)
         # With arbitrary group starts, unaligned rows have a 64-bit address per element.
         loose = not (problem.a.aligned and problem.b.aligned)
         more = 16 if loose else 0
@@ -223,9 +283,8 @@ class Ragged(TritonKernel[RaggedConfig]):
     config_type = RaggedConfig
     supports = replace(
         POINTERS,
-        formats=(),
-        scales=(),
         gated=True,
+        interleaved=True,
         empty=True,
         ragged=("m", "n", "k"),
         indexed=True,
@@ -242,6 +301,9 @@ class Ragged(TritonKernel[RaggedConfig]):
 
     def configs(self, problem: Problem) -> list[RaggedConfig]:
         shapes = _GATED_SHAPES if problem.gated else _SHAPES
+        problem = loosened(problem)
+        if problem.fp8 and not (problem.a.aligned and problem.b.aligned):
+            shapes = [*shapes, *_LOOSE_SHAPES]
         mean = each(problem)
         configs = [
             RaggedConfig(
@@ -273,6 +335,7 @@ class Ragged(TritonKernel[RaggedConfig]):
             "GROUPS": min(triton.next_power_of_2(groups.count), _MOST_GROUPS),
             "ZEROED": int(groups.zeroed),
             "GATED": problem.gated,
+            "INTERLEAVED": problem.epilogue.interleaved,
             "WHOLE_K": groups.ragged != "k" and problem.k % config.BLOCK_K == 0,
         }
         types = {"offs_ptr": "*i32", "G": "i32"}
@@ -303,7 +366,8 @@ class Ragged(TritonKernel[RaggedConfig]):
             grid(problem, config),
             {name: known[name] for name in only.types},
         )
-        return launcher([step], problem.out_shape, problem.out.dtype, extras=groups.given)
+        extras = (*groups.given, *problem.scales)
+        return launcher([step], problem.out_shape, problem.out.dtype, extras=extras)
 
 
 def _parts(problem: Problem, block_m: int, block_n: int, num_warps: int) -> tuple[int, ...]:
@@ -343,7 +407,7 @@ def arguments(problem: Problem, config: RaggedConfig) -> Mapping[str, Argument]:
     assert groups is not None
     known: dict[str, Argument] = {"M": problem.m, "N": problem.n, "K": problem.k}
     known |= {"G": groups.count, "GROUP_M": config.GROUP_M, "alpha": "alpha"}
-    tensors = ("a", "b", "bias", "residual", "out", *groups.extras)
+    tensors = ("a", "b", "bias", "residual", "out", *groups.extras, *problem.scales)
     known |= {f"{name}_ptr": name for name in tensors}
     known |= {"stride_biasz": ("bias", 0), "stride_bias": ("bias", 1)}
     for letter, dims in _DIMENSIONS.items():
@@ -351,6 +415,24 @@ def arguments(problem: Problem, config: RaggedConfig) -> Mapping[str, Argument]:
         for place, dim in enumerate(dims if flat else "z" + dims):
             known[f"stride_{letter}{dim}"] = (_TENSORS[letter], place)
     return known
+
+
+def loosened(problem: Problem) -> Problem:
+    """The problem with operands unaligned whose groups start inside rows of memory: their loads
+    are like those of unaligned rows."""
+    if problem.groups is None:
+        return problem
+    along = problem.groups.ragged
+    inside = {
+        "a": problem.a.layout == {"m": "col", "k": "row", "n": None}[along],
+        "b": problem.b.layout == {"n": "row", "k": "col", "m": None}[along],
+    }
+    loose = {
+        name: replace(getattr(problem, name), aligned=False)
+        for name, is_in in inside.items()
+        if is_in
+    }
+    return replace(problem, **loose)
 
 
 def stacked(problem: Problem) -> Problem:

@@ -719,7 +719,7 @@ def test_regret_holds_the_choice_against_torch_and_the_best_known(
 ) -> None:
     small_triples(monkeypatch)
     register(FakeKernel("fake.a", tiles=(1, 2)))
-    documents = list(regret.measure(CPU, 6, dtype=FP32, budget=1.0))
+    documents = list(regret.measure(CPU, regret.triples(6), dtype=FP32, budget=1.0))
     assert [d["case"]["m"] for d in documents] == [each.m for each in regret.triples(6)]
     for point in documents:
         assert "failed" not in point, point
@@ -742,6 +742,13 @@ def test_bench_measures_regret_from_the_command_line(
     capsys.readouterr()
     assert main(arguments) == 0
     assert "1…8192" in capsys.readouterr().out
+    # A later run measures those that are missing.
+    arguments[2] = "4"
+    assert main([*arguments, "--output", str(tmp_path), "--resume"]) == 0
+    assert "| 1…8192 | 4 |" in (tmp_path / "report.md").read_text()
+    lines = "".join(file.read_text() for file in tmp_path.glob("*.jsonl")).splitlines()
+    found = map(json.loads, lines)
+    assert sum(document["kind"] == "regret" for document in found) == 4
     assert main(["bench", "--regret", "many", "--device", "cpu"]) == 2
 
 

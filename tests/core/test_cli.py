@@ -318,6 +318,15 @@ def test_the_options_pose_grouped_products(capsys: pytest.CaptureFixture[str]) -
         doc = run_json(capsys, "explain", "24x8x16", "--ragged", ragged, *options)
         assert doc["problem"] == posed.to_json()
         assert doc["problem"]["groups"] == {"count": 3, "ragged": ragged}
+        scales = {"m": ((24,), (3, 8)), "k": ((3, 24), (3, 8)), "n": ((3, 24), (8,))}[ragged]
+        of_a, of_b = map(torch.ones, scales)
+        a, b = (t.to(torch.float8_e4m3fn) for t in (a, b))
+        posed = tmm_core.problem(
+            a, b, offs=torch.zeros(3, dtype=torch.int32), scale_a=of_a, scale_b=of_b
+        )
+        eight = ("--dtype", "e4m3", "--scales", "row")
+        doc = run_json(capsys, "explain", "24x8x16", "--ragged", ragged, *options, *eight)
+        assert doc["problem"] == posed.to_json()
     assert main(["explain", "24x8x16", "--ragged", "n", *CPU]) == 2
     assert main(["explain", "2x24x8x16", *options]) == 2
     err = capsys.readouterr().err

@@ -133,6 +133,48 @@ def test_grouped_products_of_shards(world: World, name: str) -> None:
         assert error < 1e-12
 
 
+#: Of 8-bit operands: shapes of a, b and the scales, then placements of these and of the result.
+SCALED = {
+    "N": (((12, 16), (3, 16, 8), (12,), (3, 8)), ("R", "S2", "R", "S1"), "S1"),
+    "K": (((12, 16), (3, 16, 8), (12,), (1,)), ("S1", "S1", "R", "R"), "P"),
+    "M of sums": (((8, 12), (12, 4), (3, 8), (12,)), ("S0", "R", "S1", "R"), "S1"),
+    "M of columns": (((3, 8, 16), (16, 12), (3, 8), (12,)), ("S1", "R", "S1", "R"), "S0"),
+}
+
+
+def grouped_scaled(name: str) -> tuple[str, float]:
+    """Placements found, and the largest error."""
+    from torch.distributed.tensor import DTensor, Shard, init_device_mesh
+
+    mesh = init_device_mesh("cpu", (4,))
+    shapes, placed, _ = SCALED[name]
+    chance = torch.Generator().manual_seed(1)
+    names = ("a", "b", "scale_a", "scale_b")
+    whole, sharded = {}, {}
+    for each, shape, text in zip(names, shapes, placed, strict=True):
+        t = torch.rand(shape, generator=chance) + 0.5
+        t = t.to(torch.float8_e4m3fn) if each in "ab" else t
+        (place,) = placements(text)
+        # Of local parts: gloo moves no 8-bit floats.
+        mine = (
+            t.chunk(4, place.dim)[dist.get_rank()].contiguous() if isinstance(place, Shard) else t
+        )
+        whole[each], sharded[each] = t, DTensor.from_local(mine, mesh, [place], run_check=False)
+    ends = torch.tensor([3, 3, 12], dtype=torch.int32)
+    given = {"out_dtype": torch.float32}
+    offs = DTensor.from_local(ends, mesh, placements("R"), run_check=False)
+    got = tmm_core.grouped_matmul(**sharded, offs=offs, **given)
+    expected = tmm_core.grouped_matmul(**whole, offs=ends, **given)
+    return spell(got.placements), float((got.full_tensor() - expected).abs().max())
+
+
+@pytest.mark.parametrize("name", SCALED)
+def test_scales_go_with_the_rows_of_their_operands(world: World, name: str) -> None:
+    for found, error in world.run(grouped_scaled, name):
+        assert found == SCALED[name][2]
+        assert error < 1e-4
+
+
 @pytest.mark.parametrize("sequence", [False, True], ids=["replicated", "sequence"])
 @pytest.mark.parametrize("learns", [False, True], ids=["inference", "training"])
 def test_a_sharded_gated_mlp_is_one_gated_product(

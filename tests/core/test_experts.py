@@ -16,6 +16,7 @@ from torch import nn
 
 import tmm_core
 from tmm_core.nn import Experts, convert, experts
+from tmm_core.spec.clamped import CLAMPED
 
 Tensor = torch.Tensor
 
@@ -139,6 +140,7 @@ class Clamped(Theirs):
     def __init__(self) -> None:
         super().__init__()
         del self.act_fn
+        self.alpha, self.limit = 1.7, 3.0
         for name in ("gate_up_proj", "down_proj"):
             weight = getattr(self, name)
             setattr(self, name, nn.Parameter(weight.mT.contiguous()))
@@ -146,8 +148,17 @@ class Clamped(Theirs):
             setattr(self, f"{name}_bias", bias)
 
     def _apply_gate(self, z: Tensor) -> Tensor:
-        gate, up = z[..., ::2].clamp(max=7), z[..., 1::2].clamp(-7, 7)
-        return (up + 1) * gate * torch.sigmoid(1.7 * gate)
+        gate, up = z[..., ::2], z[..., 1::2]
+        gate = gate.clamp(min=None, max=self.limit)
+        up = up.clamp(min=-self.limit, max=self.limit)
+        return (up + 1) * (gate * torch.sigmoid(gate * self.alpha))
+
+
+class Apart(Clamped):
+    """A gate that is nobody's else."""
+
+    def _apply_gate(self, z: Tensor) -> Tensor:
+        return super()._apply_gate(z) + 1e-6
 
 
 class Ungated(Theirs):
@@ -176,7 +187,7 @@ def interface(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.usefixtures("interface")
-@pytest.mark.parametrize("kind", [Theirs, Clamped, Ungated, Normed])
+@pytest.mark.parametrize("kind", [Theirs, Clamped, Apart, Ungated, Normed])
 def test_their_layers(kind: type[Theirs], products: list[Any]) -> None:
     layer = kind()
     x = torch.randn(7, 6, dtype=torch.float64)
@@ -185,7 +196,7 @@ def test_their_layers(kind: type[Theirs], products: list[Any]) -> None:
     y = experts.forward(layer, x, index, weights)
     plain: Any = types.SimpleNamespace(num_experts=4)
     up = layer.up_proj if isinstance(layer, Ungated) else layer.gate_up_proj
-    gates: dict[type, Any] = {Ungated: F.relu, Clamped: layer._apply_gate}
+    gates: dict[type, Any] = {Ungated: F.relu, **dict.fromkeys((Clamped, Apart), layer._apply_gate)}
     for name, weight in (("gate_up_proj", up), ("down_proj", layer.down_proj)):
         weight = weight.mT if layer.is_transposed else weight
         setattr(plain, name, weight)
@@ -203,8 +214,9 @@ def test_their_layers(kind: type[Theirs], products: list[Any]) -> None:
     else:
         other = expected(plain, x, index, weights, gates.get(kind, swiglu))
     torch.testing.assert_close(y, other)
-    epilogues = {Theirs: "swiglu", Normed: "swiglu", Clamped: None, Ungated: "relu"}
-    assert products[0]["epilogue"] == epilogues[kind]
+    clamped = CLAMPED.with_parameters(1.7, 3.0).key
+    epilogues = {Theirs: "swiglu", Normed: "swiglu", Clamped: clamped, Ungated: "relu"}
+    assert products[0]["epilogue"] == epilogues.get(kind)
     if kind is Theirs:
         half = layer.bfloat16()
         low = experts.forward(half, x, index, weights.half())
@@ -302,6 +314,8 @@ def test_their_models_keep_logits_and_gradients(name: str, products: list[Any]) 
         ours, theirs = step(model), (logits, gradients)
         layers = 1 if name == "DeepseekV3" else 2
         assert len(products) - asked == 2 * layers
+        gate = "clamped_swiglu(1.702,7.0)@" if name == "GptOss" else "swiglu"
+        assert products[asked]["epilogue"].startswith(gate)
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
     model.set_experts_implementation("tmm")

@@ -31,6 +31,7 @@ from tmm_core.interop import grouped
 from tmm_core.launch import warm
 from tmm_core.nn import Experts
 from tmm_core.spec.bucket import bucketed
+from tmm_core.spec.clamped import CLAMPED
 from tmm_core.spec.device import DeviceFingerprint
 from tmm_core.spec.epilogue import parse
 
@@ -188,6 +189,7 @@ CALLS: dict[str, dict[str, Any]] = {
         "a_index": GATHER, "out_index": SCATTER, "out_weights": (12,), "bias": (3, 8),
         "epilogue": "geglu", "residual": (12, 4),
     },
+    "alternate columns": {"bias": (3, 8), "epilogue": CLAMPED, "residual": (12, 4)},
     "weighed": {"out_weights": (12,), "epilogue": "gelu_tanh+softcap(3)"},
     "scattered": {"out_index": SCATTER},
 }  # fmt: skip

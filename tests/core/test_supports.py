@@ -13,6 +13,7 @@ import torch
 from fakes import DEVICE, FakeBlas, FakeKernel, dispatcher, settings
 
 from tmm_core import ANY, Epilogue, Groups, Operand, Problem, Supports, UnsupportedProblemError
+from tmm_core.spec.clamped import CLAMPED
 from tmm_core.spec.device import DeviceFingerprint
 from tmm_core.spec.epilogue import parse
 from tmm_core.spec.supports import _QUESTIONS
@@ -59,6 +60,8 @@ ASKED: list[tuple[dict[str, Any], str, dict[str, Any]]] = [
     ({"epilogue": parse("silu")}, "applies no epilogue, 'silu' among them", {"epilogues": True}),
     ({"epilogue": parse("swiglu")}, "gated 'swiglu' needs two",
      {"epilogues": True, "gated": True}),
+    ({"epilogue": CLAMPED}, "halves, 'clamped_swiglu' alternate ones",
+     {"epilogues": True, "gated": True, "interleaved": True}),
     ({"epilogue": Epilogue("opaque", torch.sin)}, "'opaque' has no device function",
      {"epilogues": True, "unfused": True}),
     *(({"groups": Groups(3, kind)}, f"ragged along {kind}", {"ragged": (kind,)})

@@ -152,7 +152,7 @@ def test_ranks_divide_the_work_and_agree(world: World, tmp_path: Path) -> None:
     assert all(outcome["warnings"] == [] for outcome in outcomes)
     # On each rank's own device kernels of every kind bound, launched and were right.
     for record in outcomes[0]["records"]:
-        verified = {c["kernel"] for c in record["candidates"] if c["error"] is not None}
+        verified = {c["kernel"] for c in record["candidates"] if c.get("error") is not None}
         assert len(verified) > 2, verified
 
 

@@ -60,7 +60,7 @@ def test_a_miss_tunes_and_the_answer_is_right() -> None:
     x, w = randn(300, 512), randn(1024, 512)
     close(tmm_core.linear(x, w, epilogue="silu"), F.silu(x.float() @ w.float().t()))
     explained = tmm_core.explain(x, w.t(), epilogue="silu")
-    assert explained.origin == "cache"
+    assert explained.origin == "tuned"
     assert explained.record is not None
     assert all(c.error is not None for c in explained.record.candidates if c.status == "ok")
 

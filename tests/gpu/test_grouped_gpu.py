@@ -10,7 +10,11 @@ import torch
 import tmm_core
 from tmm_core.nn import Experts
 
-pytestmark = pytest.mark.gpu
+pytestmark = [
+    pytest.mark.gpu,
+    # torch's own, of the mode in which it raises where the host would wait
+    pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning"),
+]
 
 KERNELS = ("triton.ragged", "blas")
 ENDS = ((3, 3, 130, 200, 256), (256, 256, 256, 256, 256), (1, 2, 3, 4, 5))
@@ -66,7 +70,11 @@ def close(form: str, got: torch.Tensor, wanted: torch.Tensor, end: int) -> None:
 def test_a_graph_replays_other_sizes_of_groups(form: str, kernel: str, no_waiting: None) -> None:
     if kernel == "blas" and torch.cuda.get_device_capability()[0] not in (9, 10):
         pytest.skip("torch's grouped product waits for the GPU here")
+    if kernel == "blas" and form == "columns":
+        pytest.skip("torch asserts on the device that groups start at multiples of 16 bytes")
     a, b = operands(form)
+    if form == "sums":
+        a = a.mT.contiguous().mT  # as a weight's gradient has it
     offs = offs_of(ENDS[0])
     tmm_core.grouped_matmul(a, b, offs=offs, kernel=kernel)
     torch.cuda.synchronize()
@@ -80,6 +88,69 @@ def test_a_graph_replays_other_sizes_of_groups(form: str, kernel: str, no_waitin
         y.fill_(torch.nan)
         graph.replay()
         close(form, y, expected(form, a, b, ends), ends[-1])
+
+
+def numbers(*shape: int) -> torch.Tensor:
+    return torch.rand(shape, device="cuda") + 0.5
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+@pytest.mark.parametrize("form", ["rows", "columns", "sums"])
+def test_scaled_8_bits(form: str, kernel: str, no_waiting: None) -> None:
+    """Any sizes of groups in a graph, and next to torch's own where it takes them."""
+    capability = torch.cuda.get_device_capability()
+    if capability < (8, 9):
+        pytest.skip("8-bit floats need compute capability 8.9")
+    if kernel == "blas" and (form != "rows" or capability[0] != 9):
+        pytest.skip("torch's scaled grouped product is of rows, on Hopper")
+    a, b = (t.to(torch.float8_e4m3fn) for t in operands(form))
+    b = b.mT.contiguous().mT  # as torch wants it
+    scales = {
+        "rows": ((256,), (5, 192)), "columns": ((5, 192), (256,)), "sums": ((5, 192), (5, 128))
+    }[form]  # fmt: skip
+    scale_a, scale_b = (numbers(*shape) for shape in scales)
+    bias = None if form == "columns" else torch.randn(b.shape[-1], device="cuda").bfloat16()
+    offs = offs_of(ENDS[0])
+    given = {"bias": bias, "epilogue": "silu", "scale_a": scale_a, "scale_b": scale_b}
+    tmm_core.grouped_matmul(a, b, offs=offs, kernel=kernel, **given)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    torch.cuda.set_sync_debug_mode("error")
+    with torch.cuda.graph(graph):
+        y = tmm_core.grouped_matmul(a, b, offs=offs, kernel=kernel, **given)
+    torch.cuda.set_sync_debug_mode("default")
+    wide_a, wide_b = a.double(), b.double()
+    if form == "rows":
+        wide_a, wide_b = wide_a * scale_a[:, None], wide_b * scale_b[:, None]
+    elif form == "columns":
+        wide_a, wide_b = wide_a * scale_a[..., None], wide_b * scale_b
+    for ends in ENDS:
+        offs.copy_(offs_of(ends))
+        y.fill_(torch.nan)
+        graph.replay()
+        z = expected(form, wide_a, wide_b, ends)
+        if form == "sums":
+            z = z * scale_a[..., None] * scale_b[:, None]
+        z = z if bias is None else z + bias
+        close(form, y, torch.nn.functional.silu(z), ends[-1])
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_torchs_scaled_grouped_product(kernel: str) -> None:
+    if torch.cuda.get_device_capability()[0] != 9:
+        pytest.skip("torch has it on Hopper")
+    a, b = (t.to(torch.float8_e4m3fn) for t in operands("rows"))
+    b, offs = b.mT.contiguous().mT, offs_of(ENDS[0])
+    scale_a, scale_b = numbers(256), numbers(5, 192)
+    by_row = torch.nn.functional.ScalingType.RowWise
+    torchs = torch.nn.functional.scaled_grouped_mm(
+        a, b, scale_a, by_row, scale_b, by_row, offs=offs
+    )
+    y = tmm_core.grouped_matmul(
+        a, b, offs=offs, scale_a=scale_a, scale_b=scale_b, kernel=kernel
+    )  # fmt: skip
+    assert (y.shape, y.dtype) == (torchs.shape, torchs.dtype)
+    close("rows", y, torchs.double(), ENDS[0][-1])
 
 
 def test_a_layer_of_experts_waits_for_nothing(no_waiting: None) -> None:

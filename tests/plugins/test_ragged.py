@@ -15,11 +15,13 @@ from tmm_triton.ragged import Ragged, RaggedConfig, grid
 from tmm_triton.tiled import Grouped
 
 from tmm_core import Groups, Operand, Problem
+from tmm_core.spec.clamped import CLAMPED
 from tmm_core.spec.device import DeviceFingerprint, fingerprint, interpreting
-from tmm_core.spec.epilogue import parse
+from tmm_core.spec.epilogue import EpilogueLike, parse
 
 Tensor = torch.Tensor
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 #: Of the fp64 reference's norm.
 TOLERANCE = {FP16: 4e-4, BF16: 5e-3, FP32: 5e-7}
 CONFIG = RaggedConfig(
@@ -39,6 +41,8 @@ class Call:
         ends: The ends of groups along ``ragged``, whose size in all is ``total``.
         layouts: Of a and b: row-major, column-major or strided.
         read: Rows of a that are gathered; none: they are read in their order.
+        b_dtype: None: that of a.
+        scales: The kind for a and for b, of 8-bit operands.
     """
 
     ragged: Any = "m"
@@ -48,9 +52,11 @@ class Call:
     n: int = 19
     k: int = 23
     dtype: torch.dtype = FP32
+    b_dtype: torch.dtype | None = None
+    scales: tuple[str | None, str | None] = (None, None)
     out_dtype: torch.dtype | None = None
     layouts: str = "nn"
-    epilogue: str | None = None
+    epilogue: EpilogueLike = None
     bias: bool = False
     residual: bool = False
     alpha: float = 1.0
@@ -69,19 +75,31 @@ class Call:
         width = 2 * n if epilogue.gated else n
         count, end, beyond = len(self.ends), self.ends[-1], torch.nan
 
-        def draw(layout: str, *shape: int) -> Tensor:
-            t = (0.4 * torch.randn(shape, generator=chance)).to(self.dtype)
+        plain = BF16 if self.dtype in (E4M3, E5M2) else self.dtype
+
+        def draw(layout: str, *shape: int, dtype: torch.dtype = plain) -> Tensor:
+            t = (0.4 * torch.randn(shape, generator=chance)).to(dtype)
             if layout == "t":
                 return t.mT.contiguous().mT
             if layout == "s":
-                wide = torch.full((*shape[:-1], 2 * shape[-1]), torch.nan, dtype=self.dtype)
+                wide = torch.full((*shape[:-1], 2 * shape[-1]), torch.nan, dtype=dtype)
                 wide[..., ::2] = t
                 return wide[..., ::2]
             return t
 
         lead_a, lead_b = [(count,) if self.ragged == x else () for x in "nm"]
-        a = draw(self.layouts[0], *lead_a, m if self.read is None else self.read, k)
-        b = draw(self.layouts[1], *lead_b, k, width)
+        high = m if self.read is None else self.read
+        a = draw(self.layouts[0], *lead_a, high, k, dtype=self.dtype)
+        b = draw(self.layouts[1], *lead_b, k, width, dtype=self.b_dtype or self.dtype)
+        each_a = (high,) if self.ragged == "m" else (count, m)
+        each_b = (width,) if self.ragged == "n" else (count, width)
+        scales: dict[str, Any] = {
+            name: torch.rand(each if kind == "row" else (), generator=chance) + 0.5
+            for name, kind, each in zip(
+                ("scale_a", "scale_b"), self.scales, (each_a, each_b), strict=True
+            )
+            if kind is not None
+        }
         shape = (*((count,) if self.ragged == "k" else ()), m, n)
         bias = draw("n", count, width) if self.bias else None
         residual = draw("t", *shape) if self.residual else None
@@ -99,19 +117,23 @@ class Call:
             flat = t.dim() == 2 and self.read is None
             if flat and (self.ragged != "m" or t is a):
                 t.narrow(int(dimension), end, self.total - end).fill_(beyond)
+        for name, along in (("scale_a", "m"), ("scale_b", "n")):
+            scale = scales.get(name)
+            if along == self.ragged and scale is not None and scale.dim() and self.read is None:
+                scale[end:] = beyond
         if residual is not None and self.ragged in "mn":
             dimension = "mn".index(self.ragged)
             residual.narrow(dimension, end, self.total - end).fill_(beyond)
         untouched = -123.0
-        out = torch.full(shape, untouched, dtype=self.out_dtype or self.dtype)
+        out = torch.full(shape, untouched, dtype=self.out_dtype or plain)
         dtypes: list[Any] = [None if t is None else t.dtype for t in rows.values()]
         groups = Groups(count, self.ragged, *dtypes, zeroed=self.zeroed)
         problem = Problem.of(
             a, b, out, fingerprint(torch.device("cpu")), groups=groups,
-            bias=bias, residual=residual, epilogue=epilogue, scaled=self.alpha != 1.0,
+            bias=bias, residual=residual, epilogue=epilogue, scaled=self.alpha != 1.0, **scales,
         )  # fmt: skip
         assert KERNEL.reasons_against(problem) == []
-        given = {name: t for name, t in rows.items() if t is not None}
+        given = {name: t for name, t in rows.items() if t is not None} | scales
         launcher: Any = KERNEL.bind(problem, self.config)
         result = launcher(a, b, bias, residual, self.alpha, out, offs=offs, **given)
         assert result is out
@@ -127,16 +149,25 @@ class Call:
                 z, where = a[group].double() @ b[:, part].double(), (slice(None), part)
             else:
                 z, where = a[:, part].double() @ b[part].double(), (group,)
+            for name, along in (("scale_a", "m"), ("scale_b", "n")):
+                scale = scales.get(name, torch.ones(())).double()
+                if scale.dim() and along != self.ragged:
+                    scale = scale[group]
+                elif scale.dim() and along == "m" and rows["a_index"] is not None:
+                    scale = scale[rows["a_index"][part].long()]
+                elif scale.dim():
+                    scale = scale[part]
+                z = z * (scale[:, None] if scale.dim() and along == "m" else scale)
             z = self.alpha * z
             y = epilogue.apply(z if bias is None else z + bias[group].double())
             if rows["out_weights"] is not None:
                 y = y * rows["out_weights"][part].double()[:, None]
             expected[where] = y if residual is None else y + residual[where].double()
-        error = (out.double() - expected).norm()
-        assert error <= TOLERANCE[out.dtype] * expected.norm()
         inside = torch.ones(shape, dtype=torch.bool)
         if self.ragged in "mn":
             inside.narrow("mn".index(self.ragged), end, self.total - end).fill_(False)
+        error = (out.double() - expected)[inside].norm()
+        assert error <= TOLERANCE[out.dtype] * expected[inside].norm()
         assert torch.equal(out[~inside].double(), expected[~inside])
 
 
@@ -154,12 +185,35 @@ CALLS = {
     "rows_scattered": Call(scattered=torch.int32, weights=BF16),
     "one_group": Call(ends=(33,), zeroed=True),
     "full": Call(ends=(0, 16, 37)),
+    "many_rows_of_no_group": Call(ends=(5, 5, 10), total=70),
+    "many_columns_of_no_group": Call("n", ends=(5, 5, 10), total=70),
     "no_group_has_rows": Call(ends=(0, 0, 0), bias=True, zeroed=True),
     "one_row_each": Call(ends=(*range(1, 21), 20), total=20, n=7),
     "columns": Call("n", layouts="tn", residual=True),
     "columns_zeroed": Call("n", zeroed=True, epilogue="relu", alpha=-1.0, config=HALVES),
     "sums": Call("k", layouts="tn", bias=True),
     "sums_gated": Call("k", layouts="ns", epilogue="geglu", residual=True, config=HALVES),
+    "alternate_columns": Call(
+        epilogue=CLAMPED.with_parameters(1.7, 0.3), bias=True, residual=True, alpha=0.5,
+        layouts="ns", config=HALVES,
+    ),
+    "alternate_columns_of_sums": Call("k", epilogue=[CLAMPED, "tanh"], layouts="tt"),
+    "e4m3_alternate_columns": Call(
+        dtype=E4M3, scales=("row", "row"), layouts="nt", epilogue=CLAMPED, bias=True
+    ),
+    "e4m3": Call(dtype=E4M3, scales=("row", "row"), layouts="nt", out_dtype=FP32),
+    "e4m3_gated": Call(
+        dtype=E4M3, scales=("row", "row"), layouts="nt", epilogue="swiglu", bias=True,
+        residual=True, alpha=0.5, read=50, scattered=torch.int32, weights=FP32, config=HALVES,
+    ),
+    "e4m3_tensor": Call(dtype=E4M3, scales=("tensor", "row"), zeroed=True, layouts="st"),
+    "e5m2_columns": Call(
+        "n", dtype=E5M2, b_dtype=E4M3, scales=("row", "row"), out_dtype=FP32, config=HALVES
+    ),
+    "e4m3_sums": Call(
+        "k", dtype=E4M3, b_dtype=E5M2, scales=("row", "row"), out_dtype=FP32, epilogue="swiglu"
+    ),
+    "e4m3_one_scale": Call("k", dtype=E4M3, scales=(None, "tensor"), layouts="nt"),
 }  # fmt: skip
 
 
@@ -224,8 +278,18 @@ def test_what_is_declined() -> None:
     plain = replace(LARGE, groups=None)
     assert KERNEL.reasons_against(plain)[-1] == "is for ragged products"
     assert "does not serve products that are ragged along m" in Grouped().reasons_against(LARGE)
-    fp8 = replace(LARGE, a=Operand(torch.float8_e4m3fn), b=Operand(torch.float8_e4m3fn, "col"))
-    assert "does not multiply fp8" in KERNEL.reasons_against(fp8)[0]
+    eight = {"a": Operand(E4M3), "b": Operand(E4M3, "col"), "scale_a": "row", "scale_b": "row"}
+    fp8 = replace(LARGE, **eight)  # type: ignore[arg-type]
+    declined = KERNEL.reasons_against(replace(fp8, device=replace(H200, capability=(8, 0))))
+    assert "8-bit floats need an NVIDIA GPU of compute capability 8.9" in declined
+    for capability in ((9, 0), (10, 0)):
+        later = replace(fp8, device=replace(H200, capability=capability))
+        assert not [reason for reason in KERNEL.reasons_against(later) if "8-bit" in reason]
+        assert KERNEL.supports.reasons_against(later) == []
+        assert min(config.BLOCK_K for config in KERNEL.configs(later)) == 128
+        # Groups start inside rows of both, which are not copied asynchronously.
+        sums = replace(later, groups=Groups(8, "k"))
+        assert {32, 64} <= {config.BLOCK_K for config in KERNEL.configs(sums)}
     assert KERNEL.own_arithmetic(replace(LARGE, groups=Groups(8, "k")), CONFIG) is None
 
 

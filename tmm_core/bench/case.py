@@ -10,6 +10,7 @@ torch.Size([64, 48])
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
@@ -103,9 +104,12 @@ class Case:
             t = made(name, self.dtype, *lead(ragged), *shape)
             return t.mT if layout == "t" else t
 
-        def scale(name: str, *shape: int) -> Tensor | None:
+        def scale(name: str, dimension: str, *shape: int) -> Tensor | None:
             if not self.scales:
                 return None
+            if self.groups:
+                size = math.prod(shape)
+                shape = (size,) if self.ragged == dimension else (self.groups, size)
             return made(name, torch.float32, *((*batch, *shape) if self.scales == "row" else ()))
 
         residual = (*lead("k"), self.m, self.n)
@@ -116,8 +120,8 @@ class Case:
             residual=made("residual", out_dtype, *residual) if self.residual else None,
             epilogue=epilogue,
             out_dtype=self.out_dtype,
-            scale_a=scale("scale_a", self.m, 1),
-            scale_b=scale("scale_b", 1, width),
+            scale_a=scale("scale_a", "m", self.m, 1),
+            scale_b=scale("scale_b", "n", 1, width),
             rows=self._rows(device),
         )
 
@@ -203,9 +207,8 @@ class Call:
     @property
     def extras(self) -> dict[str, Any]:
         """Keyword arguments of a launch."""
-        if self.rows is not None:
-            return dict(self.rows.given)
-        return {name: t for name in EXTRAS if (t := getattr(self, name)) is not None}
+        rows = {} if self.rows is None else self.rows.given
+        return rows | {name: t for name in EXTRAS if (t := getattr(self, name)) is not None}
 
     def problem(self) -> Problem:
         """The problem this call poses."""
@@ -218,7 +221,8 @@ class Call:
             bias = bias.expand(len(self.rows.ends), -1)
         out = torch.empty(problem.out_shape, dtype=problem.out.dtype, device=self.a.device)
         if self.rows is not None:
-            return ragged.Inputs(self.a, self.b, bias, self.residual, 1.0, out, self.rows)
+            scales = self.scale_a, self.scale_b
+            return ragged.Inputs(self.a, self.b, bias, self.residual, 1.0, out, self.rows, *scales)
         return Arguments(self.a, self.b, self.bias, self.residual, out=out, **self.extras)
 
     def matmul(self, **more: Any) -> Tensor:
@@ -233,8 +237,9 @@ class Call:
         given = {name: value for name, value in forced.items() if value is not None}
         with settings.override(**given) as current:
             call = GroupedArguments(
-                self.a, self.b, self.rows.offs, self.bias, self.residual, out_dtype=self.out_dtype
-            )
+                self.a, self.b, self.rows.offs, self.bias, self.residual, out_dtype=self.out_dtype,
+                scale_a=self.scale_a, scale_b=self.scale_b,
+            )  # fmt: skip
             return grouped.make_plan(call, self.epilogue, current)
 
 

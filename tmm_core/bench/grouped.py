@@ -1,4 +1,4 @@
-"""Baselines for grouped calls: torch's grouped product, a loop, and quack's kernel."""
+"""Baselines for grouped calls: torch's grouped products, a loop, and quack's kernel."""
 
 from __future__ import annotations
 
@@ -13,6 +13,8 @@ import torch.nn.functional as F
 
 from tmm_core.bench.case import Call
 from tmm_core.dispatch.timing import Run
+from tmm_core.formats import of_pair
+from tmm_core.launch.grouped import ragged_along
 
 Tensor = torch.Tensor
 #: Computes the product of one call, with its epilogue.
@@ -26,8 +28,15 @@ _ALIGNMENT = 16
 
 def eager(calls: Sequence[Call]) -> Run:
     """``F.grouped_mm``, then the bias and the activation, as in a model's code; a gated one is one
-    product of both halves. Operands that it rejects are padded, and the padding is timed too."""
-    return _on(calls, _padded if _refuses(calls[0]) else _by_torch)
+    product of both halves. Operands that it rejects are padded, and the padding is timed too. 8-bit
+    floats go through ``F.scaled_grouped_mm``, and through the loop where torch has none."""
+    call = calls[0]
+    if of_pair(call.a.dtype, call.b.dtype) is None:
+        return _on(calls, _padded if _refuses(call) else _by_torch)
+    if not (_scales_each(call) and hasattr(F, "scaled_grouped_mm")):
+        return loop(calls)
+    scales = {id(each): _row_scales(each) for each in calls}
+    return _on(calls, lambda each: _by_scaled(each, *scales[id(each)]))
 
 
 def peers(calls: Sequence[Call], failed: dict[str, str]) -> dict[str, Run]:
@@ -50,8 +59,10 @@ def loop(calls: Sequence[Call]) -> Run:
 
     def run(copy: int) -> Tensor:
         call = calls[copy]
-        return _followed(call, _looped(call, ends[copy]))
+        return _followed(call, product(call, ends[copy]))
 
+    stored = of_pair(calls[0].a.dtype, calls[0].b.dtype) is not None
+    product = _looped_scaled if stored else _looped
     return run
 
 
@@ -67,6 +78,8 @@ def quack(calls: Sequence[Call]) -> Run:
         raise ImportError("quack-kernels is not installed")
     if call.rows is None or call.a.dim() != 2 or call.b.dim() != 3 or not call.a.is_cuda:
         raise ValueError("it is timed for ragged rows on a GPU")
+    if of_pair(call.a.dtype, call.b.dtype) is not None:
+        raise ValueError("it has no scales")
     gemm = importlib.import_module("quack.gemm_interface").gemm
 
     # Made once: a model would store this form, and torch's form is given for free as well.
@@ -93,6 +106,39 @@ def _refuses(call: Call) -> bool:
 def _by_torch(call: Call) -> Tensor:
     assert call.rows is not None
     return _followed(call, F.grouped_mm(call.a, call.b, offs=call.rows.offs))
+
+
+def _scales_each(call: Call) -> bool:
+    """Whether torch multiplies the 8-bit operands of each group with scales by rows: row-major e4m3
+    by column-major on Hopper, K and N in multiples of 16."""
+    a, b = call.a, call.b
+    return (
+        a.is_cuda
+        and torch.cuda.get_device_capability(a.device)[0] == 9
+        and a.dtype == b.dtype == torch.float8_e4m3fn
+        and ragged_along(a, b) == "m"
+        and a.stride(-1) == b.stride(-2) == 1
+        and a.shape[-1] % 16 == b.shape[-1] % 16 == 0
+        and not _refuses(call)
+    )
+
+
+def _row_scales(call: Call) -> tuple[Tensor, Tensor]:
+    """Scales for every row and column of ragged rows; a missing one is one."""
+    one = torch.ones((), device=call.a.device)
+    scale_a = one if call.scale_a is None else call.scale_a
+    scale_b = one if call.scale_b is None else call.scale_b
+    columns = call.b.shape[0], call.b.shape[-1]
+    return scale_a.expand(call.a.shape[0]).contiguous(), scale_b.expand(columns).contiguous()
+
+
+def _by_scaled(call: Call, scale_a: Tensor, scale_b: Tensor) -> Tensor:
+    assert call.rows is not None
+    by_row = F.ScalingType.RowWise
+    z = F.scaled_grouped_mm(  # type: ignore[attr-defined]
+        call.a, call.b, scale_a, by_row, scale_b, by_row, offs=call.rows.offs
+    )
+    return _followed(call, z)
 
 
 def _padded(call: Call) -> Tensor:
@@ -133,6 +179,44 @@ def _looped(call: Call, ends: Sequence[int]) -> Tensor:
         else:
             z[:, start:end] = a[group] @ b[:, start:end]
     return z
+
+
+def _looped_scaled(call: Call, ends: Sequence[int]) -> Tensor:
+    """8-bit operands by ``torch._scaled_mm`` if it takes those of a group, else dequantised."""
+    a, b, along = call.a, call.b, ragged_along(call.a, call.b)
+    form, takes = of_pair(a.dtype, b.dtype), _scales_each(call)
+    assert form is not None
+    m, n, count = a.shape[-2], b.shape[-1], len(ends)
+    shape = (count, m, n) if along == "k" else (m, n)
+    z = a.new_empty(shape, dtype=call.out_dtype or form.result)
+    for group, (start, end) in enumerate(itertools.pairwise([0, *ends])):
+        if start == end and along != "k":
+            continue
+        part = slice(start, end)
+        of_a = a[group] if along == "n" else a[part] if along == "m" else a[:, part]
+        of_b = b[group] if along == "m" else b[:, part] if along == "n" else b[part]
+        one = torch.ones((), device=a.device)
+        scale_a = _of_group(call.scale_a, one, (count, m), part if along == "m" else group)
+        scale_b = _of_group(call.scale_b, one, (count, n), part if along == "n" else group)
+        if takes:
+            of_rows = scale_a.expand(of_a.shape[0])[:, None].contiguous()
+            of_columns = scale_b.expand(n)[None].contiguous()
+            y = torch._scaled_mm(of_a, of_b, of_rows, of_columns, out_dtype=z.dtype)
+        else:
+            scale_a = scale_a[:, None] if scale_a.dim() else scale_a
+            product = form.dequantize(of_a).float() @ form.dequantize(of_b).float()
+            y = product * scale_a * scale_b
+        at: Any = part if along == "m" else (slice(None), part) if along == "n" else group
+        z[at] = y
+    return z
+
+
+def _of_group(scale: Tensor | None, one: Tensor, each: tuple[int, int], at: int | slice) -> Tensor:
+    """A group's scales, at a range of rows or in the row of a matrix of that shape; else one
+    number."""
+    if scale is None or scale.numel() == 1:
+        return one if scale is None else scale.reshape(())
+    return scale[at] if isinstance(at, slice) else scale.reshape(each)[at]
 
 
 def _followed(call: Call, z: Tensor) -> Tensor:

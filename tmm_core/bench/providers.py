@@ -76,7 +76,9 @@ def expression(call: Call) -> Expression:
     """The eager code of a call as a function of its tensors."""
     # Looked up here, so that the function is pure torch code, which dynamo can trace.
     stages = call.epilogue.stages or (call.epilogue,)
-    gated, out_dtype = stages[0].gated, call.out_dtype
+    # Of alternate columns the product is one, as in a model's code.
+    gated, out_dtype = stages[0].gated and not stages[0].interleaved, call.out_dtype
+    inputs_of = stages[0].inputs
     steps = [(stage.reference, stage.parameters) for stage in stages if not stage.is_identity]
     if call.problem().fp8:
         return _scaled_expression(call, steps)
@@ -87,7 +89,7 @@ def expression(call: Call) -> Expression:
             z, u = (None, None) if bias is None else bias.chunk(2)
             inputs = [_product(a, gate, z), _product(a, up, u)]
         else:
-            inputs = [_product(a, b, bias)]
+            inputs = list(inputs_of(_product(a, b, bias)))
         for function, parameters in steps:
             inputs = [function(*inputs, *parameters)]
         (y,) = inputs

@@ -10,7 +10,7 @@ from __future__ import annotations
 import json
 import math
 import random
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -74,14 +74,14 @@ def triples(count: int, seed: int = 0) -> list[Triple]:
 
 def measure(
     device: torch.device,
-    count: int,
+    asked: Iterable[Triple],
     *,
     dtype: torch.dtype = torch.bfloat16,
     budget: float | None = None,
 ) -> Iterator[Document]:
-    """One document for each of ``count`` triples; each one's bucket is tuned first."""
+    """One document for each of the ``asked`` triples; each one's bucket is tuned first."""
     timer = timer_for(device)
-    for triple in triples(count):
+    for triple in asked:
         document: Document = {"kind": "regret", "case": triple.case(dtype).to_json()}
         try:
             with torch.no_grad(), settings.override(on_cache_miss="heuristic"):

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from tmm_core.spec.arguments import EXTRAS
 from tmm_core.spec.groups import Groups
 from tmm_core.spec.problem import Problem
 
@@ -81,22 +82,27 @@ class Rows:
 
     @property
     def given(self) -> dict[str, torch.Tensor]:
-        """The keyword tensors of a launch."""
+        """The keyword tensors of a launch, scales left out."""
         names = ("offs", "a_index", "out_index", "out_weights")
         return {name: t for name in names if (t := getattr(self, name)) is not None}
 
-    def soil(
-        self, problem: Problem, a: torch.Tensor, b: torch.Tensor, residual: torch.Tensor | None
-    ) -> None:
+    def soil(self, problem: Problem, given: Inputs) -> None:
         """Put NaN beyond the last group, where nothing may be read."""
         end, along = self.ends[-1], problem.along
+        a, b, residual = given.a, given.b, given.residual
+        scale_a = given.scale_a if problem.scale_a == "row" else None
+        scale_b = given.scale_b if problem.scale_b == "row" else None
         if along == "m":
             if self.a_index is None:
                 a[end:] = torch.nan
+                if scale_a is not None:
+                    scale_a[end:] = torch.nan
             if residual is not None:
                 residual[end:] = torch.nan
         elif along == "n":
             b[:, end:] = torch.nan
+            if scale_b is not None:
+                scale_b[end:] = torch.nan
             if residual is not None:
                 residual[:, end:] = torch.nan
         else:
@@ -124,12 +130,18 @@ class Inputs:
     alpha: float
     out: torch.Tensor
     rows: Rows
-    scale_a: None = None
-    scale_b: None = None
+    scale_a: torch.Tensor | None = None
+    scale_b: torch.Tensor | None = None
+
+    @property
+    def extras(self) -> dict[str, torch.Tensor]:
+        """The keyword arguments of a launch."""
+        scales = {name: t for name in EXTRAS if (t := getattr(self, name)) is not None}
+        return self.rows.given | scales
 
     def launch(self, launcher: Callable[..., torch.Tensor], out: Any) -> torch.Tensor:
         """Call a launcher, which writes to ``out`` or allocates."""
-        given = self.rows.given
+        given = self.extras
         return launcher(self.a, self.b, self.bias, self.residual, self.alpha, out, **given)
 
 

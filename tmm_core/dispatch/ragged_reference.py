@@ -82,7 +82,12 @@ def reference(
 def _one(problem: Problem, inputs: Inputs, group: int, part: tuple[int, int]) -> Inputs:
     """The operands of one group, with the rows and columns of all groups."""
     a, b, bias, residual = inputs.a, inputs.b, inputs.bias, inputs.residual
+    scale_a, scale_b = inputs.scale_a, inputs.scale_b
     along = problem.along
+    if problem.scale_a == "row" and scale_a is not None and along != "m":
+        scale_a = scale_a.view(problem.scale_a_shape)[group]
+    if problem.scale_b == "row" and scale_b is not None and along != "n":
+        scale_b = scale_b.view(problem.scale_b_shape)[group]
     if along == "m":
         b = b[group]
     elif along == "n":
@@ -91,7 +96,7 @@ def _one(problem: Problem, inputs: Inputs, group: int, part: tuple[int, int]) ->
         a, b = a[:, slice(*part)], b[slice(*part)]
         residual = None if residual is None else residual[group]
     bias = None if bias is None else bias[group]
-    return replace(inputs, a=a, b=b, bias=bias, residual=residual)
+    return replace(inputs, a=a, b=b, bias=bias, residual=residual, scale_a=scale_a, scale_b=scale_b)
 
 
 def _piece(
@@ -103,11 +108,19 @@ def _piece(
 ) -> torch.Tensor:
     """Rows ``rows`` of the product, which are rows ``at`` of the result."""
     given = inputs.rows
-    wide = torch.cat([cols, cols + problem.n]) if problem.gated else cols
+    wide = problem.epilogue.sources(cols, problem.n)
     index = rows if given.a_index is None else given.a_index.long()[rows]
     bias, residual = inputs.bias, inputs.residual
     bias = None if bias is None else bias[wide]
-    mine = Arguments(inputs.a[index], inputs.b[:, wide], bias, None, inputs.alpha)
+    scale_a, scale_b = inputs.scale_a, inputs.scale_b
+    if problem.scale_a == "row" and scale_a is not None:
+        scale_a = scale_a[index][:, None]
+    if problem.scale_b == "row" and scale_b is not None:
+        scale_b = scale_b[wide]
+    mine = Arguments(
+        inputs.a[index], inputs.b[:, wide], bias, None, inputs.alpha,
+        scale_a=scale_a, scale_b=scale_b,
+    )  # fmt: skip
     y = verify.finished(problem, mine, verify.accumulated(problem, mine))
     if given.out_weights is not None:
         y = y * given.out_weights[rows].to(y.dtype)[:, None]

@@ -73,24 +73,23 @@ def make(
     """
     allocate = empty or functools.partial(_empty, device=device)
     generator = seeded(device, seed)
-    batch = (problem.batch,) if problem.batch > 1 else ()
-    width = problem.n * (2 if problem.gated else 1)
 
     def drawn(name: str, spec: Operand, shape: tuple[int, ...]) -> Tensor:
         return fill(name, allocate(name, spec, shape), problem.k, generator)
 
-    def scale(name: str, kind: ScaleKind | None, *shape: int) -> Tensor | None:
+    def scale(name: str, kind: ScaleKind | None, shape: tuple[int, ...]) -> Tensor | None:
         if kind is None:
             return None
-        size = (*batch, *shape) if kind == "row" else ()
+        size = shape if kind == "row" else ()
         return drawn(name, Operand(torch.float32), (1, math.prod(size))).view(size)
 
-    rows, a_shape = None, problem.a_shape
+    rows, a_shape, scale_a_shape = None, problem.a_shape, problem.scale_a_shape
     if problem.groups is not None:
         rows = ragged.Rows.of(
             problem.groups, problem.extent, device, generator, skewed=skewed, whole=whole
         )
-        a_shape = a_shape if problem.groups.a_index is None else (rows.read, problem.k)
+        if problem.groups.a_index is not None:
+            a_shape, scale_a_shape = (rows.read, problem.k), (rows.read,)
     a, b = drawn("a", problem.a, a_shape), drawn("b", problem.b, problem.b_shape)
     bias = residual = None
     if problem.bias is not None:
@@ -99,12 +98,15 @@ def make(
     if problem.residual is not None:
         residual = drawn("residual", problem.residual, problem.out_shape)
     alpha = 0.5 if problem.scaled else 1.0
-    out = allocate("out", problem.out, problem.out_shape if with_out else (0, 0))
+    scale_a = scale("scale_a", problem.scale_a, scale_a_shape)
+    scale_b = scale("scale_b", problem.scale_b, problem.scale_b_shape)
+    out = torch.empty((0, 0), device=device)
+    if with_out:
+        out = allocate("out", problem.out, problem.out_shape)
     if rows is not None:
-        rows.soil(problem, a, b, residual)
-        return ragged.Inputs(a, b, bias, residual, alpha, out, rows)
-    scale_a = scale("scale_a", problem.scale_a, problem.m, 1)
-    scale_b = scale("scale_b", problem.scale_b, 1, width)
+        given = ragged.Inputs(a, b, bias, residual, alpha, out, rows, scale_a, scale_b)
+        rows.soil(problem, given)
+        return given
     if problem.static_weights and device.type == "cuda":
         torch.cuda.synchronize(device)  # static_weights promises a written b
     return Arguments(a, b, bias, residual, alpha, scale_a=scale_a, scale_b=scale_b, out=out)

@@ -20,6 +20,7 @@ from tmm_core.dispatch.hooks import HOOKS, Hooks
 from tmm_core.errors import PluginError, UnknownNameError, warn
 from tmm_core.settings import POINTWISE, Settings, names
 from tmm_core.spec.asking import Asked, let_through, shown, told
+from tmm_core.spec.clamped import CLAMPED
 from tmm_core.spec.epilogue import BUILTIN, IDENTITY, INTERNED, Epilogue, EpilogueLike, parse
 from tmm_core.spec.kernel import Deferred, Kernel
 from tmm_core.spec.problem import Problem
@@ -94,7 +95,8 @@ class Registry:
         self.deferred: dict[str, Deferred] = {}
         self._unloaded: dict[str, Source] = {}
         self._epilogues: dict[str, tuple[Epilogue, Source]] = {
-            name: (epilogue, Source("tmm_core")) for name, epilogue in BUILTIN.items()
+            epilogue.name: (epilogue, Source("tmm_core"))
+            for epilogue in (*BUILTIN.values(), CLAMPED)
         }
         self._faults: list[Fault] = []
         self._loaded = False

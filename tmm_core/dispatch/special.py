@@ -125,17 +125,23 @@ def _changes(
         # The matrices of a batch share one bias.
         bias = inputs.bias if problem.batch == 1 else None
         matrix, extra, count = inputs.b.mT, bias, problem.n
+
+    def at(line: int) -> int:
+        """The row, or the column, of the result."""
+        pairs = axis == "columns" and problem.epilogue.interleaved
+        return line // 2 if pairs else line % count
+
     lines = chance.sample(range(len(matrix)), min(len(matrix), COUNT)) if problem.k else []
     inner = (problem.k - 1, 0, chance.randrange(problem.k or 1))  # the tail of the sum first
     values = _values(matrix.dtype)
     for place, line in enumerate(lines):
         index = (line, inner[place])
         value = values[place % len(values)]
-        yield _Change(matrix, index, line % count, value, matrix[index].clone())
+        yield _Change(matrix, index, at(line), value, matrix[index].clone())
     if extra is not None:
         line = chance.randrange(count)
         where = (line, chance.randrange(problem.n)) if axis == "rows" else (line,)
-        yield _Change(extra, where, line, math.nan, extra[where].clone())
+        yield _Change(extra, where, at(line), math.nan, extra[where].clone())
 
 
 def _values(dtype: torch.dtype) -> tuple[float, ...]:
@@ -175,7 +181,7 @@ def _kinds_of_reference(
         kinds.append(kinds_of(verify.finished(smaller, piece, z)))
         undefined = z.isnan()
         if problem.gated:
-            gate, up = undefined.chunk(2, dim=-1)
+            gate, up = problem.epilogue.inputs(undefined)
             undefined = gate | up
         free.append(problem.epilogue.apply(z).isnan() & ~undefined)
     dim = 1 if axis == "rows" else 0

@@ -37,7 +37,7 @@ def part(problem: Problem, inputs: Arguments, rows: Places, cols: Places) -> Arg
     b, bias, residual = inputs.b, inputs.bias, inputs.residual
     if problem.gated and not (isinstance(cols, slice) and cols == slice(None)):
         places = torch.arange(problem.n, device=b.device)[cols]
-        wide = torch.cat([places, places + problem.n])
+        wide = problem.epilogue.sources(places, problem.n)
     scale_a, scale_b = inputs.scale_a, inputs.scale_b
     if problem.scale_a == "row" and scale_a is not None:
         scale_a = scale_a[..., rows, :]

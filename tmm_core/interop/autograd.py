@@ -189,7 +189,7 @@ def _multiply(a: Tensor, b: Tensor, alpha: float) -> Tensor:
 
 
 def _apply(stage: Epilogue, z: Tensor) -> Tensor:
-    inputs = z.chunk(2, dim=-1) if stage.gated else (z,)
+    inputs = stage.inputs(z)
     # Torch has operators for the derivatives of built-in stages.
     if stage.derivative is not None and not stage.builtin:
         return _record(_WithDerivative, stage, *inputs)
@@ -512,11 +512,11 @@ class _Scaled(OneLevel):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> Any:
-        raise RuntimeError("tmm::matmul has no derivative for {} @ {}".format(*ctx.dtypes))
+        raise RuntimeError("tmm has no derivative for {} @ {}".format(*ctx.dtypes))
 
     @staticmethod
     def jvp(ctx: Any, *tangents: Tensor | None) -> Any:
-        raise RuntimeError("tmm::matmul has no derivative for {} @ {}".format(*ctx.dtypes))
+        raise RuntimeError("tmm has no derivative for {} @ {}".format(*ctx.dtypes))
 
 
 class _WithDerivative(OneLevel):

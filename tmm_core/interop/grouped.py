@@ -12,10 +12,11 @@ from typing import Any
 import torch
 
 from tmm_core import compat
+from tmm_core.formats import BY_STORAGE
 from tmm_core.interop import autograd, flops
 from tmm_core.interop.autograd import OneLevel
 from tmm_core.interop.operator import autocast
-from tmm_core.launch.check import check_out
+from tmm_core.launch.check import check_out, result_dtype
 from tmm_core.launch.grouped import check, ragged_along, refuse_outputs, run, undisturbed
 from tmm_core.launch.warm import epilogue_of, plain
 from tmm_core.settings import overridden, within
@@ -37,14 +38,14 @@ library.define(
 def _fake(*given: Any, **named: Any) -> Tensor:
     call = GroupedArguments(*given, **named)
     shape = check(call, epilogue_of(call.epilogue))
-    return call.a.new_empty(shape, dtype=call.out_dtype or call.a.dtype)
+    return call.a.new_empty(shape, dtype=result_dtype(call.a, call.out_dtype))
 
 
 def _run_out(*given: Any, out: Tensor, **named: Any) -> Tensor:
     """Write to ``out``; rows beyond the last group may be overwritten."""
     call = GroupedArguments(*given, **named)
     shape = torch.Size(check(call, epilogue_of(call.epilogue)))
-    apart = check_out(out, shape, call.out_dtype or call.a.dtype, call.given)
+    apart = check_out(out, shape, result_dtype(call.a, call.out_dtype), call.given)
     seen = compat.dispatch_modes() or autograd.differentiated(*call.given)
     if apart and not seen and all(map(plain, (out, *call.given))):
         return run(*call._replace(out=out))
@@ -66,9 +67,12 @@ def _differentiable(*given: Any, **named: Any) -> Tensor:
     call = GroupedArguments(*given, **named)
     a, b, offs, bias, residual, alpha, epilogue, out_dtype, a_index, *_ = call
     out_index, out_weights, zeroed = call.out_index, call.out_weights, call.zeroed
-    if not autograd.differentiated(a, b, bias, residual, out_weights):
+    scales = call.scale_a, call.scale_b
+    if not autograd.differentiated(a, b, bias, residual, out_weights, *scales):
         with compat.below_autograd():
             return grouped_matmul(*call[:-1])  # type: ignore[no-any-return]
+    if a.dtype in BY_STORAGE:
+        return autograd._record(_Stored, *call[:-1])
     parsed = epilogue_of(epilogue) if epilogue else IDENTITY
     refuse_outputs(parsed)
     head, rest = parsed.parts if epilogue else (IDENTITY, None)
@@ -185,6 +189,15 @@ class _Product(OneLevel):
                 nothing = torch.zeros_like(a)
                 t = grouped_matmul(nothing, b, offs, tbias, t, 1.0, *more)
             return ctx.epilogue.output_vjp(t, y, *ctx.epilogue.parameters)  # type: ignore[no-any-return]
+
+
+class _Stored(autograd._Scaled):
+    """Grouped products of operands with a format, which have no gradients."""
+
+    @staticmethod
+    def forward(*arguments: Any) -> Tensor:
+        with autograd._below_autograd():
+            return grouped_matmul(*arguments)  # type: ignore[no-any-return]
 
 
 def _multiply(a: Tensor, b: Tensor, offs: Tensor, alpha: float) -> Tensor:

@@ -22,6 +22,7 @@ it yourself. Nothing in ``matmul`` waits for another rank; only DTensor's redist
 
 from __future__ import annotations
 
+import math
 import warnings
 from typing import Any
 
@@ -121,7 +122,19 @@ def grouped_shardings(*given: Any, **named: Any) -> list[Rule]:
     out_ndim = 3 if a.ndim == b.ndim == 2 else 2
 
     def rule(result: Placement, of_a: Placement, of_b: Placement, *of_terms: Placement) -> Rule:
-        return [result], [of_a, of_b, Replicate(), *of_terms, *(Replicate() for _ in rest)]
+        scales = [
+            of_scale(call.scale_a, of_a, a.ndim - 2),
+            of_scale(call.scale_b, of_b, b.ndim - 1),
+        ]
+        last = [*(Replicate() for _ in rest), *(place for place in scales if place is not None)]
+        return [result], [of_a, of_b, Replicate(), *of_terms, *last]
+
+    def of_scale(scale: Any, of: Placement, rows: int) -> Placement | None:
+        """Sharded as the rows (columns) of its operand, which are the operand's dimension
+        ``rows``."""
+        if scale is None:
+            return None
+        return Shard(scale.ndim - 1) if of == Shard(rows) and not _is_one(scale) else Replicate()
 
     def of_terms(in_bias: bool, in_residual: int) -> list[Placement]:
         placed: list[Placement] = []
@@ -133,16 +146,23 @@ def grouped_shardings(*given: Any, **named: Any) -> list[Rule]:
 
     rules = [rule(Replicate(), Replicate(), Replicate(), *(Replicate() for _ in terms))]
     ragged = "k" if out_ndim == 3 else "m" if a.ndim == 2 else "n"
-    if ragged != "m":
+    # Flat scales of a ragged sum have a group's rows side by side.
+    flat = [t is not None and t.ndim == 1 and not _is_one(t) for t in (call.scale_a, call.scale_b)]
+    if ragged != "m" and not (ragged == "k" and flat[0]):
         m = out_ndim - 2
         rules.append(rule(Shard(m), Shard(a.ndim - 2), Replicate(), *of_terms(False, m)))
-    if ragged != "n" and not fused.gated:
+    if ragged != "n" and not fused.gated and not (ragged == "k" and flat[1]):
         n = out_ndim - 1
         rules.append(rule(Shard(n), Replicate(), Shard(b.ndim - 1), *of_terms(True, n)))
     if ragged != "k" and not fused.gated and fused.linear:
         partial = [Partial() for _ in terms]
         rules.append(rule(Partial(), Shard(a.ndim - 1), Shard(b.ndim - 2), *partial))
     return rules
+
+
+def _is_one(scale: Any) -> bool:
+    """Whether it is one number for all rows."""
+    return bool(math.prod(scale.shape) == 1)
 
 
 def _shard(t: Any, dim: int) -> Placement:

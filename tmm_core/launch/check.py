@@ -72,9 +72,9 @@ def check(call: Arguments, epilogue: Epilogue) -> torch.Size:
             f"shape {tuple(shape)}"
         )
     if call.scale_a is not None:
-        _check_scale("scale_a", call.scale_a, (*a.shape[:-1], 1), form, a.dtype)
+        check_scale("scale_a", call.scale_a, [(*a.shape[:-1], 1)], form, a.dtype)
     if call.scale_b is not None:
-        _check_scale("scale_b", call.scale_b, (*b.shape[:-2], 1, width), form, b.dtype)
+        check_scale("scale_b", call.scale_b, [(*b.shape[:-2], 1, width)], form, b.dtype)
     if epilogue.outputs:
         check_outputs(call, epilogue, result)
     return shape
@@ -134,18 +134,30 @@ def result_dtype(a: torch.Tensor, out_dtype: torch.dtype | None) -> torch.dtype:
     return out_dtype or formats.wide(a.dtype)
 
 
-def _check_scale(
-    name: str, scale: torch.Tensor, rows: tuple[int, ...], form: Format | None, dtype: torch.dtype
+def check_scale(
+    name: str,
+    scale: torch.Tensor,
+    rows: Sequence[tuple[int, ...]],
+    form: Format | None,
+    dtype: torch.dtype,
 ) -> None:
+    """Check a scale of an operand of the format ``form``, which has one number or a shape of
+    ``rows``.
+
+    Raises:
+        RuntimeError: It is not fp32, or the operand has no format.
+        ValueError: It has another shape.
+    """
     if form is None:
         scaled = [form for form in formats.FORMATS.values() if form.scales]
         names = " or ".join(map(str, scaled)) or "no"
         raise RuntimeError(f"{name} is for {names} operands, got {dtype}")
     if scale.dtype != torch.float32:
         raise RuntimeError(f"{name} must have dtype torch.float32, got {scale.dtype}")
-    if scale.numel() != 1 and scale.shape != rows:
+    if scale.numel() != 1 and tuple(scale.shape) not in rows:
+        shapes = " or ".join(map(str, rows))
         raise ValueError(
-            f"{name} must be one number or have shape {rows}, got {tuple(scale.shape)}"
+            f"{name} must be one number or have shape {shapes}, got {tuple(scale.shape)}"
         )
 
 

@@ -12,9 +12,9 @@ from typing import Any
 import torch
 
 from tmm_core import settings
-from tmm_core.formats import BY_STORAGE
+from tmm_core.formats import of_pair
 from tmm_core.launch import warm
-from tmm_core.launch.check import PLAIN, addressable
+from tmm_core.launch.check import PLAIN, addressable, check_scale, result_dtype
 from tmm_core.launch.plan import Plan
 from tmm_core.launch.source import written
 from tmm_core.launch.warm import (  # noqa: F401  # read by what is written out
@@ -26,6 +26,8 @@ from tmm_core.launch.warm import (  # noqa: F401  # read by what is written out
     _tf32,
 )
 from tmm_core.spec.arguments import (
+    EXTRAS,
+    GROUPED_EXTRAS,
     GROUPED_ROLES,
     ROWS,
     Arguments,
@@ -66,16 +68,18 @@ def check(call: GroupedArguments, epilogue: Epilogue) -> tuple[int, ...]:
 
     Raises:
         RuntimeError: Shapes, dtypes or devices do not match, as in
-            ``torch.nn.functional.grouped_mm``.
-        ValueError: A bias, residual, index, weight or gated width does not match.
+            ``torch.nn.functional.grouped_mm``; a scale is not fp32, or is given without 8-bit
+            operands.
+        ValueError: A bias, residual, index, weight, scale or gated width does not match.
         TypeError: An ``out_dtype`` that is not a floating dtype.
     """
     a, b, offs, bias, residual, _, _, out_dtype, a_index, out_index, out_weights, *_ = call
     addressable(*call.given)
     count = check_operands(a, b, offs)
-    if a.dtype != b.dtype:
+    form = of_pair(a.dtype, b.dtype)
+    if a.dtype != b.dtype and form is None:
         raise RuntimeError(f"expected a and b to have one dtype, got {a.dtype} and {b.dtype}")
-    if a.dtype in BY_STORAGE or not a.dtype.is_floating_point:
+    if not a.dtype.is_floating_point:
         raise RuntimeError(f"grouped_matmul(): {a.dtype} operands are not multiplied")
     along, width = ragged_along(a, b), b.shape[-1]
     refuse_outputs(epilogue)
@@ -103,11 +107,14 @@ def check(call: GroupedArguments, epilogue: Epilogue) -> tuple[int, ...]:
             raise ValueError(f"{name} must have shape ({m},), got {tuple(t.shape)}")
     if a_index is not None and m and not a.shape[0]:
         raise ValueError("a_index gathers rows of an a that has none")
+    for name, scale, t in (("scale_a", call.scale_a, a), ("scale_b", call.scale_b, b)):
+        if scale is not None:
+            check_scale(name, scale, scale_shapes(t, along, count, t is a), form, t.dtype)
     shape = (count, m, n) if along == "k" else (m, n)
-    result = out_dtype or a.dtype
+    result = result_dtype(a, out_dtype)
     if result not in _OUT_DTYPES:
         raise TypeError(f"out_dtype must be a floating dtype, got {out_dtype}")
-    allowed = {a.dtype, result, torch.float32}
+    allowed = {result if form else a.dtype, result, torch.float32}
     terms = (("bias", bias), ("residual", residual), ("out_weights", out_weights))
     for name, t in terms:
         if t is not None and t.dtype not in allowed:
@@ -126,6 +133,20 @@ def check(call: GroupedArguments, epilogue: Epilogue) -> tuple[int, ...]:
             f"residual must have the result's shape {shape}, got {tuple(residual.shape)}"
         )
     return shape
+
+
+def scale_shapes(t: Tensor, along: Ragged | None, count: int, rows: bool) -> list[tuple[int, ...]]:
+    """The shapes that torch takes for a scale per row of ``t`` (else per column): one number for
+    each in each group, except where rows (columns) belong to one group anyway. Torch flattens those
+    of a ragged sum.
+
+    Args:
+        along: None: a batch.
+    """
+    size = t.shape[-2] if rows else t.shape[-1]
+    if t.dim() == 3:
+        return [(count, size)]
+    return [(count * size,), (count, size)] if along == "k" else [(size,)]
 
 
 def check_operands(a: Tensor, b: Tensor, offs: Tensor | None) -> int:
@@ -175,11 +196,21 @@ def _packed(**rows: Tensor | None) -> dict[str, Tensor]:
 
 
 def _run() -> Iterator[str]:
-    """Look the plan up and launch it."""
-    rows = ", ".join(f"{name}={name}" for name in ROWS)
-    launch = f"plan.launcher(a, b, _each(bias, offs), residual, alpha, out, **_packed({rows}))"
-    yield from warm.replay(GROUPED_ROLES, GroupedArguments, launch)
+    """Look the plan up and launch it; calls without scales skip them."""
+    yield f"if {' and '.join(f'{name} is None' for name in EXTRAS)}:"
+    for line in _replay(ROWS):
+        yield f"    {line}"
+    yield "else:"
+    for line in _replay(GROUPED_EXTRAS):
+        yield f"    {line}"
     yield f"return run({', '.join(GroupedArguments._fields)})"
+
+
+def _replay(extras: tuple[str, ...]) -> Iterator[str]:
+    given = ", ".join(f"{name}={name}" for name in extras)
+    launch = f"plan.launcher(a, b, _each(bias, offs), residual, alpha, out, **_packed({given}))"
+    roles = [role for role in GROUPED_ROLES if role.name in extras or not role.extra]
+    yield from warm.replay(roles, GroupedArguments, launch)
 
 
 def _build(key: tuple[Any, ...], call: GroupedArguments) -> Plan:
@@ -203,7 +234,7 @@ def pose(call: GroupedArguments, epilogue: Epilogue, current: settings.Settings)
     shape = check(call, epilogue)
     a, b, offs, out = call.a, call.b, call.offs, call.out
     if out is None:
-        out = torch.empty(shape, dtype=call.out_dtype or a.dtype, device="meta")
+        out = torch.empty(shape, dtype=result_dtype(a, call.out_dtype), device="meta")
     along = ragged_along(a, b)
     dtypes = {name: t.dtype for name in ROWS[1:] if (t := getattr(call, name)) is not None}
     groups = Groups(offs.shape[0], along, zeroed=call.zeroed and along != "k", **dtypes)
@@ -214,6 +245,8 @@ def pose(call: GroupedArguments, epilogue: Epilogue, current: settings.Settings)
         fingerprint(a.device),
         bias=call.bias,
         residual=call.residual,
+        scale_a=call.scale_a,
+        scale_b=call.scale_b,
         groups=groups,
         epilogue=epilogue,
         **warm.numerics(a, call.alpha, current),
@@ -229,12 +262,16 @@ def undisturbed(
     a_index: Any = None,
     out_index: Any = None,
     weights: Any = None,
+    scale_a: Any = None,
+    scale_b: Any = None,
 ) -> bool:
     """Whether torch's dispatcher would only record the call's gradient."""
     return (
         warm.undisturbed(a, b, bias, residual, a_index, out_index)
         and type(offs) in PLAIN
         and (weights is None or warm.plain(weights))
+        and (scale_a is None or warm.plain(scale_a))
+        and (scale_b is None or warm.plain(scale_b))
     )
 
 

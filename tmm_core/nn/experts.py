@@ -18,7 +18,7 @@ import torch
 from torch import nn
 
 from tmm_core import dispatch, grouped
-from tmm_core.nn import proof
+from tmm_core.nn import clamped, proof
 from tmm_core.nn.gated import GATED_BY
 from tmm_core.spec.epilogue import EpilogueLike
 
@@ -45,7 +45,8 @@ class Experts(nn.Module):
     Args:
         num_experts, hidden_size, intermediate_size: E, H and I.
         activation: ``"silu"``, ``"gelu"`` (erf), ``"gelu_tanh"`` or ``"relu"``; or a gated
-            epilogue, registered or as an object.
+            epilogue, registered or as an object. If it is interleaved, as ``"clamped_swiglu"`` of
+            gpt-oss, rows of gate and up alternate.
         bias: Whether both projections have one.
         device, dtype: As for ``torch.nn.Linear``.
 
@@ -160,8 +161,8 @@ class Routing:
 def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
     """The forward of Transformers' expert layers (its ``experts_implementation`` interface).
 
-    A gate with a known activation is fused with its product; any other is applied by the layer's
-    own ``_apply_gate`` or ``act_fn``.
+    A gate with a known activation is fused with its product, and so is gpt-oss's; any other is
+    applied by the layer's own ``_apply_gate`` or ``act_fn``.
     """
     chosen = Routing(top_k_index, top_k_weights, self.num_experts)
     epilogue, follow = _gate_of(self)
@@ -205,6 +206,8 @@ def _gate_of(layer: Any) -> tuple[str | None, Any]:
     default = getattr(sys.modules.get(_THEIRS), "_default_apply_gate", None)
     if gate is default and layer.is_concatenated and name in GATED_BY:
         return GATED_BY[name], None
+    if not layer.is_concatenated and (found := clamped.epilogue_of(layer, gate)) is not None:
+        return found, None
     return None, functools.partial(gate, layer)
 
 

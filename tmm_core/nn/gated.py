@@ -107,7 +107,7 @@ class GatedMLP(nn.Module):
 
     def _gate_by(self, epilogue: EpilogueLike) -> None:
         parsed: Epilogue = dispatch.dispatcher().registry.epilogue(epilogue)
-        if not parsed.gated or parsed.stages:
+        if not parsed.gated or parsed.interleaved or parsed.stages:
             raise ValueError(
                 f"activation {epilogue!r} does not gate; known: {sorted(GATED_BY)}, "
                 "or a gated epilogue such as 'swiglu'"

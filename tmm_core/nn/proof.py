@@ -112,13 +112,14 @@ def _function(graph: fx.Graph, candidates: Iterable[str]) -> str | None:
     first, *middle, last = graph.nodes
     if first.op != "placeholder" or last.op != "output" or not middle:
         return None
-    if last.args != (middle[-1],) or not all(map(_is_elementwise, middle)):
+    if last.args != (middle[-1],) or not all(map(is_elementwise, middle)):
         return None
     run = fx.GraphModule({}, graph)
     return _named(run, candidates)
 
 
-def _is_elementwise(node: fx.Node) -> bool:
+def is_elementwise(node: fx.Node) -> bool:
+    """Whether it calls a function of single elements."""
     if node.op == "call_function":
         return node.target in _ELEMENTWISE
     return node.op == "call_method" and node.target in _METHODS
@@ -234,7 +235,7 @@ def _gate(
     if node.op == "call_module":
         child = _child(module, node)
         return child, activations.get(child)
-    if not _is_elementwise(node) or not callable(node.target) or len(node.all_input_nodes) != 1:
+    if not is_elementwise(node) or not callable(node.target) or len(node.all_input_nodes) != 1:
         return None, None
     function = node.target
 

@@ -125,6 +125,8 @@ class GroupedArguments(NamedTuple):
     out_index: Tensor | None = None
     out_weights: Tensor | None = None
     zeroed: bool = False
+    scale_a: Tensor | None = None
+    scale_b: Tensor | None = None
     out: Any = None
 
     @property
@@ -143,16 +145,20 @@ GROUPED_ROLES = (
     # Not cast by autocast either, to keep the precision of a router's softmax.
     Role("out_weights", "Tensor?", PACKED, extra=True),
     Role("zeroed", "bool", "{0}"),
+    ROLE["scale_a"],
+    ROLE["scale_b"],
     ROLE["out"],
 )
 assert tuple(role.name for role in GROUPED_ROLES) == GroupedArguments._fields
 GROUPED_TENSORS = tuple(
     role.name for role in GROUPED_ROLES if role.is_tensor and role.name != "out"
 )
-ROWS = tuple(role.name for role in GROUPED_ROLES if role.extra)
+#: What a grouped launch takes by keyword: ``offs`` and numbers of rows, then scales.
+GROUPED_EXTRAS = tuple(role.name for role in GROUPED_ROLES if role.extra)
 #: The tensors that a call reads, and those of them that a launch takes by keyword.
 TENSORS = tuple(role.name for role in ROLES if role.is_tensor and role.name != "out")
 EXTRAS = tuple(role.name for role in ROLES if role.extra)
+ROWS = tuple(name for name in GROUPED_EXTRAS if name not in EXTRAS)
 #: How many arguments the operator has before the first extra.
 COMMON = list(ROLE).index(EXTRAS[0])
 assert COMMON == 7  # Arguments.common

@@ -65,6 +65,8 @@ class Epilogue:
             the numbers that ``reference`` has as defaults.
         gated: Takes two halves of the product, ``z[..., :N]`` (gate) and ``z[..., N:]``
             (up), and returns one of width N.
+        interleaved: A gated one that takes alternate columns instead, ``z[..., 0::2]`` and
+            ``z[..., 1::2]``. It has no ``derivative``: torch differentiates its reference.
         linear: ``f(x + y) == f(x) + f(y)``: partial sums may pass through it.
         output_vjp: ``(grad, y, *parameters) -> Tensor``, ``grad`` times the derivative, of the
             output ``y = f(z)`` where that tells it, as tanh's does. The call is then one fused
@@ -75,7 +77,8 @@ class Epilogue:
 
     Raises:
         ValueError: The name is not an identifier, or a parameter is not a finite number, or not
-            above 0 where it has to be, or two outputs have one name.
+            above 0 where it has to be, or two outputs have one name, or an interleaved one is not
+            gated or has a derivative.
     """
 
     name: str
@@ -93,6 +96,7 @@ class Epilogue:
     #: The single-stage epilogues this one chains; empty for a single stage. A chain's own
     #: ``reference`` is its first stage's; ``apply`` goes through them all.
     stages: tuple[Epilogue, ...] = field(default=(), repr=False)
+    interleaved: bool = False
     #: Whether it is built in: its behaviour depends on tmm's version, so its name is its key.
     builtin: bool = field(default=False, repr=False)
 
@@ -105,6 +109,10 @@ class Epilogue:
             raise ValueError(f"epilogue {self.name!r}: parameters must be finite numbers")
         if self.positive and min(self.parameters) < _LEAST_POSITIVE:
             raise ValueError(f"epilogue {self}: its parameters must be above 0")
+        if self.interleaved and not self.gated:
+            raise ValueError(f"epilogue {self.name!r} is interleaved but not gated")
+        if self.interleaved and (self.derivative or self.device_derivative):
+            raise ValueError(f"interleaved epilogue {self.name!r} takes no derivative")
         if len({port.name for port in self.outputs}) < len(self.outputs):
             raise ValueError(f"epilogue {self.name!r} has two outputs of one name")
 
@@ -124,6 +132,8 @@ class Epilogue:
         )
         # An absent function leaves a gap, since one function may serve as either derivative.
         sources = "\n".join("" if f is None else _source(f) for f in functions)
+        if self.interleaved:
+            sources += "\ninterleaved"
         for port in self.outputs:
             of, device = ("" if f is None else _source(f) for f in (port.of, port.device))
             sources += f"\n{port.name} {port.kind} {port.dtype} {port.reduce}\n{of}\n{device}"
@@ -222,6 +232,7 @@ class Epilogue:
             name="+".join(stage.name for stage in stages),
             reference=first.reference,
             gated=first.gated,
+            interleaved=first.interleaved,
             linear=all(stage.linear for stage in stages),
             outputs=tuple(port for stage in stages for port in stage.outputs),
             stages=stages,
@@ -250,9 +261,21 @@ class Epilogue:
         if self.is_identity:
             return z
         for stage in self.stages or (self,):
-            inputs = z.chunk(2, dim=-1) if stage.gated else (z,)
-            z = stage.reference(*inputs, *stage.parameters)
+            z = stage.reference(*stage.inputs(z), *stage.parameters)
         return z
+
+    def inputs(self, z: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        """The arguments of the reference in the whole product ``z``: gate and up, or all of it."""
+        if self.interleaved:
+            return z[..., 0::2], z[..., 1::2]
+        return z.chunk(2, dim=-1) if self.gated else (z,)
+
+    def sources(self, columns: torch.Tensor, n: int) -> torch.Tensor:
+        """The columns of the product from which ``columns`` of an output of width ``n`` are
+        computed, in the order in which :meth:`apply` takes them."""
+        if self.interleaved:
+            return torch.stack([2 * columns, 2 * columns + 1], -1).flatten()
+        return torch.cat([columns, columns + n]) if self.gated else columns
 
     def beside(self, y: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The outputs beside the result ``y``, by their references; nothing is differentiated."""

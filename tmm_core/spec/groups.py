@@ -27,6 +27,9 @@ class Groups:
     distinct; ``out_weights``, a factor applied after the epilogue and before the residual, in the
     order of the result's rows. The fields hold their dtypes.
 
+    Scales of 8-bit operands are ``scale_a`` per row and ``scale_b`` per column of each group
+    (:attr:`Problem.scale_a_shape`).
+
     Elements beyond ``offs[-1]`` belong to no group: they are not read, and in the result they are
     left unchanged or, with ``zeroed``, set to zero, as a gradient requires.
 

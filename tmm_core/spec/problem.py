@@ -112,7 +112,8 @@ class Problem:
     #: fp32 operands may be rounded to TF32.
     tf32: bool = False
     #: Scales of 8-bit operands, fp32 and contiguous: one element, or of shapes ``[M, 1]`` and ``[1,
-    #: N]`` (``[1, 2N]`` if gated), with the batch dimension of a and b in front.
+    #: N]`` (``[1, 2N]`` if gated), with the batch dimension of a and b in front. With groups those
+    #: of ``scale_a_shape`` and ``scale_b_shape``; of gathered rows, one for each row of ``a``.
     scale_a: ScaleKind | None = None
     scale_b: ScaleKind | None = None
     #: The products of a ragged problem.
@@ -198,6 +199,22 @@ class Problem:
         width = self.n * (2 if self.gated else 1)
         return (self.groups.count, width) if self.groups else (width,)
 
+    @property
+    def scale_a_shape(self) -> tuple[int, ...]:
+        """The shape of a scale per row of ``a``; if rows are gathered, after gathering. Of a ragged
+        sum it may be flat."""
+        if self.groups is None:
+            return (*self._stack("n"), self.m, 1)
+        return (self.m,) if self.groups.ragged == "m" else (self.groups.count, self.m)
+
+    @property
+    def scale_b_shape(self) -> tuple[int, ...]:
+        """The shape of a scale per column of ``b``."""
+        width = self.b_shape[-1]
+        if self.groups is None:
+            return (*self._stack("m"), 1, width)
+        return (width,) if self.groups.ragged == "n" else (self.groups.count, width)
+
     def _stack(self, ragged: str) -> tuple[int, ...]:
         """The leading dimensions of the operand that has no ragged dimension if the products are
         ragged along ``ragged``."""
@@ -226,6 +243,12 @@ class Problem:
     def fp8(self) -> bool:
         """Whether both operands are 8-bit floats, of the same kind or not."""
         return self.format is not None and self.format.name == "fp8"
+
+    @property
+    def scales(self) -> tuple[str, ...]:
+        """Names of the scales that launchers take."""
+        kinds = {"scale_a": self.scale_a, "scale_b": self.scale_b}
+        return tuple(name for name, kind in kinds.items() if kind is not None)
 
     @property
     def has_scales(self) -> bool:

@@ -67,6 +67,7 @@ class Supports:
         alpha: A factor other than 1.
         epilogues: Epilogues, by their device function.
         gated: Gated ones among them, which take two halves of the product.
+        interleaved: Gated ones that take alternate columns.
         unfused: Epilogues without a device function, by their reference.
         outputs: Kinds of an epilogue's outputs (:class:`~tmm_core.Port`).
         reduces: By what these may be reduced: ``"max"``, ``"sum"``.
@@ -95,6 +96,7 @@ class Supports:
     alpha: bool = False
     epilogues: bool = False
     gated: bool = False
+    interleaved: bool = False
     unfused: bool = False
     outputs: Collection[str] = ()
     reduces: Collection[str] = ()
@@ -132,7 +134,17 @@ class Supports:
         return [reason for ask in questions for reason in ask(self, problem)]
 
 
-_FLAGS = ("wide", "empty", "alpha", "epilogues", "gated", "unfused", "indexed", "zeroed")
+_FLAGS = (
+    "wide",
+    "empty",
+    "alpha",
+    "epilogues",
+    "gated",
+    "interleaved",
+    "unfused",
+    "indexed",
+    "zeroed",
+)
 _COLLECTIONS = ("devices", "operands", "formats", "scales", "out", "bias", "residual",
                 "unaligned", "outputs", "reduces", "ragged")  # fmt: skip
 _DEVICES = {
@@ -229,6 +241,8 @@ def _epilogue(supports: Supports, problem: Problem) -> Iterator[str]:
         yield f"applies no epilogue, {epilogue.name!r} among them"
     if epilogue.gated and not supports.gated:
         yield f"has one accumulator, gated {epilogue.name!r} needs two"
+    if epilogue.interleaved and not supports.interleaved:
+        yield f"pairs columns by halves, {epilogue.name!r} alternate ones"
     if not epilogue.fusable and not supports.unfused:
         yield f"epilogue {epilogue.name!r} has no device function"
     yield from _outputs(supports, problem)
@@ -303,7 +317,7 @@ _QUESTIONS: dict[type, dict[str, Question | None]] = {
         **dict.fromkeys(("ragged", "a_index", "out_index", "out_weights", "zeroed"), _groups),
     },
     Epilogue: {
-        **dict.fromkeys(("device", "gated", "stages", "outputs"), _epilogue),
+        **dict.fromkeys(("device", "gated", "interleaved", "stages", "outputs"), _epilogue),
         # What it computes is the device function's business; derivatives are other calls'.
         **dict.fromkeys(
             ("name", "reference", "parameters", "positive", "linear", "builtin", "derivative",

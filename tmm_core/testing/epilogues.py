@@ -190,10 +190,12 @@ class EpilogueConformance:
         """The points; if gated, all pairs of them, gate beside up."""
         points = torch.tensor(self.points, dtype=torch.float64)
         rows = points[:, None].expand(-1, len(points))
+        if self.epilogue.interleaved:
+            return torch.stack([rows, rows.T], -1).flatten(-2)
         return torch.cat([rows, rows.T], -1) if self.epilogue.gated else rows.contiguous()
 
     def _halves(self, z: Tensor) -> tuple[Tensor, ...]:
-        return z.chunk(2, dim=-1) if self.epilogue.gated else (z,)
+        return self.epilogue.inputs(z)
 
     def _gradients(self, epilogue: Epilogue) -> tuple[Tensor, ...]:
         """The reference's derivatives by torch, with respect to each argument."""

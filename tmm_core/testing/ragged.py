@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from tmm_core.formats import FORMATS, Format
 from tmm_core.spec.device import fingerprint
 from tmm_core.spec.epilogue import parse
 from tmm_core.spec.groups import Groups, Ragged
@@ -37,6 +38,29 @@ class RaggedQuestions(Questions):
         yield from self._layouts()
         yield from self._indexed()
         yield from self._followed()
+        for form in FORMATS.values():
+            yield from self._stored(form)
+
+    def _stored(self, form: Format) -> Iterator[Problem]:
+        """Operands of a format along each dimension, with scales of every kind, and all terms of
+        the expression."""
+        narrow, wide = Operand(form.storage[0]), Operand(form.storage[-1])
+        out, rows = Operand(form.result), form.scales[-1] if form.scales else None
+        for along in ("m", "n", "k"):
+            problem = replace(
+                self._ragged(along), a=narrow, b=replace(narrow, layout="col"), out=out,
+                scale_a=rows, scale_b=rows,
+            )  # fmt: skip
+            yield problem
+            yield replace(problem, a=wide, scale_b=None)
+            for kind in form.scales[:-1]:
+                yield replace(problem, scale_a=kind, b=narrow)
+            if along == "m":
+                full = replace(
+                    problem, bias=out.dtype, residual=out, scaled=True, groups=_indexed(zeroed=True)
+                )  # fmt: skip
+                yield replace(full, epilogue=parse("silu"), out=Operand(torch.float32))
+                yield replace(full, epilogue=parse("swiglu"))
 
     def demanding_ragged(self) -> list[Problem]:
         """Problems that reveal a config's faults, the most revealing first."""

@@ -151,9 +151,14 @@ def _measure(
 def _regrets(
     device: torch.device, options: argparse.Namespace, deadline: float
 ) -> Iterator[Document]:
-    for document in regret.measure(
-        device, options.regret, dtype=options.dtype or torch.bfloat16, budget=options.budget
-    ):
+    dtype = options.dtype or torch.bfloat16
+    asked = regret.triples(options.regret)
+    if options.resume:
+        known = {
+            identity("regret", done["case"]) for done in _before(options).regrets if "us" in done
+        }
+        asked = [t for t in asked if identity("regret", t.case(dtype).to_json()) not in known]
+    for document in regret.measure(device, asked, dtype=dtype, budget=options.budget):
         yield document
         if time.monotonic() > deadline:
             return
@@ -191,15 +196,18 @@ def _tasks(options: argparse.Namespace) -> list[suites.Task]:
 
 def _undone(tasks: list[suites.Task], options: argparse.Namespace) -> list[suites.Task]:
     """The tasks without a measurement in the output folder."""
-    if options.output is None:
-        raise UsageError("--resume needs --output, the folder with earlier results")
-    if not options.output.is_dir():
-        return tasks
-    done = _read([options.output]).measured
+    done = _before(options).measured
     known = {identity(document["suite"], document["case"]) for document in done}
     left = [task for task in tasks if identity(task.suite, task.case.to_json()) not in known]
     note(f"{len(tasks) - len(left)} of {len(tasks)} problems are measured already")
     return left
+
+
+def _before(options: argparse.Namespace) -> Results:
+    """The results in the output folder."""
+    if options.output is None:
+        raise UsageError("--resume needs --output, the folder with earlier results")
+    return _read([options.output]) if options.output.is_dir() else Results()
 
 
 def _read(paths: Sequence[Path]) -> Results:

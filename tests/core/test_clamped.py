@@ -1,0 +1,164 @@
+"""A gated epilogue of alternate columns, that of gpt-oss: values, verification, and its proof."""
+
+from __future__ import annotations
+
+import pickle
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from fakes import problem
+from tmm_blas.blas import Blas, BlasConfig
+
+import tmm_core
+from tmm_core import Epilogue, Groups, Operand
+from tmm_core.dispatch.registry import Registry
+from tmm_core.dispatch.verifier import Verifier
+from tmm_core.nn import Experts, GatedMLP, clamped
+from tmm_core.spec.clamped import CLAMPED
+from tmm_core.spec.epilogue import parse
+from tmm_core.testing import EpilogueConformance
+
+Tensor = torch.Tensor
+FP32 = torch.float32
+
+
+@pytest.fixture(autouse=True)
+def by_blas() -> Iterator[None]:
+    with tmm_core.override(disable="triton.ragged"):
+        yield
+
+
+def gated(z: Tensor, alpha: float = 1.702, limit: float = 7.0) -> Tensor:
+    gate, up = z[..., ::2].clamp(max=limit), z[..., 1::2].clamp(-limit, limit)
+    return (up + 1) * (gate * torch.sigmoid(gate * alpha))
+
+
+class TestClamped(EpilogueConformance):
+    epilogue = replace(CLAMPED, name="clamped_here")  # its name is taken
+
+
+def test_by_its_name() -> None:
+    a, b = torch.randn(2, 5, 16), 8 * torch.randn(16, 12, requires_grad=True)
+    b = b.detach().requires_grad_()
+    y = tmm_core.matmul(a, b, epilogue="clamped_swiglu(1.5,2)+tanh", residual=a[..., :6])
+    z = (a @ b).detach().requires_grad_()
+    expected = gated(z, 1.5, 2.0).tanh() + a[..., :6]
+    torch.testing.assert_close(y, expected)
+    grad = torch.randn_like(y)
+    (dz,) = torch.autograd.grad(expected, z, grad)
+    (db,) = torch.autograd.grad(y, b, grad)
+    torch.testing.assert_close(db, (a.mT @ dz).sum(0), rtol=1e-4, atol=1e-4)
+    registry = Registry()
+    assert registry.epilogue("clamped_swiglu") == CLAMPED
+    key = CLAMPED.with_parameters(1.5, 2).key
+    assert key.startswith("clamped_swiglu(1.5,2.0)@")
+    assert registry.epilogue(key).interleaved
+    halves = replace(CLAMPED, interleaved=False)
+    assert halves.key != CLAMPED.key
+
+
+def test_what_it_cannot_be() -> None:
+    with pytest.raises(ValueError, match="interleaved but not gated"):
+        Epilogue("wrong", torch.sin, interleaved=True)
+    with pytest.raises(ValueError, match="takes no derivative"):
+        replace(CLAMPED, derivative=lambda gate, up: (gate, up))
+    with pytest.raises(ValueError, match="does not gate"):
+        GatedMLP(8, 16, activation="clamped_swiglu")  # whose weights are two halves
+
+
+@pytest.mark.parametrize("groups", [None, Groups(3, "m"), Groups(2, "k")])
+@pytest.mark.parametrize("sampled", [False, True])
+def test_verified_on_its_columns(groups: Groups | None, sampled: bool) -> None:
+    row = Operand(FP32)
+    cpu = replace(problem().device, interpreted=False)
+    posed = replace(
+        problem(200, 96, 32, epilogue=CLAMPED, bias=FP32, groups=groups), a=row, b=row, out=row,
+        device=cpu,
+    )  # fmt: skip
+    right: Any = Blas().bind(posed, BlasConfig())
+    halves = replace(CLAMPED, interleaved=False)
+    wrong: Any = Blas().bind(replace(posed, epilogue=halves), BlasConfig())
+    verifier = Verifier(posed, torch.device("cpu"), sampled=sampled)
+    assert verifier.verdict(right, brief=sampled).ok
+    assert "exceeds" in str(verifier.verdict(wrong, brief=sampled).reason)
+
+
+def test_kernels_of_halves_decline() -> None:
+    explained = tmm_core.explain(torch.ones(4, 8), torch.ones(8, 6), epilogue="clamped_swiglu")
+    (*_, reason) = explained.rejected["triton.fused_epilogue"]
+    assert reason == "pairs columns by halves, 'clamped_swiglu' alternate ones"
+
+
+def test_a_layer_with_alternate_rows() -> None:
+    layer = Experts(3, 6, 5, activation="clamped_swiglu", bias=True, dtype=torch.float64)
+    x, index = torch.randn(4, 6, dtype=torch.float64), torch.tensor([[0], [2], [2], [1]])
+    bias, down = layer.gate_up_proj_bias, layer.down_proj_bias
+    assert bias is not None
+    assert down is not None
+    rows = []
+    for token, expert in enumerate(index[:, 0].tolist()):
+        between = gated(layer.gate_up_proj[expert] @ x[token] + bias[expert])
+        rows.append(layer.down_proj[expert] @ between + down[expert])
+    weights = torch.ones(4, 1, dtype=torch.float64)
+    torch.testing.assert_close(layer(x, index, weights), torch.stack(rows))
+
+
+# -- the proof that a layer's gate is this one -----------------------------------------------
+
+
+class Layer(torch.nn.Module):
+    alpha: Any = 1.702
+    limit: Any = 7.0
+
+    def gate(self, z: Tensor) -> Tensor:
+        gate, up = z[..., ::2], z[..., 1::2]
+        gate = gate.clamp(min=None, max=self.limit)
+        up = up.clamp(min=-self.limit, max=self.limit)
+        return (up + 1) * (gate * torch.sigmoid(gate * self.alpha))
+
+
+def test_a_gate_is_proven_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = Layer()
+    assert clamped.epilogue_of(layer, Layer.gate) == CLAMPED.key
+    with monkeypatch.context() as patch:
+        patch.setattr(clamped, "_proven", None)
+        assert clamped.epilogue_of(layer, Layer.gate) == CLAMPED.key
+    layer.limit = 3.0
+    assert clamped.epilogue_of(layer, Layer.gate) == CLAMPED.with_parameters(1.702, 3).key
+    again = pickle.loads(pickle.dumps(layer))
+    assert clamped.epilogue_of(again, Layer.gate) == clamped.epilogue_of(layer, Layer.gate)
+    layer.limit = None
+    assert clamped.epilogue_of(layer, Layer.gate) is None
+
+
+GATES: dict[str, Any] = {
+    "more": lambda layer, z: Layer.gate(layer, z) * 1.0001,
+    "unclamped": lambda layer, z: (
+        (z[..., 1::2] + 1) * z[..., ::2] * (1.702 * z[..., ::2]).sigmoid()
+    ),
+    "other columns": lambda layer, z: Layer.gate(layer, z.flip(-1)),
+    "the first column": lambda layer, z: Layer.gate(layer, z) + 0 * z[..., :1],
+    "the mean": lambda layer, z: Layer.gate(layer, z) + 0 * z.mean(),
+    "a shift": lambda layer, z: Layer.gate(layer, z) + 0 * z[..., 1:].sum(),
+    "its values": lambda layer, z: Layer.gate(layer, z) if z.sum() > 0 else z,
+    "a random one": lambda layer, z: Layer.gate(layer, z) + 0 * torch.rand(()),
+}
+
+
+@pytest.mark.parametrize("case", GATES)
+def test_another_gate_is_not(case: str) -> None:
+    assert clamped.epilogue_of(Layer(), GATES[case]) is None
+
+
+def test_a_graph_traced_before_leaves_it_to_torch(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    assert clamped.epilogue_of(Layer(), Layer.gate) is None
+
+
+def test_no_name_of_the_builtin_ones() -> None:
+    """Kernels of others need not know it."""
+    with pytest.raises(tmm_core.UnknownNameError):
+        parse("clamped_swiglu")
