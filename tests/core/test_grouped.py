@@ -21,7 +21,7 @@ from tmm_core import Groups, Kernel, Operand, Problem, Supports, UnsupportedProb
 from tmm_core.bench import grouped as bench
 from tmm_core.bench import runner, suites
 from tmm_core.bench.case import Case
-from tmm_core.dispatch import ragged, random_inputs, rotation
+from tmm_core.dispatch import ragged, random_inputs, rotation, tuner
 from tmm_core.dispatch.fixture import Fixture
 from tmm_core.dispatch.ladder import ROWS_EACH, Dispatcher
 from tmm_core.dispatch.registry import Registry
@@ -506,6 +506,14 @@ def cpu_problem(**fields: Any) -> Problem:
     problem = tmm_core.problem(A, B, offs=OFFS)
     device = replace(problem.device, interpreted=False)  # whose times mean something
     return replace(problem, m=160, device=device, **fields)
+
+
+def test_the_memory_for_timing_counts_the_weights_of_all_groups() -> None:
+    problem = cpu_problem()
+    weights = problem.groups.count * problem.k * problem.n * 4  # type: ignore[union-attr]
+    assert problem.bytes > weights
+    with pytest.raises(MemoryError, match="tune_memory"):
+        tuner._Chain(problem, torch.device("cpu"), weights)
 
 
 def test_tuning_keeps_groups_on_record(tmp_path: Path) -> None:

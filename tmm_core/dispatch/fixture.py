@@ -20,6 +20,7 @@ from tmm_core.dispatch.guarded import (
 )
 from tmm_core.dispatch.random_inputs import Inputs
 from tmm_core.dispatch.special import Special
+from tmm_core.spec.device import free_memory
 from tmm_core.spec.problem import Operand, Problem
 
 #: By default verification takes at most a quarter of the free memory of a GPU, a sixteenth of a
@@ -41,10 +42,7 @@ COMPARED = 1 << 24
 def memory_limit(device: torch.device) -> int:
     """Bytes that verification may take by default."""
     if device.type == "cuda":
-        free = torch.cuda.mem_get_info(device)[0]
-        # Memory that torch's allocator caches unused is free too.
-        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return min(free // 4, MOST_MEMORY)
+        return min(free_memory(device) // 4, MOST_MEMORY)
     try:
         has = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, OSError, ValueError):  # not a POSIX system

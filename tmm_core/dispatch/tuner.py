@@ -469,7 +469,7 @@ class _Chain:
     """
 
     def __init__(self, problem: Problem, device: torch.device, most: int | None) -> None:
-        if most is not None and (needed := rotation.bytes_of(problem)) > most:
+        if most is not None and (needed := problem.bytes) > most:
             raise MemoryError(
                 f"operands and result take {needed / 2**20:.0f} MiB, and tune_memory "
                 f"(TMM_TUNE_MEMORY) leaves {most / 2**20:.0f} for what is timed"
