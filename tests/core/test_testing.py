@@ -96,6 +96,8 @@ class Right(Kernel[Tile]):
             a_index: Tensor | None = None,
             out_index: Tensor | None = None,
             out_weights: Tensor | None = None,
+            scale_a: Tensor | None = None,
+            scale_b: Tensor | None = None,
         ) -> Tensor:
             whole = a.new_zeros(problem.out_shape, dtype=torch.float64)
             for group, (start, end) in enumerate(self.ranges(offs)):
@@ -109,7 +111,13 @@ class Right(Kernel[Tile]):
                     left, right, here = a[group], b[:, part], (slice(None), part)
                 else:
                     left, right, here = a[:, part], b[part], (group,)
-                z = alpha * self.product(left, right)
+                of_a, of_b = scale_a, scale_b
+                if problem.scale_a == "row" and of_a is not None:
+                    of_a = of_a[rows] if groups.ragged == "m" else of_a[group]
+                    of_a = of_a[:, None]
+                if problem.scale_b == "row" and of_b is not None:
+                    of_b = of_b[part] if groups.ragged == "n" else of_b[self.of_group(group)]
+                z = alpha * self.rescale(self.product(left, right), of_a, of_b)
                 z = self.finish(problem, z, None if bias is None else bias[group])
                 if out_weights is not None:
                     z = z * out_weights[part, None]
@@ -120,6 +128,9 @@ class Right(Kernel[Tile]):
             return out
 
         return launch
+
+    def of_group(self, group: int) -> int:
+        return group
 
     def ranges(self, offs: Tensor) -> Iterable[tuple[int, int]]:
         return itertools.pairwise([0, *offs.tolist()])
@@ -251,6 +262,11 @@ class SharesRowsEvenly(Right):
         # As if rows were shared out evenly.
         ends = torch.linspace(0, int(offs[-1]), len(offs) + 1).long().tolist()
         return itertools.pairwise(ends)
+
+
+class SharesScalesAmongGroups(Right):
+    def of_group(self, group: int) -> int:
+        return 0
 
 
 class PassesOverNan(Right):
@@ -447,6 +463,7 @@ WRONG = [
     (OneConfigIsWrong, "configs_of_outputs", "rows=64: error * exceeds *"),
     (OneConfigIsWrong, "configs_of_ragged", "rows=64: error * exceeds *"),
     (SharesRowsEvenly, "ragged", "rows=16: error * exceeds *"),
+    (SharesScalesAmongGroups, "ragged", "rows=16: error * exceeds *"),
     (OneConfigIsWrong, "arithmetic", "*one arithmetic for rows=16 and rows=64*"),
     (ConfigIsNoJson, "configs_are_well_formed", "*ConfigError: TupleTile: shape must be tuple*"),
     (DefaultConfigIsOfAnotherType, "configs_are_well_formed", "*TupleTile* is not a *Tile*"),

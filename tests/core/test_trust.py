@@ -227,6 +227,17 @@ def test_where_blas_takes_the_place_of_batch_invariance_it_is_said(tmp_path: Pat
     assert guessed.launches == 0
 
 
+def test_a_warning_made_an_error_is_not_the_kernels_fault(tmp_path: Path) -> None:
+    guessed = Counting(traits=Traits(batch_invariant=True))
+    d = invariant(guessed, CacheStore(tmp_path, []))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        with pytest.raises(TmmWarning, match="BLAS, which is not batch-invariant"):
+            d.bound(problem(batch_invariant=True, capturing=True), GUESS)
+    choice, _ = d.bound(problem(batch_invariant=True), GUESS)
+    assert choice.candidate.kernel.kernel == guessed
+
+
 def test_a_stamp_is_for_one_kernel_config_bucket_and_version() -> None:
     kernel = FakeKernel("k", tiles=(1, 2))
     one, two = (Candidate(kernel, config) for config in kernel.configs(problem()))

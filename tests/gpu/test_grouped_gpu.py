@@ -135,6 +135,19 @@ def test_scaled_8_bits(form: str, kernel: str, no_waiting: None) -> None:
         close(form, y, torch.nn.functional.silu(z), ends[-1])
 
 
+def test_alternate_columns() -> None:
+    """gpt-oss's gate: what a product without an epilogue gives, gated afterwards."""
+    a, b = operands("rows")
+    offs, bias = offs_of(ENDS[0]), torch.randn(5, 192, device="cuda").bfloat16()
+    y = tmm_core.grouped_matmul(
+        a, b, offs=offs, bias=bias, epilogue="clamped_swiglu(1.702,7)", kernel="triton.ragged"
+    )
+    of_rows = torch.repeat_interleave(offs.diff(prepend=offs.new_zeros(1)))
+    z = expected("rows", a, b, ENDS[0]) + bias[of_rows].double()
+    gate, up = z[:, ::2].clamp(max=7), z[:, 1::2].clamp(-7, 7)
+    close("rows", y, (up + 1) * gate * torch.sigmoid(1.702 * gate), ENDS[0][-1])
+
+
 @pytest.mark.parametrize("kernel", KERNELS)
 def test_torchs_scaled_grouped_product(kernel: str) -> None:
     if torch.cuda.get_device_capability()[0] != 9:

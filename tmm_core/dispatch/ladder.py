@@ -39,6 +39,7 @@ from tmm_core.errors import (
     ConfigError,
     PluginError,
     TmmError,
+    TmmWarning,
     UnsupportedProblemError,
     warn,
 )
@@ -134,6 +135,8 @@ class Dispatcher:
             try:
                 launcher = kernel.bind(problem, config)
                 fault = self._doubt(problem, choice, launcher, settings)
+            except TmmWarning:  # made an error: of what is said here, not of the kernel
+                raise
             except Exception as error:
                 if choice.origin == "forced" or kernel.name == BASELINE:
                     raise
