@@ -88,7 +88,7 @@ class _Broken:
 
 
 @pytest.fixture
-def broken(monkeypatch: pytest.MonkeyPatch) -> None:
+def broken(blas_alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
     """A plugin is installed that cannot be imported."""
     monkeypatch.setenv("TMM_PLUGINS", "blas,broken")
     real = importlib.metadata.entry_points
