@@ -47,6 +47,16 @@ def isolated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     forget()
 
 
+@pytest.fixture
+def blas_alone(isolated: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """No Triton, and one thread: two cores that others use too make tiny products wait."""
+    monkeypatch.setenv("TMM_PLUGINS", "blas")
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
+
+
 def forget() -> None:
     """Make the process read environment, plugins and cache anew."""
     dispatch.dispatcher.cache_clear()

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import contextlib
+import importlib
+import sys
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -169,6 +172,19 @@ def install(site: Path, name: str, source: str) -> None:
     (site / f"{name}_plugin.py").write_text(source)
 
 
+@contextlib.contextmanager
+def imported(site: Path, name: str, source: str) -> Iterator[Any]:
+    """The module of a plugin that is installed in ``site``, while it can be imported."""
+    install(site, name, source)
+    sys.path.insert(0, str(site))
+    importlib.invalidate_caches()
+    try:
+        yield importlib.import_module(f"{name}_plugin")
+    finally:
+        sys.path.remove(str(site))
+        del sys.modules[f"{name}_plugin"]
+
+
 def plugin(*kernels: Kernel[Any], epilogues: Sequence[Any] = ()) -> object:
     class Plugin:
         @hookimpl
@@ -194,6 +210,13 @@ def dispatcher(
 
 def settings(**fields: Any) -> Settings:
     return replace(Settings(progress=False), **fields)
+
+
+def register(*kernels: Kernel[Any]) -> None:
+    """Add kernels to those that the process's own calls choose from."""
+    from tmm_core import dispatch
+
+    dispatch.dispatcher().registry.register(plugin(*kernels), "fakes")
 
 
 def installed(*kernels: Kernel[Any]) -> None:

@@ -37,11 +37,13 @@ from tmm_core.version import __version__ as __version__
 if TYPE_CHECKING:
     from tmm_core.dispatch.explanation import Explanation, KernelInfo
     from tmm_core.spec.hookspecs import hookimpl
+    from tmm_core.spec.machine import Machine
 
 #: Names that most processes never use; their modules import more than all the others.
 _LATER = {
     "Explanation": "tmm_core.dispatch.explanation",
     "KernelInfo": "tmm_core.dispatch.explanation",
+    "Machine": "tmm_core.spec.machine",
     "hookimpl": "tmm_core.spec.hookspecs",
 }
 
@@ -67,6 +69,7 @@ __all__ = [
     "Kernel",
     "KernelInfo",
     "Launcher",
+    "Machine",
     "Operand",
     "Plan",
     "PluginError",

@@ -22,23 +22,23 @@ _NO_WAIT = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOCTTY", 0)
 _NO_FOLLOW = getattr(os, "O_NOFOLLOW", 0)
 
 
-def open_regular(path: Path, flags: int, mode: int = FILE_MODE) -> int:
+def open_regular(path: Path, flags: int) -> int:
     """A descriptor of a regular file. Raises OSError, also for anything else.
 
     It never blocks: a FIFO or a socket in a file's place is refused.
     """
     with contextlib.suppress(FileNotFoundError):
         require_regular(os.stat(path))  # before opening: some devices have side effects
-    return opened(path, flags, mode)
+    return opened(path, flags)
 
 
-def opened(path: Path, flags: int, mode: int = FILE_MODE) -> int:
+def opened(path: Path, flags: int) -> int:
     """Like `open_regular`, without the `stat` before: for a path just checked, or one of 10,000."""
     # Reading follows links, as in a mounted config volume; writing through one could change
     # somebody else's file.
     if flags & (os.O_WRONLY | os.O_RDWR):
         flags |= _NO_FOLLOW
-    handle = os.open(path, flags | _NO_WAIT, mode)
+    handle = os.open(path, flags | _NO_WAIT, FILE_MODE)
     try:
         # Again: the file may have been replaced after the first check.
         require_regular(os.fstat(handle))

@@ -42,10 +42,10 @@ def temporary_name(name: str) -> str:
     return f"{name}.{os.getpid()}-{os.urandom(4).hex()}.tmp"
 
 
-def foreign(root: Path, environ: Mapping[str, str] = os.environ) -> str | None:
+def foreign(root: Path) -> str | None:
     """Why a root is not the user's own; None if it is, if it does not exist yet, or if
     `TMM_CACHE_SHARED=1` declares it shared."""
-    if environ.get("TMM_CACHE_SHARED") == "1" or not hasattr(os, "geteuid"):
+    if os.environ.get("TMM_CACHE_SHARED") == "1" or not hasattr(os, "geteuid"):
         return None
     try:
         status = os.stat(root)

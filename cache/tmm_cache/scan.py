@@ -19,6 +19,9 @@ from tmm_cache.keys import JSON, is_slug
 from tmm_cache.layout import DIGEST, RECORD, VERSION, VERSIONS
 from tmm_cache.record import TuningRecord
 
+#: The fields of an `Entry` before its record: where it is, and what it was measured under.
+Place = tuple[Path, Path, str, str, Mapping[str, JSON] | None]
+
 
 @dataclass(frozen=True, slots=True)
 class Folder:
@@ -168,19 +171,13 @@ def scan(root: Path, gpu: str | None = None) -> Iterator[Entry | Fault]:
 
 def scan_folder(root: Path, folder: Folder) -> Iterator[Entry | Fault]:
     """Every record and every fault of one folder; the environment's fault comes first."""
-    names = folder.names()
-    if isinstance(names, Fault):
-        yield names
-        return
-    environment = read_environment(folder.path)
-    if isinstance(environment, Fault):
-        yield environment
-        environment = None
-    for name in filter(RECORD.fullmatch, names):
-        path = folder.path / name
-        record = read_record(path)
+    for place in _places(root, folder):
+        if isinstance(place, Fault):
+            yield place
+            continue
+        record = read_record(place[0])
         if isinstance(record, TuningRecord):
-            yield Entry(path, root, folder.gpu, folder.environment_digest, environment, record)
+            yield Entry(*place, record)
         elif record is not None:  # None: removed since it was listed
             yield record
 
@@ -197,6 +194,23 @@ def summaries(root: Path, gpu: str | None = None) -> Iterator[Summary | Fault]:
 
 def summaries_of(root: Path, folder: Folder) -> Iterator[Summary | Fault]:
     """Like `summaries`, for one folder."""
+    for place in _places(root, folder):
+        if isinstance(place, Fault):
+            yield place
+            continue
+        head = read_head(place[0])
+        if head is not None:
+            yield Summary(*place, head)
+            continue
+        record = read_record(place[0])
+        if isinstance(record, TuningRecord):
+            yield Summary(*place, Head.of(record), record)
+        elif record is not None:  # None: removed since it was listed
+            yield record
+
+
+def _places(root: Path, folder: Folder) -> Iterator[Place | Fault]:
+    """The place of each record in a folder; the environment's fault comes first."""
     names = folder.names()
     if isinstance(names, Fault):
         yield names
@@ -206,17 +220,7 @@ def summaries_of(root: Path, folder: Folder) -> Iterator[Summary | Fault]:
         yield environment
         environment = None
     for name in filter(RECORD.fullmatch, names):
-        path = folder.path / name
-        place = path, root, folder.gpu, folder.environment_digest, environment
-        head = read_head(path)
-        if head is not None:
-            yield Summary(*place, head)
-            continue
-        record = read_record(path)
-        if isinstance(record, TuningRecord):
-            yield Summary(*place, Head.of(record), record)
-        elif record is not None:  # None: removed since it was listed
-            yield record
+        yield folder.path / name, root, folder.gpu, folder.environment_digest, environment
 
 
 def _inside(path: Path) -> Iterator[str | Fault]:

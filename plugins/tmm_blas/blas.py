@@ -24,6 +24,7 @@ from tmm_core import (
     Config,
     Kernel,
     Launcher,
+    Machine,
     Problem,
     Supports,
     Traits,
@@ -32,15 +33,11 @@ from tmm_core import (
 
 Tensor = torch.Tensor
 
-#: Rates for untuned estimates, per SM and µs, from an H200 (HBM 4.3 TB/s, 720 TFLOPS in
-#: 16 bits over 132 SMs); other GPUs scale by SM count, which is all a guess needs.
-FLOPS_PER_SM_US = {2: 5.4e6, 4: 0.38e6, 1: 9.5e6}
-TF32_FLOPS_PER_SM_US = 3.0e6
-BYTES_PER_SM_US = 32e3
+#: Shares of peak arithmetic that cuBLAS reaches on an H200, by bytes of an element (720 TFLOPS in
+#: 16 bits), and with TF32; and µs of a launch by torch.
+REACH = {1: 0.63, 2: 0.72, 4: 0.88}
+TF32_REACH = 0.8
 LAUNCH_US = 4.0
-#: µs until memory reaches full speed; cold reads first evict this many bytes that have to be
-#: written back, and reach this share of the bandwidth: 19 µs for 34 MB, 43 for 117, 71 for 235.
-RAMP_US, DISPLACED, READ_SHARE = 2.0, 16e6, 0.9
 
 #: cuBLAS with a leading stride not a multiple of 16 bytes ran at 128–255 TFLOPS, its aligned
 #: neighbour at 720.
@@ -129,29 +126,26 @@ class Blas(Kernel[BlasConfig]):
 
 def _estimate_us(problem: Problem) -> float | None:
     """Roofline of the product, plus a pass over the output for each eager step."""
-    sms = problem.device.sm_count
-    if not sms:
+    if not problem.device.sm_count:
         return None
-    rate = FLOPS_PER_SM_US.get(problem.a.dtype.itemsize, 0.04e6)
-    if problem.tf32:
-        rate = TF32_FLOPS_PER_SM_US
+    machine = Machine.of(problem.device)
+    reach = TF32_REACH if problem.tf32 else REACH.get(problem.a.dtype.itemsize, 1.0)
+    rate = machine.flops(problem) * reach
     if not (problem.a.aligned and problem.b.aligned):
         rate /= UNALIGNED_PENALTY
     widened = 0
     if problem.format is not None and not (problem.fp8 and _takes_fp8(problem)):
         # Both operands are read, written as bf16 and read again.
-        rate = FLOPS_PER_SM_US[2]
+        rate = machine.tensor * REACH[2]
         widened = 5 * problem.bytes
-    moved: float = problem.bytes + widened
-    moved = (moved + min(moved, DISPLACED)) / READ_SHARE
-    moving = moved / (BYTES_PER_SM_US * sms) + RAMP_US
-    product = max(problem.flops / (rate * sms), moving)
+    moving = machine.moving_us(problem.bytes + widened)
+    product = max(problem.flops / (rate * machine.sms), moving)
     result = problem.batch * problem.m * problem.n * problem.out.dtype.itemsize
     epilogue = GATED_PASSES if problem.gated else 2 * (not problem.epilogue.is_identity)
     steps = epilogue + 3 * (problem.residual is not None)
     # An elementwise pass over an output that fits in L2 runs at about three times HBM speed.
     cached = 3.0 if result < problem.device.l2 / 2 else 1.0
-    passes = steps * result / (BYTES_PER_SM_US * sms * cached)
+    passes = steps * result / (machine.memory * cached)
     return product + passes + LAUNCH_US * (1 + (steps > 0))
 
 

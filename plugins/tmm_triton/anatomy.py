@@ -15,7 +15,7 @@ from typing import Any
 
 import triton
 
-from tmm_core import Anatomy, Kernel, Problem, Resources
+from tmm_core import Anatomy, Kernel, Machine, Problem, Resources
 from tmm_core.triton import compile_for, interpreting, source, target_of
 from tmm_triton import roofline
 from tmm_triton.operands import Build, TileConfig
@@ -81,16 +81,7 @@ def of_tiles(
     sms = max(1, problem.device.sm_count)
     # There are no more persistent programs than tiles, if there are fewer tiles than SMs.
     at_once = sms * resident if launched is None else max(sms, launched)
-    times = roofline.times_us(
-        problem,
-        BLOCK_M=config.BLOCK_M,
-        BLOCK_N=config.BLOCK_N,
-        BLOCK_K=config.BLOCK_K,
-        num_stages=config.num_stages,
-        shared_memory=shared,
-        splits=splits,
-        reach=reach,
-    )
+    times = roofline.times_us(problem, config, splits=splits, reach=reach)
     return Anatomy(
         block_m=config.BLOCK_M,
         block_n=config.BLOCK_N,
@@ -103,42 +94,27 @@ def of_tiles(
         num_warps=config.num_warps,
         shared_memory=shared,
         resident=resident,
-        model_us={**times, "launch": roofline.EMPTY_US},
+        model_us={**times, "launch": Machine.EMPTY_US},
     )
 
 
 def of_hopper(problem: Problem, given: Any, hopper_tiles: Any) -> Anatomy:
     """The anatomy of ``triton.warp_specialized``, with one persistent block per SM."""
     config = hopper_tiles.adapted(problem, given)
-    sms = max(1, problem.device.sm_count)
-    tiles = hopper_tiles.tile_count(problem, config) * config.splits
-    waves: float = -(-tiles // sms)
-    if config.tail_splits > 1:
-        waves = tiles // sms + 1 / config.tail_splits
-    width = config.BLOCK_N * (2 if problem.gated else 1)
-    steps = -(-problem.k // (config.BLOCK_K * config.splits))
-    moved = problem.a.dtype.itemsize * (config.BLOCK_M + width) * steps * config.BLOCK_K
-    flops = problem.a.dtype.itemsize * config.BLOCK_M * width * steps * config.BLOCK_K
-    shared = config.shared_memory(problem)
     return Anatomy(
         block_m=config.BLOCK_M,
         block_n=config.BLOCK_N,
         block_k=config.BLOCK_K,
         group_m=config.GROUP_M,
-        tiles=tiles,
-        at_once=sms,
-        steps=steps,
+        tiles=hopper_tiles.tile_count(problem, config) * config.splits,
+        at_once=max(1, problem.device.sm_count),
+        steps=-(-problem.k // (config.BLOCK_K * config.splits)),
         num_stages=config.num_stages,
         # Four warps load, in addition to the consumers.
         num_warps=config.consumers * config.num_warps + 4,
-        shared_memory=shared,
+        shared_memory=config.shared_memory(problem),
         resident=1,
-        model_us={
-            "tensor cores": waves * flops / hopper_tiles._SM_FLOPS,
-            "L2": waves * moved / hopper_tiles._SM_BYTES,
-            "memory": problem.bytes / (hopper_tiles._SM_MEMORY_BYTES * sms),
-            "launch": hopper_tiles._LAUNCH_US,
-        },
+        model_us=hopper_tiles.times_us(problem, config),
     )
 
 

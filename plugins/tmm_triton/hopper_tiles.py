@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tmm_core import Config, Operand, Problem
+from tmm_core import Config, Machine, Operand, Problem
 from tmm_triton import sums
 from tmm_triton.early import with_early
 from tmm_triton.partials import MOST_WORKSPACE, REDUCE_US
@@ -381,12 +381,10 @@ _LOADER_REGISTERS = 112
 #: Stages of 24 KB that cover the memory latency at full rate; more only take longer to fill.
 _STAGES_WANTED = 8
 
-#: FLOP per µs of an SM at the power limit of an H200 (800 TFLOP/s in all), and its bytes per µs
-#: from L2: 8192×4096×512 reached 95e3 in 128×128 tiles, and 64×256 tiles, which need a quarter
-#: more, are no slower for products of all sizes.
-_SM_FLOPS, _SM_BYTES = 800e6 / 132, 125e3
-#: Bytes per µs of an SM's share of memory bandwidth (a copy: 4.27 TB/s).
-_SM_MEMORY_BYTES = 4.2e6 / 132
+#: Share of the tensor cores' peak at the power limit of an H200 (800 TFLOP/s), and bytes per µs of
+#: an SM from L2: 8192×4096×512 reached 95e3 in 128×128 tiles, and 64×256 tiles, which need a
+#: quarter more, are no slower for products of all sizes.
+_REACH, _SM_BYTES = 800 / 989, 125e3
 #: Maximum number of stages requested before the warps take their roles: 4 saved 0.2 to 0.6 µs in
 #: all of 25 problems compared with none, 1 and 2 saved less.
 _PRIMED = 4
@@ -475,15 +473,39 @@ def _early(problem: Problem) -> tuple[str, ...]:
     return ("b", "l2", "wait") if problem.static_weights else ("l2", "wait")
 
 
+def _tile_us(problem: Problem, config: WarpSpecializedConfig) -> tuple[float, float]:
+    """µs to multiply a tile, or its part of K, and to load its operands from L2."""
+    width = config.BLOCK_N * (2 if problem.gated else 1)
+    depth = -(-problem.k // (config.BLOCK_K * config.splits)) * config.BLOCK_K
+    rate = Machine.of(problem.device).flops(problem) * _REACH
+    load = problem.a.dtype.itemsize * (config.BLOCK_M + width) * depth / _SM_BYTES
+    return 2 * config.BLOCK_M * width * depth / rate, load
+
+
+def _waves(problem: Problem, config: WarpSpecializedConfig) -> float:
+    """Tiles per SM; the last ones may be split."""
+    count, sms = tile_count(problem, config) * config.splits, Machine.of(problem.device).sms
+    if config.tail_splits > 1:
+        return count // sms + 1 / config.tail_splits
+    return -(-count // sms)
+
+
+def times_us(problem: Problem, config: WarpSpecializedConfig) -> dict[str, float]:
+    """The times of the components of :func:`estimate_us` alone."""
+    waves, (multiply, load) = _waves(problem, config), _tile_us(problem, config)
+    memory = problem.bytes / Machine.of(problem.device).memory
+    tiles = {"tensor cores": waves * multiply, "L2": waves * load}
+    return {**tiles, "memory": memory, "launch": _LAUNCH_US}
+
+
 def estimate_us(problem: Problem, config: WarpSpecializedConfig) -> float:
     """Waves of whole tiles, each bound by its multiplication or its loads."""
     config = adapted(problem, config)
-    sms = problem.device.sm_count
+    machine = Machine.of(problem.device)
     width = config.BLOCK_N * (2 if problem.gated else 1)
     depth = -(-problem.k // (config.BLOCK_K * config.splits)) * config.BLOCK_K
     itemsize = problem.a.dtype.itemsize
-    load = itemsize * (config.BLOCK_M + width) * depth / _SM_BYTES
-    multiply = itemsize * config.BLOCK_M * width * depth / _SM_FLOPS
+    multiply, load = _tile_us(problem, config)
     if words := by_words(problem):
         box = itemsize * config.BLOCK_K * (config.BLOCK_M if words == "a" else config.BLOCK_N)
         load = depth / config.BLOCK_K * (_WORDS_US + box / _SM_WORDS_BYTES)
@@ -495,16 +517,13 @@ def estimate_us(problem: Problem, config: WarpSpecializedConfig) -> float:
     epilogue = _EPILOGUE_US * config.BLOCK_M * config.BLOCK_N / (128 * 256)
     if not problem.epilogue.is_identity or problem.residual is not None:
         epilogue *= 1.5
-    count = tile_count(problem, config) * config.splits
-    waves: float = -(-count // sms)
+    waves = _waves(problem, config)
     adding = 0.0
     if config.splits > 1:
         adding = REDUCE_US + 8 * config.splits * problem.m * problem.n / _PARTS_BYTES
     if config.tail_splits > 1:
-        whole = count // sms
-        waves = whole + 1 / config.tail_splits
         adding = config.tail_splits * _PART_US * config.BLOCK_M * width / (128 * 256)
-        if not (config.pingpong and whole):
+        if not (config.pingpong and waves > 1):
             adding += _WAITING_US  # nothing overlaps the wait
     if config.pingpong and waves > 1:
         busy = waves * max(loop, epilogue / 2) + epilogue
@@ -516,7 +535,7 @@ def estimate_us(problem: Problem, config: WarpSpecializedConfig) -> float:
         exposed = epilogue if config.consumers == 1 else 0.6 * epilogue
         busy = waves * loop + math.ceil(waves) * exposed
     # The closer the two times are, the less of the shorter one is hidden.
-    memory = problem.bytes / (_SM_MEMORY_BYTES * sms)
+    memory = problem.bytes / machine.memory
     if _streams(problem) and not config.evict_first:
         memory *= _DISPLACING
     # Zero-filling a box's missing rows blocks other loads.

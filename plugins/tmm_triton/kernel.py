@@ -98,16 +98,8 @@ class TritonKernel(Built[C]):
         return next(iter(self.configs(problem)))
 
     def estimate_us(self, problem: Problem, config: C) -> float:
-        return roofline.estimate_us(
-            problem,
-            BLOCK_M=config.BLOCK_M,
-            BLOCK_N=config.BLOCK_N,
-            BLOCK_K=config.BLOCK_K,
-            num_stages=config.num_stages,
-            shared_memory=config.shared_memory(problem),
-            splits=self.splits(config),
-            reach=self.reach,
-        )
+        splits = self.splits(config)
+        return roofline.estimate_us(problem, config, splits=splits, reach=self.reach)
 
     def arithmetic(self, problem: Problem, config: C) -> str | None:
         if any(port.reduce == "sum" for port in problem.epilogue.outputs):

@@ -35,7 +35,7 @@ import torch
 import triton
 import triton.language as tl
 
-from tmm_core import Config, ConfigError, Kernel, Launcher, Operand, Problem, Traits
+from tmm_core import Config, ConfigError, Kernel, Launcher, Machine, Operand, Problem, Traits
 from tmm_core.triton import pointer
 from tmm_triton.hopper_tiles import WarpSpecializedConfig
 from tmm_triton.kernel import POINTERS, Built, hopper_or_later
@@ -60,9 +60,8 @@ _TILE_BYTES, _WIDTH, _WARPS = 8192, 256, 8
 #: A copy's rows are multiples of this many bytes, so that boxes of 128 bytes are four whole L2
 #: sectors; with multiples of 16 they would touch five.
 _PITCH = 128
-#: Bytes per µs of an SM's share of memory bandwidth (4.2 TB/s over an H200's 132), and µs of a
-#: launch.
-_BYTES_PER_SM_US, _LAUNCH_US = 32e3, 2.0
+#: µs of a copy's launch, besides the product's.
+_LAUNCH_US = 2.0
 _INT32_MAX = 2**31 - 1
 
 
@@ -229,7 +228,7 @@ class Realigned(Built[RealignedConfig]):
             return None
         # Read once, written once.
         moved = 2 * _copied_bytes(problem)
-        return product + _LAUNCH_US + moved / (_BYTES_PER_SM_US * max(1, problem.device.sm_count))
+        return product + _LAUNCH_US + moved / Machine.of(problem.device).memory
 
     def workspace_bytes(self, problem: Problem, config: RealignedConfig) -> int:
         kernel = inner_kernels()[config.inner]

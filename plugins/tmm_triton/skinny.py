@@ -36,8 +36,7 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tmm_core import Launcher, Problem, Traits
-from tmm_triton import roofline
+from tmm_core import Launcher, Machine, Problem, Traits
 from tmm_triton.early import check_early, ways, with_early
 from tmm_triton.kernel import POINTERS, TritonKernel, hopper_or_later, single, unknown_gluon
 from tmm_triton.operands import (
@@ -277,7 +276,8 @@ class Skinny(TritonKernel[SkinnyConfig]):
         """The time to read ``b``, longer if too few bytes are in flight and if the last programs
         leave SMs idle. Over the problems it was fitted to, the best of the first five by this
         estimate was the best of all, the first was 1.7 % slower."""
-        sms = problem.device.sm_count or 1
+        machine = Machine.of(problem.device)
+        sms = machine.sms
         threads = 32 * config.num_warps
         registers = (config.registers(problem) + _OVERHEAD) * threads
         resident = min(_REGISTERS // registers, _THREADS // threads, _BLOCKS)
@@ -286,7 +286,7 @@ class Skinny(TritonKernel[SkinnyConfig]):
         each = min(programs / sms, resident)
         ahead = 1.5 if config.num_stages == 2 else 1
         asked = each * config.BLOCK_N * config.BLOCK_K * problem.b.dtype.itemsize * ahead
-        rate = roofline.bandwidth_tbs(problem) * 1e6
+        rate = machine.memory
         slow = max(1.0, math.sqrt(_LATENCY * rate / (asked * sms)))
         waves = programs / (sms * resident)
         if waves > 1:
@@ -295,7 +295,7 @@ class Skinny(TritonKernel[SkinnyConfig]):
             idle = math.ceil(programs / sms) / (programs / sms) - 1
         steps = math.ceil(waves) * -(-problem.k // config.BLOCK_K)
         reading = problem.bytes / rate * slow * (1 + idle / 2)
-        return roofline.EMPTY_US + roofline.RAMP_US + reading + _STEP_US * steps
+        return machine.EMPTY_US + machine.RAMP_US + reading + _STEP_US * steps
 
     def builds(self, problem: Problem, config: SkinnyConfig) -> list[Build]:
         overlaps = config.early != "" and hopper_or_later(problem)

@@ -9,14 +9,14 @@ import operator
 import time
 import types
 import zipfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from fakes import FakeKernel, plugin
+from fakes import FakeKernel, register
 
 import tmm_core
 from tmm_core import dispatch, settings
@@ -32,17 +32,7 @@ CPU = torch.device("cpu")
 FP32 = torch.float32
 
 
-@pytest.fixture(autouse=True)
-def blas_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    monkeypatch.setenv("TMM_PLUGINS", "blas")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-def register(*kernels: FakeKernel) -> None:
-    dispatch.dispatcher().registry.register(plugin(*kernels), "fakes")
+pytestmark = pytest.mark.usefixtures("blas_alone")
 
 
 # -- cases and suites --------------------------------------------------------------------

@@ -5,13 +5,12 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from fakes import FakeKernel, plugin
+from fakes import FakeKernel, plugin, register
 from hypothesis import HealthCheck, given
 from hypothesis import settings as fuzzed
 from hypothesis import strategies as st
@@ -27,18 +26,7 @@ from tmm_core.tools.commands.console import print_json
 CPU = ("--device", "cpu")
 
 
-@pytest.fixture(autouse=True)
-def blas_alone(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """No Triton, and one thread: two cores that others use too make tiny products wait."""
-    monkeypatch.setenv("TMM_PLUGINS", "blas")
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    yield
-    torch.set_num_threads(threads)
-
-
-def register(*kernels: FakeKernel) -> None:
-    dispatch.dispatcher().registry.register(plugin(*kernels), "fakes")
+pytestmark = pytest.mark.usefixtures("blas_alone")
 
 
 def run_json(capsys: pytest.CaptureFixture[str], *argv: str) -> Any:
@@ -99,9 +87,9 @@ class _Broken:
         raise ImportError("no module named nvcc_magic")
 
 
-def test_a_broken_plugin_is_listed_and_noted_on_stderr(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.fixture
+def broken(blas_alone: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A plugin is installed that cannot be imported."""
     monkeypatch.setenv("TMM_PLUGINS", "blas,broken")
     real = importlib.metadata.entry_points
     monkeypatch.setattr(
@@ -109,6 +97,10 @@ def test_a_broken_plugin_is_listed_and_noted_on_stderr(
         "entry_points",
         lambda group: [*real(group=group), *([_Broken()] if group == "tmm_core" else [])],
     )
+
+
+@pytest.mark.usefixtures("broken")
+def test_a_broken_plugin_is_listed_and_noted_on_stderr(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["kernels"]) == 0
     out, err = capsys.readouterr()
     assert "not used: import failed: ImportError: no module named nvcc_magic" in out
@@ -468,16 +460,8 @@ def test_doctor_finds_kernels_that_lie_or_fall(capsys: pytest.CaptureFixture[str
     assert "wrong, error nan" in liar["text"]
 
 
-def test_doctor_finds_a_broken_plugin(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TMM_PLUGINS", "blas,broken")
-    real = importlib.metadata.entry_points
-    monkeypatch.setattr(
-        importlib.metadata,
-        "entry_points",
-        lambda group: [*real(group=group), *([_Broken()] if group == "tmm_core" else [])],
-    )
+@pytest.mark.usefixtures("broken")
+def test_doctor_finds_a_broken_plugin(capsys: pytest.CaptureFixture[str]) -> None:
     (finding,) = problems(findings(capsys, 1))
     assert "nvcc_magic" in finding["text"]
     assert "TMM_DISABLE_PLUGINS=broken" in finding["advice"]

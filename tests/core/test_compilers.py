@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import FakeBlas, FakeKernel, FakeTimer, install, problem, settings
+from fakes import FakeBlas, FakeKernel, FakeTimer, imported, install, problem, settings
 
 from tmm_core.dispatch import compilers
 from tmm_core.dispatch.compilers import Compilers, NotCompiledError
@@ -65,13 +65,8 @@ hooks = plugin(kernel, two)
 
 @pytest.fixture(scope="module")
 def module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """The plugin's, as this process imports it."""
-    site = tmp_path_factory.mktemp("site")
-    install(site, "compiled", PLUGIN)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(site))
-        yield importlib.import_module("compiled_plugin")
-    del sys.modules["compiled_plugin"]
+    with imported(tmp_path_factory.mktemp("site"), "compiled", PLUGIN) as found:
+        yield found
 
 
 @pytest.fixture(autouse=True)

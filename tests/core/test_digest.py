@@ -186,7 +186,9 @@ def test_the_order_of_sets_and_addresses_are_no_part_of_it() -> None:
 
 def test_triton_kernels_reach_their_device_code_and_no_cost_model() -> None:
     pytest.importorskip("triton")
+    from tmm_blas.blas import Blas
     from tmm_triton.naive import Naive
+    from tmm_triton.realigned import Realigned
     from tmm_triton.split_k import SplitK
     from tmm_triton.warp_specialized import WarpSpecialized
 
@@ -199,6 +201,8 @@ def test_triton_kernels_reach_their_device_code_and_no_cost_model() -> None:
     hopper = reached(WarpSpecialized, WarpSpecialized.config_type)
     for name in ("warp_specialized._consume", "words.box_words", "hopper_tiles.Constants"):
         assert f"tmm_triton.{name}" in hopper
-    for each in (code, hopper):
+    copies = reached(Realigned, Realigned.config_type)
+    assert "tmm_triton.realigned.realign" in copies
+    for each in (code, hopper, copies, reached(Blas, Blas.config_type)):
         assert not [label for label in each if "roofline" in label or "estimate" in label]
         assert not [label for label, text in each.items() if " at 0x" in text or text[:1] == "/"]

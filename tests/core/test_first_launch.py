@@ -7,11 +7,9 @@ is its config's ``tile``.
 from __future__ import annotations
 
 import contextlib
-import importlib
 import json
 import os
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +17,7 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import FakeBlas, FakeTimer, install, problem, settings
+from fakes import FakeBlas, FakeTimer, imported, problem, settings
 
 from tmm_core import dispatch
 from tmm_core.dispatch import first_launch
@@ -62,12 +60,8 @@ hooks = plugin(kernel)
 
 @pytest.fixture(scope="module")
 def module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    site = tmp_path_factory.mktemp("site")
-    install(site, "launched", PLUGIN)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.syspath_prepend(str(site))
-        yield importlib.import_module("launched_plugin")
-    del sys.modules["launched_plugin"]
+    with imported(tmp_path_factory.mktemp("site"), "launched", PLUGIN) as found:
+        yield found
 
 
 @pytest.fixture(autouse=True)

@@ -61,7 +61,7 @@ FORMAT = Format(
 
 WITH = """
 import torch, tmm_core
-from tmm_core.dispatch import verify
+from tmm_core.dispatch import random_inputs, verify
 from tmm_blas.blas import Blas
 a, b = torch.randn(6, 32).to(torch.float8_e4m3fnuz), torch.randn(32, 8).to(torch.float8_e4m3fnuz)
 scale = torch.rand(6, 1) + 0.5
@@ -72,7 +72,7 @@ torch.testing.assert_close(y.double(), expected, rtol=2e-3, atol=2e-3)
 said = tmm_core.explain(a, b).rejected["triton.naive"]
 assert "does not multiply fnuz operands, torch.float8_e4m3fnuz and torch.float8_e4m3fnuz" in said
 posed = tmm_core.problem(a, b, scale_a=scale)
-inputs = verify.make_inputs(posed, torch.device("cpu"), seed=1)
+inputs = random_inputs.make(posed, torch.device("cpu"), seed=1)
 launcher = Blas().bind(posed, Blas().default_config(posed))
 error = verify.error(inputs.launch(launcher, inputs.out), verify.reference(posed, inputs))
 assert 0 < error <= verify.tolerance(posed) == 2e-3, error

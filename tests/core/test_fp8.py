@@ -12,7 +12,7 @@ from fakes import installed
 from tmm_blas.blas import Blas
 
 import tmm_core
-from tmm_core.dispatch import verify
+from tmm_core.dispatch import random_inputs, verify
 from tmm_core.spec.device import fingerprint
 from tmm_core.spec.epilogue import parse
 from tmm_core.spec.problem import Operand, Problem
@@ -225,7 +225,7 @@ def test_inputs_to_measure_with() -> None:
         scale_a="row", scale_b="tensor", epilogue=parse("swiglu"), scaled=True,
     )  # fmt: skip
     for posed in (problem, replace(problem, batch=1, scale_b="row")):
-        inputs = verify.make_inputs(posed, torch.device("cpu"), seed=3)
+        inputs = random_inputs.make(posed, torch.device("cpu"), seed=3)
         assert inputs.scale_a is not None
         assert inputs.scale_b is not None
         assert Problem.of(

@@ -21,7 +21,7 @@ from tmm_core import Groups, Kernel, Operand, Problem, Supports, UnsupportedProb
 from tmm_core.bench import grouped as bench
 from tmm_core.bench import runner, suites
 from tmm_core.bench.case import Case
-from tmm_core.dispatch import ragged, rotation, verify
+from tmm_core.dispatch import ragged, random_inputs, rotation, tuner
 from tmm_core.dispatch.fixture import Fixture
 from tmm_core.dispatch.ladder import ROWS_EACH, Dispatcher
 from tmm_core.dispatch.registry import Registry
@@ -508,6 +508,14 @@ def cpu_problem(**fields: Any) -> Problem:
     return replace(problem, m=160, device=device, **fields)
 
 
+def test_the_memory_for_timing_counts_the_weights_of_all_groups() -> None:
+    problem = cpu_problem()
+    weights = problem.groups.count * problem.k * problem.n * 4  # type: ignore[union-attr]
+    assert problem.bytes > weights
+    with pytest.raises(MemoryError, match="tune_memory"):
+        tuner._Chain(problem, torch.device("cpu"), weights)
+
+
 def test_tuning_keeps_groups_on_record(tmp_path: Path) -> None:
     problem = cpu_problem()
     chooser, _ = dispatcher(Blas(), Loops(), times={(Loops.name, 2): 50.0}, root=tmp_path)
@@ -595,7 +603,7 @@ def test_distributions_have_empty_groups(skewed: bool) -> None:
 
 def test_both_distributions_are_timed_and_verified() -> None:
     problem = cpu_problem()
-    inputs = verify.make_inputs(problem, torch.device("cpu"), 0)
+    inputs = random_inputs.make(problem, torch.device("cpu"), seed=0)
     assert rotation.copies(problem) == 2
     first, second = rotation.rotated(inputs, problem, 2)
     assert isinstance(first, ragged.Inputs)

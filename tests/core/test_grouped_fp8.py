@@ -18,7 +18,7 @@ import tmm_core
 from tmm_core import Groups, Operand, Problem
 from tmm_core.bench import grouped as bench
 from tmm_core.bench import runner, suites
-from tmm_core.dispatch import ragged_reference, verify
+from tmm_core.dispatch import ragged_reference, random_inputs, verify
 from tmm_core.interop import grouped
 from tmm_core.launch import warm
 from tmm_core.spec.device import DeviceFingerprint
@@ -270,7 +270,7 @@ def test_inputs_to_measure_with(form: str) -> None:
         index_dtype = torch.int32 if form == "m" and scale_b else None
         groups = Groups(3, form, a_index=index_dtype)  # type: ignore[arg-type]
         problem = replace(posed, scale_b=scale_b, groups=groups)
-        inputs: Any = verify.make_inputs(problem, torch.device("cpu"), seed=3, whole=False)
+        inputs: Any = random_inputs.make(problem, torch.device("cpu"), seed=3, whole=False)
         given = inputs.rows.given
         again = tmm_core.problem(
             inputs.a, inputs.b, scale_a=inputs.scale_a, scale_b=inputs.scale_b, **given

@@ -8,9 +8,8 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import FakeKernel, plugin
+from fakes import FakeKernel, register
 
-from tmm_core import dispatch
 from tmm_core.bench import plots, series
 from tmm_core.bench.case import Case
 from tmm_core.bench.results import Results
@@ -21,13 +20,7 @@ from tmm_core.tools.commands import options
 CPU = ("--device", "cpu", "--no-tune", "--seconds-per-problem", "0.01", "--dtype", "fp32")
 
 
-@pytest.fixture(autouse=True)
-def blas_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("TMM_PLUGINS", "blas")
-
-
-def register(*kernels: FakeKernel) -> None:
-    dispatch.dispatcher().registry.register(plugin(*kernels), "fakes")
+pytestmark = pytest.mark.usefixtures("blas_alone")
 
 
 def bench(capsys: pytest.CaptureFixture[str], *argv: str) -> Any:

@@ -155,7 +155,6 @@ def test_a_forced_config_needs_the_word() -> None:
 
 def test_the_word_is_not_part_of_the_key() -> None:
     assert POSED.to_json() == problem().to_json()
-    assert POSED.family() == problem().family()
 
 
 def test_variable_and_override(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from fakes import FakeBlas, FakeConfig, FakeKernel, FakeTimer, Idle, problem, se
 from tmm_cache import CandidateResult, TuningRecord
 
 from tmm_core import Traits
-from tmm_core.dispatch import binding, proposals, tuner, verify
+from tmm_core.dispatch import binding, proposals, random_inputs, tuner, verify
 from tmm_core.dispatch.proposals import Hints, baseline_us, decide
 from tmm_core.dispatch.timing import GraphTimer
 from tmm_core.dispatch.tuner import Tuner
@@ -459,7 +459,7 @@ def test_inputs_are_of_the_class_asked(layout: Any, aligned: bool, size: tuple[i
     if layout == "strided" and (aligned or 1 in size):
         pytest.skip("no such class")
     spec = Operand(torch.bfloat16, layout, aligned)
-    t = verify._empty(spec, size, torch.device("cpu"))
+    t = random_inputs._empty("a", spec, size, torch.device("cpu"))
     assert tuple(t.shape) == size
     found = Operand.of(t)
     if 1 not in size:

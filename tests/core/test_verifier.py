@@ -19,7 +19,7 @@ from tmm_core.dispatch.fixture import Fixture
 from tmm_core.dispatch.guarded import UNREADABLE, UNWRITTEN, guarded
 from tmm_core.dispatch.special import Special
 from tmm_core.dispatch.tuner import Tuner
-from tmm_core.dispatch.verifier import Verdict, Verifier, sampled_verdict, verify_inside
+from tmm_core.dispatch.verifier import Verdict, Verifier, sampled_verdict
 from tmm_core.spec.device import fingerprint
 from tmm_core.spec.epilogue import BUILTIN, Epilogue, parse
 from tmm_core.spec.kernel import Config
@@ -239,13 +239,11 @@ def test_right_at_64_and_wrong_at_50() -> None:
     kernel, asked = Faulty(ragged), problem(m=64)
     verifier = Verifier(asked, CPU)
     assert verifier.verdict(kernel.bind(asked, ANY)).ok
-    at_50 = verify_inside(kernel, ANY, verifier, 50)
-    assert not at_50.ok
-    assert kernel.bound[-1] == replace(asked, m=50)
-    assert verify_inside(FakeKernel("right"), ANY, verifier, 50).ok
-    assert verifier.inside(50) is verifier.inside(50)
-    broken = FakeKernel("broken", bind_error=RuntimeError("no such tile"))
-    assert "no such tile" in str(verify_inside(broken, ANY, verifier, 50).reason)
+    inside = verifier.inside(50)
+    assert inside.problem == replace(asked, m=50)
+    assert not inside.verdict(kernel.bind(inside.problem, ANY)).ok
+    assert inside.verdict(FakeKernel("right").bind(inside.problem, ANY)).ok
+    assert verifier.inside(50) is inside
 
 
 @pytest.mark.parametrize("deterministic", [True, False])

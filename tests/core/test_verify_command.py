@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from fakes import FakeKernel, plugin
+from fakes import FakeKernel, plugin, register
 from tmm_cache import CacheStore, TuningRecord
 
 import tmm_core
@@ -22,10 +22,6 @@ from tmm_core.tools.commands import verify
 
 CPU = ["--device", "cpu"]
 DEVICE = fingerprint(torch.device("cpu"))
-
-
-def register(*kernels: FakeKernel) -> None:
-    dispatch.dispatcher().registry.register(plugin(*kernels), "fakes")
 
 
 def record(kernel: FakeKernel, m: int, root: Path | None = None) -> TuningRecord:

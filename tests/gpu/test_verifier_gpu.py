@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from tmm_core import Problem, dispatch
-from tmm_core.dispatch import verify
+from tmm_core.dispatch import random_inputs, verify
 from tmm_core.dispatch.fixture import memory_limit
 from tmm_core.dispatch.verifier import Verifier, sampled_verdict
 from tmm_core.spec.device import fingerprint
@@ -123,7 +123,7 @@ def test_what_it_costs() -> None:
 def test_references_do_not_ask_whether_tf32_is_allowed() -> None:
     """A large 16-bit product, whose reference is in fp32, is the same under either setting."""
     asked = problem(256, 256, 2048)
-    inputs = verify.make_inputs(asked, device(), 1)
+    inputs = random_inputs.make(asked, device(), seed=1)
     exact = verify._product(inputs.a, inputs.b, True)
     matmul = torch.backends.cuda.matmul
     before = matmul.fp32_precision

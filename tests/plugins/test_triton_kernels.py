@@ -627,9 +627,9 @@ def test_estimates_are_of_the_right_size(size: tuple[int, int, int], measured_us
 
 
 def test_estimates_know_waves() -> None:
-    tile = {"BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "num_stages": 4, "shared_memory": 2**17}
-    one_wave = roofline.estimate_us(ask(128 * 11, 128 * 12, 8192), **tile)
-    more = roofline.estimate_us(ask(128 * 7, 128 * 19, 8192), **tile)
+    tile = TileConfig(BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, num_stages=4, num_warps=8)
+    one_wave = roofline.estimate_us(ask(128 * 11, 128 * 12, 8192), tile)
+    more = roofline.estimate_us(ask(128 * 7, 128 * 19, 8192), tile)
     assert more > 1.8 * one_wave
 
 

@@ -28,7 +28,7 @@ from tmm_triton.hopper_tiles import Constants, WarpSpecializedConfig
 from tmm_triton.warp_specialized import WarpSpecialized
 
 from tmm_core import ConfigError, Operand, Port, Problem
-from tmm_core.dispatch import verify
+from tmm_core.dispatch import random_inputs
 from tmm_core.spec.device import DeviceFingerprint
 from tmm_core.spec.epilogue import BUILTIN, Epilogue, parse
 
@@ -933,7 +933,7 @@ def test_a_call_passes_what_the_kernel_takes(
     assert shape == ((3, 64, 64) if asked.batch == 3 else (64, 64))
     assert dtype == asked.out.dtype
     assert step.arguments.keys() == special.types.keys()
-    given = verify.make_inputs(asked, torch.device("cpu"), 0)
+    given = random_inputs.make(asked, torch.device("cpu"), seed=0)
     for name, argument in step.arguments.items():
         if name.endswith("_desc"):
             described = argument.describe(getattr(given, argument.tensor))

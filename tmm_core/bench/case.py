@@ -11,7 +11,7 @@ torch.Size([64, 48])
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,11 +19,11 @@ import torch
 
 import tmm_core
 from tmm_core import dispatch, settings
-from tmm_core.dispatch import ragged, verify
+from tmm_core.dispatch import ragged
 from tmm_core.dispatch.ragged import Rows
+from tmm_core.dispatch.random_inputs import Inputs, fill, seeded
 from tmm_core.formats import wide
 from tmm_core.launch import grouped
-from tmm_core.launch.check import result_dtype
 from tmm_core.launch.plan import Plan
 from tmm_core.spec.arguments import EXTRAS, Arguments, GroupedArguments
 from tmm_core.spec.epilogue import Epilogue
@@ -79,8 +79,8 @@ class Case:
     ragged: Ragged = "m"
     routing: str = "both"
 
-    def call(self, device: torch.device, fill: Callable[..., Tensor] = torch.randn) -> Call:
-        """The call's tensors on ``device``, made by ``fill(shape, dtype=…, device=…)``.
+    def call(self, device: torch.device, *, filled: bool = True) -> Call:
+        """The call's tensors on ``device``, random or not ``filled`` with anything.
 
         Raises:
             UnknownNameError, ValueError: The epilogue is invalid.
@@ -90,36 +90,38 @@ class Case:
         width = self.n * (2 if epilogue.gated else 1)
         out_dtype = self.out_dtype or wide(self.dtype)
         batch = (self.batch,) if self.batch > 1 else ()
+        generator = seeded(device)
 
         def lead(ragged: str) -> tuple[int, ...]:
             return batch if not self.groups else (self.groups,) if self.ragged == ragged else ()
 
-        def matrix(
-            rows: int, cols: int, transposed: bool, dtype: torch.dtype, ragged: str
-        ) -> Tensor:
-            shape = (cols, rows) if transposed else (rows, cols)
-            # Torch has no random 8-bit floats.
-            t = fill((*lead(ragged), *shape), dtype=wide(dtype), device=device).to(dtype)
-            return t.mT if transposed else t
+        def made(name: str, dtype: torch.dtype, *shape: int) -> Tensor:
+            t = torch.empty(shape, dtype=dtype, device=device)
+            return fill(name, t, self.k, generator) if filled else t
 
-        def scale(dimension: str, *shape: int) -> Tensor | None:
+        def operand(name: str, rows: int, cols: int, layout: str, ragged: str) -> Tensor:
+            shape = (cols, rows) if layout == "t" else (rows, cols)
+            t = made(name, self.dtype, *lead(ragged), *shape)
+            return t.mT if layout == "t" else t
+
+        def scale(name: str, dimension: str, *shape: int) -> Tensor | None:
             if not self.scales:
                 return None
             if self.groups:
                 size = math.prod(shape)
                 shape = (size,) if self.ragged == dimension else (self.groups, size)
-            numbers = (*batch, *shape) if self.scales == "row" else ()
-            return torch.rand(numbers, device=device) + 0.5
+            return made(name, torch.float32, *((*batch, *shape) if self.scales == "row" else ()))
 
+        residual = (*lead("k"), self.m, self.n)
         return Call(
-            a=matrix(self.m, self.k, self.layout[0] == "t", self.dtype, "n"),
-            b=matrix(self.k, width, self.layout[1] == "t", self.dtype, "m"),
-            bias=fill((width,), dtype=wide(self.dtype), device=device) if self.bias else None,
-            residual=matrix(self.m, self.n, False, out_dtype, "k") if self.residual else None,
+            a=operand("a", self.m, self.k, self.layout[0], "n"),
+            b=operand("b", self.k, width, self.layout[1], "m"),
+            bias=made("bias", wide(self.dtype), width) if self.bias else None,
+            residual=made("residual", out_dtype, *residual) if self.residual else None,
             epilogue=epilogue,
             out_dtype=self.out_dtype,
-            scale_a=scale("m", self.m, 1),
-            scale_b=scale("n", 1, width),
+            scale_a=scale("scale_a", "m", self.m, 1),
+            scale_b=scale("scale_b", "n", 1, width),
             rows=self._rows(device),
         )
 
@@ -128,9 +130,8 @@ class Case:
         if not self.groups:
             return None
         size = {"m": self.m, "n": self.n, "k": self.k}[self.ragged]
-        generator = torch.Generator(device=device).manual_seed(0)
         groups, skewed = Groups(self.groups, self.ragged), self.routing != "even"
-        rows = Rows.of(groups, size, device, generator, skewed=skewed, whole=True)
+        rows = Rows.of(groups, size, device, seeded(device, 0), skewed=skewed, whole=True)
         return rows if self.routing == "both" else replace(rows, other=None)
 
     def to_json(self) -> dict[str, Any]:
@@ -213,16 +214,12 @@ class Call:
         """The problem this call poses."""
         return tmm_core.problem(self.a, self.b, **self.keywords)
 
-    def inputs(self) -> verify.Inputs:
+    def inputs(self) -> Inputs:
         """The call's tensors and an output to write, for :mod:`tmm_core.dispatch.verify`."""
-        shape = list(torch.broadcast_shapes(self.a.shape[:-2], self.b.shape[:-2]))
-        shape += [self.a.shape[-2], self.b.shape[-1] // (2 if self.epilogue.gated else 1)]
-        dtype = result_dtype(self.a, self.out_dtype)
-        shape = shape if self.rows is None else list(self.problem().out_shape)
-        bias = self.bias
+        problem, bias = self.problem(), self.bias
         if self.rows is not None and bias is not None:
             bias = bias.expand(len(self.rows.ends), -1)
-        out = torch.empty(shape, dtype=dtype, device=self.a.device)
+        out = torch.empty(problem.out_shape, dtype=problem.out.dtype, device=self.a.device)
         if self.rows is not None:
             scales = self.scale_a, self.scale_b
             return ragged.Inputs(self.a, self.b, bias, self.residual, 1.0, out, self.rows, *scales)

@@ -16,6 +16,7 @@ import torch.nn.functional as F
 
 import tmm_core
 from tmm_core import settings
+from tmm_core.bench.case import Case
 from tmm_core.bench.results import Document
 
 SIZE = 16
@@ -38,10 +39,9 @@ def measure(
         tune: Tune the three problems first, so that tmm launches the kernels it would in use.
         budget: Seconds of tuning per problem; None: the settings' value.
     """
-    x, w, bias = (
-        torch.randn(shape, dtype=dtype, device=device)
-        for shape in ((SIZE, SIZE), (SIZE, SIZE), (SIZE,))
-    )
+    call = Case(m=SIZE, n=SIZE, k=SIZE, dtype=dtype, bias=True).call(device)
+    x, w, bias = call.a, call.b, call.bias
+    assert bias is not None
     out = torch.empty(SIZE, SIZE, dtype=dtype, device=device)
     problems = {
         "plain": tmm_core.problem(x, w),

@@ -12,7 +12,7 @@ from tmm_cache import CacheStore, TuningRecord, shipped_layers
 
 from tmm_core import dispatch
 from tmm_core.bench.results import Document
-from tmm_core.dispatch import ragged_reference, rotation, verify
+from tmm_core.dispatch import ragged_reference, random_inputs, rotation, verify
 from tmm_core.dispatch.compilers import compiling_threads
 from tmm_core.dispatch.timing import GraphTimer, HostTimer, Run, median, timer_for
 from tmm_core.launch import warm
@@ -116,7 +116,7 @@ def _checked(
 
 def _measured(bound: _Bound, device: torch.device, timer: GraphTimer | HostTimer) -> Document:
     problem, launcher = bound.problem, bound.launcher
-    inputs = verify.make_inputs(problem, device, seed=torch.seed() % 2**31)
+    inputs = random_inputs.make(problem, device)
     blas = dispatch.dispatcher().registry.kernel(BASELINE)
     epilogue, shape = problem.epilogue, inputs.out.shape
     baseline = delivering(epilogue, blas.bind(problem, blas.default_config(problem)), shape)

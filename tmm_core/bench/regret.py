@@ -12,7 +12,7 @@ import math
 import random
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 from tmm_cache import CandidateResult, TuningRecord
@@ -94,7 +94,7 @@ def measure(
 
 def _point(call: Call, timer: GraphTimer | HostTimer, budget: float | None) -> Document:
     problem = call.problem()
-    edge = bucketed(replace(problem, deterministic=False, batch_invariant=False, capturing=False))
+    edge = bucketed(problem.bare())
     (record,) = tmm_core.tune([edge], budget=budget)
     chosen = tmm_core.plan(call.a, call.b, **call.keywords)
     plans = {_key(chosen): chosen}

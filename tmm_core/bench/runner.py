@@ -120,7 +120,7 @@ def run(tasks: Sequence[Task], device: torch.device, options: Options) -> Iterat
 def _prepare(task: Task, device: torch.device) -> None:
     """Compile the task's kernels while another task is measured."""
     with suppress(Exception):  # the task itself will report it
-        problem = task.case.call(device, torch.empty).problem()
+        problem = task.case.call(device, filled=False).problem()
         dispatch.dispatcher().prepare(problem, settings.current())
 
 

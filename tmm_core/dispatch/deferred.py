@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any
 from tmm_core.settings import Settings
 from tmm_core.spec.asking import let_through
 from tmm_core.spec.kernel import Deferred, Kernel
-from tmm_core.spec.problem import Problem
+from tmm_core.spec.problem import REQUIREMENTS, Problem
 
 if TYPE_CHECKING:
     from tmm_cache import Notes
@@ -102,12 +102,11 @@ def own_files() -> set[Path]:
 def _about(problem: Problem, settings: Settings) -> str:
     from tmm_cache import digest
 
-    requirements = ("deterministic", "batch_invariant", "capturing")
     return digest(
         {
             "problem": problem.to_json(),
             "device": dataclasses.asdict(problem.device),
-            "requirements": [getattr(problem, name) for name in requirements],
+            "requirements": [getattr(problem, name) for name in REQUIREMENTS],
             "disable": sorted(settings.disable),
         }
     )

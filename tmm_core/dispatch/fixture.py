@@ -9,10 +9,18 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tmm_core.dispatch import ragged, ragged_reference, verify
-from tmm_core.dispatch.guarded import UNREADABLE, UNWRITTEN, Guarded, footprint, guarded
+from tmm_core.dispatch import ragged, ragged_reference, random_inputs, verify
+from tmm_core.dispatch.guarded import (
+    UNREADABLE,
+    UNWRITTEN,
+    Checksums,
+    Guarded,
+    footprint,
+    guarded,
+)
+from tmm_core.dispatch.random_inputs import Inputs
 from tmm_core.dispatch.special import Special
-from tmm_core.spec.arguments import TENSORS
+from tmm_core.spec.device import free_memory
 from tmm_core.spec.problem import Operand, Problem
 
 #: By default verification takes at most a quarter of the free memory of a GPU, a sixteenth of a
@@ -34,10 +42,7 @@ COMPARED = 1 << 24
 def memory_limit(device: torch.device) -> int:
     """Bytes that verification may take by default."""
     if device.type == "cuda":
-        free = torch.cuda.mem_get_info(device)[0]
-        # Memory that torch's allocator caches unused is free too.
-        free += torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return min(free // 4, MOST_MEMORY)
+        return min(free_memory(device) // 4, MOST_MEMORY)
     try:
         has = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, OSError, ValueError):  # not a POSIX system
@@ -89,16 +94,13 @@ class Expected:
 class InputSet:
     """Inputs between guard bands, and the expected results."""
 
-    inputs: verify.Inputs
-    memory: dict[str, Guarded]
-    sums: dict[str, torch.Tensor]
+    inputs: Inputs
+    checksums: Checksums
     expected: Expected
 
     def changed(self) -> list[str]:
         """Names of inputs that have changed, or whose guard bands have."""
-        same = [(guard.sums() == self.sums[name]).all() for name, guard in self.memory.items()]
-        kept = torch.stack(same).tolist()
-        return [name for name, is_kept in zip(self.memory, kept, strict=True) if not is_kept]
+        return self.checksums.changed()
 
 
 class Fixture:
@@ -215,26 +217,20 @@ class Fixture:
         return FULL_FLOPS if narrow else FULL_FLOPS_FP64
 
     def _set(self, padded: bool, whole: bool) -> InputSet:
-        made: list[Guarded] = []
+        memory: dict[str, Guarded] = {}
 
-        def empty(spec: Operand, shape: tuple[int, ...]) -> torch.Tensor:
-            made.append(guarded(spec, shape, self.device, UNREADABLE, padded=padded))
-            return made[-1].tensor
+        def empty(name: str, spec: Operand, shape: tuple[int, ...]) -> torch.Tensor:
+            memory[name] = guarded(spec, shape, self.device, UNREADABLE, padded=padded)
+            return memory[name].tensor
 
-        seed = int.from_bytes(os.urandom(4), "little")
         # One set of ragged products is skewed, the other even and does not fill its rows.
         groups = {"skewed": not padded, "whole": not padded}
-        inputs = verify.make_inputs(
-            self.problem, self.device, seed, empty, with_out=False, **groups
+        inputs = random_inputs.make(
+            self.problem, self.device, empty=empty, with_out=False, **groups
         )
-        at = {guard.tensor.data_ptr(): guard for guard in made}
-        memory = {
-            name: at[t.data_ptr()] for name in TENSORS if (t := getattr(inputs, name)) is not None
-        }
-        sums = {name: guard.sums() for name, guard in memory.items()}
-        return InputSet(inputs, memory, sums, self._expected(inputs, whole))
+        return InputSet(inputs, Checksums.of(memory), self._expected(inputs, whole))
 
-    def _expected(self, inputs: verify.Inputs, whole: bool) -> Expected:
+    def _expected(self, inputs: Inputs, whole: bool) -> Expected:
         p = self.problem
         within = inputs.rows.defined(p) if isinstance(inputs, ragged.Inputs) else None
         m, n = p.m, p.n
@@ -246,9 +242,7 @@ class Fixture:
         in_cols = None if cols is None else self._reference(inputs, slice(m), cols)
         return Expected(rows, in_rows, cols, in_cols, verify.rms(in_rows), within)
 
-    def _reference(
-        self, inputs: verify.Inputs, rows: verify.Places, cols: verify.Places
-    ) -> torch.Tensor:
+    def _reference(self, inputs: Inputs, rows: verify.Places, cols: verify.Places) -> torch.Tensor:
         """The reference of those rows and columns, in pieces whose intermediates fit."""
         if isinstance(inputs, ragged.Inputs):
             return ragged_reference.reference(self.problem, inputs, rows, cols, self.limit // 16)
@@ -275,8 +269,7 @@ class Fixture:
 def _sample(size: int, device: torch.device) -> torch.Tensor:
     """Indices in ``range(size)``: one per stripe, the first and the last."""
     edges = torch.linspace(0, size, min(size, SAMPLES) + 1, dtype=torch.float64).long()
-    seed = int.from_bytes(os.urandom(4), "little")
-    chance = torch.rand(len(edges) - 1, generator=torch.Generator().manual_seed(seed))
+    chance = torch.rand(len(edges) - 1, generator=random_inputs.seeded(torch.device("cpu")))
     inside = edges[:-1] + (chance * (edges[1:] - edges[:-1])).long()
     places: torch.Tensor = torch.cat([inside, torch.tensor([0, size - 1])]).unique()
     return places.to(device)

@@ -7,6 +7,7 @@ of the class: gaps between its rows.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 import torch
@@ -92,9 +93,28 @@ class Guarded:
         return (self.words == _word(self.filler, 8)).all()
 
     def poison(self) -> torch.Tensor:
-        """The tensor filled with NaN, with bands and gaps reset."""
+        """The tensor filled with NaN (integers: with zeros), with bands and gaps reset."""
         self.words.fill_(_word(self.filler, 8))
-        return self.tensor.fill_(float("nan"))
+        has_nan = self.tensor.is_floating_point() or self.tensor.is_complex()
+        return self.tensor.fill_(float("nan") if has_nan else 0)
+
+
+@dataclass(frozen=True, slots=True)
+class Checksums:
+    """Checksums of tensors by name, which detect changes of them, their gaps and guard bands."""
+
+    memory: Mapping[str, Guarded]
+    before: Mapping[str, torch.Tensor]
+
+    @classmethod
+    def of(cls, memory: Mapping[str, Guarded]) -> Checksums:
+        return cls(memory, {name: each.sums() for name, each in memory.items()})
+
+    def changed(self) -> list[str]:
+        """Names of tensors that have changed, or whose surroundings have."""
+        same = [(each.sums() == self.before[name]).all() for name, each in self.memory.items()]
+        kept = torch.stack(same).tolist()
+        return [name for name, is_kept in zip(self.memory, kept, strict=True) if not is_kept]
 
 
 def guarded(
@@ -106,11 +126,29 @@ def guarded(
     padded: bool = False,
 ) -> Guarded:
     """An uninitialised tensor of the class ``spec`` between two bands of ``filler``."""
-    placed, size = lie(spec, shape, padded=padded), spec.dtype.itemsize
-    inside, band = _extent(placed, size)
+    return placed_guarded(lie(spec, shape, padded=padded), shape, spec.dtype, device, filler)
+
+
+def placed_guarded(
+    placed: Lie,
+    shape: tuple[int, ...],
+    dtype: torch.dtype,
+    device: torch.device,
+    filler: int,
+    *,
+    least: int = LEAST,
+) -> Guarded:
+    """An uninitialised tensor of that layout between two bands of ``filler``.
+
+    Args:
+        least: Minimum bytes of a band, a multiple of 4096.
+    """
+    inside, band = _extent(placed, dtype.itemsize)
+    band = max(band, least)
     memory = torch.empty(inside + 2 * band, dtype=torch.uint8, device=device)
     memory.fill_(filler)
-    tensor = memory.view(spec.dtype).as_strided(shape, placed.strides, band // size + placed.offset)
+    offset = band // dtype.itemsize + placed.offset
+    tensor = memory.view(dtype).as_strided(shape, placed.strides, offset)
     return Guarded(tensor, memory.view(torch.int64).view(-1, _LINE // 8), filler)
 
 
@@ -144,6 +182,7 @@ def same_bits(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
 
 
 def _fill(t: torch.Tensor, byte: int) -> None:
+    t = torch.view_as_real(t) if t.is_complex() else t
     if t.numel():
         t.view(_BITS[t.element_size()]).fill_(_word(byte, t.element_size()))
 

@@ -8,14 +8,12 @@ from typing import TYPE_CHECKING, Any
 from tmm_core.spec.asking import read_config
 from tmm_core.spec.device import DeviceFingerprint
 from tmm_core.spec.kernel import Candidate
-from tmm_core.spec.problem import Problem
+from tmm_core.spec.problem import REQUIREMENTS, Problem
 
 if TYPE_CHECKING:
     from tmm_core.dispatch.registry import Registry
 
 Job = dict[str, Any]
-
-_REQUIREMENTS = ("deterministic", "batch_invariant", "capturing")
 
 
 class ElsewhereError(Exception):
@@ -26,7 +24,7 @@ def job_of(problem: Problem, candidate: Candidate) -> Job:
     """The job as JSON."""
     return {
         "problem": problem.to_json(),
-        "requirements": {name: getattr(problem, name) for name in _REQUIREMENTS},
+        "requirements": {name: getattr(problem, name) for name in REQUIREMENTS},
         "device": dataclasses.asdict(problem.device),
         "kernel": candidate.kernel.name,
         "version": candidate.kernel.version,

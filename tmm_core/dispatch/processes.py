@@ -17,6 +17,8 @@ from typing import IO
 
 #: Variables that would keep a Python process from ending, or change its output.
 _NOT_PASSED = ("PYTHONINSPECT", "PYTHONSTARTUP", "PYTHONWARNINGS", "PYTHONVERBOSE")
+#: Bytes of the end of a process's output that messages show.
+_TAIL = 400
 
 
 def startable() -> bool:
@@ -88,12 +90,12 @@ def empty(scratch: IO[bytes] | None) -> None:
         scratch.truncate()
 
 
-def tail(scratch: IO[bytes] | None, size: int = 400) -> str:
+def tail(scratch: IO[bytes] | None) -> str:
     """The end of the output."""
     if scratch is None:
         return ""
     end = scratch.seek(0, os.SEEK_END)
-    scratch.seek(max(0, end - size))
+    scratch.seek(max(0, end - _TAIL))
     return scratch.read().decode(errors="replace").strip()
 
 

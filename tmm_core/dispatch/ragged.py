@@ -55,7 +55,7 @@ class Rows:
         whole: bool,
     ) -> Rows:
         """Random groups with ``total`` rows (or columns, or terms of sums) in all; see
-        :func:`tmm_core.dispatch.verify.make_inputs`."""
+        :func:`tmm_core.dispatch.random_inputs.make`."""
         seed = int(torch.randint(2**31, (), generator=generator, device=device))
         chance = torch.Generator().manual_seed(seed)
         used = total if whole else total - min(3, total // 4)

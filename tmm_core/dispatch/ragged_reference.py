@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import torch
 
-from tmm_core.dispatch import verify
+from tmm_core.dispatch import random_inputs, verify
 from tmm_core.dispatch.ragged import Inputs
 from tmm_core.dispatch.verify import Places
 from tmm_core.spec.arguments import Arguments
@@ -18,7 +18,7 @@ from tmm_core.spec.problem import Problem
 ROOM = 1 << 30
 
 
-def whole(problem: Problem, inputs: verify.Inputs) -> torch.Tensor:
+def whole(problem: Problem, inputs: random_inputs.Inputs) -> torch.Tensor:
     """The complete reference of a plain or a ragged problem; see :func:`verify.reference`."""
     if isinstance(inputs, Inputs):
         return reference(problem, inputs, slice(None), slice(None), ROOM)

@@ -15,6 +15,7 @@ from typing import Any, TypeVar
 import torch
 
 from tmm_core.dispatch import ragged
+from tmm_core.spec.device import free_memory
 from tmm_core.spec.problem import ALIGNMENT, Problem
 
 T = TypeVar("T")
@@ -50,16 +51,6 @@ def copies(problem: Problem, limit: float = MEMORY_LIMIT) -> int:
     return max(1, min(max(2, math.ceil(wanted)), MOST_COPIES, affordable))
 
 
-def bytes_of(problem: Problem) -> int:
-    """Bytes of one copy of all operands and the result."""
-    width = problem.n * (2 if problem.gated else 1)
-    a, b = problem.m * problem.k * problem.a.dtype.itemsize, problem.k * width
-    tile = problem.m * problem.n
-    out = tile * problem.out.dtype.itemsize
-    residual = tile * problem.residual.dtype.itemsize if problem.residual else 0
-    return problem.batch * (a + b * problem.b.dtype.itemsize + out + residual)
-
-
 def resident(problem: Problem, count: int) -> bool:
     """Whether the copies of a chain may still be in the L2."""
     return count * _rotating_bytes(problem) < L2_TIMES * problem.device.l2
@@ -69,9 +60,7 @@ def memory_limit(device: torch.device) -> float:
     """Bytes that a chain may take: a quarter of the free memory, at most :data:`MEMORY_LIMIT`."""
     if device.type != "cuda":
         return MEMORY_LIMIT
-    free, _ = torch.cuda.mem_get_info(device)
-    held = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-    return min(MEMORY_LIMIT, (free + held) / 4)
+    return min(MEMORY_LIMIT, free_memory(device) / 4)
 
 
 def rotated(arguments: T, problem: Problem, count: int) -> list[T]:

@@ -151,7 +151,7 @@ class Trial:
             raise WrongError(
                 f"it returned strides {result.stride()}; a call returns row-major memory"
             )
-        for name, guard in of.memory.items():
+        for name, guard in of.checksums.memory.items():
             if overlap(result, guard.tensor):
                 raise WrongError(f"it returned memory of its input {name}")
         if any(overlap(result, other) for other in held):

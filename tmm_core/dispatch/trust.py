@@ -39,7 +39,7 @@ class Trust:
             return True
         # Batch-invariant mode has its own records, and plain ones if no kernel is invariant.
         evidence = replace(
-            _bare(choice.evidence or problem), batch_invariant=choice.arithmetic is not None
+            (choice.evidence or problem).bare(), batch_invariant=choice.arithmetic is not None
         )
         if choice.origin == "cache" and self._stamps.is_own(evidence):
             return True
@@ -115,11 +115,7 @@ def _key(problem: Problem, candidate: Candidate) -> str:
             "kernel": kernel.name,
             "version": kernel.version,
             "config": candidate.config.to_json(),
-            "problem": bucketed(_bare(problem)).to_json(),
+            "problem": bucketed(problem.bare()).to_json(),
             "tmm": __version__,
         }
     )
-
-
-def _bare(problem: Problem) -> Problem:
-    return replace(problem, deterministic=False, batch_invariant=False, capturing=False)

@@ -13,7 +13,6 @@ import concurrent.futures as futures
 import datetime
 import functools
 import math
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
@@ -22,7 +21,7 @@ from typing import Any, Literal
 import torch
 from tmm_cache import CandidateResult, TuningRecord
 
-from tmm_core.dispatch import rotation, verify
+from tmm_core.dispatch import random_inputs, rotation, verify
 from tmm_core.dispatch.binding import Binding, Task
 from tmm_core.dispatch.compilers import Compilers, NotCompiledError, compiling_threads
 from tmm_core.dispatch.compilers import default as default_compilers
@@ -30,6 +29,7 @@ from tmm_core.dispatch.first_launch import FirstLaunches
 from tmm_core.dispatch.fixture import memory_limit
 from tmm_core.dispatch.progress import Progress
 from tmm_core.dispatch.proposals import MARGIN, NO_HINTS, Hints, Proposals, decide, group
+from tmm_core.dispatch.random_inputs import Inputs
 from tmm_core.dispatch.timing import Timer, held_up, median, timer_for
 from tmm_core.dispatch.unmeasured import unmeasured
 from tmm_core.dispatch.verifier import Verifier
@@ -469,14 +469,14 @@ class _Chain:
     """
 
     def __init__(self, problem: Problem, device: torch.device, most: int | None) -> None:
-        if most is not None and (needed := rotation.bytes_of(problem)) > most:
+        if most is not None and (needed := problem.bytes) > most:
             raise MemoryError(
                 f"operands and result take {needed / 2**20:.0f} MiB, and tune_memory "
                 f"(TMM_TUNE_MEMORY) leaves {most / 2**20:.0f} for what is timed"
             )
         limit = rotation.memory_limit(device)
         self.copies = rotation.copies(problem, limit if most is None else min(limit, most))
-        inputs = verify.make_inputs(problem, device, seed=_fresh_seed())
+        inputs = random_inputs.make(problem, device)
         self._inputs = rotation.rotated(inputs, problem, self.copies)
         # As in calls, without `out=`: torch's operators would copy their result into it, and BLAS
         # with a bias or an epilogue would lose to slower kernels.
@@ -493,7 +493,7 @@ class _Runner:
     """Calls a candidate on the i-th copy of the operands."""
 
     launcher: Launcher
-    inputs: Sequence[verify.Inputs]
+    inputs: Sequence[Inputs]
     out: torch.Tensor | None
 
     def __call__(self, copy: int) -> object:
@@ -596,7 +596,3 @@ def _device(problem: Problem) -> torch.device:
     if problem.device.type == "cuda":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device(problem.device.type)
-
-
-def _fresh_seed() -> int:
-    return int.from_bytes(os.urandom(4), "little")

@@ -9,13 +9,12 @@ repeatedly.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
 from tmm_core.dispatch.fixture import Fixture, memory_limit
 from tmm_core.dispatch.trial import Trial, WrongError
-from tmm_core.spec.kernel import BASELINE, Config, Kernel, Launcher
+from tmm_core.spec.kernel import Launcher
 from tmm_core.spec.problem import Problem
 
 
@@ -125,25 +124,6 @@ class Verifier:
             limit = memory_limit(self._device) if self._limit is None else self._limit
             self._fixture = Fixture(self.problem, self._device, limit, self._sampled)
         return self._fixture
-
-
-def verify_inside(
-    kernel: Kernel[Any], config: Config, verifier: Verifier, m: int, *, repeats: int = 1
-) -> Verdict:
-    """Bind and verify a candidate at another M of ``verifier``'s bucket.
-
-    An exception from ``bind`` or a launch becomes the verdict's reason.
-    """
-    inside = verifier.inside(m)
-    try:
-        return inside.verdict(
-            kernel.bind(inside.problem, config),
-            repeats=repeats,
-            deterministic=kernel.traits.deterministic,
-            baseline=kernel.name == BASELINE,
-        )
-    except Exception as error:
-        return Verdict(None, f"at M={m} it raised {type(error).__name__}: {error}")
 
 
 def sampled_verdict(

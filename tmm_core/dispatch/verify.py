@@ -1,4 +1,4 @@
-"""Makes inputs to measure a problem with, and computes the reference and errors.
+"""Computes the reference of a problem, and errors.
 
 The reference is the whole expression in a higher precision, and the error is relative, element by
 element. :mod:`tmm_core.dispatch.verifier` compares launchers with it.
@@ -6,23 +6,14 @@ element. :mod:`tmm_core.dispatch.verifier` compares launchers with it.
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable
-
 import torch
 
-from tmm_core.dispatch import ragged
-from tmm_core.dispatch.guarded import lie
-from tmm_core.formats import BY_STORAGE, ScaleKind, of_pair
+from tmm_core.formats import of_pair
 from tmm_core.spec.arguments import Arguments
-from tmm_core.spec.problem import Operand, Problem
+from tmm_core.spec.problem import Problem
 
-#: The arguments of a launch, for a plain product or a ragged one.
-Inputs = Arguments | ragged.Inputs
 #: Rows or columns of a matrix: a slice, or a tensor of indices.
 Places = slice | torch.Tensor
-#: Makes an uninitialised tensor of that class and shape.
-Empty = Callable[[Operand, tuple[int, ...]], torch.Tensor]
 
 #: Products up to this many multiply-adds get an fp64 reference; beyond, fp32 would do for
 #: 16-bit operands, and fp64 matmul is slow on most GPUs (1/64 of the fp32 rate).
@@ -38,95 +29,6 @@ TOLERANCE = {
     torch.bfloat16: 1.6e-2,
 }
 TF32_TOLERANCE = 4e-3
-
-
-def make_inputs(
-    problem: Problem,
-    device: torch.device,
-    seed: int,
-    empty: Empty | None = None,
-    with_out: bool = True,
-    skewed: bool = True,
-    whole: bool = True,
-) -> Inputs:
-    """Random operands of the problem's sizes and stride classes.
-
-    They are normally distributed, because zeros and constants run faster on real hardware and hide
-    wrong indexing; both are scaled by K^-¼, so that the product has unit variance and an epilogue
-    is tested where it is nonlinear and not where it saturates or overflows fp16.
-
-    Args:
-        empty: Allocates the tensors; by default each separately.
-        with_out: Make an output too; otherwise it is an empty tensor.
-        skewed: Groups of a ragged problem differ much in size; else they are equal except for empty
-            ones.
-        whole: Groups cover everything; else there is NaN beyond the last one.
-    """
-    make = empty or functools.partial(_empty, device=device)
-    spread = max(1, problem.k) ** -0.25
-    generator = torch.Generator(device=device).manual_seed(seed)
-
-    def scale(kind: ScaleKind | None, shape: tuple[int, ...]) -> torch.Tensor | None:
-        """Scales around one, so that the product keeps its variance."""
-        if kind is None:
-            return None
-        size = shape if kind == "row" else ()
-        t = torch.rand(size, generator=generator, device=device) + 0.5
-        if empty is None:
-            return t
-        return make(Operand(torch.float32), (1, t.numel())).view(size).copy_(t)
-
-    def fill(spec: Operand, *shape: int, spread: float = spread) -> torch.Tensor:
-        t = make(spec, shape)
-        form = BY_STORAGE.get(t.dtype)
-        if form is None and t.is_floating_point():
-            return t.normal_(0, spread, generator=generator)
-        numbers = torch.randn(t.shape, generator=generator, device=device) * spread
-        return t.copy_(numbers if form is None else form.quantize(numbers, t.dtype))
-
-    bias = None
-    if problem.bias is not None:
-        bias = make(Operand(problem.bias), (1, *problem.bias_shape)[-2:])
-        bias.copy_(torch.randn(bias.shape, generator=generator, device=device))
-        bias = bias if problem.groups else bias[0]
-    if problem.groups is not None:
-        rows = ragged.Rows.of(
-            problem.groups, problem.extent, device, generator, skewed=skewed, whole=whole
-        )
-        gathers = problem.groups.a_index is not None
-        given = ragged.Inputs(
-            a=fill(problem.a, *((rows.read, problem.k) if gathers else problem.a_shape)),
-            b=fill(problem.b, *problem.b_shape),
-            bias=bias,
-            residual=fill(problem.residual, *problem.out_shape) if problem.residual else None,
-            alpha=0.5 if problem.scaled else 1.0,
-            out=make(problem.out, problem.out_shape if with_out else (0, 0)),
-            rows=rows,
-            scale_a=scale(problem.scale_a, (rows.read,) if gathers else problem.scale_a_shape),
-            scale_b=scale(problem.scale_b, problem.scale_b_shape),
-        )
-        rows.soil(problem, given)
-        return given
-    inputs = Arguments(
-        a=fill(problem.a, *problem.a_shape),
-        b=fill(problem.b, *problem.b_shape),
-        bias=bias,
-        residual=fill(problem.residual, *problem.out_shape) if problem.residual else None,
-        alpha=0.5 if problem.scaled else 1.0,
-        out=make(problem.out, problem.out_shape if with_out else (0, 0)),
-        scale_a=scale(problem.scale_a, problem.scale_a_shape),
-        scale_b=scale(problem.scale_b, problem.scale_b_shape),
-    )
-    if problem.static_weights and device.type == "cuda":
-        torch.cuda.synchronize(device)  # static_weights promises a written b
-    return inputs
-
-
-def _empty(spec: Operand, shape: tuple[int, ...], device: torch.device) -> torch.Tensor:
-    """An uninitialised tensor whose last two dimensions are of the class ``spec``."""
-    placed = lie(spec, shape)
-    memory = torch.empty(placed.length, dtype=spec.dtype, device=device)
-    return memory.as_strided(shape, placed.strides, placed.offset)
 
 
 def part(problem: Problem, inputs: Arguments, rows: Places, cols: Places) -> Arguments:

@@ -117,3 +117,9 @@ def fingerprint(device: torch.device) -> DeviceFingerprint:
         cublas=_cublas_version(),
         arch=properties.gcnArchName.partition(":")[0] if torch.version.hip else "",
     )
+
+
+def free_memory(device: torch.device) -> int:
+    """Bytes of a GPU that can be allocated, with those that torch's allocator caches unused."""
+    free: int = torch.cuda.mem_get_info(device)[0]
+    return free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)

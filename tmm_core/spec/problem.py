@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
@@ -20,6 +20,11 @@ Layout = Literal["row", "col", "strided"]
 ALIGNMENT = 16
 
 _INT32_MAX = 2**31 - 1
+
+#: Fields of a :class:`Problem` that a caller asks for besides the result. They are fields because
+#: kernels are asked about problems alone: batch invariance and static weights decide which configs
+#: they propose.
+REQUIREMENTS = ("deterministic", "batch_invariant", "capturing")
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,14 +118,14 @@ class Problem:
     scale_b: ScaleKind | None = None
     #: The products of a ragged problem.
     groups: Groups | None = None
-    #: Requirements of the call. They filter candidates; except for batch invariance they are not
-    #: part of the record's key, because a record keeps every candidate's timing.
-    deterministic: bool = field(default=False)
-    batch_invariant: bool = field(default=False)
-    capturing: bool = field(default=False)
+    #: The call's :data:`REQUIREMENTS`. They filter candidates; except for batch invariance they are
+    #: not part of the record's key, because a record keeps every candidate's timing.
+    deterministic: bool = False
+    batch_invariant: bool = False
+    capturing: bool = False
     #: A promise of the caller (``Settings.static_weights``), which allows configs that rely on it
     #: (``Config.assumes``). Not part of the key either.
-    static_weights: bool = field(default=False)
+    static_weights: bool = False
 
     @classmethod
     def of(
@@ -324,19 +329,11 @@ class Problem:
             batch_invariant=bool(doc.get("batch_invariant", False)),
         )
 
-    def family(self) -> Problem:
-        """This problem without its sizes, which must be equal for neighbours."""
-        return replace(
-            self,
-            m=0,
-            n=0,
-            k=0,
-            batch=0,
-            deterministic=False,
-            batch_invariant=False,
-            capturing=False,
-            static_weights=False,
-        )
+    def bare(self) -> Problem:
+        """This problem without its requirements. The caller's promises stay: they allow more
+        candidates."""
+        none: dict[str, Any] = dict.fromkeys(REQUIREMENTS, False)
+        return replace(self, **none)
 
     def __str__(self) -> str:
         size = f"{self.m}×{self.n}×{self.k}"

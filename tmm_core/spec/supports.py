@@ -17,7 +17,7 @@ from tmm_core.spec.device import DeviceFingerprint
 from tmm_core.spec.epilogue import Epilogue
 from tmm_core.spec.groups import Groups
 from tmm_core.spec.port import Port
-from tmm_core.spec.problem import ALIGNMENT, Operand, Problem
+from tmm_core.spec.problem import ALIGNMENT, REQUIREMENTS, Operand, Problem
 
 
 class _Any(Collection[Any]):
@@ -305,7 +305,7 @@ _QUESTIONS: dict[type, dict[str, Question | None]] = {
         "scale_b": _numbers,
         "groups": _groups,
         # Checked against Traits by the registry.
-        **dict.fromkeys(("deterministic", "batch_invariant", "capturing"), None),
+        **dict.fromkeys(REQUIREMENTS),
         "static_weights": None,  # checked against Config.assumes
     },
     Operand: {

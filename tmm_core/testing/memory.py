@@ -1,28 +1,19 @@
-"""Matrices in every layout, inside buffers that reveal out-of-bounds reads and writes.
-
-A matrix is a view of a larger buffer. An operand is surrounded and interleaved with NaN, so that a
-kernel which reads past an edge and relies on a zero of the other operand to cancel it returns
-NaN. An output is surrounded and interleaved with a known number, so that a store past an edge is
-detected.
-"""
+"""Matrices in every layout, between guard bands that reveal out-of-bounds reads and writes
+(:mod:`tmm_core.dispatch.guarded`)."""
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
+from tmm_core.dispatch.guarded import UNREADABLE, UNWRITTEN, Guarded, Lie, placed_guarded
 from tmm_core.spec.problem import ALIGNMENT
 
-#: Elements before and after a matrix. A tile stored without masks reaches BLOCK_M rows past
+#: Minimum elements of a guard band. A tile stored without masks reaches BLOCK_M rows past
 #: the end, which on a CPU would corrupt other memory. Two guards and a small matrix stay below
 #: the 2¹⁵ elements from which torch runs a loop on several threads.
 GUARD = {"cpu": 12 << 10, "cuda": 1 << 18}
-
-#: Surrounds outputs: exact in every dtype, int8 included.
-SENTINEL = 96
 
 #: Memory layouts of a matrix of given rows and columns. ``padded``: a larger leading stride than
 #: needed, a multiple of 16 bytes; ``unaligned``: one that is not a multiple; ``sliced``: cut out
@@ -54,57 +45,24 @@ WRITABLE = tuple(
 STACKINGS = ("packed", "broadcast", "interleaved")
 
 
-@dataclass(frozen=True, slots=True)
-class Guarded:
-    """A tensor, the buffer it is a view of, and the buffer's original contents."""
-
-    tensor: torch.Tensor
-    memory: torch.Tensor
-    before: torch.Tensor
-    #: Mask of the elements of ``memory`` that belong to the tensor.
-    inside: torch.Tensor
-
-    def changed(self) -> int:
-        """Number of changed elements, in the tensor or around it."""
-        return int(self._differs().sum())
-
-    def changed_outside(self) -> int:
-        """Number of changed elements around the tensor."""
-        return int((self._differs() & ~self.inside).sum())
-
-    def _differs(self) -> torch.Tensor:
-        # Compare bits: NaN does not equal itself.
-        bits = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
-        as_bits = bits[self.memory.element_size()]
-        return self.memory.view(as_bits) != self.before.view(as_bits)
-
-
 def operand(
     shape: Sequence[int],
     layout: str,
     dtype: torch.dtype,
     device: torch.device,
-    generator: torch.Generator,
     *,
-    scale: float = 1.0,
     stacking: str = "packed",
     spread: int = 1,
 ) -> Guarded:
-    """A random matrix (or 3-D batch of them) in ``layout``, surrounded by NaN.
+    """An uninitialised matrix (or 3-D batch of them) in ``layout``, surrounded by NaN.
 
     Args:
         shape: ``(rows, cols)`` or ``(batch, rows, cols)``.
         layout, stacking: Of :data:`LAYOUTS` and :data:`STACKINGS`.
-        scale: Standard deviation of the elements; integers are drawn from −8 to 8.
         spread: Extra width of leading strides; varies them within their class.
     """
-    strides, offset, length = _strides(shape, layout, stacking, dtype.itemsize, spread)
-    if not (dtype.is_floating_point or dtype.is_complex):
-        whole = torch.randint(-8, 9, (length,), generator=generator, device=device)
-        return _guarded(whole, SENTINEL, shape, strides, offset, dtype)
-    wide = torch.promote_types(dtype, torch.float32) if dtype.itemsize > 1 else torch.float32
-    drawn = torch.randn(length, generator=generator, device=device, dtype=wide) * scale
-    return _guarded(drawn, math.nan, shape, strides, offset, dtype)
+    placed = _placed(shape, layout, stacking, dtype.itemsize, spread)
+    return _guarded(placed, shape, dtype, device, UNREADABLE)
 
 
 def destination(
@@ -115,47 +73,30 @@ def destination(
     *,
     spread: int = 1,
 ) -> Guarded:
-    """An output filled with NaN (zeros if the dtype has none) in a buffer filled with
-    :data:`SENTINEL`; ``layout`` is one of :data:`WRITABLE`."""
-    strides, offset, length = _strides(shape, layout, "packed", dtype.itemsize, spread)
-    whole = not (dtype.is_floating_point or dtype.is_complex)
-    unwritten = torch.full((length,), 0 if whole else math.nan, device=device)
-    return _guarded(unwritten, SENTINEL, shape, strides, offset, dtype)
+    """An output filled with NaN, surrounded by another number; ``layout`` is one of
+    :data:`WRITABLE`."""
+    placed = _placed(shape, layout, "packed", dtype.itemsize, spread)
+    made = _guarded(placed, shape, dtype, device, UNWRITTEN)
+    made.poison()
+    return made
 
 
-def vector(
-    size: int, layout: str, dtype: torch.dtype, device: torch.device, generator: torch.Generator
-) -> Guarded:
-    """A random vector, ``"packed"``, ``"strided"`` (every third element) or ``"broadcast"``,
-    surrounded by NaN."""
+def vector(size: int, layout: str, dtype: torch.dtype, device: torch.device) -> Guarded:
+    """An uninitialised vector, ``"packed"``, ``"strided"`` (every third element) or
+    ``"broadcast"``, surrounded by NaN."""
     step = {"packed": 1, "strided": 3, "broadcast": 0}[layout]
-    drawn = torch.randn(max(0, size - 1) * step + 1, generator=generator, device=device)
-    return _guarded(drawn, math.nan, (size,), (step,), 0, dtype)
+    placed = Lie((step,), 0, max(0, size - 1) * step + 1)
+    return _guarded(placed, (size,), dtype, device, UNREADABLE)
 
 
 def _guarded(
-    values: torch.Tensor,
-    outside: float,
-    shape: Sequence[int],
-    strides: Sequence[int],
-    offset: int,
-    dtype: torch.dtype,
+    placed: Lie, shape: Sequence[int], dtype: torch.dtype, device: torch.device, filler: int
 ) -> Guarded:
-    """``values`` between two guards; elements outside the view of ``strides`` are replaced."""
-    guard = GUARD[values.device.type]
-    memory = torch.nn.functional.pad(values, (guard, guard))
-    places = torch.arange(memory.numel(), device=memory.device)
-    inside = torch.zeros_like(places, dtype=torch.bool)
-    inside[places.as_strided(shape, strides, guard + offset).reshape(-1)] = True
-    memory = torch.where(inside, memory, outside).to(dtype)
-    view = memory.as_strided(shape, strides, guard + offset)
-    return Guarded(view, memory, memory.clone(), inside)
+    least = GUARD[device.type] * dtype.itemsize
+    return placed_guarded(placed, tuple(shape), dtype, device, filler, least=least)
 
 
-def _strides(
-    shape: Sequence[int], layout: str, stacking: str, itemsize: int, spread: int
-) -> tuple[tuple[int, ...], int, int]:
-    """Strides of the dimensions, offset from the guard, and number of elements from there."""
+def _placed(shape: Sequence[int], layout: str, stacking: str, itemsize: int, spread: int) -> Lie:
     *batch, rows, cols = shape
     unit = max(1, ALIGNMENT // itemsize)
     row, col, offset = _matrix(layout, rows, cols, unit, spread)
@@ -173,7 +114,7 @@ def _strides(
     else:
         reach = _reach((rows, cols), (row, col)) + 1
         strides = (_rounded_up(reach, unit) if row % unit == 0 else reach, row, col)
-    return strides, offset, offset + _reach(shape, strides) + 1
+    return Lie(strides, offset, offset + _reach(shape, strides) + 1)
 
 
 def _matrix(layout: str, rows: int, cols: int, unit: int, spread: int) -> tuple[int, int, int]:

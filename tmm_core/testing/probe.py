@@ -13,6 +13,8 @@ from typing import Any
 import torch
 
 from tmm_core.dispatch import verify
+from tmm_core.dispatch.guarded import Checksums, Guarded
+from tmm_core.dispatch.random_inputs import fill
 from tmm_core.formats import wide
 from tmm_core.spec.arguments import Arguments
 from tmm_core.spec.device import fingerprint
@@ -21,7 +23,6 @@ from tmm_core.spec.kernel import Launcher
 from tmm_core.spec.precision import precision
 from tmm_core.spec.problem import Problem
 from tmm_core.testing import memory
-from tmm_core.testing.memory import Guarded
 
 _WHOLE_NUMBERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 
@@ -67,37 +68,36 @@ class Probe:
         width = self.n * (2 if self.epilogue.gated else 1)
         plain = wide(self.dtype)
         out_dtype = self.out_dtype or plain
-        # Gives the product unit variance, as for verification's inputs (explained there).
-        scale = max(1, self.k) ** -0.25
         operands = {
             "a": memory.operand(
-                (*batch, self.m, self.k), self.a, self.dtype, device, generator,
-                scale=scale, stacking=self.stack_a, spread=self.spread,
+                (*batch, self.m, self.k), self.a, self.dtype, device,
+                stacking=self.stack_a, spread=self.spread,
             ),
             "b": memory.operand(
-                (*batch, self.k, width), self.b, self.b_dtype or self.dtype, device, generator,
-                scale=scale, stacking=self.stack_b, spread=self.spread,
+                (*batch, self.k, width), self.b, self.b_dtype or self.dtype, device,
+                stacking=self.stack_b, spread=self.spread,
             ),
         }  # fmt: skip
         if self.bias is not None:
-            dtype = self.bias_dtype or plain
-            operands["bias"] = memory.vector(width, self.bias, dtype, device, generator)
+            operands["bias"] = memory.vector(width, self.bias, self.bias_dtype or plain, device)
         if self.residual is not None:
             operands["residual"] = memory.operand(
-                (*batch, self.m, self.n), self.residual, self.residual_dtype or out_dtype,
-                device, generator, stacking=self.stack_residual, spread=self.spread,
+                (*batch, self.m, self.n), self.residual, self.residual_dtype or out_dtype, device,
+                stacking=self.stack_residual, spread=self.spread,
             )  # fmt: skip
         shapes = {"scale_a": (*batch, self.m, 1), "scale_b": (*batch, 1, width)}
         for name, shape in shapes.items():
             kind = getattr(self, name)
             if kind is not None:
                 shape = shape if kind == "row" else ()
-                packed = memory.vector(math.prod(shape), "packed", torch.float32, device, generator)
+                packed = memory.vector(math.prod(shape), "packed", torch.float32, device)
                 operands[name] = replace(packed, tensor=packed.tensor.view(shape))
+        for name, operand in operands.items():
+            fill(name, operand.tensor, self.k, generator)
         out = memory.destination(
             (*batch, self.m, self.n), self.out, out_dtype, device, spread=self.spread
         )
-        return Posed(self, operands, out)
+        return Posed(self, Checksums.of(operands), out)
 
     def __str__(self) -> str:
         words = [f"{self.m}x{self.n}x{self.k}", _word(self.dtype)]
@@ -117,7 +117,7 @@ class Posed:
     """A probe's tensors."""
 
     probe: Probe
-    operands: dict[str, Guarded]
+    operands: Checksums
     out: Guarded
 
     @functools.cached_property
@@ -148,7 +148,7 @@ class Posed:
 
     @functools.cached_property
     def inputs(self) -> Arguments:
-        tensors: dict[str, Any] = {name: guarded.tensor for name, guarded in self.operands.items()}
+        tensors: dict[str, Any] = {name: made.tensor for name, made in self.operands.memory.items()}
         return Arguments(**tensors, alpha=self.probe.alpha, out=self.out.tensor)
 
     def launch(self, launcher: Launcher, out: torch.Tensor | None) -> torch.Tensor:
@@ -158,18 +158,15 @@ class Posed:
 
     def faults(self, launcher: Launcher, slack: float) -> list[str]:
         """Launch into ``out`` and describe its faults, in full sentences."""
-        out = self.out.tensor
-        out.copy_(self.out.before.as_strided(out.shape, out.stride(), out.storage_offset()))
+        out = self.out.poison()
         result = self.launch(launcher, out)
         faults = []
         if result is not out:
             faults.append("It returned something else than the out it was given.")
         faults += self.differences(out, slack)
-        if count := self.out.changed_outside():
-            faults.append(f"It wrote to {count} elements outside out.")
-        for name, guarded in self.operands.items():
-            if count := guarded.changed():
-                faults.append(f"It wrote to {count} elements of {name} or around it.")
+        if not self.out.intact():
+            faults.append("It wrote outside out.")
+        faults += [f"It wrote to {name} or around it." for name in self.operands.changed()]
         return faults
 
     def differences(self, result: torch.Tensor, slack: float) -> Iterator[str]:

@@ -65,7 +65,7 @@ def _explanation(case: Case, options: argparse.Namespace) -> Explanation:
     with precision(case.tf32), settings.override(**forced):
         try:
             # Only shapes, strides and dtypes matter.
-            problem = case.call(device, fill=torch.empty).problem()
+            problem = case.call(device, filled=False).problem()
             if gpu is not None:
                 problem = replace(problem, device=gpu)
             return explain_problem(dispatcher, problem, settings.current())

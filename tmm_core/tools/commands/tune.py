@@ -99,7 +99,7 @@ def _pending(options: argparse.Namespace, device: torch.device) -> list[Pending]
 
 
 def _of_case(case: Case, device: torch.device) -> Pending:
-    return Pending(str(case), case.tf32, lambda: case.call(device, fill=torch.empty).problem())
+    return Pending(str(case), case.tf32, lambda: case.call(device, filled=False).problem())
 
 
 def _of_document(document: Mapping[str, Any], device: torch.device) -> Pending:

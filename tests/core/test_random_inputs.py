@@ -1,0 +1,75 @@
+"""The random inputs of tuning, verification, benchmarks and conformance suites."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from tmm_core import Operand, Problem
+from tmm_core.bench.case import Case
+from tmm_core.dispatch import random_inputs
+from tmm_core.dispatch.fixture import Fixture
+from tmm_core.spec.device import fingerprint
+from tmm_core.testing.memory import STACKINGS, operand
+from tmm_core.testing.probe import Probe
+
+CPU = torch.device("cpu")
+
+
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.float64, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.int8, torch.uint8],
+)
+def test_values_of_every_dtype(dtype: torch.dtype) -> None:
+    t = random_inputs.fill("a", torch.zeros(64, 64, dtype=dtype), 16, random_inputs.seeded(CPU, 0))
+    assert t.dtype is dtype
+    if not (dtype.is_floating_point or dtype.is_complex):
+        assert len(t.unique()) == 17  # from −8 to 8, wrapped if unsigned
+        return
+    wide = t.to(torch.complex128 if dtype.is_complex else torch.float64)
+    assert wide.abs().square().mean().sqrt().item() == pytest.approx(0.5, rel=0.05)  # 16^-¼
+
+
+@pytest.mark.parametrize("stacking", STACKINGS)
+@pytest.mark.parametrize("layout", ["row", "col", "row_unaligned"])
+def test_stacked_matrices(layout: str, stacking: str) -> None:
+    made = operand((3, 5, 8), layout, torch.float32, CPU, stacking=stacking)
+    t = random_inputs.fill("a", made.tensor, 1, random_inputs.seeded(CPU, 0))
+    assert not t.isnan().any()
+    assert len(t.unique()) == (40 if stacking == "broadcast" else 120)
+
+
+def test_values_leave_the_users_generator_alone() -> None:
+    half = Operand(torch.float16)
+    problem = Problem(4, 4, 4, half, half, half, device=fingerprint(CPU))
+    before = torch.get_rng_state()
+    one, two = (random_inputs.make(problem, CPU).a for _ in range(2))
+    again = [random_inputs.make(problem, CPU, seed=3).a for _ in range(2)]
+    Case(m=4, n=4, k=4).call(CPU)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert not torch.equal(one, two)
+    assert torch.equal(*again)
+
+
+def test_one_function_fills_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    filled: list[str] = []
+
+    def fill(name: str, t: torch.Tensor, *_: Any) -> torch.Tensor:
+        filled.append(name)
+        return t.zero_()
+
+    for module in ("dispatch.random_inputs", "bench.case", "testing.probe"):
+        monkeypatch.setattr(f"tmm_core.{module}.fill", fill)
+    case = Case(
+        m=8, n=16, k=16, dtype=torch.float8_e4m3fn, layout="nt", bias=True, residual=True,
+        scales="row",
+    )  # fmt: skip
+    problem = case.call(CPU).problem()
+    Fixture(problem, CPU, 1 << 20, sampled=True).sets()
+    Probe(
+        m=8, n=16, k=16, dtype=case.dtype, bias="packed", residual="row", scale_a="row",
+        scale_b="row",
+    ).pose(CPU)  # fmt: skip
+    assert filled == 3 * ["a", "b", "bias", "residual", "scale_a", "scale_b"]

@@ -1,0 +1,100 @@
+"""Estimates of time: of all kernels on one machine model, held against the shipped records."""
+
+from __future__ import annotations
+
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from statistics import median
+from typing import Any
+
+import pytest
+import torch
+
+import tmm_core
+from tmm_core import Machine, Operand, Problem, dispatch, settings
+from tmm_core.spec import machine
+from tmm_core.spec.device import DeviceFingerprint
+
+RECORDS = Path(tmm_core.__file__).parent / "records"
+H200 = DeviceFingerprint("cuda", "NVIDIA H200", (9, 0), 132, 232448, 62914560)
+H100 = DeviceFingerprint("cuda", "NVIDIA H100 80GB HBM3", (9, 0), 132, 232448, 52428800)
+DECODE = Problem(
+    16, 28672, 4096, Operand(torch.bfloat16), Operand(torch.bfloat16, "col"),
+    Operand(torch.bfloat16), H200,
+)  # fmt: skip
+
+
+def estimates(problem: Problem) -> dict[str, float]:
+    kernels = [each.kernel for each in dispatch.dispatcher().registry.kernels()]
+    able = [kernel for kernel in kernels if not kernel.reasons_against(problem)]
+    return {k.name: k.estimate_us(problem, k.default_config(problem)) or math.nan for k in able}
+
+
+def test_all_estimates_start_from_one_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    """At half the bandwidth everything bound by memory takes about twice as long."""
+    before = estimates(DECODE)
+    unaligned = replace(DECODE, b=Operand(torch.bfloat16, "col", aligned=False))
+    copied = estimates(unaligned)["triton.realigned"]
+    monkeypatch.setitem(machine._MEMORY, "H200", machine._MEMORY["H200"] / 2)
+    after = estimates(DECODE) | {"triton.realigned": estimates(unaligned)["triton.realigned"]}
+    before["triton.realigned"] = copied
+    assert {"blas", "triton.warp_specialized", "triton.skinny", "triton.split_k"} < before.keys()
+    for name, time in before.items():
+        assert 1.5 * time < after[name] <= 2 * time, name
+
+
+@pytest.mark.parametrize("capability", [(8, 0), (9, 4)])
+def test_a_gpu_without_data_gets_guesses(capability: tuple[int, int]) -> None:
+    device = replace(H200, name="Some GPU", capability=capability, sm_count=100)
+    assert Machine.of(device).memory == 8e5
+    assert Machine.of(replace(device, sm_count=200)).memory == 1.6e6
+    assert Machine.of(replace(device, sm_count=0)).sms == 1
+
+
+def test_rates_by_dtype() -> None:
+    def rate(dtype: torch.dtype, **fields: Any) -> float:
+        operand = Operand(dtype)
+        problem = replace(DECODE, a=operand, b=operand, **fields)
+        return Machine.of(H200).flops(problem) / Machine.of(H200).tensor
+
+    assert rate(torch.bfloat16) == rate(torch.float16) == 1
+    assert rate(torch.float8_e4m3fn) == 2
+    assert rate(torch.float32, tf32=True) == 0.5
+    assert rate(torch.float64) < rate(torch.float32) < 0.1
+
+
+@pytest.mark.parametrize(
+    ("folder", "device", "limit"),
+    [("nvidia-h200-sm90-132", H200, 0.975), ("nvidia-h100-80gb-hbm3-sm90-132", H100, 0.905)],
+)
+def test_guesses_are_good_where_times_are_known(
+    folder: str, device: DeviceFingerprint, limit: float
+) -> None:
+    """The geometric mean of a guess's time over BLAS's, by the shipped records; a config that they
+    do not have counts as the kernel's best."""
+    dispatcher = dispatch.dispatcher()
+    registry, ratios = dispatcher.registry, []
+    for path in sorted((RECORDS / "v2" / folder).glob("*/*.json")):
+        document = json.loads(path.read_text())
+        if "problem" not in document:
+            continue
+        epilogue = registry.epilogue(document["problem"]["epilogue"])
+        problem = Problem.from_json(document["problem"], device, epilogue)
+        times: dict[str, dict[str, float]] = {}
+        for result in document["candidates"]:
+            if samples := result.get("samples_us"):
+                config = json.dumps(result["config"], sort_keys=True)
+                times.setdefault(result["kernel"], {})[config] = median(samples)
+        able, _ = registry.candidates(problem, settings.current())
+        guess = dispatcher._heuristic(problem, able, "")
+        assert guess is not None
+        chosen, config = guess.candidate.kernel.name, guess.candidate.config.to_json()
+        known = times.get(chosen, {})
+        time = known.get(json.dumps(config, sort_keys=True)) or min(known.values(), default=None)
+        if time and "blas" in times:
+            ratios.append(time / min(times["blas"].values()))
+    assert len(ratios) > 100
+    assert math.exp(sum(map(math.log, ratios)) / len(ratios)) < limit
+    assert sum(ratio > 1.005 for ratio in ratios) < 0.15 * len(ratios)

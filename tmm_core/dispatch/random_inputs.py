@@ -1,0 +1,141 @@
+"""Makes the inputs of a problem, for tuning, verification, benchmarks and conformance suites.
+
+:func:`fill` draws the values for all of them. :func:`make` also allocates, by the problem's stride
+classes; benchmarks and conformance suites fill tensors of their own layouts.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import os
+from collections.abc import Callable
+
+import torch
+
+from tmm_core.dispatch import ragged
+from tmm_core.dispatch.guarded import lie
+from tmm_core.formats import BY_STORAGE, ScaleKind
+from tmm_core.spec.arguments import Arguments
+from tmm_core.spec.problem import Operand, Problem
+
+Tensor = torch.Tensor
+
+#: The arguments of a launch, for a plain product or a ragged one.
+Inputs = Arguments | ragged.Inputs
+#: Makes an uninitialised tensor for the argument of that name, of that class and shape.
+Empty = Callable[[str, Operand, tuple[int, ...]], Tensor]
+
+
+def fill(name: str, t: Tensor, k: int, generator: torch.Generator) -> Tensor:
+    """Fill ``t``, the argument ``name`` of a product that sums ``k`` terms, with random numbers.
+
+    They are normally distributed, because zeros and constants run faster on real hardware and hide
+    wrong indexing. All but the bias are scaled by K^-¼, so that the product has unit variance and
+    an epilogue is tested where it is nonlinear and not where it saturates or overflows fp16; scales
+    are around one, so that it keeps that variance. Integers are drawn from −8 to 8.
+    """
+    once = _distinct(t)
+    if name in ("scale_a", "scale_b"):
+        once.uniform_(0.5, 1.5, generator=generator)
+        return t
+    spread = 1.0 if name == "bias" else max(1, k) ** -0.25
+    if not (t.is_floating_point() or t.is_complex()):
+        once.copy_(torch.randint(-8, 9, once.shape, generator=generator, device=t.device))
+    elif t.dtype.itemsize > 1:
+        once.normal_(0, spread, generator=generator)
+    else:  # torch has no random 8-bit floats
+        numbers = torch.randn(once.shape, generator=generator, device=t.device) * spread
+        form = BY_STORAGE.get(t.dtype)
+        once.copy_(numbers if form is None else form.quantize(numbers, t.dtype))
+    return t
+
+
+def make(
+    problem: Problem,
+    device: torch.device,
+    *,
+    seed: int | None = None,
+    empty: Empty | None = None,
+    with_out: bool = True,
+    skewed: bool = True,
+    whole: bool = True,
+) -> Inputs:
+    """Random inputs of the problem's sizes and stride classes, and an uninitialised output.
+
+    Args:
+        seed: By default another one each time.
+        empty: Allocates the tensors; by default each separately.
+        with_out: Make an output too; otherwise it is an empty tensor.
+        skewed: Groups of a ragged problem differ much in size; else they are equal except for empty
+            ones.
+        whole: Groups cover everything; else there is NaN beyond the last one.
+    """
+    allocate = empty or functools.partial(_empty, device=device)
+    generator = seeded(device, seed)
+
+    def drawn(name: str, spec: Operand, shape: tuple[int, ...]) -> Tensor:
+        return fill(name, allocate(name, spec, shape), problem.k, generator)
+
+    def scale(name: str, kind: ScaleKind | None, shape: tuple[int, ...]) -> Tensor | None:
+        if kind is None:
+            return None
+        size = shape if kind == "row" else ()
+        return drawn(name, Operand(torch.float32), (1, math.prod(size))).view(size)
+
+    rows, a_shape, scale_a_shape = None, problem.a_shape, problem.scale_a_shape
+    if problem.groups is not None:
+        rows = ragged.Rows.of(
+            problem.groups, problem.extent, device, generator, skewed=skewed, whole=whole
+        )
+        if problem.groups.a_index is not None:
+            a_shape, scale_a_shape = (rows.read, problem.k), (rows.read,)
+    a, b = drawn("a", problem.a, a_shape), drawn("b", problem.b, problem.b_shape)
+    bias = residual = None
+    if problem.bias is not None:
+        bias = drawn("bias", Operand(problem.bias), (1, *problem.bias_shape)[-2:])
+        bias = bias if problem.groups else bias[0]
+    if problem.residual is not None:
+        residual = drawn("residual", problem.residual, problem.out_shape)
+    alpha = 0.5 if problem.scaled else 1.0
+    scale_a = scale("scale_a", problem.scale_a, scale_a_shape)
+    scale_b = scale("scale_b", problem.scale_b, problem.scale_b_shape)
+    out = torch.empty((0, 0), device=device)
+    if with_out:
+        out = allocate("out", problem.out, problem.out_shape)
+    if rows is not None:
+        given = ragged.Inputs(a, b, bias, residual, alpha, out, rows, scale_a, scale_b)
+        rows.soil(problem, given)
+        return given
+    if problem.static_weights and device.type == "cuda":
+        torch.cuda.synchronize(device)  # static_weights promises a written b
+    return Arguments(a, b, bias, residual, alpha, scale_a=scale_a, scale_b=scale_b, out=out)
+
+
+def seeded(device: torch.device, seed: int | None = None) -> torch.Generator:
+    """A generator that starts from ``seed``, or from another number each time; torch's own, which
+    the user may have seeded, stays as it is."""
+    seed = int.from_bytes(os.urandom(4), "little") if seed is None else seed
+    return torch.Generator(device).manual_seed(seed)
+
+
+def _empty(_: str, spec: Operand, shape: tuple[int, ...], device: torch.device) -> Tensor:
+    """An uninitialised tensor whose last two dimensions are of the class ``spec``."""
+    placed = lie(spec, shape)
+    memory = torch.empty(placed.length, dtype=spec.dtype, device=device)
+    return memory.as_strided(shape, placed.strides, placed.offset)
+
+
+def _distinct(t: Tensor) -> Tensor:
+    """The elements of ``t``, each once: torch does not fill tensors whose elements share an
+    address."""
+    for dimension, (size, step) in enumerate(zip(t.shape, t.stride(), strict=True)):
+        if step == 0 and size > 1:
+            t = t.narrow(dimension, 0, 1)
+    if t.dim() < 2 or not t.numel():
+        return t
+    t = t if t.stride(-2) >= t.stride(-1) else t.mT
+    (*batch, rows, cols), (*outer, leading, inner) = t.shape, t.stride()
+    if rows == 1 or inner != 1 or leading >= cols:
+        return t
+    return t.as_strided((*batch, (rows - 1) * leading + cols), (*outer, 1))
