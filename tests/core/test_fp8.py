@@ -84,10 +84,31 @@ def test_scales_of_batches_and_vectors() -> None:
     close(tmm_core.matmul(a, vector, scale_a=scale_a), exact(a, vector) * scale_a.squeeze(-1))
 
 
+def watched() -> list[tuple[Tensor, ...]]:
+    """The scales of every launch of BLAS from now on."""
+    seen: list[tuple[Tensor, ...]] = []
+
+    class Watching(Blas):
+        def bind(self, problem: Problem, config: Any) -> Any:
+            right: Any = super().bind(problem, config)
+
+            def launch(*arguments: Any, **scales: Any) -> Tensor:
+                seen.append(tuple(scales.values()))
+                return right(*arguments, **scales)
+
+            return launch
+
+    installed(Watching())
+    return seen
+
+
 def test_scales_of_any_stride() -> None:
     a, b = eight_bit(9, 16), eight_bit(16, 6)
-    scale_a, scale_b = torch.rand(9, 4)[:, 1:2] + 0.5, torch.rand(6, 1).t() + 0.5
+    scale_a, scale_b = (torch.rand(9, 4) + 0.5)[:, 1:2], (torch.rand(6, 3) + 0.5)[:, 1:2].t()
+    seen = watched()
     close(tmm_core.matmul(a, b, scale_a=scale_a, scale_b=scale_b), exact(a, b, scale_a, scale_b))
+    assert all(scale.is_contiguous() for scales in seen for scale in scales)
+    assert seen
     one = torch.tensor(0.25).expand(9, 1)
     planned = tmm_core.plan(a, b, scale_a=one)
     close(planned(a, b, scale_a=one), exact(a, b, 0.25))
@@ -96,19 +117,7 @@ def test_scales_of_any_stride() -> None:
 @pytest.mark.parametrize("shared", ["a", "b"])
 def test_scales_that_a_batch_shares_are_packed(shared: str) -> None:
     """Kernels step from matrix to matrix by the number of rows, or columns."""
-    seen: list[tuple[Tensor, Tensor]] = []
-
-    class Watching(Blas):
-        def bind(self, problem: Problem, config: Any) -> Any:
-            right: Any = super().bind(problem, config)
-
-            def launch(*arguments: Any, **scales: Any) -> Tensor:
-                seen.append((scales["scale_a"], scales["scale_b"]))
-                return right(*arguments, **scales)
-
-            return launch
-
-    installed(Watching())
+    seen = watched()
     counts = {"a": 1, "b": 3} if shared == "a" else {"a": 3, "b": 1}
     a, b = eight_bit(counts["a"], 5, 16), eight_bit(counts["b"], 16, 8)
     scale_a, scale_b = torch.rand(counts["a"], 5, 1) + 0.5, torch.rand(counts["b"], 1, 8) + 0.5

@@ -79,6 +79,10 @@ def test_many_fast_configs_of_the_word_leave_one_without_it(tmp_path: Path) -> N
     d, _ = dispatcher(FakeBlas(), kernel, times=times, root=tmp_path)
     assert d.choose(POSED, SAID).candidate.config.to_json() != {"tile": PLAIN}
     assert d.choose(problem(), settings()).candidate.config.to_json() == {"tile": PLAIN}
+    found = d.record(POSED)
+    assert found is not None
+    (plain,) = (c for c in found[1].candidates if (c.kernel, c.config["tile"]) == ("word", PLAIN))
+    assert (plain.status, sorted(plain.inside_us)) == ("ok", [33, 49])  # as the winner's
 
 
 @dataclass(frozen=True, kw_only=True)

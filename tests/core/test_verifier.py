@@ -335,6 +335,17 @@ def test_special_values_are_taken_back() -> None:
         assert of.changed() == []
 
 
+def test_memory_that_a_launcher_may_get_next_holds_no_result(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    fixture = Fixture(problem(), CPU, 1 << 28, sampled=False)
+    poison, soiled = verify.poison, []
+    monkeypatch.setattr(verify, "poison", lambda t: (soiled.append(t), poison(t)))
+    fixture.soil()
+    assert [(t.shape, t.dtype) for t in soiled] == 2 * [(fixture.shape, problem().out.dtype)]
+    assert all(t.isnan().all() for t in soiled)
+
+
 @pytest.mark.parametrize("epilogue", ["identity", "silu", "swiglu"])
 def test_special_values_in_pieces_are_those_of_the_whole(epilogue: str) -> None:
     asked = problem(m=200, n=150, k=40, residual=F32, epilogue=parse(epilogue))
