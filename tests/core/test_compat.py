@@ -147,7 +147,7 @@ def test_every_name_has_a_test() -> None:
 
 
 #: Beside compat: measuring torch against itself, and a GPU kept busy in a test.
-ELSEWHERE = {"bench/providers.py", "testing/conformance.py"}
+ELSEWHERE = {"bench/grouped.py", "bench/providers.py", "testing/conformance.py"}
 
 
 @pytest.mark.parametrize("path", sorted(CORE.rglob("*.py")), ids=lambda p: str(p.relative_to(CORE)))

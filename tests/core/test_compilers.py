@@ -469,7 +469,9 @@ def test_a_removed_working_folder(installed: Any, tmp_path: Path) -> None:
 
 #: The last is a child that Python knows nothing of, with all the files of its parent open.
 ENDS = """
-import ctypes
+import ctypes, signal
+# Where this runs in a shell's background, SIGINT is ignored and so Python has no handler.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 made = compilers.default()
 made.submit(problem(), candidate(2))
 while made._server._child is None:
