@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import copy
+import importlib
 import pickle
 import sys
 import types
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -327,3 +329,17 @@ def test_their_models_keep_logits_and_gradients(name: str, products: list[Any]) 
     asked = len(products)
     step(model)
     assert len(products) == asked
+
+
+def test_the_benchmark_of_layers_compares_both_ways(
+    monkeypatch: pytest.MonkeyPatch, products: list[Any]
+) -> None:
+    pytest.importorskip("transformers", minversion="5.0")
+    monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
+    benchmark = importlib.import_module("experts")
+    experts.register()
+    with torch.no_grad():
+        found = benchmark.measure("small", 8, torch.device("cpu"))
+    assert set(found["us"]) == {"grouped_mm", "tmm"}
+    assert found["ratio"] > 0
+    assert products

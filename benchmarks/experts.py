@@ -1,0 +1,134 @@
+"""A layer of experts of Transformers by torch's grouped product and by tmm.
+
+The same module, weights and routing each time; only ``experts_implementation`` differs. What is
+timed is the whole layer behind the router: sorting tokens by expert, gathering, both products, the
+gate, weighing and adding. On a GPU it is captured and replayed, by turns::
+
+    python benchmarks/experts.py --json experts.json
+
+The weights of one layer exceed the L2 many times, so that every replay reads them from memory.
+Needs Transformers 5.0 or later.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from transformers.models.mixtral.modeling_mixtral import MixtralExperts
+from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeExperts
+
+import tmm_core
+import tmm_core.nn.experts
+from tmm_core.dispatch.timing import timer_for
+
+Tensor = torch.Tensor
+
+#: Experts by name: those of Qwen3-30B-A3B and Mixtral 8x7B; the small ones show that it works.
+LAYERS: dict[str, tuple[Any, Any]] = {
+    "Qwen3-30B": (
+        Qwen3MoeExperts,
+        transformers.Qwen3MoeConfig(
+            hidden_size=2048, moe_intermediate_size=768, num_experts=128, num_experts_per_tok=8
+        ),
+    ),
+    "Mixtral": (
+        MixtralExperts,
+        transformers.MixtralConfig(
+            hidden_size=4096, intermediate_size=14336, num_local_experts=8, num_experts_per_tok=2
+        ),
+    ),
+    "small": (
+        MixtralExperts,
+        transformers.MixtralConfig(
+            hidden_size=64, intermediate_size=96, num_local_experts=4, num_experts_per_tok=2
+        ),
+    ),
+}
+WAYS = ("grouped_mm", "tmm")
+ROUNDS = 21
+#: Largest difference between the two, relative to the root mean square: each rounds to bf16 after
+#: both products.
+TOLERANCE = 0.05
+
+
+def layer(name: str, device: torch.device) -> Any:
+    """The experts, with random weights that keep the variance of their input."""
+    kind, config = LAYERS[name]
+    with torch.device(device):
+        experts = kind(config).to(torch.bfloat16).requires_grad_(False)
+    for weight in experts.parameters():
+        weight.normal_(std=weight.shape[-1] ** -0.5)
+    return experts
+
+
+def routed(experts: Any, tokens: int, device: torch.device) -> tuple[Tensor, Tensor, Tensor]:
+    """Tokens, the experts of each, and their weights; some experts are twice as likely."""
+    generator = torch.Generator(device).manual_seed(tokens)
+    config = experts.config
+    width, count = config.hidden_size, experts.num_experts
+    x = torch.randn(tokens, width, device=device, generator=generator).bfloat16()
+    scores = torch.randn(tokens, count, device=device, generator=generator)
+    scores += torch.linspace(0, 0.7, count, device=device)
+    weights, chosen = scores.softmax(-1).topk(config.num_experts_per_tok)
+    return x, chosen, weights.bfloat16()
+
+
+def measure(name: str, tokens: int, device: torch.device) -> dict[str, Any]:
+    """µs of the layer by both ways."""
+    experts = layer(name, device)
+    given = routed(experts, tokens, device)
+
+    def by(way: str) -> Callable[[int], Tensor]:
+        def run(_: int = 0) -> Tensor:
+            experts.config._experts_implementation = way
+            return experts(*given)  # type: ignore[no-any-return]
+
+        return run
+
+    results = {way: by(way)().double() for way in WAYS}  # and tunes
+    apart = results["tmm"] - results["grouped_mm"]
+    difference = float(apart.abs().max() / results["grouped_mm"].square().mean().sqrt())
+    if not difference <= TOLERANCE:
+        raise SystemExit(f"{name}, {tokens} tokens: the two differ by {difference:.3f}")
+    timer = timer_for(device)
+    samples = timer.measure([by(way) for way in WAYS], ROUNDS)
+    timer.release()
+    us = {way: round(statistics.median(mine), 2) for way, mine in zip(WAYS, samples, strict=True)}
+    ratio = round(us["grouped_mm"] / us["tmm"], 3)
+    return {"layer": name, "tokens": tokens, "us": us, "ratio": ratio, "difference": difference}
+
+
+@torch.no_grad()
+def main() -> None:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--layers", nargs="+", choices=LAYERS, default=["Qwen3-30B", "Mixtral"])
+    parser.add_argument("--tokens", nargs="+", type=int, default=[16, 512, 8192])
+    parser.add_argument("--budget", type=float, default=10.0, help="seconds to tune a product")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers here")
+    options = parser.parse_args()
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    tmm_core.nn.experts.register()
+    found = []
+    with tmm_core.override(tune_budget=options.budget):
+        for name in options.layers:
+            for tokens in options.tokens:
+                found.append(measure(name, tokens, device))
+                us = found[-1]["us"]
+                print(
+                    f"{name:10} {tokens:5} tokens: grouped_mm {us['grouped_mm']:9.1f} µs, "
+                    f"tmm {us['tmm']:9.1f} µs, {found[-1]['ratio']:.3f}×",
+                    flush=True,
+                )
+    if options.json:
+        options.json.write_text(json.dumps(found, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
