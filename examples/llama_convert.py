@@ -9,7 +9,7 @@ as a copy; then
 * the logits of both, original and converted, are compared with a float64 run of the original,
 * tokens per second are measured alternately: the Llama's prefill, decode (as it is, and as a
   CUDA graph, without which a decoding step on a GPU measures Python) and training step; the
-  BERT's forward and training step,
+  BERT's forward and training step; with ``--compile`` also under torch.compile,
 * all results are printed, slower or faster, with the share of each time that the host took to
   queue the work: near 100 % the time is Python's, not the GPU's.
 
@@ -139,6 +139,9 @@ def llama(args: argparse.Namespace) -> dict[str, Any]:
     generated = args.batch * args.steps
     with torch.no_grad():
         result["prefill"] = compare("Llama prefill", models, prefill, ids.numel(), args)
+        if args.compile:
+            name = "Llama prefill, compiled"
+            result["prefill_compiled"] = compare(name, models, compiled(prefill), ids.numel(), args)
         result["decode"] = compare("Llama decode", models, decode, generated, args)
         if args.device == "cuda":
             name = "Llama decode, CUDA graph"
@@ -150,6 +153,9 @@ def llama(args: argparse.Namespace) -> dict[str, Any]:
     if args.train:
         learn = training(lambda model: model(ids, labels=ids).loss)
         result["training"] = compare("Llama training step", models, learn, ids.numel(), args)
+        if args.compile:
+            name, learn = "Llama training step, compiled", compiled(learn)
+            result["training_compiled"] = compare(name, models, learn, ids.numel(), args)
     return result
 
 
@@ -172,9 +178,15 @@ def bert(args: argparse.Namespace) -> dict[str, Any]:
     with torch.no_grad():
         forward: Callable[[nn.Module], Run] = lambda model: lambda: model(ids)  # noqa: E731
         result["forward"] = compare("BERT forward", models, forward, ids.numel(), args)
+        if args.compile:
+            name, forward = "BERT forward, compiled", compiled(forward)
+            result["forward_compiled"] = compare(name, models, forward, ids.numel(), args)
     if args.train:
         learn = training(lambda model: model(ids, labels=ids).loss)
         result["training"] = compare("BERT training step", models, learn, ids.numel(), args)
+        if args.compile:
+            name, learn = "BERT training step, compiled", compiled(learn)
+            result["training_compiled"] = compare(name, models, learn, ids.numel(), args)
     return result
 
 
@@ -220,6 +232,11 @@ def training(loss: Callable[[nn.Module], torch.Tensor]) -> Callable[[nn.Module],
     return make
 
 
+def compiled(make: Callable[[nn.Module], Run]) -> Callable[[nn.Module], Run]:
+    """What ``make`` makes, of the model as torch.compile has it."""
+    return lambda model: make(torch.compile(model))  # type: ignore[arg-type]
+
+
 def compare(
     name: str,
     models: tuple[nn.Module, nn.Module],
@@ -252,7 +269,7 @@ def compare(
     quarters = [statistics.quantiles(t, n=4) for t in times]
     spread = max((upper - lower) / median for lower, median, upper in quarters)
     print(
-        f"{name:26} {before:12,.0f} → {after:12,.0f} tokens/s  ×{after / before:.3f}"
+        f"{name:29} {before:12,.0f} → {after:12,.0f} tokens/s  ×{after / before:.3f}"
         f"  (host {hosts[0]:.0%} → {hosts[1]:.0%}; quartiles {spread:.1%} apart; "
         f"first calls and tuning {warming:.1f} s)"
     )
@@ -293,6 +310,7 @@ def arguments() -> argparse.Namespace:
     add("--bert-length", type=int, default=512)
     add("--rounds", type=int, default=15, help="alternating timings of each")
     add("--no-train", dest="train", action="store_false")
+    add("--compile", action="store_true", help="time both under torch.compile, too")
     add("--budget", type=float, default=20.0, help="seconds a problem's tuning may take")
     add("--on-cache-miss", choices=("tune", "heuristic"), default="tune")
     add("--json", type=Path, metavar="FILE", help="write the numbers here")
