@@ -21,7 +21,7 @@ check: $(STAMP)
 # The oldest torch and Triton that are supported, in an environment of their own, and the tests that tell
 # most of them. This torch has no build for CPUs on the index: 3 GB to fetch, 7 on disk.
 oldest: $(OLDEST)/.installed
-	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -q -p no:cacheprovider \
+	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -q -n 2 --dist worksteal -p no:cacheprovider \
 		-W "ignore:Conversion of an array:DeprecationWarning" \
 		tests/core/test_compat.py tests/core/test_api.py tests/core/test_plan.py \
 		tests/core/test_launch.py tests/core/test_unusual.py tests/plugins/test_kept.py \
@@ -30,7 +30,7 @@ oldest: $(OLDEST)/.installed
 $(OLDEST)/.installed: pyproject.toml constraints-oldest.txt
 	test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)
 	$(OLDEST)/bin/python -m pip install -q -c constraints-oldest.txt torch triton numpy pluggy \
-		platformdirs filelock rich pytest pytest-timeout hypothesis hatchling editables
+		platformdirs filelock rich pytest pytest-timeout pytest-xdist hypothesis hatchling editables
 	$(OLDEST)/bin/python -m pip install -q --no-deps --no-build-isolation -e .
 	touch $@
 
