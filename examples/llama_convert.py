@@ -233,7 +233,7 @@ def training(loss: Callable[[nn.Module], torch.Tensor]) -> Callable[[nn.Module],
 
 
 def compiled(make: Callable[[nn.Module], Run]) -> Callable[[nn.Module], Run]:
-    """What ``make`` makes, of the model as torch.compile has it."""
+    """``make`` applied to the compiled model."""
     return lambda model: make(torch.compile(model))  # type: ignore[arg-type]
 
 

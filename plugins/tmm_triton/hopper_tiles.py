@@ -473,10 +473,15 @@ def _early(problem: Problem) -> tuple[str, ...]:
     return ("b", "l2", "wait") if problem.static_weights else ("l2", "wait")
 
 
+def _extent(problem: Problem, config: WarpSpecializedConfig) -> tuple[int, int]:
+    """Columns of ``b`` that a tile reads, and its part of K in whole stages."""
+    width = config.BLOCK_N * (2 if problem.gated else 1)
+    return width, -(-problem.k // (config.BLOCK_K * config.splits)) * config.BLOCK_K
+
+
 def _tile_us(problem: Problem, config: WarpSpecializedConfig) -> tuple[float, float]:
     """µs to multiply a tile, or its part of K, and to load its operands from L2."""
-    width = config.BLOCK_N * (2 if problem.gated else 1)
-    depth = -(-problem.k // (config.BLOCK_K * config.splits)) * config.BLOCK_K
+    width, depth = _extent(problem, config)
     rate = Machine.of(problem.device).flops(problem) * _REACH
     load = problem.a.dtype.itemsize * (config.BLOCK_M + width) * depth / _SM_BYTES
     return 2 * config.BLOCK_M * width * depth / rate, load
@@ -501,9 +506,7 @@ def times_us(problem: Problem, config: WarpSpecializedConfig) -> dict[str, float
 def estimate_us(problem: Problem, config: WarpSpecializedConfig) -> float:
     """Waves of whole tiles, each bound by its multiplication or its loads."""
     config = adapted(problem, config)
-    machine = Machine.of(problem.device)
-    width = config.BLOCK_N * (2 if problem.gated else 1)
-    depth = -(-problem.k // (config.BLOCK_K * config.splits)) * config.BLOCK_K
+    width, depth = _extent(problem, config)
     itemsize = problem.a.dtype.itemsize
     multiply, load = _tile_us(problem, config)
     if words := by_words(problem):
@@ -535,7 +538,7 @@ def estimate_us(problem: Problem, config: WarpSpecializedConfig) -> float:
         exposed = epilogue if config.consumers == 1 else 0.6 * epilogue
         busy = waves * loop + math.ceil(waves) * exposed
     # The closer the two times are, the less of the shorter one is hidden.
-    memory = problem.bytes / machine.memory
+    memory = problem.bytes / Machine.of(problem.device).memory
     if _streams(problem) and not config.evict_first:
         memory *= _DISPLACING
     # Zero-filling a box's missing rows blocks other loads.

@@ -476,7 +476,8 @@ made = compilers.default()
 made.submit(problem(), candidate(2))
 while made._server._child is None:
     time.sleep(0.01)
-held = ctypes.CDLL(None).fork() if {held} else -1
+# PyDLL keeps the GIL. CDLL releases it, and then another thread may hold it in the child.
+held = ctypes.PyDLL(None).fork() if {held} else -1
 if held:
     while held > 0 and os.getsid(held) != held:  # before the group is killed
         time.sleep(0.01)

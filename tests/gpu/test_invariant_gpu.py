@@ -38,8 +38,8 @@ def candidates(problem: tmm_core.Problem) -> dict[str, list[Any]]:
 
 
 def every_case() -> list[Any]:
-    """All are slow, a minute and more of compiling each, but one of each weight, which together
-    have every value of the others."""
+    """All combinations. Each compiles for a minute or more, so all but four are marked slow; the
+    four cover every weight, dtype and kind of epilogue."""
     some = {
         (WEIGHTS[0], "everything", torch.bfloat16),
         (WEIGHTS[1], "nothing", torch.bfloat16),

@@ -189,13 +189,13 @@ def _looped_scaled(call: Call, ends: Sequence[int]) -> Tensor:
     m, n, count = a.shape[-2], b.shape[-1], len(ends)
     shape = (count, m, n) if along == "k" else (m, n)
     z = a.new_empty(shape, dtype=call.out_dtype or form.result)
+    one = torch.ones((), device=a.device)
     for group, (start, end) in enumerate(itertools.pairwise([0, *ends])):
         if start == end and along != "k":
             continue
         part = slice(start, end)
         of_a = a[group] if along == "n" else a[part] if along == "m" else a[:, part]
         of_b = b[group] if along == "m" else b[:, part] if along == "n" else b[part]
-        one = torch.ones((), device=a.device)
         scale_a = _of_group(call.scale_a, one, (count, m), part if along == "m" else group)
         scale_b = _of_group(call.scale_b, one, (count, n), part if along == "n" else group)
         if takes:

@@ -58,8 +58,8 @@ if TYPE_CHECKING:
 
 #: Without a measurement, another kernel is chosen over BLAS only if its estimate is below BLAS's
 #: times this factor: estimates are rooflines, and a default config is not the best one. Over
-#: the shipped records guesses take 0.965 of BLAS's time on an H200 and 0.907 on an H100 with 0.85,
-#: 0.962 and 0.900 with 0.9, and 0.955 and 0.926 with 0.95, when 27 % of those on the H100 lose.
+#: the shipped records guesses take 0.90 of BLAS's time on an H200 and 0.93 on an H100 with 0.85,
+#: 0.89 and 0.93 with 0.9, and 0.88 and 0.94 with 0.95, when 24 % of those on the H100 lose.
 HEURISTIC_ADVANTAGE = 0.9
 
 #: Records that a tuning starts from, and candidates of each: records of this problem on another GPU
@@ -135,7 +135,7 @@ class Dispatcher:
             try:
                 launcher = kernel.bind(problem, config)
                 fault = self._doubt(problem, choice, launcher, settings)
-            except TmmWarning:  # made an error: of what is said here, not of the kernel
+            except TmmWarning:  # a warning made an error, which is not the kernel's fault
                 raise
             except Exception as error:
                 if choice.origin == "forced" or kernel.name == BASELINE:

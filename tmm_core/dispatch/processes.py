@@ -84,9 +84,9 @@ def scratch_file() -> IO[bytes] | None:
 
 
 def empty(scratch: IO[bytes] | None) -> None:
-    """Forget what a process printed so far: it is not why its next job ends it."""
+    """Discard what a process has printed, so that a failure shows only its own job's output."""
     if scratch is not None:
-        scratch.seek(0)  # which is where the process writes next: they share the offset
+        scratch.seek(0)  # also where the process writes next, since they share the offset
         scratch.truncate()
 
 
