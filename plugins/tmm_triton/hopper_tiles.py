@@ -441,6 +441,9 @@ _FEW = 128
 #: µs of a k-step whose box is loaded by words, and its bytes per µs: in 127×4093×4096 a box of 8 KB
 #: took 0.75 µs, one of 16 KB 1.3, including launch and epilogue.
 _WORDS_US, _SM_WORDS_BYTES = 0.25, 18e3
+#: Mean rows of a group for which most of a tile is padding, and how much longer memory is assumed
+#: to take, until it is measured: ``triton.ragged``, in tiles of 16 rows, is to come first.
+_FEW_OF_GROUP, _FEW_PADDED = 32, 1.15
 #: How many tiles are also tried with the opposite ``evict_first``.
 _BOTH_WAYS = 3
 
@@ -470,7 +473,7 @@ def configs(problem: Problem) -> Iterable[WarpSpecializedConfig]:
     if problem.batch_invariant:
         # A split tile has another arithmetic: each M should have both kinds.
         ranked = by_estimate(fitting)[:tried] + by_estimate(cut)[:_CUT_TRIED]
-    if _streams(problem) and min(problem.m, problem.n) > _SURELY_STREAMED:
+    if _streams(problem) and (problem.groups or min(problem.m, problem.n) > _SURELY_STREAMED):
         for variants in ranked[:_BOTH_WAYS]:
             variants.append(replace(variants[0], evict_first=False))
     proposed = [
@@ -500,10 +503,15 @@ def _early(problem: Problem) -> tuple[str, ...]:
 def _extent(problem: Problem, config: WarpSpecializedConfig) -> tuple[int, int]:
     """Columns of ``b`` that a tile reads, and its part of K in whole stages."""
     width = config.BLOCK_N * (2 if problem.gated else 1)
+    return width, steps(problem, config) * config.BLOCK_K
+
+
+def steps(problem: Problem, config: WarpSpecializedConfig) -> int:
+    """Steps of a tile along K, or of its part of K; of a mean group if K is ragged."""
     k = problem.k
     if problem.groups is not None and problem.along == "k":
         k = -(-k // groups_present(problem))
-    return width, -(-k // (config.BLOCK_K * config.splits)) * config.BLOCK_K
+    return -(-k // (config.BLOCK_K * config.splits))
 
 
 def _tile_us(problem: Problem, config: WarpSpecializedConfig) -> tuple[float, float]:
@@ -568,6 +576,8 @@ def estimate_us(problem: Problem, config: WarpSpecializedConfig) -> float:
     memory = problem.bytes / Machine.of(problem.device).memory
     if _streams(problem) and not config.evict_first:
         memory *= _DISPLACING
+    if rows_ragged(problem) and _mean_rows(problem) <= _FEW_OF_GROUP:
+        memory *= _FEW_PADDED
     # Zero-filling a box's missing rows blocks other loads.
     absent = max(0, c.a_boxes * c.A_ROWS - problem.m)
     filling = _FILLING_US * absent * depth * itemsize * math.ceil(waves)
@@ -638,7 +648,14 @@ def _groups(problem: Problem, config: WarpSpecializedConfig) -> list[int]:
 
 def _streams(problem: Problem) -> bool:
     """Whether operands are loaded with ``evict_first``."""
-    return problem.batch == 1 and not problem.groups and min(problem.m, problem.n) <= _STREAMED
+    if problem.groups is not None:
+        # Where one row of tiles is all of most groups, their part of b is read once.
+        return rows_ragged(problem) and _mean_rows(problem) <= _SURELY_STREAMED
+    return problem.batch == 1 and min(problem.m, problem.n) <= _STREAMED
+
+
+def _mean_rows(problem: Problem) -> int:
+    return -(-problem.m // groups_present(problem))
 
 
 def _sums(problem: Problem) -> Problem:

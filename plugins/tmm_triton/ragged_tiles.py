@@ -31,6 +31,9 @@ from tmm_core import Problem
 
 #: Maximum size of the clipped dimension, see above.
 MOST_ROWS = 2**30
+#: More than any coordinate of the other two, in 32 bits. Triton's own such maps have this number,
+#: so that it is known to work: drivers treat maps of small tensors differently.
+_UNLIMITED = 2**31 - 2**16
 
 #: How each matrix is described: alone, as one of a stack, or clipped where groups end.
 Kinds = Mapping[str, str]
@@ -64,10 +67,9 @@ def rows_ragged(problem: Problem) -> bool:
     return problem.groups is not None and problem.groups.ragged == "m"
 
 
-def clipped(rows: int, columns: int, stride: int) -> tuple[list[int], list[int]]:
-    """Shape and strides of a clipped tensor map of ``rows`` in memory that are ``stride`` apart."""
-    shape = [MOST_ROWS + 1, rows + 1, MOST_ROWS, columns]
-    return shape, [2**34 - stride, stride, stride, 1]
+def clipped(columns: int, stride: int) -> tuple[list[int], list[int]]:
+    """Shape and strides of a clipped tensor map of rows in memory that are ``stride`` apart."""
+    return [_UNLIMITED, _UNLIMITED, MOST_ROWS, columns], [2**34 - stride, stride, stride, 1]
 
 
 @jit

@@ -1308,7 +1308,7 @@ def _describer(
             strides = [apart or shape[0] * leading, *strides]
             shape = [t.shape[0] if apart else 1, *shape]
         elif kind == "clipped":
-            shape, strides = clipped(*shape, leading)
+            shape, strides = clipped(shape[1], leading)
         return TensorDescriptor(t, shape, strides, block, layout)
 
     return describe

@@ -4,17 +4,34 @@ declines, what it proposes, and what the compiler makes of it."""
 from __future__ import annotations
 
 import itertools
+from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 
 pytest.importorskip("triton.experimental.gluon")
 
 from hopper_block import Descriptor, Pointer, Wrapped, run_block
-from test_warp_specialized import SCHEDULES
-from tmm_triton import ragged_tiles, warp_specialized
+from test_warp_specialized import (
+    BF16,
+    CONFIG,
+    E4M3,
+    FP32,
+    H200,
+    KERNEL,
+    SCHEDULES,
+    compiled,
+    problem,
+)
+from tmm_triton import hopper_tiles, operands, ragged_tiles, warp_specialized
 from tmm_triton.hopper_tiles import Constants
+from tmm_triton.ragged import Ragged
+
+from tmm_core import Groups, Operand, Problem
+from tmm_core.dispatch import random_inputs
 
 #: Ends of groups, and the size of all: empty ones first, in the middle and last; one; all empty;
 #: and more groups than the table's pass takes.
@@ -57,9 +74,10 @@ class Call:
     def __init__(
         self, seed: int, ragged: str, ends: tuple[int, ...], total: int, *,
         m: int = 5, n: int = 10, k: int = 7, consumers: int = 2, pingpong: bool = False,
-        stages: int = 3, subtiles: int = 2, programs: int = 3, layout: str = "", gated: bool = False,
-        extras: bool = False, fetch: bool = False, pointers: bool = False, zeroed: bool = False,
-        scales: str | None = None, columns: int = 4, offs: tuple[int, ...] | None = None,
+        stages: int = 3, subtiles: int = 2, programs: int = 3, layout: str = "",
+        gated: bool = False, extras: bool = False, fetch: bool = False, pointers: bool = False,
+        zeroed: bool = False, scales: str | None = None, columns: int = 4,
+        offs: tuple[int, ...] | None = None,
     ) -> None:  # fmt: skip
         layout = layout or ("nn" if ragged == "m" else "tn")
         self.ends, self.ragged, self.zeroed = ends, ragged, zeroed
@@ -108,7 +126,7 @@ class Call:
             flat, stride = matrix.ravel(), matrix.shape[1]
         else:
             flat, stride = self.memory.reshape(-1), self.memory.shape[-1]
-        shape, strides = ragged_tiles.clipped(*matrix.shape, stride)
+        shape, strides = ragged_tiles.clipped(matrix.shape[1], stride)
         return Wrapped(flat, shape, strides, [1, 1, *box])
 
     def arguments(self) -> dict[str, Any]:
@@ -239,3 +257,175 @@ def test_wrong_ends_give_no_invalid_address(consumers: int, pingpong: bool, ragg
         call.run()
         assert np.isnan(call.memory[:, call.m :]).all()
         assert np.isnan(call.memory[:, :, call.n :]).all()
+
+
+@pytest.mark.parametrize("ends", [(0, 0), (3, 7), (2, 4)])
+def test_zeros_beyond_the_last_group(ends: tuple[int, ...]) -> None:
+    """In rows of more columns than a block stores at a time, and only there."""
+    Call(0, "m", ends, 7, n=1100, columns=256, subtiles=4, zeroed=True, consumers=1).check()
+
+
+def test_groups_share_no_tile_and_blocks_their_number() -> None:
+    """All blocks have the same number of tiles, or one more, however rows are divided."""
+    for ends in ((64,) * 8, (1, 2, 3, 4, 5, 6, 7, 64), (0, 0, 9, 9, 33, 34, 35, 64)):
+        call = Call(1, "m", ends, 64, n=4, consumers=1, programs=5)
+        stored: list[list[tuple[int, ...]]] = []
+        known = call.arguments()
+        write = known["c_desc"].write
+
+        def seen(
+            at: tuple[int, ...], box: np.ndarray, write: Any = write, stored: Any = stored
+        ) -> None:
+            stored[-1].append(tuple(int(x) for x in at))
+            write(at, box)
+
+        known["c_desc"].write = seen
+        for program in range(5):
+            stored.append([])
+            run_block(warp_specialized, list(known.values()), program, 5, 0)
+        sizes = [end - start for start, end in zip((0, *ends), ends, strict=False)]
+        tiles = sum(-(-size // 2) for size in sizes)
+        strips = [len(each) for each in stored]
+        assert sum(strips) == 2 * tiles  # of two strips each
+        assert max(strips) - min(strips) <= 2
+        assert len({each for block in stored for each in block}) == 2 * tiles
+
+
+# What the host does.
+
+
+def grouped(ragged: str = "m", count: int = 8, **fields: Any) -> Problem:
+    layout = fields.pop("layout", "nt" if ragged == "m" else "tn")
+    sizes = {"m": 4096, "n": 4096, "k": 4096} | {x: fields.pop(x) for x in "mnk" if x in fields}
+    zeroed = fields.pop("zeroed", False)
+    groups = Groups(count, ragged, zeroed=zeroed)  # type: ignore[arg-type]
+    return problem(**sizes, layout=layout, groups=groups, **fields)
+
+
+def test_a_clipped_tensor_map_ends_where_a_group_does() -> None:
+    for dtype in (BF16, FP32):
+        t = torch.arange(12 * 24, dtype=dtype).view(12, 24)[:, :16]
+        describe = warp_specialized._describer(Operand.of(t), 4, 16, "clipped")
+        described = describe(t)
+        assert described.block_shape == [1, 1, 4, 16]
+        # What CUDA's tensor maps allow.
+        assert all(0 < size < 2**31 for size in described.shape)
+        apart = [stride * t.itemsize for stride in described.strides[:-1]]
+        assert all(0 < stride < 2**40 and stride % 16 == 0 for stride in apart)
+        memory = t.as_strided((12 * 24,), (1,)).double().numpy()
+        box = Wrapped(memory, described.shape, described.strides, [1, 1, 4, 16], t.itemsize)
+        placed = ragged_tiles.placed.fn
+        for end, row in ((6, 3), (12, 9), (5, 5), (4, 6), (12, 4)):
+            read = box.read(placed(None, end, row, 0, False, "clipped"))[0, 0]
+            wanted = np.zeros((4, 16))
+            inside = t[row : min(row + 4, end)].double().numpy()
+            wanted[: len(inside)] = inside
+            np.testing.assert_array_equal(read, wanted)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        grouped(m=64, n=64, k=64),
+        grouped(m=64, n=64, k=64, zeroed=True, epilogue="swiglu", bias=FP32, scaled=True),
+        grouped(m=64, n=64, k=64, residual=Operand(BF16)),
+        grouped(m=64, n=64, k=64, residual=Operand(FP32), out=Operand(BF16, aligned=False)),
+        grouped(m=64, n=64, k=64, dtype=E4M3, out=BF16, scale_a="row", scale_b="tensor"),
+        grouped("k", m=64, n=64, k=64, bias=BF16, residual=Operand(BF16, "col")),
+        grouped("k", m=64, n=64, k=64, out=Operand(BF16, aligned=False)),
+    ],
+    ids=str,
+)
+def test_a_call_passes_groups(asked: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
+    launches: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(operands.Build, "launch", lambda build, device: None)
+    monkeypatch.setattr(
+        warp_specialized, "launcher", lambda *given, **more: launches.append((given, more))
+    )
+    config = KERNEL.default_config(asked)
+    special = KERNEL.specialize(asked, config)
+    assert set(special.types) | set(special.constants) == set(warp_specialized._kernel.arg_names)
+    KERNEL.bind(asked, config)
+    (((step,), shape, _), more) = launches[0]
+    assert asked.groups is not None
+    assert shape == ((8, 64, 64) if asked.along == "k" else (64, 64))
+    assert more["extras"] == ("offs", *asked.scales)
+    assert step.arguments.keys() == special.types.keys()
+    assert step.arguments["G"] == 8
+    blocks = step.grid[0]
+    scratch = (8 * blocks, torch.int32) if asked.along == "m" else None
+    assert more["workspace"] == scratch
+    assert KERNEL.workspace_bytes(asked, config) == (4 * 8 * blocks if scratch else 0)
+    given = random_inputs.make(asked, torch.device("cpu"), seed=0)
+    for name, argument in step.arguments.items():
+        if name.endswith("_desc"):
+            described = argument.describe(getattr(given, argument.tensor))
+            assert f"{described.block_shape},{described.layout!r}>" in special.types[name]
+        elif isinstance(argument, tuple):
+            tensor, dimension = argument
+            assert -2 <= dimension < getattr(given, tensor).dim()
+
+
+def test_the_grid_is_of_the_most_tiles_there_may_be() -> None:
+    """Each group's last tile may have one row, and groups none."""
+    config = replace(CONFIG, BLOCK_M=128, BLOCK_N=256)
+    for m, count, rows in ((4096, 8, 40), (4096, 1, 33), (3, 128, 3), (1, 1, 1)):
+        asked = grouped(m=m, count=count)
+        assert hopper_tiles.most_tiles(asked, config) == rows * 16
+        assert hopper_tiles.tile_count(asked, config) <= rows * 16
+    sums = grouped("k", count=8)
+    assert hopper_tiles.most_tiles(sums, config) == hopper_tiles.tile_count(sums, config) == 8 * 512
+
+
+def test_what_groups_are_offered() -> None:
+    """Large ones Hopper's tiles, few rows a group those of ``triton.ragged``; neither splits K nor
+    begins early."""
+    plain = Ragged()
+    for asked, first in (
+        (grouped(m=64, n=28672), False),
+        (grouped(m=512, n=1536, k=2048, count=128), False),
+        (grouped(m=4096, n=28672), True),
+        (grouped(m=16384, n=14336, epilogue="swiglu"), True),
+        (grouped("k", m=28672, k=32768), True),
+        (grouped("k", m=1536, n=2048, k=8192, count=128), True),
+    ):
+        configs = list(KERNEL.configs(asked))
+        assert 2 <= len(configs) <= 16
+        assert len(set(configs)) == len(configs)
+        for config in configs:
+            assert (config.tail_splits, config.splits, config.early) == (1, 1, "")
+            assert config.shared_memory(asked) <= H200.shared_memory
+        best, other = (
+            min(kernel.estimate_us(asked, config) for config in kernel.configs(asked))  # type: ignore[attr-defined]
+            for kernel in (KERNEL, plain)
+        )
+        assert (best < other) is first, asked
+        # Such configs may come from records of other problems.
+        odd = replace(CONFIG, tail_splits=4, early="b")
+        fitted = hopper_tiles.adapted(asked, odd)
+        assert (fitted.tail_splits, fitted.splits, fitted.early) == (1, 1, "")
+    wide = {c.BLOCK_M * c.BLOCK_N for c in KERNEL.configs(grouped(m=16384, n=28672))}
+    assert 128 * 256 in wide
+
+
+def test_sums_of_groups_depend_on_the_others() -> None:
+    """Where a range of K starts decides how it is summed; rows do not depend on other rows."""
+    assert KERNEL.arithmetic(grouped("k"), CONFIG) is None
+    assert KERNEL.arithmetic(grouped(), CONFIG) == KERNEL.arithmetic(problem(), CONFIG)
+
+
+@pytest.mark.slow
+def test_groups_compile_for_hopper(tmp_path: Path) -> None:
+    expressions = (
+        "problem(8192, 14336, 4096, epilogue='swiglu', bias=BF16,"
+        " groups=Groups(8, 'm', zeroed=True)),"
+        "problem(16384, 4096, 14336, residual=Operand(BF16), groups=Groups(8, 'm')),"
+        "problem(4096, 14336, 8192, 'tn', groups=Groups(8, 'k'))"
+    )
+    results = compiled(expressions, "first", tmp_path)
+    assert len(results) == 3
+    for result in results:
+        assert result["shared"] <= result["promised"] <= H200.shared_memory, result
+        assert result["wgmma"] > 0, result
+        assert result["setmaxnreg"] > 0, result
+        assert result["stack"] == 0, result
