@@ -31,7 +31,8 @@ class DeadlockError(Exception):
 
 
 class OrderError(AssertionError):
-    """Memory is touched, or the next launch let in, while the launch before may still run."""
+    """Memory is touched, or the next launch let in, while the launch before may still run, or the
+    block ends while a load is under way."""
 
 
 class Scheduler:
@@ -307,6 +308,7 @@ def run_block(
         DeadlockError: The partitions wait for each other.
     """
     scheduler, local = Scheduler(seed), _Local()
+    loading: list[Callable[[], None]] = []
     memory: list[np.ndarray] = []
     ended = {"the launch before": not overlaps, "this one, for the next": False}
 
@@ -328,7 +330,9 @@ def run_block(
         def copy() -> None:
             slot.data[...] = descriptor.read(at)
             barrier.land(descriptor.itemsize * slot.data.size)
+            loading.remove(copy)
 
+        loading.append(copy)
         scheduler.copies.append(copy)
         # Until it lands, nothing may be read from there.
         slot.data[...] = np.nan
@@ -489,6 +493,8 @@ def run_block(
     names["_kernel"](*arguments)
     if overlaps and not all(ended.values()):
         raise OrderError(f"never waits for the end of {[w for w, e in ended.items() if not e]}")
+    if loading:
+        raise OrderError("ends before what it loads has arrived")
     # The next block takes the memory over; what was not waited for reads that.
     for array in memory:
         array[...] = np.nan

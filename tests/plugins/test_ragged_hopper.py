@@ -111,6 +111,9 @@ class Call:
         # Rows apart and rows after the last, so that what is stored outside is seen.
         self.memory = np.full((*(stack or (1,)), self.m + 2, n + 3), np.nan)
         self.out = self.memory[:, : self.m, :n]
+        if ragged == "k":  # the host knows how many tiles there are
+            tiles = self.count * -(-m // self.c.BLOCK_M) * -(-n // columns)
+            programs = min(programs, tiles)
         self.programs, self.seed = programs, seed
         self.offs = np.array(offs or ends)
         self.table = np.full(programs * self.count, -1)
