@@ -130,12 +130,11 @@ def located(tile_row, groups, M, BLOCK: gl.constexpr):
 def placed(matrix, end, row, column, COL: gl.constexpr, KIND: gl.constexpr):
     """Where a box starts, in the order of its descriptor's dimensions. A clipped one ends at
     ``end``."""
-    where = (column, row) if COL else (row, column)
-    if KIND == "stack":
-        where = (matrix,) + where  # noqa: RUF005 (Triton parses no star)
-    elif KIND == "clipped":
-        where = (2**30, end, 2**30 - end + where[0], where[1])
-    return where
+    outer, inner = (column, row) if COL else (row, column)
+    if KIND == "clipped":
+        return 2**30, end, 2**30 - end + outer, inner
+    else:  # noqa: RET505 (Triton compiles what follows a return)
+        return (matrix, outer, inner) if KIND == "stack" else (outer, inner)
 
 
 @jit

@@ -242,8 +242,8 @@ GROUPED = [
     Mutant(
         "grouped-hopper-clip",
         "ragged_tiles.py",
-        "2**30 - end + where[0]",
-        "2**30 - end - 1 + where[0]",
+        "2**30 - end + outer",
+        "2**30 - end - 1 + outer",
         "rows of the next group are overwritten",
         (f"{HOPPER}::test_groups_of_any_size",),
     ),
