@@ -45,7 +45,8 @@ A finished tile goes out strip by strip, through staging buffers and by TMA wher
 write it, else by pointers. The residual comes in by the same buffers before, under the main
 loop: read by pointers when the tile was done, it doubled the time of 8192×4096×512. Of an output
 beside the result each strip leaves a number a row in the workspace, and a second launch reduces
-these. A batch is a third dimension of all tensor maps, and of the walk over tiles.
+these. A batch is a third dimension of all tensor maps, and of the walk over tiles; groups of
+different sizes are walked over and described by :mod:`tmm_triton.ragged_tiles`.
 
 It is written in Gluon, where the author controls layouts, barriers and roles; plain Triton does not
 specialise warps on Hopper.
@@ -1150,6 +1151,11 @@ class WarpSpecialized(Built[WarpSpecializedConfig]):
                         divisible["residual_stride_z"] = 4
         if problem.residual is not None and specialized.stacked:
             types["residual_stride_z"] = "i64"
+        if specialized.ZEROED and not specialized.POINTERS:
+            # Zeros are stored 16 bytes at a time.
+            step = ALIGNMENT // problem.out.dtype.itemsize
+            whole = max(step, divisible.get("N", 1))
+            divisible |= {"out_ptr": ALIGNMENT, "out_stride": step, "N": whole}
         if problem.scaled:
             types["alpha"] = "fp32"
         types |= {"scale_a_ptr": "*fp32"} if problem.scale_a else {}
@@ -1303,8 +1309,9 @@ def _describer(
         leading = t.stride(outer) if shape[0] > 1 else -(-shape[1] // step) * step
         strides = [leading, 1]
         if kind == "stack":
-            # TMA does not support a stride of zero: a shared matrix is a batch of one.
-            apart = t.stride(0)
+            # TMA does not support a stride of zero: a shared matrix is a batch of one. The stride of
+            # a single group means nothing, either.
+            apart = t.stride(0) if len(t) > 1 else 0
             strides = [apart or shape[0] * leading, *strides]
             shape = [t.shape[0] if apart else 1, *shape]
         elif kind == "clipped":

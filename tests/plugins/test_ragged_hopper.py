@@ -326,6 +326,13 @@ def test_a_clipped_tensor_map_ends_where_a_group_does() -> None:
             np.testing.assert_array_equal(read, wanted)
 
 
+def test_a_single_group_has_any_stride() -> None:
+    weight = torch.zeros(48, 40, dtype=BF16).as_strided((1, 48, 40), (3, 40, 1))
+    assert Operand.of(weight).aligned
+    described = warp_specialized._describer(Operand.of(weight), 16, 32, "stack")(weight)
+    assert (described.shape, described.strides) == ([1, 48, 40], [48 * 40, 40, 1])
+
+
 @pytest.mark.parametrize(
     "asked",
     [
@@ -348,9 +355,11 @@ def test_a_call_passes_groups(asked: Problem, monkeypatch: pytest.MonkeyPatch) -
     config = KERNEL.default_config(asked)
     special = KERNEL.specialize(asked, config)
     assert set(special.types) | set(special.constants) == set(warp_specialized._kernel.arg_names)
+    assert set(special.divisible) <= set(special.types)
+    assert asked.groups is not None
+    assert (special.divisible.get("out_ptr") == 16) is asked.groups.zeroed
     KERNEL.bind(asked, config)
     (((step,), shape, _), more) = launches[0]
-    assert asked.groups is not None
     assert shape == ((8, 64, 64) if asked.along == "k" else (64, 64))
     assert more["extras"] == ("offs", *asked.scales)
     assert step.arguments.keys() == special.types.keys()
