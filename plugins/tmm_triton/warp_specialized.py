@@ -1309,8 +1309,8 @@ def _describer(
         leading = t.stride(outer) if shape[0] > 1 else -(-shape[1] // step) * step
         strides = [leading, 1]
         if kind == "stack":
-            # TMA does not support a stride of zero: a shared matrix is a batch of one, as is a single
-            # group, whose stride may be anything.
+            # TMA does not support a stride of zero: a shared matrix is a batch of one. So is a
+            # single group, whose stride may be anything.
             apart = t.stride(0) if len(t) > 1 else 0
             strides = [apart or shape[0] * leading, *strides]
             shape = [t.shape[0] if apart else 1, *shape]
