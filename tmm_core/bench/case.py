@@ -219,7 +219,7 @@ class Call:
         problem, bias = self.problem(), self.bias
         if self.rows is not None and bias is not None:
             bias = bias.expand(len(self.rows.ends), -1)
-        out = torch.empty(problem.out_shape, dtype=problem.out.dtype, device=self.a.device)
+        out = problem.empty_out(self.a.device)
         if self.rows is not None:
             scales = self.scale_a, self.scale_b
             return ragged.Inputs(self.a, self.b, bias, self.residual, 1.0, out, self.rows, *scales)

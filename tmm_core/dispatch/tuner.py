@@ -480,7 +480,7 @@ class _Chain:
         self._inputs = rotation.rotated(inputs, problem, self.copies)
         # As in calls, without `out=`: torch's operators would copy their result into it, and BLAS
         # with a bias or an epilogue would lose to slower kernels.
-        self._out = None if inputs.out.is_contiguous() else inputs.out
+        self._out = None if problem.lies_as_made(inputs.out) else inputs.out
         self._problem, self._shape = problem, inputs.out.shape
 
     def runner(self, launcher: Launcher) -> _Runner:

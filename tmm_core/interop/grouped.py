@@ -22,6 +22,7 @@ from tmm_core.launch.warm import epilogue_of, plain
 from tmm_core.settings import overridden, within
 from tmm_core.spec.arguments import GROUPED_ROLES, GroupedArguments, schema
 from tmm_core.spec.epilogue import IDENTITY
+from tmm_core.spec.problem import grouped_strides
 
 Tensor = torch.Tensor
 
@@ -38,7 +39,8 @@ library.define(
 def _fake(*given: Any, **named: Any) -> Tensor:
     call = GroupedArguments(*given, **named)
     shape = check(call, epilogue_of(call.epilogue))
-    return call.a.new_empty(shape, dtype=result_dtype(call.a, call.out_dtype))
+    dtype = result_dtype(call.a, call.out_dtype)
+    return call.a.new_empty_strided(shape, grouped_strides(shape, dtype), dtype=dtype)
 
 
 def _run_out(*given: Any, out: Tensor, **named: Any) -> Tensor:
@@ -205,6 +207,9 @@ def _multiply(a: Tensor, b: Tensor, offs: Tensor, alpha: float) -> Tensor:
     call = GroupedArguments(a, b, offs, alpha=alpha, zeroed=True)
     seen = autograd.recorded(a, b) or autograd._batched(a) or autograd._batched(b)
     if not torch.compiler.is_dynamo_compiling() and not seen and undisturbed(a, b, offs):
+        if a.dim() == b.dim() and b.shape[1] != grouped_strides(b.shape, b.dtype)[0]:
+            # Autograd would copy a weight's gradient whose rows are padded and the weight's not.
+            call = call._replace(out=a.new_empty((offs.shape[0], a.shape[0], b.shape[1])))
         return run(*call)
     return grouped_matmul(*call[:-1])  # type: ignore[no-any-return]
 

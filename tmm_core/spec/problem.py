@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
@@ -80,6 +80,15 @@ class Operand:
     @classmethod
     def from_json(cls, doc: Mapping[str, Any]) -> Operand:
         return cls(dtype_of(doc["dtype"]), doc["layout"], doc["aligned"], doc["wide"])
+
+
+def grouped_strides(shape: Sequence[int], dtype: torch.dtype) -> tuple[int, ...]:
+    """The strides of a grouped product's result where none is given, as torch allocates it: rows
+    start at multiples of 16 bytes, as TMA requires; on ROCm they are packed."""
+    rows, width = shape[-2:]
+    unit = 1 if torch.version.hip else ALIGNMENT // dtype.itemsize
+    leading = (width + unit - 1) // unit * unit
+    return (rows * leading, leading, 1)[-len(shape) :]
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +201,25 @@ class Problem:
     def out_shape(self) -> tuple[int, ...]:
         """The shape of the result, and of a residual."""
         return (*self._stack("k"), self.m, self.n)
+
+    @property
+    def out_strides(self) -> tuple[int, ...]:
+        """The strides of a result that a launcher allocates; a given ``out`` has its own."""
+        if self.groups is not None:
+            return grouped_strides(self.out_shape, self.out.dtype)
+        return torch.empty(self.out_shape, device="meta").stride()
+
+    def empty_out(self, device: torch.device | str) -> torch.Tensor:
+        """An uninitialised result, as a launcher allocates it."""
+        return torch.empty_strided(
+            self.out_shape, self.out_strides, dtype=self.out.dtype, device=device
+        )
+
+    def lies_as_made(self, out: torch.Tensor) -> bool:
+        """Whether ``out`` has the strides of a result that a launcher allocates; that of a
+        dimension of size one means nothing."""
+        steps = zip(out.shape, out.stride(), self.out_strides, strict=True)
+        return not out.numel() or all(size == 1 or own == made for size, own, made in steps)
 
     @property
     def bias_shape(self) -> tuple[int, ...]:

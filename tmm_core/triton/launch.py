@@ -27,6 +27,7 @@ from tmm_core.launch.source import Body, address, written
 from tmm_core.spec.arguments import EXTRAS, LAUNCHED, keywords, launch_parameters
 from tmm_core.spec.device import DeviceFingerprint, interpreting
 from tmm_core.spec.kernel import Bound, Launcher
+from tmm_core.spec.problem import grouped_strides
 from tmm_core.triton.evict_first import hints, marked
 from tmm_core.triton.interpreted import call_of
 from tmm_core.triton.kept import compile_kept
@@ -326,7 +327,8 @@ def launcher(
 
     Args:
         steps: At least one, all on one device.
-        shape, dtype: Of the output, which is row-major where it is made here.
+        shape, dtype: Of the output, which is row-major where it is made here, and of a ragged
+            problem padded (:func:`grouped_strides`).
         workspace: Elements and dtype of scratch memory made anew for every call, if any: the
             tensor ``"workspace"``. Were it shared, the launches of two threads could mix.
         extras: Names of the tensors that a ragged problem has besides
@@ -337,7 +339,7 @@ def launcher(
     compiled = first.compiled is not None
     names = _Names(compiled)
     calls = [names.invocation(index, step) for index, step in enumerate(steps)]
-    make = "empty({0}, {1}, {2})" if compiled else "a.new_empty({0}, dtype={2})"
+    make = "empty({0}, {1}, {2})" if compiled else "a.new_empty_strided({0}, {1}, dtype={2})"
     new_out = f"out = {make.format('shape', 'strides', 'dtype')}"
     scratch = []
     names.namespace |= {"dtype": dtype, "empty": compat.empty_strided_cuda}
@@ -354,6 +356,8 @@ def launcher(
         """The launcher for an output of ``shape``, which ``out`` allocates, and tensors with
         ``known`` strides."""
         strides = torch.empty(tuple(shape), device="meta").stride()
+        if "offs" in extras:
+            strides = grouped_strides(shape, dtype)
         namespace = names.namespace | {"shape": tuple(shape), "strides": strides, **more}
         given = [f"output_{i} = outputs[{i}]" for i in range(outputs)]
         more_given, handed = (", outputs=()", ", outputs=outputs") if outputs else ("", "")
