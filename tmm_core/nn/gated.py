@@ -17,8 +17,9 @@ import torch
 from torch import fx, nn
 
 from tmm_core import api, compat, dispatch
-from tmm_core.interop import autograd, flops
+from tmm_core.interop import flops, levels
 from tmm_core.interop.pointwise import kernels
+from tmm_core.interop.rows import Call, follow, gradients_of_rows
 from tmm_core.launch import warm
 from tmm_core.nn.linear import Linear, leaf
 from tmm_core.settings import with_static_weights
@@ -164,7 +165,7 @@ class GatedMLP(nn.Module):
                 *(of_gate["weight"], of_up["weight"], of_gate["bias"], of_up["bias"]),
                 self._text,
             )
-            if autograd.recorded(x, *operands[:4]):
+            if levels.recorded(x, *operands[:4]):
                 between = _learn(x, *operands)
             elif torch.compiler.is_compiling():
                 between = gated_linear(x, *operands)
@@ -191,7 +192,7 @@ class GatedMLP(nn.Module):
             x: Tensor, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None
         ) -> Tensor:
             operands = x, gate, up, gate_bias, up_bias, self._text
-            if autograd.recorded(*operands[:5]):
+            if levels.recorded(*operands[:5]):
                 y = _learn(*operands)
                 return _two_products(*operands) if y is None else y
             return _run(*operands)
@@ -414,10 +415,10 @@ def _learn(
     if operands is None:
         return None
     z = _Joint.apply(x, gate, up, gate_bias, up_bias, *operands)  # type: ignore[attr-defined]
-    return autograd.follow(z, epilogue, found)  # type: ignore[no-any-return]
+    return follow(z, epilogue, found)  # type: ignore[no-any-return]
 
 
-class _Joint(autograd.OneLevel):
+class _Joint(levels.OneLevel):
     """The product with two parameters that are one weight in memory."""
 
     @staticmethod
@@ -436,7 +437,7 @@ class _Joint(autograd.OneLevel):
         # the joint weight.
         weights = (gate, up) if wants_x else (None, None)
         ctx.save_for_backward(x if wants_gate or wants_up else None, *weights)
-        ctx.call = autograd.Call(x, weight, bias, transposed=True)
+        ctx.call = Call(x, weight, bias, transposed=True)
         return warm.run(x, weight.t(), bias)
 
     @staticmethod
@@ -449,7 +450,7 @@ class _Joint(autograd.OneLevel):
             weight = None if torch.is_grad_enabled() else joined(gate, up)
             weight = torch.cat((gate, up)) if weight is None else weight
         wanted = wants_x, wants_gate or wants_up, wants_gate_bias or wants_up_bias, False
-        dx, dw, dbias, _ = autograd.gradients_of_rows(ctx.call, wanted, x, weight, None, grad)
+        dx, dw, dbias, _ = gradients_of_rows(ctx.call, wanted, x, weight, None, grad)
         return dx, *_halves(dw), *_halves(dbias), None, None
 
 
@@ -469,7 +470,7 @@ def _differentiable(
     epilogue: str,
 ) -> Tensor:
     tensors = (x, gate, up, gate_bias, up_bias)
-    if autograd.differentiated(*tensors):
+    if levels.differentiated(*tensors):
         return _two_products(*tensors, epilogue)
     with compat.below_autograd():
         return gated_linear(*tensors, epilogue)  # type: ignore[no-any-return]

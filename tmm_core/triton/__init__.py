@@ -5,6 +5,7 @@ It imports Triton, so no other module of ``tmm_core`` imports it at the top.
 
 from __future__ import annotations
 
+from tmm_core.compat import current_stream
 from tmm_core.spec.device import interpreting
 from tmm_core.triton import epilogues
 from tmm_core.triton.epilogues import device_function, port_function
@@ -27,6 +28,7 @@ __all__ = [
     "Launch",
     "Step",
     "compile_for",
+    "current_stream",
     "device_function",
     "epilogues",
     "interpreting",
