@@ -45,7 +45,7 @@ GROUPED = [
     ),
     Mutant(
         "grouped-launched-packed",
-        "triton/launch.py",
+        "triton/steps.py",
         'if "offs" in extras:',
         "if False:",
         "a Triton kernel stores 16 bytes at addresses that are not multiples of them",
