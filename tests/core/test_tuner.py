@@ -19,7 +19,8 @@ from tmm_core.dispatch import binding, proposals, random_inputs, tuner, verify
 from tmm_core.dispatch.proposals import Hints, baseline_us, decide
 from tmm_core.dispatch.timing import GraphTimer
 from tmm_core.dispatch.tuner import Tuner
-from tmm_core.spec.problem import Operand, Problem
+from tmm_core.spec.operand import Operand
+from tmm_core.spec.problem import Problem
 
 
 def result(kernel: str, us: float, **fields: Any) -> CandidateResult:

@@ -28,7 +28,8 @@ from tmm_core.launch.plan import Plan
 from tmm_core.spec.arguments import EXTRAS, Arguments, GroupedArguments
 from tmm_core.spec.epilogue import Epilogue
 from tmm_core.spec.groups import Groups, Ragged
-from tmm_core.spec.problem import Problem, dtype_name, dtype_of
+from tmm_core.spec.operand import dtype_name, dtype_of
+from tmm_core.spec.problem import Problem
 
 Tensor = torch.Tensor
 

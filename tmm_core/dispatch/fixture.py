@@ -21,7 +21,8 @@ from tmm_core.dispatch.guarded import (
 from tmm_core.dispatch.random_inputs import Inputs
 from tmm_core.dispatch.special import Special
 from tmm_core.spec.device import free_memory
-from tmm_core.spec.problem import Operand, Problem
+from tmm_core.spec.operand import Operand
+from tmm_core.spec.problem import Problem
 
 #: By default verification takes at most a quarter of the free memory of a GPU, a sixteenth of a
 #: CPU's memory, and never more than this.

@@ -26,7 +26,8 @@ from tmm_core.settings import Settings
 from tmm_core.spec.bucket import bucketed
 from tmm_core.spec.device import DeviceFingerprint
 from tmm_core.spec.kernel import Candidate, Kernel
-from tmm_core.spec.problem import ALIGNMENT, Layout, Operand, Problem
+from tmm_core.spec.operand import ALIGNMENT, Layout, Operand
+from tmm_core.spec.problem import Problem
 
 #: The M at which arithmetics are compared, from decode to prefill.
 LADDER = (1, 16, 64, 256, 1024, 4096, 8192)

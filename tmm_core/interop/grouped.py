@@ -36,7 +36,7 @@ from tmm_core.launch.warm import epilogue_of, plain
 from tmm_core.settings import overridden, within
 from tmm_core.spec.arguments import GROUPED_ROLES, GroupedArguments, schema
 from tmm_core.spec.epilogue import IDENTITY
-from tmm_core.spec.problem import grouped_strides
+from tmm_core.spec.operand import grouped_strides
 
 Tensor = torch.Tensor
 

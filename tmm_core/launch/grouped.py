@@ -37,7 +37,8 @@ from tmm_core.spec.arguments import (
 from tmm_core.spec.device import fingerprint
 from tmm_core.spec.epilogue import Epilogue
 from tmm_core.spec.groups import Groups, Ragged
-from tmm_core.spec.problem import Problem, grouped_strides
+from tmm_core.spec.operand import grouped_strides
+from tmm_core.spec.problem import Problem
 
 Tensor = torch.Tensor
 
