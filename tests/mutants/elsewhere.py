@@ -23,7 +23,7 @@ CORNERS = [
            ("tests/core/test_distributed.py::test_a_sharded_gated_mlp_is_one_gated_product",)),
     Mutant("untested-triton", "triton/launch.py", "    if not tested():\n        return None\n", "",
            "another release's C function is called by this one's order", ("tests/core/test_launch.py",)),
-    Mutant("state-of-both", "nn/gated.py", "and not _whole(t):", "and False:",
+    Mutant("state-of-both", "nn/gated.py", "and not whole(t):", "and False:",
            "safetensors refuses a gated MLP", ("tests/core/test_nn.py",)),
     Mutant("forced-sparse", "interop/unusual.py", "if forced is not None and forced != BASELINE:",
            "if False:", "a forced kernel is passed over", ("tests/core/test_unusual.py",)),

@@ -10,7 +10,6 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from tmm_cache import CandidateResult
 
 from tmm_core.dispatch import verify
@@ -23,6 +22,7 @@ from tmm_core.dispatch.fixture import memory_limit
 from tmm_core.dispatch.progress import Progress
 from tmm_core.dispatch.proposals import Proposals
 from tmm_core.dispatch.timing import Timer, held_up, median, timer_for
+from tmm_core.dispatch.trust import device_of
 from tmm_core.dispatch.verifier import Verifier
 from tmm_core.errors import warn
 from tmm_core.settings import Settings
@@ -67,7 +67,7 @@ class Tuning:
     ) -> None:
         self.trials: list[Attempt] = []
         self._problem = problem
-        self._device = _device(problem)
+        self._device = device_of(problem)
         self._own_timer = timer is None
         self._timer: Any = timer or timer_for(self._device)
         self._workers, self._compilers, self._first = workers, compilers, first_launches
@@ -336,10 +336,3 @@ def _workspace(trial: Attempt, problem: Problem) -> int:
     if isinstance(kernel, Asked) and kernel.fault is not None and not trial.is_baseline:
         trial.fail(kernel.fault)
     return count
-
-
-def _device(problem: Problem) -> torch.device:
-    """The current device of the problem's type: fingerprints have no index."""
-    if problem.device.type == "cuda":
-        return torch.device("cuda", torch.cuda.current_device())
-    return torch.device(problem.device.type)
