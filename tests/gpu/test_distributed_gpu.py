@@ -150,9 +150,11 @@ def test_ranks_divide_the_work_and_agree(world: World, tmp_path: Path) -> None:
     shares = [len(range(rank, 2 * len(SHAPES), GPUS)) for rank in range(GPUS)]
     assert [len(outcome["measured"]) for outcome in outcomes] == shares
     assert all(outcome["warnings"] == [] for outcome in outcomes)
-    # On each rank's own device BLAS and another kernel at least bound, launched and were right.
-    for record in outcomes[0]["records"]:
-        verified = {c["kernel"] for c in record["candidates"] if c.get("error") is not None}
+    # On each rank's own device BLAS and another kernel at least bound, launched and were right. A
+    # budget may end before every problem has another that is compiled.
+    for rank in range(GPUS):
+        candidates = [c for r in outcomes[0]["records"][rank::GPUS] for c in r["candidates"]]
+        verified = {c["kernel"] for c in candidates if c.get("error") is not None}
         assert {"blas"} < verified, verified
 
 

@@ -66,22 +66,24 @@ def test_rates_by_dtype() -> None:
 
 
 @pytest.mark.parametrize(
-    ("folder", "device", "limit"),
-    [("nvidia-h200-sm90-132", H200, 0.89), ("nvidia-h100-80gb-hbm3-sm90-132", H100, 0.93)],
+    ("folder", "device"),
+    [("nvidia-h200-sm90-132", H200), ("nvidia-h100-80gb-hbm3-sm90-132", H100)],
 )
-def test_guesses_are_good_where_times_are_known(
-    folder: str, device: DeviceFingerprint, limit: float
-) -> None:
-    """The geometric mean of a guess's time over BLAS's, by the shipped records; a config that they
-    do not have counts as the kernel's best."""
+def test_guesses_are_good_where_times_are_known(folder: str, device: DeviceFingerprint) -> None:
+    """By the shipped records, a guess takes 10 % longer than the best in geometric mean, and few
+    take longer than BLAS; a config that they do not have counts as the kernel's best."""
     dispatcher = dispatch.dispatcher()
-    registry, ratios = dispatcher.registry, []
+    registry = dispatcher.registry
+    to_best: list[float] = []
+    to_blas: list[float] = []
     for path in sorted((RECORDS / "v2" / folder).glob("*/*.json")):
         document = json.loads(path.read_text())
         if "problem" not in document:
             continue
         epilogue = registry.epilogue(document["problem"]["epilogue"])
         problem = Problem.from_json(document["problem"], device, epilogue)
+        if problem.batch_invariant:  # answered by an arithmetic for all M, not by BLAS
+            continue
         times: dict[str, dict[str, float]] = {}
         for result in document["candidates"]:
             if samples := result.get("samples_us"):
@@ -94,7 +96,8 @@ def test_guesses_are_good_where_times_are_known(
         known = times.get(chosen, {})
         time = known.get(json.dumps(config, sort_keys=True)) or min(known.values(), default=None)
         if time and "blas" in times:
-            ratios.append(time / min(times["blas"].values()))
-    assert len(ratios) > 100
-    assert math.exp(sum(map(math.log, ratios)) / len(ratios)) < limit
-    assert sum(ratio > 1.005 for ratio in ratios) < 0.15 * len(ratios)
+            to_blas.append(time / min(times["blas"].values()))
+            to_best.append(time / min(min(by_config.values()) for by_config in times.values()))
+    assert len(to_best) > 100
+    assert math.exp(sum(map(math.log, to_best)) / len(to_best)) < 1.1
+    assert sum(ratio > 1.005 for ratio in to_blas) < 0.15 * len(to_blas)
