@@ -33,6 +33,7 @@ from tmm_core.interop.levels import (
     form_of,
     is_batched,
     is_column_major,
+    lying_as,
     outer_levels,
     primal,
     record,
@@ -221,7 +222,7 @@ class _Product(OneLevel):
         if wants_a:
             b2 = b if b.dim() > 1 else b[:, None]
             shape = a_shape if len(a_shape) > 1 else (1, *a_shape)
-            da = _lying_as(ctx.a_column, dz2, _adjoint(b2), alpha)
+            da = lying_as(ctx.a_column, _multiply, dz2, _adjoint(b2), alpha)
             if da.shape != a_shape:
                 da = da.sum_to_size(shape).reshape(a_shape)
         if wants_b:
@@ -229,7 +230,7 @@ class _Product(OneLevel):
             shape = b_shape if len(b_shape) > 1 else (*b_shape, 1)
             if len(b_shape) <= 2 < a2.dim():
                 a2, dz2 = _flattened(a2, dz2)
-            db = _lying_as(ctx.b_column, _adjoint(a2), dz2, alpha)
+            db = lying_as(ctx.b_column, _multiply, _adjoint(a2), dz2, alpha)
             if db.shape != b_shape:
                 db = db.sum_to_size(shape).reshape(b_shape)
         return da, db, dbias, dresidual, None, None, None
@@ -278,15 +279,6 @@ class _EagerProduct(_Product):
 
 def _adjoint(t: Tensor) -> Tensor:
     return t.mH if t.is_complex() else t.mT
-
-
-def _lying_as(column_major: bool, x: Tensor, y: Tensor, alpha: float) -> Tensor:
-    """``alpha · (x @ y)``, the gradient of an operand, in its layout. Weights are passed
-    transposed: autograd copies, by transposing, a gradient in another layout, at a tenth of the
-    product's cost."""
-    if column_major:
-        return _multiply(y.mT, x.mT, alpha).mT
-    return _multiply(x, y, alpha)
 
 
 def _flattened(a: Tensor, dz: Tensor) -> tuple[Tensor, Tensor]:

@@ -24,6 +24,7 @@ from tmm_core.interop.levels import (
     form_of,
     is_batched,
     is_column_major,
+    lying_as,
     outer_levels,
     primal,
     record,
@@ -179,7 +180,7 @@ class _Product(OneLevel):
             dresidual = as_gradient(grad, ctx.residual[1])
         dz = as_gradient(dz, ctx.a[1])
         if wants_a:
-            da = _gradient_of_a(dz, b, offs, along, alpha, ctx.a_column)
+            da = lying_as(ctx.a_column, _multiply, dz, b.mT, offs, alpha)
             if a_index is not None:
                 # A row's gradient sums over all rows that gathered it; beyond the last group it
                 # is zero.
@@ -188,7 +189,7 @@ class _Product(OneLevel):
                 da = zeros.index_add(0, a_index, da.to(wide)).to(da.dtype)
         if wants_b:
             a = a if a_index is None else a.index_select(0, a_index)
-            db = _gradient_of_b(a, dz, offs, along, alpha, ctx.b_column)
+            db = lying_as(ctx.b_column, _multiply, a.mT, dz, offs, alpha)
         return da, db, None, dbias, dresidual, None, None, None, None, None
 
     @staticmethod
@@ -217,25 +218,6 @@ def _multiply(a: Tensor, b: Tensor, offs: Tensor, alpha: float) -> Tensor:
             call = call._replace(out=a.new_empty((offs.shape[0], a.shape[0], b.shape[1])))
         return run(*call)
     return grouped_matmul(*call[:-1])  # type: ignore[no-any-return]
-
-
-def _gradient_of_a(
-    dz: Tensor, b: Tensor, offs: Tensor, along: str, alpha: float, column: bool
-) -> Tensor:
-    """``alpha · dz @ bᵀ``, in the layout of ``a``."""
-    if column:
-        return _multiply(b, dz.mT, offs, alpha).mT
-    return _multiply(dz, b.mT, offs, alpha)
-
-
-def _gradient_of_b(
-    a: Tensor, dz: Tensor, offs: Tensor, along: str, alpha: float, column: bool
-) -> Tensor:
-    """``alpha · aᵀ @ dz``, in the layout of ``b``: a layer's weight is passed transposed, and
-    autograd would copy a gradient in another layout."""
-    if column:
-        return _multiply(dz.mT, a, offs, alpha).mT
-    return _multiply(a.mT, dz, offs, alpha)
 
 
 def _summed(dz: Tensor, offs: Tensor, along: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:
