@@ -108,7 +108,7 @@ def of_hopper(problem: Problem, given: Any, hopper_tiles: Any) -> Anatomy:
         group_m=config.GROUP_M,
         tiles=hopper_tiles.tile_count(problem, config) * config.splits,
         at_once=max(1, problem.device.sm_count),
-        steps=-(-problem.k // (config.BLOCK_K * config.splits)),
+        steps=hopper_tiles.steps(problem, config),
         num_stages=config.num_stages,
         # Four warps load, in addition to the consumers.
         num_warps=config.consumers * config.num_warps + 4,

@@ -17,6 +17,7 @@ from tmm_core import Config, Machine, Operand, Problem
 from tmm_triton import sums
 from tmm_triton.early import with_early
 from tmm_triton.partials import MOST_WORKSPACE, REDUCE_US
+from tmm_triton.ragged_tiles import kinds, rows_ragged
 
 #: TMA needs base and leading stride to be multiples of this many bytes.
 ALIGNMENT = 16
@@ -167,6 +168,9 @@ class Constants:
     #: The operand, ``"a"`` or ``"b"``, that warps load word by word, and how many warps do.
     WORDS: str | None = None
     LOADERS: int = 8
+    #: The dimension along which groups differ in size, and whether rows of none become zeros.
+    RAGGED: str | None = None
+    ZEROED: bool = False
     #: By what rows are reduced to an output beside the result.
     REDUCE: str | None = None
     #: The kernel's: Triton keeps what it compiled by the values of its constants, which tell
@@ -220,6 +224,8 @@ class Constants:
             DEPENDENTS=dependents if config.early else "",
             EARLY=config.early,
             WORDS=by_words(problem),
+            RAGGED=problem.groups.ragged if problem.groups else None,
+            ZEROED=problem.groups is not None and problem.groups.zeroed,
             REDUCE=next((port.reduce for port in problem.epilogue.outputs), None),
             VERSION=version,
         )
@@ -235,14 +241,32 @@ class Constants:
         return 1 << (self.PRIMED - 1).bit_length()
 
     @property
+    def stacked(self) -> bool:
+        """Whether the result is a stack of matrices, with as many tiles each."""
+        return self.out_kind == "stack"
+
+    @property
+    def a_kind(self) -> str:
+        return kinds(self.RAGGED, self.BATCHED)["a"]
+
+    @property
+    def b_kind(self) -> str:
+        return kinds(self.RAGGED, self.BATCHED)["b"]
+
+    @property
+    def out_kind(self) -> str:
+        """The result's kind of tensor map, and a residual's."""
+        return kinds(self.RAGGED, self.BATCHED)["out"]
+
+    @property
     def a_box(self) -> list[int]:
         """The shape of a box of A in shared memory."""
-        return boxed(self.ROWS, self.BLOCK_K, self.A_COL, self.BATCHED)
+        return boxed(self.ROWS, self.BLOCK_K, self.A_COL, self.a_kind)
 
     @property
     def b_box(self) -> list[int]:
         """The shape of a box of B in shared memory."""
-        return boxed(self.BLOCK_K, self.columns, self.B_COL, self.BATCHED)
+        return boxed(self.BLOCK_K, self.columns, self.B_COL, self.b_kind)
 
     @property
     def arrivals(self) -> int:
@@ -321,11 +345,11 @@ class Constants:
         return [consumer] * (self.CONSUMERS - 1) + [producer] + loaders
 
 
-def boxed(rows: int, columns: int, col: bool, batched: bool) -> list[int]:
-    """The box [rows, columns] of one matrix in memory order, with a batch dimension if there is
-    one."""
+def boxed(rows: int, columns: int, col: bool, kind: str) -> list[int]:
+    """The box [rows, columns] of one matrix in memory order, after the other dimensions of its
+    kind of tensor map."""
     box = [columns, rows] if col else [rows, columns]
-    return [1, *box] if batched else box
+    return [1] * {"matrix": 0, "stack": 1, "clipped": 2}[kind] + box
 
 
 #: ``(schedule, consumers, num_warps, BLOCK_M, BLOCK_N, BLOCK_K)``; N counts both halves if gated.
@@ -420,6 +444,9 @@ _FEW = 128
 #: µs of a k-step whose box is loaded by words, and its bytes per µs: in 127×4093×4096 a box of 8 KB
 #: took 0.75 µs, one of 16 KB 1.3, including launch and epilogue.
 _WORDS_US, _SM_WORDS_BYTES = 0.25, 18e3
+#: Mean rows of a group for which most of a tile is padding, and how much longer memory is assumed
+#: to take, until it is measured: ``triton.ragged``, in tiles of 16 rows, is to come first.
+_FEW_OF_GROUP, _FEW_PADDED = 32, 1.15
 #: How many tiles are also tried with the opposite ``evict_first``.
 _BOTH_WAYS = 3
 
@@ -449,7 +476,7 @@ def configs(problem: Problem) -> Iterable[WarpSpecializedConfig]:
     if problem.batch_invariant:
         # A split tile has another arithmetic: each M should have both kinds.
         ranked = by_estimate(fitting)[:tried] + by_estimate(cut)[:_CUT_TRIED]
-    if _streams(problem) and min(problem.m, problem.n) > _SURELY_STREAMED:
+    if _streams(problem) and (problem.groups or min(problem.m, problem.n) > _SURELY_STREAMED):
         for variants in ranked[:_BOTH_WAYS]:
             variants.append(replace(variants[0], evict_first=False))
     proposed = [
@@ -469,7 +496,7 @@ def configs(problem: Problem) -> Iterable[WarpSpecializedConfig]:
 def _early(problem: Problem) -> tuple[str, ...]:
     """The ``early`` values to try, if reading b dominates: for longer products the end of a launch
     hardly matters."""
-    if problem.m > _SURELY_STREAMED or problem.batch > 1:
+    if problem.m > _SURELY_STREAMED or problem.batch > 1 or problem.groups is not None:
         return ()
     if by_words(problem) == "b":
         return ("wait",)
@@ -479,7 +506,15 @@ def _early(problem: Problem) -> tuple[str, ...]:
 def _extent(problem: Problem, config: WarpSpecializedConfig) -> tuple[int, int]:
     """Columns of ``b`` that a tile reads, and its part of K in whole stages."""
     width = config.BLOCK_N * (2 if problem.gated else 1)
-    return width, -(-problem.k // (config.BLOCK_K * config.splits)) * config.BLOCK_K
+    return width, steps(problem, config) * config.BLOCK_K
+
+
+def steps(problem: Problem, config: WarpSpecializedConfig) -> int:
+    """Steps of a tile along K, or of its part of K; of a mean group if K is ragged."""
+    k = problem.k
+    if problem.groups is not None and problem.along == "k":
+        k = -(-k // groups_present(problem))
+    return -(-k // (config.BLOCK_K * config.splits))
 
 
 def _tile_us(problem: Problem, config: WarpSpecializedConfig) -> tuple[float, float]:
@@ -544,6 +579,8 @@ def estimate_us(problem: Problem, config: WarpSpecializedConfig) -> float:
     memory = problem.bytes / Machine.of(problem.device).memory
     if _streams(problem) and not config.evict_first:
         memory *= _DISPLACING
+    if rows_ragged(problem) and _mean_rows(problem) <= _FEW_OF_GROUP:
+        memory *= _FEW_PADDED
     # Zero-filling a box's missing rows blocks other loads.
     absent = max(0, c.a_boxes * c.A_ROWS - problem.m)
     filling = _FILLING_US * absent * depth * itemsize * math.ceil(waves)
@@ -614,7 +651,14 @@ def _groups(problem: Problem, config: WarpSpecializedConfig) -> list[int]:
 
 def _streams(problem: Problem) -> bool:
     """Whether operands are loaded with ``evict_first``."""
+    if problem.groups is not None:
+        # Where one row of tiles is all of most groups, their part of b is read once.
+        return rows_ragged(problem) and _mean_rows(problem) <= _SURELY_STREAMED
     return problem.batch == 1 and min(problem.m, problem.n) <= _STREAMED
+
+
+def _mean_rows(problem: Problem) -> int:
+    return -(-problem.m // groups_present(problem))
 
 
 def _sums(problem: Problem) -> Problem:
@@ -651,6 +695,8 @@ def _room_for_parts(problem: Problem, config: WarpSpecializedConfig) -> int:
     holds and that have a k-step; one where TMA could not write them, or it cannot finish them."""
     if problem.gated or problem.batch > 1 or problem.n % 4 or problem.epilogue.outputs:
         return 1
+    if problem.groups is not None:
+        return 1
     steps = -(-problem.k // config.BLOCK_K)
     held = MOST_WORKSPACE // (4 * part_elements(problem, config))
     return max(1, min(steps, held, _MOST_SPLITS))
@@ -678,13 +724,16 @@ def adapted(problem: Problem, config: WarpSpecializedConfig) -> WarpSpecializedC
     splits = min(config.splits, _room_for_parts(problem, config))
     words = by_words(problem) == "b" and config.early in ("l2", "b")
     early = "wait" if words else config.early
+    if problem.groups is not None:
+        early = ""  # which k-steps are the first, offs says
     return replace(config, tail_splits=tail_splits, splits=splits, early=early)
 
 
 def _room_for_splits(problem: Problem, config: WarpSpecializedConfig) -> int:
-    """SMs per tile of the last wave; one if a row's sums must not depend on M or tiles overlap."""
+    """SMs per tile of the last wave; one if a row's sums must not depend on M, tiles overlap, or
+    the host does not know how many there are."""
     tail = tail_tiles(problem, config)
-    if not tail or problem.batch_invariant or not _alike(problem, config):
+    if not tail or problem.batch_invariant or problem.groups or not _alike(problem, config):
         return 1
     return max(1, problem.device.sm_count // tail)
 
@@ -720,7 +769,11 @@ def _overlaps(size: int, block: int) -> bool:
 
 
 def _tile_rows(problem: Problem, config: WarpSpecializedConfig) -> int:
-    return -(-problem.m // config.BLOCK_M)
+    """Rows of tiles; an estimate for ragged ones: half of a group's last tile is empty."""
+    if not rows_ragged(problem):
+        return -(-problem.m // config.BLOCK_M)
+    count = groups_present(problem)
+    return max(count, problem.m // config.BLOCK_M + count // 2)
 
 
 def _rows_brought(problem: Problem, config: WarpSpecializedConfig) -> int:
@@ -733,8 +786,25 @@ def _rows_brought(problem: Problem, config: WarpSpecializedConfig) -> int:
 
 
 def tile_count(problem: Problem, config: WarpSpecializedConfig) -> int:
-    """Tiles of the whole batch."""
-    return problem.batch * -(-problem.m // config.BLOCK_M) * -(-problem.n // config.BLOCK_N)
+    """Tiles of the whole batch, or of all groups: an estimate if their rows differ."""
+    across = -(-problem.n // config.BLOCK_N)
+    if problem.groups is not None and not rows_ragged(problem):
+        return problem.groups.count * _tile_rows(problem, config) * across
+    return problem.batch * _tile_rows(problem, config) * across
+
+
+def most_tiles(problem: Problem, config: WarpSpecializedConfig) -> int:
+    """The maximum of :func:`tile_count` over all sizes of groups."""
+    if not rows_ragged(problem):
+        return tile_count(problem, config)
+    rows = problem.m // config.BLOCK_M + groups_present(problem)
+    return rows * -(-problem.n // config.BLOCK_N)
+
+
+def groups_present(problem: Problem) -> int:
+    """How many groups can have anything at all."""
+    assert problem.groups is not None
+    return max(1, min(problem.groups.count, problem.extent))
 
 
 def by_words(problem: Problem) -> str | None:
@@ -742,6 +812,7 @@ def by_words(problem: Problem) -> str | None:
     or columns of the other multiply it that it is read once or twice."""
     misaligned = [name for name in "ab" if not getattr(problem, name).aligned]
     plain = problem.batch == 1 and not problem.gated and problem.a.dtype.itemsize == 2
+    plain = plain and problem.groups is None
     # Distances past a row's end are counted in bits, as 32-bit integers.
     counted = max(problem.m, problem.n, problem.k) < 2**27
     if len(misaligned) != 1 or not (plain and counted):

@@ -45,7 +45,8 @@ A finished tile goes out strip by strip, through staging buffers and by TMA wher
 write it, else by pointers. The residual comes in by the same buffers before, under the main
 loop: read by pointers when the tile was done, it doubled the time of 8192×4096×512. Of an output
 beside the result each strip leaves a number a row in the workspace, and a second launch reduces
-these. A batch is a third dimension of all tensor maps, and of the walk over tiles.
+these. A batch is a third dimension of all tensor maps, and of the walk over tiles; groups of
+different sizes are walked over and described by :mod:`tmm_triton.ragged_tiles`.
 
 It is written in Gluon, where the author controls layouts, barriers and roles; plain Triton does not
 specialise warps on Hopper.
@@ -92,16 +93,26 @@ from tmm_triton.hopper_tiles import (
     WarpSpecializedConfig,
     boxed,
     by_words,
+    most_tiles,
     multiplied,
     part_elements,
     residual_by_tma,
-    stored_by_pointers,
-    tile_count,
 )
 from tmm_triton.kernel import FLOATS, Built, missing_toolchain, unknown_gluon
 from tmm_triton.operands import Build
 from tmm_triton.partials import reducing, reduction
 from tmm_triton.ports import REDUCES, Ports
+from tmm_triton.ragged_tiles import (
+    MOST_ROWS,
+    bounds,
+    clipped,
+    kinds_of,
+    located,
+    placed,
+    rows_ragged,
+    tabulated,
+    zero_beyond,
+)
 from tmm_triton.words import box_of, box_rows, box_words
 
 #: Gluon's names of the dtypes of operands, outputs, bias and residual.
@@ -128,28 +139,37 @@ def _acquire(flag):
 
 @jit
 def _tile(index, sizes, C: gl.constexpr):
-    """A tile's index in the batch, or its part of K, and its first row and column. Tiles go matrix
-    by matrix, each in bands of GROUP_M tile rows walked column by column, so that concurrent blocks
-    share operands in L2."""
-    M, N, _, GROUP_M, _, _ = sizes
-    rows = gl.cdiv(M, C.BLOCK_M)
+    """A tile's index in the batch, its group or its part of K, its first row and column, and the
+    end of its matrix's rows. Tiles go matrix by matrix, each in bands of GROUP_M tile rows walked
+    column by column, so that concurrent blocks share operands in L2; those of ragged rows go in
+    bands of the rows of all groups."""
+    M, N, _, GROUP_M, COUNT, groups = sizes
+    rows = COUNT if C.RAGGED == "m" else gl.cdiv(M, C.BLOCK_M)
     matrix = 0
-    if C.BATCHED or C.SPLITS > 1:
+    if C.stacked or C.SPLITS > 1:
         matrix = index // (rows * gl.cdiv(N, C.BLOCK_N))
         index -= matrix * (rows * gl.cdiv(N, C.BLOCK_N))
     band = GROUP_M * gl.cdiv(N, C.BLOCK_N)
     first = index // band * GROUP_M
     height = gl.minimum(rows - first, GROUP_M)
     within = index % band
-    return matrix, (first + within % height) * C.BLOCK_M, within // height * C.BLOCK_N
+    end = M
+    if C.RAGGED == "m":
+        height = gl.maximum(height, 1)  # a block without tiles asks, too
+        matrix, row, end = located(first + within % height, groups, M, C.BLOCK_M)
+    else:
+        row = (first + within % height) * C.BLOCK_M
+    return matrix, row, within // height * C.BLOCK_N, end
 
 
 @jit
 def _moved(row, column, sizes, C: gl.constexpr):
     """Where a tile begins. The last ones are moved inside, because TMA takes longer to zero-fill
     elements than to load them. Elements that they then share with the previous ones are stored
-    twice with the same bits, or once by pointers."""
-    row = _inside(row, sizes[0], C.BLOCK_M, C.A_COL)
+    twice with the same bits, or once by pointers. Ragged rows are not moved: before a group comes
+    another."""
+    if C.RAGGED != "m":
+        row = _inside(row, sizes[0], C.BLOCK_M, C.A_COL)
     column = _inside(column, sizes[1], C.BLOCK_N, not (C.B_COL and C.POINTERS))
     return row, column
 
@@ -166,9 +186,10 @@ def _inside(start, size, BLOCK: gl.constexpr, CONTIGUOUS: gl.constexpr):
 
 @jit
 def _tiles(sizes, C: gl.constexpr):
-    M, N, _, _, BATCH, _ = sizes
-    tiles = gl.cdiv(M, C.BLOCK_M) * gl.cdiv(N, C.BLOCK_N)
-    return tiles * BATCH if C.BATCHED else tiles * C.SPLITS
+    M, N, _, _, COUNT, _ = sizes
+    rows = COUNT if C.RAGGED == "m" else gl.cdiv(M, C.BLOCK_M)
+    tiles = rows * gl.cdiv(N, C.BLOCK_N)
+    return tiles * COUNT if C.stacked else tiles * C.SPLITS
 
 
 @jit
@@ -219,27 +240,29 @@ def _unit(index, work, sizes, C: gl.constexpr):
         part = tile // (_tiles(sizes, C) // C.SPLITS)
         first = steps * part // C.SPLITS
         last = steps * (part + 1) // C.SPLITS
+    if C.RAGGED == "k":
+        M, N, K, _, _, groups = sizes
+        group = tile // (gl.cdiv(M, C.BLOCK_M) * gl.cdiv(N, C.BLOCK_N))
+        start, end = bounds(group, groups, K)
+        last = gl.maximum(gl.cdiv(end - start, C.BLOCK_K), 1)
     return tile, first, last
 
 
 @jit
-def _place(matrix, row, column, COL: gl.constexpr, C: gl.constexpr):
-    """Where a box starts, in the order of its descriptor's dimensions."""
-    where = (column, row) if COL else (row, column)
-    return (matrix,) + where if C.BATCHED else where  # noqa: RUF005 (Triton parses no star)
-
-
-@jit
-def _described(matrix, stride, C: gl.constexpr):
+def _described(matrix, stride, KIND: gl.constexpr):
     """The matrix's index in its descriptor: TMA does not support a stride of zero, so a matrix
     shared by the whole batch is described alone."""
-    return gl.where(stride == 0, 0, matrix) if C.BATCHED else matrix
+    return gl.where(stride == 0, 0, matrix) if KIND == "stack" else matrix
 
 
 @jit
-def _matrix(box, C: gl.constexpr):
-    """A box in shared memory without its batch dimension."""
-    return box.reshape([box.shape[1], box.shape[2]]) if C.BATCHED else box
+def _matrix(box, KIND: gl.constexpr):
+    """A box in shared memory as a matrix, without further dimensions."""
+    if KIND == "stack":
+        box = box.reshape([box.shape[1], box.shape[2]])
+    elif KIND == "clipped":
+        box = box.reshape([box.shape[2], box.shape[3]])
+    return box
 
 
 @jit
@@ -276,11 +299,19 @@ def _load(
     BYTES: gl.constexpr = C.IN_BYTES * (OF_A * C.A_ROWS + OF_B * C.columns) * C.BLOCK_K
     ASKED_A: gl.constexpr = 0 if PARTS == "b" else OF_A
     ASKED_B: gl.constexpr = 0 if PARTS == "a" else OF_B
-    matrix, row, column = _tile(tile, sizes, C)
+    A_KIND: gl.constexpr = C.a_kind
+    B_KIND: gl.constexpr = C.b_kind
+    matrix, row, column, end = _tile(tile, sizes, C)
     row, column = _moved(row, column, sizes, C)
-    of_a = _described(matrix, a_stride, C)
-    of_b = _described(matrix, b_stride, C)
-    for k in range(first * C.BLOCK_K, gl.minimum(last * C.BLOCK_K, K), C.BLOCK_K):
+    of_a = _described(matrix, a_stride, A_KIND)
+    of_b = _described(matrix, b_stride, B_KIND)
+    start = first * C.BLOCK_K
+    stop = gl.minimum(last * C.BLOCK_K, K)
+    if C.RAGGED == "k":
+        begin, end = bounds(matrix, sizes[5], K)
+        start = begin + first * C.BLOCK_K
+        stop = begin + last * C.BLOCK_K
+    for k in range(start, stop, C.BLOCK_K):
         if not FRESH:
             # A fresh barrier counts as having completed phase −1: the first round passes.
             mbarrier.wait(empty.index(stage), phase ^ 1)
@@ -289,14 +320,14 @@ def _load(
             # Whole boxes of both operands, including elements that TMA fills with zeros.
             mbarrier.expect(ready, BYTES)
         for part in gl.static_range(ASKED_A):
-            where = _place(of_a, row + part * C.ROWS, k, C.A_COL, C)
+            where = placed(of_a, end, row + part * C.ROWS, k, C.A_COL, A_KIND)
             slot = a_ring.index(stage * A_BOXES + part)
             if C.A_ROWS < C.ROWS:
-                slot = slot.slice(0, C.A_ROWS, dim=1 if C.BATCHED else 0)
+                slot = slot.slice(0, C.A_ROWS, dim=1 if A_KIND == "stack" else 0)
             async_copy_global_to_shared(a_desc, where, ready, slot)
         for part in gl.static_range(ASKED_B):
             at = column + part * (C.columns if C.halves else N)
-            where = _place(of_b, k, at, C.B_COL, C)
+            where = placed(of_b, end, k, at, C.B_COL, B_KIND)
             slot = b_ring.index(stage * B_BOXES + part)
             async_copy_global_to_shared(b_desc, where, ready, slot)
         stage, phase = _next(stage, phase, C)
@@ -315,7 +346,7 @@ def _first(sizes, C: gl.constexpr):
     """The k-steps that are requested before the warps take their roles, and their tile."""
     work = _work(sizes, C)
     tile, first, last = _unit(0, work, sizes, C)
-    if C.TAIL_SPLITS > 1:
+    if C.TAIL_SPLITS > 1 or C.RAGGED == "m":
         last = gl.where(work[0] > 0, last, first)  # a block may have nothing to do
     return tile, first, _primed(first, last, C)
 
@@ -341,7 +372,7 @@ def _prefetch(pointer, stride, strides, sizes, C: gl.constexpr):
     read what it wrote."""
     _, N, K, _, _, _ = sizes
     tile, first, last = _first(sizes, C)
-    matrix, row, column = _tile(tile, sizes, C)
+    matrix, row, column, _end = _tile(tile, sizes, C)
     row, column = _moved(row, column, sizes, C)
     # Rows of memory by pieces, one per k-step.
     LINES: gl.constexpr = C.columns if C.B_COL else C.BLOCK_K
@@ -426,7 +457,7 @@ def _bring(loads, C: gl.constexpr):
     phase = 0
     for unit in range(work[0]):
         tile, first, last = _unit(unit, work, sizes, C)
-        _batch, row, column = _tile(tile, sizes, C)
+        _batch, row, column, _end = _tile(tile, sizes, C)
         row, column = _moved(row, column, sizes, C)
         rows = box_rows(operand, row if IS_A else column, M if IS_A else N, K, BOX, ALONG_K, C)
         one = box_words(rows, first, last, K, ALONG_K, C)
@@ -453,9 +484,9 @@ def _strips(x, STRIPS: gl.constexpr):
 def _scaled(z, factors, matrix, row, column, M, end, LAYOUT: gl.constexpr, C: gl.constexpr):
     """``alpha · scale_a · scale_b · z``, each if the problem has it."""
     alpha, scale_a, scale_b = factors
-    if C.BATCHED and C.SCALE_A == "row":
+    if C.a_kind == "stack" and C.SCALE_A == "row":
         scale_a += matrix * M
-    if C.BATCHED and C.SCALE_B == "row":
+    if C.b_kind == "stack" and C.SCALE_B == "row":
         scale_b += matrix * end
     if C.SCALED:
         z = z * alpha
@@ -473,17 +504,19 @@ def _scaled(z, factors, matrix, row, column, M, end, LAYOUT: gl.constexpr, C: gl
 
 
 @jit
-def _bias(bias, column, end, STRIPS: gl.constexpr, C: gl.constexpr):
+def _bias(bias, matrix, column, end, STRIPS: gl.constexpr, C: gl.constexpr):
     """The bias of STRIPS strips, one value per thread: each thread needs a quarter of all values,
     and gets them through shared memory when it reaches that strip."""
-    pointer, stride = bias
+    pointer, stride, stride_z = bias
+    if C.RAGGED is not None:
+        pointer += matrix * stride_z
     LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [C.WARPS], [0])
     columns = column + gl.arange(0, C.width, layout=LAYOUT)
     strip = (gl.load(pointer + columns * stride, mask=columns < end, other=0.0),)
     if STRIPS == 1:
         return strip
     else:  # noqa: RET505 (Triton compiles what follows a return)
-        return strip + _bias(bias, column + C.width, end, STRIPS - 1, C)
+        return strip + _bias(bias, matrix, column + C.width, end, STRIPS - 1, C)
 
 
 @jit
@@ -497,7 +530,7 @@ def _residual(residual, matrix, row, column, sizes, C: gl.constexpr, LAYOUT: gl.
     """A strip of the residual, by pointers."""
     pointer, stride_z, stride_m, stride_n = residual
     M, N, _, _, _, _ = sizes
-    if C.BATCHED:
+    if C.stacked:
         pointer += matrix * stride_z
     rows = row + gl.arange(0, C.ROWS, layout=gl.SliceLayout(1, LAYOUT))
     columns = column + gl.arange(0, C.width, layout=gl.SliceLayout(0, LAYOUT))
@@ -508,16 +541,17 @@ def _residual(residual, matrix, row, column, sizes, C: gl.constexpr, LAYOUT: gl.
 
 
 @jit
-def _fetch(staged, strip, matrix, row, column, WHO: gl.constexpr, C: gl.constexpr):
+def _fetch(staged, strip, matrix, row, column, end, WHO: gl.constexpr, C: gl.constexpr):
     """Request a strip of the residual, once the last store from its buffer has read it."""
     r_desc, stride, staging, loaded = staged
     BUFFERS: gl.constexpr = C.buffers
     BYTES: gl.constexpr = C.ROWS * C.width * C.OUT_BYTES
+    KIND: gl.constexpr = C.out_kind
     slot = WHO * BUFFERS + strip % BUFFERS
     ready = loaded.index(slot)
     mbarrier.expect(ready, BYTES)
-    of_r = _described(matrix, stride, C)
-    where = _place(of_r, row, column + strip * C.width, False, C)
+    of_r = _described(matrix, stride, KIND)
+    where = placed(of_r, end, row, column + strip * C.width, False, KIND)
     async_copy_global_to_shared(r_desc, where, ready, staging.index(slot))
 
 
@@ -527,7 +561,7 @@ def _scatter(z, matrix, row, column, corner, target, sizes, C: gl.constexpr):
     pointer, strides = target
     stride_z, stride = strides
     M, N, _, _, _, _ = sizes
-    if C.BATCHED:
+    if C.stacked:
         pointer += matrix * stride_z
     ACROSS: gl.constexpr = min(32, z.shape[1])
     # A warp's lanes are side by side in one row, so that each of its stores is contiguous.
@@ -578,6 +612,7 @@ def _store(
     M, N, _, _, _, _ = sizes
     SUBTILES: gl.constexpr = C.SUBTILES
     WIDTH: gl.constexpr = C.width
+    KIND: gl.constexpr = C.out_kind
     BUFFERS: gl.constexpr = C.buffers
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[C.WARPS, 1], instr_shape=[16, WIDTH, 16]
@@ -611,11 +646,11 @@ def _store(
         else:
             c_desc, staging = destination
             slot = WHO * BUFFERS + i % BUFFERS
-            buffer = _matrix(staging.index(slot), C)
+            buffer = _matrix(staging.index(slot), KIND)
             if C.FETCH:
                 if i > 0 and i - 1 + BUFFERS < SUBTILES:
                     store_wait(0)
-                    _fetch(residual, i - 1 + BUFFERS, matrix, row, column, WHO, C)
+                    _fetch(residual, i - 1 + BUFFERS, matrix, row, column, M, WHO, C)
                 loaded = residual[3]
                 mbarrier.wait(loaded.index(slot), phase ^ (i // BUFFERS & 1))
                 x = x + buffer.load(LAYOUT).to(gl.float32)
@@ -626,7 +661,7 @@ def _store(
                 store_wait(BUFFERS - 1)
             buffer.store(x.to(c_desc.dtype))
             fence_async_shared()
-            where = _place(matrix, row, at, False, C)
+            where = placed(matrix, M, row, at, False, KIND)
             async_copy_shared_to_global(c_desc, where, staging.index(slot))
 
 
@@ -654,8 +689,10 @@ def _await_full(full, stage, phase, C: gl.constexpr):
 def _multiply(ring, stage, acc, up, FIRST: gl.constexpr, WHO: gl.constexpr, C: gl.constexpr):
     """Start this stage's products and wait for those of the previous stage."""
     a_ring, b_ring = ring
-    a = _matrix(a_ring.index(stage * C.a_boxes + WHO % C.a_boxes), C)
-    b = _matrix(b_ring.index(stage * C.b_boxes), C)
+    A_KIND: gl.constexpr = C.a_kind
+    B_KIND: gl.constexpr = C.b_kind
+    a = _matrix(a_ring.index(stage * C.a_boxes + WHO % C.a_boxes), A_KIND)
+    b = _matrix(b_ring.index(stage * C.b_boxes), B_KIND)
     if C.A_COL:
         a = a.permute((1, 0))
     if C.B_COL:
@@ -663,13 +700,13 @@ def _multiply(ring, stage, acc, up, FIRST: gl.constexpr, WHO: gl.constexpr, C: g
     if C.promoted:
         acc = _promoted(a, b, acc)
         if C.b_boxes == 2:
-            b = _matrix(b_ring.index(stage * C.b_boxes + 1), C).permute((1, 0))
+            b = _matrix(b_ring.index(stage * C.b_boxes + 1), B_KIND).permute((1, 0))
             up = _promoted(a, b, up)
         return acc, up
     # Not accumulating the first time saves clearing the registers.
     acc = warpgroup_mma(a, b, acc, use_acc=not FIRST, is_async=True)
     if C.GATED:
-        b = _matrix(b_ring.index(stage * C.b_boxes + 1), C)
+        b = _matrix(b_ring.index(stage * C.b_boxes + 1), B_KIND)
         if C.B_COL:
             b = b.permute((1, 0))
         up = warpgroup_mma(a, b, up, use_acc=not FIRST, is_async=True)
@@ -745,7 +782,6 @@ def _consume(
 ):  # fmt: skip
     ring, barriers, turn, target, parts, sizes = sums
     full, empty = barriers
-    M = sizes[0]
     N = sizes[1]
     ROWS: gl.constexpr = C.ROWS
     COLUMNS: gl.constexpr = C.columns
@@ -774,16 +810,19 @@ def _consume(
         reading = stage
         stage, phase = _next(stage, phase, C)
         # Divisions, and a wait for stores, overlap the first products.
-        matrix, row, column = _tile(tile, sizes, C)
+        matrix, row, column, end = _tile(tile, sizes, C)
+        limits = sizes
+        if C.RAGGED == "m":
+            limits = (end, N, sizes[2], sizes[3], sizes[4], sizes[5])
         corner = (row, column)
         row, column = _moved(row, column, sizes, C)
         if not C.PINGPONG:
             row += WHO * ROWS
         if C.FETCH:  # noqa: SIM102 (decided when compiling, the other when running)
-            if (row < M) & (first == 0):
+            if (row < end) & (first == 0):
                 store_wait(0)
                 for i in gl.static_range(BUFFERS):
-                    _fetch(target[2], i, matrix, row, column, WHO, C)
+                    _fetch(target[2], i, matrix, row, column, end, WHO, C)
         for _ in range(first + 1, last):
             _await_full(full, stage, phase, C)
             acc, up = _multiply(ring, stage, acc, up, False, WHO, C)
@@ -795,9 +834,9 @@ def _consume(
             stage, phase = _pass_by(unit + 1, stage, phase, work, sizes, C)
         bias = target[1]
         if C.BIAS:
-            bias = _bias(target[1], column, N, C.SUBTILES, C)
+            bias = _bias(target[1], matrix, column, N, C.SUBTILES, C)
             if C.GATED:
-                bias = bias + _bias(target[1], N + column, 2 * N, C.SUBTILES, C)
+                bias = bias + _bias(target[1], matrix, N + column, 2 * N, C.SUBTILES, C)
         if C.GATED:
             acc, up = warpgroup_mma_wait(0, deps=(acc, up))
         else:
@@ -805,16 +844,16 @@ def _consume(
         mbarrier.arrive(empty.index(reading))
         # A consumer's rows may all be outside. The branch also keeps the compiler from hoisting the
         # code after it, which delayed the last stage by half an epilogue.
-        if row < M:
+        if row < end:
             if C.TAIL_SPLITS > 1 and first > 0:
                 _leave(acc, up, parts, WHO, C)
             else:
                 if C.TAIL_SPLITS > 1 and last < work[5]:
                     acc, up = _completed(acc, up, parts, WHO, C)
                 if C.SPLITS > 1:
-                    row += matrix * gl.cdiv(M, C.BLOCK_M) * C.BLOCK_M
+                    row += matrix * gl.cdiv(sizes[0], C.BLOCK_M) * C.BLOCK_M
                 _store(
-                    acc, up, bias, matrix, row, column, corner, strip_phase, target, sizes,
+                    acc, up, bias, matrix, row, column, corner, strip_phase, target, limits,
                     EPILOGUE, OF, WHO, C,
                 )  # fmt: skip
                 if C.buffers == C.SUBTILES:
@@ -840,6 +879,7 @@ def _kernel(
     residual_ptr, residual_stride_z, residual_stride_m, residual_stride_n,
     alpha, scale_a_ptr, scale_b_ptr, parts_ptr, flags_ptr, TAIL, words_ptr, words_stride,
     ahead_ptr, ahead_stride, port_ptr, port_at, port_stride,
+    offs_ptr, table_ptr, G, bias_stride_z,
     EPILOGUE: gl.constexpr, OF: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     STAGES: gl.constexpr = C.STAGES
@@ -862,6 +902,7 @@ def _kernel(
     ring = (a_ring, b_ring)
     barriers = (full, empty)
     strides = (a_stride_z, b_stride_z)
+    # Groups take the place of a batch, and of split tiles, which they do not have.
     sizes = (M, N, K, GROUP_M, BATCH, TAIL)
     if C.EARLY == "b":
         _prime(a_desc, b_desc, strides, ring, barriers, sizes, "b", C)
@@ -887,12 +928,19 @@ def _kernel(
         # loads, stores or reads a flag before all earlier launches are complete. Every block waits,
         # so that this grid ends after the previous one: waiting for this one is waiting for all.
         gdc_wait()
+    if C.RAGGED == "m":
+        groups = (offs_ptr, table_ptr + gl.program_id(0) * G, G)
+        sizes = (M, N, K, GROUP_M, tabulated(groups, M, C.BLOCK_M, C.WARPS), groups)
+    elif C.RAGGED == "k":
+        sizes = (M, N, K, GROUP_M, G, (offs_ptr, table_ptr, G))
     _prime(a_desc, b_desc, strides, ring, barriers, sizes, "a" if C.EARLY == "b" else "ab", C)
     if C.DEPENDENTS == "first":
         # The next launch's blocks then start as SMs become free. After the wait: the next launch's
         # early part must not overlap the previous launch.
         gdc_launch_dependents()
-    bias = (bias_ptr, bias_stride)
+    if C.ZEROED:
+        zero_beyond((out_ptr, out_stride), sizes[5], M, N, C.WARPS)
+    bias = (bias_ptr, bias_stride, bias_stride_z)
     factors = (alpha, scale_a_ptr, scale_b_ptr)
     target = (destination, bias, residual, factors, (port_ptr, port_at, port_stride))
     parts = (parts_ptr, flags_ptr)
@@ -981,6 +1029,8 @@ class WarpSpecialized(Built[WarpSpecializedConfig]):
         gated=True,
         outputs=("row",),
         reduces=REDUCES,
+        ragged=("m", "k"),
+        zeroed=True,
     )
 
     def declines(self, problem: Problem) -> Iterable[str]:
@@ -998,10 +1048,18 @@ class WarpSpecialized(Built[WarpSpecializedConfig]):
                 yield f"{name} is not aligned to {ALIGNMENT} bytes (TMA)"
         if problem.gated and problem.b.layout == "row" and 2 * problem.n % ALIGNMENT:
             yield f"the up half of b is not aligned to {ALIGNMENT} bytes (TMA)"
+        if problem.groups is not None:
+            if problem.along == "k" and (problem.a.layout, problem.b.layout) != ("col", "row"):
+                yield "groups along K begin and end at rows of memory: a column-major, b row-major"
+            if problem.extent > MOST_ROWS:
+                yield f"more than {MOST_ROWS} rows of groups (TMA)"
 
     def arithmetic(self, problem: Problem, config: WarpSpecializedConfig) -> str | None:
         if config.tail_splits > 1:
             return None  # M decides which tiles are split
+        if problem.groups is not None and problem.along == "k":
+            # The sizes of the other groups decide how a range of K is summed.
+            return None
         if hopper_tiles.adapted(problem, config).splits != config.splits:
             return None  # with this M there is no room for all parts
         if any(port.reduce == "sum" for port in problem.epilogue.outputs):
@@ -1022,16 +1080,21 @@ class WarpSpecialized(Built[WarpSpecializedConfig]):
 
     def workspace_bytes(self, problem: Problem, config: WarpSpecializedConfig) -> int:
         config = hopper_tiles.adapted(problem, config)
+        if problem.groups is not None:
+            # Each block's table.
+            table = _blocks(problem, config) * problem.groups.count
+            return 4 * table if rows_ragged(problem) else 0
         return 4 * (_parts(problem, config) + _ports(problem, config).workspace())
 
     def specialize(self, problem: Problem, config: WarpSpecializedConfig) -> Specialization:
         """The specialization that :meth:`bind` compiles; also for an absent GPU."""
         problem = multiplied(problem, config)
         rows, width, batched = config.rows, config.BLOCK_N // config.subtiles, problem.batch > 1
+        groups, kinds = problem.groups, kinds_of(problem)
         specialized = Constants.of(problem, config, self.version, self.dependents)
         types = {
-            "a_desc": _descriptor_type(problem.a, specialized.A_ROWS, config.BLOCK_K, batched),
-            "b_desc": _descriptor_type(problem.b, config.BLOCK_K, specialized.columns, batched),
+            "a_desc": _descriptor_type(problem.a, specialized.A_ROWS, config.BLOCK_K, kinds["a"]),
+            "b_desc": _descriptor_type(problem.b, config.BLOCK_K, specialized.columns, kinds["b"]),
             "M": "i32",
             "N": "i32",
             "K": "i32",
@@ -1040,6 +1103,10 @@ class WarpSpecialized(Built[WarpSpecializedConfig]):
         }
         if batched:
             types |= {"BATCH": "i32", "a_stride_z": "i64", "b_stride_z": "i64"}
+        if groups is not None:
+            types |= {"offs_ptr": "*i32", "G": "i32"}
+            if groups.ragged == "m":
+                types |= {"table_ptr": "*i32", "b_stride_z": "i64"}
         if specialized.WORDS is not None:
             del types[f"{specialized.WORDS}_desc"]
             types |= {"words_ptr": pointer(problem.a.dtype), "words_stride": "i64"}
@@ -1055,18 +1122,19 @@ class WarpSpecialized(Built[WarpSpecializedConfig]):
             "C": specialized,
         }
         divisible = {}
-        if stored_by_pointers(problem):
+        if specialized.POINTERS or specialized.ZEROED:
             types["out_ptr"] = pointer(problem.out.dtype)
             types["out_stride"] = "i64" if problem.out.wide or problem.m == 1 else "i32"
-            if batched:
-                types["out_stride_z"] = "i64"
-        else:
-            types["c_desc"] = _descriptor_type(problem.out, rows, width, batched)
+        if specialized.POINTERS and specialized.stacked:
+            types["out_stride_z"] = "i64"
+        if not specialized.POINTERS:
+            types["c_desc"] = _descriptor_type(problem.out, rows, width, kinds["out"])
         if problem.bias is not None:
             types |= {"bias_ptr": pointer(problem.bias), "bias_stride": "i64"}
+            types |= {"bias_stride_z": "i64"} if groups is not None else {}
         if residual_by_tma(problem):
             assert problem.residual is not None
-            types["r_desc"] = _descriptor_type(problem.residual, rows, width, batched)
+            types["r_desc"] = _descriptor_type(problem.residual, rows, width, kinds["residual"])
         elif problem.residual is not None:
             # A dimension of one element may have any stride.
             wide = problem.residual.wide or 1 in (problem.m, problem.n)
@@ -1079,10 +1147,15 @@ class WarpSpecialized(Built[WarpSpecializedConfig]):
                 constants["residual_stride_n"] = 1
                 if problem.residual.aligned and problem.n % 8 == 0:
                     divisible = {"residual_ptr": 16, "residual_stride_m": 4, "N": 8}
-                    if batched:
+                    if specialized.stacked:
                         divisible["residual_stride_z"] = 4
-        if problem.residual is not None and batched:
+        if problem.residual is not None and specialized.stacked:
             types["residual_stride_z"] = "i64"
+        if specialized.ZEROED and not specialized.POINTERS:
+            # Zeros are stored 16 bytes at a time.
+            step = ALIGNMENT // problem.out.dtype.itemsize
+            whole = max(step, divisible.get("N", 1))
+            divisible |= {"out_ptr": ALIGNMENT, "out_stride": step, "N": whole}
         if problem.scaled:
             types["alpha"] = "fp32"
         types |= {"scale_a_ptr": "*fp32"} if problem.scale_a else {}
@@ -1108,20 +1181,17 @@ class WarpSpecialized(Built[WarpSpecializedConfig]):
         of, *second = self.builds(problem, config)
         launch = of.launch(problem.device.type)
         rows, width = config.rows, config.BLOCK_N // config.subtiles
+        groups, kinds = problem.groups, kinds_of(problem)
 
         def described(name: str, rows: int, columns: int) -> Described:
             operand = getattr(problem, name) or problem.out
-            return Described(name, _describer(operand, rows, columns, problem.batch > 1))
+            return Described(name, _describer(operand, rows, columns, kinds[name]))
 
         def parts() -> Described:
-            describe = _describer(multiplied(problem, config).out, rows, width, False)
+            describe = _describer(multiplied(problem, config).out, rows, width, "matrix")
             return Described("workspace", lambda t: describe(t.view(-1, problem.n)))
 
-        tiles = tile_count(problem, config) * config.splits
-        # As many blocks as the waves need, not as there are SMs: 512 tiles take 132 blocks as many
-        # waves as 128, which work on a rectangle of tiles and leave power for higher clocks.
-        sms = problem.device.sm_count
-        blocks = sms if config.tail_splits > 1 else -(-tiles // -(-tiles // sms))
+        blocks = _blocks(problem, config)
         known: dict[str, Argument] = {
             "a_desc": described("a", of.constants["C"].A_ROWS, config.BLOCK_K),
             "b_desc": described("b", config.BLOCK_K, of.constants["C"].columns),
@@ -1138,7 +1208,8 @@ class WarpSpecialized(Built[WarpSpecializedConfig]):
             "out_stride_z": ("out", 0),
             "out_stride": ("out", -2),
             "bias_ptr": "bias",
-            "bias_stride": ("bias", 0),
+            "bias_stride": ("bias", -1),
+            "bias_stride_z": ("bias", 0),
             "residual_ptr": "residual",
             "residual_stride_z": ("residual", 0),
             "residual_stride_m": ("residual", -2),
@@ -1147,6 +1218,8 @@ class WarpSpecialized(Built[WarpSpecializedConfig]):
             "scale_a_ptr": "scale_a",
             "scale_b_ptr": "scale_b",
         }
+        if groups is not None:
+            known |= {"offs_ptr": "offs", "table_ptr": "workspace", "G": groups.count}
         if config.tail_splits > 1:
             flags = Counters(blocks * of.constants["C"].a_boxes)
             known |= {"parts_ptr": "workspace", "flags_ptr": flags}
@@ -1162,15 +1235,27 @@ class WarpSpecialized(Built[WarpSpecializedConfig]):
             at = _parts(problem, config)
             known |= {"port_ptr": "workspace", "port_at": at, "port_stride": problem.m}
         arguments = {name: known[name] for name in of.types}
-        shape = (problem.batch, problem.m, problem.n)[problem.batch == 1 :]
         steps = [Step(launch, (blocks, 1, 1), arguments)]
         if ports.given:
             return ports.launcher(steps[0])
         for build in second:
             steps.append(reducing(problem, build, apart=part_elements(problem, config)))
         scratch = self.workspace_bytes(problem, config) // 4
-        workspace = (scratch, torch.float32) if scratch else None
-        return launcher(steps, shape, problem.out.dtype, workspace=workspace)
+        workspace = (scratch, torch.float32 if groups is None else torch.int32) if scratch else None
+        extras = (*groups.given, *problem.scales) if groups is not None else ()
+        return launcher(
+            steps, problem.out_shape, problem.out.dtype, workspace=workspace, extras=extras
+        )
+
+
+def _blocks(problem: Problem, config: WarpSpecializedConfig) -> int:
+    """As many blocks as the waves need, not as there are SMs: 512 tiles take 132 blocks as many
+    waves as 128, which work on a rectangle of tiles and leave power for higher clocks. How many
+    tiles ragged rows have, no host knows."""
+    sms, tiles = problem.device.sm_count, most_tiles(problem, config) * config.splits
+    if config.tail_splits > 1:
+        return sms
+    return min(sms, tiles) if rows_ragged(problem) else -(-tiles // -(-tiles // sms))
 
 
 def _parts(problem: Problem, config: WarpSpecializedConfig) -> int:
@@ -1198,22 +1283,23 @@ class Specialization:
     options: Mapping[str, Any]
 
 
-def _box(operand: Operand, rows: int, columns: int, batched: bool) -> tuple[list[int], Any]:
-    """The descriptor block of a [rows, columns] tile along the contiguous dimension, of one
-    matrix of a batch, and its layout in shared memory."""
-    block = boxed(rows, columns, operand.layout != "row", batched)
+def _box(operand: Operand, rows: int, columns: int, kind: str) -> tuple[list[int], Any]:
+    """The descriptor block of a [rows, columns] tile along the contiguous dimension, with the
+    other dimensions of its kind (:data:`tmm_triton.ragged_tiles.Kinds`), and its layout in shared
+    memory."""
+    block = boxed(rows, columns, operand.layout != "row", kind)
     return block, gl.NVMMASharedLayout.get_default_for(block, _GLUON[operand.dtype])
 
 
-def _descriptor_type(operand: Operand, rows: int, columns: int, batched: bool) -> str:
-    block, layout = _box(operand, rows, columns, batched)
+def _descriptor_type(operand: Operand, rows: int, columns: int, kind: str) -> str:
+    block, layout = _box(operand, rows, columns, kind)
     return f"tensordesc<{pointer(operand.dtype)[1:]}{block},{layout!r}>"
 
 
 def _describer(
-    operand: Operand, rows: int, columns: int, batched: bool
+    operand: Operand, rows: int, columns: int, kind: str
 ) -> Callable[[torch.Tensor], Any]:
-    block, layout = _box(operand, rows, columns, batched)
+    block, layout = _box(operand, rows, columns, kind)
     outer, inner = (-2, -1) if operand.layout == "row" else (-1, -2)
     step = ALIGNMENT // operand.dtype.itemsize
 
@@ -1222,11 +1308,14 @@ def _describer(
         # A single row has no meaningful leading stride; TMA needs an aligned one.
         leading = t.stride(outer) if shape[0] > 1 else -(-shape[1] // step) * step
         strides = [leading, 1]
-        if batched:
-            # TMA does not support a stride of zero: a shared matrix is a batch of one.
-            apart = t.stride(0)
+        if kind == "stack":
+            # TMA does not support a stride of zero: a shared matrix is a batch of one. The stride of
+            # a single group means nothing, either.
+            apart = t.stride(0) if len(t) > 1 else 0
             strides = [apart or shape[0] * leading, *strides]
             shape = [t.shape[0] if apart else 1, *shape]
+        elif kind == "clipped":
+            shape, strides = clipped(shape[1], leading)
         return TensorDescriptor(t, shape, strides, block, layout)
 
     return describe

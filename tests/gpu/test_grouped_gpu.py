@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 import torch
 
 import tmm_core
+from tmm_core import Groups, Kernel, Problem
+from tmm_core.dispatch import dispatcher
 from tmm_core.nn import Experts
+from tmm_core.spec.device import fingerprint
+from tmm_core.spec.epilogue import parse
 
 pytestmark = [
     pytest.mark.gpu,
@@ -16,7 +22,7 @@ pytestmark = [
     pytest.mark.filterwarnings("ignore:Synchronization debug mode:UserWarning"),
 ]
 
-KERNELS = ("triton.ragged", "blas")
+KERNELS = ("triton.ragged", "triton.warp_specialized", "blas")
 ENDS = ((3, 3, 130, 200, 256), (256, 256, 256, 256, 256), (1, 2, 3, 4, 5))
 
 
@@ -28,6 +34,16 @@ def no_waiting() -> Iterator[None]:
         yield
     finally:
         torch.cuda.set_sync_debug_mode(before)
+
+
+def skip_unserved(kernel: str, form: str, *, eight: bool = False) -> None:
+    """Skip what the kernel does not serve on this GPU, where a call would raise."""
+    if kernel != "triton.warp_specialized":
+        return
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs Hopper")
+    if form == "columns" or (eight and form == "sums"):
+        pytest.skip("tensor maps end at rows of memory")
 
 
 def offs_of(ends: tuple[int, ...]) -> torch.Tensor:
@@ -72,6 +88,7 @@ def test_a_graph_replays_other_sizes_of_groups(form: str, kernel: str, no_waitin
         pytest.skip("torch's grouped product waits for the GPU here")
     if kernel == "blas" and form == "columns":
         pytest.skip("torch asserts on the device that groups start at multiples of 16 bytes")
+    skip_unserved(kernel, form)
     a, b = operands(form)
     if form == "sums":
         a = a.mT.contiguous().mT  # as a weight's gradient has it
@@ -103,6 +120,7 @@ def test_scaled_8_bits(form: str, kernel: str, no_waiting: None) -> None:
         pytest.skip("8-bit floats need compute capability 8.9")
     if kernel == "blas" and (form != "rows" or capability[0] != 9):
         pytest.skip("torch's scaled grouped product is of rows, on Hopper")
+    skip_unserved(kernel, form, eight=True)
     a, b = (t.to(torch.float8_e4m3fn) for t in operands(form))
     b = b.mT.contiguous().mT  # as torch wants it
     scales = {
@@ -135,6 +153,50 @@ def test_scaled_8_bits(form: str, kernel: str, no_waiting: None) -> None:
         close(form, y, torch.nn.functional.silu(z), ends[-1])
 
 
+@pytest.mark.skipif(
+    not torch.cuda.is_available() or torch.cuda.get_device_capability() != (9, 0),
+    reason="needs Hopper",
+)
+@pytest.mark.parametrize("epilogue", ["", "swiglu"])
+@pytest.mark.parametrize("form", ["rows", "sums"])
+def test_every_tile_of_the_hopper_kernel_keeps_to_its_group(form: str, epilogue: str) -> None:
+    """In every config that is offered for few and many rows: no element beyond the last group, nor
+    after the result, and NaN beyond reaches nothing."""
+    kernel: Kernel[Any] = dispatcher().registry.kernel("triton.warp_specialized")
+    ends = (0, 37, 37, 700, 701, 957, 1000)
+    total, other, n = 1024, 328, 264
+    width = 2 * n if epilogue else n
+    a = (numbers(total, other) - 1).bfloat16()
+    a[ends[-1] :] = torch.nan
+    if form == "rows":
+        groups, b = Groups(len(ends), "m"), (numbers(len(ends), width, other) - 1).bfloat16().mT
+    else:
+        groups, a, b = Groups(len(ends), "k"), a.mT, (numbers(total, width) - 1).bfloat16()
+        b[ends[-1] :] = torch.nan
+    m = a.shape[0]
+    bias = numbers(len(ends), width)
+    z = expected(form, a, b, ends)
+    of_rows = torch.repeat_interleave(offs_of(ends).diff(prepend=offs_of((0,))))
+    z = z + (bias[of_rows] if form == "rows" else bias[:, None]).double()
+    wanted = torch.nn.functional.silu(z[..., :n]) * z[..., n:] if epilogue else z
+    shape = (len(ends), m, n) if form == "sums" else (m, n)
+    problem = Problem.of(
+        a, b, torch.empty(shape, dtype=a.dtype, device="meta"), fingerprint(a.device),
+        groups=groups, bias=bias, epilogue=parse(epilogue or None),
+    )  # fmt: skip
+    assert kernel.reasons_against(problem) == []
+    configs = {*kernel.configs(problem), *kernel.configs(problem.at(64 * total))}
+    used = math.prod(shape) if form == "sums" else ends[-1] * n
+    for config in configs:
+        launcher: Any = kernel.bind(problem, config)
+        memory = torch.full((math.prod(shape) + 64 * n,), -123.0, dtype=a.dtype, device="cuda")
+        out = memory[: math.prod(shape)].view(shape)
+        launcher(a, b, bias, None, 1.0, out, offs=offs_of(ends))
+        assert (memory[used:] == -123).all(), config
+        error = (memory[:used].double() - wanted.flatten()).norm() / wanted.norm()
+        assert error < 5e-3, config
+
+
 def test_alternate_columns() -> None:
     """gpt-oss's gate: what a product without an epilogue gives, gated afterwards."""
     a, b = operands("rows")
@@ -152,6 +214,7 @@ def test_alternate_columns() -> None:
 def test_torchs_scaled_grouped_product(kernel: str) -> None:
     if torch.cuda.get_device_capability()[0] != 9:
         pytest.skip("torch has it on Hopper")
+    skip_unserved(kernel, "rows")
     a, b = (t.to(torch.float8_e4m3fn) for t in operands("rows"))
     b, offs = b.mT.contiguous().mT, offs_of(ENDS[0])
     scale_a, scale_b = numbers(256), numbers(5, 192)

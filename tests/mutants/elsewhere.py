@@ -152,8 +152,8 @@ ELSEWHERE = [
            "the second launch adds too early",
            ("tests/plugins/test_triton_kernels.py"
             "::test_the_last_program_of_a_tile_adds_and_leaves_its_counter",)),
-    Mutant("hopper-batch-described", "warp_specialized.py", "            apart = t.stride(0)\n",
-           "            apart = t.stride(0) and shape[0] * leading\n", "TMA reads other matrices",
+    Mutant("hopper-batch-described", "warp_specialized.py", "            apart = t.stride(0) if",
+           "            apart = t.stride(0) and shape[0] * leading if", "TMA reads other matrices",
            (f"{HOPPER}::test_a_batch_is_described_matrix_by_matrix",)),
     Mutant("hopper-batch-stored", "warp_specialized.py",
            "        pointer += matrix * stride_z\n    ACROSS", "        pointer += matrix * M * stride\n    ACROSS",

@@ -8,6 +8,7 @@ CORE, KERNEL = "tests/core/test_grouped.py", "tests/plugins/test_ragged.py"
 CLAMPED = "tests/core/test_clamped.py"
 EIGHT = "tests/core/test_grouped_fp8.py"
 EXPERTS = "tests/core/test_experts.py"
+HOPPER = "tests/plugins/test_ragged_hopper.py"
 PLANS = (f"{CORE}::test_a_plan_for_each_kind_of_call",)
 
 GROUPED = [
@@ -277,5 +278,69 @@ GROUPED = [
         "return True",
         "a gate that mixes columns is taken for one of pairs",
         (f"{CLAMPED}::test_another_gate_is_not",),
+    ),
+    Mutant(
+        "grouped-hopper-clip",
+        "ragged_tiles.py",
+        "2**30 - end + outer",
+        "2**30 - end - 1 + outer",
+        "rows of the next group are overwritten",
+        (f"{HOPPER}::test_groups_of_any_size",),
+    ),
+    Mutant(
+        "grouped-hopper-empty-sum",
+        "warp_specialized.py",
+        "last = gl.maximum(gl.cdiv(end - start, C.BLOCK_K), 1)",
+        "last = gl.cdiv(end - start, C.BLOCK_K)",
+        "an empty group waits for a k-step that nobody loads",
+        (f"{HOPPER}::test_groups_of_any_size",),
+    ),
+    Mutant(
+        "grouped-hopper-table-chunk",
+        "ragged_tiles.py",
+        "gl.store(table + group, total + gl.associative_scan(tiles, 0, _sum), mask=known)",
+        "gl.store(table + group, gl.associative_scan(tiles, 0, _sum), mask=known)",
+        "group 128 begins at tile row 0",
+        (f"{HOPPER}::test_groups_of_any_size",),
+    ),
+    Mutant(
+        "grouped-hopper-no-tiles",
+        "warp_specialized.py",
+        'if C.TAIL_SPLITS > 1 or C.RAGGED == "m":',
+        "if C.TAIL_SPLITS > 1:",
+        "a block without tiles loads, and ends before that arrives",
+        (f"{HOPPER}::test_groups_of_any_size",),
+    ),
+    Mutant(
+        "grouped-hopper-clamp",
+        "ragged_tiles.py",
+        "    return start, gl.minimum(gl.maximum(end, start), TOTAL)\n",
+        "    return start, end\n",
+        "a wrong offs gives an invalid address",
+        (f"{HOPPER}::test_wrong_ends_give_no_invalid_address",),
+    ),
+    Mutant(
+        "grouped-hopper-bias",
+        "warp_specialized.py",
+        "        pointer += matrix * stride_z\n    LAYOUT",
+        "        pass\n    LAYOUT",
+        "all groups have the bias of the first",
+        (f"{HOPPER}::test_fused_work_of_groups",),
+    ),
+    Mutant(
+        "grouped-hopper-zeros",
+        "ragged_tiles.py",
+        "for row in range(end + gl.program_id(0), M, gl.num_programs(0)):",
+        "for row in range(end, M, gl.num_programs(0)):",
+        "some rows of no group keep what was there",
+        (f"{HOPPER}::test_zeros_beyond_the_last_group",),
+    ),
+    Mutant(
+        "grouped-hopper-moved",
+        "warp_specialized.py",
+        '    if C.RAGGED != "m":\n        row = _inside',
+        "    if True:\n        row = _inside",
+        "rows of the group before are overwritten",
+        (f"{HOPPER}::test_groups_of_any_size",),
     ),
 ]

@@ -23,6 +23,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
+from tmm_triton import ragged_tiles
 
 
 class DeadlockError(Exception):
@@ -30,7 +31,8 @@ class DeadlockError(Exception):
 
 
 class OrderError(AssertionError):
-    """Memory is touched, or the next launch let in, while the launch before may still run."""
+    """Memory is touched, or the next launch let in, while the launch before may still run, or the
+    block ends while a load is under way."""
 
 
 class Scheduler:
@@ -61,6 +63,9 @@ class Scheduler:
     def wait_until(self, condition: Callable[[], bool]) -> None:
         """A step of the calling partition: others may run, and go on until it may."""
         me = threading.current_thread()
+        if me not in self.turns:  # before the partitions start
+            assert condition()
+            return
         self.ready[me] = condition
         self._pass_on()
         self.turns[me].acquire()
@@ -188,6 +193,41 @@ class Descriptor:
         part[...] = box[tuple(slice(s) for s in part.shape)]
 
 
+class Wrapped(Descriptor):
+    """A tensor map of any shape and strides over all of a flat memory, whose addresses wrap at
+    2**64 bytes."""
+
+    def __init__(
+        self, memory: np.ndarray, shape: Sequence[int], strides: Sequence[int], box: list[int],
+        itemsize: int = 2,
+    ) -> None:  # fmt: skip
+        super().__init__(memory, box, itemsize)
+        self.shape, self.strides = shape, strides
+
+    def _inside(self, at: Sequence[int]) -> tuple[np.ndarray, np.ndarray]:
+        """Which elements of a box are inside, and where these are in memory."""
+        inside = np.ones(self.block_shape, dtype=bool)
+        address = np.zeros(self.block_shape, dtype=np.uint64)
+        for axis, index in enumerate(np.indices(self.block_shape)):
+            place = index + int(at[axis])
+            inside &= (place >= 0) & (place < self.shape[axis])
+            apart = self.strides[axis] * self.itemsize % 2**64
+            address += place.astype(np.uint64) * np.uint64(apart)
+        elements = address[inside] // np.uint64(self.itemsize)
+        assert (elements < self.matrix.size).all(), "outside of memory"
+        return inside, elements.astype(np.int64)
+
+    def read(self, at: Sequence[int]) -> np.ndarray:
+        inside, elements = self._inside(at)
+        box = np.zeros(self.block_shape)
+        box[inside] = self.matrix[elements]
+        return box
+
+    def write(self, at: Sequence[int], box: np.ndarray) -> None:
+        inside, elements = self._inside(at)
+        self.matrix[elements] = box[inside]
+
+
 class Pointer:
     """An address into a flat array, or a block of them."""
 
@@ -239,6 +279,10 @@ class _Local(threading.local):
         self.stores: list[list[bool]] = []
 
 
+def shaped(*values: Any) -> bool:
+    return any(isinstance(value, np.ndarray) and value.ndim for value in values)
+
+
 def run_block(
     module: types.ModuleType,
     arguments: Sequence[Any],
@@ -264,6 +308,7 @@ def run_block(
         DeadlockError: The partitions wait for each other.
     """
     scheduler, local = Scheduler(seed), _Local()
+    loading: list[Callable[[], None]] = []
     memory: list[np.ndarray] = []
     ended = {"the launch before": not overlaps, "this one, for the next": False}
 
@@ -285,7 +330,9 @@ def run_block(
         def copy() -> None:
             slot.data[...] = descriptor.read(at)
             barrier.land(descriptor.itemsize * slot.data.size)
+            loading.remove(copy)
 
+        loading.append(copy)
         scheduler.copies.append(copy)
         # Until it lands, nothing may be read from there.
         slot.data[...] = np.nan
@@ -336,12 +383,13 @@ def run_block(
 
     def gather(
         pointer: Pointer, mask: Any = True, other: float = 0.0, cache_modifier: str = ""
-    ) -> Block:
+    ) -> Any:
         touch()
         index, mask = np.broadcast_arrays(pointer.offset, mask)
-        values = np.full(index.shape, other)
+        values = np.full(index.shape, other, pointer.memory.dtype)
         values[mask] = pointer.memory[index[mask]]
-        return values.view(Block)
+        # A number, not an array of one: += would change that for everybody who has it.
+        return values.view(Block) if values.ndim else values.item()
 
     def scatter(pointer: Pointer, values: Any, mask: Any = True) -> None:
         touch()
@@ -387,12 +435,13 @@ def run_block(
         program_id=lambda axis: program,
         num_programs=lambda axis: programs,
         cdiv=lambda a, b: -(-a // b),
-        minimum=min,
-        maximum=max,
+        minimum=lambda a, b: np.minimum(a, b) if shaped(a, b) else min(a, b),
+        maximum=lambda a, b: np.maximum(a, b) if shaped(a, b) else max(a, b),
+        associative_scan=lambda x, axis, combine: np.cumsum(x, axis).view(Block),
         atomic_xchg=lambda pointer, value, sem: scatter(pointer, value),
         where=choose,
         max=lambda x, axis: np.max(x, axis).view(Block),
-        sum=lambda x, axis: np.sum(x, axis).view(Block),
+        sum=lambda x, axis: np.sum(x, axis).view(Block) if x.ndim > 1 else np.sum(x).item(),
         zeros=lambda shape, dtype, layout: np.zeros(shape).view(Block),
         arange=lambda start, end, layout: np.arange(start, end).view(Block),
         expand_dims=np.expand_dims,
@@ -430,10 +479,11 @@ def run_block(
         "warpgroup_mma_wait": warpgroup_mma_wait,
         "__builtins__": __builtins__,
     }
-    for name, value in vars(module).items():
-        function = getattr(value, "fn", None)
-        if isinstance(function, types.FunctionType):
-            names[name] = types.FunctionType(function.__code__, names, name)
+    for each in (ragged_tiles, module):
+        for name, value in vars(each).items():
+            function = getattr(value, "fn", None)
+            if isinstance(function, types.FunctionType):
+                names[name] = types.FunctionType(function.__code__, names, name)
     # What the workspace's order is good for, and needs, are whole warps.
     names |= {"_acquire": acquire, "_barrier": lambda: None, "_part": place}
     # Addresses and shifts, which have a test of their own.
@@ -443,6 +493,8 @@ def run_block(
     names["_kernel"](*arguments)
     if overlaps and not all(ended.values()):
         raise OrderError(f"never waits for the end of {[w for w, e in ended.items() if not e]}")
+    if loading:
+        raise OrderError("ends before what it loads has arrived")
     # The next block takes the memory over; what was not waited for reads that.
     for array in memory:
         array[...] = np.nan

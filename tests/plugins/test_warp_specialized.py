@@ -27,7 +27,7 @@ from tmm_triton import hopper_tiles, operands, ports, warp_specialized
 from tmm_triton.hopper_tiles import Constants, WarpSpecializedConfig
 from tmm_triton.warp_specialized import WarpSpecialized
 
-from tmm_core import ConfigError, Operand, Port, Problem
+from tmm_core import ConfigError, Groups, Operand, Port, Problem
 from tmm_core.dispatch import random_inputs
 from tmm_core.spec.device import DeviceFingerprint
 from tmm_core.spec.epilogue import BUILTIN, Epilogue, parse
@@ -85,6 +85,10 @@ def with_amax(asked: Problem, reduce: str = "max") -> Problem:
         problem(m=1, n=50257, b=Operand(FP16, "col", aligned=False), a=Operand(FP16)),
         problem(n=64, a=Operand(BF16, "row", aligned=False), bias=BF16, epilogue="silu"),
         problem(n=128, k=4095, a=Operand(BF16, "col", aligned=False)),
+        problem(groups=Groups(8, "m", zeroed=True), epilogue="swiglu", bias=BF16),
+        problem(n=4092, groups=Groups(8, "m"), layout="tt", residual=Operand(FP32, "strided")),
+        problem(groups=Groups(8, "m"), dtype=E4M3, out=BF16, scale_a="row", scale_b="row"),
+        problem(groups=Groups(128, "k"), layout="tn", residual=Operand(BF16), scaled=True),
     ],
     ids=str,
 )
@@ -139,6 +143,14 @@ def test_serves(asked: Problem) -> None:
         (problem(out=Operand(BF16, "col")), "out is column-major, not row-major"),
         (problem(out=Operand(BF16, "strided", aligned=False)), "out has no contiguous dimension"),
         (problem(n=4092, layout="nn", epilogue="swiglu"), "up half"),
+        (problem(groups=Groups(8, "n")), "ragged along n"),
+        (problem(groups=Groups(8, "m", a_index=torch.int64)), "takes no a_index"),
+        (problem(groups=Groups(8, "k")), "groups along K begin and end at rows of memory"),
+        (problem(m=2**30 + 1, groups=Groups(8, "m")), "more than 1073741824 rows"),
+        (
+            problem(m=64, groups=Groups(8, "m"), b=Operand(BF16, "col", aligned=False)),
+            "b is not aligned to 16 bytes",
+        ),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
 )
@@ -734,7 +746,7 @@ from triton.backends.compiler import GPUTarget
 
 tools = Path(triton.__file__).parent / "backends/nvidia/bin"
 asked = eval(sys.argv[1])
-for config in configs_of(asked, sys.argv[2]):
+for asked, config in [(p, c) for p in asked for c in configs_of(p, sys.argv[2])]:
     special = KERNEL.specialize(asked, config)
     compiled = compile_for(
         GPUTarget("cuda", 90, 32),
@@ -762,11 +774,13 @@ for config in configs_of(asked, sys.argv[2]):
 def configs_of(asked: Problem, which: str) -> list[WarpSpecializedConfig]:
     """``"all"``: every tile there is, and of each schedule and number of consumers one that cuts
     its tail and one that splits K; ``"tiles"``: the tiles alone; ``"some"``: the best guess of
-    each schedule and number of consumers. A compilation takes 2 s."""
+    each schedule and number of consumers; ``"first"``: the best guess. A compilation takes 2 s."""
     tiles = hopper_tiles._FP8_TILES if asked.fp8 else hopper_tiles._TILES
     if hopper_tiles.by_words(asked):
         tiles = hopper_tiles._WORD_TILES
     fitted = [c for t in tiles for c in hopper_tiles._fitted(asked, t)]
+    if which == "first":
+        return [KERNEL.default_config(asked)]
     if which == "tiles":
         return fitted
     if which == "all":
@@ -781,14 +795,15 @@ def _of_each(configs: Iterable[WarpSpecializedConfig]) -> list[WarpSpecializedCo
 
 
 def compiled(expression: str, which: str, folder: Path) -> list[dict[str, Any]]:
-    """Compile in a process that does not interpret, as a GPU's would not."""
+    """Compile for one problem, or several between commas, in a process that does not interpret, as
+    a GPU's would not."""
     environment = {
         **os.environ,
         "TRITON_INTERPRET": "0",
         "TRITON_CACHE_DIR": str(folder / "triton"),
         "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
     }
-    command = [sys.executable, "-c", _COMPILE, expression, which, str(folder / "k.cubin")]
+    command = [sys.executable, "-c", _COMPILE, f"[{expression}]", which, str(folder / "k.cubin")]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=folder)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     return [json.loads(line) for line in done.stdout.splitlines()]
@@ -875,33 +890,33 @@ def test_fused_work_compiles_for_hopper(expression: str, tmp_path: Path) -> None
 
 def test_operands_are_described_along_their_contiguous_dimension() -> None:
     a = torch.zeros(48, 40, dtype=BF16)[:, :32]
-    described = warp_specialized._describer(Operand.of(a), 64, 32, False)(a)
+    described = warp_specialized._describer(Operand.of(a), 64, 32, "matrix")(a)
     assert (described.shape, described.strides) == ([48, 32], [40, 1])
     assert described.block_shape == [64, 32]
-    described = warp_specialized._describer(Operand.of(a.t()), 32, 64, False)(a.t())
+    described = warp_specialized._describer(Operand.of(a.t()), 32, 64, "matrix")(a.t())
     assert (described.shape, described.strides) == ([48, 32], [40, 1])
     assert described.block_shape == [64, 32]
     # One row, whose leading stride means nothing, and may be one that TMA does not take.
     row = torch.zeros(1, 9, dtype=BF16)[:, :8].as_strided((1, 8), (3, 1))
-    described = warp_specialized._describer(Operand.of(row), 64, 32, False)(row)
+    described = warp_specialized._describer(Operand.of(row), 64, 32, "matrix")(row)
     assert (described.shape, described.strides) == ([1, 8], [8, 1])
 
 
 def test_a_batch_is_described_matrix_by_matrix() -> None:
     batch = torch.zeros(3, 48, 40, dtype=BF16)[:, :, :32]
-    described = warp_specialized._describer(Operand.of(batch), 64, 32, True)(batch)
+    described = warp_specialized._describer(Operand.of(batch), 64, 32, "stack")(batch)
     assert (described.shape, described.strides) == ([3, 48, 32], [48 * 40, 40, 1])
     assert described.block_shape == [1, 64, 32]
-    described = warp_specialized._describer(Operand.of(batch.mT), 32, 64, True)(batch.mT)
+    described = warp_specialized._describer(Operand.of(batch.mT), 32, 64, "stack")(batch.mT)
     assert (described.shape, described.strides) == ([3, 48, 32], [48 * 40, 40, 1])
     # Matrices that do not follow each other at once.
     apart = torch.zeros(3, 50, 40, dtype=BF16)[:, :48, :32]
     for t, rows, columns in ((apart, 64, 32), (apart.mT, 32, 64)):
-        described = warp_specialized._describer(Operand.of(t), rows, columns, True)(t)
+        described = warp_specialized._describer(Operand.of(t), rows, columns, "stack")(t)
         assert (described.shape, described.strides) == ([3, 48, 32], [50 * 40, 40, 1])
     # One matrix for all has no stride that TMA could take: it is described once.
     shared = batch[:1].expand(3, 48, 32)
-    described = warp_specialized._describer(Operand.of(shared), 64, 32, True)(shared)
+    described = warp_specialized._describer(Operand.of(shared), 64, 32, "stack")(shared)
     assert (described.shape, described.strides) == ([1, 48, 32], [48 * 40, 40, 1])
 
 

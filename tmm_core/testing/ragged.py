@@ -70,7 +70,8 @@ class RaggedQuestions(Questions):
             rows, bias=rows.a.dtype, residual=rows.out, epilogue=parse("silu"),
             groups=_indexed(zeroed=True),
         )  # fmt: skip
-        return [full, rows, self._ragged("k"), self._ragged("n")]
+        in_order = replace(full, groups=Groups(GROUPS, "m", zeroed=True))
+        return [full, in_order, rows, self._gradient(), self._ragged("k"), self._ragged("n")]
 
     def _ragged(self, along: Ragged, dtype: torch.dtype | None = None) -> Problem:
         """A problem with sizes that no block divides; rows are aligned if the kernel needs it."""
@@ -81,6 +82,11 @@ class RaggedQuestions(Questions):
             device=fingerprint(self._device()), groups=Groups(GROUPS, along),
         )  # fmt: skip
         return problem.at(2 * problem.extent - 3)
+
+    def _gradient(self) -> Problem:
+        """A ragged sum with the layouts of a weight's gradient: groups start at rows of memory."""
+        sums = self._ragged("k")
+        return replace(sums, a=replace(sums.a, layout="col"))
 
     def _numbers_of_groups(self) -> Iterator[Problem]:
         """One group, more groups than rows, and no rows."""
@@ -105,6 +111,7 @@ class RaggedQuestions(Questions):
             odd = replace(each, m=max(1, each.m - 3), n=max(1, each.n - 3), k=max(1, each.k - 3))
             yield replace(odd, a=loose, b=loose, out=loose)
         yield replace(self._ragged("m"), out=col)
+        yield self._gradient()
 
     def _indexed(self) -> Iterator[Problem]:
         rows = self._ragged("m")

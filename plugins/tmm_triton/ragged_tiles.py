@@ -1,0 +1,152 @@
+"""Groups of different sizes in ``triton.warp_specialized``: which tiles there are, and tensor maps
+that end where a group does.
+
+With ragged rows each block first counts the tile rows of all groups. It leaves their running total
+in a table of its own in the workspace, in which every role finds a tile's group by binary search.
+So the blocks walk over the tiles that there are, and none has more of them than another by more
+than one. With a ragged sum every group has the same tiles, but its own k-steps: an empty group has
+one, of zeros.
+
+TMA ends at the end of a tensor, but a tile must end where its group does: what is beyond belongs to
+another group's result, or may be NaN. *Clipped* tensor maps solve that by two more dimensions. Of a
+matrix whose rows are S elements apart they have these strides, in elements of W bytes, and
+coordinates for row R of a group that ends at row E::
+
+    stride      | 2**34 - S | S | S             | 1
+    coordinate  | 2**30     | E | 2**30 - E + R | column
+
+The addresses add up to 2**64 · W, which wraps to 0, and row R. Of the third dimension 2**30 exist:
+row E is the first outside.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from types import MappingProxyType
+
+from triton.experimental.gluon import jit
+from triton.experimental.gluon import language as gl
+
+from tmm_core import Problem
+
+#: Maximum size of the clipped dimension, see above.
+MOST_ROWS = 2**30
+#: More than any coordinate of the other two, in 32 bits. Triton's own such maps have this number,
+#: so that it is known to work: drivers treat maps of small tensors differently.
+_UNLIMITED = 2**31 - 2**16
+
+#: How each matrix is described: alone, as one of a stack, or clipped where groups end.
+Kinds = Mapping[str, str]
+_PLAIN: Kinds = MappingProxyType(dict.fromkeys(("a", "b", "out", "residual"), "matrix"))
+_BATCH: Kinds = MappingProxyType(dict.fromkeys(_PLAIN, "stack"))
+#: Rows of a are independent, so that those of the next group in a box do no harm: they make rows
+#: that are not stored.
+_ROWS: Kinds = MappingProxyType(
+    {"a": "matrix", "b": "stack", "out": "clipped", "residual": "clipped"}
+)
+_SUMS: Kinds = MappingProxyType(
+    {"a": "clipped", "b": "clipped", "out": "stack", "residual": "stack"}
+)
+
+#: The barrier of all threads of a partition; Triton 3.7 renamed it.
+_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+
+
+def kinds(ragged: str | None, batched: bool) -> Kinds:
+    """The kind of each matrix's tensor map."""
+    if ragged is None:
+        return _BATCH if batched else _PLAIN
+    return _ROWS if ragged == "m" else _SUMS
+
+
+def kinds_of(problem: Problem) -> Kinds:
+    return kinds(problem.groups.ragged if problem.groups else None, problem.batch > 1)
+
+
+def rows_ragged(problem: Problem) -> bool:
+    return problem.groups is not None and problem.groups.ragged == "m"
+
+
+def clipped(columns: int, stride: int) -> tuple[list[int], list[int]]:
+    """Shape and strides of a clipped tensor map of rows in memory that are ``stride`` apart."""
+    return [_UNLIMITED, _UNLIMITED, MOST_ROWS, columns], [2**34 - stride, stride, stride, 1]
+
+
+@jit
+def _sum(x, y):
+    return x + y
+
+
+@jit
+def bounds(group, groups, TOTAL):
+    """Where a group starts and ends, clamped so that a wrong ``offs`` gives no invalid address."""
+    offs, _, count = groups
+    group = gl.minimum(group, count - 1)
+    start = gl.load(offs + (group - 1), mask=group > 0, other=0)
+    end = gl.load(offs + group, mask=group >= 0, other=0)
+    start = gl.minimum(gl.maximum(start, 0), TOTAL)
+    return start, gl.minimum(gl.maximum(end, start), TOTAL)
+
+
+@jit
+def tabulated(groups, M, BLOCK: gl.constexpr, WARPS: gl.constexpr):
+    """Store, for each group, the tile rows of the groups up to it; returns their number."""
+    offs, table, count = groups
+    THREADS: gl.constexpr = 32 * WARPS
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [WARPS], [0])
+    total = 0
+    for first in range(0, count, THREADS):
+        group = first + gl.arange(0, THREADS, layout=LAYOUT)
+        known = group < count
+        start = gl.load(offs + (group - 1), mask=known & (group > 0), other=0)
+        end = gl.load(offs + group, mask=known, other=0)
+        start = gl.minimum(gl.maximum(start, 0), M)
+        end = gl.minimum(gl.maximum(end, start), M)
+        tiles = gl.where(known, gl.cdiv(end - start, BLOCK), 0)
+        gl.store(table + group, total + gl.associative_scan(tiles, 0, _sum), mask=known)
+        total += gl.sum(tiles, axis=0)
+    # All roles read it: the first partition starts the others after this.
+    _barrier()
+    return total
+
+
+@jit
+def located(tile_row, groups, M, BLOCK: gl.constexpr):
+    """The group of a tile row, its first row in the result, and the group's end."""
+    _, table, count = groups
+    low = 0
+    high = count - 1
+    while low < high:
+        middle = (low + high) // 2
+        before = gl.load(table + middle) <= tile_row
+        low = gl.where(before, middle + 1, low)
+        high = gl.where(before, high, middle)
+    before = gl.load(table + (low - 1), mask=low > 0, other=0)
+    start, end = bounds(low, groups, M)
+    return low, start + (tile_row - before) * BLOCK, end
+
+
+@jit
+def placed(matrix, end, row, column, COL: gl.constexpr, KIND: gl.constexpr):
+    """Where a box starts, in the order of its descriptor's dimensions. A clipped one ends at
+    ``end``."""
+    outer, inner = (column, row) if COL else (row, column)
+    if KIND == "clipped":
+        return 2**30, end, 2**30 - end + outer, inner
+    else:  # noqa: RET505 (Triton compiles what follows a return)
+        return (matrix, outer, inner) if KIND == "stack" else (outer, inner)
+
+
+@jit
+def zero_beyond(out, groups, M, N, WARPS: gl.constexpr):
+    """Zero the rows of the result that are in no group: each block every so many."""
+    pointer, stride = out
+    LAYOUT: gl.constexpr = gl.BlockedLayout([8], [32], [WARPS], [0])
+    ELEMENT: gl.constexpr = pointer.dtype.element_ty
+    columns = gl.arange(0, 256 * WARPS, layout=LAYOUT)
+    zeros = gl.zeros([256 * WARPS], ELEMENT, LAYOUT)
+    _start, end = bounds(groups[2] - 1, groups, M)
+    for row in range(end + gl.program_id(0), M, gl.num_programs(0)):
+        for column in range(0, N, 256 * WARPS):
+            at = column + columns
+            gl.store(pointer + row * stride + at, zeros, mask=at < N)

@@ -1,0 +1,443 @@
+"""Groups in the Hopper kernel, without a Hopper: its source on a model of the block, what it
+declines, what it proposes, and what the compiler makes of it."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton.experimental.gluon")
+
+from hopper_block import Descriptor, Pointer, Wrapped, run_block
+from test_warp_specialized import (
+    BF16,
+    CONFIG,
+    E4M3,
+    FP32,
+    H200,
+    KERNEL,
+    SCHEDULES,
+    compiled,
+    problem,
+)
+from tmm_triton import hopper_tiles, operands, ragged_tiles, warp_specialized
+from tmm_triton.hopper_tiles import Constants
+from tmm_triton.ragged import Ragged
+
+from tmm_core import Groups, Operand, Problem
+from tmm_core.dispatch import random_inputs
+
+#: Ends of groups, and the size of all: empty ones first, in the middle and last; one; all empty;
+#: and more groups than the table's pass takes.
+SIZES = [
+    ((0, 5, 5, 6, 15, 15), 18),
+    ((9,), 9),
+    ((1, 3), 3),
+    ((0, 0, 0), 5),
+    (tuple(i // 29 for i in range(1, 291)), 11),
+]
+
+
+def constants(
+    ragged: str, consumers: int, pingpong: bool, seed: int, stages: int, columns: int, **fields: Any
+) -> Constants:
+    rows = 2
+    plain: dict[str, Any] = dict.fromkeys(
+        ("A_COL", "B_COL", "GATED", "SCALED", "BIAS", "RESIDUAL", "FETCH", "POINTERS", "ZEROED"),
+        False,
+    )
+    return Constants(
+        BLOCK_M=rows if pingpong else rows * consumers, BLOCK_N=columns, BLOCK_K=2, STAGES=stages,
+        CONSUMERS=consumers, WARPS=4, ROWS=rows, PINGPONG=pingpong, BATCHED=False, OUT_BYTES=2,
+        TAIL_SPLITS=1, A_ROWS=rows, PRIMED=1 + seed % stages, SPLITS=1, EVICT_FIRST=False,
+        RAGGED=ragged, **{"SCALE_A": None, "SCALE_B": None, "IN_BYTES": 2, **plain, **fields},
+    )  # fmt: skip
+
+
+class Call:
+    """A grouped product on the model.
+
+    Args:
+        seed: Of the numbers, and of the interleaving.
+        ragged: Along what, ``"m"`` or ``"k"``.
+        ends, total: The ends of groups, and the size of that dimension.
+        extras: alpha, a bias of each group and a residual, which TMA loads with ``fetch``.
+        offs: What the kernel reads instead of ``ends``.
+    """
+
+    def __init__(
+        self, seed: int, ragged: str, ends: tuple[int, ...], total: int, *,
+        m: int = 5, n: int = 10, k: int = 7, consumers: int = 2, pingpong: bool = False,
+        stages: int = 3, subtiles: int = 2, programs: int = 3, layout: str = "",
+        gated: bool = False, extras: bool = False, fetch: bool = False, pointers: bool = False,
+        zeroed: bool = False, scales: str | None = None, columns: int = 4,
+        offs: tuple[int, ...] | None = None,
+    ) -> None:  # fmt: skip
+        layout = layout or ("nn" if ragged == "m" else "tn")
+        self.ends, self.ragged, self.zeroed = ends, ragged, zeroed
+        self.count, self.total = len(ends), total
+        self.m, self.n, self.k = (total, n, k) if ragged == "m" else (m, n, total)
+        self.c = constants(
+            ragged, consumers, pingpong, seed, stages, columns, SUBTILES=subtiles,
+            A_COL=layout[0] == "t", B_COL=layout[1] == "t", GATED=gated, SCALED=extras,
+            BIAS=extras, RESIDUAL=extras, FETCH=fetch, POINTERS=pointers, ZEROED=zeroed,
+            SCALE_A=scales, SCALE_B=scales, IN_BYTES=1 if scales else 2,
+        )  # fmt: skip
+        random = np.random.default_rng(seed)
+        width = 2 * n if gated else n
+        stack = (self.count,) if ragged == "k" else ()
+        self.a = random.standard_normal((self.m, self.k))
+        self.b = random.standard_normal((self.count, self.k, width))
+        self.bias = random.standard_normal((self.count, width)) if extras else None
+        self.residual = random.standard_normal((*stack, self.m, n)) if extras else None
+        by_row = scales == "row"
+        self.scale_a = random.random((self.m if by_row else 1, 1)) + 0.5
+        self.scale_b = random.random((self.count, width) if by_row else (1, 1)) + 0.5
+        if ragged == "m":
+            # What is beyond the last group reaches nothing.
+            self.a[ends[-1] :] = np.nan
+            if self.residual is not None:
+                self.residual[ends[-1] :] = np.nan
+        else:
+            self.b = self.b[0]
+            self.a[:, ends[-1] :] = np.nan
+            self.b[ends[-1] :] = np.nan
+        # Rows apart and rows after the last, so that what is stored outside is seen.
+        self.memory = np.full((*(stack or (1,)), self.m + 2, n + 3), np.nan)
+        self.out = self.memory[:, : self.m, :n]
+        if ragged == "k":  # the host knows how many tiles there are
+            tiles = self.count * -(-m // self.c.BLOCK_M) * -(-n // columns)
+            programs = min(programs, tiles)
+        self.programs, self.seed = programs, seed
+        self.offs = np.array(offs or ends)
+        self.table = np.full(programs * self.count, -1)
+
+    def described(self, matrix: np.ndarray, box: list[int], letter: str, kind: str) -> Descriptor:
+        if letter == "t":
+            matrix, box = matrix.swapaxes(-1, -2), box[::-1]
+        if kind != "clipped":
+            return Descriptor(matrix, [1, *box] if kind == "stack" else box, self.c.IN_BYTES)
+        assert matrix.ndim == 2
+        if matrix.base is not self.memory:
+            matrix = np.ascontiguousarray(matrix)
+            flat, stride = matrix.ravel(), matrix.shape[1]
+        else:
+            flat, stride = self.memory.reshape(-1), self.memory.shape[-1]
+        shape, strides = ragged_tiles.clipped(matrix.shape[1], stride)
+        return Wrapped(flat, shape, strides, [1, 1, *box])
+
+    def arguments(self) -> dict[str, Any]:
+        c = self.c
+        strip = [c.ROWS, c.width]
+        known: dict[str, Any] = dict.fromkeys(warp_specialized._kernel.arg_names)
+        letters = ["t" if col else "n" for col in (c.A_COL, c.B_COL)]
+        known |= {
+            "a_desc": self.described(self.a, [c.A_ROWS, c.BLOCK_K], letters[0], c.a_kind),
+            "b_desc": self.described(self.b, [c.BLOCK_K, c.columns], letters[1], c.b_kind),
+            "M": self.m, "N": self.n, "K": self.k, "GROUP_M": 2, "EPILOGUE": self.epilogue,
+            "C": c, "offs_ptr": Pointer(self.offs), "G": self.count, "b_stride_z": 1,
+            "residual_stride_z": (self.m * self.n if self.ragged == "k" else 0),
+        }  # fmt: skip
+        if self.ragged == "m":
+            known["table_ptr"] = Pointer(self.table)
+        of_out = self.out[0] if self.ragged == "m" else self.out
+        if not c.POINTERS:
+            known["c_desc"] = self.described(of_out, strip, "n", c.out_kind)
+        known |= {"out_ptr": Pointer(self.memory.reshape(-1)), "out_stride": self.n + 3}
+        known["out_stride_z"] = self.memory[0].size
+        if c.BIAS:
+            known |= {"bias_ptr": Pointer(self.bias.ravel()), "bias_stride": 1, "alpha": 0.5}
+            known["bias_stride_z"] = self.bias.shape[1]
+        if c.SCALE_A:
+            known["scale_a_ptr"] = Pointer(self.scale_a.ravel())
+            known["scale_b_ptr"] = Pointer(self.scale_b.ravel())
+        if c.FETCH:
+            known["r_desc"] = self.described(self.residual, strip, "n", c.out_kind)
+        elif c.RESIDUAL:
+            known |= {"residual_ptr": Pointer(self.residual.ravel())}
+            known |= {"residual_stride_m": self.n, "residual_stride_n": 1}
+        return known
+
+    def run(self) -> None:
+        arguments = list(self.arguments().values())
+        for program in range(self.programs):
+            run_block(warp_specialized, arguments, program, self.programs, self.seed)
+
+    def epilogue(self, gate: np.ndarray, *up: np.ndarray) -> np.ndarray:
+        return np.tanh(gate) * up[0] if up else np.tanh(gate)
+
+    def product(self, group: int, a: np.ndarray, b: np.ndarray, rows: slice) -> np.ndarray:
+        z = a @ b
+        if self.c.SCALE_A:
+            by_row = self.c.SCALE_A == "row"
+            z = z * (self.scale_a[rows] if by_row else self.scale_a[0])
+            z = z * (self.scale_b[group] if by_row else self.scale_b[0])
+        if self.bias is not None:
+            z = 0.5 * z + self.bias[group]
+        n = self.n
+        return self.epilogue(z[:, :n], z[:, n:]) if self.c.GATED else self.epilogue(z)
+
+    def expected(self) -> np.ndarray:
+        wanted = np.full(self.out.shape, 0.0 if self.zeroed else np.nan)
+        for group, (start, end) in enumerate(zip((0, *self.ends), self.ends, strict=False)):
+            part = slice(start, end)
+            if self.ragged == "m":
+                wanted[0, part] = self.product(group, self.a[part], self.b[group], part)
+                if self.residual is not None:
+                    wanted[0, part] += self.residual[part]
+            else:
+                every = slice(None)
+                wanted[group] = self.product(group, self.a[:, part], self.b[part], every)
+                if self.residual is not None:
+                    wanted[group] += self.residual[group]
+        return wanted
+
+    def check(self) -> None:
+        """Run, and hold all memory against one product a group."""
+        self.run()
+        np.testing.assert_allclose(self.out, self.expected())
+        assert np.isnan(self.memory[:, self.m :]).all(), "stored past the last row"
+        assert np.isnan(self.memory[:, :, self.n :]).all(), "stored past the end of a row"
+
+
+@pytest.mark.parametrize("ragged", ["m", "k"])
+@pytest.mark.parametrize(("consumers", "pingpong"), SCHEDULES)
+def test_groups_of_any_size(consumers: int, pingpong: bool, ragged: str) -> None:
+    """Each its rows, or its k-steps, and nothing of what is beyond: more blocks than tiles, and
+    several tiles a block."""
+    for seed, (ends, total) in enumerate(SIZES):
+        for programs, k, stages in ((1, 7, 2), (3, 2, 3), (4, 9, 4)):
+            if len(ends) > 100 and (ragged == "k" or programs != 3):
+                continue  # 290 groups of four tiles each
+            Call(
+                seed + k, ragged, ends, total, k=k, programs=programs, stages=stages,
+                consumers=consumers, pingpong=pingpong,
+            ).check()  # fmt: skip
+
+
+@pytest.mark.parametrize("ways", [{}, {"fetch": True}, {"pointers": True}], ids=str)
+@pytest.mark.parametrize(("consumers", "pingpong"), SCHEDULES)
+def test_fused_work_of_groups(consumers: int, pingpong: bool, ways: dict[str, bool]) -> None:
+    """A bias of each group, a residual, gates, every layout, rows of no group zeroed."""
+    ends, total = (0, 5, 5, 6, 11), 14
+    for seed, (gated, subtiles, layout) in enumerate(
+        [(False, 2, "nn"), (True, 4, "nt"), (True, 1, "tn"), (False, 4, "tt")]
+    ):
+        Call(
+            seed, "m", ends, total, consumers=consumers, pingpong=pingpong, layout=layout,
+            gated=gated, extras=True, subtiles=subtiles, zeroed=seed % 2 == 0, **ways,
+        ).check()  # fmt: skip
+        Call(
+            seed, "k", ends, total, consumers=consumers, pingpong=pingpong, gated=gated,
+            extras=True, subtiles=subtiles, **ways,
+        ).check()  # fmt: skip
+
+
+@pytest.mark.parametrize("scales", ["tensor", "row"])
+@pytest.mark.parametrize(("consumers", "pingpong"), SCHEDULES)
+def test_scaled_groups(consumers: int, pingpong: bool, scales: str) -> None:
+    for seed, (gated, extras) in enumerate(itertools.product((False, True), (False, True))):
+        Call(
+            seed, "m", (3, 3, 10, 11), 12, consumers=consumers, pingpong=pingpong, layout="nt",
+            gated=gated, extras=extras, scales=scales,
+        ).check()  # fmt: skip
+
+
+@pytest.mark.parametrize("ragged", ["m", "k"])
+@pytest.mark.parametrize(("consumers", "pingpong"), SCHEDULES)
+def test_wrong_ends_give_no_invalid_address(consumers: int, pingpong: bool, ragged: str) -> None:
+    for seed, offs in enumerate([(-4, 30, 2, 9), (9, 3, 2, 50), (2**31 - 1, -(2**31), 7, 7)]):
+        call = Call(
+            seed, ragged, (2, 4, 6, 9), 9, offs=offs, consumers=consumers, pingpong=pingpong,
+            fetch=True, extras=True,
+        )  # fmt: skip
+        call.run()
+        assert np.isnan(call.memory[:, call.m :]).all()
+        assert np.isnan(call.memory[:, :, call.n :]).all()
+
+
+@pytest.mark.parametrize("ends", [(0, 0), (3, 7), (2, 4)])
+def test_zeros_beyond_the_last_group(ends: tuple[int, ...]) -> None:
+    """In rows of more columns than a block stores at a time, and only there."""
+    Call(0, "m", ends, 7, n=1100, columns=256, subtiles=4, zeroed=True, consumers=1).check()
+
+
+def test_groups_share_no_tile_and_blocks_their_number() -> None:
+    """All blocks have the same number of tiles, or one more, however rows are divided."""
+    for ends in ((64,) * 8, (1, 2, 3, 4, 5, 6, 7, 64), (0, 0, 9, 9, 33, 34, 35, 64)):
+        call = Call(1, "m", ends, 64, n=4, consumers=1, programs=5)
+        stored: list[list[tuple[int, ...]]] = []
+        known = call.arguments()
+        write = known["c_desc"].write
+
+        def seen(
+            at: tuple[int, ...], box: np.ndarray, write: Any = write, stored: Any = stored
+        ) -> None:
+            stored[-1].append(tuple(int(x) for x in at))
+            write(at, box)
+
+        known["c_desc"].write = seen
+        for program in range(5):
+            stored.append([])
+            run_block(warp_specialized, list(known.values()), program, 5, 0)
+        sizes = [end - start for start, end in zip((0, *ends), ends, strict=False)]
+        tiles = sum(-(-size // 2) for size in sizes)
+        strips = [len(each) for each in stored]
+        assert sum(strips) == 2 * tiles  # of two strips each
+        assert max(strips) - min(strips) <= 2
+        assert len({each for block in stored for each in block}) == 2 * tiles
+
+
+# What the host does.
+
+
+def grouped(ragged: str = "m", count: int = 8, **fields: Any) -> Problem:
+    layout = fields.pop("layout", "nt" if ragged == "m" else "tn")
+    sizes = {"m": 4096, "n": 4096, "k": 4096} | {x: fields.pop(x) for x in "mnk" if x in fields}
+    zeroed = fields.pop("zeroed", False)
+    groups = Groups(count, ragged, zeroed=zeroed)  # type: ignore[arg-type]
+    return problem(**sizes, layout=layout, groups=groups, **fields)
+
+
+def test_a_clipped_tensor_map_ends_where_a_group_does() -> None:
+    for dtype in (BF16, FP32):
+        t = torch.arange(12 * 24, dtype=dtype).view(12, 24)[:, :16]
+        describe = warp_specialized._describer(Operand.of(t), 4, 16, "clipped")
+        described = describe(t)
+        assert described.block_shape == [1, 1, 4, 16]
+        # What CUDA's tensor maps allow.
+        assert all(0 < size < 2**31 for size in described.shape)
+        apart = [stride * t.itemsize for stride in described.strides[:-1]]
+        assert all(0 < stride < 2**40 and stride % 16 == 0 for stride in apart)
+        memory = t.as_strided((12 * 24,), (1,)).double().numpy()
+        box = Wrapped(memory, described.shape, described.strides, [1, 1, 4, 16], t.itemsize)
+        placed = ragged_tiles.placed.fn
+        for end, row in ((6, 3), (12, 9), (5, 5), (4, 6), (12, 4)):
+            read = box.read(placed(None, end, row, 0, False, "clipped"))[0, 0]
+            wanted = np.zeros((4, 16))
+            inside = t[row : min(row + 4, end)].double().numpy()
+            wanted[: len(inside)] = inside
+            np.testing.assert_array_equal(read, wanted)
+
+
+def test_a_single_group_has_any_stride() -> None:
+    weight = torch.zeros(48, 40, dtype=BF16).as_strided((1, 48, 40), (3, 40, 1))
+    assert Operand.of(weight).aligned
+    described = warp_specialized._describer(Operand.of(weight), 16, 32, "stack")(weight)
+    assert (described.shape, described.strides) == ([1, 48, 40], [48 * 40, 40, 1])
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        grouped(m=64, n=64, k=64),
+        grouped(m=64, n=64, k=64, zeroed=True, epilogue="swiglu", bias=FP32, scaled=True),
+        grouped(m=64, n=64, k=64, residual=Operand(BF16)),
+        grouped(m=64, n=64, k=64, residual=Operand(FP32), out=Operand(BF16, aligned=False)),
+        grouped(m=64, n=64, k=64, dtype=E4M3, out=BF16, scale_a="row", scale_b="tensor"),
+        grouped("k", m=64, n=64, k=64, bias=BF16, residual=Operand(BF16, "col")),
+        grouped("k", m=64, n=64, k=64, out=Operand(BF16, aligned=False)),
+    ],
+    ids=str,
+)
+def test_a_call_passes_groups(asked: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
+    launches: list[tuple[Any, ...]] = []
+    monkeypatch.setattr(operands.Build, "launch", lambda build, device: None)
+    monkeypatch.setattr(
+        warp_specialized, "launcher", lambda *given, **more: launches.append((given, more))
+    )
+    config = KERNEL.default_config(asked)
+    special = KERNEL.specialize(asked, config)
+    assert set(special.types) | set(special.constants) == set(warp_specialized._kernel.arg_names)
+    assert set(special.divisible) <= set(special.types)
+    assert asked.groups is not None
+    assert (special.divisible.get("out_ptr") == 16) is asked.groups.zeroed
+    KERNEL.bind(asked, config)
+    (((step,), shape, _), more) = launches[0]
+    assert shape == ((8, 64, 64) if asked.along == "k" else (64, 64))
+    assert more["extras"] == ("offs", *asked.scales)
+    assert step.arguments.keys() == special.types.keys()
+    assert step.arguments["G"] == 8
+    blocks = step.grid[0]
+    scratch = (8 * blocks, torch.int32) if asked.along == "m" else None
+    assert more["workspace"] == scratch
+    assert KERNEL.workspace_bytes(asked, config) == (4 * 8 * blocks if scratch else 0)
+    given = random_inputs.make(asked, torch.device("cpu"), seed=0)
+    for name, argument in step.arguments.items():
+        if name.endswith("_desc"):
+            described = argument.describe(getattr(given, argument.tensor))
+            assert f"{described.block_shape},{described.layout!r}>" in special.types[name]
+        elif isinstance(argument, tuple):
+            tensor, dimension = argument
+            assert -2 <= dimension < getattr(given, tensor).dim()
+
+
+def test_the_grid_is_of_the_most_tiles_there_may_be() -> None:
+    """Each group's last tile may have one row, and groups none."""
+    config = replace(CONFIG, BLOCK_M=128, BLOCK_N=256)
+    for m, count, rows in ((4096, 8, 40), (4096, 1, 33), (3, 128, 3), (1, 1, 1)):
+        asked = grouped(m=m, count=count)
+        assert hopper_tiles.most_tiles(asked, config) == rows * 16
+        assert hopper_tiles.tile_count(asked, config) <= rows * 16
+    sums = grouped("k", count=8)
+    assert hopper_tiles.most_tiles(sums, config) == hopper_tiles.tile_count(sums, config) == 8 * 512
+
+
+def test_what_groups_are_offered() -> None:
+    """Large ones Hopper's tiles, few rows a group those of ``triton.ragged``; neither splits K nor
+    begins early."""
+    plain = Ragged()
+    for asked, first in (
+        (grouped(m=64, n=28672), False),
+        (grouped(m=512, n=1536, k=2048, count=128), False),
+        (grouped(m=4096, n=28672), True),
+        (grouped(m=16384, n=14336, epilogue="swiglu"), True),
+        (grouped("k", m=28672, k=32768), True),
+        (grouped("k", m=1536, n=2048, k=8192, count=128), True),
+    ):
+        configs = list(KERNEL.configs(asked))
+        assert 2 <= len(configs) <= 16
+        assert len(set(configs)) == len(configs)
+        for config in configs:
+            assert (config.tail_splits, config.splits, config.early) == (1, 1, "")
+            assert config.shared_memory(asked) <= H200.shared_memory
+        best, other = (
+            min(kernel.estimate_us(asked, config) for config in kernel.configs(asked))  # type: ignore[attr-defined]
+            for kernel in (KERNEL, plain)
+        )
+        assert (best < other) is first, asked
+        # Such configs may come from records of other problems.
+        odd = replace(CONFIG, tail_splits=4, early="b")
+        fitted = hopper_tiles.adapted(asked, odd)
+        assert (fitted.tail_splits, fitted.splits, fitted.early) == (1, 1, "")
+    wide = {c.BLOCK_M * c.BLOCK_N for c in KERNEL.configs(grouped(m=16384, n=28672))}
+    assert 128 * 256 in wide
+
+
+def test_sums_of_groups_depend_on_the_others() -> None:
+    """Where a range of K starts decides how it is summed; rows do not depend on other rows."""
+    assert KERNEL.arithmetic(grouped("k"), CONFIG) is None
+    assert KERNEL.arithmetic(grouped(), CONFIG) == KERNEL.arithmetic(problem(), CONFIG)
+
+
+@pytest.mark.slow
+def test_groups_compile_for_hopper(tmp_path: Path) -> None:
+    expressions = (
+        "problem(8192, 14336, 4096, epilogue='swiglu', bias=BF16,"
+        " groups=Groups(8, 'm', zeroed=True)),"
+        "problem(16384, 4096, 14336, residual=Operand(BF16), groups=Groups(8, 'm')),"
+        "problem(4096, 14336, 8192, 'tn', groups=Groups(8, 'k'))"
+    )
+    results = compiled(expressions, "first", tmp_path)
+    assert len(results) == 3
+    for result in results:
+        assert result["shared"] <= result["promised"] <= H200.shared_memory, result
+        assert result["wgmma"] > 0, result
+        assert result["setmaxnreg"] > 0, result
+        assert result["stack"] == 0, result
