@@ -87,7 +87,8 @@ def first_miss(root: Path) -> None:
 
     from tmm_core.dispatch.neighbour import Neighbours
     from tmm_core.spec.device import DeviceFingerprint
-    from tmm_core.spec.problem import Operand, Problem
+    from tmm_core.spec.operand import Operand
+    from tmm_core.spec.problem import Problem
 
     device = DeviceFingerprint("cuda", "NVIDIA H200", (9, 0), 132)
     row = Operand.from_json(OPERAND)

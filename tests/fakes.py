@@ -20,7 +20,7 @@ from tmm_core.dispatch.registry import Registry
 from tmm_core.dispatch.tuner import Tuner
 from tmm_core.settings import Settings
 from tmm_core.spec.device import DeviceFingerprint
-from tmm_core.spec.problem import Operand
+from tmm_core.spec.operand import Operand
 
 DEVICE = DeviceFingerprint(
     type="cpu", name="Fake H200", capability=(9, 0), sm_count=132, torch="2", triton="3"

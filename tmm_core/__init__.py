@@ -29,8 +29,9 @@ from tmm_core.spec.anatomy import Anatomy, Resources
 from tmm_core.spec.epilogue import Epilogue
 from tmm_core.spec.groups import Groups
 from tmm_core.spec.kernel import Bound, Candidate, Config, Deferred, Kernel, Launcher, Traits
+from tmm_core.spec.operand import Operand
 from tmm_core.spec.port import Port
-from tmm_core.spec.problem import Operand, Problem
+from tmm_core.spec.problem import Problem
 from tmm_core.spec.supports import ANY, Supports
 from tmm_core.version import __version__ as __version__
 

@@ -11,7 +11,7 @@ import torch
 
 from tmm_core import dispatch, settings
 from tmm_core.formats import BY_STORAGE
-from tmm_core.interop import autograd, operator, outputs, unusual
+from tmm_core.interop import autograd, levels, operator, outputs, unusual
 from tmm_core.interop.calls import has_outputs, interned_text, prepare_for, text_of
 from tmm_core.launch import grouped as launch_grouped
 from tmm_core.launch import warm
@@ -124,7 +124,7 @@ def matmul(
     ):
         text = text_of(epilogue)
         try:
-            if not autograd.recorded(a, b, bias, residual):
+            if not levels.recorded(a, b, bias, residual):
                 return warm.run(a, b, bias, residual, alpha, text, out_dtype, scale_a, scale_b)
             if scale_a is None and scale_b is None and a.dtype not in BY_STORAGE:
                 return autograd.eager(a, b, bias, residual, alpha, text, out_dtype)
@@ -169,7 +169,7 @@ def _scaled(call: Arguments, epilogue: EpilogueLike) -> Tensor:
     check_tensors("matmul", a=a, b=b, bias=bias, residual=residual, out=out)
     if unusual.concerns(a, b, bias, residual):
         return unusual.answer(matmul, call._replace(epilogue=interned_text(epilogue)))
-    differentiated = torch.compiler.is_compiling() or autograd.differentiated(alpha)
+    differentiated = torch.compiler.is_compiling() or levels.differentiated(alpha)
     if out is not None and differentiated:
         refuse_gradients_of_out()
     if out is not None or (alpha.device.type == "cpu" and not differentiated):
@@ -222,7 +222,7 @@ def linear(
             and warm.undisturbed(x, weight, bias, residual)
         ):
             text = epilogue or ""
-            if not autograd.recorded(x, weight, bias, residual):
+            if not levels.recorded(x, weight, bias, residual):
                 return warm.run(x, weight.t(), bias, residual, alpha, text, out_dtype)
             if x.dtype not in BY_STORAGE:
                 return autograd.eager(

@@ -9,7 +9,7 @@ import torch
 
 from tmm_core import settings
 from tmm_core.formats import of_pair
-from tmm_core.interop import autograd, grouped, operator
+from tmm_core.interop import grouped, levels, operator
 from tmm_core.interop.calls import prepare_for, text_of
 from tmm_core.launch.check import check_number, check_scale
 from tmm_core.launch.grouped import check_operands, run, scale_shapes, undisturbed
@@ -123,7 +123,7 @@ def grouped_matmul(
         and undisturbed(
             a, b, offs, bias, residual, a_index, out_index, out_weights, scale_a, scale_b
         )
-        and not autograd.recorded(a, b, bias, residual, out_weights, scale_a, scale_b)
+        and not levels.recorded(a, b, bias, residual, out_weights, scale_a, scale_b)
     ):
         return run(*call)
     if not torch.compiler.is_compiling():

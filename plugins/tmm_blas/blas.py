@@ -309,7 +309,8 @@ def _takes_fp8(problem: Problem) -> bool:
     width = 2 * problem.n if problem.gated else problem.n
     wide = torch.float8_e5m2
     return (
-        device.type == "cuda"
+        hasattr(torch, "_scaled_mm")
+        and device.type == "cuda"
         and not device.cuda.startswith("hip")
         and device.capability >= (8, 9)
         and problem.batch == 1
@@ -396,7 +397,8 @@ def _bind_scaled_mm(problem: Problem) -> Launcher:
 
 def _fusable(problem: Problem) -> bool:
     return (
-        problem.device.type == "cuda"
+        hasattr(torch, "_addmm_activation")
+        and problem.device.type == "cuda"
         and problem.epilogue.key == "relu"
         and problem.bias == problem.a.dtype == problem.out.dtype
         and problem.a.dtype.is_floating_point

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from tmm_core import Groups, Launcher, Problem
+from tmm_core import Launcher, Problem
 
 Tensor = torch.Tensor
 
@@ -82,6 +82,11 @@ def bind(problem: Problem) -> Launcher:
     groups = problem.groups
     assert groups is not None
     multiply = _product(problem)
+    out_dtype, strides = problem.out.dtype, problem.out_strides
+    packed = problem.empty_out("meta").is_contiguous()
+    # Torch's operators pack padded rows, except in place. An epilogue's result may not be ours.
+    own = problem.epilogue.is_identity
+    cleared = Tensor.masked_fill_ if own else Tensor.masked_fill
     eight_bit = problem.format is not None
     scaled = eight_bit and problem.device.type != "cpu"
 
@@ -106,29 +111,37 @@ def bind(problem: Problem) -> Launcher:
         else:
             z = _rescaled(problem, multiply(a, b, offs), offs, scale_a, scale_b)
         if alpha != 1.0:
-            z = z * alpha
+            z = z.mul_(alpha)
         if bias is not None:
-            z = z + _of_rows(problem, bias, offs)
+            z = _combined(torch.add, z, _of_rows(problem, bias, offs), True)
         y = problem.epilogue.apply(z)
         if "out_weights" in rows:
-            y = y * rows["out_weights"][:, None]
+            y = _combined(torch.mul, y, rows["out_weights"][:, None], own)
         # Zeros replace what lies beyond the last group: 0 · NaN would not.
-        known = _known(problem, offs) if groups.zeroed else None
-        if known is not None:
-            y = torch.where(known, y, 0)
+        beyond = _beyond(problem, offs) if groups.zeroed else None
+        if beyond is not None:
+            y = cleared(y, beyond, 0)
         if "out_index" in rows:
             places = rows["out_index"].long()
-            y = torch.empty_like(y).index_copy_(0, places, y)
-            if known is not None:
-                known = torch.empty_like(known).index_copy_(0, places, known)
+            y = y.new_empty_strided(y.shape, strides).index_copy_(0, places, y)
+            if beyond is not None:
+                beyond = torch.empty_like(beyond).index_copy_(0, places, beyond)
         if residual is not None:
-            y = y + residual if known is None else torch.where(known, y + residual, 0)
-        y = y.to(problem.out.dtype)
-        if out is not None:
-            return out.copy_(y)
-        return y if y.is_contiguous() else y.contiguous()
+            y = _combined(torch.add, y, residual, own)
+            y = y if beyond is None else cleared(y, beyond, 0)
+        if out is None and packed:
+            return y.to(out_dtype).contiguous()
+        if out is None and y.dtype is out_dtype and y.stride() == strides:
+            return y
+        return (problem.empty_out(y.device) if out is None else out).copy_(y)
 
     return run
+
+
+def _combined(function: Any, y: Tensor, other: Tensor, own: bool) -> Tensor:
+    """``function(y, other)``, in place of an ``own`` result of the same dtype."""
+    own = own and torch.promote_types(y.dtype, other.dtype) is y.dtype
+    return function(y, other, out=y) if own else function(y, other)  # type: ignore[no-any-return]
 
 
 def _of_rows(problem: Problem, bias: Tensor, offs: Tensor) -> Tensor:
@@ -163,21 +176,19 @@ def _rescaled(
     return z
 
 
-def _known(problem: Problem, offs: Tensor) -> Tensor:
-    """Which rows or columns of the result belong to a group."""
-    known = torch.arange(problem.extent, device=offs.device) < offs[-1]
-    return known[:, None] if problem.along == "m" else known
+def _beyond(problem: Problem, offs: Tensor) -> Tensor:
+    """Which rows or columns of the result belong to no group."""
+    beyond = torch.arange(problem.extent, device=offs.device) >= offs[-1]
+    return beyond[:, None] if problem.along == "m" else beyond
 
 
 def _product(problem: Problem) -> Any:
     """A function from ``(a, b, offs)`` to the product: torch's operator or, on a CPU, a loop over
     groups."""
-    groups, form = problem.groups, problem.format
-    assert groups is not None
-    if form is not None:
+    if (form := problem.format) is not None:
         dequantize, wide = form.dequantize, torch.promote_types(torch.float32, problem.out.dtype)
         return lambda a, b, offs: _by_groups(
-            dequantize(a).to(wide), dequantize(b).to(wide), offs, groups
+            dequantize(a).to(wide), dequantize(b).to(wide), offs, problem
         )
     same = problem.out.dtype == problem.a.dtype
     aligned = problem.a.aligned and problem.b.aligned
@@ -189,7 +200,7 @@ def _product(problem: Problem) -> Any:
     wide = torch.promote_types(problem.a.dtype, problem.out.dtype)
 
     def loop(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
-        return _by_groups(a.to(wide), b.to(wide), offs, groups)
+        return _by_groups(a.to(wide), b.to(wide), offs, problem)
 
     return loop
 
@@ -215,11 +226,11 @@ def _filled(scale: Tensor | None, shape: tuple[int, ...], device: torch.device) 
     return scale.expand(shape).contiguous() if scale.numel() == 1 else scale
 
 
-def _by_groups(a: Tensor, b: Tensor, offs: Tensor, groups: Groups) -> Tensor:
+def _by_groups(a: Tensor, b: Tensor, offs: Tensor, problem: Problem) -> Tensor:
     """One product per group, with the ends in host memory."""
-    along, m, n = groups.ragged, a.shape[-2], b.shape[-1]
-    shape = (groups.count, m, n) if along == "k" else (m, n)
-    z = a.new_empty(shape)
+    along, z = problem.along, problem.empty_out("cpu")
+    if (z.shape[-1], z.dtype) != (b.shape[-1], a.dtype):
+        z = a.new_empty((*z.shape[:-1], b.shape[-1]))
     for group, (start, end) in enumerate(itertools.pairwise([0, *offs.tolist()])):
         if along == "m":
             torch.mm(a[start:end], b[group], out=z[start:end])

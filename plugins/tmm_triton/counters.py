@@ -6,6 +6,8 @@ from typing import ClassVar
 
 import torch
 
+from tmm_core.triton import current_stream
+
 #: Captured launches of one launcher whose counters are zeroed in advance.
 _CAPTURES = 64
 
@@ -46,7 +48,7 @@ class Counters:
             own = self._reserve.pop()
             self._captured.append(own)
             return own
-        stream = torch._C._cuda_getCurrentRawStream(self._device)
+        stream = current_stream(self._device)
         known = self._by_stream.get(stream)
         return (
             self._by_stream.setdefault(stream, self._zeros(self._count)) if known is None else known

@@ -8,14 +8,19 @@ import os
 import re
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
+import tmm_blas
+import tmm_triton
+import torch
+from tmm_blas import blas
 
 import tmm_core
-from tmm_core import compat
-
-CORE = Path(tmm_core.__file__).parent
+from tmm_core import Operand, Problem, compat
+from tmm_core.spec.device import DeviceFingerprint
+from tmm_core.spec.epilogue import parse
 
 #: A process that has torch forks one for each group of names, hides them there, and imports tmm.
 PROGRAM = """
@@ -146,14 +151,41 @@ def test_every_name_has_a_test() -> None:
     assert asked - elsewhere <= {name for group in GROUPS for name in group}
 
 
-#: Beside compat: measuring torch against itself, and a GPU kept busy in a test.
-ELSEWHERE = {"bench/grouped.py", "bench/providers.py", "testing/conformance.py"}
+def test_the_baseline_without_private_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It multiplies as for other problems."""
+    half, eight = Operand(torch.float16), Operand(torch.float8_e4m3fn)
+    gpu = DeviceFingerprint("cuda", "NVIDIA H100", (9, 0), 132, 232448)
+    relu = Problem(64, 64, 64, half, half, half, gpu, epilogue=parse("relu"), bias=half.dtype)
+    column = replace(eight, layout="col")
+    fp8 = Problem(64, 64, 64, eight, column, Operand(torch.bfloat16), gpu)
+    assert blas._fusable(relu)
+    assert blas._takes_fp8(fp8)
+    monkeypatch.delattr(torch, "_addmm_activation")
+    monkeypatch.delattr(torch, "_scaled_mm")
+    assert list(blas.Blas().configs(relu)) == [blas.BlasConfig()]
+    assert callable(blas.Blas().bind(fp8, blas.BlasConfig()))
 
 
-@pytest.mark.parametrize("path", sorted(CORE.rglob("*.py")), ids=lambda p: str(p.relative_to(CORE)))
-def test_private_names_of_torch_are_in_compat_alone(path: Path) -> None:
-    place = path.relative_to(CORE).as_posix()
-    found = set()
+#: Beside compat: measuring torch against itself, a GPU kept busy in a test, and operators that BLAS
+#: uses where this torch has them.
+ELSEWHERE = {
+    "tmm_core/bench/grouped.py",
+    "tmm_core/bench/providers.py",
+    "tmm_core/testing/conformance.py",
+    "tmm_blas/blas.py",
+    "tmm_blas/grouped_mm.py",
+}
+PACKAGES = [Path(str(package.__file__)).parent for package in (tmm_core, tmm_blas, tmm_triton)]
+FILES = {
+    path.relative_to(package.parent).as_posix(): path
+    for package in PACKAGES
+    for path in sorted(package.rglob("*.py"))
+}
+
+
+@pytest.mark.parametrize("place", FILES)
+def test_private_names_of_torch_are_in_compat_alone(place: str) -> None:
+    found, path = set(), FILES[place]
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and (node.module or "").startswith("torch"):
             names = [f"{node.module}.{alias.name}" for alias in node.names]
@@ -164,7 +196,7 @@ def test_private_names_of_torch_are_in_compat_alone(path: Path) -> None:
         else:
             continue
         found |= {n for n in names if re.search(r"^torch(\.\w+)*\._(?!_)", n)}
-    if place == "compat.py":
+    if place == "tmm_core/compat.py":
         assert found
     elif place not in ELSEWHERE:
         assert not found

@@ -195,7 +195,7 @@ def test_triton_kernels_reach_their_device_code_and_no_cost_model() -> None:
     code = reached(Naive, Naive.config_type)
     for name in ("naive.naive_kernel", "operands.dot", "operands.load", "kernel.step_of"):
         assert f"tmm_triton.{name}" in code
-    assert "tmm_core.triton.launch.launcher" in code
+    assert "tmm_core.triton.steps.launcher" in code
     assert "tmm_triton.partials.reduce_kernel" in reached(SplitK, SplitK.config_type)
     assert "tmm_triton.counters.Counters" in reached(SplitK, SplitK.config_type)
     hopper = reached(WarpSpecialized, WarpSpecialized.config_type)

@@ -15,7 +15,8 @@ import tmm_core
 from tmm_core.dispatch import random_inputs, verify
 from tmm_core.spec.device import fingerprint
 from tmm_core.spec.epilogue import parse
-from tmm_core.spec.problem import Operand, Problem
+from tmm_core.spec.operand import Operand
+from tmm_core.spec.problem import Problem
 
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 Tensor = torch.Tensor

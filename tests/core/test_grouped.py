@@ -21,7 +21,7 @@ from tmm_core import Groups, Kernel, Operand, Problem, Supports, UnsupportedProb
 from tmm_core.bench import grouped as bench
 from tmm_core.bench import runner, suites
 from tmm_core.bench.case import Case
-from tmm_core.dispatch import ragged, random_inputs, rotation, tuner
+from tmm_core.dispatch import copies, ragged, random_inputs, rotation
 from tmm_core.dispatch.fixture import Fixture
 from tmm_core.dispatch.ladder import ROWS_EACH, Dispatcher
 from tmm_core.dispatch.registry import Registry
@@ -89,7 +89,93 @@ def test_torchs_results(form: str, dtype: torch.dtype) -> None:
         expected = F.grouped_mm(a, b, offs=offs)
     torch.testing.assert_close(known(y, form), known(expected, form), rtol=1e-2, atol=1e-2)
     assert y.dtype is dtype
-    assert y.is_contiguous()
+    assert y.is_contiguous() if dtype is torch.float64 else y.stride() == expected.stride()
+
+
+#: Operands of products with seven columns, which themselves lie as torch wants them.
+ODD = {
+    "m": lambda **kw: (randn(12, 16, **kw), randn(3, 7, 16, **kw).mT),
+    "k": lambda **kw: (randn(16, 16, **kw)[:, :12], randn(12, 8, **kw)[:, :7]),
+    "n": lambda **kw: (randn(3, 8, 16, **kw), randn(7, 16, **kw).mT),
+}
+#: What follows the product, and whether BLAS has a copy of the product to make for it.
+FOLLOWED: dict[str, tuple[bool, dict[str, Any]]] = {
+    "nothing": (False, {}),
+    "expression": (False, {"alpha": 2.0, "bias": randn(3, 7), "residual": randn(12, 7)}),
+    "weights": (False, {"out_weights": randn(12)}),
+    "scattered": (True, {"out_index": torch.randperm(12)}),
+    "epilogue": (True, {"epilogue": "silu"}),
+    "out_dtype": (True, {"out_dtype": torch.float64}),
+}
+
+
+@pytest.mark.parametrize("form", ODD)
+@pytest.mark.parametrize("dtype", [torch.float16, BF16, FP32])
+def test_rows_of_the_result_start_where_torchs_do(form: str, dtype: torch.dtype) -> None:
+    """At 16 bytes; what is given has strides of its own."""
+    a, b = ODD[form](dtype=dtype)
+    offs = ends(3, 3, 7) if form == "n" else OFFS
+    y, torchs = tmm_core.grouped_matmul(a, b, offs=offs), F.grouped_mm(a, b, offs=offs)
+    assert y.stride() == torchs.stride() != torch.empty(torchs.shape).stride()
+    (fresh,) = (plan.problem for plan in warm._plans.values())
+    assert fresh.out == Operand(dtype)
+    out = torch.empty(torchs.shape, dtype=dtype)
+    assert tmm_core.grouped_matmul(a, b, offs=offs, out=out) is out
+    assert torch.equal(known(out, form), known(y, form))
+    *_, given = (plan.problem for plan in warm._plans.values())
+    assert given.out == Operand(dtype, aligned=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.version, "hip", "6.4")
+        assert fresh.out_strides == out.stride()
+
+
+@pytest.mark.parametrize("case", FOLLOWED)
+def test_the_baseline_copies_no_padded_result(case: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    copies, call = FOLLOWED[case]
+    products = []
+
+    def spied(*operands: Tensor) -> Tensor:
+        products.append(F.grouped_mm(*operands[:2], offs=operands[2]))
+        return products[-1]
+
+    monkeypatch.setattr(grouped_mm, "_by_torch", spied)
+    a, b = ODD["m"]()
+    y = tmm_core.grouped_matmul(a, b, offs=OFFS, **call)
+    assert y.stride() == (8, 1)
+    if case != "out_dtype":  # which torch does not multiply to
+        assert (y.data_ptr() != products[0].data_ptr()) == copies
+    expected = expression(a, b, OFFS, **{k: v for k, v in call.items() if k != "out_dtype"})
+    torch.testing.assert_close(y[:10].float(), expected[:10])
+
+
+def test_padded_results_are_verified_and_timed_as_calls_make_them() -> None:
+    a, b = ODD["m"]()
+    problem, device = tmm_core.problem(a, b, offs=OFFS), torch.device("cpu")
+    assert Fixture(problem, device, 1 << 24, sampled=False).allocates
+    assert copies.Copies(problem, device, None)._out is None
+    given = replace(problem, out=Operand(FP32, aligned=False))
+    assert not Fixture(given, device, 1 << 24, sampled=False).allocates
+    assert copies.Copies(given, device, None)._out is not None
+    right: Any = grouped_mm.bind(problem)
+
+    def packs(*arguments: Any, offs: Tensor) -> Tensor:
+        y: Tensor = right(*arguments, offs=offs)
+        return y.contiguous() if arguments[5] is None else y
+
+    assert Verifier(problem, device).verdict(right).ok
+    reason = Verifier(problem, device).verdict(packs).reason
+    assert reason == "it returned strides (7, 1); a call returns (8, 1)"
+
+
+def test_a_weights_gradient_of_odd_rows_is_not_padded() -> None:
+    """Autograd would copy it into the weight's own strides."""
+    x, weight = randn(12, 7), randn(3, 8, 7, requires_grad=True)
+    tmm_core.grouped_linear(x, weight, offs=OFFS)[:10].sum().backward()
+    warm.forget_plans()
+    y = tmm_core.grouped_linear(x, weight, offs=OFFS)
+    (gradient,) = torch.autograd.grad(y[:10].sum(), weight)
+    assert gradient.stride() == weight.stride()
+    torch.testing.assert_close(gradient, weight.grad)
 
 
 A, B = randn(12, 16), randn(3, 16, 8)
@@ -312,14 +398,14 @@ def test_out() -> None:
 # -- as an operator --------------------------------------------------------------------------
 
 SIGNATURES: dict[str, tuple[Any, ...]] = {
-    "plain": (A, B, OFFS),
+    "plain": (A, randn(3, 16, 7), OFFS),
     "sums": (randn(5, 12), randn(12, 6), OFFS, None, None, 0.5),
     "columns": (randn(3, 5, 4), randn(4, 12), OFFS, None, None, 1.0, "tanh"),
     "everything": (
         randn(5, 16), B, OFFS, randn(3, 8), randn(12, 4), 2.0, "swiglu", None,
         GATHER, SCATTER, randn(12), True,
     ),
-    "wide": (A.bfloat16(), B.bfloat16(), OFFS, None, None, 1.0, "", FP32),
+    "wide": (A.bfloat16(), B[..., :6].bfloat16(), OFFS, None, None, 1.0, "", FP32),
 }  # fmt: skip
 
 
@@ -513,7 +599,7 @@ def test_the_memory_for_timing_counts_the_weights_of_all_groups() -> None:
     weights = problem.groups.count * problem.k * problem.n * 4  # type: ignore[union-attr]
     assert problem.bytes > weights
     with pytest.raises(MemoryError, match="tune_memory"):
-        tuner._Chain(problem, torch.device("cpu"), weights)
+        copies.Copies(problem, torch.device("cpu"), weights)
 
 
 def test_tuning_keeps_groups_on_record(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ from tmm_core.dispatch.invariant import LADDER, Rung, ladder, least_regret, weig
 from tmm_core.dispatch.ladder import Dispatcher
 from tmm_core.dispatch.tuner import Tuner
 from tmm_core.settings import Settings
-from tmm_core.spec.problem import Operand
+from tmm_core.spec.operand import Operand
 
 INVARIANT = Traits(batch_invariant=True)
 

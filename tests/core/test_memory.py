@@ -15,7 +15,7 @@ from tmm_core.dispatch.ladder import Dispatcher
 from tmm_core.dispatch.registry import Registry
 from tmm_core.dispatch.tuner import Tuner
 from tmm_core.dispatch.verifier import Verifier
-from tmm_core.spec.problem import Operand
+from tmm_core.spec.operand import Operand
 
 CPU = torch.device("cpu")
 MIB = 1 << 20

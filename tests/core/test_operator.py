@@ -14,7 +14,7 @@ import tmm_core
 from tmm_core import dispatch
 from tmm_core.interop import operator
 from tmm_core.nn import GatedMLP
-from tmm_core.nn.gated import gated_linear
+from tmm_core.nn.gated_product import gated_linear
 from tmm_core.spec.epilogue import BUILTIN, Epilogue
 
 Tensor = torch.Tensor

@@ -15,11 +15,12 @@ from fakes import FakeBlas, FakeConfig, FakeKernel, FakeTimer, Idle, problem, se
 from tmm_cache import CandidateResult, TuningRecord
 
 from tmm_core import Traits
-from tmm_core.dispatch import binding, proposals, random_inputs, tuner, verify
+from tmm_core.dispatch import binding, proposals, random_inputs, tuning, verify
 from tmm_core.dispatch.proposals import Hints, baseline_us, decide
 from tmm_core.dispatch.timing import GraphTimer
 from tmm_core.dispatch.tuner import Tuner
-from tmm_core.spec.problem import Operand, Problem
+from tmm_core.spec.operand import Operand
+from tmm_core.spec.problem import Problem
 
 
 def result(kernel: str, us: float, **fields: Any) -> CandidateResult:
@@ -219,7 +220,7 @@ def test_slow_ones_are_eliminated_early() -> None:
     record, timer = tune(FakeBlas(), FakeKernel("k", tiles=tiles), times=times)
     assert record.candidates[record.winner].config == {"tile": 1}
     # a first look at 21, the race of what is near the best, at the edge and at two M inside
-    assert len(timer.measured) < 21 + 3 * (tuner.FINALISTS + 2)
+    assert len(timer.measured) < 21 + 3 * (tuning.FINALISTS + 2)
     assert sum(c.status == "slow" for c in record.candidates) > 10
 
 
@@ -256,8 +257,8 @@ def test_a_decision_is_not_made_by_what_held_the_machine_up() -> None:
 
         def measure(self, runs: Any, rounds: int, **chain: Any) -> list[list[float]]:
             samples = super().measure(runs, rounds, **chain)
-            self.series += rounds == tuner.FINAL
-            if self.series == 1 and rounds == tuner.FINAL:
+            self.series += rounds == tuning.FINAL
+            if self.series == 1 and rounds == tuning.FINAL:
                 for mine, late in zip(samples, (5.0, 40.0), strict=True):
                     mine[::2] = [us + late for us in mine[::2]]
                     mine[1] += late
@@ -279,7 +280,7 @@ def test_the_budget_ends_it_with_what_there_is() -> None:
         problem(), [FakeBlas(), FakeKernel("k")], settings(tune_budget=0.05)
     )
     assert winner(record) == "k"
-    assert len(record.candidates[record.winner].samples_us) == tuner.LOOK
+    assert len(record.candidates[record.winner].samples_us) == tuning.LOOK
 
 
 def test_a_budget_that_ends_early_leaves_no_kernel_untried() -> None:

@@ -23,7 +23,7 @@ from tmm_core.dispatch.verifier import Verdict, Verifier, sampled_verdict
 from tmm_core.spec.device import fingerprint
 from tmm_core.spec.epilogue import BUILTIN, Epilogue, parse
 from tmm_core.spec.kernel import Config
-from tmm_core.spec.problem import Operand
+from tmm_core.spec.operand import Operand
 
 CPU = torch.device("cpu")
 F16, F32, F64 = (Operand(dtype) for dtype in (torch.float16, torch.float32, torch.float64))

@@ -13,7 +13,7 @@ from tmm_cache import CacheStore, CacheWarning, errors
 
 import tmm_core
 from tmm_core import TmmWarning, dispatch
-from tmm_core.dispatch import tuner
+from tmm_core.dispatch import tuning
 from tmm_core.nn import Linear
 from tmm_core.spec.device import fingerprint
 
@@ -42,7 +42,7 @@ def wrong_at_first_use(patch: pytest.MonkeyPatch) -> None:
 
 def tuning_fails(patch: pytest.MonkeyPatch) -> None:
     installed(FakeBlas(), FakeKernel("fast"))
-    patch.setattr(tuner._Tuning, "run", _raise)
+    patch.setattr(tuning.Tuning, "run", _raise)
 
 
 def timing_fails(patch: pytest.MonkeyPatch) -> None:

@@ -248,3 +248,27 @@ def test_a_layer_of_experts_waits_for_nothing(no_waiting: None) -> None:
     alone.load_state_dict({name: t.float().cpu() for name, t in layer.state_dict().items()})
     wanted = alone(x.detach().float().cpu(), chosen.cpu(), weights.cpu())
     assert (y.float().cpu() - wanted).norm() <= 2e-2 * wanted.norm()
+
+
+@pytest.mark.parametrize("kernel", KERNELS)
+def test_odd_rows_lie_as_torchs_without_a_copy(kernel: str) -> None:
+    """Compiled code asserts the strides of what the operator returns."""
+    if kernel == "blas" and torch.cuda.get_device_capability()[0] not in (9, 10):
+        pytest.skip("torch's grouped product waits for the GPU here")
+    a, _ = operands("rows")
+    b, offs = torch.randn(5, 4097, 128, device="cuda").bfloat16().mT, offs_of(ENDS[0])
+    torchs = torch.nn.functional.grouped_mm(a, b, offs=offs)
+
+    def product(a: torch.Tensor, b: torch.Tensor, offs: torch.Tensor) -> torch.Tensor:
+        return tmm_core.grouped_matmul(a, b, offs=offs)
+
+    with tmm_core.override(kernel=kernel):
+        product(a, b, offs)
+        before = torch.cuda.memory_allocated()
+        torch.cuda.reset_peak_memory_stats()
+        y = product(a, b, offs)
+        assert torch.cuda.max_memory_allocated() - before < 1.5 * y.untyped_storage().nbytes()
+        compiled = torch.compile(product, fullgraph=True)(a, b, offs)
+    for result in (y, compiled):
+        assert result.stride() == torchs.stride()
+        close("rows", result, torchs.double(), ENDS[0][-1])

@@ -16,7 +16,7 @@ from tmm_core.dispatch.verifier import Verifier, sampled_verdict
 from tmm_core.spec.device import fingerprint
 from tmm_core.spec.epilogue import BUILTIN, parse
 from tmm_core.spec.kernel import BASELINE
-from tmm_core.spec.problem import Operand
+from tmm_core.spec.operand import Operand
 
 pytestmark = pytest.mark.gpu
 

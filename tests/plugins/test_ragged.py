@@ -14,7 +14,7 @@ pytest.importorskip("triton")
 from tmm_triton.ragged import Ragged, RaggedConfig, grid
 from tmm_triton.tiled import Grouped
 
-from tmm_core import Groups, Operand, Problem
+from tmm_core import Groups, Operand, Problem, grouped_matmul
 from tmm_core.spec.clamped import CLAMPED
 from tmm_core.spec.device import DeviceFingerprint, fingerprint, interpreting
 from tmm_core.spec.epilogue import EpilogueLike, parse
@@ -243,6 +243,17 @@ def test_wrong_ends_are_no_addresses_outside() -> None:
     torch.testing.assert_close(out, torch.cat([a[:4] @ b[1], a[4:] @ b[2]]))
     assert (memory[:8] == -1).all()
     assert (memory[16:] == -1).all()
+
+
+@interpreted
+@pytest.mark.parametrize("ragged", ["m", "n", "k"])
+def test_rows_of_its_own_result_start_at_16_bytes(ragged: Any) -> None:
+    sizes = {"m": ((12, 16), (2, 16, 7)), "n": ((2, 5, 16), (16, 7)), "k": ((5, 12), (12, 7))}
+    a, b = (torch.randn(shape) for shape in sizes[ragged])
+    offs = torch.tensor([3, 7 if ragged == "n" else 12], dtype=torch.int32)
+    made = [grouped_matmul(a, b, offs=offs, kernel=name) for name in (KERNEL.name, "blas")]
+    torch.testing.assert_close(*made)
+    assert made[0].stride() == made[1].stride() == (40, 8, 1)[-made[0].dim() :]
 
 
 H200 = DeviceFingerprint("cuda", "NVIDIA H200", (9, 0), 132, 232448)

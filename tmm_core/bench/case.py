@@ -28,7 +28,8 @@ from tmm_core.launch.plan import Plan
 from tmm_core.spec.arguments import EXTRAS, Arguments, GroupedArguments
 from tmm_core.spec.epilogue import Epilogue
 from tmm_core.spec.groups import Groups, Ragged
-from tmm_core.spec.problem import Problem, dtype_name, dtype_of
+from tmm_core.spec.operand import dtype_name, dtype_of
+from tmm_core.spec.problem import Problem
 
 Tensor = torch.Tensor
 
@@ -219,7 +220,7 @@ class Call:
         problem, bias = self.problem(), self.bias
         if self.rows is not None and bias is not None:
             bias = bias.expand(len(self.rows.ends), -1)
-        out = torch.empty(problem.out_shape, dtype=problem.out.dtype, device=self.a.device)
+        out = problem.empty_out(self.a.device)
         if self.rows is not None:
             scales = self.scale_a, self.scale_b
             return ragged.Inputs(self.a, self.b, bias, self.residual, 1.0, out, self.rows, *scales)

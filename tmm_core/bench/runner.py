@@ -32,7 +32,7 @@ from tmm_core.dispatch.timing import (
     held_up,
     timer_for,
 )
-from tmm_core.dispatch.tuner import LONG_US, SETTLE
+from tmm_core.dispatch.tuning import LONG_US, SETTLE
 from tmm_core.launch import warm
 from tmm_core.spec.precision import precision
 

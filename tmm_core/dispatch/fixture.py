@@ -21,7 +21,8 @@ from tmm_core.dispatch.guarded import (
 from tmm_core.dispatch.random_inputs import Inputs
 from tmm_core.dispatch.special import Special
 from tmm_core.spec.device import free_memory
-from tmm_core.spec.problem import Operand, Problem
+from tmm_core.spec.operand import Operand
+from tmm_core.spec.problem import Problem
 
 #: By default verification takes at most a quarter of the free memory of a GPU, a sixteenth of a
 #: CPU's memory, and never more than this.
@@ -128,9 +129,8 @@ class Fixture:
 
     @property
     def allocates(self) -> bool:
-        """Whether in calls the launcher allocates the output, a dense row-major one."""
-        made = torch.empty(self.shape, dtype=self.problem.out.dtype, device="meta")
-        return Operand.of(made) == self.problem.out
+        """Whether in calls the launcher allocates the output."""
+        return Operand.of(self.problem.empty_out("meta")) == self.problem.out
 
     @property
     def at_once(self) -> int:
@@ -177,8 +177,7 @@ class Fixture:
     def soil(self) -> None:
         """Leave NaN in the memory that a launcher is likely to allocate next: otherwise correct
         results of an earlier launch could remain where this one writes nothing."""
-        blank = torch.empty(self.shape, dtype=self.problem.out.dtype, device=self.device)
-        for each in (blank, torch.empty_like(blank)):
+        for each in [self.problem.empty_out(self.device) for _ in range(2)]:
             verify.poison(each)
 
     def release(self) -> None:

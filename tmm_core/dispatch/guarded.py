@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tmm_core.spec.problem import ALIGNMENT, Operand
+from tmm_core.spec.operand import ALIGNMENT, Operand
 
 #: Filler around an input: NaN in every floating dtype. A kernel that reads out of bounds and relies
 #: on a zero of the other operand to cancel the value returns NaN.

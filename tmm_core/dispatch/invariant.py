@@ -14,19 +14,21 @@ cache's notes, so that restarts agree; ``TMM_ARITHMETIC`` pins it by name, so th
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Protocol
+from typing import Any
 
-from tmm_cache import JSON, CacheStore, CandidateResult, Notes, TuningRecord, digest
+from tmm_cache import JSON, CandidateResult, Notes, TuningRecord, digest
 
+from tmm_core.dispatch.evidence import Evidence
 from tmm_core.errors import CacheMissError, UnsupportedProblemError
 from tmm_core.launch.plan import Choice
 from tmm_core.settings import Settings
 from tmm_core.spec.bucket import bucketed
 from tmm_core.spec.device import DeviceFingerprint
 from tmm_core.spec.kernel import Candidate, Kernel
-from tmm_core.spec.problem import ALIGNMENT, Layout, Operand, Problem
+from tmm_core.spec.operand import ALIGNMENT, Layout, Operand
+from tmm_core.spec.problem import Problem
 
 #: The M at which arithmetics are compared, from decode to prefill.
 LADDER = (1, 16, 64, 256, 1024, 4096, 8192)
@@ -63,44 +65,16 @@ def least_regret(rungs: Sequence[Rung]) -> str | None:
     return min(names, key=rank, default=None)
 
 
-class Host(Protocol):
-    """The part of the dispatcher that the choice uses."""
-
-    store: CacheStore
-
-    def _able(self, problem: Problem, settings: Settings) -> list[Kernel[Any]]: ...
-
-    def _on_record(
-        self,
-        problem: Problem,
-        able: list[Kernel[Any]],
-        settings: Settings,
-        tune: bool,
-        force: bool = False,
-    ) -> TuningRecord | None: ...
-
-    def _candidate(
-        self, result: CandidateResult, able: list[Kernel[Any]], problem: Problem
-    ) -> Candidate | None: ...
-
-    def _forbids_tuning(self, problem: Problem, settings: Settings) -> str | None: ...
-
-    def _note_miss(self, key: Problem) -> None: ...
-
-    def _unlocked(self, problem: Problem, key: Problem) -> str: ...
-
-    def _where(self, key: Problem) -> str: ...
-
-    def _warn_once(self, kernel: Kernel[Any], fault: Exception | str) -> None: ...
-
-    def _say_once(self, note: str) -> None: ...
-
-
 class Invariance:
-    """Chooses among batch-invariant kernels, and keeps its choices for this process."""
+    """Chooses among batch-invariant kernels, and keeps its choices for this process.
 
-    def __init__(self, host: Host) -> None:
-        self._host = host
+    Args:
+        on_record: Returns the record of a problem, measured now if asked
+            (:meth:`Dispatcher._on_record`).
+    """
+
+    def __init__(self, host: Evidence, on_record: Callable[..., TuningRecord | None]) -> None:
+        self._host, self._on_record = host, on_record
         #: By weight and settings. A guess stays too: bits must not change between two calls because
         #: the second may measure.
         self._arithmetics: dict[tuple[str, Settings], str] = {}
@@ -125,7 +99,7 @@ class Invariance:
             CacheMissError: ``on_cache_miss="error"`` and the weight was never tuned, or it is
                 missing from the required lock file.
         """
-        able = self._host._able(problem, settings)
+        able = self._host.able(problem, settings)
         if settings.arithmetic is not None:
             choice = self._within(problem, able, settings.arithmetic, settings)
             if choice is None:
@@ -145,7 +119,7 @@ class Invariance:
         other = least_regret([self._expected(problem, able)])
         if other is None:
             return None
-        self._host._say_once(
+        self._host.say_once(
             f"{problem} cannot be served by its weight's arithmetic {wanted}, but by {other}: its "
             f"rows differ from those computed with another M"
         )
@@ -157,7 +131,7 @@ class Invariance:
         self._choices.clear()
         self._arithmetics.clear()
         own = replace(problem, capturing=False)
-        able = self._host._able(own, settings)
+        able = self._host.able(own, settings)
         if able and settings.arithmetic is None:
             about, notes = digest(weight(own)), self._notes_of(own)
             rungs = list(self._rungs(own, settings))
@@ -167,7 +141,7 @@ class Invariance:
                 chosen = self._measured(rungs, settings, tune=True, force=force)
                 if chosen is not None:
                     notes.add(about, chosen)
-        return self._host._on_record(own, able, settings, tune=True, force=force)
+        return self._on_record(own, able, settings, tune=True, force=force)
 
     # -- the weight's arithmetic --------------------------------------------------------
 
@@ -188,13 +162,13 @@ class Invariance:
         if isinstance(noted, str) and self._is_offered(noted, rungs):
             return noted
         if noted is not None:
-            self._host._say_once(
+            self._host.say_once(
                 f"no kernel that may be used here knows the arithmetic {noted} by which the "
                 f"weight of {problem} was served: it has another now, and other bits"
             )
         chosen = None
         if not is_gradient(problem):
-            tunes = self._host._forbids_tuning(problem, settings) is None
+            tunes = self._host.forbids_tuning(problem, settings) is None
             chosen = self._measured(rungs, settings, tunes)
         if chosen is not None:
             if noted is None:
@@ -206,7 +180,7 @@ class Invariance:
         self, problem: Problem, settings: Settings
     ) -> Iterator[tuple[Problem, list[Kernel[Any]]]]:
         for rung in ladder(problem):
-            if able := self._host._able(rung, settings):
+            if able := self._host.able(rung, settings):
                 yield rung, able
 
     def _measured(
@@ -220,7 +194,7 @@ class Invariance:
         rungs are on record."""
         known = []
         for rung, able in rungs:
-            record = self._host._on_record(rung, able, settings, tune, force)
+            record = self._on_record(rung, able, settings, tune, force)
             found = None if record is None else self._known(rung, able, record)
             if found is None and not tune:
                 return None
@@ -233,7 +207,7 @@ class Invariance:
         for result in _timed(record):
             assert result.median_us is not None
             best = min(best, result.median_us)
-            candidate = self._host._candidate(result, able, rung)
+            candidate = self._host.candidate(result, able, rung)
             name = None if candidate is None else self._name(rung, candidate)
             if name is not None:
                 times.setdefault(name, result.median_us)
@@ -261,7 +235,7 @@ class Invariance:
                         expected = kernel.estimate_us(problem, config) or _NO_IDEA
                         offered.setdefault(name, {})[candidate] = expected
             except Exception as error:  # a plugin's kernel; costs only its candidates
-                self._host._warn_once(kernel, error)
+                self._host.warn_once(kernel, error)
         return offered
 
     def _name(self, problem: Problem, candidate: Candidate) -> str | None:
@@ -269,9 +243,9 @@ class Invariance:
         try:
             name = kernel.arithmetic(problem, candidate.config)
         except Exception as error:
-            self._host._warn_once(kernel, error)
+            self._host.warn_once(kernel, error)
         if not isinstance(name, str | None):
-            self._host._warn_once(kernel, f"arithmetic() returned {name!r}, which is not a name")
+            self._host.warn_once(kernel, f"arithmetic() returned {name!r}, which is not a name")
             return None
         return name
 
@@ -307,19 +281,19 @@ class Invariance:
         settings: Settings,
     ) -> Choice | None:
         edge = bucketed(own)
-        forbidden = self._host._forbids_tuning(problem, settings)
+        forbidden = self._host.forbids_tuning(problem, settings)
         for key in dict.fromkeys((own, edge)):
-            at_key = self._host._able(key, settings)
+            at_key = self._host.able(key, settings)
             tune = forbidden is None and key == edge
-            record = self._host._on_record(key, at_key, settings, tune)
+            record = self._on_record(key, at_key, settings, tune)
             for result in _timed(record) if record is not None else ():
-                candidate = self._host._candidate(result, able, problem)
+                candidate = self._host.candidate(result, able, problem)
                 if candidate is not None and self._may(candidate, problem, able, wanted):
                     other = key if key.m != problem.m else None
-                    where = self._host._where(key)
+                    where = self._host.where(key)
                     return Choice(candidate, "cache", where, other, arithmetic=wanted)
         if record is None and self._host.store.locked:
-            raise CacheMissError(self._host._unlocked(problem, edge))
+            raise CacheMissError(self._host.unlocked(problem, edge))
         if settings.on_cache_miss == "error" and record is None:
             raise CacheMissError(
                 f"no tuned record for {problem} in batch-invariant mode (bucket M={edge.m}) in "
@@ -330,7 +304,7 @@ class Invariance:
         if not offered:
             return None
         if forbidden is not None and (problem.capturing or settings.on_cache_miss == "tune"):
-            self._host._note_miss(edge)
+            self._host.note_miss(edge)
         best = min(offered, key=lambda c: (offered[c], c.kernel.name, str(c.config)))
         why = forbidden or "no config of its arithmetic was timed"
         reason = f"{why}; estimated {offered[best]:.3g} µs, the least of its arithmetic"

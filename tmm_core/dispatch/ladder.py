@@ -19,33 +19,16 @@ import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from tmm_cache import CLOCK, CacheStore, CandidateResult, TuningRecord
+from tmm_cache import CLOCK, CacheStore, TuningRecord
 
-from tmm_core.dispatch.deferred import Answers
-from tmm_core.dispatch.proposals import (
-    CLOSE,
-    NO_HINTS,
-    CandidateId,
-    Hints,
-    holds_at,
-    identity,
-    ranked_around,
-)
+from tmm_core.dispatch.evidence import Evidence, by_time, fits, other_than
+from tmm_core.dispatch.proposals import CLOSE, NO_HINTS, Hints
 from tmm_core.dispatch.registry import Registry
 from tmm_core.dispatch.trust import Trust
 from tmm_core.dispatch.unmeasured import unmeasured
-from tmm_core.errors import (
-    CacheMissError,
-    ConfigError,
-    PluginError,
-    TmmError,
-    TmmWarning,
-    UnsupportedProblemError,
-    warn,
-)
+from tmm_core.errors import CacheMissError, ConfigError, TmmWarning, UnsupportedProblemError, warn
 from tmm_core.launch.plan import Choice
 from tmm_core.settings import Settings
-from tmm_core.spec.asking import read_config
 from tmm_core.spec.bucket import bucketed
 from tmm_core.spec.device import DeviceFingerprint
 from tmm_core.spec.kernel import BASELINE, Candidate, Config, Kernel, Launcher
@@ -79,20 +62,15 @@ ROWS_EACH = 64
 _ALONE = "no other kernel can serve this problem"
 
 
-class Dispatcher:
+class Dispatcher(Evidence):
     """Chooses candidates, and keeps its choices per bucket for this process."""
 
     def __init__(self, registry: Registry, tuner: Tuner | None, store: CacheStore) -> None:
-        self.registry = registry
+        super().__init__(registry, store)
         if tuner is not None:
             self.tuner = tuner
-        self.store = store
         self.trust = Trust(store)
         self._choices: dict[tuple[Problem, Settings], Choice] = {}
-        #: (kernel, bucket) pairs that raised or were wrong at run time, with the message.
-        self._quarantine: dict[tuple[str, Problem], str] = {}
-        self._warned: set[str] = set()
-        self._answers: Answers | None = None
         #: Held while something is measured or stored.
         self._lock = threading.RLock()
 
@@ -108,7 +86,7 @@ class Dispatcher:
     def _invariance(self) -> Invariance:
         from tmm_core.dispatch.invariant import Invariance
 
-        return Invariance(self)
+        return Invariance(self, self._on_record)
 
     @functools.cached_property
     def _neighbours(self) -> Neighbours:
@@ -174,7 +152,7 @@ class Dispatcher:
         if choice.candidate.kernel.reasons_against(problem):
             return None
         if problem.batch_invariant and not choice.candidate.kernel.traits.batch_invariant:
-            self._say_once(f"{problem} is served by BLAS, which is not batch-invariant: {why}")
+            self.say_once(f"{problem} is served by BLAS, which is not batch-invariant: {why}")
         return choice
 
     def choose(self, problem: Problem, settings: Settings) -> Choice:
@@ -187,7 +165,7 @@ class Dispatcher:
         """
         if settings.disable:
             for what in self.registry.misnamed(settings.disable):
-                self._say_once(f"TMM_DISABLE or override(disable=…): {what}")
+                self.say_once(f"TMM_DISABLE or override(disable=…): {what}")
         if settings.kernel is not None:
             return self._forced(problem, settings)
         if problem.batch_invariant and problem.groups is not None:
@@ -211,7 +189,7 @@ class Dispatcher:
             return replayed
         # An exact record may exist beside the bucket's: exact sizes are looked up for each new
         # shape, the bucket's choice is made once.
-        able = self._able(problem, settings)
+        able = self.able(problem, settings)
         # If even BLAS declines, its own error is raised.
         if all(kernel.name == BASELINE for kernel in able):
             return self._fallback(problem, _ALONE)
@@ -223,7 +201,7 @@ class Dispatcher:
         # capture.
         remembered = bucketed(replace(problem, capturing=False))
         choice = self._chosen(remembered, settings, able)
-        if choice is None and self._forbids_tuning(problem, settings) is None:
+        if choice is None and self.forbids_tuning(problem, settings) is None:
             choice = self._cached(problem, key, able, settings)
             if choice is None:
                 # One measurement at a time, or they would disturb each other; other threads do not
@@ -234,60 +212,7 @@ class Dispatcher:
         choice = choice or self._resolve(problem, key, able, settings)
         if not problem.capturing:
             self._choices[remembered, settings] = choice
-        return self._inside(problem, key, choice, settings)
-
-    def _inside(
-        self, problem: Problem, edge: Problem, choice: Choice, settings: Settings
-    ) -> Choice:
-        """A bucket's choice for an M inside it: the best candidate that beats BLAS at the measured
-        M on both sides of this one; BLAS if there is none or nothing was measured."""
-        if (
-            problem.extent == edge.extent
-            or problem.batch_invariant
-            or choice.origin not in ("cache", "tuned")
-            or (found := self.record(problem)) is None
-            or found[0] != edge
-        ):
-            return choice
-        record = found[1]
-        around = holds_at(record.candidates, problem.extent, edge.extent)
-        ahead = ranked_around(around) if len(around) == 2 or problem.extent in around else []
-        results = {identity(result): result for result in record.candidates}
-        for name in ahead:
-            if name == _identity_of(choice.candidate):
-                return choice
-            candidate = self._able_candidate(results[name], problem, edge, settings)
-            if candidate is not None:
-                measured = " and ".join(f"{problem.along.upper()}={m}" for m in sorted(around))
-                return replace(
-                    choice, candidate=candidate, reason=f"{choice.reason}; the best at {measured}"
-                )
-        blas = self.registry.kernel(BASELINE)
-        if choice.candidate.kernel.name == BASELINE or self.registry.reasons_against(
-            blas, problem, settings
-        ):
-            return choice
-        held = ", ".join(map(str, record.measured_at))
-        return replace(
-            choice,
-            candidate=Candidate(blas, blas.default_config(problem)),
-            reason=f"{choice.reason}; BLAS is not beaten around "
-            f"{problem.along.upper()}={problem.extent} (measured at {held})",
-        )
-
-    def _able_candidate(
-        self, result: CandidateResult, problem: Problem, edge: Problem, settings: Settings
-    ) -> Candidate | None:
-        """The candidate of a result, if its kernel is unchanged and may serve this call."""
-        if (result.kernel, edge) in self._quarantine:
-            return None
-        try:
-            kernel = self.registry.kernel(result.kernel)
-        except TmmError:  # it is uninstalled, or its plugin failed, with a warning
-            return None
-        if self.registry.reasons_against(kernel, problem, settings):
-            return None
-        return self._candidate(result, [kernel], problem)
+        return self.inside(problem, key, choice, settings)
 
     def _chosen(self, key: Problem, settings: Settings, able: list[Kernel[Any]]) -> Choice | None:
         """The earlier choice, if it may still serve."""
@@ -317,23 +242,15 @@ class Dispatcher:
         }:
             return None
         kernel = self.registry.kernel(best.kernel)
-        candidate = self._candidate(best, [kernel], problem)
+        candidate = self.candidate(best, [kernel], problem)
         if (
             candidate is None
-            or (kernel.name, key) in self._quarantine
+            or (kernel.name, key) in self.quarantined
             or self.registry.reasons_against(kernel, problem, settings)
         ):
             return None
-        choice = Choice(candidate, "cache", self._where(asked), _other(asked, problem))
-        return self._inside(problem, key, choice, settings)
-
-    @property
-    def _answered(self) -> Answers:
-        # Plugins registered by hand may come at any time.
-        deferred = self.registry.deferred
-        if self._answers is None or self._answers.deferred != deferred:
-            self._answers = Answers(dict(deferred), self.store.root)
-        return self._answers
+        choice = Choice(candidate, "cache", self.where(asked), other_than(asked, problem))
+        return self.inside(problem, key, choice, settings)
 
     def tune(self, problem: Problem, settings: Settings, *, force: bool = False) -> TuningRecord:
         """Measure ``problem`` exactly (no bucket) and store the record.
@@ -348,7 +265,7 @@ class Dispatcher:
                 record = self._invariance.tune(problem, settings, force)
             if record is None:
                 problem = problem.bare()
-                record = self._tune(problem, self._able(problem, settings), settings, force)
+                record = self._tune(problem, self.able(problem, settings), settings, force)
             self._forget()
             return record
 
@@ -361,7 +278,7 @@ class Dispatcher:
             device.gpu, device.environment, problem.to_json()
         ):
             return
-        self.tuner.prepare(problem, self._able(problem, settings), self._hints(problem))
+        self.tuner.prepare(problem, self.able(problem, settings), self._hints(problem))
 
     def adopt(self, device: DeviceFingerprint, record: TuningRecord) -> None:
         """Use ``record`` for choices, whatever its origin, as long as this process lives.
@@ -386,7 +303,7 @@ class Dispatcher:
         name = choice.candidate.kernel.name
         raised = isinstance(fault, BaseException)
         text = f"{type(fault).__name__}: {fault}" if raised else str(fault)
-        self._quarantine[name, bucketed(problem.bare())] = f"it raised {text}" if raised else text
+        self.quarantined[name, bucketed(problem.bare())] = f"it raised {text}" if raised else text
         self._forget()
         failed = "failed" if raised else "was wrong at its first use"
         warn(f"kernel {name} {failed} on {problem} and is not used for it any more: {text}")
@@ -395,33 +312,12 @@ class Dispatcher:
         self._choices.clear()
         self._invariance.forget()
 
-    def rejections(self, problem: Problem, settings: Settings) -> dict[str, list[str]]:
-        """Every kernel that is not a candidate, with reasons; for ``explain()``."""
-        _, rejected = self.registry.candidates(problem, settings)
-        for (name, bucket), error in list(self._quarantine.items()):
-            if bucket == bucketed(problem.bare()):
-                rejected.setdefault(name, []).append(f"quarantined: {error}")
-        return rejected
-
-    def record(self, problem: Problem) -> tuple[Problem, TuningRecord] | None:
-        """The record that answers for ``problem``, exact or its bucket's, with its problem."""
-        environment = problem.device.environment
-        bare = problem.bare()
-        own = [replace(bare, batch_invariant=True)] if problem.batch_invariant else []
-        for key in dict.fromkeys(f(p) for p in (*own, bare) for f in (lambda p: p, bucketed)):
-            found = self.store.load(problem.device.gpu, environment, key.to_json())
-            if found is not None:
-                return key, found
-        return None
-
     def _invariant(self, problem: Problem, settings: Settings) -> Choice:
         choice = self._invariance.choose(problem, settings)
         if choice is None:
             choice = self._choose(replace(problem, batch_invariant=False), settings)
             name = choice.candidate.kernel.name
-            self._say_once(
-                f"{name} is not batch-invariant, but nothing that is can serve {problem}"
-            )
+            self.say_once(f"{name} is not batch-invariant, but nothing that is can serve {problem}")
         return choice
 
     def _on_record(
@@ -444,7 +340,7 @@ class Dispatcher:
             with self._lock:
                 return self._tune(key, [*able, *blas], settings, force)
         except Exception as error:  # tuning is a feature; the matmul must be answered
-            self._say_once(f"tuning {key} failed: {type(error).__name__}: {error}")
+            self.say_once(f"tuning {key} failed: {type(error).__name__}: {error}")
             return record
 
     # -- rungs -----------------------------------------------------------------------
@@ -454,9 +350,9 @@ class Dispatcher:
     ) -> Choice:
         if (choice := self._cached(problem, key, able, settings)) is not None:
             return choice
-        forbidden = self._forbids_tuning(problem, settings)
+        forbidden = self.forbids_tuning(problem, settings)
         if self.store.locked:
-            raise CacheMissError(self._unlocked(problem, key))
+            raise CacheMissError(self.unlocked(problem, key))
         if settings.on_cache_miss == "error":
             raise CacheMissError(
                 f"no tuned record for {problem} (bucket {key.along.upper()}={key.extent}) in "
@@ -465,34 +361,21 @@ class Dispatcher:
             )
         if forbidden is None:
             try:
-                record = self._tune(key, self._able(key, settings), settings)
+                record = self._tune(key, self.able(key, settings), settings)
             except Exception as error:  # tuning is a feature; the matmul must be answered
                 forbidden = f"tuning failed: {type(error).__name__}: {error}"
                 warn(f"{problem}: {forbidden}")
             else:
-                if (candidate := self._best(record, able, problem)) is not None:
-                    return Choice(candidate, "tuned", self._where(key), _other(key, problem))
+                if (candidate := self.best(record, able, problem)) is not None:
+                    return Choice(candidate, "tuned", self.where(key), other_than(key, problem))
         elif settings.on_cache_miss == "tune" or problem.capturing:
-            self._note_miss(key)
+            self.note_miss(key)
         why = forbidden or "tuning gave no usable winner"
         return (
             self._neighbour(problem, able, why)
             or self._heuristic(problem, able, why)
             or self._fallback(problem, why)
         )
-
-    def _unlocked(self, problem: Problem, key: Problem) -> str:
-        """Why a locked store has no answer: the differences from the nearest key."""
-        bucket = f"{key.along.upper()}={key.extent}"
-        said = f"no locked record for {problem} (bucket {bucket}) in {self.store.lock_path}"
-        device = key.device
-        near = self.store.nearest_key(device.gpu, device.environment, key.to_json())
-        if near is None:
-            return f"{said}, which is empty; run `tmm-cache freeze`"
-        if not near.differences:
-            return f"{said} is of kernels as they are here; tune and run `tmm-cache freeze` again"
-        differences = "".join(f"\n  {difference}" for difference in near.differences)
-        return f"{said}; the nearest key there differs in{differences}"
 
     def _forced(self, problem: Problem, settings: Settings) -> Choice:
         assert settings.kernel is not None
@@ -510,9 +393,9 @@ class Dispatcher:
                 )
             return Choice(Candidate(kernel, config), "forced", "config given")
         found = self.record(problem)
-        timed = [] if found is None else _by_time(found[1])
+        timed = [] if found is None else by_time(found[1])
         for result in timed:
-            if result.kernel == kernel.name and (c := self._candidate(result, [kernel], problem)):
+            if result.kernel == kernel.name and (c := self.candidate(result, [kernel], problem)):
                 return Choice(c, "forced", "its best config on record")
         return Choice(Candidate(kernel, kernel.default_config(problem)), "forced", "default config")
 
@@ -528,13 +411,13 @@ class Dispatcher:
         record = self.store.load(problem.device.gpu, problem.device.environment, key.to_json())
         if record is None:
             return None
-        completed = settings is not None and self._forbids_tuning(problem, settings) is None
+        completed = settings is not None and self.forbids_tuning(problem, settings) is None
         if completed and unmeasured(problem, able, record):
             return None
-        candidate = self._best(record, able, problem)
+        candidate = self.best(record, able, problem)
         if candidate is None:
             return None
-        return Choice(candidate, "cache", self._where(key), _other(key, problem))
+        return Choice(candidate, "cache", self.where(key), other_than(key, problem))
 
     def _tune(
         self,
@@ -561,7 +444,7 @@ class Dispatcher:
         candidates = [
             (result.kernel, result.config)
             for each in near
-            for result in _by_time(each.record)[:HINTS_EACH]
+            for result in by_time(each.record)[:HINTS_EACH]
         ]
         return Hints(candidates, bool(near) and near[0].octaves <= CLOSE)
 
@@ -569,9 +452,9 @@ class Dispatcher:
         for near in self._neighbours.nearest(problem):
             if near.record.clock != CLOCK:
                 continue  # another clock's choice is only a hint
-            for result in _by_time(near.record):
-                candidate = self._candidate(result, able, problem, any_version=True)
-                if candidate is not None and _fits(candidate, problem):
+            for result in by_time(near.record):
+                candidate = self.candidate(result, able, problem, any_version=True)
+                if candidate is not None and fits(candidate, problem):
                     return Choice(candidate, "neighbour", f"{why}; untuned guess from {near}")
         return None
 
@@ -582,7 +465,7 @@ class Dispatcher:
                 config = kernel.default_config(problem)
                 estimate = kernel.estimate_us(problem, config)
             except Exception as error:
-                self._warn_once(kernel, error)
+                self.warn_once(kernel, error)
                 continue
             if estimate is not None:
                 estimates[kernel.name] = (estimate, Candidate(kernel, config))
@@ -612,87 +495,6 @@ class Dispatcher:
             )
         return Choice(Candidate(kernel, kernel.config_type()), "fallback", why)
 
-    # -- what the rungs share --------------------------------------------------------
-
-    def _able(self, problem: Problem, settings: Settings) -> list[Kernel[Any]]:
-        able, _ = self.registry.candidates(problem, settings)
-        if self.registry.deferred:
-            self._answered.add(problem, settings, able)
-        bucket = bucketed(problem.bare())
-        return [k for k in able if (k.name, bucket) not in self._quarantine]
-
-    def _best(
-        self, record: TuningRecord, able: list[Kernel[Any]], problem: Problem
-    ) -> Candidate | None:
-        """The winner on record, or the next fastest that may serve this call."""
-        winner = record.candidates[record.winner]
-        for result in (winner, *_by_time(record)):
-            candidate = self._candidate(result, able, problem)
-            if candidate is not None:
-                return candidate
-        return None
-
-    def _candidate(
-        self,
-        result: CandidateResult,
-        able: list[Kernel[Any]],
-        problem: Problem,
-        any_version: bool = False,
-    ) -> Candidate | None:
-        """The candidate of a record's result, if it may serve ``problem``."""
-        for kernel in able:
-            if kernel.name == result.kernel and (any_version or kernel.version == result.version):
-                try:
-                    config = read_config(kernel, result.config)
-                except Exception as error:  # ConfigError, or a plugin's own
-                    self._warn_once(kernel, error)
-                    continue
-                candidate = Candidate(kernel, config)
-                if kernel.name == BASELINE and not _fits(candidate, problem):
-                    # A candidate that does not bind falls back to BLAS.
-                    if not any_version:
-                        self._warn_once(kernel, f"{config} on record is not a config for {problem}")
-                elif not config.unsaid(problem):
-                    return candidate
-        return None
-
-    def _forbids_tuning(self, problem: Problem, settings: Settings) -> str | None:
-        if problem.capturing:
-            return "a CUDA graph is being captured"
-        if self.store.locked:
-            return "TMM_REQUIRE_LOCKED=1"
-        if settings.on_cache_miss != "tune":
-            return f"on_cache_miss={settings.on_cache_miss!r}"
-        if problem.deterministic:
-            return "deterministic mode: a choice by timing may differ from run to run"
-        if problem.device.interpreted:
-            return "interpreted kernels' times mean nothing"
-        return None
-
-    def _note_miss(self, key: Problem) -> None:
-        self.store.log_miss(key.device.gpu, key.device.environment, key.to_json())
-
-    def _where(self, key: Problem) -> str:
-        device = key.device
-        path = self.store.found(device.gpu, device.environment, key.to_json())
-        return str(path or "not stored")
-
-    def _warn_once(self, kernel: Kernel[Any], fault: Exception | str) -> None:
-        if isinstance(fault, PluginError):  # set aside, with a warning
-            return
-        text = fault if isinstance(fault, str) else f"{type(fault).__name__}: {fault}"
-        self._say_once(f"kernel {kernel.name}: {text}")
-
-    def _say_once(self, note: str) -> None:
-        if note not in self._warned:
-            self._warned.add(note)
-            warn(note)
-
-
-def _fits(candidate: Candidate, problem: Problem) -> bool:
-    """Whether a config found for another problem is in this one's search space."""
-    return candidate.config in list(candidate.kernel.configs(problem))
-
 
 def _completed(kernel: Kernel[Any], problem: Problem, given: dict[str, Any]) -> Config:
     """The config with these fields; missing ones come from the kernel's default config.
@@ -707,17 +509,3 @@ def _completed(kernel: Kernel[Any], problem: Problem, given: dict[str, Any]) -> 
         if not set(given) < set(usual):
             raise
         return kernel.config_type.from_json(usual | given)
-
-
-def _identity_of(candidate: Candidate) -> CandidateId:
-    return candidate.kernel.name, tuple(sorted(candidate.config.to_json().items()))
-
-
-def _other(key: Problem, problem: Problem) -> Problem | None:
-    return key if key.extent != problem.extent else None
-
-
-def _by_time(record: TuningRecord) -> list[CandidateResult]:
-    """The fully timed results, fastest first."""
-    done = [c for c in record.candidates if c.status == "ok"]
-    return sorted(done, key=lambda c: (c.median_us or float("inf"), c.kernel))

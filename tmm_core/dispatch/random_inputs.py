@@ -17,7 +17,8 @@ from tmm_core.dispatch import ragged
 from tmm_core.dispatch.guarded import lie
 from tmm_core.formats import BY_STORAGE, ScaleKind
 from tmm_core.spec.arguments import Arguments
-from tmm_core.spec.problem import Operand, Problem
+from tmm_core.spec.operand import Operand
+from tmm_core.spec.problem import Problem
 
 Tensor = torch.Tensor
 

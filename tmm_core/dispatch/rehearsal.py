@@ -67,7 +67,7 @@ class _Rehearsal(Dispatcher):
         self._choices = dict(played._choices)
         self._lock = threading.RLock()
         self._forbidden = forbidden
-        invariance = Invariance(self)
+        invariance = Invariance(self, self._on_record)
         if (theirs := played.__dict__.get("_invariance")) is not None:
             invariance.know(theirs)
         self.__dict__["_invariance"] = invariance
@@ -75,10 +75,10 @@ class _Rehearsal(Dispatcher):
     def fallback(self, problem: Problem, why: str) -> Choice:
         return self._fallback(problem, why)
 
-    def _forbids_tuning(self, problem: Problem, settings: Settings) -> str | None:
-        return self._forbidden or super()._forbids_tuning(problem, settings)
+    def forbids_tuning(self, problem: Problem, settings: Settings) -> str | None:
+        return self._forbidden or super().forbids_tuning(problem, settings)
 
-    def _note_miss(self, key: Problem) -> None:
+    def note_miss(self, key: Problem) -> None:
         pass
 
     def _tune(

@@ -16,7 +16,8 @@ import torch
 
 from tmm_core.dispatch import ragged
 from tmm_core.spec.device import free_memory
-from tmm_core.spec.problem import ALIGNMENT, Problem
+from tmm_core.spec.operand import ALIGNMENT
+from tmm_core.spec.problem import Problem
 
 T = TypeVar("T")
 

@@ -20,8 +20,8 @@ from tmm_core.dispatch.fixture import Expected, Fixture
 from tmm_core.dispatch.guarded import UNWRITTEN, Guarded, guarded, same_bits
 from tmm_core.dispatch.special import kinds_of
 from tmm_core.spec.kernel import Launcher
+from tmm_core.spec.operand import Operand
 from tmm_core.spec.port import Port
-from tmm_core.spec.problem import Operand
 
 Tensor = torch.Tensor
 

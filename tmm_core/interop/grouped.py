@@ -13,8 +13,23 @@ import torch
 
 from tmm_core import compat
 from tmm_core.formats import BY_STORAGE
-from tmm_core.interop import autograd, flops
-from tmm_core.interop.autograd import OneLevel
+from tmm_core.interop import flops
+from tmm_core.interop.levels import (
+    OneLevel,
+    Underivable,
+    apply_stage,
+    as_gradient,
+    below_autograd,
+    differentiated,
+    form_of,
+    is_batched,
+    is_column_major,
+    lying_as,
+    outer_levels,
+    primal,
+    record,
+    recorded,
+)
 from tmm_core.interop.operator import autocast
 from tmm_core.launch.check import check_out, result_dtype
 from tmm_core.launch.grouped import check, ragged_along, refuse_outputs, run, undisturbed
@@ -22,6 +37,7 @@ from tmm_core.launch.warm import epilogue_of, plain
 from tmm_core.settings import overridden, within
 from tmm_core.spec.arguments import GROUPED_ROLES, GroupedArguments, schema
 from tmm_core.spec.epilogue import IDENTITY
+from tmm_core.spec.operand import grouped_strides
 
 Tensor = torch.Tensor
 
@@ -38,7 +54,8 @@ library.define(
 def _fake(*given: Any, **named: Any) -> Tensor:
     call = GroupedArguments(*given, **named)
     shape = check(call, epilogue_of(call.epilogue))
-    return call.a.new_empty(shape, dtype=result_dtype(call.a, call.out_dtype))
+    dtype = result_dtype(call.a, call.out_dtype)
+    return call.a.new_empty_strided(shape, grouped_strides(shape, dtype), dtype=dtype)
 
 
 def _run_out(*given: Any, out: Tensor, **named: Any) -> Tensor:
@@ -46,7 +63,7 @@ def _run_out(*given: Any, out: Tensor, **named: Any) -> Tensor:
     call = GroupedArguments(*given, **named)
     shape = torch.Size(check(call, epilogue_of(call.epilogue)))
     apart = check_out(out, shape, result_dtype(call.a, call.out_dtype), call.given)
-    seen = compat.dispatch_modes() or autograd.differentiated(*call.given)
+    seen = compat.dispatch_modes() or differentiated(*call.given)
     if apart and not seen and all(map(plain, (out, *call.given))):
         return run(*call._replace(out=out))
     return out.copy_(grouped_matmul(*call[:-1]))
@@ -68,11 +85,11 @@ def _differentiable(*given: Any, **named: Any) -> Tensor:
     a, b, offs, bias, residual, alpha, epilogue, out_dtype, a_index, *_ = call
     out_index, out_weights, zeroed = call.out_index, call.out_weights, call.zeroed
     scales = call.scale_a, call.scale_b
-    if not autograd.differentiated(a, b, bias, residual, out_weights, *scales):
+    if not differentiated(a, b, bias, residual, out_weights, *scales):
         with compat.below_autograd():
             return grouped_matmul(*call[:-1])  # type: ignore[no-any-return]
     if a.dtype in BY_STORAGE:
-        return autograd._record(_Stored, *call[:-1])
+        return record(Underivable, grouped_matmul, *call[:-1])
     parsed = epilogue_of(epilogue) if epilogue else IDENTITY
     refuse_outputs(parsed)
     head, rest = parsed.parts if epilogue else (IDENTITY, None)
@@ -80,12 +97,12 @@ def _differentiable(*given: Any, **named: Any) -> Tensor:
     # A weight's gradient sums over its row, and scattering reads all rows.
     clean = zeroed or out_weights is not None or out_index is not None
     inner = residual if rest is None and head is IDENTITY and not clean else None
-    y = autograd._record(
+    y = record(
         _Product, a, b, offs, bias, inner, alpha, text, out_dtype, a_index, clean
     )  # fmt: skip
     if rest is not None:
         for stage in rest.stages or (rest,):
-            y = autograd._apply(stage, y)
+            y = apply_stage(stage, y)
     if clean and (rest is not None or bias is not None or head is not IDENTITY):
         y = torch.where(_known(y, offs, ragged_along(a, b)), y, 0)
     if out_weights is not None:
@@ -126,7 +143,7 @@ class _Product(OneLevel):
         a_index: Tensor | None,
         zeroed: bool,
     ) -> Tensor:
-        with autograd._below_autograd():
+        with below_autograd():
             rest = (bias, residual, alpha, epilogue, out_dtype, a_index, None, None, zeroed)
             return grouped_matmul(a, b, offs, *rest)  # type: ignore[no-any-return]
 
@@ -142,8 +159,8 @@ class _Product(OneLevel):
         if compat.forward_ad._current_level >= 0 or compat.transforms_active():
             ctx.save_for_forward(a, b, offs, a_index, y)
         ctx.along = ragged_along(a, b)
-        ctx.a, ctx.b, ctx.bias, ctx.residual = map(autograd._like, (a, b, bias, residual))
-        ctx.a_column, ctx.b_column = map(autograd._is_column_major, (a, b))
+        ctx.a, ctx.b, ctx.bias, ctx.residual = map(form_of, (a, b, bias, residual))
+        ctx.a_column, ctx.b_column = map(is_column_major, (a, b))
         ctx.settings = overridden()
 
     @staticmethod
@@ -160,10 +177,10 @@ class _Product(OneLevel):
         if wants_bias:
             dbias = _summed(dz, offs, along, *ctx.bias)
         if wants_residual:
-            dresidual = autograd._as(grad, ctx.residual[1])
-        dz = autograd._as(dz, ctx.a[1])
+            dresidual = as_gradient(grad, ctx.residual[1])
+        dz = as_gradient(dz, ctx.a[1])
         if wants_a:
-            da = _gradient_of_a(dz, b, offs, along, alpha, ctx.a_column)
+            da = lying_as(ctx.a_column, _multiply, dz, b.mT, offs, alpha)
             if a_index is not None:
                 # A row's gradient sums over all rows that gathered it; beyond the last group it
                 # is zero.
@@ -172,13 +189,13 @@ class _Product(OneLevel):
                 da = zeros.index_add(0, a_index, da.to(wide)).to(da.dtype)
         if wants_b:
             a = a if a_index is None else a.index_select(0, a_index)
-            db = _gradient_of_b(a, dz, offs, along, alpha, ctx.b_column)
+            db = lying_as(ctx.b_column, _multiply, a.mT, dz, offs, alpha)
         return da, db, None, dbias, dresidual, None, None, None, None, None
 
     @staticmethod
     def jvp(ctx: Any, ta: Any, tb: Any, _: None, tbias: Any, tresidual: Any, *__: None) -> Tensor:
-        with autograd._outer_levels():
-            a, b, offs, a_index, y = map(autograd._primal, ctx.saved_tensors)
+        with outer_levels():
+            a, b, offs, a_index, y = map(primal, ctx.saved_tensors)
             t = tresidual
             more = ("", ctx.out_dtype, a_index)
             if ta is not None:
@@ -191,41 +208,16 @@ class _Product(OneLevel):
             return ctx.epilogue.output_vjp(t, y, *ctx.epilogue.parameters)  # type: ignore[no-any-return]
 
 
-class _Stored(autograd._Scaled):
-    """Grouped products of operands with a format, which have no gradients."""
-
-    @staticmethod
-    def forward(*arguments: Any) -> Tensor:
-        with autograd._below_autograd():
-            return grouped_matmul(*arguments)  # type: ignore[no-any-return]
-
-
 def _multiply(a: Tensor, b: Tensor, offs: Tensor, alpha: float) -> Tensor:
     """A grouped product whose result is zero beyond the last group."""
     call = GroupedArguments(a, b, offs, alpha=alpha, zeroed=True)
-    seen = autograd.recorded(a, b) or autograd._batched(a) or autograd._batched(b)
+    seen = recorded(a, b) or is_batched(a) or is_batched(b)
     if not torch.compiler.is_dynamo_compiling() and not seen and undisturbed(a, b, offs):
+        if a.dim() == b.dim() and b.shape[1] != grouped_strides(b.shape, b.dtype)[0]:
+            # Autograd would copy a weight's gradient whose rows are padded and the weight's not.
+            call = call._replace(out=a.new_empty((offs.shape[0], a.shape[0], b.shape[1])))
         return run(*call)
     return grouped_matmul(*call[:-1])  # type: ignore[no-any-return]
-
-
-def _gradient_of_a(
-    dz: Tensor, b: Tensor, offs: Tensor, along: str, alpha: float, column: bool
-) -> Tensor:
-    """``alpha · dz @ bᵀ``, in the layout of ``a``."""
-    if column:
-        return _multiply(b, dz.mT, offs, alpha).mT
-    return _multiply(dz, b.mT, offs, alpha)
-
-
-def _gradient_of_b(
-    a: Tensor, dz: Tensor, offs: Tensor, along: str, alpha: float, column: bool
-) -> Tensor:
-    """``alpha · aᵀ @ dz``, in the layout of ``b``: a layer's weight is passed transposed, and
-    autograd would copy a gradient in another layout."""
-    if column:
-        return _multiply(dz.mT, a, offs, alpha).mT
-    return _multiply(a.mT, dz, offs, alpha)
 
 
 def _summed(dz: Tensor, offs: Tensor, along: str, shape: torch.Size, dtype: torch.dtype) -> Tensor:

@@ -13,7 +13,7 @@ import torch
 
 from tmm_core import compat
 from tmm_core.formats import BY_STORAGE
-from tmm_core.interop import autograd, flops, vmap
+from tmm_core.interop import autograd, flops, levels, vmap
 from tmm_core.launch.check import check, check_out, result_dtype
 from tmm_core.launch.warm import epilogue_of, plain, run
 from tmm_core.settings import overridden, within
@@ -46,7 +46,7 @@ def _in_memory(*tensors: Tensor) -> bool:
     see the call."""
     return (
         not compat.dispatch_modes()
-        and not autograd.differentiated(*tensors)
+        and not levels.differentiated(*tensors)
         and all(map(plain, tensors))
     )
 

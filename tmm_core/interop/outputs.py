@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 import torch
 
 from tmm_core import compat
-from tmm_core.interop import autograd, flops, operator, unusual
+from tmm_core.interop import flops, levels, operator, unusual
 from tmm_core.launch.check import check, result_dtype
 from tmm_core.launch.warm import epilogue_of, run
 from tmm_core.spec.arguments import Arguments, schema
@@ -37,7 +37,7 @@ def matmul(call: Arguments) -> tuple[Tensor, ...]:
             raise ValueError(f"epilogue outputs ({names}) have no sharding rule for DTensor")
         if unusual.concerns(*call[:4]):
             check(call, parsed)  # raises: only kernels serve these
-        if autograd.differentiated(*call.given):
+        if levels.differentiated(*call.given):
             return _by_references(call)
     return tuple(_operator(*call[:-1]))
 
@@ -62,7 +62,7 @@ def _run(*given: Any) -> list[Tensor]:
 def _differentiate(*given: Any) -> list[Tensor]:
     """At the dispatcher's Autograd key: what is traced for a gradient is two operators."""
     call = Arguments(*given)
-    if autograd.differentiated(*call.given):
+    if levels.differentiated(*call.given):
         return list(_by_references(call))
     with compat.below_autograd():
         return _operator(*given)  # type: ignore[no-any-return]

@@ -37,6 +37,7 @@ from tmm_core.spec.arguments import (
 from tmm_core.spec.device import fingerprint
 from tmm_core.spec.epilogue import Epilogue
 from tmm_core.spec.groups import Groups, Ragged
+from tmm_core.spec.operand import grouped_strides
 from tmm_core.spec.problem import Problem
 
 Tensor = torch.Tensor
@@ -234,7 +235,9 @@ def pose(call: GroupedArguments, epilogue: Epilogue, current: settings.Settings)
     shape = check(call, epilogue)
     a, b, offs, out = call.a, call.b, call.offs, call.out
     if out is None:
-        out = torch.empty(shape, dtype=result_dtype(a, call.out_dtype), device="meta")
+        dtype = result_dtype(a, call.out_dtype)
+        strides = grouped_strides(shape, dtype)
+        out = torch.empty_strided(shape, strides, dtype=dtype, device="meta")
     along = ragged_along(a, b)
     dtypes = {name: t.dtype for name in ROWS[1:] if (t := getattr(call, name)) is not None}
     groups = Groups(offs.shape[0], along, zeroed=call.zeroed and along != "k", **dtypes)

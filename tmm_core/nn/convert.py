@@ -19,7 +19,8 @@ from torch import nn
 
 from tmm_core.errors import warn
 from tmm_core.nn import experts, proof
-from tmm_core.nn.gated import GatedMLP, joinable, joined
+from tmm_core.nn.gated import GatedMLP
+from tmm_core.nn.joined import joinable, joined
 from tmm_core.nn.linear import Linear
 
 

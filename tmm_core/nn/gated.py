@@ -16,10 +16,10 @@ from typing import Any
 import torch
 from torch import fx, nn
 
-from tmm_core import api, compat, dispatch
-from tmm_core.interop import autograd, flops
-from tmm_core.interop.pointwise import kernels
-from tmm_core.launch import warm
+from tmm_core import compat, dispatch
+from tmm_core.interop import levels
+from tmm_core.nn.gated_product import gated, gated_linear, joint_operands, learn, run, two_products
+from tmm_core.nn.joined import join, move_together, seen_alone, whole
 from tmm_core.nn.linear import Linear, leaf
 from tmm_core.settings import with_static_weights
 from tmm_core.spec.epilogue import Epilogue, EpilogueLike
@@ -126,7 +126,7 @@ class GatedMLP(nn.Module):
         gate, up, _ = self._layers()
         if not (isinstance(gate, nn.Linear) and isinstance(up, nn.Linear)):
             return False
-        return _operands(gate.weight, up.weight, gate.bias, up.bias) is not None
+        return joint_operands(gate.weight, up.weight, gate.bias, up.bias) is not None
 
     def merge(self) -> bool:
         """Place gate and up one after the other in memory; returns :attr:`merged`.
@@ -164,18 +164,18 @@ class GatedMLP(nn.Module):
                 *(of_gate["weight"], of_up["weight"], of_gate["bias"], of_up["bias"]),
                 self._text,
             )
-            if autograd.recorded(x, *operands[:4]):
-                between = _learn(x, *operands)
+            if levels.recorded(x, *operands[:4]):
+                between = learn(x, *operands)
             elif torch.compiler.is_compiling():
                 between = gated_linear(x, *operands)
             elif self.static_weights:
-                between = with_static_weights(_run, x, *operands)
+                between = with_static_weights(run, x, *operands)
             else:
-                between = _run(x, *operands)
+                between = run(x, *operands)
         elif _sharded(gate):
             between = self._sharded_product(gate, up, x)
         if between is None:
-            between = _gate(gate(x), up(x), self._text)
+            between = gated(gate(x), up(x), self._text)
         return down(between)  # type: ignore[no-any-return]
 
     def _sharded_product(self, gate: Any, up: Any, x: Tensor) -> Tensor | None:
@@ -191,10 +191,10 @@ class GatedMLP(nn.Module):
             x: Tensor, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None
         ) -> Tensor:
             operands = x, gate, up, gate_bias, up_bias, self._text
-            if autograd.recorded(*operands[:5]):
-                y = _learn(*operands)
-                return _two_products(*operands) if y is None else y
-            return _run(*operands)
+            if levels.recorded(*operands[:5]):
+                y = learn(*operands)
+                return two_products(*operands) if y is None else y
+            return run(*operands)
 
         return sharded.gated(gate, up, x, self._join_shards, product)
 
@@ -205,8 +205,8 @@ class GatedMLP(nn.Module):
         ):
             return
         for first, second in zip(of_gate, of_up, strict=True):
-            if _whole(first) and _whole(second) and first.shape == second.shape:
-                _move_together(first, second)
+            if whole(first) and whole(second) and first.shape == second.shape:
+                move_together(first, second)
         # Tried once per set of addresses: shards that could not be joined are not retried.
         self._shards_seen = [t.data_ptr() for t in (*of_gate, *of_up)]
 
@@ -247,85 +247,8 @@ def _apart_hook(module: GatedMLP, state: dict[str, Any], prefix: str, _: Any) ->
     for name in module._names[:2]:
         for kind in ("weight", "bias"):
             t = state.get(f"{prefix}{name}.{kind}")
-            if type(t) is Tensor and not t.is_meta and t.is_contiguous() and not _whole(t):
-                state[f"{prefix}{name}.{kind}"] = _seen_alone(t)
-
-
-def _seen_alone(t: Tensor) -> Tensor:
-    """``t`` at the same address, as the whole of a new storage."""
-    start = t.storage_offset() * t.element_size()
-    storage = t.untyped_storage()[start : start + t.nbytes]
-    return torch.empty(0, dtype=t.dtype, device=t.device).set_(storage, 0, t.shape, t.stride())
-
-
-# -- two parameters, one storage ---------------------------------------------------------
-
-
-def joined(first: Tensor | None, second: Tensor | None) -> Tensor | None:
-    """``first`` and ``second`` as one tensor of twice the rows, without a copy; None if they
-    are not adjacent in one storage."""
-    if first is None or second is None or first.shape != second.shape:
-        return None
-    if first.dtype is not second.dtype or not (first.is_contiguous() and second.is_contiguous()):
-        return None
-    try:
-        if second.data_ptr() - first.data_ptr() != first.nbytes:
-            return None
-        # Tensors that the allocator happened to place side by side are not one storage: this
-        # raises for them, as the line above does for tensors without memory (fake, wrapped).
-        return first.as_strided((2 * first.shape[0], *first.shape[1:]), first.stride())
-    except RuntimeError:
-        return None
-
-
-def _operands(
-    gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None
-) -> tuple[Tensor, Tensor | None] | None:
-    """Weight and bias of the joint product; None if it must be two, gated by torch."""
-    weight = joined(gate, up)
-    if gate_bias is None and up_bias is None:
-        return None if weight is None else (weight, None)
-    bias = joined(gate_bias, up_bias)
-    return None if weight is None or bias is None else (weight, bias)
-
-
-def join(first: Tensor, second: Tensor) -> None:
-    """Move two parameters into one storage, if they are :func:`joinable`."""
-    if joined(first, second) is not None or not joinable(first, second):
-        return
-    with torch.inference_mode(first.is_inference()), torch.no_grad():
-        _move_together(first, second)
-
-
-def _move_together(first: Tensor, second: Tensor) -> None:
-    if joined(first, second) is None:
-        rows = first.shape[0]
-        both = torch.empty((2 * rows, *first.shape[1:]), dtype=first.dtype, device=first.device)
-        both[:rows].copy_(first)
-        both[rows:].copy_(second)
-        first.data, second.data = both[:rows], both[rows:]
-
-
-def joinable(first: Tensor, second: Tensor) -> bool:
-    """Whether two tensors are plain parameters of the same shape and dtype, each with a storage
-    to itself."""
-    alike = (first.shape, first.dtype, first.device) == (second.shape, second.dtype, second.device)
-    return alike and first is not second and _alone(first) and _alone(second)
-
-
-def _alone(parameter: Tensor) -> bool:
-    """Whether a parameter owns its memory: flattened and sharded ones are views of another's."""
-    if type(parameter) is not nn.Parameter or parameter.is_meta or parameter.is_sparse:
-        return False
-    return _whole(parameter)
-
-
-def _whole(t: Tensor) -> bool:
-    """Whether ``t`` is all of its storage."""
-    return t.untyped_storage().nbytes() == t.numel() * t.element_size()
-
-
-# -- the gated product -------------------------------------------------------------------
+            if type(t) is Tensor and not t.is_meta and t.is_contiguous() and not whole(t):
+                state[f"{prefix}{name}.{kind}"] = seen_alone(t)
 
 
 #: Not DTensor, whose rules are tmm::matmul's. Export traces on fake tensors.
@@ -360,145 +283,3 @@ def _sharded(layer: Any) -> bool:
         and isinstance(layer, nn.Linear)
         and isinstance(layer._parameters.get("weight"), module.DTensor)
     )
-
-
-def _gate(gate: Tensor, up: Tensor, text: str) -> Tensor:
-    epilogue = warm.epilogue_of(text)
-    return epilogue.reference(gate, up, *epilogue.parameters)
-
-
-def _run(
-    x: Tensor,
-    gate: Tensor,
-    up: Tensor,
-    gate_bias: Tensor | None,
-    up_bias: Tensor | None,
-    epilogue: str,
-) -> Tensor:
-    operands = _operands(gate, up, gate_bias, up_bias)
-    if operands is None:
-        return _two_products(x, gate, up, gate_bias, up_bias, epilogue)
-    return api.linear(x, *operands, epilogue=epilogue)
-
-
-def _two_products(
-    x: Tensor,
-    gate: Tensor,
-    up: Tensor,
-    gate_bias: Tensor | None,
-    up_bias: Tensor | None,
-    epilogue: str,
-) -> Tensor:
-    return _gate(api.linear(x, gate, gate_bias), api.linear(x, up, up_bias), epilogue)
-
-
-def _learn(
-    x: Tensor,
-    gate: Tensor,
-    up: Tensor,
-    gate_bias: Tensor | None,
-    up_bias: Tensor | None,
-    text: str,
-) -> Tensor | None:
-    """One product recorded for backward; None if it must be two, gated by torch."""
-    if torch.compiler.is_compiling() or not warm.undisturbed(x, gate, up, gate_bias, up_bias):
-        return None
-    if x.dim() < 2:
-        return None
-    epilogue = warm.epilogue_of(text)
-    found = kernels(epilogue, 2 * gate.shape[0], x.dtype, x)
-    if found is None:
-        return None
-    with torch.no_grad():
-        operands = _operands(gate, up, gate_bias, up_bias)
-    if operands is None:
-        return None
-    z = _Joint.apply(x, gate, up, gate_bias, up_bias, *operands)  # type: ignore[attr-defined]
-    return autograd.follow(z, epilogue, found)  # type: ignore[no-any-return]
-
-
-class _Joint(autograd.OneLevel):
-    """The product with two parameters that are one weight in memory."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        x: Tensor,
-        gate: Tensor,
-        up: Tensor,
-        gate_bias: Tensor | None,
-        up_bias: Tensor | None,
-        weight: Tensor,
-        bias: Tensor | None,
-    ) -> Tensor:
-        wants_x, wants_gate, wants_up, *_ = ctx.needs_input_grad
-        # The parameters themselves, because torch detects in-place changes of them, but not of
-        # the joint weight.
-        weights = (gate, up) if wants_x else (None, None)
-        ctx.save_for_backward(x if wants_gate or wants_up else None, *weights)
-        ctx.call = autograd.Call(x, weight, bias, transposed=True)
-        return warm.run(x, weight.t(), bias)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
-        x, gate, up = ctx.saved_tensors
-        wants_x, wants_gate, wants_up, wants_gate_bias, wants_up_bias, *_ = ctx.needs_input_grad
-        weight = None
-        if wants_x:
-            # Second derivatives need both, and saved-tensor hooks may have returned copies.
-            weight = None if torch.is_grad_enabled() else joined(gate, up)
-            weight = torch.cat((gate, up)) if weight is None else weight
-        wanted = wants_x, wants_gate or wants_up, wants_gate_bias or wants_up_bias, False
-        dx, dw, dbias, _ = autograd.gradients_of_rows(ctx.call, wanted, x, weight, None, grad)
-        return dx, *_halves(dw), *_halves(dbias), None, None
-
-
-def _halves(t: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
-    if t is None:
-        return None, None
-    rows = t.shape[0] // 2
-    return t[:rows], t[rows:]
-
-
-def _differentiable(
-    x: Tensor,
-    gate: Tensor,
-    up: Tensor,
-    gate_bias: Tensor | None,
-    up_bias: Tensor | None,
-    epilogue: str,
-) -> Tensor:
-    tensors = (x, gate, up, gate_bias, up_bias)
-    if autograd.differentiated(*tensors):
-        return _two_products(*tensors, epilogue)
-    with compat.below_autograd():
-        return gated_linear(*tensors, epilogue)  # type: ignore[no-any-return]
-
-
-# A compiled graph cannot query addresses, so the operator does.
-library = torch.library.Library("tmm", "FRAGMENT")
-library.define(
-    "gated_linear(Tensor x, Tensor gate, Tensor up, Tensor? gate_bias, Tensor? up_bias, "
-    "str epilogue) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-library.impl("gated_linear", _run, "CompositeExplicitAutograd")
-if compat.below_autograd is not None:
-    library.impl("gated_linear", _differentiable, "Autograd")
-library.impl("gated_linear", _two_products, "FuncTorchBatched")
-
-
-@torch.library.register_fake("tmm::gated_linear", lib=library)  # type: ignore[untyped-decorator]
-def _fake(
-    x: Tensor,
-    gate: Tensor,
-    up: Tensor,
-    gate_bias: Tensor | None,
-    up_bias: Tensor | None,
-    epilogue: str,
-) -> Tensor:
-    return x.new_empty((*x.shape[:-1], gate.shape[0]))
-
-
-flops.count(torch.ops.tmm.gated_linear, flops.gated_linear_flops)
-gated_linear = torch.ops.tmm.gated_linear.default

@@ -94,8 +94,8 @@ class Launcher(Protocol):
 
     Operands are 2-D, or 3-D if the problem is batched, with exactly the shapes, dtypes and stride
     classes of the problem it was bound to. ``out`` is the destination (allocated by the launcher if
-    ``None``) and is returned. It launches on the current stream of the current device and does not
-    synchronise.
+    ``None``, with :attr:`Problem.out_strides`) and is returned. It launches on the current
+    stream of the current device and does not synchronise.
 
     What a problem has besides follows by keyword, and only where it has it: ``scale_a`` and
     ``scale_b``, and ``outputs``, a tuple of what to write beside the result, contiguous: for each

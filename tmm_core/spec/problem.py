@@ -13,73 +13,12 @@ from tmm_core.formats import Format, ScaleKind
 from tmm_core.spec.device import DeviceFingerprint
 from tmm_core.spec.epilogue import IDENTITY, Epilogue
 from tmm_core.spec.groups import Groups
-
-Layout = Literal["row", "col", "strided"]
-
-#: Bulk copies and 16-byte vector loads need base and leading stride to be multiples of this.
-ALIGNMENT = 16
-
-_INT32_MAX = 2**31 - 1
+from tmm_core.spec.operand import Operand, dtype_name, dtype_of, grouped_strides
 
 #: Fields of a :class:`Problem` that a caller asks for besides the result. They are fields because
 #: kernels are asked about problems alone: batch invariance and static weights decide which configs
 #: they propose.
 REQUIREMENTS = ("deterministic", "batch_invariant", "capturing")
-
-
-@dataclass(frozen=True, slots=True)
-class Operand:
-    """One matrix, described by its stride class rather than its strides.
-
-    ``row``: consecutive elements of a row are adjacent; ``col``: of a column; ``strided``: neither.
-    ``aligned``: base address and leading stride (and batch stride) are multiples of 16 bytes and
-    rows (columns) do not overlap, so that TMA can address it. ``wide``: its largest offset does not
-    fit in 32 bits.
-    """
-
-    dtype: torch.dtype
-    layout: Layout = "row"
-    aligned: bool = True
-    wide: bool = False
-
-    @classmethod
-    def of(cls, t: torch.Tensor) -> Operand:
-        """Classify the last two dimensions of a 2-D or 3-D tensor."""
-        rows, cols = t.shape[-2:]
-        s_row, s_col = t.stride()[-2:]
-        layout: Layout
-        # A dimension of size one has no meaningful stride; a contiguous vector gets the layout in
-        # which it is one row or one column.
-        column = s_row == 1 and cols <= 1 < rows
-        if (s_col == 1 or cols <= 1) and not column:
-            layout, leading, width, count = "row", s_row, cols, rows
-        elif s_row == 1 or rows <= 1:
-            layout, leading, width, count = "col", s_col, rows, cols
-        else:
-            layout, leading, width, count = "strided", 0, 0, 0
-        steps = [
-            s for s, n in ((leading, count), (t.stride(0), t.shape[0] * (t.dim() == 3))) if n > 1
-        ]
-        aligned = (
-            layout != "strided"
-            and (t.is_meta or t.data_ptr() % ALIGNMENT == 0)
-            and all(s * t.element_size() % ALIGNMENT == 0 for s in steps)
-            and (count <= 1 or leading >= width)
-        )
-        reach = (rows - 1) * s_row + (cols - 1) * s_col
-        return cls(t.dtype, layout, aligned, reach > _INT32_MAX)
-
-    def to_json(self) -> dict[str, Any]:
-        return {
-            "dtype": dtype_name(self.dtype),
-            "layout": self.layout,
-            "aligned": self.aligned,
-            "wide": self.wide,
-        }
-
-    @classmethod
-    def from_json(cls, doc: Mapping[str, Any]) -> Operand:
-        return cls(dtype_of(doc["dtype"]), doc["layout"], doc["aligned"], doc["wide"])
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,6 +131,25 @@ class Problem:
     def out_shape(self) -> tuple[int, ...]:
         """The shape of the result, and of a residual."""
         return (*self._stack("k"), self.m, self.n)
+
+    @property
+    def out_strides(self) -> tuple[int, ...]:
+        """The strides of a result that a launcher allocates; a given ``out`` has its own."""
+        if self.groups is not None:
+            return grouped_strides(self.out_shape, self.out.dtype)
+        return torch.empty(self.out_shape, device="meta").stride()
+
+    def empty_out(self, device: torch.device | str) -> torch.Tensor:
+        """An uninitialised result, as a launcher allocates it."""
+        return torch.empty_strided(
+            self.out_shape, self.out_strides, dtype=self.out.dtype, device=device
+        )
+
+    def lies_as_made(self, out: torch.Tensor) -> bool:
+        """Whether ``out`` has the strides of a result that a launcher allocates; that of a
+        dimension of size one means nothing."""
+        steps = zip(out.shape, out.stride(), self.out_strides, strict=True)
+        return not out.numel() or all(size == 1 or own == made for size, own, made in steps)
 
     @property
     def bias_shape(self) -> tuple[int, ...]:
@@ -369,20 +327,3 @@ def _kind_of(text: object) -> ScaleKind | None:
     if text is None or text == "tensor" or text == "row":
         return text
     raise ValueError(f"scales are tensor or row, not {text!r}")
-
-
-def dtype_name(dtype: torch.dtype) -> str:
-    """``"bfloat16"`` for ``torch.bfloat16``."""
-    return str(dtype).removeprefix("torch.")
-
-
-def dtype_of(name: str) -> torch.dtype:
-    """``torch.bfloat16`` for ``"bfloat16"``.
-
-    Raises:
-        ValueError: torch has no such dtype.
-    """
-    dtype = getattr(torch, name, None)
-    if not isinstance(dtype, torch.dtype):
-        raise ValueError(f"unknown dtype {name!r}")
-    return dtype

@@ -16,8 +16,9 @@ from tmm_core.errors import UnsupportedProblemError
 from tmm_core.spec.device import DeviceFingerprint
 from tmm_core.spec.epilogue import Epilogue
 from tmm_core.spec.groups import Groups
+from tmm_core.spec.operand import ALIGNMENT, Operand
 from tmm_core.spec.port import Port
-from tmm_core.spec.problem import ALIGNMENT, REQUIREMENTS, Operand, Problem
+from tmm_core.spec.problem import REQUIREMENTS, Problem
 
 
 class _Any(Collection[Any]):

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 import torch
 
 from tmm_core.dispatch.guarded import UNREADABLE, UNWRITTEN, Guarded, Lie, placed_guarded
-from tmm_core.spec.problem import ALIGNMENT
+from tmm_core.spec.operand import ALIGNMENT
 
 #: Minimum elements of a guard band. A tile stored without masks reaches BLOCK_M rows past
 #: the end, which on a CPU would corrupt other memory. Two guards and a small matrix stay below

@@ -15,8 +15,9 @@ from tmm_core.formats import FORMATS, Format
 from tmm_core.spec.device import DeviceFingerprint, interpreting
 from tmm_core.spec.epilogue import BUILTIN, Epilogue, EpilogueLike, parse
 from tmm_core.spec.groups import Groups
+from tmm_core.spec.operand import Operand
 from tmm_core.spec.port import Port
-from tmm_core.spec.problem import Operand, Problem
+from tmm_core.spec.problem import Problem
 from tmm_core.testing.memory import LAYOUTS, WRITABLE
 from tmm_core.testing.probe import Probe
 

@@ -18,7 +18,8 @@ from tmm_core.formats import FORMATS, Format
 from tmm_core.spec.device import fingerprint
 from tmm_core.spec.epilogue import parse
 from tmm_core.spec.groups import Groups, Ragged
-from tmm_core.spec.problem import Operand, Problem
+from tmm_core.spec.operand import Operand
+from tmm_core.spec.problem import Problem
 from tmm_core.testing.questions import Questions
 
 #: Default number of groups of a problem; one in five is empty.

@@ -5,21 +5,13 @@ It imports Triton, so no other module of ``tmm_core`` imports it at the top.
 
 from __future__ import annotations
 
+from tmm_core.compat import current_stream
 from tmm_core.spec.device import interpreting
 from tmm_core.triton import epilogues
+from tmm_core.triton.compile import compile_for, pointer, source, supports, target_of
 from tmm_core.triton.epilogues import device_function, port_function
-from tmm_core.triton.launch import (
-    Argument,
-    Described,
-    Launch,
-    Step,
-    compile_for,
-    launcher,
-    pointer,
-    source,
-    supports,
-    target_of,
-)
+from tmm_core.triton.launch import Launch
+from tmm_core.triton.steps import Argument, Described, Step, launcher
 
 __all__ = [
     "Argument",
@@ -27,6 +19,7 @@ __all__ = [
     "Launch",
     "Step",
     "compile_for",
+    "current_stream",
     "device_function",
     "epilogues",
     "interpreting",

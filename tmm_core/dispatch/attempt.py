@@ -1,0 +1,97 @@
+"""The state of one candidate during a tuning, and which of several stay."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Literal
+
+from tmm_core.dispatch.compilers import NotCompiledError
+from tmm_core.dispatch.copies import Runner
+from tmm_core.dispatch.proposals import MARGIN, group
+from tmm_core.dispatch.timing import median
+from tmm_core.spec.asking import told
+from tmm_core.spec.kernel import BASELINE, Candidate, Launcher
+from tmm_core.spec.problem import Problem
+
+#: The best config of every other kernel stays on record as a reserve if it takes at most this many
+#: times the best.
+RESERVE = 3.0
+
+
+@dataclass(eq=False)
+class Attempt:
+    """The state of one candidate during a tuning."""
+
+    candidate: Candidate
+    status: Literal["ok", "slow", "wrong", "failed"] = "slow"
+    launcher: Launcher | None = None
+    run: Runner | None = None
+    samples: list[float] = field(default_factory=list)
+    inside_us: dict[int, float] = field(default_factory=dict)
+    error: float | None = None
+    reason: str | None = None
+    #: Bytes of scratch memory.
+    workspace: int = 0
+
+    @property
+    def time(self) -> float:
+        return median(self.samples) if self.samples else math.inf
+
+    @property
+    def is_baseline(self) -> bool:
+        return self.candidate.kernel.name == BASELINE
+
+    def fail(
+        self, error: BaseException | str, status: Literal["wrong", "failed"] = "failed"
+    ) -> None:
+        self.status = status
+        self.launcher = self.run = None
+        self.reason = reason_of(error)
+
+
+def reason_of(error: BaseException | str) -> str:
+    """The text of a failure, for the record."""
+    if isinstance(error, str | TimeoutError | NotCompiledError):
+        return str(error).strip()[:500]
+    return told(error).strip()[:500]
+
+
+def anchor(racing: Sequence[Attempt]) -> int:
+    """The index of BLAS, which is one kernel with a stable time."""
+    return next((place for place, trial in enumerate(racing) if trial.is_baseline), 0)
+
+
+def survivors(racing: list[Attempt], keep: float, limit: int) -> list[Attempt]:
+    """BLAS and the best ``limit`` candidates within a factor ``keep`` of the best."""
+    ranked = sorted(racing, key=lambda t: t.time)
+    best = ranked[0].time
+    return [
+        trial
+        for place, trial in enumerate(ranked)
+        if trial.is_baseline or (trial.time <= best * keep and place < limit)
+    ]
+
+
+def reserves(problem: Problem, racing: Sequence[Attempt]) -> list[Attempt]:
+    """Each kernel's best config within :data:`RESERVE`, and its best config that relies on no
+    promise of the caller. A reserve answers if the winner is filtered out, quarantined or
+    uninstalled. In batch-invariant mode, the best of each arithmetic, however slow: other M may
+    prefer it, and it is then used here too."""
+    ranked = sorted((t for t in racing if t.run is not None and t.samples), key=lambda t: t.time)
+    best: dict[tuple[object, bool], Attempt] = {}
+    for trial in ranked:
+        candidate = trial.candidate
+        best.setdefault((group(problem, candidate), bool(candidate.config.assumes)), trial)
+    most = math.inf if problem.batch_invariant else RESERVE
+    return [trial for trial in best.values() if trial.time <= ranked[0].time * most]
+
+
+def ahead(problem: Problem, reserves: Sequence[Attempt]) -> list[Attempt]:
+    """The reserves that beat BLAS at the edge: they may answer inside the bucket if the winner is
+    not deterministic or not capture-safe. Batch-invariant mode needs no times inside."""
+    if problem.batch_invariant:
+        return []
+    blas = min((t.time for t in reserves if t.is_baseline), default=math.inf)
+    return [trial for trial in reserves if trial.time <= blas * (1 - MARGIN)]

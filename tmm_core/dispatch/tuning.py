@@ -1,0 +1,338 @@
+"""The tuning of one problem: its candidates are compiled, verified, and timed in ever longer
+stages."""
+
+from __future__ import annotations
+
+import concurrent.futures as futures
+import functools
+import math
+import time
+from collections.abc import Sequence
+from typing import Any
+
+from tmm_cache import CandidateResult
+
+from tmm_core.dispatch import verify
+from tmm_core.dispatch.attempt import Attempt, ahead, anchor, reserves, survivors
+from tmm_core.dispatch.binding import Binding, Task
+from tmm_core.dispatch.compilers import Compilers, NotCompiledError
+from tmm_core.dispatch.copies import Copies, LaunchError
+from tmm_core.dispatch.first_launch import FirstLaunches
+from tmm_core.dispatch.fixture import memory_limit
+from tmm_core.dispatch.progress import Progress
+from tmm_core.dispatch.proposals import Proposals
+from tmm_core.dispatch.timing import Timer, held_up, median, timer_for
+from tmm_core.dispatch.trust import device_of
+from tmm_core.dispatch.verifier import Verifier
+from tmm_core.errors import warn
+from tmm_core.settings import Settings
+from tmm_core.spec.asking import Asked, let_through
+from tmm_core.spec.bucket import bucket_edge, probes
+from tmm_core.spec.kernel import BASELINE, Candidate, Launcher
+from tmm_core.spec.problem import Problem
+
+#: Samples of each candidate, µs per sample, and how much slower than the best a candidate may be to
+#: stay: for a first look at every batch, a closer look, and the deciding stage.
+LOOK, LOOK_US, LOOK_KEEPS = 3, 400.0, 1.3
+CLOSER, CLOSER_US, CLOSER_KEEPS = 4, 1500.0, 1.06
+FINAL = 9
+#: µs from which on a product draws so much power that the GPU clock drops during timing, and the
+#: rounds until it has: 4096³ on an H100 takes 172 µs at first and 195 after that.
+LONG_US, SETTLE = 150.0, 4
+#: Maximum number of candidates that the last stage compares with BLAS.
+FINALISTS = 5
+#: Maximum number of races: another follows if a finalist turns out to be wrong.
+RACES = 3
+#: Samples at each other M of the bucket.
+INSIDE = 5
+
+#: Launches of the final verification of finalists, and µs that they may take: 60 miss a fault that
+#: occurs once in twenty launches with a probability of 4.6 %.
+MOST_REPEATS, LEAST_REPEATS, REPEATS_US = 60, 4, 20e3
+
+
+class Tuning:
+    """The tuning of one problem."""
+
+    def __init__(
+        self,
+        problem: Problem,
+        settings: Settings,
+        progress: Progress,
+        *,
+        timer: Timer | None,
+        workers: int,
+        compilers: Compilers,
+        first_launches: FirstLaunches | None,
+    ) -> None:
+        self.trials: list[Attempt] = []
+        self._problem = problem
+        self._device = device_of(problem)
+        self._own_timer = timer is None
+        self._timer: Any = timer or timer_for(self._device)
+        self._workers, self._compilers, self._first = workers, compilers, first_launches
+        self._deadline = time.monotonic() + settings.tune_budget
+        self._progress = progress
+        self._memory = settings.tune_memory
+        #: A third of the memory for each of the sets held at one time: the operands timed here and
+        #: at another M, and the tensors for verification.
+        self._share = None if self._memory is None else self._memory // 3
+        self._copies = Copies(problem, self._device, self._share)
+        self._verifier = Verifier(problem, self._device, memory_limit=self._share)
+
+    def run(self, proposals: Proposals) -> None:
+        """Try the proposals, then race the best.
+
+        Raises:
+            RuntimeError: No candidate runs.
+        """
+        self._progress.total(len(proposals))
+        batch = proposals.first()
+        while batch:
+            self._try([Attempt(candidate) for candidate in batch])
+            if time.monotonic() > self._deadline:
+                break
+            times = {t.candidate: t.time for t in self.trials if t.samples}
+            batch = proposals.promising(times)
+        racing = [t for t in self.trials if t.run is not None]
+        if not racing:
+            why = next((t.reason for t in self.trials if t.is_baseline), None)
+            raise RuntimeError(f"no candidate runs; {BASELINE}: {why}")
+        for _ in range(RACES):
+            finalists = self._race(racing)
+            for trial in dict.fromkeys([*finalists, *reserves(self._problem, racing)]):
+                trial.status = "ok"
+                self._verify(trial, self._verifier, _repeats(trial.time))
+            self._inside([trial for trial in finalists if trial.status == "ok"])
+            # A fast but wrong candidate kept others out of the race.
+            racing = [trial for trial in racing if trial.run is not None]
+            if not racing or all(trial.status == "ok" for trial in finalists):
+                return
+
+    def result(self, trial: Attempt) -> CandidateResult:
+        """The result of a trial, for the record."""
+        kernel, config = trial.candidate.kernel, trial.candidate.config
+        return CandidateResult(
+            kernel=kernel.name,
+            version=kernel.version,
+            config=config.to_json(),
+            status=trial.status,
+            samples_us=tuple(round(s, 3) for s in trial.samples),
+            inside_us={m: round(us, 3) for m, us in trial.inside_us.items()},
+            # A poisoned element leaves NaN, which JSON lacks; the reason tells of it.
+            error=trial.error if trial.error is not None and math.isfinite(trial.error) else None,
+            tolerance=verify.tolerance(self._problem) if trial.error is not None else None,
+            workspace_bytes=trial.workspace,
+            deterministic=kernel.traits.deterministic,
+            batch_invariant=kernel.traits.batch_invariant,
+            reason=trial.reason,
+        )
+
+    def release(self) -> None:
+        """Free the tensors held for measuring."""
+        if self._own_timer:
+            self._timer.release()
+        self._verifier.release()
+
+    def _try(self, trials: list[Attempt]) -> None:
+        """Compile, verify and briefly time a batch."""
+        self.trials += trials
+        self._compile(trials)
+        for trial in trials:
+            self._verify(trial, self._verifier)
+            if trial.launcher is not None:
+                trial.run = self._copies.runner(trial.launcher)
+        self._measure([t for t in trials if t.run is not None], LOOK, LOOK_US)
+
+    def _compile(self, trials: list[Attempt]) -> None:
+        """Compile all in other processes, if possible, and bind each here when it is compiled."""
+        outcomes = self._bound([(self._problem, t.candidate) for t in trials], self._progress)
+        for trial, outcome in zip(trials, outcomes, strict=True):
+            if isinstance(outcome, BaseException):
+                trial.fail(outcome)
+                continue
+            trial.launcher = outcome
+            trial.workspace = _workspace(trial, self._problem)
+            if self._memory is not None and trial.workspace > self._memory:
+                trial.fail(
+                    f"takes {trial.workspace / 2**20:.0f} MiB of scratch memory, and tune_memory "
+                    f"(TMM_TUNE_MEMORY) is {self._memory / 2**20:.0f}"
+                )
+
+    def _bound(
+        self, asked: Sequence[tuple[Problem, Candidate]], progress: Progress | None = None
+    ) -> list[Launcher | BaseException]:
+        """Each candidate's launcher for its problem, or the reason why there is none."""
+        compiling = [self._compilers.submit(*each) for each in asked]
+
+        def bind(problem: Problem, candidate: Candidate) -> Launcher:
+            kernel = candidate.kernel
+            if time.monotonic() > self._deadline and kernel.name != BASELINE:
+                raise futures.CancelledError
+            return kernel.bind(problem, candidate.config)
+
+        try:
+            ready = compiling if self._first is None else self._launched_first(asked, compiling)
+            tasks = [
+                Task(candidate.kernel.name, each, functools.partial(bind, problem, candidate))
+                for (problem, candidate), each in zip(asked, ready, strict=True)
+            ]
+            found = Binding(tasks, self._device, self._workers).outcomes(
+                self._deadline,
+                late=lambda: self._compilers.cancel_pending(compiling),
+                done=progress.advance if progress else lambda: None,
+            )
+        finally:
+            self._compilers.cancel_pending(compiling)  # interrupted, or others hung
+        for outcome in found:
+            if isinstance(outcome, BaseException):
+                let_through(outcome)
+        late = TimeoutError("the tuning budget ended before it")
+        return [late if isinstance(each, futures.CancelledError) else each for each in found]
+
+    def _launched_first(
+        self,
+        asked: Sequence[tuple[Problem, Candidate]],
+        compiling: Sequence[futures.Future[None]],
+    ) -> list[futures.Future[None]]:
+        """Futures that end when a candidate is compiled and its first launch elsewhere has
+        ended."""
+        assert self._first is not None
+        futures.wait(compiling, timeout=max(0.0, self._deadline - time.monotonic()))
+        self._compilers.cancel_pending(list(compiling))
+        launched: list[futures.Future[None]] = []
+        for (problem, candidate), future in zip(asked, compiling, strict=True):
+            launched.append(future)
+            late = time.monotonic() > self._deadline
+            failed = future.cancelled() or future.exception() is not None
+            if failed or late or candidate.kernel.name == BASELINE:
+                continue
+            memory = self._memory or memory_limit(self._device)
+            started = time.monotonic()
+            if (fault := self._first.fault(problem, candidate, memory)) is not None:
+                # Time lost by one candidate is not charged to the others.
+                self._deadline += time.monotonic() - started
+                launched[-1] = futures.Future()
+                launched[-1].set_exception(NotCompiledError(fault))
+        return launched
+
+    def _verify(self, trial: Attempt, verifier: Verifier, repeats: int = 0) -> None:
+        """Fail a trial whose launcher raises or is wrong: by two launches, or, with ``repeats``, in
+        every way it is used."""
+        if trial.launcher is None:
+            return
+        try:
+            verdict = verifier.verdict(
+                trial.launcher,
+                repeats=repeats,
+                deterministic=trial.candidate.kernel.traits.deterministic,
+                baseline=trial.is_baseline,
+                brief=not repeats,
+            )
+        except BaseException as error:  # a kernel may call sys.exit
+            let_through(error)
+            trial.fail(error)
+            return
+        trial.error = verdict.error
+        if not verdict.ok and not (verdict.unknown and trial.is_baseline):
+            trial.fail(str(verdict.reason), "failed" if verdict.unknown else "wrong")
+
+    def _measure(
+        self, racing: Sequence[Attempt], rounds: int, burst_us: float, settle: int | None = None
+    ) -> None:
+        """Sample the racing candidates; a failing launch costs only its candidate.
+
+        Args:
+            settle: For the last stage: this many warm-up rounds do not count, and the stage is
+                repeated if BLAS was disturbed during it.
+        """
+        racing = [trial for trial in racing if trial.run is not None]
+        runs = [trial.run for trial in racing]
+        if not runs:
+            return
+        options: dict[str, Any] = {
+            "copies": self._copies.count,
+            "burst_us": burst_us,
+        }
+        try:
+            if settle:
+                self._timer.measure(runs, settle, **options)
+            samples = self._timer.measure(runs, rounds, **options)
+            if settle is not None and held_up(samples[anchor(racing)]):
+                samples = self._timer.measure(runs, rounds, **options)
+        except LaunchError as raised:  # it drops out, and the others start over
+            next(trial for trial in racing if trial.run is raised.run).fail(raised.error)
+            self._measure(racing, rounds, burst_us, settle)
+            return
+        except Exception as error:
+            warn(f"timing {self._problem} failed: {error}")
+            return
+        for trial, mine in zip(racing, samples, strict=True):
+            trial.samples = mine
+
+    def _race(self, racing: list[Attempt]) -> list[Attempt]:
+        """Sample BLAS and the fastest until a winner is clear; returns these."""
+        # Reserves may answer in the winner's place, and so take part in the race.
+        spare = ahead(self._problem, reserves(self._problem, racing))
+        racing = survivors(racing, LOOK_KEEPS, 2 * FINALISTS)
+        if len(racing) > FINALISTS + 1 and time.monotonic() < self._deadline:
+            self._measure(racing, CLOSER, CLOSER_US)
+        racing = list(dict.fromkeys([*survivors(racing, CLOSER_KEEPS, FINALISTS), *spare]))
+        if time.monotonic() < self._deadline:
+            long = min(t.time for t in racing) >= LONG_US
+            self._measure(racing, FINAL, 2 * CLOSER_US, settle=SETTLE if long else 0)
+        return [trial for trial in racing if trial.run is not None]
+
+    def _inside(self, finalists: Sequence[Attempt]) -> None:
+        """Verify and time the finalists at other M of the record's bucket."""
+        if self._problem.extent != bucket_edge(self._problem.extent):
+            return
+        # Few constants depend on M: most of these are already compiled.
+        extents = probes(self._problem.extent)
+        asked = [(m, trial) for m in extents for trial in finalists]
+        launchers = self._bound([(self._problem.at(m), t.candidate) for m, t in asked])
+        bound = dict(zip(asked, launchers, strict=True))
+        self._verifier.release()  # hold the tensors of one M at a time
+        for m in extents:
+            if time.monotonic() > self._deadline:
+                return
+            verifier = self._verifier.inside(m)
+            problem = verifier.problem
+            copies = Copies(problem, self._device, self._share)
+            there = []
+            for trial in finalists:
+                guest, launcher = Attempt(trial.candidate), bound[m, trial]
+                if isinstance(launcher, BaseException):  # the edge's config may not fit
+                    continue
+                guest.launcher = launcher
+                self._verify(guest, verifier, repeats=1)
+                if guest.launcher is not None:
+                    there.append((trial, copies.runner(guest.launcher)))
+                elif guest.status == "wrong" and trial.status == "ok":
+                    trial.fail(f"at {problem.along.upper()}={m}: {guest.reason}", "wrong")
+            verifier.release()
+            runs = [run for _, run in there]
+            if not runs:
+                continue
+            try:
+                samples = self._timer.measure(runs, INSIDE, copies=copies.count, burst_us=CLOSER_US)
+            except Exception as error:
+                warn(f"timing {problem} failed: {error}")
+                continue
+            for (trial, _), mine in zip(there, samples, strict=True):
+                trial.inside_us[m] = median(mine)
+
+
+def _repeats(us: float) -> int:
+    """The number of launches, of ``us`` each, to verify a finalist: :data:`MOST_REPEATS`, or as
+    many as :data:`REPEATS_US` allows."""
+    return max(LEAST_REPEATS, min(MOST_REPEATS, int(REPEATS_US / us))) if us > 0 else MOST_REPEATS
+
+
+def _workspace(trial: Attempt, problem: Problem) -> int:
+    """The scratch memory of a trial, which fails if its kernel's answer is invalid."""
+    kernel = trial.candidate.kernel
+    count = kernel.workspace_bytes(problem, trial.candidate.config)
+    if isinstance(kernel, Asked) and kernel.fault is not None and not trial.is_baseline:
+        trial.fail(kernel.fault)
+    return count

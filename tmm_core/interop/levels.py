@@ -1,0 +1,176 @@
+"""What derivatives of all products share: whether one is recorded, and autograd functions below
+torch's dispatcher."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch.autograd import forward_ad
+
+from tmm_core import compat
+from tmm_core.compat import transforms_active
+from tmm_core.spec.epilogue import IDENTITY, Epilogue
+
+Tensor = torch.Tensor
+
+is_batched = compat.is_batched
+_levels = compat.forward_ad
+
+
+def recorded(*tensors: Tensor | None) -> bool:
+    """Whether autograd records a function of these tensors for backward."""
+    if torch.is_grad_enabled():
+        for t in tensors:  # a generator takes twice as long
+            if t is not None and t.requires_grad:
+                return True
+    return False
+
+
+def differentiated(*tensors: Tensor | None) -> bool:
+    """Whether derivatives of a function of these tensors may be needed."""
+    return recorded(*tensors) or _levels._current_level >= 0 or transforms_active()
+
+
+def record(function: Any, *arguments: Any) -> Tensor:
+    with compat.single_level():
+        return function.apply(*arguments)  # type: ignore[no-any-return]
+
+
+def apply_stage(stage: Epilogue, z: Tensor) -> Tensor:
+    inputs = stage.inputs(z)
+    # Torch has operators for the derivatives of built-in stages.
+    if stage.derivative is not None and not stage.builtin:
+        return record(_WithDerivative, stage, *inputs)
+    y: Tensor = stage.reference(*inputs, *stage.parameters)
+    return y
+
+
+@contextmanager
+def outer_levels() -> Iterator[None]:
+    """Enable derivatives in both modes, for the transforms outside of this one: custom functions
+    run with them off."""
+    if not transforms_active():
+        yield
+        return
+    with torch.enable_grad(), _levels._set_fwd_grad_enabled(True):
+        yield
+
+
+@contextmanager
+def below_autograd() -> Iterator[None]:
+    """Call operators as the Autograd kernels of torch's own operators do."""
+    with compat.below_autograd(), outer_levels():
+        yield
+
+
+class OneLevel(compat.SingleLevelFunction):
+    """An autograd function for the one level of transforms that is left where the dispatcher has
+    unwrapped the others, as in the formulas of torch's own operators: ``autograd.Function`` works
+    above the dispatcher and would unwrap them once more."""
+
+    @staticmethod
+    def _compiled_autograd_key(ctx: Any) -> tuple[Any, ...]:
+        """The key by which compiled autograd caches a backward's graph, as in autograd.Function."""
+        return (ctx._autograd_function_id,)
+
+
+class Underivable(OneLevel):
+    """An operator's product of operands with a format, which has no gradients."""
+
+    @staticmethod
+    def forward(operator: Any, *arguments: Any) -> Tensor:
+        with below_autograd():
+            return operator(*arguments)  # type: ignore[no-any-return]
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        _, a, b, *_ = inputs
+        ctx.dtypes = a.dtype, b.dtype
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        raise RuntimeError("tmm has no derivative for {} @ {}".format(*ctx.dtypes))
+
+    @staticmethod
+    def jvp(ctx: Any, *tangents: Tensor | None) -> Any:
+        raise RuntimeError("tmm has no derivative for {} @ {}".format(*ctx.dtypes))
+
+
+class _WithDerivative(OneLevel):
+    """An epilogue stage whose author supplied the derivative."""
+
+    @staticmethod
+    def forward(stage: Epilogue, *inputs: Tensor) -> Tensor:
+        with below_autograd():
+            return stage.reference(*inputs, *stage.parameters)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.stage, *z = inputs
+        ctx.save_for_backward(*z)
+        if _levels._current_level >= 0 or transforms_active():
+            ctx.save_for_forward(*z)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        return (None, *(grad * slope for slope in _slopes(ctx.stage, ctx.saved_tensors)))
+
+    @staticmethod
+    def jvp(ctx: Any, _: None, *tangents: Tensor) -> Tensor:
+        with outer_levels():
+            slopes = _slopes(ctx.stage, map(primal, ctx.saved_tensors))
+            first, *more = (t * slope for t, slope in zip(tangents, slopes, strict=True))
+            return sum(more, first)
+
+
+def _slopes(stage: Epilogue, z: Iterable[Tensor]) -> tuple[Tensor, ...]:
+    assert stage.derivative is not None
+    slopes = stage.derivative(*z, *stage.parameters)
+    return tuple(slopes) if stage.gated else (slopes,)
+
+
+def primal(t: Any) -> Any:
+    """``t`` without its tangent at this level, which would be differentiated a second time."""
+    return None if t is None else forward_ad.unpack_dual(t).primal
+
+
+def form_of(t: Tensor | None) -> tuple[torch.Size, torch.dtype] | None:
+    return None if t is None else (t.shape, t.dtype)
+
+
+def as_gradient(t: Tensor, dtype: torch.dtype) -> Tensor:
+    """``t`` as the gradient of a tensor of ``dtype``: its real part, if that is real."""
+    if t.dtype is dtype:
+        return t
+    return (t.real if t.is_complex() and not dtype.is_complex else t).to(dtype)
+
+
+def is_column_major(t: Tensor) -> bool:
+    strides = t.stride()
+    return len(strides) > 1 and strides[-2] == 1 < strides[-1]
+
+
+def text_of_head(head: Epilogue) -> str:
+    return "" if head is IDENTITY else head.interned()
+
+
+def by_operator(*arguments: Any) -> Tensor:
+    return torch.ops.tmm.matmul.default(*arguments)  # type: ignore[no-any-return]
+
+
+def wider(dtype: torch.dtype, other: torch.dtype) -> torch.dtype:
+    return dtype if dtype.is_complex else other
+
+
+def lying_as(
+    column_major: bool, multiply: Callable[..., Tensor], x: Tensor, y: Tensor, *more: Any
+) -> Tensor:
+    """``multiply(x, y, *more)``, the gradient of an operand, in its layout. Weights are passed
+    transposed: autograd copies, by transposing, a gradient in another layout, at a tenth of the
+    product's cost."""
+    if column_major:
+        return multiply(y.mT, x.mT, *more).mT
+    return multiply(x, y, *more)

@@ -1,0 +1,150 @@
+"""The product of a gated MLP's first two parameters, ``tmm::gated_linear``: one where they lie
+together in memory, else two, gated by torch."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from tmm_core import api, compat
+from tmm_core.interop import flops, levels
+from tmm_core.interop.pointwise import kernels
+from tmm_core.interop.rows import Call, follow, gradients_of_rows
+from tmm_core.launch import warm
+from tmm_core.nn.joined import joined
+
+Tensor = torch.Tensor
+
+
+def joint_operands(
+    gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None
+) -> tuple[Tensor, Tensor | None] | None:
+    """Weight and bias of the joint product; None if it must be two, gated by torch."""
+    weight = joined(gate, up)
+    if gate_bias is None and up_bias is None:
+        return None if weight is None else (weight, None)
+    bias = joined(gate_bias, up_bias)
+    return None if weight is None or bias is None else (weight, bias)
+
+
+def gated(gate: Tensor, up: Tensor, text: str) -> Tensor:
+    epilogue = warm.epilogue_of(text)
+    return epilogue.reference(gate, up, *epilogue.parameters)
+
+
+def run(
+    x: Tensor, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None,
+    epilogue: str,
+) -> Tensor:  # fmt: skip
+    operands = joint_operands(gate, up, gate_bias, up_bias)
+    if operands is None:
+        return two_products(x, gate, up, gate_bias, up_bias, epilogue)
+    return api.linear(x, *operands, epilogue=epilogue)
+
+
+def two_products(
+    x: Tensor, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None,
+    epilogue: str,
+) -> Tensor:  # fmt: skip
+    return gated(api.linear(x, gate, gate_bias), api.linear(x, up, up_bias), epilogue)
+
+
+def learn(
+    x: Tensor, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None,
+    text: str,
+) -> Tensor | None:  # fmt: skip
+    """One product recorded for backward; None if it must be two, gated by torch."""
+    if torch.compiler.is_compiling() or not warm.undisturbed(x, gate, up, gate_bias, up_bias):
+        return None
+    if x.dim() < 2:
+        return None
+    epilogue = warm.epilogue_of(text)
+    found = kernels(epilogue, 2 * gate.shape[0], x.dtype, x)
+    if found is None:
+        return None
+    with torch.no_grad():
+        operands = joint_operands(gate, up, gate_bias, up_bias)
+    if operands is None:
+        return None
+    z = _Joint.apply(x, gate, up, gate_bias, up_bias, *operands)  # type: ignore[attr-defined]
+    return follow(z, epilogue, found)  # type: ignore[no-any-return]
+
+
+class _Joint(levels.OneLevel):
+    """The product with two parameters that are one weight in memory."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        x: Tensor,
+        gate: Tensor,
+        up: Tensor,
+        gate_bias: Tensor | None,
+        up_bias: Tensor | None,
+        weight: Tensor,
+        bias: Tensor | None,
+    ) -> Tensor:
+        wants_x, wants_gate, wants_up, *_ = ctx.needs_input_grad
+        # The parameters themselves, because torch detects in-place changes of them, but not of
+        # the joint weight.
+        weights = (gate, up) if wants_x else (None, None)
+        ctx.save_for_backward(x if wants_gate or wants_up else None, *weights)
+        ctx.call = Call(x, weight, bias, transposed=True)
+        return warm.run(x, weight.t(), bias)
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> Any:
+        x, gate, up = ctx.saved_tensors
+        wants_x, wants_gate, wants_up, wants_gate_bias, wants_up_bias, *_ = ctx.needs_input_grad
+        weight = None
+        if wants_x:
+            # Second derivatives need both, and saved-tensor hooks may have returned copies.
+            weight = None if torch.is_grad_enabled() else joined(gate, up)
+            weight = torch.cat((gate, up)) if weight is None else weight
+        wanted = wants_x, wants_gate or wants_up, wants_gate_bias or wants_up_bias, False
+        dx, dw, dbias, _ = gradients_of_rows(ctx.call, wanted, x, weight, None, grad)
+        return dx, *_halves(dw), *_halves(dbias), None, None
+
+
+def _halves(t: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    if t is None:
+        return None, None
+    rows = t.shape[0] // 2
+    return t[:rows], t[rows:]
+
+
+def _differentiable(
+    x: Tensor, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None,
+    epilogue: str,
+) -> Tensor:  # fmt: skip
+    tensors = (x, gate, up, gate_bias, up_bias)
+    if levels.differentiated(*tensors):
+        return two_products(*tensors, epilogue)
+    with compat.below_autograd():
+        return gated_linear(*tensors, epilogue)  # type: ignore[no-any-return]
+
+
+# A compiled graph cannot query addresses, so the operator does.
+library = torch.library.Library("tmm", "FRAGMENT")
+library.define(
+    "gated_linear(Tensor x, Tensor gate, Tensor up, Tensor? gate_bias, Tensor? up_bias, "
+    "str epilogue) -> Tensor",
+    tags=(torch.Tag.pt2_compliant_tag,),
+)
+library.impl("gated_linear", run, "CompositeExplicitAutograd")
+if compat.below_autograd is not None:
+    library.impl("gated_linear", _differentiable, "Autograd")
+library.impl("gated_linear", two_products, "FuncTorchBatched")
+
+
+@torch.library.register_fake("tmm::gated_linear", lib=library)  # type: ignore[untyped-decorator]
+def _fake(
+    x: Tensor, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None,
+    epilogue: str,
+) -> Tensor:  # fmt: skip
+    return x.new_empty((*x.shape[:-1], gate.shape[0]))
+
+
+flops.count(torch.ops.tmm.gated_linear, flops.gated_linear_flops)
+gated_linear = torch.ops.tmm.gated_linear.default

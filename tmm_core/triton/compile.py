@@ -1,0 +1,106 @@
+"""Compiles a Triton kernel from an explicit signature, which states constants, divisibility and
+integer widths; its GPU need not be present."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource, CompiledKernel
+
+from tmm_core.spec.device import DeviceFingerprint
+from tmm_core.triton.evict_first import hints, marked
+from tmm_core.triton.kept import compile_kept
+
+_DTYPES = {
+    torch.float16: "fp16",
+    torch.bfloat16: "bf16",
+    torch.float32: "fp32",
+    torch.float64: "fp64",
+    torch.float8_e4m3fn: "fp8e4nv",
+    torch.float8_e5m2: "fp8e5",
+    torch.int8: "i8",
+    torch.int32: "i32",
+    torch.int64: "i64",
+}
+
+
+def pointer(dtype: torch.dtype) -> str:
+    """Triton's signature for a pointer to ``dtype``, e.g. ``"*bf16"``.
+
+    Raises:
+        ValueError: Triton has no such element type.
+    """
+    try:
+        return f"*{_DTYPES[dtype]}"
+    except KeyError:
+        raise ValueError(f"no Triton element type for {dtype}") from None
+
+
+def supports(dtype: torch.dtype) -> bool:
+    """Whether Triton kernels can address elements of ``dtype``."""
+    return dtype in _DTYPES
+
+
+def source(
+    fn: Any,
+    types: Mapping[str, str],
+    constants: Mapping[str, Any],
+    divisible: Mapping[str, int] | None = None,
+) -> ASTSource:
+    """The source to compile: ``fn`` with every argument either typed or constant.
+
+    Args:
+        fn: A ``@triton.jit`` (or Gluon) function.
+        types: Run-time arguments: ``"*bf16"``, ``"i32"``, ``"i64"``, ``"fp32"`` or a
+            ``tensordesc<…>``.
+        constants: All other arguments.
+        divisible: Arguments known to be multiples of a number (bytes for pointers).
+
+    Raises:
+        TypeError: An argument of ``fn`` is in neither mapping, or in both.
+    """
+    names = list(fn.arg_names)
+    if set(types) & set(constants) or set(names) != set(types) | set(constants):
+        raise TypeError(
+            f"{fn.__name__}: arguments {names} must each be typed or constant; "
+            f"got types {sorted(types)} and constants {sorted(constants)}"
+        )
+    signature = {name: types.get(name, "constexpr") for name in names}
+    attributes = {
+        (names.index(name),): [["tt.divisibility", number]]
+        for name, number in (divisible or {}).items()
+        if name in types
+    }
+    make = ASTSource
+    if fn.is_gluon():
+        from triton.experimental.gluon._runtime import GluonASTSource
+
+        make = GluonASTSource
+    return make(fn, signature, dict(constants), attributes)
+
+
+def compile_for(
+    target: GPUTarget, src: ASTSource, *, evict_first: bool = False, **options: Any
+) -> CompiledKernel:
+    """Compile for a GPU that need not be present, or find the kernel in Triton's cache. Thread-safe
+    without a lock."""
+    if not evict_first:
+        return compile_kept(src, target, options)
+    with hints(src.name):
+        return compile_kept(marked(src), target, options)
+
+
+def target_of(device: DeviceFingerprint) -> GPUTarget | None:
+    """Triton's target for ``device``, which need not be present; None if it is not a GPU or its
+    architecture is unknown."""
+    if device.type != "cuda" or device.interpreted:
+        return None
+    if not device.cuda.startswith("hip"):
+        return GPUTarget("cuda", device.sm, 32)
+    if not device.arch:
+        return None
+    # Waves have 64 threads on GCN and CDNA, 32 on RDNA.
+    return GPUTarget("hip", device.arch, 64 if device.arch.startswith("gfx9") else 32)
