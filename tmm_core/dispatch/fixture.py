@@ -25,7 +25,7 @@ from tmm_core.spec.operand import Operand
 from tmm_core.spec.problem import Problem
 
 #: By default verification takes at most a quarter of the free memory of a GPU, a sixteenth of a
-#: CPU's memory, and never more than this.
+#: CPU's memory, and this, unless one set of inputs and its results take more.
 MOST_MEMORY = 4 << 30
 
 #: Rows, and columns, that are sampled: one at random from each of this many equal stripes, plus the
@@ -40,15 +40,16 @@ FULL_FLOPS, FULL_FLOPS_FP64, FULL_FLOPS_CPU = 2**42, verify.FP64_FLOPS, 2**33
 COMPARED = 1 << 24
 
 
-def memory_limit(device: torch.device) -> int:
-    """Bytes that verification may take by default."""
+def memory_limit(device: torch.device, most: float = MOST_MEMORY) -> int:
+    """Bytes that verification may take by default; ``most`` is the limit of a device of any size.
+    Of 32768×28672×4096 in 8 groups, one set takes 12.5 GiB."""
     if device.type == "cuda":
-        return min(free_memory(device) // 4, MOST_MEMORY)
+        return int(min(free_memory(device) // 4, most))
     try:
         has = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     except (AttributeError, OSError, ValueError):  # not a POSIX system
         return MOST_MEMORY // 4
-    return min(has // 16, MOST_MEMORY)
+    return int(min(has // 16, most))
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,11 +114,20 @@ class Fixture:
     Args:
         limit: Bytes that all of it may take, including intermediates.
         sampled: Always use one set, and samples of its result.
+        most: Bytes that one set may take with samples of its result if ``limit`` is too small.
     """
 
-    def __init__(self, problem: Problem, device: torch.device, limit: int, sampled: bool) -> None:
+    def __init__(
+        self,
+        problem: Problem,
+        device: torch.device,
+        limit: int,
+        sampled: bool,
+        most: int | None = None,
+    ) -> None:
         self.problem, self.device = problem, device
         self.limit, self._sampled = limit, sampled
+        self.most = limit if most is None else most
         self._sets: list[InputSet] | None = None
         self._outs: list[Guarded] = []
         self._special: list[Special] | None = None
@@ -200,14 +210,14 @@ class Fixture:
         some = count * (rows * p.n + (cols * p.m if rows < p.m else 0)) * element
         # Three eighths are for intermediates. Given outputs stay allocated, and besides them one
         # result is held while two more are made.
-        limit = self.limit * 5 // 8
+        limit, most = self.limit * 5 // 8, self.most * 5 // 8
         if not self._sampled:
             few = p.flops <= self._most_flops()
             if few and 2 * (inputs + whole + given) + 3 * out <= limit:
                 return 2, True
             if 2 * (inputs + some + given) + 3 * out <= limit:
                 return 2, False
-        return (1, False) if inputs + some + given + 2 * out <= limit else (0, False)
+        return (1, False) if inputs + some + given + 2 * out <= most else (0, False)
 
     def _most_flops(self) -> int:
         if self.device.type != "cuda":

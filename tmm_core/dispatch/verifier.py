@@ -8,6 +8,7 @@ repeatedly.
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 import torch
@@ -42,9 +43,9 @@ class Verifier:
         device: The device, with its index.
         memory_limit: Bytes that inputs, references, outputs and intermediates may take together,
             without the launcher's own allocations; by default a quarter of the free memory, at most
-            4 GiB. If it is too small for the whole result, samples of rows and columns are compared
-            and all other elements only have to be numbers; if it is too small for one set of
-            inputs, verdicts are ``unknown``.
+            4 GiB or what one set of inputs takes. If it is too small for the whole result, samples
+            of rows and columns are compared and all other elements only have to be numbers; if it
+            is too small for one set of inputs, verdicts are ``unknown``.
         sampled: Always use samples and one set of inputs.
     """
 
@@ -88,7 +89,7 @@ class Verifier:
             fixture = self._ready()
             sets = fixture.sets()
             if not sets:
-                why = f"cannot be verified within {fixture.limit / 2**20:.0f} MiB of memory"
+                why = f"cannot be verified within {fixture.most / 2**20:.0f} MiB of memory"
                 return Verdict(None, why, unknown=True)
             trial = Trial(fixture, launcher, deterministic, baseline, slack)
             reason, changed = None, ["not looked at"]
@@ -121,8 +122,10 @@ class Verifier:
 
     def _ready(self) -> Fixture:
         if self._fixture is None:
-            limit = memory_limit(self._device) if self._limit is None else self._limit
-            self._fixture = Fixture(self.problem, self._device, limit, self._sampled)
+            limit, most = self._limit, None
+            if limit is None:
+                limit, most = memory_limit(self._device), memory_limit(self._device, math.inf)
+            self._fixture = Fixture(self.problem, self._device, limit, self._sampled, most)
         return self._fixture
 
 
