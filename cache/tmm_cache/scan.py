@@ -172,14 +172,7 @@ def scan(root: Path, gpu: str | None = None) -> Iterator[Entry | Fault]:
 def scan_folder(root: Path, folder: Folder) -> Iterator[Entry | Fault]:
     """Every record and every fault of one folder; the environment's fault comes first."""
     for place in _places(root, folder):
-        if isinstance(place, Fault):
-            yield place
-            continue
-        record = read_record(place[0])
-        if isinstance(record, TuningRecord):
-            yield Entry(*place, record)
-        elif record is not None:  # None: removed since it was listed
-            yield record
+        yield from _read(place)
 
 
 def summaries(root: Path, gpu: str | None = None) -> Iterator[Summary | Fault]:
@@ -195,18 +188,20 @@ def summaries(root: Path, gpu: str | None = None) -> Iterator[Summary | Fault]:
 def summaries_of(root: Path, folder: Folder) -> Iterator[Summary | Fault]:
     """Like `summaries`, for one folder."""
     for place in _places(root, folder):
-        if isinstance(place, Fault):
-            yield place
-            continue
-        head = read_head(place[0])
-        if head is not None:
+        if not isinstance(place, Fault) and (head := read_head(place[0])) is not None:
             yield Summary(*place, head)
             continue
-        record = read_record(place[0])
-        if isinstance(record, TuningRecord):
-            yield Summary(*place, Head.of(record), record)
-        elif record is not None:  # None: removed since it was listed
-            yield record
+        for found in _read(place):
+            yield found if isinstance(found, Fault) else found.summary
+
+
+def _read(place: Place | Fault) -> Iterator[Entry | Fault]:
+    """The record at a place, or its fault; nothing if it was removed since it was listed."""
+    found = place if isinstance(place, Fault) else read_record(place[0])
+    if isinstance(found, Fault):
+        yield found
+    elif found is not None and not isinstance(place, Fault):
+        yield Entry(*place, found)
 
 
 def _places(root: Path, folder: Folder) -> Iterator[Place | Fault]:

@@ -123,7 +123,7 @@ class Right(Kernel[Tile]):
                     z = z * out_weights[part, None]
                 whole[here] = z if residual is None else z + residual[here]
             if out is None:
-                out = a.new_empty(problem.out_shape, dtype=problem.out.dtype)
+                out = problem.empty_out(a.device)
             self.write(whole, out)
             return out
 

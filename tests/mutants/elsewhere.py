@@ -120,10 +120,10 @@ _WORD = 'return ("static_weights",) if self.early == "b" else ()', "return ()"
 
 ELSEWHERE = [
     Mutant("bias-gradient", "interop/rows.py",
-           "dbias = rows.sum(0) if same else rows.sum(0, dtype=wider(rows.dtype, dtype))",
+           "dbias = rows.sum(0) if same else rows.sum(0, dtype=levels.wider(rows.dtype, dtype))",
            "dbias = rows.sum(0)", "a sum over all rows is rounded to bf16", _GRADIENT),
     Mutant("bias-gradient-operator", "autograd.py",
-           "dbias = dz2.sum(tuple(range(dz2.dim() - 1)), dtype=wider(dz2.dtype, bias_dtype))",
+           "dbias = dz2.sum(tuple(range(dz2.dim() - 1)), dtype=levels.wider(dz2.dtype, bias_dtype))",
            "dbias = dz2.sum(tuple(range(dz2.dim() - 1)))", "a sum over all rows is rounded to bf16",
            _GRADIENT),
     Mutant("convert-hooks", "convert.py", ', "_backward_hooks", "_backward_pre_hooks")', ', "_backward_hooks")',

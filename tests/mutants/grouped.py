@@ -87,8 +87,8 @@ GROUPED = [
     Mutant(
         "grouped-stored-derivative",
         "interop/grouped.py",
-        "    if a.dtype in BY_STORAGE:\n        return record",
-        "    if False:\n        return record",
+        "    if a.dtype in BY_STORAGE:\n        return levels.record",
+        "    if False:\n        return levels.record",
         "scales are dropped where a bias learns",
         (f"{EIGHT}::test_there_is_no_derivative",),
     ),

@@ -22,25 +22,7 @@ import torch
 from tmm_core import compat
 from tmm_core.compat import forward_ad, transforms_active
 from tmm_core.formats import BY_STORAGE
-from tmm_core.interop.levels import (
-    OneLevel,
-    Underivable,
-    apply_stage,
-    as_gradient,
-    below_autograd,
-    by_operator,
-    differentiated,
-    form_of,
-    is_batched,
-    is_column_major,
-    lying_as,
-    outer_levels,
-    primal,
-    record,
-    recorded,
-    text_of_head,
-    wider,
-)
+from tmm_core.interop import levels
 from tmm_core.interop.pointwise import kernels
 from tmm_core.interop.rows import follow, rows_product
 from tmm_core.launch.warm import epilogue_of, run, undisturbed
@@ -55,13 +37,13 @@ def matmul(*given: Any) -> Tensor:
     """The operator's kernel for the Autograd dispatch key, which passes arguments in the schema's
     order and omits trailing defaults."""
     tensors = [t for t in given if isinstance(t, Tensor)]
-    if not differentiated(*tensors):
+    if not levels.differentiated(*tensors):
         with compat.below_autograd():
-            return by_operator(*given)
+            return levels.by_operator(*given)
     if given[0].dtype in BY_STORAGE:
-        return record(Underivable, by_operator, *given)
+        return levels.record(levels.Underivable, levels.by_operator, *given)
     given = given[:COMMON]
-    if undisturbed(*tensors, cast=True) and not any(map(is_batched, tensors[:2])):
+    if undisturbed(*tensors, cast=True) and not any(map(levels.is_batched, tensors[:2])):
         return eager(*given)
     return _in_parts(_record_product, *given)
 
@@ -146,20 +128,20 @@ def _in_parts(
             y = follow(y, rest, found)
         else:
             for stage in rest.stages or (rest,):
-                y = apply_stage(stage, y)
+                y = levels.apply_stage(stage, y)
     return y if residual is None or residual is inner else (y + residual).to(y.dtype)
 
 
 def _record_product(
     a: Tensor, b: Tensor, bias: Any, residual: Any, alpha: float, head: Epilogue, out_dtype: Any
 ) -> Tensor:
-    return record(_Product, a, b, bias, residual, alpha, text_of_head(head), out_dtype)
+    return levels.record(_Product, a, b, bias, residual, alpha, levels.head_text(head), out_dtype)
 
 
 def _record_eager_product(
     a: Tensor, b: Tensor, bias: Any, residual: Any, alpha: float, head: Epilogue, out_dtype: Any
 ) -> Tensor:
-    return _EagerProduct.apply(a, b, bias, residual, alpha, text_of_head(head), out_dtype)  # type: ignore[attr-defined, no-any-return]
+    return _EagerProduct.apply(a, b, bias, residual, alpha, levels.head_text(head), out_dtype)  # type: ignore[attr-defined, no-any-return]
 
 
 def _multiply(a: Tensor, b: Tensor, alpha: float) -> Tensor:
@@ -167,20 +149,20 @@ def _multiply(a: Tensor, b: Tensor, alpha: float) -> Tensor:
     if (
         not torch.compiler.is_dynamo_compiling()
         and undisturbed(a, b)
-        and not (recorded(a, b) or is_batched(a) or is_batched(b))
+        and not (levels.recorded(a, b) or levels.is_batched(a) or levels.is_batched(b))
     ):
         return run(a, b, None, None, alpha)
-    return by_operator(a, b, None, None, alpha)
+    return levels.by_operator(a, b, None, None, alpha)
 
 
-class _Product(OneLevel):
+class _Product(levels.OneLevel):
     """``epilogue(alpha · (a @ b) + bias) + residual`` for an epilogue with ``output_vjp``;
     the residual only where the epilogue is the identity."""
 
     @staticmethod
     def forward(*arguments: Any) -> Tensor:
-        with below_autograd():
-            return by_operator(*arguments)
+        with levels.below_autograd():
+            return levels.by_operator(*arguments)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -191,9 +173,9 @@ class _Product(OneLevel):
         ctx.save_for_backward(a if wants_b else None, b if wants_a else None, y)
         if forward_ad._current_level >= 0 or transforms_active():
             ctx.save_for_forward(a, b, y)
-        ctx.a, ctx.b, ctx.bias, ctx.residual = map(form_of, (a, b, bias, residual))
-        ctx.a_column, ctx.b_column = is_column_major(a), is_column_major(b)
-        ctx.output = form_of(output)
+        ctx.a, ctx.b, ctx.bias, ctx.residual = map(levels.form_of, (a, b, bias, residual))
+        ctx.a_column, ctx.b_column = levels.is_column_major(a), levels.is_column_major(b)
+        ctx.output = levels.form_of(output)
         ctx.settings = overridden()
 
     @staticmethod
@@ -212,17 +194,17 @@ class _Product(OneLevel):
         da = db = dbias = dresidual = None
         if wants_bias:
             shape, bias_dtype = ctx.bias
-            dbias = dz2.sum(tuple(range(dz2.dim() - 1)), dtype=wider(dz2.dtype, bias_dtype))
-            dbias = as_gradient(dbias, bias_dtype)
+            dbias = dz2.sum(tuple(range(dz2.dim() - 1)), dtype=levels.wider(dz2.dtype, bias_dtype))
+            dbias = levels.as_gradient(dbias, bias_dtype)
         if wants_residual:
             shape, residual_dtype = ctx.residual
-            dresidual = as_gradient(_summed_to(grad, shape), residual_dtype)
-        dz2 = as_gradient(dz2, dtype)
+            dresidual = levels.as_gradient(_summed_to(grad, shape), residual_dtype)
+        dz2 = levels.as_gradient(dz2, dtype)
         alpha = ctx.alpha
         if wants_a:
             b2 = b if b.dim() > 1 else b[:, None]
             shape = a_shape if len(a_shape) > 1 else (1, *a_shape)
-            da = lying_as(ctx.a_column, _multiply, dz2, _adjoint(b2), alpha)
+            da = levels.lying_as(ctx.a_column, _multiply, dz2, _adjoint(b2), alpha)
             if da.shape != a_shape:
                 da = da.sum_to_size(shape).reshape(a_shape)
         if wants_b:
@@ -230,7 +212,7 @@ class _Product(OneLevel):
             shape = b_shape if len(b_shape) > 1 else (*b_shape, 1)
             if len(b_shape) <= 2 < a2.dim():
                 a2, dz2 = _flattened(a2, dz2)
-            db = lying_as(ctx.b_column, _multiply, _adjoint(a2), dz2, alpha)
+            db = levels.lying_as(ctx.b_column, _multiply, _adjoint(a2), dz2, alpha)
             if db.shape != b_shape:
                 db = db.sum_to_size(shape).reshape(b_shape)
         return da, db, dbias, dresidual, None, None, None
@@ -245,14 +227,14 @@ class _Product(OneLevel):
         *_: None,
     ) -> Tensor:
         shape, dtype = ctx.output
-        with outer_levels():
-            a, b, y = map(primal, ctx.saved_tensors)
+        with levels.outer_levels():
+            a, b, y = map(levels.primal, ctx.saved_tensors)
             # The first product adds the tangents of bias and residual, as its bias and residual.
             t = tresidual
             if ta is not None:
-                t, tbias = by_operator(ta, b, tbias, t, ctx.alpha, "", ctx.out_dtype), None
+                t, tbias = levels.by_operator(ta, b, tbias, t, ctx.alpha, "", ctx.out_dtype), None
             if tb is not None:
-                t, tbias = by_operator(a, tb, tbias, t, ctx.alpha, "", ctx.out_dtype), None
+                t, tbias = levels.by_operator(a, tb, tbias, t, ctx.alpha, "", ctx.out_dtype), None
             if tbias is not None:
                 tbias = tbias if len(ctx.b[0]) > 1 else tbias[0]
                 t = tbias if t is None else t + tbias

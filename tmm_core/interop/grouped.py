@@ -13,23 +13,7 @@ import torch
 
 from tmm_core import compat
 from tmm_core.formats import BY_STORAGE
-from tmm_core.interop import flops
-from tmm_core.interop.levels import (
-    OneLevel,
-    Underivable,
-    apply_stage,
-    as_gradient,
-    below_autograd,
-    differentiated,
-    form_of,
-    is_batched,
-    is_column_major,
-    lying_as,
-    outer_levels,
-    primal,
-    record,
-    recorded,
-)
+from tmm_core.interop import flops, levels
 from tmm_core.interop.operator import autocast
 from tmm_core.launch.check import check_out, result_dtype
 from tmm_core.launch.grouped import check, ragged_along, refuse_outputs, run, undisturbed
@@ -63,7 +47,7 @@ def _run_out(*given: Any, out: Tensor, **named: Any) -> Tensor:
     call = GroupedArguments(*given, **named)
     shape = torch.Size(check(call, epilogue_of(call.epilogue)))
     apart = check_out(out, shape, result_dtype(call.a, call.out_dtype), call.given)
-    seen = compat.dispatch_modes() or differentiated(*call.given)
+    seen = compat.dispatch_modes() or levels.differentiated(*call.given)
     if apart and not seen and all(map(plain, (out, *call.given))):
         return run(*call._replace(out=out))
     return out.copy_(grouped_matmul(*call[:-1]))
@@ -85,11 +69,11 @@ def _differentiable(*given: Any, **named: Any) -> Tensor:
     a, b, offs, bias, residual, alpha, epilogue, out_dtype, a_index, *_ = call
     out_index, out_weights, zeroed = call.out_index, call.out_weights, call.zeroed
     scales = call.scale_a, call.scale_b
-    if not differentiated(a, b, bias, residual, out_weights, *scales):
+    if not levels.differentiated(a, b, bias, residual, out_weights, *scales):
         with compat.below_autograd():
             return grouped_matmul(*call[:-1])  # type: ignore[no-any-return]
     if a.dtype in BY_STORAGE:
-        return record(Underivable, grouped_matmul, *call[:-1])
+        return levels.record(levels.Underivable, grouped_matmul, *call[:-1])
     parsed = epilogue_of(epilogue) if epilogue else IDENTITY
     refuse_outputs(parsed)
     head, rest = parsed.parts if epilogue else (IDENTITY, None)
@@ -97,12 +81,12 @@ def _differentiable(*given: Any, **named: Any) -> Tensor:
     # A weight's gradient sums over its row, and scattering reads all rows.
     clean = zeroed or out_weights is not None or out_index is not None
     inner = residual if rest is None and head is IDENTITY and not clean else None
-    y = record(
+    y = levels.record(
         _Product, a, b, offs, bias, inner, alpha, text, out_dtype, a_index, clean
     )  # fmt: skip
     if rest is not None:
         for stage in rest.stages or (rest,):
-            y = apply_stage(stage, y)
+            y = levels.apply_stage(stage, y)
     if clean and (rest is not None or bias is not None or head is not IDENTITY):
         y = torch.where(_known(y, offs, ragged_along(a, b)), y, 0)
     if out_weights is not None:
@@ -126,7 +110,7 @@ def _known(y: Tensor, offs: Tensor, along: str) -> Tensor:
     return places[:, None] if along == "m" else places
 
 
-class _Product(OneLevel):
+class _Product(levels.OneLevel):
     """``epilogue(alpha · (a @ b) + bias) + residual`` for an epilogue with ``output_vjp``; the
     residual only where the epilogue is the identity."""
 
@@ -143,7 +127,7 @@ class _Product(OneLevel):
         a_index: Tensor | None,
         zeroed: bool,
     ) -> Tensor:
-        with below_autograd():
+        with levels.below_autograd():
             rest = (bias, residual, alpha, epilogue, out_dtype, a_index, None, None, zeroed)
             return grouped_matmul(a, b, offs, *rest)  # type: ignore[no-any-return]
 
@@ -159,8 +143,8 @@ class _Product(OneLevel):
         if compat.forward_ad._current_level >= 0 or compat.transforms_active():
             ctx.save_for_forward(a, b, offs, a_index, y)
         ctx.along = ragged_along(a, b)
-        ctx.a, ctx.b, ctx.bias, ctx.residual = map(form_of, (a, b, bias, residual))
-        ctx.a_column, ctx.b_column = map(is_column_major, (a, b))
+        ctx.a, ctx.b, ctx.bias, ctx.residual = map(levels.form_of, (a, b, bias, residual))
+        ctx.a_column, ctx.b_column = map(levels.is_column_major, (a, b))
         ctx.settings = overridden()
 
     @staticmethod
@@ -177,10 +161,10 @@ class _Product(OneLevel):
         if wants_bias:
             dbias = _summed(dz, offs, along, *ctx.bias)
         if wants_residual:
-            dresidual = as_gradient(grad, ctx.residual[1])
-        dz = as_gradient(dz, ctx.a[1])
+            dresidual = levels.as_gradient(grad, ctx.residual[1])
+        dz = levels.as_gradient(dz, ctx.a[1])
         if wants_a:
-            da = lying_as(ctx.a_column, _multiply, dz, b.mT, offs, alpha)
+            da = levels.lying_as(ctx.a_column, _multiply, dz, b.mT, offs, alpha)
             if a_index is not None:
                 # A row's gradient sums over all rows that gathered it; beyond the last group it
                 # is zero.
@@ -189,13 +173,13 @@ class _Product(OneLevel):
                 da = zeros.index_add(0, a_index, da.to(wide)).to(da.dtype)
         if wants_b:
             a = a if a_index is None else a.index_select(0, a_index)
-            db = lying_as(ctx.b_column, _multiply, a.mT, dz, offs, alpha)
+            db = levels.lying_as(ctx.b_column, _multiply, a.mT, dz, offs, alpha)
         return da, db, None, dbias, dresidual, None, None, None, None, None
 
     @staticmethod
     def jvp(ctx: Any, ta: Any, tb: Any, _: None, tbias: Any, tresidual: Any, *__: None) -> Tensor:
-        with outer_levels():
-            a, b, offs, a_index, y = map(primal, ctx.saved_tensors)
+        with levels.outer_levels():
+            a, b, offs, a_index, y = map(levels.primal, ctx.saved_tensors)
             t = tresidual
             more = ("", ctx.out_dtype, a_index)
             if ta is not None:
@@ -211,7 +195,7 @@ class _Product(OneLevel):
 def _multiply(a: Tensor, b: Tensor, offs: Tensor, alpha: float) -> Tensor:
     """A grouped product whose result is zero beyond the last group."""
     call = GroupedArguments(a, b, offs, alpha=alpha, zeroed=True)
-    seen = recorded(a, b) or is_batched(a) or is_batched(b)
+    seen = levels.recorded(a, b) or levels.is_batched(a) or levels.is_batched(b)
     if not torch.compiler.is_dynamo_compiling() and not seen and undisturbed(a, b, offs):
         if a.dim() == b.dim() and b.shape[1] != grouped_strides(b.shape, b.dtype)[0]:
             # Autograd would copy a weight's gradient whose rows are padded and the weight's not.

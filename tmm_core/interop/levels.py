@@ -153,7 +153,7 @@ def is_column_major(t: Tensor) -> bool:
     return len(strides) > 1 and strides[-2] == 1 < strides[-1]
 
 
-def text_of_head(head: Epilogue) -> str:
+def head_text(head: Epilogue) -> str:
     return "" if head is IDENTITY else head.interned()
 
 

@@ -8,16 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tmm_core.interop.levels import (
-    OneLevel,
-    as_gradient,
-    by_operator,
-    form_of,
-    is_batched,
-    is_column_major,
-    text_of_head,
-    wider,
-)
+from tmm_core.interop import levels
 from tmm_core.interop.pointwise import failed, takes
 from tmm_core.launch.warm import run, undisturbed
 from tmm_core.settings import overridden, within
@@ -50,15 +41,15 @@ class Call:
         self.alpha = alpha
         self.head = head
         self.bias = None if bias is None else bias.dtype
-        self.residual = form_of(residual)
-        self.a_columns = is_column_major(a)
+        self.residual = levels.form_of(residual)
+        self.a_columns = levels.is_column_major(a)
         #: Whether b is column-major, in the orientation in which it is multiplied.
-        self.b_columns = is_column_major(b) is not transposed
+        self.b_columns = levels.is_column_major(b) is not transposed
         self.transposed = transposed
         self.settings = overridden()
 
 
-class _EagerRows(OneLevel):
+class _EagerRows(levels.OneLevel):
     """``_EagerProduct`` of ``[…, M, K]`` with one matrix, as layers call it, with the lowest host
     cost."""
 
@@ -74,7 +65,15 @@ class _EagerRows(OneLevel):
         out_dtype: torch.dtype | None,
         transposed: bool,
     ) -> Tensor:
-        y = run(a, b.t() if transposed else b, bias, residual, alpha, text_of_head(head), out_dtype)
+        y = run(
+            a,
+            b.t() if transposed else b,
+            bias,
+            residual,
+            alpha,
+            levels.head_text(head),
+            out_dtype,
+        )
         wants_a, wants_b, *_ = ctx.needs_input_grad
         kept = None if head.linear else y
         ctx.save_for_backward(a if wants_b else None, b if wants_a else None, kept)
@@ -125,17 +124,17 @@ def _gradients_of_rows(
     if wants_bias:
         dtype: Any = call.bias
         same = rows.dtype is dtype
-        dbias = rows.sum(0) if same else rows.sum(0, dtype=wider(rows.dtype, dtype))
-        dbias = as_gradient(dbias, dtype)
+        dbias = rows.sum(0) if same else rows.sum(0, dtype=levels.wider(rows.dtype, dtype))
+        dbias = levels.as_gradient(dbias, dtype)
     if wants_residual:
         assert call.residual is not None
         shape, dtype = call.residual
-        dresidual = as_gradient(grad.sum_to_size(shape), dtype)
-    multiply = run if direct else by_operator
+        dresidual = levels.as_gradient(grad.sum_to_size(shape), dtype)
+    multiply = run if direct else levels.by_operator
     # In the operands' layouts: autograd copies, by transposing, a gradient in another layout.
     if wants_a:
         assert b is not None
-        rows = as_gradient(rows, b.dtype)
+        rows = levels.as_gradient(rows, b.dtype)
         b = b.conj() if b.is_complex() else b
         b = b if call.transposed else b.mT
         if call.a_columns and not many:
@@ -145,7 +144,7 @@ def _gradients_of_rows(
             da = da.view(*dz.shape[:-1], da.shape[-1]) if many else da
     if wants_b:
         assert a is not None
-        rows = as_gradient(rows, a.dtype)
+        rows = levels.as_gradient(rows, a.dtype)
         a = a.flatten(0, -2) if a.dim() != 2 else a
         a = a.conj() if a.is_complex() else a
         if call.b_columns:
@@ -163,11 +162,11 @@ def _is_direct(grad: Tensor) -> bool:
         not torch.is_grad_enabled()
         and not torch.compiler.is_dynamo_compiling()
         and undisturbed(grad, grad)
-        and not (is_batched(grad) or grad.is_complex())
+        and not (levels.is_batched(grad) or grad.is_complex())
     )
 
 
-class _Following(OneLevel):
+class _Following(levels.OneLevel):
     """The part of the epilogue after a product, by kernels. As a separate node it frees the product
     before the gradients of its operands are computed."""
 
