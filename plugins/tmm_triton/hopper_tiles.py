@@ -171,6 +171,11 @@ class Constants:
     #: The dimension along which groups differ in size, and whether rows of none become zeros.
     RAGGED: str | None = None
     ZEROED: bool = False
+    #: Rows of the result are stored where ``out_index`` says, and multiplied by ``out_weights``.
+    SCATTERED: bool = False
+    WEIGHTED: bool = False
+    #: Elements that a thread stores at once where it stores through pointers.
+    STORED: int = 1
     #: By what rows are reduced to an output beside the result.
     REDUCE: str | None = None
     #: The kernel's: Triton keeps what it compiled by the values of its constants, which tell
@@ -226,6 +231,9 @@ class Constants:
             WORDS=by_words(problem),
             RAGGED=problem.groups.ragged if problem.groups else None,
             ZEROED=problem.groups is not None and problem.groups.zeroed,
+            SCATTERED=scattered(problem),
+            WEIGHTED=problem.groups is not None and problem.groups.out_weights is not None,
+            STORED=1 if _rows_unaligned(problem) else _stored_at_once(problem),
             REDUCE=next((port.reduce for port in problem.epilogue.outputs), None),
             VERSION=version,
         )
@@ -822,9 +830,24 @@ def by_words(problem: Problem) -> str | None:
 
 
 def stored_by_pointers(problem: Problem) -> bool:
-    """Whether TMA cannot write the output: its rows do not start or end at multiples of 16 bytes,
-    which TMA stores whole (on an H200 a 1×1 output overwrote its 7 neighbours)."""
+    """Whether TMA cannot write the output: its rows are scattered, or are not whole multiples of
+    its alignment."""
+    return scattered(problem) or _rows_unaligned(problem)
+
+
+def _rows_unaligned(problem: Problem) -> bool:
+    """Whether rows of the output do not start or end at multiples of 16 bytes, which TMA stores
+    whole (on an H200 a 1×1 output overwrote its 7 neighbours)."""
     return not problem.out.aligned or problem.n * problem.out.dtype.itemsize % ALIGNMENT != 0
+
+
+def _stored_at_once(problem: Problem) -> int:
+    return ALIGNMENT // problem.out.dtype.itemsize if scattered(problem) else 1
+
+
+def scattered(problem: Problem) -> bool:
+    """Whether an index says where rows of the result are stored."""
+    return problem.groups is not None and problem.groups.out_index is not None
 
 
 def residual_by_tma(problem: Problem) -> bool:

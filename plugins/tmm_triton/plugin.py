@@ -25,6 +25,7 @@ KERNELS = {
     "triton.warp_specialized": ("warp_specialized", "WarpSpecialized"),
     "triton.realigned": ("realigned", "Realigned"),
     "triton.ragged": ("ragged", "Ragged"),
+    "triton.gathered": ("gathered", "Gathered"),
 }
 
 

@@ -138,15 +138,18 @@ def placed(matrix, end, row, column, COL: gl.constexpr, KIND: gl.constexpr):
 
 
 @jit
-def zero_beyond(out, groups, M, N, WARPS: gl.constexpr):
+def zero_beyond(out, groups, M, N, SCATTERED: gl.constexpr, WARPS: gl.constexpr):
     """Zero the rows of the result that are in no group: each block every so many."""
-    pointer, stride = out
+    pointer, stride, index = out
     LAYOUT: gl.constexpr = gl.BlockedLayout([8], [32], [WARPS], [0])
     ELEMENT: gl.constexpr = pointer.dtype.element_ty
     columns = gl.arange(0, 256 * WARPS, layout=LAYOUT)
     zeros = gl.zeros([256 * WARPS], ELEMENT, LAYOUT)
     _start, end = bounds(groups[2] - 1, groups, M)
     for row in range(end + gl.program_id(0), M, gl.num_programs(0)):
+        start = row * stride
+        if SCATTERED:
+            start = gl.load(index + row) * stride
         for column in range(0, N, 256 * WARPS):
             at = column + columns
-            gl.store(pointer + row * stride + at, zeros, mask=at < N)
+            gl.store(pointer + start + at, zeros, mask=at < N)

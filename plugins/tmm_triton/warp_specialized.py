@@ -97,6 +97,7 @@ from tmm_triton.hopper_tiles import (
     multiplied,
     part_elements,
     residual_by_tma,
+    scattered,
 )
 from tmm_triton.kernel import FLOATS, Built, missing_toolchain, unknown_gluon
 from tmm_triton.operands import Build
@@ -556,16 +557,27 @@ def _fetch(staged, strip, matrix, row, column, end, WHO: gl.constexpr, C: gl.con
 
 
 @jit
+def _weighted(y, weights, row, end, LAYOUT: gl.constexpr):
+    """``y``, each row times its weight."""
+    rows = row + gl.arange(0, y.shape[0], layout=gl.SliceLayout(1, LAYOUT))
+    weight = gl.load(weights + rows, mask=rows < end, other=0.0).to(gl.float32)
+    return y * gl.expand_dims(weight, 1)
+
+
+@jit
 def _scatter(z, matrix, row, column, corner, target, sizes, C: gl.constexpr):
-    """Store by pointers: unaligned rows allow no access wider than an element."""
-    pointer, strides = target
+    """Store by pointers: rows that are scattered, or unaligned, which allows no access wider than
+    an element."""
+    pointer, strides, index = target
     stride_z, stride = strides
     M, N, _, _, _, _ = sizes
     if C.stacked:
         pointer += matrix * stride_z
-    ACROSS: gl.constexpr = min(32, z.shape[1])
+    ACROSS: gl.constexpr = min(32, z.shape[1] // C.STORED)
     # A warp's lanes are side by side in one row, so that each of its stores is contiguous.
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [32 // ACROSS, ACROSS], [C.WARPS, 1], [1, 0])
+    LAYOUT: gl.constexpr = gl.BlockedLayout(
+        [1, C.STORED], [32 // ACROSS, ACROSS], [C.WARPS, 1], [1, 0]
+    )
     z = gl.convert_layout(z.to(pointer.dtype.element_ty), LAYOUT)
     rows = row + gl.arange(0, z.shape[0], layout=gl.SliceLayout(1, LAYOUT))
     columns = column + gl.arange(0, z.shape[1], layout=gl.SliceLayout(0, LAYOUT))
@@ -574,6 +586,8 @@ def _scatter(z, matrix, row, column, corner, target, sizes, C: gl.constexpr):
     own_columns = (columns >= corner[1]) & (columns < N)
     inside = gl.expand_dims(own_rows, 1) & gl.expand_dims(own_columns, 0)
     across = gl.expand_dims(columns, 0)
+    if C.SCATTERED:
+        rows = gl.load(index + rows, mask=own_rows, other=0)
     gl.store(pointer + gl.expand_dims(rows * stride, 1) + across, z, mask=inside)
 
 
@@ -608,7 +622,7 @@ def _store(
 ):  # fmt: skip
     """Finish the fp32 accumulator (two, gate and up, where gated), round it and send it off
     strip by strip, through one or two staging buffers."""
-    destination, _, residual, factors, port = target
+    destination, _, residual, factors, port, weights = target
     M, N, _, _, _, _ = sizes
     SUBTILES: gl.constexpr = C.SUBTILES
     WIDTH: gl.constexpr = C.width
@@ -637,6 +651,8 @@ def _store(
             x = EPILOGUE(x, y)
         else:
             x = EPILOGUE(x)
+        if C.WEIGHTED:
+            x = _weighted(x, weights, row, M, LAYOUT)
         if C.RESIDUAL and not C.FETCH:
             x = x + _residual(residual, matrix, row, at, sizes, C, LAYOUT).to(gl.float32)
         if C.REDUCE is not None and not C.FETCH:
@@ -879,7 +895,7 @@ def _kernel(
     residual_ptr, residual_stride_z, residual_stride_m, residual_stride_n,
     alpha, scale_a_ptr, scale_b_ptr, parts_ptr, flags_ptr, TAIL, words_ptr, words_stride,
     ahead_ptr, ahead_stride, port_ptr, port_at, port_stride,
-    offs_ptr, table_ptr, G, bias_stride_z,
+    offs_ptr, table_ptr, G, bias_stride_z, out_index_ptr, out_weights_ptr,
     EPILOGUE: gl.constexpr, OF: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
     STAGES: gl.constexpr = C.STAGES
@@ -889,7 +905,7 @@ def _kernel(
     a_ring = _ring(words_ptr if C.WORDS == "a" else a_desc, a_slots, C.WORDS == "a")
     b_ring = _ring(words_ptr if C.WORDS == "b" else b_desc, b_slots, C.WORDS == "b")
     if C.POINTERS:
-        destination = (out_ptr, (out_stride_z, out_stride))
+        destination = (out_ptr, (out_stride_z, out_stride), out_index_ptr)
     else:
         c_slots: gl.constexpr = [C.CONSUMERS * C.buffers] + c_desc.block_shape  # noqa: RUF005
         staging = gl.allocate_shared_memory(c_desc.dtype, c_slots, c_desc.layout)
@@ -939,10 +955,12 @@ def _kernel(
         # early part must not overlap the previous launch.
         gdc_launch_dependents()
     if C.ZEROED:
-        zero_beyond((out_ptr, out_stride), sizes[5], M, N, C.WARPS)
+        out = (out_ptr, out_stride, out_index_ptr)
+        zero_beyond(out, sizes[5], M, N, C.SCATTERED, C.WARPS)
     bias = (bias_ptr, bias_stride, bias_stride_z)
     factors = (alpha, scale_a_ptr, scale_b_ptr)
-    target = (destination, bias, residual, factors, (port_ptr, port_at, port_stride))
+    port = (port_ptr, port_at, port_stride)
+    target = (destination, bias, residual, factors, port, out_weights_ptr)
     parts = (parts_ptr, flags_ptr)
     loads = (a_desc, b_desc, strides, ring, barriers, sizes)
     sums = (ring, barriers, turn, target, parts, sizes)
@@ -1030,6 +1048,7 @@ class WarpSpecialized(Built[WarpSpecializedConfig]):
         outputs=("row",),
         reduces=REDUCES,
         ragged=("m", "k"),
+        indexed=True,
         zeroed=True,
     )
 
@@ -1051,6 +1070,10 @@ class WarpSpecialized(Built[WarpSpecializedConfig]):
         if problem.groups is not None:
             if problem.along == "k" and (problem.a.layout, problem.b.layout) != ("col", "row"):
                 yield "groups along K begin and end at rows of memory: a column-major, b row-major"
+            if problem.groups.a_index is not None:
+                yield "TMA does not gather rows on Hopper (triton.gathered copies them before)"
+            if scattered(problem) and problem.residual is not None:
+                yield "rows of the result are scattered, and the residual's with them"
             if problem.extent > MOST_ROWS:
                 yield f"more than {MOST_ROWS} rows of groups (TMA)"
 
@@ -1107,6 +1130,9 @@ class WarpSpecialized(Built[WarpSpecializedConfig]):
             types |= {"offs_ptr": "*i32", "G": "i32"}
             if groups.ragged == "m":
                 types |= {"table_ptr": "*i32", "b_stride_z": "i64"}
+            for name in ("out_index", "out_weights"):
+                if dtype := groups.extras[name]:
+                    types[f"{name}_ptr"] = pointer(dtype)
         if specialized.WORDS is not None:
             del types[f"{specialized.WORDS}_desc"]
             types |= {"words_ptr": pointer(problem.a.dtype), "words_stride": "i64"}
@@ -1151,8 +1177,8 @@ class WarpSpecialized(Built[WarpSpecializedConfig]):
                         divisible["residual_stride_z"] = 4
         if problem.residual is not None and specialized.stacked:
             types["residual_stride_z"] = "i64"
-        if specialized.ZEROED and not specialized.POINTERS:
-            # Zeros are stored 16 bytes at a time.
+        if specialized.STORED > 1 or (specialized.ZEROED and not specialized.POINTERS):
+            # Scattered rows and zeros are stored 16 bytes at a time.
             step = ALIGNMENT // problem.out.dtype.itemsize
             whole = max(step, divisible.get("N", 1))
             divisible |= {"out_ptr": ALIGNMENT, "out_stride": step, "N": whole}
@@ -1220,6 +1246,7 @@ class WarpSpecialized(Built[WarpSpecializedConfig]):
         }
         if groups is not None:
             known |= {"offs_ptr": "offs", "table_ptr": "workspace", "G": groups.count}
+            known |= {"out_index_ptr": "out_index", "out_weights_ptr": "out_weights"}
         if config.tail_splits > 1:
             flags = Counters(blocks * of.constants["C"].a_boxes)
             known |= {"parts_ptr": "workspace", "flags_ptr": flags}

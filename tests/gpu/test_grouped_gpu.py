@@ -197,6 +197,60 @@ def test_every_tile_of_the_hopper_kernel_keeps_to_its_group(form: str, epilogue:
         assert error < 5e-3, config
 
 
+@pytest.mark.parametrize("epilogue", ["", "swiglu"])
+@pytest.mark.parametrize("kernel", ["triton.ragged", "triton.gathered"])
+def test_gathered_scattered_and_weighted_rows(kernel: str, epilogue: str) -> None:
+    """In every config that is offered, and in a graph whose indices change."""
+    if kernel == "triton.gathered" and torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs Hopper")
+    t, k, n, ends = 1024, 328, 264, (0, 37, 37, 700, 701, 957, 1000)
+    width = 2 * n if epilogue else n
+    a = torch.randn(300, k, device="cuda").bfloat16()
+    b = torch.randn(len(ends), width, k, device="cuda").bfloat16().mT
+    offs, weights = offs_of(ends), torch.rand(t, device="cuda")
+    index, places = torch.randint(300, (t,), device="cuda"), torch.randperm(t, device="cuda")
+    extras = {"offs": offs, "a_index": index, "out_index": places, "out_weights": weights}
+
+    def wanted() -> torch.Tensor:
+        z = expected("rows", a[index], b, ends)[: ends[-1]]
+        y = torch.nn.functional.silu(z[:, :n]) * z[:, n:] if epilogue else z
+        y = y * weights[: ends[-1], None].double()
+        return y.new_zeros(t, n).index_copy(0, places[: ends[-1]], y)
+
+    def right(got: torch.Tensor) -> bool:
+        exact = wanted()
+        beyond = got[places[ends[-1] :]]
+        error = (got.double() - exact).norm() / exact.norm()
+        return bool((beyond == 0).all() and error < 5e-3)
+
+    asked = Problem.of(
+        a, b, torch.empty(t, n, dtype=a.dtype, device="meta"), fingerprint(a.device),
+        epilogue=parse(epilogue or None),
+        groups=Groups(
+            len(ends), "m", a_index=index.dtype, out_index=places.dtype,
+            out_weights=weights.dtype, zeroed=True,
+        ),
+    )  # fmt: skip
+    candidate: Kernel[Any] = dispatcher().registry.kernel(kernel)
+    assert candidate.reasons_against(asked) == []
+    for config in {*candidate.configs(asked), *candidate.configs(asked.at(64 * t))}:
+        launcher: Any = candidate.bind(asked, config)
+        assert right(launcher(a, b, None, None, 1.0, None, **extras)), config
+        out = torch.full((t, n + 8), torch.nan, dtype=a.dtype, device="cuda")[:, :n]
+        assert right(launcher(a, b, None, None, 1.0, out, **extras)), config
+    call: Any = lambda: tmm_core.grouped_matmul(  # noqa: E731
+        a, b, **extras, epilogue=epilogue or None, kernel=kernel
+    )
+    assert right(call())
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out = call()
+    index.copy_(torch.randint(300, (t,), device="cuda"))
+    places.copy_(torch.randperm(t, device="cuda"))
+    graph.replay()
+    assert right(out)
+
+
 def test_alternate_columns() -> None:
     """gpt-oss's gate: what a product without an epilogue gives, gated afterwards."""
     a, b = operands("rows")

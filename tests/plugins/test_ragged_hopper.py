@@ -68,6 +68,7 @@ class Call:
         ragged: Along what, ``"m"`` or ``"k"``.
         ends, total: The ends of groups, and the size of that dimension.
         extras: alpha, a bias of each group and a residual, which TMA loads with ``fetch``.
+        indexed: Rows of the result are permuted, and each has a weight.
         offs: What the kernel reads instead of ``ends``.
     """
 
@@ -76,7 +77,7 @@ class Call:
         m: int = 5, n: int = 10, k: int = 7, consumers: int = 2, pingpong: bool = False,
         stages: int = 3, subtiles: int = 2, programs: int = 3, layout: str = "",
         gated: bool = False, extras: bool = False, fetch: bool = False, pointers: bool = False,
-        zeroed: bool = False, scales: str | None = None, columns: int = 4,
+        zeroed: bool = False, scales: str | None = None, columns: int = 4, indexed: bool = False,
         offs: tuple[int, ...] | None = None,
     ) -> None:  # fmt: skip
         layout = layout or ("nn" if ragged == "m" else "tn")
@@ -86,7 +87,9 @@ class Call:
         self.c = constants(
             ragged, consumers, pingpong, seed, stages, columns, SUBTILES=subtiles,
             A_COL=layout[0] == "t", B_COL=layout[1] == "t", GATED=gated, SCALED=extras,
-            BIAS=extras, RESIDUAL=extras, FETCH=fetch, POINTERS=pointers, ZEROED=zeroed,
+            BIAS=extras, RESIDUAL=extras and not indexed, FETCH=fetch, ZEROED=zeroed,
+            POINTERS=pointers or indexed, SCATTERED=indexed, WEIGHTED=indexed,
+            STORED=2 if indexed and seed % 2 else 1,
             SCALE_A=scales, SCALE_B=scales, IN_BYTES=1 if scales else 2,
         )  # fmt: skip
         random = np.random.default_rng(seed)
@@ -95,7 +98,10 @@ class Call:
         self.a = random.standard_normal((self.m, self.k))
         self.b = random.standard_normal((self.count, self.k, width))
         self.bias = random.standard_normal((self.count, width)) if extras else None
-        self.residual = random.standard_normal((*stack, self.m, n)) if extras else None
+        given = extras and not indexed
+        self.residual = random.standard_normal((*stack, self.m, n)) if given else None
+        self.places = random.permutation(self.m) if indexed else np.arange(self.m)
+        self.weights = random.random(self.m) + 0.5 if indexed else np.ones(self.m)
         by_row = scales == "row"
         self.scale_a = random.random((self.m if by_row else 1, 1)) + 0.5
         self.scale_b = random.random((self.count, width) if by_row else (1, 1)) + 0.5
@@ -154,6 +160,9 @@ class Call:
         if c.BIAS:
             known |= {"bias_ptr": Pointer(self.bias.ravel()), "bias_stride": 1, "alpha": 0.5}
             known["bias_stride_z"] = self.bias.shape[1]
+        if c.SCATTERED:
+            known["out_index_ptr"] = Pointer(self.places)
+            known["out_weights_ptr"] = Pointer(self.weights)
         if c.SCALE_A:
             known["scale_a_ptr"] = Pointer(self.scale_a.ravel())
             known["scale_b_ptr"] = Pointer(self.scale_b.ravel())
@@ -188,7 +197,8 @@ class Call:
         for group, (start, end) in enumerate(zip((0, *self.ends), self.ends, strict=False)):
             part = slice(start, end)
             if self.ragged == "m":
-                wanted[0, part] = self.product(group, self.a[part], self.b[group], part)
+                y = self.product(group, self.a[part], self.b[group], part)
+                wanted[0, self.places[part]] = self.weights[part, None] * y
                 if self.residual is not None:
                     wanted[0, part] += self.residual[part]
             else:
@@ -236,6 +246,16 @@ def test_fused_work_of_groups(consumers: int, pingpong: bool, ways: dict[str, bo
         Call(
             seed, "k", ends, total, consumers=consumers, pingpong=pingpong, gated=gated,
             extras=True, subtiles=subtiles, **ways,
+        ).check()  # fmt: skip
+
+
+@pytest.mark.parametrize(("consumers", "pingpong"), SCHEDULES)
+def test_scattered_and_weighted_rows(consumers: int, pingpong: bool) -> None:
+    """Each row where its index says, and zeros where it says for rows of no group."""
+    for seed, (gated, zeroed) in enumerate(itertools.product((False, True), (True, False))):
+        Call(
+            seed, "m", (0, 5, 5, 6, 11), 14, consumers=consumers, pingpong=pingpong, gated=gated,
+            extras=True, indexed=True, zeroed=zeroed,
         ).check()  # fmt: skip
 
 
@@ -432,10 +452,12 @@ def test_groups_compile_for_hopper(tmp_path: Path) -> None:
         "problem(8192, 14336, 4096, epilogue='swiglu', bias=BF16,"
         " groups=Groups(8, 'm', zeroed=True)),"
         "problem(16384, 4096, 14336, residual=Operand(BF16), groups=Groups(8, 'm')),"
-        "problem(4096, 14336, 8192, 'tn', groups=Groups(8, 'k'))"
+        "problem(4096, 14336, 8192, 'tn', groups=Groups(8, 'k')),"
+        "problem(16384, 4096, 14336, groups=Groups("
+        "8, 'm', out_index=torch.int64, out_weights=FP32, zeroed=True))"
     )
     results = compiled(expressions, "first", tmp_path)
-    assert len(results) == 3
+    assert len(results) == 4
     for result in results:
         assert result["shared"] <= result["promised"] <= H200.shared_memory, result
         assert result["wgmma"] > 0, result

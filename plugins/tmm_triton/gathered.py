@@ -1,0 +1,158 @@
+"""``triton.gathered``: rows of ``a`` that an index names are copied side by side, and the Hopper
+kernel multiplies the copy.
+
+On Hopper TMA loads rows that lie side by side. ``triton.ragged`` gathers them through registers
+instead, which needs no copy, and multiplies with less of the tensor cores. A copy moves each row
+once in and once out; the tensor cores gain more than that where a group's rows and K are many.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from collections.abc import Iterable
+from dataclasses import replace
+
+import torch
+import triton
+import triton.language as tl
+
+from tmm_core import Kernel, Launcher, Machine, Operand, Problem
+from tmm_core.triton import pointer
+from tmm_triton.hopper_tiles import ALIGNMENT, WarpSpecializedConfig
+from tmm_triton.kernel import Built
+from tmm_triton.operands import Build
+from tmm_triton.warp_specialized import WarpSpecialized
+
+#: Rows and bytes of a row that one program copies.
+_ROWS, _BYTES = 8, 2048
+_WARPS = 4
+#: µs that the copy's launch adds in a graph.
+_LAUNCH_US = 1.5
+_INT32_MAX = 2**31 - 1
+
+
+@triton.jit
+def gather_kernel(
+    a_ptr, index_ptr, offs_ptr, copy_ptr, M, K, G, stride, ROWS: tl.constexpr, COLS: tl.constexpr
+):  # fmt: skip
+    """Copy rows ``index[:offs[-1]]`` of a: an index past the last group may be anything."""
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    columns = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    known = rows < tl.minimum(tl.load(offs_ptr + G - 1), M)
+    at = tl.load(index_ptr + rows, mask=known, other=0).to(tl.int64)
+    inside = known[:, None] & (columns[None, :] < K)
+    row = tl.load(a_ptr + at[:, None] * stride + columns[None, :], mask=inside)
+    tl.store(copy_ptr + rows[:, None].to(tl.int64) * K + columns[None, :], row, mask=inside)
+
+
+class Gathered(Built[WarpSpecializedConfig]):
+    """A copy of the gathered rows, then ``triton.warp_specialized``."""
+
+    name = "triton.gathered"
+    traits = WarpSpecialized.traits
+    config_type = WarpSpecializedConfig
+    # Scales would be gathered with their rows.
+    supports = replace(WarpSpecialized.supports, ragged=("m",), formats=(), scales=())
+
+    @functools.cached_property
+    def inner(self) -> WarpSpecialized:
+        return WarpSpecialized()
+
+    @functools.cached_property
+    def version(self) -> str:
+        """A version of its own code and of the inner kernel."""
+        own = Kernel.version.func(self)  # type: ignore[attr-defined]  # a cached property's
+        return hashlib.sha256((own + self.inner.version).encode()).hexdigest()[:12]
+
+    def declines(self, problem: Problem) -> Iterable[str]:
+        if problem.groups is None or problem.groups.a_index is None:
+            yield "is for rows that an index gathers"
+        elif not problem.a.aligned or problem.a.layout != "row":
+            yield f"rows of a are not contiguous or not aligned to {ALIGNMENT} bytes"
+        elif problem.k * problem.a.dtype.itemsize % ALIGNMENT:
+            yield f"rows of a are not multiples of {ALIGNMENT} bytes"
+        else:
+            yield from self.inner.reasons_against(gathered(problem))
+
+    def configs(self, problem: Problem) -> Iterable[WarpSpecializedConfig]:
+        return self.inner.configs(gathered(problem))
+
+    def default_config(self, problem: Problem) -> WarpSpecializedConfig:
+        return self.inner.default_config(gathered(problem))
+
+    def arithmetic(self, problem: Problem, config: WarpSpecializedConfig) -> str | None:
+        return self.inner.arithmetic(gathered(problem), config)
+
+    def estimate_us(self, problem: Problem, config: WarpSpecializedConfig) -> float:
+        product = self.inner.estimate_us(gathered(problem), config)
+        # Read once, written once.
+        moved = 2 * _elements(problem) * problem.a.dtype.itemsize
+        return product + _LAUNCH_US + moved / Machine.of(problem.device).memory
+
+    def workspace_bytes(self, problem: Problem, config: WarpSpecializedConfig) -> int:
+        own = _elements(problem) * problem.a.dtype.itemsize
+        return own + self.inner.workspace_bytes(gathered(problem), config)
+
+    def builds(self, problem: Problem, config: WarpSpecializedConfig) -> list[Build]:
+        return [_copy(problem), *self.inner.builds(gathered(problem), config)]
+
+    def bind(self, problem: Problem, config: WarpSpecializedConfig) -> Launcher:
+        groups = problem.groups
+        assert groups is not None
+        product = self.inner.bind(gathered(problem), config)
+        build = _copy(problem)
+        launch = build.launch(problem.device.type).call
+        m, k, count = problem.m, problem.k, groups.count
+        grid = -(-m // build.constants["ROWS"]), -(-k // build.constants["COLS"]), 1
+        rest = [name for name in groups.given if name not in ("offs", "a_index")]
+
+        def run(
+            a: torch.Tensor,
+            b: torch.Tensor,
+            bias: torch.Tensor | None,
+            residual: torch.Tensor | None,
+            alpha: float,
+            out: torch.Tensor | None = None,
+            **extras: torch.Tensor,
+        ) -> torch.Tensor:
+            offs, index = extras["offs"], extras["a_index"]
+            # torch reuses its memory in stream order, and for a graph takes it from its pool.
+            copy = a.new_empty(m, k)
+            launch(*grid, a, index, offs, copy, m, k, count, a.stride(0))
+            given = {name: extras[name] for name in rest}
+            return product(copy, b, bias, residual, alpha, out, offs=offs, **given)
+
+        return run
+
+
+def gathered(problem: Problem) -> Problem:
+    """The problem of the copy."""
+    assert problem.groups is not None
+    copy = Operand(problem.a.dtype, "row", True, _elements(problem) > _INT32_MAX)
+    return replace(problem, a=copy, groups=replace(problem.groups, a_index=None))
+
+
+def _elements(problem: Problem) -> int:
+    return problem.m * problem.k
+
+
+def _copy(problem: Problem) -> Build:
+    assert problem.groups is not None
+    assert problem.groups.a_index is not None
+    element = pointer(problem.a.dtype)
+    types = {
+        "a_ptr": element,
+        "index_ptr": pointer(problem.groups.a_index),
+        "offs_ptr": "*i32",
+        "copy_ptr": element,
+        "M": "i32",
+        "K": "i32",
+        "G": "i32",
+        "stride": "i64",
+    }
+    step = ALIGNMENT // problem.a.dtype.itemsize
+    columns = min(_BYTES // problem.a.dtype.itemsize, triton.next_power_of_2(problem.k))
+    constants = {"ROWS": _ROWS, "COLS": columns}
+    divisible = {"a_ptr": ALIGNMENT, "copy_ptr": ALIGNMENT, "K": step, "stride": step}
+    return Build(gather_kernel, types, constants, divisible, {"num_warps": _WARPS})
