@@ -22,6 +22,8 @@ if not torch.cuda.is_available():
 
 sys.path.insert(0, str(Path(__file__).parent))  # fakes.py
 
+from uninterpreted import Uninterpreted
+
 from tmm_core import dispatch, settings
 from tmm_core.launch import warm
 
@@ -55,6 +57,30 @@ def blas_alone(isolated: None, monkeypatch: pytest.MonkeyPatch) -> Iterator[None
     torch.set_num_threads(1)
     yield
     torch.set_num_threads(threads)
+
+
+@pytest.fixture(scope="session")
+def compiler_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """One for all workers of this run."""
+    own = tmp_path_factory.getbasetemp()
+    shared = own.parent if "PYTEST_XDIST_WORKER" in os.environ else own
+    return shared / "uninterpreted"
+
+
+@pytest.fixture(scope="session")
+def uninterpreted(compiler_folder: Path) -> Iterator[Uninterpreted]:
+    """Calls a function where Triton compiles."""
+    process = Uninterpreted(compiler_folder)
+    yield process
+    process.close()
+
+
+@pytest.fixture(scope="session")
+def uninterpreted_amd(compiler_folder: Path) -> Iterator[Uninterpreted]:
+    """The same, for AMD's GPUs."""
+    process = Uninterpreted(compiler_folder, amd=True)
+    yield process
+    process.close()
 
 
 def forget() -> None:

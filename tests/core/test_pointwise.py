@@ -1,19 +1,13 @@
 """The passes that follow a product compile without a GPU, for Ampere, Hopper and Blackwell, and
 move 16 bytes at a time.
 
-Compiling needs Triton not to be interpreting, so it is done in a process of its own: this module
-run as a program, which prints a line of JSON per compilation. What they compute:
-``test_autograd.py``.
+What they compute: ``test_autograd.py``.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import subprocess
-import sys
-import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -21,19 +15,21 @@ import pytest
 
 pytest.importorskip("triton")
 
+from uninterpreted import Uninterpreted
+
 from tmm_core.spec.epilogue import BUILTIN, parse
 
 EPILOGUES = [name for name, epilogue in BUILTIN.items() if epilogue.parts[1] is not None]
 EPILOGUES += ["gelu_tanh+softcap(30)", "swiglu+tanh"]
 
 
-def compile_all() -> None:
+def compiled() -> list[dict[str, Any]]:
     from triton.backends.compiler import GPUTarget
 
     from tmm_core.triton import compile_for, device_function, pointwise, source
     from tmm_core.triton.derivatives import device_derivative
 
-    def compiled(job: tuple[str, int]) -> list[dict[str, Any]]:
+    def both_ways(job: tuple[str, int]) -> list[dict[str, Any]]:
         name, sm = job
         epilogue = parse(name)
         tile = {"BLOCK_M": pointwise.BLOCK_M, "BLOCK_N": pointwise.BLOCK_N}
@@ -60,26 +56,16 @@ def compile_all() -> None:
         return lines
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for lines in pool.map(compiled, [(e, sm) for e in EPILOGUES for sm in (80, 90, 100)]):
-            for line in lines:
-                print(json.dumps(line), flush=True)
+        asked = [(epilogue, sm) for epilogue in EPILOGUES for sm in (80, 90, 100)]
+        return [line for lines in pool.map(both_ways, asked) for line in lines]
 
 
 @pytest.mark.slow
-def test_the_passes_compile_to_wide_accesses() -> None:
-    with tempfile.TemporaryDirectory() as cache:
-        environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": cache}
-        command = [sys.executable, __file__]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-2000:]
-    lines = [json.loads(line) for line in done.stdout.splitlines()]
+def test_the_passes_compile_to_wide_accesses(uninterpreted: Uninterpreted) -> None:
+    lines = uninterpreted(compiled)
     assert len(lines) == 2 * 3 * len(EPILOGUES)
     for line in lines:
         backward = line["function"] == "_backward"
         # Two accesses a thread for each of gradient, halves and halves' gradients.
         assert line["ld"] == line["ld wide"] == 2 * (1 + line["gated"] + backward), line
         assert line["st"] == line["st wide"] == 2 * (1 + (line["gated"] and backward)), line
-
-
-if __name__ == "__main__":
-    compile_all()

@@ -6,12 +6,8 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import itertools
-import json
-import os
 import re
-import subprocess
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -29,8 +25,11 @@ from tmm_triton.realigned import Realigned, RealignedConfig, realigned
 from tmm_triton.skinny import Skinny
 from tmm_triton.split_k import SplitK
 from tmm_triton.warp_specialized import WarpSpecialized
+from triton.backends.compiler import GPUTarget
+from uninterpreted import Uninterpreted
 
 from tmm_core import ConfigError, Operand, Problem
+from tmm_core.triton import compile_for, source
 
 KERNELS: list[Any] = [WarpSpecialized(), Skinny(), SplitK()]
 DECODE = problem(16, 4096, 4096)
@@ -302,11 +301,8 @@ def _worth_compiling(kernel: Any, asked: Problem) -> list[Any]:
     return list(found.values())
 
 
-def compile_all() -> None:
-    from triton.backends.compiler import GPUTarget
-
-    from tmm_core.triton import compile_for, source
-
+def programs_compiled() -> list[dict[str, Any]]:
+    lines = []
     for name, asked in _CASES.items():
         for kernel in KERNELS:
             if [r for r in kernel.reasons_against(asked) if "driver" not in r]:
@@ -322,18 +318,13 @@ def compile_all() -> None:
                     line = {"case": name, "kernel": one.name, "early": config.early}
                     line |= {"events": _EVENTS.findall(one.asm["ptx"])}
                     line |= {"config": str(config), "pdl": one.metadata.launch_pdl}
-                    print(json.dumps(line), flush=True)
+                    lines.append(line)
+    return lines
 
 
 @pytest.mark.slow
-def test_nothing_is_touched_before_the_wait() -> None:
-    with tempfile.TemporaryDirectory() as cache:
-        environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": cache}
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-        command = [sys.executable, __file__]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stderr[-2000:]
-    lines = [json.loads(line) for line in done.stdout.splitlines()]
+def test_nothing_is_touched_before_the_wait(uninterpreted: Uninterpreted) -> None:
+    lines = uninterpreted(programs_compiled)
     assert {line["early"] for line in lines} == {"", "wait", "l2", "b"}
     assert {line["kernel"] for line in lines} == {
         "_kernel", "skinny_kernel", "split_k_kernel", "reduce_kernel",
@@ -410,7 +401,3 @@ def test_h200_has_dependent_launch_and_others_not() -> None:
         for early in ("", "wait", "l2", "b")
     ]
     assert [of.options["launch_pdl"] for of in special] == [False, True, True, True]
-
-
-if __name__ == "__main__":
-    compile_all()

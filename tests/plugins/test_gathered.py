@@ -3,11 +3,7 @@ that runs there too."""
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,9 +12,10 @@ import torch
 pytest.importorskip("triton.experimental.gluon")
 
 from test_warp_specialized import BF16, H200, problem
-from tmm_triton.gathered import Gathered, gathered
+from tmm_triton.gathered import Gathered, _copy, gathered
 from tmm_triton.ragged import Ragged
 from tmm_triton.warp_specialized import WarpSpecialized
+from uninterpreted import Uninterpreted
 
 from tmm_core import Groups, Operand, Problem
 from tmm_core.spec.device import fingerprint
@@ -103,27 +100,16 @@ def test_its_version_is_that_of_both(monkeypatch: pytest.MonkeyPatch) -> None:
     assert Gathered().version != before
 
 
-_COMPILE = """
-from test_gathered import asked
-from tmm_triton import gathered
-ptx = gathered._copy(asked()).compile_for(90).asm["ptx"]
-print(ptx.count("ld.global.v4.b32"), ptx.count("st.global.v4.b32"), ptx.count("ld.global"))
-"""
+def compiled() -> list[int]:
+    ptx = _copy(asked()).compile_for(90).asm["ptx"]
+    return [ptx.count(f"{access}.global.v4.b32") for access in ("ld", "st")] + [
+        ptx.count("ld.global")
+    ]
 
 
 @pytest.mark.slow
-def test_the_copy_moves_16_bytes_at_a_time(tmp_path: Path) -> None:
-    environment = {
-        **os.environ,
-        "TRITON_INTERPRET": "0",
-        "TRITON_CACHE_DIR": str(tmp_path),
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-    }
-    done = subprocess.run(
-        [sys.executable, "-c", _COMPILE], env=environment, capture_output=True, text=True
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    loads, stores, all_loads = map(int, done.stdout.split())
+def test_the_copy_moves_16_bytes_at_a_time(uninterpreted: Uninterpreted) -> None:
+    loads, stores, all_loads = uninterpreted(compiled)
     # 8 rows of 2 KB by 128 threads; and besides the rows an index of each, and the last end.
     assert loads == stores == 8
     assert all_loads <= loads + 9

@@ -1,17 +1,13 @@
 """``triton.ragged`` compiles, without a GPU, for Ampere, Hopper, Blackwell and an MI300: nothing is
 spilled that a wave's tiles would be slower for, tiles fit shared memory, Hopper's get ``wgmma``.
 
-The largest tile of each kind, one of decode and one of misaligned operands: this module run as a
-program compiles them, since Triton must not be interpreting, and prints a line of JSON for each.
+The largest tile of each kind, one of decode and one of misaligned operands.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -23,11 +19,13 @@ import torch
 pytest.importorskip("triton")
 
 from test_triton_compile import DEVICES, MOST_STACK, resources
+from tmm_triton.ragged import Ragged
 
 from tmm_core import Groups, Operand, Problem
 from tmm_core.spec.clamped import CLAMPED
 from tmm_core.spec.device import DeviceFingerprint
 from tmm_core.spec.epilogue import parse
+from tmm_core.triton import compile_for, source, target_of
 
 BF16, FP32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
 ROW, COL, LOOSE = Operand(BF16), Operand(BF16, "col"), Operand(BF16, aligned=False)
@@ -80,11 +78,7 @@ ASKED = {
 }
 
 
-def compile_all(target: str) -> None:
-    from tmm_triton.ragged import Ragged
-
-    from tmm_core.triton import compile_for, source, target_of
-
+def compiled(target: str) -> list[dict[str, Any]]:
     kernel, device = Ragged(), TARGETS[target]
 
     def lines() -> Iterator[tuple[str, Problem, Any]]:
@@ -94,7 +88,7 @@ def compile_all(target: str) -> None:
             largest = max(configs, key=lambda c: (c.registers(asked[name]), -c.SUBTILE))
             yield name, asked[name], largest
 
-    def compiled(job: tuple[str, Problem, Any]) -> dict[str, Any]:
+    def tile_compiled(job: tuple[str, Problem, Any]) -> dict[str, Any]:
         name, problem, config = job
         (build,) = kernel.builds(problem, config)
         src = source(build.fn, build.types, build.constants, build.divisible)
@@ -114,28 +108,14 @@ def compile_all(target: str) -> None:
         return line | {"stack": used["STACK"] + used["LOCAL"]}
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for line in pool.map(compiled, lines()):
-            print(json.dumps(line), flush=True)
-
-
-@pytest.fixture(scope="module")
-def compiled(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
-    """A line for each, by two processes: one believes that its torch is built for AMD."""
-    cache = str(tmp_path_factory.mktemp("triton"))
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": cache}
-    found = []
-    for targets in (("80", "90", "100"), ("gfx942",)):
-        command = [sys.executable, __file__, *targets]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-        assert done.returncode == 0, done.stderr[-2000:]
-        found += [json.loads(line) for line in done.stdout.splitlines()]
-    return found
+        return list(pool.map(tile_compiled, lines()))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("target", TARGETS)
-def test_the_largest_tiles_compile_and_fit(target: str, compiled: list[dict[str, Any]]) -> None:
-    lines = [line for line in compiled if line["target"] == target]
+def test_the_largest_tiles_compile_and_fit(target: str, request: pytest.FixtureRequest) -> None:
+    process = "uninterpreted_amd" if target == "gfx942" else "uninterpreted"
+    lines = request.getfixturevalue(process)(compiled, target)
     assert [line["problem"] for line in lines] == list(ASKED[target])
     assert not [line for line in lines if line["stack"] > MOST_STACK]
     assert not [line for line in lines if line["shared"] > line["room"]]
@@ -151,10 +131,3 @@ def test_the_largest_tiles_compile_and_fit(target: str, compiled: list[dict[str,
             "columns",
         }
         assert all(line["wgmma"] for line in tall)
-
-
-if __name__ == "__main__":
-    if "gfx942" in sys.argv:
-        torch.version.hip = "6.4"  # epilogues are written for the GPU that torch is built for
-    for asked in sys.argv[1:]:
-        compile_all(asked)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -29,6 +28,7 @@ from test_warp_specialized import (
 from tmm_triton import hopper_tiles, operands, ragged_tiles, warp_specialized
 from tmm_triton.hopper_tiles import Constants
 from tmm_triton.ragged import Ragged
+from uninterpreted import Uninterpreted
 
 from tmm_core import Groups, Operand, Problem
 from tmm_core.dispatch import random_inputs
@@ -447,16 +447,15 @@ def test_sums_of_groups_depend_on_the_others() -> None:
 
 
 @pytest.mark.slow
-def test_groups_compile_for_hopper(tmp_path: Path) -> None:
-    expressions = (
-        "problem(8192, 14336, 4096, epilogue='swiglu', bias=BF16,"
-        " groups=Groups(8, 'm', zeroed=True)),"
-        "problem(16384, 4096, 14336, residual=Operand(BF16), groups=Groups(8, 'm')),"
-        "problem(4096, 14336, 8192, 'tn', groups=Groups(8, 'k')),"
-        "problem(16384, 4096, 14336, groups=Groups("
-        "8, 'm', out_index=torch.int64, out_weights=FP32, zeroed=True))"
-    )
-    results = compiled(expressions, "first", tmp_path)
+def test_groups_compile_for_hopper(uninterpreted: Uninterpreted) -> None:
+    scattered = Groups(8, "m", out_index=torch.int64, out_weights=FP32, zeroed=True)
+    asked = [
+        grouped(m=8192, n=14336, zeroed=True, epilogue="swiglu", bias=BF16),
+        grouped(m=16384, k=14336, residual=Operand(BF16)),
+        grouped("k", n=14336, k=8192),
+        problem(16384, 4096, 14336, groups=scattered),
+    ]
+    results = uninterpreted(compiled, asked, "first")
     assert len(results) == 4
     for result in results:
         assert result["shared"] <= result["promised"] <= H200.shared_memory, result

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
+import importlib
 import json
-import os
-import subprocess
-import sys
+import re
 from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,6 +14,7 @@ import torch
 
 pytest.importorskip("triton")
 
+from test_triton_compile import resources
 from tmm_triton.realigned import (
     Misaligned,
     Realigned,
@@ -25,6 +24,8 @@ from tmm_triton.realigned import (
     inner_kernels,
     realigned,
 )
+from triton.backends.compiler import GPUTarget
+from uninterpreted import Uninterpreted
 
 from tmm_core import ConfigError, Machine, Operand, Problem
 from tmm_core.dispatch.guarded import Checksums, Guarded
@@ -33,6 +34,7 @@ from tmm_core.spec.device import DeviceFingerprint, fingerprint
 from tmm_core.spec.epilogue import parse
 from tmm_core.testing import KernelConformance, memory
 from tmm_core.testing.probe import Probe
+from tmm_core.triton import compile_for, source
 
 KERNEL = Realigned()
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -417,100 +419,88 @@ def test_without_gluon_the_others_serve(monkeypatch: pytest.MonkeyPatch) -> None
 
 # What the compiler makes of it.
 
-_COMPILE = """
-import json, re, subprocess, sys
-from pathlib import Path
-import test_realigned
-from test_realigned import *
-from tmm_core.triton import compile_for, source
-from tmm_triton import warp_specialized
-import triton
-from triton.backends.compiler import GPUTarget
 
-def inner(asked, config):
-    kernel, served = inner_kernels()[config.inner], realigned(asked)
+def compiled(asked: Problem, count: int) -> list[dict[str, Any]]:
+    """The copy of the operands, or the products of the first ``count`` configs."""
+    if count == 0:
+        results = [copy_build(asked).compile_for(90)]
+    else:
+        results = [
+            result
+            for config in list(KERNEL.configs(asked))[:count]
+            for result in _products(asked, config)
+        ]
+    found = []
+    for result in results:
+        ptx = result.asm["ptx"]
+        found.append({
+            "shared": result.metadata.shared,
+            "stack": resources(result.asm["cubin"])["STACK"],
+            "loads": sorted(set(re.findall(r"ld\.global\.(\S*)", ptx))),
+            "stores": sorted(set(re.findall(r"st\.global\.(\S*)", ptx))),
+            "wgmma": ptx.count("wgmma.mma_async"),
+            "wide": ptx.count("mul.lo.s64") + ptx.count("mad.lo.s64"),
+        })  # fmt: skip
+    return found
+
+
+def _products(asked: Problem, config: RealignedConfig) -> list[Any]:
+    kernel: Any = inner_kernels()[config.inner]
+    served = realigned(asked)
     if config.inner != "triton.warp_specialized":
         return [build.compile_for(90) for build in kernel.builds(served, config.config)]
-    special = kernel.specialize(served, config.config)
-    src = source(warp_specialized._kernel, special.types, special.constants, special.divisible)
-    return [compile_for(GPUTarget("cuda", 90, 32), src, **special.options)]
-
-tools = Path(triton.__file__).parent / "backends/nvidia/bin"
-asked = eval(sys.argv[1])
-for compiled in eval(sys.argv[2]):
-    Path(sys.argv[3]).write_bytes(compiled.asm["cubin"])
-    usage = subprocess.run(
-        [tools / "cuobjdump", "-res-usage", sys.argv[3]], capture_output=True, text=True, check=True
-    ).stdout
-    ptx = compiled.asm["ptx"]
-    print(json.dumps({
-        "shared": compiled.metadata.shared,
-        "stack": int(re.search(r"STACK:(\\d+)", usage)[1]),
-        "loads": sorted(set(re.findall(r"ld\\.global\\.(\\S*)", ptx))),
-        "stores": sorted(set(re.findall(r"st\\.global\\.(\\S*)", ptx))),
-        "wgmma": ptx.count("wgmma.mma_async"),
-        "wide": ptx.count("mul.lo.s64") + ptx.count("mad.lo.s64"),
-    }))
-"""
-
-
-def compiled(asked: str, what: str, folder: Path) -> list[dict[str, Any]]:
-    """Compile in a process that does not interpret, as a GPU's would not."""
-    environment = {
-        **os.environ,
-        "TRITON_INTERPRET": "0",
-        "TRITON_CACHE_DIR": str(folder / "triton"),
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-    }
-    command = [sys.executable, "-c", _COMPILE, asked, what, str(folder / "k.cubin")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=folder)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
+    of = kernel.specialize(served, config.config)
+    fn = importlib.import_module(kernel.__module__)._kernel
+    src = source(fn, of.types, of.constants, of.divisible)
+    return [compile_for(GPUTarget("cuda", 90, 32), src, **of.options)]
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("asked", "loads", "stores"),
     [
-        ("problem()", ["b64"], ["b64"]),
+        (problem(), ["b64"], ["b64"]),
         # One by one where nothing is contiguous, and from there whole vectors.
-        ("problem(dtype=FP16, a='col', b='strided')", ["b16", "b64"], ["b64", "v4.b32"]),
-        ("problem(dtype=FP32, tf32=True, b=Operand(FP32))", ["b64"], ["b64"]),
+        (problem(dtype=FP16, a="col", b="strided"), ["b16", "b64"], ["b64", "v4.b32"]),
+        (problem(dtype=FP32, tf32=True, b=Operand(FP32)), ["b64"], ["b64"]),
         (
-            "problem(70_000, 4096, 40_001, a=Operand(BF16, 'row', False, True), b=ALIGNED)",
+            problem(70_000, 4096, 40_001, a=Operand(BF16, "row", False, True), b=ALIGNED),
             ["b64"],
             ["b64"],
         ),
-        ("problem(300, 100, 300, batch=100)", ["b64"], ["b64"]),
+        (problem(300, 100, 300, batch=100), ["b64"], ["b64"]),
     ],
+    ids=str,
 )
 def test_the_copy_compiles_for_hopper(
-    asked: str, loads: list[str], stores: list[str], tmp_path: Path
+    asked: Problem, loads: list[str], stores: list[str], uninterpreted: Uninterpreted
 ) -> None:
-    (result,) = compiled(asked, "[copy_build(asked).compile_for(90)]", tmp_path)
+    (result,) = uninterpreted(compiled, asked, 0)
     assert result["stack"] == 0
     # Eight programs to an SM.
     assert result["shared"] <= H200.shared_memory // 8
     assert (result["loads"], result["stores"]) == (loads, stores)
-    assert (result["wide"] > 0) == ("70_000" in asked or "batch" in asked)
+    assert (result["wide"] > 0) == (asked.m == 70_000 or asked.batch > 1)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("asked", "count", "stack"),
     [
-        ("problem()", 100, 0),
-        ("problem(8192, 50257, 768, a=ALIGNED)", 3, 0),
-        ("problem(1500, 1500, 1500, batch=12)", 3, 0),
-        ("problem(127, 4093, 4096, dtype=FP16, a=Operand(FP16))", 3, 0),
+        (problem(), 100, 0),
+        (problem(8192, 50257, 768, a=ALIGNED), 3, 0),
+        (problem(1500, 1500, 1500, batch=12), 3, 0),
+        (problem(127, 4093, 4096, dtype=FP16, a=Operand(FP16)), 3, 0),
         # A few registers of the epilogue may go to local memory.
-        ("problem(epilogue='silu', bias=BF16)", 3, 128),
+        (problem(epilogue="silu", bias=BF16), 3, 128),
     ],
+    ids=str,
 )
-def test_configs_compile_for_hopper(asked: str, count: int, stack: int, tmp_path: Path) -> None:
+def test_configs_compile_for_hopper(
+    asked: Problem, count: int, stack: int, uninterpreted: Uninterpreted
+) -> None:
     """All of one problem, and the first of others."""
-    configs = f"[c for x in list(KERNEL.configs(asked))[:{count}] for c in inner(asked, x)]"
-    results = compiled(asked, configs, tmp_path)
+    results = uninterpreted(compiled, asked, count)
     least = min(count, 8)
     assert len(results) >= least
     for result in results:

@@ -5,11 +5,7 @@ is, mean nothing there: a GPU holds it to the reference in test_conformance.py."
 from __future__ import annotations
 
 import functools
-import json
-import os
 import re
-import subprocess
-import sys
 import types
 from dataclasses import replace
 from typing import Any
@@ -22,8 +18,10 @@ import triton
 pytest.importorskip("triton")
 
 from hopper_block import Block, Pointer
+from test_triton_compile import resources
 from tmm_triton import operands, skinny
 from tmm_triton.skinny import Skinny, SkinnyConfig
+from uninterpreted import Uninterpreted
 
 from tmm_core import ConfigError, Operand, Problem
 from tmm_core.spec.device import DeviceFingerprint
@@ -227,13 +225,11 @@ def test_arithmetic_addresses_masks(
     assert np.isnan(out[:, n:]).all()
 
 
-# -- the program --------------------------------------------------------------------------
+# What the compiler makes of it.
 
 
-def compile_all(sm: int) -> None:
-    from test_triton_compile import resources
-
-    kernel = Skinny()
+def compiled(sm: int) -> list[dict[str, Any]]:
+    kernel, lines = Skinny(), []
     tail = replace(DECODE, m=13, n=4099, k=4104, epilogue=parse("silu"), bias=torch.bfloat16)
     for name, problem in {"whole": DECODE, "one": replace(DECODE, m=1), "tail": tail}.items():
         # Overlapping launches is Hopper's alone, and is decided when it is built.
@@ -251,22 +247,14 @@ def compile_all(sm: int) -> None:
                 "streamed": sum("evict_first" in load for load in loads),
                 "through": len(re.findall(r"ldmatrix|cp\.async", ptx)),
             }
-            print(json.dumps(line), flush=True)
-
-
-@functools.cache
-def compilations(sm: int, cache: str) -> list[dict[str, Any]]:
-    environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": cache}
-    command = [sys.executable, __file__, str(sm)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
+            lines.append(line)
+    return lines
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sm", DEVICES)
-def test_operands_go_from_memory_to_the_tensor_cores(sm: int, tmp_path: Any) -> None:
-    lines = compilations(sm, str(tmp_path))
+def test_operands_go_from_memory_to_the_tensor_cores(sm: int, uninterpreted: Uninterpreted) -> None:
+    lines = uninterpreted(compiled, sm)
     assert {line["name"] for line in lines} == {"whole", "one", "tail"}
     for line in lines:
         config = SkinnyConfig(**line["config"])
@@ -281,7 +269,3 @@ def test_operands_go_from_memory_to_the_tensor_cores(sm: int, tmp_path: Any) -> 
         assert line["through"] == 0, line
         assert line["STACK"] + line["LOCAL"] == 0, line
         assert line["shared"] <= line["claimed"], line
-
-
-if __name__ == "__main__":
-    compile_all(int(sys.argv[1]))

@@ -2,19 +2,13 @@
 without a GPU, for Ampere, Hopper and Blackwell: shared memory fits, tiles stay in registers,
 Hopper's get ``wgmma``. So does a config of every tile for Ada and for AMD's MI300, which nobody
 has timed yet.
-
-Compiling needs Triton not to be interpreting, so it is done in a process of its own per
-architecture: this module run as a program, which prints a line of JSON per compilation.
 """
 
 from __future__ import annotations
 
-import functools
-import json
 import os
 import re
 import subprocess
-import sys
 import tempfile
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
@@ -26,9 +20,13 @@ import torch
 
 pytest.importorskip("triton")
 
+from tmm_triton.plugin import load
+from uninterpreted import Uninterpreted
+
 from tmm_core import Operand, Port, Problem
 from tmm_core.spec.device import DeviceFingerprint
 from tmm_core.spec.epilogue import parse
+from tmm_core.triton import compile_for, source, target_of
 
 BF16, FP32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
 #: Name, SMs and shared memory a block may have, by architecture.
@@ -89,7 +87,7 @@ def problems(device: DeviceFingerprint) -> dict[str, Problem]:
     }
 
 
-# -- the program --------------------------------------------------------------------------
+# -- what the compiler makes of them ---------------------------------------------------------
 
 
 def resources(cubin: bytes) -> dict[str, int]:
@@ -105,9 +103,7 @@ def resources(cubin: bytes) -> dict[str, int]:
     return {name: int(n) for name, n in re.findall(r"(REG|STACK|LOCAL):(\d+)", text)}
 
 
-def compile_all(sm: int) -> None:
-    from tmm_triton.plugin import load
-
+def compiled(sm: int) -> list[dict[str, Any]]:
     jobs: dict[Any, Any] = {}
     for name, problem in problems(DEVICES[sm]).items():
         for module in KERNELS:
@@ -130,7 +126,7 @@ def compile_all(sm: int) -> None:
                     key = (module, *kind, config.BLOCK_M)
                 jobs.setdefault(key, (name, module, problem, config, kernel))
 
-    def compiled(job: Any) -> list[dict[str, Any]]:
+    def compiled_builds(job: Any) -> list[dict[str, Any]]:
         name, module, problem, config, kernel = job
         lines = []
         for build in kernel.builds(problem, config):
@@ -166,22 +162,10 @@ def compile_all(sm: int) -> None:
         return lines
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for lines in pool.map(compiled, jobs.values()):
-            for line in lines:
-                print(json.dumps(line), flush=True)
+        return [line for lines in pool.map(compiled_builds, jobs.values()) for line in lines]
 
 
 # -- the tests ----------------------------------------------------------------------------
-
-
-@functools.cache
-def compilations(sm: int | str) -> list[dict[str, Any]]:
-    with tempfile.TemporaryDirectory() as cache:
-        environment = {**os.environ, "TRITON_INTERPRET": "0", "TRITON_CACHE_DIR": cache}
-        command = [sys.executable, __file__, str(sm)]
-        done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=900)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
 
 
 def label(line: dict[str, Any]) -> str:
@@ -190,8 +174,8 @@ def label(line: dict[str, Any]) -> str:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("sm", DEVICES)
-def test_tiles_compile_and_fit(sm: int) -> None:
-    lines = compilations(sm)
+def test_tiles_compile_and_fit(sm: int, uninterpreted: Uninterpreted) -> None:
+    lines = uninterpreted(compiled, sm)
     errors = {label(line): line["error"] for line in lines if "error" in line}
     assert not errors
     room = DEVICES[sm].shared_memory
@@ -241,15 +225,9 @@ UNTIMED = {
 MATRIX_UNITS = {"sm_89": "mma.sync", "gfx942": "v_mfma_"}
 
 
-def compile_tiles(name: str) -> None:
-    """Compile one config of every tile that is proposed, of whichever kernel proposes it first."""
+def tiles_compiled(name: str) -> list[dict[str, Any]]:
+    """One config of every tile that is proposed, of whichever kernel proposes it first."""
     device = UNTIMED[name]
-    if device.cuda.startswith("hip"):
-        torch.version.hip = "6.4"  # type: ignore[misc]  # as that torch says it
-    from tmm_triton.plugin import load
-
-    from tmm_core.triton import compile_for, source, target_of
-
     posed = problems(device)
     asked = [posed[each] for each in ("gated", "large", "decode", "large_k", "unaligned")]
     if name == "sm_89":
@@ -269,7 +247,7 @@ def compile_tiles(name: str) -> None:
                     continue
                 jobs.setdefault(key, (module, problem, config, kernel.builds(problem, config)[0]))
 
-    def compiled(job: Any) -> dict[str, Any]:
+    def tile_compiled(job: Any) -> dict[str, Any]:
         module, problem, config, build = job
         line = {"problem": str(problem), "kernel": module, "config": str(config)}
         line |= {"function": build.fn.__name__, "claimed": config.shared_memory(problem)}
@@ -287,14 +265,16 @@ def compile_tiles(name: str) -> None:
         return line | {"shared": result.metadata.shared, "mma": text.count(MATRIX_UNITS[name])}
 
     with ThreadPoolExecutor(os.cpu_count()) as pool:
-        for line in pool.map(compiled, jobs.values()):
-            print(json.dumps(line), flush=True)
+        return list(pool.map(tile_compiled, jobs.values()))
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", UNTIMED)
-def test_a_config_of_every_tile_compiles_where_none_was_timed(name: str) -> None:
-    lines = compilations(name)
+def test_a_config_of_every_tile_compiles_where_none_was_timed(
+    name: str, request: pytest.FixtureRequest
+) -> None:
+    process = "uninterpreted_amd" if name == "gfx942" else "uninterpreted"
+    lines = request.getfixturevalue(process)(tiles_compiled, name)
     tiles = {tuple(line["tile"]) for line in lines}
     assert {(128, 128), (64, 128), (64, 64), (16, 64)} <= tiles
     assert len(lines) >= 10
@@ -302,10 +282,3 @@ def test_a_config_of_every_tile_compiles_where_none_was_timed(name: str) -> None
     room = UNTIMED[name].shared_memory
     assert not {label(x): x["shared"] for x in lines if x["shared"] > room}
     assert not {label(x): x["spilled"] for x in lines if x["spilled"] > MOST_STACK}
-
-
-if __name__ == "__main__":
-    if sys.argv[1] in UNTIMED:
-        compile_tiles(sys.argv[1])
-    else:
-        compile_all(int(sys.argv[1]))

@@ -6,12 +6,9 @@ from __future__ import annotations
 import dataclasses
 import importlib.util
 import itertools
-import json
-import os
-import subprocess
 import sys
 import types
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +20,18 @@ pytest.importorskip("triton.experimental.gluon")
 
 import triton
 from hopper_block import DeadlockError, Descriptor, Pointer, Rows, run_block, workspace_order
+from test_triton_compile import resources
 from tmm_triton import hopper_tiles, operands, ports, warp_specialized
 from tmm_triton.hopper_tiles import Constants, WarpSpecializedConfig
 from tmm_triton.warp_specialized import WarpSpecialized
+from triton.backends.compiler import GPUTarget
+from uninterpreted import Uninterpreted
 
 from tmm_core import ConfigError, Groups, Operand, Port, Problem
 from tmm_core.dispatch import random_inputs
 from tmm_core.spec.device import DeviceFingerprint
 from tmm_core.spec.epilogue import BUILTIN, Epilogue, parse
+from tmm_core.triton import compile_for, source
 
 KERNEL = WarpSpecialized()
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -733,48 +734,42 @@ def test_the_model_sees_what_a_missing_wait_does(line: str, instead: str, tmp_pa
 
 # What the compiler makes of it.
 
-_COMPILE = """
-import json, re, subprocess, sys
-from collections.abc import Iterable
-from pathlib import Path
-from test_warp_specialized import *
-from test_warp_specialized import KERNEL
-from tmm_triton import warp_specialized
-from tmm_core.triton import compile_for, source
-import triton
-from triton.backends.compiler import GPUTarget
 
-tools = Path(triton.__file__).parent / "backends/nvidia/bin"
-asked = eval(sys.argv[1])
-for asked, config in [(p, c) for p in asked for c in configs_of(p, sys.argv[2])]:
-    special = KERNEL.specialize(asked, config)
-    compiled = compile_for(
-        GPUTarget("cuda", 90, 32),
-        source(warp_specialized._kernel, special.types, special.constants, special.divisible),
-        **special.options,
-    )
-    ptx = compiled.asm["ptx"]
-    Path(sys.argv[3]).write_bytes(compiled.asm["cubin"])
-    usage = subprocess.run(
-        [tools / "cuobjdump", "-res-usage", sys.argv[3]], capture_output=True, text=True, check=True
-    ).stdout
-    print(json.dumps({
-        "config": str(config),
-        "shared": compiled.metadata.shared,
-        "promised": config.shared_memory(asked),
-        "wgmma": ptx.count("wgmma.mma_async"),
-        "tma": ptx.count("cp.async.bulk.tensor.2d.shared"),
-        "setmaxnreg": ptx.count("setmaxnreg"),
-        "hinted": ptx.count("L2::cache_hint"),
-        "stack": int(re.search(r"STACK:(\\d+)", usage)[1]),
-    }))
-"""
+def compiled(problems: Sequence[Problem], which: str) -> list[dict[str, Any]]:
+    """What the compiler makes of configs for each problem (``configs_of``), where Triton does not
+    interpret, as on a GPU."""
+    found = []
+    for asked, config in [(p, c) for p in problems for c in configs_of(p, which)]:
+        special = KERNEL.specialize(asked, config)
+        result = compile_for(
+            GPUTarget("cuda", 90, 32),
+            source(warp_specialized._kernel, special.types, special.constants, special.divisible),
+            **special.options,
+        )
+        ptx = result.asm["ptx"]
+        found.append({
+            "problem": str(asked),
+            "config": str(config),
+            "shared": result.metadata.shared,
+            "promised": config.shared_memory(asked),
+            "wgmma": ptx.count("wgmma.mma_async"),
+            "tma": ptx.count("cp.async.bulk.tensor.2d.shared"),
+            "setmaxnreg": ptx.count("setmaxnreg"),
+            "stack": resources(result.asm["cubin"])["STACK"],
+        })  # fmt: skip
+    return found
 
 
+# A compilation takes 1 s, so tiles × layouts × dtypes × fused work are covered in pairs: every tile
+# once plainly and once in the form that spills first, storing fp32 through pointers; every layout,
+# dtype and fused work with every schedule and number of consumers, which decide the structure of
+# the program and the registers of a thread. Operands loaded by words with every tile; cut and split
+# tiles of one such operand only, since what follows the main loop does not depend on which it is.
 def configs_of(asked: Problem, which: str) -> list[WarpSpecializedConfig]:
     """``"all"``: every tile there is, and of each schedule and number of consumers one that cuts
-    its tail and one that splits K; ``"tiles"``: the tiles alone; ``"some"``: the best guess of
-    each schedule and number of consumers; ``"first"``: the best guess. A compilation takes 2 s."""
+    its tail and one that splits K; ``"tiles"``: the tiles alone; ``"largest"``: of each schedule
+    and number of consumers the largest; ``"some"``: the best guess of each; ``"first"``: the best
+    guess."""
     tiles = hopper_tiles._FP8_TILES if asked.fp8 else hopper_tiles._TILES
     if hopper_tiles.by_words(asked):
         tiles = hopper_tiles._WORD_TILES
@@ -783,6 +778,8 @@ def configs_of(asked: Problem, which: str) -> list[WarpSpecializedConfig]:
         return [KERNEL.default_config(asked)]
     if which == "tiles":
         return fitted
+    if which == "largest":
+        return _of_each(sorted(fitted, key=lambda c: (c.BLOCK_M * c.BLOCK_N, c.BLOCK_N)))
     if which == "all":
         cut = [dataclasses.replace(c, tail_splits=2) for c in fitted if c.consumers < 3]
         sums = [c for t in tiles for c in hopper_tiles._fitted(hopper_tiles._sums(asked), t)]
@@ -794,34 +791,22 @@ def _of_each(configs: Iterable[WarpSpecializedConfig]) -> list[WarpSpecializedCo
     return list({(c.schedule, c.consumers): c for c in configs}.values())
 
 
-def compiled(expression: str, which: str, folder: Path) -> list[dict[str, Any]]:
-    """Compile for one problem, or several between commas, in a process that does not interpret, as
-    a GPU's would not."""
-    environment = {
-        **os.environ,
-        "TRITON_INTERPRET": "0",
-        "TRITON_CACHE_DIR": str(folder / "triton"),
-        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-    }
-    command = [sys.executable, "-c", _COMPILE, f"[{expression}]", which, str(folder / "k.cubin")]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, cwd=folder)
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
-    return [json.loads(line) for line in done.stdout.splitlines()]
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("expression", "which"),
+    ("asked", "which"),
     [
-        ("problem(layout='nn')", "all"),
-        ("problem(layout='nt', dtype=FP16)", "some"),
-        ("problem(layout='tn')", "some"),
-        ("problem(layout='tt')", "some"),
-        ("problem(dtype=E4M3, out=BF16, scale_a='row', scale_b='row')", "all"),
+        (problem(layout="nn"), "all"),
+        (problem(layout="nt", dtype=FP16), "some"),
+        (problem(layout="tn"), "some"),
+        (problem(layout="tt"), "some"),
+        (problem(dtype=E4M3, out=BF16, scale_a="row", scale_b="row"), "all"),
     ],
+    ids=str,
 )
-def test_every_config_compiles_for_hopper(expression: str, which: str, tmp_path: Path) -> None:
-    for result in compiled(expression, which, tmp_path):
+def test_every_config_compiles_for_hopper(
+    asked: Problem, which: str, uninterpreted: Uninterpreted
+) -> None:
+    for result in uninterpreted(compiled, [asked], which):
         assert result["shared"] <= result["promised"] <= H200.shared_memory, result
         assert result["promised"] - result["shared"] < 1024, result
         assert result["wgmma"] > 0, result
@@ -831,11 +816,15 @@ def test_every_config_compiles_for_hopper(expression: str, which: str, tmp_path:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("dtype", "stack"), [("BF16", 0), ("FP32", 8)])
-def test_storing_by_pointers_takes_no_more(dtype: str, stack: int, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("dtype", "which", "stack"), [(BF16, "largest", 0), (FP32, "tiles", 8)], ids=str
+)
+def test_storing_by_pointers_takes_no_more(
+    dtype: torch.dtype, which: str, stack: int, uninterpreted: Uninterpreted
+) -> None:
     """Of shared memory, nor of registers (one config that stores fp32 spills two)."""
-    expression = f"problem(4097, 4097, 4097, 'nn', out=Operand({dtype}, aligned=False))"
-    for result in compiled(expression, "tiles", tmp_path):
+    asked = problem(4097, 4097, 4097, "nn", out=Operand(dtype, aligned=False))
+    for result in uninterpreted(compiled, [asked], which):
         assert result["shared"] <= result["promised"] <= H200.shared_memory, result
         assert result["wgmma"] > 0, result
         assert result["stack"] <= stack, result
@@ -843,41 +832,49 @@ def test_storing_by_pointers_takes_no_more(dtype: str, stack: int, tmp_path: Pat
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "expression",
+    ("asked", "which"),
     [
-        "problem(127, 4093, 4096, b=Operand(BF16, 'row', aligned=False),"
-        " out=Operand(BF16, aligned=False))",
-        "problem(127, 4096, 4095, b=Operand(BF16, 'col', aligned=False))",
-        "problem(4093, 64, 4095, 'nn', a=Operand(BF16, aligned=False))",
+        (
+            problem(
+                127, 4093, b=Operand(BF16, "row", aligned=False), out=Operand(BF16, aligned=False)
+            ),
+            "all",
+        ),
+        (problem(127, k=4095, b=Operand(BF16, "col", aligned=False)), "tiles"),
+        (problem(4093, 64, 4095, "nn", a=Operand(BF16, aligned=False)), "tiles"),
     ],
+    ids=str,
 )
-def test_loading_by_words_compiles_for_hopper(expression: str, tmp_path: Path) -> None:
-    for result in compiled(expression, "all", tmp_path):
+def test_loading_by_words_compiles_for_hopper(
+    asked: Problem, which: str, uninterpreted: Uninterpreted
+) -> None:
+    for result in uninterpreted(compiled, [asked], which):
         assert result["shared"] <= result["promised"] <= H200.shared_memory, result
         assert result["wgmma"] > 0, result
         # Four registers that are kept for what follows the main loop, in one of the configs.
         assert result["stack"] <= 16, result
 
 
+FUSED = [
+    problem(layout="tn", out=FP32),
+    problem(8192, 4096, 512, epilogue="gelu_tanh", bias=BF16, residual=Operand(BF16)),
+    problem(epilogue="swiglu", bias=FP32, scaled=True),
+    problem(batch=8, layout="nn", epilogue="silu", bias=BF16, residual=Operand(BF16)),
+    problem(
+        dtype=E4M3, b=Operand(E5M2, "col"), out=BF16, epilogue="silu", bias=FP32,
+        residual=Operand(BF16), scale_a="row", scale_b="row", scaled=True,
+    ),
+    problem(dtype=E4M3, out=BF16, epilogue="swiglu", scale_a="row", scale_b="row"),
+    problem(residual=Operand(BF16, "strided", aligned=False)),
+    problem(4097, 4097, 4097, epilogue="silu", bias=BF16, out=Operand(BF16, aligned=False)),
+    with_amax(problem(epilogue="silu", residual=Operand(BF16))),
+]  # fmt: skip
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "expression",
-    [
-        "problem(epilogue='silu')",
-        "problem(layout='tn', out=FP32)",
-        "problem(8192, 4096, 512, epilogue='gelu_tanh', bias=BF16, residual=Operand(BF16))",
-        "problem(epilogue='swiglu', bias=FP32, scaled=True)",
-        "problem(batch=8, layout='nn', epilogue='silu', bias=BF16, residual=Operand(BF16))",
-        "problem(dtype=E4M3, b=Operand(E5M2, 'col'), out=BF16, epilogue='silu', bias=FP32,"
-        " residual=Operand(BF16), scale_a='row', scale_b='row', scaled=True)",
-        "problem(dtype=E4M3, out=BF16, epilogue='swiglu', scale_a='row', scale_b='row')",
-        "problem(residual=Operand(BF16, 'strided', aligned=False))",
-        "problem(4097, 4097, 4097, epilogue='silu', bias=BF16, out=Operand(BF16, aligned=False))",
-        "with_amax(problem(epilogue='silu', residual=Operand(BF16)))",
-    ],
-)
-def test_fused_work_compiles_for_hopper(expression: str, tmp_path: Path) -> None:
-    for result in compiled(expression, "some", tmp_path):
+@pytest.mark.parametrize("asked", FUSED, ids=str)
+def test_fused_work_compiles_for_hopper(asked: Problem, uninterpreted: Uninterpreted) -> None:
+    for result in uninterpreted(compiled, [asked], "some"):
         assert result["shared"] <= result["promised"] <= H200.shared_memory, result
         assert result["wgmma"] > 0, result
         # Some registers of the epilogue may go to local memory, none of the accumulators'
