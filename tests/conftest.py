@@ -29,6 +29,8 @@ from tmm_core.launch import warm
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # What takes longest first, so that no worker ends with it while the others are idle.
+    items.sort(key=lambda item: item.get_closest_marker("slow") is None)
     if torch.cuda.is_available():
         return
     skip = pytest.mark.skip(reason="no CUDA device")

@@ -231,10 +231,23 @@ def test_arithmetic_addresses_masks(
 def compiled(sm: int) -> list[dict[str, Any]]:
     kernel, lines = Skinny(), []
     tail = replace(DECODE, m=13, n=4099, k=4104, epilogue=parse("silu"), bias=torch.bfloat16)
-    for name, problem in {"whole": DECODE, "one": replace(DECODE, m=1), "tail": tail}.items():
-        # Overlapping launches is Hopper's alone, and is decided when it is built.
-        problem = replace(problem, device=DEVICES[sm])
+    # Overlapping launches is Hopper's alone, and is decided when it is built.
+    asked = {
+        name: replace(problem, device=DEVICES[sm])
+        for name, problem in (("whole", DECODE), ("one", replace(DECODE, m=1)), ("tail", tail))
+    }
+    # What is fused and masked bears on none of what is counted: of the tiles that both propose each
+    # has every other one. A compilation takes 0.7 s.
+    tiles = {
+        name: list(dict.fromkeys(replace(c, early="") for c in kernel.configs(problem)))
+        for name, problem in asked.items()
+    }
+    both = [tile for tile in tiles["whole"] if tile in tiles["tail"]]
+    left_out = {"whole": both[1::2], "one": [], "tail": both[::2]}
+    for name, problem in asked.items():
         for config in kernel.configs(problem):
+            if replace(config, early="") in left_out[name]:
+                continue
             (build,) = kernel.builds(problem, config)
             result = build.compile_for(sm)
             ptx = result.asm["ptx"]
