@@ -8,7 +8,8 @@
 ``TMM_STATIC_WEIGHTS``  ``1``: no kernel that may still run when a product is called writes
                         its second operand, a matrix (docs/serve.md defines the promise)
 ``TMM_ARITHMETIC``      batch-invariant, with this arithmetic, as ``explain`` names it
-``TMM_TUNE_BUDGET``     seconds a problem's tuning may take (default 20)
+``TMM_TUNE_BUDGET``     seconds a problem's tuning may take (default 20), without the
+                        start of the compiling processes, once in a process
 ``TMM_TUNE_MEMORY``     bytes that tuning and verifying may take, like ``2G`` (default: a
                         quarter each of a GPU's free memory, at most 8 and 4 GiB)
 ``TMM_PROGRESS``        ``0``: no progress display; ``1``: even without a terminal

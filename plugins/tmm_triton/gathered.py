@@ -12,6 +12,7 @@ import functools
 import hashlib
 from collections.abc import Iterable
 from dataclasses import replace
+from typing import Any
 
 import torch
 import triton
@@ -100,7 +101,7 @@ class Gathered(Built[WarpSpecializedConfig]):
     def bind(self, problem: Problem, config: WarpSpecializedConfig) -> Launcher:
         groups = problem.groups
         assert groups is not None
-        product = self.inner.bind(gathered(problem), config)
+        product: Any = self.inner.bind(gathered(problem), config)
         build = _copy(problem)
         launch = build.launch(problem.device.type).call
         m, k, count = problem.m, problem.k, groups.count
@@ -121,7 +122,8 @@ class Gathered(Built[WarpSpecializedConfig]):
             copy = a.new_empty(m, k)
             launch(*grid, a, index, offs, copy, m, k, count, a.stride(0))
             given = {name: extras[name] for name in rest}
-            return product(copy, b, bias, residual, alpha, out, offs=offs, **given)
+            result: torch.Tensor = product(copy, b, bias, residual, alpha, out, offs=offs, **given)
+            return result
 
         return run
 

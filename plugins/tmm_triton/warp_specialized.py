@@ -660,7 +660,7 @@ def _store(
         if C.POINTERS:
             _scatter(x, matrix, row, at, corner, destination, sizes, C)
         else:
-            c_desc, staging = destination
+            c_desc, staging, _ = destination
             slot = WHO * BUFFERS + i % BUFFERS
             buffer = _matrix(staging.index(slot), KIND)
             if C.FETCH:
@@ -909,7 +909,7 @@ def _kernel(
     else:
         c_slots: gl.constexpr = [C.CONSUMERS * C.buffers] + c_desc.block_shape  # noqa: RUF005
         staging = gl.allocate_shared_memory(c_desc.dtype, c_slots, c_desc.layout)
-        destination = (c_desc, staging)
+        destination = (c_desc, staging, out_index_ptr)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     empty = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
     turn = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())

@@ -81,3 +81,8 @@ if torch.cuda.is_available():
     @pytest.mark.skipif(torch.cuda.get_device_capability() != (9, 0), reason="needs Hopper")
     class TestWarpSpecialized(KernelConformance):
         kernel = load("triton.warp_specialized")
+
+    @pytest.mark.gpu
+    @pytest.mark.skipif(torch.cuda.get_device_capability() != (9, 0), reason="needs Hopper")
+    class TestGathered(KernelConformance):
+        kernel = load("triton.gathered")

@@ -19,6 +19,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterable
 from concurrent.futures import Future, InvalidStateError
 from typing import IO, Any
@@ -105,6 +106,17 @@ class Compilers:
             _resolve(future)
         return future
 
+    def await_start(self, futures: Iterable[Future[None]], limit: float) -> float:
+        """Wait at most ``limit`` seconds for a server that is starting and has ``futures`` to
+        answer; returns the seconds it took."""
+        with self._lock:
+            server = self._server
+        if server is None or all(future.done() for future in futures):
+            return 0.0
+        started = time.monotonic()
+        server.started.wait(max(0.0, limit))
+        return time.monotonic() - started
+
     def cancel_pending(self, futures: Iterable[Future[None]] | None = None) -> None:
         """Cancel the pending ones of ``futures``, or all, and kill their compilers."""
         with self._lock:
@@ -187,6 +199,8 @@ class _Server:
         self._lock = threading.Lock()
         self._closing = False
         self._ready = False
+        #: Set when it compiles, or will not.
+        self.started = threading.Event()
         self._child: subprocess.Popen[bytes] | None = None
         self._environ = dict(os.environ)
         self._channel, self._theirs = socket.socketpair()
@@ -256,6 +270,7 @@ class _Server:
         with self._lock:
             self.ended = True
             left, self._pending = self._pending, {}
+        self.started.set()
         self._outbox.put(b"")
         self._channel.close()
         for future in left.values():
@@ -302,6 +317,7 @@ class _Server:
                 answer = json.loads(line)
                 if "ready" in answer:
                     self._ready = True
+                    self.started.set()
                     self._channel.settimeout(None)
                 else:
                     self._answered(answer)

@@ -43,6 +43,8 @@ LONG_US, SETTLE = 150.0, 4
 FINALISTS = 5
 #: Maximum number of races: another follows if a finalist turns out to be wrong.
 RACES = 3
+#: Seconds to wait for the compiling processes, which start once and in 3 to 6 s on an idle machine.
+START_PATIENCE = 20.0
 #: Samples at each other M of the bucket.
 INSIDE = 5
 
@@ -171,6 +173,9 @@ class Tuning:
                 raise futures.CancelledError
             return kernel.bind(problem, candidate.config)
 
+        # A small budget would end before any kernel compiled, and the record would say that none
+        # could.
+        self._deadline += self._compilers.await_start(compiling, START_PATIENCE)
         try:
             ready = compiling if self._first is None else self._launched_first(asked, compiling)
             tasks = [
