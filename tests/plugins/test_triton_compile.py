@@ -118,13 +118,16 @@ def compiled(sm: int) -> list[dict[str, Any]]:
                 fields = config.to_json()
                 split = fields.pop("SPLIT_K", 1) > 1
                 fields.pop("GROUP_M", None)
+                del fields["num_stages"]
                 operands = (problem.a.dtype, problem.a.aligned, problem.gated, name == "outputs")
                 kind = (split, operands, config.num_stages > 1)
                 if config.BLOCK_M * config.BLOCK_N >= 128 * 128:
                     key = (type(kernel).__module__, *kind, *fields.items())
                 else:  # what may not fit is the large ones, at 0.8 s each
                     key = (module, *kind, config.BLOCK_M)
-                jobs.setdefault(key, (name, module, problem, config, kernel))
+                # More stages take more shared memory, and registers of neither.
+                if key not in jobs or config.num_stages > jobs[key][3].num_stages:
+                    jobs[key] = (name, module, problem, config, kernel)
 
     def compiled_builds(job: Any) -> list[dict[str, Any]]:
         name, module, problem, config, kernel = job
