@@ -127,12 +127,12 @@ def test_a_browser_draws_the_page(tmp_path: Path) -> None:
     done = subprocess.run(
         [CHROMIUM, "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars",
          f"--user-data-dir={tmp_path / 'profile'}", "--force-device-scale-factor=1",
-         "--window-size=1100,2600", f"--screenshot={shot}", path.as_uri()],
+         "--window-size=1100,4000", f"--screenshot={shot}", path.as_uri()],
         capture_output=True, text=True, timeout=120, check=False,
     )  # fmt: skip
     assert shot.exists(), done.stderr
     pixels = (image.imread(shot)[..., :3] * 255).round().astype(int)
-    assert pixels.shape == (2600, 1100, 3)
+    assert pixels.shape == (4000, 1100, 3)
     # What is drawn whole: diamonds of tmm and of shipped records, the axis of every chart.
     for colour in ((0, 114, 178), (0, 158, 115), (27, 31, 36)):
         assert int((abs(pixels - colour).max(-1) <= 1).sum()) > 300, colour

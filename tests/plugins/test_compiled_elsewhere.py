@@ -43,9 +43,15 @@ PROBLEMS = {
     "unaligned": replace(LARGE, m=4097, n=4097, k=4097, a=LOOSE, b=LOOSE, out=LOOSE),
     "batched": replace(LARGE, m=512, n=512, k=512, batch=8),
     "grouped": replace(LARGE, groups=Groups(8, "m")),
+    "gathered": replace(LARGE, groups=Groups(8, "m", a_index=torch.int32)),
 }
 #: How many kernels are launched one after another, where it is not one.
-LAUNCHES = {"triton.split_k": {1, 2}, "triton.warp_specialized": {1, 2}, "triton.realigned": {2}}
+LAUNCHES = {
+    "triton.split_k": {1, 2},
+    "triton.warp_specialized": {1, 2},
+    "triton.realigned": {2},
+    "triton.gathered": {2},
+}
 
 
 def kernels() -> Iterator[Built[Any]]:

@@ -145,7 +145,7 @@ def test_serves(asked: Problem) -> None:
         (problem(out=Operand(BF16, "strided", aligned=False)), "out has no contiguous dimension"),
         (problem(n=4092, layout="nn", epilogue="swiglu"), "up half"),
         (problem(groups=Groups(8, "n")), "ragged along n"),
-        (problem(groups=Groups(8, "m", a_index=torch.int64)), "takes no a_index"),
+        (problem(groups=Groups(8, "m", a_index=torch.int64)), "TMA does not gather rows"),
         (problem(groups=Groups(8, "k")), "groups along K begin and end at rows of memory"),
         (problem(m=2**30 + 1, groups=Groups(8, "m")), "more than 1073741824 rows"),
         (
