@@ -343,4 +343,28 @@ GROUPED = [
         "rows of the group before are overwritten",
         (f"{HOPPER}::test_groups_of_any_size",),
     ),
+    Mutant(
+        "grouped-hopper-scattered",
+        "warp_specialized.py",
+        "        rows = gl.load(index + rows, mask=own_rows, other=0)\n",
+        "        pass\n",
+        "rows are stored in the order of the product",
+        (f"{HOPPER}::test_scattered_and_weighted_rows",),
+    ),
+    Mutant(
+        "grouped-hopper-scattered-zeros",
+        "ragged_tiles.py",
+        "            start = gl.load(index + row) * stride\n",
+        "            pass\n",
+        "zeros overwrite rows of groups",
+        (f"{HOPPER}::test_scattered_and_weighted_rows",),
+    ),
+    Mutant(
+        "gathered-version",
+        "gathered.py",
+        "(own + self.inner.version)",
+        "(own)",
+        "records outlive the inner kernel that they timed",
+        ("tests/plugins/test_gathered.py::test_its_version_is_that_of_both",),
+    ),
 ]
