@@ -165,9 +165,13 @@ def _bind_by(
     if problem.plain and same:
 
         def plain(
-            a: Tensor, b: Tensor, bias: Tensor | None, residual: Tensor | None, alpha: float,
+            a: Tensor,
+            b: Tensor,
+            bias: Tensor | None,
+            residual: Tensor | None,
+            alpha: float,
             out: Tensor | None,
-        ) -> Tensor:  # fmt: skip
+        ) -> Tensor:
             if out is None:
                 return mm(a, b)
             return with_out(a, b, bias, residual, alpha, out) if with_out else mm(a, b, out=out)
@@ -181,9 +185,13 @@ def _bind_by(
         return biased
 
     def general(
-        a: Tensor, b: Tensor, bias: Tensor | None, residual: Tensor | None, alpha: float,
+        a: Tensor,
+        b: Tensor,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        alpha: float,
         out: Tensor | None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         if out is not None and with_out:
             return with_out(a, b, bias, residual, alpha, out)
         if add_bias:
@@ -199,9 +207,13 @@ def _bind_by(
         return general
 
     def activated(
-        a: Tensor, b: Tensor, bias: Tensor | None, residual: Tensor | None, alpha: float,
+        a: Tensor,
+        b: Tensor,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        alpha: float,
         out: Tensor | None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         if out is not None:
             return general(a, b, bias, residual, alpha, out)
         y = activation(torch.addmm(bias, a, b) if add_bias else mm(a, b))  # type: ignore[arg-type]
@@ -265,9 +277,15 @@ def _bind_outputs(problem: Problem) -> Launcher:
     bare: Any = Blas().bind(replace(problem, epilogue=epilogue.bare), BlasConfig())
 
     def run(
-        a: Tensor, b: Tensor, bias: Tensor | None, residual: Tensor | None, alpha: float,
-        out: Tensor | None, outputs: tuple[Tensor, ...] = (), **scales: Tensor,
-    ) -> Tensor:  # fmt: skip
+        a: Tensor,
+        b: Tensor,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        alpha: float,
+        out: Tensor | None,
+        outputs: tuple[Tensor, ...] = (),
+        **scales: Tensor,
+    ) -> Tensor:
         y: Tensor = bare(a, b, bias, residual, alpha, out, **scales)
         for output, value in zip(outputs, epilogue.beside(y), strict=True):
             output.copy_(value)
@@ -311,9 +329,15 @@ def _bind_dequantized(problem: Problem, dequantize: Callable[[Tensor], Tensor]) 
     mm = torch.mm if problem.batch == 1 else torch.bmm
 
     def run(
-        a: Tensor, b: Tensor, bias: Tensor | None, residual: Tensor | None, alpha: float,
-        out: Tensor | None, scale_a: Tensor | None = None, scale_b: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+        a: Tensor,
+        b: Tensor,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        alpha: float,
+        out: Tensor | None,
+        scale_a: Tensor | None = None,
+        scale_b: Tensor | None = None,
+    ) -> Tensor:
         z = _wide(dequantize(a), dequantize(b), torch.float32, mm)
         for scale in (scale_a, scale_b):
             z = z if scale is None else z * scale
@@ -338,9 +362,15 @@ def _bind_scaled_mm(problem: Problem) -> Launcher:
         torch.cuda.current_stream().synchronize()
 
     def run(
-        a: Tensor, b: Tensor, bias: Tensor | None, residual: Tensor | None, alpha: float,
-        out: Tensor | None, scale_a: Tensor | None = None, scale_b: Tensor | None = None,
-    ) -> Tensor:  # fmt: skip
+        a: Tensor,
+        b: Tensor,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        alpha: float,
+        out: Tensor | None,
+        scale_a: Tensor | None = None,
+        scale_b: Tensor | None = None,
+    ) -> Tensor:
         if a.shape[0] == 1:
             # A single row's stride is arbitrary, but torch checks it.
             a = a.as_strided(a.shape, (a.shape[1], 1))
@@ -383,9 +413,13 @@ def _bind_biased(addmm: Callable[..., Tensor], scaled: bool) -> Launcher:
     """The whole expression by an operator with ``addmm``'s signature."""
 
     def biased(
-        a: Tensor, b: Tensor, bias: Tensor | None, residual: Tensor | None, alpha: float,
+        a: Tensor,
+        b: Tensor,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        alpha: float,
         out: Tensor | None,
-    ) -> Tensor:  # fmt: skip
+    ) -> Tensor:
         assert bias is not None
         if out is not None:
             return addmm(bias, a, b, alpha=alpha, out=out)

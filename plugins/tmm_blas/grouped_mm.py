@@ -91,9 +91,14 @@ def bind(problem: Problem) -> Launcher:
     scaled = eight_bit and problem.device.type != "cpu"
 
     def run(
-        a: Tensor, b: Tensor, bias: Tensor | None, residual: Tensor | None, alpha: float,
-        out: Tensor | None, **rows: Tensor
-    ) -> Tensor:  # fmt: skip
+        a: Tensor,
+        b: Tensor,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        alpha: float,
+        out: Tensor | None,
+        **rows: Tensor,
+    ) -> Tensor:
         offs = rows["offs"]
         scale_a, scale_b = rows.get("scale_a"), rows.get("scale_b")
         if "a_index" in rows:

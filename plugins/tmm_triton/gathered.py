@@ -2,14 +2,13 @@
 kernel multiplies the copy.
 
 On Hopper TMA loads rows that lie side by side. ``triton.ragged`` gathers them through registers
-instead, which needs no copy, and multiplies with less of the tensor cores. A copy moves each row
-once in and once out; the tensor cores gain more than that where a group's rows and K are many.
+instead: it needs no copy, but reaches less of the tensor cores' rate. A copy reads and writes each
+row once; the faster kernel makes up for that where groups have many rows and K is long.
 """
 
 from __future__ import annotations
 
 import functools
-import hashlib
 from collections.abc import Iterable
 from dataclasses import replace
 from typing import Any
@@ -18,10 +17,10 @@ import torch
 import triton
 import triton.language as tl
 
-from tmm_core import Kernel, Launcher, Machine, Operand, Problem
+from tmm_core import Launcher, Machine, Operand, Problem
 from tmm_core.triton import pointer
 from tmm_triton.hopper_tiles import ALIGNMENT, WarpSpecializedConfig
-from tmm_triton.kernel import Built
+from tmm_triton.kernel import Built, version_with
 from tmm_triton.operands import Build
 from tmm_triton.warp_specialized import WarpSpecialized
 
@@ -62,9 +61,7 @@ class Gathered(Built[WarpSpecializedConfig]):
 
     @functools.cached_property
     def version(self) -> str:
-        """A version of its own code and of the inner kernel."""
-        own = Kernel.version.func(self)  # type: ignore[attr-defined]  # a cached property's
-        return hashlib.sha256((own + self.inner.version).encode()).hexdigest()[:12]
+        return version_with(self, [self.inner])
 
     def declines(self, problem: Problem) -> Iterable[str]:
         if problem.groups is None or problem.groups.a_index is None:

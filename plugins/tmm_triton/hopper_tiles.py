@@ -233,7 +233,7 @@ class Constants:
             ZEROED=problem.groups is not None and problem.groups.zeroed,
             SCATTERED=scattered(problem),
             WEIGHTED=problem.groups is not None and problem.groups.out_weights is not None,
-            STORED=1 if _rows_unaligned(problem) else _stored_at_once(problem),
+            STORED=_stored_at_once(problem),
             REDUCE=next((port.reduce for port in problem.epilogue.outputs), None),
             VERSION=version,
         )
@@ -361,7 +361,7 @@ def boxed(rows: int, columns: int, col: bool, kind: str) -> list[int]:
 
 
 #: ``(schedule, consumers, num_warps, BLOCK_M, BLOCK_N, BLOCK_K)``; N counts both halves if gated.
-#: Each was the fastest of all for some problem on an H200.
+#: Each was the fastest of all for some problem on an H200, unless noted.
 _TILES = (
     # The epilogue overlaps the other consumer's main loop: 2 to 7 % faster than the next tile for
     # costly epilogues or a short K, under sustained load at the power limit.
@@ -379,7 +379,7 @@ _TILES = (
     ("pingpong", 2, 4, 64, 256, 64),
     ("pingpong", 2, 4, 64, 128, 64),
     ("cooperative", 2, 4, 128, 64, 64),
-    # 384×4096 is 128 of these, nearly a wave, but 96 of 128×128.
+    # By the model, not timed: 384×4096 is 128 of these, nearly a wave, but 96 of 128×128.
     ("cooperative", 3, 4, 192, 64, 64),
     ("cooperative", 3, 4, 192, 64, 128),
     ("pingpong", 2, 4, 64, 64, 128),
@@ -733,7 +733,7 @@ def adapted(problem: Problem, config: WarpSpecializedConfig) -> WarpSpecializedC
     words = by_words(problem) == "b" and config.early in ("l2", "b")
     early = "wait" if words else config.early
     if problem.groups is not None:
-        early = ""  # which k-steps are the first, offs says
+        early = ""  # offs determines which k-steps are the first
     return replace(config, tail_splits=tail_splits, splits=splits, early=early)
 
 
@@ -842,7 +842,9 @@ def _rows_unaligned(problem: Problem) -> bool:
 
 
 def _stored_at_once(problem: Problem) -> int:
-    return ALIGNMENT // problem.out.dtype.itemsize if scattered(problem) else 1
+    if not scattered(problem) or _rows_unaligned(problem):
+        return 1
+    return ALIGNMENT // problem.out.dtype.itemsize
 
 
 def scattered(problem: Problem) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import abc
 import functools
+import hashlib
 import os
 import shutil
 import sysconfig
@@ -12,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
-from typing import ClassVar, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 import torch
 import triton
@@ -73,6 +74,13 @@ class Built(Kernel[D]):
 
     def resources(self, problem: Problem, config: D) -> list[Resources]:
         return anatomy.resources(problem, self.builds(problem, config))
+
+
+def version_with(kernel: Kernel[Any], inner: Iterable[Kernel[Any]]) -> str:
+    """A version of a kernel's own code and of the kernels that it runs."""
+    own = Kernel.version.func(kernel)  # type: ignore[attr-defined]  # a cached property's
+    versions = "".join([own, *(each.version for each in inner)])
+    return hashlib.sha256(versions.encode()).hexdigest()[:12]
 
 
 class TritonKernel(Built[C]):

@@ -23,7 +23,6 @@ copy is row-major.
 from __future__ import annotations
 
 import functools
-import hashlib
 import itertools
 import math
 import operator
@@ -38,7 +37,7 @@ import triton.language as tl
 from tmm_core import Config, ConfigError, Kernel, Launcher, Machine, Operand, Problem, Traits
 from tmm_core.triton import pointer
 from tmm_triton.hopper_tiles import WarpSpecializedConfig
-from tmm_triton.kernel import POINTERS, Built, hopper_or_later
+from tmm_triton.kernel import POINTERS, Built, hopper_or_later, version_with
 from tmm_triton.operands import VECTOR, Build, words
 from tmm_triton.plugin import load
 
@@ -179,10 +178,7 @@ class Realigned(Built[RealignedConfig]):
 
     @functools.cached_property
     def version(self) -> str:
-        """A version of its own code and of every inner kernel."""
-        versions = (kernel.version for kernel in inner_kernels().values())
-        own = Kernel.version.func(self)  # type: ignore[attr-defined]  # a cached property's
-        return hashlib.sha256("".join([own, *versions]).encode()).hexdigest()[:12]
+        return version_with(self, inner_kernels().values())
 
     # Inner kernels may decline more.
     supports = replace(POINTERS, formats=(), gated=True)

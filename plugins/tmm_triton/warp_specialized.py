@@ -156,7 +156,7 @@ def _tile(index, sizes, C: gl.constexpr):
     within = index % band
     end = M
     if C.RAGGED == "m":
-        height = gl.maximum(height, 1)  # a block without tiles asks, too
+        height = gl.maximum(height, 1)  # also called by a block without tiles
         matrix, row, end = located(first + within % height, groups, M, C.BLOCK_M)
     else:
         row = (first + within % height) * C.BLOCK_M
@@ -167,8 +167,8 @@ def _tile(index, sizes, C: gl.constexpr):
 def _moved(row, column, sizes, C: gl.constexpr):
     """Where a tile begins. The last ones are moved inside, because TMA takes longer to zero-fill
     elements than to load them. Elements that they then share with the previous ones are stored
-    twice with the same bits, or once by pointers. Ragged rows are not moved: before a group comes
-    another."""
+    twice with the same bits, or once by pointers. Ragged rows are not moved, since another group
+    may come before."""
     if C.RAGGED != "m":
         row = _inside(row, sizes[0], C.BLOCK_M, C.A_COL)
     column = _inside(column, sizes[1], C.BLOCK_N, not (C.B_COL and C.POINTERS))
@@ -1277,8 +1277,8 @@ class WarpSpecialized(Built[WarpSpecializedConfig]):
 
 def _blocks(problem: Problem, config: WarpSpecializedConfig) -> int:
     """As many blocks as the waves need, not as there are SMs: 512 tiles take 132 blocks as many
-    waves as 128, which work on a rectangle of tiles and leave power for higher clocks. How many
-    tiles ragged rows have, no host knows."""
+    waves as 128, which work on a rectangle of tiles and leave power for higher clocks. The host
+    does not know how many tiles ragged rows have."""
     sms, tiles = problem.device.sm_count, most_tiles(problem, config) * config.splits
     if config.tail_splits > 1:
         return sms

@@ -362,8 +362,8 @@ GROUPED = [
     Mutant(
         "gathered-version",
         "gathered.py",
-        "(own + self.inner.version)",
-        "(own)",
+        "version_with(self, [self.inner])",
+        "version_with(self, [])",
         "records outlive the inner kernel that they timed",
         ("tests/plugins/test_gathered.py::test_its_version_is_that_of_both",),
     ),
