@@ -381,6 +381,22 @@ def test_a_bucket_is_measured_inside() -> None:
     assert exact.measured_at == (50,)
 
 
+@pytest.mark.parametrize(
+    ("edge", "inside"), [(12.5, {33: 5.0, 49: 5.0}), (13.5, {}), (9.95, {33: 5.0, 49: 5.0})]
+)
+def test_a_kernel_not_far_behind_at_the_edge_is_measured_inside(
+    edge: float, inside: dict[int, float]
+) -> None:
+    there = {("k", 1, 33): 5.0, ("k", 1, 49): 5.0}
+    record, _ = tune(FakeBlas(), FakeKernel("k"), times={"blas": 10.0, "k": edge, **there})
+    (mine,) = (c for c in record.candidates if c.kernel == "k")
+    assert (winner(record), mine.status, mine.inside_us) == ("blas", "ok", inside)
+    exact, _ = tune(
+        FakeBlas(), FakeKernel("k"), times={"blas": 10.0, "k": edge, **there}, problem=problem(m=50)
+    )
+    assert exact.measured_at == (50,)
+
+
 def test_right_at_the_edge_and_wrong_inside_never_wins() -> None:
     def spoil(out: torch.Tensor) -> torch.Tensor:
         return out if out.shape[-2] == 64 else out * 1.1

@@ -43,6 +43,8 @@ TUNING = [
            "BLAS's time on record is of a few samples", (TUNER,)),
     Mutant("no-reserve", "dispatch/tuning.py", "dict.fromkeys([*finalists, *reserves(self._problem, racing)])",
            "dict.fromkeys(finalists)", "no kernel is next in line", (TUNER,)),
+    Mutant("never-behind", "dispatch/attempt.py", "return kernels[:1] if inside else []", "return []",
+           "where BLAS wins at the edge no kernel is measured inside", (TUNER,)),
     Mutant("reserve-of-the-word", "dispatch/attempt.py",
            "(group(problem, candidate), bool(candidate.config.assumes))",
            "(group(problem, candidate), False)", "without the word no kernel is next in line",

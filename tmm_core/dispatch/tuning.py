@@ -13,7 +13,7 @@ from typing import Any
 from tmm_cache import CandidateResult
 
 from tmm_core.dispatch import verify
-from tmm_core.dispatch.attempt import Attempt, ahead, anchor, reserves, survivors
+from tmm_core.dispatch.attempt import Attempt, anchor, for_the_bucket, reserves, survivors
 from tmm_core.dispatch.binding import Binding, Task
 from tmm_core.dispatch.compilers import Compilers, NotCompiledError
 from tmm_core.dispatch.copies import Copies, LaunchError
@@ -278,7 +278,7 @@ class Tuning:
     def _race(self, racing: list[Attempt]) -> list[Attempt]:
         """Sample BLAS and the fastest until a winner is clear; returns these."""
         # Reserves may answer in the winner's place, and so take part in the race.
-        spare = ahead(self._problem, reserves(self._problem, racing))
+        spare = for_the_bucket(self._problem, reserves(self._problem, racing))
         racing = survivors(racing, LOOK_KEEPS, 2 * FINALISTS)
         if len(racing) > FINALISTS + 1 and time.monotonic() < self._deadline:
             self._measure(racing, CLOSER, CLOSER_US)
