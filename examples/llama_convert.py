@@ -1,7 +1,7 @@
 """Converts a Llama and a BERT of Hugging Face to tmm's layers; compares logits and speed.
 
     python examples/llama_convert.py                      # some 90 s on a GPU, once tuned
-    python examples/llama_convert.py --layers 2 --no-train --json result.json
+    python examples/llama_convert.py --only graph --batch 16 --prompt 128 --json result.json
 
 Both are built from a config with random weights, so nothing is downloaded. Each is converted
 as a copy; then
@@ -42,6 +42,9 @@ SMALL = {"hidden": 64, "intermediate": 176, "layers": 2, "heads": 4, "kv_heads":
 SMALL |= {"batch": 2, "prompt": 32, "steps": 4, "rounds": 2}
 SMALL |= {"bert_hidden": 64, "bert_layers": 2, "bert_batch": 2, "bert_length": 32}
 
+#: What is timed: the Llama's prefill, decoding and training, and another model.
+PARTS = ("prefill", "decode", "graph", "training", "bert")
+
 #: A converted model's error against float64 may exceed the original's by this factor: it rounds in
 #: other places, and less often.
 ALLOWANCE = 1.5
@@ -62,7 +65,9 @@ def main() -> int:
     torch.manual_seed(0)
     started = time.monotonic()
     with tmm_core.override(tune_budget=args.budget, on_cache_miss=args.on_cache_miss):
-        results = {"llama": llama(args), "bert": bert(args)}
+        results = {"llama": llama(args)}
+        if "bert" in args.only:
+            results["bert"] = bert(args)
     document = {
         "device": torch.cuda.get_device_name() if args.device == "cuda" else "cpu",
         "torch": torch.__version__,
@@ -138,19 +143,21 @@ def llama(args: argparse.Namespace) -> dict[str, Any]:
 
     generated = args.batch * args.steps
     with torch.no_grad():
-        result["prefill"] = compare("Llama prefill", models, prefill, ids.numel(), args)
-        if args.compile:
+        if "prefill" in args.only:
+            result["prefill"] = compare("Llama prefill", models, prefill, ids.numel(), args)
+        if "prefill" in args.only and args.compile:
             name = "Llama prefill, compiled"
             result["prefill_compiled"] = compare(name, models, compiled(prefill), ids.numel(), args)
-        result["decode"] = compare("Llama decode", models, decode, generated, args)
-        if args.device == "cuda":
+        if "decode" in args.only:
+            result["decode"] = compare("Llama decode", models, decode, generated, args)
+        if "graph" in args.only and args.device == "cuda":
             name = "Llama decode, CUDA graph"
             try:
                 result["decode_graph"] = compare(name, models, graphed, generated, args)
             except RuntimeError as error:
                 print(f"{name}: not captured: {error}")
                 result["decode_graph"] = {"error": str(error)}
-    if args.train:
+    if "training" in args.only:
         learn = training(lambda model: model(ids, labels=ids).loss)
         result["training"] = compare("Llama training step", models, learn, ids.numel(), args)
         if args.compile:
@@ -181,7 +188,7 @@ def bert(args: argparse.Namespace) -> dict[str, Any]:
         if args.compile:
             name, forward = "BERT forward, compiled", compiled(forward)
             result["forward_compiled"] = compare(name, models, forward, ids.numel(), args)
-    if args.train:
+    if "training" in args.only:
         learn = training(lambda model: model(ids, labels=ids).loss)
         result["training"] = compare("BERT training step", models, learn, ids.numel(), args)
         if args.compile:
@@ -309,7 +316,7 @@ def arguments() -> argparse.Namespace:
     add("--bert-batch", type=int, default=16)
     add("--bert-length", type=int, default=512)
     add("--rounds", type=int, default=15, help="alternating timings of each")
-    add("--no-train", dest="train", action="store_false")
+    add("--only", nargs="+", choices=PARTS, default=PARTS, help="time only these; default: all")
     add("--compile", action="store_true", help="time both under torch.compile, too")
     add("--budget", type=float, default=20.0, help="seconds a problem's tuning may take")
     add("--on-cache-miss", choices=("tune", "heuristic"), default="tune")
