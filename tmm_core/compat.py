@@ -10,6 +10,7 @@ This module is at the bottom of the package rather than in ``interop``, because 
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
 import warnings
@@ -148,6 +149,20 @@ if torch.backends.cuda.is_built():
     empty_strided_cuda = private("torch._C._dynamo.guards._empty_strided_cuda", _empty_strided_cuda)
     current_device = private("torch._C._cuda_getDevice", torch.cuda.current_device)
     current_stream = private("torch._C._cuda_getCurrentRawStream", _current_stream)
+
+
+def end_failed_capture(pool: Any) -> None:
+    """Restore what torch 2.11 leaves behind on the current device after a capture into ``pool``
+    that could not be ended.
+
+    Its allocator goes on recording into the pool, and its random generator counts as capturing, so
+    that the next ``torch.randn`` would raise. Ending another capture mends the latter.
+    """
+    device = torch.cuda.current_device()
+    with contextlib.suppress(RuntimeError):  # already ended: the failure was elsewhere
+        private("torch._C._cuda_endAllocateToPool", _always(None))(device, pool)
+    with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
+        torch.zeros(1, device=device)
 
 
 # -- rarely used ---------------------------------------------------------------------------------

@@ -1070,6 +1070,8 @@ class WarpSpecialized(Built[WarpSpecializedConfig]):
         if problem.groups is not None:
             if problem.along == "k" and (problem.a.layout, problem.b.layout) != ("col", "row"):
                 yield "groups along K begin and end at rows of memory: a column-major, b row-major"
+            if problem.along == "m" and problem.a.layout != "row":
+                yield f"groups along M begin anywhere, TMA at {ALIGNMENT} bytes: a row-major"
             if problem.groups.a_index is not None:
                 yield "TMA does not gather rows on Hopper (triton.gathered copies them before)"
             if scattered(problem) and problem.residual is not None:

@@ -13,6 +13,7 @@ import torch.nn.functional as F
 
 import tmm_core
 from tmm_core import dispatch
+from tmm_core.dispatch.timing import GraphTimer
 
 pytestmark = pytest.mark.gpu
 
@@ -63,6 +64,24 @@ def test_a_miss_tunes_and_the_answer_is_right() -> None:
     assert explained.origin == "tuned"
     assert explained.record is not None
     assert all(c.error is not None for c in explained.record.candidates if c.status == "ok")
+
+
+def test_a_kernel_that_cannot_be_captured_is_timed_and_leaves_torch_as_it_was() -> None:
+    x = torch.zeros(8, device="cuda")
+    timer, stream = GraphTimer(x.device), torch.cuda.current_stream()
+    runs = [lambda i: x.add_(i), lambda i: x.sum().item(), lambda i: x.sub_(i)]
+    samples = timer.measure(runs, 2, copies=3, burst_us=50.0)
+    assert all(us > 0 for mine in samples for us in mine)
+    captured = [chain.graph is not None for chain in timer._chains.values()]
+    assert captured == [True, False, True]
+    assert torch.cuda.current_stream() == stream
+    torch.randn(4, device="cuda")
+    timer.release()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = x + 1
+    graph.replay()
+    assert torch.equal(y, x + 1)
 
 
 @pytest.mark.parametrize("warm", [True, False])

@@ -178,6 +178,12 @@ class Descriptor:
     def __init__(self, matrix: np.ndarray, block_shape: list[int], itemsize: int = 2) -> None:
         self.matrix, self.block_shape, self.itemsize = matrix, block_shape, itemsize
 
+    def begins(self, at: Sequence[int]) -> None:
+        """TMA's condition on where a box begins, without which a GPU stops with an illegal
+        instruction: at 16 bytes. As boxes are small here, two elements stand for these."""
+        if at[-1] % min(2, self.block_shape[-1]):
+            raise OrderError(f"a box begins at column {at[-1]}")
+
     def read(self, at: Sequence[int]) -> np.ndarray:
         box = np.zeros(self.block_shape)
         part = self.matrix[
@@ -326,6 +332,7 @@ def run_block(
 
     def load(descriptor: Descriptor, at: Sequence[int], barrier: Barrier, slot: Shared) -> None:
         touch(descriptor)
+        descriptor.begins(at)
 
         def copy() -> None:
             slot.data[...] = descriptor.read(at)
@@ -340,6 +347,7 @@ def run_block(
     def store(descriptor: Descriptor, at: Sequence[int], buffer: Shared) -> None:
         read: list[bool] = []
         touch()
+        descriptor.begins(at)
 
         def copy() -> None:
             descriptor.write(at, buffer.data)

@@ -22,6 +22,8 @@ from typing import Any, Protocol
 
 import torch
 
+from tmm_core import compat
+
 #: Makes the call on the i-th copy of its operands.
 Run = Callable[[int], object]
 
@@ -182,12 +184,17 @@ class GraphTimer:
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
+        # Torch's context does not restore the stream if the capture cannot be ended.
+        unchanged = torch.cuda.stream(torch.cuda.current_stream())
+        capture = torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local")
         try:
-            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
+            with unchanged, capture:
                 # Held until the end, so that every call has its own output.
                 outputs = [run(i) for i in range(copies)]
         except Exception:  # a kernel that synchronises or allocates outside torch
             torch.cuda.synchronize(self.device)
+            compat.end_failed_capture(self._pool)
+            self._pool = None  # torch refuses to record into it again
             return None
         del outputs
         return _Chain(run, graph.replay, graph)
