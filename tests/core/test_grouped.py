@@ -696,6 +696,14 @@ def test_both_distributions_are_timed_and_verified() -> None:
     assert isinstance(second, ragged.Inputs)
     assert first.rows.offs.tolist() == list(first.rows.ends)
     assert second.rows.offs.tolist() != list(first.rows.ends)
+    # A chain on a GPU takes more draws than copies, if there is memory for the outputs.
+    on_gpu = replace(problem, device=HOPPER)
+    calls = rotation.rotated(inputs, on_gpu, 2)
+    drawn = {tuple(each.rows.offs.tolist()) for each in calls}
+    assert len(calls) == ragged.DRAWS
+    assert len(drawn) > 3
+    assert [each.b.data_ptr() for each in calls[:2]] * 3 == [each.b.data_ptr() for each in calls]
+    assert len(rotation.rotated(inputs, on_gpu, 2, limit=1e4)) == 2
     dense, padded = Fixture(problem, torch.device("cpu"), 1 << 24, sampled=False).sets()
     assert isinstance(dense.inputs, ragged.Inputs)
     assert isinstance(padded.inputs, ragged.Inputs)

@@ -133,7 +133,7 @@ class Case:
         size = {"m": self.m, "n": self.n, "k": self.k}[self.ragged]
         groups, skewed = Groups(self.groups, self.ragged), self.routing != "even"
         rows = Rows.of(groups, size, device, seeded(device, 0), skewed=skewed, whole=True)
-        return rows if self.routing == "both" else replace(rows, other=None)
+        return rows if self.routing == "both" else replace(rows, draws=())
 
     def to_json(self) -> dict[str, Any]:
         return {

@@ -134,9 +134,9 @@ def _measured(bound: _Bound, device: torch.device, timer: GraphTimer | HostTimer
         lambda copy: calls[copy].launch(baseline, None),
         lambda copy: calls[copy].launch(launcher, None),
     ]
-    theirs, mine = map(median, timer.measure(runs, ROUNDS, copies=copies))
+    theirs, mine = map(median, timer.measure(runs, ROUNDS, copies=len(calls)))
     if theirs / mine < SLOWER:  # a single measurement may be noise
-        theirs, mine = map(median, timer.measure(runs, 3 * ROUNDS, copies=copies))
+        theirs, mine = map(median, timer.measure(runs, 3 * ROUNDS, copies=len(calls)))
     timer.release()
     return document | {
         "blas_us": round(theirs, 3),

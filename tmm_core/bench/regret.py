@@ -107,7 +107,7 @@ def _point(call: Call, timer: GraphTimer | HostTimer, budget: float | None) -> D
     copies = rotation.copies(problem, rotation.memory_limit(call.a.device))
     calls = rotation.rotated(call, problem, copies)
     runs: list[Run] = [providers.eager(calls), *(_planned(p, calls) for p in plans.values())]
-    theirs, *ours = map(median, timer.measure(runs, ROUNDS, copies=copies))
+    theirs, *ours = map(median, timer.measure(runs, ROUNDS, copies=len(calls)))
     times = dict(zip(plans, ours, strict=True))
     best = min(times, key=lambda key: times[key])
     return {

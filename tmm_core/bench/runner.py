@@ -141,10 +141,10 @@ def _measure(
         tuning = _tune(call, options) if options.tune else None
         plan = call.plan()
         document = _described(plan) | {"tuning_seconds": tuning, "error": _error(call, plan)}
-        copies = rotation.copies(plan.problem, rotation.memory_limit(device))
-        document["copies"] = copies
-        document["resident"] = rotation.resident(plan.problem, copies)
-        calls = rotation.rotated(call, plan.problem, copies)
+        held = rotation.copies(plan.problem, rotation.memory_limit(device))
+        calls = rotation.rotated(call, plan.problem, held)
+        document["copies"] = copies = len(calls)
+        document["resident"] = rotation.resident(plan.problem, held)
         one_tile = ONE_TILE if options.kernels and task.suite == "square" else ()
         runs = _runs(calls, options, document, (*options.series, *one_tile))
         times = _times(runs, timer, copies, options.seconds, document)

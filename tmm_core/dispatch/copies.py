@@ -32,9 +32,11 @@ class Copies:
                 f"(TMM_TUNE_MEMORY) leaves {most / 2**20:.0f} for what is timed"
             )
         limit = rotation.memory_limit(device)
-        self.count = rotation.copies(problem, limit if most is None else min(limit, most))
+        limit = limit if most is None else min(limit, most)
         inputs = random_inputs.make(problem, device)
-        self._inputs = rotation.rotated(inputs, problem, self.count)
+        self._inputs = rotation.rotated(inputs, problem, rotation.copies(problem, limit), limit)
+        #: Calls in a chain.
+        self.count = len(self._inputs)
         # As in calls, without `out=`: torch's operators would copy their result into it, and BLAS
         # with a bias or an epilogue would lose to slower kernels.
         self._out = None if problem.lies_as_made(inputs.out) else inputs.out

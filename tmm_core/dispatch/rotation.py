@@ -47,8 +47,7 @@ def copies(problem: Problem, limit: float = MEMORY_LIMIT) -> int:
         return 2 if problem.groups else 1  # ragged: two distributions
     changing = _rotating_bytes(problem)
     wanted = max(CHAIN_BYTES, L2_TIMES * problem.device.l2) / max(changing, 1)
-    written = math.prod(problem.out_shape) * problem.out.dtype.itemsize
-    affordable = int(limit / max(changing + written, 1))
+    affordable = int(limit / max(changing + _written(problem), 1))
     return max(1, min(max(2, math.ceil(wanted)), MOST_COPIES, affordable))
 
 
@@ -64,9 +63,10 @@ def memory_limit(device: torch.device) -> float:
     return min(MEMORY_LIMIT, free_memory(device) / 4)
 
 
-def rotated(arguments: T, problem: Problem, count: int) -> list[T]:
-    """``count`` variants of a tuple or dataclass of tensors, in which the rotating ones are
-    copies."""
+def rotated(arguments: T, problem: Problem, count: int, limit: float = MEMORY_LIMIT) -> list[T]:
+    """The arguments of the calls of a chain: ``count`` variants of a tuple or dataclass of tensors,
+    in which the rotating ones are copies. More if sizes of groups vary too, unless the outputs
+    would take half of ``limit`` bytes."""
     names = rotating(problem)
     given: Any = arguments
     replaced = getattr(given, "_replace", None) or functools.partial(dataclasses.replace, given)
@@ -74,7 +74,11 @@ def rotated(arguments: T, problem: Problem, count: int) -> list[T]:
         replaced(**{name: duplicate(getattr(given, name)) for name in names})
         for _ in range(count - 1)
     ]
-    return copies if problem.groups is None else ragged.alternated(copies)
+    if problem.groups is None:
+        return copies
+    varies = problem.device.type == "cuda" and ragged.DRAWS * _written(problem) <= limit / 2
+    calls = max(count, ragged.DRAWS) if varies else count
+    return ragged.varied([copies[call % count] for call in range(calls)])
 
 
 def duplicate(t: torch.Tensor) -> torch.Tensor:
@@ -86,6 +90,10 @@ def duplicate(t: torch.Tensor) -> torch.Tensor:
     # The raw span including gaps: elements may share an address.
     memory[offset : offset + reach] = t.as_strided((reach,), (1,))
     return memory.as_strided(t.shape, t.stride(), offset)
+
+
+def _written(problem: Problem) -> int:
+    return math.prod(problem.out_shape) * problem.out.dtype.itemsize
 
 
 def _rotating_bytes(problem: Problem) -> int:
