@@ -139,6 +139,9 @@ def _estimate_us(problem: Problem) -> float | None:
         rate = machine.tensor * REACH[2]
         widened = 5 * problem.bytes
     moving = machine.moving_us(problem.bytes + widened)
+    if problem.groups is not None:
+        rate *= grouped_mm.REACH_8_BIT if problem.fp8 else 1.0
+        moving = max(moving, problem.bytes / (grouped_mm.READS * machine.sms))
     product = max(problem.flops / (rate * machine.sms), moving)
     result = problem.batch * problem.m * problem.n * problem.out.dtype.itemsize
     epilogue = GATED_PASSES if problem.gated else 2 * (not problem.epilogue.is_identity)
