@@ -363,8 +363,8 @@ def tune(
         chooser, asked = dispatch.dispatcher(), list(problems)
         records = Records()
         for problem, following in itertools.zip_longest(asked, asked[1:]):
-            if following is not None and not force:
-                chooser.prepare(following, current)
+            if following is not None:
+                chooser.prepare(following, current, force)
             records.append(chooser.tune(problem, current, force=force))
     warm.forget_plans()
     return records

@@ -18,6 +18,7 @@ from tmm_cache import CacheStore
 
 import tmm_core
 from tmm_core import Epilogue, Traits, dispatch, settings
+from tmm_core.dispatch.ladder import Dispatcher
 from tmm_core.spec.device import fingerprint
 from tmm_core.tools.cli import main
 from tmm_core.tools.commands import doctor
@@ -231,6 +232,24 @@ def test_tune_leaves_what_is_on_record_unless_forced(capsys: pytest.CaptureFixtu
     assert records() == [first]
     assert run_json(capsys, *argv, "--force")[0]["status"] == "tuned"
     assert records() != [first]
+
+
+def test_tune_compiles_for_the_next_problem_ahead(monkeypatch: pytest.MonkeyPatch) -> None:
+    order: list[str] = []
+    before = torch.backends.cuda.matmul.fp32_precision
+
+    def prepare(self: Any, problem: Any, settings: Any, force: bool) -> None:
+        order.append(f"prepare {problem.m} {torch.backends.cuda.matmul.fp32_precision} {force}")
+        raise RuntimeError("costs nothing")
+
+    monkeypatch.setattr(Dispatcher, "prepare", prepare)
+    monkeypatch.setattr(tmm_core, "tune", lambda problem, **_: order.append(f"tune {problem.m}"))
+    shapes = ["16x16x16", "24x16x16"]
+    main(["tune", *shapes, "--dtype", "fp32", "--tf32", *CPU])
+    assert order == ["prepare 24 tf32 False", "tune 16", "tune 24"]
+    order.clear()
+    main(["tune", *shapes, "--dtype", "fp32", "--force", *CPU])
+    assert order == [f"prepare 24 {before} True", "tune 16", "tune 24"]
 
 
 def test_one_failing_problem_costs_the_status_and_no_other_problem(

@@ -45,6 +45,8 @@ TUNING = [
            "dict.fromkeys(finalists)", "no kernel is next in line", (TUNER,)),
     Mutant("never-behind", "dispatch/attempt.py", "return kernels[:1] if inside else []", "return []",
            "where BLAS wins at the edge no kernel is measured inside", (TUNER,)),
+    Mutant("tune-one-by-one", "commands/tune.py", "                    _prepare(pending[number], options)\n", "                    pass\n",
+           "no kernel compiles while another problem is timed", ("tests/core/test_cli.py",)),
     Mutant("reserve-of-the-word", "dispatch/attempt.py",
            "(group(problem, candidate), bool(candidate.config.assumes))",
            "(group(problem, candidate), False)", "without the word no kernel is next in line",

@@ -269,13 +269,14 @@ class Dispatcher(Evidence):
             self._forget()
             return record
 
-    def prepare(self, problem: Problem, settings: Settings) -> None:
-        """Start compiling the first candidates for ``problem`` without waiting: when several
-        problems are tuned in turn, the next one's kernels compile while one is timed."""
+    def prepare(self, problem: Problem, settings: Settings, force: bool = False) -> None:
+        """Start compiling the first candidates for ``problem`` without waiting, unless it is on
+        record: when several problems are tuned in turn, the next one's kernels compile while one is
+        timed."""
         problem = problem.bare()
-        device = problem.device
-        if problem.device.interpreted or self.store.load(
-            device.gpu, device.environment, problem.to_json()
+        device, document = problem.device, problem.to_json()
+        if device.interpreted or (
+            not force and self.store.load(device.gpu, device.environment, document)
         ):
             return
         self.tuner.prepare(problem, self.able(problem, settings), self._hints(problem))

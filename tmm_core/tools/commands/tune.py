@@ -7,7 +7,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 import tmm_core
-from tmm_core import dispatch
+from tmm_core import dispatch, settings
 from tmm_core.bench import suites
 from tmm_core.bench.case import Case
 from tmm_core.dispatch.first_launch import FirstLaunches
@@ -50,6 +50,8 @@ def run(options: argparse.Namespace) -> int:
     with _first_launches_elsewhere(device) if options.isolate else nullcontext():
         for number, item in enumerate(pending, start=1):
             try:
+                if number < len(pending):
+                    _prepare(pending[number], options)
                 outcome = _tune(item, options)
             except KeyboardInterrupt:
                 done = f"{number - 1} of {len(pending)} are done, and their records saved"
@@ -138,6 +140,12 @@ def _of_misses(device: torch.device) -> list[Pending]:
         if not tuned_since(store, miss)
     }
     return [_of_document(problem, device) for problem in problems.values()]
+
+
+def _prepare(item: Pending, options: argparse.Namespace) -> None:
+    """Start compiling for the next problem, while this one is measured."""
+    with suppress(Exception), precision(item.tf32):  # its own turn reports it
+        dispatch.dispatcher().prepare(item.pose(), settings.current(), options.force)
 
 
 def _tune(item: Pending, options: argparse.Namespace) -> dict[str, Any]:
