@@ -23,6 +23,7 @@ from tmm_core import (
     UnsupportedProblemError,
 )
 from tmm_core.dispatch.explanation import Records, explain_problem
+from tmm_core.dispatch.unmeasured import BUDGET_ENDED
 from tmm_core.spec.bucket import bucket_edge
 
 FAST = {"fast": 10.0, "blas": 20.0}
@@ -113,6 +114,34 @@ def test_a_miss_tunes_once_and_a_new_process_replays(tmp_path: Path) -> None:
     assert (second.candidate.kernel.name, second.origin) == ("fast", "cache")
     assert timer.measured == []
     assert str(tmp_path) in second.reason
+
+
+def test_what_a_budget_left_out_is_timed_when_tuning_is_asked_for(tmp_path: Path) -> None:
+    """And not by a call, which would wait for it in every process."""
+    kernels = FakeBlas(), FakeKernel("fast", tiles=(1, 2))
+    d, _ = dispatcher(*kernels, times=FAST, root=tmp_path)
+    whole = d.tune(problem(), settings())
+    blas, *others = whole.candidates
+    left_out = [
+        replace(each, status="failed", samples_us=(), inside_us={}, reason=BUDGET_ENDED)
+        for each in others
+    ]
+    store = CacheStore(tmp_path)
+
+    def leave(*results: Any) -> None:
+        store.save(DEVICE.gpu, DEVICE.environment, replace(whole, winner=0, candidates=results))
+
+    leave(blas, *left_out)
+    d, timer = dispatcher(*kernels, times=FAST, root=tmp_path)
+    assert d.choose(problem(), settings()).candidate.kernel.name == "blas"
+    assert not timer.measured
+    assert d.tune(problem(), settings()).best.kernel == "fast"
+    assert timer.measured
+    # One config of two is evidence enough.
+    leave(blas, others[0], *left_out[1:])
+    d, timer = dispatcher(*kernels, times=FAST, root=tmp_path)
+    d.tune(problem(), settings())
+    assert not timer.measured
 
 
 def test_blas_wins_without_a_margin() -> None:

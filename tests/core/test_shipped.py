@@ -18,6 +18,7 @@ from tmm_cache import CacheStore, shipped_layers
 import tmm_core
 from tmm_core import dispatch
 from tmm_core.bench import recheck
+from tmm_core.dispatch.unmeasured import BUDGET_ENDED
 from tmm_core.tools.cli import main
 
 CPU = torch.device("cpu")
@@ -147,3 +148,14 @@ def test_records_that_ship_with_tmm_are_of_its_kernels() -> None:
         f"tmm_core/records was measured with other versions of {', '.join(sorted(changed))}: "
         "measure again (benchmarks/README.md, Records that ship) or remove them"
     )
+
+
+def test_no_shipped_record_was_ended_by_its_budget() -> None:
+    """Where BLAS alone was timed, no kernel was left out."""
+    ended = []
+    for path in sorted((ROOT / "tmm_core/records").rglob("*.json")):
+        results = json.loads(path.read_text()).get("candidates", ())
+        timed = {result["kernel"] for result in results if result.get("samples_us")}
+        if timed == {"blas"} and any(result.get("reason") == BUDGET_ENDED for result in results):
+            ended.append(path.name)
+    assert not ended

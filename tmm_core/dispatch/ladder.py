@@ -255,7 +255,9 @@ class Dispatcher(Evidence):
     def tune(self, problem: Problem, settings: Settings, *, force: bool = False) -> TuningRecord:
         """Measure ``problem`` exactly (no bucket) and store the record.
 
-        A complete record is returned as it is unless ``force``. If another process is tuning the
+        A complete record is returned as it is unless ``force``. Kernels that a record lacks because
+        its budget ended too soon are timed now; a call does not do so, as it would wait for them in
+        every process. If another process is tuning the
         same problem, waits for its record.
         """
         problem = replace(problem, static_weights=settings.static_weights and problem.batch == 1)
@@ -265,7 +267,8 @@ class Dispatcher(Evidence):
                 record = self._invariance.tune(problem, settings, force)
             if record is None:
                 problem = problem.bare()
-                record = self._tune(problem, self.able(problem, settings), settings, force)
+                able = self.able(problem, settings)
+                record = self._tune(problem, able, settings, force, resume=True)
             self._forget()
             return record
 
@@ -426,15 +429,16 @@ class Dispatcher(Evidence):
         able: list[Kernel[Any]],
         settings: Settings,
         force: bool = False,
+        resume: bool = False,
     ) -> TuningRecord:
         device, document = key.device, key.to_json()
         patience = settings.tune_budget * LOCK_PATIENCE
         with self.store.lock(device.gpu, device.environment, document, patience) as _held:
             # The lock's previous holder may have stored the record.
-            before = self.store.load(device.gpu, device.environment, document)
-            hints = NO_HINTS if before is not None and not force else self._hints(key)
-            record = self.tuner.tune(key, able, settings, None if force else before, hints)
-            if record is not before:
+            kept = None if force else self.store.load(device.gpu, device.environment, document)
+            hints = self._hints(key) if kept is None else NO_HINTS
+            record = self.tuner.tune(key, able, settings, kept, hints, resume)
+            if record is not kept:
                 self.store.save(device.gpu, device.environment, record)
                 self._neighbours.add(device, record)
             return record

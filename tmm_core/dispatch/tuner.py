@@ -62,6 +62,7 @@ class Tuner:
         settings: Settings,
         before: TuningRecord | None = None,
         hints: Hints = NO_HINTS,
+        resume: bool = False,
     ) -> TuningRecord:
         """Time the kernels missing in ``before``, together with BLAS and its winner.
 
@@ -70,6 +71,7 @@ class Tuner:
 
         Args:
             hints: Winners of near problems, or of this one elsewhere, which are tried first.
+            resume: Also time kernels that ``before`` lacks because its budget ended too soon.
 
         Raises:
             ValueError: ``kernels`` has no baseline (nothing to compare with).
@@ -77,7 +79,7 @@ class Tuner:
             RuntimeError: Not even BLAS runs.
         """
         started = time.monotonic()
-        new = unmeasured(problem, kernels, before)
+        new = unmeasured(problem, kernels, before, resume)
         if before is not None and not new:
             return before
         # Torch refuses some ragged products; then there is no baseline.

@@ -23,6 +23,7 @@ from tmm_core.dispatch.progress import Progress
 from tmm_core.dispatch.proposals import Proposals
 from tmm_core.dispatch.timing import Timer, held_up, median, timer_for
 from tmm_core.dispatch.trust import device_of
+from tmm_core.dispatch.unmeasured import BUDGET_ENDED
 from tmm_core.dispatch.verifier import Verifier
 from tmm_core.errors import warn
 from tmm_core.settings import Settings
@@ -192,7 +193,7 @@ class Tuning:
         for outcome in found:
             if isinstance(outcome, BaseException):
                 let_through(outcome)
-        late = TimeoutError("the tuning budget ended before it")
+        late = TimeoutError(BUDGET_ENDED)
         return [late if isinstance(each, futures.CancelledError) else each for each in found]
 
     def _launched_first(

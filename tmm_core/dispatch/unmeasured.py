@@ -13,15 +13,26 @@ from tmm_core.spec.asking import read_config
 from tmm_core.spec.kernel import Kernel
 from tmm_core.spec.problem import Problem
 
+#: The reason of a candidate that had not compiled when the tuning budget ended.
+BUDGET_ENDED = "the tuning budget ended before it"
+
 
 def unmeasured(
-    problem: Problem, kernels: Sequence[Kernel[Any]], record: TuningRecord | None
+    problem: Problem,
+    kernels: Sequence[Kernel[Any]],
+    record: TuningRecord | None,
+    resume: bool = False,
 ) -> list[Kernel[Any]]:
     """The kernels of which ``record`` has no result in this version, or none that uses the caller's
-    promises (``Config.assumes``)."""
+    promises (``Config.assumes``).
+
+    Args:
+        resume: Also those all of whose candidates the end of the tuning budget left out.
+    """
     known: dict[tuple[str, str], list[CandidateResult]] = {}
     for result in record.candidates if record is not None else ():
-        known.setdefault((result.kernel, result.version), []).append(result)
+        if not (resume and result.reason == BUDGET_ENDED):
+            known.setdefault((result.kernel, result.version), []).append(result)
     return [
         kernel
         for kernel in kernels
