@@ -144,6 +144,7 @@ def test_every_name_has_a_test() -> None:
         "torch._C._dynamo.guards._empty_strided_cuda",
         "torch._C._cuda_getDevice",
         "torch._C._cuda_getCurrentRawStream",
+        "torch._C._cuda_endAllocateToPool",
         "torch._subclasses.fake_tensor.FakeTensor",
         "torch.distributed.tensor._op_schema.RuntimeSchemaInfo",
         "torch._C.DispatchKeySet",
