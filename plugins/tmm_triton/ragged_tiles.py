@@ -49,7 +49,7 @@ _SUMS: Kinds = MappingProxyType(
 )
 
 #: The barrier of all threads of a partition; Triton 3.7 renamed it.
-_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
+barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 
 
 def kinds(ragged: str | None, batched: bool) -> Kinds:
@@ -106,7 +106,7 @@ def tabulated(groups, M, BLOCK: gl.constexpr, WARPS: gl.constexpr):
         gl.store(table + group, total + gl.associative_scan(tiles, 0, _sum), mask=known)
         total += gl.sum(tiles, axis=0)
     # All roles read it: the first partition starts the others after this.
-    _barrier()
+    barrier()
     return total
 
 

@@ -48,6 +48,9 @@ beside the result each strip leaves a number a row in the workspace, and a secon
 these. A batch is a third dimension of all tensor maps, and of the walk over tiles; groups of
 different sizes are walked over and described by :mod:`tmm_triton.ragged_tiles`.
 
+This module has the launch and what a block sets up, :mod:`tmm_triton.hopper_loads`,
+``hopper_consumers`` and ``hopper_stores`` what its roles do, ``hopper_walk`` in which order, and
+``hopper_tiles`` which tiles there are.
 It is written in Gluon, where the author controls layouts, barriers and roles; plain Triton does not
 specialise warps on Hopper.
 """
@@ -62,15 +65,7 @@ import torch
 from triton.experimental.gluon import jit
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import (
-    fence_async_shared,
     mbarrier,
-    warpgroup_mma,
-    warpgroup_mma_wait,
-)
-from triton.experimental.gluon.language.nvidia.hopper.tma import (
-    async_copy_global_to_shared,
-    async_copy_shared_to_global,
-    store_wait,
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
@@ -87,6 +82,8 @@ from tmm_core.triton import (
 )
 from tmm_triton import hopper_tiles, sums
 from tmm_triton.counters import Counters
+from tmm_triton.hopper_consumers import consume
+from tmm_triton.hopper_loads import bring_words, prefetch, prime, produce
 from tmm_triton.hopper_tiles import (
     ALIGNMENT,
     Constants,
@@ -105,16 +102,12 @@ from tmm_triton.partials import reducing, reduction
 from tmm_triton.ports import REDUCES, Ports
 from tmm_triton.ragged_tiles import (
     MOST_ROWS,
-    bounds,
     clipped,
     kinds_of,
-    located,
-    placed,
     rows_ragged,
     tabulated,
     zero_beyond,
 )
-from tmm_triton.words import box_of, box_rows, box_words
 
 #: Gluon's names of the dtypes of operands, outputs, bias and residual.
 _GLUON = {
@@ -124,757 +117,6 @@ _GLUON = {
     torch.float8_e4m3fn: gl.float8e4nv,
     torch.float8_e5m2: gl.float8e5,
 }
-
-
-#: The barrier of all threads of a partition; Triton 3.7 renamed it.
-_barrier = getattr(gl, "barrier", None) or gl.thread_barrier
-
-
-@jit
-def _acquire(flag):
-    """A flag's value; later reads see everything written before it was set."""
-    return gl.inline_asm_elementwise(
-        "ld.acquire.gpu.global.b32 $0, [$1];", "=r,l", [flag], gl.int32, is_pure=False, pack=1
-    )
-
-
-@jit
-def _tile(index, sizes, C: gl.constexpr):
-    """A tile's index in the batch, its group or its part of K, its first row and column, and the
-    end of its matrix's rows. Tiles go matrix by matrix, each in bands of GROUP_M tile rows walked
-    column by column, so that concurrent blocks share operands in L2; those of ragged rows go in
-    bands of the rows of all groups."""
-    M, N, _, GROUP_M, COUNT, groups = sizes
-    rows = COUNT if C.RAGGED == "m" else gl.cdiv(M, C.BLOCK_M)
-    matrix = 0
-    if C.stacked or C.SPLITS > 1:
-        matrix = index // (rows * gl.cdiv(N, C.BLOCK_N))
-        index -= matrix * (rows * gl.cdiv(N, C.BLOCK_N))
-    band = GROUP_M * gl.cdiv(N, C.BLOCK_N)
-    first = index // band * GROUP_M
-    height = gl.minimum(rows - first, GROUP_M)
-    within = index % band
-    end = M
-    if C.RAGGED == "m":
-        height = gl.maximum(height, 1)  # also called by a block without tiles
-        matrix, row, end = located(first + within % height, groups, M, C.BLOCK_M)
-    else:
-        row = (first + within % height) * C.BLOCK_M
-    return matrix, row, within // height * C.BLOCK_N, end
-
-
-@jit
-def _moved(row, column, sizes, C: gl.constexpr):
-    """Where a tile begins. The last ones are moved inside, because TMA takes longer to zero-fill
-    elements than to load them. Elements that they then share with the previous ones are stored
-    twice with the same bits, or once by pointers. Ragged rows are not moved, since another group
-    may come before."""
-    if C.RAGGED != "m":
-        row = _inside(row, sizes[0], C.BLOCK_M, C.A_COL)
-    column = _inside(column, sizes[1], C.BLOCK_N, not (C.B_COL and C.POINTERS))
-    return row, column
-
-
-@jit
-def _inside(start, size, BLOCK: gl.constexpr, CONTIGUOUS: gl.constexpr):
-    """Where a block begins so that it ends inside, or exceeds the end by less than the alignment of
-    a TMA box."""
-    latest = size - BLOCK
-    if CONTIGUOUS:
-        latest = gl.cdiv(latest, 16) * 16
-    return gl.maximum(gl.minimum(start, latest), 0)
-
-
-@jit
-def _tiles(sizes, C: gl.constexpr):
-    M, N, _, _, COUNT, _ = sizes
-    rows = COUNT if C.RAGGED == "m" else gl.cdiv(M, C.BLOCK_M)
-    tiles = rows * gl.cdiv(N, C.BLOCK_N)
-    return tiles * COUNT if C.stacked else tiles * C.SPLITS
-
-
-@jit
-def _work(sizes, C: gl.constexpr):
-    """A block's work: the number of units, whether the first is part of a tile, which tile, its
-    first and last k-step, and the k-steps of a whole tile."""
-    steps = gl.cdiv(sizes[2], C.BLOCK_K)
-    blocks = gl.num_programs(0)
-    tiles = _tiles(sizes, C)
-    cut = 0
-    tile = 0
-    first = 0
-    last = steps
-    if C.TAIL_SPLITS > 1:
-        TAIL = sizes[5]
-        share = _share()
-        tile = share // C.TAIL_SPLITS
-        part = share % C.TAIL_SPLITS
-        cut = gl.where(tile < TAIL, 1, 0)
-        first = steps * part // C.TAIL_SPLITS
-        last = steps * (part + 1) // C.TAIL_SPLITS
-        tiles -= TAIL
-    units = cut + gl.cdiv(tiles - gl.program_id(0), blocks)
-    return units, cut, tile, first, last, steps
-
-
-@jit
-def _share():
-    """The block's index among those that share tiles, counted from the last: a block then waits
-    only for blocks started before it, which finish even if not all blocks fit at once."""
-    return gl.num_programs(0) - 1 - gl.program_id(0)
-
-
-@jit
-def _unit(index, work, sizes, C: gl.constexpr):
-    """A tile and this block's k-steps of it."""
-    _, cut, tile_cut, first_cut, last_cut, steps = work
-    tile = gl.program_id(0) + index * gl.num_programs(0)
-    first = 0
-    last = steps
-    if C.TAIL_SPLITS > 1:
-        is_cut = index < cut
-        tile += sizes[5] - cut * gl.num_programs(0)
-        tile = gl.where(is_cut, tile_cut, tile)
-        first = gl.where(is_cut, first_cut, 0)
-        last = gl.where(is_cut, last_cut, steps)
-    if C.SPLITS > 1:
-        part = tile // (_tiles(sizes, C) // C.SPLITS)
-        first = steps * part // C.SPLITS
-        last = steps * (part + 1) // C.SPLITS
-    if C.RAGGED == "k":
-        M, N, K, _, _, groups = sizes
-        group = tile // (gl.cdiv(M, C.BLOCK_M) * gl.cdiv(N, C.BLOCK_N))
-        start, end = bounds(group, groups, K)
-        last = gl.maximum(gl.cdiv(end - start, C.BLOCK_K), 1)
-    return tile, first, last
-
-
-@jit
-def _described(matrix, stride, KIND: gl.constexpr):
-    """The matrix's index in its descriptor: TMA does not support a stride of zero, so a matrix
-    shared by the whole batch is described alone."""
-    return gl.where(stride == 0, 0, matrix) if KIND == "stack" else matrix
-
-
-@jit
-def _matrix(box, KIND: gl.constexpr):
-    """A box in shared memory as a matrix, without further dimensions."""
-    if KIND == "stack":
-        box = box.reshape([box.shape[1], box.shape[2]])
-    elif KIND == "clipped":
-        box = box.reshape([box.shape[2], box.shape[3]])
-    return box
-
-
-@jit
-def _next(stage, phase, C: gl.constexpr):
-    """The ring position after this one; the phase flips where the ring starts over."""
-    stage += 1
-    wraps = stage == C.STAGES
-    return gl.where(wraps, 0, stage), gl.where(wraps, phase ^ 1, phase)
-
-
-@jit
-def _skip(stage, phase, steps, C: gl.constexpr):
-    """The ring position ``steps`` further."""
-    position = stage + steps
-    return position % C.STAGES, phase ^ (position // C.STAGES & 1)
-
-
-@jit
-def _load(
-    a_desc, b_desc, strides, ring, barriers, sizes, tile, first, last, stage, phase,
-    FRESH: gl.constexpr, PARTS: gl.constexpr, C: gl.constexpr,
-):  # fmt: skip
-    """Request the tile's k-steps from ``first`` up to ``last``, each when its stage is free, or
-    FRESH, when no stage was used yet; returns the ring position after them. PARTS are the operands
-    requested: ``"ab"``, or ``"b"`` and then, for the same stages, ``"a"``."""
-    a_ring, b_ring = ring
-    full, empty = barriers
-    a_stride, b_stride = strides
-    _, N, K, _, _, _ = sizes
-    A_BOXES: gl.constexpr = C.a_boxes
-    B_BOXES: gl.constexpr = C.b_boxes
-    OF_A: gl.constexpr = 0 if C.WORDS == "a" else A_BOXES
-    OF_B: gl.constexpr = 0 if C.WORDS == "b" else B_BOXES
-    BYTES: gl.constexpr = C.IN_BYTES * (OF_A * C.A_ROWS + OF_B * C.columns) * C.BLOCK_K
-    ASKED_A: gl.constexpr = 0 if PARTS == "b" else OF_A
-    ASKED_B: gl.constexpr = 0 if PARTS == "a" else OF_B
-    A_KIND: gl.constexpr = C.a_kind
-    B_KIND: gl.constexpr = C.b_kind
-    matrix, row, column, end = _tile(tile, sizes, C)
-    row, column = _moved(row, column, sizes, C)
-    of_a = _described(matrix, a_stride, A_KIND)
-    of_b = _described(matrix, b_stride, B_KIND)
-    start = first * C.BLOCK_K
-    stop = gl.minimum(last * C.BLOCK_K, K)
-    if C.RAGGED == "k":
-        begin, end = bounds(matrix, sizes[5], K)
-        start = begin + first * C.BLOCK_K
-        stop = begin + last * C.BLOCK_K
-    for k in range(start, stop, C.BLOCK_K):
-        if not FRESH:
-            # A fresh barrier counts as having completed phase −1: the first round passes.
-            mbarrier.wait(empty.index(stage), phase ^ 1)
-        ready = full.index(stage)
-        if PARTS != "a":
-            # Whole boxes of both operands, including elements that TMA fills with zeros.
-            mbarrier.expect(ready, BYTES)
-        for part in gl.static_range(ASKED_A):
-            where = placed(of_a, end, row + part * C.ROWS, k, C.A_COL, A_KIND)
-            slot = a_ring.index(stage * A_BOXES + part)
-            if C.A_ROWS < C.ROWS:
-                slot = slot.slice(0, C.A_ROWS, dim=1 if A_KIND == "stack" else 0)
-            async_copy_global_to_shared(a_desc, where, ready, slot)
-        for part in gl.static_range(ASKED_B):
-            at = column + part * (C.columns if C.halves else N)
-            where = placed(of_b, end, k, at, C.B_COL, B_KIND)
-            slot = b_ring.index(stage * B_BOXES + part)
-            async_copy_global_to_shared(b_desc, where, ready, slot)
-        stage, phase = _next(stage, phase, C)
-    return stage, phase
-
-
-@jit
-def _primed(first, last, C: gl.constexpr):
-    """The end of the k-steps of the block's first unit that are requested before the warps take
-    their roles."""
-    return gl.minimum(first + C.PRIMED, last)
-
-
-@jit
-def _first(sizes, C: gl.constexpr):
-    """The k-steps that are requested before the warps take their roles, and their tile."""
-    work = _work(sizes, C)
-    tile, first, last = _unit(0, work, sizes, C)
-    if C.TAIL_SPLITS > 1 or C.RAGGED == "m":
-        last = gl.where(work[0] > 0, last, first)  # a block may have nothing to do
-    return tile, first, _primed(first, last, C)
-
-
-@jit
-def _prime(
-    a_desc, b_desc, strides, ring, barriers, sizes, PARTS: gl.constexpr, C: gl.constexpr
-):  # fmt: skip
-    """Request the first k-steps: the warps take their roles while these are in flight."""
-    tile, first, last = _first(sizes, C)
-    stage = 0
-    phase = 0
-    _load(
-        a_desc, b_desc, strides, ring, barriers, sizes, tile, first, last, stage, phase,
-        True, PARTS, C,
-    )  # fmt: skip
-
-
-@jit
-def _prefetch(pointer, stride, strides, sizes, C: gl.constexpr):
-    """Prefetch b's part of the first k-steps into L2. A prefetch returns no data, and L2 is
-    coherent for all SMs: if the previous launch is still writing b, the loads after ``gdc_wait``
-    read what it wrote."""
-    _, N, K, _, _, _ = sizes
-    tile, first, last = _first(sizes, C)
-    matrix, row, column, _end = _tile(tile, sizes, C)
-    row, column = _moved(row, column, sizes, C)
-    # Rows of memory by pieces, one per k-step.
-    LINES: gl.constexpr = C.columns if C.B_COL else C.BLOCK_K
-    BOXES: gl.constexpr = C.b_boxes
-    PIECES: gl.constexpr = C.pieces
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [C.WARPS, 1], [1, 0])
-    line = gl.expand_dims(gl.arange(0, LINES, layout=gl.SliceLayout(1, LAYOUT)), 1)
-    piece = gl.expand_dims(gl.arange(0, PIECES, layout=gl.SliceLayout(0, LAYOUT)), 0)
-    step = first + piece
-    end = 2 * N if C.GATED else N
-    if C.BATCHED:
-        pointer += matrix * strides[1]
-    for part in gl.static_range(BOXES):
-        at = column + part * (C.columns if C.halves else N)
-        if C.B_COL:
-            outer = at + line
-            inner = step * C.BLOCK_K
-            count = gl.minimum(K - inner, C.BLOCK_K)
-            inside = (outer < end) & (step < last)
-        else:
-            outer = step * C.BLOCK_K + line
-            inner = at
-            count = gl.minimum(end - inner, C.columns)
-            inside = (outer < K) & (step < last)
-        # A bulk prefetch has a granularity of 16 bytes, at which rows need not end.
-        bytes = gl.where(inside, count * C.IN_BYTES // 16 * 16, 0)
-        address = pointer + (outer.to(gl.int64) * stride + inner)
-        gl.inline_asm_elementwise(
-            """{ .reg .pred p; setp.gt.s32 p, $2, 0;
-            @p cp.async.bulk.prefetch.L2.global [$1], $2; mov.b32 $0, 0; }""",
-            "=r,l,r", [address, bytes], gl.int32, is_pure=False, pack=1,
-        )  # fmt: skip
-
-
-@jit
-def _produce(loads, C: gl.constexpr):
-    a_desc, b_desc, strides, ring, barriers, sizes = loads
-    work = _work(sizes, C)
-    _, first, last = _unit(0, work, sizes, C)
-    primed = _primed(first, last, C) - first
-    stage, phase = _skip(0, 0, primed, C)
-    for unit in range(work[0]):
-        tile, first, last = _unit(unit, work, sizes, C)
-        first += gl.where(unit == 0, primed, 0)
-        stage, phase = _load(
-            a_desc, b_desc, strides, ring, barriers, sizes, tile, first, last, stage, phase,
-            False, "ab", C,
-        )  # fmt: skip
-    if C.DEPENDENTS == "last":
-        gdc_launch_dependents()
-
-
-@jit
-def _put(
-    words, rows, ring, barriers, stage, phase,
-    BOX: gl.constexpr, ALONG_K: gl.constexpr, C: gl.constexpr,
-):  # fmt: skip
-    """Store a box when its stage is free; returns the ring position after it."""
-    full, empty = barriers
-    SLOT: gl.constexpr = [BOX[0], BOX[1] // 4]
-    LAYOUT: gl.constexpr = gl.NVMMASharedLayout(min(128, 2 * BOX[1]), 64, 2)
-    box = box_of(words, rows, ALONG_K)
-    mbarrier.wait(empty.index(stage), phase ^ 1)
-    ring.index(stage)._reinterpret(gl.uint64, SLOT, LAYOUT).store(box)
-    # All threads' stores come before the barrier, the barrier before the arrival.
-    _barrier()
-    mbarrier.arrive(full.index(stage))
-    return _next(stage, phase, C)
-
-
-@jit
-def _bring(loads, C: gl.constexpr):
-    """The loader: does the producer's work for the operand that TMA cannot read. One or two further
-    k-steps are in flight while one is stored."""
-    operand, ring, barriers, sizes = loads
-    M, N, K, _, _, _ = sizes
-    IS_A: gl.constexpr = C.WORDS == "a"
-    ALONG_K: gl.constexpr = not C.A_COL if IS_A else C.B_COL
-    BOX: gl.constexpr = C.a_box if IS_A else C.b_box
-    work = _work(sizes, C)
-    stage = 0
-    phase = 0
-    for unit in range(work[0]):
-        tile, first, last = _unit(unit, work, sizes, C)
-        _batch, row, column, _end = _tile(tile, sizes, C)
-        row, column = _moved(row, column, sizes, C)
-        rows = box_rows(operand, row if IS_A else column, M if IS_A else N, K, BOX, ALONG_K, C)
-        one = box_words(rows, first, last, K, ALONG_K, C)
-        other = box_words(rows, first + 1, last, K, ALONG_K, C)
-        for step in range(first, last, 2):
-            stage, phase = _put(one, rows, ring, barriers, stage, phase, BOX, ALONG_K, C)
-            one = box_words(rows, step + 2, last, K, ALONG_K, C)
-            if step + 1 < last:
-                stage, phase = _put(other, rows, ring, barriers, stage, phase, BOX, ALONG_K, C)
-            other = box_words(rows, step + 3, last, K, ALONG_K, C)
-
-
-@jit
-def _strips(x, STRIPS: gl.constexpr):
-    """``x[M, N]`` as a tuple of [M, N / STRIPS]; every element stays in its register."""
-    if STRIPS == 1:
-        return (x,)
-    else:  # noqa: RET505 (Triton compiles what follows a return)
-        left, right = x.reshape([x.shape[0], 2, x.shape[1] // 2]).permute([0, 2, 1]).split()
-        return _strips(left, STRIPS // 2) + _strips(right, STRIPS // 2)
-
-
-@jit
-def _scaled(z, factors, matrix, row, column, M, end, LAYOUT: gl.constexpr, C: gl.constexpr):
-    """``alpha · scale_a · scale_b · z``, each if the problem has it."""
-    alpha, scale_a, scale_b = factors
-    if C.a_kind == "stack" and C.SCALE_A == "row":
-        scale_a += matrix * M
-    if C.b_kind == "stack" and C.SCALE_B == "row":
-        scale_b += matrix * end
-    if C.SCALED:
-        z = z * alpha
-    if C.SCALE_A == "row":
-        rows = row + gl.arange(0, z.shape[0], layout=gl.SliceLayout(1, LAYOUT))
-        z = z * gl.expand_dims(gl.load(scale_a + rows, mask=rows < M, other=0.0), 1)
-    elif C.SCALE_A == "tensor":
-        z = z * gl.load(scale_a)
-    if C.SCALE_B == "row":
-        columns = column + gl.arange(0, z.shape[1], layout=gl.SliceLayout(0, LAYOUT))
-        z = z * gl.expand_dims(gl.load(scale_b + columns, mask=columns < end, other=0.0), 0)
-    elif C.SCALE_B == "tensor":
-        z = z * gl.load(scale_b)
-    return z
-
-
-@jit
-def _bias(bias, matrix, column, end, STRIPS: gl.constexpr, C: gl.constexpr):
-    """The bias of STRIPS strips, one value per thread: each thread needs a quarter of all values,
-    and gets them through shared memory when it reaches that strip."""
-    pointer, stride, stride_z = bias
-    if C.RAGGED is not None:
-        pointer += matrix * stride_z
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [C.WARPS], [0])
-    columns = column + gl.arange(0, C.width, layout=LAYOUT)
-    strip = (gl.load(pointer + columns * stride, mask=columns < end, other=0.0),)
-    if STRIPS == 1:
-        return strip
-    else:  # noqa: RET505 (Triton compiles what follows a return)
-        return strip + _bias(bias, matrix, column + C.width, end, STRIPS - 1, C)
-
-
-@jit
-def _with_bias(z, values, LAYOUT: gl.constexpr):
-    values = gl.convert_layout(values, gl.SliceLayout(0, LAYOUT))
-    return z + gl.expand_dims(values.to(gl.float32), 0)
-
-
-@jit
-def _residual(residual, matrix, row, column, sizes, C: gl.constexpr, LAYOUT: gl.constexpr):
-    """A strip of the residual, by pointers."""
-    pointer, stride_z, stride_m, stride_n = residual
-    M, N, _, _, _, _ = sizes
-    if C.stacked:
-        pointer += matrix * stride_z
-    rows = row + gl.arange(0, C.ROWS, layout=gl.SliceLayout(1, LAYOUT))
-    columns = column + gl.arange(0, C.width, layout=gl.SliceLayout(0, LAYOUT))
-    down = gl.expand_dims(rows * stride_m, 1)
-    across = gl.expand_dims(columns * stride_n, 0)
-    inside = gl.expand_dims(rows < M, 1) & gl.expand_dims(columns < N, 0)
-    return gl.load(pointer + down + across, mask=inside, other=0.0)
-
-
-@jit
-def _fetch(staged, strip, matrix, row, column, end, WHO: gl.constexpr, C: gl.constexpr):
-    """Request a strip of the residual, once the last store from its buffer has read it."""
-    r_desc, stride, staging, loaded = staged
-    BUFFERS: gl.constexpr = C.buffers
-    BYTES: gl.constexpr = C.ROWS * C.width * C.OUT_BYTES
-    KIND: gl.constexpr = C.out_kind
-    slot = WHO * BUFFERS + strip % BUFFERS
-    ready = loaded.index(slot)
-    mbarrier.expect(ready, BYTES)
-    of_r = _described(matrix, stride, KIND)
-    where = placed(of_r, end, row, column + strip * C.width, False, KIND)
-    async_copy_global_to_shared(r_desc, where, ready, staging.index(slot))
-
-
-@jit
-def _weighted(y, weights, row, end, LAYOUT: gl.constexpr):
-    """``y``, each row times its weight."""
-    rows = row + gl.arange(0, y.shape[0], layout=gl.SliceLayout(1, LAYOUT))
-    weight = gl.load(weights + rows, mask=rows < end, other=0.0).to(gl.float32)
-    return y * gl.expand_dims(weight, 1)
-
-
-@jit
-def _scatter(z, matrix, row, column, corner, target, sizes, C: gl.constexpr):
-    """Store by pointers: rows that are scattered, or unaligned, which allows no access wider than
-    an element."""
-    pointer, strides, index = target
-    stride_z, stride = strides
-    M, N, _, _, _, _ = sizes
-    if C.stacked:
-        pointer += matrix * stride_z
-    ACROSS: gl.constexpr = min(32, z.shape[1] // C.STORED)
-    # A warp's lanes are side by side in one row, so that each of its stores is contiguous.
-    LAYOUT: gl.constexpr = gl.BlockedLayout(
-        [1, C.STORED], [32 // ACROSS, ACROSS], [C.WARPS, 1], [1, 0]
-    )
-    z = gl.convert_layout(z.to(pointer.dtype.element_ty), LAYOUT)
-    rows = row + gl.arange(0, z.shape[0], layout=gl.SliceLayout(1, LAYOUT))
-    columns = column + gl.arange(0, z.shape[1], layout=gl.SliceLayout(0, LAYOUT))
-    # Elements of the previous tile are not stored again: if one tile is split, sums may differ.
-    own_rows = (rows >= corner[0]) & (rows < M)
-    own_columns = (columns >= corner[1]) & (columns < N)
-    inside = gl.expand_dims(own_rows, 1) & gl.expand_dims(own_columns, 0)
-    across = gl.expand_dims(columns, 0)
-    if C.SCATTERED:
-        rows = gl.load(index + rows, mask=own_rows, other=0)
-    gl.store(pointer + gl.expand_dims(rows * stride, 1) + across, z, mask=inside)
-
-
-@jit
-def _reduce_rows(
-    y, strip, row, column, corner, port, sizes, LAYOUT: gl.constexpr, OF: gl.constexpr,
-    C: gl.constexpr,
-):  # fmt: skip
-    """Leave what a strip's columns come to in each row, for ``ports.reduce_port_kernel``: nothing
-    that the tile before has counted, where this one was moved."""
-    pointer, start, stride = port
-    M, N, _, _, _, _ = sizes
-    rows = row + gl.arange(0, C.ROWS, layout=gl.SliceLayout(1, LAYOUT))
-    columns = column + gl.arange(0, C.width, layout=gl.SliceLayout(0, LAYOUT))
-    own = gl.expand_dims((columns >= corner[1]) & (columns < N), 0)
-    if C.REDUCE == "max":
-        terms = gl.where(own, OF(y), float("-inf"))
-        undefined = terms != terms
-        most = gl.max(gl.where(undefined, float("-inf"), terms), axis=1)
-        total = gl.where(gl.max(undefined.to(gl.int32), axis=1) > 0, float("nan"), most)
-    else:
-        total = gl.sum(gl.where(own, OF(y), 0.0), axis=1)
-    part = corner[1] // C.BLOCK_N * C.SUBTILES + strip
-    inside = (rows >= corner[0]) & (rows < M)
-    gl.store(pointer + (start + part * stride) + rows, total, mask=inside)
-
-
-@jit
-def _store(
-    z, up, bias, matrix, row, column, corner, phase, target, sizes,
-    EPILOGUE: gl.constexpr, OF: gl.constexpr, WHO: gl.constexpr, C: gl.constexpr,
-):  # fmt: skip
-    """Finish the fp32 accumulator (two, gate and up, where gated), round it and send it off
-    strip by strip, through one or two staging buffers."""
-    destination, _, residual, factors, port, weights = target
-    M, N, _, _, _, _ = sizes
-    SUBTILES: gl.constexpr = C.SUBTILES
-    WIDTH: gl.constexpr = C.width
-    KIND: gl.constexpr = C.out_kind
-    BUFFERS: gl.constexpr = C.buffers
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[C.WARPS, 1], instr_shape=[16, WIDTH, 16]
-    )
-    if C.halves:
-        strips = _strips(z, SUBTILES // 2) + _strips(up, SUBTILES // 2)
-    else:
-        strips = _strips(z, SUBTILES)
-    if C.GATED:
-        up_strips = _strips(up, SUBTILES)
-    for i in gl.static_range(SUBTILES):
-        at = column + i * WIDTH
-        x = gl.convert_layout(strips[i], LAYOUT)
-        x = _scaled(x, factors, matrix, row, at, M, 2 * N if C.GATED else N, LAYOUT, C)
-        if C.BIAS:
-            x = _with_bias(x, bias[i], LAYOUT)
-        if C.GATED:
-            y = gl.convert_layout(up_strips[i], LAYOUT)
-            y = _scaled(y, factors, matrix, row, at + N, M, 2 * N, LAYOUT, C)
-            if C.BIAS:
-                y = _with_bias(y, bias[SUBTILES + i], LAYOUT)
-            x = EPILOGUE(x, y)
-        else:
-            x = EPILOGUE(x)
-        if C.WEIGHTED:
-            x = _weighted(x, weights, row, M, LAYOUT)
-        if C.RESIDUAL and not C.FETCH:
-            x = x + _residual(residual, matrix, row, at, sizes, C, LAYOUT).to(gl.float32)
-        if C.REDUCE is not None and not C.FETCH:
-            _reduce_rows(x, i, row, at, corner, port, sizes, LAYOUT, OF, C)
-        if C.POINTERS:
-            _scatter(x, matrix, row, at, corner, destination, sizes, C)
-        else:
-            c_desc, staging, _ = destination
-            slot = WHO * BUFFERS + i % BUFFERS
-            buffer = _matrix(staging.index(slot), KIND)
-            if C.FETCH:
-                if i > 0 and i - 1 + BUFFERS < SUBTILES:
-                    store_wait(0)
-                    _fetch(residual, i - 1 + BUFFERS, matrix, row, column, M, WHO, C)
-                loaded = residual[3]
-                mbarrier.wait(loaded.index(slot), phase ^ (i // BUFFERS & 1))
-                x = x + buffer.load(LAYOUT).to(gl.float32)
-                if C.REDUCE is not None:
-                    _reduce_rows(x, i, row, at, corner, port, sizes, LAYOUT, OF, C)
-            else:
-                # The store that last used this buffer has read it.
-                store_wait(BUFFERS - 1)
-            buffer.store(x.to(c_desc.dtype))
-            fence_async_shared()
-            where = placed(matrix, M, row, at, False, KIND)
-            async_copy_shared_to_global(c_desc, where, staging.index(slot))
-
-
-@jit
-def _promoted(a, b, acc):
-    """Sums of 8-bit floats have about 14 bits in the tensor cores: this waits for the sums of one
-    stage and adds them in fp32 while the other consumers multiply. Even the first is added, to
-    zeros: used directly, ptxas moved it around and waited after every wgmma of large tiles."""
-    part = warpgroup_mma(a, b, acc, use_acc=False, is_async=True)
-    part = warpgroup_mma_wait(0, deps=(part,))
-    return acc + part
-
-
-@jit
-def _await_full(full, stage, phase, C: gl.constexpr):
-    """Wait until a stage's operands have arrived and are visible to ``wgmma``."""
-    mbarrier.wait(full.index(stage), phase)
-    if C.WORDS is not None:
-        # Here, not at the stores: the fence waits for all of a thread's loads, and the loader has
-        # those of the next k-steps in flight.
-        fence_async_shared()
-
-
-@jit
-def _multiply(ring, stage, acc, up, FIRST: gl.constexpr, WHO: gl.constexpr, C: gl.constexpr):
-    """Start this stage's products and wait for those of the previous stage."""
-    a_ring, b_ring = ring
-    A_KIND: gl.constexpr = C.a_kind
-    B_KIND: gl.constexpr = C.b_kind
-    a = _matrix(a_ring.index(stage * C.a_boxes + WHO % C.a_boxes), A_KIND)
-    b = _matrix(b_ring.index(stage * C.b_boxes), B_KIND)
-    if C.A_COL:
-        a = a.permute((1, 0))
-    if C.B_COL:
-        b = b.permute((1, 0))
-    if C.promoted:
-        acc = _promoted(a, b, acc)
-        if C.b_boxes == 2:
-            b = _matrix(b_ring.index(stage * C.b_boxes + 1), B_KIND).permute((1, 0))
-            up = _promoted(a, b, up)
-        return acc, up
-    # Not accumulating the first time saves clearing the registers.
-    acc = warpgroup_mma(a, b, acc, use_acc=not FIRST, is_async=True)
-    if C.GATED:
-        b = _matrix(b_ring.index(stage * C.b_boxes + 1), B_KIND)
-        if C.B_COL:
-            b = b.permute((1, 0))
-        up = warpgroup_mma(a, b, up, use_acc=not FIRST, is_async=True)
-        acc, up = warpgroup_mma_wait(2, deps=(acc, up))
-    else:
-        acc = warpgroup_mma_wait(1, deps=(acc,))
-    return acc, up
-
-
-@jit
-def _pass_by(unit, stage, phase, work, sizes, C: gl.constexpr):
-    """The ring position after the other consumer's unit."""
-    _, first, last = _unit(unit, work, sizes, C)
-    return _skip(stage, phase, last - first, C)
-
-
-@jit
-def _part(parts, share, product, WHO: gl.constexpr, C: gl.constexpr, LAYOUT: gl.constexpr):
-    """Addresses in the workspace of the consumer's rows of a share's part: register by register,
-    with each register of all threads contiguous. Row by row, a warp's access used 4 of every 32
-    bytes that it moved, and a part of 128×128 elements took 17 µs."""
-    SIZE: gl.constexpr = C.ROWS * C.columns
-    THREADS: gl.constexpr = 32 * C.WARPS
-    start = ((share * C.a_boxes + WHO % C.a_boxes) * C.b_boxes + product) * SIZE
-    # In wgmma's accumulators a thread has pairs of neighbours, in every eighth row and column.
-    row = gl.arange(0, C.ROWS, layout=gl.SliceLayout(1, LAYOUT))
-    thread = row % 8 * 4 + row // 16 % C.WARPS * 32
-    register = row // 8 % 2 * 2 + row // (16 * C.WARPS) * (C.columns // 2)
-    down = gl.expand_dims(thread + register * THREADS, 1)
-    column = gl.arange(0, C.columns, layout=gl.SliceLayout(0, LAYOUT))
-    register = column % 2 + column // 8 * 4
-    return parts[0] + start + down + gl.expand_dims(column // 2 % 4 + register * THREADS, 0)
-
-
-@jit
-def _flag(parts, share, WHO: gl.constexpr, C: gl.constexpr):
-    return parts[1] + share * C.a_boxes + WHO % C.a_boxes
-
-
-@jit
-def _leave(acc, up, parts, WHO: gl.constexpr, C: gl.constexpr):
-    """Store the sum over a part of a tile for the block with its first k-steps."""
-    LAYOUT: gl.constexpr = acc.type.layout
-    gl.store(_part(parts, _share(), 0, WHO, C, LAYOUT), acc)
-    if C.b_boxes == 2:
-        gl.store(_part(parts, _share(), 1, WHO, C, LAYOUT), up)
-    # All threads' stores come before the barrier, the barrier before the release.
-    _barrier()
-    gl.atomic_xchg(_flag(parts, _share(), WHO, C), 1, sem="release")
-
-
-@jit
-def _completed(acc, up, parts, WHO: gl.constexpr, C: gl.constexpr):
-    """The sums over all of K: adds the other blocks' parts of this tile, in the order of K."""
-    LAYOUT: gl.constexpr = acc.type.layout
-    for part in range(1, C.TAIL_SPLITS):
-        flag = _flag(parts, _share() + part, WHO, C)
-        while _acquire(flag) == 0:
-            pass
-        # Written by other SMs: bypass this one's L1.
-        acc += gl.load(_part(parts, _share() + part, 0, WHO, C, LAYOUT), cache_modifier=".cg")
-        if C.b_boxes == 2:
-            up += gl.load(_part(parts, _share() + part, 1, WHO, C, LAYOUT), cache_modifier=".cg")
-        # Zero for the next launch, once every thread has seen it set.
-        _barrier()
-        gl.store(flag, 0)
-    return acc, up
-
-
-@jit
-def _consume(
-    sums, EPILOGUE: gl.constexpr, OF: gl.constexpr, WHO: gl.constexpr, C: gl.constexpr
-):  # fmt: skip
-    ring, barriers, turn, target, parts, sizes = sums
-    full, empty = barriers
-    N = sizes[1]
-    ROWS: gl.constexpr = C.ROWS
-    COLUMNS: gl.constexpr = C.columns
-    BUFFERS: gl.constexpr = C.buffers
-    LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0],
-        warps_per_cta=[C.WARPS, 1],
-        instr_shape=[16, C.mma_n, 32 // C.IN_BYTES],
-    )
-    stage = 0
-    phase = 0
-    turn_phase = 1 - WHO
-    strip_phase = 0
-    work = _work(sizes, C)
-    if C.PINGPONG and WHO == 1:
-        stage, phase = _pass_by(0, stage, phase, work, sizes, C)
-    for unit in range(WHO if C.PINGPONG else 0, work[0], 2 if C.PINGPONG else 1):
-        tile, first, last = _unit(unit, work, sizes, C)
-        acc = gl.zeros([ROWS, COLUMNS], gl.float32, LAYOUT)
-        up = acc
-        if C.PINGPONG:
-            mbarrier.wait(turn.index(WHO), turn_phase)
-            turn_phase ^= 1
-        _await_full(full, stage, phase, C)
-        acc, up = _multiply(ring, stage, acc, up, True, WHO, C)
-        reading = stage
-        stage, phase = _next(stage, phase, C)
-        # Divisions, and a wait for stores, overlap the first products.
-        matrix, row, column, end = _tile(tile, sizes, C)
-        limits = sizes
-        if C.RAGGED == "m":
-            limits = (end, N, sizes[2], sizes[3], sizes[4], sizes[5])
-        corner = (row, column)
-        row, column = _moved(row, column, sizes, C)
-        if not C.PINGPONG:
-            row += WHO * ROWS
-        if C.FETCH:  # noqa: SIM102 (decided when compiling, the other when running)
-            if (row < end) & (first == 0):
-                store_wait(0)
-                for i in gl.static_range(BUFFERS):
-                    _fetch(target[2], i, matrix, row, column, end, WHO, C)
-        for _ in range(first + 1, last):
-            _await_full(full, stage, phase, C)
-            acc, up = _multiply(ring, stage, acc, up, False, WHO, C)
-            mbarrier.arrive(empty.index(reading))
-            reading = stage
-            stage, phase = _next(stage, phase, C)
-        if C.PINGPONG:
-            mbarrier.arrive(turn.index(1 - WHO))
-            stage, phase = _pass_by(unit + 1, stage, phase, work, sizes, C)
-        bias = target[1]
-        if C.BIAS:
-            bias = _bias(target[1], matrix, column, N, C.SUBTILES, C)
-            if C.GATED:
-                bias = bias + _bias(target[1], matrix, N + column, 2 * N, C.SUBTILES, C)
-        if C.GATED:
-            acc, up = warpgroup_mma_wait(0, deps=(acc, up))
-        else:
-            acc = warpgroup_mma_wait(0, deps=(acc,))
-        mbarrier.arrive(empty.index(reading))
-        # A consumer's rows may all be outside. The branch also keeps the compiler from hoisting the
-        # code after it, which delayed the last stage by half an epilogue.
-        if row < end:
-            if C.TAIL_SPLITS > 1 and first > 0:
-                _leave(acc, up, parts, WHO, C)
-            else:
-                if C.TAIL_SPLITS > 1 and last < work[5]:
-                    acc, up = _completed(acc, up, parts, WHO, C)
-                if C.SPLITS > 1:
-                    row += matrix * gl.cdiv(sizes[0], C.BLOCK_M) * C.BLOCK_M
-                _store(
-                    acc, up, bias, matrix, row, column, corner, strip_phase, target, limits,
-                    EPILOGUE, OF, WHO, C,
-                )  # fmt: skip
-                if C.buffers == C.SUBTILES:
-                    strip_phase ^= 1
-    store_wait(0)
 
 
 @jit
@@ -921,9 +163,9 @@ def _kernel(
     # Groups take the place of a batch, and of split tiles, which they do not have.
     sizes = (M, N, K, GROUP_M, BATCH, TAIL)
     if C.EARLY == "b":
-        _prime(a_desc, b_desc, strides, ring, barriers, sizes, "b", C)
+        prime(a_desc, b_desc, strides, ring, barriers, sizes, "b", C)
     elif C.EARLY == "l2":
-        _prefetch(ahead_ptr, ahead_stride, strides, sizes, C)
+        prefetch(ahead_ptr, ahead_stride, strides, sizes, C)
     for i in gl.static_range(STAGES):
         mbarrier.init(empty.index(i), count=C.a_boxes)
     for i in gl.static_range(2):
@@ -949,7 +191,7 @@ def _kernel(
         sizes = (M, N, K, GROUP_M, tabulated(groups, M, C.BLOCK_M, C.WARPS), groups)
     elif C.RAGGED == "k":
         sizes = (M, N, K, GROUP_M, G, (offs_ptr, table_ptr, G))
-    _prime(a_desc, b_desc, strides, ring, barriers, sizes, "a" if C.EARLY == "b" else "ab", C)
+    prime(a_desc, b_desc, strides, ring, barriers, sizes, "a" if C.EARLY == "b" else "ab", C)
     if C.DEPENDENTS == "first":
         # The next launch's blocks then start as SMs become free. After the wait: the next launch's
         # early part must not overlap the previous launch.
@@ -968,16 +210,16 @@ def _kernel(
     # Triton accepts the roles only as a list in the call.
     if C.CONSUMERS == 1 and C.WORDS is None:
         gl.warp_specialize(
-            [(_consume, (sums, EPILOGUE, OF, 0, C)), (_produce, (loads, C))],
+            [(consume, (sums, EPILOGUE, OF, 0, C)), (produce, (loads, C))],
             C.worker_warps,
             C.worker_registers,
         )
     elif C.CONSUMERS == 1:
         gl.warp_specialize(
             [
-                (_consume, (sums, EPILOGUE, OF, 0, C)),
-                (_produce, (loads, C)),
-                (_bring, (bring, C)),
+                (consume, (sums, EPILOGUE, OF, 0, C)),
+                (produce, (loads, C)),
+                (bring_words, (bring, C)),
             ],
             C.worker_warps,
             C.worker_registers,
@@ -985,9 +227,9 @@ def _kernel(
     elif C.CONSUMERS == 2 and C.WORDS is None:
         gl.warp_specialize(
             [
-                (_consume, (sums, EPILOGUE, OF, 0, C)),
-                (_consume, (sums, EPILOGUE, OF, 1, C)),
-                (_produce, (loads, C)),
+                (consume, (sums, EPILOGUE, OF, 0, C)),
+                (consume, (sums, EPILOGUE, OF, 1, C)),
+                (produce, (loads, C)),
             ],
             C.worker_warps,
             C.worker_registers,
@@ -995,10 +237,10 @@ def _kernel(
     elif C.CONSUMERS == 2:
         gl.warp_specialize(
             [
-                (_consume, (sums, EPILOGUE, OF, 0, C)),
-                (_consume, (sums, EPILOGUE, OF, 1, C)),
-                (_produce, (loads, C)),
-                (_bring, (bring, C)),
+                (consume, (sums, EPILOGUE, OF, 0, C)),
+                (consume, (sums, EPILOGUE, OF, 1, C)),
+                (produce, (loads, C)),
+                (bring_words, (bring, C)),
             ],
             C.worker_warps,
             C.worker_registers,
@@ -1006,10 +248,10 @@ def _kernel(
     else:
         gl.warp_specialize(
             [
-                (_consume, (sums, EPILOGUE, OF, 0, C)),
-                (_consume, (sums, EPILOGUE, OF, 1, C)),
-                (_consume, (sums, EPILOGUE, OF, 2, C)),
-                (_produce, (loads, C)),
+                (consume, (sums, EPILOGUE, OF, 0, C)),
+                (consume, (sums, EPILOGUE, OF, 1, C)),
+                (consume, (sums, EPILOGUE, OF, 2, C)),
+                (produce, (loads, C)),
             ],
             C.worker_warps,
             C.worker_registers,

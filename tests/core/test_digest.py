@@ -199,7 +199,7 @@ def test_triton_kernels_reach_their_device_code_and_no_cost_model() -> None:
     assert "tmm_triton.partials.reduce_kernel" in reached(SplitK, SplitK.config_type)
     assert "tmm_triton.counters.Counters" in reached(SplitK, SplitK.config_type)
     hopper = reached(WarpSpecialized, WarpSpecialized.config_type)
-    for name in ("warp_specialized._consume", "words.box_words", "hopper_tiles.Constants"):
+    for name in ("hopper_consumers.consume", "words.box_words", "hopper_tiles.Constants"):
         assert f"tmm_triton.{name}" in hopper
     copies = reached(Realigned, Realigned.config_type)
     assert "tmm_triton.realigned.realign" in copies

@@ -289,7 +289,7 @@ GROUPED = [
     ),
     Mutant(
         "grouped-hopper-empty-sum",
-        "warp_specialized.py",
+        "hopper_walk.py",
         "last = gl.maximum(gl.cdiv(end - start, C.BLOCK_K), 1)",
         "last = gl.cdiv(end - start, C.BLOCK_K)",
         "an empty group waits for a k-step that nobody loads",
@@ -305,7 +305,7 @@ GROUPED = [
     ),
     Mutant(
         "grouped-hopper-no-tiles",
-        "warp_specialized.py",
+        "hopper_loads.py",
         'if C.TAIL_SPLITS > 1 or C.RAGGED == "m":',
         "if C.TAIL_SPLITS > 1:",
         "a block without tiles loads, and ends before that arrives",
@@ -321,7 +321,7 @@ GROUPED = [
     ),
     Mutant(
         "grouped-hopper-bias",
-        "warp_specialized.py",
+        "hopper_stores.py",
         "        pointer += matrix * stride_z\n    LAYOUT",
         "        pass\n    LAYOUT",
         "all groups have the bias of the first",
@@ -337,7 +337,7 @@ GROUPED = [
     ),
     Mutant(
         "grouped-hopper-moved",
-        "warp_specialized.py",
+        "hopper_walk.py",
         '    if C.RAGGED != "m":\n        row = _inside',
         "    if True:\n        row = _inside",
         "rows of the group before are overwritten",
@@ -345,7 +345,7 @@ GROUPED = [
     ),
     Mutant(
         "grouped-hopper-scattered",
-        "warp_specialized.py",
+        "hopper_stores.py",
         "        rows = gl.load(index + rows, mask=own_rows, other=0)\n",
         "        pass\n",
         "rows are stored in the order of the product",

@@ -25,7 +25,7 @@ OUTPUTS = [
            "        result = most\n", "an amax hides NaN", (TILES,)),
     Mutant("outputs-half", "tiled.py", "            tile_m, 2 * tile_n + 1, parts_n,\n",
            "            tile_m, 2 * tile_n, parts_n,\n", "half of a row is not summed", (TILES,)),
-    Mutant("outputs-hopper-own", "warp_specialized.py",
+    Mutant("outputs-hopper-own", "hopper_stores.py",
            "gl.expand_dims((columns >= corner[1]) & (columns < N), 0)", "gl.expand_dims(columns < N, 0)",
            "what two tiles share is summed twice",
            ("tests/plugins/test_warp_specialized.py::test_rows_are_reduced_beside_the_result",)),

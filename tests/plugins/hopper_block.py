@@ -16,14 +16,29 @@ When no thread can run and no copy is left, :class:`DeadlockError` names where e
 
 from __future__ import annotations
 
+import importlib.util
 import random
+import sys
 import threading
 import types
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
-from tmm_triton import ragged_tiles
+from tmm_triton import (
+    hopper_consumers,
+    hopper_loads,
+    hopper_stores,
+    hopper_walk,
+    ragged_tiles,
+    warp_specialized,
+)
+
+#: Those that define the kernel's functions.
+MODULES = (
+    ragged_tiles, hopper_walk, hopper_loads, hopper_stores, hopper_consumers, warp_specialized,
+)  # fmt: skip
 
 
 class DeadlockError(Exception):
@@ -290,24 +305,24 @@ def shaped(*values: Any) -> bool:
 
 
 def run_block(
-    module: types.ModuleType,
     arguments: Sequence[Any],
     program: int,
     programs: int,
     seed: int,
     overlaps: bool = False,
     at_rest: Sequence[Descriptor] = (),
+    module: types.ModuleType | None = None,
 ) -> None:
-    """Run one block of ``module._kernel`` to its end.
+    """Run one block of the kernel to its end.
 
     Args:
-        module: Defines ``_kernel`` and what it calls with Gluon's ``jit``.
         arguments: The kernel's, with :class:`Descriptor` and :class:`Pointer` for theirs.
         program, programs: The block's place in a one-dimensional grid.
         seed: Chooses the interleaving.
         overlaps: The launch before still runs when the block begins; the block is to wait for it
             and to let the next one begin.
         at_rest: What nobody writes meanwhile.
+        module: Its functions are in the place of those of :data:`MODULES`.
 
     Raises:
         OrderError: It does not wait, or too late.
@@ -487,17 +502,17 @@ def run_block(
         "warpgroup_mma_wait": warpgroup_mma_wait,
         "__builtins__": __builtins__,
     }
-    for each in (ragged_tiles, module):
+    for each in MODULES if module is None else (*MODULES, module):
         for name, value in vars(each).items():
             function = getattr(value, "fn", None)
             if isinstance(function, types.FunctionType):
                 names[name] = types.FunctionType(function.__code__, names, name)
     # What the workspace's order is good for, and needs, are whole warps.
-    names |= {"_acquire": acquire, "_barrier": lambda: None, "_part": place}
+    names |= {"_acquire": acquire, "barrier": lambda: None, "part_at": place}
     # Addresses and shifts, which have a test of their own.
     names |= {"box_rows": box_rows, "box_words": box_words, "box_of": lambda words, *_: words}
     # It has addresses, and a test of its own.
-    names |= {"_prefetch": lambda *_: None}
+    names |= {"prefetch": lambda *_: None}
     names["_kernel"](*arguments)
     if overlaps and not all(ended.values()):
         raise OrderError(f"never waits for the end of {[w for w, e in ended.items() if not e]}")
@@ -510,25 +525,39 @@ def run_block(
         copy()
 
 
-def workspace_order(
-    module: types.ModuleType, share: int, product: int, WHO: int, C: Any
-) -> np.ndarray:
+def changed(line: str, instead: str, folder: Path) -> types.ModuleType:
+    """A copy of the one module that has ``line``, with ``instead`` in its place."""
+    sources = [Path(str(each.__file__)).read_text() for each in MODULES]
+    (source,) = [each for each in sources if line in each]
+    assert source.count(line) == 1
+    path = folder / "changed.py"
+    path.write_text(source.replace(line, instead))
+    spec = importlib.util.spec_from_file_location("changed", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules["changed"] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def workspace_order(share: int, product: int, WHO: int, C: Any) -> np.ndarray:
     """The places of a part's elements, by row and column, in the kernel's workspace."""
     language = types.SimpleNamespace(
         arange=lambda start, end, layout: np.arange(start, end),
         expand_dims=np.expand_dims,
         SliceLayout=lambda axis, parent: None,
     )
-    function = module._part.fn
+    function = hopper_consumers.part_at.fn
     place = types.FunctionType(function.__code__, {"gl": language, "__builtins__": __builtins__})
     return np.asarray(place((0, 0), share, product, WHO, C, None))
 
 
 def prefetched(
-    module: types.ModuleType, sizes: Sequence[int], C: Any, stride: int, program: int, programs: int
+    sizes: Sequence[int], C: Any, stride: int, program: int, programs: int
 ) -> list[tuple[int, int]]:
-    """First element, and bytes, of every prefetch of ``module._prefetch`` by one block, where b is
-    one matrix whose rows of memory are ``stride`` elements apart."""
+    """First element, and bytes, of every prefetch by one block, where b is one matrix whose rows of
+    memory are ``stride`` elements apart."""
     asked: list[tuple[int, int]] = []
 
     def inline(asm: str, constraints: str, args: Sequence[Any], *rest: Any, **more: Any) -> None:
@@ -553,9 +582,10 @@ def prefetched(
         constexpr=Any,
     )
     names: dict[str, Any] = {"gl": language, "__builtins__": __builtins__}
-    for name, value in vars(module).items():
-        function = getattr(value, "fn", None)
-        if isinstance(function, types.FunctionType):
-            names[name] = types.FunctionType(function.__code__, names, name)
-    names["_prefetch"](Pointer(np.empty(0)), stride, (0, 0), sizes, C)
+    for each in MODULES:
+        for name, value in vars(each).items():
+            function = getattr(value, "fn", None)
+            if isinstance(function, types.FunctionType):
+                names[name] = types.FunctionType(function.__code__, names, name)
+    names["prefetch"](Pointer(np.empty(0)), stride, (0, 0), sizes, C)
     return [(start, count) for start, count in asked if count > 0]

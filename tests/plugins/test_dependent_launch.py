@@ -4,10 +4,8 @@ the block and in the PTX, who proposes it, and who declines."""
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import itertools
 import re
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +14,7 @@ import pytest
 
 pytest.importorskip("triton.experimental.gluon")
 
-from hopper_block import DeadlockError, prefetched
+from hopper_block import DeadlockError, changed, prefetched
 from test_warp_specialized import BF16, H200, SCHEDULES, computed, problem
 from tmm_triton import warp_specialized
 from tmm_triton.early import FEW_ROWS, with_early
@@ -207,16 +205,7 @@ def _programs(ways: dict[str, Any], consumers: int, pingpong: bool, usual: int) 
     ],
 )
 def test_the_model_sees_what_comes_too_early(line: str, instead: str, tmp_path: Path) -> None:
-    source = Path(warp_specialized.__file__).read_text()
-    assert source.count(line) == 1
-    path = tmp_path / "early_mutant.py"
-    path.write_text(source.replace(line, instead))
-    spec = importlib.util.spec_from_file_location("early_mutant", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["early_mutant"] = module
-    spec.loader.exec_module(module)
+    module = changed(line, instead, tmp_path)
     wrong = 0
     for seed, early in itertools.product(range(6), ("wait", "b")):
         try:
@@ -255,7 +244,7 @@ def test_what_is_prefetched_is_what_is_loaded_first(
                 first, last = (start + half, ends) if layout == "n" else (0, steps)
                 wanted |= {outer * stride + inner for inner in range(first, last)}
         found = set()
-        for at, count in prefetched(warp_specialized, sizes, constants, stride, program, programs):
+        for at, count in prefetched(sizes, constants, stride, program, programs):
             assert count % 16 == 0
             assert at % 8 == 0, "not where a multiple of 16 bytes starts"
             assert at // stride < rows, "past the end of b"

@@ -176,7 +176,7 @@ class Call:
     def run(self) -> None:
         arguments = list(self.arguments().values())
         for program in range(self.programs):
-            run_block(warp_specialized, arguments, program, self.programs, self.seed)
+            run_block(arguments, program, self.programs, self.seed)
 
     def epilogue(self, gate: np.ndarray, *up: np.ndarray) -> np.ndarray:
         return np.tanh(gate) * up[0] if up else np.tanh(gate)
@@ -305,7 +305,7 @@ def test_groups_share_no_tile_and_blocks_their_number() -> None:
         known["c_desc"].write = seen
         for program in range(5):
             stored.append([])
-            run_block(warp_specialized, list(known.values()), program, 5, 0)
+            run_block(list(known.values()), program, 5, 0)
         sizes = [end - start for start, end in zip((0, *ends), ends, strict=False)]
         tiles = sum(-(-size // 2) for size in sizes)
         strips = [len(each) for each in stored]

@@ -4,9 +4,7 @@ compile for sm_90, and what it declines it declines with a reason."""
 from __future__ import annotations
 
 import dataclasses
-import importlib.util
 import itertools
-import sys
 import types
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -19,7 +17,15 @@ import torch
 pytest.importorskip("triton.experimental.gluon")
 
 import triton
-from hopper_block import DeadlockError, Descriptor, Pointer, Rows, run_block, workspace_order
+from hopper_block import (
+    DeadlockError,
+    Descriptor,
+    Pointer,
+    Rows,
+    changed,
+    run_block,
+    workspace_order,
+)
 from test_triton_compile import resources
 from tmm_triton import hopper_tiles, operands, ports, warp_specialized
 from tmm_triton.hopper_tiles import Constants, WarpSpecializedConfig
@@ -360,7 +366,7 @@ def computed(
     words: str | None = None,
     early: str | None = None,
     reduce: str | None = None,
-    module: types.ModuleType = warp_specialized,
+    module: types.ModuleType | None = None,
 ) -> tuple[np.ndarray, np.ndarray]:
     """The output of all blocks and what it should be, in tiles of 2 rows a consumer by
     ``columns`` by 2 of K. ``extras``: alpha, bias and residual, ``fetch``: that by TMA.
@@ -417,7 +423,7 @@ def computed(
 
     strip = [rows, columns // subtiles]
     strides = {letter: 0 if of[letter] == 1 else (m + 1) * (n + 2) for letter in "abr"}
-    arguments: dict[str, Any] = dict.fromkeys(module._kernel.arg_names)
+    arguments: dict[str, Any] = dict.fromkeys(warp_specialized._kernel.arg_names)
     arguments |= {
         "a_desc": descriptor(a, [brought, depth], layout[0], constants.IN_BYTES),
         "b_desc": descriptor(b, [depth, constants.columns], layout[1], constants.IN_BYTES),
@@ -426,7 +432,7 @@ def computed(
     if words:
         matrix, letter = (a[0], layout[0]) if words == "a" else (b[0], layout[1])
         del arguments[f"{words}_desc"]
-        arguments = dict.fromkeys(module._kernel.arg_names) | arguments
+        arguments = dict.fromkeys(warp_specialized._kernel.arg_names) | arguments
         arguments |= {"words_ptr": Rows(matrix.T if letter == "t" else matrix)}
     if batch:
         arguments |= {"BATCH": 3, "a_stride_z": strides["a"], "b_stride_z": strides["b"]}
@@ -459,8 +465,8 @@ def computed(
         assert tiles % blocks * splits <= blocks
     for program in range(blocks):
         run_block(
-            module, list(arguments.values()), program, blocks, seed, overlaps=constants.overlaps,
-            at_rest=[arguments["b_desc"]] if early == "b" else [],
+            list(arguments.values()), program, blocks, seed, overlaps=constants.overlaps,
+            at_rest=[arguments["b_desc"]] if early == "b" else [], module=module,
         )  # fmt: skip
     assert np.isnan(memory[:, :, n:]).all(), "stored past the end of a row"
     assert np.isnan(memory[:, stored:]).all(), "stored past the last row"
@@ -681,7 +687,7 @@ def test_parts_of_a_tile_lie_apart() -> None:
         C = types.SimpleNamespace(
             PINGPONG=False, ROWS=rows, columns=columns, WARPS=warps, a_boxes=2, b_boxes=1
         )
-        places = workspace_order(warp_specialized, 3, 0, WHO=1, C=C)
+        places = workspace_order(3, 0, WHO=1, C=C)
         start = (3 * 2 + 1) * rows * columns
         assert sorted(places.ravel()) == list(range(start, start + rows * columns))
 
@@ -707,16 +713,7 @@ def test_parts_of_a_tile_lie_apart() -> None:
 )
 def test_the_model_sees_what_a_missing_wait_does(line: str, instead: str, tmp_path: Path) -> None:
     """Each barrier of the kernel is needed: without it, some interleaving goes wrong."""
-    source = Path(warp_specialized.__file__).read_text()
-    assert source.count(line) == 1
-    path = tmp_path / "mutant.py"
-    path.write_text(source.replace(line, instead))
-    spec = importlib.util.spec_from_file_location("mutant", path)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules["mutant"] = module
-    spec.loader.exec_module(module)
+    module = changed(line, instead, tmp_path)
     wrong = 0
     for seed, k, (consumers, pingpong) in itertools.product(range(6), (1, 5, 8), SCHEDULES):
         fetch = seed % 2 == 1

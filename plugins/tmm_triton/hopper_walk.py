@@ -1,0 +1,152 @@
+"""The order of work in ``triton.warp_specialized``: which tiles a block multiplies, over which
+k-steps, and which stages of the ring these pass through. All roles of a block walk it alike."""
+
+from __future__ import annotations
+
+from triton.experimental.gluon import jit
+from triton.experimental.gluon import language as gl
+
+from tmm_triton.ragged_tiles import bounds, located
+
+
+@jit
+def tile_at(index, sizes, C: gl.constexpr):
+    """A tile's index in the batch, its group or its part of K, its first row and column, and the
+    end of its matrix's rows. Tiles go matrix by matrix, each in bands of GROUP_M tile rows walked
+    column by column, so that concurrent blocks share operands in L2; those of ragged rows go in
+    bands of the rows of all groups."""
+    M, N, _, GROUP_M, COUNT, groups = sizes
+    rows = COUNT if C.RAGGED == "m" else gl.cdiv(M, C.BLOCK_M)
+    matrix = 0
+    if C.stacked or C.SPLITS > 1:
+        matrix = index // (rows * gl.cdiv(N, C.BLOCK_N))
+        index -= matrix * (rows * gl.cdiv(N, C.BLOCK_N))
+    band = GROUP_M * gl.cdiv(N, C.BLOCK_N)
+    first = index // band * GROUP_M
+    height = gl.minimum(rows - first, GROUP_M)
+    within = index % band
+    end = M
+    if C.RAGGED == "m":
+        height = gl.maximum(height, 1)  # also called by a block without tiles
+        matrix, row, end = located(first + within % height, groups, M, C.BLOCK_M)
+    else:
+        row = (first + within % height) * C.BLOCK_M
+    return matrix, row, within // height * C.BLOCK_N, end
+
+
+@jit
+def moved(row, column, sizes, C: gl.constexpr):
+    """Where a tile begins. The last ones are moved inside, because TMA takes longer to zero-fill
+    elements than to load them. Elements that they then share with the previous ones are stored
+    twice with the same bits, or once by pointers. Ragged rows are not moved, since another group
+    may come before."""
+    if C.RAGGED != "m":
+        row = _inside(row, sizes[0], C.BLOCK_M, C.A_COL)
+    column = _inside(column, sizes[1], C.BLOCK_N, not (C.B_COL and C.POINTERS))
+    return row, column
+
+
+@jit
+def _inside(start, size, BLOCK: gl.constexpr, CONTIGUOUS: gl.constexpr):
+    """Where a block begins so that it ends inside, or exceeds the end by less than the alignment of
+    a TMA box."""
+    latest = size - BLOCK
+    if CONTIGUOUS:
+        latest = gl.cdiv(latest, 16) * 16
+    return gl.maximum(gl.minimum(start, latest), 0)
+
+
+@jit
+def _tiles(sizes, C: gl.constexpr):
+    M, N, _, _, COUNT, _ = sizes
+    rows = COUNT if C.RAGGED == "m" else gl.cdiv(M, C.BLOCK_M)
+    tiles = rows * gl.cdiv(N, C.BLOCK_N)
+    return tiles * COUNT if C.stacked else tiles * C.SPLITS
+
+
+@jit
+def work_of(sizes, C: gl.constexpr):
+    """A block's work: the number of units, whether the first is part of a tile, which tile, its
+    first and last k-step, and the k-steps of a whole tile."""
+    steps = gl.cdiv(sizes[2], C.BLOCK_K)
+    blocks = gl.num_programs(0)
+    tiles = _tiles(sizes, C)
+    cut = 0
+    tile = 0
+    first = 0
+    last = steps
+    if C.TAIL_SPLITS > 1:
+        TAIL = sizes[5]
+        share = tail_share()
+        tile = share // C.TAIL_SPLITS
+        part = share % C.TAIL_SPLITS
+        cut = gl.where(tile < TAIL, 1, 0)
+        first = steps * part // C.TAIL_SPLITS
+        last = steps * (part + 1) // C.TAIL_SPLITS
+        tiles -= TAIL
+    units = cut + gl.cdiv(tiles - gl.program_id(0), blocks)
+    return units, cut, tile, first, last, steps
+
+
+@jit
+def tail_share():
+    """The block's index among those that share tiles, counted from the last: a block then waits
+    only for blocks started before it, which finish even if not all blocks fit at once."""
+    return gl.num_programs(0) - 1 - gl.program_id(0)
+
+
+@jit
+def unit_at(index, work, sizes, C: gl.constexpr):
+    """A tile and this block's k-steps of it."""
+    _, cut, tile_cut, first_cut, last_cut, steps = work
+    tile = gl.program_id(0) + index * gl.num_programs(0)
+    first = 0
+    last = steps
+    if C.TAIL_SPLITS > 1:
+        is_cut = index < cut
+        tile += sizes[5] - cut * gl.num_programs(0)
+        tile = gl.where(is_cut, tile_cut, tile)
+        first = gl.where(is_cut, first_cut, 0)
+        last = gl.where(is_cut, last_cut, steps)
+    if C.SPLITS > 1:
+        part = tile // (_tiles(sizes, C) // C.SPLITS)
+        first = steps * part // C.SPLITS
+        last = steps * (part + 1) // C.SPLITS
+    if C.RAGGED == "k":
+        M, N, K, _, _, groups = sizes
+        group = tile // (gl.cdiv(M, C.BLOCK_M) * gl.cdiv(N, C.BLOCK_N))
+        start, end = bounds(group, groups, K)
+        last = gl.maximum(gl.cdiv(end - start, C.BLOCK_K), 1)
+    return tile, first, last
+
+
+@jit
+def described(matrix, stride, KIND: gl.constexpr):
+    """The matrix's index in its descriptor: TMA does not support a stride of zero, so a matrix
+    shared by the whole batch is described alone."""
+    return gl.where(stride == 0, 0, matrix) if KIND == "stack" else matrix
+
+
+@jit
+def as_matrix(box, KIND: gl.constexpr):
+    """A box in shared memory as a matrix, without further dimensions."""
+    if KIND == "stack":
+        box = box.reshape([box.shape[1], box.shape[2]])
+    elif KIND == "clipped":
+        box = box.reshape([box.shape[2], box.shape[3]])
+    return box
+
+
+@jit
+def next_stage(stage, phase, C: gl.constexpr):
+    """The ring position after this one; the phase flips where the ring starts over."""
+    stage += 1
+    wraps = stage == C.STAGES
+    return gl.where(wraps, 0, stage), gl.where(wraps, phase ^ 1, phase)
+
+
+@jit
+def skip_stages(stage, phase, steps, C: gl.constexpr):
+    """The ring position ``steps`` further."""
+    position = stage + steps
+    return position % C.STAGES, phase ^ (position // C.STAGES & 1)
