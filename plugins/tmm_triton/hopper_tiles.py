@@ -299,7 +299,7 @@ class Constants:
     @property
     def promoted(self) -> bool:
         """Whether each k-step is summed separately, and the sums are added in fp32
-        (``_promoted``)."""
+        (``hopper_consumers``)."""
         return self.IN_BYTES == 1
 
     @property

@@ -4,17 +4,17 @@ A kernel whose warps both load and multiply stops multiplying at the end of ever
 rounds and stores. Here the block is persistent and its warps have roles:
 
 * The producer, one warp with 24 registers per thread, walks all k-steps of all the block's tiles
-and keeps a ring of ``num_stages`` shared-memory stages full. It never waits for an epilogue, only
-for a free stage. The first few are requested before the warps take their roles, which costs 0.5 µs,
-in which they arrive. With ``evict_first`` they are loaded with that hint
-(``tmm_core.triton.evict_first``), which saves 2 to 4 µs if a weight is read by few rows. * If TMA
-cannot read one operand, and few rows or columns multiply it, a loader of eight warps loads it
-through registers (``tmm_triton.words``), and arrives at a stage like the producer. * Consumers,
-warpgroups with up to 240 registers per thread, hold the accumulators and issue ``wgmma`` on full
-stages. ``cooperative``: all share every tile, each owning some of its rows; they do not run in
-lockstep, so one multiplies while another stores. ``pingpong``: two alternate on whole tiles, the
-epilogue of one overlapping the main loop of the other; it wins for a short K (8192×4096×512 with
-silu on an H200: 1.54 × eager cuBLAS, cooperative 1.25).
+  and keeps a ring of ``num_stages`` shared-memory stages full. It never waits for an epilogue, only
+  for a free stage. The first few are requested before the warps take their roles, which costs
+  0.5 µs, in which they arrive. With ``evict_first`` they are loaded with that hint
+  (``tmm_core.triton.evict_first``), which saves 2 to 4 µs if a weight is read by few rows.
+* If TMA cannot read one operand, and few rows or columns multiply it, a loader of eight warps loads
+  it through registers (``tmm_triton.words``), and arrives at a stage like the producer.
+* Consumers, warpgroups with up to 240 registers per thread, hold the accumulators and issue
+  ``wgmma`` on full stages. ``cooperative``: all share every tile, each owning some of its rows;
+  they do not run in lockstep, so one multiplies while another stores. ``pingpong``: two alternate
+  on whole tiles, the epilogue of one overlapping the main loop of the other; it wins for a short K
+  (8192×4096×512 with silu on an H200: 1.54 × eager cuBLAS, cooperative 1.25).
 
 Two mbarriers per stage synchronize this. ``full`` flips when the stage's bytes have arrived,
 ``empty`` when every consumer has finished reading it. A wait sees only a parity, and would pass if
@@ -48,9 +48,10 @@ beside the result each strip leaves a number a row in the workspace, and a secon
 these. A batch is a third dimension of all tensor maps, and of the walk over tiles; groups of
 different sizes are walked over and described by :mod:`tmm_triton.ragged_tiles`.
 
-This module has the launch and what a block sets up, :mod:`tmm_triton.hopper_loads`,
-``hopper_consumers`` and ``hopper_stores`` what its roles do, ``hopper_walk`` in which order, and
+This module has the launch and what a block sets up; :mod:`tmm_triton.hopper_loads`,
+``hopper_consumers`` and ``hopper_stores`` what the roles do, ``hopper_walk`` in which order, and
 ``hopper_tiles`` which tiles there are.
+
 It is written in Gluon, where the author controls layouts, barriers and roles; plain Triton does not
 specialise warps on Hopper.
 """

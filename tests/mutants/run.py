@@ -25,15 +25,17 @@ from mutant import Mutant, place
 
 ROOT = Path(__file__).parents[2]
 
-#: What the tests need of the tree; the rest is measurements.
-COPIED = ("tmm_core", "plugins", "cache", "tests", "examples", "pyproject.toml", "README.md")
+#: What the tests need of the tree.
+COPIED = (
+    "tmm_core", "plugins", "cache", "tests", "examples", "benchmarks", "pyproject.toml", "README.md",
+)  # fmt: skip
 
 #: Seconds that each of a mutant's tests may take: one that hangs is caught too.
 LIMIT = 300
 
 
 def copy_tree(to: Path) -> None:
-    ignored = shutil.ignore_patterns("__pycache__", ".*_cache", "*.egg-info")
+    ignored = shutil.ignore_patterns("__pycache__", ".*_cache", "*.egg-info", "results")
     for name in COPIED:
         source = ROOT / name
         if source.is_dir():

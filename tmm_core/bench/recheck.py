@@ -128,8 +128,8 @@ def _measured(bound: _Bound, device: torch.device, timer: GraphTimer | HostTimer
     # BLAS's own error is not a fault: others are compared with it.
     if not error <= verify.tolerance(problem) and not bound.is_baseline:
         return document | {"status": "wrong"}
-    copies = rotation.copies(problem, rotation.memory_limit(device))
-    calls = rotation.rotated(inputs, problem, copies)
+    limit = rotation.memory_limit(device)
+    calls = rotation.rotated(inputs, problem, rotation.copies(problem, limit), limit)
     runs: list[Run] = [
         lambda copy: calls[copy].launch(baseline, None),
         lambda copy: calls[copy].launch(launcher, None),

@@ -104,8 +104,8 @@ def _point(call: Call, timer: GraphTimer | HostTimer, budget: float | None) -> D
                 plans[_key(result)] = tmm_core.plan(
                     call.a, call.b, **call.keywords, kernel=result.kernel, config=result.config
                 )
-    copies = rotation.copies(problem, rotation.memory_limit(call.a.device))
-    calls = rotation.rotated(call, problem, copies)
+    limit = rotation.memory_limit(call.a.device)
+    calls = rotation.rotated(call, problem, rotation.copies(problem, limit), limit)
     runs: list[Run] = [providers.eager(calls), *(_planned(p, calls) for p in plans.values())]
     theirs, *ours = map(median, timer.measure(runs, ROUNDS, copies=len(calls)))
     times = dict(zip(plans, ours, strict=True))

@@ -141,8 +141,9 @@ def _measure(
         tuning = _tune(call, options) if options.tune else None
         plan = call.plan()
         document = _described(plan) | {"tuning_seconds": tuning, "error": _error(call, plan)}
-        held = rotation.copies(plan.problem, rotation.memory_limit(device))
-        calls = rotation.rotated(call, plan.problem, held)
+        limit = rotation.memory_limit(device)
+        held = rotation.copies(plan.problem, limit)
+        calls = rotation.rotated(call, plan.problem, held, limit)
         document["copies"] = copies = len(calls)
         document["resident"] = rotation.resident(plan.problem, held)
         one_tile = ONE_TILE if options.kernels and task.suite == "square" else ()
