@@ -42,7 +42,8 @@ SMALL = {"hidden": 64, "intermediate": 176, "layers": 2, "heads": 4, "kv_heads":
 SMALL |= {"batch": 2, "prompt": 32, "steps": 4, "rounds": 2}
 SMALL |= {"bert_hidden": 64, "bert_layers": 2, "bert_batch": 2, "bert_length": 32}
 
-#: What is timed: the Llama's prefill, decoding and training, and another model.
+#: Measurements: the Llama's prefill, its decoding, the same in a CUDA graph; training steps of each
+#: model that is run; the BERT.
 PARTS = ("prefill", "decode", "graph", "training", "bert")
 
 #: A converted model's error against float64 may exceed the original's by this factor: it rounds in
@@ -145,9 +146,9 @@ def llama(args: argparse.Namespace) -> dict[str, Any]:
     with torch.no_grad():
         if "prefill" in args.only:
             result["prefill"] = compare("Llama prefill", models, prefill, ids.numel(), args)
-        if "prefill" in args.only and args.compile:
-            name = "Llama prefill, compiled"
-            result["prefill_compiled"] = compare(name, models, compiled(prefill), ids.numel(), args)
+            if args.compile:
+                name, run = "Llama prefill, compiled", compiled(prefill)
+                result["prefill_compiled"] = compare(name, models, run, ids.numel(), args)
         if "decode" in args.only:
             result["decode"] = compare("Llama decode", models, decode, generated, args)
         if "graph" in args.only and args.device == "cuda":

@@ -140,7 +140,8 @@ def _estimate_us(problem: Problem) -> float | None:
         widened = 5 * problem.bytes
     moving = machine.moving_us(problem.bytes + widened)
     if problem.groups is not None:
-        rate *= grouped_mm.REACH_8_BIT if problem.fp8 else 1.0
+        if problem.fp8:
+            rate *= grouped_mm.REACH_8_BIT
         moving = max(moving, problem.bytes / (grouped_mm.READS * machine.sms))
     product = max(problem.flops / (rate * machine.sms), moving)
     result = problem.batch * problem.m * problem.n * problem.out.dtype.itemsize

@@ -24,8 +24,8 @@ from tmm_core import Launcher, Problem
 
 Tensor = torch.Tensor
 
-#: What torch's grouped kernels reach on Hopper: 8-bit floats, of the rate of single products; and
-#: bytes per µs of an SM, by 72 problems on an H100 and as many on an H200.
+#: The rate of torch's grouped product of 8-bit floats, relative to a single product, and the bytes
+#: per µs that an SM reads in grouped products; fitted to 72 problems each on an H100 and an H200.
 REACH_8_BIT, READS = 0.6, 18e3
 #: Dtypes of torch's grouped operator on a CPU.
 _ON_CPU = (torch.bfloat16, torch.float16, torch.float32)

@@ -43,7 +43,7 @@ TUNING = [
            "BLAS's time on record is of a few samples", (TUNER,)),
     Mutant("no-reserve", "dispatch/tuning.py", "dict.fromkeys([*finalists, *reserves(self._problem, racing)])",
            "dict.fromkeys(finalists)", "no kernel is next in line", (TUNER,)),
-    Mutant("never-behind", "dispatch/attempt.py", "return kernels[:1] if inside else []", "return []",
+    Mutant("never-behind", "dispatch/attempt.py", "return kernels[:1] if inside(problem) else []", "return []",
            "where BLAS wins at the edge no kernel is measured inside", (TUNER,)),
     Mutant("never-resumed", "dispatch/unmeasured.py", "if not (resume and result.reason == BUDGET_ENDED):", "if True:",
            "what a budget left out is never timed", (DISPATCHER,)),

@@ -12,7 +12,7 @@ from tmm_core.dispatch.copies import Runner
 from tmm_core.dispatch.proposals import MARGIN, group
 from tmm_core.dispatch.timing import median
 from tmm_core.spec.asking import told
-from tmm_core.spec.bucket import bucket_edge, probes
+from tmm_core.spec.bucket import inside
 from tmm_core.spec.kernel import BASELINE, Candidate, Launcher
 from tmm_core.spec.problem import Problem
 
@@ -103,7 +103,5 @@ def for_the_bucket(problem: Problem, reserves: Sequence[Attempt]) -> list[Attemp
     blas = min((t.time for t in reserves if t.is_baseline), default=math.inf)
     if ahead := [trial for trial in reserves if trial.time <= blas * (1 - MARGIN)]:
         return ahead
-    edge = problem.extent
-    inside = edge == bucket_edge(edge) and probes(edge)
     kernels = [t for t in reserves if not t.is_baseline and t.time <= blas * BEHIND]
-    return kernels[:1] if inside else []
+    return kernels[:1] if inside(problem) else []

@@ -23,8 +23,8 @@ T = TypeVar("T")
 
 #: One group in this many is empty.
 EMPTY_ONE_IN = 5
-#: Distributions that a chain of calls takes in turn. How full the last tiles of groups are differs
-#: from draw to draw: of 4096 rows in 8 groups torch's product took 718 µs in one, 851 in another.
+#: Draws of group sizes that a chain of calls takes in turn. Each fills the groups' last tiles
+#: differently: torch's product of 4096 rows in 8 groups took 718 µs with some, 851 with others.
 DRAWS = 6
 #: How often each gathered row is read: ``a`` has fewer rows by this factor.
 READS = 2
@@ -79,8 +79,10 @@ class Rows:
             drawn = torch.rand(total, generator=chance) + 0.5
             drawn[used:] = torch.nan
             out_weights = place(drawn, groups.out_weights)
-        like = [skewed if draw % 2 == 0 else not skewed for draw in range(1, DRAWS)]
-        draws = [ends_of(groups.count, used, chance, each) for each in like]
+        draws = [
+            ends_of(groups.count, used, chance, skewed == (draw % 2 == 0))
+            for draw in range(1, DRAWS)
+        ]
         offs, *others = (place(each, torch.int32) for each in (ends, *draws))
         return cls(offs, tuple(ends), read, a_index, out_index, out_weights, tuple(others))
 
@@ -162,7 +164,7 @@ def ends_of(count: int, total: int, chance: torch.Generator, skewed: bool) -> li
 
 
 def varied(calls: Sequence[T]) -> list[T]:
-    """The inputs of a chain of calls, each with another draw of the sizes of groups."""
+    """The inputs of a chain of calls, which take the draws of group sizes in turn."""
 
     def taking(inputs: Any, draw: int) -> Any:
         rows = inputs.rows

@@ -65,8 +65,8 @@ def memory_limit(device: torch.device) -> float:
 
 def rotated(arguments: T, problem: Problem, count: int, limit: float = MEMORY_LIMIT) -> list[T]:
     """The arguments of the calls of a chain: ``count`` variants of a tuple or dataclass of tensors,
-    in which the rotating ones are copies. More if sizes of groups vary too, unless the outputs
-    would take half of ``limit`` bytes."""
+    in which the rotating ones are copies. On a GPU a grouped product gets at least one call per
+    draw of group sizes, unless the outputs of these would exceed half of ``limit`` bytes."""
     names = rotating(problem)
     given: Any = arguments
     replaced = getattr(given, "_replace", None) or functools.partial(dataclasses.replace, given)

@@ -28,7 +28,7 @@ from tmm_core.dispatch.verifier import Verifier
 from tmm_core.errors import warn
 from tmm_core.settings import Settings
 from tmm_core.spec.asking import Asked, let_through
-from tmm_core.spec.bucket import bucket_edge, probes
+from tmm_core.spec.bucket import inside
 from tmm_core.spec.kernel import BASELINE, Candidate, Launcher
 from tmm_core.spec.problem import Problem
 
@@ -291,10 +291,9 @@ class Tuning:
 
     def _inside(self, finalists: Sequence[Attempt]) -> None:
         """Verify and time the finalists at other M of the record's bucket."""
-        if self._problem.extent != bucket_edge(self._problem.extent):
-            return
         # Few constants depend on M: most of these are already compiled.
-        extents = probes(self._problem.extent)
+        if not (extents := inside(self._problem)):
+            return
         asked = [(m, trial) for m in extents for trial in finalists]
         launchers = self._bound([(self._problem.at(m), t.candidate) for m, t in asked])
         bound = dict(zip(asked, launchers, strict=True))

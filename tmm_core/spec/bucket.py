@@ -44,6 +44,13 @@ def probes(edge: int) -> tuple[int, ...]:
     return tuple(m for m in dict.fromkeys(m if m % 2 else m + 1 for m in inside) if m < edge)
 
 
+def inside(problem: Problem) -> tuple[int, ...]:
+    """The other M at which a record of ``problem`` is measured: none unless it is its bucket's
+    edge."""
+    edge = problem.extent
+    return probes(edge) if edge == bucket_edge(edge) else ()
+
+
 def _below(edge: int) -> int:
     """The edge of the bucket below."""
     if edge <= 64:
