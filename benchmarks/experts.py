@@ -2,7 +2,8 @@
 
 The same module, weights and routing each time; only ``experts_implementation`` differs. What is
 timed is the whole layer behind the router: sorting tokens by expert, gathering, both products, the
-gate, weighing and adding. On a GPU it is captured and replayed, by turns::
+gate, weighing and adding; with ``--training`` also the gradients of tokens, weights and scores. On
+a GPU it is captured and replayed, by turns::
 
     python benchmarks/experts.py --json experts.json
 
@@ -89,15 +90,20 @@ def exact(experts: Any, given: tuple[Tensor, Tensor, Tensor]) -> Tensor:
     return wide(x.float(), chosen, weights.float())  # type: ignore[no-any-return]
 
 
-def measure(name: str, tokens: int, device: torch.device) -> dict[str, Any]:
-    """µs of the layer by both ways, and their root mean square errors."""
+def measure(name: str, tokens: int, device: torch.device, training: bool) -> dict[str, Any]:
+    """µs of the layer by both ways, and the root mean square errors of its result; with
+    ``training``, µs of the result and all gradients."""
     experts = layer(name, device)
     given = routed(experts, tokens, device)
+    x, chosen, weights = given
+    grad = torch.randn_like(x)
+    learns = [x, weights, *experts.parameters()] if training else []
 
-    def by(way: str) -> Callable[[int], Tensor]:
-        def run(_: int = 0) -> Tensor:
+    def by(way: str) -> Callable[[int], Any]:
+        def run(_: int = 0) -> Any:
             experts.config._experts_implementation = way
-            return experts(*given)  # type: ignore[no-any-return]
+            y = experts(x, chosen, weights)
+            return torch.autograd.grad(y, learns, grad) if torch.is_grad_enabled() else y
 
         return run
 
@@ -109,12 +115,18 @@ def measure(name: str, tokens: int, device: torch.device) -> dict[str, Any]:
     if not errors["tmm"] <= ALLOWANCE * errors["grouped_mm"]:
         raise SystemExit(f"{name}, {tokens} tokens: errors against float32 {errors}")
     del reference
-    timer = timer_for(device)
-    samples = timer.measure([by(way) for way in WAYS], ROUNDS)
-    timer.release()
+    with torch.set_grad_enabled(training):
+        for t in learns:
+            t.requires_grad_()
+        for way in WAYS if training else ():
+            by(way)()
+        timer = timer_for(device)
+        samples = timer.measure([by(way) for way in WAYS], ROUNDS)
+        timer.release()
     us = {way: round(statistics.median(mine), 2) for way, mine in zip(WAYS, samples, strict=True)}
     ratio = round(us["grouped_mm"] / us["tmm"], 3)
-    return {"layer": name, "tokens": tokens, "us": us, "ratio": ratio, "errors": errors}
+    found = {"layer": name, "tokens": tokens, "us": us, "ratio": ratio, "errors": errors}
+    return found | ({"training": True} if training else {})
 
 
 @torch.no_grad()
@@ -122,6 +134,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--layers", nargs="+", choices=LAYERS, default=["Qwen3-30B", "Mixtral"])
     parser.add_argument("--tokens", nargs="+", type=int, default=[16, 512, 8192])
+    parser.add_argument("--training", action="store_true", help="time gradients, too")
     parser.add_argument("--budget", type=float, default=10.0, help="seconds to tune a product")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write the numbers here")
     options = parser.parse_args()
@@ -131,7 +144,7 @@ def main() -> None:
     with tmm_core.override(tune_budget=options.budget):
         for name in options.layers:
             for tokens in options.tokens:
-                found.append(measure(name, tokens, device))
+                found.append(measure(name, tokens, device, options.training))
                 us = found[-1]["us"]
                 print(
                     f"{name:10} {tokens:5} tokens: grouped_mm {us['grouped_mm']:9.1f} µs, "

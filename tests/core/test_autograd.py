@@ -772,6 +772,27 @@ def test_out_of_memory_is_not_the_kernels_fault(monkeypatch: pytest.MonkeyPatch)
     assert pointwise.kernels(parse("silu"), 5, torch.float32, inputs[0]) is not None
 
 
+@pytest.mark.parametrize("epilogue", ["silu", "swiglu", RAMP], ids=name)
+def test_a_pass_each_way_after_grouped_products(epilogue: Any, passes: list[str]) -> None:
+    """Rows beyond the last group hold NaN, and their gradient too."""
+    x, weight = torch.randn(12, 16), torch.randn(3, 8, 16, requires_grad=True)
+    x[10:] = torch.nan
+    x.requires_grad_()
+    offs = torch.tensor([3, 3, 10], dtype=torch.int32)
+
+    def gradients() -> tuple[Tensor, ...]:
+        y = tmm_core.grouped_linear(x, weight, offs=offs, epilogue=epilogue)
+        grad = torch.full_like(y, torch.nan)
+        grad[:10] = torch.linspace(-1, 1, y.shape[1])
+        return y[:10].detach(), *torch.autograd.grad(y, (x, weight), grad)
+
+    got = gradients()
+    assert passes == ["forward", "backward"]
+    with tmm_core.override(disable=[pointwise.NAME]):
+        alike(got, gradients())
+    assert len(passes) == 2
+
+
 @pytest.mark.parametrize("learns", [("x",), ("gate",), ("up",), ("x", "gate", "up")], ids=str)
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_gated_mlp_learns_in_one_product(bias: bool, learns: Any, passes: list[str]) -> None:

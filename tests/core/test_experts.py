@@ -331,15 +331,16 @@ def test_their_models_keep_logits_and_gradients(name: str, products: list[Any]) 
     assert len(products) == asked
 
 
+@pytest.mark.parametrize("training", [False, True])
 def test_the_benchmark_of_layers_compares_both_ways(
-    monkeypatch: pytest.MonkeyPatch, products: list[Any]
+    training: bool, monkeypatch: pytest.MonkeyPatch, products: list[Any]
 ) -> None:
     pytest.importorskip("transformers", minversion="5.0")
     monkeypatch.syspath_prepend(str(Path(__file__).parents[2] / "benchmarks"))
     benchmark = importlib.import_module("experts")
     experts.register()
     with torch.no_grad():
-        found = benchmark.measure("small", 8, torch.device("cpu"))
+        found = benchmark.measure("small", 8, torch.device("cpu"), training)
     assert set(found["us"]) == {"grouped_mm", "tmm"}
     assert found["ratio"] > 0
     assert products

@@ -462,7 +462,11 @@ def test_a_compiled_training_step() -> None:
         y = tmm_core.grouped_linear(x, weight, offs=OFFS, epilogue="swiglu", out_index=SCATTER)
         return y.square().sum()
 
-    torch.testing.assert_close(torch.autograd.grad(loss(x, weight), (x, weight)), step(x, weight))
+    # Eagerly, a kernel follows the product, whose roundings differ; the gradients cancel.
+    for mine, eager in zip(
+        torch.autograd.grad(loss(x, weight), (x, weight)), step(x, weight), strict=True
+    ):
+        torch.testing.assert_close(mine, eager, rtol=0, atol=1e-6 * eager.abs().max().item())
     torch._dynamo.reset()
 
 

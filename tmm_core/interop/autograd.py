@@ -23,8 +23,7 @@ from tmm_core import compat
 from tmm_core.compat import forward_ad, transforms_active
 from tmm_core.formats import BY_STORAGE
 from tmm_core.interop import levels
-from tmm_core.interop.pointwise import kernels
-from tmm_core.interop.rows import follow, rows_product
+from tmm_core.interop.rows import followed, rows_product
 from tmm_core.launch.warm import epilogue_of, run, undisturbed
 from tmm_core.settings import overridden, within
 from tmm_core.spec.arguments import COMMON, Arguments
@@ -123,12 +122,7 @@ def _in_parts(
     inner = residual if rest is None and head is IDENTITY else None
     y = product(a, b, bias, inner, alpha, head, out_dtype, *more)
     if rest is not None:
-        found = kernels(rest, y.shape[-1], y.dtype, y) if product is rows_product else None
-        if found is not None:
-            y = follow(y, rest, found)
-        else:
-            for stage in rest.stages or (rest,):
-                y = levels.apply_stage(stage, y)
+        y = followed(y, rest, eager=product is rows_product)
     return y if residual is None or residual is inner else (y + residual).to(y.dtype)
 
 

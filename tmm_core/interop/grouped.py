@@ -15,6 +15,7 @@ from tmm_core import compat
 from tmm_core.formats import BY_STORAGE
 from tmm_core.interop import flops, levels
 from tmm_core.interop.operator import autocast
+from tmm_core.interop.rows import followed
 from tmm_core.launch.check import check_out, result_dtype
 from tmm_core.launch.grouped import check, ragged_along, refuse_outputs, run, undisturbed
 from tmm_core.launch.warm import epilogue_of, plain
@@ -85,8 +86,7 @@ def _differentiable(*given: Any, **named: Any) -> Tensor:
         _Product, a, b, offs, bias, inner, alpha, text, out_dtype, a_index, clean
     )  # fmt: skip
     if rest is not None:
-        for stage in rest.stages or (rest,):
-            y = levels.apply_stage(stage, y)
+        y = followed(y, rest, eager=_is_eager(call))
     if clean and (rest is not None or bias is not None or head is not IDENTITY):
         y = torch.where(_known(y, offs, ragged_along(a, b)), y, 0)
     if out_weights is not None:
@@ -99,6 +99,16 @@ def _differentiable(*given: Any, **named: Any) -> Tensor:
             known = torch.empty_like(known).index_copy(0, out_index.long(), known)
         y = (y + residual if known is None else torch.where(known, y + residual, 0)).to(y.dtype)
     return y
+
+
+def _is_eager(call: GroupedArguments) -> bool:
+    """Whether nothing but the call's gradient is recorded, at one level."""
+    rows = call.a_index, call.out_index, call.out_weights
+    return (
+        not torch.compiler.is_dynamo_compiling()
+        and undisturbed(*call[:5], *rows, cast=True)
+        and not (levels.is_batched(call.a) or levels.is_batched(call.b))
+    )
 
 
 def _known(y: Tensor, offs: Tensor, along: str) -> Tensor:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tmm_core.interop import levels
-from tmm_core.interop.pointwise import failed, takes
+from tmm_core.interop.pointwise import failed, kernels, takes
 from tmm_core.launch.warm import run, undisturbed
 from tmm_core.settings import overridden, within
 from tmm_core.spec.epilogue import IDENTITY, Epilogue
@@ -193,3 +193,18 @@ class _Following(levels.OneLevel):
 
 
 follow = _Following.apply  # type: ignore[attr-defined]
+
+
+def followed(z: Tensor, rest: Epilogue, eager: bool) -> Tensor:
+    """The part of the epilogue after a product, ``rest``, applied to the product: by kernels where
+    there are any, else by torch's operators.
+
+    Args:
+        eager: Nothing but a gradient is recorded, at one level; only then can kernels serve.
+    """
+    found = kernels(rest, z.shape[-1], z.dtype, z) if eager else None
+    if found is not None:
+        return follow(z, rest, found)  # type: ignore[no-any-return]
+    for stage in rest.stages or (rest,):
+        z = levels.apply_stage(stage, z)
+    return z
