@@ -793,6 +793,23 @@ def test_a_pass_each_way_after_grouped_products(epilogue: Any, passes: list[str]
     assert len(passes) == 2
 
 
+def test_a_profile_shows_what_runs_without_it(passes: list[str]) -> None:
+    """The same products, and the same passes after them: otherwise it would also tune others."""
+    mlp, x = SwiGLU(8, 12), torch.randn(5, 8)
+    a, b, *_ = rows("silu", torch.float32, 6, n=5)
+
+    def step() -> Any:
+        warm.forget_plans()
+        passes.clear()
+        (mlp(x).sum() + calls("silu")[0](a, b).sum()).backward()
+        return {(p.problem, p.kernel) for p in warm._plans.values()}, list(passes)
+
+    alone = step()
+    assert alone[1] == ["forward", "forward", "backward", "backward"]
+    with torch.profiler.profile():
+        assert step() == alone
+
+
 @pytest.mark.parametrize("learns", [("x",), ("gate",), ("up",), ("x", "gate", "up")], ids=str)
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_gated_mlp_learns_in_one_product(bias: bool, learns: Any, passes: list[str]) -> None:

@@ -42,7 +42,8 @@ def matmul(*given: Any) -> Tensor:
     if given[0].dtype in BY_STORAGE:
         return levels.record(levels.Underivable, levels.by_operator, *given)
     given = given[:COMMON]
-    if undisturbed(*tensors, cast=True) and not any(map(levels.is_batched, tensors[:2])):
+    below = undisturbed(*tensors, cast=True, shown=True)
+    if below and not any(map(levels.is_batched, tensors[:2])):
         return eager(*given)
     return _in_parts(_record_product, *given)
 

@@ -161,7 +161,7 @@ def _is_direct(grad: Tensor) -> bool:
     return (
         not torch.is_grad_enabled()
         and not torch.compiler.is_dynamo_compiling()
-        and undisturbed(grad, grad)
+        and undisturbed(grad, grad, shown=True)
         and not (levels.is_batched(grad) or grad.is_complex())
     )
 

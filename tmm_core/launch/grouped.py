@@ -267,12 +267,12 @@ def undisturbed(
     weights: Any = None,
     scale_a: Any = None,
     scale_b: Any = None,
-    cast: bool = False,
+    below: bool = False,
 ) -> bool:
-    """Whether torch's dispatcher would only record the call's gradient; with ``cast``, autocast
-    has been applied."""
+    """Whether torch's dispatcher would only record the call's gradient; ``below`` the operator,
+    autocast and profilers have had their turn."""
     return (
-        warm.undisturbed(a, b, bias, residual, a_index, out_index, cast)
+        warm.undisturbed(a, b, bias, residual, a_index, out_index, below, below)
         and type(offs) in PLAIN
         and (weights is None or warm.plain(weights))
         and (scale_a is None or warm.plain(scale_a))

@@ -129,11 +129,12 @@ def _tf32() -> bool:
 
 def _undisturbed() -> Iterator[str]:
     """Whether torch's dispatcher would only record the call's gradient: no autocast (unless it has
-    ``cast`` already), transform, mode, tracer, profiler or tensor subclass is involved. The
-    operator would then do the same as ``run``, 2.5 µs later."""
+    ``cast`` already), profiler (unless it has ``shown`` the operator, or sees the kernel alone),
+    transform, mode, tracer or tensor subclass is involved. The operator would then do the same as
+    ``run``, 2.5 µs later."""
     yield "return ("
     yield "    type(a) in PLAIN and type(b) in PLAIN and (cast or not _autocasts())"
-    yield "    and not _dispatch_modes() and not _function_modes() and not _profiles()"
+    yield "    and (shown or not _profiles()) and not _dispatch_modes() and not _function_modes()"
     yield "    and _transform() is None and _forward_ad._current_level < 0 and _tracer() is None"
     yield "    and not (a.is_neg() or b.is_neg() or a.is_conj() or b.is_conj())"
     for name in TENSORS[2:]:
@@ -189,7 +190,7 @@ def replay(
 
 
 undisturbed: Callable[..., bool] = written(
-    "undisturbed", parameters(TENSORS) + ", cast=False", _undisturbed(), globals()
+    "undisturbed", parameters(TENSORS) + ", cast=False, shown=False", _undisturbed(), globals()
 )
 run: Callable[..., Tensor] = written("run", parameters(ROLE), _run(), globals())
 

@@ -55,9 +55,9 @@ def learn(
     text: str,
 ) -> Tensor | None:  # fmt: skip
     """One product recorded for backward; None if it must be two, gated by torch."""
-    if torch.compiler.is_compiling() or not warm.undisturbed(x, gate, up, gate_bias, up_bias):
+    if torch.compiler.is_compiling() or x.dim() < 2:
         return None
-    if x.dim() < 2:
+    if not warm.undisturbed(x, gate, up, gate_bias, up_bias, shown=True):
         return None
     epilogue = warm.epilogue_of(text)
     found = kernels(epilogue, 2 * gate.shape[0], x.dtype, x)
