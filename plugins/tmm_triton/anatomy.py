@@ -36,7 +36,7 @@ def _of(kernel: Any, problem: Problem, config: Any) -> Anatomy | None:
     # The kernels' own modules import this one.
     own: Any = sys.modules[type(kernel).__module__]
     if kernel.name == "triton.warp_specialized":
-        return of_hopper(problem, config, own.hopper_tiles)
+        return of_hopper(problem, config, own.hopper_tiles, own.hopper_estimate)
     if kernel.name == "triton.realigned":  # its product's; the copies have no tiles
         inner: Kernel[Any] = own.inner_kernels()[config.inner]
         return inner.anatomy(own.realigned(problem), config.config)
@@ -98,7 +98,7 @@ def of_tiles(
     )
 
 
-def of_hopper(problem: Problem, given: Any, hopper_tiles: Any) -> Anatomy:
+def of_hopper(problem: Problem, given: Any, hopper_tiles: Any, hopper_estimate: Any) -> Anatomy:
     """The anatomy of ``triton.warp_specialized``, with one persistent block per SM."""
     config = hopper_tiles.adapted(problem, given)
     return Anatomy(
@@ -114,7 +114,7 @@ def of_hopper(problem: Problem, given: Any, hopper_tiles: Any) -> Anatomy:
         num_warps=config.consumers * config.num_warps + 4,
         shared_memory=config.shared_memory(problem),
         resident=1,
-        model_us=hopper_tiles.times_us(problem, config),
+        model_us=hopper_estimate.times_us(problem, config),
     )
 
 

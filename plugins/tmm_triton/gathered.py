@@ -19,7 +19,8 @@ import triton.language as tl
 
 from tmm_core import Launcher, Machine, Operand, Problem
 from tmm_core.triton import pointer
-from tmm_triton.hopper_tiles import ALIGNMENT, WarpSpecializedConfig
+from tmm_triton.hopper_access import ALIGNMENT
+from tmm_triton.hopper_config import WarpSpecializedConfig
 from tmm_triton.kernel import Built, version_with
 from tmm_triton.operands import Build
 from tmm_triton.warp_specialized import WarpSpecialized

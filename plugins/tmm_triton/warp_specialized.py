@@ -49,8 +49,10 @@ these. A batch is a third dimension of all tensor maps, and of the walk over til
 different sizes are walked over and described by :mod:`tmm_triton.ragged_tiles`.
 
 This module has the launch and what a block sets up; :mod:`tmm_triton.hopper_loads`,
-``hopper_consumers`` and ``hopper_stores`` what the roles do, ``hopper_walk`` in which order, and
-``hopper_tiles`` which tiles there are.
+``hopper_consumers`` and ``hopper_stores`` what the roles do, ``hopper_walk`` in which order,
+``hopper_tiles`` which tiles there are, ``hopper_access`` how operands are accessed,
+``hopper_config`` what a config is, ``hopper_search`` which are tried, and ``hopper_estimate`` how
+long each takes.
 
 It is written in Gluon, where the author controls layouts, barriers and roles; plain Triton does not
 specialise warps on Hopper.
@@ -81,22 +83,13 @@ from tmm_core.triton import (
     pointer,
     port_function,
 )
-from tmm_triton import hopper_tiles, sums
+from tmm_triton import hopper_estimate, hopper_search, hopper_tiles, sums
 from tmm_triton.counters import Counters
+from tmm_triton.hopper_access import ALIGNMENT, boxed, by_words, residual_by_tma, scattered
+from tmm_triton.hopper_config import Constants, WarpSpecializedConfig, multiplied
 from tmm_triton.hopper_consumers import consume
 from tmm_triton.hopper_loads import bring_words, prefetch, prime, produce
-from tmm_triton.hopper_tiles import (
-    ALIGNMENT,
-    Constants,
-    WarpSpecializedConfig,
-    boxed,
-    by_words,
-    most_tiles,
-    multiplied,
-    part_elements,
-    residual_by_tma,
-    scattered,
-)
+from tmm_triton.hopper_tiles import most_tiles, part_elements
 from tmm_triton.kernel import FLOATS, Built, missing_toolchain, unknown_gluon
 from tmm_triton.operands import Build
 from tmm_triton.partials import reducing, reduction
@@ -338,13 +331,13 @@ class WarpSpecialized(Built[WarpSpecializedConfig]):
         return sums.summed(problem, config.splits, config.BLOCK_K)
 
     def configs(self, problem: Problem) -> Iterable[WarpSpecializedConfig]:
-        return hopper_tiles.configs(problem)
+        return hopper_search.configs(problem)
 
     def default_config(self, problem: Problem) -> WarpSpecializedConfig:
         return next(iter(self.configs(problem)))
 
     def estimate_us(self, problem: Problem, config: WarpSpecializedConfig) -> float:
-        return hopper_tiles.estimate_us(problem, config)
+        return hopper_estimate.estimate_us(problem, config)
 
     def workspace_bytes(self, problem: Problem, config: WarpSpecializedConfig) -> int:
         config = hopper_tiles.adapted(problem, config)

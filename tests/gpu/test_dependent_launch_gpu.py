@@ -14,7 +14,7 @@ import torch
 pytest.importorskip("triton")
 pytest.importorskip("triton.experimental.gluon")
 
-from tmm_triton.hopper_tiles import WarpSpecializedConfig
+from tmm_triton.hopper_config import WarpSpecializedConfig
 from tmm_triton.skinny import Skinny
 from tmm_triton.split_k import SplitK
 from tmm_triton.warp_specialized import WarpSpecialized

@@ -18,7 +18,8 @@ from hopper_block import DeadlockError, changed, prefetched
 from test_warp_specialized import BF16, H200, SCHEDULES, computed, problem
 from tmm_triton import warp_specialized
 from tmm_triton.early import FEW_ROWS, with_early
-from tmm_triton.hopper_tiles import Constants, adapted
+from tmm_triton.hopper_config import Constants
+from tmm_triton.hopper_tiles import adapted
 from tmm_triton.realigned import Realigned, RealignedConfig, realigned
 from tmm_triton.skinny import Skinny
 from tmm_triton.split_k import SplitK

@@ -26,7 +26,7 @@ from test_warp_specialized import (
     problem,
 )
 from tmm_triton import hopper_tiles, operands, ragged_tiles, warp_specialized
-from tmm_triton.hopper_tiles import Constants
+from tmm_triton.hopper_config import Constants
 from tmm_triton.ragged import Ragged
 from uninterpreted import Uninterpreted
 

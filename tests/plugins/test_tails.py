@@ -12,8 +12,8 @@ import pytest
 pytest.importorskip("triton.experimental.gluon")
 
 from test_warp_specialized import BF16, H200, KERNEL, computed, problem
-from tmm_triton import hopper_tiles
-from tmm_triton.hopper_tiles import WarpSpecializedConfig
+from tmm_triton import hopper_search, hopper_tiles
+from tmm_triton.hopper_config import WarpSpecializedConfig
 
 from tmm_core import Operand, Problem
 
@@ -61,9 +61,9 @@ def test_no_element_is_stored_by_a_cut_tile_and_a_whole_one() -> None:
         asked = problem(m, n, 4096, "t" + draw.choice("nt") if draw.random() < 0.3 else "nt")
         if asked.a.layout == "col":
             asked = dataclasses.replace(asked, m=-(-m // 8) * 8)
-        tile = draw.choice([t for t in hopper_tiles._TILES if t[0] == "pingpong" or t[1] < 3])
+        tile = draw.choice([t for t in hopper_search._TILES if t[0] == "pingpong" or t[1] < 3])
         config = dataclasses.replace(
-            hopper_tiles._fitted(asked, tile)[0],
+            hopper_search._fitted(asked, tile)[0],
             GROUP_M=draw.choice((1, 2, 4, 8, 16)), tail_splits=draw.choice((2, 3, 4)),
         )  # fmt: skip
         adapted = hopper_tiles.adapted(asked, config)

@@ -17,7 +17,7 @@ from tmm_triton.split_k import SplitK, SplitKConfig
 pytest.importorskip("triton.experimental.gluon")
 
 from tmm_triton import hopper_tiles
-from tmm_triton.hopper_tiles import WarpSpecializedConfig
+from tmm_triton.hopper_config import WarpSpecializedConfig
 from tmm_triton.warp_specialized import WarpSpecialized
 
 from tmm_core import Launcher, Problem

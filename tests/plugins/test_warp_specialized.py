@@ -27,8 +27,9 @@ from hopper_block import (
     workspace_order,
 )
 from test_triton_compile import resources
-from tmm_triton import hopper_tiles, operands, ports, warp_specialized
-from tmm_triton.hopper_tiles import Constants, WarpSpecializedConfig
+from tmm_triton import hopper_search, hopper_tiles, operands, ports, warp_specialized
+from tmm_triton.hopper_access import by_words
+from tmm_triton.hopper_config import Constants, WarpSpecializedConfig, unfinished
 from tmm_triton.warp_specialized import WarpSpecialized
 from triton.backends.compiler import GPUTarget
 from uninterpreted import Uninterpreted
@@ -768,10 +769,10 @@ def configs_of(asked: Problem, which: str) -> list[WarpSpecializedConfig]:
     its tail and one that splits K; ``"tiles"``: the tiles alone; ``"largest"``: of each schedule
     and number of consumers the largest; ``"some"``: the best guess of each; ``"first"``: the best
     guess."""
-    tiles = hopper_tiles._FP8_TILES if asked.fp8 else hopper_tiles._TILES
-    if hopper_tiles.by_words(asked):
-        tiles = hopper_tiles._WORD_TILES
-    fitted = [c for t in tiles for c in hopper_tiles._fitted(asked, t)]
+    tiles = hopper_search._FP8_TILES if asked.fp8 else hopper_search._TILES
+    if by_words(asked):
+        tiles = hopper_search._WORD_TILES
+    fitted = [c for t in tiles for c in hopper_search._fitted(asked, t)]
     if which == "first":
         return [KERNEL.default_config(asked)]
     if which == "tiles":
@@ -780,7 +781,7 @@ def configs_of(asked: Problem, which: str) -> list[WarpSpecializedConfig]:
         return _of_each(sorted(fitted, key=lambda c: (c.BLOCK_M * c.BLOCK_N, c.BLOCK_N)))
     if which == "all":
         cut = [dataclasses.replace(c, tail_splits=2) for c in fitted if c.consumers < 3]
-        sums = [c for t in tiles for c in hopper_tiles._fitted(hopper_tiles._sums(asked), t)]
+        sums = [c for t in tiles for c in hopper_search._fitted(unfinished(asked), t)]
         return fitted + _of_each(cut) + _of_each([dataclasses.replace(c, splits=2) for c in sums])
     return _of_each(reversed(list(KERNEL.configs(asked))))
 

@@ -1,0 +1,208 @@
+"""Proposes configs of the Hopper kernel for a problem, the best by estimate first."""
+
+from __future__ import annotations
+
+import itertools
+import math
+from collections.abc import Iterable
+from dataclasses import replace
+
+from tmm_core import Problem
+from tmm_triton import sums
+from tmm_triton.early import with_early
+from tmm_triton.hopper_access import by_words, stored_by_pointers
+from tmm_triton.hopper_config import MOST_TAIL_SPLITS, WarpSpecializedConfig, unfinished
+from tmm_triton.hopper_estimate import SURELY_STREAMED, estimate_us, streams
+from tmm_triton.hopper_tiles import room_for_parts, room_for_splits, tile_count, tile_rows
+
+#: ``(schedule, consumers, num_warps, BLOCK_M, BLOCK_N, BLOCK_K)``; N counts both halves if gated.
+#: Each was the fastest of all for some problem on an H200, unless noted.
+_TILES = (
+    # The epilogue overlaps the other consumer's main loop: 2 to 7 % faster than the next tile for
+    # costly epilogues or a short K, under sustained load at the power limit.
+    ("pingpong", 2, 4, 128, 128, 64),
+    # 128×256 is needed to multiply at full rate with L2's bandwidth; 192×256 needs a quarter less
+    # and fits other sizes into one wave (2304³: 108 tiles, not 162).
+    ("cooperative", 2, 4, 128, 256, 64),
+    ("cooperative", 2, 4, 256, 128, 64),
+    ("cooperative", 3, 4, 192, 256, 64),
+    # One partition of two warpgroups, in step.
+    ("cooperative", 1, 8, 128, 256, 64),
+    # For less than a wave of the above, or to fill the last wave better.
+    ("cooperative", 3, 4, 192, 128, 64),
+    ("cooperative", 2, 4, 128, 128, 64),
+    ("pingpong", 2, 4, 64, 256, 64),
+    ("pingpong", 2, 4, 64, 128, 64),
+    ("cooperative", 2, 4, 128, 64, 64),
+    # 384×4096 is 128 of these, nearly a wave, but 96 of 128×128: in batch-invariant mode, with
+    # K = 4096, 21.5 µs. The second was never chosen.
+    ("cooperative", 3, 4, 192, 64, 64),
+    ("cooperative", 3, 4, 192, 64, 128),
+    ("pingpong", 2, 4, 64, 64, 128),
+    # To read a weight with as many SMs as possible if K must not be split.
+    ("cooperative", 1, 4, 64, 32, 128),
+)
+#: For 8-bit operands, whose stages are summed in separate registers, for at most 128 columns at a
+#: time. The consumers must not run in lockstep, nor alternate.
+_FP8_TILES = (
+    ("cooperative", 2, 4, 128, 256, 128),
+    ("cooperative", 3, 4, 192, 128, 128),
+    ("cooperative", 2, 4, 128, 128, 128),
+    ("cooperative", 3, 4, 192, 64, 128),
+    ("cooperative", 2, 4, 128, 64, 128),
+)
+#: If an operand is loaded word by word: a k-step of 128 keeps 16 KB of it in flight.
+_WORD_TILES = (
+    ("cooperative", 2, 4, 128, 64, 128),
+    ("cooperative", 2, 4, 128, 32, 128),
+    ("cooperative", 2, 4, 128, 64, 64),
+    ("pingpong", 2, 4, 64, 64, 128),
+    ("cooperative", 1, 4, 64, 64, 128),
+    ("cooperative", 1, 4, 64, 32, 128),
+)
+#: How many tiles, and configs in all, are proposed for one problem, and how many tiles if reading
+#: dominates: in 29 such problems the best was among the first five by estimate, in 19 the first.
+_TILES_TRIED, _CONFIGS_TRIED, _TILES_STREAMED = 8, 16, 5
+#: And how many tiles split along K, if a row's sums must not depend on M.
+_CUT_TRIED = 3
+#: Maximum K that counts as short.
+_SHORT_K = 1024
+#: Stages of 24 KB that cover the memory latency at full rate; more only take longer to fill.
+_STAGES_WANTED = 8
+#: Minimum K of a part of a tile of the last wave, and of a part of every tile.
+_LEAST_PART, _LEAST_SPLIT = 512, 256
+#: How many tiles are also tried with the opposite ``evict_first``.
+_BOTH_WAYS = 3
+
+
+def configs(problem: Problem) -> Iterable[WarpSpecializedConfig]:
+    """The search space, best guess first."""
+    tiles = _FP8_TILES if problem.fp8 else _WORD_TILES if by_words(problem) else _TILES
+    fitting = list(filter(None, (_fitted(problem, tile) for tile in tiles)))
+    # In one band of rows if tiles overlap, so that whole columns of tiles are split the same way.
+    banded = [replace(v[0], GROUP_M=min(1024, tile_rows(problem, v[0]))) for v in fitting]
+    cut = [
+        [replace(config, tail_splits=splits)]
+        for config in banded
+        if (splits := _tail_splits(problem, config)) > 1
+    ]
+    cut += [
+        [replace(variants[0], splits=splits)]
+        for variants in filter(None, (_fitted(unfinished(problem), tile) for tile in tiles))
+        if (splits := _splits(problem, variants[0])) > 1
+    ]
+
+    def by_estimate(tiles: list[list[WarpSpecializedConfig]]) -> list[list[WarpSpecializedConfig]]:
+        return sorted(tiles, key=lambda variants: estimate_us(problem, variants[0]))
+
+    tried = _TILES_STREAMED if streams(problem) else _TILES_TRIED
+    ranked = by_estimate(fitting + cut)[:tried]
+    if problem.batch_invariant:
+        # A split tile has another arithmetic: each M should have both kinds.
+        ranked = by_estimate(fitting)[:tried] + by_estimate(cut)[:_CUT_TRIED]
+    if streams(problem) and (problem.groups or min(problem.m, problem.n) > SURELY_STREAMED):
+        for variants in ranked[:_BOTH_WAYS]:
+            variants.append(replace(variants[0], evict_first=False))
+    proposed = [
+        [
+            replace(config, GROUP_M=group)
+            for config in variants
+            for group in _groups(problem, config)
+        ]
+        for variants in ranked
+    ]
+    # Every tile once before any tile's variants.
+    turns = itertools.chain.from_iterable(itertools.zip_longest(*proposed))
+    chosen = itertools.islice(filter(None, turns), _CONFIGS_TRIED)
+    yield from with_early(list(chosen), _early(problem))[:_CONFIGS_TRIED]
+
+
+def _early(problem: Problem) -> tuple[str, ...]:
+    """The ``early`` values to try, if reading b dominates: for longer products the end of a launch
+    hardly matters."""
+    if problem.m > SURELY_STREAMED or problem.batch > 1 or problem.groups is not None:
+        return ()
+    if by_words(problem) == "b":
+        return ("wait",)
+    return ("b", "l2", "wait") if problem.static_weights else ("l2", "wait")
+
+
+def _fitted(
+    problem: Problem, tile: tuple[str, int, int, int, int, int]
+) -> list[WarpSpecializedConfig]:
+    """Variants of the tile with as many stages as fit shared memory; none if fewer than two do.
+
+    Stores use strips of 128 bytes, the width of TMA's swizzle, preceded by narrower ones if their
+    smaller staging buffer makes room for a stage.
+    """
+    schedule, consumers, num_warps, block_m, block_n, block_k = tile
+    if by_words(problem) == "a" and consumers > 1 and schedule == "cooperative":
+        return []  # it has two boxes of a
+    if consumers == 3 and block_n == 256 and stored_by_pointers(problem):
+        # 160 registers per thread hold its accumulators, but not also the addresses of 16 rows.
+        return []
+    block_n //= 2 if problem.gated else 1
+    if block_n < 32:
+        return []
+    variants: list[WarpSpecializedConfig] = []
+    # 160 registers per thread do not hold two sums and the scales of 64 columns, nor 240 the
+    # accumulators and the addresses of so wide a strip.
+    narrow = (problem.fp8 and consumers == 3) or stored_by_pointers(problem)
+    widths = (64,) if narrow else (128, 64)
+    for width in widths:
+        config = WarpSpecializedConfig(
+            BLOCK_M=block_m,
+            BLOCK_N=block_n,
+            BLOCK_K=block_k,
+            GROUP_M=1,
+            num_stages=2,
+            schedule=schedule,
+            consumers=consumers,
+            num_warps=num_warps,
+            subtiles=min(8, max(1, block_n * problem.out.dtype.itemsize // width)),
+            tail_splits=1,
+            splits=1,
+            evict_first=streams(problem),
+        )
+        stage = (block_m + block_n * (2 if problem.gated else 1)) * block_k
+        stage *= problem.a.dtype.itemsize
+        spare = problem.device.shared_memory - config.shared_memory(problem)
+        stages = min(2 + spare // stage, _STAGES_WANTED)
+        if stages > max((v.num_stages for v in variants), default=1):
+            variants.insert(0, replace(config, num_stages=stages))
+    return variants
+
+
+def _groups(problem: Problem, config: WarpSpecializedConfig) -> list[int]:
+    """GROUP_M such that one wave's tiles span about as much of M as of N, and half of it; less if K
+    is short, when the order of output writes matters more than repeated reads (8192×4096×512: 50.2
+    µs at 4, 52.5 at 16)."""
+    rows = tile_rows(problem, config)
+    if config.tail_splits > 1 and problem.m % config.BLOCK_M:
+        return [config.GROUP_M]
+    wave = min(tile_count(problem, config), problem.device.sm_count)
+    width = config.BLOCK_N * (2 if problem.gated else 1)
+    square = round(math.log2(math.sqrt(wave * width / config.BLOCK_M)))
+    groups = [square - 2, square - 1] if problem.k <= _SHORT_K else [square, square - 1]
+    if config.splits > 1:
+        del groups[1:]  # one wave of few tiles
+    return list(dict.fromkeys(min(rows, 2 ** max(0, group)) for group in groups))
+
+
+def _splits(problem: Problem, config: WarpSpecializedConfig) -> int:
+    """Parts along K to split every tile into, so that all SMs have one; if a row's sums must not
+    depend on M, a number that does not depend on it."""
+    share = problem.device.sm_count // tile_count(problem, config)
+    if problem.batch_invariant:
+        room = room_for_parts(problem, config)
+        return max((s for s in sums.equal_splits(problem) if s <= min(2 * share, room)), default=1)
+    return max(1, min(share, problem.k // _LEAST_SPLIT, room_for_parts(problem, config)))
+
+
+def _tail_splits(problem: Problem, config: WarpSpecializedConfig) -> int:
+    """Parts along K to split the tiles of the last wave into: as many as there are SMs for, and
+    long enough to be worth adding. One if 160 registers hold hardly more than the accumulators."""
+    if config.consumers == 3 and config.accumulators > 64:
+        return 1
+    longest = max(1, problem.k // _LEAST_PART)
+    return min(room_for_splits(problem, config), longest, MOST_TAIL_SPLITS)
