@@ -189,9 +189,7 @@ def _times(
         samples = _samples(list(racing.values()), timer, copies, seconds)
     if beside:
         samples += _samples(list(beside.values()), timer, copies, seconds / 2)
-    return {
-        name: _summary(mine) for name, mine in zip((*racing, *beside), samples, strict=True)
-    }
+    return {name: _summary(mine) for name, mine in zip((*racing, *beside), samples, strict=True)}
 
 
 def _other_clocks(
