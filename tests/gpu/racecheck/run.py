@@ -1,10 +1,10 @@
-"""What compute-sanitizer says of staging buffers that a bulk copy reads, right and wrong.
+"""What compute-sanitizer says of the Hopper kernel, and of two protocols that it may misjudge.
 
-``staging.cu`` is the protocol of ``triton.warp_specialized``'s staging buffers alone, right and
-with one thing left out. Where the tool says the same of both it does not follow bulk copies. That
-is so in CUDA 13.0 on an H100: of threads that read it reports every race, of bulk copies none, also
-where the copy is wrong. So a hazard that it reports in the kernel is between threads' own accesses,
-and no report does not say that a bulk copy is ordered. On a GPU of compute capability 9.0::
+``staging.cu`` is the protocol of the staging buffers of ``triton.warp_specialized`` alone,
+``dispatch.cu`` that by which Triton starts a kernel's partitions, right and with one thing left
+out. Where the tool says the same of both, or reports the right one, it does not follow the
+protocol. ``kernel.py`` launches the kernel itself; of what is reported there, the hazards on the
+bytes of Triton's dispatch are counted apart. On a GPU of compute capability 9.0::
 
     python tests/gpu/racecheck/run.py --output FILE
 """
@@ -12,6 +12,7 @@ and no report does not say that a bulk copy is ordered. On a GPU of compute capa
 from __future__ import annotations
 
 import argparse
+import itertools
 import re
 import shutil
 import subprocess
@@ -23,16 +24,21 @@ from dataclasses import dataclass
 from pathlib import Path
 
 HERE = Path(__file__).parent
-COPIES, BARRIERS, FAULTS = (
-    ("plain", "bulk", "tensor"),
-    ("all", "named"),
-    ("none", "barrier", "wait"),
-)
+#: The arguments of each program.
+PROGRAMS = {
+    "staging": (("plain", "bulk", "tensor"), ("all", "named"), ("none", "barrier", "wait")),
+    "dispatch": (("sync", "aligned", "counted"), ("two", "one"), ("none", "barrier")),
+}
+#: Configs of the kernel that are launched.
+CONFIGS = range(4)
+#: Warps of the largest block, each of which has a byte.
+WARPS = 16
 Variant = tuple[str, str, str]
 _SUMMARIES = (
     re.compile(r"RACECHECK SUMMARY: (\d+) hazards? displayed"),
     re.compile(r"ERROR SUMMARY: (\d+) errors?"),
 )
+_HAZARD = re.compile(r"hazard detected at __shared__ (0x[0-9a-f]+)")
 
 
 class UnavailableError(Exception):
@@ -45,7 +51,7 @@ class Verdict:
 
     Attributes:
         reports: Hazards or errors that the tool counts.
-        right: What was copied is what was written; None under a tool that ended the program.
+        right: The program read what it had written; None under a tool that ended the program.
         output: All that was printed.
     """
 
@@ -56,15 +62,13 @@ class Verdict:
     output: str
 
 
-def variants() -> Iterator[Variant]:
-    for copy in COPIES:
-        for barrier in BARRIERS:
-            for fault in FAULTS:
-                if (copy, fault) != ("plain", "wait"):
-                    yield copy, barrier, fault
+def variants(name: str) -> Iterator[Variant]:
+    for first, second, fault in itertools.product(*PROGRAMS[name]):
+        if (first, fault) != ("plain", "wait"):
+            yield first, second, fault
 
 
-def build(folder: Path) -> Path:
+def build(folder: Path, name: str) -> Path:
     """The program of all variants.
 
     Raises:
@@ -73,9 +77,10 @@ def build(folder: Path) -> Path:
     compiler = shutil.which("nvcc")
     if compiler is None:
         raise UnavailableError("nvcc is not on PATH")
-    program = folder / "staging"
+    program = folder / name
     target = "-gencode=arch=compute_90a,code=sm_90a"
-    command = [compiler, "-std=c++17", target, "-lineinfo", "-o", program, HERE / "staging.cu"]
+    source = HERE / f"{name}.cu"
+    command = [compiler, "-std=c++17", target, "-lineinfo", "-o", program, source]
     subprocess.run(command, check=True, capture_output=True, text=True)
     return program
 
@@ -86,54 +91,88 @@ def judge(program: Path, variant: Variant, tool: str) -> Verdict:
     Raises:
         UnavailableError: compute-sanitizer is missing or does not run on this machine.
     """
+    reports, output = _under(tool, [program, *variant])
+    wrong = re.search(r"(\d+) of \d+ wrong", output)
+    return Verdict(variant, tool, reports, None if wrong is None else wrong[1] == "0", output)
+
+
+def hazards(config: int) -> tuple[str, int, list[int]]:
+    """The kernel's config of that index, how many hazards racecheck reports on the bytes of
+    Triton's dispatch, and the addresses of all others.
+
+    Raises:
+        UnavailableError: compute-sanitizer is missing or does not run on this machine.
+    """
+    _, output = _under("racecheck", [sys.executable, HERE / "kernel.py", str(config)])
+    start = re.search(r"(.*)\ndispatch bytes at (\d+)", output)
+    assert start is not None, output
+    addresses = [int(address, 16) for address in _HAZARD.findall(output)]
+    bytes_of_dispatch = range(int(start[2]), int(start[2]) + WARPS)
+    others = [address for address in addresses if address not in bytes_of_dispatch]
+    return start[1], len(addresses) - len(others), others
+
+
+def _under(tool: str, program: list[str | Path]) -> tuple[int, str]:
+    """How many reports the tool counts, and all that was printed."""
     sanitizer = shutil.which("compute-sanitizer")
     if sanitizer is None:
         raise UnavailableError("compute-sanitizer is not on PATH")
-    command: list[str | Path] = [sanitizer, "--tool", tool]
+    command: list[str | Path] = [sanitizer, "--tool", tool, "--print-limit", "100000"]
     command += ["--racecheck-report", "all"] if tool == "racecheck" else []
-    command += [program, *variant]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    done = subprocess.run([*command, *program], capture_output=True, text=True, timeout=300)
     output = done.stdout + done.stderr
     summary = next(filter(None, (pattern.search(output) for pattern in _SUMMARIES)), None)
     if summary is None or "not supported" in output:
         raise UnavailableError(f"{tool} does not run here: {output[-500:]}")
-    wrong = re.search(r"(\d+) of \d+ wrong", output)
-    return Verdict(
-        variant, tool, int(summary[1]), None if wrong is None else wrong[1] == "0", output
-    )
+    return int(summary[1]), output
+
+
+def _table(name: str) -> Iterator[str]:
+    """A line for each variant of a program, and the first reports of those that have any."""
+    jobs = [(variant, "racecheck") for variant in variants(name)]
+    for tool in ("memcheck", "synccheck"):
+        jobs += [(variant, tool) for variant in variants(name) if variant[2] == "none"]
+    with tempfile.TemporaryDirectory() as folder:
+        program = build(Path(folder), name)
+        with ThreadPoolExecutor(4) as pool:
+            verdicts = list(pool.map(lambda job: judge(program, *job), jobs))
+    yield f"{name:24} {'left out':9} {'tool':10} {'reports':>8}  result"
+    for verdict in verdicts:
+        *of, fault = verdict.variant
+        result = {True: "right", False: "WRONG", None: "ended"}[verdict.right]
+        yield f"{' '.join(of):24} {fault:9} {verdict.tool:10} {verdict.reports:8}  {result}"
+    for verdict in verdicts:
+        if verdict.reports and verdict.tool == "racecheck":
+            said = [line for line in verdict.output.splitlines() if line.startswith("=====")]
+            yield from ("", " ".join(verdict.variant), *said[:5])
+    yield ""
+
+
+def _of_kernel() -> Iterator[str]:
+    yield f"{'on dispatch bytes':>17} {'elsewhere':>9}  the kernel's config"
+    for index in CONFIGS:
+        config, known, others = hazards(index)
+        yield f"{known:17} {len(others):9}  {config}"
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, help="where the table is written besides stdout")
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--output", type=Path, help="where the tables are written besides stdout")
     options = parser.parse_args()
-    jobs = [(variant, "racecheck") for variant in variants()]
-    for tool in ("memcheck", "synccheck"):
-        jobs += [(variant, tool) for variant in variants() if variant[2] == "none"]
-    lines = [f"{'copy':8} {'barrier':8} {'left out':9} {'tool':10} {'reports':>8}  result"]
-    details = []
+    lines: list[str] = []
     try:
-        with tempfile.TemporaryDirectory() as folder:
-            program = build(Path(folder))
-            with ThreadPoolExecutor(4) as pool:
-                verdicts = list(pool.map(lambda job: judge(program, *job), jobs))
+        for part in (_of_kernel(), *map(_table, PROGRAMS)):
+            lines.extend(part)
+            lines.append("")
+        failed = 0
     except UnavailableError as error:
         lines.append(str(error))
-        verdicts = []
-    for verdict in verdicts:
-        copy, barrier, fault = verdict.variant
-        result = {True: "right", False: "WRONG", None: "ended"}[verdict.right]
-        lines.append(
-            f"{copy:8} {barrier:8} {fault:9} {verdict.tool:10} {verdict.reports:8}  {result}"
-        )
-        if verdict.reports and verdict.tool == "racecheck":
-            said = [line for line in verdict.output.splitlines() if line.startswith("=====")]
-            details += ["", " ".join(verdict.variant), *said[:8]]
-    text = "\n".join(lines + details) + "\n"
+        failed = 1
+    text = "\n".join(lines) + "\n"
     print(text, end="")
     if options.output is not None:
         options.output.write_text(text)
-    return 0 if verdicts else 1
+    return failed
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""What racecheck knows of staging buffers that a bulk copy reads: nothing, neither good nor bad."""
+"""What racecheck's reports about the Hopper kernel mean: it follows neither bulk copies nor the
+barrier by which Triton starts a partition."""
 
 from __future__ import annotations
 
@@ -28,39 +29,54 @@ RUN = _load()
 
 
 @pytest.fixture(scope="module")
-def program(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def programs(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs Hopper")
+    folder = tmp_path_factory.mktemp("racecheck")
     try:
-        built: Path = RUN.build(tmp_path_factory.mktemp("racecheck"))
-    except RUN.UnavailableError as error:
-        pytest.skip(str(error))
-    return built
-
-
-def judged(program: Path, copy: str, fault: str, tool: str = "racecheck") -> Any:
-    try:
-        return RUN.judge(program, (copy, "named", fault), tool)
+        return {name: RUN.build(folder, name) for name in RUN.PROGRAMS}
     except RUN.UnavailableError as error:
         pytest.skip(str(error))
 
 
-def test_the_tool_knows_reads_that_threads_make(program: Path) -> None:
-    assert judged(program, "plain", "none").reports == 0
-    assert judged(program, "plain", "barrier").reports > 0
+def judged(program: Path, *variant: str, tool: str = "racecheck") -> Any:
+    try:
+        return RUN.judge(program, variant, tool)
+    except RUN.UnavailableError as error:
+        pytest.skip(str(error))
+
+
+def test_the_tool_knows_reads_that_threads_make(programs: dict[str, Path]) -> None:
+    assert judged(programs["staging"], "plain", "named", "none").reports == 0
+    assert judged(programs["staging"], "plain", "named", "barrier").reports > 0
 
 
 @pytest.mark.parametrize("tool", ["memcheck", "synccheck"])
-def test_the_protocol_is_right(program: Path, tool: str) -> None:
-    verdict = judged(program, "tensor", "none", tool)
-    assert verdict.reports == 0, verdict.output
-    assert verdict.right
+def test_the_protocols_are_right(programs: dict[str, Path], tool: str) -> None:
+    for name, *variant in (("staging", "tensor", "named"), ("dispatch", "sync", "two")):
+        verdict = judged(programs[name], *variant, "none", tool=tool)
+        assert verdict.reports == 0, verdict.output
+        assert verdict.right
 
 
 @pytest.mark.parametrize("copy", ["bulk", "tensor"])
 @pytest.mark.parametrize("fault", ["barrier", "wait"])
-def test_the_tool_does_not_see_what_a_bulk_copy_reads(program: Path, copy: str, fault: str) -> None:
+def test_the_tool_does_not_see_what_a_bulk_copy_reads(
+    programs: dict[str, Path], copy: str, fault: str
+) -> None:
     """Fails when the tool is mended: then a report about the kernel's bulk copies means something.
     Without the barrier what is copied is wrong in most runs, and nothing is said (13.0, H100)."""
-    assert judged(program, copy, fault).reports == 0, "racecheck follows bulk copies now"
-    assert judged(program, copy, "none").reports == 0
+    program = programs["staging"]
+    assert judged(program, copy, "named", fault).reports == 0, "racecheck follows bulk copies now"
+    assert judged(program, copy, "named", "none").reports == 0
+
+
+@pytest.mark.parametrize("config", RUN.CONFIGS)
+def test_all_that_is_reported_of_the_kernel_is_tritons_dispatch(
+    programs: dict[str, Path], config: int
+) -> None:
+    try:
+        _, _, others = RUN.hazards(config)
+    except RUN.UnavailableError as error:
+        pytest.skip(str(error))
+    assert not others, [hex(address) for address in others[:8]]
