@@ -120,6 +120,24 @@ def test_one_look_at_one_m_does_not_decide(tmp_path: Path) -> None:
     assert timer.tuned == [*LADDER, 320]
 
 
+def test_only_what_raced_to_the_end_is_compared(tmp_path: Path) -> None:
+    """The first rounds are faster: the GPU's clock has not settled yet."""
+    d, _ = dispatcher(FakeBlas(), Summing("one", {16: "k", 32: "k"}), root=tmp_path)
+    timed(d, {("blas", 1): 60.0, ("one", 16): 50.0, ("one", 32): 52.0})
+    tune = d.tuner.tune
+
+    def eliminated(key: Problem, *rest: Any) -> Any:
+        record = tune(key, *rest)
+        found = [
+            replace(each, samples_us=(45.0,)) if each.config.get("tile") == 32 else each
+            for each in record.candidates
+        ]
+        return replace(record, candidates=tuple(found))
+
+    d.tuner.tune = eliminated  # type: ignore[method-assign]
+    assert chosen(d, 64) == ("one", 16, "k")
+
+
 def test_kernels_share_an_arithmetic(tmp_path: Path) -> None:
     skinny = Summing("skinny", {1: "k16"}, against=lambda p: ["too many rows"] * (p.m > 16))
     tall = Summing("tall", {1: "k16", 2: "own"})
