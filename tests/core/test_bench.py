@@ -329,6 +329,24 @@ def test_a_loop_that_was_held_up_is_run_once_more(monkeypatch: pytest.MonkeyPatc
     assert document["times"]["torch"]["p75_us"] == 15.0
 
 
+def test_columns_that_do_not_compete_are_timed_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A slow column lets the GPU's clock rise, for the ones after it too."""
+    register(FakeKernel("fake.other"))
+    apart: list[int] = []
+
+    def samples(runs: Any, *_: Any) -> list[list[float]]:
+        apart.append(len(runs))
+        return [[10.0] * 12] * len(runs)
+
+    monkeypatch.setattr(runner, "_samples", samples)
+    (document,) = runner.run([task()], CPU, runner.Options(tune=False, kernels=True))
+    assert list(document["times"])[3:] == ["kernel blas", "kernel fake.other"]
+    assert apart == [3, 2]
+    (document,) = runner.run([task(groups=2)], CPU, runner.Options(tune=False))
+    assert list(document["times"])[3:] == ["loop"]
+    assert apart == [3, 2, 3, 1]
+
+
 def test_so_is_one_that_held_up_tmm_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     quiet, held_up = [10.0] * 12, [10.0, 15.0] * 6
     series = [[quiet, held_up, quiet], [quiet, quiet, quiet]]

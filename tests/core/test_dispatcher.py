@@ -317,6 +317,23 @@ def test_neighbour_before_heuristic_before_fallback(tmp_path: Path) -> None:
     assert d.choose(problem(m=100, tf32=True), untuned).origin == "fallback"  # another kind
 
 
+def test_a_neighbours_winner_must_look_good_here_too(tmp_path: Path) -> None:
+    """Tiles that fill the GPU there may leave most of it idle here."""
+
+    class Wide(FakeKernel):
+        def estimate_us(self, problem: Any, config: Any) -> float:
+            return 5.0 if problem.m > 100 else 25.0
+
+    d, _ = dispatcher(
+        FakeBlas(estimate=20.0), Wide("wide"), times=FAST | {"wide": 5.0}, root=tmp_path
+    )
+    d.tune(problem(m=128), settings())
+    untuned = settings(on_cache_miss="heuristic")
+    assert d.choose(problem(m=120), untuned).candidate.kernel.name == "wide"
+    choice = d.choose(problem(m=90), untuned)
+    assert (choice.candidate.kernel.name, choice.origin) == ("blas", "heuristic")
+
+
 def test_neighbour_from_older_versions_of_the_same_gpu(tmp_path: Path) -> None:
     d, _ = dispatcher(FakeBlas(), FakeKernel("fast"), times=FAST, root=tmp_path)
     d.tune(problem(device=replace(DEVICE, torch="1")), settings())

@@ -367,4 +367,12 @@ GROUPED = [
         "records outlive the inner kernel that they timed",
         ("tests/plugins/test_gathered.py::test_its_version_is_that_of_both",),
     ),
+    Mutant(
+        "grouped-not-followed",
+        "interop/grouped.py",
+        "eager=_is_eager(call)",
+        "eager=False",
+        "in training torch's operators apply the epilogue of a grouped product",
+        ("tests/core/test_autograd.py::test_a_pass_each_way_after_grouped_products",),
+    ),
 ]

@@ -14,6 +14,7 @@ import torch
 
 import tmm_core
 from tmm_core import Machine, Operand, Problem, dispatch, settings
+from tmm_core.dispatch import guesses
 from tmm_core.spec import machine
 from tmm_core.spec.device import DeviceFingerprint
 
@@ -90,7 +91,7 @@ def test_guesses_are_good_where_times_are_known(folder: str, device: DeviceFinge
                 config = json.dumps(result["config"], sort_keys=True)
                 times.setdefault(result["kernel"], {})[config] = median(samples)
         able, _ = registry.candidates(problem, settings.current())
-        guess = dispatcher._heuristic(problem, able, "")
+        guess = guesses.by_estimate(dispatcher, problem, able, "")
         assert guess is not None
         chosen, config = guess.candidate.kernel.name, guess.candidate.config.to_json()
         known = times.get(chosen, {})

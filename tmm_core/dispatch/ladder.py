@@ -19,9 +19,9 @@ import threading
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from tmm_cache import CLOCK, CacheStore, TuningRecord
+from tmm_cache import CacheStore, TuningRecord
 
-from tmm_core.dispatch.evidence import Evidence, by_time, fits, other_than
+from tmm_core.dispatch.evidence import Evidence, by_time, other_than
 from tmm_core.dispatch.proposals import CLOSE, NO_HINTS, Hints
 from tmm_core.dispatch.registry import Registry
 from tmm_core.dispatch.trust import Trust
@@ -38,12 +38,6 @@ if TYPE_CHECKING:
     from tmm_core.dispatch.invariant import Invariance
     from tmm_core.dispatch.neighbour import Neighbours
     from tmm_core.dispatch.tuner import Tuner
-
-#: Without a measurement, another kernel is chosen over BLAS only if its estimate is below BLAS's
-#: times this factor: estimates are rooflines, and a default config is not the best one. Over
-#: 431 shipped records guesses took 0.90 of BLAS's time on an H200 and 0.93 on an H100 with 0.85,
-#: 0.89 and 0.93 with 0.9, and 0.88 and 0.94 with 0.95, when 24 % of those on the H100 lose.
-HEURISTIC_ADVANTAGE = 0.9
 
 #: Records that a tuning starts from, and candidates of each: records of this problem on another GPU
 #: or under other versions, or of near problems.
@@ -375,11 +369,10 @@ class Dispatcher(Evidence):
         elif settings.on_cache_miss == "tune" or problem.capturing:
             self.note_miss(key)
         why = forbidden or "tuning gave no usable winner"
-        return (
-            self._neighbour(problem, able, why)
-            or self._heuristic(problem, able, why)
-            or self._fallback(problem, why)
-        )
+        from tmm_core.dispatch import guesses  # most processes find their problems on record
+
+        guess = guesses.choose(self, self._neighbours, problem, able, why)
+        return guess or self._fallback(problem, why)
 
     def _forced(self, problem: Problem, settings: Settings) -> Choice:
         assert settings.kernel is not None
@@ -452,39 +445,6 @@ class Dispatcher(Evidence):
             for result in by_time(each.record)[:HINTS_EACH]
         ]
         return Hints(candidates, bool(near) and near[0].octaves <= CLOSE)
-
-    def _neighbour(self, problem: Problem, able: list[Kernel[Any]], why: str) -> Choice | None:
-        for near in self._neighbours.nearest(problem):
-            if near.record.clock != CLOCK:
-                continue  # another clock's choice is only a hint
-            for result in by_time(near.record):
-                candidate = self.candidate(result, able, problem, any_version=True)
-                if candidate is not None and fits(candidate, problem):
-                    return Choice(candidate, "neighbour", f"{why}; untuned guess from {near}")
-        return None
-
-    def _heuristic(self, problem: Problem, able: list[Kernel[Any]], why: str) -> Choice | None:
-        estimates: dict[str, tuple[float, Candidate]] = {}
-        for kernel in able:
-            try:
-                config = kernel.default_config(problem)
-                estimate = kernel.estimate_us(problem, config)
-            except Exception as error:
-                self.warn_once(kernel, error)
-                continue
-            if estimate is not None:
-                estimates[kernel.name] = (estimate, Candidate(kernel, config))
-        if not estimates:
-            return None
-        ranked = sorted(estimates.values(), key=lambda e: (e[0], e[1].kernel.name))
-        time, candidate = ranked[0]
-        if any(kernel.name == BASELINE for kernel in able):
-            baseline = estimates.get(BASELINE)
-            if baseline is None:
-                return None
-            if time >= baseline[0] * HEURISTIC_ADVANTAGE:
-                time, candidate = baseline
-        return Choice(candidate, "heuristic", f"{why}; estimated {time:.3g} µs, not measured")
 
     def _fallback(self, problem: Problem, why: str) -> Choice:
         """BLAS, whose own errors report the limits of torch; but a problem that it does not declare
