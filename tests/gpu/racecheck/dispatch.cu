@@ -11,7 +11,9 @@
 //   dispatch BARRIER SITES FAULT    exits with 1 where a warp has not read what was written
 //     BARRIER  sync (barrier.sync 1, as Triton writes it), aligned (bar.sync 1) or counted
 //              (barrier.sync 1, 256)
-//     SITES    two (each kind of warp has an instruction of its own) or one
+//     SITES    one (all warps reach the same instruction), two (each kind of warp has its own), word
+//              (two, and the bytes are written as a word) or registers (word, and as in Triton's
+//              code registers change hands between two barriers)
 //     FAULT    none or barrier (the first is left out)
 
 #include <cuda_runtime.h>
@@ -21,6 +23,7 @@
 
 constexpr int kFirst = 128, kThreads = 256, kRounds = 16;
 enum Barrier { kSync, kAligned, kCounted };
+enum Sites { kOne, kTwo, kWord, kRegisters };
 
 #define CHECK(call)                                                           \
   do {                                                                        \
@@ -41,12 +44,23 @@ __device__ __forceinline__ void barrier() {
   }
 }
 
-template <Barrier BARRIER, bool ONE, bool FAULT>
-__global__ void dispatch(int* out) {
-  __shared__ volatile unsigned char state[kThreads / 32];
+template <bool REGISTERS>
+__device__ __forceinline__ void take() {
+  if (REGISTERS) asm volatile("setmaxnreg.inc.sync.aligned.u32 240;" ::: "memory");
+}
+
+template <bool REGISTERS>
+__device__ __forceinline__ void give() {
+  if (REGISTERS) asm volatile("setmaxnreg.dec.sync.aligned.u32 24;" ::: "memory");
+}
+
+template <Barrier BARRIER, Sites SITES, bool FAULT>
+__global__ void __maxnreg__(128) dispatch(int* out) {
+  __shared__ alignas(4) volatile unsigned char state[kThreads / 32];
+  constexpr bool kHanded = SITES == kRegisters;
   const int warp = threadIdx.x / 32;
   int sum = 0;
-  if (ONE) {
+  if (SITES == kOne) {
     for (int round = 1; round <= kRounds; ++round) {
       if (threadIdx.x < kFirst)
         for (int other = kFirst / 32; other < kThreads / 32; ++other) state[other] = round;
@@ -56,14 +70,23 @@ __global__ void dispatch(int* out) {
     }
   } else if (threadIdx.x < kFirst) {
     for (int round = 1; round <= kRounds; ++round) {
-      for (int other = kFirst / 32; other < kThreads / 32; ++other) state[other] = round;
+      if (SITES == kTwo) {
+        for (int other = kFirst / 32; other < kThreads / 32; ++other) state[other] = round;
+      } else {
+        reinterpret_cast<volatile unsigned*>(state)[1] = round * 0x01010101u;
+      }
       if (!FAULT) barrier<BARRIER>();
+      take<kHanded>();
+      if (kHanded) barrier<BARRIER>();
+      asm volatile("bar.sync 0, %0;" ::"n"(kFirst) : "memory");
       barrier<BARRIER>();
     }
   } else {
     for (int round = 1; round <= kRounds; ++round) {
       if (!FAULT) barrier<BARRIER>();
       sum += state[warp];
+      give<kHanded>();
+      if (kHanded) barrier<BARRIER>();
       barrier<BARRIER>();
     }
   }
@@ -72,26 +95,33 @@ __global__ void dispatch(int* out) {
 
 using Kernel = void (*)(int*);
 
+template <Barrier BARRIER, Sites SITES>
+Kernel of_sites(bool fault) {
+  return fault ? dispatch<BARRIER, SITES, true> : dispatch<BARRIER, SITES, false>;
+}
+
 template <Barrier BARRIER>
-Kernel of_barrier(bool one, bool fault) {
-  if (one) return fault ? dispatch<BARRIER, true, true> : dispatch<BARRIER, true, false>;
-  return fault ? dispatch<BARRIER, false, true> : dispatch<BARRIER, false, false>;
+Kernel of_barrier(const char* sites, bool fault) {
+  if (std::strcmp(sites, "one") == 0) return of_sites<BARRIER, kOne>(fault);
+  if (std::strcmp(sites, "two") == 0) return of_sites<BARRIER, kTwo>(fault);
+  if (std::strcmp(sites, "word") == 0) return of_sites<BARRIER, kWord>(fault);
+  if (std::strcmp(sites, "registers") == 0) return of_sites<BARRIER, kRegisters>(fault);
+  return nullptr;
 }
 
 Kernel of(const char* barrier, const char* sites, const char* fault) {
-  const bool one = std::strcmp(sites, "one") == 0, left_out = std::strcmp(fault, "barrier") == 0;
-  if (!one && std::strcmp(sites, "two") != 0) return nullptr;
+  const bool left_out = std::strcmp(fault, "barrier") == 0;
   if (!left_out && std::strcmp(fault, "none") != 0) return nullptr;
-  if (std::strcmp(barrier, "sync") == 0) return of_barrier<kSync>(one, left_out);
-  if (std::strcmp(barrier, "aligned") == 0) return of_barrier<kAligned>(one, left_out);
-  if (std::strcmp(barrier, "counted") == 0) return of_barrier<kCounted>(one, left_out);
+  if (std::strcmp(barrier, "sync") == 0) return of_barrier<kSync>(sites, left_out);
+  if (std::strcmp(barrier, "aligned") == 0) return of_barrier<kAligned>(sites, left_out);
+  if (std::strcmp(barrier, "counted") == 0) return of_barrier<kCounted>(sites, left_out);
   return nullptr;
 }
 
 int main(int count, char** arguments) {
   const Kernel kernel = count == 4 ? of(arguments[1], arguments[2], arguments[3]) : nullptr;
   if (kernel == nullptr) {
-    std::fprintf(stderr, "usage: dispatch sync|aligned|counted two|one none|barrier\n");
+    std::fprintf(stderr, "usage: dispatch sync|aligned|counted one|two|word|registers none|barrier\n");
     return 2;
   }
   int* out = nullptr;

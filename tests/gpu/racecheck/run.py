@@ -3,8 +3,10 @@
 ``staging.cu`` is the protocol of the staging buffers of ``triton.warp_specialized`` alone,
 ``dispatch.cu`` that by which Triton starts a kernel's partitions, right and with one thing left
 out. Where the tool says the same of both, or reports the right one, it does not follow the
-protocol. ``kernel.py`` launches the kernel itself; of what is reported there, the hazards on the
-bytes of Triton's dispatch are counted apart. On a GPU of compute capability 9.0::
+protocol. ``partitions.py`` is a kernel that starts partitions and does nothing else: what is
+reported of it is in code that Triton adds. ``kernel.py`` launches the kernel itself; of what is
+reported there, the hazards on the bytes of Triton's dispatch are counted apart. On a GPU of compute
+capability 9.0::
 
     python tests/gpu/racecheck/run.py --output FILE
 """
@@ -27,7 +29,11 @@ HERE = Path(__file__).parent
 #: The arguments of each program.
 PROGRAMS = {
     "staging": (("plain", "bulk", "tensor"), ("all", "named"), ("none", "barrier", "wait")),
-    "dispatch": (("sync", "aligned", "counted"), ("two", "one"), ("none", "barrier")),
+    "dispatch": (
+        ("sync", "aligned", "counted"),
+        ("one", "two", "word", "registers"),
+        ("none", "barrier"),
+    ),
 }
 #: Configs of the kernel that are launched.
 CONFIGS = range(4)
@@ -149,6 +155,10 @@ def _table(name: str) -> Iterator[str]:
 
 
 def _of_kernel() -> Iterator[str]:
+    reports, output = _under("racecheck", [sys.executable, HERE / "partitions.py"])
+    result = "right" if "0 of 2 wrong" in output else "WRONG"
+    yield f"{reports} of a kernel that only starts partitions, {result}"
+    yield ""
     yield f"{'on dispatch bytes':>17} {'elsewhere':>9}  the kernel's config"
     for index in CONFIGS:
         config, known, others = hazards(index)
