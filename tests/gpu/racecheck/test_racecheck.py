@@ -1,5 +1,8 @@
-"""What racecheck's reports about the Hopper kernel mean: it does not follow bulk copies, and all that
-it reports is in the code by which Triton starts a partition."""
+"""Shows what racecheck's reports about the Hopper kernel mean.
+
+It does not follow bulk copies, and all that it reports is in the code by which Triton starts a
+partition.
+"""
 
 from __future__ import annotations
 
