@@ -103,6 +103,20 @@ def test_forced_takes_its_best_config_on_record() -> None:
     assert choice.candidate.config.to_json() == {"tile": 2}
 
 
+def test_a_forced_kernels_config_raced_to_the_end(tmp_path: Path) -> None:
+    """The first rounds of those that did not are faster: the clock has not settled yet."""
+    times = {("fast", 1): 15.0, ("fast", 2): 14.0, "blas": 20.0}
+    d, _ = dispatcher(FakeBlas(), FakeKernel("fast", tiles=(1, 2)), times=times, root=tmp_path)
+    record = d.tune(problem(), settings())
+    found = [
+        replace(each, samples_us=(11.0,)) if each.config.get("tile") == 1 else each
+        for each in record.candidates
+    ]
+    d.store.save(DEVICE.gpu, DEVICE.environment, replace(record, candidates=tuple(found)))
+    choice = d.choose(problem(), settings(kernel="fast"))
+    assert choice.candidate.config.to_json() == {"tile": 2}
+
+
 def test_a_miss_tunes_once_and_a_new_process_replays(tmp_path: Path) -> None:
     d, timer = dispatcher(FakeBlas(), FakeKernel("fast"), times=FAST, root=tmp_path)
     first = d.choose(problem(), settings())

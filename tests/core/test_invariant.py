@@ -138,6 +138,19 @@ def test_only_what_raced_to_the_end_is_compared(tmp_path: Path) -> None:
     assert chosen(d, 64) == ("one", 16, "k")
 
 
+def test_inside_a_bucket_the_config_is_the_fastest_measured_there(tmp_path: Path) -> None:
+    def short(m: int) -> float:
+        return 52.0 if m >= 500 else 30.0
+
+    d, _ = dispatcher(FakeBlas(), Summing("one", {16: "k", 32: "k"}), root=tmp_path)
+    timed(d, {("blas", 1): 60.0, ("one", 16): 50.0, ("one", 32): short})
+    once = settings()
+    assert chosen(d, 512, once) == ("one", 16, "k")
+    assert chosen(d, 460, once) == ("one", 32, "k")
+    # Between the largest M inside and the edge: 1.04 times the fastest there, not 1.67 here.
+    assert chosen(d, 505, once) == ("one", 32, "k")
+
+
 def test_kernels_share_an_arithmetic(tmp_path: Path) -> None:
     skinny = Summing("skinny", {1: "k16"}, against=lambda p: ["too many rows"] * (p.m > 16))
     tall = Summing("tall", {1: "k16", 2: "own"})

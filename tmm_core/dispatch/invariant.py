@@ -13,6 +13,7 @@ cache's notes, so that restarts agree; ``TMM_ARITHMETIC`` pins it by name, so th
 
 from __future__ import annotations
 
+import bisect
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -20,11 +21,12 @@ from typing import Any
 
 from tmm_cache import JSON, CandidateResult, Notes, TuningRecord, digest
 
-from tmm_core.dispatch.evidence import Evidence
+from tmm_core.dispatch.evidence import Evidence, by_time
+from tmm_core.dispatch.proposals import behind, holds_at, identity
 from tmm_core.errors import CacheMissError, UnsupportedProblemError
 from tmm_core.launch.plan import Choice
 from tmm_core.settings import Settings
-from tmm_core.spec.bucket import bucketed
+from tmm_core.spec.bucket import bucketed, inside
 from tmm_core.spec.device import DeviceFingerprint
 from tmm_core.spec.kernel import Candidate, Kernel
 from tmm_core.spec.operand import ALIGNMENT, Layout, Operand
@@ -37,6 +39,8 @@ WORST = 0.5
 #: Elements of the largest matrix of a rung; larger rungs are left out: verifying takes about ten
 #: bytes per element.
 LARGEST = 2**28
+#: Status of a candidate that was valid and lost early, which may be the only one of its arithmetic.
+_ELIMINATED = "slow"
 #: µs assumed for a config without an estimate: chosen only as a last resort.
 _NO_IDEA = 1e6
 
@@ -78,7 +82,7 @@ class Invariance:
         #: By weight and settings. A guess stays too: bits must not change between two calls because
         #: the second may measure.
         self._arithmetics: dict[tuple[str, Settings], str] = {}
-        self._choices: dict[tuple[Problem, Settings, str], Choice] = {}
+        self._choices: dict[tuple[Problem, tuple[int, bool], Settings, str], Choice] = {}
         self._notes: dict[DeviceFingerprint, Notes] = {}
 
     def know(self, other: Invariance) -> None:
@@ -203,7 +207,7 @@ class Invariance:
 
     def _known(self, rung: Problem, able: list[Kernel[Any]], record: TuningRecord) -> Rung | None:
         times: dict[str, float] = {}
-        results = _timed(record)
+        results = by_time(record, _ELIMINATED)
         best = (results[0].median_us if results else None) or math.inf
         for result in results:
             assert result.median_us is not None
@@ -263,7 +267,8 @@ class Invariance:
     ) -> Choice | None:
         """The fastest candidate of that arithmetic on record, else by estimate."""
         own = replace(problem, capturing=False)
-        key = (bucketed(own), settings, wanted)
+        edge = bucketed(own)
+        key = (edge, _place(edge, own.extent), settings, wanted)
         choice = self._choices.get(key)
         if choice is not None and self._may(choice.candidate, problem, able, wanted):
             return choice
@@ -286,7 +291,8 @@ class Invariance:
             at_key = self._host.able(key, settings)
             tune = forbidden is None and key == edge
             record = self._on_record(key, at_key, settings, tune)
-            for result in _timed(record) if record is not None else ():
+            timed = [] if record is None else _around(record, problem.extent, key.extent)
+            for result in timed:
                 candidate = self._host.candidate(result, able, problem)
                 if candidate is not None and self._may(candidate, problem, able, wanted):
                     other = key if key.m != problem.m else None
@@ -314,6 +320,19 @@ class Invariance:
         self, candidate: Candidate, problem: Problem, able: list[Kernel[Any]], wanted: str
     ) -> bool:
         return candidate.kernel in able and self._name(problem, candidate) == wanted
+
+
+def _around(record: TuningRecord, extent: int, edge: int) -> list[CandidateResult]:
+    """The timed results of a bucket's record: first those timed at the M measured around this one,
+    by these times."""
+    slower = behind(holds_at(record.candidates, extent, edge))
+    return sorted(by_time(record, _ELIMINATED), key=lambda r: slower.get(identity(r), math.inf))
+
+
+def _place(edge: Problem, extent: int) -> tuple[int, bool]:
+    """Between which of the M at which a bucket is measured this one is, or that it is one."""
+    measured = (*inside(edge), edge.extent)
+    return bisect.bisect_left(measured, extent), extent in measured
 
 
 def weight(problem: Problem) -> dict[str, Any]:
@@ -358,16 +377,4 @@ def _at(problem: Problem, m: int) -> Problem:
         out=dense(problem.out, m, problem.n),
         residual=dense(problem.residual, m, problem.n) if problem.residual else None,
         capturing=False,
-    )
-
-
-def _timed(record: TuningRecord) -> list[CandidateResult]:
-    """Fastest first of those that raced to the end, then of those eliminated before. Medians of
-    these two differ in more than the kernel: 600 µs in the first rounds are 660 in the last, when
-    the GPU's clock has settled."""
-    done = [c for c in record.candidates if c.status in ("ok", "slow") and c.median_us]
-    most = max((len(c.samples_us) for c in done), default=0)
-    return sorted(
-        done,
-        key=lambda c: (len(c.samples_us) < most, c.median_us or math.inf, c.kernel, str(c.config)),
     )

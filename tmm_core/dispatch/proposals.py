@@ -329,20 +329,27 @@ def holds_at(
 def ranked_around(around: Mapping[int, Mapping[CandidateId, float]]) -> list[CandidateId]:
     """Candidates that beat BLAS by :data:`MARGIN` at every M of ``around``, best first, by their
     largest ratio to the fastest at any of these M."""
-    common = set.intersection(*(set(times) for times in around.values()))
-    behind: dict[CandidateId, float] = {}
-    for name in common:
-        if name[0] == BASELINE:
-            continue
-        behind[name] = max(times[name] / min(times.values()) for times in around.values())
-        for times in around.values():
-            blas = min(
-                (us for (kernel, _), us in times.items() if kernel == BASELINE), default=None
-            )
-            if blas is not None and times[name] > blas * (1 - MARGIN):
-                del behind[name]
-                break
-    return sorted(behind, key=lambda name: (behind[name], name))
+    ahead = {
+        name: slower
+        for name, slower in behind(around).items()
+        if name[0] != BASELINE
+        and all(
+            times[name] <= us * (1 - MARGIN)
+            for times in around.values()
+            for (kernel, _), us in times.items()
+            if kernel == BASELINE
+        )
+    }
+    return sorted(ahead, key=lambda name: (ahead[name], name))
+
+
+def behind(around: Mapping[int, Mapping[CandidateId, float]]) -> dict[CandidateId, float]:
+    """The largest ratio to the fastest at any M of ``around``, of candidates timed at all of
+    them."""
+    common = set.intersection(*(set(times) for times in around.values())) if around else set()
+    return {
+        name: max(times[name] / min(times.values()) for times in around.values()) for name in common
+    }
 
 
 def baseline_us(record: TuningRecord) -> float | None:
