@@ -109,7 +109,7 @@ def test_a_forced_kernels_config_raced_to_the_end(tmp_path: Path) -> None:
     d, _ = dispatcher(FakeBlas(), FakeKernel("fast", tiles=(1, 2)), times=times, root=tmp_path)
     record = d.tune(problem(), settings())
     found = [
-        replace(each, samples_us=(11.0,)) if each.config.get("tile") == 1 else each
+        replace(each, samples_us=(11.0,), status="ok") if each.config.get("tile") == 1 else each
         for each in record.candidates
     ]
     d.store.save(DEVICE.gpu, DEVICE.environment, replace(record, candidates=tuple(found)))
