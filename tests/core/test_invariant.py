@@ -138,6 +138,24 @@ def test_only_what_raced_to_the_end_is_compared(tmp_path: Path) -> None:
     assert chosen(d, 64) == ("one", 16, "k")
 
 
+def test_first_rounds_are_compared_with_first_rounds(tmp_path: Path) -> None:
+    """An arithmetic that lost every race is not chosen for the clock of its first rounds."""
+    d, _ = dispatcher(FakeBlas(), Summing("one", {16: "won", 32: "lost"}), root=tmp_path)
+    timed(d, {("blas", 1): 60.0, ("one", 16): 50.0, ("one", 32): 52.0})
+    tune = d.tuner.tune
+
+    def eliminated(key: Problem, *rest: Any) -> Any:
+        record = tune(key, *rest)
+        found = {each.config.get("tile"): each for each in record.candidates}
+        raced = found[16].samples_us
+        found[16] = replace(found[16], samples_us=(40.0, *raced[1:]))
+        found[32] = replace(found[32], samples_us=(45.0,))
+        return replace(record, candidates=tuple(found.values()))
+
+    d.tuner.tune = eliminated  # type: ignore[method-assign]
+    assert chosen(d, 64) == ("one", 16, "won")
+
+
 def test_inside_a_bucket_the_config_is_the_fastest_measured_there(tmp_path: Path) -> None:
     def short(m: int) -> float:
         return 52.0 if m >= 500 else 30.0

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import bisect
 import math
+import statistics
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -208,14 +209,14 @@ class Invariance:
     def _known(self, rung: Problem, able: list[Kernel[Any]], record: TuningRecord) -> Rung | None:
         times: dict[str, float] = {}
         results = by_time(record, _ELIMINATED)
-        best = (results[0].median_us if results else None) or math.inf
+        if not results:
+            return None
         for result in results:
-            assert result.median_us is not None
             candidate = self._host.candidate(result, able, rung)
             name = None if candidate is None else self._name(rung, candidate)
             if name is not None:
-                times.setdefault(name, result.median_us)
-        return Rung(rung.m, best, times) if times else None
+                times.setdefault(name, _us_beside(result, results[0]))
+        return Rung(rung.m, _us_beside(results[0], results[0]), times) if times else None
 
     def _expected(self, rung: Problem, able: list[Kernel[Any]]) -> Rung:
         offered = self._offered(rung, able)
@@ -327,6 +328,13 @@ def _around(record: TuningRecord, extent: int, edge: int) -> list[CandidateResul
     by these times."""
     slower = behind(holds_at(record.candidates, extent, edge))
     return sorted(by_time(record, _ELIMINATED), key=lambda r: slower.get(identity(r), math.inf))
+
+
+def _us_beside(result: CandidateResult, fastest: CandidateResult) -> float:
+    """µs of a result as in the last rounds of the fastest: those of one eliminated before are
+    scaled by what the fastest itself took in as many rounds."""
+    early = statistics.median(fastest.samples_us[: len(result.samples_us)])
+    return statistics.median(result.samples_us) * statistics.median(fastest.samples_us) / early
 
 
 def _place(edge: Problem, extent: int) -> tuple[int, bool]:
