@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -65,6 +65,23 @@ def timed(d: Dispatcher, times: Mapping[tuple[str, int], Any]) -> TimerByM:
     return timer
 
 
+def sampled(d: Dispatcher, change: Mapping[int, Callable[[Any], tuple[float, ...]]]) -> None:
+    """Change the samples of these tiles in every record that is tuned."""
+    tune = d.tuner.tune
+
+    def changed(key: Problem, *rest: Any) -> Any:
+        record = tune(key, *rest)
+        found = [
+            replace(each, samples_us=change[tile](each.samples_us))
+            if (tile := each.config.get("tile")) in change
+            else each
+            for each in record.candidates
+        ]
+        return replace(record, candidates=tuple(found))
+
+    d.tuner.tune = changed  # type: ignore[method-assign]
+
+
 def asked(m: int, **fields: Any) -> Problem:
     return problem(m=m, batch_invariant=True, **fields)
 
@@ -124,17 +141,7 @@ def test_only_what_raced_to_the_end_is_compared(tmp_path: Path) -> None:
     """The first rounds are faster: the GPU's clock has not settled yet."""
     d, _ = dispatcher(FakeBlas(), Summing("one", {16: "k", 32: "k"}), root=tmp_path)
     timed(d, {("blas", 1): 60.0, ("one", 16): 50.0, ("one", 32): 52.0})
-    tune = d.tuner.tune
-
-    def eliminated(key: Problem, *rest: Any) -> Any:
-        record = tune(key, *rest)
-        found = [
-            replace(each, samples_us=(45.0,)) if each.config.get("tile") == 32 else each
-            for each in record.candidates
-        ]
-        return replace(record, candidates=tuple(found))
-
-    d.tuner.tune = eliminated  # type: ignore[method-assign]
+    sampled(d, {32: lambda samples: (45.0,)})
     assert chosen(d, 64) == ("one", 16, "k")
 
 
@@ -142,17 +149,7 @@ def test_first_rounds_are_compared_with_first_rounds(tmp_path: Path) -> None:
     """An arithmetic that lost every race is not chosen for the clock of its first rounds."""
     d, _ = dispatcher(FakeBlas(), Summing("one", {16: "won", 32: "lost"}), root=tmp_path)
     timed(d, {("blas", 1): 60.0, ("one", 16): 50.0, ("one", 32): 52.0})
-    tune = d.tuner.tune
-
-    def eliminated(key: Problem, *rest: Any) -> Any:
-        record = tune(key, *rest)
-        found = {each.config.get("tile"): each for each in record.candidates}
-        raced = found[16].samples_us
-        found[16] = replace(found[16], samples_us=(40.0, *raced[1:]))
-        found[32] = replace(found[32], samples_us=(45.0,))
-        return replace(record, candidates=tuple(found.values()))
-
-    d.tuner.tune = eliminated  # type: ignore[method-assign]
+    sampled(d, {16: lambda samples: (40.0, *samples[1:]), 32: lambda samples: (45.0,)})
     assert chosen(d, 64) == ("one", 16, "won")
 
 

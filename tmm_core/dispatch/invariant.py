@@ -338,7 +338,8 @@ def _us_beside(result: CandidateResult, fastest: CandidateResult) -> float:
 
 
 def _place(edge: Problem, extent: int) -> tuple[int, bool]:
-    """Between which of the M at which a bucket is measured this one is, or that it is one."""
+    """The position of this M among those at which the bucket is measured, and whether it is one of
+    them."""
     measured = (*inside(edge), edge.extent)
     return bisect.bisect_left(measured, extent), extent in measured
 

@@ -151,7 +151,6 @@ def _table(name: str) -> Iterator[str]:
         if verdict.reports and verdict.tool == "racecheck":
             said = [line for line in verdict.output.splitlines() if line.startswith("=====")]
             yield from ("", " ".join(verdict.variant), *said[:5])
-    yield ""
 
 
 def _of_kernel() -> Iterator[str]:
