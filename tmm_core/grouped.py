@@ -11,7 +11,7 @@ from tmm_core import settings
 from tmm_core.formats import of_pair
 from tmm_core.interop import grouped, levels, operator
 from tmm_core.interop.calls import prepare_for, text_of
-from tmm_core.launch.check import check_number, check_scale
+from tmm_core.launch.check import check_number, check_out, check_scale
 from tmm_core.launch.grouped import check_operands, run, scale_shapes, undisturbed
 from tmm_core.spec.arguments import GroupedArguments
 from tmm_core.spec.epilogue import EpilogueLike
@@ -165,14 +165,20 @@ def _batched(
             return operator.matmul_out(*arguments, out=out)  # type: ignore[no-any-return]
         return operator.matmul(*arguments)  # type: ignore[no-any-return]
     m = a.shape[1]
-    offs = torch.arange(m, (count + 1) * m, m or 1, dtype=torch.int32, device=a.device)[:count]
-    flat = None if residual is None else residual.reshape(count * m, -1)
+    kind: dict[str, Any] = {"dtype": torch.int32, "device": a.device}
+    offs = torch.arange(m, (count + 1) * m, m, **kind) if m else torch.zeros(count, **kind)
+    flat = None if residual is None else residual.reshape(count * m, residual.shape[-1])
     y = grouped_matmul(
-        a.reshape(count * m, -1), b, offs=offs, bias=bias, residual=flat, alpha=alpha,
+        a.reshape(count * m, a.shape[-1]), b, offs=offs, bias=bias, residual=flat, alpha=alpha,
         epilogue=epilogue, out_dtype=out_dtype,
         scale_a=None if scale_a is None else scale_a.flatten(), scale_b=scale_b,
-    ).view(count, m, -1)  # fmt: skip
-    return y if out is None else out.copy_(y)
+    )  # fmt: skip
+    y = y.view(count, m, y.shape[-1])
+    if out is None:
+        return y
+    given = (a, b, bias, residual, scale_a, scale_b)
+    check_out(out, y.shape, y.dtype, [t for t in given if t is not None])
+    return out.copy_(y)
 
 
 def grouped_linear(
