@@ -6,6 +6,8 @@ import argparse
 from collections.abc import Callable
 from typing import Any, TypeVar, get_args
 
+from tmm_cache.console import argument
+
 from tmm_core.tools.commands.console import UsageError
 
 T = TypeVar("T")
@@ -46,7 +48,7 @@ def add_problem(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--bias", action="store_true")
     group.add_argument("--residual", action="store_true")
-    group.add_argument("--batch", type=argument(_positive), default=1, metavar="B")
+    group.add_argument("--batch", type=count, default=1, metavar="B")
     group.add_argument("--out-dtype", type=argument(parse_dtype), metavar="DTYPE")
     group.add_argument(
         "--scales",
@@ -57,7 +59,7 @@ def add_problem(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--tf32", action="store_true", help="fp32 may be rounded to TF32")
     group.add_argument(
         "--groups",
-        type=argument(_positive),
+        type=count,
         default=0,
         metavar="G",
         help="a grouped product; its sizes are those of all groups together",
@@ -140,18 +142,6 @@ def device(options: argparse.Namespace) -> Any:
     return chosen
 
 
-def argument(parse: Callable[[str], T]) -> Callable[[str], T]:
-    """A parser whose ``ValueError`` argparse shows with its message."""
-
-    def parsed(text: str) -> T:
-        try:
-            return parse(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from error
-
-    return parsed
-
-
 def field(text: str) -> tuple[str, int | float | bool | str]:
     """Name and value of one field of a config.
 
@@ -179,10 +169,6 @@ def value_of(text: str) -> int | float | bool | str:
     return text
 
 
-def _positive(text: str) -> int:
-    return positive(int, text)
-
-
 def positive(kind: Callable[[str], T], text: str) -> T:
     """``kind(text)``, which must be positive.
 
@@ -193,3 +179,9 @@ def positive(kind: Callable[[str], T], text: str) -> T:
     if not 0 < value < float("inf"):
         raise ValueError(f"found {text}, accepted is a number above 0")
     return value  # type: ignore[no-any-return]
+
+
+@argument
+def count(text: str) -> int:
+    """A positive whole number."""
+    return positive(int, text)
