@@ -9,7 +9,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeAlias
+from typing import TypeAlias
 
 from tmm_cache import changes, deployment, filters, reports
 from tmm_cache.console import DONE, MISTAKE, Parser, argument, guarded, note, warnings_as_notes
@@ -22,23 +22,6 @@ DISTRIBUTION = "tmm-core"
 Command: TypeAlias = Callable[[CacheStore, argparse.Namespace], int]
 
 
-class _Version(argparse.Action):
-    """Prints the version of the distribution, looked up only when it is asked for."""
-
-    def __init__(self, **fields: Any) -> None:
-        super().__init__(**fields, nargs=0, help="print the version and exit")
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
-        from importlib.metadata import PackageNotFoundError, version
-
-        try:
-            found = version(DISTRIBUTION)
-        except PackageNotFoundError:
-            found = f"of unknown version: no {DISTRIBUTION} is installed"
-        print(f"{parser.prog} {found}")
-        parser.exit()
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns 0 if done, 1 if faults were found or left undone, 2 for bad
     usage."""
@@ -48,6 +31,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(argv: Sequence[str] | None) -> int:
     parser = _parser()
     options = parser.parse_args(argv)
+    if options.version:
+        print(f"{parser.prog} {_version()}")
+        return DONE
     if options.run is None:
         parser.print_help()
         return DONE
@@ -59,6 +45,15 @@ def _run(argv: Sequence[str] | None) -> int:
         return run(store, options)
 
 
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version  # 35 ms
+
+    try:
+        return version(DISTRIBUTION)
+    except PackageNotFoundError:
+        return f"of unknown version: no {DISTRIBUTION} is installed"
+
+
 def _parser() -> argparse.ArgumentParser:
     parser = Parser(
         prog="tmm-cache",
@@ -67,7 +62,7 @@ def _parser() -> argparse.ArgumentParser:
         "read-only layers that TMM_CACHE_PATH lists and those that packages ship.",
     )
     _add_cache_dir(parser, default=None)
-    parser.add_argument("--version", action=_Version)
+    parser.add_argument("--version", action="store_true", help="print the version and exit")
     parser.set_defaults(run=None)
     subparsers = parser.add_subparsers(metavar="command", parser_class=Parser)
 

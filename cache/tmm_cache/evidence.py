@@ -2,48 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Iterator, Sequence
 
 from tmm_cache import facets
-from tmm_cache.keys import JSON
+from tmm_cache.record import CandidateResult
 
 #: The columns of numbers: microseconds, a count, relative errors, bytes.
 NUMBERS = ("median µs", "min", "max", "samples", "error", "tolerance", "workspace")
 COLUMNS = ("", "kernel", "status", *NUMBERS)
 
 
-class Result(Protocol):
-    """The attributes used of a `tmm_cache.CandidateResult`."""
-
-    # Properties, because its fields are frozen.
-    @property
-    def kernel(self) -> str: ...
-    @property
-    def version(self) -> str: ...
-    @property
-    def config(self) -> Mapping[str, JSON]: ...
-    @property
-    def status(self) -> str: ...
-    @property
-    def samples_us(self) -> tuple[float, ...]: ...
-    @property
-    def median_us(self) -> float | None: ...
-    @property
-    def error(self) -> float | None: ...
-    @property
-    def tolerance(self) -> float | None: ...
-    @property
-    def workspace_bytes(self) -> int: ...
-    @property
-    def deterministic(self) -> bool: ...
-    @property
-    def batch_invariant(self) -> bool: ...
-    @property
-    def reason(self) -> str | None: ...
-
-
-def rows(candidates: Sequence[Result], winner: int) -> Iterator[tuple[tuple[str, ...], str]]:
+def rows(
+    candidates: Sequence[CandidateResult], winner: int
+) -> Iterator[tuple[tuple[str, ...], str]]:
     """The cells under `COLUMNS` of each candidate and the rest as text; the winner first, the
     others from the fastest on."""
     order = sorted(
@@ -67,7 +38,7 @@ def rows(candidates: Sequence[Result], winner: int) -> Iterator[tuple[tuple[str,
         yield cells, _words(result)
 
 
-def _words(result: Result) -> str:
+def _words(result: CandidateResult) -> str:
     """The non-numeric part: config, traits, version and why the candidate was rejected."""
     traits = {"deterministic": result.deterministic, "batch-invariant": result.batch_invariant}
     return "; ".join(

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from tmm_cache import Entry
+from tmm_cache.console import counted
 
 from tmm_core import dispatch, settings
 from tmm_core.dispatch.compilers import compiling_threads
@@ -159,5 +160,5 @@ def _summary(found: list[dict[str, Any]], gpu: str) -> str:
         "unknown": "too large to verify",
     }
     parts = [f"{counts[status]} {text}" for status, text in says.items() if counts[status]]
-    records = f"{len(found)} record{'' if len(found) == 1 else 's'} for {gpu}"
+    records = f"{counted(len(found), 'record')} for {gpu}"
     return f"{records}: {', '.join(parts)}" if parts else records
