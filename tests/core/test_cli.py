@@ -362,7 +362,7 @@ def test_a_miss_of_a_grouped_product(capsys: pytest.CaptureFixture[str]) -> None
         register(FakeKernel("fake.other", traits=Traits(deterministic=True)))
         tmm_core.grouped_matmul(torch.randn(60, 16), torch.randn(2, 16, 8), offs=ends)
     assert main(["misses"]) == 0
-    assert "64x8x16 in 2 groups along m float32 row x row" in capsys.readouterr().out
+    assert "64x8x16 in 2 groups along m float32" in capsys.readouterr().out
     assert main(["tune", "--misses", *CPU]) == 0
     assert "2 groups along m" in capsys.readouterr().out
     (record,) = records()
