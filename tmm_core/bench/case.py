@@ -19,7 +19,7 @@ import torch
 
 import tmm_core
 from tmm_core import dispatch, settings
-from tmm_core.dispatch import ragged
+from tmm_core.dispatch import ragged, ragged_reference, verify
 from tmm_core.dispatch.ragged import Rows
 from tmm_core.dispatch.random_inputs import Inputs, fill, seeded
 from tmm_core.formats import wide
@@ -230,6 +230,13 @@ class Call:
         """Make the call; ``more`` as in :func:`tmm_core.matmul`."""
         function: Any = tmm_core.matmul if self.rows is None else tmm_core.grouped_matmul
         return function(self.a, self.b, **self.keywords, **more)  # type: ignore[no-any-return]
+
+    def error(self, **forced: Any) -> float:
+        """Largest error of the call's result, written over NaN."""
+        inputs = self.inputs()
+        verify.poison(inputs.out)
+        self.matmul(**forced, out=inputs.out)
+        return verify.error(inputs.out, ragged_reference.whole(self.problem(), inputs))
 
     def plan(self, **forced: Any) -> Plan:
         """The plan of the kernel chosen for the call; ``forced``: ``kernel`` and ``config``."""

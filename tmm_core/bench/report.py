@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -17,6 +17,7 @@ from tmm_core.bench import suites
 from tmm_core.bench.case import Case
 from tmm_core.bench.results import Document, Results
 from tmm_core.bench.runner import INDUCTOR, TMM, TORCH, UNTUNED
+from tmm_core.bench.series import told
 
 #: Below this ratio a problem counts as lost: two series of the same call differ by up to 1 %.
 LOST = 0.99
@@ -25,6 +26,9 @@ SUMMARY_COLUMNS = (
     "class", "dtype", "problems", "geomean", "worst", "worst problem", "best", "< 0.99×", "±",
     "skipped", "failed",
 )  # fmt: skip
+SUMMARY_NUMBERS = tuple(
+    name for name in SUMMARY_COLUMNS if name not in ("class", "dtype", "worst problem")
+)
 
 REGRET_COLUMNS = (
     "M", "random problems", "torch / chosen", "at least", "of", "chosen / best known", "at most",
@@ -80,11 +84,11 @@ class Summary:
 
 def summarize(results: Results) -> list[Summary]:
     """One summary per class and dtype, in the order they were measured."""
-    classes = _by_class(results.problems)
+    classes = by_class(results.problems)
     return [_summary(suite, dtype, documents) for (suite, dtype), documents in classes.items()]
 
 
-def _by_class(documents: Iterable[Document]) -> dict[tuple[str, str], list[Document]]:
+def by_class(documents: Iterable[Document]) -> dict[tuple[str, str], list[Document]]:
     """By class and dtype, in the order they were measured."""
     groups: dict[tuple[str, str], list[Document]] = {}
     for document in documents:
@@ -95,7 +99,7 @@ def _by_class(documents: Iterable[Document]) -> dict[tuple[str, str], list[Docum
 def goals(results: Results) -> list[tuple[str, ...]]:
     """Every class's ratios beside its goals."""
     rows: list[tuple[str, ...]] = []
-    for (suite, dtype), documents in _by_class(results.measured).items():
+    for (suite, dtype), documents in by_class(results.measured).items():
         for against, (worst_goal, mean_goal) in suites.goals(suite).items():
             ratios = _ratios(documents, against)
             if not ratios:
@@ -132,7 +136,7 @@ def clock_ratio(document: Document, clock: str) -> float | None:
 def clocks(results: Results) -> list[tuple[str, ...]]:
     """Geometric mean and worst of each class by every clock, if another than in use was taken."""
     rows: list[tuple[str, ...]] = []
-    for (suite, dtype), documents in _by_class(results.measured).items():
+    for (suite, dtype), documents in by_class(results.measured).items():
         ratios = [[document["ratio"] for document in documents]]
         for clock in OTHER_CLOCKS:
             found = (clock_ratio(document, clock) for document in documents)
@@ -187,7 +191,7 @@ def markdown(results: Results) -> str:
         measured = [document for document in members if "times" in document]
         parts.append(f"## {suite}")
         if measured:
-            parts.append(_problems(measured))
+            parts.append(_table(*problem_table(measured)))
         parts += [f"- {line(document)}" for document in members if "times" not in document]
     if results.regrets:
         parts += ["## random M, weight and epilogue", _table(REGRET_COLUMNS, regrets(results))]
@@ -229,51 +233,45 @@ def _header(results: Results) -> str:
     return "\n".join(lines)
 
 
-def _problems(documents: Sequence[Document]) -> str:
-    kernels = sorted({k for d in documents for k in d["times"] if k.startswith("kernel ")})
-    floor = any("floor_us" in document for document in documents)
-    inductor = any(INDUCTOR in document["times"] for document in documents)
-    untuned = any(UNTUNED in document["times"] for document in documents)
-    columns = ["problem", "torch µs", "tmm µs", "ratio", "A/A", "TFLOPS", "GB/s"]
-    columns += ["read floor µs", "tmm / floor"] * floor
-    columns += ["inductor µs", "inductor / tmm"] * inductor
-    columns += ["untuned µs"] * untuned
-    others = [name for name in OTHER_CLOCKS if any(name in document for document in documents)]
-    columns += others
-    columns += ["kernel", "origin", "error"] + [k.removeprefix("kernel ") for k in kernels]
-    return _table(columns, (_row(d, kernels, floor, inductor, untuned, others) for d in documents))
+def problem_table(documents: Sequence[Document]) -> tuple[list[str], list[list[str]]]:
+    """A column for each quantity that one of these measured problems has, and a row for each."""
 
+    def us(column: str) -> Callable[[Document], str]:
+        return lambda document: microseconds(told(document, column, "us"))
 
-def _row(
-    document: Document,
-    kernels: Sequence[str],
-    floor: bool,
-    inductor: bool,
-    untuned: bool,
-    others: Sequence[str],
-) -> list[str]:
-    timed = document["times"]
-    tmm = timed[TMM]["median_us"]
-    row = [
-        title(document),
-        _spread(timed[TORCH]),
-        _spread(timed[TMM]),
-        times(document["ratio"]),
-        f"{document['noise']:.3f}",
-        f"{document['flops'] / tmm / 1e6:.1f}",
-        f"{document['bytes'] / tmm / 1e3:.0f}",
-    ]
-    if floor:
-        least = document.get("floor_us")
-        row += [microseconds(least), f"{tmm / least:.2f}" if least else ""]
-    if inductor:
-        theirs = timed.get(INDUCTOR, {}).get("median_us")
-        row += [microseconds(theirs), times(theirs / tmm if theirs else None)]
-    if untuned:
-        row.append(microseconds(timed.get(UNTUNED, {}).get("median_us")))
-    row += [times(clock_ratio(document, name)) for name in others]
-    row += [chosen(document), document["origin"], f"{document['error']:.1e}"]
-    return row + [microseconds(timed.get(k, {}).get("median_us")) for k in kernels]
+    def by(clock: str) -> Callable[[Document], str]:
+        return lambda document: times(clock_ratio(document, clock))
+
+    columns: dict[str, Callable[[Document], str]] = {
+        "problem": title,
+        "torch µs": lambda d: _spread(d["times"][TORCH]),
+        "tmm µs": lambda d: _spread(d["times"][TMM]),
+        "ratio": lambda d: times(d["ratio"]),
+        "A/A": lambda d: f"{d['noise']:.3f}",
+        "TFLOPS": lambda d: f"{told(d, TMM, 'tflops'):.1f}",
+        "GB/s": lambda d: f"{told(d, TMM, 'gbs'):.0f}",
+    }
+    if any("floor_us" in document for document in documents):
+        columns["read floor µs"] = lambda d: microseconds(d.get("floor_us"))
+        columns["tmm / floor"] = lambda d: (
+            f"{d['times'][TMM]['median_us'] / d['floor_us']:.2f}" if "floor_us" in d else ""
+        )
+    timed = {column for document in documents for column in document["times"]}
+    if INDUCTOR in timed:
+        columns["inductor µs"] = us(INDUCTOR)
+        columns["inductor / tmm"] = lambda d: "".join(map(times, _ratios([d], INDUCTOR)))
+    if UNTUNED in timed:
+        columns["untuned µs"] = us(UNTUNED)
+    for clock in OTHER_CLOCKS:
+        if any(clock in document for document in documents):
+            columns[clock] = by(clock)
+    columns["kernel"] = chosen
+    columns["origin"] = lambda d: d["origin"]
+    columns["error"] = lambda d: f"{d['error']:.1e}"
+    for column in sorted(timed):
+        if column.startswith("kernel "):
+            columns[column.removeprefix("kernel ")] = us(column)
+    return [*columns], [[cell(document) for cell in columns.values()] for document in documents]
 
 
 def regrets(results: Results) -> list[tuple[str, ...]]:

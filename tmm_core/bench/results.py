@@ -88,16 +88,13 @@ class Results:
 
     @classmethod
     def read(cls, paths: Iterable[Path]) -> Results:
-        """Read files, and all files of folders in the order of their names (their times).
+        """Read the :func:`files` of runs.
 
         Raises:
             OSError: A path cannot be read.
             ValueError: A line is not a document, except for a torn last one.
         """
-        files: list[Path] = []
-        for path in paths:
-            files += sorted(path.glob(f"*{SUFFIX}")) if path.is_dir() else [path]
-        return cls.of(document for file in files for document in _documents(file))
+        return cls.of(document for file in files(paths) for document in documents(file))
 
 
 def identity(suite: str, case: Document) -> str:
@@ -105,9 +102,20 @@ def identity(suite: str, case: Document) -> str:
     return json.dumps([suite, case], sort_keys=True)
 
 
-def _documents(path: Path) -> list[Document]:
+def files(paths: Iterable[Path]) -> list[Path]:
+    """The files of runs among these files and folders, each folder's in the order of their names
+    (their times)."""
+    return [
+        file
+        for path in paths
+        for file in (sorted(path.glob(f"*{SUFFIX}")) if path.is_dir() else [path])
+    ]
+
+
+def documents(path: Path) -> list[Document]:
+    """The documents of a file; raises like :meth:`Results.read`."""
     lines = path.read_text("utf-8").split("\n")
-    documents = []
+    found = []
     for number, line in enumerate(lines, start=1):
         if not line:
             continue
@@ -124,5 +132,5 @@ def _documents(path: Path) -> list[Document]:
             if number == len(lines):  # torn when the run was killed
                 continue
             raise ValueError(f"{path}:{number}: {error}") from error
-        documents.append(document)
-    return documents
+        found.append(document)
+    return found

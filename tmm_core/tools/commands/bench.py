@@ -221,14 +221,7 @@ def _read(paths: Sequence[Path]) -> Results:
 
 def _show(results: Results, options: argparse.Namespace) -> int:
     if options.json:
-        print_json(
-            {
-                "runs": results.runs,
-                "problems": results.problems,
-                "host": results.host,
-                "regrets": results.regrets,
-            }
-        )
+        print_json(vars(results))
     elif options.markdown:
         print(report.markdown(results), end="")
     else:
@@ -250,9 +243,8 @@ def _print_tables(results: Results, metric: str) -> None:
         _print_series([d for d in swept if d["case"]["dtype"] == dtype], dtype, metric)
     summaries = report.summarize(results)
     if summaries:
-        columns = report.SUMMARY_COLUMNS
-        numbers = [c for c in columns if c not in ("class", "dtype", "worst problem")]
-        print_table(columns, [summary.cells for summary in summaries], numbers)
+        cells = [summary.cells for summary in summaries]
+        print_table(report.SUMMARY_COLUMNS, cells, report.SUMMARY_NUMBERS)
     if held := report.goals(results):
         print_table(report.GOAL_COLUMNS, held, report.GOAL_COLUMNS[3:-1])
     if of_buckets := report.regrets(results):
