@@ -37,10 +37,7 @@ def draw(
         ModuleNotFoundError: matplotlib is not installed.
         OSError, ValueError: The file cannot be written, or has another suffix.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")  # needs no display
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
@@ -51,7 +48,8 @@ def draw(
     kernels = dict.fromkeys(c.kernel for c, _ in pairs if c.kernel != BASELINE)
     colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(kernels)}
     colours[BASELINE] = _BLAS
-    figure, axes = pyplot.subplots(figsize=(11, 1.9 + 0.34 * len(pairs)), layout="constrained")
+    figure = Figure(figsize=(11, 1.9 + 0.34 * len(pairs)), layout="constrained")
+    axes = figure.subplots()
     labels = []
     for row, (result, expected) in enumerate(pairs):
         name, fields = _label(result, record.candidates)
@@ -91,7 +89,6 @@ def draw(
     figure.legend(handles=meaning, loc="outside lower center", ncols=4, fontsize=8)
     figure.suptitle(title, fontsize=11)
     figure.savefig(path, dpi=144)
-    pyplot.close(figure)
 
 
 def _label(result: CandidateResult, every: Sequence[CandidateResult]) -> tuple[str, str]:
