@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import Any, TypeAlias
 
 from tmm_cache import facets
-from tmm_cache.record import CandidateResult
+
+#: A `tmm_cache.CandidateResult`. Its module imports this one, for notebooks.
+Result: TypeAlias = Any
 
 #: The columns of numbers: microseconds, a count, relative errors, bytes.
 NUMBERS = ("median µs", "min", "max", "samples", "error", "tolerance", "workspace")
@@ -13,7 +16,7 @@ COLUMNS = ("", "kernel", "status", *NUMBERS)
 
 
 def rows(
-    candidates: Sequence[CandidateResult], winner: int
+    candidates: Sequence[Result], winner: int
 ) -> Iterator[tuple[tuple[str, ...], str]]:
     """The cells under `COLUMNS` of each candidate and the rest as text; the winner first, the
     others from the fastest on."""
@@ -38,7 +41,7 @@ def rows(
         yield cells, _words(result)
 
 
-def _words(result: CandidateResult) -> str:
+def _words(result: Result) -> str:
     """The non-numeric part: config, traits, version and why the candidate was rejected."""
     traits = {"deterministic": result.deterministic, "batch-invariant": result.batch_invariant}
     return "; ".join(
