@@ -15,9 +15,7 @@ NUMBERS = ("median µs", "min", "max", "samples", "error", "tolerance", "workspa
 COLUMNS = ("", "kernel", "status", *NUMBERS)
 
 
-def rows(
-    candidates: Sequence[Result], winner: int
-) -> Iterator[tuple[tuple[str, ...], str]]:
+def rows(candidates: Sequence[Result], winner: int) -> Iterator[tuple[tuple[str, ...], str]]:
     """The cells under `COLUMNS` of each candidate and the rest as text; the winner first, the
     others from the fastest on."""
     order = sorted(

@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from tmm_cache.complaints import passed_over
 from tmm_cache.files import Fault, read_environment, read_record
@@ -18,6 +19,8 @@ from tmm_cache.head import Head, read_head
 from tmm_cache.keys import JSON, is_slug
 from tmm_cache.layout import DIGEST, RECORD, VERSION, VERSIONS
 from tmm_cache.record import TuningRecord
+
+T = TypeVar("T")
 
 #: The fields of an `Entry` before its record: where it is, and what it was measured under.
 Place = tuple[Path, Path, str, str, Mapping[str, JSON] | None]
@@ -162,11 +165,7 @@ def folders(root: Path, gpu: str | None = None) -> Iterator[Folder | Fault]:
 
 def scan(root: Path, gpu: str | None = None) -> Iterator[Entry | Fault]:
     """Every record and every fault under a root, in the order of `folders`, then by name."""
-    for folder in folders(root, gpu):
-        if isinstance(folder, Fault):
-            yield folder
-        else:
-            yield from scan_folder(root, folder)
+    return _of_folders(root, gpu, scan_folder)
 
 
 def scan_folder(root: Path, folder: Folder) -> Iterator[Entry | Fault]:
@@ -178,11 +177,7 @@ def scan_folder(root: Path, folder: Folder) -> Iterator[Entry | Fault]:
 def summaries(root: Path, gpu: str | None = None) -> Iterator[Summary | Fault]:
     """A summary of every record under a root, in the order of `scan`, and each fault met: a record
     with an intact head may be damaged further on."""
-    for folder in folders(root, gpu):
-        if isinstance(folder, Fault):
-            yield folder
-        else:
-            yield from summaries_of(root, folder)
+    return _of_folders(root, gpu, summaries_of)
 
 
 def summaries_of(root: Path, folder: Folder) -> Iterator[Summary | Fault]:
@@ -193,6 +188,16 @@ def summaries_of(root: Path, folder: Folder) -> Iterator[Summary | Fault]:
             continue
         for found in _read(place):
             yield found if isinstance(found, Fault) else found.summary
+
+
+def _of_folders(
+    root: Path, gpu: str | None, read: Callable[[Path, Folder], Iterator[T | Fault]]
+) -> Iterator[T | Fault]:
+    for folder in folders(root, gpu):
+        if isinstance(folder, Fault):
+            yield folder
+        else:
+            yield from read(root, folder)
 
 
 def _read(place: Place | Fault) -> Iterator[Entry | Fault]:

@@ -32,10 +32,11 @@ _ROOM: Final = 0.9
 _EVERY: Final = 256
 #: Files written or used more recently may still be in use by another process.
 _RECENT_SECONDS: Final = 60.0
-#: A younger temporary file may be a save in progress, possibly on another host.
+#: A younger temporary file may be a save in progress. One that takes longer, in a process that was
+#: stopped, fails once, and is repeated.
 STALE_SECONDS: Final = 3600.0
-#: An older one is left over even if a process has its writer's PID.
-_DEAD_SECONDS: Final = 86400.0
+#: A file used later than this from now was written under a wrong clock.
+_CLOCK_SKEW_SECONDS: Final = 86400.0
 
 _SIZE = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,9})?)([kmgt]?)(?:i?b)?", re.ASCII | re.IGNORECASE)
 _SCHEMA = re.compile(r"v[0-9]+")
@@ -131,21 +132,9 @@ def sweep(folder: Path) -> None:
 
 def _is_left_over(entry: os.DirEntry[str]) -> bool:
     try:
-        age = time.time() - entry.stat(follow_symlinks=False).st_mtime
+        return time.time() - entry.stat(follow_symlinks=False).st_mtime > STALE_SECONDS
     except OSError:
         return False
-    writer = int(entry.name.rpartition(".json.")[2].partition("-")[0])
-    return age > STALE_SECONDS and (age > _DEAD_SECONDS or not _is_running(writer))
-
-
-def _is_running(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except OSError:  # it is another user's
-        return True
-    return True
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -209,7 +198,7 @@ def _files(folder: Path, names: re.Pattern[str], now: float) -> Iterator[_File]:
                 with contextlib.suppress(OSError):
                     status = entry.stat(follow_symlinks=False)
                     used = last_used(status)
-                    if used > now + _DEAD_SECONDS:  # a clock was wrong
+                    if used > now + _CLOCK_SKEW_SECONDS:
                         used = 0.0
                     yield _File(used, Path(entry.path), status.st_size, status.st_mtime_ns)
 
