@@ -69,8 +69,8 @@ def diff(store: CacheStore, options: Namespace) -> int:
                     "environment_digest": key[1],
                     "digest": key[2],
                     "problem": (a or b).problem,  # type: ignore[union-attr]  # one is there
-                    "a": None if a is None else a.head.best.to_json(),
-                    "b": None if b is None else b.head.best.to_json(),
+                    "a": None if a is None else a.head.best._asdict(),
+                    "b": None if b is None else b.head.best._asdict(),
                 }
                 for what, key, a, b in rows
             ]
