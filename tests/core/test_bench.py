@@ -718,15 +718,15 @@ def test_what_would_be_chosen_untuned_is_a_column() -> None:
     assert "untuned µs" in report.markdown(Results.of([document]))
 
 
-def small_triples(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_problems(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(regret, "LARGEST_M", 64)
     monkeypatch.setattr(regret, "WEIGHTS", ((16, 8), (8, 24)))
 
 
 def test_random_problems_are_fixed_by_their_seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = regret.triples(200)
-    assert asked == regret.triples(200)
-    assert asked != regret.triples(200, seed=1)
+    asked = regret.cases(200)
+    assert asked == regret.cases(200)
+    assert asked != regret.cases(200, seed=1)
     assert all(1 <= each.m <= 8192 for each in asked)
     # As many in every octave.
     assert 60 < sum(each.m < 90 for each in asked) < 140
@@ -735,10 +735,10 @@ def test_random_problems_are_fixed_by_their_seed(monkeypatch: pytest.MonkeyPatch
 def test_regret_holds_the_choice_against_torch_and_the_best_known(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    small_triples(monkeypatch)
+    small_problems(monkeypatch)
     register(FakeKernel("fake.a", tiles=(1, 2)))
-    documents = list(regret.measure(CPU, regret.triples(6), dtype=FP32, budget=1.0))
-    assert [d["case"]["m"] for d in documents] == [each.m for each in regret.triples(6)]
+    documents = list(regret.measure(CPU, regret.cases(6, FP32), budget=1.0))
+    assert [d["case"]["m"] for d in documents] == [each.m for each in regret.cases(6)]
     for point in documents:
         assert "failed" not in point, point
         assert point["best_us"] <= point["us"]
@@ -752,7 +752,7 @@ def test_regret_holds_the_choice_against_torch_and_the_best_known(
 def test_bench_measures_regret_from_the_command_line(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    small_triples(monkeypatch)
+    small_problems(monkeypatch)
     arguments = ["bench", "--regret", "3", "--device", "cpu", "--dtype", "fp32", "--budget", "1"]
     assert main([*arguments, "--output", str(tmp_path)]) == 0
     assert "| 1…8192 | 3 |" in (tmp_path / "report.md").read_text()

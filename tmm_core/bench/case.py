@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
@@ -136,25 +136,13 @@ class Case:
         return rows if self.routing == "both" else replace(rows, draws=())
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "m": self.m,
-            "n": self.n,
-            "k": self.k,
-            "batch": self.batch,
-            "dtype": dtype_name(self.dtype),
-            "layout": self.layout,
-            "epilogue": self.epilogue,
-            "bias": self.bias,
-            "residual": self.residual,
-            "out_dtype": dtype_name(self.out_dtype) if self.out_dtype else None,
-            "tf32": self.tf32,
-            **({"scales": self.scales} if self.scales else {}),
-            **(
-                {"groups": self.groups, "ragged": self.ragged, "routing": self.routing}
-                if self.groups
-                else {}
-            ),
-        }
+        document = asdict(self) | {"dtype": dtype_name(self.dtype)}
+        if self.out_dtype is not None:
+            document["out_dtype"] = dtype_name(self.out_dtype)
+        # Documents of cases without them are older than these fields, and stay the same case.
+        unused = [] if self.scales else ["scales"]
+        unused += [] if self.groups else ["groups", "ragged", "routing"]
+        return {name: value for name, value in document.items() if name not in unused}
 
     @classmethod
     def from_json(cls, doc: Mapping[str, Any]) -> Case:

@@ -1,6 +1,6 @@
 """The cost of choosing once per bucket of M, at sizes that were not tuned.
 
-A serving loop meets any M and uses its bucket's record. Random triples of M, weight and epilogue,
+A serving loop meets any M and uses its bucket's record. Random problems (M, weight and epilogue),
 from a fixed seed, are compared with eager torch and with the best known candidate, among those that
 the record has timed; all are timed in use at exactly this M.
 """
@@ -12,7 +12,6 @@ import math
 import random
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 
 import torch
 from tmm_cache import CandidateResult, TuningRecord
@@ -41,52 +40,34 @@ WEIGHTS = (
 EXPRESSIONS = ("", "", "silu", "gelu_tanh", "bias", "bias+gelu_tanh+residual", "residual", "swiglu")
 
 
-@dataclass(frozen=True, slots=True)
-class Triple:
-    """One random problem: rows, a weight ``[n, k]`` and the epilogue."""
-
-    m: int
-    n: int
-    k: int
-    expression: str
-
-    def case(self, dtype: torch.dtype) -> Case:
-        bias, epilogue, residual = parse_expression(self.expression)
-        return Case(
-            m=self.m, n=self.n, k=self.k, dtype=dtype, layout="nt",
-            epilogue=epilogue, bias=bias, residual=residual,
-        )  # fmt: skip
-
-
-def triples(count: int, seed: int = 0) -> list[Triple]:
-    """``count`` triples with M log-uniform in 1 … :data:`LARGEST_M`."""
+def cases(count: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> list[Case]:
+    """``count`` random problems with M log-uniform in 1 … :data:`LARGEST_M`."""
     generator = random.Random(seed)
-    top = math.log(LARGEST_M)
-    return [
-        Triple(
-            round(math.exp(generator.uniform(0, top))),
-            *generator.choice(WEIGHTS),
-            generator.choice(EXPRESSIONS),
-        )
-        for _ in range(count)
-    ]
+    found = []
+    for _ in range(count):
+        m = round(math.exp(generator.uniform(0, math.log(LARGEST_M))))
+        n, k = generator.choice(WEIGHTS)
+        bias, epilogue, residual = parse_expression(generator.choice(EXPRESSIONS))
+        found.append(
+            Case(
+                m=m, n=n, k=k, dtype=dtype, layout="nt",
+                epilogue=epilogue, bias=bias, residual=residual,
+            )
+        )  # fmt: skip
+    return found
 
 
 def measure(
-    device: torch.device,
-    asked: Iterable[Triple],
-    *,
-    dtype: torch.dtype = torch.bfloat16,
-    budget: float | None = None,
+    device: torch.device, asked: Iterable[Case], *, budget: float | None = None
 ) -> Iterator[Document]:
-    """One document for each of the ``asked`` triples; each one's bucket is tuned first."""
+    """One document for each of the ``asked`` problems; each one's bucket is tuned first."""
     timer = timer_for(device)
-    for triple in asked:
-        document: Document = {"kind": "regret", "case": triple.case(dtype).to_json()}
+    for case in asked:
+        document: Document = {"kind": "regret", "case": case.to_json()}
         try:
             with torch.no_grad(), settings.override(on_cache_miss="heuristic"):
-                document |= _point(triple.case(dtype).call(device), timer, budget)
-        except Exception as error:  # such as out of memory: affects this triple only
+                document |= _point(case.call(device), timer, budget)
+        except Exception as error:  # such as out of memory: affects this problem only
             document["failed"] = f"{type(error).__name__}: {error}"
         timer.release()
         yield document

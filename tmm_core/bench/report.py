@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -315,7 +315,7 @@ def title(document: Document) -> str:
     return str(Case.from_json(document["case"]))
 
 
-def chosen(document: Document) -> str:
+def chosen(document: Mapping[str, Any]) -> str:
     """Kernel and config that tmm chose."""
     config = " ".join(f"{name}={value}" for name, value in document["config"].items())
     return f"{document['kernel']} {config}".rstrip()

@@ -10,6 +10,7 @@ from typing import Any
 from tmm_cache import columns as layout
 
 from tmm_core.bench.tile_order import Traffic, Wave, order, traffic, waves
+from tmm_core.spec.problem import Problem
 
 #: Limits of a picture in a terminal.
 _MOST_ROWS, _MOST_NUMBERED, _NARROWEST = 40, 16, 4
@@ -39,6 +40,21 @@ class Grid:
     column_bytes: int = 0
     #: Bytes that L2 keeps between waves.
     l2: int = 0
+
+    @classmethod
+    def of(cls, problem: Problem, block: tuple[int, int], steps: int, wave: int) -> Grid:
+        """The tiles of one product of the batch, ``block`` rows and columns each, in bytes."""
+        m, n = block
+        row_bytes = problem.a.dtype.itemsize * problem.k
+        return cls(
+            rows=-(-problem.m // m),
+            columns=-(-problem.n // n),
+            steps=steps,
+            wave=wave,
+            row_bytes=m * row_bytes,
+            column_bytes=n * row_bytes * (2 if problem.gated else 1),
+            l2=problem.device.l2,
+        )
 
     def waves(self, group: int) -> list[Wave]:
         return waves(order(self.rows, self.columns, group), self.wave, self.steps)

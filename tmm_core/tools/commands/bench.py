@@ -151,14 +151,13 @@ def _measure(
 def _regrets(
     device: torch.device, options: argparse.Namespace, deadline: float
 ) -> Iterator[Document]:
-    dtype = options.dtype or torch.bfloat16
-    asked = regret.triples(options.regret)
+    asked = regret.cases(options.regret, options.dtype or torch.bfloat16)
     if options.resume:
         known = {
             identity("regret", done["case"]) for done in _before(options).regrets if "us" in done
         }
-        asked = [t for t in asked if identity("regret", t.case(dtype).to_json()) not in known]
-    for document in regret.measure(device, asked, dtype=dtype, budget=options.budget):
+        asked = [case for case in asked if identity("regret", case.to_json()) not in known]
+    for document in regret.measure(device, asked, budget=options.budget):
         yield document
         if time.monotonic() > deadline:
             return

@@ -113,16 +113,7 @@ def _of_blocks(explanation: Explanation, config: Mapping[str, Any], wave: int) -
     m, n, k = config["BLOCK_M"], config["BLOCK_N"], config.get("BLOCK_K", 64)
     if not all(isinstance(block, int) and block > 0 for block in (m, n, k)):
         raise UsageError(f"--config: blocks are whole numbers above 0, not {m}, {n}, {k}")
-    itemsize = problem.a.dtype.itemsize * problem.k
-    return tiles.Grid(
-        rows=-(-problem.m // m),
-        columns=-(-problem.n // n),
-        steps=-(-problem.k // k),
-        wave=wave,
-        row_bytes=m * itemsize,
-        column_bytes=n * itemsize * (2 if problem.gated else 1),
-        l2=problem.device.l2,
-    )
+    return tiles.Grid.of(problem, (m, n), -(-problem.k // k), wave)
 
 
 def _show_tiles(

@@ -16,7 +16,7 @@ import torch
 
 import tmm_core
 from tmm_core import dispatch, settings
-from tmm_core.bench import suites
+from tmm_core.bench import report, suites
 from tmm_core.bench.case import Case
 from tmm_core.dispatch.first_launch import FirstLaunches
 from tmm_core.dispatch.proposals import baseline_us
@@ -176,7 +176,6 @@ def _tune(item: Pending, options: argparse.Namespace) -> dict[str, Any]:
 def _line(outcome: Mapping[str, Any]) -> str:
     if outcome["status"] == "failed":
         return f"{outcome['problem']}  failed: {outcome['reason']}"
-    config = " ".join(f"{name}={value}" for name, value in outcome["config"].items())
     mine, blas = outcome["median_us"], outcome["blas_us"]
     against = f", {blas / mine:.2f}× blas" if mine and blas else ""
     tried = outcome["candidates"]
@@ -185,5 +184,5 @@ def _line(outcome: Mapping[str, Any]) -> str:
         f"{sum(tried.values())} tried",
         *(f"{tried[fault]} {fault}" for fault in ("wrong", "failed") if fault in tried),
     ]
-    chosen = f"{outcome['kernel']} {config}".rstrip()
+    chosen = report.chosen(outcome)
     return f"{outcome['problem']}  {chosen}  {mine:.1f} µs{against}  ({', '.join(notes)})"

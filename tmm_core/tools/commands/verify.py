@@ -17,6 +17,7 @@ from tmm_cache import Entry
 from tmm_cache.console import counted
 
 from tmm_core import dispatch, settings
+from tmm_core.bench import report
 from tmm_core.bench.recheck import Winner, compiled
 from tmm_core.dispatch.compilers import compiling_threads
 from tmm_core.dispatch.verifier import Verifier
@@ -122,9 +123,8 @@ def _document(entry: Entry) -> dict[str, Any]:
 
 
 def _line(document: dict[str, Any]) -> str:
-    config = " ".join(f"{name}={value}" for name, value in document["config"].items())
-    chosen = f"{document['kernel']} {config}".rstrip()
-    return f"{document['title']}  {chosen}  {document['status']}: {document['reason']}"
+    verdict = f"{document['status']}: {document['reason']}"
+    return f"{document['title']}  {report.chosen(document)}  {verdict}"
 
 
 def _summary(found: list[dict[str, Any]], gpu: str) -> str:

@@ -62,17 +62,8 @@ def take_apart(explanation: Explanation, registry: Registry) -> dict[str, Any]:
 
 def grid_of(problem: Problem, anatomy: Anatomy) -> Grid:
     """The tiles of one product of the batch, in bytes."""
-    itemsize = problem.a.dtype.itemsize
-    width = anatomy.block_n * (2 if problem.gated else 1)
-    return Grid(
-        rows=-(-problem.m // anatomy.block_m),
-        columns=-(-problem.n // anatomy.block_n),
-        steps=anatomy.steps,
-        wave=anatomy.at_once,
-        row_bytes=anatomy.block_m * problem.k * itemsize,
-        column_bytes=width * problem.k * itemsize,
-        l2=problem.device.l2,
-    )
+    block = anatomy.block_m, anatomy.block_n
+    return Grid.of(problem, block, anatomy.steps, anatomy.at_once)
 
 
 def reads(problem: Problem, anatomy: Anatomy) -> dict[str, Any] | None:
