@@ -120,7 +120,7 @@ def test_how_wrong_is_wrong(dtype: torch.dtype, tf32: bool, limit: float) -> Non
 
 
 def test_the_reference_covers_the_whole_expression() -> None:
-    from tmm_core.spec.epilogue import parse
+    from tmm_core.epilogues import parse
 
     operand = Operand(torch.float32)
     whole = problem(

@@ -20,8 +20,9 @@ from tmm_core.dispatch.guarded import UNREADABLE, UNWRITTEN, guarded
 from tmm_core.dispatch.special import Special
 from tmm_core.dispatch.tuner import Tuner
 from tmm_core.dispatch.verifier import Verdict, Verifier, sampled_verdict
+from tmm_core.epilogues import BUILTIN, parse
 from tmm_core.spec.device import fingerprint
-from tmm_core.spec.epilogue import BUILTIN, Epilogue, parse
+from tmm_core.spec.epilogue import Epilogue
 from tmm_core.spec.kernel import Config
 from tmm_core.spec.operand import Operand
 

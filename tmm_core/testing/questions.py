@@ -11,9 +11,10 @@ from typing import Any, ClassVar
 
 import torch
 
+from tmm_core.epilogues import BUILTIN, parse
 from tmm_core.formats import FORMATS, Format
 from tmm_core.spec.device import DeviceFingerprint, interpreting
-from tmm_core.spec.epilogue import BUILTIN, Epilogue, EpilogueLike, parse
+from tmm_core.spec.epilogue import Epilogue, EpilogueLike
 from tmm_core.spec.groups import Groups
 from tmm_core.spec.operand import Operand
 from tmm_core.spec.port import Port
