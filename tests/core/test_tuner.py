@@ -16,7 +16,8 @@ from tmm_cache import CandidateResult, TuningRecord
 
 from tmm_core import Traits
 from tmm_core.dispatch import binding, proposals, random_inputs, tuning, verify
-from tmm_core.dispatch.proposals import Hints, baseline_us, decide
+from tmm_core.dispatch.proposals import Hints
+from tmm_core.dispatch.standing import baseline_us, decide
 from tmm_core.dispatch.timing import GraphTimer
 from tmm_core.dispatch.tuner import Tuner
 from tmm_core.spec.operand import Operand
