@@ -23,7 +23,6 @@ from tmm_core.triton import (
     Launch,
     compile_for,
     device_function,
-    interpreting,
     pointer,
     source,
 )
@@ -83,12 +82,8 @@ def words(source, row, word, rows, cols, stride):
 
 
 @triton.jit
-def dot(a, b, acc, PRECISION: tl.constexpr, UPCAST: tl.constexpr):
+def dot(a, b, acc, PRECISION: tl.constexpr):
     """``acc + a @ b`` in fp32."""
-    if UPCAST:
-        # Triton's interpreter keeps bf16 as 16-bit integers and multiplies those.
-        a = a.to(tl.float32)
-        b = b.to(tl.float32)
     if a.dtype.primitive_bitwidth == 8:
         # Otherwise Hopper would sum all of K with about 14 bits.
         PROMOTE: tl.constexpr = a.shape[1] if a.shape[1] < 128 else 128
@@ -267,7 +262,7 @@ def build(
     it takes.
 
     ``{a,b,bias,residual,out}_ptr``, ``M N K``, ``stride_{a,b,r,o}{z,…}``, ``stride_bias``,
-    ``alpha``, ``scale_{a,b}_ptr``, ``SCALE_{A,B}``, ``EPILOGUE``, ``PRECISION``, ``UPCAST``, and
+    ``alpha``, ``scale_{a,b}_ptr``, ``SCALE_{A,B}``, ``EPILOGUE``, ``PRECISION``, and
     the config's upper-case fields, of which ``GROUP_M`` is a run-time argument.
     ``constants`` and ``types`` name the kernel's own arguments and take precedence.
     """
@@ -306,7 +301,6 @@ def _convention(problem: Problem) -> tuple[dict[str, str], dict[str, Any], dict[
     constants: dict[str, Any] = {
         "EPILOGUE": device_function(problem.epilogue),
         "PRECISION": "tf32" if problem.tf32 else "ieee",
-        "UPCAST": interpreting() and (problem.a.dtype is torch.bfloat16 or problem.fp8),
         "SCALE_A": problem.scale_a,
         "SCALE_B": problem.scale_b,
     }

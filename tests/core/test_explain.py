@@ -18,7 +18,7 @@ from tmm_cache.record import CLOCK
 
 from tmm_core.bench import candidates
 from tmm_core.bench.case import Case
-from tmm_core.dispatch.proposals import baseline_us
+from tmm_core.dispatch.standing import baseline_us
 from tmm_core.spec.anatomy import Anatomy, Resources
 from tmm_core.spec.device import DeviceFingerprint
 from tmm_core.spec.kernel import Candidate

@@ -13,8 +13,8 @@ from tmm_blas.blas import Blas
 
 import tmm_core
 from tmm_core.dispatch import random_inputs, verify
+from tmm_core.epilogues import parse
 from tmm_core.spec.device import fingerprint
-from tmm_core.spec.epilogue import parse
 from tmm_core.spec.operand import Operand
 from tmm_core.spec.problem import Problem
 

@@ -27,13 +27,13 @@ from tmm_core.dispatch.ladder import ROWS_EACH, Dispatcher
 from tmm_core.dispatch.registry import Registry
 from tmm_core.dispatch.tuner import Tuner
 from tmm_core.dispatch.verifier import Verifier
+from tmm_core.epilogues import parse
+from tmm_core.epilogues.clamped import CLAMPED
 from tmm_core.interop import grouped
 from tmm_core.launch import warm
 from tmm_core.nn import Experts
 from tmm_core.spec.bucket import bucketed
-from tmm_core.spec.clamped import CLAMPED
 from tmm_core.spec.device import DeviceFingerprint
-from tmm_core.spec.epilogue import parse
 
 Tensor = torch.Tensor
 BF16, FP32 = torch.bfloat16, torch.float32

@@ -24,8 +24,8 @@ from tmm_triton.skinny import Skinny, SkinnyConfig
 from uninterpreted import Uninterpreted
 
 from tmm_core import ConfigError, Operand, Problem
+from tmm_core.epilogues import parse
 from tmm_core.spec.device import DeviceFingerprint
-from tmm_core.spec.epilogue import parse
 
 ROW, COL = Operand(torch.bfloat16), Operand(torch.bfloat16, "col")
 DEVICES = {

@@ -22,8 +22,9 @@ import torch
 import tmm_core
 from tmm_core.dispatch import verify
 from tmm_core.dispatch.registry import Registry
+from tmm_core.epilogues import parse
 from tmm_core.spec.device import interpreting
-from tmm_core.spec.epilogue import Epilogue, parse
+from tmm_core.spec.epilogue import Epilogue
 from tmm_core.spec.hookspecs import hookimpl
 from tmm_core.testing.questions import Questions
 

@@ -19,7 +19,7 @@ from tmm_core import dispatch, settings
 from tmm_core.bench import report, suites
 from tmm_core.bench.case import Case
 from tmm_core.dispatch.first_launch import FirstLaunches
-from tmm_core.dispatch.proposals import baseline_us
+from tmm_core.dispatch.standing import baseline_us
 from tmm_core.launch import warm
 from tmm_core.spec.device import fingerprint
 from tmm_core.spec.precision import precision

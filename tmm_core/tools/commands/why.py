@@ -12,8 +12,8 @@ from tmm_cache import CandidateResult, TuningRecord
 from tmm_core.bench.tile_order import order, traffic, waves
 from tmm_core.bench.tiles import Grid
 from tmm_core.dispatch.explanation import Explanation
-from tmm_core.dispatch.proposals import baseline_us
 from tmm_core.dispatch.registry import Registry
+from tmm_core.dispatch.standing import baseline_us
 from tmm_core.errors import ConfigError
 from tmm_core.spec.anatomy import Anatomy, Resources
 from tmm_core.spec.device import DeviceFingerprint
