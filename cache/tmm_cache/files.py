@@ -76,7 +76,7 @@ class Stored:
 
     record: TuningRecord
     sealed: bool
-    imported: bool
+    imported: bool = False
 
 
 def parse_record(data: bytes, name: str) -> TuningRecord:
