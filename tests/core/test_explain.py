@@ -209,7 +209,7 @@ def test_every_candidate_is_in_the_picture(tmp_path: Path, monkeypatch: pytest.M
     results = [
         CandidateResult("blas", "1", {}, "ok", (20.0, 21.0, 22.0)),
         CandidateResult(
-            "k", "1", {"BLOCK_M": 1, "BLOCK_N": 2, "BLOCK_K": 3, "s": 4}, "ok", (10.0,)
+            "k", "1", {"BLOCK_M": 1, "BLOCK_N": 2, "BLOCK_K": 3, "s": 4}, "ok", (10.0, 10.0)
         ),
         CandidateResult(
             "k", "1", {"BLOCK_M": 1, "BLOCK_N": 2, "BLOCK_K": 3, "s": 5}, "slow", (12.0,)
@@ -229,6 +229,7 @@ def test_every_candidate_is_in_the_picture(tmp_path: Path, monkeypatch: pytest.M
     labels = [label.get_text() for label in axes.get_yticklabels()]
     assert labels == ["chosen → k 1×2×3", "k 1×2×3", "blas", "w"]
     assert [round(bar.get_width(), 6) for bar in axes.patches] == [10.0, 12.0, 21.0]
+    assert [bar.get_alpha() for bar in axes.patches] == [0.35, 0.35, 0.8]  # only BLAS had all three
     assert [text.get_text() for text in axes.texts] == ["s=4", "s=5", "", "error 1 exceeds 0.1"]
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from tmm_cache import CandidateResult, TuningRecord
 
+from tmm_core.dispatch.standing import identity, raced
 from tmm_core.spec.kernel import BASELINE
 
 #: Okabe and Ito's colour-blind-safe palette: BLAS, then the other kernels in turn.
@@ -50,6 +51,7 @@ def draw(
     colours[BASELINE] = _BLAS
     figure = Figure(figsize=(11, 1.9 + 0.34 * len(pairs)), layout="constrained")
     axes = figure.subplots()
+    ended = set(map(identity, raced(record.candidates)))
     labels = []
     for row, (result, expected) in enumerate(pairs):
         name, fields = _label(result, record.candidates)
@@ -60,8 +62,7 @@ def draw(
         if time is None:
             fields = (result.reason or result.status).split(";")[0]
         else:
-            # A record keeps one sample of candidates not timed to the end.
-            alpha = _ALPHA[result.status == "ok" and len(result.samples_us) > 1]
+            alpha = _ALPHA[identity(result) in ended]
             axes.barh(row, time, color=colours[result.kernel], alpha=alpha, height=0.75)
             spread = [[time - min(result.samples_us)], [max(result.samples_us) - time]]
             axes.errorbar(time, row, xerr=spread, color="black", linewidth=1, capsize=2)

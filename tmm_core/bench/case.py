@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
+from tmm_cache.facets import SHORT_DTYPES
 
 import tmm_core
 from tmm_core import dispatch, settings
@@ -34,16 +35,10 @@ from tmm_core.spec.problem import Problem
 Tensor = torch.Tensor
 
 #: Common abbreviations of dtypes.
-ALIASES = {
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
+ALIASES = {short: dtype_of(name) for name, short in SHORT_DTYPES.items()} | {
     "half": torch.float16,
-    "fp32": torch.float32,
     "float": torch.float32,
-    "fp64": torch.float64,
     "double": torch.float64,
-    "e4m3": torch.float8_e4m3fn,
-    "e5m2": torch.float8_e5m2,
 }
 
 #: First letter a, second b: ``n`` row-major as it is, ``t`` a transposed view of a

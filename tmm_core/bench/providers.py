@@ -9,12 +9,13 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from tmm_cache import CacheStore, CandidateResult, TuningRecord
+from tmm_cache import CacheStore, TuningRecord
 
 import tmm_core
 from tmm_core import dispatch, settings
 from tmm_core.bench.case import Call
 from tmm_core.dispatch.ladder import Dispatcher
+from tmm_core.dispatch.standing import by_time
 from tmm_core.dispatch.timing import Run
 from tmm_core.dispatch.tuner import Tuner
 from tmm_core.launch.plan import Plan
@@ -143,7 +144,8 @@ def kernels(call: Call) -> tuple[dict[str, Plan], dict[str, str]]:
     default config); and the reasons why others are unavailable."""
     dispatcher, problem = dispatch.dispatcher(), call.problem()
     found = dispatcher.record(problem)
-    best = best_of_each(found[1]) if found else {}
+    ranked = by_time(found[1], "slow") if found else []
+    best = {result.kernel: result for result in reversed(ranked)}
     able, _ = dispatcher.registry.candidates(problem, settings.current())
     plans: dict[str, Plan] = {}
     failed: dict[str, str] = {}
@@ -178,22 +180,6 @@ def one_config(call: Call) -> Plan:
     return tmm_core.plan(
         call.a, call.b, **call.keywords, kernel="triton.persistent", config=_ONE_CONFIG
     )
-
-
-def best_of_each(record: TuningRecord) -> dict[str, CandidateResult]:
-    """Each kernel's fastest timed result, finalists before eliminated candidates: finalists have
-    more and later samples."""
-    best: dict[str, CandidateResult] = {}
-    for result in record.candidates:
-        if result.samples_us and result.status in ("ok", "slow"):
-            other = best.get(result.kernel)
-            if other is None or _rank(result) < _rank(other):
-                best[result.kernel] = result
-    return best
-
-
-def _rank(result: CandidateResult) -> tuple[bool, float]:
-    return result.status != "ok", result.median_us or float("inf")
 
 
 def _why(record: TuningRecord, kernel: str) -> str:

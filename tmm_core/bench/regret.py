@@ -14,7 +14,7 @@ from collections.abc import Iterable, Iterator
 from contextlib import suppress
 
 import torch
-from tmm_cache import CandidateResult, TuningRecord
+from tmm_cache import CandidateResult
 
 import tmm_core
 from tmm_core import settings
@@ -22,6 +22,7 @@ from tmm_core.bench import providers
 from tmm_core.bench.case import Call, Case, parse_expression
 from tmm_core.bench.results import Document
 from tmm_core.dispatch import rotation
+from tmm_core.dispatch.standing import by_time
 from tmm_core.dispatch.timing import GraphTimer, HostTimer, Run, median, timer_for
 from tmm_core.launch.plan import Plan
 from tmm_core.spec.bucket import bucket_edge, bucketed
@@ -79,7 +80,7 @@ def _point(call: Call, timer: GraphTimer | HostTimer, budget: float | None) -> D
     (record,) = tmm_core.tune([edge], budget=budget)
     chosen = tmm_core.plan(call.a, call.b, **call.keywords)
     plans = {_key(chosen): chosen}
-    for result in _known(record):
+    for result in by_time(record)[:MOST_KNOWN]:
         if _key(result) not in plans:
             with suppress(Exception):  # a config for another M may not fit this one
                 plans[_key(result)] = tmm_core.plan(
@@ -101,11 +102,6 @@ def _point(call: Call, timer: GraphTimer | HostTimer, budget: float | None) -> D
         "best_us": round(times[best], 3),
         "tuning_seconds": record.tuning_seconds,
     }
-
-
-def _known(record: TuningRecord) -> list[CandidateResult]:
-    timed = [r for r in record.candidates if r.status == "ok" and r.median_us is not None]
-    return sorted(timed, key=lambda r: r.median_us or 0.0)[:MOST_KNOWN]
 
 
 def _planned(plan: Plan, calls: list[Call]) -> Run:

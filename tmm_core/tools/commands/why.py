@@ -13,7 +13,7 @@ from tmm_core.bench.tile_order import order, traffic, waves
 from tmm_core.bench.tiles import Grid
 from tmm_core.dispatch.explanation import Explanation
 from tmm_core.dispatch.registry import Registry
-from tmm_core.dispatch.standing import baseline_us
+from tmm_core.dispatch.standing import baseline_us, by_time
 from tmm_core.errors import ConfigError
 from tmm_core.spec.anatomy import Anatomy, Resources
 from tmm_core.spec.device import DeviceFingerprint
@@ -137,8 +137,7 @@ def told(explanation: Explanation, registry: Registry) -> tuple[Candidate, Anato
         return chosen, anatomy, ""
     kernels = {name: registry.kernel(name) for name in explanation.able}
     record = explanation.record
-    timed = [c for c in record.candidates if c.median_us] if record is not None else []
-    for result in sorted(timed, key=lambda c: c.median_us or math.inf):
+    for result in by_time(record, "slow") if record is not None else []:
         kernel = kernels.get(result.kernel)
         if kernel is None:
             continue
