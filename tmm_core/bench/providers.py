@@ -177,9 +177,7 @@ def one_config(call: Call) -> Plan:
     Raises:
         TmmError: It cannot serve the call.
     """
-    return tmm_core.plan(
-        call.a, call.b, **call.keywords, kernel="triton.persistent", config=_ONE_CONFIG
-    )
+    return call.plan(kernel="triton.persistent", config=_ONE_CONFIG)
 
 
 def _why(record: TuningRecord, kernel: str) -> str:

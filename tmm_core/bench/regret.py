@@ -21,6 +21,7 @@ from tmm_core import settings
 from tmm_core.bench import providers
 from tmm_core.bench.case import Call, Case, parse_expression
 from tmm_core.bench.results import Document
+from tmm_core.bench.runner import planned
 from tmm_core.dispatch import rotation
 from tmm_core.dispatch.standing import by_time
 from tmm_core.dispatch.timing import GraphTimer, HostTimer, Run, median, timer_for
@@ -78,17 +79,15 @@ def _point(call: Call, timer: GraphTimer | HostTimer, budget: float | None) -> D
     problem = call.problem()
     edge = bucketed(problem.bare())
     (record,) = tmm_core.tune([edge], budget=budget)
-    chosen = tmm_core.plan(call.a, call.b, **call.keywords)
+    chosen = call.plan()
     plans = {_key(chosen): chosen}
     for result in by_time(record)[:MOST_KNOWN]:
         if _key(result) not in plans:
             with suppress(Exception):  # a config for another M may not fit this one
-                plans[_key(result)] = tmm_core.plan(
-                    call.a, call.b, **call.keywords, kernel=result.kernel, config=result.config
-                )
+                plans[_key(result)] = call.plan(kernel=result.kernel, config=result.config)
     limit = rotation.memory_limit(call.a.device)
     calls = rotation.rotated(call, problem, rotation.copies(problem, limit), limit)
-    runs: list[Run] = [providers.eager(calls), *(_planned(p, calls) for p in plans.values())]
+    runs: list[Run] = [providers.eager(calls), *(planned(p, calls) for p in plans.values())]
     theirs, *ours = map(median, timer.measure(runs, ROUNDS, copies=len(calls)))
     times = dict(zip(plans, ours, strict=True))
     best = min(times, key=lambda key: times[key])
@@ -102,10 +101,6 @@ def _point(call: Call, timer: GraphTimer | HostTimer, budget: float | None) -> D
         "best_us": round(times[best], 3),
         "tuning_seconds": record.tuning_seconds,
     }
-
-
-def _planned(plan: Plan, calls: list[Call]) -> Run:
-    return lambda copy: plan(calls[copy].a, calls[copy].b, calls[copy].bias, calls[copy].residual)
 
 
 def _key(candidate: Plan | CandidateResult) -> tuple[str, str]:

@@ -268,7 +268,7 @@ def _runs(
     if options.kernels:
         plans, failed = providers.kernels(call)
         document["kernel_configs"] = {name: plan.config for name, plan in plans.items()}
-        extras |= {f"kernel {name}": _bound(plan, calls) for name, plan in plans.items()}
+        extras |= {f"kernel {name}": planned(plan, calls) for name, plan in plans.items()}
     if series:
         document["series"] = [each.label for each in series]
         document.setdefault("kernel_configs", {})
@@ -279,14 +279,14 @@ def _runs(
             failed[each.label] = f"{type(error).__name__}: {error}"
             continue
         document["kernel_configs"][each.label] = plan.config
-        extras[each.column] = _bound(plan, calls)
+        extras[each.column] = planned(plan, calls)
     if options.untuned:
         untuned = providers.untuned(call)
         document["untuned"] = f"{untuned.kernel} {untuned.choice.candidate.config}".rstrip()
-        extras[UNTUNED] = _bound(untuned, calls)
+        extras[UNTUNED] = planned(untuned, calls)
     if call.problem().batch_invariant:
         try:
-            extras[ONE_CONFIG] = _bound(providers.one_config(call), calls)
+            extras[ONE_CONFIG] = planned(providers.one_config(call), calls)
         except Exception as error:  # no Triton, or operands that TMA cannot read
             failed[ONE_CONFIG.removeprefix("kernel ")] = f"{type(error).__name__}: {error}"
     if call.rows is not None:
@@ -311,7 +311,8 @@ def _runs(
     return runs
 
 
-def _bound(plan: tmm_core.Plan, calls: Sequence[Call]) -> Run:
+def planned(plan: tmm_core.Plan, calls: Sequence[Call]) -> Run:
+    """The plan on each of the calls."""
     extras = [call.extras for call in calls]
 
     def run(copy: int) -> object:

@@ -15,7 +15,7 @@ from typing import Any
 from tmm_cache.console import Parser, argument, guarded
 
 import tmm_core
-from tmm_core.bench.case import parse_shape
+from tmm_core.bench.case import parse_dtype, parse_shape
 from tmm_core.errors import TmmError
 from tmm_core.tools.commands import options as shared
 from tmm_core.tools.commands.console import DONE, UsageError, note, warnings_as_notes
@@ -33,7 +33,7 @@ def _run(argv: Sequence[str] | None) -> int:
         parser.print_help()
         return DONE
     options.argv = sys.argv[1:] if argv is None else list(argv)
-    # Imported late: only some commands need rich, matplotlib and Triton.
+    # Imported late: each command needs modules that the others do not.
     command = importlib.import_module(
         f"tmm_core.tools.commands.{options.command.replace('-', '_')}"
     )
@@ -318,8 +318,6 @@ def _squares(text: str) -> list[int]:
 
 @argument
 def _dtypes(text: str) -> list[Any]:
-    from tmm_core.bench.case import parse_dtype
-
     return [parse_dtype(part) for part in text.split(",")]
 
 

@@ -17,6 +17,7 @@ from tmm_core.bench import (
     environment,
     host,
     page,
+    plots,
     recheck,
     regret,
     report,
@@ -272,8 +273,6 @@ def _print_series(documents: Sequence[Document], dtype: str, metric: str) -> Non
 
 
 def _plot(results: Results, folder: Path, metric: str) -> list[Path]:
-    from tmm_core.bench import plots
-
     try:
         return plots.save(results, folder, metric)
     except ModuleNotFoundError as error:

@@ -6,8 +6,12 @@ import argparse
 from collections.abc import Callable
 from typing import Any, TypeVar, get_args
 
+import torch
 from tmm_cache.console import argument
 
+from tmm_core.bench.case import LAYOUTS, SCALES, Case, parse_dtype, parse_expression
+from tmm_core.formats import BY_STORAGE
+from tmm_core.spec.groups import Ragged
 from tmm_core.tools.commands.console import UsageError
 
 T = TypeVar("T")
@@ -25,9 +29,6 @@ def add_device(parser: argparse.ArgumentParser) -> None:
 
 def add_problem(parser: argparse.ArgumentParser) -> None:
     """Add the options that describe a problem, except its sizes."""
-    from tmm_core.bench.case import LAYOUTS, SCALES, parse_dtype, parse_expression
-    from tmm_core.spec.groups import Ragged
-
     group = parser.add_argument_group("the problem")
     group.add_argument(
         "--dtype",
@@ -71,17 +72,12 @@ def add_problem(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def cases(options: argparse.Namespace, shapes: list[tuple[int, int, int, int]]) -> list[Any]:
+def cases(options: argparse.Namespace, shapes: list[tuple[int, int, int, int]]) -> list[Case]:
     """The cases with these ``shapes`` and the other options.
 
     Raises:
         UsageError: Options that contradict each other.
     """
-    import torch
-
-    from tmm_core.bench.case import Case
-    from tmm_core.formats import BY_STORAGE
-
     bias, epilogue, residual = options.epilogue
     if options.scales and shapes and options.dtype not in BY_STORAGE:
         raise UsageError(f"--scales {options.scales} is for --dtype e4m3 or e5m2")
@@ -114,14 +110,12 @@ def cases(options: argparse.Namespace, shapes: list[tuple[int, int, int, int]]) 
     return found
 
 
-def device(options: argparse.Namespace) -> Any:
+def device(options: argparse.Namespace) -> torch.device:
     """The torch device to work on, with its index.
 
     Raises:
         UsageError: It does not exist.
     """
-    import torch
-
     has_gpu = torch.cuda.is_available()
     text = options.device or ("cuda" if has_gpu else "cpu")
     try:

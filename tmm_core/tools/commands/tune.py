@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -46,7 +47,7 @@ def run(options: argparse.Namespace) -> int:
     outcomes: list[dict[str, Any]] = []
     interrupted = False
     # With --json stdout is one document, so progress goes to stderr.
-    say: Callable[[str], None] = note if options.json else print_flushed
+    say: Callable[[str], None] = note if options.json else partial(print, flush=True)
     with _first_launches_elsewhere(device) if options.isolate else nullcontext():
         for number, item in enumerate(pending, start=1):
             try:
@@ -76,10 +77,6 @@ def _first_launches_elsewhere(device: torch.device) -> Iterator[None]:
     finally:
         tuner.first_launches.close()
         tuner.first_launches = None
-
-
-def print_flushed(text: str) -> None:
-    print(text, flush=True)
 
 
 def _pending(options: argparse.Namespace, device: torch.device) -> list[Pending]:
