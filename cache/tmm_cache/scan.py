@@ -50,8 +50,8 @@ class Folder:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """A readable record and its location.
+class _Place:
+    """Where a record is.
 
     `root` is the layer that holds it. `environment` is None if its readable file is missing or
     broken.
@@ -62,46 +62,35 @@ class Entry:
     gpu: str
     environment_digest: str
     environment: Mapping[str, JSON] | None
-    record: TuningRecord
 
     @property
     def digest(self) -> str:
         """The problem's digest."""
         return self.path.stem
+
+
+@dataclass(frozen=True, slots=True)
+class Entry(_Place):
+    """A readable record and its location."""
+
+    record: TuningRecord
 
     @property
     def summary(self) -> Summary:
         """A summary of this record."""
-        return Summary(
-            self.path,
-            self.root,
-            self.gpu,
-            self.environment_digest,
-            self.environment,
-            Head.of(self.record),
-            self.record,
-        )
+        place = self.path, self.root, self.gpu, self.environment_digest, self.environment
+        return Summary(*place, Head.of(self.record), self.record)
 
 
 @dataclass(frozen=True, slots=True)
-class Summary:
-    """A summary of a record and its location, as in `Entry`.
+class Summary(_Place):
+    """A summary of a record and its location.
 
     It is read from the head of a file, unvalidated: `load` reads the record and checks it.
     """
 
-    path: Path
-    root: Path
-    gpu: str
-    environment_digest: str
-    environment: Mapping[str, JSON] | None
     head: Head
     _record: TuningRecord | None = field(default=None, repr=False, compare=False)
-
-    @property
-    def digest(self) -> str:
-        """The problem's digest."""
-        return self.path.stem
 
     @property
     def problem(self) -> Mapping[str, JSON]:

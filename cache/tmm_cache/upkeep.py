@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeVar
 
-from tmm_cache.ages import last_used
+from tmm_cache.ages import is_older, last_used
 from tmm_cache.disk import remove_if_empty
 from tmm_cache.errors import warn_once
 from tmm_cache.keys import is_slug
@@ -119,7 +119,7 @@ def leftovers(folder: Path) -> Iterator[Path]:
     """The temporary files left by killed processes."""
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
-            if TEMPORARY.fullmatch(entry.name) and _is_left_over(entry):
+            if TEMPORARY.fullmatch(entry.name) and is_older(entry, STALE_SECONDS):
                 yield Path(entry.path)
 
 
@@ -128,13 +128,6 @@ def sweep(folder: Path) -> None:
     for path in leftovers(folder):
         with contextlib.suppress(OSError):
             path.unlink()
-
-
-def _is_left_over(entry: os.DirEntry[str]) -> bool:
-    try:
-        return time.time() - entry.stat(follow_symlinks=False).st_mtime > STALE_SECONDS
-    except OSError:
-        return False
 
 
 @dataclass(frozen=True, slots=True, order=True)

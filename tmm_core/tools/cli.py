@@ -71,8 +71,7 @@ def _parser() -> argparse.ArgumentParser:
     shared.add_json(misses)
 
     new = add("new-plugin", "write a package of one kernel and one epilogue to start from")
-    new.add_argument("name", help="name of the distribution, like my-kernels")
-    new.add_argument("--folder", type=Path, help="target; by default a new folder of that name")
+    new.add_argument("name", help="name of the distribution and of its folder, like my-kernels")
     return parser
 
 
