@@ -421,14 +421,16 @@ def test_a_line_that_is_no_result_is_refused_by_its_place(tmp_path: Path) -> Non
 
 def test_the_summary_is_of_ratios_by_class_and_dtype() -> None:
     documents = [document(64, 0.5), document(128, 2.0), document(256, 8.0), failure(512)]
-    summary, other = report.summarize(Results.of([*documents, document(64, 1.0, suite="decode")]))
-    assert (summary.suite, summary.dtype) == ("square", "bfloat16")
-    assert summary.geomean == pytest.approx(2.0)
-    assert min(summary.ratios) == 0.5
-    assert summary.worst == "64×64×64 bfloat16 nn"
-    assert (summary.lost, summary.failed, summary.skipped) == (1, 1, 0)
-    assert summary.noise == pytest.approx(1 / 101, rel=1e-6)
-    assert (other.suite, other.lost) == ("decode", 0)
+    rows = report.summaries(Results.of([*documents, document(64, 1.0, suite="decode")]))
+    summary, other = (dict(zip(report.SUMMARY_COLUMNS, row, strict=True)) for row in rows)
+    assert summary == {
+        "class": "square", "dtype": "bfloat16", "problems": "3", "geomean": "2.000×",
+        "worst": "0.500×", "worst problem": "64×64×64 bfloat16 nn", "best": "8.000×",
+        "< 0.99×": "1", "±": "1.0%", "skipped": "0", "failed": "1",
+    }  # fmt: skip
+    assert (other["class"], other["< 0.99×"]) == ("decode", "0")
+    (nothing,) = report.summaries(Results.of([failure(512)]))
+    assert nothing == ("square", "bfloat16", "0", "", "", "", "", "0", "", "0", "1")
 
 
 def test_the_report_has_a_row_per_problem_with_its_columns() -> None:

@@ -73,10 +73,9 @@ def html(results: Results) -> str:
 def body(results: Results) -> str:
     """The sections below the title; those without data are left out."""
     measured = results.measured
-    summaries = [summary.cells for summary in report.summarize(results)]
     parts = [
         _runs(results),
-        markup.table(report.SUMMARY_COLUMNS, summaries, report.SUMMARY_NUMBERS),
+        markup.table(report.SUMMARY_COLUMNS, report.summaries(results), report.SUMMARY_NUMBERS),
     ]
     if measured:
         parts += [

@@ -7,10 +7,8 @@ between any two columns are noise.
 
 from __future__ import annotations
 
-import math
 import statistics
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 from tmm_core.bench import suites
@@ -43,49 +41,23 @@ CLOCK_COLUMNS = ("class", "dtype", "in use", *OTHER_CLOCKS)
 GOAL_COLUMNS = ("class", "dtype", "against", "worst", "goal", "geomean", "goal of it", "met")
 
 
-@dataclass(frozen=True, slots=True)
-class Summary:
-    """One class of problems in one dtype."""
-
-    suite: str
-    dtype: str
-    ratios: tuple[float, ...]
-    worst: str
-    noise: float
-    skipped: int
-    failed: int
-
-    @property
-    def geomean(self) -> float | None:
-        return statistics.geometric_mean(self.ratios) if self.ratios else None
-
-    @property
-    def lost(self) -> int:
-        """Problems on which tmm was slower than torch by more than noise."""
-        return sum(ratio < LOST for ratio in self.ratios)
-
-    @property
-    def cells(self) -> tuple[str, ...]:
-        measured = bool(self.ratios)
-        return (
-            self.suite,
-            self.dtype,
-            str(len(self.ratios)),
-            times(self.geomean),
-            times(min(self.ratios)) if measured else "",
-            self.worst,
-            times(max(self.ratios)) if measured else "",
-            str(self.lost),
-            f"{self.noise:.1%}" if measured else "",
-            str(self.skipped),
-            str(self.failed),
-        )
-
-
-def summarize(results: Results) -> list[Summary]:
-    """One summary per class and dtype, in the order they were measured."""
-    classes = by_class(results.problems)
-    return [_summary(suite, dtype, documents) for (suite, dtype), documents in classes.items()]
+def summaries(results: Results) -> list[tuple[str, ...]]:
+    """A row for each class and dtype, in the order they were measured."""
+    rows: list[tuple[str, ...]] = []
+    for (suite, dtype), documents in by_class(results.problems).items():
+        measured = [document for document in documents if "times" in document]
+        figures = ("", "", "", "", "0", "")
+        if measured:
+            ratios = [document["ratio"] for document in measured]
+            worst = min(measured, key=lambda document: document["ratio"])
+            noise = statistics.median(abs(document["noise"] - 1) for document in measured)
+            figures = (
+                times(statistics.geometric_mean(ratios)), times(min(ratios)), title(worst),
+                times(max(ratios)), str(sum(ratio < LOST for ratio in ratios)), f"{noise:.1%}",
+            )  # fmt: skip
+        left = (str(sum(why in each for each in documents)) for why in ("skipped", "failed"))
+        rows.append((suite, dtype, str(len(measured)), *figures, *left))
+    return rows
 
 
 def by_class(documents: Iterable[Document]) -> dict[tuple[str, str], list[Document]]:
@@ -149,20 +121,6 @@ def clocks(results: Results) -> list[tuple[str, ...]]:
     return rows
 
 
-def _summary(suite: str, dtype: str, documents: Sequence[Document]) -> Summary:
-    measured = [doc for doc in documents if "times" in doc]
-    worst = min(measured, key=lambda doc: doc["ratio"], default=None)
-    return Summary(
-        suite=suite,
-        dtype=dtype,
-        ratios=tuple(doc["ratio"] for doc in measured),
-        worst="" if worst is None else title(worst),
-        noise=statistics.median([abs(d["noise"] - 1) for d in measured]) if measured else math.nan,
-        skipped=sum("skipped" in doc for doc in documents),
-        failed=sum("failed" in doc for doc in documents),
-    )
-
-
 def line(document: Document) -> str:
     """One measured problem in one line."""
     name = f"{document['suite']} {title(document)}"
@@ -178,7 +136,7 @@ def line(document: Document) -> str:
 
 def markdown(results: Results) -> str:
     """The whole report."""
-    parts = [_header(results), _table(SUMMARY_COLUMNS, (s.cells for s in summarize(results)))]
+    parts = [_header(results), _table(SUMMARY_COLUMNS, summaries(results))]
     if held := goals(results):
         parts += ["## goals", _table(GOAL_COLUMNS, held)]
     if by_clock := clocks(results):

@@ -241,10 +241,8 @@ def _print_tables(results: Results, metric: str) -> None:
     swept = [d for d in results.measured if d["suite"] == suites.SWEEP]
     for dtype in dict.fromkeys(d["case"]["dtype"] for d in swept):
         _print_series([d for d in swept if d["case"]["dtype"] == dtype], dtype, metric)
-    summaries = report.summarize(results)
-    if summaries:
-        cells = [summary.cells for summary in summaries]
-        print_table(report.SUMMARY_COLUMNS, cells, report.SUMMARY_NUMBERS)
+    if summaries := report.summaries(results):
+        print_table(report.SUMMARY_COLUMNS, summaries, report.SUMMARY_NUMBERS)
     if held := report.goals(results):
         print_table(report.GOAL_COLUMNS, held, report.GOAL_COLUMNS[3:-1])
     if of_buckets := report.regrets(results):
