@@ -239,12 +239,8 @@ class TuningRecord:
         schema = document.get("schema", SCHEMA) if isinstance(document, dict) else SCHEMA
         if type(schema) is not int or schema not in (SCHEMA, OLD_SCHEMA):  # True == 1
             reject("schema", shown(schema), f"{SCHEMA}, the version of this tmm")
-        required = ("schema", *_required(cls))
-        fields = (
-            Fields(document, "", (*required, "clock"), ("note",))
-            if schema == SCHEMA
-            else Fields(document, "", required, ("note",))
-        )
+        required = ("schema", *_required(cls), *(["clock"] if schema == SCHEMA else []))
+        fields = Fields(document, "", required, ("note",))
         candidates = tuple(
             CandidateResult.from_json(item, f"candidates[{index}]")
             for index, item in enumerate(fields.items("candidates"))

@@ -11,7 +11,6 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 Document = dict[str, Any]
@@ -20,9 +19,10 @@ SUFFIX = ".jsonl"
 
 
 class Writer:
-    """Appends documents to a new file in ``folder``; without a folder, discards them."""
+    """Collects documents, and appends each to a new file in ``folder``, if one is given."""
 
     def __init__(self, folder: Path | None, name: str) -> None:
+        self.documents: list[Document] = []
         self.path: Path | None = None
         self._file = None
         if folder is not None:
@@ -32,6 +32,7 @@ class Writer:
             self._file = self.path.open("x", encoding="utf-8")
 
     def append(self, document: Document) -> None:
+        self.documents.append(document)
         if self._file is not None:
             self._file.write(json.dumps(document, ensure_ascii=False) + "\n")
             self._file.flush()
@@ -39,12 +40,7 @@ class Writer:
     def __enter__(self) -> Writer:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._file is not None:
             self._file.close()
 

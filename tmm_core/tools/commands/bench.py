@@ -46,7 +46,9 @@ def run(options: argparse.Namespace) -> int:
     if options.share and options.output is None and options.read is None:
         raise UsageError("--share packs the results of --output or --from: name a folder")
     if options.read is not None:
-        return _share(options.read, options, _show(_read(options.read), options))
+        status = _show(_read(options.read), options)
+        _share(options.read, options)
+        return status
     if (options.sweep or options.config) and not options.kernel:
         raise UsageError("--sweep and --config apply to single kernels: name them with --kernel")
     started = time.monotonic()
@@ -58,25 +60,21 @@ def run(options: argparse.Namespace) -> int:
         tasks = _undone(tasks, options)
     names = list(dict.fromkeys(task.suite for task in tasks)) + ["host"] * options.host
     names += ["regret"] * bool(options.regret)
-    documents: list[Document] = [{"kind": "run", **environment.describe(device, options.argv)}]
     interrupted = False
     with Writer(options.output, "-".join(names) if len(names) < 5 else "all") as writer:
-        writer.append(documents[0])
+        writer.append({"kind": "run", **environment.describe(device, options.argv)})
         try:
             if options.host:
-                documents.append(host.measure(device, tune=options.tune, budget=options.budget))
-                writer.append(documents[-1])
+                writer.append(host.measure(device, tune=options.tune, budget=options.budget))
             deadline = started + options.max_seconds
             for document in _regrets(device, options, deadline):
-                documents.append(document)
                 writer.append(document)
             for number, document in enumerate(_measure(tasks, device, options, deadline), 1):
-                documents.append(document)
                 writer.append(document)
                 note(f"[{number:{len(str(len(tasks)))}}/{len(tasks)}] {report.line(document)}")
         except KeyboardInterrupt:
             interrupted = True
-    results = Results.of(documents)
+    results = Results.of(writer.documents)
     if len(results.problems) < len(tasks):
         why = "interrupted" if interrupted else f"--max-seconds {options.max_seconds:g} are over"
         note(f"{why}: {len(results.problems)} of {len(tasks)} problems measured")
@@ -85,13 +83,13 @@ def run(options: argparse.Namespace) -> int:
         results = _read([options.output])
     status = _show(results, options)
     if options.output is not None:
-        status = _share([options.output], options, status)
+        _share([options.output], options)
     return INTERRUPTED if interrupted else status
 
 
-def _share(paths: Sequence[Path], options: argparse.Namespace, status: int) -> int:
+def _share(paths: Sequence[Path], options: argparse.Namespace) -> None:
     if options.share is None:
-        return status
+        return
     try:
         packed = share.pack(paths, options.share)
     except (OSError, ValueError) as error:
@@ -101,7 +99,6 @@ def _share(paths: Sequence[Path], options: argparse.Namespace, status: int) -> i
         f"{options.share}: {len(packed.measured)} problems on {gpus}; look inside, then attach "
         "it to an issue"
     )
-    return status
 
 
 def _verify_shipped(device: torch.device, options: argparse.Namespace) -> int:
