@@ -144,16 +144,8 @@ def _section(title: str, text: str, content: str, *, key: dict[str, str]) -> str
 def _runs(results: Results) -> str:
     if not results.runs:
         return ""
-    versions = results.runs[-1]["environment"]
-    facts = [
-        (name, str(versions.get(name) or "none")) for name in ("torch", "triton", "cuda", "cublas")
-    ]
-    facts.append(("driver", str(results.runs[-1].get("driver") or "unknown")))
-    for run in results.runs:
-        commit = str(run.get("commit") or "unknown")[:12]
-        dirty = ", with uncommitted changes" if run.get("uncommitted_changes") else ""
-        facts.append((run["started"], f"tmm {run['tmm']}, commit {commit}{dirty}"))
-    return markup.facts(facts)
+    runs = [(run["started"], f"tmm {run['tmm']}, {report.commit(run)}") for run in results.runs]
+    return markup.facts([*report.versions(results.runs[-1]), *runs])
 
 
 def _grouped(documents: Iterable[Document]) -> dict[str, list[Document]]:

@@ -173,20 +173,12 @@ def _header(results: Results) -> str:
     if not results.runs:
         return "# tmm against torch"
     last = results.runs[-1]
-    versions = last["environment"]
     lines = [
-        f"# tmm against torch on {versions['name']}",
+        f"# tmm against torch on {last['environment']['name']}",
         "",
-        f"torch {versions['torch']}, triton {versions['triton'] or 'none'}, "
-        f"CUDA {versions['cuda'] or 'none'}, cuBLAS {versions['cublas'] or 'none'}, "
-        f"driver {last['driver'] or 'unknown'}, tmm {last['tmm']}",
+        ", ".join(f"{name} {version}" for name, version in (*versions(last), ("tmm", last["tmm"]))),
+        *(f"- {r['started']}: {commit(r)}, `tmm {' '.join(r['command'])}`" for r in results.runs),
     ]
-    for run in results.runs:
-        commit = (run["commit"] or "unknown")[:12]
-        dirty = " with uncommitted changes" if run["uncommitted_changes"] else ""
-        lines.append(
-            f"- {run['started']}: commit {commit}{dirty}, `tmm {' '.join(run['command'])}`"
-        )
     lines += ["", "Ratios are torch's time over tmm's: above 1×, tmm is faster."]
     return "\n".join(lines)
 
@@ -230,6 +222,20 @@ def problem_table(documents: Sequence[Document]) -> tuple[list[str], list[list[s
         if column.startswith("kernel "):
             columns[column.removeprefix("kernel ")] = us(column)
     return [*columns], [[cell(document) for cell in columns.values()] for document in documents]
+
+
+def versions(run: Document) -> list[tuple[str, str]]:
+    """Names and versions of the software that a run was measured with."""
+    known = run["environment"]
+    named = ("torch", "torch"), ("triton", "triton"), ("CUDA", "cuda"), ("cuBLAS", "cublas")
+    found = [(name, str(known.get(field) or "none")) for name, field in named]
+    return [*found, ("driver", str(run.get("driver") or "unknown"))]
+
+
+def commit(run: Document) -> str:
+    """The commit that a run measured."""
+    dirty = " with uncommitted changes" if run.get("uncommitted_changes") else ""
+    return f"commit {(run.get('commit') or 'unknown')[:12]}{dirty}"
 
 
 def regrets(results: Results) -> list[tuple[str, ...]]:
