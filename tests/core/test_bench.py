@@ -347,6 +347,29 @@ def test_columns_that_do_not_compete_are_timed_apart(monkeypatch: pytest.MonkeyP
     assert apart == [3, 2, 3, 1]
 
 
+@pytest.mark.parametrize(("us", "clock"), [(1.0, "between"), (1e6, "steady")])
+def test_the_other_clocks_are_medians_of_torch_and_tmm(us: float, clock: str) -> None:
+    calls: list[int] = []
+
+    class Timer:
+        def alone(self, runs: Sequence[Any], rounds: int) -> list[list[float]]:
+            return [[us, 3 * us, 2 * us], [us]]
+
+        def steady(self, runs: Sequence[Any], copies: int) -> list[list[float]]:
+            return self.alone(runs, copies)
+
+        def measure(self, runs: Sequence[Any], rounds: int, copies: int) -> list[list[float]]:
+            for run in runs:
+                run(0)
+            return self.alone(runs, rounds)
+
+    runs = {"torch": calls.append, "tmm": calls.append, "torch again": calls.append}
+    times = {name: {"median_us": us} for name in runs}
+    found = runner._other_clocks(runs, Timer(), 2, times, CPU)  # type: ignore[arg-type]
+    assert found == {name: {"torch": 2 * us, "tmm": us} for name in ("alone", clock)}
+    assert len(calls) == (2 if clock == "between" else 0)
+
+
 def test_so_is_one_that_held_up_tmm_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     quiet, held_up = [10.0] * 12, [10.0, 15.0] * 6
     series = [[quiet, held_up, quiet], [quiet, quiet, quiet]]

@@ -101,36 +101,33 @@ def _of_series(documents: Sequence[Document], metric: str) -> Lines:
 def _ratios(documents: Sequence[Document], path: Path) -> None:
     suites = list(dict.fromkeys(document["suite"] for document in documents))
     figure, axes = _figure(9, 2 + 0.4 * len(suites))
-    for row, suite in enumerate(suites):
-        members = [document for document in documents if document["suite"] == suite]
-        for label, colour, by_blas in (
-            ("BLAS chosen", "#0072B2", True),
-            ("another kernel chosen", "#D55E00", False),
-        ):
-            mine = [
-                document["ratio"]
-                for document in members
-                if (document["kernel"].split(".")[0] == "blas") == by_blas
-            ]
-            axes.plot(
-                mine,
-                [row] * len(mine),
-                "o",
-                color=colour,
-                alpha=0.5,
-                markersize=5,
-                label=label if row == 0 else None,
-            )
-        mean = statistics.geometric_mean([document["ratio"] for document in members])
+    for label, colour, by_blas in (
+        ("BLAS chosen", "#0072B2", True),
+        ("another kernel chosen", "#D55E00", False),
+    ):
+        mine = [d for d in documents if (d["kernel"].split(".")[0] == "blas") == by_blas]
         axes.plot(
-            [mean],
-            [row],
-            "|",
-            color="black",
-            markersize=16,
-            markeredgewidth=2,
-            label="geometric mean" if row == 0 else None,
+            [document["ratio"] for document in mine],
+            [suites.index(document["suite"]) for document in mine],
+            "o",
+            color=colour,
+            alpha=0.5,
+            markersize=5,
+            label=label,
         )
+    means = [
+        statistics.geometric_mean([d["ratio"] for d in documents if d["suite"] == suite])
+        for suite in suites
+    ]
+    axes.plot(
+        means,
+        range(len(suites)),
+        "|",
+        color="black",
+        markersize=16,
+        markeredgewidth=2,
+        label="geometric mean",
+    )
     axes.axvline(1, color="black", linewidth=0.8)
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:.2g}×")

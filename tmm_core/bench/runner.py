@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -196,26 +196,22 @@ def _other_clocks(
     runs: dict[str, Run], timer: GraphTimer, copies: int, times: Document, device: torch.device
 ) -> Document:
     """Medians of torch and tmm by the clocks that do not decide, in µs."""
-    both = {name: runs[name] for name in (TORCH, TMM)}
-    alone = timer.alone(list(both.values()), ALONE_ROUNDS)
-    found: Document = {
-        "alone": {
-            name: round(statistics.median(mine), 3) for name, mine in zip(both, alone, strict=True)
-        }
-    }
-    if all(times[name]["median_us"] >= LONG_US for name in both):
-        steady = timer.steady(list(both.values()), copies=copies)
-        found["steady"] = {
-            name: round(statistics.mean(mine), 3) for name, mine in zip(both, steady, strict=True)
-        }
+    both = [runs[TORCH], runs[TMM]]
+
+    def told(
+        samples: Sequence[Sequence[float]],
+        middle: Callable[[Sequence[float]], float] = statistics.median,
+    ) -> dict[str, float]:
+        theirs, mine = (round(middle(each), 3) for each in samples)
+        return {TORCH: theirs, TMM: mine}
+
+    found: Document = {"alone": told(timer.alone(both, ALONE_ROUNDS))}
+    if all(times[name]["median_us"] >= LONG_US for name in (TORCH, TMM)):
+        found["steady"] = told(timer.steady(both, copies=copies), statistics.mean)
     else:
         small = torch.randn(BETWEEN, device=device)
-        mixed = [_with_between(run, small) for run in both.values()]
-        samples = timer.measure(mixed, LEAST_ROUNDS, copies=copies)
-        found["between"] = {
-            name: round(statistics.median(mine), 3)
-            for name, mine in zip(both, samples, strict=True)
-        }
+        mixed = [_with_between(run, small) for run in both]
+        found["between"] = told(timer.measure(mixed, LEAST_ROUNDS, copies=copies))
     return found
 
 
