@@ -261,7 +261,7 @@ def test_one_failing_problem_costs_no_other(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("scales", ["", "tensor", "row"])
-@pytest.mark.parametrize("epilogue", ["", "gelu_tanh", "swiglu"])
+@pytest.mark.parametrize("epilogue", ["", "gelu_tanh", "swiglu", "clamped_swiglu"])
 def test_the_eager_code_of_8_bit_operands(scales: str, epilogue: str) -> None:
     case = Case(
         m=16, n=32, k=64, dtype=torch.float8_e4m3fn, layout="nt", scales=scales,

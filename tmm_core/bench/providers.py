@@ -22,6 +22,7 @@ from tmm_core.launch.plan import Plan
 
 Tensor = torch.Tensor
 Expression = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
+Products = Callable[[Tensor, Tensor, Tensor | None], list[Tensor]]
 
 
 #: The config used for 16-bit operands by libraries that replace torch's products by invariant ones.
@@ -78,19 +79,15 @@ def expression(call: Call) -> Expression:
     # Looked up here, so that the function is pure torch code, which dynamo can trace.
     stages = call.epilogue.stages or (call.epilogue,)
     # Of alternate columns the product is one, as in a model's code.
-    gated, out_dtype = stages[0].gated and not stages[0].interleaved, call.out_dtype
+    halved, out_dtype = stages[0].gated and not stages[0].interleaved, call.out_dtype
     inputs_of = stages[0].inputs
     steps = [(stage.reference, stage.parameters) for stage in stages if not stage.is_identity]
-    if call.problem().fp8:
-        return _scaled_expression(call, steps)
+    products = _scaled_products(call, halved) if call.problem().fp8 else _products(halved)
 
     def run(a: Tensor, b: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
-        if gated:
-            gate, up = b.chunk(2, dim=-1)
-            z, u = (None, None) if bias is None else bias.chunk(2)
-            inputs = [_product(a, gate, z), _product(a, up, u)]
-        else:
-            inputs = list(inputs_of(_product(a, b, bias)))
+        inputs = products(a, b, bias)
+        if not halved:
+            inputs = list(inputs_of(*inputs))
         for function, parameters in steps:
             inputs = [function(*inputs, *parameters)]
         (y,) = inputs
@@ -101,34 +98,43 @@ def expression(call: Call) -> Expression:
     return run
 
 
-def _scaled_expression(call: Call, steps: Sequence[Any]) -> Expression:
-    """:func:`expression` of 8-bit operands. If one has row scales, torch needs them for both; a
+def _products(halved: bool) -> Products:
+    """The products that an epilogue takes: of gate and up, or one."""
+
+    def run(a: Tensor, b: Tensor, bias: Tensor | None) -> list[Tensor]:
+        if not halved:
+            return [_product(a, b, bias)]
+        gate, up = b.chunk(2, dim=-1)
+        z, u = (None, None) if bias is None else bias.chunk(2)
+        return [_product(a, gate, z), _product(a, up, u)]
+
+    return run
+
+
+def _scaled_products(call: Call, halved: bool) -> Products:
+    """:func:`_products` of 8-bit operands. If one has row scales, torch needs them for both; a
     missing scale is one."""
     problem = call.problem()
-    gated, dtype = problem.gated, problem.out.dtype
-    width = call.b.shape[-1]
+    dtype = problem.out.dtype
     by_row = "row" in (problem.scale_a, problem.scale_b)
 
     def tensor(scale: Tensor | None, *shape: int) -> Tensor:
         scale = call.a.new_ones((), dtype=torch.float32) if scale is None else scale
         return scale.expand(shape).contiguous() if by_row else scale
 
-    scale_a, scale_b = tensor(call.scale_a, problem.m, 1), tensor(call.scale_b, 1, width)
+    scale_a = tensor(call.scale_a, problem.m, 1)
+    scale_b = tensor(call.scale_b, 1, call.b.shape[-1])
 
-    def run(a: Tensor, b: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+    def run(a: Tensor, b: Tensor, bias: Tensor | None) -> list[Tensor]:
         parts = [(b, scale_b, bias)]
-        if gated:
+        if halved:
             biases = (None, None) if bias is None else bias.chunk(2)
             scales = scale_b.chunk(2, dim=-1) if by_row else (scale_b, scale_b)
             parts = list(zip(b.chunk(2, dim=-1), scales, biases, strict=True))
-        inputs = [
+        return [
             torch._scaled_mm(a, columns, scale_a, scale, z, out_dtype=dtype)
             for columns, scale, z in parts
         ]
-        for function, parameters in steps:
-            inputs = [function(*inputs, *parameters)]
-        (y,) = inputs
-        return y if residual is None else y + residual
 
     return run
 
