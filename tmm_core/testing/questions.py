@@ -221,7 +221,7 @@ class Questions:
         yield full
         yield replace(full, n=n, k=k, epilogue=parse("swiglu"))
         yield replace(full, batch=3)
-        scaled = {"b": "col", "scale_a": "row", "scale_b": "row"}
+        scaled: dict[str, Any] = {"b": "col", "scale_a": "row", "scale_b": "row"}
         yield from (replace(plain, dtype=form.storage[0], **scaled) for form in FORMATS.values())
 
     def probes_of_outputs(self) -> Iterator[Probe]:
