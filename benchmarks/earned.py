@@ -31,8 +31,9 @@ def ahead(record: TuningRecord) -> float | None:
 def main(folders: list[str]) -> None:
     found: dict[tuple[str, str], list[float | None]] = defaultdict(list)
     with tempfile.TemporaryDirectory() as empty:
-        for folder in folders or [empty]:
-            for entry in CacheStore(Path(folder)).entries():
+        stores = [CacheStore(Path(folder), layers=()) for folder in folders]
+        for store in stores or [CacheStore(Path(empty))]:
+            for entry in store.entries():
                 if entry.record.clock == CLOCK:
                     found[entry.gpu, entry.record.best.kernel].append(ahead(entry.record))
     print("| GPU | kernel | records won | without it, mean | worst | alone |")
