@@ -412,6 +412,24 @@ def test_terms_and_out_of_a_batch(each: bool) -> None:
         assert y.shape == (groups, m, n)
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+def test_vmapped_calls_run_one_after_another() -> None:
+    a, b = randn(2, 12, 16), randn(2, 3, 16, 8)
+    offs = torch.stack([OFFS, ends(1, 4, 10)])
+
+    def loss(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
+        y = tmm_core.grouped_matmul(a, b, offs=offs, epilogue="silu")
+        return y[:10].square().sum()
+
+    for function in (loss, torch.func.grad(loss, argnums=(0, 1))):
+        expected = [function(*each) for each in zip(a, b, offs, strict=True)]
+        found = torch.vmap(function)(a, b, offs)
+        for one, of in zip(
+            expected, zip(*found, strict=True) if isinstance(found, tuple) else found, strict=True
+        ):
+            torch.testing.assert_close(of, one)
+
+
 def test_no_rows_and_no_columns() -> None:
     none = ends(0, 0, 0)
     assert tmm_core.grouped_matmul(randn(0, 16), B, offs=none).shape == (0, 8)
