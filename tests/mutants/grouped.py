@@ -285,7 +285,7 @@ GROUPED = [
         "    tl.float8e4nv: torch.float8_e4m3fn,\n",
         "",
         "8-bit NaN are numbers in the interpreter",
-        ("tests/plugins/test_conformance.py::TestRagged",),
+        ("tests/core/test_verifier.py::test_fp8",),
     ),
     Mutant(
         "alternate-columns-bias",
