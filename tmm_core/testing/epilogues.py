@@ -231,11 +231,9 @@ class EpilogueConformance:
         off = ((found - exact).abs() / (exact.abs() + 1)).nan_to_num(float("inf"))
         off[(found == exact) | (found.isnan() & exact.isnan())] = 0
         place = divmod(int(off.argmax()), off.shape[-1])
-        z = (
-            [half[place].item() for half in self.epilogue.inputs(self._z())]
-            if self._on_points(off)
-            else []
-        )
+        halves = self.epilogue.inputs(self._z())
+        # Of outputs and products the places are not those of the points.
+        z = [half[place].item() for half in halves] if off.shape == halves[0].shape else []
         at = f" at {', '.join(f'{value:g}' for value in z)}" if z else f" at {list(place)}"
         self._hold(
             float(off.max()) <= limit,
@@ -243,9 +241,6 @@ class EpilogueConformance:
             f"it is {found[place]:.9g}{at}, the reference has {exact[place]:.9g}; "
             f"the tolerance is {limit:.1g}",
         )
-
-    def _on_points(self, off: Tensor) -> bool:
-        return off.shape == self.epilogue.inputs(self._z())[0].shape
 
     def _hold(self, holds: bool, what: str, fault: str) -> None:
         if holds:
