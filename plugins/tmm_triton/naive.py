@@ -14,8 +14,9 @@ import triton
 import triton.language as tl
 
 from tmm_core import Launcher, Problem, Traits
+from tmm_triton.blocks import dot, finish, load, rescale
 from tmm_triton.kernel import TritonKernel, proposed, single, tiles
-from tmm_triton.operands import Build, TileConfig, build, dot, finish, load, rescale
+from tmm_triton.operands import Build, TileConfig, build
 
 
 @triton.jit

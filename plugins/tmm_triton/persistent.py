@@ -29,6 +29,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from tmm_core import Launcher, Operand, Problem, Traits
 from tmm_core.triton import Argument, Described, launcher, pointer
 from tmm_triton import sums
+from tmm_triton.blocks import add_residual, affine, dot, halves, rescale, store, tile_of
 from tmm_triton.kernel import (
     POINTERS,
     TritonKernel,
@@ -38,21 +39,7 @@ from tmm_triton.kernel import (
     step_of,
     tiles,
 )
-from tmm_triton.operands import (
-    VECTOR,
-    Build,
-    TileConfig,
-    add_residual,
-    affine,
-    build,
-    check,
-    dot,
-    halves,
-    out_shape,
-    rescale,
-    store,
-    tile_of,
-)
+from tmm_triton.operands import VECTOR, Build, TileConfig, build, check, out_shape
 
 
 @triton.jit

@@ -25,8 +25,9 @@ import triton.language as tl
 
 from tmm_core import Bound, Problem, Traits
 from tmm_core.triton import Argument, Step, launcher, pointer
+from tmm_triton.blocks import affine, dot, halves, load, tile_of
 from tmm_triton.kernel import GRID_LIMIT, POINTERS, TritonKernel, fills_registers, proposed
-from tmm_triton.operands import Build, TileConfig, affine, build, dot, halves, load, tile_of
+from tmm_triton.operands import Build, TileConfig, build
 from tmm_triton.tiled import FusedEpilogueConfig
 
 

@@ -34,20 +34,11 @@ import triton.language as tl
 from tmm_core import Launcher, Problem, Traits
 from tmm_core.triton import Argument, launcher
 from tmm_triton import sums
+from tmm_triton.blocks import dot, finish, load, rescale
 from tmm_triton.counters import Counters
 from tmm_triton.early import check_early, ways, with_early
 from tmm_triton.kernel import TritonKernel, hopper_or_later, proposed, single, step_of, tiles
-from tmm_triton.operands import (
-    Build,
-    TileConfig,
-    build,
-    check,
-    dot,
-    finish,
-    load,
-    out_shape,
-    rescale,
-)
+from tmm_triton.operands import Build, TileConfig, build, check, out_shape
 from tmm_triton.partials import MOST_WORKSPACE, REDUCE_US, reducing, reduction, sum_partials
 
 

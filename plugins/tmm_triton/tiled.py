@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 
 from tmm_core import Launcher, Problem, Traits
+from tmm_triton.blocks import add_residual, affine, dot, halves, load, rescale, store, tile_of
 from tmm_triton.kernel import (
     POINTERS,
     TritonKernel,
@@ -34,20 +35,7 @@ from tmm_triton.kernel import (
     step_of,
     tiles,
 )
-from tmm_triton.operands import (
-    Build,
-    TileConfig,
-    add_residual,
-    affine,
-    build,
-    check,
-    dot,
-    halves,
-    load,
-    rescale,
-    store,
-    tile_of,
-)
+from tmm_triton.operands import Build, TileConfig, build, check
 from tmm_triton.ports import KINDS, MOST, REDUCES, Ports, put
 
 
@@ -60,7 +48,7 @@ def finish_pair(
     port_0_ptr, port_0_at, OF_0: tl.constexpr, KIND_0: tl.constexpr, REDUCE_0: tl.constexpr,
     port_1_ptr, port_1_at, OF_1: tl.constexpr, KIND_1: tl.constexpr, REDUCE_1: tl.constexpr,
 ):  # fmt: skip
-    """As ``operands.finish``, for the accumulator ``gate`` and, where gated, ``up``, with what is
+    """As ``blocks.finish``, for the accumulator ``gate`` and, where gated, ``up``, with what is
     written beside the result."""
     if GATED:
         gate = affine(gate, cols, N, bias_ptr, stride_bias, alpha)

@@ -19,7 +19,7 @@ pytest.importorskip("triton")
 
 from hopper_block import Block, Pointer
 from test_triton_compile import resources
-from tmm_triton import operands, skinny
+from tmm_triton import blocks, skinny
 from tmm_triton.skinny import Skinny, SkinnyConfig
 from uninterpreted import Uninterpreted
 
@@ -165,7 +165,7 @@ def run_program(arguments: dict[str, Any], program: tuple[int, int, int]) -> Non
         "mma_v2": lambda a, b, acc: (np.matmul(a, b) + acc).view(Block),
         "__builtins__": __builtins__,
     }
-    for module in (operands, skinny):
+    for module in (blocks, skinny):
         for name, value in vars(module).items():
             function = getattr(value, "fn", None)
             if isinstance(function, types.FunctionType):
