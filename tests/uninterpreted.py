@@ -72,7 +72,7 @@ def _named(epilogue: Any) -> tuple[Any, ...]:
 
 
 def _epilogue(name: str, outputs: tuple[Any, ...]) -> Any:
-    from tmm_core.spec.epilogue import parse
+    from tmm_core.epilogues import parse
 
     return dataclasses.replace(parse(name), outputs=outputs)
 

@@ -11,9 +11,16 @@ from tmm_core import settings
 from tmm_core.formats import of_pair
 from tmm_core.interop import grouped, levels, operator
 from tmm_core.interop.calls import prepare_for, text_of
-from tmm_core.launch.check import check_number, check_out, check_scale
+from tmm_core.launch.check import (
+    check_number,
+    check_out,
+    check_residual,
+    check_scale,
+    check_tensors,
+)
 from tmm_core.launch.grouped import check_operands, run, scale_shapes, undisturbed
-from tmm_core.spec.arguments import GroupedArguments
+from tmm_core.launch.warm import epilogue_of
+from tmm_core.spec.arguments import GROUPED_TENSORS, GroupedArguments
 from tmm_core.spec.epilogue import EpilogueLike
 from tmm_core.spec.kernel import Config
 
@@ -101,11 +108,6 @@ def grouped_matmul(
                 out_dtype=out_dtype, a_index=a_index, out_index=out_index,
                 out_weights=out_weights, scale_a=scale_a, scale_b=scale_b, out=out,
             )  # fmt: skip
-    for name, t in (("a", a), ("b", b)):
-        if not isinstance(t, Tensor):
-            raise TypeError(
-                f"grouped_matmul(): argument '{name}' must be Tensor, not {type(t).__name__}"
-            )
     check_number("grouped_matmul", alpha)
     if offs is None:
         return _batched(
@@ -114,18 +116,21 @@ def grouped_matmul(
         )  # fmt: skip
     call = GroupedArguments(
         a, b, offs, bias, residual, alpha, text_of(epilogue), out_dtype, a_index, out_index,
-        out_weights, out_index is not None, scale_a, scale_b,
+        out_weights, out_index is not None, scale_a, scale_b, out,
     )  # fmt: skip
-    if out is not None:
-        return grouped.grouped_matmul_out(*call[:-1], out=out)  # type: ignore[no-any-return]
     if (
-        not torch.compiler.is_dynamo_compiling()
+        out is None
+        and not torch.compiler.is_dynamo_compiling()
         and undisturbed(
             a, b, offs, bias, residual, a_index, out_index, out_weights, scale_a, scale_b
         )
         and not levels.recorded(a, b, bias, residual, out_weights, scale_a, scale_b)
     ):
         return run(*call)
+    named = {name: getattr(call, name) for name in (*GROUPED_TENSORS, "out")}
+    check_tensors("grouped_matmul", **named)
+    if out is not None:
+        return grouped.grouped_matmul_out(*call[:-1], out=out)  # type: ignore[no-any-return]
     if not torch.compiler.is_compiling():
         for kind in {type(a), type(b)} - {Tensor}:
             prepare_for(kind)
@@ -146,6 +151,10 @@ def _batched(
     scale_b: Tensor | None,
 ) -> Tensor:
     """Groups of equal size: a batch of products. A bias per group makes them ragged rows of a."""
+    check_tensors(
+        "grouped_matmul", a=a, b=b, bias=bias, residual=residual, scale_a=scale_a,
+        scale_b=scale_b, out=out,
+    )  # fmt: skip
     count = check_operands(a, b, None)
     if any(t is not None for t in rows):
         raise ValueError("a_index, out_index and out_weights need ragged rows: give offs")
@@ -153,31 +162,32 @@ def _batched(
     for name, scale, t in (("scale_a", scale_a, a), ("scale_b", scale_b, b)):
         if scale is not None:
             check_scale(name, scale, scale_shapes(t, None, count, t is a), form, t.dtype)
-    if bias is None or bias.dim() == 1:
+    text = text_of(epilogue)
+    if bias is None or bias.dim() == 1 or not count:
         if scale_a is not None and scale_a.numel() != 1:
             scale_a = scale_a[:, :, None]
         if scale_b is not None and scale_b.numel() != 1:
             scale_b = scale_b[:, None]
-        arguments = (
-            a, b, bias, residual, alpha, text_of(epilogue), out_dtype, scale_a, scale_b
-        )  # fmt: skip
+        shared = bias if bias is None or bias.dim() == 1 else None
+        arguments = a, b, shared, residual, alpha, text, out_dtype, scale_a, scale_b
         if out is not None:
             return operator.matmul_out(*arguments, out=out)  # type: ignore[no-any-return]
         return operator.matmul(*arguments)  # type: ignore[no-any-return]
-    m = a.shape[1]
-    kind: dict[str, Any] = {"dtype": torch.int32, "device": a.device}
-    offs = torch.arange(m, (count + 1) * m, m, **kind) if m else torch.zeros(count, **kind)
-    flat = None if residual is None else residual.reshape(count * m, residual.shape[-1])
+    (m, k), n = a.shape[1:], b.shape[-1] // (2 if epilogue_of(text).gated else 1)
+    shape = torch.Size((count, m, n))
+    if residual is not None:
+        check_residual(residual, shape)
+        residual = residual.expand(shape).reshape(count * m, n)
     y = grouped_matmul(
-        a.reshape(count * m, a.shape[-1]), b, offs=offs, bias=bias, residual=flat, alpha=alpha,
-        epilogue=epilogue, out_dtype=out_dtype,
-        scale_a=None if scale_a is None else scale_a.flatten(), scale_b=scale_b,
-    )  # fmt: skip
-    y = y.view(count, m, y.shape[-1])
+        a.reshape(count * m, k), b, bias=bias, residual=residual, alpha=alpha, epilogue=epilogue,
+        offs=torch.arange(1, count + 1, dtype=torch.int32, device=a.device) * m,
+        out_dtype=out_dtype, scale_a=None if scale_a is None else scale_a.flatten(),
+        scale_b=scale_b,
+    ).view(shape)  # fmt: skip
     if out is None:
         return y
     given = (a, b, bias, residual, scale_a, scale_b)
-    check_out(out, y.shape, y.dtype, [t for t in given if t is not None])
+    check_out(out, shape, y.dtype, [t for t in given if t is not None])
     return out.copy_(y)
 
 
@@ -216,6 +226,7 @@ def grouped_linear(
     Raises:
         RuntimeError: ``x`` is not 2-D or ``weight`` not 3-D; else as :func:`grouped_matmul`.
     """
+    check_tensors("grouped_linear", x=x, weight=weight)
     if x.dim() != 2 or weight.dim() != 3:
         raise RuntimeError(
             "grouped_linear(): x must be 2-D [T, K] and weight 3-D [G, N, K], got "

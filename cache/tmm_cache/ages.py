@@ -45,3 +45,11 @@ def touch(path: Path) -> None:
     with contextlib.suppress(OSError):
         if abs(time.time() - os.stat(path).st_mtime) > TOUCH_SECONDS:
             os.utime(path)
+
+
+def is_older(path: str | os.PathLike[str], seconds: float) -> bool:
+    """Whether a file was written longer ago than this; False if it is gone."""
+    try:
+        return time.time() - os.stat(path, follow_symlinks=False).st_mtime > seconds
+    except OSError:
+        return False

@@ -26,19 +26,19 @@ from tmm_cache.errors import RecordError
 from tmm_cache.files import (
     Fault,
     parse_environment,
-    parse_record,
+    parse_stored,
     read_record,
     record_bytes,
     write_environment,
 )
-from tmm_cache.keys import DIGEST_DIGITS, JSON, is_slug
+from tmm_cache.keys import DIGEST_DIGITS, JSON, SLUG
 from tmm_cache.layout import ENVIRONMENT, VERSION, VERSIONS, environment_folder
 from tmm_cache.record import TuningRecord
 from tmm_cache.scan import Entry
 from tmm_cache.unpack import ArchiveError, Member, members
 
 _MEMBER = re.compile(
-    rf"(?:{'|'.join(VERSIONS)})/([^/]+)/([0-9a-f]{{{DIGEST_DIGITS}}})/([0-9a-f]{{{DIGEST_DIGITS}}}|environment)\.json"
+    rf"(?:{'|'.join(VERSIONS)})/({SLUG})/([0-9a-f]{{{DIGEST_DIGITS}}})/([0-9a-f]{{{DIGEST_DIGITS}}}|environment)\.json"
 )
 #: How far the clock of the exporting machine may be ahead.
 CLOCK_SKEW: Final = timedelta(days=1)
@@ -118,12 +118,12 @@ def read_archive(file: Path, root: Path, force: bool) -> Imported:
         ranks: dict[Path, tuple[bool, datetime]] = {}
         for member in members(file, raw):
             match = _MEMBER.fullmatch(member.name)
-            if match is None or not is_slug(match[1]):
+            if match is None:
                 imported.ignored += 1
             elif match[3] != "environment":
                 folder = environment_folder(root, match[1], match[2])
                 try:
-                    record = parse_record(member.data(), match[3])
+                    record = parse_stored(member.data(), match[3]).record
                     if record.created_at > latest:
                         raise RecordError(f"created: found {record.created}, which is yet to come")
                 except ValueError as error:
@@ -158,7 +158,7 @@ def _environments(found: Iterable[Member], imported: Imported) -> dict[str, dict
     environments: dict[str, dict[str, JSON]] = {}
     for member in found:
         match = _MEMBER.fullmatch(member.name)
-        if match is None or match[3] != "environment" or not is_slug(match[1]):
+        if match is None or match[3] != "environment":
             continue
         try:
             if len(environments) >= MOST_ENVIRONMENTS or member.size > MAX_ENVIRONMENT_BYTES:

@@ -7,105 +7,64 @@ torch nor kernels and starts fast.
 from __future__ import annotations
 
 import argparse
-import os
-import sys
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NoReturn, TypeAlias, TypeVar
+from typing import TypeAlias
 
-from tmm_cache import changes, console, deployment, filters, reports
+from tmm_cache import changes, deployment, filters, reports
+from tmm_cache.console import DONE, MISTAKE, Parser, argument, guarded, note, warnings_as_notes
 from tmm_cache.errors import CacheWarning
-from tmm_cache.facets import printable
 from tmm_cache.places import is_nowhere
 from tmm_cache.store import CacheStore
-
-T = TypeVar("T")
 
 DISTRIBUTION = "tmm-core"
 
 Command: TypeAlias = Callable[[CacheStore, argparse.Namespace], int]
 
 
-class _Parser(argparse.ArgumentParser):
-    """argparse with one-line errors."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(console.MISTAKE, f"{self.prog}: {printable(message)}\n")
-
-
-class _Version(argparse.Action):
-    """Prints the version of the distribution, looked up only when it is asked for."""
-
-    def __init__(self, **fields: Any) -> None:
-        super().__init__(**fields, nargs=0, help="print the version and exit")
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
-        from importlib.metadata import PackageNotFoundError, version
-
-        try:
-            found = version(DISTRIBUTION)
-        except PackageNotFoundError:
-            found = f"of unknown version: no {DISTRIBUTION} is installed"
-        print(f"{parser.prog} {found}")
-        parser.exit()
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns 0 if done, 1 if faults were found or left undone, 2 for bad
     usage."""
-    try:
-        status = _run(argv)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        # `tmm-cache show | head`. Python flushes stdout again at exit, so redirect it.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return console.DONE
-    except KeyboardInterrupt:
-        return 130
-    except OSError as error:
-        console.note(str(error))
-        return console.MISTAKE
-    return status
+    return guarded(lambda: _run(argv), note)
 
 
 def _run(argv: Sequence[str] | None) -> int:
     parser = _parser()
-    try:
-        options = parser.parse_args(argv)
-    except SystemExit as stop:  # after --help or a usage error
-        return stop.code if isinstance(stop.code, int) else console.DONE
-    if hasattr(sys.stdout, "reconfigure"):
-        # µ on an ASCII terminal is escaped rather than fatal.
-        sys.stdout.reconfigure(errors="backslashreplace")
+    options = parser.parse_args(argv)
+    if options.version:
+        print(f"{parser.prog} {_version()}")
+        return DONE
     if options.run is None:
         parser.print_help()
-        return console.DONE
+        return DONE
     run: Command = options.run
-    with warnings.catch_warnings():
-        warnings.simplefilter("always", CacheWarning)
-        warnings.showwarning = _note_warning
+    with warnings_as_notes(note, CacheWarning):
         store = CacheStore(options.cache_dir)
         if is_nowhere(store.root):  # already reported
-            return console.MISTAKE
+            return MISTAKE
         return run(store, options)
 
 
-def _note_warning(message: Warning | str, *_: object, **__: object) -> None:
-    console.note(str(message))
+def _version() -> str:
+    from importlib.metadata import PackageNotFoundError, version  # 35 ms
+
+    try:
+        return version(DISTRIBUTION)
+    except PackageNotFoundError:
+        return f"of unknown version: no {DISTRIBUTION} is installed"
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(
+    parser = Parser(
         prog="tmm-cache",
         description="Look after tmm's tuning records.",
         epilog="The root is TMM_CACHE_DIR or the platform's cache folder; below it are the "
         "read-only layers that TMM_CACHE_PATH lists and those that packages ship.",
     )
     _add_cache_dir(parser, default=None)
-    parser.add_argument("--version", action=_Version)
+    parser.add_argument("--version", action="store_true", help="print the version and exit")
     parser.set_defaults(run=None)
-    subparsers = parser.add_subparsers(metavar="command", parser_class=_Parser)
+    subparsers = parser.add_subparsers(metavar="command", parser_class=Parser)
 
     def add(name: str, run: Command, text: str) -> argparse.ArgumentParser:
         command = subparsers.add_parser(
@@ -195,7 +154,7 @@ def _parser() -> argparse.ArgumentParser:
 def _add_cache_dir(parser: argparse.ArgumentParser, default: str | None) -> None:
     parser.add_argument(
         "--cache-dir",
-        type=_argument(_folder),
+        type=argument(_folder),
         default=default,
         metavar="DIR",
         help="the root to use instead of TMM_CACHE_DIR",
@@ -219,7 +178,7 @@ def _add_filters(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--epilogue", metavar="GLOB")
     group.add_argument(
         "--shape",
-        type=_argument(filters.parse_shape),
+        type=argument(filters.parse_shape),
         metavar="MxNxK",
         help="the sizes, each a number or *",
     )
@@ -229,7 +188,7 @@ def _add_filters(parser: argparse.ArgumentParser) -> None:
 
 def _add_age(parser: argparse._ActionsContainer, name: str, text: str) -> None:
     parser.add_argument(
-        name, type=_argument(filters.parse_age), metavar="AGE", help=f"{text}: 90m, 12h, 30d, 2w"
+        name, type=argument(filters.parse_age), metavar="AGE", help=f"{text}: 90m, 12h, 30d, 2w"
     )
 
 
@@ -237,16 +196,6 @@ def _folder(text: str) -> Path:
     if not text:
         raise ValueError("found nothing, accepted is a folder")
     return Path(text)
-
-
-def _argument(parse: Callable[[str], T]) -> Callable[[str], T]:
-    def parsed(text: str) -> T:
-        try:
-            return parse(text)
-        except ValueError as error:  # argparse would drop its text
-            raise argparse.ArgumentTypeError(str(error)) from error
-
-    return parsed
 
 
 if __name__ == "__main__":

@@ -1,11 +1,16 @@
-"""Output of the command: data on stdout, notes on stderr, and three exit statuses."""
+"""Conventions of the commands `tmm-cache` and `tmm`: data on stdout, notes on stderr, one-line
+errors, and the exit statuses."""
 
 from __future__ import annotations
 
+import argparse
 import json
+import os
 import sys
-from collections.abc import Iterable, Iterator
-from typing import TypeVar
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from typing import NoReturn, TextIO, TypeVar
 
 from tmm_cache.facets import printable
 from tmm_cache.files import Fault
@@ -15,6 +20,81 @@ T = TypeVar("T")
 
 #: Exit statuses: done; something was found or left undone; bad usage.
 DONE, FOUND, MISTAKE = 0, 1, 2
+#: The status that shells use for an interrupted command.
+INTERRUPTED = 130
+
+
+class Parser(argparse.ArgumentParser):
+    """argparse with one-line errors."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(MISTAKE, f"{self.prog}: {printable(message)}\n")
+
+
+def argument(parse: Callable[[str], T]) -> Callable[[str], T]:
+    """A parser whose `ValueError` argparse shows with its message."""
+
+    def parsed(text: str) -> T:
+        try:
+            return parse(text)
+        except ValueError as error:  # argparse would drop its text
+            raise argparse.ArgumentTypeError(str(error)) from error
+
+    return parsed
+
+
+def guarded(
+    run: Callable[[], int],
+    note: Callable[[str], None],
+    errors: tuple[type[Exception], ...] = (OSError,),
+) -> int:
+    """The exit status of a command; one of `errors` becomes a note."""
+    try:
+        if hasattr(sys.stdout, "reconfigure"):
+            # Escape µ and × on an ASCII terminal instead of failing.
+            sys.stdout.reconfigure(errors="backslashreplace")
+        try:
+            status = run()
+        except SystemExit as stop:  # argparse, after --help or a usage error
+            status = stop.code if isinstance(stop.code, int) else DONE
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # `tmm-cache show | head`. Python flushes stdout again at exit, so redirect it.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return DONE
+    except KeyboardInterrupt:
+        return INTERRUPTED
+    except errors as error:
+        note(str(error))
+        return MISTAKE
+    return status
+
+
+@contextmanager
+def warnings_as_notes(note: Callable[[str], None], *categories: type[Warning]) -> Iterator[None]:
+    """A context in which warnings of these categories become notes, once each."""
+    told: set[str] = set()
+    default = warnings.showwarning
+
+    def show(
+        message: Warning | str,
+        category: type[Warning],
+        filename: str,
+        lineno: int,
+        file: TextIO | None = None,
+        line: str | None = None,
+    ) -> None:
+        if not issubclass(category, categories):
+            default(message, category, filename, lineno, file, line)
+        elif str(message) not in told:
+            told.add(str(message))
+            note(str(message))
+
+    with warnings.catch_warnings():
+        warnings.showwarning = show
+        for category in categories:
+            warnings.simplefilter("always", category)
+        yield
 
 
 def note(text: str) -> None:

@@ -19,7 +19,7 @@ from tmm_cache.files import Fault, Stored, read_stored, record_bytes, write_envi
 from tmm_cache.filters import Filter
 from tmm_cache.layout import environment_folder, foreign
 from tmm_cache.lock import Key, LockError, LockFile, write_lock
-from tmm_cache.merge import Evidence, merged
+from tmm_cache.merge import merged
 from tmm_cache.record import CLOCK
 from tmm_cache.scan import Summary, summaries
 from tmm_cache.store import CacheStore
@@ -69,8 +69,8 @@ def diff(store: CacheStore, options: Namespace) -> int:
                     "environment_digest": key[1],
                     "digest": key[2],
                     "problem": (a or b).problem,  # type: ignore[union-attr]  # one is there
-                    "a": None if a is None else a.head.best.to_json(),
-                    "b": None if b is None else b.head.best.to_json(),
+                    "a": None if a is None else a.head.best._asdict(),
+                    "b": None if b is None else b.head.best._asdict(),
                 }
                 for what, key, a, b in rows
             ]
@@ -118,10 +118,7 @@ def merge(store: CacheStore, options: Namespace) -> int:
                     continue
                 record = stored.record
                 if isinstance(present, Stored) and not present.record.is_hint:
-                    record = merged(
-                        Evidence(present.record, present.sealed),
-                        Evidence(stored.record, stored.sealed),
-                    )
+                    record = merged(present, stored)
                     if record == present.record:
                         kept += 1
                         continue
@@ -165,7 +162,7 @@ def _stored(summary: Summary, noted: Noted) -> Stored | None:
     """The whole record; None if it is gone or has a fault, which is reported."""
     if summary.root.is_file():  # a lock file, already read
         record = summary.load()
-        return None if record is None else Stored(record, sealed=True, imported=True)
+        return None if record is None else Stored(record, sealed=True)
     stored = read_stored(summary.path)
     if isinstance(stored, Fault):
         noted.fault(stored)

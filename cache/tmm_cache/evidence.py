@@ -2,45 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Protocol
+from collections.abc import Iterator, Sequence
+from typing import Any, TypeAlias
 
 from tmm_cache import facets
-from tmm_cache.keys import JSON
+
+#: A `tmm_cache.CandidateResult`. Its module imports this one, for notebooks.
+Result: TypeAlias = Any
 
 #: The columns of numbers: microseconds, a count, relative errors, bytes.
 NUMBERS = ("median µs", "min", "max", "samples", "error", "tolerance", "workspace")
 COLUMNS = ("", "kernel", "status", *NUMBERS)
-
-
-class Result(Protocol):
-    """The attributes used of a `tmm_cache.CandidateResult`."""
-
-    # Properties, because its fields are frozen.
-    @property
-    def kernel(self) -> str: ...
-    @property
-    def version(self) -> str: ...
-    @property
-    def config(self) -> Mapping[str, JSON]: ...
-    @property
-    def status(self) -> str: ...
-    @property
-    def samples_us(self) -> tuple[float, ...]: ...
-    @property
-    def median_us(self) -> float | None: ...
-    @property
-    def error(self) -> float | None: ...
-    @property
-    def tolerance(self) -> float | None: ...
-    @property
-    def workspace_bytes(self) -> int: ...
-    @property
-    def deterministic(self) -> bool: ...
-    @property
-    def batch_invariant(self) -> bool: ...
-    @property
-    def reason(self) -> str | None: ...
 
 
 def rows(candidates: Sequence[Result], winner: int) -> Iterator[tuple[tuple[str, ...], str]]:

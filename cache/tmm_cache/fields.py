@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Container, Iterator
-from typing import Final, NoReturn
+from typing import Final, NoReturn, TypeGuard
 
 from tmm_cache.errors import RecordError
 from tmm_cache.keys import JSON, canonical
@@ -181,7 +181,7 @@ class Fields:
         return value
 
 
-def is_size(value: object) -> bool:
+def is_size(value: object) -> TypeGuard[int]:
     """Whether it is a number of elements: M, N, K or a batch."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 < value < SIZE_MAX
 

@@ -76,12 +76,7 @@ class Stored:
 
     record: TuningRecord
     sealed: bool
-    imported: bool
-
-
-def parse_record(data: bytes, name: str) -> TuningRecord:
-    """The record of a file called `<name>.json`; raises like `parse_stored`."""
-    return parse_stored(data, name).record
+    imported: bool = False
 
 
 def parse_stored(data: bytes, name: str) -> Stored:
@@ -133,7 +128,7 @@ def has_checksum(data: bytes, document: Mapping[str, JSON], found: JSON) -> bool
 
 
 def parse_environment(data: bytes, name: str) -> dict[str, JSON]:
-    """The environment of a folder called `name`. Raises ValueError like `parse_record`."""
+    """The environment of a folder called `name`. Raises ValueError like `parse_stored`."""
     value = parse(data)
     if not isinstance(value, dict):
         raise RecordError("environment: found no object, accepted is an object")

@@ -12,7 +12,6 @@ import json
 import math
 import os
 from collections.abc import Mapping
-from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Final, NamedTuple
@@ -27,8 +26,7 @@ HEAD_BYTES: Final = 4096
 _REST: Final = b'"candidates": ['
 
 
-@dataclass(frozen=True, slots=True)
-class Best:
+class Best(NamedTuple):
     """The winner of a record and BLAS's time; times are medians in microseconds."""
 
     kernel: str
@@ -44,14 +42,6 @@ class Best:
             return None
         quotient = self.blas_us / self.us
         return quotient if math.isfinite(quotient) else None
-
-    def to_json(self) -> dict[str, JSON]:
-        return {
-            "kernel": self.kernel,
-            "config": self.config,
-            "us": self.us,
-            "blas_us": self.blas_us,
-        }
 
     @classmethod
     def of(cls, record: TuningRecord) -> Best:
@@ -72,10 +62,11 @@ class Head(NamedTuple):
         return cls(record.problem, record.clock, record.created_at, Best.of(record))
 
 
-def with_head(document: dict[str, JSON], record: TuningRecord) -> dict[str, JSON]:
+def with_head(document: dict[str, Any], record: TuningRecord) -> dict[str, Any]:
     """A record's document with a summary of its winner before the long fields."""
     candidates = document.pop("candidates")
-    return document | {"best": Best.of(record).to_json(), "candidates": candidates}
+    best = Best.of(record)._replace(config=candidates[record.winner]["config"])  # as JSON
+    return document | {"best": best._asdict(), "candidates": candidates}
 
 
 def blas_us(record: TuningRecord) -> float | None:

@@ -19,7 +19,7 @@ JSON: TypeAlias = "bool | int | float | str | Sequence[JSON] | Mapping[str, JSON
 DIGEST_DIGITS = 16
 
 _SLUG_MAX = 96
-_SLUG = re.compile(rf"[a-z0-9][a-z0-9._-]{{0,{_SLUG_MAX - 1}}}")
+SLUG = rf"[a-z0-9][a-z0-9._-]{{0,{_SLUG_MAX - 1}}}"
 
 
 def canonical(value: JSON) -> str:
@@ -68,7 +68,7 @@ def slug(text: str) -> str:
 
 def is_slug(name: str) -> bool:
     """Whether the name is valid for a GPU's folder: not empty, not `..`, no separator."""
-    return _SLUG.fullmatch(name) is not None
+    return re.fullmatch(SLUG, name) is not None
 
 
 def is_digest_prefix(text: str) -> bool:

@@ -7,9 +7,10 @@ own record. Hints are not merged: their clock does not decide.
 from __future__ import annotations
 
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Final
 
+from tmm_cache.files import Stored
 from tmm_cache.head import Best
 from tmm_cache.keys import canonical
 from tmm_cache.record import CandidateResult, TuningRecord
@@ -18,15 +19,7 @@ from tmm_cache.record import CandidateResult, TuningRecord
 MARGIN: Final = 0.01
 
 
-@dataclass(frozen=True, slots=True)
-class Evidence:
-    """A record, and whether its file is sealed: one edited by hand counts less."""
-
-    record: TuningRecord
-    sealed: bool
-
-
-def merged(own: Evidence, other: Evidence) -> TuningRecord:
+def merged(own: Stored, other: Stored) -> TuningRecord:
     """Both records merged; `own.record` itself if the other has nothing better.
 
     If two versions of a kernel were measured, the newer record's candidates are kept. Within one

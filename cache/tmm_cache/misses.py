@@ -59,7 +59,9 @@ class MissLog:
         try:
             make_folder(path.parent)
             write_environment(path.parent, environment)
-            append_miss(path.parent, problem)
+            line = canonical({"problem": problem}).encode("ascii")
+            if not append_line(path.with_name(MISSES), line, MAX_BYTES):
+                raise OSError("it is full, tune or clear its problems")
         except OSError as error:
             log = path.with_name(MISSES)
             told = "problems that are not tuned are not noted"
@@ -105,13 +107,6 @@ class MissLog:
                 self._complaints.fault(folder)
             elif not folder.is_old:
                 yield folder
-
-
-def append_miss(folder: Path, problem: Mapping[str, JSON]) -> None:
-    """Append a line. Raises OSError, also if the log is full or not a regular file."""
-    line = canonical({"problem": problem}).encode("ascii")
-    if not append_line(folder / MISSES, line, MAX_BYTES):
-        raise OSError("it is full, tune or clear its problems")
 
 
 def read_misses(folder: Path) -> tuple[list[tuple[Mapping[str, JSON], int]], Fault | None]:

@@ -88,8 +88,6 @@ def _weight(difference: Difference) -> float:
         return _VERSION
     asked, there = difference.asked, difference.there
     if difference.field in _SIZES and is_size(asked) and is_size(there):
-        assert isinstance(asked, int)
-        assert isinstance(there, int)
         return abs(math.log2(asked / there))
     return _FIELD
 

@@ -29,7 +29,7 @@ def default_root(environ: Mapping[str, str] = os.environ) -> Path:
     """
     chosen = environ.get("TMM_CACHE_DIR")
     if chosen:
-        return absolute(_at_home(chosen))
+        return absolute(chosen)
     home, shared = environ.get("HOME"), environ.get("XDG_CACHE_HOME")
     if home is not None and not os.path.isabs(home) and not os.path.isabs(shared or ""):
         # Releases of platformdirs disagree here: the file system's root, or the working directory.
@@ -48,16 +48,17 @@ def default_root(environ: Mapping[str, str] = os.environ) -> Path:
 def lock_path(environ: Mapping[str, str], root: Path) -> Path:
     """The lock file: `TMM_LOCK_FILE`, else `tmm.lock.json` in the root."""
     chosen = environ.get("TMM_LOCK_FILE")
-    return absolute(_at_home(chosen)) if chosen else root / LOCK_NAME
+    return absolute(chosen) if chosen else root / LOCK_NAME
 
 
 def absolute(path: str | Path) -> Path:
-    """The absolute path, so that a later `chdir` does not move the cache.
+    """The absolute path, so that a later `chdir` does not move the cache; `~` is a home folder.
 
     `NOWHERE`, with one `CacheWarning`, if it is relative to a working directory that was removed or
     to the home of an unknown user.
     """
-    if os.fspath(path).startswith("~"):
+    path = os.path.expanduser(path)  # unchanged for an unknown user; `Path.expanduser` raises
+    if path.startswith("~"):
         return _nowhere(path, "no home folder of that user")
     try:
         return Path(path).absolute()
@@ -86,11 +87,6 @@ def root_of(folder: Path, versions: Collection[str]) -> Path:
     """The root or layer of a folder of records; any other folder is returned as is."""
     parents = (folder, *folder.parents)[:3]
     return next((path.parent for path in parents if path.name in versions), folder)
-
-
-def _at_home(path: str) -> str:
-    # Returns the path unchanged for an unknown user, where `Path.expanduser` raises.
-    return os.path.expanduser(path)
 
 
 def _nowhere(path: str | Path, reason: str) -> Path:

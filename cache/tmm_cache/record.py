@@ -113,24 +113,15 @@ class CandidateResult:
     def to_json(self) -> dict[str, JSON]:
         """The JSON object of this candidate, without fields equal to their default. Raises
         RecordError if the config is not JSON."""
-        document: dict[str, JSON] = {
-            "kernel": self.kernel,
-            "version": self.version,
-            "config": _plain(self.config, "config"),
-            "status": self.status,
-            "samples_us": list(self.samples_us),
-            "error": self.error,
-            "tolerance": self.tolerance,
-            "workspace_bytes": self.workspace_bytes,
-            "deterministic": self.deterministic,
-            "batch_invariant": self.batch_invariant,
-            "reason": self.reason,
-            "inside_us": {str(m): time for m, time in sorted(self.inside_us.items())},
+        values: dict[str, Any] = {name: getattr(self, name) for name in _READERS}
+        values["config"] = _plain(self.config, "config")
+        values["samples_us"] = list(self.samples_us)
+        values["inside_us"] = {str(m): time for m, time in sorted(self.inside_us.items())}
+        return {
+            name: value
+            for name, value in values.items()
+            if name not in _CANDIDATE_DEFAULTS or getattr(self, name) != _CANDIDATE_DEFAULTS[name]
         }
-        for name, default in _CANDIDATE_DEFAULTS.items():
-            if getattr(self, name) == default:
-                del document[name]
-        return document
 
     @classmethod
     def from_json(cls, document: object, where: str = "candidate") -> CandidateResult:
@@ -248,12 +239,8 @@ class TuningRecord:
         schema = document.get("schema", SCHEMA) if isinstance(document, dict) else SCHEMA
         if type(schema) is not int or schema not in (SCHEMA, OLD_SCHEMA):  # True == 1
             reject("schema", shown(schema), f"{SCHEMA}, the version of this tmm")
-        required = ("schema", *_required(cls))
-        fields = (
-            Fields(document, "", (*required, "clock"), ("note",))
-            if schema == SCHEMA
-            else Fields(document, "", required, ("note",))
-        )
+        required = ("schema", *_required(cls), *(["clock"] if schema == SCHEMA else []))
+        fields = Fields(document, "", required, ("note",))
         candidates = tuple(
             CandidateResult.from_json(item, f"candidates[{index}]")
             for index, item in enumerate(fields.items("candidates"))

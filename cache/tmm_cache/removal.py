@@ -9,14 +9,13 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
 from typing import Literal, TypeAlias
 
-from tmm_cache.ages import was_used
+from tmm_cache.ages import is_older, was_used
 from tmm_cache.disk import remove_if_empty
 from tmm_cache.files import Fault
 from tmm_cache.layout import (
@@ -120,7 +119,7 @@ def outdated(root: Path, before: datetime | None) -> Iterator[Removal | Fault]:
             yield from _misses(folder, "an older environment of this GPU")
         yield from _leftovers(folder)
     for path in _notes(root):
-        if _is_older(path, STALE_NOTES_SECONDS):
+        if is_older(path, STALE_NOTES_SECONDS):
             yield Removal(path, "notes", "nothing was noted there for a month")
 
 
@@ -200,13 +199,6 @@ def _notes(root: Path) -> list[Path]:
     except OSError:  # usually there is no such folder
         return []
     return [path for path in paths if NOTE_FILE.fullmatch(path.name) and path.is_file()]
-
-
-def _is_older(path: Path, seconds: float) -> bool:
-    try:
-        return time.time() - path.stat().st_mtime > seconds
-    except OSError:
-        return False
 
 
 def _remove_lock(path: Path) -> None:

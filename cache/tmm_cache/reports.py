@@ -9,6 +9,7 @@ from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import Any
 
 from tmm_cache import evidence, facets
 from tmm_cache.console import DONE, FOUND, MISTAKE, counted, note, print_json, without_faults
@@ -62,11 +63,9 @@ def show(store: CacheStore, options: Namespace) -> int:
 
 def _loaded(found: Iterable[Summary]) -> Iterator[tuple[Summary, TuningRecord]]:
     for summary in found:
-        record = read_record(summary.path)
-        if isinstance(record, Fault):
-            note(f"passed over {record.path}: {record.reason}")
-        elif record is not None:  # None: removed since the listing
-            yield summary, record
+        for record in without_faults([read_record(summary.path)]):
+            if record is not None:  # None: removed since the listing
+                yield summary, record
 
 
 def directory(store: CacheStore, options: Namespace) -> int:
@@ -101,14 +100,14 @@ def stats(store: CacheStore, options: Namespace) -> int:
         columns,
         [
             (
-                str(row["gpu"]),
-                str(row["environment_digest"]),
-                layers[str(row["layer"])],
+                row["gpu"],
+                row["environment_digest"],
+                layers[row["layer"]],
                 str(row["records"]),
-                evidence.bytes_text(int(str(row["bytes"]))),
+                evidence.bytes_text(row["bytes"]),
                 str(row["misses"]),
                 str(row["faults"]),
-                facets.config(winners) if isinstance(winners := row["winners"], dict) else "",
+                facets.config(row["winners"]),
             )
             for row in rows
         ],
@@ -135,7 +134,10 @@ def verify(store: CacheStore, options: Namespace) -> int:
                 faults += [] if fault is None else [fault]
                 left += map(str, sorted(leftovers(folder.path)))
     if options.json:
-        found: list[JSON] = [_fault_json(fault) for fault in faults]
+        found: list[JSON] = [
+            {"path": str(fault.path), "reason": fault.reason, "damaged": fault.damaged}
+            for fault in faults
+        ]
         print_json({"records": records, "faults": found, "temporary": left})
     else:
         for fault in faults:
@@ -154,7 +156,7 @@ def _layer_names(store: CacheStore) -> dict[Path, str]:
     return {store.root: "own"} | {layer: facets.printable(str(layer)) for layer in store.layers}
 
 
-def _statistics(root: Path, folder: Folder) -> dict[str, JSON]:
+def _statistics(root: Path, folder: Folder) -> dict[str, Any]:
     items = list(summaries_of(root, folder))
     found = [item for item in items if isinstance(item, Summary)]
     environment = read_environment(folder.path)
@@ -191,7 +193,3 @@ def _summary_json(summary: Summary, record: TuningRecord) -> JSON:
         "speedup": best.speedup,
         "record": record.to_json(),
     }
-
-
-def _fault_json(fault: Fault) -> JSON:
-    return {"path": str(fault.path), "reason": fault.reason, "damaged": fault.damaged}

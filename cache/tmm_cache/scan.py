@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeVar
 
 from tmm_cache.complaints import passed_over
 from tmm_cache.files import Fault, read_environment, read_record
@@ -18,6 +19,8 @@ from tmm_cache.head import Head, read_head
 from tmm_cache.keys import JSON, is_slug
 from tmm_cache.layout import DIGEST, RECORD, VERSION, VERSIONS
 from tmm_cache.record import TuningRecord
+
+T = TypeVar("T")
 
 #: The fields of an `Entry` before its record: where it is, and what it was measured under.
 Place = tuple[Path, Path, str, str, Mapping[str, JSON] | None]
@@ -47,8 +50,8 @@ class Folder:
 
 
 @dataclass(frozen=True, slots=True)
-class Entry:
-    """A readable record and its location.
+class _Place:
+    """Where a record is.
 
     `root` is the layer that holds it. `environment` is None if its readable file is missing or
     broken.
@@ -59,46 +62,35 @@ class Entry:
     gpu: str
     environment_digest: str
     environment: Mapping[str, JSON] | None
-    record: TuningRecord
 
     @property
     def digest(self) -> str:
         """The problem's digest."""
         return self.path.stem
+
+
+@dataclass(frozen=True, slots=True)
+class Entry(_Place):
+    """A readable record and its location."""
+
+    record: TuningRecord
 
     @property
     def summary(self) -> Summary:
         """A summary of this record."""
-        return Summary(
-            self.path,
-            self.root,
-            self.gpu,
-            self.environment_digest,
-            self.environment,
-            Head.of(self.record),
-            self.record,
-        )
+        place = self.path, self.root, self.gpu, self.environment_digest, self.environment
+        return Summary(*place, Head.of(self.record), self.record)
 
 
 @dataclass(frozen=True, slots=True)
-class Summary:
-    """A summary of a record and its location, as in `Entry`.
+class Summary(_Place):
+    """A summary of a record and its location.
 
     It is read from the head of a file, unvalidated: `load` reads the record and checks it.
     """
 
-    path: Path
-    root: Path
-    gpu: str
-    environment_digest: str
-    environment: Mapping[str, JSON] | None
     head: Head
     _record: TuningRecord | None = field(default=None, repr=False, compare=False)
-
-    @property
-    def digest(self) -> str:
-        """The problem's digest."""
-        return self.path.stem
 
     @property
     def problem(self) -> Mapping[str, JSON]:
@@ -162,11 +154,7 @@ def folders(root: Path, gpu: str | None = None) -> Iterator[Folder | Fault]:
 
 def scan(root: Path, gpu: str | None = None) -> Iterator[Entry | Fault]:
     """Every record and every fault under a root, in the order of `folders`, then by name."""
-    for folder in folders(root, gpu):
-        if isinstance(folder, Fault):
-            yield folder
-        else:
-            yield from scan_folder(root, folder)
+    return _of_folders(root, gpu, scan_folder)
 
 
 def scan_folder(root: Path, folder: Folder) -> Iterator[Entry | Fault]:
@@ -178,11 +166,7 @@ def scan_folder(root: Path, folder: Folder) -> Iterator[Entry | Fault]:
 def summaries(root: Path, gpu: str | None = None) -> Iterator[Summary | Fault]:
     """A summary of every record under a root, in the order of `scan`, and each fault met: a record
     with an intact head may be damaged further on."""
-    for folder in folders(root, gpu):
-        if isinstance(folder, Fault):
-            yield folder
-        else:
-            yield from summaries_of(root, folder)
+    return _of_folders(root, gpu, summaries_of)
 
 
 def summaries_of(root: Path, folder: Folder) -> Iterator[Summary | Fault]:
@@ -193,6 +177,16 @@ def summaries_of(root: Path, folder: Folder) -> Iterator[Summary | Fault]:
             continue
         for found in _read(place):
             yield found if isinstance(found, Fault) else found.summary
+
+
+def _of_folders(
+    root: Path, gpu: str | None, read: Callable[[Path, Folder], Iterator[T | Fault]]
+) -> Iterator[T | Fault]:
+    for folder in folders(root, gpu):
+        if isinstance(folder, Fault):
+            yield folder
+        else:
+            yield from read(root, folder)
 
 
 def _read(place: Place | Fault) -> Iterator[Entry | Fault]:

@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, TypeVar
 
 from tmm_cache.ages import touch
 from tmm_cache.complaints import Complaints
@@ -29,6 +29,8 @@ if TYPE_CHECKING:
     from tmm_cache.lock import LockFile
     from tmm_cache.nearest import NearestKey
     from tmm_cache.upkeep import Upkeep
+
+T = TypeVar("T", Entry, Summary)
 
 # Any other value of TMM_REQUIRE_LOCKED means yes: setting it shows the intent.
 _NO = {"", "0", "false", "no", "off"}
@@ -210,25 +212,27 @@ class CacheStore:
 
         Records hidden by a nearer layer are included. Faults are skipped with a warning.
         """
-        held = {path: self._held[path] for path in sorted(self._held)}
-        yield from (entry for entry in held.values() if gpu in (None, entry.gpu))
-        for root in (self.root, *self.layers):
-            for item in scan(root, gpu):
-                if isinstance(item, Fault):
-                    self._complaints.fault(item)
-                elif item.path not in held:
-                    yield item
+        return self._each(gpu, scan, lambda entry: entry)
 
     def summaries(self, gpu: str | None = None) -> Iterator[Summary]:
         """A summary of every record, in the order of `entries`: only the head of each file is read,
         the record by `Summary.load`. Faults are skipped with a warning."""
-        held = {path: self._held[path] for path in sorted(self._held)}
-        yield from (entry.summary for entry in held.values() if gpu in (None, entry.gpu))
+        return self._each(gpu, summaries, lambda entry: entry.summary)
+
+    def _each(
+        self,
+        gpu: str | None,
+        walk: Callable[[Path, str | None], Iterator[T | Fault]],
+        of: Callable[[Entry], T],
+    ) -> Iterator[T]:
+        held = sorted(self._held.items())
+        yield from (of(entry) for _, entry in held if gpu in (None, entry.gpu))
+        known = dict(held)
         for root in (self.root, *self.layers):
-            for item in summaries(root, gpu):
+            for item in walk(root, gpu):
                 if isinstance(item, Fault):
                     self._complaints.fault(item)
-                elif item.path not in held:
+                elif item.path not in known:
                     yield item
 
     def remove(self, entries: Iterable[Entry]) -> int:

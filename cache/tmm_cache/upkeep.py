@@ -16,7 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Final, TypeVar
 
-from tmm_cache.ages import last_used
+from tmm_cache.ages import is_older, last_used
 from tmm_cache.disk import remove_if_empty
 from tmm_cache.errors import warn_once
 from tmm_cache.keys import is_slug
@@ -32,10 +32,11 @@ _ROOM: Final = 0.9
 _EVERY: Final = 256
 #: Files written or used more recently may still be in use by another process.
 _RECENT_SECONDS: Final = 60.0
-#: A younger temporary file may be a save in progress, possibly on another host.
+#: A younger temporary file may be a save in progress. One that takes longer, in a process that was
+#: stopped, fails once, and is repeated.
 STALE_SECONDS: Final = 3600.0
-#: An older one is left over even if a process has its writer's PID.
-_DEAD_SECONDS: Final = 86400.0
+#: A file used later than this from now was written under a wrong clock.
+_CLOCK_SKEW_SECONDS: Final = 86400.0
 
 _SIZE = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,9})?)([kmgt]?)(?:i?b)?", re.ASCII | re.IGNORECASE)
 _SCHEMA = re.compile(r"v[0-9]+")
@@ -118,7 +119,7 @@ def leftovers(folder: Path) -> Iterator[Path]:
     """The temporary files left by killed processes."""
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
-            if TEMPORARY.fullmatch(entry.name) and _is_left_over(entry):
+            if TEMPORARY.fullmatch(entry.name) and is_older(entry, STALE_SECONDS):
                 yield Path(entry.path)
 
 
@@ -127,25 +128,6 @@ def sweep(folder: Path) -> None:
     for path in leftovers(folder):
         with contextlib.suppress(OSError):
             path.unlink()
-
-
-def _is_left_over(entry: os.DirEntry[str]) -> bool:
-    try:
-        age = time.time() - entry.stat(follow_symlinks=False).st_mtime
-    except OSError:
-        return False
-    writer = int(entry.name.rpartition(".json.")[2].partition("-")[0])
-    return age > STALE_SECONDS and (age > _DEAD_SECONDS or not _is_running(writer))
-
-
-def _is_running(process: int) -> bool:
-    try:
-        os.kill(process, 0)
-    except (ProcessLookupError, OverflowError):
-        return False
-    except OSError:  # it is another user's
-        return True
-    return True
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -209,7 +191,7 @@ def _files(folder: Path, names: re.Pattern[str], now: float) -> Iterator[_File]:
                 with contextlib.suppress(OSError):
                     status = entry.stat(follow_symlinks=False)
                     used = last_used(status)
-                    if used > now + _DEAD_SECONDS:  # a clock was wrong
+                    if used > now + _CLOCK_SKEW_SECONDS:
                         used = 0.0
                     yield _File(used, Path(entry.path), status.st_size, status.st_mtime_ns)
 

@@ -14,8 +14,9 @@ import triton
 import triton.language as tl
 
 from tmm_core import Launcher, Problem, Traits
+from tmm_triton.blocks import dot, finish, load, rescale
 from tmm_triton.kernel import TritonKernel, proposed, single, tiles
-from tmm_triton.operands import Build, TileConfig, build, dot, finish, load, rescale
+from tmm_triton.operands import Build, TileConfig, build
 
 
 @triton.jit
@@ -28,7 +29,7 @@ def naive_kernel(
     stride_oz, stride_om, stride_on,
     stride_bias, alpha, scale_a_ptr, scale_b_ptr,
     SCALE_A: tl.constexpr, SCALE_B: tl.constexpr,
-    EPILOGUE: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    EPILOGUE: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     tile, z = tl.program_id(0), tl.program_id(1)
@@ -43,7 +44,7 @@ def naive_kernel(
         ks = k + tl.arange(0, BLOCK_K)
         a = load(a_rows + ks[None, :] * stride_ak, rows, ks, M, K, False, False)
         b = load(b_cols + ks[:, None] * stride_bk, ks, cols, K, N, False, False)
-        acc = dot(a, b, acc, PRECISION, UPCAST)
+        acc = dot(a, b, acc, PRECISION)
 
     acc = rescale(acc, z, rows, cols, M, N, scale_a_ptr, scale_b_ptr, SCALE_A, SCALE_B)
     finish(

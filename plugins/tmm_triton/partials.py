@@ -15,8 +15,9 @@ import triton.language as tl
 
 from tmm_core import Problem
 from tmm_core.triton import Argument, Step
+from tmm_triton.blocks import finish, rescale
 from tmm_triton.kernel import hopper_or_later, step_of
-from tmm_triton.operands import Build, TileConfig, build, finish, rescale
+from tmm_triton.operands import Build, TileConfig, build
 
 #: A larger workspace costs more traffic than splitting saves; kernels rely on one that 32 bits can
 #: index.

@@ -29,6 +29,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from tmm_core import Launcher, Operand, Problem, Traits
 from tmm_core.triton import Argument, Described, launcher, pointer
 from tmm_triton import sums
+from tmm_triton.blocks import add_residual, affine, dot, halves, rescale, store, tile_of
 from tmm_triton.kernel import (
     POINTERS,
     TritonKernel,
@@ -38,21 +39,7 @@ from tmm_triton.kernel import (
     step_of,
     tiles,
 )
-from tmm_triton.operands import (
-    VECTOR,
-    Build,
-    TileConfig,
-    add_residual,
-    affine,
-    build,
-    check,
-    dot,
-    halves,
-    out_shape,
-    rescale,
-    store,
-    tile_of,
-)
+from tmm_triton.operands import VECTOR, Build, TileConfig, build, check, out_shape
 
 
 @triton.jit
@@ -100,7 +87,7 @@ def finish_tile(
 @triton.jit
 def sum_steps(
     a_desc, b_desc, az, bz, row, col, N, first, last,
-    PRECISION: tl.constexpr, UPCAST: tl.constexpr, GATED: tl.constexpr,
+    PRECISION: tl.constexpr, GATED: tl.constexpr,
     A_LAYOUT: tl.constexpr, B_LAYOUT: tl.constexpr, BATCHED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
@@ -111,10 +98,10 @@ def sum_steps(
         k = step * BLOCK_K
         a = load_tile(a_desc, az, row, k, A_LAYOUT, BATCHED, BLOCK_M, BLOCK_K)
         b = load_tile(b_desc, bz, k, col, B_LAYOUT, BATCHED, BLOCK_K, BLOCK_N)
-        gate = dot(a, b, gate, PRECISION, UPCAST)
+        gate = dot(a, b, gate, PRECISION)
         if GATED:
             b = load_tile(b_desc, bz, k, N + col, B_LAYOUT, BATCHED, BLOCK_K, BLOCK_N)
-            up = dot(a, b, up, PRECISION, UPCAST)
+            up = dot(a, b, up, PRECISION)
     return gate, up
 
 
@@ -127,7 +114,7 @@ def persistent_kernel(
     stride_oz, stride_om, stride_on,
     stride_bias, alpha, scale_a_ptr, scale_b_ptr, GROUP_M,
     SCALE_A: tl.constexpr, SCALE_B: tl.constexpr,
-    EPILOGUE: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, GATED: tl.constexpr,
+    EPILOGUE: tl.constexpr, PRECISION: tl.constexpr, GATED: tl.constexpr,
     A_LAYOUT: tl.constexpr, B_LAYOUT: tl.constexpr, BATCHED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SUBTILE: tl.constexpr, FLATTEN: tl.constexpr, PARTS: tl.constexpr,
@@ -146,7 +133,7 @@ def persistent_kernel(
         row, col = tile_m * BLOCK_M, tile_n * BLOCK_N
         gate, up = sum_steps(
             a_desc, b_desc, az, bz, row, col, N, 0, steps // PARTS,
-            PRECISION, UPCAST, GATED, A_LAYOUT, B_LAYOUT, BATCHED, BLOCK_M, BLOCK_N, BLOCK_K,
+            PRECISION, GATED, A_LAYOUT, B_LAYOUT, BATCHED, BLOCK_M, BLOCK_N, BLOCK_K,
         )  # fmt: skip
         if PARTS > 1:
             # Same order as kernels with one program per part: equal bits if the parts are equal.
@@ -154,7 +141,7 @@ def persistent_kernel(
                 more_gate, more_up = sum_steps(
                     a_desc, b_desc, az, bz, row, col, N,
                     steps * part // PARTS, steps * (part + 1) // PARTS,
-                    PRECISION, UPCAST, GATED, A_LAYOUT, B_LAYOUT, BATCHED,
+                    PRECISION, GATED, A_LAYOUT, B_LAYOUT, BATCHED,
                     BLOCK_M, BLOCK_N, BLOCK_K,
                 )  # fmt: skip
                 gate += more_gate

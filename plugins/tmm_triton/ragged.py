@@ -25,8 +25,9 @@ import triton.language as tl
 
 from tmm_core import Bound, Problem, Traits
 from tmm_core.triton import Argument, Step, launcher, pointer
+from tmm_triton.blocks import affine, dot, halves, load, tile_of
 from tmm_triton.kernel import GRID_LIMIT, POINTERS, TritonKernel, fills_registers, proposed
-from tmm_triton.operands import Build, TileConfig, affine, build, dot, halves, load, tile_of
+from tmm_triton.operands import Build, TileConfig, build
 from tmm_triton.tiled import FusedEpilogueConfig
 
 
@@ -121,7 +122,7 @@ def ragged_kernel(
     stride_biasz, stride_bias, alpha, GROUP_M,
     RAGGED: tl.constexpr, GROUPS: tl.constexpr, ZEROED: tl.constexpr,
     SCALE_A: tl.constexpr, SCALE_B: tl.constexpr,
-    EPILOGUE: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, GATED: tl.constexpr,
+    EPILOGUE: tl.constexpr, PRECISION: tl.constexpr, GATED: tl.constexpr,
     INTERLEAVED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SUBTILE: tl.constexpr, WHOLE_K: tl.constexpr,
@@ -184,10 +185,10 @@ def ragged_kernel(
         ks = k + tl.arange(0, BLOCK_K)
         a = load(a_rows + ks[None, :] * stride_ak, rows, ks, top, last_k, False, WHOLE_K)
         b = load(b_cols + ks[:, None] * stride_bk, ks, of_b, last_k, edge, WHOLE_K, False)
-        gate = dot(a, b, gate, PRECISION, UPCAST)
+        gate = dot(a, b, gate, PRECISION)
         if GATED and not INTERLEAVED:
             b_up = load(up_cols + ks[:, None] * stride_bk, ks, cols, last_k, right, WHOLE_K, False)
-            up = dot(a, b_up, up, PRECISION, UPCAST)
+            up = dot(a, b_up, up, PRECISION)
 
     if INTERLEAVED:
         gate, up = gate.reshape(BLOCK_M, BLOCK_N, 2).split()

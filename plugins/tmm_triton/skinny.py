@@ -37,16 +37,10 @@ from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 from tmm_core import Launcher, Machine, Problem, Traits
+from tmm_triton.blocks import finish
 from tmm_triton.early import check_early, ways, with_early
 from tmm_triton.kernel import POINTERS, TritonKernel, hopper_or_later, single, unknown_gluon
-from tmm_triton.operands import (
-    VECTOR,
-    Build,
-    TileConfig,
-    build,
-    check,
-    finish,
-)
+from tmm_triton.operands import VECTOR, Build, TileConfig, build, check
 
 #: Columns of the widest tile of ``a`` transposed. On an H200 32 rows were no faster than with
 #: ``triton.split_k``: each warp reads all rows of ``a`` for its 16 columns of ``b``.

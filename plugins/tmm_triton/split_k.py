@@ -34,20 +34,11 @@ import triton.language as tl
 from tmm_core import Launcher, Problem, Traits
 from tmm_core.triton import Argument, launcher
 from tmm_triton import sums
+from tmm_triton.blocks import dot, finish, load, rescale
 from tmm_triton.counters import Counters
 from tmm_triton.early import check_early, ways, with_early
 from tmm_triton.kernel import TritonKernel, hopper_or_later, proposed, single, step_of, tiles
-from tmm_triton.operands import (
-    Build,
-    TileConfig,
-    build,
-    check,
-    dot,
-    finish,
-    load,
-    out_shape,
-    rescale,
-)
+from tmm_triton.operands import Build, TileConfig, build, check, out_shape
 from tmm_triton.partials import MOST_WORKSPACE, REDUCE_US, reducing, reduction, sum_partials
 
 
@@ -85,7 +76,7 @@ def split_k_kernel(
     stride_oz, stride_om, stride_on,
     stride_bias, alpha, scale_a_ptr, scale_b_ptr,
     SCALE_A: tl.constexpr, SCALE_B: tl.constexpr,
-    EPILOGUE: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr,
+    EPILOGUE: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SPLIT_K: tl.constexpr, REDUCE: tl.constexpr, SWAP: tl.constexpr, WHOLE_K: tl.constexpr,
     THROUGH_REGISTERS: tl.constexpr, A_ONCE: tl.constexpr, B_ONCE: tl.constexpr,
@@ -142,10 +133,7 @@ def split_k_kernel(
             ks = k + tl.arange(0, BLOCK_K)
             a = load(a_rows + ks[None, :] * stride_ak, rows, ks, M, K, False, WHOLE_K)
             b = load(b_cols + ks[:, None] * stride_bk, ks, cols, K, N, WHOLE_K, False)
-        if SWAP:
-            acc = dot(tl.trans(b), tl.trans(a), acc, PRECISION, UPCAST)
-        else:
-            acc = dot(a, b, acc, PRECISION, UPCAST)
+        acc = dot(tl.trans(b), tl.trans(a), acc, PRECISION) if SWAP else dot(a, b, acc, PRECISION)
     if SWAP:
         acc = tl.trans(acc)
 

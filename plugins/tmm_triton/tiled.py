@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 
 from tmm_core import Launcher, Problem, Traits
+from tmm_triton.blocks import add_residual, affine, dot, halves, load, rescale, store, tile_of
 from tmm_triton.kernel import (
     POINTERS,
     TritonKernel,
@@ -34,20 +35,7 @@ from tmm_triton.kernel import (
     step_of,
     tiles,
 )
-from tmm_triton.operands import (
-    Build,
-    TileConfig,
-    add_residual,
-    affine,
-    build,
-    check,
-    dot,
-    halves,
-    load,
-    rescale,
-    store,
-    tile_of,
-)
+from tmm_triton.operands import Build, TileConfig, build, check
 from tmm_triton.ports import KINDS, MOST, REDUCES, Ports, put
 
 
@@ -60,7 +48,7 @@ def finish_pair(
     port_0_ptr, port_0_at, OF_0: tl.constexpr, KIND_0: tl.constexpr, REDUCE_0: tl.constexpr,
     port_1_ptr, port_1_at, OF_1: tl.constexpr, KIND_1: tl.constexpr, REDUCE_1: tl.constexpr,
 ):  # fmt: skip
-    """As ``operands.finish``, for the accumulator ``gate`` and, where gated, ``up``, with what is
+    """As ``blocks.finish``, for the accumulator ``gate`` and, where gated, ``up``, with what is
     written beside the result."""
     if GATED:
         gate = affine(gate, cols, N, bias_ptr, stride_bias, alpha)
@@ -91,7 +79,7 @@ def tiled_kernel(
     stride_bias, alpha, scale_a_ptr, scale_b_ptr, GROUP_M,
     port_0_ptr, port_0_at, port_1_ptr, port_1_at,
     SCALE_A: tl.constexpr, SCALE_B: tl.constexpr,
-    EPILOGUE: tl.constexpr, PRECISION: tl.constexpr, UPCAST: tl.constexpr, GATED: tl.constexpr,
+    EPILOGUE: tl.constexpr, PRECISION: tl.constexpr, GATED: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
     SUBTILE: tl.constexpr, WHOLE_K: tl.constexpr,
     OF_0: tl.constexpr, KIND_0: tl.constexpr, REDUCE_0: tl.constexpr,
@@ -111,10 +99,10 @@ def tiled_kernel(
         ks = k + tl.arange(0, BLOCK_K)
         a = load(a_rows + ks[None, :] * stride_ak, rows, ks, M, K, False, WHOLE_K)
         b = load(b_cols + ks[:, None] * stride_bk, ks, cols, K, N, WHOLE_K, False)
-        gate = dot(a, b, gate, PRECISION, UPCAST)
+        gate = dot(a, b, gate, PRECISION)
         if GATED:
             b_up = load(up_cols + ks[:, None] * stride_bk, ks, cols, K, N, WHOLE_K, False)
-            up = dot(a, b_up, up, PRECISION, UPCAST)
+            up = dot(a, b_up, up, PRECISION)
 
     width = 2 * N if GATED else N
     gate = rescale(gate, z, rows, cols, M, width, scale_a_ptr, scale_b_ptr, SCALE_A, SCALE_B)

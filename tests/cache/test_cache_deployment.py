@@ -22,7 +22,8 @@ from cache_builders import (
 )
 from tmm_cache import CacheStore, CandidateResult, Difference
 from tmm_cache.cli import main
-from tmm_cache.merge import Evidence, merged
+from tmm_cache.files import Stored
+from tmm_cache.merge import merged
 
 Captured = pytest.CaptureFixture[str]
 
@@ -273,7 +274,7 @@ def test_merged_keeps_the_newer_version_of_a_kernel_and_all_others() -> None:
     mine = of(timed("blas", 20), timed("x", 10, version="1"), timed("mine", 15), winner=1)
     theirs = of(timed("blas", 20), timed("x", 12, version="2"), timed("theirs", 16), winner=1)
     newer = replace(theirs, created=NEW)
-    both = merged(Evidence(mine, True), Evidence(newer, True))
+    both = merged(Stored(mine, True), Stored(newer, True))
     assert [(c.kernel, c.version) for c in both.candidates] == [
         ("blas", "1"),
         ("x", "2"),
@@ -281,7 +282,7 @@ def test_merged_keeps_the_newer_version_of_a_kernel_and_all_others() -> None:
         ("theirs", "1"),
     ]
     assert (both.best.kernel, both.created) == ("x", NEW)
-    older = merged(Evidence(newer, True), Evidence(mine, True))
+    older = merged(Stored(newer, True), Stored(mine, True))
     assert {(c.kernel, c.version) for c in older.candidates} == {
         (c.kernel, c.version) for c in both.candidates
     }
@@ -291,25 +292,25 @@ def test_merged_keeps_the_newer_version_of_a_kernel_and_all_others() -> None:
 def test_what_is_merged_with_itself_stays_as_it_is() -> None:
     one = of(timed("blas", 20), timed("x", 10), timed("y", 15), timed("x", 12, config={"t": 1}))
     again = of(*one.candidates)
-    assert merged(Evidence(one, True), Evidence(again, True)) is one
+    assert merged(Stored(one, True), Stored(again, True)) is one
     more = of(*one.candidates, timed("z", 14))
-    assert merged(Evidence(more, True), Evidence(one, True)) is more
-    assert merged(Evidence(one, True), Evidence(more, True)) is not one
+    assert merged(Stored(more, True), Stored(one, True)) is more
+    assert merged(Stored(one, True), Stored(more, True)) is not one
 
 
 def test_merged_takes_more_samples_and_a_seal_before_them() -> None:
     few, many = of(timed("blas", 20, 3)), of(timed("blas", 21, 9))
-    assert merged(Evidence(few, True), Evidence(many, True)).best.median_us == 21
-    assert merged(Evidence(many, True), Evidence(few, True)) is many
-    assert merged(Evidence(few, True), Evidence(many, False)) is few
-    assert merged(Evidence(many, False), Evidence(few, True)).best.median_us == 20
+    assert merged(Stored(few, True), Stored(many, True)).best.median_us == 21
+    assert merged(Stored(many, True), Stored(few, True)) is many
+    assert merged(Stored(few, True), Stored(many, False)) is few
+    assert merged(Stored(many, False), Stored(few, True)).best.median_us == 20
 
 
 def test_merged_believes_wrong_before_any_time() -> None:
     mine = of(timed("blas", 20), timed("x", 5, 99), winner=1)
     theirs = of(timed("blas", 20), CandidateResult("x", "1", {}, "wrong", error=3.0))
     for one, two in ((mine, theirs), (theirs, mine)):
-        both = merged(Evidence(one, True), Evidence(two, True))
+        both = merged(Stored(one, True), Stored(two, True))
         assert both.best.kernel == "blas"
         assert [c.status for c in both.candidates] == ["ok", "wrong"]
 
@@ -318,10 +319,10 @@ def test_merged_goes_by_the_winner_that_beats_its_own_blas_by_more() -> None:
     mine = of(timed("blas", 20), timed("x", 16), winner=1)
     # Of a machine that is slower altogether, where y beats BLAS by more than x does here.
     theirs = of(timed("blas", 40), timed("y", 20), winner=1)
-    assert merged(Evidence(mine, True), Evidence(theirs, True)).best.kernel == "y"
-    assert merged(Evidence(theirs, True), Evidence(mine, True)).best.kernel == "y"
+    assert merged(Stored(mine, True), Stored(theirs, True)).best.kernel == "y"
+    assert merged(Stored(theirs, True), Stored(mine, True)).best.kernel == "y"
     alike = of(timed("blas", 20), timed("y", 15.95), winner=1)
-    assert merged(Evidence(mine, True), Evidence(alike, True)).best.kernel == "x"
+    assert merged(Stored(mine, True), Stored(alike, True)).best.kernel == "x"
 
 
 def test_a_folder_that_cannot_be_looked_at_is_no_absent_one(

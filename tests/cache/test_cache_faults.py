@@ -14,6 +14,7 @@ import pytest
 from cache_builders import ENVIRONMENT, GPU, problem, record, warned
 from tmm_cache import CacheStore, files, misses
 from tmm_cache import store as store_module
+from tmm_cache.cli import main
 
 
 def edited(**changes: Any) -> Callable[[Path], None]:
@@ -210,6 +211,14 @@ def test_a_root_that_is_a_file_costs_persistence_and_one_warning(root: Path) -> 
     assert [str(warning.message).split(":")[0] for warning in caught] == [str(root)]
     assert "unwritten records are lost" in str(caught[0].message)
     assert root.read_text() == "a file"
+
+
+def test_the_command_says_that_a_root_is_a_file(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    root.write_text("a file")
+    assert main(["show"]) == 0
+    assert f"passed over {root / 'v2'}: cannot be listed" in capsys.readouterr().err
 
 
 def test_reading_a_root_that_is_a_file_warns_once_and_falls_to_the_layers(

@@ -23,7 +23,7 @@ from hypothesis import strategies as st
 from tmm_cache import CacheStore, RecordError, TuningRecord, digest
 from tmm_cache.archive import read_archive
 from tmm_cache.cli import main
-from tmm_cache.files import parse_record, record_bytes
+from tmm_cache.files import parse_stored, record_bytes
 from tmm_cache.layout import VERSION
 from tmm_cache.unpack import ArchiveError
 
@@ -88,7 +88,7 @@ def test_a_mutated_document_is_refused_or_round_trips(document: object) -> None:
         found = TuningRecord.from_json(document)
     except RecordError:
         return
-    assert parse_record(record_bytes(found, checked=True), digest(found.problem)) == found
+    assert parse_stored(record_bytes(found, checked=True), digest(found.problem)).record == found
 
 
 @bounded
@@ -96,11 +96,11 @@ def test_a_mutated_document_is_refused_or_round_trips(document: object) -> None:
 def test_mutated_bytes_are_refused_or_read_back(data: st.DataObject) -> None:
     content = mutated(data, record_bytes(record()))
     try:
-        found = parse_record(content, digest(problem()))
+        found = parse_stored(content, digest(problem())).record
     except ValueError:
         return
     assert found.problem == problem()
-    assert parse_record(record_bytes(found, checked=True), digest(problem())) == found
+    assert parse_stored(record_bytes(found, checked=True), digest(problem())).record == found
 
 
 def mutated(data: st.DataObject, content: bytes) -> bytes:

@@ -12,7 +12,7 @@ from cache_builders import BLAS, FAILED, SPLIT_K, record
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from tmm_cache import SCHEMA, CandidateResult, RecordError, TuningRecord
-from tmm_cache.files import parse, parse_record
+from tmm_cache.files import parse, parse_stored
 
 JSON_VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=8),
@@ -147,7 +147,7 @@ def test_a_record_with_one_value_replaced_is_refused_or_still_round_trips(
 @example(b"1e999")
 def test_bytes_raise_nothing_but_value_error(data: bytes) -> None:
     with pytest.raises(ValueError):
-        parse_record(data, "0" * 16)
+        parse_stored(data, "0" * 16)
 
 
 @pytest.mark.parametrize(

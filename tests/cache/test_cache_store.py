@@ -5,7 +5,9 @@ from __future__ import annotations
 import json
 import os
 import stat
+from dataclasses import replace
 from pathlib import Path
+from types import MappingProxyType
 
 import pytest
 from cache_builders import ENVIRONMENT, GPU, OLDER_ENVIRONMENT, problem, record
@@ -25,6 +27,23 @@ def test_round_trip_leaves_one_readable_document(store: CacheStore) -> None:
     environment = path.with_name("environment.json")
     assert json.loads(environment.read_text()) == ENVIRONMENT
     assert sorted(os.listdir(path.parent)) == sorted([path.name, "environment.json"])
+
+
+def test_any_mapping_is_a_config(store: CacheStore) -> None:
+    tuned = record()
+    config = MappingProxyType({**tuned.best.config})
+    candidates = list(tuned.candidates)
+    candidates[tuned.winner] = replace(tuned.best, config=config)
+    path = store.save(GPU, ENVIRONMENT, replace(tuned, candidates=tuple(candidates)))
+    assert path is not None
+    assert json.loads(path.read_text())["best"]["config"] == config
+
+
+def test_a_root_may_be_below_the_home_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert CacheStore(Path("~/records"), []).root == tmp_path / "records"
 
 
 def test_nothing_is_made_before_the_first_save(store: CacheStore) -> None:

@@ -244,11 +244,10 @@ def test_a_save_sweeps_what_killed_processes_left(store: CacheStore) -> None:
         left(folder, dead, 3700),
         left(folder, dead, 3700, "environment"),
         left(folder, 2**70, 3700),  # of no process that could be
-        left(folder, os.getpid(), 25 * 3600),  # another process has its number by now
+        left(folder, os.getpid(), 3700),  # another process may have its number by now
     ]
     stays = [
         left(folder, dead, 3500, "1" * 16),
-        left(folder, os.getpid(), 3700, "2" * 16),
         aged(folder / "misses.jsonl", 0) if (folder / "misses.jsonl").exists() else folder,
     ]
     foreign = folder / "editor.tmp"
@@ -257,6 +256,25 @@ def test_a_save_sweeps_what_killed_processes_left(store: CacheStore) -> None:
     CacheStore().save(GPU, ENVIRONMENT, record(problem(m=2)))
     assert not any(path.exists() for path in gone)
     assert all(path.exists() for path in (*stays, foreign))
+
+
+def test_a_save_whose_temporary_file_was_swept_is_repeated(
+    store: CacheStore, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A process may be stopped for an hour in the middle of one."""
+    real, swept = os.replace, []
+
+    def replace(source: Path, target: Path) -> None:
+        if not swept and target.name != "environment.json":
+            swept.append(source)
+            os.unlink(source)
+        real(source, target)
+
+    monkeypatch.setattr(os, "replace", replace)
+    path = store.save(GPU, ENVIRONMENT, record(problem(m=1)))
+    assert swept
+    assert path is not None
+    assert path.exists()
 
 
 def test_a_folder_is_swept_once_per_process(

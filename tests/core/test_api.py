@@ -17,8 +17,9 @@ from tmm_blas.blas import Blas
 
 import tmm_core
 from tmm_core import dispatch
+from tmm_core.epilogues import BUILTIN
 from tmm_core.interop import operator
-from tmm_core.spec.epilogue import BUILTIN, Epilogue
+from tmm_core.spec.epilogue import Epilogue
 
 SHAPES = [
     ((7,), (7,)),

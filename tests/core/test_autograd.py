@@ -21,10 +21,11 @@ from torch.utils.checkpoint import checkpoint
 
 import tmm_core
 from tmm_core import TmmWarning, dispatch
+from tmm_core.epilogues import BUILTIN, parse
 from tmm_core.interop import pointwise
 from tmm_core.launch import warm
 from tmm_core.nn import SwiGLU
-from tmm_core.spec.epilogue import BUILTIN, Epilogue, parse
+from tmm_core.spec.epilogue import Epilogue
 
 Tensor = torch.Tensor
 

@@ -261,7 +261,7 @@ def test_one_failing_problem_costs_no_other(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 @pytest.mark.parametrize("scales", ["", "tensor", "row"])
-@pytest.mark.parametrize("epilogue", ["", "gelu_tanh", "swiglu"])
+@pytest.mark.parametrize("epilogue", ["", "gelu_tanh", "swiglu", "clamped_swiglu"])
 def test_the_eager_code_of_8_bit_operands(scales: str, epilogue: str) -> None:
     case = Case(
         m=16, n=32, k=64, dtype=torch.float8_e4m3fn, layout="nt", scales=scales,
@@ -347,6 +347,29 @@ def test_columns_that_do_not_compete_are_timed_apart(monkeypatch: pytest.MonkeyP
     assert apart == [3, 2, 3, 1]
 
 
+@pytest.mark.parametrize(("us", "clock"), [(1.0, "between"), (1e6, "steady")])
+def test_the_other_clocks_are_medians_of_torch_and_tmm(us: float, clock: str) -> None:
+    calls: list[int] = []
+
+    class Timer:
+        def alone(self, runs: Sequence[Any], rounds: int) -> list[list[float]]:
+            return [[us, 3 * us, 2 * us], [us]]
+
+        def steady(self, runs: Sequence[Any], copies: int) -> list[list[float]]:
+            return self.alone(runs, copies)
+
+        def measure(self, runs: Sequence[Any], rounds: int, copies: int) -> list[list[float]]:
+            for run in runs:
+                run(0)
+            return self.alone(runs, rounds)
+
+    runs = {"torch": calls.append, "tmm": calls.append, "torch again": calls.append}
+    times = {name: {"median_us": us} for name in runs}
+    found = runner._other_clocks(runs, Timer(), 2, times, CPU)  # type: ignore[arg-type]
+    assert found == {name: {"torch": 2 * us, "tmm": us} for name in ("alone", clock)}
+    assert len(calls) == (2 if clock == "between" else 0)
+
+
 def test_so_is_one_that_held_up_tmm_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     quiet, held_up = [10.0] * 12, [10.0, 15.0] * 6
     series = [[quiet, held_up, quiet], [quiet, quiet, quiet]]
@@ -421,14 +444,16 @@ def test_a_line_that_is_no_result_is_refused_by_its_place(tmp_path: Path) -> Non
 
 def test_the_summary_is_of_ratios_by_class_and_dtype() -> None:
     documents = [document(64, 0.5), document(128, 2.0), document(256, 8.0), failure(512)]
-    summary, other = report.summarize(Results.of([*documents, document(64, 1.0, suite="decode")]))
-    assert (summary.suite, summary.dtype) == ("square", "bfloat16")
-    assert summary.geomean == pytest.approx(2.0)
-    assert min(summary.ratios) == 0.5
-    assert summary.worst == "64×64×64 bfloat16 nn"
-    assert (summary.lost, summary.failed, summary.skipped) == (1, 1, 0)
-    assert summary.noise == pytest.approx(1 / 101, rel=1e-6)
-    assert (other.suite, other.lost) == ("decode", 0)
+    rows = report.summaries(Results.of([*documents, document(64, 1.0, suite="decode")]))
+    summary, other = (dict(zip(report.SUMMARY_COLUMNS, row, strict=True)) for row in rows)
+    assert summary == {
+        "class": "square", "dtype": "bfloat16", "problems": "3", "geomean": "2.000×",
+        "worst": "0.500×", "worst problem": "64×64×64 bfloat16 nn", "best": "8.000×",
+        "< 0.99×": "1", "±": "1.0%", "skipped": "0", "failed": "1",
+    }  # fmt: skip
+    assert (other["class"], other["< 0.99×"]) == ("decode", "0")
+    (nothing,) = report.summaries(Results.of([failure(512)]))
+    assert nothing == ("square", "bfloat16", "0", "", "", "", "", "0", "", "0", "1")
 
 
 def test_the_report_has_a_row_per_problem_with_its_columns() -> None:
@@ -718,15 +743,15 @@ def test_what_would_be_chosen_untuned_is_a_column() -> None:
     assert "untuned µs" in report.markdown(Results.of([document]))
 
 
-def small_triples(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_problems(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(regret, "LARGEST_M", 64)
     monkeypatch.setattr(regret, "WEIGHTS", ((16, 8), (8, 24)))
 
 
 def test_random_problems_are_fixed_by_their_seed(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked = regret.triples(200)
-    assert asked == regret.triples(200)
-    assert asked != regret.triples(200, seed=1)
+    asked = regret.cases(200)
+    assert asked == regret.cases(200)
+    assert asked != regret.cases(200, seed=1)
     assert all(1 <= each.m <= 8192 for each in asked)
     # As many in every octave.
     assert 60 < sum(each.m < 90 for each in asked) < 140
@@ -735,10 +760,10 @@ def test_random_problems_are_fixed_by_their_seed(monkeypatch: pytest.MonkeyPatch
 def test_regret_holds_the_choice_against_torch_and_the_best_known(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    small_triples(monkeypatch)
+    small_problems(monkeypatch)
     register(FakeKernel("fake.a", tiles=(1, 2)))
-    documents = list(regret.measure(CPU, regret.triples(6), dtype=FP32, budget=1.0))
-    assert [d["case"]["m"] for d in documents] == [each.m for each in regret.triples(6)]
+    documents = list(regret.measure(CPU, regret.cases(6, FP32), budget=1.0))
+    assert [d["case"]["m"] for d in documents] == [each.m for each in regret.cases(6)]
     for point in documents:
         assert "failed" not in point, point
         assert point["best_us"] <= point["us"]
@@ -752,7 +777,7 @@ def test_regret_holds_the_choice_against_torch_and_the_best_known(
 def test_bench_measures_regret_from_the_command_line(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    small_triples(monkeypatch)
+    small_problems(monkeypatch)
     arguments = ["bench", "--regret", "3", "--device", "cpu", "--dtype", "fp32", "--budget", "1"]
     assert main([*arguments, "--output", str(tmp_path)]) == 0
     assert "| 1…8192 | 3 |" in (tmp_path / "report.md").read_text()

@@ -21,7 +21,7 @@ from fakes import FakeConfig, FakeKernel, installed
 
 import tmm_core
 from tmm_core import Launcher, Problem, Traits
-from tmm_core.spec.epilogue import parse
+from tmm_core.epilogues import parse
 
 Tensor = torch.Tensor
 Call = dict[str, Any]

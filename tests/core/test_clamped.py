@@ -16,9 +16,9 @@ import tmm_core
 from tmm_core import Epilogue, Groups, Operand
 from tmm_core.dispatch.registry import Registry
 from tmm_core.dispatch.verifier import Verifier
+from tmm_core.epilogues import parse
+from tmm_core.epilogues.clamped import CLAMPED
 from tmm_core.nn import Experts, GatedMLP, clamped
-from tmm_core.spec.clamped import CLAMPED
-from tmm_core.spec.epilogue import parse
 from tmm_core.testing import EpilogueConformance
 
 Tensor = torch.Tensor

@@ -19,8 +19,8 @@ from tmm_blas import blas
 
 import tmm_core
 from tmm_core import Operand, Problem, compat
+from tmm_core.epilogues import parse
 from tmm_core.spec.device import DeviceFingerprint
-from tmm_core.spec.epilogue import parse
 
 #: A process that has torch forks one for each group of names, hides them there, and imports tmm.
 PROGRAM = """

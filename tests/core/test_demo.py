@@ -62,7 +62,7 @@ def test_without_triton_it_says_so(
     monkeypatch.setattr(
         demo.importlib.util, "find_spec", lambda name: None if name == "triton" else real(name)
     )
-    assert demo.main([]) == 0
+    assert demo.main() == 0
     text = capsys.readouterr().out
     assert "The Triton kernels are not shown: triton not installed." in text
     assert "largest difference to F.silu(x @ w): 0" in text

@@ -513,7 +513,7 @@ def test_store_is_the_users_by_default() -> None:
 
 def test_problem_json_round_trip() -> None:
     from tmm_core import Problem
-    from tmm_core.spec.epilogue import parse
+    from tmm_core.epilogues import parse
 
     p = problem(m=3, epilogue=parse("softcap(5)"), bias=torch.float32, tf32=True, scaled=True)
     assert Problem.from_json(p.to_json(), DEVICE, parse(p.to_json()["epilogue"])) == p

@@ -13,7 +13,7 @@ import triton.language as tl
 
 import tmm_core
 from tmm_core import Epilogue, Port, dispatch
-from tmm_core.spec.epilogue import BUILTIN, parse
+from tmm_core.epilogues import BUILTIN, parse
 from tmm_core.testing import EpilogueConformance
 from tmm_core.testing.questions import USERS
 

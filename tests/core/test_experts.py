@@ -17,8 +17,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import tmm_core
+from tmm_core.epilogues.clamped import CLAMPED
 from tmm_core.nn import Experts, convert, experts
-from tmm_core.spec.clamped import CLAMPED
 
 Tensor = torch.Tensor
 

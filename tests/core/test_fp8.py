@@ -13,8 +13,8 @@ from tmm_blas.blas import Blas
 
 import tmm_core
 from tmm_core.dispatch import random_inputs, verify
+from tmm_core.epilogues import parse
 from tmm_core.spec.device import fingerprint
-from tmm_core.spec.epilogue import parse
 from tmm_core.spec.operand import Operand
 from tmm_core.spec.problem import Problem
 
@@ -245,3 +245,19 @@ def test_inputs_to_measure_with() -> None:
         z = exact(inputs.a, inputs.b, inputs.scale_a, inputs.scale_b) * inputs.alpha
         expected = posed.epilogue.apply(z)
         assert torch.allclose(verify.reference(posed, inputs), expected, rtol=1e-12)
+
+
+def test_vmapped() -> None:
+    a, b = (torch.randn(3, 5, 16).to(E4M3), torch.randn(4, 16, 8).to(E4M3))
+    scale_a, scale_b = torch.rand(3, 5, 1) + 0.5, torch.rand(4, 1, 8) + 0.5
+
+    def product(a: Tensor, scale_a: Tensor, b: Tensor, scale_b: Tensor) -> Tensor:
+        return tmm_core.matmul(a, b, scale_a=scale_a, scale_b=scale_b, epilogue="silu")
+
+    inner = torch.vmap(product, (None, None, 0, 1))
+    found = torch.vmap(inner, (0, 0, None, None))(a, scale_a, b, scale_b.movedim(0, 1))
+    expected = [
+        torch.stack([product(*row, *column) for column in zip(b, scale_b, strict=True)])
+        for row in zip(a, scale_a, strict=True)
+    ]
+    torch.testing.assert_close(found, torch.stack(expected))

@@ -27,13 +27,13 @@ from tmm_core.dispatch.ladder import ROWS_EACH, Dispatcher
 from tmm_core.dispatch.registry import Registry
 from tmm_core.dispatch.tuner import Tuner
 from tmm_core.dispatch.verifier import Verifier
+from tmm_core.epilogues import parse
+from tmm_core.epilogues.clamped import CLAMPED
 from tmm_core.interop import grouped
 from tmm_core.launch import warm
 from tmm_core.nn import Experts
 from tmm_core.spec.bucket import bucketed
-from tmm_core.spec.clamped import CLAMPED
 from tmm_core.spec.device import DeviceFingerprint
-from tmm_core.spec.epilogue import parse
 
 Tensor = torch.Tensor
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -224,7 +224,13 @@ OURS: dict[str, Any] = {
         {"a": randn(3, 4, 16), "b": randn(16, 12), "epilogue": "swiglu"}, ValueError, "are ragged"
     ),
     "alpha": ({"alpha": torch.ones(())}, TypeError, "must be Number"),
-    "no tensor": ({"a": [1.0]}, TypeError, "must be Tensor, not list"),
+    "no tensor": ({"a": [1.0]}, TypeError, "argument 'a' must be Tensor, not list"),
+    "no tensor of a batch": (
+        {"a": [1.0], "offs": None}, TypeError, "argument 'a' must be Tensor, not list"
+    ),
+    "no tensor of ends": ({"offs": [3, 12]}, TypeError, "argument 'offs' must be Tensor, not list"),
+    "no tensor to add": ({"bias": 3}, TypeError, "argument 'bias' must be Tensor, not int"),
+    "no tensor to write": ({"out": 3}, TypeError, "argument 'out' must be Tensor, not int"),
     "epilogue": ({"epilogue": "sliu"}, tmm_core.UnknownNameError, "silu"),
     "kernel": ({"kernel": "triton.grouped"}, UnsupportedProblemError, "ragged along m"),
     "devices": ({"b": B.to("meta")}, RuntimeError, "same device"),
@@ -359,6 +365,8 @@ def test_linear_takes_a_weight_for_each_group() -> None:
     x, weight = randn(12, 16), randn(3, 8, 16)
     y = tmm_core.grouped_linear(x, weight, randn(8), offs=OFFS, epilogue="swiglu")
     assert y.shape == (12, 4)
+    with pytest.raises(TypeError, match="argument 'weight' must be Tensor, not list"):
+        tmm_core.grouped_linear(x, [1.0], offs=OFFS)  # type: ignore[arg-type]
     with pytest.raises(RuntimeError, match=r"weight 3-D \[G, N, K\], got 2D and 2D"):
         tmm_core.grouped_linear(x, weight[0], offs=OFFS)
 
@@ -374,24 +382,52 @@ def test_a_batch_takes_a_bias_each() -> None:
         tmm_core.grouped_matmul(a, b, out_weights=bias)
 
 
-def test_a_batch_of_no_rows_takes_a_bias_each() -> None:
-    a, b = randn(3, 0, 16).requires_grad_(), randn(3, 16, 8)
-    y = tmm_core.grouped_matmul(a, b, bias=randn(3, 8), residual=randn(3, 0, 8))
-    assert y.shape == (3, 0, 8)
-    y.sum().backward()
-    assert a.grad is not None
-    assert a.grad.shape == a.shape
+@pytest.mark.parametrize("each", [False, True])
+def test_terms_and_out_of_a_batch(each: bool) -> None:
+    """With a bias for each product, which makes groups of it, as with one for all."""
+    a, b, bias = randn(3, 4, 16, requires_grad=True), randn(3, 16, 8), randn(3, 1, 8)
+    given = bias[:, 0] if each else bias[0, 0]
+    for shape in ((8,), (4, 8), (3, 1, 8)):
+        residual = randn(*shape, requires_grad=True)
+        y = tmm_core.grouped_matmul(a, b, bias=given, residual=residual)
+        expected = a @ b + (bias if each else bias[0, 0]) + residual
+        torch.testing.assert_close(y, expected)
+        wanted = torch.autograd.grad(expected.sum(), (a, residual))
+        torch.testing.assert_close(torch.autograd.grad(y.sum(), (a, residual)), wanted)
+    a = a.detach()
+    for wrong in ((4, 3, 8), (2, 4, 8), (3, 4, 7)):
+        with pytest.raises(ValueError, match="does not broadcast"):
+            tmm_core.grouped_matmul(a, b, bias=given, residual=randn(*wrong))
+    with pytest.raises(RuntimeError, match="Expected out tensor to have dtype"):
+        tmm_core.grouped_matmul(a, b, bias=given, out=torch.empty(3, 4, 8).half())
+    with pytest.warns(UserWarning, match="was resized"):
+        out = tmm_core.grouped_matmul(a, b, bias=given, out=torch.empty(2, 3, 4, 8))
+    torch.testing.assert_close(out, a @ b + (bias if each else bias[0, 0]))
+    square = randn(3, 8, 8)
+    with pytest.raises(RuntimeError, match="single memory location"):
+        tmm_core.grouped_matmul(square, b[:, :8], bias=given, out=square)
+    for groups, m, k, n in ((0, 4, 3, 2), (3, 0, 4, 2), (3, 4, 0, 2), (3, 4, 5, 0)):
+        bias = randn(groups, n) if each else randn(n)
+        y = tmm_core.grouped_matmul(randn(groups, m, k), randn(groups, k, n), bias=bias)
+        assert y.shape == (groups, m, n)
 
 
-def test_out_of_a_batch_with_a_bias_each_is_checked() -> None:
-    a, b, bias = randn(3, 4, 16), randn(3, 16, 8), randn(3, 8)
-    with pytest.raises(RuntimeError, match="dtype"):
-        tmm_core.grouped_matmul(a, b, bias=bias, out=torch.empty(3, 4, 8, dtype=torch.float64))
-    out = torch.empty(0)
-    assert tmm_core.grouped_matmul(a, b, bias=bias, out=out) is out
-    torch.testing.assert_close(out, a @ b + bias[:, None])
-    with pytest.raises(RuntimeError, match="automatic differentiation"):
-        tmm_core.grouped_matmul(a.requires_grad_(), b, bias=bias, out=out)
+@pytest.mark.filterwarnings("ignore:There is a performance drop:UserWarning")
+def test_vmapped_calls_run_one_after_another() -> None:
+    a, b = randn(2, 12, 16), randn(2, 3, 16, 8)
+    offs = torch.stack([OFFS, ends(1, 4, 10)])
+
+    def loss(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
+        y = tmm_core.grouped_matmul(a, b, offs=offs, epilogue="silu")
+        return y[:10].square().sum()
+
+    for function in (loss, torch.func.grad(loss, argnums=(0, 1))):
+        expected = [function(*each) for each in zip(a, b, offs, strict=True)]
+        found = torch.vmap(function)(a, b, offs)
+        for one, of in zip(
+            expected, zip(*found, strict=True) if isinstance(found, tuple) else found, strict=True
+        ):
+            torch.testing.assert_close(of, one)
 
 
 @pytest.mark.parametrize("shape", [(1, 16, 8), (1, 16, 6), (5, 1, 8), (5, 16, 1), (1, 1, 1)])

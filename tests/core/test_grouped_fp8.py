@@ -19,10 +19,10 @@ from tmm_core import Groups, Operand, Problem
 from tmm_core.bench import grouped as bench
 from tmm_core.bench import runner, suites
 from tmm_core.dispatch import ragged_reference, random_inputs, verify
+from tmm_core.epilogues import parse
 from tmm_core.interop import grouped
 from tmm_core.launch import warm
 from tmm_core.spec.device import DeviceFingerprint
-from tmm_core.spec.epilogue import parse
 
 Tensor = torch.Tensor
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2

@@ -200,7 +200,7 @@ def test_linear_is_torchs_with_an_epilogue(epilogue: str | None, bias: bool) -> 
     other = nn.Linear(8, 5, bias)
     other.load_state_dict(layer.state_dict())
     layer.load_state_dict(other.state_dict())
-    apply = tmm_core.spec.epilogue.parse(epilogue).apply
+    apply = tmm_core.epilogues.parse(epilogue).apply
     x = randn(3, 2, 8).requires_grad_()
     with torch.no_grad():
         assert_close(layer(x), apply(other(x)))

@@ -12,10 +12,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import tmm_core
 from tmm_core import dispatch
+from tmm_core.epilogues import BUILTIN
 from tmm_core.interop import operator
 from tmm_core.nn import GatedMLP
 from tmm_core.nn.gated_product import gated_linear
-from tmm_core.spec.epilogue import BUILTIN, Epilogue
+from tmm_core.spec.epilogue import Epilogue
 
 Tensor = torch.Tensor
 

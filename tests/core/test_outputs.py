@@ -17,8 +17,8 @@ import tmm_core
 from tmm_core import Epilogue, Launcher, Port, Problem, Supports, UnsupportedProblemError
 from tmm_core.dispatch.tuner import Tuner
 from tmm_core.dispatch.verifier import Verifier
+from tmm_core.epilogues import BUILTIN, parse
 from tmm_core.launch import warm
-from tmm_core.spec.epilogue import BUILTIN, parse
 from tmm_core.spec.kernel import BASELINE
 
 Tensor = torch.Tensor

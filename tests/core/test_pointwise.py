@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 
 from uninterpreted import Uninterpreted
 
-from tmm_core.spec.epilogue import BUILTIN, parse
+from tmm_core.epilogues import BUILTIN, parse
 
 EPILOGUES = [name for name, epilogue in BUILTIN.items() if epilogue.parts[1] is not None]
 EPILOGUES += ["gelu_tanh+softcap(30)", "swiglu+tanh"]

@@ -16,8 +16,9 @@ from fakes import DEVICE, FakeBlas, FakeKernel, dispatcher, settings
 from tmm_cache import digest
 
 from tmm_core import Groups, Operand, Problem
+from tmm_core.epilogues import parse
 from tmm_core.spec import epilogue as epilogue_module
-from tmm_core.spec.epilogue import Epilogue, parse
+from tmm_core.spec.epilogue import Epilogue
 
 SILU, SWIGLU = parse("silu"), parse("swiglu+softcap(5)")
 

@@ -118,8 +118,10 @@ def test_the_axis_is_what_differs() -> None:
     assert sizes((1, 8, 16)) == ("M×N×K", ["1×8×16"])
 
 
-def test_lines_are_drawn_in_the_order_of_sizes(tmp_path: Path) -> None:
-    pyplot = pytest.importorskip("matplotlib.pyplot")
+def test_lines_are_drawn_in_the_order_of_sizes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figure = pytest.importorskip("matplotlib.figure")
     documents = [
         {
             "kind": "problem", "suite": "sweep", "series": ["k g=1", "k g=2"], "ratio": 1.0,
@@ -132,12 +134,8 @@ def test_lines_are_drawn_in_the_order_of_sizes(tmp_path: Path) -> None:
         for n, more in ((32, {}), (16, {"kernel k g=2": {"median_us": 4.0}}))
     ]  # fmt: skip
     drawn: list[Any] = []
-    keep = pyplot.close
-    pyplot.close = drawn.append
-    try:
-        [path] = plots.save(Results.of(documents), tmp_path, "us")
-    finally:
-        pyplot.close = keep
+    monkeypatch.setattr(figure.Figure, "savefig", lambda self, *_, **__: drawn.append(self))
+    [path] = plots.save(Results.of(documents), tmp_path, "us")
     [axes] = drawn[0].axes
     lines = {
         line.get_label(): (list(line.get_xdata()), list(line.get_ydata())) for line in axes.lines
@@ -147,7 +145,6 @@ def test_lines_are_drawn_in_the_order_of_sizes(tmp_path: Path) -> None:
         "k g=1": ([16, 32], [16, 32]), "k g=2": ([16], [4]),
         "tmm (chosen)": ([16, 32], [1, 1]), "torch": ([16, 32], [2, 2]),
     }  # fmt: skip
-    keep(drawn[0])
 
 
 @pytest.mark.parametrize(

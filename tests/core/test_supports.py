@@ -13,9 +13,9 @@ import torch
 from fakes import DEVICE, FakeBlas, FakeKernel, dispatcher, settings
 
 from tmm_core import ANY, Epilogue, Groups, Operand, Problem, Supports, UnsupportedProblemError
-from tmm_core.spec.clamped import CLAMPED
+from tmm_core.epilogues import parse
+from tmm_core.epilogues.clamped import CLAMPED
 from tmm_core.spec.device import DeviceFingerprint
-from tmm_core.spec.epilogue import parse
 from tmm_core.spec.supports import _QUESTIONS
 
 BF16, FP32 = torch.bfloat16, torch.float32

@@ -274,6 +274,27 @@ class PassesOverNan(Right):
         super().write_outputs(problem, y.nan_to_num(nan=0.0), outputs)
 
 
+class TurnsNanToZero(Right):
+    def write(self, z: Tensor, out: Tensor) -> None:
+        super().write(z.nan_to_num(0.0), out)
+
+
+class LeaksIntoTheGroupBefore(Right):
+    """Sums over K of one term too many, times zero, as a tile that is masked on one side."""
+
+    def bind_ragged(self, problem: Problem, groups: Groups) -> Launcher:
+        launch = super().bind_ragged(problem, groups)
+
+        def launch_leaking(a: Tensor, b: Tensor, *rest: Any, offs: Tensor, **extras: Any) -> Tensor:
+            result = launch(a, b, *rest, offs=offs, **extras)
+            for group, (_, end) in enumerate(self.ranges(offs)):
+                if groups.ragged == "k" and end < int(offs[-1]):
+                    result[group] += 0 * a[:, end, None]
+            return result
+
+        return launch_leaking
+
+
 class OneConfigIsWrong(Right):
     def bind(self, problem: Problem, config: Tile) -> Launcher:
         launch = super().bind(problem, config)
@@ -460,6 +481,9 @@ WRONG = [
     (OneConfigIsWrong, "configs", "rows=64: Its error is *"),
     (OneConfigIsWrong, "configs_of_scales", "rows=64: Its error is *"),
     (PassesOverNan, "outputs", "*output row_max * is not NaN or Inf where the result makes it"),
+    (TurnsNanToZero, "verification", "*with NaN and Inf in rows * are wrong: one is * and not nan"),
+    (TurnsNanToZero, "ragged", "*with NaN and Inf in rows * are wrong: one is * and not nan"),
+    (LeaksIntoTheGroupBefore, "ragged", "*with NaN and Inf in rows * are wrong: one is nan and *"),
     (OneConfigIsWrong, "configs_of_outputs", "rows=64: error * exceeds *"),
     (OneConfigIsWrong, "configs_of_ragged", "rows=64: error * exceeds *"),
     (SharesRowsEvenly, "ragged", "rows=16: error * exceeds *"),

@@ -8,8 +8,8 @@ import pytest
 import torch
 import triton
 import triton.language as tl
+from tmm_triton.blocks import tile_of
 from tmm_triton.naive import Naive
-from tmm_triton.operands import tile_of
 from tmm_triton.split_k import SplitK
 from tmm_triton.tiled import FusedEpilogue, Grouped
 

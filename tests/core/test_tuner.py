@@ -16,7 +16,8 @@ from tmm_cache import CandidateResult, TuningRecord
 
 from tmm_core import Traits
 from tmm_core.dispatch import binding, proposals, random_inputs, tuning, verify
-from tmm_core.dispatch.proposals import Hints, baseline_us, decide
+from tmm_core.dispatch.proposals import Hints
+from tmm_core.dispatch.standing import baseline_us, decide
 from tmm_core.dispatch.timing import GraphTimer
 from tmm_core.dispatch.tuner import Tuner
 from tmm_core.spec.operand import Operand
@@ -120,7 +121,7 @@ def test_how_wrong_is_wrong(dtype: torch.dtype, tf32: bool, limit: float) -> Non
 
 
 def test_the_reference_covers_the_whole_expression() -> None:
-    from tmm_core.spec.epilogue import parse
+    from tmm_core.epilogues import parse
 
     operand = Operand(torch.float32)
     whole = problem(

@@ -7,21 +7,23 @@ import re
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 import pytest
 import torch
 from fakes import FakeBlas, FakeKernel, FakeTimer, Faulty, problem, settings
 
 from tmm_core import Traits, UnsupportedProblemError
-from tmm_core.dispatch import verify
+from tmm_core.dispatch import ragged, ragged_reference, ragged_special, verify
 from tmm_core.dispatch.fixture import Fixture
 from tmm_core.dispatch.guarded import UNREADABLE, UNWRITTEN, guarded
-from tmm_core.dispatch.special import Special
+from tmm_core.dispatch.special import AXES, Axis, Special
 from tmm_core.dispatch.tuner import Tuner
 from tmm_core.dispatch.verifier import Verdict, Verifier, sampled_verdict
+from tmm_core.epilogues import BUILTIN, EPILOGUES, parse
 from tmm_core.spec.device import fingerprint
-from tmm_core.spec.epilogue import BUILTIN, Epilogue, parse
+from tmm_core.spec.epilogue import Epilogue
+from tmm_core.spec.groups import Groups
 from tmm_core.spec.kernel import Config
 from tmm_core.spec.operand import Operand
 
@@ -364,6 +366,56 @@ def test_special_values_in_pieces_are_those_of_the_whole(epilogue: str) -> None:
         assert special.fault(right.nan_to_num(0.0)) is not None
 
 
+ROWS = {"a_index": torch.int64, "out_index": torch.int32, "out_weights": torch.float32}
+
+
+@pytest.mark.parametrize("axis", AXES)
+@pytest.mark.parametrize("epilogue", ["identity", "silu", "swiglu", "clamped_swiglu"])
+@pytest.mark.parametrize(
+    ("along", "rows"),
+    [("m", {}), ("m", {"zeroed": True}), ("m", ROWS), ("m", {"a_index": torch.int32}),
+     ("n", {}), ("k", {})],
+)  # fmt: skip
+def test_special_values_of_groups(
+    along: Literal["m", "n", "k"], rows: dict[str, Any], epilogue: str, axis: Axis
+) -> None:
+    if along == "n" and EPILOGUES[epilogue].gated:
+        pytest.skip("gate and up would be in two groups")
+    asked = problem(
+        40, 33, 20, residual=F32, bias=None if along == "n" else torch.float32,
+        epilogue=EPILOGUES[epilogue], groups=Groups(6, along, **rows),
+    )  # fmt: skip
+    inputs = Fixture(asked, CPU, 1 << 28, sampled=False).sets()[1].inputs
+    assert isinstance(inputs, ragged.Inputs)
+    special = ragged_special.special(asked, inputs, axis, room=1)
+    assert special is not None
+    with special.planted():
+        right = ragged_reference.whole(asked, inputs)
+    if (defined := inputs.rows.defined(asked)) is not None:
+        dim, size = defined
+        right.narrow(dim, size, right.shape[dim] - size).fill_(torch.nan)
+    assert special.fault(right) is None
+    assert special.fault(right.nan_to_num(0.0)) is not None
+    # In an element that none of them affects.
+    dim = -2 if axis == "rows" else -1
+    other = min(set(range(right.shape[dim])) - set(special.places.tolist()))
+    right.select(dim, other)[..., 0] = torch.nan
+    assert "elements of others are not finite" in str(special.fault(right))
+
+
+def test_special_values_at_the_ends_of_groups() -> None:
+    """Where a tile that sums a group's terms loads its neighbour's beside them."""
+    asked = problem(40, 33, 50, groups=Groups(6, "k"))
+    inputs = Fixture(asked, CPU, 1 << 28, sampled=False).sets()[1].inputs
+    assert isinstance(inputs, ragged.Inputs)
+    filled = [each for each in ragged_reference.ranges(inputs.rows.ends) if each[1] < each[2]]
+    special = ragged_special.special(asked, inputs, "rows", room=1)
+    assert special is not None
+    last, first = (change.index[-1] for change in special.changes[:2])
+    assert last in {end - 1 for _, _, end in filled[:-1]}
+    assert first in {start for _, start, _ in filled[1:]}
+
+
 # -- no false alarms ---------------------------------------------------------------------
 
 EDGES = {
@@ -449,10 +501,15 @@ def test_fp8() -> None:
         m=32, n=32, k=32, a=e4m3, b=e5m2, out=Operand(torch.bfloat16), device=fingerprint(CPU),
         scale_a="row", scale_b="tensor",
     )  # fmt: skip
-    (blas,) = (k for k in kernels() if k.name == "blas")
-    found = Verifier(asked, CPU).verdict(blas.bind(asked, blas.default_config(asked)))
-    assert found.ok, found.reason
-    assert found.error is not None
+    served = []
+    for kernel in kernels():
+        if kernel.name in ("blas", "triton.grouped") and not kernel.reasons_against(asked):
+            launcher = kernel.bind(asked, kernel.default_config(asked))
+            found = Verifier(asked, CPU).verdict(launcher)
+            assert found.ok, f"{kernel.name}: {found.reason}"
+            assert found.error is not None
+            served.append(kernel.name)
+    assert served == ["blas", "triton.grouped"]
 
 
 # -- memory, samples, precision ----------------------------------------------------------

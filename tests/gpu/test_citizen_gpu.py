@@ -11,10 +11,10 @@ import torch.nn.functional as F
 
 import tmm_core
 from tmm_core import dispatch
+from tmm_core.epilogues import BUILTIN, parse
 from tmm_core.interop import pointwise
 from tmm_core.launch import warm
 from tmm_core.nn import SwiGLU
-from tmm_core.spec.epilogue import BUILTIN, parse
 
 Tensor = torch.Tensor
 

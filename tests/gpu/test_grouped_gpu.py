@@ -12,9 +12,9 @@ import torch
 import tmm_core
 from tmm_core import Groups, Kernel, Problem
 from tmm_core.dispatch import dispatcher
+from tmm_core.epilogues import parse
 from tmm_core.nn import Experts
 from tmm_core.spec.device import fingerprint
-from tmm_core.spec.epilogue import parse
 
 pytestmark = [
     pytest.mark.gpu,

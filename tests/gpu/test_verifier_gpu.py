@@ -13,8 +13,8 @@ from tmm_core import Problem, dispatch
 from tmm_core.dispatch import random_inputs, verify
 from tmm_core.dispatch.fixture import memory_limit
 from tmm_core.dispatch.verifier import Verifier, sampled_verdict
+from tmm_core.epilogues import BUILTIN, parse
 from tmm_core.spec.device import fingerprint
-from tmm_core.spec.epilogue import BUILTIN, parse
 from tmm_core.spec.kernel import BASELINE
 from tmm_core.spec.operand import Operand
 

@@ -20,8 +20,8 @@ from tmm_triton.tiled import Grouped
 
 from tmm_core import ConfigError, Operand, Problem
 from tmm_core.dispatch.invariant import LADDER
+from tmm_core.epilogues import parse
 from tmm_core.spec.device import DeviceFingerprint, fingerprint
-from tmm_core.spec.epilogue import parse
 
 BF16, FP8 = torch.bfloat16, torch.float8_e4m3fn
 H100 = DeviceFingerprint(

@@ -25,8 +25,8 @@ from tmm_triton.plugin import KERNELS
 from triton.backends.compiler import GPUTarget
 
 from tmm_core import Groups, Operand, Problem
+from tmm_core.epilogues import parse
 from tmm_core.spec.device import DeviceFingerprint
-from tmm_core.spec.epilogue import parse
 from tmm_core.triton import Launch, target_of
 
 H100 = DeviceFingerprint("cuda", "NVIDIA H100 80GB HBM3", (9, 0), 132, 232448, cuda="12.8")

@@ -15,9 +15,10 @@ from tmm_triton.ragged import Ragged, RaggedConfig, grid
 from tmm_triton.tiled import Grouped
 
 from tmm_core import Groups, Operand, Problem, grouped_matmul
-from tmm_core.spec.clamped import CLAMPED
+from tmm_core.epilogues import parse
+from tmm_core.epilogues.clamped import CLAMPED
 from tmm_core.spec.device import DeviceFingerprint, fingerprint, interpreting
-from tmm_core.spec.epilogue import EpilogueLike, parse
+from tmm_core.spec.epilogue import EpilogueLike
 
 Tensor = torch.Tensor
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32

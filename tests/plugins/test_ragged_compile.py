@@ -22,9 +22,9 @@ from test_triton_compile import DEVICES, MOST_STACK, resources
 from tmm_triton.ragged import Ragged
 
 from tmm_core import Groups, Operand, Problem
-from tmm_core.spec.clamped import CLAMPED
+from tmm_core.epilogues import parse
+from tmm_core.epilogues.clamped import CLAMPED
 from tmm_core.spec.device import DeviceFingerprint
-from tmm_core.spec.epilogue import parse
 from tmm_core.triton import compile_for, source, target_of
 
 BF16, FP32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn

@@ -259,6 +259,23 @@ def test_scattered_and_weighted_rows(consumers: int, pingpong: bool) -> None:
         ).check()  # fmt: skip
 
 
+@pytest.mark.parametrize("ragged", ["m", "k"])
+@pytest.mark.parametrize(("consumers", "pingpong"), SCHEDULES)
+@pytest.mark.filterwarnings("ignore:invalid value:RuntimeWarning")  # numpy's, of Inf - Inf
+def test_special_values_stay_in_their_group(consumers: int, pingpong: bool, ragged: str) -> None:
+    """NaN and Inf where groups begin and end, in a row of a and a column of b, go no further."""
+    for seed, (ends, total) in enumerate(SIZES[:3]):
+        call = Call(seed, ragged, ends, total, consumers=consumers, pingpong=pingpong)
+        for group, (start, end) in enumerate(itertools.pairwise((0, *ends))):
+            if start == end:
+                continue
+            a, b = call.a, call.b[group] if ragged == "m" else call.b
+            row, inner = (start, -1) if ragged == "m" else (group % 2, end - 1)
+            a[row, inner] = (np.nan, np.inf)[group % 2]
+            b[0 if ragged == "m" else start, 1 + group] = (-np.inf, np.nan)[group % 2]
+        call.check()
+
+
 @pytest.mark.parametrize("scales", ["tensor", "row"])
 @pytest.mark.parametrize(("consumers", "pingpong"), SCHEDULES)
 def test_scaled_groups(consumers: int, pingpong: bool, scales: str) -> None:

@@ -19,13 +19,13 @@ pytest.importorskip("triton")
 
 from hopper_block import Block, Pointer
 from test_triton_compile import resources
-from tmm_triton import operands, skinny
+from tmm_triton import blocks, skinny
 from tmm_triton.skinny import Skinny, SkinnyConfig
 from uninterpreted import Uninterpreted
 
 from tmm_core import ConfigError, Operand, Problem
+from tmm_core.epilogues import parse
 from tmm_core.spec.device import DeviceFingerprint
-from tmm_core.spec.epilogue import parse
 
 ROW, COL = Operand(torch.bfloat16), Operand(torch.bfloat16, "col")
 DEVICES = {
@@ -165,7 +165,7 @@ def run_program(arguments: dict[str, Any], program: tuple[int, int, int]) -> Non
         "mma_v2": lambda a, b, acc: (np.matmul(a, b) + acc).view(Block),
         "__builtins__": __builtins__,
     }
-    for module in (operands, skinny):
+    for module in (blocks, skinny):
         for name, value in vars(module).items():
             function = getattr(value, "fn", None)
             if isinstance(function, types.FunctionType):

@@ -24,8 +24,8 @@ from tmm_triton.plugin import load
 from uninterpreted import Uninterpreted
 
 from tmm_core import Operand, Port, Problem
+from tmm_core.epilogues import parse
 from tmm_core.spec.device import DeviceFingerprint
-from tmm_core.spec.epilogue import parse
 from tmm_core.triton import compile_for, source, target_of
 
 BF16, FP32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn

@@ -21,8 +21,8 @@ from tmm_triton.hopper_config import WarpSpecializedConfig
 from tmm_triton.warp_specialized import WarpSpecialized
 
 from tmm_core import Launcher, Problem
+from tmm_core.epilogues import parse
 from tmm_core.spec.device import fingerprint
-from tmm_core.spec.epilogue import parse
 
 pytestmark = pytest.mark.gpu
 

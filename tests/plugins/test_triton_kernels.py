@@ -29,8 +29,8 @@ from tmm_triton.tiled import FusedEpilogue, FusedEpilogueConfig, Grouped, Groupe
 
 import tmm_core
 from tmm_core import Config, ConfigError, Epilogue, Operand, Problem
+from tmm_core.epilogues import parse
 from tmm_core.spec.device import DeviceFingerprint, fingerprint, interpreting
-from tmm_core.spec.epilogue import parse
 from tmm_core.triton import epilogues
 
 FP16, BF16, FP32 = torch.float16, torch.bfloat16, torch.float32

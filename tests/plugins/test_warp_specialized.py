@@ -36,8 +36,9 @@ from uninterpreted import Uninterpreted
 
 from tmm_core import ConfigError, Groups, Operand, Port, Problem
 from tmm_core.dispatch import random_inputs
+from tmm_core.epilogues import BUILTIN, parse
 from tmm_core.spec.device import DeviceFingerprint
-from tmm_core.spec.epilogue import BUILTIN, Epilogue, parse
+from tmm_core.spec.epilogue import Epilogue
 from tmm_core.triton import compile_for, source
 
 KERNEL = WarpSpecialized()

@@ -8,6 +8,7 @@ from typing import Any
 
 from tmm_cache import CandidateResult, TuningRecord
 
+from tmm_core.dispatch.standing import identity, raced
 from tmm_core.spec.kernel import BASELINE
 
 #: Okabe and Ito's colour-blind-safe palette: BLAS, then the other kernels in turn.
@@ -37,10 +38,7 @@ def draw(
         ModuleNotFoundError: matplotlib is not installed.
         OSError, ValueError: The file cannot be written, or has another suffix.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")  # needs no display
-    from matplotlib import pyplot
+    from matplotlib.figure import Figure
     from matplotlib.lines import Line2D
     from matplotlib.patches import Patch
 
@@ -51,7 +49,9 @@ def draw(
     kernels = dict.fromkeys(c.kernel for c, _ in pairs if c.kernel != BASELINE)
     colours = {name: _COLOURS[i % len(_COLOURS)] for i, name in enumerate(kernels)}
     colours[BASELINE] = _BLAS
-    figure, axes = pyplot.subplots(figsize=(11, 1.9 + 0.34 * len(pairs)), layout="constrained")
+    figure = Figure(figsize=(11, 1.9 + 0.34 * len(pairs)), layout="constrained")
+    axes = figure.subplots()
+    ended = set(map(identity, raced(record.candidates)))
     labels = []
     for row, (result, expected) in enumerate(pairs):
         name, fields = _label(result, record.candidates)
@@ -62,8 +62,7 @@ def draw(
         if time is None:
             fields = (result.reason or result.status).split(";")[0]
         else:
-            # A record keeps one sample of candidates not timed to the end.
-            alpha = _ALPHA[result.status == "ok" and len(result.samples_us) > 1]
+            alpha = _ALPHA[identity(result) in ended]
             axes.barh(row, time, color=colours[result.kernel], alpha=alpha, height=0.75)
             spread = [[time - min(result.samples_us)], [max(result.samples_us) - time]]
             axes.errorbar(time, row, xerr=spread, color="black", linewidth=1, capsize=2)
@@ -91,7 +90,6 @@ def draw(
     figure.legend(handles=meaning, loc="outside lower center", ncols=4, fontsize=8)
     figure.suptitle(title, fontsize=11)
     figure.savefig(path, dpi=144)
-    pyplot.close(figure)
 
 
 def _label(result: CandidateResult, every: Sequence[CandidateResult]) -> tuple[str, str]:

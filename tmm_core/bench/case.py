@@ -12,14 +12,15 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import torch
+from tmm_cache.facets import SHORT_DTYPES
 
 import tmm_core
 from tmm_core import dispatch, settings
-from tmm_core.dispatch import ragged
+from tmm_core.dispatch import ragged, ragged_reference, verify
 from tmm_core.dispatch.ragged import Rows
 from tmm_core.dispatch.random_inputs import Inputs, fill, seeded
 from tmm_core.formats import wide
@@ -34,16 +35,10 @@ from tmm_core.spec.problem import Problem
 Tensor = torch.Tensor
 
 #: Common abbreviations of dtypes.
-ALIASES = {
-    "bf16": torch.bfloat16,
-    "fp16": torch.float16,
+ALIASES = {short: dtype_of(name) for name, short in SHORT_DTYPES.items()} | {
     "half": torch.float16,
-    "fp32": torch.float32,
     "float": torch.float32,
-    "fp64": torch.float64,
     "double": torch.float64,
-    "e4m3": torch.float8_e4m3fn,
-    "e5m2": torch.float8_e5m2,
 }
 
 #: First letter a, second b: ``n`` row-major as it is, ``t`` a transposed view of a
@@ -136,25 +131,13 @@ class Case:
         return rows if self.routing == "both" else replace(rows, draws=())
 
     def to_json(self) -> dict[str, Any]:
-        return {
-            "m": self.m,
-            "n": self.n,
-            "k": self.k,
-            "batch": self.batch,
-            "dtype": dtype_name(self.dtype),
-            "layout": self.layout,
-            "epilogue": self.epilogue,
-            "bias": self.bias,
-            "residual": self.residual,
-            "out_dtype": dtype_name(self.out_dtype) if self.out_dtype else None,
-            "tf32": self.tf32,
-            **({"scales": self.scales} if self.scales else {}),
-            **(
-                {"groups": self.groups, "ragged": self.ragged, "routing": self.routing}
-                if self.groups
-                else {}
-            ),
-        }
+        document = asdict(self) | {"dtype": dtype_name(self.dtype)}
+        if self.out_dtype is not None:
+            document["out_dtype"] = dtype_name(self.out_dtype)
+        # Documents of cases without them are older than these fields, and stay the same case.
+        unused = [] if self.scales else ["scales"]
+        unused += [] if self.groups else ["groups", "ragged", "routing"]
+        return {name: value for name, value in document.items() if name not in unused}
 
     @classmethod
     def from_json(cls, doc: Mapping[str, Any]) -> Case:
@@ -230,6 +213,13 @@ class Call:
         """Make the call; ``more`` as in :func:`tmm_core.matmul`."""
         function: Any = tmm_core.matmul if self.rows is None else tmm_core.grouped_matmul
         return function(self.a, self.b, **self.keywords, **more)  # type: ignore[no-any-return]
+
+    def error(self, **forced: Any) -> float:
+        """Largest error of the call's result, written over NaN."""
+        inputs = self.inputs()
+        verify.poison(inputs.out)
+        self.matmul(**forced, out=inputs.out)
+        return verify.error(inputs.out, ragged_reference.whole(self.problem(), inputs))
 
     def plan(self, **forced: Any) -> Plan:
         """The plan of the kernel chosen for the call; ``forced``: ``kernel`` and ``config``."""

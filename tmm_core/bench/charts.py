@@ -7,7 +7,7 @@ on hover.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from html import escape
 
@@ -44,23 +44,19 @@ class Line:
     label: str
 
 
-def rows(found: Sequence[Row], axis: str, *, middle: float = 1.0) -> str:
-    """Every row's points along one logarithmic axis, with a line at ``middle``."""
-    values = [p.x for row in found for p in (*row.points, *row.marks)] + [middle]
+def rows(found: Sequence[Row], axis: str) -> str:
+    """Every row's points along one logarithmic axis, with a line at 1."""
+    values = [p.x for row in found for p in (*row.points, *row.marks)] + [1.0]
     low, high = min(values) / 1.03, max(values) * 1.03
     height = _ROW * len(found) + 46
-
-    def place(value: float) -> float:
-        span = math.log(high / low)
-        return _LEFT + math.log(value / low) / span * (WIDTH - _LEFT - _RIGHT)
-
+    place = _scale(low, high, _LEFT, WIDTH - _RIGHT)
     bottom = height - 40
     parts = []
     for tick in _ticks(low, high):
         x = place(tick)
         parts.append(_line((x, 4), (x, bottom), "grid"))
         parts.append(_text(x, bottom + 16, f"{tick:g}", "middle"))
-    parts.append(_line((place(middle), 4), (place(middle), bottom), "middle"))
+    parts.append(_line((place(1.0), 4), (place(1.0), bottom), "middle"))
     parts.append(_text((_LEFT + WIDTH - _RIGHT) / 2, height - 6, axis, "middle"))
     for number, row in enumerate(found):
         y = _ROW * number + _ROW / 2 + 4
@@ -80,13 +76,7 @@ def plane(points: Sequence[Point], lines: Sequence[Line], x_axis: str, y_axis: s
     ]
     x_low, x_high = min(x for x, _ in corners) / 1.3, max(x for x, _ in corners) * 1.3
     y_low, y_high = min(y for _, y in corners) / 1.3, max(y for _, y in corners) * 1.5
-
-    def across(value: float) -> float:
-        return 60 + math.log(value / x_low) / math.log(x_high / x_low) * (WIDTH - 60 - _RIGHT)
-
-    def up(value: float) -> float:
-        return bottom - math.log(value / y_low) / math.log(y_high / y_low) * (bottom - top)
-
+    across, up = _scale(x_low, x_high, 60, WIDTH - _RIGHT), _scale(y_low, y_high, bottom, top)
     parts = []
     for tick in _ticks(x_low, x_high):
         parts.append(_line((across(tick), top), (across(tick), bottom), "grid"))
@@ -105,6 +95,11 @@ def plane(points: Sequence[Point], lines: Sequence[Line], x_axis: str, y_axis: s
         parts.append(_text(end[0] - 6, end[1] - 6, line.label, "end"))
     parts += [_dot(across(p.x), up(p.y), 4, p) for p in points]
     return _svg(height, parts)
+
+
+def _scale(low: float, high: float, start: float, end: float) -> Callable[[float], float]:
+    """Where a value stands on a logarithmic axis."""
+    return lambda value: start + math.log(value / low) / math.log(high / low) * (end - start)
 
 
 def _ticks(low: float, high: float) -> Iterator[float]:

@@ -59,10 +59,8 @@ def loop(calls: Sequence[Call]) -> Run:
 
     def run(copy: int) -> Tensor:
         call = calls[copy]
-        return _followed(call, product(call, ends[copy]))
+        return _followed(call, _looped(call, ends[copy]))
 
-    stored = of_pair(calls[0].a.dtype, calls[0].b.dtype) is not None
-    product = _looped_scaled if stored else _looped
     return run
 
 
@@ -163,51 +161,33 @@ def _grown(t: Tensor, rows: int, cols: int) -> Tensor:
 
 
 def _looped(call: Call, ends: Sequence[int]) -> Tensor:
-    a, b = call.a, call.b
-    parts = itertools.pairwise([0, *ends])
-    if a.dim() == 2 and b.dim() == 2:
-        z = a.new_empty((len(ends), a.shape[0], b.shape[1]))
-        for group, (start, end) in enumerate(parts):
-            torch.mm(a[:, start:end], b[start:end], out=z[group])
-        return z
-    z = a.new_empty((a.shape[-2], b.shape[-1]))
-    for group, (start, end) in enumerate(parts):
-        if start == end:
-            continue
-        if a.dim() == 2:
-            torch.mm(a[start:end], b[group], out=z[start:end])
-        else:
-            z[:, start:end] = a[group] @ b[:, start:end]
-    return z
-
-
-def _looped_scaled(call: Call, ends: Sequence[int]) -> Tensor:
-    """8-bit operands by ``torch._scaled_mm`` if it takes those of a group, else dequantised."""
+    """A product per group."""
     a, b, along = call.a, call.b, ragged_along(call.a, call.b)
     form, takes = of_pair(a.dtype, b.dtype), _scales_each(call)
-    assert form is not None
     m, n, count = a.shape[-2], b.shape[-1], len(ends)
     shape = (count, m, n) if along == "k" else (m, n)
-    z = a.new_empty(shape, dtype=call.out_dtype or form.result)
-    one = torch.ones((), device=a.device)
+    z = a.new_empty(shape, dtype=None if form is None else call.out_dtype or form.result)
+    one = None if form is None else torch.ones((), device=a.device)
     for group, (start, end) in enumerate(itertools.pairwise([0, *ends])):
         if start == end and along != "k":
             continue
         part = slice(start, end)
         of_a = a[group] if along == "n" else a[part] if along == "m" else a[:, part]
         of_b = b[group] if along == "m" else b[:, part] if along == "n" else b[part]
+        at: Any = part if along == "m" else (slice(None), part) if along == "n" else group
+        if form is None or one is None:
+            torch.mm(of_a, of_b, out=z[at])
+            continue
         scale_a = _of_group(call.scale_a, one, (count, m), part if along == "m" else group)
         scale_b = _of_group(call.scale_b, one, (count, n), part if along == "n" else group)
         if takes:
             of_rows = scale_a.expand(of_a.shape[0])[:, None].contiguous()
             of_columns = scale_b.expand(n)[None].contiguous()
-            y = torch._scaled_mm(of_a, of_b, of_rows, of_columns, out_dtype=z.dtype)
-        else:
+            z[at] = torch._scaled_mm(of_a, of_b, of_rows, of_columns, out_dtype=z.dtype)
+        else:  # dequantised
             scale_a = scale_a[:, None] if scale_a.dim() else scale_a
             product = form.dequantize(of_a).float() @ form.dequantize(of_b).float()
-            y = product * scale_a * scale_b
-        at: Any = part if along == "m" else (slice(None), part) if along == "n" else group
-        z[at] = y
+            z[at] = product * scale_a * scale_b
     return z
 
 

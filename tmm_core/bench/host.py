@@ -10,6 +10,8 @@ import gc
 import statistics
 import time
 from collections.abc import Callable
+from contextlib import nullcontext
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -18,6 +20,7 @@ import tmm_core
 from tmm_core import settings
 from tmm_core.bench.case import Case
 from tmm_core.bench.results import Document
+from tmm_core.spec.operand import dtype_name
 
 SIZE = 16
 #: Calls per batch, of at most two launches each: well within the 1024 that a queue holds.
@@ -43,47 +46,37 @@ def measure(
     x, w, bias = call.a, call.b, call.bias
     assert bias is not None
     out = torch.empty(SIZE, SIZE, dtype=dtype, device=device)
-    problems = {
-        "plain": tmm_core.problem(x, w),
-        "silu": tmm_core.problem(x, w, epilogue="silu"),
-        "linear+bias": tmm_core.problem(x, w.t(), bias=bias),
+    posed: dict[str, tuple[torch.Tensor, torch.Tensor, dict[str, Any]]] = {
+        "plain": (x, w, {}),
+        "silu": (x, w, {"epilogue": "silu"}),
+        "linear+bias": (x, w.t(), {"bias": bias}),
     }
-    with torch.no_grad():
+    matmul, linear = tmm_core.matmul, tmm_core.linear
+    with torch.no_grad(), nullcontext() if tune else settings.override(on_cache_miss="heuristic"):
         if tune:
-            tmm_core.tune(problems.values(), budget=budget)
-            return _measure(x, w, bias, out)
-        with settings.override(on_cache_miss="heuristic"):
-            return _measure(x, w, bias, out)
-
-
-def _measure(x: torch.Tensor, w: torch.Tensor, bias: torch.Tensor, out: torch.Tensor) -> Document:
-    plan = tmm_core.plan(x, w)
-    fused = tmm_core.plan(x, w, epilogue="silu")
-    linear = tmm_core.plan(x, w.t(), bias=bias)
-    matmul, tmm_linear = tmm_core.matmul, tmm_core.linear
-    calls: dict[str, Callable[[], object]] = {
-        "torch.matmul(x, w)": lambda: torch.matmul(x, w),
-        "torch.mm(x, w, out=out)": lambda: torch.mm(x, w, out=out),
-        "F.silu(torch.matmul(x, w))": lambda: F.silu(torch.matmul(x, w)),
-        "F.linear(x, w, bias)": lambda: F.linear(x, w, bias),
-        "tmm.matmul(x, w)": lambda: matmul(x, w),
-        'tmm.matmul(x, w, epilogue="silu")': lambda: matmul(x, w, epilogue="silu"),
-        "tmm.linear(x, w, bias)": lambda: tmm_linear(x, w, bias),
-        "plan(x, w)": lambda: plan(x, w),
-        "plan(x, w, out=out)": lambda: plan(x, w, out=out),
-        'plan(x, w) of epilogue="silu"': lambda: fused(x, w),
-        "torch.matmul(x, w) again": lambda: torch.matmul(x, w),
-    }
-    costs = host_us(calls, x.device)
+            problems = [tmm_core.problem(a, b, **more) for a, b, more in posed.values()]
+            tmm_core.tune(problems, budget=budget)
+        plans = {name: tmm_core.plan(a, b, **more) for name, (a, b, more) in posed.items()}
+        plan, fused = plans["plain"], plans["silu"]
+        calls: dict[str, Callable[[], object]] = {
+            "torch.matmul(x, w)": lambda: torch.matmul(x, w),
+            "torch.mm(x, w, out=out)": lambda: torch.mm(x, w, out=out),
+            "F.silu(torch.matmul(x, w))": lambda: F.silu(torch.matmul(x, w)),
+            "F.linear(x, w, bias)": lambda: F.linear(x, w, bias),
+            "tmm.matmul(x, w)": lambda: matmul(x, w),
+            'tmm.matmul(x, w, epilogue="silu")': lambda: matmul(x, w, epilogue="silu"),
+            "tmm.linear(x, w, bias)": lambda: linear(x, w, bias),
+            "plan(x, w)": lambda: plan(x, w),
+            "plan(x, w, out=out)": lambda: plan(x, w, out=out),
+            'plan(x, w) of epilogue="silu"': lambda: fused(x, w),
+            "torch.matmul(x, w) again": lambda: torch.matmul(x, w),
+        }
+        costs = host_us(calls, device)
     return {
         "kind": "host",
-        "dtype": str(x.dtype).removeprefix("torch."),
+        "dtype": dtype_name(dtype),
         "size": SIZE,
-        "kernels": {
-            "plain": str(plan.choice.candidate),
-            "silu": str(fused.choice.candidate),
-            "linear+bias": str(linear.choice.candidate),
-        },
+        "kernels": {name: str(each.choice.candidate) for name, each in plans.items()},
         "us": {name: round(us, 2) for name, us in costs.items()},
     }
 

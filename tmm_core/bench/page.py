@@ -73,9 +73,10 @@ def html(results: Results) -> str:
 def body(results: Results) -> str:
     """The sections below the title; those without data are left out."""
     measured = results.measured
-    numbers = [c for c in report.SUMMARY_COLUMNS if c not in ("class", "dtype", "worst problem")]
-    summaries = [summary.cells for summary in report.summarize(results)]
-    parts = [_runs(results), markup.table(report.SUMMARY_COLUMNS, summaries, numbers)]
+    parts = [
+        _runs(results),
+        markup.table(report.SUMMARY_COLUMNS, report.summaries(results), report.SUMMARY_NUMBERS),
+    ]
     if measured:
         parts += [
             _section(
@@ -143,31 +144,22 @@ def _section(title: str, text: str, content: str, *, key: dict[str, str]) -> str
 def _runs(results: Results) -> str:
     if not results.runs:
         return ""
-    versions = results.runs[-1]["environment"]
-    facts = [
-        (name, str(versions.get(name) or "none")) for name in ("torch", "triton", "cuda", "cublas")
-    ]
-    facts.append(("driver", str(results.runs[-1].get("driver") or "unknown")))
-    for run in results.runs:
-        commit = str(run.get("commit") or "unknown")[:12]
-        dirty = ", with uncommitted changes" if run.get("uncommitted_changes") else ""
-        facts.append((run["started"], f"tmm {run['tmm']}, commit {commit}{dirty}"))
-    return markup.facts(facts)
+    runs = [(run["started"], f"tmm {run['tmm']}, {report.commit(run)}") for run in results.runs]
+    return markup.facts([*report.versions(results.runs[-1]), *runs])
 
 
 def _grouped(documents: Iterable[Document]) -> dict[str, list[Document]]:
-    groups: dict[str, list[Document]] = {}
-    for document in documents:
-        dtype = document["case"]["dtype"].removeprefix("float8_")
-        groups.setdefault(f"{document['suite']} {dtype}", []).append(document)
-    return groups
+    return {
+        f"{suite} {dtype.removeprefix('float8_')}": members
+        for (suite, dtype), members in report.by_class(documents).items()
+    }
 
 
 def _ratio_rows(measured: Sequence[Document]) -> list[Row]:
     found = []
     for label, documents in _grouped(measured).items():
         points = [
-            Point(d["ratio"], _said(d), "tmm" if d["ratio"] >= report.LOST else "lost")
+            Point(d["ratio"], report.line(d), "tmm" if d["ratio"] >= report.LOST else "lost")
             for d in documents
         ]
         found.append(Row(label, points, [_mean(points, label)]))
@@ -177,10 +169,6 @@ def _ratio_rows(measured: Sequence[Document]) -> list[Row]:
 def _mean(points: Sequence[Point], label: str, series: str = "tmm") -> Point:
     mean = statistics.geometric_mean([point.x for point in points])
     return Point(mean, f"{label}: geometric mean {mean:.3f} of {len(points)}", series)
-
-
-def _said(document: Document) -> str:
-    return report.line(document)
 
 
 def _roofline(measured: Sequence[Document]) -> str:
@@ -247,7 +235,7 @@ def _clock_rows(measured: Sequence[Document]) -> list[Row]:
     found = []
     for label, documents in _grouped(measured).items():
         marks = [_mean([Point(d["ratio"], "") for d in documents], f"{label} in use")]
-        points = [Point(d["ratio"], f"in use: {_said(d)}") for d in documents]
+        points = [Point(d["ratio"], f"in use: {report.line(d)}") for d in documents]
         for clock, colour in series.items():
             taken = [
                 Point(ratio, f"{clock} {ratio:.3f}×: {report.title(d)}", colour)
@@ -263,20 +251,7 @@ def _clock_rows(measured: Sequence[Document]) -> list[Row]:
 
 
 def _problems(measured: Sequence[Document]) -> str:
-    columns = ("class", "problem", "torch µs", "tmm µs", "ratio", "TFLOPS", "GB/s", "chosen")
-    cells = []
-    for document in measured:
-        us = document["times"][TMM]["median_us"]
-        cells.append(
-            (
-                document["suite"],
-                report.title(document),
-                report.microseconds(document["times"][TORCH]["median_us"]),
-                report.microseconds(us),
-                report.times(document["ratio"]),
-                f"{document['flops'] / us / 1e6:.1f}",
-                f"{document['bytes'] / us / 1e3:.0f}",
-                report.chosen(document),
-            )
-        )
-    return markup.table(columns, cells, columns[2:7])
+    columns, cells = report.problem_table(measured)
+    numbers = [name for name in columns if name not in ("problem", "kernel", "origin")]
+    rows = [(document["suite"], *row) for document, row in zip(measured, cells, strict=True)]
+    return markup.table(("class", *columns), rows, numbers)

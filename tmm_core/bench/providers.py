@@ -9,18 +9,20 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from tmm_cache import CacheStore, CandidateResult, TuningRecord
+from tmm_cache import CacheStore, TuningRecord
 
 import tmm_core
 from tmm_core import dispatch, settings
 from tmm_core.bench.case import Call
 from tmm_core.dispatch.ladder import Dispatcher
+from tmm_core.dispatch.standing import by_time
 from tmm_core.dispatch.timing import Run
 from tmm_core.dispatch.tuner import Tuner
 from tmm_core.launch.plan import Plan
 
 Tensor = torch.Tensor
 Expression = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
+Products = Callable[[Tensor, Tensor, Tensor | None], list[Tensor]]
 
 
 #: The config used for 16-bit operands by libraries that replace torch's products by invariant ones.
@@ -77,19 +79,15 @@ def expression(call: Call) -> Expression:
     # Looked up here, so that the function is pure torch code, which dynamo can trace.
     stages = call.epilogue.stages or (call.epilogue,)
     # Of alternate columns the product is one, as in a model's code.
-    gated, out_dtype = stages[0].gated and not stages[0].interleaved, call.out_dtype
+    halved, out_dtype = stages[0].gated and not stages[0].interleaved, call.out_dtype
     inputs_of = stages[0].inputs
     steps = [(stage.reference, stage.parameters) for stage in stages if not stage.is_identity]
-    if call.problem().fp8:
-        return _scaled_expression(call, steps)
+    products = _scaled_products(call, halved) if call.problem().fp8 else _products(halved)
 
     def run(a: Tensor, b: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
-        if gated:
-            gate, up = b.chunk(2, dim=-1)
-            z, u = (None, None) if bias is None else bias.chunk(2)
-            inputs = [_product(a, gate, z), _product(a, up, u)]
-        else:
-            inputs = list(inputs_of(_product(a, b, bias)))
+        inputs = products(a, b, bias)
+        if not halved:
+            inputs = list(inputs_of(*inputs))
         for function, parameters in steps:
             inputs = [function(*inputs, *parameters)]
         (y,) = inputs
@@ -100,34 +98,43 @@ def expression(call: Call) -> Expression:
     return run
 
 
-def _scaled_expression(call: Call, steps: Sequence[Any]) -> Expression:
-    """:func:`expression` of 8-bit operands. If one has row scales, torch needs them for both; a
+def _products(halved: bool) -> Products:
+    """The products that an epilogue takes: of gate and up, or one."""
+
+    def run(a: Tensor, b: Tensor, bias: Tensor | None) -> list[Tensor]:
+        if not halved:
+            return [_product(a, b, bias)]
+        gate, up = b.chunk(2, dim=-1)
+        z, u = (None, None) if bias is None else bias.chunk(2)
+        return [_product(a, gate, z), _product(a, up, u)]
+
+    return run
+
+
+def _scaled_products(call: Call, halved: bool) -> Products:
+    """:func:`_products` of 8-bit operands. If one has row scales, torch needs them for both; a
     missing scale is one."""
     problem = call.problem()
-    gated, dtype = problem.gated, problem.out.dtype
-    width = call.b.shape[-1]
+    dtype = problem.out.dtype
     by_row = "row" in (problem.scale_a, problem.scale_b)
 
     def tensor(scale: Tensor | None, *shape: int) -> Tensor:
         scale = call.a.new_ones((), dtype=torch.float32) if scale is None else scale
         return scale.expand(shape).contiguous() if by_row else scale
 
-    scale_a, scale_b = tensor(call.scale_a, problem.m, 1), tensor(call.scale_b, 1, width)
+    scale_a = tensor(call.scale_a, problem.m, 1)
+    scale_b = tensor(call.scale_b, 1, call.b.shape[-1])
 
-    def run(a: Tensor, b: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
+    def run(a: Tensor, b: Tensor, bias: Tensor | None) -> list[Tensor]:
         parts = [(b, scale_b, bias)]
-        if gated:
+        if halved:
             biases = (None, None) if bias is None else bias.chunk(2)
             scales = scale_b.chunk(2, dim=-1) if by_row else (scale_b, scale_b)
             parts = list(zip(b.chunk(2, dim=-1), scales, biases, strict=True))
-        inputs = [
+        return [
             torch._scaled_mm(a, columns, scale_a, scale, z, out_dtype=dtype)
             for columns, scale, z in parts
         ]
-        for function, parameters in steps:
-            inputs = [function(*inputs, *parameters)]
-        (y,) = inputs
-        return y if residual is None else y + residual
 
     return run
 
@@ -143,7 +150,8 @@ def kernels(call: Call) -> tuple[dict[str, Plan], dict[str, str]]:
     default config); and the reasons why others are unavailable."""
     dispatcher, problem = dispatch.dispatcher(), call.problem()
     found = dispatcher.record(problem)
-    best = best_of_each(found[1]) if found else {}
+    ranked = by_time(found[1], "slow") if found else []
+    best = {result.kernel: result for result in reversed(ranked)}
     able, _ = dispatcher.registry.candidates(problem, settings.current())
     plans: dict[str, Plan] = {}
     failed: dict[str, str] = {}
@@ -175,25 +183,7 @@ def one_config(call: Call) -> Plan:
     Raises:
         TmmError: It cannot serve the call.
     """
-    return tmm_core.plan(
-        call.a, call.b, **call.keywords, kernel="triton.persistent", config=_ONE_CONFIG
-    )
-
-
-def best_of_each(record: TuningRecord) -> dict[str, CandidateResult]:
-    """Each kernel's fastest timed result, finalists before eliminated candidates: finalists have
-    more and later samples."""
-    best: dict[str, CandidateResult] = {}
-    for result in record.candidates:
-        if result.samples_us and result.status in ("ok", "slow"):
-            other = best.get(result.kernel)
-            if other is None or _rank(result) < _rank(other):
-                best[result.kernel] = result
-    return best
-
-
-def _rank(result: CandidateResult) -> tuple[bool, float]:
-    return result.status != "ok", result.median_us or float("inf")
+    return call.plan(kernel="triton.persistent", config=_ONE_CONFIG)
 
 
 def _why(record: TuningRecord, kernel: str) -> str:

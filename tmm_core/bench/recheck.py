@@ -17,8 +17,9 @@ from tmm_core.dispatch.compilers import compiling_threads
 from tmm_core.dispatch.timing import GraphTimer, HostTimer, Run, median, timer_for
 from tmm_core.launch import warm
 from tmm_core.launch.beside import delivering
+from tmm_core.spec.asking import read_config
 from tmm_core.spec.device import DeviceFingerprint, fingerprint
-from tmm_core.spec.kernel import BASELINE, Kernel, Launcher
+from tmm_core.spec.kernel import BASELINE, Candidate, Kernel, Launcher
 from tmm_core.spec.precision import precision
 from tmm_core.spec.problem import Problem
 
@@ -39,8 +40,8 @@ def shipped(device: torch.device) -> Iterator[Document]:
     records = list(_records(fingerprint(device)))
     # All are compiled before any is timed: a concurrent compiler would delay launches.
     with ThreadPoolExecutor(compiling_threads()) as pool:
-        bound = [pool.submit(_bound, record, device) for record in records]
-    for record, winner in zip(records, bound, strict=True):
+        found = [pool.submit(compiled, record, device) for record in records]
+    for record, winner in zip(records, found, strict=True):
         yield _checked(record, winner, device, timer)
 
 
@@ -69,15 +70,19 @@ def _kernel(record: TuningRecord) -> Kernel[Any] | None:
 
 
 @dataclass(frozen=True)
-class _Bound:
+class Winner:
     """A winner on record, compiled for its problem."""
 
     problem: Problem
+    candidate: Candidate
     launcher: Launcher
-    is_baseline: bool
+
+    @property
+    def is_baseline(self) -> bool:
+        return self.candidate.kernel.name == BASELINE
 
 
-def _bound(record: TuningRecord, device: torch.device) -> _Bound | None:
+def compiled(record: TuningRecord, device: torch.device) -> Winner | None:
     """The record's winner, compiled; None if its kernel has changed since."""
     kernel = _kernel(record)
     if kernel is None:
@@ -85,13 +90,13 @@ def _bound(record: TuningRecord, device: torch.device) -> _Bound | None:
     if device.type == "cuda":
         torch.cuda.set_device(device)  # a thread starts on device 0
     problem = warm.recall(record.problem, device)
-    launcher = kernel.bind(problem, kernel.config_type.from_json(record.best.config))
-    return _Bound(problem, launcher, kernel.name == BASELINE)
+    candidate = Candidate(kernel, read_config(kernel, record.best.config))
+    return Winner(problem, candidate, kernel.bind(problem, candidate.config))
 
 
 def _checked(
     record: TuningRecord,
-    winner: Future[_Bound | None],
+    winner: Future[Winner | None],
     device: torch.device,
     timer: GraphTimer | HostTimer,
 ) -> Document:
@@ -102,11 +107,11 @@ def _checked(
         "config": dict(best.config),
     }
     try:
-        bound = winner.result()
-        if bound is None:
+        found = winner.result()
+        if found is None:
             return document | {"status": "stale"}
-        with torch.no_grad(), precision(bound.problem.tf32):
-            return document | _measured(bound, device, timer)
+        with torch.no_grad(), precision(found.problem.tf32):
+            return document | _measured(found, device, timer)
     except Exception as error:  # from a compiler or a launch: affects this record only
         return document | {"status": "failed", "reason": f"{type(error).__name__}: {error}"}
     finally:
@@ -114,8 +119,8 @@ def _checked(
             torch.cuda.empty_cache()
 
 
-def _measured(bound: _Bound, device: torch.device, timer: GraphTimer | HostTimer) -> Document:
-    problem, launcher = bound.problem, bound.launcher
+def _measured(found: Winner, device: torch.device, timer: GraphTimer | HostTimer) -> Document:
+    problem, launcher = found.problem, found.launcher
     inputs = random_inputs.make(problem, device)
     blas = dispatch.dispatcher().registry.kernel(BASELINE)
     epilogue, shape = problem.epilogue, inputs.out.shape
@@ -126,7 +131,7 @@ def _measured(bound: _Bound, device: torch.device, timer: GraphTimer | HostTimer
     error = verify.error(inputs.out, ragged_reference.whole(problem, inputs))
     document: Document = {"title": str(problem), "error": error}
     # BLAS's own error is not a fault: others are compared with it.
-    if not error <= verify.tolerance(problem) and not bound.is_baseline:
+    if not error <= verify.tolerance(problem) and not found.is_baseline:
         return document | {"status": "wrong"}
     limit = rotation.memory_limit(device)
     calls = rotation.rotated(inputs, problem, rotation.copies(problem, limit), limit)
@@ -142,5 +147,5 @@ def _measured(bound: _Bound, device: torch.device, timer: GraphTimer | HostTimer
         "blas_us": round(theirs, 3),
         "us": round(mine, 3),
         "ratio": theirs / mine,
-        "status": "ok" if bound.is_baseline or theirs / mine >= SLOWER else "slower",
+        "status": "ok" if found.is_baseline or theirs / mine >= SLOWER else "slower",
     }

@@ -1,6 +1,6 @@
 """The cost of choosing once per bucket of M, at sizes that were not tuned.
 
-A serving loop meets any M and uses its bucket's record. Random triples of M, weight and epilogue,
+A serving loop meets any M and uses its bucket's record. Random problems (M, weight and epilogue),
 from a fixed seed, are compared with eager torch and with the best known candidate, among those that
 the record has timed; all are timed in use at exactly this M.
 """
@@ -12,17 +12,18 @@ import math
 import random
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass
 
 import torch
-from tmm_cache import CandidateResult, TuningRecord
+from tmm_cache import CandidateResult
 
 import tmm_core
 from tmm_core import settings
 from tmm_core.bench import providers
 from tmm_core.bench.case import Call, Case, parse_expression
 from tmm_core.bench.results import Document
+from tmm_core.bench.runner import planned
 from tmm_core.dispatch import rotation
+from tmm_core.dispatch.standing import by_time
 from tmm_core.dispatch.timing import GraphTimer, HostTimer, Run, median, timer_for
 from tmm_core.launch.plan import Plan
 from tmm_core.spec.bucket import bucket_edge, bucketed
@@ -41,52 +42,34 @@ WEIGHTS = (
 EXPRESSIONS = ("", "", "silu", "gelu_tanh", "bias", "bias+gelu_tanh+residual", "residual", "swiglu")
 
 
-@dataclass(frozen=True, slots=True)
-class Triple:
-    """One random problem: rows, a weight ``[n, k]`` and the epilogue."""
-
-    m: int
-    n: int
-    k: int
-    expression: str
-
-    def case(self, dtype: torch.dtype) -> Case:
-        bias, epilogue, residual = parse_expression(self.expression)
-        return Case(
-            m=self.m, n=self.n, k=self.k, dtype=dtype, layout="nt",
-            epilogue=epilogue, bias=bias, residual=residual,
-        )  # fmt: skip
-
-
-def triples(count: int, seed: int = 0) -> list[Triple]:
-    """``count`` triples with M log-uniform in 1 … :data:`LARGEST_M`."""
+def cases(count: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> list[Case]:
+    """``count`` random problems with M log-uniform in 1 … :data:`LARGEST_M`."""
     generator = random.Random(seed)
-    top = math.log(LARGEST_M)
-    return [
-        Triple(
-            round(math.exp(generator.uniform(0, top))),
-            *generator.choice(WEIGHTS),
-            generator.choice(EXPRESSIONS),
-        )
-        for _ in range(count)
-    ]
+    found = []
+    for _ in range(count):
+        m = round(math.exp(generator.uniform(0, math.log(LARGEST_M))))
+        n, k = generator.choice(WEIGHTS)
+        bias, epilogue, residual = parse_expression(generator.choice(EXPRESSIONS))
+        found.append(
+            Case(
+                m=m, n=n, k=k, dtype=dtype, layout="nt",
+                epilogue=epilogue, bias=bias, residual=residual,
+            )
+        )  # fmt: skip
+    return found
 
 
 def measure(
-    device: torch.device,
-    asked: Iterable[Triple],
-    *,
-    dtype: torch.dtype = torch.bfloat16,
-    budget: float | None = None,
+    device: torch.device, asked: Iterable[Case], *, budget: float | None = None
 ) -> Iterator[Document]:
-    """One document for each of the ``asked`` triples; each one's bucket is tuned first."""
+    """One document for each of the ``asked`` problems; each one's bucket is tuned first."""
     timer = timer_for(device)
-    for triple in asked:
-        document: Document = {"kind": "regret", "case": triple.case(dtype).to_json()}
+    for case in asked:
+        document: Document = {"kind": "regret", "case": case.to_json()}
         try:
             with torch.no_grad(), settings.override(on_cache_miss="heuristic"):
-                document |= _point(triple.case(dtype).call(device), timer, budget)
-        except Exception as error:  # such as out of memory: affects this triple only
+                document |= _point(case.call(device), timer, budget)
+        except Exception as error:  # such as out of memory: affects this problem only
             document["failed"] = f"{type(error).__name__}: {error}"
         timer.release()
         yield document
@@ -96,17 +79,15 @@ def _point(call: Call, timer: GraphTimer | HostTimer, budget: float | None) -> D
     problem = call.problem()
     edge = bucketed(problem.bare())
     (record,) = tmm_core.tune([edge], budget=budget)
-    chosen = tmm_core.plan(call.a, call.b, **call.keywords)
+    chosen = call.plan()
     plans = {_key(chosen): chosen}
-    for result in _known(record):
+    for result in by_time(record)[:MOST_KNOWN]:
         if _key(result) not in plans:
             with suppress(Exception):  # a config for another M may not fit this one
-                plans[_key(result)] = tmm_core.plan(
-                    call.a, call.b, **call.keywords, kernel=result.kernel, config=result.config
-                )
+                plans[_key(result)] = call.plan(kernel=result.kernel, config=result.config)
     limit = rotation.memory_limit(call.a.device)
     calls = rotation.rotated(call, problem, rotation.copies(problem, limit), limit)
-    runs: list[Run] = [providers.eager(calls), *(_planned(p, calls) for p in plans.values())]
+    runs: list[Run] = [providers.eager(calls), *(planned(p, calls) for p in plans.values())]
     theirs, *ours = map(median, timer.measure(runs, ROUNDS, copies=len(calls)))
     times = dict(zip(plans, ours, strict=True))
     best = min(times, key=lambda key: times[key])
@@ -120,15 +101,6 @@ def _point(call: Call, timer: GraphTimer | HostTimer, budget: float | None) -> D
         "best_us": round(times[best], 3),
         "tuning_seconds": record.tuning_seconds,
     }
-
-
-def _known(record: TuningRecord) -> list[CandidateResult]:
-    timed = [r for r in record.candidates if r.status == "ok" and r.median_us is not None]
-    return sorted(timed, key=lambda r: r.median_us or 0.0)[:MOST_KNOWN]
-
-
-def _planned(plan: Plan, calls: list[Call]) -> Run:
-    return lambda copy: plan(calls[copy].a, calls[copy].b, calls[copy].bias, calls[copy].residual)
 
 
 def _key(candidate: Plan | CandidateResult) -> tuple[str, str]:

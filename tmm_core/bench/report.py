@@ -7,16 +7,15 @@ between any two columns are noise.
 
 from __future__ import annotations
 
-import math
 import statistics
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 from tmm_core.bench import suites
 from tmm_core.bench.case import Case
 from tmm_core.bench.results import Document, Results
 from tmm_core.bench.runner import INDUCTOR, TMM, TORCH, UNTUNED
+from tmm_core.bench.series import told
 
 #: Below this ratio a problem counts as lost: two series of the same call differ by up to 1 %.
 LOST = 0.99
@@ -25,6 +24,9 @@ SUMMARY_COLUMNS = (
     "class", "dtype", "problems", "geomean", "worst", "worst problem", "best", "< 0.99×", "±",
     "skipped", "failed",
 )  # fmt: skip
+SUMMARY_NUMBERS = tuple(
+    name for name in SUMMARY_COLUMNS if name not in ("class", "dtype", "worst problem")
+)
 
 REGRET_COLUMNS = (
     "M", "random problems", "torch / chosen", "at least", "of", "chosen / best known", "at most",
@@ -39,52 +41,26 @@ CLOCK_COLUMNS = ("class", "dtype", "in use", *OTHER_CLOCKS)
 GOAL_COLUMNS = ("class", "dtype", "against", "worst", "goal", "geomean", "goal of it", "met")
 
 
-@dataclass(frozen=True, slots=True)
-class Summary:
-    """One class of problems in one dtype."""
-
-    suite: str
-    dtype: str
-    ratios: tuple[float, ...]
-    worst: str
-    noise: float
-    skipped: int
-    failed: int
-
-    @property
-    def geomean(self) -> float | None:
-        return statistics.geometric_mean(self.ratios) if self.ratios else None
-
-    @property
-    def lost(self) -> int:
-        """Problems on which tmm was slower than torch by more than noise."""
-        return sum(ratio < LOST for ratio in self.ratios)
-
-    @property
-    def cells(self) -> tuple[str, ...]:
-        measured = bool(self.ratios)
-        return (
-            self.suite,
-            self.dtype,
-            str(len(self.ratios)),
-            times(self.geomean),
-            times(min(self.ratios)) if measured else "",
-            self.worst,
-            times(max(self.ratios)) if measured else "",
-            str(self.lost),
-            f"{self.noise:.1%}" if measured else "",
-            str(self.skipped),
-            str(self.failed),
-        )
+def summaries(results: Results) -> list[tuple[str, ...]]:
+    """A row for each class and dtype, in the order they were measured."""
+    rows: list[tuple[str, ...]] = []
+    for (suite, dtype), documents in by_class(results.problems).items():
+        measured = [document for document in documents if "times" in document]
+        figures = ("", "", "", "", "0", "")
+        if measured:
+            ratios = [document["ratio"] for document in measured]
+            worst = min(measured, key=lambda document: document["ratio"])
+            noise = statistics.median(abs(document["noise"] - 1) for document in measured)
+            figures = (
+                times(statistics.geometric_mean(ratios)), times(min(ratios)), title(worst),
+                times(max(ratios)), str(sum(ratio < LOST for ratio in ratios)), f"{noise:.1%}",
+            )  # fmt: skip
+        left = (str(sum(why in each for each in documents)) for why in ("skipped", "failed"))
+        rows.append((suite, dtype, str(len(measured)), *figures, *left))
+    return rows
 
 
-def summarize(results: Results) -> list[Summary]:
-    """One summary per class and dtype, in the order they were measured."""
-    classes = _by_class(results.problems)
-    return [_summary(suite, dtype, documents) for (suite, dtype), documents in classes.items()]
-
-
-def _by_class(documents: Iterable[Document]) -> dict[tuple[str, str], list[Document]]:
+def by_class(documents: Iterable[Document]) -> dict[tuple[str, str], list[Document]]:
     """By class and dtype, in the order they were measured."""
     groups: dict[tuple[str, str], list[Document]] = {}
     for document in documents:
@@ -95,7 +71,7 @@ def _by_class(documents: Iterable[Document]) -> dict[tuple[str, str], list[Docum
 def goals(results: Results) -> list[tuple[str, ...]]:
     """Every class's ratios beside its goals."""
     rows: list[tuple[str, ...]] = []
-    for (suite, dtype), documents in _by_class(results.measured).items():
+    for (suite, dtype), documents in by_class(results.measured).items():
         for against, (worst_goal, mean_goal) in suites.goals(suite).items():
             ratios = _ratios(documents, against)
             if not ratios:
@@ -132,7 +108,7 @@ def clock_ratio(document: Document, clock: str) -> float | None:
 def clocks(results: Results) -> list[tuple[str, ...]]:
     """Geometric mean and worst of each class by every clock, if another than in use was taken."""
     rows: list[tuple[str, ...]] = []
-    for (suite, dtype), documents in _by_class(results.measured).items():
+    for (suite, dtype), documents in by_class(results.measured).items():
         ratios = [[document["ratio"] for document in documents]]
         for clock in OTHER_CLOCKS:
             found = (clock_ratio(document, clock) for document in documents)
@@ -143,20 +119,6 @@ def clocks(results: Results) -> list[tuple[str, ...]]:
             )
             rows.append((suite, dtype, *cells))
     return rows
-
-
-def _summary(suite: str, dtype: str, documents: Sequence[Document]) -> Summary:
-    measured = [doc for doc in documents if "times" in doc]
-    worst = min(measured, key=lambda doc: doc["ratio"], default=None)
-    return Summary(
-        suite=suite,
-        dtype=dtype,
-        ratios=tuple(doc["ratio"] for doc in measured),
-        worst="" if worst is None else title(worst),
-        noise=statistics.median([abs(d["noise"] - 1) for d in measured]) if measured else math.nan,
-        skipped=sum("skipped" in doc for doc in documents),
-        failed=sum("failed" in doc for doc in documents),
-    )
 
 
 def line(document: Document) -> str:
@@ -174,7 +136,7 @@ def line(document: Document) -> str:
 
 def markdown(results: Results) -> str:
     """The whole report."""
-    parts = [_header(results), _table(SUMMARY_COLUMNS, (s.cells for s in summarize(results)))]
+    parts = [_header(results), _table(SUMMARY_COLUMNS, summaries(results))]
     if held := goals(results):
         parts += ["## goals", _table(GOAL_COLUMNS, held)]
     if by_clock := clocks(results):
@@ -187,7 +149,7 @@ def markdown(results: Results) -> str:
         measured = [document for document in members if "times" in document]
         parts.append(f"## {suite}")
         if measured:
-            parts.append(_problems(measured))
+            parts.append(_table(*problem_table(measured)))
         parts += [f"- {line(document)}" for document in members if "times" not in document]
     if results.regrets:
         parts += ["## random M, weight and epilogue", _table(REGRET_COLUMNS, regrets(results))]
@@ -211,69 +173,69 @@ def _header(results: Results) -> str:
     if not results.runs:
         return "# tmm against torch"
     last = results.runs[-1]
-    versions = last["environment"]
     lines = [
-        f"# tmm against torch on {versions['name']}",
+        f"# tmm against torch on {last['environment']['name']}",
         "",
-        f"torch {versions['torch']}, triton {versions['triton'] or 'none'}, "
-        f"CUDA {versions['cuda'] or 'none'}, cuBLAS {versions['cublas'] or 'none'}, "
-        f"driver {last['driver'] or 'unknown'}, tmm {last['tmm']}",
+        ", ".join(f"{name} {version}" for name, version in (*versions(last), ("tmm", last["tmm"]))),
+        *(f"- {r['started']}: {commit(r)}, `tmm {' '.join(r['command'])}`" for r in results.runs),
     ]
-    for run in results.runs:
-        commit = (run["commit"] or "unknown")[:12]
-        dirty = " with uncommitted changes" if run["uncommitted_changes"] else ""
-        lines.append(
-            f"- {run['started']}: commit {commit}{dirty}, `tmm {' '.join(run['command'])}`"
-        )
     lines += ["", "Ratios are torch's time over tmm's: above 1×, tmm is faster."]
     return "\n".join(lines)
 
 
-def _problems(documents: Sequence[Document]) -> str:
-    kernels = sorted({k for d in documents for k in d["times"] if k.startswith("kernel ")})
-    floor = any("floor_us" in document for document in documents)
-    inductor = any(INDUCTOR in document["times"] for document in documents)
-    untuned = any(UNTUNED in document["times"] for document in documents)
-    columns = ["problem", "torch µs", "tmm µs", "ratio", "A/A", "TFLOPS", "GB/s"]
-    columns += ["read floor µs", "tmm / floor"] * floor
-    columns += ["inductor µs", "inductor / tmm"] * inductor
-    columns += ["untuned µs"] * untuned
-    others = [name for name in OTHER_CLOCKS if any(name in document for document in documents)]
-    columns += others
-    columns += ["kernel", "origin", "error"] + [k.removeprefix("kernel ") for k in kernels]
-    return _table(columns, (_row(d, kernels, floor, inductor, untuned, others) for d in documents))
+def problem_table(documents: Sequence[Document]) -> tuple[list[str], list[list[str]]]:
+    """A column for each quantity that one of these measured problems has, and a row for each."""
+
+    def us(column: str) -> Callable[[Document], str]:
+        return lambda document: microseconds(told(document, column, "us"))
+
+    def by(clock: str) -> Callable[[Document], str]:
+        return lambda document: times(clock_ratio(document, clock))
+
+    columns: dict[str, Callable[[Document], str]] = {
+        "problem": title,
+        "torch µs": lambda d: _spread(d["times"][TORCH]),
+        "tmm µs": lambda d: _spread(d["times"][TMM]),
+        "ratio": lambda d: times(d["ratio"]),
+        "A/A": lambda d: f"{d['noise']:.3f}",
+        "TFLOPS": lambda d: f"{told(d, TMM, 'tflops'):.1f}",
+        "GB/s": lambda d: f"{told(d, TMM, 'gbs'):.0f}",
+    }
+    if any("floor_us" in document for document in documents):
+        columns["read floor µs"] = lambda d: microseconds(d.get("floor_us"))
+        columns["tmm / floor"] = lambda d: (
+            f"{d['times'][TMM]['median_us'] / d['floor_us']:.2f}" if "floor_us" in d else ""
+        )
+    timed = {column for document in documents for column in document["times"]}
+    if INDUCTOR in timed:
+        columns["inductor µs"] = us(INDUCTOR)
+        columns["inductor / tmm"] = lambda d: "".join(map(times, _ratios([d], INDUCTOR)))
+    if UNTUNED in timed:
+        columns["untuned µs"] = us(UNTUNED)
+    for clock in OTHER_CLOCKS:
+        if any(clock in document for document in documents):
+            columns[clock] = by(clock)
+    columns["kernel"] = chosen
+    columns["origin"] = lambda d: d["origin"]
+    columns["error"] = lambda d: f"{d['error']:.1e}"
+    for column in sorted(timed):
+        if column.startswith("kernel "):
+            columns[column.removeprefix("kernel ")] = us(column)
+    return [*columns], [[cell(document) for cell in columns.values()] for document in documents]
 
 
-def _row(
-    document: Document,
-    kernels: Sequence[str],
-    floor: bool,
-    inductor: bool,
-    untuned: bool,
-    others: Sequence[str],
-) -> list[str]:
-    timed = document["times"]
-    tmm = timed[TMM]["median_us"]
-    row = [
-        title(document),
-        _spread(timed[TORCH]),
-        _spread(timed[TMM]),
-        times(document["ratio"]),
-        f"{document['noise']:.3f}",
-        f"{document['flops'] / tmm / 1e6:.1f}",
-        f"{document['bytes'] / tmm / 1e3:.0f}",
-    ]
-    if floor:
-        least = document.get("floor_us")
-        row += [microseconds(least), f"{tmm / least:.2f}" if least else ""]
-    if inductor:
-        theirs = timed.get(INDUCTOR, {}).get("median_us")
-        row += [microseconds(theirs), times(theirs / tmm if theirs else None)]
-    if untuned:
-        row.append(microseconds(timed.get(UNTUNED, {}).get("median_us")))
-    row += [times(clock_ratio(document, name)) for name in others]
-    row += [chosen(document), document["origin"], f"{document['error']:.1e}"]
-    return row + [microseconds(timed.get(k, {}).get("median_us")) for k in kernels]
+def versions(run: Document) -> list[tuple[str, str]]:
+    """Names and versions of the software that a run was measured with."""
+    known = run["environment"]
+    named = ("torch", "torch"), ("triton", "triton"), ("CUDA", "cuda"), ("cuBLAS", "cublas")
+    found = [(name, str(known.get(field) or "none")) for name, field in named]
+    return [*found, ("driver", str(run.get("driver") or "unknown"))]
+
+
+def commit(run: Document) -> str:
+    """The commit that a run measured."""
+    dirty = " with uncommitted changes" if run.get("uncommitted_changes") else ""
+    return f"commit {(run.get('commit') or 'unknown')[:12]}{dirty}"
 
 
 def regrets(results: Results) -> list[tuple[str, ...]]:
@@ -317,7 +279,7 @@ def title(document: Document) -> str:
     return str(Case.from_json(document["case"]))
 
 
-def chosen(document: Document) -> str:
+def chosen(document: Mapping[str, Any]) -> str:
     """Kernel and config that tmm chose."""
     config = " ".join(f"{name}={value}" for name, value in document["config"].items())
     return f"{document['kernel']} {config}".rstrip()

@@ -11,7 +11,6 @@ import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 Document = dict[str, Any]
@@ -20,9 +19,10 @@ SUFFIX = ".jsonl"
 
 
 class Writer:
-    """Appends documents to a new file in ``folder``; without a folder, discards them."""
+    """Collects documents, and appends each to a new file in ``folder``, if one is given."""
 
     def __init__(self, folder: Path | None, name: str) -> None:
+        self.documents: list[Document] = []
         self.path: Path | None = None
         self._file = None
         if folder is not None:
@@ -32,6 +32,7 @@ class Writer:
             self._file = self.path.open("x", encoding="utf-8")
 
     def append(self, document: Document) -> None:
+        self.documents.append(document)
         if self._file is not None:
             self._file.write(json.dumps(document, ensure_ascii=False) + "\n")
             self._file.flush()
@@ -39,12 +40,7 @@ class Writer:
     def __enter__(self) -> Writer:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._file is not None:
             self._file.close()
 
@@ -88,16 +84,13 @@ class Results:
 
     @classmethod
     def read(cls, paths: Iterable[Path]) -> Results:
-        """Read files, and all files of folders in the order of their names (their times).
+        """Read the :func:`files` of runs.
 
         Raises:
             OSError: A path cannot be read.
             ValueError: A line is not a document, except for a torn last one.
         """
-        files: list[Path] = []
-        for path in paths:
-            files += sorted(path.glob(f"*{SUFFIX}")) if path.is_dir() else [path]
-        return cls.of(document for file in files for document in _documents(file))
+        return cls.of(document for file in files(paths) for document in documents(file))
 
 
 def identity(suite: str, case: Document) -> str:
@@ -105,9 +98,20 @@ def identity(suite: str, case: Document) -> str:
     return json.dumps([suite, case], sort_keys=True)
 
 
-def _documents(path: Path) -> list[Document]:
+def files(paths: Iterable[Path]) -> list[Path]:
+    """The files of runs among these files and folders, each folder's in the order of their names
+    (their times)."""
+    return [
+        file
+        for path in paths
+        for file in (sorted(path.glob(f"*{SUFFIX}")) if path.is_dir() else [path])
+    ]
+
+
+def documents(path: Path) -> list[Document]:
+    """The documents of a file; raises like :meth:`Results.read`."""
     lines = path.read_text("utf-8").split("\n")
-    documents = []
+    found = []
     for number, line in enumerate(lines, start=1):
         if not line:
             continue
@@ -124,5 +128,5 @@ def _documents(path: Path) -> list[Document]:
             if number == len(lines):  # torn when the run was killed
                 continue
             raise ValueError(f"{path}:{number}: {error}") from error
-        documents.append(document)
-    return documents
+        found.append(document)
+    return found

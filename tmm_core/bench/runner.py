@@ -10,7 +10,7 @@ from __future__ import annotations
 import itertools
 import statistics
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any
@@ -25,7 +25,7 @@ from tmm_core.bench.grouped import LOOP
 from tmm_core.bench.results import Document
 from tmm_core.bench.series import ONE_TILE, Series
 from tmm_core.bench.suites import Task
-from tmm_core.dispatch import ragged_reference, rotation, verify
+from tmm_core.dispatch import rotation, verify
 from tmm_core.dispatch.timing import (
     GraphTimer,
     HostTimer,
@@ -141,7 +141,7 @@ def _measure(
         call = task.case.call(device)
         tuning = _tune(call, options) if options.tune else None
         plan = call.plan()
-        document = _described(plan) | {"tuning_seconds": tuning, "error": _error(call, plan)}
+        document = _described(plan) | {"tuning_seconds": tuning, "error": call.error()}
         limit = rotation.memory_limit(device)
         held = rotation.copies(plan.problem, limit)
         calls = rotation.rotated(call, plan.problem, held, limit)
@@ -196,26 +196,22 @@ def _other_clocks(
     runs: dict[str, Run], timer: GraphTimer, copies: int, times: Document, device: torch.device
 ) -> Document:
     """Medians of torch and tmm by the clocks that do not decide, in µs."""
-    both = {name: runs[name] for name in (TORCH, TMM)}
-    alone = timer.alone(list(both.values()), ALONE_ROUNDS)
-    found: Document = {
-        "alone": {
-            name: round(statistics.median(mine), 3) for name, mine in zip(both, alone, strict=True)
-        }
-    }
-    if all(times[name]["median_us"] >= LONG_US for name in both):
-        steady = timer.steady(list(both.values()), copies=copies)
-        found["steady"] = {
-            name: round(statistics.mean(mine), 3) for name, mine in zip(both, steady, strict=True)
-        }
+    both = [runs[TORCH], runs[TMM]]
+
+    def told(
+        samples: Sequence[Sequence[float]],
+        middle: Callable[[Sequence[float]], float] = statistics.median,
+    ) -> dict[str, float]:
+        theirs, mine = (round(middle(each), 3) for each in samples)
+        return {TORCH: theirs, TMM: mine}
+
+    found: Document = {"alone": told(timer.alone(both, ALONE_ROUNDS))}
+    if all(times[name]["median_us"] >= LONG_US for name in (TORCH, TMM)):
+        found["steady"] = told(timer.steady(both, copies=copies), statistics.mean)
     else:
         small = torch.randn(BETWEEN, device=device)
-        mixed = [_with_between(run, small) for run in both.values()]
-        samples = timer.measure(mixed, LEAST_ROUNDS, copies=copies)
-        found["between"] = {
-            name: round(statistics.median(mine), 3)
-            for name, mine in zip(both, samples, strict=True)
-        }
+        mixed = [_with_between(run, small) for run in both]
+        found["between"] = told(timer.measure(mixed, LEAST_ROUNDS, copies=copies))
     return found
 
 
@@ -256,14 +252,6 @@ def _tune(call: Call, options: Options) -> float:
     return round(time.monotonic() - started, 2)
 
 
-def _error(call: Call, plan: tmm_core.Plan) -> float:
-    """Largest error of tmm's result, on the call's own tensors and an output filled with NaN."""
-    inputs = call.inputs()
-    verify.poison(inputs.out)
-    call.matmul(out=inputs.out)
-    return verify.error(inputs.out, ragged_reference.whole(plan.problem, inputs))
-
-
 def _runs(
     calls: Sequence[Call], options: Options, document: Document, series: Sequence[Series] = ()
 ) -> dict[str, Run]:
@@ -276,7 +264,7 @@ def _runs(
     if options.kernels:
         plans, failed = providers.kernels(call)
         document["kernel_configs"] = {name: plan.config for name, plan in plans.items()}
-        extras |= {f"kernel {name}": _bound(plan, calls) for name, plan in plans.items()}
+        extras |= {f"kernel {name}": planned(plan, calls) for name, plan in plans.items()}
     if series:
         document["series"] = [each.label for each in series]
         document.setdefault("kernel_configs", {})
@@ -287,14 +275,14 @@ def _runs(
             failed[each.label] = f"{type(error).__name__}: {error}"
             continue
         document["kernel_configs"][each.label] = plan.config
-        extras[each.column] = _bound(plan, calls)
+        extras[each.column] = planned(plan, calls)
     if options.untuned:
         untuned = providers.untuned(call)
         document["untuned"] = f"{untuned.kernel} {untuned.choice.candidate.config}".rstrip()
-        extras[UNTUNED] = _bound(untuned, calls)
+        extras[UNTUNED] = planned(untuned, calls)
     if call.problem().batch_invariant:
         try:
-            extras[ONE_CONFIG] = _bound(providers.one_config(call), calls)
+            extras[ONE_CONFIG] = planned(providers.one_config(call), calls)
         except Exception as error:  # no Triton, or operands that TMA cannot read
             failed[ONE_CONFIG.removeprefix("kernel ")] = f"{type(error).__name__}: {error}"
     if call.rows is not None:
@@ -319,7 +307,8 @@ def _runs(
     return runs
 
 
-def _bound(plan: tmm_core.Plan, calls: Sequence[Call]) -> Run:
+def planned(plan: tmm_core.Plan, calls: Sequence[Call]) -> Run:
+    """The plan on each of the calls."""
     extras = [call.extras for call in calls]
 
     def run(copy: int) -> object:

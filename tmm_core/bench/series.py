@@ -9,7 +9,6 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import tmm_core
 from tmm_core.bench.case import Call
 from tmm_core.bench.results import Document
 from tmm_core.launch.plan import Plan
@@ -42,8 +41,7 @@ class Series:
             TmmError: It cannot serve the call, or not with these fields.
             Exception: It does not compile.
         """
-        config = dict(self.fields) or None
-        return tmm_core.plan(call.a, call.b, **call.keywords, kernel=self.kernel, config=config)
+        return call.plan(kernel=self.kernel, config=dict(self.fields) or None)
 
 
 ONE_TILE = (

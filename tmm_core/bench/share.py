@@ -3,6 +3,7 @@ paths, host or user names of the machine."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import re
 import zipfile
@@ -11,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tmm_core.bench import report
-from tmm_core.bench.results import SUFFIX, Results
+from tmm_core.bench.results import SUFFIX, Results, documents, files
 
 #: A path that leads outside this folder. A unit (µs/call) has a letter before its slash.
 _PATH = re.compile(r"(?<![\w>])(?:~\w*|\.{1,2})?/[^\s'\",;:]+")
@@ -28,17 +29,13 @@ def pack(paths: Sequence[Path], target: Path) -> Results:
         ValueError: The results have no measurements, or a file does not hold results.
         OSError: They cannot be read, or ``target`` exists already or cannot be written.
     """
-    files = [f for p in paths for f in (sorted(p.glob(f"*{SUFFIX}")) if p.is_dir() else [p])]
-    results = Results.read(paths)
+    runs = [documents(file) for file in files(paths)]
+    results = Results.of(itertools.chain(*runs))
     if not results.measured and results.host is None:
         raise ValueError("nothing was measured")
     with zipfile.ZipFile(target, "x", zipfile.ZIP_DEFLATED) as archive:
-        for number, file in enumerate(files):
-            lines = file.read_text("utf-8").splitlines()
-            documents = [json.loads(line) for line in lines if line.endswith("}")]
-            text = "".join(
-                json.dumps(without_paths(d), ensure_ascii=False) + "\n" for d in documents
-            )
+        for number, run in enumerate(runs):
+            text = "".join(json.dumps(without_paths(d), ensure_ascii=False) + "\n" for d in run)
             archive.writestr(f"{number:03d}{SUFFIX}", text)
         archive.writestr("report.md", without_paths(report.markdown(results)))
     return results

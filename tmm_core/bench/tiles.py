@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-import io
-import shutil
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tmm_cache import columns as layout
+
 from tmm_core.bench.tile_order import Traffic, Wave, order, traffic, waves
+from tmm_core.spec.problem import Problem
 
 #: Limits of a picture in a terminal.
 _MOST_ROWS, _MOST_NUMBERED, _NARROWEST = 40, 16, 4
@@ -40,6 +41,21 @@ class Grid:
     #: Bytes that L2 keeps between waves.
     l2: int = 0
 
+    @classmethod
+    def of(cls, problem: Problem, block: tuple[int, int], steps: int, wave: int) -> Grid:
+        """The tiles of one product of the batch, ``block`` rows and columns each, in bytes."""
+        m, n = block
+        row_bytes = problem.a.dtype.itemsize * problem.k
+        return cls(
+            rows=-(-problem.m // m),
+            columns=-(-problem.n // n),
+            steps=steps,
+            wave=wave,
+            row_bytes=m * row_bytes,
+            column_bytes=n * row_bytes * (2 if problem.gated else 1),
+            l2=problem.device.l2,
+        )
+
     def waves(self, group: int) -> list[Wave]:
         return waves(order(self.rows, self.columns, group), self.wave, self.steps)
 
@@ -68,42 +84,28 @@ def to_json(grid: Grid, groups: Sequence[int]) -> list[dict[str, Any]]:
     return found
 
 
-def text(grid: Grid, groups: Sequence[int], width: int | None = None, colour: bool = False) -> str:
+def text(grid: Grid, groups: Sequence[int], colour: bool = False) -> str:
     """The order for each group size, as IDs of programs or waves, and the reads of each wave."""
-    from rich.console import Console
-
-    width = width or shutil.get_terminal_size((100, 24)).columns
-    buffer = io.StringIO()
-    console = Console(
-        file=buffer,
-        width=width,
-        highlight=False,
-        markup=False,
-        force_terminal=colour,
-        color_system="truecolor" if colour else None,
-    )
+    lines: list[str] = []
     for group in groups:
-        _print_order(console, grid, group, width)
+        lines += _order(grid, group, colour)
         reads = [wave.reads for wave in grid.waves(group)]
         told = " ".join(map(str, reads[:_WAVES_TOLD])) + (" …" if len(reads) > _WAVES_TOLD else "")
-        console.print(f"tiles read by each wave: {told}\n", soft_wrap=True)
-    console.print(_table(grid, groups))
-    return "\n".join(line.rstrip() for line in buffer.getvalue().splitlines())
+        lines += [f"tiles read by each wave: {told}", ""]
+    return "\n".join([*lines, *_table(grid, groups)])
 
 
-def _print_order(console: Any, grid: Grid, group: int, width: int) -> None:
-    from rich.text import Text
-
+def _order(grid: Grid, group: int, colour: bool) -> Iterator[str]:
     cell = max(_NARROWEST, len(str(grid.rows * grid.columns - 1)) + 3)
-    numbered = grid.rows <= _MOST_NUMBERED and grid.columns * cell < width
+    numbered = grid.rows <= _MOST_NUMBERED and grid.columns * cell < layout.width()
     cell = cell if numbered else 2
-    columns, rows = min(grid.columns, (width - 2) // cell), min(grid.rows, _MOST_ROWS)
+    columns, rows = min(grid.columns, (layout.width() - 2) // cell), min(grid.rows, _MOST_ROWS)
     number = {tile: program for program, tile in enumerate(order(grid.rows, grid.columns, group))}
     shown = "" if (rows, columns) == (grid.rows, grid.columns) else f", {rows}×{columns} of them"
     what = "by program, the first wave in brackets" if numbered else "by wave"
-    console.print(f"GROUP_M={group}: {grid.rows}×{grid.columns} tiles{shown}, {what}")
+    yield f"GROUP_M={group}: {grid.rows}×{grid.columns} tiles{shown}, {what}"
     for row in range(rows):
-        line = Text()
+        line = ""
         for column in range(columns):
             program = number[row, column]
             wave = program // grid.wave
@@ -111,28 +113,28 @@ def _print_order(console: Any, grid: Grid, group: int, width: int) -> None:
             if numbered:
                 text = f"{program:{cell - 3}}"
                 text = f"[{text}]" if wave == 0 else f" {text} "
-            line.append(text, style=f"black on {_COLOURS[wave % len(_COLOURS)]}")
-            line.append(" ")
-        console.print(line)
+            line += f"{_on(_COLOURS[wave % len(_COLOURS)], text) if colour else text} "
+        yield line.rstrip()
 
 
-def _table(grid: Grid, groups: Sequence[int]) -> Any:
-    from rich import box
-    from rich.table import Table
+def _on(background: str, text: str) -> str:
+    """Black text on a colour, by a terminal's escape sequence."""
+    red, green, blue = bytes.fromhex(background[1:])
+    return f"\x1b[30;48;2;{red};{green};{blue}m{text}\x1b[0m"
 
-    table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
+
+def _table(grid: Grid, groups: Sequence[int]) -> list[str]:
     headings = ["GROUP_M", "waves", "of", "read by first", "by all", "asked of L2"]
-    headings += ["L2, MB", "memory, MB"] if grid.row_bytes else []
-    for heading in (*headings, "L2 serves"):
-        table.add_column(heading, justify="right")
+    headings += [*(["L2, MB", "memory, MB"] if grid.row_bytes else []), "L2 serves"]
+    rows = []
     for group in groups:
         run, moved = grid.waves(group), grid.traffic(group)
         cells = [group, len(run), grid.wave, run[0].reads]
         cells += [sum(wave.reads for wave in run), sum(wave.loads for wave in run)]
         if grid.row_bytes:
             cells += [round(moved.from_l2 / 1e6), round(moved.from_memory / 1e6)]
-        table.add_row(*map(str, cells), f"{moved.hits:.0%}")
-    return table
+        rows.append([*map(str, cells), f"{moved.hits:.0%}"])
+    return layout.table(headings, rows, layout.width(), right=headings)
 
 
 def draw(grid: Grid, groups: Sequence[int], path: Path, title: str) -> None:
@@ -142,23 +144,15 @@ def draw(grid: Grid, groups: Sequence[int], path: Path, title: str) -> None:
         ModuleNotFoundError: matplotlib is not installed.
         OSError, ValueError: The file cannot be written, or has another suffix.
     """
-    import matplotlib
-
-    matplotlib.use("Agg")  # needs no display
-    from matplotlib import pyplot
     from matplotlib.colors import ListedColormap
+    from matplotlib.figure import Figure
 
     numbered = grid.rows * grid.columns <= 200
     width = max(3.2, min(9.0, 0.55 * grid.columns if numbered else 5.0))
     height = max(2.2, min(9.0, width * grid.rows / grid.columns))
-    figure, every = pyplot.subplots(
-        1,
-        len(groups),
-        figsize=(width * len(groups) + 0.4, height + 1.1),
-        layout="constrained",
-        squeeze=False,
-    )
-    for axes, group in zip(every[0], groups, strict=True):
+    figure = Figure(figsize=(width * len(groups) + 0.4, height + 1.1), layout="constrained")
+    for place, group in enumerate(groups, start=1):
+        axes = figure.add_subplot(1, len(groups), place)
         tiles = order(grid.rows, grid.columns, group)
         number = {tile: program for program, tile in enumerate(tiles)}
         cells = [
@@ -190,4 +184,3 @@ def draw(grid: Grid, groups: Sequence[int], path: Path, title: str) -> None:
         axes.set_frame_on(False)
     figure.suptitle(f"{title}  (bars: the first wave's rows of A, columns of B)", fontsize=10)
     figure.savefig(path, dpi=144)
-    pyplot.close(figure)

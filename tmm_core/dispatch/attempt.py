@@ -9,7 +9,8 @@ from typing import Literal
 
 from tmm_core.dispatch.compilers import NotCompiledError
 from tmm_core.dispatch.copies import Runner
-from tmm_core.dispatch.proposals import MARGIN, group
+from tmm_core.dispatch.proposals import group
+from tmm_core.dispatch.standing import MARGIN
 from tmm_core.dispatch.timing import median
 from tmm_core.spec.asking import told
 from tmm_core.spec.bucket import inside

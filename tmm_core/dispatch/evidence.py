@@ -3,15 +3,14 @@ still can."""
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any
 
 from tmm_cache import CacheStore, CandidateResult, TuningRecord
 
 from tmm_core.dispatch.deferred import Answers
-from tmm_core.dispatch.proposals import CandidateId, holds_at, identity, ranked_around
 from tmm_core.dispatch.registry import Registry
+from tmm_core.dispatch.standing import CandidateId, by_time, holds_at, identity, ranked_around
 from tmm_core.errors import PluginError, TmmError, warn
 from tmm_core.launch.plan import Choice
 from tmm_core.settings import Settings
@@ -57,14 +56,16 @@ class Evidence:
 
     def record(self, problem: Problem) -> tuple[Problem, TuningRecord] | None:
         """The record that answers for ``problem``, exact or its bucket's, with its problem."""
-        environment = problem.device.environment
         bare = problem.bare()
         own = [replace(bare, batch_invariant=True)] if problem.batch_invariant else []
         for key in dict.fromkeys(f(p) for p in (*own, bare) for f in (lambda p: p, bucketed)):
-            found = self.store.load(problem.device.gpu, environment, key.to_json())
-            if found is not None:
+            if (found := self.record_of(key)) is not None:
                 return key, found
         return None
+
+    def record_of(self, key: Problem) -> TuningRecord | None:
+        """The record measured for exactly this problem."""
+        return self.store.load(key.device.gpu, key.device.environment, key.to_json())
 
     def best(
         self, record: TuningRecord, able: list[Kernel[Any]], problem: Problem
@@ -209,19 +210,3 @@ def identity_of(candidate: Candidate) -> CandidateId:
 
 def other_than(key: Problem, problem: Problem) -> Problem | None:
     return key if key.extent != problem.extent else None
-
-
-def by_time(record: TuningRecord, *also: str) -> list[CandidateResult]:
-    """Fastest first, those that raced to the end before those eliminated earlier. Medians of these
-    two differ in more than the kernel: 600 µs in the first rounds are 660 in the last, when the
-    GPU's clock has settled.
-
-    Args:
-        also: Results of these statuses as well as valid ones.
-    """
-    done = [c for c in record.candidates if c.status in ("ok", *also) and c.median_us]
-    most = max((len(c.samples_us) for c in done), default=0)
-    return sorted(
-        done,
-        key=lambda c: (len(c.samples_us) < most, c.median_us or math.inf, c.kernel, str(c.config)),
-    )

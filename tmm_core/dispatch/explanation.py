@@ -10,9 +10,9 @@ from tmm_cache import CandidateResult, TuningRecord, facets, markup
 from tmm_cache import columns as layout
 
 from tmm_core.dispatch.ladder import Dispatcher
-from tmm_core.dispatch.proposals import baseline_us
 from tmm_core.dispatch.registry import Registry
 from tmm_core.dispatch.rehearsal import Miss, rehearse
+from tmm_core.dispatch.standing import baseline_us
 from tmm_core.launch.plan import Choice
 from tmm_core.settings import Settings
 from tmm_core.spec.kernel import Traits

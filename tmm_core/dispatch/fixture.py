@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from tmm_core.dispatch import ragged, ragged_reference, random_inputs, verify
+from tmm_core.dispatch import ragged, ragged_reference, ragged_special, random_inputs, verify
 from tmm_core.dispatch.guarded import (
     UNREADABLE,
     UNWRITTEN,
@@ -19,7 +19,7 @@ from tmm_core.dispatch.guarded import (
     guarded,
 )
 from tmm_core.dispatch.random_inputs import Inputs
-from tmm_core.dispatch.special import Special
+from tmm_core.dispatch.special import AXES, Special
 from tmm_core.spec.device import free_memory
 from tmm_core.spec.operand import Operand
 from tmm_core.spec.problem import Problem
@@ -157,16 +157,13 @@ class Fixture:
     def special(self) -> list[Special]:
         """Special values for the last set of inputs, in rows and in columns."""
         if self._special is None:
-            problem, inputs = self.problem, self.sets()[-1].inputs
-            # Ragged inputs always have NaN beyond the last group.
-            made = (
-                []
+            problem, inputs, room = self.problem, self.sets()[-1].inputs, self.limit // 8
+            made = [
+                ragged_special.special(problem, inputs, axis, room)
                 if isinstance(inputs, ragged.Inputs)
-                else [
-                    Special.of(problem, inputs, "rows", self.limit // 8),
-                    Special.of(problem, inputs, "columns", self.limit // 8),
-                ]
-            )
+                else Special.of(problem, inputs, axis, room)
+                for axis in AXES
+            ]
             self._special = [each for each in made if each is not None]
         return self._special
 

@@ -6,8 +6,9 @@ from typing import Any
 
 from tmm_cache import CLOCK
 
-from tmm_core.dispatch.evidence import Evidence, by_time, fits
+from tmm_core.dispatch.evidence import Evidence, fits
 from tmm_core.dispatch.neighbour import Neighbours
+from tmm_core.dispatch.standing import by_time
 from tmm_core.launch.plan import Choice
 from tmm_core.spec.kernel import BASELINE, Candidate, Kernel
 from tmm_core.spec.problem import Problem

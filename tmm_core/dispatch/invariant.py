@@ -22,8 +22,8 @@ from typing import Any
 
 from tmm_cache import JSON, CandidateResult, Notes, TuningRecord, digest
 
-from tmm_core.dispatch.evidence import Evidence, by_time
-from tmm_core.dispatch.proposals import behind, holds_at, identity
+from tmm_core.dispatch.evidence import Evidence
+from tmm_core.dispatch.standing import behind, by_time, holds_at, identity
 from tmm_core.errors import CacheMissError, UnsupportedProblemError
 from tmm_core.launch.plan import Choice
 from tmm_core.settings import Settings

@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING, Any
 
 from tmm_cache import CacheStore, TuningRecord
 
-from tmm_core.dispatch.evidence import Evidence, by_time, other_than
+from tmm_core.dispatch.evidence import Evidence, other_than
 from tmm_core.dispatch.proposals import CLOSE, NO_HINTS, Hints
 from tmm_core.dispatch.registry import Registry
+from tmm_core.dispatch.standing import by_time
 from tmm_core.dispatch.trust import Trust
 from tmm_core.dispatch.unmeasured import unmeasured
 from tmm_core.errors import CacheMissError, ConfigError, TmmWarning, UnsupportedProblemError, warn
@@ -271,10 +272,7 @@ class Dispatcher(Evidence):
         record: when several problems are tuned in turn, the next one's kernels compile while one is
         timed."""
         problem = problem.bare()
-        device, document = problem.device, problem.to_json()
-        if device.interpreted or (
-            not force and self.store.load(device.gpu, device.environment, document)
-        ):
+        if problem.device.interpreted or (not force and self.record_of(problem)):
             return
         self.tuner.prepare(problem, self.able(problem, settings), self._hints(problem))
 
@@ -328,7 +326,7 @@ class Dispatcher(Evidence):
     ) -> TuningRecord | None:
         """The record of ``key`` for batch-invariant mode, measured now if ``tune``: of the
         batch-invariant kernels, and BLAS for comparison."""
-        record = self.store.load(key.device.gpu, key.device.environment, key.to_json())
+        record = self.record_of(key)
         known = {(c.kernel, c.version) for c in record.candidates} if record else set()
         complete = all((k.name, k.version) in known for k in able) and bool(known)
         if not tune or (complete and not force):
@@ -405,7 +403,7 @@ class Dispatcher(Evidence):
     ) -> Choice | None:
         """The choice from the record of ``key``. With ``settings``, a record that lacks a kernel
         (new plugin, other version) is left to be completed by tuning, if allowed."""
-        record = self.store.load(problem.device.gpu, problem.device.environment, key.to_json())
+        record = self.record_of(key)
         if record is None:
             return None
         completed = settings is not None and self.forbids_tuning(problem, settings) is None
@@ -428,7 +426,7 @@ class Dispatcher(Evidence):
         patience = settings.tune_budget * LOCK_PATIENCE
         with self.store.lock(device.gpu, device.environment, document, patience) as _held:
             # The lock's previous holder may have stored the record.
-            kept = None if force else self.store.load(device.gpu, device.environment, document)
+            kept = None if force else self.record_of(key)
             hints = self._hints(key) if kept is None else NO_HINTS
             record = self.tuner.tune(key, able, settings, kept, hints, resume)
             if record is not kept:

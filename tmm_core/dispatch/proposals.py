@@ -15,16 +15,10 @@ from typing import Any
 
 from tmm_cache import CandidateResult, TuningRecord
 
+from tmm_core.dispatch.standing import by_time
 from tmm_core.spec.asking import read_config
 from tmm_core.spec.kernel import BASELINE, Candidate, Config, Kernel
 from tmm_core.spec.problem import Problem
-
-#: By how much a winner has to beat BLAS: with as many samples as in the last stage, two medians of
-#: one kernel differ by up to 0.5 % on a quiet H200.
-MARGIN = 0.01
-
-#: Times this close to the best are a tie, broken by a stable rule so that restarts agree.
-TIE = 0.005
 
 #: A config expected to take this many times BLAS's expected time is left out: none of 165 problems
 #: on an H200 would have lost its winner (with 1.5 none either, with 1.4 two).
@@ -221,8 +215,7 @@ def _incumbent(
     if before is None:
         return None
     present = {(kernel.name, kernel.version) for kernel in kernels}
-    timed = sorted((c for c in before.candidates if c.status == "ok"), key=_us)
-    able = [c for c in (before.best, *timed) if (c.kernel, c.version) in present]
+    able = (c for c in (before.best, *by_time(before)) if (c.kernel, c.version) in present)
     return next((c for c in able if c.kernel != BASELINE), None)
 
 
@@ -262,102 +255,3 @@ def _expected_us(
         return kernel.estimate_us(problem, config or kernel.default_config(problem))
     except Exception:  # drops the estimate, not the kernel
         return None
-
-
-def decide(results: Sequence[CandidateResult], incumbent: CandidateResult | None = None) -> int:
-    """Index of the winner, among the candidates with the full number of samples: early samples on a
-    cool GPU are some percent too fast.
-
-    BLAS wins unless the best beats it by :data:`MARGIN`. Among those within :data:`TIE` of the
-    best, deterministic ones come first, then least workspace, the incumbent, and by name.
-
-    Raises:
-        ValueError: Nothing was timed.
-    """
-    timed = [(i, r) for i, r in enumerate(results) if r.status == "ok" and r.samples_us]
-    if not timed:
-        raise ValueError("no candidate was timed")
-    most = max(len(r.samples_us) for _, r in timed)
-    timed = [(i, r) for i, r in timed if len(r.samples_us) == most]
-    best = min(_us(r) for _, r in timed)
-    baseline = [(i, r) for i, r in timed if r.kernel == BASELINE]
-    if baseline:
-        index, blas = min(baseline, key=lambda pair: _us(pair[1]))
-        if best > _us(blas) * (1 - MARGIN):
-            return index
-
-    def rank(pair: tuple[int, CandidateResult]) -> tuple[Any, ...]:
-        _, r = pair
-        same = incumbent is not None and (r.kernel, r.config) == (
-            incumbent.kernel,
-            incumbent.config,
-        )
-        return (not r.deterministic, r.workspace_bytes, not same, r.kernel, str(r.config))
-
-    return min((p for p in timed if _us(p[1]) <= best * (1 + TIE)), key=rank)[0]
-
-
-#: Kernel, and config as sorted pairs.
-CandidateId = tuple[str, tuple[tuple[str, Any], ...]]
-
-
-def identity(result: CandidateResult) -> CandidateId:
-    """The identity of a candidate within a record."""
-    return result.kernel, tuple(sorted(result.config.items()))
-
-
-def holds_at(
-    results: Iterable[CandidateResult], m: int, record_m: int
-) -> dict[int, dict[CandidateId, float]]:
-    """The times measured around ``m`` in the bucket of ``record_m``: the µs of each candidate timed
-    at the nearest M not above ``m`` and at the nearest M not below it."""
-    at: dict[int, dict[CandidateId, float]] = {}
-    done = [result for result in results if result.status == "ok"]
-    most = max((len(result.samples_us) for result in done), default=0)
-    for result in done:
-        name = identity(result)
-        # Early samples at the edge do not count; see decide().
-        if len(result.samples_us) == most and (us := result.median_us) is not None:
-            at.setdefault(record_m, {})[name] = us
-        for there, us in result.inside_us.items():
-            at.setdefault(there, {})[name] = us
-    below = max((there for there in at if there <= m), default=None)
-    above = min((there for there in at if there >= m), default=None)
-    return {there: at[there] for there in (below, above) if there is not None}
-
-
-def ranked_around(around: Mapping[int, Mapping[CandidateId, float]]) -> list[CandidateId]:
-    """Candidates that beat BLAS by :data:`MARGIN` at every M of ``around``, best first, by their
-    largest ratio to the fastest at any of these M."""
-    ahead = {
-        name: slower
-        for name, slower in behind(around).items()
-        if name[0] != BASELINE
-        and all(
-            times[name] <= us * (1 - MARGIN)
-            for times in around.values()
-            for (kernel, _), us in times.items()
-            if kernel == BASELINE
-        )
-    }
-    return sorted(ahead, key=lambda name: (ahead[name], name))
-
-
-def behind(around: Mapping[int, Mapping[CandidateId, float]]) -> dict[CandidateId, float]:
-    """The largest ratio to the fastest at any M of ``around``, of candidates timed at all of
-    them."""
-    common = set.intersection(*(set(times) for times in around.values())) if around else set()
-    return {
-        name: max(times[name] / min(times.values()) for times in around.values()) for name in common
-    }
-
-
-def baseline_us(record: TuningRecord) -> float | None:
-    """BLAS's median on record, in µs; None if it was not timed."""
-    times = [c.median_us for c in record.candidates if c.kernel == BASELINE and c.status == "ok"]
-    return min((t for t in times if t is not None), default=None)
-
-
-def _us(result: CandidateResult) -> float:
-    time_us = result.median_us
-    return float("inf") if time_us is None else time_us

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -31,14 +31,25 @@ def ranges(ends: Sequence[int]) -> Iterator[tuple[int, int, int]]:
         yield group, start, end
 
 
+def _result(z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    return y
+
+
 def reference(
-    problem: Problem, inputs: Inputs, rows: Places, cols: Places, room: int
+    problem: Problem,
+    inputs: Inputs,
+    rows: Places,
+    cols: Places,
+    room: int,
+    of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = _result,
 ) -> torch.Tensor:
     """Those rows and columns of the result, in fp64 or another sufficient precision; zeros beyond
     the last group.
 
     Args:
         room: Bytes that an operand of one product may take in fp64.
+        of: What to return, element by element, as a function of the epilogue's input and the
+            result.
     """
     groups, given = problem.groups, inputs.rows
     assert groups is not None
@@ -56,12 +67,12 @@ def reference(
         source = where[at_rows]
     step = max(64, room // (8 * max(1, problem.k) * (1 + problem.gated)))
     for group, start, end in ranges(given.ends):
-        of = problem.along
+        along = problem.along
         here: Places = slice(None)
         there: Places = slice(None)
-        if of == "m":
+        if along == "m":
             here = ((source >= start) & (source < end)).nonzero()[:, 0]
-        elif of == "n":
+        elif along == "n":
             there = ((at_cols >= start) & (at_cols < end)).nonzero()[:, 0]
         mine = _one(problem, inputs, group, (start, end))
         many = len(at_rows[here]), len(at_cols[there])
@@ -73,7 +84,7 @@ def reference(
                 c = torch.arange(many[1], device=device)[left : left + step]
                 r = here[r] if isinstance(here, torch.Tensor) else r
                 c = there[c] if isinstance(there, torch.Tensor) else c
-                piece = _piece(problem, mine, source[r], at_rows[r], at_cols[c])
+                piece = of(*_piece(problem, mine, source[r], at_rows[r], at_cols[c]))
                 out = result[group] if lead else result
                 out[r[:, None], c[None, :]] = piece.to(dtype)
     return result
@@ -105,8 +116,9 @@ def _piece(
     rows: torch.Tensor,
     at: torch.Tensor,
     cols: torch.Tensor,
-) -> torch.Tensor:
-    """Rows ``rows`` of the product, which are rows ``at`` of the result."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """The epilogue's input, and the result: rows ``rows`` of the product, which are rows ``at`` of
+    the result."""
     given = inputs.rows
     wide = problem.epilogue.sources(cols, problem.n)
     index = rows if given.a_index is None else given.a_index.long()[rows]
@@ -121,7 +133,8 @@ def _piece(
         inputs.a[index], inputs.b[:, wide], bias, None, inputs.alpha,
         scale_a=scale_a, scale_b=scale_b,
     )  # fmt: skip
-    y = verify.finished(problem, mine, verify.accumulated(problem, mine))
+    z = verify.accumulated(problem, mine)
+    y = verify.finished(problem, mine, z)
     if given.out_weights is not None:
         y = y * given.out_weights[rows].to(y.dtype)[:, None]
-    return y if residual is None else y + residual[at][:, cols].to(y.dtype)
+    return z, y if residual is None else y + residual[at][:, cols].to(y.dtype)

@@ -17,11 +17,11 @@ from typing import Any
 
 from tmm_core.dispatch.deferred import collector_off
 from tmm_core.dispatch.hooks import HOOKS, Hooks
+from tmm_core.epilogues import BUILTIN, EPILOGUES, parse
 from tmm_core.errors import PluginError, UnknownNameError, warn
 from tmm_core.settings import POINTWISE, Settings, names
 from tmm_core.spec.asking import Asked, let_through, shown, told
-from tmm_core.spec.clamped import CLAMPED
-from tmm_core.spec.epilogue import BUILTIN, IDENTITY, INTERNED, Epilogue, EpilogueLike, parse
+from tmm_core.spec.epilogue import IDENTITY, INTERNED, Epilogue, EpilogueLike
 from tmm_core.spec.kernel import Deferred, Kernel
 from tmm_core.spec.problem import Problem
 
@@ -95,8 +95,7 @@ class Registry:
         self.deferred: dict[str, Deferred] = {}
         self._unloaded: dict[str, Source] = {}
         self._epilogues: dict[str, tuple[Epilogue, Source]] = {
-            epilogue.name: (epilogue, Source("tmm_core"))
-            for epilogue in (*BUILTIN.values(), CLAMPED)
+            epilogue.name: (epilogue, Source("tmm_core")) for epilogue in EPILOGUES.values()
         }
         self._faults: list[Fault] = []
         self._loaded = False
@@ -328,7 +327,7 @@ class Registry:
         return {name: epilogue for name, (epilogue, _) in self._epilogues.items()}
 
     def epilogue(self, text: EpilogueLike) -> Epilogue:
-        """Parse a caller's ``epilogue=``; see :func:`tmm_core.spec.epilogue.parse`."""
+        """Parse a caller's ``epilogue=``; see :func:`tmm_core.epilogues.parse`."""
         if text is None:
             return IDENTITY
         if isinstance(text, str) and (known := BUILTIN.get(text) or INTERNED.get(text)):

@@ -84,8 +84,7 @@ class _Rehearsal(Dispatcher):
     def _tune(
         self, key: Problem, able: list[Kernel[Any]], settings: Settings, *_: Any
     ) -> TuningRecord:
-        device = key.device
-        before = self.store.load(device.gpu, device.environment, key.to_json())
+        before = self.record_of(key)
         names = ", ".join(kernel.name for kernel in unmeasured(key, able, before))
         what = "no record" if before is None else "a record without them"
         raise _Measuring(f"{what} at M={key.m}: {names}, for up to {settings.tune_budget:g} s")

@@ -13,7 +13,7 @@ import random
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 
@@ -25,16 +25,17 @@ from tmm_core.spec.problem import Problem
 COUNT = 3
 
 Axis = Literal["rows", "columns"]
+AXES: tuple[Axis, ...] = get_args(Axis)
 
 
 @dataclass(frozen=True, slots=True)
-class _Change:
+class Change:
     """One element of an input, with its old and its new value."""
 
     tensor: torch.Tensor
     index: tuple[int, ...]
-    #: The row or column of the result that it affects.
-    place: int
+    #: The rows or columns of the result that it affects.
+    places: tuple[int, ...]
     value: float
     before: torch.Tensor
 
@@ -44,7 +45,7 @@ class Special:
     """Special values for some inputs, and their expected effect on a result."""
 
     axis: Axis
-    changes: tuple[_Change, ...]
+    changes: tuple[Change, ...]
     #: Affected rows or columns of the result.
     places: torch.Tensor
     #: Their matrix of the batch; None: there is no batch.
@@ -52,6 +53,8 @@ class Special:
     #: 2 for NaN, 1 for Inf, −1 for −Inf, 0 for a number; and where anything is accepted.
     kinds: torch.Tensor
     free: torch.Tensor
+    #: A dimension of the result, and the number of its elements that are defined.
+    within: tuple[int, int] | None = None
 
     @classmethod
     def of(cls, problem: Problem, inputs: Arguments, axis: Axis, room: int) -> Special | None:
@@ -68,33 +71,32 @@ class Special:
         changes = tuple(_changes(problem, one, axis, chance))
         if not changes:
             return None
-        places = torch.tensor(sorted({c.place for c in changes}), device=one.a.device)
-        with _planted(changes):
-            kinds, free = _kinds_of_reference(replace(problem, batch=1), one, axis, places, room)
-        return cls(axis, changes, places, matrix, kinds, free)
+        places = places_of(changes, one.a.device)
+        with planted(changes):
+            marked = _marked_reference(replace(problem, batch=1), one, axis, places, room)
+        return cls(axis, changes, places, matrix, *unmarked(marked))
 
     def planted(self) -> AbstractContextManager[None]:
         """A context in which the inputs contain the special values."""
-        return _planted(self.changes)
+        return planted(self.changes)
 
     def fault(self, out: torch.Tensor) -> str | None:
         """Where the special values of ``out`` differ from the reference."""
+        if self.within is not None:
+            out = out.narrow(self.within[0], 0, self.within[1])
         one = out if self.matrix is None else out[self.matrix]
-        here = one[self.places] if self.axis == "rows" else one[:, self.places]
-        wrong = (kinds_of(here) != self.kinds) & ~self.free
         elsewhere = ~out.isfinite()
         inside = elsewhere if self.matrix is None else elsewhere[self.matrix]
-        if self.axis == "rows":
-            inside[self.places] = False
-        else:
-            inside[:, self.places] = False
+        here = (..., self.places, slice(None)) if self.axis == "rows" else (..., self.places)
+        inside[here] = False
+        wrong = (kinds_of(one[here]) != self.kinds) & ~self.free
         counts = torch.stack([wrong.sum(), elsewhere.sum()]).tolist()
         what = f"with NaN and Inf in {self.axis} {self.places.tolist()}"
         if counts[1]:
             return f"{what}, {counts[1]} elements of others are not finite"
         if counts[0]:
-            row, col = wrong.nonzero()[0].tolist()
-            has, wanted = float(here[row, col]), _NAMES[int(self.kinds[row, col])]
+            first = tuple(wrong.nonzero()[0].tolist())
+            has, wanted = float(one[here][first]), _NAMES[int(self.kinds[first])]
             return f"{what}, {counts[0]} elements there are wrong: one is {has:g} and not {wanted}"
         return None
 
@@ -102,8 +104,16 @@ class Special:
 _NAMES = {2: "nan", 1: "inf", -1: "-inf", 0: "a number"}
 
 
+def places_of(changes: Sequence[Change], device: torch.device) -> torch.Tensor:
+    """The rows or columns of the result that these affect, each once."""
+    return torch.tensor(
+        sorted({place for change in changes for place in change.places}), device=device
+    )
+
+
 @contextmanager
-def _planted(changes: Sequence[_Change]) -> Iterator[None]:
+def planted(changes: Sequence[Change]) -> Iterator[None]:
+    """A context in which the inputs have these changes."""
     for change in changes:
         change.tensor[change.index] = change.value
     try:
@@ -115,7 +125,7 @@ def _planted(changes: Sequence[_Change]) -> Iterator[None]:
 
 def _changes(
     problem: Problem, inputs: Arguments, axis: Axis, chance: random.Random
-) -> Iterator[_Change]:
+) -> Iterator[Change]:
     """Changes to one matrix of the batch; no element twice."""
     if not (problem.m and problem.n):
         return
@@ -133,18 +143,18 @@ def _changes(
 
     lines = chance.sample(range(len(matrix)), min(len(matrix), COUNT)) if problem.k else []
     inner = (problem.k - 1, 0, chance.randrange(problem.k or 1))  # the tail of the sum first
-    values = _values(matrix.dtype)
+    values = values_of(matrix.dtype)
     for place, line in enumerate(lines):
         index = (line, inner[place])
         value = values[place % len(values)]
-        yield _Change(matrix, index, at(line), value, matrix[index].clone())
+        yield Change(matrix, index, (at(line),), value, matrix[index].clone())
     if extra is not None:
         line = chance.randrange(count)
         where = (line, chance.randrange(problem.n)) if axis == "rows" else (line,)
-        yield _Change(extra, where, at(line), math.nan, extra[where].clone())
+        yield Change(extra, where, (at(line),), math.nan, extra[where].clone())
 
 
-def _values(dtype: torch.dtype) -> tuple[float, ...]:
+def values_of(dtype: torch.dtype) -> tuple[float, ...]:
     """The special values of the format."""
     infinite = torch.tensor(math.inf).to(dtype).float().isinf()
     return (math.nan, math.inf, -math.inf) if infinite else (math.nan,)
@@ -163,14 +173,14 @@ def _of_batch(problem: Problem, inputs: Arguments, matrix: int) -> Arguments:
     )
 
 
-def _kinds_of_reference(
+def _marked_reference(
     problem: Problem, inputs: Arguments, axis: Axis, places: torch.Tensor, room: int
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """The kinds in those rows or columns of the reference for the current inputs, and where
-    anything is accepted; computed piecewise."""
+) -> torch.Tensor:
+    """The :func:`marks` of those rows or columns of the reference for the current inputs; computed
+    piecewise."""
     length = problem.n if axis == "rows" else problem.m
     step = max(64, room // (8 * max(1, problem.k) * (1 + problem.gated)))
-    kinds, free = [], []
+    pieces = []
     # The reference chooses its precision by size.
     smaller = replace(problem, m=len(places)) if axis == "rows" else replace(problem, n=len(places))
     for low in range(0, length, step):
@@ -178,14 +188,28 @@ def _kinds_of_reference(
         rows, cols = (places, along) if axis == "rows" else (along, places)
         piece = verify.part(problem, inputs, rows, cols)
         z = verify.accumulated(smaller, piece)
-        kinds.append(kinds_of(verify.finished(smaller, piece, z)))
-        undefined = z.isnan()
-        if problem.gated:
-            gate, up = problem.epilogue.inputs(undefined)
-            undefined = gate | up
-        free.append(problem.epilogue.apply(z).isnan() & ~undefined)
-    dim = 1 if axis == "rows" else 0
-    return torch.cat(kinds, dim), torch.cat(free, dim)
+        pieces.append(marks(problem, z, verify.finished(smaller, piece, z)))
+    return torch.cat(pieces, 1 if axis == "rows" else 0)
+
+
+#: Added to the kind of an element for which anything is accepted.
+_FREE = 8.0
+
+
+def marks(problem: Problem, z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    """The kinds of a result ``y``, plus a constant where anything is accepted: its epilogue makes
+    NaN of the Inf in ``z``."""
+    undefined = z.isnan()
+    if problem.gated:
+        gate, up = problem.epilogue.inputs(undefined)
+        undefined = gate | up
+    return kinds_of(y) + _FREE * (problem.epilogue.apply(z).isnan() & ~undefined)
+
+
+def unmarked(marked: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The kinds of :func:`marks`, and where anything is accepted."""
+    free = marked > _FREE / 2
+    return marked - _FREE * free, free
 
 
 def kinds_of(t: torch.Tensor) -> torch.Tensor:

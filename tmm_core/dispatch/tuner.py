@@ -22,7 +22,8 @@ from tmm_core.dispatch.compilers import Compilers, compiling_threads
 from tmm_core.dispatch.compilers import default as default_compilers
 from tmm_core.dispatch.first_launch import FirstLaunches
 from tmm_core.dispatch.progress import Progress
-from tmm_core.dispatch.proposals import NO_HINTS, Hints, Proposals, decide
+from tmm_core.dispatch.proposals import NO_HINTS, Hints, Proposals
+from tmm_core.dispatch.standing import decide
 from tmm_core.dispatch.timing import Timer
 from tmm_core.dispatch.tuning import Tuning
 from tmm_core.dispatch.unmeasured import unmeasured

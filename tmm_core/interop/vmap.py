@@ -18,13 +18,16 @@ def matmul(info: Any, in_dims: Sequence[int | None], *given: Any) -> tuple[Tenso
     argument; the result's is the first.
 
     Kernels take bias as a vector, so torch adds a mapped one and applies everything after it.
-
-    Raises:
-        NotImplementedError: Operands with scales.
+    Operands with scales, of which each has its own rows, are multiplied one after another.
     """
     call = Arguments(*given)
     if call.extras:
-        raise NotImplementedError(f"tmm::matmul has no vmap rule for {' and '.join(call.extras)}")
+        dims = (*in_dims, *(None,) * (len(given) - len(in_dims)))
+        each = (
+            [t if dim is None else t.select(dim, place) for t, dim in zip(given, dims, strict=True)]
+            for place in range(info.batch_size)
+        )
+        return torch.stack([torch.ops.tmm.matmul(*arguments) for arguments in each]), 0
     a, b, bias, residual, alpha, epilogue, out_dtype = call.common
     of_a, of_b, of_bias, of_residual = (*in_dims, None, None)[:4]
     # Dimensions of the result of one call.

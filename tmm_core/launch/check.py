@@ -22,7 +22,7 @@ _OVERLAPS = 1
 PLAIN = frozenset((torch.Tensor, torch.nn.Parameter))
 
 #: Names of arguments that cannot be left out.
-_OPERANDS = ("a", "b", "x", "weight")
+_OPERANDS = ("a", "b", "x", "weight", "offs")
 
 _OUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 
@@ -66,11 +66,8 @@ def check(call: Arguments, epilogue: Epilogue) -> torch.Size:
             raise RuntimeError(f"{name} must have dtype {wanted}, got {term.dtype}")
     if bias is not None and bias.shape != (width,):
         raise ValueError(f"bias must have shape ({width},), got {tuple(bias.shape)}")
-    if residual is not None and not broadcasts(residual.shape, shape):
-        raise ValueError(
-            f"residual of shape {tuple(residual.shape)} does not broadcast to the output's "
-            f"shape {tuple(shape)}"
-        )
+    if residual is not None:
+        check_residual(residual, shape)
     if call.scale_a is not None:
         check_scale("scale_a", call.scale_a, [(*a.shape[:-1], 1)], form, a.dtype)
     if call.scale_b is not None:
@@ -78,6 +75,19 @@ def check(call: Arguments, epilogue: Epilogue) -> torch.Size:
     if epilogue.outputs:
         check_outputs(call, epilogue, result)
     return shape
+
+
+def check_residual(residual: torch.Tensor, shape: torch.Size) -> None:
+    """Check the shape of a residual against the output's.
+
+    Raises:
+        ValueError: It does not broadcast.
+    """
+    if not broadcasts(residual.shape, shape):
+        raise ValueError(
+            f"residual of shape {tuple(residual.shape)} does not broadcast to the output's "
+            f"shape {tuple(shape)}"
+        )
 
 
 def strided(t: torch.Tensor) -> bool:

@@ -89,7 +89,7 @@ def epilogue_of(text: str) -> Epilogue:
     """The epilogue named by an operator's argument.
 
     Raises:
-        UnknownNameError, ValueError: See :func:`tmm_core.spec.epilogue.parse`.
+        UnknownNameError, ValueError: See :func:`tmm_core.epilogues.parse`.
     """
     return INTERNED.get(text) or _parsed(answerer(), text)
 

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from tmm_core.epilogues.clamped import CLAMPED
 from tmm_core.nn.proof import is_elementwise
-from tmm_core.spec.clamped import CLAMPED
 
 Gate = Callable[[Any, torch.Tensor], torch.Tensor]
 

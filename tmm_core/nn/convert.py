@@ -9,101 +9,16 @@ from __future__ import annotations
 
 import copy
 import functools
-import re
 from collections import Counter
-from dataclasses import dataclass, field
-from typing import Literal, NamedTuple
 
 import torch
 from torch import nn
 
-from tmm_core.errors import warn
 from tmm_core.nn import experts, proof
 from tmm_core.nn.gated import GatedMLP
 from tmm_core.nn.joined import joinable, joined
 from tmm_core.nn.linear import Linear
-
-
-@dataclass(frozen=True)
-class Change:
-    """A module that was replaced."""
-
-    #: ``linear``: swapped. ``epilogue``: swapped, with the activation after it in its kernel.
-    #: ``gated``: gate and up projection in one product. ``experts``: the experts of Transformers'
-    #: mixtures in grouped products.
-    kind: Literal["linear", "epilogue", "gated", "experts"]
-    path: str
-    before: str
-    after: str
-
-
-@dataclass(frozen=True)
-class LeftAlone:
-    """A module that stays as it was, or is not fused, and why."""
-
-    path: str
-    module: str
-    reason: str
-
-
-class _Slot(NamedTuple):
-    """A place in the model's tree; a shared module has several."""
-
-    parent: nn.Module
-    name: str
-    path: str
-
-
-@dataclass
-class Report:
-    """What :func:`convert` did, for ``print()`` and ``undo()``; true if anything changed."""
-
-    model: nn.Module
-    changes: list[Change] = field(default_factory=list)
-    left: list[LeftAlone] = field(default_factory=list)
-    _swaps: list[tuple[_Slot, nn.Module, nn.Module]] = field(default_factory=list, repr=False)
-
-    def undo(self) -> None:
-        """Put the original modules back, with the current values of their parameters.
-
-        A slot that holds a third module by now is left as it is, with a warning. A second call
-        does nothing.
-        """
-        for slot, original, replacement in reversed(self._swaps):
-            if slot.parent._modules.get(slot.name) is not replacement:
-                warn(f"{slot.path} no longer holds convert()'s module; left as it is")
-                continue
-            if isinstance(replacement, GatedMLP):
-                replacement.separate()
-            original.training = replacement.training
-            slot.parent._modules[slot.name] = original
-        self._swaps.clear()
-        self.changes.clear()
-
-    def __bool__(self) -> bool:
-        return bool(self.changes)
-
-    def _repr_html_(self) -> str:
-        from tmm_cache import markup
-
-        rows = [(change.path, f"{change.before} → {change.after}", "") for change in self.changes]
-        rows += [(item.path, f"{item.module} left alone", item.reason) for item in self.left]
-        return markup.table(("path", "what was done", "because"), rows)
-
-    def __str__(self) -> str:
-        kinds = [change.kind for change in self.changes]
-        lines = [
-            f"{type(self.model).__name__}: {kinds.count('gated')} gated MLPs fused, "
-            f"{kinds.count('epilogue')} activations fused, "
-            f"{kinds.count('linear')} other linears swapped, {len(self.left)} left alone"
-        ]
-        if count := kinds.count("experts"):
-            lines[0] += f", {count} mixtures of experts grouped"
-        done = [(c.path, f"{c.before} → {c.after}") for c in self.changes]
-        lines += [f"  {line}" for line in _folded(done)]
-        left = [(item.path, f"{item.module} left alone: {item.reason}") for item in self.left]
-        lines += [f"  {line}" for line in _folded(left)]
-        return "\n".join(lines)
+from tmm_core.nn.report import Change, Kind, LeftAlone, Report, Slot
 
 
 def convert(model: nn.Module, *, inplace: bool = True, static_weights: bool = False) -> Report:
@@ -168,14 +83,14 @@ class _Conversion:
     def __init__(self, model: nn.Module, static_weights: bool) -> None:
         self._static_weights = static_weights
         self._report = Report(model)
-        self._slots: dict[nn.Module, list[_Slot]] = {model: []}
+        self._slots: dict[nn.Module, list[Slot]] = {model: []}
         self._walk(model, "")
 
     def _walk(self, parent: nn.Module, prefix: str) -> None:
         for name, child in parent._modules.items():
             if child is None:
                 continue
-            slot = _Slot(parent, name, prefix + name)
+            slot = Slot(parent, name, prefix + name)
             if child in self._slots:
                 self._slots[child].append(slot)
             else:
@@ -360,7 +275,7 @@ class _Conversion:
 
     def _swap(
         self,
-        kind: Literal["linear", "epilogue", "gated", "experts"],
+        kind: Kind,
         original: nn.Module,
         before: str,
         replacement: Linear | GatedMLP | experts.TransformersExperts,
@@ -373,10 +288,10 @@ class _Conversion:
             self._put(slot, original, replacement)
         self._report.changes.append(Change(kind, self._path(original), before, after))
 
-    def _put(self, slot: _Slot, original: nn.Module, replacement: nn.Module) -> None:
+    def _put(self, slot: Slot, original: nn.Module, replacement: nn.Module) -> None:
         replacement.training = original.training
         slot.parent._modules[slot.name] = replacement
-        self._report._swaps.append((slot, original, replacement))
+        self._report.swaps.append((slot, original, replacement))
 
     def _leave(self, module: nn.Module, reason: str) -> None:
         left = LeftAlone(self._path(module), type(module).__name__, reason)
@@ -429,11 +344,3 @@ def _overrides(kind: type[nn.Module]) -> list[str]:
     return sorted(
         n for n in set(vars(nn.Module)) - own if getattr(kind, n) is not getattr(nn.Module, n)
     )
-
-
-def _folded(entries: list[tuple[str, str]]) -> list[str]:
-    """One line for the same entry in every layer of a stack."""
-    groups: Counter[tuple[str, str]] = Counter(
-        (re.sub(r"(?<![^.])\d+(?=\.)", "*", path), text) for path, text in entries
-    )
-    return [f"{path}{f' ×{n}' if n > 1 else ''}  {text}" for (path, text), n in groups.items()]

@@ -18,8 +18,8 @@ import torch
 import torch.nn.functional as F
 from torch import fx, nn
 
+from tmm_core.epilogues import parse
 from tmm_core.nn.gated import GATED_BY
-from tmm_core.spec.epilogue import parse
 
 ACTIVATIONS = ("relu", "relu2", "gelu", "gelu_tanh", "silu", "sigmoid", "tanh", "softplus")
 

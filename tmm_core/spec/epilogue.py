@@ -4,12 +4,8 @@
 
 An :class:`Epilogue` holds the same function in several forms: as torch code (the reference that
 kernels are verified against and that BLAS applies), as a ``@triton.jit`` device function (which
-kernels fuse) and, to train without torch differentiating the reference, as a derivative.
-
->>> parse("silu").name
-'silu'
->>> parse("gelu_tanh+softcap(30)").key
-'gelu_tanh+softcap(30.0)'
+kernels fuse) and, to train without torch differentiating the reference, as a derivative. Those that
+every installation has are in :mod:`tmm_core.epilogues`.
 """
 
 from __future__ import annotations
@@ -20,18 +16,14 @@ import importlib.util
 import inspect
 import itertools
 import math
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Union
 
 import torch
-import torch.nn.functional as F
 
-from tmm_core.errors import UnknownNameError
-from tmm_core.spec.activations import ALIASES, text_of
 from tmm_core.spec.port import Port
 
 _Function = Callable[..., torch.Tensor]
@@ -324,9 +316,11 @@ def _module_source(name: str) -> str:
         return ""  # reported where it is needed
 
 
-def _builtin(
+def builtin(
     name: str, reference: Callable[..., torch.Tensor], *parameters: float, **kw: Any
 ) -> Epilogue:
+    """An epilogue whose device functions have its name in :mod:`tmm_core.triton.epilogues` and
+    :mod:`tmm_core.triton.derivatives`."""
     return Epilogue(
         name,
         reference,
@@ -338,164 +332,4 @@ def _builtin(
     )
 
 
-_aten: Any = torch.ops.aten
-
-
-def _relu_slope(z: torch.Tensor) -> torch.Tensor:
-    return _aten.threshold_backward(torch.ones_like(z), z, 0)  # type: ignore[no-any-return]
-
-
-def _silu_slope(z: torch.Tensor) -> torch.Tensor:
-    if torch.is_grad_enabled():  # torch's formula; its kernel has no derivative
-        s = torch.sigmoid(z)
-        return s * (1 + z * (1 - s))
-    return _aten.silu_backward(torch.ones_like(z), z)  # type: ignore[no-any-return]
-
-
-def _gelu_slope(z: torch.Tensor, approximate: str = "none") -> torch.Tensor:
-    return _aten.gelu_backward(torch.ones_like(z), z, approximate=approximate)  # type: ignore[no-any-return]
-
-
-IDENTITY = _builtin("identity", lambda z: z, linear=True, output_vjp=lambda grad, y: grad)
-
-#: The names that every installation has. ``gelu`` is the erf form, as torch's default;
-#: ``softcap(cap)`` is cap·tanh(z/cap) (Gemma 2, arXiv:2408.00118); ``relu2`` is relu(z)² (Primer,
-#: arXiv:2109.08668); the gated forms are from GLU Variants (arXiv:2002.05202).
-BUILTIN: Mapping[str, Epilogue] = {
-    e.name: e
-    for e in (
-        IDENTITY,
-        _builtin("relu", F.relu, output_vjp=lambda grad, y: _aten.threshold_backward(grad, y, 0)),
-        _builtin("relu2", lambda z: F.relu(z).square(), derivative=lambda z: 2 * F.relu(z)),
-        _builtin(
-            "leaky_relu",
-            lambda z, slope: F.leaky_relu(z, slope),
-            0.01,
-            derivative=lambda z, slope: _aten.leaky_relu_backward(
-                torch.ones_like(z), z, slope, False
-            ),
-        ),
-        _builtin("gelu", lambda z: F.gelu(z), derivative=_gelu_slope),
-        _builtin(
-            "gelu_tanh",
-            lambda z: F.gelu(z, approximate="tanh"),
-            derivative=lambda z: _gelu_slope(z, "tanh"),
-        ),
-        _builtin("silu", F.silu, derivative=_silu_slope),
-        _builtin("sigmoid", torch.sigmoid, output_vjp=_aten.sigmoid_backward),
-        _builtin("tanh", torch.tanh, output_vjp=_aten.tanh_backward),
-        _builtin(
-            "softplus",
-            lambda z: F.softplus(z),
-            output_vjp=lambda grad, y: grad * -torch.expm1(-y),
-        ),
-        _builtin(
-            "softcap",
-            lambda z, cap: cap * torch.tanh(z / cap),
-            30.0,
-            output_vjp=lambda grad, y, cap: _aten.tanh_backward(grad, y / cap),
-            positive=True,
-        ),
-        _builtin(
-            "scale",
-            lambda z, factor: z * factor,
-            1.0,
-            linear=True,
-            output_vjp=lambda grad, y, factor: grad * factor,
-        ),
-        _builtin(
-            "swiglu",
-            lambda gate, up: F.silu(gate) * up,
-            gated=True,
-            derivative=lambda gate, up: (_silu_slope(gate) * up, F.silu(gate)),
-        ),
-        _builtin(
-            "geglu",
-            lambda gate, up: F.gelu(gate) * up,
-            gated=True,
-            derivative=lambda gate, up: (_gelu_slope(gate) * up, F.gelu(gate)),
-        ),
-        _builtin(
-            "geglu_tanh",
-            lambda gate, up: F.gelu(gate, approximate="tanh") * up,
-            gated=True,
-            derivative=lambda gate, up: (
-                _gelu_slope(gate, "tanh") * up,
-                F.gelu(gate, approximate="tanh"),
-            ),
-        ),
-        _builtin(
-            "reglu",
-            lambda gate, up: F.relu(gate) * up,
-            gated=True,
-            derivative=lambda gate, up: (_relu_slope(gate) * up, F.relu(gate)),
-        ),
-    )
-}
-
-_TERM = re.compile(
-    r"\s*(?P<name>[A-Za-z_]\w*)\s*(?:\((?P<args>[^()]*)\))?\s*(?:@(?P<digest>[0-9a-f]{12}))?\s*"
-)
-
-
-def parse(text: EpilogueLike, known: Mapping[str, Epilogue] = BUILTIN) -> Epilogue:
-    """Parse a caller's ``epilogue=`` into an :class:`Epilogue`.
-
-    Accepts ``None`` (identity), an :class:`Epilogue`, a string such as ``"silu"``,
-    ``"softcap(30)"`` or the chain ``"gelu_tanh+softcap(30)"``, a key as in records, a torch
-    activation such as ``F.silu``, ``nn.GELU(approximate="tanh")`` or ``partial(F.gelu,
-    approximate="tanh")``, and a sequence of these.
-
-    Raises:
-        UnknownNameError: A name that is not in ``known``; the message has near matches.
-        ValueError: The text does not parse, a parameter is not a number, or a key belongs to other
-            source than the current epilogue of that name.
-        TypeError: It is not an accepted type, or a function that is not a torch activation; the
-            message shows what to write.
-    """
-    if text is None:
-        return IDENTITY
-    if isinstance(text, Epilogue):
-        return text
-    if isinstance(text, str):
-        parts: list[Epilogue] = [_parse_term(t, text, known) for t in _split(text)]
-    elif isinstance(text, Sequence):
-        parts = [parse(part, known) for part in text]
-    elif callable(text):
-        parts = [_parse_term(text_of(text), "", BUILTIN)]
-    else:
-        raise TypeError(f"epilogue must be a str or an Epilogue, got {type(text).__name__}")
-    result = IDENTITY
-    for part in parts:
-        if part.gated and not result.is_identity:
-            raise ValueError(f"gated epilogue {part.name!r} can only come first in a chain")
-        result = result.then(part) if not result.is_identity else part
-    return result
-
-
-def _split(text: str) -> list[str]:
-    """Split a chain at its plus signs, leaving those inside numbers such as 1e+3."""
-    return re.split(r"\+(?![^()]*\))", text)
-
-
-def _parse_term(term: str, whole: str, known: Mapping[str, Epilogue]) -> Epilogue:
-    match = _TERM.fullmatch(term)
-    if match is None:
-        raise ValueError(
-            f"cannot parse epilogue {whole!r}; expected name, name(number, …) or a chain a+b"
-        )
-    name, args = match["name"], match["args"]
-    if name not in known:
-        name = ALIASES.get(name, name)
-    if name not in known:
-        raise UnknownNameError("epilogue", name, known)
-    found = known[name]
-    if args is not None:
-        try:
-            values = [float(a) for a in args.split(",")] if args.strip() else []
-        except ValueError:
-            raise ValueError(f"epilogue {whole!r}: parameters must be numbers") from None
-        found = found.with_parameters(*values)
-    if match["digest"] and found.key != re.sub(r"\s", "", term):
-        raise ValueError(f"epilogue {term.strip()!r} has other source than {found.key!r} here")
-    return found
+IDENTITY = builtin("identity", lambda z: z, linear=True, output_vjp=lambda grad, y: grad)

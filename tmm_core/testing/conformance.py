@@ -175,6 +175,12 @@ class KernelConformance(RaggedQuestions):
         for result in (one, two):
             self._blame(posed, posed.allocating, list(posed.differences(result, self.slack)))
 
+    def test_verification(self, probe: Probe) -> None:
+        """Right in every way that tuning verifies: on a second launch on other inputs, repeated,
+        and with NaN and Inf, which reach exactly the elements that they reach in the reference."""
+        problem = self._posed(probe).problem
+        self._hold_verified(problem, [self.kernel.default_config(problem)])
+
     def test_outputs(self, probe: Probe) -> None:
         """What an epilogue writes beside the result, for kernels that declare it."""
         problem = self._posed(probe).problem

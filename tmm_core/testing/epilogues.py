@@ -22,8 +22,9 @@ import torch
 import tmm_core
 from tmm_core.dispatch import verify
 from tmm_core.dispatch.registry import Registry
+from tmm_core.epilogues import parse
 from tmm_core.spec.device import interpreting
-from tmm_core.spec.epilogue import Epilogue, parse
+from tmm_core.spec.epilogue import Epilogue
 from tmm_core.spec.hookspecs import hookimpl
 from tmm_core.testing.questions import Questions
 
@@ -107,7 +108,7 @@ class EpilogueConformance:
         if self.epilogue.derivative is None:
             pytest.skip("has no derivative: torch differentiates the reference")
         for epilogue in self._variants():
-            halves = self._halves(self._z())
+            halves = self.epilogue.inputs(self._z())
             slopes = epilogue.derivative(*halves, *epilogue.parameters)  # type: ignore[misc]
             for slope, exact in zip(
                 slopes if epilogue.gated else (slopes,), self._gradients(epilogue), strict=True
@@ -194,12 +195,9 @@ class EpilogueConformance:
             return torch.stack([rows, rows.T], -1).flatten(-2)
         return torch.cat([rows, rows.T], -1) if self.epilogue.gated else rows.contiguous()
 
-    def _halves(self, z: Tensor) -> tuple[Tensor, ...]:
-        return self.epilogue.inputs(z)
-
     def _gradients(self, epilogue: Epilogue) -> tuple[Tensor, ...]:
         """The reference's derivatives by torch, with respect to each argument."""
-        halves = [half.detach().requires_grad_() for half in self._halves(self._z())]
+        halves = [half.detach().requires_grad_() for half in self.epilogue.inputs(self._z())]
         y = epilogue.reference(*halves, *epilogue.parameters)
         return torch.autograd.grad(y.sum(), halves)
 
@@ -212,7 +210,7 @@ class EpilogueConformance:
             pytest.skip("needs a GPU, or TRITON_INTERPRET=1 before Triton is imported")
         from tmm_core.testing.elementwise import evaluate
 
-        blocks = self._halves(self._z()) if of is None else of
+        blocks = self.epilogue.inputs(self._z()) if of is None else of
         blocks = tuple(t.float().to(device).contiguous() for t in blocks)
         return evaluate(function, blocks, pair=pair)
 
@@ -233,7 +231,9 @@ class EpilogueConformance:
         off = ((found - exact).abs() / (exact.abs() + 1)).nan_to_num(float("inf"))
         off[(found == exact) | (found.isnan() & exact.isnan())] = 0
         place = divmod(int(off.argmax()), off.shape[-1])
-        z = [half[place].item() for half in self._halves(self._z())] if self._on_points(off) else []
+        halves = self.epilogue.inputs(self._z())
+        # Of outputs and products the places are not those of the points.
+        z = [half[place].item() for half in halves] if off.shape == halves[0].shape else []
         at = f" at {', '.join(f'{value:g}' for value in z)}" if z else f" at {list(place)}"
         self._hold(
             float(off.max()) <= limit,
@@ -241,9 +241,6 @@ class EpilogueConformance:
             f"it is {found[place]:.9g}{at}, the reference has {exact[place]:.9g}; "
             f"the tolerance is {limit:.1g}",
         )
-
-    def _on_points(self, off: Tensor) -> bool:
-        return off.shape == self._halves(self._z())[0].shape
 
     def _hold(self, holds: bool, what: str, fault: str) -> None:
         if holds:

@@ -11,9 +11,10 @@ from typing import Any, ClassVar
 
 import torch
 
+from tmm_core.epilogues import BUILTIN, parse
 from tmm_core.formats import FORMATS, Format
 from tmm_core.spec.device import DeviceFingerprint, interpreting
-from tmm_core.spec.epilogue import BUILTIN, Epilogue, EpilogueLike, parse
+from tmm_core.spec.epilogue import Epilogue, EpilogueLike
 from tmm_core.spec.groups import Groups
 from tmm_core.spec.operand import Operand
 from tmm_core.spec.port import Port
@@ -209,6 +210,19 @@ class Questions:
         yield replace(base, m=0, k=0)
         yield replace(base, batch=0)
         yield replace(base, k=0, bias="packed", epilogue=parse("sigmoid"))
+
+    def probes_of_verification(self) -> Iterator[Probe]:
+        """One of each kind of problem, with all terms of the expression."""
+        m, n, k = (max(1, size - 3) for size in self._size())
+        plain = replace(self._probe(), m=m)
+        terms: dict[str, Any] = {"bias": "packed", "residual": "row", "alpha": 0.5}
+        full = replace(plain, epilogue=parse("silu"), **terms)
+        yield plain
+        yield full
+        yield replace(full, n=n, k=k, epilogue=parse("swiglu"))
+        yield replace(full, batch=3)
+        scaled: dict[str, Any] = {"b": "col", "scale_a": "row", "scale_b": "row"}
+        yield from (replace(plain, dtype=form.storage[0], **scaled) for form in FORMATS.values())
 
     def probes_of_outputs(self) -> Iterator[Probe]:
         """Every kind and reduction, with all terms of the expression, of sizes that divide nothing;

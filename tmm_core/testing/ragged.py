@@ -14,9 +14,9 @@ from typing import Any
 
 import torch
 
+from tmm_core.epilogues import parse
 from tmm_core.formats import FORMATS, Format
 from tmm_core.spec.device import fingerprint
-from tmm_core.spec.epilogue import parse
 from tmm_core.spec.groups import Groups, Ragged
 from tmm_core.spec.operand import Operand
 from tmm_core.spec.problem import Problem

@@ -7,70 +7,45 @@ from __future__ import annotations
 
 import argparse
 import importlib
-import os
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import Any
+
+from tmm_cache.console import Parser, argument, guarded
 
 import tmm_core
-from tmm_core.bench.case import parse_shape
+from tmm_core.bench.case import parse_dtype, parse_shape
 from tmm_core.errors import TmmError
 from tmm_core.tools.commands import options as shared
-from tmm_core.tools.commands.console import (
-    DONE,
-    INTERRUPTED,
-    MISTAKE,
-    UsageError,
-    note,
-    warnings_as_notes,
-)
-
-
-class _Parser(argparse.ArgumentParser):
-    """argparse with one-line errors."""
-
-    def error(self, message: str) -> NoReturn:
-        self.exit(MISTAKE, f"{self.prog}: {message}\n")
+from tmm_core.tools.commands.console import DONE, UsageError, note, warnings_as_notes
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns its exit status."""
-    try:
-        parser = _parser()
-        options = parser.parse_args(argv)
-        if options.command is None:
-            parser.print_help()
-            return DONE
-        options.argv = sys.argv[1:] if argv is None else list(argv)
-        if hasattr(sys.stdout, "reconfigure"):
-            # Escape µ and × on an ASCII terminal instead of failing.
-            sys.stdout.reconfigure(errors="backslashreplace")
-        # Imported late: only some commands need rich, matplotlib and Triton.
-        command = importlib.import_module(
-            f"tmm_core.tools.commands.{options.command.replace('-', '_')}"
-        )
-        with warnings_as_notes():
-            status: int = command.run(options)
-        sys.stdout.flush()
-    except SystemExit as stop:  # argparse, after --help or a usage error
-        return stop.code if isinstance(stop.code, int) else DONE
-    except BrokenPipeError:
-        # `tmm kernels | head`: redirect stdout, because Python flushes it once more at exit.
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return guarded(lambda: _run(argv), note, (UsageError, TmmError, OSError))
+
+
+def _run(argv: Sequence[str] | None) -> int:
+    parser = _parser()
+    options = parser.parse_args(argv)
+    if options.command is None:
+        parser.print_help()
         return DONE
-    except KeyboardInterrupt:
-        return INTERRUPTED
-    except (UsageError, TmmError, OSError) as error:
-        note(str(error))
-        return MISTAKE
+    options.argv = sys.argv[1:] if argv is None else list(argv)
+    # Imported late: each command needs modules that the others do not.
+    command = importlib.import_module(
+        f"tmm_core.tools.commands.{options.command.replace('-', '_')}"
+    )
+    with warnings_as_notes():
+        status: int = command.run(options)
     return status
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = _Parser(prog="tmm", description="Which matmul kernel runs, why, and how fast.")
+    parser = Parser(prog="tmm", description="Which matmul kernel runs, why, and how fast.")
     parser.add_argument("--version", action="version", version=f"tmm {tmm_core.__version__}")
-    subparsers = parser.add_subparsers(metavar="command", dest="command", parser_class=_Parser)
+    subparsers = parser.add_subparsers(metavar="command", dest="command", parser_class=Parser)
 
     def add(name: str, text: str) -> argparse.ArgumentParser:
         return subparsers.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
@@ -96,13 +71,12 @@ def _parser() -> argparse.ArgumentParser:
     shared.add_json(misses)
 
     new = add("new-plugin", "write a package of one kernel and one epilogue to start from")
-    new.add_argument("name", help="name of the distribution, like my-kernels")
-    new.add_argument("--folder", type=Path, help="target; by default a new folder of that name")
+    new.add_argument("name", help="name of the distribution and of its folder, like my-kernels")
     return parser
 
 
 def _add_explain(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("shape", nargs="?", type=shared.argument(parse_shape), metavar="MxNxK")
+    parser.add_argument("shape", nargs="?", type=argument(parse_shape), metavar="MxNxK")
     parser.add_argument("--kernel", metavar="NAME", help="as if this kernel were forced")
     parser.add_argument(
         "--config",
@@ -127,7 +101,7 @@ def _add_explain(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--group", type=_counts, metavar="N,…", help="--tiles: the values of GROUP_M to show"
     )
-    parser.add_argument("--wave", type=_count, metavar="N", help="--tiles: tiles per wave")
+    parser.add_argument("--wave", type=shared.count, metavar="N", help="--tiles: tiles per wave")
     parser.add_argument(
         "--plot",
         type=Path,
@@ -144,7 +118,7 @@ def _add_explain(parser: argparse.ArgumentParser) -> None:
 
 def _add_tune(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "shapes", nargs="*", type=shared.argument(parse_shape), metavar="MxNxK", help="or BxMxNxK"
+        "shapes", nargs="*", type=argument(parse_shape), metavar="MxNxK", help="or BxMxNxK"
     )
     _add_suite(parser)
     parser.add_argument("--misses", action="store_true", help="the problems of `tmm misses`")
@@ -172,7 +146,7 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--shapes",
         nargs="+",
-        type=shared.argument(parse_shape),
+        type=argument(parse_shape),
         default=[],
         metavar="MxNxK",
         help="these shapes, with the problem options, instead of or in addition to suites",
@@ -190,7 +164,7 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
         metavar="DTYPE,…",
         help="run --shapes and --squares in each of these, instead of --dtype",
     )
-    parser.add_argument("--limit", type=_count, metavar="N", help="at most N of each suite")
+    parser.add_argument("--limit", type=shared.count, metavar="N", help="at most N of each suite")
     parser.add_argument(
         "--kernel",
         action="extend",
@@ -306,28 +280,17 @@ def _add_budget(parser: argparse.ArgumentParser) -> None:
     )
 
 
-@shared.argument
+@argument
 def _seconds(text: str) -> float:
     return shared.positive(float, text)
 
 
-@shared.argument
-def _weight(text: str) -> tuple[int, int]:
-    n, _, k = text.partition("x")
-    return shared.positive(int, n), shared.positive(int, k)
-
-
-@shared.argument
-def _count(text: str) -> int:
-    return shared.positive(int, text)
-
-
-@shared.argument
+@argument
 def _counts(text: str) -> list[int]:
     return [shared.positive(int, each) for each in text.split(",")]
 
 
-@shared.argument
+@argument
 def _tiles(text: str) -> tuple[int, int]:
     rows, _, columns = text.lower().replace("×", "x").partition("x")
     if not (rows.isdigit() and columns.isdigit()):
@@ -335,13 +298,13 @@ def _tiles(text: str) -> tuple[int, int]:
     return shared.positive(int, rows), shared.positive(int, columns)
 
 
-@shared.argument
+@argument
 def _sweep(text: str) -> tuple[str, list[int | float | bool | str]]:
     name, first = shared.field(text.split(",")[0])
     return name, [first, *map(shared.value_of, text.split(",")[1:])]
 
 
-@shared.argument
+@argument
 def _squares(text: str) -> list[int]:
     parts = text.split(":")
     if len(parts) != 3:
@@ -352,14 +315,12 @@ def _squares(text: str) -> list[int]:
     return list(range(first, last + 1, step))
 
 
-@shared.argument
+@argument
 def _dtypes(text: str) -> list[Any]:
-    from tmm_core.bench.case import parse_dtype
-
     return [parse_dtype(part) for part in text.split(",")]
 
 
-@shared.argument
+@argument
 def _fields(text: str) -> dict[str, int | float | bool | str]:
     return dict(map(shared.field, text.split(",")))
 

@@ -7,7 +7,6 @@ the Triton kernels run under Triton's interpreter, in a separate process because
 
 from __future__ import annotations
 
-import argparse
 import importlib.util
 import os
 import subprocess
@@ -26,7 +25,6 @@ from tmm_core.bench import report, runner, suites
 from tmm_core.bench.case import Case
 from tmm_core.bench.results import Document
 from tmm_core.dispatch import verify
-from tmm_core.spec.device import interpreting
 from tmm_core.tools.commands.console import DONE, FOUND, note, print_table, warnings_as_notes
 
 #: One problem of each class where the choice matters: square, unaligned, fused, gated, decode,
@@ -48,20 +46,14 @@ GPU_BUDGET, GPU_SECONDS = 4.0, 45.0
 INTERPRETED_CASE = Case(m=50, n=72, k=40, layout="nt", epilogue="silu", bias=True)
 
 
-def main(argv: Sequence[str] | None = None) -> int:
+def main() -> int:
     """Run the demo; returns 1 if a result was wrong."""
-    parser = argparse.ArgumentParser(prog="python -m tmm_core.tools.demo")
-    parser.add_argument("--interpreted", action="store_true", help=argparse.SUPPRESS)
-    options = parser.parse_args(argv)
     # Keep hurried or interpreted timings out of the user's own records.
     folder = default_root()
-    if not options.interpreted:
-        folder = folder.with_name(f"{folder.name}-demo")
-        os.environ["TMM_CACHE_DIR"] = str(folder)
-        dispatch.dispatcher.cache_clear()
+    folder = folder.with_name(f"{folder.name}-demo")
+    os.environ["TMM_CACHE_DIR"] = str(folder)
+    dispatch.dispatcher.cache_clear()
     with warnings_as_notes():
-        if options.interpreted:
-            return interpreted()
         print(f"tmm {tmm_core.__version__}, torch {torch.__version__}; records in {folder}")
         return on_gpu() if torch.cuda.is_available() else on_cpu()
 
@@ -85,21 +77,18 @@ def on_cpu() -> int:
     sys.stdout.flush()
     # One thread: for matrices this small, waking threads costs BLAS more than it gains.
     environment = {**os.environ, "TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "tmm_core.tools.demo", "--interpreted"]
-    child = subprocess.run(command, env=environment, check=False)
+    program = "from tmm_core.tools import demo; raise SystemExit(demo.interpreted())"
+    child = subprocess.run([sys.executable, "-c", program], env=environment, check=False)
     return DONE if right and child.returncode == DONE else FOUND
 
 
 def interpreted() -> int:
     """Tune, run and check every capable kernel under Triton's interpreter."""
-    if not interpreting():
-        note("--interpreted needs TRITON_INTERPRET=1")
-        return FOUND
     case, device = INTERPRETED_CASE, torch.device("cpu")
     print(
         f"\nThe Triton kernels in Triton's interpreter, tuned on {case}: tmm-cache show", flush=True
     )
-    with torch.no_grad():
+    with warnings_as_notes(), torch.no_grad():
         call = case.call(device)
         limit = verify.tolerance(call.problem())
         assert call.bias is not None

@@ -1,4 +1,4 @@
-"""The device function of :data:`tmm_core.spec.clamped.CLAMPED`."""
+"""The device function of :data:`tmm_core.epilogues.clamped.CLAMPED`."""
 
 from __future__ import annotations
 

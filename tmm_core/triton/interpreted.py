@@ -1,7 +1,8 @@
-"""Launches in Triton's interpreter, with correct products of bf16 blocks.
+"""Launches in Triton's interpreter, with correct products of bf16 and 8-bit blocks.
 
 The interpreter stores a bf16 block as 16-bit integers and multiplies these: `tl.dot` of two bf16
-blocks is silently off by a factor of 1e6 there. Its loads, stores and casts are right.
+blocks is silently off by a factor of 1e6 there. Of 8-bit floats, it multiplies NaN and Inf as the
+numbers next to the largest. Its loads, stores and casts of bf16 are right.
 """
 
 from __future__ import annotations
@@ -10,7 +11,15 @@ import functools
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+import torch
 import triton.language as tl
+
+#: Blocks that the interpreter stores as integers, and their torch dtypes.
+_AS_INTEGERS = {
+    tl.bfloat16: torch.bfloat16,
+    tl.float8e4nv: torch.float8_e4m3fn,
+    tl.float8e5: torch.float8_e5m2,
+}
 
 #: Advice for wrong numbers in the interpreter.
 REMEDY = (
@@ -36,9 +45,8 @@ def call_of(fn: Any, names: Sequence[str], constants: Mapping[str, Any]) -> Any:
 
 @functools.cache
 def _mend_dots() -> None:
-    """Make the interpreter's ``tl.dot`` multiply bf16 blocks as numbers; does nothing if this
-    Triton's interpreter is built differently."""
-    import numpy as np
+    """Make the interpreter's ``tl.dot`` multiply bf16 and 8-bit blocks as numbers; does nothing if
+    this Triton's interpreter is built differently."""
     from triton.runtime import interpreter
 
     builder: Any = getattr(interpreter, "interpreter_builder", None)
@@ -47,11 +55,11 @@ def _mend_dots() -> None:
         return
 
     def wide(block: Any) -> Any:
+        stored = _AS_INTEGERS.get(getattr(block, "dtype", None))
         data: Any = getattr(block, "data", None)
-        if getattr(block, "dtype", None) != tl.bfloat16 or data.dtype != np.uint16:
+        if stored is None or data.dtype.kind != "u" or data.dtype.itemsize != stored.itemsize:
             return block
-        # bf16 is the upper half of fp32.
-        numbers = (data.astype(np.uint32) << 16).view(np.float32)
+        numbers = torch.tensor(data).view(stored).float().numpy()
         return interpreter.TensorHandle(numbers, tl.float32)
 
     def create_dot(a: Any, b: Any, *rest: Any, **more: Any) -> Any:

@@ -17,6 +17,7 @@ from tmm_core.bench import (
     environment,
     host,
     page,
+    plots,
     recheck,
     regret,
     report,
@@ -45,7 +46,9 @@ def run(options: argparse.Namespace) -> int:
     if options.share and options.output is None and options.read is None:
         raise UsageError("--share packs the results of --output or --from: name a folder")
     if options.read is not None:
-        return _share(options.read, options, _show(_read(options.read), options))
+        status = _show(_read(options.read), options)
+        _share(options.read, options)
+        return status
     if (options.sweep or options.config) and not options.kernel:
         raise UsageError("--sweep and --config apply to single kernels: name them with --kernel")
     started = time.monotonic()
@@ -57,25 +60,21 @@ def run(options: argparse.Namespace) -> int:
         tasks = _undone(tasks, options)
     names = list(dict.fromkeys(task.suite for task in tasks)) + ["host"] * options.host
     names += ["regret"] * bool(options.regret)
-    documents: list[Document] = [{"kind": "run", **environment.describe(device, options.argv)}]
     interrupted = False
     with Writer(options.output, "-".join(names) if len(names) < 5 else "all") as writer:
-        writer.append(documents[0])
+        writer.append({"kind": "run", **environment.describe(device, options.argv)})
         try:
             if options.host:
-                documents.append(host.measure(device, tune=options.tune, budget=options.budget))
-                writer.append(documents[-1])
+                writer.append(host.measure(device, tune=options.tune, budget=options.budget))
             deadline = started + options.max_seconds
             for document in _regrets(device, options, deadline):
-                documents.append(document)
                 writer.append(document)
             for number, document in enumerate(_measure(tasks, device, options, deadline), 1):
-                documents.append(document)
                 writer.append(document)
                 note(f"[{number:{len(str(len(tasks)))}}/{len(tasks)}] {report.line(document)}")
         except KeyboardInterrupt:
             interrupted = True
-    results = Results.of(documents)
+    results = Results.of(writer.documents)
     if len(results.problems) < len(tasks):
         why = "interrupted" if interrupted else f"--max-seconds {options.max_seconds:g} are over"
         note(f"{why}: {len(results.problems)} of {len(tasks)} problems measured")
@@ -84,13 +83,13 @@ def run(options: argparse.Namespace) -> int:
         results = _read([options.output])
     status = _show(results, options)
     if options.output is not None:
-        status = _share([options.output], options, status)
+        _share([options.output], options)
     return INTERRUPTED if interrupted else status
 
 
-def _share(paths: Sequence[Path], options: argparse.Namespace, status: int) -> int:
+def _share(paths: Sequence[Path], options: argparse.Namespace) -> None:
     if options.share is None:
-        return status
+        return
     try:
         packed = share.pack(paths, options.share)
     except (OSError, ValueError) as error:
@@ -100,7 +99,6 @@ def _share(paths: Sequence[Path], options: argparse.Namespace, status: int) -> i
         f"{options.share}: {len(packed.measured)} problems on {gpus}; look inside, then attach "
         "it to an issue"
     )
-    return status
 
 
 def _verify_shipped(device: torch.device, options: argparse.Namespace) -> int:
@@ -151,14 +149,13 @@ def _measure(
 def _regrets(
     device: torch.device, options: argparse.Namespace, deadline: float
 ) -> Iterator[Document]:
-    dtype = options.dtype or torch.bfloat16
-    asked = regret.triples(options.regret)
+    asked = regret.cases(options.regret, options.dtype or torch.bfloat16)
     if options.resume:
         known = {
             identity("regret", done["case"]) for done in _before(options).regrets if "us" in done
         }
-        asked = [t for t in asked if identity("regret", t.case(dtype).to_json()) not in known]
-    for document in regret.measure(device, asked, dtype=dtype, budget=options.budget):
+        asked = [case for case in asked if identity("regret", case.to_json()) not in known]
+    for document in regret.measure(device, asked, budget=options.budget):
         yield document
         if time.monotonic() > deadline:
             return
@@ -221,14 +218,7 @@ def _read(paths: Sequence[Path]) -> Results:
 
 def _show(results: Results, options: argparse.Namespace) -> int:
     if options.json:
-        print_json(
-            {
-                "runs": results.runs,
-                "problems": results.problems,
-                "host": results.host,
-                "regrets": results.regrets,
-            }
-        )
+        print_json(vars(results))
     elif options.markdown:
         print(report.markdown(results), end="")
     else:
@@ -248,11 +238,8 @@ def _print_tables(results: Results, metric: str) -> None:
     swept = [d for d in results.measured if d["suite"] == suites.SWEEP]
     for dtype in dict.fromkeys(d["case"]["dtype"] for d in swept):
         _print_series([d for d in swept if d["case"]["dtype"] == dtype], dtype, metric)
-    summaries = report.summarize(results)
-    if summaries:
-        columns = report.SUMMARY_COLUMNS
-        numbers = [c for c in columns if c not in ("class", "dtype", "worst problem")]
-        print_table(columns, [summary.cells for summary in summaries], numbers)
+    if summaries := report.summaries(results):
+        print_table(report.SUMMARY_COLUMNS, summaries, report.SUMMARY_NUMBERS)
     if held := report.goals(results):
         print_table(report.GOAL_COLUMNS, held, report.GOAL_COLUMNS[3:-1])
     if of_buckets := report.regrets(results):
@@ -281,8 +268,6 @@ def _print_series(documents: Sequence[Document], dtype: str, metric: str) -> Non
 
 
 def _plot(results: Results, folder: Path, metric: str) -> list[Path]:
-    from tmm_core.bench import plots
-
     try:
         return plots.save(results, folder, metric)
     except ModuleNotFoundError as error:

@@ -1,21 +1,21 @@
-"""Output and exit statuses of ``tmm``: data on stdout, notes on stderr, three exit statuses."""
+"""Output of ``tmm``, by the conventions of :mod:`tmm_cache.console`."""
 
 from __future__ import annotations
 
 import json
 import math
 import sys
-import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from typing import Any, TextIO
+from collections.abc import Mapping
+from contextlib import AbstractContextManager
+from typing import Any
 
-from tmm_cache import columns as layout
+from tmm_cache import CacheWarning, console
+from tmm_cache.console import DONE as DONE
+from tmm_cache.console import FOUND as FOUND
+from tmm_cache.console import INTERRUPTED as INTERRUPTED
+from tmm_cache.tables import print_table as print_table
 
-#: Exit statuses: done; something is wrong or was left undone; a usage error.
-DONE, FOUND, MISTAKE = 0, 1, 2
-#: The status that shells use for an interrupted command.
-INTERRUPTED = 130
+from tmm_core.errors import TmmWarning
 
 
 class UsageError(Exception):
@@ -40,42 +40,7 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def print_table(
-    columns: Sequence[str], rows: Iterable[Sequence[str] | str], numbers: Sequence[str] = ()
-) -> None:
-    """Print a table on stdout, no wider than the terminal, or 100 columns if there is none; the
-    columns in ``numbers`` are right-aligned. A text is a separate paragraph."""
-    found = list(rows)
-    print("\n".join(layout.table(columns, found, layout.width(), right=numbers)))
-
-
-@contextmanager
-def warnings_as_notes() -> Iterator[None]:
+def warnings_as_notes() -> AbstractContextManager[None]:
     """A context in which tmm's warnings (a broken plugin, a damaged record) become notes, once
     each."""
-    from tmm_cache import CacheWarning
-
-    from tmm_core.errors import TmmWarning
-
-    told: set[str] = set()
-    default = warnings.showwarning
-
-    def show(
-        message: Warning | str,
-        category: type[Warning],
-        filename: str,
-        lineno: int,
-        file: TextIO | None = None,
-        line: str | None = None,
-    ) -> None:
-        if not issubclass(category, (TmmWarning, CacheWarning)):
-            default(message, category, filename, lineno, file, line)
-        elif str(message) not in told:
-            told.add(str(message))
-            note(str(message))
-
-    with warnings.catch_warnings():
-        warnings.showwarning = show
-        for category in (TmmWarning, CacheWarning):
-            warnings.simplefilter("always", category)
-        yield
+    return console.warnings_as_notes(note, TmmWarning, CacheWarning)

@@ -13,11 +13,11 @@ import torch
 from tmm_cache import columns
 
 from tmm_core import dispatch, settings
-from tmm_core.bench import tiles
+from tmm_core.bench import candidates, tiles
 from tmm_core.bench.case import Case
 from tmm_core.dispatch.explanation import Explanation, explain_problem
 from tmm_core.spec.precision import precision
-from tmm_core.tools.commands import gpus
+from tmm_core.tools.commands import gpus, ncu, why, why_text
 from tmm_core.tools.commands import options as shared
 from tmm_core.tools.commands.console import DONE, UsageError, note, print_json
 
@@ -34,8 +34,6 @@ def run(options: argparse.Namespace) -> int:
     if options.ncu:
         return _print_ncu(case, explanation)
     if options.why:
-        from tmm_core.tools.commands import why, why_text
-
         found = why.take_apart(explanation, dispatch.dispatcher().registry)
         if options.json:
             print_json(found)
@@ -87,8 +85,6 @@ def _plain_grid(options: argparse.Namespace) -> tuple[tiles.Grid, list[int]]:
 
 def _grid(explanation: Explanation, options: argparse.Namespace) -> tuple[tiles.Grid, list[int]]:
     """The grid of the chosen kernel, or of the blocks given by ``--config``."""
-    from tmm_core.tools.commands.why import grid_of, told
-
     if options.tiles:
         raise UsageError("--tiles takes RxC without a shape, and nothing with one")
     problem, config = explanation.problem, options.config or {}
@@ -101,9 +97,9 @@ def _grid(explanation: Explanation, options: argparse.Namespace) -> tuple[tiles.
     else:
         if config:
             raise UsageError("--tiles: give BLOCK_M and BLOCK_N in --config, or no --config")
-        candidate, anatomy, why = told(explanation, dispatch.dispatcher().registry)
-        note(f"{candidate}{f' ({why})' if why else ''}")
-        grid, group = grid_of(problem, anatomy), anatomy.group_m or 1
+        candidate, anatomy, reason = why.told(explanation, dispatch.dispatcher().registry)
+        note(f"{candidate}{f' ({reason})' if reason else ''}")
+        grid, group = why.grid_of(problem, anatomy), anatomy.group_m or 1
         grid = replace(grid, wave=options.wave or grid.wave)
     return grid, options.group or [group]
 
@@ -113,16 +109,7 @@ def _of_blocks(explanation: Explanation, config: Mapping[str, Any], wave: int) -
     m, n, k = config["BLOCK_M"], config["BLOCK_N"], config.get("BLOCK_K", 64)
     if not all(isinstance(block, int) and block > 0 for block in (m, n, k)):
         raise UsageError(f"--config: blocks are whole numbers above 0, not {m}, {n}, {k}")
-    itemsize = problem.a.dtype.itemsize * problem.k
-    return tiles.Grid(
-        rows=-(-problem.m // m),
-        columns=-(-problem.n // n),
-        steps=-(-problem.k // k),
-        wave=wave,
-        row_bytes=m * itemsize,
-        column_bytes=n * itemsize * (2 if problem.gated else 1),
-        l2=problem.device.l2,
-    )
+    return tiles.Grid.of(problem, (m, n), -(-problem.k // k), wave)
 
 
 def _show_tiles(
@@ -148,8 +135,6 @@ _MOST_TILES = 100_000
 
 
 def _plot(explanation: Explanation, path: Path) -> None:
-    from tmm_core.bench import candidates
-
     record, problem = explanation.record, explanation.problem
     if record is None:
         raise UsageError(f"--plot draws a record, and {problem} has none; run tmm tune")
@@ -179,8 +164,6 @@ def _drawn(path: Path, draw: Any) -> None:
 
 
 def _print_ncu(case: Case, explanation: Explanation) -> int:
-    from tmm_core.tools.commands import ncu
-
     candidate = explanation.choice.candidate
     anatomy = candidate.kernel.anatomy(explanation.problem, candidate.config)
     print(ncu.line(case, candidate, anatomy.functions if anatomy is not None else ()))

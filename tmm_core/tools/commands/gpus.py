@@ -3,11 +3,11 @@ sheets. ``tmm explain --gpu H200`` answers from a GPU's records and from models.
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterator
+from collections import Counter
+from typing import Any
 
 import torch
-from tmm_cache import CacheStore
+from tmm_cache import CacheStore, Summary
 
 from tmm_core.spec.device import DeviceFingerprint, version_of
 from tmm_core.tools.commands.console import UsageError
@@ -36,9 +36,7 @@ def find(store: CacheStore, text: str) -> DeviceFingerprint:
     Raises:
         UsageError: No GPU matches, or more than one.
     """
-    counts: dict[DeviceFingerprint, int] = {}
-    for device, count in _recorded(store):
-        counts[device] = counts.get(device, 0) + count
+    counts = Counter(filter(None, map(_device, store.summaries())))
     for name, capability, sms, l2 in _SPECIFIED:
         if not any(device.name == name for device in counts):
             counts[_fingerprint(name, capability, sms, l2)] = 0
@@ -51,31 +49,20 @@ def find(store: CacheStore, text: str) -> DeviceFingerprint:
     return max(found, key=lambda device: found[device])
 
 
-def _recorded(store: CacheStore) -> Iterator[tuple[DeviceFingerprint, int]]:
-    """The GPUs of all environments in the user's cache and in the layers below."""
-    for root in (store.root, *store.layers):
-        for path in sorted(root.glob("v*/*/*/environment.json")):
-            try:
-                document = json.loads(path.read_text("utf-8"))
-                capability = tuple(document["capability"])
-                known = [l2 for name, _, _, l2 in _SPECIFIED if name == document["name"]]
-                device = DeviceFingerprint(
-                    type=document["type"],
-                    name=document["name"],
-                    capability=capability,
-                    sm_count=document["sm_count"],
-                    shared_memory=_SHARED.get(capability, 48 << 10),
-                    l2=known[0] << 20 if known else 0,
-                    torch=document["torch"],
-                    triton=document["triton"],
-                    cuda=document["cuda"],
-                    cublas=document["cublas"],
-                    interpreted=document["interpreted"],
-                )
-            except (OSError, ValueError, KeyError, TypeError):  # not an environment of tmm
-                continue
-            if device.type == "cuda":
-                yield device, sum(1 for _ in path.parent.glob("*.json")) - 1
+def _device(summary: Summary) -> DeviceFingerprint | None:
+    """The GPU that a record was measured on; None if its environment is not one of tmm's GPUs."""
+    document: Any = summary.environment or {}
+    known = [l2 for name, _, _, l2 in _SPECIFIED if name == document.get("name")]
+    try:
+        capability = tuple(document["capability"])
+        found = DeviceFingerprint(
+            **{**document, "capability": capability},
+            shared_memory=_SHARED.get(capability, 48 << 10),
+            l2=known[0] << 20 if known else 0,
+        )
+    except (KeyError, TypeError):
+        return None
+    return found if found.type == "cuda" else None
 
 
 def _fingerprint(name: str, capability: tuple[int, int], sms: int, l2: int) -> DeviceFingerprint:

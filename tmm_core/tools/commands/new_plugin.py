@@ -29,7 +29,7 @@ def run(options: argparse.Namespace) -> int:
         raise UsageError(f"name: found {name!r}, accepted is a package's name, like my-kernels")
     if keyword.iskeyword(module) or module in _TAKEN:
         raise UsageError(f"name: {module!r} is a module's name already")
-    folder = Path(options.folder or name)
+    folder = Path(name)
     if folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
         raise UsageError(f"{folder} exists already and is not an empty folder")
     words = {"distribution": name, "module": module, "tmm": tmm_core.__version__}

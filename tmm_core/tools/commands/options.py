@@ -6,6 +6,12 @@ import argparse
 from collections.abc import Callable
 from typing import Any, TypeVar, get_args
 
+import torch
+from tmm_cache.console import argument
+
+from tmm_core.bench.case import LAYOUTS, SCALES, Case, parse_dtype, parse_expression
+from tmm_core.formats import BY_STORAGE
+from tmm_core.spec.groups import Ragged
 from tmm_core.tools.commands.console import UsageError
 
 T = TypeVar("T")
@@ -23,9 +29,6 @@ def add_device(parser: argparse.ArgumentParser) -> None:
 
 def add_problem(parser: argparse.ArgumentParser) -> None:
     """Add the options that describe a problem, except its sizes."""
-    from tmm_core.bench.case import LAYOUTS, SCALES, parse_dtype, parse_expression
-    from tmm_core.spec.groups import Ragged
-
     group = parser.add_argument_group("the problem")
     group.add_argument(
         "--dtype",
@@ -46,7 +49,7 @@ def add_problem(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--bias", action="store_true")
     group.add_argument("--residual", action="store_true")
-    group.add_argument("--batch", type=argument(_positive), default=1, metavar="B")
+    group.add_argument("--batch", type=count, default=1, metavar="B")
     group.add_argument("--out-dtype", type=argument(parse_dtype), metavar="DTYPE")
     group.add_argument(
         "--scales",
@@ -57,7 +60,7 @@ def add_problem(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--tf32", action="store_true", help="fp32 may be rounded to TF32")
     group.add_argument(
         "--groups",
-        type=argument(_positive),
+        type=count,
         default=0,
         metavar="G",
         help="a grouped product; its sizes are those of all groups together",
@@ -69,17 +72,12 @@ def add_problem(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def cases(options: argparse.Namespace, shapes: list[tuple[int, int, int, int]]) -> list[Any]:
+def cases(options: argparse.Namespace, shapes: list[tuple[int, int, int, int]]) -> list[Case]:
     """The cases with these ``shapes`` and the other options.
 
     Raises:
         UsageError: Options that contradict each other.
     """
-    import torch
-
-    from tmm_core.bench.case import Case
-    from tmm_core.formats import BY_STORAGE
-
     bias, epilogue, residual = options.epilogue
     if options.scales and shapes and options.dtype not in BY_STORAGE:
         raise UsageError(f"--scales {options.scales} is for --dtype e4m3 or e5m2")
@@ -112,14 +110,12 @@ def cases(options: argparse.Namespace, shapes: list[tuple[int, int, int, int]]) 
     return found
 
 
-def device(options: argparse.Namespace) -> Any:
+def device(options: argparse.Namespace) -> torch.device:
     """The torch device to work on, with its index.
 
     Raises:
         UsageError: It does not exist.
     """
-    import torch
-
     has_gpu = torch.cuda.is_available()
     text = options.device or ("cuda" if has_gpu else "cpu")
     try:
@@ -138,18 +134,6 @@ def device(options: argparse.Namespace) -> Any:
         # The tuner measures on the current device, because a fingerprint has no index.
         torch.cuda.set_device(chosen)
     return chosen
-
-
-def argument(parse: Callable[[str], T]) -> Callable[[str], T]:
-    """A parser whose ``ValueError`` argparse shows with its message."""
-
-    def parsed(text: str) -> T:
-        try:
-            return parse(text)
-        except ValueError as error:
-            raise argparse.ArgumentTypeError(str(error)) from error
-
-    return parsed
 
 
 def field(text: str) -> tuple[str, int | float | bool | str]:
@@ -179,10 +163,6 @@ def value_of(text: str) -> int | float | bool | str:
     return text
 
 
-def _positive(text: str) -> int:
-    return positive(int, text)
-
-
 def positive(kind: Callable[[str], T], text: str) -> T:
     """``kind(text)``, which must be positive.
 
@@ -193,3 +173,9 @@ def positive(kind: Callable[[str], T], text: str) -> T:
     if not 0 < value < float("inf"):
         raise ValueError(f"found {text}, accepted is a number above 0")
     return value  # type: ignore[no-any-return]
+
+
+@argument
+def count(text: str) -> int:
+    """A positive whole number."""
+    return positive(int, text)

@@ -9,6 +9,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +17,10 @@ import torch
 
 import tmm_core
 from tmm_core import dispatch, settings
-from tmm_core.bench import suites
+from tmm_core.bench import report, suites
 from tmm_core.bench.case import Case
 from tmm_core.dispatch.first_launch import FirstLaunches
-from tmm_core.dispatch.proposals import baseline_us
+from tmm_core.dispatch.standing import baseline_us
 from tmm_core.launch import warm
 from tmm_core.spec.device import fingerprint
 from tmm_core.spec.precision import precision
@@ -46,7 +47,7 @@ def run(options: argparse.Namespace) -> int:
     outcomes: list[dict[str, Any]] = []
     interrupted = False
     # With --json stdout is one document, so progress goes to stderr.
-    say: Callable[[str], None] = note if options.json else print_flushed
+    say: Callable[[str], None] = note if options.json else partial(print, flush=True)
     with _first_launches_elsewhere(device) if options.isolate else nullcontext():
         for number, item in enumerate(pending, start=1):
             try:
@@ -76,10 +77,6 @@ def _first_launches_elsewhere(device: torch.device) -> Iterator[None]:
     finally:
         tuner.first_launches.close()
         tuner.first_launches = None
-
-
-def print_flushed(text: str) -> None:
-    print(text, flush=True)
 
 
 def _pending(options: argparse.Namespace, device: torch.device) -> list[Pending]:
@@ -176,7 +173,6 @@ def _tune(item: Pending, options: argparse.Namespace) -> dict[str, Any]:
 def _line(outcome: Mapping[str, Any]) -> str:
     if outcome["status"] == "failed":
         return f"{outcome['problem']}  failed: {outcome['reason']}"
-    config = " ".join(f"{name}={value}" for name, value in outcome["config"].items())
     mine, blas = outcome["median_us"], outcome["blas_us"]
     against = f", {blas / mine:.2f}× blas" if mine and blas else ""
     tried = outcome["candidates"]
@@ -185,5 +181,5 @@ def _line(outcome: Mapping[str, Any]) -> str:
         f"{sum(tried.values())} tried",
         *(f"{tried[fault]} {fault}" for fault in ("wrong", "failed") if fault in tried),
     ]
-    chosen = f"{outcome['kernel']} {config}".rstrip()
+    chosen = report.chosen(outcome)
     return f"{outcome['problem']}  {chosen}  {mine:.1f} µs{against}  ({', '.join(notes)})"

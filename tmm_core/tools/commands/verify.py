@@ -10,21 +10,20 @@ import json
 from collections import Counter
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 from tmm_cache import Entry
+from tmm_cache.console import counted
 
 from tmm_core import dispatch, settings
+from tmm_core.bench import report
+from tmm_core.bench.recheck import Winner, compiled
 from tmm_core.dispatch.compilers import compiling_threads
 from tmm_core.dispatch.verifier import Verifier
-from tmm_core.launch import warm
-from tmm_core.spec.asking import read_config
 from tmm_core.spec.device import DeviceFingerprint, fingerprint
-from tmm_core.spec.kernel import BASELINE, Candidate, Launcher
+from tmm_core.spec.kernel import BASELINE
 from tmm_core.spec.precision import precision
-from tmm_core.spec.problem import Problem
 from tmm_core.tools.commands import options as shared
 from tmm_core.tools.commands.console import DONE, FOUND, INTERRUPTED, note, print_json
 from tmm_core.tools.commands.misses import title
@@ -35,15 +34,6 @@ FAULTS = ("wrong", "failed", "unknown")
 
 #: Launches on the same inputs: a race that is wrong once in twenty passes with 0.2 %.
 REPEATS = 120
-
-
-@dataclass(frozen=True, slots=True)
-class _Bound:
-    """A winner on record, compiled for its problem."""
-
-    problem: Problem
-    candidate: Candidate
-    launcher: Launcher
 
 
 def run(options: argparse.Namespace) -> int:
@@ -71,9 +61,9 @@ def verified(device: torch.device) -> Iterator[dict[str, Any]]:
     """A document for each record that would answer on ``device``."""
     entries = list(_answering(fingerprint(device)))
     with ThreadPoolExecutor(compiling_threads()) as pool:
-        bound = [pool.submit(_bound, entry, device) for entry in entries]
+        found = [pool.submit(_winner, entry, device) for entry in entries]
         try:
-            for entry, winner in zip(entries, bound, strict=True):
+            for entry, winner in zip(entries, found, strict=True):
                 yield _document(entry) | _verdict(winner, device)
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
@@ -89,41 +79,31 @@ def _answering(device: DeviceFingerprint) -> Iterator[Entry]:
             yield entry
 
 
-def _bound(entry: Entry, device: torch.device) -> _Bound | str:
+def _winner(entry: Entry, device: torch.device) -> Winner | str:
     """The winner, or the status of a record without one to verify."""
-    best = entry.record.best
-    if best.kernel == BASELINE:
+    if entry.record.best.kernel == BASELINE:
         return "blas"
-    registered = dispatch.dispatcher().registry.kernels()
-    kernels = [r.kernel for r in registered if r.kernel.name == best.kernel]
-    if not kernels or kernels[0].version != best.version:
-        return "stale"
-    (kernel,) = kernels
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # a thread starts on device 0
-    problem = warm.recall(entry.record.problem, device)
-    candidate = Candidate(kernel, read_config(kernel, best.config))
-    return _Bound(problem, candidate, kernel.bind(problem, candidate.config))
+    return compiled(entry.record, device) or "stale"
 
 
-def _verdict(winner: Future[_Bound | str], device: torch.device) -> dict[str, Any]:
+def _verdict(winner: Future[Winner | str], device: torch.device) -> dict[str, Any]:
     try:
-        bound = winner.result()
-        if isinstance(bound, str):
-            return {"status": bound}
-        kernel = bound.candidate.kernel
-        with precision(bound.problem.tf32):  # some kernels call BLAS, which follows it
+        found = winner.result()
+        if isinstance(found, str):
+            return {"status": found}
+        kernel = found.candidate.kernel
+        with precision(found.problem.tf32):  # some kernels call BLAS, which follows it
             memory = settings.current().tune_memory
-            verdict = Verifier(bound.problem, device, memory_limit=memory).verdict(
-                bound.launcher, repeats=REPEATS, deterministic=kernel.traits.deterministic
+            verdict = Verifier(found.problem, device, memory_limit=memory).verdict(
+                found.launcher, repeats=REPEATS, deterministic=kernel.traits.deterministic
             )
     except Exception as error:  # from a compiler or a launch: affects this record only
         return {"status": "failed", "reason": f"{type(error).__name__}: {error}"}
-    document: dict[str, Any] = {"title": str(bound.problem)}
+    document: dict[str, Any] = {"title": str(found.problem)}
     if verdict.error is not None and verdict.error == verdict.error:  # JSON has no NaN
         document["error"] = verdict.error
     if verdict.ok:
-        dispatch.dispatcher().trust.stamp(bound.problem, bound.candidate)
+        dispatch.dispatcher().trust.stamp(found.problem, found.candidate)
         return document | {"status": "ok"}
     return document | {
         "status": "unknown" if verdict.unknown else "wrong",
@@ -143,9 +123,8 @@ def _document(entry: Entry) -> dict[str, Any]:
 
 
 def _line(document: dict[str, Any]) -> str:
-    config = " ".join(f"{name}={value}" for name, value in document["config"].items())
-    chosen = f"{document['kernel']} {config}".rstrip()
-    return f"{document['title']}  {chosen}  {document['status']}: {document['reason']}"
+    verdict = f"{document['status']}: {document['reason']}"
+    return f"{document['title']}  {report.chosen(document)}  {verdict}"
 
 
 def _summary(found: list[dict[str, Any]], gpu: str) -> str:
@@ -159,5 +138,5 @@ def _summary(found: list[dict[str, Any]], gpu: str) -> str:
         "unknown": "too large to verify",
     }
     parts = [f"{counts[status]} {text}" for status, text in says.items() if counts[status]]
-    records = f"{len(found)} record{'' if len(found) == 1 else 's'} for {gpu}"
+    records = f"{counted(len(found), 'record')} for {gpu}"
     return f"{records}: {', '.join(parts)}" if parts else records

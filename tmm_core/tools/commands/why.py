@@ -12,8 +12,8 @@ from tmm_cache import CandidateResult, TuningRecord
 from tmm_core.bench.tile_order import order, traffic, waves
 from tmm_core.bench.tiles import Grid
 from tmm_core.dispatch.explanation import Explanation
-from tmm_core.dispatch.proposals import baseline_us
 from tmm_core.dispatch.registry import Registry
+from tmm_core.dispatch.standing import baseline_us, by_time
 from tmm_core.errors import ConfigError
 from tmm_core.spec.anatomy import Anatomy, Resources
 from tmm_core.spec.device import DeviceFingerprint
@@ -62,17 +62,8 @@ def take_apart(explanation: Explanation, registry: Registry) -> dict[str, Any]:
 
 def grid_of(problem: Problem, anatomy: Anatomy) -> Grid:
     """The tiles of one product of the batch, in bytes."""
-    itemsize = problem.a.dtype.itemsize
-    width = anatomy.block_n * (2 if problem.gated else 1)
-    return Grid(
-        rows=-(-problem.m // anatomy.block_m),
-        columns=-(-problem.n // anatomy.block_n),
-        steps=anatomy.steps,
-        wave=anatomy.at_once,
-        row_bytes=anatomy.block_m * problem.k * itemsize,
-        column_bytes=width * problem.k * itemsize,
-        l2=problem.device.l2,
-    )
+    block = anatomy.block_m, anatomy.block_n
+    return Grid.of(problem, block, anatomy.steps, anatomy.at_once)
 
 
 def reads(problem: Problem, anatomy: Anatomy) -> dict[str, Any] | None:
@@ -146,8 +137,7 @@ def told(explanation: Explanation, registry: Registry) -> tuple[Candidate, Anato
         return chosen, anatomy, ""
     kernels = {name: registry.kernel(name) for name in explanation.able}
     record = explanation.record
-    timed = [c for c in record.candidates if c.median_us] if record is not None else []
-    for result in sorted(timed, key=lambda c: c.median_us or math.inf):
+    for result in by_time(record, "slow") if record is not None else []:
         kernel = kernels.get(result.kernel)
         if kernel is None:
             continue

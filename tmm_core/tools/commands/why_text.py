@@ -5,6 +5,8 @@ from __future__ import annotations
 import textwrap
 from typing import Any
 
+from tmm_core.bench import report
+
 
 def text(found: dict[str, Any]) -> str:
     """One topic per line, from the layout of the work to the effect of other configs."""
@@ -18,8 +20,7 @@ def text(found: dict[str, Any]) -> str:
             textwrap.fill(words, width, initial_indent=f"{name:11}", subsequent_indent=indent)
         )
 
-    config = " ".join(f"{k}={v}" for k, v in found["config"].items())
-    topic("kernel", f"{found['kernel']} {config}".rstrip())
+    topic("kernel", report.chosen(found))
     if found["note"]:
         topic("note", found["note"])
     topic(

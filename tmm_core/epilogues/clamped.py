@@ -23,3 +23,5 @@ CLAMPED = Epilogue(
     gated=True,
     interleaved=True,
 )
+
+EPILOGUES = (CLAMPED,)

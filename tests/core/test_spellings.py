@@ -12,8 +12,8 @@ import triton
 from torch import nn
 
 import tmm_core
+from tmm_core.epilogues import parse
 from tmm_core.nn import GatedMLP, Linear
-from tmm_core.spec.epilogue import parse
 
 TANH = partial(F.gelu, approximate="tanh")
 

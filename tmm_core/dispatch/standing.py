@@ -1,0 +1,124 @@
+"""Reads the times of a record: who won, who comes next, and who is ahead at another M of its
+bucket."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from tmm_cache import CandidateResult, TuningRecord
+
+from tmm_core.spec.kernel import BASELINE
+
+#: By how much a winner has to beat BLAS: with as many samples as in the last stage, two medians of
+#: one kernel differ by up to 0.5 % on a quiet H200.
+MARGIN = 0.01
+
+#: Times this close to the best are a tie, broken by a stable rule so that restarts agree.
+TIE = 0.005
+
+#: Kernel, and config as sorted pairs.
+CandidateId = tuple[str, tuple[tuple[str, Any], ...]]
+
+
+def identity(result: CandidateResult) -> CandidateId:
+    """The identity of a candidate within a record."""
+    return result.kernel, tuple(sorted(result.config.items()))
+
+
+def raced(results: Iterable[CandidateResult]) -> list[CandidateResult]:
+    """The valid results that raced to the end. Medians of others differ in more than the kernel:
+    600 µs in the first rounds are 660 in the last, when the GPU's clock has settled."""
+    timed = [result for result in results if result.status == "ok" and result.samples_us]
+    most = max((len(result.samples_us) for result in timed), default=0)
+    return [result for result in timed if len(result.samples_us) == most]
+
+
+def by_time(record: TuningRecord, *also: str) -> list[CandidateResult]:
+    """Fastest first, those that raced to the end before those eliminated earlier.
+
+    Args:
+        also: Results of these statuses as well as valid ones.
+    """
+    ended = set(map(identity, raced(record.candidates)))
+    timed = [c for c in record.candidates if c.status in ("ok", *also) and c.samples_us]
+    return sorted(timed, key=lambda c: (identity(c) not in ended, _us(c), c.kernel, str(c.config)))
+
+
+def decide(results: Sequence[CandidateResult], incumbent: CandidateResult | None = None) -> int:
+    """Index of the winner, among the results that raced to the end.
+
+    BLAS wins unless the best beats it by :data:`MARGIN`. Among those within :data:`TIE` of the
+    best, deterministic ones come first, then least workspace, the incumbent, and by name.
+
+    Raises:
+        ValueError: Nothing was timed.
+    """
+    ended = raced(results)
+    if not ended:
+        raise ValueError("no candidate was timed")
+    best = min(map(_us, ended))
+    blas = min((r for r in ended if r.kernel == BASELINE), key=_us, default=None)
+    if blas is not None and best > _us(blas) * (1 - MARGIN):
+        return results.index(blas)
+    kept = None if incumbent is None else identity(incumbent)
+
+    def rank(r: CandidateResult) -> tuple[Any, ...]:
+        return not r.deterministic, r.workspace_bytes, identity(r) != kept, r.kernel, str(r.config)
+
+    return results.index(min((r for r in ended if _us(r) <= best * (1 + TIE)), key=rank))
+
+
+def baseline_us(record: TuningRecord) -> float | None:
+    """BLAS's median on record, in µs; None if it was not timed."""
+    times = [_us(c) for c in record.candidates if c.kernel == BASELINE and c.status == "ok"]
+    return min((us for us in times if us < float("inf")), default=None)
+
+
+def holds_at(
+    results: Iterable[CandidateResult], m: int, record_m: int
+) -> dict[int, dict[CandidateId, float]]:
+    """The times measured around ``m`` in the bucket of ``record_m``: the µs of each candidate timed
+    at the nearest M not above ``m`` and at the nearest M not below it."""
+    results = list(results)
+    at: dict[int, dict[CandidateId, float]] = {}
+    for result in raced(results):
+        at.setdefault(record_m, {})[identity(result)] = _us(result)
+    for result in results:
+        if result.status == "ok":
+            for there, us in result.inside_us.items():
+                at.setdefault(there, {})[identity(result)] = us
+    below = max((there for there in at if there <= m), default=None)
+    above = min((there for there in at if there >= m), default=None)
+    return {there: at[there] for there in (below, above) if there is not None}
+
+
+def ranked_around(around: Mapping[int, Mapping[CandidateId, float]]) -> list[CandidateId]:
+    """Candidates that beat BLAS by :data:`MARGIN` at every M of ``around``, best first, by their
+    largest ratio to the fastest at any of these M."""
+    ahead = {
+        name: slower
+        for name, slower in behind(around).items()
+        if name[0] != BASELINE
+        and all(
+            times[name] <= us * (1 - MARGIN)
+            for times in around.values()
+            for (kernel, _), us in times.items()
+            if kernel == BASELINE
+        )
+    }
+    return sorted(ahead, key=lambda name: (ahead[name], name))
+
+
+def behind(around: Mapping[int, Mapping[CandidateId, float]]) -> dict[CandidateId, float]:
+    """The largest ratio to the fastest at any M of ``around``, of candidates timed at all of
+    them."""
+    common = set.intersection(*(set(times) for times in around.values())) if around else set()
+    return {
+        name: max(times[name] / min(times.values()) for times in around.values()) for name in common
+    }
+
+
+def _us(result: CandidateResult) -> float:
+    time_us = result.median_us
+    return float("inf") if time_us is None else time_us
