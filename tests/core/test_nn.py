@@ -412,10 +412,19 @@ def one_bias(mlp: Any) -> None:
     mlp.up_proj.bias = nn.Parameter(randn(20))
 
 
+def no_parameters(mlp: Any) -> None:
+    """Weights and biases as FullyShardedDataParallel replaces them."""
+    for layer in (mlp.gate_proj, mlp.up_proj):
+        for name in ("weight", "bias"):
+            t = getattr(layer, name)
+            delattr(layer, name)
+            setattr(layer, name, t if t is None else t.detach())
+
+
 SPOILERS = (replace_weight, swap_halves, tie_halves, slice_of_one_buffer, parametrize)
 
 
-OTHERS = (transpose, neighbours_by_columns, one_bias)
+OTHERS = (transpose, neighbours_by_columns, one_bias, no_parameters)
 
 
 @pytest.mark.parametrize("spoil", [*SPOILERS, hook, adapt, *OTHERS])

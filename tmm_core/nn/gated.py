@@ -265,7 +265,9 @@ def _does_no_more(gate: Any, up: Any, x: Tensor) -> bool:
         if layer._backward_hooks or layer._backward_pre_hooks:
             return False
         # Not through __getattr__, which would cost a microsecond here.
-        weight: Any = layer._parameters["weight"]
+        weight: Any = layer._parameters.get("weight")
+        if "bias" not in layer._parameters:  # a plain attribute, as under FullyShardedDataParallel
+            return False
         if type(weight) not in _PLAIN or weight.dtype is not x.dtype:
             return False
     if _forward_ad._current_level >= 0:  # tangents, which an alias of the weights would lose
