@@ -353,14 +353,18 @@ def tune(
 
     Returns:
         One record per problem; a notebook shows them as a table.
+
+    Raises:
+        TypeError: ``problems`` are none.
     """
-    if isinstance(problems, Problem):
-        problems = [problems]
+    asked = list(problems) if isinstance(problems, Iterable) else [problems]
+    if others := [type(p).__name__ for p in asked if not isinstance(p, Problem)]:
+        raise TypeError(f"tune() takes problems, made by tmm_core.problem(…), not {others[0]}")
     from tmm_core.dispatch.explanation import Records
 
     changes: dict[str, Any] = {} if budget is None else {"tune_budget": budget}
     with settings.override(**changes) as current:
-        chooser, asked = dispatch.dispatcher(), list(problems)
+        chooser = dispatch.dispatcher()
         records = Records()
         for problem, following in itertools.zip_longest(asked, asked[1:]):
             if following is not None:

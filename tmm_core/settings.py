@@ -30,6 +30,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
+from numbers import Real
+from types import NoneType
 from typing import Any, Literal, TypeVar, get_args
 
 import torch
@@ -42,6 +44,19 @@ OnCacheMiss = Literal["tune", "heuristic", "error"]
 
 _FLAGS = {"1": True, "true": True, "on": True, "yes": True}
 _FLAGS |= {"0": False, "false": False, "off": False, "no": False, "": False}
+
+
+#: Fields whose type is checked. A flag is a bool, because records and interning tell True from 1,
+#: and a text like "off" is true.
+_KINDS: dict[str, tuple[Any, str]] = {
+    "kernel": ((str, NoneType), "a kernel's name"),
+    "deterministic": (bool, "True or False"),
+    "batch_invariant": (bool, "True or False"),
+    "static_weights": (bool, "True or False"),
+    "arithmetic": ((str, NoneType), "an arithmetic's name"),
+    "tune_budget": (Real, "positive seconds"),
+    "progress": ((bool, NoneType), "True, False or None"),
+}
 
 
 @dataclass(frozen=True, eq=False)
@@ -69,6 +84,9 @@ class Settings:
     progress: bool | None = None
 
     def __post_init__(self) -> None:
+        for name, (kinds, wanted) in _KINDS.items():
+            if not isinstance(value := getattr(self, name), kinds):
+                raise SettingsError(f"{name} must be {wanted}, got {value!r}")
         if self.on_cache_miss not in get_args(OnCacheMiss):
             raise SettingsError(
                 f"on_cache_miss must be one of {', '.join(get_args(OnCacheMiss))}; "
@@ -225,10 +243,18 @@ def override(
         changes["config"] = None
     if config is not None:
         to_json = getattr(config, "to_json", None)
-        changes["config"] = json.dumps(to_json() if to_json else dict(config), sort_keys=True)
+        try:
+            changes["config"] = json.dumps(to_json() if to_json else dict(config), sort_keys=True)
+        except (TypeError, ValueError):
+            raise SettingsError(
+                f"config must be a mapping of a config's fields, got {config!r}"
+            ) from None
     if isinstance(disable, str):
         disable = names(disable)
-    changes["disable"] = base.disable | frozenset(disable)
+    disabled = frozenset(disable) if isinstance(disable, Iterable) else {disable}
+    if not all(isinstance(name, str) for name in disabled):
+        raise SettingsError(f"disable must be kernels' names, got {disable!r}")
+    changes["disable"] = base.disable | disabled
     known = [f.name for f in dataclasses.fields(Settings)]
     if unknown := sorted(set(changes) - set(known)):
         raise SettingsError(f"unknown setting {', '.join(unknown)}; known: {', '.join(known)}")

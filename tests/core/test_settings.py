@@ -99,3 +99,29 @@ def test_the_environment_says_each(name: str) -> None:
     for field in dataclasses.fields(Settings):
         if field.name != name:
             assert getattr(settings, field.name) == getattr(Settings(), field.name)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        *({name: 1} for name in ("deterministic", "batch_invariant", "static_weights", "progress")),
+        *({name: "off"} for name in ("deterministic", "batch_invariant", "progress")),
+        *({name: 5} for name in ("kernel", "config", "disable", "arithmetic", "on_cache_miss")),
+        {"config": {"tile": object()}, "kernel": "blas"},
+        {"disable": [1]},
+        {"tune_budget": "1"},
+        {"tune_memory": 1.5},
+    ],
+    ids=str,
+)
+def test_a_value_of_another_type_is_told_with_its_name(given: dict[str, Any]) -> None:
+    # A flag of 1 would be interned, and found in a record's key, in place of True.
+    told = pytest.raises(SettingsError, match=f"{next(iter(given))} must be")
+    with told, tmm_core.override(**given):
+        pass
+
+
+@pytest.mark.parametrize("problems", [None, 5, "x", object, ["x"]])
+def test_tuning_what_is_no_problem_is_refused(problems: Any) -> None:
+    with pytest.raises(TypeError, match=r"tune\(\) takes problems"):
+        tmm_core.tune(problems)
