@@ -30,10 +30,13 @@ class UnknownNameError(TmmError, ValueError):
     """
 
     def __init__(self, kind: str, name: str, known: Iterable[str]) -> None:
-        names = sorted(known)
+        super().__init__(kind, name, sorted(known))  # what unpickling passes again
+
+    def __str__(self) -> str:
+        kind, name, names = self.args
         near = difflib.get_close_matches(name, names, n=3, cutoff=0.5)
         hint = f"did you mean {' or '.join(map(repr, near))}?" if near else f"known: {names}"
-        super().__init__(f"unknown {kind} {name!r}; {hint}")
+        return f"unknown {kind} {name!r}; {hint}"
 
 
 class UnsupportedProblemError(TmmError, RuntimeError):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import pickle
 import sys
 import types
 import warnings
@@ -210,3 +211,10 @@ def test_kernel_infos_show_what_is_off() -> None:
         "capture_safe": True,
         "needs_workspace": False,
     }
+
+
+def test_an_unknown_name_is_told_across_processes() -> None:
+    error = UnknownNameError("kernel", "bla", ["blas"])
+    copy = pickle.loads(pickle.dumps(error))
+    assert type(copy) is UnknownNameError
+    assert str(copy) == str(error) == "unknown kernel 'bla'; did you mean 'blas'?"
