@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -51,8 +52,9 @@ def copies(problem: Problem, limit: float = MEMORY_LIMIT) -> int:
     return max(1, min(max(2, math.ceil(wanted)), MOST_COPIES, affordable))
 
 
-def resident(problem: Problem, count: int) -> bool:
+def resident(problem: Problem, calls: Sequence[Any]) -> bool:
     """Whether the copies of a chain may still be in the L2."""
+    count = len({call.b.data_ptr() for call in calls})
     return count * _rotating_bytes(problem) < L2_TIMES * problem.device.l2
 
 
@@ -63,22 +65,31 @@ def memory_limit(device: torch.device) -> float:
     return min(MEMORY_LIMIT, free_memory(device) / 4)
 
 
-def rotated(arguments: T, problem: Problem, count: int, limit: float = MEMORY_LIMIT) -> list[T]:
-    """The arguments of the calls of a chain: ``count`` variants of a tuple or dataclass of tensors,
-    in which the rotating ones are copies. On a GPU a grouped product gets at least one call per
-    draw of group sizes, unless the outputs of these would exceed half of ``limit`` bytes."""
+def rotated(
+    arguments: T, problem: Problem, count: int | None = None, limit: float | None = None
+) -> list[T]:
+    """The arguments of the calls of a chain: variants of a tuple or dataclass of tensors, in which
+    the rotating ones are copies. On a GPU a grouped product gets at least one call per draw of
+    group sizes, unless the outputs of these would exceed half of the limit.
+
+    Args:
+        count: The number of variants; by default :func:`copies`.
+        limit: Bytes that they may take; by default :func:`memory_limit`.
+    """
     names = rotating(problem)
     given: Any = arguments
+    limit = memory_limit(given.b.device) if limit is None else limit
+    count = copies(problem, limit) if count is None else count
     replaced = getattr(given, "_replace", None) or functools.partial(dataclasses.replace, given)
-    copies = [arguments] + [
+    variants = [arguments] + [
         replaced(**{name: duplicate(getattr(given, name)) for name in names})
         for _ in range(count - 1)
     ]
     if problem.groups is None:
-        return copies
+        return variants
     varies = problem.device.type == "cuda" and ragged.DRAWS * _written(problem) <= limit / 2
     calls = max(count, ragged.DRAWS) if varies else count
-    return ragged.varied([copies[call % count] for call in range(calls)])
+    return ragged.varied([variants[call % count] for call in range(calls)])
 
 
 def duplicate(t: torch.Tensor) -> torch.Tensor:
