@@ -20,10 +20,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 
-from tmm_core import Launcher, Problem
+from tmm_core import Launcher, Operand, Problem
 
 Tensor = torch.Tensor
 
+#: Bytes to which torch's grouped operators want rows aligned.
+ALIGNMENT = 16
 #: The rate of torch's grouped product of 8-bit floats, relative to a single product, and the bytes
 #: per µs that an SM reads in grouped products; fitted to 72 problems each on an H100 and an H200.
 REACH_8_BIT, READS = 0.6, 18e3
@@ -209,7 +211,22 @@ def _product(problem: Problem) -> Any:
 
 
 def _by_torch(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
-    return F.grouped_mm(a, b, offs=offs)
+    return F.grouped_mm(_with_strides(a), _with_strides(b), offs=offs)
+
+
+def _with_strides(t: Tensor) -> Tensor:
+    """``t`` with strides that torch accepts: it also checks that of a single row or column, which
+    is arbitrary."""
+    rows, columns = t.shape[-2:]
+    if rows != 1 and columns != 1:
+        return t
+    *batch, of_rows, of_columns = t.stride()
+    unit = ALIGNMENT // t.element_size()
+    if Operand.of(t).layout == "row":
+        of_rows, of_columns = (-(-columns // unit) * unit if rows == 1 else of_rows), 1
+    else:
+        of_rows, of_columns = 1, (-(-rows // unit) * unit if columns == 1 else of_columns)
+    return t.as_strided(t.shape, (*batch, of_rows, of_columns))
 
 
 def _scaled_by_torch(

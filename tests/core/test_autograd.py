@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import gc
 import threading
 import weakref
@@ -93,6 +94,39 @@ def test_gradcheck(epilogue: Any) -> None:
         return torch.ops.tmm.matmul(*tensors, 0.7, text)
 
     assert torch.autograd.gradcheck(operator, inputs, check_forward_ad=True)
+
+
+class _Seeing(torch.overrides.TorchFunctionMode):
+    def __torch_function__(
+        self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
+        return function(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("seen", [False, True])
+@pytest.mark.parametrize(
+    ("a", "b", "biased"),
+    [
+        ((4,), (4, 5), False),
+        ((2, 3, 4), (4, 5), True),
+        ((1, 1, 4), (4, 5), True),
+        ((3, 4), (3, 4, 5), True),
+    ],
+    ids=str,
+)
+def test_a_result_is_modified_in_place_as_torchs(a: Any, b: Any, biased: bool, seen: bool) -> None:
+    """As by ``nn.ReLU(inplace=True)`` after a layer; a mode makes it the operator's."""
+    x, w, bias = leaf(*a), leaf(*b), leaf(5) if biased else None
+    with _Seeing() if seen else contextlib.nullcontext():
+        ours = tmm_core.matmul(x, w, bias=bias)
+    theirs = torch.matmul(x, w) if bias is None else torch.matmul(x, w) + bias
+    inputs = [t for t in (x, w, bias) if t is not None]
+    found = []
+    for y in (ours, theirs):
+        y[..., 0] = 3.0
+        y.mul_(2.0).relu_()
+        found.append((y.detach(), torch.autograd.grad(y.square().sum(), inputs)))
+    torch.testing.assert_close(*found)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

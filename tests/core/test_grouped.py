@@ -430,6 +430,44 @@ def test_vmapped_calls_run_one_after_another() -> None:
             torch.testing.assert_close(of, one)
 
 
+@pytest.mark.parametrize("shape", [(1, 16, 8), (1, 16, 6), (5, 1, 8), (5, 16, 1), (1, 1, 1)])
+@pytest.mark.parametrize("form", ["m", "k", "n"])
+@pytest.mark.parametrize("packed", [False, True])
+def test_single_rows_and_columns_have_any_stride(
+    form: str, shape: tuple[int, int, int], packed: bool
+) -> None:
+    """A step of decoding has one row, whose stride torch's operator checks all the same."""
+    m, k, n = shape
+    a_shape, b_shape, ragged = {
+        "m": ((m, k), (2, k, n), m),
+        "k": ((m, k), (k, n), k),
+        "n": ((2, m, k), (k, n), n),
+    }[form]
+    offs = ends(ragged // 2, ragged)
+
+    def by_group(a: Tensor, b: Tensor) -> Tensor:
+        cuts = [slice(0, ragged // 2), slice(ragged // 2, ragged)]
+        if form == "m":
+            return torch.cat([a[cut] @ b[g] for g, cut in enumerate(cuts)])
+        if form == "k":
+            return torch.stack([a[:, cut] @ b[cut] for cut in cuts])
+        return torch.cat([a[g] @ b[:, cut] for g, cut in enumerate(cuts)], 1)
+
+    def lies(*shape: int) -> Tensor:
+        if packed:
+            return randn(*shape)
+        return randn(*shape[:-1], 16)[..., : shape[-1]]
+
+    pairs = [[t.mT.contiguous().mT, t] for t in (lies(*a_shape), lies(*b_shape))]
+    for a, b in itertools.product(*pairs):
+        operands = [t.detach().requires_grad_() for t in (a, b)]
+        ours = tmm_core.grouped_matmul(*operands, offs=offs)
+        theirs = by_group(*operands)
+        torch.testing.assert_close(ours, theirs, check_stride=False)
+        both = [torch.autograd.grad(y.square().sum(), operands) for y in (ours, theirs)]
+        torch.testing.assert_close(*both, check_stride=False)
+
+
 def test_no_rows_and_no_columns() -> None:
     none = ends(0, 0, 0)
     assert tmm_core.grouped_matmul(randn(0, 16), B, offs=none).shape == (0, 8)

@@ -53,6 +53,14 @@ GROUPED = [
         (f"{KERNEL}::test_rows_of_its_own_result_start_at_16_bytes",),
     ),
     Mutant(
+        "grouped-mm-single-rows",
+        "grouped_mm.py",
+        "if rows != 1 and columns != 1:",
+        "if True:",
+        "torch refuses the stride of a single row",
+        (f"{CORE}::test_single_rows_and_columns_have_any_stride",),
+    ),
+    Mutant(
         "grouped-mm-packs",
         "grouped_mm.py",
         "own = own and torch.promote_types(y.dtype, other.dtype) is y.dtype",

@@ -28,16 +28,16 @@ from typing import Any
 import numpy as np
 from tmm_triton import (
     hopper_consumers,
+    hopper_kernel,
     hopper_loads,
     hopper_stores,
     hopper_walk,
     ragged_tiles,
-    warp_specialized,
 )
 
 #: Those that define the kernel's functions.
 MODULES = (
-    ragged_tiles, hopper_walk, hopper_loads, hopper_stores, hopper_consumers, warp_specialized,
+    ragged_tiles, hopper_walk, hopper_loads, hopper_stores, hopper_consumers, hopper_kernel,
 )  # fmt: skip
 
 
@@ -513,7 +513,7 @@ def run_block(
     names |= {"box_rows": box_rows, "box_words": box_words, "box_of": lambda words, *_: words}
     # It has addresses, and a test of its own.
     names |= {"prefetch": lambda *_: None}
-    names["_kernel"](*arguments)
+    names["warp_specialized_kernel"](*arguments)
     if overlaps and not all(ended.values()):
         raise OrderError(f"never waits for the end of {[w for w, e in ended.items() if not e]}")
     if loading:

@@ -16,9 +16,9 @@ pytest.importorskip("triton.experimental.gluon")
 
 from hopper_block import DeadlockError, changed, prefetched
 from test_warp_specialized import BF16, H200, SCHEDULES, computed, problem
-from tmm_triton import warp_specialized
 from tmm_triton.early import FEW_ROWS, with_early
 from tmm_triton.hopper_config import Constants
+from tmm_triton.hopper_kernel import warp_specialized_kernel
 from tmm_triton.hopper_tiles import adapted
 from tmm_triton.realigned import Realigned, RealignedConfig, realigned
 from tmm_triton.skinny import Skinny
@@ -300,7 +300,12 @@ def programs_compiled() -> list[dict[str, Any]]:
             for config in _worth_compiling(kernel, asked):
                 if isinstance(kernel, WarpSpecialized):
                     of = kernel.specialize(asked, config)
-                    src = source(warp_specialized._kernel, of.types, of.constants, of.divisible)
+                    src = source(
+                        warp_specialized_kernel,
+                        of.types,
+                        of.constants,
+                        of.divisible,
+                    )
                     compiled = [compile_for(GPUTarget("cuda", 90, 32), src, **of.options)]
                 else:
                     compiled = [build.compile_for(90) for build in kernel.builds(asked, config)]
@@ -317,7 +322,7 @@ def test_nothing_is_touched_before_the_wait(uninterpreted: Uninterpreted) -> Non
     lines = uninterpreted(programs_compiled)
     assert {line["early"] for line in lines} == {"", "wait", "l2", "b"}
     assert {line["kernel"] for line in lines} == {
-        "_kernel", "skinny_kernel", "split_k_kernel", "reduce_kernel",
+        "warp_specialized_kernel", "skinny_kernel", "split_k_kernel", "reduce_kernel",
     }  # fmt: skip
     for line in lines:
         events = line["events"]

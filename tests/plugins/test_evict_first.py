@@ -46,6 +46,7 @@ from triton.backends.compiler import GPUTarget
 from triton.backends.nvidia.compiler import CUDABackend
 from tmm_core.triton import compile_for, evict_first, source
 from tmm_triton import warp_specialized
+from tmm_triton.hopper_kernel import warp_specialized_kernel
 
 assembled, theirs, hook, load = [], [], evict_first._HOOK, evict_first._LOAD
 make_cubin = CUDABackend.make_cubin
@@ -62,7 +63,7 @@ for fault in "", "kept", "no hook", "other PTX", "theirs":
     evict_first._LOAD = evict_first.re.compile("(bulk)( loads);") if fault == "other PTX" else load
     if fault == "theirs":
         knobs.runtime.add_stages_inspection_hook = lambda *a: theirs.append(len(a)) or ("k", "h")
-    src = source(warp_specialized._kernel, of.types, of.constants, of.divisible)
+    src = source(warp_specialized_kernel, of.types, of.constants, of.divisible)
     with warnings.catch_warnings(record=True) as seen:
         warnings.simplefilter("always")
         kernel = compile_for(GPUTarget("cuda", 90, 32), src, **of.options)

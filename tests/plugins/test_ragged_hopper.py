@@ -27,6 +27,7 @@ from test_warp_specialized import (
 )
 from tmm_triton import hopper_tiles, operands, ragged_tiles, warp_specialized
 from tmm_triton.hopper_config import Constants
+from tmm_triton.hopper_kernel import warp_specialized_kernel
 from tmm_triton.ragged import Ragged
 from uninterpreted import Uninterpreted
 
@@ -141,7 +142,7 @@ class Call:
     def arguments(self) -> dict[str, Any]:
         c = self.c
         strip = [c.ROWS, c.width]
-        known: dict[str, Any] = dict.fromkeys(warp_specialized._kernel.arg_names)
+        known: dict[str, Any] = dict.fromkeys(warp_specialized_kernel.arg_names)
         letters = ["t" if col else "n" for col in (c.A_COL, c.B_COL)]
         known |= {
             "a_desc": self.described(self.a, [c.A_ROWS, c.BLOCK_K], letters[0], c.a_kind),
@@ -391,7 +392,7 @@ def test_a_call_passes_groups(asked: Problem, monkeypatch: pytest.MonkeyPatch) -
     )
     config = KERNEL.default_config(asked)
     special = KERNEL.specialize(asked, config)
-    assert set(special.types) | set(special.constants) == set(warp_specialized._kernel.arg_names)
+    assert set(special.types) | set(special.constants) == set(warp_specialized_kernel.arg_names)
     assert set(special.divisible) <= set(special.types)
     assert asked.groups is not None
     assert (special.divisible.get("out_ptr") == 16) is asked.groups.zeroed

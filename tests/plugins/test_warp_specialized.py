@@ -30,6 +30,7 @@ from test_triton_compile import resources
 from tmm_triton import hopper_search, hopper_tiles, operands, ports, warp_specialized
 from tmm_triton.hopper_access import by_words
 from tmm_triton.hopper_config import Constants, WarpSpecializedConfig, unfinished
+from tmm_triton.hopper_kernel import warp_specialized_kernel
 from tmm_triton.warp_specialized import WarpSpecialized
 from triton.backends.compiler import GPUTarget
 from uninterpreted import Uninterpreted
@@ -425,7 +426,7 @@ def computed(
 
     strip = [rows, columns // subtiles]
     strides = {letter: 0 if of[letter] == 1 else (m + 1) * (n + 2) for letter in "abr"}
-    arguments: dict[str, Any] = dict.fromkeys(warp_specialized._kernel.arg_names)
+    arguments: dict[str, Any] = dict.fromkeys(warp_specialized_kernel.arg_names)
     arguments |= {
         "a_desc": descriptor(a, [brought, depth], layout[0], constants.IN_BYTES),
         "b_desc": descriptor(b, [depth, constants.columns], layout[1], constants.IN_BYTES),
@@ -434,7 +435,7 @@ def computed(
     if words:
         matrix, letter = (a[0], layout[0]) if words == "a" else (b[0], layout[1])
         del arguments[f"{words}_desc"]
-        arguments = dict.fromkeys(warp_specialized._kernel.arg_names) | arguments
+        arguments = dict.fromkeys(warp_specialized_kernel.arg_names) | arguments
         arguments |= {"words_ptr": Rows(matrix.T if letter == "t" else matrix)}
     if batch:
         arguments |= {"BATCH": 3, "a_stride_z": strides["a"], "b_stride_z": strides["b"]}
@@ -743,7 +744,12 @@ def compiled(problems: Sequence[Problem], which: str) -> list[dict[str, Any]]:
         special = KERNEL.specialize(asked, config)
         result = compile_for(
             GPUTarget("cuda", 90, 32),
-            source(warp_specialized._kernel, special.types, special.constants, special.divisible),
+            source(
+                warp_specialized_kernel,
+                special.types,
+                special.constants,
+                special.divisible,
+            ),
             **special.options,
         )
         ptx = result.asm["ptx"]
@@ -993,6 +999,4 @@ def test_builtin_epilogues_are_served() -> None:
     for epilogue in BUILTIN.values():
         asked = dataclasses.replace(problem(), epilogue=epilogue)
         special = KERNEL.specialize(asked, KERNEL.default_config(asked))
-        assert set(special.types) | set(special.constants) == set(
-            warp_specialized._kernel.arg_names
-        )
+        assert set(special.types) | set(special.constants) == set(warp_specialized_kernel.arg_names)

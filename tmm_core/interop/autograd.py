@@ -157,7 +157,7 @@ class _Product(levels.OneLevel):
     @staticmethod
     def forward(*arguments: Any) -> Tensor:
         with levels.below_autograd():
-            return levels.by_operator(*arguments)
+            return levels.owned(levels.by_operator(*arguments))
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -251,7 +251,9 @@ def _summed_to(t: Tensor, shape: Sequence[int]) -> Tensor:
 class _EagerProduct(_Product):
     """:class:`_Product` without the operator, for calls that do not need the dispatcher."""
 
-    forward = staticmethod(run)
+    @staticmethod
+    def forward(*arguments: Any) -> Tensor:
+        return levels.owned(run(*arguments))
 
 
 def _adjoint(t: Tensor) -> Tensor:

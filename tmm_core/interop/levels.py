@@ -148,6 +148,12 @@ def as_gradient(t: Tensor, dtype: torch.dtype) -> Tensor:
     return (t.real if t.is_complex() and not dtype.is_complex else t).to(dtype)
 
 
+def owned(y: Tensor) -> Tensor:
+    """``y`` as the result of an autograd function. Torch refuses to modify a view made inside such
+    a function in place, which models do: ``F.relu(layer(x), inplace=True)``."""
+    return y.detach() if y._is_view() else y
+
+
 def is_column_major(t: Tensor) -> bool:
     strides = t.stride()
     return len(strides) > 1 and strides[-2] == 1 < strides[-1]

@@ -74,6 +74,7 @@ class _EagerRows(levels.OneLevel):
             levels.head_text(head),
             out_dtype,
         )
+        y = levels.owned(y)
         wants_a, wants_b, *_ = ctx.needs_input_grad
         kept = None if head.linear else y
         ctx.save_for_backward(a if wants_b else None, b if wants_a else None, kept)

@@ -13,6 +13,7 @@ import sys
 
 import torch
 from tmm_triton import warp_specialized
+from tmm_triton.hopper_kernel import warp_specialized_kernel
 from triton.backends.compiler import GPUTarget
 
 from tmm_core import Problem
@@ -39,7 +40,7 @@ def main() -> None:
     }
     config = list(configs.values())[int(sys.argv[1]) % len(configs)]
     of = kernel.specialize(problem, config)
-    src = source(warp_specialized._kernel, of.types, of.constants, of.divisible)
+    src = source(warp_specialized_kernel, of.types, of.constants, of.divisible)
     ptx = compile_for(GPUTarget("cuda", 90, 32), src, **of.options).asm["ptx"]
     (offset,) = re.findall(r"ld\.shared\.b8\s+%r\d+, \[%r\d+\+(\d+)\]", ptx)
     print(f"{config}\ndispatch bytes at {RESERVED + int(offset)}", flush=True)
