@@ -9,7 +9,7 @@ PLAN = "tests/core/test_plan.py"
 
 #: Where the key of a warm call is written, part by part.
 _PART = '        yield f"    {part},"\n'
-_SKIP = "extras or not role.extra]"
+_ALL = "_replay(roles, arguments, launch_scaled)"
 
 
 def _key(name: str, old: str, new: str, why: str) -> Mutant:
@@ -30,8 +30,8 @@ def _ignored(argument: str, why: str, name: str = "") -> Mutant:
 
 def _scaled(name: str, condition: str, why: str) -> Mutant:
     """The key of a call with extras alone, without the arguments of which that is true."""
-    new = f"(extras or not role.extra) and not (extras and {condition})]"
-    return _key(f"scaled-{name}", _SKIP, new, why)
+    new = _ALL.replace("roles", f"[role for role in roles if not ({condition})]")
+    return _key(f"scaled-{name}", _ALL, new, why)
 
 
 KEYS = [

@@ -106,7 +106,7 @@ def _is_eager(call: GroupedArguments) -> bool:
     rows = call.a_index, call.out_index, call.out_weights
     return (
         not torch.compiler.is_dynamo_compiling()
-        and undisturbed(*call[:5], *rows, below=True)
+        and undisturbed(*call[:5], *rows, cast=True, shown=True)
         and not (levels.is_batched(call.a) or levels.is_batched(call.b))
     )
 

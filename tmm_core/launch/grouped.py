@@ -5,7 +5,7 @@ Nothing here reads the values of ``offs``: they stay on the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from tmm_core import settings
 from tmm_core.formats import of_pair
 from tmm_core.launch import warm
-from tmm_core.launch.check import PLAIN, addressable, check_scale, result_dtype
+from tmm_core.launch.check import addressable, check_scale, result_dtype
 from tmm_core.launch.plan import Plan
 from tmm_core.launch.source import written
 from tmm_core.launch.warm import (  # noqa: F401  # read by what is written out
@@ -26,9 +26,9 @@ from tmm_core.launch.warm import (  # noqa: F401  # read by what is written out
     _tf32,
 )
 from tmm_core.spec.arguments import (
-    EXTRAS,
     GROUPED_EXTRAS,
     GROUPED_ROLES,
+    GROUPED_TENSORS,
     ROWS,
     Arguments,
     GroupedArguments,
@@ -196,22 +196,9 @@ def _packed(**rows: Tensor | None) -> dict[str, Tensor]:
     }
 
 
-def _run() -> Iterator[str]:
-    """Look the plan up and launch it; calls without scales skip them."""
-    yield f"if {' and '.join(f'{name} is None' for name in EXTRAS)}:"
-    for line in _replay(ROWS):
-        yield f"    {line}"
-    yield "else:"
-    for line in _replay(GROUPED_EXTRAS):
-        yield f"    {line}"
-    yield f"return run({', '.join(GroupedArguments._fields)})"
-
-
-def _replay(extras: tuple[str, ...]) -> Iterator[str]:
+def _launch(extras: tuple[str, ...]) -> str:
     given = ", ".join(f"{name}={name}" for name in extras)
-    launch = f"plan.launcher(a, b, _each(bias, offs), residual, alpha, out, **_packed({given}))"
-    roles = [role for role in GROUPED_ROLES if role.name in extras or not role.extra]
-    yield from warm.replay(roles, GroupedArguments, launch)
+    return f"plan.launcher(a, b, _each(bias, offs), residual, alpha, out, **_packed({given}))"
 
 
 def _build(key: tuple[Any, ...], call: GroupedArguments) -> Plan:
@@ -256,30 +243,16 @@ def pose(call: GroupedArguments, epilogue: Epilogue, current: settings.Settings)
     )
 
 
-def undisturbed(
-    a: Any,
-    b: Any,
-    offs: Any,
-    bias: Any = None,
-    residual: Any = None,
-    a_index: Any = None,
-    out_index: Any = None,
-    weights: Any = None,
-    scale_a: Any = None,
-    scale_b: Any = None,
-    below: bool = False,
-) -> bool:
-    """Whether torch's dispatcher would only record the call's gradient; ``below`` the operator,
-    autocast and profilers have had their turn."""
-    return (
-        warm.undisturbed(a, b, bias, residual, a_index, out_index, below, below)
-        and type(offs) in PLAIN
-        and (weights is None or warm.plain(weights))
-        and (scale_a is None or warm.plain(scale_a))
-        and (scale_b is None or warm.plain(scale_b))
-    )
-
-
+#: As :data:`tmm_core.launch.warm.undisturbed`, whose queries it makes.
+undisturbed: Callable[..., bool] = written(
+    "undisturbed_groups",
+    parameters(GROUPED_TENSORS, GroupedArguments) + ", cast=False, shown=False",
+    warm.disturbances(GROUPED_TENSORS),
+    vars(warm),
+)
 run: Callable[..., Tensor] = written(
-    "run", parameters(GroupedArguments._fields, GroupedArguments), _run(), globals()
+    "run",
+    parameters(GroupedArguments._fields, GroupedArguments),
+    warm.entry(GROUPED_ROLES, GroupedArguments, _launch(ROWS), _launch(GROUPED_EXTRAS)),
+    globals(),
 )
