@@ -35,9 +35,8 @@ MEMORY_LIMIT = 8 * 2**30
 def rotating(problem: Problem) -> tuple[str, ...]:
     """The operands that change from call to call: both for a batched product, for a weight gradient
     (``a`` is transposed) and if ``a`` is larger than half the L2; else only the weight."""
-    a_bytes = math.prod(problem.a_shape) * problem.a.dtype.itemsize
-    both = problem.batch > 1 or problem.a.layout == "col" or a_bytes > problem.device.l2 / 2 > 0
-    both = both or problem.along != "m"
+    large = problem.sizes["a"] > problem.device.l2 / 2 > 0
+    both = problem.batch > 1 or problem.a.layout == "col" or large or problem.along != "m"
     return ("a", "b") if both else ("b",)
 
 
@@ -48,7 +47,7 @@ def copies(problem: Problem, limit: float = MEMORY_LIMIT) -> int:
         return 2 if problem.groups else 1  # ragged: two distributions
     changing = _rotating_bytes(problem)
     wanted = max(CHAIN_BYTES, L2_TIMES * problem.device.l2) / max(changing, 1)
-    affordable = int(limit / max(changing + _written(problem), 1))
+    affordable = int(limit / max(changing + problem.sizes["out"], 1))
     return max(1, min(max(2, math.ceil(wanted)), MOST_COPIES, affordable))
 
 
@@ -87,7 +86,7 @@ def rotated(
     ]
     if problem.groups is None:
         return variants
-    varies = problem.device.type == "cuda" and ragged.DRAWS * _written(problem) <= limit / 2
+    varies = problem.device.type == "cuda" and ragged.DRAWS * problem.sizes["out"] <= limit / 2
     calls = max(count, ragged.DRAWS) if varies else count
     return ragged.varied([variants[call % count] for call in range(calls)])
 
@@ -103,13 +102,5 @@ def duplicate(t: torch.Tensor) -> torch.Tensor:
     return memory.as_strided(t.shape, t.stride(), offset)
 
 
-def _written(problem: Problem) -> int:
-    return math.prod(problem.out_shape) * problem.out.dtype.itemsize
-
-
 def _rotating_bytes(problem: Problem) -> int:
-    sizes = {
-        "a": math.prod(problem.a_shape) * problem.a.dtype.itemsize,
-        "b": math.prod(problem.b_shape) * problem.b.dtype.itemsize,
-    }
-    return sum(sizes[name] for name in rotating(problem))
+    return sum(problem.sizes[name] for name in rotating(problem))

@@ -228,7 +228,7 @@ def check_out(
         )
     if torch.is_grad_enabled() and any(t.requires_grad for t in (out, *inputs)):
         refuse_gradients_of_out()
-    near = [t for t in inputs if _ranges_meet(out, t)]
+    near = [t for t in inputs if ranges_meet(out, t)]
     if any(t is out or (_dense(out) and _dense(t)) for t in near):
         raise RuntimeError(
             "unsupported operation: some elements of the input tensor and the written-to "
@@ -259,7 +259,7 @@ def refuse_gradients_of_out() -> NoReturn:
     )
 
 
-def _ranges_meet(out: torch.Tensor, t: torch.Tensor) -> bool:
+def ranges_meet(out: torch.Tensor, t: torch.Tensor) -> bool:
     """Whether the memory ranges from first to last element overlap."""
     if not out.numel() or not t.numel():
         return False

@@ -135,17 +135,7 @@ class Supports:
         return [reason for ask in questions for reason in ask(self, problem)]
 
 
-_FLAGS = (
-    "wide",
-    "empty",
-    "alpha",
-    "epilogues",
-    "gated",
-    "interleaved",
-    "unfused",
-    "indexed",
-    "zeroed",
-)
+_FLAGS = [each.name for each in fields(Supports) if each.default is False]
 _COLLECTIONS = ("devices", "operands", "formats", "scales", "out", "bias", "residual",
                 "unaligned", "outputs", "reduces", "ragged")  # fmt: skip
 _DEVICES = {
