@@ -215,7 +215,7 @@ class Invariance:
             name = None if candidate is None else self._name(rung, candidate)
             if name is not None:
                 times.setdefault(name, _us_beside(result, results[0]))
-        return Rung(_us_beside(results[0], results[0]), times) if times else None
+        return Rung(statistics.median(results[0].samples_us), times) if times else None
 
     def _expected(self, rung: Problem, able: list[Kernel[Any]]) -> Rung:
         offered = self._offered(rung, able)

@@ -172,7 +172,6 @@ def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights
     )
     if follow is not None:
         between = follow(between)
-    rows: dict[str, Any] = {"out_index": chosen.places}
     if getattr(self, "has_post_expert_norm", False):
         # The norm comes between the product and the weight.
         normed = self.post_expert_norm(_product(self, "down_proj", between, chosen.offs))
@@ -180,7 +179,7 @@ def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights
         normed = torch.where(known[:, None], normed * chosen.weights[:, None], 0)
         down = torch.zeros_like(normed).index_copy(0, chosen.places, normed)
     else:
-        rows["out_weights"] = chosen.weights
+        rows = {"out_index": chosen.places, "out_weights": chosen.weights}
         down = _product(self, "down_proj", between, chosen.offs, **rows)
     return chosen.summed(down).to(hidden_states.dtype)
 

@@ -8,7 +8,6 @@ until :meth:`GatedMLP.merge` has joined them again.
 
 from __future__ import annotations
 
-import sys
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
@@ -277,9 +276,5 @@ def _does_no_more(gate: Any, up: Any, x: Tensor) -> bool:
 
 
 def _sharded(layer: Any) -> bool:
-    module = sys.modules.get("torch.distributed.tensor")
-    return (
-        module is not None
-        and isinstance(layer, nn.Linear)
-        and isinstance(layer._parameters.get("weight"), module.DTensor)
-    )
+    weight = layer._parameters.get("weight") if isinstance(layer, nn.Linear) else None
+    return isinstance(weight, compat.dtensor())

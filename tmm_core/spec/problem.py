@@ -212,7 +212,7 @@ class Problem:
     @property
     def has_scales(self) -> bool:
         """Whether launchers take ``scale_a`` and ``scale_b``."""
-        return self.scale_a is not None or self.scale_b is not None
+        return bool(self.scales)
 
     @property
     def flops(self) -> int:
@@ -244,7 +244,6 @@ class Problem:
 
         Scales are included only if present, since records are older than scales.
         """
-        scales = {"scale_a": self.scale_a, "scale_b": self.scale_b}
         return {
             "m": self.m,
             "n": self.n,
@@ -258,7 +257,7 @@ class Problem:
             "residual": self.residual.to_json() if self.residual else None,
             "scaled": self.scaled,
             "tf32": self.tf32,
-            **{name: kind for name, kind in scales.items() if kind is not None},
+            **{name: getattr(self, name) for name in self.scales},
             **({"groups": self.groups.to_json()} if self.groups else {}),
             # That mode tries other configs and fewer kernels.
             **({"batch_invariant": True} if self.batch_invariant else {}),
