@@ -30,7 +30,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, Protocol, TypeVar, get_args
 
 import torch
 
@@ -186,7 +186,7 @@ def _intern(settings: Settings) -> Settings:
 
 @functools.cache
 def _from_environment() -> Settings:
-    return Settings.from_environ(os.environ)
+    return _intern(Settings.from_environ(os.environ))
 
 
 def current() -> Settings:
@@ -198,12 +198,17 @@ def current() -> Settings:
     return _active.get() or _from_environment()
 
 
+class _Config(Protocol):
+    def to_json(self) -> dict[str, Any]: ...
+
+
 @contextmanager
 def override(
     *,
     kernel: str | None = None,
-    config: Mapping[str, Any] | None = None,
+    config: Mapping[str, Any] | _Config | None = None,
     disable: Iterable[str] = (),
+    on_cache_miss: OnCacheMiss | None = None,
     **changes: Any,
 ) -> Iterator[Settings]:
     """Override settings inside a ``with`` block, in this thread or task only. A product's gradients
@@ -211,9 +216,10 @@ def override(
 
     Args:
         kernel: Force this kernel.
-        config: Force this config of it, as a mapping of its fields.
+        config: Force this config of it; a mapping of its fields will do.
         disable: Kernels not to use, in addition to those disabled already.
-        changes: ``on_cache_miss``, ``deterministic``, ``batch_invariant``, ``arithmetic``,
+        on_cache_miss: ``"tune"``, ``"heuristic"`` or ``"error"``.
+        changes: ``deterministic``, ``batch_invariant``, ``arithmetic``,
             ``static_weights``, ``tune_budget``, ``tune_memory``, ``progress``.
 
     Raises:
@@ -224,8 +230,10 @@ def override(
         changes["kernel"] = kernel
         changes["config"] = None
     if config is not None:
-        to_json = getattr(config, "to_json", None)
-        changes["config"] = json.dumps(to_json() if to_json else dict(config), sort_keys=True)
+        fields = dict(config) if isinstance(config, Mapping) else config.to_json()
+        changes["config"] = json.dumps(fields, sort_keys=True)
+    if on_cache_miss is not None:
+        changes["on_cache_miss"] = on_cache_miss
     if isinstance(disable, str):
         disable = names(disable)
     changes["disable"] = base.disable | frozenset(disable)
