@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterable, Mapping
-from contextlib import ExitStack
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -99,7 +98,7 @@ def matmul(
     product before the epilogue, which a separate kernel then applies.
     """
     if kernel is not None or config is not None or on_cache_miss is not None:
-        with _overrides(kernel, config, on_cache_miss):
+        with settings.override(kernel=kernel, config=config, on_cache_miss=on_cache_miss):
             return matmul(
                 a,
                 b,
@@ -277,9 +276,9 @@ def plan(
     call = Arguments(a, b, bias, residual, alpha, "", out_dtype, scale_a, scale_b)
     check_tensors("plan", **dict(zip(TENSORS, call.tensors, strict=True)))
     check_number("plan", alpha)
-    with _overrides(kernel, config, on_cache_miss):
+    with settings.override(kernel=kernel, config=config, on_cache_miss=on_cache_miss) as current:
         parsed = dispatch.dispatcher().registry.epilogue(epilogue)
-        made = warm.make_plan(call, parsed, settings.current())
+        made = warm.make_plan(call, parsed, current)
     return made.ready(call)
 
 
@@ -336,9 +335,9 @@ def explain(a: Tensor, b: Tensor, **arguments: Any) -> Explanation:
 
     names = ("kernel", "config", "on_cache_miss")
     forced = {name: arguments.pop(name, None) for name in names}
-    with _overrides(**forced):
+    with settings.override(**forced) as current:
         posed = problem(a, b, **arguments)
-        return explain_problem(dispatch.dispatcher(), posed, settings.current())
+        return explain_problem(dispatch.dispatcher(), posed, current)
 
 
 def tune(
@@ -379,14 +378,3 @@ def kernels() -> list[KernelInfo]:
     from tmm_core.dispatch.explanation import kernel_infos
 
     return kernel_infos(dispatch.dispatcher().registry, settings.current())
-
-
-def _overrides(kernel: str | None, config: ConfigLike, on_cache_miss: str | None) -> Any:
-    changes: dict[str, Any] = {}
-    if kernel is not None:
-        changes["kernel"] = kernel
-    if config is not None:
-        changes["config"] = config
-    if on_cache_miss is not None:
-        changes["on_cache_miss"] = on_cache_miss
-    return settings.override(**changes) if changes else ExitStack()

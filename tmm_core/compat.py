@@ -13,6 +13,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import importlib
+import sys
 import warnings
 from contextlib import AbstractContextManager, nullcontext
 from types import SimpleNamespace
@@ -177,6 +178,12 @@ def fake_tensor() -> Any:
     """The class of tensors that an export traces with; ``()`` if absent, of which no tensor is
     an instance."""
     return private("torch._subclasses.fake_tensor.FakeTensor", ())
+
+
+def dtensor() -> Any:
+    """The class of sharded tensors; ``()``, of which no tensor is an instance, if this process has
+    not imported it: that takes 1.5 s."""
+    return getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", ())
 
 
 def schema_info() -> Any:

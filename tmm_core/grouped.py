@@ -98,11 +98,7 @@ def grouped_matmul(
     Differentiable in a, b, bias, residual and out_weights. Gradients are grouped products as well.
     """
     if kernel is not None or config is not None or on_cache_miss is not None:
-        asked = {"kernel": kernel, "config": config, "on_cache_miss": on_cache_miss}
-        changes: dict[str, Any] = {
-            name: value for name, value in asked.items() if value is not None
-        }
-        with settings.override(**changes):
+        with settings.override(kernel=kernel, config=config, on_cache_miss=on_cache_miss):
             return grouped_matmul(
                 a, b, offs=offs, bias=bias, residual=residual, alpha=alpha, epilogue=epilogue,
                 out_dtype=out_dtype, a_index=a_index, out_index=out_index,

@@ -32,7 +32,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from numbers import Real
 from types import NoneType
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, Protocol, TypeVar, get_args
 
 import torch
 
@@ -46,8 +46,8 @@ _FLAGS = {"1": True, "true": True, "on": True, "yes": True}
 _FLAGS |= {"0": False, "false": False, "off": False, "no": False, "": False}
 
 
-#: Fields whose type is checked. A flag is a bool, because records and interning tell True from 1,
-#: and a text like "off" is true.
+#: Fields whose type an override checks. A flag is a bool: 1 would be interned in place of True and
+#: change records' keys, and a text like "off" is true.
 _KINDS: dict[str, tuple[Any, str]] = {
     "kernel": ((str, NoneType), "a kernel's name"),
     "deterministic": (bool, "True or False"),
@@ -57,6 +57,7 @@ _KINDS: dict[str, tuple[Any, str]] = {
     "tune_budget": (Real, "positive seconds"),
     "progress": ((bool, NoneType), "True, False or None"),
 }
+_ANY = (object, "")
 
 
 @dataclass(frozen=True, eq=False)
@@ -84,9 +85,6 @@ class Settings:
     progress: bool | None = None
 
     def __post_init__(self) -> None:
-        for name, (kinds, wanted) in _KINDS.items():
-            if not isinstance(value := getattr(self, name), kinds):
-                raise SettingsError(f"{name} must be {wanted}, got {value!r}")
         if self.on_cache_miss not in get_args(OnCacheMiss):
             raise SettingsError(
                 f"on_cache_miss must be one of {', '.join(get_args(OnCacheMiss))}; "
@@ -204,7 +202,7 @@ def _intern(settings: Settings) -> Settings:
 
 @functools.cache
 def _from_environment() -> Settings:
-    return Settings.from_environ(os.environ)
+    return _intern(Settings.from_environ(os.environ))
 
 
 def current() -> Settings:
@@ -216,12 +214,17 @@ def current() -> Settings:
     return _active.get() or _from_environment()
 
 
+class _Config(Protocol):
+    def to_json(self) -> dict[str, Any]: ...
+
+
 @contextmanager
 def override(
     *,
     kernel: str | None = None,
-    config: Mapping[str, Any] | None = None,
+    config: Mapping[str, Any] | _Config | None = None,
     disable: Iterable[str] = (),
+    on_cache_miss: OnCacheMiss | None = None,
     **changes: Any,
 ) -> Iterator[Settings]:
     """Override settings inside a ``with`` block, in this thread or task only. A product's gradients
@@ -229,9 +232,10 @@ def override(
 
     Args:
         kernel: Force this kernel.
-        config: Force this config of it, as a mapping of its fields.
+        config: Force this config of it; a mapping of its fields will do.
         disable: Kernels not to use, in addition to those disabled already.
-        changes: ``on_cache_miss``, ``deterministic``, ``batch_invariant``, ``arithmetic``,
+        on_cache_miss: ``"tune"``, ``"heuristic"`` or ``"error"``.
+        changes: ``deterministic``, ``batch_invariant``, ``arithmetic``,
             ``static_weights``, ``tune_budget``, ``tune_memory``, ``progress``.
 
     Raises:
@@ -242,22 +246,28 @@ def override(
         changes["kernel"] = kernel
         changes["config"] = None
     if config is not None:
-        to_json = getattr(config, "to_json", None)
         try:
-            changes["config"] = json.dumps(to_json() if to_json else dict(config), sort_keys=True)
-        except (TypeError, ValueError):
+            fields = dict(config) if isinstance(config, Mapping) else config.to_json()
+            changes["config"] = json.dumps(fields, sort_keys=True)
+        except (AttributeError, TypeError):
             raise SettingsError(
                 f"config must be a mapping of a config's fields, got {config!r}"
             ) from None
+    if on_cache_miss is not None:
+        changes["on_cache_miss"] = on_cache_miss
     if isinstance(disable, str):
         disable = names(disable)
     disabled = frozenset(disable) if isinstance(disable, Iterable) else {disable}
-    if not all(isinstance(name, str) for name in disabled):
+    if disabled and not all(isinstance(name, str) for name in disabled):
         raise SettingsError(f"disable must be kernels' names, got {disable!r}")
     changes["disable"] = base.disable | disabled
     known = [f.name for f in dataclasses.fields(Settings)]
     if unknown := sorted(set(changes) - set(known)):
         raise SettingsError(f"unknown setting {', '.join(unknown)}; known: {', '.join(known)}")
+    for name, value in changes.items():
+        kinds, wanted = _KINDS.get(name, _ANY)
+        if not isinstance(value, kinds):
+            raise SettingsError(f"{name} must be {wanted}, got {value!r}")
     token = _active.set(_intern(dataclasses.replace(base, **changes)))
     try:
         yield current()

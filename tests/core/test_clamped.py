@@ -65,7 +65,7 @@ def test_what_it_cannot_be() -> None:
         Epilogue("wrong", torch.sin, interleaved=True)
     with pytest.raises(ValueError, match="takes no derivative"):
         replace(CLAMPED, derivative=lambda gate, up: (gate, up))
-    with pytest.raises(ValueError, match="does not gate"):
+    with pytest.raises(ValueError, match="not one function of gate and up halves"):
         GatedMLP(8, 16, activation="clamped_swiglu")  # whose weights are two halves
 
 

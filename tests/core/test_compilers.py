@@ -26,8 +26,9 @@ from fakes import FakeBlas, FakeKernel, FakeTimer, imported, install, problem, s
 from tmm_core.dispatch import compilers
 from tmm_core.dispatch.compilers import Compilers, NotCompiledError
 from tmm_core.dispatch.tuner import Tuner
+from tmm_core.epilogues import parse
 from tmm_core.errors import TmmWarning
-from tmm_core.spec import epilogue
+from tmm_core.spec.epilogue import Epilogue
 from tmm_core.spec.kernel import Candidate
 
 HERE = Path(__file__).parent.parent
@@ -241,7 +242,7 @@ def test_what_the_server_does_not_have_is_left_to_bind(
     elif why == "kernel":
         kernel = installed.Compiled("of.mine")
     elif why == "epilogue":
-        asked = problem(epilogue=epilogue.Epilogue("mine", lambda z: z + 1))
+        asked = problem(epilogue=Epilogue("mine", lambda z: z + 1))
     elif why == "interpreted":
         monkeypatch.setenv("TRITON_INTERPRET", "1")
     elif why == "nothing to compile":
@@ -264,7 +265,7 @@ def test_no_server_is_started_for_nothing(
 
 
 def test_an_epilogue_with_parameters_arrives(server: Compilers, installed: Any) -> None:
-    asked = problem(epilogue=epilogue.parse("gelu_tanh+softcap(1e+3)"))
+    asked = problem(epilogue=parse("gelu_tanh+softcap(1e+3)"))
     assert server.submit(asked, candidate(installed.kernel, 1)).result(timeout=60) is None
     assert compiled()[0][3] == asked.epilogue.key
 

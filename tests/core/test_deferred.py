@@ -106,6 +106,14 @@ def test_a_kernel_that_declines_by_now_is_not_chosen(process: Process) -> None:
     assert dispatcher.choose(PROBLEM, settings()).candidate.kernel.name == "blas"
 
 
+def test_a_winner_that_cannot_be_loaded_any_more_costs_itself(process: Process) -> None:
+    process(FakeKernel("k"), k=1.0)[0].choose(PROBLEM, settings())
+    dispatcher, (winner,) = process(FakeKernel("k"))
+    winner.kernel = FakeKernel("renamed")
+    with pytest.warns(TmmWarning, match="turned out to be 'renamed'"):
+        assert dispatcher.choose(PROBLEM, settings()).candidate.kernel.name == "blas"
+
+
 def test_another_version_is_timed_anew(process: Process, file: Path) -> None:
     process(FakeKernel("k"), k=1.0)[0].choose(PROBLEM, settings())
     file.write_text("22")

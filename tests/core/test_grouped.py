@@ -882,5 +882,7 @@ def test_groups_refuse_nonsense() -> None:
             Groups(*arguments)
     groups = Groups(2, "m", torch.int32, torch.int64, FP32, True)
     assert Groups.from_json(groups.to_json()) == groups
+    with pytest.raises(ValueError, match="unknown dtype 'nn'"):
+        Groups.from_json(groups.to_json() | {"a_index": "nn"})
     assert groups.given == ("offs", "a_index", "out_index", "out_weights")
     assert Groups(2, "m").to_json() == {"count": 2, "ragged": "m"}

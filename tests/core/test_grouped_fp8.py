@@ -200,7 +200,11 @@ REFUSED: dict[str, tuple[dict[str, Any], type[Exception], str]] = {
         "scale_a is for float8_e4m3fn and float8_e5m2 operands, got torch.bfloat16",
     ),
     "mixed": ({"b": B.bfloat16()}, RuntimeError, "expected a and b to have one dtype"),
-    "result": ({"out_dtype": E4M3}, TypeError, "floating dtype"),
+    "result": ({"out_dtype": E4M3}, TypeError, "floating dtype of 16 bits or more"),
+    "no format": (
+        {"a": A.view(torch.float8_e4m3fnuz), "b": B.mT.view(torch.float8_e4m3fnuz).mT},
+        tmm_core.UnsupportedProblemError, "float8_e4m3fnuz operands have no installed format",
+    ),
     "bias": ({"bias": torch.ones(16).half()}, RuntimeError, "bias must have dtype"),
     "kernel": ({"kernel": "triton.persistent"}, tmm_core.UnsupportedProblemError, "ragged along m"),
 }  # fmt: skip

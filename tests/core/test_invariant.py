@@ -97,7 +97,7 @@ def chosen(d: Dispatcher, m: int, given: Settings | None = None) -> tuple[str, i
 
 
 def rungs(*times: Mapping[str, float]) -> list[Rung]:
-    return [Rung(m, 1.0, each) for m, each in zip(LADDER, times, strict=False)]
+    return [Rung(1.0, each) for each in times]
 
 
 def test_least_regret_counts_every_rung_and_the_worst_again() -> None:

@@ -177,3 +177,11 @@ def test_ragged_problems_move_what_has_no_ragged_dimension_once_a_group() -> Non
         assert ragged.bytes == plain.bytes + 2 * elements
         assert ragged.flops == plain.flops
         assert f"4 groups along {kind}" in str(ragged)
+        # A residual has the shape of the result.
+        added = replace(ragged, residual=ragged.out)
+        assert added.bytes == ragged.bytes + ragged.sizes["out"]
+
+
+def test_a_batch_of_no_products_moves_nothing() -> None:
+    none = replace(PLAIN, batch=0)
+    assert (none.bytes, none.out_shape) == (0, (0, PLAIN.m, PLAIN.n))

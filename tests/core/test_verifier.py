@@ -17,7 +17,8 @@ from tmm_core import Traits, UnsupportedProblemError
 from tmm_core.dispatch import ragged, ragged_reference, ragged_special, verify
 from tmm_core.dispatch.fixture import Fixture
 from tmm_core.dispatch.guarded import UNREADABLE, UNWRITTEN, guarded
-from tmm_core.dispatch.special import AXES, Axis, Special
+from tmm_core.dispatch.special import AXES, Axis, planted
+from tmm_core.dispatch.special import special as plain_special
 from tmm_core.dispatch.tuner import Tuner
 from tmm_core.dispatch.verifier import Verdict, Verifier, sampled_verdict
 from tmm_core.epilogues import BUILTIN, EPILOGUES, parse
@@ -241,11 +242,9 @@ def test_right_at_64_and_wrong_at_50() -> None:
     kernel, asked = Faulty(ragged), problem(m=64)
     verifier = Verifier(asked, CPU)
     assert verifier.verdict(kernel.bind(asked, ANY)).ok
-    inside = verifier.inside(50)
-    assert inside.problem == replace(asked, m=50)
+    inside = Verifier(replace(asked, m=50), CPU)
     assert not inside.verdict(kernel.bind(inside.problem, ANY)).ok
     assert inside.verdict(FakeKernel("right").bind(inside.problem, ANY)).ok
-    assert verifier.inside(50) is inside
 
 
 @pytest.mark.parametrize("deterministic", [True, False])
@@ -330,11 +329,11 @@ def test_special_values_are_taken_back() -> None:
     fixture = Fixture(problem(bias=torch.float32, residual=F32), CPU, 1 << 28, sampled=False)
     of = fixture.sets()[1]
     rows, columns = fixture.special()
-    assert of.changed() == []
+    assert of.checksums.changed() == []
     for special, tensors in ((rows, ["a", "residual"]), (columns, ["b", "bias"])):
-        with special.planted():
-            assert of.changed() == tensors
-        assert of.changed() == []
+        with planted(special.changes):
+            assert of.checksums.changed() == tensors
+        assert of.checksums.changed() == []
 
 
 def test_memory_that_a_launcher_may_get_next_holds_no_result(
@@ -354,9 +353,9 @@ def test_special_values_in_pieces_are_those_of_the_whole(epilogue: str) -> None:
     fixture = Fixture(asked, CPU, 1 << 28, sampled=False)
     inputs = fixture.sets()[1].inputs
     for axis in ("rows", "columns"):
-        special = Special.of(asked, inputs, axis, room=1)  # type: ignore[arg-type]
+        special = plain_special(asked, inputs, axis, room=1)  # type: ignore[arg-type]
         assert special is not None
-        with special.planted():
+        with planted(special.changes):
             right = verify.reference(asked, inputs)
         assert special.fault(right) is None
         # The reference leaves open only what silu makes of -Inf, which a gate is given by chance.
@@ -389,7 +388,7 @@ def test_special_values_of_groups(
     assert isinstance(inputs, ragged.Inputs)
     special = ragged_special.special(asked, inputs, axis, room=1)
     assert special is not None
-    with special.planted():
+    with planted(special.changes):
         right = ragged_reference.whole(asked, inputs)
     if (defined := inputs.rows.defined(asked)) is not None:
         dim, size = defined

@@ -9,7 +9,7 @@ PLAN = "tests/core/test_plan.py"
 
 #: Where the key of a warm call is written, part by part.
 _PART = '        yield f"    {part},"\n'
-_SKIP = "extras or not role.extra]"
+_ALL = "_replay(roles, arguments, launch_scaled)"
 
 
 def _key(name: str, old: str, new: str, why: str) -> Mutant:
@@ -30,8 +30,8 @@ def _ignored(argument: str, why: str, name: str = "") -> Mutant:
 
 def _scaled(name: str, condition: str, why: str) -> Mutant:
     """The key of a call with extras alone, without the arguments of which that is true."""
-    new = f"(extras or not role.extra) and not (extras and {condition})]"
-    return _key(f"scaled-{name}", _SKIP, new, why)
+    new = _ALL.replace("roles", f"[role for role in roles if not ({condition})]")
+    return _key(f"scaled-{name}", _ALL, new, why)
 
 
 KEYS = [
@@ -74,12 +74,12 @@ PLANS = [
     Mutant("plan-residual-alignment", "plan.py", "            if ROLE[name].key == SIGNATURE\n",
            '            if ROLE[name].key == SIGNATURE and name != "residual"\n',
            "TMA reads off 16 bytes", (PLAN,)),
-    Mutant("plan-out-alignment", "plan.py", "            or out.data_ptr() & 15\n", "",
+    Mutant("plan-out-alignment", "plan.py", "offset = out.data_ptr() & 15\n", "offset = 0\n",
            "TMA writes off 16 bytes", (PLAN,)),
-    Mutant("plan-out-strides", "plan.py", "            or not out.is_contiguous()\n", "",
+    Mutant("plan-out-strides", "plan.py", "out.numel(), out.is_contiguous(), ", "out.numel(), True, ",
            "rows are written where a dense tensor has them", (PLAN,)),
-    Mutant("plan-out-dtype", "plan.py", "(out.dtype, out.get_device()) != planned",
-           "out.get_device() != planned[1]", "written in another dtype", (PLAN,)),
+    Mutant("plan-out-dtype", "plan.py", "offset, out.dtype, out.get_device()",
+           "offset, problem.out.dtype, out.get_device()", "written in another dtype", (PLAN,)),
     Mutant("plan-unplanned", "plan.py",
            'absent = [f" or {name} is not None" for name in TENSORS if name not in given]',
            "absent: list[str] = []", "a bias that was not planned is dropped", (PLAN,)),

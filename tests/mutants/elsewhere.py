@@ -97,8 +97,8 @@ SPEC = [
            "key = tuple(getattr(settings, field.name) for field in dataclasses.fields(Settings) "
            'if field.name != "tune_budget")',
            "another budget is ignored", (SETTINGS,)),
-    Mutant("settings-disable", "settings.py", 'changes["disable"] = base.disable | frozenset(disable)',
-           'changes["disable"] = frozenset(disable)', "a nested block enables kernels", (SETTINGS,)),
+    Mutant("settings-disable", "settings.py", 'changes["disable"] = base.disable | disabled',
+           'changes["disable"] = disabled', "a nested block enables kernels", (SETTINGS,)),
     Mutant("settings-config", "settings.py", '        changes["config"] = None\n', "",
            "a nested kernel is given the outer one's config", (SETTINGS,)),
     Mutant("fold-scale-a", "fold.py",

@@ -11,10 +11,12 @@ from typing import Any
 
 import pytest
 import torch
+from tmm_cache import CacheStore
 
 import tmm_core
 from tmm_core import Machine, Operand, Problem, dispatch, settings
 from tmm_core.dispatch import guesses
+from tmm_core.dispatch.neighbour import Neighbours
 from tmm_core.spec import machine
 from tmm_core.spec.device import DeviceFingerprint
 
@@ -70,11 +72,14 @@ def test_rates_by_dtype() -> None:
     ("folder", "device"),
     [("nvidia-h200-sm90-132", H200), ("nvidia-h100-80gb-hbm3-sm90-132", H100)],
 )
-def test_guesses_are_good_where_times_are_known(folder: str, device: DeviceFingerprint) -> None:
+def test_guesses_are_good_where_times_are_known(
+    folder: str, device: DeviceFingerprint, tmp_path: Path
+) -> None:
     """By the shipped records, a guess takes less than 10 % longer than the best in geometric mean,
     and few take longer than BLAS; a config that they do not have counts as the kernel's best."""
     dispatcher = dispatch.dispatcher()
     registry = dispatcher.registry
+    nothing_near = Neighbours(CacheStore(tmp_path, []))
     to_best: list[float] = []
     to_blas: list[float] = []
     for path in sorted((RECORDS / "v2" / folder).glob("*/*.json")):
@@ -91,7 +96,7 @@ def test_guesses_are_good_where_times_are_known(folder: str, device: DeviceFinge
                 config = json.dumps(result["config"], sort_keys=True)
                 times.setdefault(result["kernel"], {})[config] = median(samples)
         able, _ = registry.candidates(problem, settings.current())
-        guess = guesses.by_estimate(dispatcher, problem, able, "")
+        guess = guesses.choose(dispatcher, nothing_near, problem, able, "")
         assert guess is not None
         chosen, config = guess.candidate.kernel.name, guess.candidate.config.to_json()
         known = times.get(chosen, {})

@@ -13,13 +13,14 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from statistics import median
 
 import torch
 import triton
 import triton.language as tl
 
 from tmm_core.bench.case import Call
-from tmm_core.dispatch.timing import Run, Timer, median
+from tmm_core.dispatch.timing import Run, Timer
 
 #: (blocks per SM, words per block and step, warps)
 LAUNCHES = tuple(itertools.product((8, 16, 32, 64), (1024, 2048), (4,)))

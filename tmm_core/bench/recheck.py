@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from statistics import median
 from typing import Any
 
 import torch
@@ -14,7 +15,7 @@ from tmm_core import dispatch
 from tmm_core.bench.results import Document
 from tmm_core.dispatch import ragged_reference, random_inputs, rotation, verify
 from tmm_core.dispatch.compilers import compiling_threads
-from tmm_core.dispatch.timing import GraphTimer, HostTimer, Run, median, timer_for
+from tmm_core.dispatch.timing import GraphTimer, HostTimer, Run, timer_for
 from tmm_core.launch import warm
 from tmm_core.launch.beside import delivering
 from tmm_core.spec.asking import read_config
@@ -133,8 +134,7 @@ def _measured(found: Winner, device: torch.device, timer: GraphTimer | HostTimer
     # BLAS's own error is not a fault: others are compared with it.
     if not error <= verify.tolerance(problem) and not found.is_baseline:
         return document | {"status": "wrong"}
-    limit = rotation.memory_limit(device)
-    calls = rotation.rotated(inputs, problem, rotation.copies(problem, limit), limit)
+    calls = rotation.rotated(inputs, problem)
     runs: list[Run] = [
         lambda copy: calls[copy].launch(baseline, None),
         lambda copy: calls[copy].launch(launcher, None),

@@ -12,6 +12,7 @@ import math
 import random
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
+from statistics import median
 
 import torch
 from tmm_cache import CandidateResult
@@ -24,7 +25,7 @@ from tmm_core.bench.results import Document
 from tmm_core.bench.runner import planned
 from tmm_core.dispatch import rotation
 from tmm_core.dispatch.standing import by_time
-from tmm_core.dispatch.timing import GraphTimer, HostTimer, Run, median, timer_for
+from tmm_core.dispatch.timing import GraphTimer, HostTimer, Run, timer_for
 from tmm_core.launch.plan import Plan
 from tmm_core.spec.bucket import bucket_edge, bucketed
 
@@ -85,8 +86,7 @@ def _point(call: Call, timer: GraphTimer | HostTimer, budget: float | None) -> D
         if _key(result) not in plans:
             with suppress(Exception):  # a config for another M may not fit this one
                 plans[_key(result)] = call.plan(kernel=result.kernel, config=result.config)
-    limit = rotation.memory_limit(call.a.device)
-    calls = rotation.rotated(call, problem, rotation.copies(problem, limit), limit)
+    calls = rotation.rotated(call, problem)
     runs: list[Run] = [providers.eager(calls), *(planned(p, calls) for p in plans.values())]
     theirs, *ours = map(median, timer.measure(runs, ROUNDS, copies=len(calls)))
     times = dict(zip(plans, ours, strict=True))

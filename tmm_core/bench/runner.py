@@ -142,11 +142,9 @@ def _measure(
         tuning = _tune(call, options) if options.tune else None
         plan = call.plan()
         document = _described(plan) | {"tuning_seconds": tuning, "error": call.error()}
-        limit = rotation.memory_limit(device)
-        held = rotation.copies(plan.problem, limit)
-        calls = rotation.rotated(call, plan.problem, held, limit)
+        calls = rotation.rotated(call, plan.problem)
         document["copies"] = copies = len(calls)
-        document["resident"] = rotation.resident(plan.problem, held)
+        document["resident"] = rotation.resident(plan.problem, calls)
         one_tile = ONE_TILE if options.kernels and task.suite == "square" else ()
         runs = _runs(calls, options, document, (*options.series, *one_tile))
         times = _times(runs, timer, copies, options.seconds, document)

@@ -5,13 +5,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from statistics import median
 from typing import Literal
 
 from tmm_core.dispatch.compilers import NotCompiledError
 from tmm_core.dispatch.copies import Runner
 from tmm_core.dispatch.proposals import group
 from tmm_core.dispatch.standing import MARGIN
-from tmm_core.dispatch.timing import median
 from tmm_core.spec.asking import told
 from tmm_core.spec.bucket import inside
 from tmm_core.spec.kernel import BASELINE, Candidate, Launcher

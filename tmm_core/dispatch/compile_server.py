@@ -8,12 +8,10 @@ end when its parent does.
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import gc
 import importlib
 import json
 import os
-import resource
 import select
 import shutil
 import signal
@@ -26,7 +24,7 @@ from dataclasses import dataclass
 from typing import IO, Any
 
 from tmm_core.dispatch.jobs import Job, recalled
-from tmm_core.dispatch.processes import empty, ending, scratch_file, tail
+from tmm_core.dispatch.processes import empty, end_with_parent, ending, opened, scratch_file, tail
 from tmm_core.dispatch.registry import Registry
 from tmm_core.spec.asking import told
 
@@ -40,7 +38,6 @@ MOST_HUNG = 2
 #: Seconds between two checks that the parent is alive: a process that it forked may hold its end of
 #: the channel open.
 _LOOK = 5.0
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(eq=False)
@@ -212,11 +209,9 @@ class Server:
         with contextlib.suppress(OSError):
             os.setpgid(0, 0)
         server = os.getppid()
-        with contextlib.suppress(Exception):  # where there is no prctl, by the channel's end
-            ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+        end_with_parent()
         if os.getppid() != server:
             return
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
         if scratch is not None:
             os.dup2(scratch.fileno(), 1)
             os.dup2(scratch.fileno(), 2)
@@ -244,8 +239,7 @@ class Server:
         job, worker.job = worker.job, None
         status = self._drop(worker, kill=False)
         if job is not None:
-            said = tail(worker.scratch)
-            self._answer(job, f"its compiler {ending(status)}" + (f": {said}" if said else ""))
+            self._answer(job, f"its compiler {ending(status, tail(worker.scratch))}")
 
     def _expire(self) -> None:
         """Kill jobs that have taken too long; after a kernel's second, skip its others."""
@@ -311,12 +305,7 @@ def _temporary() -> str | None:
 
 
 def main() -> None:
-    most, folder = json.loads(sys.argv[1])
-    channel = socket.socket(fileno=os.dup(0))
-    null = os.open(os.devnull, os.O_RDWR)
-    os.dup2(null, 0)
-    with contextlib.suppress(OSError):  # removed since
-        os.chdir(folder)
+    most, channel = opened()
     registry = Registry.from_environment()
     registry.kernels()
     if "triton" in sys.modules:

@@ -265,8 +265,7 @@ class _Server:
                 fault = f"{type(error).__name__}: {error}"
             status = self._end_process()
             if fault is None and status:
-                said = tail(scratch)
-                fault = f"the server {ending(status)}" + (f": {said}" if said else "")
+                fault = f"the server {ending(status, tail(scratch))}"
         with self._lock:
             self.ended = True
             left, self._pending = self._pending, {}

@@ -34,7 +34,7 @@ class Copies:
         limit = rotation.memory_limit(device)
         limit = limit if most is None else min(limit, most)
         inputs = random_inputs.make(problem, device)
-        self._inputs = rotation.rotated(inputs, problem, rotation.copies(problem, limit), limit)
+        self._inputs = rotation.rotated(inputs, problem, limit=limit)
         #: Calls in a chain.
         self.count = len(self._inputs)
         # As in calls, without `out=`: torch's operators would copy their result into it, and BLAS

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -33,16 +34,7 @@ class KernelInfo:
     disabled: str | None = None
 
     def to_json(self) -> dict[str, Any]:
-        traits = self.traits
-        return {
-            "name": self.name,
-            "version": self.version,
-            "plugin": self.plugin,
-            "distribution": self.distribution,
-            "distribution_version": self.distribution_version,
-            "traits": {f: getattr(traits, f) for f in traits.__slots__} if traits else None,
-            "disabled": self.disabled,
-        }
+        return dataclasses.asdict(self)
 
 
 def kernel_infos(registry: Registry, settings: Settings) -> list[KernelInfo]:

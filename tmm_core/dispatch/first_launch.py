@@ -68,7 +68,7 @@ class FirstLaunches:
             return f"its first launch did not end within {LAUNCH_LIMIT:g} s"
         except OSError:  # it has ended
             said, status = worker.said(), self.close()
-            return f"its first launch: the process {ending(status)}" + (f": {said}" if said else "")
+            return f"its first launch: the process {ending(status, said)}"
         if answer["ends"]:
             self.close()
         error: str | None = answer["error"]

@@ -5,24 +5,16 @@ Jobs and answers are lines of JSON. It ends when its parent does.
 
 from __future__ import annotations
 
-import contextlib
-import ctypes
 import json
-import os
-import resource
-import signal
-import socket
-import sys
 
 import torch
 
 from tmm_core.dispatch.jobs import Job, recalled
+from tmm_core.dispatch.processes import end_with_parent, opened
 from tmm_core.dispatch.registry import Registry
 from tmm_core.dispatch.verifier import Verifier
 from tmm_core.spec.asking import told
 from tmm_core.spec.precision import precision
-
-_PR_SET_PDEATHSIG = 1
 
 
 class Worker:
@@ -58,15 +50,8 @@ class Worker:
 
 
 def main() -> None:
-    device, folder = json.loads(sys.argv[1])
-    channel = socket.socket(fileno=os.dup(0))
-    null = os.open(os.devnull, os.O_RDWR)
-    os.dup2(null, 0)
-    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-    with contextlib.suppress(Exception):  # where there is no prctl, by the channel's end
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    with contextlib.suppress(OSError):  # removed since
-        os.chdir(folder)
+    device, channel = opened()
+    end_with_parent()
     if torch.device(device).type == "cuda":
         torch.cuda.set_device(device)
     worker = Worker(torch.device(device), Registry.from_environment())

@@ -5,11 +5,11 @@ from __future__ import annotations
 import functools
 import math
 import os
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import torch
 
-from tmm_core.dispatch import ragged, ragged_reference, ragged_special, random_inputs, verify
+from tmm_core.dispatch import ragged, ragged_special, random_inputs, special, verify
 from tmm_core.dispatch.guarded import (
     UNREADABLE,
     UNWRITTEN,
@@ -18,6 +18,7 @@ from tmm_core.dispatch.guarded import (
     footprint,
     guarded,
 )
+from tmm_core.dispatch.ragged_reference import reference
 from tmm_core.dispatch.random_inputs import Inputs
 from tmm_core.dispatch.special import AXES, Special
 from tmm_core.spec.device import free_memory
@@ -100,10 +101,6 @@ class InputSet:
     checksums: Checksums
     expected: Expected
 
-    def changed(self) -> list[str]:
-        """Names of inputs that have changed, or whose guard bands have."""
-        return self.checksums.changed()
-
 
 class Fixture:
     """Inputs and outputs of one problem, made on first use.
@@ -161,7 +158,7 @@ class Fixture:
             made = [
                 ragged_special.special(problem, inputs, axis, room)
                 if isinstance(inputs, ragged.Inputs)
-                else Special.of(problem, inputs, axis, room)
+                else special.special(problem, inputs, axis, room)
                 for axis in AXES
             ]
             self._special = [each for each in made if each is not None]
@@ -250,26 +247,7 @@ class Fixture:
 
     def _reference(self, inputs: Inputs, rows: verify.Places, cols: verify.Places) -> torch.Tensor:
         """The reference of those rows and columns, in pieces whose intermediates fit."""
-        if isinstance(inputs, ragged.Inputs):
-            return ragged_reference.reference(self.problem, inputs, rows, cols, self.limit // 16)
-        inputs = verify.part(self.problem, inputs, rows, cols)
-        p = self.problem
-        m = p.m if isinstance(rows, slice) else len(rows)
-        n = p.n if isinstance(cols, slice) else len(cols)
-        p = replace(p, m=m, n=n)
-        # In fp64 rows of a, columns of b (twice as many where gated), and some of the result's.
-        share = self.limit // 16 // (8 * p.batch)
-        side = share // max(1, p.k) // (1 + p.gated)
-        high = max(64, min(m, side))
-        wide = max(64, min(n, side, share // (3 * high)))
-        dtype = torch.promote_types(p.out.dtype, torch.float32)
-        result = torch.empty((*inputs.a.shape[:-2], m, n), dtype=dtype, device=self.device)
-        for top in range(0, m, high):
-            for left in range(0, n, wide):
-                here = slice(top, top + high), slice(left, left + wide)
-                piece = verify.part(p, inputs, *here)
-                result[..., here[0], here[1]] = verify.reference(p, piece)
-        return result
+        return reference(self.problem, inputs, rows, cols, self.limit // 16)
 
 
 def _sample(size: int, device: torch.device) -> torch.Tensor:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from tmm_core.launch.check import ranges_meet
 from tmm_core.spec.operand import ALIGNMENT, Operand
 
 #: Filler around an input: NaN in every floating dtype. A kernel that reads out of bounds and relies
@@ -169,10 +170,8 @@ def overlap(x: torch.Tensor, y: torch.Tensor) -> bool:
     """Whether two tensors share an allocation or overlap in memory."""
     if not x.numel() or not y.numel():
         return False
-    if x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr():
-        return True
-    start, other = x.data_ptr(), y.data_ptr()
-    return start < other + _span(y) and other < start + _span(x)
+    same = x.untyped_storage().data_ptr() == y.untyped_storage().data_ptr()
+    return same or ranges_meet(x, y)
 
 
 def same_bits(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
@@ -190,9 +189,3 @@ def _fill(t: torch.Tensor, byte: int) -> None:
 def _word(byte: int, size: int) -> int:
     """The integer whose ``size`` bytes are all ``byte``; signed, except for a single byte."""
     return int.from_bytes(bytes([byte]) * size, "little", signed=size > 1)
-
-
-def _span(t: torch.Tensor) -> int:
-    """Bytes from the first element to the end of the last."""
-    reach = sum((n - 1) * s for n, s in zip(t.shape, t.stride(), strict=True))
-    return (reach + 1) * t.element_size()

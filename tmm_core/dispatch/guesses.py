@@ -35,13 +35,6 @@ def choose(
     return _near(host, neighbours, problem, able, expected, why) or _least(expected, able, why)
 
 
-def by_estimate(
-    host: Evidence, problem: Problem, able: list[Kernel[Any]], why: str
-) -> Choice | None:
-    """:func:`choose` where nothing near is on record."""
-    return _least(_estimates(host, problem, able), able, why)
-
-
 Estimates = dict[str, tuple[float, Candidate]]
 
 

@@ -22,7 +22,7 @@ from typing import Any
 
 from tmm_cache import JSON, CandidateResult, Notes, TuningRecord, digest
 
-from tmm_core.dispatch.evidence import Evidence
+from tmm_core.dispatch.evidence import Evidence, other_than
 from tmm_core.dispatch.standing import behind, by_time, holds_at, identity
 from tmm_core.errors import CacheMissError, UnsupportedProblemError
 from tmm_core.launch.plan import Choice
@@ -50,7 +50,6 @@ _NO_IDEA = 1e6
 class Rung:
     """The known times at one M: the fastest of all in µs, and the fastest of each arithmetic."""
 
-    m: int
     best_us: float
     times: Mapping[str, float]
 
@@ -216,12 +215,12 @@ class Invariance:
             name = None if candidate is None else self._name(rung, candidate)
             if name is not None:
                 times.setdefault(name, _us_beside(result, results[0]))
-        return Rung(rung.m, _us_beside(results[0], results[0]), times) if times else None
+        return Rung(statistics.median(results[0].samples_us), times) if times else None
 
     def _expected(self, rung: Problem, able: list[Kernel[Any]]) -> Rung:
         offered = self._offered(rung, able)
         times = {name: min(members.values()) for name, members in offered.items()}
-        return Rung(rung.m, min(times.values(), default=_NO_IDEA), times)
+        return Rung(min(times.values(), default=_NO_IDEA), times)
 
     def _is_offered(self, name: object, rungs: Sequence[tuple[Problem, list[Kernel[Any]]]]) -> bool:
         return any(name in self._offered(rung, able) for rung, able in rungs)
@@ -296,7 +295,7 @@ class Invariance:
             for result in timed:
                 candidate = self._host.candidate(result, able, problem)
                 if candidate is not None and self._may(candidate, problem, able, wanted):
-                    other = key if key.m != problem.m else None
+                    other = other_than(key, problem)
                     where = self._host.where(key)
                     return Choice(candidate, "cache", where, other, arithmetic=wanted)
         if record is None and self._host.store.locked:

@@ -236,13 +236,8 @@ class Dispatcher(Evidence):
             (c.kernel, c.version) for c in record.candidates
         }:
             return None
-        kernel = self.registry.kernel(best.kernel)
-        candidate = self.candidate(best, [kernel], problem)
-        if (
-            candidate is None
-            or (kernel.name, key) in self.quarantined
-            or self.registry.reasons_against(kernel, problem, settings)
-        ):
+        candidate = self.able_candidate(best, problem, key, settings)
+        if candidate is None:
             return None
         choice = Choice(candidate, "cache", self.where(asked), other_than(asked, problem))
         return self.inside(problem, key, choice, settings)

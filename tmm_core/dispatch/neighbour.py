@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import math
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -42,7 +43,7 @@ class Neighbours:
     def __init__(self, store: CacheStore) -> None:
         self._store = store
         #: Records by their problems without sizes: a look-up compares only its own kind.
-        self._families: dict[Hashable, list[Summary]] | None = None
+        self._families: dict[str | None, list[Summary]] | None = None
 
     def add(self, device: DeviceFingerprint, record: TuningRecord) -> None:
         """Add a saved record, in place of an older one of its problem."""
@@ -90,18 +91,13 @@ def _rank(summary: Summary, device: DeviceFingerprint) -> tuple[int, int] | None
     return None
 
 
-def _family(document: Mapping[str, Any]) -> Hashable:
+def _family(document: Mapping[str, Any]) -> str | None:
     """The part that two neighbours share; None, which matches nothing, if it nests too deep."""
+    shared = {key: value for key, value in document.items() if key not in _SIZES}
     try:
-        return _frozen({key: value for key, value in document.items() if key not in _SIZES})
+        return json.dumps(shared, sort_keys=True, default=dict)  # of any mapping
     except RecursionError:
         return None
-
-
-def _frozen(value: Any) -> Hashable:
-    if isinstance(value, Mapping):
-        return frozenset([(key, _frozen(each)) for key, each in value.items()])
-    return tuple(map(_frozen, value)) if isinstance(value, list) else value
 
 
 def _octaves(asked: Mapping[str, Any], tuned: Mapping[str, Any]) -> float:

@@ -6,19 +6,23 @@ A forked process inherits a CUDA context that it cannot use, and held locks; one
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
 from collections.abc import Mapping
-from typing import IO
+from typing import IO, Any
 
 #: Variables that would keep a Python process from ending, or change its output.
 _NOT_PASSED = ("PYTHONINSPECT", "PYTHONSTARTUP", "PYTHONWARNINGS", "PYTHONVERBOSE")
 #: Bytes of the end of a process's output that messages show.
 _TAIL = 400
+_PR_SET_PDEATHSIG = 1
 
 
 def startable() -> bool:
@@ -99,11 +103,37 @@ def tail(scratch: IO[bytes] | None) -> str:
     return scratch.read().decode(errors="replace").strip()
 
 
-def ending(status: int) -> str:
-    """How a process ended, by ``Popen.returncode``: ``died (signal 11, SIGSEGV)``."""
+def ending(status: int, said: str) -> str:
+    """How a process ended, by ``Popen.returncode``, and the last that it said: ``died (signal 11,
+    SIGSEGV): …``."""
+    after = f": {said}" if said else ""
     if status >= 0:
-        return f"ended with exit code {status}"
+        return f"ended with exit code {status}{after}"
     try:
-        return f"died (signal {-status}, {signal.Signals(-status).name})"
+        return f"died (signal {-status}, {signal.Signals(-status).name}){after}"
     except ValueError:
-        return f"died (signal {-status})"
+        return f"died (signal {-status}){after}"
+
+
+# -- in the process started ------------------------------------------------------------------------
+
+
+def opened() -> tuple[Any, socket.socket]:
+    """The argument of :func:`started` and the channel, which standard input no longer is; in the
+    parent's working folder."""
+    argument, folder = json.loads(sys.argv[1])
+    channel = socket.socket(fileno=os.dup(0))
+    null = os.open(os.devnull, os.O_RDWR)
+    os.dup2(null, 0)
+    with contextlib.suppress(OSError):  # removed since
+        os.chdir(folder)
+    return argument, channel
+
+
+def end_with_parent() -> None:
+    """Be killed when the parent ends, and leave no core file."""
+    import resource  # POSIX
+
+    resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+    with contextlib.suppress(Exception):  # where there is no prctl, by the channel's end
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)

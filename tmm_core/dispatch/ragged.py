@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from tmm_core.spec.arguments import EXTRAS
+from tmm_core.spec.arguments import EXTRAS, ROWS
 from tmm_core.spec.groups import Groups
 from tmm_core.spec.problem import Problem
 
@@ -89,8 +89,7 @@ class Rows:
     @property
     def given(self) -> dict[str, torch.Tensor]:
         """The keyword tensors of a launch, scales left out."""
-        names = ("offs", "a_index", "out_index", "out_weights")
-        return {name: t for name in names if (t := getattr(self, name)) is not None}
+        return {name: t for name in ROWS if (t := getattr(self, name)) is not None}
 
     def soil(self, problem: Problem, given: Inputs) -> None:
         """Put NaN beyond the last group, where nothing may be read."""

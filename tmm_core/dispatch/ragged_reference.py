@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import replace
 
 import torch
@@ -20,9 +20,7 @@ ROOM = 1 << 30
 
 def whole(problem: Problem, inputs: random_inputs.Inputs) -> torch.Tensor:
     """The complete reference of a plain or a ragged problem; see :func:`verify.reference`."""
-    if isinstance(inputs, Inputs):
-        return reference(problem, inputs, slice(None), slice(None), ROOM)
-    return verify.reference(problem, inputs)
+    return reference(problem, inputs, slice(None), slice(None), ROOM)
 
 
 def ranges(ends: Sequence[int]) -> Iterator[tuple[int, int, int]]:
@@ -31,26 +29,18 @@ def ranges(ends: Sequence[int]) -> Iterator[tuple[int, int, int]]:
         yield group, start, end
 
 
-def _result(z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    return y
-
-
 def reference(
     problem: Problem,
-    inputs: Inputs,
+    inputs: random_inputs.Inputs,
     rows: Places,
     cols: Places,
     room: int,
-    of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = _result,
+    of: verify.Of = verify.result,
 ) -> torch.Tensor:
-    """Those rows and columns of the result, in fp64 or another sufficient precision; zeros beyond
-    the last group.
-
-    Args:
-        room: Bytes that an operand of one product may take in fp64.
-        of: What to return, element by element, as a function of the epilogue's input and the
-            result.
-    """
+    """Those rows and columns of a plain or a ragged result, in fp64 or another sufficient
+    precision; zeros beyond the last group. Arguments are those of :func:`verify.in_pieces`."""
+    if not isinstance(inputs, Inputs):
+        return verify.in_pieces(problem, inputs, rows, cols, room, of)
     groups, given = problem.groups, inputs.rows
     assert groups is not None
     device = inputs.a.device

@@ -7,24 +7,13 @@ first or last term of a group's sums, which a neighbour's tile may load beside i
 
 from __future__ import annotations
 
-import functools
 import math
 import random
 from collections.abc import Iterator
 
 from tmm_core.dispatch.ragged import Inputs
-from tmm_core.dispatch.ragged_reference import ranges, reference
-from tmm_core.dispatch.special import (
-    COUNT,
-    Axis,
-    Change,
-    Special,
-    marks,
-    places_of,
-    planted,
-    unmarked,
-    values_of,
-)
+from tmm_core.dispatch.ragged_reference import ranges
+from tmm_core.dispatch.special import COUNT, Axis, Change, Special, expecting, values_of
 from tmm_core.spec.problem import Problem
 
 
@@ -34,20 +23,8 @@ def special(problem: Problem, inputs: Inputs, axis: Axis, room: int) -> Special 
     Args:
         room: Bytes that operands of the reference may take in fp64.
     """
-    changes = tuple(_changes(problem, inputs, axis, random.Random()))
-    if not changes:
-        return None
-    places = places_of(changes, inputs.a.device)
-    within = inputs.rows.defined(problem)
-    limits = {0: slice(problem.m), 1: slice(problem.n)}
-    if within is not None:
-        limits[within[0]] = slice(within[1])
-        within = within[0] - 2, within[1]
-    rows, cols = (places, limits[1]) if axis == "rows" else (limits[0], places)
-    of = functools.partial(marks, problem)
-    with planted(changes):
-        kinds, free = unmarked(reference(problem, inputs, rows, cols, room, of))
-    return Special(axis, changes, places, None, kinds, free, within)
+    changes = _changes(problem, inputs, axis, random.Random())
+    return expecting(problem, inputs, axis, changes, room, within=inputs.rows.defined(problem))
 
 
 def _changes(

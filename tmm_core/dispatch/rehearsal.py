@@ -40,7 +40,7 @@ def rehearse(
     try:
         return _Rehearsal(dispatcher).choose(problem, settings), None
     except _Measuring as found:
-        miss = Miss("tune", found.reason)
+        miss = Miss("tune", str(found))
     except CacheMissError as error:
         miss = Miss("error", f"CacheMissError: {error}")
     guessing = replace(settings, on_cache_miss="heuristic")
@@ -48,15 +48,11 @@ def rehearse(
     try:
         return rehearsal.choose(problem, guessing), miss
     except CacheMissError:  # the store is locked, which forbids guesses
-        return rehearsal.fallback(problem, "it always can"), miss
+        return rehearsal._fallback(problem, "it always can"), miss
 
 
 class _Measuring(BaseException):
     """Ends a rehearsal; a BaseException, since the ladder answers an Exception with a guess."""
-
-    def __init__(self, reason: str) -> None:
-        super().__init__(reason)
-        self.reason = reason
 
 
 class _Rehearsal(Dispatcher):
@@ -71,9 +67,6 @@ class _Rehearsal(Dispatcher):
         if (theirs := played.__dict__.get("_invariance")) is not None:
             invariance.know(theirs)
         self.__dict__["_invariance"] = invariance
-
-    def fallback(self, problem: Problem, why: str) -> Choice:
-        return self._fallback(problem, why)
 
     def forbids_tuning(self, problem: Problem, settings: Settings) -> str | None:
         return self._forbidden or super().forbids_tuning(problem, settings)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+from collections.abc import Sequence
 from typing import Any, TypeVar
 
 import torch
@@ -34,9 +35,8 @@ MEMORY_LIMIT = 8 * 2**30
 def rotating(problem: Problem) -> tuple[str, ...]:
     """The operands that change from call to call: both for a batched product, for a weight gradient
     (``a`` is transposed) and if ``a`` is larger than half the L2; else only the weight."""
-    a_bytes = math.prod(problem.a_shape) * problem.a.dtype.itemsize
-    both = problem.batch > 1 or problem.a.layout == "col" or a_bytes > problem.device.l2 / 2 > 0
-    both = both or problem.along != "m"
+    large = problem.sizes["a"] > problem.device.l2 / 2 > 0
+    both = problem.batch > 1 or problem.a.layout == "col" or large or problem.along != "m"
     return ("a", "b") if both else ("b",)
 
 
@@ -47,12 +47,13 @@ def copies(problem: Problem, limit: float = MEMORY_LIMIT) -> int:
         return 2 if problem.groups else 1  # ragged: two distributions
     changing = _rotating_bytes(problem)
     wanted = max(CHAIN_BYTES, L2_TIMES * problem.device.l2) / max(changing, 1)
-    affordable = int(limit / max(changing + _written(problem), 1))
+    affordable = int(limit / max(changing + problem.sizes["out"], 1))
     return max(1, min(max(2, math.ceil(wanted)), MOST_COPIES, affordable))
 
 
-def resident(problem: Problem, count: int) -> bool:
+def resident(problem: Problem, calls: Sequence[Any]) -> bool:
     """Whether the copies of a chain may still be in the L2."""
+    count = len({call.b.data_ptr() for call in calls})
     return count * _rotating_bytes(problem) < L2_TIMES * problem.device.l2
 
 
@@ -63,22 +64,31 @@ def memory_limit(device: torch.device) -> float:
     return min(MEMORY_LIMIT, free_memory(device) / 4)
 
 
-def rotated(arguments: T, problem: Problem, count: int, limit: float = MEMORY_LIMIT) -> list[T]:
-    """The arguments of the calls of a chain: ``count`` variants of a tuple or dataclass of tensors,
-    in which the rotating ones are copies. On a GPU a grouped product gets at least one call per
-    draw of group sizes, unless the outputs of these would exceed half of ``limit`` bytes."""
+def rotated(
+    arguments: T, problem: Problem, count: int | None = None, limit: float | None = None
+) -> list[T]:
+    """The arguments of the calls of a chain: variants of a tuple or dataclass of tensors, in which
+    the rotating ones are copies. On a GPU a grouped product gets at least one call per draw of
+    group sizes, unless the outputs of these would exceed half of the limit.
+
+    Args:
+        count: The number of variants; by default :func:`copies`.
+        limit: Bytes that they may take; by default :func:`memory_limit`.
+    """
     names = rotating(problem)
     given: Any = arguments
+    limit = memory_limit(given.b.device) if limit is None else limit
+    count = copies(problem, limit) if count is None else count
     replaced = getattr(given, "_replace", None) or functools.partial(dataclasses.replace, given)
-    copies = [arguments] + [
+    variants = [arguments] + [
         replaced(**{name: duplicate(getattr(given, name)) for name in names})
         for _ in range(count - 1)
     ]
     if problem.groups is None:
-        return copies
-    varies = problem.device.type == "cuda" and ragged.DRAWS * _written(problem) <= limit / 2
+        return variants
+    varies = problem.device.type == "cuda" and ragged.DRAWS * problem.sizes["out"] <= limit / 2
     calls = max(count, ragged.DRAWS) if varies else count
-    return ragged.varied([copies[call % count] for call in range(calls)])
+    return ragged.varied([variants[call % count] for call in range(calls)])
 
 
 def duplicate(t: torch.Tensor) -> torch.Tensor:
@@ -92,13 +102,5 @@ def duplicate(t: torch.Tensor) -> torch.Tensor:
     return memory.as_strided(t.shape, t.stride(), offset)
 
 
-def _written(problem: Problem) -> int:
-    return math.prod(problem.out_shape) * problem.out.dtype.itemsize
-
-
 def _rotating_bytes(problem: Problem) -> int:
-    sizes = {
-        "a": math.prod(problem.a_shape) * problem.a.dtype.itemsize,
-        "b": math.prod(problem.b_shape) * problem.b.dtype.itemsize,
-    }
-    return sum(sizes[name] for name in rotating(problem))
+    return sum(problem.sizes[name] for name in rotating(problem))

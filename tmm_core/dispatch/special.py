@@ -8,16 +8,18 @@ as silu(-Inf) = -Inf · 0: it depends on how the formula is written.
 
 from __future__ import annotations
 
+import functools
 import math
 import random
-from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import torch
 
-from tmm_core.dispatch import verify
+from tmm_core.dispatch.ragged_reference import reference
+from tmm_core.dispatch.random_inputs import Inputs
 from tmm_core.spec.arguments import Arguments
 from tmm_core.spec.problem import Problem
 
@@ -56,30 +58,6 @@ class Special:
     #: A dimension of the result, and the number of its elements that are defined.
     within: tuple[int, int] | None = None
 
-    @classmethod
-    def of(cls, problem: Problem, inputs: Arguments, axis: Axis, room: int) -> Special | None:
-        """Special values for these inputs; None if no input can hold one.
-
-        Along rows they are in a and the residual, along columns in b and the bias.
-
-        Args:
-            room: Bytes that operands of the reference may take in fp64.
-        """
-        chance = random.Random()
-        matrix = chance.randrange(problem.batch) if problem.batch > 1 else None
-        one = inputs if matrix is None else _of_batch(problem, inputs, matrix)
-        changes = tuple(_changes(problem, one, axis, chance))
-        if not changes:
-            return None
-        places = places_of(changes, one.a.device)
-        with planted(changes):
-            marked = _marked_reference(replace(problem, batch=1), one, axis, places, room)
-        return cls(axis, changes, places, matrix, *unmarked(marked))
-
-    def planted(self) -> AbstractContextManager[None]:
-        """A context in which the inputs contain the special values."""
-        return planted(self.changes)
-
     def fault(self, out: torch.Tensor) -> str | None:
         """Where the special values of ``out`` differ from the reference."""
         if self.within is not None:
@@ -104,11 +82,45 @@ class Special:
 _NAMES = {2: "nan", 1: "inf", -1: "-inf", 0: "a number"}
 
 
-def places_of(changes: Sequence[Change], device: torch.device) -> torch.Tensor:
-    """The rows or columns of the result that these affect, each once."""
-    return torch.tensor(
-        sorted({place for change in changes for place in change.places}), device=device
-    )
+def special(problem: Problem, inputs: Arguments, axis: Axis, room: int) -> Special | None:
+    """Special values for these inputs; None if no input can hold one.
+
+    Along rows they are in a and the residual, along columns in b and the bias.
+
+    Args:
+        room: Bytes that operands of the reference may take in fp64.
+    """
+    chance = random.Random()
+    matrix = chance.randrange(problem.batch) if problem.batch > 1 else None
+    one = inputs if matrix is None else _of_batch(problem, inputs, matrix)
+    changes = _changes(problem, one, axis, chance)
+    return expecting(replace(problem, batch=1), one, axis, changes, room, matrix=matrix)
+
+
+def expecting(
+    problem: Problem,
+    inputs: Inputs,
+    axis: Axis,
+    changes: Iterable[Change],
+    room: int,
+    *,
+    matrix: int | None = None,
+    within: tuple[int, int] | None = None,
+) -> Special | None:
+    """These changes of the inputs with their effect on the reference; None if there are none."""
+    changes = tuple(changes)
+    if not changes:
+        return None
+    affected = sorted({place for change in changes for place in change.places})
+    places = torch.tensor(affected, device=inputs.a.device)
+    limits = [slice(problem.m), slice(problem.n)]
+    if within is not None:
+        limits[within[0]] = slice(within[1])
+    rows, cols = (places, limits[1]) if axis == "rows" else (limits[0], places)
+    with planted(changes):
+        marked = reference(problem, inputs, rows, cols, room, functools.partial(marks, problem))
+    free = marked > _FREE / 2
+    return Special(axis, changes, places, matrix, marked - _FREE * free, free, within)
 
 
 @contextmanager
@@ -173,25 +185,6 @@ def _of_batch(problem: Problem, inputs: Arguments, matrix: int) -> Arguments:
     )
 
 
-def _marked_reference(
-    problem: Problem, inputs: Arguments, axis: Axis, places: torch.Tensor, room: int
-) -> torch.Tensor:
-    """The :func:`marks` of those rows or columns of the reference for the current inputs; computed
-    piecewise."""
-    length = problem.n if axis == "rows" else problem.m
-    step = max(64, room // (8 * max(1, problem.k) * (1 + problem.gated)))
-    pieces = []
-    # The reference chooses its precision by size.
-    smaller = replace(problem, m=len(places)) if axis == "rows" else replace(problem, n=len(places))
-    for low in range(0, length, step):
-        along = slice(low, low + step)
-        rows, cols = (places, along) if axis == "rows" else (along, places)
-        piece = verify.part(problem, inputs, rows, cols)
-        z = verify.accumulated(smaller, piece)
-        pieces.append(marks(problem, z, verify.finished(smaller, piece, z)))
-    return torch.cat(pieces, 1 if axis == "rows" else 0)
-
-
 #: Added to the kind of an element for which anything is accepted.
 _FREE = 8.0
 
@@ -204,12 +197,6 @@ def marks(problem: Problem, z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         gate, up = problem.epilogue.inputs(undefined)
         undefined = gate | up
     return kinds_of(y) + _FREE * (problem.epilogue.apply(z).isnan() & ~undefined)
-
-
-def unmarked(marked: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """The kinds of :func:`marks`, and where anything is accepted."""
-    free = marked > _FREE / 2
-    return marked - _FREE * free, free
 
 
 def kinds_of(t: torch.Tensor) -> torch.Tensor:

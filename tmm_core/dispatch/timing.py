@@ -247,7 +247,3 @@ def held_up(samples: Sequence[float]) -> bool:
         return False
     low, _, high = statistics.quantiles(samples, n=4, method="inclusive")
     return high > HELD_UP * low
-
-
-def median(samples: Sequence[float]) -> float:
-    return statistics.median(samples)

@@ -11,6 +11,7 @@ import torch
 from tmm_core.dispatch import verify
 from tmm_core.dispatch.fixture import Fixture, InputSet
 from tmm_core.dispatch.guarded import overlap, same_bits
+from tmm_core.dispatch.special import planted
 from tmm_core.dispatch.verify_outputs import Outputs
 from tmm_core.spec.kernel import Launcher
 
@@ -120,7 +121,7 @@ class Trial:
 
     def _special(self, of: InputSet) -> None:
         for special in self._fixture.special():
-            with special.planted(), self._no_warnings():
+            with planted(special.changes), self._no_warnings():
                 if self._fixture.allocates:
                     result = self._launch(of, [], special=True)
                 else:

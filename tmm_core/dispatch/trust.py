@@ -28,7 +28,9 @@ class Trust:
     """The candidates known to be right on this machine, under this version of tmm."""
 
     def __init__(self, store: CacheStore) -> None:
-        self._stamps = _Stamps(store)
+        self._store = store
+        #: Stamps that the store may not have kept.
+        self._here: set[str] = set()
 
     def holds(self, problem: Problem, choice: Choice) -> bool:
         """Whether ``choice`` may be launched for ``problem`` without verification."""
@@ -41,17 +43,23 @@ class Trust:
         evidence = replace(
             (choice.evidence or problem).bare(), batch_invariant=choice.arithmetic is not None
         )
-        if choice.origin == "cache" and self._stamps.is_own(evidence):
-            return True
+        if choice.origin == "cache":
+            device = evidence.device
+            found = self._store.locate(device.gpu, device.environment, evidence.to_json())
+            if found is not None and found.trusted:  # from the user's own tuning
+                return True
         return self.is_verified(problem, candidate)
 
     def is_verified(self, problem: Problem, candidate: Candidate) -> bool:
         """Whether this candidate was verified for a problem of this bucket."""
-        return self._stamps.has(problem, _key(problem, candidate))
+        key, device = _key(problem, candidate), problem.device
+        return key in self._here or self._store.is_verified(device.gpu, device.environment, key)
 
     def stamp(self, problem: Problem, candidate: Candidate) -> None:
         """Record that this candidate was verified for a problem of this bucket."""
-        self._stamps.add(problem, _key(problem, candidate))
+        key, device = _key(problem, candidate), problem.device
+        self._here.add(key)
+        self._store.mark_verified(device.gpu, device.environment, key)
 
     def verify(
         self,
@@ -83,28 +91,6 @@ def device_of(problem: Problem) -> torch.device:
     if problem.device.type == "cuda":
         return torch.device("cuda", torch.cuda.current_device())
     return torch.device(problem.device.type)
-
-
-class _Stamps:
-    """The store's stamps, and those that it could not keep."""
-
-    def __init__(self, store: CacheStore) -> None:
-        self._store = store
-        self._here: set[str] = set()
-
-    def has(self, problem: Problem, key: str) -> bool:
-        device = problem.device
-        return key in self._here or self._store.is_verified(device.gpu, device.environment, key)
-
-    def add(self, problem: Problem, key: str) -> None:
-        self._here.add(key)
-        self._store.mark_verified(problem.device.gpu, problem.device.environment, key)
-
-    def is_own(self, evidence: Problem) -> bool:
-        """Whether the record of that problem comes from the user's own tuning."""
-        device = evidence.device
-        located = self._store.locate(device.gpu, device.environment, evidence.to_json())
-        return located is not None and located.trusted
 
 
 def _key(problem: Problem, candidate: Candidate) -> str:

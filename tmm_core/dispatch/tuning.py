@@ -8,6 +8,7 @@ import functools
 import math
 import time
 from collections.abc import Sequence
+from statistics import median
 from typing import Any
 
 from tmm_cache import CandidateResult
@@ -21,7 +22,7 @@ from tmm_core.dispatch.first_launch import FirstLaunches
 from tmm_core.dispatch.fixture import memory_limit
 from tmm_core.dispatch.progress import Progress
 from tmm_core.dispatch.proposals import Proposals
-from tmm_core.dispatch.timing import Timer, held_up, median, timer_for
+from tmm_core.dispatch.timing import Timer, held_up, timer_for
 from tmm_core.dispatch.trust import device_of
 from tmm_core.dispatch.unmeasured import BUDGET_ENDED
 from tmm_core.dispatch.verifier import Verifier
@@ -301,8 +302,8 @@ class Tuning:
         for m in extents:
             if time.monotonic() > self._deadline:
                 return
-            verifier = self._verifier.inside(m)
-            problem = verifier.problem
+            problem = self._problem.at(m)
+            verifier = Verifier(problem, self._device, memory_limit=self._share)
             copies = Copies(problem, self._device, self._share)
             there = []
             for trial in finalists:

@@ -60,7 +60,6 @@ class Verifier:
         self.problem = problem
         self._device, self._limit, self._sampled = device, memory_limit, sampled
         self._fixture: Fixture | None = None
-        self._inside: dict[int, Verifier] = {}
 
     def verdict(
         self,
@@ -98,7 +97,7 @@ class Verifier:
                     trial.once_each() if brief else trial.thoroughly(repeats)
                 except WrongError as wrong:
                     reason = str(wrong)
-                changed = list(dict.fromkeys(name for each in sets for name in each.changed()))
+                changed = list(dict.fromkeys(n for each in sets for n in each.checksums.changed()))
             finally:
                 if changed:
                     fixture.release()  # overwritten inputs are of no use for the next
@@ -106,19 +105,9 @@ class Verifier:
                 reason = f"it wrote to its input {' and '.join(changed)}, or around it"
             return Verdict(trial.error, reason)
 
-    def inside(self, m: int) -> Verifier:
-        """The verifier of this problem at another M of its bucket, cached."""
-        if m not in self._inside:
-            other = self.problem.at(m)
-            limit, sampled = self._limit, self._sampled
-            self._inside[m] = Verifier(other, self._device, memory_limit=limit, sampled=sampled)
-        return self._inside[m]
-
     def release(self) -> None:
         """Release all tensors; the next verdict makes new ones."""
         self._fixture = None
-        for other in self._inside.values():
-            other.release()
 
     def _ready(self) -> Fixture:
         if self._fixture is None:

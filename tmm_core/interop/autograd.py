@@ -65,7 +65,7 @@ def by_torch(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         for t, rest, wanted in zip(ctx.saved_tensors, ctx.rest, needs, strict=False)
     ]
     call = Arguments(*given)
-    a, b, bias, residual, alpha, epilogue, out_dtype = call.common
+    a, b, bias, residual, alpha, epilogue, out_dtype = call[:7]
     if call.extras or a.dtype in BY_STORAGE:
         raise RuntimeError("tmm::matmul of 8-bit operands has no derivative")
     with torch.enable_grad():

@@ -5,12 +5,11 @@ from __future__ import annotations
 
 import functools
 import importlib
-import sys
 from typing import Any
 
 import torch
 
-from tmm_core import dispatch
+from tmm_core import compat, dispatch
 from tmm_core.launch.warm import epilogue_of
 from tmm_core.spec.epilogue import Epilogue, EpilogueLike
 
@@ -49,6 +48,5 @@ has_outputs._dynamo_marked_constant = True  # type: ignore[attr-defined]
 @functools.cache
 def prepare_for(kind: type[torch.Tensor]) -> None:
     """Register the sharding rules when a DTensor is first seen: importing them takes 1.5 s."""
-    module = sys.modules.get("torch.distributed.tensor")
-    if module is not None and issubclass(kind, module.DTensor):
+    if issubclass(kind, compat.dtensor()):
         importlib.import_module("tmm_core.interop.sharding")

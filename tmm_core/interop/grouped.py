@@ -14,11 +14,11 @@ import torch
 from tmm_core import compat
 from tmm_core.formats import BY_STORAGE
 from tmm_core.interop import flops, levels
-from tmm_core.interop.operator import autocast
+from tmm_core.interop.operator import autocast, in_memory
 from tmm_core.interop.rows import followed
 from tmm_core.launch.check import check_out, result_dtype
 from tmm_core.launch.grouped import check, ragged_along, refuse_outputs, run, undisturbed
-from tmm_core.launch.warm import epilogue_of, plain
+from tmm_core.launch.warm import epilogue_of
 from tmm_core.settings import overridden, within
 from tmm_core.spec.arguments import GROUPED_ROLES, GroupedArguments, schema
 from tmm_core.spec.epilogue import IDENTITY
@@ -48,8 +48,7 @@ def _run_out(*given: Any, out: Tensor, **named: Any) -> Tensor:
     call = GroupedArguments(*given, **named)
     shape = torch.Size(check(call, epilogue_of(call.epilogue)))
     apart = check_out(out, shape, result_dtype(call.a, call.out_dtype), call.given)
-    seen = compat.dispatch_modes() or levels.differentiated(*call.given)
-    if apart and not seen and all(map(plain, (out, *call.given))):
+    if apart and in_memory(out, *call.given):
         return run(*call._replace(out=out))
     return out.copy_(grouped_matmul(*call[:-1]))
 
@@ -78,12 +77,11 @@ def _differentiable(*given: Any, **named: Any) -> Tensor:
     parsed = epilogue_of(epilogue) if epilogue else IDENTITY
     refuse_outputs(parsed)
     head, rest = parsed.parts if epilogue else (IDENTITY, None)
-    text = "" if head is IDENTITY else head.interned()
     # A weight's gradient sums over its row, and scattering reads all rows.
     clean = zeroed or out_weights is not None or out_index is not None
     inner = residual if rest is None and head is IDENTITY and not clean else None
     y = levels.record(
-        _Product, a, b, offs, bias, inner, alpha, text, out_dtype, a_index, clean
+        _Product, a, b, offs, bias, inner, alpha, levels.head_text(head), out_dtype, a_index, clean,
     )  # fmt: skip
     if rest is not None:
         y = followed(y, rest, eager=_is_eager(call))
@@ -106,7 +104,7 @@ def _is_eager(call: GroupedArguments) -> bool:
     rows = call.a_index, call.out_index, call.out_weights
     return (
         not torch.compiler.is_dynamo_compiling()
-        and undisturbed(*call[:5], *rows, below=True)
+        and undisturbed(*call[:5], *rows, cast=True, shown=True)
         and not (levels.is_batched(call.a) or levels.is_batched(call.b))
     )
 

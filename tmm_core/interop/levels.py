@@ -91,12 +91,10 @@ class Underivable(OneLevel):
         ctx.dtypes = a.dtype, b.dtype
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Any:
+    def backward(ctx: Any, *_: Tensor | None) -> Any:
         raise RuntimeError("tmm has no derivative for {} @ {}".format(*ctx.dtypes))
 
-    @staticmethod
-    def jvp(ctx: Any, *tangents: Tensor | None) -> Any:
-        raise RuntimeError("tmm has no derivative for {} @ {}".format(*ctx.dtypes))
+    jvp = backward
 
 
 class _WithDerivative(OneLevel):

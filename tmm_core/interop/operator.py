@@ -36,12 +36,12 @@ def _run_out(*given: Any, out: Tensor) -> Tensor:
     call = Arguments(*given)
     shape = check(call, epilogue_of(call.epilogue))
     apart = check_out(out, shape, result_dtype(call.a, call.out_dtype), call.given)
-    if apart and _in_memory(out, *call.given):
+    if apart and in_memory(out, *call.given):
         return run(*given, out=out)
     return out.copy_(matmul(*given))
 
 
-def _in_memory(*tensors: Tensor) -> bool:
+def in_memory(*tensors: Tensor) -> bool:
     """Whether these tensors can be passed to a kernel as they are, and no mode or transform has to
     see the call."""
     return (

@@ -7,7 +7,6 @@ are computed from it by their references, in torch, and are not differentiable.
 
 from __future__ import annotations
 
-import sys
 from typing import Any, NoReturn
 
 import torch
@@ -32,7 +31,7 @@ def matmul(call: Arguments) -> tuple[Tensor, ...]:
         raise ValueError("matmul(): out= cannot be given where the epilogue has outputs")
     if not torch.compiler.is_compiling():
         parsed = epilogue_of(call.epilogue)
-        if any(map(_sharded, call.given)):
+        if any(isinstance(t, compat.dtensor()) for t in call.given):
             names = ", ".join(port.name for port in parsed.outputs)
             raise ValueError(f"epilogue outputs ({names}) have no sharding rule for DTensor")
         if unusual.concerns(*call[:4]):
@@ -40,11 +39,6 @@ def matmul(call: Arguments) -> tuple[Tensor, ...]:
         if levels.differentiated(*call.given):
             return _by_references(call)
     return tuple(_operator(*call[:-1]))
-
-
-def _sharded(t: Tensor) -> bool:
-    module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(t, module.DTensor)
 
 
 def _by_references(call: Arguments) -> tuple[Tensor, ...]:

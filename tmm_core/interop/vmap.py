@@ -28,7 +28,7 @@ def matmul(info: Any, in_dims: Sequence[int | None], *given: Any) -> tuple[Tenso
             for place in range(info.batch_size)
         )
         return torch.stack([torch.ops.tmm.matmul(*arguments) for arguments in each]), 0
-    a, b, bias, residual, alpha, epilogue, out_dtype = call.common
+    a, b, bias, residual, alpha, epilogue, out_dtype = call[:7]
     of_a, of_b, of_bias, of_residual = (*in_dims, None, None)[:4]
     # Dimensions of the result of one call.
     ranks = a.dim() - (of_a is not None), b.dim() - (of_b is not None)

@@ -12,7 +12,7 @@ from tmm_core.compat import internal_overlap
 from tmm_core.errors import warn
 from tmm_core.formats import Format
 from tmm_core.launch.beside import check_outputs
-from tmm_core.spec.arguments import Arguments
+from tmm_core.spec.arguments import Arguments, GroupedArguments
 from tmm_core.spec.epilogue import Epilogue
 
 #: Torch's code for a tensor that overlaps itself (it may also not know).
@@ -36,7 +36,7 @@ def check(call: Arguments, epilogue: Epilogue) -> torch.Size:
         ValueError: A bias, residual, scale or gated width does not match.
         TypeError: An ``out_dtype`` that is not a floating dtype.
     """
-    a, b, bias, residual, out_dtype = call.a, call.b, call.bias, call.residual, call.out_dtype
+    a, b, bias, residual = call[:4]
     addressable(*call.given)
     shape = product_shape(a, b)
     form = formats.of_pair(a.dtype, b.dtype)
@@ -47,23 +47,10 @@ def check(call: Arguments, epilogue: Epilogue) -> torch.Size:
         _let_torch_say(a, b)
     if not epilogue.is_identity and not a.dtype.is_floating_point:
         raise RuntimeError(f"epilogue {epilogue.name!r} needs a floating dtype, got {a.dtype}")
+    result = check_terms(call, form, epilogue, bias=bias, residual=residual)
     width = b.shape[-1] if b.dim() > 1 else 1
     if epilogue.gated:
-        if b.dim() == 1 or width % 2:
-            raise ValueError(
-                f"gated epilogue {epilogue.name!r} needs b of width 2N (gate and up halves), "
-                f"got b of shape {tuple(b.shape)}"
-            )
         shape = torch.Size([*shape[:-1], shape[-1] // 2])
-    result = result_dtype(a, out_dtype)
-    if result not in _OUT_DTYPES and (form or result != a.dtype):
-        wide = " of 16 bits or more" if form else ""
-        raise TypeError(f"out_dtype must be a floating dtype{wide}, got {out_dtype}")
-    allowed = {result if form else a.dtype, result, torch.float32}
-    for name, term in (("bias", bias), ("residual", residual)):
-        if term is not None and term.dtype not in allowed:
-            wanted = " or ".join(sorted(map(str, allowed)))
-            raise RuntimeError(f"{name} must have dtype {wanted}, got {term.dtype}")
     if bias is not None and bias.shape != (width,):
         raise ValueError(f"bias must have shape ({width},), got {tuple(bias.shape)}")
     if residual is not None:
@@ -75,6 +62,32 @@ def check(call: Arguments, epilogue: Epilogue) -> torch.Size:
     if epilogue.outputs:
         check_outputs(call, epilogue, result)
     return shape
+
+
+def check_terms(
+    call: Arguments | GroupedArguments,
+    form: Format | None,
+    epilogue: Epilogue,
+    **terms: torch.Tensor | None,
+) -> torch.dtype:
+    """Check the width of a gated product, plain or grouped, and the dtypes of its result and of
+    what is added to it or multiplied with it; returns the result's. Raises as :func:`check`."""
+    b, out_dtype = call.b, call.out_dtype
+    if epilogue.gated and (b.dim() == 1 or b.shape[-1] % 2):
+        raise ValueError(
+            f"gated epilogue {epilogue.name!r} needs b of width 2N (gate and up halves), "
+            f"got b of shape {tuple(b.shape)}"
+        )
+    own, result = call.a.dtype, result_dtype(call.a, out_dtype)
+    if result not in _OUT_DTYPES and (form or result != own):
+        wide = " of 16 bits or more" if form else ""
+        raise TypeError(f"out_dtype must be a floating dtype{wide}, got {out_dtype}")
+    allowed = {result if form else own, result, torch.float32}
+    for name, term in terms.items():
+        if term is not None and term.dtype not in allowed:
+            wanted = " or ".join(sorted(map(str, allowed)))
+            raise RuntimeError(f"{name} must have dtype {wanted}, got {term.dtype}")
+    return result
 
 
 def check_residual(residual: torch.Tensor, shape: torch.Size) -> None:
@@ -228,7 +241,7 @@ def check_out(
         )
     if torch.is_grad_enabled() and any(t.requires_grad for t in (out, *inputs)):
         refuse_gradients_of_out()
-    near = [t for t in inputs if _ranges_meet(out, t)]
+    near = [t for t in inputs if ranges_meet(out, t)]
     if any(t is out or (_dense(out) and _dense(t)) for t in near):
         raise RuntimeError(
             "unsupported operation: some elements of the input tensor and the written-to "
@@ -259,7 +272,7 @@ def refuse_gradients_of_out() -> NoReturn:
     )
 
 
-def _ranges_meet(out: torch.Tensor, t: torch.Tensor) -> bool:
+def ranges_meet(out: torch.Tensor, t: torch.Tensor) -> bool:
     """Whether the memory ranges from first to last element overlap."""
     if not out.numel() or not t.numel():
         return False

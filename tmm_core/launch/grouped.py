@@ -5,7 +5,7 @@ Nothing here reads the values of ``offs``: they stay on the device.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -14,7 +14,7 @@ import torch
 from tmm_core import settings
 from tmm_core.formats import of_pair
 from tmm_core.launch import warm
-from tmm_core.launch.check import PLAIN, addressable, check_scale, result_dtype
+from tmm_core.launch.check import addressable, check_scale, check_terms, result_dtype
 from tmm_core.launch.plan import Plan
 from tmm_core.launch.source import written
 from tmm_core.launch.warm import (  # noqa: F401  # read by what is written out
@@ -26,9 +26,9 @@ from tmm_core.launch.warm import (  # noqa: F401  # read by what is written out
     _tf32,
 )
 from tmm_core.spec.arguments import (
-    EXTRAS,
     GROUPED_EXTRAS,
     GROUPED_ROLES,
+    GROUPED_TENSORS,
     ROWS,
     Arguments,
     GroupedArguments,
@@ -42,7 +42,6 @@ from tmm_core.spec.problem import Problem
 
 Tensor = torch.Tensor
 
-_OUT_DTYPES = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 _INDEX_DTYPES = (torch.int32, torch.int64)
 
 
@@ -74,7 +73,7 @@ def check(call: GroupedArguments, epilogue: Epilogue) -> tuple[int, ...]:
         ValueError: A bias, residual, index, weight, scale or gated width does not match.
         TypeError: An ``out_dtype`` that is not a floating dtype.
     """
-    a, b, offs, bias, residual, _, _, out_dtype, a_index, out_index, out_weights, *_ = call
+    a, b, offs, bias, residual, _, _, _, a_index, out_index, out_weights, *_ = call
     addressable(*call.given)
     count = check_operands(a, b, offs)
     form = of_pair(a.dtype, b.dtype)
@@ -86,11 +85,8 @@ def check(call: GroupedArguments, epilogue: Epilogue) -> tuple[int, ...]:
     refuse_outputs(epilogue)
     if epilogue.gated and along == "n":
         raise ValueError(f"gated epilogue {epilogue.name!r} pairs columns, which are ragged")
-    if epilogue.gated and width % 2:
-        raise ValueError(
-            f"gated epilogue {epilogue.name!r} needs b of width 2N (gate and up halves), "
-            f"got b of shape {tuple(b.shape)}"
-        )
+    terms = {"bias": bias, "residual": residual, "out_weights": out_weights}
+    check_terms(call, form, epilogue, **terms)
     m, n = a.shape[-2], width // 2 if epilogue.gated else width
     rows = (("a_index", a_index), ("out_index", out_index), ("out_weights", out_weights))
     for name, t in rows:
@@ -112,16 +108,6 @@ def check(call: GroupedArguments, epilogue: Epilogue) -> tuple[int, ...]:
         if scale is not None:
             check_scale(name, scale, scale_shapes(t, along, count, t is a), form, t.dtype)
     shape = (count, m, n) if along == "k" else (m, n)
-    result = result_dtype(a, out_dtype)
-    if result not in _OUT_DTYPES:
-        raise TypeError(f"out_dtype must be a floating dtype, got {out_dtype}")
-    allowed = {result if form else a.dtype, result, torch.float32}
-    terms = (("bias", bias), ("residual", residual), ("out_weights", out_weights))
-    for name, t in terms:
-        if t is not None and t.dtype not in allowed:
-            raise RuntimeError(
-                f"{name} must have dtype {' or '.join(sorted(map(str, allowed)))}, got {t.dtype}"
-            )
     if bias is not None:
         if along == "n":
             raise ValueError("a bias is along columns, which are ragged")
@@ -196,22 +182,9 @@ def _packed(**rows: Tensor | None) -> dict[str, Tensor]:
     }
 
 
-def _run() -> Iterator[str]:
-    """Look the plan up and launch it; calls without scales skip them."""
-    yield f"if {' and '.join(f'{name} is None' for name in EXTRAS)}:"
-    for line in _replay(ROWS):
-        yield f"    {line}"
-    yield "else:"
-    for line in _replay(GROUPED_EXTRAS):
-        yield f"    {line}"
-    yield f"return run({', '.join(GroupedArguments._fields)})"
-
-
-def _replay(extras: tuple[str, ...]) -> Iterator[str]:
+def _launch(extras: tuple[str, ...]) -> str:
     given = ", ".join(f"{name}={name}" for name in extras)
-    launch = f"plan.launcher(a, b, _each(bias, offs), residual, alpha, out, **_packed({given}))"
-    roles = [role for role in GROUPED_ROLES if role.name in extras or not role.extra]
-    yield from warm.replay(roles, GroupedArguments, launch)
+    return f"plan.launcher(a, b, _each(bias, offs), residual, alpha, out, **_packed({given}))"
 
 
 def _build(key: tuple[Any, ...], call: GroupedArguments) -> Plan:
@@ -256,30 +229,16 @@ def pose(call: GroupedArguments, epilogue: Epilogue, current: settings.Settings)
     )
 
 
-def undisturbed(
-    a: Any,
-    b: Any,
-    offs: Any,
-    bias: Any = None,
-    residual: Any = None,
-    a_index: Any = None,
-    out_index: Any = None,
-    weights: Any = None,
-    scale_a: Any = None,
-    scale_b: Any = None,
-    below: bool = False,
-) -> bool:
-    """Whether torch's dispatcher would only record the call's gradient; ``below`` the operator,
-    autocast and profilers have had their turn."""
-    return (
-        warm.undisturbed(a, b, bias, residual, a_index, out_index, below, below)
-        and type(offs) in PLAIN
-        and (weights is None or warm.plain(weights))
-        and (scale_a is None or warm.plain(scale_a))
-        and (scale_b is None or warm.plain(scale_b))
-    )
-
-
+#: As :data:`tmm_core.launch.warm.undisturbed`, whose queries it makes.
+undisturbed: Callable[..., bool] = written(
+    "undisturbed_groups",
+    parameters(GROUPED_TENSORS, GroupedArguments) + ", cast=False, shown=False",
+    warm.disturbances(GROUPED_TENSORS),
+    vars(warm),
+)
 run: Callable[..., Tensor] = written(
-    "run", parameters(GroupedArguments._fields, GroupedArguments), _run(), globals()
+    "run",
+    parameters(GroupedArguments._fields, GroupedArguments),
+    warm.entry(GROUPED_ROLES, GroupedArguments, _launch(ROWS), _launch(GROUPED_EXTRAS)),
+    globals(),
 )

@@ -187,17 +187,11 @@ class Plan(_Callable):
 
     def _check_out(self, a: torch.Tensor, out: torch.Tensor) -> None:
         problem = self.problem
-        planned = problem.out.dtype, a.get_device()
         count = problem.batch * problem.m * problem.n
-        if (
-            (out.dtype, out.get_device()) != planned
-            or out.numel() != count
-            or out.data_ptr() & 15
-            or not out.is_contiguous()
-        ):
-            expected = (count, True, 0, *planned)
-            offset = out.data_ptr() & 15
-            found = (out.numel(), out.is_contiguous(), offset, out.dtype, out.get_device())
+        expected = count, True, 0, problem.out.dtype, a.get_device()
+        offset = out.data_ptr() & 15
+        found = out.numel(), out.is_contiguous(), offset, out.dtype, out.get_device()
+        if found != expected:
             raise ValueError(self._mismatch("out", _OUT_FIELDS, expected, found))
 
     def _mismatch(self, name: str, fields: tuple[str, ...], planned: Any, given: Any) -> str:

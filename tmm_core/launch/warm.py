@@ -1,8 +1,8 @@
 """The path of a warm call: one tuple, one look-up, one launch.
 
 Everything else (parsing, checking, choosing, compiling) happens when the look-up misses. The two
-functions on that path are generated from the table of arguments by :func:`_run` and
-:func:`_undisturbed`; tracebacks show their sources.
+functions on that path are generated from the table of arguments by :func:`entry` and
+:func:`disturbances`; tracebacks show their sources.
 """
 
 from __future__ import annotations
@@ -127,7 +127,7 @@ def _tf32() -> bool:
 # -- generated: what a warm call runs ------------------------------------------------------
 
 
-def _undisturbed() -> Iterator[str]:
+def disturbances(tensors: Sequence[str]) -> Iterator[str]:
     """Whether torch's dispatcher would only record the call's gradient: no autocast (unless it has
     ``cast`` already), profiler (unless it has ``shown`` the operator, or sees the kernel alone),
     transform, mode, tracer or tensor subclass is involved. The operator would then do the same as
@@ -137,30 +137,29 @@ def _undisturbed() -> Iterator[str]:
     yield "    and (shown or not _profiles()) and not _dispatch_modes() and not _function_modes()"
     yield "    and _transform() is None and _forward_ad._current_level < 0 and _tracer() is None"
     yield "    and not (a.is_neg() or b.is_neg() or a.is_conj() or b.is_conj())"
-    for name in TENSORS[2:]:
+    for name in tensors[2:]:
         yield f"    and ({name} is None or plain({name}))"
     yield ")"
 
 
-def _run() -> Iterator[str]:
-    """The only entry to a launch: one branch for calls without extras, which skips them, and one
-    for calls with extras."""
+def entry(
+    roles: Sequence[Role],
+    arguments: type[Arguments | GroupedArguments],
+    launch: str,
+    launch_scaled: str,
+) -> Iterator[str]:
+    """The only entry to a launch: one branch for calls without scales, which skips them, and one
+    for calls with scales; each with the source of its launch."""
     yield f"if {' and '.join(f'{name} is None' for name in EXTRAS)}:"
-    for line in _replay(()):
+    for line in _replay([role for role in roles if role.name not in EXTRAS], arguments, launch):
         yield f"    {line}"
     yield "else:"
-    for line in _replay(EXTRAS):
+    for line in _replay(roles, arguments, launch_scaled):
         yield f"    {line}"
-    yield f"return run({', '.join(Arguments._fields)})"
+    yield f"return run({', '.join(arguments._fields)})"
 
 
-def _replay(extras: tuple[str, ...]) -> Iterator[str]:
-    launched = ", ".join((*LAUNCHED, *extras))
-    launch = f"plan.{'with_extras' if extras else 'launcher'}({launched})"
-    return replay([role for role in ROLES if extras or not role.extra], Arguments, launch)
-
-
-def replay(
+def _replay(
     roles: Iterable[Role], arguments: type[Arguments | GroupedArguments], launch: str
 ) -> Iterator[str]:
     """Look the plan up by the keys of ``roles``, and launch it with the source ``launch``. Falls
@@ -190,9 +189,22 @@ def replay(
 
 
 undisturbed: Callable[..., bool] = written(
-    "undisturbed", parameters(TENSORS) + ", cast=False, shown=False", _undisturbed(), globals()
+    "undisturbed",
+    parameters(TENSORS) + ", cast=False, shown=False",
+    disturbances(TENSORS),
+    globals(),
 )
-run: Callable[..., Tensor] = written("run", parameters(ROLE), _run(), globals())
+run: Callable[..., Tensor] = written(
+    "run",
+    parameters(ROLE),
+    entry(
+        ROLES,
+        Arguments,
+        f"plan.launcher({', '.join(LAUNCHED)})",
+        f"plan.with_extras({', '.join((*LAUNCHED, *EXTRAS))})",
+    ),
+    globals(),
+)
 
 
 # -- the slow path -----------------------------------------------------------------------

@@ -17,9 +17,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from tmm_core import dispatch, grouped
+from tmm_core import grouped
 from tmm_core.nn import clamped, proof
-from tmm_core.nn.gated import GATED_BY
+from tmm_core.nn.gated import GATED_BY, gated_by
 from tmm_core.spec.epilogue import EpilogueLike
 
 Tensor = torch.Tensor
@@ -66,17 +66,8 @@ class Experts(nn.Module):
         dtype: torch.dtype | None = None,
     ) -> None:
         super().__init__()
-        known = isinstance(activation, str) and activation in GATED_BY
-        parsed = dispatch.dispatcher().registry.epilogue(
-            GATED_BY[str(activation)] if known else activation
-        )
-        if not parsed.gated:
-            raise ValueError(
-                f"activation {activation!r} does not gate; known: {sorted(GATED_BY)}, or a gated "
-                "epilogue such as 'swiglu'"
-            )
         self.num_experts = num_experts
-        self.epilogue = parsed.interned()
+        self.epilogue = gated_by(activation).interned()
         wide, narrow = (2 * intermediate_size, hidden_size), (hidden_size, intermediate_size)
 
         def parameter(*shape: int) -> nn.Parameter:
@@ -172,7 +163,6 @@ def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights
     )
     if follow is not None:
         between = follow(between)
-    rows: dict[str, Any] = {"out_index": chosen.places}
     if getattr(self, "has_post_expert_norm", False):
         # The norm comes between the product and the weight.
         normed = self.post_expert_norm(_product(self, "down_proj", between, chosen.offs))
@@ -180,7 +170,7 @@ def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights
         normed = torch.where(known[:, None], normed * chosen.weights[:, None], 0)
         down = torch.zeros_like(normed).index_copy(0, chosen.places, normed)
     else:
-        rows["out_weights"] = chosen.weights
+        rows = {"out_index": chosen.places, "out_weights": chosen.weights}
         down = _product(self, "down_proj", between, chosen.offs, **rows)
     return chosen.summed(down).to(hidden_states.dtype)
 

@@ -8,7 +8,6 @@ until :meth:`GatedMLP.merge` has joined them again.
 
 from __future__ import annotations
 
-import sys
 from collections import OrderedDict
 from collections.abc import Sequence
 from typing import Any
@@ -31,6 +30,24 @@ _forward_ad = compat.forward_ad
 GATED_BY = {"silu": "swiglu", "gelu": "geglu", "gelu_tanh": "geglu_tanh", "relu": "reglu"}
 
 NAMES = ("gate_proj", "up_proj", "down_proj")
+
+
+def gated_by(activation: EpilogueLike) -> Epilogue:
+    """The gated epilogue that an activation makes, or that ``activation`` is.
+
+    Raises:
+        UnknownNameError: There is no such activation or epilogue.
+        ValueError: It does not gate.
+    """
+    registry = dispatch.dispatcher().registry
+    parsed = registry.epilogue(activation)
+    parsed = registry.epilogue(GATED_BY.get(parsed.key, parsed))
+    if not parsed.gated:
+        raise ValueError(
+            f"activation {activation!r} does not gate; known: {sorted(GATED_BY)}, or a gated "
+            "epilogue such as 'swiglu'"
+        )
+    return parsed
 
 
 class GatedMLP(nn.Module):
@@ -88,8 +105,7 @@ class GatedMLP(nn.Module):
         self.gate_proj = Linear(hidden_size, intermediate_size, bias, device, dtype)
         self.up_proj = Linear(hidden_size, intermediate_size, bias, device, dtype)
         self.down_proj = Linear(intermediate_size, hidden_size, bias, device, dtype)
-        name = dispatch.dispatcher().registry.epilogue(activation).key
-        self._gate_by(GATED_BY.get(name, activation))
+        self._gate_by(activation)
         self._register_hooks()
         self.merge()
 
@@ -106,12 +122,9 @@ class GatedMLP(nn.Module):
         return layer
 
     def _gate_by(self, epilogue: EpilogueLike) -> None:
-        parsed: Epilogue = dispatch.dispatcher().registry.epilogue(epilogue)
-        if not parsed.gated or parsed.interleaved or parsed.stages:
-            raise ValueError(
-                f"activation {epilogue!r} does not gate; known: {sorted(GATED_BY)}, "
-                "or a gated epilogue such as 'swiglu'"
-            )
+        parsed = gated_by(epilogue)
+        if parsed.interleaved or parsed.stages:
+            raise ValueError(f"epilogue {str(parsed)!r} is not one function of gate and up halves")
         self._epilogue = epilogue
         self._text = parsed.interned()
 
@@ -279,9 +292,5 @@ def _does_no_more(gate: Any, up: Any, x: Tensor) -> bool:
 
 
 def _sharded(layer: Any) -> bool:
-    module = sys.modules.get("torch.distributed.tensor")
-    return (
-        module is not None
-        and isinstance(layer, nn.Linear)
-        and isinstance(layer._parameters.get("weight"), module.DTensor)
-    )
+    weight = layer._parameters.get("weight") if isinstance(layer, nn.Linear) else None
+    return isinstance(weight, compat.dtensor())

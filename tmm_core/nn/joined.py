@@ -34,10 +34,9 @@ def joined(first: Tensor | None, second: Tensor | None) -> Tensor | None:
 
 def join(first: Tensor, second: Tensor) -> None:
     """Move two parameters into one storage, if they are :func:`joinable`."""
-    if joined(first, second) is not None or not joinable(first, second):
-        return
-    with torch.inference_mode(first.is_inference()), torch.no_grad():
-        move_together(first, second)
+    if joinable(first, second):
+        with torch.inference_mode(first.is_inference()), torch.no_grad():
+            move_together(first, second)
 
 
 def move_together(first: Tensor, second: Tensor) -> None:

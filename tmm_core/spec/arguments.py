@@ -44,13 +44,6 @@ class Arguments(NamedTuple):
         return tuple(getattr(self, name) for name in TENSORS)
 
     @property
-    def common(
-        self,
-    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, Any, str, torch.dtype | None]:
-        """The arguments of every operator of a product, before the extras."""
-        return self[:7]
-
-    @property
     def given(self) -> list[Tensor]:
         """The tensors that are there to be read."""
         return [t for t in self.tensors if t is not None]
@@ -161,7 +154,7 @@ EXTRAS = tuple(role.name for role in ROLES if role.extra)
 ROWS = tuple(name for name in GROUPED_EXTRAS if name not in EXTRAS)
 #: How many arguments the operator has before the first extra.
 COMMON = list(ROLE).index(EXTRAS[0])
-assert COMMON == 7  # Arguments.common
+assert COMMON == 7  # as calls are sliced
 #: Positional arguments of a launch.
 LAUNCHED = ("a", "b", "bias", "residual", "alpha", "out")
 

@@ -8,6 +8,8 @@ from typing import Any, Literal, get_args
 
 import torch
 
+from tmm_core.spec.operand import dtype_name, dtype_of
+
 Ragged = Literal["m", "n", "k"]
 
 
@@ -70,7 +72,7 @@ class Groups:
         return tuple(name for name, dtype in self.extras.items() if dtype is not None)
 
     def to_json(self) -> dict[str, Any]:
-        dtypes = {name: str(d).removeprefix("torch.") for name, d in self.extras.items() if d}
+        dtypes = {name: dtype_name(d) for name, d in self.extras.items() if d}
         del dtypes["offs"]
         zeroed = {"zeroed": True} if self.zeroed else {}
         return {"count": self.count, "ragged": self.ragged, **dtypes, **zeroed}
@@ -78,7 +80,7 @@ class Groups:
     @classmethod
     def from_json(cls, doc: Mapping[str, Any]) -> Groups:
         names = ("a_index", "out_index", "out_weights")
-        dtypes = {name: getattr(torch, doc[name]) for name in names if doc.get(name)}
+        dtypes = {name: dtype_of(doc[name]) for name in names if doc.get(name)}
         return cls(int(doc["count"]), doc["ragged"], **dtypes, zeroed=bool(doc.get("zeroed")))
 
     def __str__(self) -> str:

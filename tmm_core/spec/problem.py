@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Literal
@@ -27,8 +28,8 @@ class Problem:
 
     With a gated epilogue ``b`` is ``[K, 2N]`` and ``bias`` has 2N elements; ``n`` is the
     width of the output. If 8-bit operands have scales, the product is multiplied by ``scale_a ·
-    scale_b`` as by alpha. ``batch`` counts independent products; operands are 3-D if it is more
-    than one, else 2-D. With ``groups`` the products are ragged and ``batch`` is one; see
+    scale_b`` as by alpha. ``batch`` counts independent products; operands are 2-D if it is one,
+    else 3-D. With ``groups`` the products are ragged and ``batch`` is one; see
     :class:`Groups` for shapes.
 
     A new field has to be declared in :mod:`tmm_core.spec.supports`.
@@ -154,7 +155,7 @@ class Problem:
     @property
     def bias_shape(self) -> tuple[int, ...]:
         """A vector, or one per group."""
-        width = self.n * (2 if self.gated else 1)
+        width = self.b_shape[-1]
         return (self.groups.count, width) if self.groups else (width,)
 
     @property
@@ -178,7 +179,7 @@ class Problem:
         ragged along ``ragged``."""
         if self.groups is not None:
             return (self.groups.count,) if self.groups.ragged == ragged else ()
-        return (self.batch,) if self.batch > 1 else ()
+        return (self.batch,) if self.batch != 1 else ()
 
     @property
     def plain(self) -> bool:
@@ -211,33 +212,38 @@ class Problem:
     @property
     def has_scales(self) -> bool:
         """Whether launchers take ``scale_a`` and ``scale_b``."""
-        return self.scale_a is not None or self.scale_b is not None
+        return bool(self.scales)
 
     @property
     def flops(self) -> int:
         """Multiply-adds counted as two, epilogue left out."""
-        return 2 * self.batch * self.m * self.n * (2 if self.gated else 1) * self.k
+        return 2 * self.batch * self.m * self.b_shape[-1] * self.k
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        """The bytes of each matrix, without gaps between its rows."""
+        matrices = {
+            "a": (self.a, self.a_shape),
+            "b": (self.b, self.b_shape),
+            "out": (self.out, self.out_shape),
+            "residual": (self.residual, self.out_shape),
+        }
+        return {
+            name: math.prod(shape) * matrix.dtype.itemsize
+            for name, (matrix, shape) in matrices.items()
+            if matrix is not None
+        }
 
     @property
     def bytes(self) -> int:
         """Minimum memory traffic: each operand read once, the output written once."""
-        b_width = self.n * (2 if self.gated else 1)
-        # Tensors without a ragged dimension exist once per group.
-        count, ragged = (self.groups.count, self.groups.ragged) if self.groups else (1, "")
-        elements = (
-            (self.m * self.k * (count if ragged == "n" else 1), self.a.dtype),
-            (self.k * b_width * (count if ragged == "m" else 1), self.b.dtype),
-            (self.m * self.n * (count if ragged == "k" else 1), self.out.dtype),
-            (self.m * self.n, self.residual.dtype if self.residual else None),
-        )
-        return self.batch * sum(n * d.itemsize for n, d in elements if d is not None)
+        return sum(self.sizes.values())
 
     def to_json(self) -> dict[str, Any]:
         """The record's readable key: everything that affects speed, except device and requirements.
 
         Scales are included only if present, since records are older than scales.
         """
-        scales = {"scale_a": self.scale_a, "scale_b": self.scale_b}
         return {
             "m": self.m,
             "n": self.n,
@@ -251,7 +257,7 @@ class Problem:
             "residual": self.residual.to_json() if self.residual else None,
             "scaled": self.scaled,
             "tf32": self.tf32,
-            **{name: kind for name, kind in scales.items() if kind is not None},
+            **{name: getattr(self, name) for name in self.scales},
             **({"groups": self.groups.to_json()} if self.groups else {}),
             # That mode tries other configs and fewer kernels.
             **({"batch_invariant": True} if self.batch_invariant else {}),

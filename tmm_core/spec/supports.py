@@ -16,7 +16,7 @@ from tmm_core.errors import UnsupportedProblemError
 from tmm_core.spec.device import DeviceFingerprint
 from tmm_core.spec.epilogue import Epilogue
 from tmm_core.spec.groups import Groups
-from tmm_core.spec.operand import ALIGNMENT, Operand
+from tmm_core.spec.operand import ALIGNMENT, Operand, dtype_name
 from tmm_core.spec.port import Port
 from tmm_core.spec.problem import REQUIREMENTS, Problem
 
@@ -135,17 +135,7 @@ class Supports:
         return [reason for ask in questions for reason in ask(self, problem)]
 
 
-_FLAGS = (
-    "wide",
-    "empty",
-    "alpha",
-    "epilogues",
-    "gated",
-    "interleaved",
-    "unfused",
-    "indexed",
-    "zeroed",
-)
+_FLAGS = [each.name for each in fields(Supports) if each.default is False]
 _COLLECTIONS = ("devices", "operands", "formats", "scales", "out", "bias", "residual",
                 "unaligned", "outputs", "reduces", "ragged")  # fmt: skip
 _DEVICES = {
@@ -283,7 +273,7 @@ def _dtype(what: str, dtype: torch.dtype, allowed: Dtypes) -> Iterator[str]:
 
 
 def _named(dtypes: Dtypes) -> str:
-    return ", ".join(str(dtype).removeprefix("torch.") for dtype in dtypes)
+    return ", ".join(map(dtype_name, dtypes))
 
 
 Question = Callable[[Supports, Problem], Iterator[str]]
