@@ -19,6 +19,7 @@ from torch import nn
 import tmm_core
 from tmm_core.epilogues.clamped import CLAMPED
 from tmm_core.nn import Experts, convert, experts
+from tmm_core.spec.epilogue import INTERNED
 
 Tensor = torch.Tensor
 
@@ -233,6 +234,20 @@ class Decorated(Theirs):
 
 
 @pytest.mark.usefixtures("interface")
+def halved(gate: Tensor, up: Tensor) -> Tensor:
+    return gate * up / 2
+
+
+def test_an_epilogue_of_ones_own_survives_a_pickle() -> None:
+    layer = Experts(4, 16, 12, tmm_core.Epilogue("halved", halved, gated=True))
+    x, chosen = torch.randn(5, 16), torch.tensor([[0, 2], [1, 0], [2, 3], [3, 1], [0, 1]])
+    expected = layer(x, chosen, torch.full((5, 2), 0.5))
+    text = pickle.dumps(layer)
+    INTERNED.clear()  # as in the process that reads it
+    again = pickle.loads(text)
+    torch.testing.assert_close(again(x, chosen, torch.full((5, 2), 0.5)), expected)
+
+
 def test_convert_swaps_them() -> None:
     model = nn.Sequential(nn.ModuleDict({"experts": Decorated()}))
     before = dict(model.named_parameters())

@@ -67,7 +67,7 @@ class Experts(nn.Module):
     ) -> None:
         super().__init__()
         self.num_experts = num_experts
-        self.epilogue = gated_by(activation).interned()
+        self._gate_by(activation)
         wide, narrow = (2 * intermediate_size, hidden_size), (hidden_size, intermediate_size)
 
         def parameter(*shape: int) -> nn.Parameter:
@@ -77,6 +77,14 @@ class Experts(nn.Module):
         self.gate_up_proj_bias = parameter(wide[0]) if bias else None
         self.down_proj_bias = parameter(narrow[0]) if bias else None
         self.reset_parameters()
+
+    def _gate_by(self, activation: EpilogueLike) -> None:
+        self._activation = activation
+        self.epilogue = gated_by(activation).interned()
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        super().__setstate__(state)  # type: ignore[no-untyped-call]  # torch's
+        self._gate_by(self._activation)  # its text is valid in one process only
 
     def reset_parameters(self) -> None:
         """Initialise each expert's weights and biases as ``torch.nn.Linear`` does."""
