@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import pickle
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -12,7 +15,8 @@ import triton
 from torch import nn
 
 import tmm_core
-from tmm_core.epilogues import parse
+from tmm_core import Epilogue, Port
+from tmm_core.epilogues import EPILOGUES, parse
 from tmm_core.nn import GatedMLP, Linear
 
 TANH = partial(F.gelu, approximate="tanh")
@@ -108,3 +112,22 @@ def test_layers_and_graphs_take_them_too() -> None:
 
     w = torch.randn(4, 5)
     torch.testing.assert_close(compiled(x, w), 2 * F.silu(x @ w))
+
+
+def tripled(z: torch.Tensor) -> torch.Tensor:
+    return 3 * z
+
+
+def test_every_epilogue_survives_a_pickle() -> None:
+    amax = Port("amax", "row", reduce="max", of=torch.abs)
+    users = Epilogue("tripled", tripled)
+    for epilogue in (
+        *EPILOGUES.values(), parse("gelu_tanh+softcap(2.5)"), parse("swiglu").then(users),
+        replace(parse("tanh"), outputs=(amax,)), users,
+    ):  # fmt: skip
+        assert isinstance(epilogue.parts, tuple)  # derived, and kept on it
+        for again in (pickle.loads(pickle.dumps(epilogue)), copy.deepcopy(epilogue)):
+            assert again == epilogue
+            assert again.outputs == epilogue.outputs
+            z = torch.randn(3, 8)
+            assert torch.equal(again.apply(z), epilogue.apply(z))

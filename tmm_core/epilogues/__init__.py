@@ -10,13 +10,18 @@ A family is a module with its ``EPILOGUES`` and a place in the list below.
 
 from __future__ import annotations
 
+import copyreg
+import functools
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import fields, replace
+from typing import Any
 
 from tmm_core.epilogues import activations, clamped, gated
 from tmm_core.epilogues.spellings import ALIASES, text_of
 from tmm_core.errors import UnknownNameError
 from tmm_core.spec.epilogue import IDENTITY, Epilogue, EpilogueLike
+from tmm_core.spec.port import Port
 
 #: All by name.
 EPILOGUES: Mapping[str, Epilogue] = {
@@ -93,3 +98,21 @@ def _parse_term(term: str, whole: str, known: Mapping[str, Epilogue]) -> Epilogu
     if match["digest"] and found.key != re.sub(r"\s", "", term):
         raise ValueError(f"epilogue {term.strip()!r} has other source than {found.key!r} here")
     return found
+
+
+def _named(text: str, outputs: tuple[Port, ...]) -> Epilogue:
+    return replace(parse(text), outputs=outputs) if outputs else parse(text)
+
+
+def _reduced(epilogue: Epilogue) -> tuple[Any, ...]:
+    """For pickle: a built-in one by its name, since its functions are lambdas; a chain by its
+    stages; another by its fields, without what was derived from them."""
+    if epilogue.stages:
+        return functools.reduce, (Epilogue.then, epilogue.stages)
+    if epilogue.builtin:
+        return _named, (replace(epilogue, outputs=()).key, epilogue.outputs)
+    state = {each.name: getattr(epilogue, each.name) for each in fields(epilogue)}
+    return copyreg.__newobj__, (Epilogue,), state  # type: ignore[attr-defined]
+
+
+copyreg.pickle(Epilogue, _reduced)
