@@ -131,3 +131,6 @@ def test_every_epilogue_survives_a_pickle() -> None:
             assert again.outputs == epilogue.outputs
             z = torch.randn(3, 8)
             assert torch.equal(again.apply(z), epilogue.apply(z))
+    # Its key is that of its source where it is read.
+    assert "key" in vars(users)
+    assert "key" not in vars(pickle.loads(pickle.dumps(users)))
