@@ -11,9 +11,10 @@
 //   dispatch BARRIER SITES FAULT    exits with 1 where a warp has not read what was written
 //     BARRIER  sync (barrier.sync 1, as Triton writes it), aligned (bar.sync 1) or counted
 //              (barrier.sync 1, 256)
-//     SITES    one (all warps reach the same instruction), two (each kind of warp has its own), word
-//              (two, and the bytes are written as a word) or registers (word, and as in Triton's
-//              code registers change hands between two barriers)
+//     SITES    one (all warps reach the same instruction), two (each kind of warp has its own),
+//              beside (two, and the first warps wait for one another at a barrier of their own),
+//              word (beside, and the bytes are written as a word) or registers (word, and as in
+//              Triton's code registers change hands between two barriers)
 //     FAULT    none or barrier (the first is left out)
 
 #include <cuda_runtime.h>
@@ -23,7 +24,7 @@
 
 constexpr int kFirst = 128, kThreads = 256, kRounds = 16;
 enum Barrier { kSync, kAligned, kCounted };
-enum Sites { kOne, kTwo, kWord, kRegisters };
+enum Sites { kOne, kTwo, kBeside, kWord, kRegisters };
 
 #define CHECK(call)                                                           \
   do {                                                                        \
@@ -70,7 +71,7 @@ __global__ void __maxnreg__(128) dispatch(int* out) {
     }
   } else if (threadIdx.x < kFirst) {
     for (int round = 1; round <= kRounds; ++round) {
-      if (SITES == kTwo) {
+      if (SITES == kTwo || SITES == kBeside) {
         for (int other = kFirst / 32; other < kThreads / 32; ++other) state[other] = round;
       } else {
         reinterpret_cast<volatile unsigned*>(state)[1] = round * 0x01010101u;
@@ -78,7 +79,7 @@ __global__ void __maxnreg__(128) dispatch(int* out) {
       if (!FAULT) barrier<BARRIER>();
       take<kHanded>();
       if (kHanded) barrier<BARRIER>();
-      asm volatile("bar.sync 0, %0;" ::"n"(kFirst) : "memory");
+      if (SITES != kTwo) asm volatile("bar.sync 0, %0;" ::"n"(kFirst) : "memory");
       barrier<BARRIER>();
     }
   } else {
@@ -104,6 +105,7 @@ template <Barrier BARRIER>
 Kernel of_barrier(const char* sites, bool fault) {
   if (std::strcmp(sites, "one") == 0) return of_sites<BARRIER, kOne>(fault);
   if (std::strcmp(sites, "two") == 0) return of_sites<BARRIER, kTwo>(fault);
+  if (std::strcmp(sites, "beside") == 0) return of_sites<BARRIER, kBeside>(fault);
   if (std::strcmp(sites, "word") == 0) return of_sites<BARRIER, kWord>(fault);
   if (std::strcmp(sites, "registers") == 0) return of_sites<BARRIER, kRegisters>(fault);
   return nullptr;
@@ -121,7 +123,7 @@ Kernel of(const char* barrier, const char* sites, const char* fault) {
 int main(int count, char** arguments) {
   const Kernel kernel = count == 4 ? of(arguments[1], arguments[2], arguments[3]) : nullptr;
   if (kernel == nullptr) {
-    std::fprintf(stderr, "usage: dispatch sync|aligned|counted one|two|word|registers none|barrier\n");
+    std::fprintf(stderr, "usage: dispatch sync|aligned|counted one|two|beside|word|registers none|barrier\n");
     return 2;
   }
   int* out = nullptr;

@@ -31,7 +31,7 @@ PROGRAMS = {
     "staging": (("plain", "bulk", "tensor"), ("all", "named"), ("none", "barrier", "wait")),
     "dispatch": (
         ("sync", "aligned", "counted"),
-        ("one", "two", "word", "registers"),
+        ("one", "two", "beside", "word", "registers"),
         ("none", "barrier"),
     ),
 }
@@ -167,10 +167,12 @@ def _of_kernel() -> Iterator[str]:
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--output", type=Path, help="where the tables are written besides stdout")
+    parser.add_argument("--program", choices=PROGRAMS, help="its table alone")
     options = parser.parse_args()
     lines: list[str] = []
+    parts = map(_table, [options.program] if options.program else PROGRAMS)
     try:
-        for part in (_of_kernel(), *map(_table, PROGRAMS)):
+        for part in parts if options.program else (_of_kernel(), *parts):
             lines.extend(part)
             lines.append("")
         failed = 0
