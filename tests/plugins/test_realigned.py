@@ -450,7 +450,7 @@ def _products(asked: Problem, config: RealignedConfig) -> list[Any]:
     if config.inner != "triton.warp_specialized":
         return [build.compile_for(90) for build in kernel.builds(served, config.config)]
     of = kernel.specialize(served, config.config)
-    fn = importlib.import_module(kernel.__module__)._kernel
+    fn = importlib.import_module(kernel.__module__).warp_specialized_kernel
     src = source(fn, of.types, of.constants, of.divisible)
     return [compile_for(GPUTarget("cuda", 90, 32), src, **of.options)]
 
