@@ -233,7 +233,6 @@ class Decorated(Theirs):
         raise AssertionError("the layer was not swapped")
 
 
-@pytest.mark.usefixtures("interface")
 def halved(gate: Tensor, up: Tensor) -> Tensor:
     return gate * up / 2
 
@@ -248,6 +247,7 @@ def test_an_epilogue_of_ones_own_survives_a_pickle() -> None:
     torch.testing.assert_close(again(x, chosen, torch.full((5, 2), 0.5)), expected)
 
 
+@pytest.mark.usefixtures("interface")
 def test_convert_swaps_them() -> None:
     model = nn.Sequential(nn.ModuleDict({"experts": Decorated()}))
     before = dict(model.named_parameters())
