@@ -107,7 +107,7 @@ def test_the_environment_says_each(name: str) -> None:
         *({name: 1} for name in ("deterministic", "batch_invariant", "static_weights", "progress")),
         *({name: "off"} for name in ("deterministic", "batch_invariant", "progress")),
         *({name: 5} for name in ("kernel", "config", "disable", "arithmetic", "on_cache_miss")),
-        {"config": {"tile": object()}, "kernel": "blas"},
+        {"config": {"tile": {1, 2}}, "kernel": "blas"},
         {"disable": [1]},
         {"tune_budget": "1"},
         {"tune_memory": 1.5},
