@@ -570,6 +570,7 @@ def test_a_wrong_kernel_fails_on_a_gpu(
     result = run(pytester, kernel, test, "cuda")
     assert result.parseoutcomes().get("failed", 0) >= 1
     result.stdout.fnmatch_lines([message])
+    torch.randn(4, device="cuda")  # torch is as it was after a capture that failed
 
 
 def test_what_is_declined_is_skipped_with_the_reason(pytester: pytest.Pytester) -> None:

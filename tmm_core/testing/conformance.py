@@ -23,6 +23,7 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
+from tmm_core import compat
 from tmm_core.dispatch.registry import Registry
 from tmm_core.dispatch.verifier import Verifier
 from tmm_core.errors import ConfigError
@@ -383,10 +384,16 @@ class KernelConformance(RaggedQuestions):
         posed = self._posed_on_gpu()
         launcher, allocating = self._bind(posed.problem), self._bind(posed.allocating)
         torch.cuda.synchronize()
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph):
-            posed.launch(launcher, posed.out.tensor)
-            made = posed.launch(allocating, None)
+        graph, pool = torch.cuda.CUDAGraph(), torch.cuda.graph_pool_handle()
+        unchanged = torch.cuda.stream(torch.cuda.current_stream())
+        try:
+            with unchanged, torch.cuda.graph(graph, pool=pool):
+                posed.launch(launcher, posed.out.tensor)
+                made = posed.launch(allocating, None)
+        except Exception:  # or torch's random generator would fail the tests that follow
+            torch.cuda.synchronize()
+            compat.end_failed_capture(pool)
+            raise
         for factor in (1.0, -0.5):
             posed.inputs.a.mul_(factor)
             posed.out.tensor.fill_(math.nan)
