@@ -258,8 +258,8 @@ GROUPED = [
     Mutant(
         "alternate-columns-special",
         "special.py",
-        "return line // 2 if pairs else line % count",
-        "return line % count",
+        "return line // 2 if problem.epilogue.interleaved else line % problem.n",
+        "return line % problem.n",
         "right kernels of alternate columns are found wrong",
         (f"{CLAMPED}::test_verified_on_its_columns",),
     ),

@@ -41,8 +41,7 @@ def reference(
     precision; zeros beyond the last group. Arguments are those of :func:`verify.in_pieces`."""
     if not isinstance(inputs, Inputs):
         return verify.in_pieces(problem, inputs, rows, cols, room, of)
-    groups, given = problem.groups, inputs.rows
-    assert groups is not None
+    given, along = inputs.rows, problem.along
     device = inputs.a.device
     at_rows = torch.arange(problem.m, device=device)[rows]
     at_cols = torch.arange(problem.n, device=device)[cols]
@@ -57,7 +56,6 @@ def reference(
         source = where[at_rows]
     step = max(64, room // (8 * max(1, problem.k) * (1 + problem.gated)))
     for group, start, end in ranges(given.ends):
-        along = problem.along
         here: Places = slice(None)
         there: Places = slice(None)
         if along == "m":

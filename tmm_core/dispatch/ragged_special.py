@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 from tmm_core.dispatch.ragged import Inputs
 from tmm_core.dispatch.ragged_reference import ranges
-from tmm_core.dispatch.special import COUNT, Axis, Change, Special, expecting, values_of
+from tmm_core.dispatch.special import COUNT, Axis, Change, Special, column, expecting, values_of
 from tmm_core.spec.problem import Problem
 
 
@@ -54,7 +54,7 @@ def _changes(
         if matrix.dim() > 2:
             index = (chance.choice(filled)[0], *index)
         value = values[place % len(values)]
-        places = read.get(line) or (line if rows else _column(problem, line),)
+        places = read.get(line) or (line if rows else column(problem, line),)
         yield Change(matrix, index, tuple(places), value, matrix[index].clone())
     yield from _beside(problem, inputs, rows, filled, chance)
 
@@ -76,7 +76,7 @@ def _beside(
         yield Change(inputs.residual, index, (row,), math.nan, inputs.residual[index].clone())
     if not rows and inputs.bias is not None:
         index = group, chance.randrange(inputs.bias.shape[1])
-        at = _column(problem, index[1])
+        at = column(problem, index[1])
         yield Change(inputs.bias, index, (at,), math.nan, inputs.bias[index].clone())
 
 
@@ -89,10 +89,3 @@ def _read(inputs: Inputs, end: int) -> dict[int, list[int]]:
     for line, at in zip(read, written, strict=True):
         found.setdefault(line, []).append(at)
     return found
-
-
-def _column(problem: Problem, line: int) -> int:
-    """The column of the result that a column of ``b`` or of the bias goes into."""
-    if problem.along == "n" or not problem.gated:
-        return line
-    return line // 2 if problem.epilogue.interleaved else line % problem.n

@@ -147,12 +147,7 @@ def _changes(
         # The matrices of a batch share one bias.
         bias = inputs.bias if problem.batch == 1 else None
         matrix, extra, count = inputs.b.mT, bias, problem.n
-
-    def at(line: int) -> int:
-        """The row, or the column, of the result."""
-        pairs = axis == "columns" and problem.epilogue.interleaved
-        return line // 2 if pairs else line % count
-
+    at = (lambda line: line) if axis == "rows" else functools.partial(column, problem)
     lines = chance.sample(range(len(matrix)), min(len(matrix), COUNT)) if problem.k else []
     inner = (problem.k - 1, 0, chance.randrange(problem.k or 1))  # the tail of the sum first
     values = values_of(matrix.dtype)
@@ -164,6 +159,11 @@ def _changes(
         line = chance.randrange(count)
         where = (line, chance.randrange(problem.n)) if axis == "rows" else (line,)
         yield Change(extra, where, (at(line),), math.nan, extra[where].clone())
+
+
+def column(problem: Problem, line: int) -> int:
+    """The column of the result that a column of ``b`` or of the bias goes into."""
+    return line // 2 if problem.epilogue.interleaved else line % problem.n
 
 
 def values_of(dtype: torch.dtype) -> tuple[float, ...]:
