@@ -43,13 +43,17 @@ _TILES = (
     ("cooperative", 1, 4, 64, 32, 128),
 )
 #: For 8-bit operands, whose stages are summed in separate registers, for at most 128 columns at a
-#: time. The consumers must not run in lockstep, nor alternate.
+#: time. The consumers must not run in lockstep, nor alternate where multiplying takes the time.
 _FP8_TILES = (
     ("cooperative", 2, 4, 128, 256, 128),
     ("cooperative", 3, 4, 192, 128, 128),
     ("cooperative", 2, 4, 128, 128, 128),
     ("cooperative", 3, 4, 192, 64, 128),
     ("cooperative", 2, 4, 128, 64, 128),
+    # To read a weight: 64 rows instead of 128 leave room for more of it in flight.
+    ("pingpong", 2, 4, 64, 64, 128),
+    ("cooperative", 1, 4, 64, 64, 128),
+    ("cooperative", 1, 4, 64, 32, 128),
 )
 #: If an operand is loaded word by word: a k-step of 128 keeps 16 KB of it in flight.
 _WORD_TILES = (
@@ -67,8 +71,8 @@ _TILES_TRIED, _CONFIGS_TRIED, _TILES_STREAMED = 8, 16, 5
 _CUT_TRIED = 3
 #: Maximum K that counts as short.
 _SHORT_K = 1024
-#: Stages of 24 KB that cover the memory latency at full rate; more only take longer to fill.
-_STAGES_WANTED = 8
+#: Bytes of stages that cover the memory latency at full rate; more only take longer to fill.
+_STAGED = 8 * 24 * 1024
 #: Minimum K of a part of a tile of the last wave, and of a part of every tile.
 _LEAST_PART, _LEAST_SPLIT = 512, 256
 #: How many tiles are also tried with the opposite ``evict_first``.
@@ -167,7 +171,7 @@ def _fitted(
         stage = (block_m + block_n * (2 if problem.gated else 1)) * block_k
         stage *= problem.a.dtype.itemsize
         spare = problem.device.shared_memory - config.shared_memory(problem)
-        stages = min(2 + spare // stage, _STAGES_WANTED)
+        stages = min(2 + spare // stage, max(8, _STAGED // stage))
         if stages > max((v.num_stages for v in variants), default=1):
             variants.insert(0, replace(config, num_stages=stages))
     return variants
