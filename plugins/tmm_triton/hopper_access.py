@@ -50,6 +50,14 @@ def scattered(problem: Problem) -> bool:
     return problem.groups is not None and problem.groups.out_index is not None
 
 
+def beside(problem: Problem) -> bool:
+    """Whether a tile may be two products beside each other: boxes of a column-major ``b`` lie in
+    shared memory like one of all their columns. Of a residual's strips an odd number would come
+    through two buffers."""
+    plain = not (problem.gated or problem.fp8 or problem.groups or by_words(problem))
+    return plain and problem.b.layout == "col" and not residual_by_tma(problem)
+
+
 def residual_by_tma(problem: Problem) -> bool:
     """Whether TMA loads the residual into the staging buffers of the output."""
     residual = problem.residual

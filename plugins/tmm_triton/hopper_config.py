@@ -8,6 +8,7 @@ import torch
 
 from tmm_core import Config, Operand, Problem
 from tmm_triton.hopper_access import (
+    beside,
     boxed,
     by_words,
     residual_by_tma,
@@ -20,6 +21,9 @@ from tmm_triton.ragged_tiles import kinds
 
 #: Maximum parts of a tile of the last wave (``tail_splits``), and of every tile (``splits``).
 MOST_TAIL_SPLITS, MOST_SPLITS = 4, 256
+#: Columns of a tile. Layouts have powers of two, so 96, 144, 160 and 192 are two products beside
+#: each other.
+_COLUMNS = (32, 64, 96, 128, 144, 160, 192, 256)
 #: mbarriers, and Triton's memory for starting the partitions: at most 250 bytes over all configs on
 #: both releases.
 _SHARED_OVERHEAD = 512
@@ -82,14 +86,17 @@ class WarpSpecializedConfig(Config):
             raise ValueError(f"BLOCK_M {self.BLOCK_M} does not divide among the consumers")
         if self.rows not in (64, 128, 256) or self.rows % (16 * self.num_warps):
             raise ValueError(f"a consumer of {self.num_warps} warps cannot own {self.rows} rows")
-        if self.BLOCK_N not in (32, 64, 128, 256) or self.BLOCK_K not in (32, 64, 128):
+        if self.BLOCK_N not in _COLUMNS or self.BLOCK_K not in (32, 64, 128):
             raise ValueError(f"tile N×K {self.BLOCK_N}×{self.BLOCK_K}")
+        if self.narrow and (self.BLOCK_K != 64 or self.tail_splits > 1):
+            raise ValueError(f"{self.BLOCK_N} columns take steps of 64 of whole tiles")
         if self.accumulators > 128:
             raise ValueError(f"{self.accumulators} accumulator registers a thread exceed 128")
         # With one stage, releasing it would wait for the next stage, which waits for the release.
         if not 2 <= self.num_stages <= 16 or not 1 <= self.GROUP_M <= 1024:
             raise ValueError(f"num_stages {self.num_stages}, GROUP_M {self.GROUP_M}")
-        if self.subtiles not in (1, 2, 4, 8) or self.BLOCK_N // self.subtiles < 16:
+        width = self.BLOCK_N // max(1, self.subtiles)
+        if width * self.subtiles != self.BLOCK_N or width < 16 or self.narrow % width:
             raise ValueError(f"{self.subtiles} subtiles of {self.BLOCK_N} columns")
 
     @property
@@ -106,6 +113,12 @@ class WarpSpecializedConfig(Config):
         return self.BLOCK_M if self.pingpong else self.BLOCK_M // self.consumers
 
     @property
+    def narrow(self) -> int:
+        """Columns of the tile's second product, where no single one has as many as the tile."""
+        lowest = self.BLOCK_N & -self.BLOCK_N
+        return lowest if lowest != self.BLOCK_N else 0
+
+    @property
     def accumulators(self) -> int:
         """fp32 accumulators per thread and product (a gated problem has two)."""
         return self.rows * self.BLOCK_N // (32 * self.num_warps)
@@ -113,7 +126,7 @@ class WarpSpecializedConfig(Config):
     def shared_memory(self, problem: Problem) -> int:
         """Bytes of shared memory per block."""
         c = Constants.of(problem, self)
-        stage = c.IN_BYTES * (c.BLOCK_M + c.b_boxes * c.columns) * c.BLOCK_K
+        stage = c.IN_BYTES * (c.BLOCK_M + c.b_boxes * c.box_columns) * c.BLOCK_K
         staging = c.CONSUMERS * c.buffers * c.ROWS * c.width * c.OUT_BYTES
         # The bias is exchanged between threads through shared memory.
         bias = c.CONSUMERS * c.width * problem.bias.itemsize if problem.bias else 0
@@ -162,6 +175,8 @@ class Constants:
     SPLITS: int
     #: Unused in the source: it distinguishes kernels with and without hinted loads.
     EVICT_FIRST: bool
+    #: Columns of the tile's second product, if it has two beside each other.
+    NARROW: int = 0
     #: When the next launch may begin: after the block's ``"first"`` or ``"last"`` loads. Empty:
     #: this launch overlaps neither the previous nor the next one.
     DEPENDENTS: str = ""
@@ -200,6 +215,8 @@ class Constants:
         dependents: str = "first",
     ) -> Constants:
         problem = multiplied(problem, config)
+        if config.narrow and not beside(problem):
+            raise ValueError(f"tiles of {config.BLOCK_N} columns do not serve {problem}")
         return cls(
             BLOCK_M=config.BLOCK_M,
             BLOCK_N=config.BLOCK_N,
@@ -228,6 +245,7 @@ class Constants:
             PRIMED=min(config.num_stages, 16 if config.early in ("l2", "b") else _PRIMED),
             SPLITS=config.splits,
             EVICT_FIRST=config.evict_first,
+            NARROW=config.narrow,
             DEPENDENTS=dependents if config.early else "",
             EARLY=config.early,
             WORDS=by_words(problem),
@@ -276,7 +294,7 @@ class Constants:
     @property
     def b_box(self) -> list[int]:
         """The shape of a box of B in shared memory."""
-        return boxed(self.BLOCK_K, self.columns, self.B_COL, self.b_kind)
+        return boxed(self.BLOCK_K, self.box_columns, self.B_COL, self.b_kind)
 
     @property
     def arrivals(self) -> int:
@@ -296,7 +314,19 @@ class Constants:
     @property
     def b_boxes(self) -> int:
         """TMA boxes of B per stage."""
+        if self.NARROW:
+            return self.BLOCK_N // self.NARROW
         return 2 if self.GATED or self.halves else 1
+
+    @property
+    def box_columns(self) -> int:
+        """Columns of a box of B."""
+        return self.NARROW or self.columns
+
+    @property
+    def box_distance(self) -> int | None:
+        """Columns from a box of B to the next; None: as many as the output has."""
+        return None if self.GATED else self.box_columns
 
     @property
     def promoted(self) -> bool:
@@ -312,8 +342,8 @@ class Constants:
 
     @property
     def columns(self) -> int:
-        """Columns of one product."""
-        return self.BLOCK_N // 2 if self.halves else self.BLOCK_N
+        """Columns of one product, the first if they differ."""
+        return self.BLOCK_N // 2 if self.halves else self.BLOCK_N - self.NARROW
 
     @property
     def width(self) -> int:

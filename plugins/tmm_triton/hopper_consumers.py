@@ -62,7 +62,12 @@ def _multiply(ring, stage, acc, up, FIRST: gl.constexpr, WHO: gl.constexpr, C: g
     A_KIND: gl.constexpr = C.a_kind
     B_KIND: gl.constexpr = C.b_kind
     a = as_matrix(a_ring.index(stage * C.a_boxes + WHO % C.a_boxes), A_KIND)
-    b = as_matrix(b_ring.index(stage * C.b_boxes), B_KIND)
+    box = b_ring.index(stage * C.b_boxes)
+    b = as_matrix(box, B_KIND)
+    if C.NARROW:
+        # Boxes that follow one another in shared memory are one of all their columns.
+        WIDE: gl.constexpr = [C.columns, C.BLOCK_K]
+        b = box._reinterpret(box.dtype, WIDE, box.layout)
     if C.A_COL:
         a = a.permute((1, 0))
     if C.B_COL:
@@ -75,8 +80,8 @@ def _multiply(ring, stage, acc, up, FIRST: gl.constexpr, WHO: gl.constexpr, C: g
         return acc, up
     # Not accumulating the first time saves clearing the registers.
     acc = warpgroup_mma(a, b, acc, use_acc=not FIRST, is_async=True)
-    if C.GATED:
-        b = as_matrix(b_ring.index(stage * C.b_boxes + 1), B_KIND)
+    if C.GATED or C.NARROW:
+        b = as_matrix(b_ring.index(stage * C.b_boxes + C.b_boxes - 1), B_KIND)
         if C.B_COL:
             b = b.permute((1, 0))
         up = warpgroup_mma(a, b, up, use_acc=not FIRST, is_async=True)
@@ -157,12 +162,17 @@ def consume(
     N = sizes[1]
     ROWS: gl.constexpr = C.ROWS
     COLUMNS: gl.constexpr = C.columns
+    NARROW: gl.constexpr = C.NARROW
     BUFFERS: gl.constexpr = C.buffers
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0],
         warps_per_cta=[C.WARPS, 1],
         instr_shape=[16, C.mma_n, 32 // C.IN_BYTES],
     )
+    if C.NARROW:
+        NARROW_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
+            version=[3, 0], warps_per_cta=[C.WARPS, 1], instr_shape=[16, NARROW, 16]
+        )
     stage = 0
     phase = 0
     turn_phase = 1 - WHO
@@ -174,6 +184,8 @@ def consume(
         tile, first, last = unit_at(unit, work, sizes, C)
         acc = gl.zeros([ROWS, COLUMNS], gl.float32, LAYOUT)
         up = acc
+        if C.NARROW:
+            up = gl.zeros([ROWS, NARROW], gl.float32, NARROW_LAYOUT)
         if C.PINGPONG:
             mbarrier.wait(turn.index(WHO), turn_phase)
             turn_phase ^= 1
@@ -209,7 +221,7 @@ def consume(
             bias = bias_of(target[1], matrix, column, N, C.SUBTILES, C)
             if C.GATED:
                 bias = bias + bias_of(target[1], matrix, N + column, 2 * N, C.SUBTILES, C)
-        if C.GATED:
+        if C.GATED or C.NARROW:
             acc, up = warpgroup_mma_wait(0, deps=(acc, up))
         else:
             acc = warpgroup_mma_wait(0, deps=(acc,))

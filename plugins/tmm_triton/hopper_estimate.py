@@ -58,6 +58,8 @@ def estimate_us(problem: Problem, config: WarpSpecializedConfig) -> float:
     c = Constants.of(problem, config)
     if c.halves:
         multiply *= _HALVES
+    if c.NARROW:
+        multiply *= (_cycles(c.columns) + _cycles(c.NARROW)) / _cycles(config.BLOCK_N)
     # Overlapped loads cost power and so clock rate: the larger tile wins ties.
     loop = max(multiply, load) + load / 20
     epilogue = _EPILOGUE_US * config.BLOCK_M * config.BLOCK_N / (128 * 256)
@@ -90,6 +92,12 @@ def estimate_us(problem: Problem, config: WarpSpecializedConfig) -> float:
     absent = max(0, c.a_boxes * c.A_ROWS - problem.m)
     filling = _FILLING_US * absent * depth * itemsize * math.ceil(waves)
     return _LAUNCH_US + adding + filling + math.sqrt(math.hypot(busy**2, memory**2))
+
+
+def _cycles(columns: int) -> float:
+    """Cycles of a ``wgmma`` of 64 rows and 16 along K: of its multiplication, or of reading both
+    operands from shared memory at 128 bytes a cycle."""
+    return max(columns / 2, 16 + columns / 4)
 
 
 def times_us(problem: Problem, config: WarpSpecializedConfig) -> dict[str, float]:

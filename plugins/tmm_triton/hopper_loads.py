@@ -38,7 +38,7 @@ def _load(
     B_BOXES: gl.constexpr = C.b_boxes
     OF_A: gl.constexpr = 0 if C.WORDS == "a" else A_BOXES
     OF_B: gl.constexpr = 0 if C.WORDS == "b" else B_BOXES
-    BYTES: gl.constexpr = C.IN_BYTES * (OF_A * C.A_ROWS + OF_B * C.columns) * C.BLOCK_K
+    BYTES: gl.constexpr = C.IN_BYTES * (OF_A * C.A_ROWS + OF_B * C.box_columns) * C.BLOCK_K
     ASKED_A: gl.constexpr = 0 if PARTS == "b" else OF_A
     ASKED_B: gl.constexpr = 0 if PARTS == "a" else OF_B
     A_KIND: gl.constexpr = C.a_kind
@@ -68,7 +68,7 @@ def _load(
                 slot = slot.slice(0, C.A_ROWS, dim=1 if A_KIND == "stack" else 0)
             async_copy_global_to_shared(a_desc, where, ready, slot)
         for part in gl.static_range(ASKED_B):
-            at = column + part * (C.columns if C.halves else N)
+            at = column + part * (N if C.box_distance is None else C.box_distance)
             where = placed(of_b, end, k, at, C.B_COL, B_KIND)
             slot = b_ring.index(stage * B_BOXES + part)
             async_copy_global_to_shared(b_desc, where, ready, slot)
@@ -117,7 +117,7 @@ def prefetch(pointer, stride, strides, sizes, C: gl.constexpr):
     matrix, row, column, _end = tile_at(tile, sizes, C)
     row, column = moved(row, column, sizes, C)
     # Rows of memory by pieces, one per k-step.
-    LINES: gl.constexpr = C.columns if C.B_COL else C.BLOCK_K
+    LINES: gl.constexpr = C.box_columns if C.B_COL else C.BLOCK_K
     BOXES: gl.constexpr = C.b_boxes
     PIECES: gl.constexpr = C.pieces
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [C.WARPS, 1], [1, 0])
@@ -128,7 +128,7 @@ def prefetch(pointer, stride, strides, sizes, C: gl.constexpr):
     if C.BATCHED:
         pointer += matrix * strides[1]
     for part in gl.static_range(BOXES):
-        at = column + part * (C.columns if C.halves else N)
+        at = column + part * (N if C.box_distance is None else C.box_distance)
         if C.B_COL:
             outer = at + line
             inner = step * C.BLOCK_K

@@ -10,14 +10,15 @@ from dataclasses import replace
 from tmm_core import Problem
 from tmm_triton import sums
 from tmm_triton.early import with_early
-from tmm_triton.hopper_access import by_words, stored_by_pointers
+from tmm_triton.hopper_access import beside, by_words, stored_by_pointers
 from tmm_triton.hopper_config import MOST_TAIL_SPLITS, WarpSpecializedConfig, unfinished
 from tmm_triton.hopper_estimate import SURELY_STREAMED, estimate_us, streams
 from tmm_triton.hopper_tiles import room_for_parts, room_for_splits, tile_count, tile_rows
 
 #: ``(schedule, consumers, num_warps, BLOCK_M, BLOCK_N, BLOCK_K)``; N counts both halves if gated.
+_Tile = tuple[str, int, int, int, int, int]
 #: Each was the fastest of all for some problem on an H200, unless noted.
-_TILES = (
+_TILES: tuple[_Tile, ...] = (
     # The epilogue overlaps the other consumer's main loop: 2 to 7 % faster than the next tile for
     # costly epilogues or a short K, under sustained load at the power limit.
     ("pingpong", 2, 4, 128, 128, 64),
@@ -41,6 +42,16 @@ _TILES = (
     ("pingpong", 2, 4, 64, 64, 128),
     # To read a weight with as many SMs as possible if K must not be split.
     ("cooperative", 1, 4, 64, 32, 128),
+)
+#: Two products beside each other, where they fill waves that the others do not: 1500×1536 is 132 of
+#: 128×144, one wave.
+_BESIDE_TILES = (
+    ("cooperative", 2, 4, 128, 192, 64),
+    ("cooperative", 2, 4, 128, 160, 64),
+    ("cooperative", 2, 4, 128, 144, 64),
+    ("cooperative", 2, 4, 128, 96, 64),
+    ("cooperative", 3, 4, 192, 96, 64),
+    ("cooperative", 1, 4, 64, 96, 64),
 )
 #: For 8-bit operands, whose stages are summed in separate registers, for at most 128 columns at a
 #: time. The consumers must not run in lockstep, nor alternate where multiplying takes the time.
@@ -81,8 +92,7 @@ _BOTH_WAYS = 3
 
 def configs(problem: Problem) -> Iterable[WarpSpecializedConfig]:
     """The search space, best guess first."""
-    tiles = _FP8_TILES if problem.fp8 else _WORD_TILES if by_words(problem) else _TILES
-    fitting = list(filter(None, (_fitted(problem, tile) for tile in tiles)))
+    fitting = list(filter(None, (_fitted(problem, tile) for tile in _tiles(problem))))
     # In one band of rows if tiles overlap, so that whole columns of tiles are split the same way.
     banded = [replace(v[0], GROUP_M=min(1024, tile_rows(problem, v[0]))) for v in fitting]
     cut = [
@@ -90,9 +100,10 @@ def configs(problem: Problem) -> Iterable[WarpSpecializedConfig]:
         for config in banded
         if (splits := _tail_splits(problem, config)) > 1
     ]
+    part = unfinished(problem)
     cut += [
         [replace(variants[0], splits=splits)]
-        for variants in filter(None, (_fitted(unfinished(problem), tile) for tile in tiles))
+        for variants in filter(None, (_fitted(part, tile) for tile in _tiles(part)))
         if (splits := _splits(problem, variants[0])) > 1
     ]
 
@@ -121,6 +132,14 @@ def configs(problem: Problem) -> Iterable[WarpSpecializedConfig]:
     yield from with_early(list(chosen), _early(problem))[:_CONFIGS_TRIED]
 
 
+def _tiles(problem: Problem) -> tuple[_Tile, ...]:
+    if problem.fp8:
+        return _FP8_TILES
+    if by_words(problem):
+        return _WORD_TILES
+    return _TILES + _BESIDE_TILES if beside(problem) else _TILES
+
+
 def _early(problem: Problem) -> tuple[str, ...]:
     """The ``early`` values to try, if reading b dominates: for longer products the end of a launch
     hardly matters."""
@@ -131,9 +150,7 @@ def _early(problem: Problem) -> tuple[str, ...]:
     return ("b", "l2", "wait") if problem.static_weights else ("l2", "wait")
 
 
-def _fitted(
-    problem: Problem, tile: tuple[str, int, int, int, int, int]
-) -> list[WarpSpecializedConfig]:
+def _fitted(problem: Problem, tile: _Tile) -> list[WarpSpecializedConfig]:
     """Variants of the tile with as many stages as fit shared memory; none if fewer than two do.
 
     Stores use strips of 128 bytes, the width of TMA's swizzle, preceded by narrower ones if their
@@ -153,6 +170,8 @@ def _fitted(
     # accumulators and the addresses of so wide a strip.
     narrow = (problem.fp8 and consumers == 3) or stored_by_pointers(problem)
     widths = (64,) if narrow else (128, 64)
+    # Two products beside each other are both cut into whole strips.
+    lowest, itemsize = block_n & -block_n, problem.out.dtype.itemsize
     for width in widths:
         config = WarpSpecializedConfig(
             BLOCK_M=block_m,
@@ -163,7 +182,7 @@ def _fitted(
             schedule=schedule,
             consumers=consumers,
             num_warps=num_warps,
-            subtiles=min(8, max(1, block_n * problem.out.dtype.itemsize // width)),
+            subtiles=block_n // min(lowest, max(16, width // itemsize, lowest // 8)),
             tail_splits=1,
             splits=1,
             evict_first=streams(problem),
@@ -206,7 +225,7 @@ def _splits(problem: Problem, config: WarpSpecializedConfig) -> int:
 def _tail_splits(problem: Problem, config: WarpSpecializedConfig) -> int:
     """Parts along K to split the tiles of the last wave into: as many as there are SMs for, and
     long enough to be worth adding. One if 160 registers hold hardly more than the accumulators."""
-    if config.consumers == 3 and config.accumulators > 64:
+    if config.narrow or (config.consumers == 3 and config.accumulators > 64):
         return 1
     longest = max(1, problem.k // _LEAST_PART)
     return min(room_for_splits(problem, config), longest, MOST_TAIL_SPLITS)

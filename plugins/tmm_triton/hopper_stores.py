@@ -178,6 +178,8 @@ def store_tile(
     )
     if C.halves:
         strips = _strips(z, SUBTILES // 2) + _strips(up, SUBTILES // 2)
+    elif C.NARROW:
+        strips = _strips(z, C.columns // WIDTH) + _strips(up, C.NARROW // WIDTH)
     else:
         strips = _strips(z, SUBTILES)
     if C.GATED:
@@ -218,8 +220,9 @@ def store_tile(
                 if C.REDUCE is not None:
                     _reduce_rows(x, i, row, at, corner, port, sizes, LAYOUT, OF, C)
             else:
-                # The store that last used this buffer has read it.
-                store_wait(BUFFERS - 1)
+                # The store that last used this buffer has read it: the one before the last, or
+                # after a tile of an odd number of strips the last.
+                store_wait(0 if i == 0 and SUBTILES % BUFFERS else BUFFERS - 1)
             buffer.store(x.to(c_desc.dtype))
             fence_async_shared()
             where = placed(matrix, M, row, at, False, KIND)

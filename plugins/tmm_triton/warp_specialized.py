@@ -208,7 +208,9 @@ class WarpSpecialized(Built[WarpSpecializedConfig]):
         specialized = Constants.of(problem, config, self.version, self.dependents)
         types = {
             "a_desc": _descriptor_type(problem.a, specialized.A_ROWS, config.BLOCK_K, kinds["a"]),
-            "b_desc": _descriptor_type(problem.b, config.BLOCK_K, specialized.columns, kinds["b"]),
+            "b_desc": _descriptor_type(
+                problem.b, config.BLOCK_K, specialized.box_columns, kinds["b"]
+            ),
             "M": "i32",
             "N": "i32",
             "K": "i32",
@@ -315,7 +317,7 @@ class WarpSpecialized(Built[WarpSpecializedConfig]):
         blocks = _blocks(problem, config)
         known: dict[str, Argument] = {
             "a_desc": described("a", of.constants["C"].A_ROWS, config.BLOCK_K),
-            "b_desc": described("b", config.BLOCK_K, of.constants["C"].columns),
+            "b_desc": described("b", config.BLOCK_K, of.constants["C"].box_columns),
             "c_desc": parts() if config.splits > 1 else described("out", rows, width),
             "r_desc": described("residual", rows, width),
             "M": problem.m,

@@ -16,7 +16,7 @@ from tmm_triton.split_k import SplitK, SplitKConfig
 
 pytest.importorskip("triton.experimental.gluon")
 
-from tmm_triton import hopper_tiles
+from tmm_triton import hopper_search, hopper_tiles
 from tmm_triton.hopper_config import WarpSpecializedConfig
 from tmm_triton.warp_specialized import WarpSpecialized
 
@@ -42,6 +42,11 @@ SHARED = replace(CUT, BLOCK_M=192, schedule="cooperative", consumers=3, num_stag
 PARTS = replace(
     CUT, BLOCK_M=64, BLOCK_N=64, BLOCK_K=128, subtiles=2, tail_splits=1, splits=7, evict_first=True
 )
+#: The tile of one product.
+ONE_PRODUCT = {
+    "BLOCK_M": 128, "BLOCK_N": 128, "BLOCK_K": 64, "num_stages": 4, "schedule": "cooperative",
+    "consumers": 2, "num_warps": 4, "subtiles": 4, "tail_splits": 1, "splits": 1, "early": "",
+}  # fmt: skip
 
 
 def random(*shape: int, seed: int = 0) -> torch.Tensor:
@@ -149,6 +154,34 @@ def test_tiles_that_end_outside(m: int, n: int, layout: str) -> None:
         run(a, b, None, None, 1.0, out[:m])
         assert (out[:m].double() - expected).norm() < 4e-3 * expected.norm(), config
         assert out[m].isnan().all(), config
+
+
+@pytest.mark.parametrize("tile", hopper_search._BESIDE_TILES, ids=str)
+@pytest.mark.parametrize("m", [1, 100, 300, 1500])
+def test_two_products_beside_each_other(tile: Any, m: int) -> None:
+    """Every strip in its place, the bits of one product, several tiles a block, parts of K."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs Hopper")
+    for n, k, layout in ((96, 64, "n"), (1000, 520, "n"), (1032, 1000, "t"), (9000, 200, "n")):
+        a = random(k, -(-m // 8) * 8)[:, :m].t() if layout == "t" else random(m, k)
+        b, bias = random(n, k, seed=1).t(), random(n, seed=2)
+        problem = Problem.of(
+            a, b, torch.empty(m, n, dtype=a.dtype, device="cuda"), fingerprint(a.device),
+            bias=bias, epilogue=parse("silu"),
+        )  # fmt: skip
+        one = next(iter(WarpSpecialized().configs(replace(problem, batch_invariant=True))))
+        one = replace(one, **ONE_PRODUCT)
+        expected = WarpSpecialized().bind(problem, one)(a, b, bias, None, 1.0, None)
+        right = torch.nn.functional.silu(a.double() @ b.double() + bias)
+        assert (expected.double() - right).norm() < 4e-3 * right.norm()
+        for config in hopper_search._fitted(problem, tile):
+            out = torch.full((m + 1, n), float("nan"), dtype=a.dtype, device="cuda")
+            WarpSpecialized().bind(problem, config)(a, b, bias, None, 1.0, out[:m])
+            assert torch.equal(out[:m], expected), (config, n, k)
+            assert out[m].isnan().all(), config
+        cut = replace(next(iter(hopper_search._fitted(problem, tile))), splits=3)
+        out = WarpSpecialized().bind(problem, cut)(a, b, bias, None, 1.0, None)
+        assert (out.double() - right).norm() < 4e-3 * right.norm(), (cut, n, k)
 
 
 @pytest.mark.parametrize("layout", ["nt", "nn", "tn"])

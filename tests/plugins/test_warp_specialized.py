@@ -28,7 +28,6 @@ from hopper_block import (
 )
 from test_triton_compile import resources
 from tmm_triton import hopper_search, hopper_tiles, operands, ports, warp_specialized
-from tmm_triton.hopper_access import by_words
 from tmm_triton.hopper_config import Constants, WarpSpecializedConfig, unfinished
 from tmm_triton.hopper_kernel import warp_specialized_kernel
 from tmm_triton.warp_specialized import WarpSpecialized
@@ -253,7 +252,11 @@ CONFIG = WarpSpecializedConfig(
         {"num_warps": 2},
         {"num_warps": 8},  # 64 rows among eight warps
         {"BLOCK_N": 512},
-        {"BLOCK_N": 96},
+        {"BLOCK_N": 112},
+        {"BLOCK_N": 96},  # four strips of 24
+        {"BLOCK_N": 96, "subtiles": 2},  # whose 48 are not whole ones of its narrow product
+        {"BLOCK_N": 96, "subtiles": 3, "BLOCK_K": 128},
+        {"BLOCK_N": 96, "subtiles": 3, "tail_splits": 2},
         {"BLOCK_K": 48},
         {"BLOCK_M": 256},  # 256 accumulators a thread
         {"num_stages": 1},
@@ -300,8 +303,10 @@ def test_the_search_space_fits_the_device(asked: Problem) -> None:
         assert config.shared_memory(asked) <= H200.shared_memory
         # A stage more would not fit, or is not wanted.
         more = dataclasses.replace(config, num_stages=config.num_stages + 1)
-        assert config.num_stages == 8 or more.shared_memory(asked) > H200.shared_memory
         products = 2 if asked.gated else 1
+        stage = (config.BLOCK_M + products * config.BLOCK_N) * config.BLOCK_K * 2
+        enough = config.num_stages >= 8 and more.num_stages * stage > 192 * 1024
+        assert enough or more.shared_memory(asked) > H200.shared_memory
         assert products * config.accumulators <= 128
 
 
@@ -363,6 +368,7 @@ def computed(
     scales: str | None = None,
     batch: str = "",
     columns: int = 4,
+    narrow: int = 0,
     splits: int = 1,
     parts: int = 1,
     brought: int = 2,
@@ -390,7 +396,7 @@ def computed(
         SCALE_A=scales, SCALE_B=scales, IN_BYTES=1 if scales else 2, BATCHED=bool(batch),
         FETCH=fetch, OUT_BYTES=2, TAIL_SPLITS=splits, A_ROWS=brought, PRIMED=1 + seed % stages,
         SPLITS=parts, EVICT_FIRST=False, WORDS=words, EARLY=early, REDUCE=reduce,
-        DEPENDENTS=("first", "last")[seed % 2] if early else "",
+        DEPENDENTS=("first", "last")[seed % 2] if early else "", NARROW=narrow,
     )  # fmt: skip
     random = np.random.default_rng(seed)
     width = 2 * n if gated else n
@@ -429,7 +435,7 @@ def computed(
     arguments: dict[str, Any] = dict.fromkeys(warp_specialized_kernel.arg_names)
     arguments |= {
         "a_desc": descriptor(a, [brought, depth], layout[0], constants.IN_BYTES),
-        "b_desc": descriptor(b, [depth, constants.columns], layout[1], constants.IN_BYTES),
+        "b_desc": descriptor(b, [depth, constants.box_columns], layout[1], constants.IN_BYTES),
         "M": m, "N": n, "K": k, "GROUP_M": 2, "EPILOGUE": epilogue, "C": constants,
     }  # fmt: skip
     if words:
@@ -573,6 +579,22 @@ def test_halves_of_a_wide_tile_are_summed_in_turn(
         np.testing.assert_allclose(out, expected)
 
 
+@pytest.mark.parametrize(("columns", "narrow"), [(6, 2), (9, 1), (12, 4), (10, 2)])
+@pytest.mark.parametrize(("consumers", "pingpong"), SCHEDULES)
+def test_a_tile_is_two_products_beside_each_other(
+    consumers: int, pingpong: bool, columns: int, narrow: int
+) -> None:
+    for seed, (layout, n, k, parts) in enumerate(
+        [("nt", 24, 7, 1), ("tt", 13, 8, 1), ("nt", 36, 1, 1), ("nt", 30, 7, 2), ("nt", 3, 5, 1)]
+    ):
+        out, expected = computed(
+            seed, n=n, k=k, layout=layout, consumers=consumers, pingpong=pingpong, parts=parts,
+            columns=columns, narrow=narrow, subtiles=columns // narrow, extras=parts == 1,
+            pointers=seed == 1, batch="a" * (seed == 2),
+        )  # fmt: skip
+        np.testing.assert_allclose(out, expected)
+
+
 @pytest.mark.parametrize("layout", ["nn", "nt", "tn", "tt"])
 @pytest.mark.parametrize(("consumers", "pingpong"), [(1, False), (2, False), (2, True)])
 def test_an_operand_comes_word_by_word(consumers: int, pingpong: bool, layout: str) -> None:
@@ -705,7 +727,7 @@ def test_parts_of_a_tile_lie_apart() -> None:
         ("        first += gl.where(unit == 0, primed, 0)\n", ""),
         ("acc = warpgroup_mma_wait(1, deps=(acc,))", "acc = warpgroup_mma_wait(2, deps=(acc,))"),
         ("count=C.a_boxes", "count=1"),
-        ("store_wait(BUFFERS - 1)", "store_wait(BUFFERS)"),
+        ("else BUFFERS - 1)", "else BUFFERS)"),
         ("\n    store_wait(0)\n", "\n"),
         ("                store_wait(0)\n                for", "                for"),
         ("                    store_wait(0)\n", ""),
@@ -776,9 +798,7 @@ def configs_of(asked: Problem, which: str) -> list[WarpSpecializedConfig]:
     its tail and one that splits K; ``"tiles"``: the tiles alone; ``"largest"``: of each schedule
     and number of consumers the largest; ``"some"``: the best guess of each; ``"first"``: the best
     guess."""
-    tiles = hopper_search._FP8_TILES if asked.fp8 else hopper_search._TILES
-    if by_words(asked):
-        tiles = hopper_search._WORD_TILES
+    tiles = hopper_search._tiles(asked)
     fitted = [c for t in tiles for c in hopper_search._fitted(asked, t)]
     if which == "first":
         return [KERNEL.default_config(asked)]
@@ -788,7 +808,8 @@ def configs_of(asked: Problem, which: str) -> list[WarpSpecializedConfig]:
         return _of_each(sorted(fitted, key=lambda c: (c.BLOCK_M * c.BLOCK_N, c.BLOCK_N)))
     if which == "all":
         cut = [dataclasses.replace(c, tail_splits=2) for c in fitted if c.consumers < 3]
-        sums = [c for t in tiles for c in hopper_search._fitted(unfinished(asked), t)]
+        part = unfinished(asked)
+        sums = [c for t in hopper_search._tiles(part) for c in hopper_search._fitted(part, t)]
         return fitted + _of_each(cut) + _of_each([dataclasses.replace(c, splits=2) for c in sums])
     return _of_each(reversed(list(KERNEL.configs(asked))))
 
