@@ -78,6 +78,8 @@ _WORD_TILES = (
 #: How many tiles, and configs in all, are proposed for one problem, and how many tiles if reading
 #: dominates: in 29 such problems the best was among the first five by estimate, in 19 the first.
 _TILES_TRIED, _CONFIGS_TRIED, _TILES_STREAMED = 8, 16, 5
+#: How many more of two products beside each other, where no estimate tells by how little they win.
+_BESIDE_TRIED = 2
 #: And how many tiles split along K, if a row's sums must not depend on M.
 _CUT_TRIED = 3
 #: Maximum K that counts as short.
@@ -110,11 +112,16 @@ def configs(problem: Problem) -> Iterable[WarpSpecializedConfig]:
     def by_estimate(tiles: list[list[WarpSpecializedConfig]]) -> list[list[WarpSpecializedConfig]]:
         return sorted(tiles, key=lambda variants: estimate_us(problem, variants[0]))
 
-    tried = _TILES_STREAMED if streams(problem) else _TILES_TRIED
-    ranked = by_estimate(fitting + cut)[:tried]
+    def best(tiles: list[list[WarpSpecializedConfig]]) -> list[list[WarpSpecializedConfig]]:
+        tried = _TILES_STREAMED if streams(problem) else _TILES_TRIED
+        one = by_estimate([tile for tile in tiles if not tile[0].narrow])[:tried]
+        two = by_estimate([tile for tile in tiles if tile[0].narrow])[:_BESIDE_TRIED]
+        return by_estimate(one + two)
+
+    ranked = best(fitting + cut)
     if problem.batch_invariant:
         # A split tile has another arithmetic: each M should have both kinds.
-        ranked = by_estimate(fitting)[:tried] + by_estimate(cut)[:_CUT_TRIED]
+        ranked = best(fitting) + by_estimate(cut)[:_CUT_TRIED]
     if streams(problem) and (problem.groups or min(problem.m, problem.n) > SURELY_STREAMED):
         for variants in ranked[:_BOTH_WAYS]:
             variants.append(replace(variants[0], evict_first=False))
