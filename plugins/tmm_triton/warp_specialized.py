@@ -36,6 +36,11 @@ but then no two blocks need the same part of an operand at the same time: it too
 on an H200. With ``splits``, for few tiles and a long K, every tile becomes that many tiles, each
 with its own part of K; their sums go to a workspace, and a second kernel adds them up and finishes.
 
+Layouts have powers of two, but a wave is often filled best by tiles of another width, such as 144
+columns (cuBLAS has all multiples of 8). Such a tile is two products beside each other, a wide one
+and a narrow one: B comes in boxes as wide as the narrow one, which lie in shared memory one after
+the other, so that the wide product reads several of them as one operand.
+
 With ``early`` the launch overlaps the previous one (programmatic dependent launch): a block sets up
 its barriers, waits for that launch to complete, and then requests its first k-steps. Before the
 wait it may load those of the weight, if that is not being written (``static_weights``), or prefetch

@@ -280,6 +280,28 @@ def test_a_config_out_of_bounds_does_not_parse(field: dict[str, Any]) -> None:
         WarpSpecializedConfig.from_json({**CONFIG.to_json(), **field})
 
 
+@pytest.mark.parametrize(
+    "asked",
+    [
+        problem(layout="nn"),
+        problem(epilogue="swiglu"),
+        problem(dtype=E4M3, out=BF16),
+        problem(groups=Groups(8, "m")),
+        problem(residual=Operand(BF16)),  # through an odd number of strips
+        problem(127, k=4095, b=Operand(BF16, "col", aligned=False)),
+    ],
+    ids=str,
+)
+def test_which_products_may_lie_beside_each_other(asked: Problem) -> None:
+    """The others refuse such a tile, from whichever record it comes, and do not propose any."""
+    two = dataclasses.replace(CONFIG, BLOCK_N=144, subtiles=9)
+    assert two.shared_memory(problem(residual=Operand(FP32))) > 0
+    with pytest.raises(ValueError, match="144 columns"):
+        two.shared_memory(asked)
+    assert not [config for config in KERNEL.configs(asked) if config.narrow]
+    assert [config for config in KERNEL.configs(problem(384, 6144)) if config.narrow]
+
+
 PROBLEMS = [
     problem(),
     problem(8192, 8192, 8192, dtype=FP16),
