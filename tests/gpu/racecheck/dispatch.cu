@@ -11,10 +11,8 @@
 //   dispatch BARRIER SITES FAULT    exits with 1 where a warp has not read what was written
 //     BARRIER  sync (barrier.sync 1, as Triton writes it), aligned (bar.sync 1) or counted
 //              (barrier.sync 1, 256)
-//     SITES    one (all warps reach the same instruction), two (each kind of warp has its own),
-//              beside (two, and the first warps wait for one another at a barrier of their own),
-//              word (beside, and the bytes are written as a word) or registers (word, and as in
-//              Triton's code registers change hands between two barriers)
+//     SITES    one (all warps reach the same instruction), two (each kind of warp has its own) or
+//              beside (two, and the first warps wait for one another at a barrier of their own)
 //     FAULT    none or barrier (the first is left out)
 
 #include <cuda_runtime.h>
@@ -24,7 +22,7 @@
 
 constexpr int kFirst = 128, kThreads = 256, kRounds = 16;
 enum Barrier { kSync, kAligned, kCounted };
-enum Sites { kOne, kTwo, kBeside, kWord, kRegisters };
+enum Sites { kOne, kTwo, kBeside };
 
 #define CHECK(call)                                                           \
   do {                                                                        \
@@ -45,20 +43,9 @@ __device__ __forceinline__ void barrier() {
   }
 }
 
-template <bool REGISTERS>
-__device__ __forceinline__ void take() {
-  if (REGISTERS) asm volatile("setmaxnreg.inc.sync.aligned.u32 240;" ::: "memory");
-}
-
-template <bool REGISTERS>
-__device__ __forceinline__ void give() {
-  if (REGISTERS) asm volatile("setmaxnreg.dec.sync.aligned.u32 24;" ::: "memory");
-}
-
 template <Barrier BARRIER, Sites SITES, bool FAULT>
-__global__ void __maxnreg__(128) dispatch(int* out) {
-  __shared__ alignas(4) volatile unsigned char state[kThreads / 32];
-  constexpr bool kHanded = SITES == kRegisters;
+__global__ void dispatch(int* out) {
+  __shared__ volatile unsigned char state[kThreads / 32];
   const int warp = threadIdx.x / 32;
   int sum = 0;
   if (SITES == kOne) {
@@ -71,23 +58,15 @@ __global__ void __maxnreg__(128) dispatch(int* out) {
     }
   } else if (threadIdx.x < kFirst) {
     for (int round = 1; round <= kRounds; ++round) {
-      if (SITES == kTwo || SITES == kBeside) {
-        for (int other = kFirst / 32; other < kThreads / 32; ++other) state[other] = round;
-      } else {
-        reinterpret_cast<volatile unsigned*>(state)[1] = round * 0x01010101u;
-      }
+      for (int other = kFirst / 32; other < kThreads / 32; ++other) state[other] = round;
       if (!FAULT) barrier<BARRIER>();
-      take<kHanded>();
-      if (kHanded) barrier<BARRIER>();
-      if (SITES != kTwo) asm volatile("bar.sync 0, %0;" ::"n"(kFirst) : "memory");
+      if (SITES == kBeside) asm volatile("bar.sync 0, %0;" ::"n"(kFirst) : "memory");
       barrier<BARRIER>();
     }
   } else {
     for (int round = 1; round <= kRounds; ++round) {
       if (!FAULT) barrier<BARRIER>();
       sum += state[warp];
-      give<kHanded>();
-      if (kHanded) barrier<BARRIER>();
       barrier<BARRIER>();
     }
   }
@@ -106,8 +85,6 @@ Kernel of_barrier(const char* sites, bool fault) {
   if (std::strcmp(sites, "one") == 0) return of_sites<BARRIER, kOne>(fault);
   if (std::strcmp(sites, "two") == 0) return of_sites<BARRIER, kTwo>(fault);
   if (std::strcmp(sites, "beside") == 0) return of_sites<BARRIER, kBeside>(fault);
-  if (std::strcmp(sites, "word") == 0) return of_sites<BARRIER, kWord>(fault);
-  if (std::strcmp(sites, "registers") == 0) return of_sites<BARRIER, kRegisters>(fault);
   return nullptr;
 }
 
@@ -123,7 +100,7 @@ Kernel of(const char* barrier, const char* sites, const char* fault) {
 int main(int count, char** arguments) {
   const Kernel kernel = count == 4 ? of(arguments[1], arguments[2], arguments[3]) : nullptr;
   if (kernel == nullptr) {
-    std::fprintf(stderr, "usage: dispatch sync|aligned|counted one|two|beside|word|registers none|barrier\n");
+    std::fprintf(stderr, "usage: dispatch sync|aligned|counted one|two|beside none|barrier\n");
     return 2;
   }
   int* out = nullptr;

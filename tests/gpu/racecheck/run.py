@@ -32,7 +32,7 @@ PROGRAMS = {
     "staging": (("plain", "bulk", "tensor"), ("all", "named"), ("none", "barrier", "wait")),
     "dispatch": (
         ("sync", "aligned", "counted"),
-        ("one", "two", "beside", "word", "registers"),
+        ("one", "two", "beside"),
         ("none", "barrier"),
     ),
 }
