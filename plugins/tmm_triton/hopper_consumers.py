@@ -62,12 +62,11 @@ def _multiply(ring, stage, acc, up, FIRST: gl.constexpr, WHO: gl.constexpr, C: g
     A_KIND: gl.constexpr = C.a_kind
     B_KIND: gl.constexpr = C.b_kind
     a = as_matrix(a_ring.index(stage * C.a_boxes + WHO % C.a_boxes), A_KIND)
-    box = b_ring.index(stage * C.b_boxes)
-    b = as_matrix(box, B_KIND)
+    b = as_matrix(b_ring.index(stage * C.b_boxes), B_KIND)
     if C.NARROW:
         # Boxes that follow one another in shared memory are one of all their columns.
         WIDE: gl.constexpr = [C.columns, C.BLOCK_K]
-        b = box._reinterpret(box.dtype, WIDE, box.layout)
+        b = b._reinterpret(b.dtype, WIDE, b.layout)
     if C.A_COL:
         a = a.permute((1, 0))
     if C.B_COL:

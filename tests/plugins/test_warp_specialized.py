@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
+import re
 import types
 from collections.abc import Iterable, Sequence
 from pathlib import Path
@@ -803,7 +804,7 @@ def compiled(problems: Sequence[Problem], which: str) -> list[dict[str, Any]]:
             "shared": result.metadata.shared,
             "promised": config.shared_memory(asked),
             "wgmma": ptx.count("wgmma.mma_async"),
-            "tma": ptx.count("cp.async.bulk.tensor.2d.shared"),
+            "tma": len(re.findall(r"cp.async.bulk.tensor.[23]d.shared", ptx)),
             "setmaxnreg": ptx.count("setmaxnreg"),
             "stack": resources(result.asm["cubin"])["STACK"],
         })  # fmt: skip
@@ -817,15 +818,17 @@ def compiled(problems: Sequence[Problem], which: str) -> list[dict[str, Any]]:
 # tiles of one such operand only, since what follows the main loop does not depend on which it is.
 def configs_of(asked: Problem, which: str) -> list[WarpSpecializedConfig]:
     """``"all"``: every tile there is, and of each schedule and number of consumers one that cuts
-    its tail and one that splits K; ``"tiles"``: the tiles alone; ``"largest"``: of each schedule
-    and number of consumers the largest; ``"some"``: the best guess of each; ``"first"``: the best
-    guess."""
+    its tail and one that splits K; ``"tiles"``: the tiles alone; ``"beside"``: those of two
+    products; ``"largest"``: of each schedule and number of consumers the largest; ``"some"``: the
+    best guess of each; ``"first"``: the best guess."""
     tiles = hopper_search._tiles(asked)
     fitted = [c for t in tiles for c in hopper_search._fitted(asked, t)]
     if which == "first":
         return [KERNEL.default_config(asked)]
     if which == "tiles":
         return fitted
+    if which == "beside":
+        return [config for config in fitted if config.narrow]
     if which == "largest":
         return _of_each(sorted(fitted, key=lambda c: (c.BLOCK_M * c.BLOCK_N, c.BLOCK_N)))
     if which == "all":
@@ -848,6 +851,7 @@ def _of_each(configs: Iterable[WarpSpecializedConfig]) -> list[WarpSpecializedCo
         (problem(layout="nt", dtype=FP16), "some"),
         (problem(layout="tn"), "some"),
         (problem(layout="tt"), "some"),
+        (problem(300, 6144, batch=4, epilogue="silu", bias=BF16), "beside"),
         (problem(dtype=E4M3, out=BF16, scale_a="row", scale_b="row"), "all"),
     ],
     ids=str,
@@ -866,13 +870,15 @@ def test_every_config_compiles_for_hopper(
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("dtype", "which", "stack"), [(BF16, "largest", 0), (FP32, "tiles", 8)], ids=str
+    ("dtype", "layout", "which", "stack"),
+    [(BF16, "nn", "largest", 0), (FP32, "nn", "tiles", 8), (FP32, "nt", "beside", 0)],
+    ids=str,
 )
 def test_storing_by_pointers_takes_no_more(
-    dtype: torch.dtype, which: str, stack: int, uninterpreted: Uninterpreted
+    dtype: torch.dtype, layout: str, which: str, stack: int, uninterpreted: Uninterpreted
 ) -> None:
     """Of shared memory, nor of registers (one config that stores fp32 spills two)."""
-    asked = problem(4097, 4097, 4097, "nn", out=Operand(dtype, aligned=False))
+    asked = problem(4097, 4097, 4097, layout, out=Operand(dtype, aligned=False))
     for result in uninterpreted(compiled, [asked], which):
         assert result["shared"] <= result["promised"] <= H200.shared_memory, result
         assert result["wgmma"] > 0, result
