@@ -128,7 +128,11 @@ def _add_tune(parser: argparse.ArgumentParser) -> None:
         metavar="FILE.json",
         help="suites like tmm_core/bench/suite.json, or output of `tmm misses --json`",
     )
-    parser.add_argument("--force", action="store_true", help="also measure problems on record")
+    parser.add_argument(
+        "--force",
+        action="store_true",
+        help="measure problems on record again, trying first what won here and elsewhere",
+    )
     parser.add_argument(
         "--isolate",
         action="store_true",
