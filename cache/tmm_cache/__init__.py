@@ -17,7 +17,7 @@ from tmm_cache.nearest import Difference, NearestKey
 from tmm_cache.notes import Notes, stamp
 from tmm_cache.places import default_root
 from tmm_cache.record import CLOCK, OLD_CLOCK, SCHEMA, CandidateResult, TuningRecord
-from tmm_cache.scan import Entry, Located, Summary
+from tmm_cache.scan import Located, Summary
 from tmm_cache.store import CacheStore
 
 __all__ = [
@@ -29,7 +29,6 @@ __all__ = [
     "CacheWarning",
     "CandidateResult",
     "Difference",
-    "Entry",
     "Located",
     "Miss",
     "NearestKey",

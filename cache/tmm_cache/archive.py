@@ -34,7 +34,7 @@ from tmm_cache.files import (
 from tmm_cache.keys import DIGEST_DIGITS, JSON, SLUG
 from tmm_cache.layout import ENVIRONMENT, VERSION, VERSIONS, environment_folder
 from tmm_cache.record import TuningRecord
-from tmm_cache.scan import Entry
+from tmm_cache.scan import Summary
 from tmm_cache.unpack import ArchiveError, Member, members
 
 _MEMBER = re.compile(
@@ -60,8 +60,10 @@ class Imported:
     faults: list[tuple[str, str]] = field(default_factory=list)
 
 
-def write_archive(file: Path, entries: Iterable[Entry]) -> int:
+def write_archive(file: Path, entries: Iterable[Summary], *, thin: bool = False) -> int:
     """Write records and their environments to a `.tar.gz`; returns the number of records.
+
+    With `thin`, without most of their samples.
 
     Raises ArchiveError if the path exists and is not a regular file, OSError if it can't be
     written.
@@ -77,7 +79,7 @@ def write_archive(file: Path, entries: Iterable[Entry]) -> int:
         name = f"{folder}/{entry.digest}.json"
         if name in contents:  # a v1 record whose problem was measured again
             continue
-        contents[name] = record_bytes(entry.record)
+        contents[name] = record_bytes(entry.record.thinned() if thin else entry.record)
         count += 1
         if entry.environment is not None:
             text = json.dumps(entry.environment, indent=2, sort_keys=True)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from argparse import Namespace
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 
 from tmm_cache import facets, removal
@@ -28,7 +27,7 @@ from tmm_cache.files import Fault
 from tmm_cache.filters import from_options, moment_before, utc_now
 from tmm_cache.layout import foreign
 from tmm_cache.removal import Removal
-from tmm_cache.scan import scan
+from tmm_cache.scan import summaries
 from tmm_cache.store import CacheStore
 
 
@@ -56,14 +55,13 @@ def export(store: CacheStore, options: Namespace) -> int:
 
     wanted = from_options(options, utc_now())
     noted = Noted()
-    entries = [entry for entry in noted.without_faults(scan(store.root)) if wanted(entry)]
+    found = noted.without_faults(summaries(store.root, full=True))
+    entries = [entry for entry in found if wanted(entry)]
     if not entries:
         note(f"no records{'' if wanted.is_empty else ' match'} in {store.root}; nothing written")
         return FOUND
-    if options.thin:
-        entries = [replace(entry, record=entry.record.thinned()) for entry in entries]
     try:
-        count = write_archive(options.file, entries)
+        count = write_archive(options.file, entries, thin=options.thin)
     except ArchiveError as error:
         note(str(error))
         return MISTAKE

@@ -15,9 +15,8 @@ from fnmatch import fnmatchcase
 from typing import TypeAlias
 
 from tmm_cache import facets
-from tmm_cache.head import Head
 from tmm_cache.keys import JSON
-from tmm_cache.scan import Entry, Summary
+from tmm_cache.scan import Summary
 
 Shape: TypeAlias = tuple[int | None, int | None, int | None]
 
@@ -82,12 +81,11 @@ class Filter:
         """Whether the filter passes every record."""
         return self == Filter()
 
-    def __call__(self, entry: Entry | Summary) -> bool:
-        head = entry.head if isinstance(entry, Summary) else Head.of(entry.record)
-        problem = head.problem
+    def __call__(self, summary: Summary) -> bool:
+        head, problem = summary.head, summary.problem
         dtype = None if self.dtype is None else _DTYPES.get(self.dtype, self.dtype)
         return (
-            _matches(entry.gpu, self.gpu)
+            _matches(summary.gpu, self.gpu)
             and _matches(head.best.kernel, self.kernel)
             and _matches(facets.operand(problem, "a", "dtype"), dtype)
             and _matches(facets.epilogue(problem), self.epilogue)

@@ -27,7 +27,8 @@ from tmm_cache.layout import (
     NOTES,
 )
 from tmm_cache.locks import Lock
-from tmm_cache.scan import Entry, Folder, folders, scan, scan_folder
+from tmm_cache.record import CLOCK
+from tmm_cache.scan import Folder, Summary, folders, summaries, summaries_of
 from tmm_cache.upkeep import leftovers
 
 Kind: TypeAlias = Literal["record", "damaged", "misses", "lock", "temporary", "notes"]
@@ -55,7 +56,7 @@ def everything(root: Path) -> Iterator[Removal | Fault]:
         if isinstance(folder, Fault):
             yield folder
             continue
-        for item in scan_folder(root, folder):
+        for item in summaries_of(root, folder, full=True):
             yield _removal(item, "to be cleared")
         yield from _misses(folder, "to be cleared")
         yield from _leftovers(folder)
@@ -63,9 +64,9 @@ def everything(root: Path) -> Iterator[Removal | Fault]:
         yield Removal(path, "notes", "to be cleared")
 
 
-def matching(root: Path, wanted: Callable[[Entry], bool]) -> Iterator[Removal | Fault]:
+def matching(root: Path, wanted: Callable[[Summary], bool]) -> Iterator[Removal | Fault]:
     """The records for which `wanted` is true."""
-    for item in scan(root):
+    for item in summaries(root, full=True):
         if isinstance(item, Fault):
             yield item
         elif wanted(item):
@@ -80,18 +81,18 @@ def outdated(root: Path, before: datetime | None) -> Iterator[Removal | Fault]:
     The newest environment is the one whose records this machine made or used last. The creation
     time of an imported record is its own claim, so it outdates nothing before it is used here.
     """
-    contents: dict[Folder, list[Entry | Fault]] = {}
+    contents: dict[Folder, list[Summary | Fault]] = {}
     for folder in folders(root):
         if isinstance(folder, Fault):
             yield folder
         else:
-            contents[folder] = list(scan_folder(root, folder))
+            contents[folder] = list(summaries_of(root, folder, full=True))
     claimed: dict[Folder, datetime] = {}
     newest: dict[str, tuple[datetime, Folder]] = {}
     for folder, items in contents.items():
-        entries = [item for item in items if isinstance(item, Entry)]
+        entries = [item for item in items if isinstance(item, Summary)]
         if entries:
-            claimed[folder] = max(entry.record.created_at for entry in entries)
+            claimed[folder] = max(entry.head.created_at for entry in entries)
         used = max(filter(None, map(_used_since, entries)), default=None)
         if used is not None and (folder.gpu not in newest or used > newest[folder.gpu][0]):
             newest[folder.gpu] = used, folder
@@ -99,7 +100,7 @@ def outdated(root: Path, before: datetime | None) -> Iterator[Removal | Fault]:
         (item.gpu, item.environment_digest, item.digest)
         for items in contents.values()
         for item in items
-        if isinstance(item, Entry) and not item.record.is_hint
+        if isinstance(item, Summary) and item.clock == CLOCK
     }
     for folder, items in contents.items():
         # A folder with only misses, in neither, belongs to an environment yet to be tuned.
@@ -111,7 +112,7 @@ def outdated(root: Path, before: datetime | None) -> Iterator[Removal | Fault]:
         for item in items:
             if superseded or isinstance(item, Fault):
                 yield _removal(item, "an older environment of this GPU")
-            elif before is not None and item.record.created_at < before:
+            elif before is not None and item.head.created_at < before:
                 yield _removal(item, f"created {item.record.created}")
             elif folder.is_old and (item.gpu, item.environment_digest, item.digest) in answered:
                 yield _removal(item, "of an older schema, and measured again")
@@ -155,7 +156,7 @@ def remove(root: Path, removals: Iterable[Removal]) -> list[Fault]:
     return faults
 
 
-def _used_since(entry: Entry) -> datetime | None:
+def _used_since(entry: Summary) -> datetime | None:
     """When a record was made, at most its file's mtime; None if it was never used here."""
     try:
         status = os.stat(entry.path)
@@ -164,11 +165,11 @@ def _used_since(entry: Entry) -> datetime | None:
     if not was_used(status):
         return None
     written = datetime.fromtimestamp(status.st_mtime, timezone.utc)
-    return min(entry.record.created_at, written)
+    return min(entry.head.created_at, written)
 
 
-def _removal(item: Entry | Fault, reason: str) -> Removal | Fault:
-    if isinstance(item, Entry):
+def _removal(item: Summary | Fault, reason: str) -> Removal | Fault:
+    if isinstance(item, Summary):
         return Removal(item.path, "record", reason)
     return Removal(item.path, "damaged", item.reason) if item.damaged else item
 

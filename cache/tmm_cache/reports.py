@@ -19,7 +19,7 @@ from tmm_cache.head import Best
 from tmm_cache.keys import JSON, is_digest_prefix
 from tmm_cache.misses import read_misses
 from tmm_cache.record import SCHEMA, TuningRecord
-from tmm_cache.scan import Folder, Summary, folders, scan, summaries, summaries_of
+from tmm_cache.scan import Folder, Summary, folders, summaries, summaries_of
 from tmm_cache.store import CacheStore
 from tmm_cache.upkeep import leftovers
 
@@ -123,7 +123,7 @@ def verify(store: CacheStore, options: Namespace) -> int:
     faults: list[Fault] = []
     left: list[JSON] = []
     for root in _roots(store):
-        for item in scan(root):
+        for item in summaries(root, full=True):
             if isinstance(item, Fault):
                 faults.append(item)
             else:

@@ -8,10 +8,9 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TypeVar
 
 from tmm_cache.complaints import passed_over
 from tmm_cache.files import Fault, read_environment, read_record
@@ -19,11 +18,6 @@ from tmm_cache.head import Head, read_head
 from tmm_cache.keys import JSON, is_slug
 from tmm_cache.layout import DIGEST, RECORD, VERSION, VERSIONS
 from tmm_cache.record import TuningRecord
-
-T = TypeVar("T")
-
-#: The fields of an `Entry` before its record: where it is, and what it was measured under.
-Place = tuple[Path, Path, str, str, Mapping[str, JSON] | None]
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,11 +44,11 @@ class Folder:
 
 
 @dataclass(frozen=True, slots=True)
-class _Place:
-    """Where a record is.
+class Summary:
+    """A record's location and the head of its file.
 
     `root` is the layer that holds it. `environment` is None if its readable file is missing or
-    broken.
+    broken. The head is read unvalidated: `load` reads the record and checks it.
     """
 
     path: Path
@@ -62,35 +56,13 @@ class _Place:
     gpu: str
     environment_digest: str
     environment: Mapping[str, JSON] | None
+    head: Head
+    _record: TuningRecord | None = field(default=None, repr=False, compare=False)
 
     @property
     def digest(self) -> str:
         """The problem's digest."""
         return self.path.stem
-
-
-@dataclass(frozen=True, slots=True)
-class Entry(_Place):
-    """A readable record and its location."""
-
-    record: TuningRecord
-
-    @property
-    def summary(self) -> Summary:
-        """A summary of this record."""
-        place = self.path, self.root, self.gpu, self.environment_digest, self.environment
-        return Summary(*place, Head.of(self.record), self.record)
-
-
-@dataclass(frozen=True, slots=True)
-class Summary(_Place):
-    """A summary of a record and its location.
-
-    It is read from the head of a file, unvalidated: `load` reads the record and checks it.
-    """
-
-    head: Head
-    _record: TuningRecord | None = field(default=None, repr=False, compare=False)
 
     @property
     def problem(self) -> Mapping[str, JSON]:
@@ -101,6 +73,12 @@ class Summary(_Place):
     def clock(self) -> str:
         """The clock that the times were taken with."""
         return self.head.clock
+
+    @property
+    def record(self) -> TuningRecord:
+        """The record, of a summary that was made from all of it, as `entries` makes them."""
+        assert self._record is not None
+        return self._record
 
     def load(self) -> TuningRecord | None:
         """The whole record; None if its file is gone, or damaged, with a `CacheWarning`."""
@@ -152,54 +130,21 @@ def folders(root: Path, gpu: str | None = None) -> Iterator[Folder | Fault]:
                         yield Folder(path, name, environment)
 
 
-def scan(root: Path, gpu: str | None = None) -> Iterator[Entry | Fault]:
-    """Every record and every fault under a root, in the order of `folders`, then by name."""
-    return _of_folders(root, gpu, scan_folder)
-
-
-def scan_folder(root: Path, folder: Folder) -> Iterator[Entry | Fault]:
-    """Every record and every fault of one folder; the environment's fault comes first."""
-    for place in _places(root, folder):
-        yield from _read(place)
-
-
-def summaries(root: Path, gpu: str | None = None) -> Iterator[Summary | Fault]:
-    """A summary of every record under a root, in the order of `scan`, and each fault met: a record
-    with an intact head may be damaged further on."""
-    return _of_folders(root, gpu, summaries_of)
-
-
-def summaries_of(root: Path, folder: Folder) -> Iterator[Summary | Fault]:
-    """Like `summaries`, for one folder."""
-    for place in _places(root, folder):
-        if not isinstance(place, Fault) and (head := read_head(place[0])) is not None:
-            yield Summary(*place, head)
-            continue
-        for found in _read(place):
-            yield found if isinstance(found, Fault) else found.summary
-
-
-def _of_folders(
-    root: Path, gpu: str | None, read: Callable[[Path, Folder], Iterator[T | Fault]]
-) -> Iterator[T | Fault]:
+def summaries(
+    root: Path, gpu: str | None = None, *, full: bool = False
+) -> Iterator[Summary | Fault]:
+    """A summary of every record under a root, in the order of `folders`, then by name, and each
+    fault met. Only heads are read, so a record may be damaged further on; with `full` every record
+    is read and checked."""
     for folder in folders(root, gpu):
         if isinstance(folder, Fault):
             yield folder
         else:
-            yield from read(root, folder)
+            yield from summaries_of(root, folder, full=full)
 
 
-def _read(place: Place | Fault) -> Iterator[Entry | Fault]:
-    """The record at a place, or its fault; nothing if it was removed since it was listed."""
-    found = place if isinstance(place, Fault) else read_record(place[0])
-    if isinstance(found, Fault):
-        yield found
-    elif found is not None and not isinstance(place, Fault):
-        yield Entry(*place, found)
-
-
-def _places(root: Path, folder: Folder) -> Iterator[Place | Fault]:
-    """The place of each record in a folder; the environment's fault comes first."""
+def summaries_of(root: Path, folder: Folder, *, full: bool = False) -> Iterator[Summary | Fault]:
+    """Like `summaries`, for one folder; the environment's fault comes first."""
     names = folder.names()
     if isinstance(names, Fault):
         yield names
@@ -208,8 +153,16 @@ def _places(root: Path, folder: Folder) -> Iterator[Place | Fault]:
     if isinstance(environment, Fault):
         yield environment
         environment = None
-    for name in filter(RECORD.fullmatch, names):
-        yield folder.path / name, root, folder.gpu, folder.environment_digest, environment
+    place = root, folder.gpu, folder.environment_digest, environment
+    for path in (folder.path / name for name in filter(RECORD.fullmatch, names)):
+        if not full and (head := read_head(path)) is not None:
+            yield Summary(path, *place, head)
+            continue
+        record = read_record(path)
+        if isinstance(record, Fault):
+            yield record
+        elif record is not None:  # None: removed since it was listed
+            yield Summary(path, *place, Head.of(record), record)
 
 
 def _inside(path: Path) -> Iterator[str | Fault]:

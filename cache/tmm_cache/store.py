@@ -8,14 +8,15 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import TYPE_CHECKING
 
 from tmm_cache.ages import touch
 from tmm_cache.complaints import Complaints
 from tmm_cache.disk import make_folder
 from tmm_cache.files import Fault, read_stored, record_bytes, write_record
+from tmm_cache.head import Head
 from tmm_cache.keys import JSON, canonical, digest
 from tmm_cache.layout import LOCK_SUFFIX, environment_folder, layer_paths, record_path
 from tmm_cache.locks import Lock
@@ -23,14 +24,12 @@ from tmm_cache.misses import Miss, MissLog
 from tmm_cache.notes import Notes
 from tmm_cache.places import absolute, default_root, is_nowhere, lock_path, real
 from tmm_cache.record import CLOCK, TuningRecord
-from tmm_cache.scan import Entry, Located, Summary, scan, summaries
+from tmm_cache.scan import Located, Summary, summaries
 
 if TYPE_CHECKING:
     from tmm_cache.lock import LockFile
     from tmm_cache.nearest import NearestKey
     from tmm_cache.upkeep import Upkeep
-
-T = TypeVar("T", Entry, Summary)
 
 # Any other value of TMM_REQUIRE_LOCKED means yes: setting it shows the intent.
 _NO = {"", "0", "false", "no", "off"}
@@ -82,7 +81,7 @@ class CacheStore:
         self._verified: dict[tuple[str, str], Notes] = {}
         self._upkeep: Upkeep | None = None
         #: Records that this process answers with regardless of the disk, by path.
-        self._held: dict[Path, Entry] = {}
+        self._held: dict[Path, Summary] = {}
 
     def path(self, gpu: str, environment: Mapping[str, JSON], problem: Mapping[str, JSON]) -> Path:
         """The file in the user's own root where the problem's record is or would be."""
@@ -196,46 +195,35 @@ class CacheStore:
 
     def hold(self, gpu: str, environment: Mapping[str, JSON], record: TuningRecord) -> None:
         """Answer with this record as long as the store lives, regardless of the disk."""
-        entry = self._entry(gpu, environment, record)
-        self._held[entry.path] = entry
+        held = self.summary(gpu, environment, record)
+        self._held[held.path] = held
 
     def summary(self, gpu: str, environment: Mapping[str, JSON], record: TuningRecord) -> Summary:
         """The summary of a record that was saved or held, as in `summaries`."""
-        return self._entry(gpu, environment, record).summary
+        path, head = self.path(gpu, environment, record.problem), Head.of(record)
+        return Summary(path, self.root, gpu, digest(environment), environment, head, record)
 
-    def _entry(self, gpu: str, environment: Mapping[str, JSON], record: TuningRecord) -> Entry:
-        path = self.path(gpu, environment, record.problem)
-        return Entry(path, self.root, gpu, digest(environment), environment, record)
+    def entries(self, gpu: str | None = None) -> Iterator[Summary]:
+        """Like `summaries`, with every file read in full: `Summary.record` is its record."""
+        return self.summaries(gpu, full=True)
 
-    def entries(self, gpu: str | None = None) -> Iterator[Entry]:
-        """Every readable record: those held, then the root's, then each layer's, by path.
+    def summaries(self, gpu: str | None = None, *, full: bool = False) -> Iterator[Summary]:
+        """A summary of every record: those held, then the root's, then each layer's, by path.
 
-        Records hidden by a nearer layer are included. Faults are skipped with a warning.
+        Records hidden by a nearer layer are included. Only the head of each file is read, unless
+        `full`; `Summary.load` reads the record. Faults are skipped with a warning.
         """
-        return self._each(gpu, scan, lambda entry: entry)
-
-    def summaries(self, gpu: str | None = None) -> Iterator[Summary]:
-        """A summary of every record, in the order of `entries`: only the head of each file is read,
-        the record by `Summary.load`. Faults are skipped with a warning."""
-        return self._each(gpu, summaries, lambda entry: entry.summary)
-
-    def _each(
-        self,
-        gpu: str | None,
-        walk: Callable[[Path, str | None], Iterator[T | Fault]],
-        of: Callable[[Entry], T],
-    ) -> Iterator[T]:
         held = sorted(self._held.items())
-        yield from (of(entry) for _, entry in held if gpu in (None, entry.gpu))
+        yield from (summary for _, summary in held if gpu in (None, summary.gpu))
         known = dict(held)
         for root in (self.root, *self.layers):
-            for item in walk(root, gpu):
+            for item in summaries(root, gpu, full=full):
                 if isinstance(item, Fault):
                     self._complaints.fault(item)
                 elif item.path not in known:
                     yield item
 
-    def remove(self, entries: Iterable[Entry]) -> int:
+    def remove(self, entries: Iterable[Summary]) -> int:
         """Remove records of the user's own root, and the folders that become empty.
 
         Returns how many were removed; each that could not be costs a `CacheWarning`. Raises

@@ -11,7 +11,8 @@ from types import MappingProxyType
 
 import pytest
 from cache_builders import ENVIRONMENT, GPU, OLDER_ENVIRONMENT, problem, record
-from tmm_cache import CacheStore, Entry, RecordError, TuningRecord, digest
+from tmm_cache import CacheStore, RecordError, Summary, TuningRecord, digest
+from tmm_cache.head import Head
 
 
 def test_round_trip_leaves_one_readable_document(store: CacheStore) -> None:
@@ -141,17 +142,19 @@ def test_entries_are_of_all_layers_in_a_stable_order(
     far.save("nvidia-a100", OLDER_ENVIRONMENT, record(problem(m=9)))
     entries = list(store.entries())
     assert entries == list(store.entries())
+    assert [entry.record for entry in entries] == [entry.record for entry in store.entries()]
     assert [entry.root for entry in entries] == [store.root] * 3 + [near.root, far.root]
     assert sorted(entry.record.problem["m"] for entry in entries[:3]) == [1, 2, 3]  # type: ignore[type-var]
     assert [entry.path for entry in entries[:3]] == sorted(entry.path for entry in entries[:3])
-    assert entries[3] == Entry(
+    assert entries[3] == Summary(
         path=near.path(GPU, ENVIRONMENT, problem(m=1)),
         root=near.root,
         gpu=GPU,
         environment_digest=digest(ENVIRONMENT),
         environment=ENVIRONMENT,
-        record=record(problem(m=1), note="near"),
+        head=Head.of(record(problem(m=1))),
     )
+    assert entries[3].record == record(problem(m=1), note="near")
     assert [entry.gpu for entry in store.entries("nvidia-a100")] == ["nvidia-a100"]
     assert list(store.entries("nvidia-b200")) == []
 

@@ -30,7 +30,7 @@ def test_summaries_say_in_brief_what_entries_say(
         assert [each.path.name for each in store.summaries("nvidia-a100")] == [
             entries[-1].path.name
         ]
-    assert summaries == [entry.summary for entry in entries]
+    assert summaries == entries
     assert [each.load() for each in summaries] == [entry.record for entry in entries]
     assert summaries[0].problem["m"] == 2
     assert summaries[0].head.best.kernel == "blas"

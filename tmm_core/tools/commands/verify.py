@@ -13,7 +13,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import torch
-from tmm_cache import Entry
+from tmm_cache import Summary
 from tmm_cache.console import counted
 
 from tmm_core import dispatch, settings
@@ -69,7 +69,7 @@ def verified(device: torch.device) -> Iterator[dict[str, Any]]:
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _answering(device: DeviceFingerprint) -> Iterator[Entry]:
+def _answering(device: DeviceFingerprint) -> Iterator[Summary]:
     """The user's own records, and those of lower layers that no higher one hides."""
     seen: set[str] = set()
     for entry in dispatch.dispatcher().store.entries(device.gpu):
@@ -79,7 +79,7 @@ def _answering(device: DeviceFingerprint) -> Iterator[Entry]:
             yield entry
 
 
-def _winner(entry: Entry, device: torch.device) -> Winner | str:
+def _winner(entry: Summary, device: torch.device) -> Winner | str:
     """The winner, or the status of a record without one to verify."""
     if entry.record.best.kernel == BASELINE:
         return "blas"
@@ -111,7 +111,7 @@ def _verdict(winner: Future[Winner | str], device: torch.device) -> dict[str, An
     }
 
 
-def _document(entry: Entry) -> dict[str, Any]:
+def _document(entry: Summary) -> dict[str, Any]:
     best = entry.record.best
     return {
         "problem": dict(entry.record.problem),
