@@ -7,22 +7,16 @@ of processes can share the file without a lock.
 
 from __future__ import annotations
 
-import os
+import json
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
 from tmm_cache.complaints import Complaints
 from tmm_cache.disk import append_line, make_folder
-from tmm_cache.files import (
-    MAX_BYTES,
-    Fault,
-    parse,
-    read_bytes,
-    read_environment,
-    write_environment,
-)
-from tmm_cache.keys import JSON, canonical, digest
+from tmm_cache.files import MAX_BYTES, Fault, read_bytes, read_environment, write_environment
+from tmm_cache.keys import JSON, canonical
 from tmm_cache.layout import MISSES
 from tmm_cache.scan import Folder, folders
 
@@ -91,9 +85,7 @@ class MissLog:
         from tmm_cache import removal  # not needed for replay
 
         removals = [
-            removal.Removal(folder.path / MISSES, "misses", "asked for")
-            for folder in self._folders()
-            if os.path.isfile(folder.path / MISSES)
+            each for folder in self._folders() for each in removal.misses(folder, "asked for")
         ]
         faults = removal.remove(self._root, removals)
         for fault in faults:
@@ -116,32 +108,17 @@ def read_misses(folder: Path) -> tuple[list[tuple[Mapping[str, JSON], int]], Fau
     """
     path = folder / MISSES
     data = read_bytes(path)
-    if isinstance(data, Fault):
+    if not isinstance(data, bytes):
         return [], data
-    if data is None:
-        return [], None
-    problems: dict[str, Mapping[str, JSON]] = {}
-    counts: dict[str, int] = {}
+    counts: Counter[str] = Counter()
     fault = None
     lines = data.split(b"\n")
     for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
-        problem = _problem(line)
-        if problem is not None:
-            key = digest(problem)
-            problems.setdefault(key, problem)
-            counts[key] = counts.get(key, 0) + 1
-        elif number < len(lines) and fault is None:
-            fault = Fault(path, f"line {number} is not a miss", damaged=False)
-    return [(problem, counts[key]) for key, problem in problems.items()], fault
-
-
-def _problem(line: bytes) -> Mapping[str, JSON] | None:
-    try:
-        document = parse(line)
-        problem = document["problem"] if isinstance(document, dict) else None
-        canonical(problem)
-    except (KeyError, ValueError, RecursionError):
-        return None
-    return problem if isinstance(problem, dict) else None
+        try:
+            counts[canonical({**json.loads(line)["problem"]})] += 1
+        except (KeyError, TypeError, ValueError, RecursionError):
+            if number < len(lines) and fault is None:
+                fault = Fault(path, f"line {number} is not a miss", damaged=False)
+    return [(json.loads(text), count) for text, count in counts.items()], fault

@@ -58,7 +58,7 @@ def everything(root: Path) -> Iterator[Removal | Fault]:
             continue
         for item in summaries_of(root, folder, full=True):
             yield _removal(item, "to be cleared")
-        yield from _misses(folder, "to be cleared")
+        yield from misses(folder, "to be cleared")
         yield from _leftovers(folder)
     for path in _notes(root):
         yield Removal(path, "notes", "to be cleared")
@@ -117,7 +117,7 @@ def outdated(root: Path, before: datetime | None) -> Iterator[Removal | Fault]:
             elif folder.is_old and (item.gpu, item.environment_digest, item.digest) in answered:
                 yield _removal(item, "of an older schema, and measured again")
         if superseded:
-            yield from _misses(folder, "an older environment of this GPU")
+            yield from misses(folder, "an older environment of this GPU")
         yield from _leftovers(folder)
     for path in _notes(root):
         if is_older(path, STALE_NOTES_SECONDS):
@@ -174,7 +174,8 @@ def _removal(item: Summary | Fault, reason: str) -> Removal | Fault:
     return Removal(item.path, "damaged", item.reason) if item.damaged else item
 
 
-def _misses(folder: Folder, reason: str) -> Iterator[Removal]:
+def misses(folder: Folder, reason: str) -> Iterator[Removal]:
+    """The folder's log of problems that were met and not tuned."""
     path = folder.path / MISSES
     if os.path.isfile(path):
         yield Removal(path, "misses", reason)
