@@ -107,7 +107,7 @@ DISPATCHING = [
            "return [k for k in able if (k.name, bucket) not in self.quarantined]", "return able",
            "what failed is launched again", (CHOICES, DISPATCHER)),
     Mutant("untried-forgotten", "tuner.py",
-           "        results += [_untried(kernel, config, why) for kernel, config, why in untried]\n", "",
+           "proposals.untried([trial.candidate for trial in tuning.trials])", "()",
            "each start tunes again for what is hopeless", ("tests/core/test_static_weights.py",)),
     Mutant("adopt-remembered", "ladder.py",
            "            self.store.hold(gpu, environment, record)\n            self._forget()\n",

@@ -23,6 +23,8 @@ RESERVE = 3.0
 #: Where no kernel beats BLAS at a bucket's edge, the best one is measured inside if it takes at
 #: most this many times as long.
 BEHIND = 1.3
+#: Errors whose text tells what happened without their type.
+_SELF_EXPLAINING = (TimeoutError, NotCompiledError)
 
 
 @dataclass(eq=False)
@@ -51,16 +53,12 @@ class Attempt:
     def fail(
         self, error: BaseException | str, status: Literal["wrong", "failed"] = "failed"
     ) -> None:
+        """Take the candidate out of the tuning; the record states the error."""
         self.status = status
         self.launcher = self.run = None
-        self.reason = reason_of(error)
-
-
-def reason_of(error: BaseException | str) -> str:
-    """The text of a failure, for the record."""
-    if isinstance(error, str | TimeoutError | NotCompiledError):
-        return str(error).strip()[:500]
-    return told(error).strip()[:500]
+        if not isinstance(error, str):
+            error = str(error) if isinstance(error, _SELF_EXPLAINING) else told(error)
+        self.reason = error.strip()[:500]
 
 
 def anchor(racing: Sequence[Attempt]) -> int:

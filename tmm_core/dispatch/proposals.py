@@ -9,7 +9,7 @@ and configs still expected to lose are never compiled.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -119,7 +119,7 @@ class Proposals:
                 self.empty[kernel] = f"expects to take {least:.3g} µs, hopeless beside BLAS"
         self._anchors = anchors
         self._hinted = _hinted(hints, new, problem)
-        self._new = [kernel for kernel in new if kernel not in self.empty]
+        self._new = new
         for candidate in self._hinted:
             self._expected.setdefault(
                 candidate, _expected_us(problem, candidate.kernel, candidate.config)
@@ -174,26 +174,21 @@ class Proposals:
         left = max(0, self._most - len(times))
         return self._hand([*unknown, *(c for c in able if c not in unknown)][:left])
 
-    def untried(
-        self, tried: Iterable[Candidate]
-    ) -> list[tuple[Kernel[Any], Config, BaseException | str]]:
-        """Kernels of which no candidate was tried, or none of those that rely on a caller's
-        promise: each with its best guess and the reason. The record lists them all, so that they
-        are not tuned again."""
-        tried = list(tried)
+    def untried(self, tried: Sequence[Candidate]) -> list[tuple[Candidate, BaseException | str]]:
+        """The best guess of each kernel of which no candidate was tried, or none of those that rely
+        on a caller's promise, and the reason. The record lists them all, so that they are not tuned
+        again."""
         known, relying = {c.kernel for c in tried}, {c.kernel for c in tried if c.config.assumes}
         found = []
-        for kernel in [*self.empty, *self._new]:
+        for kernel in dict.fromkeys([*self.empty, *self._new]):
             mine = [c for c in self._expected if c.kernel is kernel]
-            if kernel not in relying:
-                mine = [c for c in mine if c.config.assumes] or mine
-            if kernel in known and (kernel in relying or not any(c.config.assumes for c in mine)):
-                continue
-            best = min(mine, key=lambda c: self._expected[c] or 0.0, default=None)
-            config = Config() if best is None else best.config
-            us = 0.0 if best is None else self._expected[best] or 0.0
-            why = f"expects to take {us:.3g} µs; what won nearby or looked better was tried instead"
-            found.append((kernel, config, self.empty.get(kernel, why)))
+            promised = [c for c in mine if c.config.assumes and kernel not in relying]
+            if promised or kernel not in known:
+                ranked = self._ranked(dict.fromkeys(promised or mine, 1.0))
+                best = ranked[0] if ranked else Candidate(kernel, Config())
+                why = f"expects to take {self._expected.get(best) or 0.0:.3g} µs"
+                why += "; what won nearby or looked better was tried instead"
+                found.append((best, self.empty.get(kernel, why)))
         return found
 
     def _waiting(self) -> list[Candidate]:

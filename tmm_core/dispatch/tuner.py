@@ -17,7 +17,7 @@ from typing import Any
 
 from tmm_cache import CandidateResult, TuningRecord
 
-from tmm_core.dispatch.attempt import reason_of
+from tmm_core.dispatch.attempt import Attempt
 from tmm_core.dispatch.compilers import Compilers, compiling_threads
 from tmm_core.dispatch.compilers import default as default_compilers
 from tmm_core.dispatch.first_launch import FirstLaunches
@@ -29,7 +29,7 @@ from tmm_core.dispatch.tuning import Tuning
 from tmm_core.dispatch.unmeasured import unmeasured
 from tmm_core.settings import Settings
 from tmm_core.spec.asking import Asked
-from tmm_core.spec.kernel import BASELINE, Config, Kernel
+from tmm_core.spec.kernel import BASELINE, Kernel
 from tmm_core.spec.precision import require_posed
 from tmm_core.spec.problem import Problem
 
@@ -98,9 +98,10 @@ class Tuner:
                 tuning.run(proposals)
             finally:
                 tuning.release()
+        for candidate, why in proposals.untried([trial.candidate for trial in tuning.trials]):
+            tuning.trials.append(Attempt(candidate))
+            tuning.trials[-1].fail(why)
         results = [tuning.result(trial) for trial in tuning.trials]
-        untried = proposals.untried(trial.candidate for trial in tuning.trials)
-        results += [_untried(kernel, config, why) for kernel, config, why in untried]
         results = _without_set_aside(results, kernels)
         measured = {(r.kernel, r.version) for r in results}
         present = {(k.name, k.version) for k in kernels}
@@ -125,17 +126,6 @@ class Tuner:
         if any(kernel.name == BASELINE for kernel in kernels):
             for candidate in Proposals(problem, kernels, kernels, None, hints).first():
                 self.compilers.submit(problem, candidate)
-
-
-def _untried(kernel: Kernel[Any], config: Config, why: BaseException | str) -> CandidateResult:
-    """The entry of a kernel without a config worth trying; it keeps the record complete."""
-    return CandidateResult(
-        kernel=kernel.name,
-        version=kernel.version,
-        config=config.to_json(),
-        status="failed",
-        reason=reason_of(why),
-    )
 
 
 def _without_set_aside(
