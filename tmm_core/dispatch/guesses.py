@@ -69,19 +69,11 @@ def _near(
             candidate = host.candidate(result, able, problem, any_version=True)
             if candidate is None or not fits(candidate, problem):
                 continue
-            time = _estimate(host, problem, candidate)
+            time = candidate.kernel.estimate_us(problem, candidate.config)
             if time is not None and least is not None and time > NEAR * least:
                 return None
             return Choice(candidate, "neighbour", f"{why}; untuned guess from {near}")
     return None
-
-
-def _estimate(host: Evidence, problem: Problem, candidate: Candidate) -> float | None:
-    try:
-        return candidate.kernel.estimate_us(problem, candidate.config)
-    except Exception as error:
-        host.warn_once(candidate.kernel, error)
-        return None
 
 
 def _least(expected: Estimates, able: list[Kernel[Any]], why: str) -> Choice | None:

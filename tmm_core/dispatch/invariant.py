@@ -212,8 +212,9 @@ class Invariance:
             return None
         for result in results:
             candidate = self._host.candidate(result, able, rung)
-            name = None if candidate is None else self._name(rung, candidate)
-            if name is not None:
+            if candidate is None:
+                continue
+            if (name := candidate.kernel.arithmetic(rung, candidate.config)) is not None:
                 times.setdefault(name, _us_beside(result, results[0]))
         return Rung(statistics.median(results[0].samples_us), times) if times else None
 
@@ -234,24 +235,12 @@ class Invariance:
             try:
                 configs = [kernel.default_config(problem), *kernel.configs(problem)]
                 for config in dict.fromkeys(configs):
-                    candidate = Candidate(kernel, config)
-                    if (name := self._name(problem, candidate)) is not None:
+                    if (name := kernel.arithmetic(problem, config)) is not None:
                         expected = kernel.estimate_us(problem, config) or _NO_IDEA
-                        offered.setdefault(name, {})[candidate] = expected
+                        offered.setdefault(name, {})[Candidate(kernel, config)] = expected
             except Exception as error:  # a plugin's kernel; costs only its candidates
                 self._host.warn_once(kernel, error)
         return offered
-
-    def _name(self, problem: Problem, candidate: Candidate) -> str | None:
-        kernel, name = candidate.kernel, None
-        try:
-            name = kernel.arithmetic(problem, candidate.config)
-        except Exception as error:
-            self._host.warn_once(kernel, error)
-        if not isinstance(name, str | None):
-            self._host.warn_once(kernel, f"arithmetic() returned {name!r}, which is not a name")
-            return None
-        return name
 
     def _notes_of(self, problem: Problem) -> Notes:
         device = problem.device
@@ -319,7 +308,8 @@ class Invariance:
     def _may(
         self, candidate: Candidate, problem: Problem, able: list[Kernel[Any]], wanted: str
     ) -> bool:
-        return candidate.kernel in able and self._name(problem, candidate) == wanted
+        kernel = candidate.kernel
+        return kernel in able and kernel.arithmetic(problem, candidate.config) == wanted
 
 
 def _around(record: TuningRecord, extent: int, edge: int) -> list[CandidateResult]:

@@ -219,11 +219,7 @@ def group(problem: Problem, candidate: Candidate) -> object:
     kernel, or in batch-invariant mode an arithmetic, which may serve all M of a weight."""
     if not problem.batch_invariant:
         return candidate.kernel
-    try:
-        name = candidate.kernel.arithmetic(problem, candidate.config)
-    except Exception:  # costs only the candidate's early place
-        return None
-    return name if isinstance(name, str) else None
+    return candidate.kernel.arithmetic(problem, candidate.config)
 
 
 def _hinted(hints: Hints, kernels: Sequence[Kernel[Any]], problem: Problem) -> list[Candidate]:
