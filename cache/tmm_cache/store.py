@@ -318,6 +318,7 @@ class CacheStore:
         # Not keyed by host name: a container gets a new one at each start, and verification is
         # about a kernel's code on this GPU under this software.
         of = gpu, digest(environment)
-        if of not in self._verified:
-            self._verified[of] = Notes("verified", list(of), self.root)
-        return self._verified[of]
+        if (found := self._verified.get(of)) is None:
+            # If two threads make them, both keep to the first.
+            found = self._verified.setdefault(of, Notes("verified", list(of), self.root))
+        return found

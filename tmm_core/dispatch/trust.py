@@ -29,8 +29,6 @@ class Trust:
 
     def __init__(self, store: CacheStore) -> None:
         self._store = store
-        #: Stamps that the store may not have kept.
-        self._here: set[str] = set()
 
     def holds(self, problem: Problem, choice: Choice) -> bool:
         """Whether ``choice`` may be launched for ``problem`` without verification."""
@@ -53,12 +51,11 @@ class Trust:
     def is_verified(self, problem: Problem, candidate: Candidate) -> bool:
         """Whether this candidate was verified for a problem of this bucket."""
         key, device = _key(problem, candidate), problem.device
-        return key in self._here or self._store.is_verified(device.gpu, device.environment, key)
+        return self._store.is_verified(device.gpu, device.environment, key)
 
     def stamp(self, problem: Problem, candidate: Candidate) -> None:
         """Record that this candidate was verified for a problem of this bucket."""
         key, device = _key(problem, candidate), problem.device
-        self._here.add(key)
         self._store.mark_verified(device.gpu, device.environment, key)
 
     def verify(
