@@ -14,11 +14,11 @@ from typing import Any
 import pytest
 import torch
 from tmm_cache import CandidateResult, TuningRecord
+from tmm_cache.head import blas_us
 from tmm_cache.record import CLOCK
 
 from tmm_core.bench import candidates
 from tmm_core.bench.case import Case
-from tmm_core.dispatch.standing import baseline_us
 from tmm_core.spec.anatomy import Anatomy, Resources
 from tmm_core.spec.device import DeviceFingerprint
 from tmm_core.spec.kernel import Candidate
@@ -220,7 +220,7 @@ def test_every_candidate_is_in_the_picture(tmp_path: Path, monkeypatch: pytest.M
         problem={"m": 7}, winner=1, candidates=tuple(results), created="2026-11-22T00:00:00Z",
         tuning_seconds=1.0, clock=CLOCK,
     )  # fmt: skip
-    assert baseline_us(record) == 21.0
+    assert blas_us(record) == 21.0
     drawn: list[Any] = []
     monkeypatch.setattr(figure.Figure, "savefig", lambda self, *_, **__: drawn.append(self))
     marked = ("k", dict(results[1].config))

@@ -9,11 +9,11 @@ from typing import Any
 
 from tmm_cache import CandidateResult, TuningRecord, facets, markup
 from tmm_cache import columns as layout
+from tmm_cache.head import blas_us
 
 from tmm_core.dispatch.ladder import Dispatcher
 from tmm_core.dispatch.registry import Registry
 from tmm_core.dispatch.rehearsal import Miss, rehearse
-from tmm_core.dispatch.standing import baseline_us
 from tmm_core.launch.plan import Choice
 from tmm_core.settings import Settings
 from tmm_core.spec.kernel import Traits
@@ -77,7 +77,7 @@ class Records(list[TuningRecord]):
         numbers = ("µs", "vs blas", "candidates")
         rows = []
         for record in self:
-            best, baseline = record.best, baseline_us(record)
+            best, baseline = record.best, blas_us(record)
             rows.append(
                 (
                     f"{facets.shape(record.problem)} {facets.dtypes(record.problem)}",
@@ -225,7 +225,7 @@ def _evidence(record: TuningRecord) -> tuple[tuple[str, ...], list[tuple[str, ..
     """The columns and rows of a record's candidates; the last two columns are text."""
     own = record.problem["m"]
     inside = [m for m in record.measured_at if m != own]
-    baseline = baseline_us(record)
+    baseline = blas_us(record)
     columns = ("kernel", f"µs at M={own}", "vs blas", *(f"at M={m}" for m in inside), "error")
     return (*columns, "config", ""), [
         _row(result, baseline, inside, index == record.winner) for index, result in _ranked(record)

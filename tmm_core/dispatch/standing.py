@@ -69,12 +69,6 @@ def decide(results: Sequence[CandidateResult], incumbent: CandidateResult | None
     return results.index(min((r for r in ended if _us(r) <= best * (1 + TIE)), key=rank))
 
 
-def baseline_us(record: TuningRecord) -> float | None:
-    """BLAS's median on record, in µs; None if it was not timed."""
-    times = [_us(c) for c in record.candidates if c.kernel == BASELINE and c.status == "ok"]
-    return min((us for us in times if us < float("inf")), default=None)
-
-
 def holds_at(
     results: Iterable[CandidateResult], m: int, record_m: int
 ) -> dict[int, dict[CandidateId, float]]:

@@ -14,13 +14,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from tmm_cache.head import blas_us
 
 import tmm_core
 from tmm_core import dispatch, settings
 from tmm_core.bench import report, suites
 from tmm_core.bench.case import Case
 from tmm_core.dispatch.first_launch import FirstLaunches
-from tmm_core.dispatch.standing import baseline_us
 from tmm_core.launch import warm
 from tmm_core.spec.device import fingerprint
 from tmm_core.spec.precision import precision
@@ -163,7 +163,7 @@ def _tune(item: Pending, options: argparse.Namespace) -> dict[str, Any]:
             "kernel": record.best.kernel,
             "config": dict(record.best.config),
             "median_us": record.best.median_us,
-            "blas_us": baseline_us(record),
+            "blas_us": blas_us(record),
             "candidates": dict(Counter(candidate.status for candidate in record.candidates)),
         }
     outcome["seconds"] = round(time.monotonic() - started, 2)

@@ -8,12 +8,13 @@ from dataclasses import asdict
 from typing import Any
 
 from tmm_cache import CandidateResult, TuningRecord
+from tmm_cache.head import blas_us
 
 from tmm_core.bench.tile_order import order, traffic, waves
 from tmm_core.bench.tiles import Grid
 from tmm_core.dispatch.explanation import Explanation
 from tmm_core.dispatch.registry import Registry
-from tmm_core.dispatch.standing import baseline_us, by_time
+from tmm_core.dispatch.standing import by_time
 from tmm_core.errors import ConfigError
 from tmm_core.spec.anatomy import Anatomy, Resources
 from tmm_core.spec.device import DeviceFingerprint
@@ -118,7 +119,7 @@ def _blas_us(record: TuningRecord | None, problem: Problem) -> float | None:
     for result in record.candidates:
         if result.kernel == "blas" and (time := _us_at(result, problem, record)):
             return time
-    return baseline_us(record)
+    return blas_us(record)
 
 
 def _us_at(result: CandidateResult, problem: Problem, record: TuningRecord) -> float | None:
