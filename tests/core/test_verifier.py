@@ -20,7 +20,7 @@ from tmm_core.dispatch.guarded import UNREADABLE, UNWRITTEN, guarded
 from tmm_core.dispatch.special import AXES, Axis, planted
 from tmm_core.dispatch.special import special as plain_special
 from tmm_core.dispatch.tuner import Tuner
-from tmm_core.dispatch.verifier import Verdict, Verifier, sampled_verdict
+from tmm_core.dispatch.verifier import Verdict, Verifier
 from tmm_core.epilogues import BUILTIN, EPILOGUES, parse
 from tmm_core.spec.device import fingerprint
 from tmm_core.spec.epilogue import Epilogue
@@ -537,7 +537,7 @@ def test_samples_where_memory_is_short() -> None:
         launcher = Faulty(fault).bind(asked, ANY)
         found = Verifier(asked, CPU, memory_limit=limit).verdict(launcher)
         assert found.ok is fine
-        assert sampled_verdict(launcher, asked, CPU).ok is fine
+        assert Verifier(asked, CPU, sampled=True).verdict(launcher, brief=True).ok is fine
 
 
 def test_without_memory_nothing_is_known() -> None:

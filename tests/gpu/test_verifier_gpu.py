@@ -12,7 +12,7 @@ import torch
 from tmm_core import Problem, dispatch
 from tmm_core.dispatch import random_inputs, verify
 from tmm_core.dispatch.fixture import memory_limit
-from tmm_core.dispatch.verifier import Verifier, sampled_verdict
+from tmm_core.dispatch.verifier import Verifier
 from tmm_core.epilogues import BUILTIN, parse
 from tmm_core.spec.device import fingerprint
 from tmm_core.spec.kernel import BASELINE
@@ -111,7 +111,7 @@ def test_what_it_costs() -> None:
         torch.cuda.synchronize()
         torch.cuda.reset_peak_memory_stats()
         started = time.perf_counter()
-        assert sampled_verdict(launcher, asked, device()).ok
+        assert Verifier(asked, device(), sampled=True).verdict(launcher, brief=True).ok
         took = 1e3 * (time.perf_counter() - started)
     peak = torch.cuda.max_memory_allocated() - before
     print(f"8192³ by samples: {took:.1f} ms, {peak / 2**20:.0f} MiB")

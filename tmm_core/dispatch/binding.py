@@ -49,14 +49,11 @@ class Binding:
 
     Args:
         workers: Threads that bind at one time.
-        limit: Seconds that each may take from its start.
     """
 
-    def __init__(
-        self, tasks: Sequence[Task], device: torch.device, workers: int, limit: float | None = None
-    ) -> None:
+    def __init__(self, tasks: Sequence[Task], device: torch.device, workers: int) -> None:
         self._tasks, self._device, self._workers = tasks, device, workers
-        self._limit = BIND_LIMIT if limit is None else limit
+        self._limit = BIND_LIMIT
         self._stalled = min(STALLED, self._limit / 8)
         self._changed = threading.Condition()
         self._ready: deque[int] = deque()

@@ -198,7 +198,6 @@ class _Server:
         self._numbers = iter(range(sys.maxsize))
         self._lock = threading.Lock()
         self._closing = False
-        self._ready = False
         #: Set when it compiles, or will not.
         self.started = threading.Event()
         self._child: subprocess.Popen[bytes] | None = None
@@ -315,7 +314,6 @@ class _Server:
             for line in lines:
                 answer = json.loads(line)
                 if "ready" in answer:
-                    self._ready = True
                     self.started.set()
                     self._channel.settimeout(None)
                 else:
@@ -336,7 +334,7 @@ class _Server:
         with contextlib.suppress(OSError):
             self._channel.shutdown(socket.SHUT_RDWR)
         try:
-            return child.wait(_END_LIMIT if self._ready or child.poll() else 0)
+            return child.wait(_END_LIMIT if self.started.is_set() or child.poll() else 0)
         except subprocess.TimeoutExpired:
             child.kill()
             return child.wait()

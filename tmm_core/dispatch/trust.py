@@ -66,16 +66,19 @@ class Trust:
         *,
         memory_limit: int | None = None,
     ) -> Verdict:
-        """Verify by samples, within a memory limit; stamps the candidate if it is right.
+        """Compare one launch without ``out`` and one with against samples of rows and columns,
+        within a memory limit: about 5 ms and 0.5 GB for 8192³ in bf16 on an H100, most of it the
+        launches. Stamps the candidate if it is right.
 
         Raises:
             Exception: Whatever the launcher raises, except for lack of memory.
         """
-        from tmm_core.dispatch.verifier import Verdict, sampled_verdict  # only needed here
+        from tmm_core.dispatch.verifier import Verdict, Verifier  # only needed here
 
         try:
             device = device_of(problem)
-            verdict = sampled_verdict(launcher, problem, device, memory_limit=memory_limit)
+            verifier = Verifier(problem, device, memory_limit=memory_limit, sampled=True)
+            verdict = verifier.verdict(launcher, brief=True)
         except torch.OutOfMemoryError as error:
             return Verdict(None, f"cannot be verified: {str(error).splitlines()[0]}", unknown=True)
         if verdict.ok:

@@ -116,21 +116,3 @@ class Verifier:
                 limit, most = memory_limit(self._device), memory_limit(self._device, math.inf)
             self._fixture = Fixture(self.problem, self._device, limit, self._sampled, most)
         return self._fixture
-
-
-def sampled_verdict(
-    launcher: Launcher,
-    problem: Problem,
-    device: torch.device,
-    *,
-    memory_limit: int | None = None,
-) -> Verdict:
-    """Compare one launch without ``out`` and one with against samples of rows and columns.
-
-    For a first use: about 5 ms and 0.5 GB for 8192³ in bf16 on an H100, most of it the launches.
-
-    Raises:
-        Exception: Whatever the launcher raises.
-    """
-    verifier = Verifier(problem, device, memory_limit=memory_limit, sampled=True)
-    return verifier.verdict(launcher, brief=True)
