@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import replace
 
 import torch
 
 from tmm_core.dispatch import random_inputs, verify
-from tmm_core.dispatch.ragged import Inputs
+from tmm_core.dispatch.ragged import Inputs, Rows
 from tmm_core.dispatch.verify import Places
 from tmm_core.spec.arguments import Arguments
 from tmm_core.spec.problem import Problem
@@ -72,19 +71,20 @@ def reference(
                 c = torch.arange(many[1], device=device)[left : left + step]
                 r = here[r] if isinstance(here, torch.Tensor) else r
                 c = there[c] if isinstance(there, torch.Tensor) else c
-                piece = of(*_piece(problem, mine, source[r], at_rows[r], at_cols[c]))
+                piece = of(*_piece(problem, mine, given, source[r], at_rows[r], at_cols[c]))
                 out = result[group] if lead else result
                 out[r[:, None], c[None, :]] = piece.to(dtype)
     return result
 
 
-def _one(problem: Problem, inputs: Inputs, group: int, part: tuple[int, int]) -> Inputs:
+def _one(problem: Problem, inputs: Inputs, group: int, part: tuple[int, int]) -> Arguments:
     """The operands of one group, with the rows and columns of all groups."""
     a, b, bias, residual = inputs.a, inputs.b, inputs.bias, inputs.residual
     scale_a, scale_b = inputs.scale_a, inputs.scale_b
     along = problem.along
-    if problem.scale_a == "row" and scale_a is not None and along != "m":
-        scale_a = scale_a.view(problem.scale_a_shape)[group]
+    if problem.scale_a == "row" and scale_a is not None:
+        scale_a = scale_a if along == "m" else scale_a.view(problem.scale_a_shape)[group]
+        scale_a = scale_a[:, None]
     if problem.scale_b == "row" and scale_b is not None and along != "n":
         scale_b = scale_b.view(problem.scale_b_shape)[group]
     if along == "m":
@@ -95,32 +95,22 @@ def _one(problem: Problem, inputs: Inputs, group: int, part: tuple[int, int]) ->
         a, b = a[:, slice(*part)], b[slice(*part)]
         residual = None if residual is None else residual[group]
     bias = None if bias is None else bias[group]
-    return replace(inputs, a=a, b=b, bias=bias, residual=residual, scale_a=scale_a, scale_b=scale_b)
+    return Arguments(a, b, bias, residual, inputs.alpha, scale_a=scale_a, scale_b=scale_b)
 
 
 def _piece(
     problem: Problem,
-    inputs: Inputs,
+    inputs: Arguments,
+    given: Rows,
     rows: torch.Tensor,
     at: torch.Tensor,
     cols: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The epilogue's input, and the result: rows ``rows`` of the product, which are rows ``at`` of
     the result."""
-    given = inputs.rows
-    wide = problem.epilogue.sources(cols, problem.n)
     index = rows if given.a_index is None else given.a_index.long()[rows]
-    bias, residual = inputs.bias, inputs.residual
-    bias = None if bias is None else bias[wide]
-    scale_a, scale_b = inputs.scale_a, inputs.scale_b
-    if problem.scale_a == "row" and scale_a is not None:
-        scale_a = scale_a[index][:, None]
-    if problem.scale_b == "row" and scale_b is not None:
-        scale_b = scale_b[wide]
-    mine = Arguments(
-        inputs.a[index], inputs.b[:, wide], bias, None, inputs.alpha,
-        scale_a=scale_a, scale_b=scale_b,
-    )  # fmt: skip
+    residual = inputs.residual
+    mine = verify.part(problem, inputs._replace(residual=None), index, cols)
     z = verify.accumulated(problem, mine)
     y = verify.finished(problem, mine, z)
     if given.out_weights is not None:
