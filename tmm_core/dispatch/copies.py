@@ -35,8 +35,6 @@ class Copies:
         limit = limit if most is None else min(limit, most)
         inputs = random_inputs.make(problem, device)
         self._inputs = rotation.rotated(inputs, problem, limit=limit)
-        #: Calls in a chain.
-        self.count = len(self._inputs)
         # As in calls, without `out=`: torch's operators would copy their result into it, and BLAS
         # with a bias or an epilogue would lose to slower kernels.
         self._out = None if problem.lies_as_made(inputs.out) else inputs.out

@@ -254,13 +254,10 @@ class Tuning:
                 repeated if BLAS was disturbed during it.
         """
         racing = [trial for trial in racing if trial.run is not None]
-        runs = [trial.run for trial in racing]
+        runs = [trial.run for trial in racing if trial.run is not None]
         if not runs:
             return
-        options: dict[str, Any] = {
-            "copies": self._copies.count,
-            "burst_us": burst_us,
-        }
+        options: dict[str, Any] = {"copies": len(runs[0].inputs), "burst_us": burst_us}
         try:
             if settle:
                 self._timer.measure(runs, settle, **options)
@@ -305,7 +302,7 @@ class Tuning:
             problem = self._problem.at(m)
             verifier = Verifier(problem, self._device, memory_limit=self._share)
             copies = Copies(problem, self._device, self._share)
-            there = []
+            there: list[tuple[Attempt, Attempt]] = []
             for trial in finalists:
                 guest, launcher = Attempt(trial.candidate), bound[m, trial]
                 if isinstance(launcher, BaseException):  # the edge's config may not fit
@@ -313,20 +310,15 @@ class Tuning:
                 guest.launcher = launcher
                 self._verify(guest, verifier, repeats=1)
                 if guest.launcher is not None:
-                    there.append((trial, copies.runner(guest.launcher)))
+                    guest.run = copies.runner(guest.launcher)
+                    there.append((trial, guest))
                 elif guest.status == "wrong" and trial.status == "ok":
                     trial.fail(f"at {problem.along.upper()}={m}: {guest.reason}", "wrong")
             verifier.release()
-            runs = [run for _, run in there]
-            if not runs:
-                continue
-            try:
-                samples = self._timer.measure(runs, INSIDE, copies=copies.count, burst_us=CLOSER_US)
-            except Exception as error:
-                warn(f"timing {problem} failed: {error}")
-                continue
-            for (trial, _), mine in zip(there, samples, strict=True):
-                trial.inside_us[m] = median(mine)
+            self._measure([guest for _, guest in there], INSIDE, CLOSER_US)
+            for trial, guest in there:
+                if guest.samples:
+                    trial.inside_us[m] = median(guest.samples)
 
 
 def _repeats(us: float) -> int:
