@@ -17,6 +17,7 @@ from tmm_cache.head import blas_us
 
 from tmm_core import Traits
 from tmm_core.dispatch import binding, proposals, random_inputs, tuning, verify
+from tmm_core.dispatch.copies import LaunchError
 from tmm_core.dispatch.proposals import Hints
 from tmm_core.dispatch.standing import decide
 from tmm_core.dispatch.timing import GraphTimer
@@ -381,6 +382,19 @@ def test_a_bucket_is_measured_inside() -> None:
     assert mine.inside_us == {33: 5.0, 49: 7.0}
     exact, _ = tune(FakeBlas(), FakeKernel("k"), problem=problem(m=50))
     assert exact.measured_at == (50,)
+
+
+def test_a_launch_that_fails_inside_costs_its_candidate_there() -> None:
+    class Failing(FakeTimer):
+        def measure(self, runs: Any, rounds: int, **chain: Any) -> list[list[float]]:
+            for run in runs:
+                if run.launcher.cost[0] == "k" and run.inputs[0].a.shape[-2] == 49:
+                    raise LaunchError(run, ValueError("not here"))
+            return super().measure(runs, rounds, **chain)
+
+    record = Tuner(Failing({"k": 5.0})).tune(problem(), [FakeBlas(), FakeKernel("k")], settings())
+    inside = {c.kernel: sorted(c.inside_us) for c in record.candidates}
+    assert (winner(record), inside) == ("k", {"blas": [33, 49], "k": [33]})
 
 
 @pytest.mark.parametrize(
