@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from tmm_cache.keys import DIGEST_DIGITS, JSON, digest, is_slug
+from tmm_cache.keys import DIGEST_DIGITS, is_slug
 from tmm_cache.record import OLD_SCHEMA, SCHEMA
 
 ENVIRONMENT: Final = "environment.json"
@@ -103,10 +103,3 @@ def environment_folder(root: Path, gpu: str, environment: str) -> Path:
     if not DIGEST.fullmatch(environment):
         raise ValueError(f"environment: found {environment!r}, accepted is a digest")
     return root / VERSION / gpu / environment
-
-
-def record_path(
-    root: Path, gpu: str, environment: Mapping[str, JSON], problem: Mapping[str, JSON]
-) -> Path:
-    """The file of one record. Raises like `environment_folder` and `digest`."""
-    return environment_folder(root, gpu, digest(environment)) / f"{digest(problem)}.json"

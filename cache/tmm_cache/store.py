@@ -18,7 +18,7 @@ from tmm_cache.disk import make_folder
 from tmm_cache.files import Fault, read_stored, record_bytes, write_record
 from tmm_cache.head import Head
 from tmm_cache.keys import JSON, canonical, digest
-from tmm_cache.layout import LOCK_SUFFIX, environment_folder, layer_paths, record_path
+from tmm_cache.layout import LOCK_SUFFIX, environment_folder, layer_paths
 from tmm_cache.locks import Lock
 from tmm_cache.misses import Miss, MissLog
 from tmm_cache.notes import Notes
@@ -85,7 +85,7 @@ class CacheStore:
 
     def path(self, gpu: str, environment: Mapping[str, JSON], problem: Mapping[str, JSON]) -> Path:
         """The file in the user's own root where the problem's record is or would be."""
-        return record_path(self.root, gpu, environment, problem)
+        return environment_folder(self.root, gpu, digest(environment)) / f"{digest(problem)}.json"
 
     def load(
         self, gpu: str, environment: Mapping[str, JSON], problem: Mapping[str, JSON]
