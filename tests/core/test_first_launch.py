@@ -25,6 +25,7 @@ from tmm_core.dispatch.first_launch import FirstLaunches
 from tmm_core.dispatch.tuner import Tuner
 from tmm_core.errors import TmmWarning
 from tmm_core.launch import warm
+from tmm_core.spec.device import fingerprint
 from tmm_core.spec.kernel import Candidate
 from tmm_core.tools.cli import main
 
@@ -65,11 +66,12 @@ def module(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 
 @pytest.fixture(autouse=True)
-def installed(module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
+def installed(module: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
     monkeypatch.setenv("TMM_PLUGINS", "blas,launched")
     monkeypatch.setenv("TRITON_INTERPRET", "0")
     monkeypatch.setenv("LAUNCHED", str(tmp_path / "launched.txt"))
-    return module
+    yield module
+    fingerprint.cache_clear()  # later tests would find that nothing is interpreted
 
 
 def launches() -> list[tuple[int, int]]:
