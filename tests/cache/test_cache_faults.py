@@ -140,7 +140,6 @@ def test_saving_mends_a_broken_record(broken: tuple[CacheStore, Path, str]) -> N
 def test_a_digest_collision_is_a_miss(store: CacheStore, monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (files, store_module):
         monkeypatch.setattr(module, "digest", lambda mapping: "0" * 16)
-    monkeypatch.setattr("tmm_cache.layout.digest", lambda mapping: "0" * 16)
     store.save(GPU, ENVIRONMENT, record())
     assert store.load(GPU, ENVIRONMENT, problem()) == record()
     with warned("records another problem of the same digest"):
