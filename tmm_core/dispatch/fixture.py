@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import math
 import os
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -21,6 +22,7 @@ from tmm_core.dispatch.guarded import (
 from tmm_core.dispatch.ragged_reference import reference
 from tmm_core.dispatch.random_inputs import Inputs
 from tmm_core.dispatch.special import AXES, Special
+from tmm_core.spec.arguments import Arguments
 from tmm_core.spec.device import free_memory
 from tmm_core.spec.operand import Operand
 from tmm_core.spec.problem import Problem
@@ -123,21 +125,31 @@ class Fixture:
         most: int | None = None,
     ) -> None:
         self.problem, self.device = problem, device
+        #: Whether there are launches in which the launcher allocates the output.
+        self.allocates = Operand.of(problem.empty_out("meta")) == problem.out
         self.limit, self._sampled = limit, sampled
         self.most = limit if most is None else most
         self._sets: list[InputSet] | None = None
         self._outs: list[Guarded] = []
         self._special: list[Special] | None = None
 
+    @classmethod
+    def given(
+        cls, problem: Problem, inputs: Arguments, memory: Mapping[str, Guarded], out: Guarded
+    ) -> Fixture:
+        """A fixture with these inputs, which lie in ``memory`` by their names, and this output,
+        into which every launch writes."""
+        device = inputs.a.device
+        fixture = cls(problem, device, memory_limit(device), sampled=False)
+        expected = fixture._expected(inputs, whole=True)
+        fixture._sets = [InputSet(inputs, Checksums.of(memory), expected)]
+        fixture._outs, fixture.allocates = [out], False
+        return fixture
+
     @property
     def shape(self) -> tuple[int, ...]:
         """The shape of the result."""
         return self.problem.out_shape
-
-    @property
-    def allocates(self) -> bool:
-        """Whether in calls the launcher allocates the output."""
-        return Operand.of(self.problem.empty_out("meta")) == self.problem.out
 
     @property
     def at_once(self) -> int:

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from tmm_core.dispatch import verify
 from tmm_core.launch.check import ranges_meet
 from tmm_core.spec.operand import ALIGNMENT, Operand
 
@@ -96,8 +97,7 @@ class Guarded:
     def poison(self) -> torch.Tensor:
         """The tensor filled with NaN (integers: with zeros), with bands and gaps reset."""
         self.words.fill_(_word(self.filler, 8))
-        has_nan = self.tensor.is_floating_point() or self.tensor.is_complex()
-        return self.tensor.fill_(float("nan") if has_nan else 0)
+        return verify.poison(self.tensor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -136,16 +136,9 @@ def placed_guarded(
     dtype: torch.dtype,
     device: torch.device,
     filler: int,
-    *,
-    least: int = LEAST,
 ) -> Guarded:
-    """An uninitialised tensor of that layout between two bands of ``filler``.
-
-    Args:
-        least: Minimum bytes of a band, a multiple of 4096.
-    """
+    """An uninitialised tensor of that layout between two bands of ``filler``."""
     inside, band = _extent(placed, dtype.itemsize)
-    band = max(band, least)
     memory = torch.empty(inside + 2 * band, dtype=torch.uint8, device=device)
     memory.fill_(filler)
     offset = band // dtype.itemsize + placed.offset

@@ -47,6 +47,7 @@ class Verifier:
             of rows and columns are compared and all other elements only have to be numbers; if it
             is too small for one set of inputs, verdicts are ``unknown``.
         sampled: Always use samples and one set of inputs.
+        fixture: Inputs and outputs to use; by default random ones are made.
     """
 
     def __init__(
@@ -56,10 +57,11 @@ class Verifier:
         *,
         memory_limit: int | None = None,
         sampled: bool = False,
+        fixture: Fixture | None = None,
     ) -> None:
         self.problem = problem
         self._device, self._limit, self._sampled = device, memory_limit, sampled
-        self._fixture: Fixture | None = None
+        self._fixture = fixture
 
     def verdict(
         self,

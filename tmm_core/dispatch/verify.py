@@ -89,7 +89,7 @@ def in_pieces(
     n = problem.n if isinstance(cols, slice) else len(cols)
     p = replace(problem, m=m, n=n)  # the precision depends on the size
     # In fp64 rows of a, columns of b (twice as many where gated), and some of the result's.
-    share = room // (8 * p.batch)
+    share = room // (8 * max(1, p.batch))
     side = share // max(1, p.k) // (1 + p.gated)
     high = max(64, min(m, side))
     wide = max(64, min(n, side, share // (3 * high)))
@@ -126,9 +126,13 @@ def finished(problem: Problem, inputs: Arguments, z: torch.Tensor) -> torch.Tens
 def _product(a: torch.Tensor, b: torch.Tensor, precise: bool) -> torch.Tensor:
     """The product in fp64, or in fp32 by an operator that ignores the TF32 setting, which is per
     process and used by other threads. Products of 16-bit operands are exact in fp32, and those of a
-    format in the dtype that it is dequantised to."""
+    format in the dtype that it is dequantised to. Integers and complex numbers are multiplied on
+    the CPU, where torch multiplies every dtype; integers wrap as there."""
     if (form := of_pair(a.dtype, b.dtype)) is not None:
         a, b = form.dequantize(a), form.dequantize(b)
+    if not a.is_floating_point():
+        wide = torch.complex128 if a.is_complex() else a.dtype
+        return torch.matmul(a.cpu().to(wide), b.cpu().to(wide)).to(a.device)
     if precise or a.dtype != b.dtype or a.dtype.itemsize != 2:
         return torch.matmul(a.to(torch.float64), b.to(torch.float64))
     if a.is_cuda:
@@ -139,15 +143,19 @@ def _product(a: torch.Tensor, b: torch.Tensor, precise: bool) -> torch.Tensor:
 
 def tolerance(problem: Problem) -> float:
     """The largest error accepted; see :data:`TOLERANCE`."""
-    limit = TOLERANCE[problem.out.dtype]
+    dtype = problem.out.dtype
+    if not (dtype.is_floating_point or dtype.is_complex):
+        return 0.0
+    limit = TOLERANCE[dtype.to_real() if dtype.is_complex else dtype]
     if problem.format is not None:
         return max(limit, problem.format.tolerance)
     return max(limit, TF32_TOLERANCE) if problem.tf32 else limit
 
 
-def poison(out: torch.Tensor) -> None:
-    """Overwrite with NaN, so that an element that is never written cannot pass."""
-    out.fill_(float("nan"))
+def poison(out: torch.Tensor) -> torch.Tensor:
+    """Overwrite with NaN (integers: with zeros), so that an element that is never written cannot
+    pass."""
+    return out.fill_(float("nan") if out.is_floating_point() or out.is_complex() else 0)
 
 
 def error(out: torch.Tensor, expected: torch.Tensor) -> float:
@@ -164,6 +172,7 @@ def rms(expected: torch.Tensor) -> torch.Tensor:
     """Root mean square, or one if that is zero."""
     if not expected.numel():
         return torch.ones((), dtype=expected.dtype, device=expected.device)
+    expected = expected.abs() if expected.is_complex() else expected
     scale = expected.square().mean().sqrt()
     return torch.where(scale > 0, scale, torch.ones_like(scale))
 

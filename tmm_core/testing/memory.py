@@ -10,11 +10,6 @@ import torch
 from tmm_core.dispatch.guarded import UNREADABLE, UNWRITTEN, Guarded, Lie, placed_guarded
 from tmm_core.spec.operand import ALIGNMENT
 
-#: Minimum elements of a guard band. A tile stored without masks reaches BLOCK_M rows past
-#: the end, which on a CPU would corrupt other memory. Two guards and a small matrix stay below
-#: the 2¹⁵ elements from which torch runs a loop on several threads.
-GUARD = {"cpu": 12 << 10, "cuda": 1 << 18}
-
 #: Memory layouts of a matrix of given rows and columns. ``padded``: a larger leading stride than
 #: needed, a multiple of 16 bytes; ``unaligned``: one that is not a multiple; ``sliced``: cut out
 #: of a wider matrix, with an unaligned base too; ``strided``: neither rows nor columns
@@ -52,31 +47,24 @@ def operand(
     device: torch.device,
     *,
     stacking: str = "packed",
-    spread: int = 1,
 ) -> Guarded:
     """An uninitialised matrix (or 3-D batch of them) in ``layout``, surrounded by NaN.
 
     Args:
         shape: ``(rows, cols)`` or ``(batch, rows, cols)``.
         layout, stacking: Of :data:`LAYOUTS` and :data:`STACKINGS`.
-        spread: Extra width of leading strides; varies them within their class.
     """
-    placed = _placed(shape, layout, stacking, dtype.itemsize, spread)
-    return _guarded(placed, shape, dtype, device, UNREADABLE)
+    placed = _placed(shape, layout, stacking, dtype.itemsize)
+    return placed_guarded(placed, tuple(shape), dtype, device, UNREADABLE)
 
 
 def destination(
-    shape: Sequence[int],
-    layout: str,
-    dtype: torch.dtype,
-    device: torch.device,
-    *,
-    spread: int = 1,
+    shape: Sequence[int], layout: str, dtype: torch.dtype, device: torch.device
 ) -> Guarded:
     """An output filled with NaN, surrounded by another number; ``layout`` is one of
     :data:`WRITABLE`."""
-    placed = _placed(shape, layout, "packed", dtype.itemsize, spread)
-    made = _guarded(placed, shape, dtype, device, UNWRITTEN)
+    placed = _placed(shape, layout, "packed", dtype.itemsize)
+    made = placed_guarded(placed, tuple(shape), dtype, device, UNWRITTEN)
     made.poison()
     return made
 
@@ -86,20 +74,13 @@ def vector(size: int, layout: str, dtype: torch.dtype, device: torch.device) -> 
     ``"broadcast"``, surrounded by NaN."""
     step = {"packed": 1, "strided": 3, "broadcast": 0}[layout]
     placed = Lie((step,), 0, max(0, size - 1) * step + 1)
-    return _guarded(placed, (size,), dtype, device, UNREADABLE)
+    return placed_guarded(placed, (size,), dtype, device, UNREADABLE)
 
 
-def _guarded(
-    placed: Lie, shape: Sequence[int], dtype: torch.dtype, device: torch.device, filler: int
-) -> Guarded:
-    least = GUARD[device.type] * dtype.itemsize
-    return placed_guarded(placed, tuple(shape), dtype, device, filler, least=least)
-
-
-def _placed(shape: Sequence[int], layout: str, stacking: str, itemsize: int, spread: int) -> Lie:
+def _placed(shape: Sequence[int], layout: str, stacking: str, itemsize: int) -> Lie:
     *batch, rows, cols = shape
     unit = max(1, ALIGNMENT // itemsize)
-    row, col, offset = _matrix(layout, rows, cols, unit, spread)
+    row, col, offset = _matrix(layout, rows, cols, unit)
     if not batch:
         strides: tuple[int, ...] = (row, col)
     elif stacking == "broadcast":
@@ -117,21 +98,21 @@ def _placed(shape: Sequence[int], layout: str, stacking: str, itemsize: int, spr
     return Lie(strides, offset, offset + _reach(shape, strides) + 1)
 
 
-def _matrix(layout: str, rows: int, cols: int, unit: int, spread: int) -> tuple[int, int, int]:
+def _matrix(layout: str, rows: int, cols: int, unit: int) -> tuple[int, int, int]:
     """Row stride, column stride and offset in elements; ``unit`` of them are 16 bytes."""
     if layout.startswith("col"):
-        leading, inner, offset = _matrix("row" + layout[3:], cols, rows, unit, spread)
+        leading, inner, offset = _matrix("row" + layout[3:], cols, rows, unit)
         return inner, leading, offset
     if layout == "row":
         return cols, 1, 0
     if layout == "row_padded":
-        return _rounded_up(cols, unit) + 2 * unit * spread, 1, 0
+        return _rounded_up(cols, unit) + 2 * unit, 1, 0
     if layout == "row_unaligned":
-        return (cols | 1) + 2 * spread, 1, 0  # odd: never aligned
+        return (cols | 1) + 2, 1, 0  # odd: never aligned
     if layout == "row_sliced":
-        return _rounded_up(cols, unit) + 2 * unit * spread, 1, 3
+        return _rounded_up(cols, unit) + 2 * unit, 1, 3
     if layout == "strided":
-        return (cols + 1) * (1 + spread), 1 + spread, 0
+        return 2 * (cols + 1), 2, 0
     if layout == "overlapping":
         return unit, 1, 0
     try:

@@ -6,15 +6,17 @@ import dataclasses
 import functools
 import math
 import zlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 
 from tmm_core.dispatch import verify
-from tmm_core.dispatch.guarded import Checksums, Guarded
+from tmm_core.dispatch.fixture import Fixture
+from tmm_core.dispatch.guarded import Guarded
 from tmm_core.dispatch.random_inputs import fill
+from tmm_core.dispatch.verifier import Verifier
 from tmm_core.formats import wide
 from tmm_core.spec.arguments import Arguments
 from tmm_core.spec.device import fingerprint
@@ -23,8 +25,6 @@ from tmm_core.spec.kernel import Launcher
 from tmm_core.spec.precision import precision
 from tmm_core.spec.problem import Problem
 from tmm_core.testing import memory
-
-_WHOLE_NUMBERS = (torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -58,24 +58,21 @@ class Probe:
     #: ``"tensor"``, ``"row"`` or None.
     scale_a: str | None = None
     scale_b: str | None = None
-    #: Varies leading strides within their class, and the random numbers.
-    spread: int = 1
 
-    def pose(self, device: torch.device) -> Posed:
-        """Make the tensors. The same probe makes the same numbers."""
-        generator = torch.Generator(device).manual_seed(zlib.crc32(str(self).encode()))
+    def pose(self, device: torch.device, *, seed: int = 0) -> Posed:
+        """Make the tensors. The same probe and seed make the same numbers."""
+        generator = torch.Generator(device).manual_seed(zlib.crc32(str(self).encode()) + seed)
         batch = (self.batch,) if self.batch != 1 else ()
         width = self.n * (2 if self.epilogue.gated else 1)
         plain = wide(self.dtype)
         out_dtype = self.out_dtype or plain
         operands = {
             "a": memory.operand(
-                (*batch, self.m, self.k), self.a, self.dtype, device,
-                stacking=self.stack_a, spread=self.spread,
+                (*batch, self.m, self.k), self.a, self.dtype, device, stacking=self.stack_a
             ),
             "b": memory.operand(
                 (*batch, self.k, width), self.b, self.b_dtype or self.dtype, device,
-                stacking=self.stack_b, spread=self.spread,
+                stacking=self.stack_b,
             ),
         }  # fmt: skip
         if self.bias is not None:
@@ -83,7 +80,7 @@ class Probe:
         if self.residual is not None:
             operands["residual"] = memory.operand(
                 (*batch, self.m, self.n), self.residual, self.residual_dtype or out_dtype, device,
-                stacking=self.stack_residual, spread=self.spread,
+                stacking=self.stack_residual,
             )  # fmt: skip
         shapes = {"scale_a": (*batch, self.m, 1), "scale_b": (*batch, 1, width)}
         for name, shape in shapes.items():
@@ -94,10 +91,8 @@ class Probe:
                 operands[name] = replace(packed, tensor=packed.tensor.view(shape))
         for name, operand in operands.items():
             fill(name, operand.tensor, self.k, generator)
-        out = memory.destination(
-            (*batch, self.m, self.n), self.out, out_dtype, device, spread=self.spread
-        )
-        return Posed(self, Checksums.of(operands), out)
+        out = memory.destination((*batch, self.m, self.n), self.out, out_dtype, device)
+        return Posed(self, operands, out)
 
     def __str__(self) -> str:
         words = [f"{self.m}x{self.n}x{self.k}", _word(self.dtype)]
@@ -117,26 +112,17 @@ class Posed:
     """A probe's tensors."""
 
     probe: Probe
-    operands: Checksums
+    operands: Mapping[str, Guarded]
     out: Guarded
 
     @functools.cached_property
     def problem(self) -> Problem:
-        """The problem that these tensors pose, written to ``out``."""
-        return self._problem(self.out.tensor)
-
-    @functools.cached_property
-    def allocating(self) -> Problem:
-        """The problem that these tensors pose if the launcher allocates the output."""
-        out = self.out.tensor
-        return self._problem(torch.empty(out.shape, dtype=out.dtype, device="meta"))
-
-    def _problem(self, out: torch.Tensor) -> Problem:
+        """The problem that these tensors pose."""
         inputs = self.inputs
         return Problem.of(
             inputs.a,
             inputs.b,
-            out,
+            self.out.tensor,
             fingerprint(inputs.a.device),
             bias=inputs.bias,
             residual=inputs.residual,
@@ -148,7 +134,7 @@ class Posed:
 
     @functools.cached_property
     def inputs(self) -> Arguments:
-        tensors: dict[str, Any] = {name: made.tensor for name, made in self.operands.memory.items()}
+        tensors: dict[str, Any] = {name: made.tensor for name, made in self.operands.items()}
         return Arguments(**tensors, alpha=self.probe.alpha, out=self.out.tensor)
 
     def launch(self, launcher: Launcher, out: torch.Tensor | None) -> torch.Tensor:
@@ -157,25 +143,19 @@ class Posed:
             return self.inputs.launch(launcher, out)
 
     def faults(self, launcher: Launcher, slack: float) -> list[str]:
-        """Launch into ``out`` and describe its faults, in full sentences."""
-        out = self.out.poison()
-        result = self.launch(launcher, out)
-        faults = []
-        if result is not out:
-            faults.append("It returned something else than the out it was given.")
-        faults += self.differences(out, slack)
-        if not self.out.intact():
-            faults.append("It wrote outside out.")
-        faults += [f"It wrote to {name} or around it." for name in self.operands.changed()]
-        return faults
+        """Launch into ``out`` and describe its faults."""
+        verifier = Verifier(self.problem, self.out.tensor.device, fixture=self._fixture())
+        with precision(self.probe.tf32):
+            reason = verifier.verdict(launcher, brief=True, slack=slack).reason
+        if reason is None:
+            return []
+        self.launch(launcher, self.out.poison())
+        return [reason, *self.differences(self.out.tensor, slack)]
 
     def differences(self, result: torch.Tensor, slack: float) -> Iterator[str]:
         """Describe wrong values, if any."""
-        expected = self._expected().to(result.device)
-        limit = self._tolerance() * slack
-        # Real and imaginary parts are checked separately.
-        if result.is_complex():
-            result, expected = torch.view_as_real(result), torch.view_as_real(expected)
+        expected = self._fixture().sets()[0].expected.in_rows
+        limit = verify.tolerance(self.problem) * slack
         error = verify.error(result, expected)
         if error <= limit:
             return
@@ -192,18 +172,6 @@ class Posed:
             f"{has:.6g} instead of {wanted:.6g}."
         )
 
-    def _expected(self) -> torch.Tensor:
-        if self.probe.dtype.is_floating_point:
-            return verify.reference(self.problem, self.inputs)
-        # On the CPU, where torch multiplies every dtype.
-        a, b = self.inputs.a.cpu(), self.inputs.b.cpu()
-        wide = torch.complex128 if a.is_complex() else a.dtype
-        return torch.matmul(a.to(wide), b.to(wide))
-
-    def _tolerance(self) -> float:
-        dtype = self.out.tensor.dtype
-        if dtype in _WHOLE_NUMBERS:
-            return 0.0
-        if dtype.is_complex:
-            return verify.TOLERANCE[dtype.to_real()]
-        return verify.tolerance(self.problem)
+    def _fixture(self) -> Fixture:
+        """These tensors, with the reference of their current values."""
+        return Fixture.given(self.problem, self.inputs, self.operands, self.out)

@@ -212,7 +212,8 @@ class Questions:
         yield replace(base, k=0, bias="packed", epilogue=parse("sigmoid"))
 
     def probes_of_verification(self) -> Iterator[Probe]:
-        """One of each kind of problem, with all terms of the expression."""
+        """One of each kind of problem, with all terms of the expression; and operands of every
+        kind of leading stride."""
         m, n, k = (max(1, size - 3) for size in self._size())
         plain = replace(self._probe(), m=m)
         terms: dict[str, Any] = {"bias": "packed", "residual": "row", "alpha": 0.5}
@@ -223,6 +224,12 @@ class Questions:
         yield replace(full, batch=3)
         scaled: dict[str, Any] = {"b": "col", "scale_a": "row", "scale_b": "row"}
         yield from (replace(plain, dtype=form.storage[0], **scaled) for form in FORMATS.values())
+        base = self._probe()
+        yield replace(base, a="col", b="col")
+        yield replace(base, out_dtype=torch.float32)
+        yield replace(base, batch=2, n=min(n, 48), k=min(k, 48))
+        for layout in ("row_unaligned", "strided"):
+            yield replace(base, a=layout, b=layout, out=layout)
 
     def probes_of_outputs(self) -> Iterator[Probe]:
         """Every kind and reduction, with all terms of the expression, of sizes that divide nothing;
@@ -249,21 +256,6 @@ class Questions:
             (base, "identity", (tile, row_sum)),
         ):
             yield replace(probe, epilogue=replace(parse(text), outputs=outputs))
-
-    def probes_of_allocation(self) -> Iterator[Probe]:
-        base = self._probe()
-        yield base
-        yield replace(base, a="col", b="col")
-        yield replace(base, out_dtype=torch.float32)
-        yield replace(base, n=max(1, base.n - 3), epilogue=parse("swiglu"))
-        yield replace(base, batch=2, n=min(base.n, 48), k=min(base.k, 48))
-
-    def probes_of_other_operands(self) -> Iterator[Probe]:
-        base = self._probe()
-        for layout in ("row_padded", "row_unaligned", "strided"):
-            yield replace(base, a=layout, b=layout, out=layout)
-        yield replace(base, a="col_padded", b="col_padded", bias="strided", residual="row_padded")
-        yield replace(base, batch=2, k=min(base.k, 48), a="row_padded", b="row_padded")
 
     def demanding(self) -> Sequence[Probe]:
         """Problems that reveal a config's faults, the most revealing first: with all terms of the
