@@ -14,11 +14,11 @@ from tmm_cache import CacheStore, TuningRecord
 
 import tmm_core
 from tmm_core import dispatch
+from tmm_core.bench import recheck
 from tmm_core.launch import warm
 from tmm_core.spec.device import fingerprint
 from tmm_core.spec.kernel import Candidate
 from tmm_core.tools.cli import main
-from tmm_core.tools.commands import verify
 
 CPU = ["--device", "cpu"]
 DEVICE = fingerprint(torch.device("cpu"))
@@ -40,7 +40,7 @@ def record(kernel: FakeKernel, m: int, root: Path | None = None) -> TuningRecord
 @pytest.fixture
 def fine(monkeypatch: pytest.MonkeyPatch) -> FakeKernel:
     monkeypatch.setenv("TMM_PLUGINS", "blas")
-    monkeypatch.setattr(verify, "REPEATS", 2)
+    monkeypatch.setattr(recheck, "REPEATS", 2)
     kernel = FakeKernel("test.fine")
     register(kernel)
     return kernel

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import time
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -28,6 +27,7 @@ from tmm_core.bench import (
 )
 from tmm_core.bench.case import Case
 from tmm_core.bench.results import Document, Results, Writer, identity
+from tmm_core.spec.device import fingerprint
 from tmm_core.tools.commands import options as shared
 from tmm_core.tools.commands.console import (
     DONE,
@@ -38,6 +38,7 @@ from tmm_core.tools.commands.console import (
     print_json,
     print_table,
 )
+from tmm_core.tools.commands.misses import title
 
 
 def run(options: argparse.Namespace) -> int:
@@ -103,10 +104,10 @@ def _share(paths: Sequence[Path], options: argparse.Namespace) -> None:
 
 def _verify_shipped(device: torch.device, options: argparse.Namespace) -> int:
     documents = []
-    for document in recheck.shipped(device):
+    for document in recheck.raced(recheck.shipped(fingerprint(device)), device):
         documents.append(document)
         if document["status"] != "ok":
-            name = document.get("title") or json.dumps(document["problem"], sort_keys=True)
+            name = document.get("title") or title(document["problem"])
             ratio = f", {document['ratio']:.3f}× blas" if "ratio" in document else ""
             reason = document.get("reason", "")
             note(f"{document['status']}: {name} {document['kernel']}{ratio} {reason}".rstrip())
