@@ -238,8 +238,9 @@ def test_inputs_to_measure_with() -> None:
         inputs = random_inputs.make(posed, torch.device("cpu"), seed=3)
         assert inputs.scale_a is not None
         assert inputs.scale_b is not None
+        out = random_inputs.empty(posed.out, posed.out_shape, torch.device("cpu"))
         assert Problem.of(
-            inputs.a, inputs.b, inputs.out, device, scale_a=inputs.scale_a, scale_b=inputs.scale_b,
+            inputs.a, inputs.b, out, device, scale_a=inputs.scale_a, scale_b=inputs.scale_b,
             scaled=True, epilogue=posed.epilogue,
         ) == posed  # fmt: skip
         z = exact(inputs.a, inputs.b, inputs.scale_a, inputs.scale_b) * inputs.alpha

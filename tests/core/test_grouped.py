@@ -151,10 +151,10 @@ def test_the_baseline_copies_no_padded_result(case: str, monkeypatch: pytest.Mon
 def test_padded_results_are_verified_and_timed_as_calls_make_them() -> None:
     a, b = ODD["m"]()
     problem, device = tmm_core.problem(a, b, offs=OFFS), torch.device("cpu")
-    assert Fixture(problem, device, 1 << 24, sampled=False).allocates
+    assert problem.allocates
     assert copies.Copies(problem, device, None)._out is None
     given = replace(problem, out=Operand(FP32, aligned=False))
-    assert not Fixture(given, device, 1 << 24, sampled=False).allocates
+    assert not given.allocates
     assert copies.Copies(given, device, None)._out is not None
     right: Any = grouped_mm.bind(problem)
 

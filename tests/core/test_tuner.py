@@ -492,7 +492,7 @@ def test_inputs_are_of_the_class_asked(layout: Any, aligned: bool, size: tuple[i
     if layout == "strided" and (aligned or 1 in size):
         pytest.skip("no such class")
     spec = Operand(torch.bfloat16, layout, aligned)
-    t = random_inputs._empty("a", spec, size, torch.device("cpu"))
+    t = random_inputs.empty(spec, size, torch.device("cpu"))
     assert tuple(t.shape) == size
     found = Operand.of(t)
     if 1 not in size:

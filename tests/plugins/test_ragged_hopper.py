@@ -407,13 +407,17 @@ def test_a_call_passes_groups(asked: Problem, monkeypatch: pytest.MonkeyPatch) -
     assert more["workspace"] == scratch
     assert KERNEL.workspace_bytes(asked, config) == (4 * 8 * blocks if scratch else 0)
     given = random_inputs.make(asked, torch.device("cpu"), seed=0)
+    made = {
+        name: getattr(given, name) for name in ("a", "b", "bias", "residual", "scale_a", "scale_b")
+    }
+    made["out"] = random_inputs.empty(asked.out, asked.out_shape, torch.device("cpu"))
     for name, argument in step.arguments.items():
         if name.endswith("_desc"):
-            described = argument.describe(getattr(given, argument.tensor))
+            described = argument.describe(made[argument.tensor])
             assert f"{described.block_shape},{described.layout!r}>" in special.types[name]
         elif isinstance(argument, tuple):
             tensor, dimension = argument
-            assert -2 <= dimension < getattr(given, tensor).dim()
+            assert -2 <= dimension < made[tensor].dim()
 
 
 def test_the_grid_is_of_the_most_tiles_there_may_be() -> None:

@@ -185,29 +185,21 @@ class Call:
     @property
     def keywords(self) -> dict[str, Any]:
         epilogue = None if self.epilogue.is_identity else self.epilogue.interned()
-        given = {name: getattr(self, name) for name in ("bias", "residual", "out_dtype")}
-        return given | {"epilogue": epilogue} | self.extras
-
-    @property
-    def extras(self) -> dict[str, Any]:
-        """Keyword arguments of a launch."""
+        names = ("bias", "residual", "out_dtype", *EXTRAS)
         rows = {} if self.rows is None else self.rows.given
-        return rows | {name: t for name in EXTRAS if (t := getattr(self, name)) is not None}
+        return {name: getattr(self, name) for name in names} | {"epilogue": epilogue} | rows
 
     def problem(self) -> Problem:
         """The problem this call poses."""
         return tmm_core.problem(self.a, self.b, **self.keywords)
 
     def inputs(self) -> Inputs:
-        """The call's tensors and an output to write, for :mod:`tmm_core.dispatch.verify`."""
-        problem, bias = self.problem(), self.bias
-        if self.rows is not None and bias is not None:
-            bias = bias.expand(len(self.rows.ends), -1)
-        out = problem.empty_out(self.a.device)
-        if self.rows is not None:
-            scales = self.scale_a, self.scale_b
-            return ragged.Inputs(self.a, self.b, bias, self.residual, 1.0, out, self.rows, *scales)
-        return Arguments(self.a, self.b, self.bias, self.residual, out=out, **self.extras)
+        """The arguments of a launch."""
+        bias, scales = self.bias, {name: getattr(self, name) for name in EXTRAS}
+        if self.rows is None:
+            return Arguments(self.a, self.b, bias, self.residual, **scales)
+        bias = None if bias is None else bias.expand(len(self.rows.ends), -1)
+        return ragged.Inputs(self.a, self.b, bias, self.residual, 1.0, self.rows, **scales)
 
     def matmul(self, **more: Any) -> Tensor:
         """Make the call; ``more`` as in :func:`tmm_core.matmul`."""
@@ -216,10 +208,10 @@ class Call:
 
     def error(self, **forced: Any) -> float:
         """Largest error of the call's result, written over NaN."""
-        inputs = self.inputs()
-        verify.poison(inputs.out)
-        self.matmul(**forced, out=inputs.out)
-        return verify.error(inputs.out, ragged_reference.whole(self.problem(), inputs))
+        problem = self.problem()
+        out = verify.poison(problem.empty_out(self.a.device))
+        self.matmul(**forced, out=out)
+        return verify.error(out, ragged_reference.whole(problem, self.inputs()))
 
     def plan(self, **forced: Any) -> Plan:
         """The plan of the kernel chosen for the call; ``forced``: ``kernel`` and ``config``."""

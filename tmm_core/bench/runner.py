@@ -306,18 +306,9 @@ def _runs(
 
 
 def planned(plan: tmm_core.Plan, calls: Sequence[Call]) -> Run:
-    """The plan on each of the calls."""
-    extras = [call.extras for call in calls]
-
-    def run(copy: int) -> object:
-        call = calls[copy]
-        if call.rows is not None:
-            bias = None if call.bias is None else call.bias.expand(len(call.rows.ends), -1)
-            launcher: Any = plan.launcher
-            return launcher(call.a, call.b, bias, call.residual, 1.0, None, **extras[copy])
-        return plan(call.a, call.b, call.bias, call.residual, **extras[copy])
-
-    return run
+    """The plan's launcher on each of the calls."""
+    inputs = [call.inputs() for call in calls]
+    return lambda copy: inputs[copy].launch(plan.launcher, None)
 
 
 def _once(run: Run, on_gpu: bool) -> None:

@@ -37,11 +37,12 @@ class Copies:
         self._inputs = rotation.rotated(inputs, problem, limit=limit)
         # As in calls, without `out=`: torch's operators would copy their result into it, and BLAS
         # with a bias or an epilogue would lose to slower kernels.
-        self._out = None if problem.lies_as_made(inputs.out) else inputs.out
-        self._problem, self._shape = problem, inputs.out.shape
+        self._problem, self._out = problem, None
+        if not problem.allocates:
+            self._out = random_inputs.empty(problem.out, problem.out_shape, device)
 
     def runner(self, launcher: Launcher) -> Runner:
-        launcher = delivering(self._problem.epilogue, launcher, self._shape)
+        launcher = delivering(self._problem.epilogue, launcher, self._problem.out_shape)
         return Runner(launcher, self._inputs, self._out)
 
 

@@ -126,7 +126,7 @@ class Fixture:
     ) -> None:
         self.problem, self.device = problem, device
         #: Whether there are launches in which the launcher allocates the output.
-        self.allocates = Operand.of(problem.empty_out("meta")) == problem.out
+        self.allocates = problem.allocates
         self.limit, self._sampled = limit, sampled
         self.most = limit if most is None else most
         self._sets: list[InputSet] | None = None
@@ -234,15 +234,13 @@ class Fixture:
     def _set(self, padded: bool, whole: bool) -> InputSet:
         memory: dict[str, Guarded] = {}
 
-        def empty(name: str, spec: Operand, shape: tuple[int, ...]) -> torch.Tensor:
+        def allocate(name: str, spec: Operand, shape: tuple[int, ...]) -> torch.Tensor:
             memory[name] = guarded(spec, shape, self.device, UNREADABLE, padded=padded)
             return memory[name].tensor
 
         # One set of ragged products is skewed, the other even and does not fill its rows.
         groups = {"skewed": not padded, "whole": not padded}
-        inputs = random_inputs.make(
-            self.problem, self.device, empty=empty, with_out=False, **groups
-        )
+        inputs = random_inputs.make(self.problem, self.device, allocate=allocate, **groups)
         return InputSet(inputs, Checksums.of(memory), self._expected(inputs, whole))
 
     def _expected(self, inputs: Inputs, whole: bool) -> Expected:

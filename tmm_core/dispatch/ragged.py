@@ -133,7 +133,6 @@ class Inputs:
     bias: torch.Tensor | None
     residual: torch.Tensor | None
     alpha: float
-    out: torch.Tensor
     rows: Rows
     scale_a: torch.Tensor | None = None
     scale_b: torch.Tensor | None = None

@@ -6,7 +6,6 @@ classes; benchmarks and conformance suites fill tensors of their own layouts.
 
 from __future__ import annotations
 
-import functools
 import math
 import os
 from collections.abc import Callable
@@ -57,26 +56,24 @@ def make(
     device: torch.device,
     *,
     seed: int | None = None,
-    empty: Empty | None = None,
-    with_out: bool = True,
+    allocate: Empty | None = None,
     skewed: bool = True,
     whole: bool = True,
 ) -> Inputs:
-    """Random inputs of the problem's sizes and stride classes, and an uninitialised output.
+    """Random inputs of the problem's sizes and stride classes.
 
     Args:
         seed: By default another one each time.
-        empty: Allocates the tensors; by default each separately.
-        with_out: Make an output too; otherwise it is an empty tensor.
+        allocate: Allocates the tensors; by default each separately.
         skewed: Groups of a ragged problem differ much in size; else they are equal except for empty
             ones.
         whole: Groups cover everything; else there is NaN beyond the last one.
     """
-    allocate = empty or functools.partial(_empty, device=device)
     generator = seeded(device, seed)
 
     def drawn(name: str, spec: Operand, shape: tuple[int, ...]) -> Tensor:
-        return fill(name, allocate(name, spec, shape), problem.k, generator)
+        t = allocate(name, spec, shape) if allocate else empty(spec, shape, device)
+        return fill(name, t, problem.k, generator)
 
     def scale(name: str, kind: ScaleKind | None, shape: tuple[int, ...]) -> Tensor | None:
         if kind is None:
@@ -101,16 +98,13 @@ def make(
     alpha = 0.5 if problem.scaled else 1.0
     scale_a = scale("scale_a", problem.scale_a, scale_a_shape)
     scale_b = scale("scale_b", problem.scale_b, problem.scale_b_shape)
-    out = torch.empty((0, 0), device=device)
-    if with_out:
-        out = allocate("out", problem.out, problem.out_shape)
     if rows is not None:
-        given = ragged.Inputs(a, b, bias, residual, alpha, out, rows, scale_a, scale_b)
+        given = ragged.Inputs(a, b, bias, residual, alpha, rows, scale_a, scale_b)
         rows.soil(problem, given)
         return given
     if problem.static_weights and device.type == "cuda":
         torch.cuda.synchronize(device)  # static_weights promises a written b
-    return Arguments(a, b, bias, residual, alpha, scale_a=scale_a, scale_b=scale_b, out=out)
+    return Arguments(a, b, bias, residual, alpha, scale_a=scale_a, scale_b=scale_b)
 
 
 def seeded(device: torch.device, seed: int | None = None) -> torch.Generator:
@@ -120,7 +114,7 @@ def seeded(device: torch.device, seed: int | None = None) -> torch.Generator:
     return torch.Generator(device).manual_seed(seed)
 
 
-def _empty(_: str, spec: Operand, shape: tuple[int, ...], device: torch.device) -> Tensor:
+def empty(spec: Operand, shape: tuple[int, ...], device: torch.device) -> Tensor:
     """An uninitialised tensor whose last two dimensions are of the class ``spec``."""
     placed = lie(spec, shape)
     memory = torch.empty(placed.length, dtype=spec.dtype, device=device)

@@ -146,6 +146,11 @@ class Problem:
             self.out_shape, self.out_strides, dtype=self.out.dtype, device=device
         )
 
+    @property
+    def allocates(self) -> bool:
+        """Whether in calls the launcher allocates the output."""
+        return Operand.of(self.empty_out("meta")) == self.out
+
     def lies_as_made(self, out: torch.Tensor) -> bool:
         """Whether ``out`` has the strides of a result that a launcher allocates; that of a
         dimension of size one means nothing."""
