@@ -245,7 +245,8 @@ def test_inputs_to_measure_with() -> None:
         ) == posed  # fmt: skip
         z = exact(inputs.a, inputs.b, inputs.scale_a, inputs.scale_b) * inputs.alpha
         expected = posed.epilogue.apply(z)
-        assert torch.allclose(verify.reference(posed, inputs), expected, rtol=1e-12)
+        found = verify.finished(posed, inputs, verify.accumulated(posed, inputs))
+        assert torch.allclose(found, expected, rtol=1e-12)
 
 
 def test_vmapped() -> None:

@@ -343,7 +343,7 @@ def test_memory_that_a_launcher_may_get_next_holds_no_result(
     poison, soiled = verify.poison, []
     monkeypatch.setattr(verify, "poison", lambda t: (soiled.append(t), poison(t)))
     fixture.soil()
-    assert [(t.shape, t.dtype) for t in soiled] == 2 * [(fixture.shape, problem().out.dtype)]
+    assert [(t.shape, t.dtype) for t in soiled] == 2 * [(problem().out_shape, problem().out.dtype)]
     assert all(t.isnan().all() for t in soiled)
 
 
@@ -356,7 +356,7 @@ def test_special_values_in_pieces_are_those_of_the_whole(epilogue: str) -> None:
         special = plain_special(asked, inputs, axis, room=1)  # type: ignore[arg-type]
         assert special is not None
         with planted(special.changes):
-            right = verify.reference(asked, inputs)
+            right = verify.finished(asked, inputs, verify.accumulated(asked, inputs))
         assert special.fault(right) is None
         # The reference leaves open only what silu makes of -Inf, which a gate is given by chance.
         if epilogue != "swiglu":
@@ -566,7 +566,7 @@ def test_a_reference_in_pieces_is_the_reference() -> None:
     fixture.limit = 1 << 20
     every = slice(None)
     in_pieces = fixture._reference(one.inputs, every, every)
-    whole = verify.reference(asked, one.inputs)
+    whole = verify.finished(asked, one.inputs, verify.accumulated(asked, one.inputs))
     assert torch.allclose(in_pieces.double(), whole, atol=1e-6)
     rows, cols = torch.tensor([0, 7, 149]), torch.tensor([3, 64])
     assert torch.allclose(fixture._reference(one.inputs, rows, every), in_pieces[:, rows])

@@ -18,7 +18,7 @@ ROOM = 1 << 30
 
 
 def whole(problem: Problem, inputs: random_inputs.Inputs) -> torch.Tensor:
-    """The complete reference of a plain or a ragged problem; see :func:`verify.reference`."""
+    """The complete reference of a plain or a ragged problem."""
     return reference(problem, inputs, slice(None), slice(None), ROOM)
 
 

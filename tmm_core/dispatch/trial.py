@@ -181,7 +181,7 @@ class Trial:
 
     def _hold_to_form(self, result: object) -> None:
         """Check shape, dtype and device against the problem."""
-        problem, shape = self._fixture.problem, self._fixture.shape
+        problem, shape = self._fixture.problem, self._fixture.problem.out_shape
         if not isinstance(result, torch.Tensor):
             raise WrongError(f"it returned {type(result).__name__} and not a tensor")
         if tuple(result.shape) != shape:

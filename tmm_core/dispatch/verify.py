@@ -58,11 +58,6 @@ def part(problem: Problem, inputs: Arguments, rows: Places, cols: Places) -> Arg
     )
 
 
-def reference(problem: Problem, inputs: Arguments) -> torch.Tensor:
-    """The whole expression in fp64, or for large 16-bit problems from a product in fp32."""
-    return finished(problem, inputs, accumulated(problem, inputs))
-
-
 def result(z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
     """The result itself, of the epilogue's input ``z`` and the result ``y``."""
     return y

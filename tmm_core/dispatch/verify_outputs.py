@@ -50,7 +50,7 @@ class Outputs:
         self._right: dict[tuple[int, Port], tuple[Tensor, Tensor]] = {}
 
     def __call__(self, *arguments: Any, **extras: Any) -> Tensor:
-        shapes = [port.shape(self._fixture.shape) for port in self._ports]
+        shapes = [port.shape(self._fixture.problem.out_shape) for port in self._ports]
         if not self._memory:
             for port, shape in zip(self._ports, shapes, strict=True):
                 flat = (1, math.prod(shape))

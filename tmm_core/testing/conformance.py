@@ -394,11 +394,11 @@ class KernelConformance(RaggedQuestions):
         if "_compiled" in vars(cls) or self._device().type != "cuda":
             return
         cls._compiled = True  # type: ignore[attr-defined]
-        calls = [getattr(i, "callspec", None) for i in request.session.items if _is_of(i, cls)]
         asked: list[Probe | Problem] = []
-        for call in calls:
-            params = call.params if call else {}
-            asked += [params[name] for name in ("probe", "ragged") if params.get(name)]
+        for item in request.session.items:
+            if getattr(item, "cls", None) is cls and hasattr(item, "callspec"):
+                given = item.callspec.params
+                asked += [given[name] for name in ("probe", "ragged") if given.get(name)]
 
         def attempt(given: Probe | Problem) -> None:
             problem = given if isinstance(given, Problem) else given.pose(self._device()).problem
@@ -472,7 +472,3 @@ class KernelConformance(RaggedQuestions):
         limit = self.max_configs or (64 if problem.device.type == "cuda" else 8)
         step = max(1, -(-len(configs) // limit))
         return configs[::step]
-
-
-def _is_of(item: Any, cls: type) -> bool:
-    return getattr(item, "cls", None) is cls

@@ -10,7 +10,6 @@ from typing import Any
 from tmm_cache import CandidateResult, TuningRecord
 from tmm_cache.head import blas_us
 
-from tmm_core.bench.tile_order import order, traffic, waves
 from tmm_core.bench.tiles import Grid
 from tmm_core.dispatch.explanation import Explanation
 from tmm_core.dispatch.registry import Registry
@@ -73,11 +72,10 @@ def reads(problem: Problem, anatomy: Anatomy) -> dict[str, Any] | None:
     grid = grid_of(problem, anatomy)
     if not anatomy.group_m or anatomy.tiles != problem.batch * grid.rows * grid.columns:
         return None
-    run = waves(order(grid.rows, grid.columns, anatomy.group_m), grid.wave, grid.steps)
-    moved = traffic(run, grid.row_bytes, grid.column_bytes, grid.l2)
+    first, moved = grid.waves(anatomy.group_m)[0], grid.traffic(anatomy.group_m)
     return {
-        "rows": len(run[0].rows),
-        "columns": len(run[0].columns),
+        "rows": len(first.rows),
+        "columns": len(first.columns),
         "l2_bytes": moved.from_l2 * problem.batch,
         "memory_bytes": moved.from_memory * problem.batch,
         "hits": moved.hits,
