@@ -540,6 +540,25 @@ def test_samples_where_memory_is_short() -> None:
         assert Verifier(asked, CPU, sampled=True).verdict(launcher, brief=True).ok is fine
 
 
+@pytest.mark.parametrize("dtype", [torch.int8, torch.int32, torch.complex64])
+def test_integers_and_complex_numbers(dtype: torch.dtype) -> None:
+    """Integers have to be exact; of complex numbers both parts count."""
+    operand = Operand(dtype)
+    asked = problem(m=12, n=20, k=36, a=operand, b=operand, out=operand)
+    one = torch.ones((), dtype=dtype) * (1e-2j if dtype.is_complex else 1)
+
+    def off_by(error: torch.Tensor) -> Any:
+        def launch(a: torch.Tensor, b: torch.Tensor, *rest: Any) -> torch.Tensor:
+            out = torch.empty(asked.out_shape, dtype=dtype) if rest[-1] is None else rest[-1]
+            return out.copy_((a @ b).add_(error))
+
+        return launch
+
+    verifier = Verifier(asked, CPU)
+    assert verifier.verdict(off_by(0 * one), brief=True).ok
+    assert "error" in str(verifier.verdict(off_by(one), brief=True).reason)
+
+
 def test_without_memory_nothing_is_known() -> None:
     asked = problem(m=300, n=700, k=64)
     found = Verifier(asked, CPU, memory_limit=1 << 18).verdict(FakeKernel("k").bind(asked, ANY))

@@ -28,6 +28,8 @@ TUNING = [
            "a wrong kernel passes", (f"{TUNER}::test_how_wrong_is_wrong",)),
     Mutant("tolerance-bf16", "verify.py", "    torch.bfloat16: 1.6e-2,\n", "    torch.bfloat16: 5e-2,\n",
            "a wrong kernel passes", (f"{TUNER}::test_how_wrong_is_wrong",)),
+    Mutant("tolerance-integers", "verify.py", "        return 0.0\n    limit", "        return 1.0\n    limit",
+           "an integer that is off by one passes", (f"{VERIFIER}::test_integers_and_complex_numbers",)),
     Mutant("inputs-one-seed", "random_inputs.py", "if seed is None else seed\n", "if seed else 1\n",
            "a kernel may remember the answer", ("tests/core/test_random_inputs.py",)),
     Mutant("inputs-drop-shared", "random_inputs.py", "    once = _distinct(t)\n", "    once = t\n",
