@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from fakes import FakeKernel
-from tmm_cache import CacheStore, Entry, shipped_layers
+from tmm_cache import CacheStore, shipped_layers
 
 import tmm_core
 from tmm_core import dispatch
@@ -118,7 +118,7 @@ def test_a_shipped_winner_that_is_no_good_fails_the_check(
     candidates[record.winner] = replace(best, kernel="bad", config=config)
     worse = replace(record, candidates=tuple(candidates))
     device = problem.device
-    entry = Entry(Path("record"), Path(), device.gpu, "", device.environment, worse)
+    entry = CacheStore().summary(device.gpu, device.environment, worse)
     (document,) = recheck.raced([entry], CPU)
     assert document["status"] == status, document
 
