@@ -112,16 +112,18 @@ def configs(problem: Problem) -> Iterable[WarpSpecializedConfig]:
     def by_estimate(tiles: list[list[WarpSpecializedConfig]]) -> list[list[WarpSpecializedConfig]]:
         return sorted(tiles, key=lambda variants: estimate_us(problem, variants[0]))
 
-    def best(tiles: list[list[WarpSpecializedConfig]]) -> list[list[WarpSpecializedConfig]]:
-        tried = _TILES_STREAMED if streams(problem) else _TILES_TRIED
+    def best(
+        tiles: list[list[WarpSpecializedConfig]], tried: int
+    ) -> list[list[WarpSpecializedConfig]]:
         one = by_estimate([tile for tile in tiles if not tile[0].narrow])[:tried]
         two = by_estimate([tile for tile in tiles if tile[0].narrow])[:_BESIDE_TRIED]
         return by_estimate(one + two)
 
-    ranked = best(fitting + cut)
+    tried = _TILES_STREAMED if streams(problem) else _TILES_TRIED
+    ranked = best(fitting + cut, tried)
     if problem.batch_invariant:
         # A split tile has another arithmetic: each M should have both kinds.
-        ranked = best(fitting) + by_estimate(cut)[:_CUT_TRIED]
+        ranked = best(fitting, tried) + best(cut, _CUT_TRIED)
     if streams(problem) and (problem.groups or min(problem.m, problem.n) > SURELY_STREAMED):
         for variants in ranked[:_BOTH_WAYS]:
             variants.append(replace(variants[0], evict_first=False))
