@@ -47,7 +47,7 @@ mutants: $(STAMP)
 # A site of docs/ with the API, in site/.
 docs: $(STAMP)
 	$(PY) -m pip install -q -r docs/requirements.txt
-	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(PY) -m mkdocs build --strict
 
 format: $(STAMP)
 	$(PY) -m ruff check --fix .
