@@ -19,7 +19,7 @@ from tmm_core import Traits
 from tmm_core.dispatch import binding, proposals, random_inputs, tuning, verify
 from tmm_core.dispatch.copies import LaunchError
 from tmm_core.dispatch.proposals import Hints
-from tmm_core.dispatch.standing import decide
+from tmm_core.dispatch.standing import by_time, decide
 from tmm_core.dispatch.timing import GraphTimer
 from tmm_core.dispatch.tuner import Tuner
 from tmm_core.spec.operand import Operand
@@ -523,6 +523,26 @@ def test_the_best_of_each_arithmetic_is_verified_however_slow() -> None:
     assert [c.status for c in record.candidates] == ["ok"] * 5
     plain, _ = tune(FakeBlas(), *kernels, times=times)
     assert status(plain) == {"blas": "ok", "k1": "slow", "k2": "slow"}
+
+
+def test_where_blas_is_far_ahead_those_that_serve_the_mode_race_nevertheless() -> None:
+    class Cool(FakeTimer):
+        """At first k's second tile looks best."""
+
+        def measure(self, runs: Any, rounds: int, **chain: Any) -> list[list[float]]:
+            samples = super().measure(runs, rounds, **chain)
+            if rounds == tuning.FINAL:
+                return samples
+            return [[29.0] * rounds if us[0] == 40.0 else us for us in samples]
+
+    times = {"blas": 10.0, ("k", 1): 30.0, ("k", 2): 40.0, ("k", 3): 90.0}
+    kernel = FakeKernel("k", tiles=(1, 2, 3), traits=Traits(batch_invariant=True))
+    asked = problem(batch_invariant=True)
+    record = Tuner(Cool(times)).tune(asked, [FakeBlas(), kernel], settings())
+    raced = [c for c in by_time(record) if len(c.samples_us) == tuning.FINAL]
+    assert [(c.kernel, c.median_us) for c in raced] == [("blas", 10.0), ("k", 30.0), ("k", 40.0)]
+    usual = Tuner(Cool(times)).tune(problem(), [FakeBlas(), kernel], settings())
+    assert [c.kernel for c in by_time(usual) if len(c.samples_us) == tuning.FINAL] == ["blas"]
 
 
 def test_steady_goes_by_turns_and_counts_no_turn_s_beginning(

@@ -38,9 +38,9 @@ from tmm_core.spec.problem import Problem
 LOOK, LOOK_US, LOOK_KEEPS = 3, 400.0, 1.3
 CLOSER, CLOSER_US, CLOSER_KEEPS = 4, 1500.0, 1.06
 FINAL = 9
-#: µs from which on a product draws so much power that the GPU clock drops during timing, and the
-#: rounds until it has: 4096³ on an H100 takes 172 µs at first and 195 after that.
-LONG_US, SETTLE = 150.0, 4
+#: Rounds of the last stage that do not count, until a GPU's clock is what its power allows: 4096³
+#: on an H100 takes 172 µs at first and 195 after that, 384×4096² in tiles of 128×96 22 µs and 25.
+SETTLE = 4
 #: Maximum number of candidates that the last stage compares with BLAS.
 FINALISTS = 5
 #: Maximum number of races: another follows if a finalist turns out to be wrong.
@@ -278,13 +278,14 @@ class Tuning:
         """Sample BLAS and the fastest until a winner is clear; returns these."""
         # Reserves may answer in the winner's place, and so take part in the race.
         spare = for_the_bucket(self._problem, reserves(self._problem, racing))
-        racing = survivors(racing, LOOK_KEEPS, 2 * FINALISTS)
+        racing = survivors(self._problem, racing, LOOK_KEEPS, 2 * FINALISTS)
         if len(racing) > FINALISTS + 1 and time.monotonic() < self._deadline:
             self._measure(racing, CLOSER, CLOSER_US)
-        racing = list(dict.fromkeys([*survivors(racing, CLOSER_KEEPS, FINALISTS), *spare]))
+        racing = survivors(self._problem, racing, CLOSER_KEEPS, FINALISTS)
+        racing = list(dict.fromkeys([*racing, *spare]))
         if time.monotonic() < self._deadline:
-            long = min(t.time for t in racing) >= LONG_US
-            self._measure(racing, FINAL, 2 * CLOSER_US, settle=SETTLE if long else 0)
+            settle = SETTLE if self._device.type == "cuda" else 0
+            self._measure(racing, FINAL, 2 * CLOSER_US, settle)
         return [trial for trial in racing if trial.run is not None]
 
     def _inside(self, finalists: Sequence[Attempt]) -> None:
