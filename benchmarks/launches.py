@@ -20,6 +20,7 @@ import torch
 
 from tmm_core import settings
 from tmm_core.bench import providers, suites
+from tmm_core.bench.case import parse_shape
 from tmm_core.bench.suites import Task
 from tmm_core.spec.precision import precision
 
@@ -45,10 +46,11 @@ _UNITS = {"ns": 1e-3, "nsecond": 1e-3, "us": 1.0, "usecond": 1.0, "ms": 1e3, "ms
 
 
 def selected(problem: str) -> Task:
+    """The suite's problem of that size."""
     suite, _, size = problem.partition(":")
-    size = size.replace("x", "×")
+    wanted = parse_shape(size)
     for task in suites.select([suite]):
-        if str(task.case).split()[0] == size:
+        if (task.case.batch, task.case.m, task.case.n, task.case.k) == wanted:
             return task
     raise SystemExit(f"{suite} has no problem {size}")
 

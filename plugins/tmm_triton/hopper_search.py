@@ -43,8 +43,8 @@ _TILES: tuple[_Tile, ...] = (
     # To read a weight with as many SMs as possible if K must not be split.
     ("cooperative", 1, 4, 64, 32, 128),
 )
-#: Two products beside each other, where they fill waves that the others do not: 1500×1536 is 132 of
-#: 128×144, one wave.
+#: Tiles of two products beside each other fill waves that the others do not: 1500×1536 is 132 tiles
+#: of 128×144, one wave.
 _BESIDE_TILES = (
     ("cooperative", 2, 4, 128, 192, 64),
     ("cooperative", 2, 4, 128, 160, 64),
@@ -78,9 +78,9 @@ _WORD_TILES = (
 #: How many tiles, and configs in all, are proposed for one problem, and how many tiles if reading
 #: dominates: in 29 such problems the best was among the first five by estimate, in 19 the first.
 _TILES_TRIED, _CONFIGS_TRIED, _TILES_STREAMED = 8, 16, 5
-#: How many more of two products beside each other, where no estimate tells by how little they win.
+#: How many tiles of two products are tried beyond those: no estimate is exact enough to rank both.
 _BESIDE_TRIED = 2
-#: And how many tiles split along K, if a row's sums must not depend on M.
+#: How many tiles split along K are tried, if a row's sums must not depend on M.
 _CUT_TRIED = 3
 #: Maximum K that counts as short.
 _SHORT_K = 1024
@@ -142,6 +142,7 @@ def configs(problem: Problem) -> Iterable[WarpSpecializedConfig]:
 
 
 def _tiles(problem: Problem) -> tuple[_Tile, ...]:
+    """The tiles that suit the problem's operands."""
     if problem.fp8:
         return _FP8_TILES
     if by_words(problem):
@@ -177,9 +178,9 @@ def _fitted(problem: Problem, tile: _Tile) -> list[WarpSpecializedConfig]:
     variants: list[WarpSpecializedConfig] = []
     # 160 registers per thread do not hold two sums and the scales of 64 columns, nor 240 the
     # accumulators and the addresses of so wide a strip.
-    narrow = (problem.fp8 and consumers == 3) or stored_by_pointers(problem)
-    widths = (64,) if narrow else (128, 64)
-    # Two products beside each other are both cut into whole strips.
+    slim = (problem.fp8 and consumers == 3) or stored_by_pointers(problem)
+    widths = (64,) if slim else (128, 64)
+    # Of two products beside each other, each is a whole number of strips.
     lowest, itemsize = block_n & -block_n, problem.out.dtype.itemsize
     for width in widths:
         config = WarpSpecializedConfig(
@@ -233,7 +234,8 @@ def _splits(problem: Problem, config: WarpSpecializedConfig) -> int:
 
 def _tail_splits(problem: Problem, config: WarpSpecializedConfig) -> int:
     """Parts along K to split the tiles of the last wave into: as many as there are SMs for, and
-    long enough to be worth adding. One if 160 registers hold hardly more than the accumulators."""
+    long enough to be worth adding. One if 160 registers hold hardly more than the accumulators, or
+    the tile is two products, whose parts have no place in the workspace."""
     if config.narrow or (config.consumers == 3 and config.accumulators > 64):
         return 1
     longest = max(1, problem.k // _LEAST_PART)

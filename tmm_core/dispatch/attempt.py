@@ -67,10 +67,11 @@ def anchor(racing: Sequence[Attempt]) -> int:
 
 
 def survivors(problem: Problem, racing: list[Attempt], keep: float, limit: int) -> list[Attempt]:
-    """BLAS and the best ``limit`` candidates within a factor ``keep`` of the best; in
-    batch-invariant mode of the best that serves it: where BLAS is far ahead of all, one of them is
-    used nevertheless, and the first looks do not tell which (1500×5120×13824 on an H200: 304 µs in
-    these, 331 in use)."""
+    """BLAS and the best ``limit`` candidates within a factor ``keep`` of the best.
+
+    In batch-invariant mode BLAS does not count as the best: one of the others is used even where it
+    is far ahead, and first looks do not tell which (1500×5120×13824 on an H200 took 304 µs in these
+    and 332 in use)."""
     ranked = sorted(racing, key=lambda t: t.time)
     serving = [t for t in ranked if not (problem.batch_invariant and t.is_baseline)]
     best = (serving or ranked)[0].time

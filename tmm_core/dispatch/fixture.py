@@ -175,11 +175,8 @@ class Fixture:
         """One of two outputs between guard bands, filled with NaN."""
         while len(self._outs) <= which:
             padded = len(self._outs) == 1
-            self._outs.append(
-                guarded(
-                    self.problem.out, self.problem.out_shape, self.device, UNWRITTEN, padded=padded
-                )
-            )
+            p = self.problem
+            self._outs.append(guarded(p.out, p.out_shape, self.device, UNWRITTEN, padded=padded))
         self._outs[which].poison()
         return self._outs[which]
 
@@ -201,14 +198,12 @@ class Fixture:
         """How many sets of inputs fit, and whether their whole results do."""
         p = self.problem
         inputs = footprint(p.a, p.a_shape) + footprint(p.b, p.b_shape)
-        inputs += footprint(p.residual, self.problem.out_shape) if p.residual else 0
+        inputs += footprint(p.residual, p.out_shape) if p.residual else 0
         inputs += footprint(Operand(p.bias), (1, *p.bias_shape)[-2:]) if p.bias else 0
         for port in p.epilogue.outputs:
-            inputs += footprint(
-                Operand(port.dtype), (1, math.prod(port.shape(self.problem.out_shape)))
-            )
+            inputs += footprint(Operand(port.dtype), (1, math.prod(port.shape(p.out_shape))))
         size, count = math.prod(p.out_shape), math.prod(p.out_shape[:-2])
-        out, given = size * p.out.dtype.itemsize, footprint(p.out, self.problem.out_shape)
+        out, given = size * p.out.dtype.itemsize, footprint(p.out, p.out_shape)
         element = max(4, p.out.dtype.itemsize)
         whole = size * element
         rows, cols = min(p.m, SAMPLES + 2), min(p.n, SAMPLES + 2)

@@ -15,7 +15,6 @@ from __future__ import annotations
 
 import argparse
 import itertools
-import os
 import re
 import shutil
 import subprocess
@@ -38,8 +37,6 @@ PROGRAMS = {
 }
 #: Configs of the kernel that are launched.
 CONFIGS = range(4)
-#: Programs under the tool at one time.
-_WORKERS = max(4, (os.cpu_count() or 4) - 4)
 #: Warps of the largest block, each of which has a byte.
 WARPS = 16
 Variant = tuple[str, str, str]
@@ -143,7 +140,7 @@ def _table(name: str) -> Iterator[str]:
         jobs += [(variant, tool) for variant in variants(name) if variant[2] == "none"]
     with tempfile.TemporaryDirectory() as folder:
         program = build(Path(folder), name)
-        with ThreadPoolExecutor(_WORKERS) as pool:
+        with ThreadPoolExecutor(4) as pool:
             verdicts = list(pool.map(lambda job: judge(program, *job), jobs))
     yield f"{name:24} {'left out':9} {'tool':10} {'reports':>8}  result"
     for verdict in verdicts:
