@@ -89,7 +89,7 @@ class WarpSpecializedConfig(Config):
         if self.BLOCK_N not in _COLUMNS or self.BLOCK_K not in (32, 64, 128):
             raise ValueError(f"tile N×K {self.BLOCK_N}×{self.BLOCK_K}")
         if self.narrow and (self.BLOCK_K != 64 or self.tail_splits > 1):
-            raise ValueError(f"{self.BLOCK_N} columns take steps of 64 of whole tiles")
+            raise ValueError(f"a tile of {self.BLOCK_N} columns needs BLOCK_K 64, tail_splits 1")
         if self.accumulators > 128:
             raise ValueError(f"{self.accumulators} accumulator registers a thread exceed 128")
         # With one stage, releasing it would wait for the next stage, which waits for the release.
@@ -322,11 +322,6 @@ class Constants:
     def box_columns(self) -> int:
         """Columns of a box of B."""
         return self.NARROW or self.columns
-
-    @property
-    def box_distance(self) -> int | None:
-        """Columns from a box of B to the next; None: as many as the output has."""
-        return None if self.GATED else self.box_columns
 
     @property
     def promoted(self) -> bool:

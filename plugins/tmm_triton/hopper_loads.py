@@ -68,7 +68,7 @@ def _load(
                 slot = slot.slice(0, C.A_ROWS, dim=1 if A_KIND == "stack" else 0)
             async_copy_global_to_shared(a_desc, where, ready, slot)
         for part in gl.static_range(ASKED_B):
-            at = column + part * (N if C.box_distance is None else C.box_distance)
+            at = column + part * (N if C.GATED else C.box_columns)
             where = placed(of_b, end, k, at, C.B_COL, B_KIND)
             slot = b_ring.index(stage * B_BOXES + part)
             async_copy_global_to_shared(b_desc, where, ready, slot)
@@ -128,7 +128,7 @@ def prefetch(pointer, stride, strides, sizes, C: gl.constexpr):
     if C.BATCHED:
         pointer += matrix * strides[1]
     for part in gl.static_range(BOXES):
-        at = column + part * (N if C.box_distance is None else C.box_distance)
+        at = column + part * (N if C.GATED else C.box_columns)
         if C.B_COL:
             outer = at + line
             inner = step * C.BLOCK_K
