@@ -292,7 +292,7 @@ class WarpSpecialized(Built[WarpSpecializedConfig]):
         options = {
             "num_warps": config.num_warps,
             "launch_pdl": specialized.overlaps,
-            "evict_first": config.evict_first,
+            "edits": config.edits,
         }
         return Specialization(types, constants, divisible, options)
 
@@ -384,7 +384,9 @@ def _blocks(problem: Problem, config: WarpSpecializedConfig) -> int:
     sms, tiles = problem.device.sm_count, most_tiles(problem, config) * config.splits
     if config.tail_splits > 1:
         return sms
-    return min(sms, tiles) if rows_ragged(problem) else -(-tiles // -(-tiles // sms))
+    if rows_ragged(problem):
+        return min(sms, tiles)
+    return -(-tiles // -(-tiles // (sms // config.cluster))) * config.cluster
 
 
 def _parts(problem: Problem, config: WarpSpecializedConfig) -> int:
