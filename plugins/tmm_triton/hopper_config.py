@@ -50,8 +50,6 @@ class WarpSpecializedConfig(Config):
         splits: Parts along K into which every tile is split, added by a second kernel.
         evict_first: Operands are loaded with the ``evict_first`` hint.
         early: Whether it starts before the previous launch has ended (:mod:`tmm_triton.early`).
-        cluster: Neighbouring blocks that multiply tiles above each other, each loading its part of b
-            for both.
     """
 
     BLOCK_M: int
@@ -67,7 +65,6 @@ class WarpSpecializedConfig(Config):
     splits: int
     evict_first: bool
     early: str = ""
-    cluster: int = 1
 
     def __post_init__(self) -> None:
         if self.schedule not in ("cooperative", "pingpong"):
@@ -98,16 +95,6 @@ class WarpSpecializedConfig(Config):
         # With one stage, releasing it would wait for the next stage, which waits for the release.
         if not 2 <= self.num_stages <= 16 or not 1 <= self.GROUP_M <= 1024:
             raise ValueError(f"num_stages {self.num_stages}, GROUP_M {self.GROUP_M}")
-        if self.cluster not in (1, 2):
-            raise ValueError(f"cluster must be 1 or 2, got {self.cluster}")
-        if self.cluster > 1 and (
-            self.narrow
-            or self.BLOCK_N < 128
-            or max(self.tail_splits, self.splits) > 1
-            or self.evict_first
-            or self.early
-        ):
-            raise ValueError("a cluster's tiles are whole, of one product, and read from L2 again")
         width = self.BLOCK_N // max(1, self.subtiles)
         if width * self.subtiles != self.BLOCK_N or width < 16 or self.narrow % width:
             raise ValueError(f"{self.subtiles} subtiles of {self.BLOCK_N} columns")
@@ -124,16 +111,6 @@ class WarpSpecializedConfig(Config):
     def rows(self) -> int:
         """Rows of the tile per consumer."""
         return self.BLOCK_M if self.pingpong else self.BLOCK_M // self.consumers
-
-    @property
-    def height(self) -> int:
-        """Rows of a cluster's tiles, one above the other."""
-        return self.BLOCK_M * self.cluster
-
-    @property
-    def edits(self) -> tuple[str, ...]:
-        """Edits of the kernel's PTX (:mod:`tmm_core.triton.ptx`)."""
-        return ("evict_first",) * self.evict_first + ("cluster",) * (self.cluster > 1)
 
     @property
     def narrow(self) -> int:
@@ -200,8 +177,6 @@ class Constants:
     EVICT_FIRST: bool
     #: Columns of the tile's second product, if it has two beside each other.
     NARROW: int = 0
-    #: Blocks in a cluster, which share their tiles' columns.
-    CLUSTER: int = 1
     #: When the next launch may begin: after the block's ``"first"`` or ``"last"`` loads. Empty:
     #: this launch overlaps neither the previous nor the next one.
     DEPENDENTS: str = ""
@@ -271,7 +246,6 @@ class Constants:
             SPLITS=config.splits,
             EVICT_FIRST=config.evict_first,
             NARROW=config.narrow,
-            CLUSTER=config.cluster,
             DEPENDENTS=dependents if config.early else "",
             EARLY=config.early,
             WORDS=by_words(problem),
@@ -340,32 +314,14 @@ class Constants:
     @property
     def b_boxes(self) -> int:
         """TMA boxes of B per stage."""
-        return self.BLOCK_N // self.NARROW if self.NARROW else self.products * self.CLUSTER
+        if self.NARROW:
+            return self.BLOCK_N // self.NARROW
+        return 2 if self.GATED or self.halves else 1
 
     @property
     def box_columns(self) -> int:
         """Columns of a box of B."""
-        return self.NARROW or self.columns // self.CLUSTER
-
-    @property
-    def products(self) -> int:
-        """Products of equal size whose sums a consumer holds."""
-        return 2 if self.GATED or self.halves else 1
-
-    @property
-    def second_box(self) -> int:
-        """The first box of B of the second product."""
-        return self.b_boxes - 1 if self.NARROW else self.CLUSTER
-
-    @property
-    def whole(self) -> list[int]:
-        """The shape of the boxes of B of one product, which follow one another in shared memory."""
-        return boxed(self.BLOCK_K, self.columns, self.B_COL, "matrix")
-
-    @property
-    def height(self) -> int:
-        """Rows of a cluster's tiles, one above the other."""
-        return self.BLOCK_M * self.CLUSTER
+        return self.NARROW or self.columns
 
     @property
     def promoted(self) -> bool:

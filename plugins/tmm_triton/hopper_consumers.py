@@ -13,7 +13,6 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.language.nvidia.hopper.tma import store_wait
 
-from tmm_triton.hopper_cluster import release
 from tmm_triton.hopper_stores import bias_of, fetch, store_tile
 from tmm_triton.hopper_walk import (
     as_matrix,
@@ -57,16 +56,6 @@ def _await_full(full, stage, phase, C: gl.constexpr):
 
 
 @jit
-def _whole(box, C: gl.constexpr):
-    """A product's boxes of b as one of all their columns."""
-    if C.columns == C.box_columns:
-        return box
-    else:  # noqa: RET505 (Triton compiles what follows a return)
-        WHOLE: gl.constexpr = C.whole
-        return box._reinterpret(box.dtype, WHOLE, box.layout)
-
-
-@jit
 def _multiply(ring, stage, acc, up, FIRST: gl.constexpr, WHO: gl.constexpr, C: gl.constexpr):
     """Start this stage's products and wait for those of the previous stage."""
     a_ring, b_ring = ring
@@ -74,24 +63,24 @@ def _multiply(ring, stage, acc, up, FIRST: gl.constexpr, WHO: gl.constexpr, C: g
     B_KIND: gl.constexpr = C.b_kind
     a = as_matrix(a_ring.index(stage * C.a_boxes + WHO % C.a_boxes), A_KIND)
     b = as_matrix(b_ring.index(stage * C.b_boxes), B_KIND)
-    b = _whole(b, C)
+    if C.NARROW:
+        # Boxes that follow one another in shared memory are one of all their columns.
+        WIDE: gl.constexpr = [C.columns, C.BLOCK_K]
+        b = b._reinterpret(b.dtype, WIDE, b.layout)
     if C.A_COL:
         a = a.permute((1, 0))
     if C.B_COL:
         b = b.permute((1, 0))
     if C.promoted:
         acc = _promoted(a, b, acc)
-        if C.products == 2:
-            b = as_matrix(b_ring.index(stage * C.b_boxes + C.second_box), B_KIND)
-            b = _whole(b, C).permute((1, 0))
+        if C.b_boxes == 2:
+            b = as_matrix(b_ring.index(stage * C.b_boxes + 1), B_KIND).permute((1, 0))
             up = _promoted(a, b, up)
         return acc, up
     # Not accumulating the first time saves clearing the registers.
     acc = warpgroup_mma(a, b, acc, use_acc=not FIRST, is_async=True)
     if C.GATED or C.NARROW:
-        b = as_matrix(b_ring.index(stage * C.b_boxes + C.second_box), B_KIND)
-        if C.GATED:
-            b = _whole(b, C)
+        b = as_matrix(b_ring.index(stage * C.b_boxes + C.b_boxes - 1), B_KIND)
         if C.B_COL:
             b = b.permute((1, 0))
         up = warpgroup_mma(a, b, up, use_acc=not FIRST, is_async=True)
@@ -115,7 +104,7 @@ def part_at(parts, share, product, WHO: gl.constexpr, C: gl.constexpr, LAYOUT: g
     bytes that it moved, and a part of 128×128 elements took 17 µs."""
     SIZE: gl.constexpr = C.ROWS * C.columns
     THREADS: gl.constexpr = 32 * C.WARPS
-    start = ((share * C.a_boxes + WHO % C.a_boxes) * C.products + product) * SIZE
+    start = ((share * C.a_boxes + WHO % C.a_boxes) * C.b_boxes + product) * SIZE
     # In wgmma's accumulators a thread has pairs of neighbours, in every eighth row and column.
     row = gl.arange(0, C.ROWS, layout=gl.SliceLayout(1, LAYOUT))
     thread = row % 8 * 4 + row // 16 % C.WARPS * 32
@@ -136,7 +125,7 @@ def _leave(acc, up, parts, WHO: gl.constexpr, C: gl.constexpr):
     """Store the sum over a part of a tile for the block with its first k-steps."""
     LAYOUT: gl.constexpr = acc.type.layout
     gl.store(part_at(parts, tail_share(), 0, WHO, C, LAYOUT), acc)
-    if C.products == 2:
+    if C.b_boxes == 2:
         gl.store(part_at(parts, tail_share(), 1, WHO, C, LAYOUT), up)
     # All threads' stores come before the barrier, the barrier before the release.
     barrier()
@@ -153,7 +142,7 @@ def _completed(acc, up, parts, WHO: gl.constexpr, C: gl.constexpr):
             pass
         # Written by other SMs: bypass this one's L1.
         acc += gl.load(part_at(parts, tail_share() + part, 0, WHO, C, LAYOUT), cache_modifier=".cg")
-        if C.products == 2:
+        if C.b_boxes == 2:
             up += gl.load(
                 part_at(parts, tail_share() + part, 1, WHO, C, LAYOUT), cache_modifier=".cg"
             )
@@ -220,7 +209,7 @@ def consume(
         for _ in range(first + 1, last):
             _await_full(full, stage, phase, C)
             acc, up = _multiply(ring, stage, acc, up, False, WHO, C)
-            release(empty.index(reading), C)
+            mbarrier.arrive(empty.index(reading))
             reading = stage
             stage, phase = next_stage(stage, phase, C)
         if C.PINGPONG:
@@ -235,7 +224,7 @@ def consume(
             acc, up = warpgroup_mma_wait(0, deps=(acc, up))
         else:
             acc = warpgroup_mma_wait(0, deps=(acc,))
-        release(empty.index(reading), C)
+        mbarrier.arrive(empty.index(reading))
         # A consumer's rows may all be outside. The branch also keeps the compiler from hoisting the
         # code after it, which delayed the last stage by half an epilogue.
         if row < end:

@@ -110,8 +110,7 @@ def times_us(problem: Problem, config: WarpSpecializedConfig) -> dict[str, float
 
 def _waves(problem: Problem, config: WarpSpecializedConfig) -> float:
     """Tiles per SM; the last ones may be split."""
-    count = tile_count(problem, config) * config.splits
-    sms = Machine.of(problem.device).sms // config.cluster
+    count, sms = tile_count(problem, config) * config.splits, Machine.of(problem.device).sms
     if config.tail_splits > 1:
         return count // sms + 1 / config.tail_splits
     return -(-count // sms)
@@ -121,8 +120,7 @@ def _tile_us(problem: Problem, config: WarpSpecializedConfig) -> tuple[float, fl
     """µs to multiply a tile, or its part of K, and to load its operands from L2."""
     width, depth = _extent(problem, config)
     rate = Machine.of(problem.device).flops(problem) * _REACH
-    read = config.BLOCK_M + width / config.cluster
-    load = problem.a.dtype.itemsize * read * depth / _SM_BYTES
+    load = problem.a.dtype.itemsize * (config.BLOCK_M + width) * depth / _SM_BYTES
     return 2 * config.BLOCK_M * width * depth / rate, load
 
 

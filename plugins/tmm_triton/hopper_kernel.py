@@ -7,7 +7,6 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tmm_triton.hopper_cluster import meet
 from tmm_triton.hopper_consumers import consume
 from tmm_triton.hopper_loads import bring_words, prefetch, prime, produce
 from tmm_triton.ragged_tiles import tabulated, zero_beyond
@@ -61,7 +60,7 @@ def warp_specialized_kernel(
     elif C.EARLY == "l2":
         prefetch(ahead_ptr, ahead_stride, strides, sizes, C)
     for i in gl.static_range(STAGES):
-        mbarrier.init(empty.index(i), count=C.a_boxes * C.CLUSTER)
+        mbarrier.init(empty.index(i), count=C.a_boxes)
     for i in gl.static_range(2):
         mbarrier.init(turn.index(i), count=1)
     if C.FETCH:
@@ -72,8 +71,6 @@ def warp_specialized_kernel(
         residual = (r_desc, residual_stride_z, staging, loaded)
     else:
         residual = (residual_ptr, residual_stride_z, residual_stride_m, residual_stride_n)
-    if C.CLUSTER > 1:
-        meet()
     if C.overlaps:
         # The previous launch may run until here, and may write what this one reads, read what it
         # writes, or use the same flags and workspace. Nothing above touches memory that may be

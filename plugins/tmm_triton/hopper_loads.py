@@ -9,12 +9,10 @@ from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.language.nvidia.hopper.tma import async_copy_global_to_shared
 from triton.language.extra.cuda import gdc_launch_dependents
 
-from tmm_triton.hopper_cluster import load_for_both
 from tmm_triton.hopper_walk import (
     described,
     moved,
     next_stage,
-    rank,
     skip_stages,
     tile_at,
     unit_at,
@@ -69,15 +67,11 @@ def _load(
             if C.A_ROWS < C.ROWS:
                 slot = slot.slice(0, C.A_ROWS, dim=1 if A_KIND == "stack" else 0)
             async_copy_global_to_shared(a_desc, where, ready, slot)
-        for part in gl.static_range(ASKED_B // C.CLUSTER):
-            at = column + part * (N if C.GATED else C.box_columns * C.CLUSTER)
-            at += rank(C) * C.box_columns
+        for part in gl.static_range(ASKED_B):
+            at = column + part * (N if C.GATED else C.box_columns)
             where = placed(of_b, end, k, at, C.B_COL, B_KIND)
-            slot = b_ring.index(stage * B_BOXES + part * C.CLUSTER + rank(C))
-            if C.CLUSTER > 1:
-                load_for_both(b_desc, where, ready, slot)
-            else:
-                async_copy_global_to_shared(b_desc, where, ready, slot)
+            slot = b_ring.index(stage * B_BOXES + part)
+            async_copy_global_to_shared(b_desc, where, ready, slot)
         stage, phase = next_stage(stage, phase, C)
     return stage, phase
 
@@ -171,11 +165,6 @@ def produce(loads, C: gl.constexpr):
         )  # fmt: skip
     if C.DEPENDENTS == "last":
         gdc_launch_dependents()
-    if C.CLUSTER > 1:
-        # Stay until the other block has arrived here for the last time.
-        for _ in range(C.STAGES):
-            mbarrier.wait(barriers[1].index(stage), phase ^ 1)
-            stage, phase = next_stage(stage, phase, C)
 
 
 @jit

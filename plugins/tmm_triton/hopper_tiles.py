@@ -16,8 +16,7 @@ from tmm_triton.ragged_tiles import rows_ragged
 
 
 def tile_count(problem: Problem, config: WarpSpecializedConfig) -> int:
-    """Tiles of the whole batch, or of all groups: an estimate if their rows differ. A cluster's
-    count as one."""
+    """Tiles of the whole batch, or of all groups: an estimate if their rows differ."""
     across = -(-problem.n // config.BLOCK_N)
     if problem.groups is not None and not rows_ragged(problem):
         return problem.groups.count * tile_rows(problem, config) * across
@@ -35,7 +34,7 @@ def most_tiles(problem: Problem, config: WarpSpecializedConfig) -> int:
 def tile_rows(problem: Problem, config: WarpSpecializedConfig) -> int:
     """Rows of tiles; an estimate for ragged ones: half of a group's last tile is empty."""
     if not rows_ragged(problem):
-        return -(-problem.m // config.height)
+        return -(-problem.m // config.BLOCK_M)
     count = groups_present(problem)
     return max(count, problem.m // config.BLOCK_M + count // 2)
 
@@ -77,18 +76,7 @@ def adapted(problem: Problem, config: WarpSpecializedConfig) -> WarpSpecializedC
     early = "wait" if words else config.early
     if problem.groups is not None:
         early = ""  # offs determines which k-steps are the first
-    return replace(
-        config,
-        tail_splits=tail_splits,
-        splits=splits,
-        early=early,
-        cluster=min(config.cluster, room_for_cluster(problem, config)),
-    )
-
-
-def room_for_cluster(problem: Problem, config: WarpSpecializedConfig) -> int:
-    """How many tiles there are above each other, all of one height."""
-    return 1 if problem.groups or by_words(problem) else max(1, problem.m // config.BLOCK_M)
+    return replace(config, tail_splits=tail_splits, splits=splits, early=early)
 
 
 def room_for_splits(problem: Problem, config: WarpSpecializedConfig) -> int:

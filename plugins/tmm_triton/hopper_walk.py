@@ -16,7 +16,7 @@ def tile_at(index, sizes, C: gl.constexpr):
     column by column, so that concurrent blocks share operands in L2; those of ragged rows go in
     bands of the rows of all groups."""
     M, N, _, GROUP_M, COUNT, groups = sizes
-    rows = COUNT if C.RAGGED == "m" else gl.cdiv(M, C.height)
+    rows = COUNT if C.RAGGED == "m" else gl.cdiv(M, C.BLOCK_M)
     matrix = 0
     if C.stacked or C.SPLITS > 1:
         matrix = index // (rows * gl.cdiv(N, C.BLOCK_N))
@@ -30,7 +30,7 @@ def tile_at(index, sizes, C: gl.constexpr):
         height = gl.maximum(height, 1)  # also called by a block without tiles
         matrix, row, end = located(first + within % height, groups, M, C.BLOCK_M)
     else:
-        row = (first + within % height) * C.height + rank(C) * C.BLOCK_M
+        row = (first + within % height) * C.BLOCK_M
     return matrix, row, within // height * C.BLOCK_N, end
 
 
@@ -41,8 +41,7 @@ def moved(row, column, sizes, C: gl.constexpr):
     twice with the same bits, or once by pointers. Ragged rows are not moved, since another group
     may come before."""
     if C.RAGGED != "m":
-        below = rank(C) * C.BLOCK_M
-        row = _inside(row - below, sizes[0], C.height, C.A_COL) + below
+        row = _inside(row, sizes[0], C.BLOCK_M, C.A_COL)
     column = _inside(column, sizes[1], C.BLOCK_N, not (C.B_COL and C.POINTERS))
     return row, column
 
@@ -60,18 +59,9 @@ def _inside(start, size, BLOCK: gl.constexpr, CONTIGUOUS: gl.constexpr):
 @jit
 def _tiles(sizes, C: gl.constexpr):
     M, N, _, _, COUNT, _ = sizes
-    rows = COUNT if C.RAGGED == "m" else gl.cdiv(M, C.height)
+    rows = COUNT if C.RAGGED == "m" else gl.cdiv(M, C.BLOCK_M)
     tiles = rows * gl.cdiv(N, C.BLOCK_N)
     return tiles * COUNT if C.stacked else tiles * C.SPLITS
-
-
-@jit
-def rank(C: gl.constexpr):
-    """The block's index in its cluster."""
-    if C.CLUSTER == 1:
-        return 0
-    else:  # noqa: RET505 (Triton compiles what follows a return)
-        return gl.program_id(0) % C.CLUSTER
 
 
 @jit
@@ -79,7 +69,7 @@ def work_of(sizes, C: gl.constexpr):
     """A block's work: the number of units, whether the first is part of a tile, which tile, its
     first and last k-step, and the k-steps of a whole tile."""
     steps = gl.cdiv(sizes[2], C.BLOCK_K)
-    blocks = gl.num_programs(0) // C.CLUSTER
+    blocks = gl.num_programs(0)
     tiles = _tiles(sizes, C)
     cut = 0
     tile = 0
@@ -94,7 +84,7 @@ def work_of(sizes, C: gl.constexpr):
         first = steps * part // C.TAIL_SPLITS
         last = steps * (part + 1) // C.TAIL_SPLITS
         tiles -= TAIL
-    units = cut + gl.cdiv(tiles - gl.program_id(0) // C.CLUSTER, blocks)
+    units = cut + gl.cdiv(tiles - gl.program_id(0), blocks)
     return units, cut, tile, first, last, steps
 
 
@@ -109,7 +99,7 @@ def tail_share():
 def unit_at(index, work, sizes, C: gl.constexpr):
     """A tile and this block's k-steps of it."""
     _, cut, tile_cut, first_cut, last_cut, steps = work
-    tile = gl.program_id(0) // C.CLUSTER + index * (gl.num_programs(0) // C.CLUSTER)
+    tile = gl.program_id(0) + index * gl.num_programs(0)
     first = 0
     last = steps
     if C.TAIL_SPLITS > 1:

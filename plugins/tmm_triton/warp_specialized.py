@@ -292,7 +292,7 @@ class WarpSpecialized(Built[WarpSpecializedConfig]):
         options = {
             "num_warps": config.num_warps,
             "launch_pdl": specialized.overlaps,
-            "edits": config.edits,
+            "evict_first": config.evict_first,
         }
         return Specialization(types, constants, divisible, options)
 
@@ -384,9 +384,7 @@ def _blocks(problem: Problem, config: WarpSpecializedConfig) -> int:
     sms, tiles = problem.device.sm_count, most_tiles(problem, config) * config.splits
     if config.tail_splits > 1:
         return sms
-    if rows_ragged(problem):
-        return min(sms, tiles)
-    return -(-tiles // -(-tiles // (sms // config.cluster))) * config.cluster
+    return min(sms, tiles) if rows_ragged(problem) else -(-tiles // -(-tiles // sms))
 
 
 def _parts(problem: Problem, config: WarpSpecializedConfig) -> int:
