@@ -71,6 +71,7 @@ class CandidateResult:
     `version` is the kernel's, opaque here, as is `config`. `error` is the relative error that
     verification measured, None if it was not measured or is not finite (`reason` tells which).
     `samples_us` are at the record's own M; `inside_us` are medians at other M of its bucket.
+    `steady_us` is the mean without pause, of large products that the samples do not tell apart.
     """
 
     kernel: str
@@ -85,6 +86,7 @@ class CandidateResult:
     batch_invariant: bool = False
     reason: str | None = None
     inside_us: Mapping[int, float] = field(default_factory=dict)
+    steady_us: float | None = None
 
     def us_at(self, m: int, record_m: int) -> float | None:
         """The median time at M = `m` in a record of M = `record_m`; None if it was not timed."""
@@ -146,6 +148,7 @@ _READERS: Final = {
     "batch_invariant": Fields.flag,
     "reason": Fields.optional_text,
     "inside_us": Fields.times_by_size,
+    "steady_us": Fields.optional_measure,
 }
 _CANDIDATE_REQUIRED = _required(CandidateResult)
 _CANDIDATE_DEFAULTS = _defaults(CandidateResult)

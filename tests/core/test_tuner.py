@@ -571,8 +571,55 @@ def test_steady_goes_by_turns_and_counts_no_turn_s_beginning(
     chains = {one: Chain(one) for one in ("torch", "tmm")}
     monkeypatch.setattr(timer, "_chain", lambda run, copies: chains[run])
     runs: Any = ["torch", "tmm"]
-    samples = timer.steady(runs, copies=2, steady_us=400.0)
-    assert samples == [[100.0, 100.0], [100.0, 100.0]]
+    samples = timer.steady(runs, 4, copies=2, steady_us=450.0)
+    assert samples == [[100.0] * 4] * 2
+    assert replayed[:2] == [("torch", 15), ("tmm", 15)]
     turns = [name for name, count in replayed if count == 30]
-    assert turns == ["torch", "tmm", "tmm", "torch"]
-    assert replayed[0] == ("torch", 20)
+    rounds = list(zip(turns[::2], turns[1::2], strict=True))
+    assert set(rounds) == {("torch", "tmm"), ("tmm", "torch")}
+    assert replayed[2::2] == [(name, 15) for name in turns]
+
+
+class Pauseless(FakeTimer):
+    """A GPU's timer: by the clock steady each takes what ``steady`` says, tiles alike."""
+
+    def __init__(self, times: dict[Any, float], steady: dict[Any, float]) -> None:
+        super().__init__(times)
+        self.still = FakeTimer(steady)
+
+    def steady(self, runs: Any, rounds: int, *, copies: int) -> list[list[float]]:
+        return self.still.measure(runs, rounds, copies=copies)
+
+
+def without_pause(times: dict[Any, float], **how: Any) -> tuple[str, list[str]]:
+    """The winner and those that were timed without pause, in the order of their kernels."""
+    kernels = [FakeKernel(name, traits=Traits(batch_invariant=True)) for name in "pqr"]
+    timer = Pauseless(times, {"blas": 200.0, "p": 212.0, "q": 204.0, "r": 150.0})
+    record = Tuner(timer).tune(problem(**how), [FakeBlas(), *kernels], settings())
+    timed = [c.kernel for c in record.candidates if c.steady_us is not None]
+    assert all(us in (200.0, 212.0, 204.0) for c in record.candidates if (us := c.steady_us))
+    return winner(record), timed
+
+
+def test_large_products_that_bursts_do_not_tell_apart_are_timed_without_pause() -> None:
+    # r is fastest without pause, but 3 % slower in use.
+    times = {"blas": 210.0, "p": 200.0, "q": 203.0, "r": 206.0}
+    assert without_pause(times) == ("q", ["p", "q"])
+    # BLAS takes part where it is as close, but where nothing beats it it wins without.
+    assert without_pause({**times, "blas": 203.5}) == ("blas", ["blas", "p", "q"])
+    assert without_pause({**times, "blas": 201.0}) == ("blas", [])
+    assert without_pause({name: us / 2 for name, us in times.items()}) == ("p", [])
+    assert without_pause({**times, "q": 205.0}) == ("p", [])
+    assert without_pause(times, batch_invariant=True) == ("p", [])
+
+
+def test_one_that_fails_without_pause_costs_only_itself() -> None:
+    class Failing(Pauseless):
+        def steady(self, runs: Any, rounds: int, *, copies: int) -> list[list[float]]:
+            raise LaunchError(runs[-1], ValueError("not here"))
+
+    timer = Failing({"blas": 210.0, "p": 200.0, "q": 201.0}, {})
+    kernels = [FakeKernel("p"), FakeKernel("q")]
+    record = Tuner(timer).tune(problem(), [FakeBlas(), *kernels], settings())
+    assert winner(record) == "p"
+    assert [c.status for c in record.candidates if c.kernel == "q"] == ["failed"]

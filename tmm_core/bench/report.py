@@ -14,7 +14,7 @@ from typing import Any
 from tmm_core.bench import suites
 from tmm_core.bench.case import Case
 from tmm_core.bench.results import Document, Results
-from tmm_core.bench.runner import INDUCTOR, TMM, TORCH, UNTUNED
+from tmm_core.bench.runner import AGAIN, INDUCTOR, TMM, TORCH, UNTUNED
 from tmm_core.bench.series import told
 
 #: Below this ratio a problem counts as lost: two series of the same call differ by up to 1 %.
@@ -105,6 +105,11 @@ def clock_ratio(document: Document, clock: str) -> float | None:
     return found[TORCH] / found[TMM] if found else None
 
 
+def _noise(found: Document | None) -> str:
+    """The ratio of torch measured twice by another clock, where it was."""
+    return f" (A/A {found[TORCH] / found[AGAIN]:.3f})" if found and AGAIN in found else ""
+
+
 def clocks(results: Results) -> list[tuple[str, ...]]:
     """Geometric mean and worst of each class by every clock, if another than in use was taken."""
     rows: list[tuple[str, ...]] = []
@@ -190,7 +195,7 @@ def problem_table(documents: Sequence[Document]) -> tuple[list[str], list[list[s
         return lambda document: microseconds(told(document, column, "us"))
 
     def by(clock: str) -> Callable[[Document], str]:
-        return lambda document: times(clock_ratio(document, clock))
+        return lambda document: times(clock_ratio(document, clock)) + _noise(document.get(clock))
 
     columns: dict[str, Callable[[Document], str]] = {
         "problem": title,

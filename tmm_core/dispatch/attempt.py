@@ -36,6 +36,8 @@ class Attempt:
     launcher: Launcher | None = None
     run: Runner | None = None
     samples: list[float] = field(default_factory=list)
+    #: By the clock "steady".
+    steady_us: float | None = None
     inside_us: dict[int, float] = field(default_factory=dict)
     error: float | None = None
     reason: str | None = None

@@ -7,7 +7,9 @@ where a layer finds them, and includes no host time. The clock of tmm 0.1, a sin
 flush that writes, ranked kernels by how they cope with 50 MB of dirty L2 lines, which no model
 leaves there: it chose a kernel of 852 µs where cuBLAS takes 670 (2048×28672×4096 on an H100).
 
-``alone`` and ``steady`` are reported too, and decide nothing.
+Bursts of milliseconds rank kernels as use does within 2 %, and no finer. Among large products that
+are closer than that, ``steady`` decides, replays without pause: at the limit of power the clock is
+what a kernel's own draw allows. ``alone`` is reported, and decides nothing.
 """
 
 from __future__ import annotations
@@ -39,9 +41,11 @@ BURST_US = 3000.0
 #: largest L2 (126 MB on a B200).
 FLUSH_BYTES = 256 * 2**20
 
-#: How long one turn of the clock "steady" replays a chain, after a warm-up of half as long. Clocks
+#: How long one turn of the clock "steady" replays a chain; a third of it does not count. Clocks
 #: settle within 0.3 s (six kernels on an H100 rank the same in bursts of 15 ms and of 1 s).
-STEADY_US = 0.3e6
+STEADY_US = 0.15e6
+#: µs of a product from which on it is timed by the clock "steady", too.
+LONG_US = 150.0
 
 
 class Timer(Protocol):
@@ -139,24 +143,25 @@ class GraphTimer:
         return [[s.elapsed_time(e) * 1e3 for s, e in mine] for mine in spans]
 
     def steady(
-        self, runs: Sequence[Run], *, copies: int = 1, steady_us: float = STEADY_US
+        self, runs: Sequence[Run], rounds: int, *, copies: int = 1, steady_us: float = STEADY_US
     ) -> list[list[float]]:
-        """µs of one call in chains replayed without pauses, two per run: in turns, forth and back,
-        so that no run always follows a cool GPU. A warm-up and the first quarter of each turn do
-        not count: a power-limited kernel's clock has settled by then."""
+        """µs of one call in chains replayed without pauses, in turns, in a different order every
+        round. A round that warms up and the first third of each turn do not count: a power-limited
+        kernel's clock has settled by then."""
         spans: list[list[float]] = [[] for _ in runs]
         with torch.cuda.device(self.device):
             chains = [self._chain(run, copies) for run in runs]
-            quarters = [math.ceil(steady_us / 4 / max(chain.takes_us, 1.0)) for chain in chains]
-            chains[0].timed(2 * quarters[0])
+            thirds = [math.ceil(steady_us / 3 / max(chain.takes_us, 1.0)) for chain in chains]
+            for chain, third in zip(chains, thirds, strict=True):
+                chain.timed(third)
             turns = []
-            for order in (range(len(runs)), reversed(range(len(runs)))):
+            for order in _orders(len(runs), rounds):
                 for i in order:
-                    chains[i].timed(quarters[i])
-                    turns.append((i, chains[i].timed(3 * quarters[i])))
+                    chains[i].timed(thirds[i])
+                    turns.append((i, chains[i].timed(2 * thirds[i])))
             torch.cuda.synchronize(self.device)
         for i, (start, end) in turns:
-            spans[i].append(float(start.elapsed_time(end)) * 1e3 / (3 * quarters[i] * copies))
+            spans[i].append(float(start.elapsed_time(end)) * 1e3 / (2 * thirds[i] * copies))
         return spans
 
     def release(self) -> None:

@@ -8,7 +8,7 @@ import functools
 import math
 import time
 from collections.abc import Sequence
-from statistics import median
+from statistics import mean, median
 from typing import Any
 
 from tmm_cache import CandidateResult
@@ -22,7 +22,8 @@ from tmm_core.dispatch.first_launch import FirstLaunches
 from tmm_core.dispatch.fixture import memory_limit
 from tmm_core.dispatch.progress import Progress
 from tmm_core.dispatch.proposals import Proposals
-from tmm_core.dispatch.timing import Timer, held_up, timer_for
+from tmm_core.dispatch.standing import CLOSE, MARGIN
+from tmm_core.dispatch.timing import LONG_US, Timer, held_up, timer_for
 from tmm_core.dispatch.trust import device_of
 from tmm_core.dispatch.unmeasured import BUDGET_ENDED
 from tmm_core.dispatch.verifier import Verifier
@@ -41,6 +42,8 @@ FINAL = 9
 #: Rounds of the last stage that do not count, until a GPU's clock is what its power allows: 4096³
 #: on an H100 takes 172 µs at first and 195 after that, 384×4096² in tiles of 128×96 22 µs and 25.
 SETTLE = 4
+#: Turns without pause of those that the last stage does not tell apart.
+STEADY = 2
 #: Maximum number of candidates that the last stage compares with BLAS.
 FINALISTS = 5
 #: Maximum number of races: another follows if a finalist turns out to be wrong.
@@ -123,6 +126,7 @@ class Tuning:
             status=trial.status,
             samples_us=tuple(round(s, 3) for s in trial.samples),
             inside_us={m: round(us, 3) for m, us in trial.inside_us.items()},
+            steady_us=None if trial.steady_us is None else round(trial.steady_us, 3),
             # A poisoned element leaves NaN, which JSON lacks; the reason tells of it.
             error=trial.error if trial.error is not None and math.isfinite(trial.error) else None,
             tolerance=verify.tolerance(self._problem) if trial.error is not None else None,
@@ -286,7 +290,29 @@ class Tuning:
         if time.monotonic() < self._deadline:
             settle = SETTLE if self._device.type == "cuda" else 0
             self._measure(racing, FINAL, 2 * CLOSER_US, settle)
+            self._measure_steady(racing)
         return [trial for trial in racing if trial.run is not None]
+
+    def _measure_steady(self, racing: Sequence[Attempt]) -> None:
+        """Time large products without pause where the last stage does not tell which is best: those
+        within :data:`CLOSE` of it, unless BLAS wins. In batch-invariant mode other M have a say."""
+        running = [trial for trial in racing if trial.run is not None]
+        best = min((trial.time for trial in running), default=math.inf)
+        near = [trial for trial in running if trial.time <= best * (1 + CLOSE)]
+        behind = all(best <= t.time * (1 - MARGIN) for t in running if t.is_baseline)
+        steady = getattr(self._timer, "steady", None)  # a CPU's wall time needs none
+        if steady is None or len(near) < 2 or best < LONG_US or not behind:
+            return
+        if self._problem.batch_invariant:
+            return
+        runs = [trial.run for trial in near if trial.run is not None]
+        try:
+            samples = steady(runs, STEADY, copies=len(runs[0].inputs))
+        except LaunchError as raised:
+            next(trial for trial in near if trial.run is raised.run).fail(raised.error)
+            return
+        for trial, mine in zip(near, samples, strict=True):
+            trial.steady_us = mean(mine)
 
     def _inside(self, finalists: Sequence[Attempt]) -> None:
         """Verify and time the finalists at other M of the record's bucket."""
