@@ -110,7 +110,7 @@ def body(results: Results) -> str:
                 "Clocks side by side",
                 "torch's time over tmm's by each clock, geometric means as diamonds. In use "
                 "decides: calls over many weights in turn. Alone is one launch after a flush of "
-                "the L2, steady a second without pause, between a chain with a small kernel "
+                "the L2, steady the chain without pause, between a chain with a small kernel "
                 "between its calls. In the table: geometric mean / worst.",
                 rows(clocks, "torch / tmm")
                 + markup.table(report.CLOCK_COLUMNS, report.clocks(results)),

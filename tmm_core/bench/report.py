@@ -34,7 +34,7 @@ REGRET_COLUMNS = (
 )  # fmt: skip
 #: Ranges of M for the summary of random problems.
 _RANGES = ((1, 16), (17, 128), (129, 1024), (1025, 8192), (1, 8192))
-#: Clocks that do not decide: one launch after a flush, a second without pause, and a chain with a
+#: Other clocks than in use: one launch after a flush, replays without pause, and a chain with a
 #: small kernel between its calls.
 OTHER_CLOCKS = ("alone", "steady", "between")
 CLOCK_COLUMNS = ("class", "dtype", "in use", *OTHER_CLOCKS)
