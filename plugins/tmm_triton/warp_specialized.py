@@ -65,8 +65,7 @@ specialise warps on Hopper.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -205,176 +204,151 @@ class WarpSpecialized(Built[WarpSpecializedConfig]):
             return 4 * table if rows_ragged(problem) else 0
         return 4 * (_parts(problem, config) + _ports(problem, config).workspace())
 
-    def specialize(self, problem: Problem, config: WarpSpecializedConfig) -> Specialization:
-        """The specialization that :meth:`bind` compiles; also for an absent GPU."""
-        problem = multiplied(problem, config)
-        rows, width, batched = config.rows, config.BLOCK_N // config.subtiles, problem.batch > 1
-        groups, kinds = problem.groups, kinds_of(problem)
-        specialized = Constants.of(problem, config, self.version, self.dependents)
-        types = {
-            "a_desc": _descriptor_type(problem.a, specialized.A_ROWS, config.BLOCK_K, kinds["a"]),
-            "b_desc": _descriptor_type(
-                problem.b, config.BLOCK_K, specialized.box_columns, kinds["b"]
-            ),
-            "M": "i32",
-            "N": "i32",
-            "K": "i32",
-            # Not a constant: tuning it compiles nothing.
-            "GROUP_M": "i32",
-        }
-        if batched:
-            types |= {"BATCH": "i32", "a_stride_z": "i64", "b_stride_z": "i64"}
-        if groups is not None:
-            types |= {"offs_ptr": "*i32", "G": "i32"}
-            if groups.ragged == "m":
-                types |= {"table_ptr": "*i32", "b_stride_z": "i64"}
-            for name in ("out_index", "out_weights"):
-                if dtype := groups.extras[name]:
-                    types[f"{name}_ptr"] = pointer(dtype)
-        if specialized.WORDS is not None:
-            del types[f"{specialized.WORDS}_desc"]
-            types |= {"words_ptr": pointer(problem.a.dtype), "words_stride": "i64"}
-        if config.tail_splits > 1:
-            types |= {"parts_ptr": "*fp32", "flags_ptr": "*i32", "TAIL": "i32"}
-        if config.early == "l2":
-            types |= {"ahead_ptr": pointer(problem.b.dtype), "ahead_stride": "i64"}
-        if outputs := problem.epilogue.outputs:
-            types |= {"port_ptr": "*fp32", "port_at": "i64", "port_stride": "i64"}
-        constants: dict[str, Any] = {
-            "EPILOGUE": device_function(problem.epilogue),
-            "OF": port_function(outputs[0]) if outputs else None,
-            "C": specialized,
-        }
-        divisible = {}
-        if specialized.POINTERS or specialized.ZEROED:
-            types["out_ptr"] = pointer(problem.out.dtype)
-            types["out_stride"] = "i64" if problem.out.wide or problem.m == 1 else "i32"
-        if specialized.POINTERS and specialized.stacked:
-            types["out_stride_z"] = "i64"
-        if not specialized.POINTERS:
-            types["c_desc"] = _descriptor_type(problem.out, rows, width, kinds["out"])
-        if problem.bias is not None:
-            types |= {"bias_ptr": pointer(problem.bias), "bias_stride": "i64"}
-            types |= {"bias_stride_z": "i64"} if groups is not None else {}
-        if residual_by_tma(problem):
-            assert problem.residual is not None
-            types["r_desc"] = _descriptor_type(problem.residual, rows, width, kinds["residual"])
-        elif problem.residual is not None:
-            # A dimension of one element may have any stride.
-            wide = problem.residual.wide or 1 in (problem.m, problem.n)
-            stride = "i64" if wide else "i32"
-            types |= {"residual_ptr": pointer(problem.residual.dtype)}
-            types |= {"residual_stride_m": stride, "residual_stride_n": stride}
-            if problem.residual.layout == "row":
-                # Neighbours are adjacent: aligned pairs are loaded at once.
-                del types["residual_stride_n"]
-                constants["residual_stride_n"] = 1
-                if problem.residual.aligned and problem.n % 8 == 0:
-                    divisible = {"residual_ptr": 16, "residual_stride_m": 4, "N": 8}
-                    if specialized.stacked:
-                        divisible["residual_stride_z"] = 4
-        if problem.residual is not None and specialized.stacked:
-            types["residual_stride_z"] = "i64"
-        if specialized.STORED > 1 or (specialized.ZEROED and not specialized.POINTERS):
-            # Scattered rows and zeros are stored 16 bytes at a time.
-            step = ALIGNMENT // problem.out.dtype.itemsize
-            whole = max(step, divisible.get("N", 1))
-            divisible |= {"out_ptr": ALIGNMENT, "out_stride": step, "N": whole}
-        if problem.scaled:
-            types["alpha"] = "fp32"
-        types |= {"scale_a_ptr": "*fp32"} if problem.scale_a else {}
-        types |= {"scale_b_ptr": "*fp32"} if problem.scale_b else {}
-        constants |= {
-            name: None
-            for name in warp_specialized_kernel.arg_names
-            if name not in types | constants
-        }
-        options = {
-            "num_warps": config.num_warps,
-            "launch_pdl": specialized.overlaps,
-            "evict_first": config.evict_first,
-        }
-        return Specialization(types, constants, divisible, options)
+    def specialize(self, problem: Problem, config: WarpSpecializedConfig) -> Build:
+        """The build of the product itself, which :meth:`bind` launches first."""
+        return self._product(problem, config)[0]
 
     def builds(self, problem: Problem, config: WarpSpecializedConfig) -> list[Build]:
         config = hopper_tiles.adapted(problem, config)
-        of = self.specialize(problem, config)
-        builds = [Build(warp_specialized_kernel, of.types, of.constants, of.divisible, of.options)]
+        builds = [self.specialize(problem, config)]
         if config.splits > 1:
             builds.append(reduction(problem, config.splits))
         return builds + _ports(problem, config).builds()
 
     def bind(self, problem: Problem, config: WarpSpecializedConfig) -> Launcher:
         config = hopper_tiles.adapted(problem, config)
-        of, *second = self.builds(problem, config)
-        launch = of.launch(problem.device.type)
-        rows, width = config.rows, config.BLOCK_N // config.subtiles
-        groups, kinds = problem.groups, kinds_of(problem)
-
-        def described(name: str, rows: int, columns: int) -> Described:
-            operand = getattr(problem, name) or problem.out
-            return Described(name, _describer(operand, rows, columns, kinds[name]))
-
-        def parts() -> Described:
-            describe = _describer(multiplied(problem, config).out, rows, width, "matrix")
-            return Described("workspace", lambda t: describe(t.view(-1, problem.n)))
-
+        product, arguments = self._product(problem, config)
+        launch = product.launch(problem.device.type)
         blocks = _blocks(problem, config)
-        known: dict[str, Argument] = {
-            "a_desc": described("a", of.constants["C"].A_ROWS, config.BLOCK_K),
-            "b_desc": described("b", config.BLOCK_K, of.constants["C"].box_columns),
-            "c_desc": parts() if config.splits > 1 else described("out", rows, width),
-            "r_desc": described("residual", rows, width),
-            "M": problem.m,
-            "N": problem.n,
-            "K": problem.k,
-            "GROUP_M": config.GROUP_M,
-            "BATCH": problem.batch,
-            "a_stride_z": ("a", 0),
-            "b_stride_z": ("b", 0),
-            "out_ptr": "out",
-            "out_stride_z": ("out", 0),
-            "out_stride": ("out", -2),
-            "bias_ptr": "bias",
-            "bias_stride": ("bias", -1),
-            "bias_stride_z": ("bias", 0),
-            "residual_ptr": "residual",
-            "residual_stride_z": ("residual", 0),
-            "residual_stride_m": ("residual", -2),
-            "residual_stride_n": ("residual", -1),
-            "alpha": "alpha",
-            "scale_a_ptr": "scale_a",
-            "scale_b_ptr": "scale_b",
-        }
-        if groups is not None:
-            known |= {"offs_ptr": "offs", "table_ptr": "workspace", "G": groups.count}
-            known |= {"out_index_ptr": "out_index", "out_weights_ptr": "out_weights"}
         if config.tail_splits > 1:
-            flags = Counters(blocks * of.constants["C"].a_boxes)
-            known |= {"parts_ptr": "workspace", "flags_ptr": flags}
-            known |= {"TAIL": hopper_tiles.tail_tiles(problem, config)}
-        if operand := of.constants["C"].WORDS:
-            outer = -1 if getattr(problem, operand).layout == "col" else -2
-            known |= {"words_ptr": operand, "words_stride": (operand, outer)}
-        if config.early == "l2":
-            outer = -1 if problem.b.layout == "col" else -2
-            known |= {"ahead_ptr": "b", "ahead_stride": ("b", outer)}
-        ports = _ports(problem, config)
-        if ports.given:
-            at = _parts(problem, config)
-            known |= {"port_ptr": "workspace", "port_at": at, "port_stride": problem.m}
-        arguments = {name: known[name] for name in of.types}
+            arguments["flags_ptr"] = Counters(blocks * product.constants["C"].a_boxes)
         steps = [Step(launch, (blocks, 1, 1), arguments)]
+        groups, ports = problem.groups, _ports(problem, config)
         if ports.given:
             return ports.launcher(steps[0])
-        for build in second:
-            steps.append(reducing(problem, build, apart=part_elements(problem, config)))
+        if config.splits > 1:
+            second = reduction(problem, config.splits)
+            steps.append(reducing(problem, second, apart=part_elements(problem, config)))
         scratch = self.workspace_bytes(problem, config) // 4
         workspace = (scratch, torch.float32 if groups is None else torch.int32) if scratch else None
         extras = (*groups.given, *problem.scales) if groups is not None else ()
         return launcher(
             steps, problem.out_shape, problem.out.dtype, workspace=workspace, extras=extras
         )
+
+    def _product(
+        self, problem: Problem, config: WarpSpecializedConfig
+    ) -> tuple[Build, dict[str, Argument]]:
+        """The build of the product itself, and the values of its run-time arguments."""
+        at = _parts(problem, config)
+        problem = multiplied(problem, config)
+        c = Constants.of(problem, config, self.version, self.dependents)
+        rows, width = config.rows, config.BLOCK_N // config.subtiles
+        groups, kinds = problem.groups, kinds_of(problem)
+
+        def described(name: str, rows: int, columns: int) -> tuple[str, Described]:
+            return _described(name, getattr(problem, name), rows, columns, kinds[name])
+
+        def outer(name: str) -> tuple[str, int]:
+            return name, -1 if getattr(problem, name).layout == "col" else -2
+
+        # The type and the value of each.
+        given: dict[str, tuple[str, Argument]] = {
+            "a_desc": described("a", c.A_ROWS, config.BLOCK_K),
+            "b_desc": described("b", config.BLOCK_K, c.box_columns),
+            "M": ("i32", problem.m),
+            "N": ("i32", problem.n),
+            "K": ("i32", problem.k),
+            # Not a constant: tuning it compiles nothing.
+            "GROUP_M": ("i32", config.GROUP_M),
+        }
+        if problem.batch > 1:
+            given |= {"BATCH": ("i32", problem.batch), "a_stride_z": ("i64", ("a", 0))}
+            given |= {"b_stride_z": ("i64", ("b", 0))}
+        if groups is not None:
+            given |= {"offs_ptr": ("*i32", "offs"), "G": ("i32", groups.count)}
+            if groups.ragged == "m":
+                given |= {"table_ptr": ("*i32", "workspace"), "b_stride_z": ("i64", ("b", 0))}
+            for name in ("out_index", "out_weights"):
+                if dtype := groups.extras[name]:
+                    given[f"{name}_ptr"] = (pointer(dtype), name)
+        if c.WORDS is not None:
+            del given[f"{c.WORDS}_desc"]
+            given |= {"words_ptr": (pointer(problem.a.dtype), c.WORDS)}
+            given |= {"words_stride": ("i64", outer(c.WORDS))}
+        if config.tail_splits > 1:
+            given |= {"parts_ptr": ("*fp32", "workspace")}
+            given |= {"flags_ptr": ("*i32", 0)}  # bind makes them: compiling needs no GPU
+            given |= {"TAIL": ("i32", hopper_tiles.tail_tiles(problem, config))}
+        if config.early == "l2":
+            given |= {"ahead_ptr": (pointer(problem.b.dtype), "b")}
+            given |= {"ahead_stride": ("i64", outer("b"))}
+        if outputs := problem.epilogue.outputs:
+            given |= {"port_ptr": ("*fp32", "workspace"), "port_at": ("i64", at)}
+            given |= {"port_stride": ("i64", problem.m)}
+        constants: dict[str, Any] = {
+            "EPILOGUE": device_function(problem.epilogue),
+            "OF": port_function(outputs[0]) if outputs else None,
+            "C": c,
+        }
+        divisible = {}
+        if c.POINTERS or c.ZEROED:
+            stride = "i64" if problem.out.wide or problem.m == 1 else "i32"
+            given |= {"out_ptr": (pointer(problem.out.dtype), "out")}
+            given |= {"out_stride": (stride, ("out", -2))}
+        if c.POINTERS and c.stacked:
+            given["out_stride_z"] = ("i64", ("out", 0))
+        if not c.POINTERS:
+            type_of, out = described("out", rows, width)
+            describe, columns = out.describe, problem.n
+            if config.splits > 1:  # parts of all tiles, one below the other
+                out = Described("workspace", lambda t: describe(t.view(-1, columns)))
+            given["c_desc"] = (type_of, out)
+        if problem.bias is not None:
+            given |= {"bias_ptr": (pointer(problem.bias), "bias")}
+            given |= {"bias_stride": ("i64", ("bias", -1))}
+            given |= {"bias_stride_z": ("i64", ("bias", 0))} if groups is not None else {}
+        if residual_by_tma(problem):
+            given["r_desc"] = described("residual", rows, width)
+        elif problem.residual is not None:
+            # A dimension of one element may have any stride.
+            wide = problem.residual.wide or 1 in (problem.m, problem.n)
+            stride = "i64" if wide else "i32"
+            given |= {"residual_ptr": (pointer(problem.residual.dtype), "residual")}
+            given |= {"residual_stride_m": (stride, ("residual", -2))}
+            if problem.residual.layout == "row":
+                # Neighbours are adjacent: aligned pairs are loaded at once.
+                constants["residual_stride_n"] = 1
+                if problem.residual.aligned and problem.n % 8 == 0:
+                    divisible = {"residual_ptr": 16, "residual_stride_m": 4, "N": 8}
+                    if c.stacked:
+                        divisible["residual_stride_z"] = 4
+            else:
+                given |= {"residual_stride_n": (stride, ("residual", -1))}
+        if problem.residual is not None and c.stacked:
+            given["residual_stride_z"] = ("i64", ("residual", 0))
+        if c.STORED > 1 or (c.ZEROED and not c.POINTERS):
+            # Scattered rows and zeros are stored 16 bytes at a time.
+            step = ALIGNMENT // problem.out.dtype.itemsize
+            whole = max(step, divisible.get("N", 1))
+            divisible |= {"out_ptr": ALIGNMENT, "out_stride": step, "N": whole}
+        if problem.scaled:
+            given["alpha"] = ("fp32", "alpha")
+        given |= {"scale_a_ptr": ("*fp32", "scale_a")} if problem.scale_a else {}
+        given |= {"scale_b_ptr": ("*fp32", "scale_b")} if problem.scale_b else {}
+        constants |= {
+            name: None
+            for name in warp_specialized_kernel.arg_names
+            if name not in given | constants
+        }
+        options = {
+            "num_warps": config.num_warps,
+            "launch_pdl": c.overlaps,
+            "evict_first": config.evict_first,
+        }
+        types = {name: each for name, (each, _) in given.items()}
+        build = Build(warp_specialized_kernel, types, constants, divisible, options)
+        return build, {name: value for name, (_, value) in given.items()}
 
 
 def _blocks(problem: Problem, config: WarpSpecializedConfig) -> int:
@@ -402,33 +376,14 @@ def _ports(problem: Problem, config: WarpSpecializedConfig) -> Ports:
     return Ports(problem, 0, strips, after=_parts(problem, config))
 
 
-@dataclass(frozen=True)
-class Specialization:
-    """The kernel's arguments for :func:`tmm_core.triton.source`, and its options."""
-
-    types: Mapping[str, str]
-    constants: Mapping[str, Any]
-    divisible: Mapping[str, int]
-    options: Mapping[str, Any]
-
-
-def _box(operand: Operand, rows: int, columns: int, kind: str) -> tuple[list[int], Any]:
-    """The descriptor block of a [rows, columns] tile along the contiguous dimension, with the
-    other dimensions of its kind (:data:`tmm_triton.ragged_tiles.Kinds`), and its layout in shared
-    memory."""
+def _described(
+    name: str, operand: Operand, rows: int, columns: int, kind: str
+) -> tuple[str, Described]:
+    """The type and the value of the descriptor of a tensor's [rows, columns] tiles: of blocks along
+    the contiguous dimension, with the other dimensions of its kind
+    (:data:`tmm_triton.ragged_tiles.Kinds`)."""
     block = boxed(rows, columns, operand.layout != "row", kind)
-    return block, gl.NVMMASharedLayout.get_default_for(block, _GLUON[operand.dtype])
-
-
-def _descriptor_type(operand: Operand, rows: int, columns: int, kind: str) -> str:
-    block, layout = _box(operand, rows, columns, kind)
-    return f"tensordesc<{pointer(operand.dtype)[1:]}{block},{layout!r}>"
-
-
-def _describer(
-    operand: Operand, rows: int, columns: int, kind: str
-) -> Callable[[torch.Tensor], Any]:
-    block, layout = _box(operand, rows, columns, kind)
+    layout = gl.NVMMASharedLayout.get_default_for(block, _GLUON[operand.dtype])
     outer, inner = (-2, -1) if operand.layout == "row" else (-1, -2)
     step = ALIGNMENT // operand.dtype.itemsize
 
@@ -447,4 +402,5 @@ def _describer(
             shape, strides = clipped(shape[1], leading)
         return TensorDescriptor(t, shape, strides, block, layout)
 
-    return describe
+    type_of = f"tensordesc<{pointer(operand.dtype)[1:]}{block},{layout!r}>"
+    return type_of, Described(name, describe)

@@ -24,6 +24,7 @@ from test_warp_specialized import (
     SCHEDULES,
     compiled,
     problem,
+    tensor_map,
 )
 from tmm_triton import hopper_tiles, operands, ragged_tiles, warp_specialized
 from tmm_triton.hopper_config import Constants
@@ -346,7 +347,7 @@ def grouped(ragged: str = "m", count: int = 8, **fields: Any) -> Problem:
 def test_a_clipped_tensor_map_ends_where_a_group_does() -> None:
     for dtype in (BF16, FP32):
         t = torch.arange(12 * 24, dtype=dtype).view(12, 24)[:, :16]
-        describe = warp_specialized._describer(Operand.of(t), 4, 16, "clipped")
+        describe = tensor_map(Operand.of(t), 4, 16, "clipped")
         described = describe(t)
         assert described.block_shape == [1, 1, 4, 16]
         # What CUDA's tensor maps allow.
@@ -367,7 +368,7 @@ def test_a_clipped_tensor_map_ends_where_a_group_does() -> None:
 def test_a_single_group_has_any_stride() -> None:
     weight = torch.zeros(48, 40, dtype=BF16).as_strided((1, 48, 40), (3, 40, 1))
     assert Operand.of(weight).aligned
-    described = warp_specialized._describer(Operand.of(weight), 16, 32, "stack")(weight)
+    described = tensor_map(Operand.of(weight), 16, 32, "stack")(weight)
     assert (described.shape, described.strides) == ([1, 48, 40], [48 * 40, 40, 1])
 
 

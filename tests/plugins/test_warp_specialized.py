@@ -940,35 +940,40 @@ def test_fused_work_compiles_for_hopper(asked: Problem, uninterpreted: Uninterpr
 # What the host does.
 
 
+def tensor_map(operand: Operand, rows: int, columns: int, kind: str) -> Any:
+    """What makes the tensor map of a tile of an operand."""
+    return warp_specialized._described("a", operand, rows, columns, kind)[1].describe
+
+
 def test_operands_are_described_along_their_contiguous_dimension() -> None:
     a = torch.zeros(48, 40, dtype=BF16)[:, :32]
-    described = warp_specialized._describer(Operand.of(a), 64, 32, "matrix")(a)
+    described = tensor_map(Operand.of(a), 64, 32, "matrix")(a)
     assert (described.shape, described.strides) == ([48, 32], [40, 1])
     assert described.block_shape == [64, 32]
-    described = warp_specialized._describer(Operand.of(a.t()), 32, 64, "matrix")(a.t())
+    described = tensor_map(Operand.of(a.t()), 32, 64, "matrix")(a.t())
     assert (described.shape, described.strides) == ([48, 32], [40, 1])
     assert described.block_shape == [64, 32]
     # One row, whose leading stride means nothing, and may be one that TMA does not take.
     row = torch.zeros(1, 9, dtype=BF16)[:, :8].as_strided((1, 8), (3, 1))
-    described = warp_specialized._describer(Operand.of(row), 64, 32, "matrix")(row)
+    described = tensor_map(Operand.of(row), 64, 32, "matrix")(row)
     assert (described.shape, described.strides) == ([1, 8], [8, 1])
 
 
 def test_a_batch_is_described_matrix_by_matrix() -> None:
     batch = torch.zeros(3, 48, 40, dtype=BF16)[:, :, :32]
-    described = warp_specialized._describer(Operand.of(batch), 64, 32, "stack")(batch)
+    described = tensor_map(Operand.of(batch), 64, 32, "stack")(batch)
     assert (described.shape, described.strides) == ([3, 48, 32], [48 * 40, 40, 1])
     assert described.block_shape == [1, 64, 32]
-    described = warp_specialized._describer(Operand.of(batch.mT), 32, 64, "stack")(batch.mT)
+    described = tensor_map(Operand.of(batch.mT), 32, 64, "stack")(batch.mT)
     assert (described.shape, described.strides) == ([3, 48, 32], [48 * 40, 40, 1])
     # Matrices that do not follow each other at once.
     apart = torch.zeros(3, 50, 40, dtype=BF16)[:, :48, :32]
     for t, rows, columns in ((apart, 64, 32), (apart.mT, 32, 64)):
-        described = warp_specialized._describer(Operand.of(t), rows, columns, "stack")(t)
+        described = tensor_map(Operand.of(t), rows, columns, "stack")(t)
         assert (described.shape, described.strides) == ([3, 48, 32], [50 * 40, 40, 1])
     # One matrix for all has no stride that TMA could take: it is described once.
     shared = batch[:1].expand(3, 48, 32)
-    described = warp_specialized._describer(Operand.of(shared), 64, 32, "stack")(shared)
+    described = tensor_map(Operand.of(shared), 64, 32, "stack")(shared)
     assert (described.shape, described.strides) == ([1, 48, 32], [48 * 40, 40, 1])
 
 
