@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Final
 
 from tmm_cache.batch import Batch
-from tmm_cache.disk import open_regular, write_atomically
+from tmm_cache.disk import open_regular, write_for_all
 from tmm_cache.errors import RecordError
 from tmm_cache.files import (
     Fault,
@@ -65,13 +65,8 @@ def write_archive(file: Path, entries: Iterable[Summary], *, thin: bool = False)
 
     With `thin`, without most of their samples.
 
-    Raises ArchiveError if the path exists and is not a regular file, OSError if it can't be
-    written.
+    Raises OSError like `write_for_all`.
     """
-    file = file.resolve()
-    if file.exists() and not file.is_file():
-        # Renaming over it would replace /dev/null for the whole machine.
-        raise ArchiveError(f"{file}: is not a regular file")
     contents: dict[str, bytes] = {}
     count = 0
     for entry in entries:
@@ -93,7 +88,7 @@ def write_archive(file: Path, entries: Iterable[Summary], *, thin: bool = False)
             member = tarfile.TarInfo(name)  # owner and time default to 0
             member.size = len(data)
             archive.addfile(member, io.BytesIO(data))
-    write_atomically(file, buffer.getvalue(), mode=0o666)
+    write_for_all(file, buffer.getvalue())
     return count
 
 

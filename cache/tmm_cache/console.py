@@ -44,9 +44,7 @@ def argument(parse: Callable[[str], T]) -> Callable[[str], T]:
 
 
 def guarded(
-    run: Callable[[], int],
-    note: Callable[[str], None],
-    errors: tuple[type[Exception], ...] = (OSError,),
+    run: Callable[[], int], note: Callable[[str], None], errors: tuple[type[Exception], ...]
 ) -> int:
     """The exit status of a command; one of `errors` becomes a note."""
     try:

@@ -12,13 +12,13 @@ from pathlib import Path
 
 from tmm_cache import facets
 from tmm_cache.batch import Batch
-from tmm_cache.console import DONE, FOUND, MISTAKE, Noted, counted, note, print_json
+from tmm_cache.console import DONE, FOUND, Noted, counted, note, print_json
 from tmm_cache.errors import RecordError
 from tmm_cache.evidence import microseconds
 from tmm_cache.files import Fault, Stored, read_stored, record_bytes, write_environment
 from tmm_cache.filters import Filter
-from tmm_cache.layout import environment_folder, foreign
-from tmm_cache.lock import Key, LockError, LockFile, write_lock
+from tmm_cache.layout import environment_folder, require_own
+from tmm_cache.lock import Key, LockFile, write_lock
 from tmm_cache.merge import merged
 from tmm_cache.record import CLOCK
 from tmm_cache.scan import Summary, summaries
@@ -31,9 +31,6 @@ def freeze(store: CacheStore, options: Namespace) -> int:
     Returns FOUND if a record could not be read and was left out.
     """
     file: Path = options.output or store.lock_path
-    if file.exists() and not file.is_file():
-        note(f"{file}: is not a regular file")
-        return MISTAKE
     wanted = Filter(gpu=options.gpu)
     noted = Noted()
     found = (
@@ -50,11 +47,7 @@ def freeze(store: CacheStore, options: Namespace) -> int:
 def diff(store: CacheStore, options: Namespace) -> int:
     """Print where two caches would answer differently."""
     noted = Noted()
-    try:
-        mine, theirs = (_answers(source, noted) for source in (options.a, options.b))
-    except LockError as error:
-        note(str(error))
-        return MISTAKE
+    mine, theirs = (_answers(source, noted) for source in (options.a, options.b))
     rows = [
         (what, key, mine.get(key), theirs.get(key))
         for key in sorted(mine | theirs)
@@ -91,16 +84,10 @@ def merge(store: CacheStore, options: Namespace) -> int:
 
     Returns FOUND if a record could not be read: the own record then stays as it is.
     """
-    if (reason := foreign(store.root)) is not None:
-        note(f"{store.root}: {reason}; TMM_CACHE_SHARED=1 if it is shared on purpose")
-        return MISTAKE
+    require_own(store.root)
     added = changed = kept = 0
     noted = Noted()
-    try:
-        sources = [list(_summaries(source, noted)) for source in options.sources]
-    except LockError as error:
-        note(str(error))
-        return MISTAKE
+    sources = [list(_summaries(source, noted)) for source in options.sources]
     for source in sources:
         with Batch() as batch:  # one per source: the next is compared with the result of this one
             for summary in source:

@@ -113,6 +113,17 @@ def write_atomically(path: Path, data: bytes, mode: int = FILE_MODE) -> None:
     sync_folder(path.parent)
 
 
+def write_for_all(file: Path, data: bytes) -> None:
+    """Replace a file that a user named, as `umask` allows readable by others.
+
+    Raises OSError, also if the path exists and is not a regular file.
+    """
+    if file.exists() and not file.is_file():
+        # Renaming over it would replace /dev/null for the whole machine.
+        raise NotRegularError(f"{file}: is not a regular file")
+    write_atomically(file.resolve(), data, mode=0o666)
+
+
 def write_beside(path: Path, data: bytes, mode: int = FILE_MODE, *, sync: bool) -> Path:
     """Write a temporary file that may replace `path`. Raises OSError and then leaves none."""
     temporary = path.with_name(temporary_name(path.name))

@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
+from tmm_cache.errors import UsageError
 from tmm_cache.keys import DIGEST_DIGITS, is_slug
 from tmm_cache.record import OLD_SCHEMA, SCHEMA
 
@@ -56,6 +57,12 @@ def foreign(root: Path) -> str | None:
     if status.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and stat.S_ISDIR(status.st_mode):
         return "can be written by others"
     return None
+
+
+def require_own(root: Path) -> None:
+    """Raises UsageError for a root that is not the user's own."""
+    if (reason := foreign(root)) is not None:
+        raise UsageError(f"{root}: {reason}; TMM_CACHE_SHARED=1 if it is shared on purpose")
 
 
 def layer_paths(environ: Mapping[str, str] = os.environ) -> tuple[Path, ...]:

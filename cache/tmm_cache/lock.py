@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
-from tmm_cache.disk import write_atomically
-from tmm_cache.errors import RecordError, warn_once
+from tmm_cache.disk import write_for_all
+from tmm_cache.errors import RecordError, UsageError, warn_once
 from tmm_cache.files import Fault, has_checksum, parse, read_bytes, with_checksum
 from tmm_cache.head import Head
 from tmm_cache.keys import JSON, digest, is_slug
@@ -30,7 +30,7 @@ MAX_BYTES: Final = 256 * 2**20
 Key: TypeAlias = tuple[str, str, str]
 
 
-class LockError(ValueError):
+class LockError(UsageError):
     """Not a lock file, with the reason."""
 
 
@@ -38,7 +38,7 @@ def write_lock(file: Path, found: Iterable[tuple[Summary, TuningRecord]]) -> int
     """Write a lock file; returns the number of records.
 
     The first of several records of a problem is locked. Hints, which never answer, and records
-    whose environment is unknown are left out. Raises OSError if the file can't be written.
+    whose environment is unknown are left out. Raises OSError like `write_for_all`.
     """
     locked: dict[Key, JSON] = {}
     for summary, record in found:
@@ -52,7 +52,7 @@ def write_lock(file: Path, found: Iterable[tuple[Summary, TuningRecord]]) -> int
     # Sorted: the same records give the same bytes, whichever layer they came from.
     document = {"lock": LOCK_SCHEMA, "records": [locked[key] for key in sorted(locked)]}
     text = with_checksum(json.dumps(document, allow_nan=False))
-    write_atomically(file, text.encode("ascii"), mode=0o666)
+    write_for_all(file, text.encode("ascii"))
     return len(locked)
 
 

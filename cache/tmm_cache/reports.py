@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from tmm_cache import evidence, facets
-from tmm_cache.console import DONE, FOUND, MISTAKE, counted, note, print_json, without_faults
+from tmm_cache.console import DONE, FOUND, counted, note, print_json, without_faults
+from tmm_cache.errors import UsageError
 from tmm_cache.files import Fault, read_environment, read_record
 from tmm_cache.filters import from_options, utc_now
 from tmm_cache.head import Best
@@ -31,8 +32,9 @@ def show(store: CacheStore, options: Namespace) -> int:
     wanted = from_options(options, now)
     prefix: str | None = options.record
     if prefix is not None and not is_digest_prefix(prefix):
-        note(f"record: found {prefix!r}, accepted is the beginning of a digest, like 3f9a")
-        return MISTAKE
+        raise UsageError(
+            f"record: found {prefix!r}, accepted is the beginning of a digest, like 3f9a"
+        )
     looked = _roots(store) if options.all or prefix is not None else (store.root,)
     everything = wanted.is_empty and not prefix
     found = [
