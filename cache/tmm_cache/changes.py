@@ -33,10 +33,7 @@ from tmm_cache.store import CacheStore
 
 def clear(store: CacheStore, options: Namespace) -> int:
     """Remove the records that pass the filters, or everything."""
-    wanted = from_options(options, utc_now())
-    if wanted.is_empty:
-        return _remove(store, options, removal.everything(store.root))
-    return _remove(store, options, removal.matching(store.root, wanted))
+    return _remove(store, options, removal.cleared(store.root, from_options(options, utc_now())))
 
 
 def prune(store: CacheStore, options: Namespace) -> int:

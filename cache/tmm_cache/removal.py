@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -18,17 +18,11 @@ from typing import Literal, TypeAlias
 from tmm_cache.ages import is_older, was_used
 from tmm_cache.disk import remove_if_empty
 from tmm_cache.files import Fault
-from tmm_cache.layout import (
-    BROKEN,
-    LOCK,
-    LOCK_SUFFIX,
-    MISSES,
-    NOTE_FILE,
-    NOTES,
-)
+from tmm_cache.filters import Filter
+from tmm_cache.layout import BROKEN, LOCK, LOCK_SUFFIX, MISSES, NOTE_FILE, NOTES
 from tmm_cache.locks import Lock
 from tmm_cache.record import CLOCK
-from tmm_cache.scan import Folder, Summary, folders, summaries, summaries_of
+from tmm_cache.scan import Folder, Summary, folders, summaries_of
 from tmm_cache.upkeep import leftovers
 
 Kind: TypeAlias = Literal["record", "damaged", "misses", "lock", "temporary", "notes"]
@@ -47,30 +41,26 @@ class Removal:
     reason: str
 
 
-def everything(root: Path) -> Iterator[Removal | Fault]:
-    """All of the root: records, damaged files, misses, notes, locks, stale temporary files.
+def cleared(root: Path, wanted: Filter) -> Iterator[Removal | Fault]:
+    """The records that pass a filter; with an empty one all of the root, with damaged files,
+    misses, notes, locks and stale temporary files.
 
-    This and the two functions below also yield faults, such as a folder that can't be listed.
+    This and `outdated` also yield faults, such as a folder that can't be listed.
     """
     for folder in folders(root):
         if isinstance(folder, Fault):
             yield folder
             continue
         for item in summaries_of(root, folder, full=True):
-            yield _removal(item, "to be cleared")
-        yield from misses(folder, "to be cleared")
-        yield from _leftovers(folder)
-    for path in _notes(root):
+            if wanted.is_empty or (isinstance(item, Summary) and wanted(item)):
+                yield _removal(item, "to be cleared")
+            elif isinstance(item, Fault):
+                yield item
+        if wanted.is_empty:
+            yield from misses(folder, "to be cleared")
+            yield from _leftovers(folder)
+    for path in _notes(root) if wanted.is_empty else ():
         yield Removal(path, "notes", "to be cleared")
-
-
-def matching(root: Path, wanted: Callable[[Summary], bool]) -> Iterator[Removal | Fault]:
-    """The records for which `wanted` is true."""
-    for item in summaries(root, full=True):
-        if isinstance(item, Fault):
-            yield item
-        elif wanted(item):
-            yield _removal(item, "to be cleared")
 
 
 def outdated(root: Path, before: datetime | None) -> Iterator[Removal | Fault]:
