@@ -152,7 +152,8 @@ def test_kernels_are_timed_with_their_best_config_on_record() -> None:
     )
     call = Case(m=16, n=16, k=16, dtype=FP32).call(CPU)
     [record] = tmm_core.tune(call.problem())
-    plans, failed = providers.kernels(call)
+    kernels, failed = providers.kernels(call)
+    plans = {each.label: each.plan(call) for each in kernels}
     timed = [c for c in record.candidates if c.kernel == "fake.right" and c.median_us]
     finals = [c for c in timed if c.status == "ok"] or timed
     best = min(finals, key=lambda c: c.median_us or 0)
@@ -164,10 +165,14 @@ def test_kernels_are_timed_with_their_best_config_on_record() -> None:
 def test_without_a_record_kernels_are_timed_with_their_defaults() -> None:
     register(FakeKernel("fake.other", tiles=(7, 8)), FakeKernel("fake.lame", bind_error=OSError()))
     with settings.override(on_cache_miss="heuristic"):
-        plans, failed = providers.kernels(Case(m=16, n=16, k=16, dtype=FP32).call(CPU))
-    assert plans["fake.other"].config == {"tile": 7}
-    (reason,) = failed.values()
-    assert "kernel 'fake.lame' of plugin 'fakes': bind raised OSError: " in reason
+        call = Case(m=16, n=16, k=16, dtype=FP32).call(CPU)
+        kernels, failed = providers.kernels(call)
+        found = {each.label: each for each in kernels}
+        assert found["fake.other"].plan(call).config == {"tile": 7}
+        assert not failed
+        reason = "kernel 'fake.lame' of plugin 'fakes': bind raised OSError: "
+        with pytest.raises(tmm_core.TmmError, match=reason):
+            found["fake.lame"].plan(call)
 
 
 # -- the runner --------------------------------------------------------------------------

@@ -39,16 +39,6 @@ def eager(calls: Sequence[Call]) -> Run:
     return _on(calls, lambda each: _by_scaled(each, *scales[id(each)]))
 
 
-def peers(calls: Sequence[Call], failed: dict[str, str]) -> dict[str, Run]:
-    """Baselines by column; ``failed`` gets the reasons of those that are unavailable."""
-    found = {LOOP: loop(calls)}
-    try:
-        found[QUACK] = quack(calls)
-    except Exception as error:  # not installed, or does not support such calls
-        failed[QUACK] = f"{type(error).__name__}: {error}"
-    return found
-
-
 def loop(calls: Sequence[Call]) -> Run:
     """A product per group, with sizes known on the host. A real loop would have to wait for them;
     that cost is not included."""

@@ -14,6 +14,7 @@ from tmm_cache import CacheStore, TuningRecord
 import tmm_core
 from tmm_core import dispatch, settings
 from tmm_core.bench.case import Call
+from tmm_core.bench.series import Series
 from tmm_core.dispatch.ladder import Dispatcher
 from tmm_core.dispatch.standing import by_time
 from tmm_core.dispatch.timing import Run
@@ -23,19 +24,6 @@ from tmm_core.launch.plan import Plan
 Tensor = torch.Tensor
 Expression = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
 Products = Callable[[Tensor, Tensor, Tensor | None], list[Tensor]]
-
-
-#: The config used for 16-bit operands by libraries that replace torch's products by invariant ones.
-_ONE_CONFIG = {
-    "BLOCK_M": 128,
-    "BLOCK_N": 128,
-    "BLOCK_K": 64,
-    "num_stages": 3,
-    "num_warps": 8,
-    "GROUP_M": 8,
-    "SUBTILE": 1,
-    "FLATTEN": True,
-}
 
 
 def eager(calls: Sequence[Call]) -> Run:
@@ -145,26 +133,18 @@ def _product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(a, b.mT, bias) if b.dim() == 2 else torch.matmul(a, b) + bias
 
 
-def kernels(call: Call) -> tuple[dict[str, Plan], dict[str, str]]:
-    """Every capable kernel as a plan, with its best config on record (without a record, its
-    default config); and the reasons why others are unavailable."""
+def kernels(call: Call) -> tuple[list[Series], dict[str, str]]:
+    """Every capable kernel with its best config on record (without a record, its default config);
+    and the reasons why others are unavailable."""
     dispatcher, problem = dispatch.dispatcher(), call.problem()
-    found = dispatcher.record(problem)
-    ranked = by_time(found[1], "slow") if found else []
-    best = {result.kernel: result for result in reversed(ranked)}
     able, _ = dispatcher.registry.candidates(problem, settings.current())
-    plans: dict[str, Plan] = {}
-    failed: dict[str, str] = {}
-    for kernel in able:
-        if found is not None and kernel.name not in best:
-            failed[kernel.name] = _why(found[1], kernel.name)
-            continue
-        config: Any = best[kernel.name].config if kernel.name in best else None
-        try:
-            plans[kernel.name] = call.plan(kernel=kernel.name, config=config)
-        except Exception as error:  # a third-party kernel; a fault costs its own column
-            failed[kernel.name] = f"{type(error).__name__}: {error}"
-    return plans, failed
+    found = dispatcher.record(problem)
+    if found is None:
+        return [Series(kernel.name, kernel.name) for kernel in able], {}
+    best = {result.kernel: result.config for result in reversed(by_time(found[1], "slow"))}
+    names = [kernel.name for kernel in able]
+    failed = {name: _why(found[1], name) for name in names if name not in best}
+    return [Series(name, name, tuple(best[name].items())) for name in names if name in best], failed
 
 
 def untuned(call: Call) -> Plan:
@@ -175,15 +155,6 @@ def untuned(call: Call) -> Plan:
         )
         candidate = blank.choose(call.problem(), settings.current()).candidate
     return call.plan(kernel=candidate.kernel.name, config=candidate.config)
-
-
-def one_config(call: Call) -> Plan:
-    """The usual batch-invariant product: a persistent kernel whose one config serves every M.
-
-    Raises:
-        TmmError: It cannot serve the call.
-    """
-    return call.plan(kernel="triton.persistent", config=_ONE_CONFIG)
 
 
 def _why(record: TuningRecord, kernel: str) -> str:
