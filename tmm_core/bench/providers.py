@@ -70,7 +70,7 @@ def expression(call: Call) -> Expression:
     halved, out_dtype = stages[0].gated and not stages[0].interleaved, call.out_dtype
     inputs_of = stages[0].inputs
     steps = [(stage.reference, stage.parameters) for stage in stages if not stage.is_identity]
-    products = _scaled_products(call, halved) if call.problem().fp8 else _products(halved)
+    products = _products(call, halved)
 
     def run(a: Tensor, b: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
         inputs = products(a, b, bias)
@@ -86,42 +86,33 @@ def expression(call: Call) -> Expression:
     return run
 
 
-def _products(halved: bool) -> Products:
-    """The products that an epilogue takes: of gate and up, or one."""
-
-    def run(a: Tensor, b: Tensor, bias: Tensor | None) -> list[Tensor]:
-        if not halved:
-            return [_product(a, b, bias)]
-        gate, up = b.chunk(2, dim=-1)
-        z, u = (None, None) if bias is None else bias.chunk(2)
-        return [_product(a, gate, z), _product(a, up, u)]
-
-    return run
-
-
-def _scaled_products(call: Call, halved: bool) -> Products:
-    """:func:`_products` of 8-bit operands. If one has row scales, torch needs them for both; a
-    missing scale is one."""
+def _products(call: Call, halved: bool) -> Products:
+    """The products that an epilogue takes: of gate and up, or one. If one 8-bit operand has row
+    scales, torch needs them for both; a missing scale is one."""
     problem = call.problem()
     dtype = problem.out.dtype
     by_row = "row" in (problem.scale_a, problem.scale_b)
 
-    def tensor(scale: Tensor | None, *shape: int) -> Tensor:
-        scale = call.a.new_ones((), dtype=torch.float32) if scale is None else scale
-        return scale.expand(shape).contiguous() if by_row else scale
+    def scale(given: Tensor | None, *shape: int) -> Tensor | None:
+        if not problem.fp8:
+            return None
+        given = call.a.new_ones((), dtype=torch.float32) if given is None else given
+        return given.expand(shape).contiguous() if by_row else given
 
-    scale_a = tensor(call.scale_a, problem.m, 1)
-    scale_b = tensor(call.scale_b, 1, call.b.shape[-1])
+    def halves(t: Tensor | None) -> Sequence[Any]:
+        if not halved:
+            return (t,)
+        return (t, t) if t is None or t.dim() == 0 else t.chunk(2, dim=-1)
+
+    scale_a = scale(call.scale_a, problem.m, 1)
+    scales = halves(scale(call.scale_b, 1, call.b.shape[-1]))
 
     def run(a: Tensor, b: Tensor, bias: Tensor | None) -> list[Tensor]:
-        parts = [(b, scale_b, bias)]
-        if halved:
-            biases = (None, None) if bias is None else bias.chunk(2)
-            scales = scale_b.chunk(2, dim=-1) if by_row else (scale_b, scale_b)
-            parts = list(zip(b.chunk(2, dim=-1), scales, biases, strict=True))
         return [
-            torch._scaled_mm(a, columns, scale_a, scale, z, out_dtype=dtype)
-            for columns, scale, z in parts
+            _product(a, columns, z)
+            if scale_a is None
+            else torch._scaled_mm(a, columns, scale_a, scale_b, z, out_dtype=dtype)
+            for columns, scale_b, z in zip(halves(b), scales, halves(bias), strict=True)
         ]
 
     return run
