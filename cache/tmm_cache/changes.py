@@ -20,7 +20,6 @@ from tmm_cache.console import (
     counted,
     note,
     print_json,
-    without_faults,
 )
 from tmm_cache.errors import UsageError
 from tmm_cache.files import Fault
@@ -77,7 +76,7 @@ def import_(store: CacheStore, options: Namespace) -> int:
 
 
 def _remove(store: CacheStore, options: Namespace, found: Iterator[Removal | Fault]) -> int:
-    removals = list(without_faults(found))
+    removals = list(Noted().without_faults(found))
     if not removals:
         note(f"nothing to remove in {store.root}")
         if options.json:

@@ -122,11 +122,6 @@ class Noted:
                 yield item
 
 
-def without_faults(items: Iterable[T | Fault]) -> Iterator[T]:
-    """The items that are not faults; each fault is reported."""
-    return Noted().without_faults(items)
-
-
 def print_json(value: JSON) -> None:
     """Print data for a program. Raises ValueError for NaN and infinities, which JSON lacks."""
     print(json.dumps(value, indent=2, allow_nan=False))

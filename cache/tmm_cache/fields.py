@@ -7,6 +7,7 @@ bounded, so that readers need not handle a size of 10**400 or a name of a megaby
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from collections.abc import Container, Iterator
@@ -107,25 +108,17 @@ class Fields:
         return value
 
     def measure(self, name: str) -> float:
-        number = _measure(self._values[name])
-        if number is None:
-            self._reject(name, "a finite number >= 0")
-        return number
+        return _measure(self._values[name], self._where + name)
 
     def optional_measure(self, name: str) -> float | None:
         return None if self._values[name] is None else self.measure(name)
 
     def measures(self, name: str) -> tuple[float, ...]:
-        numbers: list[float] = []
         values = self.items(name)
         if all(type(value) is float and 0 <= value < math.inf for value in values):
             return tuple(values)  # type: ignore[arg-type]  # checked above
-        for index, value in enumerate(values):
-            number = _measure(value)
-            if number is None:
-                reject(f"{self._where}{name}[{index}]", shown(value), "a finite number >= 0")
-            numbers.append(number)
-        return tuple(numbers)
+        where = self._where + name
+        return tuple(_measure(value, f"{where}[{index}]") for index, value in enumerate(values))
 
     def items(self, name: str) -> list[JSON]:
         value = self._values[name]
@@ -158,10 +151,7 @@ class Fields:
             size = int(key) if _SIZE.fullmatch(key) else 0
             if not is_size(size) or len(times) == PARAMETERS_MAX:
                 reject(where, "this size", f"at most {PARAMETERS_MAX} integers > 0 and < 2**40")
-            number = _measure(value)
-            if number is None:
-                reject(where, shown(value), "a finite number >= 0")
-            times[size] = number
+            times[size] = _measure(value, where)
         return times
 
     def problem(self, name: str) -> dict[str, JSON]:
@@ -201,11 +191,9 @@ def _is_scalar(value: object) -> bool:
     return value is None or (isinstance(value, int) and abs(value) < INTEGER_MAX)
 
 
-def _measure(value: object) -> float | None:
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        return None
-    try:
-        number = float(value)
-    except OverflowError:
-        return None
-    return number if math.isfinite(number) and number >= 0 else None
+def _measure(value: object, where: str) -> float:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        with contextlib.suppress(OverflowError):
+            if 0 <= (number := float(value)) < math.inf:
+                return number
+    reject(where, shown(value), "a finite number >= 0")

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from tmm_cache import evidence, facets
-from tmm_cache.console import DONE, FOUND, counted, note, print_json, without_faults
+from tmm_cache.console import DONE, FOUND, Noted, counted, note, print_json
 from tmm_cache.errors import UsageError
 from tmm_cache.files import Fault, read_environment, read_record
 from tmm_cache.filters import from_options, utc_now
@@ -35,12 +35,12 @@ def show(store: CacheStore, options: Namespace) -> int:
         raise UsageError(
             f"record: found {prefix!r}, accepted is the beginning of a digest, like 3f9a"
         )
-    looked = _roots(store) if options.all or prefix is not None else (store.root,)
+    looked = (store.root, *store.layers) if options.all or prefix is not None else (store.root,)
     everything = wanted.is_empty and not prefix
     found = [
         summary
         for root in looked
-        for summary in without_faults(summaries(root))
+        for summary in Noted().without_faults(summaries(root))
         if everything or (wanted(summary) and summary.digest.startswith(prefix or ""))
     ]
     if options.json:
@@ -65,7 +65,7 @@ def show(store: CacheStore, options: Namespace) -> int:
 
 def _loaded(found: Iterable[Summary]) -> Iterator[tuple[Summary, TuningRecord]]:
     for summary in found:
-        for record in without_faults([read_record(summary.path)]):
+        for record in Noted().without_faults([read_record(summary.path)]):
             if record is not None:  # None: removed since the listing
                 yield summary, record
 
@@ -85,8 +85,8 @@ def stats(store: CacheStore, options: Namespace) -> int:
     `verify` finds faults further on."""
     rows = [
         _statistics(root, folder)
-        for root in _roots(store)
-        for folder in without_faults(folders(root))
+        for root in (store.root, *store.layers)
+        for folder in Noted().without_faults(folders(root))
     ]
     if options.json:
         print_json(rows)
@@ -124,7 +124,7 @@ def verify(store: CacheStore, options: Namespace) -> int:
     records = 0
     faults: list[Fault] = []
     left: list[JSON] = []
-    for root in _roots(store):
+    for root in (store.root, *store.layers):
         for item in summaries(root, full=True):
             if isinstance(item, Fault):
                 faults.append(item)
@@ -148,10 +148,6 @@ def verify(store: CacheStore, options: Namespace) -> int:
         note(f"{path}: left by a process that was killed; a save there or `prune` removes it")
     note(f"{counted(records, 'good record')}, {counted(len(faults), 'fault')}")
     return FOUND if faults else DONE
-
-
-def _roots(store: CacheStore) -> tuple[Path, ...]:
-    return (store.root, *store.layers)
 
 
 def _layer_names(store: CacheStore) -> dict[Path, str]:

@@ -56,9 +56,10 @@ def run(options: argparse.Namespace) -> int:
     device = shared.device(options)
     if options.verify_shipped:
         return _verify_shipped(device, options)
-    tasks = _tasks(options)
+    asked, done = _tasks(options), _done(options)
+    tasks = [task for task in asked if identity(task.suite, task.case.to_json()) not in done]
     if options.resume:
-        tasks = _undone(tasks, options)
+        note(f"{len(asked) - len(tasks)} of {len(asked)} problems are measured already")
     names = list(dict.fromkeys(task.suite for task in tasks)) + ["host"] * options.host
     names += ["regret"] * bool(options.regret)
     interrupted = False
@@ -68,7 +69,7 @@ def run(options: argparse.Namespace) -> int:
             if options.host:
                 writer.append(host.measure(device, tune=options.tune, budget=options.budget))
             deadline = started + options.max_seconds
-            for document in _regrets(device, options, deadline):
+            for document in _regrets(device, options, done, deadline):
                 writer.append(document)
             for number, document in enumerate(_measure(tasks, device, options, deadline), 1):
                 writer.append(document)
@@ -148,14 +149,10 @@ def _measure(
 
 
 def _regrets(
-    device: torch.device, options: argparse.Namespace, deadline: float
+    device: torch.device, options: argparse.Namespace, done: set[str], deadline: float
 ) -> Iterator[Document]:
     asked = regret.cases(options.regret, options.dtype or torch.bfloat16)
-    if options.resume:
-        known = {
-            identity("regret", done["case"]) for done in _before(options).regrets if "us" in done
-        }
-        asked = [case for case in asked if identity("regret", case.to_json()) not in known]
+    asked = [case for case in asked if identity("regret", case.to_json()) not in done]
     for document in regret.measure(device, asked, budget=options.budget):
         yield document
         if time.monotonic() > deadline:
@@ -192,27 +189,21 @@ def _tasks(options: argparse.Namespace) -> list[suites.Task]:
         raise UsageError(str(error)) from error
 
 
-def _undone(tasks: list[suites.Task], options: argparse.Namespace) -> list[suites.Task]:
-    """The tasks without a measurement in the output folder."""
-    done = _before(options).measured
-    known = {identity(document["suite"], document["case"]) for document in done}
-    left = [task for task in tasks if identity(task.suite, task.case.to_json()) not in known]
-    note(f"{len(tasks) - len(left)} of {len(tasks)} problems are measured already")
-    return left
-
-
-def _before(options: argparse.Namespace) -> Results:
-    """The results in the output folder."""
+def _done(options: argparse.Namespace) -> set[str]:
+    """With ``--resume``, the identities of what the output folder has measurements of."""
+    if not options.resume:
+        return set()
     if options.output is None:
         raise UsageError("--resume needs --output, the folder with earlier results")
-    return _read([options.output]) if options.output.is_dir() else Results()
+    before = _read([options.output]) if options.output.is_dir() else Results()
+    measured = [(document["suite"], document["case"]) for document in before.measured]
+    measured += [("regret", document["case"]) for document in before.regrets if "us" in document]
+    return {identity(*each) for each in measured}
 
 
 def _read(paths: Sequence[Path]) -> Results:
     try:
         return Results.read(paths)
-    except OSError as error:
-        raise UsageError(str(error)) from error
     except ValueError as error:
         raise UsageError(f"no results: {error}") from error
 

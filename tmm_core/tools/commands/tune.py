@@ -116,8 +116,6 @@ def _of_file(path: Path, device: torch.device) -> list[Pending]:
             return [_of_case(task.case, device) for task in suites.read(document)]
         if not isinstance(document, list) or not all(isinstance(d, Mapping) for d in document):
             raise ValueError("expected suites by name or a list of problems")
-    except OSError as error:
-        raise UsageError(str(error)) from error
     except ValueError as error:
         raise UsageError(f"{path}: {error}") from error
     # Entries of `tmm misses --json` contain the problem.
