@@ -26,8 +26,6 @@ class Batch:
     As a context manager it flushes the rest on exit, and removes it after an exception.
     """
 
-    __slots__ = ("_bytes", "_waiting")
-
     def __init__(self) -> None:
         #: The temporary file of each path; the last one added under a path counts.
         self._waiting: dict[Path, Path] = {}

@@ -29,8 +29,6 @@ def passed_over(fault: Fault, outcome: str = "passed over") -> None:
 class Complaints:
     """The warnings of one root: its ownership, and files that could not be read or written."""
 
-    __slots__ = ("_foreign", "_root")
-
     def __init__(self, root: Path) -> None:
         self._root = root
         self._foreign = foreign(root)

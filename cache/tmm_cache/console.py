@@ -103,8 +103,6 @@ def note(text: str) -> None:
 class Noted:
     """Reports faults and counts them."""
 
-    __slots__ = ("count",)
-
     def __init__(self) -> None:
         self.count = 0
 

@@ -66,8 +66,6 @@ class _Item:
 class LockFile:
     """The records of a lock file. Raises LockError for any other file."""
 
-    __slots__ = ("_items", "path")
-
     def __init__(self, path: Path) -> None:
         self.path = path
         data = read_bytes(path, MAX_BYTES)

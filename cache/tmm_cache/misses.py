@@ -38,8 +38,6 @@ class Miss:
 class MissLog:
     """The logs of one root. Never raises OSError."""
 
-    __slots__ = ("_complaints", "_logged", "_root")
-
     def __init__(self, root: Path, complaints: Complaints) -> None:
         self._root = root
         self._complaints = complaints

@@ -46,19 +46,6 @@ class CacheStore:
     environment or a problem is not JSON.
     """
 
-    __slots__ = (
-        "_complaints",
-        "_held",
-        "_lock_file",
-        "_misses",
-        "_upkeep",
-        "_verified",
-        "layers",
-        "lock_path",
-        "locked",
-        "root",
-    )
-
     def __init__(self, root: Path | None = None, layers: Sequence[Path] | None = None) -> None:
         #: The user's own records; `NOWHERE` on a machine without a folder for them.
         self.root = default_root() if root is None else absolute(root)

@@ -89,8 +89,6 @@ def _variable(
 class Upkeep:
     """The upkeep of a root by a process that saves."""
 
-    __slots__ = ("_bytes", "_limits", "_root", "_saves", "_swept")
-
     def __init__(self, root: Path) -> None:
         self._root = root
         self._limits = limits()
