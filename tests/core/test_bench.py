@@ -424,9 +424,9 @@ def failure(m: int) -> dict[str, Any]:
 
 
 def test_results_survive_a_killed_run_and_merge_with_the_next(tmp_path: Path) -> None:
-    with results.Writer(tmp_path, "first") as writer:
-        for each in (document(64, 1.0), document(128, 1.1), document(256, 1.2)):
-            writer.append(each)
+    writer = results.Writer(tmp_path, "first")
+    for each in (document(64, 1.0), document(128, 1.1), document(256, 1.2)):
+        writer.append(each)
     assert writer.path is not None
     torn = writer.path.read_text()
     writer.path.write_text(torn[: -len(torn.splitlines()[-1]) // 2])

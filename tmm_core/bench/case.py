@@ -121,6 +121,11 @@ class Case:
             rows=self._rows(device),
         )
 
+    def problem(self, device: torch.device) -> Problem:
+        """The problem that the call poses; raises like :meth:`call`."""
+        # Only shapes, strides and dtypes matter.
+        return self.call(device, filled=False).problem()
+
     def _rows(self, device: torch.device) -> Rows | None:
         """The ends of the groups; the same for each measurement of a case."""
         if not self.groups:

@@ -32,6 +32,7 @@ from tmm_core.dispatch.tuning import SETTLE
 from tmm_core.launch import warm
 from tmm_core.spec.asking import told
 from tmm_core.spec.precision import precision
+from tmm_core.spec.problem import Problem
 
 #: Columns every measured problem has.
 TORCH, AGAIN, TMM = "torch", "torch again", "tmm"
@@ -97,12 +98,8 @@ def run(tasks: Sequence[Task], device: torch.device, options: Options) -> Iterat
         if time.monotonic() >= options.deadline:
             return
         if options.tune and following is not None and not following.batch_invariant:
-            _prepare(following, device)
-        document: Document = {
-            "kind": "problem",
-            "suite": task.suite,
-            "case": task.case.to_json(),
-        }
+            prepare(partial(following.case.problem, device), following.case.tf32)
+        document: Document = {"kind": "problem", "suite": task.suite, "case": task.case.to_json()}
         started = time.monotonic()
         try:
             document |= _measure(task, device, options, timer, clocks)
@@ -114,11 +111,10 @@ def run(tasks: Sequence[Task], device: torch.device, options: Options) -> Iterat
         yield document
 
 
-def _prepare(task: Task, device: torch.device) -> None:
-    """Compile the task's kernels while another task is measured."""
-    with suppress(Exception):  # the task itself will report it
-        problem = task.case.call(device, filled=False).problem()
-        dispatch.dispatcher().prepare(problem, settings.current())
+def prepare(pose: Callable[[], Problem], tf32: bool, force: bool = False) -> None:
+    """Start compiling the kernels of a problem, while another is measured."""
+    with suppress(Exception), precision(tf32):  # its own turn reports it
+        dispatch.dispatcher().prepare(pose(), settings.current(), force)
 
 
 def _measure(

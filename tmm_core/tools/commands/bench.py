@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from tmm_core.bench.case import Case
 from tmm_core.bench.results import Document, Results, Writer, identity
 from tmm_core.spec.device import fingerprint
 from tmm_core.tools.commands import options as shared
+from tmm_core.tools.commands import verify
 from tmm_core.tools.commands.console import (
     DONE,
     FOUND,
@@ -38,7 +38,6 @@ from tmm_core.tools.commands.console import (
     print_json,
     print_table,
 )
-from tmm_core.tools.commands.misses import title
 
 
 def run(options: argparse.Namespace) -> int:
@@ -55,7 +54,8 @@ def run(options: argparse.Namespace) -> int:
     started = time.monotonic()
     device = shared.device(options)
     if options.verify_shipped:
-        return _verify_shipped(device, options)
+        verdicts = recheck.raced(recheck.shipped(fingerprint(device)), device)
+        return verify.show(verdicts, "shipped for this GPU and these versions", options.json)
     asked, done = _tasks(options), _done(options)
     tasks = [task for task in asked if identity(task.suite, task.case.to_json()) not in done]
     if options.resume:
@@ -63,19 +63,19 @@ def run(options: argparse.Namespace) -> int:
     names = list(dict.fromkeys(task.suite for task in tasks)) + ["host"] * options.host
     names += ["regret"] * bool(options.regret)
     interrupted = False
-    with Writer(options.output, "-".join(names) if len(names) < 5 else "all") as writer:
-        writer.append({"kind": "run", **environment.describe(device, options.argv)})
-        try:
-            if options.host:
-                writer.append(host.measure(device, tune=options.tune, budget=options.budget))
-            deadline = started + options.max_seconds
-            for document in _regrets(device, options, done, deadline):
-                writer.append(document)
-            for number, document in enumerate(_measure(tasks, device, options, deadline), 1):
-                writer.append(document)
-                note(f"[{number:{len(str(len(tasks)))}}/{len(tasks)}] {report.line(document)}")
-        except KeyboardInterrupt:
-            interrupted = True
+    writer = Writer(options.output, "-".join(names) if len(names) < 5 else "all")
+    writer.append({"kind": "run", **environment.describe(device, options.argv)})
+    try:
+        if options.host:
+            writer.append(host.measure(device, tune=options.tune, budget=options.budget))
+        deadline = started + options.max_seconds
+        for document in _regrets(device, options, done, deadline):
+            writer.append(document)
+        for number, document in enumerate(_measure(tasks, device, options, deadline), 1):
+            writer.append(document)
+            note(f"[{number:{len(str(len(tasks)))}}/{len(tasks)}] {report.line(document)}")
+    except KeyboardInterrupt:
+        interrupted = True
     results = Results.of(writer.documents)
     if len(results.problems) < len(tasks):
         why = "interrupted" if interrupted else f"--max-seconds {options.max_seconds:g} are over"
@@ -101,30 +101,6 @@ def _share(paths: Sequence[Path], options: argparse.Namespace) -> None:
         f"{options.share}: {len(packed.measured)} problems on {gpus}; look inside, then attach "
         "it to an issue"
     )
-
-
-def _verify_shipped(device: torch.device, options: argparse.Namespace) -> int:
-    documents = []
-    for document in recheck.raced(recheck.shipped(fingerprint(device)), device):
-        documents.append(document)
-        if document["status"] != "ok":
-            name = document.get("title") or title(document["problem"])
-            ratio = f", {document['ratio']:.3f}× blas" if "ratio" in document else ""
-            reason = document.get("reason", "")
-            note(f"{document['status']}: {name} {document['kernel']}{ratio} {reason}".rstrip())
-    counts = Counter(document["status"] for document in documents)
-    if options.json:
-        print_json(documents)
-    else:
-        found = ", ".join(f"{number} {status}" for status, number in sorted(counts.items()))
-        # Both ends: noise that makes some slower makes others faster.
-        ratios = sorted(d["ratio"] for d in documents if "ratio" in d)
-        spread = f"; {ratios[0]:.3f} to {ratios[-1]:.3f}× blas" if ratios else ""
-        print(
-            f"{len(documents)} shipped records for this GPU and these versions: "
-            f"{found or '-'}{spread}"
-        )
-    return FOUND if any(counts[fault] for fault in recheck.FAULTS) else DONE
 
 
 def _measure(

@@ -7,7 +7,7 @@ import json
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,8 +17,8 @@ import torch
 from tmm_cache.head import blas_us
 
 import tmm_core
-from tmm_core import dispatch, settings
-from tmm_core.bench import report, suites
+from tmm_core import dispatch
+from tmm_core.bench import report, runner, suites
 from tmm_core.bench.case import Case
 from tmm_core.dispatch.first_launch import FirstLaunches
 from tmm_core.launch import warm
@@ -52,7 +52,8 @@ def run(options: argparse.Namespace) -> int:
         for number, item in enumerate(pending, start=1):
             try:
                 if number < len(pending):
-                    _prepare(pending[number], options)
+                    following = pending[number]
+                    runner.prepare(following.pose, following.tf32, options.force)
                 outcome = _tune(item, options)
             except KeyboardInterrupt:
                 done = f"{number - 1} of {len(pending)} are done, and their records saved"
@@ -98,15 +99,13 @@ def _pending(options: argparse.Namespace, device: torch.device) -> list[Pending]
 
 
 def _of_case(case: Case, device: torch.device) -> Pending:
-    return Pending(str(case), case.tf32, lambda: case.call(device, filled=False).problem())
+    return Pending(str(case), case.tf32, partial(case.problem, device))
 
 
 def _of_document(document: Mapping[str, Any], device: torch.device) -> Pending:
     """A pending problem from its JSON in records, misses and ``--json`` output."""
-
-    return Pending(
-        title(document), bool(document.get("tf32")), lambda: warm.recall(document, device)
-    )
+    pose = partial(warm.recall, document, device)
+    return Pending(title(document), bool(document.get("tf32")), pose)
 
 
 def _of_file(path: Path, device: torch.device) -> list[Pending]:
@@ -135,12 +134,6 @@ def _of_misses(device: torch.device) -> list[Pending]:
         if not tuned_since(store, miss)
     }
     return [_of_document(problem, device) for problem in problems.values()]
-
-
-def _prepare(item: Pending, options: argparse.Namespace) -> None:
-    """Start compiling for the next problem, while this one is measured."""
-    with suppress(Exception), precision(item.tf32):  # its own turn reports it
-        dispatch.dispatcher().prepare(item.pose(), settings.current(), options.force)
 
 
 def _tune(item: Pending, options: argparse.Namespace) -> dict[str, Any]:
