@@ -10,7 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import NoReturn, TextIO, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from tmm_cache.facets import printable
 from tmm_cache.files import Fault
@@ -74,16 +74,9 @@ def warnings_as_notes(note: Callable[[str], None], *categories: type[Warning]) -
     told: set[str] = set()
     default = warnings.showwarning
 
-    def show(
-        message: Warning | str,
-        category: type[Warning],
-        filename: str,
-        lineno: int,
-        file: TextIO | None = None,
-        line: str | None = None,
-    ) -> None:
+    def show(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
         if not issubclass(category, categories):
-            default(message, category, filename, lineno, file, line)
+            default(message, category, *place, **more)
         elif str(message) not in told:
             told.add(str(message))
             note(str(message))

@@ -91,14 +91,10 @@ def make_folder(folder: Path) -> None:
 
     Raises OSError.
     """
-    missing = []
-    while not folder.is_dir():
-        missing.append(folder)
-        if folder.parent == folder:
-            break
-        folder = folder.parent
-    for path in reversed(missing):
-        path.mkdir(FOLDER_MODE, exist_ok=True)
+    if not folder.is_dir():
+        if folder.parent != folder:
+            make_folder(folder.parent)
+        folder.mkdir(FOLDER_MODE, exist_ok=True)
 
 
 def write_atomically(path: Path, data: bytes, mode: int = FILE_MODE) -> None:

@@ -5,6 +5,7 @@ Each takes the store and its parsed options, and returns the exit status.
 
 from __future__ import annotations
 
+import re
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -17,7 +18,7 @@ from tmm_cache.errors import UsageError
 from tmm_cache.files import Fault, read_environment, read_record
 from tmm_cache.filters import from_options, utc_now
 from tmm_cache.head import Best
-from tmm_cache.keys import JSON, is_digest_prefix
+from tmm_cache.keys import DIGEST_DIGITS, JSON
 from tmm_cache.misses import read_misses
 from tmm_cache.record import SCHEMA, TuningRecord
 from tmm_cache.scan import Folder, Summary, folders, summaries, summaries_of
@@ -31,7 +32,7 @@ def show(store: CacheStore, options: Namespace) -> int:
     now = utc_now()
     wanted = from_options(options, now)
     prefix: str | None = options.record
-    if prefix is not None and not is_digest_prefix(prefix):
+    if prefix is not None and not re.fullmatch(f"[0-9a-f]{{1,{DIGEST_DIGITS}}}", prefix):
         raise UsageError(
             f"record: found {prefix!r}, accepted is the beginning of a digest, like 3f9a"
         )

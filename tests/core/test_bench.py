@@ -64,10 +64,15 @@ def test_a_shape_that_is_none_is_refused(text: str) -> None:
 
 
 def test_expressions_take_bias_and_residual_off_the_ends() -> None:
-    assert parse_expression("bias+gelu_tanh+residual") == (True, "gelu_tanh", True)
-    assert parse_expression("softcap(1e+3)+residual") == (False, "softcap(1e+3)", True)
-    assert parse_expression("bias") == (True, "", False)
-    assert parse_expression("") == (False, "", False)
+    def parsed(text: str) -> tuple[bool, str, bool]:
+        fields = parse_expression(text)
+        assert list(fields) == ["bias", "epilogue", "residual"]
+        return fields["bias"], fields["epilogue"], fields["residual"]
+
+    assert parsed("bias+gelu_tanh+residual") == (True, "gelu_tanh", True)
+    assert parsed("softcap(1e+3)+residual") == (False, "softcap(1e+3)", True)
+    assert parsed("bias") == (True, "", False)
+    assert parsed("") == (False, "", False)
 
 
 def test_the_suites_are_every_combination_of_what_the_file_says() -> None:
