@@ -32,7 +32,7 @@ from tmm_cache.files import (
     write_environment,
 )
 from tmm_cache.keys import DIGEST_DIGITS, JSON, SLUG
-from tmm_cache.layout import ENVIRONMENT, VERSION, VERSIONS, environment_folder
+from tmm_cache.layout import ENVIRONMENT, VERSION, VERSIONS, record_path
 from tmm_cache.record import TuningRecord
 from tmm_cache.scan import Summary
 from tmm_cache.unpack import ArchiveError, Member, members
@@ -118,7 +118,7 @@ def read_archive(file: Path, root: Path, force: bool) -> Imported:
             if match is None:
                 imported.ignored += 1
             elif match[3] != "environment":
-                folder = environment_folder(root, match[1], match[2])
+                path = record_path(root, match[1], match[2], match[3])
                 try:
                     record = parse_stored(member.data(), match[3]).record
                     if record.created_at > latest:
@@ -126,7 +126,6 @@ def read_archive(file: Path, root: Path, force: bool) -> Imported:
                 except ValueError as error:
                     imported.faults.append((member.name, str(error)))
                     continue
-                path = folder / f"{match[3]}.json"
                 rank = _rank(record)
                 if not force and path not in ranks:
                     present = read_record(path)
@@ -146,7 +145,7 @@ def read_archive(file: Path, root: Path, force: bool) -> Imported:
                 imported.written += 1
                 environment = environments.pop(posixpath.dirname(member.name), None)
                 if environment is not None:
-                    write_environment(folder, environment)
+                    write_environment(path.parent, environment)
     return imported
 
 

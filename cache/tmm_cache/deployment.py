@@ -17,7 +17,7 @@ from tmm_cache.errors import RecordError
 from tmm_cache.evidence import microseconds
 from tmm_cache.files import Fault, Stored, read_stored, record_bytes, write_environment
 from tmm_cache.filters import Filter
-from tmm_cache.layout import environment_folder, require_own
+from tmm_cache.layout import record_path, require_own
 from tmm_cache.lock import Key, LockFile, write_lock
 from tmm_cache.merge import merged
 from tmm_cache.record import CLOCK
@@ -94,8 +94,8 @@ def merge(store: CacheStore, options: Namespace) -> int:
                 stored = _stored(summary, noted)
                 if stored is None or stored.record.is_hint:
                     continue
-                folder = environment_folder(store.root, summary.gpu, summary.environment_digest)
-                path = folder / f"{summary.digest}.json"
+                key = summary.gpu, summary.environment_digest, summary.digest
+                path = record_path(store.root, *key)
                 present = read_stored(path)
                 if isinstance(present, Fault) and not present.damaged:
                     # The record there may be better, and readable the next time.
@@ -121,7 +121,7 @@ def merge(store: CacheStore, options: Namespace) -> int:
                 else:
                     changed += 1
                 if summary.environment is not None:
-                    write_environment(folder, summary.environment)
+                    write_environment(path.parent, summary.environment)
     note(
         f"{counted(added, 'record')} added to {store.root}, {changed} changed, "
         f"{kept} kept as they were"

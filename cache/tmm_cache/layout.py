@@ -99,8 +99,8 @@ def shipped_layers(environ: Mapping[str, str] = os.environ) -> tuple[Path, ...]:
     return tuple(folders)
 
 
-def environment_folder(root: Path, gpu: str, environment: str) -> Path:
-    """The folder of a GPU's records under one environment digest.
+def record_path(root: Path, gpu: str, environment: str, problem: str) -> Path:
+    """The file of a record, by its GPU and the digests of its environment and its problem.
 
     Raises ValueError for a GPU that is not a slug or an environment that is not a digest: both
     become path components and must not escape the root.
@@ -109,4 +109,4 @@ def environment_folder(root: Path, gpu: str, environment: str) -> Path:
         raise ValueError(f"gpu: found {gpu!r}, accepted is a slug like {'nvidia-h200-sm90'!r}")
     if not DIGEST.fullmatch(environment):
         raise ValueError(f"environment: found {environment!r}, accepted is a digest")
-    return root / VERSION / gpu / environment
+    return root / VERSION / gpu / environment / f"{problem}.json"

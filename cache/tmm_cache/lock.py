@@ -76,12 +76,6 @@ class LockFile:
         except (ValueError, TypeError, RecursionError) as error:
             raise LockError(f"{path}: is not a lock file: {error}") from error
 
-    def record(
-        self, gpu: str, environment: Mapping[str, JSON], problem: Mapping[str, JSON]
-    ) -> TuningRecord | Fault | None:
-        """The record of a problem, checked; None if none is locked."""
-        return self._record((gpu, digest(environment), digest(problem)))
-
     def keys(self) -> Iterator[tuple[str, Mapping[str, JSON], Mapping[str, JSON]]]:
         """GPU, environment and problem of every record."""
         for (gpu, _, _), item in self._items.items():
@@ -91,7 +85,7 @@ class LockFile:
         """A summary of every record, at a path inside the file."""
         for key, item in self._items.items():
             gpu, environment, name = key
-            record = self._record(key)
+            record = self.record(key)
             path = self.path / gpu / environment / f"{name}.json"
             if isinstance(record, TuningRecord):
                 yield Summary(
@@ -100,7 +94,8 @@ class LockFile:
             elif record is not None:
                 yield Fault(path, record.reason, damaged=True)
 
-    def _record(self, key: Key) -> TuningRecord | Fault | None:
+    def record(self, key: Key) -> TuningRecord | Fault | None:
+        """The record of a problem, checked; None if none is locked."""
         item = self._items.get(key)
         if item is None:
             return None

@@ -19,11 +19,11 @@ from tmm_cache.ages import is_older, was_used
 from tmm_cache.disk import remove_if_empty
 from tmm_cache.files import Fault
 from tmm_cache.filters import Filter
-from tmm_cache.layout import BROKEN, LOCK, LOCK_SUFFIX, MISSES, NOTE_FILE, NOTES
+from tmm_cache.layout import BROKEN, LOCK, LOCK_SUFFIX, MISSES, NOTE_FILE, NOTES, RECORD
 from tmm_cache.locks import Lock
 from tmm_cache.record import CLOCK
 from tmm_cache.scan import Folder, Summary, folders, summaries_of
-from tmm_cache.upkeep import leftovers
+from tmm_cache.upkeep import files, leftovers
 
 Kind: TypeAlias = Literal["record", "damaged", "misses", "lock", "temporary", "notes"]
 
@@ -59,7 +59,7 @@ def cleared(root: Path, wanted: Filter) -> Iterator[Removal | Fault]:
         if wanted.is_empty:
             yield from misses(folder, "to be cleared")
             yield from _leftovers(folder)
-    for path in _notes(root) if wanted.is_empty else ():
+    for path in files(root / NOTES, NOTE_FILE) if wanted.is_empty else ():
         yield Removal(path, "notes", "to be cleared")
 
 
@@ -109,7 +109,7 @@ def outdated(root: Path, before: datetime | None) -> Iterator[Removal | Fault]:
         if superseded:
             yield from misses(folder, "an older environment of this GPU")
         yield from _leftovers(folder)
-    for path in _notes(root):
+    for path in files(root / NOTES, NOTE_FILE):
         if is_older(path, STALE_NOTES_SECONDS):
             yield Removal(path, "notes", "nothing was noted there for a month")
 
@@ -172,25 +172,14 @@ def misses(folder: Folder, reason: str) -> Iterator[Removal]:
 
 
 def _leftovers(folder: Folder) -> Iterator[Removal]:
-    names = folder.names()
-    if isinstance(names, Fault):
-        return
-    present = set(names)
-    for name in names:
-        if LOCK.fullmatch(name) and name.removesuffix(LOCK_SUFFIX) not in present:
-            yield Removal(folder.path / name, "lock", "without a record")
-        elif BROKEN.fullmatch(name):
-            yield Removal(folder.path / name, "damaged", "was set aside")
-    for path in sorted(leftovers(folder.path)):
+    records = {path.name for path in files(folder.path, RECORD)}
+    for path in files(folder.path, LOCK):
+        if path.name.removesuffix(LOCK_SUFFIX) not in records:
+            yield Removal(path, "lock", "without a record")
+    for path in files(folder.path, BROKEN):
+        yield Removal(path, "damaged", "was set aside")
+    for path in leftovers(folder.path):
         yield Removal(path, "temporary", "left by a process that was killed")
-
-
-def _notes(root: Path) -> list[Path]:
-    try:
-        paths = sorted((root / NOTES).iterdir())
-    except OSError:  # usually there is no such folder
-        return []
-    return [path for path in paths if NOTE_FILE.fullmatch(path.name) and path.is_file()]
 
 
 def _remove_lock(path: Path) -> None:

@@ -126,16 +126,14 @@ def verify(store: CacheStore, options: Namespace) -> int:
     faults: list[Fault] = []
     left: list[JSON] = []
     for root in (store.root, *store.layers):
-        for item in summaries(root, full=True):
-            if isinstance(item, Fault):
-                faults.append(item)
-            else:
-                records += 1
         for folder in folders(root):
-            if isinstance(folder, Folder):
-                _, fault = read_misses(folder.path)
-                faults += [] if fault is None else [fault]
-                left += map(str, sorted(leftovers(folder.path)))
+            if isinstance(folder, Fault):
+                faults.append(folder)
+                continue
+            items = [*summaries_of(root, folder, full=True), read_misses(folder.path)[1]]
+            faults += [item for item in items if isinstance(item, Fault)]
+            records += sum(isinstance(item, Summary) for item in items)
+            left += map(str, leftovers(folder.path))
     if options.json:
         found: list[JSON] = [
             {"path": str(fault.path), "reason": fault.reason, "damaged": fault.damaged}

@@ -38,10 +38,6 @@ class Folder:
         """Whether its schema is older, so that its records are hints."""
         return self.schema != VERSION
 
-    def names(self) -> list[str] | Fault:
-        """The names of its files, sorted."""
-        return _names(self.path)
-
 
 @dataclass(frozen=True, slots=True)
 class Summary:
@@ -140,7 +136,7 @@ def summaries(
 
 def summaries_of(root: Path, folder: Folder, *, full: bool = False) -> Iterator[Summary | Fault]:
     """Like `summaries`, for one folder; the environment's fault comes first."""
-    names = folder.names()
+    names = _names(folder.path)
     if isinstance(names, Fault):
         yield names
         return

@@ -18,7 +18,7 @@ from tmm_cache.disk import make_folder
 from tmm_cache.files import Fault, read_stored, record_bytes, write_record
 from tmm_cache.head import Head
 from tmm_cache.keys import JSON, canonical, digest
-from tmm_cache.layout import LOCK_SUFFIX, environment_folder, layer_paths
+from tmm_cache.layout import LOCK_SUFFIX, layer_paths, record_path
 from tmm_cache.locks import Lock
 from tmm_cache.misses import Miss, MissLog
 from tmm_cache.notes import Notes
@@ -72,7 +72,7 @@ class CacheStore:
 
     def path(self, gpu: str, environment: Mapping[str, JSON], problem: Mapping[str, JSON]) -> Path:
         """The file in the user's own root where the problem's record is or would be."""
-        return environment_folder(self.root, gpu, digest(environment)) / f"{digest(problem)}.json"
+        return record_path(self.root, gpu, digest(environment), digest(problem))
 
     def load(
         self, gpu: str, environment: Mapping[str, JSON], problem: Mapping[str, JSON]
@@ -103,10 +103,9 @@ class CacheStore:
         if held is not None:
             here = path if os.path.isfile(path) else None
             return Located(held.record, here, own=True, sealed=True)
-        asked, environment_digest = canonical(problem), digest(environment)
-        name = f"{digest(problem)}.json"
+        asked, key = canonical(problem), (gpu, digest(environment), digest(problem))
         for root in (self.root, *self.layers):
-            path = environment_folder(root, gpu, environment_digest) / name
+            path = record_path(root, *key)
             stored = read_stored(path)
             if isinstance(stored, Fault):
                 self._complaints.fault(stored)
@@ -286,7 +285,8 @@ class CacheStore:
         self, gpu: str, environment: Mapping[str, JSON], problem: Mapping[str, JSON]
     ) -> Located | None:
         lock = self._locked_file()
-        record = None if lock is None else lock.record(gpu, environment, problem)
+        key = gpu, digest(environment), digest(problem)
+        record = None if lock is None else lock.record(key)
         if isinstance(record, Fault):
             self._complaints.fault(record)
         if not isinstance(record, TuningRecord) or canonical(record.problem) != canonical(problem):

@@ -114,11 +114,15 @@ class Upkeep:
             evict(self._root, self._limits, lambda file: file == path or file in held)
 
 
-def leftovers(folder: Path) -> Iterator[Path]:
+def leftovers(folder: Path) -> list[Path]:
     """The temporary files left by killed processes."""
-    for entry in _entries(folder, TEMPORARY):
-        if is_older(entry, STALE_SECONDS):
-            yield Path(entry.path)
+    return [path for path in files(folder, TEMPORARY) if is_older(path, STALE_SECONDS)]
+
+
+def files(folder: Path, names: re.Pattern[str]) -> list[Path]:
+    """The files with such a name in a folder, sorted; none if it can't be listed."""
+    found = _entries(folder, names)
+    return sorted(Path(entry.path) for entry in found if entry.is_file(follow_symlinks=False))
 
 
 def sweep(folder: Path) -> None:
