@@ -25,6 +25,8 @@ TEXT_MAX: Final = 4096
 ITEMS_MAX: Final = 10_000
 PARAMETERS_MAX: Final = 128
 PROBLEM_MAX: Final = 64 * 2**10
+#: The sizes of a problem.
+SIZES: Final = ("m", "n", "k", "batch")
 #: A size in elements: 2**40 bf16 are two terabytes.
 SIZE_MAX: Final = 2**40
 INTEGER_MAX: Final = 2**63
@@ -157,7 +159,7 @@ class Fields:
     def problem(self, name: str) -> dict[str, JSON]:
         """A problem: opaque except for its sizes, which the search for neighbours reads."""
         value = self._object(name)
-        for size in ("m", "n", "k", "batch"):
+        for size in SIZES:
             if not is_size(value.get(size)):
                 reject(f"{self._where}{name}.{size}", shown(value.get(size)), _A_SIZE)
         try:

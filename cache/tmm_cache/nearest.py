@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from tmm_cache.fields import is_size
+from tmm_cache.fields import SIZES, is_size
 from tmm_cache.keys import JSON, canonical
 
 #: GPU, environment and problem.
@@ -20,7 +20,6 @@ Key: TypeAlias = tuple[str, Mapping[str, JSON], Mapping[str, JSON]]
 #: The distance of a differing field, in octaves of a size: a problem of another size is nearer than
 #: one of another dtype, under other versions or on another GPU.
 _FIELD, _VERSION, _GPU = 8.0, 4.0, 32.0
-_SIZES = ("m", "n", "k", "batch")
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +86,7 @@ def _weight(difference: Difference) -> float:
     if difference.field.startswith("environment."):
         return _VERSION
     asked, there = difference.asked, difference.there
-    if difference.field in _SIZES and is_size(asked) and is_size(there):
+    if difference.field in SIZES and is_size(asked) and is_size(there):
         return abs(math.log2(asked / there))
     return _FIELD
 

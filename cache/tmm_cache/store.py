@@ -199,14 +199,13 @@ class CacheStore:
         Records hidden by a nearer layer are included. Only the head of each file is read, unless
         `full`; `Summary.load` reads the record. Faults are skipped with a warning.
         """
-        held = sorted(self._held.items())
-        yield from (summary for _, summary in held if gpu in (None, summary.gpu))
-        known = dict(held)
+        held = dict(sorted(self._held.items()))
+        yield from (summary for summary in held.values() if gpu in (None, summary.gpu))
         for root in (self.root, *self.layers):
             for item in summaries(root, gpu, full=full):
                 if isinstance(item, Fault):
                     self._complaints.fault(item)
-                elif item.path not in known:
+                elif item.path not in held:
                     yield item
 
     def remove(self, entries: Iterable[Summary]) -> int:

@@ -16,6 +16,7 @@ from typing import Any
 Document = dict[str, Any]
 
 SUFFIX = ".jsonl"
+KINDS = ("run", "host", "problem", "regret")
 
 
 class Writer:
@@ -109,12 +110,7 @@ def documents(path: Path) -> list[Document]:
             continue
         try:
             document = json.loads(line)
-            if not isinstance(document, dict) or document.get("kind") not in (
-                "run",
-                "host",
-                "problem",
-                "regret",
-            ):
+            if not isinstance(document, dict) or document.get("kind") not in KINDS:
                 raise ValueError("not a result of tmm bench")
         except ValueError as error:
             if number == len(lines):  # torn when the run was killed
