@@ -75,14 +75,11 @@ def _sync(files: list[Path]) -> None:
     for path in files:
         handle = os.open(path, os.O_RDONLY)
         try:
-            if syncfs is None:
-                os.fsync(handle)
-            elif syncfs(handle) != 0:
-                # The kernel lacks it, or writing failed: `fsync` tells which.
-                syncfs = None
-                os.fsync(handle)
-            else:
+            if syncfs is not None and syncfs(handle) == 0:
                 return
+            # The kernel lacks it, or writing failed: `fsync` tells which.
+            syncfs = None
+            os.fsync(handle)
         finally:
             os.close(handle)
 

@@ -46,15 +46,11 @@ class NearestKey:
 def nearest(asked: Key, keys: Iterable[Key]) -> NearestKey | None:
     """The key at the smallest distance; None if there are no keys."""
     flat = _flat(asked)
-    best: tuple[float, Key] | None = None
-    for key in keys:
-        distance = sum(_weight(each) for each in _differences(flat, _flat(key)))
-        if best is None or distance < best[0]:
-            best = distance, key
-    if best is None:
+    found = [(key, tuple(_differences(flat, _flat(key)))) for key in keys]
+    if not found:
         return None
-    gpu, _, problem = best[1]
-    return NearestKey(gpu, problem, tuple(_differences(flat, _flat(best[1]))))
+    (gpu, _, problem), differences = min(found, key=lambda each: sum(map(_weight, each[1])))
+    return NearestKey(gpu, problem, differences)
 
 
 def _flat(key: Key) -> dict[str, JSON]:

@@ -49,16 +49,12 @@ class CacheStore:
     def __init__(self, root: Path | None = None, layers: Sequence[Path] | None = None) -> None:
         #: The user's own records; `NOWHERE` on a machine without a folder for them.
         self.root = default_root() if root is None else absolute(root)
-        below = layer_paths() if layers is None else layers
-        seen = {real(self.root)}
-        kept = []
-        for layer in below:
-            place = absolute(layer)
-            if not is_nowhere(place) and real(place) not in seen:
-                seen.add(real(place))
-                kept.append(place)
+        places = {real(self.root): self.root}
+        for layer in map(absolute, layer_paths() if layers is None else layers):
+            if not is_nowhere(layer):
+                places.setdefault(real(layer), layer)
         #: The layers below, nearest first, without the root itself.
-        self.layers = tuple(kept)
+        self.layers = tuple(places.values())[1:]
         #: Whether only a lock file answers, and which.
         self.locked = os.environ.get("TMM_REQUIRE_LOCKED", "0").lower() not in _NO
         self.lock_path = lock_path(os.environ, self.root)

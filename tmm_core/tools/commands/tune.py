@@ -6,8 +6,8 @@ import argparse
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -48,7 +48,11 @@ def run(options: argparse.Namespace) -> int:
     interrupted = False
     # With --json stdout is one document, so progress goes to stderr.
     say: Callable[[str], None] = note if options.json else partial(print, flush=True)
-    with _first_launches_elsewhere(device) if options.isolate else nullcontext():
+    with ExitStack() as stack:
+        if options.isolate:
+            tuner = dispatch.dispatcher().tuner
+            tuner.first_launches = stack.enter_context(closing(FirstLaunches(device)))
+            stack.callback(setattr, tuner, "first_launches", None)
         for number, item in enumerate(pending, start=1):
             try:
                 if number < len(pending):
@@ -67,17 +71,6 @@ def run(options: argparse.Namespace) -> int:
     if interrupted:
         return INTERRUPTED
     return FOUND if any(outcome["status"] == "failed" for outcome in outcomes) else DONE
-
-
-@contextmanager
-def _first_launches_elsewhere(device: torch.device) -> Iterator[None]:
-    tuner = dispatch.dispatcher().tuner
-    tuner.first_launches = FirstLaunches(device)
-    try:
-        yield
-    finally:
-        tuner.first_launches.close()
-        tuner.first_launches = None
 
 
 def _pending(options: argparse.Namespace, device: torch.device) -> list[Pending]:
