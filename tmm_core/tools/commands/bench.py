@@ -71,7 +71,8 @@ def run(options: argparse.Namespace) -> int:
         deadline = started + options.max_seconds
         for document in _regrets(device, options, done, deadline):
             writer.append(document)
-        for number, document in enumerate(_measure(tasks, device, options, deadline), 1):
+        measured = runner.run(tasks, device, _chosen(options, deadline))
+        for number, document in enumerate(measured, 1):
             writer.append(document)
             note(f"[{number:{len(str(len(tasks)))}}/{len(tasks)}] {report.line(document)}")
     except KeyboardInterrupt:
@@ -103,13 +104,8 @@ def _share(paths: Sequence[Path], options: argparse.Namespace) -> None:
     )
 
 
-def _measure(
-    tasks: Sequence[suites.Task],
-    device: torch.device,
-    options: argparse.Namespace,
-    deadline: float,
-) -> Iterator[Document]:
-    chosen = runner.Options(
+def _chosen(options: argparse.Namespace, deadline: float) -> runner.Options:
+    return runner.Options(
         tune=options.tune,
         tune_budget=options.budget,
         kernels=options.kernels,
@@ -121,7 +117,6 @@ def _measure(
         seconds=options.seconds_per_problem,
         deadline=deadline,
     )
-    return runner.run(tasks, device, chosen)
 
 
 def _regrets(
