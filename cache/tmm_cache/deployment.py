@@ -49,7 +49,7 @@ def diff(store: CacheStore, options: Namespace) -> int:
     noted = Noted()
     mine, theirs = (_answers(source, noted) for source in (options.a, options.b))
     rows = [
-        (what, key, mine.get(key), theirs.get(key))
+        (what, key, (mine.get(key) or theirs[key]).problem, mine.get(key), theirs.get(key))
         for key in sorted(mine | theirs)
         if (what := _difference(mine.get(key), theirs.get(key))) is not None
     ]
@@ -61,19 +61,17 @@ def diff(store: CacheStore, options: Namespace) -> int:
                     "gpu": key[0],
                     "environment_digest": key[1],
                     "digest": key[2],
-                    "problem": (a or b).problem,  # type: ignore[union-attr]  # one is there
+                    "problem": problem,
                     "a": None if a is None else a.head.best._asdict(),
                     "b": None if b is None else b.head.best._asdict(),
                 }
-                for what, key, a, b in rows
+                for what, key, problem, a, b in rows
             ]
         )
     else:
-        for what, key, a, b in rows:
-            one = a or b
-            assert one is not None
-            kind = facets.dtypes(one.problem), facets.layouts(one.problem)
-            words = (what, key[0], key[1][:8], key[2][:8], facets.shape(one.problem), *kind)
+        for what, key, problem, a, b in rows:
+            kind = facets.dtypes(problem), facets.layouts(problem)
+            words = (what, key[0], key[1][:8], key[2][:8], facets.shape(problem), *kind)
             print("  ".join((*words, " | ".join(_best(each) for each in (a, b) if each))))
     note(f"{counted(len(rows), 'difference')} in {counted(len(mine | theirs), 'problem')}")
     return FOUND if rows or noted.count else DONE

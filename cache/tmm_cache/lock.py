@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 from tmm_cache.disk import write_for_all
-from tmm_cache.errors import RecordError, UsageError, warn_once
+from tmm_cache.errors import RecordError, UsageError
 from tmm_cache.files import Fault, has_checksum, parse, read_bytes, with_checksum
 from tmm_cache.head import Head
 from tmm_cache.keys import JSON, digest, is_slug
@@ -104,17 +104,6 @@ class LockFile:
         except RecordError as error:
             return Fault(self.path, f"holds no valid record of {key[2]}: {error}", damaged=True)
         return None if record.is_hint else record
-
-
-def open_lock(path: Path) -> LockFile | None:
-    """The lock file that alone answers; None, with a warning, if there is none."""
-    try:
-        return LockFile(path)
-    except LockError as error:
-        reason = str(error).removeprefix(f"{path}: ")
-        note = "and TMM_REQUIRE_LOCKED=1 lets nothing else answer"
-        warn_once(path, f"{reason}; {note}", about="lock file")
-        return None
 
 
 def _items(data: bytes) -> Iterator[tuple[Key, _Item]]:

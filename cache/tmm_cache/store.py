@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 from tmm_cache.ages import touch
 from tmm_cache.complaints import Complaints
 from tmm_cache.disk import make_folder
+from tmm_cache.errors import warn_once
 from tmm_cache.files import Fault, read_stored, record_bytes, write_record
 from tmm_cache.head import Head
 from tmm_cache.keys import JSON, canonical, digest
@@ -290,10 +291,16 @@ class CacheStore:
         return Located(record, self.lock_path, own=False, sealed=True)
 
     def _locked_file(self) -> LockFile | None:
+        """The lock file that alone answers; None, with a warning, if there is none."""
         if self._lock_file is None:
-            from tmm_cache.lock import open_lock
+            from tmm_cache.lock import LockError, LockFile
 
-            self._lock_file = open_lock(self.lock_path)
+            try:
+                self._lock_file = LockFile(self.lock_path)
+            except LockError as error:
+                reason = str(error).removeprefix(f"{self.lock_path}: ")
+                note = f"{reason}; and TMM_REQUIRE_LOCKED=1 lets nothing else answer"
+                warn_once(self.lock_path, note, about="lock file")
         return self._lock_file
 
     def _stamps(self, gpu: str, environment: Mapping[str, JSON]) -> Notes:
