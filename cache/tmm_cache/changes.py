@@ -107,11 +107,11 @@ def _remove(store: CacheStore, options: Namespace, found: Iterator[Removal | Fau
     if asked and not confirmed(f"Remove {what} from {store.root}? [y/N] "):
         note("nothing removed")
         return FOUND
-    faults = removal.remove(store.root, removals)
-    for fault in faults:
-        note(f"{fault.path}: {fault.reason}")
-    note(f"removed {len(removals) - len(faults)} of {counted(len(removals), 'file')}")
-    return FOUND if faults else DONE
+    removed = removal.remove(
+        store.root, removals, lambda fault: note(f"{fault.path}: {fault.reason}")
+    )
+    note(f"removed {removed} of {counted(len(removals), 'file')}")
+    return FOUND if removed < len(removals) else DONE
 
 
 def _sum_up(removals: Sequence[Removal]) -> None:

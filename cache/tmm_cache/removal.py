@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -114,36 +114,37 @@ def outdated(root: Path, before: datetime | None) -> Iterator[Removal | Fault]:
             yield Removal(path, "notes", "nothing was noted there for a month")
 
 
-def remove(root: Path, removals: Iterable[Removal]) -> list[Fault]:
+def remove(root: Path, removals: Iterable[Removal], report: Callable[[Fault], None]) -> int:
     """Remove the files, a record's lock with the record, and the folders that become empty.
 
-    Returns the files that could not be removed, including held locks.
+    Returns how many were removed. Those that could not be, for instance held locks, are reported.
     """
-    faults: list[Fault] = []
+    removed = 0
     touched: dict[Path, None] = {}
     inside = os.path.realpath(root)
     for removal in removals:
         path = removal.path
         if not Path(os.path.realpath(path.parent)).is_relative_to(inside):
-            faults.append(Fault(path, f"lies outside {root}, through a link", damaged=False))
+            report(Fault(path, f"lies outside {root}, through a link", damaged=False))
             continue
         touched[path.parent] = None
         try:
             if removal.kind == "lock":
                 _remove_lock(path)
-                continue
-            path.unlink(missing_ok=True)
+            else:
+                path.unlink(missing_ok=True)
         except OSError as error:
             reason = f"cannot be removed: {error.strerror or error}"
-            faults.append(Fault(path, reason, damaged=False))
+            report(Fault(path, reason, damaged=False))
             continue
+        removed += 1
         if removal.kind in ("record", "damaged"):
             # Held by a process that is tuning, or not writable: an empty file remains.
             with contextlib.suppress(OSError):
                 _remove_lock(path.with_name(path.name + LOCK_SUFFIX))
     for folder in touched:
         remove_if_empty(folder, root)
-    return faults
+    return removed
 
 
 def _used_since(entry: Summary) -> datetime | None:

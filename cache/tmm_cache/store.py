@@ -220,10 +220,7 @@ class CacheStore:
             removals.append(removal.Removal(entry.path, "record", "asked for"))
         for asked in removals:
             self._held.pop(asked.path, None)
-        faults = removal.remove(self.root, removals)
-        for fault in faults:
-            self._complaints.fault(fault)
-        return len(removals) - len(faults)
+        return removal.remove(self.root, removals, self._complaints.fault)
 
     @contextlib.contextmanager
     def lock(
