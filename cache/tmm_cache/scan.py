@@ -109,16 +109,13 @@ def folders(root: Path, gpu: str | None = None) -> Iterator[Folder | Fault]:
     has none."""
     for top in (root / version for version in VERSIONS):
         for of_gpu in _subfolders(top, lambda name: is_slug(name) and gpu in (None, name)):
-            if not isinstance(of_gpu, Fault):
-                for path in _subfolders(of_gpu, DIGEST.fullmatch):
-                    if isinstance(path, Fault):
-                        yield path
-                    else:
-                        yield Folder(path, of_gpu.name, path.name)
+            if isinstance(of_gpu, Fault):
+                yield of_gpu
+                if of_gpu.path == top:
+                    return  # usually the root is at fault, and with it the older folder
                 continue
-            yield of_gpu
-            if of_gpu.path == top:
-                return  # usually the root is at fault, and with it the older folder
+            for path in _subfolders(of_gpu, DIGEST.fullmatch):
+                yield path if isinstance(path, Fault) else Folder(path, of_gpu.name, path.name)
 
 
 def summaries(

@@ -252,7 +252,6 @@ def _runs(
     runs = {TORCH: eager(calls), TMM: providers.tmm(calls), AGAIN: eager(calls)}
     for run in runs.values():
         _once(run, call.a.is_cuda)
-    failed: dict[str, str] = {}
     configs: dict[str, Any] = {}
 
     def single(each: Series) -> Run:
@@ -265,13 +264,11 @@ def _runs(
         document["untuned"] = f"{plan.kernel} {plan.choice.candidate.config}".rstrip()
         return planned(plan, calls)
 
-    kernels = list(series)
     if series:
         document["series"] = [each.label for each in series]
-    if options.kernels:
-        best, failed = providers.kernels(call)
-        kernels = best + kernels
-    extras: dict[str, Callable[[], Run]] = {e.column: partial(single, e) for e in kernels}
+    best, failed = providers.kernels(call) if options.kernels else ([], {})
+    extras: dict[str, Callable[[], Run]]
+    extras = {each.column: partial(single, each) for each in (*best, *series)}
     if options.untuned:
         extras[UNTUNED] = untuned
     if call.problem().batch_invariant:
