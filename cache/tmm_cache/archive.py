@@ -21,7 +21,7 @@ from pathlib import Path
 from typing import Final
 
 from tmm_cache.batch import Batch
-from tmm_cache.disk import open_regular, write_atomically
+from tmm_cache.disk import open_regular, write_for_all
 from tmm_cache.errors import RecordError
 from tmm_cache.files import (
     Fault,
@@ -32,7 +32,7 @@ from tmm_cache.files import (
     write_environment,
 )
 from tmm_cache.keys import DIGEST_DIGITS, JSON, SLUG
-from tmm_cache.layout import ENVIRONMENT, VERSION, VERSIONS, environment_folder
+from tmm_cache.layout import ENVIRONMENT, VERSION, VERSIONS, record_path
 from tmm_cache.record import TuningRecord
 from tmm_cache.scan import Summary
 from tmm_cache.unpack import ArchiveError, Member, members
@@ -65,13 +65,8 @@ def write_archive(file: Path, entries: Iterable[Summary], *, thin: bool = False)
 
     With `thin`, without most of their samples.
 
-    Raises ArchiveError if the path exists and is not a regular file, OSError if it can't be
-    written.
+    Raises OSError like `write_for_all`.
     """
-    file = file.resolve()
-    if file.exists() and not file.is_file():
-        # Renaming over it would replace /dev/null for the whole machine.
-        raise ArchiveError(f"{file}: is not a regular file")
     contents: dict[str, bytes] = {}
     count = 0
     for entry in entries:
@@ -93,7 +88,7 @@ def write_archive(file: Path, entries: Iterable[Summary], *, thin: bool = False)
             member = tarfile.TarInfo(name)  # owner and time default to 0
             member.size = len(data)
             archive.addfile(member, io.BytesIO(data))
-    write_atomically(file, buffer.getvalue(), mode=0o666)
+    write_for_all(file, buffer.getvalue())
     return count
 
 
@@ -123,7 +118,7 @@ def read_archive(file: Path, root: Path, force: bool) -> Imported:
             if match is None:
                 imported.ignored += 1
             elif match[3] != "environment":
-                folder = environment_folder(root, match[1], match[2])
+                path = record_path(root, match[1], match[2], match[3])
                 try:
                     record = parse_stored(member.data(), match[3]).record
                     if record.created_at > latest:
@@ -131,7 +126,6 @@ def read_archive(file: Path, root: Path, force: bool) -> Imported:
                 except ValueError as error:
                     imported.faults.append((member.name, str(error)))
                     continue
-                path = folder / f"{match[3]}.json"
                 rank = _rank(record)
                 if not force and path not in ranks:
                     present = read_record(path)
@@ -151,7 +145,7 @@ def read_archive(file: Path, root: Path, force: bool) -> Imported:
                 imported.written += 1
                 environment = environments.pop(posixpath.dirname(member.name), None)
                 if environment is not None:
-                    write_environment(folder, environment)
+                    write_environment(path.parent, environment)
     return imported
 
 

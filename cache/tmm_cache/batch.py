@@ -26,8 +26,6 @@ class Batch:
     As a context manager it flushes the rest on exit, and removes it after an exception.
     """
 
-    __slots__ = ("_bytes", "_waiting")
-
     def __init__(self) -> None:
         #: The temporary file of each path; the last one added under a path counts.
         self._waiting: dict[Path, Path] = {}
@@ -77,14 +75,11 @@ def _sync(files: list[Path]) -> None:
     for path in files:
         handle = os.open(path, os.O_RDONLY)
         try:
-            if syncfs is None:
-                os.fsync(handle)
-            elif syncfs(handle) != 0:
-                # The kernel lacks it, or writing failed: `fsync` tells which.
-                syncfs = None
-                os.fsync(handle)
-            else:
+            if syncfs is not None and syncfs(handle) == 0:
                 return
+            # The kernel lacks it, or writing failed: `fsync` tells which.
+            syncfs = None
+            os.fsync(handle)
         finally:
             os.close(handle)
 

@@ -14,18 +14,17 @@ from tmm_cache import facets, removal
 from tmm_cache.console import (
     DONE,
     FOUND,
-    MISTAKE,
     Noted,
     can_ask,
     confirmed,
     counted,
     note,
     print_json,
-    without_faults,
 )
+from tmm_cache.errors import UsageError
 from tmm_cache.files import Fault
 from tmm_cache.filters import from_options, moment_before, utc_now
-from tmm_cache.layout import foreign
+from tmm_cache.layout import require_own
 from tmm_cache.removal import Removal
 from tmm_cache.scan import summaries
 from tmm_cache.store import CacheStore
@@ -33,10 +32,7 @@ from tmm_cache.store import CacheStore
 
 def clear(store: CacheStore, options: Namespace) -> int:
     """Remove the records that pass the filters, or everything."""
-    wanted = from_options(options, utc_now())
-    if wanted.is_empty:
-        return _remove(store, options, removal.everything(store.root))
-    return _remove(store, options, removal.matching(store.root, wanted))
+    return _remove(store, options, removal.cleared(store.root, from_options(options, utc_now())))
 
 
 def prune(store: CacheStore, options: Namespace) -> int:
@@ -51,7 +47,6 @@ def export(store: CacheStore, options: Namespace) -> int:
     Returns FOUND if a record could not be read and was left out.
     """
     from tmm_cache.archive import write_archive
-    from tmm_cache.unpack import ArchiveError
 
     wanted = from_options(options, utc_now())
     noted = Noted()
@@ -60,11 +55,7 @@ def export(store: CacheStore, options: Namespace) -> int:
     if not entries:
         note(f"no records{'' if wanted.is_empty else ' match'} in {store.root}; nothing written")
         return FOUND
-    try:
-        count = write_archive(options.file, entries, thin=options.thin)
-    except ArchiveError as error:
-        note(str(error))
-        return MISTAKE
+    count = write_archive(options.file, entries, thin=options.thin)
     note(f"{counted(count, 'record')} written to {options.file}")
     return FOUND if noted.count else DONE
 
@@ -72,16 +63,9 @@ def export(store: CacheStore, options: Namespace) -> int:
 def import_(store: CacheStore, options: Namespace) -> int:
     """Write an archive's records into the user's own root."""
     from tmm_cache.archive import read_archive
-    from tmm_cache.unpack import ArchiveError
 
-    if (reason := foreign(store.root)) is not None:
-        note(f"{store.root}: {reason}; TMM_CACHE_SHARED=1 if it is shared on purpose")
-        return MISTAKE
-    try:
-        imported = read_archive(options.file, store.root, options.force)
-    except ArchiveError as error:
-        note(str(error))
-        return MISTAKE
+    require_own(store.root)
+    imported = read_archive(options.file, store.root, options.force)
     for name, reason in imported.faults:
         note(f"left out {name}: {reason}")
     if imported.ignored:
@@ -92,7 +76,7 @@ def import_(store: CacheStore, options: Namespace) -> int:
 
 
 def _remove(store: CacheStore, options: Namespace, found: Iterator[Removal | Fault]) -> int:
-    removals = list(without_faults(found))
+    removals = list(Noted().without_faults(found))
     if not removals:
         note(f"nothing to remove in {store.root}")
         if options.json:
@@ -104,8 +88,7 @@ def _remove(store: CacheStore, options: Namespace, found: Iterator[Removal | Fau
         what += f" and {counted(len(removals) - records, 'other file')}"
     asked = not (options.yes or options.dry_run)
     if asked and not can_ask():
-        note(f"-y is needed to remove {what} from {store.root} without a terminal")
-        return MISTAKE
+        raise UsageError(f"-y is needed to remove {what} from {store.root} without a terminal")
     if options.json:
         print_json(
             [
@@ -124,11 +107,11 @@ def _remove(store: CacheStore, options: Namespace, found: Iterator[Removal | Fau
     if asked and not confirmed(f"Remove {what} from {store.root}? [y/N] "):
         note("nothing removed")
         return FOUND
-    faults = removal.remove(store.root, removals)
-    for fault in faults:
-        note(f"{fault.path}: {fault.reason}")
-    note(f"removed {len(removals) - len(faults)} of {counted(len(removals), 'file')}")
-    return FOUND if faults else DONE
+    removed = removal.remove(
+        store.root, removals, lambda fault: note(f"{fault.path}: {fault.reason}")
+    )
+    note(f"removed {removed} of {counted(len(removals), 'file')}")
+    return FOUND if removed < len(removals) else DONE
 
 
 def _sum_up(removals: Sequence[Removal]) -> None:

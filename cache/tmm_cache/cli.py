@@ -13,7 +13,7 @@ from typing import TypeAlias
 
 from tmm_cache import changes, deployment, filters, reports
 from tmm_cache.console import DONE, MISTAKE, Parser, argument, guarded, note, warnings_as_notes
-from tmm_cache.errors import CacheWarning
+from tmm_cache.errors import CacheWarning, UsageError
 from tmm_cache.places import is_nowhere
 from tmm_cache.store import CacheStore
 
@@ -25,7 +25,7 @@ Command: TypeAlias = Callable[[CacheStore, argparse.Namespace], int]
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command; returns 0 if done, 1 if faults were found or left undone, 2 for bad
     usage."""
-    return guarded(lambda: _run(argv), note)
+    return guarded(lambda: _run(argv), note, (UsageError, OSError))
 
 
 def _run(argv: Sequence[str] | None) -> int:

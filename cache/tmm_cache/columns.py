@@ -10,7 +10,7 @@ import re
 import shutil
 import sys
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import zip_longest
 
 #: The width of output to a pipe or file: fits logs, mail and side-by-side diffs.
@@ -48,22 +48,18 @@ def table(
     widths = _widths([names, *([row[index] for index in kept] for row in whole)], width)
     sides = [str.rjust if name in right else str.ljust for name in names]
 
-    def line(cells: Sequence[str]) -> str:
-        padded = [side(cell, size) for side, cell, size in zip(sides, cells, widths, strict=True)]
-        return (" " * GAP).join(padded).rstrip()
+    def lines_of(cells: Sequence[str]) -> Iterator[str]:
+        fits = all(len(cell) <= size for cell, size in zip(cells, widths, strict=True))
+        for folded in [cells] if fits else zip_longest(*map(_folded, cells, widths), fillvalue=""):
+            padded = [side(cell, n) for side, cell, n in zip(sides, folded, widths, strict=True)]
+            yield (" " * GAP).join(padded).rstrip()
 
-    lines = [line(folded) for folded in zip_longest(*map(_folded, names, widths), fillvalue="")]
-    lines.append("─" * (sum(widths) + GAP * (len(widths) - 1)))
+    lines = [*lines_of(names), "─" * (sum(widths) + GAP * (len(widths) - 1))]
     for row in rows:
         if isinstance(row, str):
             lines += paragraph(row.lstrip(), width, indent=len(row) - len(row.lstrip()))
-            continue
-        cells = [row[index] for index in kept]
-        if all(len(cell) <= size for cell, size in zip(cells, widths, strict=True)):
-            lines.append(line(cells))
         else:
-            folds = zip_longest(*map(_folded, cells, widths), fillvalue="")
-            lines += [line(folded) for folded in folds]
+            lines += lines_of([row[index] for index in kept])
     return lines
 
 

@@ -9,7 +9,7 @@ from typing import Final
 from tmm_cache.errors import has_warned, warn_once
 from tmm_cache.files import Fault, set_aside
 from tmm_cache.layout import RECORD, VERSIONS, foreign
-from tmm_cache.places import is_nowhere, root_of
+from tmm_cache.places import is_nowhere
 
 # Errors of the whole root rather than of one file: the next attempt would fail the same way.
 _UNWRITABLE: Final = {errno.EROFS, errno.ENOSPC, errno.EDQUOT, errno.ENOTDIR, errno.ELOOP}
@@ -21,15 +21,15 @@ def passed_over(fault: Fault, outcome: str = "passed over") -> None:
         return
     if fault.place:
         text = f"{fault.reason}; {outcome}, and records that exist only there are tuned again"
-        warn_once(root_of(fault.path, VERSIONS), text, about="place")
+        parents = (fault.path, *fault.path.parents)[:3]
+        root = next((path.parent for path in parents if path.name in VERSIONS), fault.path)
+        warn_once(root, text, about="place")
     else:
         warn_once(fault.path, f"{fault.reason}; {outcome}")
 
 
 class Complaints:
     """The warnings of one root: its ownership, and files that could not be read or written."""
-
-    __slots__ = ("_foreign", "_root")
 
     def __init__(self, root: Path) -> None:
         self._root = root

@@ -10,7 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from typing import NoReturn, TextIO, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from tmm_cache.facets import printable
 from tmm_cache.files import Fault
@@ -44,9 +44,7 @@ def argument(parse: Callable[[str], T]) -> Callable[[str], T]:
 
 
 def guarded(
-    run: Callable[[], int],
-    note: Callable[[str], None],
-    errors: tuple[type[Exception], ...] = (OSError,),
+    run: Callable[[], int], note: Callable[[str], None], errors: tuple[type[Exception], ...]
 ) -> int:
     """The exit status of a command; one of `errors` becomes a note."""
     try:
@@ -76,16 +74,9 @@ def warnings_as_notes(note: Callable[[str], None], *categories: type[Warning]) -
     told: set[str] = set()
     default = warnings.showwarning
 
-    def show(
-        message: Warning | str,
-        category: type[Warning],
-        filename: str,
-        lineno: int,
-        file: TextIO | None = None,
-        line: str | None = None,
-    ) -> None:
+    def show(message: Warning | str, category: type[Warning], *place: Any, **more: Any) -> None:
         if not issubclass(category, categories):
-            default(message, category, filename, lineno, file, line)
+            default(message, category, *place, **more)
         elif str(message) not in told:
             told.add(str(message))
             note(str(message))
@@ -105,8 +96,6 @@ def note(text: str) -> None:
 class Noted:
     """Reports faults and counts them."""
 
-    __slots__ = ("count",)
-
     def __init__(self) -> None:
         self.count = 0
 
@@ -122,11 +111,6 @@ class Noted:
                 self.fault(item)
             else:
                 yield item
-
-
-def without_faults(items: Iterable[T | Fault]) -> Iterator[T]:
-    """The items that are not faults; each fault is reported."""
-    return Noted().without_faults(items)
 
 
 def print_json(value: JSON) -> None:

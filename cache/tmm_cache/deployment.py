@@ -12,13 +12,13 @@ from pathlib import Path
 
 from tmm_cache import facets
 from tmm_cache.batch import Batch
-from tmm_cache.console import DONE, FOUND, MISTAKE, Noted, counted, note, print_json
+from tmm_cache.console import DONE, FOUND, Noted, counted, note, print_json
 from tmm_cache.errors import RecordError
 from tmm_cache.evidence import microseconds
 from tmm_cache.files import Fault, Stored, read_stored, record_bytes, write_environment
 from tmm_cache.filters import Filter
-from tmm_cache.layout import environment_folder, foreign
-from tmm_cache.lock import Key, LockError, LockFile, write_lock
+from tmm_cache.layout import record_path, require_own
+from tmm_cache.lock import Key, LockFile, write_lock
 from tmm_cache.merge import merged
 from tmm_cache.record import CLOCK
 from tmm_cache.scan import Summary, summaries
@@ -31,9 +31,6 @@ def freeze(store: CacheStore, options: Namespace) -> int:
     Returns FOUND if a record could not be read and was left out.
     """
     file: Path = options.output or store.lock_path
-    if file.exists() and not file.is_file():
-        note(f"{file}: is not a regular file")
-        return MISTAKE
     wanted = Filter(gpu=options.gpu)
     noted = Noted()
     found = (
@@ -50,13 +47,9 @@ def freeze(store: CacheStore, options: Namespace) -> int:
 def diff(store: CacheStore, options: Namespace) -> int:
     """Print where two caches would answer differently."""
     noted = Noted()
-    try:
-        mine, theirs = (_answers(source, noted) for source in (options.a, options.b))
-    except LockError as error:
-        note(str(error))
-        return MISTAKE
+    mine, theirs = (_answers(source, noted) for source in (options.a, options.b))
     rows = [
-        (what, key, mine.get(key), theirs.get(key))
+        (what, key, (mine.get(key) or theirs[key]).problem, mine.get(key), theirs.get(key))
         for key in sorted(mine | theirs)
         if (what := _difference(mine.get(key), theirs.get(key))) is not None
     ]
@@ -68,19 +61,17 @@ def diff(store: CacheStore, options: Namespace) -> int:
                     "gpu": key[0],
                     "environment_digest": key[1],
                     "digest": key[2],
-                    "problem": (a or b).problem,  # type: ignore[union-attr]  # one is there
+                    "problem": problem,
                     "a": None if a is None else a.head.best._asdict(),
                     "b": None if b is None else b.head.best._asdict(),
                 }
-                for what, key, a, b in rows
+                for what, key, problem, a, b in rows
             ]
         )
     else:
-        for what, key, a, b in rows:
-            one = a or b
-            assert one is not None
-            kind = facets.dtypes(one.problem), facets.layouts(one.problem)
-            words = (what, key[0], key[1][:8], key[2][:8], facets.shape(one.problem), *kind)
+        for what, key, problem, a, b in rows:
+            kind = facets.dtypes(problem), facets.layouts(problem)
+            words = (what, key[0], key[1][:8], key[2][:8], facets.shape(problem), *kind)
             print("  ".join((*words, " | ".join(_best(each) for each in (a, b) if each))))
     note(f"{counted(len(rows), 'difference')} in {counted(len(mine | theirs), 'problem')}")
     return FOUND if rows or noted.count else DONE
@@ -91,24 +82,18 @@ def merge(store: CacheStore, options: Namespace) -> int:
 
     Returns FOUND if a record could not be read: the own record then stays as it is.
     """
-    if (reason := foreign(store.root)) is not None:
-        note(f"{store.root}: {reason}; TMM_CACHE_SHARED=1 if it is shared on purpose")
-        return MISTAKE
+    require_own(store.root)
     added = changed = kept = 0
     noted = Noted()
-    try:
-        sources = [list(_summaries(source, noted)) for source in options.sources]
-    except LockError as error:
-        note(str(error))
-        return MISTAKE
+    sources = [list(_summaries(source, noted)) for source in options.sources]
     for source in sources:
         with Batch() as batch:  # one per source: the next is compared with the result of this one
             for summary in source:
                 stored = _stored(summary, noted)
                 if stored is None or stored.record.is_hint:
                     continue
-                folder = environment_folder(store.root, summary.gpu, summary.environment_digest)
-                path = folder / f"{summary.digest}.json"
+                key = summary.gpu, summary.environment_digest, summary.digest
+                path = record_path(store.root, *key)
                 present = read_stored(path)
                 if isinstance(present, Fault) and not present.damaged:
                     # The record there may be better, and readable the next time.
@@ -134,7 +119,7 @@ def merge(store: CacheStore, options: Namespace) -> int:
                 else:
                     changed += 1
                 if summary.environment is not None:
-                    write_environment(folder, summary.environment)
+                    write_environment(path.parent, summary.environment)
     note(
         f"{counted(added, 'record')} added to {store.root}, {changed} changed, "
         f"{kept} kept as they were"

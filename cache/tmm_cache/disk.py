@@ -91,14 +91,10 @@ def make_folder(folder: Path) -> None:
 
     Raises OSError.
     """
-    missing = []
-    while not folder.is_dir():
-        missing.append(folder)
-        if folder.parent == folder:
-            break
-        folder = folder.parent
-    for path in reversed(missing):
-        path.mkdir(FOLDER_MODE, exist_ok=True)
+    if not folder.is_dir():
+        if folder.parent != folder:
+            make_folder(folder.parent)
+        folder.mkdir(FOLDER_MODE, exist_ok=True)
 
 
 def write_atomically(path: Path, data: bytes, mode: int = FILE_MODE) -> None:
@@ -111,6 +107,17 @@ def write_atomically(path: Path, data: bytes, mode: int = FILE_MODE) -> None:
             os.unlink(temporary)
         raise
     sync_folder(path.parent)
+
+
+def write_for_all(file: Path, data: bytes) -> None:
+    """Replace a file that a user named, as `umask` allows readable by others.
+
+    Raises OSError, also if the path exists and is not a regular file.
+    """
+    if file.exists() and not file.is_file():
+        # Renaming over it would replace /dev/null for the whole machine.
+        raise NotRegularError(f"{file}: is not a regular file")
+    write_atomically(file.resolve(), data, mode=0o666)
 
 
 def write_beside(path: Path, data: bytes, mode: int = FILE_MODE, *, sync: bool) -> Path:

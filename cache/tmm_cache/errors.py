@@ -23,6 +23,10 @@ class CacheWarning(UserWarning):
     """A fault that the cache tolerates: the message names the file and the reason."""
 
 
+class UsageError(Exception):
+    """A mistake in how a command is used: reported in one line, exit status 2."""
+
+
 class RecordError(ValueError):
     """An invalid record: names the field, what was found and what is accepted."""
 

@@ -7,6 +7,7 @@ bounded, so that readers need not handle a size of 10**400 or a name of a megaby
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 from collections.abc import Container, Iterator
@@ -24,6 +25,8 @@ TEXT_MAX: Final = 4096
 ITEMS_MAX: Final = 10_000
 PARAMETERS_MAX: Final = 128
 PROBLEM_MAX: Final = 64 * 2**10
+#: The sizes of a problem.
+SIZES: Final = ("m", "n", "k", "batch")
 #: A size in elements: 2**40 bf16 are two terabytes.
 SIZE_MAX: Final = 2**40
 INTEGER_MAX: Final = 2**63
@@ -107,25 +110,17 @@ class Fields:
         return value
 
     def measure(self, name: str) -> float:
-        number = _measure(self._values[name])
-        if number is None:
-            self._reject(name, "a finite number >= 0")
-        return number
+        return _measure(self._values[name], self._where + name)
 
     def optional_measure(self, name: str) -> float | None:
         return None if self._values[name] is None else self.measure(name)
 
     def measures(self, name: str) -> tuple[float, ...]:
-        numbers: list[float] = []
         values = self.items(name)
         if all(type(value) is float and 0 <= value < math.inf for value in values):
             return tuple(values)  # type: ignore[arg-type]  # checked above
-        for index, value in enumerate(values):
-            number = _measure(value)
-            if number is None:
-                reject(f"{self._where}{name}[{index}]", shown(value), "a finite number >= 0")
-            numbers.append(number)
-        return tuple(numbers)
+        where = self._where + name
+        return tuple(_measure(value, f"{where}[{index}]") for index, value in enumerate(values))
 
     def items(self, name: str) -> list[JSON]:
         value = self._values[name]
@@ -158,16 +153,13 @@ class Fields:
             size = int(key) if _SIZE.fullmatch(key) else 0
             if not is_size(size) or len(times) == PARAMETERS_MAX:
                 reject(where, "this size", f"at most {PARAMETERS_MAX} integers > 0 and < 2**40")
-            number = _measure(value)
-            if number is None:
-                reject(where, shown(value), "a finite number >= 0")
-            times[size] = number
+            times[size] = _measure(value, where)
         return times
 
     def problem(self, name: str) -> dict[str, JSON]:
         """A problem: opaque except for its sizes, which the search for neighbours reads."""
         value = self._object(name)
-        for size in ("m", "n", "k", "batch"):
+        for size in SIZES:
             if not is_size(value.get(size)):
                 reject(f"{self._where}{name}.{size}", shown(value.get(size)), _A_SIZE)
         try:
@@ -201,11 +193,9 @@ def _is_scalar(value: object) -> bool:
     return value is None or (isinstance(value, int) and abs(value) < INTEGER_MAX)
 
 
-def _measure(value: object) -> float | None:
-    if not isinstance(value, int | float) or isinstance(value, bool):
-        return None
-    try:
-        number = float(value)
-    except OverflowError:
-        return None
-    return number if math.isfinite(number) and number >= 0 else None
+def _measure(value: object, where: str) -> float:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        with contextlib.suppress(OverflowError):
+            if 0 <= (number := float(value)) < math.inf:
+                return number
+    reject(where, shown(value), "a finite number >= 0")

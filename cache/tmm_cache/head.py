@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from tmm_cache.disk import opened
-from tmm_cache.fields import is_size
+from tmm_cache.fields import SIZES, is_size
 from tmm_cache.keys import JSON
 from tmm_cache.record import SCHEMA, TuningRecord, utc_time
 
@@ -90,26 +90,19 @@ def read_head(path: Path) -> Head | None:
     except OSError:
         return None
     end = data.find(_REST)
+    if end <= 0:
+        return None
     try:
-        document = json.loads(data[:end].rstrip(b", \n").decode() + "}") if end > 0 else None
-        return _understood(document)
-    except (ValueError, TypeError, RecursionError):
+        document: Any = json.loads(data[:end].rstrip(b", \n").decode() + "}")
+        problem, clock, best = document["problem"], document["clock"], Best(**document["best"])
+        usable = (
+            document["schema"] == SCHEMA
+            and all(is_size(problem[size]) for size in SIZES)
+            and isinstance(clock, str)
+            and isinstance(best.kernel, str)
+            and isinstance(best.config, dict)
+            and all(time is None or 0 <= time < math.inf for time in (best.us, best.blas_us))
+        )
+        return Head(problem, clock, utc_time(document["created"]), best) if usable else None
+    except (LookupError, ValueError, TypeError, RecursionError):
         return None
-
-
-def _understood(document: Any) -> Head | None:
-    """Raises ValueError or TypeError for anything but a head."""
-    if not isinstance(document, dict) or document.get("schema") != SCHEMA:
-        return None
-    problem, clock, best = document.get("problem"), document.get("clock"), document.get("best")
-    if not (isinstance(problem, dict) and isinstance(clock, str) and isinstance(best, dict)):
-        return None
-    sizes = [problem.get(size) for size in ("m", "n", "k", "batch")]
-    if not all(map(is_size, sizes)):
-        return None
-    winner = Best(**best)
-    if not (isinstance(winner.kernel, str) and isinstance(winner.config, dict)):
-        return None
-    if not all(time is None or 0 <= time < math.inf for time in (winner.us, winner.blas_us)):
-        return None
-    return Head(problem, clock, utc_time(document.get("created")), winner)

@@ -69,8 +69,3 @@ def slug(text: str) -> str:
 def is_slug(name: str) -> bool:
     """Whether the name is valid for a GPU's folder: not empty, not `..`, no separator."""
     return re.fullmatch(SLUG, name) is not None
-
-
-def is_digest_prefix(text: str) -> bool:
-    """Whether a digest may begin like this."""
-    return re.fullmatch(rf"[0-9a-f]{{1,{DIGEST_DIGITS}}}", text) is not None

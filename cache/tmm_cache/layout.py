@@ -13,6 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
+from tmm_cache.errors import UsageError
 from tmm_cache.keys import DIGEST_DIGITS, is_slug
 from tmm_cache.record import OLD_SCHEMA, SCHEMA
 
@@ -58,6 +59,12 @@ def foreign(root: Path) -> str | None:
     return None
 
 
+def require_own(root: Path) -> None:
+    """Raises UsageError for a root that is not the user's own."""
+    if (reason := foreign(root)) is not None:
+        raise UsageError(f"{root}: {reason}; TMM_CACHE_SHARED=1 if it is shared on purpose")
+
+
 def layer_paths(environ: Mapping[str, str] = os.environ) -> tuple[Path, ...]:
     """The read-only layers below the user's own, nearest first: `TMM_CACHE_PATH`, then what
     installed packages ship."""
@@ -92,8 +99,8 @@ def shipped_layers(environ: Mapping[str, str] = os.environ) -> tuple[Path, ...]:
     return tuple(folders)
 
 
-def environment_folder(root: Path, gpu: str, environment: str) -> Path:
-    """The folder of a GPU's records under one environment digest.
+def record_path(root: Path, gpu: str, environment: str, problem: str) -> Path:
+    """The file of a record, by its GPU and the digests of its environment and its problem.
 
     Raises ValueError for a GPU that is not a slug or an environment that is not a digest: both
     become path components and must not escape the root.
@@ -102,4 +109,4 @@ def environment_folder(root: Path, gpu: str, environment: str) -> Path:
         raise ValueError(f"gpu: found {gpu!r}, accepted is a slug like {'nvidia-h200-sm90'!r}")
     if not DIGEST.fullmatch(environment):
         raise ValueError(f"environment: found {environment!r}, accepted is a digest")
-    return root / VERSION / gpu / environment
+    return root / VERSION / gpu / environment / f"{problem}.json"

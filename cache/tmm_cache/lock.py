@@ -13,8 +13,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final, TypeAlias
 
-from tmm_cache.disk import write_atomically
-from tmm_cache.errors import RecordError, warn_once
+from tmm_cache.disk import write_for_all
+from tmm_cache.errors import RecordError, UsageError
 from tmm_cache.files import Fault, has_checksum, parse, read_bytes, with_checksum
 from tmm_cache.head import Head
 from tmm_cache.keys import JSON, digest, is_slug
@@ -30,7 +30,7 @@ MAX_BYTES: Final = 256 * 2**20
 Key: TypeAlias = tuple[str, str, str]
 
 
-class LockError(ValueError):
+class LockError(UsageError):
     """Not a lock file, with the reason."""
 
 
@@ -38,7 +38,7 @@ def write_lock(file: Path, found: Iterable[tuple[Summary, TuningRecord]]) -> int
     """Write a lock file; returns the number of records.
 
     The first of several records of a problem is locked. Hints, which never answer, and records
-    whose environment is unknown are left out. Raises OSError if the file can't be written.
+    whose environment is unknown are left out. Raises OSError like `write_for_all`.
     """
     locked: dict[Key, JSON] = {}
     for summary, record in found:
@@ -52,7 +52,7 @@ def write_lock(file: Path, found: Iterable[tuple[Summary, TuningRecord]]) -> int
     # Sorted: the same records give the same bytes, whichever layer they came from.
     document = {"lock": LOCK_SCHEMA, "records": [locked[key] for key in sorted(locked)]}
     text = with_checksum(json.dumps(document, allow_nan=False))
-    write_atomically(file, text.encode("ascii"), mode=0o666)
+    write_for_all(file, text.encode("ascii"))
     return len(locked)
 
 
@@ -66,8 +66,6 @@ class _Item:
 class LockFile:
     """The records of a lock file. Raises LockError for any other file."""
 
-    __slots__ = ("_items", "path")
-
     def __init__(self, path: Path) -> None:
         self.path = path
         data = read_bytes(path, MAX_BYTES)
@@ -78,12 +76,6 @@ class LockFile:
         except (ValueError, TypeError, RecursionError) as error:
             raise LockError(f"{path}: is not a lock file: {error}") from error
 
-    def record(
-        self, gpu: str, environment: Mapping[str, JSON], problem: Mapping[str, JSON]
-    ) -> TuningRecord | Fault | None:
-        """The record of a problem, checked; None if none is locked."""
-        return self._record((gpu, digest(environment), digest(problem)))
-
     def keys(self) -> Iterator[tuple[str, Mapping[str, JSON], Mapping[str, JSON]]]:
         """GPU, environment and problem of every record."""
         for (gpu, _, _), item in self._items.items():
@@ -93,7 +85,7 @@ class LockFile:
         """A summary of every record, at a path inside the file."""
         for key, item in self._items.items():
             gpu, environment, name = key
-            record = self._record(key)
+            record = self.record(key)
             path = self.path / gpu / environment / f"{name}.json"
             if isinstance(record, TuningRecord):
                 yield Summary(
@@ -102,7 +94,8 @@ class LockFile:
             elif record is not None:
                 yield Fault(path, record.reason, damaged=True)
 
-    def _record(self, key: Key) -> TuningRecord | Fault | None:
+    def record(self, key: Key) -> TuningRecord | Fault | None:
+        """The record of a problem, checked; None if none is locked."""
         item = self._items.get(key)
         if item is None:
             return None
@@ -111,17 +104,6 @@ class LockFile:
         except RecordError as error:
             return Fault(self.path, f"holds no valid record of {key[2]}: {error}", damaged=True)
         return None if record.is_hint else record
-
-
-def open_lock(path: Path) -> LockFile | None:
-    """The lock file that alone answers; None, with a warning, if there is none."""
-    try:
-        return LockFile(path)
-    except LockError as error:
-        reason = str(error).removeprefix(f"{path}: ")
-        note = "and TMM_REQUIRE_LOCKED=1 lets nothing else answer"
-        warn_once(path, f"{reason}; {note}", about="lock file")
-        return None
 
 
 def _items(data: bytes) -> Iterator[tuple[Key, _Item]]:

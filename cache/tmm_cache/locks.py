@@ -27,8 +27,6 @@ _SILENT_SECONDS: Final = 1.0
 class Lock:
     """The lock file at `path`, not held yet."""
 
-    __slots__ = ("_handle", "path")
-
     def __init__(self, path: Path) -> None:
         self.path = path
         self._handle: int | None = None

@@ -6,7 +6,7 @@ own record. Hints are not merged: their clock does not decide.
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Final
 
@@ -26,22 +26,22 @@ def merged(own: Stored, other: Stored) -> TuningRecord:
     version every config is kept: "wrong" in either is wrong; otherwise a sealed record takes
     precedence over an unsealed one, then more samples over fewer, then the own over the other.
     """
-    theirs = _by_kernel(other.record.candidates)
-    mine = _by_kernel(own.record.candidates)
+    mine, theirs = _by_kernel(own.record), _by_kernel(other.record)
     newer = other.record.created_at > own.record.created_at
     candidates: list[CandidateResult] = []
     for kernel in dict.fromkeys((*mine, *theirs)):
         here, there = mine.get(kernel, {}), theirs.get(kernel, {})
-        if not here or not there:
-            candidates += (here or there).values()
-        elif _versions(here.values()) != _versions(there.values()):
+        if here and there and _versions(here) != _versions(there):
             candidates += (there if newer else here).values()
-        else:
-            candidates += [
-                _better(here.get(config), there.get(config), own.sealed, other.sealed)
-                for config in dict.fromkeys((*here, *there))
-            ]
-    if _keyed(candidates) == _keyed(own.record.candidates):  # regardless of order
+            continue
+        both = {
+            config: _better(here[config], there[config], own.sealed, other.sealed)
+            for config in here
+            if config in there
+        }
+        candidates += (here | there | both).values()
+    before, after = ({_key(c): c for c in each} for each in (own.record.candidates, candidates))
+    if before == after:  # regardless of order
         return own.record
     winner = _winner(candidates, own.record, other.record)
     if winner is None:
@@ -56,34 +56,24 @@ def merged(own: Stored, other: Stored) -> TuningRecord:
     )
 
 
-def _by_kernel(
-    candidates: Iterable[CandidateResult],
-) -> dict[str, dict[str, CandidateResult]]:
+def _by_kernel(record: TuningRecord) -> dict[str, dict[str, CandidateResult]]:
     found: dict[str, dict[str, CandidateResult]] = {}
-    for each in candidates:
+    for each in record.candidates:
         found.setdefault(each.kernel, {})[canonical(each.config)] = each
     return found
 
 
-def _keyed(candidates: Iterable[CandidateResult]) -> dict[tuple[str, str, str], CandidateResult]:
-    return {(each.kernel, each.version, canonical(each.config)): each for each in candidates}
+def _key(each: CandidateResult) -> tuple[str, str, str]:
+    return each.kernel, each.version, canonical(each.config)
 
 
-def _versions(candidates: Iterable[CandidateResult]) -> set[str]:
-    return {each.version for each in candidates}
+def _versions(candidates: Mapping[str, CandidateResult]) -> set[str]:
+    return {each.version for each in candidates.values()}
 
 
 def _better(
-    mine: CandidateResult | None,
-    theirs: CandidateResult | None,
-    my_seal: bool,
-    their_seal: bool,
+    mine: CandidateResult, theirs: CandidateResult, my_seal: bool, their_seal: bool
 ) -> CandidateResult:
-    if mine is None or theirs is None:
-        found = mine or theirs
-        assert found is not None
-        return found
-
     def rank(each: CandidateResult, sealed: bool) -> tuple[bool, bool, int]:
         return each.status == "wrong", sealed, len(each.samples_us)
 
@@ -95,16 +85,8 @@ def _winner(
 ) -> int | None:
     """The winner with the greater speedup over its own record's BLAS, if it may still win; else the
     fastest candidate; None if no candidate may win."""
-    places = {(each.kernel, canonical(each.config)): i for i, each in enumerate(candidates)}
-
-    def place(record: TuningRecord) -> int | None:
-        best = record.best
-        found = places.get((best.kernel, canonical(best.config)))
-        if found is None or candidates[found].status != "ok":
-            return None
-        return found if candidates[found].version == best.version else None
-
-    mine, theirs = place(own), place(other)
+    places = {_key(each): index for index, each in enumerate(candidates) if each.status == "ok"}
+    mine, theirs = places.get(_key(own.best)), places.get(_key(other.best))
     if mine is not None and theirs is not None:
         ahead = _speedup(other) > _speedup(own) * (1 + MARGIN)
         return theirs if ahead else mine

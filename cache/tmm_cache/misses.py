@@ -38,8 +38,6 @@ class Miss:
 class MissLog:
     """The logs of one root. Never raises OSError."""
 
-    __slots__ = ("_complaints", "_logged", "_root")
-
     def __init__(self, root: Path, complaints: Complaints) -> None:
         self._root = root
         self._complaints = complaints
@@ -87,11 +85,8 @@ class MissLog:
         removals = [
             each for folder in self._folders() for each in removal.misses(folder, "asked for")
         ]
-        faults = removal.remove(self._root, removals)
-        for fault in faults:
-            self._complaints.fault(fault)
         self._logged.clear()
-        return len(removals) - len(faults)
+        return removal.remove(self._root, removals, self._complaints.fault)
 
     def _folders(self) -> Iterator[Folder]:
         for folder in folders(self._root):

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import TypeAlias
 
-from tmm_cache.fields import is_size
+from tmm_cache.fields import SIZES, is_size
 from tmm_cache.keys import JSON, canonical
 
 #: GPU, environment and problem.
@@ -20,7 +20,6 @@ Key: TypeAlias = tuple[str, Mapping[str, JSON], Mapping[str, JSON]]
 #: The distance of a differing field, in octaves of a size: a problem of another size is nearer than
 #: one of another dtype, under other versions or on another GPU.
 _FIELD, _VERSION, _GPU = 8.0, 4.0, 32.0
-_SIZES = ("m", "n", "k", "batch")
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,15 +46,11 @@ class NearestKey:
 def nearest(asked: Key, keys: Iterable[Key]) -> NearestKey | None:
     """The key at the smallest distance; None if there are no keys."""
     flat = _flat(asked)
-    best: tuple[float, Key] | None = None
-    for key in keys:
-        distance = sum(_weight(each) for each in _differences(flat, _flat(key)))
-        if best is None or distance < best[0]:
-            best = distance, key
-    if best is None:
+    found = [(key, tuple(_differences(flat, _flat(key)))) for key in keys]
+    if not found:
         return None
-    gpu, _, problem = best[1]
-    return NearestKey(gpu, problem, tuple(_differences(flat, _flat(best[1]))))
+    (gpu, _, problem), differences = min(found, key=lambda each: sum(map(_weight, each[1])))
+    return NearestKey(gpu, problem, differences)
 
 
 def _flat(key: Key) -> dict[str, JSON]:
@@ -87,7 +82,7 @@ def _weight(difference: Difference) -> float:
     if difference.field.startswith("environment."):
         return _VERSION
     asked, there = difference.asked, difference.there
-    if difference.field in _SIZES and is_size(asked) and is_size(there):
+    if difference.field in SIZES and is_size(asked) and is_size(there):
         return abs(math.log2(asked / there))
     return _FIELD
 

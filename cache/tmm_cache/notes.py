@@ -33,8 +33,6 @@ class Notes:
     `root` defaults to `default_root()`. Raises like `canonical`.
     """
 
-    __slots__ = ("_kept", "_path", "_read")
-
     def __init__(self, name: str, state: JSON, root: Path | None = None) -> None:
         digest = hashlib.sha256(canonical(state).encode("ascii")).hexdigest()
         root = default_root() if root is None else root

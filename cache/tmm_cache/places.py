@@ -7,7 +7,7 @@ removed. Then there is no folder to use: the store warns once and keeps its reco
 from __future__ import annotations
 
 import os
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
@@ -81,12 +81,6 @@ def real(path: Path) -> str:
 def is_nowhere(path: Path) -> bool:
     """Whether a path is below `NOWHERE`, which was already reported."""
     return path == NOWHERE or NOWHERE in path.parents
-
-
-def root_of(folder: Path, versions: Collection[str]) -> Path:
-    """The root or layer of a folder of records; any other folder is returned as is."""
-    parents = (folder, *folder.parents)[:3]
-    return next((path.parent for path in parents if path.name in versions), folder)
 
 
 def _nowhere(path: str | Path, reason: str) -> Path:

@@ -18,18 +18,12 @@ from typing import Literal, TypeAlias
 from tmm_cache.ages import is_older, was_used
 from tmm_cache.disk import remove_if_empty
 from tmm_cache.files import Fault
-from tmm_cache.layout import (
-    BROKEN,
-    LOCK,
-    LOCK_SUFFIX,
-    MISSES,
-    NOTE_FILE,
-    NOTES,
-)
+from tmm_cache.filters import Filter
+from tmm_cache.layout import BROKEN, LOCK, LOCK_SUFFIX, MISSES, NOTE_FILE, NOTES, RECORD
 from tmm_cache.locks import Lock
 from tmm_cache.record import CLOCK
-from tmm_cache.scan import Folder, Summary, folders, summaries, summaries_of
-from tmm_cache.upkeep import leftovers
+from tmm_cache.scan import Folder, Summary, folders, summaries_of
+from tmm_cache.upkeep import files, leftovers
 
 Kind: TypeAlias = Literal["record", "damaged", "misses", "lock", "temporary", "notes"]
 
@@ -47,30 +41,26 @@ class Removal:
     reason: str
 
 
-def everything(root: Path) -> Iterator[Removal | Fault]:
-    """All of the root: records, damaged files, misses, notes, locks, stale temporary files.
+def cleared(root: Path, wanted: Filter) -> Iterator[Removal | Fault]:
+    """The records that pass a filter; with an empty one all of the root, with damaged files,
+    misses, notes, locks and stale temporary files.
 
-    This and the two functions below also yield faults, such as a folder that can't be listed.
+    This and `outdated` also yield faults, such as a folder that can't be listed.
     """
     for folder in folders(root):
         if isinstance(folder, Fault):
             yield folder
             continue
         for item in summaries_of(root, folder, full=True):
-            yield _removal(item, "to be cleared")
-        yield from misses(folder, "to be cleared")
-        yield from _leftovers(folder)
-    for path in _notes(root):
+            if wanted.is_empty or (isinstance(item, Summary) and wanted(item)):
+                yield _removal(item, "to be cleared")
+            elif isinstance(item, Fault):
+                yield item
+        if wanted.is_empty:
+            yield from misses(folder, "to be cleared")
+            yield from _leftovers(folder)
+    for path in files(root / NOTES, NOTE_FILE) if wanted.is_empty else ():
         yield Removal(path, "notes", "to be cleared")
-
-
-def matching(root: Path, wanted: Callable[[Summary], bool]) -> Iterator[Removal | Fault]:
-    """The records for which `wanted` is true."""
-    for item in summaries(root, full=True):
-        if isinstance(item, Fault):
-            yield item
-        elif wanted(item):
-            yield _removal(item, "to be cleared")
 
 
 def outdated(root: Path, before: datetime | None) -> Iterator[Removal | Fault]:
@@ -119,41 +109,42 @@ def outdated(root: Path, before: datetime | None) -> Iterator[Removal | Fault]:
         if superseded:
             yield from misses(folder, "an older environment of this GPU")
         yield from _leftovers(folder)
-    for path in _notes(root):
+    for path in files(root / NOTES, NOTE_FILE):
         if is_older(path, STALE_NOTES_SECONDS):
             yield Removal(path, "notes", "nothing was noted there for a month")
 
 
-def remove(root: Path, removals: Iterable[Removal]) -> list[Fault]:
+def remove(root: Path, removals: Iterable[Removal], report: Callable[[Fault], None]) -> int:
     """Remove the files, a record's lock with the record, and the folders that become empty.
 
-    Returns the files that could not be removed, including held locks.
+    Returns how many were removed. Those that could not be, for instance held locks, are reported.
     """
-    faults: list[Fault] = []
+    removed = 0
     touched: dict[Path, None] = {}
     inside = os.path.realpath(root)
     for removal in removals:
         path = removal.path
         if not Path(os.path.realpath(path.parent)).is_relative_to(inside):
-            faults.append(Fault(path, f"lies outside {root}, through a link", damaged=False))
+            report(Fault(path, f"lies outside {root}, through a link", damaged=False))
             continue
         touched[path.parent] = None
         try:
             if removal.kind == "lock":
                 _remove_lock(path)
-                continue
-            path.unlink(missing_ok=True)
+            else:
+                path.unlink(missing_ok=True)
         except OSError as error:
             reason = f"cannot be removed: {error.strerror or error}"
-            faults.append(Fault(path, reason, damaged=False))
+            report(Fault(path, reason, damaged=False))
             continue
+        removed += 1
         if removal.kind in ("record", "damaged"):
             # Held by a process that is tuning, or not writable: an empty file remains.
             with contextlib.suppress(OSError):
                 _remove_lock(path.with_name(path.name + LOCK_SUFFIX))
     for folder in touched:
         remove_if_empty(folder, root)
-    return faults
+    return removed
 
 
 def _used_since(entry: Summary) -> datetime | None:
@@ -182,25 +173,14 @@ def misses(folder: Folder, reason: str) -> Iterator[Removal]:
 
 
 def _leftovers(folder: Folder) -> Iterator[Removal]:
-    names = folder.names()
-    if isinstance(names, Fault):
-        return
-    present = set(names)
-    for name in names:
-        if LOCK.fullmatch(name) and name.removesuffix(LOCK_SUFFIX) not in present:
-            yield Removal(folder.path / name, "lock", "without a record")
-        elif BROKEN.fullmatch(name):
-            yield Removal(folder.path / name, "damaged", "was set aside")
-    for path in sorted(leftovers(folder.path)):
+    records = {path.name for path in files(folder.path, RECORD)}
+    for path in files(folder.path, LOCK):
+        if path.name.removesuffix(LOCK_SUFFIX) not in records:
+            yield Removal(path, "lock", "without a record")
+    for path in files(folder.path, BROKEN):
+        yield Removal(path, "damaged", "was set aside")
+    for path in leftovers(folder.path):
         yield Removal(path, "temporary", "left by a process that was killed")
-
-
-def _notes(root: Path) -> list[Path]:
-    try:
-        paths = sorted((root / NOTES).iterdir())
-    except OSError:  # usually there is no such folder
-        return []
-    return [path for path in paths if NOTE_FILE.fullmatch(path.name) and path.is_file()]
 
 
 def _remove_lock(path: Path) -> None:

@@ -5,6 +5,7 @@ Each takes the store and its parsed options, and returns the exit status.
 
 from __future__ import annotations
 
+import re
 from argparse import Namespace
 from collections import Counter
 from collections.abc import Iterable, Iterator
@@ -12,11 +13,12 @@ from pathlib import Path
 from typing import Any
 
 from tmm_cache import evidence, facets
-from tmm_cache.console import DONE, FOUND, MISTAKE, counted, note, print_json, without_faults
+from tmm_cache.console import DONE, FOUND, Noted, counted, note, print_json
+from tmm_cache.errors import UsageError
 from tmm_cache.files import Fault, read_environment, read_record
 from tmm_cache.filters import from_options, utc_now
 from tmm_cache.head import Best
-from tmm_cache.keys import JSON, is_digest_prefix
+from tmm_cache.keys import DIGEST_DIGITS, JSON
 from tmm_cache.misses import read_misses
 from tmm_cache.record import SCHEMA, TuningRecord
 from tmm_cache.scan import Folder, Summary, folders, summaries, summaries_of
@@ -30,15 +32,16 @@ def show(store: CacheStore, options: Namespace) -> int:
     now = utc_now()
     wanted = from_options(options, now)
     prefix: str | None = options.record
-    if prefix is not None and not is_digest_prefix(prefix):
-        note(f"record: found {prefix!r}, accepted is the beginning of a digest, like 3f9a")
-        return MISTAKE
-    looked = _roots(store) if options.all or prefix is not None else (store.root,)
+    if prefix is not None and not re.fullmatch(f"[0-9a-f]{{1,{DIGEST_DIGITS}}}", prefix):
+        raise UsageError(
+            f"record: found {prefix!r}, accepted is the beginning of a digest, like 3f9a"
+        )
+    looked = (store.root, *store.layers) if options.all or prefix is not None else (store.root,)
     everything = wanted.is_empty and not prefix
     found = [
         summary
         for root in looked
-        for summary in without_faults(summaries(root))
+        for summary in Noted().without_faults(summaries(root))
         if everything or (wanted(summary) and summary.digest.startswith(prefix or ""))
     ]
     if options.json:
@@ -63,7 +66,7 @@ def show(store: CacheStore, options: Namespace) -> int:
 
 def _loaded(found: Iterable[Summary]) -> Iterator[tuple[Summary, TuningRecord]]:
     for summary in found:
-        for record in without_faults([read_record(summary.path)]):
+        for record in Noted().without_faults([read_record(summary.path)]):
             if record is not None:  # None: removed since the listing
                 yield summary, record
 
@@ -83,8 +86,8 @@ def stats(store: CacheStore, options: Namespace) -> int:
     `verify` finds faults further on."""
     rows = [
         _statistics(root, folder)
-        for root in _roots(store)
-        for folder in without_faults(folders(root))
+        for root in (store.root, *store.layers)
+        for folder in Noted().without_faults(folders(root))
     ]
     if options.json:
         print_json(rows)
@@ -122,17 +125,15 @@ def verify(store: CacheStore, options: Namespace) -> int:
     records = 0
     faults: list[Fault] = []
     left: list[JSON] = []
-    for root in _roots(store):
-        for item in summaries(root, full=True):
-            if isinstance(item, Fault):
-                faults.append(item)
-            else:
-                records += 1
+    for root in (store.root, *store.layers):
         for folder in folders(root):
-            if isinstance(folder, Folder):
-                _, fault = read_misses(folder.path)
-                faults += [] if fault is None else [fault]
-                left += map(str, sorted(leftovers(folder.path)))
+            if isinstance(folder, Fault):
+                faults.append(folder)
+                continue
+            items = [*summaries_of(root, folder, full=True), read_misses(folder.path)[1]]
+            faults += [item for item in items if isinstance(item, Fault)]
+            records += sum(isinstance(item, Summary) for item in items)
+            left += map(str, leftovers(folder.path))
     if options.json:
         found: list[JSON] = [
             {"path": str(fault.path), "reason": fault.reason, "damaged": fault.damaged}
@@ -146,10 +147,6 @@ def verify(store: CacheStore, options: Namespace) -> int:
         note(f"{path}: left by a process that was killed; a save there or `prune` removes it")
     note(f"{counted(records, 'good record')}, {counted(len(faults), 'fault')}")
     return FOUND if faults else DONE
-
-
-def _roots(store: CacheStore) -> tuple[Path, ...]:
-    return (store.root, *store.layers)
 
 
 def _layer_names(store: CacheStore) -> dict[Path, str]:

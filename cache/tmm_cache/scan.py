@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -37,10 +37,6 @@ class Folder:
     def is_old(self) -> bool:
         """Whether its schema is older, so that its records are hints."""
         return self.schema != VERSION
-
-    def names(self) -> list[str] | Fault:
-        """The names of its files, sorted."""
-        return _names(self.path)
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,22 +108,14 @@ def folders(root: Path, gpu: str | None = None) -> Iterator[Folder | Fault]:
     """The folders of records under a root, the current schema's first, then by name; an absent root
     has none."""
     for top in (root / version for version in VERSIONS):
-        for name in _each(top):
-            if isinstance(name, Fault):
-                yield name
-                return  # usually the root is at fault, and with it the older folder
-            if not (is_slug(name) and gpu in (None, name)):
+        for of_gpu in _subfolders(top, lambda name: is_slug(name) and gpu in (None, name)):
+            if isinstance(of_gpu, Fault):
+                yield of_gpu
+                if of_gpu.path == top:
+                    return  # usually the root is at fault, and with it the older folder
                 continue
-            for environment in _inside(top / name):
-                if isinstance(environment, Fault):
-                    yield environment
-                elif DIGEST.fullmatch(environment):
-                    path = top / name / environment
-                    found = _is_folder(path)
-                    if isinstance(found, Fault):
-                        yield found
-                    elif found:
-                        yield Folder(path, name, environment)
+            for path in _subfolders(of_gpu, DIGEST.fullmatch):
+                yield path if isinstance(path, Fault) else Folder(path, of_gpu.name, path.name)
 
 
 def summaries(
@@ -145,7 +133,7 @@ def summaries(
 
 def summaries_of(root: Path, folder: Folder, *, full: bool = False) -> Iterator[Summary | Fault]:
     """Like `summaries`, for one folder; the environment's fault comes first."""
-    names = folder.names()
+    names = _names(folder.path)
     if isinstance(names, Fault):
         yield names
         return
@@ -165,31 +153,21 @@ def summaries_of(root: Path, folder: Folder, *, full: bool = False) -> Iterator[
             yield Summary(path, *place, Head.of(record), record)
 
 
-def _inside(path: Path) -> Iterator[str | Fault]:
-    """The names in a folder; none if it is not a folder."""
-    found = _is_folder(path)
-    if isinstance(found, Fault):
-        yield found
-    elif found:
-        yield from _each(path)
-
-
-def _is_folder(path: Path) -> bool | Fault:
-    # `os.path.isdir` returns False for an inaccessible folder, which would hide its records.
-    try:
-        return stat.S_ISDIR(os.stat(path).st_mode)
-    except (FileNotFoundError, NotADirectoryError):
-        return False
-    except OSError as error:
-        return Fault(path, f"cannot be looked at: {error}", damaged=False, place=True)
-
-
-def _each(folder: Path) -> Iterator[str | Fault]:
+def _subfolders(folder: Path, wanted: Callable[[str], object]) -> Iterator[Path | Fault]:
+    """The folders with a wanted name in a folder, sorted."""
     names = _names(folder)
     if isinstance(names, Fault):
         yield names
-    else:
-        yield from names
+        return
+    for path in (folder / name for name in names if wanted(name)):
+        # `os.path.isdir` returns False for an inaccessible folder, which would hide its records.
+        try:
+            if stat.S_ISDIR(os.stat(path).st_mode):
+                yield path
+        except FileNotFoundError:
+            pass
+        except OSError as error:
+            yield Fault(path, f"cannot be looked at: {error}", damaged=False, place=True)
 
 
 def _names(folder: Path) -> list[str] | Fault:

@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING
 from tmm_cache.ages import touch
 from tmm_cache.complaints import Complaints
 from tmm_cache.disk import make_folder
+from tmm_cache.errors import warn_once
 from tmm_cache.files import Fault, read_stored, record_bytes, write_record
 from tmm_cache.head import Head
 from tmm_cache.keys import JSON, canonical, digest
-from tmm_cache.layout import LOCK_SUFFIX, environment_folder, layer_paths
+from tmm_cache.layout import LOCK_SUFFIX, layer_paths, record_path
 from tmm_cache.locks import Lock
 from tmm_cache.misses import Miss, MissLog
 from tmm_cache.notes import Notes
@@ -46,32 +47,15 @@ class CacheStore:
     environment or a problem is not JSON.
     """
 
-    __slots__ = (
-        "_complaints",
-        "_held",
-        "_lock_file",
-        "_misses",
-        "_upkeep",
-        "_verified",
-        "layers",
-        "lock_path",
-        "locked",
-        "root",
-    )
-
     def __init__(self, root: Path | None = None, layers: Sequence[Path] | None = None) -> None:
         #: The user's own records; `NOWHERE` on a machine without a folder for them.
         self.root = default_root() if root is None else absolute(root)
-        below = layer_paths() if layers is None else layers
-        seen = {real(self.root)}
-        kept = []
-        for layer in below:
-            place = absolute(layer)
-            if not is_nowhere(place) and real(place) not in seen:
-                seen.add(real(place))
-                kept.append(place)
+        places = {real(self.root): self.root}
+        for layer in map(absolute, layer_paths() if layers is None else layers):
+            if not is_nowhere(layer):
+                places.setdefault(real(layer), layer)
         #: The layers below, nearest first, without the root itself.
-        self.layers = tuple(kept)
+        self.layers = tuple(places.values())[1:]
         #: Whether only a lock file answers, and which.
         self.locked = os.environ.get("TMM_REQUIRE_LOCKED", "0").lower() not in _NO
         self.lock_path = lock_path(os.environ, self.root)
@@ -85,7 +69,7 @@ class CacheStore:
 
     def path(self, gpu: str, environment: Mapping[str, JSON], problem: Mapping[str, JSON]) -> Path:
         """The file in the user's own root where the problem's record is or would be."""
-        return environment_folder(self.root, gpu, digest(environment)) / f"{digest(problem)}.json"
+        return record_path(self.root, gpu, digest(environment), digest(problem))
 
     def load(
         self, gpu: str, environment: Mapping[str, JSON], problem: Mapping[str, JSON]
@@ -116,10 +100,9 @@ class CacheStore:
         if held is not None:
             here = path if os.path.isfile(path) else None
             return Located(held.record, here, own=True, sealed=True)
-        asked, environment_digest = canonical(problem), digest(environment)
-        name = f"{digest(problem)}.json"
+        asked, key = canonical(problem), (gpu, digest(environment), digest(problem))
         for root in (self.root, *self.layers):
-            path = environment_folder(root, gpu, environment_digest) / name
+            path = record_path(root, *key)
             stored = read_stored(path)
             if isinstance(stored, Fault):
                 self._complaints.fault(stored)
@@ -213,14 +196,13 @@ class CacheStore:
         Records hidden by a nearer layer are included. Only the head of each file is read, unless
         `full`; `Summary.load` reads the record. Faults are skipped with a warning.
         """
-        held = sorted(self._held.items())
-        yield from (summary for _, summary in held if gpu in (None, summary.gpu))
-        known = dict(held)
+        held = dict(sorted(self._held.items()))
+        yield from (summary for summary in held.values() if gpu in (None, summary.gpu))
         for root in (self.root, *self.layers):
             for item in summaries(root, gpu, full=full):
                 if isinstance(item, Fault):
                     self._complaints.fault(item)
-                elif item.path not in known:
+                elif item.path not in held:
                     yield item
 
     def remove(self, entries: Iterable[Summary]) -> int:
@@ -238,10 +220,7 @@ class CacheStore:
             removals.append(removal.Removal(entry.path, "record", "asked for"))
         for asked in removals:
             self._held.pop(asked.path, None)
-        faults = removal.remove(self.root, removals)
-        for fault in faults:
-            self._complaints.fault(fault)
-        return len(removals) - len(faults)
+        return removal.remove(self.root, removals, self._complaints.fault)
 
     @contextlib.contextmanager
     def lock(
@@ -299,7 +278,8 @@ class CacheStore:
         self, gpu: str, environment: Mapping[str, JSON], problem: Mapping[str, JSON]
     ) -> Located | None:
         lock = self._locked_file()
-        record = None if lock is None else lock.record(gpu, environment, problem)
+        key = gpu, digest(environment), digest(problem)
+        record = None if lock is None else lock.record(key)
         if isinstance(record, Fault):
             self._complaints.fault(record)
         if not isinstance(record, TuningRecord) or canonical(record.problem) != canonical(problem):
@@ -308,10 +288,16 @@ class CacheStore:
         return Located(record, self.lock_path, own=False, sealed=True)
 
     def _locked_file(self) -> LockFile | None:
+        """The lock file that alone answers; None, with a warning, if there is none."""
         if self._lock_file is None:
-            from tmm_cache.lock import open_lock
+            from tmm_cache.lock import LockError, LockFile
 
-            self._lock_file = open_lock(self.lock_path)
+            try:
+                self._lock_file = LockFile(self.lock_path)
+            except LockError as error:
+                reason = str(error).removeprefix(f"{self.lock_path}: ")
+                note = f"{reason}; and TMM_REQUIRE_LOCKED=1 lets nothing else answer"
+                warn_once(self.lock_path, note, about="lock file")
         return self._lock_file
 
     def _stamps(self, gpu: str, environment: Mapping[str, JSON]) -> Notes:

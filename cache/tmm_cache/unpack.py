@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any, Final, Protocol
 
+from tmm_cache.errors import UsageError
 from tmm_cache.files import MAX_BYTES
 
 #: Limit of all unpacked data. 4,000 records are 10 to 60 MB.
@@ -39,7 +40,7 @@ _EXTENSIONS: Final = (
 )
 
 
-class ArchiveError(ValueError):
+class ArchiveError(UsageError):
     """A file that is not an archive of records, or could not have been written by `export`."""
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import re
+import stat
 import time
 from collections.abc import Callable, Container, Iterator, Mapping
 from dataclasses import dataclass
@@ -19,7 +20,7 @@ from typing import Final, TypeVar
 from tmm_cache.ages import is_older, last_used
 from tmm_cache.disk import remove_if_empty
 from tmm_cache.errors import warn_once
-from tmm_cache.keys import is_slug
+from tmm_cache.keys import SLUG
 from tmm_cache.layout import DIGEST, LOCK_SUFFIX, NOTE_FILE, NOTES, RECORD, TEMPORARY
 from tmm_cache.locks import Lock
 
@@ -39,7 +40,7 @@ STALE_SECONDS: Final = 3600.0
 _CLOCK_SKEW_SECONDS: Final = 86400.0
 
 _SIZE = re.compile(r"([0-9]{1,15}(?:\.[0-9]{1,9})?)([kmgt]?)(?:i?b)?", re.ASCII | re.IGNORECASE)
-_SCHEMA = re.compile(r"v[0-9]+")
+_SCHEMA, _GPU = re.compile(r"v[0-9]+"), re.compile(SLUG)
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,8 +89,6 @@ def _variable(
 class Upkeep:
     """The upkeep of a root by a process that saves."""
 
-    __slots__ = ("_bytes", "_limits", "_root", "_saves", "_swept")
-
     def __init__(self, root: Path) -> None:
         self._root = root
         self._limits = limits()
@@ -115,12 +114,15 @@ class Upkeep:
             evict(self._root, self._limits, lambda file: file == path or file in held)
 
 
-def leftovers(folder: Path) -> Iterator[Path]:
+def leftovers(folder: Path) -> list[Path]:
     """The temporary files left by killed processes."""
-    with contextlib.suppress(OSError), os.scandir(folder) as entries:
-        for entry in entries:
-            if TEMPORARY.fullmatch(entry.name) and is_older(entry, STALE_SECONDS):
-                yield Path(entry.path)
+    return [path for path in files(folder, TEMPORARY) if is_older(path, STALE_SECONDS)]
+
+
+def files(folder: Path, names: re.Pattern[str]) -> list[Path]:
+    """The files with such a name in a folder, sorted; none if it can't be listed."""
+    found = _entries(folder, names)
+    return sorted(Path(entry.path) for entry in found if entry.is_file(follow_symlinks=False))
 
 
 def sweep(folder: Path) -> None:
@@ -166,34 +168,30 @@ def evict(root: Path, bounds: Limits, keep: Callable[[Path], bool]) -> int:
 
 def _evictable(root: Path, now: float) -> Iterator[_File]:
     """Records of every schema, since an older tmm's may never be read again, and notes."""
-    for version in _names(root, _SCHEMA.fullmatch):
-        for gpu in _names(root / version, is_slug):
-            for environment in _names(root / version / gpu, DIGEST.fullmatch):
-                yield from _files(root / version / gpu / environment, RECORD, now)
-    yield from _files(root / NOTES, NOTE_FILE, now)
+    found = [
+        record
+        for version in _entries(root, _SCHEMA)
+        for gpu in _entries(version, _GPU)
+        for environment in _entries(gpu, DIGEST)
+        for record in _entries(environment, RECORD)
+    ]
+    for entry in (*found, *_entries(root / NOTES, NOTE_FILE)):
+        with contextlib.suppress(OSError):
+            status = entry.stat(follow_symlinks=False)
+            used = last_used(status)
+            if used > now + _CLOCK_SKEW_SECONDS:
+                used = 0.0
+            if stat.S_ISREG(status.st_mode):
+                yield _File(used, Path(entry.path), status.st_size, status.st_mtime_ns)
 
 
-def _names(folder: Path, accepted: Callable[[str], object]) -> list[str]:
-    # A link may lead to a layer, or out of the root.
-    with contextlib.suppress(OSError), os.scandir(folder) as entries:
-        return [
-            entry.name
-            for entry in entries
-            if accepted(entry.name) and entry.is_dir(follow_symlinks=False)
-        ]
-    return []
-
-
-def _files(folder: Path, names: re.Pattern[str], now: float) -> Iterator[_File]:
+def _entries(folder: str | os.PathLike[str], names: re.Pattern[str]) -> Iterator[os.DirEntry[str]]:
+    """What has such a name in a folder, without links: one may lead to a layer, or out of the
+    root. Nothing if it can't be listed."""
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
-            if names.fullmatch(entry.name) and entry.is_file(follow_symlinks=False):
-                with contextlib.suppress(OSError):
-                    status = entry.stat(follow_symlinks=False)
-                    used = last_used(status)
-                    if used > now + _CLOCK_SKEW_SECONDS:
-                        used = 0.0
-                    yield _File(used, Path(entry.path), status.st_size, status.st_mtime_ns)
+            if names.fullmatch(entry.name) and not entry.is_symlink():
+                yield entry
 
 
 def _drop(file: _File) -> bool:

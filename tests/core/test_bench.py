@@ -64,10 +64,15 @@ def test_a_shape_that_is_none_is_refused(text: str) -> None:
 
 
 def test_expressions_take_bias_and_residual_off_the_ends() -> None:
-    assert parse_expression("bias+gelu_tanh+residual") == (True, "gelu_tanh", True)
-    assert parse_expression("softcap(1e+3)+residual") == (False, "softcap(1e+3)", True)
-    assert parse_expression("bias") == (True, "", False)
-    assert parse_expression("") == (False, "", False)
+    def parsed(text: str) -> tuple[bool, str, bool]:
+        fields = parse_expression(text)
+        assert list(fields) == ["bias", "epilogue", "residual"]
+        return fields["bias"], fields["epilogue"], fields["residual"]
+
+    assert parsed("bias+gelu_tanh+residual") == (True, "gelu_tanh", True)
+    assert parsed("softcap(1e+3)+residual") == (False, "softcap(1e+3)", True)
+    assert parsed("bias") == (True, "", False)
+    assert parsed("") == (False, "", False)
 
 
 def test_the_suites_are_every_combination_of_what_the_file_says() -> None:
@@ -152,7 +157,8 @@ def test_kernels_are_timed_with_their_best_config_on_record() -> None:
     )
     call = Case(m=16, n=16, k=16, dtype=FP32).call(CPU)
     [record] = tmm_core.tune(call.problem())
-    plans, failed = providers.kernels(call)
+    kernels, failed = providers.kernels(call)
+    plans = {each.label: each.plan(call) for each in kernels}
     timed = [c for c in record.candidates if c.kernel == "fake.right" and c.median_us]
     finals = [c for c in timed if c.status == "ok"] or timed
     best = min(finals, key=lambda c: c.median_us or 0)
@@ -164,10 +170,14 @@ def test_kernels_are_timed_with_their_best_config_on_record() -> None:
 def test_without_a_record_kernels_are_timed_with_their_defaults() -> None:
     register(FakeKernel("fake.other", tiles=(7, 8)), FakeKernel("fake.lame", bind_error=OSError()))
     with settings.override(on_cache_miss="heuristic"):
-        plans, failed = providers.kernels(Case(m=16, n=16, k=16, dtype=FP32).call(CPU))
-    assert plans["fake.other"].config == {"tile": 7}
-    (reason,) = failed.values()
-    assert "kernel 'fake.lame' of plugin 'fakes': bind raised OSError: " in reason
+        call = Case(m=16, n=16, k=16, dtype=FP32).call(CPU)
+        kernels, failed = providers.kernels(call)
+        found = {each.label: each for each in kernels}
+        assert found["fake.other"].plan(call).config == {"tile": 7}
+        assert not failed
+        reason = "kernel 'fake.lame' of plugin 'fakes': bind raised OSError: "
+        with pytest.raises(tmm_core.TmmError, match=reason):
+            found["fake.lame"].plan(call)
 
 
 # -- the runner --------------------------------------------------------------------------
@@ -422,9 +432,9 @@ def failure(m: int) -> dict[str, Any]:
 
 
 def test_results_survive_a_killed_run_and_merge_with_the_next(tmp_path: Path) -> None:
-    with results.Writer(tmp_path, "first") as writer:
-        for each in (document(64, 1.0), document(128, 1.1), document(256, 1.2)):
-            writer.append(each)
+    writer = results.Writer(tmp_path, "first")
+    for each in (document(64, 1.0), document(128, 1.1), document(256, 1.2)):
+        writer.append(each)
     assert writer.path is not None
     torn = writer.path.read_text()
     writer.path.write_text(torn[: -len(torn.splitlines()[-1]) // 2])

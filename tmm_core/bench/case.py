@@ -121,6 +121,11 @@ class Case:
             rows=self._rows(device),
         )
 
+    def problem(self, device: torch.device) -> Problem:
+        """The problem that the call poses; raises like :meth:`call`."""
+        # Only shapes, strides and dtypes matter.
+        return self.call(device, filled=False).problem()
+
     def _rows(self, device: torch.device) -> Rows | None:
         """The ends of the groups; the same for each measurement of a case."""
         if not self.groups:
@@ -251,15 +256,16 @@ def parse_dtype(text: str) -> torch.dtype:
     return ALIASES.get(text) or dtype_of(text)
 
 
-def parse_expression(text: str) -> tuple[bool, str, bool]:
-    """Bias, epilogue and residual of ``"bias+gelu_tanh+residual"``, each of which may be left
-    out.
+def parse_expression(text: str) -> dict[str, Any]:
+    """The fields of a :class:`Case` for ``"bias+gelu_tanh+residual"``, each part of which may be
+    left out.
 
-    >>> parse_expression("bias+gelu_tanh+softcap(30)"), parse_expression("residual")
-    ((True, 'gelu_tanh+softcap(30)', False), (False, '', True))
+    >>> parse_expression("bias+gelu_tanh+softcap(30)")
+    {'bias': True, 'epilogue': 'gelu_tanh+softcap(30)', 'residual': False}
     """
     stages = text.split("+") if text else []
     bias = stages[:1] == ["bias"]
     stages = stages[bias:]
     residual = stages[-1:] == ["residual"]
-    return bias, "+".join(stages[: len(stages) - residual]), residual
+    epilogue = "+".join(stages[: len(stages) - residual])
+    return {"bias": bias, "epilogue": epilogue, "residual": residual}

@@ -93,11 +93,10 @@ def _commit() -> tuple[str | None, bool | None]:
     root = Path(tmm_core.__file__).parent.parent
     if not (root / ".git").exists():
         return None, None
-    commit = _output(["git", "-C", str(root), "rev-parse", "HEAD"])
-    if commit is None:
-        return None, None
-    changes = _output(["git", "-C", str(root), "status", "--porcelain", "--untracked-files=no"])
-    return commit, None if changes is None else bool(changes)
+    # Forty digits, also if a tag names the commit.
+    form = ("--always", "--exclude=*", "--abbrev=40", "--dirty")
+    found = _output(["git", "-C", str(root), "describe", *form])
+    return (None, None) if found is None else (found.removesuffix("-dirty"), "-dirty" in found)
 
 
 def _output(command: list[str]) -> str | None:

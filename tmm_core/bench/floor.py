@@ -21,6 +21,7 @@ import triton.language as tl
 
 from tmm_core.bench.case import Call
 from tmm_core.dispatch.timing import Run, Timer
+from tmm_core.spec.device import fingerprint
 
 #: (blocks per SM, words per block and step, warps)
 LAUNCHES = tuple(itertools.product((8, 16, 32, 64), (1024, 2048), (4,)))
@@ -57,12 +58,7 @@ def readers(operands: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[Run]:
     """One run per launch shape over copies of ``a`` and ``b``, row-major or transposed views of
     row-major memory; each returns the exclusive or of the words each of its blocks has read."""
     words = [(_words(a), _words(b)) for a, b in operands]
-    device = words[0][0].device
-    sms = (
-        torch.cuda.get_device_properties(device).multi_processor_count
-        if device.type == "cuda"
-        else 1
-    )
+    sms = fingerprint(words[0][0].device).sm_count or 1
     return [_reader(words, blocks * sms, size, warps) for blocks, size, warps in LAUNCHES]
 
 

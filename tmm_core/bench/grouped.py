@@ -17,7 +17,7 @@ from tmm_core.formats import of_pair
 from tmm_core.launch.grouped import ragged_along
 
 Tensor = torch.Tensor
-#: Computes the product of one call, with its epilogue.
+#: Computes the product of one call.
 Product = Callable[[Call], Tensor]
 
 #: Columns beside torch's and tmm's.
@@ -39,29 +39,11 @@ def eager(calls: Sequence[Call]) -> Run:
     return _on(calls, lambda each: _by_scaled(each, *scales[id(each)]))
 
 
-def peers(calls: Sequence[Call], failed: dict[str, str]) -> dict[str, Run]:
-    """Baselines by column; ``failed`` gets the reasons of those that are unavailable."""
-    found = {LOOP: loop(calls)}
-    try:
-        found[QUACK] = quack(calls)
-    except Exception as error:  # not installed, or does not support such calls
-        failed[QUACK] = f"{type(error).__name__}: {error}"
-    return found
-
-
 def loop(calls: Sequence[Call]) -> Run:
     """A product per group, with sizes known on the host. A real loop would have to wait for them;
     that cost is not included."""
-    ends: dict[int, list[int]] = {}
-    for copy, call in enumerate(calls):
-        assert call.rows is not None
-        ends[copy] = call.rows.offs.tolist()
-
-    def run(copy: int) -> Tensor:
-        call = calls[copy]
-        return _followed(call, _looped(call, ends[copy]))
-
-    return run
+    ends = {id(each): each.rows.offs.tolist() for each in calls if each.rows is not None}
+    return _on(calls, lambda each: _looped(each, ends[id(each)]))
 
 
 def quack(calls: Sequence[Call]) -> Run:
@@ -82,13 +64,18 @@ def quack(calls: Sequence[Call]) -> Run:
 
     # Made once: a model would store this form, and torch's form is given for free as well.
     starts = {id(each): F.pad(each.rows.offs, (1, 0)) for each in calls if each.rows is not None}
-    return _on(
-        calls, lambda each: _followed(each, gemm(each.a, each.b, cu_seqlens_m=starts[id(each)]))
-    )
+    return _on(calls, lambda each: gemm(each.a, each.b, cu_seqlens_m=starts[id(each)]))
 
 
 def _on(calls: Sequence[Call], product: Product) -> Run:
-    return lambda copy: product(calls[copy])
+    """A product with bias, epilogue and residual, by torch's operators."""
+
+    def run(copy: int) -> Tensor:
+        call = calls[copy]
+        y: Any = call.epilogue.expression(product(call), call.bias, call.residual)
+        return y if call.out_dtype is None else y.to(call.out_dtype)  # type: ignore[no-any-return]
+
+    return run
 
 
 def _refuses(call: Call) -> bool:
@@ -103,7 +90,7 @@ def _refuses(call: Call) -> bool:
 
 def _by_torch(call: Call) -> Tensor:
     assert call.rows is not None
-    return _followed(call, F.grouped_mm(call.a, call.b, offs=call.rows.offs))
+    return F.grouped_mm(call.a, call.b, offs=call.rows.offs)
 
 
 def _scales_each(call: Call) -> bool:
@@ -133,10 +120,9 @@ def _row_scales(call: Call) -> tuple[Tensor, Tensor]:
 def _by_scaled(call: Call, scale_a: Tensor, scale_b: Tensor) -> Tensor:
     assert call.rows is not None
     by_row = F.ScalingType.RowWise
-    z = F.scaled_grouped_mm(  # type: ignore[attr-defined]
+    return F.scaled_grouped_mm(  # type: ignore[attr-defined,no-any-return]
         call.a, call.b, scale_a, by_row, scale_b, by_row, offs=call.rows.offs
     )
-    return _followed(call, z)
 
 
 def _padded(call: Call) -> Tensor:
@@ -150,7 +136,7 @@ def _padded(call: Call) -> Tensor:
     more = -k % unit if any(by_k) and not ragged_k else 0
     a = _grown(a, 0 if by_k[0] else -m % unit, more)
     b = _grown(b, more, 0 if by_k[1] else -n % unit)
-    return _followed(call, F.grouped_mm(a, b, offs=call.rows.offs)[..., :m, :n])
+    return F.grouped_mm(a, b, offs=call.rows.offs)[..., :m, :n]
 
 
 def _grown(t: Tensor, rows: int, cols: int) -> Tensor:
@@ -197,9 +183,3 @@ def _of_group(scale: Tensor | None, one: Tensor, each: tuple[int, int], at: int 
     if scale is None or scale.numel() == 1:
         return one if scale is None else scale.reshape(())
     return scale[at] if isinstance(at, slice) else scale.reshape(each)[at]
-
-
-def _followed(call: Call, z: Tensor) -> Tensor:
-    """Apply bias, epilogue and residual with torch's operators."""
-    y: Any = call.epilogue.expression(z, call.bias, call.residual)
-    return y if call.out_dtype is None else y.to(call.out_dtype)  # type: ignore[no-any-return]

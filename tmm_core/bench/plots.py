@@ -106,28 +106,14 @@ def _ratios(documents: Sequence[Document], path: Path) -> None:
         ("another kernel chosen", "#D55E00", False),
     ):
         mine = [d for d in documents if (d["kernel"].split(".")[0] == "blas") == by_blas]
-        axes.plot(
-            [document["ratio"] for document in mine],
-            [suites.index(document["suite"]) for document in mine],
-            "o",
-            color=colour,
-            alpha=0.5,
-            markersize=5,
-            label=label,
-        )
+        ratios, rows = [d["ratio"] for d in mine], [suites.index(d["suite"]) for d in mine]
+        axes.plot(ratios, rows, "o", color=colour, alpha=0.5, markersize=5, label=label)
     means = [
         statistics.geometric_mean([d["ratio"] for d in documents if d["suite"] == suite])
         for suite in suites
     ]
-    axes.plot(
-        means,
-        range(len(suites)),
-        "|",
-        color="black",
-        markersize=16,
-        markeredgewidth=2,
-        label="geometric mean",
-    )
+    mark = {"color": "black", "markersize": 16, "markeredgewidth": 2}
+    axes.plot(means, range(len(suites)), "|", label="geometric mean", **mark)
     axes.axvline(1, color="black", linewidth=0.8)
     axes.set_xscale("log", base=2)
     axes.xaxis.set_major_formatter("{x:.2g}×")

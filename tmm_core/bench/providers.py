@@ -14,6 +14,7 @@ from tmm_cache import CacheStore, TuningRecord
 import tmm_core
 from tmm_core import dispatch, settings
 from tmm_core.bench.case import Call
+from tmm_core.bench.series import Series
 from tmm_core.dispatch.ladder import Dispatcher
 from tmm_core.dispatch.standing import by_time
 from tmm_core.dispatch.timing import Run
@@ -23,19 +24,6 @@ from tmm_core.launch.plan import Plan
 Tensor = torch.Tensor
 Expression = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
 Products = Callable[[Tensor, Tensor, Tensor | None], list[Tensor]]
-
-
-#: The config used for 16-bit operands by libraries that replace torch's products by invariant ones.
-_ONE_CONFIG = {
-    "BLOCK_M": 128,
-    "BLOCK_N": 128,
-    "BLOCK_K": 64,
-    "num_stages": 3,
-    "num_warps": 8,
-    "GROUP_M": 8,
-    "SUBTILE": 1,
-    "FLATTEN": True,
-}
 
 
 def eager(calls: Sequence[Call]) -> Run:
@@ -82,7 +70,7 @@ def expression(call: Call) -> Expression:
     halved, out_dtype = stages[0].gated and not stages[0].interleaved, call.out_dtype
     inputs_of = stages[0].inputs
     steps = [(stage.reference, stage.parameters) for stage in stages if not stage.is_identity]
-    products = _scaled_products(call, halved) if call.problem().fp8 else _products(halved)
+    products = _products(call, halved)
 
     def run(a: Tensor, b: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
         inputs = products(a, b, bias)
@@ -98,42 +86,33 @@ def expression(call: Call) -> Expression:
     return run
 
 
-def _products(halved: bool) -> Products:
-    """The products that an epilogue takes: of gate and up, or one."""
-
-    def run(a: Tensor, b: Tensor, bias: Tensor | None) -> list[Tensor]:
-        if not halved:
-            return [_product(a, b, bias)]
-        gate, up = b.chunk(2, dim=-1)
-        z, u = (None, None) if bias is None else bias.chunk(2)
-        return [_product(a, gate, z), _product(a, up, u)]
-
-    return run
-
-
-def _scaled_products(call: Call, halved: bool) -> Products:
-    """:func:`_products` of 8-bit operands. If one has row scales, torch needs them for both; a
-    missing scale is one."""
+def _products(call: Call, halved: bool) -> Products:
+    """The products that an epilogue takes: of gate and up, or one. If one 8-bit operand has row
+    scales, torch needs them for both; a missing scale is one."""
     problem = call.problem()
     dtype = problem.out.dtype
     by_row = "row" in (problem.scale_a, problem.scale_b)
 
-    def tensor(scale: Tensor | None, *shape: int) -> Tensor:
-        scale = call.a.new_ones((), dtype=torch.float32) if scale is None else scale
-        return scale.expand(shape).contiguous() if by_row else scale
+    def scale(given: Tensor | None, *shape: int) -> Tensor | None:
+        if not problem.fp8:
+            return None
+        given = call.a.new_ones((), dtype=torch.float32) if given is None else given
+        return given.expand(shape).contiguous() if by_row else given
 
-    scale_a = tensor(call.scale_a, problem.m, 1)
-    scale_b = tensor(call.scale_b, 1, call.b.shape[-1])
+    def halves(t: Tensor | None) -> Sequence[Any]:
+        if not halved:
+            return (t,)
+        return (t, t) if t is None or t.dim() == 0 else t.chunk(2, dim=-1)
+
+    scale_a = scale(call.scale_a, problem.m, 1)
+    scales = halves(scale(call.scale_b, 1, call.b.shape[-1]))
 
     def run(a: Tensor, b: Tensor, bias: Tensor | None) -> list[Tensor]:
-        parts = [(b, scale_b, bias)]
-        if halved:
-            biases = (None, None) if bias is None else bias.chunk(2)
-            scales = scale_b.chunk(2, dim=-1) if by_row else (scale_b, scale_b)
-            parts = list(zip(b.chunk(2, dim=-1), scales, biases, strict=True))
         return [
-            torch._scaled_mm(a, columns, scale_a, scale, z, out_dtype=dtype)
-            for columns, scale, z in parts
+            _product(a, columns, z)
+            if scale_a is None
+            else torch._scaled_mm(a, columns, scale_a, scale_b, z, out_dtype=dtype)
+            for columns, scale_b, z in zip(halves(b), scales, halves(bias), strict=True)
         ]
 
     return run
@@ -145,26 +124,18 @@ def _product(a: Tensor, b: Tensor, bias: Tensor | None) -> Tensor:
     return F.linear(a, b.mT, bias) if b.dim() == 2 else torch.matmul(a, b) + bias
 
 
-def kernels(call: Call) -> tuple[dict[str, Plan], dict[str, str]]:
-    """Every capable kernel as a plan, with its best config on record (without a record, its
-    default config); and the reasons why others are unavailable."""
+def kernels(call: Call) -> tuple[list[Series], dict[str, str]]:
+    """Every capable kernel with its best config on record (without a record, its default config);
+    and the reasons why others are unavailable."""
     dispatcher, problem = dispatch.dispatcher(), call.problem()
-    found = dispatcher.record(problem)
-    ranked = by_time(found[1], "slow") if found else []
-    best = {result.kernel: result for result in reversed(ranked)}
     able, _ = dispatcher.registry.candidates(problem, settings.current())
-    plans: dict[str, Plan] = {}
-    failed: dict[str, str] = {}
-    for kernel in able:
-        if found is not None and kernel.name not in best:
-            failed[kernel.name] = _why(found[1], kernel.name)
-            continue
-        config: Any = best[kernel.name].config if kernel.name in best else None
-        try:
-            plans[kernel.name] = call.plan(kernel=kernel.name, config=config)
-        except Exception as error:  # a third-party kernel; a fault costs its own column
-            failed[kernel.name] = f"{type(error).__name__}: {error}"
-    return plans, failed
+    found = dispatcher.record(problem)
+    if found is None:
+        return [Series(kernel.name, kernel.name) for kernel in able], {}
+    best = {result.kernel: result.config for result in reversed(by_time(found[1], "slow"))}
+    names = [kernel.name for kernel in able]
+    failed = {name: _why(found[1], name) for name in names if name not in best}
+    return [Series(name, name, tuple(best[name].items())) for name in names if name in best], failed
 
 
 def untuned(call: Call) -> Plan:
@@ -175,15 +146,6 @@ def untuned(call: Call) -> Plan:
         )
         candidate = blank.choose(call.problem(), settings.current()).candidate
     return call.plan(kernel=candidate.kernel.name, config=candidate.config)
-
-
-def one_config(call: Call) -> Plan:
-    """The usual batch-invariant product: a persistent kernel whose one config serves every M.
-
-    Raises:
-        TmmError: It cannot serve the call.
-    """
-    return call.plan(kernel="triton.persistent", config=_ONE_CONFIG)
 
 
 def _why(record: TuningRecord, kernel: str) -> str:

@@ -3,8 +3,7 @@ are still ahead of BLAS."""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from statistics import median
@@ -21,7 +20,7 @@ from tmm_core.dispatch.timing import GraphTimer, HostTimer, Run, timer_for
 from tmm_core.dispatch.verifier import Verifier
 from tmm_core.launch import warm
 from tmm_core.launch.beside import delivering
-from tmm_core.spec.asking import read_config
+from tmm_core.spec.asking import read_config, told
 from tmm_core.spec.device import DeviceFingerprint
 from tmm_core.spec.kernel import BASELINE, Candidate, Kernel, Launcher
 from tmm_core.spec.precision import precision
@@ -53,22 +52,20 @@ class Winner:
         return self.candidate.kernel.name == BASELINE
 
 
-def answering(store: CacheStore, device: DeviceFingerprint) -> Iterator[Summary]:
+def answering(store: CacheStore, device: DeviceFingerprint) -> list[Summary]:
     """The store's records that would answer on ``device``: the user's own, and those of lower
     layers that no higher one hides."""
-    seen: set[str] = set()
+    found: dict[str, Summary] = {}
     for entry in store.entries(device.gpu):
-        key = json.dumps(entry.record.problem, sort_keys=True)
-        answers = entry.environment == device.environment and not entry.record.is_hint
-        if answers and key not in seen:
-            seen.add(key)
-            yield entry
+        if entry.environment == device.environment and not entry.record.is_hint:
+            found.setdefault(entry.digest, entry)
+    return list(found.values())
 
 
 def shipped(device: DeviceFingerprint) -> list[Summary]:
     """The records in packages for this GPU and these versions."""
     layers = shipped_layers()
-    return list(answering(CacheStore(layers[0], layers[1:]), device)) if layers else []
+    return answering(CacheStore(layers[0], layers[1:]), device) if layers else []
 
 
 def current(device: DeviceFingerprint) -> tuple[int, int]:
@@ -79,11 +76,10 @@ def current(device: DeviceFingerprint) -> tuple[int, int]:
 
 
 def verified(
-    entries: Iterable[Summary], device: torch.device
+    entries: Sequence[Summary], device: torch.device
 ) -> Iterator[tuple[Document, Winner | None]]:
     """A document for each record, with its ``status`` and perhaps a ``reason``; and its winner, if
     that is right or BLAS. Correct winners are stamped, so that no first call has to verify them."""
-    entries = list(entries)
     with ThreadPoolExecutor(compiling_threads()) as pool:
         found = [pool.submit(_compiled, entry.record, device) for entry in entries]
         try:
@@ -101,7 +97,7 @@ def verified(
             pool.shutdown(wait=False, cancel_futures=True)
 
 
-def raced(entries: Iterable[Summary], device: torch.device) -> Iterator[Document]:
+def raced(entries: Sequence[Summary], device: torch.device) -> Iterator[Document]:
     """The documents of :func:`verified`, in which correct winners are ``"slower"`` than BLAS or
     ``"ok"``, with their times."""
     # All are compiled before any is timed: a concurrent compiler would delay launches.
@@ -150,7 +146,7 @@ def _judged(
                 brief=winner.is_baseline,
             )
     except Exception as error:  # from a compiler or a launch: affects this record only
-        return _failed(error), None
+        return {"status": "failed", "reason": told(error)}, None
     document: Document = {"title": str(winner.problem)}
     if verdict.error is not None and verdict.error == verdict.error:  # JSON has no NaN
         document["error"] = verdict.error
@@ -184,7 +180,7 @@ def _times(winner: Winner, device: torch.device, timer: GraphTimer | HostTimer) 
                 blas_us, us = map(median, timer.measure(runs, 3 * ROUNDS, copies=len(calls)))
             timer.release()
     except Exception as error:  # affects this record only
-        return _failed(error)
+        return {"status": "failed", "reason": told(error)}
     finally:
         if device.type == "cuda":
             torch.cuda.empty_cache()
@@ -194,7 +190,3 @@ def _times(winner: Winner, device: torch.device, timer: GraphTimer | HostTimer) 
         "ratio": blas_us / us,
         "status": "ok" if winner.is_baseline or blas_us / us >= SLOWER else "slower",
     }
-
-
-def _failed(error: Exception) -> Document:
-    return {"status": "failed", "reason": f"{type(error).__name__}: {error}"}

@@ -50,13 +50,8 @@ def cases(count: int, dtype: torch.dtype = torch.bfloat16, seed: int = 0) -> lis
     for _ in range(count):
         m = round(math.exp(generator.uniform(0, math.log(LARGEST_M))))
         n, k = generator.choice(WEIGHTS)
-        bias, epilogue, residual = parse_expression(generator.choice(EXPRESSIONS))
-        found.append(
-            Case(
-                m=m, n=n, k=k, dtype=dtype, layout="nt",
-                epilogue=epilogue, bias=bias, residual=residual,
-            )
-        )  # fmt: skip
+        expression = parse_expression(generator.choice(EXPRESSIONS))
+        found.append(Case(m=m, n=n, k=k, dtype=dtype, layout="nt", **expression))
     return found
 
 

@@ -16,6 +16,7 @@ from typing import Any
 Document = dict[str, Any]
 
 SUFFIX = ".jsonl"
+KINDS = ("run", "host", "problem", "regret")
 
 
 class Writer:
@@ -24,25 +25,17 @@ class Writer:
     def __init__(self, folder: Path | None, name: str) -> None:
         self.documents: list[Document] = []
         self.path: Path | None = None
-        self._file = None
         if folder is not None:
             now = datetime.datetime.now(datetime.timezone.utc).strftime("%Y%m%dT%H%M%S.%f")
             folder.mkdir(parents=True, exist_ok=True)
             self.path = folder / f"{now}-{name}{SUFFIX}"
-            self._file = self.path.open("x", encoding="utf-8")
+            self.path.touch(exist_ok=False)
 
     def append(self, document: Document) -> None:
         self.documents.append(document)
-        if self._file is not None:
-            self._file.write(json.dumps(document, ensure_ascii=False) + "\n")
-            self._file.flush()
-
-    def __enter__(self) -> Writer:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._file is not None:
-            self._file.close()
+        if self.path is not None:
+            with self.path.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(document, ensure_ascii=False) + "\n")
 
 
 @dataclass
@@ -117,12 +110,7 @@ def documents(path: Path) -> list[Document]:
             continue
         try:
             document = json.loads(line)
-            if not isinstance(document, dict) or document.get("kind") not in (
-                "run",
-                "host",
-                "problem",
-                "regret",
-            ):
+            if not isinstance(document, dict) or document.get("kind") not in KINDS:
                 raise ValueError("not a result of tmm bench")
         except ValueError as error:
             if number == len(lines):  # torn when the run was killed

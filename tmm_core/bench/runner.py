@@ -13,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -21,9 +22,9 @@ import tmm_core
 from tmm_core import dispatch, settings
 from tmm_core.bench import environment, grouped, providers
 from tmm_core.bench.case import Call
-from tmm_core.bench.grouped import LOOP
+from tmm_core.bench.grouped import LOOP, QUACK
 from tmm_core.bench.results import Document
-from tmm_core.bench.series import ONE_TILE, Series
+from tmm_core.bench.series import ONE_CONFIG, ONE_TILE, Series
 from tmm_core.bench.suites import Task
 from tmm_core.dispatch import rotation, verify
 from tmm_core.dispatch.timing import (
@@ -36,13 +37,13 @@ from tmm_core.dispatch.timing import (
 )
 from tmm_core.dispatch.tuning import SETTLE
 from tmm_core.launch import warm
+from tmm_core.spec.asking import told
 from tmm_core.spec.precision import precision
+from tmm_core.spec.problem import Problem
 
 #: Columns every measured problem has.
 TORCH, AGAIN, TMM = "torch", "torch again", "tmm"
 INDUCTOR, UNTUNED = "inductor", "untuned"
-#: Column of problems in batch-invariant mode.
-ONE_CONFIG = "kernel one persistent config"
 
 #: Suites bound by memory bandwidth, for which a read floor is meaningful.
 MEMORY_BOUND = ("decode", "large_k")
@@ -104,28 +105,23 @@ def run(tasks: Sequence[Task], device: torch.device, options: Options) -> Iterat
         if time.monotonic() >= options.deadline:
             return
         if options.tune and following is not None and not following.batch_invariant:
-            _prepare(following, device)
-        document: Document = {
-            "kind": "problem",
-            "suite": task.suite,
-            "case": task.case.to_json(),
-        }
+            prepare(partial(following.case.problem, device), following.case.tf32)
+        document: Document = {"kind": "problem", "suite": task.suite, "case": task.case.to_json()}
         started = time.monotonic()
         try:
             document |= _measure(task, device, options, timer, clocks)
         except Exception as error:  # out of memory, a kernel's illegal access, …
-            document["failed"] = f"{type(error).__name__}: {error}"
+            document["failed"] = told(error)
         timer.release()
         _release(device)
         document["seconds"] = round(time.monotonic() - started, 2)
         yield document
 
 
-def _prepare(task: Task, device: torch.device) -> None:
-    """Compile the task's kernels while another task is measured."""
-    with suppress(Exception):  # the task itself will report it
-        problem = task.case.call(device, filled=False).problem()
-        dispatch.dispatcher().prepare(problem, settings.current())
+def prepare(pose: Callable[[], Problem], tf32: bool, force: bool = False) -> None:
+    """Start compiling the kernels of a problem, while another is measured."""
+    with suppress(Exception), precision(tf32):  # its own turn reports it
+        dispatch.dispatcher().prepare(pose(), settings.current(), force)
 
 
 def _measure(
@@ -200,7 +196,7 @@ def _other_clocks(
     noise is several times that of the clock in use."""
     both = [runs[TORCH], runs[TMM]]
 
-    def told(
+    def both_by(
         samples: Sequence[Sequence[float]],
         middle: Callable[[Sequence[float]], float] = statistics.median,
     ) -> dict[str, float]:
@@ -209,14 +205,15 @@ def _other_clocks(
             for name, each in zip((TORCH, TMM, AGAIN), samples, strict=False)
         }
 
-    found: Document = {"alone": told(timer.alone(both, ALONE_ROUNDS))}
+    found: Document = {"alone": both_by(timer.alone(both, ALONE_ROUNDS))}
     if all(times[name]["median_us"] >= LONG_US for name in (TORCH, TMM)):
         three = [*both, runs[AGAIN]]
-        found["steady"] = told(timer.steady(three, STEADY_ROUNDS, copies=copies), statistics.mean)
+        steady = timer.steady(three, STEADY_ROUNDS, copies=copies)
+        found["steady"] = both_by(steady, statistics.mean)
     else:
         small = torch.randn(BETWEEN, device=device)
         mixed = [_with_between(run, small) for run in both]
-        found["between"] = told(timer.measure(mixed, LEAST_ROUNDS, copies=copies))
+        found["between"] = both_by(timer.measure(mixed, LEAST_ROUNDS, copies=copies))
     return found
 
 
@@ -258,55 +255,50 @@ def _tune(call: Call, options: Options) -> float:
 
 
 def _runs(
-    calls: Sequence[Call], options: Options, document: Document, series: Sequence[Series] = ()
+    calls: Sequence[Call], options: Options, document: Document, series: Sequence[Series]
 ) -> dict[str, Run]:
     """The runs to time, by column, each called once already. An extra column that is unavailable
     is left out and its reason noted in ``document``; torch's and tmm's columns must work."""
     call = calls[0]
     eager = providers.eager if call.rows is None else grouped.eager
-    extras: dict[str, Run] = {}
-    failed: dict[str, str] = {}
-    if options.kernels:
-        plans, failed = providers.kernels(call)
-        document["kernel_configs"] = {name: plan.config for name, plan in plans.items()}
-        extras |= {f"kernel {name}": planned(plan, calls) for name, plan in plans.items()}
-    if series:
-        document["series"] = [each.label for each in series]
-        document.setdefault("kernel_configs", {})
-    for each in series:
-        try:
-            plan = each.plan(call)
-        except Exception as error:  # it declines, or does not compile: its column is left out
-            failed[each.label] = f"{type(error).__name__}: {error}"
-            continue
-        document["kernel_configs"][each.label] = plan.config
-        extras[each.column] = planned(plan, calls)
-    if options.untuned:
-        untuned = providers.untuned(call)
-        document["untuned"] = f"{untuned.kernel} {untuned.choice.candidate.config}".rstrip()
-        extras[UNTUNED] = planned(untuned, calls)
-    if call.problem().batch_invariant:
-        try:
-            extras[ONE_CONFIG] = planned(providers.one_config(call), calls)
-        except Exception as error:  # no Triton, or operands that TMA cannot read
-            failed[ONE_CONFIG.removeprefix("kernel ")] = f"{type(error).__name__}: {error}"
-    if call.rows is not None:
-        extras |= grouped.peers(calls, failed)
-    elif options.inductor:
-        extras[INDUCTOR] = providers.inductor(calls)
-    runs = {
-        TORCH: eager(calls),
-        TMM: providers.tmm(calls),
-        AGAIN: eager(calls),
-    }
+    runs = {TORCH: eager(calls), TMM: providers.tmm(calls), AGAIN: eager(calls)}
     for run in runs.values():
         _once(run, call.a.is_cuda)
-    for name, run in extras.items():
+    configs: dict[str, Any] = {}
+
+    def single(each: Series) -> Run:
+        plan = each.plan(call)
+        configs[each.label] = plan.config
+        return planned(plan, calls)
+
+    def untuned() -> Run:
+        plan = providers.untuned(call)
+        document["untuned"] = f"{plan.kernel} {plan.choice.candidate.config}".rstrip()
+        return planned(plan, calls)
+
+    if series:
+        document["series"] = [each.label for each in series]
+    best, failed = providers.kernels(call) if options.kernels else ([], {})
+    extras: dict[str, Callable[[], Run]]
+    extras = {each.column: partial(single, each) for each in (*best, *series)}
+    if options.untuned:
+        extras[UNTUNED] = untuned
+    if call.problem().batch_invariant:
+        extras[ONE_CONFIG.column] = partial(single, ONE_CONFIG)
+    if call.rows is not None:
+        extras |= {LOOP: lambda: grouped.loop(calls), QUACK: lambda: grouped.quack(calls)}
+    elif options.inductor:
+        extras[INDUCTOR] = lambda: providers.inductor(calls)
+    for column, make in extras.items():
         try:
+            run = make()
             _once(run, call.a.is_cuda)
-            runs[name] = run
-        except Exception as error:
-            failed[name.removeprefix("kernel ")] = f"{type(error).__name__}: {error}"
+        except Exception as error:  # it declines, is not installed, does not compile, …
+            failed[column.removeprefix("kernel ")] = told(error)
+        else:
+            runs[column] = run
+    if configs:
+        document["kernel_configs"] = configs
     if failed:
         document["not_timed"] = failed
     return runs

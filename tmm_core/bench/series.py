@@ -49,6 +49,14 @@ ONE_TILE = (
     Series("triton.grouped one tile", "triton.grouped", (*_TILE.items(), ("GROUP_M", 8))),
 )
 
+#: The usual batch-invariant product: a persistent kernel whose one config serves every M, that of
+#: libraries which replace torch's 16-bit products by invariant ones.
+ONE_CONFIG = Series(
+    "one persistent config",
+    "triton.persistent",
+    (*_TILE.items(), ("GROUP_M", 8), ("SUBTILE", 1), ("FLATTEN", True)),
+)
+
 
 def combined(
     kernels: Sequence[Kernel[Any]], common: Fields, sweeps: Mapping[str, Sequence[Any]]

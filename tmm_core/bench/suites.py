@@ -6,6 +6,7 @@ import functools
 import importlib.resources
 import itertools
 import json
+from collections import ChainMap
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -126,33 +127,20 @@ def expand(name: str, suite: Mapping[str, Any], others: Mapping[str, Any] = _NON
         raise ValueError(f"suite {name!r}: experts are [groups, N, K]")
     if any(len(shape) not in (3, 4) for shape in shapes):
         raise ValueError(f"suite {name!r}: shapes are [M, N, K] or [B, M, N, K]")
-    shapes = [[1, *shape] if len(shape) == 3 else shape for shape in shapes]
-    kinds = [
-        (dtype, kind) for dtype in dtypes for kind in (scales if dtype in BY_STORAGE else [""])
-    ]
-    combinations = itertools.product(kinds, precisions, layouts, expressions, shapes)
-    return [
-        Task(
-            name,
-            Case(
-                m=m,
-                n=n,
-                k=k,
-                batch=1 if experts else batch,
-                **({"groups": batch, **groups} if experts else {}),
-                dtype=dtype,
-                layout=layout,
-                epilogue=epilogue,
-                bias=bias,
-                residual=residual,
-                tf32=precision == "tf32",
-                scales=kind,
-            ),
-            invariant,
-        )
-        for (dtype, kind), precision, layout, terms, (batch, m, n, k) in combinations
-        for bias, epilogue, residual in [terms]
-    ]
+    sizes = ("groups" if experts else "batch", "m", "n", "k")
+    fields: Iterable[Sequence[dict[str, Any]]] = itertools.product(
+        [
+            {"dtype": dtype, "scales": kind}
+            for dtype in dtypes
+            for kind in (scales if dtype in BY_STORAGE else [""])
+        ],
+        [{"tf32": precision == "tf32"} for precision in precisions],
+        [{"layout": layout} for layout in layouts],
+        expressions,
+        [dict(zip(sizes[-len(shape) :], shape, strict=True)) for shape in shapes],
+    )
+    common = groups if experts else {}
+    return [Task(name, Case(**common, **ChainMap(*each)), invariant) for each in fields]
 
 
 def _shapes(suite: Mapping[str, Any]) -> list[Sequence[int]]:

@@ -118,8 +118,11 @@ def _measure_all(
             board.put(f"result/{attempt}/{index}", _measure(problems[index], current, force))
         agreed = board.agree(verdict, _watch(board, attempt, shares))
         lost |= set(agreed["lost"])
-        found |= {index: f"result/{attempt}/{index}" for index in agreed["found"]}
-        failed |= dict(agreed["failed"])
+        for index, error in agreed["ended"]:
+            if error is None:
+                found[index] = f"result/{attempt}/{index}"
+            else:
+                failed[index] = error
     if lost:
         warn(
             f"rank {_list(lost)} showed no sign of life for {board.timeout:g} s while tuning; "
@@ -149,15 +152,12 @@ def _watch(board: _Board, attempt: int, shares: Mapping[int, Sequence[int]]) -> 
         for rank, share in shares.items()
     }
     lost = board.await_all(awaited, until=f"verdict/{attempt}")
-    found, failed = [], []
-    for index in sorted(index for share in shares.values() for index in share):
-        key = f"result/{attempt}/{index}"
-        result = board.get(key) if board.has(key) else {}
-        if "record" in result:
-            found.append(index)
-        elif "error" in result:
-            failed.append((index, result["error"]))
-    return {"lost": lost, "found": found, "failed": failed}
+    ended = [
+        (index, board.get(key).get("error"))
+        for index in sorted(index for share in shares.values() for index in share)
+        if board.has(key := f"result/{attempt}/{index}")
+    ]
+    return {"lost": lost, "ended": ended}
 
 
 def _compare(board: _Board, problems: Sequence[Problem], lost: set[int]) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -29,6 +28,7 @@ from tmm_core.bench.case import Case
 from tmm_core.bench.results import Document, Results, Writer, identity
 from tmm_core.spec.device import fingerprint
 from tmm_core.tools.commands import options as shared
+from tmm_core.tools.commands import verify
 from tmm_core.tools.commands.console import (
     DONE,
     FOUND,
@@ -38,7 +38,6 @@ from tmm_core.tools.commands.console import (
     print_json,
     print_table,
 )
-from tmm_core.tools.commands.misses import title
 
 
 def run(options: argparse.Namespace) -> int:
@@ -55,26 +54,29 @@ def run(options: argparse.Namespace) -> int:
     started = time.monotonic()
     device = shared.device(options)
     if options.verify_shipped:
-        return _verify_shipped(device, options)
-    tasks = _tasks(options)
+        verdicts = recheck.raced(recheck.shipped(fingerprint(device)), device)
+        return verify.show(verdicts, "shipped for this GPU and these versions", options.json)
+    asked, done = _tasks(options), _done(options)
+    tasks = [task for task in asked if identity(task.suite, task.case.to_json()) not in done]
     if options.resume:
-        tasks = _undone(tasks, options)
+        note(f"{len(asked) - len(tasks)} of {len(asked)} problems are measured already")
     names = list(dict.fromkeys(task.suite for task in tasks)) + ["host"] * options.host
     names += ["regret"] * bool(options.regret)
     interrupted = False
-    with Writer(options.output, "-".join(names) if len(names) < 5 else "all") as writer:
-        writer.append({"kind": "run", **environment.describe(device, options.argv)})
-        try:
-            if options.host:
-                writer.append(host.measure(device, tune=options.tune, budget=options.budget))
-            deadline = started + options.max_seconds
-            for document in _regrets(device, options, deadline):
-                writer.append(document)
-            for number, document in enumerate(_measure(tasks, device, options, deadline), 1):
-                writer.append(document)
-                note(f"[{number:{len(str(len(tasks)))}}/{len(tasks)}] {report.line(document)}")
-        except KeyboardInterrupt:
-            interrupted = True
+    writer = Writer(options.output, "-".join(names) if len(names) < 5 else "all")
+    writer.append({"kind": "run", **environment.describe(device, options.argv)})
+    try:
+        if options.host:
+            writer.append(host.measure(device, tune=options.tune, budget=options.budget))
+        deadline = started + options.max_seconds
+        for document in _regrets(device, options, done, deadline):
+            writer.append(document)
+        measured = runner.run(tasks, device, _chosen(options, deadline))
+        for number, document in enumerate(measured, 1):
+            writer.append(document)
+            note(f"[{number:{len(str(len(tasks)))}}/{len(tasks)}] {report.line(document)}")
+    except KeyboardInterrupt:
+        interrupted = True
     results = Results.of(writer.documents)
     if len(results.problems) < len(tasks):
         why = "interrupted" if interrupted else f"--max-seconds {options.max_seconds:g} are over"
@@ -102,37 +104,8 @@ def _share(paths: Sequence[Path], options: argparse.Namespace) -> None:
     )
 
 
-def _verify_shipped(device: torch.device, options: argparse.Namespace) -> int:
-    documents = []
-    for document in recheck.raced(recheck.shipped(fingerprint(device)), device):
-        documents.append(document)
-        if document["status"] != "ok":
-            name = document.get("title") or title(document["problem"])
-            ratio = f", {document['ratio']:.3f}× blas" if "ratio" in document else ""
-            reason = document.get("reason", "")
-            note(f"{document['status']}: {name} {document['kernel']}{ratio} {reason}".rstrip())
-    counts = Counter(document["status"] for document in documents)
-    if options.json:
-        print_json(documents)
-    else:
-        found = ", ".join(f"{number} {status}" for status, number in sorted(counts.items()))
-        # Both ends: noise that makes some slower makes others faster.
-        ratios = sorted(d["ratio"] for d in documents if "ratio" in d)
-        spread = f"; {ratios[0]:.3f} to {ratios[-1]:.3f}× blas" if ratios else ""
-        print(
-            f"{len(documents)} shipped records for this GPU and these versions: "
-            f"{found or '-'}{spread}"
-        )
-    return FOUND if any(counts[fault] for fault in recheck.FAULTS) else DONE
-
-
-def _measure(
-    tasks: Sequence[suites.Task],
-    device: torch.device,
-    options: argparse.Namespace,
-    deadline: float,
-) -> Iterator[Document]:
-    chosen = runner.Options(
+def _chosen(options: argparse.Namespace, deadline: float) -> runner.Options:
+    return runner.Options(
         tune=options.tune,
         tune_budget=options.budget,
         kernels=options.kernels,
@@ -144,18 +117,13 @@ def _measure(
         seconds=options.seconds_per_problem,
         deadline=deadline,
     )
-    return runner.run(tasks, device, chosen)
 
 
 def _regrets(
-    device: torch.device, options: argparse.Namespace, deadline: float
+    device: torch.device, options: argparse.Namespace, done: set[str], deadline: float
 ) -> Iterator[Document]:
     asked = regret.cases(options.regret, options.dtype or torch.bfloat16)
-    if options.resume:
-        known = {
-            identity("regret", done["case"]) for done in _before(options).regrets if "us" in done
-        }
-        asked = [case for case in asked if identity("regret", case.to_json()) not in known]
+    asked = [case for case in asked if identity("regret", case.to_json()) not in done]
     for document in regret.measure(device, asked, budget=options.budget):
         yield document
         if time.monotonic() > deadline:
@@ -192,27 +160,21 @@ def _tasks(options: argparse.Namespace) -> list[suites.Task]:
         raise UsageError(str(error)) from error
 
 
-def _undone(tasks: list[suites.Task], options: argparse.Namespace) -> list[suites.Task]:
-    """The tasks without a measurement in the output folder."""
-    done = _before(options).measured
-    known = {identity(document["suite"], document["case"]) for document in done}
-    left = [task for task in tasks if identity(task.suite, task.case.to_json()) not in known]
-    note(f"{len(tasks) - len(left)} of {len(tasks)} problems are measured already")
-    return left
-
-
-def _before(options: argparse.Namespace) -> Results:
-    """The results in the output folder."""
+def _done(options: argparse.Namespace) -> set[str]:
+    """With ``--resume``, the identities of what the output folder has measurements of."""
+    if not options.resume:
+        return set()
     if options.output is None:
         raise UsageError("--resume needs --output, the folder with earlier results")
-    return _read([options.output]) if options.output.is_dir() else Results()
+    before = _read([options.output]) if options.output.is_dir() else Results()
+    measured = [(document["suite"], document["case"]) for document in before.measured]
+    measured += [("regret", document["case"]) for document in before.regrets if "us" in document]
+    return {identity(*each) for each in measured}
 
 
 def _read(paths: Sequence[Path]) -> Results:
     try:
         return Results.read(paths)
-    except OSError as error:
-        raise UsageError(str(error)) from error
     except ValueError as error:
         raise UsageError(f"no results: {error}") from error
 

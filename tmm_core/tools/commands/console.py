@@ -13,13 +13,10 @@ from tmm_cache import CacheWarning, console
 from tmm_cache.console import DONE as DONE
 from tmm_cache.console import FOUND as FOUND
 from tmm_cache.console import INTERRUPTED as INTERRUPTED
+from tmm_cache.errors import UsageError as UsageError
 from tmm_cache.tables import print_table as print_table
 
 from tmm_core.errors import TmmWarning
-
-
-class UsageError(Exception):
-    """A usage error: reported in one line, exit status 2."""
 
 
 def note(text: str) -> None:

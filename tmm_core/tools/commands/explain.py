@@ -62,8 +62,7 @@ def _explanation(case: Case, options: argparse.Namespace) -> Explanation:
         forced["config"] = options.config
     with precision(case.tf32), settings.override(**forced):
         try:
-            # Only shapes, strides and dtypes matter.
-            problem = case.call(device, filled=False).problem()
+            problem = case.problem(device)
             if gpu is not None:
                 problem = replace(problem, device=gpu)
             return explain_problem(dispatcher, problem, settings.current())

@@ -39,7 +39,19 @@ def find(store: CacheStore, text: str) -> DeviceFingerprint:
     counts = Counter(filter(None, map(_device, store.summaries())))
     for name, capability, sms, l2 in _SPECIFIED:
         if not any(device.name == name for device in counts):
-            counts[_fingerprint(name, capability, sms, l2)] = 0
+            # With the software that is installed here.
+            device = DeviceFingerprint(
+                type="cuda",
+                name=name,
+                capability=capability,
+                sm_count=sms,
+                shared_memory=_SHARED[capability],
+                l2=l2 << 20,
+                torch=torch.__version__,
+                triton=version_of("triton"),
+                cuda=torch.version.cuda or "",
+            )
+            counts[device] = 0
     found = {device: n for device, n in counts.items() if text.lower() in device.name.lower()}
     names = sorted({device.name for device in found})
     if len(names) != 1:
@@ -63,18 +75,3 @@ def _device(summary: Summary) -> DeviceFingerprint | None:
     except (KeyError, TypeError):
         return None
     return found if found.type == "cuda" else None
-
-
-def _fingerprint(name: str, capability: tuple[int, int], sms: int, l2: int) -> DeviceFingerprint:
-    """The fingerprint of a GPU with the software that is installed here."""
-    return DeviceFingerprint(
-        type="cuda",
-        name=name,
-        capability=capability,
-        sm_count=sms,
-        shared_memory=_SHARED[capability],
-        l2=l2 << 20,
-        torch=torch.__version__,
-        triton=version_of("triton"),
-        cuda=torch.version.cuda or "",
-    )

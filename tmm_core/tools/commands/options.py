@@ -43,7 +43,7 @@ def add_problem(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--epilogue",
         type=argument(parse_expression),
-        default=(False, "", False),
+        default=parse_expression(""),
         metavar="TEXT",
         help='as in matmul, like silu or "gelu_tanh+softcap(30)"; bias+…+residual adds those',
     )
@@ -78,7 +78,6 @@ def cases(options: argparse.Namespace, shapes: list[tuple[int, int, int, int]]) 
     Raises:
         UsageError: Options that contradict each other.
     """
-    bias, epilogue, residual = options.epilogue
     if options.scales and shapes and options.dtype not in BY_STORAGE:
         raise UsageError(f"--scales {options.scales} is for --dtype e4m3 or e5m2")
     if options.ragged and not options.groups:
@@ -97,9 +96,9 @@ def cases(options: argparse.Namespace, shapes: list[tuple[int, int, int, int]]) 
                 batch=max(batch, options.batch),
                 dtype=options.dtype or torch.bfloat16,
                 layout=options.layout or "nn",
-                epilogue=epilogue,
-                bias=bias or options.bias,
-                residual=residual or options.residual,
+                epilogue=options.epilogue["epilogue"],
+                bias=options.epilogue["bias"] or options.bias,
+                residual=options.epilogue["residual"] or options.residual,
                 out_dtype=options.out_dtype,
                 tf32=options.tf32,
                 scales=options.scales or "",

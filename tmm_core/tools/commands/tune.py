@@ -6,8 +6,8 @@ import argparse
 import json
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -17,8 +17,8 @@ import torch
 from tmm_cache.head import blas_us
 
 import tmm_core
-from tmm_core import dispatch, settings
-from tmm_core.bench import report, suites
+from tmm_core import dispatch
+from tmm_core.bench import report, runner, suites
 from tmm_core.bench.case import Case
 from tmm_core.dispatch.first_launch import FirstLaunches
 from tmm_core.launch import warm
@@ -48,11 +48,16 @@ def run(options: argparse.Namespace) -> int:
     interrupted = False
     # With --json stdout is one document, so progress goes to stderr.
     say: Callable[[str], None] = note if options.json else partial(print, flush=True)
-    with _first_launches_elsewhere(device) if options.isolate else nullcontext():
+    with ExitStack() as stack:
+        if options.isolate:
+            tuner = dispatch.dispatcher().tuner
+            tuner.first_launches = stack.enter_context(closing(FirstLaunches(device)))
+            stack.callback(setattr, tuner, "first_launches", None)
         for number, item in enumerate(pending, start=1):
             try:
                 if number < len(pending):
-                    _prepare(pending[number], options)
+                    following = pending[number]
+                    runner.prepare(following.pose, following.tf32, options.force)
                 outcome = _tune(item, options)
             except KeyboardInterrupt:
                 done = f"{number - 1} of {len(pending)} are done, and their records saved"
@@ -66,17 +71,6 @@ def run(options: argparse.Namespace) -> int:
     if interrupted:
         return INTERRUPTED
     return FOUND if any(outcome["status"] == "failed" for outcome in outcomes) else DONE
-
-
-@contextmanager
-def _first_launches_elsewhere(device: torch.device) -> Iterator[None]:
-    tuner = dispatch.dispatcher().tuner
-    tuner.first_launches = FirstLaunches(device)
-    try:
-        yield
-    finally:
-        tuner.first_launches.close()
-        tuner.first_launches = None
 
 
 def _pending(options: argparse.Namespace, device: torch.device) -> list[Pending]:
@@ -98,15 +92,13 @@ def _pending(options: argparse.Namespace, device: torch.device) -> list[Pending]
 
 
 def _of_case(case: Case, device: torch.device) -> Pending:
-    return Pending(str(case), case.tf32, lambda: case.call(device, filled=False).problem())
+    return Pending(str(case), case.tf32, partial(case.problem, device))
 
 
 def _of_document(document: Mapping[str, Any], device: torch.device) -> Pending:
     """A pending problem from its JSON in records, misses and ``--json`` output."""
-
-    return Pending(
-        title(document), bool(document.get("tf32")), lambda: warm.recall(document, device)
-    )
+    pose = partial(warm.recall, document, device)
+    return Pending(title(document), bool(document.get("tf32")), pose)
 
 
 def _of_file(path: Path, device: torch.device) -> list[Pending]:
@@ -116,8 +108,6 @@ def _of_file(path: Path, device: torch.device) -> list[Pending]:
             return [_of_case(task.case, device) for task in suites.read(document)]
         if not isinstance(document, list) or not all(isinstance(d, Mapping) for d in document):
             raise ValueError("expected suites by name or a list of problems")
-    except OSError as error:
-        raise UsageError(str(error)) from error
     except ValueError as error:
         raise UsageError(f"{path}: {error}") from error
     # Entries of `tmm misses --json` contain the problem.
@@ -137,12 +127,6 @@ def _of_misses(device: torch.device) -> list[Pending]:
         if not tuned_since(store, miss)
     }
     return [_of_document(problem, device) for problem in problems.values()]
-
-
-def _prepare(item: Pending, options: argparse.Namespace) -> None:
-    """Start compiling for the next problem, while this one is measured."""
-    with suppress(Exception), precision(item.tf32):  # its own turn reports it
-        dispatch.dispatcher().prepare(item.pose(), settings.current(), options.force)
 
 
 def _tune(item: Pending, options: argparse.Namespace) -> dict[str, Any]:
