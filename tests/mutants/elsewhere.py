@@ -122,13 +122,9 @@ _BUILT = (f"{EARLY}::test_dependent_launch_where_the_config_says_and_the_gpu_can
 _WORD = 'return ("static_weights",) if self.early == "b" else ()', "return ()"
 
 ELSEWHERE = [
-    Mutant("bias-gradient", "interop/rows.py",
-           "dbias = rows.sum(0) if same else rows.sum(0, dtype=levels.wider(rows.dtype, dtype))",
-           "dbias = rows.sum(0)", "a sum over all rows is rounded to bf16", _GRADIENT),
-    Mutant("bias-gradient-operator", "autograd.py",
-           "dbias = dz2.sum(tuple(range(dz2.dim() - 1)), dtype=levels.wider(dz2.dtype, bias_dtype))",
-           "dbias = dz2.sum(tuple(range(dz2.dim() - 1)))", "a sum over all rows is rounded to bf16",
-           _GRADIENT),
+    Mutant("bias-gradient", "interop/gradients.py",
+           "dbias = dz.sum(rows, dtype=dz.dtype if dz.is_complex() else dtype)",
+           "dbias = dz.sum(rows)", "a sum over all rows is rounded to bf16", _GRADIENT),
     Mutant("convert-hooks", "convert.py", ', "_backward_hooks", "_backward_pre_hooks")', ', "_backward_hooks")',
            "a hooked layer is swapped and its hook lost",
            ("tests/core/test_nn.py::test_hooked_modules_are_left_alone_and_their_hooks_run",)),
