@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tmm_core.dispatch import ragged, ragged_special, random_inputs, special, verify
+from tmm_core.dispatch import ragged, random_inputs, verify
 from tmm_core.dispatch.guarded import (
     UNREADABLE,
     UNWRITTEN,
@@ -21,7 +21,7 @@ from tmm_core.dispatch.guarded import (
 )
 from tmm_core.dispatch.ragged_reference import reference
 from tmm_core.dispatch.random_inputs import Inputs
-from tmm_core.dispatch.special import AXES, Special
+from tmm_core.dispatch.special import AXES, Special, special
 from tmm_core.spec.arguments import Arguments
 from tmm_core.spec.device import free_memory
 from tmm_core.spec.operand import Operand
@@ -161,13 +161,8 @@ class Fixture:
     def special(self) -> list[Special]:
         """Special values for the last set of inputs, in rows and in columns."""
         if self._special is None:
-            problem, inputs, room = self.problem, self.sets()[-1].inputs, self.limit // 8
-            made = [
-                ragged_special.special(problem, inputs, axis, room)
-                if isinstance(inputs, ragged.Inputs)
-                else special.special(problem, inputs, axis, room)
-                for axis in AXES
-            ]
+            inputs, room = self.sets()[-1].inputs, self.limit // 8
+            made = [special(self.problem, inputs, axis, room) for axis in AXES]
             self._special = [each for each in made if each is not None]
         return self._special
 
