@@ -99,18 +99,8 @@ def matmul(
     """
     if kernel is not None or config is not None or on_cache_miss is not None:
         with settings.override(kernel=kernel, config=config, on_cache_miss=on_cache_miss):
-            return matmul(
-                a,
-                b,
-                bias=bias,
-                residual=residual,
-                alpha=alpha,
-                epilogue=epilogue,
-                out=out,
-                out_dtype=out_dtype,
-                scale_a=scale_a,
-                scale_b=scale_b,
-            )
+            call = Arguments(a, b, bias, residual, alpha, "", out_dtype, scale_a, scale_b, out)
+            return matmul(**call._asdict() | {"epilogue": epilogue})
     if type(alpha) is not float and isinstance(alpha, Tensor):  # 20 ns, not 80
         call = Arguments(a, b, bias, residual, alpha, "", out_dtype, scale_a, scale_b, out)
         return _scaled(call, epilogue)
@@ -126,7 +116,7 @@ def matmul(
             if not levels.recorded(a, b, bias, residual):
                 return warm.run(a, b, bias, residual, alpha, text, out_dtype, scale_a, scale_b)
             if scale_a is None and scale_b is None and a.dtype not in BY_STORAGE:
-                return autograd.eager(a, b, bias, residual, alpha, text, out_dtype)
+                return autograd.in_parts(a, b, bias, residual, alpha, text, out_dtype)
         except (RuntimeError, ValueError):
             if not unusual.concerns(a, b, bias, residual):
                 raise
@@ -224,7 +214,7 @@ def linear(
             if not levels.recorded(x, weight, bias, residual):
                 return warm.run(x, weight.t(), bias, residual, alpha, text, out_dtype)
             if x.dtype not in BY_STORAGE:
-                return autograd.eager(
+                return autograd.in_parts(
                     x, weight, bias, residual, alpha, text, out_dtype, transposed=True
                 )
     except (AttributeError, RuntimeError, ValueError):

@@ -26,7 +26,7 @@ from tmm_core.interop import levels
 from tmm_core.interop.gradients import Call, eager_product, followed, gradients
 from tmm_core.launch.warm import epilogue_of, undisturbed
 from tmm_core.spec.arguments import COMMON, Arguments
-from tmm_core.spec.epilogue import IDENTITY, Epilogue
+from tmm_core.spec.epilogue import IDENTITY
 
 Tensor = torch.Tensor
 
@@ -43,8 +43,8 @@ def matmul(*given: Any) -> Tensor:
     given = given[:COMMON]
     below = undisturbed(*tensors, cast=True, shown=True)
     if below and not any(map(levels.is_batched, tensors[:2])):
-        return eager(*given)
-    return _in_parts(_record_product, *given)
+        return in_parts(*given)
+    return in_parts(*given, product=_record_product)
 
 
 def keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -75,7 +75,7 @@ def by_torch(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
     return tuple(found.get(id(t)) for t in given[: len(ctx.needs_input_grad)])
 
 
-def eager(
+def in_parts(
     a: Tensor,
     b: Tensor,
     bias: Tensor | None = None,
@@ -84,50 +84,38 @@ def eager(
     epilogue: str = "",
     out_dtype: torch.dtype | None = None,
     transposed: bool = False,
+    *,
+    product: Callable[..., Tensor] = eager_product,
 ) -> Tensor:
-    """:func:`matmul` for a recorded call that needs no dispatcher
-    (:func:`tmm_core.launch.warm.undisturbed`): one node, without the operator.
+    """A recorded call: the product with the part of the epilogue that it can fuse (its head); then
+    the rest of the epilogue, by kernels where there are any; then the residual.
 
     Args:
         transposed: ``b`` is a layer's weight, ``[N, K]``; a transposed view of it would be
             another node.
+        product: By default that of a call that needs no dispatcher
+            (:func:`tmm_core.launch.warm.undisturbed`): one node, without the operator.
     """
-    return _in_parts(eager_product, a, b, bias, residual, alpha, epilogue, out_dtype, transposed)
-
-
-def _in_parts(
-    product: Callable[..., Tensor],
-    a: Tensor,
-    b: Tensor,
-    bias: Tensor | None = None,
-    residual: Tensor | None = None,
-    alpha: float = 1.0,
-    epilogue: str = "",
-    out_dtype: torch.dtype | None = None,
-    *more: Any,
-) -> Tensor:
-    """``product`` with the part of the epilogue that it can fuse (its head) and ``more``; then the
-    rest of the epilogue, by kernels where there are any; then the residual."""
     if not epilogue:
-        return product(a, b, bias, residual, alpha, IDENTITY, out_dtype, *more)
+        return product(a, b, bias, residual, alpha, IDENTITY, out_dtype, transposed)
     parsed = epilogue_of(epilogue)
     if parsed.outputs:
         bare = parsed.bare.interned()
-        y = _in_parts(product, a, b, bias, residual, alpha, bare, out_dtype, *more)
+        more = (alpha, bare, out_dtype, transposed)
+        y = in_parts(a, b, bias, residual, *more, product=product)
         return (y, *parsed.beside(y))  # type: ignore[return-value]  # as the plan's launcher
     head, rest = parsed.parts
     inner = residual if rest is None and head is IDENTITY else None
-    y = product(a, b, bias, inner, alpha, head, out_dtype, *more)
+    y = product(a, b, bias, inner, alpha, head, out_dtype, transposed)
     if rest is not None:
         rows = b.dim() == 2 <= a.dim()
         y = followed(y, rest, eager=rows and product is eager_product)
     return y if residual is None or residual is inner else (y + residual).to(y.dtype)
 
 
-def _record_product(
-    a: Tensor, b: Tensor, bias: Any, residual: Any, alpha: float, head: Epilogue, out_dtype: Any
-) -> Tensor:
-    return levels.record(_Product, a, b, bias, residual, alpha, levels.head_text(head), out_dtype)
+def _record_product(*given: Any) -> Tensor:
+    *arguments, head, out_dtype, _ = given
+    return levels.record(_Product, *arguments, levels.head_text(head), out_dtype)
 
 
 class _Product(levels.OneLevel):
