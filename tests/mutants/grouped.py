@@ -103,8 +103,8 @@ GROUPED = [
     Mutant(
         "grouped-soiled-scales",
         "dispatch/ragged.py",
-        "                scale_b[end:] = torch.nan\n",
-        "                pass\n",
+        "[(given.b, 1), (scale_b, 0), (residual, 1)]",
+        "[(given.b, 1), (residual, 1)]",
         "a kernel that reads scales of no group is not found",
         (f"{EIGHT}::test_inputs_to_measure_with",),
     ),

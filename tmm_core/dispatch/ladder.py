@@ -223,7 +223,7 @@ class Dispatcher(Evidence):
         answered = self._answered.get(problem, settings)
         if answered is None:
             return None
-        at_hand = self.registry.loaded_candidates(problem, settings)
+        at_hand, _ = self.registry.candidates(problem, settings, deferred=False)
         if not answered and all(kernel.name == BASELINE for kernel in at_hand):
             return self._fallback(problem, _ALONE)
         able = answered | {(kernel.name, kernel.version) for kernel in at_hand}

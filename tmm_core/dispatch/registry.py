@@ -356,22 +356,20 @@ class Registry:
         return reasons + kernel.reasons_against(problem)
 
     def candidates(
-        self, problem: Problem, settings: Settings
+        self, problem: Problem, settings: Settings, deferred: bool = True
     ) -> tuple[list[Kernel[Any]], dict[str, list[str]]]:
-        """Kernels that can serve ``problem``, and the others' reasons by name."""
-        return self._asked([registered.kernel for registered in self.kernels()], problem, settings)
+        """Kernels that can serve ``problem``, and the others' reasons by name.
 
-    def loaded_candidates(self, problem: Problem, settings: Settings) -> list[Kernel[Any]]:
-        """The kernels not registered as deferred that can serve ``problem``."""
+        Args:
+            deferred: Also ask kernels registered as deferred, which loads them.
+        """
         self.load()
-        at_hand = [each.kernel for name, each in self._kernels.items() if name not in self.deferred]
-        return self._asked(at_hand, problem, settings)[0]
-
-    def _asked(
-        self, kernels: Iterable[Kernel[Any]], problem: Problem, settings: Settings
-    ) -> tuple[list[Kernel[Any]], dict[str, list[str]]]:
-        able, rejected = [], {}
-        for kernel in kernels:
+        asked = self.kernels() if deferred else list(self._kernels.values())
+        able: list[Kernel[Any]] = []
+        rejected: dict[str, list[str]] = {}
+        for kernel in (each.kernel for each in asked):
+            if not deferred and kernel.name in self.deferred:
+                continue
             if reasons := self.reasons_against(kernel, problem, settings):
                 rejected[kernel.name] = reasons
             else:
