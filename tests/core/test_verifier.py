@@ -531,8 +531,10 @@ def test_samples_where_memory_is_short() -> None:
     assert not Fixture(asked, CPU, limit, False)._affordable()[1]
     assert Fixture(asked, CPU, limit * 8, False)._affordable() == (2, True)
     # One set may take more than all else.
-    assert Fixture(asked, CPU, limit // 16, False)._affordable() == (0, False)
-    assert Fixture(asked, CPU, limit // 16, False, most=limit)._affordable() == (1, False)
+    small = Fixture(asked, CPU, limit // 16, False)
+    assert small._affordable() == (0, False)
+    small.most = limit
+    assert small._affordable() == (1, False)
     for fault, fine in ((lambda r, *rest: r(*rest), True), (tile, False), (one_nan, False)):
         launcher = Faulty(fault).bind(asked, ANY)
         found = Verifier(asked, CPU, memory_limit=limit).verdict(launcher)
