@@ -257,8 +257,8 @@ def override(
         disable = names(disable)
     disabled = frozenset(disable) if isinstance(disable, Iterable) else {disable}
     changes["disable"] = base.disable | disabled
-    known = [f.name for f in dataclasses.fields(Settings)]
-    if unknown := sorted(set(changes) - set(known)):
+    known = Settings.__dataclass_fields__
+    if unknown := sorted(changes.keys() - known.keys()):
         raise SettingsError(f"unknown setting {', '.join(unknown)}; known: {', '.join(known)}")
     token = _active.set(_intern(dataclasses.replace(base, **changes)))
     try:
