@@ -126,7 +126,7 @@ def matmul(
             if not levels.recorded(a, b, bias, residual):
                 return warm.run(a, b, bias, residual, alpha, text, out_dtype, scale_a, scale_b)
             if scale_a is None and scale_b is None and a.dtype not in BY_STORAGE:
-                return autograd.eager(a, b, bias, residual, alpha, text, out_dtype)
+                return autograd.in_parts(a, b, bias, residual, alpha, text, out_dtype)
         except (RuntimeError, ValueError):
             if not unusual.concerns(a, b, bias, residual):
                 raise
@@ -224,7 +224,7 @@ def linear(
             if not levels.recorded(x, weight, bias, residual):
                 return warm.run(x, weight.t(), bias, residual, alpha, text, out_dtype)
             if x.dtype not in BY_STORAGE:
-                return autograd.eager(
+                return autograd.in_parts(
                     x, weight, bias, residual, alpha, text, out_dtype, transposed=True
                 )
     except (AttributeError, RuntimeError, ValueError):

@@ -46,18 +46,24 @@ _FLAGS = {"1": True, "true": True, "on": True, "yes": True}
 _FLAGS |= {"0": False, "false": False, "off": False, "no": False, "": False}
 
 
-#: Fields whose type an override checks. A flag is a bool: 1 would be interned in place of True and
-#: change records' keys, and a text like "off" is true.
-_KINDS: dict[str, tuple[Any, str]] = {
-    "kernel": ((str, NoneType), "a kernel's name"),
-    "deterministic": (bool, "True or False"),
-    "batch_invariant": (bool, "True or False"),
-    "static_weights": (bool, "True or False"),
-    "arithmetic": ((str, NoneType), "an arithmetic's name"),
-    "tune_budget": (Real, "positive seconds"),
-    "progress": ((bool, NoneType), "True, False or None"),
+def _is(*kinds: type) -> Callable[[Any], bool]:
+    return lambda value: isinstance(value, kinds)
+
+
+#: What the fields take. A flag is a bool: 1 would be interned in place of True and change records'
+#: keys, and a text like "off" is true.
+_TAKES: dict[str, tuple[Callable[[Any], bool], str]] = {
+    "on_cache_miss": (get_args(OnCacheMiss).__contains__, "one of tune, heuristic, error"),
+    "kernel": (_is(str, NoneType), "a kernel's name"),
+    "disable": (lambda given: all(isinstance(name, str) for name in given), "kernels' names"),
+    "deterministic": (_is(bool), "True or False"),
+    "batch_invariant": (_is(bool), "True or False"),
+    "static_weights": (_is(bool), "True or False"),
+    "arithmetic": (_is(str, NoneType), "an arithmetic's name"),
+    "tune_budget": (lambda s: isinstance(s, Real) and 0 < float(s) < math.inf, "positive seconds"),
+    "tune_memory": (lambda n: n is None or (type(n) is int and n > 0), "positive bytes"),
+    "progress": (_is(bool, NoneType), "True, False or None"),
 }
-_ANY = (object, "")
 
 
 @dataclass(frozen=True, eq=False)
@@ -85,17 +91,9 @@ class Settings:
     progress: bool | None = None
 
     def __post_init__(self) -> None:
-        if self.on_cache_miss not in get_args(OnCacheMiss):
-            raise SettingsError(
-                f"on_cache_miss must be one of {', '.join(get_args(OnCacheMiss))}; "
-                f"got {self.on_cache_miss!r}"
-            )
-        if not (math.isfinite(self.tune_budget) and self.tune_budget > 0):
-            raise SettingsError(f"tune_budget must be positive seconds, got {self.tune_budget!r}")
-        if self.tune_memory is not None and not (
-            type(self.tune_memory) is int and self.tune_memory > 0
-        ):
-            raise SettingsError(f"tune_memory must be positive bytes, got {self.tune_memory!r}")
+        for name, (takes, wanted) in _TAKES.items():
+            if not takes(value := getattr(self, name)):
+                raise SettingsError(f"{name} must be {wanted}, got {value!r}")
         if self.config is not None and self.kernel is None:
             raise SettingsError("config needs kernel: a config belongs to one kernel")
 
@@ -258,16 +256,10 @@ def override(
     if isinstance(disable, str):
         disable = names(disable)
     disabled = frozenset(disable) if isinstance(disable, Iterable) else {disable}
-    if disabled and not all(isinstance(name, str) for name in disabled):
-        raise SettingsError(f"disable must be kernels' names, got {disable!r}")
     changes["disable"] = base.disable | disabled
-    known = [f.name for f in dataclasses.fields(Settings)]
-    if unknown := sorted(set(changes) - set(known)):
+    known = Settings.__dataclass_fields__
+    if unknown := sorted(changes.keys() - known.keys()):
         raise SettingsError(f"unknown setting {', '.join(unknown)}; known: {', '.join(known)}")
-    for name, value in changes.items():
-        kinds, wanted = _KINDS.get(name, _ANY)
-        if not isinstance(value, kinds):
-            raise SettingsError(f"{name} must be {wanted}, got {value!r}")
     token = _active.set(_intern(dataclasses.replace(base, **changes)))
     try:
         yield current()

@@ -13,7 +13,7 @@ from fakes import DEVICE, FakeBlas, FakeKernel, FakeTimer, Faulty, plugin, probl
 from tmm_cache import CacheStore
 
 from tmm_core import TmmWarning, Traits
-from tmm_core.dispatch import trust, verifier
+from tmm_core.dispatch import fixture, trust
 from tmm_core.dispatch.ladder import Dispatcher
 from tmm_core.dispatch.registry import Registry
 from tmm_core.dispatch.tuner import Tuner
@@ -148,7 +148,7 @@ def test_what_memory_does_not_suffice_for_is_not_used(
 ) -> None:
     kernel = Counting()
     d = dispatcher(kernel, CacheStore(tmp_path, []))
-    monkeypatch.setattr(verifier, "memory_limit", lambda device, most=0: 1000)
+    monkeypatch.setattr(fixture, "memory_limit", lambda device, most=0: 1000)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         choice, _ = d.bound(problem(), GUESS)

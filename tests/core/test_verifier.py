@@ -14,11 +14,11 @@ import torch
 from fakes import FakeBlas, FakeKernel, FakeTimer, Faulty, problem, settings
 
 from tmm_core import Traits, UnsupportedProblemError
-from tmm_core.dispatch import ragged, ragged_reference, ragged_special, verify
+from tmm_core.dispatch import ragged, ragged_reference, verify
 from tmm_core.dispatch.fixture import Fixture
 from tmm_core.dispatch.guarded import UNREADABLE, UNWRITTEN, guarded
 from tmm_core.dispatch.special import AXES, Axis, planted
-from tmm_core.dispatch.special import special as plain_special
+from tmm_core.dispatch.special import special as special_of
 from tmm_core.dispatch.tuner import Tuner
 from tmm_core.dispatch.verifier import Verdict, Verifier
 from tmm_core.epilogues import BUILTIN, EPILOGUES, parse
@@ -352,8 +352,8 @@ def test_special_values_in_pieces_are_those_of_the_whole(epilogue: str) -> None:
     asked = problem(m=200, n=150, k=40, residual=F32, epilogue=parse(epilogue))
     fixture = Fixture(asked, CPU, 1 << 28, sampled=False)
     inputs = fixture.sets()[1].inputs
-    for axis in ("rows", "columns"):
-        special = plain_special(asked, inputs, axis, room=1)  # type: ignore[arg-type]
+    for axis in AXES:
+        special = special_of(asked, inputs, axis, room=1)
         assert special is not None
         with planted(special.changes):
             right = verify.finished(asked, inputs, verify.accumulated(asked, inputs))
@@ -386,7 +386,7 @@ def test_special_values_of_groups(
     )  # fmt: skip
     inputs = Fixture(asked, CPU, 1 << 28, sampled=False).sets()[1].inputs
     assert isinstance(inputs, ragged.Inputs)
-    special = ragged_special.special(asked, inputs, axis, room=1)
+    special = special_of(asked, inputs, axis, room=1)
     assert special is not None
     with planted(special.changes):
         right = ragged_reference.whole(asked, inputs)
@@ -408,7 +408,7 @@ def test_special_values_at_the_ends_of_groups() -> None:
     inputs = Fixture(asked, CPU, 1 << 28, sampled=False).sets()[1].inputs
     assert isinstance(inputs, ragged.Inputs)
     filled = [each for each in ragged_reference.ranges(inputs.rows.ends) if each[1] < each[2]]
-    special = ragged_special.special(asked, inputs, "rows", room=1)
+    special = special_of(asked, inputs, "rows", room=1)
     assert special is not None
     last, first = (change.index[-1] for change in special.changes[:2])
     assert last in {end - 1 for _, _, end in filled[:-1]}
@@ -531,8 +531,10 @@ def test_samples_where_memory_is_short() -> None:
     assert not Fixture(asked, CPU, limit, False)._affordable()[1]
     assert Fixture(asked, CPU, limit * 8, False)._affordable() == (2, True)
     # One set may take more than all else.
-    assert Fixture(asked, CPU, limit // 16, False)._affordable() == (0, False)
-    assert Fixture(asked, CPU, limit // 16, False, most=limit)._affordable() == (1, False)
+    small = Fixture(asked, CPU, limit // 16, False)
+    assert small._affordable() == (0, False)
+    small.most = limit
+    assert small._affordable() == (1, False)
     for fault, fine in ((lambda r, *rest: r(*rest), True), (tile, False), (one_nan, False)):
         launcher = Faulty(fault).bind(asked, ANY)
         found = Verifier(asked, CPU, memory_limit=limit).verdict(launcher)

@@ -170,7 +170,7 @@ DISPATCHING = [
     Mutant("bench-together", "bench/runner.py", "for name, run in runs.items() if name == LOOP or",
            "for name, run in runs.items() if False and", "torch is timed at a clock that use does not have",
            ("tests/core/test_bench.py",)),
-    Mutant("profile-other-kernels", "interop/rows.py", "undisturbed(grad, grad, shown=True)",
+    Mutant("profile-other-kernels", "interop/gradients.py", "undisturbed(grad, grad, shown=True)",
            "undisturbed(grad, grad)", "a profile shows other kernels than run without it",
            ("tests/core/test_autograd.py::test_a_profile_shows_what_runs_without_it",)),
 ]  # fmt: skip

@@ -29,14 +29,13 @@ if TYPE_CHECKING:
 def collector_off() -> Iterator[None]:
     """Disable the cyclic GC during imports, whose objects are long-lived: it took 90 of the 310 ms
     to import Triton, Gluon and a kernel."""
-    if not gc.isenabled():
-        yield
-        return
+    enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        gc.enable()
+        if enabled:
+            gc.enable()
 
 
 #: This package, and those of its folders that no kernel's answer depends on.

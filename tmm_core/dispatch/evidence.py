@@ -4,14 +4,14 @@ still can."""
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
+from typing import Any, Literal
 
 from tmm_cache import CacheStore, CandidateResult, TuningRecord
 
 from tmm_core.dispatch.deferred import Answers
 from tmm_core.dispatch.registry import Registry
 from tmm_core.dispatch.standing import CandidateId, by_time, holds_at, identity, ranked_around
-from tmm_core.errors import PluginError, TmmError, warn
+from tmm_core.errors import CacheMissError, PluginError, TmmError, warn
 from tmm_core.launch.plan import Choice
 from tmm_core.settings import Settings
 from tmm_core.spec.asking import read_config
@@ -174,7 +174,38 @@ class Evidence:
         path = self.store.found(device.gpu, device.environment, key.to_json())
         return str(path or "not stored")
 
-    def unlocked(self, problem: Problem, key: Problem) -> str:
+    def chosen_by(
+        self,
+        candidate: Candidate,
+        key: Problem,
+        problem: Problem,
+        origin: Literal["cache", "tuned"] = "cache",
+        arithmetic: str | None = None,
+    ) -> Choice:
+        """The choice of a candidate for ``problem`` by the record of ``key``."""
+        other = key if key.extent != problem.extent else None
+        return Choice(candidate, origin, self.where(key), other, arithmetic)
+
+    def require_record(self, problem: Problem, key: Problem, settings: Settings) -> None:
+        """Refuse a problem without a record, whose bucket is that of ``key``, where the store is
+        locked or the settings say so.
+
+        Raises:
+            CacheMissError: They do.
+        """
+        if self.store.locked:
+            raise CacheMissError(self._unlocked(problem, key))
+        if settings.on_cache_miss == "error":
+            mode, under = "", ""
+            if problem.batch_invariant:
+                mode, under = " in batch-invariant mode", " under TMM_BATCH_INVARIANT=1"
+            raise CacheMissError(
+                f"no tuned record for {problem}{mode} (bucket {key.along.upper()}={key.extent}) in "
+                f"{self.store.root} and on_cache_miss='error'; run `tmm tune` for it{under} or "
+                f"allow 'tune' or 'heuristic'"
+            )
+
+    def _unlocked(self, problem: Problem, key: Problem) -> str:
         """Why a locked store has no answer: the differences from the nearest key."""
         bucket = f"{key.along.upper()}={key.extent}"
         said = f"no locked record for {problem} (bucket {bucket}) in {self.store.lock_path}"
@@ -206,7 +237,3 @@ def fits(candidate: Candidate, problem: Problem) -> bool:
 
 def identity_of(candidate: Candidate) -> CandidateId:
     return candidate.kernel.name, tuple(sorted(candidate.config.to_json().items()))
-
-
-def other_than(key: Problem, problem: Problem) -> Problem | None:
-    return key if key.extent != problem.extent else None

@@ -12,7 +12,7 @@ from tmm_cache import columns as layout
 from tmm_cache.head import blas_us
 
 from tmm_core.dispatch.ladder import Dispatcher
-from tmm_core.dispatch.registry import Registry
+from tmm_core.dispatch.registry import Registry, Source
 from tmm_core.dispatch.rehearsal import Miss, rehearse
 from tmm_core.launch.plan import Choice
 from tmm_core.settings import Settings
@@ -39,34 +39,21 @@ class KernelInfo:
 
 def kernel_infos(registry: Registry, settings: Settings) -> list[KernelInfo]:
     """Kernels in use, then plugins and kernels that are not, with reasons."""
+
+    def info(
+        source: Source, name: str, version: str, traits: Traits | None, disabled: str | None
+    ) -> KernelInfo:
+        at = (source.plugin, source.distribution, source.version)
+        return KernelInfo(name, version, *at, traits, disabled)
+
     infos = []
     for registered in registry.kernels():
-        kernel, source = registered.kernel, registered.source
+        kernel = registered.kernel
         off = kernel.name in settings.disable
-        infos.append(
-            KernelInfo(
-                kernel.name,
-                kernel.version,
-                source.plugin,
-                source.distribution,
-                source.version,
-                kernel.traits,
-                "disabled by TMM_DISABLE or override" if off else kernel.fault,
-            )
-        )
+        why = "disabled by TMM_DISABLE or override" if off else kernel.fault
+        infos.append(info(registered.source, kernel.name, kernel.version, kernel.traits, why))
     for fault in registry.faults():
-        source = fault.source
-        infos.append(
-            KernelInfo(
-                f"{source.plugin}.*",
-                "",
-                source.plugin,
-                source.distribution,
-                source.version,
-                None,
-                fault.reason,
-            )
-        )
+        infos.append(info(fault.source, f"{fault.source.plugin}.*", "", None, fault.reason))
     return infos
 
 

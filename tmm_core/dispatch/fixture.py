@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tmm_core.dispatch import ragged, ragged_special, random_inputs, special, verify
+from tmm_core.dispatch import ragged, random_inputs, verify
 from tmm_core.dispatch.guarded import (
     UNREADABLE,
     UNWRITTEN,
@@ -21,7 +21,7 @@ from tmm_core.dispatch.guarded import (
 )
 from tmm_core.dispatch.ragged_reference import reference
 from tmm_core.dispatch.random_inputs import Inputs
-from tmm_core.dispatch.special import AXES, Special
+from tmm_core.dispatch.special import AXES, Special, special
 from tmm_core.spec.arguments import Arguments
 from tmm_core.spec.device import free_memory
 from tmm_core.spec.operand import Operand
@@ -111,24 +111,25 @@ class Fixture:
     first is dense, the second has gaps. So do two outputs.
 
     Args:
-        limit: Bytes that all of it may take, including intermediates.
+        limit: Bytes that all of it may take, including intermediates; by default
+            :func:`memory_limit`, which one set with samples of its result may exceed.
         sampled: Always use one set, and samples of its result.
-        most: Bytes that one set may take with samples of its result if ``limit`` is too small.
     """
 
     def __init__(
         self,
         problem: Problem,
         device: torch.device,
-        limit: int,
-        sampled: bool,
-        most: int | None = None,
+        limit: int | None = None,
+        sampled: bool = False,
     ) -> None:
         self.problem, self.device = problem, device
         #: Whether there are launches in which the launcher allocates the output.
         self.allocates = problem.allocates
-        self.limit, self._sampled = limit, sampled
-        self.most = limit if most is None else most
+        self._sampled = sampled
+        self.limit = memory_limit(device) if limit is None else limit
+        #: Bytes that one set may take with samples of its result if ``limit`` is too small.
+        self.most = memory_limit(device, math.inf) if limit is None else limit
         self._sets: list[InputSet] | None = None
         self._outs: list[Guarded] = []
         self._special: list[Special] | None = None
@@ -140,7 +141,7 @@ class Fixture:
         """A fixture with these inputs, which lie in ``memory`` by their names, and this output,
         into which every launch writes."""
         device = inputs.a.device
-        fixture = cls(problem, device, memory_limit(device), sampled=False)
+        fixture = cls(problem, device)
         expected = fixture._expected(inputs, whole=True)
         fixture._sets = [InputSet(inputs, Checksums.of(memory), expected)]
         fixture._outs, fixture.allocates = [out], False
@@ -161,13 +162,8 @@ class Fixture:
     def special(self) -> list[Special]:
         """Special values for the last set of inputs, in rows and in columns."""
         if self._special is None:
-            problem, inputs, room = self.problem, self.sets()[-1].inputs, self.limit // 8
-            made = [
-                ragged_special.special(problem, inputs, axis, room)
-                if isinstance(inputs, ragged.Inputs)
-                else special.special(problem, inputs, axis, room)
-                for axis in AXES
-            ]
+            inputs, room = self.sets()[-1].inputs, self.limit // 8
+            made = [special(self.problem, inputs, axis, room) for axis in AXES]
             self._special = [each for each in made if each is not None]
         return self._special
 

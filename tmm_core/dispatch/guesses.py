@@ -26,21 +26,16 @@ ADVANTAGE = 0.9
 NEAR = 1.2
 
 
+#: Each kernel's estimate of its default config, in µs.
+Estimates = dict[str, tuple[float, Candidate]]
+
+
 def choose(
     host: Evidence, neighbours: Neighbours, problem: Problem, able: list[Kernel[Any]], why: str
 ) -> Choice | None:
     """The winner of the nearest record if the estimates agree, else the least estimate; None if
     BLAS can serve the problem and has no estimate."""
-    expected = _estimates(host, problem, able)
-    return _near(host, neighbours, problem, able, expected, why) or _least(expected, able, why)
-
-
-Estimates = dict[str, tuple[float, Candidate]]
-
-
-def _estimates(host: Evidence, problem: Problem, able: list[Kernel[Any]]) -> Estimates:
-    """Each kernel's estimate of its default config, in µs."""
-    found: Estimates = {}
+    expected: Estimates = {}
     for kernel in able:
         try:
             config = kernel.default_config(problem)
@@ -49,8 +44,8 @@ def _estimates(host: Evidence, problem: Problem, able: list[Kernel[Any]]) -> Est
             host.warn_once(kernel, error)
             continue
         if estimate is not None:
-            found[kernel.name] = (estimate, Candidate(kernel, config))
-    return found
+            expected[kernel.name] = (estimate, Candidate(kernel, config))
+    return _near(host, neighbours, problem, able, expected, why) or _least(expected, able, why)
 
 
 def _near(

@@ -22,8 +22,8 @@ class Hooks:
     def __init__(self) -> None:
         self.manager = pluggy.PluginManager(hookspecs.PROJECT)
         self.manager.add_hookspecs(hookspecs)
-        #: Hook and plugin of failed wrappers.
-        self._left_out: list[tuple[str, object]] = []
+        #: Hook, and the plugin's id, of failed wrappers.
+        self._left_out: set[tuple[str, int]] = set()
 
     def register(self, plugin: object, name: str) -> list[str]:
         """Add a plugin; returns its non-fatal faults.
@@ -34,25 +34,20 @@ class Hooks:
         """
         hash(plugin)
         self.manager.register(plugin, name=name)
-        ours = [attribute for attribute in dir(plugin) if attribute.startswith("tmm_")]
-        marked = {a for a in ours if self.manager.parse_hookimpl_opts(plugin, a) is not None}
-        plain = [
-            a
-            for a in ours
-            if a not in marked and inspect.isroutine(inspect.getattr_static(plugin, a))
-        ]
         known = " and ".join(HOOKS)
-        found = [
-            f"its function {a} lacks @tmm_core.hookimpl: nothing calls it; hooks are {known}"
-            for a in plain
-        ]
-        named = {
-            impl.function.__name__
-            for hook in HOOKS
-            for impl in self._implementations(hook)
-            if impl.plugin is plugin
-        }
-        if unknown := sorted(marked - named):
+        found, unknown = [], []
+        for name in dir(plugin):
+            if not name.startswith("tmm_"):
+                continue
+            options = self.manager.parse_hookimpl_opts(plugin, name)
+            if options is not None:
+                unknown += [name] if (options.get("specname") or name) not in HOOKS else []
+            elif inspect.isroutine(inspect.getattr_static(plugin, name)):
+                found.append(
+                    f"its function {name} lacks @tmm_core.hookimpl: nothing calls it; hooks are "
+                    f"{known}"
+                )
+        if unknown:
             found.append(f"implements unknown hooks {unknown}; hooks are {known}")
         return found
 
@@ -87,27 +82,22 @@ class Hooks:
                 raise
             failure = error
         self._call(hook, plugin, ())
-        failed: dict[str, BaseException] = {}
+        failed: list[tuple[object, BaseException]] = []
         for wrapper in wrappers:
             try:
                 self._call(hook, plugin, (wrapper,))
             except BaseException as error:
                 let_through(error)
-                failed[str(self.manager.get_name(wrapper))] = error
-                self._left_out.append((hook, wrapper))
+                failed.append((wrapper, error))
         if not failed:  # each works alone, but not together
-            failed = {str(self.manager.get_name(wrapper)): failure for wrapper in wrappers}
-            self._left_out += [(hook, wrapper) for wrapper in wrappers]
+            failed = [(wrapper, failure) for wrapper in wrappers]
+        self._left_out.update((hook, id(wrapper)) for wrapper, _ in failed)
         things, more = self.ask(hook, plugin)
-        return things, failed | more
+        return things, {str(self.manager.get_name(each)): error for each, error in failed} | more
 
     def _call(self, hook: str, plugin: object, wrappers: Sequence[object]) -> list[Any]:
-        asked = (plugin, *wrappers)
-        others = [
-            impl.plugin
-            for impl in self._implementations(hook)
-            if not any(impl.plugin is each for each in asked)
-        ]
+        asked = {id(plugin), *map(id, wrappers)}
+        others = [i.plugin for i in self._implementations(hook) if id(i.plugin) not in asked]
         results = self.manager.subset_hook_caller(hook, others)()
         mine = [i for i in self._implementations(hook) if i.plugin is plugin and not _wraps(i)]
         # pluggy drops results that are None.
@@ -123,14 +113,12 @@ class Hooks:
     def _wrappers(self, hook: str, plugin: object) -> list[object]:
         """Other plugins that have only wrappers of ``hook``."""
         implementations = self._implementations(hook)
-        found: dict[int, object] = {id(i.plugin): i.plugin for i in implementations}
-        for impl in implementations:
-            if not _wraps(impl) or impl.plugin is plugin:
-                found.pop(id(impl.plugin), None)
+        plugins = {id(impl.plugin): impl.plugin for impl in implementations}
+        answering = {id(impl.plugin) for impl in implementations if not _wraps(impl)}
         return [
             each
-            for each in found.values()
-            if not any(hook == name and each is other for name, other in self._left_out)
+            for key, each in plugins.items()
+            if key not in answering and each is not plugin and (hook, key) not in self._left_out
         ]
 
     def _implementations(self, hook: str) -> list[Any]:

@@ -22,9 +22,9 @@ from typing import Any
 
 from tmm_cache import JSON, CandidateResult, Notes, TuningRecord, digest
 
-from tmm_core.dispatch.evidence import Evidence, other_than
+from tmm_core.dispatch.evidence import Evidence
 from tmm_core.dispatch.standing import behind, by_time, holds_at, identity
-from tmm_core.errors import CacheMissError, UnsupportedProblemError
+from tmm_core.errors import UnsupportedProblemError
 from tmm_core.launch.plan import Choice
 from tmm_core.settings import Settings
 from tmm_core.spec.bucket import bucketed, inside
@@ -284,17 +284,9 @@ class Invariance:
             for result in timed:
                 candidate = self._host.candidate(result, able, problem)
                 if candidate is not None and self._may(candidate, problem, able, wanted):
-                    other = other_than(key, problem)
-                    where = self._host.where(key)
-                    return Choice(candidate, "cache", where, other, arithmetic=wanted)
-        if record is None and self._host.store.locked:
-            raise CacheMissError(self._host.unlocked(problem, edge))
-        if settings.on_cache_miss == "error" and record is None:
-            raise CacheMissError(
-                f"no tuned record for {problem} in batch-invariant mode (bucket M={edge.m}) in "
-                f"{self._host.store.root} and on_cache_miss='error'; run `tmm tune` for it under "
-                f"TMM_BATCH_INVARIANT=1 or allow 'tune' or 'heuristic'"
-            )
+                    return self._host.chosen_by(candidate, key, problem, arithmetic=wanted)
+        if record is None:
+            self._host.require_record(problem, edge, settings)
         offered = self._offered(problem, able).get(wanted)
         if not offered:
             return None

@@ -16,10 +16,6 @@ if TYPE_CHECKING:
 Job = dict[str, Any]
 
 
-class ElsewhereError(Exception):
-    """A job whose meaning differs in this process: another version, an unregistered epilogue."""
-
-
 def job_of(problem: Problem, candidate: Candidate) -> Job:
     """The job as JSON."""
     return {
@@ -36,17 +32,18 @@ def recalled(registry: Registry, job: Job) -> tuple[Problem, Candidate]:
     """The problem and the candidate that :func:`job_of` was given.
 
     Raises:
-        ElsewhereError: They differ in this process.
+        LookupError: Their meaning differs in this process: another version, an unregistered
+            epilogue.
         BaseException: Whatever a plugin raises.
     """
     kernel = registry.kernel(job["kernel"])
     if kernel.version != job["version"]:
-        raise ElsewhereError(f"{kernel.name} is of version {kernel.version} here")
+        raise LookupError(f"{kernel.name} is of version {kernel.version} here")
     by_key = {epilogue.key: epilogue for epilogue in registry.epilogues().values()}
     key = job["problem"]["epilogue"]
     epilogue = by_key.get(key) or registry.epilogue(key)
     if epilogue.key != key:
-        raise ElsewhereError(f"epilogue {key} differs here")
+        raise LookupError(f"epilogue {key} differs here")
     device = {**job["device"], "capability": tuple(job["device"]["capability"])}
     problem = Problem.from_json(job["problem"], DeviceFingerprint(**device), epilogue)
     problem = dataclasses.replace(problem, **job["requirements"])

@@ -21,13 +21,13 @@ from typing import TYPE_CHECKING, Any
 
 from tmm_cache import CacheStore, TuningRecord
 
-from tmm_core.dispatch.evidence import Evidence, other_than
+from tmm_core.dispatch.evidence import Evidence
 from tmm_core.dispatch.proposals import CLOSE, NO_HINTS, Hints
 from tmm_core.dispatch.registry import Registry
 from tmm_core.dispatch.standing import by_time
 from tmm_core.dispatch.trust import Trust
 from tmm_core.dispatch.unmeasured import unmeasured
-from tmm_core.errors import CacheMissError, ConfigError, TmmWarning, UnsupportedProblemError, warn
+from tmm_core.errors import ConfigError, TmmWarning, UnsupportedProblemError, warn
 from tmm_core.launch.plan import Choice
 from tmm_core.settings import Settings
 from tmm_core.spec.bucket import bucketed
@@ -223,7 +223,7 @@ class Dispatcher(Evidence):
         answered = self._answered.get(problem, settings)
         if answered is None:
             return None
-        at_hand = self.registry.loaded_candidates(problem, settings)
+        at_hand, _ = self.registry.candidates(problem, settings, deferred=False)
         if not answered and all(kernel.name == BASELINE for kernel in at_hand):
             return self._fallback(problem, _ALONE)
         able = answered | {(kernel.name, kernel.version) for kernel in at_hand}
@@ -239,8 +239,7 @@ class Dispatcher(Evidence):
         candidate = self.able_candidate(best, problem, key, settings)
         if candidate is None:
             return None
-        choice = Choice(candidate, "cache", self.where(asked), other_than(asked, problem))
-        return self.inside(problem, key, choice, settings)
+        return self.inside(problem, key, self.chosen_by(candidate, asked, problem), settings)
 
     def tune(self, problem: Problem, settings: Settings, *, force: bool = False) -> TuningRecord:
         """Measure ``problem`` exactly (no bucket) and store the record.
@@ -342,14 +341,7 @@ class Dispatcher(Evidence):
         if (choice := self._cached(problem, key, able, settings)) is not None:
             return choice
         forbidden = self.forbids_tuning(problem, settings)
-        if self.store.locked:
-            raise CacheMissError(self.unlocked(problem, key))
-        if settings.on_cache_miss == "error":
-            raise CacheMissError(
-                f"no tuned record for {problem} (bucket {key.along.upper()}={key.extent}) in "
-                f"{self.store.root} and "
-                f"on_cache_miss='error'; run `tmm tune` for it or allow 'tune' or 'heuristic'"
-            )
+        self.require_record(problem, key, settings)
         if forbidden is None:
             try:
                 record = self._tune(key, self.able(key, settings), settings)
@@ -358,7 +350,7 @@ class Dispatcher(Evidence):
                 warn(f"{problem}: {forbidden}")
             else:
                 if (candidate := self.best(record, able, problem)) is not None:
-                    return Choice(candidate, "tuned", self.where(key), other_than(key, problem))
+                    return self.chosen_by(candidate, key, problem, "tuned")
         elif settings.on_cache_miss == "tune" or problem.capturing:
             self.note_miss(key)
         why = forbidden or "tuning gave no usable winner"
@@ -405,9 +397,7 @@ class Dispatcher(Evidence):
         if completed and unmeasured(problem, able, record):
             return None
         candidate = self.best(record, able, problem)
-        if candidate is None:
-            return None
-        return Choice(candidate, "cache", self.where(key), other_than(key, problem))
+        return None if candidate is None else self.chosen_by(candidate, key, problem)
 
     def _tune(
         self,

@@ -93,26 +93,18 @@ class Rows:
 
     def soil(self, problem: Problem, given: Inputs) -> None:
         """Put NaN beyond the last group, where nothing may be read."""
-        end, along = self.ends[-1], problem.along
-        a, b, residual = given.a, given.b, given.residual
-        scale_a = given.scale_a if problem.scale_a == "row" else None
+        end, residual = self.ends[-1], given.residual
+        a = given.a if self.a_index is None else None
+        scale_a = given.scale_a if problem.scale_a == "row" and a is not None else None
         scale_b = given.scale_b if problem.scale_b == "row" else None
-        if along == "m":
-            if self.a_index is None:
-                a[end:] = torch.nan
-                if scale_a is not None:
-                    scale_a[end:] = torch.nan
-            if residual is not None:
-                residual[end:] = torch.nan
-        elif along == "n":
-            b[:, end:] = torch.nan
-            if scale_b is not None:
-                scale_b[end:] = torch.nan
-            if residual is not None:
-                residual[:, end:] = torch.nan
-        else:
-            a[:, end:] = torch.nan
-            b[end:] = torch.nan
+        beyond: dict[str, list[tuple[torch.Tensor | None, int]]] = {
+            "m": [(a, 0), (scale_a, 0), (residual, 0)],
+            "n": [(given.b, 1), (scale_b, 0), (residual, 1)],
+            "k": [(a, 1), (given.b, 0)],
+        }
+        for t, dimension in beyond[problem.along]:
+            if t is not None:
+                t.narrow(dimension, end, t.shape[dimension] - end).fill_(torch.nan)
 
     def defined(self, problem: Problem) -> tuple[int, int] | None:
         """The dimension along which the result is defined only up to the last group, and that

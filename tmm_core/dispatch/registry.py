@@ -39,6 +39,18 @@ class Source:
     distribution: str = ""
     version: str = ""
 
+    @classmethod
+    def of(cls, entry_point: importlib.metadata.EntryPoint) -> Source:
+        """The origin of what an entry point yields."""
+        dist = entry_point.dist
+        return cls(entry_point.name, dist.name if dist else "", dist.version if dist else "")
+
+    @property
+    def is_ours(self) -> bool:
+        """Whether it is a plugin of this package's own."""
+        name = re.sub(r"[-_.]+", "-", self.distribution).lower()  # as installers normalise
+        return name == DISTRIBUTION
+
     def __str__(self) -> str:
         where = f" ({self.distribution} {self.version})" if self.distribution else ""
         return f"plugin {self.plugin!r}{where}"
@@ -141,26 +153,25 @@ class Registry:
             if self._loaded:
                 return
             with collector_off():
-                ours: list[_Taken] = []
-                others: list[_Taken] = []
-                for entry_point in sorted(self._entry_points(), key=_precedence):
-                    if (taken := self._load(entry_point)) is not None:
-                        (ours if _is_ours(entry_point) else others).append(taken)
+                found = [(Source.of(each), each) for each in self._entry_points()]
+                # tmm's own first, so that others cannot take their names.
+                found.sort(
+                    key=lambda each: (not each[0].is_ours, each[0].distribution, each[0].plugin)
+                )
+                taken = [each for pair in found if (each := self._load(*pair)) is not None]
                 # All are registered before one is asked: wrappers apply to other plugins' hooks.
-                self._ask(ours)
-                self._ask(others)
+                for ours in (True, False):
+                    self._ask([each for each in taken if each[1].is_ours is ours])
             self._loaded = True
         for fault in self._faults:
             if not fault.intended:
                 warn(f"{fault.source} is not used: {fault.reason}")
 
-    def _load(self, entry_point: importlib.metadata.EntryPoint) -> _Taken | None:
-        dist = entry_point.dist
-        source = Source(entry_point.name, dist.name if dist else "", dist.version if dist else "")
-        if entry_point.name in self._deny:
+    def _load(self, source: Source, entry_point: importlib.metadata.EntryPoint) -> _Taken | None:
+        if source.plugin in self._deny:
             self._fault(source, "disabled by TMM_DISABLE_PLUGINS", intended=True)
             return None
-        if self._allow is not None and entry_point.name not in self._allow:
+        if self._allow is not None and source.plugin not in self._allow:
             self._fault(source, "not in TMM_PLUGINS", intended=True)
             return None
         if getattr(entry_point, "group", GROUP) == FORMER_GROUP:
@@ -235,23 +246,19 @@ class Registry:
             source = self._unloaded.get(name)
             if source is None:
                 return
-            cause: BaseException | None = None
             try:
                 with collector_off():
                     kernel = Asked(self.deferred[name].load(), str(source))
-                wrong = kernel.name != name
-                reason = f"kernel {name!r} turned out to be {kernel.name!r}" if wrong else None
-            except PluginError as error:
-                reason, cause = str(error), error.__cause__
+                if kernel.name != name:
+                    raise PluginError(f"kernel {name!r} turned out to be {kernel.name!r}")
+                self._kernels[name] = Registered(kernel, source)
             except BaseException as error:  # whatever a stranger's import raises
                 let_through(error)
-                reason, cause = f"kernel {name!r} failed to load: {told(error)}", error
-            del self._unloaded[name]
-            if reason is None:
-                self._kernels[name] = Registered(kernel, source)
-            else:
-                self._fault(source, reason, cause)
+                ours = isinstance(error, PluginError)
+                reason = str(error) if ours else f"kernel {name!r} failed to load: {told(error)}"
+                self._fault(source, reason, error.__cause__ if ours else error)
                 warn(f"{source}: {reason}")
+            del self._unloaded[name]
 
     def _add_epilogue(self, epilogue: Any, source: Source) -> None:
         if not isinstance(epilogue, Epilogue):
@@ -349,22 +356,20 @@ class Registry:
         return reasons + kernel.reasons_against(problem)
 
     def candidates(
-        self, problem: Problem, settings: Settings
+        self, problem: Problem, settings: Settings, deferred: bool = True
     ) -> tuple[list[Kernel[Any]], dict[str, list[str]]]:
-        """Kernels that can serve ``problem``, and the others' reasons by name."""
-        return self._asked([registered.kernel for registered in self.kernels()], problem, settings)
+        """Kernels that can serve ``problem``, and the others' reasons by name.
 
-    def loaded_candidates(self, problem: Problem, settings: Settings) -> list[Kernel[Any]]:
-        """The kernels not registered as deferred that can serve ``problem``."""
+        Args:
+            deferred: Also ask kernels registered as deferred, which loads them.
+        """
         self.load()
-        at_hand = [each.kernel for name, each in self._kernels.items() if name not in self.deferred]
-        return self._asked(at_hand, problem, settings)[0]
-
-    def _asked(
-        self, kernels: Iterable[Kernel[Any]], problem: Problem, settings: Settings
-    ) -> tuple[list[Kernel[Any]], dict[str, list[str]]]:
-        able, rejected = [], {}
-        for kernel in kernels:
+        asked = self.kernels() if deferred else list(self._kernels.values())
+        able: list[Kernel[Any]] = []
+        rejected: dict[str, list[str]] = {}
+        for kernel in (each.kernel for each in asked):
+            if not deferred and kernel.name in self.deferred:
+                continue
             if reasons := self.reasons_against(kernel, problem, settings):
                 rejected[kernel.name] = reasons
             else:
@@ -378,14 +383,3 @@ def _installed() -> list[importlib.metadata.EntryPoint]:
     known = {(entry_point.name, entry_point.value) for entry_point in present}
     former = importlib.metadata.entry_points(group=FORMER_GROUP)
     return present + [each for each in former if (each.name, each.value) not in known]
-
-
-def _precedence(entry_point: importlib.metadata.EntryPoint) -> tuple[bool, str, str]:
-    """tmm's own first, so that others cannot take their names; then by distribution and name."""
-    distribution = entry_point.dist.name if entry_point.dist else ""
-    return (not _is_ours(entry_point), distribution, entry_point.name)
-
-
-def _is_ours(entry_point: importlib.metadata.EntryPoint) -> bool:
-    distribution = entry_point.dist.name if entry_point.dist else ""
-    return re.sub(r"[-_.]+", "-", distribution).lower() == DISTRIBUTION  # as installers normalise

@@ -11,14 +11,15 @@ from __future__ import annotations
 import functools
 import math
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Literal, get_args
 
 import torch
 
-from tmm_core.dispatch.ragged_reference import reference
+from tmm_core.dispatch import ragged
+from tmm_core.dispatch.ragged_reference import ranges, reference
 from tmm_core.dispatch.random_inputs import Inputs
 from tmm_core.spec.arguments import Arguments
 from tmm_core.spec.problem import Problem
@@ -82,7 +83,7 @@ class Special:
 _NAMES = {2: "nan", 1: "inf", -1: "-inf", 0: "a number"}
 
 
-def special(problem: Problem, inputs: Arguments, axis: Axis, room: int) -> Special | None:
+def special(problem: Problem, inputs: Inputs, axis: Axis, room: int) -> Special | None:
     """Special values for these inputs; None if no input can hold one.
 
     Along rows they are in a and the residual, along columns in b and the bias.
@@ -91,26 +92,16 @@ def special(problem: Problem, inputs: Arguments, axis: Axis, room: int) -> Speci
         room: Bytes that operands of the reference may take in fp64.
     """
     chance = random.Random()
-    matrix = chance.randrange(problem.batch) if problem.batch > 1 else None
-    one = inputs if matrix is None else _of_batch(problem, inputs, matrix)
-    changes = _changes(problem, one, axis, chance)
-    return expecting(replace(problem, batch=1), one, axis, changes, room, matrix=matrix)
-
-
-def expecting(
-    problem: Problem,
-    inputs: Inputs,
-    axis: Axis,
-    changes: Iterable[Change],
-    room: int,
-    *,
-    matrix: int | None = None,
-    within: tuple[int, int] | None = None,
-) -> Special | None:
-    """These changes of the inputs with their effect on the reference; None if there are none."""
-    changes = tuple(changes)
+    matrix = within = None
+    if isinstance(inputs, ragged.Inputs):
+        within = inputs.rows.defined(problem)
+    elif problem.batch > 1:
+        matrix = chance.randrange(problem.batch)
+        inputs = _of_batch(problem, inputs, matrix)
+    changes = tuple(_changes(problem, inputs, axis, chance))
     if not changes:
         return None
+    problem = replace(problem, batch=1)
     affected = sorted({place for change in changes for place in change.places})
     places = torch.tensor(affected, device=inputs.a.device)
     limits = [slice(problem.m), slice(problem.n)]
@@ -136,29 +127,75 @@ def planted(changes: Sequence[Change]) -> Iterator[None]:
 
 
 def _changes(
-    problem: Problem, inputs: Arguments, axis: Axis, chance: random.Random
+    problem: Problem, inputs: Inputs, axis: Axis, chance: random.Random
 ) -> Iterator[Change]:
-    """Changes to one matrix of the batch; no element twice."""
-    if not (problem.m and problem.n):
+    """Changes to elements that belong to a group, of one matrix of a batch; no element twice."""
+    ends = inputs.rows.ends if isinstance(inputs, ragged.Inputs) else (problem.m,)
+    along, end = problem.along, ends[-1]
+    filled = [each for each in ranges(ends) if each[1] < each[2]]
+    if not (filled and problem.m and problem.n):
         return
-    if axis == "rows":
-        matrix, extra, count = inputs.a, inputs.residual, problem.m
-    else:
-        # The matrices of a batch share one bias.
-        bias = inputs.bias if problem.batch == 1 else None
-        matrix, extra, count = inputs.b.mT, bias, problem.n
-    at = (lambda line: line) if axis == "rows" else functools.partial(column, problem)
-    lines = chance.sample(range(len(matrix)), min(len(matrix), COUNT)) if problem.k else []
-    inner = (problem.k - 1, 0, chance.randrange(problem.k or 1))  # the tail of the sum first
+    rows = axis == "rows"
+    matrix = inputs.a if rows else inputs.b.mT
+    # Lines are rows of a, or columns of b; those of a ragged dimension lie in the groups.
+    lines = range(matrix.shape[-2])
+    if along == ("m" if rows else "n"):
+        lines = range(end)
+    read = _read(inputs, end) if along == "m" and rows else {}
+    # The tail of the sum first.
+    terms = [problem.k - 1, 0, chance.randrange(max(1, problem.k))]
+    if along == "k":
+        last, first = chance.choice(filled[:-1] or filled), chance.choice(filled[1:] or filled)
+        some = chance.choice(filled)
+        terms = [last[2] - 1, first[1], chance.randrange(some[1], some[2])]
+    able = list(read) or lines
     values = values_of(matrix.dtype)
-    for place, line in enumerate(lines):
-        index = (line, inner[place])
+    for place, line in enumerate(chance.sample(able, min(len(able), COUNT)) if problem.k else []):
+        index: tuple[int, ...] = (line, terms[place])
+        if matrix.dim() > 2:
+            index = (chance.choice(filled)[0], *index)
         value = values[place % len(values)]
-        yield Change(matrix, index, (at(line),), value, matrix[index].clone())
-    if extra is not None:
-        line = chance.randrange(count)
-        where = (line, chance.randrange(problem.n)) if axis == "rows" else (line,)
-        yield Change(extra, where, (at(line),), math.nan, extra[where].clone())
+        places = read.get(line) or (line if rows else column(problem, line),)
+        yield Change(matrix, index, tuple(places), value, matrix[index].clone())
+    yield from _beside(problem, inputs, rows, filled, chance)
+
+
+def _beside(
+    problem: Problem,
+    inputs: Inputs,
+    rows: bool,
+    filled: list[tuple[int, int, int]],
+    chance: random.Random,
+) -> Iterator[Change]:
+    """NaN in an element of the residual, or of one group's bias; the matrices of a batch share
+    one."""
+    group, start, end = chance.choice(filled)
+    index: tuple[int, ...]
+    if rows and inputs.residual is not None:
+        row, col = chance.randrange(problem.m), chance.randrange(problem.n)
+        row = chance.randrange(start, end) if problem.along == "m" else row
+        col = chance.randrange(start, end) if problem.along == "n" else col
+        index = (group, row, col) if problem.along == "k" else (row, col)
+        yield Change(inputs.residual, index, (row,), math.nan, inputs.residual[index].clone())
+    if not rows and inputs.bias is not None and problem.batch == 1:
+        col = chance.randrange(inputs.bias.shape[-1])
+        index = (group, col) if inputs.bias.dim() > 1 else (col,)
+        at = column(problem, col)
+        yield Change(inputs.bias, index, (at,), math.nan, inputs.bias[index].clone())
+
+
+def _read(inputs: Inputs, end: int) -> dict[int, list[int]]:
+    """The rows of the result for which each row of ``a`` is read, of those in a group; empty if
+    each is read for its own."""
+    given = inputs.rows if isinstance(inputs, ragged.Inputs) else None
+    if given is None or (given.a_index is None and given.out_index is None):
+        return {}
+    read = range(end) if given.a_index is None else given.a_index[:end].tolist()
+    written = range(end) if given.out_index is None else given.out_index[:end].tolist()
+    found: dict[int, list[int]] = {}
+    for line, at in zip(read, written, strict=True):
+        found.setdefault(line, []).append(at)
+    return found
 
 
 def column(problem: Problem, line: int) -> int:

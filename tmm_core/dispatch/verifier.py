@@ -8,12 +8,11 @@ repeatedly.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
 
 import torch
 
-from tmm_core.dispatch.fixture import Fixture, memory_limit
+from tmm_core.dispatch.fixture import Fixture
 from tmm_core.dispatch.trial import Trial, WrongError
 from tmm_core.spec.kernel import Launcher
 from tmm_core.spec.problem import Problem
@@ -60,8 +59,7 @@ class Verifier:
         fixture: Fixture | None = None,
     ) -> None:
         self.problem = problem
-        self._device, self._limit, self._sampled = device, memory_limit, sampled
-        self._fixture = fixture
+        self._fixture = fixture or Fixture(problem, device, memory_limit, sampled)
 
     def verdict(
         self,
@@ -87,7 +85,7 @@ class Verifier:
             Exception: Whatever the launcher raises.
         """
         with torch.no_grad():
-            fixture = self._ready()
+            fixture = self._fixture
             sets = fixture.sets()
             if not sets:
                 why = f"cannot be verified within {fixture.most / 2**20:.0f} MiB of memory"
@@ -109,12 +107,4 @@ class Verifier:
 
     def release(self) -> None:
         """Release all tensors; the next verdict makes new ones."""
-        self._fixture = None
-
-    def _ready(self) -> Fixture:
-        if self._fixture is None:
-            limit, most = self._limit, None
-            if limit is None:
-                limit, most = memory_limit(self._device), memory_limit(self._device, math.inf)
-            self._fixture = Fixture(self.problem, self._device, limit, self._sampled, most)
-        return self._fixture
+        self._fixture.release()

@@ -89,13 +89,11 @@ class Outputs:
     def _compared(
         self, port: Port, expected: Expected, out: Tensor, result: Tensor
     ) -> tuple[float, str]:
-        error, limit = self._error(port, expected, out, result), self._limit(port)
+        of_result = verify.tolerance(self._fixture.problem)
+        limit = SLACK * self._slack * max(of_result, verify.TOLERANCE[port.dtype])
+        error = self._error(port, expected, out, result)
         wrong = not error <= limit
         return error, f"output {port} has error {error:.3g}, over {limit:.3g}" if wrong else ""
-
-    def _limit(self, port: Port) -> float:
-        of_result = verify.tolerance(self._fixture.problem)
-        return SLACK * self._slack * max(of_result, verify.TOLERANCE[port.dtype])
 
     def _error(self, port: Port, expected: Expected, out: Tensor, result: Tensor) -> float:
         tile, places = expected.in_rows, expected.rows

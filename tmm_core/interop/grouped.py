@@ -14,8 +14,8 @@ import torch
 from tmm_core import compat
 from tmm_core.formats import BY_STORAGE
 from tmm_core.interop import flops, levels
+from tmm_core.interop.gradients import followed
 from tmm_core.interop.operator import autocast, in_memory
-from tmm_core.interop.rows import followed
 from tmm_core.launch.check import check_out, result_dtype
 from tmm_core.launch.grouped import check, ragged_along, refuse_outputs, run, undisturbed
 from tmm_core.launch.warm import epilogue_of

@@ -165,10 +165,6 @@ def by_operator(*arguments: Any) -> Tensor:
     return torch.ops.tmm.matmul.default(*arguments)  # type: ignore[no-any-return]
 
 
-def wider(dtype: torch.dtype, other: torch.dtype) -> torch.dtype:
-    return dtype if dtype.is_complex else other
-
-
 def lying_as(
     column_major: bool, multiply: Callable[..., Tensor], x: Tensor, y: Tensor, *more: Any
 ) -> Tensor:

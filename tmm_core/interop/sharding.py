@@ -53,14 +53,14 @@ def register() -> None:
             stacklevel=2,
         )
         return
-    register_sharding(operator.matmul)(shardings)
     # DTensor caches its decisions, keyed by the operands' placements and by the arguments from
     # `static_argnum` on. Of these `register_sharding` includes only integers, so "silu" would
     # get the partial sums allowed to an earlier call without epilogue. Absent tensors count too
     # (torch 2.10 omits them below `static_argnum`): a decision refers to operands by position.
-    propagator.op_to_schema_info[operator.matmul] = info(static_argnum=0)
-    register_sharding(grouped.grouped_matmul)(grouped_shardings)
-    propagator.op_to_schema_info[grouped.grouped_matmul] = info(static_argnum=0)
+    rules = {operator.matmul: shardings, grouped.grouped_matmul: grouped_shardings}
+    for product, rule in rules.items():
+        register_sharding(product)(rule)
+        propagator.op_to_schema_info[product] = info(static_argnum=0)
 
 
 def shardings(*given: Any, **named: Any) -> list[Rule]:

@@ -50,10 +50,7 @@ def matmul(info: Any, in_dims: Sequence[int | None], *given: Any) -> tuple[Tenso
         assert residual is not None
         y = torch.ops.tmm.matmul(a, b, bias, None, alpha, epilogue, out_dtype)
         return (y + residual).to(y.dtype), 0
-    if of_a is not None or of_b is not None:
-        z = _products(a, b, of_a, of_b, False, None, None, alpha, "", out_dtype)
-    else:
-        z = torch.ops.tmm.matmul(a, b, None, None, alpha, "", out_dtype)
+    z = _products(a, b, of_a, of_b, False, None, None, alpha, "", out_dtype)
     bias = bias.movedim(of_bias, 0)
     # With a vector b the bias has one element, and the result no column to add it to.
     bias = term(bias[:, 0] if ranks[1] == 1 else bias, 0)

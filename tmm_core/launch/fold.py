@@ -46,16 +46,17 @@ class Fold:
         count = math.prod(batch)
         return cls(batch, (m, n) if count == 1 else (count, m, n), shape)
 
-    def operand_a(self, a: torch.Tensor) -> torch.Tensor:
-        if self.batch is None:
-            return a.reshape(self.flat[0], a.shape[-1])
-        a = a if a.dim() > 1 else a[None]
-        return self._stack(a)
+    # Each of these turns the N-D tensor of that name into the one that kernels see.
 
-    def operand_b(self, b: torch.Tensor) -> torch.Tensor:
+    def a(self, t: torch.Tensor) -> torch.Tensor:
         if self.batch is None:
-            return b if b.dim() == 2 else b[:, None]
-        return self._stack(b)
+            return t.reshape(self.flat[0], t.shape[-1])
+        return self._stack(t if t.dim() > 1 else t[None])
+
+    def b(self, t: torch.Tensor) -> torch.Tensor:
+        if self.batch is None:
+            return t if t.dim() == 2 else t[:, None]
+        return self._stack(t)
 
     def _stack(self, t: torch.Tensor) -> torch.Tensor:
         assert self.batch is not None
@@ -75,6 +76,13 @@ class Fold:
     def scale_b(self, t: torch.Tensor) -> torch.Tensor:
         return t if t.numel() == 1 or self.batch is None else self._stack(t).contiguous()
 
+    def out(self, t: torch.Tensor) -> torch.Tensor:
+        return t.view(self.flat)
+
+    @staticmethod
+    def outputs(made: Any) -> Any:
+        return made  # as kernels see them
+
     def in_place(
         self, a: torch.Tensor, b: torch.Tensor, residual: torch.Tensor | None
     ) -> dict[str, torch.Tensor] | None:
@@ -87,17 +95,8 @@ class Fold:
 
     def flattened(self, name: str) -> Callable[[torch.Tensor], Any]:
         """The function that turns the N-D tensor of that name into the one that kernels see."""
-        if name == "out":
-            return lambda out: out.view(self.flat)
-        if name == "outputs":  # made as kernels see them
-            return lambda outputs: outputs
-        return {
-            "a": self.operand_a,
-            "b": self.operand_b,
-            "residual": self.residual,
-            "scale_a": self.scale_a,
-            "scale_b": self.scale_b,
-        }[name]
+        function: Callable[[torch.Tensor], Any] = getattr(self, name)
+        return function
 
     def wrap(
         self,
@@ -129,7 +128,7 @@ class Fold:
                 # A layer's call needs only two views: half the time of the general path below.
                 return call(a.flatten(0, -2), b, bias, None, alpha, None).view(*shape)  # type: ignore[no-any-return]
             extras = {name: self.flattened(name)(t) for name, t in extras.items() if t is not None}
-            a, b = self.operand_a(a), self.operand_b(b)
+            a, b = self.a(a), self.b(b)
             flat = None
             if out is not None and (out.is_contiguous() or out.shape == self.flat):
                 flat = out.view(self.flat)

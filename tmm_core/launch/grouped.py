@@ -17,14 +17,6 @@ from tmm_core.launch import warm
 from tmm_core.launch.check import addressable, check_scale, check_terms, result_dtype
 from tmm_core.launch.plan import Plan
 from tmm_core.launch.source import written
-from tmm_core.launch.warm import (  # noqa: F401  # read by what is written out
-    _deterministic,
-    _overridden,
-    _plans,
-    _profiler,
-    _quarantine,
-    _tf32,
-)
 from tmm_core.spec.arguments import (
     GROUPED_EXTRAS,
     GROUPED_ROLES,
@@ -240,5 +232,5 @@ run: Callable[..., Tensor] = written(
     "run",
     parameters(GroupedArguments._fields, GroupedArguments),
     warm.entry(GROUPED_ROLES, GroupedArguments, _launch(ROWS), _launch(GROUPED_EXTRAS)),
-    globals(),
+    vars(warm) | globals(),
 )

@@ -144,7 +144,7 @@ class Plan(_Callable):
 
         namespace["plan_check"] = check
         namespace["plan_check_out"] = self._check_out
-        namespace["plan_same"] = _guards(call.tensors) or _differs
+        namespace["plan_same"] = _guards(call.tensors) or (lambda *_: False)
         lines = [
             body.on_device(again) if body else "pass",
             f"if not plan_same({', '.join(given)}){''.join(absent)}:",
@@ -246,10 +246,6 @@ def _guards(tensors: Sequence[Tensor | None]) -> Callable[..., bool] | None:
         return guards.check if guards.check(*given) is True else None
     except Exception:  # an internal API of torch.compile, which may change
         return None
-
-
-def _differs(*tensors: Tensor) -> bool:
-    return False
 
 
 def _with_extras(launcher: Launcher, call: Arguments) -> Callable[..., Tensor]:

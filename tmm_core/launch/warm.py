@@ -52,8 +52,6 @@ class Epilogues(Protocol):
 
     def epilogue(self, value: str | None, /) -> Epilogue: ...
 
-    def epilogues(self) -> Mapping[str, Epilogue]: ...
-
 
 class Answerer(Hashable, Protocol):
     """Chooses the kernel of a problem, and is told of one that failed."""
@@ -253,7 +251,7 @@ def pose(
     shape, matrix = check(call, epilogue), b.dim() == 2
     fold = Fold.of(a, b, residual, shape)
     if fold is not None:
-        a, b, residual = fold.operand_a(a), fold.operand_b(b), fold.residual(residual)
+        a, b, residual = fold.a(a), fold.b(b), fold.residual(residual)
     flat = shape if fold is None else fold.flat
     if out is not None and out.shape == flat:
         target = out

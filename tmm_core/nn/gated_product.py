@@ -9,8 +9,8 @@ import torch
 
 from tmm_core import api, compat
 from tmm_core.interop import flops, levels
+from tmm_core.interop.gradients import Call, follow, gradients
 from tmm_core.interop.pointwise import kernels
-from tmm_core.interop.rows import Call, follow, gradients_of_rows
 from tmm_core.launch import warm
 from tmm_core.nn.joined import joined
 
@@ -103,7 +103,7 @@ class _Joint(levels.OneLevel):
             weight = None if torch.is_grad_enabled() else joined(gate, up)
             weight = torch.cat((gate, up)) if weight is None else weight
         wanted = wants_x, wants_gate or wants_up, wants_gate_bias or wants_up_bias, False
-        dx, dw, dbias, _ = gradients_of_rows(ctx.call, wanted, x, weight, None, grad)
+        dx, dw, dbias, _ = gradients(ctx.call, wanted, x, weight, None, grad)
         return dx, *_halves(dw), *_halves(dbias), None, None
 
 

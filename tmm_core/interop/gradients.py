@@ -1,5 +1,5 @@
-"""Derivatives of a product of rows with one matrix, as layers call it: one node without the
-operator, with the lowest host cost, and one for the rest of the epilogue."""
+"""Gradients of a product, for every node that records one; the node of calls that need no
+dispatcher, with the lowest host cost; and the node of the rest of the epilogue."""
 
 from __future__ import annotations
 
@@ -21,11 +21,16 @@ Tensor = torch.Tensor
 
 
 class Call:
-    """The non-tensor state that the backward of a product of rows needs."""
+    """The non-tensor state that the backward of a product needs.
+
+    Args:
+        transposed: ``b`` is a layer's weight, ``[N, K]``.
+        eager: The forward call needed no dispatcher.
+    """
 
     __slots__ = (
-        *("alpha", "bias", "head", "residual", "settings"),
-        *("a_columns", "b_columns", "transposed"),
+        *("a", "alpha", "b", "bias", "dtype", "eager", "head", "residual", "settings"),
+        *("a_columns", "b_columns", "many", "transposed"),
     )
 
     def __init__(
@@ -37,21 +42,25 @@ class Call:
         alpha: float = 1.0,
         head: Epilogue = IDENTITY,
         transposed: bool = False,
+        eager: bool = True,
     ) -> None:
         self.alpha = alpha
         self.head = head
+        self.dtype = a.dtype
+        self.a, self.b = a.shape, b.shape
         self.bias = None if bias is None else bias.dtype
         self.residual = levels.form_of(residual)
-        self.a_columns = levels.is_column_major(a)
+        #: Whether all rows of a are multiplied by one matrix.
+        self.many = len(self.b) <= 2 < len(self.a)
+        self.a_columns = levels.is_column_major(a) and not self.many
         #: Whether b is column-major, in the orientation in which it is multiplied.
         self.b_columns = levels.is_column_major(b) is not transposed
-        self.transposed = transposed
+        self.transposed, self.eager = transposed, eager
         self.settings = overridden()
 
 
-class _EagerRows(levels.OneLevel):
-    """``_EagerProduct`` of ``[…, M, K]`` with one matrix, as layers call it, with the lowest host
-    cost."""
+class _Eager(levels.OneLevel):
+    """A product without the operator, for calls that do not need the dispatcher."""
 
     @staticmethod
     def forward(
@@ -83,20 +92,19 @@ class _EagerRows(levels.OneLevel):
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        a, b, y = ctx.saved_tensors
-        gradients = gradients_of_rows(ctx.call, ctx.needs_input_grad, a, b, y, grad)
-        return *gradients, None, None, None, None
+        found = gradients(ctx.call, ctx.needs_input_grad, *ctx.saved_tensors, grad)
+        return *found, None, None, None, None
 
 
-rows_product = _EagerRows.apply  # type: ignore[attr-defined]
+eager_product = _Eager.apply  # type: ignore[attr-defined]
 
 
-def gradients_of_rows(call: Call, *arguments: Any) -> tuple[Tensor | None, ...]:
-    """:func:`_gradients_of_rows` under the settings of ``call``."""
-    return within(call.settings, _gradients_of_rows, call, *arguments)
+def gradients(call: Call, *arguments: Any) -> tuple[Tensor | None, ...]:
+    """:func:`_gradients` under the settings of ``call``."""
+    return within(call.settings, _gradients, call, *arguments)
 
 
-def _gradients_of_rows(
+def _gradients(
     call: Call,
     wanted: Sequence[bool],
     a: Tensor | None,
@@ -115,45 +123,77 @@ def _gradients_of_rows(
     """
     alpha, head = call.alpha, call.head
     wants_a, wants_b, wants_bias, wants_residual, *_ = wanted
-    direct = _is_direct(grad)
+    multiply = run if call.eager and _is_direct(grad) else levels.by_operator
     dz, da, db, dbias, dresidual = grad, None, None, None, None
     if head is not IDENTITY:
         assert head.output_vjp is not None
         dz = head.output_vjp(dz, y, *head.parameters)
-    many = dz.dim() != 2
-    rows = dz.flatten(0, -2) if many else dz
+    # Vectors are matrices of one row or column here; their gradients drop it again.
+    dz = dz if len(call.b) > 1 else dz[..., None]
+    dz = dz if len(call.a) > 1 else dz[..., None, :]
+    sharded = call.many and hasattr(dz, "placements")
+    if call.many and not sharded:
+        dz = dz.flatten(0, -2)
     if wants_bias:
         dtype: Any = call.bias
-        same = rows.dtype is dtype
-        dbias = rows.sum(0) if same else rows.sum(0, dtype=levels.wider(rows.dtype, dtype))
+        rows = tuple(range(dz.dim() - 1))
+        dbias = dz.sum(rows, dtype=dz.dtype if dz.is_complex() else dtype)
         dbias = levels.as_gradient(dbias, dtype)
     if wants_residual:
         assert call.residual is not None
         shape, dtype = call.residual
-        dresidual = levels.as_gradient(grad.sum_to_size(shape), dtype)
-    multiply = run if direct else levels.by_operator
+        dresidual = levels.as_gradient(_summed_to(grad, shape), dtype)
+    dz = levels.as_gradient(dz, call.dtype)
     # In the operands' layouts: autograd copies, by transposing, a gradient in another layout.
     if wants_a:
         assert b is not None
-        rows = levels.as_gradient(rows, b.dtype)
-        b = b.conj() if b.is_complex() else b
+        b = b.conj() if len(call.b) > 1 else b.conj()[:, None]
         b = b if call.transposed else b.mT
-        if call.a_columns and not many:
-            da = multiply(b.mT, rows.mT, None, None, alpha).mT
+        if call.a_columns:
+            da = multiply(b.mT, dz.mT, None, None, alpha).mT
         else:
-            da = multiply(rows, b, None, None, alpha)
-            da = da.view(*dz.shape[:-1], da.shape[-1]) if many else da
+            da = multiply(dz, b, None, None, alpha)
+        if call.many and not sharded:
+            da = da.view(call.a)
+        elif da.shape != call.a:
+            da = da.sum_to_size(call.a if len(call.a) > 1 else (1, *call.a)).reshape(call.a)
     if wants_b:
         assert a is not None
-        rows = levels.as_gradient(rows, a.dtype)
-        a = a.flatten(0, -2) if a.dim() != 2 else a
-        a = a.conj() if a.is_complex() else a
+        a = a.conj() if len(call.a) > 1 else a.conj()[None]
+        if sharded:
+            a, dz = _flattened(a, dz)
+        elif call.many:
+            a = a.flatten(0, -2)
         if call.b_columns:
-            db = multiply(rows.mT, a, None, None, alpha)
+            db = multiply(dz.mT, a, None, None, alpha)
         else:
-            db = multiply(a.mT, rows, None, None, alpha)
+            db = multiply(a.mT, dz, None, None, alpha)
         db = db if call.transposed is call.b_columns else db.mT
+        if db.shape != call.b:
+            db = db.sum_to_size(call.b if len(call.b) > 1 else (*call.b, 1)).reshape(call.b)
     return da, db, dbias, dresidual
+
+
+def _summed_to(t: Tensor, shape: Sequence[int]) -> Tensor:
+    """``t.sum_to_size(shape)``, also for data-dependent sizes."""
+    if all(type(n) is int for n in (*t.shape, *shape)):
+        return t.sum_to_size(tuple(shape))
+    lead = t.dim() - len(shape)
+    ones = [lead + i for i, n in enumerate(shape) if type(n) is int and n == 1]
+    t = t.sum(ones, keepdim=True) if ones else t
+    return t.sum(tuple(range(lead))) if lead else t
+
+
+def _flattened(a: Tensor, dz: Tensor) -> tuple[Tensor, Tensor]:
+    """The DTensors ``[…, M, K]`` and ``[…, M, N]`` as matrices with the same number of rows. Rows
+    are summed over, so their order is free: a sharded dimension becomes the first, because DTensor
+    flattens without communication (torch 2.10: flattens at all) only if no other dimension is
+    sharded."""
+    for placement in getattr(a, "placements", ()):
+        if placement.is_shard() and 0 < placement.dim < a.dim() - 1:
+            a, dz = a.movedim(placement.dim, 0), dz.movedim(placement.dim, 0)
+            break
+    return a.flatten(0, -2), dz.flatten(0, -2)
 
 
 def _is_direct(grad: Tensor) -> bool:
