@@ -141,7 +141,7 @@ def single(
     """The launcher of a kernel with a single launch over pointers."""
     (build,) = kernel.builds(problem, config)
     only = step_of(problem, build, grid, group_m=getattr(config, "GROUP_M", 1))
-    return launcher([only], operands.out_shape(problem), problem.out.dtype)
+    return launcher([only], problem.out_shape, problem.out.dtype)
 
 
 def step_of(

@@ -39,7 +39,7 @@ from tmm_triton.kernel import (
     step_of,
     tiles,
 )
-from tmm_triton.operands import VECTOR, Build, TileConfig, build, check, out_shape
+from tmm_triton.operands import VECTOR, Build, TileConfig, build, check
 
 
 @triton.jit
@@ -331,9 +331,7 @@ class Persistent(TritonKernel[PersistentConfig]):
         }
         if _storable(problem):
             types["out_desc"] = _descriptor_type(problem.out, m, n // config.SUBTILE, batched)
-            constants |= {"out_ptr": None, "stride_oz": 0, "stride_om": 0, "stride_on": 0}
-        else:
-            constants["out_desc"] = None
+            constants |= dict.fromkeys(("out_ptr", "stride_oz", "stride_om", "stride_on"))
         if batched:
             types |= {"a_step": "i64", "b_step": "i64", "batch": "i32"}
         else:
@@ -359,7 +357,7 @@ class Persistent(TritonKernel[PersistentConfig]):
             "batch": batch,
         }
         only = step_of(problem, build, (_programs(problem, config), 1, 1), own, config.GROUP_M)
-        return launcher([only], out_shape(problem), problem.out.dtype)
+        return launcher([only], problem.out_shape, problem.out.dtype)
 
 
 def _storable(problem: Problem) -> bool:

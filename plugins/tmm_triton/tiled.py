@@ -31,7 +31,6 @@ from tmm_triton.kernel import (
     fills_registers,
     group_sizes,
     proposed,
-    single,
     step_of,
     tiles,
 )
@@ -214,8 +213,6 @@ class Tiled(TritonKernel[C]):
     def bind(self, problem: Problem, config: C) -> Launcher:
         ports = _ports(problem, config)
         grid = tiles(problem, config), problem.batch, 1
-        if not ports.given:
-            return single(self, problem, config, grid)
         main, *_ = self.builds(problem, config)
         return ports.launcher(
             step_of(problem, main, grid, ports.arguments(), group_m=config.GROUP_M)
