@@ -29,7 +29,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from tmm_core import Launcher, Operand, Problem, Traits
 from tmm_core.triton import Argument, Described, launcher, pointer
 from tmm_triton import sums
-from tmm_triton.blocks import add_residual, affine, dot, halves, rescale, store, tile_of
+from tmm_triton.blocks import add_residual, affine, dot, parts, rescale, store, tile_of
 from tmm_triton.kernel import (
     POINTERS,
     TritonKernel,
@@ -158,27 +158,14 @@ def persistent_kernel(
         if GATED:
             cols += N
             up = rescale(up, z, rows, cols, M, width, scale_a_ptr, scale_b_ptr, SCALE_A, SCALE_B)
-        if SUBTILE == 1:
+        gates, ups = parts(gate, SUBTILE), parts(up, SUBTILE)
+        WIDTH: tl.constexpr = BLOCK_N // SUBTILE
+        for part in tl.static_range(SUBTILE):
             finish_tile(
-                gate, up, z, row, col, M, N, bias_ptr, stride_bias, alpha, EPILOGUE, GATED,
-                residual_ptr, stride_rz, stride_rm, stride_rn,
-                out_desc, out_ptr, stride_oz, stride_om, stride_on, BATCHED, BLOCK_M, BLOCK_N,
-            )  # fmt: skip
-        else:
-            half: tl.constexpr = BLOCK_N // 2
-            gate_left, gate_right = halves(gate, BLOCK_M, BLOCK_N)
-            up_left, up_right = halves(up, BLOCK_M, BLOCK_N)
-            finish_tile(
-                gate_left, up_left, z, row, col, M, N,
+                gates[part], ups[part], z, row, col + part * WIDTH, M, N,
                 bias_ptr, stride_bias, alpha, EPILOGUE, GATED,
                 residual_ptr, stride_rz, stride_rm, stride_rn,
-                out_desc, out_ptr, stride_oz, stride_om, stride_on, BATCHED, BLOCK_M, half,
-            )  # fmt: skip
-            finish_tile(
-                gate_right, up_right, z, row, col + half, M, N,
-                bias_ptr, stride_bias, alpha, EPILOGUE, GATED,
-                residual_ptr, stride_rz, stride_rm, stride_rn,
-                out_desc, out_ptr, stride_oz, stride_om, stride_on, BATCHED, BLOCK_M, half,
+                out_desc, out_ptr, stride_oz, stride_om, stride_on, BATCHED, BLOCK_M, WIDTH,
             )  # fmt: skip
 
 

@@ -24,7 +24,7 @@ import triton
 import triton.language as tl
 
 from tmm_core import Launcher, Problem, Traits
-from tmm_triton.blocks import add_residual, affine, dot, halves, load, rescale, store, tile_of
+from tmm_triton.blocks import add_residual, affine, dot, load, parts, rescale, store, tile_of
 from tmm_triton.kernel import (
     POINTERS,
     TritonKernel,
@@ -108,31 +108,15 @@ def tiled_kernel(
     if GATED:
         up = rescale(up, z, rows, cols + N, M, width, scale_a_ptr, scale_b_ptr, SCALE_A, SCALE_B)
     parts_n = tl.cdiv(N, BLOCK_N) * SUBTILE
-    if SUBTILE == 1:
+    gates, ups = parts(gate, SUBTILE), parts(up, SUBTILE)
+    WIDTH: tl.constexpr = BLOCK_N // SUBTILE
+    first = tile_n * BLOCK_N + tl.arange(0, WIDTH)
+    for part in tl.static_range(SUBTILE):
         finish_pair(
-            gate, up, z, rows, cols, M, N, bias_ptr, stride_bias, alpha, EPILOGUE, GATED,
-            residual_ptr, stride_rz, stride_rm, stride_rn, out_ptr, stride_oz, stride_om, stride_on,
-            tile_m, tile_n, parts_n,
-            port_0_ptr, port_0_at, OF_0, KIND_0, REDUCE_0,
-            port_1_ptr, port_1_at, OF_1, KIND_1, REDUCE_1,
-        )  # fmt: skip
-    else:
-        gate_left, gate_right = halves(gate, BLOCK_M, BLOCK_N)
-        up_left, up_right = halves(up, BLOCK_M, BLOCK_N)
-        left = tile_n * BLOCK_N + tl.arange(0, BLOCK_N // 2)
-        finish_pair(
-            gate_left, up_left, z, rows, left, M, N,
+            gates[part], ups[part], z, rows, first + part * WIDTH, M, N,
             bias_ptr, stride_bias, alpha, EPILOGUE, GATED,
             residual_ptr, stride_rz, stride_rm, stride_rn, out_ptr, stride_oz, stride_om, stride_on,
-            tile_m, 2 * tile_n, parts_n,
-            port_0_ptr, port_0_at, OF_0, KIND_0, REDUCE_0,
-            port_1_ptr, port_1_at, OF_1, KIND_1, REDUCE_1,
-        )  # fmt: skip
-        finish_pair(
-            gate_right, up_right, z, rows, left + BLOCK_N // 2, M, N,
-            bias_ptr, stride_bias, alpha, EPILOGUE, GATED,
-            residual_ptr, stride_rz, stride_rm, stride_rn, out_ptr, stride_oz, stride_om, stride_on,
-            tile_m, 2 * tile_n + 1, parts_n,
+            tile_m, SUBTILE * tile_n + part, parts_n,
             port_0_ptr, port_0_at, OF_0, KIND_0, REDUCE_0,
             port_1_ptr, port_1_at, OF_1, KIND_1, REDUCE_1,
         )  # fmt: skip
