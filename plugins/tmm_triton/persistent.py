@@ -60,31 +60,6 @@ def load_tile(
 
 
 @triton.jit
-def finish_tile(
-    gate, up, z, row, col, M, N,
-    bias_ptr, stride_bias, alpha, EPILOGUE: tl.constexpr, GATED: tl.constexpr,
-    residual_ptr, stride_rz, stride_rm, stride_rn,
-    out_desc, out_ptr, stride_oz, stride_om, stride_on, BATCHED: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr,
-):  # fmt: skip
-    rows = row + tl.arange(0, ROWS)
-    cols = col + tl.arange(0, COLS)
-    if GATED:
-        gate = affine(gate, cols, N, bias_ptr, stride_bias, alpha)
-        up = affine(up, cols + N, 2 * N, bias_ptr, stride_bias, alpha)
-        acc = EPILOGUE(gate, up)
-    else:
-        acc = EPILOGUE(affine(gate, cols, N, bias_ptr, stride_bias, alpha))
-    acc = add_residual(acc, z, rows, cols, M, N, residual_ptr, stride_rz, stride_rm, stride_rn)
-    if out_desc is None:
-        store(acc, z, rows, cols, M, N, out_ptr, stride_oz, stride_om, stride_on)
-    elif BATCHED:
-        out_desc.store([z, row, col], acc.to(out_desc.dtype).reshape(1, ROWS, COLS))
-    else:
-        out_desc.store([row, col], acc.to(out_desc.dtype))
-
-
-@triton.jit
 def sum_steps(
     a_desc, b_desc, az, bz, row, col, N, first, last,
     PRECISION: tl.constexpr, GATED: tl.constexpr,
@@ -161,12 +136,23 @@ def persistent_kernel(
         gates, ups = parts(gate, SUBTILE), parts(up, SUBTILE)
         WIDTH: tl.constexpr = BLOCK_N // SUBTILE
         for part in tl.static_range(SUBTILE):
-            finish_tile(
-                gates[part], ups[part], z, row, col + part * WIDTH, M, N,
-                bias_ptr, stride_bias, alpha, EPILOGUE, GATED,
-                residual_ptr, stride_rz, stride_rm, stride_rn,
-                out_desc, out_ptr, stride_oz, stride_om, stride_on, BATCHED, BLOCK_M, WIDTH,
-            )  # fmt: skip
+            first = col + part * WIDTH
+            at = first + tl.arange(0, WIDTH)
+            acc = affine(gates[part], at, N, bias_ptr, stride_bias, alpha)
+            if GATED:
+                acc = EPILOGUE(acc, affine(ups[part], at + N, 2 * N, bias_ptr, stride_bias, alpha))
+            else:
+                acc = EPILOGUE(acc)
+            acc = add_residual(
+                acc, z, rows, at, M, N, residual_ptr, stride_rz, stride_rm, stride_rn
+            )
+            if out_desc is None:
+                store(acc, z, rows, at, M, N, out_ptr, stride_oz, stride_om, stride_on)
+            elif BATCHED:
+                block = acc.to(out_desc.dtype).reshape(1, BLOCK_M, WIDTH)
+                out_desc.store([z, row, first], block)
+            else:
+                out_desc.store([row, first], acc.to(out_desc.dtype))
 
 
 #: BLOCK_M, BLOCK_N, BLOCK_K, num_stages, num_warps at 16 bits per element.

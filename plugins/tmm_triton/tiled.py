@@ -39,35 +39,6 @@ from tmm_triton.ports import KINDS, MOST, REDUCES, Ports, put
 
 
 @triton.jit
-def finish_pair(
-    gate, up, z, rows, cols, M, N,
-    bias_ptr, stride_bias, alpha, EPILOGUE: tl.constexpr, GATED: tl.constexpr,
-    residual_ptr, stride_rz, stride_rm, stride_rn, out_ptr, stride_oz, stride_om, stride_on,
-    part_m, part_n, parts_n,
-    port_0_ptr, port_0_at, OF_0: tl.constexpr, KIND_0: tl.constexpr, REDUCE_0: tl.constexpr,
-    port_1_ptr, port_1_at, OF_1: tl.constexpr, KIND_1: tl.constexpr, REDUCE_1: tl.constexpr,
-):  # fmt: skip
-    """As ``blocks.finish``, for the accumulator ``gate`` and, where gated, ``up``, with what is
-    written beside the result."""
-    if GATED:
-        gate = affine(gate, cols, N, bias_ptr, stride_bias, alpha)
-        up = affine(up, cols + N, 2 * N, bias_ptr, stride_bias, alpha)
-        acc = EPILOGUE(gate, up)
-    else:
-        acc = EPILOGUE(affine(gate, cols, N, bias_ptr, stride_bias, alpha))
-    acc = add_residual(acc, z, rows, cols, M, N, residual_ptr, stride_rz, stride_rm, stride_rn)
-    put(
-        acc, rows, cols, M, N, part_m, part_n, parts_n,
-        port_0_ptr, port_0_at, OF_0, KIND_0, REDUCE_0,
-    )  # fmt: skip
-    put(
-        acc, rows, cols, M, N, part_m, part_n, parts_n,
-        port_1_ptr, port_1_at, OF_1, KIND_1, REDUCE_1,
-    )  # fmt: skip
-    store(acc, z, rows, cols, M, N, out_ptr, stride_oz, stride_om, stride_on)
-
-
-@triton.jit
 def tiled_kernel(
     a_ptr, b_ptr, bias_ptr, residual_ptr, out_ptr,
     M, N, K,
@@ -112,14 +83,23 @@ def tiled_kernel(
     WIDTH: tl.constexpr = BLOCK_N // SUBTILE
     first = tile_n * BLOCK_N + tl.arange(0, WIDTH)
     for part in tl.static_range(SUBTILE):
-        finish_pair(
-            gates[part], ups[part], z, rows, first + part * WIDTH, M, N,
-            bias_ptr, stride_bias, alpha, EPILOGUE, GATED,
-            residual_ptr, stride_rz, stride_rm, stride_rn, out_ptr, stride_oz, stride_om, stride_on,
-            tile_m, SUBTILE * tile_n + part, parts_n,
+        at = first + part * WIDTH
+        acc = affine(gates[part], at, N, bias_ptr, stride_bias, alpha)
+        if GATED:
+            acc = EPILOGUE(acc, affine(ups[part], at + N, 2 * N, bias_ptr, stride_bias, alpha))
+        else:
+            acc = EPILOGUE(acc)
+        acc = add_residual(acc, z, rows, at, M, N, residual_ptr, stride_rz, stride_rm, stride_rn)
+        part_n = SUBTILE * tile_n + part
+        put(
+            acc, rows, at, M, N, tile_m, part_n, parts_n,
             port_0_ptr, port_0_at, OF_0, KIND_0, REDUCE_0,
+        )  # fmt: skip
+        put(
+            acc, rows, at, M, N, tile_m, part_n, parts_n,
             port_1_ptr, port_1_at, OF_1, KIND_1, REDUCE_1,
         )  # fmt: skip
+        store(acc, z, rows, at, M, N, out_ptr, stride_oz, stride_om, stride_on)
 
 
 #: BLOCK_M, BLOCK_N, BLOCK_K, num_stages, num_warps at 16 bits per element: wide tiles for
