@@ -8,7 +8,7 @@ else is a run-time argument, above all M, of which a server sees thousands of va
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -216,11 +216,10 @@ def _convention(problem: Problem) -> tuple[dict[str, str], dict[str, Any], dict[
     return types, constants, divisible
 
 
-def arguments(problem: Problem, names: Iterable[str], group_m: int = 1) -> dict[str, Argument]:
-    """The values of the run-time arguments ``names`` of the convention in a call. Strides are read
-    in every call: the problem fixes only their class."""
+def arguments(problem: Problem) -> dict[str, Argument]:
+    """The values of the convention's run-time arguments in a call, except for a config's. Strides
+    are read in every call: the problem fixes only their class."""
     known: dict[str, Argument] = {"M": problem.m, "N": problem.n, "K": problem.k}
-    known["GROUP_M"] = group_m
     tensors = ("a", "b", "bias", "scale_a", "scale_b")
     known |= {f"{name}_ptr": name for name in tensors}
     known |= {"residual_ptr": "residual", "out_ptr": "out", "alpha": "alpha"}
@@ -229,4 +228,4 @@ def arguments(problem: Problem, names: Iterable[str], group_m: int = 1) -> dict[
     for letter, _, dims, _ in _strides(problem):
         for i, dim in enumerate((("z",) if problem.batch > 1 else ()) + dims):
             known[f"stride_{letter}{dim}"] = (letters[letter], i)
-    return {name: known[name] for name in names}
+    return known

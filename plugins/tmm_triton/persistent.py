@@ -328,8 +328,9 @@ class Persistent(TritonKernel[PersistentConfig]):
             "a_step": ("a", 0),
             "b_step": ("b", 0),
             "batch": batch,
+            "GROUP_M": config.GROUP_M,
         }
-        only = step_of(problem, build, (_programs(problem, config), 1, 1), own, config.GROUP_M)
+        only = step_of(problem, build, (_programs(problem, config), 1, 1), own)
         return launcher([only], problem.out_shape, problem.out.dtype)
 
 

@@ -178,9 +178,8 @@ class Tiled(TritonKernel[C]):
         ports = _ports(problem, config)
         grid = tiles(problem, config), problem.batch, 1
         main, *_ = self.builds(problem, config)
-        return ports.launcher(
-            step_of(problem, main, grid, ports.arguments(), group_m=config.GROUP_M)
-        )
+        own = {"GROUP_M": config.GROUP_M, **ports.arguments()}
+        return ports.launcher(step_of(problem, main, grid, own))
 
 
 def _ports(problem: Problem, config: GroupedConfig) -> Ports:
