@@ -19,7 +19,6 @@ import torch
 
 from tmm_blas import grouped_mm
 from tmm_core import (
-    ANY,
     Bound,
     Config,
     Kernel,
@@ -59,32 +58,7 @@ class Blas(Kernel[BlasConfig]):
     # cuBLAS picks kernels (and split-K) by M; torch makes no promise across M.
     traits = Traits(deterministic=True, batch_invariant=False)
     config_type = BlasConfig
-    shares = (grouped_mm,)
-
-    supports = Supports(
-        devices=ANY,
-        operands=ANY,
-        formats=ANY,  # dequantised before multiplying
-        scales=ANY,
-        out=ANY,
-        bias=ANY,
-        residual=ANY,
-        layouts=dict.fromkeys(("a", "b", "out", "residual"), ANY),
-        unaligned=ANY,
-        wide=True,
-        batch=None,
-        empty=True,
-        alpha=True,
-        epilogues=True,
-        gated=True,
-        interleaved=True,
-        unfused=True,
-        outputs=ANY,
-        reduces=ANY,
-        ragged=("m", "n", "k"),
-        indexed=True,
-        zeroed=True,
-    )
+    supports = Supports.everything()
 
     def declines(self, problem: Problem) -> Iterable[str]:
         dtype = problem.a.dtype
@@ -121,36 +95,32 @@ class Blas(Kernel[BlasConfig]):
         return _bind_dequantized(problem, problem.format.dequantize)
 
     def estimate_us(self, problem: Problem, config: BlasConfig) -> float | None:
-        return _estimate_us(problem)
-
-
-def _estimate_us(problem: Problem) -> float | None:
-    """Roofline of the product, plus a pass over the output for each eager step."""
-    if not problem.device.sm_count:
-        return None
-    machine = Machine.of(problem.device)
-    reach = TF32_REACH if problem.tf32 else REACH.get(problem.a.dtype.itemsize, 1.0)
-    rate = machine.flops(problem) * reach
-    if not (problem.a.aligned and problem.b.aligned):
-        rate /= UNALIGNED_PENALTY
-    widened = 0
-    if problem.format is not None and not (problem.fp8 and _takes_fp8(problem)):
-        # Both operands are read, written as bf16 and read again.
-        rate = machine.tensor * REACH[2]
-        widened = 5 * problem.bytes
-    moving = machine.moving_us(problem.bytes + widened)
-    if problem.groups is not None:
-        if problem.fp8:
-            rate *= grouped_mm.REACH_8_BIT
-        moving = max(moving, problem.bytes / (grouped_mm.READS * machine.sms))
-    product = max(problem.flops / (rate * machine.sms), moving)
-    result = problem.batch * problem.m * problem.n * problem.out.dtype.itemsize
-    epilogue = GATED_PASSES if problem.gated else 2 * (not problem.epilogue.is_identity)
-    steps = epilogue + 3 * (problem.residual is not None)
-    # An elementwise pass over an output that fits in L2 runs at about three times HBM speed.
-    cached = 3.0 if result < problem.device.l2 / 2 else 1.0
-    passes = steps * result / (machine.memory * cached)
-    return product + passes + LAUNCH_US * (1 + (steps > 0))
+        """Roofline of the product, plus a pass over the output for each eager step."""
+        if not problem.device.sm_count:
+            return None
+        machine = Machine.of(problem.device)
+        reach = TF32_REACH if problem.tf32 else REACH.get(problem.a.dtype.itemsize, 1.0)
+        rate = machine.flops(problem) * reach
+        if not (problem.a.aligned and problem.b.aligned):
+            rate /= UNALIGNED_PENALTY
+        widened = 0
+        if problem.format is not None and not (problem.fp8 and _takes_fp8(problem)):
+            # Both operands are read, written as bf16 and read again.
+            rate = machine.tensor * REACH[2]
+            widened = 5 * problem.bytes
+        moving = machine.moving_us(problem.bytes + widened)
+        if problem.groups is not None:
+            if problem.fp8:
+                rate *= grouped_mm.REACH_8_BIT
+            moving = max(moving, problem.bytes / (grouped_mm.READS * machine.sms))
+        product = max(problem.flops / (rate * machine.sms), moving)
+        result = problem.batch * problem.m * problem.n * problem.out.dtype.itemsize
+        epilogue = GATED_PASSES if problem.gated else 2 * (not problem.epilogue.is_identity)
+        steps = epilogue + 3 * (problem.residual is not None)
+        # An elementwise pass over an output that fits in L2 runs at about three times HBM speed.
+        cached = 3.0 if result < problem.device.l2 / 2 else 1.0
+        passes = steps * result / (machine.memory * cached)
+        return product + passes + LAUNCH_US * (1 + (steps > 0))
 
 
 def bind_product(problem: Problem) -> Bound:

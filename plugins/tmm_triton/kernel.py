@@ -12,7 +12,6 @@ import sysconfig
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from types import MappingProxyType
 from typing import Any, ClassVar, TypeVar
 
 import torch
@@ -34,7 +33,6 @@ _MOST_REGISTERS = 200
 _MOST_REGISTERS_MMA = 176
 #: Rows of Blackwell's tensor memory: an accumulator of 256 rows is read back as two, and spills.
 _TENSOR_MEMORY_ROWS = 128
-_NONE: Mapping[str, Argument] = MappingProxyType({})
 #: Limit of the grid's second and third dimension.
 GRID_LIMIT = 65535
 #: Problems of a kernel over pointers: any strides, and one accumulator.
@@ -140,22 +138,17 @@ def single(
 ) -> Launcher:
     """The launcher of a kernel with a single launch over pointers."""
     (build,) = kernel.builds(problem, config)
-    only = step_of(problem, build, grid, group_m=getattr(config, "GROUP_M", 1))
-    return launcher([only], operands.out_shape(problem), problem.out.dtype)
+    only = step_of(problem, build, grid, {})
+    return launcher([only], problem.out_shape, problem.out.dtype)
 
 
 def step_of(
-    problem: Problem,
-    build: Build,
-    grid: tuple[int, int, int],
-    own: Mapping[str, Argument] = _NONE,
-    group_m: int = 1,
+    problem: Problem, build: Build, grid: tuple[int, int, int], own: Mapping[str, Argument]
 ) -> Step:
     """One launch of ``build``: its arguments come from ``own``, else from the shared convention."""
-    mine = {name: what for name, what in own.items() if name in build.types}
-    names = [name for name in build.types if name not in mine]
-    shared = operands.arguments(problem, names, group_m)
-    return Step(build.launch(problem.device.type), grid, mine | shared)
+    known = {**operands.arguments(problem), **own}
+    arguments = {name: known[name] for name in build.types}
+    return Step(build.launch(problem.device.type), grid, arguments)
 
 
 def tiles(problem: Problem, config: TileConfig) -> int:

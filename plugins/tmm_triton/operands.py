@@ -8,7 +8,7 @@ else is a run-time argument, above all M, of which a server sees thousands of va
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -133,7 +133,8 @@ def build(
     ``{a,b,bias,residual,out}_ptr``, ``M N K``, ``stride_{a,b,r,o}{z,…}``, ``stride_bias``,
     ``alpha``, ``scale_{a,b}_ptr``, ``SCALE_{A,B}``, ``EPILOGUE``, ``PRECISION``, and
     the config's upper-case fields, of which ``GROUP_M`` is a run-time argument.
-    ``constants`` and ``types`` name the kernel's own arguments and take precedence.
+    ``constants`` and ``types`` name the kernel's own arguments and take precedence. An argument
+    that none of these names is None: what the problem does not have.
     """
     shared_types, shared_constants, divisible = _convention(problem)
     fields = config.to_json()
@@ -141,14 +142,14 @@ def build(
     if shared_constants.pop("GROUP_M", None):
         # Not a constant: for a long M half of the configs differ in nothing else.
         shared_types["GROUP_M"] = "i32"
-    own_types, own_constants = dict(types or {}), dict(constants or {})
-    all_types = {k: v for k, v in shared_types.items() if k not in own_constants} | own_types
-    all_constants = {k: v for k, v in shared_constants.items() if k not in own_types}
-    all_constants |= own_constants
+    own_types, own_constants = types or {}, constants or {}
+    typed = {**shared_types, **own_types}
+    known = {**shared_constants, **own_constants}
+    passed = [name for name in fn.arg_names if name in typed and name not in own_constants]
     return Build(
         fn,
-        {name: all_types[name] for name in fn.arg_names if name in all_types},
-        {name: all_constants[name] for name in fn.arg_names if name in all_constants},
+        {name: typed[name] for name in passed},
+        {name: known.get(name) for name in fn.arg_names if name not in passed},
         divisible,
         {"num_warps": config.num_warps, "num_stages": config.num_stages, **options},
     )
@@ -207,29 +208,18 @@ def _convention(problem: Problem) -> tuple[dict[str, str], dict[str, Any], dict[
         sizes["M"] = problem.m
     divisible |= {name: vector for name, size in sizes.items() if size % vector == 0}
 
-    if problem.residual is None:
-        constants |= {"residual_ptr": None, "stride_rz": 0, "stride_rm": 0, "stride_rn": 0}
-    if problem.bias is None:
-        constants |= {"bias_ptr": None, "stride_bias": 0}
-    else:
+    if problem.bias is not None:
         types |= {"bias_ptr": pointer(problem.bias), "stride_bias": "i64"}
     if problem.scaled:
         types["alpha"] = "fp32"
-    else:
-        constants["alpha"] = None
-    for name, kind in (("scale_a_ptr", problem.scale_a), ("scale_b_ptr", problem.scale_b)):
-        if kind is None:
-            constants[name] = None
-        else:
-            types[name] = "*fp32"
+    types |= {f"{name}_ptr": "*fp32" for name in problem.scales}
     return types, constants, divisible
 
 
-def arguments(problem: Problem, names: Iterable[str], group_m: int = 1) -> dict[str, Argument]:
-    """The values of the run-time arguments ``names`` of the convention in a call. Strides are read
-    in every call: the problem fixes only their class."""
+def arguments(problem: Problem) -> dict[str, Argument]:
+    """The values of the convention's run-time arguments in a call, except for a config's. Strides
+    are read in every call: the problem fixes only their class."""
     known: dict[str, Argument] = {"M": problem.m, "N": problem.n, "K": problem.k}
-    known["GROUP_M"] = group_m
     tensors = ("a", "b", "bias", "scale_a", "scale_b")
     known |= {f"{name}_ptr": name for name in tensors}
     known |= {"residual_ptr": "residual", "out_ptr": "out", "alpha": "alpha"}
@@ -238,9 +228,4 @@ def arguments(problem: Problem, names: Iterable[str], group_m: int = 1) -> dict[
     for letter, _, dims, _ in _strides(problem):
         for i, dim in enumerate((("z",) if problem.batch > 1 else ()) + dims):
             known[f"stride_{letter}{dim}"] = (letters[letter], i)
-    return {name: known[name] for name in names}
-
-
-def out_shape(problem: Problem) -> tuple[int, ...]:
-    """``(M, N)``, or ``(batch, M, N)`` for a batch."""
-    return (problem.batch, problem.m, problem.n)[problem.batch == 1 :]
+    return known

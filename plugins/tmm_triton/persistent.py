@@ -29,7 +29,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from tmm_core import Launcher, Operand, Problem, Traits
 from tmm_core.triton import Argument, Described, launcher, pointer
 from tmm_triton import sums
-from tmm_triton.blocks import add_residual, affine, dot, halves, rescale, store, tile_of
+from tmm_triton.blocks import add_residual, affine, dot, parts, rescale, store, tile_of
 from tmm_triton.kernel import (
     POINTERS,
     TritonKernel,
@@ -39,7 +39,7 @@ from tmm_triton.kernel import (
     step_of,
     tiles,
 )
-from tmm_triton.operands import VECTOR, Build, TileConfig, build, check, out_shape
+from tmm_triton.operands import VECTOR, Build, TileConfig, build, check
 
 
 @triton.jit
@@ -57,31 +57,6 @@ def load_tile(
     else:
         tile = tl.trans(desc.load([col, row]))
     return tile
-
-
-@triton.jit
-def finish_tile(
-    gate, up, z, row, col, M, N,
-    bias_ptr, stride_bias, alpha, EPILOGUE: tl.constexpr, GATED: tl.constexpr,
-    residual_ptr, stride_rz, stride_rm, stride_rn,
-    out_desc, out_ptr, stride_oz, stride_om, stride_on, BATCHED: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr,
-):  # fmt: skip
-    rows = row + tl.arange(0, ROWS)
-    cols = col + tl.arange(0, COLS)
-    if GATED:
-        gate = affine(gate, cols, N, bias_ptr, stride_bias, alpha)
-        up = affine(up, cols + N, 2 * N, bias_ptr, stride_bias, alpha)
-        acc = EPILOGUE(gate, up)
-    else:
-        acc = EPILOGUE(affine(gate, cols, N, bias_ptr, stride_bias, alpha))
-    acc = add_residual(acc, z, rows, cols, M, N, residual_ptr, stride_rz, stride_rm, stride_rn)
-    if out_desc is None:
-        store(acc, z, rows, cols, M, N, out_ptr, stride_oz, stride_om, stride_on)
-    elif BATCHED:
-        out_desc.store([z, row, col], acc.to(out_desc.dtype).reshape(1, ROWS, COLS))
-    else:
-        out_desc.store([row, col], acc.to(out_desc.dtype))
 
 
 @triton.jit
@@ -158,28 +133,26 @@ def persistent_kernel(
         if GATED:
             cols += N
             up = rescale(up, z, rows, cols, M, width, scale_a_ptr, scale_b_ptr, SCALE_A, SCALE_B)
-        if SUBTILE == 1:
-            finish_tile(
-                gate, up, z, row, col, M, N, bias_ptr, stride_bias, alpha, EPILOGUE, GATED,
-                residual_ptr, stride_rz, stride_rm, stride_rn,
-                out_desc, out_ptr, stride_oz, stride_om, stride_on, BATCHED, BLOCK_M, BLOCK_N,
-            )  # fmt: skip
-        else:
-            half: tl.constexpr = BLOCK_N // 2
-            gate_left, gate_right = halves(gate, BLOCK_M, BLOCK_N)
-            up_left, up_right = halves(up, BLOCK_M, BLOCK_N)
-            finish_tile(
-                gate_left, up_left, z, row, col, M, N,
-                bias_ptr, stride_bias, alpha, EPILOGUE, GATED,
-                residual_ptr, stride_rz, stride_rm, stride_rn,
-                out_desc, out_ptr, stride_oz, stride_om, stride_on, BATCHED, BLOCK_M, half,
-            )  # fmt: skip
-            finish_tile(
-                gate_right, up_right, z, row, col + half, M, N,
-                bias_ptr, stride_bias, alpha, EPILOGUE, GATED,
-                residual_ptr, stride_rz, stride_rm, stride_rn,
-                out_desc, out_ptr, stride_oz, stride_om, stride_on, BATCHED, BLOCK_M, half,
-            )  # fmt: skip
+        gates, ups = parts(gate, SUBTILE), parts(up, SUBTILE)
+        WIDTH: tl.constexpr = BLOCK_N // SUBTILE
+        for part in tl.static_range(SUBTILE):
+            first = col + part * WIDTH
+            at = first + tl.arange(0, WIDTH)
+            acc = affine(gates[part], at, N, bias_ptr, stride_bias, alpha)
+            if GATED:
+                acc = EPILOGUE(acc, affine(ups[part], at + N, 2 * N, bias_ptr, stride_bias, alpha))
+            else:
+                acc = EPILOGUE(acc)
+            acc = add_residual(
+                acc, z, rows, at, M, N, residual_ptr, stride_rz, stride_rm, stride_rn
+            )
+            if out_desc is None:
+                store(acc, z, rows, at, M, N, out_ptr, stride_oz, stride_om, stride_on)
+            elif BATCHED:
+                block = acc.to(out_desc.dtype).reshape(1, BLOCK_M, WIDTH)
+                out_desc.store([z, row, first], block)
+            else:
+                out_desc.store([row, first], acc.to(out_desc.dtype))
 
 
 #: BLOCK_M, BLOCK_N, BLOCK_K, num_stages, num_warps at 16 bits per element.
@@ -331,9 +304,7 @@ class Persistent(TritonKernel[PersistentConfig]):
         }
         if _storable(problem):
             types["out_desc"] = _descriptor_type(problem.out, m, n // config.SUBTILE, batched)
-            constants |= {"out_ptr": None, "stride_oz": 0, "stride_om": 0, "stride_on": 0}
-        else:
-            constants["out_desc"] = None
+            constants |= dict.fromkeys(("out_ptr", "stride_oz", "stride_om", "stride_on"))
         if batched:
             types |= {"a_step": "i64", "b_step": "i64", "batch": "i32"}
         else:
@@ -357,9 +328,10 @@ class Persistent(TritonKernel[PersistentConfig]):
             "a_step": ("a", 0),
             "b_step": ("b", 0),
             "batch": batch,
+            "GROUP_M": config.GROUP_M,
         }
-        only = step_of(problem, build, (_programs(problem, config), 1, 1), own, config.GROUP_M)
-        return launcher([only], out_shape(problem), problem.out.dtype)
+        only = step_of(problem, build, (_programs(problem, config), 1, 1), own)
+        return launcher([only], problem.out_shape, problem.out.dtype)
 
 
 def _storable(problem: Problem) -> bool:

@@ -19,7 +19,7 @@ import triton.language as tl
 
 from tmm_core import Launcher, Port, Problem
 from tmm_core.triton import Argument, Step, launcher, pointer, port_function
-from tmm_triton.operands import Build, out_shape
+from tmm_triton.operands import Build
 
 #: Outputs that a kernel has arguments for.
 MOST = 2
@@ -110,17 +110,14 @@ class Ports:
         return self.problem.epilogue.outputs
 
     def constants(self) -> dict[str, Any]:
-        """The tile kernel's constants for all :data:`MOST` outputs, absent ones included."""
+        """The tile kernel's constants."""
         found: dict[str, Any] = {}
-        for i in range(MOST):
-            port = self.given[i] if i < len(self.given) else None
+        for i, port in enumerate(self.given):
             found |= {
-                f"OF_{i}": port and port_function(port),
-                f"KIND_{i}": port and port.kind,
-                f"REDUCE_{i}": port and port.reduce,
+                f"OF_{i}": port_function(port),
+                f"KIND_{i}": port.kind,
+                f"REDUCE_{i}": port.reduce,
             }
-            if port is None:
-                found |= {f"port_{i}_ptr": None, f"port_{i}_at": None}
         return found
 
     def types(self) -> dict[str, str]:
@@ -163,7 +160,7 @@ class Ports:
         count = self.after + self.workspace()
         return launcher(
             steps,
-            out_shape(self.problem),
+            self.problem.out_shape,
             self.problem.out.dtype,
             workspace=(count, torch.float32) if count else None,
             outputs=len(self.given),

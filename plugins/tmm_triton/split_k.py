@@ -25,7 +25,6 @@ up, so with few rows of A, N should be along the height.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import torch
 import triton
@@ -37,8 +36,8 @@ from tmm_triton import sums
 from tmm_triton.blocks import dot, finish, load, rescale
 from tmm_triton.counters import Counters
 from tmm_triton.early import check_early, ways, with_early
-from tmm_triton.kernel import TritonKernel, hopper_or_later, proposed, single, step_of, tiles
-from tmm_triton.operands import Build, TileConfig, build, check, out_shape
+from tmm_triton.kernel import TritonKernel, hopper_or_later, proposed, step_of, tiles
+from tmm_triton.operands import Build, TileConfig, build, check
 from tmm_triton.partials import MOST_WORKSPACE, REDUCE_US, reducing, reduction, sum_partials
 
 
@@ -297,7 +296,6 @@ class SplitK(TritonKernel[SplitKConfig]):
         return next(iter(self.configs(problem)), _WHOLE)
 
     def arithmetic(self, problem: Problem, config: SplitKConfig) -> str | None:
-        config = replace(config, early="")  # does not affect sums
         if config.SPLIT_K > 1 and config.REDUCE == "last":
             # It adds as many of a tile's parts at a time as its registers hold.
             return self.own_arithmetic(problem, config)
@@ -327,18 +325,19 @@ class SplitK(TritonKernel[SplitKConfig]):
         last = split and config.REDUCE == "last"
         types = {"partials_ptr": "*fp32"} if split else {}
         types |= {"counters_ptr": "*i32"} if last else {}
-        constants: dict[str, Any] = dict.fromkeys({"partials_ptr", "counters_ptr"} - set(types))
-        constants["WHOLE_K"] = problem.k % config.BLOCK_K == 0
         through = config.num_stages == 1
-        constants["THROUGH_REGISTERS"] = through
-        constants["A_ONCE"] = through and problem.n <= config.BLOCK_N
-        constants["B_ONCE"] = through and problem.m <= config.BLOCK_M
         threads = 32 * config.num_warps
         ahead = max(1, _MOST_ALONE * threads // (config.BLOCK_M * config.BLOCK_N))
-        constants["AHEAD"] = min(ahead, triton.next_power_of_2(config.SPLIT_K))
         overlaps = config.early != "" and hopper_or_later(problem)
-        constants["OVERLAPS"] = overlaps
-        constants["EARLY"] = overlaps and config.early == "b"
+        constants = {
+            "WHOLE_K": problem.k % config.BLOCK_K == 0,
+            "THROUGH_REGISTERS": through,
+            "A_ONCE": through and problem.n <= config.BLOCK_N,
+            "B_ONCE": through and problem.m <= config.BLOCK_M,
+            "AHEAD": min(ahead, triton.next_power_of_2(config.SPLIT_K)),
+            "OVERLAPS": overlaps,
+            "EARLY": overlaps and config.early == "b",
+        }
         options = {"launch_pdl": True} if overlaps else {}
         builds = [build(split_k_kernel, problem, config, constants, types, **options)]
         if split and not last:
@@ -346,12 +345,21 @@ class SplitK(TritonKernel[SplitKConfig]):
         return builds
 
     def bind(self, problem: Problem, config: SplitKConfig) -> Launcher:
-        grid = (tiles(problem, config), config.SPLIT_K, problem.batch)
-        if config.SPLIT_K == 1:
-            return single(self, problem, config, grid)
-        if config.REDUCE == "last":
-            return _bind_last(self, problem, config, grid)
-        return _bind_two(self, problem, config, grid)
+        main, *reductions = self.builds(problem, config)
+        count = tiles(problem, config)
+        own: dict[str, Argument] = {"partials_ptr": "workspace"}
+        if "counters_ptr" in main.types:
+            own["counters_ptr"] = Counters(problem.batch * count)
+        part = problem.batch * problem.m * problem.n
+        return launcher(
+            [
+                step_of(problem, main, (count, config.SPLIT_K, problem.batch), own),
+                *(reducing(problem, build, apart=part) for build in reductions),
+            ],
+            problem.out_shape,
+            problem.out.dtype,
+            workspace=(config.SPLIT_K * part, torch.float32) if config.SPLIT_K > 1 else None,
+        )
 
 
 def _swaps(problem: Problem, block_m: int, block_n: int, num_warps: int, split: int) -> bool:
@@ -386,39 +394,3 @@ def _splits(problem: Problem, block_m: int, block_n: int, block_k: int) -> list[
     per_sm = _PROGRAMS_PER_SM if aligned else _PROGRAMS_PER_SM_UNALIGNED
     aims = [round(problem.device.sm_count * each / programs) for each in per_sm]
     return sorted({max(1, min(aim, steps, _MOST_SPLITS)) for aim in aims})
-
-
-def _bind_last(
-    kernel: SplitK, problem: Problem, config: SplitKConfig, grid: tuple[int, int, int]
-) -> Launcher:
-    (build,) = kernel.builds(problem, config)
-    own: dict[str, Argument] = {
-        "partials_ptr": "workspace",
-        "counters_ptr": Counters(problem.batch * tiles(problem, config)),
-    }
-    return launcher(
-        [step_of(problem, build, grid, own)],
-        out_shape(problem),
-        problem.out.dtype,
-        workspace=_workspace(problem, config),
-    )
-
-
-def _bind_two(
-    kernel: SplitK, problem: Problem, config: SplitKConfig, grid: tuple[int, int, int]
-) -> Launcher:
-    build, second = kernel.builds(problem, config)
-    return launcher(
-        [
-            step_of(problem, build, grid, {"partials_ptr": "workspace"}),
-            reducing(problem, second, apart=problem.batch * problem.m * problem.n),
-        ],
-        out_shape(problem),
-        problem.out.dtype,
-        workspace=_workspace(problem, config),
-    )
-
-
-def _workspace(problem: Problem, config: SplitKConfig) -> tuple[int, torch.dtype]:
-    """Elements of the partial sums, and their dtype."""
-    return config.SPLIT_K * problem.batch * problem.m * problem.n, torch.float32

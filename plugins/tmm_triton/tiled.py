@@ -24,48 +24,18 @@ import triton
 import triton.language as tl
 
 from tmm_core import Launcher, Problem, Traits
-from tmm_triton.blocks import add_residual, affine, dot, halves, load, rescale, store, tile_of
+from tmm_triton.blocks import add_residual, affine, dot, load, parts, rescale, store, tile_of
 from tmm_triton.kernel import (
     POINTERS,
     TritonKernel,
     fills_registers,
     group_sizes,
     proposed,
-    single,
     step_of,
     tiles,
 )
 from tmm_triton.operands import Build, TileConfig, build, check
 from tmm_triton.ports import KINDS, MOST, REDUCES, Ports, put
-
-
-@triton.jit
-def finish_pair(
-    gate, up, z, rows, cols, M, N,
-    bias_ptr, stride_bias, alpha, EPILOGUE: tl.constexpr, GATED: tl.constexpr,
-    residual_ptr, stride_rz, stride_rm, stride_rn, out_ptr, stride_oz, stride_om, stride_on,
-    part_m, part_n, parts_n,
-    port_0_ptr, port_0_at, OF_0: tl.constexpr, KIND_0: tl.constexpr, REDUCE_0: tl.constexpr,
-    port_1_ptr, port_1_at, OF_1: tl.constexpr, KIND_1: tl.constexpr, REDUCE_1: tl.constexpr,
-):  # fmt: skip
-    """As ``blocks.finish``, for the accumulator ``gate`` and, where gated, ``up``, with what is
-    written beside the result."""
-    if GATED:
-        gate = affine(gate, cols, N, bias_ptr, stride_bias, alpha)
-        up = affine(up, cols + N, 2 * N, bias_ptr, stride_bias, alpha)
-        acc = EPILOGUE(gate, up)
-    else:
-        acc = EPILOGUE(affine(gate, cols, N, bias_ptr, stride_bias, alpha))
-    acc = add_residual(acc, z, rows, cols, M, N, residual_ptr, stride_rz, stride_rm, stride_rn)
-    put(
-        acc, rows, cols, M, N, part_m, part_n, parts_n,
-        port_0_ptr, port_0_at, OF_0, KIND_0, REDUCE_0,
-    )  # fmt: skip
-    put(
-        acc, rows, cols, M, N, part_m, part_n, parts_n,
-        port_1_ptr, port_1_at, OF_1, KIND_1, REDUCE_1,
-    )  # fmt: skip
-    store(acc, z, rows, cols, M, N, out_ptr, stride_oz, stride_om, stride_on)
 
 
 @triton.jit
@@ -109,34 +79,27 @@ def tiled_kernel(
     if GATED:
         up = rescale(up, z, rows, cols + N, M, width, scale_a_ptr, scale_b_ptr, SCALE_A, SCALE_B)
     parts_n = tl.cdiv(N, BLOCK_N) * SUBTILE
-    if SUBTILE == 1:
-        finish_pair(
-            gate, up, z, rows, cols, M, N, bias_ptr, stride_bias, alpha, EPILOGUE, GATED,
-            residual_ptr, stride_rz, stride_rm, stride_rn, out_ptr, stride_oz, stride_om, stride_on,
-            tile_m, tile_n, parts_n,
+    gates, ups = parts(gate, SUBTILE), parts(up, SUBTILE)
+    WIDTH: tl.constexpr = BLOCK_N // SUBTILE
+    first = tile_n * BLOCK_N + tl.arange(0, WIDTH)
+    for part in tl.static_range(SUBTILE):
+        at = first + part * WIDTH
+        acc = affine(gates[part], at, N, bias_ptr, stride_bias, alpha)
+        if GATED:
+            acc = EPILOGUE(acc, affine(ups[part], at + N, 2 * N, bias_ptr, stride_bias, alpha))
+        else:
+            acc = EPILOGUE(acc)
+        acc = add_residual(acc, z, rows, at, M, N, residual_ptr, stride_rz, stride_rm, stride_rn)
+        part_n = SUBTILE * tile_n + part
+        put(
+            acc, rows, at, M, N, tile_m, part_n, parts_n,
             port_0_ptr, port_0_at, OF_0, KIND_0, REDUCE_0,
+        )  # fmt: skip
+        put(
+            acc, rows, at, M, N, tile_m, part_n, parts_n,
             port_1_ptr, port_1_at, OF_1, KIND_1, REDUCE_1,
         )  # fmt: skip
-    else:
-        gate_left, gate_right = halves(gate, BLOCK_M, BLOCK_N)
-        up_left, up_right = halves(up, BLOCK_M, BLOCK_N)
-        left = tile_n * BLOCK_N + tl.arange(0, BLOCK_N // 2)
-        finish_pair(
-            gate_left, up_left, z, rows, left, M, N,
-            bias_ptr, stride_bias, alpha, EPILOGUE, GATED,
-            residual_ptr, stride_rz, stride_rm, stride_rn, out_ptr, stride_oz, stride_om, stride_on,
-            tile_m, 2 * tile_n, parts_n,
-            port_0_ptr, port_0_at, OF_0, KIND_0, REDUCE_0,
-            port_1_ptr, port_1_at, OF_1, KIND_1, REDUCE_1,
-        )  # fmt: skip
-        finish_pair(
-            gate_right, up_right, z, rows, left + BLOCK_N // 2, M, N,
-            bias_ptr, stride_bias, alpha, EPILOGUE, GATED,
-            residual_ptr, stride_rz, stride_rm, stride_rn, out_ptr, stride_oz, stride_om, stride_on,
-            tile_m, 2 * tile_n + 1, parts_n,
-            port_0_ptr, port_0_at, OF_0, KIND_0, REDUCE_0,
-            port_1_ptr, port_1_at, OF_1, KIND_1, REDUCE_1,
-        )  # fmt: skip
+        store(acc, z, rows, at, M, N, out_ptr, stride_oz, stride_om, stride_on)
 
 
 #: BLOCK_M, BLOCK_N, BLOCK_K, num_stages, num_warps at 16 bits per element: wide tiles for
@@ -214,12 +177,9 @@ class Tiled(TritonKernel[C]):
     def bind(self, problem: Problem, config: C) -> Launcher:
         ports = _ports(problem, config)
         grid = tiles(problem, config), problem.batch, 1
-        if not ports.given:
-            return single(self, problem, config, grid)
         main, *_ = self.builds(problem, config)
-        return ports.launcher(
-            step_of(problem, main, grid, ports.arguments(), group_m=config.GROUP_M)
-        )
+        own = {"GROUP_M": config.GROUP_M, **ports.arguments()}
+        return ports.launcher(step_of(problem, main, grid, own))
 
 
 def _ports(problem: Problem, config: GroupedConfig) -> Ports:

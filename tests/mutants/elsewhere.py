@@ -203,6 +203,6 @@ ELSEWHERE = [
     Mutant("skinny-wait-is-early", "skinny.py", '"EARLY": overlaps and config.early == "b",',
            '"EARLY": overlaps,', "a weight is read before the wait without the word", _BUILT),
     Mutant("split-k-wait-is-early", "split_k.py",
-           'constants["EARLY"] = overlaps and config.early == "b"', 'constants["EARLY"] = overlaps',
+           '"EARLY": overlaps and config.early == "b"', '"EARLY": overlaps',
            "a weight is read before the wait without the word", _BUILT),
 ]  # fmt: skip

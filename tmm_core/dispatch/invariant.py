@@ -333,7 +333,7 @@ def weight(problem: Problem) -> dict[str, Any]:
         if document[name] is not None:
             document[name] = document[name]["dtype"]
     document = {k: v for k, v in document.items() if k not in ("m", "scale_a", "scale_b")}
-    return document | {"has_scales": problem.has_scales, "is_gradient": is_gradient(problem)}
+    return document | {"has_scales": bool(problem.scales), "is_gradient": is_gradient(problem)}
 
 
 def is_gradient(problem: Problem) -> bool:

@@ -57,24 +57,16 @@ def parse(text: EpilogueLike, known: Mapping[str, Epilogue] = BUILTIN) -> Epilog
     if isinstance(text, Epilogue):
         return text
     if isinstance(text, str):
-        parts: list[Epilogue] = [_parse_term(t, text, known) for t in _split(text)]
+        # At plus signs, except for those inside numbers such as 1e+3.
+        terms = re.split(r"\+(?![^()]*\))", text)
+        parts: list[Epilogue] = [_parse_term(term, text, known) for term in terms]
     elif isinstance(text, Sequence):
         parts = [parse(part, known) for part in text]
     elif callable(text):
         parts = [_parse_term(text_of(text), "", BUILTIN)]
     else:
         raise TypeError(f"epilogue must be a str or an Epilogue, got {type(text).__name__}")
-    result = IDENTITY
-    for part in parts:
-        if part.gated and not result.is_identity:
-            raise ValueError(f"gated epilogue {part.name!r} can only come first in a chain")
-        result = result.then(part) if not result.is_identity else part
-    return result
-
-
-def _split(text: str) -> list[str]:
-    """Split a chain at its plus signs, leaving those inside numbers such as 1e+3."""
-    return re.split(r"\+(?![^()]*\))", text)
+    return functools.reduce(Epilogue.then, parts, IDENTITY)
 
 
 def _parse_term(term: str, whole: str, known: Mapping[str, Epilogue]) -> Epilogue:

@@ -33,8 +33,6 @@ class Format:
         dequantize: Converts exactly to a dtype that torch multiplies, without the scales.
         tolerance: The largest error accepted of a product, besides the result's rounding; see
             :mod:`tmm_core.dispatch.verify`.
-        decode: The device function from storage to a dtype of the tensor cores, as
-            ``"module:attribute"``; None: they take the storage dtype.
     """
 
     name: str
@@ -44,7 +42,6 @@ class Format:
     quantize: Callable[[Tensor, torch.dtype], Tensor]
     dequantize: Callable[[Tensor], Tensor]
     tolerance: float
-    decode: str | None = None
 
     def __str__(self) -> str:
         return " and ".join(str(dtype).removeprefix("torch.") for dtype in self.storage)

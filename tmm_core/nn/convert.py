@@ -118,13 +118,9 @@ class _Conversion:
     def _swappable(self, layer: nn.Module) -> bool:
         if not isinstance(layer, nn.Linear):
             return False
-        reason = _hooked(layer)
+        reason = self._fixed(layer, layer.weight, layer.bias)
         if type(layer) not in (nn.Linear, Linear):
             reason = "a subclass of Linear may do more than Linear does"
-        elif not self._slots[layer]:
-            reason = "it is the model itself and has no parent"
-        elif any(not _is_plain(p) for p in (layer.weight, layer.bias) if p is not None):
-            reason = f"its parameters are not plain ones ({type(layer.weight).__name__})"
         if reason is not None:
             self._leave(layer, reason)
             return False
@@ -133,16 +129,19 @@ class _Conversion:
     def _groupable(self, layer: nn.Module) -> bool:
         if not experts.is_theirs(layer):
             return False
-        reason = _hooked(layer)
-        if not self._slots[layer]:
-            reason = "it is the model itself and has no parent"
-        elif any(not _is_plain(p) for p in layer.parameters(recurse=False)):
-            reason = "its parameters are not plain ones"
-        elif overrides := _overrides(type(layer)):
-            reason = f"its class has its own {', '.join(overrides)}"
+        reason = self._fixed(layer, *layer.parameters(recurse=False)) or _overrides(layer)
         if reason is not None:
             self._leave(layer, reason)
         return reason is None
+
+    def _fixed(self, module: nn.Module, *parameters: torch.Tensor | None) -> str | None:
+        """Why a module with these parameters cannot be replaced."""
+        if not self._slots[module]:
+            return "it is the model itself and has no parent"
+        for parameter in parameters:
+            if parameter is not None and not _is_plain(parameter):
+                return f"its parameters are not plain ones ({type(parameter).__name__})"
+        return _hooked(module)
 
     def _activation(self, module: nn.Module) -> str | None:
         name = proof.activation(module)
@@ -176,13 +175,9 @@ class _Conversion:
     def _against_gating(
         self, mlp: nn.Module, gating: proof.Gating, linears: set[nn.Module]
     ) -> str | None:
-        gate, up = mlp.get_submodule(gating.gate), mlp.get_submodule(gating.up)
-        if not self._slots[mlp]:
-            return "it is the model itself and has no parent"
-        if (reason := _hooked(mlp)) is not None:
+        gate, up, _ = map(mlp.get_submodule, gating.names)
+        if reason := self._fixed(mlp) or _overrides(mlp):
             return reason
-        if overrides := _overrides(type(mlp)):
-            return f"its class has its own {', '.join(overrides)}"
         if gate not in linears or up not in linears:
             return "its gate or up projection is left alone"
         for first, second in ((gate.weight, up.weight), (gate.bias, up.bias)):
@@ -246,44 +241,36 @@ class _Conversion:
         pairs: list[proof.Pair],
     ) -> None:
         absorbed = {pair.linear: pair for pair in pairs}
-        mixtures = {module for module in self._slots if self._groupable(module)}
         for module in self._slots:
             if module in gatings:
-                self._fuse_gating(module, gatings[module])
+                gating = gatings[module]
+                self._swap("gated", module, GatedMLP.of(module, gating.names, gating.epilogue))
             elif module in absorbed:
-                self._fuse_pair(absorbed[module])
+                pair = absorbed[module]
+                assert isinstance(module, nn.Linear)
+                self._swap("epilogue", module, Linear.of(module, pair.epilogue), pair.activation)
             elif module in linears and type(module) is nn.Linear:
-                self._swap("linear", module, "Linear", Linear.of(module))
-            elif module in mixtures:
-                grouped = experts.TransformersExperts.of(module)
-                self._swap("experts", module, type(module).__name__, grouped)
-            if self._static_weights and isinstance(module, (Linear, GatedMLP)):
-                module.static_weights = True
+                self._swap("linear", module, Linear.of(module))
+            elif self._groupable(module):
+                self._swap("experts", module, experts.TransformersExperts.of(module))
         for activation, parent in dict.fromkeys((p.activation, p.parent) for p in pairs):
             for slot in self._slots[activation]:
                 if slot.parent is parent:
                     self._put(slot, activation, nn.Identity())
-
-    def _fuse_gating(self, mlp: nn.Module, gating: proof.Gating) -> None:
-        names = (gating.gate, gating.up, gating.down)
-        self._swap("gated", mlp, type(mlp).__name__, GatedMLP.of(mlp, names, gating.epilogue))
-
-    def _fuse_pair(self, pair: proof.Pair) -> None:
-        assert isinstance(pair.linear, nn.Linear)
-        before = f"{type(pair.linear).__name__}, {type(pair.activation).__name__}"
-        self._swap("epilogue", pair.linear, before, Linear.of(pair.linear, pair.epilogue))
+        for module in self._report.model.modules() if self._static_weights else ():
+            if isinstance(module, (Linear, GatedMLP)):
+                module.static_weights = True
 
     def _swap(
         self,
         kind: Kind,
         original: nn.Module,
-        before: str,
         replacement: Linear | GatedMLP | experts.TransformersExperts,
+        *absorbed: nn.Module,
     ) -> None:
+        before = ", ".join(type(module).__name__ for module in (original, *absorbed))
         epilogue = f"(epilogue={replacement.epilogue!r})" if replacement.epilogue else ""
         after = f"{type(replacement).__name__}{epilogue}"
-        if self._static_weights and not isinstance(replacement, experts.TransformersExperts):
-            replacement.static_weights = True
         for slot in self._slots[original]:
             self._put(slot, original, replacement)
         self._report.changes.append(Change(kind, self._path(original), before, after))
@@ -337,10 +324,12 @@ def _is_plain(parameter: torch.Tensor) -> bool:
     return type(parameter) in (nn.Parameter, torch.Tensor) and parameter.layout is torch.strided
 
 
-def _overrides(kind: type[nn.Module]) -> list[str]:
-    """The methods that a class overrides and GatedMLP would replace by nn.Module's."""
+def _overrides(module: nn.Module) -> str | None:
+    """Which methods its class overrides that GatedMLP would replace by nn.Module's."""
+    kind = type(module)
     own = {"__init__", "__doc__", "__module__", "__dict__", "__weakref__", "__annotations__"}
     own |= {"forward", "extra_repr", "_get_name", "__static_attributes__", "__firstlineno__"}
-    return sorted(
+    changed = sorted(
         n for n in set(vars(nn.Module)) - own if getattr(kind, n) is not getattr(nn.Module, n)
     )
+    return f"its class has its own {', '.join(changed)}" if changed else None

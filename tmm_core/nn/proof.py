@@ -52,12 +52,10 @@ class Pair:
 
 @dataclass(frozen=True)
 class Gating:
-    """``down(activation(gate(x)) * up(x))``: the three layers' names, and the activation."""
+    """``down(activation(gate(x)) * up(x))``."""
 
-    gate: str
-    up: str
-    down: str
-    activation: nn.Module | None
+    #: Of gate, up and down.
+    names: tuple[str, ...]
     epilogue: str
 
 
@@ -94,9 +92,7 @@ def _graph(module: nn.Module, training: bool) -> fx.Graph:
 
 def activation(module: nn.Module) -> str | None:
     """The epilogue that ``module`` computes; None if there is none, or it is not proven."""
-    if any(True for _ in module.children()) or any(True for _ in module.parameters()):
-        return None
-    if any(True for _ in module.buffers()):
+    if [*module.children(), *module.parameters(), *module.buffers()]:
         return None
     candidates: tuple[str, ...] = ACTIVATIONS
     if isinstance(module, nn.LeakyReLU):
@@ -114,8 +110,7 @@ def _function(graph: fx.Graph, candidates: Iterable[str]) -> str | None:
         return None
     if last.args != (middle[-1],) or not all(map(is_elementwise, middle)):
         return None
-    run = fx.GraphModule({}, graph)
-    return _named(run, candidates)
+    return _named(fx.GraphModule({}, graph), candidates)
 
 
 def is_elementwise(node: fx.Node) -> bool:
@@ -206,12 +201,12 @@ def _gating(module: nn.Module, graph: fx.Graph, activations: dict[nn.Module, str
     down = _called(nodes[-1].args[0])
     left, right = _factors(_argument(down))
     for gated, factor in ((left, right), (right, left)):
-        child, name = _gate(module, gated, activations)
+        name = _gate(module, gated, activations)
         if name in GATED_BY:
             gate, up = _called(_argument(gated)), _called(factor)
-            names = [str(node.target) for node in (gate, up, down)]
+            names = tuple(str(node.target) for node in (gate, up, down))
             if _argument(gate) is x and _argument(up) is x and len(set(names)) == 3:
-                return Gating(names[0], names[1], names[2], child, GATED_BY[name])
+                return Gating(names, GATED_BY[name])
     raise NotProvenError("its gate is not an activation with a gated epilogue")
 
 
@@ -228,22 +223,19 @@ def _factors(product: fx.Node) -> tuple[fx.Node, fx.Node]:
     raise NotProvenError("the input of its last layer is not a product of two tensors")
 
 
-def _gate(
-    module: nn.Module, node: fx.Node, activations: dict[nn.Module, str]
-) -> tuple[nn.Module | None, str | None]:
+def _gate(module: nn.Module, node: fx.Node, activations: dict[nn.Module, str]) -> str | None:
     """The activation that ``node`` applies: a child, or a torch function."""
     if node.op == "call_module":
-        child = _child(module, node)
-        return child, activations.get(child)
+        return activations.get(_child(module, node))
     if not is_elementwise(node) or not callable(node.target) or len(node.all_input_nodes) != 1:
-        return None, None
+        return None
     function = node.target
 
     def apply(z: torch.Tensor) -> Any:
         args, kwargs = fx.map_arg((node.args, node.kwargs), lambda _: z)
         return function(*args, **kwargs)
 
-    return None, _named(apply, GATED_BY)
+    return _named(apply, GATED_BY)
 
 
 def _child(module: nn.Module, node: fx.Node) -> nn.Module:

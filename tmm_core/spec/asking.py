@@ -8,6 +8,7 @@ still stops at once.
 
 from __future__ import annotations
 
+import functools
 import inspect
 import math
 import numbers
@@ -291,15 +292,9 @@ def _version(answer: Any) -> str:
     return answer
 
 
-def _supports(answer: Any) -> Supports:
-    if not isinstance(answer, Supports):
-        raise NonsenseError(f"must be a Supports, got {shown(answer)}")
-    return answer
-
-
-def _traits(answer: Any) -> Traits:
-    if not isinstance(answer, Traits):
-        raise NonsenseError(f"must be a Traits, got {shown(answer)}")
+def _instance(kind: type, answer: Any) -> Any:
+    if not isinstance(answer, kind):
+        raise NonsenseError(f"must be a {kind.__name__}, got {shown(answer)}")
     return answer
 
 
@@ -313,8 +308,8 @@ def _config_type(answer: Any) -> type[Config]:
 _IDENTITY: dict[str, Callable[[Any], Any]] = {
     "name": _name,
     "version": _version,
-    "supports": _supports,
-    "traits": _traits,
+    "supports": functools.partial(_instance, Supports),
+    "traits": functools.partial(_instance, Traits),
     "config_type": _config_type,
 }
 

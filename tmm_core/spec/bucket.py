@@ -20,8 +20,7 @@ def bucket_edge(m: int) -> int:
     """
     if m <= 64:
         return 1 << max(0, m - 1).bit_length()
-    step = 1 << ((m - 1).bit_length() - 3)
-    return -(-m // step) * step
+    return -(-m // _step(m)) * _step(m)
 
 
 def bucketed(problem: Problem) -> Problem:
@@ -38,7 +37,7 @@ def probes(edge: int) -> tuple[int, ...]:
     >>> [probes(edge) for edge in (1, 2, 4, 16, 64, 320, 5120)]
     [(), (), (3,), (9, 13), (33, 49), (257, 289), (4097, 4353, 4609, 4865)]
     """
-    below = _below(edge)
+    below = edge // 2 if edge <= 64 else edge - _step(edge)
     parts = 4 if edge - below > WIDE else 2
     inside = [below + 1 + (edge - below) * part // parts for part in range(parts)]
     return tuple(m for m in dict.fromkeys(m if m % 2 else m + 1 for m in inside) if m < edge)
@@ -51,9 +50,6 @@ def inside(problem: Problem) -> tuple[int, ...]:
     return probes(edge) if edge == bucket_edge(edge) else ()
 
 
-def _below(edge: int) -> int:
-    """The edge of the bucket below."""
-    if edge <= 64:
-        return edge // 2
-    step = 1 << ((edge - 1).bit_length() - 3)
-    return edge - step
+def _step(m: int) -> int:
+    """The width of the bucket of ``m`` beyond 64."""
+    return 1 << ((m - 1).bit_length() - 3)

@@ -58,17 +58,13 @@ class DeviceFingerprint:
     @property
     def environment(self) -> dict[str, JSON]:
         """The document whose hash names the environment folder."""
-        return {
-            "type": self.type,
-            "name": self.name,
-            "capability": list(self.capability),
-            "sm_count": self.sm_count,
-            "torch": self.torch,
-            "triton": self.triton,
-            "cuda": self.cuda,
-            "cublas": self.cublas,
-            "interpreted": self.interpreted,
+        return {name: getattr(self, name) for name in _ENVIRONMENT} | {
+            "capability": list(self.capability)
         }
+
+
+_ENVIRONMENT = ("type", "name", "capability", "sm_count", "torch", "triton", "cuda", "cublas",
+                "interpreted")  # fmt: skip
 
 
 def interpreting() -> bool:

@@ -158,13 +158,10 @@ class Epilogue:
     def parts(self) -> tuple[Epilogue, Epilogue | None]:
         """The part that a differentiated product can fuse, whose derivative its output determines,
         and the part that follows it."""
-        stages = self.stages or (self,)
-        if stages[0].output_vjp is None:
+        first, *rest = self.stages or (self,)
+        if first.output_vjp is None:
             return IDENTITY, self
-        rest = IDENTITY
-        for stage in stages[1:]:
-            rest = rest.then(stage)
-        return stages[0], None if len(stages) == 1 else rest
+        return first, functools.reduce(Epilogue.then, rest) if rest else None
 
     def vjp(self, grad: torch.Tensor, z: torch.Tensor) -> torch.Tensor:
         """``grad`` times the derivative at the product ``z``, by torch's operators; every stage
@@ -212,12 +209,12 @@ class Epilogue:
         Raises:
             ValueError: ``after`` is gated (only the first stage sees both halves).
         """
-        if after.gated:
-            raise ValueError(f"gated epilogue {after.name!r} can only come first in a chain")
         if after.is_identity:
             return self
         if self.is_identity:
             return after
+        if after.gated:
+            raise ValueError(f"gated epilogue {after.name!r} can only come first in a chain")
         stages = (self.stages or (self,)) + (after.stages or (after,))
         first = stages[0]
         return Epilogue(

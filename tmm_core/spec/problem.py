@@ -194,7 +194,7 @@ class Problem:
             and self.bias is None
             and self.residual is None
             and not self.scaled
-            and not self.has_scales
+            and not self.scales
         )
 
     @property
@@ -213,11 +213,6 @@ class Problem:
         """Names of the scales that launchers take."""
         kinds = {"scale_a": self.scale_a, "scale_b": self.scale_b}
         return tuple(name for name, kind in kinds.items() if kind is not None)
-
-    @property
-    def has_scales(self) -> bool:
-        """Whether launchers take ``scale_a`` and ``scale_b``."""
-        return bool(self.scales)
 
     @property
     def flops(self) -> int:
@@ -318,7 +313,7 @@ class Problem:
         extras = [
             "unaligned" if not (self.a.aligned and self.b.aligned and self.out.aligned) else "",
             "tf32" if self.tf32 else "",
-            f"scales {self.scale_a or 1}·{self.scale_b or 1}" if self.has_scales else "",
+            f"scales {self.scale_a or 1}·{self.scale_b or 1}" if self.scales else "",
             str(self.groups or ""),
             "bias" if self.bias else "",
             "" if self.epilogue.is_identity else self.epilogue.key,

@@ -6,6 +6,7 @@ field of problems until :data:`_QUESTIONS` names the part of the declaration tha
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any
@@ -13,7 +14,6 @@ from typing import Any
 import torch
 
 from tmm_core.errors import UnsupportedProblemError
-from tmm_core.spec.device import DeviceFingerprint
 from tmm_core.spec.epilogue import Epilogue
 from tmm_core.spec.groups import Groups
 from tmm_core.spec.operand import ALIGNMENT, Operand, dtype_name
@@ -149,6 +149,7 @@ _LAYOUTS = {"row": "row-major", "col": "column-major", "strided": "of any stride
 def _device(supports: Supports, problem: Problem) -> Iterator[str]:
     device = problem.device
     kind = "hip" if device.cuda.startswith("hip") else device.type
+    (major, minor), below = supports.capability, supports.below
     if kind not in supports.devices and not (
         device.interpreted and "interpreter" in supports.devices
     ):
@@ -157,13 +158,7 @@ def _device(supports: Supports, problem: Problem) -> Iterator[str]:
         where += ", or under TRITON_INTERPRET=1" if "interpreter" in supports.devices else ""
         within = " in Triton's interpreter" if device.interpreted else ""
         yield f"runs on {where}, not on {kind}{within}"
-    elif kind == "cuda":
-        yield from _capability(supports, device)
-
-
-def _capability(supports: Supports, device: DeviceFingerprint) -> Iterator[str]:
-    (major, minor), below = supports.capability, supports.below
-    if device.capability < supports.capability or (below and device.capability >= below):
+    elif kind == "cuda" and not (major, minor) <= device.capability < (below or (math.inf,)):
         most = f" to below {below[0]}.{below[1]}" if below else ""
         yield f"needs compute capability {major}.{minor}{most}, this is {device.sm / 10}"
 
@@ -186,18 +181,13 @@ def _numbers(supports: Supports, problem: Problem) -> Iterator[str]:
             yield f"has no {name} by {kind} for {a}"
 
 
-def _out(supports: Supports, problem: Problem) -> Iterator[str]:
-    yield from _dtype("out", problem.out.dtype, supports.out)
-
-
-def _bias(supports: Supports, problem: Problem) -> Iterator[str]:
-    if problem.bias is not None:
-        yield from _dtype("bias", problem.bias, supports.bias)
-
-
-def _residual(supports: Supports, problem: Problem) -> Iterator[str]:
-    if problem.residual is not None:
-        yield from _dtype("residual", problem.residual.dtype, supports.residual)
+def _others(supports: Supports, problem: Problem) -> Iterator[str]:
+    """Dtypes of the result, the bias and the residual."""
+    residual = problem.residual.dtype if problem.residual is not None else None
+    for name, dtype in (("out", problem.out.dtype), ("bias", problem.bias), ("residual", residual)):
+        allowed: Dtypes = getattr(supports, name)
+        if dtype is not None and dtype not in allowed:
+            yield f"{name} of {dtype} is not among {_named(allowed) or 'what it takes: none'}"
 
 
 def _matrices(supports: Supports, problem: Problem) -> Iterator[str]:
@@ -227,7 +217,10 @@ def _sizes(supports: Supports, problem: Problem) -> Iterator[str]:
 
 
 def _epilogue(supports: Supports, problem: Problem) -> Iterator[str]:
+    """Alpha, the epilogue and its outputs."""
     epilogue = problem.epilogue
+    if problem.scaled and not supports.alpha:
+        yield "does not support alpha"
     if not epilogue.is_identity and not supports.epilogues:
         yield f"applies no epilogue, {epilogue.name!r} among them"
     if epilogue.gated and not supports.gated:
@@ -251,11 +244,6 @@ def _outputs(supports: Supports, problem: Problem) -> Iterator[str]:
         yield "outputs are of one product, not of a batch or of groups"
 
 
-def _alpha(supports: Supports, problem: Problem) -> Iterator[str]:
-    if problem.scaled and not supports.alpha:
-        yield "does not support alpha"
-
-
 def _groups(supports: Supports, problem: Problem) -> Iterator[str]:
     groups = problem.groups
     if groups is not None and groups.ragged not in supports.ragged:
@@ -265,11 +253,6 @@ def _groups(supports: Supports, problem: Problem) -> Iterator[str]:
             yield f"takes no {' or '.join(groups.given[1:])}"
         if groups.zeroed and not supports.zeroed:
             yield "does not zero the result beyond the last group"
-
-
-def _dtype(what: str, dtype: torch.dtype, allowed: Dtypes) -> Iterator[str]:
-    if dtype not in allowed:
-        yield f"{what} of {dtype} is not among {_named(allowed) or 'what it takes: none'}"
 
 
 def _named(dtypes: Dtypes) -> str:
@@ -285,15 +268,11 @@ _QUESTIONS: dict[type, dict[str, Question | None]] = {
         **dict.fromkeys(("m", "n", "k", "batch"), _sizes),
         "a": _numbers,
         "b": _matrices,
-        "out": _out,
+        **dict.fromkeys(("out", "bias", "residual"), _others),
         "device": _device,
-        "epilogue": _epilogue,
-        "bias": _bias,
-        "residual": _residual,
-        "scaled": _alpha,
+        **dict.fromkeys(("epilogue", "scaled"), _epilogue),
         "tf32": None,  # allows rounding but does not require it
-        "scale_a": _numbers,
-        "scale_b": _numbers,
+        **dict.fromkeys(("scale_a", "scale_b"), _numbers),
         "groups": _groups,
         # Checked against Traits by the registry.
         **dict.fromkeys(REQUIREMENTS),

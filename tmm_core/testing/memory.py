@@ -103,24 +103,21 @@ def _matrix(layout: str, rows: int, cols: int, unit: int) -> tuple[int, int, int
     if layout.startswith("col"):
         leading, inner, offset = _matrix("row" + layout[3:], cols, rows, unit)
         return inner, leading, offset
-    if layout == "row":
-        return cols, 1, 0
-    if layout == "row_padded":
-        return _rounded_up(cols, unit) + 2 * unit, 1, 0
-    if layout == "row_unaligned":
-        return (cols | 1) + 2, 1, 0  # odd: never aligned
-    if layout == "row_sliced":
-        return _rounded_up(cols, unit) + 2 * unit, 1, 3
-    if layout == "strided":
-        return 2 * (cols + 1), 2, 0
-    if layout == "overlapping":
-        return unit, 1, 0
-    try:
-        return {"broadcast_rows": (0, 1, 0), "broadcast_cols": (1, 0, 0), "broadcast": (0, 0, 0)}[
-            layout
-        ]
-    except KeyError:
-        raise ValueError(f"unknown layout {layout!r}; known: {', '.join(LAYOUTS)}") from None
+    padded = _rounded_up(cols, unit) + 2 * unit
+    known = {
+        "row": (cols, 1, 0),
+        "row_padded": (padded, 1, 0),
+        "row_unaligned": ((cols | 1) + 2, 1, 0),  # odd: never aligned
+        "row_sliced": (padded, 1, 3),
+        "strided": (2 * (cols + 1), 2, 0),
+        "overlapping": (unit, 1, 0),
+        "broadcast_rows": (0, 1, 0),
+        "broadcast_cols": (1, 0, 0),
+        "broadcast": (0, 0, 0),
+    }
+    if layout not in known:
+        raise ValueError(f"unknown layout {layout!r}; known: {', '.join(LAYOUTS)}")
+    return known[layout]
 
 
 def _reach(shape: Sequence[int], strides: Sequence[int]) -> int:

@@ -9,7 +9,6 @@ torch's backward.
 from __future__ import annotations
 
 import functools
-import linecache
 from dataclasses import replace
 from typing import Any
 
@@ -24,6 +23,7 @@ from tmm_core.triton.epilogues import (
     _exp2,
     _reciprocal,
     device_function,
+    generated,
 )
 
 # 1/√2π; √(2/π), twice and with thrice GPT-2's cubic coefficient.
@@ -168,10 +168,5 @@ def device_derivative(epilogue: Epilogue) -> Any:
         lines += [f"    z = stage{i}({argument})", f"    r = slope{i + 1}(z)"]
         lines += [f"    {name} = {name} * r" for name in result.split(", ")]
         argument = "z"
-    source = "\n".join([*lines, f"    return {result}", ""])
-    filename = f"<tmm derivative of {epilogue.key}>"
-    # As in device_function: Triton reads the source through linecache.
-    linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
-    namespace = names | {"tl": tl, "__name__": __name__}
-    exec(compile(source, filename, "exec"), namespace)
-    return triton.jit(namespace["slopes"])
+    lines.append(f"    return {result}")
+    return generated("slopes", lines, names, f"derivative of {epilogue.key}")

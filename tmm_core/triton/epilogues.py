@@ -167,6 +167,7 @@ def reglu(gate, up):
     return relu(gate) * up
 
 
+@functools.lru_cache(maxsize=1024)
 def device_function(epilogue: Epilogue) -> Any:
     """The ``@triton.jit`` function of ``epilogue``: it takes the fp32 accumulator (two of them if
     gated) and returns a block of its shape. Parameters are baked in.
@@ -177,30 +178,29 @@ def device_function(epilogue: Epilogue) -> Any:
     Raises:
         ValueError: A stage has no device function (``epilogue.fusable`` is False).
     """
-    return _device_function(epilogue)
-
-
-@functools.lru_cache(maxsize=1024)
-def _device_function(epilogue: Epilogue) -> Any:
     stages = epilogue.stages or (epilogue,)
-    functions = [_resolve(stage) for stage in stages]
+    functions = [_named(stage.device, f"epilogue {stage.name!r}") for stage in stages]
     if len(stages) == 1 and not epilogue.parameters:
         return functions[0]
-    # Triton compiles only from source, so the chain is generated as one function.
     inputs = "gate, up" if epilogue.gated else "z"
     lines, argument = [f"def chain({inputs}):"], inputs
     for i, stage in enumerate(stages):
         constants = "".join(f", {p!r}" for p in stage.parameters)
         lines.append(f"    z = stage{i}({argument}{constants})")
         argument = "z"
-    source = "\n".join([*lines, "    return z", ""])
-    filename = f"<tmm epilogue {epilogue.key}>"
-    # inspect.getsource, which Triton uses, reads through linecache.
-    linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
     namespace = {f"stage{i}": f for i, f in enumerate(functions)}
+    return generated("chain", [*lines, "    return z"], namespace, f"epilogue {epilogue.key}")
+
+
+def generated(name: str, lines: list[str], namespace: dict[str, Any], title: str) -> Any:
+    """The ``@triton.jit`` function of that name with these lines: Triton compiles from source only,
+    which it reads through linecache, here under ``title``."""
+    source = "\n".join([*lines, ""])
+    filename = f"<tmm {title}>"
+    linecache.cache[filename] = (len(source), None, source.splitlines(True), filename)
     namespace |= {"tl": tl, "__name__": __name__}
     exec(compile(source, filename, "exec"), namespace)
-    return triton.jit(namespace["chain"])
+    return triton.jit(namespace[name])
 
 
 def port_function(port: Port) -> Any:
@@ -212,19 +212,13 @@ def port_function(port: Port) -> Any:
     """
     if port.of is None:
         return identity
-    if port.device is None:
-        raise ValueError(f"output {port.name!r} has no device function to fuse")
-    return _named(port.device)
+    return _named(port.device, f"output {port.name!r}")
 
 
-def _resolve(stage: Epilogue) -> Any:
-    if stage.device is None:
-        raise ValueError(f"epilogue {stage.name!r} has no device function to fuse")
-    return _named(stage.device)
-
-
-def _named(device: Any) -> Any:
+def _named(device: Any, of: str) -> Any:
     """The function itself, or what ``"module:attribute"`` names."""
+    if device is None:
+        raise ValueError(f"{of} has no device function to fuse")
     if isinstance(device, str):
         module, _, attribute = device.partition(":")
         return getattr(importlib.import_module(module), attribute)

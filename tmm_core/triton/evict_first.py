@@ -53,16 +53,25 @@ def hints(name: str) -> Iterator[None]:
     Args:
         name: The kernel's name, for warnings.
     """
+    global _users, _before
     if not hasattr(knobs.runtime, _HOOK):
         _warn(name, "this Triton has no stage inspection hook")
         yield
         return
     _looking.name = name
-    _install()
+    with _lock:
+        _users += 1
+        if _users == 1:
+            _before = getattr(knobs.runtime, _HOOK)
+            setattr(knobs.runtime, _HOOK, _look)
     try:
         yield
     finally:
-        _uninstall()
+        with _lock:
+            _users -= 1
+            # A hook installed by others in the meantime stays.
+            if _users == 0 and getattr(knobs.runtime, _HOOK) is _look:
+                setattr(knobs.runtime, _HOOK, _before)
         _looking.name = None
 
 
@@ -78,24 +87,6 @@ _lock = threading.Lock()
 _users = 0
 #: The hook that was installed before.
 _before: Callable[..., Any] | None = None
-
-
-def _install() -> None:
-    global _users, _before
-    with _lock:
-        _users += 1
-        if _users == 1:
-            _before = getattr(knobs.runtime, _HOOK)
-            setattr(knobs.runtime, _HOOK, _look)
-
-
-def _uninstall() -> None:
-    global _users
-    with _lock:
-        _users -= 1
-        # A hook installed by others in the meantime stays.
-        if _users == 0 and getattr(knobs.runtime, _HOOK) is _look:
-            setattr(knobs.runtime, _HOOK, _before)
 
 
 def ordinary() -> bool:

@@ -14,7 +14,6 @@ import hashlib
 import os
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import triton
@@ -38,19 +37,14 @@ _SUFFIXES = (".py", ".so", ".pyd")
 _PROGRAMS = "bin"
 
 
-def compile_kept(
-    src: ASTSource, target: GPUTarget, options: Mapping[str, Any], root: Path | None = None
-) -> CompiledKernel:
+def compile_kept(src: ASTSource, target: GPUTarget, options: Mapping[str, Any]) -> CompiledKernel:
     """``triton.compile``, called only if the kernel is not found without it.
-
-    Args:
-        root: The folder of notes; by default in tmm's cache folder.
 
     Raises:
         Exception: What Triton raises when it cannot compile the kernel.
     """
     # Even so, notes are only made after a check against the key of a kernel that Triton compiled.
-    notes = _notes(root) if tested() and target.backend == "cuda" and _ordinary() else None
+    notes = _notes() if tested() and target.backend == "cuda" and _ordinary() else None
     if notes is not None and (found := _found(notes, src, target, options)) is not None:
         return found
     compiled = triton.compile(src, target=target, options=dict(options))
@@ -81,13 +75,13 @@ def _ordinary() -> bool:
     )
 
 
-def _notes(root: Path | None) -> Notes | None:
+def _notes() -> Notes | None:
     """The notes for Triton's files as they are now; None where they just changed."""
     files = _files()
     now = time.time_ns()
     if any(isinstance(s[-1], int) and now - s[-1] < _SETTLED * 1e9 for s in files):
         return None
-    return Notes("triton", [triton.__version__, files], root)
+    return Notes("triton", [triton.__version__, files])
 
 
 @functools.cache
