@@ -40,23 +40,41 @@ def raced(results: Iterable[CandidateResult]) -> list[CandidateResult]:
 
 
 def by_time(record: TuningRecord, *also: str) -> list[CandidateResult]:
-    """Fastest first, those that raced to the end before those eliminated earlier.
+    """Fastest first, those that raced to the end before those eliminated earlier, and those that
+    BLAS outlasts last.
 
     Args:
         also: Results of these statuses as well as valid ones.
     """
     ended = set(map(identity, raced(record.candidates)))
+    late = set(map(identity, outlasted(record.candidates)))
     timed = [c for c in record.candidates if c.status in ("ok", *also) and c.samples_us]
-    return sorted(timed, key=lambda c: (identity(c) not in ended, _us(c), c.kernel, str(c.config)))
+
+    def rank(c: CandidateResult) -> tuple[Any, ...]:
+        return identity(c) in late, identity(c) not in ended, _us(c), c.kernel, str(c.config)
+
+    return sorted(timed, key=rank)
+
+
+def outlasted(results: Iterable[CandidateResult]) -> list[CandidateResult]:
+    """Kernels that take longer than BLAS without pause, by :data:`MARGIN`: in bursts that take
+    turns a kernel that draws more power than others runs at the clock that their mean allows, alone
+    at its own."""
+    results = list(results)
+    blas = [r.steady_us for r in results if r.kernel == BASELINE and r.steady_us is not None]
+    if not blas:
+        return []
+    most = min(blas) * (1 + MARGIN)
+    return [r for r in results if r.steady_us is not None and r.steady_us > most]
 
 
 def decide(results: Sequence[CandidateResult], incumbent: CandidateResult | None = None) -> int:
     """Index of the winner, among the results that raced to the end.
 
-    BLAS wins unless the best beats it by :data:`MARGIN`. Among those within :data:`CLOSE` of the
-    best that were timed without pause, the fastest by that wins. Else, among those within
-    :data:`TIE` of the best, deterministic ones come first, then least workspace, the incumbent, and
-    by name.
+    BLAS wins unless one that it does not outlast beats it by :data:`MARGIN`. Among those within
+    :data:`CLOSE` of the best such that were timed without pause, the fastest by that wins. Else,
+    among those within :data:`TIE` of the best, deterministic ones come first, then least workspace,
+    the incumbent, and by name.
 
     Raises:
         ValueError: Nothing was timed.
@@ -64,11 +82,13 @@ def decide(results: Sequence[CandidateResult], incumbent: CandidateResult | None
     ended = raced(results)
     if not ended:
         raise ValueError("no candidate was timed")
-    best = min(map(_us, ended))
     blas = min((r for r in ended if r.kernel == BASELINE), key=_us, default=None)
+    late = outlasted(ended)
+    able = [r for r in ended if r not in late]
+    best = min(map(_us, able))
     if blas is not None and best > _us(blas) * (1 - MARGIN):
         return results.index(blas)
-    steady = {results.index(r): r.steady_us for r in ended if r.steady_us is not None}
+    steady = {results.index(r): r.steady_us for r in able if r.steady_us is not None}
     if near := {i: us for i, us in steady.items() if _us(results[i]) <= best * (1 + CLOSE)}:
         return min(near, key=lambda i: near[i])
     kept = None if incumbent is None else identity(incumbent)
@@ -76,15 +96,18 @@ def decide(results: Sequence[CandidateResult], incumbent: CandidateResult | None
     def rank(r: CandidateResult) -> tuple[Any, ...]:
         return not r.deterministic, r.workspace_bytes, identity(r) != kept, r.kernel, str(r.config)
 
-    return results.index(min((r for r in ended if _us(r) <= best * (1 + TIE)), key=rank))
+    return results.index(min((r for r in able if _us(r) <= best * (1 + TIE)), key=rank))
 
 
 def holds_at(
     results: Iterable[CandidateResult], m: int, record_m: int
 ) -> dict[int, dict[CandidateId, float]]:
     """The times measured around ``m`` in the bucket of ``record_m``: the µs of each candidate timed
-    at the nearest M not above ``m`` and at the nearest M not below it."""
+    at the nearest M not above ``m`` and at the nearest M not below it. One that BLAS outlasts at
+    the record's own M has none."""
     results = list(results)
+    late = outlasted(results)
+    results = [result for result in results if result not in late]
     at: dict[int, dict[CandidateId, float]] = {}
     for result in raced(results):
         at.setdefault(record_m, {})[identity(result)] = _us(result)

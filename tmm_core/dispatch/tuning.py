@@ -14,7 +14,14 @@ from typing import Any
 from tmm_cache import CandidateResult
 
 from tmm_core.dispatch import verify
-from tmm_core.dispatch.attempt import Attempt, anchor, for_the_bucket, reserves, survivors
+from tmm_core.dispatch.attempt import (
+    Attempt,
+    anchor,
+    for_the_bucket,
+    of_each_arithmetic,
+    reserves,
+    survivors,
+)
 from tmm_core.dispatch.binding import Binding, Task
 from tmm_core.dispatch.compilers import Compilers, NotCompiledError
 from tmm_core.dispatch.copies import Copies, LaunchError
@@ -22,7 +29,7 @@ from tmm_core.dispatch.first_launch import FirstLaunches
 from tmm_core.dispatch.fixture import memory_limit
 from tmm_core.dispatch.progress import Progress
 from tmm_core.dispatch.proposals import Proposals
-from tmm_core.dispatch.standing import CLOSE, MARGIN
+from tmm_core.dispatch.standing import MARGIN
 from tmm_core.dispatch.timing import LONG_US, Timer, held_up, timer_for
 from tmm_core.dispatch.trust import device_of
 from tmm_core.dispatch.unmeasured import BUDGET_ENDED
@@ -42,10 +49,10 @@ FINAL = 9
 #: Rounds of the last stage that do not count, until a GPU's clock is what its power allows: 4096³
 #: on an H100 takes 172 µs at first and 195 after that, 384×4096² in tiles of 128×96 22 µs and 25.
 SETTLE = 4
-#: Turns without pause of those that the last stage does not tell apart.
+#: Turns without pause of BLAS and those that beat it in the last stage.
 STEADY = 2
 #: Maximum number of candidates that the last stage compares with BLAS.
-FINALISTS = 5
+FINALISTS = 6
 #: Maximum number of races: another follows if a finalist turns out to be wrong.
 RACES = 3
 #: Seconds to wait for the compiling processes, which start once and in 3 to 6 s on an idle machine.
@@ -280,8 +287,11 @@ class Tuning:
 
     def _race(self, racing: list[Attempt]) -> list[Attempt]:
         """Sample BLAS and the fastest until a winner is clear; returns these."""
-        # Reserves may answer in the winner's place, and so take part in the race.
-        spare = for_the_bucket(self._problem, reserves(self._problem, racing))
+        # Others may answer in the winner's place, and so take part in the race.
+        if self._problem.batch_invariant:
+            spare = of_each_arithmetic(self._problem, racing, CLOSER_KEEPS)
+        else:
+            spare = for_the_bucket(self._problem, reserves(self._problem, racing))
         racing = survivors(self._problem, racing, LOOK_KEEPS, 2 * FINALISTS)
         if len(racing) > FINALISTS + 1 and time.monotonic() < self._deadline:
             self._measure(racing, CLOSER, CLOSER_US)
@@ -294,24 +304,22 @@ class Tuning:
         return [trial for trial in racing if trial.run is not None]
 
     def _measure_steady(self, racing: Sequence[Attempt]) -> None:
-        """Time large products without pause where the last stage does not tell which is best: those
-        within :data:`CLOSE` of it, unless BLAS wins. In batch-invariant mode other M have a say."""
+        """Time large products without pause, too: BLAS and those that beat it. In batch-invariant
+        mode other M have a say, and BLAS is not used."""
         running = [trial for trial in racing if trial.run is not None]
-        best = min((trial.time for trial in running), default=math.inf)
-        near = [trial for trial in running if trial.time <= best * (1 + CLOSE)]
-        behind = all(best <= t.time * (1 - MARGIN) for t in running if t.is_baseline)
+        blas = min((trial.time for trial in running if trial.is_baseline), default=math.inf)
+        ahead = [t for t in running if t.is_baseline or t.time <= blas * (1 - MARGIN)]
+        best = min((trial.time for trial in ahead), default=math.inf)
         steady = getattr(self._timer, "steady", None)  # a CPU's wall time needs none
-        if steady is None or len(near) < 2 or best < LONG_US or not behind:
+        if steady is None or len(ahead) < 2 or best < LONG_US or self._problem.batch_invariant:
             return
-        if self._problem.batch_invariant:
-            return
-        runs = [trial.run for trial in near if trial.run is not None]
+        runs = [trial.run for trial in ahead if trial.run is not None]
         try:
             samples = steady(runs, STEADY, copies=len(runs[0].inputs))
         except LaunchError as raised:
-            next(trial for trial in near if trial.run is raised.run).fail(raised.error)
+            next(trial for trial in ahead if trial.run is raised.run).fail(raised.error)
             return
-        for trial, mine in zip(near, samples, strict=True):
+        for trial, mine in zip(ahead, samples, strict=True):
             trial.steady_us = mean(mine)
 
     def _inside(self, finalists: Sequence[Attempt]) -> None:
