@@ -606,8 +606,8 @@ class Pauseless(FakeTimer):
         super().__init__(times)
         self.still = FakeTimer(steady)
 
-    def steady(self, runs: Any, rounds: int, *, copies: int) -> list[list[float]]:
-        return self.still.measure(runs, rounds, copies=copies)
+    def steady(self, runs: Any, rounds: int, **chain: Any) -> list[list[float]]:
+        return self.still.measure(runs, rounds, **chain)
 
 
 def without_pause(
@@ -637,27 +637,29 @@ def test_large_products_that_bursts_do_not_tell_apart_are_timed_without_pause() 
 def test_what_blas_outlasts_does_not_win() -> None:
     """It may draw more power than BLAS: then turns with others flatter it."""
     times = {"blas": 210.0, "p": 190.0, "q": 203.0, "r": 207.5}
-    assert without_pause(times, steady={"p": 202.1})[0] == "q"
-    assert without_pause(times, steady={"p": 201.9})[0] == "p"
-    assert without_pause(times, steady={"p": 203.0, "q": 206.0})[0] == "r"
-    assert without_pause(times, steady={"p": 203.0, "q": 203.0, "r": 203.0})[0] == "blas"
+    assert without_pause(times, steady={"p": 204.1})[0] == "q"
+    assert without_pause(times, steady={"p": 203.9})[0] == "p"
+    assert without_pause(times, steady={"p": 205.0, "q": 206.0})[0] == "r"
+    assert without_pause(times, steady={"p": 205.0, "q": 205.0, "r": 205.0})[0] == "blas"
 
 
 def test_nor_does_it_answer_in_another_s_place_or_inside_the_bucket() -> None:
     blas = replace(result("blas", 210.0), steady_us=200.0, inside_us={33: 105.0})
-    late = replace(result("p", 190.0), steady_us=203.0, inside_us={33: 90.0})
+    late = replace(result("p", 190.0), steady_us=205.0, inside_us={33: 90.0})
     good = replace(result("q", 200.0), steady_us=200.0, inside_us={33: 100.0})
     results = [late, blas, good]
     assert decide(results) == 2
     record = TuningRecord({"m": 64}, 2, tuple(results), "2026-01-01T00:00:00Z", 1.0)
     assert [r.kernel for r in by_time(record)] == ["q", "blas", "p"]
+    # Nor does one that was not timed without pause where others were.
+    assert decide([late, blas, result("r", 195.0)]) == 1
     around = holds_at(results, 33, 64)
     assert {name for name, _ in around[33]} == {"blas", "q"}
 
 
 def test_one_that_fails_without_pause_costs_only_itself() -> None:
     class Failing(Pauseless):
-        def steady(self, runs: Any, rounds: int, *, copies: int) -> list[list[float]]:
+        def steady(self, runs: Any, rounds: int, **chain: Any) -> list[list[float]]:
             (failing,) = (run for run in runs if run.launcher.cost[0] == "q")
             raise LaunchError(failing, ValueError("not here"))
 

@@ -17,9 +17,9 @@ MARGIN = 0.01
 #: Times this close to the best are a tie, broken by a stable rule so that restarts agree.
 TIE = 0.005
 
-#: Times by the clock in use that differ by less do not tell which of two large products is faster
-#: in longer use: six kernels on three problems (H100) compare in bursts of 3 and 15 ms within 2 %
-#: as they do in bursts of a second.
+#: Times of large products that differ by less do not tell which is faster in longer use: in use,
+#: six kernels on three problems (H100) compare in bursts of 3 and 15 ms within 2 % as they do in
+#: bursts of a second; without pause, one kernel measured twice differs by up to 3 %.
 CLOSE = 0.02
 
 #: Kernel, and config as sorted pairs.
@@ -57,14 +57,14 @@ def by_time(record: TuningRecord, *also: str) -> list[CandidateResult]:
 
 
 def outlasted(results: Iterable[CandidateResult]) -> list[CandidateResult]:
-    """Kernels that take longer than BLAS without pause, by :data:`MARGIN`: in bursts that take
-    turns a kernel that draws more power than others runs at the clock that their mean allows, alone
-    at its own."""
+    """Kernels that take longer than BLAS without pause, by :data:`CLOSE`: in bursts that take turns
+    a kernel that draws more power than others runs at the clock that their mean allows, alone at
+    its own."""
     results = list(results)
     blas = [r.steady_us for r in results if r.kernel == BASELINE and r.steady_us is not None]
     if not blas:
         return []
-    most = min(blas) * (1 + MARGIN)
+    most = min(blas) * (1 + CLOSE)
     return [r for r in results if r.steady_us is not None and r.steady_us > most]
 
 
@@ -84,7 +84,9 @@ def decide(results: Sequence[CandidateResult], incumbent: CandidateResult | None
         raise ValueError("no candidate was timed")
     blas = min((r for r in ended if r.kernel == BASELINE), key=_us, default=None)
     late = outlasted(ended)
-    able = [r for r in ended if r not in late]
+    # Where some were timed without pause, only they can win.
+    timed = [r for r in ended if r.steady_us is not None] or ended
+    able = [r for r in timed if r not in late]
     best = min(map(_us, able))
     if blas is not None and best > _us(blas) * (1 - MARGIN):
         return results.index(blas)

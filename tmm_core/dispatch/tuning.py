@@ -49,8 +49,9 @@ FINAL = 9
 #: Rounds of the last stage that do not count, until a GPU's clock is what its power allows: 4096³
 #: on an H100 takes 172 µs at first and 195 after that, 384×4096² in tiles of 128×96 22 µs and 25.
 SETTLE = 4
-#: Turns without pause of BLAS and those that beat it in the last stage.
-STEADY = 2
+#: Turns without pause, µs of each, and how many of those that beat BLAS in the last stage take
+#: them: in turns of half the length the times of two orders of tiles differed by 10 %.
+STEADY, STEADY_US, STEADIEST = 2, 0.3e6, 4
 #: Maximum number of candidates that the last stage compares with BLAS.
 FINALISTS = 6
 #: Maximum number of races: another follows if a finalist turns out to be wrong.
@@ -308,14 +309,16 @@ class Tuning:
         mode other M have a say, and BLAS is not used."""
         running = [trial for trial in racing if trial.run is not None]
         blas = min((trial.time for trial in running if trial.is_baseline), default=math.inf)
-        ahead = [t for t in running if t.is_baseline or t.time <= blas * (1 - MARGIN)]
-        best = min((trial.time for trial in ahead), default=math.inf)
+        ahead = sorted((t for t in running if t.time <= blas * (1 - MARGIN)), key=lambda t: t.time)
         steady = getattr(self._timer, "steady", None)  # a CPU's wall time needs none
-        if steady is None or len(ahead) < 2 or best < LONG_US or self._problem.batch_invariant:
+        if steady is None or self._problem.batch_invariant:
             return
+        if not ahead or blas is math.inf or ahead[0].time < LONG_US:
+            return
+        ahead = [t for t in running if t.is_baseline] + ahead[:STEADIEST]
         runs = [trial.run for trial in ahead if trial.run is not None]
         try:
-            samples = steady(runs, STEADY, copies=len(runs[0].inputs))
+            samples = steady(runs, STEADY, copies=len(runs[0].inputs), steady_us=STEADY_US)
         except LaunchError as raised:
             next(trial for trial in ahead if trial.run is raised.run).fail(raised.error)
             return
