@@ -290,7 +290,7 @@ class Tuning:
         """Sample BLAS and the fastest until a winner is clear; returns these."""
         # Others may answer in the winner's place, and so take part in the race.
         if self._problem.batch_invariant:
-            spare = of_each_arithmetic(self._problem, racing, CLOSER_KEEPS)
+            spare = of_each_arithmetic(self._problem, racing, LOOK_KEEPS)
         else:
             spare = for_the_bucket(self._problem, reserves(self._problem, racing))
         racing = survivors(self._problem, racing, LOOK_KEEPS, 2 * FINALISTS)
