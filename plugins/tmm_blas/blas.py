@@ -19,6 +19,7 @@ import torch
 
 from tmm_blas import grouped_mm
 from tmm_core import (
+    ANY,
     Bound,
     Config,
     Kernel,
@@ -58,7 +59,31 @@ class Blas(Kernel[BlasConfig]):
     # cuBLAS picks kernels (and split-K) by M; torch makes no promise across M.
     traits = Traits(deterministic=True, batch_invariant=False)
     config_type = BlasConfig
-    supports = Supports.everything()
+    # Written out: what is new has to be declared, or BLAS declines it.
+    supports = Supports(
+        devices=ANY,
+        operands=ANY,
+        formats=ANY,  # dequantised before multiplying
+        scales=ANY,
+        out=ANY,
+        bias=ANY,
+        residual=ANY,
+        layouts=dict.fromkeys(("a", "b", "out", "residual"), ANY),
+        unaligned=ANY,
+        wide=True,
+        batch=None,
+        empty=True,
+        alpha=True,
+        epilogues=True,
+        gated=True,
+        interleaved=True,
+        unfused=True,
+        outputs=ANY,
+        reduces=ANY,
+        ragged=("m", "n", "k"),
+        indexed=True,
+        zeroed=True,
+    )
 
     def declines(self, problem: Problem) -> Iterable[str]:
         dtype = problem.a.dtype
