@@ -49,6 +49,7 @@ def _words(result: Result) -> str:
                 facets.config(result.config),
                 " ".join(name for name, has in traits.items() if has),
                 f"version {facets.printable(result.version)}",
+                None if result.steady_us is None else f"{result.steady_us:.2f} µs without pause",
                 None if result.reason is None else facets.printable(result.reason),
             ),
         )

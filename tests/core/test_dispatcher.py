@@ -11,6 +11,7 @@ import pytest
 import torch
 from fakes import DEVICE, FakeBlas, FakeKernel, dispatcher, problem, settings
 from tmm_cache import CacheStore, CacheWarning
+from tmm_cache import evidence as cache_evidence
 from tmm_cache.cli import main as tmm_cache_main
 
 from tmm_core import (
@@ -494,6 +495,27 @@ def test_explain_tells_the_clock_and_every_m_of_a_record(tmp_path: Path) -> None
     document = explained.to_json()["record"]
     assert document["clock"] == "in use"
     assert {"33": 7.25, "49": 8.5} in [c.get("inside_us") for c in document["candidates"]]
+
+
+def test_explain_tells_what_is_slower_than_blas_without_pause(tmp_path: Path) -> None:
+    d, _ = dispatcher(
+        FakeBlas(), FakeKernel("fast"), times={"blas": 20.0, "fast": 10.0}, root=tmp_path
+    )
+    d.choose(problem(), settings())
+    explained = explain_problem(d, problem(), settings())
+    assert explained.record is not None
+    still = {"blas": 200.0, "fast": 205.0}
+    candidates = [replace(c, steady_us=still[c.kernel]) for c in explained.record.candidates]
+    blas = [c.kernel for c in candidates].index("blas")
+    record = replace(explained.record, candidates=tuple(candidates), winner=blas)
+    text = str(replace(explained, record=record))
+    assert "vs blas without pause" in " ".join(text.split())
+    rows = {line.split()[0]: line.split()[1:] for line in text.splitlines()}
+    assert rows["fast"][:3] == ["10.0", "2.00×", "205.0"]
+    assert "tile=1; slower than blas without pause" in text
+    assert "without pause" not in str(explained)
+    cells = [said for _, said in cache_evidence.rows(record.candidates, record.winner)]
+    assert ["200.00 µs without pause" in said for said in cells] == [True, False]
 
 
 def test_bucket_edges_are_edges_of_their_own_bucket() -> None:

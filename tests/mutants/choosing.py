@@ -44,6 +44,8 @@ TUNING = [
            "a kernel wins that draws more power than BLAS and is slower at its limit", (TUNER,)),
     Mutant("outlasted-untimed", "standing.py", "if r.steady_us is not None] or ended", "] or ended",
            "one wins that was not timed without pause", (TUNER,)),
+    Mutant("outlasted-unexplained", "explanation.py", "if result in late:", "if False:",
+           "nothing says why the fastest in use lost", (DISPATCHER,)),
     Mutant("outlasted-next", "standing.py", "return identity(c) in late, identity(c) not in ended", "return False, identity(c) not in ended",
            "it is next in line", (TUNER,)),
     Mutant("outlasted-inside", "standing.py", "results = [result for result in results if result not in late]", "pass",

@@ -14,6 +14,7 @@ from tmm_cache.head import blas_us
 from tmm_core.dispatch.ladder import Dispatcher
 from tmm_core.dispatch.registry import Registry, Source
 from tmm_core.dispatch.rehearsal import Miss, rehearse
+from tmm_core.dispatch.standing import outlasted
 from tmm_core.launch.plan import Choice
 from tmm_core.settings import Settings
 from tmm_core.spec.kernel import Traits
@@ -212,23 +213,32 @@ def _evidence(record: TuningRecord) -> tuple[tuple[str, ...], list[tuple[str, ..
     """The columns and rows of a record's candidates; the last two columns are text."""
     own = record.problem["m"]
     inside = [m for m in record.measured_at if m != own]
-    baseline = blas_us(record)
-    columns = ("kernel", f"µs at M={own}", "vs blas", *(f"at M={m}" for m in inside), "error")
-    return (*columns, "config", ""), [
-        _row(result, baseline, inside, index == record.winner) for index, result in _ranked(record)
+    steady = ("without pause",) * any(c.steady_us is not None for c in record.candidates)
+    late = outlasted(record.candidates)
+    columns = ("kernel", f"µs at M={own}", "vs blas", *steady, *(f"at M={m}" for m in inside))
+
+    def noted(index: int, result: CandidateResult) -> str:
+        if index == record.winner:
+            return "← winner"
+        if result in late:
+            return "slower than blas without pause"
+        return result.reason or ("" if result.status == "ok" else result.status)
+
+    return (*columns, "error", "config", ""), [
+        (*_row(result, blas_us(record), inside, bool(steady)), noted(index, result))
+        for index, result in _ranked(record)
     ]
 
 
 def _row(
-    result: CandidateResult, baseline: float | None, inside: Sequence[int], won: bool
+    result: CandidateResult, baseline: float | None, inside: Sequence[int], steady: bool
 ) -> tuple[str, ...]:
     time_us = result.median_us
     config = " ".join(f"{k}={v}" for k, v in result.config.items())
     ratio = f"{baseline / time_us:.2f}×" if baseline and time_us else ""
     error = f"{result.error:.1e}" if result.error is not None else ""
-    note = "← winner" if won else result.reason or ("" if result.status == "ok" else result.status)
-    there = (_shown_us(result.inside_us.get(m)) for m in inside)
-    return (result.kernel, _shown_us(time_us), ratio, *there, error, config, note)
+    others = ([result.steady_us] if steady else []) + [result.inside_us.get(m) for m in inside]
+    return (result.kernel, _shown_us(time_us), ratio, *map(_shown_us, others), error, config)
 
 
 def _shown_us(time_us: float | None) -> str:

@@ -311,9 +311,8 @@ class Tuning:
         blas = min((trial.time for trial in running if trial.is_baseline), default=math.inf)
         ahead = sorted((t for t in running if t.time <= blas * (1 - MARGIN)), key=lambda t: t.time)
         steady = getattr(self._timer, "steady", None)  # a CPU's wall time needs none
-        if steady is None or self._problem.batch_invariant:
-            return
-        if not ahead or blas is math.inf or ahead[0].time < LONG_US:
+        long = bool(ahead) and blas < math.inf and ahead[0].time >= LONG_US
+        if steady is None or self._problem.batch_invariant or not long:
             return
         ahead = [t for t in running if t.is_baseline] + ahead[:STEADIEST]
         runs = [trial.run for trial in ahead if trial.run is not None]
