@@ -196,7 +196,7 @@ def _other_clocks(
     noise is several times that of the clock in use."""
     both = [runs[TORCH], runs[TMM]]
 
-    def both_by(
+    def named(
         samples: Sequence[Sequence[float]],
         middle: Callable[[Sequence[float]], float] = statistics.median,
     ) -> dict[str, float]:
@@ -205,15 +205,15 @@ def _other_clocks(
             for name, each in zip((TORCH, TMM, AGAIN), samples, strict=False)
         }
 
-    found: Document = {"alone": both_by(timer.alone(both, ALONE_ROUNDS))}
+    found: Document = {"alone": named(timer.alone(both, ALONE_ROUNDS))}
     if all(times[name]["median_us"] >= LONG_US for name in (TORCH, TMM)):
         three = [*both, runs[AGAIN]]
         steady = timer.steady(three, STEADY_ROUNDS, copies=copies)
-        found["steady"] = both_by(steady, statistics.mean)
+        found["steady"] = named(steady, statistics.mean)
     else:
         small = torch.randn(BETWEEN, device=device)
         mixed = [_with_between(run, small) for run in both]
-        found["between"] = both_by(timer.measure(mixed, LEAST_ROUNDS, copies=copies))
+        found["between"] = named(timer.measure(mixed, LEAST_ROUNDS, copies=copies))
     return found
 
 
