@@ -20,8 +20,9 @@ from tmm_triton.ragged_tiles import rows_ragged
 _REACH, _SM_BYTES = 800 / 989, 125e3
 #: Share of the loads' time by which overlapped ones delay multiplying, as they cost power and so
 #: clock rate: in tiles of 128×256, which load three quarters of what 128×128 do, 8192×6144×4096 on
-#: an H200 is 4 % faster without pause. Of 435 shipped records of 150 µs and more the first config
-#: by estimate takes 1.06 times as long as the best one timed, with a twentieth 1.08.
+#: an H200 is 4 % faster without pause. Of 436 shipped records of 150 µs and more the first config
+#: by estimate takes 1.062 times as long as the best one timed, with a twentieth 1.076; of all 1,197
+#: it takes 1.064 with either (``benchmarks/results/estimated_loads.txt``).
 _POWER = 1 / 5
 #: µs of a launch with its first loads (a product of 32 128³ matrices took 8.3 when these started
 #: 0.4 later, an empty kernel 3.3); and of rounding and storing 128×256 elements.
