@@ -110,7 +110,7 @@ def write_atomically(path: Path, data: bytes, mode: int = FILE_MODE) -> None:
 
 
 def write_for_all(file: Path, data: bytes) -> None:
-    """Replace a file that a user named, as `umask` allows readable by others.
+    """Replace a file that a user named; others may read it as far as `umask` allows.
 
     Raises OSError, also if the path exists and is not a regular file.
     """

@@ -42,8 +42,8 @@ class Removal:
 
 
 def cleared(root: Path, wanted: Filter) -> Iterator[Removal | Fault]:
-    """The records that pass a filter; with an empty one all of the root, with damaged files,
-    misses, notes, locks and stale temporary files.
+    """The records that pass a filter. An empty one yields all files of the root: also damaged
+    ones, misses, notes, locks and stale temporary files.
 
     This and `outdated` also yield faults, such as a folder that can't be listed.
     """

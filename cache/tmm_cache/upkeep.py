@@ -186,8 +186,8 @@ def _evictable(root: Path, now: float) -> Iterator[_File]:
 
 
 def _entries(folder: str | os.PathLike[str], names: re.Pattern[str]) -> Iterator[os.DirEntry[str]]:
-    """What has such a name in a folder, without links: one may lead to a layer, or out of the
-    root. Nothing if it can't be listed."""
+    """The entries of a folder with such a name, without links: one may lead to a layer, or out of
+    the root. None if the folder can't be listed."""
     with contextlib.suppress(OSError), os.scandir(folder) as entries:
         for entry in entries:
             if names.fullmatch(entry.name) and not entry.is_symlink():

@@ -365,8 +365,8 @@ def test_the_other_clocks_are_medians_of_torch_and_tmm(us: float, clock: str) ->
         def alone(self, runs: Sequence[Any], rounds: int) -> list[list[float]]:
             return [[us, 3 * us, 2 * us], [us]]
 
-        def steady(self, runs: Sequence[Any], rounds: int, copies: int) -> list[list[float]]:
-            return [*self.alone(runs, copies), [5 * us]]
+        def steady(self, runs: Sequence[Any], rounds: int, **chain: Any) -> list[list[float]]:
+            return [*self.alone(runs, rounds), [5 * us]]
 
         def measure(self, runs: Sequence[Any], rounds: int, copies: int) -> list[list[float]]:
             for run in runs:

@@ -660,11 +660,14 @@ def test_nor_does_it_answer_in_another_s_place_or_inside_the_bucket() -> None:
 def test_one_that_fails_without_pause_costs_only_itself() -> None:
     class Failing(Pauseless):
         def steady(self, runs: Any, rounds: int, **chain: Any) -> list[list[float]]:
-            (failing,) = (run for run in runs if run.launcher.cost[0] == "q")
-            raise LaunchError(failing, ValueError("not here"))
+            for run in runs:
+                if run.launcher.cost[0] == "q":
+                    raise LaunchError(run, ValueError("not here"))
+            return super().steady(runs, rounds, **chain)
 
     timer = Failing({"blas": 210.0, "p": 200.0, "q": 201.0}, {})
     kernels = [FakeKernel("p"), FakeKernel("q")]
     record = Tuner(timer).tune(problem(), [FakeBlas(), *kernels], settings())
     assert winner(record) == "p"
     assert [c.status for c in record.candidates if c.kernel == "q"] == ["failed"]
+    assert [c.kernel for c in record.candidates if c.steady_us is not None] == ["blas", "p"]

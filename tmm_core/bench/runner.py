@@ -52,8 +52,8 @@ MEMORY_BOUND = ("decode", "large_k")
 #: clocks dominates the median's error.
 LEAST_ROUNDS, MOST_ROUNDS = 11, 300
 PILOT_ROUNDS = 1
-#: Turns of each column by the clock "steady".
-STEADY_ROUNDS = 4
+#: Turns of each column by the clock "steady", and µs of each.
+STEADY_ROUNDS, STEADY_US = 4, 0.15e6
 #: Samples of the clock "alone", which is reported but does not decide.
 ALONE_ROUNDS = 15
 #: Elements that the small kernel between the calls doubles: a norm's worth of work.
@@ -208,7 +208,7 @@ def _other_clocks(
     found: Document = {"alone": named(timer.alone(both, ALONE_ROUNDS))}
     if all(times[name]["median_us"] >= LONG_US for name in (TORCH, TMM)):
         three = [*both, runs[AGAIN]]
-        steady = timer.steady(three, STEADY_ROUNDS, copies=copies)
+        steady = timer.steady(three, STEADY_ROUNDS, copies=copies, steady_us=STEADY_US)
         found["steady"] = named(steady, statistics.mean)
     else:
         small = torch.randn(BETWEEN, device=device)

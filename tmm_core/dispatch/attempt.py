@@ -89,7 +89,7 @@ def reserves(problem: Problem, racing: Sequence[Attempt]) -> list[Attempt]:
     promise of the caller. A reserve answers if the winner is filtered out, quarantined or
     uninstalled. In batch-invariant mode, the best of each arithmetic, however slow: other M may
     prefer it, and it is then used here too."""
-    ranked = sorted((t for t in racing if t.run is not None and t.samples), key=lambda t: t.time)
+    ranked = _ranked(racing)
     best: dict[tuple[object, bool], Attempt] = {}
     for trial in ranked:
         candidate = trial.candidate
@@ -98,14 +98,18 @@ def reserves(problem: Problem, racing: Sequence[Attempt]) -> list[Attempt]:
     return [trial for trial in best.values() if trial.time <= ranked[0].time * most]
 
 
+def _ranked(racing: Sequence[Attempt]) -> list[Attempt]:
+    """Those that run and were timed, fastest first."""
+    return sorted((t for t in racing if t.run is not None and t.samples), key=lambda t: t.time)
+
+
 def of_each_arithmetic(problem: Problem, racing: Sequence[Attempt], keep: float) -> list[Attempt]:
     """The two fastest of each arithmetic within a factor ``keep`` of its best. In batch-invariant
-    mode other M may prefer an arithmetic that is slower here, and then its best config is used,
-    which first looks do not tell (1500×1536×8960 on an H200 in two parts of K: 74.6 and 75.1 µs
-    in these, 82.7 and 73 in use)."""
-    timed = sorted((t for t in racing if t.run is not None and t.samples), key=lambda t: t.time)
+    mode other M may prefer an arithmetic that is slower here; its best config is then used, and
+    first looks do not tell which that is (1500×1536×8960 on an H200, in two parts of K: the one
+    that they chose takes 82.7 µs in use, another 73)."""
     alike: dict[object, list[Attempt]] = {}
-    for trial in timed:
+    for trial in _ranked(racing):
         if (arithmetic := group(problem, trial.candidate)) is not None:
             alike.setdefault(arithmetic, []).append(trial)
     return [t for each in alike.values() for t in each[:2] if t.time <= each[0].time * keep]

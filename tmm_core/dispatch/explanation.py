@@ -213,9 +213,11 @@ def _evidence(record: TuningRecord) -> tuple[tuple[str, ...], list[tuple[str, ..
     """The columns and rows of a record's candidates; the last two columns are text."""
     own = record.problem["m"]
     inside = [m for m in record.measured_at if m != own]
-    steady = ("without pause",) * any(c.steady_us is not None for c in record.candidates)
-    late = outlasted(record.candidates)
-    columns = ("kernel", f"µs at M={own}", "vs blas", *steady, *(f"at M={m}" for m in inside))
+    baseline, late = blas_us(record), outlasted(record.candidates)
+    steady = any(c.steady_us is not None for c in record.candidates)
+    columns = ["kernel", f"µs at M={own}", "vs blas"]
+    columns += ["without pause"] if steady else []
+    columns += [f"at M={m}" for m in inside]
 
     def noted(index: int, result: CandidateResult) -> str:
         if index == record.winner:
@@ -225,7 +227,7 @@ def _evidence(record: TuningRecord) -> tuple[tuple[str, ...], list[tuple[str, ..
         return result.reason or ("" if result.status == "ok" else result.status)
 
     return (*columns, "error", "config", ""), [
-        (*_row(result, blas_us(record), inside, bool(steady)), noted(index, result))
+        (*_row(result, baseline, inside, steady), noted(index, result))
         for index, result in _ranked(record)
     ]
 

@@ -40,26 +40,26 @@ def raced(results: Iterable[CandidateResult]) -> list[CandidateResult]:
 
 
 def by_time(record: TuningRecord, *also: str) -> list[CandidateResult]:
-    """Fastest first, those that raced to the end before those eliminated earlier, and those that
-    BLAS outlasts last.
+    """Fastest first, those that raced to the end before those eliminated earlier; last of all
+    those that BLAS outlasts.
 
     Args:
         also: Results of these statuses as well as valid ones.
     """
     ended = set(map(identity, raced(record.candidates)))
-    late = set(map(identity, outlasted(record.candidates)))
+    late = outlasted(record.candidates)
     timed = [c for c in record.candidates if c.status in ("ok", *also) and c.samples_us]
 
     def rank(c: CandidateResult) -> tuple[Any, ...]:
-        return identity(c) in late, identity(c) not in ended, _us(c), c.kernel, str(c.config)
+        return c in late, identity(c) not in ended, _us(c), c.kernel, str(c.config)
 
     return sorted(timed, key=rank)
 
 
 def outlasted(results: Iterable[CandidateResult]) -> list[CandidateResult]:
-    """Kernels that take longer than BLAS without pause, by :data:`CLOSE`: in bursts that take turns
-    a kernel that draws more power than others runs at the clock that their mean allows, alone at
-    its own."""
+    """Kernels that take longer than BLAS without pause, by :data:`CLOSE`. In bursts that take turns
+    a kernel that draws more power than the others runs at the GPU clock that their mean allows;
+    without pause, at the one that its own draw allows."""
     results = list(results)
     blas = [r.steady_us for r in results if r.kernel == BASELINE and r.steady_us is not None]
     if not blas:
@@ -71,10 +71,10 @@ def outlasted(results: Iterable[CandidateResult]) -> list[CandidateResult]:
 def decide(results: Sequence[CandidateResult], incumbent: CandidateResult | None = None) -> int:
     """Index of the winner, among the results that raced to the end.
 
-    BLAS wins unless one that it does not outlast beats it by :data:`MARGIN`. Among those within
-    :data:`CLOSE` of the best such that were timed without pause, the fastest by that wins. Else,
-    among those within :data:`TIE` of the best, deterministic ones come first, then least workspace,
-    the incumbent, and by name.
+    BLAS wins unless a kernel that it does not outlast beats it by :data:`MARGIN`. If some were
+    timed without pause, only these can win: of those within :data:`CLOSE` of the best, the fastest
+    by that clock. If none was, deterministic ones come first of those within :data:`TIE` of the
+    best, then least workspace, the incumbent, and by name.
 
     Raises:
         ValueError: Nothing was timed.
@@ -84,15 +84,14 @@ def decide(results: Sequence[CandidateResult], incumbent: CandidateResult | None
         raise ValueError("no candidate was timed")
     blas = min((r for r in ended if r.kernel == BASELINE), key=_us, default=None)
     late = outlasted(ended)
-    # Where some were timed without pause, only they can win.
-    timed = [r for r in ended if r.steady_us is not None] or ended
-    able = [r for r in timed if r not in late]
+    timed = [r for r in ended if r.steady_us is not None]
+    able = [r for r in timed or ended if r not in late]
     best = min(map(_us, able))
     if blas is not None and best > _us(blas) * (1 - MARGIN):
         return results.index(blas)
-    steady = {results.index(r): r.steady_us for r in able if r.steady_us is not None}
-    if near := {i: us for i, us in steady.items() if _us(results[i]) <= best * (1 + CLOSE)}:
-        return min(near, key=lambda i: near[i])
+    if timed:
+        near = [r for r in able if _us(r) <= best * (1 + CLOSE)]
+        return results.index(min(near, key=lambda r: r.steady_us or 0.0))
     kept = None if incumbent is None else identity(incumbent)
 
     def rank(r: CandidateResult) -> tuple[Any, ...]:
@@ -105,8 +104,8 @@ def holds_at(
     results: Iterable[CandidateResult], m: int, record_m: int
 ) -> dict[int, dict[CandidateId, float]]:
     """The times measured around ``m`` in the bucket of ``record_m``: the µs of each candidate timed
-    at the nearest M not above ``m`` and at the nearest M not below it. One that BLAS outlasts at
-    the record's own M has none."""
+    at the nearest M not above ``m`` and at the nearest M not below it, without those that BLAS
+    outlasts at the record's own M."""
     results = list(results)
     late = outlasted(results)
     results = [result for result in results if result not in late]

@@ -7,10 +7,10 @@ where a layer finds them, and includes no host time. The clock of tmm 0.1, a sin
 flush that writes, ranked kernels by how they cope with 50 MB of dirty L2 lines, which no model
 leaves there: it chose a kernel of 852 µs where cuBLAS takes 670 (2048×28672×4096 on an H100).
 
-Of large products ``steady`` has a say, replays without pause. At the limit of power a kernel's
-clock is then what its own draw allows, while in bursts by turns it is what the mean of all allows:
-7424³ on an H200 is at 1.033 of cuBLAS in bursts, and at 0.935 without pause. A kernel that loses
-there does not win. ``alone`` is reported, and decides nothing.
+Large products are also timed by the clock ``steady``, replays without pause: a kernel that loses to
+BLAS there does not win. At the limit of power a kernel then runs at the GPU clock that its own draw
+allows, but in bursts that take turns at the one that the mean of all allows: 7424³ on an H200 is at
+1.033 of cuBLAS in bursts, and at 0.935 without pause. ``alone`` is reported, and decides nothing.
 """
 
 from __future__ import annotations
@@ -42,9 +42,6 @@ BURST_US = 3000.0
 #: largest L2 (126 MB on a B200).
 FLUSH_BYTES = 256 * 2**20
 
-#: How long one turn of the clock "steady" replays a chain; a third of it does not count. Clocks
-#: settle within 0.3 s (six kernels on an H100 rank the same in bursts of 15 ms and of 1 s).
-STEADY_US = 0.15e6
 #: µs of a product from which on it is timed by the clock "steady", too.
 LONG_US = 150.0
 
@@ -144,11 +141,11 @@ class GraphTimer:
         return [[s.elapsed_time(e) * 1e3 for s, e in mine] for mine in spans]
 
     def steady(
-        self, runs: Sequence[Run], rounds: int, *, copies: int = 1, steady_us: float = STEADY_US
+        self, runs: Sequence[Run], rounds: int, *, copies: int, steady_us: float
     ) -> list[list[float]]:
-        """µs of one call in chains replayed without pauses, in turns, in a different order every
-        round. A round that warms up and the first third of each turn do not count: a power-limited
-        kernel's clock has settled by then."""
+        """µs of one call in chains replayed without pauses, in turns of ``steady_us``, in a
+        different order every round. A round that warms up and the first third of each turn do not
+        count: a power-limited kernel's clock has settled by then."""
         spans: list[list[float]] = [[] for _ in runs]
         with torch.cuda.device(self.device):
             chains = [self._chain(run, copies) for run in runs]

@@ -7,7 +7,7 @@ import concurrent.futures as futures
 import functools
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from statistics import mean, median
 from typing import Any
 
@@ -24,7 +24,7 @@ from tmm_core.dispatch.attempt import (
 )
 from tmm_core.dispatch.binding import Binding, Task
 from tmm_core.dispatch.compilers import Compilers, NotCompiledError
-from tmm_core.dispatch.copies import Copies, LaunchError
+from tmm_core.dispatch.copies import Copies, LaunchError, Runner
 from tmm_core.dispatch.first_launch import FirstLaunches
 from tmm_core.dispatch.fixture import memory_limit
 from tmm_core.dispatch.progress import Progress
@@ -265,26 +265,36 @@ class Tuning:
             settle: For the last stage: this many warm-up rounds do not count, and the stage is
                 repeated if BLAS was disturbed during it.
         """
-        racing = [trial for trial in racing if trial.run is not None]
-        runs = [trial.run for trial in racing if trial.run is not None]
-        if not runs:
-            return
-        options: dict[str, Any] = {"copies": len(runs[0].inputs), "burst_us": burst_us}
-        try:
+
+        def sample(racing: list[Attempt], runs: list[Runner]) -> list[list[float]]:
+            options: dict[str, Any] = {"copies": len(runs[0].inputs), "burst_us": burst_us}
             if settle:
                 self._timer.measure(runs, settle, **options)
-            samples = self._timer.measure(runs, rounds, **options)
+            samples: list[list[float]] = self._timer.measure(runs, rounds, **options)
             if settle is not None and held_up(samples[anchor(racing)]):
                 samples = self._timer.measure(runs, rounds, **options)
-        except LaunchError as raised:  # it drops out, and the others start over
+            return samples
+
+        for trial, mine in self._sampled(racing, sample):
+            trial.samples = mine
+
+    def _sampled(
+        self,
+        racing: Sequence[Attempt],
+        sample: Callable[[list[Attempt], list[Runner]], list[list[float]]],
+    ) -> list[tuple[Attempt, list[float]]]:
+        """Those that run with their samples; none, with a warning, if timing fails. One whose
+        launch fails drops out, and the others start over."""
+        racing = [trial for trial in racing if trial.run is not None]
+        runs = [trial.run for trial in racing if trial.run is not None]
+        try:
+            return list(zip(racing, sample(racing, runs), strict=True)) if runs else []
+        except LaunchError as raised:
             next(trial for trial in racing if trial.run is raised.run).fail(raised.error)
-            self._measure(racing, rounds, burst_us, settle)
-            return
+            return self._sampled(racing, sample)
         except Exception as error:
             warn(f"timing {self._problem} failed: {error}")
-            return
-        for trial, mine in zip(racing, samples, strict=True):
-            trial.samples = mine
+            return []
 
     def _race(self, racing: list[Attempt]) -> list[Attempt]:
         """Sample BLAS and the fastest until a winner is clear; returns these."""
@@ -305,8 +315,8 @@ class Tuning:
         return [trial for trial in racing if trial.run is not None]
 
     def _measure_steady(self, racing: Sequence[Attempt]) -> None:
-        """Time large products without pause, too: BLAS and those that beat it. In batch-invariant
-        mode other M have a say, and BLAS is not used."""
+        """Time large products without pause, too: BLAS and those that beat it. Not in
+        batch-invariant mode, where BLAS is not used and the choice depends on other M as well."""
         running = [trial for trial in racing if trial.run is not None]
         blas = min((trial.time for trial in running if trial.is_baseline), default=math.inf)
         ahead = sorted((t for t in running if t.time <= blas * (1 - MARGIN)), key=lambda t: t.time)
@@ -315,13 +325,13 @@ class Tuning:
         if steady is None or self._problem.batch_invariant or not long:
             return
         ahead = [t for t in running if t.is_baseline] + ahead[:STEADIEST]
-        runs = [trial.run for trial in ahead if trial.run is not None]
-        try:
-            samples = steady(runs, STEADY, copies=len(runs[0].inputs), steady_us=STEADY_US)
-        except LaunchError as raised:
-            next(trial for trial in ahead if trial.run is raised.run).fail(raised.error)
-            return
-        for trial, mine in zip(ahead, samples, strict=True):
+
+        def sample(_: list[Attempt], runs: list[Runner]) -> list[list[float]]:
+            options = {"copies": len(runs[0].inputs), "steady_us": STEADY_US}
+            samples: list[list[float]] = steady(runs, STEADY, **options)
+            return samples
+
+        for trial, mine in self._sampled(ahead, sample):
             trial.steady_us = mean(mine)
 
     def _inside(self, finalists: Sequence[Attempt]) -> None:
