@@ -51,12 +51,8 @@ def scattered(problem: Problem) -> bool:
 
 
 def beside(problem: Problem) -> bool:
-    """Whether a tile may be two products beside each other: only boxes of a column-major ``b`` lie
-    in shared memory like one box of all their columns. A residual that TMA loads passes through two
-    buffers in turn, for which an even number of strips is needed; such a tile may have an odd one.
-    """
-    plain = not (problem.gated or problem.fp8 or problem.groups or by_words(problem))
-    return plain and problem.b.layout == "col" and not residual_by_tma(problem)
+    """Whether a tile may be two products beside each other."""
+    return not (problem.gated or problem.fp8 or problem.groups or by_words(problem))
 
 
 def residual_by_tma(problem: Problem) -> bool:

@@ -21,9 +21,9 @@ from tmm_triton.ragged_tiles import kinds
 
 #: Maximum parts of a tile of the last wave (``tail_splits``), and of every tile (``splits``).
 MOST_TAIL_SPLITS, MOST_SPLITS = 4, 256
-#: Columns of a tile. Layouts have powers of two, so 96, 144, 160 and 192 are two products beside
-#: each other.
-_COLUMNS = (32, 64, 96, 128, 144, 160, 192, 256)
+#: Columns of a tile. Layouts have powers of two, so 80, 96, 144, 160 and 192 are two products
+#: beside each other.
+_COLUMNS = (32, 64, 80, 96, 128, 144, 160, 192, 256)
 #: mbarriers, and Triton's memory for starting the partitions: at most 250 bytes over all configs on
 #: both releases.
 _SHARED_OVERHEAD = 512
@@ -102,6 +102,12 @@ class WarpSpecializedConfig(Config):
     @property
     def assumes(self) -> tuple[str, ...]:
         return ("static_weights",) if self.early == "b" else ()
+
+    @property
+    def edits(self) -> tuple[str, ...]:
+        """Edits of the kernel's PTX (:mod:`tmm_core.triton.ptx`)."""
+        wanted = {"evict_first": self.evict_first, "joined": self.narrow}
+        return tuple(edit for edit in wanted if wanted[edit])
 
     @property
     def pingpong(self) -> bool:
@@ -217,6 +223,8 @@ class Constants:
         problem = multiplied(problem, config)
         if config.narrow and not beside(problem):
             raise ValueError(f"tiles of {config.BLOCK_N} columns do not serve {problem}")
+        if config.subtiles > 1 and config.subtiles % 2 and residual_by_tma(problem):
+            raise ValueError(f"two buffers in turn do not bring {config.subtiles} strips")
         return cls(
             BLOCK_M=config.BLOCK_M,
             BLOCK_N=config.BLOCK_N,

@@ -65,7 +65,7 @@ def _multiply(ring, stage, acc, up, FIRST: gl.constexpr, WHO: gl.constexpr, C: g
     b = as_matrix(b_ring.index(stage * C.b_boxes), B_KIND)
     if C.NARROW:
         # Boxes that follow one another in shared memory are one of all their columns.
-        WIDE: gl.constexpr = [C.columns, C.BLOCK_K]
+        WIDE: gl.constexpr = [C.columns, C.BLOCK_K] if C.B_COL else [C.BLOCK_K, C.columns]
         b = b._reinterpret(b.dtype, WIDE, b.layout)
     if C.A_COL:
         a = a.permute((1, 0))
@@ -239,6 +239,7 @@ def consume(
                     acc, up, bias, matrix, row, column, corner, strip_phase, target, limits,
                     EPILOGUE, OF, WHO, C,
                 )  # fmt: skip
-                if C.buffers == C.SUBTILES:
+                # Each buffer's phases of a tile.
+                if C.SUBTILES // C.buffers % 2 == 1:
                     strip_phase ^= 1
     store_wait(0)

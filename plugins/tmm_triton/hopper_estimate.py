@@ -18,6 +18,9 @@ from tmm_triton.ragged_tiles import rows_ragged
 #: an SM from L2: 8192×4096×512 reached 95e3 in 128×128 tiles, and 64×256 tiles, which need a
 #: quarter more, are no slower for products of all sizes.
 _REACH, _SM_BYTES = 800 / 989, 125e3
+#: Bytes in the time of which TMA brings a row of a box, however short: 64×80 tiles of a row-major
+#: b, in rows of 32 bytes, take 2.5 times as long as of a column-major one, in rows of 128.
+_ROW_BYTES = 85
 #: Share of the loads' time by which overlapped ones delay multiplying, as they cost power and so
 #: clock rate: in tiles of 128×256, which load three quarters of what 128×128 do, 8192×6144×4096 on
 #: an H200 is 4 % faster without pause. Of 436 shipped records of 150 µs and more the first config
@@ -64,8 +67,6 @@ def estimate_us(problem: Problem, config: WarpSpecializedConfig) -> float:
     c = Constants.of(problem, config)
     if c.halves:
         multiply *= _HALVES
-    if c.NARROW:
-        multiply *= (_cycles(c.columns) + _cycles(c.NARROW)) / _cycles(config.BLOCK_N)
     loop = max(multiply, load) + load * _POWER
     epilogue = _EPILOGUE_US * config.BLOCK_M * config.BLOCK_N / (128 * 256)
     if not problem.epilogue.is_identity or problem.residual is not None:
@@ -99,12 +100,6 @@ def estimate_us(problem: Problem, config: WarpSpecializedConfig) -> float:
     return _LAUNCH_US + adding + filling + math.sqrt(math.hypot(busy**2, memory**2))
 
 
-def _cycles(columns: int) -> float:
-    """Cycles of a ``wgmma`` of 64 rows and 16 along K: of its multiplication, or of reading both
-    operands from shared memory at 128 bytes a cycle."""
-    return max(columns / 2, 16 + columns / 4)
-
-
 def times_us(problem: Problem, config: WarpSpecializedConfig) -> dict[str, float]:
     """The times of the components of :func:`estimate_us` alone."""
     waves, (multiply, load) = _waves(problem, config), _tile_us(problem, config)
@@ -125,7 +120,10 @@ def _tile_us(problem: Problem, config: WarpSpecializedConfig) -> tuple[float, fl
     """µs to multiply a tile, or its part of K, and to load its operands from L2."""
     width, depth = _extent(problem, config)
     rate = Machine.of(problem.device).flops(problem) * _REACH
-    load = problem.a.dtype.itemsize * (config.BLOCK_M + width) * depth / _SM_BYTES
+    columns: float = width
+    if config.narrow and problem.b.layout == "row":
+        columns *= max(1, _ROW_BYTES / (problem.b.dtype.itemsize * config.narrow))
+    load = problem.a.dtype.itemsize * (config.BLOCK_M + columns) * depth / _SM_BYTES
     return 2 * config.BLOCK_M * width * depth / rate, load
 
 

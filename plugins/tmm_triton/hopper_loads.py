@@ -137,7 +137,7 @@ def prefetch(pointer, stride, strides, sizes, C: gl.constexpr):
         else:
             outer = step * C.BLOCK_K + line
             inner = at
-            count = gl.minimum(end - inner, C.columns)
+            count = gl.minimum(end - inner, C.box_columns)
             inside = (outer < K) & (step < last)
         # A bulk prefetch has a granularity of 16 bytes, at which rows need not end.
         bytes = gl.where(inside, count * C.IN_BYTES // 16 * 16, 0)

@@ -7,7 +7,7 @@ rounds and stores. Here the block is persistent and its warps have roles:
   and keeps a ring of ``num_stages`` shared-memory stages full. It never waits for an epilogue, only
   for a free stage. The first few are requested before the warps take their roles, which costs
   0.5 µs, in which they arrive. With ``evict_first`` they are loaded with that hint
-  (``tmm_core.triton.evict_first``), which saves 2 to 4 µs if a weight is read by few rows.
+  (``tmm_core.triton.ptx``), which saves 2 to 4 µs if a weight is read by few rows.
 * If TMA cannot read one operand, and few rows or columns multiply it, a loader of eight warps loads
   it through registers (``tmm_triton.words``), and arrives at a stage like the producer.
 * Consumers, warpgroups with up to 240 registers per thread, hold the accumulators and issue
@@ -39,7 +39,8 @@ with its own part of K; their sums go to a workspace, and a second kernel adds t
 Layouts have powers of two, but a wave is often filled best by tiles of another width, such as 144
 columns (cuBLAS has all multiples of 8). Such a tile is two products beside each other, a wide one
 and a narrow one: B comes in boxes as wide as the narrow one, which lie in shared memory one after
-the other, so that the wide product reads several of them as one operand.
+the other, so that the wide product reads several of them as one operand. An edit of the PTX makes
+one ``wgmma`` of both, which reads A once (``tmm_core.triton.ptx``).
 
 With ``early`` the launch overlaps the previous one (programmatic dependent launch): a block sets up
 its barriers, waits for that launch to complete, and then requests its first k-steps. Before the
@@ -344,7 +345,7 @@ class WarpSpecialized(Built[WarpSpecializedConfig]):
         options = {
             "num_warps": config.num_warps,
             "launch_pdl": c.overlaps,
-            "evict_first": config.evict_first,
+            "edits": config.edits,
         }
         types = {name: each for name, (each, _) in given.items()}
         build = Build(warp_specialized_kernel, types, constants, divisible, options)

@@ -201,6 +201,7 @@ def test_triton_kernels_reach_their_device_code_and_no_cost_model() -> None:
     hopper = reached(WarpSpecialized, WarpSpecialized.config_type)
     for name in ("hopper_consumers.consume", "words.box_words", "hopper_config.Constants"):
         assert f"tmm_triton.{name}" in hopper
+    assert "tmm_core.triton.ptx.joined" in hopper
     copies = reached(Realigned, Realigned.config_type)
     assert "tmm_triton.realigned.realign" in copies
     for each in (code, hopper, copies, reached(Blas, Blas.config_type)):

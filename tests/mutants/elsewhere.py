@@ -7,6 +7,7 @@ from mutant import Mutant
 RECORDS = "tests/core/test_record_key.py"
 SETTINGS = "tests/core/test_settings.py"
 HOPPER = "tests/plugins/test_warp_specialized.py"
+PTX = "tests/plugins/test_ptx.py"
 EARLY = "tests/plugins/test_dependent_launch.py"
 
 EPILOGUES = "tests/core/test_epilogue_conformance.py"
@@ -181,9 +182,25 @@ ELSEWHERE = [
            "store_wait(0 if i == 0 and SUBTILES % BUFFERS else", "store_wait(0 if False else",
            "a strip is overwritten before it is stored",
            (f"{HOPPER}::test_a_tile_is_two_products_beside_each_other",)),
-    Mutant("hopper-beside-row", "hopper_access.py",
-           'return plain and problem.b.layout == "col" and', "return plain and",
-           "boxes of a row-major b are taken for one", (f"{HOPPER}::test_which_products_may_lie_beside_each_other",)),
+    Mutant("hopper-beside-row", "hopper_consumers.py",
+           "[C.columns, C.BLOCK_K] if C.B_COL else [C.BLOCK_K, C.columns]", "[C.columns, C.BLOCK_K]",
+           "boxes of a row-major b are read as if it were column-major",
+           (f"{HOPPER}::test_a_tile_is_two_products_beside_each_other",)),
+    Mutant("hopper-strip-phase", "hopper_consumers.py",
+           "if C.SUBTILES // C.buffers % 2 == 1:", "if C.SUBTILES == C.buffers:",
+           "a residual of six strips is waited for without end", (f"{HOPPER}::test_a_tile_is_two_products_beside_each_other",)),
+    Mutant("ptx-waits", "triton/ptx.py", "{int(wait[1]) // 2};", "{int(wait[1])};",
+           "a stage is loaded anew while it is read", (f"{PTX}::test_two_products_are_one",)),
+    Mutant("ptx-half-waits", "triton/ptx.py", "or any(count % 2 for count in waits)", "",
+           "a stage is loaded anew while it is read", (f"{PTX}::test_other_products_stay_apart",)),
+    Mutant("ptx-other-a", "triton/ptx.py", 'product["types"], product["a"], product["rest"]', 'product["types"], product["rest"]',
+           "two operands are multiplied as one", (f"{PTX}::test_other_products_stay_apart",)),
+    Mutant("digest-wrapped", "spec/digest.py", " and not wrapped:", ":",
+           "what a context manager does is no part of a version",
+           ("tests/core/test_digest.py::test_triton_kernels_reach_their_device_code_and_no_cost_model",)),
+    Mutant("hopper-strips-fetched", "hopper_search.py",
+           "if lowest != block_n and block_n // strip % 2 and residual_by_tma(problem):", "if False:",
+           "no tile of two products serves a residual", (f"{HOPPER}::test_two_buffers_bring_an_even_number_of_strips",)),
     Mutant("hopper-arithmetic", "warp_specialized.py",
            'return f"sm90-k32/promoted{config.BLOCK_K}" if', 'return "sm90-k32/promoted" if',
            "a row's bits depend on M", (f"{HOPPER}::test_which_configs_sum_a_row_alike",)),

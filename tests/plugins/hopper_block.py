@@ -178,17 +178,36 @@ class Shared:
     dtype = layout = None
 
     def _reinterpret(self, dtype: Any, shape: Sequence[int], layout: Any) -> Shared:
-        """What begins here, in as many more rows as there are; words are elements here."""
+        """The boxes that begin here as one, each below the other, or, if they are as high as it,
+        right of the other; words are elements here."""
         if dtype is not None:
             return self
-        strides = self.data.strides[-2:]
-        return Shared(np.lib.stride_tricks.as_strided(self.data, tuple(shape), strides))
+        high, wide = self.data.shape[-2:]
+        down, along = self.data.strides[-2:]
+        if high != shape[0]:
+            view = np.lib.stride_tricks.as_strided(self.data, tuple(shape), (down, along))
+            return Shared(view)
+        boxes = high, shape[1] // wide, wide
+        return Boxes(np.lib.stride_tricks.as_strided(self.data, boxes, (down, high * down, along)))
 
     def load(self, layout: Any) -> Block:
         return self.data.copy().view(Block)
 
     def store(self, value: np.ndarray) -> None:
         self.data[...] = value
+
+
+class Boxes(Shared):
+    """Boxes [rows, box, column] that are read as one [rows, columns]: swizzled shared memory has
+    rows as long as a box's, one box after the other."""
+
+    @property
+    def data(self) -> np.ndarray:
+        return self._boxes.reshape(len(self._boxes), -1)
+
+    @data.setter
+    def data(self, boxes: np.ndarray) -> None:
+        self._boxes = boxes
 
 
 class Descriptor:

@@ -162,9 +162,10 @@ def test_two_products_beside_each_other(tile: Any, m: int) -> None:
     """Every strip in its place, the bits of one product, several tiles a block, parts of K."""
     if torch.cuda.get_device_capability() != (9, 0):
         pytest.skip("needs Hopper")
-    for n, k, layout in ((96, 64, "n"), (1000, 520, "n"), (1032, 1000, "t"), (9000, 200, "n")):
-        a = random(k, -(-m // 8) * 8)[:, :m].t() if layout == "t" else random(m, k)
-        b, bias = random(n, k, seed=1).t(), random(n, seed=2)
+    for n, k, layout in ((96, 64, "nt"), (1000, 520, "nn"), (1032, 1000, "tt"), (9000, 200, "tn")):
+        a = random(k, -(-m // 8) * 8)[:, :m].t() if layout[0] == "t" else random(m, k)
+        b = random(n, k, seed=1).t() if layout[1] == "t" else random(k, n, seed=1)
+        bias = random(n, seed=2)
         problem = Problem.of(
             a, b, torch.empty(m, n, dtype=a.dtype, device="cuda"), fingerprint(a.device),
             bias=bias, epilogue=parse("silu"),

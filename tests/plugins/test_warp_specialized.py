@@ -284,11 +284,9 @@ def test_a_config_out_of_bounds_does_not_parse(field: dict[str, Any]) -> None:
 @pytest.mark.parametrize(
     "asked",
     [
-        problem(layout="nn"),
         problem(epilogue="swiglu"),
         problem(dtype=E4M3, out=BF16),
         problem(groups=Groups(8, "m")),
-        problem(residual=Operand(BF16)),  # through an odd number of strips
         problem(127, k=4095, b=Operand(BF16, "col", aligned=False)),
     ],
     ids=str,
@@ -300,7 +298,18 @@ def test_which_products_may_lie_beside_each_other(asked: Problem) -> None:
     with pytest.raises(ValueError, match="144 columns"):
         two.shared_memory(asked)
     assert not [config for config in KERNEL.configs(asked) if config.narrow]
-    assert [config for config in KERNEL.configs(problem(384, 6144)) if config.narrow]
+    for layout in "nn", "nt", "tn", "tt":
+        assert [c for c in KERNEL.configs(problem(384, 6144, layout=layout)) if c.narrow]
+
+
+def test_two_buffers_bring_an_even_number_of_strips() -> None:
+    fetched = problem(384, 6144, residual=Operand(BF16))
+    found = [config for config in KERNEL.configs(fetched) if config.narrow]
+    assert found
+    assert not [config for config in found if config.subtiles % 2]
+    odd = dataclasses.replace(CONFIG, BLOCK_N=144, subtiles=9)
+    with pytest.raises(ValueError, match="9 strips"):
+        odd.shared_memory(fetched)
 
 
 PROBLEMS = [
@@ -602,17 +611,25 @@ def test_halves_of_a_wide_tile_are_summed_in_turn(
         np.testing.assert_allclose(out, expected)
 
 
-@pytest.mark.parametrize(("columns", "narrow"), [(6, 2), (9, 1), (12, 4), (10, 2)])
+@pytest.mark.parametrize(
+    ("columns", "narrow", "strip"),
+    [(6, 2, 2), (6, 2, 1), (9, 1, 1), (12, 4, 4), (12, 4, 2), (10, 2, 2)],
+)
 @pytest.mark.parametrize(("consumers", "pingpong"), SCHEDULES)
 def test_a_tile_is_two_products_beside_each_other(
-    consumers: int, pingpong: bool, columns: int, narrow: int
+    consumers: int, pingpong: bool, columns: int, narrow: int, strip: int
 ) -> None:
     for seed, (layout, n, k, parts) in enumerate(
-        [("nt", 24, 7, 1), ("tt", 13, 8, 1), ("nt", 36, 1, 1), ("nt", 30, 7, 2), ("nt", 3, 5, 1)]
-    ):
+        [
+            ("nt", 24, 7, 1), ("tt", 13, 8, 1), ("nn", 36, 1, 1), ("nt", 30, 7, 2), ("tn", 3, 5, 1),
+            ("nn", 26, 9, 1), ("nt", 17, 6, 1),
+        ]
+    ):  # fmt: skip
+        strips = columns // strip
+        fetched = seed > 4 and strips % 2 == 0
         out, expected = computed(
             seed, n=n, k=k, layout=layout, consumers=consumers, pingpong=pingpong, parts=parts,
-            columns=columns, narrow=narrow, subtiles=columns // narrow, extras=parts == 1,
+            columns=columns, narrow=narrow, subtiles=strips, extras=parts == 1, fetch=fetched,
             pointers=seed == 1, batch="a" * (seed == 2),
         )  # fmt: skip
         np.testing.assert_allclose(out, expected)
@@ -832,7 +849,8 @@ def configs_of(asked: Problem, which: str) -> list[WarpSpecializedConfig]:
     if which == "largest":
         return _of_each(sorted(fitted, key=lambda c: (c.BLOCK_M * c.BLOCK_N, c.BLOCK_N)))
     if which == "all":
-        cut = [dataclasses.replace(c, tail_splits=2) for c in fitted if c.consumers < 3]
+        whole = [c for c in fitted if c.consumers < 3 and not c.narrow]
+        cut = [dataclasses.replace(c, tail_splits=2) for c in whole]
         part = unfinished(asked)
         sums = [c for t in hopper_search._tiles(part) for c in hopper_search._fitted(part, t)]
         return fitted + _of_each(cut) + _of_each([dataclasses.replace(c, splits=2) for c in sums])
@@ -852,6 +870,7 @@ def _of_each(configs: Iterable[WarpSpecializedConfig]) -> list[WarpSpecializedCo
         (problem(layout="tn"), "some"),
         (problem(layout="tt"), "some"),
         (problem(300, 6144, batch=4, epilogue="silu", bias=BF16), "beside"),
+        (problem(300, 6144, layout="nt", residual=Operand(BF16)), "beside"),
         (problem(dtype=E4M3, out=BF16, scale_a="row", scale_b="row"), "all"),
     ],
     ids=str,

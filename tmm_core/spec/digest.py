@@ -84,10 +84,11 @@ def _is_ours(module: str, own: str) -> bool:
 
 
 def _plain(thing: Any) -> Any:
-    """The function or class under decorators (``triton.jit``, ``functools.cache``, ``property``);
-    None for anything else."""
+    """The function or class under decorators (``triton.jit``, ``functools.cache``, ``property``,
+    ``contextmanager``); None for anything else."""
     for _ in range(8):
-        if isinstance(thing, (types.FunctionType, type)):
+        wrapped = isinstance(thing, types.FunctionType) and hasattr(thing, "__wrapped__")
+        if isinstance(thing, (types.FunctionType, type)) and not wrapped:
             return thing
         under = [
             getattr(thing, name, None)

@@ -3,7 +3,7 @@ integer widths; its GPU need not be present."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -11,8 +11,8 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
 from tmm_core.spec.device import DeviceFingerprint
-from tmm_core.triton.evict_first import hints, marked
 from tmm_core.triton.kept import compile_kept
+from tmm_core.triton.ptx import edited, marked
 
 _DTYPES = {
     torch.float16: "fp16",
@@ -83,14 +83,18 @@ def source(
 
 
 def compile_for(
-    target: GPUTarget, src: ASTSource, *, evict_first: bool = False, **options: Any
+    target: GPUTarget, src: ASTSource, *, edits: Sequence[str] = (), **options: Any
 ) -> CompiledKernel:
     """Compile for a GPU that need not be present, or find the kernel in Triton's cache. Thread-safe
-    without a lock."""
-    if not evict_first:
+    without a lock.
+
+    Args:
+        edits: Names of edits of its PTX (:mod:`tmm_core.triton.ptx`).
+    """
+    if not edits:
         return compile_kept(src, target, options)
-    with hints(src.name):
-        return compile_kept(marked(src), target, options)
+    with edited(src.name, edits):
+        return compile_kept(marked(src, edits), target, options)
 
 
 def target_of(device: DeviceFingerprint) -> GPUTarget | None:

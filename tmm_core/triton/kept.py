@@ -25,7 +25,7 @@ from triton.compiler import ASTSource, CompiledKernel
 from triton.compiler.compiler import make_backend
 from triton.runtime.cache import get_cache_manager, triton_key
 
-from tmm_core.triton.evict_first import ordinary
+from tmm_core.triton.ptx import ordinary
 from tmm_core.triton.releases import tested
 
 #: A file changed within this many seconds may change again without a new mtime.

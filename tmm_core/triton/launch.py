@@ -45,7 +45,7 @@ class Launch:
     Args:
         fn, types, constants, divisible: See :func:`source`.
         device: The device to launch on.
-        evict_first: Add the ``evict_first`` hint to its bulk tensor loads.
+        edits: Names of edits of its PTX (:mod:`tmm_core.triton.ptx`).
         options: ``num_warps``, ``num_stages``, ``launch_pdl``, ``maxnreg``.
 
     Raises:
@@ -67,7 +67,7 @@ class Launch:
         *,
         device: torch.device,
         divisible: Mapping[str, int] | None = None,
-        evict_first: bool = False,
+        edits: tuple[str, ...] = (),
         **options: Any,
     ) -> None:
         self.compiled: CompiledKernel | None = None
@@ -87,7 +87,7 @@ class Launch:
                 tuple(types.items()),
                 tuple(sorted(constants.items(), key=lambda item: item[0])),
                 tuple(sorted((divisible or {}).items())),
-                evict_first,
+                edits,
                 tuple(sorted(options.items())),
             )
             compiled = self._compiled.get(key)
@@ -96,9 +96,8 @@ class Launch:
                     compiled = self._compiled.get(key)
                     if compiled is None:
                         src = source(fn, types, constants, divisible)
-                        compiled = self._compiled[key] = self._compile(
-                            src, index, evict_first, options
-                        )
+                        compiled = self._compile(src, index, edits, options)
+                        self._compiled[key] = compiled
             self.compiled = compiled
             # Empty if Triton unpacks descriptors instead of encoding them.
             meta = getattr(compiled.metadata, "tensordesc_meta", None) or []
@@ -114,9 +113,9 @@ class Launch:
         self.call: Callable[..., None] = self._write_call()
 
     def _compile(
-        self, src: ASTSource, index: int, evict_first: bool, options: Mapping[str, Any]
+        self, src: ASTSource, index: int, edits: tuple[str, ...], options: Mapping[str, Any]
     ) -> CompiledKernel:
-        compiled = compile_for(_target(index), src, evict_first=evict_first, **options)
+        compiled = compile_for(_target(index), src, edits=edits, **options)
         if tested() and compiled.metadata.target.backend == "cuda":
             compiled.src = _without_constants(src)
         with torch.cuda.device(index), self._lock:

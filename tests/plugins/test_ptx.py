@@ -1,0 +1,171 @@
+"""PTX that is edited: what changes, what it takes to have it again, and what a fault costs.
+
+Compiling needs Triton not to be interpreting, so it is done in processes of their own.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+pytest.importorskip("triton")
+
+from tmm_core.triton.ptx import UnknownPTXError, evict_first, joined
+
+LOAD = (
+    "@%p7 cp.async.bulk.tensor.{d}d.shared::cluster.global.mbarrier::complete_tx::bytes"
+    " [%r78], [%rd3, {{%r235, %r79}}], [%r77];"
+)
+STORE = "@%p29 cp.async.bulk.tensor.2d.global.shared::cta.bulk_group [%rd1, {%r222, %r223}], [%r4];"
+
+
+@pytest.mark.parametrize("dimensions", [2, 3])
+def test_loads_are_hinted_and_nothing_else(dimensions: int) -> None:
+    load = LOAD.format(d=dimensions)
+    out = evict_first(f"{load}\n{STORE}\n{load}\nld.global.b32 %r1, [%rd1];")
+    lines = out.splitlines()
+    assert lines[0] == lines[2]
+    assert "complete_tx::bytes.L2::cache_hint [%r78]," in lines[0]
+    assert lines[0].endswith("[%r77], 0x12F0000000000000;")
+    assert lines[1] == STORE
+    with pytest.raises(UnknownPTXError):
+        evict_first(out)
+
+
+def products(*columns: int, a: str = "%rd1", sums: str = "%r") -> str:
+    """PTX of a group of products of 64 rows."""
+    lines = [
+        f"wgmma.mma_async.sync.aligned.m64n{n}k16.f32.bf16.bf16 {{{sums}{n},{sums}1{n}}},"
+        f" {a}, %rdb{n}, %p{i}, 1, 1, 0, 0;"
+        for i, n in enumerate(columns)
+    ]
+    return "\n".join(["wgmma.fence.sync.aligned;", *lines, "wgmma.commit_group.sync.aligned;"])
+
+
+def test_two_products_are_one() -> None:
+    wait = "wgmma.wait_group.sync.aligned {};"
+    ptx = [products(128, 64), "mov.b32 %r9, 0;", products(16, 16), wait.format(2)]
+    out = joined("\n".join([*ptx, wait.format(0), "ret;"]))
+    assert out.count("wgmma.commit_group") == 1
+    assert [line for line in out.splitlines() if "mma_async" in line or "wait" in line] == [
+        "wgmma.mma_async.sync.aligned.m64n144k16.f32.bf16.bf16 {%r128,%r1128,%r16,%r116},"
+        " %rd1, %rdb128, %p0, 1, 1, 0, 0;",
+        "wgmma.mma_async.sync.aligned.m64n80k16.f32.bf16.bf16 {%r64,%r164,%r16,%r116},"
+        " %rd1, %rdb64, %p1, 1, 1, 0, 0;",
+        wait.format(1),
+        wait.format(0),
+    ]
+    # After what sets the second's sums.
+    assert out.index("mov.b32") < out.index("mma_async")
+
+
+@pytest.mark.parametrize(
+    "ptx",
+    [
+        "ret;",
+        products(128),
+        products(128, 128) + products(16),
+        products(128) + products(16, a="%rd2"),
+        products(128) + products(16).replace("bf16.bf16", "f16.f16"),
+        products(128) + products(16).replace("%p0", "%p1"),
+        products(128) + products(16) + "wgmma.wait_group.sync.aligned 1;",
+        products(128) + products(16) + products(128),
+    ],
+)
+def test_other_products_stay_apart(ptx: str) -> None:
+    with pytest.raises(UnknownPTXError, match="pairs"):
+        joined(ptx)
+
+
+PROGRAM = """
+import json, os, sys, warnings
+from dataclasses import replace
+sys.path.insert(0, {tests!r})
+from test_warp_specialized import KERNEL, problem
+from triton import knobs
+from triton.backends.compiler import GPUTarget
+from triton.backends.nvidia.compiler import CUDABackend
+from tmm_core.triton import compile_for, ptx, source
+from tmm_triton.hopper_kernel import warp_specialized_kernel
+
+assembled, theirs = [], []
+make_cubin = CUDABackend.make_cubin
+CUDABackend.make_cubin = lambda *args: assembled.append(1) or make_cubin(*args)
+hook, load, product = ptx._HOOK, ptx._LOAD, ptx._PRODUCT
+asked = problem(64, 4096, 4096)
+config = next(config for config in KERNEL.configs(asked) if config.narrow)
+assert config.evict_first
+of = KERNEL.specialize(asked, config)
+found = {{}}
+for fault in "", "kept", "no hook", "other PTX", "theirs":
+    assembled.clear()
+    knobs.cache.dir = os.path.join({folder!r}, "" if fault == "kept" else fault)
+    ptx._HOOK = "looked for in vain" if fault == "no hook" else hook
+    ptx._LOAD = ptx.re.compile("(bulk)( loads);") if fault == "other PTX" else load
+    ptx._PRODUCT = ptx.re.compile("product") if fault == "other PTX" else product
+    if fault == "theirs":
+        knobs.runtime.add_stages_inspection_hook = lambda *a: theirs.append(len(a)) or ("k", "h")
+    src = source(warp_specialized_kernel, of.types, of.constants, of.divisible)
+    with warnings.catch_warnings(record=True) as seen:
+        warnings.simplefilter("always")
+        kernel = compile_for(GPUTarget("cuda", 90, 32), src, **of.options)
+    text = kernel.asm["ptx"]
+    found[fault] = dict(
+        assembled=len(assembled), hints=text.count("L2::cache_hint"),
+        loads=text.count("complete_tx::bytes"), warnings=[str(w.message) for w in seen],
+        products=sorted({{int(n) for n in ptx.re.findall("mma_async.*m64n([0-9]+)k", text)}}),
+        hook=knobs.runtime.add_stages_inspection_hook is not None, theirs=theirs[-1:],
+        tile=config.BLOCK_N,
+    )
+print(json.dumps(found))
+"""
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    """What each case gave; one process for all, which takes seconds to start."""
+    folder = tmp_path_factory.mktemp("evict_first")
+    environment = {
+        **os.environ, "TRITON_INTERPRET": "0", "TMM_CACHE_DIR": str(folder / "tmm"),
+        "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
+    }  # fmt: skip
+    program = PROGRAM.format(tests=str(Path(__file__).parent), folder=str(folder))
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_a_kernel_is_assembled_once_with_its_edits(found: Any) -> None:
+    first = found[""]
+    assert first["hints"] == first["loads"] > 0
+    assert first["products"] == [first["tile"]]
+    assert (first["assembled"], first["warnings"], first["hook"]) == (1, [], False)
+    assert found["kept"] == {**first, "assembled": 0}
+
+
+@pytest.mark.parametrize(
+    ("fault", "says"),
+    [("no hook", ["inspection hook"] * 2), ("other PTX", ["no bulk", "in pairs"])],
+)
+def test_without_a_way_to_edit_it_stays_as_it_was(found: Any, fault: str, says: list[str]) -> None:
+    case = found[fault]
+    assert (case["hints"], case["assembled"]) == (0, 1)
+    wide, narrow = sorted(case["products"], reverse=True)
+    assert wide + narrow == case["tile"]
+    for warning, part in zip(case["warnings"], says, strict=True):
+        assert part in warning
+
+
+def test_another_hook_is_called_too_and_kept(found: Any) -> None:
+    case = found["theirs"]
+    assert case["hints"] == case["loads"] > 0
+    assert case["theirs"] == [5]
+    assert case["hook"]
