@@ -19,8 +19,12 @@ from tmm_triton.hopper_access import (
 )
 from tmm_triton.ragged_tiles import kinds
 
-#: Maximum parts of a tile of the last wave (``tail_splits``), and of every tile (``splits``).
-MOST_TAIL_SPLITS, MOST_SPLITS = 4, 256
+#: Maximum parts of a tile of the last wave (``tail_splits``), and of every tile (``splits``), and
+#: ranges of K.
+MOST_TAIL_SPLITS, MOST_SPLITS, MOST_RANGES = 4, 256, 8
+#: Maximum accumulator registers per thread beside the sums of the ranges before, by the number of
+#: consumers: three have 160 registers, fewer have 240.
+MOST_SUMMED = {1: 96, 2: 96, 3: 64}
 #: Columns of a tile. Layouts have powers of two, so 80, 96, 144, 160 and 192 are two products
 #: beside each other.
 _COLUMNS = (32, 64, 80, 96, 128, 144, 160, 192, 256)
@@ -48,6 +52,8 @@ class WarpSpecializedConfig(Config):
         subtiles: Column strips in which a tile is stored; more strips need less staging memory.
         tail_splits: Parts along K into which the tiles of an incomplete wave are split.
         splits: Parts along K into which every tile is split, added by a second kernel.
+        ranges: Ranges of K that a block sums one after the other and then adds up: the same sums
+            as with as many ``splits``.
         evict_first: Operands are loaded with the ``evict_first`` hint.
         early: Whether it starts before the previous launch has ended (:mod:`tmm_triton.early`).
     """
@@ -65,6 +71,7 @@ class WarpSpecializedConfig(Config):
     splits: int
     evict_first: bool
     early: str = ""
+    ranges: int = 1
 
     def __post_init__(self) -> None:
         if self.schedule not in ("cooperative", "pingpong"):
@@ -77,6 +84,8 @@ class WarpSpecializedConfig(Config):
             raise ValueError(f"tail_splits {self.tail_splits}")
         if not 1 <= self.splits <= MOST_SPLITS or self.splits > 1 < self.tail_splits:
             raise ValueError(f"splits {self.splits}, tail_splits {self.tail_splits}")
+        if not 1 <= self.ranges <= MOST_RANGES or self.ranges > 1 < self.tail_splits * self.splits:
+            raise ValueError(f"ranges {self.ranges} of a tile that is split")
         if not isinstance(self.evict_first, bool):
             raise ValueError(f"evict_first {self.evict_first!r}")
         if self.early not in ("", "wait", "l2", "b"):
@@ -90,8 +99,8 @@ class WarpSpecializedConfig(Config):
             raise ValueError(f"tile N×K {self.BLOCK_N}×{self.BLOCK_K}")
         if self.narrow and (self.BLOCK_K != 64 or self.tail_splits > 1):
             raise ValueError(f"a tile of {self.BLOCK_N} columns needs BLOCK_K 64, tail_splits 1")
-        if self.accumulators > 128:
-            raise ValueError(f"{self.accumulators} accumulator registers a thread exceed 128")
+        if self.accumulators > (128 if self.ranges == 1 else MOST_SUMMED[self.consumers]):
+            raise ValueError(f"{self.accumulators} accumulator registers a thread are too many")
         # With one stage, releasing it would wait for the next stage, which waits for the release.
         if not 2 <= self.num_stages <= 16 or not 1 <= self.GROUP_M <= 1024:
             raise ValueError(f"num_stages {self.num_stages}, GROUP_M {self.GROUP_M}")
@@ -179,6 +188,8 @@ class Constants:
     PRIMED: int
     #: Parts along K of every tile, each with its own output.
     SPLITS: int
+    #: Ranges of K that are summed one after the other.
+    RANGES: int
     #: Unused in the source: it distinguishes kernels with and without hinted loads.
     EVICT_FIRST: bool
     #: Columns of the tile's second product, if it has two beside each other.
@@ -252,6 +263,7 @@ class Constants:
             A_ROWS=rows_brought(problem, config.rows),
             PRIMED=min(config.num_stages, 16 if config.early in ("l2", "b") else _PRIMED),
             SPLITS=config.splits,
+            RANGES=config.ranges,
             EVICT_FIRST=config.evict_first,
             NARROW=config.narrow,
             DEPENDENTS=dependents if config.early else "",

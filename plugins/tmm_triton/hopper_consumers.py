@@ -1,5 +1,5 @@
 """The consumers of ``triton.warp_specialized``: they multiply full stages, and leave or add up the
-parts of tiles that are cut along K."""
+parts of tiles that are cut along K, or sum up ranges of K apart."""
 
 from __future__ import annotations
 
@@ -87,6 +87,34 @@ def _multiply(ring, stage, acc, up, FIRST: gl.constexpr, WHO: gl.constexpr, C: g
         acc, up = warpgroup_mma_wait(2, deps=(acc, up))
     else:
         acc = warpgroup_mma_wait(1, deps=(acc,))
+    return acc, up
+
+
+@jit
+def _multiply_steps(
+    begin, end, ring, barriers, stage, phase, reading, acc, up,
+    WHO: gl.constexpr, C: gl.constexpr,
+):  # fmt: skip
+    """Multiply the k-steps from ``begin`` up to ``end``, and release the stage before each, at
+    first ``reading``; returns the position after them in the ring, the stage that is still read,
+    and the sums."""
+    full, empty = barriers
+    for _ in range(begin, end):
+        _await_full(full, stage, phase, C)
+        acc, up = _multiply(ring, stage, acc, up, False, WHO, C)
+        mbarrier.arrive(empty.index(reading))
+        reading = stage
+        stage, phase = next_stage(stage, phase, C)
+    return stage, phase, reading, acc, up
+
+
+@jit
+def _finished(acc, up, C: gl.constexpr):
+    """The sums, when all products are done."""
+    if C.GATED or C.NARROW:
+        acc, up = warpgroup_mma_wait(0, deps=(acc, up))
+    else:
+        acc = warpgroup_mma_wait(0, deps=(acc,))
     return acc, up
 
 
@@ -206,12 +234,31 @@ def consume(
                 store_wait(0)
                 for i in gl.static_range(BUFFERS):
                     fetch(target[2], i, matrix, row, column, end, WHO, C)
-        for _ in range(first + 1, last):
-            _await_full(full, stage, phase, C)
-            acc, up = _multiply(ring, stage, acc, up, False, WHO, C)
-            mbarrier.arrive(empty.index(reading))
-            reading = stage
-            stage, phase = next_stage(stage, phase, C)
+        begin = first
+        if C.RANGES > 1:
+            # Adding to -0 leaves every sum as it is, even the sign of 0.
+            total = gl.full([ROWS, COLUMNS], -0.0, gl.float32, LAYOUT)
+            total_up = total
+            if C.NARROW:
+                total_up = gl.full([ROWS, NARROW], -0.0, gl.float32, NARROW_LAYOUT)
+            for part in range(1, C.RANGES):
+                upto = last * part // C.RANGES
+                stage, phase, reading, acc, up = _multiply_steps(
+                    begin + 1, upto, ring, barriers, stage, phase, reading, acc, up, WHO, C
+                )
+                acc, up = _finished(acc, up, C)
+                mbarrier.arrive(empty.index(reading))
+                total += acc
+                if C.NARROW:
+                    total_up += up
+                begin = upto
+                _await_full(full, stage, phase, C)
+                acc, up = _multiply(ring, stage, acc, up, True, WHO, C)
+                reading = stage
+                stage, phase = next_stage(stage, phase, C)
+        stage, phase, reading, acc, up = _multiply_steps(
+            begin + 1, last, ring, barriers, stage, phase, reading, acc, up, WHO, C
+        )
         if C.PINGPONG:
             mbarrier.arrive(turn.index(1 - WHO))
             stage, phase = _pass_by(unit + 1, stage, phase, work, sizes, C)
@@ -220,11 +267,12 @@ def consume(
             bias = bias_of(target[1], matrix, column, N, C.SUBTILES, C)
             if C.GATED:
                 bias = bias + bias_of(target[1], matrix, N + column, 2 * N, C.SUBTILES, C)
-        if C.GATED or C.NARROW:
-            acc, up = warpgroup_mma_wait(0, deps=(acc, up))
-        else:
-            acc = warpgroup_mma_wait(0, deps=(acc,))
+        acc, up = _finished(acc, up, C)
         mbarrier.arrive(empty.index(reading))
+        if C.RANGES > 1:
+            acc = total + acc
+            if C.NARROW:
+                up = total_up + up
         # A consumer's rows may all be outside. The branch also keeps the compiler from hoisting the
         # code after it, which delayed the last stage by half an epilogue.
         if row < end:

@@ -33,6 +33,8 @@ _LAUNCH_US, _EPILOGUE_US = 5.6, 0.9
 #: µs to store, or add, a part of 128×256 elements (``tail_splits``), and to wait until another
 #: block's part can be added.
 _PART_US, _WAITING_US = 1.0, 3.0
+#: µs until the products of a range of K are done and added to those before, assumed.
+_ENDED_US = 0.3
 #: Bytes per µs at which the reducing kernel reads parts of every tile (``splits``) from L2.
 _PARTS_BYTES = 3e6
 #: Assumed cost factor of summing a tile's halves one after the other, until it is measured: such
@@ -75,6 +77,8 @@ def estimate_us(problem: Problem, config: WarpSpecializedConfig) -> float:
     adding = 0.0
     if config.splits > 1:
         adding = REDUCE_US + 8 * config.splits * problem.m * problem.n / _PARTS_BYTES
+    if config.ranges > 1:
+        adding = (config.ranges - 1) * math.ceil(waves) * _ENDED_US
     if config.tail_splits > 1:
         adding = config.tail_splits * _PART_US * config.BLOCK_M * width / (128 * 256)
         if not (config.pingpong and waves > 1):

@@ -11,9 +11,20 @@ from tmm_core import Problem
 from tmm_triton import sums
 from tmm_triton.early import with_early
 from tmm_triton.hopper_access import beside, by_words, residual_by_tma, stored_by_pointers
-from tmm_triton.hopper_config import MOST_TAIL_SPLITS, WarpSpecializedConfig, unfinished
+from tmm_triton.hopper_config import (
+    MOST_SUMMED,
+    MOST_TAIL_SPLITS,
+    WarpSpecializedConfig,
+    unfinished,
+)
 from tmm_triton.hopper_estimate import SURELY_STREAMED, estimate_us, streams
-from tmm_triton.hopper_tiles import room_for_parts, room_for_splits, tile_count, tile_rows
+from tmm_triton.hopper_tiles import (
+    room_for_parts,
+    room_for_ranges,
+    room_for_splits,
+    tile_count,
+    tile_rows,
+)
 
 #: ``(schedule, consumers, num_warps, BLOCK_M, BLOCK_N, BLOCK_K)``; N counts both halves if gated.
 _Tile = tuple[str, int, int, int, int, int]
@@ -88,6 +99,8 @@ _TILES_TRIED, _CONFIGS_TRIED, _TILES_STREAMED = 8, 16, 5
 _BESIDE_TRIED = 4
 #: How many tiles split along K are tried, if a row's sums must not depend on M.
 _CUT_TRIED = 3
+#: How many are tried then with each number of ranges of K, and how many more configs in all.
+_RANGED_TRIED, _KINDS_TRIED = 2, 8
 #: Maximum K that counts as short.
 _SHORT_K = 1024
 #: Bytes of stages that cover the memory latency at full rate; more only take longer to fill.
@@ -128,8 +141,11 @@ def configs(problem: Problem) -> Iterable[WarpSpecializedConfig]:
     tried = _TILES_STREAMED if streams(problem) else _TILES_TRIED
     ranked = best(fitting + cut, tried)
     if problem.batch_invariant:
-        # A split tile has another arithmetic: each M should have both kinds.
+        # Parts of K are another arithmetic, and each M should have every kind: split among blocks
+        # where these are few, else one after the other.
         ranked = best(fitting, tried) + best(cut, _CUT_TRIED)
+        for count in sums.equal_splits(problem):
+            ranked += by_estimate(_ranged(problem, fitting, count))[:_RANGED_TRIED]
     if streams(problem) and (problem.groups or min(problem.m, problem.n) > SURELY_STREAMED):
         for variants in ranked[:_BOTH_WAYS]:
             variants.append(replace(variants[0], evict_first=False))
@@ -143,8 +159,9 @@ def configs(problem: Problem) -> Iterable[WarpSpecializedConfig]:
     ]
     # Every tile once before any tile's variants.
     turns = itertools.chain.from_iterable(itertools.zip_longest(*proposed))
-    chosen = itertools.islice(filter(None, turns), _CONFIGS_TRIED)
-    yield from with_early(list(chosen), _early(problem))[:_CONFIGS_TRIED]
+    most = _CONFIGS_TRIED + (_KINDS_TRIED if problem.batch_invariant else 0)
+    chosen = itertools.islice(filter(None, turns), most)
+    yield from with_early(list(chosen), _early(problem))[:most]
 
 
 def _tiles(problem: Problem) -> tuple[_Tile, ...]:
@@ -241,6 +258,18 @@ def _splits(problem: Problem, config: WarpSpecializedConfig) -> int:
         room = room_for_parts(problem, config)
         return max((s for s in sums.equal_splits(problem) if s <= min(2 * share, room)), default=1)
     return max(1, min(share, problem.k // _LEAST_SPLIT, room_for_parts(problem, config)))
+
+
+def _ranged(
+    problem: Problem, fitting: list[list[WarpSpecializedConfig]], count: int
+) -> list[list[WarpSpecializedConfig]]:
+    """The tiles whose block sums ``count`` ranges of K one after the other."""
+    return [
+        [replace(variants[0], ranges=count)]
+        for variants in fitting
+        if variants[0].accumulators <= MOST_SUMMED[variants[0].consumers]
+        and count <= room_for_ranges(problem, variants[0])
+    ]
 
 
 def _tail_splits(problem: Problem, config: WarpSpecializedConfig) -> int:

@@ -76,7 +76,8 @@ def adapted(problem: Problem, config: WarpSpecializedConfig) -> WarpSpecializedC
     early = "wait" if words else config.early
     if problem.groups is not None:
         early = ""  # offs determines which k-steps are the first
-    return replace(config, tail_splits=tail_splits, splits=splits, early=early)
+    ranges = min(config.ranges, room_for_ranges(problem, config))
+    return replace(config, tail_splits=tail_splits, splits=splits, ranges=ranges, early=early)
 
 
 def room_for_splits(problem: Problem, config: WarpSpecializedConfig) -> int:
@@ -115,6 +116,14 @@ def room_for_parts(problem: Problem, config: WarpSpecializedConfig) -> int:
     steps = -(-problem.k // config.BLOCK_K)
     held = MOST_WORKSPACE // (4 * part_elements(problem, config))
     return max(1, min(steps, held, MOST_SPLITS))
+
+
+def room_for_ranges(problem: Problem, config: WarpSpecializedConfig) -> int:
+    """How many ranges of K a block may sum one after the other: those that have a k-step; one where
+    each sum is two products, or is itself one of several."""
+    if problem.gated or problem.fp8 or problem.groups is not None:
+        return 1
+    return -(-problem.k // config.BLOCK_K)
 
 
 def part_elements(problem: Problem, config: WarpSpecializedConfig) -> int:

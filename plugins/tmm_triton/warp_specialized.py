@@ -35,6 +35,8 @@ while its other consumers multiply. Splitting tiles at equal distances (stream-K
 but then no two blocks need the same part of an operand at the same time: it took up to 20 % longer
 on an H200. With ``splits``, for few tiles and a long K, every tile becomes that many tiles, each
 with its own part of K; their sums go to a workspace, and a second kernel adds them up and finishes.
+With ``ranges`` one block sums the parts of a tile one after the other, which gives the same bits:
+in batch-invariant mode few rows are split among blocks, and many are not.
 
 Layouts have powers of two, but a wave is often filled best by tiles of another width, such as 144
 columns (cuBLAS has all multiples of 8). Such a tile is two products beside each other, a wide one
@@ -179,14 +181,15 @@ class WarpSpecialized(Built[WarpSpecializedConfig]):
         if problem.groups is not None and problem.along == "k":
             # The sizes of the other groups decide how a range of K is summed.
             return None
-        if hopper_tiles.adapted(problem, config).splits != config.splits:
+        fitting = hopper_tiles.adapted(problem, config)
+        if (fitting.splits, fitting.ranges) != (config.splits, config.ranges):
             return None  # with this M there is no room for all parts
         if any(port.reduce == "sum" for port in problem.epilogue.outputs):
             return super().arithmetic(problem, config)  # strip by strip
         if problem.fp8:
             # Each step's products are summed separately.
             return f"sm90-k32/promoted{config.BLOCK_K}" if config.splits == 1 else None
-        return sums.summed(problem, config.splits, config.BLOCK_K)
+        return sums.summed(problem, config.splits * config.ranges, config.BLOCK_K)
 
     def configs(self, problem: Problem) -> Iterable[WarpSpecializedConfig]:
         return hopper_search.configs(problem)

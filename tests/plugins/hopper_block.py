@@ -492,6 +492,7 @@ def run_block(
         max=lambda x, axis: np.max(x, axis).view(Block),
         sum=lambda x, axis: np.sum(x, axis).view(Block) if x.ndim > 1 else np.sum(x).item(),
         zeros=lambda shape, dtype, layout: np.zeros(shape).view(Block),
+        full=lambda shape, value, dtype, layout: np.full(shape, value).view(Block),
         arange=lambda start, end, layout: np.arange(start, end).view(Block),
         expand_dims=np.expand_dims,
         convert_layout=lambda x, layout: x,

@@ -185,6 +185,32 @@ def test_two_products_beside_each_other(tile: Any, m: int) -> None:
         assert (out.double() - right).norm() < 4e-3 * right.norm(), (cut, n, k)
 
 
+@pytest.mark.parametrize("count", [2, 4, 8])
+def test_ranges_of_k_have_the_bits_of_parts(count: int) -> None:
+    """In every tile, over several tiles a block, with everything that an epilogue does."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs Hopper")
+    for m, n, k in ((300, 1000, 4096), (2500, 1536, 8192)):
+        a, b = random(m, k), random(n, k, seed=1).t()
+        bias, residual = random(n, seed=2), random(m, n, seed=3)
+        problem = Problem.of(
+            a, b, torch.empty(m, n, dtype=a.dtype, device="cuda"), fingerprint(a.device),
+            bias=bias, residual=residual, epilogue=parse("silu"),
+        )  # fmt: skip
+        parts = replace(CUT, **{**ONE_PRODUCT, "splits": count})
+        expected = WarpSpecialized().bind(problem, parts)(a, b, bias, residual, 1.0, None)
+        right = torch.nn.functional.silu(a.double() @ b.double() + bias) + residual
+        assert (expected.double() - right).norm() < 4e-3 * right.norm()
+        fitted = [
+            hopper_search._fitted(problem, tile)[:1] for tile in hopper_search._tiles(problem)
+        ]
+        for (config,) in hopper_search._ranged(problem, [f for f in fitted if f], count):
+            out = torch.full((m + 1, n), float("nan"), dtype=a.dtype, device="cuda")
+            WarpSpecialized().bind(problem, config)(a, b, bias, residual, 1.0, out[:m])
+            assert torch.equal(out[:m], expected), (config, n, k)
+            assert out[m].isnan().all(), config
+
+
 @pytest.mark.parametrize("layout", ["nt", "nn", "tn"])
 @pytest.mark.parametrize(
     "shape", [(1, 8, 4096), (50, 516, 8000), (130, 200, 5000), (300, 64, 9999)]

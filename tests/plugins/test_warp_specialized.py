@@ -215,11 +215,29 @@ def test_which_configs_sum_a_row_alike() -> None:
     cut = {arithmetic(problem(m=m), splits=2, BLOCK_K=k) for m in (17, 4096) for k in (32, 64, 128)}
     assert len(cut) == 1
     assert None not in cut
+    # Ranges that a block sums one after the other are parts, for any number of rows.
+    ranges = {"ranges": 2, "BLOCK_N": 128}
+    assert {arithmetic(problem(m=m), **ranges) for m in (17, 8192)} == cut
+    for other in (problem(epilogue="swiglu"), eight, problem(groups=Groups(8, "m"))):
+        assert arithmetic(other, **ranges) is None
     # Parts that end where BLOCK_K says.
     assert arithmetic(problem(k=4096 + 64), splits=2) is None
+    assert arithmetic(problem(k=4096 + 64), **ranges) is None
     assert len({arithmetic(eight, BLOCK_K=k) for k in (32, 64, 128)}) == 3
     assert len({arithmetic(problem(), BLOCK_K=k) for k in (32, 64, 128)}) == 1
     assert arithmetic(eight) != arithmetic(problem())
+
+
+def test_many_rows_have_every_arithmetic_of_a_few() -> None:
+    """Among few rows parts of K are blocks, among many a block sums them one after the other."""
+    few, many = (
+        dataclasses.replace(problem(m, 1536, 8960), batch_invariant=True) for m in (8, 8192)
+    )
+    assert [config for config in KERNEL.configs(few) if config.splits > 1]
+    alike = {KERNEL.arithmetic(few, config) for config in KERNEL.configs(few)}
+    assert alike <= {KERNEL.arithmetic(many, config) for config in KERNEL.configs(many)}
+    usual = dataclasses.replace(many, batch_invariant=False)
+    assert not [config for config in KERNEL.configs(usual) if config.ranges > 1]
 
 
 def test_declines_an_epilogue_that_it_cannot_fuse() -> None:
@@ -269,6 +287,12 @@ CONFIG = WarpSpecializedConfig(
         {"splits": 0},
         {"splits": 2, "tail_splits": 2},
         {"evict_first": 1},
+        {"ranges": 0},
+        {"ranges": 2},  # 128 accumulators a thread beside as many
+        {"ranges": 16, "BLOCK_N": 128},
+        {"ranges": 2, "BLOCK_N": 128, "splits": 2},
+        {"ranges": 2, "BLOCK_N": 128, "tail_splits": 2},
+        {"ranges": 2, "BLOCK_M": 192, "BLOCK_N": 160, "consumers": 3, "subtiles": 5},
         {"early": "a"},
         {"early": True},
         {"tile": 1},
@@ -403,6 +427,7 @@ def computed(
     narrow: int = 0,
     splits: int = 1,
     parts: int = 1,
+    ranges: int = 1,
     brought: int = 2,
     words: str | None = None,
     early: str | None = None,
@@ -413,10 +438,11 @@ def computed(
     ``columns`` by 2 of K. ``extras``: alpha, bias and residual, ``fetch``: that by TMA.
     ``pointers``: stored by them. ``batch``: three products; of its letters' operands (a, b,
     r) all three share one. ``scales``: operands of 8 bits, and the kind of their scales.
-    ``splits``: of the last wave's tiles, ``parts``: of every tile, here added up. ``words``: the
-    operand that is loaded word by word. ``early``: as in a config; unless it
-    is given, two seeds of three begin before the launch before has ended. ``reduce``: by what the
-    absolute values of each row are, for an output beside the result, which is compared here."""
+    ``splits``: of the last wave's tiles, ``parts``: of every tile, here added up; ``ranges``: of K,
+    one after the other. ``words``: the operand that is loaded word by word. ``early``: as in a
+    config; unless it is given, two seeds of three begin before the launch before has ended.
+    ``reduce``: by what the absolute values of each row are, for an output beside the result, which
+    is compared here."""
     rows, depth = 2, 2
     if early is None:
         early = "wait" if seed % 3 < 2 and words != "b" else ""
@@ -427,7 +453,7 @@ def computed(
         GATED=gated, SCALED=extras, BIAS=extras, RESIDUAL=extras, POINTERS=pointers,
         SCALE_A=scales, SCALE_B=scales, IN_BYTES=1 if scales else 2, BATCHED=bool(batch),
         FETCH=fetch, OUT_BYTES=2, TAIL_SPLITS=splits, A_ROWS=brought, PRIMED=1 + seed % stages,
-        SPLITS=parts, EVICT_FIRST=False, WORDS=words, EARLY=early, REDUCE=reduce,
+        SPLITS=parts, RANGES=ranges, EVICT_FIRST=False, WORDS=words, EARLY=early, REDUCE=reduce,
         DEPENDENTS=("first", "last")[seed % 2] if early else "", NARROW=narrow,
     )  # fmt: skip
     random = np.random.default_rng(seed)
@@ -633,6 +659,26 @@ def test_a_tile_is_two_products_beside_each_other(
             pointers=seed == 1, batch="a" * (seed == 2),
         )  # fmt: skip
         np.testing.assert_allclose(out, expected)
+
+
+@pytest.mark.parametrize("columns", [4, 6])
+@pytest.mark.parametrize(("consumers", "pingpong"), SCHEDULES)
+def test_ranges_are_summed_as_parts(consumers: int, pingpong: bool, columns: int) -> None:
+    """One block that sums ranges of K one after the other gives the bits of blocks that sum one
+    each; of ranges of different lengths, too, and of single k-steps."""
+    for seed, (k, ranges, stages, programs) in enumerate(
+        [(8, 2, 2, 3), (24, 2, 4, 1), (16, 4, 3, 2), (17, 2, 3, 3), (8, 4, 2, 5)]
+    ):
+        alike: dict[str, Any] = {
+            "m": 13, "n": 22, "k": k, "stages": stages, "consumers": consumers, "layout": "nt",
+            "pingpong": pingpong, "columns": columns, "narrow": columns % 4,
+            "subtiles": columns // 2,
+        }  # fmt: skip
+        out, expected = computed(seed, **alike, programs=programs, ranges=ranges)
+        np.testing.assert_allclose(out, expected)
+        parts, _ = computed(seed, **alike, programs=programs, parts=ranges)
+        if k % (2 * ranges) == 0:
+            np.testing.assert_array_equal(out, np.tanh(parts))
 
 
 @pytest.mark.parametrize("layout", ["nn", "nt", "tn", "tt"])
