@@ -4,8 +4,10 @@ configs into a search space."""
 from __future__ import annotations
 
 import abc
+import dataclasses
 import functools
 import hashlib
+import itertools
 import os
 import shutil
 import sysconfig
@@ -124,6 +126,22 @@ class TritonKernel(Built[C]):
         """The number of ranges into which the sum over K is split."""
         return 1
 
+    def every(
+        self, problem: Problem, shapes: Sequence[tuple[int, ...]], **values: Iterable[Any]
+    ) -> list[C]:
+        """Configs of the tiles that are :func:`proposed` from ``shapes``, with each combination of
+        ``values`` for the other fields, of which the first changes slowest. A tile is finished in
+        parts only if it fills the registers."""
+        config_type: Any = self.config_type
+        names = [field.name for field in dataclasses.fields(TileConfig)]
+        tiles = [dict(zip(names, shape, strict=True)) for shape in proposed(problem, shapes)]
+        configs = [
+            config_type(**dict(zip(values, given, strict=True)), **tile)
+            for given in itertools.product(*values.values())
+            for tile in tiles
+        ]
+        return [c for c in configs if c.parts == 1 or fills_registers(problem, c)]
+
     def ranked(self, problem: Problem, configs: Iterable[C], most: int) -> list[C]:
         """The ``configs`` that fit the device and the shape, without duplicates, best estimate
         first, at most ``most``."""
@@ -175,11 +193,11 @@ def proposed(problem: Problem, shapes: Sequence[tuple[int, ...]]) -> list[tuple[
     return [(m, n, max(16, k // 2), *rest) for m, n, k, *rest in shapes]
 
 
-def fills_registers(problem: Problem, block_m: int, block_n: int, num_warps: int) -> bool:
+def fills_registers(problem: Problem, config: TileConfig) -> bool:
     """Whether the accumulators take half of a thread's registers, so that it pays to finish the
     tile in parts (on an H200 a fused 4096³ took 205 µs in two parts and 245 in one)."""
-    width = 2 * block_n if problem.gated else block_n
-    return problem.device.interpreted or block_m * width >= 128 * 32 * num_warps
+    accumulators = config.BLOCK_M * config.BLOCK_N * (2 if problem.gated else 1)
+    return problem.device.interpreted or accumulators >= 128 * 32 * config.num_warps
 
 
 def group_sizes(problem: Problem) -> tuple[int, ...]:

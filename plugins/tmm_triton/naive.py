@@ -15,7 +15,7 @@ import triton.language as tl
 
 from tmm_core import Launcher, Problem, Traits
 from tmm_triton.blocks import dot, finish, load, rescale
-from tmm_triton.kernel import TritonKernel, proposed, single, tiles
+from tmm_triton.kernel import TritonKernel, single, tiles
 from tmm_triton.operands import Build, TileConfig, build
 
 
@@ -74,12 +74,7 @@ class Naive(TritonKernel[NaiveConfig]):
     reach = 0.58
 
     def configs(self, problem: Problem) -> list[NaiveConfig]:
-        shapes = proposed(problem, _SHAPES)
-        configs = [
-            NaiveConfig(BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, num_stages=s, num_warps=w)
-            for m, n, k, s, w in shapes
-        ]
-        return self.ranked(problem, configs, 4)
+        return self.ranked(problem, self.every(problem, _SHAPES), 4)
 
     def builds(self, problem: Problem, config: NaiveConfig) -> list[Build]:
         return [build(naive_kernel, problem, config)]

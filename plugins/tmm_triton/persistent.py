@@ -30,15 +30,7 @@ from tmm_core import Launcher, Operand, Problem, Traits
 from tmm_core.triton import Argument, Described, launcher, pointer
 from tmm_triton import sums
 from tmm_triton.blocks import add_residual, affine, dot, parts, rescale, store, tile_of
-from tmm_triton.kernel import (
-    POINTERS,
-    TritonKernel,
-    fills_registers,
-    group_sizes,
-    proposed,
-    step_of,
-    tiles,
-)
+from tmm_triton.kernel import POINTERS, TritonKernel, group_sizes, step_of, tiles
 from tmm_triton.operands import VECTOR, Build, TileConfig, build, check
 
 
@@ -252,26 +244,15 @@ class Persistent(TritonKernel[PersistentConfig]):
             yield "fp32 without TF32 is not for tensor cores"
 
     def configs(self, problem: Problem) -> list[PersistentConfig]:
-        # Among equal estimates the first is the default. If gated, one part was faster on an H200,
-        # since the halves of two accumulators are live at once.
-        parts = (1, 2) if problem.gated else (2, 1)
-        configs = [
-            PersistentConfig(
-                BLOCK_M=m,
-                BLOCK_N=n,
-                BLOCK_K=k,
-                num_stages=s,
-                num_warps=w,
-                GROUP_M=g,
-                SUBTILE=sub,
-                FLATTEN=flatten,
-            )
-            for flatten in (True, False)
-            for sub in parts
-            for g in group_sizes(problem)
-            for m, n, k, s, w in proposed(problem, _GATED_SHAPES if problem.gated else _SHAPES)
-            if sub == 1 or fills_registers(problem, m, n, w)
-        ]
+        configs = self.every(
+            problem,
+            _GATED_SHAPES if problem.gated else _SHAPES,
+            FLATTEN=(True, False),
+            # Among equal estimates the first is the default. If gated, one part was faster on an
+            # H200, since the halves of two accumulators are live at once.
+            SUBTILE=(1, 2) if problem.gated else (2, 1),
+            GROUP_M=group_sizes(problem),
+        )
         worth = [c for c in configs if not c.FLATTEN or _next_tile_waits(problem, c)]
         summed_in_parts = [
             replace(c, PARTS=count)

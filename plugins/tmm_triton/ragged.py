@@ -26,7 +26,7 @@ import triton.language as tl
 from tmm_core import Bound, Problem, Traits
 from tmm_core.triton import Argument, Step, launcher, pointer
 from tmm_triton.blocks import affine, dot, halves, load, tile_of
-from tmm_triton.kernel import GRID_LIMIT, POINTERS, TritonKernel, fills_registers, proposed
+from tmm_triton.kernel import GRID_LIMIT, POINTERS, TritonKernel, fills_registers
 from tmm_triton.operands import Build, TileConfig, build
 from tmm_triton.tiled import FusedEpilogueConfig
 
@@ -306,16 +306,12 @@ class Ragged(TritonKernel[RaggedConfig]):
         if problem.fp8 and not (problem.a.aligned and problem.b.aligned):
             shapes = [*shapes, *_LOOSE_SHAPES]
         mean = each(problem)
+        order = (8, 1) if mean.m > 128 else (8,)
         configs = [
-            RaggedConfig(
-                BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, num_stages=s, num_warps=w, GROUP_M=g, SUBTILE=sub
-            )
-            for sub in (2, 1)
-            for g in ((8, 1) if mean.m > 128 else (8,))
-            for m, n, k, s, w in proposed(problem, shapes)
-            if sub in _parts(problem, m, n, w)
+            c
+            for c in self.every(problem, shapes, SUBTILE=(2, 1), GROUP_M=order)
             # Unaligned columns are stored one by one, each with its address.
-            if problem.along != "n" or n <= 128
+            if not _spills(problem, c) and (problem.along != "n" or c.BLOCK_N <= 128)
         ]
         return self.ranked(skewed(problem), configs, 16)
 
@@ -371,16 +367,15 @@ class Ragged(TritonKernel[RaggedConfig]):
         return launcher([step], problem.out_shape, problem.out.dtype, extras=extras)
 
 
-def _parts(problem: Problem, block_m: int, block_n: int, num_warps: int) -> tuple[int, ...]:
-    """The possible numbers of parts in which a tile is finished; empty if it does not fit. Two
-    accumulators that take half the registers would spill with the addresses of scattered rows."""
-    if not fills_registers(problem, block_m, block_n, num_warps):
-        return (1,)
-    if not problem.gated or problem.device.interpreted:
-        return (1, 2)
+def _spills(problem: Problem, config: RaggedConfig) -> bool:
+    """Whether two accumulators that take half the registers leave too few of them for the
+    addresses of scattered rows."""
+    full = problem.gated and fills_registers(problem, config)
+    if not full or problem.device.interpreted:
+        return False
     scattered = problem.groups is not None and problem.groups.out_index is not None
     # Before Hopper operands are in registers too: it spilled 168 bytes on an A100.
-    return () if scattered and problem.device.capability < (9, 0) else (2,)
+    return config.SUBTILE == 1 or (scattered and problem.device.capability < (9, 0))
 
 
 #: Letters of the operands without a group dimension: o is the result, r the residual.
