@@ -11,7 +11,7 @@ import itertools
 import os
 import shutil
 import sysconfig
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -19,9 +19,9 @@ from typing import Any, ClassVar, TypeVar
 import torch
 import triton
 
-from tmm_core import ANY, Anatomy, Config, Kernel, Launcher, Problem, Resources, Supports
-from tmm_core.triton import Argument, Step, compile_for, launcher, source, target_of
-from tmm_triton import anatomy, operands, roofline, sums
+from tmm_core import ANY, Anatomy, Bound, Config, Kernel, Problem, Resources, Supports
+from tmm_core.triton import compile_for, launcher, source, target_of
+from tmm_triton import anatomy, roofline, sums
 from tmm_triton.operands import Build, TileConfig
 
 C = TypeVar("C", bound=TileConfig)
@@ -86,7 +86,7 @@ def version_with(kernel: Kernel[Any], inner: Iterable[Kernel[Any]]) -> str:
 class TritonKernel(Built[C]):
     """A kernel of this package over pointers.
 
-    Subclasses implement ``configs``, ``builds`` and ``bind``.
+    Subclasses implement ``configs`` and ``builds``.
     """
 
     supports = POINTERS
@@ -101,6 +101,18 @@ class TritonKernel(Built[C]):
         yield from missing_toolchain()
         if problem.fp8 and (device.capability < (8, 9) or device.cuda.startswith("hip")):
             yield "8-bit floats need an NVIDIA GPU of compute capability 8.9"
+
+    def bind(self, problem: Problem, config: C) -> Bound:
+        device, groups = problem.device.type, problem.groups
+        scratch = self.workspace_bytes(problem, config) // 4
+        return launcher(
+            [build.step(device) for build in self.builds(problem, config)],
+            problem.out_shape,
+            problem.out.dtype,
+            workspace=(scratch, torch.float32) if scratch else None,
+            extras=(*groups.given, *problem.scales) if groups is not None else (),
+            outputs=len(problem.epilogue.outputs),
+        )
 
     def default_config(self, problem: Problem) -> C:
         return next(iter(self.configs(problem)))
@@ -149,24 +161,6 @@ class TritonKernel(Built[C]):
             return list(dict.fromkeys(configs))[:3]
         fitting = _fitting(problem, configs)
         return sorted(fitting, key=lambda c: self.estimate_us(problem, c))[:most]
-
-
-def single(
-    kernel: TritonKernel[C], problem: Problem, config: C, grid: tuple[int, int, int]
-) -> Launcher:
-    """The launcher of a kernel with a single launch over pointers."""
-    (build,) = kernel.builds(problem, config)
-    only = step_of(problem, build, grid, {})
-    return launcher([only], problem.out_shape, problem.out.dtype)
-
-
-def step_of(
-    problem: Problem, build: Build, grid: tuple[int, int, int], own: Mapping[str, Argument]
-) -> Step:
-    """One launch of ``build``: its arguments come from ``own``, else from the shared convention."""
-    known = {**operands.arguments(problem), **own}
-    arguments = {name: known[name] for name in build.types}
-    return Step(build.launch(problem.device.type), grid, arguments)
 
 
 def tiles(problem: Problem, config: TileConfig) -> int:

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 import triton
 import triton.language as tl
 
-from tmm_core import Launcher, Problem, Traits
+from tmm_core import Problem, Traits
 from tmm_triton.blocks import dot, finish, load, rescale
-from tmm_triton.kernel import TritonKernel, single, tiles
+from tmm_triton.kernel import TritonKernel, tiles
 from tmm_triton.operands import Build, TileConfig, build
 
 
@@ -77,7 +77,4 @@ class Naive(TritonKernel[NaiveConfig]):
         return self.ranked(problem, self.every(problem, _SHAPES), 4)
 
     def builds(self, problem: Problem, config: NaiveConfig) -> list[Build]:
-        return [build(naive_kernel, problem, config)]
-
-    def bind(self, problem: Problem, config: NaiveConfig) -> Launcher:
-        return single(self, problem, config, (tiles(problem, config), problem.batch, 1))
+        return [build(naive_kernel, problem, config, (tiles(problem, config), problem.batch, 1))]

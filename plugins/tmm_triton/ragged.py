@@ -16,18 +16,18 @@ they are; their scales multiply the sums, before alpha and the bias.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import triton
 import triton.language as tl
 
-from tmm_core import Bound, Problem, Traits
-from tmm_core.triton import Argument, Step, launcher, pointer
+from tmm_core import Problem, Traits
+from tmm_core.triton import pointer
 from tmm_triton.blocks import affine, dot, halves, load, tile_of
 from tmm_triton.kernel import GRID_LIMIT, POINTERS, TritonKernel, fills_registers
-from tmm_triton.operands import Build, TileConfig, build
+from tmm_triton.operands import Build, TileConfig, Typed, build
 from tmm_triton.tiled import FusedEpilogueConfig
 
 
@@ -335,36 +335,16 @@ class Ragged(TritonKernel[RaggedConfig]):
             "INTERLEAVED": problem.epilogue.interleaved,
             "WHOLE_K": groups.ragged != "k" and problem.k % config.BLOCK_K == 0,
         }
-        types = {"offs_ptr": "*i32", "G": "i32"}
-        for letter in _FLAT[groups.ragged]:
-            constants[f"stride_{letter}z"] = 0
-        if problem.bias is not None:
-            types["stride_biasz"] = "i64"
-        else:
-            constants["stride_biasz"] = 0
+        own: Typed = {"G": ("i32", groups.count)}
         for name, dtype in groups.extras.items():
-            if name == "offs":
-                continue
-            if dtype is None:
-                constants[f"{name}_ptr"] = None
-            else:
-                types[f"{name}_ptr"] = pointer(dtype)
-        # Uses the convention of a batch, where every operand has a batch stride; flat operands have
-        # none.
-        return [build(ragged_kernel, stacked(problem), config, constants, types)]
-
-    def bind(self, problem: Problem, config: RaggedConfig) -> Bound:
-        groups = problem.groups
-        assert groups is not None
-        (only,) = self.builds(problem, config)
-        known = arguments(problem, config)
-        step = Step(
-            only.launch(problem.device.type),
-            grid(problem, config),
-            {name: known[name] for name in only.types},
-        )
-        extras = (*groups.given, *problem.scales)
-        return launcher([step], problem.out_shape, problem.out.dtype, extras=extras)
+            if dtype is not None:
+                own[f"{name}_ptr"] = pointer(dtype), name
+        if problem.bias is not None:
+            own |= {"stride_biasz": ("i64", ("bias", 0)), "stride_bias": ("i64", ("bias", 1))}
+        # The convention of a batch, in which flat operands have no stride from group to group.
+        as_batch, flat = stacked(problem), _FLAT[groups.ragged]
+        programs = grid(problem, config)
+        return [build(ragged_kernel, as_batch, config, programs, constants, own, flat)]
 
 
 def _spills(problem: Problem, config: RaggedConfig) -> bool:
@@ -380,8 +360,6 @@ def _spills(problem: Problem, config: RaggedConfig) -> bool:
 
 #: Letters of the operands without a group dimension: o is the result, r the residual.
 _FLAT = {"m": "aor", "n": "bor", "k": "ab"}
-_DIMENSIONS = {"a": "mk", "b": "kn", "o": "mn", "r": "mn"}
-_TENSORS = {"a": "a", "b": "b", "o": "out", "r": "residual"}
 
 
 def grid(problem: Problem, config: TileConfig) -> tuple[int, int, int]:
@@ -395,22 +373,6 @@ def grid(problem: Problem, config: TileConfig) -> tuple[int, int, int]:
     if groups.ragged == "n":
         return high * (problem.n // config.BLOCK_N + slots), 1, 1
     return high * wide, groups.count, 1
-
-
-def arguments(problem: Problem, config: RaggedConfig) -> Mapping[str, Argument]:
-    """The value of each run-time argument in a call."""
-    groups = problem.groups
-    assert groups is not None
-    known: dict[str, Argument] = {"M": problem.m, "N": problem.n, "K": problem.k}
-    known |= {"G": groups.count, "GROUP_M": config.GROUP_M, "alpha": "alpha"}
-    tensors = ("a", "b", "bias", "residual", "out", *groups.extras, *problem.scales)
-    known |= {f"{name}_ptr": name for name in tensors}
-    known |= {"stride_biasz": ("bias", 0), "stride_bias": ("bias", 1)}
-    for letter, dims in _DIMENSIONS.items():
-        flat = letter in _FLAT[groups.ragged]
-        for place, dim in enumerate(dims if flat else "z" + dims):
-            known[f"stride_{letter}{dim}"] = (_TENSORS[letter], place)
-    return known
 
 
 def loosened(problem: Problem) -> Problem:

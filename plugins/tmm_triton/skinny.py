@@ -36,10 +36,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tmm_core import Launcher, Machine, Problem, Traits
+from tmm_core import Machine, Problem, Traits
 from tmm_triton.blocks import finish
 from tmm_triton.early import check_early, ways, with_early
-from tmm_triton.kernel import POINTERS, TritonKernel, hopper_or_later, single, unknown_gluon
+from tmm_triton.kernel import POINTERS, TritonKernel, hopper_or_later, unknown_gluon
 from tmm_triton.operands import VECTOR, Build, TileConfig, build, check
 
 #: Columns of the widest tile of ``a`` transposed. On an H200 32 rows were no faster than with
@@ -307,8 +307,5 @@ class Skinny(TritonKernel[SkinnyConfig]):
         options: dict[str, Any] = {"launch_pdl": True} if overlaps else {}
         if config.num_stages == 2:
             options["maxnreg"] = min(255, registers // 8 * 8)
-        return [build(skinny_kernel, problem, config, constants, **options)]
-
-    def bind(self, problem: Problem, config: SkinnyConfig) -> Launcher:
         grid = (-(-problem.n // config.BLOCK_N), problem.batch, -(-problem.m // config.BLOCK_M))
-        return single(self, problem, config, grid)
+        return [build(skinny_kernel, problem, config, grid, constants, **options)]

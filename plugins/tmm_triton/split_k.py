@@ -25,19 +25,20 @@ up, so with few rows of A, N should be along the height.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from tmm_core import Launcher, Problem, Traits
+from tmm_core import Bound, Problem, Traits
 from tmm_core.triton import Argument, launcher
 from tmm_triton import sums
 from tmm_triton.blocks import dot, finish, load, rescale
 from tmm_triton.counters import Counters
 from tmm_triton.early import check_early, ways, with_early
-from tmm_triton.kernel import TritonKernel, hopper_or_later, step_of, tiles
-from tmm_triton.operands import Build, TileConfig, build, check
+from tmm_triton.kernel import TritonKernel, hopper_or_later, tiles
+from tmm_triton.operands import Build, TileConfig, Typed, build, check
 from tmm_triton.partials import MOST_WORKSPACE, REDUCE_US, reducing, reduction, sum_partials
 
 
@@ -315,8 +316,9 @@ class SplitK(TritonKernel[SplitKConfig]):
     def builds(self, problem: Problem, config: SplitKConfig) -> list[Build]:
         split = config.SPLIT_K > 1
         last = split and config.REDUCE == "last"
-        types = {"partials_ptr": "*fp32"} if split else {}
-        types |= {"counters_ptr": "*i32"} if last else {}
+        own: Typed = {}
+        own |= {"partials_ptr": ("*fp32", "workspace")} if split else {}
+        own |= {"counters_ptr": ("*i32", 0)} if last else {}  # bind makes them, on a GPU
         through = config.num_stages == 1
         threads = 32 * config.num_warps
         ahead = max(1, _MOST_ALONE * threads // (config.BLOCK_M * config.BLOCK_N))
@@ -330,22 +332,22 @@ class SplitK(TritonKernel[SplitKConfig]):
             "OVERLAPS": overlaps,
             "EARLY": overlaps and config.early == "b",
         }
-        options = {"launch_pdl": True} if overlaps else {}
-        builds = [build(split_k_kernel, problem, config, constants, types, **options)]
+        options: dict[str, Any] = {"launch_pdl": True} if overlaps else {}
+        grid = tiles(problem, config), config.SPLIT_K, problem.batch
+        builds = [build(split_k_kernel, problem, config, grid, constants, own, **options)]
         if split and not last:
             builds.append(reduction(problem, config.SPLIT_K))
         return builds
 
-    def bind(self, problem: Problem, config: SplitKConfig) -> Launcher:
+    def bind(self, problem: Problem, config: SplitKConfig) -> Bound:
         main, *reductions = self.builds(problem, config)
-        count = tiles(problem, config)
-        own: dict[str, Argument] = {"partials_ptr": "workspace"}
+        own: dict[str, Argument] = {}
         if "counters_ptr" in main.types:
-            own["counters_ptr"] = Counters(problem.batch * count)
+            own["counters_ptr"] = Counters(problem.batch * tiles(problem, config))
         part = problem.batch * problem.m * problem.n
         return launcher(
             [
-                step_of(problem, main, (count, config.SPLIT_K, problem.batch), own),
+                main.step(problem.device.type, **own),
                 *(reducing(problem, build, apart=part) for build in reductions),
             ],
             problem.out_shape,

@@ -23,9 +23,9 @@ from typing import TypeVar
 import triton
 import triton.language as tl
 
-from tmm_core import Launcher, Problem, Traits
+from tmm_core import Problem, Traits
 from tmm_triton.blocks import add_residual, affine, dot, load, parts, rescale, store, tile_of
-from tmm_triton.kernel import POINTERS, TritonKernel, group_sizes, step_of, tiles
+from tmm_triton.kernel import POINTERS, TritonKernel, group_sizes, tiles
 from tmm_triton.operands import Build, TileConfig, build, check
 from tmm_triton.ports import KINDS, MOST, REDUCES, Ports, put
 
@@ -163,15 +163,9 @@ class Tiled(TritonKernel[C]):
             "WHOLE_K": problem.k % config.BLOCK_K == 0,
             **ports.constants(),
         }
-        main = build(tiled_kernel, problem, config, constants, ports.types())
-        return [main, *ports.builds()]
-
-    def bind(self, problem: Problem, config: C) -> Launcher:
-        ports = _ports(problem, config)
         grid = tiles(problem, config), problem.batch, 1
-        main, *_ = self.builds(problem, config)
-        own = {"GROUP_M": config.GROUP_M, **ports.arguments()}
-        return ports.launcher(step_of(problem, main, grid, own))
+        main = build(tiled_kernel, problem, config, grid, constants, ports.arguments())
+        return [main, *ports.builds()]
 
 
 def _ports(problem: Problem, config: GroupedConfig) -> Ports:
