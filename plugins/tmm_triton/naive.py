@@ -8,8 +8,6 @@ zeroing only one would multiply zeros with values past the end of the other, inc
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import triton
 import triton.language as tl
 
@@ -62,19 +60,14 @@ _SHAPES = [
 ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class NaiveConfig(TileConfig):
-    """A tile and its pipeline; see :class:`~tmm_triton.operands.TileConfig`."""
-
-
-class Naive(TritonKernel[NaiveConfig]):
+class Naive(TritonKernel[TileConfig]):
     name = "triton.naive"
     traits = Traits(deterministic=True, batch_invariant=True)
-    config_type = NaiveConfig
+    config_type = TileConfig
     reach = 0.58
 
-    def configs(self, problem: Problem) -> list[NaiveConfig]:
+    def configs(self, problem: Problem) -> list[TileConfig]:
         return self.ranked(problem, self.every(problem, _SHAPES), 4)
 
-    def builds(self, problem: Problem, config: NaiveConfig) -> list[Build]:
+    def builds(self, problem: Problem, config: TileConfig) -> list[Build]:
         return [build(naive_kernel, problem, config, (tiles(problem, config), problem.batch, 1))]

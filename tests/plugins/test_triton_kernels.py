@@ -21,7 +21,7 @@ import triton.language as tl
 from tmm_triton import kernel as kernel_module
 from tmm_triton import plugin, roofline, split_k
 from tmm_triton.kernel import TritonKernel
-from tmm_triton.naive import Naive, NaiveConfig
+from tmm_triton.naive import Naive
 from tmm_triton.operands import TileConfig
 from tmm_triton.persistent import Persistent, PersistentConfig
 from tmm_triton.split_k import SplitK, SplitKConfig
@@ -49,7 +49,7 @@ UNKNOWN = replace(
 
 TILE = {"BLOCK_M": 32, "BLOCK_N": 16, "BLOCK_K": 16, "num_stages": 2, "num_warps": 4}
 KERNELS: dict[TritonKernel[Any], TileConfig] = {
-    Naive(): NaiveConfig(**TILE),
+    Naive(): TileConfig(**TILE),
     Grouped(): GroupedConfig(**TILE, GROUP_M=3),
     SplitK(): SplitKConfig(**TILE, SPLIT_K=3, REDUCE="kernel", SWAP=True),
     FusedEpilogue(): FusedEpilogueConfig(**TILE, GROUP_M=3, SUBTILE=2),
