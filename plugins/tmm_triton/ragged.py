@@ -25,7 +25,7 @@ import triton.language as tl
 
 from tmm_core import Problem, Traits
 from tmm_core.triton import pointer
-from tmm_triton.blocks import affine, dot, halves, load, tile_of
+from tmm_triton.blocks import affine, dot, load, parts, tile_of
 from tmm_triton.kernel import GRID_LIMIT, POINTERS, TritonKernel, fills_registers
 from tmm_triton.operands import Build, TileConfig, Typed, build
 from tmm_triton.tiled import FusedEpilogueConfig
@@ -204,25 +204,12 @@ def ragged_kernel(
             up, group, of_a, in_rows, of_up, in_cols, M, width,
             scale_a_ptr, scale_b_ptr, RAGGED, SCALE_A, SCALE_B,
         )  # fmt: skip
-    if SUBTILE == 1:
+    gates, ups = parts(gate, SUBTILE), parts(up, SUBTILE)
+    WIDTH: tl.constexpr = BLOCK_N // SUBTILE
+    left = first_col + tl.arange(0, WIDTH)
+    for part in tl.static_range(SUBTILE):
         finish(
-            gate, up, group, rows, at, top, cols, right, N,
-            bias_ptr, stride_biasz, stride_bias, alpha, out_weights_ptr,
-            residual_ptr, stride_rz, stride_rm, stride_rn, out_ptr, stride_oz, stride_om, stride_on,
-            EPILOGUE, GATED, INTERLEAVED,
-        )  # fmt: skip
-    else:
-        gate_left, gate_right = halves(gate, BLOCK_M, BLOCK_N)
-        up_left, up_right = halves(up, BLOCK_M, BLOCK_N)
-        left = first_col + tl.arange(0, BLOCK_N // 2)
-        finish(
-            gate_left, up_left, group, rows, at, top, left, right, N,
-            bias_ptr, stride_biasz, stride_bias, alpha, out_weights_ptr,
-            residual_ptr, stride_rz, stride_rm, stride_rn, out_ptr, stride_oz, stride_om, stride_on,
-            EPILOGUE, GATED, INTERLEAVED,
-        )  # fmt: skip
-        finish(
-            gate_right, up_right, group, rows, at, top, left + BLOCK_N // 2, right, N,
+            gates[part], ups[part], group, rows, at, top, left + part * WIDTH, right, N,
             bias_ptr, stride_biasz, stride_bias, alpha, out_weights_ptr,
             residual_ptr, stride_rz, stride_rm, stride_rn, out_ptr, stride_oz, stride_om, stride_on,
             EPILOGUE, GATED, INTERLEAVED,
@@ -313,7 +300,7 @@ class Ragged(TritonKernel[RaggedConfig]):
             # Unaligned columns are stored one by one, each with its address.
             if not _spills(problem, c) and (problem.along != "n" or c.BLOCK_N <= 128)
         ]
-        return self.ranked(skewed(problem), configs, 16)
+        return self.ranked(each(problem, _SKEW), configs, 16)
 
     def estimate_us(self, problem: Problem, config: RaggedConfig) -> float:
         return super().estimate_us(each(problem) if problem.groups else problem, config)
@@ -399,17 +386,8 @@ def stacked(problem: Problem) -> Problem:
     return replace(problem, groups=None, batch=max(2, problem.groups.count))
 
 
-def each(problem: Problem) -> Problem:
-    """A batch of products of the mean size."""
-    return _of_size(problem, 1)
-
-
-def skewed(problem: Problem) -> Problem:
-    """A batch of products of the size of a large group."""
-    return _of_size(problem, _SKEW)
-
-
-def _of_size(problem: Problem, times: int) -> Problem:
+def each(problem: Problem, times: int = 1) -> Problem:
+    """A batch of products of ``times`` the groups' mean size."""
     groups = problem.groups
     assert groups is not None
     name = groups.ragged

@@ -409,9 +409,9 @@ def test_its_version_changes_with_any_inner_kernel(monkeypatch: pytest.MonkeyPat
 
 
 def test_without_gluon_the_others_serve(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tmm_triton.plugin import missing
+    from tmm_triton.plugin import Missing
 
-    absent = missing("triton.warp_specialized", "no Gluon")
+    absent = Missing("triton.warp_specialized", "no Gluon")
     monkeypatch.setitem(inner_kernels(), absent.name, absent)
     assert KERNEL.reasons_against(problem()) == []
     assert KERNEL.default_config(problem()).inner == "triton.persistent"
