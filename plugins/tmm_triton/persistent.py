@@ -31,7 +31,8 @@ from tmm_core.triton import Described, pointer
 from tmm_triton import sums
 from tmm_triton.blocks import add_residual, affine, dot, parts, rescale, store, tile_of
 from tmm_triton.kernel import POINTERS, TritonKernel, group_sizes, tiles
-from tmm_triton.operands import VECTOR, Build, TileConfig, Typed, build, check
+from tmm_triton.operands import VECTOR, Build, Typed, build, check
+from tmm_triton.tiled import FusedEpilogueConfig
 
 
 @triton.jit
@@ -181,19 +182,15 @@ _PART = 0.03
 
 
 @dataclass(frozen=True, kw_only=True)
-class PersistentConfig(TileConfig):
-    """A tile, its pipeline, the order of tiles, the number of parts in which a tile is stored,
-    whether the loops over tiles and K are merged, and the number of sequential parts of K."""
+class PersistentConfig(FusedEpilogueConfig):
+    """A fused epilogue's tile, whether the loops over tiles and K are merged, and the number of
+    sequential parts of K."""
 
-    GROUP_M: int
-    SUBTILE: int
     FLATTEN: bool
     PARTS: int = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check("GROUP_M", self.GROUP_M, range(1, 65))
-        check("SUBTILE", self.SUBTILE, (1, 2))
         check("PARTS", self.PARTS, range(1, 65))
         if self.FLATTEN and self.PARTS > 1:
             raise ValueError("FLATTEN cannot merge the loops over tiles and parts of K")
@@ -203,10 +200,6 @@ class PersistentConfig(TileConfig):
         width = self.BLOCK_N * (2 if problem.gated else 1)
         before = self.BLOCK_M * width // (32 * self.num_warps) if self.PARTS > 1 else 0
         return super().registers(problem) + before
-
-    @property
-    def parts(self) -> int:
-        return self.SUBTILE
 
     def shared_memory(self, problem: Problem) -> int:
         """Bytes of the operand tiles, of the staged output (also with pointers, to store it row by

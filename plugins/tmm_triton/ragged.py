@@ -328,10 +328,10 @@ class Ragged(TritonKernel[RaggedConfig]):
                 own[f"{name}_ptr"] = pointer(dtype), name
         if problem.bias is not None:
             own |= {"stride_biasz": ("i64", ("bias", 0)), "stride_bias": ("i64", ("bias", 1))}
-        # The convention of a batch, in which flat operands have no stride from group to group.
-        as_batch, flat = stacked(problem), _FLAT[groups.ragged]
-        programs = grid(problem, config)
-        return [build(ragged_kernel, as_batch, config, programs, constants, own, flat)]
+        # As if each group were a product of a batch, in which flat operands have no batch stride.
+        batch = replace(problem, groups=None, batch=max(2, groups.count))
+        flat, programs = _FLAT[groups.ragged], grid(problem, config)
+        return [build(ragged_kernel, batch, config, programs, constants, own, flat)]
 
 
 def _spills(problem: Problem, config: RaggedConfig) -> bool:
@@ -378,12 +378,6 @@ def loosened(problem: Problem) -> Problem:
         if is_in
     }
     return replace(problem, **loose)
-
-
-def stacked(problem: Problem) -> Problem:
-    """The problem as if each group were a product of a batch."""
-    assert problem.groups is not None
-    return replace(problem, groups=None, batch=max(2, problem.groups.count))
 
 
 def each(problem: Problem, times: int = 1) -> Problem:
