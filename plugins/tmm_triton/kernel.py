@@ -19,7 +19,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 import triton
 
-from tmm_core import ANY, Anatomy, Bound, Config, Kernel, Problem, Resources, Supports
+from tmm_core import ANY, Anatomy, Bound, Config, Kernel, Machine, Problem, Resources, Supports
 from tmm_core.triton import compile_for, launcher, source, target_of
 from tmm_triton import anatomy, roofline, sums
 from tmm_triton.operands import Build, TileConfig
@@ -62,6 +62,9 @@ class Built(Kernel[D]):
     @abc.abstractmethod
     def builds(self, problem: Problem, config: D) -> list[Build]:
         """Every compilation of :meth:`bind`, in launch order."""
+
+    def default_config(self, problem: Problem) -> D:
+        return next(iter(self.configs(problem)))
 
     def compile(self, problem: Problem, config: D) -> None:
         target = target_of(problem.device)
@@ -114,12 +117,10 @@ class TritonKernel(Built[C]):
             outputs=len(problem.epilogue.outputs),
         )
 
-    def default_config(self, problem: Problem) -> C:
-        return next(iter(self.configs(problem)))
-
     def estimate_us(self, problem: Problem, config: C) -> float:
         splits = self.splits(config)
-        return roofline.estimate_us(problem, config, splits=splits, reach=self.reach)
+        times = roofline.times_us(problem, config, splits=splits, reach=self.reach)
+        return Machine.EMPTY_US + max(times.values())
 
     def arithmetic(self, problem: Problem, config: C) -> str | None:
         if any(port.reduce == "sum" for port in problem.epilogue.outputs):

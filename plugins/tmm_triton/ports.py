@@ -9,7 +9,8 @@ summed does not depend on M.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,26 +124,27 @@ class Ports:
     def arguments(self) -> Typed:
         """The tile kernel's run-time arguments: an output, or an offset in the workspace."""
         own: Typed = {}
-        for i, (port, at) in enumerate(zip(self.given, self._places(), strict=True)):
+        places = self._places()
+        for i, port in enumerate(self.given):
             own[f"port_{i}_ptr"] = (
                 ("*fp32", "workspace") if port.reduce else (pointer(port.dtype), f"output_{i}")
             )
-            own[f"port_{i}_at"] = "i64", at
+            own[f"port_{i}_at"] = "i64", places[i]
         return own
 
     def workspace(self) -> int:
         """The number of fp32 elements that the parts take in the workspace."""
-        return sum(parts * length for parts, length in map(self._extent, self.given))
+        return self._places()[-1] - self.after
 
     def builds(self) -> list[Build]:
         """The compilations of the reducing kernel, one for each reduced output."""
         places = self._places()
-        return [self._build(i, at) for i, at in enumerate(places) if self.given[i].reduce]
+        return [self._build(i, places[i]) for i, port in enumerate(self.given) if port.reduce]
 
     def launcher(self, main: Step) -> Launcher:
         """The launcher that runs ``main``, then the reductions."""
         steps = [main, *(build.step(self.problem.device.type) for build in self.builds())]
-        count = self.after + self.workspace()
+        count = self._places()[-1]
         return launcher(
             steps,
             self.problem.out_shape,
@@ -160,13 +162,10 @@ class Ports:
             "tile": (0, 0),
         }[port.kind]
 
-    def _places(self) -> Sequence[int]:
-        """The offset of each output's parts in the workspace."""
-        places, end = [], self.after
-        for parts, length in map(self._extent, self.given):
-            places.append(end)
-            end += parts * length
-        return places
+    def _places(self) -> list[int]:
+        """The offset of each output's parts in the workspace, and the end of the last."""
+        sizes = [math.prod(self._extent(port)) for port in self.given]
+        return list(itertools.accumulate(sizes, initial=self.after))
 
     def _build(self, i: int, at: int) -> Build:
         port = self.given[i]
