@@ -185,7 +185,8 @@ class SkinnyConfig(TileConfig):
         return operands + columns * self.BLOCK_M // 32
 
 
-#: BLOCK_N, BLOCK_K, WARPS_N, num_warps, num_stages.
+#: The values tried of these fields of a config.
+_FIELDS = ("BLOCK_N", "BLOCK_K", "WARPS_N", "num_warps", "num_stages")
 _SHAPES = (
     (16, 512, 1, 4, 2),
     (16, 1024, 1, 8, 2),
@@ -252,18 +253,8 @@ class Skinny(TritonKernel[SkinnyConfig]):
 
     def configs(self, problem: Problem) -> list[SkinnyConfig]:
         rows = 8 if problem.m <= 8 else 16
-        configs = [
-            SkinnyConfig(
-                BLOCK_M=rows,
-                BLOCK_N=n,
-                BLOCK_K=k,
-                WARPS_N=across,
-                num_warps=warps,
-                num_stages=stages,
-            )
-            for n, k, across, warps, stages in _SHAPES
-        ]
-        ranked = self.ranked(problem, configs, 8)
+        shapes: list[dict[str, Any]] = [dict(zip(_FIELDS, each, strict=True)) for each in _SHAPES]
+        ranked = self.ranked(problem, [SkinnyConfig(BLOCK_M=rows, **each) for each in shapes], 8)
         return with_early(ranked, ways(problem))
 
     def estimate_us(self, problem: Problem, config: SkinnyConfig) -> float:
