@@ -36,20 +36,14 @@ from tmm_triton.tiled import FusedEpilogueConfig
 
 
 @triton.jit
-def load_tile(
-    desc, z, row, col, LAYOUT: tl.constexpr, BATCHED: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr,
-):  # fmt: skip
-    """The [ROWS, COLS] tile at (row, col) of matrix z."""
-    if LAYOUT == "row" and BATCHED:
-        tile = desc.load([z, row, col]).reshape(ROWS, COLS)
-    elif LAYOUT == "row":
-        tile = desc.load([row, col])
-    elif BATCHED:
-        tile = tl.trans(desc.load([z, col, row]).reshape(COLS, ROWS))
+def load_tile(desc, z, row, col, LAYOUT: tl.constexpr, BATCHED: tl.constexpr):
+    """The tile at (row, col) of matrix z."""
+    outer, inner = (row, col) if LAYOUT == "row" else (col, row)
+    if BATCHED:
+        tile = desc.load([z, outer, inner]).reshape(desc.block_shape[1], desc.block_shape[2])
     else:
-        tile = tl.trans(desc.load([col, row]))
-    return tile
+        tile = desc.load([outer, inner])
+    return tile if LAYOUT == "row" else tl.trans(tile)
 
 
 @triton.jit
@@ -64,11 +58,11 @@ def sum_steps(
     up = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for step in range(first, last):
         k = step * BLOCK_K
-        a = load_tile(a_desc, az, row, k, A_LAYOUT, BATCHED, BLOCK_M, BLOCK_K)
-        b = load_tile(b_desc, bz, k, col, B_LAYOUT, BATCHED, BLOCK_K, BLOCK_N)
+        a = load_tile(a_desc, az, row, k, A_LAYOUT, BATCHED)
+        b = load_tile(b_desc, bz, k, col, B_LAYOUT, BATCHED)
         gate = dot(a, b, gate, PRECISION)
         if GATED:
-            b = load_tile(b_desc, bz, k, N + col, B_LAYOUT, BATCHED, BLOCK_K, BLOCK_N)
+            b = load_tile(b_desc, bz, k, N + col, B_LAYOUT, BATCHED)
             up = dot(a, b, up, PRECISION)
     return gate, up
 
