@@ -16,7 +16,7 @@ from typing import Any
 import triton
 
 from tmm_core import Anatomy, Kernel, Machine, Problem, Resources
-from tmm_core.triton import compile_for, interpreting, source, target_of
+from tmm_core.triton import interpreting, target_of
 from tmm_triton import roofline
 from tmm_triton.operands import Build, TileConfig
 
@@ -108,8 +108,7 @@ def resources(problem: Problem, builds: Sequence[Build]) -> list[Resources]:
         raise RuntimeError("kernels are interpreted here: unset TRITON_INTERPRET to compile them")
     found = []
     for build in builds:
-        src = source(build.fn, build.types, build.constants, build.divisible)
-        compiled = compile_for(target, src, **build.options)
+        compiled = build.compile_for(target)
         used = _usage(compiled.asm["cubin"])
         found.append(
             Resources(

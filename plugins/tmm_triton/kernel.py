@@ -20,7 +20,7 @@ import torch
 import triton
 
 from tmm_core import ANY, Anatomy, Bound, Config, Kernel, Machine, Problem, Resources, Supports
-from tmm_core.triton import compile_for, launcher, source, target_of
+from tmm_core.triton import launcher, target_of
 from tmm_triton import anatomy, roofline, sums
 from tmm_triton.operands import Build, TileConfig
 
@@ -69,8 +69,7 @@ class Built(Kernel[D]):
     def compile(self, problem: Problem, config: D) -> None:
         target = target_of(problem.device)
         for build in self.builds(problem, config) if target is not None else ():
-            src = source(build.fn, build.types, build.constants, build.divisible)
-            compile_for(target, src, **build.options)
+            build.compile_for(target)
 
     def anatomy(self, problem: Problem, config: D) -> Anatomy | None:
         return anatomy.of(self, problem, config, self.builds(problem, config))

@@ -126,10 +126,10 @@ class Build:
             device=torch.device(device), divisible=self.divisible, **self.options,
         )  # fmt: skip
 
-    def compile_for(self, capability: int) -> Any:
-        """Compile for an NVIDIA GPU (``capability`` 90 for sm_90) without having one."""
+    def compile_for(self, target: GPUTarget) -> Any:
+        """Compile for a GPU that need not be present."""
         src = source(self.fn, self.types, self.constants, self.divisible)
-        return compile_for(GPUTarget("cuda", capability, 32), src, **self.options)
+        return compile_for(target, src, **self.options)
 
 
 def build(
