@@ -16,7 +16,7 @@ from typing import Any
 import triton
 
 from tmm_core import Anatomy, Kernel, Machine, Problem, Resources
-from tmm_core.triton import compile_for, interpreting, source, target_of
+from tmm_core.triton import interpreting, target_of
 from tmm_triton import roofline
 from tmm_triton.operands import Build, TileConfig
 
@@ -47,46 +47,21 @@ def _of(kernel: Any, problem: Problem, config: Any) -> Anatomy | None:
     # Split-K numbers programs down the columns of tiles; skinny and naive along the rows.
     rows = -(-problem.m // config.BLOCK_M) if kernel.name == "triton.split_k" else 1
     stays = kernel.name == "triton.persistent"
-    return of_tiles(
-        problem,
-        config,
-        # A persistent program sums all parts of K itself.
-        splits=1 if stays else kernel.splits(config),
-        reach=kernel.reach,
-        group_m=getattr(config, "GROUP_M", rows),
-        launched=own._programs(problem, config) if stays else None,
-    )
-
-
-def of_tiles(
-    problem: Problem,
-    config: TileConfig,
-    *,
-    splits: int,
-    reach: float,
-    group_m: int,
-    launched: int | None = None,
-) -> Anatomy:
-    """The anatomy of a kernel with one program per tile (and split of K), or ``launched``
-    persistent ones.
-
-    Args:
-        splits: Parts of K that are summed separately.
-        reach: Fraction of the tensor cores' peak, as in the kernel's estimate.
-    """
+    # A persistent program sums all parts of K itself.
+    splits = 1 if stays else kernel.splits(config)
     shared = config.shared_memory(problem)
     resident = _resident(problem, shared, 32 * config.num_warps)
     tiles = problem.batch * -(-problem.m // config.BLOCK_M) * -(-problem.n // config.BLOCK_N)
     tiles *= splits
     sms = max(1, problem.device.sm_count)
     # There are no more persistent programs than tiles, if there are fewer tiles than SMs.
-    at_once = sms * resident if launched is None else max(sms, launched)
-    times = roofline.times_us(problem, config, splits=splits, reach=reach)
+    at_once = max(sms, own._programs(problem, config)) if stays else sms * resident
+    times = roofline.times_us(problem, config, splits=splits, reach=kernel.reach)
     return Anatomy(
         block_m=config.BLOCK_M,
         block_n=config.BLOCK_N,
         block_k=config.BLOCK_K,
-        group_m=group_m,
+        group_m=getattr(config, "GROUP_M", rows),
         tiles=tiles,
         at_once=at_once,
         steps=-(-problem.k // (config.BLOCK_K * splits)),
@@ -133,8 +108,7 @@ def resources(problem: Problem, builds: Sequence[Build]) -> list[Resources]:
         raise RuntimeError("kernels are interpreted here: unset TRITON_INTERPRET to compile them")
     found = []
     for build in builds:
-        src = source(build.fn, build.types, build.constants, build.divisible)
-        compiled = compile_for(target, src, **build.options)
+        compiled = build.compile_for(target)
         used = _usage(compiled.asm["cubin"])
         found.append(
             Resources(

@@ -130,16 +130,10 @@ def finish(
 
 
 @triton.jit
-def halves(acc, ROWS: tl.constexpr, COLS: tl.constexpr):
-    """The left and the right half of a tile. No data moves between threads, since rows of an MMA
-    accumulator are spread along N in registers."""
-    return acc.reshape(ROWS, 2, COLS // 2).permute(0, 2, 1).split()
-
-
-@triton.jit
 def parts(acc, COUNT: tl.constexpr):
-    """The tile whole, or its left and its right half."""
+    """The tile whole, or its left and its right half. No data moves between threads, since rows of
+    an MMA accumulator are spread along N in registers."""
     if COUNT == 1:
         return (acc,)
     else:  # noqa: RET505 (Triton compiles what follows a return)
-        return halves(acc, acc.shape[0], acc.shape[1])
+        return acc.reshape(acc.shape[0], 2, acc.shape[1] // 2).permute(0, 2, 1).split()

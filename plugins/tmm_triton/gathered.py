@@ -77,9 +77,6 @@ class Gathered(Built[WarpSpecializedConfig]):
     def configs(self, problem: Problem) -> Iterable[WarpSpecializedConfig]:
         return self.inner.configs(gathered(problem))
 
-    def default_config(self, problem: Problem) -> WarpSpecializedConfig:
-        return self.inner.default_config(gathered(problem))
-
     def arithmetic(self, problem: Problem, config: WarpSpecializedConfig) -> str | None:
         return self.inner.arithmetic(gathered(problem), config)
 

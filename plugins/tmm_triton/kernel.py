@@ -4,12 +4,14 @@ configs into a search space."""
 from __future__ import annotations
 
 import abc
+import dataclasses
 import functools
 import hashlib
+import itertools
 import os
 import shutil
 import sysconfig
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -17,9 +19,9 @@ from typing import Any, ClassVar, TypeVar
 import torch
 import triton
 
-from tmm_core import ANY, Anatomy, Config, Kernel, Launcher, Problem, Resources, Supports
-from tmm_core.triton import Argument, Step, compile_for, launcher, source, target_of
-from tmm_triton import anatomy, operands, roofline, sums
+from tmm_core import ANY, Anatomy, Bound, Config, Kernel, Machine, Problem, Resources, Supports
+from tmm_core.triton import launcher, target_of
+from tmm_triton import anatomy, roofline, sums
 from tmm_triton.operands import Build, TileConfig
 
 C = TypeVar("C", bound=TileConfig)
@@ -61,11 +63,13 @@ class Built(Kernel[D]):
     def builds(self, problem: Problem, config: D) -> list[Build]:
         """Every compilation of :meth:`bind`, in launch order."""
 
+    def default_config(self, problem: Problem) -> D:
+        return next(iter(self.configs(problem)))
+
     def compile(self, problem: Problem, config: D) -> None:
         target = target_of(problem.device)
         for build in self.builds(problem, config) if target is not None else ():
-            src = source(build.fn, build.types, build.constants, build.divisible)
-            compile_for(target, src, **build.options)
+            build.compile_for(target)
 
     def anatomy(self, problem: Problem, config: D) -> Anatomy | None:
         return anatomy.of(self, problem, config, self.builds(problem, config))
@@ -84,7 +88,7 @@ def version_with(kernel: Kernel[Any], inner: Iterable[Kernel[Any]]) -> str:
 class TritonKernel(Built[C]):
     """A kernel of this package over pointers.
 
-    Subclasses implement ``configs``, ``builds`` and ``bind``.
+    Subclasses implement ``configs`` and ``builds``.
     """
 
     supports = POINTERS
@@ -100,12 +104,22 @@ class TritonKernel(Built[C]):
         if problem.fp8 and (device.capability < (8, 9) or device.cuda.startswith("hip")):
             yield "8-bit floats need an NVIDIA GPU of compute capability 8.9"
 
-    def default_config(self, problem: Problem) -> C:
-        return next(iter(self.configs(problem)))
+    def bind(self, problem: Problem, config: C) -> Bound:
+        device, groups = problem.device.type, problem.groups
+        scratch = self.workspace_bytes(problem, config) // 4
+        return launcher(
+            [build.step(device) for build in self.builds(problem, config)],
+            problem.out_shape,
+            problem.out.dtype,
+            workspace=(scratch, torch.float32) if scratch else None,
+            extras=(*groups.given, *problem.scales) if groups is not None else (),
+            outputs=len(problem.epilogue.outputs),
+        )
 
     def estimate_us(self, problem: Problem, config: C) -> float:
         splits = self.splits(config)
-        return roofline.estimate_us(problem, config, splits=splits, reach=self.reach)
+        times = roofline.times_us(problem, config, splits=splits, reach=self.reach)
+        return Machine.EMPTY_US + max(times.values())
 
     def arithmetic(self, problem: Problem, config: C) -> str | None:
         if any(port.reduce == "sum" for port in problem.epilogue.outputs):
@@ -124,6 +138,22 @@ class TritonKernel(Built[C]):
         """The number of ranges into which the sum over K is split."""
         return 1
 
+    def every(
+        self, problem: Problem, shapes: Sequence[tuple[int, ...]], **values: Iterable[Any]
+    ) -> list[C]:
+        """Configs of the tiles that are :func:`proposed` from ``shapes``, with each combination of
+        ``values`` for the other fields, of which the first changes slowest. A tile is finished in
+        parts only if it fills the registers."""
+        config_type: Any = self.config_type
+        names = [field.name for field in dataclasses.fields(TileConfig)]
+        tiles = [dict(zip(names, shape, strict=True)) for shape in proposed(problem, shapes)]
+        configs = [
+            config_type(**dict(zip(values, given, strict=True)), **tile)
+            for given in itertools.product(*values.values())
+            for tile in tiles
+        ]
+        return [c for c in configs if c.parts == 1 or fills_registers(problem, c)]
+
     def ranked(self, problem: Problem, configs: Iterable[C], most: int) -> list[C]:
         """The ``configs`` that fit the device and the shape, without duplicates, best estimate
         first, at most ``most``."""
@@ -131,24 +161,6 @@ class TritonKernel(Built[C]):
             return list(dict.fromkeys(configs))[:3]
         fitting = _fitting(problem, configs)
         return sorted(fitting, key=lambda c: self.estimate_us(problem, c))[:most]
-
-
-def single(
-    kernel: TritonKernel[C], problem: Problem, config: C, grid: tuple[int, int, int]
-) -> Launcher:
-    """The launcher of a kernel with a single launch over pointers."""
-    (build,) = kernel.builds(problem, config)
-    only = step_of(problem, build, grid, {})
-    return launcher([only], problem.out_shape, problem.out.dtype)
-
-
-def step_of(
-    problem: Problem, build: Build, grid: tuple[int, int, int], own: Mapping[str, Argument]
-) -> Step:
-    """One launch of ``build``: its arguments come from ``own``, else from the shared convention."""
-    known = {**operands.arguments(problem), **own}
-    arguments = {name: known[name] for name in build.types}
-    return Step(build.launch(problem.device.type), grid, arguments)
 
 
 def tiles(problem: Problem, config: TileConfig) -> int:
@@ -175,11 +187,11 @@ def proposed(problem: Problem, shapes: Sequence[tuple[int, ...]]) -> list[tuple[
     return [(m, n, max(16, k // 2), *rest) for m, n, k, *rest in shapes]
 
 
-def fills_registers(problem: Problem, block_m: int, block_n: int, num_warps: int) -> bool:
+def fills_registers(problem: Problem, config: TileConfig) -> bool:
     """Whether the accumulators take half of a thread's registers, so that it pays to finish the
     tile in parts (on an H200 a fused 4096³ took 205 µs in two parts and 245 in one)."""
-    width = 2 * block_n if problem.gated else block_n
-    return problem.device.interpreted or block_m * width >= 128 * 32 * num_warps
+    accumulators = config.BLOCK_M * config.BLOCK_N * (2 if problem.gated else 1)
+    return problem.device.interpreted or accumulators >= 128 * 32 * config.num_warps
 
 
 def group_sizes(problem: Problem) -> tuple[int, ...]:

@@ -8,14 +8,12 @@ zeroing only one would multiply zeros with values past the end of the other, inc
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import triton
 import triton.language as tl
 
-from tmm_core import Launcher, Problem, Traits
+from tmm_core import Problem, Traits
 from tmm_triton.blocks import dot, finish, load, rescale
-from tmm_triton.kernel import TritonKernel, proposed, single, tiles
+from tmm_triton.kernel import TritonKernel, tiles
 from tmm_triton.operands import Build, TileConfig, build
 
 
@@ -62,27 +60,14 @@ _SHAPES = [
 ]
 
 
-@dataclass(frozen=True, kw_only=True)
-class NaiveConfig(TileConfig):
-    """A tile and its pipeline; see :class:`~tmm_triton.operands.TileConfig`."""
-
-
-class Naive(TritonKernel[NaiveConfig]):
+class Naive(TritonKernel[TileConfig]):
     name = "triton.naive"
     traits = Traits(deterministic=True, batch_invariant=True)
-    config_type = NaiveConfig
+    config_type = TileConfig
     reach = 0.58
 
-    def configs(self, problem: Problem) -> list[NaiveConfig]:
-        shapes = proposed(problem, _SHAPES)
-        configs = [
-            NaiveConfig(BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, num_stages=s, num_warps=w)
-            for m, n, k, s, w in shapes
-        ]
-        return self.ranked(problem, configs, 4)
+    def configs(self, problem: Problem) -> list[TileConfig]:
+        return self.ranked(problem, self.every(problem, _SHAPES), 4)
 
-    def builds(self, problem: Problem, config: NaiveConfig) -> list[Build]:
-        return [build(naive_kernel, problem, config)]
-
-    def bind(self, problem: Problem, config: NaiveConfig) -> Launcher:
-        return single(self, problem, config, (tiles(problem, config), problem.batch, 1))
+    def builds(self, problem: Problem, config: TileConfig) -> list[Build]:
+        return [build(naive_kernel, problem, config, (tiles(problem, config), problem.batch, 1))]

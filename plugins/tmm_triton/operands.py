@@ -19,6 +19,7 @@ from tmm_core import Config, Operand, Problem
 from tmm_core.triton import (
     Argument,
     Launch,
+    Step,
     compile_for,
     device_function,
     pointer,
@@ -94,10 +95,14 @@ def check(name: str, value: int, allowed: Sequence[int]) -> None:
         raise ValueError(f"{name} must be one of {list(allowed)}, got {value}")
 
 
+#: The types and the values of run-time arguments, by name.
+Typed = dict[str, tuple[str, Argument]]
+
+
 @dataclass(frozen=True)
 class Build:
-    """One Triton compilation, which :meth:`TritonKernel.bind` compiles and launches, and which
-    tests can compile for an absent GPU."""
+    """One Triton compilation and its launch, which :meth:`TritonKernel.bind` makes, and which tests
+    can compile for an absent GPU."""
 
     fn: Any
     #: Types of the run-time arguments, in the order of ``fn``'s signature.
@@ -105,6 +110,14 @@ class Build:
     constants: Mapping[str, Any]
     divisible: Mapping[str, int] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
+    #: The values of the run-time arguments, and the grid.
+    values: Mapping[str, Argument] = field(default_factory=dict)
+    grid: tuple[int, int, int] = (1, 1, 1)
+
+    def step(self, device: str, **own: Argument) -> Step:
+        """The launch, compiled for the current device of that type, with ``own`` values for some of
+        the arguments."""
+        return Step(self.launch(device), self.grid, {**self.values, **own})
 
     def launch(self, device: str) -> Launch:
         """Compile for the current device of that type."""
@@ -113,18 +126,20 @@ class Build:
             device=torch.device(device), divisible=self.divisible, **self.options,
         )  # fmt: skip
 
-    def compile_for(self, capability: int) -> Any:
-        """Compile for an NVIDIA GPU (``capability`` 90 for sm_90) without having one."""
+    def compile_for(self, target: GPUTarget) -> Any:
+        """Compile for a GPU that need not be present."""
         src = source(self.fn, self.types, self.constants, self.divisible)
-        return compile_for(GPUTarget("cuda", capability, 32), src, **self.options)
+        return compile_for(target, src, **self.options)
 
 
 def build(
     fn: Any,
     problem: Problem,
     config: TileConfig,
+    grid: tuple[int, int, int],
     constants: Mapping[str, Any] | None = None,
-    types: Mapping[str, str] | None = None,
+    own: Typed | None = None,
+    flat: str = "",
     **options: Any,
 ) -> Build:
     """``fn`` specialised to ``problem`` and ``config``, with those of the following arguments that
@@ -133,41 +148,51 @@ def build(
     ``{a,b,bias,residual,out}_ptr``, ``M N K``, ``stride_{a,b,r,o}{z,…}``, ``stride_bias``,
     ``alpha``, ``scale_{a,b}_ptr``, ``SCALE_{A,B}``, ``EPILOGUE``, ``PRECISION``, and
     the config's upper-case fields, of which ``GROUP_M`` is a run-time argument.
-    ``constants`` and ``types`` name the kernel's own arguments and take precedence. An argument
-    that none of these names is None: what the problem does not have.
+    ``constants`` and ``own`` name the kernel's own arguments and take precedence. An argument that
+    none of these names is None: what the problem does not have.
+
+    Args:
+        flat: First letters of the operands that a batch does not have one of for each product.
     """
-    shared_types, shared_constants, divisible = _convention(problem)
+    shared, shared_constants, divisible = _convention(problem, flat)
     fields = config.to_json()
     shared_constants |= {name: value for name, value in fields.items() if name.isupper()}
-    if shared_constants.pop("GROUP_M", None):
+    if group := shared_constants.pop("GROUP_M", None):
         # Not a constant: for a long M half of the configs differ in nothing else.
-        shared_types["GROUP_M"] = "i32"
-    own_types, own_constants = types or {}, constants or {}
-    typed = {**shared_types, **own_types}
+        shared["GROUP_M"] = "i32", group
+    own_constants = constants or {}
+    typed = {**shared, **(own or {})}
     known = {**shared_constants, **own_constants}
     passed = [name for name in fn.arg_names if name in typed and name not in own_constants]
     return Build(
         fn,
-        {name: typed[name] for name in passed},
+        {name: typed[name][0] for name in passed},
         {name: known.get(name) for name in fn.arg_names if name not in passed},
         divisible,
         {"num_warps": config.num_warps, "num_stages": config.num_stages, **options},
+        {name: typed[name][1] for name in passed},
+        grid,
     )
 
 
-def _strides(problem: Problem) -> Iterator[tuple[str, Operand, tuple[str, str], tuple[int, int]]]:
-    """Each operand's letter, class, names of its two dimensions and their extents."""
+def _operands(problem: Problem) -> Iterator[tuple[str, Operand, tuple[str, str], tuple[int, int]]]:
+    """Each operand's name, class, names of its two dimensions and their extents."""
     m, n, k = problem.m, problem.n, problem.k
     yield "a", problem.a, ("m", "k"), (m, k)
     yield "b", problem.b, ("k", "n"), (k, 2 * n if problem.gated else n)
-    yield "o", problem.out, ("m", "n"), (m, n)
+    yield "out", problem.out, ("m", "n"), (m, n)
     if problem.residual is not None:
-        yield "r", problem.residual, ("m", "n"), (m, n)
+        yield "residual", problem.residual, ("m", "n"), (m, n)
 
 
-def _convention(problem: Problem) -> tuple[dict[str, str], dict[str, Any], dict[str, int]]:
-    """Types, constants and divisibility of the shared arguments."""
-    types: dict[str, str] = {"M": "i32", "N": "i32", "K": "i32"}
+def _convention(problem: Problem, flat: str) -> tuple[Typed, dict[str, Any], dict[str, int]]:
+    """Types and values, constants, and divisibility of the shared arguments. Strides are read in
+    every call: the problem fixes only their class."""
+    given: Typed = {
+        "M": ("i32", problem.m),
+        "N": ("i32", problem.n),
+        "K": ("i32", problem.k),
+    }
     constants: dict[str, Any] = {
         "EPILOGUE": device_function(problem.epilogue),
         "PRECISION": "tf32" if problem.tf32 else "ieee",
@@ -175,10 +200,10 @@ def _convention(problem: Problem) -> tuple[dict[str, str], dict[str, Any], dict[
         "SCALE_B": problem.scale_b,
     }
     divisible: dict[str, int] = {}
-    pointers = {"a": "a_ptr", "b": "b_ptr", "o": "out_ptr", "r": "residual_ptr"}
     vector = VECTOR // problem.a.dtype.itemsize
-    for letter, operand, dims, extents in _strides(problem):
-        types[pointers[letter]] = pointer(operand.dtype)
+    for tensor, operand, dims, extents in _operands(problem):
+        letter, stacked = tensor[0], problem.batch > 1 and tensor[0] not in flat
+        given[f"{tensor}_ptr"] = pointer(operand.dtype), tensor
         contiguous = {"row": 1, "col": 0, "strided": None}[operand.layout]
         step = VECTOR // operand.dtype.itemsize
         for i, dim in enumerate(dims):
@@ -189,17 +214,17 @@ def _convention(problem: Problem) -> tuple[dict[str, str], dict[str, Any], dict[
                 # A single row's stride is arbitrary and may not fit its type.
                 constants[name] = 0
             else:
-                types[name] = "i64" if operand.wide else "i32"
+                given[name] = "i64" if operand.wide else "i32", (tensor, i + stacked)
                 if operand.aligned:
                     divisible[name] = step
         batch = f"stride_{letter}z"
-        if problem.batch > 1:
-            types[batch] = "i64"
+        if stacked:
+            given[batch] = "i64", (tensor, 0)
         else:
             constants[batch] = 0
         if operand.aligned:
-            divisible[pointers[letter]] = VECTOR
-            if problem.batch > 1:
+            divisible[f"{tensor}_ptr"] = VECTOR
+            if stacked:
                 divisible[batch] = step
     # Sizes affect vectorisation through the masks of contiguous dimensions. M is not specialised
     # unless it is one, so that its values share compiled kernels.
@@ -209,23 +234,9 @@ def _convention(problem: Problem) -> tuple[dict[str, str], dict[str, Any], dict[
     divisible |= {name: vector for name, size in sizes.items() if size % vector == 0}
 
     if problem.bias is not None:
-        types |= {"bias_ptr": pointer(problem.bias), "stride_bias": "i64"}
+        given["bias_ptr"] = pointer(problem.bias), "bias"
+        given["stride_bias"] = "i64", ("bias", 0)
     if problem.scaled:
-        types["alpha"] = "fp32"
-    types |= {f"{name}_ptr": "*fp32" for name in problem.scales}
-    return types, constants, divisible
-
-
-def arguments(problem: Problem) -> dict[str, Argument]:
-    """The values of the convention's run-time arguments in a call, except for a config's. Strides
-    are read in every call: the problem fixes only their class."""
-    known: dict[str, Argument] = {"M": problem.m, "N": problem.n, "K": problem.k}
-    tensors = ("a", "b", "bias", "scale_a", "scale_b")
-    known |= {f"{name}_ptr": name for name in tensors}
-    known |= {"residual_ptr": "residual", "out_ptr": "out", "alpha": "alpha"}
-    known["stride_bias"] = ("bias", 0)
-    letters = {"a": "a", "b": "b", "o": "out", "r": "residual"}
-    for letter, _, dims, _ in _strides(problem):
-        for i, dim in enumerate((("z",) if problem.batch > 1 else ()) + dims):
-            known[f"stride_{letter}{dim}"] = (letters[letter], i)
-    return known
+        given["alpha"] = "fp32", "alpha"
+    given |= {f"{name}_ptr": ("*fp32", name) for name in problem.scales}
+    return given, constants, divisible

@@ -9,15 +9,16 @@ of the previous kernel (programmatic dependent launch).
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import triton
 import triton.language as tl
 
 from tmm_core import Problem
-from tmm_core.triton import Argument, Step
+from tmm_core.triton import Step
 from tmm_triton.blocks import finish, rescale
-from tmm_triton.kernel import hopper_or_later, step_of
-from tmm_triton.operands import Build, TileConfig, build
+from tmm_triton.kernel import hopper_or_later
+from tmm_triton.operands import Build, TileConfig, Typed, build
 
 #: A larger workspace costs more traffic than splitting saves; kernels rely on one that 32 bits can
 #: index.
@@ -87,9 +88,10 @@ def reduction(problem: Problem, splits: int) -> Build:
     constants = {
         "BLOCK_M": m, "BLOCK_N": n, "AHEAD": ahead, "OVERLAP": overlap, "SPLIT_K": splits,
     }  # fmt: skip
-    types = {"partials_ptr": "*fp32", "apart": "i32"}
-    options = {"launch_pdl": True} if overlap else {}
-    of = build(reduce_kernel, problem, _TILE, constants, types, **options)
+    own: Typed = {"partials_ptr": ("*fp32", "workspace"), "apart": ("i32", 0)}
+    grid = triton.cdiv(problem.m, m), triton.cdiv(problem.n, n), problem.batch
+    options: dict[str, Any] = {"launch_pdl": True} if overlap else {}
+    of = build(reduce_kernel, problem, _TILE, grid, constants, own, **options)
     # Parts are whole rows, so the width of a row's loads is valid for each part.
     wide = {"apart": of.divisible["N"]} if "N" in of.divisible else {}
     return replace(of, divisible={**of.divisible, **wide})
@@ -98,10 +100,7 @@ def reduction(problem: Problem, splits: int) -> Build:
 def reducing(problem: Problem, of: Build, *, apart: int) -> Step:
     """The launch of a :func:`reduction` over the call's workspace, whose parts are ``apart``
     elements apart."""
-    rows = triton.cdiv(problem.m, of.constants["BLOCK_M"])
-    columns = triton.cdiv(problem.n, of.constants["BLOCK_N"])
-    own: dict[str, Argument] = {"partials_ptr": "workspace", "apart": apart}
-    return step_of(problem, of, (rows, columns, problem.batch), own)
+    return of.step(problem.device.type, apart=apart)
 
 
 def _tile(problem: Problem, splits: int) -> tuple[int, int, int]:

@@ -17,7 +17,7 @@ the same descriptor of B.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -26,37 +26,24 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from tmm_core import Launcher, Operand, Problem, Traits
-from tmm_core.triton import Argument, Described, launcher, pointer
+from tmm_core import Problem, Traits
+from tmm_core.triton import Described, pointer
 from tmm_triton import sums
 from tmm_triton.blocks import add_residual, affine, dot, parts, rescale, store, tile_of
-from tmm_triton.kernel import (
-    POINTERS,
-    TritonKernel,
-    fills_registers,
-    group_sizes,
-    proposed,
-    step_of,
-    tiles,
-)
-from tmm_triton.operands import VECTOR, Build, TileConfig, build, check
+from tmm_triton.kernel import POINTERS, TritonKernel, group_sizes, tiles
+from tmm_triton.operands import VECTOR, Build, Typed, build, check
+from tmm_triton.tiled import FusedEpilogueConfig
 
 
 @triton.jit
-def load_tile(
-    desc, z, row, col, LAYOUT: tl.constexpr, BATCHED: tl.constexpr,
-    ROWS: tl.constexpr, COLS: tl.constexpr,
-):  # fmt: skip
-    """The [ROWS, COLS] tile at (row, col) of matrix z."""
-    if LAYOUT == "row" and BATCHED:
-        tile = desc.load([z, row, col]).reshape(ROWS, COLS)
-    elif LAYOUT == "row":
-        tile = desc.load([row, col])
-    elif BATCHED:
-        tile = tl.trans(desc.load([z, col, row]).reshape(COLS, ROWS))
+def load_tile(desc, z, row, col, LAYOUT: tl.constexpr, BATCHED: tl.constexpr):
+    """The tile at (row, col) of matrix z."""
+    outer, inner = (row, col) if LAYOUT == "row" else (col, row)
+    if BATCHED:
+        tile = desc.load([z, outer, inner]).reshape(desc.block_shape[1], desc.block_shape[2])
     else:
-        tile = tl.trans(desc.load([col, row]))
-    return tile
+        tile = desc.load([outer, inner])
+    return tile if LAYOUT == "row" else tl.trans(tile)
 
 
 @triton.jit
@@ -71,11 +58,11 @@ def sum_steps(
     up = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for step in range(first, last):
         k = step * BLOCK_K
-        a = load_tile(a_desc, az, row, k, A_LAYOUT, BATCHED, BLOCK_M, BLOCK_K)
-        b = load_tile(b_desc, bz, k, col, B_LAYOUT, BATCHED, BLOCK_K, BLOCK_N)
+        a = load_tile(a_desc, az, row, k, A_LAYOUT, BATCHED)
+        b = load_tile(b_desc, bz, k, col, B_LAYOUT, BATCHED)
         gate = dot(a, b, gate, PRECISION)
         if GATED:
-            b = load_tile(b_desc, bz, k, N + col, B_LAYOUT, BATCHED, BLOCK_K, BLOCK_N)
+            b = load_tile(b_desc, bz, k, N + col, B_LAYOUT, BATCHED)
             up = dot(a, b, up, PRECISION)
     return gate, up
 
@@ -189,19 +176,15 @@ _PART = 0.03
 
 
 @dataclass(frozen=True, kw_only=True)
-class PersistentConfig(TileConfig):
-    """A tile, its pipeline, the order of tiles, the number of parts in which a tile is stored,
-    whether the loops over tiles and K are merged, and the number of sequential parts of K."""
+class PersistentConfig(FusedEpilogueConfig):
+    """A fused epilogue's tile, whether the loops over tiles and K are merged, and the number of
+    sequential parts of K."""
 
-    GROUP_M: int
-    SUBTILE: int
     FLATTEN: bool
     PARTS: int = 1
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        check("GROUP_M", self.GROUP_M, range(1, 65))
-        check("SUBTILE", self.SUBTILE, (1, 2))
         check("PARTS", self.PARTS, range(1, 65))
         if self.FLATTEN and self.PARTS > 1:
             raise ValueError("FLATTEN cannot merge the loops over tiles and parts of K")
@@ -211,10 +194,6 @@ class PersistentConfig(TileConfig):
         width = self.BLOCK_N * (2 if problem.gated else 1)
         before = self.BLOCK_M * width // (32 * self.num_warps) if self.PARTS > 1 else 0
         return super().registers(problem) + before
-
-    @property
-    def parts(self) -> int:
-        return self.SUBTILE
 
     def shared_memory(self, problem: Problem) -> int:
         """Bytes of the operand tiles, of the staged output (also with pointers, to store it row by
@@ -252,26 +231,15 @@ class Persistent(TritonKernel[PersistentConfig]):
             yield "fp32 without TF32 is not for tensor cores"
 
     def configs(self, problem: Problem) -> list[PersistentConfig]:
-        # Among equal estimates the first is the default. If gated, one part was faster on an H200,
-        # since the halves of two accumulators are live at once.
-        parts = (1, 2) if problem.gated else (2, 1)
-        configs = [
-            PersistentConfig(
-                BLOCK_M=m,
-                BLOCK_N=n,
-                BLOCK_K=k,
-                num_stages=s,
-                num_warps=w,
-                GROUP_M=g,
-                SUBTILE=sub,
-                FLATTEN=flatten,
-            )
-            for flatten in (True, False)
-            for sub in parts
-            for g in group_sizes(problem)
-            for m, n, k, s, w in proposed(problem, _GATED_SHAPES if problem.gated else _SHAPES)
-            if sub == 1 or fills_registers(problem, m, n, w)
-        ]
+        configs = self.every(
+            problem,
+            _GATED_SHAPES if problem.gated else _SHAPES,
+            FLATTEN=(True, False),
+            # Among equal estimates the first is the default. If gated, one part was faster on an
+            # H200, since the halves of two accumulators are live at once.
+            SUBTILE=(1, 2) if problem.gated else (2, 1),
+            GROUP_M=group_sizes(problem),
+        )
         worth = [c for c in configs if not c.FLATTEN or _next_tile_waits(problem, c)]
         summed_in_parts = [
             replace(c, PARTS=count)
@@ -290,48 +258,29 @@ class Persistent(TritonKernel[PersistentConfig]):
         return whole * (1 + _PART * (config.PARTS - 1)) + _DESCRIBED_US
 
     def builds(self, problem: Problem, config: PersistentConfig) -> list[Build]:
-        m, n, k = config.BLOCK_M, config.BLOCK_N, config.BLOCK_K
-        batched = problem.batch > 1
-        types = {
-            "a_desc": _descriptor_type(problem.a, m, k, batched),
-            "b_desc": _descriptor_type(problem.b, k, n, batched),
+        m, n, k = problem.m, problem.n, problem.k
+        width = 2 * n if problem.gated else n
+        own: Typed = {
+            "a_desc": _described(problem, "a", (m, k), (config.BLOCK_M, config.BLOCK_K)),
+            "b_desc": _described(problem, "b", (k, width), (config.BLOCK_K, config.BLOCK_N)),
         }
         constants: dict[str, Any] = {
             "GATED": problem.gated,
-            "BATCHED": batched,
+            "BATCHED": problem.batch > 1,
             "A_LAYOUT": problem.a.layout,
             "B_LAYOUT": problem.b.layout,
         }
         if _storable(problem):
-            types["out_desc"] = _descriptor_type(problem.out, m, n // config.SUBTILE, batched)
+            part = config.BLOCK_M, config.BLOCK_N // config.SUBTILE
+            own["out_desc"] = _described(problem, "out", (m, n), part)
             constants |= dict.fromkeys(("out_ptr", "stride_oz", "stride_om", "stride_on"))
-        if batched:
-            types |= {"a_step": "i64", "b_step": "i64", "batch": "i32"}
+        if problem.batch > 1:
+            own |= {"a_step": ("i64", ("a", 0)), "b_step": ("i64", ("b", 0))}
+            own["batch"] = "i32", problem.batch
         else:
             constants |= {"a_step": 0, "b_step": 0, "batch": 1}
-        return [build(persistent_kernel, problem, config, constants, types)]
-
-    def bind(self, problem: Problem, config: PersistentConfig) -> Launcher:
-        (build,) = self.builds(problem, config)
-        m, n, k, batch = problem.m, problem.n, problem.k, problem.batch
-        width = 2 * n if problem.gated else n
-        part = config.BLOCK_N // config.SUBTILE
-
-        def described(name: str, extent: tuple[int, int], tile: tuple[int, int]) -> Described:
-            operand = getattr(problem, name)
-            return Described(name, _describer(operand, extent, batch, tile))
-
-        own: dict[str, Argument] = {
-            "a_desc": described("a", (m, k), (config.BLOCK_M, config.BLOCK_K)),
-            "b_desc": described("b", (k, width), (config.BLOCK_K, config.BLOCK_N)),
-            "out_desc": described("out", (m, n), (config.BLOCK_M, part)),
-            "a_step": ("a", 0),
-            "b_step": ("b", 0),
-            "batch": batch,
-            "GROUP_M": config.GROUP_M,
-        }
-        only = step_of(problem, build, (_programs(problem, config), 1, 1), own)
-        return launcher([only], problem.out_shape, problem.out.dtype)
+        grid = _programs(problem, config), 1, 1
+        return [build(persistent_kernel, problem, config, grid, constants, own)]
 
 
 def _storable(problem: Problem) -> bool:
@@ -360,26 +309,16 @@ def _next_tile_waits(problem: Problem, config: PersistentConfig) -> bool:
     return not problem.gated and _programs(problem, config) < count
 
 
-def _block(operand: Operand, rows: int, cols: int, batched: bool) -> list[int]:
-    """The descriptor's block shape for a [rows, cols] tile, the contiguous dimension last."""
-    block = [rows, cols] if operand.layout == "row" else [cols, rows]
-    return [1, *block] if batched else block
-
-
-def _descriptor_type(operand: Operand, rows: int, cols: int, batched: bool) -> str:
-    """Triton's signature for a descriptor of tiles of ``operand``."""
-    return f"tensordesc<{pointer(operand.dtype)[1:]}{_block(operand, rows, cols, batched)}>"
-
-
-def _describer(
-    operand: Operand, extent: tuple[int, int], batch: int, tile: tuple[int, int]
-) -> Callable[[torch.Tensor], TensorDescriptor]:
-    """A function that describes matrices of that ``extent`` and class (with a batch dimension in
-    front if there is more than one) in tiles of ``tile``."""
-    rows, cols = extent
-    block = _block(operand, *tile, batch > 1)
+def _described(
+    problem: Problem, name: str, extent: tuple[int, int], tile: tuple[int, int]
+) -> tuple[str, Described]:
+    """The type and the value of the descriptor of an operand of that ``extent`` (with a batch
+    dimension in front if there is more than one) in tiles of ``tile``, the contiguous dimension
+    last."""
+    operand, batch = getattr(problem, name), problem.batch
     row_major = operand.layout == "row"
-    outer, inner = (rows, cols) if row_major else (cols, rows)
+    outer, inner = extent if row_major else extent[::-1]
+    block = [*([1] if batch > 1 else []), *(tile if row_major else tile[::-1])]
     leading_dim = -2 if row_major else -1
     vector = VECTOR // operand.dtype.itemsize
     # A single row's stride is arbitrary, but TMA needs a multiple of 16 bytes even so.
@@ -394,4 +333,4 @@ def _describer(
             strides = [step or outer * leading, *strides]
         return TensorDescriptor(t, shape, strides, block)
 
-    return describe
+    return f"tensordesc<{pointer(operand.dtype)[1:]}{block}>", Described(name, describe)

@@ -32,8 +32,11 @@ KERNELS = {
 class Missing(Kernel[Config]):
     """A stand-in for a kernel that cannot be imported; declines every problem with the reason."""
 
-    reason: str
     supports = Supports.everything()
+
+    def __init__(self, name: str, reason: str) -> None:
+        self.name = name  # type: ignore[misc]  # a kernel's name is its class's
+        self.reason = reason
 
     def declines(self, problem: Problem) -> Iterable[str]:
         yield self.reason
@@ -46,13 +49,6 @@ class Missing(Kernel[Config]):
 
     def bind(self, problem: Problem, config: Config) -> Launcher:
         raise RuntimeError(self.reason)
-
-
-def missing(name: str, reason: str) -> Missing:
-    """A stand-in under ``name``; a kernel's name belongs to its class."""
-    stand_in = type("Missing", (Missing,), {"name": name, "reason": reason})
-    kernel: Missing = stand_in()
-    return kernel
 
 
 @hookimpl
@@ -83,10 +79,10 @@ def load(name: str) -> Kernel[Any]:
     """The kernel of :data:`KERNELS` with that name, or a stand-in that tells why there is none."""
     module, class_name = KERNELS[name]
     if importlib.util.find_spec("triton") is None:
-        return missing(name, "Triton is not installed")
+        return Missing(name, "Triton is not installed")
     try:
         kernel: Kernel[Any] = getattr(importlib.import_module(f"tmm_triton.{module}"), class_name)()
     except ImportError as error:
         # Gluon is experimental: if Triton lacks a feature, only the kernel that uses it is lost.
-        return missing(name, f"this Triton does not have what it needs: {error}")
+        return Missing(name, f"this Triton does not have what it needs: {error}")
     return kernel

@@ -9,7 +9,8 @@ summed does not depend on M.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import itertools
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,8 +19,8 @@ import triton
 import triton.language as tl
 
 from tmm_core import Launcher, Port, Problem
-from tmm_core.triton import Argument, Step, launcher, pointer, port_function
-from tmm_triton.operands import Build
+from tmm_core.triton import Step, launcher, pointer, port_function
+from tmm_triton.operands import Build, Typed
 
 #: Outputs that a kernel has arguments for.
 MOST = 2
@@ -120,44 +121,30 @@ class Ports:
             }
         return found
 
-    def types(self) -> dict[str, str]:
-        """The types of the tile kernel's run-time arguments."""
-        types: dict[str, str] = {}
+    def arguments(self) -> Typed:
+        """The tile kernel's run-time arguments: an output, or an offset in the workspace."""
+        own: Typed = {}
+        places = self._places()
         for i, port in enumerate(self.given):
-            dtype = port.dtype if port.reduce is None else torch.float32
-            types |= {f"port_{i}_ptr": pointer(dtype), f"port_{i}_at": "i64"}
-        return types
-
-    def arguments(self) -> dict[str, Argument]:
-        """The values of these arguments in a call: an output, or an offset in the workspace."""
-        own: dict[str, Argument] = {}
-        for i, (port, at) in enumerate(zip(self.given, self._places(), strict=True)):
-            own[f"port_{i}_ptr"] = "workspace" if port.reduce else f"output_{i}"
-            own[f"port_{i}_at"] = at
+            own[f"port_{i}_ptr"] = (
+                ("*fp32", "workspace") if port.reduce else (pointer(port.dtype), f"output_{i}")
+            )
+            own[f"port_{i}_at"] = "i64", places[i]
         return own
 
     def workspace(self) -> int:
         """The number of fp32 elements that the parts take in the workspace."""
-        return sum(parts * length for parts, length in map(self._extent, self.given))
+        return self._places()[-1] - self.after
 
     def builds(self) -> list[Build]:
         """The compilations of the reducing kernel, one for each reduced output."""
-        return [self._build(port) for port in self.given if port.reduce]
+        places = self._places()
+        return [self._build(i, places[i]) for i, port in enumerate(self.given) if port.reduce]
 
     def launcher(self, main: Step) -> Launcher:
         """The launcher that runs ``main``, then the reductions."""
-        steps = [main]
-        for i, (port, at) in enumerate(zip(self.given, self._places(), strict=True)):
-            if port.reduce:
-                parts, length = self._extent(port)
-                build = self._build(port)
-                own: dict[str, Argument] = {
-                    "parts_ptr": "workspace", "port_at": at, "out_ptr": f"output_{i}",
-                    "parts": parts, "length": length,
-                }  # fmt: skip
-                grid = triton.cdiv(length, build.constants["BLOCK_L"]), 1, 1
-                steps.append(Step(build.launch(self.problem.device.type), grid, own))
-        count = self.after + self.workspace()
+        steps = [main, *(build.step(self.problem.device.type) for build in self.builds())]
+        count = self._places()[-1]
         return launcher(
             steps,
             self.problem.out_shape,
@@ -175,23 +162,29 @@ class Ports:
             "tile": (0, 0),
         }[port.kind]
 
-    def _places(self) -> Sequence[int]:
-        """The offset of each output's parts in the workspace."""
-        places, end = [], self.after
-        for parts, length in map(self._extent, self.given):
-            places.append(end)
-            end += parts * length
-        return places
+    def _places(self) -> list[int]:
+        """The offset of each output's parts in the workspace, and the end of the last."""
+        sizes = [math.prod(self._extent(port)) for port in self.given]
+        return list(itertools.accumulate(sizes, initial=self.after))
 
-    def _build(self, port: Port) -> Build:
-        parts, _ = self._extent(port)
+    def _build(self, i: int, at: int) -> Build:
+        port = self.given[i]
+        parts, length = self._extent(port)
         most = _LOADED if port.kind == "scalar" else _PARTS
         high = min(most, triton.next_power_of_2(parts))
         wide = 1 if port.kind == "scalar" else _LOADED // high
-        types = {"parts_ptr": "*fp32", "port_at": "i64", "out_ptr": pointer(port.dtype)}
+        own: Typed = {
+            "parts_ptr": ("*fp32", "workspace"),
+            "port_at": ("i64", at),
+            "out_ptr": (pointer(port.dtype), f"output_{i}"),
+            "parts": ("i32", parts),
+            "length": ("i32", length),
+        }
         return Build(
             reduce_port_kernel,
-            {**types, "parts": "i32", "length": "i32"},
+            {name: kind for name, (kind, _) in own.items()},
             {"REDUCE": port.reduce, "BLOCK_P": high, "BLOCK_L": wide},
             options={"num_warps": 4, "num_stages": 1},
+            values={name: value for name, (_, value) in own.items()},
+            grid=(triton.cdiv(length, wide), 1, 1),
         )

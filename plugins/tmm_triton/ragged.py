@@ -16,18 +16,18 @@ they are; their scales multiply the sums, before alpha and the bias.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
 import triton
 import triton.language as tl
 
-from tmm_core import Bound, Problem, Traits
-from tmm_core.triton import Argument, Step, launcher, pointer
-from tmm_triton.blocks import affine, dot, halves, load, tile_of
-from tmm_triton.kernel import GRID_LIMIT, POINTERS, TritonKernel, fills_registers, proposed
-from tmm_triton.operands import Build, TileConfig, build
+from tmm_core import Problem, Traits
+from tmm_core.triton import pointer
+from tmm_triton.blocks import affine, dot, load, parts, tile_of
+from tmm_triton.kernel import GRID_LIMIT, POINTERS, TritonKernel, fills_registers
+from tmm_triton.operands import Build, TileConfig, Typed, build
 from tmm_triton.tiled import FusedEpilogueConfig
 
 
@@ -204,25 +204,12 @@ def ragged_kernel(
             up, group, of_a, in_rows, of_up, in_cols, M, width,
             scale_a_ptr, scale_b_ptr, RAGGED, SCALE_A, SCALE_B,
         )  # fmt: skip
-    if SUBTILE == 1:
+    gates, ups = parts(gate, SUBTILE), parts(up, SUBTILE)
+    WIDTH: tl.constexpr = BLOCK_N // SUBTILE
+    left = first_col + tl.arange(0, WIDTH)
+    for part in tl.static_range(SUBTILE):
         finish(
-            gate, up, group, rows, at, top, cols, right, N,
-            bias_ptr, stride_biasz, stride_bias, alpha, out_weights_ptr,
-            residual_ptr, stride_rz, stride_rm, stride_rn, out_ptr, stride_oz, stride_om, stride_on,
-            EPILOGUE, GATED, INTERLEAVED,
-        )  # fmt: skip
-    else:
-        gate_left, gate_right = halves(gate, BLOCK_M, BLOCK_N)
-        up_left, up_right = halves(up, BLOCK_M, BLOCK_N)
-        left = first_col + tl.arange(0, BLOCK_N // 2)
-        finish(
-            gate_left, up_left, group, rows, at, top, left, right, N,
-            bias_ptr, stride_biasz, stride_bias, alpha, out_weights_ptr,
-            residual_ptr, stride_rz, stride_rm, stride_rn, out_ptr, stride_oz, stride_om, stride_on,
-            EPILOGUE, GATED, INTERLEAVED,
-        )  # fmt: skip
-        finish(
-            gate_right, up_right, group, rows, at, top, left + BLOCK_N // 2, right, N,
+            gates[part], ups[part], group, rows, at, top, left + part * WIDTH, right, N,
             bias_ptr, stride_biasz, stride_bias, alpha, out_weights_ptr,
             residual_ptr, stride_rz, stride_rm, stride_rn, out_ptr, stride_oz, stride_om, stride_on,
             EPILOGUE, GATED, INTERLEAVED,
@@ -306,18 +293,14 @@ class Ragged(TritonKernel[RaggedConfig]):
         if problem.fp8 and not (problem.a.aligned and problem.b.aligned):
             shapes = [*shapes, *_LOOSE_SHAPES]
         mean = each(problem)
+        order = (8, 1) if mean.m > 128 else (8,)
         configs = [
-            RaggedConfig(
-                BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, num_stages=s, num_warps=w, GROUP_M=g, SUBTILE=sub
-            )
-            for sub in (2, 1)
-            for g in ((8, 1) if mean.m > 128 else (8,))
-            for m, n, k, s, w in proposed(problem, shapes)
-            if sub in _parts(problem, m, n, w)
+            c
+            for c in self.every(problem, shapes, SUBTILE=(2, 1), GROUP_M=order)
             # Unaligned columns are stored one by one, each with its address.
-            if problem.along != "n" or n <= 128
+            if not _spills(problem, c) and (problem.along != "n" or c.BLOCK_N <= 128)
         ]
-        return self.ranked(skewed(problem), configs, 16)
+        return self.ranked(each(problem, _SKEW), configs, 16)
 
     def estimate_us(self, problem: Problem, config: RaggedConfig) -> float:
         return super().estimate_us(each(problem) if problem.groups else problem, config)
@@ -339,54 +322,31 @@ class Ragged(TritonKernel[RaggedConfig]):
             "INTERLEAVED": problem.epilogue.interleaved,
             "WHOLE_K": groups.ragged != "k" and problem.k % config.BLOCK_K == 0,
         }
-        types = {"offs_ptr": "*i32", "G": "i32"}
-        for letter in _FLAT[groups.ragged]:
-            constants[f"stride_{letter}z"] = 0
-        if problem.bias is not None:
-            types["stride_biasz"] = "i64"
-        else:
-            constants["stride_biasz"] = 0
+        own: Typed = {"G": ("i32", groups.count)}
         for name, dtype in groups.extras.items():
-            if name == "offs":
-                continue
-            if dtype is None:
-                constants[f"{name}_ptr"] = None
-            else:
-                types[f"{name}_ptr"] = pointer(dtype)
-        # Uses the convention of a batch, where every operand has a batch stride; flat operands have
-        # none.
-        return [build(ragged_kernel, stacked(problem), config, constants, types)]
-
-    def bind(self, problem: Problem, config: RaggedConfig) -> Bound:
-        groups = problem.groups
-        assert groups is not None
-        (only,) = self.builds(problem, config)
-        known = arguments(problem, config)
-        step = Step(
-            only.launch(problem.device.type),
-            grid(problem, config),
-            {name: known[name] for name in only.types},
-        )
-        extras = (*groups.given, *problem.scales)
-        return launcher([step], problem.out_shape, problem.out.dtype, extras=extras)
+            if dtype is not None:
+                own[f"{name}_ptr"] = pointer(dtype), name
+        if problem.bias is not None:
+            own |= {"stride_biasz": ("i64", ("bias", 0)), "stride_bias": ("i64", ("bias", 1))}
+        # As if each group were a product of a batch, in which flat operands have no batch stride.
+        batch = replace(problem, groups=None, batch=max(2, groups.count))
+        flat, programs = _FLAT[groups.ragged], grid(problem, config)
+        return [build(ragged_kernel, batch, config, programs, constants, own, flat)]
 
 
-def _parts(problem: Problem, block_m: int, block_n: int, num_warps: int) -> tuple[int, ...]:
-    """The possible numbers of parts in which a tile is finished; empty if it does not fit. Two
-    accumulators that take half the registers would spill with the addresses of scattered rows."""
-    if not fills_registers(problem, block_m, block_n, num_warps):
-        return (1,)
-    if not problem.gated or problem.device.interpreted:
-        return (1, 2)
+def _spills(problem: Problem, config: RaggedConfig) -> bool:
+    """Whether two accumulators that take half the registers leave too few of them for the
+    addresses of scattered rows."""
+    full = problem.gated and fills_registers(problem, config)
+    if not full or problem.device.interpreted:
+        return False
     scattered = problem.groups is not None and problem.groups.out_index is not None
     # Before Hopper operands are in registers too: it spilled 168 bytes on an A100.
-    return () if scattered and problem.device.capability < (9, 0) else (2,)
+    return config.SUBTILE == 1 or (scattered and problem.device.capability < (9, 0))
 
 
 #: Letters of the operands without a group dimension: o is the result, r the residual.
 _FLAT = {"m": "aor", "n": "bor", "k": "ab"}
-_DIMENSIONS = {"a": "mk", "b": "kn", "o": "mn", "r": "mn"}
-_TENSORS = {"a": "a", "b": "b", "o": "out", "r": "residual"}
 
 
 def grid(problem: Problem, config: TileConfig) -> tuple[int, int, int]:
@@ -400,22 +360,6 @@ def grid(problem: Problem, config: TileConfig) -> tuple[int, int, int]:
     if groups.ragged == "n":
         return high * (problem.n // config.BLOCK_N + slots), 1, 1
     return high * wide, groups.count, 1
-
-
-def arguments(problem: Problem, config: RaggedConfig) -> Mapping[str, Argument]:
-    """The value of each run-time argument in a call."""
-    groups = problem.groups
-    assert groups is not None
-    known: dict[str, Argument] = {"M": problem.m, "N": problem.n, "K": problem.k}
-    known |= {"G": groups.count, "GROUP_M": config.GROUP_M, "alpha": "alpha"}
-    tensors = ("a", "b", "bias", "residual", "out", *groups.extras, *problem.scales)
-    known |= {f"{name}_ptr": name for name in tensors}
-    known |= {"stride_biasz": ("bias", 0), "stride_bias": ("bias", 1)}
-    for letter, dims in _DIMENSIONS.items():
-        flat = letter in _FLAT[groups.ragged]
-        for place, dim in enumerate(dims if flat else "z" + dims):
-            known[f"stride_{letter}{dim}"] = (_TENSORS[letter], place)
-    return known
 
 
 def loosened(problem: Problem) -> Problem:
@@ -436,23 +380,8 @@ def loosened(problem: Problem) -> Problem:
     return replace(problem, **loose)
 
 
-def stacked(problem: Problem) -> Problem:
-    """The problem as if each group were a product of a batch."""
-    assert problem.groups is not None
-    return replace(problem, groups=None, batch=max(2, problem.groups.count))
-
-
-def each(problem: Problem) -> Problem:
-    """A batch of products of the mean size."""
-    return _of_size(problem, 1)
-
-
-def skewed(problem: Problem) -> Problem:
-    """A batch of products of the size of a large group."""
-    return _of_size(problem, _SKEW)
-
-
-def _of_size(problem: Problem, times: int) -> Problem:
+def each(problem: Problem, times: int = 1) -> Problem:
+    """A batch of products of ``times`` the groups' mean size."""
     groups = problem.groups
     assert groups is not None
     name = groups.ragged

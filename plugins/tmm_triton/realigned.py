@@ -210,9 +210,6 @@ class Realigned(Built[RealignedConfig]):
         ranked.sort(key=lambda each: each[0])
         return [config for _, config in ranked[:_MOST]]
 
-    def default_config(self, problem: Problem) -> RealignedConfig:
-        return self.configs(problem)[0]
-
     def arithmetic(self, problem: Problem, config: RealignedConfig) -> str | None:
         kernel = inner_kernels()[config.inner]
         of_product: str | None = kernel.arithmetic(realigned(problem), config.config)

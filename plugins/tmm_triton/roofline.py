@@ -17,17 +17,11 @@ _LATENCY = 0.7
 _MOST_RESIDENT = 4
 
 
-def estimate_us(
-    problem: Problem, config: TileConfig, *, splits: int = 1, reach: float = 1.0
-) -> float:
-    """Expected µs: an empty launch plus the longest of :func:`times_us`."""
-    return Machine.EMPTY_US + max(times_us(problem, config, splits=splits, reach=reach).values())
-
-
 def times_us(
-    problem: Problem, config: TileConfig, *, splits: int = 1, reach: float = 1.0
+    problem: Problem, config: TileConfig, *, splits: int, reach: float
 ) -> dict[str, float]:
-    """The times of three components alone, after wave quantisation.
+    """The times of three components alone, after wave quantisation: besides an empty launch, a
+    kernel is expected to take the longest.
 
     Arithmetic at ``reach`` of peak (slower if the tile's intensity is too low), memory latency
     along K with ``num_stages - 1`` tiles in flight (one, if an operand passes through registers),

@@ -36,10 +36,10 @@ from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.ampere import mma_v2
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from tmm_core import Launcher, Machine, Problem, Traits
+from tmm_core import Machine, Problem, Traits
 from tmm_triton.blocks import finish
 from tmm_triton.early import check_early, ways, with_early
-from tmm_triton.kernel import POINTERS, TritonKernel, hopper_or_later, single, unknown_gluon
+from tmm_triton.kernel import POINTERS, TritonKernel, hopper_or_later, unknown_gluon
 from tmm_triton.operands import VECTOR, Build, TileConfig, build, check
 
 #: Columns of the widest tile of ``a`` transposed. On an H200 32 rows were no faster than with
@@ -185,7 +185,8 @@ class SkinnyConfig(TileConfig):
         return operands + columns * self.BLOCK_M // 32
 
 
-#: BLOCK_N, BLOCK_K, WARPS_N, num_warps, num_stages.
+#: The values tried of these fields of a config.
+_FIELDS = ("BLOCK_N", "BLOCK_K", "WARPS_N", "num_warps", "num_stages")
 _SHAPES = (
     (16, 512, 1, 4, 2),
     (16, 1024, 1, 8, 2),
@@ -252,18 +253,8 @@ class Skinny(TritonKernel[SkinnyConfig]):
 
     def configs(self, problem: Problem) -> list[SkinnyConfig]:
         rows = 8 if problem.m <= 8 else 16
-        configs = [
-            SkinnyConfig(
-                BLOCK_M=rows,
-                BLOCK_N=n,
-                BLOCK_K=k,
-                WARPS_N=across,
-                num_warps=warps,
-                num_stages=stages,
-            )
-            for n, k, across, warps, stages in _SHAPES
-        ]
-        ranked = self.ranked(problem, configs, 8)
+        shapes: list[dict[str, Any]] = [dict(zip(_FIELDS, each, strict=True)) for each in _SHAPES]
+        ranked = self.ranked(problem, [SkinnyConfig(BLOCK_M=rows, **each) for each in shapes], 8)
         return with_early(ranked, ways(problem))
 
     def estimate_us(self, problem: Problem, config: SkinnyConfig) -> float:
@@ -307,8 +298,5 @@ class Skinny(TritonKernel[SkinnyConfig]):
         options: dict[str, Any] = {"launch_pdl": True} if overlaps else {}
         if config.num_stages == 2:
             options["maxnreg"] = min(255, registers // 8 * 8)
-        return [build(skinny_kernel, problem, config, constants, **options)]
-
-    def bind(self, problem: Problem, config: SkinnyConfig) -> Launcher:
         grid = (-(-problem.n // config.BLOCK_N), problem.batch, -(-problem.m // config.BLOCK_M))
-        return single(self, problem, config, grid)
+        return [build(skinny_kernel, problem, config, grid, constants, **options)]

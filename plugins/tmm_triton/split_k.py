@@ -25,19 +25,20 @@ up, so with few rows of A, N should be along the height.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 import triton
 import triton.language as tl
 
-from tmm_core import Launcher, Problem, Traits
+from tmm_core import Bound, Problem, Traits
 from tmm_core.triton import Argument, launcher
 from tmm_triton import sums
 from tmm_triton.blocks import dot, finish, load, rescale
 from tmm_triton.counters import Counters
 from tmm_triton.early import check_early, ways, with_early
-from tmm_triton.kernel import TritonKernel, hopper_or_later, proposed, step_of, tiles
-from tmm_triton.operands import Build, TileConfig, build, check
+from tmm_triton.kernel import TritonKernel, hopper_or_later, tiles
+from tmm_triton.operands import Build, TileConfig, Typed, build, check
 from tmm_triton.partials import MOST_WORKSPACE, REDUCE_US, reducing, reduction, sum_partials
 
 
@@ -259,19 +260,10 @@ class SplitK(TritonKernel[SplitKConfig]):
     def configs(self, problem: Problem) -> list[SplitKConfig]:
         configs = []
         shapes = _SHAPES + (_INVARIANT_SHAPES if problem.batch_invariant else [])
-        for m, n, k, s, w in proposed(problem, shapes):
-            for split in _splits(problem, m, n, k):
-                config = SplitKConfig(
-                    BLOCK_M=m,
-                    BLOCK_N=n,
-                    BLOCK_K=k,
-                    num_stages=s,
-                    num_warps=w,
-                    SPLIT_K=split,
-                    REDUCE="kernel",
-                    SWAP=_swaps(problem, m, n, w, split),
-                )
-                if s == 1 and not _through_registers(problem, config):
+        for tile in self.every(problem, shapes, SPLIT_K=[1], REDUCE=["kernel"], SWAP=[False]):
+            for split in _splits(problem, tile):
+                config = replace(tile, SPLIT_K=split, SWAP=_swaps(problem, tile, split))
+                if config.num_stages == 1 and not _through_registers(problem, config):
                     continue
                 if split == 1 and not config.SWAP and not problem.device.interpreted:
                     continue  # triton.grouped does this
@@ -280,7 +272,8 @@ class SplitK(TritonKernel[SplitKConfig]):
                 configs.append(config)
                 # If the second launch overlaps the first, it beat the last program in every problem
                 # tried on an H200, by 0.5 to 12 µs.
-                alone = split > 1 and m * n <= _MOST_ALONE * 32 * w
+                elements = config.BLOCK_M * config.BLOCK_N // (32 * config.num_warps)
+                alone = split > 1 and elements <= _MOST_ALONE
                 if alone and not hopper_or_later(problem) and not problem.device.interpreted:
                     configs.append(replace(config, REDUCE="last"))
         if problem.batch_invariant:
@@ -323,8 +316,9 @@ class SplitK(TritonKernel[SplitKConfig]):
     def builds(self, problem: Problem, config: SplitKConfig) -> list[Build]:
         split = config.SPLIT_K > 1
         last = split and config.REDUCE == "last"
-        types = {"partials_ptr": "*fp32"} if split else {}
-        types |= {"counters_ptr": "*i32"} if last else {}
+        own: Typed = {}
+        own |= {"partials_ptr": ("*fp32", "workspace")} if split else {}
+        own |= {"counters_ptr": ("*i32", 0)} if last else {}  # bind makes them, on a GPU
         through = config.num_stages == 1
         threads = 32 * config.num_warps
         ahead = max(1, _MOST_ALONE * threads // (config.BLOCK_M * config.BLOCK_N))
@@ -338,22 +332,22 @@ class SplitK(TritonKernel[SplitKConfig]):
             "OVERLAPS": overlaps,
             "EARLY": overlaps and config.early == "b",
         }
-        options = {"launch_pdl": True} if overlaps else {}
-        builds = [build(split_k_kernel, problem, config, constants, types, **options)]
+        options: dict[str, Any] = {"launch_pdl": True} if overlaps else {}
+        grid = tiles(problem, config), config.SPLIT_K, problem.batch
+        builds = [build(split_k_kernel, problem, config, grid, constants, own, **options)]
         if split and not last:
             builds.append(reduction(problem, config.SPLIT_K))
         return builds
 
-    def bind(self, problem: Problem, config: SplitKConfig) -> Launcher:
+    def bind(self, problem: Problem, config: SplitKConfig) -> Bound:
         main, *reductions = self.builds(problem, config)
-        count = tiles(problem, config)
-        own: dict[str, Argument] = {"partials_ptr": "workspace"}
+        own: dict[str, Argument] = {}
         if "counters_ptr" in main.types:
-            own["counters_ptr"] = Counters(problem.batch * count)
+            own["counters_ptr"] = Counters(problem.batch * tiles(problem, config))
         part = problem.batch * problem.m * problem.n
         return launcher(
             [
-                step_of(problem, main, (count, config.SPLIT_K, problem.batch), own),
+                main.step(problem.device.type, **own),
                 *(reducing(problem, build, apart=part) for build in reductions),
             ],
             problem.out_shape,
@@ -362,13 +356,13 @@ class SplitK(TritonKernel[SplitKConfig]):
         )
 
 
-def _swaps(problem: Problem, block_m: int, block_n: int, num_warps: int, split: int) -> bool:
+def _swaps(problem: Problem, tile: SplitKConfig, split: int) -> bool:
     """Whether to compute a tile transposed: ``wgmma`` then needs a block of 64 along N and whole
     warpgroups. With 64 rows it pays only if it saves the pipeline a longer epilogue; through
     registers (unaligned operands) ``mma`` was faster on an H200."""
-    able = hopper_or_later(problem) and block_n >= 64 and num_warps % 4 == 0
+    able = hopper_or_later(problem) and tile.BLOCK_N >= 64 and tile.num_warps % 4 == 0
     aligned = problem.a.aligned and problem.b.aligned
-    return able and aligned and (block_m < 64 or (block_m == 64 and split == 1))
+    return able and aligned and (tile.BLOCK_M < 64 or (tile.BLOCK_M == 64 and split == 1))
 
 
 def _through_registers(problem: Problem, config: SplitKConfig) -> bool:
@@ -381,15 +375,15 @@ def _through_registers(problem: Problem, config: SplitKConfig) -> bool:
     return narrow and whole and problem.a.dtype.itemsize == 2
 
 
-def _splits(problem: Problem, block_m: int, block_n: int, block_k: int) -> list[int]:
+def _splits(problem: Problem, tile: SplitKConfig) -> list[int]:
     """Values of SPLIT_K that aim at a few programs per SM and leave each at least one step."""
     if problem.device.interpreted:
         return [3, 1]
-    programs = problem.batch * triton.cdiv(problem.m, block_m) * triton.cdiv(problem.n, block_n)
-    steps = triton.cdiv(problem.k, block_k)
+    programs = problem.batch * tiles(problem, tile)
+    steps = triton.cdiv(problem.k, tile.BLOCK_K)
     if problem.batch_invariant:
         equal = sums.equal_splits(problem)
-        return [1, *(s for s in equal if sums.summed(problem, s, block_k) is not None)]
+        return [1, *(s for s in equal if sums.summed(problem, s, tile.BLOCK_K) is not None)]
     aligned = problem.a.aligned and problem.b.aligned
     per_sm = _PROGRAMS_PER_SM if aligned else _PROGRAMS_PER_SM_UNALIGNED
     aims = [round(problem.device.sm_count * each / programs) for each in per_sm]

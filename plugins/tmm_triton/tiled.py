@@ -23,17 +23,9 @@ from typing import TypeVar
 import triton
 import triton.language as tl
 
-from tmm_core import Launcher, Problem, Traits
+from tmm_core import Problem, Traits
 from tmm_triton.blocks import add_residual, affine, dot, load, parts, rescale, store, tile_of
-from tmm_triton.kernel import (
-    POINTERS,
-    TritonKernel,
-    fills_registers,
-    group_sizes,
-    proposed,
-    step_of,
-    tiles,
-)
+from tmm_triton.kernel import POINTERS, TritonKernel, group_sizes, tiles
 from tmm_triton.operands import Build, TileConfig, build, check
 from tmm_triton.ports import KINDS, MOST, REDUCES, Ports, put
 
@@ -171,15 +163,9 @@ class Tiled(TritonKernel[C]):
             "WHOLE_K": problem.k % config.BLOCK_K == 0,
             **ports.constants(),
         }
-        main = build(tiled_kernel, problem, config, constants, ports.types())
-        return [main, *ports.builds()]
-
-    def bind(self, problem: Problem, config: C) -> Launcher:
-        ports = _ports(problem, config)
         grid = tiles(problem, config), problem.batch, 1
-        main, *_ = self.builds(problem, config)
-        own = {"GROUP_M": config.GROUP_M, **ports.arguments()}
-        return ports.launcher(step_of(problem, main, grid, own))
+        main = build(tiled_kernel, problem, config, grid, constants, ports.arguments())
+        return [main, *ports.builds()]
 
 
 def _ports(problem: Problem, config: GroupedConfig) -> Ports:
@@ -194,11 +180,7 @@ class Grouped(Tiled[GroupedConfig]):
 
     def configs(self, problem: Problem) -> list[GroupedConfig]:
         more = _INVARIANT_SHAPES if problem.batch_invariant else []
-        configs = [
-            GroupedConfig(BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, num_stages=s, num_warps=w, GROUP_M=g)
-            for g in group_sizes(problem)
-            for m, n, k, s, w in proposed(problem, _GROUPED_SHAPES + more)
-        ]
+        configs = self.every(problem, _GROUPED_SHAPES + more, GROUP_M=group_sizes(problem))
         return self.ranked(problem, configs, 16 + len(more))
 
 
@@ -251,13 +233,5 @@ class FusedEpilogue(Tiled[FusedEpilogueConfig]):
 
     def configs(self, problem: Problem) -> list[FusedEpilogueConfig]:
         shapes = _GATED_SHAPES if problem.gated else _SHAPES
-        configs = [
-            FusedEpilogueConfig(
-                BLOCK_M=m, BLOCK_N=n, BLOCK_K=k, num_stages=s, num_warps=w, GROUP_M=g, SUBTILE=sub
-            )
-            for sub in (2, 1)
-            for g in group_sizes(problem)
-            for m, n, k, s, w in proposed(problem, shapes)
-            if sub == 1 or fills_registers(problem, m, n, w)
-        ]
+        configs = self.every(problem, shapes, SUBTILE=(2, 1), GROUP_M=group_sizes(problem))
         return self.ranked(problem, configs, 14)

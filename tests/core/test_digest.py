@@ -193,7 +193,7 @@ def test_triton_kernels_reach_their_device_code_and_no_cost_model() -> None:
     from tmm_triton.warp_specialized import WarpSpecialized
 
     code = reached(Naive, Naive.config_type)
-    for name in ("naive.naive_kernel", "blocks.dot", "blocks.load", "kernel.step_of"):
+    for name in ("naive.naive_kernel", "blocks.dot", "blocks.load", "operands.build"):
         assert f"tmm_triton.{name}" in code
     assert "tmm_core.triton.steps.launcher" in code
     assert "tmm_triton.partials.reduce_kernel" in reached(SplitK, SplitK.config_type)

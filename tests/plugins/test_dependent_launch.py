@@ -308,7 +308,9 @@ def programs_compiled() -> list[dict[str, Any]]:
                     )
                     compiled = [compile_for(GPUTarget("cuda", 90, 32), src, **of.options)]
                 else:
-                    compiled = [build.compile_for(90) for build in kernel.builds(asked, config)]
+                    hopper = GPUTarget("cuda", 90, 32)
+                    builds = kernel.builds(asked, config)
+                    compiled = [build.compile_for(hopper) for build in builds]
                 for one in compiled:
                     line = {"case": name, "kernel": one.name, "early": config.early}
                     line |= {"events": _EVENTS.findall(one.asm["ptx"])}

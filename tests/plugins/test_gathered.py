@@ -15,6 +15,7 @@ from test_warp_specialized import BF16, H200, problem
 from tmm_triton.gathered import Gathered, _copy, gathered
 from tmm_triton.ragged import Ragged
 from tmm_triton.warp_specialized import WarpSpecialized
+from triton.backends.compiler import GPUTarget
 from uninterpreted import Uninterpreted
 
 from tmm_core import Groups, Operand, Problem
@@ -101,7 +102,7 @@ def test_its_version_is_that_of_both(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def compiled() -> list[int]:
-    ptx = _copy(asked()).compile_for(90).asm["ptx"]
+    ptx = _copy(asked()).compile_for(GPUTarget("cuda", 90, 32)).asm["ptx"]
     return [ptx.count(f"{access}.global.v4.b32") for access in ("ld", "st")] + [
         ptx.count("ld.global")
     ]

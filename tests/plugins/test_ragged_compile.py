@@ -25,7 +25,7 @@ from tmm_core import Groups, Operand, Problem
 from tmm_core.epilogues import parse
 from tmm_core.epilogues.clamped import CLAMPED
 from tmm_core.spec.device import DeviceFingerprint
-from tmm_core.triton import compile_for, source, target_of
+from tmm_core.triton import target_of
 
 BF16, FP32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
 ROW, COL, LOOSE = Operand(BF16), Operand(BF16, "col"), Operand(BF16, aligned=False)
@@ -91,8 +91,7 @@ def compiled(target: str) -> list[dict[str, Any]]:
     def tile_compiled(job: tuple[str, Problem, Any]) -> dict[str, Any]:
         name, problem, config = job
         (build,) = kernel.builds(problem, config)
-        src = source(build.fn, build.types, build.constants, build.divisible)
-        result = compile_for(target_of(device), src, **build.options)
+        result = build.compile_for(target_of(device))
         line = {
             "target": target,
             "problem": name,

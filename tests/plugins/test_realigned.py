@@ -37,6 +37,7 @@ from tmm_core.testing.probe import Probe
 from tmm_core.triton import compile_for, source
 
 KERNEL = Realigned()
+HOPPER = GPUTarget("cuda", 90, 32)
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 CUDA = torch.cuda.is_available()
 DEVICE = torch.device("cuda", 0) if CUDA else torch.device("cpu")
@@ -409,9 +410,9 @@ def test_its_version_changes_with_any_inner_kernel(monkeypatch: pytest.MonkeyPat
 
 
 def test_without_gluon_the_others_serve(monkeypatch: pytest.MonkeyPatch) -> None:
-    from tmm_triton.plugin import missing
+    from tmm_triton.plugin import Missing
 
-    absent = missing("triton.warp_specialized", "no Gluon")
+    absent = Missing("triton.warp_specialized", "no Gluon")
     monkeypatch.setitem(inner_kernels(), absent.name, absent)
     assert KERNEL.reasons_against(problem()) == []
     assert KERNEL.default_config(problem()).inner == "triton.persistent"
@@ -423,7 +424,7 @@ def test_without_gluon_the_others_serve(monkeypatch: pytest.MonkeyPatch) -> None
 def compiled(asked: Problem, count: int) -> list[dict[str, Any]]:
     """The copy of the operands, or the products of the first ``count`` configs."""
     if count == 0:
-        results = [copy_build(asked).compile_for(90)]
+        results = [copy_build(asked).compile_for(HOPPER)]
     else:
         results = [
             result
@@ -448,11 +449,11 @@ def _products(asked: Problem, config: RealignedConfig) -> list[Any]:
     kernel: Any = inner_kernels()[config.inner]
     served = realigned(asked)
     if config.inner != "triton.warp_specialized":
-        return [build.compile_for(90) for build in kernel.builds(served, config.config)]
+        return [build.compile_for(HOPPER) for build in kernel.builds(served, config.config)]
     of = kernel.specialize(served, config.config)
     fn = importlib.import_module(kernel.__module__).warp_specialized_kernel
     src = source(fn, of.types, of.constants, of.divisible)
-    return [compile_for(GPUTarget("cuda", 90, 32), src, **of.options)]
+    return [compile_for(HOPPER, src, **of.options)]
 
 
 @pytest.mark.slow

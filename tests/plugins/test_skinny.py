@@ -21,6 +21,7 @@ from hopper_block import Block, Pointer
 from test_triton_compile import resources
 from tmm_triton import blocks, skinny
 from tmm_triton.skinny import Skinny, SkinnyConfig
+from triton.backends.compiler import GPUTarget
 from uninterpreted import Uninterpreted
 
 from tmm_core import ConfigError, Operand, Problem
@@ -249,7 +250,7 @@ def compiled(sm: int) -> list[dict[str, Any]]:
             if replace(config, early="") in left_out[name]:
                 continue
             (build,) = kernel.builds(problem, config)
-            result = build.compile_for(sm)
+            result = build.compile_for(GPUTarget("cuda", sm, 32))
             ptx = result.asm["ptx"]
             line = {"name": name, "config": config.to_json(), "shared": result.metadata.shared}
             line |= resources(result.asm["cubin"])

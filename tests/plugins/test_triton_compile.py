@@ -26,7 +26,7 @@ from uninterpreted import Uninterpreted
 from tmm_core import Operand, Port, Problem
 from tmm_core.epilogues import parse
 from tmm_core.spec.device import DeviceFingerprint
-from tmm_core.triton import compile_for, source, target_of
+from tmm_core.triton import target_of
 
 BF16, FP32, FP8 = torch.bfloat16, torch.float32, torch.float8_e4m3fn
 #: Name, SMs and shared memory a block may have, by architecture.
@@ -145,7 +145,7 @@ def compiled(sm: int) -> list[dict[str, Any]]:
                 "claimed": config.shared_memory(problem),
             }
             try:
-                result = build.compile_for(sm)
+                result = build.compile_for(target_of(problem.device))
                 ptx = result.asm["ptx"]
                 line |= resources(result.asm["cubin"])
                 line |= {
@@ -255,8 +255,7 @@ def tiles_compiled(name: str) -> list[dict[str, Any]]:
         line = {"problem": str(problem), "kernel": module, "config": str(config)}
         line |= {"function": build.fn.__name__, "claimed": config.shared_memory(problem)}
         line |= {"tile": [config.BLOCK_M, config.BLOCK_N]}
-        src = source(build.fn, build.types, build.constants, build.divisible)
-        result = compile_for(target_of(device), src, **build.options)
+        result = build.compile_for(target_of(device))
         if name == "gfx942":
             text = result.asm["amdgcn"]
             (scratch,) = re.findall(r"\.private_segment_fixed_size:\s*(\d+)", text)

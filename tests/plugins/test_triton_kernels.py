@@ -19,9 +19,9 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 from tmm_triton import kernel as kernel_module
-from tmm_triton import plugin, roofline, split_k
+from tmm_triton import plugin, split_k
 from tmm_triton.kernel import TritonKernel
-from tmm_triton.naive import Naive, NaiveConfig
+from tmm_triton.naive import Naive
 from tmm_triton.operands import TileConfig
 from tmm_triton.persistent import Persistent, PersistentConfig
 from tmm_triton.split_k import SplitK, SplitKConfig
@@ -49,7 +49,7 @@ UNKNOWN = replace(
 
 TILE = {"BLOCK_M": 32, "BLOCK_N": 16, "BLOCK_K": 16, "num_stages": 2, "num_warps": 4}
 KERNELS: dict[TritonKernel[Any], TileConfig] = {
-    Naive(): NaiveConfig(**TILE),
+    Naive(): TileConfig(**TILE),
     Grouped(): GroupedConfig(**TILE, GROUP_M=3),
     SplitK(): SplitKConfig(**TILE, SPLIT_K=3, REDUCE="kernel", SWAP=True),
     FusedEpilogue(): FusedEpilogueConfig(**TILE, GROUP_M=3, SUBTILE=2),
@@ -628,8 +628,8 @@ def test_estimates_are_of_the_right_size(size: tuple[int, int, int], measured_us
 
 def test_estimates_know_waves() -> None:
     tile = TileConfig(BLOCK_M=128, BLOCK_N=128, BLOCK_K=64, num_stages=4, num_warps=8)
-    one_wave = roofline.estimate_us(ask(128 * 11, 128 * 12, 8192), tile)
-    more = roofline.estimate_us(ask(128 * 7, 128 * 19, 8192), tile)
+    one_wave = Naive().estimate_us(ask(128 * 11, 128 * 12, 8192), tile)
+    more = Naive().estimate_us(ask(128 * 7, 128 * 19, 8192), tile)
     assert more > 1.8 * one_wave
 
 

@@ -29,10 +29,11 @@ from tmm_core.spec.device import interpreting
 # rejects functions of other modules.
 @triton.constexpr_function
 def parse_condition(text):
-    """The comparison and the number for each of the three axes; ``*`` becomes ``(">=", 0)``.
+    """The programs along each of the three axes: the first and the last ID of a range, and whether
+    the IDs in it are meant or all others.
 
-    >>> parse_condition("0, >1")
-    (('=', 0), ('>', 1), ('>=', 0))
+    >>> parse_condition("0, !=1")
+    ((0, 0, True), (1, 1, False), (0, 2147483647, True))
 
     Raises:
         ValueError: The text is not a condition; the message quotes the invalid term.
@@ -40,6 +41,7 @@ def parse_condition(text):
     terms = text.split(",") if text.strip() else []
     if len(terms) > 3:
         raise ValueError(f"condition {text!r} has {len(terms)} terms; a grid has three axes")
+    most = 2**31 - 1
     parsed = []
     for axis, term in enumerate(terms):
         number, comparison = term.strip(), "="
@@ -48,45 +50,37 @@ def parse_condition(text):
                 number, comparison = number[len(symbol) :].strip(), symbol
                 break
         if term.strip() == "*":
-            parsed.append((">=", 0))
-        elif number.isascii() and number.isdigit():
-            parsed.append((comparison, int(number)))
-        else:
+            number, comparison = "0", ">="
+        if not (number.isascii() and number.isdigit()):
             raise ValueError(
                 f"condition {text!r}: {term!r}, for program_id({axis}), is none of 3, =3, !=3, "
                 "<3, <=3, >3, >=3 and *"
             )
-    return (*parsed, *[(">=", 0)] * (3 - len(parsed)))
+        value = int(number)
+        ranges = {
+            "=": (value, value, True),
+            "!=": (value, value, False),
+            "<": (0, value - 1, True),
+            "<=": (0, value, True),
+            ">": (value + 1, most, True),
+            ">=": (value, most, True),
+        }
+        parsed.append(ranges[comparison])
+    return (*parsed, *[(0, most, True)] * (3 - len(parsed)))
 
 
 @triton.constexpr_function
-def _comparison(text, axis):
-    return parse_condition(text)[axis][0]
-
-
-@triton.constexpr_function
-def _bound(text, axis):
-    return parse_condition(text)[axis][1]
+def _part(text, axis, part):
+    return parse_condition(text)[axis][part]
 
 
 @triton.jit
 def _holds_on(condition: tl.constexpr, AXIS: tl.constexpr):
-    COMPARISON: tl.constexpr = _comparison(condition, AXIS)
-    BOUND: tl.constexpr = _bound(condition, AXIS)
+    FIRST: tl.constexpr = _part(condition, AXIS, 0)
+    LAST: tl.constexpr = _part(condition, AXIS, 1)
+    WITHIN: tl.constexpr = _part(condition, AXIS, 2)
     pid = tl.program_id(AXIS)
-    if COMPARISON == "=":
-        holds = pid == BOUND
-    elif COMPARISON == "!=":
-        holds = pid != BOUND
-    elif COMPARISON == "<":
-        holds = pid < BOUND
-    elif COMPARISON == "<=":
-        holds = pid <= BOUND
-    elif COMPARISON == ">":
-        holds = pid > BOUND
-    else:
-        holds = pid >= BOUND
-    return holds
+    return ((pid >= FIRST) & (pid <= LAST)) == WITHIN
 
 
 @triton.jit

@@ -26,7 +26,7 @@ from tmm_core.testing.probe import Probe
 USERS = Epilogue(
     "squareplus",
     lambda z, b: 0.5 * (z + (z * z + b).sqrt()),
-    device="tmm_core.testing.squareplus:squareplus",
+    device="tmm_core.testing.terms:squareplus",
     parameters=(1.5,),
 )
 UNFUSABLE = Epilogue("no_device_function", lambda z: z.sin())

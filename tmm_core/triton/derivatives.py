@@ -59,17 +59,9 @@ def sigmoid(z):
 
 
 @triton.jit
-def _silu(z):
-    """silu and its derivative."""
-    s = epilogues.sigmoid(z)
-    y = z * s
-    return y, s + y * (1 - s)
-
-
-@triton.jit
 def silu(z):
-    _, slope = _silu(z)
-    return slope
+    s = epilogues.sigmoid(z)
+    return s + z * s * (1 - s)
 
 
 @triton.jit
@@ -79,31 +71,18 @@ def tanh(z):
 
 
 @triton.jit
-def _gelu(z):
-    """gelu and its derivative: Φ(z), and the normal density times z."""
-    cdf, bell = epilogues.normal(z)
-    return z * cdf, cdf + z * bell * _NORMAL
-
-
-@triton.jit
 def gelu(z):
-    _, slope = _gelu(z)
-    return slope
-
-
-@triton.jit
-def _gelu_tanh(z):
-    """gelu_tanh and its derivative, through sigmoid(2u) like the function."""
-    square = z * z
-    s = _reciprocal(1 + _exp2(z * (square * _GELU_CUBIC + _GELU_LINEAR)))
-    y = z * s
-    return y, s + y * (1 - s) * (square * _GELU_SLOPE_CUBIC + _GELU_SLOPE)
+    # Φ(z), and the normal density times z.
+    cdf, bell = epilogues.normal(z)
+    return cdf + z * bell * _NORMAL
 
 
 @triton.jit
 def gelu_tanh(z):
-    _, slope = _gelu_tanh(z)
-    return slope
+    # Through sigmoid(2u), like the function.
+    square = z * z
+    s = _reciprocal(1 + _exp2(z * (square * _GELU_CUBIC + _GELU_LINEAR)))
+    return s + z * s * (1 - s) * (square * _GELU_SLOPE_CUBIC + _GELU_SLOPE)
 
 
 @triton.jit
@@ -121,22 +100,22 @@ def scale(z, factor: tl.constexpr):
     return tl.full(z.shape, factor, tl.float32)
 
 
+# The compiler computes once what an activation and its derivative have in common.
+
+
 @triton.jit
 def swiglu(gate, up):
-    y, slope = _silu(gate)
-    return slope * up, y
+    return silu(gate) * up, epilogues.silu(gate)
 
 
 @triton.jit
 def geglu(gate, up):
-    y, slope = _gelu(gate)
-    return slope * up, y
+    return gelu(gate) * up, epilogues.gelu(gate)
 
 
 @triton.jit
 def geglu_tanh(gate, up):
-    y, slope = _gelu_tanh(gate)
-    return slope * up, y
+    return gelu_tanh(gate) * up, epilogues.gelu_tanh(gate)
 
 
 @triton.jit
