@@ -23,7 +23,7 @@ from tmm_cache.disk import (
     write_atomically,
 )
 from tmm_cache.errors import RecordError
-from tmm_cache.fields import shown
+from tmm_cache.fields import at, flag
 from tmm_cache.head import with_head
 from tmm_cache.keys import JSON, digest, plain
 from tmm_cache.layout import BROKEN_SUFFIX, ENVIRONMENT
@@ -93,9 +93,7 @@ def parse_stored(data: bytes, name: str) -> Stored:
         found = document.pop("checksum", None)
         if sealed and not has_checksum(data, document, found):
             raise RecordError("checksum: found another than the content's; the file has changed")
-        imported = document.pop("imported", False)
-        if not isinstance(imported, bool):
-            raise RecordError(f"imported: found {shown(imported)}, accepted is true or false")
+        imported = at(".imported", flag, document.pop("imported", False))
         document.pop("best", None)  # repeats what the candidates hold
     record = TuningRecord.from_json(document)
     actual = digest(record.problem)
