@@ -8,7 +8,7 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn, TypeVar
 
@@ -103,14 +103,6 @@ class Noted:
         """Report one fault."""
         self.count += 1
         note(f"passed over {fault.path}: {fault.reason}")
-
-    def without_faults(self, items: Iterable[T | Fault]) -> Iterator[T]:
-        """The items that are not faults; each fault is reported."""
-        for item in items:
-            if isinstance(item, Fault):
-                self.fault(item)
-            else:
-                yield item
 
 
 def print_json(value: JSON) -> None:

@@ -9,10 +9,10 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TypeAlias
 
 from tmm_cache.disk import (
     NotRegularError,
@@ -49,6 +49,10 @@ class Fault:
     damaged: bool
     #: The fault affects every file of a folder: one warning, not thousands.
     place: bool = False
+
+
+#: Takes the faults that a walk over files meets; the walk goes on.
+Report: TypeAlias = Callable[[Fault], object]
 
 
 def parse(data: bytes) -> object:
@@ -165,10 +169,12 @@ def read_bytes(path: Path, most: int = MAX_BYTES) -> bytes | Fault | None:
     return data
 
 
-def read_record(path: Path) -> TuningRecord | Fault | None:
-    """The record in a file; None if the file is absent."""
+def read_record(path: Path, report: Report) -> TuningRecord | None:
+    """The record in a file; None if the file is absent, or has a fault, which is reported."""
     stored = read_stored(path)
-    return stored.record if isinstance(stored, Stored) else stored
+    if isinstance(stored, Fault):
+        report(stored)
+    return stored.record if isinstance(stored, Stored) else None
 
 
 def read_stored(path: Path) -> Stored | Fault | None:
@@ -182,15 +188,19 @@ def read_stored(path: Path) -> Stored | Fault | None:
         return Fault(path, f"is not a valid record: {error}", damaged=True)
 
 
-def read_environment(folder: Path) -> dict[str, JSON] | Fault | None:
-    """The environment of a folder of records; None if its file is absent."""
-    data = read_bytes(folder / ENVIRONMENT)
-    if not isinstance(data, bytes):
-        return data
+def read_environment(folder: Path, report: Report) -> dict[str, JSON] | None:
+    """The environment of a folder of records; None if its file is absent, or has a fault, which is
+    reported."""
+    path = folder / ENVIRONMENT
+    data = read_bytes(path)
     try:
-        return parse_environment(data, folder.name)
+        if isinstance(data, bytes):
+            return parse_environment(data, folder.name)
     except ValueError as error:
-        return Fault(folder / ENVIRONMENT, f"is not a valid environment: {error}", damaged=True)
+        data = Fault(path, f"is not a valid environment: {error}", damaged=True)
+    if data is not None:
+        report(data)
+    return None
 
 
 def set_aside(path: Path) -> Path | None:

@@ -15,7 +15,14 @@ from pathlib import Path
 
 from tmm_cache.complaints import Complaints
 from tmm_cache.disk import append_line, make_folder
-from tmm_cache.files import MAX_BYTES, Fault, read_bytes, read_environment, write_environment
+from tmm_cache.files import (
+    MAX_BYTES,
+    Fault,
+    Report,
+    read_bytes,
+    read_environment,
+    write_environment,
+)
 from tmm_cache.keys import JSON, canonical
 from tmm_cache.layout import MISSES
 from tmm_cache.scan import Folder, folders
@@ -61,17 +68,12 @@ class MissLog:
 
     def all(self) -> list[Miss]:
         """The logged problems, each once per GPU and environment."""
-        found = []
+        found, report = [], self._complaints.fault
         for folder in self._folders():
-            problems, fault = read_misses(folder.path)
-            if fault is not None:
-                self._complaints.fault(fault)
+            problems = read_misses(folder.path, report)
             if not problems:
                 continue
-            environment = read_environment(folder.path)
-            if isinstance(environment, Fault):
-                self._complaints.fault(environment)
-                environment = None
+            environment = read_environment(folder.path, report)
             found += [
                 Miss(folder.gpu, folder.environment_digest, environment, problem, count)
                 for problem, count in problems
@@ -89,24 +91,24 @@ class MissLog:
         return removal.remove(self._root, removals, self._complaints.fault)
 
     def _folders(self) -> Iterator[Folder]:
-        for folder in folders(self._root):
-            if isinstance(folder, Fault):
-                self._complaints.fault(folder)
-            elif not folder.is_old:
+        for folder in folders(self._root, self._complaints.fault):
+            if not folder.is_old:
                 yield folder
 
 
-def read_misses(folder: Path) -> tuple[list[tuple[Mapping[str, JSON], int]], Fault | None]:
-    """The problems of a folder's log, each once, with its count; and the log's fault.
+def read_misses(folder: Path, report: Report) -> list[tuple[Mapping[str, JSON], int]]:
+    """The problems of a folder's log, each once, with its count.
 
     A torn last line comes from a killed process and is not a fault.
     """
     path = folder / MISSES
     data = read_bytes(path)
     if not isinstance(data, bytes):
-        return [], data
+        if data is not None:
+            report(data)
+        return []
     counts: Counter[str] = Counter()
-    fault = None
+    faults: list[Fault] = []
     lines = data.split(b"\n")
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -114,6 +116,8 @@ def read_misses(folder: Path) -> tuple[list[tuple[Mapping[str, JSON], int]], Fau
         try:
             counts[canonical({**json.loads(line)["problem"]})] += 1
         except (KeyError, TypeError, ValueError, RecursionError):
-            if number < len(lines) and fault is None:
-                fault = Fault(path, f"line {number} is not a miss", damaged=False)
-    return [(json.loads(text), count) for text, count in counts.items()], fault
+            if number < len(lines):
+                faults.append(Fault(path, f"line {number} is not a miss", damaged=False))
+    for fault in faults[:1]:
+        report(fault)
+    return [(json.loads(text), count) for text, count in counts.items()]

@@ -199,11 +199,9 @@ class CacheStore:
         held = dict(sorted(self._held.items()))
         yield from (summary for summary in held.values() if gpu in (None, summary.gpu))
         for root in (self.root, *self.layers):
-            for item in summaries(root, gpu, full=full):
-                if isinstance(item, Fault):
-                    self._complaints.fault(item)
-                elif item.path not in held:
-                    yield item
+            for summary in summaries(root, self._complaints.fault, gpu, full=full):
+                if summary.path not in held:
+                    yield summary
 
     def remove(self, entries: Iterable[Summary]) -> int:
         """Remove records of the user's own root, and the folders that become empty.
