@@ -25,10 +25,18 @@ INTERRUPTED = 130
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with one-line errors."""
+    """argparse with one-line errors, and less to write."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(MISTAKE, f"{self.prog}: {printable(message)}\n")
+
+    def flag(self, *names: str, text: str) -> None:
+        """Add an option without a value, False by default."""
+        self.add_argument(*names, action="store_true", help=text)
+
+    def add_json(self) -> None:
+        """Add `--json`."""
+        self.flag("--json", text="print JSON")
 
 
 def argument(parse: Callable[[str], T]) -> Callable[[str], T]:
