@@ -9,7 +9,7 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import NoReturn, TypeAlias
@@ -25,7 +25,7 @@ from tmm_cache.disk import (
 from tmm_cache.errors import RecordError
 from tmm_cache.fields import at, flag
 from tmm_cache.head import with_head
-from tmm_cache.keys import JSON, digest, plain
+from tmm_cache.keys import JSON, Document, digest, plain
 from tmm_cache.layout import BROKEN_SUFFIX, ENVIRONMENT
 from tmm_cache.record import TuningRecord
 
@@ -115,7 +115,7 @@ def with_checksum(text: str) -> str:
     return f'{text[:-1]}, "checksum": "{_checksum(text)}"}}\n'
 
 
-def has_checksum(data: bytes, document: Mapping[str, JSON], found: JSON) -> bool:
+def has_checksum(data: bytes, document: Document, found: JSON) -> bool:
     """Whether `found` is the checksum of the document that was parsed from `data`."""
     tail = f', "checksum": "{found}"}}\n'.encode("ascii", "replace")
     if data.endswith(tail):
@@ -242,7 +242,7 @@ def record_bytes(record: TuningRecord, imported: bool = False, checked: bool = F
     return with_checksum(json.dumps(document, allow_nan=False)).encode("ascii")
 
 
-def write_record(path: Path, data: bytes, environment: Mapping[str, JSON] | None) -> None:
+def write_record(path: Path, data: bytes, environment: Document | None) -> None:
     """Write a record's bytes, and its environment if that is absent.
 
     Raises OSError; then the file is unchanged.
@@ -261,7 +261,7 @@ def write_record(path: Path, data: bytes, environment: Mapping[str, JSON] | None
             return
 
 
-def write_environment(folder: Path, environment: Mapping[str, JSON]) -> None:
+def write_environment(folder: Path, environment: Document) -> None:
     """Write the readable environment of a folder, once. Raises OSError."""
     path = folder / ENVIRONMENT
     if not path.exists():

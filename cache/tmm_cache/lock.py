@@ -8,7 +8,7 @@ record is checked when it is requested.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Final
@@ -17,7 +17,7 @@ from tmm_cache.disk import write_for_all
 from tmm_cache.errors import RecordError, UsageError
 from tmm_cache.files import Fault, Report, has_checksum, parse, read_bytes, with_checksum
 from tmm_cache.head import Head
-from tmm_cache.keys import JSON, digest, is_slug
+from tmm_cache.keys import JSON, Document, digest, is_slug
 from tmm_cache.record import TuningRecord
 from tmm_cache.scan import Key, Summary
 
@@ -55,8 +55,8 @@ def write_lock(file: Path, found: Iterable[tuple[Summary, TuningRecord]]) -> int
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    environment: Mapping[str, JSON]
-    problem: Mapping[str, JSON]
+    environment: Document
+    problem: Document
     document: Any
 
 
@@ -73,7 +73,7 @@ class LockFile:
         except (ValueError, TypeError, RecursionError) as error:
             raise LockError(f"{path}: is not a lock file: {error}") from error
 
-    def keys(self) -> Iterator[tuple[str, Mapping[str, JSON], Mapping[str, JSON]]]:
+    def keys(self) -> Iterator[tuple[str, Document, Document]]:
         """GPU, environment and problem of every record."""
         for (gpu, _, _), item in self._items.items():
             yield gpu, item.environment, item.problem

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -23,7 +23,7 @@ from tmm_cache.files import (
     read_environment,
     write_environment,
 )
-from tmm_cache.keys import JSON, canonical
+from tmm_cache.keys import Document, canonical
 from tmm_cache.layout import MISSES
 from tmm_cache.scan import Folder, folders
 
@@ -37,8 +37,8 @@ class Miss:
 
     gpu: str
     environment_digest: str
-    environment: Mapping[str, JSON] | None
-    problem: Mapping[str, JSON]
+    environment: Document | None
+    problem: Document
     count: int
 
 
@@ -50,7 +50,7 @@ class MissLog:
         self._complaints = complaints
         self._logged: set[Path] = set()
 
-    def add(self, path: Path, environment: Mapping[str, JSON], problem: Mapping[str, JSON]) -> None:
+    def add(self, path: Path, environment: Document, problem: Document) -> None:
         """Log the problem whose record would be at `path`, once."""
         if path in self._logged or not self._complaints.may_write():
             return
@@ -96,7 +96,7 @@ class MissLog:
                 yield folder
 
 
-def read_misses(folder: Path, report: Report) -> list[tuple[Mapping[str, JSON], int]]:
+def read_misses(folder: Path, report: Report) -> list[tuple[Document, int]]:
     """The problems of a folder's log, each once, with its count.
 
     A torn last line comes from a killed process and is not a fault.

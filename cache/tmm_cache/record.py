@@ -19,7 +19,7 @@ from typing import Any, Final, Literal, TypeAlias, get_args
 from tmm_cache import fields
 from tmm_cache.errors import RecordError
 from tmm_cache.fields import RefusedError, shown
-from tmm_cache.keys import JSON, plain
+from tmm_cache.keys import JSON, Document, plain
 
 #: Version of the document below and of the folder layout.
 SCHEMA: Final = 2
@@ -50,7 +50,7 @@ def _defaults(cls: type) -> dict[str, Any]:
     }
 
 
-def _plain(mapping: Mapping[str, JSON], field: str) -> dict[str, JSON]:
+def _plain(mapping: Document, field: str) -> dict[str, JSON]:
     if type(mapping) is dict and {*map(type, mapping.values())} <= {int, str, bool}:
         return mapping.copy()  # most configs; ten times faster than below
     try:
@@ -74,7 +74,7 @@ class CandidateResult:
 
     kernel: str
     version: str
-    config: Mapping[str, JSON]
+    config: Document
     status: Status
     samples_us: tuple[float, ...] = ()
     error: float | None = None
@@ -156,7 +156,7 @@ class TuningRecord:
     were taken with `clock`.
     """
 
-    problem: Mapping[str, JSON]
+    problem: Document
     winner: int
     candidates: tuple[CandidateResult, ...]
     created: str

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TypeAlias
@@ -16,7 +16,7 @@ from typing import TypeAlias
 from tmm_cache.complaints import passed_over
 from tmm_cache.files import Fault, Report, read_environment, read_record
 from tmm_cache.head import Head, read_head
-from tmm_cache.keys import JSON, is_slug
+from tmm_cache.keys import Document, is_slug
 from tmm_cache.layout import DIGEST, RECORD, VERSION, VERSIONS
 from tmm_cache.record import TuningRecord
 
@@ -55,7 +55,7 @@ class Summary:
     root: Path
     gpu: str
     environment_digest: str
-    environment: Mapping[str, JSON] | None
+    environment: Document | None
     head: Head
     _record: TuningRecord | None = field(default=None, repr=False, compare=False)
 
@@ -70,7 +70,7 @@ class Summary:
         return self.gpu, self.environment_digest, self.digest
 
     @property
-    def problem(self) -> Mapping[str, JSON]:
+    def problem(self) -> Document:
         """The problem; only its sizes are checked."""
         return self.head.problem
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +18,7 @@ from tmm_cache.disk import make_folder
 from tmm_cache.errors import warn_once
 from tmm_cache.files import Fault, read_stored, record_bytes, write_record
 from tmm_cache.head import Head
-from tmm_cache.keys import JSON, canonical, digest
+from tmm_cache.keys import Document, canonical, digest
 from tmm_cache.layout import LOCK_SUFFIX, layer_paths, record_path
 from tmm_cache.locks import Lock
 from tmm_cache.misses import Miss, MissLog
@@ -67,13 +67,11 @@ class CacheStore:
         #: Records that this process answers with regardless of the disk, by path.
         self._held: dict[Path, Summary] = {}
 
-    def path(self, gpu: str, environment: Mapping[str, JSON], problem: Mapping[str, JSON]) -> Path:
+    def path(self, gpu: str, environment: Document, problem: Document) -> Path:
         """The file in the user's own root where the problem's record is or would be."""
         return record_path(self.root, gpu, digest(environment), digest(problem))
 
-    def load(
-        self, gpu: str, environment: Mapping[str, JSON], problem: Mapping[str, JSON]
-    ) -> TuningRecord | None:
+    def load(self, gpu: str, environment: Document, problem: Document) -> TuningRecord | None:
         """The problem's record: held, from the root, or from the first layer with it; None: a
         miss."""
         located = self.locate(gpu, environment, problem)
@@ -85,9 +83,7 @@ class CacheStore:
             touch(path)
         return located.record
 
-    def locate(
-        self, gpu: str, environment: Mapping[str, JSON], problem: Mapping[str, JSON]
-    ) -> Located | None:
+    def locate(self, gpu: str, environment: Document, problem: Document) -> Located | None:
         """The problem's record as `load` finds it, and its origin.
 
         Takes no lock. A file that is damaged, of a foreign schema or about another problem is
@@ -116,9 +112,7 @@ class CacheStore:
                 self._complaints.fault(Fault(path, reason, damaged=False))
         return None
 
-    def nearest_key(
-        self, gpu: str, environment: Mapping[str, JSON], problem: Mapping[str, JSON]
-    ) -> NearestKey | None:
+    def nearest_key(self, gpu: str, environment: Document, problem: Document) -> NearestKey | None:
         """The stored key nearest to the requested one, with their differences; None if the store is
         empty."""
         from tmm_cache.nearest import nearest
@@ -133,24 +127,22 @@ class CacheStore:
         )
         return nearest((gpu, environment, problem), keys)
 
-    def is_verified(self, gpu: str, environment: Mapping[str, JSON], key: str) -> bool:
+    def is_verified(self, gpu: str, environment: Document, key: str) -> bool:
         """Whether `mark_verified` was called with this key under this root. Never raises
         OSError."""
         return self._stamps(gpu, environment).get(key) is True
 
-    def mark_verified(self, gpu: str, environment: Mapping[str, JSON], key: str) -> None:
+    def mark_verified(self, gpu: str, environment: Document, key: str) -> None:
         """Remember that the key was verified, for every process of this user if the root is
         writable, otherwise for this process. Never raises OSError."""
         self._stamps(gpu, environment).add(key, True)
 
-    def found(
-        self, gpu: str, environment: Mapping[str, JSON], problem: Mapping[str, JSON]
-    ) -> Path | None:
+    def found(self, gpu: str, environment: Document, problem: Document) -> Path | None:
         """The file that `load` would answer from, or that a held record was written to."""
         located = self.locate(gpu, environment, problem)
         return None if located is None else located.path
 
-    def save(self, gpu: str, environment: Mapping[str, JSON], record: TuningRecord) -> Path | None:
+    def save(self, gpu: str, environment: Document, record: TuningRecord) -> Path | None:
         """Write a record into the user's own root; None if that failed, with a `CacheWarning`.
 
         A record that could not be written is held in memory. Raises RecordError for a record that
@@ -176,12 +168,12 @@ class CacheStore:
         self._upkeep.saved(path, len(data), self._held)
         return path
 
-    def hold(self, gpu: str, environment: Mapping[str, JSON], record: TuningRecord) -> None:
+    def hold(self, gpu: str, environment: Document, record: TuningRecord) -> None:
         """Answer with this record as long as the store lives, regardless of the disk."""
         held = self.summary(gpu, environment, record)
         self._held[held.path] = held
 
-    def summary(self, gpu: str, environment: Mapping[str, JSON], record: TuningRecord) -> Summary:
+    def summary(self, gpu: str, environment: Document, record: TuningRecord) -> Summary:
         """The summary of a record that was saved or held, as in `summaries`."""
         path, head = self.path(gpu, environment, record.problem), Head.of(record)
         return Summary(path, self.root, gpu, digest(environment), environment, head, record)
@@ -222,11 +214,7 @@ class CacheStore:
 
     @contextlib.contextmanager
     def lock(
-        self,
-        gpu: str,
-        environment: Mapping[str, JSON],
-        problem: Mapping[str, JSON],
-        timeout: float,
+        self, gpu: str, environment: Document, problem: Document, timeout: float
     ) -> Iterator[bool]:
         """Hold the right to tune a problem, among all threads and processes on this root.
 
@@ -258,9 +246,7 @@ class CacheStore:
                     lock.path, fault, "locked", "two processes may tune the same problem"
                 )
 
-    def log_miss(
-        self, gpu: str, environment: Mapping[str, JSON], problem: Mapping[str, JSON]
-    ) -> None:
+    def log_miss(self, gpu: str, environment: Document, problem: Document) -> None:
         """Log a problem met where tuning is forbidden, once per store. Never raises OSError."""
         self._misses.add(self.path(gpu, environment, problem), environment, problem)
 
@@ -272,9 +258,7 @@ class CacheStore:
         """Clear the logs of problems; returns how many were removed."""
         return self._misses.clear()
 
-    def _locate_locked(
-        self, gpu: str, environment: Mapping[str, JSON], problem: Mapping[str, JSON]
-    ) -> Located | None:
+    def _locate_locked(self, gpu: str, environment: Document, problem: Document) -> Located | None:
         lock = self._locked_file()
         key = gpu, digest(environment), digest(problem)
         record = None if lock is None else lock.record(key)
@@ -298,7 +282,7 @@ class CacheStore:
                 warn_once(self.lock_path, note, about="lock file")
         return self._lock_file
 
-    def _stamps(self, gpu: str, environment: Mapping[str, JSON]) -> Notes:
+    def _stamps(self, gpu: str, environment: Document) -> Notes:
         # Not keyed by host name: a container gets a new one at each start, and verification is
         # about a kernel's code on this GPU under this software.
         of = gpu, digest(environment)

@@ -223,11 +223,8 @@ class Call:
         if self.rows is None:
             return tmm_core.plan(self.a, self.b, **self.keywords, **forced)
         given = {name: value for name, value in forced.items() if value is not None}
+        call = GroupedArguments(self.a, self.b, **self.keywords)
         with settings.override(**given) as current:
-            call = GroupedArguments(
-                self.a, self.b, self.rows.offs, self.bias, self.residual, out_dtype=self.out_dtype,
-                scale_a=self.scale_a, scale_b=self.scale_b,
-            )  # fmt: skip
             return grouped.make_plan(call, self.epilogue, current)
 
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from tmm_cache import CacheStore, TuningRecord
+from tmm_cache.places import NOWHERE
 
 import tmm_core
 from tmm_core import dispatch, settings
@@ -140,11 +139,9 @@ def kernels(call: Call) -> tuple[list[Series], dict[str, str]]:
 
 def untuned(call: Call) -> Plan:
     """The choice without any record."""
-    with tempfile.TemporaryDirectory() as empty:
-        blank = Dispatcher(
-            dispatch.dispatcher().registry, Tuner(), CacheStore(Path(empty), layers=())
-        )
-        candidate = blank.choose(call.problem(), settings.current()).candidate
+    empty = CacheStore(NOWHERE, layers=())
+    blank = Dispatcher(dispatch.dispatcher().registry, Tuner(), empty)
+    candidate = blank.choose(call.problem(), settings.current()).candidate
     return call.plan(kernel=candidate.kernel.name, config=candidate.config)
 
 
