@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from tmm_cache.complaints import Complaints
 from tmm_cache.disk import append_line, make_folder
 from tmm_cache.files import (
     MAX_BYTES,
@@ -42,58 +40,30 @@ class Miss:
     count: int
 
 
-class MissLog:
-    """The logs of one root. Never raises OSError."""
+def log_miss(log: Path, environment: Document, problem: Document) -> None:
+    """Append a problem to the log of a folder. Raises OSError."""
+    make_folder(log.parent)
+    write_environment(log.parent, environment)
+    if not append_line(log, canonical({"problem": problem}).encode("ascii"), MAX_BYTES):
+        raise OSError("it is full, tune or clear its problems")
 
-    def __init__(self, root: Path, complaints: Complaints) -> None:
-        self._root = root
-        self._complaints = complaints
-        self._logged: set[Path] = set()
 
-    def add(self, path: Path, environment: Document, problem: Document) -> None:
-        """Log the problem whose record would be at `path`, once."""
-        if path in self._logged or not self._complaints.may_write():
-            return
-        self._logged.add(path)
-        try:
-            make_folder(path.parent)
-            write_environment(path.parent, environment)
-            line = canonical({"problem": problem}).encode("ascii")
-            if not append_line(path.with_name(MISSES), line, MAX_BYTES):
-                raise OSError("it is full, tune or clear its problems")
-        except OSError as error:
-            log = path.with_name(MISSES)
-            told = "problems that are not tuned are not noted"
-            self._complaints.beside(log, error, "written", told)
-
-    def all(self) -> list[Miss]:
-        """The logged problems, each once per GPU and environment."""
-        found, report = [], self._complaints.fault
-        for folder in self._folders():
-            problems = read_misses(folder.path, report)
-            if not problems:
-                continue
-            environment = read_environment(folder.path, report)
-            found += [
-                Miss(folder.gpu, folder.environment_digest, environment, problem, count)
-                for problem, count in problems
-            ]
-        return found
-
-    def clear(self) -> int:
-        """Clear the logs; returns how many were removed."""
-        from tmm_cache import removal  # not needed for replay
-
-        removals = [
-            each for folder in self._folders() for each in removal.misses(folder, "asked for")
+def logged_misses(root: Path, report: Report) -> list[Miss]:
+    """The problems logged in a root, each once per GPU and environment."""
+    found = []
+    for folder in folders_of_logs(root, report):
+        problems = read_misses(folder.path, report)
+        environment = read_environment(folder.path, report) if problems else None
+        found += [
+            Miss(folder.gpu, folder.environment_digest, environment, problem, count)
+            for problem, count in problems
         ]
-        self._logged.clear()
-        return removal.remove(self._root, removals, self._complaints.fault)
+    return found
 
-    def _folders(self) -> Iterator[Folder]:
-        for folder in folders(self._root, self._complaints.fault):
-            if not folder.is_old:
-                yield folder
+
+def folders_of_logs(root: Path, report: Report) -> list[Folder]:
+    """The folders in which problems are logged."""
+    return [folder for folder in folders(root, report) if not folder.is_old]
 
 
 def read_misses(folder: Path, report: Report) -> list[tuple[Document, int]]:

@@ -19,9 +19,9 @@ from tmm_cache.errors import warn_once
 from tmm_cache.files import Fault, read_stored, record_bytes, write_record
 from tmm_cache.head import Head
 from tmm_cache.keys import Document, canonical, digest
-from tmm_cache.layout import LOCK_SUFFIX, layer_paths, record_path
+from tmm_cache.layout import LOCK_SUFFIX, MISSES, layer_paths, record_path
 from tmm_cache.locks import Lock
-from tmm_cache.misses import Miss, MissLog
+from tmm_cache.misses import Miss, folders_of_logs, log_miss, logged_misses
 from tmm_cache.notes import Notes
 from tmm_cache.places import absolute, default_root, is_nowhere, lock_path, real
 from tmm_cache.record import CLOCK, TuningRecord
@@ -61,7 +61,8 @@ class CacheStore:
         self.lock_path = lock_path(os.environ, self.root)
         self._lock_file: LockFile | None = None
         self._complaints = Complaints(self.root)
-        self._misses = MissLog(self.root, self._complaints)
+        #: Where the records of the problems that were logged would be.
+        self._logged: set[Path] = set()
         self._verified: dict[tuple[str, str], Notes] = {}
         self._upkeep: Upkeep | None = None
         #: Records that this process answers with regardless of the disk, by path.
@@ -248,15 +249,33 @@ class CacheStore:
 
     def log_miss(self, gpu: str, environment: Document, problem: Document) -> None:
         """Log a problem met where tuning is forbidden, once per store. Never raises OSError."""
-        self._misses.add(self.path(gpu, environment, problem), environment, problem)
+        path = self.path(gpu, environment, problem)
+        if path in self._logged or not self._complaints.may_write():
+            return
+        self._logged.add(path)
+        log = path.with_name(MISSES)
+        try:
+            log_miss(log, environment, problem)
+        except OSError as error:
+            told = "problems that are not tuned are not noted"
+            self._complaints.beside(log, error, "written", told)
 
     def misses(self) -> list[Miss]:
         """The problems logged in the user's own root, each once per GPU and environment."""
-        return self._misses.all()
+        return logged_misses(self.root, self._complaints.fault)
 
     def clear_misses(self) -> int:
         """Clear the logs of problems; returns how many were removed."""
-        return self._misses.clear()
+        from tmm_cache import removal  # not needed for replay
+
+        self._logged.clear()
+        report = self._complaints.fault
+        logs = [
+            log
+            for folder in folders_of_logs(self.root, report)
+            for log in removal.misses(folder, "asked for")
+        ]
+        return removal.remove(self.root, logs, report)
 
     def _locate_locked(self, gpu: str, environment: Document, problem: Document) -> Located | None:
         lock = self._locked_file()
