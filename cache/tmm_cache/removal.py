@@ -7,7 +7,6 @@ single files whose names match the layout, and the command shows the list first.
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
@@ -20,7 +19,7 @@ from tmm_cache.disk import remove_if_empty
 from tmm_cache.files import Fault, Report
 from tmm_cache.filters import Filter
 from tmm_cache.layout import BROKEN, LOCK, LOCK_SUFFIX, MISSES, NOTE_FILE, NOTES, RECORD
-from tmm_cache.locks import Lock
+from tmm_cache.locks import held_at_once
 from tmm_cache.record import CLOCK
 from tmm_cache.scan import Folder, Summary, folders, summaries_of
 from tmm_cache.upkeep import files, leftovers
@@ -181,12 +180,6 @@ def _leftovers(folder: Folder) -> Iterator[Removal]:
 
 
 def _remove_lock(path: Path) -> None:
-    if not os.path.isfile(path):
-        return
-    lock = Lock(path)
-    if not lock.acquire(timeout=0):
-        raise OSError(errno.EWOULDBLOCK, "another process holds it")
-    try:
-        path.unlink()
-    finally:
-        lock.release()
+    with held_at_once(path) as held:
+        if held:
+            path.unlink()
