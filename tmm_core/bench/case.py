@@ -147,14 +147,8 @@ class Case:
     @classmethod
     def from_json(cls, doc: Mapping[str, Any]) -> Case:
         """The case that ``doc`` describes; KeyError, TypeError or ValueError if it is invalid."""
-        out_dtype = doc["out_dtype"]
-        return cls(
-            **{
-                **doc,
-                "dtype": dtype_of(doc["dtype"]),
-                "out_dtype": dtype_of(out_dtype) if out_dtype else None,
-            }
-        )
+        out_dtype = dtype_of(doc["out_dtype"]) if doc["out_dtype"] else None
+        return cls(**{**doc, "dtype": dtype_of(doc["dtype"]), "out_dtype": out_dtype})
 
     def __str__(self) -> str:
         size = f"{self.m}×{self.n}×{self.k}"
