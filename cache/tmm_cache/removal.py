@@ -21,7 +21,7 @@ from tmm_cache.filters import Filter
 from tmm_cache.layout import BROKEN, LOCK, LOCK_SUFFIX, MISSES, NOTE_FILE, NOTES, RECORD
 from tmm_cache.locks import held_at_once
 from tmm_cache.record import CLOCK
-from tmm_cache.scan import Folder, Summary, folders, summaries_of
+from tmm_cache.scan import Folder, Summary, folders, summaries, summaries_of
 from tmm_cache.upkeep import files, leftovers
 
 Kind: TypeAlias = Literal["record", "damaged", "misses", "lock", "temporary", "notes"]
@@ -46,19 +46,20 @@ def cleared(root: Path, wanted: Filter, report: Report) -> Iterator[Removal]:
 
     This and `outdated` report other faults, such as a folder that can't be listed.
     """
+    reason = "to be cleared"
+    if not wanted.is_empty:
+        found = summaries(root, report, full=True)
+        yield from (Removal(entry.path, "record", reason) for entry in found if wanted(entry))
+        return
     for folder in folders(root, report):
         faults: list[Fault] = []
-        for entry in summaries_of(
-            root, folder, faults.append if wanted.is_empty else report, full=True
-        ):
-            if wanted(entry):
-                yield Removal(entry.path, "record", "to be cleared")
+        for entry in summaries_of(root, folder, faults.append, full=True):
+            yield Removal(entry.path, "record", reason)
         yield from _damaged(faults, report)
-        if wanted.is_empty:
-            yield from misses(folder, "to be cleared")
-            yield from _leftovers(folder)
-    for path in files(root / NOTES, NOTE_FILE) if wanted.is_empty else ():
-        yield Removal(path, "notes", "to be cleared")
+        yield from misses(folder, reason)
+        yield from _leftovers(folder)
+    for path in files(root / NOTES, NOTE_FILE):
+        yield Removal(path, "notes", reason)
 
 
 def outdated(root: Path, before: datetime | None, report: Report) -> Iterator[Removal]:

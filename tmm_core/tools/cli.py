@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -96,7 +96,10 @@ def _add_explain(parser: Parser) -> None:
         help="show the order of tiles, and the reads of each wave",
     )
     parser.add_argument(
-        "--group", type=_counts, metavar="N,…", help="--tiles: the values of GROUP_M to show"
+        "--group",
+        type=_listed(shared.count),
+        metavar="N,…",
+        help="--tiles: the values of GROUP_M to show",
     )
     parser.add_argument("--wave", type=shared.count, metavar="N", help="--tiles: tiles per wave")
     parser.add_argument(
@@ -156,7 +159,7 @@ def _add_bench(parser: Parser) -> None:
     )
     parser.add_argument(
         "--dtypes",
-        type=_dtypes,
+        type=_listed(parse_dtype),
         metavar="DTYPE,…",
         help="run --shapes and --squares in each of these, instead of --dtype",
     )
@@ -164,7 +167,7 @@ def _add_bench(parser: Parser) -> None:
     parser.add_argument(
         "--kernel",
         action="extend",
-        type=lambda text: text.split(","),
+        type=_listed(str),
         default=[],
         metavar="NAME,…",
         help="time these kernels too, on --shapes and --squares",
@@ -268,14 +271,13 @@ def _add_budget(parser: Parser) -> None:
     )
 
 
+def _listed(parse: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    return argument(lambda text: [parse(part) for part in text.split(",")])
+
+
 @argument
 def _seconds(text: str) -> float:
     return shared.positive(float, text)
-
-
-@argument
-def _counts(text: str) -> list[int]:
-    return [shared.positive(int, each) for each in text.split(",")]
 
 
 @argument
@@ -301,11 +303,6 @@ def _squares(text: str) -> list[int]:
     if last < first:
         raise ValueError(f"found {text!r}: the last size is below the first")
     return list(range(first, last + 1, step))
-
-
-@argument
-def _dtypes(text: str) -> list[Any]:
-    return [parse_dtype(part) for part in text.split(",")]
 
 
 @argument
