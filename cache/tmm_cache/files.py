@@ -242,28 +242,26 @@ def record_bytes(record: TuningRecord, imported: bool = False, checked: bool = F
     return with_checksum(json.dumps(document, allow_nan=False)).encode("ascii")
 
 
-def write_record(path: Path, data: bytes, environment: Document | None) -> None:
+def write_record(path: Path, data: bytes, environment: Document) -> None:
     """Write a record's bytes, and its environment if that is absent.
 
     Raises OSError; then the file is unchanged.
     """
-    for attempt in ("first", "last"):
-        try:
-            make_folder(path.parent)
-            if environment is not None:
-                write_environment(path.parent, environment)
-            write_atomically(path, data)
-        except FileNotFoundError:
-            # A `clear` elsewhere removed the empty folder between the two steps.
-            if attempt == "last":
-                raise
-        else:
-            return
+
+    def write() -> None:
+        write_environment(path.parent, environment)
+        write_atomically(path, data)
+
+    try:
+        write()
+    except FileNotFoundError:  # a `clear` elsewhere removed the empty folder between two steps
+        write()
 
 
 def write_environment(folder: Path, environment: Document) -> None:
-    """Write the readable environment of a folder, once. Raises OSError."""
+    """Write the readable environment of a folder, once, and make the folder. Raises OSError."""
     path = folder / ENVIRONMENT
     if not path.exists():
+        make_folder(folder)
         text = json.dumps(plain(environment), indent=2) + "\n"
         write_atomically(path, text.encode("ascii"))

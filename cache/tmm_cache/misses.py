@@ -12,7 +12,7 @@ from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
-from tmm_cache.disk import append_line, make_folder
+from tmm_cache.disk import append_line
 from tmm_cache.files import (
     MAX_BYTES,
     Fault,
@@ -42,7 +42,6 @@ class Miss:
 
 def log_miss(log: Path, environment: Document, problem: Document) -> None:
     """Append a problem to the log of a folder. Raises OSError."""
-    make_folder(log.parent)
     write_environment(log.parent, environment)
     if not append_line(log, canonical({"problem": problem}).encode("ascii"), MAX_BYTES):
         raise OSError("it is full, tune or clear its problems")
