@@ -25,9 +25,10 @@ from tmm_cache.disk import open_regular, write_for_all
 from tmm_cache.errors import RecordError
 from tmm_cache.files import (
     Fault,
+    Stored,
     parse_environment,
     parse_stored,
-    read_record,
+    read_stored,
     record_bytes,
     write_environment,
 )
@@ -128,9 +129,9 @@ def read_archive(file: Path, root: Path, force: bool) -> Imported:
                     continue
                 rank = _rank(record)
                 if not force and path not in ranks:
-                    present = read_record(path)
-                    if isinstance(present, TuningRecord):
-                        ranks[path] = _rank(present)
+                    present = read_stored(path)
+                    if isinstance(present, Stored):
+                        ranks[path] = _rank(present.record)
                     elif isinstance(present, Fault) and not present.damaged:
                         # The record there may be newer, and readable the next time.
                         if present.place:

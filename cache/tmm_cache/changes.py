@@ -22,7 +22,6 @@ from tmm_cache.console import (
     print_json,
 )
 from tmm_cache.errors import UsageError
-from tmm_cache.files import Fault
 from tmm_cache.filters import from_options, moment_before, utc_now
 from tmm_cache.layout import require_own
 from tmm_cache.removal import Removal
@@ -32,13 +31,14 @@ from tmm_cache.store import CacheStore
 
 def clear(store: CacheStore, options: Namespace) -> int:
     """Remove the records that pass the filters, or everything."""
-    return _remove(store, options, removal.cleared(store.root, from_options(options, utc_now())))
+    wanted = from_options(options, utc_now())
+    return _remove(store, options, removal.cleared(store.root, wanted, Noted().fault))
 
 
 def prune(store: CacheStore, options: Namespace) -> int:
     """Remove what is outdated, damaged or left over."""
     before = moment_before(utc_now(), options.older_than)
-    return _remove(store, options, removal.outdated(store.root, before))
+    return _remove(store, options, removal.outdated(store.root, before, Noted().fault))
 
 
 def export(store: CacheStore, options: Namespace) -> int:
@@ -50,7 +50,7 @@ def export(store: CacheStore, options: Namespace) -> int:
 
     wanted = from_options(options, utc_now())
     noted = Noted()
-    found = noted.without_faults(summaries(store.root, full=True))
+    found = summaries(store.root, noted.fault, full=True)
     entries = [entry for entry in found if wanted(entry)]
     if not entries:
         note(f"no records{'' if wanted.is_empty else ' match'} in {store.root}; nothing written")
@@ -75,8 +75,8 @@ def import_(store: CacheStore, options: Namespace) -> int:
     return FOUND if imported.faults else DONE
 
 
-def _remove(store: CacheStore, options: Namespace, found: Iterator[Removal | Fault]) -> int:
-    removals = list(Noted().without_faults(found))
+def _remove(store: CacheStore, options: Namespace, found: Iterator[Removal]) -> int:
+    removals = list(found)
     if not removals:
         note(f"nothing to remove in {store.root}")
         if options.json:

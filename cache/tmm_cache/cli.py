@@ -54,7 +54,7 @@ def _version() -> str:
         return f"of unknown version: no {DISTRIBUTION} is installed"
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> Parser:
     parser = Parser(
         prog="tmm-cache",
         description="Look after tmm's tuning records.",
@@ -62,11 +62,11 @@ def _parser() -> argparse.ArgumentParser:
         "read-only layers that TMM_CACHE_PATH lists and those that packages ship.",
     )
     _add_cache_dir(parser, default=None)
-    parser.add_argument("--version", action="store_true", help="print the version and exit")
+    parser.flag("--version", text="print the version and exit")
     parser.set_defaults(run=None)
     subparsers = parser.add_subparsers(metavar="command", parser_class=Parser)
 
-    def add(name: str, run: Command, text: str) -> argparse.ArgumentParser:
+    def add(name: str, run: Command, text: str) -> Parser:
         command = subparsers.add_parser(
             name, help=text, description=text[0].upper() + text[1:] + "."
         )
@@ -81,46 +81,42 @@ def _parser() -> argparse.ArgumentParser:
         "list own records, a line for each weight, dtype and epilogue, or print one in full",
     )
     show.add_argument("record", nargs="?", help="beginning of a record's digest")
-    show.add_argument("--all", action="store_true", help="list the records of the layers too")
-    show.add_argument("--each", action="store_true", help="a line for each record")
-    _add_json(show)
+    show.flag("--all", text="list the records of the layers too")
+    show.flag("--each", text="a line for each record")
+    show.add_json()
     _add_filters(show)
 
     clear = add("clear", changes.clear, "remove own records, all or those that pass the filters")
-    _add_json(clear)
+    clear.add_json()
     _add_removal(clear)
     _add_filters(clear)
 
     directory = add("dir", reports.directory, "print where own records lie")
-    _add_json(directory)
+    directory.add_json()
 
     stats = add("stats", reports.stats, "count records and winners per GPU and environment")
-    _add_json(stats)
+    stats.add_json()
 
     verify = add("verify", reports.verify, "read every file and print each fault")
-    _add_json(verify)
+    verify.add_json()
 
     prune = add(
         "prune",
         changes.prune,
         "remove damaged and left-over files, and records of all environments but a GPU's newest",
     )
-    _add_json(prune)
+    prune.add_json()
     _add_removal(prune)
     _add_age(prune, "--older-than", "instead of old environments, remove records older than this")
 
     export = add("export", changes.export, "write own records to an archive")
     export.add_argument("file", type=Path, metavar="FILE.tar.gz")
-    export.add_argument(
-        "--thin",
-        action="store_true",
-        help="keep of each candidate's samples the median and the extremes",
-    )
+    export.flag("--thin", text="keep of each candidate's samples the median and the extremes")
     _add_filters(export)
 
     import_ = add("import", changes.import_, "add the records of an archive to one's own")
     import_.add_argument("file", type=Path, metavar="FILE")
-    import_.add_argument("--force", action="store_true", help="overwrite newer records too")
+    import_.flag("--force", text="overwrite newer records too")
 
     freeze = add(
         "freeze",
@@ -140,7 +136,7 @@ def _parser() -> argparse.ArgumentParser:
     diff = add("diff", deployment.diff, "tell in what two caches would answer differently")
     diff.add_argument("a", type=Path, metavar="A", help="a root, or a lock file")
     diff.add_argument("b", type=Path, metavar="B")
-    _add_json(diff)
+    diff.add_json()
 
     merge = add(
         "merge", deployment.merge, "take from other caches what is better evidence than one's own"
@@ -151,7 +147,7 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _add_cache_dir(parser: argparse.ArgumentParser, default: str | None) -> None:
+def _add_cache_dir(parser: Parser, default: str | None) -> None:
     parser.add_argument(
         "--cache-dir",
         type=argument(_folder),
@@ -161,16 +157,12 @@ def _add_cache_dir(parser: argparse.ArgumentParser, default: str | None) -> None
     )
 
 
-def _add_json(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print JSON")
+def _add_removal(parser: Parser) -> None:
+    parser.flag("-y", "--yes", text="remove without asking")
+    parser.flag("--dry-run", text="list, and remove nothing")
 
 
-def _add_removal(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("-y", "--yes", action="store_true", help="remove without asking")
-    parser.add_argument("--dry-run", action="store_true", help="list, and remove nothing")
-
-
-def _add_filters(parser: argparse.ArgumentParser) -> None:
+def _add_filters(parser: Parser) -> None:
     group = parser.add_argument_group("filters", "GLOB is a name in which * and ? stand for any")
     group.add_argument("--gpu", metavar="GLOB", help="the GPU's folder, like nvidia-h200*")
     group.add_argument("--kernel", metavar="GLOB", help="the winning kernel")

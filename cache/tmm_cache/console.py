@@ -8,7 +8,7 @@ import json
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NoReturn, TypeVar
 
@@ -25,10 +25,18 @@ INTERRUPTED = 130
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with one-line errors."""
+    """argparse with one-line errors, and less to write."""
 
     def error(self, message: str) -> NoReturn:
         self.exit(MISTAKE, f"{self.prog}: {printable(message)}\n")
+
+    def flag(self, *names: str, text: str) -> None:
+        """Add an option without a value, False by default."""
+        self.add_argument(*names, action="store_true", help=text)
+
+    def add_json(self) -> None:
+        """Add `--json`."""
+        self.flag("--json", text="print JSON")
 
 
 def argument(parse: Callable[[str], T]) -> Callable[[str], T]:
@@ -103,14 +111,6 @@ class Noted:
         """Report one fault."""
         self.count += 1
         note(f"passed over {fault.path}: {fault.reason}")
-
-    def without_faults(self, items: Iterable[T | Fault]) -> Iterator[T]:
-        """The items that are not faults; each fault is reported."""
-        for item in items:
-            if isinstance(item, Fault):
-                self.fault(item)
-            else:
-                yield item
 
 
 def print_json(value: JSON) -> None:

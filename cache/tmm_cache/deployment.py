@@ -18,10 +18,10 @@ from tmm_cache.evidence import microseconds
 from tmm_cache.files import Fault, Stored, read_stored, record_bytes, write_environment
 from tmm_cache.filters import Filter
 from tmm_cache.layout import record_path, require_own
-from tmm_cache.lock import Key, LockFile, write_lock
+from tmm_cache.lock import LockFile, write_lock
 from tmm_cache.merge import merged
 from tmm_cache.record import CLOCK
-from tmm_cache.scan import Summary, summaries
+from tmm_cache.scan import Key, Summary, summaries
 from tmm_cache.store import CacheStore
 
 
@@ -36,7 +36,7 @@ def freeze(store: CacheStore, options: Namespace) -> int:
     found = (
         (summary, stored.record)
         for root in (store.root, *store.layers)
-        for summary in noted.without_faults(summaries(root))
+        for summary in summaries(root, noted.fault)
         if wanted(summary) and (stored := _stored(summary, noted)) is not None
     )
     count = write_lock(file, found)
@@ -92,8 +92,7 @@ def merge(store: CacheStore, options: Namespace) -> int:
                 stored = _stored(summary, noted)
                 if stored is None or stored.record.is_hint:
                     continue
-                key = summary.gpu, summary.environment_digest, summary.digest
-                path = record_path(store.root, *key)
+                path = record_path(store.root, *summary.key)
                 present = read_stored(path)
                 if isinstance(present, Fault) and not present.damaged:
                     # The record there may be better, and readable the next time.
@@ -130,17 +129,12 @@ def merge(store: CacheStore, options: Namespace) -> int:
 def _summaries(source: Path, noted: Noted) -> Iterator[Summary]:
     """The records of a root or a lock file. Raises LockError for anything else."""
     if source.is_dir():
-        yield from noted.without_faults(summaries(source))
-    else:
-        yield from noted.without_faults(LockFile(source).summaries())
+        return summaries(source, noted.fault)
+    return LockFile(source).summaries(noted.fault)
 
 
 def _answers(source: Path, noted: Noted) -> dict[Key, Summary]:
-    found: dict[Key, Summary] = {}
-    for summary in _summaries(source, noted):
-        if summary.clock == CLOCK:
-            found[summary.gpu, summary.environment_digest, summary.digest] = summary
-    return found
+    return {each.key: each for each in _summaries(source, noted) if each.clock == CLOCK}
 
 
 def _stored(summary: Summary, noted: Noted) -> Stored | None:

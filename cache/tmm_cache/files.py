@@ -9,10 +9,10 @@ import contextlib
 import hashlib
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NoReturn
+from typing import NoReturn, TypeAlias
 
 from tmm_cache.disk import (
     NotRegularError,
@@ -23,9 +23,9 @@ from tmm_cache.disk import (
     write_atomically,
 )
 from tmm_cache.errors import RecordError
-from tmm_cache.fields import shown
+from tmm_cache.fields import at, flag
 from tmm_cache.head import with_head
-from tmm_cache.keys import JSON, digest, plain
+from tmm_cache.keys import JSON, Document, digest, plain
 from tmm_cache.layout import BROKEN_SUFFIX, ENVIRONMENT
 from tmm_cache.record import TuningRecord
 
@@ -49,6 +49,10 @@ class Fault:
     damaged: bool
     #: The fault affects every file of a folder: one warning, not thousands.
     place: bool = False
+
+
+#: Takes the faults that a walk over files meets; the walk goes on.
+Report: TypeAlias = Callable[[Fault], object]
 
 
 def parse(data: bytes) -> object:
@@ -93,9 +97,7 @@ def parse_stored(data: bytes, name: str) -> Stored:
         found = document.pop("checksum", None)
         if sealed and not has_checksum(data, document, found):
             raise RecordError("checksum: found another than the content's; the file has changed")
-        imported = document.pop("imported", False)
-        if not isinstance(imported, bool):
-            raise RecordError(f"imported: found {shown(imported)}, accepted is true or false")
+        imported = at(".imported", flag, document.pop("imported", False))
         document.pop("best", None)  # repeats what the candidates hold
     record = TuningRecord.from_json(document)
     actual = digest(record.problem)
@@ -113,7 +115,7 @@ def with_checksum(text: str) -> str:
     return f'{text[:-1]}, "checksum": "{_checksum(text)}"}}\n'
 
 
-def has_checksum(data: bytes, document: Mapping[str, JSON], found: JSON) -> bool:
+def has_checksum(data: bytes, document: Document, found: JSON) -> bool:
     """Whether `found` is the checksum of the document that was parsed from `data`."""
     tail = f', "checksum": "{found}"}}\n'.encode("ascii", "replace")
     if data.endswith(tail):
@@ -167,10 +169,12 @@ def read_bytes(path: Path, most: int = MAX_BYTES) -> bytes | Fault | None:
     return data
 
 
-def read_record(path: Path) -> TuningRecord | Fault | None:
-    """The record in a file; None if the file is absent."""
+def read_record(path: Path, report: Report) -> TuningRecord | None:
+    """The record in a file; None if the file is absent, or has a fault, which is reported."""
     stored = read_stored(path)
-    return stored.record if isinstance(stored, Stored) else stored
+    if isinstance(stored, Fault):
+        report(stored)
+    return stored.record if isinstance(stored, Stored) else None
 
 
 def read_stored(path: Path) -> Stored | Fault | None:
@@ -184,15 +188,19 @@ def read_stored(path: Path) -> Stored | Fault | None:
         return Fault(path, f"is not a valid record: {error}", damaged=True)
 
 
-def read_environment(folder: Path) -> dict[str, JSON] | Fault | None:
-    """The environment of a folder of records; None if its file is absent."""
-    data = read_bytes(folder / ENVIRONMENT)
-    if not isinstance(data, bytes):
-        return data
+def read_environment(folder: Path, report: Report) -> dict[str, JSON] | None:
+    """The environment of a folder of records; None if its file is absent, or has a fault, which is
+    reported."""
+    path = folder / ENVIRONMENT
+    data = read_bytes(path)
     try:
-        return parse_environment(data, folder.name)
+        if isinstance(data, bytes):
+            return parse_environment(data, folder.name)
     except ValueError as error:
-        return Fault(folder / ENVIRONMENT, f"is not a valid environment: {error}", damaged=True)
+        data = Fault(path, f"is not a valid environment: {error}", damaged=True)
+    if data is not None:
+        report(data)
+    return None
 
 
 def set_aside(path: Path) -> Path | None:
@@ -234,28 +242,26 @@ def record_bytes(record: TuningRecord, imported: bool = False, checked: bool = F
     return with_checksum(json.dumps(document, allow_nan=False)).encode("ascii")
 
 
-def write_record(path: Path, data: bytes, environment: Mapping[str, JSON] | None) -> None:
+def write_record(path: Path, data: bytes, environment: Document) -> None:
     """Write a record's bytes, and its environment if that is absent.
 
     Raises OSError; then the file is unchanged.
     """
-    for attempt in ("first", "last"):
-        try:
-            make_folder(path.parent)
-            if environment is not None:
-                write_environment(path.parent, environment)
-            write_atomically(path, data)
-        except FileNotFoundError:
-            # A `clear` elsewhere removed the empty folder between the two steps.
-            if attempt == "last":
-                raise
-        else:
-            return
+
+    def write() -> None:
+        write_environment(path.parent, environment)
+        write_atomically(path, data)
+
+    try:
+        write()
+    except FileNotFoundError:  # a `clear` elsewhere removed the empty folder between two steps
+        write()
 
 
-def write_environment(folder: Path, environment: Mapping[str, JSON]) -> None:
-    """Write the readable environment of a folder, once. Raises OSError."""
+def write_environment(folder: Path, environment: Document) -> None:
+    """Write the readable environment of a folder, once, and make the folder. Raises OSError."""
     path = folder / ENVIRONMENT
     if not path.exists():
+        make_folder(folder)
         text = json.dumps(plain(environment), indent=2) + "\n"
         write_atomically(path, text.encode("ascii"))

@@ -8,14 +8,13 @@ from __future__ import annotations
 
 import re
 from argparse import Namespace
-from collections.abc import Mapping
 from dataclasses import dataclass
 from datetime import datetime, timedelta, timezone
 from fnmatch import fnmatchcase
 from typing import TypeAlias
 
 from tmm_cache import facets
-from tmm_cache.keys import JSON
+from tmm_cache.keys import Document
 from tmm_cache.scan import Summary
 
 Shape: TypeAlias = tuple[int | None, int | None, int | None]
@@ -117,7 +116,7 @@ def _matches(text: str, pattern: str | None) -> bool:
     return pattern is None or fnmatchcase(text, pattern)
 
 
-def _fits(problem: Mapping[str, JSON], wanted: Shape) -> bool:
+def _fits(problem: Document, wanted: Shape) -> bool:
     return all(
         size is None or size == found
         for size, found in zip(wanted, facets.sizes(problem), strict=True)

@@ -11,14 +11,13 @@ from __future__ import annotations
 import json
 import math
 import os
-from collections.abc import Mapping
 from datetime import datetime
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from tmm_cache.disk import opened
 from tmm_cache.fields import SIZES, is_size
-from tmm_cache.keys import JSON
+from tmm_cache.keys import Document
 from tmm_cache.record import SCHEMA, TuningRecord, utc_time
 
 #: A problem and a config take about 900 bytes.
@@ -30,7 +29,7 @@ class Best(NamedTuple):
     """The winner of a record and BLAS's time; times are medians in microseconds."""
 
     kernel: str
-    config: Mapping[str, JSON]
+    config: Document
     us: float | None
     blas_us: float | None
 
@@ -52,7 +51,7 @@ class Best(NamedTuple):
 class Head(NamedTuple):
     """The parsed head. Of `problem` only the sizes are checked."""
 
-    problem: Mapping[str, JSON]
+    problem: Document
     clock: str
     created_at: datetime
     best: Best

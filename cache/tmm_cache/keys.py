@@ -13,6 +13,8 @@ from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 JSON: TypeAlias = "bool | int | float | str | Sequence[JSON] | Mapping[str, JSON] | None"
+#: A JSON object: a problem, an environment or a config.
+Document: TypeAlias = "Mapping[str, JSON]"
 
 #: Digits of a digest. 64 bits: a collision needs about 10^9 problems, and `load` compares the
 #: problem itself, so it would cost a miss, not a wrong kernel.
@@ -31,7 +33,7 @@ def canonical(value: JSON) -> str:
     return json.dumps(value, sort_keys=True, separators=(",", ":"), allow_nan=False, default=_bare)
 
 
-def plain(mapping: Mapping[str, JSON]) -> dict[str, JSON]:
+def plain(mapping: Document) -> dict[str, JSON]:
     """A copy made of dicts and lists only, in the mapping's order. Raises like `canonical`."""
     copy: dict[str, JSON] = json.loads(json.dumps(mapping, allow_nan=False, default=_bare))
     return copy
@@ -45,7 +47,7 @@ def _bare(value: object) -> object:
     raise TypeError(f"{value!r} of type {type(value).__name__} is not JSON")
 
 
-def digest(mapping: Mapping[str, JSON]) -> str:
+def digest(mapping: Document) -> str:
     """16 hexadecimal digits of the SHA-256 of the mapping's canonical JSON.
 
     Raises like `canonical`.

@@ -8,26 +8,23 @@ record is checked when it is requested.
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Final, TypeAlias
+from typing import Any, Final
 
 from tmm_cache.disk import write_for_all
 from tmm_cache.errors import RecordError, UsageError
-from tmm_cache.files import Fault, has_checksum, parse, read_bytes, with_checksum
+from tmm_cache.files import Fault, Report, has_checksum, parse, read_bytes, with_checksum
 from tmm_cache.head import Head
-from tmm_cache.keys import JSON, digest, is_slug
+from tmm_cache.keys import JSON, Document, digest, is_slug
 from tmm_cache.record import TuningRecord
-from tmm_cache.scan import Summary
+from tmm_cache.scan import Key, Summary
 
 #: Version of the document.
 LOCK_SCHEMA: Final = 1
 #: Thinned records take some 6 kB: ten thousand of them are 60 MB.
 MAX_BYTES: Final = 256 * 2**20
-
-#: GPU, digest of the environment, digest of the problem.
-Key: TypeAlias = tuple[str, str, str]
 
 
 class LockError(UsageError):
@@ -42,7 +39,7 @@ def write_lock(file: Path, found: Iterable[tuple[Summary, TuningRecord]]) -> int
     """
     locked: dict[Key, JSON] = {}
     for summary, record in found:
-        key = summary.gpu, summary.environment_digest, summary.digest
+        key = summary.key
         if not record.is_hint and summary.environment is not None and key not in locked:
             locked[key] = {
                 "gpu": summary.gpu,
@@ -58,8 +55,8 @@ def write_lock(file: Path, found: Iterable[tuple[Summary, TuningRecord]]) -> int
 
 @dataclass(frozen=True, slots=True)
 class _Item:
-    environment: Mapping[str, JSON]
-    problem: Mapping[str, JSON]
+    environment: Document
+    problem: Document
     document: Any
 
 
@@ -76,23 +73,23 @@ class LockFile:
         except (ValueError, TypeError, RecursionError) as error:
             raise LockError(f"{path}: is not a lock file: {error}") from error
 
-    def keys(self) -> Iterator[tuple[str, Mapping[str, JSON], Mapping[str, JSON]]]:
+    def keys(self) -> Iterator[tuple[str, Document, Document]]:
         """GPU, environment and problem of every record."""
         for (gpu, _, _), item in self._items.items():
             yield gpu, item.environment, item.problem
 
-    def summaries(self) -> Iterator[Summary | Fault]:
-        """A summary of every record, at a path inside the file."""
+    def summaries(self, report: Report) -> Iterator[Summary]:
+        """A summary of every valid record, at a path inside the file."""
         for key, item in self._items.items():
             gpu, environment, name = key
-            record = self.record(key)
             path = self.path / gpu / environment / f"{name}.json"
-            if isinstance(record, TuningRecord):
+            record = self.record(key)
+            if isinstance(record, Fault):
+                report(replace(record, path=path))
+            elif record is not None:
                 yield Summary(
                     path, self.path, gpu, environment, item.environment, Head.of(record), record
                 )
-            elif record is not None:
-                yield Fault(path, record.reason, damaged=True)
 
     def record(self, key: Key) -> TuningRecord | Fault | None:
         """The record of a problem, checked; None if none is locked."""

@@ -10,6 +10,7 @@ import contextlib
 import errno
 import os
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
@@ -90,3 +91,18 @@ class Lock:
             if handle >= 0:
                 os.close(handle)
         return self.is_held
+
+
+@contextlib.contextmanager
+def held_at_once(path: Path) -> Iterator[bool]:
+    """Hold the lock at `path` if its file is there; yields whether it is.
+
+    Raises OSError if another process holds it.
+    """
+    lock = Lock(path)
+    if path.is_file() and not lock.acquire(timeout=0):
+        raise OSError(errno.EWOULDBLOCK, "another process holds it")
+    try:
+        yield lock.is_held
+    finally:
+        lock.release()

@@ -9,14 +9,19 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-from tmm_cache.complaints import Complaints
-from tmm_cache.disk import append_line, make_folder
-from tmm_cache.files import MAX_BYTES, Fault, read_bytes, read_environment, write_environment
-from tmm_cache.keys import JSON, canonical
+from tmm_cache.disk import append_line
+from tmm_cache.files import (
+    MAX_BYTES,
+    Fault,
+    Report,
+    read_bytes,
+    read_environment,
+    write_environment,
+)
+from tmm_cache.keys import Document, canonical
 from tmm_cache.layout import MISSES
 from tmm_cache.scan import Folder, folders
 
@@ -30,83 +35,49 @@ class Miss:
 
     gpu: str
     environment_digest: str
-    environment: Mapping[str, JSON] | None
-    problem: Mapping[str, JSON]
+    environment: Document | None
+    problem: Document
     count: int
 
 
-class MissLog:
-    """The logs of one root. Never raises OSError."""
+def log_miss(log: Path, environment: Document, problem: Document) -> None:
+    """Append a problem to the log of a folder. Raises OSError."""
+    write_environment(log.parent, environment)
+    if not append_line(log, canonical({"problem": problem}).encode("ascii"), MAX_BYTES):
+        raise OSError("it is full, tune or clear its problems")
 
-    def __init__(self, root: Path, complaints: Complaints) -> None:
-        self._root = root
-        self._complaints = complaints
-        self._logged: set[Path] = set()
 
-    def add(self, path: Path, environment: Mapping[str, JSON], problem: Mapping[str, JSON]) -> None:
-        """Log the problem whose record would be at `path`, once."""
-        if path in self._logged or not self._complaints.may_write():
-            return
-        self._logged.add(path)
-        try:
-            make_folder(path.parent)
-            write_environment(path.parent, environment)
-            line = canonical({"problem": problem}).encode("ascii")
-            if not append_line(path.with_name(MISSES), line, MAX_BYTES):
-                raise OSError("it is full, tune or clear its problems")
-        except OSError as error:
-            log = path.with_name(MISSES)
-            told = "problems that are not tuned are not noted"
-            self._complaints.beside(log, error, "written", told)
-
-    def all(self) -> list[Miss]:
-        """The logged problems, each once per GPU and environment."""
-        found = []
-        for folder in self._folders():
-            problems, fault = read_misses(folder.path)
-            if fault is not None:
-                self._complaints.fault(fault)
-            if not problems:
-                continue
-            environment = read_environment(folder.path)
-            if isinstance(environment, Fault):
-                self._complaints.fault(environment)
-                environment = None
-            found += [
-                Miss(folder.gpu, folder.environment_digest, environment, problem, count)
-                for problem, count in problems
-            ]
-        return found
-
-    def clear(self) -> int:
-        """Clear the logs; returns how many were removed."""
-        from tmm_cache import removal  # not needed for replay
-
-        removals = [
-            each for folder in self._folders() for each in removal.misses(folder, "asked for")
+def logged_misses(root: Path, report: Report) -> list[Miss]:
+    """The problems logged in a root, each once per GPU and environment."""
+    found = []
+    for folder in folders_of_logs(root, report):
+        problems = read_misses(folder.path, report)
+        environment = read_environment(folder.path, report) if problems else None
+        found += [
+            Miss(folder.gpu, folder.environment_digest, environment, problem, count)
+            for problem, count in problems
         ]
-        self._logged.clear()
-        return removal.remove(self._root, removals, self._complaints.fault)
-
-    def _folders(self) -> Iterator[Folder]:
-        for folder in folders(self._root):
-            if isinstance(folder, Fault):
-                self._complaints.fault(folder)
-            elif not folder.is_old:
-                yield folder
+    return found
 
 
-def read_misses(folder: Path) -> tuple[list[tuple[Mapping[str, JSON], int]], Fault | None]:
-    """The problems of a folder's log, each once, with its count; and the log's fault.
+def folders_of_logs(root: Path, report: Report) -> list[Folder]:
+    """The folders in which problems are logged."""
+    return [folder for folder in folders(root, report) if not folder.is_old]
+
+
+def read_misses(folder: Path, report: Report) -> list[tuple[Document, int]]:
+    """The problems of a folder's log, each once, with its count.
 
     A torn last line comes from a killed process and is not a fault.
     """
     path = folder / MISSES
     data = read_bytes(path)
     if not isinstance(data, bytes):
-        return [], data
+        if data is not None:
+            report(data)
+        return []
     counts: Counter[str] = Counter()
-    fault = None
+    faults: list[Fault] = []
     lines = data.split(b"\n")
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -114,6 +85,8 @@ def read_misses(folder: Path) -> tuple[list[tuple[Mapping[str, JSON], int]], Fau
         try:
             counts[canonical({**json.loads(line)["problem"]})] += 1
         except (KeyError, TypeError, ValueError, RecursionError):
-            if number < len(lines) and fault is None:
-                fault = Fault(path, f"line {number} is not a miss", damaged=False)
-    return [(json.loads(text), count) for text, count in counts.items()], fault
+            if number < len(lines):
+                faults.append(Fault(path, f"line {number} is not a miss", damaged=False))
+    for fault in faults[:1]:
+        report(fault)
+    return [(json.loads(text), count) for text, count in counts.items()]

@@ -12,10 +12,10 @@ from dataclasses import dataclass
 from typing import TypeAlias
 
 from tmm_cache.fields import SIZES, is_size
-from tmm_cache.keys import JSON, canonical
+from tmm_cache.keys import JSON, Document, canonical
 
 #: GPU, environment and problem.
-Key: TypeAlias = tuple[str, Mapping[str, JSON], Mapping[str, JSON]]
+Key: TypeAlias = tuple[str, Document, Document]
 
 #: The distance of a differing field, in octaves of a size: a problem of another size is nearer than
 #: one of another dtype, under other versions or on another GPU.
@@ -39,7 +39,7 @@ class NearestKey:
     """An existing key, and its differences from the requested one."""
 
     gpu: str
-    problem: Mapping[str, JSON]
+    problem: Document
     differences: tuple[Difference, ...]
 
 
@@ -62,7 +62,7 @@ def _flat(key: Key) -> dict[str, JSON]:
     }
 
 
-def _leaves(mapping: Mapping[str, JSON], above: str) -> Iterator[tuple[str, JSON]]:
+def _leaves(mapping: Document, above: str) -> Iterator[tuple[str, JSON]]:
     for name, value in mapping.items():
         if isinstance(value, Mapping):
             yield from _leaves(value, f"{above}{name}.")
@@ -70,7 +70,7 @@ def _leaves(mapping: Mapping[str, JSON], above: str) -> Iterator[tuple[str, JSON
             yield f"{above}{name}", value
 
 
-def _differences(asked: Mapping[str, JSON], there: Mapping[str, JSON]) -> Iterator[Difference]:
+def _differences(asked: Document, there: Document) -> Iterator[Difference]:
     for name in dict.fromkeys((*asked, *there)):
         if asked.get(name) != there.get(name):
             yield Difference(name, asked.get(name), there.get(name))

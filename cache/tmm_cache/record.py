@@ -10,14 +10,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import MISSING, dataclass, field, replace
 from dataclasses import fields as fields_of
 from datetime import datetime
 from typing import Any, Final, Literal, TypeAlias, get_args
 
+from tmm_cache import fields
 from tmm_cache.errors import RecordError
-from tmm_cache.fields import Fields, reject, shown
-from tmm_cache.keys import JSON, plain
+from tmm_cache.fields import RefusedError, shown
+from tmm_cache.keys import JSON, Document, plain
 
 #: Version of the document below and of the folder layout.
 SCHEMA: Final = 2
@@ -48,12 +50,7 @@ def _defaults(cls: type) -> dict[str, Any]:
     }
 
 
-def _required(cls: type) -> tuple[str, ...]:
-    optional = _defaults(cls)
-    return tuple(each.name for each in fields_of(cls) if each.name not in optional)
-
-
-def _plain(mapping: Mapping[str, JSON], field: str) -> dict[str, JSON]:
+def _plain(mapping: Document, field: str) -> dict[str, JSON]:
     if type(mapping) is dict and {*map(type, mapping.values())} <= {int, str, bool}:
         return mapping.copy()  # most configs; ten times faster than below
     try:
@@ -77,7 +74,7 @@ class CandidateResult:
 
     kernel: str
     version: str
-    config: Mapping[str, JSON]
+    config: Document
     status: Status
     samples_us: tuple[float, ...] = ()
     error: float | None = None
@@ -116,7 +113,7 @@ class CandidateResult:
     def to_json(self) -> dict[str, JSON]:
         """The JSON object of this candidate, without fields equal to their default. Raises
         RecordError if the config is not JSON."""
-        values: dict[str, Any] = {name: getattr(self, name) for name in _READERS}
+        values: dict[str, Any] = {name: getattr(self, name) for name in _CANDIDATE}
         values["config"] = _plain(self.config, "config")
         values["samples_us"] = list(self.samples_us)
         values["inside_us"] = {str(m): time for m, time in sorted(self.inside_us.items())}
@@ -127,31 +124,26 @@ class CandidateResult:
         }
 
     @classmethod
-    def from_json(cls, document: object, where: str = "candidate") -> CandidateResult:
-        """Parse a candidate; `where` prefixes field names in errors. Raises RecordError."""
-        fields = Fields(document, where, _CANDIDATE_REQUIRED, _CANDIDATE_DEFAULTS)
-        if fields.name("status") not in _STATUSES:
-            reject(f"{where}.status", shown(fields.name("status")), f"one of {_STATUSES}")
-        values: dict[str, Any] = {name: _READERS[name](fields, name) for name in fields}
-        return cls(**values)
+    def from_json(cls, document: object) -> CandidateResult:
+        """Parse a candidate. Raises RecordError."""
+        return cls(**fields.fields(document, _CANDIDATE, _CANDIDATE_DEFAULTS))
 
 
-_READERS: Final = {
-    "kernel": Fields.name,
-    "version": Fields.name,
-    "config": Fields.parameters,
-    "status": Fields.name,
-    "samples_us": Fields.measures,
-    "error": Fields.optional_measure,
-    "tolerance": Fields.optional_measure,
-    "workspace_bytes": Fields.count,
-    "deterministic": Fields.flag,
-    "batch_invariant": Fields.flag,
-    "reason": Fields.optional_text,
-    "inside_us": Fields.times_by_size,
-    "steady_us": Fields.optional_measure,
+_CANDIDATE: Final = {
+    "kernel": fields.name,
+    "version": fields.name,
+    "config": fields.parameters,
+    "status": fields.kind(f"one of {_STATUSES}", _STATUSES.__contains__),
+    "samples_us": fields.measures,
+    "error": fields.optional(fields.measure),
+    "tolerance": fields.optional(fields.measure),
+    "workspace_bytes": fields.count,
+    "deterministic": fields.flag,
+    "batch_invariant": fields.flag,
+    "reason": fields.optional(fields.text),
+    "inside_us": fields.times_by_size,
+    "steady_us": fields.optional(fields.measure),
 }
-_CANDIDATE_REQUIRED = _required(CandidateResult)
 _CANDIDATE_DEFAULTS = _defaults(CandidateResult)
 
 
@@ -164,7 +156,7 @@ class TuningRecord:
     were taken with `clock`.
     """
 
-    problem: Mapping[str, JSON]
+    problem: Document
     winner: int
     candidates: tuple[CandidateResult, ...]
     created: str
@@ -241,32 +233,17 @@ class TuningRecord:
         """
         # First, or a later schema would be rejected for its fields.
         schema = document.get("schema", SCHEMA) if isinstance(document, dict) else SCHEMA
-        if type(schema) is not int or schema not in (SCHEMA, OLD_SCHEMA):  # True == 1
-            reject("schema", shown(schema), f"{SCHEMA}, the version of this tmm")
-        required = ("schema", *_required(cls), *(["clock"] if schema == SCHEMA else []))
-        fields = Fields(document, "", required, ("note",))
-        candidates = tuple(
-            CandidateResult.from_json(item, f"candidates[{index}]")
-            for index, item in enumerate(fields.items("candidates"))
-        )
-        winner = fields.count("winner")
+        fields.at(".schema", _OLD_RECORD["schema"], schema)
+        readers = _RECORD if schema == SCHEMA else _OLD_RECORD
+        values = {"clock": OLD_CLOCK} | fields.fields(document, readers, {"note"})
+        del values["schema"]
+        record = cls(**values)
+        winner, candidates = record.winner, record.candidates
         if winner >= len(candidates):
-            reject("winner", str(winner), f"an index into the {len(candidates)} candidates")
-        if candidates[winner].status != "ok":
-            reject(f"candidates[{winner}].status", shown(candidates[winner].status), "'ok', it won")
-        record = cls(
-            problem=fields.problem("problem"),
-            winner=winner,
-            candidates=candidates,
-            created=fields.text("created"),
-            tuning_seconds=fields.measure("tuning_seconds"),
-            note=fields.optional_text("note") if "note" in fields else None,
-            clock=fields.name("clock") if schema == SCHEMA else OLD_CLOCK,
-        )
-        try:
-            utc_time(record.created)
-        except ValueError:
-            reject("created", shown(record.created), "a UTC time like '2026-01-31T12:00:00Z'")
+            accepted = f"an index into the {len(candidates)} candidates"
+            raise RefusedError(str(winner), accepted, ".winner")
+        if (status := record.best.status) != "ok":
+            raise RefusedError(shown(status), "'ok', it won", f".candidates[{winner}].status")
         return record
 
 
@@ -275,3 +252,25 @@ def utc_time(text: object) -> datetime:
     if not isinstance(text, str) or not _UTC_TIME.fullmatch(text):
         raise ValueError(f"{shown(text)} is not a UTC time")
     return datetime.fromisoformat(text.replace("Z", "+00:00"))
+
+
+def _is_utc_time(value: object) -> bool:
+    with suppress(ValueError):
+        return bool(utc_time(value))
+    return False
+
+
+def _is_schema(value: object) -> bool:
+    return type(value) is int and value in (SCHEMA, OLD_SCHEMA)  # True == 1
+
+
+_OLD_RECORD: Final = {
+    "schema": fields.kind(f"{SCHEMA}, the version of this tmm", _is_schema),
+    "problem": fields.problem,
+    "winner": fields.count,
+    "candidates": fields.items(CandidateResult.from_json),
+    "created": fields.kind("a UTC time like '2026-01-31T12:00:00Z'", _is_utc_time),
+    "tuning_seconds": fields.measure,
+    "note": fields.optional(fields.text),
+}
+_RECORD: Final = _OLD_RECORD | {"clock": fields.name}

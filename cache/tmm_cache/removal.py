@@ -7,9 +7,8 @@ single files whose names match the layout, and the command shows the list first.
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from datetime import datetime, timezone
 from pathlib import Path
@@ -17,12 +16,12 @@ from typing import Literal, TypeAlias
 
 from tmm_cache.ages import is_older, was_used
 from tmm_cache.disk import remove_if_empty
-from tmm_cache.files import Fault
+from tmm_cache.files import Fault, Report
 from tmm_cache.filters import Filter
 from tmm_cache.layout import BROKEN, LOCK, LOCK_SUFFIX, MISSES, NOTE_FILE, NOTES, RECORD
-from tmm_cache.locks import Lock
+from tmm_cache.locks import held_at_once
 from tmm_cache.record import CLOCK
-from tmm_cache.scan import Folder, Summary, folders, summaries_of
+from tmm_cache.scan import Folder, Summary, folders, summaries, summaries_of
 from tmm_cache.upkeep import files, leftovers
 
 Kind: TypeAlias = Literal["record", "damaged", "misses", "lock", "temporary", "notes"]
@@ -41,29 +40,29 @@ class Removal:
     reason: str
 
 
-def cleared(root: Path, wanted: Filter) -> Iterator[Removal | Fault]:
+def cleared(root: Path, wanted: Filter, report: Report) -> Iterator[Removal]:
     """The records that pass a filter. An empty one yields all files of the root: also damaged
     ones, misses, notes, locks and stale temporary files.
 
-    This and `outdated` also yield faults, such as a folder that can't be listed.
+    This and `outdated` report other faults, such as a folder that can't be listed.
     """
-    for folder in folders(root):
-        if isinstance(folder, Fault):
-            yield folder
-            continue
-        for item in summaries_of(root, folder, full=True):
-            if wanted.is_empty or (isinstance(item, Summary) and wanted(item)):
-                yield _removal(item, "to be cleared")
-            elif isinstance(item, Fault):
-                yield item
-        if wanted.is_empty:
-            yield from misses(folder, "to be cleared")
-            yield from _leftovers(folder)
-    for path in files(root / NOTES, NOTE_FILE) if wanted.is_empty else ():
-        yield Removal(path, "notes", "to be cleared")
+    reason = "to be cleared"
+    if not wanted.is_empty:
+        found = summaries(root, report, full=True)
+        yield from (Removal(entry.path, "record", reason) for entry in found if wanted(entry))
+        return
+    for folder in folders(root, report):
+        faults: list[Fault] = []
+        for entry in summaries_of(root, folder, faults.append, full=True):
+            yield Removal(entry.path, "record", reason)
+        yield from _damaged(faults, report)
+        yield from misses(folder, reason)
+        yield from _leftovers(folder)
+    for path in files(root / NOTES, NOTE_FILE):
+        yield Removal(path, "notes", reason)
 
 
-def outdated(root: Path, before: datetime | None) -> Iterator[Removal | Fault]:
+def outdated(root: Path, before: datetime | None, report: Report) -> Iterator[Removal]:
     """The files that `prune` removes: damaged files and those set aside, stale notes and temporary
     files, locks without a record, records of an older schema whose problem was measured again, and
     records created before a time or, without one, of every environment of a GPU but its newest.
@@ -71,41 +70,36 @@ def outdated(root: Path, before: datetime | None) -> Iterator[Removal | Fault]:
     The newest environment is the one whose records this machine made or used last. The creation
     time of an imported record is its own claim, so it outdates nothing before it is used here.
     """
-    contents: dict[Folder, list[Summary | Fault]] = {}
-    for folder in folders(root):
-        if isinstance(folder, Fault):
-            yield folder
-        else:
-            contents[folder] = list(summaries_of(root, folder, full=True))
+    contents: dict[Folder, list[Summary]] = {}
+    for folder in folders(root, report):
+        faults: list[Fault] = []
+        contents[folder] = list(summaries_of(root, folder, faults.append, full=True))
+        yield from _damaged(faults, report)
     claimed: dict[Folder, datetime] = {}
     newest: dict[str, tuple[datetime, Folder]] = {}
-    for folder, items in contents.items():
-        entries = [item for item in items if isinstance(item, Summary)]
+    for folder, entries in contents.items():
         if entries:
             claimed[folder] = max(entry.head.created_at for entry in entries)
         used = max(filter(None, map(_used_since, entries)), default=None)
         if used is not None and (folder.gpu not in newest or used > newest[folder.gpu][0]):
             newest[folder.gpu] = used, folder
     answered = {
-        (item.gpu, item.environment_digest, item.digest)
-        for items in contents.values()
-        for item in items
-        if isinstance(item, Summary) and item.clock == CLOCK
+        entry.key for entries in contents.values() for entry in entries if entry.clock == CLOCK
     }
-    for folder, items in contents.items():
+    for folder, entries in contents.items():
         # A folder with only misses, in neither, belongs to an environment yet to be tuned.
         superseded = False
         if before is None and folder in claimed and folder.gpu in newest:
             latest, current = newest[folder.gpu]
             other = folder.environment_digest != current.environment_digest
             superseded = other and claimed[folder] <= latest
-        for item in items:
-            if superseded or isinstance(item, Fault):
-                yield _removal(item, "an older environment of this GPU")
-            elif before is not None and item.head.created_at < before:
-                yield _removal(item, f"created {item.record.created}")
-            elif folder.is_old and (item.gpu, item.environment_digest, item.digest) in answered:
-                yield _removal(item, "of an older schema, and measured again")
+        for entry in entries:
+            if superseded:
+                yield Removal(entry.path, "record", "an older environment of this GPU")
+            elif before is not None and entry.head.created_at < before:
+                yield Removal(entry.path, "record", f"created {entry.record.created}")
+            elif folder.is_old and entry.key in answered:
+                yield Removal(entry.path, "record", "of an older schema, and measured again")
         if superseded:
             yield from misses(folder, "an older environment of this GPU")
         yield from _leftovers(folder)
@@ -114,7 +108,7 @@ def outdated(root: Path, before: datetime | None) -> Iterator[Removal | Fault]:
             yield Removal(path, "notes", "nothing was noted there for a month")
 
 
-def remove(root: Path, removals: Iterable[Removal], report: Callable[[Fault], None]) -> int:
+def remove(root: Path, removals: Iterable[Removal], report: Report) -> int:
     """Remove the files, a record's lock with the record, and the folders that become empty.
 
     Returns how many were removed. Those that could not be, for instance held locks, are reported.
@@ -159,10 +153,13 @@ def _used_since(entry: Summary) -> datetime | None:
     return min(entry.head.created_at, written)
 
 
-def _removal(item: Summary | Fault, reason: str) -> Removal | Fault:
-    if isinstance(item, Summary):
-        return Removal(item.path, "record", reason)
-    return Removal(item.path, "damaged", item.reason) if item.damaged else item
+def _damaged(faults: Iterable[Fault], report: Report) -> Iterator[Removal]:
+    """The files that are damaged; other faults are reported."""
+    for fault in faults:
+        if fault.damaged:
+            yield Removal(fault.path, "damaged", fault.reason)
+        else:
+            report(fault)
 
 
 def misses(folder: Folder, reason: str) -> Iterator[Removal]:
@@ -184,12 +181,6 @@ def _leftovers(folder: Folder) -> Iterator[Removal]:
 
 
 def _remove_lock(path: Path) -> None:
-    if not os.path.isfile(path):
-        return
-    lock = Lock(path)
-    if not lock.acquire(timeout=0):
-        raise OSError(errno.EWOULDBLOCK, "another process holds it")
-    try:
-        path.unlink()
-    finally:
-        lock.release()
+    with held_at_once(path) as held:
+        if held:
+            path.unlink()

@@ -41,7 +41,7 @@ def show(store: CacheStore, options: Namespace) -> int:
     found = [
         summary
         for root in looked
-        for summary in Noted().without_faults(summaries(root))
+        for summary in summaries(root, Noted().fault)
         if everything or (wanted(summary) and summary.digest.startswith(prefix or ""))
     ]
     if options.json:
@@ -66,9 +66,9 @@ def show(store: CacheStore, options: Namespace) -> int:
 
 def _loaded(found: Iterable[Summary]) -> Iterator[tuple[Summary, TuningRecord]]:
     for summary in found:
-        for record in Noted().without_faults([read_record(summary.path)]):
-            if record is not None:  # None: removed since the listing
-                yield summary, record
+        record = read_record(summary.path, Noted().fault)
+        if record is not None:  # None: removed since the listing
+            yield summary, record
 
 
 def directory(store: CacheStore, options: Namespace) -> int:
@@ -87,7 +87,7 @@ def stats(store: CacheStore, options: Namespace) -> int:
     rows = [
         _statistics(root, folder)
         for root in (store.root, *store.layers)
-        for folder in Noted().without_faults(folders(root))
+        for folder in folders(root, Noted().fault)
     ]
     if options.json:
         print_json(rows)
@@ -126,13 +126,9 @@ def verify(store: CacheStore, options: Namespace) -> int:
     faults: list[Fault] = []
     left: list[JSON] = []
     for root in (store.root, *store.layers):
-        for folder in folders(root):
-            if isinstance(folder, Fault):
-                faults.append(folder)
-                continue
-            items = [*summaries_of(root, folder, full=True), read_misses(folder.path)[1]]
-            faults += [item for item in items if isinstance(item, Fault)]
-            records += sum(isinstance(item, Summary) for item in items)
+        for folder in folders(root, faults.append):
+            records += len(list(summaries_of(root, folder, faults.append, full=True)))
+            read_misses(folder.path, faults.append)
             left += map(str, leftovers(folder.path))
     if options.json:
         found: list[JSON] = [
@@ -154,22 +150,23 @@ def _layer_names(store: CacheStore) -> dict[Path, str]:
 
 
 def _statistics(root: Path, folder: Folder) -> dict[str, Any]:
-    items = list(summaries_of(root, folder))
-    found = [item for item in items if isinstance(item, Summary)]
-    environment = read_environment(folder.path)
-    problems, _ = read_misses(folder.path)
+    faults: list[Fault] = []
+    found = list(summaries_of(root, folder, faults.append))
+    again: list[Fault] = []  # counted above, or left to `verify`
+    environment = read_environment(folder.path, again.append)
+    problems = read_misses(folder.path, again.append)
     winners = Counter(summary.head.best.kernel for summary in found)
     times = sorted(summary.head.created_at for summary in found)
     return {
         "layer": str(root),
         "gpu": folder.gpu,
         "environment_digest": folder.environment_digest,
-        "environment": environment if isinstance(environment, dict) else None,
+        "environment": environment,
         "schema": folder.schema,
         "records": len(found),
         "bytes": sum(summary.path.stat().st_size for summary in found),
         "misses": len(problems),
-        "faults": len(items) - len(found),
+        "faults": len(faults),
         "winners": dict(winners.most_common()),
         "oldest": times[0].isoformat() if times else None,
         "newest": times[-1].isoformat() if times else None,

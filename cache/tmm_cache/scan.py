@@ -1,4 +1,4 @@
-"""Walks a root: yields every record and fault, and the files that go with them.
+"""Walks a root: yields every record, and reports every fault.
 
 Listing, verifying, exporting and removing all walk the same way, so that they agree on what is
 there. Names that the layout doesn't match are not the cache's and are skipped.
@@ -8,16 +8,20 @@ from __future__ import annotations
 
 import os
 import stat
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import TypeAlias
 
 from tmm_cache.complaints import passed_over
-from tmm_cache.files import Fault, read_environment, read_record
+from tmm_cache.files import Fault, Report, read_environment, read_record
 from tmm_cache.head import Head, read_head
-from tmm_cache.keys import JSON, is_slug
+from tmm_cache.keys import Document, is_slug
 from tmm_cache.layout import DIGEST, RECORD, VERSION, VERSIONS
 from tmm_cache.record import TuningRecord
+
+#: GPU, digest of the environment, digest of the problem.
+Key: TypeAlias = tuple[str, str, str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +55,7 @@ class Summary:
     root: Path
     gpu: str
     environment_digest: str
-    environment: Mapping[str, JSON] | None
+    environment: Document | None
     head: Head
     _record: TuningRecord | None = field(default=None, repr=False, compare=False)
 
@@ -61,7 +65,12 @@ class Summary:
         return self.path.stem
 
     @property
-    def problem(self) -> Mapping[str, JSON]:
+    def key(self) -> Key:
+        """What tells it from the other records of a root."""
+        return self.gpu, self.environment_digest, self.digest
+
+    @property
+    def problem(self) -> Document:
         """The problem; only its sizes are checked."""
         return self.head.problem
 
@@ -78,11 +87,7 @@ class Summary:
 
     def load(self) -> TuningRecord | None:
         """The whole record; None if its file is gone, or damaged, with a `CacheWarning`."""
-        record = read_record(self.path) if self._record is None else self._record
-        if isinstance(record, Fault):
-            passed_over(record)
-            return None
-        return record
+        return self._record or read_record(self.path, passed_over)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,62 +109,50 @@ class Located:
         return self.own and self.sealed
 
 
-def folders(root: Path, gpu: str | None = None) -> Iterator[Folder | Fault]:
+def folders(root: Path, report: Report, gpu: str | None = None) -> Iterator[Folder]:
     """The folders of records under a root, the current schema's first, then by name; an absent root
     has none."""
     for top in (root / version for version in VERSIONS):
-        for of_gpu in _subfolders(top, lambda name: is_slug(name) and gpu in (None, name)):
-            if isinstance(of_gpu, Fault):
-                yield of_gpu
-                if of_gpu.path == top:
-                    return  # usually the root is at fault, and with it the older folder
-                continue
-            for path in _subfolders(of_gpu, DIGEST.fullmatch):
-                yield path if isinstance(path, Fault) else Folder(path, of_gpu.name, path.name)
+        names = _names(top, report)
+        if names is None:
+            return  # usually the root is at fault, and with it the older folder
+        slugs = [name for name in names if is_slug(name) and gpu in (None, name)]
+        for of_gpu in _subfolders(top, slugs, report):
+            digests = filter(DIGEST.fullmatch, _names(of_gpu, report) or ())
+            for path in _subfolders(of_gpu, digests, report):
+                yield Folder(path, of_gpu.name, path.name)
 
 
 def summaries(
-    root: Path, gpu: str | None = None, *, full: bool = False
-) -> Iterator[Summary | Fault]:
-    """A summary of every record under a root, in the order of `folders`, then by name, and each
-    fault met. Only heads are read, so a record may be damaged further on; with `full` every record
-    is read and checked."""
-    for folder in folders(root, gpu):
-        if isinstance(folder, Fault):
-            yield folder
-        else:
-            yield from summaries_of(root, folder, full=full)
+    root: Path, report: Report, gpu: str | None = None, *, full: bool = False
+) -> Iterator[Summary]:
+    """A summary of every record under a root, in the order of `folders`, then by name. Only heads
+    are read, so a record may be damaged further on; with `full` every record is read and
+    checked."""
+    for folder in folders(root, report, gpu):
+        yield from summaries_of(root, folder, report, full=full)
 
 
-def summaries_of(root: Path, folder: Folder, *, full: bool = False) -> Iterator[Summary | Fault]:
+def summaries_of(
+    root: Path, folder: Folder, report: Report, *, full: bool = False
+) -> Iterator[Summary]:
     """Like `summaries`, for one folder; the environment's fault comes first."""
-    names = _names(folder.path)
-    if isinstance(names, Fault):
-        yield names
+    names = _names(folder.path, report)
+    if names is None:
         return
-    environment = read_environment(folder.path)
-    if isinstance(environment, Fault):
-        yield environment
-        environment = None
+    environment = read_environment(folder.path, report)
     place = root, folder.gpu, folder.environment_digest, environment
     for path in (folder.path / name for name in filter(RECORD.fullmatch, names)):
         if not full and (head := read_head(path)) is not None:
             yield Summary(path, *place, head)
-            continue
-        record = read_record(path)
-        if isinstance(record, Fault):
-            yield record
-        elif record is not None:  # None: removed since it was listed
+        # None: removed since it was listed
+        elif (record := read_record(path, report)) is not None:
             yield Summary(path, *place, Head.of(record), record)
 
 
-def _subfolders(folder: Path, wanted: Callable[[str], object]) -> Iterator[Path | Fault]:
-    """The folders with a wanted name in a folder, sorted."""
-    names = _names(folder)
-    if isinstance(names, Fault):
-        yield names
-        return
-    for path in (folder / name for name in names if wanted(name)):
+def _subfolders(folder: Path, names: Iterable[str], report: Report) -> Iterator[Path]:
+    """Which of these names in a folder are folders."""
+    for path in (folder / name for name in names):
         # `os.path.isdir` returns False for an inaccessible folder, which would hide its records.
         try:
             if stat.S_ISDIR(os.stat(path).st_mode):
@@ -167,13 +160,15 @@ def _subfolders(folder: Path, wanted: Callable[[str], object]) -> Iterator[Path 
         except FileNotFoundError:
             pass
         except OSError as error:
-            yield Fault(path, f"cannot be looked at: {error}", damaged=False, place=True)
+            report(Fault(path, f"cannot be looked at: {error}", damaged=False, place=True))
 
 
-def _names(folder: Path) -> list[str] | Fault:
+def _names(folder: Path, report: Report) -> list[str] | None:
+    """The sorted names in a folder; None if it cannot be listed."""
     try:
         return sorted(os.listdir(folder))
     except FileNotFoundError:
         return []
     except OSError as error:
-        return Fault(folder, f"cannot be listed: {error}", damaged=False, place=True)
+        report(Fault(folder, f"cannot be listed: {error}", damaged=False, place=True))
+        return None

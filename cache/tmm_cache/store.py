@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,10 +18,10 @@ from tmm_cache.disk import make_folder
 from tmm_cache.errors import warn_once
 from tmm_cache.files import Fault, read_stored, record_bytes, write_record
 from tmm_cache.head import Head
-from tmm_cache.keys import JSON, canonical, digest
-from tmm_cache.layout import LOCK_SUFFIX, layer_paths, record_path
+from tmm_cache.keys import Document, canonical, digest
+from tmm_cache.layout import LOCK_SUFFIX, MISSES, layer_paths, record_path
 from tmm_cache.locks import Lock
-from tmm_cache.misses import Miss, MissLog
+from tmm_cache.misses import Miss, folders_of_logs, log_miss, logged_misses
 from tmm_cache.notes import Notes
 from tmm_cache.places import absolute, default_root, is_nowhere, lock_path, real
 from tmm_cache.record import CLOCK, TuningRecord
@@ -61,19 +61,18 @@ class CacheStore:
         self.lock_path = lock_path(os.environ, self.root)
         self._lock_file: LockFile | None = None
         self._complaints = Complaints(self.root)
-        self._misses = MissLog(self.root, self._complaints)
+        #: Where the records of the problems that were logged would be.
+        self._logged: set[Path] = set()
         self._verified: dict[tuple[str, str], Notes] = {}
         self._upkeep: Upkeep | None = None
         #: Records that this process answers with regardless of the disk, by path.
         self._held: dict[Path, Summary] = {}
 
-    def path(self, gpu: str, environment: Mapping[str, JSON], problem: Mapping[str, JSON]) -> Path:
+    def path(self, gpu: str, environment: Document, problem: Document) -> Path:
         """The file in the user's own root where the problem's record is or would be."""
         return record_path(self.root, gpu, digest(environment), digest(problem))
 
-    def load(
-        self, gpu: str, environment: Mapping[str, JSON], problem: Mapping[str, JSON]
-    ) -> TuningRecord | None:
+    def load(self, gpu: str, environment: Document, problem: Document) -> TuningRecord | None:
         """The problem's record: held, from the root, or from the first layer with it; None: a
         miss."""
         located = self.locate(gpu, environment, problem)
@@ -85,9 +84,7 @@ class CacheStore:
             touch(path)
         return located.record
 
-    def locate(
-        self, gpu: str, environment: Mapping[str, JSON], problem: Mapping[str, JSON]
-    ) -> Located | None:
+    def locate(self, gpu: str, environment: Document, problem: Document) -> Located | None:
         """The problem's record as `load` finds it, and its origin.
 
         Takes no lock. A file that is damaged, of a foreign schema or about another problem is
@@ -116,9 +113,7 @@ class CacheStore:
                 self._complaints.fault(Fault(path, reason, damaged=False))
         return None
 
-    def nearest_key(
-        self, gpu: str, environment: Mapping[str, JSON], problem: Mapping[str, JSON]
-    ) -> NearestKey | None:
+    def nearest_key(self, gpu: str, environment: Document, problem: Document) -> NearestKey | None:
         """The stored key nearest to the requested one, with their differences; None if the store is
         empty."""
         from tmm_cache.nearest import nearest
@@ -133,24 +128,22 @@ class CacheStore:
         )
         return nearest((gpu, environment, problem), keys)
 
-    def is_verified(self, gpu: str, environment: Mapping[str, JSON], key: str) -> bool:
+    def is_verified(self, gpu: str, environment: Document, key: str) -> bool:
         """Whether `mark_verified` was called with this key under this root. Never raises
         OSError."""
         return self._stamps(gpu, environment).get(key) is True
 
-    def mark_verified(self, gpu: str, environment: Mapping[str, JSON], key: str) -> None:
+    def mark_verified(self, gpu: str, environment: Document, key: str) -> None:
         """Remember that the key was verified, for every process of this user if the root is
         writable, otherwise for this process. Never raises OSError."""
         self._stamps(gpu, environment).add(key, True)
 
-    def found(
-        self, gpu: str, environment: Mapping[str, JSON], problem: Mapping[str, JSON]
-    ) -> Path | None:
+    def found(self, gpu: str, environment: Document, problem: Document) -> Path | None:
         """The file that `load` would answer from, or that a held record was written to."""
         located = self.locate(gpu, environment, problem)
         return None if located is None else located.path
 
-    def save(self, gpu: str, environment: Mapping[str, JSON], record: TuningRecord) -> Path | None:
+    def save(self, gpu: str, environment: Document, record: TuningRecord) -> Path | None:
         """Write a record into the user's own root; None if that failed, with a `CacheWarning`.
 
         A record that could not be written is held in memory. Raises RecordError for a record that
@@ -176,12 +169,12 @@ class CacheStore:
         self._upkeep.saved(path, len(data), self._held)
         return path
 
-    def hold(self, gpu: str, environment: Mapping[str, JSON], record: TuningRecord) -> None:
+    def hold(self, gpu: str, environment: Document, record: TuningRecord) -> None:
         """Answer with this record as long as the store lives, regardless of the disk."""
         held = self.summary(gpu, environment, record)
         self._held[held.path] = held
 
-    def summary(self, gpu: str, environment: Mapping[str, JSON], record: TuningRecord) -> Summary:
+    def summary(self, gpu: str, environment: Document, record: TuningRecord) -> Summary:
         """The summary of a record that was saved or held, as in `summaries`."""
         path, head = self.path(gpu, environment, record.problem), Head.of(record)
         return Summary(path, self.root, gpu, digest(environment), environment, head, record)
@@ -199,11 +192,9 @@ class CacheStore:
         held = dict(sorted(self._held.items()))
         yield from (summary for summary in held.values() if gpu in (None, summary.gpu))
         for root in (self.root, *self.layers):
-            for item in summaries(root, gpu, full=full):
-                if isinstance(item, Fault):
-                    self._complaints.fault(item)
-                elif item.path not in held:
-                    yield item
+            for summary in summaries(root, self._complaints.fault, gpu, full=full):
+                if summary.path not in held:
+                    yield summary
 
     def remove(self, entries: Iterable[Summary]) -> int:
         """Remove records of the user's own root, and the folders that become empty.
@@ -224,11 +215,7 @@ class CacheStore:
 
     @contextlib.contextmanager
     def lock(
-        self,
-        gpu: str,
-        environment: Mapping[str, JSON],
-        problem: Mapping[str, JSON],
-        timeout: float,
+        self, gpu: str, environment: Document, problem: Document, timeout: float
     ) -> Iterator[bool]:
         """Hold the right to tune a problem, among all threads and processes on this root.
 
@@ -260,23 +247,37 @@ class CacheStore:
                     lock.path, fault, "locked", "two processes may tune the same problem"
                 )
 
-    def log_miss(
-        self, gpu: str, environment: Mapping[str, JSON], problem: Mapping[str, JSON]
-    ) -> None:
+    def log_miss(self, gpu: str, environment: Document, problem: Document) -> None:
         """Log a problem met where tuning is forbidden, once per store. Never raises OSError."""
-        self._misses.add(self.path(gpu, environment, problem), environment, problem)
+        path = self.path(gpu, environment, problem)
+        if path in self._logged or not self._complaints.may_write():
+            return
+        self._logged.add(path)
+        log = path.with_name(MISSES)
+        try:
+            log_miss(log, environment, problem)
+        except OSError as error:
+            told = "problems that are not tuned are not noted"
+            self._complaints.beside(log, error, "written", told)
 
     def misses(self) -> list[Miss]:
         """The problems logged in the user's own root, each once per GPU and environment."""
-        return self._misses.all()
+        return logged_misses(self.root, self._complaints.fault)
 
     def clear_misses(self) -> int:
         """Clear the logs of problems; returns how many were removed."""
-        return self._misses.clear()
+        from tmm_cache import removal  # not needed for replay
 
-    def _locate_locked(
-        self, gpu: str, environment: Mapping[str, JSON], problem: Mapping[str, JSON]
-    ) -> Located | None:
+        self._logged.clear()
+        report = self._complaints.fault
+        logs = [
+            log
+            for folder in folders_of_logs(self.root, report)
+            for log in removal.misses(folder, "asked for")
+        ]
+        return removal.remove(self.root, logs, report)
+
+    def _locate_locked(self, gpu: str, environment: Document, problem: Document) -> Located | None:
         lock = self._locked_file()
         key = gpu, digest(environment), digest(problem)
         record = None if lock is None else lock.record(key)
@@ -300,7 +301,7 @@ class CacheStore:
                 warn_once(self.lock_path, note, about="lock file")
         return self._lock_file
 
-    def _stamps(self, gpu: str, environment: Mapping[str, JSON]) -> Notes:
+    def _stamps(self, gpu: str, environment: Document) -> Notes:
         # Not keyed by host name: a container gets a new one at each start, and verification is
         # about a kernel's code on this GPU under this software.
         of = gpu, digest(environment)

@@ -15,7 +15,7 @@ from tmm_cache import columns as layout
 from tmm_cache import evidence, facets
 from tmm_cache.console import counted
 from tmm_cache.head import Best
-from tmm_cache.keys import JSON
+from tmm_cache.keys import Document
 from tmm_cache.record import CLOCK, TuningRecord
 from tmm_cache.scan import Summary
 
@@ -156,7 +156,7 @@ def print_record(summary: Summary, record: TuningRecord, layer: str, now: dateti
     print_table(evidence.COLUMNS, rows, evidence.NUMBERS, optional)
 
 
-def _indented(mapping: Mapping[str, JSON]) -> list[tuple[str, str]]:
+def _indented(mapping: Document) -> list[tuple[str, str]]:
     return [
         (f"  {facets.printable(name)}", facets.text_of(value)) for name, value in mapping.items()
     ]

@@ -22,7 +22,7 @@ from tmm_cache.disk import remove_if_empty
 from tmm_cache.errors import warn_once
 from tmm_cache.keys import SLUG
 from tmm_cache.layout import DIGEST, LOCK_SUFFIX, NOTE_FILE, NOTES, RECORD, TEMPORARY
-from tmm_cache.locks import Lock
+from tmm_cache.locks import held_at_once
 
 T = TypeVar("T")
 
@@ -198,18 +198,12 @@ def _drop(file: _File) -> bool:
     """Remove a file that is not in use, and its lock."""
     beside = file.path.with_name(file.path.name + LOCK_SUFFIX)
     try:
-        lock = Lock(beside) if beside.is_file() else None
-        if lock is not None and not lock.acquire(timeout=0):
-            return False
-        try:
+        with held_at_once(beside) as held:
             if os.stat(file.path).st_mtime_ns != file.changed_ns:
                 return False  # used or rewritten since the listing
             file.path.unlink()
-            if lock is not None:
+            if held:
                 beside.unlink()
-        finally:
-            if lock is not None:
-                lock.release()
     except OSError:
         return False
     return True

@@ -161,7 +161,9 @@ def check(name: str, root: Path, said: list[str]) -> None:
             assert not theirs or found.candidates == THEIRS
         for entry in fresh.entries():
             assert entry.record.candidates in (MINE, THEIRS)
-        locked = list(LockFile(root / LOCK_NAME).summaries())
+        faults: list[files.Fault] = []
+        locked = list(LockFile(root / LOCK_NAME).summaries(faults.append))
+        assert not faults
         assert all(isinstance(each, Summary) for each in locked)
         assert frozen is None or len(locked) == len(BEFORE) + 1
         for path in root.rglob("*.json"):

@@ -25,7 +25,7 @@ def test_summaries_say_in_brief_what_entries_say(
     store.hold(GPU, ENVIRONMENT, record(problem(m=2), note="held", winner=0))
     entries = list(store.entries())
     with monkeypatch.context() as patch:
-        patch.setattr(scan, "read_record", lambda path: pytest.fail("read in full"))
+        patch.setattr(scan, "read_record", lambda path, _: pytest.fail("read in full"))
         summaries = list(store.summaries())
         assert [each.path.name for each in store.summaries("nvidia-a100")] == [
             entries[-1].path.name

@@ -302,8 +302,8 @@ def test_the_last_problem_tunes_in_what_time_is_left(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(tmm_core, "tune", spy)
     soon = time.monotonic() + 3
-    measure(monkeypatch, task(), times=(1, 1, 1), deadline=soon, tune_budget=60)
-    measure(monkeypatch, task(), times=(1, 1, 1), tune_budget=7)
+    measure(monkeypatch, task(), times=(1, 1, 1), deadline=soon, budget=60)
+    measure(monkeypatch, task(), times=(1, 1, 1), budget=7)
     assert 1 <= budgets[0] <= 3
     assert budgets[1] == 7
 
@@ -811,7 +811,7 @@ def test_bench_measures_regret_from_the_command_line(
 def test_batch_invariant_mode_is_measured_with_every_column() -> None:
     register(FakeKernel("fake.firm", traits=tmm_core.Traits(batch_invariant=True), estimate=9.0))
     task = Task("batch_invariant", Case(m=4, n=16, k=16, dtype=FP32), batch_invariant=True)
-    options = runner.Options(kernels=True, untuned=True, tune_budget=1.0, seconds=0.01)
+    options = runner.Options(kernels=True, untuned=True, budget=1.0, seconds=0.01)
     (document,) = runner.run([task], CPU, options)
     assert "failed" not in document, document
     assert document["kernel"] == "fake.firm"

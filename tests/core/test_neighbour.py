@@ -45,7 +45,9 @@ def test_the_nearest_come_first_and_are_read_when_asked_for(
     save(store, problem(m=100, device=replace(DEVICE, torch="1")))
     read: list[Path] = []
     real = scan.read_record
-    monkeypatch.setattr(scan, "read_record", lambda path: (read.append(path), real(path))[1])
+    monkeypatch.setattr(
+        scan, "read_record", lambda path, *report: (read.append(path), real(path, *report))[1]
+    )
     found = Neighbours(store).nearest(problem(m=100))
     assert [next(found).record.problem["m"], len(read)] == [128, 1]
     assert [near.record.problem["m"] for near in found] == [64, 256, 100]

@@ -137,12 +137,11 @@ ELSEWHERE = [
            "and (self.after is None or head.created_at > self.after)", "and True",
            "clear --newer-than 1h deletes everything", ("tests/cache/test_cache_filters.py",)),
     Mutant("record-before-environment", "tmm_cache/files.py",
-           "            if environment is not None:\n"
-           "                write_environment(path.parent, environment)\n"
-           "            write_atomically(path, data)\n",
-           "            write_atomically(path, data)\n"
-           "            if environment is not None:\n"
-           "                write_environment(path.parent, environment)\n",
+           "        write_environment(path.parent, environment)\n"
+           "        write_atomically(path, data)\n",
+           "        make_folder(path.parent)\n"
+           "        write_atomically(path, data)\n"
+           "        write_environment(path.parent, environment)\n",
            "a crash leaves a record of nobody knows what",
            ("tests/cache/test_cache_faults.py::test_a_record_never_lies_without_its_environment",)),
     Mutant("hints-verified", "bench/recheck.py", " and not entry.record.is_hint", "",

@@ -10,7 +10,6 @@ torch.Size([64, 48])
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -27,9 +26,10 @@ from tmm_core.formats import wide
 from tmm_core.launch import grouped
 from tmm_core.launch.plan import Plan
 from tmm_core.spec.arguments import EXTRAS, Arguments, GroupedArguments
+from tmm_core.spec.device import fingerprint
 from tmm_core.spec.epilogue import Epilogue
 from tmm_core.spec.groups import Groups, Ragged
-from tmm_core.spec.operand import dtype_name, dtype_of
+from tmm_core.spec.operand import Operand, dtype_name, dtype_of
 from tmm_core.spec.problem import Problem
 
 Tensor = torch.Tensor
@@ -83,42 +83,40 @@ class Case:
             RuntimeError: Torch cannot allocate or fill such tensors.
         """
         epilogue = dispatch.dispatcher().registry.epilogue(self.epilogue or None)
-        width = self.n * (2 if epilogue.gated else 1)
-        out_dtype = self.out_dtype or wide(self.dtype)
-        batch = (self.batch,) if self.batch > 1 else ()
+        plain, out_dtype = Operand(self.dtype), self.out_dtype or wide(self.dtype)
+        groups = Groups(self.groups, self.ragged) if self.groups else None
+        # For its shapes and its extent alone.
+        posed = Problem(
+            self.m, self.n, self.k, plain, plain, Operand(out_dtype), fingerprint(device),
+            batch=self.batch, epilogue=epilogue, groups=groups,
+        )  # fmt: skip
         generator = seeded(device)
 
-        def lead(ragged: str) -> tuple[int, ...]:
-            return batch if not self.groups else (self.groups,) if self.ragged == ragged else ()
-
-        def made(name: str, dtype: torch.dtype, *shape: int) -> Tensor:
+        def made(name: str, dtype: torch.dtype, shape: tuple[int, ...]) -> Tensor:
             t = torch.empty(shape, dtype=dtype, device=device)
             return fill(name, t, self.k, generator) if filled else t
 
-        def operand(name: str, rows: int, cols: int, layout: str, ragged: str) -> Tensor:
-            shape = (cols, rows) if layout == "t" else (rows, cols)
-            t = made(name, self.dtype, *lead(ragged), *shape)
-            return t.mT if layout == "t" else t
+        def operand(name: str, shape: tuple[int, ...], layout: str) -> Tensor:
+            if layout == "n":
+                return made(name, self.dtype, shape)
+            *batch, rows, columns = shape
+            return made(name, self.dtype, (*batch, columns, rows)).mT
 
-        def scale(name: str, dimension: str, *shape: int) -> Tensor | None:
+        def scale(name: str, shape: tuple[int, ...]) -> Tensor | None:
             if not self.scales:
                 return None
-            if self.groups:
-                size = math.prod(shape)
-                shape = (size,) if self.ragged == dimension else (self.groups, size)
-            return made(name, torch.float32, *((*batch, *shape) if self.scales == "row" else ()))
+            return made(name, torch.float32, shape if self.scales == "row" else ())
 
-        residual = (*lead("k"), self.m, self.n)
         return Call(
-            a=operand("a", self.m, self.k, self.layout[0], "n"),
-            b=operand("b", self.k, width, self.layout[1], "m"),
-            bias=made("bias", wide(self.dtype), width) if self.bias else None,
-            residual=made("residual", out_dtype, *residual) if self.residual else None,
+            a=operand("a", posed.a_shape, self.layout[0]),
+            b=operand("b", posed.b_shape, self.layout[1]),
+            bias=made("bias", wide(self.dtype), posed.b_shape[-1:]) if self.bias else None,
+            residual=made("residual", out_dtype, posed.out_shape) if self.residual else None,
             epilogue=epilogue,
             out_dtype=self.out_dtype,
-            scale_a=scale("scale_a", "m", self.m, 1),
-            scale_b=scale("scale_b", "n", 1, width),
-            rows=self._rows(device),
+            scale_a=scale("scale_a", posed.scale_a_shape),
+            scale_b=scale("scale_b", posed.scale_b_shape),
+            rows=None if groups is None else self._rows(groups, posed.extent, device),
         )
 
     def problem(self, device: torch.device) -> Problem:
@@ -126,12 +124,9 @@ class Case:
         # Only shapes, strides and dtypes matter.
         return self.call(device, filled=False).problem()
 
-    def _rows(self, device: torch.device) -> Rows | None:
+    def _rows(self, groups: Groups, size: int, device: torch.device) -> Rows:
         """The ends of the groups; the same for each measurement of a case."""
-        if not self.groups:
-            return None
-        size = {"m": self.m, "n": self.n, "k": self.k}[self.ragged]
-        groups, skewed = Groups(self.groups, self.ragged), self.routing != "even"
+        skewed = self.routing != "even"
         rows = Rows.of(groups, size, device, seeded(device, 0), skewed=skewed, whole=True)
         return rows if self.routing == "both" else replace(rows, draws=())
 
@@ -147,14 +142,8 @@ class Case:
     @classmethod
     def from_json(cls, doc: Mapping[str, Any]) -> Case:
         """The case that ``doc`` describes; KeyError, TypeError or ValueError if it is invalid."""
-        out_dtype = doc["out_dtype"]
-        return cls(
-            **{
-                **doc,
-                "dtype": dtype_of(doc["dtype"]),
-                "out_dtype": dtype_of(out_dtype) if out_dtype else None,
-            }
-        )
+        out_dtype = dtype_of(doc["out_dtype"]) if doc["out_dtype"] else None
+        return cls(**{**doc, "dtype": dtype_of(doc["dtype"]), "out_dtype": out_dtype})
 
     def __str__(self) -> str:
         size = f"{self.m}×{self.n}×{self.k}"
@@ -223,11 +212,8 @@ class Call:
         if self.rows is None:
             return tmm_core.plan(self.a, self.b, **self.keywords, **forced)
         given = {name: value for name, value in forced.items() if value is not None}
+        call = GroupedArguments(self.a, self.b, **self.keywords)
         with settings.override(**given) as current:
-            call = GroupedArguments(
-                self.a, self.b, self.rows.offs, self.bias, self.residual, out_dtype=self.out_dtype,
-                scale_a=self.scale_a, scale_b=self.scale_b,
-            )  # fmt: skip
             return grouped.make_plan(call, self.epilogue, current)
 
 

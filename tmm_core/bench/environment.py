@@ -17,7 +17,7 @@ from tmm_core.spec.device import fingerprint
 
 #: Fields queried from nvidia-smi if torch cannot query NVML (torch does not require its Python
 #: binding).
-_QUERY = ("clocks.sm", "power.draw", "temperature.gpu")
+_QUERY = {"sm_mhz": "clocks.sm", "power_w": "power.draw", "celsius": "temperature.gpu"}
 
 
 def describe(device: torch.device, command: Sequence[str]) -> dict[str, Any]:
@@ -64,11 +64,9 @@ class Clocks:
                 "celsius": float(torch.cuda.temperature(self._device)),
             }
         except Exception:  # no binding, no permission, another vendor: use nvidia-smi instead
-            values = _nvidia_smi(self._device, _QUERY)
+            values = _nvidia_smi(self._device, tuple(_QUERY.values()))
         try:
-            return dict(
-                zip(("sm_mhz", "power_w", "celsius"), map(float, values or ()), strict=True)
-            )
+            return dict(zip(_QUERY, map(float, values or ()), strict=True))
         except ValueError:  # nothing, or "[N/A]"
             return None
 

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import tempfile
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from tmm_cache import CacheStore, TuningRecord
+from tmm_cache.places import NOWHERE
 
 import tmm_core
 from tmm_core import dispatch, settings
@@ -65,20 +64,16 @@ def _on(calls: Sequence[Call], function: Expression) -> Run:
 def expression(call: Call) -> Expression:
     """The eager code of a call as a function of its tensors."""
     # Looked up here, so that the function is pure torch code, which dynamo can trace.
-    stages = call.epilogue.stages or (call.epilogue,)
+    first, *rest = call.epilogue.stages or (call.epilogue,)
     # Of alternate columns the product is one, as in a model's code.
-    halved, out_dtype = stages[0].gated and not stages[0].interleaved, call.out_dtype
-    inputs_of = stages[0].inputs
-    steps = [(stage.reference, stage.parameters) for stage in stages if not stage.is_identity]
+    halved, out_dtype = first.gated and not first.interleaved, call.out_dtype
     products = _products(call, halved)
 
     def run(a: Tensor, b: Tensor, bias: Tensor | None, residual: Tensor | None) -> Tensor:
         inputs = products(a, b, bias)
-        if not halved:
-            inputs = list(inputs_of(*inputs))
-        for function, parameters in steps:
-            inputs = [function(*inputs, *parameters)]
-        (y,) = inputs
+        y = first.reference(*inputs, *first.parameters) if halved else first.apply(*inputs)
+        for stage in rest:
+            y = stage.apply(y)
         if residual is not None:
             y = y + residual
         return y if out_dtype is None else y.to(out_dtype)
@@ -140,11 +135,9 @@ def kernels(call: Call) -> tuple[list[Series], dict[str, str]]:
 
 def untuned(call: Call) -> Plan:
     """The choice without any record."""
-    with tempfile.TemporaryDirectory() as empty:
-        blank = Dispatcher(
-            dispatch.dispatcher().registry, Tuner(), CacheStore(Path(empty), layers=())
-        )
-        candidate = blank.choose(call.problem(), settings.current()).candidate
+    empty = CacheStore(NOWHERE, layers=())
+    blank = Dispatcher(dispatch.dispatcher().registry, Tuner(), empty)
+    candidate = blank.choose(call.problem(), settings.current()).candidate
     return call.plan(kernel=candidate.kernel.name, config=candidate.config)
 
 

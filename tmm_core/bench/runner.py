@@ -69,7 +69,7 @@ class Options:
 
     Args:
         tune: Tune the exact problem first, unless it has a record.
-        tune_budget: Seconds of tuning per problem; None: the settings' value.
+        budget: Seconds of tuning per problem; None: the settings' value.
         kernels: Also time the best config of every capable kernel; for square matrices also the
             naive and the grouped one with the same tile.
         series: Single kernels to time as well.
@@ -83,7 +83,7 @@ class Options:
     """
 
     tune: bool = True
-    tune_budget: float | None = None
+    budget: float | None = None
     kernels: bool = False
     series: tuple[Series, ...] = ()
     inductor: bool = False
@@ -247,7 +247,7 @@ def _described(plan: tmm_core.Plan) -> Document:
 def _tune(call: Call, options: Options) -> float:
     """Seconds spent tuning exactly this problem (about zero if it has a record)."""
     started = time.monotonic()
-    budget = options.tune_budget or settings.current().tune_budget
+    budget = options.budget or settings.current().tune_budget
     budget = max(1.0, min(budget, options.deadline - started))
     problem = call.problem()
     tmm_core.tune(problem, budget=budget)

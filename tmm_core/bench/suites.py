@@ -29,9 +29,6 @@ class Task:
     #: Measured in batch-invariant mode.
     batch_invariant: bool = False
 
-    def __str__(self) -> str:
-        return f"{self.suite} {self.case}"
-
 
 _NONE: Mapping[str, Any] = {}
 

@@ -5,10 +5,9 @@ Exit statuses: 0 done, 1 something is wrong or was left undone, 2 a usage error.
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -42,16 +41,16 @@ def _run(argv: Sequence[str] | None) -> int:
     return status
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parser() -> Parser:
     parser = Parser(prog="tmm", description="Which matmul kernel runs, why, and how fast.")
     parser.add_argument("--version", action="version", version=f"tmm {tmm_core.__version__}")
     subparsers = parser.add_subparsers(metavar="command", dest="command", parser_class=Parser)
 
-    def add(name: str, text: str) -> argparse.ArgumentParser:
+    def add(name: str, text: str) -> Parser:
         return subparsers.add_parser(name, help=text, description=text[0].upper() + text[1:] + ".")
 
     kernels = add("kernels", "list kernels, their origin, and why some are not used")
-    shared.add_json(kernels)
+    kernels.add_json()
 
     _add_explain(add("explain", "show which kernel a call would run, and why"))
 
@@ -60,22 +59,22 @@ def _parser() -> argparse.ArgumentParser:
 
     verify = add("verify", "check every record that answers here against a reference")
     shared.add_device(verify)
-    shared.add_json(verify)
+    verify.add_json()
 
     doctor = add("doctor", "check that this machine is set up for tmm")
     shared.add_device(doctor)
-    shared.add_json(doctor)
+    doctor.add_json()
 
     misses = add("misses", "list problems met while tuning was forbidden")
-    misses.add_argument("--clear", action="store_true", help="forget them")
-    shared.add_json(misses)
+    misses.flag("--clear", text="forget them")
+    misses.add_json()
 
     new = add("new-plugin", "write a package of one kernel and one epilogue to start from")
     new.add_argument("name", help="name of the distribution and of its folder, like my-kernels")
     return parser
 
 
-def _add_explain(parser: argparse.ArgumentParser) -> None:
+def _add_explain(parser: Parser) -> None:
     parser.add_argument("shape", nargs="?", type=argument(parse_shape), metavar="MxNxK")
     parser.add_argument("--kernel", metavar="NAME", help="as if this kernel were forced")
     parser.add_argument(
@@ -87,9 +86,7 @@ def _add_explain(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--gpu", metavar="NAME", help="as on this GPU, which need not be present: H200"
     )
-    parser.add_argument(
-        "--why", action="store_true", help="analyse the chosen kernel (compiles it)"
-    )
+    parser.flag("--why", text="analyse the chosen kernel (compiles it)")
     parser.add_argument(
         "--tiles",
         nargs="?",
@@ -99,7 +96,10 @@ def _add_explain(parser: argparse.ArgumentParser) -> None:
         help="show the order of tiles, and the reads of each wave",
     )
     parser.add_argument(
-        "--group", type=_counts, metavar="N,…", help="--tiles: the values of GROUP_M to show"
+        "--group",
+        type=_listed(shared.count),
+        metavar="N,…",
+        help="--tiles: the values of GROUP_M to show",
     )
     parser.add_argument("--wave", type=shared.count, metavar="N", help="--tiles: tiles per wave")
     parser.add_argument(
@@ -108,44 +108,39 @@ def _add_explain(parser: argparse.ArgumentParser) -> None:
         metavar="FILE",
         help="draw all candidates of the record, or the tiles, into a .png or .svg",
     )
-    parser.add_argument(
-        "--ncu", action="store_true", help="print the command that profiles the chosen kernel"
-    )
+    parser.flag("--ncu", text="print the command that profiles the chosen kernel")
     shared.add_problem(parser)
     shared.add_device(parser)
-    shared.add_json(parser)
+    parser.add_json()
 
 
-def _add_tune(parser: argparse.ArgumentParser) -> None:
+def _add_tune(parser: Parser) -> None:
     parser.add_argument(
         "shapes", nargs="*", type=argument(parse_shape), metavar="MxNxK", help="or BxMxNxK"
     )
     _add_suite(parser)
-    parser.add_argument("--misses", action="store_true", help="the problems of `tmm misses`")
+    parser.flag("--misses", text="the problems of `tmm misses`")
     parser.add_argument(
         "--file",
         type=Path,
         metavar="FILE.json",
         help="suites like tmm_core/bench/suite.json, or output of `tmm misses --json`",
     )
-    parser.add_argument(
-        "--force",
-        action="store_true",
-        help="measure problems on record again, trying first what won here and elsewhere",
+    parser.flag(
+        "--force", text="measure problems on record again, trying first what won here and elsewhere"
     )
-    parser.add_argument(
+    parser.flag(
         "--isolate",
-        action="store_true",
-        help="launch each candidate in a separate process first: one that hangs, exits or "
+        text="launch each candidate in a separate process first: one that hangs, exits or "
         "crashes is left out",
     )
     _add_budget(parser)
     shared.add_problem(parser)
     shared.add_device(parser)
-    shared.add_json(parser)
+    parser.add_json()
 
 
-def _add_bench(parser: argparse.ArgumentParser) -> None:
+def _add_bench(parser: Parser) -> None:
     _add_suite(parser)
     parser.add_argument(
         "--shapes",
@@ -164,7 +159,7 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument(
         "--dtypes",
-        type=_dtypes,
+        type=_listed(parse_dtype),
         metavar="DTYPE,…",
         help="run --shapes and --squares in each of these, instead of --dtype",
     )
@@ -172,7 +167,7 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--kernel",
         action="extend",
-        type=lambda text: text.split(","),
+        type=_listed(str),
         default=[],
         metavar="NAME,…",
         help="time these kernels too, on --shapes and --squares",
@@ -197,20 +192,14 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
         default="tflops",
         help="quantity in tables and plots of --kernel (default: tflops)",
     )
-    parser.add_argument("--kernels", action="store_true", help="time every capable kernel too")
-    parser.add_argument("--inductor", action="store_true", help="time torch.compile too")
-    parser.add_argument(
-        "--untuned", action="store_true", help="time the choice without any record too"
+    parser.flag("--kernels", text="time every capable kernel too")
+    parser.flag("--inductor", text="time torch.compile too")
+    parser.flag("--untuned", text="time the choice without any record too")
+    parser.flag("--floor", text="time a bare read of the operands (decode, large_k)")
+    parser.flag(
+        "--clocks", text="report the clocks alone and steady too, and a small kernel between calls"
     )
-    parser.add_argument(
-        "--floor", action="store_true", help="time a bare read of the operands (decode, large_k)"
-    )
-    parser.add_argument(
-        "--clocks",
-        action="store_true",
-        help="report the clocks alone and steady too, and a small kernel between calls",
-    )
-    parser.add_argument("--host", action="store_true", help="measure the host's cost per call")
+    parser.flag("--host", text="measure the host's cost per call")
     parser.add_argument(
         "--regret",
         type=int,
@@ -218,10 +207,9 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
         metavar="COUNT",
         help="this many random problems (M, weight, epilogue): torch, the choice, the best known",
     )
-    parser.add_argument(
+    parser.flag(
         "--verify-shipped",
-        action="store_true",
-        help="check that records shipped in packages are correct and still ahead of BLAS",
+        text="check that records shipped in packages are correct and still ahead of BLAS",
     )
     parser.add_argument(
         "--no-tune", dest="tune", action="store_false", help="use the cache or a guess instead"
@@ -229,6 +217,7 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     _add_budget(parser)
     parser.add_argument(
         "--seconds-per-problem",
+        dest="seconds",
         type=_seconds,
         default=0.5,
         metavar="S",
@@ -244,9 +233,7 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--output", type=Path, metavar="DIR", help="keep results there, and write report.md"
     )
-    parser.add_argument(
-        "--resume", action="store_true", help="skip problems already in the output folder"
-    )
+    parser.flag("--resume", text="skip problems already in the output folder")
     parser.add_argument(
         "--from",
         dest="read",
@@ -255,8 +242,8 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
         metavar="PATH",
         help="measure nothing; show results of these files or folders",
     )
-    parser.add_argument("--markdown", action="store_true", help="print the whole report")
-    parser.add_argument("--plots", action="store_true", help="draw plots into the output folder")
+    parser.flag("--markdown", text="print the whole report")
+    parser.flag("--plots", text="draw plots into the output folder")
     parser.add_argument(
         "--share",
         type=Path,
@@ -265,10 +252,10 @@ def _add_bench(parser: argparse.ArgumentParser) -> None:
     )
     shared.add_problem(parser)
     shared.add_device(parser)
-    shared.add_json(parser)
+    parser.add_json()
 
 
-def _add_suite(parser: argparse.ArgumentParser) -> None:
+def _add_suite(parser: Parser) -> None:
     parser.add_argument(
         "--suite",
         type=lambda text: [name for name in text.split(",") if name],
@@ -278,20 +265,19 @@ def _add_suite(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _add_budget(parser: argparse.ArgumentParser) -> None:
+def _add_budget(parser: Parser) -> None:
     parser.add_argument(
         "--budget", type=_seconds, metavar="S", help="seconds of tuning per problem"
     )
 
 
+def _listed(parse: Callable[[str], Any]) -> Callable[[str], list[Any]]:
+    return argument(lambda text: [parse(part) for part in text.split(",")])
+
+
 @argument
 def _seconds(text: str) -> float:
     return shared.positive(float, text)
-
-
-@argument
-def _counts(text: str) -> list[int]:
-    return [shared.positive(int, each) for each in text.split(",")]
 
 
 @argument
@@ -317,11 +303,6 @@ def _squares(text: str) -> list[int]:
     if last < first:
         raise ValueError(f"found {text!r}: the last size is below the first")
     return list(range(first, last + 1, step))
-
-
-@argument
-def _dtypes(text: str) -> list[Any]:
-    return [parse_dtype(part) for part in text.split(",")]
 
 
 @argument

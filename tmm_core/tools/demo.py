@@ -12,7 +12,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
@@ -134,9 +134,13 @@ def compare(cases: Sequence[Case], device: torch.device) -> int:
     wrong."""
     tasks = [suites.Task("demo", case) for case in cases]
     options = runner.Options(
-        tune_budget=GPU_BUDGET, seconds=0.2, deadline=time.monotonic() + GPU_SECONDS
+        budget=GPU_BUDGET, seconds=0.2, deadline=time.monotonic() + GPU_SECONDS
     )
-    documents = list(_told(runner.run(tasks, device, options)))
+    documents = []
+    for document in runner.run(tasks, device, options):
+        documents.append(document)
+        told = report.times(document.get("ratio")) or document.get("failed", "failed")
+        note(f"{report.title(document)}  {told}")
     measured = [document for document in documents if "times" in document]
     if left := len(tasks) - len(documents):
         print(f"{left} problems were left out after {GPU_SECONDS:.0f} s. Run it again.")
@@ -148,14 +152,6 @@ def compare(cases: Sequence[Case], device: torch.device) -> int:
     failed = len(documents) - len(measured)
     wrong = sum(not document["error"] <= document["tolerance"] for document in measured)
     return FOUND if failed or wrong else DONE
-
-
-def _told(documents: Iterator[Document]) -> Iterator[Document]:
-    for document in documents:
-        ratio = document.get("ratio")
-        failed = document.get("failed", "failed")
-        note(f"{report.title(document)}  {report.times(ratio) if ratio else failed}")
-        yield document
 
 
 def _row(document: Document) -> tuple[str, ...]:

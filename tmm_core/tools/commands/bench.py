@@ -105,18 +105,9 @@ def _share(paths: Sequence[Path], options: argparse.Namespace) -> None:
 
 
 def _chosen(options: argparse.Namespace, deadline: float) -> runner.Options:
-    return runner.Options(
-        tune=options.tune,
-        tune_budget=options.budget,
-        kernels=options.kernels,
-        series=tuple(_series(options)),
-        inductor=options.inductor,
-        untuned=options.untuned,
-        floor=options.floor,
-        clocks=options.clocks,
-        seconds=options.seconds_per_problem,
-        deadline=deadline,
-    )
+    names = ("tune", "budget", "kernels", "inductor", "untuned", "floor", "clocks", "seconds")
+    chosen = {name: getattr(options, name) for name in names}
+    return runner.Options(**chosen, series=tuple(_series(options)), deadline=deadline)
 
 
 def _regrets(

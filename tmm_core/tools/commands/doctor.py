@@ -263,15 +263,12 @@ def _tried(device: torch.device, first: FirstLaunches) -> Iterator[Finding]:
         kernel = registered.kernel
         foreign = registered.source.distribution not in ("", DISTRIBUTION)
         advice = f"disable it with TMM_DISABLE={kernel.name}, and report it to {registered.source}"
-        reasons: list[str] = []
-        tried = False
+        refused: list[list[str]] = []
         for probe in PROBES:
             call = probe.call(device)
-            refusal = registry.reasons_against(kernel, call.problem(), settings.current())
-            reasons = reasons or refusal
-            if refusal:
+            if reasons := registry.reasons_against(kernel, call.problem(), settings.current()):
+                refused.append(reasons)
                 continue
-            tried = True
             fault = _fault(kernel, call.problem(), first) if foreign else None
             if wrong := fault or _wrong(kernel.name, call):
                 text = f"{kernel.name} on {probe}: {wrong}"
@@ -280,10 +277,10 @@ def _tried(device: torch.device, first: FirstLaunches) -> Iterator[Finding]:
         else:
             if kernel.fault is not None:
                 yield Finding("kernel", "problem", kernel.fault, advice)
-            elif tried:
+            elif len(refused) < len(PROBES):
                 yield Finding("kernel", "ok", f"{kernel.name} runs and is correct")
             else:
-                text = f"{kernel.name} declines: {'; '.join(reasons)}"
+                text = f"{kernel.name} declines: {'; '.join(refused[0])}"
                 yield Finding("kernel", "note", text)
 
 

@@ -17,10 +17,6 @@ from tmm_core.tools.commands.console import UsageError
 T = TypeVar("T")
 
 
-def add_json(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--json", action="store_true", help="print JSON")
-
-
 def add_device(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--device", help="torch device; default: the current GPU, or the CPU if there is none"
@@ -82,6 +78,8 @@ def cases(options: argparse.Namespace, shapes: list[tuple[int, int, int, int]]) 
         raise UsageError(f"--scales {options.scales} is for --dtype e4m3 or e5m2")
     if options.ragged and not options.groups:
         raise UsageError(f"--ragged {options.ragged} is for --groups")
+    names = ("dtype", "layout", "out_dtype", "tf32", "scales", "groups", "ragged")
+    given = {name: value for name in names if (value := getattr(options, name)) is not None}
     found = []
     for batch, m, n, k in shapes:
         if options.groups and max(batch, options.batch) > 1:
@@ -94,16 +92,10 @@ def cases(options: argparse.Namespace, shapes: list[tuple[int, int, int, int]]) 
                 n=n,
                 k=k,
                 batch=max(batch, options.batch),
-                dtype=options.dtype or torch.bfloat16,
-                layout=options.layout or "nn",
                 epilogue=options.epilogue["epilogue"],
                 bias=options.epilogue["bias"] or options.bias,
                 residual=options.epilogue["residual"] or options.residual,
-                out_dtype=options.out_dtype,
-                tf32=options.tf32,
-                scales=options.scales or "",
-                groups=options.groups,
-                ragged=options.ragged or "m",
+                **given,
             )
         )
     return found
