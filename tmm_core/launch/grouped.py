@@ -39,8 +39,8 @@ _INDEX_DTYPES = (torch.int32, torch.int64)
 
 def ragged_along(a: Tensor, b: Tensor) -> Ragged:
     """The ragged dimension, inferred from the operands without a dimension of groups."""
-    if a.dim() == 2:
-        return "k" if b.dim() == 2 else "m"
+    if a.ndim == 2:
+        return "k" if b.ndim == 2 else "m"
     return "n"
 
 
