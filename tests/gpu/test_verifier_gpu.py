@@ -69,8 +69,7 @@ PROBLEMS: dict[str, Callable[[], Problem]] = {
 def test_real_kernels_pass(name: str) -> None:
     asked = PROBLEMS[name]()
     verifier, faults = Verifier(asked, device()), []
-    for registered in dispatch.dispatcher().registry.kernels():
-        kernel = registered.kernel
+    for kernel in dispatch.dispatcher().registry.kernels():
         if kernel.reasons_against(asked):
             continue
         found = verifier.verdict(

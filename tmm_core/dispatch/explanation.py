@@ -48,11 +48,10 @@ def kernel_infos(registry: Registry, settings: Settings) -> list[KernelInfo]:
         return KernelInfo(name, version, *at, traits, disabled)
 
     infos = []
-    for registered in registry.kernels():
-        kernel = registered.kernel
+    for kernel in registry.kernels():
         off = kernel.name in settings.disable
         why = "disabled by TMM_DISABLE or override" if off else kernel.fault
-        infos.append(info(registered.source, kernel.name, kernel.version, kernel.traits, why))
+        infos.append(info(kernel.source, kernel.name, kernel.version, kernel.traits, why))
     for fault in registry.faults():
         infos.append(info(fault.source, f"{fault.source.plugin}.*", "", None, fault.reason))
     return infos
@@ -187,7 +186,7 @@ def explain_problem(dispatcher: Dispatcher, problem: Problem, settings: Settings
     choice, miss = rehearse(dispatcher, problem, settings)
     found = dispatcher.record(problem)
     rejected = dispatcher.rejections(problem, settings)
-    able = [r.kernel.name for r in dispatcher.registry.kernels() if r.kernel.name not in rejected]
+    able = [k.name for k in dispatcher.registry.kernels() if k.name not in rejected]
     return Explanation(
         problem=problem,
         choice=choice,

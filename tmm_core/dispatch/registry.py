@@ -57,14 +57,6 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Registered:
-    """A kernel and its origin."""
-
-    kernel: Asked
-    source: Source
-
-
-@dataclass(frozen=True)
 class Fault:
     """A plugin, or one of its kernels or epilogues, that is not used, with the reason."""
 
@@ -102,7 +94,7 @@ class Registry:
         self.hooks = Hooks()
         #: Their origins, by name.
         self._plugins: dict[str, Source] = {}
-        self._kernels: dict[str, Registered] = {}
+        self._kernels: dict[str, Asked] = {}
         #: All deferred kernels, and those of them not loaded yet.
         self.deferred: dict[str, Deferred] = {}
         self._unloaded: dict[str, Source] = {}
@@ -223,7 +215,7 @@ class Registry:
 
     def _add_kernel(self, brought: Any, source: Source) -> None:
         try:
-            kernel = brought if isinstance(brought, Deferred) else Asked(brought, str(source))
+            kernel = brought if isinstance(brought, Deferred) else Asked(brought, source)
         except PluginError as error:
             self._fault(source, str(error), error.__cause__)
             return
@@ -233,7 +225,7 @@ class Registry:
             self.deferred[kernel.name] = kernel
             self._unloaded[kernel.name] = source
         else:
-            self._kernels[kernel.name] = Registered(kernel, source)
+            self._kernels[kernel.name] = kernel
 
     def _source(self, name: str) -> Source | None:
         """The origin of the kernel of this name."""
@@ -248,10 +240,10 @@ class Registry:
                 return
             try:
                 with collector_off():
-                    kernel = Asked(self.deferred[name].load(), str(source))
+                    kernel = Asked(self.deferred[name].load(), source)
                 if kernel.name != name:
                     raise PluginError(f"kernel {name!r} turned out to be {kernel.name!r}")
-                self._kernels[name] = Registered(kernel, source)
+                self._kernels[name] = kernel
             except BaseException as error:  # whatever a stranger's import raises
                 let_through(error)
                 ours = isinstance(error, PluginError)
@@ -281,7 +273,7 @@ class Registry:
 
     # -- answers ---------------------------------------------------------------------
 
-    def kernels(self) -> list[Registered]:
+    def kernels(self) -> list[Asked]:
         """All kernels in use, by name."""
         self.load()
         for name in list(self._unloaded):
@@ -303,7 +295,7 @@ class Registry:
         self.load()
         self._fetch(name)
         if name in self._kernels:
-            return self._kernels[name].kernel
+            return self._kernels[name]
         for fault in self._faults:
             if fault.source.plugin == name.partition(".")[0]:
                 raise PluginError(
@@ -367,7 +359,7 @@ class Registry:
         asked = self.kernels() if deferred else list(self._kernels.values())
         able: list[Kernel[Any]] = []
         rejected: dict[str, list[str]] = {}
-        for kernel in (each.kernel for each in asked):
+        for kernel in asked:
             if not deferred and kernel.name in self.deferred:
                 continue
             if reasons := self.reasons_against(kernel, problem, settings):
