@@ -169,11 +169,6 @@ class Evidence:
     def note_miss(self, key: Problem) -> None:
         self.store.log_miss(key.device.gpu, key.device.environment, key.to_json())
 
-    def where(self, key: Problem) -> str:
-        device = key.device
-        path = self.store.found(device.gpu, device.environment, key.to_json())
-        return str(path or "not stored")
-
     def chosen_by(
         self,
         candidate: Candidate,
@@ -183,8 +178,9 @@ class Evidence:
         arithmetic: str | None = None,
     ) -> Choice:
         """The choice of a candidate for ``problem`` by the record of ``key``."""
+        path = self.store.found(key.device.gpu, key.device.environment, key.to_json())
         other = key if key.extent != problem.extent else None
-        return Choice(candidate, origin, self.where(key), other, arithmetic)
+        return Choice(candidate, origin, str(path or "not stored"), other, arithmetic)
 
     def require_record(self, problem: Problem, key: Problem, settings: Settings) -> None:
         """Refuse a problem without a record, whose bucket is that of ``key``, where the store is
