@@ -17,7 +17,7 @@ import torch
 
 from tmm_core.dispatch import verify
 from tmm_core.dispatch.fixture import Expected, Fixture
-from tmm_core.dispatch.guarded import UNWRITTEN, Guarded, guarded, same_bits
+from tmm_core.dispatch.guarded import UNWRITTEN, guarded, same_bits
 from tmm_core.dispatch.special import kinds_of
 from tmm_core.spec.kernel import Launcher
 from tmm_core.spec.operand import Operand
@@ -43,23 +43,19 @@ class Outputs:
         self._fixture, self._launcher = fixture, launcher
         self._ports = fixture.problem.epilogue.outputs
         self._deterministic, self._slack = deterministic, slack
-        self._memory: list[Guarded] = []
+        self._shapes = [port.shape(fixture.problem.out_shape) for port in self._ports]
+        self._memory = [
+            guarded(Operand(port.dtype), (1, math.prod(shape)), fixture.device, UNWRITTEN)
+            for port, shape in zip(self._ports, self._shapes, strict=True)
+        ]
         self._given: tuple[Tensor, ...] = ()
         #: The outputs of the first launch, by the id of the inputs' reference, and the right ones.
         self._first: dict[int, tuple[Tensor, ...]] = {}
         self._right: dict[tuple[int, Port], tuple[Tensor, Tensor]] = {}
 
     def __call__(self, *arguments: Any, **extras: Any) -> Tensor:
-        shapes = [port.shape(self._fixture.problem.out_shape) for port in self._ports]
-        if not self._memory:
-            for port, shape in zip(self._ports, shapes, strict=True):
-                flat = (1, math.prod(shape))
-                self._memory.append(
-                    guarded(Operand(port.dtype), flat, self._fixture.device, UNWRITTEN)
-                )
-        self._given = tuple(
-            memory.poison().view(shape) for memory, shape in zip(self._memory, shapes, strict=True)
-        )
+        pairs = zip(self._memory, self._shapes, strict=True)
+        self._given = tuple(memory.poison().view(shape) for memory, shape in pairs)
         return self._launcher(*arguments, **extras, outputs=self._given)  # type: ignore[call-arg]
 
     def faults(self, expected: Expected | None, result: Tensor) -> Iterator[tuple[float, str]]:
