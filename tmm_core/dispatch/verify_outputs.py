@@ -68,6 +68,7 @@ class Outputs:
         given = tuple(t.clone() for t in self._given)
         first = self._first.setdefault(id(expected), given)
         again = expected is not None and self._deterministic and first is not given
+        of_result = verify.tolerance(self._fixture.problem)
         for port, out, before, memory in zip(self._ports, given, first, self._memory, strict=True):
             if not memory.intact():
                 yield math.nan, f"it wrote beyond its output {port}"
@@ -80,16 +81,10 @@ class Outputs:
                 if not same_bits(out, before):
                     yield math.nan, f"output {port} has other bits for the same inputs"
             else:
-                yield self._compared(port, expected, out, result)
-
-    def _compared(
-        self, port: Port, expected: Expected, out: Tensor, result: Tensor
-    ) -> tuple[float, str]:
-        of_result = verify.tolerance(self._fixture.problem)
-        limit = SLACK * self._slack * max(of_result, verify.TOLERANCE[port.dtype])
-        error = self._error(port, expected, out, result)
-        wrong = not error <= limit
-        return error, f"output {port} has error {error:.3g}, over {limit:.3g}" if wrong else ""
+                limit = SLACK * self._slack * max(of_result, verify.TOLERANCE[port.dtype])
+                error = self._error(port, expected, out, result)
+                fault = f"output {port} has error {error:.3g}, over {limit:.3g}"
+                yield error, "" if error <= limit else fault
 
     def _error(self, port: Port, expected: Expected, out: Tensor, result: Tensor) -> float:
         tile, places = expected.in_rows, expected.rows
