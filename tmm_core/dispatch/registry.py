@@ -221,7 +221,9 @@ class Registry:
         except PluginError as error:
             self._faults.append(Fault(source, str(error), error.__cause__))
             return
-        if (other := self._source(kernel.name)) is not None:
+        known = self._kernels.get(kernel.name)
+        other = known.source if known is not None else self._unloaded.get(kernel.name)
+        if other is not None:
             self._faults.append(
                 Fault(source, f"kernel {kernel.name!r} is already registered by {other}")
             )
@@ -230,11 +232,6 @@ class Registry:
             self._unloaded[kernel.name] = source
         else:
             self._kernels[kernel.name] = kernel
-
-    def _source(self, name: str) -> Source | None:
-        """The origin of the kernel of this name."""
-        known = self._kernels.get(name)
-        return known.source if known is not None else self._unloaded.get(name)
 
     def _fetch(self, name: str) -> None:
         """Load a deferred kernel, unless it is loaded."""
