@@ -98,19 +98,9 @@ def matmul(
     product before the epilogue, which a separate kernel then applies.
     """
     if kernel is not None or config is not None or on_cache_miss is not None:
+        call = Arguments(a, b, bias, residual, alpha, "", out_dtype, scale_a, scale_b, out)
         with settings.override(kernel=kernel, config=config, on_cache_miss=on_cache_miss):
-            return matmul(
-                a,
-                b,
-                bias=bias,
-                residual=residual,
-                alpha=alpha,
-                epilogue=epilogue,
-                out=out,
-                out_dtype=out_dtype,
-                scale_a=scale_a,
-                scale_b=scale_b,
-            )
+            return matmul(**call._asdict() | {"epilogue": epilogue})
     if type(alpha) is not float and isinstance(alpha, Tensor):  # 20 ns, not 80
         call = Arguments(a, b, bias, residual, alpha, "", out_dtype, scale_a, scale_b, out)
         return _scaled(call, epilogue)

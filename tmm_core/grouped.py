@@ -8,19 +8,17 @@ from typing import Any
 import torch
 
 from tmm_core import settings
-from tmm_core.formats import of_pair
 from tmm_core.interop import grouped, levels, operator
 from tmm_core.interop.calls import prepare_for, text_of
 from tmm_core.launch.check import (
     check_number,
     check_out,
     check_residual,
-    check_scale,
     check_tensors,
 )
-from tmm_core.launch.grouped import check_operands, run, scale_shapes, undisturbed
+from tmm_core.launch.grouped import check_grouped_scales, check_operands, run, undisturbed
 from tmm_core.launch.warm import epilogue_of
-from tmm_core.spec.arguments import GROUPED_TENSORS, GroupedArguments
+from tmm_core.spec.arguments import GROUPED_TENSORS, TENSORS, GroupedArguments
 from tmm_core.spec.epilogue import EpilogueLike
 from tmm_core.spec.kernel import Config
 
@@ -105,15 +103,13 @@ def grouped_matmul(
                 out_weights=out_weights, scale_a=scale_a, scale_b=scale_b, out=out,
             )  # fmt: skip
     check_number("grouped_matmul", alpha)
-    if offs is None:
-        return _batched(
-            a, b, bias, residual, alpha, epilogue, out_dtype, out,
-            (a_index, out_index, out_weights), scale_a, scale_b,
-        )  # fmt: skip
     call = GroupedArguments(
-        a, b, offs, bias, residual, alpha, text_of(epilogue), out_dtype, a_index, out_index,
-        out_weights, out_index is not None, scale_a, scale_b, out,
+        a, b, offs,  # type: ignore[arg-type]  # None only for a batch
+        bias, residual, alpha, text_of(epilogue), out_dtype, a_index, out_index, out_weights,
+        out_index is not None, scale_a, scale_b, out,
     )  # fmt: skip
+    if offs is None:
+        return _batched(call)
     if (
         out is None
         and not torch.compiler.is_dynamo_compiling()
@@ -133,32 +129,14 @@ def grouped_matmul(
     return grouped.grouped_matmul(*call[:-1])  # type: ignore[no-any-return]
 
 
-def _batched(
-    a: Tensor,
-    b: Tensor,
-    bias: Tensor | None,
-    residual: Tensor | None,
-    alpha: float,
-    epilogue: EpilogueLike,
-    out_dtype: torch.dtype | None,
-    out: Tensor | None,
-    rows: tuple[Tensor | None, ...],
-    scale_a: Tensor | None,
-    scale_b: Tensor | None,
-) -> Tensor:
+def _batched(call: GroupedArguments) -> Tensor:
     """Groups of equal size: a batch of products. A bias per group makes them ragged rows of a."""
-    check_tensors(
-        "grouped_matmul", a=a, b=b, bias=bias, residual=residual, scale_a=scale_a,
-        scale_b=scale_b, out=out,
-    )  # fmt: skip
+    a, b, _, bias, residual, alpha, text, out_dtype, *rows, _, scale_a, scale_b, out = call
+    check_tensors("grouped_matmul", **{name: getattr(call, name) for name in (*TENSORS, "out")})
     count = check_operands(a, b, None)
     if any(t is not None for t in rows):
         raise ValueError("a_index, out_index and out_weights need ragged rows: give offs")
-    form = of_pair(a.dtype, b.dtype)
-    for name, scale, t in (("scale_a", scale_a, a), ("scale_b", scale_b, b)):
-        if scale is not None:
-            check_scale(name, scale, scale_shapes(t, None, count, t is a), form, t.dtype)
-    text = text_of(epilogue)
+    check_grouped_scales(call, None, count)
     if bias is None or bias.dim() == 1 or not count:
         if scale_a is not None and scale_a.numel() != 1:
             scale_a = scale_a[:, :, None]
@@ -175,7 +153,7 @@ def _batched(
         check_residual(residual, shape)
         residual = residual.expand(shape).reshape(count * m, n)
     y = grouped_matmul(
-        a.reshape(count * m, k), b, bias=bias, residual=residual, alpha=alpha, epilogue=epilogue,
+        a.reshape(count * m, k), b, bias=bias, residual=residual, alpha=alpha, epilogue=text,
         offs=torch.arange(1, count + 1, dtype=torch.int32, device=a.device) * m,
         out_dtype=out_dtype, scale_a=None if scale_a is None else scale_a.flatten(),
         scale_b=scale_b,
@@ -184,7 +162,7 @@ def _batched(
         return y
     given = (a, b, bias, residual, scale_a, scale_b)
     check_out(out, shape, y.dtype, [t for t in given if t is not None])
-    return out.copy_(y)
+    return out.copy_(y)  # type: ignore[no-any-return]
 
 
 def grouped_linear(

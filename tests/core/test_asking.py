@@ -272,7 +272,7 @@ def test_what_names_a_kernel_is_asked_when_it_comes(name: str, value: Any) -> No
     if value in faults:
         assert caught.value.__cause__ is faults[value]
         assert f"{type(faults[value]).__name__}: {faults[value]}" in str(caught.value)
-    assert [registered.kernel.name for registered in r.kernels()] == ["good"]
+    assert [kernel.name for kernel in r.kernels()] == ["good"]
 
 
 def test_a_kernel_of_the_first_protocol_is_refused_with_the_change_to_make() -> None:
@@ -287,7 +287,7 @@ def test_a_kernel_of_the_first_protocol_is_refused_with_the_change_to_make() -> 
     assert "kernel 'old.kernel' is written for tmm's first protocol" in said
     assert "declare `supports = tmm_core.Supports" in said
     assert "declines(problem)" in said
-    assert [registered.kernel.name for registered in r.kernels()] == ["good"]
+    assert [kernel.name for kernel in r.kernels()] == ["good"]
 
 
 def test_proper_answers_pass() -> None:

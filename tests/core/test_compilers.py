@@ -259,7 +259,6 @@ def test_no_server_is_started_for_nothing(
 ) -> None:
     own.submit(problem(), candidate(FakeKernel("compiled.one"), 3)).result(timeout=1)
     monkeypatch.setenv("TRITON_INTERPRET", "1")
-    own.prepare()
     own.submit(problem(), candidate(installed.kernel, 3)).result(timeout=1)
     assert own._server is None
 
@@ -338,7 +337,6 @@ def test_a_program_with_python_in_it_is_not_started_again(
 ) -> None:
     monkeypatch.setattr(sys, "executable", program)
     made = Compilers()
-    made.prepare()
     assert made.submit(problem(), candidate(installed.kernel, 3)).result(timeout=1) is None
     assert made._server is None
 

@@ -215,7 +215,7 @@ def test_a_kernel_that_cannot_be_loaded_costs_itself(file: Path) -> None:
     ):
         registry.kernel("bad")
     with pytest.warns(TmmWarning, match="'two' turned out to be 'one'"):
-        assert [r.kernel.name for r in registry.kernels()] == ["blas"]
+        assert [kernel.name for kernel in registry.kernels()] == ["blas"]
     assert len(registry.faults()) == 2
     with pytest.raises(PluginError, match="already registered"):
         registry.register(fakes.plugin(Deferred("blas", fail, lambda: [file])), "more")  # type: ignore[arg-type]

@@ -47,7 +47,7 @@ def registry(*entry_points: EntryPoint, **fields: Any) -> Registry:
 
 
 def names(r: Registry) -> list[str]:
-    return [registered.kernel.name for registered in r.kernels()]
+    return [kernel.name for kernel in r.kernels()]
 
 
 def test_nothing_is_loaded_before_it_is_needed() -> None:

@@ -148,7 +148,7 @@ def test_what_memory_does_not_suffice_for_is_not_used(
 ) -> None:
     kernel = Counting()
     d = dispatcher(kernel, CacheStore(tmp_path, []))
-    monkeypatch.setattr(fixture, "memory_limit", lambda device, most=0: 1000)
+    monkeypatch.setattr(fixture, "default_limit", lambda device, most=0: 1000)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         choice, _ = d.bound(problem(), GUESS)

@@ -444,7 +444,7 @@ def test_what_is_right_passes(name: str) -> None:
 def kernels() -> list[Any]:
     from tmm_core import dispatch
 
-    return [registered.kernel for registered in dispatch.dispatcher().registry.kernels()]
+    return dispatch.dispatcher().registry.kernels()
 
 
 LOOSE = replace(F32, aligned=False)

@@ -11,7 +11,7 @@ import torch
 
 from tmm_core import Problem, dispatch
 from tmm_core.dispatch import random_inputs, verify
-from tmm_core.dispatch.fixture import memory_limit
+from tmm_core.dispatch.fixture import default_limit
 from tmm_core.dispatch.verifier import Verifier
 from tmm_core.epilogues import BUILTIN, parse
 from tmm_core.spec.device import fingerprint
@@ -69,8 +69,7 @@ PROBLEMS: dict[str, Callable[[], Problem]] = {
 def test_real_kernels_pass(name: str) -> None:
     asked = PROBLEMS[name]()
     verifier, faults = Verifier(asked, device()), []
-    for registered in dispatch.dispatcher().registry.kernels():
-        kernel = registered.kernel
+    for kernel in dispatch.dispatcher().registry.kernels():
         if kernel.reasons_against(asked):
             continue
         found = verifier.verdict(
@@ -102,7 +101,7 @@ def test_what_it_costs() -> None:
     print(
         f"4096³: first verdict {times[0]:.1f} ms, next {times[-1]:.1f} ms, {peak / 2**20:.0f} MiB"
     )
-    assert peak <= memory_limit(device())
+    assert peak <= default_limit(device())
     verifier.release()
 
     asked = problem(8192, 8192, 8192)
@@ -115,7 +114,7 @@ def test_what_it_costs() -> None:
         took = 1e3 * (time.perf_counter() - started)
     peak = torch.cuda.max_memory_allocated() - before
     print(f"8192³ by samples: {took:.1f} ms, {peak / 2**20:.0f} MiB")
-    assert peak <= memory_limit(device())
+    assert peak <= default_limit(device())
 
 
 def test_references_do_not_ask_whether_tf32_is_allowed() -> None:

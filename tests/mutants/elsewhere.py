@@ -71,7 +71,7 @@ SPEC = [
            ("tests/core/test_spellings.py::test_every_epilogue_survives_a_pickle",)),
     Mutant("gelu-tanh-exact", "spellings.py", '"tanh": "gelu_tanh"}', '"tanh": "gelu"}',
            "F.gelu's tanh form is taken for the other", ("tests/core/test_spellings.py",)),
-    Mutant("softplus-beta", "spellings.py", "text = name if usual else None", "text = name",
+    Mutant("softplus-beta", "spellings.py", "text = text if usual else None", "text = text",
            "a softplus of another beta is taken for the usual", ("tests/core/test_spellings.py",)),
     Mutant("tryfirst-ignored", "hooks.py", "rank = int(impl.trylast) - int(impl.tryfirst)", "rank = 0",
            "tryfirst and trylast mean nothing", ("tests/core/test_hooks.py",)),

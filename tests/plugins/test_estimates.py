@@ -30,7 +30,7 @@ DECODE = Problem(
 
 
 def estimates(problem: Problem) -> dict[str, float]:
-    kernels = [each.kernel for each in dispatch.dispatcher().registry.kernels()]
+    kernels = dispatch.dispatcher().registry.kernels()
     able = [kernel for kernel in kernels if not kernel.reasons_against(problem)]
     return {k.name: k.estimate_us(problem, k.default_config(problem)) or math.nan for k in able}
 

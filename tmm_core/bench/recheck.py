@@ -110,8 +110,7 @@ def raced(entries: Sequence[Summary], device: torch.device) -> Iterator[Document
 def _kernel(record: TuningRecord) -> Kernel[Any] | None:
     """The winner's kernel, if it is unchanged since it was measured."""
     best = record.best
-    for registered in dispatch.dispatcher().registry.kernels():
-        kernel = registered.kernel
+    for kernel in dispatch.dispatcher().registry.kernels():
         if (kernel.name, kernel.version) == (best.kernel, best.version):
             return kernel
     return None

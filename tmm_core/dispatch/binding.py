@@ -8,6 +8,7 @@ hang time out together.
 from __future__ import annotations
 
 import functools
+import queue
 import threading
 import time
 from collections import Counter, deque
@@ -28,6 +29,9 @@ MOST_HUNG = 2
 #: Maximum number of stalled threads beside which others are started.
 _MOST_STALLED = 16
 
+#: A launcher, or the exception that binding it raised.
+Outcome = Launcher | BaseException
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Task:
@@ -45,7 +49,7 @@ class Task:
 
 
 class Binding:
-    """A batch of candidates being bound to launchers.
+    """A batch of candidates being bound to launchers, each in a thread of its own.
 
     Args:
         workers: Threads that bind at one time.
@@ -55,21 +59,21 @@ class Binding:
         self._tasks, self._device, self._workers = tasks, device, workers
         self._limit = BIND_LIMIT
         self._stalled = min(STALLED, self._limit / 8)
-        self._changed = threading.Condition()
+        #: Tasks that are compiled and wait for a thread.
         self._ready: deque[int] = deque()
+        #: The times at which those in a thread began, unless they were given up.
         self._begun: dict[int, float] = {}
-        self._outcomes: dict[int, Launcher | BaseException] = {}
+        self._outcomes: dict[int, Outcome] = {}
         self._hung: Counter[str] = Counter()
-        #: Threads that were not abandoned.
-        self._threads = 0
-        self._over = False
+        #: From other threads: a task, with None if it is compiled, or with its outcome.
+        self._news: queue.SimpleQueue[tuple[int, Outcome | None]] = queue.SimpleQueue()
 
     def outcomes(
         self,
         deadline: float,
         late: Callable[[], None],
         done: Callable[[], None] = lambda: None,
-    ) -> list[Launcher | BaseException]:
+    ) -> list[Outcome]:
         """Each task's launcher, or the exception raised instead.
 
         Args:
@@ -80,83 +84,68 @@ class Binding:
         for place, task in enumerate(self._tasks):
             task.compiled.add_done_callback(functools.partial(self._arrived, place))
         told, is_late = 0, False
-        try:
-            while told < len(self._tasks):
-                with self._changed:
-                    now = time.monotonic()
-                    self._expire(now)
-                    here = self._staff(now)
-                    if here is None and len(self._outcomes) == told:
-                        self._changed.wait(self._patience(now, None if is_late else deadline))
-                if here is not None:
-                    self._finish(here)
-                for _ in range(told, len(self._outcomes)):
-                    done()
-                    told += 1
-                if not is_late and time.monotonic() > deadline:
-                    is_late = True
-                    late()
-        finally:
-            with self._changed:
-                self._over = True
-                self._changed.notify_all()
-        return [self._outcomes[place] for place in range(len(self._tasks))]
+        while True:
+            now = time.monotonic()
+            self._expire(now)
+            self._start(now)
+            for _ in range(told, len(self._outcomes)):
+                done()
+                told += 1
+            if told == len(self._tasks):
+                return [self._outcomes[place] for place in range(told)]
+            if not is_late and now > deadline:
+                is_late = True
+                late()
+            self._hear(self._patience(now, None if is_late else deadline))
 
     def _arrived(self, place: int, _: Future[None]) -> None:
-        with self._changed:
-            self._ready.append(place)
-            self._changed.notify_all()
+        self._news.put((place, None))
 
-    def _next(self) -> int | None:
-        """The next task that may start, under the lock; None: none."""
-        while self._ready:
-            place = self._ready.popleft()
-            if place not in self._outcomes:
-                self._begun[place] = time.monotonic()
-                return place
-        return None
-
-    def _work(self) -> None:
-        if self._device.type == "cuda":
-            torch.cuda.set_device(self._device)  # a thread starts on device 0
-        while True:
-            with self._changed:
-                while (place := self._next()) is None:
-                    if self._over:
-                        return
-                    self._changed.wait()
-            if not self._finish(place):
-                return
-
-    def _finish(self, place: int) -> bool:
-        """Bind one; False if it was given up meanwhile, and this thread with it."""
-        outcome: Launcher | BaseException
+    def _hear(self, patience: float | None) -> None:
+        """Wait for the next news, at most ``patience`` seconds."""
         try:
-            self._tasks[place].compiled.result()
-            outcome = self._tasks[place].bind()
-        except BaseException as error:  # compilers raise SystemExit and worse
-            outcome = error
-        with self._changed:
-            kept = self._begun.pop(place, None) is not None
+            place, outcome = self._news.get(timeout=patience)
+        except queue.Empty:
+            return
+        if outcome is None:
+            self._ready.append(place)
+        else:
+            self._begun.pop(place, None)
             self._outcomes.setdefault(place, outcome)
-            self._changed.notify_all()
-        return kept
 
-    def _staff(self, now: float) -> int | None:
-        """Start threads for waiting tasks while others are stalled; return a task for the caller if
+    def _start(self, now: float) -> None:
+        """Start threads for waiting tasks, more of them while others are stalled; bind one here if
         no thread can be started."""
         while self._ready:
             stalled = sum(now - begun >= self._stalled for begun in self._begun.values())
-            idle = self._threads - len(self._begun)
-            most = self._workers + min(stalled, _MOST_STALLED)
-            if idle >= len(self._ready) or self._threads >= most:
-                break
+            if len(self._begun) >= self._workers + min(stalled, _MOST_STALLED):
+                return
+            place = self._ready.popleft()
+            if place in self._outcomes:
+                continue
             try:
-                threading.Thread(target=self._work, name="tmm-bind", daemon=True).start()
+                threading.Thread(
+                    target=self._work, args=(place,), name="tmm-bind", daemon=True
+                ).start()
+                self._begun[place] = time.monotonic()
             except RuntimeError:  # no thread can be started
-                return None if self._threads else self._next()
-            self._threads += 1
-        return None
+                if self._begun:
+                    self._ready.appendleft(place)
+                else:
+                    self._outcomes[place] = self._bound(place)
+                return
+
+    def _work(self, place: int) -> None:
+        self._news.put((place, self._bound(place)))
+
+    def _bound(self, place: int) -> Outcome:
+        try:
+            if self._device.type == "cuda":
+                torch.cuda.set_device(self._device)  # a thread starts on device 0
+            self._tasks[place].compiled.result()
+            return self._tasks[place].bind()
+        except BaseException as error:  # compilers raise SystemExit and worse
+            return error
 
     def _expire(self, now: float) -> None:
         """Give up tasks that have taken too long, with their threads; after the second of a kernel,
@@ -167,7 +156,6 @@ class Binding:
             kernel = self._tasks[place].kernel
             self._give_up(place, f"did not bind within {self._limit:g} s")
             del self._begun[place]
-            self._threads -= 1
             self._hung[kernel] += 1
             if self._hung[kernel] == MOST_HUNG:
                 why = f"not tried: {MOST_HUNG} other configs of it did not bind within"

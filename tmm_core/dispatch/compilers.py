@@ -85,11 +85,6 @@ class Compilers:
         #: Whether compiling elsewhere failed, which was reported.
         self._broken = False
 
-    def prepare(self) -> None:
-        """Start the server, which takes some seconds, without waiting for it."""
-        with self._lock:
-            self._running()
-
     def submit(self, problem: Problem, candidate: Candidate) -> Future[None]:
         """Have ``candidate`` compiled for ``problem``.
 
@@ -117,12 +112,12 @@ class Compilers:
         server.started.wait(max(0.0, limit))
         return time.monotonic() - started
 
-    def cancel_pending(self, futures: Iterable[Future[None]] | None = None) -> None:
-        """Cancel the pending ones of ``futures``, or all, and kill their compilers."""
+    def cancel_pending(self, futures: Iterable[Future[None]]) -> None:
+        """Cancel the pending ones of ``futures``, and kill their compilers."""
         with self._lock:
             server = self._server
         if server is not None and self._process == os.getpid():
-            server.cancel(None if futures is None else list(futures))
+            server.cancel(set(futures))
 
     def close(self) -> None:
         """End the server and its workers. A later ``submit`` starts another."""
@@ -225,13 +220,10 @@ class _Server:
         self._outbox.put(text.encode() + b"\n")
         return True
 
-    def cancel(self, futures: list[Future[None]] | None) -> None:
+    def cancel(self, futures: set[Future[None]]) -> None:
+        """Cancel the pending ones of ``futures``."""
         with self._lock:
-            mine = {
-                number: future
-                for number, future in self._pending.items()
-                if futures is None or any(future is each for each in futures)
-            }
+            mine = {n: future for n, future in self._pending.items() if future in futures}
             for number in mine:
                 del self._pending[number]
         if mine:

@@ -10,7 +10,7 @@ from tmm_cache import CacheStore, CandidateResult, TuningRecord
 
 from tmm_core.dispatch.deferred import Answers
 from tmm_core.dispatch.registry import Registry
-from tmm_core.dispatch.standing import CandidateId, by_time, holds_at, identity, ranked_around
+from tmm_core.dispatch.standing import by_time, holds_at, identity, ranked_around
 from tmm_core.errors import CacheMissError, PluginError, TmmError, warn
 from tmm_core.launch.plan import Choice
 from tmm_core.settings import Settings
@@ -132,9 +132,9 @@ class Evidence:
         ahead = ranked_around(around) if len(around) == 2 or problem.extent in around else []
         results = {identity(result): result for result in record.candidates}
         for name in ahead:
-            if name == identity_of(choice.candidate):
-                return choice
             candidate = self.able_candidate(results[name], problem, edge, settings)
+            if candidate == choice.candidate:
+                return choice
             if candidate is not None:
                 measured = " and ".join(f"{problem.along.upper()}={m}" for m in sorted(around))
                 return replace(
@@ -169,11 +169,6 @@ class Evidence:
     def note_miss(self, key: Problem) -> None:
         self.store.log_miss(key.device.gpu, key.device.environment, key.to_json())
 
-    def where(self, key: Problem) -> str:
-        device = key.device
-        path = self.store.found(device.gpu, device.environment, key.to_json())
-        return str(path or "not stored")
-
     def chosen_by(
         self,
         candidate: Candidate,
@@ -183,8 +178,9 @@ class Evidence:
         arithmetic: str | None = None,
     ) -> Choice:
         """The choice of a candidate for ``problem`` by the record of ``key``."""
+        path = self.store.found(key.device.gpu, key.device.environment, key.to_json())
         other = key if key.extent != problem.extent else None
-        return Choice(candidate, origin, self.where(key), other, arithmetic)
+        return Choice(candidate, origin, str(path or "not stored"), other, arithmetic)
 
     def require_record(self, problem: Problem, key: Problem, settings: Settings) -> None:
         """Refuse a problem without a record, whose bucket is that of ``key``, where the store is
@@ -233,7 +229,3 @@ class Evidence:
 def fits(candidate: Candidate, problem: Problem) -> bool:
     """Whether a config found for another problem is in this one's search space."""
     return candidate.config in list(candidate.kernel.configs(problem))
-
-
-def identity_of(candidate: Candidate) -> CandidateId:
-    return candidate.kernel.name, tuple(sorted(candidate.config.to_json().items()))

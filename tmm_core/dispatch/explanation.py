@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from tmm_cache import CandidateResult, TuningRecord, facets, markup
+from tmm_cache import TuningRecord, facets, markup
 from tmm_cache import columns as layout
 from tmm_cache.head import blas_us
 
@@ -48,11 +48,10 @@ def kernel_infos(registry: Registry, settings: Settings) -> list[KernelInfo]:
         return KernelInfo(name, version, *at, traits, disabled)
 
     infos = []
-    for registered in registry.kernels():
-        kernel = registered.kernel
+    for kernel in registry.kernels():
         off = kernel.name in settings.disable
         why = "disabled by TMM_DISABLE or override" if off else kernel.fault
-        infos.append(info(registered.source, kernel.name, kernel.version, kernel.traits, why))
+        infos.append(info(kernel.source, kernel.name, kernel.version, kernel.traits, why))
     for fault in registry.faults():
         infos.append(info(fault.source, f"{fault.source.plugin}.*", "", None, fault.reason))
     return infos
@@ -187,7 +186,7 @@ def explain_problem(dispatcher: Dispatcher, problem: Problem, settings: Settings
     choice, miss = rehearse(dispatcher, problem, settings)
     found = dispatcher.record(problem)
     rejected = dispatcher.rejections(problem, settings)
-    able = [r.kernel.name for r in dispatcher.registry.kernels() if r.kernel.name not in rejected]
+    able = [k.name for k in dispatcher.registry.kernels() if k.name not in rejected]
     return Explanation(
         problem=problem,
         choice=choice,
@@ -200,17 +199,9 @@ def explain_problem(dispatcher: Dispatcher, problem: Problem, settings: Settings
     )
 
 
-def _ranked(record: TuningRecord) -> list[tuple[int, CandidateResult]]:
-    """The candidates: timed ones, fastest first; then eliminated, wrong and failed ones."""
-    order = ("ok", "slow", "wrong", "failed")
-    return sorted(
-        enumerate(record.candidates),
-        key=lambda pair: (order.index(pair[1].status), pair[1].median_us or float("inf")),
-    )
-
-
 def _evidence(record: TuningRecord) -> tuple[tuple[str, ...], list[tuple[str, ...]]]:
-    """The columns and rows of a record's candidates; the last two columns are text."""
+    """The columns and rows of a record's candidates: timed ones, fastest first; then eliminated,
+    wrong and failed ones. The last two columns are text."""
     own = record.problem["m"]
     inside = [m for m in record.measured_at if m != own]
     baseline, late = blas_us(record), outlasted(record.candidates)
@@ -218,29 +209,25 @@ def _evidence(record: TuningRecord) -> tuple[tuple[str, ...], list[tuple[str, ..
     columns = ["kernel", f"µs at M={own}", "vs blas"]
     columns += ["without pause"] if steady else []
     columns += [f"at M={m}" for m in inside]
-
-    def noted(index: int, result: CandidateResult) -> str:
-        if index == record.winner:
-            return "← winner"
-        if result in late:
-            return "slower than blas without pause"
-        return result.reason or ("" if result.status == "ok" else result.status)
-
-    return (*columns, "error", "config", ""), [
-        (*_row(result, baseline, inside, steady), noted(index, result))
-        for index, result in _ranked(record)
-    ]
-
-
-def _row(
-    result: CandidateResult, baseline: float | None, inside: Sequence[int], steady: bool
-) -> tuple[str, ...]:
-    time_us = result.median_us
-    config = " ".join(f"{k}={v}" for k, v in result.config.items())
-    ratio = f"{baseline / time_us:.2f}×" if baseline and time_us else ""
-    error = f"{result.error:.1e}" if result.error is not None else ""
-    others = ([result.steady_us] if steady else []) + [result.inside_us.get(m) for m in inside]
-    return (result.kernel, _shown_us(time_us), ratio, *map(_shown_us, others), error, config)
+    order = ("ok", "slow", "wrong", "failed")
+    rows = []
+    for result in sorted(
+        record.candidates, key=lambda c: (order.index(c.status), c.median_us or float("inf"))
+    ):
+        time_us = result.median_us
+        ratio = f"{baseline / time_us:.2f}×" if baseline and time_us else ""
+        others = ([result.steady_us] if steady else []) + [result.inside_us.get(m) for m in inside]
+        error = f"{result.error:.1e}" if result.error is not None else ""
+        config = " ".join(f"{k}={v}" for k, v in result.config.items())
+        if result is record.best:
+            note = "← winner"
+        elif result in late:
+            note = "slower than blas without pause"
+        else:
+            note = result.reason or ("" if result.status == "ok" else result.status)
+        times = map(_shown_us, others)
+        rows.append((result.kernel, _shown_us(time_us), ratio, *times, error, config, note))
+    return (*columns, "error", "config", ""), rows
 
 
 def _shown_us(time_us: float | None) -> str:

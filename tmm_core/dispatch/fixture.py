@@ -7,6 +7,7 @@ import math
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import TypeVar
 
 import torch
 
@@ -27,6 +28,8 @@ from tmm_core.spec.device import free_memory
 from tmm_core.spec.operand import Operand
 from tmm_core.spec.problem import Problem
 
+F = TypeVar("F", bound="Fixture")
+
 #: By default verification takes at most a quarter of the free memory of a GPU, a sixteenth of a
 #: CPU's memory, and this, unless one set of inputs and its results take more.
 MOST_MEMORY = 4 << 30
@@ -43,7 +46,7 @@ FULL_FLOPS, FULL_FLOPS_FP64, FULL_FLOPS_CPU = 2**42, verify.FP64_FLOPS, 2**33
 COMPARED = 1 << 24
 
 
-def memory_limit(device: torch.device, most: float = MOST_MEMORY) -> int:
+def default_limit(device: torch.device, most: float = MOST_MEMORY) -> int:
     """Bytes that verification may take by default; ``most`` is the limit of a device of any size.
     Of 32768×28672×4096 in 8 groups, one set takes 12.5 GiB."""
     if device.type == "cuda":
@@ -111,8 +114,10 @@ class Fixture:
     first is dense, the second has gaps. So do two outputs.
 
     Args:
-        limit: Bytes that all of it may take, including intermediates; by default
-            :func:`memory_limit`, which one set with samples of its result may exceed.
+        device: The device, with its index.
+        memory_limit: Bytes that inputs, references, outputs and intermediates may take together,
+            without a launcher's own allocations; by default :func:`default_limit`, which one set
+            with samples of its result may exceed.
         sampled: Always use one set, and samples of its result.
     """
 
@@ -120,24 +125,28 @@ class Fixture:
         self,
         problem: Problem,
         device: torch.device,
-        limit: int | None = None,
+        memory_limit: int | None = None,
         sampled: bool = False,
     ) -> None:
         self.problem, self.device = problem, device
         #: Whether there are launches in which the launcher allocates the output.
         self.allocates = problem.allocates
         self._sampled = sampled
-        self.limit = memory_limit(device) if limit is None else limit
+        self.limit = default_limit(device) if memory_limit is None else memory_limit
         #: Bytes that one set may take with samples of its result if ``limit`` is too small.
-        self.most = memory_limit(device, math.inf) if limit is None else limit
+        self.most = default_limit(device, math.inf) if memory_limit is None else memory_limit
         self._sets: list[InputSet] | None = None
         self._outs: list[Guarded] = []
         self._special: list[Special] | None = None
 
     @classmethod
     def given(
-        cls, problem: Problem, inputs: Arguments, memory: Mapping[str, Guarded], out: Guarded
-    ) -> Fixture:
+        cls: type[F],
+        problem: Problem,
+        inputs: Arguments,
+        memory: Mapping[str, Guarded],
+        out: Guarded,
+    ) -> F:
         """A fixture with these inputs, which lie in ``memory`` by their names, and this output,
         into which every launch writes."""
         device = inputs.a.device

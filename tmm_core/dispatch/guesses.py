@@ -7,7 +7,7 @@ from typing import Any
 from tmm_cache import CLOCK
 
 from tmm_core.dispatch.evidence import Evidence, fits
-from tmm_core.dispatch.neighbour import Neighbours
+from tmm_core.dispatch.neighbour import Near, Neighbours
 from tmm_core.dispatch.standing import by_time
 from tmm_core.launch.plan import Choice
 from tmm_core.spec.kernel import BASELINE, Candidate, Kernel
@@ -26,16 +26,13 @@ ADVANTAGE = 0.9
 NEAR = 1.2
 
 
-#: Each kernel's estimate of its default config, in µs.
-Estimates = dict[str, tuple[float, Candidate]]
-
-
 def choose(
     host: Evidence, neighbours: Neighbours, problem: Problem, able: list[Kernel[Any]], why: str
 ) -> Choice | None:
     """The winner of the nearest record if the estimates agree, else the least estimate; None if
     BLAS can serve the problem and has no estimate."""
-    expected: Estimates = {}
+    #: Each kernel's estimate of its default config, in µs.
+    expected: dict[str, tuple[float, Candidate]] = {}
     for kernel in able:
         try:
             config = kernel.default_config(problem)
@@ -45,40 +42,30 @@ def choose(
             continue
         if estimate is not None:
             expected[kernel.name] = (estimate, Candidate(kernel, config))
-    return _near(host, neighbours, problem, able, expected, why) or _least(expected, able, why)
+    least = min(expected.values(), key=lambda e: (e[0], e[1].kernel.name), default=None)
+    if (near := _nearest(host, neighbours, problem, able)) is not None:
+        candidate, where = near
+        time = candidate.kernel.estimate_us(problem, candidate.config)
+        if time is None or least is None or time <= NEAR * least[0]:
+            return Choice(candidate, "neighbour", f"{why}; untuned guess from {where}")
+    baseline = expected.get(BASELINE)
+    if least is None or (baseline is None and any(kernel.name == BASELINE for kernel in able)):
+        return None
+    if baseline is not None and least[0] >= baseline[0] * ADVANTAGE:
+        least = baseline
+    time, candidate = least
+    return Choice(candidate, "heuristic", f"{why}; estimated {time:.3g} µs, not measured")
 
 
-def _near(
-    host: Evidence,
-    neighbours: Neighbours,
-    problem: Problem,
-    able: list[Kernel[Any]],
-    expected: Estimates,
-    why: str,
-) -> Choice | None:
-    least = min((time for time, _ in expected.values()), default=None)
+def _nearest(
+    host: Evidence, neighbours: Neighbours, problem: Problem, able: list[Kernel[Any]]
+) -> tuple[Candidate, Near] | None:
+    """The fastest candidate of the nearest record that has one for this problem, and the record."""
     for near in neighbours.nearest(problem):
         if near.record.clock != CLOCK:
             continue  # another clock's choice is only a hint
         for result in by_time(near.record):
             candidate = host.candidate(result, able, problem, any_version=True)
-            if candidate is None or not fits(candidate, problem):
-                continue
-            time = candidate.kernel.estimate_us(problem, candidate.config)
-            if time is not None and least is not None and time > NEAR * least:
-                return None
-            return Choice(candidate, "neighbour", f"{why}; untuned guess from {near}")
+            if candidate is not None and fits(candidate, problem):
+                return candidate, near
     return None
-
-
-def _least(expected: Estimates, able: list[Kernel[Any]], why: str) -> Choice | None:
-    if not expected:
-        return None
-    time, candidate = min(expected.values(), key=lambda e: (e[0], e[1].kernel.name))
-    if any(kernel.name == BASELINE for kernel in able):
-        baseline = expected.get(BASELINE)
-        if baseline is None:
-            return None
-        if time >= baseline[0] * ADVANTAGE:
-            time, candidate = baseline
-    return Choice(candidate, "heuristic", f"{why}; estimated {time:.3g} µs, not measured")

@@ -261,19 +261,15 @@ class Invariance:
         choice = self._choices.get(key)
         if choice is not None and self._may(choice.candidate, problem, able, wanted):
             return choice
-        choice = self._fastest(problem, own, able, wanted, settings)
+        choice = self._fastest(problem, able, wanted, settings)
         if choice is not None and not problem.capturing:
             self._choices[key] = choice
         return choice
 
     def _fastest(
-        self,
-        problem: Problem,
-        own: Problem,
-        able: list[Kernel[Any]],
-        wanted: str,
-        settings: Settings,
+        self, problem: Problem, able: list[Kernel[Any]], wanted: str, settings: Settings
     ) -> Choice | None:
+        own = replace(problem, capturing=False)
         edge = bucketed(own)
         forbidden = self._host.forbids_tuning(problem, settings)
         for key in dict.fromkeys((own, edge)):

@@ -32,18 +32,14 @@ def recalled(registry: Registry, job: Job) -> tuple[Problem, Candidate]:
     """The problem and the candidate that :func:`job_of` was given.
 
     Raises:
-        LookupError: Their meaning differs in this process: another version, an unregistered
-            epilogue.
+        LookupError, ValueError: Their meaning differs in this process: another version, an
+            unregistered epilogue.
         BaseException: Whatever a plugin raises.
     """
     kernel = registry.kernel(job["kernel"])
     if kernel.version != job["version"]:
         raise LookupError(f"{kernel.name} is of version {kernel.version} here")
-    by_key = {epilogue.key: epilogue for epilogue in registry.epilogues().values()}
-    key = job["problem"]["epilogue"]
-    epilogue = by_key.get(key) or registry.epilogue(key)
-    if epilogue.key != key:
-        raise LookupError(f"epilogue {key} differs here")
+    epilogue = registry.epilogue(job["problem"]["epilogue"])  # by key: of the same source
     device = {**job["device"], "capability": tuple(job["device"]["capability"])}
     problem = Problem.from_json(job["problem"], DeviceFingerprint(**device), epilogue)
     problem = dataclasses.replace(problem, **job["requirements"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import importlib.util
 import threading
-from types import TracebackType
 from typing import Any
 
 #: Seconds before the bar appears.
@@ -38,12 +37,7 @@ class Progress:
                 self._timer.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if self._timer is not None:
             self._timer.cancel()
         with self._lock:
@@ -67,25 +61,22 @@ class Progress:
     def _show(self, always: bool) -> None:
         # A display error must cost neither the tuning nor print a traceback of a thread.
         with contextlib.suppress(Exception):
-            self._show_bar(always)
+            from rich.console import Console
+            from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
+            from rich.progress import Progress as Bar
 
-    def _show_bar(self, always: bool) -> None:
-        from rich.console import Console
-        from rich.progress import BarColumn, MofNCompleteColumn, TextColumn
-        from rich.progress import Progress as Bar
-
-        console = Console(stderr=True)
-        if console.is_jupyter and importlib.util.find_spec("ipywidgets") is None:
-            # rich's widget would warn at every refresh if it cannot be shown; a line can be.
-            console = Console(stderr=True, force_jupyter=False, force_terminal=True)
-        if not (always or console.is_terminal or console.is_jupyter):
-            return
-        columns = (TextColumn("tuning {task.description}"), BarColumn(), MofNCompleteColumn())
-        with self._lock:
-            if not self._closed:
-                # A log gets the bar once, at the end, so it must not be transient there.
-                self._bar = Bar(*columns, console=console, transient=console.is_terminal)
-                self._task = self._bar.add_task(
-                    self._title, completed=self._done, total=self._total
-                )
-                self._bar.start()
+            console = Console(stderr=True)
+            if console.is_jupyter and importlib.util.find_spec("ipywidgets") is None:
+                # rich's widget would warn at every refresh if it cannot be shown; a line can be.
+                console = Console(stderr=True, force_jupyter=False, force_terminal=True)
+            if not (always or console.is_terminal or console.is_jupyter):
+                return
+            columns = (TextColumn("tuning {task.description}"), BarColumn(), MofNCompleteColumn())
+            with self._lock:
+                if not self._closed:
+                    # A log gets the bar once, at the end, so it must not be transient there.
+                    self._bar = Bar(*columns, console=console, transient=console.is_terminal)
+                    self._task = self._bar.add_task(
+                        self._title, completed=self._done, total=self._total
+                    )
+                    self._bar.start()

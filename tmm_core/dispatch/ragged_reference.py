@@ -1,9 +1,10 @@
-"""The reference of a ragged problem: the whole expression in high precision, group by group."""
+"""The reference of a problem: the whole expression in high precision, group by group."""
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 
 import torch
 
@@ -34,51 +35,57 @@ def reference(
     rows: Places,
     cols: Places,
     room: int,
-    of: verify.Of = verify.result,
+    of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = lambda z, y: y,
 ) -> torch.Tensor:
-    """Those rows and columns of a plain or a ragged result, in fp64 or another sufficient
-    precision; zeros beyond the last group. Arguments are those of :func:`verify.in_pieces`."""
-    if not isinstance(inputs, Inputs):
-        return verify.in_pieces(problem, inputs, rows, cols, room, of)
-    given, along = inputs.rows, problem.along
+    """Those rows and columns of a result, in fp64 or another sufficient precision, and in pieces;
+    zeros beyond the last group. A plain product is one group.
+
+    Args:
+        rows, cols: Indices, or a slice of all.
+        room: Bytes that an operand of one piece may take in fp64.
+        of: What to return, element by element, as a function of the epilogue's input and the
+            result.
+    """
+    given = inputs.rows if isinstance(inputs, Inputs) else None
     device = inputs.a.device
     at_rows = torch.arange(problem.m, device=device)[rows]
     at_cols = torch.arange(problem.n, device=device)[cols]
+    m, n, lead = len(at_rows), len(at_cols), problem.out_shape[:-2]
     dtype = torch.promote_types(problem.out.dtype, torch.float32)
-    lead = problem.out_shape[:-2]
-    result = torch.zeros((*lead, len(at_rows), len(at_cols)), dtype=dtype, device=device)
+    result = torch.zeros((*lead, m, n), dtype=dtype, device=device)
     # The row of the product for each row of the result.
     source = at_rows
-    if given.out_index is not None:
+    if given is not None and given.out_index is not None:
         where = torch.empty(problem.m, dtype=torch.long, device=device)
         where[given.out_index.long()] = torch.arange(problem.m, device=device)
         source = where[at_rows]
-    step = max(64, room // (8 * max(1, problem.k) * (1 + problem.gated)))
-    for group, start, end in ranges(given.ends):
-        here: Places = slice(None)
-        there: Places = slice(None)
-        if along == "m":
+    # In fp64 rows of a, columns of b (twice as many where gated), and some of the result's.
+    share = room // (8 * max(1, problem.batch))
+    side = share // max(1, problem.k) // (1 + problem.gated)
+    high = max(64, min(m, side))
+    wide = max(64, min(n, side, share // (3 * high)))
+    sized = replace(problem, m=m, n=n)  # the precision depends on the size
+    for group, start, end in ranges((problem.m,) if given is None else given.ends):
+        here, there = torch.arange(m, device=device), torch.arange(n, device=device)
+        if problem.along == "m":
             here = ((source >= start) & (source < end)).nonzero()[:, 0]
-        elif along == "n":
+        elif problem.along == "n":
             there = ((at_cols >= start) & (at_cols < end)).nonzero()[:, 0]
         mine = _one(problem, inputs, group, (start, end))
-        many = len(at_rows[here]), len(at_cols[there])
-        if 0 in many:
-            continue
-        for top in range(0, many[0], step):
-            for left in range(0, many[1], step):
-                r = torch.arange(many[0], device=device)[top : top + step]
-                c = torch.arange(many[1], device=device)[left : left + step]
-                r = here[r] if isinstance(here, torch.Tensor) else r
-                c = there[c] if isinstance(there, torch.Tensor) else c
-                piece = of(*_piece(problem, mine, given, source[r], at_rows[r], at_cols[c]))
-                out = result[group] if lead else result
-                out[r[:, None], c[None, :]] = piece.to(dtype)
+        out = result[group] if problem.along == "k" else result
+        for r in here.split(high):
+            for c in there.split(wide):
+                places = source[r], at_rows[r], at_cols[c]
+                out[..., r[:, None], c] = of(*_piece(sized, mine, given, *places)).to(dtype)
     return result
 
 
-def _one(problem: Problem, inputs: Inputs, group: int, part: tuple[int, int]) -> Arguments:
+def _one(
+    problem: Problem, inputs: random_inputs.Inputs, group: int, part: tuple[int, int]
+) -> Arguments:
     """The operands of one group, with the rows and columns of all groups."""
+    if isinstance(inputs, Arguments):
+        return inputs
     a, b, bias, residual = inputs.a, inputs.b, inputs.bias, inputs.residual
     scale_a, scale_b = inputs.scale_a, inputs.scale_b
     along = problem.along
@@ -101,18 +108,20 @@ def _one(problem: Problem, inputs: Inputs, group: int, part: tuple[int, int]) ->
 def _piece(
     problem: Problem,
     inputs: Arguments,
-    given: Rows,
+    given: Rows | None,
     rows: torch.Tensor,
     at: torch.Tensor,
     cols: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The epilogue's input, and the result: rows ``rows`` of the product, which are rows ``at`` of
     the result."""
-    index = rows if given.a_index is None else given.a_index.long()[rows]
+    index = rows
+    if given is not None and given.a_index is not None:
+        index = given.a_index.long()[rows]
     residual = inputs.residual
     mine = verify.part(problem, inputs._replace(residual=None), index, cols)
     z = verify.accumulated(problem, mine)
     y = verify.finished(problem, mine, z)
-    if given.out_weights is not None:
+    if given is not None and given.out_weights is not None:
         y = y * given.out_weights[rows].to(y.dtype)[:, None]
-    return z, y if residual is None else y + residual[at][:, cols].to(y.dtype)
+    return z, y if residual is None else y + residual[..., at, :][..., cols].to(y.dtype)

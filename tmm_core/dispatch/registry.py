@@ -57,14 +57,6 @@ class Source:
 
 
 @dataclass(frozen=True)
-class Registered:
-    """A kernel and its origin."""
-
-    kernel: Asked
-    source: Source
-
-
-@dataclass(frozen=True)
 class Fault:
     """A plugin, or one of its kernels or epilogues, that is not used, with the reason."""
 
@@ -102,7 +94,7 @@ class Registry:
         self.hooks = Hooks()
         #: Their origins, by name.
         self._plugins: dict[str, Source] = {}
-        self._kernels: dict[str, Registered] = {}
+        self._kernels: dict[str, Asked] = {}
         #: All deferred kernels, and those of them not loaded yet.
         self.deferred: dict[str, Deferred] = {}
         self._unloaded: dict[str, Source] = {}
@@ -169,23 +161,25 @@ class Registry:
 
     def _load(self, source: Source, entry_point: importlib.metadata.EntryPoint) -> _Taken | None:
         if source.plugin in self._deny:
-            self._fault(source, "disabled by TMM_DISABLE_PLUGINS", intended=True)
+            self._faults.append(Fault(source, "disabled by TMM_DISABLE_PLUGINS", intended=True))
             return None
         if self._allow is not None and source.plugin not in self._allow:
-            self._fault(source, "not in TMM_PLUGINS", intended=True)
+            self._faults.append(Fault(source, "not in TMM_PLUGINS", intended=True))
             return None
         if getattr(entry_point, "group", GROUP) == FORMER_GROUP:
-            self._fault(
-                source,
-                f"it is registered in the entry-point group {FORMER_GROUP!r}, which is now "
-                f"{GROUP!r}: write [project.entry-points.{GROUP}] in its pyproject.toml",
+            self._faults.append(
+                Fault(
+                    source,
+                    f"it is registered in the entry-point group {FORMER_GROUP!r}, which is now "
+                    f"{GROUP!r}: write [project.entry-points.{GROUP}] in its pyproject.toml",
+                )
             )
             return None
         try:
             plugin = entry_point.load()
         except BaseException as error:  # whatever a stranger's import raises
             let_through(error)
-            self._fault(source, f"import failed: {told(error)}", error)
+            self._faults.append(Fault(source, f"import failed: {told(error)}", error))
             return None
         return (plugin, source) if self._take(plugin, source) else None
 
@@ -196,11 +190,11 @@ class Registry:
             complaints = self.hooks.register(plugin, source.plugin)
         except BaseException as error:
             let_through(error)
-            self._fault(source, f"cannot be registered: {told(error)}", error)
+            self._faults.append(Fault(source, f"cannot be registered: {told(error)}", error))
             return False
         self._plugins[source.plugin] = source
         for complaint in complaints:
-            self._fault(source, complaint)
+            self._faults.append(Fault(source, complaint))
         return True
 
     def _ask(self, taken: Sequence[_Taken]) -> None:
@@ -213,32 +207,31 @@ class Registry:
                     things, failed = self.hooks.ask(hook, plugin)
                 except BaseException as error:
                     let_through(error)
-                    self._fault(source, f"{hook} failed: {told(error)}", error)
+                    self._faults.append(Fault(source, f"{hook} failed: {told(error)}", error))
                     continue
                 for name, failure in failed.items():
                     reason = f"its wrapper of {hook} failed around {source}: {told(failure)}"
-                    self._fault(self._plugins[name], reason, failure)
+                    self._faults.append(Fault(self._plugins[name], reason, failure))
                 for thing in things:
                     add(thing, source)
 
     def _add_kernel(self, brought: Any, source: Source) -> None:
         try:
-            kernel = brought if isinstance(brought, Deferred) else Asked(brought, str(source))
+            kernel = brought if isinstance(brought, Deferred) else Asked(brought, source)
         except PluginError as error:
-            self._fault(source, str(error), error.__cause__)
+            self._faults.append(Fault(source, str(error), error.__cause__))
             return
-        if (other := self._source(kernel.name)) is not None:
-            self._fault(source, f"kernel {kernel.name!r} is already registered by {other}")
+        known = self._kernels.get(kernel.name)
+        other = known.source if known is not None else self._unloaded.get(kernel.name)
+        if other is not None:
+            self._faults.append(
+                Fault(source, f"kernel {kernel.name!r} is already registered by {other}")
+            )
         elif isinstance(kernel, Deferred):
             self.deferred[kernel.name] = kernel
             self._unloaded[kernel.name] = source
         else:
-            self._kernels[kernel.name] = Registered(kernel, source)
-
-    def _source(self, name: str) -> Source | None:
-        """The origin of the kernel of this name."""
-        known = self._kernels.get(name)
-        return known.source if known is not None else self._unloaded.get(name)
+            self._kernels[kernel.name] = kernel
 
     def _fetch(self, name: str) -> None:
         """Load a deferred kernel, unless it is loaded."""
@@ -248,40 +241,33 @@ class Registry:
                 return
             try:
                 with collector_off():
-                    kernel = Asked(self.deferred[name].load(), str(source))
+                    kernel = Asked(self.deferred[name].load(), source)
                 if kernel.name != name:
                     raise PluginError(f"kernel {name!r} turned out to be {kernel.name!r}")
-                self._kernels[name] = Registered(kernel, source)
+                self._kernels[name] = kernel
             except BaseException as error:  # whatever a stranger's import raises
                 let_through(error)
                 ours = isinstance(error, PluginError)
                 reason = str(error) if ours else f"kernel {name!r} failed to load: {told(error)}"
-                self._fault(source, reason, error.__cause__ if ours else error)
+                self._faults.append(Fault(source, reason, error.__cause__ if ours else error))
                 warn(f"{source}: {reason}")
             del self._unloaded[name]
 
     def _add_epilogue(self, epilogue: Any, source: Source) -> None:
         if not isinstance(epilogue, Epilogue):
-            self._fault(
-                source, f"tmm_epilogues must return Epilogue objects, got {shown(epilogue)}"
+            self._faults.append(
+                Fault(source, f"tmm_epilogues must return Epilogue objects, got {shown(epilogue)}")
             )
         elif (other := self._epilogues.get(epilogue.name)) is not None:
-            self._fault(source, f"epilogue {epilogue.name!r} is already registered by {other[1]}")
+            self._faults.append(
+                Fault(source, f"epilogue {epilogue.name!r} is already registered by {other[1]}")
+            )
         else:
             self._epilogues[epilogue.name] = (epilogue, source)
 
-    def _fault(
-        self,
-        source: Source,
-        reason: str,
-        error: BaseException | None = None,
-        intended: bool = False,
-    ) -> None:
-        self._faults.append(Fault(source, reason, error, intended))
-
     # -- answers ---------------------------------------------------------------------
 
-    def kernels(self) -> list[Registered]:
+    def kernels(self) -> list[Asked]:
         """All kernels in use, by name."""
         self.load()
         for name in list(self._unloaded):
@@ -303,7 +289,7 @@ class Registry:
         self.load()
         self._fetch(name)
         if name in self._kernels:
-            return self._kernels[name].kernel
+            return self._kernels[name]
         for fault in self._faults:
             if fault.source.plugin == name.partition(".")[0]:
                 raise PluginError(
@@ -367,7 +353,7 @@ class Registry:
         asked = self.kernels() if deferred else list(self._kernels.values())
         able: list[Kernel[Any]] = []
         rejected: dict[str, list[str]] = {}
-        for kernel in (each.kernel for each in asked):
+        for kernel in asked:
             if not deferred and kernel.name in self.deferred:
                 continue
             if reasons := self.reasons_against(kernel, problem, settings):

@@ -26,7 +26,7 @@ from tmm_core.dispatch.binding import Binding, Task
 from tmm_core.dispatch.compilers import Compilers, NotCompiledError
 from tmm_core.dispatch.copies import Copies, LaunchError, Runner
 from tmm_core.dispatch.first_launch import FirstLaunches
-from tmm_core.dispatch.fixture import memory_limit
+from tmm_core.dispatch.fixture import default_limit
 from tmm_core.dispatch.progress import Progress
 from tmm_core.dispatch.proposals import Proposals
 from tmm_core.dispatch.standing import MARGIN
@@ -226,7 +226,7 @@ class Tuning:
             failed = future.cancelled() or future.exception() is not None
             if failed or late or candidate.kernel.name == BASELINE:
                 continue
-            memory = self._memory or memory_limit(self._device)
+            memory = self._memory or default_limit(self._device)
             started = time.monotonic()
             if (fault := self._first.fault(problem, candidate, memory)) is not None:
                 # Time lost by one candidate is not charged to the others.

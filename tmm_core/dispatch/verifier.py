@@ -15,7 +15,6 @@ import torch
 from tmm_core.dispatch.fixture import Fixture
 from tmm_core.dispatch.trial import Trial, WrongError
 from tmm_core.spec.kernel import Launcher
-from tmm_core.spec.problem import Problem
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,31 +34,13 @@ class Verdict:
         return self.reason is None
 
 
-class Verifier:
+class Verifier(Fixture):
     """Compares launchers of one problem with references that are computed once, on first use.
 
-    Args:
-        device: The device, with its index.
-        memory_limit: Bytes that inputs, references, outputs and intermediates may take together,
-            without the launcher's own allocations; by default a quarter of the free memory, at most
-            4 GiB or what one set of inputs takes. If it is too small for the whole result, samples
-            of rows and columns are compared and all other elements only have to be numbers; if it
-            is too small for one set of inputs, verdicts are ``unknown``.
-        sampled: Always use samples and one set of inputs.
-        fixture: Inputs and outputs to use; by default random ones are made.
+    If the memory is too small for the whole result, samples of rows and columns are compared and
+    all other elements only have to be numbers; if it is too small for one set of inputs, verdicts
+    are ``unknown``.
     """
-
-    def __init__(
-        self,
-        problem: Problem,
-        device: torch.device,
-        *,
-        memory_limit: int | None = None,
-        sampled: bool = False,
-        fixture: Fixture | None = None,
-    ) -> None:
-        self.problem = problem
-        self._fixture = fixture or Fixture(problem, device, memory_limit, sampled)
 
     def verdict(
         self,
@@ -85,12 +66,11 @@ class Verifier:
             Exception: Whatever the launcher raises.
         """
         with torch.no_grad():
-            fixture = self._fixture
-            sets = fixture.sets()
+            sets = self.sets()
             if not sets:
-                why = f"cannot be verified within {fixture.most / 2**20:.0f} MiB of memory"
+                why = f"cannot be verified within {self.most / 2**20:.0f} MiB of memory"
                 return Verdict(None, why, unknown=True)
-            trial = Trial(fixture, launcher, deterministic, baseline, slack)
+            trial = Trial(self, launcher, deterministic, baseline, slack)
             reason, changed = None, ["not looked at"]
             try:
                 try:
@@ -100,11 +80,7 @@ class Verifier:
                 changed = list(dict.fromkeys(n for each in sets for n in each.checksums.changed()))
             finally:
                 if changed:
-                    fixture.release()  # overwritten inputs are of no use for the next
+                    self.release()  # overwritten inputs are of no use for the next
             if changed:
                 reason = f"it wrote to its input {' and '.join(changed)}, or around it"
             return Verdict(trial.error, reason)
-
-    def release(self) -> None:
-        """Release all tensors; the next verdict makes new ones."""
-        self._fixture.release()

@@ -6,9 +6,6 @@ element. :mod:`tmm_core.dispatch.verifier` compares launchers with it.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import replace
-
 import torch
 
 from tmm_core.formats import of_pair
@@ -17,8 +14,6 @@ from tmm_core.spec.problem import Problem
 
 #: Rows or columns of a matrix: a slice, or a tensor of indices.
 Places = slice | torch.Tensor
-#: A function of the epilogue's input and the result, element by element.
-Of = Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
 
 #: Products up to this many multiply-adds get an fp64 reference; beyond, fp32 would do for
 #: 16-bit operands, and fp64 matmul is slow on most GPUs (1/64 of the fp32 rate).
@@ -36,13 +31,10 @@ TOLERANCE = {
 TF32_TOLERANCE = 4e-3
 
 
-def part(problem: Problem, inputs: Arguments, rows: Places, cols: Places) -> Arguments:
+def part(problem: Problem, inputs: Arguments, rows: torch.Tensor, cols: torch.Tensor) -> Arguments:
     """The operands for these rows and columns of the result."""
-    wide = cols
     b, bias, residual = inputs.b, inputs.bias, inputs.residual
-    if problem.gated and not (isinstance(cols, slice) and cols == slice(None)):
-        places = torch.arange(problem.n, device=b.device)[cols]
-        wide = problem.epilogue.sources(places, problem.n)
+    wide = problem.epilogue.sources(cols, b.shape[-1] // (1 + problem.gated))
     scale_a, scale_b = inputs.scale_a, inputs.scale_b
     if problem.scale_a == "row" and scale_a is not None:
         scale_a = scale_a[..., rows, :]
@@ -56,47 +48,6 @@ def part(problem: Problem, inputs: Arguments, rows: Places, cols: Places) -> Arg
         scale_a=scale_a,
         scale_b=scale_b,
     )
-
-
-def result(z: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-    """The result itself, of the epilogue's input ``z`` and the result ``y``."""
-    return y
-
-
-def in_pieces(
-    problem: Problem,
-    inputs: Arguments,
-    rows: Places,
-    cols: Places,
-    room: int,
-    of: Of = result,
-) -> torch.Tensor:
-    """The reference of those rows and columns, in pieces.
-
-    Args:
-        rows, cols: Indices, or a slice of all.
-        room: Bytes that an operand of one piece may take in fp64.
-        of: What to return, element by element, as a function of the epilogue's input and the
-            result.
-    """
-    inputs = part(problem, inputs, rows, cols)
-    m = problem.m if isinstance(rows, slice) else len(rows)
-    n = problem.n if isinstance(cols, slice) else len(cols)
-    p = replace(problem, m=m, n=n)  # the precision depends on the size
-    # In fp64 rows of a, columns of b (twice as many where gated), and some of the result's.
-    share = room // (8 * max(1, p.batch))
-    side = share // max(1, p.k) // (1 + p.gated)
-    high = max(64, min(m, side))
-    wide = max(64, min(n, side, share // (3 * high)))
-    dtype = torch.promote_types(p.out.dtype, torch.float32)
-    found = torch.empty((*inputs.a.shape[:-2], m, n), dtype=dtype, device=inputs.a.device)
-    for top in range(0, m, high):
-        for left in range(0, n, wide):
-            here = slice(top, top + high), slice(left, left + wide)
-            piece = part(p, inputs, *here)
-            z = accumulated(p, piece)
-            found[..., here[0], here[1]] = of(z, finished(p, piece, z))
-    return found
 
 
 def accumulated(problem: Problem, inputs: Arguments) -> torch.Tensor:

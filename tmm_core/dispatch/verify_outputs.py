@@ -17,7 +17,7 @@ import torch
 
 from tmm_core.dispatch import verify
 from tmm_core.dispatch.fixture import Expected, Fixture
-from tmm_core.dispatch.guarded import UNWRITTEN, Guarded, guarded, same_bits
+from tmm_core.dispatch.guarded import UNWRITTEN, guarded, same_bits
 from tmm_core.dispatch.special import kinds_of
 from tmm_core.spec.kernel import Launcher
 from tmm_core.spec.operand import Operand
@@ -43,23 +43,19 @@ class Outputs:
         self._fixture, self._launcher = fixture, launcher
         self._ports = fixture.problem.epilogue.outputs
         self._deterministic, self._slack = deterministic, slack
-        self._memory: list[Guarded] = []
+        self._shapes = [port.shape(fixture.problem.out_shape) for port in self._ports]
+        self._memory = [
+            guarded(Operand(port.dtype), (1, math.prod(shape)), fixture.device, UNWRITTEN)
+            for port, shape in zip(self._ports, self._shapes, strict=True)
+        ]
         self._given: tuple[Tensor, ...] = ()
         #: The outputs of the first launch, by the id of the inputs' reference, and the right ones.
         self._first: dict[int, tuple[Tensor, ...]] = {}
         self._right: dict[tuple[int, Port], tuple[Tensor, Tensor]] = {}
 
     def __call__(self, *arguments: Any, **extras: Any) -> Tensor:
-        shapes = [port.shape(self._fixture.problem.out_shape) for port in self._ports]
-        if not self._memory:
-            for port, shape in zip(self._ports, shapes, strict=True):
-                flat = (1, math.prod(shape))
-                self._memory.append(
-                    guarded(Operand(port.dtype), flat, self._fixture.device, UNWRITTEN)
-                )
-        self._given = tuple(
-            memory.poison().view(shape) for memory, shape in zip(self._memory, shapes, strict=True)
-        )
+        pairs = zip(self._memory, self._shapes, strict=True)
+        self._given = tuple(memory.poison().view(shape) for memory, shape in pairs)
         return self._launcher(*arguments, **extras, outputs=self._given)  # type: ignore[call-arg]
 
     def faults(self, expected: Expected | None, result: Tensor) -> Iterator[tuple[float, str]]:
@@ -72,6 +68,7 @@ class Outputs:
         given = tuple(t.clone() for t in self._given)
         first = self._first.setdefault(id(expected), given)
         again = expected is not None and self._deterministic and first is not given
+        of_result = verify.tolerance(self._fixture.problem)
         for port, out, before, memory in zip(self._ports, given, first, self._memory, strict=True):
             if not memory.intact():
                 yield math.nan, f"it wrote beyond its output {port}"
@@ -84,16 +81,10 @@ class Outputs:
                 if not same_bits(out, before):
                     yield math.nan, f"output {port} has other bits for the same inputs"
             else:
-                yield self._compared(port, expected, out, result)
-
-    def _compared(
-        self, port: Port, expected: Expected, out: Tensor, result: Tensor
-    ) -> tuple[float, str]:
-        of_result = verify.tolerance(self._fixture.problem)
-        limit = SLACK * self._slack * max(of_result, verify.TOLERANCE[port.dtype])
-        error = self._error(port, expected, out, result)
-        wrong = not error <= limit
-        return error, f"output {port} has error {error:.3g}, over {limit:.3g}" if wrong else ""
+                limit = SLACK * self._slack * max(of_result, verify.TOLERANCE[port.dtype])
+                error = self._error(port, expected, out, result)
+                fault = f"output {port} has error {error:.3g}, over {limit:.3g}"
+                yield error, "" if error <= limit else fault
 
     def _error(self, port: Port, expected: Expected, out: Tensor, result: Tensor) -> float:
         tile, places = expected.in_rows, expected.rows

@@ -2,37 +2,34 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
+import torch
 import torch.nn.functional as F
 
 from tmm_core.epilogues.activations import gelu_slope, relu_slope, silu_slope
-from tmm_core.spec.epilogue import builtin
+from tmm_core.spec.epilogue import Epilogue, builtin
+
+_Function = Callable[[torch.Tensor], torch.Tensor]
+
+
+def _gated(name: str, activation: _Function, slope: _Function) -> Epilogue:
+    return builtin(
+        name,
+        lambda gate, up: activation(gate) * up,
+        gated=True,
+        derivative=lambda gate, up: (slope(gate) * up, activation(gate)),
+    )
+
 
 EPILOGUES = (
-    builtin(
-        "swiglu",
-        lambda gate, up: F.silu(gate) * up,
-        gated=True,
-        derivative=lambda gate, up: (silu_slope(gate) * up, F.silu(gate)),
-    ),
-    builtin(
-        "geglu",
-        lambda gate, up: F.gelu(gate) * up,
-        gated=True,
-        derivative=lambda gate, up: (gelu_slope(gate) * up, F.gelu(gate)),
-    ),
-    builtin(
+    _gated("swiglu", F.silu, silu_slope),
+    _gated("geglu", F.gelu, gelu_slope),
+    _gated(
         "geglu_tanh",
-        lambda gate, up: F.gelu(gate, approximate="tanh") * up,
-        gated=True,
-        derivative=lambda gate, up: (
-            gelu_slope(gate, "tanh") * up,
-            F.gelu(gate, approximate="tanh"),
-        ),
+        functools.partial(F.gelu, approximate="tanh"),
+        functools.partial(gelu_slope, approximate="tanh"),
     ),
-    builtin(
-        "reglu",
-        lambda gate, up: F.relu(gate) * up,
-        gated=True,
-        derivative=lambda gate, up: (relu_slope(gate) * up, F.relu(gate)),
-    ),
+    _gated("reglu", F.relu, relu_slope),
 )

@@ -58,17 +58,14 @@ def text_of(activation: Callable[..., Any]) -> str:
         TypeError: It is not an activation, or has arguments that no epilogue has; the message shows
             the :class:`~tmm_core.Epilogue` to write.
     """
-    name, given = _taken_apart(activation)
-    text = None
-    if name == "gelu":
+    text, given = _taken_apart(activation)
+    if text == "gelu":
         text = {"none": "gelu", "tanh": "gelu_tanh"}.get(given.pop("approximate", "none"))
-    elif name == "leaky_relu":
+    elif text == "leaky_relu":
         text = f"leaky_relu({float(given.pop('negative_slope', 0.01))!r})"
-    elif name == "softplus":
+    elif text == "softplus":
         usual = all(given.pop(argument, value) == value for argument, value in _SOFTPLUS.items())
-        text = name if usual else None
-    else:
-        text = name
+        text = text if usual else None
     if text is None or given:
         raise TypeError(_refusal(activation))
     return text

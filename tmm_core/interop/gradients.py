@@ -149,10 +149,7 @@ def _gradients(
         assert b is not None
         b = b.conj() if len(call.b) > 1 else b.conj()[:, None]
         b = b if call.transposed else b.mT
-        if call.a_columns:
-            da = multiply(b.mT, dz.mT, None, None, alpha).mT
-        else:
-            da = multiply(dz, b, None, None, alpha)
+        da = levels.lying_as(call.a_columns, multiply, dz, b, None, None, alpha)
         if call.many and not sharded:
             da = da.view(call.a)
         elif da.shape != call.a:

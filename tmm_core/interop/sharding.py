@@ -22,8 +22,8 @@ it yourself. Nothing in ``matmul`` waits for another rank; only DTensor's redist
 
 from __future__ import annotations
 
-import math
 import warnings
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -35,10 +35,13 @@ from tmm_core import compat
 from tmm_core.errors import TmmWarning
 from tmm_core.interop import grouped, operator
 from tmm_core.launch import warm
-from tmm_core.spec.arguments import Arguments, GroupedArguments
+from tmm_core.launch.grouped import ragged_along
+from tmm_core.spec.arguments import GROUPED_TENSORS, Arguments, GroupedArguments
 
 #: Placements of the result, then of each tensor argument in the operator's order.
 Rule = tuple[list[Placement], list[Placement]]
+#: Dimensions in order; those of a batch are numbers.
+Names = Sequence[object]
 
 
 def register() -> None:
@@ -66,47 +69,18 @@ def register() -> None:
 def shardings(*given: Any, **named: Any) -> list[Rule]:
     """The rules over one mesh dimension for operands with these ``shape`` and ``ndim``."""
     call: Any = Arguments(*given, **named)
-    a, b, bias, residual = call[:4]
-    scale_a, scale_b = call.scale_a, call.scale_b
-    fused = warm.epilogue_of(call.epilogue)
-    terms = [t for t in (bias, residual) if t is not None]
-    scales = [t for t in (scale_a, scale_b) if t is not None]
-    everywhere = [Replicate() for _ in (a, b, *terms, *scales)]
-    rules: list[Rule] = [([Replicate()], [*everywhere])]
-    batch = max(a.ndim, b.ndim, 2) - 2
-    rows, columns = a.ndim > 1, b.ndim > 1
-    ndim = batch + rows + columns
-    for dim in range(ndim):
-        # The index of a dimension of the result in each operand; negative: absent.
-        in_a = in_b = in_bias = -1
-        if dim < batch:
-            in_a, in_b = dim - batch + a.ndim - 2, dim - batch + b.ndim - 2
-        elif rows and dim == batch:
-            in_a = a.ndim - 2
-        elif fused.gated:
-            continue
-        else:
-            in_b, in_bias = b.ndim - 1, 0
-        places = [_shard(a, in_a), _shard(b, in_b)]
-        if all(place.is_replicate() for place in places):
-            continue  # of size one
-        if bias is not None:
-            places.append(_shard(bias, in_bias))
-        if residual is not None:
-            places.append(_shard(residual, dim - ndim + residual.ndim))
-        # Scales have their operand's dimensions, or are scalars.
-        for scale, place in ((scale_a, in_a), (scale_b, in_b)):
-            if scale is not None:
-                places.append(_shard(scale, place if place < scale.ndim else -1))
-        rules.append(([Shard(dim)], places))
-    # DTensor turns a replicated tensor into terms by dividing it, which is wrong for integers.
-    divisible = all(t.tensor_meta.dtype.is_floating_point for t in terms)
-    if not fused.gated and fused.linear and divisible:
-        k = [Shard(a.ndim - 1), Shard(max(b.ndim - 2, 0))]
-        rules.append(
-            ([Partial()], [*k, *(Partial() for _ in terms), *(Replicate() for _ in scales)])
-        )
-    return rules
+    a, b = call.a, call.b
+    batch = range(max(a.ndim, b.ndim, 2) - 2)
+    out = [*batch, *("m" * (a.ndim > 1)), *("n" * (b.ndim > 1))]
+    dimensions = {
+        "a": [*batch, "m", "k"],
+        "b": [*batch, "k", "n"] if b.ndim > 1 else ["k"],
+        "bias": ["n"],
+        "residual": out,
+        "scale_a": [*batch, "m", None],
+        "scale_b": [*batch, None, "n"],
+    }
+    return _rules(call, dimensions, out, [*out, "k"])
 
 
 def grouped_shardings(*given: Any, **named: Any) -> list[Rule]:
@@ -114,60 +88,57 @@ def grouped_shardings(*given: Any, **named: Any) -> list[Rule]:
     ragged dimension are not sharded, since ``offs`` covers all of them: experts are sharded as
     local tensors."""
     call: Any = GroupedArguments(*given, **named)
-    a, b, bias, residual = call.a, call.b, call.bias, call.residual
+    ragged = ragged_along(call.a, call.b)
+    out = ["group", "m", "n"] if ragged == "k" else ["m", "n"]
+    free = [each for each in ("m", "n", "k") if each != ragged]
+    if ragged == "k":
+        # Flat scales of a ragged sum have a group's rows side by side.
+        for each, scale in (("m", call.scale_a), ("n", call.scale_b)):
+            if scale is not None and scale.ndim == 1 and scale.shape[0] != 1:
+                free.remove(each)
+    dimensions = dict.fromkeys(GROUPED_TENSORS, ()) | {
+        "a": ["group", "m", "k"],
+        "b": ["group", "k", "n"],
+        "bias": ["group", "n"],
+        "residual": out,
+        "scale_a": ["group", "m"],
+        "scale_b": ["group", "n"],
+    }
+    return _rules(call, dimensions, out, free)
+
+
+def _rules(call: Any, dimensions: Mapping[str, Names], out: Names, free: Names) -> list[Rule]:
+    """The rules of a product.
+
+    Args:
+        dimensions: The names of each tensor's dimensions, of which it may have only the last.
+        out: Those of the result's.
+        free: Those along which tensors may be sharded.
+    """
     fused = warm.epilogue_of(call.epilogue)
-    # The dimensions of the matrices; offs and indices are replicated.
-    rest = [t for t in (call.a_index, call.out_index, call.out_weights) if t is not None]
-    terms = [t for t in (bias, residual) if t is not None]
-    out_ndim = 3 if a.ndim == b.ndim == 2 else 2
-
-    def rule(result: Placement, of_a: Placement, of_b: Placement, *of_terms: Placement) -> Rule:
-        scales = [
-            of_scale(call.scale_a, of_a, a.ndim - 2),
-            of_scale(call.scale_b, of_b, b.ndim - 1),
-        ]
-        last = [*(Replicate() for _ in rest), *(place for place in scales if place is not None)]
-        return [result], [of_a, of_b, Replicate(), *of_terms, *last]
-
-    def of_scale(scale: Any, of: Placement, rows: int) -> Placement | None:
-        """Sharded as the rows (columns) of its operand, which are the operand's dimension
-        ``rows``."""
-        if scale is None:
-            return None
-        return Shard(scale.ndim - 1) if of == Shard(rows) and not _is_one(scale) else Replicate()
-
-    def of_terms(in_bias: bool, in_residual: int) -> list[Placement]:
-        placed: list[Placement] = []
-        if bias is not None:
-            placed.append(Shard(bias.ndim - 1) if in_bias else Replicate())
-        if residual is not None:
-            placed.append(Shard(in_residual))
-        return placed
-
-    rules = [rule(Replicate(), Replicate(), Replicate(), *(Replicate() for _ in terms))]
-    ragged = "k" if out_ndim == 3 else "m" if a.ndim == 2 else "n"
-    # Flat scales of a ragged sum have a group's rows side by side.
-    flat = [t is not None and t.ndim == 1 and not _is_one(t) for t in (call.scale_a, call.scale_b)]
-    if ragged != "m" and not (ragged == "k" and flat[0]):
-        m = out_ndim - 2
-        rules.append(rule(Shard(m), Shard(a.ndim - 2), Replicate(), *of_terms(False, m)))
-    if ragged != "n" and not fused.gated and not (ragged == "k" and flat[1]):
-        n = out_ndim - 1
-        rules.append(rule(Shard(n), Replicate(), Shard(b.ndim - 1), *of_terms(True, n)))
-    if ragged != "k" and not fused.gated and fused.linear:
-        partial = [Partial() for _ in terms]
-        rules.append(rule(Partial(), Shard(a.ndim - 1), Shard(b.ndim - 2), *partial))
+    tensors = {name: t for name in dimensions if (t := getattr(call, name)) is not None}
+    terms = [name for name in ("bias", "residual") if name in tensors]
+    # DTensor turns a replicated tensor into terms by dividing it, which is wrong for integers.
+    divisible = all(tensors[name].tensor_meta.dtype.is_floating_point for name in terms)
+    rules: list[Rule] = [([Replicate()], [Replicate() for _ in tensors])]
+    for along in free:
+        places = {name: _shard(t, dimensions[name], along) for name, t in tensors.items()}
+        if places["a"].is_replicate() and places["b"].is_replicate():
+            continue  # of size one
+        if along != "k" and not (along == "n" and fused.gated):
+            rules.append(([Shard(out.index(along))], [*places.values()]))
+        elif along == "k" and not fused.gated and fused.linear and divisible:
+            places |= {name: Partial() for name in terms}
+            rules.append(([Partial()], [*places.values()]))
     return rules
 
 
-def _is_one(scale: Any) -> bool:
-    """Whether it is one number for all rows."""
-    return bool(math.prod(scale.shape) == 1)
-
-
-def _shard(t: Any, dim: int) -> Placement:
-    """Sharded along ``dim``; replicated if ``t`` lacks it or is broadcast along it."""
-    return Shard(dim) if dim >= 0 and t.shape[dim] != 1 else Replicate()
+def _shard(t: Any, dimensions: Names, along: object) -> Placement:
+    """Sharded along that dimension; replicated if ``t`` lacks it or is broadcast along it."""
+    own = dimensions[max(0, len(dimensions) - t.ndim) :]
+    if along not in own or t.shape[own.index(along)] == 1:
+        return Replicate()
+    return Shard(own.index(along))
 
 
 register()

@@ -55,10 +55,7 @@ def check(call: Arguments, epilogue: Epilogue) -> torch.Size:
         raise ValueError(f"bias must have shape ({width},), got {tuple(bias.shape)}")
     if residual is not None:
         check_residual(residual, shape)
-    if call.scale_a is not None:
-        check_scale("scale_a", call.scale_a, [(*a.shape[:-1], 1)], form, a.dtype)
-    if call.scale_b is not None:
-        check_scale("scale_b", call.scale_b, [(*b.shape[:-2], 1, width)], form, b.dtype)
+    check_scales(call, form, [(*a.shape[:-1], 1)], [(*b.shape[:-2], 1, width)])
     if epilogue.outputs:
         check_outputs(call, epilogue, result)
     return shape
@@ -157,31 +154,34 @@ def result_dtype(a: torch.Tensor, out_dtype: torch.dtype | None) -> torch.dtype:
     return out_dtype or formats.wide(a.dtype)
 
 
-def check_scale(
-    name: str,
-    scale: torch.Tensor,
-    rows: Sequence[tuple[int, ...]],
+def check_scales(
+    call: Arguments | GroupedArguments,
     form: Format | None,
-    dtype: torch.dtype,
+    of_a: Sequence[tuple[int, ...]],
+    of_b: Sequence[tuple[int, ...]],
 ) -> None:
-    """Check a scale of an operand of the format ``form``, which has one number or a shape of
-    ``rows``.
+    """Check the scales of operands of the format ``form``, which have one number or a shape of
+    ``of_a`` and ``of_b``.
 
     Raises:
-        RuntimeError: It is not fp32, or the operand has no format.
-        ValueError: It has another shape.
+        RuntimeError: One is not fp32, or the operands have no format.
+        ValueError: One has another shape.
     """
-    if form is None:
-        scaled = [form for form in formats.FORMATS.values() if form.scales]
-        names = " or ".join(map(str, scaled)) or "no"
-        raise RuntimeError(f"{name} is for {names} operands, got {dtype}")
-    if scale.dtype != torch.float32:
-        raise RuntimeError(f"{name} must have dtype torch.float32, got {scale.dtype}")
-    if scale.numel() != 1 and tuple(scale.shape) not in rows:
-        shapes = " or ".join(map(str, rows))
-        raise ValueError(
-            f"{name} must be one number or have shape {shapes}, got {tuple(scale.shape)}"
-        )
+    operands = (("scale_a", call.scale_a, call.a, of_a), ("scale_b", call.scale_b, call.b, of_b))
+    for name, scale, t, shapes in operands:
+        if scale is None:
+            continue
+        if form is None:
+            scaled = [form for form in formats.FORMATS.values() if form.scales]
+            names = " or ".join(map(str, scaled)) or "no"
+            raise RuntimeError(f"{name} is for {names} operands, got {t.dtype}")
+        if scale.dtype != torch.float32:
+            raise RuntimeError(f"{name} must have dtype torch.float32, got {scale.dtype}")
+        if scale.numel() != 1 and tuple(scale.shape) not in shapes:
+            wanted = " or ".join(map(str, shapes))
+            raise ValueError(
+                f"{name} must be one number or have shape {wanted}, got {tuple(scale.shape)}"
+            )
 
 
 def product_shape(a: torch.Tensor, b: torch.Tensor) -> torch.Size:

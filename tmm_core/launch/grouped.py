@@ -14,7 +14,7 @@ import torch
 from tmm_core import settings
 from tmm_core.formats import of_pair
 from tmm_core.launch import warm
-from tmm_core.launch.check import addressable, check_scale, check_terms, result_dtype
+from tmm_core.launch.check import addressable, check_scales, check_terms, result_dtype
 from tmm_core.launch.plan import Plan
 from tmm_core.launch.source import written
 from tmm_core.spec.arguments import (
@@ -39,8 +39,8 @@ _INDEX_DTYPES = (torch.int32, torch.int64)
 
 def ragged_along(a: Tensor, b: Tensor) -> Ragged:
     """The ragged dimension, inferred from the operands without a dimension of groups."""
-    if a.dim() == 2:
-        return "k" if b.dim() == 2 else "m"
+    if a.ndim == 2:
+        return "k" if b.ndim == 2 else "m"
     return "n"
 
 
@@ -96,9 +96,7 @@ def check(call: GroupedArguments, epilogue: Epilogue) -> tuple[int, ...]:
             raise ValueError(f"{name} must have shape ({m},), got {tuple(t.shape)}")
     if a_index is not None and m and not a.shape[0]:
         raise ValueError("a_index gathers rows of an a that has none")
-    for name, scale, t in (("scale_a", call.scale_a, a), ("scale_b", call.scale_b, b)):
-        if scale is not None:
-            check_scale(name, scale, scale_shapes(t, along, count, t is a), form, t.dtype)
+    check_grouped_scales(call, along, count)
     shape = (count, m, n) if along == "k" else (m, n)
     if bias is not None:
         if along == "n":
@@ -114,18 +112,26 @@ def check(call: GroupedArguments, epilogue: Epilogue) -> tuple[int, ...]:
     return shape
 
 
-def scale_shapes(t: Tensor, along: Ragged | None, count: int, rows: bool) -> list[tuple[int, ...]]:
-    """The shapes that torch takes for a scale per row of ``t`` (else per column): one number for
-    each in each group, except where rows (columns) belong to one group anyway. Torch flattens those
-    of a ragged sum.
+def check_grouped_scales(call: GroupedArguments, along: Ragged | None, count: int) -> None:
+    """Check scales against the shapes that torch takes for one per row of a and column of b: one
+    number for each in each group, except where rows (columns) belong to one group anyway. Torch
+    flattens those of a ragged sum.
 
     Args:
         along: None: a batch.
+
+    Raises:
+        RuntimeError, ValueError: As :func:`tmm_core.launch.check.check_scales`.
     """
-    size = t.shape[-2] if rows else t.shape[-1]
-    if t.dim() == 3:
-        return [(count, size)]
-    return [(count * size,), (count, size)] if along == "k" else [(size,)]
+
+    def shapes(t: Tensor, size: int) -> list[tuple[int, ...]]:
+        if t.dim() == 3:
+            return [(count, size)]
+        return [(count * size,), (count, size)] if along == "k" else [(size,)]
+
+    a, b = call.a, call.b
+    form = of_pair(a.dtype, b.dtype)
+    check_scales(call, form, shapes(a, a.shape[-2]), shapes(b, b.shape[-1]))
 
 
 def check_operands(a: Tensor, b: Tensor, offs: Tensor | None) -> int:

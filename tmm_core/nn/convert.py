@@ -85,6 +85,10 @@ class _Conversion:
         self._report = Report(model)
         self._slots: dict[nn.Module, list[Slot]] = {model: []}
         self._walk(model, "")
+        self._linears = {m for m in self._slots if self._swappable(m)}
+        self._activations = {
+            m: name for m in self._slots if (name := self._activation(m)) is not None
+        }
 
     def _walk(self, parent: nn.Module, prefix: str) -> None:
         for name, child in parent._modules.items():
@@ -98,16 +102,14 @@ class _Conversion:
                 self._walk(child, f"{slot.path}.")
 
     def run(self) -> Report:
-        linears = {m for m in self._slots if self._swappable(m)}
-        activations = {m: name for m in self._slots if (name := self._activation(m)) is not None}
-        gatings = self._gatings(linears, activations)
-        pairs = self._pairs(linears, activations, gatings)
+        gatings = self._gatings()
+        pairs = self._pairs(gatings)
         for module in self._slots:
             if (reason := _out_of_reach(module)) is not None:
                 self._leave(module, reason)
         # All is decided; from here on the model changes, and is restored if memory runs out.
         try:
-            self._change(linears, gatings, pairs)
+            self._change(gatings, pairs)
         except BaseException:
             self._report.undo()
             raise
@@ -150,35 +152,34 @@ class _Conversion:
             return None
         return name
 
-    def _gatings(
-        self, linears: set[nn.Module], activations: dict[nn.Module, str]
-    ) -> dict[nn.Module, proof.Gating]:
+    def _activations_in(self, parent: nn.Module) -> dict[nn.Module, str]:
+        return {m: self._activations[m] for m in parent.children() if m in self._activations}
+
+    def _gatings(self) -> dict[nn.Module, proof.Gating]:
         found = {}
         for mlp in self._slots:
             if isinstance(mlp, GatedMLP):
                 continue
-            children = list(mlp.children())
-            acts = {m: activations[m] for m in children if m in activations}
-            if len(linears.intersection(children)) < 2 or not 3 <= len(children) <= 3 + len(acts):
+            children, acts = list(mlp.children()), self._activations_in(mlp)
+            layers = self._linears.intersection(children)
+            if len(layers) < 2 or not 3 <= len(children) <= 3 + len(acts):
                 continue
             try:
                 gating = proof.gating(mlp, acts)
             except proof.NotProvenError:
                 continue
-            reason = self._against_gating(mlp, gating, linears)
+            reason = self._against_gating(mlp, gating)
             if reason is None:
                 found[mlp] = gating
             else:
                 self._leave(mlp, f"not fused: {reason}")
         return found
 
-    def _against_gating(
-        self, mlp: nn.Module, gating: proof.Gating, linears: set[nn.Module]
-    ) -> str | None:
+    def _against_gating(self, mlp: nn.Module, gating: proof.Gating) -> str | None:
         gate, up, _ = map(mlp.get_submodule, gating.names)
         if reason := self._fixed(mlp) or _overrides(mlp):
             return reason
-        if gate not in linears or up not in linears:
+        if gate not in self._linears or up not in self._linears:
             return "its gate or up projection is left alone"
         for first, second in ((gate.weight, up.weight), (gate.bias, up.bias)):
             if first is None and second is None:
@@ -204,16 +205,11 @@ class _Conversion:
         plain = (t for t in tensors if _is_plain(t) and not t.is_meta)
         return Counter(t.untyped_storage().data_ptr() for t in plain)
 
-    def _pairs(
-        self,
-        linears: set[nn.Module],
-        activations: dict[nn.Module, str],
-        gatings: dict[nn.Module, proof.Gating],
-    ) -> list[proof.Pair]:
+    def _pairs(self, gatings: dict[nn.Module, proof.Gating]) -> list[proof.Pair]:
         found: list[proof.Pair] = []
         for parent in self._slots:
-            acts = {m: activations[m] for m in parent.children() if m in activations}
-            layers = linears.intersection(parent.children())
+            acts = self._activations_in(parent)
+            layers = self._linears.intersection(parent.children())
             if not acts or not layers or parent in gatings or isinstance(parent, _SKIP):
                 continue
             try:
@@ -221,25 +217,20 @@ class _Conversion:
             except proof.NotProvenError as error:
                 self._leave(parent, f"not fused: {error}")
                 continue
-            refused = {}
+            refused = set()
             for pair in pairs:
                 reason = pair.reason
                 if reason is None and len(self._slots[pair.linear]) > 1:
                     reason = "it is also used elsewhere"
                 if reason is not None:
-                    refused[pair.activation] = reason
+                    refused.add(pair.activation)
                     self._leave(pair.linear, f"not fused with its activation: {reason}")
             found += [pair for pair in pairs if pair.activation not in refused]
         return found
 
     # -- apply ---------------------------------------------------------------------------
 
-    def _change(
-        self,
-        linears: set[nn.Module],
-        gatings: dict[nn.Module, proof.Gating],
-        pairs: list[proof.Pair],
-    ) -> None:
+    def _change(self, gatings: dict[nn.Module, proof.Gating], pairs: list[proof.Pair]) -> None:
         absorbed = {pair.linear: pair for pair in pairs}
         for module in self._slots:
             if module in gatings:
@@ -249,7 +240,7 @@ class _Conversion:
                 pair = absorbed[module]
                 assert isinstance(module, nn.Linear)
                 self._swap("epilogue", module, Linear.of(module, pair.epilogue), pair.activation)
-            elif module in linears and type(module) is nn.Linear:
+            elif module in self._linears and type(module) is nn.Linear:
                 self._swap("linear", module, Linear.of(module))
             elif self._groupable(module):
                 self._swap("experts", module, experts.TransformersExperts.of(module))

@@ -55,6 +55,9 @@ class Experts(nn.Module):
         ValueError: The epilogue is not gated.
     """
 
+    #: As Transformers describes the layout.
+    has_gate, is_transposed = True, False
+
     def __init__(
         self,
         num_experts: int,
@@ -77,6 +80,10 @@ class Experts(nn.Module):
         self.gate_up_proj_bias = parameter(wide[0]) if bias else None
         self.down_proj_bias = parameter(narrow[0]) if bias else None
         self.reset_parameters()
+
+    @property
+    def has_bias(self) -> bool:
+        return self.down_proj_bias is not None
 
     def _gate_by(self, activation: EpilogueLike) -> None:
         self._activation = activation
@@ -106,30 +113,13 @@ class Experts(nn.Module):
                 more means an expert of another rank and adds nothing.
             top_k_weights: ``[T, k]``.
         """
-        chosen = Routing(top_k_index, top_k_weights, self.num_experts)
-        between = grouped.grouped_linear(
-            hidden_states,
-            self.gate_up_proj,
-            self.gate_up_proj_bias,
-            offs=chosen.offs,
-            a_index=chosen.tokens,
-            epilogue=self.epilogue,
-        )
-        down = grouped.grouped_linear(
-            between,
-            self.down_proj,
-            self.down_proj_bias,
-            offs=chosen.offs,
-            out_index=chosen.places,
-            out_weights=chosen.weights,
-        )
-        return chosen.summed(down).to(hidden_states.dtype)
+        return forward(self, hidden_states, top_k_index, top_k_weights)
 
     def extra_repr(self) -> str:
         experts, hidden, between = self.down_proj.shape
         return (
             f"num_experts={experts}, hidden_size={hidden}, intermediate_size={between}, "
-            f"bias={self.down_proj_bias is not None}, epilogue={self.epilogue!r}"
+            f"bias={self.has_bias}, epilogue={self.epilogue!r}"
         )
 
 
@@ -158,7 +148,8 @@ class Routing:
 
 
 def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
-    """The forward of Transformers' expert layers (its ``experts_implementation`` interface).
+    """The forward of :class:`Experts` and of Transformers' expert layers (its
+    ``experts_implementation`` interface).
 
     A gate with a known activation is fused with its product, and so is gpt-oss's; any other is
     applied by the layer's own ``_apply_gate`` or ``act_fn``.
@@ -192,11 +183,15 @@ def _product(layer: Any, name: str, x: Tensor, offs: Tensor, **arguments: Any) -
     weights = arguments.get("out_weights")
     if weights is not None and weights.dtype not in (weight.dtype, torch.float32):
         arguments["out_weights"] = weights.float()
-    return grouped.grouped_matmul(x.to(weight.dtype), weight, offs=offs, bias=bias, **arguments)
+    if not torch.is_autocast_enabled(x.device.type):  # which casts both
+        x = x.to(weight.dtype)
+    return grouped.grouped_matmul(x, weight, offs=offs, bias=bias, **arguments)
 
 
 def _gate_of(layer: Any) -> tuple[str | None, Any]:
     """The epilogue of a layer's product of gate and up, and the function left to apply after it."""
+    if isinstance(layer, Experts):
+        return layer.epilogue, None
     name = _activation(getattr(layer, "act_fn", None))
     if not layer.has_gate:
         return (name, None) if name is not None else (None, layer.act_fn)

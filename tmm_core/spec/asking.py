@@ -92,7 +92,7 @@ class Asked(Kernel[Any]):
 
     Args:
         kernel: A plugin's kernel.
-        plugin: The plugin's name, for messages.
+        source: Its origin, which messages name.
 
     Raises:
         PluginError: It is not a kernel, or its identifying attributes are invalid.
@@ -104,12 +104,12 @@ class Asked(Kernel[Any]):
     traits: Traits  # type: ignore[misc]
     config_type: type[Config]  # type: ignore[misc]
 
-    def __init__(self, kernel: Any, plugin: str) -> None:
+    def __init__(self, kernel: Any, source: Any) -> None:
         if not isinstance(kernel, Kernel):
             hint = " (the class; return an instance)" if isinstance(kernel, type) else ""
             raise PluginError(f"tmm_kernels must return Kernel objects, got {shown(kernel)}{hint}")
         self.kernel: Kernel[Any] = kernel
-        self.plugin = plugin
+        self.source = source
         #: Why it is set aside; None if it is not.
         self.fault: str | None = None
         self._lock = threading.Lock()
@@ -246,7 +246,7 @@ class Asked(Kernel[Any]):
 
     @property
     def _whose(self) -> str:
-        return f"kernel {self.name!r} of {self.plugin}"
+        return f"kernel {self.name!r} of {self.source}"
 
     def _fault(self, question: str, error: BaseException) -> str:
         what = str(error) if isinstance(error, NonsenseError) else f"raised {told(error)}"

@@ -9,7 +9,7 @@ import typing
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Generic, Protocol, TypeVar
 
 import torch
 
@@ -114,18 +114,8 @@ class Launcher(Protocol):
     ) -> torch.Tensor: ...
 
 
-class Called:
-    """Calls run the instance's own function instead of a method, which saves a frame."""
-
-    __slots__ = ("__call__",)
-
-    if TYPE_CHECKING:
-
-        def __call__(self, *arguments: Any, **extras: Any) -> torch.Tensor: ...
-
-
 @dataclass(frozen=True, slots=True, eq=False)
-class Bound(Called):
+class Bound:
     """A launcher with alternative ways to launch it, which ``bind`` may return instead of a
     function. It is called like the launcher.
 
@@ -143,8 +133,8 @@ class Bound(Called):
     body: Any = None
     folded: Callable[..., Launcher | Bound | None] | None = None
 
-    def __post_init__(self) -> None:
-        object.__setattr__(self, "__call__", self.run)
+    def __call__(self, *arguments: Any, **extras: Any) -> torch.Tensor:
+        return self.run(*arguments, **extras)
 
     @classmethod
     def of(cls, launcher: Launcher | Bound) -> Bound:
@@ -266,10 +256,6 @@ class Candidate:
         return f"{self.kernel.name} {self.config}".rstrip()
 
 
-def _nothing() -> Any:
-    return None
-
-
 @dataclass(frozen=True)
 class Deferred:
     """A kernel that is imported on first use; ``tmm_kernels`` may return it in place of a kernel.
@@ -286,4 +272,4 @@ class Deferred:
     name: str
     load: Callable[[], Kernel[Any]]
     files: Callable[[], Iterable[Path]]
-    circumstances: Callable[[], Any] = _nothing
+    circumstances: Callable[[], Any] = lambda: None

@@ -13,7 +13,6 @@ from typing import Any
 import torch
 
 from tmm_core.dispatch import verify
-from tmm_core.dispatch.fixture import Fixture
 from tmm_core.dispatch.guarded import Guarded
 from tmm_core.dispatch.random_inputs import fill
 from tmm_core.dispatch.verifier import Verifier
@@ -144,9 +143,8 @@ class Posed:
 
     def faults(self, launcher: Launcher, slack: float) -> list[str]:
         """Launch into ``out`` and describe its faults."""
-        verifier = Verifier(self.problem, self.out.tensor.device, fixture=self._fixture())
         with precision(self.probe.tf32):
-            reason = verifier.verdict(launcher, brief=True, slack=slack).reason
+            reason = self._verifier().verdict(launcher, brief=True, slack=slack).reason
         if reason is None:
             return []
         self.launch(launcher, self.out.poison())
@@ -154,7 +152,7 @@ class Posed:
 
     def differences(self, result: torch.Tensor, slack: float) -> Iterator[str]:
         """Describe wrong values, if any."""
-        expected = self._fixture().sets()[0].expected.in_rows
+        expected = self._verifier().sets()[0].expected.in_rows
         limit = verify.tolerance(self.problem) * slack
         error = verify.error(result, expected)
         if error <= limit:
@@ -172,6 +170,6 @@ class Posed:
             f"{has:.6g} instead of {wanted:.6g}."
         )
 
-    def _fixture(self) -> Fixture:
+    def _verifier(self) -> Verifier:
         """These tensors, with the reference of their current values."""
-        return Fixture.given(self.problem, self.inputs, self.operands, self.out)
+        return Verifier.given(self.problem, self.inputs, self.operands, self.out)

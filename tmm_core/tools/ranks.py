@@ -165,9 +165,8 @@ def _compare(board: _Board, problems: Sequence[Problem], lost: set[int]) -> None
     chooser = dispatch.dispatcher()
     with settings.override(on_cache_miss="heuristic") as current:
         chosen = [chooser.choose(problem, current).candidate for problem in problems]
-    kernels = [registered.kernel for registered in chooser.registry.kernels()]
     mine: dict[str, Any] = {
-        "kernels": [f"{kernel.name} {kernel.version}" for kernel in kernels],
+        "kernels": [f"{kernel.name} {kernel.version}" for kernel in chooser.registry.kernels()],
         "choices": [[c.kernel.name, c.kernel.version, c.config.to_json()] for c in chosen],
         "gpu": _gpu(problems),
     }

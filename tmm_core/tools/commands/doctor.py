@@ -164,8 +164,8 @@ def _toolchain(device: torch.device) -> Iterator[Finding]:
 def _plugins(device: torch.device) -> Iterator[Finding]:
     registry = dispatch.dispatcher().registry
     brought: dict[str, list[str]] = {}
-    for registered in registry.kernels():
-        brought.setdefault(str(registered.source), []).append(registered.kernel.name)
+    for kernel in registry.kernels():
+        brought.setdefault(str(kernel.source), []).append(kernel.name)
     for source, kernels in brought.items():
         yield Finding("plugin", "ok", f"{source}: {', '.join(kernels)}")
     for fault in registry.faults():
@@ -259,10 +259,9 @@ def _kernels(device: torch.device) -> Iterator[Finding]:
 
 def _tried(device: torch.device, first: FirstLaunches) -> Iterator[Finding]:
     registry = dispatch.dispatcher().registry
-    for registered in registry.kernels():
-        kernel = registered.kernel
-        foreign = registered.source.distribution not in ("", DISTRIBUTION)
-        advice = f"disable it with TMM_DISABLE={kernel.name}, and report it to {registered.source}"
+    for kernel in registry.kernels():
+        foreign = kernel.source.distribution not in ("", DISTRIBUTION)
+        advice = f"disable it with TMM_DISABLE={kernel.name}, and report it to {kernel.source}"
         refused: list[list[str]] = []
         for probe in PROBES:
             call = probe.call(device)
