@@ -188,12 +188,12 @@ class Constants:
     PRIMED: int
     #: Parts along K of every tile, each with its own output.
     SPLITS: int
-    #: Ranges of K that are summed one after the other.
-    RANGES: int
     #: Unused in the source: it distinguishes kernels with and without hinted loads.
     EVICT_FIRST: bool
     #: Columns of the tile's second product, if it has two beside each other.
     NARROW: int = 0
+    #: Ranges of K that are summed one after the other.
+    RANGES: int = 1
     #: When the next launch may begin: after the block's ``"first"`` or ``"last"`` loads. Empty:
     #: this launch overlaps neither the previous nor the next one.
     DEPENDENTS: str = ""
@@ -263,9 +263,9 @@ class Constants:
             A_ROWS=rows_brought(problem, config.rows),
             PRIMED=min(config.num_stages, 16 if config.early in ("l2", "b") else _PRIMED),
             SPLITS=config.splits,
-            RANGES=config.ranges,
             EVICT_FIRST=config.evict_first,
             NARROW=config.narrow,
+            RANGES=config.ranges,
             DEPENDENTS=dependents if config.early else "",
             EARLY=config.early,
             WORDS=by_words(problem),

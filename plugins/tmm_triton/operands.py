@@ -25,6 +25,7 @@ from tmm_core.triton import (
     pointer,
     source,
 )
+from tmm_triton import sums
 
 #: Bytes of the widest load and store of one thread; the alignment in ``Operand.aligned``.
 VECTOR = 16
@@ -169,7 +170,12 @@ def build(
         {name: typed[name][0] for name in passed},
         {name: known.get(name) for name in fn.arg_names if name not in passed},
         divisible,
-        {"num_warps": config.num_warps, "num_stages": config.num_stages, **options},
+        {
+            "num_warps": config.num_warps,
+            "num_stages": config.num_stages,
+            **sums.options(problem),
+            **options,
+        },
         {name: typed[name][1] for name in passed},
         grid,
     )

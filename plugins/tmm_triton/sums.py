@@ -1,4 +1,5 @@
-"""Names the orders of summation, which tell which kernels give a row the same bits.
+"""Names the orders of summation, which tell which kernels give a row the same bits, and has the
+compiler options by which they finish sums alike.
 
 On Hopper every tensor-core instruction for 16-bit operands, ``wgmma m64nNk16`` of any width and
 ``mma m16n8k16``, adds the products of 16 consecutive k to its fp32 accumulators with the same
@@ -9,6 +10,8 @@ for four K, and so are those with 2, 4, 8 and 16 ranges each.
 """
 
 from __future__ import annotations
+
+from typing import Any
 
 from tmm_core import Problem
 
@@ -33,6 +36,15 @@ def summed(problem: Problem, splits: int = 1, step: int = 16) -> str | None:
     if splits == 1:
         return _STEP
     return f"{_STEP}/split{splits}" if problem.k % (splits * step) == 0 else None
+
+
+def options(problem: Problem) -> dict[str, Any]:
+    """Compiler options by which kernels of the same sums give the same results. What rounds once
+    more, the compiler decides for each kernel anew: of silu with a residual the Hopper kernel made
+    FMAs, and the reducing kernel none. So no product and sum become one in batch-invariant mode.
+    fp32 operands are left out, whose dots consist of FMAs; they share no sums."""
+    exact = problem.batch_invariant and problem.a.dtype.itemsize <= 2
+    return {"enable_fp_fusion": False} if exact else {}
 
 
 def equal_splits(problem: Problem) -> tuple[int, ...]:

@@ -349,6 +349,7 @@ class WarpSpecialized(Built[WarpSpecializedConfig]):
             "num_warps": config.num_warps,
             "launch_pdl": c.overlaps,
             "edits": config.edits,
+            **sums.options(problem),
         }
         types = {name: each for name, (each, _) in given.items()}
         build = Build(warp_specialized_kernel, types, constants, divisible, options)

@@ -17,6 +17,8 @@ from tmm_triton.plugin import KERNELS, load
 from tmm_triton.realigned import Realigned, RealignedConfig
 from tmm_triton.split_k import SplitK, SplitKConfig
 from tmm_triton.tiled import Grouped
+from triton.backends.compiler import GPUTarget
+from uninterpreted import Uninterpreted
 
 from tmm_core import ConfigError, Operand, Problem
 from tmm_core.dispatch.invariant import LADDER
@@ -53,6 +55,35 @@ def proposed(asked: Problem) -> list[tuple[Any, Any, str | None]]:
             for config in dict.fromkeys([kernel.default_config(asked), *kernel.configs(asked)]):
                 found.append((kernel, config, kernel.arithmetic(asked, config)))
     return found
+
+
+def contracted(problems: list[Problem]) -> list[dict[str, int]]:
+    """The FMAs of fp32 that the compiler makes for each kernel, by its name and the build's."""
+    found = []
+    for asked in problems:
+        counts = {}
+        for kernel, config in (
+            (load("triton.warp_specialized"), None), (Persistent(), PERSISTENT), (SplitK(), SPLIT),
+            (Grouped(), None),
+        ):  # fmt: skip
+            for build in kernel.builds(asked, config or kernel.default_config(asked)):
+                compiled = build.compile_for(GPUTarget("cuda", 90, 32))
+                name = f"{kernel.name} {build.fn.__name__}"
+                counts[name] = compiled.asm["ptx"].count("fma.rn.f32")
+        found.append(counts)
+    return found
+
+
+def test_no_compiler_decides_how_often_a_result_is_rounded(uninterpreted: Uninterpreted) -> None:
+    """Where kernels share sums: some would add a residual to a product in one step, others not."""
+    fused = problem(
+        300, 1024, epilogue=parse("silu"), bias=BF16, residual=Operand(BF16), scaled=True
+    )
+    usual, alike = uninterpreted(contracted, [fused, replace(fused, batch_invariant=True)])
+    assert min(usual.values()) < max(usual.values())
+    assert set(alike.values()) == {0}
+    single = problem(a=Operand(torch.float32), b=Operand(torch.float32), batch_invariant=True)
+    assert sums.options(single) == {}
 
 
 @pytest.mark.parametrize("nk", [(5120, 5120), (4096, 14336), (28672, 4096), (6144, 4096)], ids=str)
