@@ -94,9 +94,10 @@ _WORD_TILES = (
 #: How many tiles, and configs in all, are proposed for one problem, and how many tiles if reading
 #: dominates: in 29 such problems the best was among the first five by estimate, in 19 the first.
 _TILES_TRIED, _CONFIGS_TRIED, _TILES_STREAMED = 8, 16, 5
-#: How many tiles of two products are tried beyond those: no estimate is exact enough to rank both.
-#: Of 22 problems on both GPUs the fastest of them was among the first four.
-_BESIDE_TRIED = 4
+#: How many tiles of two products are tried beyond those, as no estimate is exact enough to rank
+#: both, and how much longer than the best they may take by it: of 22 problems on both GPUs the
+#: fastest of them was among the first four, and took at most 1.11 times the least estimate.
+_BESIDE_TRIED, _BESIDE_NEAR = 4, 1.12
 #: How many tiles split along K are tried, if a row's sums must not depend on M.
 _CUT_TRIED = 3
 #: How many are tried then with each number of ranges of K, and how many more configs in all.
@@ -136,7 +137,8 @@ def configs(problem: Problem) -> Iterable[WarpSpecializedConfig]:
     ) -> list[list[WarpSpecializedConfig]]:
         one = by_estimate([tile for tile in tiles if not tile[0].narrow])[:tried]
         two = by_estimate([tile for tile in tiles if tile[0].narrow])[:_BESIDE_TRIED]
-        return by_estimate(one + two)
+        most = _BESIDE_NEAR * min((estimate_us(problem, tile[0]) for tile in tiles), default=0.0)
+        return by_estimate(one + [tile for tile in two if estimate_us(problem, tile[0]) <= most])
 
     tried = _TILES_STREAMED if streams(problem) else _TILES_TRIED
     ranked = best(fitting + cut, tried)
