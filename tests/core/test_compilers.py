@@ -395,7 +395,7 @@ def test_the_start_of_the_server_costs_no_budget(own: Compilers, installed: Any)
     before its only kernel compiled."""
     kernel = installed.Compiled("compiled.one", tiles=(1,))
     tuner = Tuner(FakeTimer({"compiled.one": 5.0, "blas": 10.0}), compilers=own)
-    record = tuner.tune(problem(), [FakeBlas(), kernel], settings(tune_budget=1.0))
+    record = tuner.tune(problem(), [FakeBlas(), kernel], settings(tune_budget=0.5))
     assert {c.kernel: c.status for c in record.candidates} == {"blas": "ok", "compiled.one": "ok"}
     assert own.await_start([futures.Future()], 60.0) < 1.0  # it has started
     assert Compilers().await_start([futures.Future()], 60.0) == 0.0  # nothing starts
