@@ -194,9 +194,6 @@ class WarpSpecialized(Built[WarpSpecializedConfig]):
     def configs(self, problem: Problem) -> Iterable[WarpSpecializedConfig]:
         return hopper_search.configs(problem)
 
-    def default_config(self, problem: Problem) -> WarpSpecializedConfig:
-        return next(iter(self.configs(problem)))
-
     def estimate_us(self, problem: Problem, config: WarpSpecializedConfig) -> float:
         return hopper_estimate.estimate_us(problem, config)
 

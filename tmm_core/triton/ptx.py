@@ -11,8 +11,8 @@ reads ``a`` from shared memory again for as many cycles as it multiplies; ``wgmm
 multiple of 8 columns.
 
 Edits go through Triton's stage inspection hook (``knobs.runtime.add_stages_inspection_hook``, in
-3.6 and 3.7). A kernel is right without them: where one cannot be made, it is compiled without, with
-a warning.
+3.6 and 3.7). A kernel is correct without them: if one cannot be made, it is compiled without it,
+with a warning.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ _HOOK = "add_stages_inspection_hook"
 
 
 class UnknownPTXError(ValueError):
-    """PTX has not what an edit changes."""
+    """PTX lacks what an edit changes."""
 
 
 def evict_first(ptx: str) -> str:
