@@ -70,8 +70,9 @@ def posed(text: str, device: torch.device) -> Problem:
 
 def compared(text: str, timer: GraphTimer, say: Callable[[str], None]) -> None:
     problem = posed(text, timer.device)
+    both, one = (WarpSpecialized(), Apart()), (WarpSpecialized(),)
     asked = [
-        (kernel, config) for config in tried(problem) for kernel in (WarpSpecialized(), Apart())
+        (kernel, config) for config in tried(problem) for kernel in (both if config.narrow else one)
     ]
 
     def bound(kernel: WarpSpecialized, config: WarpSpecializedConfig) -> Any:
@@ -91,10 +92,7 @@ def compared(text: str, timer: GraphTimer, say: Callable[[str], None]) -> None:
     expected = runs["cuBLAS"](0).float()
     for (kernel, config), launcher in zip(asked, launchers, strict=True):
         name = f"{config.schedule} {config.BLOCK_M}×{config.BLOCK_N}×{config.BLOCK_K}"
-        if not config.narrow:
-            if isinstance(kernel, Apart):
-                continue  # the same
-        elif isinstance(kernel, Apart):
+        if isinstance(kernel, Apart):
             name += " apart"
         if isinstance(launcher, Exception):
             say(f"  {name}: {launcher!r:.200}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import math
 from collections.abc import Iterable
@@ -100,7 +101,8 @@ _TILES_TRIED, _CONFIGS_TRIED, _TILES_STREAMED = 8, 16, 5
 _BESIDE_TRIED, _BESIDE_NEAR = 4, 1.12
 #: How many tiles split along K are tried, if a row's sums must not depend on M.
 _CUT_TRIED = 3
-#: How many are tried then with each number of ranges of K, and how many more configs in all.
+#: How many tiles are tried in that mode with each number of ranges of K, and by how many configs
+#: the limit above is higher.
 _RANGED_TRIED, _KINDS_TRIED = 2, 8
 #: Maximum K that counts as short.
 _SHORT_K = 1024
@@ -129,16 +131,20 @@ def configs(problem: Problem) -> Iterable[WarpSpecializedConfig]:
         if (splits := _splits(problem, variants[0])) > 1
     ]
 
+    @functools.cache
+    def estimate(config: WarpSpecializedConfig) -> float:
+        return estimate_us(problem, config)
+
     def by_estimate(tiles: list[list[WarpSpecializedConfig]]) -> list[list[WarpSpecializedConfig]]:
-        return sorted(tiles, key=lambda variants: estimate_us(problem, variants[0]))
+        return sorted(tiles, key=lambda variants: estimate(variants[0]))
 
     def best(
         tiles: list[list[WarpSpecializedConfig]], tried: int
     ) -> list[list[WarpSpecializedConfig]]:
         one = by_estimate([tile for tile in tiles if not tile[0].narrow])[:tried]
         two = by_estimate([tile for tile in tiles if tile[0].narrow])[:_BESIDE_TRIED]
-        most = _BESIDE_NEAR * min((estimate_us(problem, tile[0]) for tile in tiles), default=0.0)
-        return by_estimate(one + [tile for tile in two if estimate_us(problem, tile[0]) <= most])
+        most = _BESIDE_NEAR * min((estimate(tile[0]) for tile in tiles), default=0.0)
+        return by_estimate(one + [tile for tile in two if estimate(tile[0]) <= most])
 
     tried = _TILES_STREAMED if streams(problem) else _TILES_TRIED
     ranked = best(fitting + cut, tried)
@@ -210,7 +216,7 @@ def _fitted(problem: Problem, tile: _Tile) -> list[WarpSpecializedConfig]:
     for width in widths:
         strip = min(lowest, max(16, width // itemsize, lowest // 8))
         if lowest != block_n and block_n // strip % 2 and residual_by_tma(problem):
-            strip //= 2  # two buffers bring the residual by turns
+            strip //= 2  # the residual's strips alternate between two buffers
         if strip < 16:
             continue
         config = WarpSpecializedConfig(

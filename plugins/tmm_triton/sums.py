@@ -39,10 +39,12 @@ def summed(problem: Problem, splits: int = 1, step: int = 16) -> str | None:
 
 
 def options(problem: Problem) -> dict[str, Any]:
-    """Compiler options by which kernels of the same sums give the same results. What rounds once
-    more, the compiler decides for each kernel anew: of silu with a residual the Hopper kernel made
-    FMAs, and the reducing kernel none. So no product and sum become one in batch-invariant mode.
-    fp32 operands are left out, whose dots consist of FMAs; they share no sums."""
+    """Compiler options with which kernels that form the same sums give the same results.
+
+    The compiler decides for each kernel whether a multiplication and an addition become one FMA,
+    which rounds once instead of twice: for silu with a residual it used FMAs in the Hopper kernel
+    and none in the reducing kernel. So batch-invariant mode turns this off, except for fp32
+    operands: their dots consist of FMAs, and their kernels share no sums."""
     exact = problem.batch_invariant and problem.a.dtype.itemsize <= 2
     return {"enable_fp_fusion": False} if exact else {}
 

@@ -36,7 +36,7 @@ but then no two blocks need the same part of an operand at the same time: it too
 on an H200. With ``splits``, for few tiles and a long K, every tile becomes that many tiles, each
 with its own part of K; their sums go to a workspace, and a second kernel adds them up and finishes.
 With ``ranges`` one block sums the parts of a tile one after the other, which gives the same bits:
-in batch-invariant mode few rows are split among blocks, and many are not.
+in batch-invariant mode parts are split among blocks if there are few rows, else a block sums all.
 
 Layouts have powers of two, but a wave is often filled best by tiles of another width, such as 144
 columns (cuBLAS has all multiples of 8). Such a tile is two products beside each other, a wide one

@@ -7,8 +7,8 @@ Triton has the hint for pointer loads (``eviction_policy``), but for TMA loads o
 
 ``joined`` makes one ``wgmma`` of two that multiply the same ``a`` by neighbouring columns. Triton's
 tensors have powers of two, and so a tile of 144 columns is a product of 128 and one of 16, which
-reads ``a`` from shared memory again for as many cycles as it multiplies; ``wgmma`` itself takes any
-multiple of 8 columns.
+reads ``a`` from shared memory again, which takes longer than its multiplication; ``wgmma`` itself
+takes any multiple of 8 columns.
 
 Edits go through Triton's stage inspection hook (``knobs.runtime.add_stages_inspection_hook``, in
 3.6 and 3.7). A kernel is correct without them: if one cannot be made, it is compiled without it,
@@ -82,11 +82,11 @@ def joined(ptx: str) -> str:
         others = list(_PRODUCT.finditer(second))
         if not products or list(map(_same, products)) != list(map(_same, others)):
             raise UnknownPTXError("does not multiply in pairs")
-        # In the second's place: by then the sums of both are in their registers.
+        # The joint product replaces the second, where the sums of both are in their registers.
         for product, other in zip(products, others, strict=True):
             second = second.replace(other[0], _one(product, other), 1)
         pairs.append(_PRODUCT.sub("", first) + second)
-    # Not two groups, one of them empty: for that ptxas has a product of nothing.
+    # One group, since ptxas turns an empty one into a small product.
     ptx = _COMMIT.join([*pairs, after])
     return _WAIT.sub(lambda wait: f"wgmma.wait_group.sync.aligned {int(wait[1]) // 2};", ptx)
 
