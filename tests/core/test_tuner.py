@@ -6,6 +6,7 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import replace
 from typing import Any
 
@@ -17,6 +18,7 @@ from tmm_cache.head import blas_us
 
 from tmm_core import Traits
 from tmm_core.dispatch import binding, proposals, random_inputs, tuning, verify
+from tmm_core.dispatch.compilers import Compilers
 from tmm_core.dispatch.copies import LaunchError
 from tmm_core.dispatch.proposals import Hints
 from tmm_core.dispatch.standing import by_time, decide, holds_at
@@ -346,6 +348,48 @@ def test_no_more_are_compiled_than_may_still_win(monkeypatch: pytest.MonkeyPatch
     # The second takes less than expected: the third may be the best, and is not.
     better = exact | {("k", 103): 101.0}
     assert tried(blas, Graded("k", tiles=tiles), times=better) == [100, 103, 106]
+
+
+class Listed(Compilers):
+    """Compiles nothing, and keeps the tiles and M that it is asked for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.asked: list[tuple[int, int]] = []
+        self.cancelled: list[int] = []
+
+    def submit(self, problem: Problem, candidate: Any) -> Future[None]:
+        future: Future[None] = Future()
+        future.set_result(None)
+        if candidate.kernel.name == "k":
+            self.asked.append((candidate.config.tile, problem.m))
+            future.tile = candidate.config.tile  # type: ignore[attr-defined]
+        return future
+
+    def cancel_pending(self, futures: Any) -> None:
+        self.cancelled += [tile for f in futures if (tile := getattr(f, "tile", None))]
+
+
+def test_what_is_likely_to_follow_is_compiled_behind_a_batch(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Each is compiled once, and cancelled if it is not asked for then."""
+    monkeypatch.setattr(proposals, "BATCHES", (3, 5))
+    tiles = (100, 103, 106, 110, 140)
+    times: dict[Any, float] = {("k", tile): tile for tile in tiles}
+    times |= {"blas": 150.0, ("k", 103): 101.0}
+    compilers = Listed()
+    tuner = Tuner(FakeTimer(times), compilers=compilers)
+    kernels = [FakeBlas(estimate=100.0), Graded("k", tiles=tiles)]
+    record = tuner.tune(problem(), kernels, settings())
+    edge = [tile for tile, m in compilers.asked if m == 64]
+    assert edge == [100, 103, 106, 110]  # two behind the first batch, of which one is asked for
+    assert [c.config["tile"] for c in record.candidates if c.kernel == "k"] == [100, 103, 106]
+    assert 110 in compilers.cancelled
+    # Finalists at other M of the bucket, before they race.
+    elsewhere = [(tile, m) for tile, m in compilers.asked if m != 64]
+    assert {tile for tile, _ in elsewhere} <= {100, 103, 106}
+    assert len(elsewhere) == len(set(elsewhere)) > 0
 
 
 def test_what_won_elsewhere_is_tried_first() -> None:

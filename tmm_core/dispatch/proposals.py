@@ -174,6 +174,12 @@ class Proposals:
         left = max(0, self._most - len(times))
         return self._hand([*unknown, *(c for c in able if c not in unknown)][:left])
 
+    def likely(self, handed: int) -> list[Candidate]:
+        """Those that :meth:`promising` may return after ``handed`` candidates in all, if times are
+        as expected; worth compiling in advance."""
+        left = max(0, self._most - handed)
+        return self._ranked(dict.fromkeys(self._waiting(), 1.0))[:left]
+
     def untried(self, tried: Sequence[Candidate]) -> list[tuple[Candidate, BaseException | str]]:
         """The best guess of each kernel of which no candidate was tried, or none of those that rely
         on a caller's promise, and the reason. The record lists them all, so that they are not tuned

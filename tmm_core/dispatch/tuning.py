@@ -3,11 +3,11 @@ stages."""
 
 from __future__ import annotations
 
-import concurrent.futures as futures
 import functools
 import math
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import CancelledError, Future, wait
 from statistics import mean, median
 from typing import Any
 
@@ -66,6 +66,10 @@ INSIDE = 5
 MOST_REPEATS, LEAST_REPEATS, REPEATS_US = 60, 4, 20e3
 
 
+#: A candidate and the problem to compile it for.
+Posed = tuple[Problem, Candidate]
+
+
 class Tuning:
     """The tuning of one problem."""
 
@@ -86,6 +90,8 @@ class Tuning:
         self._own_timer = timer is None
         self._timer: Any = timer or timer_for(self._device)
         self._workers, self._compilers, self._first = workers, compilers, first_launches
+        #: Of what is compiled before it is asked for.
+        self._ahead: dict[Posed, Future[None]] = {}
         self._deadline = time.monotonic() + settings.tune_budget
         self._progress = progress
         self._memory = settings.tune_memory
@@ -104,7 +110,8 @@ class Tuning:
         self._progress.total(len(proposals))
         batch = proposals.first()
         while batch:
-            self._try([Attempt(candidate) for candidate in batch])
+            following = proposals.likely(len(self.trials) + len(batch))
+            self._try([Attempt(candidate) for candidate in batch], following)
             if time.monotonic() > self._deadline:
                 break
             times = {t.candidate: t.time for t in self.trials if t.samples}
@@ -145,24 +152,27 @@ class Tuning:
         )
 
     def release(self) -> None:
-        """Free the tensors held for measuring."""
+        """Free the tensors held for measuring, and compile no further."""
+        self._submitted(())
         if self._own_timer:
             self._timer.release()
         self._verifier.release()
 
-    def _try(self, trials: list[Attempt]) -> None:
-        """Compile, verify and briefly time a batch."""
+    def _try(self, trials: list[Attempt], following: Sequence[Candidate]) -> None:
+        """Compile, verify and briefly time a batch, which ``following`` are likely to follow."""
         self.trials += trials
-        self._compile(trials)
+        self._compile(trials, following)
         for trial in trials:
             self._verify(trial, self._verifier)
             if trial.launcher is not None:
                 trial.run = self._copies.runner(trial.launcher)
         self._measure([t for t in trials if t.run is not None], LOOK, LOOK_US)
 
-    def _compile(self, trials: list[Attempt]) -> None:
+    def _compile(self, trials: list[Attempt], following: Sequence[Candidate]) -> None:
         """Compile all in other processes, if possible, and bind each here when it is compiled."""
-        outcomes = self._bound([(self._problem, t.candidate) for t in trials], self._progress)
+        asked = [(self._problem, trial.candidate) for trial in trials]
+        ahead = [(self._problem, candidate) for candidate in following]
+        outcomes = self._bound(asked, ahead, self._progress)
         for trial, outcome in zip(trials, outcomes, strict=True):
             if isinstance(outcome, BaseException):
                 trial.fail(outcome)
@@ -175,16 +185,32 @@ class Tuning:
                     f"(TMM_TUNE_MEMORY) is {self._memory / 2**20:.0f}"
                 )
 
+    def _submitted(self, asked: Sequence[Posed], ahead: Sequence[Posed] = ()) -> list[Future[None]]:
+        """Futures of what is compiled now. Idle processes compile what may be asked for next,
+        ``ahead``; what was ahead before and is in neither is cancelled."""
+        begun = self._ahead
+
+        def future(each: Posed) -> Future[None]:
+            return begun.pop(each) if each in begun else self._compilers.submit(*each)
+
+        compiling = [future(each) for each in asked]
+        self._ahead = {each: future(each) for each in ahead}
+        self._compilers.cancel_pending(begun.values())
+        return compiling
+
     def _bound(
-        self, asked: Sequence[tuple[Problem, Candidate]], progress: Progress | None = None
+        self,
+        asked: Sequence[Posed],
+        ahead: Sequence[Posed] = (),
+        progress: Progress | None = None,
     ) -> list[Launcher | BaseException]:
         """Each candidate's launcher for its problem, or the reason why there is none."""
-        compiling = [self._compilers.submit(*each) for each in asked]
+        compiling = self._submitted(asked, ahead)
 
         def bind(problem: Problem, candidate: Candidate) -> Launcher:
             kernel = candidate.kernel
             if time.monotonic() > self._deadline and kernel.name != BASELINE:
-                raise futures.CancelledError
+                raise CancelledError
             return kernel.bind(problem, candidate.config)
 
         # A small budget would end before any kernel compiled, and the record would say that none
@@ -207,19 +233,19 @@ class Tuning:
             if isinstance(outcome, BaseException):
                 let_through(outcome)
         late = TimeoutError(BUDGET_ENDED)
-        return [late if isinstance(each, futures.CancelledError) else each for each in found]
+        return [late if isinstance(each, CancelledError) else each for each in found]
 
     def _launched_first(
         self,
-        asked: Sequence[tuple[Problem, Candidate]],
-        compiling: Sequence[futures.Future[None]],
-    ) -> list[futures.Future[None]]:
+        asked: Sequence[Posed],
+        compiling: Sequence[Future[None]],
+    ) -> list[Future[None]]:
         """Futures that end when a candidate is compiled and its first launch elsewhere has
         ended."""
         assert self._first is not None
-        futures.wait(compiling, timeout=max(0.0, self._deadline - time.monotonic()))
+        wait(compiling, timeout=max(0.0, self._deadline - time.monotonic()))
         self._compilers.cancel_pending(list(compiling))
-        launched: list[futures.Future[None]] = []
+        launched: list[Future[None]] = []
         for (problem, candidate), future in zip(asked, compiling, strict=True):
             launched.append(future)
             late = time.monotonic() > self._deadline
@@ -231,7 +257,7 @@ class Tuning:
             if (fault := self._first.fault(problem, candidate, memory)) is not None:
                 # Time lost by one candidate is not charged to the others.
                 self._deadline += time.monotonic() - started
-                launched[-1] = futures.Future()
+                launched[-1] = Future()
                 launched[-1].set_exception(NotCompiledError(fault))
         return launched
 
@@ -308,6 +334,8 @@ class Tuning:
             self._measure(racing, CLOSER, CLOSER_US)
         racing = survivors(self._problem, racing, CLOSER_KEEPS, FINALISTS)
         racing = list(dict.fromkeys([*racing, *spare]))
+        elsewhere = map(self._problem.at, inside(self._problem))
+        self._submitted((), [(at, trial.candidate) for at in elsewhere for trial in racing])
         if time.monotonic() < self._deadline:
             settle = SETTLE if self._device.type == "cuda" else 0
             self._measure(racing, FINAL, 2 * CLOSER_US, settle)
