@@ -30,13 +30,6 @@ def matmul_flops(
     return int(2 * math.prod(batch) * rows * a[-1] * width)
 
 
-def gated_linear_flops(
-    x: Sequence[int], gate: Sequence[int], up: Sequence[int], *_: Any, **__: Any
-) -> int:
-    """FLOPs of both products."""
-    return int(2 * math.prod(x) * (gate[0] + up[0]))
-
-
 def count(operator: Any, formula: Callable[..., int]) -> None:
     """Register ``formula`` for ``operator``, now or as soon as the counter is imported."""
     module = sys.modules.get(_MODULE)

@@ -105,8 +105,7 @@ class _Conversion:
         gatings = self._gatings()
         pairs = self._pairs(gatings)
         for module in self._slots:
-            if (reason := _out_of_reach(module)) is not None:
-                self._leave(module, reason)
+            self._leave(module, _out_of_reach(module))
         # All is decided; from here on the model changes, and is restored if memory runs out.
         try:
             self._change(gatings, pairs)
@@ -123,8 +122,7 @@ class _Conversion:
         reason = self._fixed(layer, layer.weight, layer.bias)
         if type(layer) not in (nn.Linear, Linear):
             reason = "a subclass of Linear may do more than Linear does"
-        if reason is not None:
-            self._leave(layer, reason)
+        if self._leave(layer, reason):
             return False
         return type(layer) is nn.Linear or not layer.epilogue
 
@@ -132,9 +130,7 @@ class _Conversion:
         if not experts.is_theirs(layer):
             return False
         reason = self._fixed(layer, *layer.parameters(recurse=False)) or _overrides(layer)
-        if reason is not None:
-            self._leave(layer, reason)
-        return reason is None
+        return not self._leave(layer, reason)
 
     def _fixed(self, module: nn.Module, *parameters: torch.Tensor | None) -> str | None:
         """Why a module with these parameters cannot be replaced."""
@@ -147,10 +143,7 @@ class _Conversion:
 
     def _activation(self, module: nn.Module) -> str | None:
         name = proof.activation(module)
-        if name is not None and (reason := _hooked(module)) is not None:
-            self._leave(module, reason)
-            return None
-        return name
+        return None if name is None or self._leave(module, _hooked(module)) else name
 
     def _activations_in(self, parent: nn.Module) -> dict[nn.Module, str]:
         return {m: self._activations[m] for m in parent.children() if m in self._activations}
@@ -190,12 +183,10 @@ class _Conversion:
             assert isinstance(second, torch.Tensor)
             if first.is_meta or joined(first, second) is not None:
                 continue
-            if not joinable(first, second) or self._share_memory(first, second):
+            shared = (self._storages[t.untyped_storage().data_ptr()] > 1 for t in (first, second))
+            if not joinable(first, second) or any(shared):
                 return "its weights share memory with others, or differ in dtype or device"
         return None
-
-    def _share_memory(self, *tensors: torch.Tensor) -> bool:
-        return any(self._storages[t.untyped_storage().data_ptr()] > 1 for t in tensors)
 
     @functools.cached_property
     def _storages(self) -> Counter[int]:
@@ -271,9 +262,11 @@ class _Conversion:
         slot.parent._modules[slot.name] = replacement
         self._report.swaps.append((slot, original, replacement))
 
-    def _leave(self, module: nn.Module, reason: str) -> None:
-        left = LeftAlone(self._path(module), type(module).__name__, reason)
-        self._report.left.append(left)
+    def _leave(self, module: nn.Module, reason: str | None) -> bool:
+        """Report why a module is left alone, if there is a reason; returns whether there is."""
+        if reason is not None:
+            self._report.left.append(LeftAlone(self._path(module), type(module).__name__, reason))
+        return reason is not None
 
     def _path(self, module: nn.Module) -> str:
         slots = self._slots[module]

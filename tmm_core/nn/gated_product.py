@@ -114,15 +114,12 @@ def _halves(t: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
     return t[:rows], t[rows:]
 
 
-def _differentiable(
-    x: Tensor, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None,
-    epilogue: str,
-) -> Tensor:  # fmt: skip
-    tensors = (x, gate, up, gate_bias, up_bias)
+def _differentiable(*given: Any) -> Tensor:
+    *tensors, _ = given
     if levels.differentiated(*tensors):
-        return two_products(*tensors, epilogue)
+        return two_products(*given)
     with compat.below_autograd():
-        return gated_linear(*tensors, epilogue)  # type: ignore[no-any-return]
+        return gated_linear(*given)  # type: ignore[no-any-return]
 
 
 # A compiled graph cannot query addresses, so the operator does.
@@ -139,12 +136,12 @@ library.impl("gated_linear", two_products, "FuncTorchBatched")
 
 
 @torch.library.register_fake("tmm::gated_linear", lib=library)  # type: ignore[untyped-decorator]
-def _fake(
-    x: Tensor, gate: Tensor, up: Tensor, gate_bias: Tensor | None, up_bias: Tensor | None,
-    epilogue: str,
-) -> Tensor:  # fmt: skip
+def _fake(x: Tensor, gate: Tensor, *_: Any) -> Tensor:
     return x.new_empty((*x.shape[:-1], gate.shape[0]))
 
 
-flops.count(torch.ops.tmm.gated_linear, flops.gated_linear_flops)
+flops.count(
+    torch.ops.tmm.gated_linear,
+    lambda x, gate, up, *_, **__: flops.matmul_flops(x, (x[-1], gate[0] + up[0])),
+)
 gated_linear = torch.ops.tmm.gated_linear.default

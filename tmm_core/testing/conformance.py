@@ -165,36 +165,31 @@ class KernelConformance(RaggedQuestions):
         """Right in every way that tuning verifies: without ``out=`` in memory of its own, on a
         second launch on other inputs with other addresses and leading strides, repeated, and with
         NaN and Inf, which reach exactly the elements that they reach in the reference."""
-        problem = self._posed(probe).problem
-        self._hold_verified(problem, [self.kernel.default_config(problem)])
+        self._hold_verified(self._posed(probe).problem)
 
     def test_outputs(self, probe: Probe) -> None:
         """What an epilogue writes beside the result, for kernels that declare it."""
-        problem = self._posed(probe).problem
-        self._hold_verified(problem, [self.kernel.default_config(problem)])
+        self._hold_verified(self._posed(probe).problem)
 
     def test_configs_of_outputs(self) -> None:
         """And of each config."""
-        problem = self._first_served(list(self.probes_of_outputs())).problem
-        self._hold_verified(problem, self._configs(problem), brief=True)
+        self._hold_configs(self._first_served(list(self.probes_of_outputs())).problem)
 
     def test_ragged(self, ragged: Problem) -> None:
         """Groups along a dimension, for kernels that accept them: of equal and different sizes,
         with and without ``out``, and repeatedly."""
         self._decline(ragged)
-        self._hold_verified(ragged, [self.kernel.default_config(ragged)])
+        self._hold_verified(ragged)
 
     # -- its configs -------------------------------------------------------------------
 
     def test_configs(self) -> None:
         """Every config of the search space is correct."""
-        problem = self._first_served(self.demanding()).problem
-        self._hold_verified(problem, self._configs(problem), brief=True)
+        self._hold_configs(self._first_served(self.demanding()).problem)
 
     def test_configs_of_scales(self) -> None:
         """Every config for 8-bit operands is correct, for kernels that accept them."""
-        problem = self._first_served(self.demanding_scales()).problem
-        self._hold_verified(problem, self._configs(problem), brief=True)
+        self._hold_configs(self._first_served(self.demanding_scales()).problem)
 
     def test_configs_of_ragged(self) -> None:
         """Every config for ragged products is correct, along each dimension."""
@@ -202,7 +197,7 @@ class KernelConformance(RaggedQuestions):
         if not served:
             self._decline(self.demanding_ragged()[0])
         for problem in {problem.along: problem for problem in reversed(served)}.values():
-            self._hold_verified(problem, self._configs(problem), brief=True)
+            self._hold_configs(problem)
 
     def test_configs_are_well_formed(self) -> None:
         """Configs are hashable, equal after a round trip through JSON, which is how records store
@@ -443,16 +438,19 @@ class KernelConformance(RaggedQuestions):
             hint = [f"{REMEDY}."] if interpreting() and "bfloat16" in repr(problem) else []
             pytest.fail("\n".join([what, *faults, *hint]), pytrace=False)
 
-    def _hold_verified(
-        self, problem: Problem, configs: Sequence[Config], brief: bool = False
-    ) -> None:
+    def _hold_configs(self, problem: Problem) -> None:
+        self._hold_verified(problem, self._configs(problem))
+
+    def _hold_verified(self, problem: Problem, briefly: Sequence[Config] = ()) -> None:
+        """Verify the default config in every way, or these configs by one launch of each kind."""
+        configs = briefly or [self.kernel.default_config(problem)]
         verifier = Verifier(problem, self._device())
         deterministic = self.kernel.traits.deterministic
         wrong = []
         for config, launcher in self._bound(problem, configs):
             with precision(problem.tf32):
                 verdict = verifier.verdict(
-                    launcher, deterministic=deterministic, brief=brief, slack=self.slack
+                    launcher, deterministic=deterministic, brief=bool(briefly), slack=self.slack
                 )
             if not verdict.ok:
                 wrong.append(f"{config}: {verdict.reason}")

@@ -69,14 +69,6 @@ def destination(
     return made
 
 
-def vector(size: int, layout: str, dtype: torch.dtype, device: torch.device) -> Guarded:
-    """An uninitialised vector, ``"packed"``, ``"strided"`` (every third element) or
-    ``"broadcast"``, surrounded by NaN."""
-    step = {"packed": 1, "strided": 3, "broadcast": 0}[layout]
-    placed = Lie((step,), 0, max(0, size - 1) * step + 1)
-    return placed_guarded(placed, (size,), dtype, device, UNREADABLE)
-
-
 def _placed(shape: Sequence[int], layout: str, stacking: str, itemsize: int) -> Lie:
     *batch, rows, cols = shape
     unit = max(1, ALIGNMENT // itemsize)
@@ -106,6 +98,7 @@ def _matrix(layout: str, rows: int, cols: int, unit: int) -> tuple[int, int, int
     padded = _rounded_up(cols, unit) + 2 * unit
     known = {
         "row": (cols, 1, 0),
+        "packed": (cols, 1, 0),  # a vector's
         "row_padded": (padded, 1, 0),
         "row_unaligned": ((cols | 1) + 2, 1, 0),  # odd: never aligned
         "row_sliced": (padded, 1, 3),

@@ -4,23 +4,21 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import math
 import zlib
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 
-from tmm_core.dispatch import verify
+from tmm_core.dispatch import random_inputs, verify
 from tmm_core.dispatch.guarded import Guarded
-from tmm_core.dispatch.random_inputs import fill
 from tmm_core.dispatch.verifier import Verifier
-from tmm_core.formats import wide
+from tmm_core.formats import ScaleKind, wide
 from tmm_core.spec.arguments import Arguments
 from tmm_core.spec.device import fingerprint
 from tmm_core.spec.epilogue import IDENTITY, Epilogue
 from tmm_core.spec.kernel import Launcher
+from tmm_core.spec.operand import Operand
 from tmm_core.spec.precision import precision
 from tmm_core.spec.problem import Problem
 from tmm_core.testing import memory
@@ -54,44 +52,36 @@ class Probe:
     residual_dtype: torch.dtype | None = None
     alpha: float = 1.0
     tf32: bool = False
-    #: ``"tensor"``, ``"row"`` or None.
-    scale_a: str | None = None
-    scale_b: str | None = None
+    scale_a: ScaleKind | None = None
+    scale_b: ScaleKind | None = None
 
     def pose(self, device: torch.device, *, seed: int = 0) -> Posed:
         """Make the tensors. The same probe and seed make the same numbers."""
-        generator = torch.Generator(device).manual_seed(zlib.crc32(str(self).encode()) + seed)
-        batch = (self.batch,) if self.batch != 1 else ()
-        width = self.n * (2 if self.epilogue.gated else 1)
         plain = wide(self.dtype)
         out_dtype = self.out_dtype or plain
-        operands = {
-            "a": memory.operand(
-                (*batch, self.m, self.k), self.a, self.dtype, device, stacking=self.stack_a
-            ),
-            "b": memory.operand(
-                (*batch, self.k, width), self.b, self.b_dtype or self.dtype, device,
-                stacking=self.stack_b,
-            ),
-        }  # fmt: skip
-        if self.bias is not None:
-            operands["bias"] = memory.vector(width, self.bias, self.bias_dtype or plain, device)
-        if self.residual is not None:
-            operands["residual"] = memory.operand(
-                (*batch, self.m, self.n), self.residual, self.residual_dtype or out_dtype, device,
-                stacking=self.stack_residual,
-            )  # fmt: skip
-        shapes = {"scale_a": (*batch, self.m, 1), "scale_b": (*batch, 1, width)}
-        for name, shape in shapes.items():
-            kind = getattr(self, name)
-            if kind is not None:
-                shape = shape if kind == "row" else ()
-                packed = memory.vector(math.prod(shape), "packed", torch.float32, device)
-                operands[name] = replace(packed, tensor=packed.tensor.view(shape))
-        for name, operand in operands.items():
-            fill(name, operand.tensor, self.k, generator)
-        out = memory.destination((*batch, self.m, self.n), self.out, out_dtype, device)
-        return Posed(self, operands, out)
+        sizes = Problem(
+            self.m, self.n, self.k,
+            Operand(self.dtype), Operand(self.b_dtype or self.dtype), Operand(out_dtype),
+            fingerprint(device), self.batch, self.epilogue,
+            bias=None if self.bias is None else self.bias_dtype or plain,
+            residual=None if self.residual is None else Operand(self.residual_dtype or out_dtype),
+            scale_a=self.scale_a, scale_b=self.scale_b,
+        )  # fmt: skip
+        layouts = {"a": self.a, "b": self.b, "bias": self.bias, "residual": self.residual}
+        operands: dict[str, Guarded] = {}
+
+        def allocate(name: str, spec: Operand, shape: tuple[int, ...]) -> torch.Tensor:
+            stacking = getattr(self, f"stack_{name}", "packed")
+            operands[name] = memory.operand(
+                shape, layouts.get(name) or "row", spec.dtype, device, stacking=stacking
+            )
+            return operands[name].tensor
+
+        seed += zlib.crc32(str(self).encode())
+        inputs = random_inputs.make(sizes, device, seed=seed, allocate=allocate)
+        assert isinstance(inputs, Arguments)
+        out = memory.destination(sizes.out_shape, self.out, out_dtype, device)
+        return Posed(self, inputs._replace(alpha=self.alpha, out=out.tensor), operands, out)
 
     def __str__(self) -> str:
         words = [f"{self.m}x{self.n}x{self.k}", _word(self.dtype)]
@@ -111,6 +101,8 @@ class Posed:
     """A probe's tensors."""
 
     probe: Probe
+    inputs: Arguments
+    #: The memory of the inputs, by name, and of the output.
     operands: Mapping[str, Guarded]
     out: Guarded
 
@@ -130,11 +122,6 @@ class Posed:
             scaled=self.probe.alpha != 1.0,
             tf32=self.probe.tf32,
         )
-
-    @functools.cached_property
-    def inputs(self) -> Arguments:
-        tensors: dict[str, Any] = {name: made.tensor for name, made in self.operands.items()}
-        return Arguments(**tensors, alpha=self.probe.alpha, out=self.out.tensor)
 
     def launch(self, launcher: Launcher, out: torch.Tensor | None) -> torch.Tensor:
         """Call ``launcher`` with these operands, with the probe's TF32 setting."""

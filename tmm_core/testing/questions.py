@@ -164,7 +164,7 @@ class Questions:
         base = replace(self._probe(), dtype=narrow, b="col")
         rows: dict[str, Any] = {"scale_a": "row", "scale_b": "row"}
         for scale_a, scale_b in ((None, None), ("tensor", "tensor"), ("row", None), (None, "row")):
-            yield replace(base, scale_a=scale_a, scale_b=scale_b)
+            yield replace(base, scale_a=scale_a, scale_b=scale_b)  # type: ignore[arg-type]
         yield replace(base, b_dtype=wide, **rows)
         yield replace(base, dtype=wide, b_dtype=narrow, **rows)
         yield replace(base, dtype=wide, scale_a="tensor")

@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import json
-import math
 import sys
-from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from typing import Any
 
@@ -26,15 +24,9 @@ def note(text: str) -> None:
 
 def print_json(value: Any) -> None:
     """Print data for a program; NaN and infinite times, which JSON lacks, become null."""
-    print(json.dumps(_finite(value), indent=2, ensure_ascii=False, allow_nan=False))
-
-
-def _finite(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {name: _finite(each) for name, each in value.items()}
-    if isinstance(value, list | tuple):
-        return [_finite(each) for each in value]
-    return None if isinstance(value, float) and not math.isfinite(value) else value
+    # json writes them by the names that `parse_constant` reads.
+    finite = json.loads(json.dumps(value, default=dict), parse_constant=lambda _: None)
+    print(json.dumps(finite, indent=2, ensure_ascii=False))
 
 
 def warnings_as_notes() -> AbstractContextManager[None]:
