@@ -232,11 +232,11 @@ undisturbed: Callable[..., bool] = written(
     "undisturbed_groups",
     parameters(GROUPED_TENSORS, GroupedArguments) + ", cast=False, shown=False",
     warm.disturbances(GROUPED_TENSORS),
-    vars(warm),
+    warm.NAMES,
 )
 run: Callable[..., Tensor] = written(
     "run",
     parameters(GroupedArguments._fields, GroupedArguments),
     warm.entry(GROUPED_ROLES, GroupedArguments, _launch(ROWS), _launch(GROUPED_EXTRAS)),
-    vars(warm) | globals(),
+    warm.NAMES | globals(),
 )
