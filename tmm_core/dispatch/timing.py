@@ -127,16 +127,12 @@ class GraphTimer:
         flush = self._flush
         spans: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in runs]
         with torch.cuda.device(self.device):
+            calls = [self._launched(run, 1) for run in runs]
             for order in _orders(len(runs), rounds):
                 for i in order:
-                    start = torch.cuda.Event(enable_timing=True)
-                    end = torch.cuda.Event(enable_timing=True)
                     torch.amax(flush)
                     torch.amax(flush)
-                    start.record()
-                    runs[i](0)
-                    end.record()
-                    spans[i].append((start, end))
+                    spans[i].append(calls[i].timed(1))
             torch.cuda.synchronize(self.device)
         return [[s.elapsed_time(e) * 1e3 for s, e in mine] for mine in spans]
 
