@@ -19,6 +19,7 @@ from tmm_core.spec.arguments import (
     SIGNATURE,
     TENSORS,
     Arguments,
+    GroupedArguments,
     keywords,
     parameters,
     signature,
@@ -93,13 +94,17 @@ class Plan(_Callable):
 
     @classmethod
     def of(
-        cls, problem: Problem, choice: Choice, launcher: Launcher | Bound, call: Arguments
+        cls,
+        problem: Problem,
+        choice: Choice,
+        launcher: Launcher | Bound,
+        call: Arguments | GroupedArguments,
     ) -> Plan:
         """The plan for the tensors of ``call``."""
-        named = zip(TENSORS, call.tensors, strict=True)
+        named = ((name, getattr(call, name)) for name in TENSORS)
         signatures = {name: signature(name)(t) for name, t in named if t is not None}
-        bound = Bound.of(launcher)
-        with_extras = _with_extras(bound.run, call) if call.extras else bound.run
+        bound, extras = Bound.of(launcher), [name for name in EXTRAS if name in signatures]
+        with_extras = _with_extras(bound.run, extras) if extras else bound.run
         return cls(problem, choice, bound.run, call.alpha, signatures, with_extras, bound.body)
 
     @property
@@ -250,8 +255,7 @@ def _guards(tensors: Sequence[Tensor | None]) -> Callable[..., bool] | None:
         return None
 
 
-def _with_extras(launcher: Launcher, call: Arguments) -> Callable[..., Tensor]:
-    given = call.extras
+def _with_extras(launcher: Launcher, given: Sequence[str]) -> Callable[..., Tensor]:
     lines = [*map(_pack, given), f"return launcher({', '.join(LAUNCHED)}{keywords(given)})"]
     parameters = ", ".join((*LAUNCHED, *EXTRAS))
     return written("launch", parameters, lines, {"launcher": launcher})  # type: ignore[no-any-return]

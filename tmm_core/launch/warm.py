@@ -71,6 +71,9 @@ def answerer() -> Answerer:
     raise RuntimeError("tmm_core.dispatch is not imported")
 
 
+#: Turns a call into its problem, and the fold of its operands if they have to be folded.
+Pose = Callable[[Any, Epilogue, settings.Settings], tuple[Problem, Fold | None]]
+
 #: Called with :func:`forget_plans`, to drop other state that depends on records, settings or
 #: plugins.
 also_forget: list[Callable[[], None]] = []
@@ -111,22 +114,24 @@ def _tf32() -> bool:
 # -- the slow path -----------------------------------------------------------------------
 
 
-def _build(key: tuple[Any, ...], call: Arguments) -> Plan:
-    plan = make_plan(call, epilogue_of(call.epilogue), settings.current())
-    keep(key, plan)
-    return plan
-
-
-def keep(key: tuple[Any, ...], plan: Plan) -> None:
-    """Use ``plan`` from now on, unless it was chosen under the restrictions of graph capture."""
+def _build(key: tuple[Any, ...], call: Arguments | GroupedArguments, pose: Pose) -> Plan:
+    plan = make_plan(call, epilogue_of(call.epilogue), settings.current(), pose)
+    # Under graph capture the choice is restricted.
     if not plan.problem.capturing:
         if len(_plans) >= MAX_PLANS:
             _plans.clear()
         _plans[key] = plan
+    return plan
 
 
-def make_plan(call: Arguments, epilogue: Epilogue, current: settings.Settings) -> Plan:
+def make_plan(
+    call: Arguments | GroupedArguments, epilogue: Epilogue, current: settings.Settings, pose: Pose
+) -> Plan:
     """Check, choose and bind; all errors for bad input are raised here.
+
+    Args:
+        pose: Checks the call and returns its problem: that of plain calls below, or the one of
+            :mod:`tmm_core.launch.grouped`.
 
     Raises:
         RuntimeError, ValueError, TypeError: See :func:`tmm_core.launch.check.check`.
@@ -266,7 +271,7 @@ def _replay(
     yield ")"
     yield "plan = _plans.get(key)"
     yield "if plan is None:"
-    yield f"    plan = _build(key, {arguments.__name__}({', '.join(arguments._fields)}))"
+    yield f"    plan = _build(key, {arguments.__name__}({', '.join(arguments._fields)}), pose)"
     yield "try:"
     yield "    if profiler._is_profiler_enabled:"
     yield "        # Under the kernel's name, for whoever is profiling."
