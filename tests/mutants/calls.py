@@ -71,8 +71,8 @@ PLANS = [
            "                planned, found = planned[:2] + planned[3:], found[:2] + found[3:]\n"
            "            if planned != found:\n",
            "a kernel for one dtype reads another", (PLAN,)),
-    Mutant("plan-residual-alignment", "plan.py", "            if ROLE[name].key == SIGNATURE\n",
-           '            if ROLE[name].key == SIGNATURE and name != "residual"\n',
+    Mutant("plan-residual-alignment", "plan.py", "if ROLE[n].key == SIGNATURE}",
+           'if ROLE[n].key == SIGNATURE and n != "residual"}',
            "TMA reads off 16 bytes", (PLAN,)),
     Mutant("plan-out-alignment", "plan.py", "offset = out.data_ptr() & 15\n", "offset = 0\n",
            "TMA writes off 16 bytes", (PLAN,)),

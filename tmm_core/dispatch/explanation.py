@@ -12,7 +12,7 @@ from tmm_cache import columns as layout
 from tmm_cache.head import blas_us
 
 from tmm_core.dispatch.ladder import Dispatcher
-from tmm_core.dispatch.registry import Registry, Source
+from tmm_core.dispatch.registry import Registry
 from tmm_core.dispatch.rehearsal import Miss, rehearse
 from tmm_core.dispatch.standing import outlasted
 from tmm_core.launch.plan import Choice
@@ -40,20 +40,15 @@ class KernelInfo:
 
 def kernel_infos(registry: Registry, settings: Settings) -> list[KernelInfo]:
     """Kernels in use, then plugins and kernels that are not, with reasons."""
-
-    def info(
-        source: Source, name: str, version: str, traits: Traits | None, disabled: str | None
-    ) -> KernelInfo:
-        at = (source.plugin, source.distribution, source.version)
-        return KernelInfo(name, version, *at, traits, disabled)
-
     infos = []
     for kernel in registry.kernels():
         off = kernel.name in settings.disable
         why = "disabled by TMM_DISABLE or override" if off else kernel.fault
-        infos.append(info(kernel.source, kernel.name, kernel.version, kernel.traits, why))
+        at = dataclasses.astuple(kernel.source)
+        infos.append(KernelInfo(kernel.name, kernel.version, *at, kernel.traits, why))
     for fault in registry.faults():
-        infos.append(info(fault.source, f"{fault.source.plugin}.*", "", None, fault.reason))
+        at = dataclasses.astuple(fault.source)
+        infos.append(KernelInfo(f"{fault.source.plugin}.*", "", *at, None, fault.reason))
     return infos
 
 

@@ -132,7 +132,8 @@ class Plan(_Callable):
         source, if it has one."""
         given, extras = list(self.signatures), [n for n in EXTRAS if n in self.signatures]
         body = self.body
-        planned = self._misalignments()
+        #: The address modulo 16 of each tensor that kernels address.
+        planned = {n: seen[3] for n, seen in self.signatures.items() if ROLE[n].key == SIGNATURE}
         pointers = [address(name) for name in planned]
         absent = [f" or {name} is not None" for name in TENSORS if name not in given]
         everything = ", ".join(TENSORS)
@@ -170,14 +171,6 @@ class Plan(_Callable):
         common = [name for name in TENSORS if name not in EXTRAS]
         taken = [*common, "out", "*", *EXTRAS]
         return written("call", parameters(taken), lines, namespace)  # type: ignore[no-any-return]
-
-    def _misalignments(self) -> dict[str, int]:
-        """The planned address modulo 16 of each tensor that kernels address."""
-        return {
-            name: planned[3]
-            for name, planned in self.signatures.items()
-            if ROLE[name].key == SIGNATURE
-        }
 
     def _check(self, tensors: Sequence[Tensor | None]) -> None:
         """Check a call's tensors, in the order of ``TENSORS``, against the plan.
