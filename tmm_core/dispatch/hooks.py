@@ -83,20 +83,18 @@ class Hooks:
             let_through(error)
             if not wrappers:
                 raise
-            failure = error
-        self._call(hook, plugin, ())
+        things = self._call(hook, plugin, ())
+        working: list[object] = []
         failed: list[Failed] = []
         for wrapper in wrappers:
             try:
-                self._call(hook, plugin, (wrapper,))
+                things = self._call(hook, plugin, [*working, wrapper])
+                working.append(wrapper)
             except BaseException as error:
                 let_through(error)
                 failed.append((wrapper, error))
-        if not failed:  # each works alone, but not together
-            failed = [(wrapper, failure) for wrapper in wrappers]
         self._left_out.update((hook, id(wrapper)) for wrapper, _ in failed)
-        things, more = self.ask(hook, plugin)
-        return things, failed + more
+        return things, failed
 
     def _call(self, hook: str, plugin: object, wrappers: Sequence[object]) -> list[Any]:
         asked = {id(plugin), *map(id, wrappers)}
