@@ -268,7 +268,7 @@ def plan(
     check_number("plan", alpha)
     with settings.override(kernel=kernel, config=config, on_cache_miss=on_cache_miss) as current:
         parsed = dispatch.dispatcher().registry.epilogue(epilogue)
-        made = warm.make_plan(call, parsed, current)
+        made = warm.make_plan(call, parsed, current, warm.pose)
     return made.ready(call)
 
 
@@ -304,7 +304,7 @@ def problem(
             a, b, offs, bias, residual, alpha, "", out_dtype, a_index, out_index, out_weights,
             zeroed=out_index is not None, scale_a=scale_a, scale_b=scale_b,
         )  # fmt: skip
-        return launch_grouped.pose(grouped_call, parsed, current)
+        return launch_grouped.pose(grouped_call, parsed, current)[0]
     return warm.pose(call, parsed, current)[0]
 
 

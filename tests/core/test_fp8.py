@@ -245,7 +245,7 @@ def test_inputs_to_measure_with() -> None:
         ) == posed  # fmt: skip
         z = exact(inputs.a, inputs.b, inputs.scale_a, inputs.scale_b) * inputs.alpha
         expected = posed.epilogue.apply(z)
-        found = verify.finished(posed, inputs, verify.accumulated(posed, inputs))
+        found = posed.epilogue.apply(verify.accumulated(posed, inputs))
         assert torch.allclose(found, expected, rtol=1e-12)
 
 

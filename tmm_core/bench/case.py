@@ -23,7 +23,7 @@ from tmm_core.dispatch import ragged, ragged_reference, verify
 from tmm_core.dispatch.ragged import Rows
 from tmm_core.dispatch.random_inputs import Inputs, fill, seeded
 from tmm_core.formats import wide
-from tmm_core.launch import grouped
+from tmm_core.launch import grouped, warm
 from tmm_core.launch.plan import Plan
 from tmm_core.spec.arguments import EXTRAS, Arguments, GroupedArguments
 from tmm_core.spec.device import fingerprint
@@ -214,7 +214,7 @@ class Call:
         given = {name: value for name, value in forced.items() if value is not None}
         call = GroupedArguments(self.a, self.b, **self.keywords)
         with settings.override(**given) as current:
-            return grouped.make_plan(call, self.epilogue, current)
+            return warm.make_plan(call, self.epilogue, current, grouped.pose)
 
 
 def parse_shape(text: str) -> tuple[int, int, int, int]:

@@ -40,21 +40,20 @@ class KernelInfo:
 
 def kernel_infos(registry: Registry, settings: Settings) -> list[KernelInfo]:
     """Kernels in use, then plugins and kernels that are not, with reasons."""
-
-    def info(
-        source: Source, name: str, version: str, traits: Traits | None, disabled: str | None
-    ) -> KernelInfo:
-        at = (source.plugin, source.distribution, source.version)
-        return KernelInfo(name, version, *at, traits, disabled)
-
     infos = []
     for kernel in registry.kernels():
         off = kernel.name in settings.disable
         why = "disabled by TMM_DISABLE or override" if off else kernel.fault
-        infos.append(info(kernel.source, kernel.name, kernel.version, kernel.traits, why))
+        at = _place(kernel.source)
+        infos.append(KernelInfo(kernel.name, kernel.version, *at, kernel.traits, why))
     for fault in registry.faults():
-        infos.append(info(fault.source, f"{fault.source.plugin}.*", "", None, fault.reason))
+        at = _place(fault.source)
+        infos.append(KernelInfo(f"{fault.source.plugin}.*", "", *at, None, fault.reason))
     return infos
+
+
+def _place(source: Source) -> tuple[str, str, str]:
+    return source.plugin, source.distribution, source.version
 
 
 class Records(list[TuningRecord]):

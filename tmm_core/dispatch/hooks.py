@@ -15,6 +15,9 @@ from tmm_core.spec.asking import let_through, shown
 #: Hooks, in calling order.
 HOOKS = ("tmm_kernels", "tmm_epilogues")
 
+#: A plugin and the exception of its wrapper.
+Failed = tuple[object, BaseException]
+
 
 class Hooks:
     """The registered plugins and the calls of their hooks."""
@@ -62,9 +65,9 @@ class Hooks:
         asked = [plugin for plugin in plugins if id(plugin) in ranks]
         return sorted(asked, key=lambda plugin: ranks[id(plugin)])
 
-    def ask(self, hook: str, plugin: object) -> tuple[list[Any], dict[str, BaseException]]:
+    def ask(self, hook: str, plugin: object) -> tuple[list[Any], list[Failed]]:
         """The result of ``plugin``'s ``hook``, passed through all plugins' wrappers; and the
-        wrappers' exceptions by plugin name. Failed wrappers are left out from then on.
+        failed wrappers, which are left out from then on.
 
         A wrapper applies to other plugins if its own plugin has no other implementation of that
         hook.
@@ -75,25 +78,23 @@ class Hooks:
         """
         wrappers = self._wrappers(hook, plugin)
         try:
-            return self._call(hook, plugin, wrappers), {}
+            return self._call(hook, plugin, wrappers), []
         except BaseException as error:
             let_through(error)
             if not wrappers:
                 raise
-            failure = error
-        self._call(hook, plugin, ())
-        failed: list[tuple[object, BaseException]] = []
+        things = self._call(hook, plugin, ())
+        working: list[object] = []
+        failed: list[Failed] = []
         for wrapper in wrappers:
             try:
-                self._call(hook, plugin, (wrapper,))
+                things = self._call(hook, plugin, [*working, wrapper])
+                working.append(wrapper)
             except BaseException as error:
                 let_through(error)
                 failed.append((wrapper, error))
-        if not failed:  # each works alone, but not together
-            failed = [(wrapper, failure) for wrapper in wrappers]
         self._left_out.update((hook, id(wrapper)) for wrapper, _ in failed)
-        things, more = self.ask(hook, plugin)
-        return things, {str(self.manager.get_name(each)): error for each, error in failed} | more
+        return things, failed
 
     def _call(self, hook: str, plugin: object, wrappers: Sequence[object]) -> list[Any]:
         asked = {id(plugin), *map(id, wrappers)}

@@ -119,9 +119,8 @@ def _piece(
     if given is not None and given.a_index is not None:
         index = given.a_index.long()[rows]
     residual = inputs.residual
-    mine = verify.part(problem, inputs._replace(residual=None), index, cols)
-    z = verify.accumulated(problem, mine)
-    y = verify.finished(problem, mine, z)
+    z = verify.accumulated(problem, verify.part(problem, inputs, index, cols))
+    y = problem.epilogue.apply(z)
     if given is not None and given.out_weights is not None:
         y = y * given.out_weights[rows].to(y.dtype)[:, None]
     return z, y if residual is None else y + residual[..., at, :][..., cols].to(y.dtype)

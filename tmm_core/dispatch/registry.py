@@ -11,7 +11,8 @@ import importlib.metadata
 import os
 import re
 import threading
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -68,10 +69,6 @@ class Fault:
     intended: bool = False
 
 
-#: A registered plugin and its origin.
-_Taken = tuple[object, Source]
-
-
 class Registry:
     """Plugins, and their kernels and epilogues.
 
@@ -92,8 +89,8 @@ class Registry:
         self._deny = deny
         #: The plugins, and pluggy's manager of them (``hooks.manager``).
         self.hooks = Hooks()
-        #: Their origins, by name.
-        self._plugins: dict[str, Source] = {}
+        #: With their origins, by id.
+        self._plugins: dict[int, tuple[object, Source]] = {}
         self._kernels: dict[str, Asked] = {}
         #: All deferred kernels, and those of them not loaded yet.
         self.deferred: dict[str, Deferred] = {}
@@ -131,7 +128,7 @@ class Registry:
             self.load()
             source = Source(name or str(getattr(plugin, "__name__", type(plugin).__name__)))
             before = len(self._faults)
-            self._ask([(plugin, source)] if self._take(plugin, source) else [])
+            self._ask([plugin] if self._take(plugin, source) else [])
             for fault in self._faults[before:]:
                 if fault.source == source:
                     raise PluginError(f"{fault.source}: {fault.reason}") from fault.error
@@ -150,84 +147,76 @@ class Registry:
                 found.sort(
                     key=lambda each: (not each[0].is_ours, each[0].distribution, each[0].plugin)
                 )
-                taken = [each for pair in found if (each := self._load(*pair)) is not None]
+                for pair in found:
+                    self._load(*pair)
                 # All are registered before one is asked: wrappers apply to other plugins' hooks.
                 for ours in (True, False):
-                    self._ask([each for each in taken if each[1].is_ours is ours])
+                    self._ask([each for each, by in self._plugins.values() if by.is_ours is ours])
             self._loaded = True
         for fault in self._faults:
             if not fault.intended:
                 warn(f"{fault.source} is not used: {fault.reason}")
 
-    def _load(self, source: Source, entry_point: importlib.metadata.EntryPoint) -> _Taken | None:
+    def _load(self, source: Source, entry_point: importlib.metadata.EntryPoint) -> None:
         if source.plugin in self._deny:
             self._faults.append(Fault(source, "disabled by TMM_DISABLE_PLUGINS", intended=True))
-            return None
-        if self._allow is not None and source.plugin not in self._allow:
+        elif self._allow is not None and source.plugin not in self._allow:
             self._faults.append(Fault(source, "not in TMM_PLUGINS", intended=True))
-            return None
-        if getattr(entry_point, "group", GROUP) == FORMER_GROUP:
-            self._faults.append(
-                Fault(
-                    source,
-                    f"it is registered in the entry-point group {FORMER_GROUP!r}, which is now "
-                    f"{GROUP!r}: write [project.entry-points.{GROUP}] in its pyproject.toml",
-                )
+        elif getattr(entry_point, "group", GROUP) == FORMER_GROUP:
+            reason = (
+                f"it is registered in the entry-point group {FORMER_GROUP!r}, which is now "
+                f"{GROUP!r}: write [project.entry-points.{GROUP}] in its pyproject.toml"
             )
-            return None
+            self._faults.append(Fault(source, reason))
+        else:
+            with self._costing(source, "import failed"):
+                plugin = entry_point.load()
+                self._take(plugin, source)
+
+    @contextmanager
+    def _costing(self, source: Source, failed: str) -> Iterator[None]:
+        """A context in which an exception, whatever a stranger's code raises, becomes a fault of
+        ``source``: a PluginError with its own text, another with ``failed`` before it."""
         try:
-            plugin = entry_point.load()
-        except BaseException as error:  # whatever a stranger's import raises
+            yield
+        except BaseException as error:
             let_through(error)
-            self._faults.append(Fault(source, f"import failed: {told(error)}", error))
-            return None
-        return (plugin, source) if self._take(plugin, source) else None
+            if isinstance(error, PluginError):
+                self._faults.append(Fault(source, str(error), error.__cause__))
+            else:
+                self._faults.append(Fault(source, f"{failed}: {told(error)}", error))
 
     def _take(self, plugin: object, source: Source) -> bool:
         """Register with pluggy, which checks signatures; returns whether the plugin can be
         asked."""
-        try:
+        with self._costing(source, "cannot be registered"):
             complaints = self.hooks.register(plugin, source.plugin)
-        except BaseException as error:
-            let_through(error)
-            self._faults.append(Fault(source, f"cannot be registered: {told(error)}", error))
-            return False
-        self._plugins[source.plugin] = source
-        for complaint in complaints:
-            self._faults.append(Fault(source, complaint))
-        return True
+            self._plugins[id(plugin)] = plugin, source
+            self._faults += [Fault(source, complaint) for complaint in complaints]
+            return True
+        return False
 
-    def _ask(self, taken: Sequence[_Taken]) -> None:
+    def _ask(self, plugins: Sequence[object]) -> None:
         """Call each plugin's hooks separately, with the others' wrappers."""
-        sources = {id(plugin): source for plugin, source in taken}
         for hook, add in zip(HOOKS, (self._add_kernel, self._add_epilogue), strict=True):
-            for plugin in self.hooks.in_order(hook, [plugin for plugin, _ in taken]):
-                source = sources[id(plugin)]
-                try:
+            for plugin in self.hooks.in_order(hook, plugins):
+                _, source = self._plugins[id(plugin)]
+                with self._costing(source, f"{hook} failed"):
                     things, failed = self.hooks.ask(hook, plugin)
-                except BaseException as error:
-                    let_through(error)
-                    self._faults.append(Fault(source, f"{hook} failed: {told(error)}", error))
-                    continue
-                for name, failure in failed.items():
-                    reason = f"its wrapper of {hook} failed around {source}: {told(failure)}"
-                    self._faults.append(Fault(self._plugins[name], reason, failure))
-                for thing in things:
-                    add(thing, source)
+                    for wrapper, failure in failed:
+                        reason = f"its wrapper of {hook} failed around {source}: {told(failure)}"
+                        self._faults.append(Fault(self._plugins[id(wrapper)][1], reason, failure))
+                    for thing in things:
+                        with self._costing(source, f"{hook} failed"):
+                            add(thing, source)
 
     def _add_kernel(self, brought: Any, source: Source) -> None:
-        try:
-            kernel = brought if isinstance(brought, Deferred) else Asked(brought, source)
-        except PluginError as error:
-            self._faults.append(Fault(source, str(error), error.__cause__))
-            return
+        kernel = brought if isinstance(brought, Deferred) else Asked(brought, source)
         known = self._kernels.get(kernel.name)
         other = known.source if known is not None else self._unloaded.get(kernel.name)
         if other is not None:
-            self._faults.append(
-                Fault(source, f"kernel {kernel.name!r} is already registered by {other}")
-            )
-        elif isinstance(kernel, Deferred):
+            raise PluginError(f"kernel {kernel.name!r} is already registered by {other}")
+        if isinstance(kernel, Deferred):
             self.deferred[kernel.name] = kernel
             self._unloaded[kernel.name] = source
         else:
@@ -239,31 +228,21 @@ class Registry:
             source = self._unloaded.get(name)
             if source is None:
                 return
-            try:
-                with collector_off():
-                    kernel = Asked(self.deferred[name].load(), source)
+            with self._costing(source, f"kernel {name!r} failed to load"), collector_off():
+                kernel = Asked(self.deferred[name].load(), source)
                 if kernel.name != name:
                     raise PluginError(f"kernel {name!r} turned out to be {kernel.name!r}")
                 self._kernels[name] = kernel
-            except BaseException as error:  # whatever a stranger's import raises
-                let_through(error)
-                ours = isinstance(error, PluginError)
-                reason = str(error) if ours else f"kernel {name!r} failed to load: {told(error)}"
-                self._faults.append(Fault(source, reason, error.__cause__ if ours else error))
-                warn(f"{source}: {reason}")
+            if name not in self._kernels:
+                warn(f"{source}: {self._faults[-1].reason}")
             del self._unloaded[name]
 
     def _add_epilogue(self, epilogue: Any, source: Source) -> None:
         if not isinstance(epilogue, Epilogue):
-            self._faults.append(
-                Fault(source, f"tmm_epilogues must return Epilogue objects, got {shown(epilogue)}")
-            )
-        elif (other := self._epilogues.get(epilogue.name)) is not None:
-            self._faults.append(
-                Fault(source, f"epilogue {epilogue.name!r} is already registered by {other[1]}")
-            )
-        else:
-            self._epilogues[epilogue.name] = (epilogue, source)
+            raise PluginError(f"tmm_epilogues must return Epilogue objects, got {shown(epilogue)}")
+        if (other := self._epilogues.get(epilogue.name)) is not None:
+            raise PluginError(f"epilogue {epilogue.name!r} is already registered by {other[1]}")
+        self._epilogues[epilogue.name] = (epilogue, source)
 
     # -- answers ---------------------------------------------------------------------
 

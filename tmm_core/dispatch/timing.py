@@ -107,9 +107,8 @@ class GraphTimer:
             chains = [self._chain(run, copies) for run in runs]
             replays = [math.ceil(burst_us / max(chain.takes_us, 1.0)) for chain in chains]
             spans: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in runs]
-            for order in _orders(len(runs), rounds):
-                for i in order:
-                    spans[i].append(chains[i].timed(replays[i]))
+            for i in _turns(len(runs), rounds):
+                spans[i].append(chains[i].timed(replays[i]))
             torch.cuda.synchronize(self.device)
         calls = [count * copies for count in replays]
         return [
@@ -127,16 +126,11 @@ class GraphTimer:
         flush = self._flush
         spans: list[list[tuple[torch.cuda.Event, torch.cuda.Event]]] = [[] for _ in runs]
         with torch.cuda.device(self.device):
-            for order in _orders(len(runs), rounds):
-                for i in order:
-                    start = torch.cuda.Event(enable_timing=True)
-                    end = torch.cuda.Event(enable_timing=True)
-                    torch.amax(flush)
-                    torch.amax(flush)
-                    start.record()
-                    runs[i](0)
-                    end.record()
-                    spans[i].append((start, end))
+            calls = [self._launched(run, 1) for run in runs]
+            for i in _turns(len(runs), rounds):
+                torch.amax(flush)
+                torch.amax(flush)
+                spans[i].append(calls[i].timed(1))
             torch.cuda.synchronize(self.device)
         return [[s.elapsed_time(e) * 1e3 for s, e in mine] for mine in spans]
 
@@ -153,10 +147,9 @@ class GraphTimer:
             for chain, third in zip(chains, thirds, strict=True):
                 chain.timed(third)
             turns = []
-            for order in _orders(len(runs), rounds):
-                for i in order:
-                    chains[i].timed(thirds[i])
-                    turns.append((i, chains[i].timed(2 * thirds[i])))
+            for i in _turns(len(runs), rounds):
+                chains[i].timed(thirds[i])
+                turns.append((i, chains[i].timed(2 * thirds[i])))
             torch.cuda.synchronize(self.device)
         for i, (start, end) in turns:
             spans[i].append(float(start.elapsed_time(end)) * 1e3 / (2 * thirds[i] * copies))
@@ -217,12 +210,11 @@ class HostTimer:
         self, runs: Sequence[Run], rounds: int, *, copies: int = 1, burst_us: float = BURST_US
     ) -> list[list[float]]:
         samples: list[list[float]] = [[] for _ in runs]
-        for order in _orders(len(runs), rounds):
-            for run, mine in ((runs[i], samples[i]) for i in order):
-                start = time.perf_counter()
-                for copy in range(copies):
-                    run(copy)
-                mine.append((time.perf_counter() - start) * 1e6 / copies)
+        for i in _turns(len(runs), rounds):
+            start = time.perf_counter()
+            for copy in range(copies):
+                runs[i](copy)
+            samples[i].append((time.perf_counter() - start) * 1e6 / copies)
         return samples
 
     def release(self) -> None:
@@ -234,14 +226,14 @@ def timer_for(device: torch.device) -> GraphTimer | HostTimer:
     return GraphTimer(device) if device.type == "cuda" else HostTimer()
 
 
-def _orders(count: int, rounds: int) -> Iterator[list[int]]:
-    """A different order for every round: the preceding kernel decides whether a kernel's code is
-    still cached (5 % of a 19 µs kernel on an H200 when two kernels alternated)."""
+def _turns(count: int, rounds: int) -> Iterator[int]:
+    """Whose turn it is, in a different order every round: the preceding kernel decides whether a
+    kernel's code is still cached (5 % of a 19 µs kernel on an H200 when two kernels alternated)."""
     shuffler = random.Random(0)
     order = list(range(count))
     for _ in range(rounds):
         shuffler.shuffle(order)
-        yield order
+        yield from order
 
 
 def held_up(samples: Sequence[float]) -> bool:

@@ -18,14 +18,10 @@ from typing import Any
 from tmm_cache import CandidateResult, TuningRecord
 
 from tmm_core.dispatch.attempt import Attempt
-from tmm_core.dispatch.compilers import Compilers, compiling_threads
-from tmm_core.dispatch.compilers import default as default_compilers
-from tmm_core.dispatch.first_launch import FirstLaunches
 from tmm_core.dispatch.progress import Progress
 from tmm_core.dispatch.proposals import NO_HINTS, Hints, Proposals
 from tmm_core.dispatch.standing import decide
-from tmm_core.dispatch.timing import Timer
-from tmm_core.dispatch.tuning import Tuning
+from tmm_core.dispatch.tuning import Equipment, Tuning
 from tmm_core.dispatch.unmeasured import unmeasured
 from tmm_core.settings import Settings
 from tmm_core.spec.asking import Asked
@@ -34,27 +30,8 @@ from tmm_core.spec.precision import require_posed
 from tmm_core.spec.problem import Problem
 
 
-class Tuner:
-    """Measures candidates on the device a problem names.
-
-    Args:
-        timer: For tests; by default chains in CUDA graphs, or wall time on a CPU.
-        workers: Threads that bind, and compile what was not compiled elsewhere; by default the
-            number of cores, at most 16.
-        compilers: Compile in other processes; by default the process's own.
-    """
-
-    def __init__(
-        self,
-        timer: Timer | None = None,
-        workers: int | None = None,
-        compilers: Compilers | None = None,
-    ) -> None:
-        self.timer = timer
-        #: Launches candidates in another process first; None: no such launches.
-        self.first_launches: FirstLaunches | None = None
-        self.compilers = compilers or default_compilers()
-        self.workers = workers or compiling_threads()
+class Tuner(Equipment):
+    """Measures candidates on the device a problem names."""
 
     def tune(
         self,
@@ -90,10 +67,7 @@ class Tuner:
         # The record's BLAS must run at the problem's precision.
         require_posed(problem)
         with Progress(str(problem), settings.progress) as progress:
-            tuning = Tuning(
-                problem, settings, progress, timer=self.timer, workers=self.workers,
-                compilers=self.compilers, first_launches=self.first_launches,
-            )  # fmt: skip
+            tuning = Tuning(problem, settings, progress, self)
             try:
                 tuning.run(proposals)
             finally:

@@ -8,6 +8,7 @@ import math
 import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, wait
+from dataclasses import dataclass, field
 from statistics import mean, median
 from typing import Any
 
@@ -23,7 +24,8 @@ from tmm_core.dispatch.attempt import (
     survivors,
 )
 from tmm_core.dispatch.binding import Binding, Task
-from tmm_core.dispatch.compilers import Compilers, NotCompiledError
+from tmm_core.dispatch.compilers import Compilers, NotCompiledError, compiling_threads
+from tmm_core.dispatch.compilers import default as default_compilers
 from tmm_core.dispatch.copies import Copies, LaunchError, Runner
 from tmm_core.dispatch.first_launch import FirstLaunches
 from tmm_core.dispatch.fixture import default_limit
@@ -70,26 +72,31 @@ MOST_REPEATS, LEAST_REPEATS, REPEATS_US = 60, 4, 20e3
 Posed = tuple[Problem, Candidate]
 
 
+@dataclass(eq=False)
+class Equipment:
+    """What candidates are compiled, launched and timed with."""
+
+    #: For tests; by default chains in CUDA graphs, or wall time on a CPU.
+    timer: Timer | None = None
+    #: Threads that bind, and compile what was not compiled elsewhere.
+    workers: int = field(default_factory=compiling_threads)
+    #: Compile in other processes; by default the process's own.
+    compilers: Compilers = field(default_factory=default_compilers)
+    #: Launches candidates in another process first; None: no such launches.
+    first_launches: FirstLaunches | None = None
+
+
 class Tuning:
     """The tuning of one problem."""
 
     def __init__(
-        self,
-        problem: Problem,
-        settings: Settings,
-        progress: Progress,
-        *,
-        timer: Timer | None,
-        workers: int,
-        compilers: Compilers,
-        first_launches: FirstLaunches | None,
+        self, problem: Problem, settings: Settings, progress: Progress, equipment: Equipment
     ) -> None:
         self.trials: list[Attempt] = []
         self._problem = problem
         self._device = device_of(problem)
-        self._own_timer = timer is None
-        self._timer: Any = timer or timer_for(self._device)
-        self._workers, self._compilers, self._first = workers, compilers, first_launches
+        self._timer: Any = equipment.timer or timer_for(self._device)
+        self._equipment, self._compilers = equipment, equipment.compilers
         #: Of what is compiled before it is asked for.
         self._ahead: dict[Posed, Future[None]] = {}
         self._deadline = time.monotonic() + settings.tune_budget
@@ -154,7 +161,7 @@ class Tuning:
     def release(self) -> None:
         """Free the tensors held for measuring, and compile no further."""
         self._submitted(())
-        if self._own_timer:
+        if self._equipment.timer is None:
             self._timer.release()
         self._verifier.release()
 
@@ -217,12 +224,13 @@ class Tuning:
         # could.
         self._deadline += self._compilers.await_start(compiling, START_PATIENCE)
         try:
-            ready = compiling if self._first is None else self._launched_first(asked, compiling)
+            first = self._equipment.first_launches
+            ready = self._launched_first(asked, compiling, first) if first else compiling
             tasks = [
                 Task(candidate.kernel.name, each, functools.partial(bind, problem, candidate))
                 for (problem, candidate), each in zip(asked, ready, strict=True)
             ]
-            found = Binding(tasks, self._device, self._workers).outcomes(
+            found = Binding(tasks, self._device, self._equipment.workers).outcomes(
                 self._deadline,
                 late=lambda: self._compilers.cancel_pending(compiling),
                 done=progress.advance if progress else lambda: None,
@@ -239,10 +247,10 @@ class Tuning:
         self,
         asked: Sequence[Posed],
         compiling: Sequence[Future[None]],
+        first: FirstLaunches,
     ) -> list[Future[None]]:
         """Futures that end when a candidate is compiled and its first launch elsewhere has
         ended."""
-        assert self._first is not None
         wait(compiling, timeout=max(0.0, self._deadline - time.monotonic()))
         self._compilers.cancel_pending(list(compiling))
         launched: list[Future[None]] = []
@@ -254,7 +262,7 @@ class Tuning:
                 continue
             memory = self._memory or default_limit(self._device)
             started = time.monotonic()
-            if (fault := self._first.fault(problem, candidate, memory)) is not None:
+            if (fault := first.fault(problem, candidate, memory)) is not None:
                 # Time lost by one candidate is not charged to the others.
                 self._deadline += time.monotonic() - started
                 launched[-1] = Future()

@@ -32,8 +32,8 @@ TF32_TOLERANCE = 4e-3
 
 
 def part(problem: Problem, inputs: Arguments, rows: torch.Tensor, cols: torch.Tensor) -> Arguments:
-    """The operands for these rows and columns of the result."""
-    b, bias, residual = inputs.b, inputs.bias, inputs.residual
+    """The arguments for these rows and columns of the product, without a residual."""
+    b, bias = inputs.b, inputs.bias
     wide = problem.epilogue.sources(cols, b.shape[-1] // (1 + problem.gated))
     scale_a, scale_b = inputs.scale_a, inputs.scale_b
     if problem.scale_a == "row" and scale_a is not None:
@@ -44,7 +44,7 @@ def part(problem: Problem, inputs: Arguments, rows: torch.Tensor, cols: torch.Te
         a=inputs.a[..., rows, :],
         b=b[..., wide],
         bias=None if bias is None else bias[wide],
-        residual=None if residual is None else residual[..., rows, :][..., cols],
+        residual=None,
         scale_a=scale_a,
         scale_b=scale_b,
     )
@@ -62,11 +62,6 @@ def accumulated(problem: Problem, inputs: Arguments) -> torch.Tensor:
     if inputs.bias is not None:
         z += inputs.bias.to(z.dtype)
     return z
-
-
-def finished(problem: Problem, inputs: Arguments, z: torch.Tensor) -> torch.Tensor:
-    """Apply epilogue and residual to the accumulated ``z``."""
-    return problem.epilogue.expression(z, residual=inputs.residual)
 
 
 def _product(a: torch.Tensor, b: torch.Tensor, precise: bool) -> torch.Tensor:

@@ -140,12 +140,15 @@ def addressable(*tensors: torch.Tensor | None) -> None:
         if t is not None and not strided(t):
             layout = "torch.strided, nested" if t.is_nested else t.layout
             raise RuntimeError(f"kernels take dense tensors, got one of layout {layout}")
-    devices = dict.fromkeys(t.device for t in tensors if t is not None)
-    if len(devices) > 1:
-        names = [str(device) for device in devices]
+    _on_one_device(*(t for t in tensors if t is not None))
+
+
+def _on_one_device(*tensors: torch.Tensor) -> None:
+    one, *others = dict.fromkeys(t.device for t in tensors)
+    if others:
         raise RuntimeError(
             "Expected all tensors to be on the same device, but found at least two devices, "
-            f"{names[0]} and {names[1]}!"
+            f"{one} and {others[0]}!"
         )
 
 
@@ -234,11 +237,7 @@ def check_out(
         one = torch.empty(1, 1, dtype=dtype)
         torch.mm(one, one, out=torch.empty(1, 1, dtype=out.dtype))  # raises, in torch's words
         raise RuntimeError(f"Expected out tensor to have dtype {dtype}, but got {out.dtype}")
-    if out.device != inputs[0].device:
-        raise RuntimeError(
-            "Expected all tensors to be on the same device, but found at least two devices, "
-            f"{inputs[0].device} and {out.device}!"
-        )
+    _on_one_device(inputs[0], out)
     if torch.is_grad_enabled() and any(t.requires_grad for t in (out, *inputs)):
         refuse_gradients_of_out()
     near = [t for t in inputs if ranges_meet(out, t)]

@@ -106,16 +106,13 @@ class Fold:
         residual: torch.Tensor | None,
     ) -> Launcher | Bound:
         """A launcher that takes and returns N-D tensors with exactly these strides."""
-        by_views = self._by_views(launcher, layer=b.dim() == 2 and residual is None)
-        folded = Bound.of(launcher).folded
-        return (folded and folded(self, a, b, residual, by_views)) or by_views
-
-    def _by_views(self, launcher: Launcher | Bound, layer: bool) -> Launcher:
-        call: Any = Bound.of(launcher).run  # may also take extras
+        bound = Bound.of(launcher)
+        call: Any = bound.run  # may also take extras
         shape = tuple(self.shape)  # a torch.Size costs torch 1.5 µs more
+        layer = b.dim() == 2 and residual is None
         only_rows = layer and self.batch is None and len(shape) > 1
 
-        def run(
+        def by_views(
             a: torch.Tensor,
             b: torch.Tensor,
             bias: torch.Tensor | None,
@@ -137,4 +134,5 @@ class Fold:
                 return result.view(shape)  # type: ignore[no-any-return]
             return out if flat is not None else out.copy_(result.view(self.shape))
 
-        return run
+        folded = bound.folded and bound.folded(self, a, b, residual, by_views)
+        return folded or by_views

@@ -6,8 +6,6 @@ Nothing here reads the values of ``offs``: they stay on the device.
 from __future__ import annotations
 
 from collections.abc import Callable
-from contextlib import nullcontext
-from typing import Any
 
 import torch
 
@@ -15,14 +13,12 @@ from tmm_core import settings
 from tmm_core.formats import of_pair
 from tmm_core.launch import warm
 from tmm_core.launch.check import addressable, check_scales, check_terms, result_dtype
-from tmm_core.launch.plan import Plan
 from tmm_core.launch.source import written
 from tmm_core.spec.arguments import (
     GROUPED_EXTRAS,
     GROUPED_ROLES,
     GROUPED_TENSORS,
     ROWS,
-    Arguments,
     GroupedArguments,
     parameters,
 )
@@ -185,24 +181,10 @@ def _launch(extras: tuple[str, ...]) -> str:
     return f"plan.launcher(a, b, _each(bias, offs), residual, alpha, out, **_packed({given}))"
 
 
-def _build(key: tuple[Any, ...], call: GroupedArguments) -> Plan:
-    plan = make_plan(call, warm.epilogue_of(call.epilogue), settings.current())
-    warm.keep(key, plan)
-    return plan
-
-
-def make_plan(call: GroupedArguments, epilogue: Epilogue, current: settings.Settings) -> Plan:
-    """Check, choose and bind, like :func:`tmm_core.launch.warm.make_plan`."""
-    a, b = call.a, call.b
-    with torch.cuda.device(a.device) if a.is_cuda else nullcontext():
-        problem = pose(call, epilogue, current)
-        choice, launcher = warm.answerer().bound(problem, current)
-    plain = Arguments(a, b, call.bias, call.residual, call.alpha)
-    return Plan.of(problem, choice, launcher, plain)
-
-
-def pose(call: GroupedArguments, epilogue: Epilogue, current: settings.Settings) -> Problem:
-    """The problem of one call's arguments."""
+def pose(
+    call: GroupedArguments, epilogue: Epilogue, current: settings.Settings
+) -> tuple[Problem, None]:
+    """The problem of one call's arguments, which are not folded."""
     shape = check(call, epilogue)
     a, b, offs, out = call.a, call.b, call.offs, call.out
     if out is None:
@@ -212,7 +194,7 @@ def pose(call: GroupedArguments, epilogue: Epilogue, current: settings.Settings)
     along = ragged_along(a, b)
     dtypes = {name: t.dtype for name in ROWS[1:] if (t := getattr(call, name)) is not None}
     groups = Groups(offs.shape[0], along, zeroed=call.zeroed and along != "k", **dtypes)
-    return Problem.of(
+    problem = Problem.of(
         a,
         b,
         out,
@@ -225,6 +207,7 @@ def pose(call: GroupedArguments, epilogue: Epilogue, current: settings.Settings)
         epilogue=epilogue,
         **warm.numerics(a, call.alpha, current),
     )
+    return problem, None
 
 
 #: As :data:`tmm_core.launch.warm.undisturbed`, whose queries it makes.
@@ -232,11 +215,11 @@ undisturbed: Callable[..., bool] = written(
     "undisturbed_groups",
     parameters(GROUPED_TENSORS, GroupedArguments) + ", cast=False, shown=False",
     warm.disturbances(GROUPED_TENSORS),
-    vars(warm),
+    warm.NAMES,
 )
 run: Callable[..., Tensor] = written(
     "run",
     parameters(GroupedArguments._fields, GroupedArguments),
     warm.entry(GROUPED_ROLES, GroupedArguments, _launch(ROWS), _launch(GROUPED_EXTRAS)),
-    vars(warm) | globals(),
+    warm.NAMES | globals(),
 )

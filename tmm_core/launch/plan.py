@@ -19,6 +19,7 @@ from tmm_core.spec.arguments import (
     SIGNATURE,
     TENSORS,
     Arguments,
+    GroupedArguments,
     keywords,
     parameters,
     signature,
@@ -93,13 +94,17 @@ class Plan(_Callable):
 
     @classmethod
     def of(
-        cls, problem: Problem, choice: Choice, launcher: Launcher | Bound, call: Arguments
+        cls,
+        problem: Problem,
+        choice: Choice,
+        launcher: Launcher | Bound,
+        call: Arguments | GroupedArguments,
     ) -> Plan:
         """The plan for the tensors of ``call``."""
-        named = zip(TENSORS, call.tensors, strict=True)
+        named = ((name, getattr(call, name)) for name in TENSORS)
         signatures = {name: signature(name)(t) for name, t in named if t is not None}
-        bound = Bound.of(launcher)
-        with_extras = _with_extras(bound.run, call) if call.extras else bound.run
+        bound, extras = Bound.of(launcher), [name for name in EXTRAS if name in signatures]
+        with_extras = _with_extras(bound.run, extras) if extras else bound.run
         return cls(problem, choice, bound.run, call.alpha, signatures, with_extras, bound.body)
 
     @property
@@ -127,7 +132,8 @@ class Plan(_Callable):
         source, if it has one."""
         given, extras = list(self.signatures), [n for n in EXTRAS if n in self.signatures]
         body = self.body
-        planned = self._misalignments()
+        #: The address modulo 16 of each tensor that kernels address.
+        planned = {n: seen[3] for n, seen in self.signatures.items() if ROLE[n].key == SIGNATURE}
         pointers = [address(name) for name in planned]
         absent = [f" or {name} is not None" for name in TENSORS if name not in given]
         everything = ", ".join(TENSORS)
@@ -165,14 +171,6 @@ class Plan(_Callable):
         common = [name for name in TENSORS if name not in EXTRAS]
         taken = [*common, "out", "*", *EXTRAS]
         return written("call", parameters(taken), lines, namespace)  # type: ignore[no-any-return]
-
-    def _misalignments(self) -> dict[str, int]:
-        """The planned address modulo 16 of each tensor that kernels address."""
-        return {
-            name: planned[3]
-            for name, planned in self.signatures.items()
-            if ROLE[name].key == SIGNATURE
-        }
 
     def _check(self, tensors: Sequence[Tensor | None]) -> None:
         """Check a call's tensors, in the order of ``TENSORS``, against the plan.
@@ -250,8 +248,7 @@ def _guards(tensors: Sequence[Tensor | None]) -> Callable[..., bool] | None:
         return None
 
 
-def _with_extras(launcher: Launcher, call: Arguments) -> Callable[..., Tensor]:
-    given = call.extras
+def _with_extras(launcher: Launcher, given: Sequence[str]) -> Callable[..., Tensor]:
     lines = [*map(_pack, given), f"return launcher({', '.join(LAUNCHED)}{keywords(given)})"]
     parameters = ", ".join((*LAUNCHED, *EXTRAS))
     return written("launch", parameters, lines, {"launcher": launcher})  # type: ignore[no-any-return]

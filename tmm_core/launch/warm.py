@@ -71,6 +71,9 @@ def answerer() -> Answerer:
     raise RuntimeError("tmm_core.dispatch is not imported")
 
 
+#: Turns a call into its problem, and the fold of its operands if they have to be folded.
+Pose = Callable[[Any, Epilogue, settings.Settings], tuple[Problem, Fold | None]]
+
 #: Called with :func:`forget_plans`, to drop other state that depends on records, settings or
 #: plugins.
 also_forget: list[Callable[[], None]] = []
@@ -103,127 +106,32 @@ def plain(t: Any) -> bool:
     return type(t) in PLAIN and not (t.is_neg() or t.is_conj())
 
 
-# Queries of the generated functions below. Each is one C call, about 50 ns.
-_autocasts = compat.autocasts
-_dispatch_modes = compat.dispatch_modes
-_function_modes = compat.function_modes
-_profiles = compat.profiles
-_tracer = compat.tracer
-_transform = compat.transform
-_forward_ad, _profiler = compat.forward_ad, compat.profiler
-
-
-_overridden = settings.overridden
-_deterministic = compat.deterministic
-
-
 def _tf32() -> bool:
     """Whether fp32 operands may be rounded. The older getters raise once this is set."""
     return bool(torch.backends.cuda.matmul.fp32_precision == "tf32")
 
 
-# -- generated: what a warm call runs ------------------------------------------------------
-
-
-def disturbances(tensors: Sequence[str]) -> Iterator[str]:
-    """Whether torch's dispatcher would only record the call's gradient: no autocast (unless it has
-    ``cast`` already), profiler (unless it has ``shown`` the operator, or sees the kernel alone),
-    transform, mode, tracer or tensor subclass is involved. The operator would then do the same as
-    ``run``, 2.5 µs later."""
-    yield "return ("
-    yield "    type(a) in PLAIN and type(b) in PLAIN and (cast or not _autocasts())"
-    yield "    and (shown or not _profiles()) and not _dispatch_modes() and not _function_modes()"
-    yield "    and _transform() is None and _forward_ad._current_level < 0 and _tracer() is None"
-    yield "    and not (a.is_neg() or b.is_neg() or a.is_conj() or b.is_conj())"
-    for name in tensors[2:]:
-        yield f"    and ({name} is None or plain({name}))"
-    yield ")"
-
-
-def entry(
-    roles: Sequence[Role],
-    arguments: type[Arguments | GroupedArguments],
-    launch: str,
-    launch_scaled: str,
-) -> Iterator[str]:
-    """The only entry to a launch: one branch for calls without scales, which skips them, and one
-    for calls with scales; each with the source of its launch."""
-    yield f"if {' and '.join(f'{name} is None' for name in EXTRAS)}:"
-    for line in _replay([role for role in roles if role.name not in EXTRAS], arguments, launch):
-        yield f"    {line}"
-    yield "else:"
-    for line in _replay(roles, arguments, launch_scaled):
-        yield f"    {line}"
-    yield f"return run({', '.join(arguments._fields)})"
-
-
-def _replay(
-    roles: Iterable[Role], arguments: type[Arguments | GroupedArguments], launch: str
-) -> Iterator[str]:
-    """Look the plan up by the keys of ``roles``, and launch it with the source ``launch``. Falls
-    through if the kernel was quarantined."""
-    yield "key = ("
-    for role in roles:
-        part = role.key.format(role.name)
-        if role.is_tensor and role.optional:
-            part = f"None if {role.name} is None else ({part})"
-        yield f"    {part},"
-    yield "    _overridden(), _deterministic(),"
-    yield "    a.dtype is torch.float32 and a.is_cuda and _tf32(),"
-    yield ")"
-    yield "plan = _plans.get(key)"
-    yield "if plan is None:"
-    yield f"    plan = _build(key, {arguments.__name__}({', '.join(arguments._fields)}))"
-    yield "try:"
-    yield "    if _profiler._is_profiler_enabled:"
-    yield "        # Under the kernel's name, for whoever is profiling."
-    yield "        with _profiler.record_function(plan.kernel, str(plan.choice.candidate.config)):"
-    yield f"            return {launch}"
-    yield f"    return {launch}"
-    yield "except BaseException as error:  # a kernel may call sys.exit"
-    yield "    if not _quarantine(plan, error):"
-    yield "        raise"
-    yield "    _plans.pop(key, None)"
-
-
-undisturbed: Callable[..., bool] = written(
-    "undisturbed",
-    parameters(TENSORS) + ", cast=False, shown=False",
-    disturbances(TENSORS),
-    globals(),
-)
-run: Callable[..., Tensor] = written(
-    "run",
-    parameters(ROLE),
-    entry(
-        ROLES,
-        Arguments,
-        f"plan.launcher({', '.join(LAUNCHED)})",
-        f"plan.with_extras({', '.join((*LAUNCHED, *EXTRAS))})",
-    ),
-    globals(),
-)
-
-
 # -- the slow path -----------------------------------------------------------------------
 
 
-def _build(key: tuple[Any, ...], call: Arguments) -> Plan:
-    plan = make_plan(call, epilogue_of(call.epilogue), settings.current())
-    keep(key, plan)
-    return plan
-
-
-def keep(key: tuple[Any, ...], plan: Plan) -> None:
-    """Use ``plan`` from now on, unless it was chosen under the restrictions of graph capture."""
+def _build(key: tuple[Any, ...], call: Arguments | GroupedArguments, pose: Pose) -> Plan:
+    plan = make_plan(call, epilogue_of(call.epilogue), settings.current(), pose)
+    # Under graph capture the choice is restricted.
     if not plan.problem.capturing:
         if len(_plans) >= MAX_PLANS:
             _plans.clear()
         _plans[key] = plan
+    return plan
 
 
-def make_plan(call: Arguments, epilogue: Epilogue, current: settings.Settings) -> Plan:
+def make_plan(
+    call: Arguments | GroupedArguments, epilogue: Epilogue, current: settings.Settings, pose: Pose
+) -> Plan:
     """Check, choose and bind; all errors for bad input are raised here.
+
+    Args:
+        pose: Checks the call and returns its problem: that of plain calls below, or the one of
+            :mod:`tmm_core.launch.grouped`.
 
     Raises:
         RuntimeError, ValueError, TypeError: See :func:`tmm_core.launch.check.check`.
@@ -310,3 +218,90 @@ def _quarantine(plan: Plan, error: BaseException) -> bool:
         return False
     answerer().quarantine(plan.problem, plan.choice, error)
     return True
+
+
+# -- generated: what a warm call runs ------------------------------------------------------
+
+
+def disturbances(tensors: Sequence[str]) -> Iterator[str]:
+    """Whether torch's dispatcher would only record the call's gradient: no autocast (unless it has
+    ``cast`` already), profiler (unless it has ``shown`` the operator, or sees the kernel alone),
+    transform, mode, tracer or tensor subclass is involved. The operator would then do the same as
+    ``run``, 2.5 µs later."""
+    yield "return ("
+    yield "    type(a) in PLAIN and type(b) in PLAIN and (cast or not autocasts())"
+    yield "    and (shown or not profiles()) and not dispatch_modes() and not function_modes()"
+    yield "    and transform() is None and forward_ad._current_level < 0 and tracer() is None"
+    yield "    and not (a.is_neg() or b.is_neg() or a.is_conj() or b.is_conj())"
+    for name in tensors[2:]:
+        yield f"    and ({name} is None or plain({name}))"
+    yield ")"
+
+
+def entry(
+    roles: Sequence[Role],
+    arguments: type[Arguments | GroupedArguments],
+    launch: str,
+    launch_scaled: str,
+) -> Iterator[str]:
+    """The only entry to a launch: one branch for calls without scales, which skips them, and one
+    for calls with scales; each with the source of its launch."""
+    yield f"if {' and '.join(f'{name} is None' for name in EXTRAS)}:"
+    for line in _replay([role for role in roles if role.name not in EXTRAS], arguments, launch):
+        yield f"    {line}"
+    yield "else:"
+    for line in _replay(roles, arguments, launch_scaled):
+        yield f"    {line}"
+    yield f"return run({', '.join(arguments._fields)})"
+
+
+def _replay(
+    roles: Iterable[Role], arguments: type[Arguments | GroupedArguments], launch: str
+) -> Iterator[str]:
+    """Look the plan up by the keys of ``roles``, and launch it with the source ``launch``. Falls
+    through if the kernel was quarantined."""
+    yield "key = ("
+    for role in roles:
+        part = role.key.format(role.name)
+        if role.is_tensor and role.optional:
+            part = f"None if {role.name} is None else ({part})"
+        yield f"    {part},"
+    yield "    overridden(), deterministic(),"
+    yield "    a.dtype is torch.float32 and a.is_cuda and _tf32(),"
+    yield ")"
+    yield "plan = _plans.get(key)"
+    yield "if plan is None:"
+    yield f"    plan = _build(key, {arguments.__name__}({', '.join(arguments._fields)}), pose)"
+    yield "try:"
+    yield "    if profiler._is_profiler_enabled:"
+    yield "        # Under the kernel's name, for whoever is profiling."
+    yield "        with profiler.record_function(plan.kernel, str(plan.choice.candidate.config)):"
+    yield f"            return {launch}"
+    yield f"    return {launch}"
+    yield "except BaseException as error:  # a kernel may call sys.exit"
+    yield "    if not _quarantine(plan, error):"
+    yield "        raise"
+    yield "    _plans.pop(key, None)"
+
+
+#: The names that the functions use: queries of torch's state and of the settings, each of which is
+#: one C call of about 50 ns, and this module's.
+NAMES = vars(compat) | {"overridden": settings.overridden} | globals()
+
+undisturbed: Callable[..., bool] = written(
+    "undisturbed",
+    parameters(TENSORS) + ", cast=False, shown=False",
+    disturbances(TENSORS),
+    NAMES,
+)
+run: Callable[..., Tensor] = written(
+    "run",
+    parameters(ROLE),
+    entry(
+        ROLES,
+        Arguments,
+        f"plan.launcher({', '.join(LAUNCHED)})",
+        f"plan.with_extras({', '.join((*LAUNCHED, *EXTRAS))})",
+    ),
+    NAMES,
+)

@@ -8,7 +8,6 @@ still stops at once.
 
 from __future__ import annotations
 
-import functools
 import inspect
 import math
 import numbers
@@ -194,7 +193,8 @@ class Asked(Kernel[Any]):
         return self.fault is None and type(self.kernel).compile is not Kernel.compile
 
     def arithmetic(self, problem: Problem, config: Any) -> str | None:
-        return self._or(None, "arithmetic", _arithmetic, problem, config)
+        name: str | None = self._or(None, "arithmetic", _arithmetic, problem, config)
+        return name
 
     def estimate_us(self, problem: Problem, config: Any) -> float | None:
         return self._or(None, "estimate_us", _microseconds, problem, config)
@@ -203,7 +203,8 @@ class Asked(Kernel[Any]):
         return self._or(0, "workspace_bytes", _bytes, problem, config)
 
     def anatomy(self, problem: Problem, config: Any) -> Anatomy | None:
-        return self._or(None, "anatomy", _anatomy, problem, config)
+        found: Anatomy | None = self._or(None, "anatomy", _anatomy, problem, config)
+        return found
 
     def resources(self, problem: Problem, config: Any) -> list[Resources]:
         """The SM resources of the kernel's functions.
@@ -280,38 +281,34 @@ class Asked(Kernel[Any]):
         return config
 
 
-def _name(answer: Any) -> str:
-    if not isinstance(answer, str) or not answer:
-        raise NonsenseError(f"is {shown(answer)}: it has no name")
-    return answer
+def _such(holds: Callable[[Any], bool], fault: str) -> Callable[[Any], Any]:
+    """A check that returns an answer of which that holds; ``fault`` describes another."""
+
+    def check(answer: Any) -> Any:
+        if not holds(answer):
+            raise NonsenseError(fault.format(shown(answer)))
+        return answer
+
+    return check
 
 
-def _version(answer: Any) -> str:
-    if not isinstance(answer, str) or not answer.strip():
-        raise NonsenseError(f"is {shown(answer)}, not a non-empty text")
-    return answer
+def _is_text(answer: Any) -> bool:
+    return isinstance(answer, str) and bool(answer.strip())
 
 
-def _instance(kind: type, answer: Any) -> Any:
-    if not isinstance(answer, kind):
-        raise NonsenseError(f"must be a {kind.__name__}, got {shown(answer)}")
-    return answer
-
-
-def _config_type(answer: Any) -> type[Config]:
-    if not (isinstance(answer, type) and issubclass(answer, Config)):
-        raise NonsenseError(f"must be a Config subclass, got {shown(answer)}")
-    return answer
-
-
+_name = _such(_is_text, "is {}: it has no name")
 #: Attributes that are read once, when a kernel is registered.
 _IDENTITY: dict[str, Callable[[Any], Any]] = {
     "name": _name,
-    "version": _version,
-    "supports": functools.partial(_instance, Supports),
-    "traits": functools.partial(_instance, Traits),
-    "config_type": _config_type,
+    "version": _such(_is_text, "is {}, not a non-empty text"),
+    "supports": _such(lambda x: isinstance(x, Supports), "must be a Supports, got {}"),
+    "traits": _such(lambda x: isinstance(x, Traits), "must be a Traits, got {}"),
+    "config_type": _such(
+        lambda x: isinstance(x, type) and issubclass(x, Config), "must be a Config subclass, got {}"
+    ),
 }
+_arithmetic = _such(lambda x: x is None or _is_text(x), "returned {}, which is not a name")
+_anatomy = _such(lambda x: x is None or isinstance(x, Anatomy), "returned {}, not an Anatomy")
 
 
 def _reasons(answer: Any) -> list[str]:
@@ -338,18 +335,6 @@ def _bytes(answer: Any) -> int:
     if isinstance(answer, bool) or not isinstance(answer, numbers.Integral) or answer < 0:
         raise NonsenseError(f"returned {shown(answer)}, not a number of bytes")
     return int(answer)
-
-
-def _arithmetic(answer: Any) -> str | None:
-    if answer is not None and not (isinstance(answer, str) and answer):
-        raise NonsenseError(f"returned {shown(answer)}, which is not a name")
-    return answer
-
-
-def _anatomy(answer: Any) -> Anatomy | None:
-    if answer is not None and not isinstance(answer, Anatomy):
-        raise NonsenseError(f"returned {shown(answer)}, not an Anatomy")
-    return answer
 
 
 def _resources(answer: Any) -> list[Resources]:

@@ -45,11 +45,18 @@ def compile_kept(src: ASTSource, target: GPUTarget, options: Mapping[str, Any]) 
     """
     # Even so, notes are only made after a check against the key of a kernel that Triton compiled.
     notes = _notes() if tested() and target.backend == "cuda" and _ordinary() else None
-    if notes is not None and (found := _found(notes, src, target, options)) is not None:
-        return found
+    about = f"backend {target.arch}"
+    if notes is not None:
+        found = _found(src, target, options, notes.get("triton_key"), notes.get(about))
+        if found is not None:
+            return found
     compiled = triton.compile(src, target=target, options=dict(options))
     if notes is not None:
-        _note(notes, src, target, options, compiled)
+        itself, backend = triton_key(), make_backend(target).hash()
+        # Only values that lead to Triton's own key.
+        if _key(src, target, options, itself, backend) == compiled.hash:
+            notes.add("triton_key", itself)
+            notes.add(about, backend)
     return compiled
 
 
@@ -97,9 +104,10 @@ def _files() -> list[Any]:
 
 
 def _key(
-    src: ASTSource, target: GPUTarget, options: Mapping[str, Any], itself: str, backend: str
+    src: ASTSource, target: GPUTarget, options: Mapping[str, Any], itself: object, backend: object
 ) -> str:
-    """The hash under which Triton keeps the kernel."""
+    """The hash under which Triton keeps the kernel, given its hashes of itself and of the backend;
+    an unknown one if these are not known."""
     parsed = make_backend(target).parse_options({**options, **src.parse_options()})
     variables = str(sorted(get_cache_invalidating_env_vars().items()))
     key = f"{itself}-{src.hash()}-{backend}-{parsed.hash()}-{variables}"
@@ -107,11 +115,8 @@ def _key(
 
 
 def _found(
-    notes: Notes, src: ASTSource, target: GPUTarget, options: Mapping[str, Any]
+    src: ASTSource, target: GPUTarget, options: Mapping[str, Any], itself: object, backend: object
 ) -> CompiledKernel | None:
-    itself, backend = notes.get("triton_key"), notes.get(_about(target))
-    if not (isinstance(itself, str) and isinstance(backend, str)):
-        return None
     try:
         key = _key(src, target, options, itself, backend)
         group = get_cache_manager(key).get_group(f"{src.name[:150]}.json")
@@ -121,21 +126,3 @@ def _found(
     if compiled is None or compiled.metadata.hash != key or compiled.metadata.target != target:
         return None
     return compiled
-
-
-def _note(
-    notes: Notes,
-    src: ASTSource,
-    target: GPUTarget,
-    options: Mapping[str, Any],
-    compiled: CompiledKernel,
-) -> None:
-    itself, backend = triton_key(), make_backend(target).hash()
-    # Only values that lead to Triton's own key.
-    if _key(src, target, options, itself, backend) == compiled.hash:
-        notes.add("triton_key", itself)
-        notes.add(_about(target), backend)
-
-
-def _about(target: GPUTarget) -> str:
-    return f"backend {target.arch}"
