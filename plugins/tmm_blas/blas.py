@@ -275,17 +275,8 @@ def _bind_outputs(problem: Problem) -> Launcher:
     epilogue = problem.epilogue
     bare: Any = Blas().bind(replace(problem, epilogue=epilogue.bare), BlasConfig())
 
-    def run(
-        a: Tensor,
-        b: Tensor,
-        bias: Tensor | None,
-        residual: Tensor | None,
-        alpha: float,
-        out: Tensor | None,
-        outputs: tuple[Tensor, ...] = (),
-        **scales: Tensor,
-    ) -> Tensor:
-        y: Tensor = bare(a, b, bias, residual, alpha, out, **scales)
+    def run(*given: Any, outputs: tuple[Tensor, ...] = (), **scales: Any) -> Tensor:
+        y: Tensor = bare(*given, **scales)
         for output, value in zip(outputs, epilogue.beside(y), strict=True):
             output.copy_(value)
         return y

@@ -101,7 +101,6 @@ class Gathered(Built[WarpSpecializedConfig]):
         launch = build.launch(problem.device.type).call
         m, k, count = problem.m, problem.k, groups.count
         grid = -(-m // build.constants["ROWS"]), -(-k // build.constants["COLS"]), 1
-        rest = [name for name in groups.given if name not in ("offs", "a_index")]
 
         def run(
             a: torch.Tensor,
@@ -112,12 +111,11 @@ class Gathered(Built[WarpSpecializedConfig]):
             out: torch.Tensor | None = None,
             **extras: torch.Tensor,
         ) -> torch.Tensor:
-            offs, index = extras["offs"], extras["a_index"]
+            index = extras.pop("a_index")
             # torch reuses its memory in stream order, and for a graph takes it from its pool.
             copy = a.new_empty(m, k)
-            launch(*grid, a, index, offs, copy, m, k, count, a.stride(0))
-            given = {name: extras[name] for name in rest}
-            result: torch.Tensor = product(copy, b, bias, residual, alpha, out, offs=offs, **given)
+            launch(*grid, a, index, extras["offs"], copy, m, k, count, a.stride(0))
+            result: torch.Tensor = product(copy, b, bias, residual, alpha, out, **extras)
             return result
 
         return run
