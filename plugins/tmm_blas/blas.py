@@ -316,22 +316,13 @@ def _takes_fp8(problem: Problem) -> bool:
 
 
 def _bind_dequantized(problem: Problem, dequantize: Callable[[Tensor], Tensor]) -> Launcher:
-    mm = torch.mm if problem.batch == 1 else torch.bmm
+    mm, names = torch.mm if problem.batch == 1 else torch.bmm, problem.scales
 
-    def run(
-        a: Tensor,
-        b: Tensor,
-        bias: Tensor | None,
-        residual: Tensor | None,
-        alpha: float,
-        out: Tensor | None,
-        scale_a: Tensor | None = None,
-        scale_b: Tensor | None = None,
-    ) -> Tensor:
+    def run(a: Tensor, b: Tensor, *rest: Any, **scales: Any) -> Tensor:
         z = _wide(dequantize(a), dequantize(b), torch.float32, mm)
-        for scale in (scale_a, scale_b):
-            z = z if scale is None else z * scale
-        return finish(problem, z, bias, residual, alpha, out)
+        for name in names:
+            z = z * scales[name]
+        return finish(problem, z, *rest)
 
     return run
 

@@ -102,20 +102,12 @@ class Gathered(Built[WarpSpecializedConfig]):
         m, k, count = problem.m, problem.k, groups.count
         grid = -(-m // build.constants["ROWS"]), -(-k // build.constants["COLS"]), 1
 
-        def run(
-            a: torch.Tensor,
-            b: torch.Tensor,
-            bias: torch.Tensor | None,
-            residual: torch.Tensor | None,
-            alpha: float,
-            out: torch.Tensor | None = None,
-            **extras: torch.Tensor,
-        ) -> torch.Tensor:
+        def run(a: torch.Tensor, *rest: Any, **extras: Any) -> torch.Tensor:
             index = extras.pop("a_index")
             # torch reuses its memory in stream order, and for a graph takes it from its pool.
             copy = a.new_empty(m, k)
             launch(*grid, a, index, extras["offs"], copy, m, k, count, a.stride(0))
-            result: torch.Tensor = product(copy, b, bias, residual, alpha, out, **extras)
+            result: torch.Tensor = product(copy, *rest, **extras)
             return result
 
         return run
