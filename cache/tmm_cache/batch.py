@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Final
 
 from tmm_cache.ages import mark_imported
-from tmm_cache.disk import make_folder, sync_folder, write_beside
+from tmm_cache.disk import closing, make_folder, sync_folder, write_beside
 
 #: Maximum number of temporary files in a batch.
 _MOST_FILES: Final = 512
@@ -73,15 +73,12 @@ def _sync(files: list[Path]) -> None:
     """Sync the files, which are all on one file system. Raises OSError."""
     syncfs = _syncfs()
     for path in files:
-        handle = os.open(path, os.O_RDONLY)
-        try:
+        with closing(os.open(path, os.O_RDONLY)) as handle:
             if syncfs is not None and syncfs(handle) == 0:
                 return
             # The kernel lacks it, or writing failed: `fsync` tells which.
             syncfs = None
             os.fsync(handle)
-        finally:
-            os.close(handle)
 
 
 def _syncfs() -> Callable[[int], int] | None:

@@ -83,11 +83,11 @@ class Gathered(Built[WarpSpecializedConfig]):
     def estimate_us(self, problem: Problem, config: WarpSpecializedConfig) -> float:
         product = self.inner.estimate_us(gathered(problem), config)
         # Read once, written once.
-        moved = 2 * _elements(problem) * problem.a.dtype.itemsize
+        moved = 2 * problem.m * problem.k * problem.a.dtype.itemsize
         return product + _LAUNCH_US + moved / Machine.of(problem.device).memory
 
     def workspace_bytes(self, problem: Problem, config: WarpSpecializedConfig) -> int:
-        own = _elements(problem) * problem.a.dtype.itemsize
+        own = problem.m * problem.k * problem.a.dtype.itemsize
         return own + self.inner.workspace_bytes(gathered(problem), config)
 
     def builds(self, problem: Problem, config: WarpSpecializedConfig) -> list[Build]:
@@ -116,12 +116,8 @@ class Gathered(Built[WarpSpecializedConfig]):
 def gathered(problem: Problem) -> Problem:
     """The problem of the copy."""
     assert problem.groups is not None
-    copy = Operand(problem.a.dtype, "row", True, _elements(problem) > _INT32_MAX)
+    copy = Operand(problem.a.dtype, "row", True, problem.m * problem.k > _INT32_MAX)
     return replace(problem, a=copy, groups=replace(problem.groups, a_index=None))
-
-
-def _elements(problem: Problem) -> int:
-    return problem.m * problem.k
 
 
 def _copy(problem: Problem) -> Build:
