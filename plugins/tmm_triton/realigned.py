@@ -283,6 +283,10 @@ class Misaligned:
         ]
 
     @property
+    def transposed(self) -> bool:
+        return self.operand.layout == "col"
+
+    @property
     def pitch(self) -> int:
         """Elements from one row of the copy to the next."""
         unit = _PITCH // self.operand.dtype.itemsize
@@ -292,8 +296,7 @@ class Misaligned:
     def copied(self) -> Operand:
         """The operand that the inner kernel gets instead."""
         wide = (self.rows - 1) * self.pitch + self.cols - 1 > _INT32_MAX
-        layout = "col" if self.operand.layout == "col" else "row"
-        return Operand(self.operand.dtype, layout, True, wide)
+        return Operand(self.operand.dtype, "col" if self.transposed else "row", True, wide)
 
     @property
     def tile(self) -> tuple[int, int]:
@@ -374,8 +377,7 @@ def bind_copy(
             d for d, name in ((-2, "stride"), (-1, "step")) if f"{letter}_{name}" in build.types
         ]
         shape, steps = (matrix.rows, matrix.cols), (matrix.pitch, 1)
-        transposed = matrix.operand.layout == "col"
-        work.append((matrix.place, transposed, shape, steps, given))
+        work.append((matrix.place, matrix.transposed, shape, steps, given))
     sizes = [matrix.rows * matrix.pitch for matrix in matrices]
 
     def run(a: torch.Tensor, b: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
