@@ -274,11 +274,10 @@ class Misaligned:
     @classmethod
     def of(cls, problem: Problem) -> list[Misaligned]:
         """The misaligned operands of ``problem``, one or two."""
-        width = 2 * problem.n if problem.gated else problem.n
-        given = ((problem.a, problem.m, problem.k), (problem.b, problem.k, width))
+        given = (problem.a, problem.a_shape[-2:]), (problem.b, problem.b_shape[-2:])
         return [
-            cls(place, operand, *((cols, rows) if operand.layout == "col" else (rows, cols)))
-            for place, (operand, rows, cols) in enumerate(given)
+            cls(place, operand, *(shape[::-1] if operand.layout == "col" else shape))
+            for place, (operand, shape) in enumerate(given)
             if not operand.aligned
         ]
 
