@@ -14,6 +14,8 @@ from typing import Final
 
 from tmm_cache.ages import mark_imported
 from tmm_cache.disk import closing, make_folder, sync_folder, write_beside
+from tmm_cache.files import write_environment
+from tmm_cache.keys import Document
 
 #: Maximum number of temporary files in a batch.
 _MOST_FILES: Final = 512
@@ -43,9 +45,11 @@ class Batch:
                 with contextlib.suppress(OSError):
                     os.unlink(temporary)
 
-    def add(self, path: Path, data: bytes) -> None:
-        """Add a file that comes from another machine. Raises OSError."""
+    def add(self, path: Path, data: bytes, environment: Document | None) -> None:
+        """Add a record that comes from another machine, with its environment. Raises OSError."""
         make_folder(path.parent)
+        if environment is not None:
+            write_environment(path.parent, environment)
         temporary = write_beside(path, data, sync=False)
         earlier, self._waiting[path] = self._waiting.get(path), temporary
         if earlier is not None:
