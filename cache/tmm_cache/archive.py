@@ -30,7 +30,6 @@ from tmm_cache.files import (
     parse_stored,
     read_stored,
     record_bytes,
-    write_environment,
 )
 from tmm_cache.keys import DIGEST_DIGITS, JSON, SLUG
 from tmm_cache.layout import ENVIRONMENT, VERSION, VERSIONS, record_path
@@ -142,11 +141,9 @@ def read_archive(file: Path, root: Path, force: bool) -> Imported:
                     imported.kept += 1
                     continue
                 ranks[path] = rank
-                batch.add(path, record_bytes(record, imported=True, checked=True))
+                environment = environments.get(posixpath.dirname(member.name))
+                batch.add(path, record_bytes(record, imported=True, checked=True), environment)
                 imported.written += 1
-                environment = environments.pop(posixpath.dirname(member.name), None)
-                if environment is not None:
-                    write_environment(path.parent, environment)
     return imported
 
 

@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Final
 
 from tmm_cache.ages import mark_imported
-from tmm_cache.disk import make_folder, sync_folder, write_beside
+from tmm_cache.disk import closing, make_folder, sync_folder, write_beside
+from tmm_cache.files import write_environment
+from tmm_cache.keys import Document
 
 #: Maximum number of temporary files in a batch.
 _MOST_FILES: Final = 512
@@ -43,9 +45,11 @@ class Batch:
                 with contextlib.suppress(OSError):
                     os.unlink(temporary)
 
-    def add(self, path: Path, data: bytes) -> None:
-        """Add a file that comes from another machine. Raises OSError."""
+    def add(self, path: Path, data: bytes, environment: Document | None) -> None:
+        """Add a record that comes from another machine, with its environment. Raises OSError."""
         make_folder(path.parent)
+        if environment is not None:
+            write_environment(path.parent, environment)
         temporary = write_beside(path, data, sync=False)
         earlier, self._waiting[path] = self._waiting.get(path), temporary
         if earlier is not None:
@@ -73,15 +77,12 @@ def _sync(files: list[Path]) -> None:
     """Sync the files, which are all on one file system. Raises OSError."""
     syncfs = _syncfs()
     for path in files:
-        handle = os.open(path, os.O_RDONLY)
-        try:
+        with closing(os.open(path, os.O_RDONLY)) as handle:
             if syncfs is not None and syncfs(handle) == 0:
                 return
             # The kernel lacks it, or writing failed: `fsync` tells which.
             syncfs = None
             os.fsync(handle)
-        finally:
-            os.close(handle)
 
 
 def _syncfs() -> Callable[[int], int] | None:

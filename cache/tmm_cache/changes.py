@@ -22,7 +22,7 @@ from tmm_cache.console import (
     print_json,
 )
 from tmm_cache.errors import UsageError
-from tmm_cache.filters import from_options, moment_before, utc_now
+from tmm_cache.filters import from_options
 from tmm_cache.layout import require_own
 from tmm_cache.removal import Removal
 from tmm_cache.scan import summaries
@@ -31,14 +31,14 @@ from tmm_cache.store import CacheStore
 
 def clear(store: CacheStore, options: Namespace) -> int:
     """Remove the records that pass the filters, or everything."""
-    wanted = from_options(options, utc_now())
-    return _remove(store, options, removal.cleared(store.root, wanted, Noted().fault))
+    found = removal.cleared(store.root, from_options(options), Noted().fault)
+    return _remove(store, options, found)
 
 
 def prune(store: CacheStore, options: Namespace) -> int:
     """Remove what is outdated, damaged or left over."""
-    before = moment_before(utc_now(), options.older_than)
-    return _remove(store, options, removal.outdated(store.root, before, Noted().fault))
+    found = removal.outdated(store.root, options.before, Noted().fault)
+    return _remove(store, options, found)
 
 
 def export(store: CacheStore, options: Namespace) -> int:
@@ -48,7 +48,7 @@ def export(store: CacheStore, options: Namespace) -> int:
     """
     from tmm_cache.archive import write_archive
 
-    wanted = from_options(options, utc_now())
+    wanted = from_options(options)
     noted = Noted()
     found = summaries(store.root, noted.fault, full=True)
     entries = [entry for entry in found if wanted(entry)]

@@ -61,17 +61,17 @@ def _parser() -> Parser:
         epilog="The root is TMM_CACHE_DIR or the platform's cache folder; below it are the "
         "read-only layers that TMM_CACHE_PATH lists and those that packages ship.",
     )
-    _add_cache_dir(parser, default=None)
+    _add_cache_dir(parser)
     parser.flag("--version", text="print the version and exit")
-    parser.set_defaults(run=None)
+    parser.set_defaults(run=None, cache_dir=None)
     subparsers = parser.add_subparsers(metavar="command", parser_class=Parser)
 
-    def add(name: str, run: Command, text: str) -> Parser:
+    def add(name: str, run: Command, text: str, *more: Callable[[Parser], None]) -> Parser:
         command = subparsers.add_parser(
             name, help=text, description=text[0].upper() + text[1:] + "."
         )
-        # No default: it would override a --cache-dir given before the command.
-        _add_cache_dir(command, default=argparse.SUPPRESS)
+        for add_options in (_add_cache_dir, *more):
+            add_options(command)
         command.set_defaults(run=run)
         return command
 
@@ -86,28 +86,17 @@ def _parser() -> Parser:
     show.add_json()
     _add_filters(show)
 
-    clear = add("clear", changes.clear, "remove own records, all or those that pass the filters")
-    clear.add_json()
-    _add_removal(clear)
-    _add_filters(clear)
+    text = "remove own records, all or those that pass the filters"
+    add("clear", changes.clear, text, Parser.add_json, _add_removal, _add_filters)
+    add("dir", reports.directory, "print where own records lie", Parser.add_json)
+    text = "count records and winners per GPU and environment"
+    add("stats", reports.stats, text, Parser.add_json)
+    add("verify", reports.verify, "read every file and print each fault", Parser.add_json)
 
-    directory = add("dir", reports.directory, "print where own records lie")
-    directory.add_json()
-
-    stats = add("stats", reports.stats, "count records and winners per GPU and environment")
-    stats.add_json()
-
-    verify = add("verify", reports.verify, "read every file and print each fault")
-    verify.add_json()
-
-    prune = add(
-        "prune",
-        changes.prune,
-        "remove damaged and left-over files, and records of all environments but a GPU's newest",
-    )
-    prune.add_json()
-    _add_removal(prune)
-    _add_age(prune, "--older-than", "instead of old environments, remove records older than this")
+    text = "remove damaged and left-over files, and records of all environments but a GPU's newest"
+    prune = add("prune", changes.prune, text, Parser.add_json, _add_removal)
+    text = "instead of old environments, remove records older than this"
+    _add_age(prune, "--older-than", "before", text)
 
     export = add("export", changes.export, "write own records to an archive")
     export.add_argument("file", type=Path, metavar="FILE.tar.gz")
@@ -147,11 +136,11 @@ def _parser() -> Parser:
     return parser
 
 
-def _add_cache_dir(parser: Parser, default: str | None) -> None:
+def _add_cache_dir(parser: Parser) -> None:
     parser.add_argument(
         "--cache-dir",
         type=argument(_folder),
-        default=default,
+        default=argparse.SUPPRESS,  # or a command's default would override one given before it
         metavar="DIR",
         help="the root to use instead of TMM_CACHE_DIR",
     )
@@ -174,14 +163,13 @@ def _add_filters(parser: Parser) -> None:
         metavar="MxNxK",
         help="the sizes, each a number or *",
     )
-    _add_age(group, "--older-than", "made longer ago than this")
-    _add_age(group, "--newer-than", "made since this long ago")
+    _add_age(group, "--older-than", "before", "made longer ago than this")
+    _add_age(group, "--newer-than", "after", "made since this long ago")
 
 
-def _add_age(parser: argparse._ActionsContainer, name: str, text: str) -> None:
-    parser.add_argument(
-        name, type=argument(filters.parse_age), metavar="AGE", help=f"{text}: 90m, 12h, 30d, 2w"
-    )
+def _add_age(parser: argparse._ActionsContainer, name: str, dest: str, text: str) -> None:
+    text += ": 90m, 12h, 30d, 2w"
+    parser.add_argument(name, dest=dest, type=argument(filters.parse_ago), metavar="AGE", help=text)
 
 
 def _folder(text: str) -> Path:

@@ -15,7 +15,7 @@ from tmm_cache.batch import Batch
 from tmm_cache.console import DONE, FOUND, Noted, counted, note, print_json
 from tmm_cache.errors import RecordError
 from tmm_cache.evidence import microseconds
-from tmm_cache.files import Fault, Stored, read_stored, record_bytes, write_environment
+from tmm_cache.files import Fault, Stored, read_stored, record_bytes
 from tmm_cache.filters import Filter
 from tmm_cache.layout import record_path, require_own
 from tmm_cache.lock import LockFile, write_lock
@@ -112,13 +112,11 @@ def merge(store: CacheStore, options: Namespace) -> int:
                 except RecordError as error:  # valid each, too many merged
                     note(f"left out {path.name}: {error}")
                     continue
-                batch.add(path, data)
+                batch.add(path, data, summary.environment)
                 if record is stored.record:
                     added += 1
                 else:
                     changed += 1
-                if summary.environment is not None:
-                    write_environment(path.parent, summary.environment)
     note(
         f"{counted(added, 'record')} added to {store.root}, {changed} changed, "
         f"{kept} kept as they were"

@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import stat
+from collections.abc import Iterator
 from pathlib import Path
 
 from tmm_cache.layout import ENVIRONMENT, temporary_name
@@ -48,6 +49,15 @@ def opened(path: Path, flags: int) -> int:
     return handle
 
 
+@contextlib.contextmanager
+def closing(handle: int) -> Iterator[int]:
+    """A context that closes a descriptor."""
+    try:
+        yield handle
+    finally:
+        os.close(handle)
+
+
 def require_regular(status: os.stat_result) -> None:
     """Raises NotRegularError for the status of anything but a regular file."""
     if not stat.S_ISREG(status.st_mode):
@@ -63,13 +73,10 @@ def append_line(path: Path, line: bytes, most: int) -> bool:
 
     The newline comes first, so that a torn line left by a killed process can't swallow this one.
     """
-    handle = open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)
-    try:
+    with closing(open_regular(path, os.O_WRONLY | os.O_APPEND | os.O_CREAT)) as handle:
         if os.fstat(handle).st_size + 1 + len(line) > most:
             return False
         os.write(handle, b"\n" + line)
-    finally:
-        os.close(handle)
     return True
 
 
@@ -124,15 +131,12 @@ def write_beside(path: Path, data: bytes, mode: int = FILE_MODE, *, sync: bool) 
     """Write a temporary file that may replace `path`. Raises OSError and then leaves none."""
     temporary = path.with_name(temporary_name(path.name))
     try:
-        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
-        try:
+        with closing(os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)) as handle:
             rest = memoryview(data)
             while rest:
                 rest = rest[os.write(handle, rest) :]
             if sync:
                 os.fsync(handle)
-        finally:
-            os.close(handle)
     except BaseException:
         with contextlib.suppress(OSError):
             os.unlink(temporary)
@@ -144,12 +148,8 @@ def sync_folder(folder: Path) -> None:
     """Make renames in a folder durable, if the file system can."""
     # The file is already in place. Some network file systems can't sync a folder, which only costs
     # durability across a power cut.
-    with contextlib.suppress(OSError):
-        handle = os.open(folder, os.O_RDONLY)
-        try:
-            os.fsync(handle)
-        finally:
-            os.close(handle)
+    with contextlib.suppress(OSError), closing(os.open(folder, os.O_RDONLY)) as handle:
+        os.fsync(handle)
 
 
 def remove_if_empty(folder: Path, root: Path) -> None:

@@ -16,6 +16,7 @@ from typing import NoReturn, TypeAlias
 
 from tmm_cache.disk import (
     NotRegularError,
+    closing,
     make_folder,
     opened,
     read_all,
@@ -153,11 +154,8 @@ def read_bytes(path: Path, most: int = MAX_BYTES) -> bytes | Fault | None:
         return Fault(path.parent, f"cannot be read: {error}", damaged=False, place=True)
     try:
         require_regular(status)
-        handle = opened(path, os.O_RDONLY)
-        try:
+        with closing(opened(path, os.O_RDONLY)) as handle:
             data = read_all(handle, most)
-        finally:
-            os.close(handle)
     except FileNotFoundError:
         return None
     except NotRegularError as error:

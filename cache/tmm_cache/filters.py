@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import re
 from argparse import Namespace
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from datetime import datetime, timedelta, timezone
 from fnmatch import fnmatchcase
 from typing import TypeAlias
@@ -50,12 +50,10 @@ def parse_age(text: str) -> timedelta:
     raise ValueError(f"found {text!r}, accepted is a number and a unit of s m h d w, like 30d")
 
 
-def moment_before(now: datetime, age: timedelta | None) -> datetime | None:
-    """The time that long ago, clamped to the beginning of the calendar."""
-    if age is None:
-        return None
+def parse_ago(text: str) -> datetime:
+    """The time `30d` ago, clamped to the beginning of the calendar. Raises ValueError."""
     try:
-        return now - age
+        return datetime.now(timezone.utc) - parse_age(text)
     except OverflowError:
         return datetime.min.replace(tzinfo=timezone.utc)
 
@@ -94,22 +92,9 @@ class Filter:
         )
 
 
-def utc_now() -> datetime:
-    """The time that ages are relative to."""
-    return datetime.now(timezone.utc)
-
-
-def from_options(options: Namespace, now: datetime) -> Filter:
-    """The filter for the command line's options."""
-    return Filter(
-        gpu=options.gpu,
-        kernel=options.kernel,
-        dtype=options.dtype,
-        shape=options.shape,
-        epilogue=options.epilogue,
-        before=moment_before(now, options.older_than),
-        after=moment_before(now, options.newer_than),
-    )
+def from_options(options: Namespace) -> Filter:
+    """The filter for the command line's options, which are called like its fields."""
+    return Filter(**{each.name: getattr(options, each.name) for each in fields(Filter)})
 
 
 def _matches(text: str, pattern: str | None) -> bool:

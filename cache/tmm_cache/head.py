@@ -15,7 +15,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, Final, NamedTuple
 
-from tmm_cache.disk import opened
+from tmm_cache.disk import closing, opened
 from tmm_cache.fields import SIZES, is_size
 from tmm_cache.keys import Document
 from tmm_cache.record import SCHEMA, TuningRecord, utc_time
@@ -81,11 +81,8 @@ def blas_us(record: TuningRecord) -> float | None:
 def read_head(path: Path) -> Head | None:
     """The head of a file; None if it has no usable one."""
     try:
-        handle = opened(path, os.O_RDONLY)
-        try:
+        with closing(opened(path, os.O_RDONLY)) as handle:
             data = os.read(handle, HEAD_BYTES)
-        finally:
-            os.close(handle)
     except OSError:
         return None
     end = data.find(_REST)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Final
 
@@ -53,13 +53,6 @@ def write_lock(file: Path, found: Iterable[tuple[Summary, TuningRecord]]) -> int
     return len(locked)
 
 
-@dataclass(frozen=True, slots=True)
-class _Item:
-    environment: Document
-    problem: Document
-    document: Any
-
-
 class LockFile:
     """The records of a lock file. Raises LockError for any other file."""
 
@@ -75,35 +68,34 @@ class LockFile:
 
     def keys(self) -> Iterator[tuple[str, Document, Document]]:
         """GPU, environment and problem of every record."""
-        for (gpu, _, _), item in self._items.items():
-            yield gpu, item.environment, item.problem
+        for (gpu, _, _), (environment, document) in self._items.items():
+            yield gpu, environment, document["problem"]
 
     def summaries(self, report: Report) -> Iterator[Summary]:
         """A summary of every valid record, at a path inside the file."""
-        for key, item in self._items.items():
-            gpu, environment, name = key
-            path = self.path / gpu / environment / f"{name}.json"
+        for key, (environment, _) in self._items.items():
+            gpu, folder, name = key
+            path = self.path / gpu / folder / f"{name}.json"
             record = self.record(key)
             if isinstance(record, Fault):
                 report(replace(record, path=path))
             elif record is not None:
-                yield Summary(
-                    path, self.path, gpu, environment, item.environment, Head.of(record), record
-                )
+                yield Summary(path, self.path, gpu, folder, environment, Head.of(record), record)
 
     def record(self, key: Key) -> TuningRecord | Fault | None:
         """The record of a problem, checked; None if none is locked."""
-        item = self._items.get(key)
-        if item is None:
+        if key not in self._items:
             return None
         try:
-            record = TuningRecord.from_json(item.document)
+            record = TuningRecord.from_json(self._items[key][1])
         except RecordError as error:
             return Fault(self.path, f"holds no valid record of {key[2]}: {error}", damaged=True)
         return None if record.is_hint else record
 
 
-def _items(data: bytes) -> Iterator[tuple[Key, _Item]]:
+def _items(data: bytes) -> Iterator[tuple[Key, tuple[Document, dict[str, Any]]]]:
+    """Each record's key, with its environment and its document, of which the problem is checked to
+    be an object."""
     document = parse(data)
     if not isinstance(document, dict) or document.get("lock") != LOCK_SCHEMA:
         raise ValueError(f"its field 'lock' is not {LOCK_SCHEMA}")
@@ -116,10 +108,8 @@ def _items(data: bytes) -> Iterator[tuple[Key, _Item]]:
         if not isinstance(item, dict):
             raise ValueError(f"records[{place}] is not an object")
         gpu, environment, record = item.get("gpu"), item.get("environment"), item.get("record")
-        problem = record.get("problem") if isinstance(record, dict) else None
         if not (isinstance(gpu, str) and is_slug(gpu) and isinstance(environment, dict)):
             raise ValueError(f"records[{place}] lacks GPU and environment")
-        if not isinstance(problem, dict):
+        if not (isinstance(record, dict) and isinstance(record.get("problem"), dict)):
             raise ValueError(f"records[{place}] lacks a problem")
-        key = gpu, digest(environment), digest(problem)
-        yield key, _Item(environment, problem, record)
+        yield (gpu, digest(environment), digest(record["problem"])), (environment, record)

@@ -77,7 +77,7 @@ def read_misses(folder: Path, report: Report) -> list[tuple[Document, int]]:
             report(data)
         return []
     counts: Counter[str] = Counter()
-    faults: list[Fault] = []
+    fault: Fault | None = None
     lines = data.split(b"\n")
     for number, line in enumerate(lines, start=1):
         if not line.strip():
@@ -86,7 +86,7 @@ def read_misses(folder: Path, report: Report) -> list[tuple[Document, int]]:
             counts[canonical({**json.loads(line)["problem"]})] += 1
         except (KeyError, TypeError, ValueError, RecursionError):
             if number < len(lines):
-                faults.append(Fault(path, f"line {number} is not a miss", damaged=False))
-    for fault in faults[:1]:
+                fault = fault or Fault(path, f"line {number} is not a miss", damaged=False)
+    if fault is not None:
         report(fault)
     return [(json.loads(text), count) for text, count in counts.items()]

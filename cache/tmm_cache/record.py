@@ -11,8 +11,7 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import MISSING, dataclass, field, replace
-from dataclasses import fields as fields_of
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any, Final, Literal, TypeAlias, get_args
 
@@ -38,16 +37,6 @@ _STATUSES: tuple[Status, ...] = get_args(Status)
 _UTC_TIME = re.compile(
     r"[0-9]{4}-[0-9]{2}-[0-9]{2}T[0-9]{2}:[0-9]{2}:[0-9]{2}(\.[0-9]{3}|\.[0-9]{6})?(Z|\+00:00)"
 )
-
-
-def _defaults(cls: type) -> dict[str, Any]:
-    """The fields with a default. A document omits fields equal to their default, so that adding
-    such a field does not change older documents."""
-    return {
-        each.name: each.default if each.default_factory is MISSING else each.default_factory()
-        for each in fields_of(cls)
-        if each.default is not MISSING or each.default_factory is not MISSING
-    }
 
 
 def _plain(mapping: Document, field: str) -> dict[str, JSON]:
@@ -111,8 +100,9 @@ class CandidateResult:
         return replace(self, samples_us=three if raced else (self.median_us,))
 
     def to_json(self) -> dict[str, JSON]:
-        """The JSON object of this candidate, without fields equal to their default. Raises
-        RecordError if the config is not JSON."""
+        """The JSON object of this candidate, without fields equal to their default, so that adding
+        such a field does not change older documents. Raises RecordError if the config is not
+        JSON."""
         values: dict[str, Any] = {name: getattr(self, name) for name in _CANDIDATE}
         values["config"] = _plain(self.config, "config")
         values["samples_us"] = list(self.samples_us)
@@ -120,13 +110,13 @@ class CandidateResult:
         return {
             name: value
             for name, value in values.items()
-            if name not in _CANDIDATE_DEFAULTS or getattr(self, name) != _CANDIDATE_DEFAULTS[name]
+            if name not in _OPTIONAL or getattr(self, name) != getattr(_BARE, name)
         }
 
     @classmethod
     def from_json(cls, document: object) -> CandidateResult:
         """Parse a candidate. Raises RecordError."""
-        return cls(**fields.fields(document, _CANDIDATE, _CANDIDATE_DEFAULTS))
+        return cls(**fields.fields(document, _CANDIDATE, _OPTIONAL))
 
 
 _CANDIDATE: Final = {
@@ -144,7 +134,9 @@ _CANDIDATE: Final = {
     "inside_us": fields.times_by_size,
     "steady_us": fields.optional(fields.measure),
 }
-_CANDIDATE_DEFAULTS = _defaults(CandidateResult)
+#: A candidate of the required fields only, and the names of the others.
+_BARE: Final = CandidateResult(kernel="", version="", config={}, status="ok")
+_OPTIONAL: Final = _CANDIDATE.keys() - {"kernel", "version", "config", "status"}
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,7 +16,7 @@ from tmm_cache import evidence, facets
 from tmm_cache.console import DONE, FOUND, Noted, counted, note, print_json
 from tmm_cache.errors import UsageError
 from tmm_cache.files import Fault, read_environment, read_record
-from tmm_cache.filters import from_options, utc_now
+from tmm_cache.filters import from_options
 from tmm_cache.head import Best
 from tmm_cache.keys import DIGEST_DIGITS, JSON
 from tmm_cache.misses import read_misses
@@ -29,8 +29,7 @@ from tmm_cache.upkeep import leftovers
 def show(store: CacheStore, options: Namespace) -> int:
     """List the user's own records, with `--all` also those of the layers, or print the records of
     one digest in full, from any layer."""
-    now = utc_now()
-    wanted = from_options(options, now)
+    wanted = from_options(options)
     prefix: str | None = options.record
     if prefix is not None and not re.fullmatch(f"[0-9a-f]{{1,{DIGEST_DIGITS}}}", prefix):
         raise UsageError(
@@ -57,10 +56,10 @@ def show(store: CacheStore, options: Namespace) -> int:
 
     layers = _layer_names(store)
     if prefix is None:
-        tables.print_summaries(found, layers, now, each=options.each)
+        tables.print_summaries(found, layers, each=options.each)
     else:
         for summary, record in _loaded(found):
-            tables.print_record(summary, record, layers[summary.root], now)
+            tables.print_record(summary, record, layers[summary.root])
     return DONE
 
 

@@ -20,7 +20,7 @@ from tmm_cache.files import Fault, read_stored, record_bytes, write_record
 from tmm_cache.head import Head
 from tmm_cache.keys import Document, canonical, digest
 from tmm_cache.layout import LOCK_SUFFIX, MISSES, layer_paths, record_path
-from tmm_cache.locks import Lock
+from tmm_cache.locks import acquire, release
 from tmm_cache.misses import Miss, folders_of_logs, log_miss, logged_misses
 from tmm_cache.notes import Notes
 from tmm_cache.places import absolute, default_root, is_nowhere, lock_path, real
@@ -229,23 +229,23 @@ class CacheStore:
             yield True
             return
         path = self.path(gpu, environment, problem)
-        lock = Lock(path.with_name(path.name + LOCK_SUFFIX))
-        held, fault = True, None
+        path = path.with_name(path.name + LOCK_SUFFIX)
+        handle, fault = None, None
         try:
             make_folder(path.parent)
-            held = lock.acquire(timeout)
+            handle = acquire(path, timeout)
         except OSError as error:
             fault = error
         try:
-            yield held
+            yield handle is not None or fault is not None
         finally:
-            with contextlib.suppress(OSError):  # the descriptor is closed anyway
-                lock.release()
+            if handle is not None:
+                with contextlib.suppress(OSError):  # the descriptor is closed anyway
+                    release(handle)
             if fault is not None:
                 # Only now: a save under the lock reports more precisely what became of the record.
-                self._complaints.beside(
-                    lock.path, fault, "locked", "two processes may tune the same problem"
-                )
+                told = "two processes may tune the same problem"
+                self._complaints.beside(path, fault, "locked", told)
 
     def log_miss(self, gpu: str, environment: Document, problem: Document) -> None:
         """Log a problem met where tuning is forbidden, once per store. Never raises OSError."""

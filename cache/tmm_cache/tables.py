@@ -6,7 +6,6 @@ No line is longer than the terminal, or than 100 columns elsewhere; `--json` lea
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from datetime import datetime
 from itertools import groupby
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -37,9 +36,7 @@ _COLUMNS = ("", "M", "epilogue", "kernel", "config", *_NUMBERS, "record")
 _OPTIONAL = ("config", "blas µs", "age")
 
 
-def print_summaries(
-    found: Sequence[Summary], layers: Mapping[Path, str], now: datetime, *, each: bool
-) -> None:
+def print_summaries(found: Sequence[Summary], layers: Mapping[Path, str], *, each: bool) -> None:
     """Print one table per layer, GPU, environment and clock, with a heading for each weight and
     dtype, and a row for each range of M that one kernel won, or for each record."""
 
@@ -53,10 +50,10 @@ def print_summaries(
             of_weight = list(group)
             rows.append(_heading(of_weight))
             if each:
-                rows += [_row([one], now) for one in of_weight]
+                rows += [_row([one]) for one in of_weight]
             else:
                 runs = groupby(of_weight, key=lambda one: (one.expression, one.kernel))
-                rows += [_row(list(run), now) for _, run in runs]
+                rows += [_row(list(run)) for _, run in runs]
         one = of_place[0].summary
         clock = "" if one.clock == CLOCK else f", clock {facets.printable(one.clock)}"
         title = f"{counted(len(of_place), 'record')}, {layers[one.root]}{clock}"
@@ -103,7 +100,7 @@ def _heading(members: Sequence[_Keyed]) -> str:
     )
 
 
-def _row(members: Sequence[_Keyed], now: datetime) -> tuple[str, ...]:
+def _row(members: Sequence[_Keyed]) -> tuple[str, ...]:
     best = [one.summary.head.best for one in members]
     alone = len(members) == 1
     return (
@@ -115,7 +112,7 @@ def _row(members: Sequence[_Keyed], now: datetime) -> tuple[str, ...]:
         _range([one.us for one in best], evidence.microseconds),
         _range([one.blas_us for one in best], evidence.microseconds),
         _range([one.speedup for one in best], times),
-        facets.age(max(one.summary.head.created_at for one in members), now),
+        facets.age(max(one.summary.head.created_at for one in members)),
         members[0].digest[:8] if alone else f"{len(members)} of them",
     )
 
@@ -129,7 +126,7 @@ def _range(values: Sequence[Any], text: Callable[[Any], str]) -> str:
     return least if least == most else f"{least}…{most}"
 
 
-def print_record(summary: Summary, record: TuningRecord, layer: str, now: datetime) -> None:
+def print_record(summary: Summary, record: TuningRecord, layer: str) -> None:
     """One record with every candidate."""
     lines: list[tuple[str, str]] = [
         ("record", summary.digest),
@@ -140,7 +137,7 @@ def print_record(summary: Summary, record: TuningRecord, layer: str, now: dateti
         *_indented(summary.environment or {}),
         ("problem", facets.shape(record.problem)),
         *_indented(record.problem),
-        ("created", f"{record.created} ({facets.age(record.created_at, now)} ago)"),
+        ("created", f"{record.created} ({facets.age(record.created_at)} ago)"),
         ("clock", facets.printable(record.clock)),
         ("tuning", f"{record.tuning_seconds:.1f} s"),
         ("speedup", f"{times(Best.of(record).speedup)} over blas"),

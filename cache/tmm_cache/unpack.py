@@ -72,19 +72,19 @@ def members(file: Path, raw: IO[bytes]) -> Iterator[Member]:
     that is a link or a device, or whose path escapes the target folder.
     """
     try:
-        limited = _Limited(file, _unpacked(raw))
-        with tarfile.open(fileobj=limited, mode="r|", tarinfo=_counting(file)) as archive:
+        limited = _Limited(_unpacked(raw))
+        with tarfile.open(fileobj=limited, mode="r|", tarinfo=_counting()) as archive:
             while (member := archive.next()) is not None:
                 archive.members = []  # type: ignore[attr-defined]  # a kilobyte per member
-                _refuse_unsafe(file, member)
+                _refuse_unsafe(member)
                 if member.isreg():
                     name = posixpath.normpath(member.name)
                     yield Member(name, member.size, archive.extractfile(member))
         # tarfile stops at the last member and would not notice a truncated checksum.
         while limited.read(_CHUNK):
             pass
-    except ArchiveError:
-        raise
+    except ArchiveError as error:
+        raise ArchiveError(f"{file}: {error}") from None
     except Exception as error:
         # tarfile and the decompressors raise various exceptions for malformed input: OSError,
         # EOFError, zlib.error, LZMAError, ValueError, RecursionError, OverflowError.
@@ -94,8 +94,7 @@ def members(file: Path, raw: IO[bytes]) -> Iterator[Member]:
 class _Limited(io.RawIOBase):
     """The unpacked bytes, up to a limit."""
 
-    def __init__(self, file: Path, source: _Readable) -> None:
-        self._file = file
+    def __init__(self, source: _Readable) -> None:
         self._source = source
         self._left = MAX_UNPACKED
 
@@ -103,7 +102,7 @@ class _Limited(io.RawIOBase):
         data = self._source.read(_CHUNK if size < 0 else min(size, _CHUNK))
         self._left -= len(data)
         if self._left < 0:
-            raise ArchiveError(f"{self._file}: unpacks to more than {MAX_UNPACKED} bytes")
+            raise ArchiveError(f"unpacks to more than {MAX_UNPACKED} bytes")
         return data
 
 
@@ -134,7 +133,7 @@ def _unpacked(raw: IO[bytes]) -> _Readable:
     return _Xz(raw) if magic == b"\xfd7zXZ\0" else raw
 
 
-def _counting(file: Path) -> type[tarfile.TarInfo]:
+def _counting() -> type[tarfile.TarInfo]:
     """A header class that checks count and size before tarfile reads that far."""
     count = extended = 0
 
@@ -145,22 +144,22 @@ def _counting(file: Path) -> type[tarfile.TarInfo]:
             header = super().frombuf(*arguments)
             count += 1
             if count > MOST_MEMBERS:
-                raise ArchiveError(f"{file}: has more than {MOST_MEMBERS} members")
+                raise ArchiveError(f"has more than {MOST_MEMBERS} members")
             if header.type in _EXTENSIONS:
                 extended += header.size
                 if header.size > MAX_HEADER or extended > MAX_HEADERS:
-                    raise ArchiveError(f"{file}: has a header of {header.size} bytes")
+                    raise ArchiveError(f"has a header of {header.size} bytes")
             # tarfile would seek past the end of the file for hours.
             if not 0 <= header.size <= MAX_UNPACKED:
-                raise ArchiveError(f"{file}: has a member of {header.size} bytes")
+                raise ArchiveError(f"has a member of {header.size} bytes")
             return header
 
     return Header
 
 
-def _refuse_unsafe(file: Path, member: tarfile.TarInfo) -> None:
+def _refuse_unsafe(member: tarfile.TarInfo) -> None:
     parts = member.name.split("/")
     if member.name.startswith("/") or ".." in parts or "\\" in member.name or "\0" in member.name:
-        raise ArchiveError(f"{file}: member {member.name!r} leads out of the cache")
+        raise ArchiveError(f"member {member.name!r} leads out of the cache")
     if not (member.isreg() or member.isdir()) or member.issparse():
-        raise ArchiveError(f"{file}: member {member.name!r} is neither a file nor a folder")
+        raise ArchiveError(f"member {member.name!r} is neither a file nor a folder")

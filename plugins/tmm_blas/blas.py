@@ -275,17 +275,8 @@ def _bind_outputs(problem: Problem) -> Launcher:
     epilogue = problem.epilogue
     bare: Any = Blas().bind(replace(problem, epilogue=epilogue.bare), BlasConfig())
 
-    def run(
-        a: Tensor,
-        b: Tensor,
-        bias: Tensor | None,
-        residual: Tensor | None,
-        alpha: float,
-        out: Tensor | None,
-        outputs: tuple[Tensor, ...] = (),
-        **scales: Tensor,
-    ) -> Tensor:
-        y: Tensor = bare(a, b, bias, residual, alpha, out, **scales)
+    def run(*given: Any, outputs: tuple[Tensor, ...] = (), **scales: Any) -> Tensor:
+        y: Tensor = bare(*given, **scales)
         for output, value in zip(outputs, epilogue.beside(y), strict=True):
             output.copy_(value)
         return y
@@ -325,22 +316,13 @@ def _takes_fp8(problem: Problem) -> bool:
 
 
 def _bind_dequantized(problem: Problem, dequantize: Callable[[Tensor], Tensor]) -> Launcher:
-    mm = torch.mm if problem.batch == 1 else torch.bmm
+    mm, names = torch.mm if problem.batch == 1 else torch.bmm, problem.scales
 
-    def run(
-        a: Tensor,
-        b: Tensor,
-        bias: Tensor | None,
-        residual: Tensor | None,
-        alpha: float,
-        out: Tensor | None,
-        scale_a: Tensor | None = None,
-        scale_b: Tensor | None = None,
-    ) -> Tensor:
+    def run(a: Tensor, b: Tensor, *rest: Any, **scales: Any) -> Tensor:
         z = _wide(dequantize(a), dequantize(b), torch.float32, mm)
-        for scale in (scale_a, scale_b):
-            z = z if scale is None else z * scale
-        return finish(problem, z, bias, residual, alpha, out)
+        for name in names:
+            z = z * scales[name]
+        return finish(problem, z, *rest)
 
     return run
 

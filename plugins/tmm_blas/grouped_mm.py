@@ -190,21 +190,17 @@ def _beyond(problem: Problem, offs: Tensor) -> Tensor:
 def _product(problem: Problem) -> Any:
     """A function from ``(a, b, offs)`` to the product: torch's operator or, on a CPU, a loop over
     groups."""
-    if (form := problem.format) is not None:
-        dequantize, wide = form.dequantize, torch.promote_types(torch.float32, problem.out.dtype)
-        return lambda a, b, offs: _by_groups(
-            dequantize(a).to(wide), dequantize(b).to(wide), offs, problem
-        )
-    same = problem.out.dtype == problem.a.dtype
+    form, same = problem.format, problem.out.dtype == problem.a.dtype
     aligned = problem.a.aligned and problem.b.aligned
     whole = 0 not in (problem.m, problem.n, problem.k)
-    if problem.device.type != "cpu" or (
-        same and aligned and whole and problem.a.dtype in _ON_CPU and hasattr(F, "grouped_mm")
-    ):
+    on_cpu = same and aligned and whole and problem.a.dtype in _ON_CPU and hasattr(F, "grouped_mm")
+    if form is None and (problem.device.type != "cpu" or on_cpu):
         return _by_torch
-    wide = torch.promote_types(problem.a.dtype, problem.out.dtype)
+    wide = torch.promote_types(torch.float32 if form else problem.a.dtype, problem.out.dtype)
 
     def loop(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
+        if form is not None:
+            a, b = form.dequantize(a), form.dequantize(b)
         return _by_groups(a.to(wide), b.to(wide), offs, problem)
 
     return loop

@@ -83,11 +83,11 @@ class Gathered(Built[WarpSpecializedConfig]):
     def estimate_us(self, problem: Problem, config: WarpSpecializedConfig) -> float:
         product = self.inner.estimate_us(gathered(problem), config)
         # Read once, written once.
-        moved = 2 * _elements(problem) * problem.a.dtype.itemsize
+        moved = 2 * problem.m * problem.k * problem.a.dtype.itemsize
         return product + _LAUNCH_US + moved / Machine.of(problem.device).memory
 
     def workspace_bytes(self, problem: Problem, config: WarpSpecializedConfig) -> int:
-        own = _elements(problem) * problem.a.dtype.itemsize
+        own = problem.m * problem.k * problem.a.dtype.itemsize
         return own + self.inner.workspace_bytes(gathered(problem), config)
 
     def builds(self, problem: Problem, config: WarpSpecializedConfig) -> list[Build]:
@@ -101,23 +101,13 @@ class Gathered(Built[WarpSpecializedConfig]):
         launch = build.launch(problem.device.type).call
         m, k, count = problem.m, problem.k, groups.count
         grid = -(-m // build.constants["ROWS"]), -(-k // build.constants["COLS"]), 1
-        rest = [name for name in groups.given if name not in ("offs", "a_index")]
 
-        def run(
-            a: torch.Tensor,
-            b: torch.Tensor,
-            bias: torch.Tensor | None,
-            residual: torch.Tensor | None,
-            alpha: float,
-            out: torch.Tensor | None = None,
-            **extras: torch.Tensor,
-        ) -> torch.Tensor:
-            offs, index = extras["offs"], extras["a_index"]
+        def run(a: torch.Tensor, *rest: Any, **extras: Any) -> torch.Tensor:
+            index = extras.pop("a_index")
             # torch reuses its memory in stream order, and for a graph takes it from its pool.
             copy = a.new_empty(m, k)
-            launch(*grid, a, index, offs, copy, m, k, count, a.stride(0))
-            given = {name: extras[name] for name in rest}
-            result: torch.Tensor = product(copy, b, bias, residual, alpha, out, offs=offs, **given)
+            launch(*grid, a, index, extras["offs"], copy, m, k, count, a.stride(0))
+            result: torch.Tensor = product(copy, *rest, **extras)
             return result
 
         return run
@@ -126,12 +116,8 @@ class Gathered(Built[WarpSpecializedConfig]):
 def gathered(problem: Problem) -> Problem:
     """The problem of the copy."""
     assert problem.groups is not None
-    copy = Operand(problem.a.dtype, "row", True, _elements(problem) > _INT32_MAX)
+    copy = Operand(problem.a.dtype, "row", True, problem.m * problem.k > _INT32_MAX)
     return replace(problem, a=copy, groups=replace(problem.groups, a_index=None))
-
-
-def _elements(problem: Problem) -> int:
-    return problem.m * problem.k
 
 
 def _copy(problem: Problem) -> Build:

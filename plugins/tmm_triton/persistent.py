@@ -258,11 +258,9 @@ class Persistent(TritonKernel[PersistentConfig]):
         return whole * (1 + _PART * (config.PARTS - 1)) + _DESCRIBED_US
 
     def builds(self, problem: Problem, config: PersistentConfig) -> list[Build]:
-        m, n, k = problem.m, problem.n, problem.k
-        width = 2 * n if problem.gated else n
         own: Typed = {
-            "a_desc": _described(problem, "a", (m, k), (config.BLOCK_M, config.BLOCK_K)),
-            "b_desc": _described(problem, "b", (k, width), (config.BLOCK_K, config.BLOCK_N)),
+            "a_desc": _described(problem, "a", (config.BLOCK_M, config.BLOCK_K)),
+            "b_desc": _described(problem, "b", (config.BLOCK_K, config.BLOCK_N)),
         }
         constants: dict[str, Any] = {
             "GATED": problem.gated,
@@ -272,7 +270,7 @@ class Persistent(TritonKernel[PersistentConfig]):
         }
         if _storable(problem):
             part = config.BLOCK_M, config.BLOCK_N // config.SUBTILE
-            own["out_desc"] = _described(problem, "out", (m, n), part)
+            own["out_desc"] = _described(problem, "out", part)
             constants |= dict.fromkeys(("out_ptr", "stride_oz", "stride_om", "stride_on"))
         if problem.batch > 1:
             own |= {"a_step": ("i64", ("a", 0)), "b_step": ("i64", ("b", 0))}
@@ -309,14 +307,12 @@ def _next_tile_waits(problem: Problem, config: PersistentConfig) -> bool:
     return not problem.gated and _programs(problem, config) < count
 
 
-def _described(
-    problem: Problem, name: str, extent: tuple[int, int], tile: tuple[int, int]
-) -> tuple[str, Described]:
-    """The type and the value of the descriptor of an operand of that ``extent`` (with a batch
-    dimension in front if there is more than one) in tiles of ``tile``, the contiguous dimension
-    last."""
+def _described(problem: Problem, name: str, tile: tuple[int, int]) -> tuple[str, Described]:
+    """The type and the value of the descriptor of an operand (with a batch dimension in front if
+    there is more than one) in tiles of ``tile``, the contiguous dimension last."""
     operand, batch = getattr(problem, name), problem.batch
     row_major = operand.layout == "row"
+    extent = getattr(problem, f"{name}_shape")[-2:]
     outer, inner = extent if row_major else extent[::-1]
     block = [*([1] if batch > 1 else []), *(tile if row_major else tile[::-1])]
     leading_dim = -2 if row_major else -1

@@ -362,20 +362,19 @@ def grid(problem: Problem, config: TileConfig) -> tuple[int, int, int]:
     return high * wide, groups.count, 1
 
 
+#: The layouts of the operands whose groups start inside rows of memory.
+_INSIDE = {"m": {"a": "col"}, "n": {"b": "row"}, "k": {"a": "row", "b": "col"}}
+
+
 def loosened(problem: Problem) -> Problem:
     """The problem with operands unaligned whose groups start inside rows of memory: their loads
     are like those of unaligned rows."""
     if problem.groups is None:
         return problem
-    along = problem.groups.ragged
-    inside = {
-        "a": problem.a.layout == {"m": "col", "k": "row", "n": None}[along],
-        "b": problem.b.layout == {"n": "row", "k": "col", "m": None}[along],
-    }
     loose = {
-        name: replace(getattr(problem, name), aligned=False)
-        for name, is_in in inside.items()
-        if is_in
+        name: replace(operand, aligned=False)
+        for name, layout in _INSIDE[problem.groups.ragged].items()
+        if (operand := getattr(problem, name)).layout == layout
     }
     return replace(problem, **loose)
 

@@ -21,9 +21,6 @@ row E is the first outside.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from types import MappingProxyType
-
 from triton.experimental.gluon import jit
 from triton.experimental.gluon import language as gl
 
@@ -36,17 +33,7 @@ MOST_ROWS = 2**30
 _UNLIMITED = 2**31 - 2**16
 
 #: How each matrix is described: alone, as one of a stack, or clipped where groups end.
-Kinds = Mapping[str, str]
-_PLAIN: Kinds = MappingProxyType(dict.fromkeys(("a", "b", "out", "residual"), "matrix"))
-_BATCH: Kinds = MappingProxyType(dict.fromkeys(_PLAIN, "stack"))
-#: Rows of a are independent, so that those of the next group in a box do no harm: they make rows
-#: that are not stored.
-_ROWS: Kinds = MappingProxyType(
-    {"a": "matrix", "b": "stack", "out": "clipped", "residual": "clipped"}
-)
-_SUMS: Kinds = MappingProxyType(
-    {"a": "clipped", "b": "clipped", "out": "stack", "residual": "stack"}
-)
+Kinds = dict[str, str]
 
 #: The barrier of all threads of a partition; Triton 3.7 renamed it.
 barrier = getattr(gl, "barrier", None) or gl.thread_barrier
@@ -55,8 +42,14 @@ barrier = getattr(gl, "barrier", None) or gl.thread_barrier
 def kinds(ragged: str | None, batched: bool) -> Kinds:
     """The kind of each matrix's tensor map."""
     if ragged is None:
-        return _BATCH if batched else _PLAIN
-    return _ROWS if ragged == "m" else _SUMS
+        a = b = result = "stack" if batched else "matrix"
+    elif ragged == "m":
+        # Rows of a are independent, so that those of the next group in a box do no harm: they make
+        # rows that are not stored.
+        a, b, result = "matrix", "stack", "clipped"
+    else:
+        a, b, result = "clipped", "clipped", "stack"
+    return {"a": a, "b": b, "out": result, "residual": result}
 
 
 def kinds_of(problem: Problem) -> Kinds:

@@ -134,6 +134,14 @@ def inner_kernels() -> dict[str, Kernel[Any]]:
     return {name: load(name) for name in _INNER}
 
 
+def _inner(name: object) -> Kernel[Any]:
+    """The inner kernel of that name. Raises ConfigError if there is none."""
+    names = list(inner_kernels())
+    if name not in names:
+        raise ConfigError(f"inner must be one of {names}, got {name!r}")
+    return inner_kernels()[str(name)]
+
+
 @dataclass(frozen=True, kw_only=True)
 class RealignedConfig(Config):
     """The name of the kernel that multiplies the realigned operands, and its config. In JSON both
@@ -147,10 +155,7 @@ class RealignedConfig(Config):
     config: Config
 
     def __post_init__(self) -> None:
-        kernel = inner_kernels().get(self.inner)
-        if kernel is None:
-            raise ValueError(f"inner must be one of {list(inner_kernels())}, got {self.inner!r}")
-        if type(self.config) is not kernel.config_type:
+        if type(self.config) is not _inner(self.inner).config_type:
             raise ValueError(f"{self.inner} takes no {type(self.config).__name__}")
 
     @property
@@ -163,11 +168,7 @@ class RealignedConfig(Config):
     @classmethod
     def from_json(cls, doc: Mapping[str, Any]) -> RealignedConfig:
         fields = dict(doc)
-        inner = fields.pop("inner", None)
-        kernel = inner_kernels().get(inner) if isinstance(inner, str) else None
-        if kernel is None:
-            names = list(inner_kernels())
-            raise ConfigError(f"{cls.__name__}: inner must be one of {names}, got {inner!r}")
+        kernel = _inner(fields.pop("inner", None))
         return cls(inner=kernel.name, config=kernel.config_type.from_json(fields))
 
 
@@ -211,13 +212,10 @@ class Realigned(Built[RealignedConfig]):
         return [config for _, config in ranked[:_MOST]]
 
     def arithmetic(self, problem: Problem, config: RealignedConfig) -> str | None:
-        kernel = inner_kernels()[config.inner]
-        of_product: str | None = kernel.arithmetic(realigned(problem), config.config)
-        return of_product
+        return inner_kernels()[config.inner].arithmetic(realigned(problem), config.config)
 
     def estimate_us(self, problem: Problem, config: RealignedConfig) -> float | None:
-        kernel = inner_kernels()[config.inner]
-        product: float | None = kernel.estimate_us(realigned(problem), config.config)
+        product = inner_kernels()[config.inner].estimate_us(realigned(problem), config.config)
         if product is None:
             return None
         # Read once, written once.
@@ -225,9 +223,8 @@ class Realigned(Built[RealignedConfig]):
         return product + _LAUNCH_US + moved / Machine.of(problem.device).memory
 
     def workspace_bytes(self, problem: Problem, config: RealignedConfig) -> int:
-        kernel = inner_kernels()[config.inner]
-        own: int = kernel.workspace_bytes(realigned(problem), config.config)
-        return _copied_bytes(problem) + own
+        inner = inner_kernels()[config.inner]
+        return _copied_bytes(problem) + inner.workspace_bytes(realigned(problem), config.config)
 
     def builds(self, problem: Problem, config: RealignedConfig) -> list[Build]:
         kernel = inner_kernels()[config.inner]
@@ -277,11 +274,10 @@ class Misaligned:
     @classmethod
     def of(cls, problem: Problem) -> list[Misaligned]:
         """The misaligned operands of ``problem``, one or two."""
-        width = 2 * problem.n if problem.gated else problem.n
-        given = ((problem.a, problem.m, problem.k), (problem.b, problem.k, width))
+        given = (problem.a, problem.a_shape[-2:]), (problem.b, problem.b_shape[-2:])
         return [
-            cls(place, operand, *((cols, rows) if operand.layout == "col" else (rows, cols)))
-            for place, (operand, rows, cols) in enumerate(given)
+            cls(place, operand, *(shape[::-1] if operand.layout == "col" else shape))
+            for place, (operand, shape) in enumerate(given)
             if not operand.aligned
         ]
 

@@ -274,10 +274,8 @@ class Skinny(TritonKernel[SkinnyConfig]):
         rate = machine.memory
         slow = max(1.0, math.sqrt(_LATENCY * rate / (asked * sms)))
         waves = programs / (sms * resident)
-        if waves > 1:
-            idle = math.ceil(waves) / waves - 1
-        else:
-            idle = math.ceil(programs / sms) / (programs / sms) - 1
+        load = waves if waves > 1 else programs / sms
+        idle = math.ceil(load) / load - 1
         steps = math.ceil(waves) * -(-problem.k // config.BLOCK_K)
         reading = problem.bytes / rate * slow * (1 + idle / 2)
         return machine.EMPTY_US + machine.RAMP_US + reading + _STEP_US * steps

@@ -16,7 +16,7 @@ import pytest
 from cache_builders import ENVIRONMENT, GPU, child, problem, record, warned
 from tmm_cache import CacheStore
 from tmm_cache import store as store_module
-from tmm_cache.locks import Lock
+from tmm_cache.locks import acquire, release
 
 WRITER = """
 import itertools
@@ -191,18 +191,21 @@ def test_an_error_inside_the_lock_comes_through_and_frees_it(
 def test_the_lock_is_given_back_and_not_left_to_the_garbage_collector(
     store: CacheStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    real, made = store_module.Lock, []
+    made: list[int] = []
 
-    def kept(path: Path) -> Lock:
-        made.append(real(path))
-        return made[-1]
+    def kept(path: Path, timeout: float) -> int | None:
+        handle = acquire(path, timeout)
+        assert handle is not None
+        made.append(handle)
+        return handle
 
-    monkeypatch.setattr(store_module, "Lock", kept)
+    monkeypatch.setattr(store_module, "acquire", kept)
     for _ in range(2):
         with store.lock(GPU, ENVIRONMENT, problem(), timeout=0) as mine:
             assert mine is True
-            assert made[-1].is_held
-        assert not made[-1].is_held
+            assert os.fstat(made[-1]).st_nlink
+        with pytest.raises(OSError, match="Bad file descriptor"):
+            os.fstat(made[-1])
 
 
 @pytest.mark.parametrize("timeout", [-1.0, float("nan")])
@@ -287,7 +290,7 @@ def test_a_lock_whose_file_was_removed_is_another_lock(store: CacheStore) -> Non
     """Who waits with the old file open would share the problem with who makes a new one."""
     path = Path(f"{store.path(GPU, ENVIRONMENT, problem())}.lock")
     path.parent.mkdir(parents=True)
-    first, real = Lock(path), fcntl.flock
+    real = fcntl.flock
 
     def removed_first(handle: int, how: int) -> None:
         path.unlink(missing_ok=True)
@@ -296,12 +299,13 @@ def test_a_lock_whose_file_was_removed_is_another_lock(store: CacheStore) -> Non
 
     fcntl.flock = removed_first
     try:
-        assert first.acquire(timeout=1)
+        first = acquire(path, timeout=1)
     finally:
         fcntl.flock = real
+    assert first is not None
     assert path.exists()
-    assert not Lock(path).acquire(timeout=0)
-    first.release()
+    assert acquire(path, timeout=0) is None
+    release(first)
 
 
 def test_a_held_lock_survives_the_removal_of_its_record(store: CacheStore) -> None:
