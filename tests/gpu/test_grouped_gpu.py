@@ -319,10 +319,12 @@ def test_odd_rows_lie_as_torchs_without_a_copy(kernel: str) -> None:
 
     with tmm_core.override(kernel=kernel):
         product(a, b, offs)
-        before = torch.cuda.memory_allocated()
         torch.cuda.reset_peak_memory_stats()
         y = product(a, b, offs)
-        assert torch.cuda.max_memory_allocated() - before < 1.5 * y.untyped_storage().nbytes()
+        # As requested: a cached block may be up to 1 MiB larger than what is allocated in it.
+        bytes_of = torch.cuda.memory_stats()
+        taken = bytes_of["requested_bytes.all.peak"] - bytes_of["requested_bytes.all.current"]
+        assert taken < 0.5 * y.untyped_storage().nbytes()
         compiled = torch.compile(product, fullgraph=True)(a, b, offs)
     for result in (y, compiled):
         assert result.stride() == torchs.stride()
