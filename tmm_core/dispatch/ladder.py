@@ -16,7 +16,6 @@ import functools
 import itertools
 import json
 import threading
-from contextlib import nullcontext
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -197,14 +196,15 @@ class Dispatcher(Evidence):
         # capture.
         remembered = bucketed(replace(problem, capturing=False))
         choice = self._chosen(remembered, settings, able)
-        choice = choice or self._cached(problem, key, able, settings)
-        if choice is None:
-            # One measurement at a time, or they would disturb each other; other threads do not
-            # wait.
-            measures = self.forbids_tuning(problem, settings) is None
-            with self._lock if measures else nullcontext():
-                choice = self._chosen(remembered, settings, able)
-                choice = choice or self._resolve(problem, key, able, settings)
+        if choice is None and self.forbids_tuning(problem, settings) is None:
+            choice = self._cached(problem, key, able, settings)
+            if choice is None:
+                # One measurement at a time, or they would disturb each other; other threads do not
+                # wait.
+                with self._lock:
+                    choice = self._chosen(remembered, settings, able)
+                    choice = choice or self._resolve(problem, key, able, settings)
+        choice = choice or self._resolve(problem, key, able, settings)
         if not problem.capturing:
             self._choices[remembered, settings] = choice
         return self.inside(problem, key, choice, settings)

@@ -78,7 +78,8 @@ class Equipment:
 
     #: For tests; by default chains in CUDA graphs, or wall time on a CPU.
     timer: Timer | None = None
-    #: Threads that bind, and compile what was not compiled elsewhere.
+    #: Threads that bind, and compile what was not compiled elsewhere; by default the number of
+    #: cores, at most 16.
     workers: int = field(default_factory=compiling_threads)
     #: Compile in other processes; by default the process's own.
     compilers: Compilers = field(default_factory=default_compilers)
@@ -97,7 +98,7 @@ class Tuning:
         self._device = device_of(problem)
         self._timer: Any = equipment.timer or timer_for(self._device)
         self._equipment, self._compilers = equipment, equipment.compilers
-        #: Of what is compiled before it is asked for.
+        #: Futures of what is compiled before it is asked for.
         self._ahead: dict[Posed, Future[None]] = {}
         self._deadline = time.monotonic() + settings.tune_budget
         self._progress = progress
@@ -166,7 +167,8 @@ class Tuning:
         self._verifier.release()
 
     def _try(self, trials: list[Attempt], following: Sequence[Candidate]) -> None:
-        """Compile, verify and briefly time a batch, which ``following`` are likely to follow."""
+        """Compile, verify and briefly time a batch. Candidates ``following`` are likely to be tried
+        next, and are compiled in advance."""
         self.trials += trials
         self._compile(trials, following)
         for trial in trials:
@@ -193,8 +195,8 @@ class Tuning:
                 )
 
     def _submitted(self, asked: Sequence[Posed], ahead: Sequence[Posed] = ()) -> list[Future[None]]:
-        """Futures of what is compiled now. Idle processes compile what may be asked for next,
-        ``ahead``; what was ahead before and is in neither is cancelled."""
+        """Submit what is ``asked`` for, and behind it what may be asked for next, ``ahead``; cancel
+        what was ahead before and is in neither. Returns the futures of what is asked for."""
         begun = self._ahead
 
         def future(each: Posed) -> Future[None]:
@@ -342,6 +344,7 @@ class Tuning:
             self._measure(racing, CLOSER, CLOSER_US)
         racing = survivors(self._problem, racing, CLOSER_KEEPS, FINALISTS)
         racing = list(dict.fromkeys([*racing, *spare]))
+        # Compiled while these race: some of them are timed there afterwards.
         elsewhere = map(self._problem.at, inside(self._problem))
         self._submitted((), [(at, trial.candidate) for at in elsewhere for trial in racing])
         if time.monotonic() < self._deadline:

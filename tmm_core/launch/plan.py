@@ -132,7 +132,7 @@ class Plan(_Callable):
         source, if it has one."""
         given, extras = list(self.signatures), [n for n in EXTRAS if n in self.signatures]
         body = self.body
-        #: The address modulo 16 of each tensor that kernels address.
+        # The address modulo 16 of each tensor that kernels address.
         planned = {n: seen[3] for n, seen in self.signatures.items() if ROLE[n].key == SIGNATURE}
         pointers = [address(name) for name in planned]
         absent = [f" or {name} is not None" for name in TENSORS if name not in given]

@@ -193,8 +193,7 @@ class Asked(Kernel[Any]):
         return self.fault is None and type(self.kernel).compile is not Kernel.compile
 
     def arithmetic(self, problem: Problem, config: Any) -> str | None:
-        name: str | None = self._or(None, "arithmetic", _arithmetic, problem, config)
-        return name
+        return self._or(None, "arithmetic", _arithmetic, problem, config)
 
     def estimate_us(self, problem: Problem, config: Any) -> float | None:
         return self._or(None, "estimate_us", _microseconds, problem, config)
@@ -203,8 +202,7 @@ class Asked(Kernel[Any]):
         return self._or(0, "workspace_bytes", _bytes, problem, config)
 
     def anatomy(self, problem: Problem, config: Any) -> Anatomy | None:
-        found: Anatomy | None = self._or(None, "anatomy", _anatomy, problem, config)
-        return found
+        return self._or(None, "anatomy", _anatomy, problem, config)
 
     def resources(self, problem: Problem, config: Any) -> list[Resources]:
         """The SM resources of the kernel's functions.
@@ -282,7 +280,7 @@ class Asked(Kernel[Any]):
 
 
 def _such(holds: Callable[[Any], bool], fault: str) -> Callable[[Any], Any]:
-    """A check that returns an answer of which that holds; ``fault`` describes another."""
+    """A check that returns an answer that ``holds`` accepts, and raises ``fault`` for others."""
 
     def check(answer: Any) -> Any:
         if not holds(answer):
@@ -307,8 +305,12 @@ _IDENTITY: dict[str, Callable[[Any], Any]] = {
         lambda x: isinstance(x, type) and issubclass(x, Config), "must be a Config subclass, got {}"
     ),
 }
-_arithmetic = _such(lambda x: x is None or _is_text(x), "returned {}, which is not a name")
-_anatomy = _such(lambda x: x is None or isinstance(x, Anatomy), "returned {}, not an Anatomy")
+_arithmetic: Callable[[Any], str | None] = _such(
+    lambda x: x is None or _is_text(x), "returned {}, which is not a name"
+)
+_anatomy: Callable[[Any], Anatomy | None] = _such(
+    lambda x: x is None or isinstance(x, Anatomy), "returned {}, not an Anatomy"
+)
 
 
 def _reasons(answer: Any) -> list[str]:
