@@ -21,6 +21,7 @@ from tmm_blas.blas import Blas
 from tmm_triton import hopper_search
 from tmm_triton.hopper_config import WarpSpecializedConfig
 from tmm_triton.hopper_estimate import estimate_us
+from tmm_triton.operands import Build
 from tmm_triton.warp_specialized import WarpSpecialized
 
 from tmm_core import Operand, Problem
@@ -40,11 +41,10 @@ ROUNDS, SETTLE, BURST_US = 11, 3, 3000.0
 class Apart(WarpSpecialized):
     """The kernel with two ``wgmma`` for two products."""
 
-    def _product(self, problem: Problem, config: WarpSpecializedConfig) -> Any:
-        build, arguments = super()._product(problem, config)
-        edits = build.options["edits"]
-        build.options["edits"] = tuple(edit for edit in edits if edit != "joined")
-        return build, arguments
+    def specialize(self, problem: Problem, config: WarpSpecializedConfig) -> Build:
+        build = super().specialize(problem, config)
+        edits = tuple(edit for edit in build.options["edits"] if edit != "joined")
+        return replace(build, options={**build.options, "edits": edits})
 
 
 def tried(problem: Problem) -> list[WarpSpecializedConfig]:

@@ -161,6 +161,15 @@ def _leave(acc, up, parts, WHO: gl.constexpr, C: gl.constexpr):
 
 
 @jit
+def _plus(acc, part):
+    """Their sum, by inline assembly: LLVM's vectorizer of straight-line code takes 0.7 s, half of a
+    compilation, to find that 128 additions a thread cannot be vectorized."""
+    return gl.inline_asm_elementwise(
+        "add.rn.f32 $0, $1, $2;", "=f,f,f", [acc, part], gl.float32, is_pure=True, pack=1
+    )
+
+
+@jit
 def _completed(acc, up, parts, WHO: gl.constexpr, C: gl.constexpr):
     """The sums over all of K: adds the other blocks' parts of this tile, in the order of K."""
     LAYOUT: gl.constexpr = acc.type.layout
@@ -169,11 +178,11 @@ def _completed(acc, up, parts, WHO: gl.constexpr, C: gl.constexpr):
         while _acquire(flag) == 0:
             pass
         # Written by other SMs: bypass this one's L1.
-        acc += gl.load(part_at(parts, tail_share() + part, 0, WHO, C, LAYOUT), cache_modifier=".cg")
+        at = part_at(parts, tail_share() + part, 0, WHO, C, LAYOUT)
+        acc = _plus(acc, gl.load(at, cache_modifier=".cg"))
         if C.b_boxes == 2:
-            up += gl.load(
-                part_at(parts, tail_share() + part, 1, WHO, C, LAYOUT), cache_modifier=".cg"
-            )
+            at = part_at(parts, tail_share() + part, 1, WHO, C, LAYOUT)
+            up = _plus(up, gl.load(at, cache_modifier=".cg"))
         # Zero for the next launch, once every thread has seen it set.
         barrier()
         gl.store(flag, 0)

@@ -19,7 +19,7 @@ from typing import Any, ClassVar, TypeVar
 import torch
 import triton
 
-from tmm_core import ANY, Anatomy, Bound, Config, Kernel, Machine, Problem, Resources, Supports
+from tmm_core import ANY, Anatomy, Config, Kernel, Launcher, Machine, Problem, Resources, Supports
 from tmm_core.triton import launcher, target_of
 from tmm_triton import anatomy, roofline, sums
 from tmm_triton.operands import Build, TileConfig
@@ -57,11 +57,11 @@ POINTERS = Supports(
 
 
 class Built(Kernel[D]):
-    """A kernel that lists its compilations, so that it can be compiled without its GPU."""
+    """A kernel that lists its launches, so that it can be compiled without its GPU."""
 
     @abc.abstractmethod
     def builds(self, problem: Problem, config: D) -> list[Build]:
-        """Every compilation of :meth:`bind`, in launch order."""
+        """Every launch of a call, in order."""
 
     def default_config(self, problem: Problem) -> D:
         return next(iter(self.configs(problem)))
@@ -70,6 +70,18 @@ class Built(Kernel[D]):
         target = target_of(problem.device)
         for build in self.builds(problem, config) if target is not None else ():
             build.compile_for(target)
+
+    def bind(self, problem: Problem, config: D) -> Launcher:
+        device, groups = problem.device.type, problem.groups
+        scratch = self.workspace_bytes(problem, config) // 4
+        return launcher(
+            [build.step(device) for build in self.builds(problem, config)],
+            problem.out_shape,
+            problem.out.dtype,
+            workspace=(scratch, torch.float32) if scratch else None,
+            extras=(*groups.given, *problem.scales) if groups is not None else (),
+            outputs=len(problem.epilogue.outputs),
+        )
 
     def anatomy(self, problem: Problem, config: D) -> Anatomy | None:
         return anatomy.of(self, problem, config, self.builds(problem, config))
@@ -103,18 +115,6 @@ class TritonKernel(Built[C]):
         yield from missing_toolchain()
         if problem.fp8 and (device.capability < (8, 9) or device.cuda.startswith("hip")):
             yield "8-bit floats need an NVIDIA GPU of compute capability 8.9"
-
-    def bind(self, problem: Problem, config: C) -> Bound:
-        device, groups = problem.device.type, problem.groups
-        scratch = self.workspace_bytes(problem, config) // 4
-        return launcher(
-            [build.step(device) for build in self.builds(problem, config)],
-            problem.out_shape,
-            problem.out.dtype,
-            workspace=(scratch, torch.float32) if scratch else None,
-            extras=(*groups.given, *problem.scales) if groups is not None else (),
-            outputs=len(problem.epilogue.outputs),
-        )
 
     def estimate_us(self, problem: Problem, config: C) -> float:
         splits = self.splits(config)

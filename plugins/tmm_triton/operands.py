@@ -26,6 +26,7 @@ from tmm_core.triton import (
     source,
 )
 from tmm_triton import sums
+from tmm_triton.counters import Counters
 
 #: Bytes of the widest load and store of one thread; the alignment in ``Operand.aligned``.
 VECTOR = 16
@@ -96,8 +97,17 @@ def check(name: str, value: int, allowed: Sequence[int]) -> None:
         raise ValueError(f"{name} must be one of {list(allowed)}, got {value}")
 
 
+@dataclass(frozen=True)
+class Zeros:
+    """An argument whose value is made when the kernel is bound: :class:`Counters`."""
+
+    count: int
+
+
+#: The value of a run-time argument.
+Value = Argument | Zeros
 #: The types and the values of run-time arguments, by name.
-Typed = dict[str, tuple[str, Argument]]
+Typed = dict[str, tuple[str, Value]]
 
 
 @dataclass(frozen=True)
@@ -112,13 +122,16 @@ class Build:
     divisible: Mapping[str, int] = field(default_factory=dict)
     options: Mapping[str, Any] = field(default_factory=dict)
     #: The values of the run-time arguments, and the grid.
-    values: Mapping[str, Argument] = field(default_factory=dict)
+    values: Mapping[str, Value] = field(default_factory=dict)
     grid: tuple[int, int, int] = (1, 1, 1)
 
-    def step(self, device: str, **own: Argument) -> Step:
-        """The launch, compiled for the current device of that type, with ``own`` values for some of
-        the arguments."""
-        return Step(self.launch(device), self.grid, {**self.values, **own})
+    def step(self, device: str) -> Step:
+        """The launch, compiled for the current device of that type."""
+        values = {
+            name: Counters(value.count) if isinstance(value, Zeros) else value
+            for name, value in self.values.items()
+        }
+        return Step(self.launch(device), self.grid, values)
 
     def launch(self, device: str) -> Launch:
         """Compile for the current device of that type."""

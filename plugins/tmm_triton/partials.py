@@ -15,7 +15,6 @@ import triton
 import triton.language as tl
 
 from tmm_core import Problem
-from tmm_core.triton import Step
 from tmm_triton.blocks import finish, rescale
 from tmm_triton.kernel import hopper_or_later
 from tmm_triton.operands import Build, TileConfig, Typed, build
@@ -81,26 +80,20 @@ def reduce_kernel(
     )  # fmt: skip
 
 
-def reduction(problem: Problem, splits: int) -> Build:
-    """The reducing kernel for ``splits`` parts."""
+def reduction(problem: Problem, splits: int, apart: int) -> Build:
+    """The reducing kernel of ``splits`` parts in the workspace, ``apart`` elements apart."""
     overlap = hopper_or_later(problem)
     m, n, ahead = _tile(problem, splits)
     constants = {
         "BLOCK_M": m, "BLOCK_N": n, "AHEAD": ahead, "OVERLAP": overlap, "SPLIT_K": splits,
     }  # fmt: skip
-    own: Typed = {"partials_ptr": ("*fp32", "workspace"), "apart": ("i32", 0)}
+    own: Typed = {"partials_ptr": ("*fp32", "workspace"), "apart": ("i32", apart)}
     grid = triton.cdiv(problem.m, m), triton.cdiv(problem.n, n), problem.batch
     options: dict[str, Any] = {"launch_pdl": True} if overlap else {}
     of = build(reduce_kernel, problem, _TILE, grid, constants, own, **options)
     # Parts are whole rows, so the width of a row's loads is valid for each part.
     wide = {"apart": of.divisible["N"]} if "N" in of.divisible else {}
     return replace(of, divisible={**of.divisible, **wide})
-
-
-def reducing(problem: Problem, of: Build, *, apart: int) -> Step:
-    """The launch of a :func:`reduction` over the call's workspace, whose parts are ``apart``
-    elements apart."""
-    return of.step(problem.device.type, apart=apart)
 
 
 def _tile(problem: Problem, splits: int) -> tuple[int, int, int]:

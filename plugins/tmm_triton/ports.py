@@ -14,12 +14,11 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 
-from tmm_core import Launcher, Port, Problem
-from tmm_core.triton import Step, launcher, pointer, port_function
+from tmm_core import Port, Problem
+from tmm_core.triton import pointer, port_function
 from tmm_triton.operands import Build, Typed
 
 #: Outputs that a kernel has arguments for.
@@ -140,18 +139,6 @@ class Ports:
         """The compilations of the reducing kernel, one for each reduced output."""
         places = self._places()
         return [self._build(i, places[i]) for i, port in enumerate(self.given) if port.reduce]
-
-    def launcher(self, main: Step) -> Launcher:
-        """The launcher that runs ``main``, then the reductions."""
-        steps = [main, *(build.step(self.problem.device.type) for build in self.builds())]
-        count = self._places()[-1]
-        return launcher(
-            steps,
-            self.problem.out_shape,
-            self.problem.out.dtype,
-            workspace=(count, torch.float32) if count else None,
-            outputs=len(self.given),
-        )
 
     def _extent(self, port: Port) -> tuple[int, int]:
         """The number of parts that the tiles leave of an output, and the elements of each."""

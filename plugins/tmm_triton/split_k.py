@@ -27,19 +27,16 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 
-from tmm_core import Bound, Problem, Traits
-from tmm_core.triton import Argument, launcher
+from tmm_core import Problem, Traits
 from tmm_triton import sums
 from tmm_triton.blocks import dot, finish, load, rescale
-from tmm_triton.counters import Counters
 from tmm_triton.early import check_early, ways, with_early
 from tmm_triton.kernel import TritonKernel, hopper_or_later, tiles
-from tmm_triton.operands import Build, TileConfig, Typed, build, check
-from tmm_triton.partials import MOST_WORKSPACE, REDUCE_US, reducing, reduction, sum_partials
+from tmm_triton.operands import Build, TileConfig, Typed, Zeros, build, check
+from tmm_triton.partials import MOST_WORKSPACE, REDUCE_US, reduction, sum_partials
 
 
 @triton.jit
@@ -318,7 +315,8 @@ class SplitK(TritonKernel[SplitKConfig]):
         last = split and config.REDUCE == "last"
         own: Typed = {}
         own |= {"partials_ptr": ("*fp32", "workspace")} if split else {}
-        own |= {"counters_ptr": ("*i32", 0)} if last else {}  # bind makes them, on a GPU
+        count = problem.batch * tiles(problem, config)
+        own |= {"counters_ptr": ("*i32", Zeros(count))} if last else {}
         through = config.num_stages == 1
         threads = 32 * config.num_warps
         ahead = max(1, _MOST_ALONE * threads // (config.BLOCK_M * config.BLOCK_N))
@@ -336,24 +334,9 @@ class SplitK(TritonKernel[SplitKConfig]):
         grid = tiles(problem, config), config.SPLIT_K, problem.batch
         builds = [build(split_k_kernel, problem, config, grid, constants, own, **options)]
         if split and not last:
-            builds.append(reduction(problem, config.SPLIT_K))
+            apart = problem.batch * problem.m * problem.n
+            builds.append(reduction(problem, config.SPLIT_K, apart))
         return builds
-
-    def bind(self, problem: Problem, config: SplitKConfig) -> Bound:
-        main, *reductions = self.builds(problem, config)
-        own: dict[str, Argument] = {}
-        if "counters_ptr" in main.types:
-            own["counters_ptr"] = Counters(problem.batch * tiles(problem, config))
-        part = problem.batch * problem.m * problem.n
-        return launcher(
-            [
-                main.step(problem.device.type, **own),
-                *(reducing(problem, build, apart=part) for build in reductions),
-            ],
-            problem.out_shape,
-            problem.out.dtype,
-            workspace=(config.SPLIT_K * part, torch.float32) if config.SPLIT_K > 1 else None,
-        )
 
 
 def _swaps(problem: Problem, tile: SplitKConfig, split: int) -> bool:

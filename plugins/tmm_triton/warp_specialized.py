@@ -75,25 +75,16 @@ import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from tmm_core import ANY, Launcher, Operand, Problem, Supports, Traits
-from tmm_core.triton import (
-    Argument,
-    Described,
-    Step,
-    device_function,
-    launcher,
-    pointer,
-    port_function,
-)
+from tmm_core import ANY, Operand, Problem, Supports, Traits
+from tmm_core.triton import Described, device_function, pointer, port_function
 from tmm_triton import hopper_estimate, hopper_search, hopper_tiles, sums
-from tmm_triton.counters import Counters
 from tmm_triton.hopper_access import ALIGNMENT, boxed, by_words, residual_by_tma, scattered
 from tmm_triton.hopper_config import Constants, WarpSpecializedConfig, multiplied
 from tmm_triton.hopper_kernel import warp_specialized_kernel
 from tmm_triton.hopper_tiles import most_tiles, part_elements
 from tmm_triton.kernel import FLOATS, Built, missing_toolchain, unknown_gluon
-from tmm_triton.operands import Build
-from tmm_triton.partials import reducing, reduction
+from tmm_triton.operands import Build, Typed, Zeros
+from tmm_triton.partials import reduction
 from tmm_triton.ports import REDUCES, Ports
 from tmm_triton.ragged_tiles import (
     MOST_ROWS,
@@ -205,43 +196,16 @@ class WarpSpecialized(Built[WarpSpecializedConfig]):
             return 4 * table if rows_ragged(problem) else 0
         return 4 * (_parts(problem, config) + _ports(problem, config).workspace())
 
-    def specialize(self, problem: Problem, config: WarpSpecializedConfig) -> Build:
-        """The build of the product itself, which :meth:`bind` launches first."""
-        return self._product(problem, config)[0]
-
     def builds(self, problem: Problem, config: WarpSpecializedConfig) -> list[Build]:
         config = hopper_tiles.adapted(problem, config)
         builds = [self.specialize(problem, config)]
         if config.splits > 1:
-            builds.append(reduction(problem, config.splits))
+            builds.append(reduction(problem, config.splits, part_elements(problem, config)))
         return builds + _ports(problem, config).builds()
 
-    def bind(self, problem: Problem, config: WarpSpecializedConfig) -> Launcher:
-        config = hopper_tiles.adapted(problem, config)
-        product, arguments = self._product(problem, config)
-        launch = product.launch(problem.device.type)
-        blocks = _blocks(problem, config)
-        if config.tail_splits > 1:
-            arguments["flags_ptr"] = Counters(blocks * product.constants["C"].a_boxes)
-        steps = [Step(launch, (blocks, 1, 1), arguments)]
-        groups, ports = problem.groups, _ports(problem, config)
-        if ports.given:
-            return ports.launcher(steps[0])
-        if config.splits > 1:
-            second = reduction(problem, config.splits)
-            steps.append(reducing(problem, second, apart=part_elements(problem, config)))
-        scratch = self.workspace_bytes(problem, config) // 4
-        workspace = (scratch, torch.float32 if groups is None else torch.int32) if scratch else None
-        extras = (*groups.given, *problem.scales) if groups is not None else ()
-        return launcher(
-            steps, problem.out_shape, problem.out.dtype, workspace=workspace, extras=extras
-        )
-
-    def _product(
-        self, problem: Problem, config: WarpSpecializedConfig
-    ) -> tuple[Build, dict[str, Argument]]:
-        """The build of the product itself, and the values of its run-time arguments."""
-        at = _parts(problem, config)
+    def specialize(self, problem: Problem, config: WarpSpecializedConfig) -> Build:
+        """The build of the product itself, which is launched first."""
+        at, blocks = _parts(problem, config), _blocks(problem, config)
         problem = multiplied(problem, config)
         c = Constants.of(problem, config, self.version, self.dependents)
         rows, width = config.rows, config.BLOCK_N // config.subtiles
@@ -254,7 +218,7 @@ class WarpSpecialized(Built[WarpSpecializedConfig]):
             return name, -1 if getattr(problem, name).layout == "col" else -2
 
         # The type and the value of each.
-        given: dict[str, tuple[str, Argument]] = {
+        given: Typed = {
             "a_desc": described("a", c.A_ROWS, config.BLOCK_K),
             "b_desc": described("b", config.BLOCK_K, c.box_columns),
             "M": ("i32", problem.m),
@@ -279,7 +243,7 @@ class WarpSpecialized(Built[WarpSpecializedConfig]):
             given |= {"words_stride": ("i64", outer(c.WORDS))}
         if config.tail_splits > 1:
             given |= {"parts_ptr": ("*fp32", "workspace")}
-            given |= {"flags_ptr": ("*i32", 0)}  # bind makes them: compiling needs no GPU
+            given |= {"flags_ptr": ("*i32", Zeros(blocks * c.a_boxes))}
             given |= {"TAIL": ("i32", hopper_tiles.tail_tiles(problem, config))}
         if config.early == "l2":
             given |= {"ahead_ptr": (pointer(problem.b.dtype), "b")}
@@ -349,8 +313,10 @@ class WarpSpecialized(Built[WarpSpecializedConfig]):
             **sums.options(problem),
         }
         types = {name: each for name, (each, _) in given.items()}
-        build = Build(warp_specialized_kernel, types, constants, divisible, options)
-        return build, {name: value for name, (_, value) in given.items()}
+        values = {name: value for name, (_, value) in given.items()}
+        return Build(
+            warp_specialized_kernel, types, constants, divisible, options, values, (blocks, 1, 1)
+        )
 
 
 def _blocks(problem: Problem, config: WarpSpecializedConfig) -> int:

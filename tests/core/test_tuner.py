@@ -678,6 +678,13 @@ def test_large_products_that_bursts_do_not_tell_apart_are_timed_without_pause() 
     assert without_pause(times, batch_invariant=True) == ("p", [])
 
 
+def test_what_is_far_ahead_of_blas_is_compared_without_pause_with_what_is_close_to_it() -> None:
+    times = {"blas": 250.0, "p": 200.0, "q": 203.0, "r": 206.0}
+    assert without_pause(times) == ("q", ["p", "q"])
+    assert without_pause({**times, "q": 205.0}) == ("p", [])
+    assert without_pause({**times, "blas": 249.0}) == ("q", ["blas", "p", "q", "r"])
+
+
 def test_what_blas_outlasts_does_not_win() -> None:
     """It may draw more power than BLAS: then turns with others flatter it."""
     times = {"blas": 210.0, "p": 190.0, "q": 203.0, "r": 207.5}

@@ -17,6 +17,7 @@ When no thread can run and no copy is left, :class:`DeadlockError` names where e
 from __future__ import annotations
 
 import importlib.util
+import operator
 import random
 import sys
 import threading
@@ -535,7 +536,7 @@ def run_block(
             if isinstance(function, types.FunctionType):
                 names[name] = types.FunctionType(function.__code__, names, name)
     # What the workspace's order is good for, and needs, are whole warps.
-    names |= {"_acquire": acquire, "barrier": lambda: None, "part_at": place}
+    names |= {"_acquire": acquire, "_plus": operator.add, "barrier": lambda: None, "part_at": place}
     # Addresses and shifts, which have a test of their own.
     names |= {"box_rows": box_rows, "box_words": box_words, "box_of": lambda words, *_: words}
     # It has addresses, and a test of its own.

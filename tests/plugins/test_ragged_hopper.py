@@ -26,7 +26,7 @@ from test_warp_specialized import (
     problem,
     tensor_map,
 )
-from tmm_triton import hopper_tiles, operands, ragged_tiles, warp_specialized
+from tmm_triton import hopper_tiles, kernel, operands, ragged_tiles
 from tmm_triton.hopper_config import Constants
 from tmm_triton.hopper_kernel import warp_specialized_kernel
 from tmm_triton.ragged import Ragged
@@ -388,9 +388,7 @@ def test_a_single_group_has_any_stride() -> None:
 def test_a_call_passes_groups(asked: Problem, monkeypatch: pytest.MonkeyPatch) -> None:
     launches: list[tuple[Any, ...]] = []
     monkeypatch.setattr(operands.Build, "launch", lambda build, device: None)
-    monkeypatch.setattr(
-        warp_specialized, "launcher", lambda *given, **more: launches.append((given, more))
-    )
+    monkeypatch.setattr(kernel, "launcher", lambda *given, **more: launches.append((given, more)))
     config = KERNEL.default_config(asked)
     special = KERNEL.specialize(asked, config)
     assert set(special.types) | set(special.constants) == set(warp_specialized_kernel.arg_names)
@@ -404,7 +402,8 @@ def test_a_call_passes_groups(asked: Problem, monkeypatch: pytest.MonkeyPatch) -
     assert step.arguments.keys() == special.types.keys()
     assert step.arguments["G"] == 8
     blocks = step.grid[0]
-    scratch = (8 * blocks, torch.int32) if asked.along == "m" else None
+    # Of 4 bytes each, as the table's are.
+    scratch = (8 * blocks, torch.float32) if asked.along == "m" else None
     assert more["workspace"] == scratch
     assert KERNEL.workspace_bytes(asked, config) == (4 * 8 * blocks if scratch else 0)
     given = random_inputs.make(asked, torch.device("cpu"), seed=0)

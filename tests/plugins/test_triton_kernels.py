@@ -19,7 +19,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 from tmm_triton import kernel as kernel_module
-from tmm_triton import plugin, split_k
+from tmm_triton import operands, plugin
 from tmm_triton.kernel import TritonKernel
 from tmm_triton.naive import Naive
 from tmm_triton.operands import TileConfig
@@ -310,7 +310,7 @@ def test_the_last_program_of_a_tile_adds_and_leaves_its_counter(
         counters.append(torch.zeros(count, dtype=torch.int32))
         return lambda: counters[-1]
 
-    monkeypatch.setattr(split_k, "Counters", made)
+    monkeypatch.setattr(operands, "Counters", made)
     config = SplitKConfig(**TILE, SPLIT_K=split, REDUCE="last", SWAP=False)
     lead = (batch,) if batch > 1 else ()
     a, b = random(*lead, 33, 48, dtype=FP16), random(*lead, 48, 17, dtype=FP16, seed=1)

@@ -28,7 +28,7 @@ from hopper_block import (
     workspace_order,
 )
 from test_triton_compile import resources
-from tmm_triton import hopper_search, hopper_tiles, operands, ports, warp_specialized
+from tmm_triton import hopper_search, hopper_tiles, kernel, operands, warp_specialized
 from tmm_triton.hopper_config import Constants, WarpSpecializedConfig, unfinished
 from tmm_triton.hopper_kernel import warp_specialized_kernel
 from tmm_triton.warp_specialized import WarpSpecialized
@@ -1062,7 +1062,7 @@ def test_a_call_passes_what_the_kernel_takes(
 ) -> None:
     launches: list[tuple[Any, ...]] = []
     monkeypatch.setattr(operands.Build, "launch", lambda build, device: None)
-    monkeypatch.setattr(warp_specialized, "launcher", lambda *given, **_: launches.append(given))
+    monkeypatch.setattr(kernel, "launcher", lambda *given, **_: launches.append(given))
     config = KERNEL.default_config(asked)
     special = KERNEL.specialize(asked, config)
     KERNEL.bind(asked, config)
@@ -1086,8 +1086,8 @@ def test_a_call_passes_what_the_kernel_takes(
 def test_an_output_is_finished_by_a_second_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     launches: list[Any] = []
     monkeypatch.setattr(operands.Build, "launch", lambda build, device: None)
-    monkeypatch.setattr(warp_specialized, "Counters", lambda count: count)  # on a GPU
-    monkeypatch.setattr(ports, "launcher", lambda *given, **more: launches.append((given, more)))
+    monkeypatch.setattr(operands, "Counters", lambda count: count)  # on a GPU
+    monkeypatch.setattr(kernel, "launcher", lambda *given, **more: launches.append((given, more)))
     asked = with_amax(problem(2304, 2304, 2304))
     # Parts of K that another kernel adds up are none: it knows nothing of outputs.
     assert hopper_tiles.adapted(asked, dataclasses.replace(CONFIG, splits=4)).splits == 1
@@ -1103,7 +1103,7 @@ def test_an_output_is_finished_by_a_second_launch(monkeypatch: pytest.MonkeyPatc
         "parts_ptr": "workspace", "port_at": cut, "parts": parts, "length": 2304,
         "out_ptr": "output_0",
     }  # fmt: skip
-    assert more == {"workspace": (cut + parts * 2304, FP32), "outputs": 1}
+    assert more == {"workspace": (cut + parts * 2304, FP32), "extras": (), "outputs": 1}
     assert KERNEL.workspace_bytes(asked, config) == 4 * (cut + parts * 2304)
     two = dataclasses.replace(
         asked.epilogue, outputs=(*asked.epilogue.outputs, Port("more", "row", reduce="sum"))

@@ -55,9 +55,11 @@ class Launch:
     #: Compiled kernels, shared by all launches of a process: problems with the same specialisation
     #: share a handle.
     _compiled: ClassVar[dict[tuple[Any, ...], CompiledKernel]] = {}
-    _lock: ClassVar[threading.Lock] = threading.Lock()
     #: Held while compiling a kernel, so that a tuner's threads compile none twice.
     _compiling: ClassVar[dict[tuple[Any, ...], threading.Lock]] = {}
+    #: Held while loading one, by the types of its arguments, for which Triton 3.6 compiles a C
+    #: launcher, in up to 2 s on a busy host.
+    _loading: ClassVar[dict[tuple[str, ...], threading.Lock]] = {}
 
     def __init__(
         self,
@@ -118,7 +120,9 @@ class Launch:
         compiled = compile_for(_target(index), src, edits=edits, **options)
         if tested() and compiled.metadata.target.backend == "cuda":
             compiled.src = _without_constants(src)
-        with torch.cuda.device(index), self._lock:
+        # Without the shapes of descriptors' boxes, on which the launcher does not depend.
+        types = tuple(kind.partition("[")[0] for kind in compiled.src.signature.values())
+        with torch.cuda.device(index), self._loading.setdefault(types, threading.Lock()):
             compiled._init_handles()
         return compiled
 
