@@ -25,9 +25,9 @@ MOST_TAIL_SPLITS, MOST_SPLITS, MOST_RANGES = 4, 256, 8
 #: Maximum accumulator registers per thread beside the sums of the ranges before, by the number of
 #: consumers: three have 160 registers, fewer have 240.
 MOST_SUMMED = {1: 96, 2: 96, 3: 64}
-#: Columns of a tile. Layouts have powers of two, so 48, 80, 96, 144, 160 and 192 are two products
+#: Columns of a tile. Layouts have powers of two, so 80, 96, 144, 160 and 192 are two products
 #: beside each other.
-_COLUMNS = (32, 48, 64, 80, 96, 128, 144, 160, 192, 256)
+_COLUMNS = (32, 64, 80, 96, 128, 144, 160, 192, 256)
 #: mbarriers, and Triton's memory for starting the partitions: at most 250 bytes over all configs on
 #: both releases.
 _SHARED_OVERHEAD = 512

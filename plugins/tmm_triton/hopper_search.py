@@ -69,7 +69,6 @@ _BESIDE_TILES = (
     ("cooperative", 3, 4, 192, 160, 64),
     ("cooperative", 3, 4, 192, 96, 64),
     ("cooperative", 1, 4, 64, 96, 64),
-    ("cooperative", 1, 4, 64, 48, 64),
 )
 #: For 8-bit operands, whose stages are summed in separate registers, for at most 128 columns at a
 #: time. The consumers must not run in lockstep, nor alternate where multiplying takes the time.
