@@ -60,6 +60,8 @@ SPEC = [
            "a record of an edited epilogue is taken for today's", (EPILOGUES,)),
     Mutant("epilogue-no-defaults", "epilogue.py", "given = _defaults(self) if", "given = () if",
            "parameters with defaults are none", (EPILOGUES,)),
+    Mutant("hashed-as-met", "triton/compile.py", "        _hash_after_callees(each, (*callers, fn))\n", "        pass\n",
+           "what other processes compiled is compiled again", ("tests/plugins/test_compiled_elsewhere.py",)),
     Mutant("bf16-integers", "interpreted.py", "    builder.create_dot = create_dot\n", "",
            "a first kernel multiplies bf16 as integers", (EPILOGUES,)),
     Mutant("show-everything", "reports.py",

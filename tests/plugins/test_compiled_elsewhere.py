@@ -182,3 +182,36 @@ def test_what_a_worker_compiled_is_found_here(tmp_path: Path) -> None:
     assert told["alike"] == [True] * 6
     assert told["anew"] >= 6
     assert told["hints"] > 0
+
+
+ORDERS = """
+import json, os, sys
+from tmm_core.epilogues import parse
+from tmm_core.triton import device_function, source
+from tmm_triton.naive import naive_kernel
+
+names = ["sigmoid", "silu", "gelu_tanh", "tanh+silu"]
+
+def key(name):
+    constants = {n: None for n in naive_kernel.arg_names}
+    return source(naive_kernel, {}, {**constants, "EPILOGUE": device_function(parse(name))}).hash()
+
+for order in (names, names[::-1]):
+    if os.fork() == 0:
+        print(json.dumps(dict(sorted((name, key(name)) for name in order))), flush=True)
+        os._exit(0)
+    os.wait()
+"""
+
+
+def test_what_a_process_compiled_before_does_not_change_a_key() -> None:
+    """Triton's hash of a function depends on which of its callees were hashed before."""
+    environment = {k: v for k, v in os.environ.items() if not k.startswith("TRITON_")}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    done = subprocess.run(
+        [sys.executable, "-c", ORDERS], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    one, other = map(json.loads, done.stdout.splitlines())
+    assert one == other
+    assert len(set(one.values())) == 4

@@ -3,10 +3,12 @@ integer widths; its GPU need not be present."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
+from triton import JITFunction
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource, CompiledKernel
 
@@ -62,6 +64,8 @@ def source(
     Raises:
         TypeError: An argument of ``fn`` is in neither mapping, or in both.
     """
+    for function in (fn, *constants.values()):
+        _hash(function)
     names = list(fn.arg_names)
     if set(types) & set(constants) or set(names) != set(types) | set(constants):
         raise TypeError(
@@ -80,6 +84,34 @@ def source(
 
         make = GluonASTSource
     return make(fn, signature, dict(constants), attributes)
+
+
+#: Held while hashing functions: another thread would take one that is being hashed for done.
+_hashing = threading.Lock()
+
+
+def _hash(fn: Any) -> None:
+    """Compute Triton's hash of ``fn``, if it is a function of Triton's, after those of its callees.
+
+    Triton 3.6 and 3.7 read the constants that a callee uses before they compute its hash, which
+    finds these. So the hash of silu would depend on whether sigmoid was hashed before, and
+    processes that compiled kernels in different orders would not find each other's in the cache.
+    """
+    with _hashing:
+        _hash_after_callees(fn, ())
+
+
+def _hash_after_callees(fn: Any, callers: tuple[Any, ...]) -> None:
+    if not isinstance(fn, JITFunction) or fn.hash is not None:
+        return
+    if any(fn is caller for caller in callers):
+        return
+    code, cells = fn.fn.__code__, fn.fn.__closure__ or ()
+    found = [fn.fn.__globals__.get(name) for name in code.co_names]
+    found += [cell.cell_contents for cell in cells]
+    for each in found:
+        _hash_after_callees(each, (*callers, fn))
+    fn.cache_key  # noqa: B018  # a property that computes it
 
 
 def compile_for(
