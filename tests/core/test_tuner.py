@@ -428,6 +428,37 @@ def test_a_bucket_is_measured_inside() -> None:
     assert exact.measured_at == (50,)
 
 
+def test_blas_alone_is_timed_at_further_m_of_a_bucket() -> None:
+    kernel = FakeKernel("k", traits=Traits(batch_invariant=True))
+    times: dict[Any, float] = {"blas": 10.0, "k": 5.0, ("blas", 1, 115): 6.0}
+
+    def inside(*kernels: Any, **how: Any) -> dict[str, list[int]]:
+        record, _ = tune(FakeBlas(), *kernels, times=times, problem=problem(m=128, **how))
+        return {c.kernel: sorted(c.inside_us) for c in record.candidates}
+
+    probed, further = [113, 121], [115, 117, 119, 122, 124, 126]
+    assert inside(kernel) == {"blas": sorted(probed + further), "k": probed}
+    assert inside() == {"blas": probed}
+    assert inside(kernel, batch_invariant=True) == {"blas": probed, "k": probed}
+
+
+def test_blas_counts_at_the_nearest_m_at_which_it_was_timed() -> None:
+    blas = replace(result("blas", 10.0), inside_us={33: 9.0, 40: 6.0, 49: 8.0})
+    kernel = replace(result("k", 7.0), inside_us={33: 5.0, 49: 7.5})
+
+    def around(m: int) -> dict[int, dict[str, float]]:
+        found = holds_at([blas, kernel], m, 64)
+        return {
+            there: {name: us for (name, _), us in times.items()} for there, times in found.items()
+        }
+
+    assert around(36) == {33: {"k": 5.0, "blas": 9.0}, 49: {"k": 7.5, "blas": 6.0}}
+    assert around(44) == {33: {"k": 5.0, "blas": 6.0}, 49: {"k": 7.5, "blas": 8.0}}
+    assert around(40) == {33: {"k": 5.0, "blas": 6.0}, 49: {"k": 7.5, "blas": 6.0}}
+    assert around(49) == {49: {"k": 7.5, "blas": 8.0}}
+    assert around(60) == {49: {"k": 7.5, "blas": 8.0}, 64: {"k": 7.0, "blas": 10.0}}
+
+
 def test_a_launch_that_fails_inside_costs_its_candidate_there() -> None:
     class Failing(FakeTimer):
         def measure(self, runs: Any, rounds: int, **chain: Any) -> list[list[float]]:

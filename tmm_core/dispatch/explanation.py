@@ -17,7 +17,7 @@ from tmm_core.dispatch.rehearsal import Miss, rehearse
 from tmm_core.dispatch.standing import outlasted
 from tmm_core.launch.plan import Choice
 from tmm_core.settings import Settings
-from tmm_core.spec.kernel import Traits
+from tmm_core.spec.kernel import BASELINE, Traits
 from tmm_core.spec.problem import Problem
 
 
@@ -202,7 +202,8 @@ def _evidence(record: TuningRecord) -> tuple[tuple[str, ...], list[tuple[str, ..
     """The columns and rows of a record's candidates: timed ones, fastest first; then eliminated,
     wrong and failed ones. The last two columns are text."""
     own = record.problem["m"]
-    inside = [m for m in record.measured_at if m != own]
+    # BLAS alone is timed at more.
+    inside = sorted({m for c in record.candidates if c.kernel != BASELINE for m in c.inside_us})
     baseline, late = blas_us(record), outlasted(record.candidates)
     steady = any(c.steady_us is not None for c in record.candidates)
     columns = ["kernel", f"µs at M={own}", "vs blas"]

@@ -105,7 +105,8 @@ def holds_at(
 ) -> dict[int, dict[CandidateId, float]]:
     """The times measured around ``m`` in the bucket of ``record_m``: the µs of each candidate timed
     at the nearest M not above ``m`` and at the nearest M not below it, without those that BLAS
-    outlasts at the record's own M."""
+    outlasts at the record's own M. BLAS's own times are those at the nearest M on each side at
+    which it was timed, even alone."""
     results = list(results)
     late = outlasted(results)
     results = [result for result in results if result not in late]
@@ -116,9 +117,17 @@ def holds_at(
         if result.status == "ok":
             for there, us in result.inside_us.items():
                 at.setdefault(there, {})[identity(result)] = us
-    below = max((there for there in at if there <= m), default=None)
-    above = min((there for there in at if there >= m), default=None)
-    return {there: at[there] for there in (below, above) if there is not None}
+    timed = [there for there, us in at.items() if any(name[0] != BASELINE for name in us)]
+    below = max((there for there in timed if there <= m), default=m + 1)
+    above = min((there for there in timed if there >= m), default=m - 1)
+    around = {there: at[there] for there in (below, above) if there in at}
+    # The nearest last, since it counts.
+    for there in sorted(at, key=lambda there: -abs(there - m)):
+        alone = {name: us for name, us in at[there].items() if name[0] == BASELINE}
+        for side in around:
+            if min(side, m) <= there <= max(side, m):
+                around[side] = {**around[side], **alone}
+    return around
 
 
 def ranked_around(around: Mapping[int, Mapping[CandidateId, float]]) -> list[CandidateId]:

@@ -39,7 +39,7 @@ from tmm_core.dispatch.verifier import Verifier
 from tmm_core.errors import warn
 from tmm_core.settings import Settings
 from tmm_core.spec.asking import Asked, let_through
-from tmm_core.spec.bucket import inside
+from tmm_core.spec.bucket import between, inside
 from tmm_core.spec.kernel import BASELINE, Candidate, Launcher
 from tmm_core.spec.problem import Problem
 
@@ -396,27 +396,33 @@ class Tuning:
             trial.steady_us = mean(mine)
 
     def _inside(self, finalists: Sequence[Attempt]) -> None:
-        """Verify and time the finalists at other M of the record's bucket."""
+        """Verify and time the finalists at other M of the record's bucket, and BLAS at more of
+        them."""
         # Few constants depend on M: most of these are already compiled.
         if not (extents := inside(self._problem)):
             return
-        asked = [(m, trial) for m in extents for trial in finalists]
+        places = dict.fromkeys(extents, finalists)
+        if not self._problem.batch_invariant and not all(t.is_baseline for t in finalists):
+            baseline = [trial for trial in finalists if trial.is_baseline]
+            places |= dict.fromkeys(between(self._problem.extent), baseline)
+        asked = [(m, trial) for m, trials in places.items() for trial in trials]
         launchers = self._bound([(self._problem.at(m), t.candidate) for m, t in asked])
         bound = dict(zip(asked, launchers, strict=True))
         self._verifier.release()  # hold the tensors of one M at a time
-        for m in extents:
+        for m, trials in places.items():
             if time.monotonic() > self._deadline:
                 return
             problem = self._problem.at(m)
             verifier = Verifier(problem, self._device, memory_limit=self._share)
             copies = Copies(problem, self._device, self._share)
             there: list[tuple[Attempt, Attempt]] = []
-            for trial in finalists:
+            for trial in trials:
                 guest, launcher = Attempt(trial.candidate), bound[m, trial]
                 if isinstance(launcher, BaseException):  # the edge's config may not fit
                     continue
                 guest.launcher = launcher
-                self._verify(guest, verifier, repeats=1)
+                if m in extents:
+                    self._verify(guest, verifier, repeats=1)
                 if guest.launcher is not None:
                     guest.run = copies.runner(guest.launcher)
                     there.append((trial, guest))
