@@ -14,12 +14,11 @@ from tmm_cache import CacheStore, Summary, TuningRecord, shipped_layers
 
 from tmm_core import dispatch, settings
 from tmm_core.bench.results import Document
-from tmm_core.dispatch import random_inputs, rotation
 from tmm_core.dispatch.compilers import compiling_threads
-from tmm_core.dispatch.timing import GraphTimer, HostTimer, Run, timer_for
+from tmm_core.dispatch.copies import Copies
+from tmm_core.dispatch.timing import GraphTimer, HostTimer, timer_for
 from tmm_core.dispatch.verifier import Verifier
 from tmm_core.launch import warm
-from tmm_core.launch.beside import delivering
 from tmm_core.spec.asking import read_config, told
 from tmm_core.spec.device import DeviceFingerprint
 from tmm_core.spec.kernel import BASELINE, Candidate, Kernel, Launcher
@@ -163,20 +162,14 @@ def _times(winner: Winner, device: torch.device, timer: GraphTimer | HostTimer) 
     problem = winner.problem
     try:
         with torch.no_grad(), precision(problem.tf32):
-            inputs = random_inputs.make(problem, device)
             blas = dispatch.dispatcher().registry.kernel(BASELINE)
-            theirs, mine = (
-                delivering(problem.epilogue, launcher, problem.out_shape)
-                for launcher in (blas.bind(problem, blas.default_config(problem)), winner.launcher)
-            )
-            calls = rotation.rotated(inputs, problem)
-            runs: list[Run] = [
-                lambda copy: calls[copy].launch(theirs, None),
-                lambda copy: calls[copy].launch(mine, None),
-            ]
-            blas_us, us = map(median, timer.measure(runs, ROUNDS, copies=len(calls)))
+            theirs = blas.bind(problem, blas.default_config(problem))
+            copies = Copies(problem, device, None)
+            runs = [copies.runner(theirs), copies.runner(winner.launcher)]
+            many = len(runs[0].inputs)
+            blas_us, us = map(median, timer.measure(runs, ROUNDS, copies=many))
             if blas_us / us < SLOWER:  # a single measurement may be noise
-                blas_us, us = map(median, timer.measure(runs, 3 * ROUNDS, copies=len(calls)))
+                blas_us, us = map(median, timer.measure(runs, 3 * ROUNDS, copies=many))
             timer.release()
     except Exception as error:  # affects this record only
         return {"status": "failed", "reason": told(error)}
