@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator
 from concurrent import futures
 from dataclasses import replace
@@ -376,6 +377,21 @@ def test_the_tuner_binds_what_compiled_and_records_why_not(
     assert mine[3].reason == "its compiler ended with exit code 3"
     assert mine[5].reason == "ValueError: no such layout"
     assert [p.m for p in kernel.bound].count(64) == 2  # and what is left at other M of the bucket
+
+
+def test_what_is_prepared_is_compiled_once(server: Compilers, installed: Any) -> None:
+    server.submit(problem(), candidate(installed.kernel, 1)).result(timeout=60)
+    kernels = [FakeBlas(), installed.Compiled("compiled.one", tiles=(8, 1))]
+    tuner = Tuner(FakeTimer({"compiled.one": 5.0, "blas": 10.0}), compilers=server)
+    for n in (100, 200):
+        tuner.prepare(problem(n=n), kernels)
+    for n in (100, 200):
+        record = tuner.tune(problem(n=n), kernels, settings(tune_budget=60.0))
+        assert [c.status for c in record.candidates] == ["ok"] * 3
+    # Once at the record's own M, the slow one while it was pending; others at other M.
+    lines = [(tile, n) for _, tile, n, _ in compiled() if n in ("100", "200")]
+    assert sorted(Counter(lines).values()) == [3] * 4
+    assert not tuner.prepared
 
 
 def test_a_budget_that_ends_ends_compiling(server: Compilers, installed: Any) -> None:

@@ -10,9 +10,13 @@ import json
 import os
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -27,7 +31,7 @@ from triton.backends.compiler import GPUTarget
 from tmm_core import Groups, Operand, Problem
 from tmm_core.epilogues import parse
 from tmm_core.spec.device import DeviceFingerprint
-from tmm_core.triton import Launch, target_of
+from tmm_core.triton import Launch, launch, target_of
 
 H100 = DeviceFingerprint("cuda", "NVIDIA H100 80GB HBM3", (9, 0), 132, 232448, cuda="12.8")
 MI300 = DeviceFingerprint("cuda", "AMD Instinct MI300X", (9, 4), cuda="hip-6.4", arch="gfx942")
@@ -215,3 +219,46 @@ def test_what_a_process_compiled_before_does_not_change_a_key() -> None:
     one, other = map(json.loads, done.stdout.splitlines())
     assert one == other
     assert len(set(one.values())) == 4
+
+
+def loading_at_a_time(monkeypatch: pytest.MonkeyPatch, *signatures: dict[str, str]) -> int:
+    """The most kernels of these signatures that load at a time."""
+    loading: list[int] = []
+    most = [0]
+
+    class Loaded:
+        metadata = SimpleNamespace(target=SimpleNamespace(backend="hip"))
+
+        def __init__(self, signature: dict[str, str]) -> None:
+            self.src = SimpleNamespace(signature=signature)
+
+        def _init_handles(self) -> None:
+            loading.append(1)
+            deadline = time.monotonic() + 0.5
+            while time.monotonic() < deadline and len(loading) < len(signatures):
+                time.sleep(0.01)
+            most[0] = max(most[0], len(loading))
+            loading.pop()
+
+    monkeypatch.setattr(launch, "compile_for", lambda target, src, **options: Loaded(src))
+    monkeypatch.setattr(launch, "_target", lambda index: None)
+    monkeypatch.setattr(torch.cuda, "device", lambda index: nullcontext())
+    one = object.__new__(Launch)
+    threads = [
+        threading.Thread(target=one._compile, args=(signature, 0, (), {}))
+        for signature in signatures
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return most[0]
+
+
+def test_kernels_load_at_a_time_but_for_those_that_share_a_launcher(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Triton 3.6 compiles a C launcher for each signature, whatever the shapes of its boxes."""
+    boxes = [{"a": f"tensordesc<bf16[{rows}, 64],x>", "M": "i32"} for rows in (64, 128)]
+    assert loading_at_a_time(monkeypatch, *boxes) == 1
+    assert loading_at_a_time(monkeypatch, boxes[0], {**boxes[1], "K": "i32"}) == 2

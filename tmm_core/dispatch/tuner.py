@@ -98,8 +98,11 @@ class Tuner(Equipment):
     ) -> None:
         """Start compiling the first candidates of :meth:`tune`, without waiting."""
         if any(kernel.name == BASELINE for kernel in kernels):
-            for candidate in Proposals(problem, kernels, kernels, None, hints).first():
-                self.compilers.submit(problem, candidate)
+            first = Proposals(problem, kernels, kernels, None, hints).first()
+            self.prepared[problem] = {
+                (problem, candidate): self.compilers.submit(problem, candidate)
+                for candidate in first
+            }
 
 
 def _without_set_aside(

@@ -92,6 +92,8 @@ class Equipment:
     compilers: Compilers = field(default_factory=default_compilers)
     #: Launches candidates in another process first; None: no such launches.
     first_launches: FirstLaunches | None = None
+    #: What is being compiled for problems that are tuned next.
+    prepared: dict[Problem, dict[Posed, Future[None]]] = field(default_factory=dict)
 
 
 class Tuning:
@@ -106,7 +108,7 @@ class Tuning:
         self._timer: Any = equipment.timer or timer_for(self._device)
         self._equipment, self._compilers = equipment, equipment.compilers
         #: Futures of what is compiled before it is asked for.
-        self._ahead: dict[Posed, Future[None]] = {}
+        self._ahead: dict[Posed, Future[None]] = equipment.prepared.pop(problem, {})
         self._deadline = time.monotonic() + settings.tune_budget
         self._progress = progress
         self._memory = settings.tune_memory
