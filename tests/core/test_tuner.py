@@ -21,7 +21,7 @@ from tmm_core.dispatch import binding, proposals, random_inputs, tuning, verify
 from tmm_core.dispatch.compilers import Compilers
 from tmm_core.dispatch.copies import LaunchError
 from tmm_core.dispatch.proposals import Hints
-from tmm_core.dispatch.standing import by_time, decide, holds_at
+from tmm_core.dispatch.standing import by_time, compared_at, decide, holds_at
 from tmm_core.dispatch.timing import GraphTimer
 from tmm_core.dispatch.tuner import Tuner
 from tmm_core.spec.operand import Operand
@@ -457,6 +457,8 @@ def test_blas_counts_at_the_nearest_m_at_which_it_was_timed() -> None:
     assert around(40) == {33: {"k": 5.0, "blas": 6.0}, 49: {"k": 7.5, "blas": 6.0}}
     assert around(49) == {49: {"k": 7.5, "blas": 8.0}}
     assert around(60) == {49: {"k": 7.5, "blas": 8.0}, 64: {"k": 7.0, "blas": 10.0}}
+    record = TuningRecord({"m": 64}, 1, (blas, kernel), "2026-01-01T00:00:00Z", 1.0)
+    assert compared_at(record) == [33, 49, 64]
 
 
 def test_a_launch_that_fails_inside_costs_its_candidate_there() -> None:

@@ -10,7 +10,7 @@ from tmm_cache import CacheStore, CandidateResult, TuningRecord
 
 from tmm_core.dispatch.deferred import Answers
 from tmm_core.dispatch.registry import Registry
-from tmm_core.dispatch.standing import by_time, holds_at, identity, ranked_around
+from tmm_core.dispatch.standing import by_time, compared_at, holds_at, identity, ranked_around
 from tmm_core.errors import CacheMissError, PluginError, TmmError, warn
 from tmm_core.launch.plan import Choice
 from tmm_core.settings import Settings
@@ -145,7 +145,7 @@ class Evidence:
             blas, problem, settings
         ):
             return choice
-        held = ", ".join(map(str, record.measured_at))
+        held = ", ".join(map(str, compared_at(record)))
         return replace(
             choice,
             candidate=Candidate(blas, blas.default_config(problem)),

@@ -14,10 +14,10 @@ from tmm_cache.head import blas_us
 from tmm_core.dispatch.ladder import Dispatcher
 from tmm_core.dispatch.registry import Registry, Source
 from tmm_core.dispatch.rehearsal import Miss, rehearse
-from tmm_core.dispatch.standing import outlasted
+from tmm_core.dispatch.standing import compared_at, outlasted
 from tmm_core.launch.plan import Choice
 from tmm_core.settings import Settings
-from tmm_core.spec.kernel import BASELINE, Traits
+from tmm_core.spec.kernel import Traits
 from tmm_core.spec.problem import Problem
 
 
@@ -167,7 +167,7 @@ class Explanation:
         if self.record is None:
             yield "record", f"none in {self.store}"
         else:
-            at = ", ".join(map(str, self.record.measured_at))
+            at = ", ".join(map(str, compared_at(self.record)))
             yield "record", f"{self.record.created}, {self.record.tuning_seconds:.1f} s of tuning"
             yield "clock", f"{self.record.clock}, at M={at}"
 
@@ -202,8 +202,7 @@ def _evidence(record: TuningRecord) -> tuple[tuple[str, ...], list[tuple[str, ..
     """The columns and rows of a record's candidates: timed ones, fastest first; then eliminated,
     wrong and failed ones. The last two columns are text."""
     own = record.problem["m"]
-    # BLAS alone is timed at more.
-    inside = sorted({m for c in record.candidates if c.kernel != BASELINE for m in c.inside_us})
+    inside = [m for m in compared_at(record) if m != own]
     baseline, late = blas_us(record), outlasted(record.candidates)
     steady = any(c.steady_us is not None for c in record.candidates)
     columns = ["kernel", f"µs at M={own}", "vs blas"]

@@ -130,6 +130,14 @@ def holds_at(
     return around
 
 
+def compared_at(record: TuningRecord) -> list[int]:
+    """Every M of the bucket at which a kernel was compared with BLAS, which is timed at more,
+    including the record's own, sorted."""
+    kernels = [c for c in record.candidates if c.kernel != BASELINE]
+    timed = {record.problem["m"], *(m for kernel in kernels for m in kernel.inside_us)}
+    return [m for m in record.measured_at if m in timed]
+
+
 def ranked_around(around: Mapping[int, Mapping[CandidateId, float]]) -> list[CandidateId]:
     """Candidates that beat BLAS by :data:`MARGIN` at every M of ``around``, best first, by their
     largest ratio to the fastest at any of these M."""
