@@ -52,7 +52,7 @@ def scattered(problem: Problem) -> bool:
 
 def beside(problem: Problem) -> bool:
     """Whether a tile may be two products beside each other."""
-    return not (problem.gated or problem.fp8 or problem.groups or by_words(problem))
+    return not (problem.fp8 or by_words(problem))
 
 
 def residual_by_tma(problem: Problem) -> bool:

@@ -22,12 +22,13 @@ from tmm_triton.ragged_tiles import kinds
 #: Maximum parts of a tile of the last wave (``tail_splits``), and of every tile (``splits``), and
 #: ranges of K.
 MOST_TAIL_SPLITS, MOST_SPLITS, MOST_RANGES = 4, 256, 8
-#: Maximum accumulator registers per thread beside the sums of the ranges before, by the number of
-#: consumers: three have 160 registers, fewer have 240.
+#: Maximum accumulator registers per thread by the number of consumers, three of which have 160
+#: registers and fewer 240; and beside the sums of the ranges of K before.
+MOST_ACCUMULATORS = {1: 128, 2: 192, 3: 128}
 MOST_SUMMED = {1: 96, 2: 96, 3: 64}
 #: Columns of a tile. Layouts have powers of two, so 80, 96, 144, 160 and 192 are two products
 #: beside each other.
-_COLUMNS = (32, 64, 80, 96, 128, 144, 160, 192, 256)
+COLUMNS = (32, 64, 80, 96, 128, 144, 160, 192, 256)
 #: mbarriers, and Triton's memory for starting the partitions: at most 250 bytes over all configs on
 #: both releases.
 _SHARED_OVERHEAD = 512
@@ -95,11 +96,12 @@ class WarpSpecializedConfig(Config):
             raise ValueError(f"BLOCK_M {self.BLOCK_M} does not divide among the consumers")
         if self.rows not in (64, 128, 256) or self.rows % (16 * self.num_warps):
             raise ValueError(f"a consumer of {self.num_warps} warps cannot own {self.rows} rows")
-        if self.BLOCK_N not in _COLUMNS or self.BLOCK_K not in (32, 64, 128):
+        if self.BLOCK_N not in COLUMNS or self.BLOCK_K not in (32, 64, 128):
             raise ValueError(f"tile N×K {self.BLOCK_N}×{self.BLOCK_K}")
         if self.narrow and (self.BLOCK_K != 64 or self.tail_splits > 1):
             raise ValueError(f"a tile of {self.BLOCK_N} columns needs BLOCK_K 64, tail_splits 1")
-        if self.accumulators > (128 if self.ranges == 1 else MOST_SUMMED[self.consumers]):
+        most = MOST_ACCUMULATORS if self.ranges == 1 else MOST_SUMMED
+        if self.accumulators > most[self.consumers]:
             raise ValueError(f"{self.accumulators} accumulator registers a thread are too many")
         # With one stage, releasing it would wait for the next stage, which waits for the release.
         if not 2 <= self.num_stages <= 16 or not 1 <= self.GROUP_M <= 1024:
@@ -190,7 +192,8 @@ class Constants:
     SPLITS: int
     #: Unused in the source: it distinguishes kernels with and without hinted loads.
     EVICT_FIRST: bool
-    #: Columns of the tile's second product, if it has two beside each other.
+    #: Columns of the second product, if a tile is two products beside each other. In a gated tile
+    #: the first has gate's columns and some of up's, the second the rest of up's.
     NARROW: int = 0
     #: Ranges of K that are summed one after the other.
     RANGES: int = 1
@@ -264,7 +267,7 @@ class Constants:
             PRIMED=min(config.num_stages, 16 if config.early in ("l2", "b") else _PRIMED),
             SPLITS=config.splits,
             EVICT_FIRST=config.evict_first,
-            NARROW=config.narrow,
+            NARROW=config.narrow * (2 if problem.gated else 1),
             RANGES=config.ranges,
             DEPENDENTS=dependents if config.early else "",
             EARLY=config.early,
@@ -335,19 +338,24 @@ class Constants:
     def b_boxes(self) -> int:
         """TMA boxes of B per stage."""
         if self.NARROW:
-            return self.BLOCK_N // self.NARROW
+            return self.products * self.BLOCK_N // self.box_columns
         return 2 if self.GATED or self.halves else 1
 
     @property
     def box_columns(self) -> int:
         """Columns of a box of B."""
-        return self.NARROW or self.columns
+        return self.NARROW // self.products or self.columns
 
     @property
     def promoted(self) -> bool:
         """Whether each k-step is summed separately, and the sums are added in fp32
         (``hopper_consumers``)."""
         return self.IN_BYTES == 1
+
+    @property
+    def products(self) -> int:
+        """Columns of B for each of the tile: gate and up, or one."""
+        return 2 if self.GATED else 1
 
     @property
     def halves(self) -> bool:
@@ -358,7 +366,9 @@ class Constants:
     @property
     def columns(self) -> int:
         """Columns of one product, the first if they differ."""
-        return self.BLOCK_N // 2 if self.halves else self.BLOCK_N - self.NARROW
+        if self.NARROW:
+            return self.products * self.BLOCK_N - self.NARROW
+        return self.BLOCK_N // 2 if self.halves else self.BLOCK_N
 
     @property
     def width(self) -> int:

@@ -80,7 +80,11 @@ def _multiply(ring, stage, acc, up, FIRST: gl.constexpr, WHO: gl.constexpr, C: g
     # Not accumulating the first time saves clearing the registers.
     acc = warpgroup_mma(a, b, acc, use_acc=not FIRST, is_async=True)
     if C.GATED or C.NARROW:
-        b = as_matrix(b_ring.index(stage * C.b_boxes + C.b_boxes - 1), B_KIND)
+        SECOND: gl.constexpr = C.NARROW // C.box_columns if C.NARROW else 1
+        b = as_matrix(b_ring.index(stage * C.b_boxes + C.b_boxes - SECOND), B_KIND)
+        if C.NARROW:
+            REST: gl.constexpr = [C.NARROW, C.BLOCK_K] if C.B_COL else [C.BLOCK_K, C.NARROW]
+            b = b._reinterpret(b.dtype, REST, b.layout)
         if C.B_COL:
             b = b.permute((1, 0))
         up = warpgroup_mma(a, b, up, use_acc=not FIRST, is_async=True)

@@ -23,10 +23,15 @@ _REACH, _SM_BYTES = 800 / 989, 125e3
 _ROW_BYTES = 85
 #: Share of the loads' time by which overlapped ones delay multiplying, as they cost power and so
 #: clock rate: in tiles of 128×256, which load three quarters of what 128×128 do, 8192×6144×4096 on
-#: an H200 is 4 % faster without pause. Of 436 shipped records of 150 µs and more the first config
-#: by estimate takes 1.062 times as long as the best one timed, with a twentieth 1.076; of all 1,197
-#: it takes 1.064 with either (``benchmarks/results/estimated_loads.txt``).
-_POWER = 1 / 5
+#: an H200 is 4 % faster without pause. This and the next two are fitted to what was timed
+#: (``benchmarks/results/estimated_tiles.txt``).
+_POWER = 1 / 6
+#: Share of an epilogue that other consumers of the same tile do not hide, unless they are in step.
+_EXPOSED = 0.9
+#: How much longer multiplying takes if the first tiles are split and more than so many waves
+#: follow: blocks then do not work on a rectangle of tiles. On an H100, whose L2 is smaller,
+#: 8192×6144×4096 takes 803 µs in 128×128 tiles with the last wave in three parts, 582 in others.
+_IRREGULAR, _FEW_WAVES = 1.1, 2
 #: µs of a launch with its first loads (a product of 32 128³ matrices took 8.3 when these started
 #: 0.4 later, an empty kernel 3.3); and of rounding and storing 128×256 elements.
 _LAUNCH_US, _EPILOGUE_US = 5.6, 0.9
@@ -83,14 +88,15 @@ def estimate_us(problem: Problem, config: WarpSpecializedConfig) -> float:
         adding = config.tail_splits * _PART_US * config.BLOCK_M * width / (128 * 256)
         if not (config.pingpong and waves > 1):
             adding += _WAITING_US  # nothing overlaps the wait
+    if config.tail_splits > 1 and waves > _FEW_WAVES:
+        loop *= _IRREGULAR
     if config.pingpong and waves > 1:
         busy = waves * max(loop, epilogue / 2) + epilogue
     elif config.pingpong:
         # The other consumer is idle, and one alone leaves gaps.
         busy = waves * 1.1 * loop + epilogue
     else:
-        # Consumers not in lockstep hide some of it.
-        exposed = epilogue if config.consumers == 1 else 0.6 * epilogue
+        exposed = epilogue if config.consumers == 1 else _EXPOSED * epilogue
         busy = waves * loop + math.ceil(waves) * exposed
     # The closer the two times are, the less of the shorter one is hidden.
     memory = problem.bytes / Machine.of(problem.device).memory

@@ -38,6 +38,7 @@ def _load(
     B_BOXES: gl.constexpr = C.b_boxes
     OF_A: gl.constexpr = 0 if C.WORDS == "a" else A_BOXES
     OF_B: gl.constexpr = 0 if C.WORDS == "b" else B_BOXES
+    EACH: gl.constexpr = B_BOXES // C.products
     BYTES: gl.constexpr = C.IN_BYTES * (OF_A * C.A_ROWS + OF_B * C.box_columns) * C.BLOCK_K
     ASKED_A: gl.constexpr = 0 if PARTS == "b" else OF_A
     ASKED_B: gl.constexpr = 0 if PARTS == "a" else OF_B
@@ -68,7 +69,7 @@ def _load(
                 slot = slot.slice(0, C.A_ROWS, dim=1 if A_KIND == "stack" else 0)
             async_copy_global_to_shared(a_desc, where, ready, slot)
         for part in gl.static_range(ASKED_B):
-            at = column + part * (N if C.GATED else C.box_columns)
+            at = column + part // EACH * N + part % EACH * C.box_columns
             where = placed(of_b, end, k, at, C.B_COL, B_KIND)
             slot = b_ring.index(stage * B_BOXES + part)
             async_copy_global_to_shared(b_desc, where, ready, slot)
@@ -119,6 +120,7 @@ def prefetch(pointer, stride, strides, sizes, C: gl.constexpr):
     # Rows of memory by pieces, one per k-step.
     LINES: gl.constexpr = C.box_columns if C.B_COL else C.BLOCK_K
     BOXES: gl.constexpr = C.b_boxes
+    EACH: gl.constexpr = BOXES // C.products
     PIECES: gl.constexpr = C.pieces
     LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [C.WARPS, 1], [1, 0])
     line = gl.expand_dims(gl.arange(0, LINES, layout=gl.SliceLayout(1, LAYOUT)), 1)
@@ -128,7 +130,7 @@ def prefetch(pointer, stride, strides, sizes, C: gl.constexpr):
     if C.BATCHED:
         pointer += matrix * strides[1]
     for part in gl.static_range(BOXES):
-        at = column + part * (N if C.GATED else C.box_columns)
+        at = column + part // EACH * N + part % EACH * C.box_columns
         if C.B_COL:
             outer = at + line
             inner = step * C.BLOCK_K

@@ -13,6 +13,7 @@ from tmm_triton import sums
 from tmm_triton.early import with_early
 from tmm_triton.hopper_access import beside, by_words, residual_by_tma, stored_by_pointers
 from tmm_triton.hopper_config import (
+    COLUMNS,
     MOST_SUMMED,
     MOST_TAIL_SPLITS,
     WarpSpecializedConfig,
@@ -59,6 +60,8 @@ _TILES: tuple[_Tile, ...] = (
 #: of 128×144, one wave. Of 64×192, two by turns, 300×13824 is two waves, with which nothing else
 #: comes near cuBLAS (K = 5120, H200: 76 µs by these, 85 by the next best, 79 by cuBLAS).
 _BESIDE_TILES = (
+    ("pingpong", 2, 4, 128, 192, 64),
+    ("pingpong", 2, 4, 128, 160, 64),
     ("pingpong", 2, 4, 64, 192, 64),
     ("pingpong", 2, 4, 64, 160, 64),
     ("pingpong", 2, 4, 64, 80, 64),
@@ -204,7 +207,7 @@ def _fitted(problem: Problem, tile: _Tile) -> list[WarpSpecializedConfig]:
         # 160 registers per thread hold its accumulators, but not also the addresses of 16 rows.
         return []
     block_n //= 2 if problem.gated else 1
-    if block_n < 32:
+    if block_n not in COLUMNS:
         return []
     variants: list[WarpSpecializedConfig] = []
     # 160 registers per thread do not hold two sums and the scales of 64 columns, nor 240 the

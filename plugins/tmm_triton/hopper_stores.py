@@ -180,10 +180,10 @@ def store_tile(
         strips = _strips(z, SUBTILES // 2) + _strips(up, SUBTILES // 2)
     elif C.NARROW:
         strips = _strips(z, C.columns // WIDTH) + _strips(up, C.NARROW // WIDTH)
+    elif C.GATED:
+        strips = _strips(z, SUBTILES) + _strips(up, SUBTILES)
     else:
         strips = _strips(z, SUBTILES)
-    if C.GATED:
-        up_strips = _strips(up, SUBTILES)
     for i in gl.static_range(SUBTILES):
         at = column + i * WIDTH
         x = gl.convert_layout(strips[i], LAYOUT)
@@ -191,7 +191,7 @@ def store_tile(
         if C.BIAS:
             x = _with_bias(x, bias[i], LAYOUT)
         if C.GATED:
-            y = gl.convert_layout(up_strips[i], LAYOUT)
+            y = gl.convert_layout(strips[SUBTILES + i], LAYOUT)
             y = _scaled(y, factors, matrix, row, at + N, M, 2 * N, LAYOUT, C)
             if C.BIAS:
                 y = _with_bias(y, bias[SUBTILES + i], LAYOUT)

@@ -20,7 +20,7 @@ from tmm_core import Traits
 from tmm_core.dispatch import binding, proposals, random_inputs, tuning, verify
 from tmm_core.dispatch.compilers import Compilers
 from tmm_core.dispatch.copies import LaunchError
-from tmm_core.dispatch.proposals import Hints
+from tmm_core.dispatch.proposals import Hints, Proposals
 from tmm_core.dispatch.standing import by_time, compared_at, decide, holds_at
 from tmm_core.dispatch.timing import GraphTimer
 from tmm_core.dispatch.tuner import Tuner
@@ -390,6 +390,23 @@ def test_what_is_likely_to_follow_is_compiled_behind_a_batch(
     elsewhere = [(tile, m) for tile, m in compilers.asked if m != 64]
     assert {tile for tile, _ in elsewhere} <= {100, 103, 106}
     assert len(elsewhere) == len(set(elsewhere)) > 0
+
+
+def test_idle_processes_compile_what_may_follow_of_every_kernel(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Even of one whose estimates are all behind another's: times decide which of them follows."""
+    monkeypatch.setattr(proposals, "BATCHES", (3, 5))
+    near, far = Graded("near", tiles=(100, 101, 102, 103)), Graded("far", tiles=(110, 120, 130))
+    kernels = [FakeBlas(estimate=100.0), near, far]
+    given = Proposals(problem(), kernels, kernels)
+    assert len(given.first()) == 3
+    for handed, room, tiles in (
+        (3, 0, [101, 102]), (3, 3, [101, 102, 120]), (3, 16, [101, 102, 120, 130]),
+        (4, 16, [101, 120]), (5, 16, []),
+    ):  # fmt: skip
+        found = [c.config.to_json()["tile"] for c in given.likely(handed, room)]
+        assert found == tiles
 
 
 def test_what_won_elsewhere_is_tried_first() -> None:

@@ -107,6 +107,30 @@ def test_a_graph_replays_other_sizes_of_groups(form: str, kernel: str, no_waitin
         close(form, y, expected(form, a, b, ends), ends[-1])
 
 
+@pytest.mark.parametrize("form", ["rows", "sums"])
+@pytest.mark.parametrize(
+    ("rows", "columns", "strips"), [(64, 192, 3), (128, 160, 5), (128, 144, 9), (192, 96, 3)]
+)
+def test_two_products_of_groups_beside_each_other(
+    form: str, rows: int, columns: int, strips: int
+) -> None:
+    skip_unserved("triton.warp_specialized", form)
+    a, b = operands(form)
+    if form == "sums":
+        a = a.mT.contiguous().mT
+    config = {
+        "BLOCK_M": rows, "BLOCK_N": columns, "BLOCK_K": 64, "GROUP_M": 2, "num_stages": 3,
+        "schedule": "cooperative" if rows == 192 else "pingpong", "num_warps": 4,
+        "consumers": 3 if rows == 192 else 2, "subtiles": strips, "tail_splits": 1, "splits": 1,
+        "evict_first": False,
+    }  # fmt: skip
+    for ends in ENDS:
+        y = tmm_core.grouped_matmul(
+            a, b, offs=offs_of(ends), kernel="triton.warp_specialized", config=config
+        )
+        close(form, y, expected(form, a, b, ends), ends[-1])
+
+
 def numbers(*shape: int) -> torch.Tensor:
     return torch.rand(shape, device="cuda") + 0.5
 

@@ -191,33 +191,46 @@ def test_what_a_worker_compiled_is_found_here(tmp_path: Path) -> None:
 ORDERS = """
 import json, os, sys
 from tmm_core.epilogues import parse
-from tmm_core.triton import device_function, source
+import torch
+from tmm_core.triton import Launch, device_function, source
 from tmm_triton.naive import naive_kernel
 
 names = ["sigmoid", "silu", "gelu_tanh", "tanh+silu"]
 
-def key(name):
-    constants = {n: None for n in naive_kernel.arg_names}
-    return source(naive_kernel, {}, {**constants, "EPILOGUE": device_function(parse(name))}).hash()
+def compiling(self, src, *_):
+    raise LookupError(src.hash())
 
-for order in (names, names[::-1]):
+Launch._compile = compiling
+
+def key(name, launched):
+    constants = {n: None for n in naive_kernel.arg_names}
+    constants["EPILOGUE"] = device_function(parse(name))
+    if not launched:
+        return source(naive_kernel, {}, constants).hash()
+    try:
+        Launch(naive_kernel, {}, constants, device=torch.device("cuda", 0))
+    except LookupError as error:
+        return str(error)
+
+for order, launched in ((names, False), (names[::-1], False), (names, True), (names[::-1], True)):
     if os.fork() == 0:
-        print(json.dumps(dict(sorted((name, key(name)) for name in order))), flush=True)
+        print(json.dumps(dict(sorted((name, key(name, launched)) for name in order))), flush=True)
         os._exit(0)
     os.wait()
 """
 
 
 def test_what_a_process_compiled_before_does_not_change_a_key() -> None:
-    """Triton's hash of a function depends on which of its callees were hashed before."""
+    """Triton's hash of a function depends on which of its callees were hashed before, and a launch
+    looks its kernel up by it."""
     environment = {k: v for k, v in os.environ.items() if not k.startswith("TRITON_")}
     environment["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     done = subprocess.run(
         [sys.executable, "-c", ORDERS], env=environment, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    one, other = map(json.loads, done.stdout.splitlines())
-    assert one == other
+    one, *others = map(json.loads, done.stdout.splitlines())
+    assert others == [one] * 3
     assert len(set(one.values())) == 4
 
 

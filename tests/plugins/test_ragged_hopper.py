@@ -72,6 +72,7 @@ class Call:
         extras: alpha, a bias of each group and a residual, which TMA loads with ``fetch``.
         indexed: Rows of the result are permuted, and each has a weight.
         offs: What the kernel reads instead of ``ends``.
+        narrow: Columns of a box of b where tiles are two products beside each other.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class Call:
         stages: int = 3, subtiles: int = 2, programs: int = 3, layout: str = "",
         gated: bool = False, extras: bool = False, fetch: bool = False, pointers: bool = False,
         zeroed: bool = False, scales: str | None = None, columns: int = 4, indexed: bool = False,
-        offs: tuple[int, ...] | None = None,
+        offs: tuple[int, ...] | None = None, narrow: int = 0,
     ) -> None:  # fmt: skip
         layout = layout or ("nn" if ragged == "m" else "tn")
         self.ends, self.ragged, self.zeroed = ends, ragged, zeroed
@@ -93,6 +94,7 @@ class Call:
             POINTERS=pointers or indexed, SCATTERED=indexed, WEIGHTED=indexed,
             STORED=2 if indexed and seed % 2 else 1,
             SCALE_A=scales, SCALE_B=scales, IN_BYTES=1 if scales else 2,
+            NARROW=2 * narrow if gated else narrow,
         )  # fmt: skip
         random = np.random.default_rng(seed)
         width = 2 * n if gated else n
@@ -147,7 +149,7 @@ class Call:
         letters = ["t" if col else "n" for col in (c.A_COL, c.B_COL)]
         known |= {
             "a_desc": self.described(self.a, [c.A_ROWS, c.BLOCK_K], letters[0], c.a_kind),
-            "b_desc": self.described(self.b, [c.BLOCK_K, c.columns], letters[1], c.b_kind),
+            "b_desc": self.described(self.b, [c.BLOCK_K, c.box_columns], letters[1], c.b_kind),
             "M": self.m, "N": self.n, "K": self.k, "GROUP_M": 2, "EPILOGUE": self.epilogue,
             "C": c, "offs_ptr": Pointer(self.offs), "G": self.count, "b_stride_z": 1,
             "residual_stride_z": (self.m * self.n if self.ragged == "k" else 0),
@@ -248,6 +250,20 @@ def test_fused_work_of_groups(consumers: int, pingpong: bool, ways: dict[str, bo
         Call(
             seed, "k", ends, total, consumers=consumers, pingpong=pingpong, gated=gated,
             extras=True, subtiles=subtiles, **ways,
+        ).check()  # fmt: skip
+
+
+@pytest.mark.parametrize("ways", [{}, {"fetch": True}, {"pointers": True}], ids=str)
+@pytest.mark.parametrize(("consumers", "pingpong"), SCHEDULES)
+def test_two_products_of_groups_beside_each_other(
+    consumers: int, pingpong: bool, ways: dict[str, bool]
+) -> None:
+    ends, total = (0, 5, 5, 6, 11), 14
+    kinds = [("m", False, "nn"), ("m", True, "nt"), ("m", True, "nn"), ("k", False, "")]
+    for seed, (ragged, gated, layout) in enumerate([*kinds, ("k", True, "")]):
+        Call(
+            seed, ragged, ends, total, n=14, columns=12, narrow=4, subtiles=6, gated=gated,
+            consumers=consumers, pingpong=pingpong, layout=layout, extras=True, **ways,
         ).check()  # fmt: skip
 
 

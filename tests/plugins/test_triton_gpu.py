@@ -185,6 +185,30 @@ def test_two_products_beside_each_other(tile: Any, m: int) -> None:
         assert (out.double() - right).norm() < 4e-3 * right.norm(), (cut, n, k)
 
 
+@pytest.mark.parametrize("tile", hopper_search._BESIDE_TILES, ids=str)
+def test_gate_and_up_beside_each_other(tile: Any) -> None:
+    """With a bias and a residual, by TMA and by pointers, several tiles a block."""
+    if torch.cuda.get_device_capability() != (9, 0):
+        pytest.skip("needs Hopper")
+    for m, n, k, layout in ((1, 96, 64, "nt"), (300, 1000, 520, "nn"), (1500, 4504, 1000, "nt")):
+        a = random(m, k)
+        b = random(2 * n, k, seed=1).t() if layout[1] == "t" else random(k, 2 * n, seed=1)
+        bias, residual = random(2 * n, seed=2), random(m, n + 1, seed=3)[:, :n]
+        z = a.double() @ b.double() + bias
+        right = torch.nn.functional.silu(z[:, :n]) * z[:, n:]
+        for added in (None, residual, residual.contiguous()):
+            problem = Problem.of(
+                a, b, torch.empty(m, n, dtype=a.dtype, device="cuda"), fingerprint(a.device),
+                bias=bias, residual=added, epilogue=parse("swiglu"),
+            )  # fmt: skip
+            wanted = right if added is None else right + added
+            for config in hopper_search._fitted(problem, tile):
+                out = torch.full((m + 1, n), float("nan"), dtype=a.dtype, device="cuda")
+                WarpSpecialized().bind(problem, config)(a, b, bias, added, 1.0, out[:m])
+                assert (out[:m].double() - wanted).norm() < 4e-3 * wanted.norm(), (config, m)
+                assert out[m].isnan().all(), config
+
+
 @pytest.mark.parametrize("count", [2, 4, 8])
 def test_ranges_of_k_have_the_bits_of_parts(count: int) -> None:
     """In every tile, over several tiles a block, with everything that an epilogue does."""

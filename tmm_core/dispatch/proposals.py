@@ -174,11 +174,16 @@ class Proposals:
         left = max(0, self._most - len(times))
         return self._hand([*unknown, *(c for c in able if c not in unknown)][:left])
 
-    def likely(self, handed: int) -> list[Candidate]:
-        """Those that :meth:`promising` may return after ``handed`` candidates in all, if times are
-        as expected; worth compiling in advance."""
+    def likely(self, handed: int, room: int) -> list[Candidate]:
+        """Those that :meth:`promising` may return after ``handed`` candidates in all, worth
+        compiling in advance: at least as many as it may return, at most ``room``. Times decide
+        which kernel they are of, so that of each there are as many as it may return."""
         left = max(0, self._most - handed)
-        return self._ranked(dict.fromkeys(self._waiting(), 1.0))[:left]
+        found: dict[Kernel[Any], list[Candidate]] = {}
+        for candidate in self._ranked(dict.fromkeys(self._waiting(), 1.0)):
+            found.setdefault(candidate.kernel, []).append(candidate)
+        able = dict.fromkeys((c for mine in found.values() for c in mine[:left]), 1.0)
+        return self._ranked(able)[: max(left, room)]
 
     def untried(self, tried: Sequence[Candidate]) -> list[tuple[Candidate, BaseException | str]]:
         """The best guess of each kernel of which no candidate was tried, or none of those that rely

@@ -127,7 +127,8 @@ class Tuning:
         self._progress.total(len(proposals))
         batch = proposals.first()
         while batch:
-            following = proposals.likely(len(self.trials) + len(batch))
+            idle = self._compilers.workers - len(batch)
+            following = proposals.likely(len(self.trials) + len(batch), idle)
             self._try([Attempt(candidate) for candidate in batch], following)
             if time.monotonic() > self._deadline:
                 break

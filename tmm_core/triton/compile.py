@@ -64,8 +64,7 @@ def source(
     Raises:
         TypeError: An argument of ``fn`` is in neither mapping, or in both.
     """
-    for function in (fn, *constants.values()):
-        _hash(function)
+    hash_after_callees(fn, constants)
     names = list(fn.arg_names)
     if set(types) & set(constants) or set(names) != set(types) | set(constants):
         raise TypeError(
@@ -90,15 +89,17 @@ def source(
 _hashing = threading.Lock()
 
 
-def _hash(fn: Any) -> None:
-    """Compute Triton's hash of ``fn``, if it is a function of Triton's, after those of its callees.
+def hash_after_callees(fn: Any, constants: Mapping[str, Any]) -> None:
+    """Compute Triton's hashes of ``fn`` and of the functions among ``constants``, each after those
+    of its callees; to be called before anything hashes a function of Triton's, as a dict does.
 
     Triton 3.6 and 3.7 read the constants that a callee uses before they compute its hash, which
     finds these. So the hash of silu would depend on whether sigmoid was hashed before, and
     processes that compiled kernels in different orders would not find each other's in the cache.
     """
     with _hashing:
-        _hash_after_callees(fn, ())
+        for each in (fn, *constants.values()):
+            _hash_after_callees(each, ())
 
 
 def _hash_after_callees(fn: Any, callers: tuple[Any, ...]) -> None:

@@ -22,7 +22,7 @@ from triton.compiler import ASTSource, CompiledKernel
 from tmm_core import compat
 from tmm_core.launch.source import written
 from tmm_core.spec.device import interpreting
-from tmm_core.triton.compile import compile_for, source
+from tmm_core.triton.compile import compile_for, hash_after_callees, source
 from tmm_core.triton.interpreted import call_of
 from tmm_core.triton.releases import tested
 
@@ -83,6 +83,7 @@ class Launch:
             self.namespace = {"interpret": call_of(fn, self._given, constants)}
         else:
             index = device.index if device.index is not None else torch.cuda.current_device()
+            hash_after_callees(fn, constants)
             key = (
                 fn,
                 index,
