@@ -28,9 +28,10 @@ _ROW_BYTES = 85
 _POWER = 1 / 6
 #: Share of an epilogue that other consumers of the same tile do not hide, unless they are in step.
 _EXPOSED = 0.9
-#: How much longer multiplying takes if the first tiles are split and more than so many waves
-#: follow: blocks then do not work on a rectangle of tiles. On an H100, whose L2 is smaller,
-#: 8192×6144×4096 takes 803 µs in 128×128 tiles with the last wave in three parts, 582 in others.
+#: How much longer multiplying takes if the first tiles are split, more than so many waves follow,
+#: and both operands are read again: blocks then do not work on a rectangle of tiles. On an H100,
+#: whose L2 is smaller, 8192×6144×4096 takes 803 µs in 128×128 tiles with the last wave in three
+#: parts, and 582 in others.
 _IRREGULAR, _FEW_WAVES = 1.1, 2
 #: µs of a launch with its first loads (a product of 32 128³ matrices took 8.3 when these started
 #: 0.4 later, an empty kernel 3.3); and of rounding and storing 128×256 elements.
@@ -88,7 +89,7 @@ def estimate_us(problem: Problem, config: WarpSpecializedConfig) -> float:
         adding = config.tail_splits * _PART_US * config.BLOCK_M * width / (128 * 256)
         if not (config.pingpong and waves > 1):
             adding += _WAITING_US  # nothing overlaps the wait
-    if config.tail_splits > 1 and waves > _FEW_WAVES:
+    if config.tail_splits > 1 and waves > _FEW_WAVES and not streams(problem):
         loop *= _IRREGULAR
     if config.pingpong and waves > 1:
         busy = waves * max(loop, epilogue / 2) + epilogue

@@ -25,6 +25,7 @@ from tmm_core.bench.case import Case, parse_expression, parse_shape
 from tmm_core.bench.results import Results
 from tmm_core.bench.suites import Task
 from tmm_core.dispatch import ragged_reference, verify
+from tmm_core.dispatch.standing import by_time
 from tmm_core.dispatch.timing import HostTimer
 from tmm_core.tools.cli import main
 
@@ -159,9 +160,7 @@ def test_kernels_are_timed_with_their_best_config_on_record() -> None:
     [record] = tmm_core.tune(call.problem())
     kernels, failed = providers.kernels(call)
     plans = {each.label: each.plan(call) for each in kernels}
-    timed = [c for c in record.candidates if c.kernel == "fake.right" and c.median_us]
-    finals = [c for c in timed if c.status == "ok"] or timed
-    best = min(finals, key=lambda c: c.median_us or 0)
+    best = next(c for c in by_time(record) if c.kernel == "fake.right")
     assert plans["fake.right"].config == best.config
     assert {*plans} == {"blas", "fake.right"}
     assert failed["fake.wrong"].startswith("error")
@@ -393,6 +392,17 @@ def test_so_is_one_that_held_up_tmm_alone(monkeypatch: pytest.MonkeyPatch) -> No
     assert document["times"]["tmm"]["p75_us"] == 10.0
 
 
+def test_ratios_are_of_the_same_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In each tmm takes half of torch's time, although the GPU's clock changes between them."""
+    torch_us = [100.0, 102.0, 120.0, 121.0, 122.0]
+    tmm_us, again = [us / 2 for us in torch_us], [100.0, 101.0, 102.0, 121.0, 122.0]
+    monkeypatch.setattr(runner, "_samples", lambda *args: [torch_us, tmm_us, again])
+    (document,) = runner.run([task()], CPU, runner.Options(tune=False))
+    assert document["ratio"] == 2.0
+    assert document["noise"] == 1.0
+    assert document["times"]["torch again"]["median_us"] == 102.0
+
+
 def test_the_precision_of_fp32_is_the_cases_own(monkeypatch: pytest.MonkeyPatch) -> None:
     seen = []
     real = providers.eager
@@ -443,6 +453,19 @@ def test_results_survive_a_killed_run_and_merge_with_the_next(tmp_path: Path) ->
     merged = Results.read([tmp_path])
     # Measured again: the later counts. Failed later: the measurement still does.
     assert [(d["case"]["m"], d["ratio"]) for d in merged.problems] == [(64, 2.0), (128, 1.1)]
+
+
+def test_other_clocks_stay_while_the_choice_does() -> None:
+    steady = {"torch": 100.0, "tmm": 90.0}
+    for later, kept in (
+        ({}, True), ({"steady": {"torch": 1.0, "tmm": 1.0}}, False),
+        ({"config": {"BLOCK_M": 128}}, False), ({"kernel": "blas"}, False),
+    ):  # fmt: skip
+        (found,) = Results.of(
+            [document(64, 2.0, steady=steady), document(64, 1.5, **later)]
+        ).problems
+        assert found["ratio"] == 1.5
+        assert found.get("steady") == (steady if kept else later.get("steady"))
 
 
 def test_a_line_that_is_no_result_is_refused_by_its_place(tmp_path: Path) -> None:

@@ -16,6 +16,7 @@ pytest.importorskip("triton.experimental.gluon")
 
 from hopper_block import DeadlockError, changed, prefetched
 from test_warp_specialized import BF16, H200, SCHEDULES, computed, problem
+from tmm_triton import hopper_search
 from tmm_triton.early import FEW_ROWS, with_early
 from tmm_triton.hopper_config import Constants
 from tmm_triton.hopper_kernel import warp_specialized_kernel
@@ -220,12 +221,21 @@ def test_the_model_sees_what_comes_too_early(line: str, instead: str, tmp_path: 
 
 @pytest.mark.parametrize("layout", ["n", "t"])
 @pytest.mark.parametrize("gated", [False, True])
-@pytest.mark.parametrize(("n", "k"), [(4096, 4096), (1000, 1000), (40, 2056), (48, 100)])
+@pytest.mark.parametrize(
+    ("n", "k", "two"),
+    [(4096, 4096, False), (1000, 1000, False), (40, 2056, False), (48, 100, False),
+     (1000, 1000, True), (96, 2056, True)],
+)  # fmt: skip
 def test_what_is_prefetched_is_what_is_loaded_first(
-    n: int, k: int, gated: bool, layout: str
+    n: int, k: int, two: bool, gated: bool, layout: str
 ) -> None:
-    config = dataclasses.replace(next(iter(WarpSpecialized().configs(DECODE))), early="l2")
+    """Also where a tile is two products beside each other."""
     asked = problem(16, n, k, "n" + layout, epilogue="swiglu" if gated else None)
+    config = next(iter(WarpSpecialized().configs(DECODE)))
+    if two:
+        tile = ("pingpong", 2, 4, 64, 192 if gated else 96, 64)
+        config = hopper_search._fitted(asked, tile)[0]
+    config = dataclasses.replace(config, early="l2")
     constants = Constants.of(asked, config)
     assert config.num_stages == constants.PRIMED
     width = 2 * n if gated else n

@@ -339,7 +339,7 @@ def test_estimates_count_the_copies() -> None:
 
 def test_memory_for_the_copies_is_counted() -> None:
     config = KERNEL.default_config(problem())
-    config = replace(config, config=replace(config.config, tail_splits=1))
+    config = replace(config, config=replace(config.config, BLOCK_N=128, subtiles=4, tail_splits=1))
     # 4097 elements in rows of 4160, the next multiple of 128 bytes.
     assert KERNEL.workspace_bytes(problem(), config) == 2 * 4097 * 4160 * 2
     assert KERNEL.workspace_bytes(problem(b=ALIGNED), config) == 4097 * 4160 * 2

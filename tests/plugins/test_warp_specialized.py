@@ -321,8 +321,9 @@ def test_which_products_may_lie_beside_each_other(asked: Problem) -> None:
         two.shared_memory(asked)
     assert not [config for config in KERNEL.configs(asked) if config.narrow]
     for layout, epilogue in itertools.product(("nn", "nt", "tn", "tt"), (None, "swiglu")):
-        asked = problem(384, 6144, layout=layout, epilogue=epilogue)
-        assert [c for c in KERNEL.configs(asked) if c.narrow]
+        served = problem(384, 6144, layout=layout, epilogue=epilogue)
+        proposed = [c for c in KERNEL.configs(served) if c.narrow]
+        assert proposed or (epilogue and layout[1] == "n"), served
 
 
 def test_two_buffers_bring_an_even_number_of_strips() -> None:
@@ -362,7 +363,8 @@ def test_the_search_space_fits_the_device(asked: Problem) -> None:
         stage = (config.BLOCK_M + products * config.BLOCK_N) * config.BLOCK_K * 2
         enough = config.num_stages >= 8 and more.num_stages * stage > 192 * 1024
         assert enough or more.shared_memory(asked) > H200.shared_memory
-        assert products * config.accumulators <= 128
+        wide = config.narrow and config.consumers == 2
+        assert products * config.accumulators <= (192 if wide else 128)
 
 
 def tiles(asked: Problem, config: WarpSpecializedConfig) -> int:

@@ -12,12 +12,12 @@ from tmm_cache import CLOCK, CacheStore, Summary, markup, shipped_layers
 
 from tmm_core.bench import report
 from tmm_core.bench.charts import Line, Point, Row, plane, rows
-from tmm_core.bench.results import Document, Results
+from tmm_core.bench.results import OTHER_CLOCKS, Document, Results
 from tmm_core.bench.runner import TMM, TORCH, UNTUNED
 
 NAME = "report.html"
 
-#: Colours of :data:`tmm_core.bench.report.OTHER_CLOCKS`.
+#: Colours of :data:`tmm_core.bench.results.OTHER_CLOCKS`.
 _CLOCK_SERIES = ("torch", "lost", "other")
 
 _STYLE = """
@@ -114,7 +114,7 @@ def body(results: Results) -> str:
                 "between its calls. In the table: geometric mean / worst.",
                 rows(clocks, "torch / tmm")
                 + markup.table(report.CLOCK_COLUMNS, report.clocks(results)),
-                key={"tmm": "in use", **dict(zip(_CLOCK_SERIES, report.OTHER_CLOCKS, strict=True))},
+                key={"tmm": "in use", **dict(zip(_CLOCK_SERIES, OTHER_CLOCKS, strict=True))},
             )
         )
     if results.regrets:
@@ -231,7 +231,7 @@ def _digest(document: Document) -> str:
 
 
 def _clock_rows(measured: Sequence[Document]) -> list[Row]:
-    series = dict(zip(report.OTHER_CLOCKS, _CLOCK_SERIES, strict=True))
+    series = dict(zip(OTHER_CLOCKS, _CLOCK_SERIES, strict=True))
     found = []
     for label, documents in _grouped(measured).items():
         marks = [_mean([Point(d["ratio"], "") for d in documents], f"{label} in use")]

@@ -13,7 +13,7 @@ from typing import Any
 
 from tmm_core.bench import suites
 from tmm_core.bench.case import Case
-from tmm_core.bench.results import Document, Results
+from tmm_core.bench.results import OTHER_CLOCKS, Document, Results
 from tmm_core.bench.runner import AGAIN, INDUCTOR, TMM, TORCH, UNTUNED
 from tmm_core.bench.series import told
 
@@ -34,9 +34,6 @@ REGRET_COLUMNS = (
 )  # fmt: skip
 #: Ranges of M for the summary of random problems.
 _RANGES = ((1, 16), (17, 128), (129, 1024), (1025, 8192), (1, 8192))
-#: Other clocks than in use: one launch after a flush, replays without pause, and a chain with a
-#: small kernel between its calls.
-OTHER_CLOCKS = ("alone", "steady", "between")
 CLOCK_COLUMNS = ("class", "dtype", "in use", *OTHER_CLOCKS)
 GOAL_COLUMNS = ("class", "dtype", "against", "worst", "goal", "geomean", "goal of it", "met")
 

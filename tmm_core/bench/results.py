@@ -17,6 +17,9 @@ Document = dict[str, Any]
 
 SUFFIX = ".jsonl"
 KINDS = ("run", "host", "problem", "regret")
+#: Other clocks than in use: one launch after a flush, replays without pause, and a chain with a
+#: small kernel between its calls.
+OTHER_CLOCKS = ("alone", "steady", "between")
 
 
 class Writer:
@@ -70,7 +73,7 @@ class Results:
                 key = identity(document["suite"], document["case"])
                 # A later failure does not replace an earlier measurement.
                 if "times" in document or key not in problems:
-                    problems[key] = document
+                    problems[key] = _with_clocks(document, problems.get(key, {}))
         results.problems = list(problems.values())
         results.regrets = list(regrets.values())
         return results
@@ -84,6 +87,15 @@ class Results:
             ValueError: A line is not a document, except for a torn last one.
         """
         return cls.of(document for file in files(paths) for document in documents(file))
+
+
+def _with_clocks(document: Document, earlier: Document) -> Document:
+    """``document`` with the other clocks' times of an earlier measurement of the same choice, if it
+    has none of its own."""
+    chosen = "kernel", "config"
+    if any(earlier.get(name) != document.get(name) for name in chosen):
+        return document
+    return {clock: earlier[clock] for clock in OTHER_CLOCKS if clock in earlier} | document
 
 
 def identity(suite: str, case: Document) -> str:
