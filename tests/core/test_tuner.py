@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import replace
+from statistics import median
 from typing import Any
 
 import pytest
@@ -22,7 +23,7 @@ from tmm_core.dispatch.compilers import Compilers
 from tmm_core.dispatch.copies import LaunchError
 from tmm_core.dispatch.proposals import Hints, Proposals
 from tmm_core.dispatch.standing import by_time, compared_at, decide, holds_at
-from tmm_core.dispatch.timing import GraphTimer
+from tmm_core.dispatch.timing import GraphTimer, levelled
 from tmm_core.dispatch.tuner import Tuner
 from tmm_core.spec.operand import Operand
 from tmm_core.spec.problem import Problem
@@ -407,6 +408,39 @@ def test_idle_processes_compile_what_may_follow_of_every_kernel(
     ):  # fmt: skip
         found = [c.config.to_json()["tile"] for c in given.likely(handed, room)]
         assert found == tiles
+
+
+def test_what_a_round_does_to_all_is_levelled() -> None:
+    """The clock falls in the middle of a round, so that two medians of one kernel differ."""
+    fast, slow = [100.0] * 4, [110.0] * 4
+    blas, same, better = [*fast, 100.0, *slow], [*fast, 110.0, *slow], [*fast, 108.0, *slow]
+    better = [us * 0.9 for us in better]
+    assert median(blas) == 100.0
+    assert median(same) == 110.0
+    medians = [median(mine) for mine in levelled([blas, same, better])]
+    assert [us / medians[0] for us in medians] == pytest.approx([1.0, 1.0, 0.9])
+    assert 100.0 <= medians[0] <= 110.0
+    assert levelled([[3.0, 4.0, 5.0]]) == [[4.0, 4.0, 4.0]]
+    # What held up one of them alone stays.
+    held = [100.0, 300.0, 100.0]
+    assert levelled([[100.0] * 3, held, [50.0] * 3])[1] == held
+
+
+class Flickering(FakeTimer):
+    """A GPU whose clock falls in the fifth of nine rounds, before the fastest kernel's turn."""
+
+    def measure(self, runs: Any, rounds: int, **chain: Any) -> list[list[float]]:
+        series = super().measure(runs, rounds, **chain)
+        for place, mine in enumerate(series if rounds == 9 else ()):
+            fallen = 4 if place == 0 else 5
+            mine[fallen:] = [1.1 * us for us in mine[fallen:]]
+        return series
+
+
+def test_a_clock_that_changes_in_a_race_decides_nothing() -> None:
+    kernels = [FakeBlas(), FakeKernel("k"), FakeKernel("far")]
+    times = {"blas": 10.0, "k": 9.5, "far": 10.2}
+    assert Tuner(Flickering(times)).tune(problem(), kernels, settings()).best.kernel == "k"
 
 
 def test_what_won_elsewhere_is_tried_first() -> None:

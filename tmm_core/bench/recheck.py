@@ -16,7 +16,7 @@ from tmm_core import dispatch, settings
 from tmm_core.bench.results import Document
 from tmm_core.dispatch.compilers import compiling_threads
 from tmm_core.dispatch.copies import Copies
-from tmm_core.dispatch.timing import GraphTimer, HostTimer, timer_for
+from tmm_core.dispatch.timing import GraphTimer, HostTimer, levelled, timer_for
 from tmm_core.dispatch.verifier import Verifier
 from tmm_core.launch import warm
 from tmm_core.spec.asking import read_config, told
@@ -167,9 +167,9 @@ def _times(winner: Winner, device: torch.device, timer: GraphTimer | HostTimer) 
             copies = Copies(problem, device, None)
             runs = [copies.runner(theirs), copies.runner(winner.launcher)]
             many = len(runs[0].inputs)
-            blas_us, us = map(median, timer.measure(runs, ROUNDS, copies=many))
+            blas_us, us = map(median, levelled(timer.measure(runs, ROUNDS, copies=many)))
             if blas_us / us < SLOWER:  # a single measurement may be noise
-                blas_us, us = map(median, timer.measure(runs, 3 * ROUNDS, copies=many))
+                blas_us, us = map(median, levelled(timer.measure(runs, 3 * ROUNDS, copies=many)))
             timer.release()
     except Exception as error:  # affects this record only
         return {"status": "failed", "reason": told(error)}

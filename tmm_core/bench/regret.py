@@ -25,7 +25,7 @@ from tmm_core.bench.results import Document
 from tmm_core.bench.runner import planned
 from tmm_core.dispatch import rotation
 from tmm_core.dispatch.standing import by_time
-from tmm_core.dispatch.timing import GraphTimer, HostTimer, Run, timer_for
+from tmm_core.dispatch.timing import GraphTimer, HostTimer, Run, levelled, timer_for
 from tmm_core.launch.plan import Plan
 from tmm_core.spec.bucket import bucket_edge, bucketed
 
@@ -83,7 +83,7 @@ def _point(call: Call, timer: GraphTimer | HostTimer, budget: float | None) -> D
                 plans[_key(result)] = call.plan(kernel=result.kernel, config=result.config)
     calls = rotation.rotated(call, problem)
     runs: list[Run] = [providers.eager(calls), *(planned(p, calls) for p in plans.values())]
-    theirs, *ours = map(median, timer.measure(runs, ROUNDS, copies=len(calls)))
+    theirs, *ours = map(median, levelled(timer.measure(runs, ROUNDS, copies=len(calls))))
     times = dict(zip(plans, ours, strict=True))
     best = min(times, key=lambda key: times[key])
     return {

@@ -61,7 +61,8 @@ class Results:
     @classmethod
     def of(cls, documents: Iterable[Document]) -> Results:
         """Results from documents in the order they were written; a problem's last one counts."""
-        results, problems, regrets = cls(), {}, {}
+        results, regrets = cls(), {}
+        problems: dict[str, Document] = {}
         for document in documents:
             if document["kind"] == "run":
                 results.runs.append(document)

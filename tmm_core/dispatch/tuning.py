@@ -32,7 +32,7 @@ from tmm_core.dispatch.fixture import default_limit
 from tmm_core.dispatch.progress import Progress
 from tmm_core.dispatch.proposals import Proposals
 from tmm_core.dispatch.standing import CLOSE, MARGIN
-from tmm_core.dispatch.timing import LONG_US, Timer, held_up, timer_for
+from tmm_core.dispatch.timing import LONG_US, Timer, held_up, levelled, timer_for
 from tmm_core.dispatch.trust import device_of
 from tmm_core.dispatch.unmeasured import BUDGET_ENDED
 from tmm_core.dispatch.verifier import Verifier
@@ -319,7 +319,7 @@ class Tuning:
             samples: list[list[float]] = self._timer.measure(runs, rounds, **options)
             if settle is not None and held_up(samples[anchor(racing)]):
                 samples = self._timer.measure(runs, rounds, **options)
-            return samples
+            return levelled(samples)
 
         for trial, mine in self._sampled(racing, sample):
             trial.samples = mine
