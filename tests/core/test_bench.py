@@ -392,15 +392,15 @@ def test_so_is_one_that_held_up_tmm_alone(monkeypatch: pytest.MonkeyPatch) -> No
     assert document["times"]["tmm"]["p75_us"] == 10.0
 
 
-def test_ratios_are_of_the_same_rounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    """In each tmm takes half of torch's time, although the GPU's clock changes between them."""
+def test_a_clock_that_changes_between_rounds_is_in_no_ratio(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     torch_us = [100.0, 102.0, 120.0, 121.0, 122.0]
     tmm_us, again = [us / 2 for us in torch_us], [100.0, 101.0, 102.0, 121.0, 122.0]
     monkeypatch.setattr(runner, "_samples", lambda *args: [torch_us, tmm_us, again])
     (document,) = runner.run([task()], CPU, runner.Options(tune=False))
-    assert document["ratio"] == 2.0
-    assert document["noise"] == 1.0
-    assert document["times"]["torch again"]["median_us"] == 102.0
+    assert document["ratio"] == pytest.approx(2.0)
+    assert document["noise"] == pytest.approx(1.0)
 
 
 def test_the_precision_of_fp32_is_the_cases_own(monkeypatch: pytest.MonkeyPatch) -> None:

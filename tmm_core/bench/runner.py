@@ -8,7 +8,6 @@ between its two series are noise.
 from __future__ import annotations
 
 import itertools
-import operator
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -34,6 +33,7 @@ from tmm_core.dispatch.timing import (
     HostTimer,
     Run,
     held_up,
+    levelled,
     timer_for,
 )
 from tmm_core.dispatch.tuning import SETTLE
@@ -166,11 +166,9 @@ def _times(
     seconds: float,
     document: Document,
 ) -> Document:
-    """Each column's median and quartiles, measured again if the host delayed torch or tmm.
-
-    The document gets the medians of the rounds' ratios: of torch to tmm, and of torch to itself.
-    The GPU's clock may change between rounds, so that of two series of cuBLAS on an H100 one had a
-    median of 164 µs and the other of 180, with the same quartiles, 163 and 191.
+    """Each column's median and quartiles, measured again if the host delayed torch or tmm. The
+    document gets the ratios of torch's time to tmm's and to its own, without what a round did to
+    all.
 
     Columns that do not compete are timed after the others: one that is several times slower draws
     less power, and what follows it in the same loop would run at a higher clock than in use.
@@ -186,9 +184,9 @@ def _times(
     if disturbed:
         document["held_up"] = disturbed
         samples = _samples(list(racing.values()), timer, copies, seconds)
-    for what, column in (("ratio", TMM), ("noise", AGAIN)):
-        ours = samples[list(racing).index(column)]
-        document[what] = statistics.median(map(operator.truediv, samples[0], ours))
+    medians = dict(zip(racing, map(statistics.median, levelled(samples)), strict=True))
+    document["ratio"] = medians[TORCH] / medians[TMM]
+    document["noise"] = medians[TORCH] / medians[AGAIN]
     if beside:
         samples += _samples(list(beside.values()), timer, copies, seconds / 2)
     return {name: _summary(mine) for name, mine in zip((*racing, *beside), samples, strict=True)}

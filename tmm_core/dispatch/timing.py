@@ -247,7 +247,7 @@ def levelled(series: Sequence[Sequence[float]]) -> list[list[float]]:
         statistics.median(us / middle for us, middle in zip(each, middles, strict=True))
         for each in zip(*series, strict=True)
     ]
-    usual = statistics.median(pace) if pace else 1.0
+    usual = statistics.median(pace)
     return [[us * usual / now for us, now in zip(mine, pace, strict=True)] for mine in series]
 
 
