@@ -60,7 +60,7 @@ _TILES: tuple[_Tile, ...] = (
 #: of 128×144, one wave. Of 64×192, two by turns, 300×13824 is two waves, with which nothing else
 #: comes near cuBLAS (K = 5120, H200: 76 µs by these, 85 by the next best, 79 by cuBLAS). The first
 #: two are for large products, also where power limits them: 8192³ on an H100 is at 1.089 of
-#: cuBLAS's speed in use and at 1.063 without pause, and at 1.046 and 1.011 in 128×256.
+#: cuBLAS's speed in use and at 1.049 without pause, and at 1.046 and 1.011 in 128×256.
 _BESIDE_TILES = (
     ("pingpong", 2, 4, 128, 192, 64),
     ("pingpong", 2, 4, 128, 160, 64),

@@ -320,10 +320,11 @@ def test_which_products_may_lie_beside_each_other(asked: Problem) -> None:
     with pytest.raises(ValueError, match="144 columns"):
         two.shared_memory(asked)
     assert not [config for config in KERNEL.configs(asked) if config.narrow]
-    for layout, epilogue in itertools.product(("nn", "nt", "tn", "tt"), (None, "swiglu")):
-        served = problem(384, 6144, layout=layout, epilogue=epilogue)
-        proposed = [c for c in KERNEL.configs(served) if c.narrow]
-        assert proposed or (epilogue and layout[1] == "n"), served
+    plain = [problem(384, 6144, layout=layout) for layout in ("nn", "nt", "tn", "tt")]
+    # Of a row-major b gate and up come in rows of 64 bytes, which takes longer.
+    gated = [problem(384, 6144, layout=layout, epilogue="swiglu") for layout in ("nt", "tt")]
+    for served in plain + gated:
+        assert [c for c in KERNEL.configs(served) if c.narrow], served
 
 
 def test_two_buffers_bring_an_even_number_of_strips() -> None:
