@@ -703,11 +703,11 @@ def test_steady_goes_by_turns_and_counts_no_turn_s_beginning(
     runs: Any = ["torch", "tmm"]
     samples = timer.steady(runs, 4, copies=2, steady_us=450.0)
     assert samples == [[100.0] * 4] * 2
-    assert replayed[:2] == [("torch", 15), ("tmm", 15)]
+    assert replayed[0] == ("torch", 15)
     turns = [name for name, count in replayed if count == 30]
     rounds = list(zip(turns[::2], turns[1::2], strict=True))
     assert set(rounds) == {("torch", "tmm"), ("tmm", "torch")}
-    assert replayed[2::2] == [(name, 15) for name in turns]
+    assert replayed[1::2] == [(name, 15) for name in turns]
 
 
 def test_in_batch_invariant_mode_the_best_of_each_arithmetic_race() -> None:
@@ -778,6 +778,32 @@ def test_what_blas_outlasts_does_not_win() -> None:
     assert without_pause(times, steady={"p": 205.0, "q": 203.9})[1] == ["blas", "p", "q"]
     assert without_pause(times, steady={"p": 205.0, "q": 206.0}) == ("r", ["blas", "p", "q", "r"])
     assert without_pause(times, steady={"p": 205.0, "q": 205.0, "r": 205.0})[0] == "blas"
+
+
+@pytest.mark.parametrize(
+    ("p", "clear"), [(197.0, True), (198.5, False), (210.0, False), (211.0, True)]
+)
+def test_turns_without_pause_are_taken_again_where_the_first_leaves_it_open(
+    p: float, clear: bool
+) -> None:
+    turns: list[list[str]] = []
+
+    class Drifting(Pauseless):
+        """The second turns take 8 µs longer than the first."""
+
+        def steady(self, runs: Any, rounds: int, **chain: Any) -> list[list[float]]:
+            turns.append([run.launcher.cost[0] for run in runs])
+            samples = super().steady(runs, rounds, **chain)
+            return [[us + 8.0 * (len(turns) - 1) for us in mine] for mine in samples]
+
+    timer = Drifting({"blas": 210.0, "p": 200.0}, {"blas": 200.0, "p": p})
+    record = Tuner(timer).tune(problem(), [FakeBlas(), FakeKernel("p")], settings())
+    assert turns == ([["blas", "p"]] if clear else [["blas", "p"], ["p", "blas"]])
+    later = 0.0 if clear else 4.0
+    assert {c.kernel: c.steady_us for c in record.candidates} == {
+        "blas": 200 + later,
+        "p": p + later,
+    }
 
 
 def test_nor_does_it_answer_in_another_s_place_or_inside_the_bucket() -> None:

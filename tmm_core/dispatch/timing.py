@@ -138,14 +138,13 @@ class GraphTimer:
         self, runs: Sequence[Run], rounds: int, *, copies: int, steady_us: float
     ) -> list[list[float]]:
         """µs of one call in chains replayed without pauses, in turns of ``steady_us``, in a
-        different order every round. A round that warms up and the first third of each turn do not
-        count: a power-limited kernel's clock has settled by then."""
+        different order every round. The first third of each turn does not count, nor does what
+        warms up before the first: a power-limited kernel's clock has settled by then."""
         spans: list[list[float]] = [[] for _ in runs]
         with torch.cuda.device(self.device):
             chains = [self._chain(run, copies) for run in runs]
             thirds = [math.ceil(steady_us / 3 / max(chain.takes_us, 1.0)) for chain in chains]
-            for chain, third in zip(chains, thirds, strict=True):
-                chain.timed(third)
+            chains[0].timed(thirds[0])
             turns = []
             for i in _turns(len(runs), rounds):
                 chains[i].timed(thirds[i])

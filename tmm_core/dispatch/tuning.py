@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Sequence
 from concurrent.futures import CancelledError, Future, wait
 from dataclasses import dataclass, field
-from statistics import mean, median
+from statistics import median
 from typing import Any
 
 from tmm_cache import CandidateResult
@@ -51,9 +51,12 @@ FINAL = 9
 #: Rounds of the last stage that do not count, until a GPU's clock is what its power allows: 4096³
 #: on an H100 takes 172 µs at first and 195 after that, 384×4096² in tiles of 128×96 22 µs and 25.
 SETTLE = 4
-#: Turns without pause, and µs of each: in turns of half the length the times of two orders of tiles
-#: differed by 10 %.
-STEADY, STEADY_US = 2, 0.3e6
+#: µs of a turn without pause: in turns of half the length the times of two orders of tiles differed
+#: by 10 %.
+STEADY_US = 0.3e6
+#: Second turns follow where the first leave a kernel this close to what BLAS may not outlast: one
+#: kernel measured twice differs by up to 3 %.
+UNCLEAR = 0.03
 #: How many of those that beat BLAS in the last stage take such turns at first, and in all if BLAS
 #: outlasts these. Four at first would have chosen another kernel for 12 of 44 products on record,
 #: 0.4 % faster without pause and 0.1 % slower in use.
@@ -382,21 +385,28 @@ class Tuning:
                 self._take_turns(first)
             return
         baseline = [t for t in running if t.is_baseline]
+
+        def of_most(trial: Attempt) -> float:
+            """The share that a kernel takes of what BLAS may not outlast."""
+            blas = min((t.steady_us or math.inf for t in baseline), default=math.inf)
+            return (trial.steady_us or math.inf) / (blas * (1 + CLOSE))
+
         self._take_turns([*baseline, *first])
-        most = (1 + CLOSE) * min((t.steady_us or math.inf for t in baseline), default=math.inf)
-        if all((t.steady_us or math.inf) > most for t in first):
+        if any(abs(of_most(t) - 1) <= UNCLEAR for t in first):
+            self._take_turns([*baseline, *first][::-1])  # in the other order
+        if all(of_most(t) > 1 for t in first):
             self._take_turns(others)
 
     def _take_turns(self, trials: Sequence[Attempt]) -> None:
-        """Time the trials without pause, in turns."""
+        """Time the trials without pause, one after the other; twice, the mean counts."""
 
         def sample(_: list[Attempt], runs: list[Runner]) -> list[list[float]]:
             options = {"copies": len(runs[0].inputs), "steady_us": STEADY_US}
-            samples: list[list[float]] = self._timer.steady(runs, STEADY, **options)
+            samples: list[list[float]] = self._timer.steady(runs, 1, **options)
             return samples
 
-        for trial, mine in self._sampled(trials, sample):
-            trial.steady_us = mean(mine)
+        for trial, (us,) in self._sampled(trials, sample):
+            trial.steady_us = us if trial.steady_us is None else (trial.steady_us + us) / 2
 
     def _inside(self, finalists: Sequence[Attempt]) -> None:
         """Verify and time the finalists at other M of the record's bucket, and BLAS at more of
