@@ -199,10 +199,9 @@ def jobs() -> Iterator[tuple[str, Job]]:
         (16, 128, 64, True, 16),
         (64, 64, 64, False, 16),
     ):
-        for reduce in ("kernel", "last") if splits == 4 else ("kernel",):
-            config = _tile(m, n, k, 3, 4, SPLIT_K=splits, REDUCE=reduce, SWAP=swap)
-            label = f"split_k {m}x{n}x{k} {'swapped ' * swap}split {splits} {reduce}"
-            yield label, _tmm("triton.split_k", **config)
+        config = _tile(m, n, k, 3, 4, SPLIT_K=splits, SWAP=swap)
+        label = f"split_k {m}x{n}x{k} {'swapped ' * swap}split {splits}"
+        yield label, _tmm("triton.split_k", **config)
     for m, n, k, across, warps, stages in (
         (8, 16, 64, 1, 1, 2),
         (16, 16, 64, 1, 1, 2),

@@ -2,16 +2,10 @@
 
 A product with few output tiles (decode, M·N small relative to K) leaves most SMs idle, or too few
 bytes in flight to reach the memory bandwidth. Here SPLIT_K programs share a tile: each sums a
-contiguous range of whole BLOCK_K steps in fp32 and writes its partial sum to a workspace. The
-partial sums are then added in a fixed order, and epilogue, bias and residual are applied once, to
-the full sum. So the result is deterministic, and with a given config a row's bits depend on neither
-M nor the other rows.
-
-The config determines who adds:
-
-- ``REDUCE="last"``: the program of a tile that finishes last, detected by an atomic counter, which
-it resets to zero for the next launch. One launch.
-- ``REDUCE="kernel"``: a second kernel, spread over all SMs (``partials.reduce_kernel``).
+contiguous range of whole BLOCK_K steps in fp32 and writes its partial sum to a workspace. A second
+kernel, spread over all SMs (``partials.reduce_kernel``), adds the partial sums in a fixed order and
+applies epilogue, bias and residual once, to the full sum. So the result is deterministic, and with
+a given config a row's bits depend on neither M nor the other rows.
 
 With ``num_stages=1`` the tiles of the next step wait in registers while this one is multiplied.
 Unlike a copy to shared memory, a load can have the hint ``evict_first``, which keeps it from
@@ -35,8 +29,8 @@ from tmm_triton import sums
 from tmm_triton.blocks import dot, finish, load, rescale
 from tmm_triton.early import check_early, ways, with_early
 from tmm_triton.kernel import TritonKernel, hopper_or_later, tiles
-from tmm_triton.operands import Build, TileConfig, Typed, Zeros, build, check
-from tmm_triton.partials import MOST_WORKSPACE, REDUCE_US, reduction, sum_partials
+from tmm_triton.operands import Build, TileConfig, Typed, build, check
+from tmm_triton.partials import MOST_WORKSPACE, REDUCE_US, reduction
 
 
 @triton.jit
@@ -64,7 +58,7 @@ def load_ahead(
 
 @triton.jit
 def split_k_kernel(
-    partials_ptr, counters_ptr,
+    partials_ptr,
     a_ptr, b_ptr, bias_ptr, residual_ptr, out_ptr,
     M, N, K,
     stride_az, stride_am, stride_ak,
@@ -75,9 +69,9 @@ def split_k_kernel(
     SCALE_A: tl.constexpr, SCALE_B: tl.constexpr,
     EPILOGUE: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    SPLIT_K: tl.constexpr, REDUCE: tl.constexpr, SWAP: tl.constexpr, WHOLE_K: tl.constexpr,
+    SPLIT_K: tl.constexpr, SWAP: tl.constexpr, WHOLE_K: tl.constexpr,
     THROUGH_REGISTERS: tl.constexpr, A_ONCE: tl.constexpr, B_ONCE: tl.constexpr,
-    AHEAD: tl.constexpr, OVERLAPS: tl.constexpr, EARLY: tl.constexpr,
+    OVERLAPS: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
     tile, split, z = tl.program_id(0), tl.program_id(1), tl.program_id(2)
     batch = tl.num_programs(2)
@@ -104,8 +98,8 @@ def split_k_kernel(
             b_cols, cols, N, first, last, K, stride_bk, BLOCK_K, WHOLE_K, B_ONCE, False
         )
     if OVERLAPS:
-        # Nothing above touches memory that may be written; all threads wait, and store or read a
-        # counter only after it.
+        # Nothing above touches memory that may be written; all threads wait, and store only after
+        # it.
         tl.extra.cuda.gdc_wait()
         # After the wait: the next launch's early part must not overlap the previous launch.
         tl.extra.cuda.gdc_launch_dependents()
@@ -143,22 +137,6 @@ def split_k_kernel(
     else:
         ptrs = partials_ptr + (split * batch + z) * M * N + rows[:, None] * N + cols[None, :]
         tl.store(ptrs, acc, mask=(rows[:, None] < M) & (cols[None, :] < N))
-        if REDUCE == "last":
-            counter = counters_ptr + z * tl.num_programs(0) + tile
-            # All threads' stores come before the barrier, the barrier before the release.
-            tl.debug_barrier()
-            if tl.atomic_add(counter, 1, sem="acq_rel") == SPLIT_K - 1:
-                acc = sum_partials(
-                    partials_ptr, batch * M * N, z, rows, cols, M, N,
-                    SPLIT_K, BLOCK_M, BLOCK_N, AHEAD,
-                )  # fmt: skip
-                acc = rescale(acc, z, rows, cols, M, N, scale_a_ptr, scale_b_ptr, SCALE_A, SCALE_B)
-                finish(
-                    acc, z, rows, cols, M, N, bias_ptr, stride_bias, alpha, EPILOGUE,
-                    residual_ptr, stride_rz, stride_rm, stride_rn,
-                    out_ptr, stride_oz, stride_om, stride_on,
-                )  # fmt: skip
-                tl.store(counter, 0)
 
 
 #: BLOCK_M, BLOCK_N, BLOCK_K, num_stages, num_warps at 16 bits per element.
@@ -197,28 +175,20 @@ _INVARIANT_SHAPES = [
 _PROGRAMS_PER_SM = (1, 1.5, 2)
 _PROGRAMS_PER_SM_UNALIGNED = (1, 2, 4)
 _MOST_SPLITS = 512
-#: Maximum elements per thread of partial sums that the last program of a tile may have in flight:
-#: with a larger tile, not one partial sum fits the registers, and the other programs wait.
-_MOST_ALONE = 32
-#: Bytes per µs at which a single program reads partial sums back.
-_ONE_PROGRAM_RATE = 30_000
 
 
 @dataclass(frozen=True, kw_only=True)
 class SplitKConfig(TileConfig):
-    """A tile, the number of ranges of K, how the partial sums are added, and whether the launch
-    overlaps the previous one (:mod:`tmm_triton.early`; not ``"l2"``)."""
+    """A tile, the number of ranges of K, and whether the launch overlaps the previous one
+    (:mod:`tmm_triton.early`; not ``"l2"``)."""
 
     SPLIT_K: int
-    REDUCE: str
     SWAP: bool
     early: str = ""
 
     def __post_init__(self) -> None:
         super().__post_init__()
         check("SPLIT_K", self.SPLIT_K, range(1, _MOST_SPLITS + 1))
-        if self.REDUCE not in ("last", "kernel"):
-            raise ValueError(f"REDUCE must be 'last' or 'kernel', got {self.REDUCE!r}")
         check_early(self.early, able=self.num_stages == 1)
 
     @property
@@ -243,7 +213,6 @@ _WHOLE = SplitKConfig(
     num_stages=2,
     num_warps=4,
     SPLIT_K=1,
-    REDUCE="kernel",
     SWAP=False,
 )
 
@@ -257,7 +226,7 @@ class SplitK(TritonKernel[SplitKConfig]):
     def configs(self, problem: Problem) -> list[SplitKConfig]:
         configs = []
         shapes = _SHAPES + (_INVARIANT_SHAPES if problem.batch_invariant else [])
-        for tile in self.every(problem, shapes, SPLIT_K=[1], REDUCE=["kernel"], SWAP=[False]):
+        for tile in self.every(problem, shapes, SPLIT_K=[1], SWAP=[False]):
             for split in _splits(problem, tile):
                 config = replace(tile, SPLIT_K=split, SWAP=_swaps(problem, tile, split))
                 if config.num_stages == 1 and not _through_registers(problem, config):
@@ -267,12 +236,6 @@ class SplitK(TritonKernel[SplitKConfig]):
                 if self.workspace_bytes(problem, config) > MOST_WORKSPACE:
                     continue
                 configs.append(config)
-                # If the second launch overlaps the first, it beat the last program in every problem
-                # tried on an H200, by 0.5 to 12 µs.
-                elements = config.BLOCK_M * config.BLOCK_N // (32 * config.num_warps)
-                alone = split > 1 and elements <= _MOST_ALONE
-                if alone and not hopper_or_later(problem) and not problem.device.interpreted:
-                    configs.append(replace(config, REDUCE="last"))
         if problem.batch_invariant:
             # Each number of parts is another arithmetic: each M should have all of them.
             whole = [config for config in configs if config.SPLIT_K == 1]
@@ -285,55 +248,35 @@ class SplitK(TritonKernel[SplitKConfig]):
     def default_config(self, problem: Problem) -> SplitKConfig:
         return next(iter(self.configs(problem)), _WHOLE)
 
-    def arithmetic(self, problem: Problem, config: SplitKConfig) -> str | None:
-        if config.SPLIT_K > 1 and config.REDUCE == "last":
-            # It adds as many of a tile's parts at a time as its registers hold.
-            return self.own_arithmetic(problem, config)
-        return super().arithmetic(problem, config)
-
     def splits(self, config: SplitKConfig) -> int:
         return config.SPLIT_K
 
     def estimate_us(self, problem: Problem, config: SplitKConfig) -> float:
         estimate = super().estimate_us(problem, config)
-        if config.SPLIT_K == 1:
-            return estimate
-        if config.REDUCE == "kernel":
-            return estimate + REDUCE_US
-        tile = min(config.BLOCK_M, problem.m) * min(config.BLOCK_N, problem.n)
-        return estimate + 4 * config.SPLIT_K * tile / _ONE_PROGRAM_RATE
+        return estimate + (REDUCE_US if config.SPLIT_K > 1 else 0.0)
 
     def workspace_bytes(self, problem: Problem, config: SplitKConfig) -> int:
         if config.SPLIT_K == 1:
             return 0
-        partials = 4 * config.SPLIT_K * problem.batch * problem.m * problem.n
-        counters = 4 * problem.batch * tiles(problem, config) if config.REDUCE == "last" else 0
-        return partials + counters
+        return 4 * config.SPLIT_K * problem.batch * problem.m * problem.n
 
     def builds(self, problem: Problem, config: SplitKConfig) -> list[Build]:
         split = config.SPLIT_K > 1
-        last = split and config.REDUCE == "last"
-        own: Typed = {}
-        own |= {"partials_ptr": ("*fp32", "workspace")} if split else {}
-        count = problem.batch * tiles(problem, config)
-        own |= {"counters_ptr": ("*i32", Zeros(count))} if last else {}
+        own: Typed = {"partials_ptr": ("*fp32", "workspace")} if split else {}
         through = config.num_stages == 1
-        threads = 32 * config.num_warps
-        ahead = max(1, _MOST_ALONE * threads // (config.BLOCK_M * config.BLOCK_N))
         overlaps = config.early != "" and hopper_or_later(problem)
         constants = {
             "WHOLE_K": problem.k % config.BLOCK_K == 0,
             "THROUGH_REGISTERS": through,
             "A_ONCE": through and problem.n <= config.BLOCK_N,
             "B_ONCE": through and problem.m <= config.BLOCK_M,
-            "AHEAD": min(ahead, triton.next_power_of_2(config.SPLIT_K)),
             "OVERLAPS": overlaps,
             "EARLY": overlaps and config.early == "b",
         }
         options: dict[str, Any] = {"launch_pdl": True} if overlaps else {}
         grid = tiles(problem, config), config.SPLIT_K, problem.batch
         builds = [build(split_k_kernel, problem, config, grid, constants, own, **options)]
-        if split and not last:
+        if split:
             apart = problem.batch * problem.m * problem.n
             builds.append(reduction(problem, config.SPLIT_K, apart))
         return builds

@@ -111,7 +111,7 @@ def program(z):
         (Naive(), {}, 1),
         (Grouped(), {"GROUP_M": 3}, 3),
         (FusedEpilogue(), {"GROUP_M": 2, "SUBTILE": 1}, 2),
-        (SplitK(), {"SPLIT_K": 1, "REDUCE": "kernel", "SWAP": False}, 5),
+        (SplitK(), {"SPLIT_K": 1, "SWAP": False}, 5),
     ],
     ids=lambda value: getattr(value, "name", ""),
 )

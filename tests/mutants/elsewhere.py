@@ -161,10 +161,6 @@ ELSEWHERE = [
            "            if board.has(verdict):  # this rank has been given up\n                break\n", "",
            "a rank measures what others have taken over",
            ("tests/core/test_distributed.py::test_a_rank_that_hangs_is_given_up_and_adopts_later",)),
-    Mutant("split-k-counter", "split_k.py", "                tl.store(counter, 0)\n", "                pass\n",
-           "the second launch adds too early",
-           ("tests/plugins/test_triton_kernels.py"
-            "::test_the_last_program_of_a_tile_adds_and_leaves_its_counter",)),
     Mutant("hopper-batch-described", "warp_specialized.py", "            apart = t.stride(0) if",
            "            apart = t.stride(0) and shape[0] * leading if", "TMA reads other matrices",
            (f"{HOPPER}::test_a_batch_is_described_matrix_by_matrix",)),

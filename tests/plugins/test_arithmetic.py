@@ -31,7 +31,7 @@ H100 = DeviceFingerprint(
 )
 A100 = replace(H100, name="NVIDIA A100", capability=(8, 0), sm_count=108, shared_memory=166912)
 TILE = {"BLOCK_M": 64, "BLOCK_N": 64, "BLOCK_K": 64, "num_stages": 3, "num_warps": 4}
-SPLIT = SplitKConfig(**TILE, SPLIT_K=4, REDUCE="kernel", SWAP=False)
+SPLIT = SplitKConfig(**TILE, SPLIT_K=4, SWAP=False)
 PERSISTENT = PersistentConfig(**TILE, GROUP_M=8, SUBTILE=1, FLATTEN=False)
 
 
@@ -128,10 +128,7 @@ def test_parts_that_differ_in_length_are_not_said_to_sum_alike() -> None:
     # 43 steps of 64; of 128 some ranges have 22 and some 21, of 256 other ones.
     assert "sm90-k16/split4" in names
     assert len(names) == 3
-    last = replace(SPLIT, REDUCE="last")
-    assert kernel.arithmetic(problem(), last) not in (None, "sm90-k16/split4")
-    # One part is one part, whoever adds.
-    assert kernel.arithmetic(problem(), replace(last, SPLIT_K=1)) == "sm90-k16"
+    assert kernel.arithmetic(problem(), replace(SPLIT, SPLIT_K=1)) == "sm90-k16"
 
 
 def test_parts_summed_by_one_program_are_those_of_several() -> None:

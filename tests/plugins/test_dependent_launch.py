@@ -293,9 +293,9 @@ def _worth_compiling(kernel: Any, asked: Problem) -> list[Any]:
     found: dict[tuple[Any, ...], Any] = {}
     for config in kernel.configs(asked):
         cuts = [getattr(config, cut, 1) > 1 for cut in ("tail_splits", "splits", "SPLIT_K")]
-        ways = [getattr(config, way, None) for way in ("schedule", "REDUCE")]
+        schedule = getattr(config, "schedule", None)
         ahead = kernel.name != "triton.warp_specialized" and config.num_stages == 1
-        found.setdefault((*cuts, *ways, ahead), dataclasses.replace(config, early="wait"))
+        found.setdefault((*cuts, schedule, ahead), dataclasses.replace(config, early="wait"))
         if config.early != "wait":
             found.setdefault((config.early,), config)
     return list(found.values())

@@ -28,7 +28,7 @@ pytestmark = pytest.mark.gpu
 
 CONFIG = SplitKConfig(
     BLOCK_M=16, BLOCK_N=64, BLOCK_K=128, num_stages=4, num_warps=4,
-    SPLIT_K=5, REDUCE="last", SWAP=False,
+    SPLIT_K=5, SWAP=False,
 )  # fmt: skip
 
 
@@ -79,13 +79,11 @@ def waiting(case: str) -> tuple[Launcher, torch.Tensor, torch.Tensor]:
         if hopper_tiles.adapted(problem, config) != config:
             pytest.skip(f"{config.tail_splits} parts of these tiles suit another number of SMs")
         return bound(WarpSpecialized(), a, b, config), a, b
-    reduce, swap = case.split()
     a, b = random(33, 2000), random(2000, 200, seed=1)
-    config = SplitKConfig(**{**CONFIG.to_json(), "SWAP": swap == "swapped", "REDUCE": reduce})
-    return bound(SplitK(), a, b, config), a, b
+    return bound(SplitK(), a, b, CONFIG), a, b
 
 
-@pytest.mark.parametrize("case", ["last plain", "last swapped", "cut", "shared", "parts"])
+@pytest.mark.parametrize("case", ["cut", "shared", "parts"])
 def test_who_waits_leaves_what_it_waited_for_as_it_was(case: str) -> None:
     run, a, b = waiting(case)
     first = run(a, b, None, None, 1.0, None)
@@ -95,7 +93,7 @@ def test_who_waits_leaves_what_it_waited_for_as_it_was(case: str) -> None:
         assert torch.equal(run(a, b, None, None, 1.0, out), first)
 
 
-@pytest.mark.parametrize("case", ["last plain", "cut", "shared", "parts"])
+@pytest.mark.parametrize("case", ["cut", "shared", "parts"])
 def test_counters_of_streams_are_their_own(case: str) -> None:
     run, a, b = waiting(case)
     expected = run(a, b, None, None, 1.0, None)
@@ -110,7 +108,7 @@ def test_counters_of_streams_are_their_own(case: str) -> None:
     assert all(torch.equal(out, expected) for out in outs)
 
 
-@pytest.mark.parametrize("case", ["last plain", "kernel plain", "cut", "shared", "parts"])
+@pytest.mark.parametrize("case", ["split", "cut", "shared", "parts"])
 def test_captured_launches_may_replay_together(case: str) -> None:
     run, a, b = waiting(case)
     expected = run(a, b, None, None, 1.0, None)

@@ -19,7 +19,7 @@ pytest.importorskip("triton")
 import triton
 import triton.language as tl
 from tmm_triton import kernel as kernel_module
-from tmm_triton import operands, plugin
+from tmm_triton import plugin
 from tmm_triton.kernel import TritonKernel
 from tmm_triton.naive import Naive
 from tmm_triton.operands import TileConfig
@@ -51,7 +51,7 @@ TILE = {"BLOCK_M": 32, "BLOCK_N": 16, "BLOCK_K": 16, "num_stages": 2, "num_warps
 KERNELS: dict[TritonKernel[Any], TileConfig] = {
     Naive(): TileConfig(**TILE),
     Grouped(): GroupedConfig(**TILE, GROUP_M=3),
-    SplitK(): SplitKConfig(**TILE, SPLIT_K=3, REDUCE="kernel", SWAP=True),
+    SplitK(): SplitKConfig(**TILE, SPLIT_K=3, SWAP=True),
     FusedEpilogue(): FusedEpilogueConfig(**TILE, GROUP_M=3, SUBTILE=2),
     Persistent(): PersistentConfig(**TILE, GROUP_M=3, SUBTILE=2, FLATTEN=True),
 }
@@ -292,39 +292,9 @@ def test_a_row_does_not_depend_on_the_others(kernel: TritonKernel[Any]) -> None:
 def test_uneven_splits(split: int, swap: bool, stages: int) -> None:
     """Seven steps, the last of them short: 7 = 4+3 = 2+2+1+1+1, and 12 leaves five without."""
     tile = TILE | {"num_stages": stages}
-    config = SplitKConfig(**tile, SPLIT_K=split, REDUCE="kernel", SWAP=swap)
+    config = SplitKConfig(**tile, SPLIT_K=split, SWAP=swap)
     a, b = aligned(5, 6 * 16 + 3, BF16), aligned(6 * 16 + 3, 29, BF16, seed=1)
     run(SplitK(), config, a, b, bias=random(29), epilogue="relu2")
-
-
-@interpreted
-@pytest.mark.parametrize(("batch", "split"), [(1, 3), (2, 2)])
-def test_the_last_program_of_a_tile_adds_and_leaves_its_counter(
-    batch: int, split: int, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A launcher's counters serve its every launch: each starts from the zeros of the one before.
-    The interpreter runs programs in turn, so that what it does not show is a race."""
-    counters: list[torch.Tensor] = []
-
-    def made(count: int) -> Callable[[], torch.Tensor]:
-        counters.append(torch.zeros(count, dtype=torch.int32))
-        return lambda: counters[-1]
-
-    monkeypatch.setattr(operands, "Counters", made)
-    config = SplitKConfig(**TILE, SPLIT_K=split, REDUCE="last", SWAP=False)
-    lead = (batch,) if batch > 1 else ()
-    a, b = random(*lead, 33, 48, dtype=FP16), random(*lead, 48, 17, dtype=FP16, seed=1)
-    out = torch.empty(*lead, 33, 17, dtype=FP16)
-    run_it = SplitK().bind(problem_of(a, b, out), config)
-    expected = a.double() @ b.double()
-    for _ in range(2):
-        out.fill_(float("nan"))
-        run_it(a, b, None, None, 1.0, out)
-        assert (out.double() - expected).norm() < TOLERANCE[FP16] * expected.norm()
-        assert not counters[0].any(), "the next launch would add too early"
-    assert len(counters) == 1
-    tiles = -(-33 // TILE["BLOCK_M"]) * -(-17 // TILE["BLOCK_N"])
-    assert len(counters[0]) == batch * tiles
 
 
 @interpreted
@@ -332,7 +302,7 @@ def test_the_last_program_of_a_tile_adds_and_leaves_its_counter(
 def test_whole_steps_through_registers(split: int) -> None:
     """Where only the end of a program's range of K bounds what it loads ahead."""
     tile = TILE | {"num_stages": 1}
-    config = SplitKConfig(**tile, SPLIT_K=split, REDUCE="kernel", SWAP=True)
+    config = SplitKConfig(**tile, SPLIT_K=split, SWAP=True)
     a, b = aligned(33, 64, FP16), aligned(64, 40, FP16, seed=1)
     run(SplitK(), config, a, b, epilogue="silu")
 
@@ -350,12 +320,10 @@ def test_through_registers_is_for_few_rows_that_end_aligned() -> None:
     assert not proposes(replace(decode, device=A100))
 
 
-def test_partial_sums_in_both_reductions_are_workspace() -> None:
+def test_partial_sums_are_workspace() -> None:
     problem = ask(16, 4096, 4096)
-    config = SplitKConfig(**TILE, SPLIT_K=4, REDUCE="kernel", SWAP=False)
+    config = SplitKConfig(**TILE, SPLIT_K=4, SWAP=False)
     assert SplitK().workspace_bytes(problem, config) == 4 * 4 * 16 * 4096
-    last = replace(config, REDUCE="last")
-    assert SplitK().workspace_bytes(problem, last) == 4 * 4 * 16 * 4096 + 4 * 4096 // 16
     assert SplitK().workspace_bytes(problem, replace(config, SPLIT_K=1)) == 0
 
 
@@ -516,7 +484,6 @@ def test_a_kernel_that_does_not_import_costs_itself_only(monkeypatch: pytest.Mon
         {"GROUP_M": 0},
         {"SPLIT_K": 0},
         {"SPLIT_K": 100000},
-        {"REDUCE": "atomic"},
         {"SUBTILE": 3},
     ],
     ids=str,
