@@ -114,7 +114,8 @@ class WarpSpecialized(Built[WarpSpecializedConfig]):
         deterministic=True, batch_invariant=True, capture_safe=True, needs_workspace=True
     )
     config_type = WarpSpecializedConfig
-    #: When a launch with ``early`` lets the next one begin; see ``benchmarks/pdl_decode.py``.
+    #: After which loads a launch with ``early`` lets the next one begin, the first or the last; see
+    #: ``benchmarks/results/h100/pdl_decode.txt``.
     dependents = "first"
 
     supports = Supports(
