@@ -319,7 +319,7 @@ def test_rounds_follow_the_time_there_is() -> None:
     runner._samples([lambda copy: None], timer, 1, seconds=10.0)
     runner._samples([lambda copy: time.sleep(0.01)], timer, 1, seconds=0.001)
     first, pilot, some, _, _, most, _, _, least = timer.rounds
-    assert first == pilot == runner.PILOT_ROUNDS
+    assert first == pilot == 1
     # The pilot sleeps 2 ms: 25 of those fit into 50 ms.
     assert runner.LEAST_ROUNDS <= some <= 25
     assert (most, least) == (runner.MOST_ROUNDS, runner.LEAST_ROUNDS)
@@ -564,7 +564,7 @@ def test_the_floor_reads_every_word_in_every_launch_shape(monkeypatch: pytest.Mo
     from tmm_core.bench import floor
 
     # Fewer words than are there at a time, and more: several steps, and idle blocks.
-    monkeypatch.setattr(floor, "LAUNCHES", ((2, 256, 4), (5, 1024, 4)))
+    monkeypatch.setattr(floor, "LAUNCHES", ((2, 256), (5, 1024)))
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     a = torch.randn(50, 70, device=device).to(torch.bfloat16)
     b = torch.randn(90, 70, device=device).to(torch.bfloat16).t()
@@ -588,7 +588,7 @@ def test_host_cost_is_of_the_call_and_not_of_its_neighbour() -> None:
 
 def test_host_measures_torch_and_tmm(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(host, "CALLS", 3)
-    costs = host.measure(CPU, dtype=FP32)
+    costs = host.measure(CPU)
     assert all(us > 0 for us in costs["us"].values())
     assert {"torch.matmul(x, w)", "tmm.matmul(x, w)", "plan(x, w)"} <= set(costs["us"])
     assert costs["kernels"] == dict.fromkeys(("plain", "silu", "linear+bias"), "blas fused=False")
@@ -793,7 +793,6 @@ def small_problems(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_random_problems_are_fixed_by_their_seed(monkeypatch: pytest.MonkeyPatch) -> None:
     asked = regret.cases(200)
     assert asked == regret.cases(200)
-    assert asked != regret.cases(200, seed=1)
     assert all(1 <= each.m <= 8192 for each in asked)
     # As many in every octave.
     assert 60 < sum(each.m < 90 for each in asked) < 140

@@ -23,8 +23,8 @@ from tmm_core.bench.case import Call
 from tmm_core.dispatch.timing import Run, Timer
 from tmm_core.spec.device import fingerprint
 
-#: (blocks per SM, words per block and step, warps)
-LAUNCHES = tuple(itertools.product((8, 16, 32, 64), (1024, 2048), (4,)))
+#: (blocks per SM, words per block and step)
+LAUNCHES = tuple(itertools.product((8, 16, 32, 64), (1024, 2048)))
 ROUNDS = 5
 
 
@@ -59,17 +59,15 @@ def readers(operands: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> list[Run]:
     row-major memory; each returns the exclusive or of the words each of its blocks has read."""
     words = [(_words(a), _words(b)) for a, b in operands]
     sms = fingerprint(words[0][0].device).sm_count or 1
-    return [_reader(words, blocks * sms, size, warps) for blocks, size, warps in LAUNCHES]
+    return [_reader(words, blocks * sms, size) for blocks, size in LAUNCHES]
 
 
-def _reader(
-    operands: Sequence[tuple[torch.Tensor, torch.Tensor]], blocks: int, words: int, warps: int
-) -> Run:
+def _reader(operands: Sequence[tuple[torch.Tensor, torch.Tensor]], blocks: int, words: int) -> Run:
     out = torch.empty(blocks, dtype=torch.int32, device=operands[0][0].device)
 
     def run(copy: int) -> torch.Tensor:
         a, b = operands[copy]
-        _read[(blocks,)](a, b, out, a.numel(), b.numel(), BLOCK=words, num_warps=warps)
+        _read[(blocks,)](a, b, out, a.numel(), b.numel(), BLOCK=words)
         return out
 
     return run

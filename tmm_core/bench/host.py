@@ -29,23 +29,17 @@ REPEATS = 200
 WARM = 10
 
 
-def measure(
-    device: torch.device,
-    *,
-    dtype: torch.dtype = torch.bfloat16,
-    tune: bool = True,
-    budget: float | None = None,
-) -> Document:
+def measure(device: torch.device, *, tune: bool = True, budget: float | None = None) -> Document:
     """Median host cost in µs per call of equivalent torch and tmm calls.
 
     Args:
         tune: Tune the three problems first, so that tmm launches the kernels it would in use.
         budget: Seconds of tuning per problem; None: the settings' value.
     """
-    call = Case(m=SIZE, n=SIZE, k=SIZE, dtype=dtype, bias=True).call(device)
+    call = Case(m=SIZE, n=SIZE, k=SIZE, bias=True).call(device)
     x, w, bias = call.a, call.b, call.bias
     assert bias is not None
-    out = torch.empty(SIZE, SIZE, dtype=dtype, device=device)
+    out = torch.empty_like(x)
     posed: dict[str, tuple[torch.Tensor, torch.Tensor, dict[str, Any]]] = {
         "plain": (x, w, {}),
         "silu": (x, w, {"epilogue": "silu"}),
@@ -74,7 +68,7 @@ def measure(
         costs = host_us(calls, device)
     return {
         "kind": "host",
-        "dtype": dtype_name(dtype),
+        "dtype": dtype_name(x.dtype),
         "size": SIZE,
         "kernels": {name: str(each.choice.candidate) for name, each in plans.items()},
         "us": {name: round(us, 2) for name, us in costs.items()},

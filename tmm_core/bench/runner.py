@@ -52,7 +52,6 @@ MEMORY_BOUND = ("decode", "large_k")
 #: Rounds of the loop: a quartile needs some ten samples; beyond a few hundred, drift of the GPU's
 #: clocks dominates the median's error.
 LEAST_ROUNDS, MOST_ROUNDS = 11, 300
-PILOT_ROUNDS = 1
 #: Turns of each column by the clock "steady", and µs of each.
 STEADY_ROUNDS, STEADY_US = 4, 0.15e6
 #: Samples of the clock "alone", which is reported but does not decide.
@@ -322,12 +321,12 @@ def _once(run: Run, on_gpu: bool) -> None:
 def _samples(
     runs: Sequence[Run], timer: GraphTimer | HostTimer, copies: int, seconds: float
 ) -> list[list[float]]:
-    timer.measure(runs, PILOT_ROUNDS, copies=copies)  # captures
+    timer.measure(runs, 1, copies=copies)  # captures
     if isinstance(timer, GraphTimer):
         timer.measure(runs, SETTLE, copies=copies)
     started = time.monotonic()
-    timer.measure(runs, PILOT_ROUNDS, copies=copies)
-    per_round = (time.monotonic() - started) / PILOT_ROUNDS
+    timer.measure(runs, 1, copies=copies)
+    per_round = time.monotonic() - started
     rounds = min(MOST_ROUNDS, max(LEAST_ROUNDS, int(seconds / per_round)))
     return timer.measure(runs, rounds, copies=copies)
 
