@@ -204,15 +204,34 @@ class EpilogueConformance:
     def _evaluated(
         self, function: Any, *, pair: bool = False, of: tuple[Tensor, ...] | None = None
     ) -> tuple[Tensor, ...]:
-        """At the points, or of these tensors."""
+        """``function``, as :func:`tmm_core.triton.device_function` returns it, at the points or of
+        these tensors: z, or gate and up. ``pair``: it returns two values, like the derivative of a
+        gated epilogue."""
         device = Questions._device() if self.device is None else torch.device(self.device)
         if device.type != "cuda" and not interpreting():
             pytest.skip("needs a GPU, or TRITON_INTERPRET=1 before Triton is imported")
-        from tmm_core.testing.elementwise import evaluate
+        from tmm_core.triton import pointwise
+        from tmm_core.triton.launch import Launch
 
         blocks = self.epilogue.inputs(self._z()) if of is None else of
-        blocks = tuple(t.float().to(device).contiguous() for t in blocks)
-        return evaluate(function, blocks, pair=pair)
+        z = torch.cat(blocks, -1).float().to(device)
+        (rows, columns), width = blocks[0].shape, z.shape[1]
+        names = ("z_ptr", "grad_ptr", "dz_ptr") if pair else ("z_ptr", "y_ptr")
+        types = {**dict.fromkeys(names, "*fp32"), **dict.fromkeys(("M", "N", "ldz"), "i32")}
+        high, wide = pointwise.BLOCK_M, pointwise.BLOCK_N
+        constants = {"GATED": len(blocks) == 2, "BLOCK_M": high, "BLOCK_N": wide}
+        grid = -(-rows // high) * -(-columns // wide), 1, 1
+        if pair:
+            ones, slopes = z.new_ones(columns), torch.empty_like(z)  # the gradient, of every row
+            constants |= {"SLOPE": function, "grad_row": 0, "grad_col": 1}
+            launch = Launch(pointwise._backward, types, constants, device=z.device)
+            launch(grid, ones, z, slopes, rows, columns, width)
+            return slopes.chunk(2, -1)
+        y = z.new_empty(rows, columns)
+        constants |= {"EPILOGUE": function}
+        launch = Launch(pointwise._forward, types, constants, device=z.device)
+        launch(grid, z, y, rows, columns, width)
+        return (y,)
 
     def _functions(self) -> Iterator[tuple[str, Any]]:
         names = ("reference", "device", "derivative", "output_vjp", "device_derivative")
