@@ -34,12 +34,8 @@ from tmm_core.spec.problem import Problem
 
 Tensor = torch.Tensor
 
-#: Common abbreviations of dtypes.
-ALIASES = {short: dtype_of(name) for name, short in SHORT_DTYPES.items()} | {
-    "half": torch.float16,
-    "float": torch.float32,
-    "double": torch.float64,
-}
+#: Common abbreviations of dtypes; torch has its own, such as ``half``.
+ALIASES = {short: dtype_of(name) for name, short in SHORT_DTYPES.items()}
 
 #: First letter a, second b: ``n`` row-major as it is, ``t`` a transposed view of a
 #: row-major tensor, as in BLAS. ``nt`` is ``x @ weight.T``.
