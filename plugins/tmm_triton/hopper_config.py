@@ -197,9 +197,6 @@ class Constants:
     NARROW: int = 0
     #: Ranges of K that are summed one after the other.
     RANGES: int = 1
-    #: When the next launch may begin: after the block's ``"first"`` or ``"last"`` loads. Empty:
-    #: this launch overlaps neither the previous nor the next one.
-    DEPENDENTS: str = ""
     #: The config's ``early``.
     EARLY: str = ""
     #: The operand, ``"a"`` or ``"b"``, that warps load word by word, and how many warps do.
@@ -232,7 +229,6 @@ class Constants:
         problem: Problem,
         config: WarpSpecializedConfig,
         version: str = "",
-        dependents: str = "first",
     ) -> Constants:
         problem = multiplied(problem, config)
         if config.narrow and not beside(problem):
@@ -269,7 +265,6 @@ class Constants:
             EVICT_FIRST=config.evict_first,
             NARROW=config.narrow * (2 if problem.gated else 1),
             RANGES=config.ranges,
-            DEPENDENTS=dependents if config.early else "",
             EARLY=config.early,
             WORDS=by_words(problem),
             RAGGED=problem.groups.ragged if problem.groups else None,
@@ -284,7 +279,7 @@ class Constants:
     @property
     def overlaps(self) -> bool:
         """Whether it is launched while the previous launch may still run."""
-        return bool(self.DEPENDENTS)
+        return bool(self.EARLY)
 
     @property
     def pieces(self) -> int:

@@ -85,7 +85,7 @@ def warp_specialized_kernel(
     elif C.RAGGED == "k":
         sizes = (M, N, K, GROUP_M, G, (offs_ptr, table_ptr, G))
     prime(a_desc, b_desc, strides, ring, barriers, sizes, "a" if C.EARLY == "b" else "ab", C)
-    if C.DEPENDENTS == "first":
+    if C.overlaps:
         # The next launch's blocks then start as SMs become free. After the wait: the next launch's
         # early part must not overlap the previous launch.
         gdc_launch_dependents()

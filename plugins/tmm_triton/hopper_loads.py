@@ -7,7 +7,6 @@ from triton.experimental.gluon import jit
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.experimental.gluon.language.nvidia.hopper.tma import async_copy_global_to_shared
-from triton.language.extra.cuda import gdc_launch_dependents
 
 from tmm_triton.hopper_walk import (
     described,
@@ -165,8 +164,6 @@ def produce(loads, C: gl.constexpr):
             a_desc, b_desc, strides, ring, barriers, sizes, tile, first, last, stage, phase,
             False, "ab", C,
         )  # fmt: skip
-    if C.DEPENDENTS == "last":
-        gdc_launch_dependents()
 
 
 @jit

@@ -114,10 +114,6 @@ class WarpSpecialized(Built[WarpSpecializedConfig]):
         deterministic=True, batch_invariant=True, capture_safe=True, needs_workspace=True
     )
     config_type = WarpSpecializedConfig
-    #: After which loads a launch with ``early`` lets the next one begin, the first or the last; see
-    #: ``benchmarks/results/h100/pdl_decode.txt``.
-    dependents = "first"
-
     supports = Supports(
         devices=("cuda",),
         capability=(9, 0),
@@ -210,7 +206,7 @@ class WarpSpecialized(Built[WarpSpecializedConfig]):
         """The build of the product itself, which is launched first."""
         at, blocks = _parts(problem, config), _blocks(problem, config)
         problem = multiplied(problem, config)
-        c = Constants.of(problem, config, self.version, self.dependents)
+        c = Constants.of(problem, config, self.version)
         rows, width = config.rows, config.BLOCK_N // config.subtiles
         groups, kinds = problem.groups, kinds_of(problem)
 

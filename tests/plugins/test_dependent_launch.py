@@ -197,9 +197,11 @@ def _programs(ways: dict[str, Any], consumers: int, pingpong: bool, usual: int) 
         ('    if C.EARLY == "b":\n', '    if C.EARLY != "l2":\n'),
         ('sizes, "b", C)\n    elif', 'sizes, "ab", C)\n    elif'),
         # The next launch begins before this one has waited, or is never told.
-        ("    if C.overlaps:\n", "    gdc_launch_dependents()\n    if C.overlaps:\n"),
-        ('    if C.DEPENDENTS == "first":\n', "    if False:\n"),
-        ('    if C.DEPENDENTS == "last":\n', "    if False:\n"),
+        (
+            "    if C.overlaps:\n        # The previous",
+            "    gdc_launch_dependents()\n    if C.overlaps:\n        # The previous",
+        ),
+        ("    if C.overlaps:\n        # The next", "    if False:\n        # The next"),
         # Bytes are expected twice, or half of what is asked for is left out.
         ('        if PARTS != "a":\n', "        if True:\n"),
         ('0 if PARTS == "b" else OF_A', "OF_A"),

@@ -456,7 +456,7 @@ def computed(
         SCALE_A=scales, SCALE_B=scales, IN_BYTES=1 if scales else 2, BATCHED=bool(batch),
         FETCH=fetch, OUT_BYTES=2, TAIL_SPLITS=splits, A_ROWS=brought, PRIMED=1 + seed % stages,
         SPLITS=parts, RANGES=ranges, EVICT_FIRST=False, WORDS=words, EARLY=early, REDUCE=reduce,
-        DEPENDENTS=("first", "last")[seed % 2] if early else "", NARROW=narrow,
+        NARROW=narrow,
     )  # fmt: skip
     random = np.random.default_rng(seed)
     width = 2 * n if gated else n
