@@ -35,9 +35,9 @@ IDLE_LIMIT = 120.0
 STALLED = 10.0
 #: Candidates of one kernel and problem that may hang before its others are skipped.
 MOST_HUNG = 2
-#: Seconds between two checks that the parent is alive: a process that it forked may hold its end of
-#: the channel open.
-_LOOK = 5.0
+#: Seconds between two looks at the time limits, and whether the parent is alive: a process that it
+#: forked may hold its end of the channel open.
+_LOOK = 0.2
 
 
 @dataclass(eq=False)
@@ -125,19 +125,12 @@ class Server:
                 shutil.rmtree(self._folder, ignore_errors=True)
 
     def _wait(self) -> list[socket.socket]:
-        now = time.monotonic()
-        moments = [now + _LOOK]
-        for worker in self._workers:
-            if worker.job is not None:
-                moments.append(worker.began + worker.job["limit"])
-                if worker.began + STALLED > now:
-                    moments.append(worker.began + STALLED)
         channels = [self._channel, *(worker.channel for worker in self._workers)]
         poll = select.poll()  # select() is limited to 1024 descriptors
         by_number = {channel.fileno(): channel for channel in channels}
         for number in by_number:
             poll.register(number, select.POLLIN)
-        ready = poll.poll(1000 * max(0.0, min(moments) - now) + 1)
+        ready = poll.poll(1000 * _LOOK)
         return [by_number[number] for number, _ in ready]
 
     def _read(self) -> bool:
