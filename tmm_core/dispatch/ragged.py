@@ -117,23 +117,22 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """The arguments of a launch of a ragged problem; :class:`~tmm_core.spec.arguments.Arguments`
-    are those of a plain one."""
+    """The arguments of a launch, of a ragged problem with its ``rows``."""
 
     a: torch.Tensor
     b: torch.Tensor
-    bias: torch.Tensor | None
-    residual: torch.Tensor | None
-    alpha: float
-    rows: Rows
+    bias: torch.Tensor | None = None
+    residual: torch.Tensor | None = None
+    alpha: float = 1.0
     scale_a: torch.Tensor | None = None
     scale_b: torch.Tensor | None = None
+    rows: Rows | None = None
 
     @property
     def extras(self) -> dict[str, torch.Tensor]:
         """The keyword arguments of a launch."""
         scales = {name: t for name in EXTRAS if (t := getattr(self, name)) is not None}
-        return self.rows.given | scales
+        return scales | (self.rows.given if self.rows else {})
 
     def launch(self, launcher: Callable[..., torch.Tensor], out: Any) -> torch.Tensor:
         """Call a launcher, which writes to ``out`` or allocates."""
