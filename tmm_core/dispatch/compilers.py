@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Iterable
 from concurrent.futures import Future, InvalidStateError
-from typing import IO, Any
+from typing import Any
 
 from tmm_core.dispatch.jobs import job_of
 from tmm_core.dispatch.processes import (
@@ -57,6 +57,10 @@ _OWN_VARIABLES = {
     "OPENBLAS_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
 }
+
+
+def _environ() -> dict[str, str]:
+    return {**os.environ, **_OWN_VARIABLES}
 
 
 def compiling_threads() -> int:
@@ -196,7 +200,7 @@ class _Server:
         #: Set when it compiles, or will not.
         self.started = threading.Event()
         self._child: subprocess.Popen[bytes] | None = None
-        self._environ = dict(os.environ)
+        self._scratch = scratch_file()
         self._channel, self._theirs = socket.socketpair()
         #: Sent by a separate thread: the server does not read while it imports, and a socket
         #: buffers only about 200 jobs.
@@ -205,12 +209,9 @@ class _Server:
 
     def send(self, job: dict[str, Any], future: Future[None]) -> bool:
         """Whether the job will be answered."""
-        now = dict(os.environ)
-        changed = {k: v for k, v in now.items() if self._environ.get(k) != v}
-        removed = {name: None for name in self._environ if name not in now}
         try:
             number = next(self._numbers)
-            text = json.dumps({**job, "id": number, "environ": {**changed, **removed}})
+            text = json.dumps({**job, "id": number, "environ": _environ()})
         except (TypeError, ValueError):  # a config that is not JSON
             return False
         with self._lock:
@@ -248,15 +249,15 @@ class _Server:
 
     def _run(self) -> None:
         fault: str | None
-        with scratch_file() or contextlib.nullcontext() as scratch:
+        with self._scratch:
             try:
-                self._start(scratch)
+                self._start()
                 fault = self._listen()
             except Exception as error:  # no process, no memory, not understood
                 fault = f"{type(error).__name__}: {error}"
             status = self._end_process()
             if fault is None and status:
-                fault = f"the server {ending(status, tail(scratch))}"
+                fault = f"the server {ending(status, tail(self._scratch))}"
         with self._lock:
             self.ended = True
             left, self._pending = self._pending, {}
@@ -268,7 +269,7 @@ class _Server:
         if fault is not None and not self._closing:
             self._report(fault)
 
-    def _start(self, scratch: IO[bytes] | None) -> None:
+    def _start(self) -> None:
         if self._closing:
             return
         with self._theirs:
@@ -276,8 +277,8 @@ class _Server:
                 _PROGRAM,
                 self._workers,
                 self._theirs.fileno(),
-                scratch,
-                {**self._environ, **_OWN_VARIABLES},
+                self._scratch,
+                _environ(),
                 self.circumstances[0],
             )
         threading.Thread(target=self._write, name="tmm-compilers-out", daemon=True).start()
