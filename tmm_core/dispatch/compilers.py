@@ -46,7 +46,6 @@ START_LIMIT = 60.0
 #: Seconds the server may take to end before it is killed.
 _END_LIMIT = 2.0
 
-_NONE = Kernel.compile
 _PROGRAM = ["-m", "tmm_core.dispatch.compile_server"]
 #: Environment variables of the server. They keep numerical libraries from starting threads, since a
 #: process with threads should not fork.
@@ -97,10 +96,10 @@ class Compilers:
         timed out, or crashed its compiler.
         """
         future: Future[None] = Future()
-        job = _job(problem, candidate, self.limit)
         with self._lock:
-            server = self._running() if job is not None else None
-            sent = server is not None and job is not None and server.send(job, future)
+            server = self._running() if _compiles(candidate.kernel) else None
+            job = {**job_of(problem, candidate), "limit": self.limit} if server else {}
+            sent = server is not None and server.send(job, future)
         if not sent:
             _resolve(future)
         return future
@@ -341,10 +340,8 @@ def _resolve(future: Future[None], error: str | None = None) -> None:
             future.set_exception(NotCompiledError(error))
 
 
-def _job(problem: Problem, candidate: Candidate, limit: float) -> dict[str, Any] | None:
-    """The job for a worker; None if there is nothing to do."""
-    kernel = candidate.kernel
-    compiles = kernel.compiles if isinstance(kernel, Asked) else type(kernel).compile is not _NONE
-    if not compiles:
-        return None
-    return {**job_of(problem, candidate), "limit": limit}
+def _compiles(kernel: Kernel[Any]) -> bool:
+    """Whether it compiles ahead of ``bind``."""
+    if isinstance(kernel, Asked):
+        return kernel.compiles
+    return type(kernel).compile is not Kernel.compile
