@@ -88,6 +88,14 @@ class Compilers:
         #: Whether compiling elsewhere failed, which was reported.
         self._broken = False
 
+    def _follow_fork(self) -> None:
+        """Drop the server of the process that this one was forked from, and the lock that another
+        thread may have held there."""
+        if self._process != os.getpid():
+            if self._server is not None:
+                self._server.forget()
+            self._server, self._lock, self._process = None, threading.Lock(), os.getpid()
+
     def submit(self, problem: Problem, candidate: Candidate) -> Future[None]:
         """Have ``candidate`` compiled for ``problem``.
 
@@ -95,6 +103,7 @@ class Compilers:
         or cannot be compiled elsewhere; with a :class:`NotCompiledError` if it does not compile,
         timed out, or crashed its compiler.
         """
+        self._follow_fork()
         future: Future[None] = Future()
         with self._lock:
             server = self._running() if _compiles(candidate.kernel) else None
@@ -107,8 +116,7 @@ class Compilers:
     def await_start(self, futures: Iterable[Future[None]], limit: float) -> float:
         """Wait at most ``limit`` seconds for a server that is starting and has ``futures`` to
         answer; returns the seconds it took."""
-        with self._lock:
-            server = self._server
+        server = self._server
         if server is None or all(future.done() for future in futures):
             return 0.0
         started = time.monotonic()
@@ -117,30 +125,23 @@ class Compilers:
 
     def cancel_pending(self, futures: Iterable[Future[None]]) -> None:
         """Cancel the pending ones of ``futures``, and kill their compilers."""
-        with self._lock:
-            server = self._server
-        if server is not None and self._process == os.getpid():
+        self._follow_fork()
+        server = self._server
+        if server is not None:
             server.cancel(set(futures))
 
     def close(self) -> None:
         """End the server and its workers. A later ``submit`` starts another."""
+        self._follow_fork()
         with self._lock:
             server, self._server = self._server, None
-        if server is not None and self._process == os.getpid():
+        if server is not None:
             server.close()
-
-    def after_fork(self) -> None:
-        """Drop the parent process's server, which is not this one's child."""
-        if self._server is not None:
-            self._server.forget()
-        self._server, self._lock, self._process = None, threading.Lock(), os.getpid()
 
     def _running(self) -> _Server | None:
         """The server, started if there is none or its plugins differ; None if none can be
         started."""
         if self._broken or interpreting() or not startable():
-            return None
-        if self._process != os.getpid():  # forked without Python's fork hooks
             return None
         found = circumstances()
         server = self._server
@@ -167,15 +168,6 @@ def default() -> Compilers:
     compilers = Compilers()
     atexit.register(compilers.close)
     return compilers
-
-
-def _after_fork() -> None:
-    if default.cache_info().currsize:
-        default().after_fork()
-
-
-if hasattr(os, "register_at_fork"):  # absent on Windows
-    os.register_at_fork(after_in_child=_after_fork)
 
 
 class _Server:
