@@ -390,7 +390,7 @@ def test_special_values_of_groups(
     special = special_of(asked, inputs, axis, room=1)
     assert special is not None
     with planted(special.changes):
-        right = ragged_reference.whole(asked, inputs)
+        right = ragged_reference.reference(asked, inputs)
     if (defined := inputs.rows.defined(asked)) is not None:
         dim, size = defined
         right.narrow(dim, size, right.shape[dim] - size).fill_(torch.nan)

@@ -204,7 +204,7 @@ class Call:
         problem = self.problem()
         out = verify.poison(problem.empty_out(self.a.device))
         self.matmul(**forced, out=out)
-        return verify.error(out, ragged_reference.whole(problem, self.inputs()))
+        return verify.error(out, ragged_reference.reference(problem, self.inputs()))
 
     def plan(self, **forced: Any) -> Plan:
         """The plan of the kernel chosen for the call; ``forced``: ``kernel`` and ``config``."""

@@ -49,7 +49,6 @@ class Worker:
     scratch: IO[bytes]
     job: Job | None = None
     began: float = 0.0
-    received: bytes = b""
 
     def end(self) -> int:
         """Kill it and its child processes; return its exit status, its own if it was ending."""
@@ -194,16 +193,14 @@ class Server:
             channel.sendall(json.dumps(answer).encode() + b"\n")
 
     def _hear(self, worker: Worker) -> None:
-        received = b""
+        line = b""
         with contextlib.suppress(OSError):
-            received = worker.channel.recv(1 << 16)
-        if received:
-            worker.received += received
-            if worker.received.endswith(b"\n") and worker.job is not None:
-                self._answer(worker.job, json.loads(worker.received)["error"])
-                worker.job, worker.received = None, b""
-            return
+            line = worker.channel.makefile("rb").readline()
         job, worker.job = worker.job, None
+        if line.endswith(b"\n"):
+            if job is not None:
+                self._answer(job, json.loads(line)["error"])
+            return
         status = self._drop(worker)
         if job is not None:
             self._answer(job, f"its compiler {ending(status, tail(worker.scratch))}")

@@ -15,11 +15,7 @@ from tmm_core.spec.problem import Problem
 
 #: Default limit of the bytes that an operand of one product may take in fp64.
 ROOM = 1 << 30
-
-
-def whole(problem: Problem, inputs: Inputs) -> torch.Tensor:
-    """The complete reference of a plain or a ragged problem."""
-    return reference(problem, inputs, slice(None), slice(None), ROOM)
+_ALL = slice(None)
 
 
 def ranges(ends: Sequence[int]) -> Iterator[tuple[int, int, int]]:
@@ -31,9 +27,9 @@ def ranges(ends: Sequence[int]) -> Iterator[tuple[int, int, int]]:
 def reference(
     problem: Problem,
     inputs: Inputs,
-    rows: Places,
-    cols: Places,
-    room: int,
+    rows: Places = _ALL,
+    cols: Places = _ALL,
+    room: int = ROOM,
     of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = lambda z, y: y,
 ) -> torch.Tensor:
     """Those rows and columns of a result, in fp64 or another sufficient precision, and in pieces;
