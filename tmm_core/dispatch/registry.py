@@ -135,8 +135,6 @@ class Registry:
 
     def load(self) -> None:
         """Load the entry points, once; called wherever they are needed."""
-        if self._loaded:
-            return
         with self._lock:
             if self._loaded:
                 return

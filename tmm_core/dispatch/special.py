@@ -31,14 +31,13 @@ AXES: tuple[Axis, ...] = get_args(Axis)
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One element of an input, with its old and its new value."""
+    """One element of an input, with its new value."""
 
     tensor: torch.Tensor
     index: tuple[int, ...]
     #: The rows or columns of the result that it affects.
     places: tuple[int, ...]
     value: float
-    before: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,13 +114,14 @@ def special(problem: Problem, inputs: Inputs, axis: Axis, room: int) -> Special 
 @contextmanager
 def planted(changes: Sequence[Change]) -> Iterator[None]:
     """A context in which the inputs have these changes."""
+    before = [change.tensor[change.index].clone() for change in changes]
     for change in changes:
         change.tensor[change.index] = change.value
     try:
         yield
     finally:
-        for change in changes:
-            change.tensor[change.index] = change.before
+        for change, value in zip(changes, before, strict=True):
+            change.tensor[change.index] = value
 
 
 def _changes(
@@ -154,7 +154,7 @@ def _changes(
             index = (chance.choice(filled)[0], *index)
         value = values[place % len(values)]
         places = read.get(line) or (line if rows else column(problem, line),)
-        yield Change(matrix, index, tuple(places), value, matrix[index].clone())
+        yield Change(matrix, index, tuple(places), value)
     yield from _beside(problem, inputs, rows, filled, chance)
 
 
@@ -174,12 +174,11 @@ def _beside(
         row = chance.randrange(start, end) if problem.along == "m" else row
         col = chance.randrange(start, end) if problem.along == "n" else col
         index = (group, row, col) if problem.along == "k" else (row, col)
-        yield Change(inputs.residual, index, (row,), math.nan, inputs.residual[index].clone())
+        yield Change(inputs.residual, index, (row,), math.nan)
     if not rows and inputs.bias is not None and problem.batch == 1:
         col = chance.randrange(inputs.bias.shape[-1])
         index = (group, col) if inputs.bias.dim() > 1 else (col,)
-        at = column(problem, col)
-        yield Change(inputs.bias, index, (at,), math.nan, inputs.bias[index].clone())
+        yield Change(inputs.bias, index, (column(problem, col),), math.nan)
 
 
 def _read(inputs: Inputs, end: int) -> dict[int, list[int]]:
