@@ -86,7 +86,8 @@ def rotated(
         return variants
     varies = problem.device.type == "cuda" and ragged.DRAWS * problem.sizes["out"] <= limit / 2
     calls = max(count, ragged.DRAWS) if varies else count
-    return ragged.varied([variants[call % count] for call in range(calls)])
+    chain: list[Any] = [variants[call % count] for call in range(calls)]
+    return [dataclasses.replace(x, rows=x.rows.of_call(i)) for i, x in enumerate(chain)]
 
 
 def duplicate(t: torch.Tensor) -> torch.Tensor:
