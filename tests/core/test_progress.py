@@ -14,7 +14,7 @@ def waited(shown: bool | None) -> None:
     with progress.Progress("64×64×64", shown) as bar:
         bar.total(3)
         bar.advance()
-        if bar._timer is not None:
+        if shown is not False:
             bar._timer.join()
 
 

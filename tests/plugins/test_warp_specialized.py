@@ -1079,7 +1079,10 @@ def test_a_call_passes_what_the_kernel_takes(
     assert dtype == asked.out.dtype
     assert step.arguments.keys() == special.types.keys()
     given = random_inputs.make(asked, torch.device("cpu"), seed=0)
-    given = given._replace(out=random_inputs.empty(asked.out, asked.out_shape, torch.device("cpu")))
+    out = random_inputs.empty(asked.out, asked.out_shape, torch.device("cpu"))
+    given = types.SimpleNamespace(
+        out=out, **{name: getattr(given, name) for name in given.__slots__}
+    )
     for name, argument in step.arguments.items():
         if name.endswith("_desc"):
             described = argument.describe(getattr(given, argument.tensor))

@@ -19,13 +19,13 @@ from tmm_cache.facets import SHORT_DTYPES
 
 import tmm_core
 from tmm_core import dispatch, settings
-from tmm_core.dispatch import ragged, ragged_reference, verify
-from tmm_core.dispatch.ragged import Rows
-from tmm_core.dispatch.random_inputs import Inputs, fill, seeded
+from tmm_core.dispatch import ragged_reference, verify
+from tmm_core.dispatch.ragged import Inputs, Rows
+from tmm_core.dispatch.random_inputs import fill, seeded
 from tmm_core.formats import wide
 from tmm_core.launch import grouped, warm
 from tmm_core.launch.plan import Plan
-from tmm_core.spec.arguments import EXTRAS, Arguments, GroupedArguments
+from tmm_core.spec.arguments import EXTRAS, GroupedArguments
 from tmm_core.spec.device import fingerprint
 from tmm_core.spec.epilogue import Epilogue
 from tmm_core.spec.groups import Groups, Ragged
@@ -186,10 +186,9 @@ class Call:
     def inputs(self) -> Inputs:
         """The arguments of a launch."""
         bias, scales = self.bias, {name: getattr(self, name) for name in EXTRAS}
-        if self.rows is None:
-            return Arguments(self.a, self.b, bias, self.residual, **scales)
-        bias = None if bias is None else bias.expand(len(self.rows.ends), -1)
-        return ragged.Inputs(self.a, self.b, bias, self.residual, 1.0, self.rows, **scales)
+        if self.rows is not None and bias is not None:
+            bias = bias.expand(len(self.rows.ends), -1)
+        return Inputs(self.a, self.b, bias, self.residual, rows=self.rows, **scales)
 
     def matmul(self, **more: Any) -> Tensor:
         """Make the call; ``more`` as in :func:`tmm_core.matmul`."""
@@ -201,7 +200,7 @@ class Call:
         problem = self.problem()
         out = verify.poison(problem.empty_out(self.a.device))
         self.matmul(**forced, out=out)
-        return verify.error(out, ragged_reference.whole(problem, self.inputs()))
+        return verify.error(out, ragged_reference.reference(problem, self.inputs()))
 
     def plan(self, **forced: Any) -> Plan:
         """The plan of the kernel chosen for the call; ``forced``: ``kernel`` and ``config``."""

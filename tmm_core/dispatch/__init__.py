@@ -27,22 +27,19 @@ class _Own:
     def __call__(self) -> Dispatcher:
         """The dispatcher, made by the first thread that calls. functools.cache would make one in
         every thread that arrives before the first call returns."""
-        if (made := self.made) is None:
-            with self._lock:
-                made = self.made = self.made or self._make()
-        return made
-
-    def _make(self) -> Dispatcher:
         from tmm_core.dispatch.deferred import collector_off
 
-        with collector_off():
-            # Imported here: they would take half of the time to import tmm_core.
-            from tmm_cache import CacheStore
+        with self._lock:
+            if self.made is None:
+                with collector_off():
+                    # Imported here: they would take half of the time to import tmm_core.
+                    from tmm_cache import CacheStore
 
-            from tmm_core.dispatch.ladder import Dispatcher
-            from tmm_core.dispatch.registry import Registry
+                    from tmm_core.dispatch.ladder import Dispatcher
+                    from tmm_core.dispatch.registry import Registry
 
-            return Dispatcher(Registry.from_environment(), None, CacheStore())
+                    self.made = Dispatcher(Registry.from_environment(), None, CacheStore())
+            return self.made
 
     def cache_clear(self) -> None:
         self.made = None

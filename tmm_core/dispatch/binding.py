@@ -28,6 +28,8 @@ STALLED = 5.0
 MOST_HUNG = 2
 #: Maximum number of stalled threads beside which others are started.
 _MOST_STALLED = 16
+#: Seconds between two looks at the time limits.
+_LOOK = 0.05
 
 #: A launcher, or the exception that binding it raised.
 Outcome = Launcher | BaseException
@@ -57,8 +59,7 @@ class Binding:
 
     def __init__(self, tasks: Sequence[Task], device: torch.device, workers: int) -> None:
         self._tasks, self._device, self._workers = tasks, device, workers
-        self._limit = BIND_LIMIT
-        self._stalled = min(STALLED, self._limit / 8)
+        self._stalled = min(STALLED, BIND_LIMIT / 8)
         #: Tasks that are compiled and wait for a thread.
         self._ready: deque[int] = deque()
         #: The times at which those in a thread began, unless they were given up.
@@ -96,15 +97,15 @@ class Binding:
             if not is_late and now > deadline:
                 is_late = True
                 late()
-            self._hear(self._patience(now, None if is_late else deadline))
+            self._hear()
 
     def _arrived(self, place: int, _: Future[None]) -> None:
         self._news.put((place, None))
 
-    def _hear(self, patience: float | None) -> None:
-        """Wait for the next news, at most ``patience`` seconds."""
+    def _hear(self) -> None:
+        """Wait for the next news, at most until the next look."""
         try:
-            place, outcome = self._news.get(timeout=patience)
+            place, outcome = self._news.get(timeout=_LOOK)
         except queue.Empty:
             return
         if outcome is None:
@@ -151,26 +152,17 @@ class Binding:
         """Give up tasks that have taken too long, with their threads; after the second of a kernel,
         also its waiting tasks."""
         for place, begun in list(self._begun.items()):
-            if now - begun < self._limit:
+            if now - begun < BIND_LIMIT:
                 continue
             kernel = self._tasks[place].kernel
-            self._give_up(place, f"did not bind within {self._limit:g} s")
+            self._give_up(place, f"did not bind within {BIND_LIMIT:g} s")
             del self._begun[place]
             self._hung[kernel] += 1
             if self._hung[kernel] == MOST_HUNG:
                 why = f"not tried: {MOST_HUNG} other configs of it did not bind within"
                 for other, task in enumerate(self._tasks):
                     if task.kernel == kernel and other not in self._begun:
-                        self._give_up(other, f"{why} {self._limit:g} s")
+                        self._give_up(other, f"{why} {BIND_LIMIT:g} s")
 
     def _give_up(self, place: int, why: str) -> None:
         self._outcomes.setdefault(place, TimeoutError(why))
-
-    def _patience(self, now: float, deadline: float | None) -> float | None:
-        """Seconds until the next time limit."""
-        moments = [begun + self._limit for begun in self._begun.values()]
-        if self._ready:
-            moments += [b + self._stalled for b in self._begun.values() if b + self._stalled > now]
-        if deadline is not None:
-            moments.append(deadline)
-        return max(0.0, min(moments) - now) + 0.001 if moments else None

@@ -13,7 +13,6 @@ import importlib
 import json
 import os
 import select
-import shutil
 import signal
 import socket
 import sys
@@ -35,9 +34,9 @@ IDLE_LIMIT = 120.0
 STALLED = 10.0
 #: Candidates of one kernel and problem that may hang before its others are skipped.
 MOST_HUNG = 2
-#: Seconds between two checks that the parent is alive: a process that it forked may hold its end of
-#: the channel open.
-_LOOK = 5.0
+#: Seconds between two looks at the time limits, and whether the parent is alive: a process that it
+#: forked may hold its end of the channel open.
+_LOOK = 0.2
 
 
 @dataclass(eq=False)
@@ -47,33 +46,16 @@ class Worker:
     pid: int
     channel: socket.socket
     #: Its output.
-    scratch: IO[bytes] | None
-    #: Its temporary files.
-    folder: str | None
+    scratch: IO[bytes]
     job: Job | None = None
     began: float = 0.0
-    received: bytes = b""
 
-    def end(self, kill: bool = True) -> int:
-        """End it and its child processes; return its exit status.
-
-        Args:
-            kill: At once, without giving it time to end by itself.
-        """
+    def end(self) -> int:
+        """Kill it and its child processes; return its exit status, its own if it was ending."""
         self.channel.close()
-        patience = 0.0 if kill else 0.5
-        give_up = time.monotonic() + patience
-        while (
-            time.monotonic() < give_up
-            and os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None
-        ):
-            time.sleep(0.005)
         with contextlib.suppress(OSError):
             os.killpg(self.pid, signal.SIGKILL)
-        status = os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
-        if self.folder is not None:
-            shutil.rmtree(self.folder, ignore_errors=True)
-        return status
+        return os.waitstatus_to_exitcode(os.waitpid(self.pid, 0)[1])
 
 
 class Server:
@@ -94,7 +76,6 @@ class Server:
         self._hung: Counter[Any] = Counter()
         self._parent = os.getppid()
         self._received = b""
-        self._folder = _temporary()
 
     def run(self) -> None:
         """Serve until the parent is gone, or idle for too long."""
@@ -121,23 +102,14 @@ class Server:
         finally:
             for worker in self._workers:
                 worker.end()
-            if self._folder is not None:
-                shutil.rmtree(self._folder, ignore_errors=True)
 
     def _wait(self) -> list[socket.socket]:
-        now = time.monotonic()
-        moments = [now + _LOOK]
-        for worker in self._workers:
-            if worker.job is not None:
-                moments.append(worker.began + worker.job["limit"])
-                if worker.began + STALLED > now:
-                    moments.append(worker.began + STALLED)
         channels = [self._channel, *(worker.channel for worker in self._workers)]
         poll = select.poll()  # select() is limited to 1024 descriptors
         by_number = {channel.fileno(): channel for channel in channels}
         for number in by_number:
             poll.register(number, select.POLLIN)
-        ready = poll.poll(1000 * max(0.0, min(moments) - now) + 1)
+        ready = poll.poll(1000 * _LOOK)
         return [by_number[number] for number, _ in ready]
 
     def _read(self) -> bool:
@@ -183,7 +155,6 @@ class Server:
     def _fork(self) -> Worker | None:
         try:
             mine, theirs = socket.socketpair()
-            folder = tempfile.mkdtemp(dir=self._folder) if self._folder is not None else None
             scratch = scratch_file()
             pid = os.fork()
         except OSError:  # too many processes or files, no memory
@@ -192,52 +163,45 @@ class Server:
             status = 1
             try:
                 mine.close()
-                self._become_worker(theirs, scratch, folder)
+                self._become_worker(theirs, scratch)
                 status = 0
             finally:
                 os._exit(status)
         with contextlib.suppress(OSError):
             os.setpgid(pid, pid)
         theirs.close()
-        worker = Worker(pid, mine, scratch, folder)
+        worker = Worker(pid, mine, scratch)
         self._workers.append(worker)
         return worker
 
-    def _become_worker(
-        self, channel: socket.socket, scratch: IO[bytes] | None, folder: str | None
-    ) -> None:
+    def _become_worker(self, channel: socket.socket, scratch: IO[bytes]) -> None:
         with contextlib.suppress(OSError):
             os.setpgid(0, 0)
         server = os.getppid()
         end_with_parent()
         if os.getppid() != server:
             return
-        if scratch is not None:
-            os.dup2(scratch.fileno(), 1)
-            os.dup2(scratch.fileno(), 2)
-        tempfile.tempdir = folder
+        os.dup2(scratch.fileno(), 1)
+        os.dup2(scratch.fileno(), 2)
         self._channel.close()
         for other in self._workers:
             other.channel.close()
-        environ = dict(os.environ)
         for line in channel.makefile("rb"):
             job = json.loads(line)
-            _set_environ({**environ, **job["environ"]})
+            _set_environ(job["environ"])
             answer = compile_job(self._registry, job)
             channel.sendall(json.dumps(answer).encode() + b"\n")
 
     def _hear(self, worker: Worker) -> None:
-        received = b""
+        line = b""
         with contextlib.suppress(OSError):
-            received = worker.channel.recv(1 << 16)
-        if received:
-            worker.received += received
-            if worker.received.endswith(b"\n") and worker.job is not None:
-                self._answer(worker.job, json.loads(worker.received)["error"])
-                worker.job, worker.received = None, b""
-            return
+            line = worker.channel.makefile("rb").readline()
         job, worker.job = worker.job, None
-        status = self._drop(worker, kill=False)
+        if line.endswith(b"\n"):
+            if job is not None:
+                self._answer(job, json.loads(line)["error"])
+            return
+        status = self._drop(worker)
         if job is not None:
             self._answer(job, f"its compiler {ending(status, tail(worker.scratch))}")
 
@@ -261,9 +225,9 @@ class Server:
             if not any(_about(other) == about for other in active):
                 del self._hung[about]
 
-    def _drop(self, worker: Worker, kill: bool = True) -> int:
+    def _drop(self, worker: Worker) -> int:
         self._workers.remove(worker)
-        return worker.end(kill)
+        return worker.end()
 
     def _answer(self, job: Job, error: str | None = None) -> None:
         text = json.dumps({"id": job["id"], "error": error})
@@ -288,20 +252,11 @@ def compile_job(registry: Registry, job: Job) -> Job:
     return {"error": None}
 
 
-def _set_environ(environ: dict[str, str | None]) -> None:
-    """Set the environment to the parent's; a variable that is None is not set there."""
-    wanted = {name: value for name, value in environ.items() if value is not None}
-    for name in set(os.environ) - set(wanted):
+def _set_environ(environ: dict[str, str]) -> None:
+    """Set the environment to the parent's."""
+    for name in set(os.environ) - set(environ):
         del os.environ[name]
-    os.environ.update(wanted)
-
-
-def _temporary() -> str | None:
-    """A folder for temporary files of killed compilers; None if none can be made."""
-    try:
-        return tempfile.mkdtemp(prefix="tmm-compile-")
-    except OSError:
-        return None
+    os.environ.update(environ)
 
 
 def main() -> None:
@@ -313,7 +268,10 @@ def main() -> None:
             importlib.import_module("tmm_core.triton.kept").warm()
     gc.collect()
     gc.freeze()  # else a worker's GC would copy every page
-    Server(channel, most, registry).run()
+    # Compilers that are killed leave files behind.
+    with tempfile.TemporaryDirectory(prefix="tmm-compile-", ignore_cleanup_errors=True) as folder:
+        tempfile.tempdir = folder
+        Server(channel, most, registry).run()
 
 
 if __name__ == "__main__":

@@ -22,7 +22,7 @@ import threading
 import time
 from collections.abc import Iterable
 from concurrent.futures import Future, InvalidStateError
-from typing import IO, Any
+from typing import Any
 
 from tmm_core.dispatch.jobs import job_of
 from tmm_core.dispatch.processes import (
@@ -46,7 +46,6 @@ START_LIMIT = 60.0
 #: Seconds the server may take to end before it is killed.
 _END_LIMIT = 2.0
 
-_NONE = Kernel.compile
 _PROGRAM = ["-m", "tmm_core.dispatch.compile_server"]
 #: Environment variables of the server. They keep numerical libraries from starting threads, since a
 #: process with threads should not fork.
@@ -57,6 +56,10 @@ _OWN_VARIABLES = {
     "OPENBLAS_NUM_THREADS": "1",
     "MKL_NUM_THREADS": "1",
 }
+
+
+def _environ() -> dict[str, str]:
+    return {**os.environ, **_OWN_VARIABLES}
 
 
 def compiling_threads() -> int:
@@ -85,6 +88,14 @@ class Compilers:
         #: Whether compiling elsewhere failed, which was reported.
         self._broken = False
 
+    def _follow_fork(self) -> None:
+        """Drop the server of the process that this one was forked from, and the lock that another
+        thread may have held there."""
+        if self._process != os.getpid():
+            if self._server is not None:
+                self._server.forget()
+            self._server, self._lock, self._process = None, threading.Lock(), os.getpid()
+
     def submit(self, problem: Problem, candidate: Candidate) -> Future[None]:
         """Have ``candidate`` compiled for ``problem``.
 
@@ -92,11 +103,12 @@ class Compilers:
         or cannot be compiled elsewhere; with a :class:`NotCompiledError` if it does not compile,
         timed out, or crashed its compiler.
         """
+        self._follow_fork()
         future: Future[None] = Future()
-        job = _job(problem, candidate, self.limit)
         with self._lock:
-            server = self._running() if job is not None else None
-            sent = server is not None and job is not None and server.send(job, future)
+            server = self._running() if _compiles(candidate.kernel) else None
+            job = {**job_of(problem, candidate), "limit": self.limit} if server else {}
+            sent = server is not None and server.send(job, future)
         if not sent:
             _resolve(future)
         return future
@@ -104,8 +116,7 @@ class Compilers:
     def await_start(self, futures: Iterable[Future[None]], limit: float) -> float:
         """Wait at most ``limit`` seconds for a server that is starting and has ``futures`` to
         answer; returns the seconds it took."""
-        with self._lock:
-            server = self._server
+        server = self._server
         if server is None or all(future.done() for future in futures):
             return 0.0
         started = time.monotonic()
@@ -114,30 +125,23 @@ class Compilers:
 
     def cancel_pending(self, futures: Iterable[Future[None]]) -> None:
         """Cancel the pending ones of ``futures``, and kill their compilers."""
-        with self._lock:
-            server = self._server
-        if server is not None and self._process == os.getpid():
+        self._follow_fork()
+        server = self._server
+        if server is not None:
             server.cancel(set(futures))
 
     def close(self) -> None:
         """End the server and its workers. A later ``submit`` starts another."""
+        self._follow_fork()
         with self._lock:
             server, self._server = self._server, None
-        if server is not None and self._process == os.getpid():
+        if server is not None:
             server.close()
-
-    def after_fork(self) -> None:
-        """Drop the parent process's server, which is not this one's child."""
-        if self._server is not None:
-            self._server.forget()
-        self._server, self._lock, self._process = None, threading.Lock(), os.getpid()
 
     def _running(self) -> _Server | None:
         """The server, started if there is none or its plugins differ; None if none can be
         started."""
         if self._broken or interpreting() or not startable():
-            return None
-        if self._process != os.getpid():  # forked without Python's fork hooks
             return None
         found = circumstances()
         server = self._server
@@ -166,15 +170,6 @@ def default() -> Compilers:
     return compilers
 
 
-def _after_fork() -> None:
-    if default.cache_info().currsize:
-        default().after_fork()
-
-
-if hasattr(os, "register_at_fork"):  # absent on Windows
-    os.register_at_fork(after_in_child=_after_fork)
-
-
 class _Server:
     """One server process, and the futures of its jobs.
 
@@ -196,7 +191,7 @@ class _Server:
         #: Set when it compiles, or will not.
         self.started = threading.Event()
         self._child: subprocess.Popen[bytes] | None = None
-        self._environ = dict(os.environ)
+        self._scratch = scratch_file()
         self._channel, self._theirs = socket.socketpair()
         #: Sent by a separate thread: the server does not read while it imports, and a socket
         #: buffers only about 200 jobs.
@@ -205,12 +200,9 @@ class _Server:
 
     def send(self, job: dict[str, Any], future: Future[None]) -> bool:
         """Whether the job will be answered."""
-        now = dict(os.environ)
-        changed = {k: v for k, v in now.items() if self._environ.get(k) != v}
-        removed = {name: None for name in self._environ if name not in now}
         try:
             number = next(self._numbers)
-            text = json.dumps({**job, "id": number, "environ": {**changed, **removed}})
+            text = json.dumps({**job, "id": number, "environ": _environ()})
         except (TypeError, ValueError):  # a config that is not JSON
             return False
         with self._lock:
@@ -248,15 +240,15 @@ class _Server:
 
     def _run(self) -> None:
         fault: str | None
-        with scratch_file() or contextlib.nullcontext() as scratch:
+        with self._scratch:
             try:
-                self._start(scratch)
+                self._start()
                 fault = self._listen()
             except Exception as error:  # no process, no memory, not understood
                 fault = f"{type(error).__name__}: {error}"
             status = self._end_process()
             if fault is None and status:
-                fault = f"the server {ending(status, tail(scratch))}"
+                fault = f"the server {ending(status, tail(self._scratch))}"
         with self._lock:
             self.ended = True
             left, self._pending = self._pending, {}
@@ -268,7 +260,7 @@ class _Server:
         if fault is not None and not self._closing:
             self._report(fault)
 
-    def _start(self, scratch: IO[bytes] | None) -> None:
+    def _start(self) -> None:
         if self._closing:
             return
         with self._theirs:
@@ -276,8 +268,8 @@ class _Server:
                 _PROGRAM,
                 self._workers,
                 self._theirs.fileno(),
-                scratch,
-                {**self._environ, **_OWN_VARIABLES},
+                self._scratch,
+                _environ(),
                 self.circumstances[0],
             )
         threading.Thread(target=self._write, name="tmm-compilers-out", daemon=True).start()
@@ -340,10 +332,8 @@ def _resolve(future: Future[None], error: str | None = None) -> None:
             future.set_exception(NotCompiledError(error))
 
 
-def _job(problem: Problem, candidate: Candidate, limit: float) -> dict[str, Any] | None:
-    """The job for a worker; None if there is nothing to do."""
-    kernel = candidate.kernel
-    compiles = kernel.compiles if isinstance(kernel, Asked) else type(kernel).compile is not _NONE
-    if not compiles:
-        return None
-    return {**job_of(problem, candidate), "limit": limit}
+def _compiles(kernel: Kernel[Any]) -> bool:
+    """Whether it compiles ahead of ``bind``."""
+    if isinstance(kernel, Asked):
+        return kernel.compiles
+    return type(kernel).compile is not Kernel.compile

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 
 from tmm_core.dispatch import random_inputs, rotation
-from tmm_core.dispatch.random_inputs import Inputs
+from tmm_core.dispatch.ragged import Inputs
 from tmm_core.launch.beside import delivering
 from tmm_core.spec.asking import let_through
 from tmm_core.spec.kernel import Launcher

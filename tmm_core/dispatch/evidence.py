@@ -71,8 +71,7 @@ class Evidence:
         self, record: TuningRecord, able: list[Kernel[Any]], problem: Problem
     ) -> Candidate | None:
         """The winner on record, or the next fastest that may serve this call."""
-        winner = record.candidates[record.winner]
-        for result in (winner, *by_time(record)):
+        for result in (record.best, *by_time(record)):
             candidate = self.candidate(result, able, problem)
             if candidate is not None:
                 return candidate

@@ -44,16 +44,12 @@ def kernel_infos(registry: Registry, settings: Settings) -> list[KernelInfo]:
     for kernel in registry.kernels():
         off = kernel.name in settings.disable
         why = "disabled by TMM_DISABLE or override" if off else kernel.fault
-        at = _place(kernel.source)
-        infos.append(KernelInfo(kernel.name, kernel.version, *at, kernel.traits, why))
+        source: Source = kernel.source
+        infos.append(KernelInfo(kernel.name, kernel.version, *source, kernel.traits, why))
     for fault in registry.faults():
-        at = _place(fault.source)
-        infos.append(KernelInfo(f"{fault.source.plugin}.*", "", *at, None, fault.reason))
+        source = fault.source
+        infos.append(KernelInfo(f"{source.plugin}.*", "", *source, None, fault.reason))
     return infos
-
-
-def _place(source: Source) -> tuple[str, str, str]:
-    return source.plugin, source.distribution, source.version
 
 
 class Records(list[TuningRecord]):

@@ -14,7 +14,7 @@ import signal
 import socket
 import subprocess
 from collections import Counter
-from typing import IO, Any
+from typing import Any
 
 import torch
 
@@ -103,15 +103,14 @@ class _Worker:
     """The process and the channel to it. Raises OSError if it can't be started."""
 
     def __init__(self, device: torch.device) -> None:
-        self._scratch: IO[bytes] | None = scratch_file()
+        self._scratch = scratch_file()
         self._channel, theirs = socket.socketpair()
         try:
             with theirs:
                 self._child = started(_PROGRAM, str(device), theirs.fileno(), self._scratch)
         except BaseException:
             self._channel.close()
-            if self._scratch is not None:
-                self._scratch.close()
+            self._scratch.close()
             raise
 
     def ask(self, job: dict[str, Any], limit: float) -> dict[str, Any]:
@@ -119,12 +118,9 @@ class _Worker:
         empty(self._scratch)
         self._channel.settimeout(limit)
         self._channel.sendall(json.dumps(job).encode() + b"\n")
-        received = b""
-        while not received.endswith(b"\n"):
-            part = self._channel.recv(1 << 16)
-            if not part:
-                raise OSError("it has ended")
-            received += part
+        received = self._channel.makefile("rb").readline()
+        if not received.endswith(b"\n"):
+            raise OSError("it has ended")
         answer: dict[str, Any] = json.loads(received)
         return answer
 
@@ -137,11 +133,7 @@ class _Worker:
     def end(self) -> int:
         """End it and its child processes; returns its exit status."""
         self._channel.close()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            self._child.wait(0.2)
         with contextlib.suppress(OSError):
             os.killpg(self._child.pid, signal.SIGKILL)
-        status = self._child.wait()
-        if self._scratch is not None:
-            self._scratch.close()
-        return status
+        self._scratch.close()
+        return self._child.wait()

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import torch
 
-from tmm_core.dispatch import ragged, random_inputs, verify
+from tmm_core.dispatch import random_inputs, verify
 from tmm_core.dispatch.guarded import (
     UNREADABLE,
     UNWRITTEN,
@@ -20,10 +20,9 @@ from tmm_core.dispatch.guarded import (
     footprint,
     guarded,
 )
+from tmm_core.dispatch.ragged import Inputs
 from tmm_core.dispatch.ragged_reference import reference
-from tmm_core.dispatch.random_inputs import Inputs
 from tmm_core.dispatch.special import AXES, Special, special
-from tmm_core.spec.arguments import Arguments
 from tmm_core.spec.device import free_memory
 from tmm_core.spec.operand import Operand
 from tmm_core.spec.problem import Problem
@@ -143,7 +142,7 @@ class Fixture:
     def given(
         cls: type[F],
         problem: Problem,
-        inputs: Arguments,
+        inputs: Inputs,
         memory: Mapping[str, Guarded],
         out: Guarded,
     ) -> F:
@@ -244,7 +243,7 @@ class Fixture:
 
     def _expected(self, inputs: Inputs, whole: bool) -> Expected:
         p = self.problem
-        within = inputs.rows.defined(p) if isinstance(inputs, ragged.Inputs) else None
+        within = inputs.rows.defined(p) if inputs.rows else None
         m, n = p.m, p.n
         if within is not None:
             m, n = (within[1], n) if within[0] == 0 else (m, within[1])

@@ -26,15 +26,12 @@ class Near:
 
     record: TuningRecord
     octaves: float
-    gpu: str
-    same_environment: bool
+    #: The GPU, and whether under other versions.
+    where: str
 
     def __str__(self) -> str:
-        problem = self.record.problem
-        where = self.gpu if self.same_environment else f"{self.gpu} under other versions"
-        return (
-            f"{problem['m']}×{problem['n']}×{problem['k']} on {where} ({self.octaves:.2f} octaves)"
-        )
+        size = "×".join(str(self.record.problem[name]) for name in ("m", "n", "k"))
+        return f"{size} on {self.where} ({self.octaves:.2f} octaves)"
 
 
 class Neighbours:
@@ -76,7 +73,8 @@ class Neighbours:
         for (rank, octaves, _, _), summary in ranked:
             record = summary.load()
             if record is not None:  # None: its file is damaged or gone
-                yield Near(record, octaves, summary.gpu, rank[0] == 0)
+                versions = "" if rank[0] == 0 else " under other versions"
+                yield Near(record, octaves, summary.gpu + versions)
 
 
 def _rank(summary: Summary, device: DeviceFingerprint) -> tuple[int, int] | None:

@@ -36,7 +36,7 @@ def started(
     program: list[str],
     argument: object,
     channel: int,
-    scratch: IO[bytes] | None,
+    scratch: IO[bytes],
     environ: Mapping[str, str] | None = None,
     path: tuple[str, ...] | None = None,
 ) -> subprocess.Popen[bytes]:
@@ -55,7 +55,7 @@ def started(
         [sys.executable, *options, *program, json.dumps([argument, folder()])],
         stdin=channel,
         stdout=subprocess.DEVNULL,
-        stderr=scratch or subprocess.DEVNULL,
+        stderr=scratch,
         env=given,
         cwd="/",  # python -m looks there first, before 3.11
         start_new_session=True,  # Ctrl-C goes only to this process
@@ -77,27 +77,25 @@ def folder() -> str:
         return "/"
 
 
-def scratch_file() -> IO[bytes] | None:
-    """An unnamed temporary file for the server's output; None if none can be made."""
-    try:
-        if hasattr(os, "memfd_create"):
-            return os.fdopen(os.memfd_create("tmm-compilers"), "w+b", 0)
-        return tempfile.TemporaryFile(buffering=0)
-    except OSError:
-        return None
+def scratch_file() -> IO[bytes]:
+    """An unnamed temporary file for the server's output.
+
+    Raises:
+        OSError: None can be made.
+    """
+    if hasattr(os, "memfd_create"):
+        return os.fdopen(os.memfd_create("tmm-compilers"), "w+b", 0)
+    return tempfile.TemporaryFile(buffering=0)
 
 
-def empty(scratch: IO[bytes] | None) -> None:
+def empty(scratch: IO[bytes]) -> None:
     """Discard what a process has printed, so that a failure shows only its own job's output."""
-    if scratch is not None:
-        scratch.seek(0)  # also where the process writes next, since they share the offset
-        scratch.truncate()
+    scratch.seek(0)  # also where the process writes next, since they share the offset
+    scratch.truncate()
 
 
-def tail(scratch: IO[bytes] | None) -> str:
+def tail(scratch: IO[bytes]) -> str:
     """The end of the output."""
-    if scratch is None:
-        return ""
     end = scratch.seek(0, os.SEEK_END)
     scratch.seek(max(0, end - _TAIL))
     return scratch.read().decode(errors="replace").strip()

@@ -8,18 +8,15 @@ empty groups.
 
 from __future__ import annotations
 
-import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
 from tmm_core.spec.arguments import EXTRAS, ROWS
 from tmm_core.spec.groups import Groups
 from tmm_core.spec.problem import Problem
-
-T = TypeVar("T")
 
 #: One group in this many is empty.
 EMPTY_ONE_IN = 5
@@ -86,6 +83,11 @@ class Rows:
         offs, *others = (place(each, torch.int32) for each in (ends, *draws))
         return cls(offs, tuple(ends), read, a_index, out_index, out_weights, tuple(others))
 
+    def of_call(self, call: int) -> Rows:
+        """The rows of that call of a chain, whose calls take the draws in turn."""
+        draws = (self.offs, *self.draws)
+        return replace(self, offs=draws[call % len(draws)])
+
     @property
     def given(self) -> dict[str, torch.Tensor]:
         """The keyword tensors of a launch, scales left out."""
@@ -117,23 +119,22 @@ class Rows:
 
 @dataclass(frozen=True, slots=True)
 class Inputs:
-    """The arguments of a launch of a ragged problem; :class:`~tmm_core.spec.arguments.Arguments`
-    are those of a plain one."""
+    """The arguments of a launch, of a ragged problem with its ``rows``."""
 
     a: torch.Tensor
     b: torch.Tensor
-    bias: torch.Tensor | None
-    residual: torch.Tensor | None
-    alpha: float
-    rows: Rows
+    bias: torch.Tensor | None = None
+    residual: torch.Tensor | None = None
+    alpha: float = 1.0
     scale_a: torch.Tensor | None = None
     scale_b: torch.Tensor | None = None
+    rows: Rows | None = None
 
     @property
     def extras(self) -> dict[str, torch.Tensor]:
         """The keyword arguments of a launch."""
         scales = {name: t for name in EXTRAS if (t := getattr(self, name)) is not None}
-        return self.rows.given | scales
+        return scales | (self.rows.given if self.rows else {})
 
     def launch(self, launcher: Callable[..., torch.Tensor], out: Any) -> torch.Tensor:
         """Call a launcher, which writes to ``out`` or allocates."""
@@ -151,14 +152,3 @@ def ends_of(count: int, total: int, chance: torch.Generator, skewed: bool) -> li
     shares[torch.randperm(count, generator=chance)[:empty]] = 0
     ends = (shares.cumsum(0) / shares.sum() * total).round().long()
     return ends.tolist()
-
-
-def varied(calls: Sequence[T]) -> list[T]:
-    """The inputs of a chain of calls, which take the draws of group sizes in turn."""
-
-    def taking(inputs: Any, draw: int) -> Any:
-        rows = inputs.rows
-        offs = (rows.offs, *rows.draws)[draw % (1 + len(rows.draws))]
-        return dataclasses.replace(inputs, rows=replace(rows, offs=offs))
-
-    return [taking(each, place) for place, each in enumerate(calls)]

@@ -8,19 +8,14 @@ from dataclasses import replace
 
 import torch
 
-from tmm_core.dispatch import random_inputs, verify
-from tmm_core.dispatch.ragged import Inputs, Rows
+from tmm_core.dispatch import verify
+from tmm_core.dispatch.ragged import Inputs
 from tmm_core.dispatch.verify import Places
-from tmm_core.spec.arguments import Arguments
 from tmm_core.spec.problem import Problem
 
 #: Default limit of the bytes that an operand of one product may take in fp64.
 ROOM = 1 << 30
-
-
-def whole(problem: Problem, inputs: random_inputs.Inputs) -> torch.Tensor:
-    """The complete reference of a plain or a ragged problem."""
-    return reference(problem, inputs, slice(None), slice(None), ROOM)
+_ALL = slice(None)
 
 
 def ranges(ends: Sequence[int]) -> Iterator[tuple[int, int, int]]:
@@ -31,10 +26,10 @@ def ranges(ends: Sequence[int]) -> Iterator[tuple[int, int, int]]:
 
 def reference(
     problem: Problem,
-    inputs: random_inputs.Inputs,
-    rows: Places,
-    cols: Places,
-    room: int,
+    inputs: Inputs,
+    rows: Places = _ALL,
+    cols: Places = _ALL,
+    room: int = ROOM,
     of: Callable[[torch.Tensor, torch.Tensor], torch.Tensor] = lambda z, y: y,
 ) -> torch.Tensor:
     """Those rows and columns of a result, in fp64 or another sufficient precision, and in pieces;
@@ -46,7 +41,7 @@ def reference(
         of: What to return, element by element, as a function of the epilogue's input and the
             result.
     """
-    given = inputs.rows if isinstance(inputs, Inputs) else None
+    given = inputs.rows
     device = inputs.a.device
     at_rows = torch.arange(problem.m, device=device)[rows]
     at_cols = torch.arange(problem.n, device=device)[cols]
@@ -76,15 +71,13 @@ def reference(
         for r in here.split(high):
             for c in there.split(wide):
                 places = source[r], at_rows[r], at_cols[c]
-                out[..., r[:, None], c] = of(*_piece(sized, mine, given, *places)).to(dtype)
+                out[..., r[:, None], c] = of(*_piece(sized, mine, *places)).to(dtype)
     return result
 
 
-def _one(
-    problem: Problem, inputs: random_inputs.Inputs, group: int, part: tuple[int, int]
-) -> Arguments:
+def _one(problem: Problem, inputs: Inputs, group: int, part: tuple[int, int]) -> Inputs:
     """The operands of one group, with the rows and columns of all groups."""
-    if isinstance(inputs, Arguments):
+    if inputs.rows is None:
         return inputs
     a, b, bias, residual = inputs.a, inputs.b, inputs.bias, inputs.residual
     scale_a, scale_b = inputs.scale_a, inputs.scale_b
@@ -102,20 +95,19 @@ def _one(
         a, b = a[:, slice(*part)], b[slice(*part)]
         residual = None if residual is None else residual[group]
     bias = None if bias is None else bias[group]
-    return Arguments(a, b, bias, residual, inputs.alpha, scale_a=scale_a, scale_b=scale_b)
+    return Inputs(a, b, bias, residual, inputs.alpha, scale_a, scale_b, inputs.rows)
 
 
 def _piece(
     problem: Problem,
-    inputs: Arguments,
-    given: Rows | None,
+    inputs: Inputs,
     rows: torch.Tensor,
     at: torch.Tensor,
     cols: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The epilogue's input, and the result: rows ``rows`` of the product, which are rows ``at`` of
     the result."""
-    index = rows
+    index, given = rows, inputs.rows
     if given is not None and given.a_index is not None:
         index = given.a_index.long()[rows]
     residual = inputs.residual

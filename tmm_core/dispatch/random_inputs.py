@@ -12,17 +12,14 @@ from collections.abc import Callable
 
 import torch
 
-from tmm_core.dispatch import ragged
 from tmm_core.dispatch.guarded import lie
+from tmm_core.dispatch.ragged import Inputs, Rows
 from tmm_core.formats import BY_STORAGE, ScaleKind
-from tmm_core.spec.arguments import Arguments
 from tmm_core.spec.operand import Operand
 from tmm_core.spec.problem import Problem
 
 Tensor = torch.Tensor
 
-#: The arguments of a launch, for a plain product or a ragged one.
-Inputs = Arguments | ragged.Inputs
 #: Makes an uninitialised tensor for the argument of that name, of that class and shape.
 Empty = Callable[[str, Operand, tuple[int, ...]], Tensor]
 
@@ -83,7 +80,7 @@ def make(
 
     rows, a_shape, scale_a_shape = None, problem.a_shape, problem.scale_a_shape
     if problem.groups is not None:
-        rows = ragged.Rows.of(
+        rows = Rows.of(
             problem.groups, problem.extent, device, generator, skewed=skewed, whole=whole
         )
         if problem.groups.a_index is not None:
@@ -98,13 +95,12 @@ def make(
     alpha = 0.5 if problem.scaled else 1.0
     scale_a = scale("scale_a", problem.scale_a, scale_a_shape)
     scale_b = scale("scale_b", problem.scale_b, problem.scale_b_shape)
+    given = Inputs(a, b, bias, residual, alpha, scale_a, scale_b, rows)
     if rows is not None:
-        given = ragged.Inputs(a, b, bias, residual, alpha, rows, scale_a, scale_b)
         rows.soil(problem, given)
-        return given
-    if problem.static_weights and device.type == "cuda":
+    elif problem.static_weights and device.type == "cuda":
         torch.cuda.synchronize(device)  # static_weights promises a written b
-    return Arguments(a, b, bias, residual, alpha, scale_a=scale_a, scale_b=scale_b)
+    return given
 
 
 def seeded(device: torch.device, seed: int | None = None) -> torch.Generator:

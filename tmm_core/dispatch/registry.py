@@ -14,7 +14,7 @@ import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from tmm_core.dispatch.deferred import collector_off
 from tmm_core.dispatch.hooks import HOOKS, Hooks
@@ -32,8 +32,7 @@ DISTRIBUTION = "tmm-core"
 GROUP, FORMER_GROUP = "tmm_core", "tmm"
 
 
-@dataclass(frozen=True)
-class Source:
+class Source(NamedTuple):
     """The origin of a kernel or epilogue."""
 
     plugin: str
@@ -136,8 +135,6 @@ class Registry:
 
     def load(self) -> None:
         """Load the entry points, once; called wherever they are needed."""
-        if self._loaded:
-            return
         with self._lock:
             if self._loaded:
                 return

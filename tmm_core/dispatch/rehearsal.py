@@ -64,8 +64,7 @@ class _Rehearsal(Dispatcher):
         self._lock = threading.RLock()
         self._forbidden = forbidden
         invariance = Invariance(self, self._on_record)
-        if (theirs := played.__dict__.get("_invariance")) is not None:
-            invariance.know(theirs)
+        invariance.know(played._invariance)
         self.__dict__["_invariance"] = invariance
 
     def forbids_tuning(self, problem: Problem, settings: Settings) -> str | None:

@@ -8,7 +8,6 @@ fit in the L2 or is not an activation.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import math
 from collections.abc import Sequence
 from typing import Any, TypeVar
@@ -67,7 +66,7 @@ def memory_limit(device: torch.device) -> float:
 def rotated(
     arguments: T, problem: Problem, count: int | None = None, limit: float | None = None
 ) -> list[T]:
-    """The arguments of the calls of a chain: variants of a tuple or dataclass of tensors, in which
+    """The arguments of the calls of a chain: variants of a dataclass of tensors, in which
     the rotating ones are copies. On a GPU a grouped product gets at least one call per draw of
     group sizes, unless the outputs of these would exceed half of the limit.
 
@@ -79,16 +78,16 @@ def rotated(
     given: Any = arguments
     limit = memory_limit(given.b.device) if limit is None else limit
     count = copies(problem, limit) if count is None else count
-    replaced = getattr(given, "_replace", None) or functools.partial(dataclasses.replace, given)
     variants = [arguments] + [
-        replaced(**{name: duplicate(getattr(given, name)) for name in names})
+        dataclasses.replace(given, **{name: duplicate(getattr(given, name)) for name in names})
         for _ in range(count - 1)
     ]
     if problem.groups is None:
         return variants
     varies = problem.device.type == "cuda" and ragged.DRAWS * problem.sizes["out"] <= limit / 2
     calls = max(count, ragged.DRAWS) if varies else count
-    return ragged.varied([variants[call % count] for call in range(calls)])
+    chain: list[Any] = [variants[call % count] for call in range(calls)]
+    return [dataclasses.replace(x, rows=x.rows.of_call(i)) for i, x in enumerate(chain)]
 
 
 def duplicate(t: torch.Tensor) -> torch.Tensor:

@@ -18,10 +18,8 @@ from typing import Literal, get_args
 
 import torch
 
-from tmm_core.dispatch import ragged
+from tmm_core.dispatch.ragged import Inputs
 from tmm_core.dispatch.ragged_reference import ranges, reference
-from tmm_core.dispatch.random_inputs import Inputs
-from tmm_core.spec.arguments import Arguments
 from tmm_core.spec.problem import Problem
 
 #: How many rows or columns get one.
@@ -33,14 +31,13 @@ AXES: tuple[Axis, ...] = get_args(Axis)
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One element of an input, with its old and its new value."""
+    """One element of an input, with its new value."""
 
     tensor: torch.Tensor
     index: tuple[int, ...]
     #: The rows or columns of the result that it affects.
     places: tuple[int, ...]
     value: float
-    before: torch.Tensor
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,7 +90,7 @@ def special(problem: Problem, inputs: Inputs, axis: Axis, room: int) -> Special 
     """
     chance = random.Random()
     matrix = within = None
-    if isinstance(inputs, ragged.Inputs):
+    if inputs.rows is not None:
         within = inputs.rows.defined(problem)
     elif problem.batch > 1:
         matrix = chance.randrange(problem.batch)
@@ -117,20 +114,21 @@ def special(problem: Problem, inputs: Inputs, axis: Axis, room: int) -> Special 
 @contextmanager
 def planted(changes: Sequence[Change]) -> Iterator[None]:
     """A context in which the inputs have these changes."""
+    before = [change.tensor[change.index].clone() for change in changes]
     for change in changes:
         change.tensor[change.index] = change.value
     try:
         yield
     finally:
-        for change in changes:
-            change.tensor[change.index] = change.before
+        for change, value in zip(changes, before, strict=True):
+            change.tensor[change.index] = value
 
 
 def _changes(
     problem: Problem, inputs: Inputs, axis: Axis, chance: random.Random
 ) -> Iterator[Change]:
     """Changes to elements that belong to a group, of one matrix of a batch; no element twice."""
-    ends = inputs.rows.ends if isinstance(inputs, ragged.Inputs) else (problem.m,)
+    ends = inputs.rows.ends if inputs.rows else (problem.m,)
     along, end = problem.along, ends[-1]
     filled = [each for each in ranges(ends) if each[1] < each[2]]
     if not (filled and problem.m and problem.n):
@@ -156,7 +154,7 @@ def _changes(
             index = (chance.choice(filled)[0], *index)
         value = values[place % len(values)]
         places = read.get(line) or (line if rows else column(problem, line),)
-        yield Change(matrix, index, tuple(places), value, matrix[index].clone())
+        yield Change(matrix, index, tuple(places), value)
     yield from _beside(problem, inputs, rows, filled, chance)
 
 
@@ -176,18 +174,17 @@ def _beside(
         row = chance.randrange(start, end) if problem.along == "m" else row
         col = chance.randrange(start, end) if problem.along == "n" else col
         index = (group, row, col) if problem.along == "k" else (row, col)
-        yield Change(inputs.residual, index, (row,), math.nan, inputs.residual[index].clone())
+        yield Change(inputs.residual, index, (row,), math.nan)
     if not rows and inputs.bias is not None and problem.batch == 1:
         col = chance.randrange(inputs.bias.shape[-1])
         index = (group, col) if inputs.bias.dim() > 1 else (col,)
-        at = column(problem, col)
-        yield Change(inputs.bias, index, (at,), math.nan, inputs.bias[index].clone())
+        yield Change(inputs.bias, index, (column(problem, col),), math.nan)
 
 
 def _read(inputs: Inputs, end: int) -> dict[int, list[int]]:
     """The rows of the result for which each row of ``a`` is read, of those in a group; empty if
     each is read for its own."""
-    given = inputs.rows if isinstance(inputs, ragged.Inputs) else None
+    given = inputs.rows
     if given is None or (given.a_index is None and given.out_index is None):
         return {}
     read = range(end) if given.a_index is None else given.a_index[:end].tolist()
@@ -209,11 +206,12 @@ def values_of(dtype: torch.dtype) -> tuple[float, ...]:
     return (math.nan, math.inf, -math.inf) if infinite else (math.nan,)
 
 
-def _of_batch(problem: Problem, inputs: Arguments, matrix: int) -> Arguments:
+def _of_batch(problem: Problem, inputs: Inputs, matrix: int) -> Inputs:
     """The product of one matrix of the batch."""
     row_a, row_b = problem.scale_a == "row", problem.scale_b == "row"
     scale_a, scale_b, residual = inputs.scale_a, inputs.scale_b, inputs.residual
-    return inputs._replace(
+    return replace(
+        inputs,
         a=inputs.a[matrix],
         b=inputs.b[matrix],
         residual=None if residual is None else residual[matrix],

@@ -6,10 +6,12 @@ element. :mod:`tmm_core.dispatch.verifier` compares launchers with it.
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
+from tmm_core.dispatch.ragged import Inputs
 from tmm_core.formats import of_pair
-from tmm_core.spec.arguments import Arguments
 from tmm_core.spec.problem import Problem
 
 #: Rows or columns of a matrix: a slice, or a tensor of indices.
@@ -31,7 +33,7 @@ TOLERANCE = {
 TF32_TOLERANCE = 4e-3
 
 
-def part(problem: Problem, inputs: Arguments, rows: torch.Tensor, cols: torch.Tensor) -> Arguments:
+def part(problem: Problem, inputs: Inputs, rows: torch.Tensor, cols: torch.Tensor) -> Inputs:
     """The arguments for these rows and columns of the product, without a residual."""
     b, bias = inputs.b, inputs.bias
     wide = problem.epilogue.sources(cols, b.shape[-1] // (1 + problem.gated))
@@ -40,7 +42,8 @@ def part(problem: Problem, inputs: Arguments, rows: torch.Tensor, cols: torch.Te
         scale_a = scale_a[..., rows, :]
     if problem.scale_b == "row" and scale_b is not None:
         scale_b = scale_b[..., wide]
-    return inputs._replace(
+    return replace(
+        inputs,
         a=inputs.a[..., rows, :],
         b=b[..., wide],
         bias=None if bias is None else bias[wide],
@@ -50,7 +53,7 @@ def part(problem: Problem, inputs: Arguments, rows: torch.Tensor, cols: torch.Te
     )
 
 
-def accumulated(problem: Problem, inputs: Arguments) -> torch.Tensor:
+def accumulated(problem: Problem, inputs: Inputs) -> torch.Tensor:
     """The epilogue's input: ``alpha · (a @ b) + bias``, including scales as factors."""
     precise = problem.a.dtype.itemsize > 2 or problem.flops <= FP64_FLOPS
     z = _product(inputs.a, inputs.b, precise)

@@ -53,11 +53,6 @@ class Arguments(NamedTuple):
         """The keyword arguments of a launch."""
         return {name: t for name in EXTRAS if (t := getattr(self, name)) is not None}
 
-    def launch(self, launcher: Callable[..., Tensor], out: Tensor | None) -> Tensor:
-        """Call a launcher, which writes to ``out`` or allocates."""
-        extras = self.extras
-        return launcher(self.a, self.b, self.bias, self.residual, self.alpha, out, **extras)
-
 
 @dataclass(frozen=True, slots=True)
 class Role:

@@ -114,12 +114,8 @@ class Asked(Kernel[Any]):
         self._lock = threading.Lock()
         self.name = type(kernel).__qualname__  # until it is known
         if type(kernel).reasons_against is not Kernel.reasons_against:
-            try:
-                self.name = _name(kernel.name)
-            except BaseException as error:
-                let_through(error)
             raise PluginError(
-                f"kernel {self.name!r} is written for tmm's first "
+                f"kernel {kernel.name!r} is written for tmm's first "
                 "protocol: declare `supports = tmm_core.Supports(…)` in place of "
                 "reasons_against(), and yield other reasons from declines(problem)"
             )
@@ -294,10 +290,9 @@ def _is_text(answer: Any) -> bool:
     return isinstance(answer, str) and bool(answer.strip())
 
 
-_name = _such(_is_text, "is {}: it has no name")
 #: Attributes that are read once, when a kernel is registered.
 _IDENTITY: dict[str, Callable[[Any], Any]] = {
-    "name": _name,
+    "name": _such(_is_text, "is {}: it has no name"),
     "version": _such(_is_text, "is {}, not a non-empty text"),
     "supports": _such(lambda x: isinstance(x, Supports), "must be a Supports, got {}"),
     "traits": _such(lambda x: isinstance(x, Traits), "must be a Traits, got {}"),

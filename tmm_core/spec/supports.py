@@ -21,17 +21,11 @@ from tmm_core.spec.port import Port
 from tmm_core.spec.problem import REQUIREMENTS, Problem
 
 
-class _Any(Collection[Any]):
-    """Contains everything."""
+class _Any(frozenset[Any]):
+    """Contains everything, and lists nothing."""
 
     def __contains__(self, x: object) -> bool:
         return True
-
-    def __iter__(self) -> Iterator[Any]:
-        return iter(())
-
-    def __len__(self) -> int:
-        return 0
 
     def __repr__(self) -> str:
         return "ANY"

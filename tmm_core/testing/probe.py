@@ -12,9 +12,9 @@ import torch
 
 from tmm_core.dispatch import random_inputs, verify
 from tmm_core.dispatch.guarded import Guarded
+from tmm_core.dispatch.ragged import Inputs
 from tmm_core.dispatch.verifier import Verifier
 from tmm_core.formats import ScaleKind, wide
-from tmm_core.spec.arguments import Arguments
 from tmm_core.spec.device import fingerprint
 from tmm_core.spec.epilogue import IDENTITY, Epilogue
 from tmm_core.spec.kernel import Launcher
@@ -79,9 +79,8 @@ class Probe:
 
         seed += zlib.crc32(str(self).encode())
         inputs = random_inputs.make(sizes, device, seed=seed, allocate=allocate)
-        assert isinstance(inputs, Arguments)
         out = memory.destination(sizes.out_shape, self.out, out_dtype, device)
-        return Posed(self, inputs._replace(alpha=self.alpha, out=out.tensor), operands, out)
+        return Posed(self, dataclasses.replace(inputs, alpha=self.alpha), operands, out)
 
     def __str__(self) -> str:
         words = [f"{self.m}x{self.n}x{self.k}", _word(self.dtype)]
@@ -101,7 +100,7 @@ class Posed:
     """A probe's tensors."""
 
     probe: Probe
-    inputs: Arguments
+    inputs: Inputs
     #: The memory of the inputs, by name, and of the output.
     operands: Mapping[str, Guarded]
     out: Guarded
