@@ -59,8 +59,10 @@ class Call:
         self.settings = overridden()
 
 
-class _Eager(levels.OneLevel):
-    """A product without the operator, for calls that do not need the dispatcher."""
+class Product(levels.OneLevel):
+    """``head(alpha · (a @ b) + bias) + residual`` for an epilogue with ``output_vjp``; the residual
+    only where the epilogue is the identity. Without the operator for calls that need no
+    dispatcher."""
 
     @staticmethod
     def forward(
@@ -73,30 +75,53 @@ class _Eager(levels.OneLevel):
         head: Epilogue,
         out_dtype: torch.dtype | None,
         transposed: bool,
+        eager: bool,
     ) -> Tensor:
-        y = run(
-            a,
-            b.t() if transposed else b,
-            bias,
-            residual,
-            alpha,
-            levels.head_text(head),
-            out_dtype,
-        )
-        y = levels.owned(y)
+        text = levels.head_text(head)
+        arguments = a, b.t() if transposed else b, bias, residual, alpha, text, out_dtype
+        if eager:
+            y = levels.owned(run(*arguments))
+        else:
+            with levels.below_autograd():
+                y = levels.owned(levels.by_operator(*arguments))
         wants_a, wants_b, *_ = ctx.needs_input_grad
         kept = None if head.linear else y
         ctx.save_for_backward(a if wants_b else None, b if wants_a else None, kept)
-        ctx.call = Call(a, b, bias, residual, alpha, head, transposed)
+        ctx.call = Call(a, b, bias, residual, alpha, head, transposed, eager)
+        if not eager and levels.transformed():
+            ctx.save_for_forward(a, b, kept)
+            ctx.output, ctx.out_dtype = levels.form_of(y), out_dtype
         return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         found = gradients(ctx.call, ctx.needs_input_grad, *ctx.saved_tensors, grad)
-        return *found, None, None, None, None
+        return *found, *(None,) * 5
 
-
-eager_product = _Eager.apply  # type: ignore[attr-defined]
+    @staticmethod
+    def jvp(
+        ctx: Any,
+        ta: Tensor | None,
+        tb: Tensor | None,
+        tbias: Tensor | None,
+        tresidual: Tensor | None,
+        *_: None,
+    ) -> Tensor:
+        call, (shape, dtype) = ctx.call, ctx.output
+        with levels.outer_levels():
+            a, b, y = map(levels.primal, ctx.saved_tensors)
+            # The first product adds the tangents of bias and residual, as its bias and residual.
+            t, more = tresidual, (call.alpha, "", ctx.out_dtype)
+            if ta is not None:
+                t, tbias = levels.by_operator(ta, b, tbias, t, *more), None
+            if tb is not None:
+                t, tbias = levels.by_operator(a, tb, tbias, t, *more), None
+            if tbias is not None:
+                tbias = tbias if len(call.b) > 1 else tbias[0]
+                t = tbias if t is None else t + tbias
+            assert t is not None
+            t = t.expand(shape).to(dtype)
+            return call.head.output_vjp(t, y, *call.head.parameters)  # type: ignore[no-any-return]
 
 
 def gradients(call: Call, *arguments: Any) -> tuple[Tensor | None, ...]:

@@ -124,6 +124,7 @@ class _Product(levels.OneLevel):
 
     @staticmethod
     def forward(
+        ctx: Any,
         a: Tensor,
         b: Tensor,
         offs: Tensor,
@@ -137,23 +138,20 @@ class _Product(levels.OneLevel):
     ) -> Tensor:
         with levels.below_autograd():
             rest = (bias, residual, alpha, epilogue, out_dtype, a_index, None, None, zeroed)
-            return grouped_matmul(a, b, offs, *rest)  # type: ignore[no-any-return]
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        a, b, offs, bias, residual, ctx.alpha, epilogue, ctx.out_dtype, a_index, _ = inputs
-        ctx.epilogue = epilogue_of(epilogue)
-        y = None if ctx.epilogue.linear else output
+            y: Tensor = grouped_matmul(a, b, offs, *rest)
+        ctx.alpha, ctx.epilogue, ctx.out_dtype = alpha, epilogue_of(epilogue), out_dtype
+        kept = None if ctx.epilogue.linear else y
         wants_a, wants_b, *_ = ctx.needs_input_grad
         ctx.save_for_backward(
-            a if wants_b else None, b if wants_a else None, offs, a_index, y
+            a if wants_b else None, b if wants_a else None, offs, a_index, kept
         )  # fmt: skip
-        if compat.forward_ad._current_level >= 0 or compat.transforms_active():
-            ctx.save_for_forward(a, b, offs, a_index, y)
+        if levels.transformed():
+            ctx.save_for_forward(a, b, offs, a_index, kept)
         ctx.along = ragged_along(a, b)
         ctx.a, ctx.b, ctx.bias, ctx.residual = map(levels.form_of, (a, b, bias, residual))
         ctx.a_column, ctx.b_column = map(levels.is_column_major, (a, b))
         ctx.settings = overridden()
+        return y
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:

@@ -31,7 +31,12 @@ def recorded(*tensors: Tensor | None) -> bool:
 
 def differentiated(*tensors: Tensor | None) -> bool:
     """Whether derivatives of a function of these tensors may be needed."""
-    return recorded(*tensors) or _levels._current_level >= 0 or transforms_active()
+    return recorded(*tensors) or transformed()
+
+
+def transformed() -> bool:
+    """Whether forward mode or a functorch transform is active."""
+    return bool(_levels._current_level >= 0 or transforms_active())
 
 
 def record(function: Any, *arguments: Any) -> Tensor:
@@ -81,14 +86,10 @@ class Underivable(OneLevel):
     """An operator's product of operands with a format, which has no gradients."""
 
     @staticmethod
-    def forward(operator: Any, *arguments: Any) -> Tensor:
-        with below_autograd():
-            return operator(*arguments)  # type: ignore[no-any-return]
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        _, a, b, *_ = inputs
+    def forward(ctx: Any, operator: Any, a: Tensor, b: Tensor, *more: Any) -> Tensor:
         ctx.dtypes = a.dtype, b.dtype
+        with below_autograd():
+            return operator(a, b, *more)  # type: ignore[no-any-return]
 
     @staticmethod
     def backward(ctx: Any, *_: Tensor | None) -> Any:
@@ -101,16 +102,13 @@ class _WithDerivative(OneLevel):
     """An epilogue stage whose author supplied the derivative."""
 
     @staticmethod
-    def forward(stage: Epilogue, *inputs: Tensor) -> Tensor:
-        with below_autograd():
-            return stage.reference(*inputs, *stage.parameters)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.stage, *z = inputs
+    def forward(ctx: Any, stage: Epilogue, *z: Tensor) -> Tensor:
+        ctx.stage = stage
         ctx.save_for_backward(*z)
-        if _levels._current_level >= 0 or transforms_active():
+        if transformed():
             ctx.save_for_forward(*z)
+        with below_autograd():
+            return stage.reference(*z, *stage.parameters)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
