@@ -167,20 +167,6 @@ def _each(bias: Tensor | None, offs: Tensor) -> Tensor | None:
     return bias if bias is None or bias.dim() == 2 else bias.expand(offs.shape[0], -1)
 
 
-def _packed(**rows: Tensor | None) -> dict[str, Tensor]:
-    """The tensors that the call has, contiguous, as launches take them."""
-    return {
-        name: t if t.is_contiguous() else t.contiguous()
-        for name, t in rows.items()
-        if t is not None
-    }
-
-
-def _launch(extras: tuple[str, ...]) -> str:
-    given = ", ".join(f"{name}={name}" for name in extras)
-    return f"plan.launcher(a, b, _each(bias, offs), residual, alpha, out, **_packed({given}))"
-
-
 def pose(
     call: GroupedArguments, epilogue: Epilogue, current: settings.Settings
 ) -> tuple[Problem, None]:
@@ -217,9 +203,12 @@ undisturbed: Callable[..., bool] = written(
     warm.disturbances(GROUPED_TENSORS),
     warm.NAMES,
 )
+_LAUNCH = (
+    f"plan.with_extras(a, b, _each(bias, offs), residual, alpha, out, {', '.join(GROUPED_EXTRAS)})"
+)
 run: Callable[..., Tensor] = written(
     "run",
     parameters(GroupedArguments._fields, GroupedArguments),
-    warm.entry(GROUPED_ROLES, GroupedArguments, _launch(ROWS), _launch(GROUPED_EXTRAS)),
+    warm.entry(GROUPED_ROLES, GroupedArguments, _LAUNCH, _LAUNCH),
     warm.NAMES | globals(),
 )

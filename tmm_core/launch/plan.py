@@ -14,6 +14,7 @@ from tmm_core.launch.source import Body, address, written
 from tmm_core.spec.arguments import (
     EXTRAS,
     FIELDS,
+    GROUPED_EXTRAS,
     LAUNCHED,
     ROLE,
     SIGNATURE,
@@ -103,8 +104,10 @@ class Plan(_Callable):
         """The plan for the tensors of ``call``."""
         named = ((name, getattr(call, name)) for name in TENSORS)
         signatures = {name: signature(name)(t) for name, t in named if t is not None}
-        bound, extras = Bound.of(launcher), [name for name in EXTRAS if name in signatures]
-        with_extras = _with_extras(bound.run, extras) if extras else bound.run
+        bound = Bound.of(launcher)
+        extras = EXTRAS if isinstance(call, Arguments) else GROUPED_EXTRAS
+        given = [name for name in extras if getattr(call, name) is not None]
+        with_extras = _with_extras(bound.run, extras, given) if given else bound.run
         return cls(problem, choice, bound.run, call.alpha, signatures, with_extras, bound.body)
 
     @property
@@ -248,9 +251,11 @@ def _guards(tensors: Sequence[Tensor | None]) -> Callable[..., bool] | None:
         return None
 
 
-def _with_extras(launcher: Launcher, given: Sequence[str]) -> Callable[..., Tensor]:
+def _with_extras(
+    launcher: Launcher, extras: Sequence[str], given: Sequence[str]
+) -> Callable[..., Tensor]:
     lines = [*map(_pack, given), f"return launcher({', '.join(LAUNCHED)}{keywords(given)})"]
-    parameters = ", ".join((*LAUNCHED, *EXTRAS))
+    parameters = ", ".join((*LAUNCHED, *extras))
     return written("launch", parameters, lines, {"launcher": launcher})  # type: ignore[no-any-return]
 
 
