@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # fakes.py
 from uninterpreted import Uninterpreted
 
 from tmm_core import dispatch, settings
+from tmm_core.interop import pointwise
 from tmm_core.launch import warm
 
 
@@ -89,4 +90,5 @@ def forget() -> None:
     """Make the process read environment, plugins and cache anew."""
     dispatch.dispatcher.cache_clear()
     warm.forget_plans()
+    pointwise._found.clear()
     settings._from_environment.cache_clear()

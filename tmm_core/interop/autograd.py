@@ -41,7 +41,7 @@ def matmul(*given: Any) -> Tensor:
         return levels.record(levels.Underivable, levels.by_operator, *given)
     given = given[:COMMON]
     below = undisturbed(*tensors, cast=True, shown=True)
-    return in_parts(*given, eager=below and not any(map(levels.is_batched, tensors[:2])))
+    return in_parts(*given, eager=below and not any(map(compat.is_batched, tensors[:2])))
 
 
 def keep(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:

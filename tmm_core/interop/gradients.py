@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from tmm_core import compat
 from tmm_core.interop import levels
 from tmm_core.interop.pointwise import failed, kernels, takes
 from tmm_core.launch.warm import run, undisturbed
@@ -225,7 +226,7 @@ def _is_direct(grad: Tensor) -> bool:
         not torch.is_grad_enabled()
         and not torch.compiler.is_dynamo_compiling()
         and undisturbed(grad, grad, shown=True)
-        and not (levels.is_batched(grad) or grad.is_complex())
+        and not (compat.is_batched(grad) or grad.is_complex())
     )
 
 

@@ -105,7 +105,7 @@ def _is_eager(call: GroupedArguments) -> bool:
     return (
         not torch.compiler.is_dynamo_compiling()
         and undisturbed(*call[:5], *rows, cast=True, shown=True)
-        and not (levels.is_batched(call.a) or levels.is_batched(call.b))
+        and not (compat.is_batched(call.a) or compat.is_batched(call.b))
     )
 
 
@@ -201,7 +201,7 @@ class _Product(levels.OneLevel):
 def _multiply(a: Tensor, b: Tensor, offs: Tensor, alpha: float) -> Tensor:
     """A grouped product whose result is zero beyond the last group."""
     call = GroupedArguments(a, b, offs, alpha=alpha, zeroed=True)
-    seen = levels.recorded(a, b) or levels.is_batched(a) or levels.is_batched(b)
+    seen = levels.recorded(a, b) or compat.is_batched(a) or compat.is_batched(b)
     if not torch.compiler.is_dynamo_compiling() and not seen and undisturbed(a, b, offs):
         if a.dim() == b.dim() and b.shape[1] != grouped_strides(b.shape, b.dtype)[0]:
             # Autograd would copy a weight's gradient whose rows are padded and the weight's not.

@@ -16,9 +16,6 @@ from tmm_core.spec.epilogue import IDENTITY, Epilogue
 
 Tensor = torch.Tensor
 
-is_batched = compat.is_batched
-_levels = compat.forward_ad
-
 
 def recorded(*tensors: Tensor | None) -> bool:
     """Whether autograd records a function of these tensors for backward."""
@@ -36,7 +33,7 @@ def differentiated(*tensors: Tensor | None) -> bool:
 
 def transformed() -> bool:
     """Whether forward mode or a functorch transform is active."""
-    return bool(_levels._current_level >= 0 or transforms_active())
+    return bool(compat.forward_ad._current_level >= 0 or transforms_active())
 
 
 def record(function: Any, *arguments: Any) -> Tensor:
@@ -60,7 +57,7 @@ def outer_levels() -> Iterator[None]:
     if not transforms_active():
         yield
         return
-    with torch.enable_grad(), _levels._set_fwd_grad_enabled(True):
+    with torch.enable_grad(), compat.forward_ad._set_fwd_grad_enabled(True):
         yield
 
 

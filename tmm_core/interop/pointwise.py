@@ -13,7 +13,6 @@ import torch
 
 from tmm_core import settings
 from tmm_core.errors import warn
-from tmm_core.launch import warm
 from tmm_core.spec.device import fingerprint
 from tmm_core.spec.epilogue import Epilogue
 
@@ -26,8 +25,6 @@ _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 
 #: Keyed by epilogue, width and dtype of the product, device, and settings.
 _found: dict[tuple[Any, ...], Pointwise | None] = {}
-
-warm.also_forget.append(_found.clear)
 
 
 def kernels(

@@ -74,16 +74,10 @@ def answerer() -> Answerer:
 #: Turns a call into its problem, and the fold of its operands if they have to be folded.
 Pose = Callable[[Any, Epilogue, settings.Settings], tuple[Problem, Fold | None]]
 
-#: Called with :func:`forget_plans`, to drop other state that depends on records, settings or
-#: plugins.
-also_forget: list[Callable[[], None]] = []
-
 
 def forget_plans() -> None:
     """Drop all plans, since records, settings or plugins changed: the next call chooses again."""
     _plans.clear()
-    for forget in also_forget:
-        forget()
 
 
 def epilogue_of(text: str) -> Epilogue:
