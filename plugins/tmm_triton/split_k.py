@@ -205,18 +205,6 @@ class SplitKConfig(TileConfig):
         return count
 
 
-#: For products whose partial sums never fit the workspace.
-_WHOLE = SplitKConfig(
-    BLOCK_M=32,
-    BLOCK_N=32,
-    BLOCK_K=32,
-    num_stages=2,
-    num_warps=4,
-    SPLIT_K=1,
-    SWAP=False,
-)
-
-
 class SplitK(TritonKernel[SplitKConfig]):
     name = "triton.split_k"
     traits = Traits(deterministic=True, batch_invariant=True, needs_workspace=True)
@@ -246,7 +234,9 @@ class SplitK(TritonKernel[SplitKConfig]):
         return with_early(ranked, ways(problem))
 
     def default_config(self, problem: Problem) -> SplitKConfig:
-        return next(iter(self.configs(problem)), _WHOLE)
+        # For products whose partial sums never fit the workspace.
+        whole = self.every(problem, [(32, 32, 32, 2, 4)], SPLIT_K=[1], SWAP=[False])
+        return next(iter(self.configs(problem)), whole[0])
 
     def splits(self, config: SplitKConfig) -> int:
         return config.SPLIT_K
