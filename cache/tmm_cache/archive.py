@@ -22,7 +22,7 @@ from typing import Final
 
 from tmm_cache.batch import Batch
 from tmm_cache.disk import open_regular, write_for_all
-from tmm_cache.errors import RecordError
+from tmm_cache.errors import RecordError, UsageError
 from tmm_cache.files import (
     Fault,
     Stored,
@@ -35,7 +35,7 @@ from tmm_cache.keys import DIGEST_DIGITS, JSON, SLUG
 from tmm_cache.layout import ENVIRONMENT, VERSION, VERSIONS, record_path
 from tmm_cache.record import TuningRecord
 from tmm_cache.scan import Summary
-from tmm_cache.unpack import ArchiveError, Member, members
+from tmm_cache.unpack import Member, members
 
 _MEMBER = re.compile(
     rf"(?:{'|'.join(VERSIONS)})/({SLUG})/([0-9a-f]{{{DIGEST_DIGITS}}})/([0-9a-f]{{{DIGEST_DIGITS}}}|environment)\.json"
@@ -97,14 +97,14 @@ def read_archive(file: Path, root: Path, force: bool) -> Imported:
 
     `force` overwrites newer ones too. A member with invalid content is skipped and reported, as is
     one created in the future, which would win over every record tuned until then. Raises
-    ArchiveError, with nothing written, for a file that is not an archive, that exceeds the limits
+    UsageError, with nothing written, for a file that is not an archive, that exceeds the limits
     of `unpack`, or has a member that would escape the root: a link, a device, an absolute or
     climbing path. Raises OSError if the root can't be read or written.
     """
     try:
         handle = open_regular(file, os.O_RDONLY)
     except OSError as error:
-        raise ArchiveError(f"{file}: is not a file that can be read ({error})") from error
+        raise UsageError(f"{file}: is not a file that can be read ({error})") from error
     imported = Imported()
     with open(handle, "rb") as raw, Batch() as batch:
         # The first pass only validates: it writes nothing and keeps no record.

@@ -34,10 +34,10 @@ def freeze(store: CacheStore, options: Namespace) -> int:
     wanted = Filter(gpu=options.gpu)
     noted = Noted()
     found = (
-        (summary, stored.record)
+        summary
         for root in (store.root, *store.layers)
-        for summary in summaries(root, noted.fault)
-        if wanted(summary) and (stored := _stored(summary, noted)) is not None
+        for summary in summaries(root, noted.fault, full=True)
+        if wanted(summary)
     )
     count = write_lock(file, found)
     note(f"{counted(count, 'record')} locked in {file}")
@@ -125,7 +125,7 @@ def merge(store: CacheStore, options: Namespace) -> int:
 
 
 def _summaries(source: Path, noted: Noted) -> Iterator[Summary]:
-    """The records of a root or a lock file. Raises LockError for anything else."""
+    """The records of a root or a lock file. Raises UsageError for anything else."""
     if source.is_dir():
         return summaries(source, noted.fault)
     return LockFile(source).summaries(noted.fault)

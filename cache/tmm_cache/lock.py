@@ -27,19 +27,15 @@ LOCK_SCHEMA: Final = 1
 MAX_BYTES: Final = 256 * 2**20
 
 
-class LockError(UsageError):
-    """Not a lock file, with the reason."""
-
-
-def write_lock(file: Path, found: Iterable[tuple[Summary, TuningRecord]]) -> int:
-    """Write a lock file; returns the number of records.
+def write_lock(file: Path, found: Iterable[Summary]) -> int:
+    """Write these records to a lock file; returns their number.
 
     The first of several records of a problem is locked. Hints, which never answer, and records
     whose environment is unknown are left out. Raises OSError like `write_for_all`.
     """
     locked: dict[Key, JSON] = {}
-    for summary, record in found:
-        key = summary.key
+    for summary in found:
+        key, record = summary.key, summary.record
         if not record.is_hint and summary.environment is not None and key not in locked:
             locked[key] = {
                 "gpu": summary.gpu,
@@ -54,17 +50,17 @@ def write_lock(file: Path, found: Iterable[tuple[Summary, TuningRecord]]) -> int
 
 
 class LockFile:
-    """The records of a lock file. Raises LockError for any other file."""
+    """The records of a lock file. Raises UsageError for any other file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         data = read_bytes(path, MAX_BYTES)
         if not isinstance(data, bytes):
-            raise LockError(f"{path}: {data.reason if data else 'there is no such file'}")
+            raise UsageError(f"{path}: {data.reason if data else 'there is no such file'}")
         try:
             self._items = dict(_items(data))
         except (ValueError, TypeError, RecursionError) as error:
-            raise LockError(f"{path}: is not a lock file: {error}") from error
+            raise UsageError(f"{path}: is not a lock file: {error}") from error
 
     def keys(self) -> Iterator[tuple[str, Document, Document]]:
         """GPU, environment and problem of every record."""

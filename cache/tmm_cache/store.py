@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from tmm_cache.ages import touch
 from tmm_cache.complaints import Complaints
 from tmm_cache.disk import make_folder
-from tmm_cache.errors import warn_once
+from tmm_cache.errors import UsageError, warn_once
 from tmm_cache.files import Fault, read_stored, record_bytes, write_record
 from tmm_cache.head import Head
 from tmm_cache.keys import Document, canonical, digest
@@ -291,11 +291,11 @@ class CacheStore:
     def _locked_file(self) -> LockFile | None:
         """The lock file that alone answers; None, with a warning, if there is none."""
         if self._lock_file is None:
-            from tmm_cache.lock import LockError, LockFile
+            from tmm_cache.lock import LockFile
 
             try:
                 self._lock_file = LockFile(self.lock_path)
-            except LockError as error:
+            except UsageError as error:
                 reason = str(error).removeprefix(f"{self.lock_path}: ")
                 note = f"{reason}; and TMM_REQUIRE_LOCKED=1 lets nothing else answer"
                 warn_once(self.lock_path, note, about="lock file")

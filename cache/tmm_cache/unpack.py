@@ -6,16 +6,14 @@ megabyte took 3.2 GB of memory.
 
 from __future__ import annotations
 
-import bz2
 import gzip
 import io
-import lzma
 import posixpath
 import tarfile
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import IO, Any, Final, Protocol
+from typing import IO, Any, Final
 
 from tmm_cache.errors import UsageError
 from tmm_cache.files import MAX_BYTES
@@ -28,8 +26,6 @@ MOST_MEMBERS: Final = 2**16
 MAX_HEADER: Final = 2**16
 MAX_HEADERS: Final = 32 * 2**20
 
-#: xz's strongest preset takes 65 MB to unpack.
-_XZ_MEMORY: Final = 128 * 2**20
 _CHUNK: Final = 2**16
 _EXTENSIONS: Final = (
     tarfile.XHDTYPE,
@@ -38,14 +34,6 @@ _EXTENSIONS: Final = (
     tarfile.GNUTYPE_LONGNAME,
     tarfile.GNUTYPE_LONGLINK,
 )
-
-
-class ArchiveError(UsageError):
-    """A file that is not an archive of records, or could not have been written by `export`."""
-
-
-class _Readable(Protocol):
-    def read(self, size: int, /) -> bytes: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,11 +56,13 @@ class Member:
 def members(file: Path, raw: IO[bytes]) -> Iterator[Member]:
     """The regular files of an archive; `file` names it in errors.
 
-    Raises ArchiveError for a file that is not an archive, exceeds the limits above, or has a member
+    Raises UsageError for a file that is not an archive, exceeds the limits above, or has a member
     that is a link or a device, or whose path escapes the target folder.
     """
     try:
-        limited = _Limited(_unpacked(raw))
+        is_packed = raw.read(2) == b"\x1f\x8b"
+        raw.seek(0)
+        limited = _Limited(gzip.GzipFile(fileobj=raw) if is_packed else raw)
         with tarfile.open(fileobj=limited, mode="r|", tarinfo=_counting()) as archive:
             while (member := archive.next()) is not None:
                 archive.members = []  # type: ignore[attr-defined]  # a kilobyte per member
@@ -83,18 +73,18 @@ def members(file: Path, raw: IO[bytes]) -> Iterator[Member]:
         # tarfile stops at the last member and would not notice a truncated checksum.
         while limited.read(_CHUNK):
             pass
-    except ArchiveError as error:
-        raise ArchiveError(f"{file}: {error}") from None
+    except UsageError as error:
+        raise UsageError(f"{file}: {error}") from None
     except Exception as error:
-        # tarfile and the decompressors raise various exceptions for malformed input: OSError,
-        # EOFError, zlib.error, LZMAError, ValueError, RecursionError, OverflowError.
-        raise ArchiveError(f"{file}: is not a readable archive: {error}") from error
+        # tarfile and gzip raise various exceptions for malformed input: OSError, EOFError,
+        # zlib.error, ValueError, RecursionError, OverflowError.
+        raise UsageError(f"{file}: is not a readable archive: {error}") from error
 
 
 class _Limited(io.RawIOBase):
     """The unpacked bytes, up to a limit."""
 
-    def __init__(self, source: _Readable) -> None:
+    def __init__(self, source: IO[bytes] | gzip.GzipFile) -> None:
         self._source = source
         self._left = MAX_UNPACKED
 
@@ -102,35 +92,8 @@ class _Limited(io.RawIOBase):
         data = self._source.read(_CHUNK if size < 0 else min(size, _CHUNK))
         self._left -= len(data)
         if self._left < 0:
-            raise ArchiveError(f"unpacks to more than {MAX_UNPACKED} bytes")
+            raise UsageError(f"unpacks to more than {MAX_UNPACKED} bytes")
         return data
-
-
-class _Xz:
-    """Unpacks xz within a memory limit, which `lzma.LZMAFile` cannot set."""
-
-    def __init__(self, raw: IO[bytes]) -> None:
-        self._raw = raw
-        self._decoder = lzma.LZMADecompressor(lzma.FORMAT_XZ, memlimit=_XZ_MEMORY)
-
-    def read(self, size: int, /) -> bytes:
-        while not self._decoder.eof:
-            packed = self._raw.read(_CHUNK) if self._decoder.needs_input else b""
-            if self._decoder.needs_input and not packed:
-                raise EOFError("it ends early")
-            if data := self._decoder.decompress(packed, size):
-                return data
-        return b""
-
-
-def _unpacked(raw: IO[bytes]) -> _Readable:
-    magic = raw.read(6)
-    raw.seek(0)
-    if magic.startswith(b"\x1f\x8b"):
-        return gzip.GzipFile(fileobj=raw)
-    if magic.startswith(b"BZh"):
-        return bz2.BZ2File(raw)
-    return _Xz(raw) if magic == b"\xfd7zXZ\0" else raw
 
 
 def _counting() -> type[tarfile.TarInfo]:
@@ -144,14 +107,14 @@ def _counting() -> type[tarfile.TarInfo]:
             header = super().frombuf(*arguments)
             count += 1
             if count > MOST_MEMBERS:
-                raise ArchiveError(f"has more than {MOST_MEMBERS} members")
+                raise UsageError(f"has more than {MOST_MEMBERS} members")
             if header.type in _EXTENSIONS:
                 extended += header.size
                 if header.size > MAX_HEADER or extended > MAX_HEADERS:
-                    raise ArchiveError(f"has a header of {header.size} bytes")
+                    raise UsageError(f"has a header of {header.size} bytes")
             # tarfile would seek past the end of the file for hours.
             if not 0 <= header.size <= MAX_UNPACKED:
-                raise ArchiveError(f"has a member of {header.size} bytes")
+                raise UsageError(f"has a member of {header.size} bytes")
             return header
 
     return Header
@@ -160,6 +123,6 @@ def _counting() -> type[tarfile.TarInfo]:
 def _refuse_unsafe(member: tarfile.TarInfo) -> None:
     parts = member.name.split("/")
     if member.name.startswith("/") or ".." in parts or "\\" in member.name or "\0" in member.name:
-        raise ArchiveError(f"member {member.name!r} leads out of the cache")
+        raise UsageError(f"member {member.name!r} leads out of the cache")
     if not (member.isreg() or member.isdir()) or member.issparse():
-        raise ArchiveError(f"member {member.name!r} is neither a file nor a folder")
+        raise UsageError(f"member {member.name!r} is neither a file nor a folder")

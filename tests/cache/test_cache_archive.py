@@ -230,7 +230,7 @@ def test_a_cache_that_was_packed_by_hand_imports(
         pass
     (store.root / "v3").mkdir()
     (store.root / "v3" / "x.json").write_text("{}")
-    with tarfile.open(archive, "w:xz") as file:
+    with tarfile.open(archive, "w:gz") as file:
         file.add(store.root, ".")
     assert main(["--cache-dir", str(target.root), "import", str(archive)]) == 0
     assert "left out 3 files that a cache does not have" in capsys.readouterr().err

@@ -23,9 +23,9 @@ from hypothesis import strategies as st
 from tmm_cache import CacheStore, RecordError, TuningRecord, digest
 from tmm_cache.archive import read_archive
 from tmm_cache.cli import main
+from tmm_cache.errors import UsageError
 from tmm_cache.files import parse_stored, record_bytes
 from tmm_cache.layout import VERSION
-from tmm_cache.unpack import ArchiveError
 
 EXAMPLES = int(os.environ.get("TMM_FUZZ_EXAMPLES", "100"))
 bounded = settings(
@@ -163,7 +163,7 @@ def test_a_mutated_archive_writes_whole_records_inside_the_root_or_nothing(
         archive.write_bytes(content)
         try:
             imported = read_archive(archive, root, force=False)
-        except ArchiveError:
+        except UsageError:
             assert not root.exists()
         else:
             # Warnings are errors: all that was written is whole.
