@@ -66,12 +66,12 @@ def skinny_kernel(
     stride_bias, alpha,
     EPILOGUE: gl.constexpr,
     BLOCK_M: gl.constexpr, BLOCK_N: gl.constexpr, BLOCK_K: gl.constexpr,
-    WARPS_K: gl.constexpr, WARPS_N: gl.constexpr, AHEAD: gl.constexpr,
+    WARPS_K: gl.constexpr, AHEAD: gl.constexpr,
     WHOLE_M: gl.constexpr, WHOLE_N: gl.constexpr, WHOLE_K: gl.constexpr,
     OVERLAPS: gl.constexpr, EARLY: gl.constexpr,
 ):  # fmt: skip
     # bᵀ · aᵀ of one warp's part of K in the first dimension; an MMA is 16 columns of b wide.
-    SUMS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS_K, WARPS_N, 1], [1, 16, 8])
+    SUMS: gl.constexpr = gl.NVMMADistributedLayout([2, 0], [WARPS_K, 1, 1], [1, 16, 8])
     B: gl.constexpr = gl.DotOperandLayout(0, SUMS, 8)
     A: gl.constexpr = gl.DotOperandLayout(1, SUMS, 8)
     PART: gl.constexpr = BLOCK_K // WARPS_K
@@ -121,7 +121,7 @@ def skinny_kernel(
             acc = mma_v2(b, a, acc)
 
     # One element per thread if there are enough threads; neighbours along N.
-    OUT: gl.constexpr = gl.BlockedLayout([1, 1], [2, 16], [WARPS_K * WARPS_N, 1], [1, 0])
+    OUT: gl.constexpr = gl.BlockedLayout([1, 1], [2, 16], [WARPS_K, 1], [1, 0])
     total = gl.convert_layout(gl.sum(acc, axis=0).permute((1, 0)), OUT)
     rows = above + gl.arange(0, BLOCK_M, gl.SliceLayout(1, OUT))
     cols = first + gl.arange(0, BLOCK_N, gl.SliceLayout(0, OUT))
@@ -133,30 +133,25 @@ def skinny_kernel(
 
 @dataclass(frozen=True, kw_only=True)
 class SkinnyConfig(TileConfig):
-    """A program's tile, the step of its warps along K, and how they divide it.
+    """A program's tile, and the step along K that its warps divide.
 
     Args:
         BLOCK_M: 8 or 16 rows of ``a``; the tile's narrow side.
-        BLOCK_N: Columns of ``b``, at least 16 for each of ``WARPS_N``.
+        BLOCK_N: Columns of ``b``.
         BLOCK_K: Step along K of all warps together, at least 64 elements each.
-        WARPS_N: Warps along N; all others divide K.
         num_stages: 2 if the next step is loaded before this one is multiplied, else 1.
         early: See :mod:`tmm_triton.early`; not ``"l2"``.
     """
 
-    WARPS_N: int
     early: str = ""
 
     def __post_init__(self) -> None:
         check("BLOCK_M", self.BLOCK_M, (8, 16))
-        check("BLOCK_N", self.BLOCK_N, (16, 32, 64))
+        check("BLOCK_N", self.BLOCK_N, (16, 32))
         check("BLOCK_K", self.BLOCK_K, (64, 128, 256, 512, 1024, 2048))
         check("num_stages", self.num_stages, (1, 2))
         check("num_warps", self.num_warps, (1, 2, 4, 8))
-        check("WARPS_N", self.WARPS_N, (1, 2, 4))
         check_early(self.early, able=self.num_stages == 2)
-        if self.num_warps % self.WARPS_N or self.BLOCK_N < 16 * self.WARPS_N:
-            raise ValueError(f"{self.WARPS_N} warps along N of {self.num_warps} and {self.BLOCK_N}")
         if self.part < 64:
             raise ValueError(f"BLOCK_K {self.BLOCK_K} leaves a warp {self.part} elements, not 64")
 
@@ -165,44 +160,33 @@ class SkinnyConfig(TileConfig):
         return ("static_weights",) if self.early == "b" else ()
 
     @property
-    def warps_k(self) -> int:
-        """Warps that divide K."""
-        return self.num_warps // self.WARPS_N
-
-    @property
     def part(self) -> int:
         """Elements along K that one warp reads in one step."""
-        return self.BLOCK_K // self.warps_k
+        return self.BLOCK_K // self.num_warps
 
     def shared_memory(self, problem: Problem) -> int:
         """Bytes in which the warps' sums are exchanged."""
-        return 4 * self.warps_k * self.BLOCK_M * self.BLOCK_N
+        return 4 * self.num_warps * self.BLOCK_M * self.BLOCK_N
 
     def registers(self, problem: Problem) -> int:
         """Registers of a thread that hold operands and sums."""
-        columns = self.BLOCK_N // self.WARPS_N
-        operands = self.num_stages * (columns + self.BLOCK_M) * self.part // 64
-        return operands + columns * self.BLOCK_M // 32
+        operands = self.num_stages * (self.BLOCK_N + self.BLOCK_M) * self.part // 64
+        return operands + self.BLOCK_N * self.BLOCK_M // 32
 
 
 #: The values tried of these fields of a config.
-_FIELDS = ("BLOCK_N", "BLOCK_K", "WARPS_N", "num_warps", "num_stages")
+_FIELDS = ("BLOCK_N", "BLOCK_K", "num_warps", "num_stages")
 _SHAPES = (
-    (16, 512, 1, 4, 2),
-    (16, 1024, 1, 8, 2),
-    (32, 512, 2, 8, 2),
-    (32, 512, 1, 4, 2),
-    (16, 1024, 1, 4, 2),
-    (16, 512, 1, 2, 2),
-    (32, 256, 2, 4, 2),
-    (16, 256, 1, 4, 2),
-    (32, 256, 2, 8, 2),
-    (32, 256, 1, 4, 2),
-    (16, 256, 1, 2, 2),
-    (64, 256, 4, 8, 2),
-    (16, 512, 1, 8, 1),
-    (32, 128, 1, 2, 1),
-    (64, 128, 2, 4, 1),
+    (16, 512, 4, 2),
+    (16, 1024, 8, 2),
+    (32, 512, 4, 2),
+    (16, 1024, 4, 2),
+    (16, 512, 2, 2),
+    (16, 256, 4, 2),
+    (32, 256, 4, 2),
+    (16, 256, 2, 2),
+    (16, 512, 8, 1),
+    (32, 128, 2, 1),
 )
 #: 32-bit registers, threads and blocks of an SM, and registers per thread besides operands and
 #: sums.
@@ -244,12 +228,12 @@ class Skinny(TritonKernel[SkinnyConfig]):
 
     def arithmetic(self, problem: Problem, config: SkinnyConfig) -> str | None:
         """A lane's elements of 32 consecutive k go to two instructions, in an order that other
-        kernels do not have; of the warps only those along K sum separate parts of each step."""
+        kernels do not have; each warp sums a separate part of each step."""
         if problem.device.capability != (9, 0):
             return self.own_arithmetic(problem, config)
-        # A single warp along K takes the same elements at a time for any step.
-        part = f"x{config.part}" if config.warps_k > 1 else ""
-        return f"sm90-k32-permuted/warps{config.warps_k}{part}"
+        # A single warp takes the same elements at a time for any step.
+        part = f"x{config.part}" if config.num_warps > 1 else ""
+        return f"sm90-k32-permuted/warps{config.num_warps}{part}"
 
     def configs(self, problem: Problem) -> list[SkinnyConfig]:
         rows = 8 if problem.m <= 8 else 16
@@ -283,7 +267,7 @@ class Skinny(TritonKernel[SkinnyConfig]):
     def builds(self, problem: Problem, config: SkinnyConfig) -> list[Build]:
         overlaps = config.early != "" and hopper_or_later(problem)
         constants = {
-            "WARPS_K": config.warps_k,
+            "WARPS_K": config.num_warps,
             "AHEAD": config.num_stages == 2,
             "WHOLE_M": problem.m % config.BLOCK_M == 0,
             "WHOLE_N": problem.n % config.BLOCK_N == 0,
