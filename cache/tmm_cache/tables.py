@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tmm_cache import columns as layout
 from tmm_cache import evidence, facets
@@ -40,23 +40,21 @@ def print_summaries(found: Sequence[Summary], layers: Mapping[Path, str], *, eac
     """Print one table per layer, GPU, environment and clock, with a heading for each weight and
     dtype, and a row for each range of M that one kernel won, or for each record."""
 
-    def line(one: Summary) -> tuple[Any, ...]:
-        return facets.expression(one.problem), one.problem.get("m"), one.digest
-
-    ordered = sorted(found, key=lambda one: (_place(one), _weight(one), line(one)))
+    # Keyed once: with 10,000 records each pass over the problems takes 10 ms.
+    keyed = sorted(map(_keyed, found), key=lambda one: one[:-1])
     before = ""
-    for _, members in groupby(ordered, key=_place):
+    for _, members in groupby(keyed, key=lambda one: one.place):
         of_place = list(members)
         rows: list[tuple[str, ...] | str] = []
-        for _, group in groupby(of_place, key=_weight):
+        for _, group in groupby(of_place, key=lambda one: one.weight):
             of_weight = list(group)
             rows.append(_heading(of_weight))
             if each:
                 rows += [_row([one]) for one in of_weight]
             else:
-                runs = groupby(of_weight, key=_winner)
+                runs = groupby(of_weight, key=lambda one: (one.expression, one.kernel))
                 rows += [_row(list(run)) for _, run in runs]
-        one = of_place[0]
+        one = of_place[0].summary
         clock = "" if one.clock == CLOCK else f", clock {facets.printable(one.clock)}"
         title = f"{counted(len(of_place), 'record')}, {layers[one.root]}{clock}"
         print(before, end="")
@@ -66,43 +64,55 @@ def print_summaries(found: Sequence[Summary], layers: Mapping[Path, str], *, eac
         print_table(_COLUMNS, rows, _NUMBERS, _OPTIONAL)
 
 
-def _place(one: Summary) -> tuple[str, ...]:
-    return str(one.root), one.gpu, one.environment_digest, one.clock
+class _Keyed(NamedTuple):
+    """A record with its sort key: the fields it is grouped by, then M."""
+
+    place: tuple[str, ...]
+    weight: tuple[Any, ...]
+    expression: str
+    m: Any
+    digest: str
+    kernel: str
+    summary: Summary
 
 
-def _weight(one: Summary) -> tuple[Any, ...]:
-    _, n, k = facets.sizes(one.problem)
-    kinds = facets.dtypes(one.problem, short=True), facets.layouts(one.problem)
-    return n, k, one.problem.get("batch"), *kinds
+def _keyed(summary: Summary) -> _Keyed:
+    problem = summary.problem
+    m, n, k = facets.sizes(problem)
+    return _Keyed(
+        (str(summary.root), summary.gpu, summary.environment_digest, summary.clock),
+        (n, k, problem.get("batch"), facets.dtypes(problem, short=True), facets.layouts(problem)),
+        facets.expression(problem),
+        m,
+        summary.digest,
+        summary.head.best.kernel,
+        summary,
+    )
 
 
-def _winner(one: Summary) -> tuple[str, str]:
-    return facets.expression(one.problem), one.head.best.kernel
-
-
-def _heading(members: Sequence[Summary]) -> str:
+def _heading(members: Sequence[_Keyed]) -> str:
     """`weight 4096x1024 bf16, row x column: M 1…512, 3 records`."""
-    *_, dtypes, layouts = _weight(members[0])
-    sizes = _range([one.problem.get("m") for one in members], facets.text_of)
+    *_, dtypes, layouts = members[0].weight
+    sizes = _range([one.m for one in members], facets.text_of)
     return (
-        f"weight {facets.weight(members[0].problem)} {dtypes}, {layouts}: "
+        f"weight {facets.weight(members[0].summary.problem)} {dtypes}, {layouts}: "
         f"M {sizes}, {counted(len(members), 'record')}"
     )
 
 
-def _row(members: Sequence[Summary]) -> tuple[str, ...]:
-    best = [one.head.best for one in members]
+def _row(members: Sequence[_Keyed]) -> tuple[str, ...]:
+    best = [one.summary.head.best for one in members]
     alone = len(members) == 1
     return (
         "",
-        _range([one.problem.get("m") for one in members], facets.text_of),
-        facets.expression(members[0].problem),
+        _range([one.m for one in members], facets.text_of),
+        members[0].expression,
         facets.printable(best[0].kernel),
         facets.config(best[0].config) if alone else "",
         _range([one.us for one in best], evidence.microseconds),
         _range([one.blas_us for one in best], evidence.microseconds),
         _range([one.speedup for one in best], times),
-        facets.age(max(one.head.created_at for one in members)),
+        facets.age(max(one.summary.head.created_at for one in members)),
         members[0].digest[:8] if alone else f"{len(members)} of them",
     )
 
