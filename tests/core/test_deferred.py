@@ -173,7 +173,16 @@ def test_answers_are_of_files_and_circumstances_as_they_are(file: Path, tmp_path
 
 
 @pytest.mark.parametrize(
-    "damage", [b"", b"\x00\xff", b"[[]]\n{}\n7", None, b'["%s", [["k"]]]', b'["%s", 7]']
+    "damage",
+    [
+        b"",
+        b"\x00\xff",
+        b"[[]]\n{}\n7",
+        None,
+        b'["%s", [["k"]]]',
+        b'["%s", [["k", 1]]]',
+        b'["%s", 7]',
+    ],
 )
 def test_damaged_notes_cost_the_asking(process: Process, tmp_path: Path, damage: Any) -> None:
     process(FakeKernel("k"), k=9.0)[0].choose(PROBLEM, settings())

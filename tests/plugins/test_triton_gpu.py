@@ -68,7 +68,7 @@ def close(out: torch.Tensor, a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def waiting(case: str) -> tuple[Launcher, torch.Tensor, torch.Tensor]:
-    """A launcher whose programs wait for each other, and its operands."""
+    """A launcher and its operands. Its programs wait for each other, but for those of ``split``."""
     if case in ("cut", "shared", "parts"):
         if torch.cuda.get_device_capability() != (9, 0):
             pytest.skip("needs Hopper")

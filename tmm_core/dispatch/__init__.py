@@ -27,10 +27,10 @@ class _Own:
     def __call__(self) -> Dispatcher:
         """The dispatcher, made by the first thread that calls. functools.cache would make one in
         every thread that arrives before the first call returns."""
-        from tmm_core.dispatch.deferred import collector_off
-
         with self._lock:
             if self.made is None:
+                from tmm_core.dispatch.deferred import collector_off
+
                 with collector_off():
                     # Imported here: they would take half of the time to import tmm_core.
                     from tmm_cache import CacheStore

@@ -59,6 +59,7 @@ _OWN_VARIABLES = {
 
 
 def _environ() -> dict[str, str]:
+    """The environment of the server, and of each job, whose variables may have changed since."""
     return {**os.environ, **_OWN_VARIABLES}
 
 

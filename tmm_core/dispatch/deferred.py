@@ -74,11 +74,16 @@ class Answers:
     def get(self, problem: Problem, settings: Settings) -> frozenset[Able] | None:
         """The able kernels as noted; None if there is no note."""
         noted = self._notes.get(_about(problem, settings)) if self._notes else None
-        try:
-            able = frozenset((str(name), str(version)) for name, version in noted)  # type: ignore[union-attr, misc]
-        except (TypeError, ValueError):  # no note, or a damaged one
+        if not isinstance(noted, list):
             return None
-        return able if all(name in self.deferred for name, _ in able) else None
+        able = set()
+        for each in noted:
+            match each:
+                case [str(name), str(version)] if name in self.deferred:
+                    able.add((name, version))
+                case _:
+                    return None
+        return frozenset(able)
 
     def add(self, problem: Problem, settings: Settings, able: list[Kernel[Any]]) -> None:
         """Note the deferred ones of ``able``."""

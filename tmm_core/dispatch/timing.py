@@ -138,8 +138,8 @@ class GraphTimer:
         self, runs: Sequence[Run], rounds: int, *, copies: int, steady_us: float
     ) -> list[list[float]]:
         """µs of one call in chains replayed without pauses, in turns of ``steady_us``, in a
-        different order every round. The first third of each turn does not count, nor does what
-        warms up before the first: a power-limited kernel's clock has settled by then."""
+        different order every round. Neither a warm-up before the first turn counts nor the first
+        third of each, in which a power-limited kernel's clock settles."""
         spans: list[list[float]] = [[] for _ in runs]
         with torch.cuda.device(self.device):
             chains = [self._chain(run, copies) for run in runs]

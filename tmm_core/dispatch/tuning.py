@@ -54,8 +54,8 @@ SETTLE = 4
 #: µs of a turn without pause: in turns of half the length the times of two orders of tiles differed
 #: by 10 %.
 STEADY_US = 0.3e6
-#: Second turns follow where the first leave a kernel this close to what BLAS may not outlast: one
-#: kernel measured twice differs by up to 3 %.
+#: Second turns follow where a kernel's first was within this share of the longest time with which
+#: it may still win: one kernel measured twice differs by up to 3 %.
 UNCLEAR = 0.03
 #: How many of those that beat BLAS in the last stage take such turns at first, and in all if BLAS
 #: outlasts these. Four at first would have chosen another kernel for 12 of 44 products on record,
@@ -387,7 +387,7 @@ class Tuning:
         baseline = [t for t in running if t.is_baseline]
 
         def of_most(trial: Attempt) -> float:
-            """The share that a kernel takes of what BLAS may not outlast."""
+            """A kernel's time over the longest with which it may still win."""
             blas = min((t.steady_us or math.inf for t in baseline), default=math.inf)
             return (trial.steady_us or math.inf) / (blas * (1 + CLOSE))
 
@@ -398,7 +398,8 @@ class Tuning:
             self._take_turns(others)
 
     def _take_turns(self, trials: Sequence[Attempt]) -> None:
-        """Time the trials without pause, one after the other; twice, the mean counts."""
+        """Time the trials without pause, one after the other. The mean of a trial's turns counts,
+        of which there are two at most."""
 
         def sample(_: list[Attempt], runs: list[Runner]) -> list[list[float]]:
             options = {"copies": len(runs[0].inputs), "steady_us": STEADY_US}
