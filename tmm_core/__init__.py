@@ -25,34 +25,39 @@ from tmm_core.errors import (
 from tmm_core.grouped import grouped_linear, grouped_matmul
 from tmm_core.launch.plan import Plan
 from tmm_core.settings import Settings, override
-from tmm_core.spec.anatomy import Anatomy, Resources
 from tmm_core.spec.epilogue import Epilogue
 from tmm_core.spec.groups import Groups
-from tmm_core.spec.kernel import Bound, Candidate, Config, Deferred, Kernel, Launcher, Traits
+from tmm_core.spec.launcher import Bound, Launcher
 from tmm_core.spec.operand import Operand
 from tmm_core.spec.port import Port
 from tmm_core.spec.problem import Problem
-from tmm_core.spec.supports import ANY, Supports
 from tmm_core.version import __version__ as __version__
 
 if TYPE_CHECKING:
     from tmm_core.dispatch.explanation import Explanation, KernelInfo
+    from tmm_core.spec.anatomy import Anatomy, Resources
     from tmm_core.spec.hookspecs import hookimpl
+    from tmm_core.spec.kernel import Candidate, Config, Deferred, Kernel, Traits
     from tmm_core.spec.machine import Machine
+    from tmm_core.spec.supports import ANY, Supports
 
-#: Names that most processes never use; their modules import more than all the others.
+#: By module, the names for authors of kernels and for what explains: a process that only
+#: multiplies by kernels on record does without these modules until it meets a plugin.
 _LATER = {
-    "Explanation": "tmm_core.dispatch.explanation",
-    "KernelInfo": "tmm_core.dispatch.explanation",
-    "Machine": "tmm_core.spec.machine",
-    "hookimpl": "tmm_core.spec.hookspecs",
+    "dispatch.explanation": ("Explanation", "KernelInfo"),
+    "spec.anatomy": ("Anatomy", "Resources"),
+    "spec.hookspecs": ("hookimpl",),
+    "spec.kernel": ("Candidate", "Config", "Deferred", "Kernel", "Traits"),
+    "spec.machine": ("Machine",),
+    "spec.supports": ("ANY", "Supports"),
 }
+_MODULES = {name: f"tmm_core.{module}" for module, names in _LATER.items() for name in names}
 
 
 def __getattr__(name: str) -> Any:
-    if name not in _LATER:
+    if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    return getattr(importlib.import_module(_LATER[name]), name)
+    return getattr(importlib.import_module(_MODULES[name]), name)
 
 
 __all__ = [

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -23,7 +23,6 @@ from tmm_core.launch.check import (
 from tmm_core.launch.plan import Plan
 from tmm_core.spec.arguments import TENSORS, Arguments, GroupedArguments
 from tmm_core.spec.epilogue import Epilogue, EpilogueLike
-from tmm_core.spec.kernel import Config
 from tmm_core.spec.problem import Problem
 
 if TYPE_CHECKING:
@@ -32,7 +31,6 @@ if TYPE_CHECKING:
     from tmm_core.dispatch.explanation import Explanation, KernelInfo
 
 Tensor = torch.Tensor
-ConfigLike = Config | Mapping[str, Any] | None
 
 
 def matmul(
@@ -48,7 +46,7 @@ def matmul(
     scale_a: Tensor | None = None,
     scale_b: Tensor | None = None,
     kernel: str | None = None,
-    config: ConfigLike = None,
+    config: settings.ConfigLike = None,
     on_cache_miss: settings.OnCacheMiss | None = None,
 ) -> Tensor:
     """``epilogue(alpha · (a @ b) + bias) + residual``, by the fastest verified kernel.
@@ -183,7 +181,7 @@ def linear(
     scale_a: Tensor | None = None,
     scale_b: Tensor | None = None,
     kernel: str | None = None,
-    config: ConfigLike = None,
+    config: settings.ConfigLike = None,
     on_cache_miss: settings.OnCacheMiss | None = None,
 ) -> Tensor:
     """``epilogue(x @ weight.T + bias) + residual``, as ``torch.nn.functional.linear``.
@@ -255,7 +253,7 @@ def plan(
     scale_a: Tensor | None = None,
     scale_b: Tensor | None = None,
     kernel: str | None = None,
-    config: ConfigLike = None,
+    config: settings.ConfigLike = None,
     on_cache_miss: settings.OnCacheMiss | None = None,
 ) -> Plan:
     """Choose and compile a kernel now. Calls of the returned :class:`Plan`, with tensors of

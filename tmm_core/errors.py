@@ -68,3 +68,34 @@ def warn(message: str, category: type[Warning] = TmmWarning) -> None:
     from tmm_cache.errors import warn_caller  # importing tmm_core imports no cache
 
     warn_caller(message, category)
+
+
+#: Maximum length of a ``repr`` in a message.
+_SHOWN = 200
+
+
+def let_through(error: BaseException) -> None:
+    """Raise ``error`` again if it is the user's Ctrl-C; any other exception of a plugin's code,
+    including ``SystemExit``, is a fault of that code."""
+    if isinstance(error, KeyboardInterrupt):
+        raise error
+
+
+def told(error: BaseException) -> str:
+    """An error's type and text; only its type if ``str()`` fails."""
+    try:
+        text = str(error)
+    except BaseException as another:
+        let_through(another)
+        text = "(its text is unavailable)"
+    return f"{type(error).__name__}: {text}"
+
+
+def shown(thing: object) -> str:
+    """``repr``, truncated; the type if that fails."""
+    try:
+        text = repr(thing)
+    except BaseException as error:
+        let_through(error)
+        text = f"<{type(thing).__qualname__}, whose repr failed>"
+    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"

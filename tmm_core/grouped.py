@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from typing import Any
-
 import torch
 
 from tmm_core import settings
@@ -20,7 +17,6 @@ from tmm_core.launch.grouped import check_grouped_scales, check_operands, run, u
 from tmm_core.launch.warm import epilogue_of
 from tmm_core.spec.arguments import GROUPED_TENSORS, TENSORS, GroupedArguments
 from tmm_core.spec.epilogue import EpilogueLike
-from tmm_core.spec.kernel import Config
 
 Tensor = torch.Tensor
 
@@ -42,7 +38,7 @@ def grouped_matmul(
     scale_b: Tensor | None = None,
     out: Tensor | None = None,
     kernel: str | None = None,
-    config: Config | Mapping[str, Any] | None = None,
+    config: settings.ConfigLike = None,
     on_cache_miss: settings.OnCacheMiss | None = None,
 ) -> Tensor:
     """``epilogue(alpha · (a @ b) + bias) + residual`` for many groups in one launch, in the forms
@@ -182,7 +178,7 @@ def grouped_linear(
     scale_b: Tensor | None = None,
     out: Tensor | None = None,
     kernel: str | None = None,
-    config: Config | Mapping[str, Any] | None = None,
+    config: settings.ConfigLike = None,
     on_cache_miss: settings.OnCacheMiss | None = None,
 ) -> Tensor:
     """``epilogue(x @ weight[g].T + bias[g]) + residual`` for the rows of each group g: a layer of

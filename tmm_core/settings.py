@@ -32,7 +32,7 @@ from contextvars import ContextVar
 from dataclasses import dataclass
 from numbers import Real
 from types import NoneType
-from typing import Any, Literal, Protocol, TypeVar, get_args
+from typing import Any, Literal, Protocol, TypeAlias, TypeVar, get_args
 
 import torch
 
@@ -216,11 +216,15 @@ class _Config(Protocol):
     def to_json(self) -> dict[str, Any]: ...
 
 
+#: A kernel's config (:class:`tmm_core.Config`), or a mapping of its fields.
+ConfigLike: TypeAlias = Mapping[str, Any] | _Config | None
+
+
 @contextmanager
 def override(
     *,
     kernel: str | None = None,
-    config: Mapping[str, Any] | _Config | None = None,
+    config: ConfigLike = None,
     disable: Iterable[str] = (),
     on_cache_miss: OnCacheMiss | None = None,
     **changes: Any,

@@ -172,10 +172,10 @@ def _rescaled(
         if along == "m":
             scale_a = scale_a[:, None]
         else:
-            scale_a = scale_a.view(problem.scale_a_shape)
+            scale_a = scale_a.view(problem.shape("scale_a"))
             scale_a = scale_a[:, :, None] if along == "k" else scale_a[_groups_of(problem, offs)].mT
     if scale_b is not None and problem.scale_b == "row" and along != "n":
-        scale_b = _of_rows(problem, scale_b.view(problem.scale_b_shape), offs)
+        scale_b = _of_rows(problem, scale_b.view(problem.shape("scale_b")), offs)
     for scale in (scale_a, scale_b):
         z = z if scale is None else z * scale
     return z

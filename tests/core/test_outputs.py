@@ -19,7 +19,7 @@ from tmm_core.dispatch.tuner import Tuner
 from tmm_core.dispatch.verifier import Verifier
 from tmm_core.epilogues import BUILTIN, parse
 from tmm_core.launch import warm
-from tmm_core.spec.kernel import BASELINE
+from tmm_core.spec.launcher import BASELINE
 
 Tensor = torch.Tensor
 CPU = torch.device("cpu")

@@ -15,7 +15,7 @@ from tmm_core.dispatch.fixture import default_limit
 from tmm_core.dispatch.verifier import Verifier
 from tmm_core.epilogues import BUILTIN, parse
 from tmm_core.spec.device import fingerprint
-from tmm_core.spec.kernel import BASELINE
+from tmm_core.spec.launcher import BASELINE
 from tmm_core.spec.operand import Operand
 
 pytestmark = pytest.mark.gpu

@@ -9,7 +9,7 @@ from typing import Any
 from tmm_cache import CandidateResult, TuningRecord
 
 from tmm_core.dispatch.standing import identity, raced
-from tmm_core.spec.kernel import BASELINE
+from tmm_core.spec.launcher import BASELINE
 
 #: Okabe and Ito's colour-blind-safe palette: BLAS, then the other kernels in turn.
 _BLAS = "#0072B2"

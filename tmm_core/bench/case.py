@@ -110,8 +110,8 @@ class Case:
             residual=made("residual", out_dtype, posed.out_shape) if self.residual else None,
             epilogue=epilogue,
             out_dtype=self.out_dtype,
-            scale_a=scale("scale_a", posed.scale_a_shape),
-            scale_b=scale("scale_b", posed.scale_b_shape),
+            scale_a=scale("scale_a", posed.shape("scale_a")),
+            scale_b=scale("scale_b", posed.shape("scale_b")),
             rows=None if groups is None else self._rows(groups, posed.extent, device),
         )
 

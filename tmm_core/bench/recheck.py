@@ -18,10 +18,12 @@ from tmm_core.dispatch.compilers import compiling_threads
 from tmm_core.dispatch.copies import Copies
 from tmm_core.dispatch.timing import GraphTimer, HostTimer, levelled, timer_for
 from tmm_core.dispatch.verifier import Verifier
+from tmm_core.errors import told
 from tmm_core.launch import warm
-from tmm_core.spec.asking import read_config, told
+from tmm_core.spec.asking import read_config
 from tmm_core.spec.device import DeviceFingerprint
-from tmm_core.spec.kernel import BASELINE, Candidate, Kernel, Launcher
+from tmm_core.spec.kernel import Candidate, Kernel
+from tmm_core.spec.launcher import BASELINE, Launcher
 from tmm_core.spec.precision import precision
 from tmm_core.spec.problem import Problem
 

@@ -37,8 +37,8 @@ from tmm_core.dispatch.timing import (
     timer_for,
 )
 from tmm_core.dispatch.tuning import SETTLE
+from tmm_core.errors import told
 from tmm_core.launch import warm
-from tmm_core.spec.asking import told
 from tmm_core.spec.precision import precision
 from tmm_core.spec.problem import Problem
 

@@ -12,9 +12,10 @@ from tmm_core.dispatch.compilers import NotCompiledError
 from tmm_core.dispatch.copies import Runner
 from tmm_core.dispatch.proposals import group
 from tmm_core.dispatch.standing import MARGIN
-from tmm_core.spec.asking import told
+from tmm_core.errors import told
 from tmm_core.spec.bucket import inside
-from tmm_core.spec.kernel import BASELINE, Candidate, Launcher
+from tmm_core.spec.kernel import Candidate
+from tmm_core.spec.launcher import BASELINE, Launcher
 from tmm_core.spec.problem import Problem
 
 #: The best config of every other kernel stays on record as a reserve if it takes at most this many

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 
 import torch
 
-from tmm_core.spec.kernel import Launcher
+from tmm_core.spec.launcher import Launcher
 
 #: Seconds one candidate may take to bind.
 BIND_LIMIT = 60.0

@@ -9,9 +9,9 @@ import torch
 
 from tmm_core.dispatch import random_inputs, rotation
 from tmm_core.dispatch.ragged import Inputs
+from tmm_core.errors import let_through
 from tmm_core.launch.beside import delivering
-from tmm_core.spec.asking import let_through
-from tmm_core.spec.kernel import Launcher
+from tmm_core.spec.launcher import Launcher
 from tmm_core.spec.problem import Problem
 
 

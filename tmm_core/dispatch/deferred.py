@@ -16,8 +16,8 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from tmm_core.errors import let_through
 from tmm_core.settings import Settings
-from tmm_core.spec.asking import let_through
 from tmm_core.spec.kernel import Deferred, Kernel
 from tmm_core.spec.problem import REQUIREMENTS, Problem
 

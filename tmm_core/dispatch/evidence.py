@@ -16,7 +16,8 @@ from tmm_core.launch.plan import Choice
 from tmm_core.settings import Settings
 from tmm_core.spec.asking import read_config
 from tmm_core.spec.bucket import bucketed
-from tmm_core.spec.kernel import BASELINE, Candidate, Kernel
+from tmm_core.spec.kernel import Candidate, Kernel
+from tmm_core.spec.launcher import BASELINE
 from tmm_core.spec.problem import Problem
 
 

@@ -13,7 +13,7 @@ from tmm_core.dispatch.jobs import Job, recalled
 from tmm_core.dispatch.processes import end_with_parent, opened
 from tmm_core.dispatch.registry import Registry
 from tmm_core.dispatch.verifier import Verifier
-from tmm_core.spec.asking import told
+from tmm_core.errors import told
 from tmm_core.spec.precision import precision
 
 

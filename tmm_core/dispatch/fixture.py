@@ -203,7 +203,7 @@ class Fixture:
         p = self.problem
         inputs = footprint(p.a, p.a_shape) + footprint(p.b, p.b_shape)
         inputs += footprint(p.residual, p.out_shape) if p.residual else 0
-        inputs += footprint(Operand(p.bias), (1, *p.bias_shape)[-2:]) if p.bias else 0
+        inputs += footprint(Operand(p.bias), (1, *p.shape("bias"))[-2:]) if p.bias else 0
         for port in p.epilogue.outputs:
             inputs += footprint(Operand(port.dtype), (1, math.prod(port.shape(p.out_shape))))
         size, count = math.prod(p.out_shape), math.prod(p.out_shape[:-2])

@@ -10,7 +10,8 @@ from tmm_core.dispatch.evidence import Evidence, fits
 from tmm_core.dispatch.neighbour import Near, Neighbours
 from tmm_core.dispatch.standing import by_time
 from tmm_core.launch.plan import Choice
-from tmm_core.spec.kernel import BASELINE, Candidate, Kernel
+from tmm_core.spec.kernel import Candidate, Kernel
+from tmm_core.spec.launcher import BASELINE
 from tmm_core.spec.problem import Problem
 
 #: Without a measurement, another kernel is chosen over BLAS only if its estimate is below BLAS's

@@ -9,8 +9,8 @@ from typing import Any
 
 import pluggy
 
+from tmm_core.errors import let_through, shown
 from tmm_core.spec import hookspecs
-from tmm_core.spec.asking import let_through, shown
 
 #: Hooks, in calling order.
 HOOKS = ("tmm_kernels", "tmm_epilogues")

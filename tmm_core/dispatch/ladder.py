@@ -32,7 +32,8 @@ from tmm_core.launch.plan import Choice
 from tmm_core.settings import Settings
 from tmm_core.spec.bucket import bucketed
 from tmm_core.spec.device import DeviceFingerprint
-from tmm_core.spec.kernel import BASELINE, Candidate, Config, Kernel, Launcher
+from tmm_core.spec.kernel import Candidate, Config, Kernel
+from tmm_core.spec.launcher import BASELINE, Launcher
 from tmm_core.spec.problem import Problem
 
 if TYPE_CHECKING:

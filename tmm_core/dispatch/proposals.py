@@ -17,7 +17,8 @@ from tmm_cache import CandidateResult, TuningRecord
 
 from tmm_core.dispatch.standing import by_time
 from tmm_core.spec.asking import read_config
-from tmm_core.spec.kernel import BASELINE, Candidate, Config, Kernel
+from tmm_core.spec.kernel import Candidate, Config, Kernel
+from tmm_core.spec.launcher import BASELINE
 from tmm_core.spec.problem import Problem
 
 #: A config expected to take this many times BLAS's expected time is left out: none of 165 problems

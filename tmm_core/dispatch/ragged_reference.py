@@ -83,10 +83,10 @@ def _one(problem: Problem, inputs: Inputs, group: int, part: tuple[int, int]) ->
     scale_a, scale_b = inputs.scale_a, inputs.scale_b
     along = problem.along
     if problem.scale_a == "row" and scale_a is not None:
-        scale_a = scale_a if along == "m" else scale_a.view(problem.scale_a_shape)[group]
+        scale_a = scale_a if along == "m" else scale_a.view(problem.shape("scale_a"))[group]
         scale_a = scale_a[:, None]
     if problem.scale_b == "row" and scale_b is not None and along != "n":
-        scale_b = scale_b.view(problem.scale_b_shape)[group]
+        scale_b = scale_b.view(problem.shape("scale_b"))[group]
     if along == "m":
         b = b[group]
     elif along == "n":

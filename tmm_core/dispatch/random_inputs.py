@@ -78,7 +78,7 @@ def make(
         size = shape if kind == "row" else ()
         return drawn(name, Operand(torch.float32), (1, math.prod(size))).view(size)
 
-    rows, a_shape, scale_a_shape = None, problem.a_shape, problem.scale_a_shape
+    rows, a_shape, scale_a_shape = None, problem.a_shape, problem.shape("scale_a")
     if problem.groups is not None:
         rows = Rows.of(
             problem.groups, problem.extent, device, generator, skewed=skewed, whole=whole
@@ -88,13 +88,13 @@ def make(
     a, b = drawn("a", problem.a, a_shape), drawn("b", problem.b, problem.b_shape)
     bias = residual = None
     if problem.bias is not None:
-        bias = drawn("bias", Operand(problem.bias), (1, *problem.bias_shape)[-2:])
+        bias = drawn("bias", Operand(problem.bias), (1, *problem.shape("bias"))[-2:])
         bias = bias if problem.groups else bias[0]
     if problem.residual is not None:
         residual = drawn("residual", problem.residual, problem.out_shape)
     alpha = 0.5 if problem.scaled else 1.0
     scale_a = scale("scale_a", problem.scale_a, scale_a_shape)
-    scale_b = scale("scale_b", problem.scale_b, problem.scale_b_shape)
+    scale_b = scale("scale_b", problem.scale_b, problem.shape("scale_b"))
     given = Inputs(a, b, bias, residual, alpha, scale_a, scale_b, rows)
     if rows is not None:
         rows.soil(problem, given)

@@ -19,9 +19,9 @@ from typing import Any, NamedTuple
 from tmm_core.dispatch.deferred import collector_off
 from tmm_core.dispatch.hooks import HOOKS, Hooks
 from tmm_core.epilogues import BUILTIN, EPILOGUES, parse
-from tmm_core.errors import PluginError, UnknownNameError, warn
+from tmm_core.errors import PluginError, UnknownNameError, let_through, shown, told, warn
 from tmm_core.settings import POINTWISE, Settings, names
-from tmm_core.spec.asking import Asked, let_through, shown, told
+from tmm_core.spec.asking import Asked
 from tmm_core.spec.epilogue import IDENTITY, INTERNED, Epilogue, EpilogueLike
 from tmm_core.spec.kernel import Deferred, Kernel
 from tmm_core.spec.problem import Problem

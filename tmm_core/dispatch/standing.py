@@ -8,7 +8,7 @@ from typing import Any
 
 from tmm_cache import CandidateResult, TuningRecord
 
-from tmm_core.spec.kernel import BASELINE
+from tmm_core.spec.launcher import BASELINE
 
 #: By how much a winner has to beat BLAS: with as many samples as in the last stage, two medians of
 #: one kernel differ by up to 0.5 % on a quiet H200.

@@ -13,7 +13,7 @@ from tmm_core.dispatch.fixture import Fixture, InputSet
 from tmm_core.dispatch.guarded import overlap, same_bits
 from tmm_core.dispatch.special import planted
 from tmm_core.dispatch.verify_outputs import Outputs
-from tmm_core.spec.kernel import Launcher
+from tmm_core.spec.launcher import Launcher
 
 
 class WrongError(Exception):

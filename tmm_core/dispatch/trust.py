@@ -16,7 +16,8 @@ from tmm_cache import CacheStore, digest
 
 from tmm_core.launch.plan import Choice
 from tmm_core.spec.bucket import bucketed
-from tmm_core.spec.kernel import BASELINE, Candidate, Launcher
+from tmm_core.spec.kernel import Candidate
+from tmm_core.spec.launcher import BASELINE, Launcher
 from tmm_core.spec.problem import Problem
 from tmm_core.version import __version__
 

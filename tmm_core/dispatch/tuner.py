@@ -25,7 +25,8 @@ from tmm_core.dispatch.tuning import Equipment, Tuning
 from tmm_core.dispatch.unmeasured import unmeasured
 from tmm_core.settings import Settings
 from tmm_core.spec.asking import Asked
-from tmm_core.spec.kernel import BASELINE, Kernel
+from tmm_core.spec.kernel import Kernel
+from tmm_core.spec.launcher import BASELINE
 from tmm_core.spec.precision import require_posed
 from tmm_core.spec.problem import Problem
 

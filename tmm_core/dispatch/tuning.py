@@ -36,11 +36,12 @@ from tmm_core.dispatch.timing import LONG_US, Timer, held_up, levelled, timer_fo
 from tmm_core.dispatch.trust import device_of
 from tmm_core.dispatch.unmeasured import BUDGET_ENDED
 from tmm_core.dispatch.verifier import Verifier
-from tmm_core.errors import warn
+from tmm_core.errors import let_through, warn
 from tmm_core.settings import Settings
-from tmm_core.spec.asking import Asked, let_through
+from tmm_core.spec.asking import Asked
 from tmm_core.spec.bucket import between, inside
-from tmm_core.spec.kernel import BASELINE, Candidate, Launcher
+from tmm_core.spec.kernel import Candidate
+from tmm_core.spec.launcher import BASELINE, Launcher
 from tmm_core.spec.problem import Problem
 
 #: Samples of each candidate, µs per sample, and how much slower than the best a candidate may be to

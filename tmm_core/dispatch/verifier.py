@@ -14,7 +14,7 @@ import torch
 
 from tmm_core.dispatch.fixture import Fixture
 from tmm_core.dispatch.trial import Trial, WrongError
-from tmm_core.spec.kernel import Launcher
+from tmm_core.spec.launcher import Launcher
 
 
 @dataclass(frozen=True, slots=True)

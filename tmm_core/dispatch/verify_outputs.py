@@ -19,7 +19,7 @@ from tmm_core.dispatch import verify
 from tmm_core.dispatch.fixture import Expected, Fixture
 from tmm_core.dispatch.guarded import UNWRITTEN, guarded, same_bits
 from tmm_core.dispatch.special import kinds_of
-from tmm_core.spec.kernel import Launcher
+from tmm_core.spec.launcher import Launcher
 from tmm_core.spec.operand import Operand
 from tmm_core.spec.port import Port
 

@@ -13,49 +13,18 @@ import torch
 
 from tmm_core import compat
 from tmm_core.formats import BY_STORAGE
-from tmm_core.interop import flops, levels
+from tmm_core.interop import levels
+from tmm_core.interop.declaration import declare
 from tmm_core.interop.gradients import followed
-from tmm_core.interop.operator import autocast, in_memory
-from tmm_core.launch.check import check_out, result_dtype
+from tmm_core.launch.check import result_dtype
 from tmm_core.launch.grouped import check, ragged_along, refuse_outputs, run, undisturbed
 from tmm_core.launch.warm import epilogue_of
 from tmm_core.settings import overridden, within
-from tmm_core.spec.arguments import GROUPED_ROLES, GroupedArguments, schema
+from tmm_core.spec.arguments import GroupedArguments
 from tmm_core.spec.epilogue import IDENTITY
 from tmm_core.spec.operand import grouped_strides
 
 Tensor = torch.Tensor
-
-library = torch.library.Library("tmm", "FRAGMENT")
-library.define(
-    f"grouped_matmul({schema(GroupedArguments)}) -> Tensor", tags=(torch.Tag.pt2_compliant_tag,)
-)
-library.define(
-    f"grouped_matmul.out({schema(GroupedArguments)}, *, Tensor(a!) out) -> Tensor(a!)",
-    tags=(torch.Tag.pt2_compliant_tag,),
-)
-
-
-def _fake(*given: Any, **named: Any) -> Tensor:
-    call = GroupedArguments(*given, **named)
-    shape = check(call, epilogue_of(call.epilogue))
-    dtype = result_dtype(call.a, call.out_dtype)
-    return call.a.new_empty_strided(shape, grouped_strides(shape, dtype), dtype=dtype)
-
-
-def _run_out(*given: Any, out: Tensor, **named: Any) -> Tensor:
-    """Write to ``out``; rows beyond the last group may be overwritten."""
-    call = GroupedArguments(*given, **named)
-    shape = torch.Size(check(call, epilogue_of(call.epilogue)))
-    apart = check_out(out, shape, result_dtype(call.a, call.out_dtype), call.given)
-    if apart and in_memory(out, *call.given):
-        return run(*call._replace(out=out))
-    return out.copy_(grouped_matmul(*call[:-1]))
-
-
-library.impl("grouped_matmul", run, "CompositeExplicitAutograd")
-library.impl("grouped_matmul.out", _run_out, "CompositeImplicitAutograd")
-torch.library.register_fake("tmm::grouped_matmul", _fake, lib=library)
 
 
 def _differentiable(*given: Any, **named: Any) -> Tensor:
@@ -228,12 +197,6 @@ def _underivable(ctx: Any, grad: Tensor) -> Any:
     )
 
 
-if compat.below_autograd is not None:
-    library.impl("grouped_matmul", _differentiable, "Autograd")
-else:
-    torch.library.register_autograd("tmm::grouped_matmul", _underivable, lib=library)
-
-
 def grouped_flops(*given: Any, out_shape: Any = None, **named: Any) -> int:
     """FLOPs, a multiply-add counted as two, as if all rows were in a group."""
     call: Any = GroupedArguments(*given, **named)
@@ -241,9 +204,20 @@ def grouped_flops(*given: Any, out_shape: Any = None, **named: Any) -> int:
     return int(2 * rows * call.a[-1] * call.b[-1])
 
 
-flops.count(torch.ops.tmm.grouped_matmul, grouped_flops)
+def _empty(call: GroupedArguments, shape: torch.Size) -> Tensor:
+    dtype = result_dtype(call.a, call.out_dtype)
+    return call.a.new_empty_strided(shape, grouped_strides(shape, dtype), dtype=dtype)
 
-grouped_matmul = torch.ops.tmm.grouped_matmul.default
+
+#: With ``out``, rows beyond the last group may be overwritten.
+grouped_matmul = declare(
+    "grouped_matmul",
+    GroupedArguments,
+    run=run,
+    check=check,
+    empty=_empty,
+    derivative=_differentiable,
+    backward=_underivable,
+    flop_formula=grouped_flops,
+)
 grouped_matmul_out = torch.ops.tmm.grouped_matmul.out
-library.impl("grouped_matmul", autocast("cuda", grouped_matmul, GROUPED_ROLES), "AutocastCUDA")
-library.impl("grouped_matmul", autocast("cpu", grouped_matmul, GROUPED_ROLES), "AutocastCPU")

@@ -13,9 +13,10 @@ import torch
 
 from tmm_core import compat
 from tmm_core.interop import flops, levels, operator, unusual
-from tmm_core.launch.check import check, result_dtype
+from tmm_core.interop.declaration import declare
+from tmm_core.launch.check import check
 from tmm_core.launch.warm import epilogue_of, run
-from tmm_core.spec.arguments import Arguments, schema
+from tmm_core.spec.arguments import Arguments
 
 Tensor = torch.Tensor
 
@@ -68,29 +69,21 @@ def _refuse(*_: Any, **__: Any) -> NoReturn:
     )
 
 
-operator.library.define(
-    f"matmul_outputs({schema()}) -> Tensor[]", tags=(torch.Tag.pt2_compliant_tag,)
-)
-operator.library.impl("matmul_outputs", _run, "CompositeExplicitAutograd")
-
-
-@torch.library.register_fake("tmm::matmul_outputs", lib=operator.library)  # type: ignore[untyped-decorator]
-def _fake(*given: Any) -> list[Tensor]:
-    call = Arguments(*given)
-    parsed = epilogue_of(call.epilogue)
-    shape = check(call, parsed)
-    result = call.a.new_empty(shape, dtype=result_dtype(call.a, call.out_dtype))
-    ports = parsed.outputs
+def _empty(call: Arguments, shape: torch.Size) -> list[Tensor]:
+    result = operator.empty(call, shape)
+    ports = epilogue_of(call.epilogue).outputs
     return [result, *(result.new_empty(port.shape(shape), dtype=port.dtype) for port in ports)]
 
 
-if compat.below_autograd is not None:
-    operator.library.impl("matmul_outputs", _differentiate, "Autograd")
-else:
-    torch.library.register_autograd("tmm::matmul_outputs", _refuse, lib=operator.library)
-torch.library.register_vmap("tmm::matmul_outputs", _refuse, lib=operator.library)
-flops.count(torch.ops.tmm.matmul_outputs, flops.matmul_flops)
-
-_operator = torch.ops.tmm.matmul_outputs.default
-operator.library.impl("matmul_outputs", operator.autocast("cuda", _operator), "AutocastCUDA")
-operator.library.impl("matmul_outputs", operator.autocast("cpu", _operator), "AutocastCPU")
+_operator = declare(
+    "matmul_outputs",
+    Arguments,
+    run=_run,
+    check=check,
+    empty=_empty,
+    derivative=_differentiate,
+    backward=_refuse,
+    vmap=_refuse,
+    flop_formula=flops.matmul_flops,
+    returns="Tensor[]",
+)

@@ -23,7 +23,7 @@ it yourself. Nothing in ``matmul`` waits for another rank; only DTensor's redist
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -36,7 +36,13 @@ from tmm_core.errors import TmmWarning
 from tmm_core.interop import grouped, operator
 from tmm_core.launch import warm
 from tmm_core.launch.grouped import ragged_along
-from tmm_core.spec.arguments import GROUPED_TENSORS, Arguments, GroupedArguments
+from tmm_core.spec.arguments import (
+    GROUPED_ROLES,
+    ROLES,
+    Arguments,
+    GroupedArguments,
+    Role,
+)
 
 #: Placements of the result, then of each tensor argument in the operator's order.
 Rule = tuple[list[Placement], list[Placement]]
@@ -70,17 +76,9 @@ def shardings(*given: Any, **named: Any) -> list[Rule]:
     """The rules over one mesh dimension for operands with these ``shape`` and ``ndim``."""
     call: Any = Arguments(*given, **named)
     a, b = call.a, call.b
-    batch = range(max(a.ndim, b.ndim, 2) - 2)
-    out = [*batch, *("m" * (a.ndim > 1)), *("n" * (b.ndim > 1))]
-    dimensions = {
-        "a": [*batch, "m", "k"],
-        "b": [*batch, "k", "n"] if b.ndim > 1 else ["k"],
-        "bias": ["n"],
-        "residual": out,
-        "scale_a": [*batch, "m", None],
-        "scale_b": [*batch, None, "n"],
-    }
-    return _rules(call, dimensions, out, [*out, "k"])
+    lacking = "m" * (a.ndim == 1) + "n" * (b.ndim == 1)
+    dimensions = _dimensions(ROLES, range(max(a.ndim, b.ndim, 2) - 2), lacking)
+    return _rules(call, dimensions, [*dimensions["out"], "k"])
 
 
 def grouped_shardings(*given: Any, **named: Any) -> list[Rule]:
@@ -89,33 +87,39 @@ def grouped_shardings(*given: Any, **named: Any) -> list[Rule]:
     local tensors."""
     call: Any = GroupedArguments(*given, **named)
     ragged = ragged_along(call.a, call.b)
-    out = ["group", "m", "n"] if ragged == "k" else ["m", "n"]
     free = [each for each in ("m", "n", "k") if each != ragged]
     if ragged == "k":
         # Flat scales of a ragged sum have a group's rows side by side.
         for each, scale in (("m", call.scale_a), ("n", call.scale_b)):
             if scale is not None and scale.ndim == 1 and scale.shape[0] != 1:
                 free.remove(each)
-    dimensions = dict.fromkeys(GROUPED_TENSORS, ()) | {
-        "a": ["group", "m", "k"],
-        "b": ["group", "k", "n"],
-        "bias": ["group", "n"],
-        "residual": out,
-        "scale_a": ["group", "m"],
-        "scale_b": ["group", "n"],
+    dimensions = _dimensions(GROUPED_ROLES, ["group"], "1")
+    dimensions["out"] = dimensions["out"][ragged != "k" :]
+    return _rules(call, dimensions, free)
+
+
+def _dimensions(roles: Iterable[Role], lead: Iterable[object], lacking: str) -> dict[str, Names]:
+    """The names of each tensor's dimensions, of which it may have only the last.
+
+    Args:
+        lead: The dimensions before a matrix's.
+        lacking: The dimensions that no tensor has.
+    """
+    return {
+        role.name: [*lead, *(each for each in role.dims.lower() if each not in lacking)]
+        for role in roles
+        if role.is_tensor
     }
-    return _rules(call, dimensions, out, free)
 
 
-def _rules(call: Any, dimensions: Mapping[str, Names], out: Names, free: Names) -> list[Rule]:
+def _rules(call: Any, dimensions: Mapping[str, Names], free: Names) -> list[Rule]:
     """The rules of a product.
 
     Args:
-        dimensions: The names of each tensor's dimensions, of which it may have only the last.
-        out: Those of the result's.
+        dimensions: The names of each tensor's.
         free: Those along which tensors may be sharded.
     """
-    fused = warm.epilogue_of(call.epilogue)
+    fused, out = warm.epilogue_of(call.epilogue), dimensions["out"]
     tensors = {name: t for name in dimensions if (t := getattr(call, name)) is not None}
     terms = [name for name in ("bias", "residual") if name in tensors]
     # DTensor turns a replicated tensor into terms by dividing it, which is wrong for integers.

@@ -20,7 +20,7 @@ from tmm_core.launch.check import broadcasts, check_out, check_tensors, product_
 from tmm_core.launch.warm import epilogue_of
 from tmm_core.spec.arguments import EXTRAS, Arguments
 from tmm_core.spec.epilogue import Epilogue
-from tmm_core.spec.kernel import BASELINE
+from tmm_core.spec.launcher import BASELINE
 
 Tensor = torch.Tensor
 

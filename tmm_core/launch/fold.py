@@ -8,16 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
-from tmm_core.spec.kernel import Bound, Launcher
+from tmm_core.spec.launcher import Bound, Launcher
 
 
-@dataclass(frozen=True, slots=True)
-class Fold:
+class Fold(NamedTuple):
     """Converts operands of given shapes to 2-D or 3-D, and the result back to N-D."""
 
     #: The broadcast batch shape of a and b; None: a's rows are folded.

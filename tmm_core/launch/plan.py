@@ -25,8 +25,11 @@ from tmm_core.spec.arguments import (
     parameters,
     signature,
 )
-from tmm_core.spec.kernel import Bound, Candidate, Launcher
+from tmm_core.spec.launcher import Bound, Launcher
 from tmm_core.spec.problem import Problem
+
+if TYPE_CHECKING:
+    from tmm_core.spec.kernel import Candidate
 
 Tensor = torch.Tensor
 

@@ -6,12 +6,10 @@ import itertools
 import linecache
 import weakref
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 
-@dataclass(frozen=True, slots=True)
-class Body:
+class Body(NamedTuple):
     """A launcher's source, which a plan writes out after its own checks.
 
     Attributes:

@@ -15,7 +15,7 @@ from typing import Any, Protocol
 import torch
 
 from tmm_core import compat, settings
-from tmm_core.errors import PluginError
+from tmm_core.errors import PluginError, let_through, told
 from tmm_core.launch.beside import delivering
 from tmm_core.launch.check import PLAIN, check, result_dtype
 from tmm_core.launch.fold import Fold
@@ -32,10 +32,9 @@ from tmm_core.spec.arguments import (
     Role,
     parameters,
 )
-from tmm_core.spec.asking import let_through, told
 from tmm_core.spec.device import fingerprint
 from tmm_core.spec.epilogue import INTERNED, Epilogue
-from tmm_core.spec.kernel import BASELINE, Bound, Launcher
+from tmm_core.spec.launcher import BASELINE, Bound, Launcher
 from tmm_core.spec.problem import Problem
 
 Tensor = torch.Tensor

@@ -11,7 +11,6 @@ it, and declares such problems in :class:`~tmm_core.Supports`.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import torch
@@ -54,14 +53,15 @@ class Arguments(NamedTuple):
         return {name: t for name in EXTRAS if (t := getattr(self, name)) is not None}
 
 
-@dataclass(frozen=True, slots=True)
-class Role:
+class Role(NamedTuple):
     """The role of one argument in the handling of calls.
 
     Attributes:
         name: As in :class:`Arguments`.
         type: In the operator's schema.
         key: Source of its part of a warm call's key.
+        dims: The dimensions of a tensor, after those of a batch or the one of groups: ``m``, ``n``,
+            ``k``, ``N`` for the columns of b, of which a gated result has half, and ``1``.
         cast: Whether autocast casts it.
         extra: Whether launches take it by keyword, if a call has it.
     """
@@ -69,6 +69,7 @@ class Role:
     name: str
     type: str
     key: str
+    dims: str = ""
     cast: bool = False
     extra: bool = False
 
@@ -82,17 +83,17 @@ class Role:
 
 
 ROLES = (
-    Role("a", "Tensor", SIGNATURE, cast=True),
-    Role("b", "Tensor", SIGNATURE, cast=True),
-    Role("bias", "Tensor?", SIGNATURE, cast=True),
-    Role("residual", "Tensor?", SIGNATURE, cast=True),
+    Role("a", "Tensor", SIGNATURE, "mk", cast=True),
+    Role("b", "Tensor", SIGNATURE, "kN", cast=True),
+    Role("bias", "Tensor?", SIGNATURE, "N", cast=True),
+    Role("residual", "Tensor?", SIGNATURE, "mn", cast=True),
     Role("alpha", "float", "{0} == 1.0"),
     Role("epilogue", "str", "{0}"),
     Role("out_dtype", "ScalarType?", "{0}"),
     # Kernels index a scale only by row or column, so it is passed packed.
-    Role("scale_a", "Tensor?", PACKED, extra=True),
-    Role("scale_b", "Tensor?", PACKED, extra=True),
-    Role("out", "Tensor?", SIGNATURE),
+    Role("scale_a", "Tensor?", PACKED, "m1", extra=True),
+    Role("scale_b", "Tensor?", PACKED, "1N", extra=True),
+    Role("out", "Tensor?", SIGNATURE, "mn"),
 )
 ROLE = {role.name: role for role in ROLES}
 assert tuple(ROLE) == Arguments._fields
@@ -138,6 +139,8 @@ GROUPED_ROLES = (
     ROLE["out"],
 )
 assert tuple(role.name for role in GROUPED_ROLES) == GroupedArguments._fields
+#: By the arguments of which they are.
+ROLES_OF: dict[type, tuple[Role, ...]] = {Arguments: ROLES, GroupedArguments: GROUPED_ROLES}
 GROUPED_TENSORS = tuple(
     role.name for role in GROUPED_ROLES if role.is_tensor and role.name != "out"
 )
@@ -176,7 +179,7 @@ def schema(arguments: type[Arguments | GroupedArguments] = Arguments) -> str:
     default = arguments._field_defaults
     parts = [
         f"{role.type} {role.name}" + (f"={default[role.name]!r}" if role.name in default else "")
-        for role in (ROLES if arguments is Arguments else GROUPED_ROLES)
+        for role in ROLES_OF[arguments]
         if role.name != "out"
     ]
     return ", ".join(parts)

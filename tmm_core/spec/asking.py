@@ -19,9 +19,10 @@ from typing import Any, TypeVar
 
 import torch
 
-from tmm_core.errors import ConfigError, PluginError, TmmError, warn
+from tmm_core.errors import ConfigError, PluginError, TmmError, let_through, shown, told, warn
 from tmm_core.spec.anatomy import Anatomy, Resources
-from tmm_core.spec.kernel import Config, Kernel, Launcher, Traits
+from tmm_core.spec.kernel import Config, Kernel, Traits
+from tmm_core.spec.launcher import Launcher
 from tmm_core.spec.problem import Problem
 from tmm_core.spec.supports import Supports
 
@@ -29,35 +30,6 @@ T = TypeVar("T")
 
 #: Maximum number of configs of one kernel for one problem; more suggest an endless generator.
 MOST_CONFIGS = 10_000
-#: Maximum length of a ``repr`` in a message.
-_SHOWN = 200
-
-
-def let_through(error: BaseException) -> None:
-    """Raise ``error`` again if it is the user's Ctrl-C; any other exception of a plugin's code,
-    including ``SystemExit``, is a fault of that code."""
-    if isinstance(error, KeyboardInterrupt):
-        raise error
-
-
-def told(error: BaseException) -> str:
-    """An error's type and text; only its type if ``str()`` fails."""
-    try:
-        text = str(error)
-    except BaseException as another:
-        let_through(another)
-        text = "(its text is unavailable)"
-    return f"{type(error).__name__}: {text}"
-
-
-def shown(thing: object) -> str:
-    """``repr``, truncated; the type if that fails."""
-    try:
-        text = repr(thing)
-    except BaseException as error:
-        let_through(error)
-        text = f"<{type(thing).__qualname__}, whose repr failed>"
-    return text if len(text) <= _SHOWN else f"{text[:_SHOWN]}…"
 
 
 class NonsenseError(ValueError):

@@ -30,7 +30,7 @@ class Groups:
     order of the result's rows. The fields hold their dtypes.
 
     Scales of 8-bit operands are ``scale_a`` per row and ``scale_b`` per column of each group
-    (:attr:`Problem.scale_a_shape`).
+    (:meth:`Problem.shape`).
 
     Elements beyond ``offs[-1]`` belong to no group: they are not read, and in the result they are
     left unchanged or, with ``zeroed``, set to zero, as a gradient requires.

@@ -11,6 +11,7 @@ import torch
 
 from tmm_core import formats
 from tmm_core.formats import Format, ScaleKind
+from tmm_core.spec.arguments import ROLE
 from tmm_core.spec.device import DeviceFingerprint
 from tmm_core.spec.epilogue import IDENTITY, Epilogue
 from tmm_core.spec.groups import Groups
@@ -53,7 +54,7 @@ class Problem:
     tf32: bool = False
     #: Scales of 8-bit operands, fp32 and contiguous: one element, or of shapes ``[M, 1]`` and ``[1,
     #: N]`` (``[1, 2N]`` if gated), with the batch dimension of a and b in front. With groups those
-    #: of ``scale_a_shape`` and ``scale_b_shape``; of gathered rows, one for each row of ``a``.
+    #: of :meth:`shape`; of gathered rows, one for each row of ``a``.
     scale_a: ScaleKind | None = None
     scale_b: ScaleKind | None = None
     #: The products of a ragged problem.
@@ -119,19 +120,35 @@ class Problem:
         change: dict[str, Any] = {self.along: extent}
         return replace(self, **change)
 
+    def shape(self, name: str) -> tuple[int, ...]:
+        """The shape of the argument of that name: of ``a`` and its scale after gathering, if rows
+        are gathered; of a scale per row or column, which in a ragged sum may be flat."""
+        dims = ROLE[name].dims
+        sizes = {"m": self.m, "n": self.n, "k": self.k, "N": self.width, "1": 1}
+        if self.groups is None:
+            stack = (self.batch,) if self.batch != 1 and len(dims) > 1 else ()
+        else:
+            dims = dims.replace("1", "")
+            stack = () if self.groups.ragged in dims.lower() else (self.groups.count,)
+        return (*stack, *(sizes[each] for each in dims))
+
+    @property
+    def width(self) -> int:
+        """The columns of ``b``."""
+        return self.n * (2 if self.gated else 1)
+
     @property
     def a_shape(self) -> tuple[int, ...]:
-        """The shape of ``a``; if rows are gathered, after gathering."""
-        return (*self._stack("n"), self.m, self.k)
+        return self.shape("a")
 
     @property
     def b_shape(self) -> tuple[int, ...]:
-        return (*self._stack("m"), self.k, self.n * (2 if self.gated else 1))
+        return self.shape("b")
 
     @property
     def out_shape(self) -> tuple[int, ...]:
         """The shape of the result, and of a residual."""
-        return (*self._stack("k"), self.m, self.n)
+        return self.shape("out")
 
     @property
     def out_strides(self) -> tuple[int, ...]:
@@ -156,35 +173,6 @@ class Problem:
         dimension of size one means nothing."""
         steps = zip(out.shape, out.stride(), self.out_strides, strict=True)
         return not out.numel() or all(size == 1 or own == made for size, own, made in steps)
-
-    @property
-    def bias_shape(self) -> tuple[int, ...]:
-        """A vector, or one per group."""
-        width = self.b_shape[-1]
-        return (self.groups.count, width) if self.groups else (width,)
-
-    @property
-    def scale_a_shape(self) -> tuple[int, ...]:
-        """The shape of a scale per row of ``a``; if rows are gathered, after gathering. Of a ragged
-        sum it may be flat."""
-        if self.groups is None:
-            return (*self._stack("n"), self.m, 1)
-        return (self.m,) if self.groups.ragged == "m" else (self.groups.count, self.m)
-
-    @property
-    def scale_b_shape(self) -> tuple[int, ...]:
-        """The shape of a scale per column of ``b``."""
-        width = self.b_shape[-1]
-        if self.groups is None:
-            return (*self._stack("m"), 1, width)
-        return (width,) if self.groups.ragged == "n" else (self.groups.count, width)
-
-    def _stack(self, ragged: str) -> tuple[int, ...]:
-        """The leading dimensions of the operand that has no ragged dimension if the products are
-        ragged along ``ragged``."""
-        if self.groups is not None:
-            return (self.groups.count,) if self.groups.ragged == ragged else ()
-        return (self.batch,) if self.batch != 1 else ()
 
     @property
     def plain(self) -> bool:
@@ -217,20 +205,15 @@ class Problem:
     @property
     def flops(self) -> int:
         """Multiply-adds counted as two, epilogue left out."""
-        return 2 * self.batch * self.m * self.b_shape[-1] * self.k
+        return 2 * self.batch * self.m * self.width * self.k
 
     @property
     def sizes(self) -> dict[str, int]:
         """The bytes of each matrix, without gaps between its rows."""
-        matrices = {
-            "a": (self.a, self.a_shape),
-            "b": (self.b, self.b_shape),
-            "out": (self.out, self.out_shape),
-            "residual": (self.residual, self.out_shape),
-        }
+        matrices = {"a": self.a, "b": self.b, "out": self.out, "residual": self.residual}
         return {
-            name: math.prod(shape) * matrix.dtype.itemsize
-            for name, (matrix, shape) in matrices.items()
+            name: math.prod(self.shape(name)) * matrix.dtype.itemsize
+            for name, matrix in matrices.items()
             if matrix is not None
         }
 

@@ -29,7 +29,8 @@ from tmm_core.dispatch.verifier import Verifier
 from tmm_core.errors import ConfigError
 from tmm_core.spec.device import fingerprint, interpreting
 from tmm_core.spec.hookspecs import hookimpl
-from tmm_core.spec.kernel import Config, Kernel, Launcher
+from tmm_core.spec.kernel import Config, Kernel
+from tmm_core.spec.launcher import Launcher
 from tmm_core.spec.precision import precision
 from tmm_core.spec.problem import Problem
 from tmm_core.testing.probe import Posed, Probe

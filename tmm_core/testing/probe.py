@@ -17,7 +17,7 @@ from tmm_core.dispatch.verifier import Verifier
 from tmm_core.formats import ScaleKind, wide
 from tmm_core.spec.device import fingerprint
 from tmm_core.spec.epilogue import IDENTITY, Epilogue
-from tmm_core.spec.kernel import Launcher
+from tmm_core.spec.launcher import Launcher
 from tmm_core.spec.operand import Operand
 from tmm_core.spec.precision import precision
 from tmm_core.spec.problem import Problem

@@ -13,7 +13,7 @@ from tmm_core import compat
 from tmm_core.launch.fold import Fold
 from tmm_core.launch.source import Body, address, written
 from tmm_core.spec.arguments import EXTRAS, LAUNCHED, keywords, launch_parameters
-from tmm_core.spec.kernel import Bound, Launcher
+from tmm_core.spec.launcher import Bound, Launcher
 from tmm_core.spec.operand import grouped_strides
 from tmm_core.triton.launch import Grid, Launch, TensorMaps
 

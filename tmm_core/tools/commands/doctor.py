@@ -31,8 +31,7 @@ from tmm_core.bench.environment import driver_version
 from tmm_core.dispatch import verify
 from tmm_core.dispatch.first_launch import FirstLaunches
 from tmm_core.dispatch.registry import DISTRIBUTION
-from tmm_core.errors import PluginError, SettingsError
-from tmm_core.spec.asking import let_through, told
+from tmm_core.errors import PluginError, SettingsError, let_through, told
 from tmm_core.spec.device import fingerprint, interpreting, version_of
 from tmm_core.spec.kernel import Candidate, Kernel
 from tmm_core.spec.problem import Problem

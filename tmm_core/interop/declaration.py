@@ -1,0 +1,131 @@
+"""Declares an operator of the library ``tmm`` with all the rules that torch wants of one.
+
+Each of tmm's operators is declared by one call of :func:`declare`. It is opaque to torch.compile
+and dispatches at run time (:mod:`tmm_core.dispatch`), so that thousands of M cost no recompile.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tmm_core import compat
+from tmm_core.formats import BY_STORAGE
+from tmm_core.interop import flops, levels
+from tmm_core.launch.check import check_out, result_dtype
+from tmm_core.launch.warm import epilogue_of, plain
+from tmm_core.settings import overridden, within
+from tmm_core.spec.arguments import ROLES_OF, Arguments, GroupedArguments, Role, schema
+
+Tensor = torch.Tensor
+
+_library = torch.library.Library("tmm", "DEF")
+_TAGS = (torch.Tag.pt2_compliant_tag,)
+
+
+def declare(
+    name: str,
+    arguments: type[Arguments | GroupedArguments],
+    *,
+    run: Callable[..., Any],
+    check: Callable[..., Any],
+    empty: Callable[..., Any],
+    derivative: Callable[..., Any],
+    backward: Callable[..., Any],
+    keep: Callable[..., None] | None = None,
+    vmap: Callable[..., Any] | None = None,
+    flop_formula: Callable[..., int],
+    returns: str = "Tensor",
+) -> Any:
+    """Declare ``tmm::name`` and return the operator.
+
+    Torch passes arguments in the schema's order and omits trailing defaults. What returns one
+    tensor gets an overload ``out``, too, which is decomposed wherever torch traces, transforms or
+    counts, so that these see only one operator.
+
+    Args:
+        arguments: Its arguments, whose roles give its schema and what autocast casts.
+        run: Computes the result.
+        check: ``(call, epilogue) -> shape`` of the result; raises if arguments do not fit.
+        empty: ``(call, shape) -> `` an uninitialised result.
+        derivative: What runs where a gradient may be wanted.
+        backward: The operator's derivative by ``torch.library.register_autograd``, for a torch
+            that cannot call an operator below its autograd (:mod:`tmm_core.compat`).
+        keep: Saves for ``backward``.
+        vmap: The rule for ``torch.vmap``.
+        flop_formula: FLOPs by shapes, for torch's counter.
+    """
+    qualified = f"tmm::{name}"
+    _library.define(f"{name}({schema(arguments)}) -> {returns}", tags=_TAGS)
+    packet = getattr(torch.ops.tmm, name)
+    operator = packet.default
+
+    def shaped(*given: Any, **named: Any) -> tuple[Any, torch.Size]:
+        call: Any = arguments(*given, **named)
+        return call, torch.Size(check(call, epilogue_of(call.epilogue)))
+
+    def fake(*given: Any, **named: Any) -> Any:
+        return empty(*shaped(*given, **named))
+
+    def run_out(*given: Any, out: Tensor, **named: Any) -> Tensor:
+        call, shape = shaped(*given, **named)
+        apart = check_out(out, shape, result_dtype(call.a, call.out_dtype), call.given)
+        if apart and _in_memory(out, *call.given):
+            return run(*call._replace(out=out))  # type: ignore[no-any-return]
+        return out.copy_(operator(*call[:-1]))
+
+    _library.impl(name, run, "CompositeExplicitAutograd")
+    torch.library.register_fake(qualified, fake, lib=_library)
+    if returns == "Tensor":
+        out_schema = f"{name}.out({schema(arguments)}, *, Tensor(a!) out) -> Tensor(a!)"
+        _library.define(out_schema, tags=_TAGS)
+        _library.impl(f"{name}.out", run_out, "CompositeImplicitAutograd")
+    if compat.below_autograd is not None:
+        _library.impl(name, derivative, "Autograd")
+    else:
+        torch.library.register_autograd(qualified, backward, setup_context=keep, lib=_library)
+    if vmap is not None:
+        torch.library.register_vmap(qualified, vmap, lib=_library)
+    for device in ("cuda", "cpu"):
+        rule = _autocast(device, operator, ROLES_OF[arguments])
+        _library.impl(name, rule, f"Autocast{device.upper()}")
+    flops.count(packet, flop_formula)
+    return operator
+
+
+def _in_memory(*tensors: Tensor) -> bool:
+    """Whether these tensors can be passed to a kernel as they are, and no mode or transform has to
+    see the call."""
+    return (
+        not compat.dispatch_modes()
+        and not levels.differentiated(*tensors)
+        and all(map(plain, tensors))
+    )
+
+
+def _autocast(
+    device: str, operator: Callable[..., Any], roles: tuple[Role, ...]
+) -> Callable[..., Any]:
+    """The autocast rule on ``device`` of ``operator``, whose arguments have these ``roles``."""
+
+    def cast(*given: Any) -> Any:
+        """Cast floating operands to the active dtype, as torch.matmul does. Operands with a format
+        and everything that goes with them stay as they are: their scales set their range."""
+        dtype = torch.get_autocast_dtype(device)
+        stored = given[0].dtype in BY_STORAGE
+
+        def to(role: Role, value: Any) -> Any:
+            eligible = role.cast and value is not None and not stored
+            eligible = eligible and value.is_floating_point() and value.dtype != torch.float64
+            return value.to(dtype) if eligible else value
+
+        with compat.without_autocast(device):
+            arguments = [to(role, value) for role, value in zip(roles, given, strict=False)]
+            if arguments[1] is given[1]:
+                return operator(*arguments)
+            # The cast has just written the weight.
+            return within(overridden(), operator, *arguments)
+
+    return cast

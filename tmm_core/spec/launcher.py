@@ -1,0 +1,65 @@
+"""Launchers: what a kernel's ``bind`` returns, and all of a kernel that warm calls need."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+
+#: Name of the kernel that serves every problem, and that every other has to beat.
+BASELINE = "blas"
+
+
+class Launcher(Protocol):
+    """A kernel compiled for one problem and config: what the warm path calls.
+
+    Operands are 2-D, or 3-D if the problem is batched, with exactly the shapes, dtypes and stride
+    classes of the problem it was bound to. ``out`` is the destination (allocated by the launcher if
+    ``None``, with :attr:`Problem.out_strides`) and is returned. It launches on the current
+    stream of the current device and does not synchronise.
+
+    What a problem has besides follows by keyword, and only where it has it: ``scale_a`` and
+    ``scale_b``, and ``outputs``, a tuple of what to write beside the result, contiguous: for each
+    output of the epilogue ``[M]`` of rows, ``[N]`` of columns, ``[M, N]`` or a scalar. A kernel
+    that does not declare such problems need not take them.
+    """
+
+    def __call__(
+        self,
+        a: torch.Tensor,
+        b: torch.Tensor,
+        bias: torch.Tensor | None,
+        residual: torch.Tensor | None,
+        alpha: float,
+        out: torch.Tensor | None,
+    ) -> torch.Tensor: ...
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Bound:
+    """A launcher with alternative ways to launch it, which ``bind`` may return instead of a
+    function. It is called like the launcher.
+
+    Args:
+        run: The launcher.
+        body: Its statements, which a plan writes out after its own checks
+            (:class:`tmm_core.launch.source.Body`).
+        folded: Takes the fold of N-D operands (:class:`tmm_core.launch.fold.Fold`), the caller's a,
+            b and residual with fixed shapes and strides, and the launcher that passes views of
+            them; returns a launcher of the same products without views, or None. Two views cost 2
+            µs in a call whose kernel may take 3.
+    """
+
+    run: Launcher
+    body: Any = None
+    folded: Callable[..., Launcher | Bound | None] | None = None
+
+    def __call__(self, *arguments: Any, **extras: Any) -> torch.Tensor:
+        return self.run(*arguments, **extras)
+
+    @classmethod
+    def of(cls, launcher: Launcher | Bound) -> Bound:
+        """The result of ``bind`` as a Bound, whether it is a function or not."""
+        return launcher if isinstance(launcher, Bound) else cls(launcher)
