@@ -49,9 +49,15 @@ GATED_PASSES = 15
 
 @dataclass(frozen=True, kw_only=True)
 class BlasConfig(Config):
-    """``fused``: bias and relu inside cuBLASLt."""
+    """One of torch's ways.
+
+    Args:
+        fused: Bias and relu inside cuBLASLt.
+        halves: Gate and up projection by a product each, as eager code has them.
+    """
 
     fused: bool = False
+    halves: bool = False
 
 
 class Blas(Kernel[BlasConfig]):
@@ -96,6 +102,8 @@ class Blas(Kernel[BlasConfig]):
         yield BlasConfig()
         if _fusable(problem):
             yield BlasConfig(fused=True)
+        if _divisible(problem):
+            yield BlasConfig(halves=True)
 
     def default_config(self, problem: Problem) -> BlasConfig:
         return BlasConfig()
@@ -109,10 +117,14 @@ class Blas(Kernel[BlasConfig]):
             return grouped_mm.bind(problem)
         if config.fused and not _fusable(problem):
             raise ValueError(f"cuBLASLt fuses bias + relu into plain 2-D products, not {problem}")
+        if config.halves and not _divisible(problem):
+            raise ValueError(f"halves are of a gated 2-D product of plain dtypes, not {problem}")
         if config.fused:
             return _bind_biased(torch._addmm_activation, problem.scaled)  # bias and relu
         if problem.epilogue.outputs:
             return _bind_outputs(problem)
+        if config.halves:
+            return _bind_halves(problem)
         if problem.format is None:
             return bind_product(problem)
         if problem.fp8 and _takes_fp8(problem):
@@ -145,7 +157,7 @@ class Blas(Kernel[BlasConfig]):
         # An elementwise pass over an output that fits in L2 runs at about three times HBM speed.
         cached = 3.0 if result < problem.device.l2 / 2 else 1.0
         passes = steps * result / (machine.memory * cached)
-        return product + passes + LAUNCH_US * (1 + (steps > 0))
+        return product + passes + LAUNCH_US * (1 + (steps > 0) + config.halves)
 
 
 def bind_product(problem: Problem) -> Bound:
@@ -267,6 +279,37 @@ def finish(
         z = z * alpha
     z = problem.epilogue.expression(z, bias, residual)
     return z.to(problem.out.dtype) if out is None else out.copy_(z)
+
+
+def _divisible(problem: Problem) -> bool:
+    """Whether gate and up projection may be products of their own."""
+    if not problem.gated or problem.epilogue.interleaved or problem.epilogue.outputs:
+        return False
+    plain = problem.format is None and problem.groups is None and problem.batch == 1
+    same = problem.out.dtype == problem.a.dtype and problem.bias in (None, problem.a.dtype)
+    return plain and same and not problem.scaled
+
+
+def _bind_halves(problem: Problem) -> Launcher:
+    def run(
+        a: Tensor,
+        b: Tensor,
+        bias: Tensor | None,
+        residual: Tensor | None,
+        alpha: float,
+        out: Tensor | None,
+    ) -> Tensor:
+        halves = b.chunk(2, dim=-1)
+        if bias is None:
+            products = [torch.mm(a, half) for half in halves]
+        else:
+            both = zip(bias.chunk(2), halves, strict=True)
+            products = [torch.addmm(own, a, half) for own, half in both]
+        y = problem.epilogue.apply_to(*products)
+        y = y if residual is None else y + residual
+        return y if out is None else out.copy_(y)
+
+    return run
 
 
 def _bind_outputs(problem: Problem) -> Launcher:

@@ -247,11 +247,15 @@ class Epilogue:
 
     def apply(self, z: torch.Tensor) -> torch.Tensor:
         """The reference on the whole product ``z`` (width 2N where gated), in z's dtype."""
-        if self.is_identity:
-            return z
-        for stage in self.stages or (self,):
-            z = stage.reference(*stage.inputs(z), *stage.parameters)
-        return z
+        return z if self.is_identity else self.apply_to(*self.inputs(z))
+
+    def apply_to(self, *inputs: torch.Tensor) -> torch.Tensor:
+        """The reference on its :meth:`inputs`."""
+        first, *others = self.stages or (self,)
+        y = first.reference(*inputs, *first.parameters)
+        for stage in others:
+            y = stage.reference(y, *stage.parameters)
+        return y
 
     def inputs(self, z: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """The arguments of the reference in the whole product ``z``: gate and up, or all of it."""
