@@ -27,7 +27,7 @@ from tmm_core.launch import grouped, warm
 from tmm_core.launch.plan import Plan
 from tmm_core.spec.arguments import EXTRAS, GroupedArguments
 from tmm_core.spec.device import fingerprint
-from tmm_core.spec.epilogue import Epilogue
+from tmm_core.spec.epilogue import IDENTITY, Epilogue
 from tmm_core.spec.groups import Groups, Ragged
 from tmm_core.spec.operand import Operand, dtype_name, dtype_of
 from tmm_core.spec.problem import Problem
@@ -159,18 +159,11 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class Call(Inputs):
     """The arguments of one ``tmm_core.matmul``, or of a ``grouped_matmul``."""
 
-    a: Tensor
-    b: Tensor
-    bias: Tensor | None
-    residual: Tensor | None
-    epilogue: Epilogue
-    out_dtype: torch.dtype | None
-    scale_a: Tensor | None = None
-    scale_b: Tensor | None = None
-    rows: Rows | None = None
+    epilogue: Epilogue = IDENTITY
+    out_dtype: torch.dtype | None = None
 
     @property
     def keywords(self) -> dict[str, Any]:
@@ -184,11 +177,10 @@ class Call:
         return tmm_core.problem(self.a, self.b, **self.keywords)
 
     def inputs(self) -> Inputs:
-        """The arguments of a launch."""
-        bias, scales = self.bias, {name: getattr(self, name) for name in EXTRAS}
-        if self.rows is not None and bias is not None:
-            bias = bias.expand(len(self.rows.ends), -1)
-        return Inputs(self.a, self.b, bias, self.residual, rows=self.rows, **scales)
+        """The arguments of a launch, which takes a bias for each group."""
+        if self.rows is None or self.bias is None:
+            return self
+        return replace(self, bias=self.bias.expand(len(self.rows.ends), -1))
 
     def matmul(self, **more: Any) -> Tensor:
         """Make the call; ``more`` as in :func:`tmm_core.matmul`."""
