@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +69,9 @@ def run(options: argparse.Namespace) -> int:
         if options.host:
             writer.append(host.measure(device, tune=options.tune, budget=options.budget))
         deadline = started + options.max_seconds
-        for document in _regrets(device, options, done, deadline):
+        random = regret.cases(options.regret, options.dtype or torch.bfloat16)
+        random = [case for case in random if identity("regret", case.to_json()) not in done]
+        for document in regret.measure(device, random, budget=options.budget, deadline=deadline):
             writer.append(document)
         measured = runner.run(tasks, device, _chosen(options, deadline))
         for number, document in enumerate(measured, 1):
@@ -106,17 +108,6 @@ def _chosen(options: argparse.Namespace, deadline: float) -> runner.Options:
     names = ("tune", "budget", "kernels", "inductor", "untuned", "floor", "clocks", "seconds")
     chosen = {name: getattr(options, name) for name in names}
     return runner.Options(**chosen, series=tuple(_series(options)), deadline=deadline)
-
-
-def _regrets(
-    device: torch.device, options: argparse.Namespace, done: set[str], deadline: float
-) -> Iterator[Document]:
-    asked = regret.cases(options.regret, options.dtype or torch.bfloat16)
-    asked = [case for case in asked if identity("regret", case.to_json()) not in done]
-    for document in regret.measure(device, asked, budget=options.budget):
-        yield document
-        if time.monotonic() > deadline:
-            return
 
 
 def _series(options: argparse.Namespace) -> list[series.Series]:
