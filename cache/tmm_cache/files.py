@@ -111,9 +111,10 @@ def _checksum(text: str) -> str:
     return hashlib.sha256(text.encode("ascii")).hexdigest()[:CHECKSUM_DIGITS]
 
 
-def with_checksum(text: str) -> str:
-    """A document's text with its checksum appended as the last field."""
-    return f'{text[:-1]}, "checksum": "{_checksum(text)}"}}\n'
+def sealed(document: Document) -> bytes:
+    """A document's bytes, with its checksum appended as the last field."""
+    text = json.dumps(document, allow_nan=False)
+    return f'{text[:-1]}, "checksum": "{_checksum(text)}"}}\n'.encode("ascii")
 
 
 def has_checksum(data: bytes, document: Document, found: JSON) -> bool:
@@ -237,7 +238,7 @@ def record_bytes(record: TuningRecord, imported: bool = False, checked: bool = F
     document = with_head(document, record)
     if imported:
         document["imported"] = True
-    return with_checksum(json.dumps(document, allow_nan=False)).encode("ascii")
+    return sealed(document)
 
 
 def write_record(path: Path, data: bytes, environment: Document) -> None:
