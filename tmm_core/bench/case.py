@@ -25,7 +25,7 @@ from tmm_core.dispatch.random_inputs import fill, seeded
 from tmm_core.formats import wide
 from tmm_core.launch import grouped, warm
 from tmm_core.launch.plan import Plan
-from tmm_core.spec.arguments import EXTRAS, GroupedArguments
+from tmm_core.spec.arguments import GroupedArguments
 from tmm_core.spec.device import fingerprint
 from tmm_core.spec.epilogue import IDENTITY, Epilogue
 from tmm_core.spec.groups import Groups, Ragged
@@ -167,10 +167,10 @@ class Call(Inputs):
 
     @property
     def keywords(self) -> dict[str, Any]:
-        epilogue = None if self.epilogue.is_identity else self.epilogue.interned()
-        names = ("bias", "residual", "out_dtype", *EXTRAS)
-        rows = {} if self.rows is None else self.rows.given
-        return {name: getattr(self, name) for name in names} | {"epilogue": epilogue} | rows
+        """The keyword arguments that the call has."""
+        given = {name: getattr(self, name) for name in ("bias", "residual", "out_dtype")}
+        given["epilogue"] = None if self.epilogue.is_identity else self.epilogue.interned()
+        return {name: value for name, value in given.items() if value is not None} | self.extras
 
     def problem(self) -> Problem:
         """The problem this call poses."""
@@ -198,9 +198,8 @@ class Call(Inputs):
         """The plan of the kernel chosen for the call; ``forced``: ``kernel`` and ``config``."""
         if self.rows is None:
             return tmm_core.plan(self.a, self.b, **self.keywords, **forced)
-        given = {name: value for name, value in forced.items() if value is not None}
         call = GroupedArguments(self.a, self.b, **self.keywords)
-        with settings.override(**given) as current:
+        with settings.override(**forced) as current:
             return warm.make_plan(call, self.epilogue, current, grouped.pose)
 
 
