@@ -47,7 +47,7 @@ class Fault:
 
     path: Path
     reason: str
-    damaged: bool
+    damaged: bool = False
     #: The fault affects every file of a folder: one warning, not thousands.
     place: bool = False
 
@@ -152,7 +152,7 @@ def read_bytes(path: Path, most: int = MAX_BYTES) -> bytes | Fault | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        return Fault(path.parent, f"cannot be read: {error}", damaged=False, place=True)
+        return Fault(path.parent, f"cannot be read: {error}", place=True)
     try:
         require_regular(status)
         with closing(opened(path, os.O_RDONLY)) as handle:
@@ -160,9 +160,9 @@ def read_bytes(path: Path, most: int = MAX_BYTES) -> bytes | Fault | None:
     except FileNotFoundError:
         return None
     except NotRegularError as error:
-        return Fault(path, str(error), damaged=False)
+        return Fault(path, str(error))
     except OSError as error:
-        return Fault(path, f"cannot be read: {error.strerror or error}", damaged=False)
+        return Fault(path, f"cannot be read: {error.strerror or error}")
     if len(data) > most:
         return Fault(path, f"is larger than {most} bytes", damaged=True)
     return data
