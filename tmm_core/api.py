@@ -125,14 +125,12 @@ def matmul(
         return unusual.by_override(matmul, tensors, **more)
     check_number("matmul", alpha)
     text = text_of(epilogue)
-    if text and has_outputs(text):
-        call = Arguments(a, b, bias, residual, alpha, text, out_dtype, scale_a, scale_b, out)
-        return outputs.matmul(call)  # type: ignore[return-value]  # as documented
-    if unusual.concerns(a, b, bias, residual):
-        text = interned_text(epilogue)
-        call = Arguments(a, b, bias, residual, alpha, text, out_dtype, scale_a, scale_b, out)
-        return unusual.answer(matmul, call)
     arguments = (a, b, bias, residual, alpha, text, out_dtype, scale_a, scale_b)
+    if text and has_outputs(text):
+        return outputs.matmul(Arguments(*arguments, out))  # type: ignore[return-value]  # as documented
+    if unusual.concerns(a, b, bias, residual):
+        call = Arguments(*arguments, out)._replace(epilogue=interned_text(epilogue))
+        return unusual.answer(matmul, call)
     if out is not None:
         return operator.matmul_out(*arguments, out=out)  # type: ignore[no-any-return]
     if not torch.compiler.is_compiling() and type(a) is not Tensor:

@@ -5,14 +5,9 @@ from __future__ import annotations
 import torch
 
 from tmm_core import settings
-from tmm_core.interop import grouped, levels, operator
+from tmm_core.interop import grouped, levels, operator, unusual
 from tmm_core.interop.calls import prepare_for, text_of
-from tmm_core.launch.check import (
-    check_number,
-    check_out,
-    check_residual,
-    check_tensors,
-)
+from tmm_core.launch.check import check_number, check_residual, check_tensors
 from tmm_core.launch.grouped import check_grouped_scales, check_operands, run, undisturbed
 from tmm_core.launch.warm import epilogue_of
 from tmm_core.spec.arguments import GROUPED_TENSORS, TENSORS, GroupedArguments
@@ -154,11 +149,7 @@ def _batched(call: GroupedArguments) -> Tensor:
         out_dtype=out_dtype, scale_a=None if scale_a is None else scale_a.flatten(),
         scale_b=scale_b,
     ).view(shape)  # fmt: skip
-    if out is None:
-        return y
-    given = (a, b, bias, residual, scale_a, scale_b)
-    check_out(out, shape, y.dtype, [t for t in given if t is not None])
-    return out.copy_(y)  # type: ignore[no-any-return]
+    return unusual.delivered(y, out, a, b, bias, residual, scale_a, scale_b)
 
 
 def grouped_linear(

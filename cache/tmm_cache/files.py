@@ -47,7 +47,7 @@ class Fault:
 
     path: Path
     reason: str
-    damaged: bool
+    damaged: bool = False
     #: The fault affects every file of a folder: one warning, not thousands.
     place: bool = False
 
@@ -111,9 +111,10 @@ def _checksum(text: str) -> str:
     return hashlib.sha256(text.encode("ascii")).hexdigest()[:CHECKSUM_DIGITS]
 
 
-def with_checksum(text: str) -> str:
-    """A document's text with its checksum appended as the last field."""
-    return f'{text[:-1]}, "checksum": "{_checksum(text)}"}}\n'
+def sealed(document: Document) -> bytes:
+    """A document's bytes, with its checksum appended as the last field."""
+    text = json.dumps(document, allow_nan=False)
+    return f'{text[:-1]}, "checksum": "{_checksum(text)}"}}\n'.encode("ascii")
 
 
 def has_checksum(data: bytes, document: Document, found: JSON) -> bool:
@@ -151,7 +152,7 @@ def read_bytes(path: Path, most: int = MAX_BYTES) -> bytes | Fault | None:
     except FileNotFoundError:
         return None
     except OSError as error:
-        return Fault(path.parent, f"cannot be read: {error}", damaged=False, place=True)
+        return Fault(path.parent, f"cannot be read: {error}", place=True)
     try:
         require_regular(status)
         with closing(opened(path, os.O_RDONLY)) as handle:
@@ -159,9 +160,9 @@ def read_bytes(path: Path, most: int = MAX_BYTES) -> bytes | Fault | None:
     except FileNotFoundError:
         return None
     except NotRegularError as error:
-        return Fault(path, str(error), damaged=False)
+        return Fault(path, str(error))
     except OSError as error:
-        return Fault(path, f"cannot be read: {error.strerror or error}", damaged=False)
+        return Fault(path, f"cannot be read: {error.strerror or error}")
     if len(data) > most:
         return Fault(path, f"is larger than {most} bytes", damaged=True)
     return data
@@ -237,7 +238,7 @@ def record_bytes(record: TuningRecord, imported: bool = False, checked: bool = F
     document = with_head(document, record)
     if imported:
         document["imported"] = True
-    return with_checksum(json.dumps(document, allow_nan=False)).encode("ascii")
+    return sealed(document)
 
 
 def write_record(path: Path, data: bytes, environment: Document) -> None:

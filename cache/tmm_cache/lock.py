@@ -7,7 +7,6 @@ record is checked when it is requested.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +14,7 @@ from typing import Any, Final
 
 from tmm_cache.disk import write_for_all
 from tmm_cache.errors import RecordError, UsageError
-from tmm_cache.files import Fault, Report, has_checksum, parse, read_bytes, with_checksum
+from tmm_cache.files import Fault, Report, has_checksum, parse, read_bytes, sealed
 from tmm_cache.head import Head
 from tmm_cache.keys import JSON, Document, digest, is_slug
 from tmm_cache.record import TuningRecord
@@ -43,9 +42,8 @@ def write_lock(file: Path, found: Iterable[Summary]) -> int:
                 "record": record.thinned().to_json(),
             }
     # Sorted: the same records give the same bytes, whichever layer they came from.
-    document = {"lock": LOCK_SCHEMA, "records": [locked[key] for key in sorted(locked)]}
-    text = with_checksum(json.dumps(document, allow_nan=False))
-    write_for_all(file, text.encode("ascii"))
+    records = [locked[key] for key in sorted(locked)]
+    write_for_all(file, sealed({"lock": LOCK_SCHEMA, "records": records}))
     return len(locked)
 
 

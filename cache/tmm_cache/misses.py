@@ -86,7 +86,7 @@ def read_misses(folder: Path, report: Report) -> list[tuple[Document, int]]:
             counts[canonical({**json.loads(line)["problem"]})] += 1
         except (KeyError, TypeError, ValueError, RecursionError):
             if number < len(lines):
-                fault = fault or Fault(path, f"line {number} is not a miss", damaged=False)
+                fault = fault or Fault(path, f"line {number} is not a miss")
     if fault is not None:
         report(fault)
     return [(json.loads(text), count) for text, count in counts.items()]

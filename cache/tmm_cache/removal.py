@@ -119,7 +119,7 @@ def remove(root: Path, removals: Iterable[Removal], report: Report) -> int:
     for removal in removals:
         path = removal.path
         if not Path(os.path.realpath(path.parent)).is_relative_to(inside):
-            report(Fault(path, f"lies outside {root}, through a link", damaged=False))
+            report(Fault(path, f"lies outside {root}, through a link"))
             continue
         touched[path.parent] = None
         try:
@@ -128,8 +128,7 @@ def remove(root: Path, removals: Iterable[Removal], report: Report) -> int:
             else:
                 path.unlink(missing_ok=True)
         except OSError as error:
-            reason = f"cannot be removed: {error.strerror or error}"
-            report(Fault(path, reason, damaged=False))
+            report(Fault(path, f"cannot be removed: {error.strerror or error}"))
             continue
         removed += 1
         if removal.kind in ("record", "damaged"):

@@ -8,14 +8,13 @@ from __future__ import annotations
 import re
 from argparse import Namespace
 from collections import Counter
-from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from tmm_cache import evidence, facets
 from tmm_cache.console import DONE, FOUND, Noted, counted, note, print_json
 from tmm_cache.errors import UsageError
-from tmm_cache.files import Fault, read_environment, read_record
+from tmm_cache.files import Fault, read_environment
 from tmm_cache.filters import from_options
 from tmm_cache.head import Best
 from tmm_cache.keys import DIGEST_DIGITS, JSON
@@ -43,8 +42,10 @@ def show(store: CacheStore, options: Namespace) -> int:
         for summary in summaries(root, Noted().fault)
         if everything or (wanted(summary) and summary.digest.startswith(prefix or ""))
     ]
+    # Only those that are printed; None: removed or damaged since the listing.
+    loaded = ((each, record) for each in found if (record := each.load()) is not None)
     if options.json:
-        print_json([_summary_json(summary, record) for summary, record in _loaded(found)])
+        print_json([_summary_json(summary, record) for summary, record in loaded])
     if not found:
         note(f"no records{'' if everything else ' match'} in {', '.join(map(str, looked))}")
         if left := [str(layer) for layer in store.layers if layer not in looked]:
@@ -58,16 +59,9 @@ def show(store: CacheStore, options: Namespace) -> int:
     if prefix is None:
         tables.print_summaries(found, layers, each=options.each)
     else:
-        for summary, record in _loaded(found):
+        for summary, record in loaded:
             tables.print_record(summary, record, layers[summary.root])
     return DONE
-
-
-def _loaded(found: Iterable[Summary]) -> Iterator[tuple[Summary, TuningRecord]]:
-    for summary in found:
-        record = read_record(summary.path, Noted().fault)
-        if record is not None:  # None: removed since the listing
-            yield summary, record
 
 
 def directory(store: CacheStore, options: Namespace) -> int:

@@ -160,7 +160,7 @@ def _subfolders(folder: Path, names: Iterable[str], report: Report) -> Iterator[
         except FileNotFoundError:
             pass
         except OSError as error:
-            report(Fault(path, f"cannot be looked at: {error}", damaged=False, place=True))
+            report(Fault(path, f"cannot be looked at: {error}", place=True))
 
 
 def _names(folder: Path, report: Report) -> list[str] | None:
@@ -170,5 +170,5 @@ def _names(folder: Path, report: Report) -> list[str] | None:
     except FileNotFoundError:
         return []
     except OSError as error:
-        report(Fault(folder, f"cannot be listed: {error}", damaged=False, place=True))
+        report(Fault(folder, f"cannot be listed: {error}", place=True))
         return None

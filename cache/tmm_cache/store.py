@@ -109,8 +109,7 @@ class CacheStore:
                 mine = root == self.root and self._complaints.may_write()
                 return Located(stored.record, path, mine and not stored.imported, stored.sealed)
             else:
-                reason = "records another problem of the same digest"
-                self._complaints.fault(Fault(path, reason, damaged=False))
+                self._complaints.fault(Fault(path, "records another problem of the same digest"))
         return None
 
     def nearest_key(self, gpu: str, environment: Document, problem: Document) -> NearestKey | None:

@@ -131,7 +131,7 @@ def test_a_damaged_lock_file_is_told_once_and_answers_nothing(
 def test_a_bad_record_in_a_lock_file_with_a_right_checksum_costs_itself(
     store: CacheStore, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from tmm_cache.files import with_checksum
+    from tmm_cache.files import sealed
 
     for m in (1, 2):
         store.save(GPU, ENVIRONMENT, record(problem(m=m)))
@@ -141,7 +141,7 @@ def test_a_bad_record_in_a_lock_file_with_a_right_checksum_costs_itself(
     del document["checksum"]
     first = document["records"][0]["record"]
     first["winner"] = 99
-    file.write_text(with_checksum(json.dumps(document)))
+    file.write_bytes(sealed(document))
     good = 3 - first["problem"]["m"]
     deployed = locked(monkeypatch)
     with warned("winner: found 99"):

@@ -591,7 +591,9 @@ def test_host_measures_torch_and_tmm(monkeypatch: pytest.MonkeyPatch) -> None:
     costs = host.measure(CPU)
     assert all(us > 0 for us in costs["us"].values())
     assert {"torch.matmul(x, w)", "tmm.matmul(x, w)", "plan(x, w)"} <= set(costs["us"])
-    assert costs["kernels"] == dict.fromkeys(("plain", "silu", "linear+bias"), "blas fused=False halves=False")
+    assert costs["kernels"] == dict.fromkeys(
+        ("plain", "silu", "linear+bias"), "blas fused=False halves=False"
+    )
     # Tuned beforehand, so that a call measures no tuning.
     assert len(list(dispatch.dispatcher().store.entries())) == 3
 

@@ -25,9 +25,9 @@ from tmm_core.dispatch.random_inputs import fill, seeded
 from tmm_core.formats import wide
 from tmm_core.launch import grouped, warm
 from tmm_core.launch.plan import Plan
-from tmm_core.spec.arguments import EXTRAS, GroupedArguments
+from tmm_core.spec.arguments import GroupedArguments
 from tmm_core.spec.device import fingerprint
-from tmm_core.spec.epilogue import Epilogue
+from tmm_core.spec.epilogue import IDENTITY, Epilogue
 from tmm_core.spec.groups import Groups, Ragged
 from tmm_core.spec.operand import Operand, dtype_name, dtype_of
 from tmm_core.spec.problem import Problem
@@ -159,36 +159,28 @@ class Case:
 
 
 @dataclass(frozen=True, slots=True)
-class Call:
+class Call(Inputs):
     """The arguments of one ``tmm_core.matmul``, or of a ``grouped_matmul``."""
 
-    a: Tensor
-    b: Tensor
-    bias: Tensor | None
-    residual: Tensor | None
-    epilogue: Epilogue
-    out_dtype: torch.dtype | None
-    scale_a: Tensor | None = None
-    scale_b: Tensor | None = None
-    rows: Rows | None = None
+    epilogue: Epilogue = IDENTITY
+    out_dtype: torch.dtype | None = None
 
     @property
     def keywords(self) -> dict[str, Any]:
-        epilogue = None if self.epilogue.is_identity else self.epilogue.interned()
-        names = ("bias", "residual", "out_dtype", *EXTRAS)
-        rows = {} if self.rows is None else self.rows.given
-        return {name: getattr(self, name) for name in names} | {"epilogue": epilogue} | rows
+        """The keyword arguments that the call has."""
+        given = {name: getattr(self, name) for name in ("bias", "residual", "out_dtype")}
+        given["epilogue"] = None if self.epilogue.is_identity else self.epilogue.interned()
+        return {name: value for name, value in given.items() if value is not None} | self.extras
 
     def problem(self) -> Problem:
         """The problem this call poses."""
         return tmm_core.problem(self.a, self.b, **self.keywords)
 
     def inputs(self) -> Inputs:
-        """The arguments of a launch."""
-        bias, scales = self.bias, {name: getattr(self, name) for name in EXTRAS}
-        if self.rows is not None and bias is not None:
-            bias = bias.expand(len(self.rows.ends), -1)
-        return Inputs(self.a, self.b, bias, self.residual, rows=self.rows, **scales)
+        """The arguments of a launch, which takes a bias for each group."""
+        if self.rows is None or self.bias is None:
+            return self
+        return replace(self, bias=self.bias.expand(len(self.rows.ends), -1))
 
     def matmul(self, **more: Any) -> Tensor:
         """Make the call; ``more`` as in :func:`tmm_core.matmul`."""
@@ -206,9 +198,8 @@ class Call:
         """The plan of the kernel chosen for the call; ``forced``: ``kernel`` and ``config``."""
         if self.rows is None:
             return tmm_core.plan(self.a, self.b, **self.keywords, **forced)
-        given = {name: value for name, value in forced.items() if value is not None}
         call = GroupedArguments(self.a, self.b, **self.keywords)
-        with settings.override(**given) as current:
+        with settings.override(**forced) as current:
             return warm.make_plan(call, self.epilogue, current, grouped.pose)
 
 

@@ -6,7 +6,6 @@ with a synchronisation between, so that no launch waits for room in the queue.
 
 from __future__ import annotations
 
-import gc
 import statistics
 import time
 from collections.abc import Callable
@@ -20,6 +19,7 @@ import tmm_core
 from tmm_core import settings
 from tmm_core.bench.case import Case
 from tmm_core.bench.results import Document
+from tmm_core.dispatch.deferred import collector_off
 from tmm_core.spec.operand import dtype_name
 
 SIZE = 16
@@ -84,9 +84,7 @@ def host_us(
             call()
     samples: dict[str, list[float]] = {name: [] for name in calls}
     # A garbage collection in the middle of a batch is not a cost of the call it interrupts.
-    collecting = gc.isenabled()
-    gc.disable()
-    try:
+    with collector_off():
         for _ in range(repeats):
             for name, call in calls.items():
                 if device.type == "cuda":
@@ -95,7 +93,4 @@ def host_us(
                 for _ in range(CALLS):
                     call()
                 samples[name].append((time.perf_counter() - started) * 1e6 / CALLS)
-    finally:
-        if collecting:
-            gc.enable()
     return {name: statistics.median(mine) for name, mine in samples.items()}

@@ -34,10 +34,7 @@ def eager(calls: Sequence[Call]) -> Run:
 
 def tmm(calls: Sequence[Call]) -> Run:
     """``tmm_core.matmul`` with the call's arguments, as users write it."""
-    given = [
-        {name: value for name, value in call.keywords.items() if value is not None}
-        for call in calls
-    ]
+    given = [call.keywords for call in calls]
     function: Any = tmm_core.matmul if calls[0].rows is None else tmm_core.grouped_matmul
     return lambda copy: function(calls[copy].a, calls[copy].b, **given[copy])
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 import math
 import random
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from statistics import median
@@ -56,11 +57,18 @@ def cases(count: int, dtype: torch.dtype = torch.bfloat16) -> list[Case]:
 
 
 def measure(
-    device: torch.device, asked: Iterable[Case], *, budget: float | None = None
+    device: torch.device,
+    asked: Iterable[Case],
+    *,
+    budget: float | None = None,
+    deadline: float = math.inf,
 ) -> Iterator[Document]:
-    """One document for each of the ``asked`` problems; each one's bucket is tuned first."""
+    """One document for each of the ``asked`` problems, until ``time.monotonic()`` reaches the
+    deadline; each one's bucket is tuned first."""
     timer = timer_for(device)
     for case in asked:
+        if time.monotonic() >= deadline:
+            return
         document: Document = {"kind": "regret", "case": case.to_json()}
         try:
             with torch.no_grad(), settings.override(on_cache_miss="heuristic"):

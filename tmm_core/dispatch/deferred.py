@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 @contextmanager
 def collector_off() -> Iterator[None]:
-    """Disable the cyclic GC during imports, whose objects are long-lived: it took 90 of the 310 ms
+    """Disable the cyclic GC: during imports, whose objects are long-lived, it took 90 of the 310 ms
     to import Triton, Gluon and a kernel."""
     enabled = gc.isenabled()
     gc.disable()

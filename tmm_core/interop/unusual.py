@@ -48,7 +48,7 @@ def answer(matmul: Callable[..., Tensor], call: Arguments) -> Tensor:
     a, b, bias, residual, out = call.a, call.b, call.bias, call.residual, call.out
     if not all(strided(t) for t in (a, b, bias, residual) if t is not None):
         _refuse_what_torch_cannot(call)
-        return _delivered(_by_torch(call, parsed), out, a, b, bias, residual)
+        return delivered(_by_torch(call, parsed), out, a, b, bias, residual)
     assert bias is not None
     shape = product_shape(a, b)
     width = shape[-1] if b.dim() > 1 else 1
@@ -67,7 +67,7 @@ def answer(matmul: Callable[..., Tensor], call: Arguments) -> Tensor:
     product = call._replace(bias=None, residual=None, epilogue="", out=None)
     z = matmul(**product._asdict())
     y = parsed.expression(z, bias, residual).to(z.dtype)
-    return _delivered(y, out, a, b, bias, residual)
+    return delivered(y, out, a, b, bias, residual)
 
 
 def by_override(function: Callable[..., Tensor], tensors: dict[str, Any], **rest: Any) -> Tensor:
@@ -110,7 +110,8 @@ def _by_torch(call: Arguments, epilogue: Epilogue) -> Tensor:
     return y if out_dtype is None else y.to(out_dtype)
 
 
-def _delivered(y: Tensor, out: Tensor | None, *inputs: Tensor | None) -> Tensor:
+def delivered(y: Tensor, out: Tensor | None, *inputs: Tensor | None) -> Tensor:
+    """The result, copied to ``out`` if there is one; raises if that does not fit or overlaps."""
     if out is None:
         return y
     apart = [t for t in inputs if t is not None and strided(t)]

@@ -11,15 +11,13 @@ import torch
 from torch import fx, nn
 
 from tmm_core.epilogues.clamped import CLAMPED
-from tmm_core.nn.proof import is_elementwise
+from tmm_core.nn.proof import TOLERANCE, is_elementwise
 
 Gate = Callable[[Any, torch.Tensor], torch.Tensor]
 
 #: The attribute that stores what a layer's gate was found to be, with the numbers it depends on.
 _KEPT = "_tmm_gate"
 _CLAMPS = ("clamp", "clamp_min", "clamp_max")
-#: In float64; see :mod:`tmm_core.nn.proof`.
-_TOLERANCE = 1e-12
 
 
 def epilogue_of(layer: nn.Module, gate: Gate) -> str | None:
@@ -43,7 +41,7 @@ def _proven(layer: nn.Module, gate: Gate, alpha: float, limit: float) -> str | N
         found = fx.GraphModule({}, graph)(_grid(limit))
     except Exception:  # third-party code, run on symbols
         return None
-    same = torch.allclose(found, epilogue.apply(_grid(limit)), rtol=_TOLERANCE, atol=_TOLERANCE)
+    same = torch.allclose(found, epilogue.apply(_grid(limit)), rtol=TOLERANCE, atol=TOLERANCE)
     return epilogue.interned() if same else None
 
 

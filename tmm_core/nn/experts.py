@@ -123,28 +123,12 @@ class Experts(nn.Module):
         )
 
 
-class Routing:
-    """A router's choice, sorted by expert; computed on the device without synchronising.
-
-    Args:
-        index: ``[T, k]``, the experts of each token.
-        weights: ``[T, k]``.
-        experts: Number of experts here.
-    """
-
-    def __init__(self, index: Tensor, weights: Tensor, experts: int) -> None:
-        self.shape = index.shape
-        ids, self.places = torch.sort(index.reshape(-1), stable=True)
-        #: For each row, sorted by expert: its token, its place among all choices, its weight.
-        self.tokens = self.places // max(1, index.shape[-1])
-        self.weights = weights.reshape(-1).gather(0, self.places)
-        of = torch.arange(experts, device=ids.device, dtype=ids.dtype)
-        #: Where each expert's rows end.
-        self.offs = torch.searchsorted(ids, of, right=True, out_int32=True)
-
-    def summed(self, rows: Tensor) -> Tensor:
-        """The sum of each token's rows, already scattered to their places."""
-        return rows.view(*self.shape, rows.shape[-1]).sum(1)
+def _by_expert(index: Tensor, experts: int) -> tuple[Tensor, Tensor]:
+    """The places of a router's choices ``[T, k]`` in the order of their experts, and where each
+    expert's rows end; computed on the device without synchronising."""
+    ids, places = torch.sort(index.reshape(-1), stable=True)
+    of = torch.arange(experts, device=ids.device, dtype=ids.dtype)
+    return places, torch.searchsorted(ids, of, right=True, out_int32=True)
 
 
 def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
@@ -154,24 +138,26 @@ def forward(self: Any, hidden_states: Tensor, top_k_index: Tensor, top_k_weights
     A gate with a known activation is fused with its product, and so is gpt-oss's; any other is
     applied by the layer's own ``_apply_gate`` or ``act_fn``.
     """
-    chosen = Routing(top_k_index, top_k_weights, self.num_experts)
+    places, offs = _by_expert(top_k_index, self.num_experts)
+    # Of each row: its token, and its weight.
+    tokens = places // max(1, top_k_index.shape[-1])
+    weights = top_k_weights.reshape(-1).gather(0, places)
     epilogue, follow = _gate_of(self)
     up = "gate_up_proj" if self.has_gate else "up_proj"
-    between = _product(
-        self, up, hidden_states, chosen.offs, a_index=chosen.tokens, epilogue=epilogue
-    )
+    between = _product(self, up, hidden_states, offs, a_index=tokens, epilogue=epilogue)
     if follow is not None:
         between = follow(between)
     if getattr(self, "has_post_expert_norm", False):
         # The norm comes between the product and the weight.
-        normed = self.post_expert_norm(_product(self, "down_proj", between, chosen.offs))
-        known = torch.arange(len(normed), device=normed.device) < chosen.offs[-1]
-        normed = torch.where(known[:, None], normed * chosen.weights[:, None], 0)
-        down = torch.zeros_like(normed).index_copy(0, chosen.places, normed)
+        normed = self.post_expert_norm(_product(self, "down_proj", between, offs))
+        known = torch.arange(len(normed), device=normed.device) < offs[-1]
+        normed = torch.where(known[:, None], normed * weights[:, None], 0)
+        down = torch.zeros_like(normed).index_copy(0, places, normed)
     else:
-        rows = {"out_index": chosen.places, "out_weights": chosen.weights}
-        down = _product(self, "down_proj", between, chosen.offs, **rows)
-    return chosen.summed(down).to(hidden_states.dtype)
+        rows = {"out_index": places, "out_weights": weights}
+        down = _product(self, "down_proj", between, offs, **rows)
+    # The rows of each token lie beside each other again.
+    return down.view(*top_k_index.shape, down.shape[-1]).sum(1).to(hidden_states.dtype)
 
 
 def _product(layer: Any, name: str, x: Tensor, offs: Tensor, **arguments: Any) -> Tensor:

@@ -31,7 +31,7 @@ _ELEMENTWISE: frozenset[Any] = frozenset(
 )
 
 #: In float64, equivalent formulas differ by some 1e-15; the two gelus by 1e-4.
-_TOLERANCE = 1e-12
+TOLERANCE = 1e-12
 
 
 class NotProvenError(Exception):
@@ -130,7 +130,7 @@ def _named(function: Callable[[torch.Tensor], Any], candidates: Iterable[str]) -
             return None
         for name in candidates:
             expected = parse(name).apply(grid)
-            if torch.allclose(got, expected, rtol=_TOLERANCE, atol=_TOLERANCE):
+            if torch.allclose(got, expected, rtol=TOLERANCE, atol=TOLERANCE):
                 return name
     return None
 

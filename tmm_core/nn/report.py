@@ -92,15 +92,13 @@ class Report:
         if count := kinds.count("experts"):
             lines[0] += f", {count} mixtures of experts grouped"
         done = [(c.path, f"{c.before} → {c.after}") for c in self.changes]
-        lines += [f"  {line}" for line in _folded(done)]
         left = [(item.path, f"{item.module} left alone: {item.reason}") for item in self.left]
-        lines += [f"  {line}" for line in _folded(left)]
-        return "\n".join(lines)
+        return "\n".join(lines + _folded([*done, *left]))
 
 
 def _folded(entries: list[tuple[str, str]]) -> list[str]:
-    """One line for the same entry in every layer of a stack."""
+    """One indented line for the same entry in every layer of a stack."""
     groups: Counter[tuple[str, str]] = Counter(
         (re.sub(r"(?<![^.])\d+(?=\.)", "*", path), text) for path, text in entries
     )
-    return [f"{path}{f' ×{n}' if n > 1 else ''}  {text}" for (path, text), n in groups.items()]
+    return [f"  {path}{f' ×{n}' if n > 1 else ''}  {text}" for (path, text), n in groups.items()]

@@ -207,7 +207,7 @@ class KernelConformance(RaggedQuestions):
         kernel = self.kernel
         default = kernel.default_config(problem)
         assert default == kernel.default_config(problem), "two calls, two default configs"
-        for config in (default, *self._configs(problem)):
+        for config in self._configs(problem):
             assert type(config) is kernel.config_type, f"{config!r} is not a {kernel.config_type}"
             assert hash(config) == hash(copy.copy(config))
             document = config.to_json()
@@ -219,7 +219,7 @@ class KernelConformance(RaggedQuestions):
     def test_estimates(self) -> None:
         """Time is a positive number or unknown; scratch memory is not negative."""
         problem = self._first_served(self.demanding()).problem
-        for config in (self.kernel.default_config(problem), *self._configs(problem)):
+        for config in self._configs(problem):
             time = self.kernel.estimate_us(problem, config)
             assert time is None or (math.isfinite(time) and time > 0), f"{config}: {time} µs"
             scratch = self.kernel.workspace_bytes(problem, config)
@@ -237,8 +237,7 @@ class KernelConformance(RaggedQuestions):
             pytest.skip("claims no determinism")
         posed = self._first_served(self.fine_grained())
         problem = posed.problem
-        configs = [self.kernel.default_config(problem), *self._configs(problem)]
-        for config, launcher in self._bound(problem, configs):
+        for config, launcher in self._bound(problem, self._configs(problem)):
             first = posed.launch(launcher, posed.out.tensor).clone()
             for run in range(1, REPEATS[self._device().type] + 1):
                 again = posed.launch(launcher, posed.out.tensor)
@@ -271,8 +270,8 @@ class KernelConformance(RaggedQuestions):
             pytest.skip("no two configs share an arithmetic")
 
     def _invariant_configs(self, problem: Problem) -> list[Config]:
-        """The default and the proposed configs that may serve batch-invariant mode."""
-        configs = [self.kernel.default_config(problem), *self._configs(problem)]
+        """The configs to try that may serve batch-invariant mode."""
+        configs = self._configs(problem)
         return [c for c in configs if self.kernel.arithmetic(problem, c) is not None]
 
     def test_batch_invariant(self) -> None:
@@ -467,7 +466,8 @@ class KernelConformance(RaggedQuestions):
         pytest.skip("; ".join(reasons))
 
     def _configs(self, problem: Problem) -> list[Config]:
+        """The default config, and :attr:`max_configs` of the search space."""
         configs = list(self.kernel.configs(problem))
         limit = self.max_configs or (64 if problem.device.type == "cuda" else 8)
         step = max(1, -(-len(configs) // limit))
-        return configs[::step]
+        return [self.kernel.default_config(problem), *configs[::step]]

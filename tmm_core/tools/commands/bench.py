@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -69,7 +69,9 @@ def run(options: argparse.Namespace) -> int:
         if options.host:
             writer.append(host.measure(device, tune=options.tune, budget=options.budget))
         deadline = started + options.max_seconds
-        for document in _regrets(device, options, done, deadline):
+        random = regret.cases(options.regret, options.dtype or torch.bfloat16)
+        random = [case for case in random if identity("regret", case.to_json()) not in done]
+        for document in regret.measure(device, random, budget=options.budget, deadline=deadline):
             writer.append(document)
         measured = runner.run(tasks, device, _chosen(options, deadline))
         for number, document in enumerate(measured, 1):
@@ -93,10 +95,8 @@ def run(options: argparse.Namespace) -> int:
 def _share(paths: Sequence[Path], options: argparse.Namespace) -> None:
     if options.share is None:
         return
-    try:
+    with shared.usage("--share", OSError):
         packed = share.pack(paths, options.share)
-    except (OSError, ValueError) as error:
-        raise UsageError(f"--share: {error}") from error
     gpus = ", ".join(dict.fromkeys(run["gpu"] for run in packed.runs))
     note(
         f"{options.share}: {len(packed.measured)} problems on {gpus}; look inside, then attach "
@@ -110,27 +110,14 @@ def _chosen(options: argparse.Namespace, deadline: float) -> runner.Options:
     return runner.Options(**chosen, series=tuple(_series(options)), deadline=deadline)
 
 
-def _regrets(
-    device: torch.device, options: argparse.Namespace, done: set[str], deadline: float
-) -> Iterator[Document]:
-    asked = regret.cases(options.regret, options.dtype or torch.bfloat16)
-    asked = [case for case in asked if identity("regret", case.to_json()) not in done]
-    for document in regret.measure(device, asked, budget=options.budget):
-        yield document
-        if time.monotonic() > deadline:
-            return
-
-
 def _series(options: argparse.Namespace) -> list[series.Series]:
     registry = dispatch.dispatcher().registry
     kernels = [registry.kernel(name) for name in options.kernel]
     sweeps: dict[str, list[Any]] = {}
     for field, values in options.sweep:
         sweeps[field] = [*sweeps.get(field, []), *values]
-    try:
+    with shared.usage():
         return series.combined(kernels, options.config or {}, sweeps)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
 
 
 def _tasks(options: argparse.Namespace) -> list[suites.Task]:
@@ -145,10 +132,8 @@ def _tasks(options: argparse.Namespace) -> list[suites.Task]:
     if options.kernel and not mine:
         raise UsageError("--kernel: on which problems? give --shapes or --squares")
     names = options.suite or ([] if mine or options.host or options.regret else ["all"])
-    try:
+    with shared.usage():
         return mine + suites.select(names, dtype=options.dtype, limit=options.limit)
-    except ValueError as error:
-        raise UsageError(str(error)) from error
 
 
 def _done(options: argparse.Namespace) -> set[str]:
@@ -164,10 +149,8 @@ def _done(options: argparse.Namespace) -> set[str]:
 
 
 def _read(paths: Sequence[Path]) -> Results:
-    try:
+    with shared.usage("no results"):
         return Results.read(paths)
-    except ValueError as error:
-        raise UsageError(f"no results: {error}") from error
 
 
 def _show(results: Results, options: argparse.Namespace) -> int:
@@ -183,7 +166,8 @@ def _show(results: Results, options: argparse.Namespace) -> int:
         written[0].write_text(report.markdown(results), "utf-8")
         written.append(page.save(results, options.output))
         if options.plots:
-            written += _plot(results, options.output, options.metric)
+            with shared.usage("--plots", ModuleNotFoundError):
+                written += plots.save(results, options.output, options.metric)
         note(f"written: {', '.join(map(str, written))}")
     return FOUND if any("failed" in document for document in results.problems) else DONE
 
@@ -219,10 +203,3 @@ def _print_series(documents: Sequence[Document], dtype: str, metric: str) -> Non
     for document in documents:
         for name, reason in document.get("not_timed", {}).items():
             note(f"{Case.from_json(document['case'])}: {name} was not timed: {reason}")
-
-
-def _plot(results: Results, folder: Path, metric: str) -> list[Path]:
-    try:
-        return plots.save(results, folder, metric)
-    except ModuleNotFoundError as error:
-        raise UsageError(f"--plots: {error}; pip install 'tmm-core[bench]'") from error

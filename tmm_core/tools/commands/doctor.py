@@ -30,8 +30,9 @@ from tmm_core.bench.case import Call, Case
 from tmm_core.bench.environment import driver_version
 from tmm_core.dispatch import verify
 from tmm_core.dispatch.first_launch import FirstLaunches
-from tmm_core.dispatch.registry import DISTRIBUTION
+from tmm_core.dispatch.registry import DISTRIBUTION, Registry
 from tmm_core.errors import PluginError, SettingsError, let_through, told
+from tmm_core.spec.asking import Asked
 from tmm_core.spec.device import fingerprint, interpreting, version_of
 from tmm_core.spec.kernel import Candidate, Kernel
 from tmm_core.spec.problem import Problem
@@ -252,34 +253,31 @@ def _kernels(device: torch.device) -> Iterator[Finding]:
     except SettingsError:
         yield Finding("kernel", "note", "none was tried: the settings are invalid")
         return
-    with contextlib.closing(FirstLaunches(device)) as first:
-        yield from _tried(device, first)
-
-
-def _tried(device: torch.device, first: FirstLaunches) -> Iterator[Finding]:
     registry = dispatch.dispatcher().registry
-    for kernel in registry.kernels():
-        foreign = kernel.source.distribution not in ("", DISTRIBUTION)
-        advice = f"disable it with TMM_DISABLE={kernel.name}, and report it to {kernel.source}"
-        refused: list[list[str]] = []
-        for probe in PROBES:
-            call = probe.call(device)
-            if reasons := registry.reasons_against(kernel, call.problem(), settings.current()):
-                refused.append(reasons)
-                continue
-            fault = _fault(kernel, call.problem(), first) if foreign else None
-            if wrong := fault or _wrong(kernel.name, call):
-                text = f"{kernel.name} on {probe}: {wrong}"
-                yield Finding("kernel", "problem", text, advice)
-                break
-        else:
-            if kernel.fault is not None:
-                yield Finding("kernel", "problem", kernel.fault, advice)
-            elif len(refused) < len(PROBES):
-                yield Finding("kernel", "ok", f"{kernel.name} runs and is correct")
-            else:
-                text = f"{kernel.name} declines: {'; '.join(refused[0])}"
-                yield Finding("kernel", "note", text)
+    with contextlib.closing(FirstLaunches(device)) as first:
+        for kernel in registry.kernels():
+            yield _tried(registry, kernel, device, first)
+
+
+def _tried(
+    registry: Registry, kernel: Asked, device: torch.device, first: FirstLaunches
+) -> Finding:
+    foreign = kernel.source.distribution not in ("", DISTRIBUTION)
+    advice = f"disable it with TMM_DISABLE={kernel.name}, and report it to {kernel.source}"
+    refused: list[list[str]] = []
+    for probe in PROBES:
+        call = probe.call(device)
+        if reasons := registry.reasons_against(kernel, call.problem(), settings.current()):
+            refused.append(reasons)
+            continue
+        fault = _fault(kernel, call.problem(), first) if foreign else None
+        if wrong := fault or _wrong(kernel.name, call):
+            return Finding("kernel", "problem", f"{kernel.name} on {probe}: {wrong}", advice)
+    if kernel.fault is not None:
+        return Finding("kernel", "problem", kernel.fault, advice)
+    if len(refused) < len(PROBES):
+        return Finding("kernel", "ok", f"{kernel.name} runs and is correct")
+    return Finding("kernel", "note", f"{kernel.name} declines: {'; '.join(refused[0])}")
 
 
 def _fault(kernel: Kernel[Any], problem: Problem, first: FirstLaunches) -> str | None:

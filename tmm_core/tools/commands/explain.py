@@ -60,14 +60,15 @@ def _explanation(case: Case, options: argparse.Namespace) -> Explanation:
         if options.kernel is None:
             raise UsageError("--config belongs to one kernel: name it with --kernel")
         forced["config"] = options.config
-    with precision(case.tf32), settings.override(**forced):
-        try:
-            problem = case.problem(device)
-            if gpu is not None:
-                problem = replace(problem, device=gpu)
-            return explain_problem(dispatcher, problem, settings.current())
-        except (RuntimeError, TypeError, ValueError) as error:
-            raise UsageError(f"{case}: {error}") from error
+    with (
+        precision(case.tf32),
+        settings.override(**forced) as current,
+        shared.usage(str(case), RuntimeError, TypeError),
+    ):
+        problem = case.problem(device)
+        if gpu is not None:
+            problem = replace(problem, device=gpu)
+        return explain_problem(dispatcher, problem, current)
 
 
 # -- tiles -------------------------------------------------------------------------------
@@ -153,12 +154,8 @@ def _plot(explanation: Explanation, path: Path) -> None:
 
 
 def _drawn(path: Path, draw: Any) -> None:
-    try:
+    with shared.usage(f"--plot {path}", ModuleNotFoundError, OSError):
         draw(path)
-    except ModuleNotFoundError as error:
-        raise UsageError(f"--plot: {error}; pip install 'tmm-core[bench]'") from error
-    except (OSError, ValueError) as error:
-        raise UsageError(f"--plot {path}: {error}") from error
     note(f"written: {path}")
 
 

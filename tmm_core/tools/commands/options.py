@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any, TypeVar, get_args
 
 import torch
@@ -15,6 +16,18 @@ from tmm_core.spec.groups import Ragged
 from tmm_core.tools.commands.console import UsageError
 
 T = TypeVar("T")
+
+
+@contextmanager
+def usage(what: str = "", *kinds: type[Exception]) -> Iterator[None]:
+    """A context in which a ValueError, or an error of these ``kinds``, is a mistake in the use of
+    ``what``, an option or a file: it becomes a UsageError."""
+    mistakes: tuple[type[Exception], ...] = (ValueError, *kinds)
+    try:
+        yield
+    except mistakes as error:
+        advice = "; pip install 'tmm-core[bench]'" if isinstance(error, ImportError) else ""
+        raise UsageError(f"{what}{': ' if what else ''}{error}{advice}") from error
 
 
 def add_device(parser: argparse.ArgumentParser) -> None:

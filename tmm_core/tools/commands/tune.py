@@ -76,11 +76,8 @@ def run(options: argparse.Namespace) -> int:
 def _pending(options: argparse.Namespace, device: torch.device) -> list[Pending]:
     cases = shared.cases(options, options.shapes)
     if options.suite:
-        try:
-            tasks = suites.select(options.suite, dtype=options.dtype)
-        except ValueError as error:
-            raise UsageError(str(error)) from error
-        cases += [task.case for task in tasks]
+        with shared.usage():
+            cases += [task.case for task in suites.select(options.suite, dtype=options.dtype)]
     pending = [_of_case(case, device) for case in cases]
     if options.file is not None:
         pending += _of_file(options.file, device)
@@ -102,14 +99,12 @@ def _of_document(document: Mapping[str, Any], device: torch.device) -> Pending:
 
 
 def _of_file(path: Path, device: torch.device) -> list[Pending]:
-    try:
+    with shared.usage(str(path)):
         document = json.loads(path.read_text("utf-8"))
         if isinstance(document, Mapping):
             return [_of_case(task.case, device) for task in suites.read(document)]
         if not isinstance(document, list) or not all(isinstance(d, Mapping) for d in document):
             raise ValueError("expected suites by name or a list of problems")
-    except ValueError as error:
-        raise UsageError(f"{path}: {error}") from error
     # Entries of `tmm misses --json` contain the problem.
     return [_of_document(entry.get("problem", entry), device) for entry in document]
 

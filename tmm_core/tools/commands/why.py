@@ -7,9 +7,6 @@ import math
 from dataclasses import asdict
 from typing import Any
 
-from tmm_cache import CandidateResult, TuningRecord
-from tmm_cache.head import blas_us
-
 from tmm_core.bench.tiles import Grid
 from tmm_core.dispatch.explanation import Explanation
 from tmm_core.dispatch.registry import Registry
@@ -17,7 +14,7 @@ from tmm_core.dispatch.standing import by_time
 from tmm_core.errors import ConfigError
 from tmm_core.spec.anatomy import Anatomy, Resources
 from tmm_core.spec.device import DeviceFingerprint
-from tmm_core.spec.kernel import Candidate
+from tmm_core.spec.kernel import BASELINE, Candidate
 from tmm_core.spec.problem import Problem
 from tmm_core.tools.commands.console import UsageError
 
@@ -36,7 +33,7 @@ def take_apart(explanation: Explanation, registry: Registry) -> dict[str, Any]:
     Raises:
         UsageError: No candidate that can serve the problem has an anatomy.
     """
-    problem, record = explanation.problem, explanation.record
+    problem = explanation.problem
     candidate, anatomy, note = told(explanation, registry)
     kernel, config = candidate.kernel, candidate.config
     found: dict[str, Any] = {
@@ -47,15 +44,13 @@ def take_apart(explanation: Explanation, registry: Registry) -> dict[str, Any]:
         "note": note,
         "layout": asdict(anatomy) | {"waves": anatomy.waves, "fill": anatomy.fill},
         "reads": reads(problem, anatomy),
-        "expected_us": kernel.estimate_us(problem, config),
-        "measured_us": measured_us(record, problem, candidate),
-        "blas_us": _blas_us(record, problem),
+        "blas_us": _recorded_us(explanation, BASELINE),
         "flops": problem.flops,
         "bytes": problem.bytes,
     }
     del found["layout"]["model_us"]
     found["model_us"] = dict(anatomy.model_us)
-    found |= _compiled(problem, candidate)
+    found |= _known(explanation, candidate)
     found["changes"] = [_change(explanation, candidate, fields) for fields in _steps(config)]
     return found
 
@@ -98,31 +93,17 @@ def occupancy(device: DeviceFingerprint, used: Resources) -> dict[str, Any]:
     return {"blocks": held, "limited_by": limit, "occupancy": held * used.num_warps / warps}
 
 
-def measured_us(
-    record: TuningRecord | None, problem: Problem, candidate: Candidate
-) -> float | None:
-    """The candidate's recorded time at this M, or at the record's own."""
+def _recorded_us(explanation: Explanation, kernel: str, config: Any = None) -> float | None:
+    """The recorded time at this M, or at the record's own, of a kernel with this config, or with
+    its first one; None if there is none."""
+    record = explanation.record
     if record is None:
         return None
-    config = candidate.config.to_json()
+    own: Any = record.problem["m"]
     for result in record.candidates:
-        if result.kernel == candidate.kernel.name and dict(result.config) == config:
-            return _us_at(result, problem, record) or result.median_us
+        if result.kernel == kernel and config in (None, dict(result.config)):
+            return result.us_at(explanation.problem.m, own) or result.median_us
     return None
-
-
-def _blas_us(record: TuningRecord | None, problem: Problem) -> float | None:
-    if record is None:
-        return None
-    for result in record.candidates:
-        if result.kernel == "blas" and (time := _us_at(result, problem, record)):
-            return time
-    return blas_us(record)
-
-
-def _us_at(result: CandidateResult, problem: Problem, record: TuningRecord) -> float | None:
-    own = record.problem["m"]
-    return result.us_at(problem.m, own) if isinstance(own, int) else None
 
 
 def told(explanation: Explanation, registry: Registry) -> tuple[Candidate, Anatomy, str]:
@@ -161,12 +142,19 @@ def _default_anatomy(kernel: Any, problem: Problem) -> bool:
         return False
 
 
-def _compiled(problem: Problem, candidate: Candidate) -> dict[str, Any]:
+def _known(explanation: Explanation, candidate: Candidate) -> dict[str, Any]:
+    """What the model, the record and the compiler say of a candidate."""
+    problem, kernel, config = explanation.problem, candidate.kernel, candidate.config
+    found: dict[str, Any] = {
+        "expected_us": kernel.estimate_us(problem, config),
+        "measured_us": _recorded_us(explanation, kernel.name, config.to_json()),
+    }
     try:
-        used = candidate.kernel.resources(problem, candidate.config)
+        used = kernel.resources(problem, config)
     except Exception as error:  # no compiler, or it failed: the rest is still useful
-        return {"resources": None, "not_compiled": str(error).splitlines()[0] if str(error) else ""}
-    return {"resources": [asdict(each) | occupancy(problem.device, each) for each in used]}
+        reason = str(error).splitlines()[0] if str(error) else ""
+        return found | {"resources": None, "not_compiled": reason}
+    return found | {"resources": [asdict(each) | occupancy(problem.device, each) for each in used]}
 
 
 def _steps(config: Any) -> list[dict[str, Any]]:
@@ -197,11 +185,8 @@ def _change(
         config = type(candidate.config).from_json({**candidate.config.to_json(), **fields})
     except ConfigError as error:
         return found | {"refused": str(error)}
-    changed = Candidate(candidate.kernel, config)
     anatomy = candidate.kernel.anatomy(problem, config)
     room = problem.device.shared_memory
     if anatomy is not None and anatomy.shared_memory > room:
         return found | {"refused": f"{anatomy.shared_memory} bytes of shared memory, of {room}"}
-    found["expected_us"] = candidate.kernel.estimate_us(problem, config)
-    found["measured_us"] = measured_us(explanation.record, problem, changed)
-    return found | _compiled(problem, changed)
+    return found | _known(explanation, Candidate(candidate.kernel, config))
