@@ -14,7 +14,8 @@ from tmm_core.dispatch.standing import by_time
 from tmm_core.errors import ConfigError
 from tmm_core.spec.anatomy import Anatomy, Resources
 from tmm_core.spec.device import DeviceFingerprint
-from tmm_core.spec.kernel import BASELINE, Candidate
+from tmm_core.spec.kernel import Candidate
+from tmm_core.spec.launcher import BASELINE
 from tmm_core.spec.problem import Problem
 from tmm_core.tools.commands.console import UsageError
 
