@@ -3,11 +3,10 @@ stages."""
 
 from __future__ import annotations
 
-import functools
 import math
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError, Future, wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -23,7 +22,7 @@ from tmm_core.dispatch.attempt import (
     reserves,
     survivors,
 )
-from tmm_core.dispatch.binding import Binding, Task
+from tmm_core.dispatch.binding import Binding, Outcome, Posed
 from tmm_core.dispatch.compilers import Compilers, NotCompiledError, compiling_threads
 from tmm_core.dispatch.compilers import default as default_compilers
 from tmm_core.dispatch.copies import Copies, LaunchError, Runner
@@ -34,13 +33,12 @@ from tmm_core.dispatch.proposals import Proposals
 from tmm_core.dispatch.standing import CLOSE, MARGIN
 from tmm_core.dispatch.timing import LONG_US, Timer, held_up, levelled, timer_for
 from tmm_core.dispatch.trust import device_of
-from tmm_core.dispatch.unmeasured import BUDGET_ENDED
 from tmm_core.dispatch.verifier import Verifier
 from tmm_core.errors import warn
 from tmm_core.settings import Settings
 from tmm_core.spec.asking import Asked, let_through
 from tmm_core.spec.bucket import between, inside
-from tmm_core.spec.kernel import BASELINE, Candidate, Launcher
+from tmm_core.spec.kernel import BASELINE, Candidate
 from tmm_core.spec.problem import Problem
 
 #: Samples of each candidate, µs per sample, and how much slower than the best a candidate may be to
@@ -76,10 +74,6 @@ INSIDE = 5
 #: Launches of the final verification of finalists, and µs that they may take: 60 miss a fault that
 #: occurs once in twenty launches with a probability of 4.6 %.
 MOST_REPEATS, LEAST_REPEATS, REPEATS_US = 60, 4, 20e3
-
-
-#: A candidate and the problem to compile it for.
-Posed = tuple[Problem, Candidate]
 
 
 @dataclass(eq=False)
@@ -225,28 +219,18 @@ class Tuning:
         asked: Sequence[Posed],
         ahead: Sequence[Posed] = (),
         progress: Progress | None = None,
-    ) -> list[Launcher | BaseException]:
+    ) -> list[Outcome]:
         """Each candidate's launcher for its problem, or the reason why there is none."""
         compiling = self._submitted(asked, ahead)
-
-        def bind(problem: Problem, candidate: Candidate) -> Launcher:
-            kernel = candidate.kernel
-            if time.monotonic() > self._deadline and kernel.name != BASELINE:
-                raise CancelledError
-            return kernel.bind(problem, candidate.config)
-
         # A small budget would end before any kernel compiled, and the record would say that none
         # could.
         self._deadline += self._compilers.await_start(compiling, START_PATIENCE)
         try:
             first = self._equipment.first_launches
             ready = self._launched_first(asked, compiling, first) if first else compiling
-            tasks = [
-                Task(candidate.kernel.name, each, functools.partial(bind, problem, candidate))
-                for (problem, candidate), each in zip(asked, ready, strict=True)
-            ]
-            found = Binding(tasks, self._device, self._equipment.workers).outcomes(
-                self._deadline,
+            found = Binding(
+                asked, ready, self._device, self._deadline, self._equipment.workers
+            ).outcomes(
                 late=lambda: self._compilers.cancel_pending(compiling),
                 done=progress.advance if progress else lambda: None,
             )
@@ -255,8 +239,7 @@ class Tuning:
         for outcome in found:
             if isinstance(outcome, BaseException):
                 let_through(outcome)
-        late = TimeoutError(BUDGET_ENDED)
-        return [late if isinstance(each, CancelledError) else each for each in found]
+        return found
 
     def _launched_first(
         self,
