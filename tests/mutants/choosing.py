@@ -29,7 +29,7 @@ TUNING = [
     Mutant("not-levelled", "tuning.py", "            return levelled(samples)\n", "            return samples\n",
            "a kernel loses to BLAS as the GPU's clock falls within a round",
            (f"{TUNER}::test_a_clock_that_changes_in_a_race_decides_nothing",)),
-    Mutant("nan-passes", "trial.py", "if not error <= self._limit and", "if error > self._limit and",
+    Mutant("nan-passes", "verifier.py", "if not error <= self._limit and", "if error > self._limit and",
            "an element that is never written passes", (TUNER, VERIFIER)),
     Mutant("tolerance-fp32", "verify.py", "    torch.float32: 2e-5,\n", "    torch.float32: 2e-4,\n",
            "TF32's rounding passes for fp32", (f"{TUNER}::test_how_wrong_is_wrong",)),

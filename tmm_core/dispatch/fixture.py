@@ -184,10 +184,6 @@ class Fixture:
         self._outs[which].poison()
         return self._outs[which]
 
-    def written(self, which: int) -> Guarded:
-        """The same output without refilling it."""
-        return self._outs[which]
-
     def soil(self) -> None:
         """Leave NaN in the memory that a launcher is likely to allocate next: otherwise correct
         results of an earlier launch could remain where this one writes nothing."""
