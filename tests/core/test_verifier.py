@@ -14,7 +14,7 @@ import torch
 from fakes import FakeBlas, FakeKernel, FakeTimer, Faulty, problem, settings
 
 from tmm_core import Traits, UnsupportedProblemError
-from tmm_core.dispatch import ragged_reference, verify
+from tmm_core.dispatch import verify
 from tmm_core.dispatch.fixture import Fixture
 from tmm_core.dispatch.guarded import UNREADABLE, UNWRITTEN, guarded
 from tmm_core.dispatch.special import AXES, Axis, planted
@@ -390,7 +390,7 @@ def test_special_values_of_groups(
     special = special_of(asked, inputs, axis, room=1)
     assert special is not None
     with planted(special.changes):
-        right = ragged_reference.reference(asked, inputs)
+        right = verify.reference(asked, inputs)
     if (defined := inputs.rows.defined(asked)) is not None:
         dim, size = defined
         right.narrow(dim, size, right.shape[dim] - size).fill_(torch.nan)
@@ -408,7 +408,7 @@ def test_special_values_at_the_ends_of_groups() -> None:
     asked = problem(40, 33, 50, groups=Groups(6, "k"))
     inputs = Fixture(asked, CPU, 1 << 28, sampled=False).sets()[1].inputs
     assert inputs.rows is not None
-    filled = [each for each in ragged_reference.ranges(inputs.rows.ends) if each[1] < each[2]]
+    filled = [each for each in verify.ranges(inputs.rows.ends) if each[1] < each[2]]
     special = special_of(asked, inputs, "rows", room=1)
     assert special is not None
     last, first = (change.index[-1] for change in special.changes[:2])

@@ -21,7 +21,6 @@ from tmm_core.dispatch.guarded import (
     guarded,
 )
 from tmm_core.dispatch.ragged import Inputs
-from tmm_core.dispatch.ragged_reference import reference
 from tmm_core.dispatch.special import AXES, Special, special
 from tmm_core.spec.device import free_memory
 from tmm_core.spec.operand import Operand
@@ -251,7 +250,7 @@ class Fixture:
 
     def _reference(self, inputs: Inputs, rows: verify.Places, cols: verify.Places) -> torch.Tensor:
         """The reference of those rows and columns, in pieces whose intermediates fit."""
-        return reference(self.problem, inputs, rows, cols, self.limit // 16)
+        return verify.reference(self.problem, inputs, rows, cols, self.limit // 16)
 
 
 def _sample(size: int, device: torch.device) -> torch.Tensor:

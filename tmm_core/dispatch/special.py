@@ -19,7 +19,7 @@ from typing import Literal, get_args
 import torch
 
 from tmm_core.dispatch.ragged import Inputs
-from tmm_core.dispatch.ragged_reference import ranges, reference
+from tmm_core.dispatch.verify import ranges, reference
 from tmm_core.spec.problem import Problem
 
 #: How many rows or columns get one.
