@@ -121,7 +121,7 @@ TUNING = [
            "what was seen to lose is compiled", (TUNER,)),
     Mutant("hints-untried", "proposals.py", "dict.fromkeys([*self._anchors, *self._hinted])",
            "dict.fromkeys(self._anchors)", "what won elsewhere is not tried first", (TUNER,)),
-    Mutant("timed-into-out", "dispatch/copies.py", "        if not problem.allocates:\n", "        if True:\n",
+    Mutant("timed-into-out", "dispatch/rotation.py", "        if not problem.allocates:\n", "        if True:\n",
            "BLAS is timed with a copy that no call makes", (TUNER,)),
     Mutant("held-up-decides", "dispatch/tuning.py", "if settle is not None and held_up(samples[anchor(racing)]):", "if False:",
            "what held the machine up decides", (TUNER,)),

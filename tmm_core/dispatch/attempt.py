@@ -9,8 +9,8 @@ from statistics import median
 from typing import Literal
 
 from tmm_core.dispatch.compilers import NotCompiledError
-from tmm_core.dispatch.copies import Runner
 from tmm_core.dispatch.proposals import group
+from tmm_core.dispatch.rotation import Runner
 from tmm_core.dispatch.standing import MARGIN
 from tmm_core.spec.asking import told
 from tmm_core.spec.bucket import inside

@@ -25,11 +25,11 @@ from tmm_core.dispatch.attempt import (
 from tmm_core.dispatch.binding import Binding, Outcome, Posed
 from tmm_core.dispatch.compilers import Compilers, NotCompiledError, compiling_threads
 from tmm_core.dispatch.compilers import default as default_compilers
-from tmm_core.dispatch.copies import Copies, LaunchError, Runner
 from tmm_core.dispatch.first_launch import FirstLaunches
 from tmm_core.dispatch.fixture import default_limit
 from tmm_core.dispatch.progress import Progress
 from tmm_core.dispatch.proposals import Proposals
+from tmm_core.dispatch.rotation import Copies, LaunchError, Runner
 from tmm_core.dispatch.standing import CLOSE, MARGIN
 from tmm_core.dispatch.timing import LONG_US, Timer, held_up, levelled, timer_for
 from tmm_core.dispatch.trust import device_of
