@@ -16,7 +16,7 @@ from fakes import FakeBlas, FakeKernel, FakeTimer, Faulty, problem, settings
 from tmm_core import Traits, UnsupportedProblemError
 from tmm_core.dispatch import verify
 from tmm_core.dispatch.fixture import Fixture
-from tmm_core.dispatch.guarded import UNREADABLE, UNWRITTEN, guarded
+from tmm_core.dispatch.guarded import UNREADABLE, UNWRITTEN, guarded, lie
 from tmm_core.dispatch.special import AXES, Axis, planted
 from tmm_core.dispatch.special import special as special_of
 from tmm_core.dispatch.tuner import Tuner
@@ -610,14 +610,14 @@ def test_both_sets_are_of_the_class_asked(name: str) -> None:
 
 
 def test_bands() -> None:
-    held = guarded(F16, (3, 5), CPU, UNWRITTEN)
+    held = guarded(lie(F16, (3, 5)), CPU, UNWRITTEN)
     held.poison()
     assert held.tensor.isnan().all()
     assert held.intact()
     held.poison()
     held.words[0, 0] += 1
     assert not held.intact()
-    around = guarded(F16, (3, 5), CPU, UNREADABLE, padded=True).tensor
+    around = guarded(lie(F16, (3, 5), padded=True), CPU, UNREADABLE).tensor
     assert around.as_strided((1,), (1,), around.storage_offset() + 5).isnan().all()
     before = held.sums()
     held.tensor[0, 0], held.tensor[2, 4] = 1.0, 2.0

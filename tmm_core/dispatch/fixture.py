@@ -19,6 +19,7 @@ from tmm_core.dispatch.guarded import (
     Guarded,
     footprint,
     guarded,
+    lie,
 )
 from tmm_core.dispatch.ragged import Inputs
 from tmm_core.dispatch.special import AXES, Special, special
@@ -178,8 +179,8 @@ class Fixture:
         """One of two outputs between guard bands, filled with NaN."""
         while len(self._outs) <= which:
             padded = len(self._outs) == 1
-            p = self.problem
-            self._outs.append(guarded(p.out, p.out_shape, self.device, UNWRITTEN, padded=padded))
+            placed = lie(self.problem.out, self.problem.out_shape, padded=padded)
+            self._outs.append(guarded(placed, self.device, UNWRITTEN))
         self._outs[which].poison()
         return self._outs[which]
 
@@ -228,7 +229,7 @@ class Fixture:
         memory: dict[str, Guarded] = {}
 
         def allocate(name: str, spec: Operand, shape: tuple[int, ...]) -> torch.Tensor:
-            memory[name] = guarded(spec, shape, self.device, UNREADABLE, padded=padded)
+            memory[name] = guarded(lie(spec, shape, padded=padded), self.device, UNREADABLE)
             return memory[name].tensor
 
         # One set of ragged products is skewed, the other even and does not fill its rows.
