@@ -36,7 +36,7 @@ from tmm_core.dispatch.trust import device_of
 from tmm_core.dispatch.verifier import Verifier
 from tmm_core.errors import warn
 from tmm_core.settings import Settings
-from tmm_core.spec.asking import Asked, let_through
+from tmm_core.spec.asking import let_through
 from tmm_core.spec.bucket import between, inside
 from tmm_core.spec.kernel import BASELINE, Candidate
 from tmm_core.spec.problem import Problem
@@ -194,7 +194,9 @@ class Tuning:
                 trial.fail(outcome)
                 continue
             trial.launcher = outcome
-            trial.workspace = _workspace(trial, self._problem)
+            kernel, config = trial.candidate.kernel, trial.candidate.config
+            trial.workspace = kernel.workspace_bytes(self._problem, config)
+            trial.hold_to_answers()
             if self._memory is not None and trial.workspace > self._memory:
                 trial.fail(
                     f"takes {trial.workspace / 2**20:.0f} MiB of scratch memory, and tune_memory "
@@ -436,12 +438,3 @@ def _repeats(us: float) -> int:
     """The number of launches, of ``us`` each, to verify a finalist: :data:`MOST_REPEATS`, or as
     many as :data:`REPEATS_US` allows."""
     return max(LEAST_REPEATS, min(MOST_REPEATS, int(REPEATS_US / us))) if us > 0 else MOST_REPEATS
-
-
-def _workspace(trial: Attempt, problem: Problem) -> int:
-    """The scratch memory of a trial, which fails if its kernel's answer is invalid."""
-    kernel = trial.candidate.kernel
-    count = kernel.workspace_bytes(problem, trial.candidate.config)
-    if isinstance(kernel, Asked) and kernel.fault is not None and not trial.is_baseline:
-        trial.fail(kernel.fault)
-    return count
