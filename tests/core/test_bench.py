@@ -24,7 +24,7 @@ from tmm_core.bench import environment, host, providers, regret, report, results
 from tmm_core.bench.case import Case, parse_expression, parse_shape
 from tmm_core.bench.results import Results
 from tmm_core.bench.suites import Task
-from tmm_core.dispatch import ragged_reference, verify
+from tmm_core.dispatch import verify
 from tmm_core.dispatch.timing import HostTimer
 from tmm_core.tools.cli import main
 
@@ -135,7 +135,7 @@ CASES = [
 def test_eager_code_computes_what_tmm_does(case: Case) -> None:
     call = case.call(CPU)
     problem, inputs = call.problem(), call.inputs()
-    expected = ragged_reference.reference(problem, inputs)
+    expected = verify.reference(problem, inputs)
     limit = 4 * verify.TOLERANCE[case.dtype]  # eager rounds at every step
     for run in (providers.eager([call]), providers.tmm([call])):
         out = run(0)
@@ -283,7 +283,7 @@ def test_the_eager_code_of_8_bit_operands(scales: str, epilogue: str) -> None:
         epilogue=epilogue, bias=True, residual=True,
     )  # fmt: skip
     call = case.call(CPU)
-    expected = ragged_reference.reference(call.problem(), call.inputs())
+    expected = verify.reference(call.problem(), call.inputs())
     for run in (providers.eager([call]), providers.tmm([call])):
         result = run(0)
         assert result.dtype is torch.bfloat16

@@ -99,8 +99,7 @@ def own(module: Any) -> Iterator[Compilers]:
 
 def process(compilers: Compilers) -> subprocess.Popen[bytes]:
     assert compilers._server is not None
-    assert compilers._server._child is not None
-    return compilers._server._child
+    return compilers._server.process
 
 
 def candidate(kernel: Any, tile: int) -> Candidate:
@@ -500,14 +499,12 @@ import ctypes, signal
 signal.signal(signal.SIGINT, signal.default_int_handler)
 made = compilers.default()
 made.submit(problem(), candidate(2))
-while made._server._child is None:
-    time.sleep(0.01)
 # PyDLL keeps the GIL. CDLL releases it, and then another thread may hold it in the child.
 held = ctypes.PyDLL(None).fork() if {held} else -1
 if held:
     while held > 0 and os.getsid(held) != held:  # before the group is killed
         time.sleep(0.01)
-    print(made._server._child.pid, held, flush=True)
+    print(made._server.process.pid, held, flush=True)
 else:
     os.setsid()
     os.close(2)

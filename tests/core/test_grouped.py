@@ -21,7 +21,7 @@ from tmm_core import Groups, Kernel, Operand, Problem, Supports, UnsupportedProb
 from tmm_core.bench import grouped as bench
 from tmm_core.bench import runner, suites
 from tmm_core.bench.case import Case
-from tmm_core.dispatch import copies, ragged, random_inputs, rotation
+from tmm_core.dispatch import ragged, random_inputs, rotation
 from tmm_core.dispatch.fixture import Fixture
 from tmm_core.dispatch.ladder import ROWS_EACH, Dispatcher
 from tmm_core.dispatch.registry import Registry
@@ -152,10 +152,10 @@ def test_padded_results_are_verified_and_timed_as_calls_make_them() -> None:
     a, b = ODD["m"]()
     problem, device = tmm_core.problem(a, b, offs=OFFS), torch.device("cpu")
     assert problem.allocates
-    assert copies.Copies(problem, device, None)._out is None
+    assert rotation.Copies(problem, device, None)._out is None
     given = replace(problem, out=Operand(FP32, aligned=False))
     assert not given.allocates
-    assert copies.Copies(given, device, None)._out is not None
+    assert rotation.Copies(given, device, None)._out is not None
     right: Any = grouped_mm.bind(problem)
 
     def packs(*arguments: Any, offs: Tensor) -> Tensor:
@@ -697,7 +697,7 @@ def test_the_memory_for_timing_counts_the_weights_of_all_groups() -> None:
     weights = problem.groups.count * problem.k * problem.n * 4  # type: ignore[union-attr]
     assert problem.bytes > weights
     with pytest.raises(MemoryError, match="tune_memory"):
-        copies.Copies(problem, torch.device("cpu"), weights)
+        rotation.Copies(problem, torch.device("cpu"), weights)
 
 
 def test_tuning_keeps_groups_on_record(tmp_path: Path) -> None:

@@ -18,7 +18,7 @@ import tmm_core
 from tmm_core import Groups, Operand, Problem
 from tmm_core.bench import grouped as bench
 from tmm_core.bench import runner, suites
-from tmm_core.dispatch import ragged_reference, random_inputs, verify
+from tmm_core.dispatch import random_inputs, verify
 from tmm_core.epilogues import parse
 from tmm_core.interop import grouped
 from tmm_core.launch import warm
@@ -284,7 +284,7 @@ def test_inputs_to_measure_with(form: str) -> None:
         if index is not None:
             a, scale_a = a[index], scale_a[index]
         expected = expression(a, inputs.b, given["offs"], scale_a, inputs.scale_b)
-        found = ragged_reference.reference(problem, inputs)
+        found = verify.reference(problem, inputs)
         close(found, expected, found.dtype)
         # Beyond the last group no scale may be read.
         beyond = {"m": inputs.scale_a, "n": inputs.scale_b}.get(form)

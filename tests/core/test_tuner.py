@@ -20,8 +20,8 @@ from tmm_cache.head import blas_us
 from tmm_core import Traits
 from tmm_core.dispatch import binding, proposals, random_inputs, tuning, verify
 from tmm_core.dispatch.compilers import Compilers
-from tmm_core.dispatch.copies import LaunchError
 from tmm_core.dispatch.proposals import Hints, Proposals
+from tmm_core.dispatch.rotation import LaunchError
 from tmm_core.dispatch.standing import by_time, compared_at, decide, holds_at
 from tmm_core.dispatch.timing import GraphTimer, levelled
 from tmm_core.dispatch.tuner import Tuner

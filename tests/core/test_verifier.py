@@ -14,9 +14,9 @@ import torch
 from fakes import FakeBlas, FakeKernel, FakeTimer, Faulty, problem, settings
 
 from tmm_core import Traits, UnsupportedProblemError
-from tmm_core.dispatch import ragged_reference, verify
+from tmm_core.dispatch import verify
 from tmm_core.dispatch.fixture import Fixture
-from tmm_core.dispatch.guarded import UNREADABLE, UNWRITTEN, guarded
+from tmm_core.dispatch.guarded import UNREADABLE, UNWRITTEN, guarded, lie
 from tmm_core.dispatch.special import AXES, Axis, planted
 from tmm_core.dispatch.special import special as special_of
 from tmm_core.dispatch.tuner import Tuner
@@ -390,7 +390,7 @@ def test_special_values_of_groups(
     special = special_of(asked, inputs, axis, room=1)
     assert special is not None
     with planted(special.changes):
-        right = ragged_reference.reference(asked, inputs)
+        right = verify.reference(asked, inputs)
     if (defined := inputs.rows.defined(asked)) is not None:
         dim, size = defined
         right.narrow(dim, size, right.shape[dim] - size).fill_(torch.nan)
@@ -408,7 +408,7 @@ def test_special_values_at_the_ends_of_groups() -> None:
     asked = problem(40, 33, 50, groups=Groups(6, "k"))
     inputs = Fixture(asked, CPU, 1 << 28, sampled=False).sets()[1].inputs
     assert inputs.rows is not None
-    filled = [each for each in ragged_reference.ranges(inputs.rows.ends) if each[1] < each[2]]
+    filled = [each for each in verify.ranges(inputs.rows.ends) if each[1] < each[2]]
     special = special_of(asked, inputs, "rows", room=1)
     assert special is not None
     last, first = (change.index[-1] for change in special.changes[:2])
@@ -610,14 +610,14 @@ def test_both_sets_are_of_the_class_asked(name: str) -> None:
 
 
 def test_bands() -> None:
-    held = guarded(F16, (3, 5), CPU, UNWRITTEN)
+    held = guarded(lie(F16, (3, 5)), CPU, UNWRITTEN)
     held.poison()
     assert held.tensor.isnan().all()
     assert held.intact()
     held.poison()
     held.words[0, 0] += 1
     assert not held.intact()
-    around = guarded(F16, (3, 5), CPU, UNREADABLE, padded=True).tensor
+    around = guarded(lie(F16, (3, 5), padded=True), CPU, UNREADABLE).tensor
     assert around.as_strided((1,), (1,), around.storage_offset() + 5).isnan().all()
     before = held.sums()
     held.tensor[0, 0], held.tensor[2, 4] = 1.0, 2.0

@@ -19,7 +19,7 @@ from tmm_cache.facets import SHORT_DTYPES
 
 import tmm_core
 from tmm_core import dispatch, settings
-from tmm_core.dispatch import ragged_reference, verify
+from tmm_core.dispatch import verify
 from tmm_core.dispatch.ragged import Inputs, Rows
 from tmm_core.dispatch.random_inputs import fill, seeded
 from tmm_core.formats import wide
@@ -192,7 +192,7 @@ class Call(Inputs):
         problem = self.problem()
         out = verify.poison(problem.empty_out(self.a.device))
         self.matmul(**forced, out=out)
-        return verify.error(out, ragged_reference.reference(problem, self.inputs()))
+        return verify.error(out, verify.reference(problem, self.inputs()))
 
     def plan(self, **forced: Any) -> Plan:
         """The plan of the kernel chosen for the call; ``forced``: ``kernel`` and ``config``."""

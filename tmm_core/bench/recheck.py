@@ -15,7 +15,7 @@ from tmm_cache import CacheStore, Summary, TuningRecord, shipped_layers
 from tmm_core import dispatch, settings
 from tmm_core.bench.results import Document
 from tmm_core.dispatch.compilers import compiling_threads
-from tmm_core.dispatch.copies import Copies
+from tmm_core.dispatch.rotation import Copies
 from tmm_core.dispatch.timing import GraphTimer, HostTimer, levelled, timer_for
 from tmm_core.dispatch.verifier import Verifier
 from tmm_core.errors import told

@@ -9,10 +9,11 @@ from statistics import median
 from typing import Literal
 
 from tmm_core.dispatch.compilers import NotCompiledError
-from tmm_core.dispatch.copies import Runner
 from tmm_core.dispatch.proposals import group
+from tmm_core.dispatch.rotation import Runner
 from tmm_core.dispatch.standing import MARGIN
 from tmm_core.errors import told
+from tmm_core.spec.asking import Asked
 from tmm_core.spec.bucket import inside
 from tmm_core.spec.kernel import Candidate
 from tmm_core.spec.launcher import BASELINE, Launcher
@@ -62,6 +63,12 @@ class Attempt:
         if not isinstance(error, str):
             error = str(error) if isinstance(error, _SELF_EXPLAINING) else told(error)
         self.reason = error.strip()[:500]
+
+    def hold_to_answers(self) -> None:
+        """Take it out if its kernel was set aside for an invalid answer; BLAS is always needed."""
+        kernel = self.candidate.kernel
+        if isinstance(kernel, Asked) and kernel.fault is not None and not self.is_baseline:
+            self.fail(kernel.fault)
 
 
 def anchor(racing: Sequence[Attempt]) -> int:

@@ -13,12 +13,14 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import Future
-from dataclasses import dataclass
+from concurrent.futures import CancelledError, Future
 
 import torch
 
-from tmm_core.spec.launcher import Launcher
+from tmm_core.dispatch.unmeasured import BUDGET_ENDED
+from tmm_core.spec.kernel import Candidate
+from tmm_core.spec.launcher import BASELINE, Launcher
+from tmm_core.spec.problem import Problem
 
 #: Seconds one candidate may take to bind.
 BIND_LIMIT = 60.0
@@ -31,59 +33,50 @@ _MOST_STALLED = 16
 #: Seconds between two looks at the time limits.
 _LOOK = 0.05
 
+#: A candidate and the problem to compile it for.
+Posed = tuple[Problem, Candidate]
 #: A launcher, or the exception that binding it raised.
 Outcome = Launcher | BaseException
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class Task:
-    """One candidate to bind.
-
-    Attributes:
-        kernel: Its kernel's name.
-        compiled: Done when ``bind`` may be called.
-        bind: Returns the launcher.
-    """
-
-    kernel: str
-    compiled: Future[None]
-    bind: Callable[[], Launcher]
 
 
 class Binding:
     """A batch of candidates being bound to launchers, each in a thread of its own.
 
     Args:
+        compiled: For each candidate, a future that is done when ``bind`` may be called.
+        deadline: A ``time.monotonic`` time after which none but BLAS is bound.
         workers: Threads that bind at one time.
     """
 
-    def __init__(self, tasks: Sequence[Task], device: torch.device, workers: int) -> None:
-        self._tasks, self._device, self._workers = tasks, device, workers
+    def __init__(
+        self,
+        asked: Sequence[Posed],
+        compiled: Sequence[Future[None]],
+        device: torch.device,
+        deadline: float,
+        workers: int,
+    ) -> None:
+        self._asked, self._compiled, self._device = asked, compiled, device
+        self._deadline, self._workers = deadline, workers
         self._stalled = min(STALLED, BIND_LIMIT / 8)
-        #: Tasks that are compiled and wait for a thread.
+        #: Places of candidates that are compiled and wait for a thread.
         self._ready: deque[int] = deque()
         #: The times at which those in a thread began, unless they were given up.
         self._begun: dict[int, float] = {}
         self._outcomes: dict[int, Outcome] = {}
         self._hung: Counter[str] = Counter()
-        #: From other threads: a task, with None if it is compiled, or with its outcome.
+        #: From other threads: a place, with None if it is compiled, or with its outcome.
         self._news: queue.SimpleQueue[tuple[int, Outcome | None]] = queue.SimpleQueue()
 
-    def outcomes(
-        self,
-        deadline: float,
-        late: Callable[[], None],
-        done: Callable[[], None] = lambda: None,
-    ) -> list[Outcome]:
-        """Each task's launcher, or the exception raised instead.
+    def outcomes(self, late: Callable[[], None], done: Callable[[], None]) -> list[Outcome]:
+        """Each candidate's launcher, or the exception raised instead.
 
         Args:
-            deadline: A ``time.monotonic`` time after which ``late`` is called, once, to end the
-                pending futures.
+            late: Called after the deadline, once, to end the pending futures.
             done: Called for each finished candidate.
         """
-        for place, task in enumerate(self._tasks):
-            task.compiled.add_done_callback(functools.partial(self._arrived, place))
+        for place, future in enumerate(self._compiled):
+            future.add_done_callback(functools.partial(self._arrived, place))
         told, is_late = 0, False
         while True:
             now = time.monotonic()
@@ -92,9 +85,9 @@ class Binding:
             for _ in range(told, len(self._outcomes)):
                 done()
                 told += 1
-            if told == len(self._tasks):
+            if told == len(self._asked):
                 return [self._outcomes[place] for place in range(told)]
-            if not is_late and now > deadline:
+            if not is_late and now > self._deadline:
                 is_late = True
                 late()
             self._hear()
@@ -115,8 +108,8 @@ class Binding:
             self._outcomes.setdefault(place, outcome)
 
     def _start(self, now: float) -> None:
-        """Start threads for waiting tasks, more of them while others are stalled; bind one here if
-        no thread can be started."""
+        """Start threads for waiting candidates, more while others are stalled; bind one here if no
+        thread can be started."""
         while self._ready:
             stalled = sum(now - begun >= self._stalled for begun in self._begun.values())
             if len(self._begun) >= self._workers + min(stalled, _MOST_STALLED):
@@ -143,25 +136,30 @@ class Binding:
         try:
             if self._device.type == "cuda":
                 torch.cuda.set_device(self._device)  # a thread starts on device 0
-            self._tasks[place].compiled.result()
-            return self._tasks[place].bind()
+            self._compiled[place].result()
+            problem, candidate = self._asked[place]
+            if time.monotonic() > self._deadline and candidate.kernel.name != BASELINE:
+                raise CancelledError
+            return candidate.kernel.bind(problem, candidate.config)
+        except CancelledError:
+            return TimeoutError(BUDGET_ENDED)
         except BaseException as error:  # compilers raise SystemExit and worse
             return error
 
     def _expire(self, now: float) -> None:
-        """Give up tasks that have taken too long, with their threads; after the second of a kernel,
-        also its waiting tasks."""
+        """Give up candidates that have taken too long, with their threads; after the second of a
+        kernel, also its waiting ones."""
         for place, begun in list(self._begun.items()):
             if now - begun < BIND_LIMIT:
                 continue
-            kernel = self._tasks[place].kernel
+            kernel = self._asked[place][1].kernel.name
             self._give_up(place, f"did not bind within {BIND_LIMIT:g} s")
             del self._begun[place]
             self._hung[kernel] += 1
             if self._hung[kernel] == MOST_HUNG:
                 why = f"not tried: {MOST_HUNG} other configs of it did not bind within"
-                for other, task in enumerate(self._tasks):
-                    if task.kernel == kernel and other not in self._begun:
+                for other, (_, candidate) in enumerate(self._asked):
+                    if candidate.kernel.name == kernel and other not in self._begun:
                         self._give_up(other, f"{why} {BIND_LIMIT:g} s")
 
     def _give_up(self, place: int, why: str) -> None:

@@ -12,7 +12,6 @@ import gc
 import importlib
 import json
 import os
-import select
 import signal
 import socket
 import sys
@@ -20,6 +19,7 @@ import tempfile
 import time
 from collections import Counter, deque
 from dataclasses import dataclass
+from multiprocessing.connection import wait
 from typing import IO, Any
 
 from tmm_core.dispatch.jobs import Job, recalled
@@ -88,7 +88,8 @@ class Server:
                     last = time.monotonic()
                 elif time.monotonic() - last > IDLE_LIMIT:
                     return
-                readable = self._wait()
+                channels = (worker.channel for worker in self._workers)
+                readable = wait([self._channel, *channels], _LOOK)
                 if self._channel in readable and not self._read():
                     return
                 for worker in list(self._workers):
@@ -102,15 +103,6 @@ class Server:
         finally:
             for worker in self._workers:
                 worker.end()
-
-    def _wait(self) -> list[socket.socket]:
-        channels = [self._channel, *(worker.channel for worker in self._workers)]
-        poll = select.poll()  # select() is limited to 1024 descriptors
-        by_number = {channel.fileno(): channel for channel in channels}
-        for number in by_number:
-            poll.register(number, select.POLLIN)
-        ready = poll.poll(1000 * _LOOK)
-        return [by_number[number] for number, _ in ready]
 
     def _read(self) -> bool:
         """Read the parent's messages; False if it is gone."""
@@ -188,7 +180,8 @@ class Server:
             other.channel.close()
         for line in channel.makefile("rb"):
             job = json.loads(line)
-            _set_environ(job["environ"])
+            os.environ.clear()
+            os.environ.update(job["environ"])
             answer = compile_job(self._registry, job)
             channel.sendall(json.dumps(answer).encode() + b"\n")
 
@@ -250,13 +243,6 @@ def compile_job(registry: Registry, job: Job) -> Job:
     except BaseException as error:
         return {"error": told(error).strip()[:2000]}
     return {"error": None}
-
-
-def _set_environ(environ: dict[str, str]) -> None:
-    """Set the environment to the parent's."""
-    for name in set(os.environ) - set(environ):
-        del os.environ[name]
-    os.environ.update(environ)
 
 
 def main() -> None:

@@ -25,14 +25,7 @@ from concurrent.futures import Future, InvalidStateError
 from typing import Any
 
 from tmm_core.dispatch.jobs import job_of
-from tmm_core.dispatch.processes import (
-    circumstances,
-    ending,
-    scratch_file,
-    startable,
-    started,
-    tail,
-)
+from tmm_core.dispatch.processes import Child, circumstances, ending, startable, tail
 from tmm_core.errors import warn
 from tmm_core.spec.asking import Asked
 from tmm_core.spec.device import interpreting
@@ -171,7 +164,7 @@ def default() -> Compilers:
     return compilers
 
 
-class _Server:
+class _Server(Child):
     """One server process, and the futures of its jobs.
 
     Args:
@@ -181,9 +174,9 @@ class _Server:
     """
 
     def __init__(self, workers: int, circumstances: Any, report: Any) -> None:
+        super().__init__(_PROGRAM, workers, _environ())
         self.circumstances = circumstances
         self.ended = False
-        self._workers = workers
         self._report = report
         self._pending: dict[int, Future[None]] = {}
         self._numbers = iter(range(sys.maxsize))
@@ -191,13 +184,14 @@ class _Server:
         self._closing = False
         #: Set when it compiles, or will not.
         self.started = threading.Event()
-        self._child: subprocess.Popen[bytes] | None = None
-        self._scratch = scratch_file()
-        self._channel, self._theirs = socket.socketpair()
         #: Sent by a separate thread: the server does not read while it imports, and a socket
         #: buffers only about 200 jobs.
         self._outbox: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name="tmm-compilers", daemon=True).start()
+        try:
+            threading.Thread(target=self._run, name="tmm-compilers", daemon=True).start()
+        except RuntimeError:  # no thread can be started
+            self.end()
+            raise
 
     def send(self, job: dict[str, Any], future: Future[None]) -> bool:
         """Whether the job will be answered."""
@@ -228,67 +222,49 @@ class _Server:
     def close(self) -> None:
         self._closing = True
         with contextlib.suppress(OSError):
-            self._channel.shutdown(socket.SHUT_RDWR)
+            self.channel.shutdown(socket.SHUT_RDWR)
         self._end_process()
 
     def forget(self) -> None:
-        """Close inherited descriptors in a forked process, or the server would live as long as
+        """Close the inherited channel in a forked process, or the server would live as long as
         it."""
-        self._channel.close()
-        self._theirs.close()
-        if self._child is not None:
-            self._child.returncode = 0  # not this process's child
+        self.channel.close()
+        self.process.returncode = 0  # not this process's child
 
     def _run(self) -> None:
         fault: str | None
-        with self._scratch:
+        with self.scratch:
             try:
-                self._start()
+                threading.Thread(target=self._write, name="tmm-compilers-out", daemon=True).start()
                 fault = self._listen()
-            except Exception as error:  # no process, no memory, not understood
+            except Exception as error:  # no thread, no memory, not understood
                 fault = f"{type(error).__name__}: {error}"
             status = self._end_process()
             if fault is None and status:
-                fault = f"the server {ending(status, tail(self._scratch))}"
+                fault = f"the server {ending(status, tail(self.scratch))}"
         with self._lock:
             self.ended = True
             left, self._pending = self._pending, {}
         self.started.set()
         self._outbox.put(b"")
-        self._channel.close()
+        self.channel.close()
         for future in left.values():
             _resolve(future)
         if fault is not None and not self._closing:
             self._report(fault)
 
-    def _start(self) -> None:
-        if self._closing:
-            return
-        with self._theirs:
-            self._child = started(
-                _PROGRAM,
-                self._workers,
-                self._theirs.fileno(),
-                self._scratch,
-                _environ(),
-                self.circumstances[0],
-            )
-        threading.Thread(target=self._write, name="tmm-compilers-out", daemon=True).start()
-
     def _write(self) -> None:
         with contextlib.suppress(OSError):  # it ended; the other thread notices
             while text := self._outbox.get():
-                self._channel.sendall(text)
+                self.channel.sendall(text)
 
     def _listen(self) -> str | None:
         """Answer futures until the server ends; returns its fault, if known."""
-        if self._child is None:
-            return None
-        self._channel.settimeout(START_LIMIT)
+        self.channel.settimeout(START_LIMIT)
         text = b""
         while True:
             try:
-                received = self._channel.recv(1 << 16)
+                received = self.channel.recv(1 << 16)
             except TimeoutError:
                 return f"the server was not ready within {START_LIMIT:.0f} s"
             except OSError:  # closed, or the server died with jobs unread
@@ -300,7 +276,7 @@ class _Server:
                 answer = json.loads(line)
                 if "ready" in answer:
                     self.started.set()
-                    self._channel.settimeout(None)
+                    self.channel.settimeout(None)
                 else:
                     self._answered(answer)
 
@@ -313,11 +289,9 @@ class _Server:
     def _end_process(self) -> int:
         """Wait for the server, which ends when the channel is closed unless it is still importing;
         returns its exit status."""
-        child = self._child
-        if child is None:
-            return 0
+        child = self.process
         with contextlib.suppress(OSError):
-            self._channel.shutdown(socket.SHUT_RDWR)
+            self.channel.shutdown(socket.SHUT_RDWR)
         try:
             return child.wait(_END_LIMIT if self.started.is_set() or child.poll() else 0)
         except subprocess.TimeoutExpired:

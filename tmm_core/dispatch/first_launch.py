@@ -9,9 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
-import signal
-import socket
 import subprocess
 from collections import Counter
 from typing import Any
@@ -20,7 +17,7 @@ import torch
 
 from tmm_core.dispatch.compilers import START_LIMIT
 from tmm_core.dispatch.jobs import job_of
-from tmm_core.dispatch.processes import empty, ending, scratch_file, startable, started, tail
+from tmm_core.dispatch.processes import Child, empty, ending, startable, tail
 from tmm_core.errors import warn
 from tmm_core.spec.kernel import Candidate
 from tmm_core.spec.problem import Problem
@@ -84,7 +81,7 @@ class FirstLaunches:
             try:
                 if not startable():
                     raise OSError("this platform cannot fork")
-                self._worker = _Worker(self._device)
+                self._worker = _Worker(_PROGRAM, str(self._device))
                 self._worker.ask({}, START_LIMIT)
             except OSError as error:  # including TimeoutError
                 worker, self._worker, self._broken = self._worker, None, True
@@ -99,26 +96,15 @@ class FirstLaunches:
         return self._worker
 
 
-class _Worker:
-    """The process and the channel to it. Raises OSError if it can't be started."""
-
-    def __init__(self, device: torch.device) -> None:
-        self._scratch = scratch_file()
-        self._channel, theirs = socket.socketpair()
-        try:
-            with theirs:
-                self._child = started(_PROGRAM, str(device), theirs.fileno(), self._scratch)
-        except BaseException:
-            self._channel.close()
-            self._scratch.close()
-            raise
+class _Worker(Child):
+    """The process and the channel to it."""
 
     def ask(self, job: dict[str, Any], limit: float) -> dict[str, Any]:
         """Its answer. Raises TimeoutError, or OSError if it has ended."""
-        empty(self._scratch)
-        self._channel.settimeout(limit)
-        self._channel.sendall(json.dumps(job).encode() + b"\n")
-        received = self._channel.makefile("rb").readline()
+        empty(self.scratch)
+        self.channel.settimeout(limit)
+        self.channel.sendall(json.dumps(job).encode() + b"\n")
+        received = self.channel.makefile("rb").readline()
         if not received.endswith(b"\n"):
             raise OSError("it has ended")
         answer: dict[str, Any] = json.loads(received)
@@ -127,13 +113,5 @@ class _Worker:
     def said(self) -> str:
         """The end of its output."""
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._child.wait(1.0)  # for the rest of its output
-        return tail(self._scratch)
-
-    def end(self) -> int:
-        """End it and its child processes; returns its exit status."""
-        self._channel.close()
-        with contextlib.suppress(OSError):
-            os.killpg(self._child.pid, signal.SIGKILL)
-        self._scratch.close()
-        return self._child.wait()
+            self.process.wait(1.0)  # for the rest of its output
+        return tail(self.scratch)

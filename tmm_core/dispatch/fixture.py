@@ -19,9 +19,9 @@ from tmm_core.dispatch.guarded import (
     Guarded,
     footprint,
     guarded,
+    lie,
 )
 from tmm_core.dispatch.ragged import Inputs
-from tmm_core.dispatch.ragged_reference import reference
 from tmm_core.dispatch.special import AXES, Special, special
 from tmm_core.spec.device import free_memory
 from tmm_core.spec.operand import Operand
@@ -179,13 +179,9 @@ class Fixture:
         """One of two outputs between guard bands, filled with NaN."""
         while len(self._outs) <= which:
             padded = len(self._outs) == 1
-            p = self.problem
-            self._outs.append(guarded(p.out, p.out_shape, self.device, UNWRITTEN, padded=padded))
+            placed = lie(self.problem.out, self.problem.out_shape, padded=padded)
+            self._outs.append(guarded(placed, self.device, UNWRITTEN))
         self._outs[which].poison()
-        return self._outs[which]
-
-    def written(self, which: int) -> Guarded:
-        """The same output without refilling it."""
         return self._outs[which]
 
     def soil(self) -> None:
@@ -233,7 +229,7 @@ class Fixture:
         memory: dict[str, Guarded] = {}
 
         def allocate(name: str, spec: Operand, shape: tuple[int, ...]) -> torch.Tensor:
-            memory[name] = guarded(spec, shape, self.device, UNREADABLE, padded=padded)
+            memory[name] = guarded(lie(spec, shape, padded=padded), self.device, UNREADABLE)
             return memory[name].tensor
 
         # One set of ragged products is skewed, the other even and does not fill its rows.
@@ -255,7 +251,7 @@ class Fixture:
 
     def _reference(self, inputs: Inputs, rows: verify.Places, cols: verify.Places) -> torch.Tensor:
         """The reference of those rows and columns, in pieces whose intermediates fit."""
-        return reference(self.problem, inputs, rows, cols, self.limit // 16)
+        return verify.reference(self.problem, inputs, rows, cols, self.limit // 16)
 
 
 def _sample(size: int, device: torch.device) -> torch.Tensor:

@@ -38,18 +38,20 @@ _BITS = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 class Lie:
     """A tensor's layout in memory, in elements: ``length`` reaches from the first past the last."""
 
+    shape: tuple[int, ...]
+    dtype: torch.dtype
     strides: tuple[int, ...]
     offset: int
     length: int
 
 
 def lie(spec: Operand, shape: tuple[int, ...], *, padded: bool = False) -> Lie:
-    """Strides of a tensor whose last two dimensions are of the class ``spec``."""
+    """The layout of a tensor whose last two dimensions are of the class ``spec``."""
     *batch, rows, cols = shape
     if spec.layout == "col":
         flipped = lie(replace(spec, layout="row"), (*batch, cols, rows), padded=padded)
         *outer, leading, inner = flipped.strides
-        return Lie((*outer, inner, leading), flipped.offset, flipped.length)
+        return replace(flipped, shape=shape, strides=(*outer, inner, leading))
     unit = max(1, ALIGNMENT // spec.dtype.itemsize)
     gap = unit if padded else 0
     offset = 0
@@ -72,7 +74,8 @@ def lie(spec: Operand, shape: tuple[int, ...], *, padded: bool = False) -> Lie:
     if padded and not spec.wide and reach > _INT32_MAX:
         return lie(spec, shape)  # gaps would change its class
     length = offset + max(0, (batch[0] if batch else 1) - 1) * matrix + reach + 1
-    return Lie((*([matrix] if batch else []), leading, inner), offset, length)
+    strides = (*([matrix] if batch else []), leading, inner)
+    return Lie(shape, spec.dtype, strides, offset, length)
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,42 +121,25 @@ class Checksums:
         return [name for name, is_kept in zip(self.memory, kept, strict=True) if not is_kept]
 
 
-def guarded(
-    spec: Operand,
-    shape: tuple[int, ...],
-    device: torch.device,
-    filler: int,
-    *,
-    padded: bool = False,
-) -> Guarded:
-    """An uninitialised tensor of the class ``spec`` between two bands of ``filler``."""
-    return placed_guarded(lie(spec, shape, padded=padded), shape, spec.dtype, device, filler)
-
-
-def placed_guarded(
-    placed: Lie,
-    shape: tuple[int, ...],
-    dtype: torch.dtype,
-    device: torch.device,
-    filler: int,
-) -> Guarded:
+def guarded(placed: Lie, device: torch.device, filler: int) -> Guarded:
     """An uninitialised tensor of that layout between two bands of ``filler``."""
-    inside, band = _extent(placed, dtype.itemsize)
+    inside, band = _extent(placed)
     memory = torch.empty(inside + 2 * band, dtype=torch.uint8, device=device)
     memory.fill_(filler)
-    offset = band // dtype.itemsize + placed.offset
-    tensor = memory.view(dtype).as_strided(shape, placed.strides, offset)
+    offset = band // placed.dtype.itemsize + placed.offset
+    tensor = memory.view(placed.dtype).as_strided(placed.shape, placed.strides, offset)
     return Guarded(tensor, memory.view(torch.int64).view(-1, _LINE // 8), filler)
 
 
 def footprint(spec: Operand, shape: tuple[int, ...]) -> int:
     """Maximum bytes of :func:`guarded`, padded or not."""
-    inside, band = _extent(lie(spec, shape, padded=True), spec.dtype.itemsize)
+    inside, band = _extent(lie(spec, shape, padded=True))
     return inside + 2 * band
 
 
-def _extent(placed: Lie, size: int) -> tuple[int, int]:
+def _extent(placed: Lie) -> tuple[int, int]:
     """Bytes of the inside, and of each band."""
+    size = placed.dtype.itemsize
     longest = max(placed.strides[-2:]) * size
     band = -(-min(max(TILE_ROWS * longest, LEAST), MOST) // _LINE) * _LINE
     return -(-placed.length * size // _LINE) * _LINE, band

@@ -376,10 +376,8 @@ class Dispatcher(Evidence):
                 )
             return Choice(Candidate(kernel, config), "forced", "config given")
         found = self.record(problem)
-        timed = [] if found is None else by_time(found[1])
-        for result in timed:
-            if result.kernel == kernel.name and (c := self.candidate(result, [kernel], problem)):
-                return Choice(c, "forced", "its best config on record")
+        if found is not None and (best := self.best(found[1], [kernel], problem)) is not None:
+            return Choice(best, "forced", "its best config on record")
         return Choice(Candidate(kernel, kernel.default_config(problem)), "forced", "default config")
 
     def _cached(

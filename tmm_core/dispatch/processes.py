@@ -32,34 +32,46 @@ def startable() -> bool:
     return hasattr(os, "fork") and "python" in name and not getattr(sys, "frozen", False)
 
 
-def started(
-    program: list[str],
-    argument: object,
-    channel: int,
-    scratch: IO[bytes],
-    environ: Mapping[str, str] | None = None,
-    path: tuple[str, ...] | None = None,
-) -> subprocess.Popen[bytes]:
-    """A process of this Python with this one's packages, whose standard input is ``channel``. It
-    gets ``argument`` and the working folder as JSON.
+class Child:
+    """A process of this Python with this one's packages, the channel to it, which is its standard
+    input, and its output. It gets ``argument`` and the working folder as JSON.
 
     Raises:
         OSError: It cannot be started.
     """
-    environ = os.environ if environ is None else environ
-    given = {name: value for name, value in environ.items() if name not in _NOT_PASSED}
-    given["PYTHONPATH"] = os.pathsep.join(circumstances()[0] if path is None else path)
-    options = ["-W", "ignore", *["-s"] * sys.flags.no_user_site]
-    options += ["-P"] * (sys.version_info >= (3, 11))
-    return subprocess.Popen(
-        [sys.executable, *options, *program, json.dumps([argument, folder()])],
-        stdin=channel,
-        stdout=subprocess.DEVNULL,
-        stderr=scratch,
-        env=given,
-        cwd="/",  # python -m looks there first, before 3.11
-        start_new_session=True,  # Ctrl-C goes only to this process
-    )
+
+    def __init__(
+        self, program: list[str], argument: object, environ: Mapping[str, str] = os.environ
+    ) -> None:
+        given = {name: value for name, value in environ.items() if name not in _NOT_PASSED}
+        given["PYTHONPATH"] = os.pathsep.join(circumstances()[0])
+        options = ["-W", "ignore", *["-s"] * sys.flags.no_user_site]
+        options += ["-P"] * (sys.version_info >= (3, 11))
+        self.scratch = scratch_file()
+        self.channel, theirs = socket.socketpair()
+        try:
+            with theirs:
+                self.process = subprocess.Popen(
+                    [sys.executable, *options, *program, json.dumps([argument, folder()])],
+                    stdin=theirs.fileno(),
+                    stdout=subprocess.DEVNULL,
+                    stderr=self.scratch,
+                    env=given,
+                    cwd="/",  # python -m looks there first, before 3.11
+                    start_new_session=True,  # Ctrl-C goes only to this process
+                )
+        except BaseException:
+            self.channel.close()
+            self.scratch.close()
+            raise
+
+    def end(self) -> int:
+        """Kill it and its child processes; returns its exit status, its own if it was ending."""
+        self.channel.close()
+        with contextlib.suppress(OSError):
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.scratch.close()
+        return self.process.wait()
 
 
 def circumstances() -> tuple[tuple[str, ...], tuple[str | None, ...]]:

@@ -13,13 +13,13 @@ import math
 import random
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal, get_args
 
 import torch
 
 from tmm_core.dispatch.ragged import Inputs
-from tmm_core.dispatch.ragged_reference import ranges, reference
+from tmm_core.dispatch.verify import ranges, reference
 from tmm_core.spec.problem import Problem
 
 #: How many rows or columns get one.
@@ -46,10 +46,8 @@ class Special:
 
     axis: Axis
     changes: tuple[Change, ...]
-    #: Affected rows or columns of the result.
+    #: Affected rows or columns of the result, in every matrix of a batch.
     places: torch.Tensor
-    #: Their matrix of the batch; None: there is no batch.
-    matrix: int | None
     #: 2 for NaN, 1 for Inf, −1 for −Inf, 0 for a number; and where anything is accepted.
     kinds: torch.Tensor
     free: torch.Tensor
@@ -60,19 +58,17 @@ class Special:
         """Where the special values of ``out`` differ from the reference."""
         if self.within is not None:
             out = out.narrow(self.within[0], 0, self.within[1])
-        one = out if self.matrix is None else out[self.matrix]
         elsewhere = ~out.isfinite()
-        inside = elsewhere if self.matrix is None else elsewhere[self.matrix]
         here = (..., self.places, slice(None)) if self.axis == "rows" else (..., self.places)
-        inside[here] = False
-        wrong = (kinds_of(one[here]) != self.kinds) & ~self.free
+        elsewhere[here] = False
+        wrong = (kinds_of(out[here]) != self.kinds) & ~self.free
         counts = torch.stack([wrong.sum(), elsewhere.sum()]).tolist()
         what = f"with NaN and Inf in {self.axis} {self.places.tolist()}"
         if counts[1]:
             return f"{what}, {counts[1]} elements of others are not finite"
         if counts[0]:
             first = tuple(wrong.nonzero()[0].tolist())
-            has, wanted = float(one[here][first]), _NAMES[int(self.kinds[first])]
+            has, wanted = float(out[here][first]), _NAMES[int(self.kinds[first])]
             return f"{what}, {counts[0]} elements there are wrong: one is {has:g} and not {wanted}"
         return None
 
@@ -89,16 +85,12 @@ def special(problem: Problem, inputs: Inputs, axis: Axis, room: int) -> Special 
         room: Bytes that operands of the reference may take in fp64.
     """
     chance = random.Random()
-    matrix = within = None
+    within = None
     if inputs.rows is not None:
         within = inputs.rows.defined(problem)
-    elif problem.batch > 1:
-        matrix = chance.randrange(problem.batch)
-        inputs = _of_batch(problem, inputs, matrix)
     changes = tuple(_changes(problem, inputs, axis, chance))
     if not changes:
         return None
-    problem = replace(problem, batch=1)
     affected = sorted({place for change in changes for place in change.places})
     places = torch.tensor(affected, device=inputs.a.device)
     limits = [slice(problem.m), slice(problem.n)]
@@ -108,7 +100,7 @@ def special(problem: Problem, inputs: Inputs, axis: Axis, room: int) -> Special 
     with planted(changes):
         marked = reference(problem, inputs, rows, cols, room, functools.partial(marks, problem))
     free = marked > _FREE / 2
-    return Special(axis, changes, places, matrix, marked - _FREE * free, free, within)
+    return Special(axis, changes, places, marked - _FREE * free, free, within)
 
 
 @contextmanager
@@ -127,12 +119,13 @@ def planted(changes: Sequence[Change]) -> Iterator[None]:
 def _changes(
     problem: Problem, inputs: Inputs, axis: Axis, chance: random.Random
 ) -> Iterator[Change]:
-    """Changes to elements that belong to a group, of one matrix of a batch; no element twice."""
-    ends = inputs.rows.ends if inputs.rows else (problem.m,)
-    along, end = problem.along, ends[-1]
-    filled = [each for each in ranges(ends) if each[1] < each[2]]
+    """Changes to elements that belong to a group or a matrix of a batch; no element twice."""
+    filled = [(matrix, 0, problem.m) for matrix in range(problem.batch)]
+    if inputs.rows is not None:
+        filled = [each for each in ranges(inputs.rows.ends) if each[1] < each[2]]
     if not (filled and problem.m and problem.n):
         return
+    along, end = problem.along, filled[-1][2]
     rows = axis == "rows"
     matrix = inputs.a if rows else inputs.b.mT
     # Lines are rows of a, or columns of b; those of a ragged dimension lie in the groups.
@@ -165,17 +158,16 @@ def _beside(
     filled: list[tuple[int, int, int]],
     chance: random.Random,
 ) -> Iterator[Change]:
-    """NaN in an element of the residual, or of one group's bias; the matrices of a batch share
-    one."""
+    """NaN in an element of the residual, or of a bias: one group's, or that of all matrices."""
     group, start, end = chance.choice(filled)
     index: tuple[int, ...]
     if rows and inputs.residual is not None:
         row, col = chance.randrange(problem.m), chance.randrange(problem.n)
         row = chance.randrange(start, end) if problem.along == "m" else row
         col = chance.randrange(start, end) if problem.along == "n" else col
-        index = (group, row, col) if problem.along == "k" else (row, col)
+        index = (group, row, col) if inputs.residual.dim() > 2 else (row, col)
         yield Change(inputs.residual, index, (row,), math.nan)
-    if not rows and inputs.bias is not None and problem.batch == 1:
+    if not rows and inputs.bias is not None:
         col = chance.randrange(inputs.bias.shape[-1])
         index = (group, col) if inputs.bias.dim() > 1 else (col,)
         yield Change(inputs.bias, index, (column(problem, col),), math.nan)
@@ -204,20 +196,6 @@ def values_of(dtype: torch.dtype) -> tuple[float, ...]:
     """The special values of the format."""
     infinite = torch.tensor(math.inf).to(dtype).float().isinf()
     return (math.nan, math.inf, -math.inf) if infinite else (math.nan,)
-
-
-def _of_batch(problem: Problem, inputs: Inputs, matrix: int) -> Inputs:
-    """The product of one matrix of the batch."""
-    row_a, row_b = problem.scale_a == "row", problem.scale_b == "row"
-    scale_a, scale_b, residual = inputs.scale_a, inputs.scale_b, inputs.residual
-    return replace(
-        inputs,
-        a=inputs.a[matrix],
-        b=inputs.b[matrix],
-        residual=None if residual is None else residual[matrix],
-        scale_a=scale_a[matrix] if row_a and scale_a is not None else scale_a,
-        scale_b=scale_b[matrix] if row_b and scale_b is not None else scale_b,
-    )
 
 
 #: Added to the kind of an element for which anything is accepted.

@@ -12,10 +12,9 @@ from __future__ import annotations
 import datetime
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
-from tmm_cache import CandidateResult, TuningRecord
+from tmm_cache import TuningRecord
 
 from tmm_core.dispatch.attempt import Attempt
 from tmm_core.dispatch.progress import Progress
@@ -24,7 +23,6 @@ from tmm_core.dispatch.standing import decide
 from tmm_core.dispatch.tuning import Equipment, Tuning
 from tmm_core.dispatch.unmeasured import unmeasured
 from tmm_core.settings import Settings
-from tmm_core.spec.asking import Asked
 from tmm_core.spec.kernel import Kernel
 from tmm_core.spec.launcher import BASELINE
 from tmm_core.spec.precision import require_posed
@@ -76,8 +74,9 @@ class Tuner(Equipment):
         for candidate, why in proposals.untried([trial.candidate for trial in tuning.trials]):
             tuning.trials.append(Attempt(candidate))
             tuning.trials[-1].fail(why)
+        for trial in tuning.trials:
+            trial.hold_to_answers()
         results = [tuning.result(trial) for trial in tuning.trials]
-        results = _without_set_aside(results, kernels)
         measured = {(r.kernel, r.version) for r in results}
         present = {(k.name, k.version) for k in kernels}
         if before is not None:
@@ -104,15 +103,3 @@ class Tuner(Equipment):
                 (problem, candidate): self.compilers.submit(problem, candidate)
                 for candidate in first
             }
-
-
-def _without_set_aside(
-    results: list[CandidateResult], kernels: Sequence[Kernel[Any]]
-) -> list[CandidateResult]:
-    """``results``, with those of kernels set aside in the meantime marked as failed."""
-    faults = {k.name: k.fault for k in kernels if isinstance(k, Asked) and k.name != BASELINE}
-    return [
-        replace(result, status="failed", reason=fault[:500]) if fault is not None else result
-        for result in results
-        for fault in (faults.get(result.kernel),)
-    ]

@@ -3,11 +3,10 @@ stages."""
 
 from __future__ import annotations
 
-import functools
 import math
 import time
 from collections.abc import Callable, Sequence
-from concurrent.futures import CancelledError, Future, wait
+from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
 from statistics import median
 from typing import Any
@@ -23,25 +22,23 @@ from tmm_core.dispatch.attempt import (
     reserves,
     survivors,
 )
-from tmm_core.dispatch.binding import Binding, Task
+from tmm_core.dispatch.binding import Binding, Outcome, Posed
 from tmm_core.dispatch.compilers import Compilers, NotCompiledError, compiling_threads
 from tmm_core.dispatch.compilers import default as default_compilers
-from tmm_core.dispatch.copies import Copies, LaunchError, Runner
 from tmm_core.dispatch.first_launch import FirstLaunches
 from tmm_core.dispatch.fixture import default_limit
 from tmm_core.dispatch.progress import Progress
 from tmm_core.dispatch.proposals import Proposals
+from tmm_core.dispatch.rotation import Copies, LaunchError, Runner
 from tmm_core.dispatch.standing import CLOSE, MARGIN
 from tmm_core.dispatch.timing import LONG_US, Timer, held_up, levelled, timer_for
 from tmm_core.dispatch.trust import device_of
-from tmm_core.dispatch.unmeasured import BUDGET_ENDED
 from tmm_core.dispatch.verifier import Verifier
 from tmm_core.errors import let_through, warn
 from tmm_core.settings import Settings
-from tmm_core.spec.asking import Asked
 from tmm_core.spec.bucket import between, inside
 from tmm_core.spec.kernel import Candidate
-from tmm_core.spec.launcher import BASELINE, Launcher
+from tmm_core.spec.launcher import BASELINE
 from tmm_core.spec.problem import Problem
 
 #: Samples of each candidate, µs per sample, and how much slower than the best a candidate may be to
@@ -77,10 +74,6 @@ INSIDE = 5
 #: Launches of the final verification of finalists, and µs that they may take: 60 miss a fault that
 #: occurs once in twenty launches with a probability of 4.6 %.
 MOST_REPEATS, LEAST_REPEATS, REPEATS_US = 60, 4, 20e3
-
-
-#: A candidate and the problem to compile it for.
-Posed = tuple[Problem, Candidate]
 
 
 @dataclass(eq=False)
@@ -201,7 +194,9 @@ class Tuning:
                 trial.fail(outcome)
                 continue
             trial.launcher = outcome
-            trial.workspace = _workspace(trial, self._problem)
+            kernel, config = trial.candidate.kernel, trial.candidate.config
+            trial.workspace = kernel.workspace_bytes(self._problem, config)
+            trial.hold_to_answers()
             if self._memory is not None and trial.workspace > self._memory:
                 trial.fail(
                     f"takes {trial.workspace / 2**20:.0f} MiB of scratch memory, and tune_memory "
@@ -226,28 +221,18 @@ class Tuning:
         asked: Sequence[Posed],
         ahead: Sequence[Posed] = (),
         progress: Progress | None = None,
-    ) -> list[Launcher | BaseException]:
+    ) -> list[Outcome]:
         """Each candidate's launcher for its problem, or the reason why there is none."""
         compiling = self._submitted(asked, ahead)
-
-        def bind(problem: Problem, candidate: Candidate) -> Launcher:
-            kernel = candidate.kernel
-            if time.monotonic() > self._deadline and kernel.name != BASELINE:
-                raise CancelledError
-            return kernel.bind(problem, candidate.config)
-
         # A small budget would end before any kernel compiled, and the record would say that none
         # could.
         self._deadline += self._compilers.await_start(compiling, START_PATIENCE)
         try:
             first = self._equipment.first_launches
             ready = self._launched_first(asked, compiling, first) if first else compiling
-            tasks = [
-                Task(candidate.kernel.name, each, functools.partial(bind, problem, candidate))
-                for (problem, candidate), each in zip(asked, ready, strict=True)
-            ]
-            found = Binding(tasks, self._device, self._equipment.workers).outcomes(
-                self._deadline,
+            found = Binding(
+                asked, ready, self._device, self._deadline, self._equipment.workers
+            ).outcomes(
                 late=lambda: self._compilers.cancel_pending(compiling),
                 done=progress.advance if progress else lambda: None,
             )
@@ -256,8 +241,7 @@ class Tuning:
         for outcome in found:
             if isinstance(outcome, BaseException):
                 let_through(outcome)
-        late = TimeoutError(BUDGET_ENDED)
-        return [late if isinstance(each, CancelledError) else each for each in found]
+        return found
 
     def _launched_first(
         self,
@@ -454,12 +438,3 @@ def _repeats(us: float) -> int:
     """The number of launches, of ``us`` each, to verify a finalist: :data:`MOST_REPEATS`, or as
     many as :data:`REPEATS_US` allows."""
     return max(LEAST_REPEATS, min(MOST_REPEATS, int(REPEATS_US / us))) if us > 0 else MOST_REPEATS
-
-
-def _workspace(trial: Attempt, problem: Problem) -> int:
-    """The scratch memory of a trial, which fails if its kernel's answer is invalid."""
-    kernel = trial.candidate.kernel
-    count = kernel.workspace_bytes(problem, trial.candidate.config)
-    if isinstance(kernel, Asked) and kernel.fault is not None and not trial.is_baseline:
-        trial.fail(kernel.fault)
-    return count

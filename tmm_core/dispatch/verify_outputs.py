@@ -17,7 +17,7 @@ import torch
 
 from tmm_core.dispatch import verify
 from tmm_core.dispatch.fixture import Expected, Fixture
-from tmm_core.dispatch.guarded import UNWRITTEN, guarded, same_bits
+from tmm_core.dispatch.guarded import UNWRITTEN, guarded, lie, same_bits
 from tmm_core.dispatch.special import kinds_of
 from tmm_core.spec.launcher import Launcher
 from tmm_core.spec.operand import Operand
@@ -45,7 +45,7 @@ class Outputs:
         self._deterministic, self._slack = deterministic, slack
         self._shapes = [port.shape(fixture.problem.out_shape) for port in self._ports]
         self._memory = [
-            guarded(Operand(port.dtype), (1, math.prod(shape)), fixture.device, UNWRITTEN)
+            guarded(lie(Operand(port.dtype), (1, math.prod(shape))), fixture.device, UNWRITTEN)
             for port, shape in zip(self._ports, self._shapes, strict=True)
         ]
         self._given: tuple[Tensor, ...] = ()

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from tmm_core.dispatch.guarded import UNREADABLE, UNWRITTEN, Guarded, Lie, placed_guarded
+from tmm_core.dispatch.guarded import UNREADABLE, UNWRITTEN, Guarded, Lie, guarded
 from tmm_core.spec.operand import ALIGNMENT
 
 #: Memory layouts of a matrix of given rows and columns. ``padded``: a larger leading stride than
@@ -54,8 +54,7 @@ def operand(
         shape: ``(rows, cols)`` or ``(batch, rows, cols)``.
         layout, stacking: Of :data:`LAYOUTS` and :data:`STACKINGS`.
     """
-    placed = _placed(shape, layout, stacking, dtype.itemsize)
-    return placed_guarded(placed, tuple(shape), dtype, device, UNREADABLE)
+    return guarded(_placed(shape, layout, stacking, dtype), device, UNREADABLE)
 
 
 def destination(
@@ -63,15 +62,14 @@ def destination(
 ) -> Guarded:
     """An output filled with NaN, surrounded by another number; ``layout`` is one of
     :data:`WRITABLE`."""
-    placed = _placed(shape, layout, "packed", dtype.itemsize)
-    made = placed_guarded(placed, tuple(shape), dtype, device, UNWRITTEN)
+    made = guarded(_placed(shape, layout, "packed", dtype), device, UNWRITTEN)
     made.poison()
     return made
 
 
-def _placed(shape: Sequence[int], layout: str, stacking: str, itemsize: int) -> Lie:
+def _placed(shape: Sequence[int], layout: str, stacking: str, dtype: torch.dtype) -> Lie:
     *batch, rows, cols = shape
-    unit = max(1, ALIGNMENT // itemsize)
+    unit = max(1, ALIGNMENT // dtype.itemsize)
     row, col, offset = _matrix(layout, rows, cols, unit)
     if not batch:
         strides: tuple[int, ...] = (row, col)
@@ -87,7 +85,7 @@ def _placed(shape: Sequence[int], layout: str, stacking: str, itemsize: int) -> 
     else:
         reach = _reach((rows, cols), (row, col)) + 1
         strides = (_rounded_up(reach, unit) if row % unit == 0 else reach, row, col)
-    return Lie(strides, offset, offset + _reach(shape, strides) + 1)
+    return Lie(tuple(shape), dtype, strides, offset, offset + _reach(shape, strides) + 1)
 
 
 def _matrix(layout: str, rows: int, cols: int, unit: int) -> tuple[int, int, int]:
