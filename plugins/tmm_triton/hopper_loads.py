@@ -62,9 +62,9 @@ def _load(
             # Whole boxes of both operands, including elements that TMA fills with zeros.
             mbarrier.expect(ready, BYTES)
         for part in gl.static_range(ASKED_A):
-            where = placed(of_a, end, row + part * C.ROWS, k, C.A_COL, A_KIND)
+            where = placed(of_a, end, row + part * C.rows, k, C.A_COL, A_KIND)
             slot = a_ring.index(stage * A_BOXES + part)
-            if C.A_ROWS < C.ROWS:
+            if C.rows > C.A_ROWS:
                 slot = slot.slice(0, C.A_ROWS, dim=1 if A_KIND == "stack" else 0)
             async_copy_global_to_shared(a_desc, where, ready, slot)
         for part in gl.static_range(ASKED_B):
@@ -88,7 +88,7 @@ def _first(sizes, C: gl.constexpr):
     """The k-steps that are requested before the warps take their roles, and their tile."""
     work = work_of(sizes, C)
     tile, first, last = unit_at(0, work, sizes, C)
-    if C.TAIL_SPLITS > 1 or C.RAGGED == "m":
+    if C.tail_splits > 1 or C.RAGGED == "m":
         last = gl.where(work[0] > 0, last, first)  # a block may have nothing to do
     return tile, first, _primed(first, last, C)
 
@@ -121,7 +121,7 @@ def prefetch(pointer, stride, strides, sizes, C: gl.constexpr):
     BOXES: gl.constexpr = C.b_boxes
     EACH: gl.constexpr = BOXES // C.products
     PIECES: gl.constexpr = C.pieces
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [C.WARPS, 1], [1, 0])
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [C.num_warps, 1], [1, 0])
     line = gl.expand_dims(gl.arange(0, LINES, layout=gl.SliceLayout(1, LAYOUT)), 1)
     piece = gl.expand_dims(gl.arange(0, PIECES, layout=gl.SliceLayout(0, LAYOUT)), 0)
     step = first + piece

@@ -201,7 +201,7 @@ ELSEWHERE = [
            "of a gated weight other columns are prefetched than are loaded",
            ("tests/plugins/test_dependent_launch.py::test_what_is_prefetched_is_what_is_loaded_first",)),
     Mutant("hopper-strip-phase", "hopper_consumers.py",
-           "if C.SUBTILES // C.buffers % 2 == 1:", "if C.SUBTILES == C.buffers:",
+           "if C.subtiles // C.buffers % 2 == 1:", "if C.subtiles == C.buffers:",
            "a residual of six strips is waited for without end", (f"{HOPPER}::test_a_tile_is_two_products_beside_each_other",)),
     Mutant("ptx-waits", "triton/ptx.py", "{int(wait[1]) // 2};", "{int(wait[1])};",
            "a stage is loaded anew while it is read", (f"{PTX}::test_two_products_are_one",)),
