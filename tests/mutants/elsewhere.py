@@ -161,7 +161,7 @@ ELSEWHERE = [
            "            if board.has(verdict):  # this rank has been given up\n                break\n", "",
            "a rank measures what others have taken over",
            ("tests/core/test_distributed.py::test_a_rank_that_hangs_is_given_up_and_adopts_later",)),
-    Mutant("hopper-batch-described", "warp_specialized.py", "            apart = t.stride(0) if",
+    Mutant("hopper-batch-described", "hopper_access.py", "            apart = t.stride(0) if",
            "            apart = t.stride(0) and shape[0] * leading if", "TMA reads other matrices",
            (f"{HOPPER}::test_a_batch_is_described_matrix_by_matrix",)),
     Mutant("hopper-batch-stored", "hopper_stores.py",

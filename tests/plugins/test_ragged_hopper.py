@@ -26,7 +26,7 @@ from test_warp_specialized import (
     problem,
     tensor_map,
 )
-from tmm_triton import hopper_tiles, kernel, operands, ragged_tiles
+from tmm_triton import hopper_access, hopper_tiles, kernel, operands, ragged_tiles
 from tmm_triton.hopper_config import Constants
 from tmm_triton.hopper_kernel import warp_specialized_kernel
 from tmm_triton.ragged import Ragged
@@ -138,7 +138,7 @@ class Call:
             flat, stride = matrix.ravel(), matrix.shape[1]
         else:
             flat, stride = self.memory.reshape(-1), self.memory.shape[-1]
-        shape, strides = ragged_tiles.clipped(matrix.shape[1], stride)
+        shape, strides = hopper_access.clipped(matrix.shape[1], stride)
         return Wrapped(flat, shape, strides, [1, 1, *box])
 
     def arguments(self) -> dict[str, Any]:

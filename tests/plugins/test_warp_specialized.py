@@ -28,11 +28,13 @@ from hopper_block import (
     workspace_order,
 )
 from test_triton_compile import resources
-from tmm_triton import hopper_search, hopper_tiles, kernel, operands, warp_specialized
+from tmm_triton import hopper_search, hopper_tiles, kernel, operands
+from tmm_triton.hopper_access import described
 from tmm_triton.hopper_config import Constants, WarpSpecializedConfig, unfinished
 from tmm_triton.hopper_kernel import warp_specialized_kernel
 from tmm_triton.warp_specialized import WarpSpecialized
 from triton.backends.compiler import GPUTarget
+from triton.tools.tensor_descriptor import TensorDescriptor
 from uninterpreted import Uninterpreted
 
 from tmm_core import ConfigError, Groups, Operand, Port, Problem
@@ -1011,7 +1013,7 @@ def test_fused_work_compiles_for_hopper(asked: Problem, uninterpreted: Uninterpr
 
 def tensor_map(operand: Operand, rows: int, columns: int, kind: str) -> Any:
     """What makes the tensor map of a tile of an operand."""
-    return warp_specialized._described("a", operand, rows, columns, kind)[1].describe
+    return described("a", operand, rows, columns, kind, TensorDescriptor)[1].describe
 
 
 def test_operands_are_described_along_their_contiguous_dimension() -> None:
