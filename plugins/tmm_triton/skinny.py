@@ -277,7 +277,7 @@ class Skinny(TritonKernel[SkinnyConfig]):
         }
         # By default ptxas saves registers for one more resident block by spilling.
         registers = config.registers(problem) + 48
-        options: dict[str, Any] = {"launch_pdl": True} if overlaps else {}
+        options: dict[str, Any] = {"launch_pdl": overlaps}
         if config.num_stages == 2:
             options["maxnreg"] = min(255, registers // 8 * 8)
         grid = (-(-problem.n // config.BLOCK_N), problem.batch, -(-problem.m // config.BLOCK_M))
