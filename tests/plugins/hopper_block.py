@@ -513,6 +513,7 @@ def run_block(
     )
     names: dict[str, Any] = {
         "gl": language,
+        "tl": language,
         "mbarrier": types.SimpleNamespace(
             init=init,
             wait=wait,
