@@ -16,7 +16,6 @@ from triton.experimental.gluon.language.nvidia.hopper.tma import store_wait
 from tmm_triton.hopper_stores import bias_of, fetch, store_tile
 from tmm_triton.hopper_walk import (
     as_matrix,
-    moved,
     next_stage,
     skip_stages,
     tail_share,
@@ -234,12 +233,10 @@ def consume(
         reading = stage
         stage, phase = next_stage(stage, phase, C)
         # Divisions, and a wait for stores, overlap the first products.
-        matrix, row, column, end = tile_at(tile, sizes, C)
+        matrix, row, column, end, corner = tile_at(tile, sizes, C)
         limits = sizes
         if C.RAGGED == "m":
             limits = (end, N, sizes[2], sizes[3], sizes[4], sizes[5])
-        corner = (row, column)
-        row, column = moved(row, column, sizes, C)
         if not C.pingpong:
             row += WHO * ROWS
         if C.FETCH:  # noqa: SIM102 (decided when compiling, the other when running)

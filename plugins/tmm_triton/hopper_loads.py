@@ -10,7 +10,6 @@ from triton.experimental.gluon.language.nvidia.hopper.tma import async_copy_glob
 
 from tmm_triton.hopper_walk import (
     described,
-    moved,
     next_stage,
     skip_stages,
     tile_at,
@@ -43,8 +42,7 @@ def _load(
     ASKED_B: gl.constexpr = 0 if PARTS == "a" else OF_B
     A_KIND: gl.constexpr = C.a_kind
     B_KIND: gl.constexpr = C.b_kind
-    matrix, row, column, end = tile_at(tile, sizes, C)
-    row, column = moved(row, column, sizes, C)
+    matrix, row, column, end, _corner = tile_at(tile, sizes, C)
     of_a = described(matrix, a_stride, A_KIND)
     of_b = described(matrix, b_stride, B_KIND)
     start = first * C.BLOCK_K
@@ -114,8 +112,7 @@ def prefetch(pointer, stride, strides, sizes, C: gl.constexpr):
     read what it wrote."""
     _, N, K, _, _, _ = sizes
     tile, first, last = _first(sizes, C)
-    matrix, row, column, _end = tile_at(tile, sizes, C)
-    row, column = moved(row, column, sizes, C)
+    matrix, _row, column, _end, _corner = tile_at(tile, sizes, C)
     # Rows of memory by pieces, one per k-step.
     LINES: gl.constexpr = C.box_columns if C.B_COL else C.BLOCK_K
     BOXES: gl.constexpr = C.b_boxes
@@ -198,8 +195,7 @@ def bring_words(loads, C: gl.constexpr):
     phase = 0
     for unit in range(work[0]):
         tile, first, last = unit_at(unit, work, sizes, C)
-        _batch, row, column, _end = tile_at(tile, sizes, C)
-        row, column = moved(row, column, sizes, C)
+        _batch, row, column, _end, _corner = tile_at(tile, sizes, C)
         rows = box_rows(operand, row if IS_A else column, M if IS_A else N, K, BOX, ALONG_K, C)
         one = box_words(rows, first, last, K, ALONG_K, C)
         other = box_words(rows, first + 1, last, K, ALONG_K, C)

@@ -11,10 +11,14 @@ from tmm_triton.ragged_tiles import bounds, located
 
 @jit
 def tile_at(index, sizes, C: gl.constexpr):
-    """A tile's index in the batch, its group or its part of K, its first row and column, and the
-    end of its matrix's rows. Tiles go matrix by matrix, each in bands of GROUP_M tile rows walked
-    column by column, so that concurrent blocks share operands in L2; those of ragged rows go in
-    bands of the rows of all groups."""
+    """A tile's index in the batch, its group or its part of K, its first row and column, the end of
+    its matrix's rows, and the corner in which it would begin if it were not moved. Tiles go matrix
+    by matrix, each in bands of GROUP_M tile rows walked column by column, so that concurrent blocks
+    share operands in L2; those of ragged rows go in bands of the rows of all groups.
+
+    The last ones are moved inside, because TMA takes longer to zero-fill elements than to load
+    them. Elements that they then share with the previous ones are stored twice with the same bits,
+    or once by pointers. Ragged rows are not moved, since another group may come before."""
     M, N, _, GROUP_M, COUNT, groups = sizes
     rows = COUNT if C.RAGGED == "m" else gl.cdiv(M, C.BLOCK_M)
     matrix = 0
@@ -31,19 +35,12 @@ def tile_at(index, sizes, C: gl.constexpr):
         matrix, row, end = located(first + within % height, groups, M, C.BLOCK_M)
     else:
         row = (first + within % height) * C.BLOCK_M
-    return matrix, row, within // height * C.BLOCK_N, end
-
-
-@jit
-def moved(row, column, sizes, C: gl.constexpr):
-    """Where a tile begins. The last ones are moved inside, because TMA takes longer to zero-fill
-    elements than to load them. Elements that they then share with the previous ones are stored
-    twice with the same bits, or once by pointers. Ragged rows are not moved, since another group
-    may come before."""
+    column = within // height * C.BLOCK_N
+    corner = (row, column)
     if C.RAGGED != "m":
-        row = _inside(row, sizes[0], C.BLOCK_M, C.A_COL)
-    column = _inside(column, sizes[1], C.BLOCK_N, not (C.B_COL and C.POINTERS))
-    return row, column
+        row = _inside(row, M, C.BLOCK_M, C.A_COL)
+    column = _inside(column, N, C.BLOCK_N, not (C.B_COL and C.POINTERS))
+    return matrix, row, column, end, corner
 
 
 @jit
