@@ -298,9 +298,7 @@ class Constants(WarpSpecializedConfig):
     @property
     def b_boxes(self) -> int:
         """TMA boxes of B per stage."""
-        if self.narrow:
-            return self.products * self.BLOCK_N // self.box_columns
-        return 2 if self.GATED or self.halves else 1
+        return (self.columns + self.second) // self.box_columns
 
     @property
     def box_columns(self) -> int:
@@ -326,15 +324,18 @@ class Constants(WarpSpecializedConfig):
 
     @property
     def second(self) -> int:
-        """Columns of the second product, if a tile is two products beside each other. In a gated
-        tile the first has gate's columns and some of up's, the second the rest of up's."""
-        return self.products * self.narrow
+        """Columns of the second product; none if a tile is one. Of a gated tile the second is up,
+        and if two products are beside each other, the columns of up that the first does not
+        have."""
+        if self.narrow:
+            return self.products * self.narrow
+        return self.columns if self.GATED or self.halves else 0
 
     @property
     def columns(self) -> int:
         """Columns of one product, the first if they differ."""
         if self.narrow:
-            return self.products * self.BLOCK_N - self.second
+            return self.products * (self.BLOCK_N - self.narrow)
         return self.BLOCK_N // 2 if self.halves else self.BLOCK_N
 
     @property

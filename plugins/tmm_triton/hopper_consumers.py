@@ -55,37 +55,37 @@ def _await_full(full, stage, phase, C: gl.constexpr):
 
 
 @jit
+def _columns(b_ring, slot, COLUMNS: gl.constexpr, C: gl.constexpr):
+    """B's part of a product, from this slot on: boxes that follow one another in shared memory are
+    one of all their columns."""
+    b = as_matrix(b_ring.index(slot), C.b_kind)
+    if C.narrow:
+        SHAPE: gl.constexpr = [COLUMNS, C.BLOCK_K] if C.B_COL else [C.BLOCK_K, COLUMNS]
+        b = b._reinterpret(b.dtype, SHAPE, b.layout)
+    if C.B_COL:
+        b = b.permute((1, 0))
+    return b
+
+
+@jit
 def _multiply(ring, stage, acc, up, FIRST: gl.constexpr, WHO: gl.constexpr, C: gl.constexpr):
     """Start this stage's products and wait for those of the previous stage."""
     a_ring, b_ring = ring
-    A_KIND: gl.constexpr = C.a_kind
-    B_KIND: gl.constexpr = C.b_kind
-    a = as_matrix(a_ring.index(stage * C.a_boxes + WHO % C.a_boxes), A_KIND)
-    b = as_matrix(b_ring.index(stage * C.b_boxes), B_KIND)
-    if C.second:
-        # Boxes that follow one another in shared memory are one of all their columns.
-        WIDE: gl.constexpr = [C.columns, C.BLOCK_K] if C.B_COL else [C.BLOCK_K, C.columns]
-        b = b._reinterpret(b.dtype, WIDE, b.layout)
+    a = as_matrix(a_ring.index(stage * C.a_boxes + WHO % C.a_boxes), C.a_kind)
     if C.A_COL:
         a = a.permute((1, 0))
-    if C.B_COL:
-        b = b.permute((1, 0))
+    b = _columns(b_ring, stage * C.b_boxes, C.columns, C)
+    SECOND: gl.constexpr = C.second // C.box_columns
     if C.promoted:
         acc = _promoted(a, b, acc)
-        if C.b_boxes == 2:
-            b = as_matrix(b_ring.index(stage * C.b_boxes + 1), B_KIND).permute((1, 0))
+        if C.second:
+            b = _columns(b_ring, stage * C.b_boxes + C.b_boxes - SECOND, C.second, C)
             up = _promoted(a, b, up)
         return acc, up
     # Not accumulating the first time saves clearing the registers.
     acc = warpgroup_mma(a, b, acc, use_acc=not FIRST, is_async=True)
-    if C.GATED or C.second:
-        SECOND: gl.constexpr = C.second // C.box_columns if C.second else 1
-        b = as_matrix(b_ring.index(stage * C.b_boxes + C.b_boxes - SECOND), B_KIND)
-        if C.second:
-            REST: gl.constexpr = [C.second, C.BLOCK_K] if C.B_COL else [C.BLOCK_K, C.second]
-            b = b._reinterpret(b.dtype, REST, b.layout)
-        if C.B_COL:
-            b = b.permute((1, 0))
+    if C.second:
+        b = _columns(b_ring, stage * C.b_boxes + C.b_boxes - SECOND, C.second, C)
         up = warpgroup_mma(a, b, up, use_acc=not FIRST, is_async=True)
         acc, up = warpgroup_mma_wait(2, deps=(acc, up))
     else:
@@ -114,7 +114,7 @@ def _multiply_steps(
 @jit
 def _finished(acc, up, C: gl.constexpr):
     """The sums, when all products are done."""
-    if C.GATED or C.second:
+    if C.GATED or C.narrow:
         acc, up = warpgroup_mma_wait(0, deps=(acc, up))
     else:
         acc = warpgroup_mma_wait(0, deps=(acc,))
@@ -208,7 +208,7 @@ def consume(
         warps_per_cta=[C.num_warps, 1],
         instr_shape=[16, C.mma_n, 32 // C.IN_BYTES],
     )
-    if C.second:
+    if C.narrow:
         NARROW_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
             version=[3, 0], warps_per_cta=[C.num_warps, 1], instr_shape=[16, NARROW, 16]
         )
@@ -223,7 +223,7 @@ def consume(
         tile, first, last = unit_at(unit, work, sizes, C)
         acc = gl.zeros([ROWS, COLUMNS], gl.float32, LAYOUT)
         up = acc
-        if C.second:
+        if C.narrow:
             up = gl.zeros([ROWS, NARROW], gl.float32, NARROW_LAYOUT)
         if C.pingpong:
             mbarrier.wait(turn.index(WHO), turn_phase)
@@ -249,7 +249,7 @@ def consume(
             # Adding to -0 leaves every sum as it is, even the sign of 0.
             total = gl.full([ROWS, COLUMNS], -0.0, gl.float32, LAYOUT)
             total_up = total
-            if C.second:
+            if C.narrow:
                 total_up = gl.full([ROWS, NARROW], -0.0, gl.float32, NARROW_LAYOUT)
             for part in range(1, C.ranges):
                 upto = last * part // C.ranges
@@ -259,7 +259,7 @@ def consume(
                 acc, up = _finished(acc, up, C)
                 mbarrier.arrive(empty.index(reading))
                 total += acc
-                if C.second:
+                if C.narrow:
                     total_up += up
                 begin = upto
                 _await_full(full, stage, phase, C)
@@ -281,7 +281,7 @@ def consume(
         mbarrier.arrive(empty.index(reading))
         if C.ranges > 1:
             acc = total + acc
-            if C.second:
+            if C.narrow:
                 up = total_up + up
         # A consumer's rows may all be outside. The branch also keeps the compiler from hoisting the
         # code after it, which delayed the last stage by half an epilogue.

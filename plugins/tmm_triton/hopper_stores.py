@@ -172,14 +172,9 @@ def store_tile(
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0], warps_per_cta=[C.num_warps, 1], instr_shape=[16, WIDTH, 16]
     )
-    if C.halves:
-        strips = _strips(z, SUBTILES // 2) + _strips(up, SUBTILES // 2)
-    elif C.second:
-        strips = _strips(z, C.columns // WIDTH) + _strips(up, C.second // WIDTH)
-    elif C.GATED:
-        strips = _strips(z, SUBTILES) + _strips(up, SUBTILES)
-    else:
-        strips = _strips(z, SUBTILES)
+    strips = _strips(z, C.columns // WIDTH)
+    if C.second:
+        strips = strips + _strips(up, C.second // WIDTH)
     for i in gl.static_range(SUBTILES):
         at = column + i * WIDTH
         x = gl.convert_layout(strips[i], LAYOUT)
