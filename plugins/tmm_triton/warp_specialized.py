@@ -72,13 +72,14 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from tmm_core import ANY, Problem, Supports, Traits
+from tmm_core import ANY, Problem, Traits
 from tmm_core.triton import Described, device_function, pointer, port_function
 from tmm_triton import hopper_estimate, hopper_search, hopper_tiles, sums
 from tmm_triton.hopper_access import (
@@ -93,7 +94,7 @@ from tmm_triton.hopper_access import (
 from tmm_triton.hopper_config import Constants, WarpSpecializedConfig, multiplied
 from tmm_triton.hopper_kernel import warp_specialized_kernel
 from tmm_triton.hopper_tiles import most_tiles, part_elements
-from tmm_triton.kernel import FLOATS, Built, missing_toolchain, unknown_gluon
+from tmm_triton.kernel import POINTERS, Built, missing_toolchain, without_gluon
 from tmm_triton.operands import Build, Typed, Zeros
 from tmm_triton.partials import reduction
 from tmm_triton.ports import REDUCES, Ports
@@ -118,22 +119,14 @@ class WarpSpecialized(Built[WarpSpecializedConfig]):
         deterministic=True, batch_invariant=True, capture_safe=True, needs_workspace=True
     )
     config_type = WarpSpecializedConfig
-    supports = Supports(
+    supports = replace(
+        POINTERS,  # also unaligned operands: see declines
         devices=("cuda",),
         capability=(9, 0),
         below=(9, 1),
         operands=(torch.float16, torch.bfloat16),
-        formats=("fp8",),
-        scales=("tensor", "row"),
-        out=FLOATS,
-        bias=FLOATS,
-        residual=FLOATS,
         layouts={"a": ("row", "col"), "b": ("row", "col"), "out": ("row",), "residual": ANY},
-        unaligned=ANY,  # one operand by words: see declines
-        wide=True,
         batch=None,
-        alpha=True,
-        epilogues=True,
         gated=True,
         outputs=("row",),
         reduces=REDUCES,
@@ -145,11 +138,9 @@ class WarpSpecialized(Built[WarpSpecializedConfig]):
     def declines(self, problem: Problem) -> Iterable[str]:
         if len(problem.epilogue.outputs) > 1:
             yield "writes at most one output beside the result"
-        if problem.device.interpreted:
-            yield "Triton's interpreter does not run Gluon"
-        else:
+        if not problem.device.interpreted:
             yield from missing_toolchain()
-        yield from unknown_gluon()
+        yield from without_gluon(problem)
         if problem.fp8 and (problem.a.layout, problem.b.layout) != ("row", "col"):
             yield "wgmma takes 8-bit operands along K only: a row-major, b column-major"
         for name, operand in (("a", problem.a), ("b", problem.b)):
