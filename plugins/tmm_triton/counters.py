@@ -1,4 +1,4 @@
-"""Counters and flags that synchronize the programs of one launch."""
+"""Flags by which the programs of one launch wait for each other."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import torch
 
 from tmm_core.triton import current_stream
 
-#: Captured launches of one launcher whose counters are zeroed in advance.
+#: Captured launches of one launcher whose flags are zeroed in advance.
 _CAPTURES = 64
 
 
 class Counters:
-    """Counters or flags of one launcher: int32 zeros, which every launch leaves at zero.
+    """Flags of one launcher: int32 zeros, which every launch leaves at zero.
 
     Launches that may run concurrently must not share them. Eager launches on one stream do not run
     concurrently, so there is one set per stream. A captured launch may be replayed on any stream at
@@ -22,7 +22,7 @@ class Counters:
     kept for the life of the process (4 bytes per tile and use).
 
     Args:
-        count: How many counters one launch needs.
+        count: How many flags one launch needs.
     """
 
     _captured: ClassVar[list[torch.Tensor]] = []
@@ -41,7 +41,7 @@ class Counters:
         return torch.zeros(count, dtype=torch.int32, device=f"cuda:{self._device}")
 
     def __call__(self) -> torch.Tensor:
-        """The counters for a launch on the current stream."""
+        """The flags for a launch on the current stream."""
         if torch.cuda.is_current_stream_capturing():
             if not self._reserve:
                 return self._zeros(self._count)

@@ -4,13 +4,24 @@ pointers.
 
 from __future__ import annotations
 
-from tmm_core import Problem
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tmm_core import Operand, Problem
+from tmm_core.triton import Described, pointer
 
 #: TMA needs base and leading stride to be multiples of this many bytes.
 ALIGNMENT = 16
 #: Maximum rows (columns) of the other operand if one is loaded word by word: for more it would be
 #: loaded again, while ``triton.realigned`` copies it once.
 _FEW = 128
+#: Maximum size of the clipped dimension, see :func:`clipped`.
+MOST_ROWS = 2**30
+#: More than any coordinate of the other two, in 32 bits. Triton's own such maps have this number,
+#: so that it is known to work: drivers treat maps of small tensors differently.
+_UNLIMITED = 2**31 - 2**16
 
 
 def by_words(problem: Problem) -> str | None:
@@ -82,3 +93,59 @@ def boxed(rows: int, columns: int, col: bool, kind: str) -> list[int]:
     kind of tensor map."""
     box = [columns, rows] if col else [rows, columns]
     return [1] * {"matrix": 0, "stack": 1, "clipped": 2}[kind] + box
+
+
+def clipped(columns: int, stride: int) -> tuple[list[int], list[int]]:
+    """Shape and strides of a clipped tensor map of rows in memory that are ``stride`` apart.
+
+    TMA ends at the end of a tensor, but a tile must end where its group does: what is beyond
+    belongs to another group's result, or may be NaN. Two more dimensions solve that. Of a matrix
+    whose rows are S elements apart they have these strides, in elements of W bytes, and coordinates
+    for row R of a group that ends at row E::
+
+        stride      | 2**34 - S | S | S             | 1
+        coordinate  | 2**30     | E | 2**30 - E + R | column
+
+    The addresses add up to 2**64 · W, which wraps to 0, and row R. Of the third dimension 2**30
+    exist: row E is the first outside.
+    """
+    return [_UNLIMITED, _UNLIMITED, MOST_ROWS, columns], [2**34 - stride, stride, stride, 1]
+
+
+def described(
+    name: str,
+    operand: Operand,
+    rows: int,
+    columns: int,
+    kind: str,
+    make: Callable[..., Any],
+    layout: str = "",
+) -> tuple[str, Described]:
+    """The type and the value of the descriptor of a tensor's [rows, columns] tiles: of blocks along
+    the contiguous dimension, with the other dimensions of its kind
+    (:data:`tmm_triton.ragged_tiles.Kinds`).
+
+    Args:
+        make: Makes a descriptor of a tensor, its shape and strides, and a block's shape.
+        layout: What its type has besides.
+    """
+    block = boxed(rows, columns, operand.layout != "row", kind)
+    outer, inner = (-2, -1) if operand.layout == "row" else (-1, -2)
+    step = ALIGNMENT // operand.dtype.itemsize
+
+    def describe(t: torch.Tensor) -> Any:
+        shape = [t.shape[outer], t.shape[inner]]
+        # A single row has no meaningful leading stride; TMA needs an aligned one.
+        leading = t.stride(outer) if shape[0] > 1 else -(-shape[1] // step) * step
+        strides = [leading, 1]
+        if kind == "stack":
+            # TMA does not support a stride of zero: a shared matrix is a batch of one. So is a
+            # single group, whose stride may be anything.
+            apart = t.stride(0) if len(t) > 1 else 0
+            strides = [apart or shape[0] * leading, *strides]
+            shape = [t.shape[0] if apart else 1, *shape]
+        elif kind == "clipped":
+            shape, strides = clipped(shape[1], leading)
+        return make(t, shape, strides, block)
+
+    return f"tensordesc<{pointer(operand.dtype)[1:]}{block}{layout}>", Described(name, describe)

@@ -144,25 +144,18 @@ class WarpSpecializedConfig(Config):
         """Bytes of shared memory per block."""
         c = Constants.of(problem, self)
         stage = c.IN_BYTES * (c.BLOCK_M + c.b_boxes * c.box_columns) * c.BLOCK_K
-        staging = c.CONSUMERS * c.buffers * c.ROWS * c.width * c.OUT_BYTES
+        staging = c.consumers * c.buffers * c.rows * c.width * c.OUT_BYTES
         # The bias is exchanged between threads through shared memory.
-        bias = c.CONSUMERS * c.width * problem.bias.itemsize if problem.bias else 0
-        return c.STAGES * stage + staging + bias + _SHARED_OVERHEAD
+        bias = c.consumers * c.width * problem.bias.itemsize if problem.bias else 0
+        return c.num_stages * stage + staging + bias + _SHARED_OVERHEAD
 
 
-@dataclass(frozen=True)
-class Constants:
-    """The constants that a kernel is specialised on, besides the types of its arguments."""
+@dataclass(frozen=True, kw_only=True)
+class Constants(WarpSpecializedConfig):
+    """The constants that a kernel is specialised on, besides the types of its arguments: a config,
+    which is checked already, and what the code depends on of a problem. ``GROUP_M`` is an argument
+    at run time, and here one."""
 
-    BLOCK_M: int
-    BLOCK_N: int
-    BLOCK_K: int
-    STAGES: int
-    CONSUMERS: int
-    WARPS: int
-    ROWS: int
-    SUBTILES: int
-    PINGPONG: bool
     #: Whether an operand is column-major.
     A_COL: bool
     B_COL: bool
@@ -182,23 +175,10 @@ class Constants:
     POINTERS: bool
     #: Bytes of an element of the output.
     OUT_BYTES: int
-    #: Parts along K of the tiles of an incomplete wave.
-    TAIL_SPLITS: int
     #: Rows of A per box.
     A_ROWS: int
     #: Stages requested before the warps take their roles.
     PRIMED: int
-    #: Parts along K of every tile, each with its own output.
-    SPLITS: int
-    #: Unused in the source: it distinguishes kernels with and without hinted loads.
-    EVICT_FIRST: bool
-    #: Columns of the second product, if a tile is two products beside each other. In a gated tile
-    #: the first has gate's columns and some of up's, the second the rest of up's.
-    NARROW: int = 0
-    #: Ranges of K that are summed one after the other.
-    RANGES: int = 1
-    #: The config's ``early``.
-    EARLY: str = ""
     #: The operand, ``"a"`` or ``"b"``, that warps load word by word, and how many warps do.
     WORDS: str | None = None
     LOADERS: int = 8
@@ -218,9 +198,9 @@ class Constants:
 
     def __post_init__(self) -> None:
         boxes = self.a_boxes if self.WORDS == "a" else self.b_boxes
-        if self.WORDS is not None and (self.CONSUMERS == 3 or boxes > 1):
+        if self.WORDS is not None and (self.consumers == 3 or boxes > 1):
             raise ValueError(f"{self.WORDS} is loaded by words, {boxes} boxes at a time")
-        if self.EARLY in ("l2", "b") and self.WORDS == "b":
+        if self.early in ("l2", "b") and self.WORDS == "b":
             raise ValueError("b is loaded by words, which nothing does early")
 
     @classmethod
@@ -236,15 +216,7 @@ class Constants:
         if config.subtiles > 1 and config.subtiles % 2 and residual_by_tma(problem):
             raise ValueError(f"two buffers in turn do not bring {config.subtiles} strips")
         return cls(
-            BLOCK_M=config.BLOCK_M,
-            BLOCK_N=config.BLOCK_N,
-            BLOCK_K=config.BLOCK_K,
-            STAGES=config.num_stages,
-            CONSUMERS=config.consumers,
-            WARPS=config.num_warps,
-            ROWS=config.rows,
-            SUBTILES=config.subtiles,
-            PINGPONG=config.pingpong,
+            **{**vars(config), "GROUP_M": 1},
             A_COL=problem.a.layout == "col",
             B_COL=problem.b.layout == "col",
             GATED=problem.gated,
@@ -258,14 +230,8 @@ class Constants:
             FETCH=residual_by_tma(problem),
             POINTERS=stored_by_pointers(problem),
             OUT_BYTES=problem.out.dtype.itemsize,
-            TAIL_SPLITS=config.tail_splits,
             A_ROWS=rows_brought(problem, config.rows),
             PRIMED=min(config.num_stages, 16 if config.early in ("l2", "b") else _PRIMED),
-            SPLITS=config.splits,
-            EVICT_FIRST=config.evict_first,
-            NARROW=config.narrow * (2 if problem.gated else 1),
-            RANGES=config.ranges,
-            EARLY=config.early,
             WORDS=by_words(problem),
             RAGGED=problem.groups.ragged if problem.groups else None,
             ZEROED=problem.groups is not None and problem.groups.zeroed,
@@ -279,7 +245,7 @@ class Constants:
     @property
     def overlaps(self) -> bool:
         """Whether it is launched while the previous launch may still run."""
-        return bool(self.EARLY)
+        return bool(self.early)
 
     @property
     def pieces(self) -> int:
@@ -307,7 +273,7 @@ class Constants:
     @property
     def a_box(self) -> list[int]:
         """The shape of a box of A in shared memory."""
-        return boxed(self.ROWS, self.BLOCK_K, self.A_COL, self.a_kind)
+        return boxed(self.rows, self.BLOCK_K, self.A_COL, self.a_kind)
 
     @property
     def b_box(self) -> list[int]:
@@ -322,24 +288,22 @@ class Constants:
     @property
     def policy(self) -> str:
         """The loader's eviction policy."""
-        return "evict_first" if self.EVICT_FIRST else ""
+        return "evict_first" if self.evict_first else ""
 
     @property
     def a_boxes(self) -> int:
         """TMA boxes of A per stage, one for each consumer that shares the tile."""
-        return self.BLOCK_M // self.ROWS
+        return self.BLOCK_M // self.rows
 
     @property
     def b_boxes(self) -> int:
         """TMA boxes of B per stage."""
-        if self.NARROW:
-            return self.products * self.BLOCK_N // self.box_columns
-        return 2 if self.GATED or self.halves else 1
+        return (self.columns + self.second) // self.box_columns
 
     @property
     def box_columns(self) -> int:
         """Columns of a box of B."""
-        return self.NARROW // self.products or self.columns
+        return self.narrow or self.columns
 
     @property
     def promoted(self) -> bool:
@@ -359,26 +323,35 @@ class Constants:
         return self.promoted and not self.GATED and self.BLOCK_N == 256
 
     @property
+    def second(self) -> int:
+        """Columns of the second product; none if a tile is one. Of a gated tile the second is up,
+        and if two products are beside each other, the columns of up that the first does not
+        have."""
+        if self.narrow:
+            return self.products * self.narrow
+        return self.columns if self.GATED or self.halves else 0
+
+    @property
     def columns(self) -> int:
         """Columns of one product, the first if they differ."""
-        if self.NARROW:
-            return self.products * self.BLOCK_N - self.NARROW
+        if self.narrow:
+            return self.products * (self.BLOCK_N - self.narrow)
         return self.BLOCK_N // 2 if self.halves else self.BLOCK_N
 
     @property
     def width(self) -> int:
         """Columns of a strip."""
-        return self.BLOCK_N // self.SUBTILES
+        return self.BLOCK_N // self.subtiles
 
     @property
     def buffers(self) -> int:
         """Staging buffers per consumer: with two, one is filled while the other is stored."""
-        return min(2, self.SUBTILES)
+        return min(2, self.subtiles)
 
     @property
     def groups(self) -> int:
         """Warpgroups per block, one of which is the producer's."""
-        return -(-(self.WARPS + sum(self.worker_warps)) // 4)
+        return -(-(self.num_warps + sum(self.worker_warps)) // 4)
 
     @property
     def mma_n(self) -> int:
@@ -391,18 +364,18 @@ class Constants:
     def worker_warps(self) -> list[int]:
         """Warps of each role except the first consumer, which is Triton's default partition."""
         loaders = [] if self.WORDS is None else [self.LOADERS]
-        return [self.WARPS] * (self.CONSUMERS - 1) + [1] + loaders
+        return [self.num_warps] * (self.consumers - 1) + [1] + loaders
 
     @property
     def worker_registers(self) -> list[int]:
         """Registers per thread of these roles: the producer has the minimum of setmaxnreg,
         consumers an equal share of the remainder of the SM's 65536; the first gets the rest."""
         producer, loaders = 24, [] if self.WORDS is None else [_LOADER_REGISTERS]
-        groups = self.CONSUMERS * self.WARPS // 4
+        groups = self.consumers * self.num_warps // 4
         each = 65536 // (128 * self.groups) // 8 * 8
         spared = self.groups * each - producer - sum(loaders) * self.LOADERS // 4
         consumer = min(240, spared // groups // 8 * 8)
-        return [consumer] * (self.CONSUMERS - 1) + [producer] + loaders
+        return [consumer] * (self.consumers - 1) + [producer] + loaders
 
 
 def multiplied(problem: Problem, config: WarpSpecializedConfig) -> Problem:

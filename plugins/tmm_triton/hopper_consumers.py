@@ -16,7 +16,6 @@ from triton.experimental.gluon.language.nvidia.hopper.tma import store_wait
 from tmm_triton.hopper_stores import bias_of, fetch, store_tile
 from tmm_triton.hopper_walk import (
     as_matrix,
-    moved,
     next_stage,
     skip_stages,
     tail_share,
@@ -56,37 +55,37 @@ def _await_full(full, stage, phase, C: gl.constexpr):
 
 
 @jit
+def _columns(b_ring, slot, COLUMNS: gl.constexpr, C: gl.constexpr):
+    """B's part of a product, from this slot on: boxes that follow one another in shared memory are
+    one of all their columns."""
+    b = as_matrix(b_ring.index(slot), C.b_kind)
+    if C.narrow:
+        SHAPE: gl.constexpr = [COLUMNS, C.BLOCK_K] if C.B_COL else [C.BLOCK_K, COLUMNS]
+        b = b._reinterpret(b.dtype, SHAPE, b.layout)
+    if C.B_COL:
+        b = b.permute((1, 0))
+    return b
+
+
+@jit
 def _multiply(ring, stage, acc, up, FIRST: gl.constexpr, WHO: gl.constexpr, C: gl.constexpr):
     """Start this stage's products and wait for those of the previous stage."""
     a_ring, b_ring = ring
-    A_KIND: gl.constexpr = C.a_kind
-    B_KIND: gl.constexpr = C.b_kind
-    a = as_matrix(a_ring.index(stage * C.a_boxes + WHO % C.a_boxes), A_KIND)
-    b = as_matrix(b_ring.index(stage * C.b_boxes), B_KIND)
-    if C.NARROW:
-        # Boxes that follow one another in shared memory are one of all their columns.
-        WIDE: gl.constexpr = [C.columns, C.BLOCK_K] if C.B_COL else [C.BLOCK_K, C.columns]
-        b = b._reinterpret(b.dtype, WIDE, b.layout)
+    a = as_matrix(a_ring.index(stage * C.a_boxes + WHO % C.a_boxes), C.a_kind)
     if C.A_COL:
         a = a.permute((1, 0))
-    if C.B_COL:
-        b = b.permute((1, 0))
+    b = _columns(b_ring, stage * C.b_boxes, C.columns, C)
+    SECOND: gl.constexpr = C.second // C.box_columns
     if C.promoted:
         acc = _promoted(a, b, acc)
-        if C.b_boxes == 2:
-            b = as_matrix(b_ring.index(stage * C.b_boxes + 1), B_KIND).permute((1, 0))
+        if C.second:
+            b = _columns(b_ring, stage * C.b_boxes + C.b_boxes - SECOND, C.second, C)
             up = _promoted(a, b, up)
         return acc, up
     # Not accumulating the first time saves clearing the registers.
     acc = warpgroup_mma(a, b, acc, use_acc=not FIRST, is_async=True)
-    if C.GATED or C.NARROW:
-        SECOND: gl.constexpr = C.NARROW // C.box_columns if C.NARROW else 1
-        b = as_matrix(b_ring.index(stage * C.b_boxes + C.b_boxes - SECOND), B_KIND)
-        if C.NARROW:
-            REST: gl.constexpr = [C.NARROW, C.BLOCK_K] if C.B_COL else [C.BLOCK_K, C.NARROW]
-            b = b._reinterpret(b.dtype, REST, b.layout)
-        if C.B_COL:
-            b = b.permute((1, 0))
+    if C.second:
+        b = _columns(b_ring, stage * C.b_boxes + C.b_boxes - SECOND, C.second, C)
         up = warpgroup_mma(a, b, up, use_acc=not FIRST, is_async=True)
         acc, up = warpgroup_mma_wait(2, deps=(acc, up))
     else:
@@ -115,7 +114,7 @@ def _multiply_steps(
 @jit
 def _finished(acc, up, C: gl.constexpr):
     """The sums, when all products are done."""
-    if C.GATED or C.NARROW:
+    if C.GATED or C.narrow:
         acc, up = warpgroup_mma_wait(0, deps=(acc, up))
     else:
         acc = warpgroup_mma_wait(0, deps=(acc,))
@@ -134,13 +133,13 @@ def part_at(parts, share, product, WHO: gl.constexpr, C: gl.constexpr, LAYOUT: g
     """Addresses in the workspace of the consumer's rows of a share's part: register by register,
     with each register of all threads contiguous. Row by row, a warp's access used 4 of every 32
     bytes that it moved, and a part of 128×128 elements took 17 µs."""
-    SIZE: gl.constexpr = C.ROWS * C.columns
-    THREADS: gl.constexpr = 32 * C.WARPS
+    SIZE: gl.constexpr = C.rows * C.columns
+    THREADS: gl.constexpr = 32 * C.num_warps
     start = ((share * C.a_boxes + WHO % C.a_boxes) * C.b_boxes + product) * SIZE
     # In wgmma's accumulators a thread has pairs of neighbours, in every eighth row and column.
-    row = gl.arange(0, C.ROWS, layout=gl.SliceLayout(1, LAYOUT))
-    thread = row % 8 * 4 + row // 16 % C.WARPS * 32
-    register = row // 8 % 2 * 2 + row // (16 * C.WARPS) * (C.columns // 2)
+    row = gl.arange(0, C.rows, layout=gl.SliceLayout(1, LAYOUT))
+    thread = row % 8 * 4 + row // 16 % C.num_warps * 32
+    register = row // 8 % 2 * 2 + row // (16 * C.num_warps) * (C.columns // 2)
     down = gl.expand_dims(thread + register * THREADS, 1)
     column = gl.arange(0, C.columns, layout=gl.SliceLayout(0, LAYOUT))
     register = column % 2 + column // 8 * 4
@@ -177,7 +176,7 @@ def _plus(acc, part):
 def _completed(acc, up, parts, WHO: gl.constexpr, C: gl.constexpr):
     """The sums over all of K: adds the other blocks' parts of this tile, in the order of K."""
     LAYOUT: gl.constexpr = acc.type.layout
-    for part in range(1, C.TAIL_SPLITS):
+    for part in range(1, C.tail_splits):
         flag = _flag(parts, tail_share() + part, WHO, C)
         while _acquire(flag) == 0:
             pass
@@ -200,33 +199,33 @@ def consume(
     ring, barriers, turn, target, parts, sizes = sums
     full, empty = barriers
     N = sizes[1]
-    ROWS: gl.constexpr = C.ROWS
+    ROWS: gl.constexpr = C.rows
     COLUMNS: gl.constexpr = C.columns
-    NARROW: gl.constexpr = C.NARROW
+    NARROW: gl.constexpr = C.second
     BUFFERS: gl.constexpr = C.buffers
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
         version=[3, 0],
-        warps_per_cta=[C.WARPS, 1],
+        warps_per_cta=[C.num_warps, 1],
         instr_shape=[16, C.mma_n, 32 // C.IN_BYTES],
     )
-    if C.NARROW:
+    if C.narrow:
         NARROW_LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
-            version=[3, 0], warps_per_cta=[C.WARPS, 1], instr_shape=[16, NARROW, 16]
+            version=[3, 0], warps_per_cta=[C.num_warps, 1], instr_shape=[16, NARROW, 16]
         )
     stage = 0
     phase = 0
     turn_phase = 1 - WHO
     strip_phase = 0
     work = work_of(sizes, C)
-    if C.PINGPONG and WHO == 1:
+    if C.pingpong and WHO == 1:
         stage, phase = _pass_by(0, stage, phase, work, sizes, C)
-    for unit in range(WHO if C.PINGPONG else 0, work[0], 2 if C.PINGPONG else 1):
+    for unit in range(WHO if C.pingpong else 0, work[0], 2 if C.pingpong else 1):
         tile, first, last = unit_at(unit, work, sizes, C)
         acc = gl.zeros([ROWS, COLUMNS], gl.float32, LAYOUT)
         up = acc
-        if C.NARROW:
+        if C.narrow:
             up = gl.zeros([ROWS, NARROW], gl.float32, NARROW_LAYOUT)
-        if C.PINGPONG:
+        if C.pingpong:
             mbarrier.wait(turn.index(WHO), turn_phase)
             turn_phase ^= 1
         _await_full(full, stage, phase, C)
@@ -234,13 +233,11 @@ def consume(
         reading = stage
         stage, phase = next_stage(stage, phase, C)
         # Divisions, and a wait for stores, overlap the first products.
-        matrix, row, column, end = tile_at(tile, sizes, C)
+        matrix, row, column, end, corner = tile_at(tile, sizes, C)
         limits = sizes
         if C.RAGGED == "m":
             limits = (end, N, sizes[2], sizes[3], sizes[4], sizes[5])
-        corner = (row, column)
-        row, column = moved(row, column, sizes, C)
-        if not C.PINGPONG:
+        if not C.pingpong:
             row += WHO * ROWS
         if C.FETCH:  # noqa: SIM102 (decided when compiling, the other when running)
             if (row < end) & (first == 0):
@@ -248,21 +245,21 @@ def consume(
                 for i in gl.static_range(BUFFERS):
                     fetch(target[2], i, matrix, row, column, end, WHO, C)
         begin = first
-        if C.RANGES > 1:
+        if C.ranges > 1:
             # Adding to -0 leaves every sum as it is, even the sign of 0.
             total = gl.full([ROWS, COLUMNS], -0.0, gl.float32, LAYOUT)
             total_up = total
-            if C.NARROW:
+            if C.narrow:
                 total_up = gl.full([ROWS, NARROW], -0.0, gl.float32, NARROW_LAYOUT)
-            for part in range(1, C.RANGES):
-                upto = last * part // C.RANGES
+            for part in range(1, C.ranges):
+                upto = last * part // C.ranges
                 stage, phase, reading, acc, up = _multiply_steps(
                     begin + 1, upto, ring, barriers, stage, phase, reading, acc, up, WHO, C
                 )
                 acc, up = _finished(acc, up, C)
                 mbarrier.arrive(empty.index(reading))
                 total += acc
-                if C.NARROW:
+                if C.narrow:
                     total_up += up
                 begin = upto
                 _await_full(full, stage, phase, C)
@@ -272,35 +269,35 @@ def consume(
         stage, phase, reading, acc, up = _multiply_steps(
             begin + 1, last, ring, barriers, stage, phase, reading, acc, up, WHO, C
         )
-        if C.PINGPONG:
+        if C.pingpong:
             mbarrier.arrive(turn.index(1 - WHO))
             stage, phase = _pass_by(unit + 1, stage, phase, work, sizes, C)
         bias = target[1]
         if C.BIAS:
-            bias = bias_of(target[1], matrix, column, N, C.SUBTILES, C)
+            bias = bias_of(target[1], matrix, column, N, C.subtiles, C)
             if C.GATED:
-                bias = bias + bias_of(target[1], matrix, N + column, 2 * N, C.SUBTILES, C)
+                bias = bias + bias_of(target[1], matrix, N + column, 2 * N, C.subtiles, C)
         acc, up = _finished(acc, up, C)
         mbarrier.arrive(empty.index(reading))
-        if C.RANGES > 1:
+        if C.ranges > 1:
             acc = total + acc
-            if C.NARROW:
+            if C.narrow:
                 up = total_up + up
         # A consumer's rows may all be outside. The branch also keeps the compiler from hoisting the
         # code after it, which delayed the last stage by half an epilogue.
         if row < end:
-            if C.TAIL_SPLITS > 1 and first > 0:
+            if C.tail_splits > 1 and first > 0:
                 _leave(acc, up, parts, WHO, C)
             else:
-                if C.TAIL_SPLITS > 1 and last < work[5]:
+                if C.tail_splits > 1 and last < work[5]:
                     acc, up = _completed(acc, up, parts, WHO, C)
-                if C.SPLITS > 1:
+                if C.splits > 1:
                     row += matrix * gl.cdiv(sizes[0], C.BLOCK_M) * C.BLOCK_M
                 store_tile(
                     acc, up, bias, matrix, row, column, corner, strip_phase, target, limits,
                     EPILOGUE, OF, WHO, C,
                 )  # fmt: skip
                 # Each buffer's phases of a tile.
-                if C.SUBTILES // C.buffers % 2 == 1:
+                if C.subtiles // C.buffers % 2 == 1:
                     strip_phase ^= 1
     store_wait(0)

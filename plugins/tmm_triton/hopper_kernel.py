@@ -33,7 +33,7 @@ def warp_specialized_kernel(
     offs_ptr, table_ptr, G, bias_stride_z, out_index_ptr, out_weights_ptr,
     EPILOGUE: gl.constexpr, OF: gl.constexpr, C: gl.constexpr,
 ):  # fmt: skip
-    STAGES: gl.constexpr = C.STAGES
+    STAGES: gl.constexpr = C.num_stages
     # Lists are added because Triton does not parse a starred element.
     a_slots: gl.constexpr = [STAGES * C.a_boxes] + C.a_box  # noqa: RUF005
     b_slots: gl.constexpr = [STAGES * C.b_boxes] + C.b_box  # noqa: RUF005
@@ -42,7 +42,7 @@ def warp_specialized_kernel(
     if C.POINTERS:
         destination = (out_ptr, (out_stride_z, out_stride), out_index_ptr)
     else:
-        c_slots: gl.constexpr = [C.CONSUMERS * C.buffers] + c_desc.block_shape  # noqa: RUF005
+        c_slots: gl.constexpr = [C.consumers * C.buffers] + c_desc.block_shape  # noqa: RUF005
         staging = gl.allocate_shared_memory(c_desc.dtype, c_slots, c_desc.layout)
         destination = (c_desc, staging, out_index_ptr)
     full = gl.allocate_shared_memory(gl.int64, [STAGES, 1], mbarrier.MBarrierLayout())
@@ -55,16 +55,16 @@ def warp_specialized_kernel(
     strides = (a_stride_z, b_stride_z)
     # Groups take the place of a batch, and of split tiles, which they do not have.
     sizes = (M, N, K, GROUP_M, BATCH, TAIL)
-    if C.EARLY == "b":
+    if C.early == "b":
         prime(a_desc, b_desc, strides, ring, barriers, sizes, "b", C)
-    elif C.EARLY == "l2":
+    elif C.early == "l2":
         prefetch(ahead_ptr, ahead_stride, strides, sizes, C)
     for i in gl.static_range(STAGES):
         mbarrier.init(empty.index(i), count=C.a_boxes)
     for i in gl.static_range(2):
         mbarrier.init(turn.index(i), count=1)
     if C.FETCH:
-        STRIPS: gl.constexpr = C.CONSUMERS * C.buffers
+        STRIPS: gl.constexpr = C.consumers * C.buffers
         loaded = gl.allocate_shared_memory(gl.int64, [STRIPS, 1], mbarrier.MBarrierLayout())
         for i in gl.static_range(STRIPS):
             mbarrier.init(loaded.index(i), count=1)
@@ -81,17 +81,17 @@ def warp_specialized_kernel(
         gdc_wait()
     if C.RAGGED == "m":
         groups = (offs_ptr, table_ptr + gl.program_id(0) * G, G)
-        sizes = (M, N, K, GROUP_M, tabulated(groups, M, C.BLOCK_M, C.WARPS), groups)
+        sizes = (M, N, K, GROUP_M, tabulated(groups, M, C.BLOCK_M, C.num_warps), groups)
     elif C.RAGGED == "k":
         sizes = (M, N, K, GROUP_M, G, (offs_ptr, table_ptr, G))
-    prime(a_desc, b_desc, strides, ring, barriers, sizes, "a" if C.EARLY == "b" else "ab", C)
+    prime(a_desc, b_desc, strides, ring, barriers, sizes, "a" if C.early == "b" else "ab", C)
     if C.overlaps:
         # The next launch's blocks then start as SMs become free. After the wait: the next launch's
         # early part must not overlap the previous launch.
         gdc_launch_dependents()
     if C.ZEROED:
         out = (out_ptr, out_stride, out_index_ptr)
-        zero_beyond(out, sizes[5], M, N, C.SCATTERED, C.WARPS)
+        zero_beyond(out, sizes[5], M, N, C.SCATTERED, C.num_warps)
     bias = (bias_ptr, bias_stride, bias_stride_z)
     factors = (alpha, scale_a_ptr, scale_b_ptr)
     port = (port_ptr, port_at, port_stride)
@@ -101,13 +101,13 @@ def warp_specialized_kernel(
     sums = (ring, barriers, turn, target, parts, sizes)
     bring = ((words_ptr, words_stride), a_ring if C.WORDS == "a" else b_ring, barriers, sizes)
     # Triton accepts the roles only as a list in the call.
-    if C.CONSUMERS == 1 and C.WORDS is None:
+    if C.consumers == 1 and C.WORDS is None:
         gl.warp_specialize(
             [(consume, (sums, EPILOGUE, OF, 0, C)), (produce, (loads, C))],
             C.worker_warps,
             C.worker_registers,
         )
-    elif C.CONSUMERS == 1:
+    elif C.consumers == 1:
         gl.warp_specialize(
             [
                 (consume, (sums, EPILOGUE, OF, 0, C)),
@@ -117,7 +117,7 @@ def warp_specialized_kernel(
             C.worker_warps,
             C.worker_registers,
         )
-    elif C.CONSUMERS == 2 and C.WORDS is None:
+    elif C.consumers == 2 and C.WORDS is None:
         gl.warp_specialize(
             [
                 (consume, (sums, EPILOGUE, OF, 0, C)),
@@ -127,7 +127,7 @@ def warp_specialized_kernel(
             C.worker_warps,
             C.worker_registers,
         )
-    elif C.CONSUMERS == 2:
+    elif C.consumers == 2:
         gl.warp_specialize(
             [
                 (consume, (sums, EPILOGUE, OF, 0, C)),

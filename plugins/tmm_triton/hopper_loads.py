@@ -10,7 +10,6 @@ from triton.experimental.gluon.language.nvidia.hopper.tma import async_copy_glob
 
 from tmm_triton.hopper_walk import (
     described,
-    moved,
     next_stage,
     skip_stages,
     tile_at,
@@ -43,8 +42,7 @@ def _load(
     ASKED_B: gl.constexpr = 0 if PARTS == "a" else OF_B
     A_KIND: gl.constexpr = C.a_kind
     B_KIND: gl.constexpr = C.b_kind
-    matrix, row, column, end = tile_at(tile, sizes, C)
-    row, column = moved(row, column, sizes, C)
+    matrix, row, column, end, _corner = tile_at(tile, sizes, C)
     of_a = described(matrix, a_stride, A_KIND)
     of_b = described(matrix, b_stride, B_KIND)
     start = first * C.BLOCK_K
@@ -62,9 +60,9 @@ def _load(
             # Whole boxes of both operands, including elements that TMA fills with zeros.
             mbarrier.expect(ready, BYTES)
         for part in gl.static_range(ASKED_A):
-            where = placed(of_a, end, row + part * C.ROWS, k, C.A_COL, A_KIND)
+            where = placed(of_a, end, row + part * C.rows, k, C.A_COL, A_KIND)
             slot = a_ring.index(stage * A_BOXES + part)
-            if C.A_ROWS < C.ROWS:
+            if C.rows > C.A_ROWS:
                 slot = slot.slice(0, C.A_ROWS, dim=1 if A_KIND == "stack" else 0)
             async_copy_global_to_shared(a_desc, where, ready, slot)
         for part in gl.static_range(ASKED_B):
@@ -88,7 +86,7 @@ def _first(sizes, C: gl.constexpr):
     """The k-steps that are requested before the warps take their roles, and their tile."""
     work = work_of(sizes, C)
     tile, first, last = unit_at(0, work, sizes, C)
-    if C.TAIL_SPLITS > 1 or C.RAGGED == "m":
+    if C.tail_splits > 1 or C.RAGGED == "m":
         last = gl.where(work[0] > 0, last, first)  # a block may have nothing to do
     return tile, first, _primed(first, last, C)
 
@@ -114,14 +112,13 @@ def prefetch(pointer, stride, strides, sizes, C: gl.constexpr):
     read what it wrote."""
     _, N, K, _, _, _ = sizes
     tile, first, last = _first(sizes, C)
-    matrix, row, column, _end = tile_at(tile, sizes, C)
-    row, column = moved(row, column, sizes, C)
+    matrix, _row, column, _end, _corner = tile_at(tile, sizes, C)
     # Rows of memory by pieces, one per k-step.
     LINES: gl.constexpr = C.box_columns if C.B_COL else C.BLOCK_K
     BOXES: gl.constexpr = C.b_boxes
     EACH: gl.constexpr = BOXES // C.products
     PIECES: gl.constexpr = C.pieces
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [C.WARPS, 1], [1, 0])
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1, 1], [4, 8], [C.num_warps, 1], [1, 0])
     line = gl.expand_dims(gl.arange(0, LINES, layout=gl.SliceLayout(1, LAYOUT)), 1)
     piece = gl.expand_dims(gl.arange(0, PIECES, layout=gl.SliceLayout(0, LAYOUT)), 0)
     step = first + piece
@@ -198,8 +195,7 @@ def bring_words(loads, C: gl.constexpr):
     phase = 0
     for unit in range(work[0]):
         tile, first, last = unit_at(unit, work, sizes, C)
-        _batch, row, column, _end = tile_at(tile, sizes, C)
-        row, column = moved(row, column, sizes, C)
+        _batch, row, column, _end, _corner = tile_at(tile, sizes, C)
         rows = box_rows(operand, row if IS_A else column, M if IS_A else N, K, BOX, ALONG_K, C)
         one = box_words(rows, first, last, K, ALONG_K, C)
         other = box_words(rows, first + 1, last, K, ALONG_K, C)

@@ -13,6 +13,7 @@ from triton.experimental.gluon.language.nvidia.hopper.tma import (
 )
 
 from tmm_triton.hopper_walk import as_matrix, described
+from tmm_triton.ports import combine
 from tmm_triton.ragged_tiles import placed
 
 
@@ -56,7 +57,7 @@ def bias_of(bias, matrix, column, end, STRIPS: gl.constexpr, C: gl.constexpr):
     pointer, stride, stride_z = bias
     if C.RAGGED is not None:
         pointer += matrix * stride_z
-    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [C.WARPS], [0])
+    LAYOUT: gl.constexpr = gl.BlockedLayout([1], [32], [C.num_warps], [0])
     columns = column + gl.arange(0, C.width, layout=LAYOUT)
     strip = (gl.load(pointer + columns * stride, mask=columns < end, other=0.0),)
     if STRIPS == 1:
@@ -78,7 +79,7 @@ def _residual(residual, matrix, row, column, sizes, C: gl.constexpr, LAYOUT: gl.
     M, N, _, _, _, _ = sizes
     if C.stacked:
         pointer += matrix * stride_z
-    rows = row + gl.arange(0, C.ROWS, layout=gl.SliceLayout(1, LAYOUT))
+    rows = row + gl.arange(0, C.rows, layout=gl.SliceLayout(1, LAYOUT))
     columns = column + gl.arange(0, C.width, layout=gl.SliceLayout(0, LAYOUT))
     down = gl.expand_dims(rows * stride_m, 1)
     across = gl.expand_dims(columns * stride_n, 0)
@@ -91,7 +92,7 @@ def fetch(staged, strip, matrix, row, column, end, WHO: gl.constexpr, C: gl.cons
     """Request a strip of the residual, once the last store from its buffer has read it."""
     r_desc, stride, staging, loaded = staged
     BUFFERS: gl.constexpr = C.buffers
-    BYTES: gl.constexpr = C.ROWS * C.width * C.OUT_BYTES
+    BYTES: gl.constexpr = C.rows * C.width * C.OUT_BYTES
     KIND: gl.constexpr = C.out_kind
     slot = WHO * BUFFERS + strip % BUFFERS
     ready = loaded.index(slot)
@@ -121,7 +122,7 @@ def _scatter(z, matrix, row, column, corner, target, sizes, C: gl.constexpr):
     ACROSS: gl.constexpr = min(32, z.shape[1] // C.STORED)
     # A warp's lanes are side by side in one row, so that each of its stores is contiguous.
     LAYOUT: gl.constexpr = gl.BlockedLayout(
-        [1, C.STORED], [32 // ACROSS, ACROSS], [C.WARPS, 1], [1, 0]
+        [1, C.STORED], [32 // ACROSS, ACROSS], [C.num_warps, 1], [1, 0]
     )
     z = gl.convert_layout(z.to(pointer.dtype.element_ty), LAYOUT)
     rows = row + gl.arange(0, z.shape[0], layout=gl.SliceLayout(1, LAYOUT))
@@ -145,17 +146,12 @@ def _reduce_rows(
     that the tile before has counted, where this one was moved."""
     pointer, start, stride = port
     M, N, _, _, _, _ = sizes
-    rows = row + gl.arange(0, C.ROWS, layout=gl.SliceLayout(1, LAYOUT))
+    rows = row + gl.arange(0, C.rows, layout=gl.SliceLayout(1, LAYOUT))
     columns = column + gl.arange(0, C.width, layout=gl.SliceLayout(0, LAYOUT))
     own = gl.expand_dims((columns >= corner[1]) & (columns < N), 0)
-    if C.REDUCE == "max":
-        terms = gl.where(own, OF(y), float("-inf"))
-        undefined = terms != terms
-        most = gl.max(gl.where(undefined, float("-inf"), terms), axis=1)
-        total = gl.where(gl.max(undefined.to(gl.int32), axis=1) > 0, float("nan"), most)
-    else:
-        total = gl.sum(gl.where(own, OF(y), 0.0), axis=1)
-    part = corner[1] // C.BLOCK_N * C.SUBTILES + strip
+    least: gl.constexpr = float("-inf") if C.REDUCE == "max" else 0.0
+    total = combine(gl.where(own, OF(y), least), 1, C.REDUCE)
+    part = corner[1] // C.BLOCK_N * C.subtiles + strip
     inside = (rows >= corner[0]) & (rows < M)
     gl.store(pointer + (start + part * stride) + rows, total, mask=inside)
 
@@ -169,21 +165,16 @@ def store_tile(
     strip by strip, through one or two staging buffers."""
     destination, _, residual, factors, port, weights = target
     M, N, _, _, _, _ = sizes
-    SUBTILES: gl.constexpr = C.SUBTILES
+    SUBTILES: gl.constexpr = C.subtiles
     WIDTH: gl.constexpr = C.width
     KIND: gl.constexpr = C.out_kind
     BUFFERS: gl.constexpr = C.buffers
     LAYOUT: gl.constexpr = gl.NVMMADistributedLayout(
-        version=[3, 0], warps_per_cta=[C.WARPS, 1], instr_shape=[16, WIDTH, 16]
+        version=[3, 0], warps_per_cta=[C.num_warps, 1], instr_shape=[16, WIDTH, 16]
     )
-    if C.halves:
-        strips = _strips(z, SUBTILES // 2) + _strips(up, SUBTILES // 2)
-    elif C.NARROW:
-        strips = _strips(z, C.columns // WIDTH) + _strips(up, C.NARROW // WIDTH)
-    elif C.GATED:
-        strips = _strips(z, SUBTILES) + _strips(up, SUBTILES)
-    else:
-        strips = _strips(z, SUBTILES)
+    strips = _strips(z, C.columns // WIDTH)
+    if C.second:
+        strips = strips + _strips(up, C.second // WIDTH)
     for i in gl.static_range(SUBTILES):
         at = column + i * WIDTH
         x = gl.convert_layout(strips[i], LAYOUT)

@@ -11,14 +11,18 @@ from tmm_triton.ragged_tiles import bounds, located
 
 @jit
 def tile_at(index, sizes, C: gl.constexpr):
-    """A tile's index in the batch, its group or its part of K, its first row and column, and the
-    end of its matrix's rows. Tiles go matrix by matrix, each in bands of GROUP_M tile rows walked
-    column by column, so that concurrent blocks share operands in L2; those of ragged rows go in
-    bands of the rows of all groups."""
+    """A tile's index in the batch, its group or its part of K, its first row and column, the end of
+    its matrix's rows, and the corner in which it would begin if it were not moved. Tiles go matrix
+    by matrix, each in bands of GROUP_M tile rows walked column by column, so that concurrent blocks
+    share operands in L2; those of ragged rows go in bands of the rows of all groups.
+
+    The last ones are moved inside, because TMA takes longer to zero-fill elements than to load
+    them. Elements that they then share with the previous ones are stored twice with the same bits,
+    or once by pointers. Ragged rows are not moved, since another group may come before."""
     M, N, _, GROUP_M, COUNT, groups = sizes
     rows = COUNT if C.RAGGED == "m" else gl.cdiv(M, C.BLOCK_M)
     matrix = 0
-    if C.stacked or C.SPLITS > 1:
+    if C.stacked or C.splits > 1:
         matrix = index // (rows * gl.cdiv(N, C.BLOCK_N))
         index -= matrix * (rows * gl.cdiv(N, C.BLOCK_N))
     band = GROUP_M * gl.cdiv(N, C.BLOCK_N)
@@ -31,19 +35,12 @@ def tile_at(index, sizes, C: gl.constexpr):
         matrix, row, end = located(first + within % height, groups, M, C.BLOCK_M)
     else:
         row = (first + within % height) * C.BLOCK_M
-    return matrix, row, within // height * C.BLOCK_N, end
-
-
-@jit
-def moved(row, column, sizes, C: gl.constexpr):
-    """Where a tile begins. The last ones are moved inside, because TMA takes longer to zero-fill
-    elements than to load them. Elements that they then share with the previous ones are stored
-    twice with the same bits, or once by pointers. Ragged rows are not moved, since another group
-    may come before."""
+    column = within // height * C.BLOCK_N
+    corner = (row, column)
     if C.RAGGED != "m":
-        row = _inside(row, sizes[0], C.BLOCK_M, C.A_COL)
-    column = _inside(column, sizes[1], C.BLOCK_N, not (C.B_COL and C.POINTERS))
-    return row, column
+        row = _inside(row, M, C.BLOCK_M, C.A_COL)
+    column = _inside(column, N, C.BLOCK_N, not (C.B_COL and C.POINTERS))
+    return matrix, row, column, end, corner
 
 
 @jit
@@ -61,7 +58,7 @@ def _tiles(sizes, C: gl.constexpr):
     M, N, _, _, COUNT, _ = sizes
     rows = COUNT if C.RAGGED == "m" else gl.cdiv(M, C.BLOCK_M)
     tiles = rows * gl.cdiv(N, C.BLOCK_N)
-    return tiles * COUNT if C.stacked else tiles * C.SPLITS
+    return tiles * COUNT if C.stacked else tiles * C.splits
 
 
 @jit
@@ -75,14 +72,14 @@ def work_of(sizes, C: gl.constexpr):
     tile = 0
     first = 0
     last = steps
-    if C.TAIL_SPLITS > 1:
+    if C.tail_splits > 1:
         TAIL = sizes[5]
         share = tail_share()
-        tile = share // C.TAIL_SPLITS
-        part = share % C.TAIL_SPLITS
+        tile = share // C.tail_splits
+        part = share % C.tail_splits
         cut = gl.where(tile < TAIL, 1, 0)
-        first = steps * part // C.TAIL_SPLITS
-        last = steps * (part + 1) // C.TAIL_SPLITS
+        first = steps * part // C.tail_splits
+        last = steps * (part + 1) // C.tail_splits
         tiles -= TAIL
     units = cut + gl.cdiv(tiles - gl.program_id(0), blocks)
     return units, cut, tile, first, last, steps
@@ -102,16 +99,16 @@ def unit_at(index, work, sizes, C: gl.constexpr):
     tile = gl.program_id(0) + index * gl.num_programs(0)
     first = 0
     last = steps
-    if C.TAIL_SPLITS > 1:
+    if C.tail_splits > 1:
         is_cut = index < cut
         tile += sizes[5] - cut * gl.num_programs(0)
         tile = gl.where(is_cut, tile_cut, tile)
         first = gl.where(is_cut, first_cut, 0)
         last = gl.where(is_cut, last_cut, steps)
-    if C.SPLITS > 1:
-        part = tile // (_tiles(sizes, C) // C.SPLITS)
-        first = steps * part // C.SPLITS
-        last = steps * (part + 1) // C.SPLITS
+    if C.splits > 1:
+        part = tile // (_tiles(sizes, C) // C.splits)
+        first = steps * part // C.splits
+        last = steps * (part + 1) // C.splits
     if C.RAGGED == "k":
         M, N, K, _, _, groups = sizes
         group = tile // (gl.cdiv(M, C.BLOCK_M) * gl.cdiv(N, C.BLOCK_N))
@@ -141,7 +138,7 @@ def as_matrix(box, KIND: gl.constexpr):
 def next_stage(stage, phase, C: gl.constexpr):
     """The ring position after this one; the phase flips where the ring starts over."""
     stage += 1
-    wraps = stage == C.STAGES
+    wraps = stage == C.num_stages
     return gl.where(wraps, 0, stage), gl.where(wraps, phase ^ 1, phase)
 
 
@@ -149,4 +146,4 @@ def next_stage(stage, phase, C: gl.constexpr):
 def skip_stages(stage, phase, steps, C: gl.constexpr):
     """The ring position ``steps`` further."""
     position = stage + steps
-    return position % C.STAGES, phase ^ (position // C.STAGES & 1)
+    return position % C.num_stages, phase ^ (position // C.num_stages & 1)

@@ -257,12 +257,13 @@ def _with_fewer_stages(problem: Problem, config: C) -> C:
 _GLUON_RELEASES = ("3.6.", "3.7.")
 
 
-def unknown_gluon() -> tuple[str, ...]:
-    """Why a Gluon kernel should not be tried with this Triton, if there is a reason."""
-    if triton.__version__.startswith(_GLUON_RELEASES):
-        return ()
-    known = " and ".join(release + "x" for release in _GLUON_RELEASES)
-    return (f"is written for the Gluon of Triton {known}, not {triton.__version__}",)
+def without_gluon(problem: Problem) -> Iterable[str]:
+    """Why a Gluon kernel should not be tried with this Triton."""
+    if problem.device.interpreted:
+        yield "Triton's interpreter does not run Gluon"
+    if not triton.__version__.startswith(_GLUON_RELEASES):
+        known = " and ".join(release + "x" for release in _GLUON_RELEASES)
+        yield f"is written for the Gluon of Triton {known}, not {triton.__version__}"
 
 
 @functools.cache

@@ -9,7 +9,6 @@ of the previous kernel (programmatic dependent launch).
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import triton
 import triton.language as tl
@@ -34,28 +33,6 @@ _TILE = TileConfig(BLOCK_M=16, BLOCK_N=16, BLOCK_K=16, num_stages=1, num_warps=4
 
 
 @triton.jit
-def sum_partials(
-    partials_ptr, apart, z, rows, cols, M, N,
-    SPLIT_K: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, AHEAD: tl.constexpr,
-):  # fmt: skip
-    """The full sum of a tile, from parts [batch, M, N] that are ``apart`` elements apart.
-
-    AHEAD partial sums are loaded at a time: loaded one by one, each costs a trip to L2 (0.2 µs on
-    an H200, 60 for 256 of them). The order of additions is still fixed.
-    """
-    at = z * M * N + rows[:, None] * N + cols[None, :]
-    inside = (rows[:, None] < M) & (cols[None, :] < N)
-    acc = tl.zeros((AHEAD, BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for first in range(0, SPLIT_K, AHEAD):
-        split = first + tl.arange(0, AHEAD)
-        ptrs = partials_ptr + (split * apart)[:, None, None] + at[None, :, :]
-        mask = (split < SPLIT_K)[:, None, None] & inside[None, :, :]
-        # Written by other SMs: bypass this one's L1.
-        acc += tl.load(ptrs, mask=mask, other=0.0, cache_modifier=".cg")
-    return tl.sum(acc, axis=0)
-
-
-@triton.jit
 def reduce_kernel(
     partials_ptr, bias_ptr, residual_ptr, out_ptr,
     apart, M, N,
@@ -66,13 +43,27 @@ def reduce_kernel(
     EPILOGUE: tl.constexpr, SPLIT_K: tl.constexpr, OVERLAP: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, AHEAD: tl.constexpr,
 ):  # fmt: skip
+    """Finish a tile of the sum of SPLIT_K parts [batch, M, N] that are ``apart`` elements apart.
+
+    AHEAD partial sums are loaded at a time: loaded one by one, each costs a trip to L2 (0.2 µs on
+    an H200, 60 for 256 of them). The order of additions is still fixed.
+    """
     z = tl.program_id(2)
     rows = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     cols = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     if OVERLAP:
         tl.extra.cuda.gdc_wait()
         tl.extra.cuda.gdc_launch_dependents()
-    acc = sum_partials(partials_ptr, apart, z, rows, cols, M, N, SPLIT_K, BLOCK_M, BLOCK_N, AHEAD)
+    at = z * M * N + rows[:, None] * N + cols[None, :]
+    inside = (rows[:, None] < M) & (cols[None, :] < N)
+    acc = tl.zeros((AHEAD, BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for first in range(0, SPLIT_K, AHEAD):
+        split = first + tl.arange(0, AHEAD)
+        ptrs = partials_ptr + (split * apart)[:, None, None] + at[None, :, :]
+        mask = (split < SPLIT_K)[:, None, None] & inside[None, :, :]
+        # Written by other SMs: bypass this one's L1.
+        acc += tl.load(ptrs, mask=mask, other=0.0, cache_modifier=".cg")
+    acc = tl.sum(acc, axis=0)
     acc = rescale(acc, z, rows, cols, M, N, scale_a_ptr, scale_b_ptr, SCALE_A, SCALE_B)
     finish(
         acc, z, rows, cols, M, N, bias_ptr, stride_bias, alpha, EPILOGUE,
@@ -89,8 +80,7 @@ def reduction(problem: Problem, splits: int, apart: int) -> Build:
     }  # fmt: skip
     own: Typed = {"partials_ptr": ("*fp32", "workspace"), "apart": ("i32", apart)}
     grid = triton.cdiv(problem.m, m), triton.cdiv(problem.n, n), problem.batch
-    options: dict[str, Any] = {"launch_pdl": True} if overlap else {}
-    of = build(reduce_kernel, problem, _TILE, grid, constants, own, **options)
+    of = build(reduce_kernel, problem, _TILE, grid, constants, own, launch_pdl=overlap)
     # Parts are whole rows, so the width of a row's loads is valid for each part.
     wide = {"apart": of.divisible["N"]} if "N" in of.divisible else {}
     return replace(of, divisible={**of.divisible, **wide})

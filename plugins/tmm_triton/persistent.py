@@ -27,9 +27,10 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from tmm_core import Problem, Traits
-from tmm_core.triton import Described, pointer
+from tmm_core.triton import Described
 from tmm_triton import sums
 from tmm_triton.blocks import add_residual, affine, dot, parts, rescale, store, tile_of
+from tmm_triton.hopper_access import described, stored_by_pointers
 from tmm_triton.kernel import POINTERS, TritonKernel, group_sizes, tiles
 from tmm_triton.operands import VECTOR, Build, Typed, build, check
 from tmm_triton.tiled import FusedEpilogueConfig
@@ -258,9 +259,14 @@ class Persistent(TritonKernel[PersistentConfig]):
         return whole * (1 + _PART * (config.PARTS - 1)) + _DESCRIBED_US
 
     def builds(self, problem: Problem, config: PersistentConfig) -> list[Build]:
+        kind = "stack" if problem.batch > 1 else "matrix"
+
+        def of(name: str, rows: int, columns: int) -> tuple[str, Described]:
+            return described(name, getattr(problem, name), rows, columns, kind, TensorDescriptor)
+
         own: Typed = {
-            "a_desc": _described(problem, "a", (config.BLOCK_M, config.BLOCK_K)),
-            "b_desc": _described(problem, "b", (config.BLOCK_K, config.BLOCK_N)),
+            "a_desc": of("a", config.BLOCK_M, config.BLOCK_K),
+            "b_desc": of("b", config.BLOCK_K, config.BLOCK_N),
         }
         constants: dict[str, Any] = {
             "GATED": problem.gated,
@@ -268,9 +274,8 @@ class Persistent(TritonKernel[PersistentConfig]):
             "A_LAYOUT": problem.a.layout,
             "B_LAYOUT": problem.b.layout,
         }
-        if _storable(problem):
-            part = config.BLOCK_M, config.BLOCK_N // config.SUBTILE
-            own["out_desc"] = _described(problem, "out", part)
+        if problem.out.layout == "row" and not stored_by_pointers(problem):  # not transposed
+            own["out_desc"] = of("out", config.BLOCK_M, config.BLOCK_N // config.SUBTILE)
             constants |= dict.fromkeys(("out_ptr", "stride_oz", "stride_om", "stride_on"))
         if problem.batch > 1:
             own |= {"a_step": ("i64", ("a", 0)), "b_step": ("i64", ("b", 0))}
@@ -279,15 +284,6 @@ class Persistent(TritonKernel[PersistentConfig]):
             constants |= {"a_step": 0, "b_step": 0, "batch": 1}
         grid = _programs(problem, config), 1, 1
         return [build(persistent_kernel, problem, config, grid, constants, own)]
-
-
-def _storable(problem: Problem) -> bool:
-    """Whether TMA can write tiles of the output: without transposing, and without writing past the
-    end of a row, since it stores whole units of 16 bytes (on an H200 a 1×1 output overwrote its 7
-    neighbours)."""
-    out = problem.out
-    ends = problem.n * out.dtype.itemsize % VECTOR == 0
-    return out.layout == "row" and out.aligned and ends
 
 
 def _programs(problem: Problem, config: PersistentConfig) -> int:
@@ -305,28 +301,3 @@ def _next_tile_waits(problem: Problem, config: PersistentConfig) -> bool:
     merged loop over tiles and K copies (8192×14336×4096 swiglu: 3.9 ms instead of 2.7)."""
     count = problem.batch * tiles(problem, config)
     return not problem.gated and _programs(problem, config) < count
-
-
-def _described(problem: Problem, name: str, tile: tuple[int, int]) -> tuple[str, Described]:
-    """The type and the value of the descriptor of an operand (with a batch dimension in front if
-    there is more than one) in tiles of ``tile``, the contiguous dimension last."""
-    operand, batch = getattr(problem, name), problem.batch
-    row_major = operand.layout == "row"
-    extent = getattr(problem, f"{name}_shape")[-2:]
-    outer, inner = extent if row_major else extent[::-1]
-    block = [*([1] if batch > 1 else []), *(tile if row_major else tile[::-1])]
-    leading_dim = -2 if row_major else -1
-    vector = VECTOR // operand.dtype.itemsize
-    # A single row's stride is arbitrary, but TMA needs a multiple of 16 bytes even so.
-    lone = -(-inner // vector) * vector
-
-    def describe(t: torch.Tensor) -> TensorDescriptor:
-        leading = t.stride(leading_dim) if outer > 1 else lone
-        shape, strides = [outer, inner], [leading, 1]
-        if batch > 1:
-            step = t.stride(0)
-            shape = [batch if step else 1, *shape]
-            strides = [step or outer * leading, *strides]
-        return TensorDescriptor(t, shape, strides, block)
-
-    return f"tensordesc<{pointer(operand.dtype)[1:]}{block}>", Described(name, describe)

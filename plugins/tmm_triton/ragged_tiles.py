@@ -6,17 +6,6 @@ in a table of its own in the workspace, in which every role finds a tile's group
 So the blocks walk over the tiles that there are, and none has more of them than another by more
 than one. With a ragged sum every group has the same tiles, but its own k-steps: an empty group has
 one, of zeros.
-
-TMA ends at the end of a tensor, but a tile must end where its group does: what is beyond belongs to
-another group's result, or may be NaN. *Clipped* tensor maps solve that by two more dimensions. Of a
-matrix whose rows are S elements apart they have these strides, in elements of W bytes, and
-coordinates for row R of a group that ends at row E::
-
-    stride      | 2**34 - S | S | S             | 1
-    coordinate  | 2**30     | E | 2**30 - E + R | column
-
-The addresses add up to 2**64 · W, which wraps to 0, and row R. Of the third dimension 2**30 exist:
-row E is the first outside.
 """
 
 from __future__ import annotations
@@ -25,12 +14,6 @@ from triton.experimental.gluon import jit
 from triton.experimental.gluon import language as gl
 
 from tmm_core import Problem
-
-#: Maximum size of the clipped dimension, see above.
-MOST_ROWS = 2**30
-#: More than any coordinate of the other two, in 32 bits. Triton's own such maps have this number,
-#: so that it is known to work: drivers treat maps of small tensors differently.
-_UNLIMITED = 2**31 - 2**16
 
 #: How each matrix is described: alone, as one of a stack, or clipped where groups end.
 Kinds = dict[str, str]
@@ -58,11 +41,6 @@ def kinds_of(problem: Problem) -> Kinds:
 
 def rows_ragged(problem: Problem) -> bool:
     return problem.groups is not None and problem.groups.ragged == "m"
-
-
-def clipped(columns: int, stride: int) -> tuple[list[int], list[int]]:
-    """Shape and strides of a clipped tensor map of rows in memory that are ``stride`` apart."""
-    return [_UNLIMITED, _UNLIMITED, MOST_ROWS, columns], [2**34 - stride, stride, stride, 1]
 
 
 @jit
@@ -122,7 +100,7 @@ def located(tile_row, groups, M, BLOCK: gl.constexpr):
 @jit
 def placed(matrix, end, row, column, COL: gl.constexpr, KIND: gl.constexpr):
     """Where a box starts, in the order of its descriptor's dimensions. A clipped one ends at
-    ``end``."""
+    ``end`` (:func:`tmm_triton.hopper_access.clipped`)."""
     outer, inner = (column, row) if COL else (row, column)
     if KIND == "clipped":
         return 2**30, end, 2**30 - end + outer, inner

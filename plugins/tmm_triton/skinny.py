@@ -39,7 +39,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from tmm_core import Machine, Problem, Traits
 from tmm_triton.blocks import finish
 from tmm_triton.early import check_early, ways, with_early
-from tmm_triton.kernel import POINTERS, TritonKernel, hopper_or_later, unknown_gluon
+from tmm_triton.kernel import POINTERS, TritonKernel, hopper_or_later, without_gluon
 from tmm_triton.operands import VECTOR, Build, TileConfig, build, check
 
 #: Columns of the widest tile of ``a`` transposed. On an H200 32 rows were no faster than with
@@ -216,9 +216,7 @@ class Skinny(TritonKernel[SkinnyConfig]):
 
     def declines(self, problem: Problem) -> Iterable[str]:
         yield from super().declines(problem)
-        if problem.device.interpreted:
-            yield "Triton's interpreter does not run Gluon"
-        yield from unknown_gluon()
+        yield from without_gluon(problem)
         if problem.batch_invariant:
             yield "sums in an order that no kernel for more rows has"
         if problem.m > MOST_ROWS:
@@ -277,7 +275,7 @@ class Skinny(TritonKernel[SkinnyConfig]):
         }
         # By default ptxas saves registers for one more resident block by spilling.
         registers = config.registers(problem) + 48
-        options: dict[str, Any] = {"launch_pdl": True} if overlaps else {}
+        options: dict[str, Any] = {"launch_pdl": overlaps}
         if config.num_stages == 2:
             options["maxnreg"] = min(255, registers // 8 * 8)
         grid = (-(-problem.n // config.BLOCK_N), problem.batch, -(-problem.m // config.BLOCK_M))

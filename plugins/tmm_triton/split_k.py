@@ -19,7 +19,6 @@ up, so with few rows of A, N should be along the height.
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
 
 import triton
 import triton.language as tl
@@ -263,13 +262,12 @@ class SplitK(TritonKernel[SplitKConfig]):
             "OVERLAPS": overlaps,
             "EARLY": overlaps and config.early == "b",
         }
-        options: dict[str, Any] = {"launch_pdl": True} if overlaps else {}
         grid = tiles(problem, config), config.SPLIT_K, problem.batch
-        builds = [build(split_k_kernel, problem, config, grid, constants, own, **options)]
-        if split:
-            apart = problem.batch * problem.m * problem.n
-            builds.append(reduction(problem, config.SPLIT_K, apart))
-        return builds
+        main = build(split_k_kernel, problem, config, grid, constants, own, launch_pdl=overlaps)
+        if not split:
+            return [main]
+        apart = problem.batch * problem.m * problem.n
+        return [main, reduction(problem, config.SPLIT_K, apart)]
 
 
 def _swaps(problem: Problem, tile: SplitKConfig, split: int) -> bool:

@@ -70,30 +70,35 @@ specialise warps on Hopper.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable
+from dataclasses import replace
 from typing import Any
 
 import torch
 from triton.experimental.gluon import language as gl
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
-from tmm_core import ANY, Operand, Problem, Supports, Traits
+from tmm_core import ANY, Problem, Traits
 from tmm_core.triton import Described, device_function, pointer, port_function
 from tmm_triton import hopper_estimate, hopper_search, hopper_tiles, sums
-from tmm_triton.hopper_access import ALIGNMENT, boxed, by_words, residual_by_tma, scattered
+from tmm_triton.hopper_access import (
+    ALIGNMENT,
+    MOST_ROWS,
+    boxed,
+    by_words,
+    described,
+    residual_by_tma,
+    scattered,
+)
 from tmm_triton.hopper_config import Constants, WarpSpecializedConfig, multiplied
 from tmm_triton.hopper_kernel import warp_specialized_kernel
 from tmm_triton.hopper_tiles import most_tiles, part_elements
-from tmm_triton.kernel import FLOATS, Built, missing_toolchain, unknown_gluon
+from tmm_triton.kernel import POINTERS, Built, missing_toolchain, without_gluon
 from tmm_triton.operands import Build, Typed, Zeros
 from tmm_triton.partials import reduction
 from tmm_triton.ports import REDUCES, Ports
-from tmm_triton.ragged_tiles import (
-    MOST_ROWS,
-    clipped,
-    kinds_of,
-    rows_ragged,
-)
+from tmm_triton.ragged_tiles import kinds_of, rows_ragged
 
 #: Gluon's names of the dtypes of operands, outputs, bias and residual.
 _GLUON = {
@@ -114,22 +119,14 @@ class WarpSpecialized(Built[WarpSpecializedConfig]):
         deterministic=True, batch_invariant=True, capture_safe=True, needs_workspace=True
     )
     config_type = WarpSpecializedConfig
-    supports = Supports(
+    supports = replace(
+        POINTERS,  # also unaligned operands: see declines
         devices=("cuda",),
         capability=(9, 0),
         below=(9, 1),
         operands=(torch.float16, torch.bfloat16),
-        formats=("fp8",),
-        scales=("tensor", "row"),
-        out=FLOATS,
-        bias=FLOATS,
-        residual=FLOATS,
         layouts={"a": ("row", "col"), "b": ("row", "col"), "out": ("row",), "residual": ANY},
-        unaligned=ANY,  # one operand by words: see declines
-        wide=True,
         batch=None,
-        alpha=True,
-        epilogues=True,
         gated=True,
         outputs=("row",),
         reduces=REDUCES,
@@ -141,11 +138,9 @@ class WarpSpecialized(Built[WarpSpecializedConfig]):
     def declines(self, problem: Problem) -> Iterable[str]:
         if len(problem.epilogue.outputs) > 1:
             yield "writes at most one output beside the result"
-        if problem.device.interpreted:
-            yield "Triton's interpreter does not run Gluon"
-        else:
+        if not problem.device.interpreted:
             yield from missing_toolchain()
-        yield from unknown_gluon()
+        yield from without_gluon(problem)
         if problem.fp8 and (problem.a.layout, problem.b.layout) != ("row", "col"):
             yield "wgmma takes 8-bit operands along K only: a row-major, b column-major"
         for name, operand in (("a", problem.a), ("b", problem.b)):
@@ -210,16 +205,20 @@ class WarpSpecialized(Built[WarpSpecializedConfig]):
         rows, width = config.rows, config.BLOCK_N // config.subtiles
         groups, kinds = problem.groups, kinds_of(problem)
 
-        def described(name: str, rows: int, columns: int) -> tuple[str, Described]:
-            return _described(name, getattr(problem, name), rows, columns, kinds[name])
+        def descriptor(name: str, rows: int, columns: int) -> tuple[str, Described]:
+            operand, kind = getattr(problem, name), kinds[name]
+            block = boxed(rows, columns, operand.layout != "row", kind)
+            layout = gl.NVMMASharedLayout.get_default_for(block, _GLUON[operand.dtype])
+            make = functools.partial(TensorDescriptor, layout=layout)
+            return described(name, operand, rows, columns, kind, make, f",{layout!r}")
 
         def outer(name: str) -> tuple[str, int]:
             return name, -1 if getattr(problem, name).layout == "col" else -2
 
         # The type and the value of each.
         given: Typed = {
-            "a_desc": described("a", c.A_ROWS, config.BLOCK_K),
-            "b_desc": described("b", config.BLOCK_K, c.box_columns),
+            "a_desc": descriptor("a", c.A_ROWS, config.BLOCK_K),
+            "b_desc": descriptor("b", config.BLOCK_K, c.box_columns),
             "M": ("i32", problem.m),
             "N": ("i32", problem.n),
             "K": ("i32", problem.k),
@@ -263,7 +262,7 @@ class WarpSpecialized(Built[WarpSpecializedConfig]):
         if c.POINTERS and c.stacked:
             given["out_stride_z"] = ("i64", ("out", 0))
         if not c.POINTERS:
-            type_of, out = described("out", rows, width)
+            type_of, out = descriptor("out", rows, width)
             describe, columns = out.describe, problem.n
             if config.splits > 1:  # parts of all tiles, one below the other
                 out = Described("workspace", lambda t: describe(t.view(-1, columns)))
@@ -273,7 +272,7 @@ class WarpSpecialized(Built[WarpSpecializedConfig]):
             given |= {"bias_stride": ("i64", ("bias", -1))}
             given |= {"bias_stride_z": ("i64", ("bias", 0))} if groups is not None else {}
         if residual_by_tma(problem):
-            given["r_desc"] = described("residual", rows, width)
+            given["r_desc"] = descriptor("residual", rows, width)
         elif problem.residual is not None:
             # A dimension of one element may have any stride.
             wide = problem.residual.wide or 1 in (problem.m, problem.n)
@@ -341,33 +340,3 @@ def _parts(problem: Problem, config: WarpSpecializedConfig) -> int:
 def _ports(problem: Problem, config: WarpSpecializedConfig) -> Ports:
     strips = -(-problem.n // config.BLOCK_N) * config.subtiles
     return Ports(problem, 0, strips, after=_parts(problem, config))
-
-
-def _described(
-    name: str, operand: Operand, rows: int, columns: int, kind: str
-) -> tuple[str, Described]:
-    """The type and the value of the descriptor of a tensor's [rows, columns] tiles: of blocks along
-    the contiguous dimension, with the other dimensions of its kind
-    (:data:`tmm_triton.ragged_tiles.Kinds`)."""
-    block = boxed(rows, columns, operand.layout != "row", kind)
-    layout = gl.NVMMASharedLayout.get_default_for(block, _GLUON[operand.dtype])
-    outer, inner = (-2, -1) if operand.layout == "row" else (-1, -2)
-    step = ALIGNMENT // operand.dtype.itemsize
-
-    def describe(t: torch.Tensor) -> Any:
-        shape = [t.shape[outer], t.shape[inner]]
-        # A single row has no meaningful leading stride; TMA needs an aligned one.
-        leading = t.stride(outer) if shape[0] > 1 else -(-shape[1] // step) * step
-        strides = [leading, 1]
-        if kind == "stack":
-            # TMA does not support a stride of zero: a shared matrix is a batch of one. So is a
-            # single group, whose stride may be anything.
-            apart = t.stride(0) if len(t) > 1 else 0
-            strides = [apart or shape[0] * leading, *strides]
-            shape = [t.shape[0] if apart else 1, *shape]
-        elif kind == "clipped":
-            shape, strides = clipped(shape[1], leading)
-        return TensorDescriptor(t, shape, strides, block, layout)
-
-    type_of = f"tensordesc<{pointer(operand.dtype)[1:]}{block},{layout!r}>"
-    return type_of, Described(name, describe)

@@ -346,8 +346,8 @@ GROUPED = [
     Mutant(
         "grouped-hopper-no-tiles",
         "hopper_loads.py",
-        'if C.TAIL_SPLITS > 1 or C.RAGGED == "m":',
-        "if C.TAIL_SPLITS > 1:",
+        'if C.tail_splits > 1 or C.RAGGED == "m":',
+        "if C.tail_splits > 1:",
         "a block without tiles loads, and ends before that arrives",
         (f"{HOPPER}::test_groups_of_any_size",),
     ),

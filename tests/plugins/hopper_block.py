@@ -462,10 +462,10 @@ def run_block(
     def place(
         parts: Sequence[Any], share: int, product: int, WHO: int, C: Any, LAYOUT: Any
     ) -> Pointer:
-        size = C.ROWS * C.columns
+        size = C.rows * C.columns
         part = (share * C.a_boxes + WHO % C.a_boxes) * C.b_boxes + product
         elements: Pointer = parts[0]
-        return elements + part * size + np.arange(size).reshape(C.ROWS, C.columns)
+        return elements + part * size + np.arange(size).reshape(C.rows, C.columns)
 
     def box_rows(
         operand: tuple[Rows, int], at: int, size: int, K: int, BOX: list[int], ALONG_K: bool, C: Any
@@ -513,6 +513,7 @@ def run_block(
     )
     names: dict[str, Any] = {
         "gl": language,
+        "tl": language,
         "mbarrier": types.SimpleNamespace(
             init=init,
             wait=wait,

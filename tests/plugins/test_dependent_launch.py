@@ -194,7 +194,7 @@ def _programs(ways: dict[str, Any], consumers: int, pingpong: bool, usual: int) 
     [
         # Nobody waits; too late, after the activation was asked for; by who has given no word.
         ("        gdc_wait()\n", "        pass\n"),
-        ('    if C.EARLY == "b":\n', '    if C.EARLY != "l2":\n'),
+        ('    if C.early == "b":\n', '    if C.early != "l2":\n'),
         ('sizes, "b", C)\n    elif', 'sizes, "ab", C)\n    elif'),
         # The next launch begins before this one has waited, or is never told.
         (
@@ -205,7 +205,7 @@ def _programs(ways: dict[str, Any], consumers: int, pingpong: bool, usual: int) 
         # Bytes are expected twice, or half of what is asked for is left out.
         ('        if PARTS != "a":\n', "        if True:\n"),
         ('0 if PARTS == "b" else OF_A', "OF_A"),
-        ('"a" if C.EARLY == "b" else "ab"', '"ab"'),
+        ('"a" if C.early == "b" else "ab"', '"ab"'),
     ],
 )
 def test_the_model_sees_what_comes_too_early(line: str, instead: str, tmp_path: Path) -> None:
@@ -391,7 +391,7 @@ def test_the_hopper_kernel_overlaps_where_the_config_says(early: str) -> None:
     assert of.options["launch_pdl"] is constants.overlaps is (early != "")
     # All stages are asked for before the roles part where b's part of them comes early.
     primes_all = config.num_stages == constants.PRIMED
-    assert (constants.EARLY, primes_all) == (early, early in ("l2", "b"))
+    assert (constants.early, primes_all) == (early, early in ("l2", "b"))
 
 
 def test_h200_has_dependent_launch_and_others_not() -> None:

@@ -26,7 +26,7 @@ from test_warp_specialized import (
     problem,
     tensor_map,
 )
-from tmm_triton import hopper_tiles, kernel, operands, ragged_tiles
+from tmm_triton import hopper_access, hopper_tiles, kernel, operands, ragged_tiles
 from tmm_triton.hopper_config import Constants
 from tmm_triton.hopper_kernel import warp_specialized_kernel
 from tmm_triton.ragged import Ragged
@@ -55,9 +55,10 @@ def constants(
         False,
     )
     return Constants(
-        BLOCK_M=rows if pingpong else rows * consumers, BLOCK_N=columns, BLOCK_K=2, STAGES=stages,
-        CONSUMERS=consumers, WARPS=4, ROWS=rows, PINGPONG=pingpong, BATCHED=False, OUT_BYTES=2,
-        TAIL_SPLITS=1, A_ROWS=rows, PRIMED=1 + seed % stages, SPLITS=1, EVICT_FIRST=False,
+        BLOCK_M=rows if pingpong else rows * consumers, BLOCK_N=columns, BLOCK_K=2, GROUP_M=1,
+        num_stages=stages, schedule="pingpong" if pingpong else "cooperative", consumers=consumers,
+        num_warps=4, tail_splits=1, splits=1, evict_first=False, BATCHED=False, OUT_BYTES=2,
+        A_ROWS=rows, PRIMED=1 + seed % stages,
         RAGGED=ragged, **{"SCALE_A": None, "SCALE_B": None, "IN_BYTES": 2, **plain, **fields},
     )  # fmt: skip
 
@@ -72,7 +73,6 @@ class Call:
         extras: alpha, a bias of each group and a residual, which TMA loads with ``fetch``.
         indexed: Rows of the result are permuted, and each has a weight.
         offs: What the kernel reads instead of ``ends``.
-        narrow: Columns of a box of b where tiles are two products beside each other.
     """
 
     def __init__(
@@ -81,20 +81,19 @@ class Call:
         stages: int = 3, subtiles: int = 2, programs: int = 3, layout: str = "",
         gated: bool = False, extras: bool = False, fetch: bool = False, pointers: bool = False,
         zeroed: bool = False, scales: str | None = None, columns: int = 4, indexed: bool = False,
-        offs: tuple[int, ...] | None = None, narrow: int = 0,
+        offs: tuple[int, ...] | None = None,
     ) -> None:  # fmt: skip
         layout = layout or ("nn" if ragged == "m" else "tn")
         self.ends, self.ragged, self.zeroed = ends, ragged, zeroed
         self.count, self.total = len(ends), total
         self.m, self.n, self.k = (total, n, k) if ragged == "m" else (m, n, total)
         self.c = constants(
-            ragged, consumers, pingpong, seed, stages, columns, SUBTILES=subtiles,
+            ragged, consumers, pingpong, seed, stages, columns, subtiles=subtiles,
             A_COL=layout[0] == "t", B_COL=layout[1] == "t", GATED=gated, SCALED=extras,
             BIAS=extras, RESIDUAL=extras and not indexed, FETCH=fetch, ZEROED=zeroed,
             POINTERS=pointers or indexed, SCATTERED=indexed, WEIGHTED=indexed,
             STORED=2 if indexed and seed % 2 else 1,
             SCALE_A=scales, SCALE_B=scales, IN_BYTES=1 if scales else 2,
-            NARROW=2 * narrow if gated else narrow,
         )  # fmt: skip
         random = np.random.default_rng(seed)
         width = 2 * n if gated else n
@@ -139,12 +138,12 @@ class Call:
             flat, stride = matrix.ravel(), matrix.shape[1]
         else:
             flat, stride = self.memory.reshape(-1), self.memory.shape[-1]
-        shape, strides = ragged_tiles.clipped(matrix.shape[1], stride)
+        shape, strides = hopper_access.clipped(matrix.shape[1], stride)
         return Wrapped(flat, shape, strides, [1, 1, *box])
 
     def arguments(self) -> dict[str, Any]:
         c = self.c
-        strip = [c.ROWS, c.width]
+        strip = [c.rows, c.width]
         known: dict[str, Any] = dict.fromkeys(warp_specialized_kernel.arg_names)
         letters = ["t" if col else "n" for col in (c.A_COL, c.B_COL)]
         known |= {
@@ -262,7 +261,7 @@ def test_two_products_of_groups_beside_each_other(
     kinds = [("m", False, "nn"), ("m", True, "nt"), ("m", True, "nn"), ("k", False, "")]
     for seed, (ragged, gated, layout) in enumerate([*kinds, ("k", True, "")]):
         Call(
-            seed, ragged, ends, total, n=14, columns=12, narrow=4, subtiles=6, gated=gated,
+            seed, ragged, ends, total, n=14, columns=12, subtiles=6, gated=gated,
             consumers=consumers, pingpong=pingpong, layout=layout, extras=True, **ways,
         ).check()  # fmt: skip
 

@@ -28,11 +28,13 @@ from hopper_block import (
     workspace_order,
 )
 from test_triton_compile import resources
-from tmm_triton import hopper_search, hopper_tiles, kernel, operands, warp_specialized
+from tmm_triton import hopper_search, hopper_tiles, kernel, operands
+from tmm_triton.hopper_access import described
 from tmm_triton.hopper_config import Constants, WarpSpecializedConfig, unfinished
 from tmm_triton.hopper_kernel import warp_specialized_kernel
 from tmm_triton.warp_specialized import WarpSpecialized
 from triton.backends.compiler import GPUTarget
+from triton.tools.tensor_descriptor import TensorDescriptor
 from uninterpreted import Uninterpreted
 
 from tmm_core import ConfigError, Groups, Operand, Port, Problem
@@ -426,7 +428,6 @@ def computed(
     scales: str | None = None,
     batch: str = "",
     columns: int = 4,
-    narrow: int = 0,
     splits: int = 1,
     parts: int = 1,
     ranges: int = 1,
@@ -449,14 +450,14 @@ def computed(
     if early is None:
         early = "wait" if seed % 3 < 2 and words != "b" else ""
     constants = Constants(
-        BLOCK_M=rows if pingpong else rows * consumers, BLOCK_N=columns, BLOCK_K=depth,
-        STAGES=stages, CONSUMERS=consumers, WARPS=4, ROWS=rows, SUBTILES=subtiles,
-        PINGPONG=pingpong, A_COL=layout[0] == "t", B_COL=layout[1] == "t",
+        BLOCK_M=rows if pingpong else rows * consumers, BLOCK_N=columns, BLOCK_K=depth, GROUP_M=1,
+        num_stages=stages, schedule="pingpong" if pingpong else "cooperative", consumers=consumers,
+        num_warps=4, subtiles=subtiles, tail_splits=splits, splits=parts, ranges=ranges,
+        evict_first=False, early=early, A_COL=layout[0] == "t", B_COL=layout[1] == "t",
         GATED=gated, SCALED=extras, BIAS=extras, RESIDUAL=extras, POINTERS=pointers,
         SCALE_A=scales, SCALE_B=scales, IN_BYTES=1 if scales else 2, BATCHED=bool(batch),
-        FETCH=fetch, OUT_BYTES=2, TAIL_SPLITS=splits, A_ROWS=brought, PRIMED=1 + seed % stages,
-        SPLITS=parts, RANGES=ranges, EVICT_FIRST=False, WORDS=words, EARLY=early, REDUCE=reduce,
-        NARROW=narrow,
+        FETCH=fetch, OUT_BYTES=2, A_ROWS=brought, PRIMED=1 + seed % stages, WORDS=words,
+        REDUCE=reduce,
     )  # fmt: skip
     random = np.random.default_rng(seed)
     width = 2 * n if gated else n
@@ -639,14 +640,11 @@ def test_halves_of_a_wide_tile_are_summed_in_turn(
         np.testing.assert_allclose(out, expected)
 
 
-@pytest.mark.parametrize(
-    ("columns", "narrow", "strip"),
-    [(6, 2, 2), (6, 2, 1), (9, 1, 1), (12, 4, 4), (12, 4, 2), (10, 2, 2)],
-)
+@pytest.mark.parametrize(("columns", "strip"), [(6, 2), (6, 1), (9, 1), (12, 4), (12, 2), (10, 2)])
 @pytest.mark.parametrize("gated", [False, True])
 @pytest.mark.parametrize(("consumers", "pingpong"), SCHEDULES)
 def test_a_tile_is_two_products_beside_each_other(
-    consumers: int, pingpong: bool, gated: bool, columns: int, narrow: int, strip: int
+    consumers: int, pingpong: bool, gated: bool, columns: int, strip: int
 ) -> None:
     """Of a gated tile, the first product is gate's columns and some of up's."""
     for seed, (layout, n, k, parts) in enumerate(
@@ -663,7 +661,7 @@ def test_a_tile_is_two_products_beside_each_other(
         fetched = seed > 4 and strips % 2 == 0
         out, expected = computed(
             seed, n=n, k=k, layout=layout, consumers=consumers, pingpong=pingpong, parts=parts,
-            columns=columns, narrow=2 * narrow if gated else narrow, subtiles=strips, gated=gated,
+            columns=columns, subtiles=strips, gated=gated,
             extras=parts == 1, fetch=fetched, pointers=seed == 1, batch="a" * (seed == 2),
         )  # fmt: skip
         np.testing.assert_allclose(out, expected)
@@ -679,7 +677,7 @@ def test_ranges_are_summed_as_parts(consumers: int, pingpong: bool, columns: int
     ):
         alike: dict[str, Any] = {
             "m": 13, "n": 22, "k": k, "stages": stages, "consumers": consumers, "layout": "nt",
-            "pingpong": pingpong, "columns": columns, "narrow": columns % 4,
+            "pingpong": pingpong, "columns": columns,
             "subtiles": columns // 2,
         }  # fmt: skip
         out, expected = computed(seed, **alike, programs=programs, ranges=ranges)
@@ -804,7 +802,7 @@ def test_parts_of_a_tile_lie_apart() -> None:
     shapes = [(64, 128, 4), (128, 128, 4), (128, 256, 8), (64, 32, 4), (256, 64, 4)]
     for rows, columns, warps in shapes:
         C = types.SimpleNamespace(
-            PINGPONG=False, ROWS=rows, columns=columns, WARPS=warps, a_boxes=2, b_boxes=1
+            pingpong=False, rows=rows, columns=columns, num_warps=warps, a_boxes=2, b_boxes=1
         )
         places = workspace_order(3, 0, WHO=1, C=C)
         start = (3 * 2 + 1) * rows * columns
@@ -827,7 +825,7 @@ def test_parts_of_a_tile_lie_apart() -> None:
         ("                    store_wait(0)\n", ""),
         ("mbarrier.wait(loaded.index(slot), phase ^ (i // BUFFERS & 1))", "pass"),
         ("strip_phase ^= 1", "pass"),
-        ("position // C.STAGES & 1", "0"),
+        ("position // C.num_stages & 1", "0"),
     ],
 )
 def test_the_model_sees_what_a_missing_wait_does(line: str, instead: str, tmp_path: Path) -> None:
@@ -1015,7 +1013,7 @@ def test_fused_work_compiles_for_hopper(asked: Problem, uninterpreted: Uninterpr
 
 def tensor_map(operand: Operand, rows: int, columns: int, kind: str) -> Any:
     """What makes the tensor map of a tile of an operand."""
-    return warp_specialized._described("a", operand, rows, columns, kind)[1].describe
+    return described("a", operand, rows, columns, kind, TensorDescriptor)[1].describe
 
 
 def test_operands_are_described_along_their_contiguous_dimension() -> None:
