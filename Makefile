@@ -19,13 +19,16 @@ check: $(STAMP)
 	$(PY) -m pytest -q tests/test_layout.py
 
 # The oldest torch and Triton that are supported, in an environment of their own, and the tests that tell
-# most of them. This torch has no build for CPUs on the index: 3 GB to fetch, 7 on disk.
+# most of them. Without a GPU nothing else tells whether its Gluon compiles the Hopper kernel. This torch has
+# no build for CPUs on the index: 3 GB to fetch, 7 on disk.
 oldest: $(OLDEST)/.installed
 	OMP_NUM_THREADS=1 $(OLDEST)/bin/python -m pytest -q -n 2 --dist worksteal -p no:cacheprovider \
 		-W "ignore:Conversion of an array:DeprecationWarning" \
 		tests/core/test_compat.py tests/core/test_api.py tests/core/test_plan.py \
 		tests/core/test_launch.py tests/core/test_unusual.py tests/plugins/test_kept.py \
 		tests/plugins/test_triton_kernels.py -k "not slow"
+	$(OLDEST)/bin/python -m pytest -q -n 2 -p no:cacheprovider -k "fused_work_compiles or groups_compile" \
+		tests/plugins/test_warp_specialized.py tests/plugins/test_ragged_hopper.py
 
 $(OLDEST)/.installed: pyproject.toml constraints-oldest.txt
 	test -x $(OLDEST)/bin/python || $(PYTHON) -m venv $(OLDEST)

@@ -58,7 +58,8 @@ def _await_full(full, stage, phase, C: gl.constexpr):
 def _columns(b_ring, slot, COLUMNS: gl.constexpr, C: gl.constexpr):
     """B's part of a product, from this slot on: boxes that follow one another in shared memory are
     one of all their columns."""
-    b = as_matrix(b_ring.index(slot), C.b_kind)
+    KIND: gl.constexpr = C.b_kind
+    b = as_matrix(b_ring.index(slot), KIND)
     if C.narrow:
         SHAPE: gl.constexpr = [COLUMNS, C.BLOCK_K] if C.B_COL else [C.BLOCK_K, COLUMNS]
         b = b._reinterpret(b.dtype, SHAPE, b.layout)
@@ -71,7 +72,8 @@ def _columns(b_ring, slot, COLUMNS: gl.constexpr, C: gl.constexpr):
 def _multiply(ring, stage, acc, up, FIRST: gl.constexpr, WHO: gl.constexpr, C: gl.constexpr):
     """Start this stage's products and wait for those of the previous stage."""
     a_ring, b_ring = ring
-    a = as_matrix(a_ring.index(stage * C.a_boxes + WHO % C.a_boxes), C.a_kind)
+    KIND: gl.constexpr = C.a_kind
+    a = as_matrix(a_ring.index(stage * C.a_boxes + WHO % C.a_boxes), KIND)
     if C.A_COL:
         a = a.permute((1, 0))
     b = _columns(b_ring, stage * C.b_boxes, C.columns, C)

@@ -13,7 +13,6 @@ from triton.experimental.gluon.language.nvidia.hopper.tma import (
 )
 
 from tmm_triton.hopper_walk import as_matrix, described
-from tmm_triton.ports import combine
 from tmm_triton.ragged_tiles import placed
 
 
@@ -149,8 +148,13 @@ def _reduce_rows(
     rows = row + gl.arange(0, C.rows, layout=gl.SliceLayout(1, LAYOUT))
     columns = column + gl.arange(0, C.width, layout=gl.SliceLayout(0, LAYOUT))
     own = gl.expand_dims((columns >= corner[1]) & (columns < N), 0)
-    least: gl.constexpr = float("-inf") if C.REDUCE == "max" else 0.0
-    total = combine(gl.where(own, OF(y), least), 1, C.REDUCE)
+    if C.REDUCE == "max":
+        terms = gl.where(own, OF(y), float("-inf"))
+        undefined = terms != terms
+        most = gl.max(gl.where(undefined, float("-inf"), terms), axis=1)
+        total = gl.where(gl.max(undefined.to(gl.int32), axis=1) > 0, float("nan"), most)
+    else:
+        total = gl.sum(gl.where(own, OF(y), 0.0), axis=1)
     part = corner[1] // C.BLOCK_N * C.subtiles + strip
     inside = (rows >= corner[0]) & (rows < M)
     gl.store(pointer + (start + part * stride) + rows, total, mask=inside)

@@ -513,7 +513,6 @@ def run_block(
     )
     names: dict[str, Any] = {
         "gl": language,
-        "tl": language,
         "mbarrier": types.SimpleNamespace(
             init=init,
             wait=wait,
