@@ -218,6 +218,26 @@ def test_inside_a_bucket_what_was_measured_there_answers(
     assert forced.candidate.kernel.name == "tiled"
 
 
+@pytest.mark.parametrize("tiled", [50.0, 54.0])  # a kernel wins the edge, or BLAS
+@pytest.mark.parametrize(
+    ("inside", "wanted"),
+    [
+        ({("blas", 1, 4225): 40.0}, 1),
+        ({("blas", 2, 4225): 40.0}, 2),
+        ({("blas", 1, 4225): 41.0, ("blas", 2, 4225): 40.0, ("blas", 2, 4097): 60.0}, 1),
+    ],
+)
+def test_blas_answers_inside_in_its_way_that_was_fastest_there(
+    tiled: float, inside: dict[Any, float], wanted: int
+) -> None:
+    times = {"blas": 52.0, ("blas", 2): 52.1, ("tiled", 1): tiled, **inside}
+    d, _ = dispatcher(FakeBlas(tiles=(1, 2)), FakeKernel("tiled"), times=times)
+    for _ in range(2):  # tuned, then from the record
+        choice = d.choose(problem(m=4200), settings())
+        assert choice.candidate.kernel.name == "blas"
+        assert choice.candidate.config.to_json()["tile"] == wanted
+
+
 def test_where_nothing_was_measured_inside_blas_answers() -> None:
     """A record holds where it was measured, and these were not: made by hand, or cut short."""
     d, _ = dispatcher(FakeBlas(), FakeKernel("tiled"), times=EDGE)

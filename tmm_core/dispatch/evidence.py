@@ -10,7 +10,14 @@ from tmm_cache import CacheStore, CandidateResult, TuningRecord
 
 from tmm_core.dispatch.deferred import Answers
 from tmm_core.dispatch.registry import Registry
-from tmm_core.dispatch.standing import by_time, compared_at, holds_at, identity, ranked_around
+from tmm_core.dispatch.standing import (
+    by_time,
+    compared_at,
+    fastest_of_blas,
+    holds_at,
+    identity,
+    ranked_around,
+)
 from tmm_core.errors import CacheMissError, PluginError, TmmError, warn
 from tmm_core.launch.plan import Choice
 from tmm_core.settings import Settings
@@ -118,7 +125,8 @@ class Evidence:
 
     def inside(self, problem: Problem, edge: Problem, choice: Choice, settings: Settings) -> Choice:
         """A bucket's choice for an M inside it: the best candidate that beats BLAS at the measured
-        M on both sides of this one; BLAS if there is none or nothing was measured."""
+        M on both sides of this one; BLAS if there is none or nothing was measured, in that of its
+        ways that was fastest there."""
         if (
             problem.extent == edge.extent
             or problem.batch_invariant
@@ -140,15 +148,19 @@ class Evidence:
                 return replace(
                     choice, candidate=candidate, reason=f"{choice.reason}; the best at {measured}"
                 )
-        blas = self.registry.kernel(BASELINE)
-        if choice.candidate.kernel.name == BASELINE or self.registry.reasons_against(
-            blas, problem, settings
-        ):
+        blas, answer = self.registry.kernel(BASELINE), None
+        if self.registry.reasons_against(blas, problem, settings):
+            return choice
+        if (own := fastest_of_blas(around)) is not None:
+            answer = self.able_candidate(results[own], problem, edge, settings)
+        if answer is None and choice.candidate.kernel.name != BASELINE:
+            answer = Candidate(blas, blas.default_config(problem))
+        if answer is None or answer == choice.candidate:
             return choice
         held = ", ".join(map(str, compared_at(record)))
         return replace(
             choice,
-            candidate=Candidate(blas, blas.default_config(problem)),
+            candidate=answer,
             reason=f"{choice.reason}; BLAS is not beaten around "
             f"{problem.along.upper()}={problem.extent} (measured at {held})",
         )

@@ -155,6 +155,13 @@ def ranked_around(around: Mapping[int, Mapping[CandidateId, float]]) -> list[Can
     return sorted(ahead, key=lambda name: (ahead[name], name))
 
 
+def fastest_of_blas(around: Mapping[int, Mapping[CandidateId, float]]) -> CandidateId | None:
+    """BLAS's own candidate that is least behind its others at any M of ``around``."""
+    own = [{n: us for n, us in times.items() if n[0] == BASELINE} for times in around.values()]
+    ratios = behind(dict(enumerate(own)))
+    return min(ratios, key=lambda name: (ratios[name], name), default=None)
+
+
 def behind(around: Mapping[int, Mapping[CandidateId, float]]) -> dict[CandidateId, float]:
     """The largest ratio to the fastest at any M of ``around``, of candidates timed at all of
     them."""
