@@ -7,6 +7,7 @@ from typing import Any
 import pytest
 import torch
 
+import tmm_core
 from tmm_core import Operand, Problem
 from tmm_core.bench.case import Case
 from tmm_core.dispatch import random_inputs
@@ -73,3 +74,31 @@ def test_one_function_fills_all(monkeypatch: pytest.MonkeyPatch) -> None:
         scale_b="row",
     ).pose(CPU)  # fmt: skip
     assert filled == 3 * ["a", "b", "bias", "residual", "scale_a", "scale_b"]
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "out"),
+    [
+        ((12, 8), (3, 8, 16), (12, 16)),  # ragged rows
+        ((3, 12, 8), (8, 16), (12, 16)),  # ragged columns
+        ((12, 8), (8, 16), (3, 12, 16)),  # a ragged sum
+    ],
+)
+def test_shapes_of_a_grouped_problem_are_those_of_its_tensors(
+    a: tuple[int, ...], b: tuple[int, ...], out: tuple[int, ...]
+) -> None:
+    offs = torch.tensor([2, 2, 8], dtype=torch.int32)
+    posed = tmm_core.problem(torch.randn(a), torch.randn(b), offs=offs)
+    assert (posed.shape("a"), posed.shape("b"), posed.shape("out")) == (a, b, out)
+    drawn = random_inputs.make(posed, CPU)
+    assert (drawn.a.shape, drawn.b.shape) == (a, b)
+
+
+def test_shapes_of_a_problem_are_those_of_its_tensors() -> None:
+    a, b, bias = torch.randn(4, 12, 8), torch.randn(4, 8, 32), torch.randn(32)
+    residual = torch.randn(4, 12, 16)
+    posed = tmm_core.problem(a, b, bias=bias, residual=residual, epilogue="swiglu")
+    shapes = {"a": a, "b": b, "bias": bias, "residual": residual, "out": residual}
+    assert {name: posed.shape(name) for name in shapes} == {n: t.shape for n, t in shapes.items()}
+    assert posed.shape("scale_a") == (4, 12, 1)
+    assert posed.shape("scale_b") == (4, 1, 32)
