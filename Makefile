@@ -27,7 +27,8 @@ oldest: $(OLDEST)/.installed
 		tests/core/test_compat.py tests/core/test_api.py tests/core/test_plan.py \
 		tests/core/test_launch.py tests/core/test_unusual.py tests/plugins/test_kept.py \
 		tests/plugins/test_triton_kernels.py -k "not slow"
-	$(OLDEST)/bin/python -m pytest -q -n 2 -p no:cacheprovider -k "fused_work_compiles or groups_compile" \
+	$(OLDEST)/bin/python -m pytest -q -n 2 -p no:cacheprovider \
+		-k "fused_work_compiles and (silu or scales) or groups_compile" \
 		tests/plugins/test_warp_specialized.py tests/plugins/test_ragged_hopper.py
 
 $(OLDEST)/.installed: pyproject.toml constraints-oldest.txt
