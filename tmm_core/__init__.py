@@ -41,8 +41,8 @@ if TYPE_CHECKING:
     from tmm_core.spec.machine import Machine
     from tmm_core.spec.supports import ANY, Supports
 
-#: By module, the names for authors of kernels and for what explains: a process that only
-#: multiplies by kernels on record does without these modules until it meets a plugin.
+#: Names for authors of kernels and for explanations, by module. A module is imported when one of
+#: its names is used first, which keeps ``import tmm_core`` short.
 _LATER = {
     "dispatch.explanation": ("Explanation", "KernelInfo"),
     "spec.anatomy": ("Anatomy", "Resources"),

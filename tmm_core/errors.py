@@ -1,4 +1,4 @@
-"""All error classes of tmm.
+"""All error classes of tmm, and how a plugin's errors are let through and told.
 
 Errors about tensors (shapes, dtypes, devices) are not here: those are the
 ``RuntimeError``, ``TypeError`` and ``NotImplementedError`` that torch raises, with

@@ -148,14 +148,15 @@ class Evidence:
                 return replace(
                     choice, candidate=candidate, reason=f"{choice.reason}; the best at {measured}"
                 )
-        blas, answer = self.registry.kernel(BASELINE), None
+        blas = self.registry.kernel(BASELINE)
         if self.registry.reasons_against(blas, problem, settings):
             return choice
-        if (own := fastest_of_blas(around)) is not None:
-            answer = self.able_candidate(results[own], problem, edge, settings)
-        if answer is None and choice.candidate.kernel.name != BASELINE:
-            answer = Candidate(blas, blas.default_config(problem))
-        if answer is None or answer == choice.candidate:
+        own = fastest_of_blas(around)
+        answer = self.able_candidate(results[own], problem, edge, settings) if own else None
+        if answer is None and choice.candidate.kernel.name == BASELINE:
+            return choice
+        answer = answer or Candidate(blas, blas.default_config(problem))
+        if answer == choice.candidate:
             return choice
         held = ", ".join(map(str, compared_at(record)))
         return replace(

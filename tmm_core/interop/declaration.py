@@ -41,21 +41,22 @@ def declare(
 ) -> Any:
     """Declare ``tmm::name`` and return the operator.
 
-    Torch passes arguments in the schema's order and omits trailing defaults. What returns one
-    tensor gets an overload ``out``, too, which is decomposed wherever torch traces, transforms or
-    counts, so that these see only one operator.
+    Torch passes arguments in the schema's order and omits trailing defaults. An operator that
+    returns one tensor also has an overload ``out``, which torch decomposes wherever it traces,
+    transforms or counts, so that these see only one operator.
 
     Args:
-        arguments: Its arguments, whose roles give its schema and what autocast casts.
+        arguments: Its arguments; their roles give its schema, and say which autocast casts.
         run: Computes the result.
         check: ``(call, epilogue) -> shape`` of the result; raises if arguments do not fit.
-        empty: ``(call, shape) -> `` an uninitialised result.
-        derivative: What runs where a gradient may be wanted.
+        empty: ``(call, shape) -> result``, uninitialised.
+        derivative: The operator's kernel for torch's Autograd key.
         backward: The operator's derivative by ``torch.library.register_autograd``, for a torch
             that cannot call an operator below its autograd (:mod:`tmm_core.compat`).
-        keep: Saves for ``backward``.
+        keep: Saves a call's arguments for ``backward``.
         vmap: The rule for ``torch.vmap``.
         flop_formula: FLOPs by shapes, for torch's counter.
+        returns: The type of the result in the schema.
     """
     qualified = f"tmm::{name}"
     _library.define(f"{name}({schema(arguments)}) -> {returns}", tags=_TAGS)
