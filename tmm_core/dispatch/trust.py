@@ -79,7 +79,7 @@ class Trust:
         try:
             device = device_of(problem)
             verifier = Verifier(problem, device, memory_limit=memory_limit, sampled=True)
-            verdict = verifier.verdict(launcher, brief=True)
+            verdict = verifier.verdict(launcher, extent="first use")
         except torch.OutOfMemoryError as error:
             return Verdict(None, f"cannot be verified: {str(error).splitlines()[0]}", unknown=True)
         if verdict.ok:
