@@ -25,7 +25,7 @@ from typing import IO, Any
 from tmm_core.dispatch.jobs import Job, recalled
 from tmm_core.dispatch.processes import empty, end_with_parent, ending, opened, scratch_file, tail
 from tmm_core.dispatch.registry import Registry
-from tmm_core.errors import told
+from tmm_core.errors import error_text
 
 #: Seconds without a job after which the server ends: it holds some 300 MB.
 IDLE_LIMIT = 120.0
@@ -241,7 +241,7 @@ def compile_job(registry: Registry, job: Job) -> Job:
     try:
         candidate.kernel.compile(problem, candidate.config)
     except BaseException as error:
-        return {"error": told(error).strip()[:2000]}
+        return {"error": error_text(error).strip()[:2000]}
     return {"error": None}
 
 

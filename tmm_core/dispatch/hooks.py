@@ -9,7 +9,7 @@ from typing import Any
 
 import pluggy
 
-from tmm_core.errors import let_through, shown
+from tmm_core.errors import reraise, shown
 from tmm_core.spec import hookspecs
 
 #: Hooks, in calling order.
@@ -80,7 +80,7 @@ class Hooks:
         try:
             return self._call(hook, plugin, wrappers), []
         except BaseException as error:
-            let_through(error)
+            reraise(error)
             if not wrappers:
                 raise
         things = self._call(hook, plugin, ())
@@ -91,7 +91,7 @@ class Hooks:
                 things = self._call(hook, plugin, [*working, wrapper])
                 working.append(wrapper)
             except BaseException as error:
-                let_through(error)
+                reraise(error)
                 failed.append((wrapper, error))
         self._left_out.update((hook, id(wrapper)) for wrapper, _ in failed)
         return things, failed

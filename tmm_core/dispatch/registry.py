@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 from tmm_core.dispatch.deferred import collector_off
 from tmm_core.dispatch.hooks import HOOKS, Hooks
 from tmm_core.epilogues import BUILTIN, EPILOGUES, parse
-from tmm_core.errors import PluginError, UnknownNameError, let_through, shown, told, warn
+from tmm_core.errors import PluginError, UnknownNameError, error_text, reraise, shown, warn
 from tmm_core.settings import POINTWISE, Settings, names
 from tmm_core.spec.asking import Asked
 from tmm_core.spec.epilogue import IDENTITY, INTERNED, Epilogue, EpilogueLike
@@ -177,11 +177,11 @@ class Registry:
         try:
             yield
         except BaseException as error:
-            let_through(error)
+            reraise(error)
             if isinstance(error, PluginError):
                 self._faults.append(Fault(source, str(error), error.__cause__))
             else:
-                self._faults.append(Fault(source, f"{failed}: {told(error)}", error))
+                self._faults.append(Fault(source, f"{failed}: {error_text(error)}", error))
 
     def _take(self, plugin: object, source: Source) -> bool:
         """Register with pluggy, which checks signatures; returns whether the plugin can be
@@ -201,7 +201,9 @@ class Registry:
                 with self._costing(source, f"{hook} failed"):
                     things, failed = self.hooks.ask(hook, plugin)
                     for wrapper, failure in failed:
-                        reason = f"its wrapper of {hook} failed around {source}: {told(failure)}"
+                        reason = (
+                            f"its wrapper of {hook} failed around {source}: {error_text(failure)}"
+                        )
                         self._faults.append(Fault(self._plugins[id(wrapper)][1], reason, failure))
                     for thing in things:
                         with self._costing(source, f"{hook} failed"):

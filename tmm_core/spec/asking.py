@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from tmm_core.errors import ConfigError, PluginError, TmmError, let_through, shown, told, warn
+from tmm_core.errors import ConfigError, PluginError, TmmError, error_text, reraise, shown, warn
 from tmm_core.spec.anatomy import Anatomy, Resources
 from tmm_core.spec.kernel import Config, Kernel, Traits
 from tmm_core.spec.launcher import Launcher
@@ -49,10 +49,10 @@ def read_config(kernel: Kernel[Any], document: Mapping[str, Any]) -> Config:
     except ConfigError:
         raise
     except BaseException as error:
-        let_through(error)
+        reraise(error)
         if isinstance(kernel, Asked):
             raise kernel._set_aside("config_type", error) from error
-        raise PluginError(f"config_type raised {told(error)}") from error
+        raise PluginError(f"config_type raised {error_text(error)}") from error
 
 
 class Asked(Kernel[Any]):
@@ -95,7 +95,7 @@ class Asked(Kernel[Any]):
             try:
                 setattr(self, question, check(getattr(kernel, question, None)))
             except BaseException as error:
-                let_through(error)
+                reraise(error)
                 raise PluginError(
                     f"kernel {self.name!r}: {self._fault(question, error)}"
                 ) from error
@@ -125,7 +125,7 @@ class Asked(Kernel[Any]):
         try:
             return self._within(self.kernel.default_config(problem))
         except BaseException as error:
-            let_through(error)
+            reraise(error)
             if isinstance(error, Exception) and not self.configs(problem):
                 raise PluginError("its search space is empty for this problem") from error
             raise self._set_aside("default_config", error) from error
@@ -145,7 +145,7 @@ class Asked(Kernel[Any]):
         except (TmmError, torch.OutOfMemoryError):
             raise
         except BaseException as error:
-            let_through(error)
+            reraise(error)
             raise PluginError(f"{self._whose}: {self._fault('bind', error)}") from error
         if not callable(launcher):
             fault = NonsenseError(f"returned {shown(launcher)}, which is not callable")
@@ -183,7 +183,7 @@ class Asked(Kernel[Any]):
         except Exception:
             raise
         except BaseException as error:
-            let_through(error)
+            reraise(error)
             raise PluginError(f"{self._whose}: {self._fault('resources', error)}") from error
 
     def _or(self, default: T, question: str, check: Callable[[Any], T], *about: Any) -> T:
@@ -198,7 +198,7 @@ class Asked(Kernel[Any]):
         try:
             return check(getattr(self.kernel, question)(*about))
         except BaseException as error:
-            let_through(error)
+            reraise(error)
             raise self._set_aside(question, error) from error
 
     def _set_aside(self, question: str, error: BaseException) -> PluginError:
@@ -216,7 +216,7 @@ class Asked(Kernel[Any]):
         return f"kernel {self.name!r} of {self.source}"
 
     def _fault(self, question: str, error: BaseException) -> str:
-        what = str(error) if isinstance(error, NonsenseError) else f"raised {told(error)}"
+        what = str(error) if isinstance(error, NonsenseError) else f"raised {error_text(error)}"
         where = _where(type(self.kernel), question, error)
         return f"{question} {what}" + (f" ({where})" if where else "")
 
