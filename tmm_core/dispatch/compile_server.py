@@ -26,6 +26,7 @@ from tmm_core.dispatch.jobs import Job, recalled
 from tmm_core.dispatch.processes import empty, end_with_parent, ending, opened, scratch_file, tail
 from tmm_core.dispatch.registry import Registry
 from tmm_core.errors import error_text
+from tmm_core.spec import watch
 
 #: Seconds without a job after which the server ends: it holds some 300 MB.
 IDLE_LIMIT = 120.0
@@ -247,6 +248,7 @@ def compile_job(registry: Registry, job: Job) -> Job:
 
 def main() -> None:
     most, channel = opened()
+    watch.enabled = False  # no thread may run beside the forks
     registry = Registry.from_environment()
     registry.kernels()
     if "triton" in sys.modules:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Iterable, Sequence
+from itertools import islice
 from typing import Any
 
 import pluggy
@@ -14,6 +15,8 @@ from tmm_core.spec import hookspecs
 
 #: Hooks, in calling order.
 HOOKS = ("tmm_kernels", "tmm_epilogues")
+#: Maximum number of objects from one plugin; more suggest an endless sequence.
+MOST_BROUGHT = 10_000
 
 #: A plugin and the exception of its wrapper.
 Failed = tuple[object, BaseException]
@@ -108,7 +111,9 @@ class Hooks:
         for brought in results:
             if not isinstance(brought, Sequence) or isinstance(brought, str):
                 raise TypeError(f"{hook} must return a list, got {shown(brought)}")
-            things += brought
+            things += islice(brought, MOST_BROUGHT + 1 - len(things))
+        if len(things) > MOST_BROUGHT:
+            raise TypeError(f"{hook} returned more than {MOST_BROUGHT} objects")
         return things
 
     def _wrappers(self, hook: str, plugin: object) -> list[object]:

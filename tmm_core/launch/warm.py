@@ -205,8 +205,9 @@ def _quarantine(plan: Plan, error: BaseException) -> bool:
     """
     reraise(error)
     hopeless = plan.choice.origin == "forced" or plan.kernel == BASELINE
-    if hopeless or isinstance(error, torch.OutOfMemoryError):
-        if not isinstance(error, Exception):
+    # Not isinstance, which asks a stranger's exception for its __class__.
+    if hopeless or issubclass(type(error), torch.OutOfMemoryError):
+        if not issubclass(type(error), Exception):
             raise PluginError(f"kernel {plan.kernel} raised {error_text(error)}") from error
         return False
     answerer().quarantine(plan.problem, plan.choice, error)
