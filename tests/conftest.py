@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # fakes.py
 
 from uninterpreted import Uninterpreted
 
-from tmm_core import dispatch, settings
+from tmm_core import dispatch, errors, settings
 from tmm_core.interop import pointwise
 from tmm_core.launch import warm
 
@@ -91,4 +91,5 @@ def forget() -> None:
     dispatch.dispatcher.cache_clear()
     warm.forget_plans()
     pointwise._found.clear()
+    errors._faults.clear()
     settings._from_environment.cache_clear()

@@ -12,7 +12,7 @@ from tmm_core.dispatch.compilers import NotCompiledError
 from tmm_core.dispatch.proposals import group
 from tmm_core.dispatch.rotation import Runner
 from tmm_core.dispatch.standing import MARGIN
-from tmm_core.errors import told
+from tmm_core.errors import error_message, error_text
 from tmm_core.spec.asking import Asked
 from tmm_core.spec.bucket import inside
 from tmm_core.spec.kernel import Candidate
@@ -61,7 +61,8 @@ class Attempt:
         self.status = status
         self.launcher = self.run = None
         if not isinstance(error, str):
-            error = str(error) if isinstance(error, _SELF_EXPLAINING) else told(error)
+            explains = issubclass(type(error), _SELF_EXPLAINING) and error_message(error).strip()
+            error = explains or error_text(error)
         self.reason = error.strip()[:500]
 
     def hold_to_answers(self) -> None:

@@ -25,7 +25,8 @@ from typing import IO, Any
 from tmm_core.dispatch.jobs import Job, recalled
 from tmm_core.dispatch.processes import empty, end_with_parent, ending, opened, scratch_file, tail
 from tmm_core.dispatch.registry import Registry
-from tmm_core.errors import told
+from tmm_core.errors import error_text
+from tmm_core.spec import watch
 
 #: Seconds without a job after which the server ends: it holds some 300 MB.
 IDLE_LIMIT = 120.0
@@ -241,12 +242,13 @@ def compile_job(registry: Registry, job: Job) -> Job:
     try:
         candidate.kernel.compile(problem, candidate.config)
     except BaseException as error:
-        return {"error": told(error).strip()[:2000]}
+        return {"error": error_text(error).strip()[:2000]}
     return {"error": None}
 
 
 def main() -> None:
     most, channel = opened()
+    watch.enabled = False  # no thread may run beside the forks
     registry = Registry.from_environment()
     registry.kernels()
     if "triton" in sys.modules:

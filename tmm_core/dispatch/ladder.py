@@ -16,8 +16,9 @@ import functools
 import itertools
 import json
 import threading
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 from tmm_cache import CacheStore, TuningRecord
 
@@ -27,9 +28,9 @@ from tmm_core.dispatch.registry import Registry
 from tmm_core.dispatch.standing import by_time
 from tmm_core.dispatch.trust import Trust
 from tmm_core.dispatch.unmeasured import unmeasured
-from tmm_core.errors import ConfigError, TmmWarning, UnsupportedProblemError, warn
+from tmm_core.errors import ConfigError, UnsupportedProblemError, error_text, reraise, warn
 from tmm_core.launch.plan import Choice
-from tmm_core.settings import Settings
+from tmm_core.settings import Settings, nested
 from tmm_core.spec.bucket import bucketed
 from tmm_core.spec.device import DeviceFingerprint
 from tmm_core.spec.kernel import Candidate, Config, Kernel
@@ -55,6 +56,20 @@ ADOPT_PATIENCE = 1.0
 #: Rows per group at which batch-invariant mode chooses for ragged products.
 ROWS_EACH = 64
 
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _around_plugins(method: Method) -> Method:
+    """A method that runs plugins' code: compiles, verifies and times kernels."""
+
+    @functools.wraps(method)
+    def call(*arguments: Any, **named: Any) -> Any:
+        with nested():
+            return method(*arguments, **named)
+
+    return cast(Method, call)
+
+
 _ALONE = "no other kernel can serve this problem"
 
 
@@ -67,6 +82,8 @@ class Dispatcher(Evidence):
             self.tuner = tuner
         self.trust = Trust(store)
         self._choices: dict[tuple[Problem, Settings], Choice] = {}
+        #: Settings whose names of plugins and kernels were looked up.
+        self._named: set[Settings] = set()
         #: Held while something is measured or stored.
         self._lock = threading.RLock()
 
@@ -95,6 +112,7 @@ class Dispatcher(Evidence):
         self._lock = threading.RLock()
         self.registry.after_fork()
 
+    @_around_plugins
     def bound(self, problem: Problem, settings: Settings) -> tuple[Choice, Launcher]:
         """The choice of :meth:`choose`, compiled, and verified if it never was: a kernel that fails
         at either is quarantined, and the next one down the ladder is tried.
@@ -103,15 +121,17 @@ class Dispatcher(Evidence):
             TmmError: Like :meth:`choose`.
             Exception: Raised by binding BLAS or a forced kernel.
         """
+        if settings.nested and settings.kernel is None:
+            choice = self._fallback(problem, "computed inside a plugin's code")
+            return choice, choice.candidate.kernel.bind(problem, choice.candidate.config)
         while True:
             choice = self.choose(problem, settings)
             kernel, config = choice.candidate.kernel, choice.candidate.config
             try:
                 launcher = kernel.bind(problem, config)
                 fault = self._doubt(problem, choice, launcher, settings)
-            except TmmWarning:  # a warning made an error, which is not the kernel's fault
-                raise
-            except Exception as error:
+            except BaseException as error:
+                reraise(error)
                 if choice.origin == "forced" or kernel.name == BASELINE:
                     raise
                 self.quarantine(problem, choice, error)
@@ -159,9 +179,10 @@ class Dispatcher(Evidence):
                 config is not usable.
             CacheMissError: ``on_cache_miss="error"`` and no record.
         """
-        if settings.disable:
-            for what in self.registry.misnamed(settings.disable):
-                self.say_once(f"TMM_DISABLE or override(disable=…): {what}")
+        if settings not in self._named:
+            self._named.add(settings)
+            if unknown := self.registry.unknown_names(settings):
+                self.say_once("; ".join(unknown))
         if settings.kernel is not None:
             return self._forced(problem, settings)
         if problem.batch_invariant and problem.groups is not None:
@@ -242,6 +263,7 @@ class Dispatcher(Evidence):
             return None
         return self.inside(problem, key, self.chosen_by(candidate, asked, problem), settings)
 
+    @_around_plugins
     def tune(self, problem: Problem, settings: Settings, *, force: bool = False) -> TuningRecord:
         """Measure ``problem`` exactly (no bucket) and store the record.
 
@@ -249,7 +271,12 @@ class Dispatcher(Evidence):
         its budget ended too soon are timed now; a call does not do so, as it would wait for them in
         every process. If another process is tuning the
         same problem, waits for its record.
+
+        Raises:
+            UnsupportedProblemError: Called inside a plugin's code, which may be what is measured.
         """
+        if settings.nested:
+            raise UnsupportedProblemError("a plugin's code cannot tune: it may be what is measured")
         problem = replace(problem, static_weights=settings.static_weights and problem.batch == 1)
         with self._lock:
             record = None
@@ -291,13 +318,16 @@ class Dispatcher(Evidence):
         Args:
             fault: Its exception, or verification's finding.
         """
-        name = choice.candidate.kernel.name
-        raised = isinstance(fault, BaseException)
-        text = f"{type(fault).__name__}: {fault}" if raised else str(fault)
-        self.quarantined[name, bucketed(problem.bare())] = f"it raised {text}" if raised else text
+        kernel = choice.candidate.kernel
+        raised = not isinstance(fault, str)
+        text = fault if isinstance(fault, str) else error_text(fault)
+        self.quarantined[kernel.name, bucketed(problem.bare())] = (
+            f"it raised {text}" if raised else text
+        )
         self._forget()
         failed = "failed" if raised else "was wrong at its first use"
-        warn(f"kernel {name} {failed} on {problem} and is not used for it any more: {text}")
+        about = f"{failed} on {problem} and is not used for it any more: {text}"
+        self.warn_of(kernel, about, None if isinstance(fault, str) else fault)
 
     def _forget(self) -> None:
         self._choices.clear()
@@ -331,7 +361,8 @@ class Dispatcher(Evidence):
             with self._lock:
                 return self._tune(key, [*able, *blas], settings, force)
         except Exception as error:  # tuning is a feature; the matmul must be answered
-            self.say_once(f"tuning {key} failed: {type(error).__name__}: {error}")
+            reraise(error)
+            self.say_once(f"tuning {key} failed: {error_text(error)}")
             return record
 
     # -- rungs -----------------------------------------------------------------------
@@ -347,7 +378,8 @@ class Dispatcher(Evidence):
             try:
                 record = self._tune(key, self.able(key, settings), settings)
             except Exception as error:  # tuning is a feature; the matmul must be answered
-                forbidden = f"tuning failed: {type(error).__name__}: {error}"
+                reraise(error)
+                forbidden = f"tuning failed: {error_text(error)}"
                 warn(f"{problem}: {forbidden}")
             else:
                 if (candidate := self.best(record, able, problem)) is not None:
@@ -414,6 +446,7 @@ class Dispatcher(Evidence):
             hints = self._hints(key) if kept is None else NO_HINTS
             record = self.tuner.tune(key, able, settings, kept, hints, resume)
             if record is not kept:
+                record = self.storable(record)
                 self.store.save(device.gpu, device.environment, record)
                 self._neighbours.add(device, record)
             return record

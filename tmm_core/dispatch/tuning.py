@@ -34,7 +34,7 @@ from tmm_core.dispatch.standing import CLOSE, MARGIN
 from tmm_core.dispatch.timing import LONG_US, Timer, held_up, levelled, timer_for
 from tmm_core.dispatch.trust import device_of
 from tmm_core.dispatch.verifier import Verifier
-from tmm_core.errors import let_through, warn
+from tmm_core.errors import reraise, warn
 from tmm_core.settings import Settings
 from tmm_core.spec.bucket import between, inside
 from tmm_core.spec.kernel import Candidate
@@ -240,7 +240,7 @@ class Tuning:
             self._compilers.cancel_pending(compiling)  # interrupted, or others hung
         for outcome in found:
             if isinstance(outcome, BaseException):
-                let_through(outcome)
+                reraise(outcome)
         return found
 
     def _launched_first(
@@ -283,7 +283,7 @@ class Tuning:
                 brief=not repeats,
             )
         except BaseException as error:  # a kernel may call sys.exit
-            let_through(error)
+            reraise(error)
             trial.fail(error)
             return
         trial.error = verdict.error
