@@ -357,6 +357,19 @@ def test_no_more_are_compiled_than_may_still_win(monkeypatch: pytest.MonkeyPatch
     assert tried(blas, Graded("k", tiles=tiles), times=better) == [100, 103, 106]
 
 
+def test_kernels_with_level_estimates_take_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A kernel with many equal estimates does not keep another's configs out of a batch."""
+    monkeypatch.setattr(proposals, "BATCHES", (6, 24))
+    many = FakeKernel("many", tiles=tuple(range(1, 20)), estimate=100.0)
+    few, far = Graded("few", tiles=(104, 106, 108)), Graded("far", tiles=(111, 112))
+    kernels = [FakeBlas(estimate=90.0), many, few, far]
+    first = [c.kernel.name for c in Proposals(problem(), kernels, kernels).first()]
+    assert sorted(first) == ["blas", "far", "few", "few", "many", "many"]
+    monkeypatch.setattr(proposals, "BATCHES", (8, 24))
+    first = [c.kernel.name for c in Proposals(problem(), kernels, kernels).first()]
+    assert sorted(first) == ["blas", "far", *["few"] * 3, *["many"] * 3]
+
+
 class Listed(Compilers):
     """Compiles nothing, and keeps the tiles and M that it is asked for."""
 
