@@ -27,6 +27,7 @@ from fakes import FakeBlas, FakeKernel, FakeTimer, imported, install, problem, s
 from tmm_core.dispatch import compilers
 from tmm_core.dispatch.compilers import Compilers, NotCompiledError
 from tmm_core.dispatch.findings import Findings
+from tmm_core.dispatch.registry import Source
 from tmm_core.dispatch.tuner import Tuner
 from tmm_core.epilogues import parse
 from tmm_core.errors import TmmWarning
@@ -378,7 +379,7 @@ def test_the_tuner_binds_what_compiled_and_records_why_not(
     }  # fmt: skip
     left = found.left["compiled.one", "1"]
     assert (left.cause, left.reason[:39]) == ("hung", "its compiler died (signal 11, SIGSEGV):")
-    faults = [fault.reason for fault in found.faults["compiled.one"]]
+    faults = [fault.reason for fault in found.faults[Source("compiled.one")]]
     assert len(faults) == 3
     raised = next(fault for fault in faults if "no such layout" in fault)
     line = PLUGIN[: PLUGIN.index("raise ValueError")].count("\n") + 1

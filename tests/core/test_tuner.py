@@ -22,6 +22,7 @@ from tmm_core.dispatch import binding, proposals, random_inputs, tuning, verify
 from tmm_core.dispatch.compilers import Compilers
 from tmm_core.dispatch.findings import Findings
 from tmm_core.dispatch.proposals import Hints, Proposals
+from tmm_core.dispatch.registry import Source
 from tmm_core.dispatch.rotation import LaunchError
 from tmm_core.dispatch.standing import by_time, compared_at, decide, holds_at
 from tmm_core.dispatch.timing import GraphTimer, levelled
@@ -187,7 +188,7 @@ def test_hanging_binds_cost_one_limit_and_no_other_candidate(
     # A limit of time is no verdict, and whoever wrote the kernel should know of it.
     assert {c.kernel for c in record.candidates} == {"blas", "good"}
     assert found.left["a.hangs", "1"].cause == "hung"
-    reasons = [fault.reason.partition(" (")[0] for fault in found.faults["a.hangs"]]
+    reasons = [fault.reason.partition(" (")[0] for fault in found.faults[Source("a.hangs")]]
     assert set(reasons) <= {
         "did not bind within 0.4 s",
         "not tried: 2 other configs of it did not bind within 0.4 s",

@@ -14,7 +14,7 @@ from tmm_core.dispatch.findings import refuses
 from tmm_core.dispatch.proposals import group
 from tmm_core.dispatch.rotation import Runner
 from tmm_core.dispatch.standing import MARGIN
-from tmm_core.errors import told
+from tmm_core.errors import error_message, error_text
 from tmm_core.spec.asking import Asked
 from tmm_core.spec.bucket import inside
 from tmm_core.spec.kernel import Candidate
@@ -79,7 +79,8 @@ class Attempt:
         self.raised, cause = None, None
         if not isinstance(error, str):
             self.raised, cause = error, cause_of(error)
-            error = str(error) if isinstance(error, _SELF_EXPLAINING) else told(error)
+            explains = issubclass(type(error), _SELF_EXPLAINING) and error_message(error).strip()
+            error = explains or error_text(error)
         self.reason = error.strip()[:500]
         # As whoever reads the record will judge it.
         cause = None if status == "wrong" else cause or cause_of_text(self.reason)

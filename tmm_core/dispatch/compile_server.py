@@ -26,7 +26,8 @@ from tmm_core.dispatch.environment import cause_of, place_of
 from tmm_core.dispatch.jobs import Job, recalled
 from tmm_core.dispatch.processes import empty, end_with_parent, ending, opened, scratch_file, tail
 from tmm_core.dispatch.registry import Registry
-from tmm_core.errors import told
+from tmm_core.errors import error_text
+from tmm_core.spec import watch
 
 #: Seconds without a job after which the server ends: it holds some 300 MB.
 IDLE_LIMIT = 120.0
@@ -244,12 +245,13 @@ def compile_job(registry: Registry, job: Job) -> Job:
         candidate.kernel.compile(problem, candidate.config)
     except BaseException as error:
         place = place_of(candidate.kernel, error)
-        return {"error": told(error).strip()[:2000], "cause": cause_of(error), "place": place}
+        return {"error": error_text(error).strip()[:2000], "cause": cause_of(error), "place": place}
     return {"error": None}
 
 
 def main() -> None:
     most, channel = opened()
+    watch.enabled = False  # no thread may run beside the forks
     registry = Registry.from_environment()
     registry.kernels()
     if "triton" in sys.modules:

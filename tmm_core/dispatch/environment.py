@@ -20,12 +20,14 @@ import sys
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import BrokenExecutor
-from typing import Any, Literal
+from types import FrameType
+from typing import Any, Literal, get_args
 
 import torch
 from tmm_cache import CandidateResult
+from tmm_cache.errors import trace_of
 
-from tmm_core.errors import told
+from tmm_core.errors import error_text, reraise
 from tmm_core.spec.kernel import Kernel
 from tmm_core.spec.launcher import BASELINE
 
@@ -97,16 +99,15 @@ _PATTERNS = tuple((cause, re.compile(pattern)) for cause, pattern in _WORDS)
 def cause_of(error: BaseException) -> Cause | None:
     """What of the environment made ``error`` happen; None if its raiser is to blame."""
     for each in chain(error):
-        carried = getattr(each, "cause_elsewhere", None)  # found by another process
-        if carried is not None:
-            return carried  # type: ignore[no-any-return]
+        if (found := _read(each, "cause_elsewhere")) in get_args(Cause):  # by another process
+            return found  # type: ignore[no-any-return]
         if (found := _by_type(each)) is not None:
-            return found
-        if isinstance(each, RuntimeError | AssertionError | TimeoutError) or _of_triton(each):
+            return found  # type: ignore[no-any-return]
+        if issubclass(type(each), RuntimeError | AssertionError | TimeoutError) or _of_triton(each):
             if _raiser(each).startswith(_TOOLS):
-                return cause_of_text(told(each)) or "toolchain"
-            if (found := cause_of_text(told(each))) is not None:
-                return found
+                return cause_of_text(error_text(each)) or "toolchain"
+            if (found := cause_of_text(error_text(each))) is not None:
+                return found  # type: ignore[no-any-return]
     return None
 
 
@@ -116,48 +117,75 @@ def cause_of_text(reason: str) -> Cause | None:
 
 
 def chain(error: BaseException) -> Iterator[BaseException]:
-    """An exception, and those that it was raised from or during, without repetition."""
+    """An exception, and those that it was raised from or while they were handled, except by the
+    caller of the code that raised it. Runs no code of an exception's class."""
     seen: list[BaseException] = []
-    waiting: list[BaseException | None] = [error]
-    while waiting:
-        each = waiting.pop(0)
+    frames: list[FrameType] = []
+    waiting: list[tuple[BaseException | None, bool]] = [(error, True)]
+    while waiting and len(seen) < _MOST_CAUSES:
+        each, explicit = waiting.pop(0)
         if each is None or any(each is other for other in seen):
             continue
+        mine = [frame for frame, _ in traceback.walk_tb(trace_of(each))]
+        if not explicit and mine[:1] and mine[0] not in frames:
+            continue  # handled further out
         seen.append(each)
+        frames += mine
         yield each
-        waiting.append(each.__cause__)
-        if not each.__suppress_context__:
-            waiting.append(each.__context__)
-        waiting += getattr(each, "exceptions", ())  # an ExceptionGroup
+        waiting.append((_CAUSE(each), True))
+        if not _SUPPRESSED(each):
+            waiting.append((_CONTEXT(each), False))
+        group = _read(each, "exceptions")  # of an ExceptionGroup
+        waiting += [(one, True) for one in group] if type(group) is tuple else []
+
+
+# A stranger's exception may define attributes of these names that raise.
+_CAUSE = BaseException.__dict__["__cause__"].__get__
+_CONTEXT = BaseException.__dict__["__context__"].__get__
+_SUPPRESSED = BaseException.__dict__["__suppress_context__"].__get__
+#: How many exceptions of a chain are looked at.
+_MOST_CAUSES = 16
+
+
+def _read(error: BaseException, name: str) -> Any:
+    """An attribute of an exception; None if it has none, or reading it fails."""
+    try:
+        return getattr(error, name, None)
+    except BaseException as another:
+        reraise(another)
+        return None
 
 
 def _by_type(error: BaseException) -> Cause | None:
-    if isinstance(error, MemoryError | torch.OutOfMemoryError | BrokenExecutor):
+    kind = type(error)
+    if issubclass(kind, MemoryError | torch.OutOfMemoryError | BrokenExecutor):
         return "passing"
-    if isinstance(error, subprocess.TimeoutExpired):
+    if issubclass(kind, subprocess.TimeoutExpired):
         return "hung"
-    if isinstance(error, subprocess.CalledProcessError):
-        return "passing" if error.returncode < 0 else "toolchain"
-    if isinstance(error, OSError) and error.errno is not None:
-        return "passing" if error.errno in _PASSING_ERRNO else "toolchain"
-    return "toolchain" if isinstance(error, ImportError) else None
+    if issubclass(kind, subprocess.CalledProcessError):
+        status = _read(error, "returncode")
+        return "passing" if type(status) is int and status < 0 else "toolchain"
+    if issubclass(kind, OSError) and type(number := _read(error, "errno")) is int:
+        return "passing" if number in _PASSING_ERRNO else "toolchain"
+    return "toolchain" if issubclass(kind, ImportError) else None
 
 
 def _of_triton(error: BaseException) -> bool:
-    return type(error).__module__.partition(".")[0] == "triton"
+    return str(type(error).__module__).partition(".")[0] == "triton"
 
 
 def _raiser(error: BaseException) -> str:
     """The module whose code raised."""
-    frames = list(traceback.walk_tb(error.__traceback__))
+    frames = list(traceback.walk_tb(trace_of(error)))
     return str(frames[-1][0].f_globals.get("__name__", "")) if frames else ""
 
 
 def place_of(kernel: Kernel[Any], error: BaseException | None) -> str:
     """The file and line of a kernel's packages that raised ``error``, else of its ``bind``; empty
     if neither is known."""
-    if place := getattr(error, "place", ""):  # found by another process
-        return str(place)
+    place = None if error is None else _read(error, "place")
+    if place and type(place) is str:  # found by another process
+        return place
     own: Any = type(getattr(kernel, "kernel", kernel))  # of a registered kernel
     modules = (sys.modules.get(each.__module__) for each in own.__mro__ if each not in _BASES)
     files = (getattr(module, "__file__", None) for module in modules)
@@ -165,7 +193,7 @@ def place_of(kernel: Kernel[Any], error: BaseException | None) -> str:
     code = getattr(inspect.unwrap(own.bind), "__code__", None)
     found = f"{code.co_filename}:{code.co_firstlineno}" if code is not None else ""
     for each in () if error is None else chain(error):
-        for frame, line in traceback.walk_tb(each.__traceback__):
+        for frame, line in traceback.walk_tb(trace_of(each)):
             if frame.f_code.co_filename.startswith(folders):
                 found = f"{frame.f_code.co_filename}:{line}"
     return found

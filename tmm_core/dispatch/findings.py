@@ -8,9 +8,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from tmm_core.dispatch.environment import Cause, chain, place_of
-from tmm_core.dispatch.plugin_warnings import warn_of_plugin
+from tmm_core.dispatch.registry import Source
 from tmm_core.dispatch.untried import Able, Left
-from tmm_core.errors import PluginError, TmmError, warn
+from tmm_core.errors import PluginError, TmmError, warn, warn_of_plugin
+from tmm_core.spec.asking import Asked
 from tmm_core.spec.kernel import Kernel
 
 #: The order of causes in a warning: the first is the one to repair.
@@ -49,7 +50,7 @@ class Findings:
 
     def blame(self, kernel: Kernel[Any], reason: str, raised: BaseException | None = None) -> None:
         """Note a fault of a kernel's own code."""
-        source = getattr(kernel, "source", kernel.name)
+        source = kernel.source if isinstance(kernel, Asked) else Source(kernel.name)
         fault = Fault(kernel.name, placed(kernel, reason, raised))
         self.faults.setdefault(source, []).append(fault)
 
@@ -76,7 +77,7 @@ def refuses(error: BaseException) -> bool:
     """Whether an exception is how a kernel refuses a config, which is no fault."""
     return any(
         type(each).__name__ in _DOES_NOT_FIT
-        or (isinstance(each, TmmError) and not isinstance(each, PluginError))
+        or (issubclass(type(each), TmmError) and not issubclass(type(each), PluginError))
         for each in chain(error)
     )
 

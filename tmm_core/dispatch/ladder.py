@@ -19,9 +19,9 @@ import json
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar, cast
 
 import torch
 from tmm_cache import CacheStore, TuningRecord
@@ -34,10 +34,10 @@ from tmm_core.dispatch.standing import by_time
 from tmm_core.dispatch.trust import Trust
 from tmm_core.dispatch.unmeasured import unmeasured
 from tmm_core.dispatch.untried import Left
-from tmm_core.errors import ConfigError, TmmWarning, UnsupportedProblemError, told, warn
+from tmm_core.errors import ConfigError, UnsupportedProblemError, error_text, reraise, warn
 from tmm_core.launch import warm
 from tmm_core.launch.plan import Choice
-from tmm_core.settings import Settings
+from tmm_core.settings import Settings, nested
 from tmm_core.spec.bucket import bucketed
 from tmm_core.spec.device import DeviceFingerprint
 from tmm_core.spec.kernel import Candidate, Config, Kernel
@@ -65,6 +65,20 @@ SAID_EVERY = 60.0
 #: Rows per group at which batch-invariant mode chooses for ragged products.
 ROWS_EACH = 64
 
+Method = TypeVar("Method", bound=Callable[..., Any])
+
+
+def _around_plugins(method: Method) -> Method:
+    """A method that runs plugins' code: compiles, verifies and times kernels."""
+
+    @functools.wraps(method)
+    def call(*arguments: Any, **named: Any) -> Any:
+        with nested():
+            return method(*arguments, **named)
+
+    return cast(Method, call)
+
+
 _ALONE = "no other kernel can serve this problem"
 
 
@@ -81,6 +95,8 @@ class Dispatcher(Evidence):
             self.tuner = tuner
         self.trust = Trust(store)
         self._choices: dict[tuple[Problem, Settings], Choice] = {}
+        #: Settings whose names of plugins and kernels were looked up.
+        self._named: set[Settings] = set()
         #: Held while something is measured or stored.
         self._lock = threading.RLock()
         #: Kernels that the environment failed outside of tuning, and their buckets.
@@ -113,6 +129,7 @@ class Dispatcher(Evidence):
         self._lock = threading.RLock()
         self.registry.after_fork()
 
+    @_around_plugins
     def bound(self, problem: Problem, settings: Settings) -> tuple[Choice, Launcher]:
         """The choice of :meth:`choose`, compiled, and verified if it never was: a kernel that fails
         at either is quarantined, and the next one down the ladder is tried.
@@ -121,15 +138,17 @@ class Dispatcher(Evidence):
             TmmError: Like :meth:`choose`.
             Exception: Raised by binding BLAS or a forced kernel.
         """
+        if settings.nested and settings.kernel is None:
+            choice = self._fallback(problem, "computed inside a plugin's code")
+            return choice, choice.candidate.kernel.bind(problem, choice.candidate.config)
         while True:
             choice = self.choose(problem, settings)
             kernel, config = choice.candidate.kernel, choice.candidate.config
             try:
                 launcher = kernel.bind(problem, config)
                 fault = self._doubt(problem, choice, launcher, settings)
-            except TmmWarning:  # a warning made an error, which is not the kernel's fault
-                raise
-            except Exception as error:
+            except BaseException as error:
+                reraise(error)
                 if choice.origin == "forced" or kernel.name == BASELINE:
                     raise
                 self.quarantine(problem, choice, error)
@@ -177,9 +196,10 @@ class Dispatcher(Evidence):
                 config is not usable.
             CacheMissError: ``on_cache_miss="error"`` and no record.
         """
-        if settings.disable:
-            for what in self.registry.misnamed(settings.disable):
-                self.say_once(f"TMM_DISABLE or override(disable=…): {what}")
+        if settings not in self._named:
+            self._named.add(settings)
+            if unknown := self.registry.unknown_names(settings):
+                self.say_once("; ".join(unknown))
         if settings.kernel is not None:
             return self._forced(problem, settings)
         if problem.batch_invariant and problem.groups is not None:
@@ -265,6 +285,7 @@ class Dispatcher(Evidence):
             return None
         return self.inside(problem, key, self.chosen_by(candidate, asked, problem), settings)
 
+    @_around_plugins
     def tune(self, problem: Problem, settings: Settings, *, force: bool = False) -> TuningRecord:
         """Measure ``problem`` exactly (no bucket) and store the record.
 
@@ -272,7 +293,12 @@ class Dispatcher(Evidence):
         its budget ended too soon, or because the environment failed, are timed now; a call does not
         do so in every process, as it would wait for them. If another process is tuning the same
         problem, waits for its record.
+
+        Raises:
+            UnsupportedProblemError: Called inside a plugin's code, which may be what is measured.
         """
+        if settings.nested:
+            raise UnsupportedProblemError("a plugin's code cannot tune: it may be what is measured")
         problem = replace(problem, static_weights=settings.static_weights and problem.batch == 1)
         with self._lock:
             record = None
@@ -316,22 +342,23 @@ class Dispatcher(Evidence):
         Args:
             fault: Its exception, or verification's finding.
         """
-        name, bucket = choice.candidate.kernel.name, bucketed(problem.bare())
-        raised = isinstance(fault, BaseException)
-        text = told(fault) if isinstance(fault, BaseException) else str(fault)
-        self.quarantined[name, bucket] = f"it raised {text}" if raised else text
+        kernel, bucket = choice.candidate.kernel, bucketed(problem.bare())
+        raised = not isinstance(fault, str)
+        text = fault if isinstance(fault, str) else error_text(fault)
+        self.quarantined[kernel.name, bucket] = f"it raised {text}" if raised else text
         self._forget()
         cause = cause_of(fault) if isinstance(fault, BaseException) else None
         if cause is not None:
             from tmm_core.dispatch.findings import warn_of_environment
 
-            self._outside.add((name, bucket))
+            self._outside.add((kernel.name, bucket))
             self.untried.watch()
-            version = choice.candidate.kernel.version
-            warn_of_environment({(name, version): Left(cause, text)}, problem, (cause,))
+            left = {(kernel.name, kernel.version): Left(cause, text)}
+            warn_of_environment(left, problem, (cause,))
             return
         failed = "failed" if raised else "was wrong at its first use"
-        warn(f"kernel {name} {failed} on {problem} and is not used for it any more: {text}")
+        about = f"{failed} on {problem} and is not used for it any more: {text}"
+        self.warn_of(kernel, about, None if isinstance(fault, str) else fault)
 
     def _try_again(self) -> None:
         """Choose again, since the toolchain changed: also for calls that have a plan."""
@@ -376,7 +403,8 @@ class Dispatcher(Evidence):
             with self._lock:
                 return self._tune(key, [*able, *blas], settings, force)
         except Exception as error:  # tuning is a feature; the matmul must be answered
-            self.say_once(f"tuning {key} failed: {type(error).__name__}: {error}")
+            reraise(error)
+            self.say_once(f"tuning {key} failed: {error_text(error)}")
             return record
 
     # -- rungs -----------------------------------------------------------------------
@@ -399,12 +427,11 @@ class Dispatcher(Evidence):
                 waits = problem.batch_invariant or problem.deterministic
                 at_edge = self.able(key, settings)
                 record = self._tune(key, at_edge, settings, wait=waits, spent=spent)
-            except TmmWarning:  # a warning made an error; the record is saved
-                raise
             except _BusyError:
                 return self._meanwhile(problem, able)
             except Exception as error:  # tuning is a feature; the matmul must be answered
-                forbidden = f"tuning failed: {told(error)}"
+                reraise(error)
+                forbidden = f"tuning failed: {error_text(error)}"
                 self._warn_of_tuning(problem, error, forbidden)
             else:
                 if (candidate := self.best(record, able, problem)) is not None:
@@ -496,6 +523,7 @@ class Dispatcher(Evidence):
                 key, able, settings, kept, hints, resume, noted, again, findings, spent
             )
             if record is not kept:
+                record = self.storable(record)
                 self.store.save(device.gpu, device.environment, record)
                 self._neighbours.add(device, record)
                 self.untried.note(key, findings.tried, findings.left)

@@ -25,7 +25,7 @@ from tmm_core.dispatch.standing import decide
 from tmm_core.dispatch.tuning import Equipment, Tuning
 from tmm_core.dispatch.unmeasured import unmeasured
 from tmm_core.dispatch.untried import Able, Noted
-from tmm_core.errors import told
+from tmm_core.errors import error_text
 from tmm_core.settings import Settings
 from tmm_core.spec.kernel import Kernel
 from tmm_core.spec.launcher import BASELINE
@@ -88,7 +88,7 @@ class Tuner(Equipment):
                 tuning.release()
         for candidate, why in proposals.untried([trial.candidate for trial in tuning.trials]):
             tuning.trials.append(Attempt(candidate))
-            tuning.trials[-1].fail(why if isinstance(why, str) else told(why))
+            tuning.trials[-1].fail(why if isinstance(why, str) else error_text(why))
         results = tuning.conclude()
         findings.tried |= {(k.name, k.version) for k in new}
         measured = {(r.kernel, r.version) for r in results}

@@ -37,7 +37,7 @@ from tmm_core.dispatch.timing import LONG_US, Timer, held_up, levelled, timer_fo
 from tmm_core.dispatch.trust import device_of
 from tmm_core.dispatch.untried import Left
 from tmm_core.dispatch.verifier import Verifier
-from tmm_core.errors import let_through, told, warn
+from tmm_core.errors import error_text, reraise, warn
 from tmm_core.settings import Settings
 from tmm_core.spec.bucket import between, inside
 from tmm_core.spec.kernel import Candidate
@@ -274,7 +274,7 @@ class Tuning:
             self._compilers.cancel_pending(compiling)  # interrupted, or others hung
         for outcome in found:
             if isinstance(outcome, BaseException):
-                let_through(outcome)
+                reraise(outcome)
         return found
 
     def _launched_first(
@@ -317,7 +317,7 @@ class Tuning:
                 brief=not repeats,
             )
         except BaseException as error:  # a kernel may call sys.exit
-            let_through(error)
+            reraise(error)
             trial.fail(error)
             return
         trial.error = verdict.error
@@ -478,7 +478,7 @@ class Tuning:
         cause = cause_of(error)
         if cause is not None and cause != "budget" and not trial.is_baseline:
             along = self._problem.along.upper()
-            left = Left(cause, f"at {along}={m}: {told(error)}")
+            left = Left(cause, f"at {along}={m}: {error_text(error)}")
             self._findings.leave(trial.candidate.kernel, left)
 
     def conclude(self) -> list[CandidateResult]:

@@ -16,7 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from tmm_core import compat, settings
-from tmm_core.errors import PluginError, let_through, told
+from tmm_core.errors import PluginError, error_text, reraise
 from tmm_core.launch.beside import delivering
 from tmm_core.launch.check import PLAIN, check, result_dtype
 from tmm_core.launch.fold import Fold
@@ -215,11 +215,12 @@ def _quarantine(plan: Plan, error: BaseException) -> bool:
     Raises:
         PluginError: Its exception would end the process.
     """
-    let_through(error)
+    reraise(error)
     hopeless = plan.choice.origin == "forced" or plan.kernel == BASELINE
-    if hopeless or isinstance(error, torch.OutOfMemoryError):
-        if not isinstance(error, Exception):
-            raise PluginError(f"kernel {plan.kernel} raised {told(error)}") from error
+    # Not isinstance, which asks a stranger's exception for its __class__.
+    if hopeless or issubclass(type(error), torch.OutOfMemoryError):
+        if not issubclass(type(error), Exception):
+            raise PluginError(f"kernel {plan.kernel} raised {error_text(error)}") from error
         return False
     answerer().quarantine(plan.problem, plan.choice, error)
     return True
