@@ -10,12 +10,14 @@ from __future__ import annotations
 
 import itertools
 import math
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from tmm_cache import CandidateResult, TuningRecord
 
+from tmm_core.dispatch.environment import BUDGET_ENDED
 from tmm_core.dispatch.standing import by_time
 from tmm_core.spec.asking import read_config
 from tmm_core.spec.kernel import Candidate, Config, Kernel
@@ -71,6 +73,7 @@ class Proposals:
         new: Those without results on record.
         before: The record to complete, if any: its winner and BLAS are tried as anchors.
         hints: Winners of other records.
+        deadline: A ``time.monotonic`` time after which no kernel but BLAS is asked.
     """
 
     def __init__(
@@ -80,6 +83,7 @@ class Proposals:
         new: Sequence[Kernel[Any]],
         before: TuningRecord | None = None,
         hints: Hints = NO_HINTS,
+        deadline: float = math.inf,
     ) -> None:
         self._problem = problem
         self._first, self._most = CLOSE_BATCHES if hints.close else BATCHES
@@ -93,9 +97,14 @@ class Proposals:
         baseline = next((kernel for kernel in kernels if kernel.name == BASELINE), None)
         expected = None if baseline is None else _expected_us(problem, baseline)
         longest = HOPELESS * (expected or math.inf)
-        for kernel in kernels:
+        wanted = set(map(id, new))
+        for kernel in sorted(kernels, key=lambda kernel: kernel is not baseline):
+            fresh = id(kernel) in wanted
+            if time.monotonic() > deadline and fresh and kernel is not baseline:
+                self.empty[kernel] = BUDGET_ENDED
+                continue
             try:
-                if kernel in new:
+                if fresh:
                     configs = [kernel.default_config(problem), *kernel.configs(problem)]
                 elif kernel is baseline:
                     configs = [kernel.default_config(problem)]
@@ -109,8 +118,11 @@ class Proposals:
             allowed = [config for config in configs if not config.unsaid(problem)]
             mine = list(dict.fromkeys(Candidate(kernel, config) for config in allowed))
             for candidate in mine:
+                if time.monotonic() > deadline and candidate is not mine[0]:
+                    mine = [each for each in mine if each in self._expected]
+                    break
                 self._expected[candidate] = _expected_us(problem, kernel, candidate.config)
-            if kernel not in new or kernel is baseline:
+            if not fresh or kernel is baseline:
                 anchors += mine
                 continue
             # A slow arithmetic's cost is also needed, to compare arithmetics.
@@ -196,8 +208,11 @@ class Proposals:
         again."""
         known, relying = {c.kernel for c in tried}, {c.kernel for c in tried if c.config.assumes}
         found = []
+        expected: dict[Kernel[Any], list[Candidate]] = {}
+        for candidate in self._expected:
+            expected.setdefault(candidate.kernel, []).append(candidate)
         for kernel in dict.fromkeys([*self.empty, *self._new]):
-            mine = [c for c in self._expected if c.kernel is kernel]
+            mine = expected.get(kernel, [])
             promised = [c for c in mine if c.config.assumes and kernel not in relying]
             if promised or kernel not in known:
                 ranked = self._ranked(dict.fromkeys(promised or mine, 1.0))
