@@ -31,7 +31,7 @@ Tensor = torch.Tensor
 #: The modes of launches besides grad mode.
 MODES: tuple[Mode, ...] = ("inference mode", "no_grad", "autocast")
 #: Launches of each of two threads.
-LEAST_TOGETHER, MOST_TOGETHER = 4, 32
+LEAST_TOGETHER, MOST_TOGETHER = 3, 32
 #: GPU cycles for which both threads' streams wait, so that their launches run together.
 _GATHERING = 1_000_000
 #: Seconds after which Python lets another thread run: by default 5 ms, longer than most launches.
@@ -135,12 +135,20 @@ class Ways(Trial):
             return
         if self._fixture.problem.device.interpreted:
             _interpret_one_at_a_time()
+            repeats = 0
         out = max(1, self._fixture.problem.empty_out("meta").untyped_storage().nbytes())
         count = min(max(LEAST_TOGETHER, repeats), MOST_TOGETHER, self._fixture.limit // (8 * out))
-        workers = [_Worker(self, of, place, max(1, count)) for place, of in enumerate(sets)]
+        barrier = threading.Barrier(len(sets))
+        workers = [
+            _Worker(self, of, place, max(1, count), barrier) for place, of in enumerate(sets)
+        ]
         with _switching():
-            for worker in workers:
-                worker.start()
+            try:
+                for worker in workers:
+                    worker.start()
+            except RuntimeError:  # no thread can be started
+                workers[0].barrier.abort()
+                return
             for worker in workers:
                 worker.join()
         if self._fixture.device.type == "cuda":
@@ -156,15 +164,13 @@ class Ways(Trial):
 class _Worker(threading.Thread):
     """Launches on one set of inputs, on a stream of its own."""
 
-    barrier: threading.Barrier
-
-    def __init__(self, trial: Ways, of: InputSet, place: int, count: int) -> None:
+    def __init__(
+        self, trial: Ways, of: InputSet, place: int, count: int, barrier: threading.Barrier
+    ) -> None:
         super().__init__(name="tmm-verify", daemon=True)
-        if place == 0:
-            _Worker.barrier = threading.Barrier(2)
         fixture = trial._fixture
         self.of, self._count, self._launcher = of, count, trial._launcher
-        self._barrier, self._device = _Worker.barrier, fixture.device
+        self.barrier, self._device = barrier, fixture.device
         self._out = None if fixture.allocates else fixture.out(place).tensor
         self._stream: torch.cuda.Stream | None = None
         if self._device.type == "cuda":
@@ -181,7 +187,7 @@ class _Worker(threading.Thread):
             if self._stream is not None:
                 torch.cuda.set_device(self._device)
                 context = torch.cuda.stream(self._stream)
-            self._barrier.wait(10)
+            self.barrier.wait(10)
             with context:
                 for _ in range(self._count):
                     result = self.of.inputs.launch(self._launcher, self._out)
