@@ -11,7 +11,6 @@ from typing import Literal
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from tmm_core import compat
 from tmm_core.dispatch import process_state, verify
 from tmm_core.dispatch.fixture import Fixture, InputSet
 from tmm_core.dispatch.guarded import Guarded, overlap
@@ -22,7 +21,8 @@ from tmm_core.spec.launcher import Bound, Launcher
 Tensor = torch.Tensor
 
 #: torch's modes in which calls are made. Training launches without grad mode, serving in inference
-#: mode, and a call with plain tensors in grad mode. Autocast casts operands before a launch.
+#: mode, and a call with plain tensors in grad mode. Plans and calls with ``out`` also launch under
+#: autocast; for others it is off below the operator that casts.
 Mode = Literal["grad mode", "no_grad", "inference mode", "autocast"]
 
 
@@ -122,7 +122,7 @@ class Trial:
         return out
 
     def _called(self, launch: Callable[[], Tensor], mode: Mode, watched: bool) -> Tensor:
-        with _in(mode, self._fixture.device.type):
+        with _in(mode, self._fixture.device.type, self._fixture.problem.a.dtype):
             if not watched or self._baseline:
                 return launch()
             result, changed = process_state.watched(launch, self._fixture.device)
@@ -191,14 +191,14 @@ class Trial:
 
 
 @contextlib.contextmanager
-def _in(mode: Mode, device: str) -> Iterator[None]:
+def _in(mode: Mode, device: str, dtype: torch.dtype) -> Iterator[None]:
     contexts: list[AbstractContextManager[object]] = [torch.no_grad()]
     if mode == "inference mode":
         contexts = [torch.inference_mode()]
     elif mode != "no_grad":
         contexts = [torch.enable_grad()]
-    if mode == "autocast":  # as the operator calls the launcher, with its operands cast
-        contexts += [torch.autocast(device, torch.bfloat16), compat.without_autocast(device)]
+    if mode == "autocast":
+        contexts.append(torch.autocast(device, dtype))
     with contextlib.ExitStack() as stack:
         for context in contexts:
             stack.enter_context(context)
