@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tmm_core import dispatch, settings
+from tmm_core.errors import reraise
 from tmm_core.formats import BY_STORAGE
 from tmm_core.interop import autograd, levels, operator, outputs, unusual
 from tmm_core.interop.calls import has_outputs, interned_text, prepare_for, text_of
@@ -115,7 +116,8 @@ def matmul(
                 return warm.run(a, b, bias, residual, alpha, text, out_dtype, scale_a, scale_b)
             if scale_a is None and scale_b is None and a.dtype not in BY_STORAGE:
                 return autograd.in_parts(a, b, bias, residual, alpha, text, out_dtype)
-        except (RuntimeError, ValueError):
+        except (RuntimeError, ValueError) as error:
+            reraise(error)
             if not unusual.concerns(a, b, bias, residual):
                 raise
     given = (a, b, bias, residual, scale_a, scale_b, out)
@@ -213,7 +215,8 @@ def linear(
                 return autograd.in_parts(
                     x, weight, bias, residual, alpha, text, out_dtype, transposed=True
                 )
-    except (AttributeError, RuntimeError, ValueError):
+    except (AttributeError, RuntimeError, ValueError) as error:
+        reraise(error)
         if _are_tensors(x, weight, bias, residual, out) and (
             weight.dim() != 2 or not unusual.concerns(x, weight.t(), bias, residual)
         ):

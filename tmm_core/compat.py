@@ -10,7 +10,6 @@ This module is at the bottom of the package rather than in ``interop``, because 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import importlib
 import sys
@@ -21,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from tmm_core.errors import TmmWarning
+from tmm_core.errors import TmmWarning, reraise
 
 #: The names requested so far that this torch lacks.
 missing: list[str] = []
@@ -160,8 +159,10 @@ def end_failed_capture(pool: Any) -> None:
     that the next ``torch.randn`` would raise. Ending another capture mends the latter.
     """
     device = torch.cuda.current_device()
-    with contextlib.suppress(RuntimeError):  # already ended: the failure was elsewhere
+    try:
         private("torch._C._cuda_endAllocateToPool", _always(None))(device, pool)
+    except RuntimeError as error:  # already ended: the failure was elsewhere
+        reraise(error)
     with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
         torch.zeros(1, device=device)
 

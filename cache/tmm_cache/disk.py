@@ -13,6 +13,7 @@ import stat
 from collections.abc import Iterator
 from pathlib import Path
 
+from tmm_cache.errors import suppress
 from tmm_cache.layout import ENVIRONMENT, temporary_name
 
 FOLDER_MODE = 0o700
@@ -28,7 +29,7 @@ def open_regular(path: Path, flags: int) -> int:
 
     It never blocks: a FIFO or a socket in a file's place is refused.
     """
-    with contextlib.suppress(FileNotFoundError):
+    with suppress(FileNotFoundError):
         require_regular(os.stat(path))  # before opening: some devices have side effects
     return opened(path, flags)
 
@@ -110,7 +111,7 @@ def write_atomically(path: Path, data: bytes, mode: int = FILE_MODE) -> None:
     try:
         os.replace(temporary, path)
     except BaseException:
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             os.unlink(temporary)
         raise
     sync_folder(path.parent)
@@ -138,7 +139,7 @@ def write_beside(path: Path, data: bytes, mode: int = FILE_MODE, *, sync: bool) 
             if sync:
                 os.fsync(handle)
     except BaseException:
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             os.unlink(temporary)
         raise
     return temporary
@@ -148,14 +149,14 @@ def sync_folder(folder: Path) -> None:
     """Make renames in a folder durable, if the file system can."""
     # The file is already in place. Some network file systems can't sync a folder, which only costs
     # durability across a power cut.
-    with contextlib.suppress(OSError), closing(os.open(folder, os.O_RDONLY)) as handle:
+    with suppress(OSError), closing(os.open(folder, os.O_RDONLY)) as handle:
         os.fsync(handle)
 
 
 def remove_if_empty(folder: Path, root: Path) -> None:
     """Remove an empty folder of the root, and the empty folders above it."""
     # `rmdir` refuses a folder that is not empty.
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         if [path.name for path in folder.iterdir()] == [ENVIRONMENT]:
             (folder / ENVIRONMENT).unlink()
         while root in folder.parents:

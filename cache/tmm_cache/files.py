@@ -5,7 +5,6 @@ A read never raises: it returns the content, None if there is no file, or a `Fau
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -23,7 +22,7 @@ from tmm_cache.disk import (
     require_regular,
     write_atomically,
 )
-from tmm_cache.errors import RecordError
+from tmm_cache.errors import RecordError, reraise, suppress
 from tmm_cache.fields import at, flag
 from tmm_cache.head import with_head
 from tmm_cache.keys import JSON, Document, digest, plain
@@ -152,6 +151,7 @@ def read_bytes(path: Path, most: int = MAX_BYTES) -> bytes | Fault | None:
     except FileNotFoundError:
         return None
     except OSError as error:
+        reraise(error)
         return Fault(path.parent, f"cannot be read: {error}", place=True)
     try:
         require_regular(status)
@@ -162,6 +162,7 @@ def read_bytes(path: Path, most: int = MAX_BYTES) -> bytes | Fault | None:
     except NotRegularError as error:
         return Fault(path, str(error))
     except OSError as error:
+        reraise(error)
         return Fault(path, f"cannot be read: {error.strerror or error}")
     if len(data) > most:
         return Fault(path, f"is larger than {most} bytes", damaged=True)
@@ -216,11 +217,11 @@ def set_aside(path: Path) -> Path | None:
             parse_stored(data if isinstance(data, bytes) else b"", path.stem)
         except ValueError:
             return aside
-        with contextlib.suppress(FileExistsError):  # an even newer one is in place
+        with suppress(FileExistsError):  # an even newer one is in place
             os.link(aside, path)
         os.unlink(aside)
-    except OSError:
-        pass
+    except OSError as error:
+        reraise(error)
     return None
 
 

@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any, Final, NamedTuple
 
 from tmm_cache.disk import closing, opened
+from tmm_cache.errors import reraise
 from tmm_cache.fields import SIZES, is_size
 from tmm_cache.keys import Document
 from tmm_cache.record import SCHEMA, TuningRecord, utc_time
@@ -83,7 +84,8 @@ def read_head(path: Path) -> Head | None:
     try:
         with closing(opened(path, os.O_RDONLY)) as handle:
             data = os.read(handle, HEAD_BYTES)
-    except OSError:
+    except OSError as error:
+        reraise(error)
         return None
     end = data.find(_REST)
     if end <= 0:

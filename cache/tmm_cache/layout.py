@@ -13,7 +13,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Final
 
-from tmm_cache.errors import UsageError
+from tmm_cache.errors import UsageError, reraise
 from tmm_cache.keys import DIGEST_DIGITS, is_slug
 from tmm_cache.record import OLD_SCHEMA, SCHEMA
 
@@ -50,7 +50,8 @@ def foreign(root: Path) -> str | None:
         return None
     try:
         status = os.stat(root)
-    except OSError:  # absent, or a fault that reading will report
+    except OSError as error:  # absent, or a fault that reading will report
+        reraise(error)
         return None
     if status.st_uid != os.geteuid():
         return f"belongs to user {status.st_uid}"

@@ -9,7 +9,6 @@ Nothing here warns or raises OSError.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import json
 import os
@@ -18,6 +17,7 @@ from pathlib import Path
 from typing import Final
 
 from tmm_cache.disk import append_line, make_folder
+from tmm_cache.errors import reraise, suppress
 from tmm_cache.files import read_bytes
 from tmm_cache.keys import JSON, canonical
 from tmm_cache.layout import NOTES, foreign
@@ -55,7 +55,7 @@ class Notes:
         if not self._kept:
             return
         line = canonical([about, value]).encode("ascii")
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             make_folder(self._path.parent)
             append_line(self._path, line, MAX_BYTES)
 
@@ -65,7 +65,7 @@ class Notes:
         if not isinstance(data, bytes):
             return notes
         for line in data.split(b"\n"):
-            with contextlib.suppress(ValueError, TypeError, RecursionError):
+            with suppress(ValueError, TypeError, RecursionError):
                 about, value = json.loads(line)
                 if isinstance(about, str):
                     notes[about] = value
@@ -81,7 +81,8 @@ def stamp(paths: Iterable[str | os.PathLike[str]]) -> list[JSON]:
     for path in sorted(os.fspath(path) for path in paths):
         try:
             of = os.stat(path)
-        except OSError:
+        except OSError as error:
+            reraise(error)
             stamps.append([path])
         else:
             stamps.append([path, of.st_size, of.st_mtime_ns, of.st_ctime_ns])

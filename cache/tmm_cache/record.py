@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any, Final, Literal, TypeAlias, get_args
 
 from tmm_cache import fields
-from tmm_cache.errors import RecordError
+from tmm_cache.errors import RecordError, suppress
 from tmm_cache.fields import RefusedError, shown
 from tmm_cache.keys import JSON, Document, plain
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 from tmm_cache.ages import touch
 from tmm_cache.complaints import Complaints
 from tmm_cache.disk import make_folder
-from tmm_cache.errors import UsageError, warn_once
+from tmm_cache.errors import UsageError, reraise, suppress, warn_once
 from tmm_cache.files import Fault, read_stored, record_bytes, write_record
 from tmm_cache.head import Head
 from tmm_cache.keys import Document, canonical, digest
@@ -156,6 +156,7 @@ class CacheStore:
         try:
             write_record(path, data, environment)
         except OSError as error:
+            reraise(error)
             self._complaints.unwritable(error)
             self.hold(gpu, environment, record)
             return None
@@ -234,12 +235,13 @@ class CacheStore:
             make_folder(path.parent)
             handle = acquire(path, timeout)
         except OSError as error:
+            reraise(error)
             fault = error
         try:
             yield handle is not None or fault is not None
         finally:
             if handle is not None:
-                with contextlib.suppress(OSError):  # the descriptor is closed anyway
+                with suppress(OSError):  # the descriptor is closed anyway
                     release(handle)
             if fault is not None:
                 # Only now: a save under the lock reports more precisely what became of the record.
@@ -256,6 +258,7 @@ class CacheStore:
         try:
             log_miss(log, environment, problem)
         except OSError as error:
+            reraise(error)
             told = "problems that are not tuned are not noted"
             self._complaints.beside(log, error, "written", told)
 

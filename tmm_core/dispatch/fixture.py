@@ -23,6 +23,7 @@ from tmm_core.dispatch.guarded import (
 )
 from tmm_core.dispatch.ragged import Inputs
 from tmm_core.dispatch.special import AXES, Special, special
+from tmm_core.errors import reraise
 from tmm_core.spec.device import free_memory
 from tmm_core.spec.operand import Operand
 from tmm_core.spec.problem import Problem
@@ -52,7 +53,8 @@ def default_limit(device: torch.device, most: float = MOST_MEMORY) -> int:
         return int(min(free_memory(device) // 4, most))
     try:
         has = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, OSError, ValueError):  # not a POSIX system
+    except (AttributeError, OSError, ValueError) as error:  # not a POSIX system
+        reraise(error)
         return MOST_MEMORY // 4
     return int(min(has // 16, most))
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tmm_core import compat
+from tmm_core.errors import reraise
 from tmm_core.interop import levels
 from tmm_core.interop.pointwise import failed, kernels, takes
 from tmm_core.launch.warm import run, undisturbed
@@ -242,6 +243,7 @@ class _Following(levels.OneLevel):
             try:
                 return found.forward(z)
             except Exception as error:
+                reraise(error)
                 failed(epilogue, found, error)
         return epilogue.apply(z)
 
@@ -252,6 +254,7 @@ class _Following(levels.OneLevel):
             try:
                 return ctx.found.backward(grad, z), None, None
             except Exception as error:
+                reraise(error)
                 failed(ctx.epilogue, ctx.found, error)
         return ctx.epilogue.vjp(grad, z), None, None
 

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from tmm_core import settings
-from tmm_core.errors import warn
+from tmm_core.errors import reraise, warn
 from tmm_core.spec.device import fingerprint
 from tmm_core.spec.epilogue import Epilogue
 
@@ -48,6 +48,7 @@ def kernels(
             with torch.cuda.device(like.device) if like.is_cuda else nullcontext():
                 made = module.Pointwise(epilogue, width, dtype, like.device)
         except Exception as error:
+            reraise(error)
             tell(epilogue, error)
     _found[key] = made
     return made

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from tmm_core.compat import tensor_guards
+from tmm_core.errors import reraise
 from tmm_core.launch.check import check_tensors
 from tmm_core.launch.source import Body, address, written
 from tmm_core.spec.arguments import (
@@ -250,7 +251,8 @@ def _guards(tensors: Sequence[Tensor | None]) -> Callable[..., bool] | None:
     try:
         guards = tensor_guards()(*given, dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
         return guards.check if guards.check(*given) is True else None
-    except Exception:  # an internal API of torch.compile, which may change
+    except Exception as error:  # an internal API of torch.compile, which may change
+        reraise(error)
         return None
 
 

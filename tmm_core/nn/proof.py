@@ -19,6 +19,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 from tmm_core.epilogues import parse
+from tmm_core.errors import reraise
 from tmm_core.nn.gated import GATED_BY
 
 ACTIVATIONS = ("relu", "relu2", "gelu", "gelu_tanh", "silu", "sigmoid", "tanh", "softplus")
@@ -84,6 +85,7 @@ def _graph(module: nn.Module, training: bool) -> fx.Graph:
     try:
         return _Tracer().trace(stand_in)
     except Exception as error:  # third-party code, run on symbols
+        reraise(error)
         text = str(error).strip().partition("\n")[0]
         raise NotProvenError(
             f"its forward cannot be traced ({type(error).__name__}: {text})"

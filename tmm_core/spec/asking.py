@@ -385,7 +385,8 @@ def _where(kind: type, question: str, error: BaseException) -> str:
         # For an attribute, its class.
         try:
             return f"{inspect.getfile(kind)}:{inspect.getsourcelines(kind)[1]}"
-        except (OSError, TypeError):
+        except (OSError, TypeError) as error:
+            reraise(error)
             return ""
     within = [frame for frame in frames if frame.filename == code.co_filename]
     line = within[-1].lineno if within else code.co_firstlineno

@@ -24,6 +24,7 @@ from typing import Any, Union
 
 import torch
 
+from tmm_core.errors import reraise
 from tmm_core.spec.port import Port
 
 _Function = Callable[..., torch.Tensor]
@@ -304,7 +305,8 @@ def _source(function: Any) -> str:
     function = getattr(function, "fn", function)  # a JITFunction wraps a Python function
     try:
         return inspect.getsource(function)
-    except (OSError, TypeError):
+    except (OSError, TypeError) as error:
+        reraise(error)
         return repr(getattr(function, "__qualname__", function))
 
 
@@ -313,7 +315,8 @@ def _module_source(name: str) -> str:
     try:
         spec = importlib.util.find_spec(name)
         return Path(spec.origin).read_text("utf-8") if spec and spec.origin else ""
-    except (ImportError, ValueError, OSError):
+    except (ImportError, ValueError, OSError) as error:
+        reraise(error)
         return ""  # reported where it is needed
 
 

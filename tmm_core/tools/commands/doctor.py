@@ -208,6 +208,7 @@ def _cache(device: torch.device) -> Iterator[Finding]:
             file.write(b"tmm")
         free = shutil.disk_usage(store.root).free
     except OSError as error:
+        reraise(error)
         text = (
             f"{store.root} cannot be written ({error.strerror or error}): each process tunes again"
         )
@@ -295,6 +296,7 @@ def _wrong(kernel: str, call: Call) -> str | None:
         with torch.no_grad():
             error = call.error(kernel=kernel)
     except Exception as fault:
+        reraise(fault)
         return f"{type(fault).__name__}: {fault}"
     limit = verify.tolerance(call.problem())
     return None if error <= limit else f"wrong, error {error:.2g} exceeds {limit:.2g}"

@@ -16,6 +16,7 @@ from tmm_core import dispatch, settings
 from tmm_core.bench import candidates, tiles
 from tmm_core.bench.case import Case
 from tmm_core.dispatch.explanation import Explanation, explain_problem
+from tmm_core.errors import reraise
 from tmm_core.spec.precision import precision
 from tmm_core.tools.commands import gpus, ncu, why, why_text
 from tmm_core.tools.commands import options as shared
@@ -145,7 +146,8 @@ def _plot(explanation: Explanation, path: Path) -> None:
             kernel = registry.kernel(result.kernel)
             config = kernel.config_type.from_json(result.config)
             expected.append(kernel.estimate_us(explanation.measured or problem, config))
-        except Exception:  # the kernel is not installed, or has changed: no estimate
+        except Exception as error:  # the kernel is not installed, or has changed: no estimate
+            reraise(error)
             expected.append(None)
     chosen = explanation.choice.candidate
     mark = chosen.kernel.name, chosen.config.to_json()
