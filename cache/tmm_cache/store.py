@@ -40,7 +40,7 @@ class CacheStore:
     """Tuning records on disk: the user's own root, and read-only layers below it.
 
     `root` and `layers` default to `default_root()` and `layer_paths()`. A root that is not the
-    user's own (see `layout.foreign`) is read as one more layer; records saved then are held in
+    user's own (see `ownership.foreign`) is read as one more layer; records saved then are held in
     memory. Under `TMM_REQUIRE_LOCKED=1` only the lock file answers. No folder is made before the
     first save. A file that can't be used costs a miss and one `CacheWarning` per process. Methods
     that take a GPU raise ValueError if it is not a slug (see `slug`), and like `digest` if an
@@ -100,13 +100,16 @@ class CacheStore:
         asked, key = canonical(problem), (gpu, digest(environment), digest(problem))
         for root in (self.root, *self.layers):
             path = record_path(root, *key)
-            stored = read_stored(path)
+            stored = read_stored(path, root if root == self.root else None)
             if isinstance(stored, Fault):
                 self._complaints.fault(stored)
             elif stored is None or stored.record.is_hint:
                 continue
             elif canonical(stored.record.problem) == asked:
                 mine = root == self.root and self._complaints.may_write()
+                if mine and stored.foreign is not None:
+                    mine = False
+                    self._complaints.untrusted(stored.foreign)
                 return Located(stored.record, path, mine and not stored.imported, stored.sealed)
             else:
                 self._complaints.fault(Fault(path, "records another problem of the same digest"))
