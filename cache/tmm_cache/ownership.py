@@ -18,8 +18,8 @@ _OTHERS_WRITE: Final = stat.S_IWGRP | stat.S_IWOTH
 _FOLDER: Final = (
     getattr(os, "O_PATH", 0) | getattr(os, "O_DIRECTORY", 0) | getattr(os, "O_CLOEXEC", 0)
 )
-#: What `foreign_file` returns for a file that was replaced or removed since it was opened, and where
-#: a folder could not be looked at: neither is somebody's mistake.
+#: What `foreign_file` returns for a file that was replaced or removed since it was opened, and for
+#: a folder that could not be examined: neither is anybody's mistake.
 REPLACED: Final = "replaced while it was read"
 UNCHECKED: Final = "its folders could not be checked"
 _NO_FOLLOW: Final = getattr(os, "O_NOFOLLOW", 0)
@@ -59,8 +59,9 @@ def foreign_file(root: Path, path: Path, handle: int) -> str | None:
     """Why others than this user may have written the file at `path` below `root`, opened as
     `handle`; None if nobody else can have.
 
-    `REPLACED` and `UNCHECKED` mean that it may have been. Other reasons begin with the path at fault. A link below the root is at fault: the folders above
-    its target are not checked. The root itself may be a link.
+    `REPLACED` and `UNCHECKED` mean that others may have. Other reasons begin with the path at
+    fault. A link below the root is at fault: the folders above its target are not checked. The
+    root itself may be a link.
     """
     opened = os.fstat(handle)
     if (reason := foreign_status(opened)) is not None:

@@ -412,9 +412,12 @@ class Dispatcher(Evidence):
             # The lock's previous holder may have stored the record.
             kept = None if force else self.record_of(key)
             hints = self._hints(key) if kept is None else NO_HINTS
+            # A record from elsewhere keeps candidates that this machine never verified.
+            found = self.store.locate(device.gpu, device.environment, document)
+            verified = kept is None or (found is not None and found.trusted)
             record = self.tuner.tune(key, able, settings, kept, hints, resume)
             if record is not kept:
-                self.store.save(device.gpu, device.environment, record)
+                self.store.save(device.gpu, device.environment, record, verified=verified)
                 self._neighbours.add(device, record)
             return record
 
