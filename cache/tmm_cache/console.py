@@ -71,7 +71,7 @@ def guarded(
     except KeyboardInterrupt:
         return INTERRUPTED
     except errors as error:
-        note(str(error))
+        note(_text(error))
         _discard_output()
         return MISTAKE
     return status
@@ -89,6 +89,15 @@ def _open_standard_streams() -> None:
     for name, mode in (("stdin", "r"), ("stdout", "w"), ("stderr", "w")):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, mode))  # noqa: SIM115 (until the process ends)
+
+
+def _text(error: Exception) -> str:
+    """An error in a line, without the number of an OSError."""
+    if not isinstance(error, OSError) or error.strerror is None:
+        return str(error)
+    if error.filename is None:  # most likely stdout's
+        return f"output cannot be written: {error.strerror}"
+    return f"{error.filename}: {error.strerror}"
 
 
 def _discard_output() -> None:

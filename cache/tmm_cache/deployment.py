@@ -13,6 +13,7 @@ from typing import NamedTuple
 
 from tmm_cache.batch import Batch
 from tmm_cache.console import DONE, FOUND, Noted, counted, note, print_json
+from tmm_cache.disk import make_folder, require_target
 from tmm_cache.errors import RecordError
 from tmm_cache.files import Fault, Stored, read_stored, record_bytes
 from tmm_cache.filters import Filter
@@ -30,6 +31,9 @@ def freeze(store: CacheStore, options: Namespace) -> int:
     Returns FOUND if a record could not be read and was left out.
     """
     file: Path = options.output or store.lock_path
+    if file.parent == store.root:
+        make_folder(file.parent)
+    require_target(file)
     wanted = Filter(gpu=options.gpu)
     noted = Noted()
     found = (
