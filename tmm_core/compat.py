@@ -130,6 +130,12 @@ def without_autocast(device: str) -> AbstractContextManager[Any]:
     return _AUTOCASTS[device]()  # type: ignore[no-any-return]
 
 
+def autocasts_on(device: str) -> bool:
+    """Whether operands on devices of this type are cast; torch raises for types that have no
+    autocast, such as meta."""
+    return torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)
+
+
 # -- GPUs ------------------------------------------------------------------------------------
 
 
