@@ -196,9 +196,9 @@ class Plan(_Callable):
     def _check_out(self, a: torch.Tensor, out: torch.Tensor) -> None:
         problem = self.problem
         count = problem.batch * problem.m * problem.n
-        expected = count, True, 0, problem.out.dtype, a.get_device()
+        expected = count, True, 0, problem.out.dtype, a.device
         offset = out.data_ptr() & 15
-        found = out.numel(), out.is_contiguous(), offset, out.dtype, out.get_device()
+        found = out.numel(), out.is_contiguous(), offset, out.dtype, out.device
         if found != expected:
             raise ValueError(self._mismatch("out", _OUT_FIELDS, expected, found))
 
@@ -226,7 +226,7 @@ _OUT_FIELDS = (
     "contiguity",
     "offset from 16 bytes",
     "dtype",
-    "device index",
+    "device",
 )
 
 

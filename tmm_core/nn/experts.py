@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tmm_core import grouped
+from tmm_core import compat, grouped
 from tmm_core.nn import clamped, proof
 from tmm_core.nn.gated import GATED_BY, gated_by
 from tmm_core.spec.epilogue import EpilogueLike
@@ -169,7 +169,7 @@ def _product(layer: Any, name: str, x: Tensor, offs: Tensor, **arguments: Any) -
     weights = arguments.get("out_weights")
     if weights is not None and weights.dtype not in (weight.dtype, torch.float32):
         arguments["out_weights"] = weights.float()
-    if not torch.is_autocast_enabled(x.device.type):  # which casts both
+    if not compat.autocasts_on(x.device.type):  # which casts both
         x = x.to(weight.dtype)
     return grouped.grouped_matmul(x, weight, offs=offs, bias=bias, **arguments)
 
