@@ -25,6 +25,7 @@ sys.path.insert(0, str(Path(__file__).parent))  # fakes.py
 from uninterpreted import Uninterpreted
 
 from tmm_core import dispatch, errors, settings
+from tmm_core.dispatch import findings
 from tmm_core.interop import pointwise
 from tmm_core.launch import warm
 
@@ -88,6 +89,7 @@ def uninterpreted_amd(compiler_folder: Path) -> Iterator[Uninterpreted]:
 
 def forget() -> None:
     """Make the process read environment, plugins and cache anew."""
+    findings._warned.clear()
     dispatch.dispatcher.cache_clear()
     warm.forget_plans()
     pointwise._found.clear()

@@ -266,6 +266,13 @@ def _torch_folds(problem: Problem, a: Tensor, b: Tensor) -> bool:
     return b.dim() == 2 and all(strides[i] == strides[i + 1] * sizes[i + 1] for i in outer)
 
 
+def scaled(z: Tensor, alpha: float) -> Tensor:
+    """A product times alpha, in its own dtype: like torch.addmm, integers take alpha as one."""
+    if alpha == 1.0:
+        return z
+    return z * (alpha if z.is_floating_point() or z.is_complex() else int(alpha))
+
+
 def finish(
     problem: Problem,
     z: Tensor,
@@ -275,10 +282,14 @@ def finish(
     out: Tensor | None,
 ) -> Tensor:
     """What follows a product ``z``, by torch's own operators, in torch's own roundings."""
-    if alpha != 1.0:
-        z = z * alpha
+    z = scaled(z, alpha)
     z = problem.epilogue.expression(z, bias, residual)
-    return z.to(problem.out.dtype) if out is None else out.copy_(z)
+    return delivered(problem, z, out)
+
+
+def delivered(problem: Problem, y: Tensor, out: Tensor | None) -> Tensor:
+    """The result in the problem's dtype: torch's operators may have promoted it."""
+    return y.to(problem.out.dtype) if out is None else out.copy_(y)
 
 
 def _divisible(problem: Problem) -> bool:
@@ -306,8 +317,7 @@ def _bind_halves(problem: Problem) -> Launcher:
             both = zip(bias.chunk(2), halves, strict=True)
             products = [torch.addmm(own, a, half) for own, half in both]
         y = problem.epilogue.apply_to(*products)
-        y = y if residual is None else y + residual
-        return y if out is None else out.copy_(y)
+        return delivered(problem, y if residual is None else y + residual, out)
 
     return run
 

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from multiprocessing.connection import wait
 from typing import IO, Any
 
+from tmm_core.dispatch.environment import cause_of, place_of
 from tmm_core.dispatch.jobs import Job, recalled
 from tmm_core.dispatch.processes import empty, end_with_parent, ending, opened, scratch_file, tail
 from tmm_core.dispatch.registry import Registry
@@ -193,7 +194,7 @@ class Server:
         job, worker.job = worker.job, None
         if line.endswith(b"\n"):
             if job is not None:
-                self._answer(job, json.loads(line)["error"])
+                self._answer(job, **json.loads(line))
             return
         status = self._drop(worker)
         if job is not None:
@@ -223,8 +224,8 @@ class Server:
         self._workers.remove(worker)
         return worker.end()
 
-    def _answer(self, job: Job, error: str | None = None) -> None:
-        text = json.dumps({"id": job["id"], "error": error})
+    def _answer(self, job: Job, error: str | None = None, **more: str | None) -> None:
+        text = json.dumps({"id": job["id"], "error": error, **more})
         self._channel.sendall(text.encode() + b"\n")
 
 
@@ -234,7 +235,8 @@ def _about(job: Job) -> tuple[str, str]:
 
 def compile_job(registry: Registry, job: Job) -> Job:
     """Compile a job. An ``error`` of None also means that it cannot be compiled here and is left to
-    ``bind``: another version, an unregistered epilogue."""
+    ``bind``: another version, an unregistered epilogue. An error comes with its ``cause``, if the
+    environment made it, and with the ``place`` that raised."""
     try:
         problem, candidate = recalled(registry, job)
     except BaseException:
@@ -242,7 +244,8 @@ def compile_job(registry: Registry, job: Job) -> Job:
     try:
         candidate.kernel.compile(problem, candidate.config)
     except BaseException as error:
-        return {"error": error_text(error).strip()[:2000]}
+        place = place_of(candidate.kernel, error)
+        return {"error": error_text(error).strip()[:2000], "cause": cause_of(error), "place": place}
     return {"error": None}
 
 

@@ -19,6 +19,7 @@ from tmm_core.dispatch.standing import (
     identity,
     ranked_around,
 )
+from tmm_core.dispatch.untried import Noted, Untried
 from tmm_core.errors import (
     CacheMissError,
     PluginError,
@@ -43,6 +44,8 @@ class Evidence:
     def __init__(self, registry: Registry, store: CacheStore) -> None:
         self.registry = registry
         self.store = store
+        #: Kernels that the environment left untried.
+        self.untried = Untried(store)
         #: (kernel, bucket) pairs that raised or were wrong at run time, with the message.
         self.quarantined: dict[tuple[str, Problem], str] = {}
         self._warned: set[str] = set()
@@ -191,6 +194,12 @@ class Evidence:
 
     def note_miss(self, key: Problem) -> None:
         self.store.log_miss(key.device.gpu, key.device.environment, key.to_json())
+
+    def say_untried(self, problem: Problem, noted: Noted) -> None:
+        """Warn, once per process, that kernels are not tried for this problem."""
+        from tmm_core.dispatch.findings import warn_of_environment
+
+        warn_of_environment(noted.kernels, problem, ("toolchain", "passing", "alike"))
 
     def chosen_by(
         self,

@@ -35,7 +35,7 @@ def kernels(
     in torch, which second derivatives need; the kernels do not support the dtype; Triton is
     absent, or failed.
     """
-    key = (epilogue.key, width, dtype, like.get_device(), settings.overridden())
+    key = (epilogue.key, width, dtype, like.device, settings.overridden())
     try:
         return _found[key]
     except KeyError:
@@ -84,7 +84,7 @@ def _serves(epilogue: Epilogue, width: int, dtype: torch.dtype, device: torch.de
     found = fingerprint(device)
     return (
         NAME not in settings.current().disable
-        and (device.type == "cuda" or found.interpreted)
+        and (device.type == "cuda" or (device.type == "cpu" and found.interpreted))
         and bool(found.triton)
         and dtype in _DTYPES
         and width > 0

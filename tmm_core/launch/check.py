@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -117,16 +118,35 @@ def check_tensors(function: str, **tensors: Any) -> None:
             raise TypeError(f"{function}(): argument '{name}' must be Tensor, not {kind}")
 
 
-def check_number(function: str, alpha: Any) -> None:
-    """Check the type of ``alpha`` if it is not a tensor that the function takes.
+def number(function: str, alpha: Any, operand: Any = None) -> Any:
+    """``alpha`` as the number that torch takes it for where it wants a ``Scalar``: Python's and
+    numpy's numbers, and tensors of no dimension without a gradient, which are read.
+
+    Args:
+        function: Its name, for messages.
+        operand: Whose dtype allows a complex number.
 
     Raises:
-        TypeError: It is not a real number.
+        TypeError: It is none of these.
+        OverflowError: It is an integer of more than 64 bits.
+        RuntimeError: It is complex, and the operand is not.
     """
-    if not isinstance(alpha, (float, int, torch.SymFloat, torch.SymInt)):
-        kinds = "Number or Tensor" if function == "matmul" else "Number"
-        kind = type(alpha).__name__
-        raise TypeError(f"{function}(): argument 'alpha' must be {kinds}, not {kind}")
+    if isinstance(alpha, torch.Tensor) and not alpha.dim() and not alpha.requires_grad:
+        alpha = alpha.item()
+    elif not isinstance(alpha, (float, int, complex, torch.SymFloat, torch.SymInt)):
+        numpy = sys.modules.get("numpy")
+        if numpy is None or not isinstance(alpha, (numpy.number, numpy.bool_)):
+            kind = type(alpha).__name__
+            raise TypeError(f"{function}(): argument 'alpha' must be Number, not {kind}")
+        alpha = alpha.item()
+    if isinstance(alpha, complex):
+        if not alpha.imag:
+            return alpha.real
+        if not (isinstance(operand, torch.Tensor) and operand.is_complex()):
+            raise RuntimeError("value cannot be converted to type float without overflow")
+    elif isinstance(alpha, int) and not -(2**63) <= alpha < 2**64:
+        raise OverflowError("int too big to convert")
+    return alpha
 
 
 def addressable(*tensors: torch.Tensor | None) -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from tmm_core import grouped
+from tmm_core import compat, grouped
 from tmm_core.nn import clamped, proof
 from tmm_core.nn.gated import GATED_BY, gated_by
 from tmm_core.spec.epilogue import EpilogueLike
@@ -169,7 +169,7 @@ def _product(layer: Any, name: str, x: Tensor, offs: Tensor, **arguments: Any) -
     weights = arguments.get("out_weights")
     if weights is not None and weights.dtype not in (weight.dtype, torch.float32):
         arguments["out_weights"] = weights.float()
-    if not torch.is_autocast_enabled(x.device.type):  # which casts both
+    if not compat.autocasts_on(x.device.type):  # which casts both
         x = x.to(weight.dtype)
     return grouped.grouped_matmul(x, weight, offs=offs, bias=bias, **arguments)
 
@@ -209,15 +209,6 @@ class TransformersExperts(nn.Module):
 
     #: The class whose ``_apply_gate`` it uses.
     gate_kind: type[nn.Module]
-
-    @classmethod
-    def of(cls, layer: nn.Module) -> TransformersExperts:
-        """``layer`` with another forward."""
-        made = cls.__new__(cls)
-        made.__dict__ = dict(layer.__dict__)
-        made.gate_kind = type(layer)
-        _gate_of(made)  # in case the model is compiled before it runs
-        return made
 
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         return forward(self, hidden_states, top_k_index, top_k_weights)

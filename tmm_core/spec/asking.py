@@ -290,7 +290,8 @@ class Asked(Kernel[Any]):
             raise NonsenseError(f"gave {about} is {found}, accepted is {accepted}") from None
         if None in fields.values():
             raise NonsenseError(f"gave a config with a field that is None: {shown(fields)}")
-        return config
+        checked: Config = config
+        return checked
 
 
 def _items(answer: Any, most: int, what: str) -> list[Any]:
