@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib.metadata
 import json
 import os
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
+import tmm_cache
 import torch
 from fakes import FakeKernel, plugin, register
 from hypothesis import HealthCheck, given
@@ -21,7 +23,7 @@ from tmm_core import Epilogue, Traits, dispatch, settings
 from tmm_core.dispatch.ladder import Dispatcher
 from tmm_core.spec.device import fingerprint
 from tmm_core.tools.cli import main
-from tmm_core.tools.commands import doctor
+from tmm_core.tools.commands import doctor, variables
 from tmm_core.tools.commands.console import print_json
 
 CPU = ("--device", "cpu")
@@ -446,6 +448,95 @@ def test_doctor_names_a_bad_setting(
     (finding,) = problems(found)
     assert finding["text"].startswith("TMM_TUNE_BUDGET='soon'")
     assert {"kernel", "cache"} <= {f["about"] for f in found}  # it went on
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "text"),
+    [
+        ("TMM_CACHE_MAX_SIZE", "lots", "accepted is a size like 64M"),
+        ("TMM_CACHE_MAX_SIZE", "-1", "accepted is a size like 64M"),
+        ("TMM_CACHE_MAX_AGE", "3", "accepted is a number and a unit"),
+        ("TMM_CACHE_SHARED", "yes", "accepted is '1' or '0'"),
+        ("TMM_SHIPPED_RECORDS", "no", "accepted is '1' or '0'"),
+        ("TMM_CACHE_PATH", "~nobody-here/records", "unknown user"),
+        ("TMM_LOCK_FILE", __file__, "is not a lock file"),
+        ("TMM_ON_CACHE_MISS", "never", "on_cache_miss must be"),
+        ("TMM_KERNEL", "triton.nave", "no kernel 'triton.nave' here; known: blas"),
+        ("TMM_DISABLE", "blass,fp8", "no kernel 'blass', 'fp8' here; known: blas"),
+        ("TMM_BATCH_INVARIANT", "maybe", "expected 1 or 0"),
+        ("TMM_STATIC_WEIGHTS", "2", "expected 1 or 0"),
+        ("TMM_ARITHMETIC", "sm90-k61", "no arithmetic 'sm90-k61' here; known: "),
+        ("TMM_TUNE_BUDGET", "inf", "positive seconds"),
+        ("TMM_TUNE_MEMORY", "much", "accepted is a size like 64M"),
+        ("TMM_PROGRESS", "full", "expected 1 or 0"),
+    ],
+)
+def test_doctor_names_a_variable_with_a_bad_value(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    name: str,
+    value: str,
+    text: str,
+) -> None:
+    monkeypatch.setattr(doctor, "_kernels", lambda device: iter(()))  # takes the time
+    monkeypatch.setenv(name, value)
+    (finding,) = problems(findings(capsys, 1))
+    assert finding["about"] == "variable"
+    assert finding["text"].startswith(f"{name}={value!r}: ")
+    assert text in finding["text"]
+
+
+def test_doctor_names_every_bad_variable_at_once(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    names = ("TMM_ARITHMETIC", "TMM_CACHE_MAX_AGE", "TMM_PROGRESS", "TMM_REQUIRE_LOCKED")
+    for name in (*names, "TMM_UNHEARD_OF", "TMM_TUNE_BUDGET"):
+        monkeypatch.setenv(name, "bogus")
+    monkeypatch.setenv("TMM_CACHE_MAX_SIZE", "2G")
+    monkeypatch.setattr(doctor, "_kernels", lambda device: iter(()))
+    named = [f["text"].partition("=")[0] for f in problems(findings(capsys, 1))]
+    # The arithmetic can't be checked while other settings are invalid.
+    assert named == sorted([*names[1:], "TMM_TUNE_BUDGET", "TMM_UNHEARD_OF is not read by tmm"])
+
+
+def test_every_variable_that_the_sources_read_is_known_to_doctor() -> None:
+    packages = (Path(tmm_core.__file__).parent, Path(tmm_cache.__file__).parent)
+    texts = [path.read_text() for package in packages for path in package.rglob("*.py")]
+    used = {name for text in texts for name in re.findall(r"""["'](TMM_[A-Z_]+)["']""", text)}
+    assert len(used) >= 19
+    registry = dispatch.dispatcher().registry
+    told = list(variables.faults(dict.fromkeys(used, ""), registry, lambda: None))
+    assert len(told) == len(used)
+    assert not [text for _, text, _ in told if "not read" in text]
+
+
+@pytest.mark.parametrize("level", [0, 1, 4])
+def test_doctor_names_records_that_others_can_write(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, level: int
+) -> None:
+    monkeypatch.setattr(doctor, "_kernels", lambda device: iter(()))
+    store = CacheStore()
+    mine = fingerprint(torch.device("cpu"))
+    x = torch.ones(8, 8)
+    [record] = tmm_core.tune(tmm_core.problem(x, x))
+    path = store.path(mine.gpu, mine.environment, record.problem)
+    assert not problems(findings(capsys, 0))
+    at = [path, *path.parents][level]
+    at.chmod(0o777)
+    (finding,) = problems(findings(capsys, 1))
+    assert finding["text"].startswith(f"{at} can be written by others")
+    assert "TMM_CACHE_SHARED=1" in finding["advice"]
+
+
+def test_doctor_keeps_to_the_width(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(doctor, "_kernels", lambda device: iter(()))
+    monkeypatch.setenv("TMM_DISABLE", "triton.naive," * 20 + "x")
+    assert main(["doctor", *CPU]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert [line for line in lines if line.startswith(" " * 20)]
+    assert not [line for line in lines if len(line) > 100 and " " in line[20:]]
 
 
 def test_doctor_finds_a_cache_that_cannot_be_written(
