@@ -13,17 +13,14 @@ from tmm_cache import cli as tmm_cache_cli
 from tmm_core.tools import cli as tmm_cli
 
 ROOT = Path(__file__).parent.parent
+FOLDERS = ("docs", "plugins", "examples", "benchmarks")
+#: The changelog also names what is gone.
 PAGES = sorted(
     path.relative_to(ROOT).as_posix()
-    for pattern in (
-        "*.md",
-        "docs/**/*.md",
-        "plugins/**/*.md",
-        "examples/**/*.md",
-        "benchmarks/*.md",
-    )
-    for path in ROOT.glob(pattern)
+    for path in (*ROOT.glob("*.md"), *(p for name in FOLDERS for p in (ROOT / name).rglob("*.md")))
+    if path.name != "CHANGELOG.md"
 )
+SOURCES = [p for name in ("tmm_core", "plugins", "cache") for p in (ROOT / name).rglob("*.py")]
 #: Inline code, and the lines of fenced blocks; `$ ` may stand before a command.
 CODE = re.compile(r"```.*?^\s*```|`[^`\n]+`", re.DOTALL | re.MULTILINE)
 COMMAND = re.compile(

@@ -9,18 +9,16 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from tmm_cache import columns as layout
 from tmm_cache import evidence, facets
 from tmm_cache.console import counted
+from tmm_cache.differences import Difference
 from tmm_cache.head import Best
 from tmm_cache.keys import Document
 from tmm_cache.record import CLOCK, TuningRecord
 from tmm_cache.scan import Summary
-
-if TYPE_CHECKING:
-    from tmm_cache.deployment import Difference
 
 
 def print_table(
