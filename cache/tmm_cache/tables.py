@@ -137,7 +137,8 @@ def print_kinds(found: Sequence[Difference]) -> None:
     winners; the most frequent first."""
     rows: list[tuple[str, ...] | str] = []
     for gpu, members in groupby(sorted(found, key=lambda row: row.key), lambda row: row.key[0]):
-        kinds = Counter((row.what, _winners(row)) for row in members).most_common()
+        counts = Counter((row.what, _winners(row)) for row in members)
+        kinds = sorted(counts.items(), key=lambda kind: (-kind[1], kind[0]))
         rows.append(f"{gpu}: {counted(sum(count for _, count in kinds), 'difference')}")
         rows += [(what, str(count), winners) for (what, winners), count in kinds[:_MOST_KINDS]]
         if rest := sum(count for _, count in kinds[_MOST_KINDS:]):
