@@ -9,10 +9,10 @@ from __future__ import annotations
 from argparse import Namespace
 from collections.abc import Iterator
 from pathlib import Path
-from typing import NamedTuple
 
 from tmm_cache.batch import Batch
 from tmm_cache.console import DONE, FOUND, Noted, counted, note, print_json
+from tmm_cache.differences import differences
 from tmm_cache.disk import make_folder, require_target
 from tmm_cache.errors import RecordError
 from tmm_cache.files import Fault, Stored, read_stored, record_bytes
@@ -47,31 +47,11 @@ def freeze(store: CacheStore, options: Namespace) -> int:
     return DONE if count and not noted.count else FOUND
 
 
-class Difference(NamedTuple):
-    """A problem that two caches would answer differently, with the record of each."""
-
-    what: str
-    key: Key
-    a: Summary | None
-    b: Summary | None
-
-    @property
-    def either(self) -> Summary:
-        """The record of A, or that of B."""
-        either = self.a or self.b
-        assert either is not None
-        return either
-
-
 def diff(store: CacheStore, options: Namespace) -> int:
     """Count how two caches would answer differently; with `--each`, print each difference."""
     noted = Noted()
     mine, theirs = (_answers(source, noted) for source in (options.a, options.b))
-    rows = [
-        Difference(what, key, mine.get(key), theirs.get(key))
-        for key in sorted(mine | theirs)
-        if (what := _difference(mine.get(key), theirs.get(key))) is not None
-    ]
+    rows = differences(mine, theirs)
     if options.json:
         print_json(
             [
@@ -166,12 +146,3 @@ def _stored(summary: Summary, noted: Noted) -> Stored | None:
         noted.fault(stored)
         return None
     return stored
-
-
-def _difference(a: Summary | None, b: Summary | None) -> str | None:
-    if a is None or b is None:
-        return "only in B" if a is None else "only in A"
-    mine, theirs = a.head.best, b.head.best
-    if (mine.kernel, mine.config) != (theirs.kernel, theirs.config):
-        return "other winner"
-    return "other times" if (mine.us, mine.blas_us) != (theirs.us, theirs.blas_us) else None

@@ -20,6 +20,7 @@ from tmm_cache.errors import reraise
 from tmm_cache.fields import SIZES, is_size
 from tmm_cache.keys import Document
 from tmm_cache.record import SCHEMA, TuningRecord, utc_time
+from tmm_cache.record import blas_us as blas_us
 
 #: A problem and a config take about 900 bytes.
 HEAD_BYTES: Final = 4096
@@ -67,16 +68,6 @@ def with_head(document: dict[str, Any], record: TuningRecord) -> dict[str, Any]:
     candidates = document.pop("candidates")
     best = Best.of(record)._replace(config=candidates[record.winner]["config"])  # as JSON
     return document | {"best": best._asdict(), "candidates": candidates}
-
-
-def blas_us(record: TuningRecord) -> float | None:
-    """The best median of the BLAS candidates, in microseconds; None if none was timed."""
-    medians = [
-        candidate.median_us
-        for candidate in record.candidates
-        if candidate.kernel == "blas" or candidate.kernel.startswith("blas.")
-    ]
-    return min((median for median in medians if median is not None), default=None)
 
 
 def read_head(path: Path) -> Head | None:

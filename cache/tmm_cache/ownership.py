@@ -8,6 +8,7 @@ same user forged are out of scope, and so is whatever root does.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import stat
 from pathlib import Path
@@ -56,6 +57,22 @@ def foreign(root: Path) -> str | None:
     if status.st_uid == os.geteuid() and not stat.S_ISDIR(status.st_mode):
         return None  # reading will report it
     return foreign_status(status)
+
+
+def foreign_below(root: Path) -> list[str]:
+    """What others may have written below a root, each path with the reason, as `foreign_file` would
+    find it; nothing if the root is shared on purpose or cannot be listed."""
+    found: list[str] = []
+    if is_shared():
+        return found
+    for folder, folders, names in os.walk(root):
+        for name in (*folders, *names):
+            path = os.path.join(folder, name)
+            with contextlib.suppress(OSError):  # gone by now
+                status = os.lstat(path)
+                reason = "is a link" if stat.S_ISLNK(status.st_mode) else foreign_status(status)
+                found += [f"{path} {reason}"] if reason else []
+    return found
 
 
 def foreign_file(root: Path, path: Path, handle: int) -> str | None:

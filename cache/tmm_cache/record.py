@@ -189,16 +189,15 @@ class TuningRecord:
     def __repr__(self) -> str:
         """A line: the problem, its winner and the times; `to_json` has everything."""
         from tmm_cache import facets  # not needed by calls
-        from tmm_cache.head import Best
 
-        best = Best.of(self)
+        us, blas = self.best.median_us, blas_us(self)
         asked = facets.shape(self.problem), facets.dtypes(self.problem, short=True)
-        time = "not timed" if best.us is None else f"{best.us:.2f} µs"
-        ratio = "" if best.speedup is None else f", {best.speedup:.2f}x over blas"
+        time = "not timed" if us is None else f"{us:.2f} µs"
+        ratio = f", {blas / us:.2f}x over blas" if us and blas else ""
         tried = f"{len(self.candidates)} candidate{'s' * (len(self.candidates) != 1)}"
         return (
             f"<TuningRecord {' '.join(asked)} {facets.expression(self.problem)}: "
-            f"{facets.printable(best.kernel)} {time}{ratio}, {tried}>"
+            f"{facets.printable(self.best.kernel)} {time}{ratio}, {tried}>"
         )
 
     def _repr_html_(self) -> str:
@@ -259,6 +258,16 @@ class TuningRecord:
         if (status := record.best.status) != "ok":
             raise RefusedError(shown(status), "'ok', it won", f".candidates[{winner}].status")
         return record
+
+
+def blas_us(record: TuningRecord) -> float | None:
+    """The best median of the BLAS candidates, in microseconds; None if none was timed."""
+    medians = [
+        candidate.median_us
+        for candidate in record.candidates
+        if candidate.kernel == "blas" or candidate.kernel.startswith("blas.")
+    ]
+    return min((median for median in medians if median is not None), default=None)
 
 
 def utc_time(text: object) -> datetime:

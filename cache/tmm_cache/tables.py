@@ -9,18 +9,16 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from itertools import groupby
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from tmm_cache import columns as layout
 from tmm_cache import evidence, facets
 from tmm_cache.console import counted
+from tmm_cache.differences import Difference
 from tmm_cache.head import Best
 from tmm_cache.keys import Document
 from tmm_cache.record import CLOCK, TuningRecord
 from tmm_cache.scan import Summary
-
-if TYPE_CHECKING:
-    from tmm_cache.deployment import Difference
 
 
 def print_table(
@@ -139,7 +137,8 @@ def print_kinds(found: Sequence[Difference]) -> None:
     winners; the most frequent first."""
     rows: list[tuple[str, ...] | str] = []
     for gpu, members in groupby(sorted(found, key=lambda row: row.key), lambda row: row.key[0]):
-        kinds = Counter((row.what, _winners(row)) for row in members).most_common()
+        counts = Counter((row.what, _winners(row)) for row in members)
+        kinds = sorted(counts.items(), key=lambda kind: (-kind[1], kind[0]))
         rows.append(f"{gpu}: {counted(sum(count for _, count in kinds), 'difference')}")
         rows += [(what, str(count), winners) for (what, winners), count in kinds[:_MOST_KINDS]]
         if rest := sum(count for _, count in kinds[_MOST_KINDS:]):
