@@ -71,7 +71,8 @@ def test_parameters_are_joined_if_each_has_its_memory_to_itself() -> None:
     assert not joinable(first, second)  # now each is half of a storage
     alone = parameter(4, 6)
     for other in (
-        alone, parameter(4, 5), parameter(4, 6, dtype=torch.float64), torch.randn(4, 6),
+        alone,  # tied
+        parameter(4, 5), parameter(4, 6, dtype=torch.float64), torch.randn(4, 6),
         nn.Parameter(torch.randn(5, 6)[:4]), nn.Parameter(torch.empty(4, 6, device="meta")),
     ):  # fmt: skip
         assert not joinable(alone, other)
