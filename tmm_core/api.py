@@ -232,21 +232,16 @@ def linear(
         tensors = {"x": x, "weight": weight, "bias": bias, "residual": residual, "out": out}
         more = {"alpha": alpha, "epilogue": epilogue, "out_dtype": out_dtype}
         return unusual.by_override(linear, tensors, **more)
-    return matmul(
-        x,
-        weight.t(),
-        bias=bias,
-        residual=residual,
-        alpha=alpha,
-        epilogue=epilogue,
-        out=out,
-        out_dtype=out_dtype,
-        scale_a=scale_a,
-        scale_b=scale_b,
-        kernel=kernel,
-        config=config,
-        on_cache_miss=on_cache_miss,
-    )
+    forced: dict[str, Any] = {"kernel": kernel, "config": config, "on_cache_miss": on_cache_miss}
+    call = Arguments(x, weight, bias, residual, alpha, "", out_dtype, scale_a, scale_b, out)
+    try:
+        given = call._replace(b=weight.t())._asdict() | {"epilogue": epilogue}
+        return matmul(**given, **forced)
+    except NotImplementedError:  # its type has no transpose, or no operator of ours
+        if not unusual.foreign(weight):
+            raise
+    with settings.override(**forced):
+        return unusual.linear(call._replace(epilogue=interned_text(epilogue)))
 
 
 def plan(
