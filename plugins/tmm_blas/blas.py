@@ -390,7 +390,7 @@ def _bind_scaled_mm(problem: Problem) -> Launcher:
     direct = not after and problem.out.layout == "row" and problem.out.dtype == dtype
     direct = direct and problem.epilogue.is_identity and problem.residual is None
     direct = direct and (add_bias or problem.bias is None)
-    one = torch.ones((), device="cuda")
+    one = torch.ones((), dtype=torch.float32, device="cuda")
     if not torch.cuda.is_current_stream_capturing():
         # It will be read on other streams.
         torch.cuda.current_stream().synchronize()

@@ -238,7 +238,7 @@ def _scaled_by_torch(
 def _filled(scale: Tensor | None, shape: tuple[int, ...], device: torch.device) -> Tensor:
     """A scale in that shape; missing, it is one."""
     if scale is None:
-        return torch.ones(shape, device=device)
+        return torch.ones(shape, dtype=torch.float32, device=device)
     return scale.expand(shape).contiguous() if scale.numel() == 1 else scale
 
 
