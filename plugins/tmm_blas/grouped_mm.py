@@ -177,7 +177,8 @@ def _rescaled(
     if scale_b is not None and problem.scale_b == "row" and along != "n":
         scale_b = _of_rows(problem, scale_b.view(problem.shape("scale_b")), offs)
     for scale in (scale_a, scale_b):
-        z = z if scale is None else z * scale
+        if scale is not None:
+            z = z * (scale.reshape(()) if scale.numel() == 1 else scale)
     return z
 
 

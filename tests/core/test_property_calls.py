@@ -39,18 +39,23 @@ DTYPES = [
 ]  # fmt: skip
 EPILOGUES = [
     *[None] * 4, "silu", "relu", "tanh", "softcap(3)", "gelu_tanh+relu", "relu+silu",
-    "swiglu", "geglu", "swiglu+relu", "clamped_swiglu", "leaky_relu", "nonsense",
+    "swiglu", "geglu", "swiglu+relu", "clamped_swiglu", "leaky_relu", "scale(2)",
 ]  # fmt: skip
 ALPHAS: list[Any] = [
-    *[1.0] * 5, 2.0, -0.5, 0.0, 3, True, np.float32(0.5), np.int64(2), np.float64(1.5), 2 + 0j,
-    1j, "2", None, np.ones(1), torch.tensor(2.0), torch.tensor([2.0]), 2**70,
+    *[1.0] * 9, 2.0, -0.5, 0.0, 3, True, np.float32(0.5), np.int64(2), np.float64(1.5), 2 + 0j,
+    torch.tensor(2.0),
 ]  # fmt: skip
+NO_ALPHAS: list[Any] = [1j, "2", None, np.ones(1), torch.tensor([2.0]), 2**70]
 TERMS = ("bias", "residual", "scale_a", "scale_b")
 
 
 def often(draw: Any, usual: Any, *others: Any) -> Any:
     """Mostly the usual value."""
-    return usual if draw(st.integers(0, 5)) else draw(st.sampled_from(others))
+    return draw(st.sampled_from(others)) if seldom(draw) else usual
+
+
+def seldom(draw: Any) -> bool:
+    return bool(draw(st.sampled_from([False] * 14 + [True])))
 
 
 @st.composite
@@ -58,7 +63,7 @@ def calls(draw: Any) -> Call:
     """Arguments of ``matmul``: most of them fit, some miss in one respect."""
     size = st.sampled_from([0, 1, 2, 3, 4, 5])
     m, n, k = draw(size), draw(size), draw(size)
-    epilogue = draw(st.sampled_from(EPILOGUES))
+    epilogue = often(draw, draw(st.sampled_from(EPILOGUES)), "nonsense")
     gated = epilogue is not None and "glu" in epilogue
     width = often(draw, 2 * n if gated else n, n)
     batch = draw(st.sampled_from([(), (), (2,), (1,), (2, 3), (0,)]))
@@ -71,23 +76,24 @@ def calls(draw: Any) -> Call:
     call: Call = {"a": draw(tensors(shape_a, dtype)), "b": draw(tensors(shape_b, of_b))}
     call["epilogue"] = epilogue
     call["out_dtype"] = often(draw, None, FP32, BF16, FP64, torch.int32, E4M3)
-    call["alpha"] = draw(st.sampled_from(ALPHAS))
+    call["alpha"] = often(draw, draw(st.sampled_from(ALPHAS)), *NO_ALPHAS)
     own = result_dtype(call["a"], call["out_dtype"])
     if draw(st.booleans()):
         kind = often(draw, dtype if not eight_bit else own, FP32, FP64, FP16, own)
         full = (*shape_a[:-1], width)
-        shape = often(draw, (width,), (1, width), (width + 1,), (1,), (), full)
+        fitting = draw(st.sampled_from([(width,), (width,), (1, width), (1,), (), full]))
+        shape = often(draw, fitting, (width + 1,))
         call["bias"] = draw(tensors(shape, kind))
     if draw(st.booleans()):
         kind = often(draw, own, FP32, FP64, dtype if not eight_bit else own)
         narrow = width // 2 if gated else width
         full = (*shape_a[:-1], narrow)
-        shape = draw(st.sampled_from([full, full, (narrow,), (), (1, narrow), (2, *full), (7,)]))
+        fitting = draw(st.sampled_from([full, (narrow,), (), (1, narrow)]))
+        shape = often(draw, fitting, (2, *full), (7,))
         call["residual"] = draw(tensors(shape, kind))
-    rare = 1 if eight_bit else 12
     for name, shape in (("scale_a", (*shape_a[:-1], 1)), ("scale_b", (*shape_b[:-2], 1, width))):
-        if not draw(st.integers(0, rare)):
-            shape = draw(st.sampled_from([shape, (), (1,), (3, 1)]))
+        if draw(st.booleans()) if eight_bit else seldom(draw):
+            shape = often(draw, draw(st.sampled_from([shape, (), (1, 1, 1)])), (3, 1))
             call[name] = draw(tensors(shape, often(draw, FP32, BF16, FP64))).abs()
     return {name: value for name, value in call.items() if name == "alpha" or value is not None}
 
@@ -114,8 +120,9 @@ def expression(call: Call) -> Tensor:
         if name in call:
             z = z * scale_of(call, name)
     bias, residual = (widened(call[n]) if n in call else None for n in ("bias", "residual"))
-    if bias is not None and call["b"].dim() == 1 and bias.numel() == 1:
-        bias = bias.reshape(())  # a vector is a matrix of one column, which the result lacks
+    if bias is not None and bias.numel() == (b.shape[-1] if b.dim() > 1 else 1):
+        # Vectors are matrices of one row or column, which the result lacks.
+        bias = bias.reshape(()) if b.dim() == 1 else bias.reshape(-1) if a.dim() == 1 else bias
     epilogue = dispatch.dispatcher().registry.epilogue(call.get("epilogue"))
     return epilogue.expression(z, bias, residual)
 
