@@ -132,6 +132,10 @@ def without_autocast(device: str) -> AbstractContextManager[Any]:
     return _AUTOCASTS[device]()  # type: ignore[no-any-return]
 
 
+#: Whether hooks are registered on all modules.
+global_hooks = private("torch.nn.modules.module._has_any_global_hook", _always(True))
+
+
 def autocasts_on(device: str) -> bool:
     """Whether operands on devices of this type are cast; torch raises for types that have no
     autocast, such as meta."""

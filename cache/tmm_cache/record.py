@@ -48,7 +48,7 @@ def _plain(mapping: Document, field: str) -> dict[str, JSON]:
         raise RecordError(f"{field}: found what is not JSON ({error})") from error
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class CandidateResult:
     """The result of one (kernel, config) on the problem.
 
@@ -74,6 +74,14 @@ class CandidateResult:
     reason: str | None = None
     inside_us: Mapping[int, float] = field(default_factory=dict)
     steady_us: float | None = None
+
+    def __repr__(self) -> str:
+        """A line: kernel, config, status and median; `dataclasses.asdict` has everything."""
+        from tmm_cache import facets  # not needed by calls
+
+        words = facets.printable(self.kernel), facets.config(self.config)
+        time = "not timed" if self.median_us is None else f"{self.median_us:.2f} µs"
+        return f"<CandidateResult {' '.join(filter(None, words))}: {self.status}, {time}>"
 
     def us_at(self, m: int, record_m: int) -> float | None:
         """The median time at M = `m` in a record of M = `record_m`; None if it was not timed."""
@@ -139,7 +147,7 @@ _BARE: Final = CandidateResult(kernel="", version="", config={}, status="ok")
 _OPTIONAL: Final = _CANDIDATE.keys() - {"kernel", "version", "config", "status"}
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class TuningRecord:
     """The result of tuning one problem.
 
@@ -178,6 +186,21 @@ class TuningRecord:
     def created_at(self) -> datetime:
         """`created` as a UTC datetime. Raises ValueError if it is not one."""
         return utc_time(self.created)
+
+    def __repr__(self) -> str:
+        """A line: the problem, its winner and the times; `to_json` has everything."""
+        from tmm_cache import facets  # not needed by calls
+        from tmm_cache.head import Best
+
+        best = Best.of(self)
+        asked = facets.shape(self.problem), facets.dtypes(self.problem, short=True)
+        time = "not timed" if best.us is None else f"{best.us:.2f} µs"
+        ratio = "" if best.speedup is None else f", {best.speedup:.2f}x over blas"
+        tried = f"{len(self.candidates)} candidate{'s' * (len(self.candidates) != 1)}"
+        return (
+            f"<TuningRecord {' '.join(asked)} {facets.expression(self.problem)}: "
+            f"{facets.printable(best.kernel)} {time}{ratio}, {tried}>"
+        )
 
     def _repr_html_(self) -> str:
         """HTML for notebooks: the problem, then every candidate, the winner first."""

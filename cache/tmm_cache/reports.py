@@ -91,7 +91,10 @@ def stats(store: CacheStore, options: Namespace) -> int:
     from tmm_cache import tables
 
     layers = {str(root): name for root, name in _layer_names(store).items()}
-    columns = ("gpu", "environment", "layer", "records", "bytes", "misses", "faults", "winners")
+    columns = (
+        *("gpu", "environment", "layer"),
+        *("records", "bytes", "misses", "faults", "schema", "winners"),
+    )
     tables.print_table(
         columns,
         [
@@ -103,12 +106,13 @@ def stats(store: CacheStore, options: Namespace) -> int:
                 evidence.bytes_text(row["bytes"]),
                 str(row["misses"]),
                 str(row["faults"]),
+                row["schema"],
                 facets.config(row["winners"]),
             )
             for row in rows
         ],
         right=("records", "bytes", "misses", "faults"),
-        optional=("bytes", "faults", "layer"),
+        optional=("bytes", "faults", "layer", "schema"),
     )
     return DONE
 

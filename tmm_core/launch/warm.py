@@ -8,6 +8,7 @@ functions on that path are generated from the table of arguments by :func:`entry
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import replace
@@ -16,7 +17,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from tmm_core import compat, settings
-from tmm_core.errors import PluginError, let_through, told
+from tmm_core.errors import PluginError, error_text, reraise
 from tmm_core.launch.beside import delivering
 from tmm_core.launch.check import PLAIN, check, result_dtype
 from tmm_core.launch.fold import Fold
@@ -43,6 +44,9 @@ Tensor = torch.Tensor
 #: Maximum number of plans; then the table is cleared (a plan takes about 2 kB, and rebinding one
 #: whose kernel is compiled takes microseconds).
 MAX_PLANS = 65536
+
+#: Seconds between two looks for a record that another process is making.
+_POLL = 0.1
 
 _plans: dict[tuple[Any, ...], Plan] = {}
 
@@ -146,11 +150,12 @@ def _tf32() -> bool:
 
 def _build(key: tuple[Any, ...], call: Arguments | GroupedArguments, pose: Pose) -> Plan:
     product = _product_of(call)
-    plan = make_plan(product, epilogue_of(product.epilogue), settings.current(), pose)
+    epilogue = epilogue_of(product.epilogue)
+    plan = make_plan(product, epilogue, settings.current(), pose, waits=False)
     if product.residual is not call.residual:
         plan = replace(plan, launcher=_without_residual(plan.launcher))
     # Under graph capture the choice is restricted.
-    if not plan.problem.capturing:
+    if plan.choice.lasting and not plan.problem.capturing:
         if len(_plans) >= MAX_PLANS:
             _plans.clear()
         _plans[key] = plan
@@ -186,13 +191,18 @@ def _on_meta(call: Arguments | GroupedArguments) -> Any:
 
 
 def make_plan(
-    call: Arguments | GroupedArguments, epilogue: Epilogue, current: settings.Settings, pose: Pose
+    call: Arguments | GroupedArguments,
+    epilogue: Epilogue,
+    current: settings.Settings,
+    pose: Pose,
+    waits: bool = True,
 ) -> Plan:
     """Check, choose and bind; all errors for bad input are raised here.
 
     Args:
         pose: Checks the call and returns its problem: that of plain calls below, or the one of
             :mod:`tmm_core.launch.grouped`.
+        waits: Until a choice can be made for good, if another process is tuning the problem.
 
     Raises:
         RuntimeError, ValueError, TypeError: See :func:`tmm_core.launch.check.check`.
@@ -203,6 +213,9 @@ def make_plan(
     with torch.cuda.device(a.device) if a.is_cuda else nullcontext():
         problem, fold = pose(call, epilogue, current)
         choice, launcher = answerer().bound(problem, current)
+        while waits and not choice.lasting:
+            time.sleep(_POLL)
+            choice, launcher = answerer().bound(problem, current)
     shape: Sequence[int] = (problem.m, problem.n)
     if epilogue.outputs:
         launcher = Bound.of(launcher).run  # its other forms take no outputs
@@ -271,11 +284,12 @@ def _quarantine(plan: Plan, error: BaseException) -> bool:
     Raises:
         PluginError: Its exception would end the process.
     """
-    let_through(error)
+    reraise(error)
     hopeless = plan.choice.origin == "forced" or plan.kernel == BASELINE
-    if hopeless or isinstance(error, torch.OutOfMemoryError):
-        if not isinstance(error, Exception):
-            raise PluginError(f"kernel {plan.kernel} raised {told(error)}") from error
+    # Not isinstance, which asks a stranger's exception for its __class__.
+    if hopeless or issubclass(type(error), torch.OutOfMemoryError):
+        if not issubclass(type(error), Exception):
+            raise PluginError(f"kernel {plan.kernel} raised {error_text(error)}") from error
         return False
     answerer().quarantine(plan.problem, plan.choice, error)
     return True

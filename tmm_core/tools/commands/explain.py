@@ -11,6 +11,7 @@ from typing import Any
 
 import torch
 from tmm_cache import columns
+from tmm_cache.disk import require_target
 
 from tmm_core import dispatch, settings
 from tmm_core.bench import candidates, tiles
@@ -23,6 +24,8 @@ from tmm_core.tools.commands.console import DONE, UsageError, note, print_json
 
 
 def run(options: argparse.Namespace) -> int:
+    if options.plot is not None:
+        require_target(options.plot)
     if options.shape is None:
         if not options.tiles:
             raise UsageError("give a shape MxNxK, or --tiles RxC")
