@@ -80,6 +80,8 @@ deterministic = private(
 )
 #: 1 if a tensor's elements share memory, 2 if unknown, which the fallback always returns.
 internal_overlap = private("torch._debug_has_internal_overlap", _always(2))
+#: The factory of a context in which no mode sees torch's calls.
+without_modes: Any = private("torch.utils._python_dispatch._disable_current_modes", nullcontext)
 
 
 # -- derivatives, transforms and autocast (interop) ----------------------------------------------
@@ -174,7 +176,7 @@ def end_failed_capture(pool: Any) -> None:
     except RuntimeError as error:  # already ended: the failure was elsewhere
         reraise(error)
     with torch.cuda.graph(torch.cuda.CUDAGraph(), capture_error_mode="thread_local"):
-        torch.zeros(1, device=device)
+        torch.zeros(1, dtype=torch.float32, device=device)
 
 
 # -- rarely used ---------------------------------------------------------------------------------

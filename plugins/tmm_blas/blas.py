@@ -266,6 +266,11 @@ def _torch_folds(problem: Problem, a: Tensor, b: Tensor) -> bool:
     return b.dim() == 2 and all(strides[i] == strides[i + 1] * sizes[i + 1] for i in outer)
 
 
+def factor(scale: Tensor) -> Tensor:
+    """A scale that broadcasts to the product: one number may have any number of dimensions."""
+    return scale.reshape(()) if scale.numel() == 1 else scale
+
+
 def scaled(z: Tensor, alpha: float) -> Tensor:
     """A product times alpha, in its own dtype: like torch.addmm, integers take alpha as one."""
     if alpha == 1.0:
@@ -374,7 +379,7 @@ def _bind_dequantized(problem: Problem, dequantize: Callable[[Tensor], Tensor]) 
     def run(a: Tensor, b: Tensor, *rest: Any, **scales: Any) -> Tensor:
         z = _wide(dequantize(a), dequantize(b), torch.float32, mm)
         for name in names:
-            z = z * scales[name]
+            z = z * factor(scales[name])
         return finish(problem, z, *rest)
 
     return run
@@ -390,7 +395,7 @@ def _bind_scaled_mm(problem: Problem) -> Launcher:
     direct = not after and problem.out.layout == "row" and problem.out.dtype == dtype
     direct = direct and problem.epilogue.is_identity and problem.residual is None
     direct = direct and (add_bias or problem.bias is None)
-    one = torch.ones((), device="cuda")
+    one = torch.ones((), dtype=torch.float32, device="cuda")
     if not torch.cuda.is_current_stream_capturing():
         # It will be read on other streams.
         torch.cuda.current_stream().synchronize()
@@ -411,7 +416,7 @@ def _bind_scaled_mm(problem: Problem) -> Launcher:
         if after:
             z = torch._scaled_mm(a, b, one, one, out_dtype=torch.float32)
             for scale in (scale_a, scale_b):
-                z = z if scale is None else z * scale
+                z = z if scale is None else z * factor(scale)
             return finish(problem, z, bias, residual, alpha, out)
         scale_a, scale_b = one if scale_a is None else scale_a, one if scale_b is None else scale_b
         if alpha != 1.0:

@@ -80,7 +80,7 @@ class Expected:
             dimension, size = self.within
             out = out.narrow(dimension, 0, size)
         if not out.numel():
-            return torch.zeros((), device=out.device)
+            return torch.zeros((), dtype=torch.float32, device=out.device)
         if self.rows is None:
             return self._worst(out, self.in_rows, at_once)
         found = self._worst(out[..., self.rows, :], self.in_rows, at_once)
@@ -258,8 +258,12 @@ class Fixture:
 
 def _sample(size: int, device: torch.device) -> torch.Tensor:
     """Indices in ``range(size)``: one per stripe, the first and the last."""
-    edges = torch.linspace(0, size, min(size, SAMPLES) + 1, dtype=torch.float64).long()
-    chance = torch.rand(len(edges) - 1, generator=random_inputs.seeded(torch.device("cpu")))
+    host = torch.device("cpu")
+    count = min(size, SAMPLES) + 1
+    edges = torch.linspace(0, size, count, dtype=torch.float64, device=host).long()
+    generator = random_inputs.seeded(host)
+    chance = torch.rand(count - 1, dtype=torch.float32, generator=generator, device=host)
     inside = edges[:-1] + (chance * (edges[1:] - edges[:-1])).long()
-    places: torch.Tensor = torch.cat([inside, torch.tensor([0, size - 1])]).unique()
+    ends = torch.tensor([0, size - 1], device=host)
+    places: torch.Tensor = torch.cat([inside, ends]).unique()
     return places.to(device)
