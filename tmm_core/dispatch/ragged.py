@@ -75,7 +75,7 @@ class Rows:
         ends = ends_of(groups.count, used, chance, sizes)
 
         def place(numbers: Any, dtype: torch.dtype | None) -> torch.Tensor:
-            return torch.as_tensor(numbers).to(device, dtype)
+            return torch.as_tensor(numbers, device="cpu").to(device, dtype)
 
         read, a_index, out_index, out_weights = total, None, None, None
         if groups.a_index is not None:
@@ -92,7 +92,7 @@ class Rows:
             ]
             out_index = place(torch.cat(there), groups.out_index)
         if groups.out_weights is not None:
-            drawn = torch.rand(total, generator=chance, device="cpu") + 0.5
+            drawn = torch.rand(total, generator=chance, dtype=torch.float32, device="cpu") + 0.5
             drawn[used:] = torch.nan
             out_weights = place(drawn, groups.out_weights)
         pair: tuple[Sizes, Sizes] = ("skewed", "even") if sizes == "skewed" else ("even", "skewed")

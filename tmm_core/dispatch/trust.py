@@ -75,7 +75,7 @@ class Trust:
             evidence = replace(each.bare(), batch_invariant=choice.arithmetic is not None)
             device = evidence.device
             found = self._store.locate(device.gpu, device.environment, evidence.to_json())
-            if found is not None and (found.trusted or choice.origin == "tuned"):
+            if found is not None and found.trusted:
                 return evidence.extent
         return None
 
