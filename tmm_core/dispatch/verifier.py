@@ -114,7 +114,7 @@ class _Trial(Ways):
         if extent == "whole":
             self.forms(self._fixture.sets()[0])
             self.modes(self._fixture.sets()[0])
-            self.together(repeats)
+            self.together()
             self.rounds()
 
     def once_each(self) -> None:
