@@ -21,27 +21,35 @@ class TestBlas(KernelConformance):
     slack = 4.0
 
 
-class TestNaive(KernelConformance):
+class Ours(KernelConformance):
+    """A kernel of ours; interpreted, one launch takes 50 ms, and a verification 30 launches."""
+
+    def probes_of_use(self) -> Iterator[Probe]:
+        probes = list(super().probes_of_use())
+        return iter(probes if torch.cuda.is_available() else [probes[0], probes[5], probes[7]])
+
+
+class TestNaive(Ours):
     kernel = load("triton.naive")
 
 
-class TestGrouped(KernelConformance):
+class TestGrouped(Ours):
     kernel = load("triton.grouped")
 
 
-class TestSplitK(KernelConformance):
+class TestSplitK(Ours):
     kernel = load("triton.split_k")
 
 
-class TestFusedEpilogue(KernelConformance):
+class TestFusedEpilogue(Ours):
     kernel = load("triton.fused_epilogue")
 
 
-class TestPersistent(KernelConformance):
+class TestPersistent(Ours):
     kernel = load("triton.persistent")
 
 
-class TestRagged(KernelConformance):
+class TestRagged(Ours):
     kernel = load("triton.ragged")
     size = None if torch.cuda.is_available() else (24, 32, 48)  # a program is 2 ms
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
@@ -133,13 +134,14 @@ class Trial:
     def _hold_free(self) -> None:
         """Check that nobody else owns the results that were returned, none of which is held."""
         returned, self._returned = self._returned, []
-        if self._baseline or all(memory.expired() for memory in returned):
+        if self._baseline:
             return
-        import gc  # a cycle may still hold one
-
-        gc.collect()
-        if not all(memory.expired() for memory in returned):
-            raise WrongError("it keeps the memory of a result, which it may overwrite")
+        for generation in range(4):
+            if all(memory.expired() for memory in returned):
+                return
+            if generation < 3:  # a cycle may still hold one, usually a young one
+                gc.collect(generation)
+        raise WrongError("it keeps the memory of a result, which it may overwrite")
 
     def _hold_inputs(self) -> None:
         """Check that the inputs are as they were."""

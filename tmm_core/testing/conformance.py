@@ -168,6 +168,34 @@ class KernelConformance(RaggedQuestions):
         NaN and Inf, which reach exactly the elements that they reach in the reference."""
         self._hold_verified(self._posed(probe).problem)
 
+    def test_use(self, probe: Probe) -> None:
+        """Right in all further ways of use: N-D operands and plans, torch's modes, two threads at
+        once, values that change at the same address, strides of zero, one tensor as two arguments,
+        small and large numbers; and it changes no state of the process and keeps no result."""
+        self._hold_verified(self._posed(probe).problem, whole=True)
+
+    def test_every_tile(self) -> None:
+        """Sizes of every alignment, and with every remainder in a tile."""
+        served = 0
+        for probe in self.sizes_of_tiles():
+            posed = probe.pose(self._device())
+            if self.kernel.reasons_against(posed.problem):
+                continue
+            launcher, served = self._bind(posed.problem), served + 1
+            self._blame(posed.problem, posed.faults(launcher, self.slack), probe)
+        if not served:
+            self._decline(self._probe().pose(self._device()).problem)
+            pytest.skip("declines small sizes")
+
+    def test_use_of_ragged(self) -> None:
+        """All further ways, for kernels that accept groups: of one row, all rows in one, most of
+        them empty; and rows gathered out of more, or out of one."""
+        served = [p for p in self.ragged_in_use() if not self.kernel.reasons_against(p)]
+        if not served:
+            self._decline(next(iter(self.ragged_in_use())))
+        for problem in served:
+            self._hold_verified(problem, whole=True)
+
     def test_outputs(self, probe: Probe) -> None:
         """What an epilogue writes beside the result, for kernels that declare it."""
         self._hold_verified(self._posed(probe).problem)

@@ -231,6 +231,34 @@ class Questions:
         for layout in ("row_unaligned", "strided"):
             yield replace(base, a=layout, b=layout, out=layout)
 
+    def probes_of_use(self) -> Iterator[Probe]:
+        """Small problems, each verified by some thirty launches: every dtype, each kind of operand
+        whose strides a problem does not fix, and operands that may be one tensor."""
+        side = 16 if self._device().type == "cpu" else 128
+        for dtype in self.dtypes:
+            yield Probe(m=side, n=side, k=4 * side, dtype=dtype)
+        base = Probe(m=side, n=side, k=side, dtype=self.dtypes[0])
+        fp32: dict[str, Any] = {"bias_dtype": torch.float32, "residual_dtype": torch.float32}
+        yield base
+        yield replace(base, residual="row", alpha=0.5)
+        yield replace(base, bias="packed", residual="row_unaligned", alpha=0.5)
+        yield replace(base, bias="packed", residual="strided", **fp32)
+        yield replace(base, batch=3, bias="packed", epilogue=parse("silu"))
+        yield replace(base, a="strided", b="row_unaligned", out="strided")
+        yield replace(base, n=max(1, side - 1), out="row_unaligned")
+
+    def sizes_of_tiles(self) -> Iterator[Probe]:
+        """Sizes of every alignment and remainder of a tile: along M, then N, then K."""
+        side, dtype = 16, self.dtypes[0]
+        tallest = 128 if self._device().type == "cuda" else 32
+        remainders = {tallest + extra for extra in (*range(1, 17), 20, 24, 28)}
+        ends = {*range(1, 17), 20, 24, 28, 40, 56, 264, 282, 312} | remainders
+        for m in sorted(ends):
+            yield Probe(m=m, n=side, k=side, dtype=dtype)
+        for size in (8, 24, 40, 56, 17, 33, 47):
+            yield Probe(m=side, n=size, k=side, dtype=dtype)
+            yield Probe(m=side, n=side, k=size, dtype=dtype)
+
     def probes_of_outputs(self) -> Iterator[Probe]:
         """Every kind and reduction, with all terms of the expression, of sizes that divide nothing;
         and of rows alone, where operands are aligned."""

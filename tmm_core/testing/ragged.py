@@ -63,6 +63,20 @@ class RaggedQuestions(Questions):
                 yield replace(full, epilogue=parse("silu"), out=Operand(torch.float32))
                 yield replace(full, epilogue=parse("swiglu"))
 
+    def ragged_in_use(self) -> Iterator[Problem]:
+        """Small problems, each verified in every way of use: one that gathers rows, one with a
+        single row, one with a single group, and one in order."""
+        operand = Operand(self.dtypes[0])
+        plain = Problem(
+            24, 16, 16, operand, operand, operand,
+            device=fingerprint(self._device()), groups=Groups(GROUPS, "m"),
+        )  # fmt: skip
+        gathered = replace(plain, groups=Groups(GROUPS, "m", torch.int64))
+        yield gathered
+        yield replace(gathered, m=1)
+        yield replace(gathered, m=8, groups=Groups(1, "m", torch.int64))
+        yield plain
+
     def demanding_ragged(self) -> list[Problem]:
         """Problems that reveal a config's faults, the most revealing first."""
         rows = self._ragged("m")
