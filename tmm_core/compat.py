@@ -130,6 +130,9 @@ def without_autocast(device: str) -> AbstractContextManager[Any]:
     return _AUTOCASTS[device]()  # type: ignore[no-any-return]
 
 
+#: Whether hooks are registered on all modules.
+global_hooks = private("torch.nn.modules.module._has_any_global_hook", _always(True))
+
 # -- GPUs ------------------------------------------------------------------------------------
 
 

@@ -46,6 +46,12 @@ class Notes:
             self._read = self._lines()
         return self._read.get(about)
 
+    def values(self) -> list[JSON]:
+        """The latest note about each thing."""
+        if self._read is None:
+            self._read = self._lines()
+        return list(self._read.values())
+
     def add(self, about: str, value: JSON) -> None:
         """Add a note, if a file can be written."""
         if self.get(about) == value:

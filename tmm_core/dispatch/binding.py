@@ -17,7 +17,7 @@ from concurrent.futures import CancelledError, Future
 
 import torch
 
-from tmm_core.dispatch.unmeasured import BUDGET_ENDED
+from tmm_core.dispatch.environment import BUDGET_ENDED
 from tmm_core.spec.kernel import Candidate
 from tmm_core.spec.launcher import BASELINE, Launcher
 from tmm_core.spec.problem import Problem
@@ -116,6 +116,9 @@ class Binding:
                 return
             place = self._ready.popleft()
             if place in self._outcomes:
+                continue
+            if now > self._deadline and self._asked[place][1].kernel.name != BASELINE:
+                self._outcomes[place] = self._bound(place)  # which binds nothing any more
                 continue
             try:
                 threading.Thread(

@@ -20,10 +20,12 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from concurrent.futures import Future, InvalidStateError
+from types import MappingProxyType
 from typing import Any
 
+from tmm_core.dispatch.environment import Cause
 from tmm_core.dispatch.jobs import job_of
 from tmm_core.dispatch.processes import Child, circumstances, ending, startable, tail
 from tmm_core.errors import warn
@@ -62,7 +64,16 @@ def compiling_threads() -> int:
 
 
 class NotCompiledError(Exception):
-    """A candidate that did not compile; its text is the reason."""
+    """A candidate that did not compile; its text is the reason.
+
+    Args:
+        cause: What of the environment made it fail, as its process found.
+        place: The file and line that raised, if known.
+    """
+
+    def __init__(self, reason: str, cause: Cause | None = None, place: str = "") -> None:
+        super().__init__(reason)
+        self.cause_elsewhere, self.place = cause, place
 
 
 class Compilers:
@@ -284,7 +295,7 @@ class _Server(Child):
         with self._lock:
             future = self._pending.pop(answer["id"], None)
         if future is not None:
-            _resolve(future, answer["error"])
+            _resolve(future, answer)
 
     def _end_process(self) -> int:
         """Wait for the server, which ends when the channel is closed unless it is still importing;
@@ -299,12 +310,13 @@ class _Server(Child):
             return child.wait()
 
 
-def _resolve(future: Future[None], error: str | None = None) -> None:
+def _resolve(future: Future[None], answer: Mapping[str, Any] = MappingProxyType({})) -> None:
     with contextlib.suppress(InvalidStateError):  # cancelled by its waiter
-        if error is None:
+        if answer.get("error") is None:
             future.set_result(None)
         else:
-            future.set_exception(NotCompiledError(error))
+            fault = NotCompiledError(answer["error"], answer.get("cause"), answer.get("place", ""))
+            future.set_exception(fault)
 
 
 def _compiles(kernel: Kernel[Any]) -> bool:

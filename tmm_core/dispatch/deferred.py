@@ -16,7 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from tmm_core.errors import let_through
+from tmm_core.errors import reraise
 from tmm_core.settings import Settings
 from tmm_core.spec.kernel import Deferred, Kernel
 from tmm_core.spec.problem import REQUIREMENTS, Problem
@@ -68,7 +68,7 @@ class Answers:
             others = {name: each.circumstances() for name, each in self.deferred.items()}
             return Notes("able", [sys.version, stamp(files), others], self._root)
         except BaseException as error:  # a plugin failed, or returned no JSON
-            let_through(error)
+            reraise(error)
             return None  # no notes
 
     def get(self, problem: Problem, settings: Settings) -> frozenset[Able] | None:

@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from tmm_core.dispatch.compilers import START_LIMIT
+from tmm_core.dispatch.compilers import START_LIMIT, NotCompiledError
 from tmm_core.dispatch.jobs import job_of
 from tmm_core.dispatch.processes import Child, empty, ending, startable, tail
 from tmm_core.errors import warn
@@ -45,6 +45,13 @@ class FirstLaunches:
         self._broken = False
 
     def fault(self, problem: Problem, candidate: Candidate, memory: int) -> str | None:
+        """The text of :meth:`failure`, if any."""
+        failure = self.failure(problem, candidate, memory)
+        return None if failure is None else str(failure)
+
+    def failure(
+        self, problem: Problem, candidate: Candidate, memory: int
+    ) -> NotCompiledError | None:
         """What went wrong in binding and launching ``candidate`` for ``problem``, with and without
         ``out``; None if nothing did, or if there is no worker.
 
@@ -53,7 +60,8 @@ class FirstLaunches:
         """
         about = candidate.kernel.name, problem
         if self._hung[about] >= MOST_HUNG:
-            return f"not tried: {MOST_HUNG} other configs of it hung in their first launch"
+            why = f"not tried: {MOST_HUNG} other configs of it hung in their first launch"
+            return NotCompiledError(why)
         worker = self._running()
         if worker is None:
             return None
@@ -62,14 +70,16 @@ class FirstLaunches:
         except TimeoutError:
             self._hung[about] += 1
             self.close()
-            return f"its first launch did not end within {LAUNCH_LIMIT:g} s"
+            return NotCompiledError(f"its first launch did not end within {LAUNCH_LIMIT:g} s")
         except OSError:  # it has ended
             said, status = worker.said(), self.close()
-            return f"its first launch: the process {ending(status, said)}"
+            return NotCompiledError(f"its first launch: the process {ending(status, said)}")
         if answer["ends"]:
             self.close()
-        error: str | None = answer["error"]
-        return None if error is None else f"its first launch raised {error}"
+        if answer["error"] is None:
+            return None
+        why = f"its first launch raised {answer['error']}"
+        return NotCompiledError(why, answer.get("cause"), answer.get("place", ""))
 
     def close(self) -> int:
         """End the worker; returns its exit status, 0 if there is none."""

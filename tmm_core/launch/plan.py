@@ -48,6 +48,8 @@ class Choice:
     evidence: Problem | None = None
     #: In batch-invariant mode, the name of the arithmetic of all M of the weight.
     arithmetic: str | None = None
+    #: Whether later calls may replay it; not if it answers only until a record is there.
+    lasting: bool = True
 
 
 class _Callable:

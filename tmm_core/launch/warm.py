@@ -8,6 +8,7 @@ functions on that path are generated from the table of arguments by :func:`entry
 from __future__ import annotations
 
 import functools
+import time
 from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from contextlib import nullcontext
 from typing import Any, Protocol
@@ -15,7 +16,7 @@ from typing import Any, Protocol
 import torch
 
 from tmm_core import compat, settings
-from tmm_core.errors import PluginError, let_through, told
+from tmm_core.errors import PluginError, error_text, reraise
 from tmm_core.launch.beside import delivering
 from tmm_core.launch.check import PLAIN, check, result_dtype
 from tmm_core.launch.fold import Fold
@@ -42,6 +43,9 @@ Tensor = torch.Tensor
 #: Maximum number of plans; then the table is cleared (a plan takes about 2 kB, and rebinding one
 #: whose kernel is compiled takes microseconds).
 MAX_PLANS = 65536
+
+#: Seconds between two looks for a record that another process is making.
+_POLL = 0.1
 
 _plans: dict[tuple[Any, ...], Plan] = {}
 
@@ -108,9 +112,9 @@ def _tf32() -> bool:
 
 
 def _build(key: tuple[Any, ...], call: Arguments | GroupedArguments, pose: Pose) -> Plan:
-    plan = make_plan(call, epilogue_of(call.epilogue), settings.current(), pose)
+    plan = make_plan(call, epilogue_of(call.epilogue), settings.current(), pose, waits=False)
     # Under graph capture the choice is restricted.
-    if not plan.problem.capturing:
+    if plan.choice.lasting and not plan.problem.capturing:
         if len(_plans) >= MAX_PLANS:
             _plans.clear()
         _plans[key] = plan
@@ -118,13 +122,18 @@ def _build(key: tuple[Any, ...], call: Arguments | GroupedArguments, pose: Pose)
 
 
 def make_plan(
-    call: Arguments | GroupedArguments, epilogue: Epilogue, current: settings.Settings, pose: Pose
+    call: Arguments | GroupedArguments,
+    epilogue: Epilogue,
+    current: settings.Settings,
+    pose: Pose,
+    waits: bool = True,
 ) -> Plan:
     """Check, choose and bind; all errors for bad input are raised here.
 
     Args:
         pose: Checks the call and returns its problem: that of plain calls below, or the one of
             :mod:`tmm_core.launch.grouped`.
+        waits: Until a choice can be made for good, if another process is tuning the problem.
 
     Raises:
         RuntimeError, ValueError, TypeError: See :func:`tmm_core.launch.check.check`.
@@ -135,6 +144,9 @@ def make_plan(
     with torch.cuda.device(a.device) if a.is_cuda else nullcontext():
         problem, fold = pose(call, epilogue, current)
         choice, launcher = answerer().bound(problem, current)
+        while waits and not choice.lasting:
+            time.sleep(_POLL)
+            choice, launcher = answerer().bound(problem, current)
     shape: Sequence[int] = (problem.m, problem.n)
     if epilogue.outputs:
         launcher = Bound.of(launcher).run  # its other forms take no outputs
@@ -203,11 +215,12 @@ def _quarantine(plan: Plan, error: BaseException) -> bool:
     Raises:
         PluginError: Its exception would end the process.
     """
-    let_through(error)
+    reraise(error)
     hopeless = plan.choice.origin == "forced" or plan.kernel == BASELINE
-    if hopeless or isinstance(error, torch.OutOfMemoryError):
-        if not isinstance(error, Exception):
-            raise PluginError(f"kernel {plan.kernel} raised {told(error)}") from error
+    # Not isinstance, which asks a stranger's exception for its __class__.
+    if hopeless or issubclass(type(error), torch.OutOfMemoryError):
+        if not issubclass(type(error), Exception):
+            raise PluginError(f"kernel {plan.kernel} raised {error_text(error)}") from error
         return False
     answerer().quarantine(plan.problem, plan.choice, error)
     return True

@@ -210,15 +210,6 @@ class TransformersExperts(nn.Module):
     #: The class whose ``_apply_gate`` it uses.
     gate_kind: type[nn.Module]
 
-    @classmethod
-    def of(cls, layer: nn.Module) -> TransformersExperts:
-        """``layer`` with another forward."""
-        made = cls.__new__(cls)
-        made.__dict__ = dict(layer.__dict__)
-        made.gate_kind = type(layer)
-        _gate_of(made)  # in case the model is compiled before it runs
-        return made
-
     def forward(self, hidden_states: Tensor, top_k_index: Tensor, top_k_weights: Tensor) -> Tensor:
         return forward(self, hidden_states, top_k_index, top_k_weights)
 

@@ -31,7 +31,7 @@ from tmm_core.bench.environment import driver_version
 from tmm_core.dispatch import verify
 from tmm_core.dispatch.first_launch import FirstLaunches
 from tmm_core.dispatch.registry import DISTRIBUTION, Registry
-from tmm_core.errors import PluginError, SettingsError, let_through, told
+from tmm_core.errors import PluginError, SettingsError, error_text, reraise
 from tmm_core.spec.asking import Asked
 from tmm_core.spec.device import fingerprint, interpreting, version_of
 from tmm_core.spec.kernel import Candidate, Kernel
@@ -99,8 +99,8 @@ def _examine(device: torch.device) -> Iterator[Finding]:
         except BaseException as error:  # a failing check must not stop the others
             if isinstance(error, GeneratorExit):
                 raise
-            let_through(error)
-            yield Finding(look.__name__.strip("_"), "problem", told(error), "report it")
+            reraise(error)
+            yield Finding(look.__name__.strip("_"), "problem", error_text(error), "report it")
 
 
 def _versions(device: torch.device) -> Iterator[Finding]:
