@@ -4,7 +4,6 @@ names, of which there are fewer or more than there are products."""
 from __future__ import annotations
 
 import mmap
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -22,7 +21,7 @@ STEP = 55_063_704
 
 
 @pytest.fixture(scope="module")
-def memory() -> Iterator[torch.Tensor]:
+def memory() -> torch.Tensor:
     """4.3 GB of fp16 zeros, of which a page is taken for each row that is written."""
     size = 2 * (39 * STEP + 256)
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | getattr(mmap, "MAP_NORESERVE", 0)
@@ -30,7 +29,7 @@ def memory() -> Iterator[torch.Tensor]:
         pages = mmap.mmap(-1, size, flags=flags)
     except OSError:
         pytest.skip("no 4.3 GB of address space")
-    yield torch.frombuffer(pages, dtype=torch.float16)
+    return torch.frombuffer(pages, dtype=torch.float16)
 
 
 def spread(memory: torch.Tensor, values: torch.Tensor, first: int = 0) -> torch.Tensor:

@@ -71,13 +71,14 @@ class Identity:
         return self.digest == other.digest and [*map(id, self.state)] == [*map(id, other.state)]
 
 
-def identify(*values: Any, without: Iterable[str] = ()) -> Identity:
+def identify(*values: Any, without: Iterable[str] = (), libraries: Iterable[str] = ()) -> Identity:
     """The identity of ``values`` together.
 
     Args:
         without: Names of attributes of instances and classes that are left out.
+        libraries: More packages whose functions and classes are identified by name.
     """
-    walk = _Walk(frozenset(without))
+    walk = _Walk(frozenset(without), LIBRARIES.union(libraries))
     for value in values:
         walk.add(value)
     return Identity(walk.hash.hexdigest(), walk.lasting, tuple(walk.state.values()))
@@ -91,7 +92,7 @@ class _Walk:
     """Writes a description of objects into a hash. Each part begins with its kind, and texts with
     their length, so that no two objects have one description."""
 
-    def __init__(self, without: frozenset[str] = frozenset()) -> None:
+    def __init__(self, without: frozenset[str], libraries: frozenset[str]) -> None:
         self.hash = hashlib.sha256()
         self.lasting = True
         #: By id.
@@ -101,7 +102,7 @@ class _Walk:
         self._seen: dict[int, int] = {}
         self._holding: list[Any] = []
         self._parts = 0
-        self._without = without
+        self._without, self._libraries = without, libraries
 
     def text(self, kind: str, *texts: str) -> None:
         self.hash.update(
@@ -137,7 +138,7 @@ class _Walk:
             self._code(value)
         elif isinstance(value, types.ModuleType):
             self.text("module", value.__name__)
-        elif (name := library_name(value)) is not None:
+        elif (name := library_name(value, self._libraries)) is not None:
             self.text("library", name)
         elif isinstance(value, types.CellType):
             self._cell(value)
@@ -203,7 +204,7 @@ class _Walk:
         """A set, whose order depends on the process's hash seed."""
         digests = []
         for value in values:
-            apart = _Walk(self._without)
+            apart = _Walk(self._without, self._libraries)
             apart._seen, apart._holding = dict(self._seen), self._holding
             apart._parts = self._parts
             apart.add(value)
@@ -249,7 +250,11 @@ class _Walk:
         ]
         cells = [closures.contents(cell) for cell in function.__closure__ or ()]
         reads = [(name, scope[name]) for name in names if name in scope]
-        modules = [value for value in [*(v for _, v in reads), *cells] if is_followed(value)]
+        modules = [
+            value
+            for value in [*(v for _, v in reads), *cells]
+            if is_followed(value, self._libraries)
+        ]
         modules += self._imported(function)
         operator = "ops" in names and any(value is torch for _, value in reads)
         if operator and not {"aten", "prims"} & set(names):
@@ -271,7 +276,7 @@ class _Walk:
                     value = vars(module)[name]
                     self.text("attribute", module.__name__, name)
                     self.add(value)
-                    if is_followed(value):
+                    if is_followed(value, self._libraries):
                         modules.append(value)
 
     def _imported(self, function: types.FunctionType) -> Iterator[types.ModuleType]:
@@ -290,7 +295,7 @@ class _Walk:
                     package = function.__globals__.get("__package__") or ""
                     parent = package.rsplit(".", level - 1)[0] if level > 1 else package
                     name = f"{parent}.{name}".rstrip(".")
-                if name.partition(".")[0] in LIBRARIES:
+                if name.partition(".")[0] in self._libraries:
                     continue
                 module = sys.modules.get(name)
                 if module is None:  # its code is not known yet
