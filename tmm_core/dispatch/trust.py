@@ -30,6 +30,8 @@ class Trust:
 
     def __init__(self, store: CacheStore) -> None:
         self._store = store
+        #: Keys verified by this process, of kernels whose code may change unseen.
+        self._verified: set[str] = set()
 
     def holds(self, problem: Problem, choice: Choice) -> bool:
         """Whether ``choice`` may be launched for ``problem`` without verification."""
@@ -42,7 +44,7 @@ class Trust:
         evidence = replace(
             (choice.evidence or problem).bare(), batch_invariant=choice.arithmetic is not None
         )
-        if choice.origin == "cache":
+        if choice.origin == "cache" and _certain(candidate):
             device = evidence.device
             found = self._store.locate(device.gpu, device.environment, evidence.to_json())
             if found is not None and found.trusted:  # from the user's own tuning
@@ -52,11 +54,16 @@ class Trust:
     def is_verified(self, problem: Problem, candidate: Candidate) -> bool:
         """Whether this candidate was verified for a problem of this bucket."""
         key, device = _key(problem, candidate), problem.device
+        if not _certain(candidate):
+            return key in self._verified
         return self._store.is_verified(device.gpu, device.environment, key)
 
     def stamp(self, problem: Problem, candidate: Candidate) -> None:
         """Record that this candidate was verified for a problem of this bucket."""
         key, device = _key(problem, candidate), problem.device
+        if not _certain(candidate):
+            self._verified.add(key)
+            return
         self._store.mark_verified(device.gpu, device.environment, key)
 
     def verify(
@@ -85,6 +92,11 @@ class Trust:
         if verdict.ok:
             self.stamp(problem, candidate)
         return verdict
+
+
+def _certain(candidate: Candidate) -> bool:
+    """Whether every edit of the kernel's code changes its version."""
+    return getattr(candidate.kernel, "certain", True)
 
 
 def device_of(problem: Problem) -> torch.device:

@@ -115,7 +115,7 @@ class Asked(Kernel[Any]):
         self.fault: str | None = None
         self._lock = threading.Lock()
         self.name = plain_text(type(kernel).__qualname__, NAME_MAX)  # until it is known
-        #: Whether every edit of its code changes its version. If not, records of it are no evidence.
+        #: Whether every edit of its code changes its version; else records of it are no evidence.
         self.certain = True
         for question, check in _IDENTITY.items():
             try:
