@@ -48,13 +48,18 @@ class Code(NamedTuple):
 
 def is_own(kind: type) -> bool:
     """Whether a kernel's class is one of tmm's own."""
-    return kind.__module__.partition(".")[0] in OWN
+    return _top(kind.__module__) in OWN
+
+
+def _top(module: str) -> str:
+    return module.partition(".")[0]
 
 
 def code_of(kernel: Any) -> Code:
     """The identity of the code and of the objects that ``kernel`` consists of."""
-    kinds = [kind for kind in (*type(kernel).__mro__, kernel.config_type) if not is_own(kind)]
-    files, versions, certain = _sources({kind.__module__ for kind in kinds})
+    kinds = (*type(kernel).__mro__, kernel.config_type)
+    modules = {kind.__module__ for kind in kinds}
+    files, versions, certain = _sources({m for m in modules if _top(m) not in LIBRARIES | OWN})
     computed = [
         name
         for kind in type(kernel).__mro__
@@ -101,7 +106,7 @@ def _sources(modules: set[str]) -> tuple[dict[str, str], set[str], bool]:
     files: dict[str, str] = {}
     versions: set[str] = set()
     certain = True
-    tops = {module.partition(".")[0] for module in modules}
+    tops = {_top(module) for module in modules}
     for top in _used(modules):
         roots = _roots(top)
         if not roots:
@@ -126,12 +131,12 @@ def _sources(modules: set[str]) -> tuple[dict[str, str], set[str], bool]:
 def _used(modules: set[str]) -> list[str]:
     """The top-level packages of these modules and of those that they refer to, without tmm and the
     libraries that a record's environment names."""
-    own = {module.partition(".")[0] for module in modules}
+    own = {_top(module) for module in modules}
     tops: dict[str, None] = {}
     waiting, seen = sorted(modules), set(modules)
     while waiting:
         name = waiting.pop()
-        top = name.partition(".")[0]
+        top = _top(name)
         first = top not in tops
         tops[top] = None
         if top not in own and any(map(_is_installed, _roots(top))):
@@ -145,7 +150,7 @@ def _used(modules: set[str]) -> list[str]:
                 of = getattr(value, "__module__", None)
                 found.append(of if type(of) is str else type(value).__module__)
         for each in found:
-            if each not in seen and each.partition(".")[0] not in LIBRARIES | OWN:
+            if each not in seen and _top(each) not in LIBRARIES | OWN:
                 seen.add(each)
                 waiting.append(each)
     return list(tops)

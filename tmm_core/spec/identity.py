@@ -41,6 +41,8 @@ _DERIVED = frozenset(
      "__dataclass_fields__", "__match_args__", "__slots__", "__classcell__", "_abc_impl",
      "__abstractmethods__", "__slotnames__")
 )  # fmt: skip
+#: Globals that say where a module is.
+_PLACES = frozenset(("__file__", "__path__", "__cached__", "__loader__", "__spec__"))
 #: More parts than this are not followed: whoever has them reaches half of a library.
 _MOST_PARTS = 20_000
 #: Bytes of a tensor whose values are read.
@@ -243,7 +245,8 @@ class _Walk:
     def _read(self, function: types.FunctionType) -> None:
         """The globals that a function reads, and attributes of the modules among what it reads."""
         scope = function.__globals__
-        names = list(dict.fromkeys(closures.names(function.__code__)))
+        read = dict.fromkeys(closures.names(function.__code__))
+        names = [name for name in read if name not in _PLACES]
         # Whoever looks an attribute up by a text has the text among the constants.
         texts = [
             c for c in closures.constants(function.__code__) if type(c) is str and c.isidentifier()
