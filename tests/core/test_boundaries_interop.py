@@ -144,6 +144,29 @@ def test_a_given_derivative_of_a_gate_is_of_both_halves() -> None:
     same_gradients(ours, by_hand, a.requires_grad_(), b.requires_grad_())
 
 
+# -- vmap ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(5,), (4, 5), (2, 4, 5), (3, 4, 5), (2, 3, 4, 5)], ids=str)
+def test_many_vectors_by_operands_of_any_rank(shape: tuple[int, ...]) -> None:
+    """Mapped as the second operand, and as both."""
+    a, b, more = double(*shape), double(3, 5), double(3, *shape)
+    row = double(3, *(a @ b[0]).shape)
+    for dims, given in ((None, a), (0, more)):
+        for term in (None, row):
+            in_dims = (dims, 0, None if term is None else 0)
+
+            def ours(a: Tensor, b: Tensor, r: Tensor | None) -> Tensor:
+                return tmm_core.matmul(a, b, residual=r, epilogue="silu")
+
+            def by_torch(a: Tensor, b: Tensor, r: Tensor | None) -> Tensor:
+                y = torch.nn.functional.silu(a @ b)
+                return y if r is None else y + r
+
+            got = torch.vmap(ours, in_dims)(given, b, term)
+            torch.testing.assert_close(got, torch.vmap(by_torch, in_dims)(given, b, term))
+
+
 # -- grouped ------------------------------------------------------------------------------
 
 OFFS = torch.tensor([3, 3, 10], dtype=torch.int32)
@@ -193,6 +216,23 @@ def test_the_gradient_of_a_bias_of_groups_is_summed_in_fp32(along: str) -> None:
     y = tmm_core.grouped_matmul(a, b, offs=offs, bias=bias)
     (grad,) = torch.autograd.grad(y[..., :1025, :].sum(), bias)
     assert torch.equal(grad, torch.full((1, 8), 1025.0))
+
+
+@pytest.mark.usefixtures("by_blas")
+@pytest.mark.parametrize("epilogue", [None, "silu"])
+def test_weights_of_rows_of_no_group_learn_nothing(epilogue: str | None) -> None:
+    """Whatever the memory holds that their rows would have been."""
+    torch.full((4096,), torch.nan)
+    a, b = double(12, 5), double(3, 5, 4)
+    weights = double(12, requires_grad=True)
+    a[10:] = torch.nan
+    for more in ({}, {"out_index": torch.randperm(12)}):
+        y = tmm_core.grouped_matmul(a, b, offs=OFFS, out_weights=weights, epilogue=epilogue, **more)  # type: ignore[call-overload]
+        (grad,) = torch.autograd.grad(y.sum(), weights)
+        assert not grad[10:].any()
+        z = by_groups(a, b)
+        rows = z if epilogue is None else torch.nn.functional.silu(z)
+        torch.testing.assert_close(grad[:10], rows.sum(1))
 
 
 @pytest.mark.usefixtures("by_blas")

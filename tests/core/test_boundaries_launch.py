@@ -11,6 +11,8 @@ from typing import Any
 import pytest
 import torch
 from fakes import FakeBlas, FakeKernel, installed
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import tmm_core
 from tmm_core import PluginError
@@ -184,6 +186,53 @@ def test_sources_go_with_their_functions() -> None:
     warm.forget_plans()
     gc.collect()
     assert kept() <= before
+
+
+# -- who has to see a call ----------------------------------------------------------------
+
+
+class Functions(TorchFunctionMode):
+    def __torch_function__(self, f: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return f(*args, **(kwargs or {}))
+
+
+class Dispatches(TorchDispatchMode):
+    def __torch_dispatch__(self, f: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return f(*args, **(kwargs or {}))
+
+
+class Mine(Tensor):
+    pass
+
+
+def test_a_call_that_torch_has_to_see_is_not_launched_past_it() -> None:
+    """Kernels other than torch's own know nothing of modes, transforms and pending conjugates."""
+    contexts: dict[str, Any] = {
+        "autocast": lambda: torch.autocast("cpu", dtype=BF16),
+        "a function mode": Functions,
+        "a dispatch mode": Dispatches,
+        "forward mode": torch.autograd.forward_ad.dual_level,
+        "a profiler": torch.profiler.profile,
+    }
+    plain, bias = (A, B), torch.randn(6)
+    assert warm.undisturbed(*plain, bias)
+    for name, context in contexts.items():
+        with context():
+            assert not warm.undisturbed(*plain), name
+        assert warm.undisturbed(*plain), name
+    seen = []
+    torch.vmap(lambda x: seen.append(warm.undisturbed(x, B)) or x)(torch.randn(2, 4, 8))
+    torch.func.grad(lambda x: seen.append(warm.undisturbed(x, B)) or x.sum())(A)
+    assert seen == [False, False]
+    a, b, z = (t.to(torch.complex64) for t in (A, B, bias))
+    assert warm.undisturbed(a, b, z)
+    negative = torch.imag(torch.randn(4, 8, dtype=torch.complex64).conj())
+    for given in (
+        (a.conj(), b), (a, b.conj()), (a, b, z.conj()), (negative, B), (A, negative.T),
+        (A.as_subclass(Mine), B), (A, B.as_subclass(Mine)), (A, B, bias.as_subclass(Mine)),
+    ):  # fmt: skip
+        assert not warm.undisturbed(*given)
+    assert warm.undisturbed(torch.nn.Parameter(A), torch.nn.Parameter(B))
 
 
 # -- kernels that fail --------------------------------------------------------------------

@@ -9,8 +9,9 @@ import torch
 from torch import fx, nn
 
 from tmm_core import api
+from tmm_core.interop import unusual
 from tmm_core.nn.classes import subclass
-from tmm_core.nn.linear import is_foreign, leaf
+from tmm_core.nn.linear import leaf
 from tmm_core.settings import with_static_weights
 
 Tensor = torch.Tensor
@@ -42,7 +43,7 @@ class _Product(nn.Module):
     def forward(self, x: Tensor) -> Any:
         if type(x) is not Tensor and isinstance(x, fx.Proxy):
             return leaf(self, x)
-        if is_foreign(self.weight):
+        if unusual.foreign(self.weight):
             return super().forward(x)  # Conv1D's
         return self.product(x, "")
 

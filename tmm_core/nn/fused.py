@@ -14,10 +14,10 @@ import torch
 from torch import fx, nn
 
 from tmm_core import compat
+from tmm_core.interop import unusual
 from tmm_core.nn.activation import Activation, interposed, unchanged
 from tmm_core.nn.classes import itself, subclass
 from tmm_core.nn.gated import GatedMLP
-from tmm_core.nn.linear import is_foreign
 
 Tensor = torch.Tensor
 
@@ -60,7 +60,7 @@ def computes_product(layer: Any) -> bool:
         return False
     # A plain attribute under FullyShardedDataParallel and torch.nn.utils.prune.
     weight = layer._parameters.get("weight")
-    return weight is not None and not is_foreign(weight) and not interposed(layer)
+    return weight is not None and not unusual.foreign(weight) and not interposed(layer)
 
 
 def product(layer: Any, x: Tensor, epilogue: str) -> Tensor:

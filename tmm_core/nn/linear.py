@@ -5,12 +5,12 @@ from __future__ import annotations
 from typing import Any, ClassVar
 
 import torch
-import torch.nn.functional as F
 from torch import fx, nn
 
 from tmm_core import api, dispatch
-from tmm_core.launch import warm
+from tmm_core.interop import unusual
 from tmm_core.settings import with_static_weights
+from tmm_core.spec.arguments import Arguments
 from tmm_core.spec.epilogue import EpilogueLike
 
 
@@ -90,7 +90,7 @@ class Linear(nn.Linear):
         if self.static_weights:
             return with_static_weights(self._product, input, self._text)
         weight = self.weight
-        if type(weight) is not nn.Parameter and is_foreign(weight):
+        if type(weight) is not nn.Parameter and unusual.foreign(weight):
             return by_torch(input, weight, self.bias, self._text)
         return api.linear(input, weight, self.bias, epilogue=self._text)
 
@@ -102,7 +102,7 @@ class Linear(nn.Linear):
 
     def _product(self, input: torch.Tensor, epilogue: str) -> torch.Tensor:
         weight = self.weight
-        if is_foreign(weight):
+        if unusual.foreign(weight):
             return by_torch(input, weight, self.bias, epilogue)
         return api.linear(input, weight, self.bias, epilogue=epilogue)
 
@@ -114,21 +114,12 @@ class Linear(nn.Linear):
 Linear.computes_product = Linear
 
 
-def is_foreign(weight: Any) -> bool:
-    """Whether ``weight`` is a tensor of another library's type, such as torchao's quantised ones,
-    which knows how to multiply itself."""
-    kind = type(weight)
-    if kind is nn.Parameter or kind is torch.Tensor:
-        return False
-    return kind.__module__.partition(".")[0] not in ("torch", "tmm_core")
-
-
 def by_torch(
     input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, epilogue: str
 ) -> torch.Tensor:
     """The product as torch and the weight's type compute it, then the epilogue."""
-    z = F.linear(input, weight, bias)
-    return warm.epilogue_of(epilogue).expression(z, None, None).to(z.dtype) if epilogue else z
+    call = Arguments(input, weight, bias, epilogue=epilogue)
+    return unusual.linear(call)
 
 
 def leaf(module: nn.Module, input: fx.Proxy) -> Any:

@@ -23,6 +23,7 @@ from typing import Any, Union
 
 import torch
 
+from tmm_core.errors import reraise
 from tmm_core.spec.closures import cells_of, frozen
 from tmm_core.spec.identity import Identity, identify
 from tmm_core.spec.port import Port
@@ -376,7 +377,8 @@ def _module_source(name: str) -> str:
     try:
         spec = importlib.util.find_spec(name)
         return Path(spec.origin).read_text("utf-8") if spec and spec.origin else ""
-    except (ImportError, ValueError, OSError):
+    except (ImportError, ValueError, OSError) as error:
+        reraise(error)
         return ""  # reported where it is needed
 
 

@@ -23,6 +23,7 @@ from typing import Any
 
 import torch
 
+from tmm_core.errors import reraise
 from tmm_core.spec import closures
 from tmm_core.spec.libraries import (
     CODE,
@@ -114,7 +115,8 @@ class _Walk:
     def add(self, value: Any) -> None:
         try:
             self._add(value)
-        except (Exception, RecursionError):  # a stranger's descriptor, or too deep
+        except Exception as error:  # a stranger's descriptor, or too deep
+            reraise(error)
             self._itself(value)
 
     def _itself(self, value: Any) -> None:
