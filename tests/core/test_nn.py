@@ -522,8 +522,23 @@ def test_gated_mlp_under_autocast(compiled: bool) -> None:
     reference = LlamaMLP()
     reference.load_state_dict(mlp.state_dict())
     run = torch.compile(mlp, backend="aot_eager", fullgraph=True) if compiled else mlp
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        y, expected = run(x), reference(x)
+        assert y.dtype is torch.bfloat16
+        assert_close(y, expected)
+    # Rounded to 16 bits on the way, and to no fewer.
+    error = (y.float() - by_hand(mlp, x)).abs().max()
+    assert 0 < error < 0.02
+    grad = torch.randn_like(y)
+    names = [name for name, _ in reference.named_parameters()]
+    parameters = dict(mlp.named_parameters())
+    got = torch.autograd.grad(y, [parameters[name] for name in names], grad)
+    for mine, theirs in zip(
+        got, torch.autograd.grad(expected, [*reference.parameters()], grad), strict=True
+    ):
+        assert mine.dtype is torch.float32
+        assert_close(mine, theirs, rtol=2e-2, atol=2e-2)
     with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16):
-        assert run(x).dtype is torch.bfloat16
         assert_close(run(x), reference(x))
         mlp.bfloat16(), reference.bfloat16()
         assert_close(run(x.bfloat16()), reference(x.bfloat16()))

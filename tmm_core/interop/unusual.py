@@ -17,7 +17,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 
 from tmm_core import settings
 from tmm_core.errors import UnsupportedProblemError
-from tmm_core.launch.check import broadcasts, check_out, check_tensors, product_shape, strided
+from tmm_core.launch.check import broadcasts, check, check_out, check_tensors, product_shape, strided
 from tmm_core.launch.warm import epilogue_of
 from tmm_core.spec.arguments import EXTRAS, Arguments
 from tmm_core.spec.epilogue import Epilogue
@@ -53,6 +53,8 @@ def answer(matmul: Callable[..., Tensor], call: Arguments) -> Tensor:
     assert bias is not None
     shape = product_shape(a, b)
     width = shape[-1] if b.dim() > 1 else 1
+    # All but the bias's shape, as kernels' calls are checked.
+    check(call._replace(bias=bias.new_empty(()).expand(width)), parsed)
     # Torch treats a vector as a row, so a bias of one row fits it.
     one_row = all(n == 1 for n in bias.shape[:-1]) and bias.dim() <= max(len(shape), 2)
     if not broadcasts(bias.shape[-1:] if one_row else bias.shape, (width,) if one_row else shape):

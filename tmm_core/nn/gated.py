@@ -183,7 +183,7 @@ class GatedMLP(nn.Module):
         a mode or transform needs to see their calls."""
         if torch.compiler.is_compiling() or _forward_ad._current_level >= 0:
             return None
-        if torch.is_autocast_enabled(x.device.type):
+        if compat.autocasts_on(x.device.type):
             return None
         from tmm_core.nn import sharded
 
@@ -275,7 +275,7 @@ def _does_no_more(gate: Any, up: Any, x: Tensor) -> bool:
     if _forward_ad._current_level >= 0:  # tangents, which an alias of the weights would lose
         return False
     kind = x.device.type
-    if x.is_meta or not torch.is_autocast_enabled(kind):
+    if not compat.autocasts_on(kind):
         return True
     return torch.get_autocast_dtype(kind) is x.dtype
 

@@ -20,6 +20,8 @@ from typing import Any
 import torch
 from torch import fx, nn
 
+from tmm_core.errors import error_message, reraise
+
 #: Values that cannot change in place; a comparison tells whether the attribute was assigned anew.
 _CONSTANTS = (type(None), bool, int, float, complex, str, bytes, torch.dtype, torch.memory_format)
 _FUNCTIONS = (types.FunctionType, types.BuiltinFunctionType)
@@ -133,6 +135,7 @@ def _graph(module: nn.Module, training: bool) -> fx.Graph:
             "its forward depends on the values or the shape of its input"
         ) from None
     except Exception as error:  # third-party code, run on symbols
+        reraise(error)
         raise NotProvenError(_shortly(error)) from None
     if any(before.get(name, stand_in) is not value for name, value in after.items()):
         raise NotProvenError("its forward assigns attributes")
@@ -140,10 +143,7 @@ def _graph(module: nn.Module, training: bool) -> fx.Graph:
 
 
 def _shortly(error: Exception) -> str:
-    try:
-        text = str(error).strip().partition("\n")[0]
-    except Exception:  # a stranger's __str__
-        text = ""
+    text = error_message(error).strip().partition("\n")[0]
     if "required positional argument" in text:
         return "its forward takes more than one argument"
     text = f"{type(error).__name__}: {text}"
