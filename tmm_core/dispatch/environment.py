@@ -99,15 +99,16 @@ _PATTERNS = tuple((cause, re.compile(pattern)) for cause, pattern in _WORDS)
 def cause_of(error: BaseException) -> Cause | None:
     """What of the environment made ``error`` happen; None if its raiser is to blame."""
     for each in chain(error):
-        if (found := _read(each, "cause_elsewhere")) in get_args(Cause):  # by another process
-            return found  # type: ignore[no-any-return]
+        elsewhere: Cause | None = _read(each, "cause_elsewhere")  # found by another process
+        if elsewhere in get_args(Cause):
+            return elsewhere
         if (found := _by_type(each)) is not None:
-            return found  # type: ignore[no-any-return]
+            return found
         if issubclass(type(each), RuntimeError | AssertionError | TimeoutError) or _of_triton(each):
             if _raiser(each).startswith(_TOOLS):
                 return cause_of_text(error_text(each)) or "toolchain"
             if (found := cause_of_text(error_text(each))) is not None:
-                return found  # type: ignore[no-any-return]
+                return found
     return None
 
 

@@ -425,7 +425,8 @@ class Dispatcher(Evidence):
             try:
                 # Bits must not change between two calls where they are asked to be the same.
                 waits = problem.batch_invariant or problem.deterministic
-                at_edge = self.able(key, settings)
+                asked = key == problem.bare() or spent > settings.tune_budget
+                at_edge = able if asked else self.able(key, settings)
                 record = self._tune(key, at_edge, settings, wait=waits, spent=spent)
             except _BusyError:
                 return self._meanwhile(problem, able)
