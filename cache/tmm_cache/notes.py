@@ -36,7 +36,7 @@ class Notes:
     def __init__(self, name: str, state: JSON, root: Path | None = None) -> None:
         digest = hashlib.sha256(canonical(state).encode("ascii")).hexdigest()
         root = default_root() if root is None else root
-        self._path = root / NOTES / f"{name}-{digest}.jsonl"
+        self.path = root / NOTES / f"{name}-{digest}.jsonl"
         self._kept = foreign(root) is None
         self._read: dict[str, JSON] | None = None if self._kept else {}
 
@@ -62,11 +62,11 @@ class Notes:
             return
         line = canonical([about, value]).encode("ascii")
         with contextlib.suppress(OSError):
-            make_folder(self._path.parent)
-            append_line(self._path, line, MAX_BYTES)
+            make_folder(self.path.parent)
+            append_line(self.path, line, MAX_BYTES)
 
     def _lines(self) -> dict[str, JSON]:
-        data = read_bytes(self._path)
+        data = read_bytes(self.path)
         notes: dict[str, JSON] = {}
         if not isinstance(data, bytes):
             return notes

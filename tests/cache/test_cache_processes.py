@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 from cache_builders import ENVIRONMENT, GPU, child, problem, record, warned
-from tmm_cache import CacheStore
+from tmm_cache import CacheStore, locks
 from tmm_cache import store as store_module
 from tmm_cache.locks import acquire, release
 
