@@ -2,8 +2,8 @@
 
 One product is computed in four processes that share a cache of their own, in which nothing is
 compiled: with a `ptxas` that fails, once more, with `ptxas` repaired, and once more. Each prints
-what answered, what it warned of, and what the record says. Exits with 1 if something is not as it should
-be. Takes about a minute on a GPU.
+what answered, what it warned of, and what the record says. Exits with 1 if something is not as it
+should be. Takes about a minute on a GPU.
 """
 
 from __future__ import annotations

@@ -202,7 +202,7 @@ def test_the_wheel_declares_commands_and_plugins(wheel: Path) -> None:
         (path,) = (n for n in archive.namelist() if n.endswith("entry_points.txt"))
         text = archive.read(path).decode()
     for line in (
-        "tmm = tmm_core.tools.cli:main",
+        "tmm = tmm_cache.tmm:main",
         "tmm-cache = tmm_cache.cli:main",
         "blas = tmm_blas.plugin",
         "triton = tmm_triton.plugin",

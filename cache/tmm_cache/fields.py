@@ -7,13 +7,12 @@ bounded, so that readers need not handle a size of 10**400 or a name of a megaby
 
 from __future__ import annotations
 
-import contextlib
 import math
 import re
 from collections.abc import Callable, Container, Mapping
 from typing import Any, Final, TypeAlias, TypeGuard
 
-from tmm_cache.errors import RecordError
+from tmm_cache.errors import RecordError, suppress
 from tmm_cache.keys import JSON, canonical
 
 #: Takes a JSON value and returns what it stands for, or raises `RefusedError`.
@@ -148,7 +147,7 @@ def optional(read: Reader) -> Reader:
 
 def measure(value: object) -> float:
     if isinstance(value, int | float) and not isinstance(value, bool):
-        with contextlib.suppress(OverflowError):
+        with suppress(OverflowError):
             if 0 <= (number := float(value)) < math.inf:
                 return number
     raise RefusedError(shown(value), "a finite number >= 0")

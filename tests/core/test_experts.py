@@ -94,7 +94,25 @@ def test_values_and_gradients(bias: bool, elsewhere: bool, products: list[Any]) 
 def test_no_tokens() -> None:
     layer = Experts(3, 6, 5)
     index = torch.empty(0, 2, dtype=torch.long)
-    assert layer(torch.empty(0, 6), index, torch.empty(0, 2)).shape == (0, 6)
+    x = torch.empty(0, 6, requires_grad=True)
+    y = layer(x, index, torch.empty(0, 2))
+    assert y.shape == (0, 6)
+    for t, grad in zip(
+        (x, *layer.parameters()),
+        torch.autograd.grad(y.sum(), [x, *layer.parameters()]),
+        strict=True,
+    ):
+        assert grad.shape == t.shape
+        assert not grad.any()
+
+
+def test_tokens_without_experts() -> None:
+    """A token that is sent nowhere, or to other ranks alone, has a sum of nothing."""
+    layer, x = Experts(3, 6, 5), torch.randn(4, 6)
+    nowhere = torch.empty(4, 0, dtype=torch.long)
+    assert torch.equal(layer(x, nowhere, torch.empty(4, 0)), torch.zeros(4, 6))
+    elsewhere = torch.full((4, 2), 3)
+    assert torch.equal(layer(x, elsewhere, torch.rand(4, 2)), torch.zeros(4, 6))
 
 
 def test_the_layer_is_kept_and_told() -> None:
@@ -264,9 +282,11 @@ def test_convert_swaps_them() -> None:
     assert not convert(model).changes
     report.undo()
     assert type(model[0]["experts"]) is Decorated  # type: ignore[index]
-    hooked = nn.Sequential(Decorated())
-    hooked[0].register_forward_hook(lambda *_: None)
-    assert "hooks are registered" in convert(hooked).left[0].reason
+    hooked, calls = nn.Sequential(Decorated()), []
+    hooked[0].register_forward_hook(lambda *_: calls.append(1))
+    assert convert(hooked)
+    hooked[0](x, index, weights)
+    assert calls == [1]
 
 
 def test_without_transformers(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -223,7 +223,7 @@ OURS: dict[str, Any] = {
     "gated columns": (
         {"a": randn(3, 4, 16), "b": randn(16, 12), "epilogue": "swiglu"}, ValueError, "are ragged"
     ),
-    "alpha": ({"alpha": torch.ones(())}, TypeError, "must be Number"),
+    "alpha": ({"alpha": torch.ones(1)}, TypeError, "must be Number"),
     "no tensor": ({"a": [1.0]}, TypeError, "argument 'a' must be Tensor, not list"),
     "no tensor of a batch": (
         {"a": [1.0], "offs": None}, TypeError, "argument 'a' must be Tensor, not list"
@@ -565,10 +565,17 @@ def test_a_compiled_training_step() -> None:
 
 
 def test_autocast() -> None:
-    weights = torch.rand(12)
+    """Operands and bias are rounded to 16 bits; the weights of rows, a router's, are not."""
+    weights, bias = torch.full((12,), 1 + 2.0**-12), randn(8)
     with torch.autocast("cpu", BF16):
-        y = tmm_core.grouped_matmul(A, B, offs=OFFS, bias=randn(8), out_weights=weights)
-    assert y.dtype is BF16
+        y = tmm_core.grouped_matmul(A, B, offs=OFFS, bias=bias, out_weights=weights, out_dtype=FP32)
+        rounded = tmm_core.grouped_matmul(A, B, offs=OFFS, bias=bias, out_weights=weights)
+    a, b, narrow = A.bfloat16().float(), B.bfloat16().float(), bias.bfloat16().float()
+    expected = expression(a, b, OFFS, bias=narrow, out_weights=weights)
+    torch.testing.assert_close(y[:10], expected[:10], rtol=2e-5, atol=2e-5)
+    assert (y[:10] / expected[:10] * weights[:10, None] - 1).abs().median() > 2.0**-13
+    assert rounded.dtype is BF16
+    torch.testing.assert_close(rounded[:10].float(), expected[:10], rtol=2e-2, atol=2e-2)
 
 
 def test_flops_are_counted() -> None:
@@ -629,7 +636,8 @@ def test_the_baseline_is_torchs_where_it_does_not_wait() -> None:
 
 @pytest.mark.parametrize("call", [*CALLS, "k", "n"])
 def test_the_baseline_reads_nothing_on_the_host(call: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Tensors without memory: what asked them for a value would fail."""
+    """Tensors without memory: what asked them for a value would fail. With memory, the same launch
+    gives the values."""
     monkeypatch.setattr(grouped_mm, "_by_torch", lambda a, b, offs: torch.ops.aten._grouped_mm(
         a.bfloat16(), b.bfloat16(), offs))  # fmt: skip
     on = {"device": "meta", "dtype": BF16}
@@ -639,19 +647,47 @@ def test_the_baseline_reads_nothing_on_the_host(call: str, monkeypatch: pytest.M
     else:
         a, b, _ = FORMS[call]()
         arguments = {"a": a, "b": b, "offs": OFFS}
+    numbers: dict[str, Any] = {
+        name: torch.empty_strided(t.shape, t.stride(), dtype=BF16).normal_()
+        if t.is_floating_point()
+        else t
+        for name, t in arguments.items()
+        if isinstance(t, Tensor)
+    }
     meta: dict[str, Any] = {
         name: without_memory(t) if isinstance(t, Tensor) else t for name, t in arguments.items()
     }
     problem = replace(tmm_core.problem(**meta), device=HOPPER)
     problem = replace(problem, groups=replace(problem.groups, zeroed=call != "k"))
-    bias = meta.get("bias")
-    bias = bias.expand(3, -1) if bias is not None and bias.dim() == 1 else bias
     names = ("offs", "a_index", "out_index", "out_weights")
-    given = {name: meta[name] for name in names if meta.get(name) is not None}
     launcher: Any = grouped_mm.bind(problem)
-    y = launcher(meta["a"], meta["b"], bias, meta.get("residual"), 1.0, None, **given)
-    assert tuple(y.shape) == problem.out_shape
-    assert y.dtype is BF16
+    alpha = arguments.get("alpha", 1.0)
+
+    def launched(given: dict[str, Any]) -> Tensor:
+        bias = given.get("bias")
+        bias = bias.expand(3, -1) if bias is not None and bias.dim() == 1 else bias
+        rows = {name: given[name] for name in names if given.get(name) is not None}
+        y: Tensor = launcher(
+            given["a"], given["b"], bias, given.get("residual"), alpha, None, **rows
+        )
+        assert (tuple(y.shape), y.stride()) == (problem.out_shape, problem.out_strides)
+        assert y.dtype is BF16
+        return y
+
+    launched(meta)
+    y = launched(numbers).float()
+    wide = {name: t.float() if t.is_floating_point() else t for name, t in numbers.items()}
+    if call in CALLS:
+        expected = expression(**wide, epilogue=arguments.get("epilogue"), alpha=alpha)
+    else:
+        parts = itertools.pairwise([0, *OFFS.tolist()])
+        each = [
+            wide["a"][:, start:end] @ wide["b"][start:end] if call == "k"
+            else wide["a"][group] @ wide["b"][:, start:end]
+            for group, (start, end) in enumerate(parts)
+        ]  # fmt: skip
+        expected = torch.stack(each) if call == "k" else F.pad(torch.cat(each, 1), (0, 2))
+    torch.testing.assert_close(y, expected, rtol=4e-2, atol=0.25)
 
 
 def without_memory(t: Tensor) -> Tensor:

@@ -80,12 +80,22 @@ def test_jagged_and_nested_operands() -> None:
 
 def test_jagged_operands_in_layers_and_compiled() -> None:
     x, layer, mlp = jagged(2, 3), Linear(6, 8, epilogue="silu"), GatedMLP(6, 8)
-    for module in (layer, mlp):
+    halves = F.linear(x.values(), mlp.gate_proj.weight), F.linear(x.values(), mlp.up_proj.weight)
+    by_hand = (
+        F.silu(F.linear(x.values(), layer.weight, layer.bias)),
+        F.linear(F.silu(halves[0]) * halves[1], mlp.down_proj.weight),
+    )
+    for module, expected in zip((layer, mlp), by_hand, strict=True):
         y = module(x)
-        for got, rows in zip(y.unbind(), x.unbind(), strict=True):
-            torch.testing.assert_close(got, module(rows))
-        y.values().sum().backward()
-        assert next(module.parameters()).grad is not None
+        assert [len(rows) for rows in y.unbind()] == [2, 3]
+        torch.testing.assert_close(y.values(), expected)
+        grad, wanted = torch.randn_like(expected), [*module.parameters()]
+        for got, theirs in zip(
+            torch.autograd.grad(y.values(), wanted, grad),
+            torch.autograd.grad(expected, wanted, grad),
+            strict=True,
+        ):
+            torch.testing.assert_close(got, theirs)
     compiled = torch.compile(
         lambda t: tmm_core.linear(t, layer.weight), backend="eager", fullgraph=True
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from calls import KEYS, PLANS
 from choosing import DISPATCHING, TUNING
 from elsewhere import CORNERS, ELSEWHERE, SPEC
+from fresh import FRESH
 from grouped import GROUPED
 from mutant import Mutant
 from outputs import OUTPUTS
@@ -19,4 +20,5 @@ MUTANTS: list[Mutant] = [
     *ELSEWHERE,
     *OUTPUTS,
     *GROUPED,
+    *FRESH,
 ]

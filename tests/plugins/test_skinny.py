@@ -5,6 +5,7 @@ is, mean nothing there: a GPU holds it to the reference in test_conformance.py."
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 import types
 from dataclasses import replace
@@ -179,10 +180,15 @@ def padded(rows: int, columns: int, seed: int) -> tuple[Pointer, np.ndarray, int
 @pytest.mark.parametrize("stages", [1, 2])
 @pytest.mark.parametrize("warps", [2, 4])
 @pytest.mark.parametrize(
-    ("m", "n", "k"),
-    [(16, 64, 1024), (13, 50, 520), (1, 33, 72), (8, 32, 512), (20, 40, 264), (5, 40, 512)],
-)
-def test_arithmetic_addresses_masks(m: int, n: int, k: int, warps: int, stages: int) -> None:
+    ("z", "m", "n", "k"),
+    [
+        (1, 16, 64, 1024), (1, 13, 50, 520), (1, 1, 33, 72), (1, 8, 32, 512), (1, 20, 40, 264),
+        (1, 5, 40, 512), (3, 7, 33, 264),
+    ],
+)  # fmt: skip
+def test_arithmetic_addresses_masks(
+    z: int, m: int, n: int, k: int, warps: int, stages: int
+) -> None:
     config = SkinnyConfig(
         BLOCK_M=8 if m <= 8 else 16,
         BLOCK_N=32,
@@ -190,30 +196,32 @@ def test_arithmetic_addresses_masks(m: int, n: int, k: int, warps: int, stages: 
         num_stages=stages,
         num_warps=warps,
     )
-    problem = replace(DECODE, m=m, n=n, k=k, bias=torch.bfloat16, residual=ROW, scaled=True)
+    size = {"batch": z, "m": m, "n": n, "k": k}
+    problem = replace(DECODE, **size, bias=torch.bfloat16, residual=ROW, scaled=True)
     (build,) = Skinny().builds(problem, config)
-    a_ptr, a, a_stride = padded(m, k, 0)
-    b_ptr, b, b_stride = padded(n, k, 1)
-    residual_ptr, residual, r_stride = padded(m, n, 2)
+    a_ptr, a, a_stride = padded(z * m, k, 0)
+    b_ptr, b, b_stride = padded(z * n, k, 1)
+    residual_ptr, residual, r_stride = padded(z * m, n, 2)
     bias = np.random.default_rng(3).standard_normal(n)
-    out = np.full(m * (n + 8), np.nan)
+    out = np.full(z * m * (n + 8), np.nan)
     given = {
         "a_ptr": a_ptr, "b_ptr": b_ptr, "bias_ptr": Pointer(bias), "residual_ptr": residual_ptr,
         "out_ptr": Pointer(out), "M": m, "N": n, "K": k, "stride_am": a_stride,
         "stride_bn": b_stride, "stride_rm": r_stride, "stride_om": n + 8, "stride_bias": 1,
-        "alpha": -0.5,
+        "stride_az": m * a_stride, "stride_bz": n * b_stride, "stride_rz": m * r_stride,
+        "stride_oz": m * (n + 8), "alpha": -0.5,
     }  # fmt: skip
     constants = {**build.constants, "EPILOGUE": np.tanh}
     arguments = {
         name: constants.get(name, given.get(name)) for name in skinny.skinny_kernel.arg_names
     }
-    # As bind lays out the grid.
-    for column in range(-(-n // config.BLOCK_N)):
-        for row in range(-(-m // config.BLOCK_M)):
-            run_program(arguments, (column, 0, row))
-    out = out.reshape(m, n + 8)
-    np.testing.assert_allclose(out[:, :n], np.tanh(-0.5 * a @ b.T + bias) + residual)
-    assert np.isnan(out[:, n:]).all()
+    for program in itertools.product(*map(range, build.grid)):
+        run_program(arguments, program)
+    out = out.reshape(z, m, n + 8)
+    products = a.reshape(z, m, k) @ b.reshape(z, n, k).swapaxes(1, 2)
+    expected = np.tanh(-0.5 * products + bias) + residual.reshape(z, m, n)
+    np.testing.assert_allclose(out[:, :, :n], expected)
+    assert np.isnan(out[:, :, n:]).all()
 
 
 # What the compiler makes of it.

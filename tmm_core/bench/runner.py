@@ -213,7 +213,7 @@ def _other_clocks(
         steady = timer.steady(three, STEADY_ROUNDS, copies=copies, steady_us=STEADY_US)
         found["steady"] = named(steady, statistics.mean)
     else:
-        small = torch.randn(BETWEEN, device=device)
+        small = torch.randn(BETWEEN, dtype=torch.float32, device=device)
         mixed = [_with_between(run, small) for run in both]
         found["between"] = named(timer.measure(mixed, LEAST_ROUNDS, copies=copies))
     return found

@@ -18,6 +18,7 @@ from concurrent.futures import CancelledError, Future
 import torch
 
 from tmm_core.dispatch.environment import BUDGET_ENDED
+from tmm_core.errors import reraise
 from tmm_core.spec.kernel import Candidate
 from tmm_core.spec.launcher import BASELINE, Launcher
 from tmm_core.spec.problem import Problem
@@ -125,7 +126,8 @@ class Binding:
                     target=self._work, args=(place,), name="tmm-bind", daemon=True
                 ).start()
                 self._begun[place] = time.monotonic()
-            except RuntimeError:  # no thread can be started
+            except RuntimeError as error:  # no thread can be started
+                reraise(error)
                 if self._begun:
                     self._ready.appendleft(place)
                 else:

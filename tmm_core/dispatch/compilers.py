@@ -10,7 +10,6 @@ can be started, the job counts as done and ``bind`` compiles in this process.
 from __future__ import annotations
 
 import atexit
-import contextlib
 import functools
 import json
 import os
@@ -25,10 +24,12 @@ from concurrent.futures import Future, InvalidStateError
 from types import MappingProxyType
 from typing import Any
 
+from tmm_cache.errors import suppress
+
 from tmm_core.dispatch.environment import Cause
 from tmm_core.dispatch.jobs import job_of
 from tmm_core.dispatch.processes import Child, circumstances, ending, startable, tail
-from tmm_core.errors import warn
+from tmm_core.errors import reraise, warn
 from tmm_core.spec.asking import Asked
 from tmm_core.spec.device import interpreting
 from tmm_core.spec.kernel import Candidate, Kernel
@@ -158,6 +159,7 @@ class Compilers:
             try:
                 self._server = _Server(self.workers, found, self._report)
             except (OSError, RuntimeError) as error:  # no descriptor, no thread
+                reraise(error)
                 self._report(f"{type(error).__name__}: {error}")
         return self._server
 
@@ -232,7 +234,7 @@ class _Server(Child):
 
     def close(self) -> None:
         self._closing = True
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             self.channel.shutdown(socket.SHUT_RDWR)
         self._end_process()
 
@@ -249,6 +251,7 @@ class _Server(Child):
                 threading.Thread(target=self._write, name="tmm-compilers-out", daemon=True).start()
                 fault = self._listen()
             except Exception as error:  # no thread, no memory, not understood
+                reraise(error)
                 fault = f"{type(error).__name__}: {error}"
             status = self._end_process()
             if fault is None and status:
@@ -265,7 +268,7 @@ class _Server(Child):
             self._report(fault)
 
     def _write(self) -> None:
-        with contextlib.suppress(OSError):  # it ended; the other thread notices
+        with suppress(OSError):  # it ended; the other thread notices
             while text := self._outbox.get():
                 self.channel.sendall(text)
 
@@ -278,7 +281,8 @@ class _Server(Child):
                 received = self.channel.recv(1 << 16)
             except TimeoutError:
                 return f"the server was not ready within {START_LIMIT:.0f} s"
-            except OSError:  # closed, or the server died with jobs unread
+            except OSError as error:  # closed, or the server died with jobs unread
+                reraise(error)
                 return None
             if not received:
                 return None
@@ -301,7 +305,7 @@ class _Server(Child):
         """Wait for the server, which ends when the channel is closed unless it is still importing;
         returns its exit status."""
         child = self.process
-        with contextlib.suppress(OSError):
+        with suppress(OSError):
             self.channel.shutdown(socket.SHUT_RDWR)
         try:
             return child.wait(_END_LIMIT if self.started.is_set() or child.poll() else 0)
@@ -311,7 +315,7 @@ class _Server(Child):
 
 
 def _resolve(future: Future[None], answer: Mapping[str, Any] = MappingProxyType({})) -> None:
-    with contextlib.suppress(InvalidStateError):  # cancelled by its waiter
+    with suppress(InvalidStateError):  # cancelled by its waiter
         if answer.get("error") is None:
             future.set_result(None)
         else:

@@ -61,13 +61,13 @@ class Answers:
     def _notes(self) -> Notes | None:
         from tmm_cache import Notes, stamp
 
-        files = own_files()
         try:
+            files = own_files()
             for each in self.deferred.values():
                 files.update(each.files())
             others = {name: each.circumstances() for name, each in self.deferred.items()}
             return Notes("able", [sys.version, stamp(files), others], self._root)
-        except BaseException as error:  # a plugin failed, or returned no JSON
+        except BaseException as error:  # a plugin failed or returned no JSON, or tmm is in a zip
             reraise(error)
             return None  # no notes
 

@@ -7,18 +7,18 @@ candidates that pass are launched here.
 
 from __future__ import annotations
 
-import contextlib
 import json
 import subprocess
 from collections import Counter
 from typing import Any
 
 import torch
+from tmm_cache.errors import suppress
 
 from tmm_core.dispatch.compilers import START_LIMIT, NotCompiledError
 from tmm_core.dispatch.jobs import job_of
 from tmm_core.dispatch.processes import Child, empty, ending, startable, tail
-from tmm_core.errors import warn
+from tmm_core.errors import reraise, warn
 from tmm_core.spec.kernel import Candidate
 from tmm_core.spec.problem import Problem
 
@@ -67,13 +67,17 @@ class FirstLaunches:
             return None
         try:
             answer = worker.ask({**job_of(problem, candidate), "memory": memory}, LAUNCH_LIMIT)
-        except TimeoutError:
-            self._hung[about] += 1
-            self.close()
-            return NotCompiledError(f"its first launch did not end within {LAUNCH_LIMIT:g} s")
-        except OSError:  # it has ended
-            said, status = worker.said(), self.close()
+        except OSError as error:
+            late = issubclass(type(error), TimeoutError)
+            said, status = "" if late else worker.said(), self.close()
+            reraise(error)
+            if late:
+                self._hung[about] += 1
+                return NotCompiledError(f"its first launch did not end within {LAUNCH_LIMIT:g} s")
             return NotCompiledError(f"its first launch: the process {ending(status, said)}")
+        except BaseException:  # the worker's answer would be taken for another candidate's
+            self.close()
+            raise
         if answer["ends"]:
             self.close()
         if answer["error"] is None:
@@ -94,15 +98,20 @@ class FirstLaunches:
                 self._worker = _Worker(_PROGRAM, str(self._device))
                 self._worker.ask({}, START_LIMIT)
             except OSError as error:  # including TimeoutError
-                worker, self._worker, self._broken = self._worker, None, True
+                worker, self._worker = self._worker, None
                 said = ""
                 if worker is not None:
                     said = f": {worker.said()}"
                     worker.end()
+                reraise(error)
+                self._broken = True
                 warn(
                     "first launches are made in this process, since none can be started: "
                     f"{type(error).__name__}: {error}{said}"
                 )
+            except BaseException:
+                self.close()
+                raise
         return self._worker
 
 
@@ -122,6 +131,6 @@ class _Worker(Child):
 
     def said(self) -> str:
         """The end of its output."""
-        with contextlib.suppress(subprocess.TimeoutExpired):
+        with suppress(subprocess.TimeoutExpired):
             self.process.wait(1.0)  # for the rest of its output
         return tail(self.scratch)

@@ -520,12 +520,15 @@ class Dispatcher(Evidence):
             hints = self._hints(key) if kept is None else NO_HINTS
             noted = self.untried.get(key)
             again = self.untried.again(key, noted) if noted is not None else frozenset()
+            # A record from elsewhere keeps candidates that this machine never verified.
+            found = self.store.locate(device.gpu, device.environment, document)
+            verified = kept is None or (found is not None and found.trusted)
             record = self.tuner.tune(
                 key, able, settings, kept, hints, resume, noted, again, findings, spent
             )
             if record is not kept:
                 record = self.storable(record)
-                self.store.save(device.gpu, device.environment, record)
+                self.store.save(device.gpu, device.environment, record, verified=verified)
                 self._neighbours.add(device, record)
                 self.untried.note(key, findings.tried, findings.left)
         findings.report(key)

@@ -19,6 +19,7 @@ from tmm_cache import CandidateResult, TuningRecord
 
 from tmm_core.dispatch.environment import BUDGET_ENDED
 from tmm_core.dispatch.standing import by_time
+from tmm_core.errors import reraise
 from tmm_core.spec.asking import read_config
 from tmm_core.spec.kernel import Candidate, Config, Kernel
 from tmm_core.spec.launcher import BASELINE
@@ -113,6 +114,7 @@ class Proposals:
                 else:
                     continue
             except Exception as error:
+                reraise(error)
                 self.empty[kernel] = error
                 continue
             allowed = [config for config in configs if not config.unsaid(problem)]
@@ -284,7 +286,8 @@ def _hinted(hints: Hints, kernels: Sequence[Kernel[Any]], problem: Problem) -> l
             hinted = Candidate(kernel, read_config(kernel, config))
             if not hinted.config.unsaid(problem):
                 found[hinted] = None
-        except Exception:  # a config of another version: drop the hint
+        except Exception as error:  # a config of another version: drop the hint
+            reraise(error)
             continue
     return list(found)[:MOST_HINTS]
 
@@ -294,5 +297,6 @@ def _expected_us(
 ) -> float | None:
     try:
         return kernel.estimate_us(problem, config or kernel.default_config(problem))
-    except Exception:  # drops the estimate, not the kernel
+    except Exception as error:  # drops the estimate, not the kernel
+        reraise(error)
         return None

@@ -250,7 +250,9 @@ class Registry:
                 more = len(self._unreported) - len(rest) - 1
                 # State first: under `-W error` the warning raises, and the next call goes on here.
                 self._unreported = rest
-            message = f"{first.source} is not used: {first.reason}"
+            used = any(kernel.source == first.source for kernel in self._kernels.values())
+            used = used or first.source in self._unloaded.values()
+            message = f"{first.source} is {'partly' if used else 'not'} used: {first.reason}"
             warn_of_plugin(first.source, message, first.error, more)
 
     def _load(self, source: Source, entry_point: importlib.metadata.EntryPoint) -> None:

@@ -371,6 +371,7 @@ class Tuning:
             next(trial for trial in racing if trial.run is raised.run).fail(raised.error)
             return self._sampled(racing, sample)
         except Exception as error:
+            reraise(error)
             warn(f"timing {self._problem} failed: {error}")
             return []
 

@@ -10,7 +10,7 @@ from tmm_cache import CandidateResult, TuningRecord
 
 from tmm_core.dispatch.environment import BUDGET_ENDED, verdicts
 from tmm_core.dispatch.untried import Able, Noted
-from tmm_core.errors import ConfigError, PluginError
+from tmm_core.errors import ConfigError, PluginError, reraise
 from tmm_core.spec.asking import read_config
 from tmm_core.spec.kernel import Kernel
 from tmm_core.spec.problem import Problem
@@ -64,5 +64,6 @@ def _assumes(kernel: Kernel[Any], result: CandidateResult) -> bool:
 def _may_assume(kernel: Kernel[Any], problem: Problem) -> bool:
     try:
         return any(config.assumes for config in kernel.configs(problem))
-    except Exception:  # costs only its own candidates
+    except Exception as error:  # costs only its own candidates
+        reraise(error)
         return False

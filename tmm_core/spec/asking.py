@@ -290,7 +290,8 @@ class Asked(Kernel[Any]):
             raise NonsenseError(f"gave {about} is {found}, accepted is {accepted}") from None
         if None in fields.values():
             raise NonsenseError(f"gave a config with a field that is None: {shown(fields)}")
-        return config
+        checked: Config = config
+        return checked
 
 
 def _items(answer: Any, most: int, what: str) -> list[Any]:
@@ -385,7 +386,8 @@ def _where(kind: type, question: str, error: BaseException) -> str:
         # For an attribute, its class.
         try:
             return f"{inspect.getfile(kind)}:{inspect.getsourcelines(kind)[1]}"
-        except (OSError, TypeError):
+        except (OSError, TypeError) as error:
+            reraise(error)
             return ""
     within = [frame for frame in frames if frame.filename == code.co_filename]
     line = within[-1].lineno if within else code.co_firstlineno

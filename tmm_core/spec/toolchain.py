@@ -6,7 +6,6 @@ without importing Triton (0.3 ms), and only where some candidate could not be tr
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import hashlib
 import importlib.util
@@ -19,6 +18,9 @@ import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from tmm_cache.errors import suppress
+
+from tmm_core.errors import reraise
 from tmm_core.spec.device import version_of
 
 if TYPE_CHECKING:
@@ -88,10 +90,10 @@ def python_header() -> Path:
 def folders() -> dict[str, Path]:
     """The folders that Triton writes into."""
     found = {}
-    with contextlib.suppress(OSError):  # none is usable
+    with suppress(OSError):  # none is usable
         found["temporary"] = Path(tempfile.gettempdir())
     given = os.environ.get("TRITON_CACHE_DIR")
-    with contextlib.suppress(RuntimeError):  # no home
+    with suppress(RuntimeError):  # no home
         home = Path(os.environ.get("TRITON_HOME") or Path.home())
         found["triton cache"] = Path(given) if given else home / ".triton" / "cache"
     return found
@@ -107,6 +109,7 @@ def usable(folder: Path) -> str:
     try:
         free = shutil.disk_usage(place).free
     except OSError as error:
+        reraise(error)
         return error.strerror or "unreadable"
     return "yes" if free >= LEAST_FREE_BYTES else "full"
 
@@ -158,7 +161,8 @@ def _file(path: Path | None) -> list[JSON]:
         return []
     try:
         of = os.stat(path)
-    except (OSError, ValueError):
+    except (OSError, ValueError) as error:
+        reraise(error)
         return [str(path)]
     return [str(path), of.st_size, of.st_mode, of.st_mtime_ns, of.st_ctime_ns]
 
@@ -166,7 +170,8 @@ def _file(path: Path | None) -> list[JSON]:
 def _read(path: Path) -> str:
     try:
         return path.read_text(errors="replace")[:500]
-    except OSError:
+    except OSError as error:
+        reraise(error)
         return ""
 
 

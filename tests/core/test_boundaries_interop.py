@@ -1,0 +1,386 @@
+"""Limits of derivatives and of stand-ins for kernels: vectors, complex numbers, sums of many."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+import tmm_core
+from tmm_core import Epilogue, Port
+from tmm_core.epilogues import parse
+from tmm_core.interop import flops, grouped, pointwise
+from tmm_core.interop.unusual import concerns
+
+Tensor = torch.Tensor
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+
+# torch's own, where it first differentiates forwards
+pytestmark = pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")
+
+
+def double(*shape: int, **kw: Any) -> Tensor:
+    return torch.randn(shape, dtype=FP64, **kw)
+
+
+def same_gradients(ours: Callable[..., Tensor], theirs: Callable[..., Tensor], *of: Tensor) -> None:
+    y, expected = ours(*of), theirs(*of)
+    torch.testing.assert_close(y, expected)
+    grad = torch.randn_like(expected)
+    for mine, other in zip(
+        torch.autograd.grad(y, of, grad), torch.autograd.grad(expected, of, grad), strict=True
+    ):
+        assert mine.dtype is other.dtype
+        torch.testing.assert_close(mine, other)
+
+
+# -- reverse mode -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "shapes", [((4, 5), (5,)), ((5,), (5, 3)), ((5,), (5,)), ((2, 4, 5), (5,))]
+)
+def test_gradients_of_complex_vectors(shapes: Any) -> None:
+    a, b = (torch.randn(shape, dtype=torch.complex128, requires_grad=True) for shape in shapes)
+    same_gradients(lambda a, b: tmm_core.matmul(a, b, alpha=2.0), lambda a, b: 2.0 * (a @ b), a, b)
+
+
+def test_a_real_term_of_a_complex_product_has_a_real_gradient() -> None:
+    a, b = (
+        torch.randn(shape, dtype=torch.complex64, requires_grad=True) for shape in ((4, 5), (5, 3))
+    )
+    bias, residual = torch.randn(3, requires_grad=True), torch.randn(4, 3, requires_grad=True)
+    same_gradients(
+        lambda a, b, bias, residual: tmm_core.matmul(a, b, bias=bias, residual=residual),
+        lambda a, b, bias, residual: a @ b + bias + residual,
+        a, b, bias, residual,
+    )  # fmt: skip
+
+
+def test_a_result_that_is_learned_through_has_the_dtype_of_one_that_is_not() -> None:
+    """Whatever is added to it."""
+    a, b = torch.randn(4, 8, dtype=BF16), torch.randn(8, 6, dtype=BF16)
+    residual = torch.randn(4, 6)
+    for epilogue in (None, "silu", "relu"):
+        given: Any = {"residual": residual, "epilogue": epilogue}
+        plain = tmm_core.matmul(a, b, **given)
+        learned = tmm_core.matmul(a.clone().requires_grad_(), b, **given)
+        assert plain.dtype is learned.dtype is BF16
+        torch.testing.assert_close(plain, learned.detach(), rtol=2e-2, atol=2e-2)
+
+
+def test_an_empty_product_is_learned_through() -> None:
+    for n in (0, 3):
+        a, b = double(4, 5, requires_grad=True), double(5, n, requires_grad=True)
+        same_gradients(
+            lambda a, b: tmm_core.matmul(a, b, epilogue="silu"),
+            lambda a, b: torch.nn.functional.silu(a @ b),
+            a.float().detach().requires_grad_(),
+            b.float().detach().requires_grad_(),
+        )
+
+
+# -- forward mode -------------------------------------------------------------------------
+
+
+def same_tangents(ours: Callable[..., Tensor], theirs: Callable[..., Tensor], *of: Tensor) -> None:
+    tangents = tuple(map(torch.randn_like, of))
+    for mine, other in zip(
+        torch.func.jvp(ours, of, tangents), torch.func.jvp(theirs, of, tangents), strict=True
+    ):
+        assert mine.dtype is other.dtype
+        torch.testing.assert_close(mine, other)
+
+
+@pytest.mark.parametrize("shapes", [((4, 5), (5, 3)), ((4, 5), (5,)), ((5,), (5, 3)), ((5,), (5,))])
+def test_tangents_of_every_argument_at_once(shapes: Any) -> None:
+    sa, sb = shapes
+    a, b, bias = double(*sa), double(*sb), double(sb[1] if len(sb) > 1 else 1)
+    residual = torch.randn_like(a @ b)
+    term = bias if len(sb) > 1 else bias[0]
+    same_tangents(
+        lambda a, b, bias, r: tmm_core.matmul(a, b, bias=bias, residual=r, alpha=-3.0),
+        lambda a, b, bias, r: -3.0 * (a @ b) + (bias if len(sb) > 1 else bias[0]) + r,
+        a, b, bias, residual,
+    )  # fmt: skip
+    same_tangents(
+        lambda bias: tmm_core.matmul(a, b, bias=bias, alpha=-3.0),
+        lambda bias: -3.0 * (a @ b) + (bias if len(sb) > 1 else bias[0]),
+        bias,
+    )
+    assert term.dtype is FP64
+
+
+def test_a_tangent_has_the_dtype_of_its_result() -> None:
+    a, b = torch.randn(4, 8, dtype=BF16), torch.randn(8, 6, dtype=BF16)
+    r, t = torch.randn(4, 6), torch.randn(4, 6)
+    y, tangent = torch.func.jvp(lambda r: tmm_core.matmul(a, b, residual=r), (r,), (t,))
+    assert y.dtype is tangent.dtype is BF16
+    torch.testing.assert_close(tangent, t.bfloat16())
+
+
+def gate(z: Tensor, up: Tensor) -> Tensor:
+    return torch.sin(z) * up
+
+
+GATE = Epilogue(
+    "sines", gate, gated=True, derivative=lambda z, up: (torch.cos(z) * up, torch.sin(z))
+)
+
+
+def test_a_given_derivative_of_a_gate_is_of_both_halves() -> None:
+    a, b = double(4, 5), double(5, 6)
+
+    def by_hand(a: Tensor, b: Tensor) -> Tensor:
+        return gate(*(a @ b).chunk(2, dim=-1))
+
+    def ours(a: Tensor, b: Tensor) -> Tensor:
+        return tmm_core.matmul(a, b, epilogue=GATE)
+
+    same_tangents(ours, by_hand, a, b)
+    same_gradients(ours, by_hand, a.requires_grad_(), b.requires_grad_())
+
+
+# -- vmap ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("shape", [(5,), (4, 5), (2, 4, 5), (3, 4, 5), (2, 3, 4, 5)], ids=str)
+def test_many_vectors_by_operands_of_any_rank(shape: tuple[int, ...]) -> None:
+    """Mapped as the second operand, and as both."""
+    a, b, more = double(*shape), double(3, 5), double(3, *shape)
+    row = double(3, *(a @ b[0]).shape)
+    for dims, given in ((None, a), (0, more)):
+        for term in (None, row):
+            in_dims = (dims, 0, None if term is None else 0)
+
+            def ours(a: Tensor, b: Tensor, r: Tensor | None) -> Tensor:
+                return tmm_core.matmul(a, b, residual=r, epilogue="silu")
+
+            def by_torch(a: Tensor, b: Tensor, r: Tensor | None) -> Tensor:
+                y = torch.nn.functional.silu(a @ b)
+                return y if r is None else y + r
+
+            got = torch.vmap(ours, in_dims)(given, b, term)
+            torch.testing.assert_close(got, torch.vmap(by_torch, in_dims)(given, b, term))
+
+
+# -- grouped ------------------------------------------------------------------------------
+
+OFFS = torch.tensor([3, 3, 10], dtype=torch.int32)
+
+
+@pytest.fixture
+def by_blas() -> Any:
+    with tmm_core.override(disable="triton.ragged"):
+        yield
+
+
+def by_groups(a: Tensor, b: Tensor, alpha: float = 1.0) -> Tensor:
+    return alpha * torch.cat([a[0:3] @ b[0], a[3:10] @ b[2]])
+
+
+@pytest.mark.usefixtures("by_blas")
+def test_tangents_of_groups_are_scaled_as_their_product() -> None:
+    same_tangents(
+        lambda a, b: tmm_core.grouped_matmul(a, b, offs=OFFS, alpha=-3.0),
+        lambda a, b: by_groups(a, b, -3.0),
+        double(10, 5), double(3, 5, 4),
+    )  # fmt: skip
+
+
+@pytest.mark.usefixtures("by_blas")
+def test_a_row_gathered_often_sums_its_gradient_in_fp32() -> None:
+    """Of 512 ones a sum in 16 bits stops at 256."""
+    a = torch.ones(2, 8, dtype=BF16, requires_grad=True)
+    b = torch.ones(1, 8, 8, dtype=BF16)
+    index, offs = torch.zeros(512, dtype=torch.long), torch.tensor([512], dtype=torch.int32)
+    y = tmm_core.grouped_matmul(a, b, offs=offs, a_index=index)
+    (grad,) = torch.autograd.grad(y.sum(), a)
+    assert torch.equal(grad, torch.tensor([[4096.0], [0.0]]).expand(2, 8).to(BF16))
+
+
+@pytest.mark.usefixtures("by_blas")
+@pytest.mark.parametrize("along", ["m", "k"])
+def test_the_gradient_of_a_bias_of_groups_is_summed_in_fp32(along: str) -> None:
+    """And only over rows of a group."""
+    bias = torch.zeros(1, 8, requires_grad=True)
+    if along == "m":
+        a, b = torch.ones(1030, 8, dtype=BF16), torch.ones(1, 8, 8, dtype=BF16)
+        offs = torch.tensor([1025], dtype=torch.int32)
+    else:
+        a, b = torch.ones(1025, 16, dtype=BF16), torch.ones(16, 8, dtype=BF16)
+        offs = torch.tensor([8], dtype=torch.int32)
+    y = tmm_core.grouped_matmul(a, b, offs=offs, bias=bias)
+    (grad,) = torch.autograd.grad(y[..., :1025, :].sum(), bias)
+    assert torch.equal(grad, torch.full((1, 8), 1025.0))
+
+
+@pytest.mark.usefixtures("by_blas")
+@pytest.mark.parametrize("epilogue", [None, "silu"])
+def test_weights_of_rows_of_no_group_learn_nothing(epilogue: str | None) -> None:
+    """Whatever the memory holds that their rows would have been."""
+    torch.full((4096,), torch.nan)
+    a, b = double(12, 5), double(3, 5, 4)
+    weights = double(12, requires_grad=True)
+    a[10:] = torch.nan
+    for more in ({}, {"out_index": torch.randperm(12)}):
+        y = tmm_core.grouped_matmul(a, b, offs=OFFS, out_weights=weights, epilogue=epilogue, **more)  # type: ignore[call-overload]
+        (grad,) = torch.autograd.grad(y.sum(), weights)
+        assert not grad[10:].any()
+        z = by_groups(a, b)
+        rows = z if epilogue is None else torch.nn.functional.silu(z)
+        torch.testing.assert_close(grad[:10], rows.sum(1))
+
+
+@pytest.mark.usefixtures("by_blas")
+@pytest.mark.parametrize("scattered", [False, True])
+@pytest.mark.parametrize("learns", [False, True])
+def test_zeroed_rows_are_zero_with_everything_added(scattered: bool, learns: bool) -> None:
+    """Rows of no group, wherever they are scattered to, get neither bias nor residual."""
+    a, b = double(12, 5, requires_grad=learns), double(3, 5, 4)
+    bias, residual = double(3, 4), double(12, 4)
+    places = torch.randperm(12) if scattered else None
+    call = tmm_core.interop.grouped.GroupedArguments(
+        a, b, OFFS, bias, residual, 1.0, parse("silu").interned(), out_index=places, zeroed=True
+    )
+    y = grouped.grouped_matmul(*call[:-1])
+    rows = torch.arange(12) if places is None else places
+    z = torch.cat([a[0:3] @ b[0] + bias[0], a[3:10] @ b[2] + bias[2]])
+    expected = torch.zeros(12, 4, dtype=FP64)
+    expected[rows[:10]] = torch.nn.functional.silu(z).detach() + residual[rows[:10]]
+    torch.testing.assert_close(y.detach(), expected)
+
+
+# -- outputs ------------------------------------------------------------------------------
+
+PEAK = Port("peak", "row", FP16, "max", of=torch.abs)
+PEAKED = Epilogue("peaked", torch.relu, linear=False, outputs=(PEAK,))
+
+
+def test_outputs_beside_a_result_that_is_learned_through() -> None:
+    a, b = torch.randn(4, 8), torch.randn(8, 6)
+    for alpha in (1.0, -2.0):
+        y, peak = tmm_core.matmul(a, b, alpha=alpha, epilogue=PEAKED)  # type: ignore[misc]
+        learned, also = tmm_core.matmul(  # type: ignore[misc]
+            a.clone().requires_grad_(), b, alpha=alpha, epilogue=PEAKED
+        )
+        torch.testing.assert_close(y, torch.relu(alpha * (a @ b)))
+        torch.testing.assert_close(learned.detach(), y)
+        assert peak.dtype is also.dtype is FP16
+        torch.testing.assert_close(peak, y.abs().amax(-1).half())
+        torch.testing.assert_close(also, peak)
+        assert not also.requires_grad
+
+
+def test_outputs_without_memory_have_their_dtypes() -> None:
+    a, b = torch.randn(4, 8), torch.randn(8, 6)
+    with FakeTensorMode() as mode:
+        fakes = mode.from_tensor(a), mode.from_tensor(b)
+        y, peak = tmm_core.matmul(*fakes, epilogue=PEAKED)  # type: ignore[misc]
+    assert (tuple(y.shape), y.dtype) == ((4, 6), FP32)
+    assert (tuple(peak.shape), peak.dtype) == ((4,), FP16)
+
+
+# -- what follows a product ---------------------------------------------------------------
+
+
+def test_kernels_after_a_product_need_a_derivative_in_torch_too() -> None:
+    """Of which second derivatives are made."""
+    z, silu = torch.randn(4, 8), parse("silu")
+    assert pointwise.kernels(silu, 8, FP32, z) is not None
+    device: Any = {"device": silu.device, "device_derivative": silu.device_derivative}
+    bare = Epilogue("mine", torch.nn.functional.silu, **device)
+    assert pointwise.kernels(bare, 8, FP32, z) is None
+    assert pointwise.kernels(silu, 0, FP32, z) is None
+    assert pointwise.kernels(silu, 8, FP64, z) is None
+    with tmm_core.override(disable=pointwise.NAME):
+        assert pointwise.kernels(silu, 8, FP32, z) is None
+    assert pointwise.kernels(silu, 8, FP32, z) is not None
+
+
+def test_kernels_that_fail_are_left_and_no_others() -> None:
+    z = torch.randn(4, 8)
+    bad, good = (pointwise.kernels(parse(name), 8, FP32, z) for name in ("silu", "gelu"))
+    assert bad is not None
+    with pytest.warns(tmm_core.TmmWarning, match="failed for epilogue silu"):
+        pointwise.failed(parse("silu"), bad, RuntimeError("boom"))
+    assert pointwise.kernels(parse("silu"), 8, FP32, z) is None
+    assert pointwise.kernels(parse("gelu"), 8, FP32, z) is good is not None
+
+
+def test_kernels_after_a_product_take_dense_rows_on_16_bytes() -> None:
+    z = torch.randn(4, 8)
+    assert pointwise.takes(z)
+    assert not pointwise.takes(torch.randn(33)[1:].view(4, 8))
+    assert not pointwise.takes(z.T)
+
+
+# -- counting -----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("a", "b", "products"),
+    [
+        ((4, 5), (5, 3), 60), ((5,), (5, 3), 15), ((4, 5), (5,), 20), ((5,), (5,), 5),
+        ((2, 4, 5), (5,), 40), ((2, 1, 4, 5), (3, 5, 6), 720), ((7, 4, 5), (5, 3), 420),
+    ],
+)  # fmt: skip
+def test_flops_of_vectors_and_batches(a: Any, b: Any, products: int) -> None:
+    assert flops.matmul_flops(a, b) == 2 * products
+
+
+def test_flops_of_groups_are_of_the_rows_that_are_multiplied() -> None:
+    assert grouped.grouped_flops((10, 5), (3, 5, 4), (3,)) == 2 * 10 * 5 * 4
+    assert grouped.grouped_flops((2, 5), (3, 5, 4), (3,), a_index=(10,)) == 2 * 10 * 5 * 4
+
+
+# -- autocast and other operands ----------------------------------------------------------
+
+
+def test_autocast_leaves_fp64_and_8_bits_as_they_are() -> None:
+    a, b = double(4, 8), double(8, 6)
+    eight = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn)
+    with torch.autocast("cpu", dtype=BF16):
+        y = tmm_core.matmul(a, b)
+        of_eight = tmm_core.matmul(*eight, bias=torch.full((6,), 1 + 2.0**-12), out_dtype=FP32)
+    assert y.dtype is FP64
+    torch.testing.assert_close(y, a @ b, rtol=1e-14, atol=1e-14)
+    expected = eight[0].double() @ eight[1].double() + 1 + 2.0**-12
+    torch.testing.assert_close(of_eight.double(), expected, rtol=1e-6, atol=1e-6)
+
+
+def test_a_bias_of_the_products_own_shape_is_no_vector() -> None:
+    a, b = torch.randn(4, 8), torch.randn(8, 6)
+    for shape, other in (((6,), False), ((1, 6), True), ((4, 6), True), ((5,), True)):
+        assert concerns(a, b, torch.ones(shape), None) is other
+    assert not concerns(a, b[:, 0], torch.ones(1), None)
+    assert concerns(a, b[:, 0], torch.ones(4), None)
+
+
+def test_a_bias_of_several_rows_beside_everything_else() -> None:
+    a, b = torch.randn(4, 8), torch.randn(8, 6)
+    column, residual = torch.randn(4, 1), torch.randn(4, 6)
+    z = -2.0 * (a @ b) + column
+    for epilogue, y in ((None, z), ("relu", torch.relu(z))):
+        given: Any = {"bias": column, "alpha": -2.0, "epilogue": epilogue}
+        torch.testing.assert_close(tmm_core.matmul(a, b, **given), y)
+        both = tmm_core.matmul(a, b, residual=residual, **given)
+        torch.testing.assert_close(both, y + residual)
+        out = torch.empty(4, 6)
+        assert tmm_core.matmul(a, b, residual=residual, out=out, **given) is out
+        torch.testing.assert_close(out, y + residual)
+
+
+@pytest.mark.filterwarnings("ignore:(?s).*(Sparse|prototype|nested)")
+def test_torch_answers_for_operands_without_strides_where_blas_is_forced() -> None:
+    a, b = torch.randn(4, 8), torch.randn(8, 6)
+    y = tmm_core.matmul(a.to_sparse(), b, kernel="blas", alpha=-2.0, bias=torch.ones(6),
+                        out_dtype=FP64)  # fmt: skip
+    assert y.dtype is FP64
+    torch.testing.assert_close(y.float(), -2.0 * (a @ b) + 1)
+    rows = torch.nested.nested_tensor([torch.randn(2, 8), torch.randn(3, 8)], layout=torch.jagged)
+    y = tmm_core.matmul(rows, b, alpha=-2.0, bias=torch.ones(6))
+    torch.testing.assert_close(y.values(), -2.0 * (rows.values() @ b) + 1)

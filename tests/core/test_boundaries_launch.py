@@ -1,0 +1,327 @@
+"""Limits of a call: empty dimensions, memory side by side, tables that are full, kernels that may
+not fail, and what is left behind."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import linecache
+from typing import Any
+
+import pytest
+import torch
+from fakes import FakeBlas, FakeKernel, installed
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import tmm_core
+from tmm_core import PluginError
+from tmm_core.launch import grouped, warm
+from tmm_core.launch.fold import Fold
+from tmm_core.spec.arguments import GroupedArguments
+from tmm_core.spec.epilogue import IDENTITY
+
+Tensor = torch.Tensor
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+A, B = torch.randn(4, 8), torch.randn(8, 6)
+
+
+# -- checks -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("b", [torch.randn(8), torch.randn(7), torch.randn(8, 5)])
+def test_a_gated_epilogue_needs_two_halves_of_columns(b: Tensor) -> None:
+    """A vector is one column, whether its length is even or not."""
+    with pytest.raises(ValueError, match="needs b of width 2N"):
+        tmm_core.matmul(torch.randn(4, len(b)), b, epilogue="swiglu")
+
+
+@pytest.mark.parametrize("name", ["bias", "residual"])
+def test_terms_have_the_dtype_of_the_operands_of_the_result_or_fp32(name: str) -> None:
+    a, b = A.bfloat16(), B.bfloat16()
+    term = torch.randn(6) if name == "bias" else torch.randn(4, 6)
+    for dtype in (BF16, FP16, FP32):
+        given: Any = {name: term.to(dtype), "out_dtype": FP16}
+        y = tmm_core.matmul(a, b, **given)
+        expected = a.double() @ b.double() + term.to(dtype).double()
+        assert y.dtype is FP16
+        torch.testing.assert_close(y.double(), expected, rtol=1e-2, atol=1e-2)
+    with pytest.raises(RuntimeError, match=f"{name} must have dtype"):
+        tmm_core.matmul(a, b, **{name: term.double()}, out_dtype=FP16)  # type: ignore[arg-type]
+    with pytest.raises(RuntimeError, match=f"{name} must have dtype"):
+        tmm_core.matmul(a, b, **{name: term.half()})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("before", [True, False])
+def test_memory_beside_an_input_is_written(before: bool) -> None:
+    """Tensors that touch share nothing."""
+    memory = torch.randn(16 + 24)
+    a = (memory[24:] if before else memory[:16]).view(4, 4)
+    out = (memory[:24] if before else memory[16:]).view(4, 6)
+    b = torch.randn(4, 6)
+    expected = a.clone() @ b
+    assert tmm_core.matmul(a, b, out=out) is out
+    torch.testing.assert_close(out, expected)
+    # By one element they share one.
+    overlapping = (memory[1:25] if before else memory[15:39]).view(4, 6)
+    with pytest.raises(RuntimeError, match="single memory location"):
+        tmm_core.matmul(a, b, out=overlapping)
+
+
+def test_an_out_that_wants_a_gradient_is_refused_alone() -> None:
+    out = torch.empty(4, 6, requires_grad=True)
+    with pytest.raises(RuntimeError, match=r"out=.* don't support automatic differentiation"):
+        tmm_core.matmul(A, B, out=out)
+    with torch.no_grad():
+        torch.testing.assert_close(tmm_core.matmul(A, B, out=out), A @ B)
+
+
+def test_only_an_out_with_elements_is_resized_with_a_warning() -> None:
+    out = torch.empty(0)
+    assert tmm_core.matmul(A, B, out=out) is out
+    torch.testing.assert_close(out, A @ B)
+    with pytest.warns(UserWarning, match="was resized since it had shape"):
+        tmm_core.matmul(A, B, out=torch.empty(3))
+
+
+@pytest.mark.parametrize(
+    ("sa", "sb"),
+    [
+        ((0, 2, 3), (1, 3, 4)), ((1, 2, 3), (0, 3, 4)), ((5, 1, 2, 3), (0, 3, 4)),
+        ((2, 0, 3), (1, 3, 4)), ((0, 2, 3), (3, 4)),
+    ],
+)  # fmt: skip
+def test_an_empty_batch_meets_one_of_one(sa: Any, sb: Any) -> None:
+    a, b = torch.randn(sa), torch.randn(sb)
+    try:
+        expected = torch.matmul(a, b)
+    except RuntimeError:
+        with pytest.raises(RuntimeError):
+            tmm_core.matmul(a, b)
+        return
+    y = tmm_core.matmul(a, b, epilogue="silu")
+    assert y.shape == expected.shape
+
+
+@pytest.mark.parametrize("shape", [(), (1,), (1, 1)])
+def test_a_scale_of_one_number_has_any_shape(shape: tuple[int, ...]) -> None:
+    a, b = (t.to(torch.float8_e4m3fn) for t in (A, B))
+    for lead in ((), (3,)):
+        x = a.float().expand(*lead, 4, 8).to(a.dtype)
+        y = tmm_core.matmul(
+            x, b, scale_a=torch.full(shape, 2.0), scale_b=torch.full(shape, 0.5), out_dtype=FP32
+        )
+        torch.testing.assert_close(y, x.float() @ b.float())
+
+
+# -- folds --------------------------------------------------------------------------------
+
+
+def test_of_nothing_no_operand_is_in_place() -> None:
+    """An empty tensor has no address that would say so."""
+    a, b = torch.randn(2, 3, 8), B
+    fold = Fold.of(a, b, None, torch.Size((2, 3, 6)))
+    assert fold is not None
+    views = fold.in_place(a, b, None)
+    assert views is not None
+    assert views["a"].shape == (6, 8)
+    empty = torch.empty(0, 3, 8)
+    fold = Fold.of(empty, b, None, torch.Size((0, 3, 6)))
+    assert fold is not None
+    assert fold.in_place(empty, b, None) is None
+    transposed = torch.randn(3, 2, 8).transpose(0, 1)
+    fold = Fold.of(transposed, b, None, torch.Size((2, 3, 6)))
+    assert fold is not None
+    assert fold.in_place(transposed, b, None) is None
+
+
+def test_scales_of_a_batch_that_shares_them_are_packed() -> None:
+    a, b = torch.randn(2, 4, 8), torch.randn(2, 8, 6)
+    fold = Fold.of(a, b, None, torch.Size((2, 4, 6)))
+    assert fold is not None
+    for scale, packed in ((torch.rand(4, 1), fold.scale_a), (torch.rand(1, 6), fold.scale_b)):
+        found = packed(scale)
+        assert found.shape == (2, *scale.shape)
+        assert found.is_contiguous()
+        assert torch.equal(found[1], scale)
+        assert packed(torch.tensor(2.0)).shape == ()
+
+
+# -- plans --------------------------------------------------------------------------------
+
+
+@pytest.mark.usefixtures("blas_alone")
+def test_a_full_table_of_plans_is_begun_anew(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server that meets ever new sizes does not grow without end."""
+    monkeypatch.setattr(warm, "MAX_PLANS", 4)
+    for m in range(1, 12):
+        a = torch.randn(m, 8)
+        torch.testing.assert_close(tmm_core.matmul(a, B), a @ B)
+        assert 1 <= len(warm._plans) <= 4
+
+
+@pytest.mark.usefixtures("blas_alone")
+def test_the_out_of_a_plan_has_room_for_the_whole_batch() -> None:
+    a, b = torch.randn(3, 4, 8), torch.randn(3, 8, 6)
+    plan, out = tmm_core.plan(a, b), torch.empty(3, 4, 6)
+    assert plan(a, b, out=out) is out
+    torch.testing.assert_close(out, a @ b)
+    for wrong in (torch.empty(4, 6), torch.empty(3, 4, 7)):
+        with pytest.raises(ValueError, match="number of elements"):
+            plan(a, b, out=wrong)
+
+
+@pytest.mark.usefixtures("blas_alone")
+def test_sources_go_with_their_functions() -> None:
+    """What tracebacks show of a generated function is kept no longer than it."""
+
+    def kept() -> int:
+        return sum(name.startswith("<tmm ") for name in linecache.cache)
+
+    gc.collect()
+    before = kept()
+    plans = [tmm_core.plan(torch.randn(m, 8), B) for m in range(1, 6)]
+    assert kept() >= before + len(plans)
+    plans.clear()
+    warm.forget_plans()
+    gc.collect()
+    assert kept() <= before
+
+
+# -- who has to see a call ----------------------------------------------------------------
+
+
+class Functions(TorchFunctionMode):
+    def __torch_function__(self, f: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return f(*args, **(kwargs or {}))
+
+
+class Dispatches(TorchDispatchMode):
+    def __torch_dispatch__(self, f: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return f(*args, **(kwargs or {}))
+
+
+class Mine(Tensor):
+    pass
+
+
+def test_a_call_that_torch_has_to_see_is_not_launched_past_it() -> None:
+    """Kernels other than torch's own know nothing of modes, transforms and pending conjugates."""
+    contexts: dict[str, Any] = {
+        "autocast": lambda: torch.autocast("cpu", dtype=BF16),
+        "a function mode": Functions,
+        "a dispatch mode": Dispatches,
+        "forward mode": torch.autograd.forward_ad.dual_level,
+        "a profiler": torch.profiler.profile,
+    }
+    plain, bias = (A, B), torch.randn(6)
+    assert warm.undisturbed(*plain, bias)
+    for name, context in contexts.items():
+        with context():
+            assert not warm.undisturbed(*plain), name
+        assert warm.undisturbed(*plain), name
+    seen = []
+    torch.vmap(lambda x: seen.append(warm.undisturbed(x, B)) or x)(torch.randn(2, 4, 8))
+    torch.func.grad(lambda x: seen.append(warm.undisturbed(x, B)) or x.sum())(A)
+    assert seen == [False, False]
+    a, b, z = (t.to(torch.complex64) for t in (A, B, bias))
+    assert warm.undisturbed(a, b, z)
+    negative = torch.imag(torch.randn(4, 8, dtype=torch.complex64).conj())
+    for given in (
+        (a.conj(), b), (a, b.conj()), (a, b, z.conj()), (negative, B), (A, negative.T),
+        (A.as_subclass(Mine), B), (A, B.as_subclass(Mine)), (A, B, bias.as_subclass(Mine)),
+    ):  # fmt: skip
+        assert not warm.undisturbed(*given)
+    assert warm.undisturbed(torch.nn.Parameter(A), torch.nn.Parameter(B))
+
+
+# -- kernels that fail --------------------------------------------------------------------
+
+
+class Failing(FakeBlas):
+    def __init__(self, error: BaseException) -> None:
+        self.launched = 0
+
+        def spoil(out: Tensor) -> Tensor:
+            self.launched += 1
+            raise error
+
+        super().__init__(spoil=spoil)
+
+
+@pytest.fixture
+def untuned(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TMM_ON_CACHE_MISS", "heuristic")
+
+
+@pytest.mark.usefixtures("untuned")
+def test_the_error_of_the_baseline_is_the_callers_to_see() -> None:
+    """There is no other to answer: it is not set aside."""
+    blas = Failing(RuntimeError("boom"))
+    installed(blas)
+    for count in (1, 2):
+        with pytest.raises(RuntimeError, match="boom"):
+            tmm_core.matmul(A, B)
+        assert blas.launched == count
+
+
+@pytest.mark.usefixtures("untuned")
+def test_a_kernel_that_would_end_the_process_raises_an_error_instead() -> None:
+    def leave(out: Tensor) -> Tensor:
+        raise SystemExit(3)
+
+    installed(FakeBlas(), FakeKernel("leaving", spoil=leave))
+    with pytest.raises(PluginError, match="leaving raised SystemExit"):
+        tmm_core.matmul(A, B, kernel="leaving")
+
+
+# -- groups -------------------------------------------------------------------------------
+
+
+def ends(*of: int) -> Tensor:
+    return torch.tensor(of, dtype=torch.int32)
+
+
+def by_groups(a: Tensor, b: Tensor, offs: Tensor) -> Tensor:
+    parts = itertools.pairwise([0, *offs.tolist()])
+    return torch.cat([a[start:end] @ b[group] for group, (start, end) in enumerate(parts)])
+
+
+@pytest.fixture
+def by_blas() -> Any:
+    with tmm_core.override(disable="triton.ragged"):
+        yield
+
+
+@pytest.mark.usefixtures("by_blas")
+def test_as_many_groups_as_columns_share_a_bias_by_column() -> None:
+    """And not the number of each group."""
+    a, b, bias = torch.randn(9, 8), torch.randn(3, 8, 3), torch.randn(3)
+    offs = ends(2, 5, 9)
+    y = tmm_core.grouped_matmul(a, b, offs=offs, bias=bias)
+    torch.testing.assert_close(y, by_groups(a, b, offs) + bias)
+
+
+@pytest.mark.usefixtures("by_blas")
+def test_no_rows_are_gathered_of_none() -> None:
+    a, b, index = torch.empty(0, 8), torch.randn(2, 8, 4), torch.empty(0, dtype=torch.int32)
+    assert tmm_core.grouped_matmul(a, b, offs=ends(0, 0), a_index=index).shape == (0, 4)
+    with pytest.raises(ValueError, match="gathers rows of an a that has none"):
+        tmm_core.grouped_matmul(a, b, offs=ends(1, 1), a_index=torch.zeros(1, dtype=torch.int32))
+
+
+@pytest.mark.usefixtures("by_blas")
+def test_every_row_has_one_place_and_one_weight() -> None:
+    a, b, offs = torch.randn(5, 8), torch.randn(2, 8, 4), ends(2, 5)
+    for name, t in (("out_index", torch.arange(6)), ("out_weights", torch.rand(6))):
+        with pytest.raises(ValueError, match=rf"{name} must have shape \(5,\)"):
+            tmm_core.grouped_matmul(a, b, offs=offs, **{name: t})
+
+
+def test_a_ragged_sum_leaves_nothing_to_be_zeroed() -> None:
+    """Its result has a product for each group, and no rows beyond the last."""
+    a, b, offs = torch.randn(8, 6), torch.randn(6, 4), ends(2, 5)
+    call = GroupedArguments(a, b, offs, zeroed=True)
+    problem, _ = grouped.pose(call, IDENTITY, tmm_core.settings.current())
+    assert problem.groups is not None
+    assert (problem.along, problem.groups.zeroed) == ("k", False)

@@ -1,0 +1,210 @@
+"""Limits of layers: parameters that are, or are just not, one in memory; dtypes of experts."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import tmm_core
+from tmm_core.nn import Experts, SwiGLU, experts
+from tmm_core.nn.gated_product import gated_linear, joint_operands
+from tmm_core.nn.joined import join, joinable, joined, seen_alone
+
+Tensor = torch.Tensor
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+
+# -- two parameters in one storage --------------------------------------------------------
+
+
+def halves(rows: int = 4, columns: int = 6) -> tuple[Tensor, Tensor]:
+    both = torch.randn(2 * rows, columns)
+    return both[:rows], both[rows:]
+
+
+def test_what_follows_in_memory_is_one() -> None:
+    first, second = halves()
+    both = joined(first, second)
+    assert both is not None
+    assert both.data_ptr() == first.data_ptr()
+    assert torch.equal(both, torch.cat((first, second)))
+    vector = torch.randn(6)
+    assert torch.equal(joined(vector[:3], vector[3:]), vector)  # type: ignore[arg-type]
+
+
+def test_what_does_not_follow_in_memory_is_two() -> None:
+    first, second = halves()
+    three = torch.randn(12, 6)
+    storage = torch.randn(48)
+    wrong: dict[str, tuple[Any, Any]] = {
+        "the other way round": (second, first),
+        "with rows between": (three[:4], three[8:]),
+        "overlapping": (three[:4], three[2:6]),
+        "the same": (first, first),
+        "of other storages": (first, torch.randn(4, 6)),
+        "of other shapes": (storage[:24].view(4, 6), storage[24:].view(6, 4)),
+        "of other sizes": (three[:4], three[4:6]),
+        "transposed": (storage[:24].view(6, 4).T, storage[24:].view(6, 4).T),
+        "the second transposed": (storage[:24].view(4, 6), storage[24:].view(6, 4).T),
+        "of other dtypes": (first, second.view(torch.int32)),
+        "of one alone": (first, None),
+        "of none": (None, None),
+    }
+    assert {name for name, pair in wrong.items() if joined(*pair) is not None} == set()
+
+
+def test_parameters_are_joined_if_each_has_its_memory_to_itself() -> None:
+    def parameter(*shape: int, **kw: Any) -> nn.Parameter:
+        return nn.Parameter(torch.randn(shape, **kw))
+
+    first, second = parameter(4, 6), parameter(4, 6)
+    assert joinable(first, second)
+    before = torch.cat((first, second)).detach()
+    join(first, second)
+    assert torch.equal(joined(first, second), before)  # type: ignore[arg-type]
+    assert not joinable(first, second)  # now each is half of a storage
+    alone = parameter(4, 6)
+    for other in (
+        alone,  # tied
+        parameter(4, 5), parameter(4, 6, dtype=torch.float64), torch.randn(4, 6),
+        nn.Parameter(torch.randn(5, 6)[:4]), nn.Parameter(torch.empty(4, 6, device="meta")),
+    ):  # fmt: skip
+        assert not joinable(alone, other)
+
+
+@pytest.mark.parametrize("dtype", [FP32, FP16, torch.float64])
+def test_a_half_seen_alone_is_the_same_memory(dtype: torch.dtype) -> None:
+    first, second = (t.to(dtype) for t in halves())
+    both = torch.cat((first, second))
+    for part, expected in ((both[:4], first), (both[4:], second)):
+        alone = seen_alone(part)
+        assert torch.equal(alone, expected)
+        assert alone.data_ptr() == part.data_ptr()
+        assert alone.untyped_storage().nbytes() == part.nbytes
+        assert alone.storage_offset() == 0
+
+
+# -- the gated product --------------------------------------------------------------------
+
+
+def test_halves_of_which_one_has_a_bias_are_two_products() -> None:
+    gate, up = halves()
+    bias = torch.randn(8)
+    for biases in ((bias[:4], None), (None, bias[4:]), (bias[4:], bias[:4])):
+        assert joint_operands(gate, up, *biases) is None
+        x = torch.randn(3, 6)
+        y = gated_linear(x, gate, up, *biases, "swiglu")
+        expected = F.silu(F.linear(x, gate, biases[0])) * F.linear(x, up, biases[1])
+        torch.testing.assert_close(y, expected)
+    operands = joint_operands(gate, up, bias[:4], bias[4:])
+    assert operands is not None
+    assert torch.equal(operands[1], bias)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["gate_proj.bias", "up_proj.bias", "up_proj.weight"])
+def test_one_half_learns_alone(name: str) -> None:
+    mlp, x = SwiGLU(8, 12, bias=True), torch.randn(5, 8)
+    mlp.requires_grad_(False)
+    parameter = mlp.get_parameter(name).requires_grad_()
+    gate, up, down = mlp.gate_proj, mlp.up_proj, mlp.down_proj
+    (got,) = torch.autograd.grad(mlp(x).square().sum(), parameter)
+    between = F.silu(F.linear(x, gate.weight, gate.bias)) * F.linear(x, up.weight, up.bias)
+    y = F.linear(between, down.weight, down.bias)
+    torch.testing.assert_close(got, torch.autograd.grad(y.square().sum(), parameter)[0])
+
+
+def test_second_derivatives_of_both_halves() -> None:
+    """Of the gradient of x, whose weight is both."""
+    mlp, x = SwiGLU(8, 12), torch.randn(5, 8, requires_grad=True)
+    gate, up, down = mlp.gate_proj.weight, mlp.up_proj.weight, mlp.down_proj.weight
+
+    def second(y: Tensor) -> tuple[Tensor, ...]:
+        (dx,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+        return torch.autograd.grad(dx.square().sum(), (gate, up))
+
+    by_hand = F.linear(F.silu(F.linear(x, gate)) * F.linear(x, up), down)
+    for mine, other in zip(second(mlp(x)), second(by_hand), strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-4, atol=1e-4)
+
+
+def test_a_single_row_learns() -> None:
+    """A vector is no matrix of rows."""
+    mlp, x = SwiGLU(8, 12), torch.randn(8, requires_grad=True)
+    (got,) = torch.autograd.grad(mlp(x).sum(), x)
+    (rows,) = torch.autograd.grad(mlp(x[None]).sum(), x)
+    torch.testing.assert_close(got, rows)
+
+
+# -- experts ------------------------------------------------------------------------------
+
+
+@pytest.fixture(autouse=True)
+def by_blas() -> Iterator[None]:
+    with tmm_core.override(disable="triton.ragged"):
+        yield
+
+
+def test_weights_are_as_wide_as_the_inputs_of_their_own_projection() -> None:
+    torch.manual_seed(0)
+    layer = Experts(4, hidden_size=100, intermediate_size=9, bias=True)
+    for name, inputs in (("gate_up_proj", 100), ("down_proj", 9)):
+        bound = 1 / math.sqrt(inputs)
+        for t in (layer.get_parameter(name), layer.get_parameter(f"{name}_bias")):
+            assert 0.8 * bound < t.abs().max() <= bound
+    Experts(2, 6, 0)  # an expert of nothing has a bound, too
+
+
+def test_the_choices_of_an_expert_stay_in_order() -> None:
+    """Of tokens, so that sums do not depend on how a sort breaks ties."""
+    index = torch.randint(5, (300, 2))
+    places, ends = experts._by_expert(index, 4)
+    flat = index.flatten()
+    start = 0
+    for expert, end in enumerate(ends.tolist()):
+        mine = places[start:end]
+        assert torch.equal(mine, (flat == expert).nonzero()[:, 0])
+        start = end
+    assert start == (flat < 4).sum()  # those of 4 are of another rank
+
+
+@pytest.mark.parametrize("router", [FP32, FP16, torch.float64])
+def test_the_weights_of_a_router_are_not_rounded_to_16_bits(router: torch.dtype) -> None:
+    """Unless they have these themselves. 1 + 2⁻¹⁰ is 1 in bf16."""
+    layer = Experts(1, 8, 8, dtype=BF16)
+    with torch.no_grad():
+        layer.gate_up_proj.fill_(1.0)
+        layer.down_proj.fill_(2.0**-20)
+    x, index = torch.ones(4, 8, dtype=BF16), torch.zeros(4, 2, dtype=torch.long)
+    weights = torch.tensor([1 + 2.0**-8, -1.0], dtype=router).expand(4, 2)
+    y = layer(x, index, weights)
+    assert y.dtype is BF16
+    one = layer(x, index[:, :1], torch.ones(4, 1))
+    torch.testing.assert_close(y, (one.float() * 2.0**-8).to(BF16), rtol=0.3, atol=0)
+
+
+def test_the_result_of_experts_has_the_dtype_of_what_they_are_given() -> None:
+    layer = Experts(2, 8, 4)
+    for dtype in (BF16, FP32, torch.float64):
+        x = torch.randn(3, 8, dtype=dtype)
+        index, weights = torch.tensor([[0, 1]]).expand(3, 2), torch.ones(3, 2)
+        y = layer(x, index, weights)
+        assert y.dtype is dtype
+        expected = layer(x.float(), index, weights)
+        torch.testing.assert_close(y.float(), expected, rtol=2e-2, atol=2e-2)
+
+
+def test_experts_of_two_dtypes_under_autocast_are_rounded_once() -> None:
+    layer, x = Experts(2, 8, 4), torch.randn(3, 8)
+    index, weights = torch.tensor([[0, 1]]).expand(3, 2), torch.rand(3, 2)
+    expected = layer(x, index, weights)
+    with torch.autocast("cpu", dtype=BF16):
+        y = layer(x, index, weights)
+    assert y.dtype is FP32
+    torch.testing.assert_close(y, expected, rtol=3e-2, atol=3e-2)
+    assert not torch.equal(y, expected)

@@ -1,0 +1,212 @@
+"""Limits of BLAS's ways: which problems each serves, and what each step adds to an estimate."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from tmm_blas import blas, grouped_mm
+from tmm_blas.blas import Blas, BlasConfig
+
+import tmm_core
+from tmm_core import Groups, Operand, Problem
+from tmm_core.epilogues import parse
+from tmm_core.epilogues.clamped import CLAMPED
+from tmm_core.interop.grouped import grouped_matmul
+from tmm_core.spec.arguments import GroupedArguments
+from tmm_core.spec.device import DeviceFingerprint
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
+H100 = DeviceFingerprint("cuda", "NVIDIA H100", (9, 0), 132, 232448, 50 * 2**20)
+ROW, COL = Operand(BF16), Operand(BF16, "col")
+LAYER = Problem(64, 4096, 4096, ROW, COL, ROW, H100)
+EIGHT = replace(LAYER, a=Operand(E4M3), b=Operand(E4M3, "col"))
+GROUPED = replace(LAYER, groups=Groups(8, "m"))
+
+
+def ways(problem: Problem) -> set[str]:
+    return {
+        name for config in Blas().configs(problem) for name, on in config.to_json().items() if on
+    }
+
+
+RELU = replace(LAYER, epilogue=parse("relu"), bias=BF16)
+
+
+@pytest.mark.parametrize(
+    ("change", "fused"),
+    [
+        ({}, True), ({"bias": None}, False), ({"bias": FP32}, False), ({"residual": ROW}, False),
+        ({"scaled": True}, False), ({"batch": 2}, False), ({"epilogue": parse("silu")}, False),
+        ({"out": Operand(FP32)}, False), ({"device": replace(H100, type="cpu")}, False),
+        ({"groups": Groups(2, "m")}, False), ({"epilogue": parse("relu+tanh")}, False),
+    ],
+)  # fmt: skip
+def test_bias_and_relu_are_fused_into_a_plain_product_alone(
+    change: dict[str, Any], fused: bool
+) -> None:
+    asked = replace(RELU, **change)
+    assert ("fused" in ways(asked)) is fused
+    if not fused and asked.groups is None:
+        with pytest.raises(ValueError, match=r"fuses bias \+ relu into plain"):
+            Blas().bind(asked, BlasConfig(fused=True))
+
+
+GATED = replace(LAYER, epilogue=parse("swiglu"))
+
+
+@pytest.mark.parametrize(
+    ("change", "divisible"),
+    [
+        ({}, True), ({"bias": BF16}, True), ({"residual": ROW}, True), ({"bias": FP32}, False),
+        ({"scaled": True}, False), ({"batch": 2}, False), ({"out": Operand(FP32)}, False),
+        ({"epilogue": parse("silu")}, False), ({"groups": Groups(2, "m")}, False),
+        ({"epilogue": CLAMPED}, False),
+        ({"a": Operand(E4M3), "b": Operand(E4M3, "col")}, False),
+    ],
+)  # fmt: skip
+def test_gate_and_up_are_apart_in_a_plain_product_alone(
+    change: dict[str, Any], divisible: bool
+) -> None:
+    assert ("halves" in ways(replace(GATED, **change))) is divisible
+
+
+@pytest.mark.parametrize(
+    ("change", "takes"),
+    [
+        ({}, True), ({"device": replace(H100, capability=(8, 9))}, True),
+        ({"device": replace(H100, capability=(8, 6))}, False), ({"batch": 2}, False),
+        ({"m": 0}, False), ({"m": 1}, True), ({"k": 4104}, False), ({"n": 4104}, False),
+        ({"n": 4104, "epilogue": parse("swiglu")}, True),  # of twice as many columns
+        ({"n": 4100, "epilogue": parse("swiglu")}, False), ({"n": 0}, False), ({"k": 0}, False),
+        ({"a": Operand(E5M2)}, True), ({"a": Operand(E5M2), "b": Operand(E5M2, "col")}, False),
+        ({"a": Operand(E4M3, "col")}, False), ({"b": Operand(E4M3)}, False),
+        ({"a": Operand(E4M3, aligned=False)}, False),
+        ({"device": replace(H100, cuda="hip-6.4")}, False),
+    ],
+)  # fmt: skip
+def test_the_8_bit_product_of_torch_has_its_own_limits(change: dict[str, Any], takes: bool) -> None:
+    assert blas._takes_fp8(replace(EIGHT, **change)) is takes
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({}, ""), ({"a": COL}, "groups start at multiples of 16 bytes"),
+        ({"out": Operand(FP16)}, "is of bf16"), ({"device": replace(H100, capability=(10, 0))}, ""),
+        ({"device": replace(H100, capability=(12, 0))}, "on the host"),
+        ({"groups": Groups(8, "n")}, "groups start at multiples of 16 bytes"),
+        ({"groups": Groups(8, "k"), "a": COL, "b": ROW}, ""),
+        ({"groups": Groups(8, "k"), "a": COL, "b": COL}, "groups start at multiples"),
+        ({"groups": Groups(8, "k"), "a": ROW, "b": ROW}, "groups start at multiples"),
+        ({"a": replace(ROW, aligned=False)}, "aligned to 16 bytes"), ({"k": 0}, "dimension is 0"),
+    ],
+)  # fmt: skip
+def test_the_grouped_product_of_torch_has_its_own_limits(
+    change: dict[str, Any], reason: str
+) -> None:
+    found = list(grouped_mm.reasons_against(replace(GROUPED, **change)))
+    assert bool(found) is bool(reason), found
+    assert any(reason in each for each in found) or not reason
+
+
+@pytest.mark.parametrize(
+    ("change", "able"),
+    [
+        ({}, True), ({"k": 4104}, False), ({"n": 4104}, False),
+        ({"n": 4104, "epilogue": parse("swiglu")}, True), ({"out": Operand(FP32)}, False),
+        ({"device": replace(H100, capability=(10, 0))}, False),
+        ({"a": Operand(E5M2)}, False), ({"groups": Groups(8, "k")}, False),
+    ],
+)  # fmt: skip
+def test_the_grouped_8_bit_product_of_torch_has_its_own_limits(
+    change: dict[str, Any], able: bool
+) -> None:
+    asked = replace(replace(EIGHT, groups=Groups(8, "m")), **change)
+    assert (not list(grouped_mm.reasons_against(asked))) is able
+
+
+# -- estimates ----------------------------------------------------------------------------
+
+
+def us(problem: Problem, **config: bool) -> float:
+    found = Blas().estimate_us(problem, BlasConfig(**config))
+    assert found is not None
+    return found
+
+
+LARGE = replace(LAYER, m=8192, n=8192, k=8192)
+
+
+def test_every_step_after_the_product_costs_its_pass_and_its_launch() -> None:
+    silu = replace(LARGE, epilogue=parse("silu"))
+    added = replace(LARGE, residual=ROW)
+    plain = us(LARGE)
+    assert plain < us(silu) < us(added) < us(replace(silu, residual=ROW))
+    # What moves and what is multiplied grows by the residual alone.
+    launches = blas.LAUNCH_US
+    small = replace(LAYER, m=1, n=8, k=8)
+    assert us(replace(small, epilogue=parse("silu"))) - us(small) == pytest.approx(
+        launches, rel=0.05
+    )
+    gated = replace(small, epilogue=parse("swiglu"))
+    assert us(gated, halves=True) - us(gated) == pytest.approx(launches)
+
+
+def test_a_pass_over_a_result_in_the_l2_is_faster() -> None:
+    def extra(l2: int) -> float:
+        small = replace(LAYER, m=2048, n=2048, k=64, device=replace(H100, l2=l2))
+        return us(replace(small, epilogue=parse("silu"))) - us(small) - blas.LAUNCH_US
+
+    size = 2048 * 2048 * 2
+    assert extra(2 * size) == pytest.approx(3 * extra(2 * size + 2))
+
+
+def test_unaligned_rows_multiply_at_a_fraction_of_the_rate() -> None:
+    for name in ("a", "b"):
+        change: dict[str, Any] = {name: replace(getattr(LARGE, name), aligned=False)}
+        odd = replace(LARGE, **change)
+        product, launch = us(LARGE) - blas.LAUNCH_US, blas.LAUNCH_US
+        assert us(odd) - launch == pytest.approx(blas.UNALIGNED_PENALTY * product)
+
+
+# -- groups on a CPU ----------------------------------------------------------------------
+
+
+def launched(dtype: torch.dtype, zeroed: bool, **terms: Any) -> torch.Tensor:
+    """Rows of two groups and two of none, by the baseline."""
+    torch.manual_seed(0)
+    a, b = torch.randn(8, 16).to(dtype), torch.randn(2, 16, 8).to(dtype)
+    a[6:] = torch.nan
+    offs = torch.tensor([2, 6], dtype=torch.int32)
+    call = GroupedArguments(a, b, offs, zeroed=zeroed, **terms)
+    with tmm_core.override(disable="triton.ragged"):
+        y: torch.Tensor = grouped_matmul(*call[:-1])
+        return y
+
+
+@pytest.mark.parametrize("epilogue", ["", "relu", "silu"])
+@pytest.mark.parametrize("dtype", [BF16, FP32])
+def test_terms_of_another_dtype_are_added_without_a_rounding_between(
+    epilogue: str, dtype: torch.dtype
+) -> None:
+    """In place where the product has room for them, and never in a narrower one."""
+    text = parse(epilogue or None).interned() if epilogue else ""
+    residual, weights = torch.randn(8, 8), torch.rand(8)
+    y = launched(dtype, True, epilogue=text, residual=residual, out_weights=weights)
+    assert y.dtype is dtype
+    assert torch.equal(y[6:], torch.zeros(2, 8, dtype=dtype))
+    z = launched(dtype, True, epilogue=text).float()
+    expected = (z * weights[:, None] + residual)[:6].to(dtype)
+    torch.testing.assert_close(y[:6], expected, rtol=2**-8, atol=0 if dtype is BF16 else 1e-6)
+
+
+def test_a_bias_of_the_last_group_serves_rows_beyond_it() -> None:
+    """They are of no group, and index no bias that there is not."""
+    bias = torch.randn(2, 8)
+    y = launched(FP32, True, bias=bias)
+    torch.testing.assert_close(y[:6], launched(FP32, True)[:6] + bias[[0, 0, 1, 1, 1, 1]])
+    assert torch.equal(y[6:], torch.zeros(2, 8))

@@ -1,0 +1,241 @@
+"""Limits of the Triton kernels: addresses at the ends of operands, and estimates of a batch."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from test_skinny import DECODE
+from test_triton_kernels import KERNELS, TILE, TOLERANCE, ask, interpreted, problem_of
+from tmm_triton.hopper_search import configs as hopper_configs
+from tmm_triton.partials import MOST_WORKSPACE
+from tmm_triton.realigned import Misaligned, bind_copy
+from tmm_triton.skinny import Skinny, SkinnyConfig
+from tmm_triton.split_k import SplitK, SplitKConfig
+from triton.runtime import interpreter
+
+import tmm_core
+from tmm_core import Operand
+
+FP16 = torch.float16
+#: Elements before and after an operand that nobody may touch.
+MARGIN = 4096
+
+
+class Fences:
+    """Operands, and the accesses beside them that the interpreter made."""
+
+    def __init__(self) -> None:
+        self.ranges: list[tuple[int, int]] = []
+        self.memory: list[torch.Tensor] = []
+        self.stray: list[str] = []
+
+    def matrix(self, rows: int, columns: int, dtype: torch.dtype = FP16) -> torch.Tensor:
+        """A matrix whose rows start at multiples of 16 bytes and whose last ends its memory."""
+        vector = 16 // dtype.itemsize
+        stride = -(-columns // vector) * vector
+        count = (rows - 1) * stride + columns
+        memory = torch.full((MARGIN + count + MARGIN,), float("nan"), dtype=dtype)
+        self.memory.append(memory)
+        view = memory[MARGIN:].as_strided((rows, columns), (stride, 1))
+        view.normal_(generator=torch.Generator().manual_seed(rows + columns))
+        self.ranges.append((view.data_ptr(), view.data_ptr() + count * dtype.itemsize))
+        return view
+
+    def check(self, kind: str, pointers: Any, mask: Any) -> None:
+        size = pointers.get_element_ty().primitive_bitwidth // 8
+        addresses, inside = np.broadcast_arrays(pointers.data, mask)
+        touched = addresses[inside.astype(bool)].astype(np.int64)
+        for start, end in self.ranges:
+            far = MARGIN * 2
+            near = (touched > start - far) & (touched < end + far)
+            if (near & ((touched < start) | (touched + size > end))).any():
+                self.stray.append(kind)
+
+
+@pytest.fixture
+def fences(monkeypatch: pytest.MonkeyPatch) -> Iterator[Fences]:
+    made, builder = Fences(), interpreter.InterpreterBuilder
+    load, store = builder.create_masked_load, builder.create_masked_store
+
+    def loading(self: Any, ptrs: Any, mask: Any, *rest: Any, **hints: Any) -> Any:
+        made.check("load", ptrs, mask.data)
+        return load(self, ptrs, mask, *rest, **hints)
+
+    def storing(self: Any, ptrs: Any, value: Any, mask: Any, *rest: Any, **hints: Any) -> Any:
+        made.check("store", ptrs, mask.data)
+        return store(self, ptrs, value, mask, *rest, **hints)
+
+    monkeypatch.setattr(builder, "create_masked_load", loading)
+    monkeypatch.setattr(builder, "create_masked_store", storing)
+    yield made
+    assert not made.stray, f"{made.stray[0]} beside an operand"
+
+
+AHEAD = SplitKConfig(**TILE | {"num_stages": 1}, SPLIT_K=3, SWAP=True)
+CONFIGS = [*KERNELS.items(), (SplitK(), AHEAD), (SplitK(), replace(AHEAD, SPLIT_K=1))]
+
+
+@interpreted
+@pytest.mark.parametrize("size", [(37, 29, 51), (33, 16, 48), (1, 40, 16)], ids=str)
+@pytest.mark.parametrize(("kernel", "config"), CONFIGS, ids=lambda of: getattr(of, "name", ""))
+def test_nothing_is_touched_beside_an_operand(
+    kernel: Any, config: Any, size: tuple[int, int, int], fences: Fences
+) -> None:
+    """Not even what is never used: the next page may not be there."""
+    m, n, k = size
+    a, b = fences.matrix(m, k), fences.matrix(k, n)
+    out, residual = fences.matrix(m, n), fences.matrix(m, n)
+    problem = problem_of(a, b, out, residual=residual)
+    kernel.bind(problem, config)(a, b, None, residual, 1.0, out)
+    expected = a.double() @ b.double() + residual.double()
+    assert (out.double() - expected).norm() < TOLERANCE[FP16] * expected.norm()
+
+
+@interpreted
+def test_the_fences_are_seen(fences: Fences) -> None:
+    """A kernel that believes in one more row reads it."""
+    a, b, out = fences.matrix(4, 16), fences.matrix(16, 16), fences.matrix(4, 16)
+    kernel, config = next(iter(KERNELS.items()))
+    problem = replace(problem_of(a, b, out), m=5)
+    kernel.bind(problem, config)(a, b, None, None, 1.0, out)
+    assert {*fences.stray} == {"load", "store"}
+    fences.stray.clear()
+
+
+# -- estimates ----------------------------------------------------------------------------
+
+
+def test_a_batch_fills_a_gpu_as_one_product_does() -> None:
+    """Eight products of 512 columns read what one of 4096 does, by as many programs."""
+    config = Skinny().configs(DECODE)[0]
+    one = Skinny().estimate_us(DECODE, config)
+    eight = Skinny().estimate_us(replace(DECODE, n=512, batch=8), config)
+    assert one <= eight < 1.1 * one
+
+
+def test_warps_that_sum_other_parts_have_another_arithmetic() -> None:
+    def arithmetic(warps: int, step: int) -> str | None:
+        config = SkinnyConfig(BLOCK_M=16, BLOCK_N=16, BLOCK_K=step, num_stages=2, num_warps=warps)
+        return Skinny().arithmetic(DECODE, config)
+
+    assert arithmetic(4, 512) != arithmetic(4, 1024)  # each warp sums 128 and 256 at a time
+    assert arithmetic(2, 512) != arithmetic(4, 512)
+    assert arithmetic(1, 256) == arithmetic(1, 512)  # one warp takes them all, in the same order
+
+
+# -- split-K ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("k", [64, 200, 1000])
+def test_every_range_of_k_has_a_step(k: int) -> None:
+    kernel = SplitK()
+    for asked in (ask(16, 512, k), ask(16, 512, k, batch_invariant=True)):
+        for config in kernel.configs(asked):
+            assert -(-k // config.BLOCK_K) >= config.SPLIT_K
+
+
+def test_partial_sums_of_every_config_fit_the_workspace() -> None:
+    """In batch-invariant mode parts do not get fewer as M grows."""
+    kernel = SplitK()
+    asked = ask(8192, 8192, 65536, batch_invariant=True)
+    for config in kernel.configs(asked):
+        assert kernel.workspace_bytes(asked, config) <= MOST_WORKSPACE
+    assert kernel.workspace_bytes(replace(asked, batch=3), replace(AHEAD, SPLIT_K=2)) == (
+        3 * kernel.workspace_bytes(asked, replace(AHEAD, SPLIT_K=2))
+    )
+
+
+def test_an_operand_leaves_the_l2_first_where_no_other_program_reads_it() -> None:
+    """Rows of b are read by every row of tiles, columns of a by every column."""
+
+    def once(m: int, n: int) -> tuple[bool, bool]:
+        main, *_ = SplitK().builds(ask(m, n, 4096), replace(AHEAD, BLOCK_N=64))
+        return main.constants["A_ONCE"], main.constants["B_ONCE"]
+
+    assert once(32, 64) == (True, True)
+    assert once(33, 64) == (True, False)
+    assert once(32, 65) == (False, True)
+
+
+@interpreted
+@pytest.mark.parametrize("splits", [1, 3])
+def test_scales_are_applied_to_a_whole_sum_and_to_one_in_parts(splits: int) -> None:
+    a, b = (torch.randn(shape).to(torch.float8_e4m3fn) for shape in ((5, 64), (64, 32)))
+    b = b.T.contiguous().T
+    scale_a, scale_b = torch.rand(5, 1) + 0.5, torch.rand(1, 32) + 0.5
+    config = SplitKConfig(**TILE, SPLIT_K=splits, SWAP=False).to_json()
+    y = tmm_core.matmul(
+        a, b, scale_a=scale_a, scale_b=scale_b, kernel="triton.split_k", config=config,
+        out_dtype=torch.float32,
+    )  # fmt: skip
+    expected = (a.float() * scale_a) @ (b.float() * scale_b)
+    torch.testing.assert_close(y, expected, rtol=1e-3, atol=1e-3)
+
+
+# -- copies of misaligned operands --------------------------------------------------------
+
+
+def misaligned(rows: int, columns: int, **fields: Any) -> Misaligned:
+    operand = Operand(torch.bfloat16, aligned=False, **fields)
+    (found,) = Misaligned.of(replace(ask(rows, 64, columns), a=operand))
+    return found
+
+
+def test_rows_of_a_copy_are_no_longer_than_they_need_to_be() -> None:
+    assert [misaligned(8, k).pitch for k in (1, 63, 64, 65, 128)] == [64, 64, 64, 128, 128]
+
+
+@pytest.mark.parametrize("k", [1, 40, 256, 4097, 70000])
+def test_the_tiles_of_a_copy_cover_it(k: int) -> None:
+    matrix = misaligned(37, k)
+    rows, columns = matrix.tile
+    assert rows >= 1
+    assert rows * columns * 2 <= 8192
+    assert matrix.tiles == -(-37 // rows) * -(-matrix.pitch // columns)
+
+
+def test_a_copy_is_wide_by_its_own_rows() -> None:
+    """They are longer than the operand's."""
+    rows = 2**25 + 1
+    assert not misaligned(rows - 1, 63).copied.wide
+    assert misaligned(rows, 63).copied.wide
+
+
+@interpreted
+def test_a_lone_row_of_any_stride_is_copied() -> None:
+    a = torch.randn(64).to(FP16)[1:52].as_strided((1, 51), (2**40, 1), 1)
+    b = torch.randn(51, 16, dtype=FP16)
+    problem = problem_of(a, b, torch.empty(1, 16, dtype=FP16))
+    copied, same = bind_copy(problem)(a, b)
+    assert torch.equal(copied, a)
+    assert same is b
+    assert Operand.of(copied).aligned
+
+
+# -- the search of the Hopper kernel ------------------------------------------------------
+
+
+@pytest.mark.parametrize("m", [1, 64, 128, 129, 4096])
+def test_so_many_configs_are_proposed_and_no_more(m: int) -> None:
+    asked = ask(m, 4096, 4096)
+    for promised in (False, True):
+        found = list(hopper_configs(replace(asked, static_weights=promised)))
+        assert 1 <= len(found) <= 16
+        assert len(set(found)) == len(found)
+        # Where reading the weight takes the time, it may begin before the last launch ends.
+        assert any(config.early for config in found) is (m <= 128)
+    assert len(list(hopper_configs(replace(asked, batch_invariant=True)))) <= 16 + 8
+
+
+def test_a_band_of_tiles_is_no_higher_than_the_result() -> None:
+    for m in (1, 200, 1000):
+        for config in hopper_configs(ask(m, 8192, 8192)):
+            assert max(1, -(-m // config.BLOCK_M)) >= config.GROUP_M
