@@ -203,6 +203,8 @@ class _Names:
             self.tensors[name] = None
         elif hasattr(kind, name) and isinstance(getattr(kind, name), types.FunctionType):
             if getattr(nn.Module, name, None) is getattr(kind, name):
+                if hasattr(torch.Tensor, name):  # to, float and others, which tensors have too
+                    return
                 raise NotProvenError(f"its forward calls nn.Module.{name}")
             if name in vars(module):
                 raise NotProvenError(f"its method {name} was replaced on the instance")
